@@ -1,0 +1,614 @@
+//! `--input PATH[:NAME]`: copying a file or a directory into the workspace.
+//!
+//! The source may be hostile (a cloned repository, say), so everything is opened once, without
+//! following links, and judged by its descriptor. The workspace is written to only by names of one
+//! component below a held descriptor, each made exclusively. Whatever fails leaves a partial copy
+//! behind: the caller removes the workspace.
+
+use std::ffi::{CStr, CString, OsStr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{
+    AtFlags, Dir, DirEntry, FileType, Gid, Mode, OFlags, ResolveFlags, SeekFrom, Stat, Uid,
+};
+use rustix::io::Errno;
+
+/// Names at the top of the workspace that belong to Fumehood: the two read-only mounts and its
+/// own hidden directory.
+pub const RESERVED_NAMES: [&str; 3] = ["data", "docs", ".fumehood"];
+
+/// A copied directory may be this deep. Three descriptors are held a level, which this keeps well
+/// below the usual limit of 1024.
+const DEPTH_MAX: usize = 128;
+/// One step of copying; the budget is asked before each.
+const STEP_BYTES: u64 = 16 << 20;
+const BUFFER_BYTES: usize = 256 * 1024;
+
+/// What may still be copied. Copying counts it down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    pub bytes: u64,
+    /// Files, directories and symlinks alike.
+    pub files: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Copied {
+    pub files: u64,
+    /// Data written; holes in sparse files are not counted.
+    pub bytes: u64,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum CopyError {
+    #[error("input name {name:?} must be a relative path without `..`")]
+    BadName { name: PathBuf },
+    #[error(
+        "input name {name:?}: {reserved:?} at the top of the workspace is Fumehood's own; give another with --input PATH:NAME"
+    )]
+    Reserved {
+        name: PathBuf,
+        reserved: &'static str,
+    },
+    #[error("input {path:?} has no name of its own; give one with --input PATH:NAME")]
+    NoName { path: PathBuf },
+    #[error("open input {path:?}")]
+    Open {
+        path: PathBuf,
+        #[source]
+        source: Errno,
+    },
+    #[error("read input {path:?}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: Errno,
+    },
+    #[error("create {name:?} in the workspace")]
+    Create {
+        name: PathBuf,
+        #[source]
+        source: Errno,
+    },
+    #[error("write {name:?} in the workspace")]
+    Write {
+        name: PathBuf,
+        #[source]
+        source: Errno,
+    },
+    #[error("{name:?} is in the workspace already; give another name with --input PATH:NAME")]
+    Exists { name: PathBuf },
+    #[error("input {path:?} is {kind}; only files and directories are copied")]
+    Special { path: PathBuf, kind: &'static str },
+    #[error(
+        "input {path:?} is a symlink to {target:?}, which leads out of the copied directory; show its target with --read, or leave the link out"
+    )]
+    LinkLeadsOut { path: PathBuf, target: PathBuf },
+    #[error("input {path:?} contains the workspace itself")]
+    ContainsWorkspace { path: PathBuf },
+    #[error("input {path:?} is more than {DEPTH_MAX} directories deep")]
+    TooDeep { path: PathBuf },
+    #[error(
+        "the inputs are larger than the disk limit; raise --disk, or show {path:?} with --read instead of copying it"
+    )]
+    TooManyBytes { path: PathBuf },
+    #[error(
+        "the inputs are more files than the limit; raise --files, or show {path:?} with --read instead of copying it"
+    )]
+    TooManyFiles { path: PathBuf },
+}
+
+/// The name an input gets inside: the one given, else the last component of its path.
+pub fn name_for(source: &Path, given: Option<&Path>) -> Result<PathBuf, CopyError> {
+    let name = match (given, source.file_name()) {
+        (Some(name), _) => name.to_path_buf(),
+        (None, Some(name)) => PathBuf::from(name),
+        (None, None) => {
+            return Err(CopyError::NoName {
+                path: source.to_path_buf(),
+            });
+        }
+    };
+    check_name(&name)?;
+    Ok(name)
+}
+
+/// Copies `source`, followed if it is a symlink itself, to `name` in the workspace. Directories
+/// that `name` leads through are made. With `owner`, everything made is given to it.
+pub fn copy_in(
+    source: &Path,
+    workspace: BorrowedFd<'_>,
+    name: &Path,
+    owner: Option<(u32, u32)>,
+    budget: &mut Budget,
+) -> Result<Copied, CopyError> {
+    let parts = check_name(name)?;
+    let top = rustix::fs::fstat(workspace).map_err(|source| CopyError::Create {
+        name: name.to_path_buf(),
+        source,
+    })?;
+    let mut copy = Copy {
+        owner: owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid))),
+        budget,
+        copied: Copied::default(),
+        workspace: (top.st_dev, top.st_ino),
+        buffer: Vec::new(),
+    };
+    let at = Place {
+        from: source.to_path_buf(),
+        to: name.to_path_buf(),
+    };
+    let (file, stat) = open_source(source)?;
+    let Some((last, above)) = parts.split_last() else {
+        return Err(CopyError::BadName {
+            name: name.to_path_buf(),
+        });
+    };
+    let parent = copy.make_parents(workspace, above, &at)?;
+    let parent = parent.as_ref().map_or(workspace, |p| p.as_fd());
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Directory => copy.tree(file, stat, parent, last, &at)?,
+        _ => copy.file(file.as_fd(), &stat, parent, last, &at)?,
+    }
+    Ok(copy.copied)
+}
+
+fn check_name(name: &Path) -> Result<Vec<CString>, CopyError> {
+    let bad = || CopyError::BadName {
+        name: name.to_path_buf(),
+    };
+    let part = |c: Component<'_>| match c {
+        Component::Normal(part) => CString::new(part.as_bytes()).map_err(|_| bad()),
+        _ => Err(bad()),
+    };
+    let parts: Vec<CString> = name.components().map(part).collect::<Result<_, _>>()?;
+    let first = parts.first().ok_or_else(bad)?;
+    if parts.len() > DEPTH_MAX {
+        return Err(bad());
+    }
+    match RESERVED_NAMES
+        .iter()
+        .find(|r| first.as_bytes() == r.as_bytes())
+    {
+        Some(reserved) => Err(CopyError::Reserved {
+            name: name.to_path_buf(),
+            reserved,
+        }),
+        None => Ok(parts),
+    }
+}
+
+/// Opens what the user named. Its kind is looked at first, because merely opening some devices
+/// does something; what counts is the look at the descriptor afterwards.
+fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
+    let failed = |e| CopyError::Open {
+        path: source.to_path_buf(),
+        source: e,
+    };
+    let stat = rustix::fs::stat(source).map_err(failed)?;
+    check_kind(FileType::from_raw_mode(stat.st_mode), source)?;
+    let file = rustix::fs::open(source, READ, Mode::empty()).map_err(failed)?;
+    let stat = rustix::fs::fstat(&file).map_err(failed)?;
+    check_kind(FileType::from_raw_mode(stat.st_mode), source)?;
+    Ok((file, stat))
+}
+
+/// NONBLOCK, so that a FIFO put in the file's place does not hold us up.
+const READ: OFlags = OFlags::RDONLY
+    .union(OFlags::CLOEXEC)
+    .union(OFlags::NONBLOCK)
+    .union(OFlags::NOCTTY);
+
+fn check_kind(kind: FileType, path: &Path) -> Result<(), CopyError> {
+    let kind = match kind {
+        FileType::RegularFile | FileType::Directory => return Ok(()),
+        FileType::Fifo => "a FIFO",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice | FileType::BlockDevice => "a device",
+        _ => "neither file nor directory",
+    };
+    Err(CopyError::Special {
+        path: path.to_path_buf(),
+        kind,
+    })
+}
+
+/// Where copying is, for messages only.
+#[derive(Clone)]
+struct Place {
+    from: PathBuf,
+    to: PathBuf,
+}
+
+impl Place {
+    fn join(&self, name: &OsStr) -> Place {
+        Place {
+            from: self.from.join(name),
+            to: self.to.join(name),
+        }
+    }
+    fn open(&self) -> impl Fn(Errno) -> CopyError + '_ {
+        |source| CopyError::Open {
+            path: self.from.clone(),
+            source,
+        }
+    }
+    fn read(&self) -> impl Fn(Errno) -> CopyError + '_ {
+        |source| CopyError::Read {
+            path: self.from.clone(),
+            source,
+        }
+    }
+    fn write(&self) -> impl Fn(Errno) -> CopyError + '_ {
+        |source| CopyError::Write {
+            name: self.to.clone(),
+            source,
+        }
+    }
+    fn create(&self) -> impl Fn(Errno) -> CopyError + '_ {
+        |source| match source {
+            Errno::EXIST => CopyError::Exists {
+                name: self.to.clone(),
+            },
+            source => CopyError::Create {
+                name: self.to.clone(),
+                source,
+            },
+        }
+    }
+}
+
+/// One directory being copied.
+struct Level {
+    entries: Dir,
+    from: OwnedFd,
+    to: OwnedFd,
+    at: Place,
+}
+
+struct Copy<'a> {
+    owner: Option<(Uid, Gid)>,
+    budget: &'a mut Budget,
+    copied: Copied,
+    workspace: (u64, u64),
+    buffer: Vec<u8>,
+}
+
+impl Copy<'_> {
+    fn make_parents(
+        &mut self,
+        workspace: BorrowedFd<'_>,
+        parts: &[CString],
+        at: &Place,
+    ) -> Result<Option<OwnedFd>, CopyError> {
+        let mut parent: Option<OwnedFd> = None;
+        for part in parts {
+            let dir = parent.as_ref().map_or(workspace, |p| p.as_fd());
+            parent = Some(match open_made(dir, part) {
+                Err(Errno::NOENT) => self.make_dir(dir, part, at)?,
+                // A file or a link of an earlier input stands in the way.
+                Err(Errno::NOTDIR | Errno::LOOP) => {
+                    return Err(CopyError::Exists {
+                        name: at.to.clone(),
+                    });
+                }
+                opened => opened.map_err(at.create())?,
+            });
+        }
+        Ok(parent)
+    }
+
+    fn make_dir(
+        &mut self,
+        parent: BorrowedFd<'_>,
+        name: &CStr,
+        at: &Place,
+    ) -> Result<OwnedFd, CopyError> {
+        self.charge_file(at)?;
+        rustix::fs::mkdirat(parent, name, Mode::RWXU).map_err(at.create())?;
+        let dir = open_made(parent, name).map_err(at.create())?;
+        self.give(dir.as_fd(), Mode::RWXU, at)?;
+        Ok(dir)
+    }
+
+    /// Owner first: changing it drops mode bits.
+    fn give(&self, file: BorrowedFd<'_>, mode: Mode, at: &Place) -> Result<(), CopyError> {
+        if let Some((uid, gid)) = self.owner {
+            rustix::fs::fchown(file, Some(uid), Some(gid)).map_err(at.write())?;
+        }
+        rustix::fs::fchmod(file, mode).map_err(at.write())
+    }
+
+    fn tree(
+        &mut self,
+        from: OwnedFd,
+        stat: Stat,
+        parent: BorrowedFd<'_>,
+        name: &CStr,
+        at: &Place,
+    ) -> Result<(), CopyError> {
+        let mut levels = vec![self.enter(from, &stat, parent, name, at.clone())?];
+        while let Some(level) = levels.last_mut() {
+            let next = level.entries.next().transpose().map_err(level.at.read())?;
+            let Some(entry) = next else {
+                levels.pop();
+                continue;
+            };
+            let depth = levels.len() - 1;
+            let below = self.entry(&levels[depth], &entry, depth)?;
+            levels.extend(below);
+        }
+        Ok(())
+    }
+
+    /// Copies one entry of a directory, or, if it is a directory itself, returns it to be walked.
+    fn entry(
+        &mut self,
+        level: &Level,
+        entry: &DirEntry,
+        depth: usize,
+    ) -> Result<Option<Level>, CopyError> {
+        let (from, to, name) = (level.from.as_fd(), level.to.as_fd(), entry.file_name());
+        if name == c"." || name == c".." {
+            return Ok(None);
+        }
+        let at = level.at.join(OsStr::from_bytes(name.to_bytes()));
+        let opened = match entry.file_type() {
+            FileType::Symlink => Err(Errno::LOOP),
+            FileType::Unknown => open_entry(from, name),
+            // Opening some devices does something, so what is known to be one stays closed.
+            kind => check_kind(kind, &at.from).map(|()| open_entry(from, name))?,
+        };
+        let (file, stat) = match opened {
+            Err(Errno::LOOP) => return self.link(from, to, name, depth, &at).map(|()| None),
+            opened => opened.map_err(at.open())?,
+        };
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory if depth + 1 >= DEPTH_MAX => {
+                Err(CopyError::TooDeep { path: at.from })
+            }
+            FileType::Directory => self.enter(file, &stat, to, name, at).map(Some),
+            _ => self.file(file.as_fd(), &stat, to, name, &at).map(|()| None),
+        }
+    }
+
+    fn enter(
+        &mut self,
+        from: OwnedFd,
+        stat: &Stat,
+        parent: BorrowedFd<'_>,
+        name: &CStr,
+        at: Place,
+    ) -> Result<Level, CopyError> {
+        // Copying the workspace into itself would end only with the budget.
+        if (stat.st_dev, stat.st_ino) == self.workspace {
+            return Err(CopyError::ContainsWorkspace { path: at.from });
+        }
+        let to = self.make_dir(parent, name, &at)?;
+        let entries = Dir::read_from(&from).map_err(at.read())?;
+        Ok(Level {
+            entries,
+            from,
+            to,
+            at,
+        })
+    }
+
+    /// Copies a symlink, `depth` directories below the copied one, if it stays inside.
+    fn link(
+        &mut self,
+        from: BorrowedFd<'_>,
+        to: BorrowedFd<'_>,
+        name: &CStr,
+        depth: usize,
+        at: &Place,
+    ) -> Result<(), CopyError> {
+        let target = rustix::fs::readlinkat(from, name, Vec::new()).map_err(at.read())?;
+        if !stays_inside(Path::new(OsStr::from_bytes(target.as_bytes())), depth) {
+            let target = PathBuf::from(OsStr::from_bytes(target.as_bytes()));
+            return Err(CopyError::LinkLeadsOut {
+                path: at.from.clone(),
+                target,
+            });
+        }
+        self.charge_file(at)?;
+        rustix::fs::symlinkat(&target, to, name).map_err(at.create())?;
+        if let Some((uid, gid)) = self.owner {
+            rustix::fs::chownat(to, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)
+                .map_err(at.write())?;
+        }
+        Ok(())
+    }
+
+    fn file(
+        &mut self,
+        from: BorrowedFd<'_>,
+        stat: &Stat,
+        parent: BorrowedFd<'_>,
+        name: &CStr,
+        at: &Place,
+    ) -> Result<(), CopyError> {
+        check_kind(FileType::from_raw_mode(stat.st_mode), &at.from)?;
+        self.charge_file(at)?;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+        let mode = Mode::RUSR | Mode::WUSR;
+        let to =
+            rustix::fs::openat(parent, name, flags | OFlags::CLOEXEC, mode).map_err(at.create())?;
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
+        self.content(from, to.as_fd(), size, at)?;
+        // A file that shrank meanwhile ends where it now ends, and is not padded with zeros.
+        let now = rustix::fs::fstat(from).map_err(at.read())?;
+        let size = size.min(u64::try_from(now.st_size).unwrap_or(0));
+        rustix::fs::ftruncate(&to, size).map_err(at.write())?;
+        // Executable or not is all that is kept of the mode: set-id bits and other people's
+        // permissions have no business in the workspace.
+        let mode = match stat.st_mode & 0o111 {
+            0 => mode,
+            _ => mode | Mode::XUSR,
+        };
+        self.give(to.as_fd(), mode, at)
+    }
+
+    /// Copies the data among the first `size` bytes; holes stay holes.
+    fn content(
+        &mut self,
+        from: BorrowedFd<'_>,
+        to: BorrowedFd<'_>,
+        size: u64,
+        at: &Place,
+    ) -> Result<(), CopyError> {
+        // A clone shares the blocks, but they count: writing to them would use them up.
+        if size <= self.budget.bytes && rustix::fs::ioctl_ficlone(to, from).is_ok() {
+            return self.charge_bytes(size, at);
+        }
+        let mut offset = 0;
+        while offset < size {
+            let Some((start, end)) = next_data(from, offset, size).map_err(at.read())? else {
+                break;
+            };
+            offset = start;
+            while offset < end {
+                let step = STEP_BYTES.min(end - offset);
+                self.charge_bytes(step, at)?;
+                let done = self.range(from, to, offset, step, at)?;
+                offset += done;
+                if done < step {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies up to `length` bytes at `offset`; fewer only if the file has ended.
+    fn range(
+        &mut self,
+        from: BorrowedFd<'_>,
+        to: BorrowedFd<'_>,
+        offset: u64,
+        length: u64,
+        at: &Place,
+    ) -> Result<u64, CopyError> {
+        let mut done = 0;
+        while done < length {
+            let (mut off_in, mut off_out) = (offset + done, offset + done);
+            let left = usize::try_from(length - done).unwrap_or(BUFFER_BYTES);
+            let copied =
+                rustix::fs::copy_file_range(from, Some(&mut off_in), to, Some(&mut off_out), left);
+            match copied {
+                // Some file systems answer 0 where a read would give data: the read decides.
+                Ok(0) => break,
+                Ok(n) => done += n as u64,
+                Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => {
+                    return copied.map(|_| 0).map_err(at.write());
+                }
+                Err(_) => break,
+            }
+        }
+        self.buffer.resize(BUFFER_BYTES, 0);
+        while done < length {
+            let left = usize::try_from(length - done)
+                .unwrap_or(BUFFER_BYTES)
+                .min(BUFFER_BYTES);
+            let got = rustix::io::pread(from, &mut self.buffer[..left], offset + done)
+                .map_err(at.read())?;
+            if got == 0 {
+                break;
+            }
+            write_all(to, &self.buffer[..got], offset + done).map_err(at.write())?;
+            done += got as u64;
+        }
+        Ok(done)
+    }
+
+    fn charge_file(&mut self, at: &Place) -> Result<(), CopyError> {
+        match self.budget.files.checked_sub(1) {
+            None => Err(CopyError::TooManyFiles {
+                path: at.from.clone(),
+            }),
+            Some(left) => {
+                self.budget.files = left;
+                self.copied.files += 1;
+                Ok(())
+            }
+        }
+    }
+
+    fn charge_bytes(&mut self, bytes: u64, at: &Place) -> Result<(), CopyError> {
+        match self.budget.bytes.checked_sub(bytes) {
+            None => Err(CopyError::TooManyBytes {
+                path: at.from.clone(),
+            }),
+            Some(left) => {
+                self.budget.bytes = left;
+                self.copied.bytes += bytes;
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Opens a directory in the workspace, never through a link or into a mount.
+fn open_made(parent: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
+}
+
+/// Opens an entry of a source directory. Mounts in it are copied like the rest; links are not
+/// followed, whatever they may have been swapped for.
+fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, Stat), Errno> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let file = rustix::fs::openat2(dir, name, READ | OFlags::NOFOLLOW, Mode::empty(), resolve)?;
+    let stat = rustix::fs::fstat(&file)?;
+    Ok((file, stat))
+}
+
+/// Whether a link's target stays inside the copied tree, for a link `depth` directories below
+/// its top. `..` counts only at the beginning: after a name it may climb out of wherever that name,
+/// itself a link perhaps, has led to.
+fn stays_inside(target: &Path, depth: usize) -> bool {
+    let mut climbed = 0;
+    let mut named = false;
+    for part in target.components() {
+        match part {
+            Component::CurDir => {}
+            Component::Normal(_) => named = true,
+            Component::ParentDir if !named => climbed += 1,
+            _ => return false,
+        }
+    }
+    climbed <= depth
+}
+
+/// The next stretch of data at or after `offset` and before `size`.
+fn next_data(file: BorrowedFd<'_>, offset: u64, size: u64) -> Result<Option<(u64, u64)>, Errno> {
+    let start = match rustix::fs::seek(file, SeekFrom::Data(offset)) {
+        Ok(start) => start,
+        Err(Errno::NXIO) => return Ok(None),
+        // The file system knows nothing of holes.
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Some((offset, size))),
+        Err(e) => return Err(e),
+    };
+    let end = rustix::fs::seek(file, SeekFrom::Hole(start))
+        .unwrap_or(size)
+        .min(size);
+    Ok((start < end).then_some((start, end)))
+}
+
+fn write_all(file: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Result<(), Errno> {
+    while !bytes.is_empty() {
+        match rustix::io::pwrite(file, bytes, offset) {
+            Ok(0) => return Err(Errno::NOSPC),
+            Ok(n) => {
+                bytes = &bytes[n..];
+                offset += n as u64;
+            }
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,277 @@
+//! Where Fumehood keeps its own files, and the run directory of one attempt.
+//!
+//! A run directory is made and locked before anything else of the attempt exists, and removed after everything else
+//! is gone. Whoever finds one unlocked knows that its runner is dead, and its record says what
+//! the dead left: that is all the reaper needs.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use serde::{Deserialize, Serialize};
+
+use crate::request::AnalysisId;
+
+#[derive(Debug, thiserror::Error)]
+pub enum HomeError {
+    #[error("find a home for Fumehood: set FUMEHOOD_HOME, or HOME, to an absolute path")]
+    NoHome,
+    #[error("make the directory {path:?}")]
+    Make { path: PathBuf, source: io::Error },
+    #[error(
+        "{path:?} belongs to another user or can be written by others; chmod 700 it, or set FUMEHOOD_HOME to a directory of your own"
+    )]
+    NotOurs { path: PathBuf },
+    #[error(
+        "analysis {id} is running already, or its directory is being cleaned up; choose another --id, or wait for it"
+    )]
+    Running { id: AnalysisId },
+    #[error(
+        "analysis {id} left a kept workspace at {workspace:?}; remove it with `fumehood gc --kept {id}`, or choose another --id"
+    )]
+    Kept { id: AnalysisId, workspace: PathBuf },
+    #[error("lock {path:?}")]
+    Lock { path: PathBuf, source: io::Error },
+    #[error("write the run's record {path:?}")]
+    Write { path: PathBuf, source: io::Error },
+    #[error("read the run's record {path:?}")]
+    Read { path: PathBuf, source: io::Error },
+}
+
+/// `$FUMEHOOD_HOME`, else `/var/lib/fumehood` for root and the user's data directory for others.
+#[derive(Clone, Debug)]
+pub struct Home {
+    path: PathBuf,
+}
+
+impl Home {
+    pub fn find(env: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Home, HomeError> {
+        let root = rustix::process::geteuid().is_root();
+        let absolute = |path: &PathBuf| path.is_absolute();
+        let path = env("FUMEHOOD_HOME")
+            .filter(absolute)
+            .or_else(|| root.then(|| PathBuf::from("/var/lib/fumehood")))
+            .or_else(|| {
+                env("XDG_DATA_HOME")
+                    .filter(absolute)
+                    .map(|p| p.join("fumehood"))
+            })
+            .or_else(|| {
+                env("HOME")
+                    .filter(absolute)
+                    .map(|p| p.join(".local/share/fumehood"))
+            })
+            .ok_or(HomeError::NoHome)?;
+        Ok(Home { path })
+    }
+
+    /// Makes the directory, closed to everyone else, and refuses one that is not.
+    pub fn open(self) -> Result<Home, HomeError> {
+        make_private(&self.path)?;
+        make_private(&self.runs())?;
+        Ok(self)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn runs(&self) -> PathBuf {
+        self.path.join("runs")
+    }
+}
+
+fn make_private(path: &Path) -> Result<(), HomeError> {
+    let made = std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path);
+    made.map_err(|source| HomeError::Make {
+        path: path.to_path_buf(),
+        source,
+    })?;
+    let meta = std::fs::metadata(path).map_err(|source| HomeError::Make {
+        path: path.to_path_buf(),
+        source,
+    })?;
+    let ours = meta.uid() == rustix::process::geteuid().as_raw() && meta.mode() & 0o022 == 0;
+    match ours {
+        true => Ok(()),
+        false => Err(HomeError::NotOurs {
+            path: path.to_path_buf(),
+        }),
+    }
+}
+
+/// What the reaper must know of an attempt. Versioned, written before the thing it names is made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunRecord {
+    pub version: u32,
+    pub id: AnalysisId,
+    pub host: String,
+    pub boot_id: String,
+    pub runner_pid: u32,
+    pub workspace: PathBuf,
+    /// The name, unknown to anyone else, under which the workspace is made before it gets its own.
+    pub draft: PathBuf,
+    /// Device and inode of the workspace, once it is made: proof that it is ours.
+    pub workspace_is: Option<(u64, u64)>,
+    pub uid: Option<u32>,
+    pub cgroups: Vec<PathBuf>,
+    pub state: RunState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunState {
+    Live,
+    /// The workspace stays until this time (Unix seconds).
+    Kept {
+        until: u64,
+    },
+    /// Some process could not be killed; nothing may be removed before it is gone.
+    Quarantined,
+}
+
+pub const RECORD_VERSION: u32 = 1;
+
+/// The held, locked directory of one attempt.
+#[derive(Debug)]
+pub struct RunDir {
+    path: PathBuf,
+    /// Locked exclusively for as long as the runner lives.
+    lock: OwnedFd,
+}
+
+impl RunDir {
+    /// Claims `runs/{id}/1`. The name is refused while somebody else holds it.
+    pub fn claim(home: &Home, id: &AnalysisId) -> Result<RunDir, HomeError> {
+        let path = home.runs().join(id.as_str()).join("1");
+        // The reaper may take an abandoned directory away between making and locking: then make it again.
+        for _ in 0..16 {
+            make_private(&path)?;
+            let Some(dir) = RunDir::try_lock(&path)? else {
+                return Err(HomeError::Running { id: id.clone() });
+            };
+            if !dir.is_in_place() {
+                continue;
+            }
+            return match dir.read() {
+                Ok(Some(RunRecord {
+                    state: RunState::Kept { .. },
+                    workspace,
+                    ..
+                })) => Err(HomeError::Kept {
+                    id: id.clone(),
+                    workspace,
+                }),
+                Ok(Some(_)) => Err(HomeError::Running { id: id.clone() }),
+                Ok(None) | Err(_) => Ok(dir),
+            };
+        }
+        Err(HomeError::Running { id: id.clone() })
+    }
+
+    /// `None` when a living runner holds it.
+    pub fn try_lock(path: &Path) -> Result<Option<RunDir>, HomeError> {
+        let failed = |source: rustix::io::Errno| HomeError::Lock {
+            path: path.to_path_buf(),
+            source: source.into(),
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let lock = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(RunDir {
+                path: path.to_path_buf(),
+                lock,
+            })),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(e) => Err(failed(e)),
+        }
+    }
+
+    /// Whether the locked directory is still the one that the path names.
+    fn is_in_place(&self) -> bool {
+        let held = rustix::fs::fstat(&self.lock).map(|s| (s.st_dev, s.st_ino));
+        let named = rustix::fs::lstat(&self.path).map(|s| (s.st_dev, s.st_ino));
+        matches!((held, named), (Ok(a), Ok(b)) if a == b)
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Replaces the record in one step: a reader finds the old one or the new one.
+    pub fn write(&self, record: &RunRecord) -> Result<(), HomeError> {
+        let path = self.path.join("run.json");
+        let write = || -> io::Result<()> {
+            let text = serde_json::to_vec(record)?;
+            let draft = self.path.join("run.json.new");
+            std::fs::write(&draft, text)?;
+            std::fs::rename(&draft, &path)
+        };
+        write().map_err(|source| HomeError::Write {
+            path: path.clone(),
+            source,
+        })
+    }
+
+    pub fn read(&self) -> Result<Option<RunRecord>, HomeError> {
+        let path = self.path.join("run.json");
+        let failed = |source| HomeError::Read {
+            path: path.clone(),
+            source,
+        };
+        match std::fs::read(&path) {
+            Ok(text) => serde_json::from_slice(&text)
+                .map(Some)
+                .map_err(|e| failed(e.into())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(failed(e)),
+        }
+    }
+
+    /// The last act of an attempt without a record to keep. The id's directory goes when it is empty.
+    pub fn remove(self) -> Result<(), HomeError> {
+        let failed = |source| HomeError::Write {
+            path: self.path.clone(),
+            source,
+        };
+        for name in ["run.json.new", "run.json"] {
+            match std::fs::remove_file(self.path.join(name)) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
+                _ => {}
+            }
+        }
+        std::fs::remove_dir(&self.path).map_err(failed)?;
+        if let Some(parent) = self.path.parent() {
+            // Another attempt of the same id may be there.
+            let _not_empty = std::fs::remove_dir(parent);
+        }
+        Ok(())
+    }
+
+    pub fn lock(&self) -> impl AsFd + '_ {
+        &self.lock
+    }
+}
+
+pub fn host_name() -> String {
+    rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned()
+}
+
+/// Distinguishes this start of the machine from every other.
+pub fn boot_id() -> String {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    text.map(|t| t.trim().to_owned()).unwrap_or_default()
+}
+
+pub fn unix_seconds() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map(|d| d.as_secs()).unwrap_or(0)
+}

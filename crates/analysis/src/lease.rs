@@ -1,0 +1,237 @@
+//! For root: an unprivileged uid and gid for each running analysis, leased host-wide.
+//!
+//! The lease is a lock on a file in a directory of root's that all of root's Fumehoods share, whatever
+//! their home. A uid is never one that an account, a subordinate range or a process has.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+
+/// Above every range that systemd, shadow and container tools hand out (systemd's UIDS-GIDS document ends its
+/// container range at 1879048191), below the sign bit.
+const FIRST: u32 = 1_900_000_000;
+const COUNT: u32 = 65_536;
+const DIRECTORY: &str = "/run/fumehood/uids";
+
+#[derive(Debug, thiserror::Error)]
+pub enum LeaseError {
+    #[error("make the directory {path:?} for uid leases")]
+    Directory { path: PathBuf, source: io::Error },
+    #[error("{path:?} must belong to root and be closed to others")]
+    NotOurs { path: PathBuf },
+    #[error("open the lease {path:?}")]
+    Open { path: PathBuf, source: io::Error },
+    #[error("all {COUNT} uids for analyses are leased or taken; end some analyses")]
+    NoneFree,
+}
+
+/// A uid (and the gid of the same number) that is this run's alone until dropped.
+#[derive(Debug)]
+pub struct Lease {
+    pub uid: u32,
+    file: OwnedFd,
+    boot_id: String,
+}
+
+impl Lease {
+    pub fn take() -> Result<Lease, LeaseError> {
+        Lease::take_in(Path::new(DIRECTORY), FIRST..FIRST + COUNT)
+    }
+
+    fn take_in(directory: &Path, range: std::ops::Range<u32>) -> Result<Lease, LeaseError> {
+        prepare(directory)?;
+        let reserved = Reserved::read();
+        let boot_id = crate::home::boot_id();
+        for uid in range {
+            if reserved.holds(uid) {
+                continue;
+            }
+            let path = directory.join(uid.to_string());
+            let opened = |source: rustix::io::Errno| LeaseError::Open {
+                path: path.clone(),
+                source: source.into(),
+            };
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            let file =
+                rustix::fs::open(&path, flags, Mode::from_raw_mode(0o600)).map_err(opened)?;
+            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => continue,
+                Err(e) => return Err(opened(e)),
+            }
+            let lease = Lease {
+                uid,
+                file,
+                boot_id: boot_id.clone(),
+            };
+            // Given back with everything dead, in this boot: nobody can have it. Otherwise look.
+            if lease.is_clean() || !some_process_has(uid) {
+                lease.mark("").map_err(|source| LeaseError::Open {
+                    path: path.clone(),
+                    source,
+                })?;
+                return Ok(lease);
+            }
+        }
+        Err(LeaseError::NoneFree)
+    }
+
+    fn is_clean(&self) -> bool {
+        let mut text = [0u8; 64];
+        let n = rustix::io::pread(&self.file, &mut text, 0).unwrap_or(0);
+        !self.boot_id.is_empty() && &text[..n] == self.boot_id.as_bytes()
+    }
+
+    fn mark(&self, text: &str) -> io::Result<()> {
+        rustix::fs::ftruncate(&self.file, 0)?;
+        rustix::io::pwrite(&self.file, text.as_bytes(), 0)?;
+        Ok(())
+    }
+
+    /// Gives the uid back knowing that no process has it any more. A lease that is merely dropped, or whose
+    /// runner died, is looked at again before it is given out.
+    pub fn give_back_clean(self) {
+        let _looked_at_again = self.mark(&self.boot_id);
+    }
+}
+
+fn prepare(directory: &Path) -> Result<(), LeaseError> {
+    let failed = |source| LeaseError::Directory {
+        path: directory.to_path_buf(),
+        source,
+    };
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)
+        .map_err(failed)?;
+    let meta = std::fs::symlink_metadata(directory).map_err(failed)?;
+    match meta.is_dir() && meta.uid() == 0 && meta.mode() & 0o022 == 0 {
+        true => Ok(()),
+        false => Err(LeaseError::NotOurs {
+            path: directory.to_path_buf(),
+        }),
+    }
+}
+
+/// Numbers that belong to someone by the host's own files.
+struct Reserved {
+    accounts: Vec<u32>,
+    ranges: Vec<(u64, u64)>,
+}
+
+impl Reserved {
+    fn read() -> Reserved {
+        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let number = |line: &str, field: usize| line.split(':').nth(field)?.parse::<u32>().ok();
+        let mut accounts = Vec::new();
+        for (path, field) in [("/etc/passwd", 2), ("/etc/passwd", 3), ("/etc/group", 2)] {
+            accounts.extend(read(path).lines().filter_map(|line| number(line, field)));
+        }
+        let mut ranges = Vec::new();
+        for path in ["/etc/subuid", "/etc/subgid"] {
+            for line in read(path).lines() {
+                let fields: Vec<u64> = line
+                    .split(':')
+                    .skip(1)
+                    .filter_map(|n| n.parse().ok())
+                    .collect();
+                if let [first, count] = fields[..] {
+                    ranges.push((first, first.saturating_add(count)));
+                }
+            }
+        }
+        Reserved { accounts, ranges }
+    }
+
+    fn holds(&self, uid: u32) -> bool {
+        self.accounts.contains(&uid)
+            || self
+                .ranges
+                .iter()
+                .any(|(first, end)| (*first..*end).contains(&u64::from(uid)))
+    }
+}
+
+/// Looks through every process for a real, effective, saved or file-system uid.
+fn some_process_has(uid: u32) -> bool {
+    let wanted = uid.to_string();
+    let Ok(processes) = std::fs::read_dir("/proc") else {
+        return true;
+    };
+    processes.flatten().any(|entry| {
+        let numeric = entry
+            .file_name()
+            .as_encoded_bytes()
+            .first()
+            .is_some_and(u8::is_ascii_digit);
+        let status = || std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
+        numeric
+            && status()
+                .lines()
+                .filter(|l| l.starts_with("Uid:") || l.starts_with("Gid:"))
+                .any(|line| line.split_ascii_whitespace().skip(1).any(|n| n == wanted))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_leases_never_share_a_uid_and_a_returned_one_is_used_again() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("SKIPPED: leases are root's");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("uids");
+        let take = || Lease::take_in(&directory, 1_899_999_990..1_899_999_993);
+        let first = take().unwrap();
+        let second = take().unwrap();
+        let third = take().unwrap();
+        assert!(first.uid != second.uid && second.uid != third.uid && first.uid != third.uid);
+        assert!(matches!(take(), Err(LeaseError::NoneFree)));
+        let uid = second.uid;
+        second.give_back_clean();
+        assert_eq!(take().unwrap().uid, uid);
+    }
+
+    #[test]
+    fn a_uid_that_a_process_has_is_not_leased() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("SKIPPED: leases are root's");
+            return;
+        }
+        use std::os::unix::process::CommandExt;
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().join("uids");
+        let taken = 1_899_999_980;
+        let take = || Lease::take_in(&directory, taken..taken + 1);
+        assert_eq!(take().unwrap().uid, taken);
+        let mut holder = std::process::Command::new("sleep")
+            .arg("60")
+            .uid(taken)
+            .spawn()
+            .unwrap();
+        assert!(matches!(take(), Err(LeaseError::NoneFree)));
+        holder.kill().unwrap();
+        holder.wait().unwrap();
+        assert_eq!(take().unwrap().uid, taken);
+    }
+
+    #[test]
+    fn accounts_and_subordinate_ranges_are_reserved() {
+        let reserved = Reserved {
+            accounts: vec![7],
+            ranges: vec![(100_000, 165_536)],
+        };
+        assert!(reserved.holds(7) && reserved.holds(100_000) && reserved.holds(165_535));
+        assert!(!reserved.holds(8) && !reserved.holds(165_536));
+        assert!(Reserved::read().holds(0));
+    }
+}

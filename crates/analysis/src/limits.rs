@@ -1,0 +1,225 @@
+//! From limits as asked for to limits as they are enforced on this host, each by a named mechanism.
+
+use std::collections::BTreeSet;
+
+use sandbox::cgroup::{self, Group, GroupLimits};
+use sandbox::spec::{Enforcement, Hardness, LimitName, Limits, WorkspaceKind};
+
+use crate::request::{Asked, AskedLimits};
+
+const MEMORY_DEFAULT_MAX: u64 = 4 << 30;
+
+#[derive(Debug, thiserror::Error)]
+pub enum LimitError {
+    #[error(
+        "the {limit} limit cannot be enforced firmly on this host: {why}; run as root or in a delegated cgroup, \
+         or accept a weaker watch with --allow-degraded {limit}",
+        limit = .limit.as_str()
+    )]
+    NotEnforceable { limit: LimitName, why: String },
+}
+
+/// The numbers that hold for this run: what was asked for, or a default that suits the host.
+pub fn resolve(asked: &AskedLimits) -> Limits {
+    let usable = cgroup::memory_available_bytes();
+    let memory_default = MEMORY_DEFAULT_MAX.min(usable / 2);
+    let cpus_default = cpus_usable() * 1000;
+    // An ask that is not explicit is the operator's ceiling over our default.
+    let or_default = |asked: Option<Asked<u64>>, default: u64| match asked {
+        Some(Asked {
+            value,
+            explicit: true,
+        }) => value,
+        Some(Asked {
+            value,
+            explicit: false,
+        }) => value.min(default),
+        None => default,
+    };
+    Limits {
+        wall_ms: asked.wall_ms.value,
+        cpu_ms: asked.cpu_ms.map(|a| a.value),
+        idle_ms: asked.idle_ms.map(|a| a.value),
+        grace_ms: asked.grace_ms.value,
+        memory_bytes: or_default(asked.memory_bytes, memory_default),
+        cpu_milli: or_default(asked.cpu_milli, cpus_default),
+        pids: asked.pids.value,
+        open_files: asked.open_files.value,
+        disk_bytes: asked.disk_bytes.value,
+        files: asked.files.value,
+        log_bytes: asked.log_bytes.value,
+    }
+}
+
+fn cpus_usable() -> u64 {
+    rustix::thread::sched_getaffinity(None).map_or(1, |set| u64::from(set.count()).max(1))
+}
+
+/// What is put on the run's cgroup.
+pub fn group_limits(limits: &Limits) -> GroupLimits {
+    GroupLimits {
+        memory_bytes: Some(limits.memory_bytes),
+        pids: Some(limits.pids),
+        cpu_milli: Some(limits.cpu_milli),
+    }
+}
+
+/// Where the workspace's bytes are, for the record's sake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Storage {
+    Disk,
+    /// `--workspace disk` on a tmpfs: it counts as memory as well.
+    DiskOnTmpfs,
+    Memory,
+}
+
+impl Storage {
+    pub fn kind(self) -> WorkspaceKind {
+        match self {
+            Storage::Disk | Storage::DiskOnTmpfs => WorkspaceKind::Disk,
+            Storage::Memory => WorkspaceKind::Memory,
+        }
+    }
+}
+
+/// Who holds each limit, and how firmly. Stops the run if one that was asked for would not be held firmly.
+pub fn enforcement(
+    asked: &AskedLimits,
+    limits: &Limits,
+    group: Result<&Group, String>,
+    storage: Storage,
+    allow_degraded: &BTreeSet<LimitName>,
+) -> Result<Vec<Enforcement>, LimitError> {
+    let held = |name| group.as_ref().ok().and_then(|g| g.enforces(name));
+    let firmly =
+        |limit: LimitName, explicit: bool| match explicit && !allow_degraded.contains(&limit) {
+            false => Ok(()),
+            true => Err(LimitError::NotEnforceable {
+                limit,
+                why: why_not(&group, limit),
+            }),
+        };
+    let mut list = Vec::new();
+    let mut hold = |limit, asked: u64, by: &str, how_hard| {
+        list.push(Enforcement {
+            limit,
+            asked,
+            enforced_by: by.to_owned(),
+            how_hard,
+        });
+    };
+    hold(
+        LimitName::WallTime,
+        limits.wall_ms,
+        "init's timer, the runner's behind it",
+        Hardness::Hard,
+    );
+    if let Some(cpu_ms) = limits.cpu_ms {
+        hold(
+            LimitName::CpuTime,
+            cpu_ms,
+            "init's watch over the tree, RLIMIT_CPU per process",
+            Hardness::Watched,
+        );
+    }
+    if let Some(idle_ms) = limits.idle_ms {
+        hold(
+            LimitName::IdleTime,
+            idle_ms,
+            "init's watch over output and CPU time",
+            Hardness::Watched,
+        );
+    }
+    match held(LimitName::Memory) {
+        Some(e) => hold(LimitName::Memory, limits.memory_bytes, &e.by, e.how_hard),
+        None => {
+            firmly(
+                LimitName::Memory,
+                asked.memory_bytes.is_some_and(|a| a.explicit),
+            )?;
+            let by = "init's watch over the tree's proportional memory";
+            hold(
+                LimitName::Memory,
+                limits.memory_bytes,
+                by,
+                Hardness::Watched,
+            );
+        }
+    }
+    match held(LimitName::Cpus) {
+        Some(e) => hold(LimitName::Cpus, limits.cpu_milli, &e.by, e.how_hard),
+        None => {
+            // Whole CPUs can be pinned for good; a fraction of one cannot.
+            let explicit = asked.cpu_milli.is_some_and(|a| a.explicit);
+            firmly(
+                LimitName::Cpus,
+                explicit && !limits.cpu_milli.is_multiple_of(1000),
+            )?;
+            hold(
+                LimitName::Cpus,
+                limits.cpu_milli,
+                "CPU affinity, fixed by seccomp",
+                Hardness::Hard,
+            );
+        }
+    }
+    match held(LimitName::Pids) {
+        Some(e) => hold(LimitName::Pids, limits.pids, &e.by, e.how_hard),
+        None => {
+            let by = "RLIMIT_NPROC in the run's own user namespace";
+            hold(LimitName::Pids, limits.pids, by, Hardness::Hard);
+        }
+    }
+    hold(
+        LimitName::OpenFiles,
+        limits.open_files,
+        "RLIMIT_NOFILE",
+        Hardness::Hard,
+    );
+    let (disk_by, files_by, how_hard) = match storage {
+        Storage::Memory => (
+            "size of the run's own tmpfs",
+            "inodes of the run's own tmpfs",
+            Hardness::Hard,
+        ),
+        Storage::DiskOnTmpfs => (
+            "init's watch over the tree (on a tmpfs: counts as memory too), RLIMIT_FSIZE per file",
+            "init's watch over the tree",
+            Hardness::Watched,
+        ),
+        Storage::Disk => (
+            "init's watch over the tree, RLIMIT_FSIZE per file",
+            "init's watch over the tree",
+            Hardness::Watched,
+        ),
+    };
+    hold(LimitName::Disk, limits.disk_bytes, disk_by, how_hard);
+    hold(LimitName::Files, limits.files, files_by, how_hard);
+    hold(
+        LimitName::Logs,
+        limits.log_bytes,
+        "the runner keeps head and tail of each stream",
+        Hardness::Hard,
+    );
+    Ok(list)
+}
+
+fn why_not(group: &Result<&Group, String>, limit: LimitName) -> String {
+    match group {
+        Ok(group) => group
+            .why_not(limit)
+            .map_or_else(|| "no cgroup controller".into(), |e| error_chain(e)),
+        Err(why) => why.clone(),
+    }
+}
+
+/// An error and what caused it, in one line.
+pub fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}

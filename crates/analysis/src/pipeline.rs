@@ -1,0 +1,654 @@
+//! One analysis from request to record, in order, on one screen: [`run`]. Read this file first.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use sandbox::cgroup::{self, Group};
+use sandbox::outcome::{Exit, Outcome, Usage};
+use sandbox::spec::{Enforcement, Identity, Layer, Limits, Terminal, WorkspaceKind};
+use sandbox::supervise::{self, Attendant, Means, RunError, Stream, Wish};
+
+use crate::copy_in::{self, Budget, CopyError};
+use crate::hints::{self, Facts, HostKind, OnHost, Used};
+use crate::home::{self, Home, HomeError, RunDir, RunRecord, RunState};
+use crate::lease::{Lease, LeaseError};
+use crate::limits::{self, LimitError, Storage, error_chain};
+use crate::logs::{Capture, Captured};
+use crate::policy::{self, Plan, PolicyError, Private};
+use crate::reaper;
+use crate::record::{self, Isolation, Log, Reason, Record, Status, Times};
+use crate::request::{Keep, Level, Request, Stdin};
+use crate::runtime::Caller;
+use crate::workspace::{Workspace, WorkspaceError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum PipelineError {
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
+    #[error(transparent)]
+    Home(#[from] HomeError),
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    #[error(transparent)]
+    Workspace(#[from] WorkspaceError),
+    #[error(transparent)]
+    Input(#[from] CopyError),
+    #[error(transparent)]
+    Limit(#[from] LimitError),
+    #[error("open {path:?} for standard input")]
+    Stdin { path: PathBuf, source: io::Error },
+    #[error("the operator requires the layer {layer}, which {why}")]
+    LayerMissing { layer: String, why: &'static str },
+    #[error("start the sandbox")]
+    Start(#[source] RunError),
+    #[error("cancelled before the start")]
+    Cancelled,
+}
+
+impl PipelineError {
+    /// Status, reason and exit code of a run that never was.
+    pub fn verdict(&self) -> (Status, Reason) {
+        match self {
+            PipelineError::Policy(PolicyError::Runtime(e)) => match e.exit_code() {
+                127 => (Status::Error, Reason::NotFound),
+                126 => (Status::Error, Reason::NotExecutable),
+                _ => (Status::Error, Reason::NotStarted),
+            },
+            PipelineError::Start(RunError::Step {
+                step,
+                source: Some(e),
+                ..
+            }) if step == "execute the program" => match e.kind() {
+                io::ErrorKind::NotFound => (Status::Error, Reason::NotFound),
+                _ => (Status::Error, Reason::NotExecutable),
+            },
+            PipelineError::Cancelled => (Status::Cancelled, Reason::Cancelled),
+            _ => (Status::Error, Reason::NotStarted),
+        }
+    }
+}
+
+/// Whoever listens to a run as it goes.
+pub trait Audience {
+    /// Output to show now. `held_back`: from here on it is kept until the end.
+    fn live(&mut self, stream: Stream, bytes: &[u8], held_back: bool);
+    fn notice(&mut self, text: &str);
+    fn blocked_on(&self) -> Option<BorrowedFd<'_>>;
+    fn unblocked(&mut self);
+    fn wishes(&self) -> Option<BorrowedFd<'_>>;
+    fn wish(&mut self) -> Option<Wish>;
+}
+
+/// What a run needs beside its request.
+pub struct Surroundings {
+    pub home: Home,
+    pub caller: Caller,
+    /// Our own binary, to be started again as the launcher.
+    pub launcher: PathBuf,
+    pub terminal: Terminal,
+    pub required_layers: BTreeSet<Layer>,
+}
+
+/// The record, and what the program printed, for whoever shows it.
+pub struct Done {
+    pub record: Record,
+    pub stdout: Captured,
+    pub stderr: Captured,
+}
+
+/// The whole life of one attempt. What is made on the way is removed on every way out.
+pub fn run(
+    request: &Request,
+    around: &Surroundings,
+    audience: &mut dyn Audience,
+) -> Result<Done, PipelineError> {
+    let limits = limits::resolve(&request.limits);
+    let plan = policy::plan(
+        request,
+        &around.caller,
+        &Private {
+            home: around.home.path(),
+        },
+        &limits,
+    )?;
+    require_layers(&around.required_layers)?;
+    plan.notices.iter().for_each(|n| audience.notice(n));
+    reaper::reap(&around.home);
+
+    let mut attempt = Attempt::begin(request, around, &plan)?;
+    let storage = attempt.make_workspace(request, &plan, &limits)?;
+    let enforcement = attempt.make_group(request, &limits, storage)?;
+    if storage == Storage::DiskOnTmpfs {
+        audience.notice("the workspace root is a tmpfs: disk used there is memory");
+    }
+    let ran = attempt.execute(request, around, &plan, &limits, storage, audience)?;
+    let record = describe(request, &plan, &limits, &enforcement, &ran);
+    attempt.end(request, record, ran)
+}
+
+fn require_layers(required: &BTreeSet<Layer>) -> Result<(), PipelineError> {
+    let root = rustix::process::geteuid().is_root();
+    match required.contains(&Layer::LeasedUid) && !root {
+        // Every other layer is part of level `full`, and the launcher stops if one fails.
+        true => Err(PipelineError::LayerMissing {
+            layer: "leased_uid".into(),
+            why: "only root can give",
+        }),
+        false => Ok(()),
+    }
+}
+
+/// What has been made so far. Dropped early, it is undone; what cannot be is left to the reaper.
+struct Attempt {
+    dir: Option<RunDir>,
+    record: RunRecord,
+    lease: Option<Lease>,
+    workspace: Option<Workspace>,
+    group: Result<Group, String>,
+}
+
+/// How the sandboxed part went.
+struct Ran {
+    outcome: Outcome,
+    layers: Vec<(Layer, String)>,
+    stdout: Captured,
+    stderr: Captured,
+    started_ms: u64,
+    ended_ms: u64,
+    pids_denied: u64,
+}
+
+impl Attempt {
+    fn begin(
+        request: &Request,
+        around: &Surroundings,
+        plan: &Plan,
+    ) -> Result<Attempt, PipelineError> {
+        let dir = RunDir::claim(&around.home, &request.id)?;
+        let lease = rustix::process::geteuid()
+            .is_root()
+            .then(Lease::take)
+            .transpose();
+        let record = RunRecord {
+            version: home::RECORD_VERSION,
+            id: request.id.clone(),
+            host: home::host_name(),
+            boot_id: home::boot_id(),
+            runner_pid: std::process::id(),
+            workspace: crate::workspace::path_for(&plan.workspace_root, &request.id),
+            draft: crate::workspace::draft_for(&plan.workspace_root, &request.id),
+            workspace_is: None,
+            uid: lease.as_ref().ok().and_then(|l| l.as_ref().map(|l| l.uid)),
+            cgroups: Vec::new(),
+            state: RunState::Live,
+        };
+        let no_group = Err(String::from("no cgroup was made"));
+        let mut attempt = Attempt {
+            dir: Some(dir),
+            record,
+            lease: None,
+            workspace: None,
+            group: no_group,
+        };
+        attempt.lease = lease?;
+        attempt.save()?;
+        Ok(attempt)
+    }
+
+    fn save(&self) -> Result<(), HomeError> {
+        self.dir
+            .as_ref()
+            .map_or(Ok(()), |dir| dir.write(&self.record))
+    }
+
+    fn owner(&self) -> Option<(u32, u32)> {
+        self.lease.as_ref().map(|l| (l.uid, l.uid))
+    }
+
+    fn identity(&self) -> Identity {
+        match &self.lease {
+            Some(lease) => Identity::Leased {
+                uid: lease.uid,
+                gid: lease.uid,
+            },
+            None => Identity::Caller {
+                uid: rustix::process::geteuid().as_raw(),
+                gid: rustix::process::getegid().as_raw(),
+            },
+        }
+    }
+
+    fn make_workspace(
+        &mut self,
+        request: &Request,
+        plan: &Plan,
+        limits: &Limits,
+    ) -> Result<Storage, PipelineError> {
+        // A crash between any two of these steps leaves something that the record proves to be ours.
+        let made = Workspace::draft(
+            self.record.workspace.clone(),
+            &self.record.draft,
+            self.owner(),
+        )?;
+        self.record.workspace_is = Some(made.is());
+        let workspace = self.workspace.insert(made);
+        if let Some(dir) = &self.dir {
+            dir.write(&self.record)?;
+        }
+        workspace.publish()?;
+        let storage = match (request.workspace_kind, workspace.is_on_tmpfs()) {
+            (WorkspaceKind::Memory, _) => Storage::Memory,
+            (WorkspaceKind::Disk, true) => Storage::DiskOnTmpfs,
+            (WorkspaceKind::Disk, false) => Storage::Disk,
+        };
+        if storage != Storage::Memory {
+            let owner = self.lease.as_ref().map(|l| (l.uid, l.uid));
+            fill(workspace.dir(), &plan.inputs, owner, limits)?;
+        }
+        Ok(storage)
+    }
+
+    fn make_group(
+        &mut self,
+        request: &Request,
+        limits: &Limits,
+        storage: Storage,
+    ) -> Result<Vec<Enforcement>, PipelineError> {
+        let host = cgroup::discover();
+        self.group = Group::create(&host, request.id.as_str(), &limits::group_limits(limits))
+            .map_err(|e| error_chain(&e));
+        if let Ok(group) = &self.group {
+            self.record.cgroups = group.paths();
+            self.save()?;
+        }
+        let group = self.group.as_ref().map_err(Clone::clone);
+        Ok(limits::enforcement(
+            &request.limits,
+            limits,
+            group,
+            storage,
+            &request.allow_degraded,
+        )?)
+    }
+
+    fn execute(
+        &mut self,
+        request: &Request,
+        around: &Surroundings,
+        plan: &Plan,
+        limits: &Limits,
+        storage: Storage,
+        audience: &mut dyn Audience,
+    ) -> Result<Ran, PipelineError> {
+        let spec = policy::spec(
+            plan,
+            request,
+            limits.clone(),
+            self.identity(),
+            storage.kind(),
+            around.terminal,
+        );
+        let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
+        let mut ears = Ears {
+            audience,
+            captures: [Capture::new(log_bytes), Capture::new(log_bytes)],
+            workspace: self.workspace.as_ref(),
+            inputs: &plan.inputs,
+            owner: self.owner(),
+            limits,
+            fill_error: None,
+        };
+        let means = Means {
+            launcher: &around.launcher,
+            workspace: self.workspace.as_ref().map(Workspace::dir),
+            stdin: open_stdin(request, around.terminal)?,
+            group: self.group.as_ref().ok(),
+        };
+        let started_ms = unix_ms();
+        let finished =
+            supervise::spawn(&spec, means).and_then(|running| running.supervise(&mut ears));
+        let ended_ms = unix_ms();
+        if let Some(e) = ears.fill_error.take() {
+            return Err(e.into());
+        }
+        let [stdout, stderr] = ears.captures.map(Capture::finish);
+        let finished = finished.map_err(PipelineError::Start)?;
+        let pids_denied = self
+            .group
+            .as_ref()
+            .ok()
+            .and_then(|g| g.counters().pids_denied)
+            .unwrap_or(0);
+        Ok(Ran {
+            outcome: finished.outcome,
+            layers: finished.layers,
+            stdout,
+            stderr,
+            started_ms,
+            ended_ms,
+            pids_denied,
+        })
+    }
+
+    /// Everything is dead, or is not: the workspace goes, stays, or is quarantined.
+    fn end(
+        mut self,
+        request: &Request,
+        mut record: Record,
+        ran: Ran,
+    ) -> Result<Done, PipelineError> {
+        if !ran.outcome.all_dead {
+            self.record.state = RunState::Quarantined;
+            self.save()?;
+            self.forget();
+            record.notices.push("a process could not be killed; its workspace stays until `fumehood gc` finds it gone".into());
+            return Ok(Done {
+                record,
+                stdout: ran.stdout,
+                stderr: ran.stderr,
+            });
+        }
+        let keep = match request.keep {
+            Keep::Never => false,
+            Keep::OnFailure => record.status != Status::Succeeded,
+            Keep::Always => true,
+        };
+        if keep && request.workspace_kind == WorkspaceKind::Memory {
+            record
+                .notices
+                .push("a workspace in memory cannot be kept".into());
+        } else if keep {
+            let until = home::unix_seconds() + request.keep_for_ms.div_ceil(1000);
+            self.record.state = RunState::Kept { until };
+            self.record.cgroups.clear();
+            self.save()?;
+            if let Some(workspace) = self.workspace.take() {
+                workspace.keep()?;
+            }
+            record.kept_until = Some(until);
+            self.finish_group_and_lease();
+            self.dir = None;
+            return Ok(Done {
+                record,
+                stdout: ran.stdout,
+                stderr: ran.stderr,
+            });
+        }
+        if let Some(problem) = self.undo() {
+            record.notices.push(problem);
+        }
+        Ok(Done {
+            record,
+            stdout: ran.stdout,
+            stderr: ran.stderr,
+        })
+    }
+
+    /// Leaves everything where it is, for the reaper.
+    fn forget(&mut self) {
+        self.dir = None;
+        self.workspace = None;
+        self.lease = None;
+        self.group = Err(String::new());
+    }
+
+    fn finish_group_and_lease(&mut self) -> Option<String> {
+        let group = std::mem::replace(&mut self.group, Err(String::new()));
+        let problem = group
+            .ok()
+            .and_then(|g| g.remove().err())
+            .map(|e| error_chain(&e));
+        if let Some(lease) = self.lease.take() {
+            lease.give_back_clean();
+        }
+        problem
+    }
+
+    /// Removes what was made, in an order that leaves the record until the end. Says what it could not.
+    fn undo(&mut self) -> Option<String> {
+        let mut problems = Vec::new();
+        if let Some(workspace) = self.workspace.take()
+            && let Err(e) = workspace.remove()
+        {
+            problems.push(error_chain(&e));
+        }
+        problems.extend(self.finish_group_and_lease());
+        let Some(dir) = self.dir.take() else {
+            return None;
+        };
+        if problems.is_empty() {
+            problems.extend(dir.remove().err().map(|e| error_chain(&e)));
+        }
+        (!problems.is_empty())
+            .then(|| format!("{}; `fumehood gc` tries again", problems.join("; ")))
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        // Only on the way out with an error, which is the one to be told: nothing ran, or all is dead.
+        let _left_to_the_reaper = self.undo();
+    }
+}
+
+fn fill(
+    workspace: BorrowedFd<'_>,
+    inputs: &[(PathBuf, PathBuf)],
+    owner: Option<(u32, u32)>,
+    limits: &Limits,
+) -> Result<(), CopyError> {
+    let mut budget = Budget {
+        bytes: limits.disk_bytes,
+        files: limits.files,
+    };
+    for (source, name) in inputs {
+        copy_in::copy_in(source, workspace, name, owner, &mut budget)?;
+    }
+    Ok(())
+}
+
+fn open_stdin(request: &Request, terminal: Terminal) -> Result<Option<OwnedFd>, PipelineError> {
+    let caller = || rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3);
+    match &request.stdin {
+        _ if matches!(terminal, Terminal::Own { .. }) => Ok(caller().ok()),
+        Stdin::Null => Ok(None),
+        Stdin::Caller => Ok(caller().ok()),
+        Stdin::File(path) => {
+            let opened = std::fs::File::open(path).map_err(|source| PipelineError::Stdin {
+                path: path.clone(),
+                source,
+            })?;
+            Ok(Some(opened.into()))
+        }
+    }
+}
+
+/// Between the sandbox and the audience: keeps the logs within their bounds.
+struct Ears<'a> {
+    audience: &'a mut dyn Audience,
+    captures: [Capture; 2],
+    workspace: Option<&'a Workspace>,
+    inputs: &'a [(PathBuf, PathBuf)],
+    owner: Option<(u32, u32)>,
+    limits: &'a Limits,
+    fill_error: Option<CopyError>,
+}
+
+impl Attendant for Ears<'_> {
+    fn fill(&mut self, memory: BorrowedFd<'_>) -> io::Result<()> {
+        if let Some(workspace) = self.workspace {
+            workspace.furnish(memory, self.owner)?;
+        }
+        fill(memory, self.inputs, self.owner, self.limits).map_err(|e| {
+            let text = error_chain(&e);
+            self.fill_error = Some(e);
+            io::Error::other(text)
+        })
+    }
+
+    fn output(&mut self, stream: Stream, bytes: &[u8]) {
+        let live = self.captures[stream as usize].push(bytes);
+        self.audience.live(stream, live.bytes, live.held_back);
+    }
+
+    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
+        self.audience.blocked_on()
+    }
+
+    fn unblocked(&mut self) {
+        self.audience.unblocked();
+    }
+
+    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+        self.audience.wishes()
+    }
+
+    fn wish(&mut self) -> Option<Wish> {
+        self.audience.wish()
+    }
+}
+
+fn unix_ms() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |d| d.as_millis() as u64)
+}
+
+/// The record of a run that took place.
+fn describe(
+    request: &Request,
+    plan: &Plan,
+    limits: &Limits,
+    enforcement: &[Enforcement],
+    ran: &Ran,
+) -> Record {
+    let (status, reason) = record::judge(&ran.outcome);
+    let guesses = match status {
+        Status::Failed | Status::OutOfMemory | Status::LimitExceeded => {
+            guess(request, plan, limits, ran)
+        }
+        _ => Vec::new(),
+    };
+    let mut record = blank(request, plan.workspace_root.as_path(), status, reason);
+    let usage = &ran.outcome.usage;
+    record.exit_code = match ran.outcome.exit {
+        Some(Exit::Code(code)) => Some(code),
+        _ => None,
+    };
+    record.signal = match ran.outcome.exit {
+        Some(Exit::Signal(signal)) => Some(signal),
+        _ => None,
+    };
+    record.times = Times {
+        started_ms: ran.started_ms,
+        ended_ms: ran.ended_ms,
+        wall_ms: usage.wall_ms,
+    };
+    record.cpu_ms = usage.cpu_ms;
+    record.memory_peak_bytes = usage.memory_peak_bytes;
+    record.pids_peak = usage.pids_peak;
+    record.disk_bytes = usage.disk_bytes;
+    record.files = usage.files;
+    record.oom_kills = usage.oom_kills;
+    record.stdout = Log::new(&ran.stdout, "stdout");
+    record.stderr = Log::new(&ran.stderr, "stderr");
+    record.isolation = Isolation {
+        level: Some(Level::Full),
+        layers: ran.layers.iter().cloned().collect(),
+    };
+    record.limits = record::limit_entries(enforcement);
+    record.hints = guesses;
+    record.notices = plan.notices.clone();
+    record
+}
+
+/// The record of a run that Fumehood could not start.
+pub fn not_run(request: &Request, error: &PipelineError) -> Record {
+    let (status, reason) = error.verdict();
+    let mut record = blank(request, &request.workspace_root, status, reason);
+    record.message = Some(error_chain(error));
+    record
+}
+
+fn blank(request: &Request, workspace_root: &Path, status: Status, reason: Reason) -> Record {
+    let now = unix_ms();
+    let usage = Usage::default();
+    let nothing = Captured::default();
+    Record {
+        schema: record::SCHEMA,
+        id: request.id.clone(),
+        attempt: 1,
+        status,
+        reason,
+        message: None,
+        exit_code: None,
+        signal: None,
+        times: Times {
+            started_ms: now,
+            ended_ms: now,
+            wall_ms: 0,
+        },
+        cpu_ms: usage.cpu_ms,
+        memory_peak_bytes: None,
+        pids_peak: None,
+        disk_bytes: 0,
+        files: 0,
+        oom_kills: 0,
+        stdout: Log::new(&nothing, "stdout"),
+        stderr: Log::new(&nothing, "stderr"),
+        workspace: crate::workspace::path_for(workspace_root, &request.id),
+        kept_until: None,
+        isolation: Isolation {
+            level: None,
+            layers: Default::default(),
+        },
+        limits: Default::default(),
+        hints: Vec::new(),
+        notices: Vec::new(),
+    }
+}
+
+fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hints::Hint> {
+    let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
+    visible.extend(
+        [
+            "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/tmp",
+        ]
+        .map(PathBuf::from),
+    );
+    let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
+    let facts = Facts {
+        visible: &visible,
+        workspace: &workspace,
+        project: &plan.project,
+        homes: &Caller::from_process().homes,
+        on_host: &on_host,
+        network_off: true,
+        disk: Some(Used {
+            used_bytes: ran.outcome.usage.disk_bytes,
+            limit_bytes: limits.disk_bytes,
+        }),
+        shm: None,
+        runtime: plan.runtime_prefix.as_deref(),
+        oom_kills: ran.outcome.usage.oom_kills,
+        pids_denied: ran.pids_denied,
+    };
+    let tail = if ran.stderr.tail.is_empty() {
+        &ran.stderr.head
+    } else {
+        &ran.stderr.tail
+    };
+    hints::hints(tail, &facts)
+}
+
+fn on_host(path: &Path) -> Option<OnHost> {
+    let real = std::fs::canonicalize(path).ok()?;
+    let meta = std::fs::metadata(&real).ok()?;
+    let kind = match (meta.is_file(), meta.is_dir()) {
+        (true, _) => HostKind::File,
+        (_, true) => HostKind::Directory,
+        _ => HostKind::Other,
+    };
+    Some(OnHost { real, kind })
+}

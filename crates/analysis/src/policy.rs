@@ -1,0 +1,564 @@
+//! Request, resolved paths, runtime and limits become a [`Spec`]: what may be seen, under which names, with which
+//! environment. Decides everything before anything is made.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Component, Path, PathBuf};
+
+use sandbox::spec::{
+    Bytes, Exec, HostPath, Identity, InsidePath, Limits, Owner, Spec, Terminal, View, WorkspaceKind,
+};
+
+use crate::copy_in::{self, CopyError};
+use crate::hints::shell_quoted;
+use crate::request::{Command, Input, ReadRoot, Request};
+use crate::runtime::{self, Caller, Runtime, RuntimeError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum PolicyError {
+    #[error("the project {path:?} cannot be opened")]
+    Project {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("show {path:?}")]
+    Unreachable {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("show {path:?}: {why}")]
+    Refused { path: PathBuf, why: &'static str },
+    #[error(
+        "show {path:?}: the operator's policy lists no readable root above it (/etc/fumehood/policy.toml, [read] roots)"
+    )]
+    NotListed { path: PathBuf },
+    #[error("show it as {inside:?}: {why}")]
+    BadTarget { inside: PathBuf, why: &'static str },
+    #[error("{flag} {path:?} is not a directory")]
+    NotADirectory { flag: &'static str, path: PathBuf },
+    #[error("input")]
+    Input(#[from] CopyError),
+    #[error(
+        "the argument {arg} names a file that exists here but will not inside; add this before the command:\n    {mend}"
+    )]
+    NotInside { arg: String, mend: String },
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    #[error("the workspace root {path:?} cannot be opened")]
+    WorkspaceRoot {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+}
+
+/// Everything about a run that can be decided before anything is made.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub program: PathBuf,
+    pub argv: Vec<OsString>,
+    pub env: Vec<(OsString, OsString)>,
+    pub views: Vec<View>,
+    /// Source and name in the workspace of everything that is copied in.
+    pub inputs: Vec<(PathBuf, PathBuf)>,
+    /// Resolved: no symlink, no `..`.
+    pub workspace_root: PathBuf,
+    pub project: PathBuf,
+    pub runtime_prefix: Option<PathBuf>,
+    pub notices: Vec<String>,
+}
+
+/// Paths of Fumehood's own that no view may show.
+pub struct Private<'a> {
+    pub home: &'a Path,
+}
+
+pub fn plan(
+    request: &Request,
+    caller: &Caller,
+    private: &Private<'_>,
+    limits: &Limits,
+) -> Result<Plan, PolicyError> {
+    let project = canonical(&request.project).map_err(|source| PolicyError::Project {
+        path: request.project.clone(),
+        source,
+    })?;
+    let workspace_root =
+        canonical(&request.workspace_root).map_err(|source| PolicyError::WorkspaceRoot {
+            path: request.workspace_root.clone(),
+            source,
+        })?;
+    let workspace = crate::workspace::path_for(&workspace_root, &request.id);
+    let guard = Guard {
+        request,
+        workspace_root: &workspace_root,
+        home: private.home,
+    };
+    let mut views = Vec::new();
+    for (name, flag, asked) in [
+        ("data", "--data", &request.data),
+        ("docs", "--docs", &request.docs),
+    ] {
+        guard.input_directory(name, flag, asked.as_deref(), &workspace, &mut views)?;
+    }
+    for read in &request.reads {
+        guard.read_root(read, &workspace, &mut views)?;
+    }
+    let (runtime, mut inputs, argv) = resolve_command(request, caller, &project, &workspace)?;
+    for input in &request.inputs {
+        inputs.push((
+            input.host.clone(),
+            copy_in::name_for(&input.host, input.name.as_deref())?,
+        ));
+    }
+    for (source, _) in &inputs {
+        guard.listed(&canonical_of(source)?)?;
+    }
+    guard.runtime_views(&runtime, &mut views)?;
+    let visible = Visible {
+        views: &views,
+        inputs: &inputs,
+        workspace: &workspace,
+        cwd: &caller.cwd,
+    };
+    visible.check_arguments(argv.get(1..).unwrap_or_default())?;
+    in_mount_order(&mut views);
+    Ok(Plan {
+        program: runtime.program.clone(),
+        env: environment(request, &runtime, limits),
+        argv,
+        views,
+        inputs,
+        workspace_root,
+        project,
+        runtime_prefix: runtime.prefixes.first().cloned(),
+        notices: runtime.notice.into_iter().collect(),
+    })
+}
+
+/// The spec of one run.
+pub fn spec(
+    plan: &Plan,
+    request: &Request,
+    limits: Limits,
+    identity: Identity,
+    kind: WorkspaceKind,
+    terminal: Terminal,
+) -> Spec {
+    Spec {
+        program: InsidePath::new(&plan.program),
+        argv: plan
+            .argv
+            .iter()
+            .map(|a| Bytes::from(a.as_os_str()))
+            .collect(),
+        env: plan
+            .env
+            .iter()
+            .map(|(k, v)| (Bytes::from(k.as_os_str()), Bytes::from(v.as_os_str())))
+            .collect(),
+        workspace: HostPath::new(crate::workspace::path_for(
+            &plan.workspace_root,
+            &request.id,
+        )),
+        workspace_kind: kind,
+        views: plan.views.clone(),
+        identity,
+        limits,
+        host_name: String::from("fumehood"),
+        terminal,
+        without: Default::default(),
+    }
+}
+
+fn canonical(path: &Path) -> std::io::Result<PathBuf> {
+    std::fs::canonicalize(path)
+}
+
+fn canonical_of(path: &Path) -> Result<PathBuf, PolicyError> {
+    canonical(path).map_err(|source| PolicyError::Unreachable {
+        path: path.to_path_buf(),
+        source,
+    })
+}
+
+/// Parents before children, so that nothing covers what was put in place before it.
+fn in_mount_order(views: &mut Vec<View>) {
+    views.sort_by_key(|v| (v.target.as_path().components().count(), v.target.clone()));
+    views.dedup_by(|a, b| a.target == b.target);
+}
+
+/// What may be shown at all.
+struct Guard<'a> {
+    request: &'a Request,
+    workspace_root: &'a Path,
+    home: &'a Path,
+}
+
+impl Guard<'_> {
+    /// `data/` or `docs/`: at its host path, and by its name in the working directory.
+    fn input_directory(
+        &self,
+        name: &'static str,
+        flag: &'static str,
+        asked: Option<&Path>,
+        workspace: &Path,
+        views: &mut Vec<View>,
+    ) -> Result<(), PolicyError> {
+        let given = match asked {
+            Some(path) => path.to_path_buf(),
+            None => {
+                let usual = self.request.project.join(name);
+                // A project without it is fine; one where it is a plain file has no such directory either.
+                if !usual.is_dir() {
+                    return Ok(());
+                }
+                usual
+            }
+        };
+        let real = canonical_of(&given)?;
+        if !real.is_dir() {
+            return Err(PolicyError::NotADirectory { flag, path: given });
+        }
+        self.may_show(&real)?;
+        let mut targets = vec![real.clone(), workspace.join(name)];
+        targets.extend(plain(&given).filter(|p| *p != real && !self.below_workspaces(p)));
+        views.extend(
+            targets
+                .into_iter()
+                .map(|target| view(&real, &target, Exec::Refused)),
+        );
+        Ok(())
+    }
+
+    fn read_root(
+        &self,
+        read: &ReadRoot,
+        workspace: &Path,
+        views: &mut Vec<View>,
+    ) -> Result<(), PolicyError> {
+        let real = canonical_of(&read.host)?;
+        self.may_show(&real)?;
+        let targets = match &read.inside {
+            Some(inside) => vec![inside_target(inside, workspace)?],
+            None => {
+                let as_given = plain(&read.host).filter(|p| *p != real);
+                [real.clone()].into_iter().chain(as_given).collect()
+            }
+        };
+        views.extend(
+            targets
+                .into_iter()
+                .map(|target| view(&real, &target, Exec::Refused)),
+        );
+        Ok(())
+    }
+
+    fn runtime_views(&self, runtime: &Runtime, views: &mut Vec<View>) -> Result<(), PolicyError> {
+        for prefix in &runtime.prefixes {
+            self.listed(prefix)?;
+            self.apart_from_ours(prefix)?;
+            views.push(view(prefix, prefix, Exec::Allowed));
+        }
+        for alias in &runtime.aliases {
+            views.push(view(&alias.source, &alias.at, Exec::Allowed));
+        }
+        Ok(())
+    }
+
+    fn may_show(&self, real: &Path) -> Result<(), PolicyError> {
+        let refuse = |why| {
+            Err(PolicyError::Refused {
+                path: real.to_path_buf(),
+                why,
+            })
+        };
+        for kernel in ["/proc", "/sys", "/dev"] {
+            if real.starts_with(kernel) {
+                return refuse("it is the kernel's, and never shown");
+            }
+        }
+        self.apart_from_ours(real)?;
+        self.listed(real)
+    }
+
+    /// Neither the workspaces nor Fumehood's own files may be seen through a view, from above or within.
+    fn apart_from_ours(&self, real: &Path) -> Result<(), PolicyError> {
+        let refuse = |why| {
+            Err(PolicyError::Refused {
+                path: real.to_path_buf(),
+                why,
+            })
+        };
+        if self.workspace_root.starts_with(real) {
+            return refuse("it contains the workspaces of other analyses");
+        }
+        if self.below_workspaces(real) {
+            return refuse("it is the workspace of an analysis");
+        }
+        let home = canonical(self.home).unwrap_or_else(|_| self.home.to_path_buf());
+        if home.starts_with(real) || real.starts_with(&home) {
+            return refuse("it contains Fumehood's own records (FUMEHOOD_HOME)");
+        }
+        Ok(())
+    }
+
+    fn below_workspaces(&self, path: &Path) -> bool {
+        let below = path.strip_prefix(self.workspace_root).ok();
+        let first = below.and_then(|p| p.components().next());
+        first.is_some_and(|c| {
+            c.as_os_str()
+                .as_encoded_bytes()
+                .starts_with(b"scidex-analysis-")
+        })
+    }
+
+    fn listed(&self, real: &Path) -> Result<(), PolicyError> {
+        let Some(roots) = &self.request.readable_roots else {
+            return Ok(());
+        };
+        let system = ["/usr", "/bin", "/lib", "/lib64", "/sbin"].map(PathBuf::from);
+        let listed = roots
+            .iter()
+            .filter_map(|root| canonical(root).ok())
+            .chain(system)
+            .any(|root| real.starts_with(root));
+        match listed {
+            true => Ok(()),
+            false => Err(PolicyError::NotListed {
+                path: real.to_path_buf(),
+            }),
+        }
+    }
+}
+
+fn view(source: &Path, target: &Path, exec: Exec) -> View {
+    View {
+        source: HostPath::new(source),
+        target: InsidePath::new(target),
+        exec,
+        owner: Owner::Mapped,
+    }
+}
+
+/// A path that can be a mount's place as it is written.
+fn plain(path: &Path) -> Option<PathBuf> {
+    let fine = path.is_absolute()
+        && path
+            .components()
+            .all(|c| matches!(c, Component::RootDir | Component::Normal(_)));
+    fine.then(|| path.components().collect())
+}
+
+/// Where `--read PATH:INSIDE` may put things: nowhere that would hide the system or our own.
+fn inside_target(inside: &Path, workspace: &Path) -> Result<PathBuf, PolicyError> {
+    let bad = |why| PolicyError::BadTarget {
+        inside: inside.to_path_buf(),
+        why,
+    };
+    let target = plain(&workspace.join(inside))
+        .ok_or_else(|| bad("it must be a plain path without `..`"))?;
+    let taken = [
+        "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc", "/sys",
+        "/dev",
+    ];
+    if target == Path::new("/") || taken.iter().any(|t| target.starts_with(t)) {
+        return Err(bad("the system is there"));
+    }
+    let own = workspace.starts_with(&target)
+        || target.starts_with(workspace.join(sandbox::HIDDEN))
+        || target == Path::new("/tmp");
+    match own {
+        true => Err(bad("it would cover the workspace")),
+        false => Ok(target),
+    }
+}
+
+/// The runtime, what is copied in for it, and the arguments from argument zero on.
+type Resolved = (Runtime, Vec<(PathBuf, PathBuf)>, Vec<OsString>);
+
+fn resolve_command(
+    request: &Request,
+    caller: &Caller,
+    project: &Path,
+    workspace: &Path,
+) -> Result<Resolved, PolicyError> {
+    let named = request.runtime.as_deref();
+    match &request.command {
+        Command::Script { script, args } => {
+            let runtime = runtime::for_script(script, caller, named, project)?;
+            let name = copy_in::name_for(script, None)?;
+            let mut argv = vec![runtime.program.clone().into_os_string()];
+            argv.extend(runtime.leading_args.iter().cloned());
+            argv.push(name.clone().into_os_string());
+            argv.extend(args.iter().cloned());
+            let script = caller.cwd.join(script);
+            Ok((runtime, vec![(script, name)], argv))
+        }
+        Command::Argv(words) => {
+            let (first, rest) = words.split_first().ok_or_else(|| {
+                PolicyError::Runtime(RuntimeError::NotFound {
+                    command: OsString::new(),
+                    searched: Vec::new(),
+                })
+            })?;
+            let runtime = match own_program(first, request) {
+                Some(name) => {
+                    // It still gets the runtime that the caller named or has active, as a shell would.
+                    let shell = runtime::for_command(OsStr::new("sh"), caller, named, project)?;
+                    Runtime {
+                        program: workspace.join(name),
+                        leading_args: Vec::new(),
+                        ..shell
+                    }
+                }
+                None => runtime::for_command(first, caller, named, project)?,
+            };
+            let mut argv = vec![runtime.program.clone().into_os_string()];
+            argv.extend(rest.iter().cloned());
+            Ok((runtime, Vec::new(), argv))
+        }
+        Command::Shell => {
+            let runtime = runtime::for_command(OsStr::new("bash"), caller, named, project)
+                .or_else(|_| runtime::for_command(OsStr::new("sh"), caller, named, project))?;
+            let argv = vec![runtime.program.clone().into_os_string()];
+            Ok((runtime, Vec::new(), argv))
+        }
+    }
+}
+
+/// `run --input tool -- ./tool`: a program that is copied in runs from the workspace.
+fn own_program(command: &OsStr, request: &Request) -> Option<PathBuf> {
+    let relative = Path::new(command);
+    if relative.is_absolute() || !command.as_encoded_bytes().contains(&b'/') {
+        return None;
+    }
+    let name: PathBuf = relative
+        .components()
+        .filter(|c| *c != Component::CurDir)
+        .collect();
+    let first = name.components().next()?;
+    let copied = |input: &Input| {
+        let given = copy_in::name_for(&input.host, input.name.as_deref()).ok();
+        given.is_some_and(|n| n.components().next() == Some(first))
+    };
+    let plain = name.components().all(|c| matches!(c, Component::Normal(_)));
+    (plain && request.inputs.iter().any(copied)).then_some(name)
+}
+
+/// What the program will find under a path.
+struct Visible<'a> {
+    views: &'a [View],
+    inputs: &'a [(PathBuf, PathBuf)],
+    workspace: &'a Path,
+    cwd: &'a Path,
+}
+
+impl Visible<'_> {
+    /// Stops before the start when an argument names a file that is here and will not be there.
+    fn check_arguments(&self, args: &[OsString]) -> Result<(), PolicyError> {
+        for arg in args {
+            let path = Path::new(arg);
+            let bytes = arg.as_encoded_bytes();
+            if bytes.is_empty() || bytes.len() > 4096 || bytes[0] == b'-' || bytes.contains(&b'\n')
+            {
+                continue;
+            }
+            let Ok(meta) = std::fs::metadata(self.cwd.join(path)) else {
+                continue;
+            };
+            // A bare word may happen to be a directory's name; a path with a slash is meant as one.
+            let meant =
+                meta.is_file() || meta.is_dir() && bytes.contains(&b'/') && path != Path::new("/");
+            if !meant || self.shows(path) {
+                continue;
+            }
+            let quoted = shell_quoted(arg);
+            let mend = match path.is_absolute() {
+                true => format!("--read {quoted}"),
+                false if path.components().any(|c| c == Component::ParentDir) => {
+                    format!("--read {quoted}")
+                }
+                false => format!("--input {quoted}{}", keep_place(path)),
+            };
+            return Err(PolicyError::NotInside { arg: quoted, mend });
+        }
+        Ok(())
+    }
+
+    fn shows(&self, path: &Path) -> bool {
+        let inside = self.workspace.join(path);
+        let inside: PathBuf = inside
+            .components()
+            .filter(|c| *c != Component::CurDir)
+            .collect();
+        let system = [
+            "/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/etc", "/dev",
+        ];
+        system.iter().any(|s| inside.starts_with(s))
+            || self
+                .views
+                .iter()
+                .any(|v| inside.starts_with(v.target.as_path()))
+            || self
+                .inputs
+                .iter()
+                .any(|(_, name)| inside.starts_with(self.workspace.join(name)))
+    }
+}
+
+/// `sub/file.csv` given as an input would arrive as `file.csv`; the argument names `sub/file.csv`.
+fn keep_place(path: &Path) -> String {
+    match path.components().count() {
+        0 | 1 => String::new(),
+        _ => format!(":{}", shell_quoted(path.as_os_str())),
+    }
+}
+
+/// Built from nothing. What the user set comes last and wins.
+fn environment(request: &Request, runtime: &Runtime, limits: &Limits) -> Vec<(OsString, OsString)> {
+    let home = sandbox::INSIDE_HOME;
+    let threads = limits.cpu_milli.div_ceil(1000).max(1).to_string();
+    let mut path = OsString::new();
+    for dir in &runtime.path_dirs {
+        path.push(dir);
+        path.push(":");
+    }
+    path.push("/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin");
+    let mut env: Vec<(OsString, OsString)> = vec![("PATH".into(), path)];
+    let fixed = [
+        ("HOME", home.to_owned()),
+        ("USER", "analysis".into()),
+        ("LOGNAME", "analysis".into()),
+        ("SHELL", "/bin/sh".into()),
+        ("TMPDIR", "/tmp".into()),
+        ("LANG", "C.UTF-8".into()),
+        ("TZ", "UTC".into()),
+        ("XDG_CACHE_HOME", format!("{home}/.cache")),
+        ("XDG_CONFIG_HOME", format!("{home}/.config")),
+        ("XDG_DATA_HOME", format!("{home}/.local/share")),
+        ("XDG_RUNTIME_DIR", "/tmp".into()),
+        ("MPLCONFIGDIR", format!("{home}/.config/matplotlib")),
+        // No display is there.
+        ("MPLBACKEND", "Agg".into()),
+        // Lines arrive when they are printed, and are not lost with a killed process.
+        ("PYTHONUNBUFFERED", "1".into()),
+        // Shared-memory copies between processes use calls that are refused here.
+        ("OMPI_MCA_btl_vader_single_copy_mechanism", "none".into()),
+        ("OMPI_MCA_smsc", "^cma".into()),
+        ("FUMEHOOD_ID", request.id.to_string()),
+    ];
+    env.extend(fixed.into_iter().map(|(k, v)| (k.into(), v.into())));
+    for name in [
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "NUMEXPR_MAX_THREADS",
+        "JULIA_NUM_THREADS",
+    ] {
+        env.push((name.into(), threads.clone().into()));
+    }
+    for (name, value) in runtime.env.iter().chain(&request.env) {
+        env.retain(|(k, _)| k != name);
+        env.push((name.clone(), value.clone()));
+    }
+    env
+}

@@ -1,0 +1,92 @@
+//! Finishes or removes what the dead left: cgroups with whatever is still in them, workspaces, run directories.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use sandbox::cgroup;
+
+use crate::home::{self, Home, RunDir, RunRecord, RunState};
+use crate::limits::error_chain;
+use crate::workspace;
+
+/// What one pass did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reaped {
+    pub removed: Vec<PathBuf>,
+    pub kept: Vec<(PathBuf, u64)>,
+    pub problems: Vec<String>,
+}
+
+/// Looks at every run directory whose runner is gone. Called before each run, so it must cost
+/// nothing when there is nothing: one directory listing, and one lock tried for each living run.
+pub fn reap(home: &Home) -> Reaped {
+    reap_some(home, &|record| match record.state {
+        RunState::Kept { until } => until <= home::unix_seconds(),
+        RunState::Live | RunState::Quarantined => true,
+    })
+}
+
+/// As [`reap`], and a kept workspace goes before its time.
+pub fn reap_kept(home: &Home, id: Option<&str>) -> Reaped {
+    reap_some(home, &|record| id.is_none_or(|id| record.id.as_str() == id))
+}
+
+fn reap_some(home: &Home, due: &dyn Fn(&RunRecord) -> bool) -> Reaped {
+    let mut reaped = Reaped::default();
+    for id in std::fs::read_dir(home.runs())
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        for attempt in std::fs::read_dir(id.path()).into_iter().flatten().flatten() {
+            if let Ok(Some(dir)) = RunDir::try_lock(&attempt.path()) {
+                look_at(dir, due, &mut reaped);
+            }
+        }
+        // Made and abandoned before its first attempt was.
+        let _not_empty = std::fs::remove_dir(id.path());
+    }
+    reaped
+}
+
+fn look_at(dir: RunDir, due: &dyn Fn(&RunRecord) -> bool, reaped: &mut Reaped) {
+    let record = match dir.read() {
+        Ok(Some(record)) => record,
+        // Claimed, and its runner died before it made anything.
+        Ok(None) => return drop(dir.remove()),
+        Err(e) => return reaped.problems.push(error_chain(&e)),
+    };
+    // Another machine's (a home on a shared disk): its processes cannot be seen from here.
+    if record.host != home::host_name() {
+        return;
+    }
+    if !due(&record) {
+        if let RunState::Kept { until } = record.state {
+            reaped.kept.push((record.workspace, until));
+        }
+        return;
+    }
+    match remove(&record) {
+        Ok(()) => {
+            reaped.removed.push(record.workspace);
+            reaped
+                .problems
+                .extend(dir.remove().err().map(|e| error_chain(&e)));
+        }
+        Err(problem) => reaped.problems.push(problem),
+    }
+}
+
+fn remove(record: &RunRecord) -> Result<(), String> {
+    // First the processes: nothing is removed under a living one.
+    cgroup::remove_left_behind(&record.cgroups, &record.boot_id).map_err(|e| error_chain(&e))?;
+    let draft = std::fs::symlink_metadata(&record.draft).ok();
+    let draft = draft.map(|m| (record.draft.as_path(), (m.dev(), m.ino())));
+    let named = record
+        .workspace_is
+        .map(|is| (record.workspace.as_path(), is));
+    for (path, is) in draft.into_iter().chain(named) {
+        workspace::remove_left_behind(path, is).map_err(|e| error_chain(&e))?;
+    }
+    Ok(())
+}

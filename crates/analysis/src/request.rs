@@ -1,0 +1,203 @@
+//! Untrusted input becomes a [`Request`]; every bound is applied here.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+pub use sandbox::spec::{LimitName, WorkspaceKind};
+use serde::{Deserialize, Serialize};
+
+/// `[A-Za-z0-9][A-Za-z0-9._-]{0,63}`. Names a directory, so nothing else is let through.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct AnalysisId(String);
+
+#[derive(Debug, thiserror::Error)]
+#[error("analysis id {given:?} is not of the form [A-Za-z0-9][A-Za-z0-9._-]{{0,63}}")]
+pub struct BadId {
+    given: String,
+}
+
+impl AnalysisId {
+    pub const LEN_MAX: usize = 64;
+
+    pub fn new(text: &str) -> Result<Self, BadId> {
+        let bytes = text.as_bytes();
+        let good = !bytes.is_empty()
+            && bytes.len() <= Self::LEN_MAX
+            && bytes[0].is_ascii_alphanumeric()
+            && bytes
+                .iter()
+                .all(|b| b.is_ascii_alphanumeric() || b"._-".contains(b));
+        match good {
+            true => Ok(AnalysisId(text.to_owned())),
+            false => Err(BadId {
+                given: text.chars().take(200).collect(),
+            }),
+        }
+    }
+
+    /// A fresh id: the time, so that a listing sorts, and enough chance that two never meet.
+    pub fn generate() -> Self {
+        let mut noise = [0u8; 5];
+        let got = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty());
+        let seconds = rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec;
+        let noise = match got {
+            Ok(5) => noise.iter().fold(0u64, |n, b| n << 8 | u64::from(*b)),
+            _ => u64::from(std::process::id()),
+        };
+        AnalysisId(format!("a{seconds:x}-{noise:010x}"))
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for AnalysisId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl TryFrom<String> for AnalysisId {
+    type Error = BadId;
+    fn try_from(text: String) -> Result<Self, BadId> {
+        AnalysisId::new(&text)
+    }
+}
+
+impl From<AnalysisId> for String {
+    fn from(id: AnalysisId) -> String {
+        id.0
+    }
+}
+
+/// What to run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// `run SCRIPT ARGS`: the script is an input; its interpreter comes from `#!`, else its ending.
+    Script {
+        script: PathBuf,
+        args: Vec<OsString>,
+    },
+    /// `run -- CMD ARGS`: as given.
+    Argv(Vec<OsString>),
+    /// `shell`: an interactive shell on a terminal of the sandbox's own.
+    Shell,
+}
+
+/// `--read PATH[:INSIDE]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReadRoot {
+    pub host: PathBuf,
+    pub inside: Option<PathBuf>,
+}
+
+/// `--input PATH[:NAME]`; the name is relative to the workspace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Input {
+    pub host: PathBuf,
+    pub name: Option<PathBuf>,
+}
+
+/// A limit's value, and whether somebody asked for it or it is our default: a limit that was asked
+/// for and cannot be enforced hard stops the run, a default may step down to a watch, said aloud.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asked<T> {
+    pub value: T,
+    pub explicit: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AskedLimits {
+    pub wall_ms: Asked<u64>,
+    pub cpu_ms: Option<Asked<u64>>,
+    pub idle_ms: Option<Asked<u64>>,
+    pub grace_ms: Asked<u64>,
+    /// `None`: the default, which depends on the host.
+    pub memory_bytes: Option<Asked<u64>>,
+    /// Thousandths of a CPU. `None`: the CPUs this process may run on.
+    pub cpu_milli: Option<Asked<u64>>,
+    pub pids: Asked<u64>,
+    pub open_files: Asked<u64>,
+    pub disk_bytes: Asked<u64>,
+    pub files: Asked<u64>,
+    pub log_bytes: Asked<u64>,
+}
+
+impl Default for AskedLimits {
+    fn default() -> Self {
+        fn default(value: u64) -> Asked<u64> {
+            Asked {
+                value,
+                explicit: false,
+            }
+        }
+        AskedLimits {
+            wall_ms: default(3_600_000),
+            cpu_ms: None,
+            idle_ms: None,
+            grace_ms: default(10_000),
+            memory_bytes: None,
+            cpu_milli: None,
+            pids: default(1024),
+            open_files: default(4096),
+            disk_bytes: default(10 << 30),
+            files: default(100_000),
+            log_bytes: default(10 << 20),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Keep {
+    Never,
+    OnFailure,
+    Always,
+}
+
+/// A level of confinement; later ones are stronger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    Landlock,
+    Full,
+}
+
+/// Where standard input comes from. It is always a pipe or /dev/null inside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stdin {
+    Null,
+    File(PathBuf),
+    /// `--stdin -`: the caller's own standard input, piped.
+    Caller,
+}
+
+/// One analysis as asked for, after settings, environment and flags were merged under the
+/// operator's policy. Nothing in it has touched the file system yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    pub id: AnalysisId,
+    pub command: Command,
+    pub project: PathBuf,
+    /// `None`: `data` in the project, if it is there.
+    pub data: Option<PathBuf>,
+    pub docs: Option<PathBuf>,
+    pub reads: Vec<ReadRoot>,
+    pub inputs: Vec<Input>,
+    pub runtime: Option<PathBuf>,
+    pub env: Vec<(OsString, OsString)>,
+    pub stdin: Stdin,
+    pub limits: AskedLimits,
+    pub workspace_kind: WorkspaceKind,
+    pub workspace_root: PathBuf,
+    pub keep: Keep,
+    pub keep_for_ms: u64,
+    /// The run stops rather than start below this.
+    pub floor: Level,
+    pub allow_degraded: BTreeSet<LimitName>,
+    /// From the operator's policy: if set, only paths below these may be read.
+    pub readable_roots: Option<Vec<PathBuf>>,
+}

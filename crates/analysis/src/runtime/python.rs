@@ -1,0 +1,228 @@
+//! Python's own ways of pointing elsewhere: pyvenv.cfg, and pyenv's shims.
+//!
+//! A shim is a shell script that asks pyenv which version is meant and starts that one. Nothing is
+//! executed here: the same questions are put to the same files, in pyenv's order.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use super::prefix::{self, Links};
+use super::{Caller, RuntimeError};
+
+/// Names under which a prefix offers its Python, the usual one first.
+pub(super) const NAMES: [&str; 5] = ["python3", "python", "pypy3", "pypy", "python2"];
+
+/// The most versions one .python-version may list.
+const VERSIONS_MAX: usize = 64;
+
+/// The part of pyvenv.cfg that names other directories.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Config {
+    /// The directory of the base interpreter.
+    pub home: Option<PathBuf>,
+    /// Written by virtualenv: the prefix of the base interpreter.
+    pub base_prefix: Option<PathBuf>,
+}
+
+/// Reads `key = value` lines as Python does: keys in any case, blanks trimmed, the first `home` counts.
+pub(super) fn parse_config(text: &[u8]) -> Config {
+    let mut config = Config::default();
+    for line in text.split(|b| *b == b'\n') {
+        let Some(equals) = line.iter().position(|b| *b == b'=') else {
+            continue;
+        };
+        let key = line[..equals].trim_ascii().to_ascii_lowercase();
+        let value = line[equals + 1..].trim_ascii();
+        let slot = match key.as_slice() {
+            b"home" => &mut config.home,
+            b"base-prefix" => &mut config.base_prefix,
+            _ => continue,
+        };
+        if !value.is_empty() {
+            slot.get_or_insert_with(|| PathBuf::from(OsStr::from_bytes(value)));
+        }
+    }
+    config
+}
+
+/// Where a shim leads.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Shim {
+    /// The program itself.
+    Program(PathBuf),
+    /// pyenv's `system`: the search goes on behind the shims.
+    System,
+}
+
+/// The root of pyenv if `dir`, a directory on PATH, is its directory of shims.
+pub(super) fn pyenv_root(dir: &Path) -> Option<PathBuf> {
+    let root = dir.canonicalize().ok()?.parent()?.to_path_buf();
+    (dir.file_name() == Some(OsStr::new("shims")) && root.join("versions").is_dir()).then_some(root)
+}
+
+/// What the shim for `command` would start.
+pub(super) fn resolve_shim(
+    root: &Path,
+    command: &OsStr,
+    caller: &Caller,
+) -> Result<Shim, RuntimeError> {
+    let (versions, origin) = wanted_versions(root, caller)?;
+    let mut missing = None;
+    for version in &versions {
+        if version == "system" {
+            return Ok(Shim::System);
+        }
+        let Some(dir) = installed(root, version) else {
+            missing.get_or_insert(version);
+            continue;
+        };
+        let program = dir.join("bin").join(command);
+        if prefix::is_executable(&program) {
+            return Ok(Shim::Program(program));
+        }
+    }
+    Err(match missing {
+        Some(version) => RuntimeError::VersionMissing {
+            version: version.clone(),
+            origin,
+            root: root.to_path_buf(),
+        },
+        None => RuntimeError::NotInVersion {
+            command: command.to_owned(),
+            versions,
+            origin,
+        },
+    })
+}
+
+/// The versions in force and where they were said: PYENV_VERSION, else the nearest .python-version, else
+/// the version file of pyenv itself, else `system`.
+fn wanted_versions(root: &Path, caller: &Caller) -> Result<(Vec<String>, PathBuf), RuntimeError> {
+    if let Some(value) = caller
+        .env
+        .get(OsStr::new("PYENV_VERSION"))
+        .filter(|value| !value.is_empty())
+    {
+        let text: Vec<u8> = value
+            .as_bytes()
+            .iter()
+            .map(|b| if *b == b':' { b'\n' } else { *b })
+            .collect();
+        return Ok((
+            or_system(parse_versions(&text)),
+            PathBuf::from("PYENV_VERSION"),
+        ));
+    }
+    for dir in caller.cwd.ancestors() {
+        let file = dir.join(".python-version");
+        // The project may have been written by a machine. A symlink here would have us quote the first
+        // word of any file in a message.
+        match file.symlink_metadata() {
+            Ok(meta) if meta.is_file() => {}
+            Ok(meta) if meta.is_dir() => continue,
+            Ok(_) => return Err(RuntimeError::VersionFile { path: file }),
+            Err(_) => continue,
+        }
+        return match prefix::read_text(&file, Links::Refused) {
+            Some(text) => Ok((or_system(parse_versions(&text)), file)),
+            None => Err(RuntimeError::VersionFile { path: file }),
+        };
+    }
+    let file = root.join("version");
+    let text = prefix::read_text(&file, Links::Followed).unwrap_or_default();
+    Ok((or_system(parse_versions(&text)), file))
+}
+
+fn or_system(versions: Vec<String>) -> Vec<String> {
+    match versions.is_empty() {
+        true => vec!["system".to_owned()],
+        false => versions,
+    }
+}
+
+/// The first word of each line, comments and what cannot name a directory of `versions` left out, as
+/// pyenv does since CVE-2022-35861.
+pub(super) fn parse_versions(text: &[u8]) -> Vec<String> {
+    let words = text.split(|b| *b == b'\n').filter_map(|line| {
+        let line = std::str::from_utf8(line).ok()?;
+        let word = line.split_whitespace().next()?;
+        let good = !word.starts_with('#') && word.len() <= 255 && is_inner_path(word);
+        good.then(|| word.to_owned())
+    });
+    words.take(VERSIONS_MAX).collect()
+}
+
+/// A path that stays below the directory it is joined to: `3.12.1`, `3.12.1/envs/paper`.
+fn is_inner_path(word: &str) -> bool {
+    !word.is_empty()
+        && !word.contains(|c: char| c.is_control())
+        && Path::new(word)
+            .components()
+            .all(|c| matches!(c, Component::Normal(_)))
+}
+
+/// The directory of a version: by its name, without `python-`, or the newest that completes it (`3.12`).
+fn installed(root: &Path, version: &str) -> Option<PathBuf> {
+    let versions = root.join("versions");
+    let short = version.strip_prefix("python-").unwrap_or(version);
+    let named = [version, short]
+        .into_iter()
+        .map(|name| versions.join(name))
+        .find(|dir| {
+            // One symlink directly in `versions` is pyenv-virtualenv's or the user's own doing; a longer
+            // path must not be led out of it.
+            let inside = || match (dir.canonicalize(), versions.canonicalize()) {
+                (Ok(dir), Ok(versions)) => dir.starts_with(versions),
+                _ => false,
+            };
+            dir.is_dir() && (dir.parent() == Some(&versions) || inside())
+        });
+    named.or_else(|| newest(&versions, short))
+}
+
+fn newest(versions: &Path, stem: &str) -> Option<PathBuf> {
+    let stem = format!("{stem}.");
+    let complete = |name: OsString| -> Option<Vec<u64>> {
+        let rest = name.to_str()?.strip_prefix(&stem)?.to_owned();
+        rest.split('.').map(|number| number.parse().ok()).collect()
+    };
+    let entries = std::fs::read_dir(versions).ok()?.take(4096).flatten();
+    let candidates = entries.filter_map(|entry| Some((complete(entry.file_name())?, entry.path())));
+    candidates
+        .max()
+        .map(|(_, path)| path)
+        .filter(|path| path.is_dir())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn config_is_read_as_python_reads_it() {
+        let config =
+            parse_config(b"HOME = /a/bin\r\nhome = /b/bin\nbase-prefix=/a\nnonsense\n = x\n");
+        assert_eq!(config.home.unwrap(), Path::new("/a/bin"));
+        assert_eq!(config.base_prefix.unwrap(), Path::new("/a"));
+        assert_eq!(parse_config(b"home =\nhome = \n"), Config::default());
+    }
+
+    #[test]
+    fn versions_that_climb_are_left_out() {
+        let text = b"# mine\n\n 3.12.1 rest\r\n../../etc\n/etc\n..\n./x\n3.11.7/envs/paper\n3.11.7/../..\n";
+        assert_eq!(parse_versions(text), ["3.12.1", "3.11.7/envs/paper"]);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_are_survived(text in proptest::collection::vec(proptest::num::u8::ANY, 0..400)) {
+            parse_config(&text);
+            parse_config(&[b"home = ".as_slice(), &text].concat());
+            for version in parse_versions(&text) {
+                proptest::prop_assert!(is_inner_path(&version));
+            }
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! R's user libraries: where an R that lies in the system looks for the packages its user installed.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use super::Caller;
+use super::prefix::{self, Links};
+
+/// The most directories one variable may list.
+const LIBRARIES_MAX: usize = 64;
+
+pub(super) fn is_r(program: &Path) -> bool {
+    matches!(
+        program.file_name().and_then(OsStr::to_str),
+        Some("R" | "Rscript")
+    )
+}
+
+/// What R calls `%v` and `%p`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Version {
+    /// `4.2`
+    short: String,
+    /// `4.2.2`
+    full: String,
+    /// `x86_64-pc-linux-gnu`
+    platform: String,
+}
+
+/// The variables to set and the existing directories they name. R_LIBS_USER is always set to what was
+/// found: inside, `~` is another directory.
+pub(super) fn libraries(program: &Path, caller: &Caller) -> Vec<(OsString, Vec<PathBuf>)> {
+    let version = version(program);
+    let home = caller.home();
+    let mut found = Vec::new();
+    for name in ["R_LIBS", "R_LIBS_USER"] {
+        let given = caller
+            .env
+            .get(OsStr::new(name))
+            .filter(|value| !value.is_empty());
+        let value = match (given, name) {
+            (Some(value), _) => value.clone(),
+            (None, "R_LIBS_USER") => OsString::from("%U"),
+            (None, _) => continue,
+        };
+        let parts = value.as_bytes().split(|b| *b == b':').take(LIBRARIES_MAX);
+        let dirs: Vec<PathBuf> = parts
+            .filter_map(|part| expand(part, home.as_deref(), version.as_ref()))
+            .filter_map(|path| path.canonicalize().ok())
+            .filter(|path| path.is_dir())
+            .collect();
+        if !dirs.is_empty() {
+            found.push((OsString::from(name), dirs));
+        }
+    }
+    found
+}
+
+/// Expands `~` and R's `%` conversions. `None` for what R would not find either: a relative path, or a
+/// conversion that we cannot know without starting R.
+fn expand(part: &[u8], home: Option<&Path>, version: Option<&Version>) -> Option<PathBuf> {
+    let part = match part {
+        b"%U" => b"~/R/%p-library/%v".as_slice(),
+        _ => part,
+    };
+    let mut out: Vec<u8> = Vec::new();
+    let mut bytes = part.iter().copied();
+    while let Some(byte) = bytes.next() {
+        if byte != b'%' {
+            out.push(byte);
+            continue;
+        }
+        match bytes.next()? {
+            b'%' => out.push(b'%'),
+            b'v' => out.extend(version?.short.bytes()),
+            b'V' => out.extend(version?.full.bytes()),
+            b'p' => out.extend(version?.platform.bytes()),
+            b'o' => out.extend(b"linux-gnu"),
+            b'a' => out.extend(version?.platform.split('-').next()?.bytes()),
+            _ => return None,
+        }
+    }
+    let path = match out.strip_prefix(b"~") {
+        Some(rest) if rest.is_empty() || rest[0] == b'/' => {
+            let mut path = home?.as_os_str().as_bytes().to_vec();
+            path.extend(rest);
+            path
+        }
+        _ => out,
+    };
+    let path = PathBuf::from(OsString::from_vec(path));
+    prefix::is_plain_absolute(&path).then_some(path)
+}
+
+/// Read from R's own base package and settings, which lie beside the program.
+fn version(program: &Path) -> Option<Version> {
+    let top = program
+        .canonicalize()
+        .ok()?
+        .parent()?
+        .parent()?
+        .to_path_buf();
+    let home = ["lib/R", "lib64/R"]
+        .iter()
+        .map(|dir| top.join(dir))
+        .find(|dir| dir.join("library/base").is_dir())?;
+    let text = prefix::read_text(&home.join("library/base/DESCRIPTION"), Links::Followed)?;
+    let text = String::from_utf8_lossy(&text).into_owned();
+    let full = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Version:"))?
+        .trim()
+        .to_owned();
+    let mut numbers = full.split('.');
+    let short = format!(
+        "{}.{}",
+        plain_number(numbers.next()?)?,
+        plain_number(numbers.next()?)?
+    );
+    let platform =
+        platform(&home).unwrap_or_else(|| format!("{}-pc-linux-gnu", std::env::consts::ARCH));
+    full.bytes()
+        .all(|b| b.is_ascii_digit() || b == b'.')
+        .then_some(Version {
+            short,
+            full,
+            platform,
+        })
+}
+
+fn plain_number(text: &str) -> Option<&str> {
+    (!text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())).then_some(text)
+}
+
+/// `R_PLATFORM=${R_PLATFORM-'x86_64-pc-linux-gnu'}` in R's etc/Renviron.
+fn platform(home: &Path) -> Option<String> {
+    let text = prefix::read_text(&home.join("etc/Renviron"), Links::Followed)?;
+    let text = String::from_utf8_lossy(&text).into_owned();
+    let value = text
+        .lines()
+        .find_map(|line| line.strip_prefix("R_PLATFORM="))?;
+    let value = value
+        .trim_start_matches("${R_PLATFORM-")
+        .trim_end_matches('}')
+        .trim_matches('\'');
+    let good = !value.is_empty()
+        && value
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b));
+    good.then(|| value.to_owned())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn expands_what_r_expands() {
+        let version = Version {
+            short: "4.2".into(),
+            full: "4.2.2".into(),
+            platform: "x86_64-pc-linux-gnu".into(),
+        };
+        let home = Path::new("/home/ada");
+        let expanded = |part: &str| expand(part.as_bytes(), Some(home), Some(&version));
+        assert_eq!(
+            expanded("%U").unwrap(),
+            Path::new("/home/ada/R/x86_64-pc-linux-gnu-library/4.2")
+        );
+        assert_eq!(
+            expanded("~/lib/%V-%a").unwrap(),
+            Path::new("/home/ada/lib/4.2.2-x86_64")
+        );
+        assert_eq!(expanded("/opt/r%%").unwrap(), Path::new("/opt/r%"));
+        for nothing in [
+            "", "NULL", "lib", "~bob/R", "/a/../b", "/x/%z", "/x/%", "/a\0b",
+        ] {
+            assert_eq!(expanded(nothing), None, "{nothing:?}");
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_are_survived(part in proptest::collection::vec(proptest::num::u8::ANY, 0..80)) {
+            expand(&part, Some(Path::new("/home/ada")), None);
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! The private directory of one analysis: made exclusively, held by descriptor, removed by descriptor.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Gid, Mode, OFlags, Uid};
+
+use crate::request::AnalysisId;
+use crate::tree::{self, TreeError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum WorkspaceError {
+    #[error("use {root:?} for workspaces")]
+    Root { root: PathBuf, source: io::Error },
+    #[error(
+        "{root:?} can be written by others and is not sticky (chmod +t), so anyone could replace a workspace in it; choose another --workspace-root"
+    )]
+    RootNotSafe { root: PathBuf },
+    #[error("{path:?} exists already and is not touched; remove it, or choose another --id")]
+    Exists { path: PathBuf },
+    #[error("make the workspace {path:?}")]
+    Make { path: PathBuf, source: io::Error },
+    #[error("remove the workspace {path:?}")]
+    Remove { path: PathBuf, source: TreeError },
+    #[error("take over the workspace {path:?}")]
+    TakeOver { path: PathBuf, source: TreeError },
+}
+
+/// A workspace that this process made and holds locked.
+#[derive(Debug)]
+pub struct Workspace {
+    path: PathBuf,
+    name: OsString,
+    root: OwnedFd,
+    dir: OwnedFd,
+    is: (u64, u64),
+}
+
+/// The host path of an analysis's workspace.
+pub fn path_for(root: &Path, id: &AnalysisId) -> PathBuf {
+    root.join(format!("scidex-analysis-{id}"))
+}
+
+/// A name that only this run knows: what stands under it is ours whatever happens to us.
+pub fn draft_for(root: &Path, id: &AnalysisId) -> PathBuf {
+    let mut noise = [0u8; 16];
+    // Without randomness the name is merely guessable, and making it exclusive still.
+    let _filled = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty());
+    root.join(format!(
+        ".scidex-analysis-{id}-{:032x}",
+        u128::from_ne_bytes(noise)
+    ))
+}
+
+impl Workspace {
+    /// Makes it under its draft name, mode 0700, for `owner` if given. It is not an analysis's workspace yet.
+    pub fn draft(
+        path: PathBuf,
+        draft: &Path,
+        owner: Option<(u32, u32)>,
+    ) -> Result<Workspace, WorkspaceError> {
+        let root_fd = open_root(path.parent().unwrap_or(Path::new("/")))?;
+        let name = draft.file_name().unwrap_or_default().to_os_string();
+        let failed = |e: rustix::io::Errno| WorkspaceError::Make {
+            path: path.clone(),
+            source: e.into(),
+        };
+        rustix::fs::mkdirat(&root_fd, &name, Mode::from_raw_mode(0o700)).map_err(failed)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let dir = rustix::fs::openat(&root_fd, &name, flags, Mode::empty()).map_err(failed)?;
+        let stat = rustix::fs::fstat(&dir).map_err(failed)?;
+        let workspace = Workspace {
+            path: path.clone(),
+            name,
+            root: root_fd,
+            dir,
+            is: (stat.st_dev, stat.st_ino),
+        };
+        // Tmp cleaners leave a locked directory alone, and nobody else takes it for abandoned.
+        rustix::fs::flock(&workspace.dir, FlockOperation::NonBlockingLockExclusive)
+            .map_err(failed)?;
+        workspace
+            .furnish(workspace.dir.as_fd(), owner)
+            .map_err(failed)?;
+        Ok(workspace)
+    }
+
+    /// Gives it its name. Whatever stands there already, of whatever kind, is left alone.
+    pub fn publish(&mut self) -> Result<(), WorkspaceError> {
+        let name = self.path.file_name().unwrap_or_default().to_os_string();
+        let flags = rustix::fs::RenameFlags::NOREPLACE;
+        match rustix::fs::renameat_with(&self.root, &self.name, &self.root, &name, flags) {
+            Ok(()) => {
+                self.name = name;
+                Ok(())
+            }
+            Err(rustix::io::Errno::EXIST) => Err(WorkspaceError::Exists {
+                path: self.path.clone(),
+            }),
+            Err(e) => Err(WorkspaceError::Make {
+                path: self.path.clone(),
+                source: e.into(),
+            }),
+        }
+    }
+
+    /// The hidden place for the private /tmp and home. Also done in a workspace that lives in memory.
+    pub fn furnish(
+        &self,
+        dir: BorrowedFd<'_>,
+        owner: Option<(u32, u32)>,
+    ) -> rustix::io::Result<()> {
+        let hidden = Path::new(sandbox::HIDDEN);
+        let owner = owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid)));
+        // umask may have taken more than it should.
+        rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
+        for name in [
+            hidden.to_path_buf(),
+            hidden.join("tmp"),
+            hidden.join("tmp/home"),
+        ] {
+            rustix::fs::mkdirat(dir, &name, Mode::from_raw_mode(0o700))?;
+            if let Some((uid, gid)) = owner {
+                rustix::fs::chownat(
+                    dir,
+                    &name,
+                    Some(uid),
+                    Some(gid),
+                    rustix::fs::AtFlags::SYMLINK_NOFOLLOW,
+                )?;
+            }
+        }
+        if let Some((uid, gid)) = owner {
+            rustix::fs::fchown(dir, Some(uid), Some(gid))?;
+        }
+        Ok(())
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn dir(&self) -> BorrowedFd<'_> {
+        self.dir.as_fd()
+    }
+
+    /// Device and inode: what proves later that a path still is this directory.
+    pub fn is(&self) -> (u64, u64) {
+        self.is
+    }
+
+    /// Whether its bytes are memory, whatever was asked for.
+    pub fn is_on_tmpfs(&self) -> bool {
+        const TMPFS_MAGIC: i64 = 0x0102_1994;
+        rustix::fs::fstatfs(&self.dir).is_ok_and(|s| s.f_type as i64 == TMPFS_MAGIC)
+    }
+
+    pub fn remove(self) -> Result<(), WorkspaceError> {
+        tree::remove(self.root.as_fd(), &self.name, self.is)
+            .map(drop)
+            .map_err(|source| WorkspaceError::Remove {
+                path: self.path.clone(),
+                source,
+            })
+    }
+
+    /// For a kept workspace: everything becomes the caller's, since the leased uid will be another's tomorrow.
+    pub fn keep(self) -> Result<PathBuf, WorkspaceError> {
+        let (uid, gid) = (
+            rustix::process::geteuid().as_raw(),
+            rustix::process::getegid().as_raw(),
+        );
+        let failed = |source| WorkspaceError::TakeOver {
+            path: self.path.clone(),
+            source,
+        };
+        tree::take_over(self.dir.as_fd(), uid, gid).map_err(failed)?;
+        let hidden = Path::new(sandbox::HIDDEN);
+        if let Ok(stat) =
+            rustix::fs::statat(&self.dir, hidden, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
+        {
+            // The private /tmp and home are nobody's results.
+            let _left = tree::remove(
+                self.dir.as_fd(),
+                hidden.as_os_str(),
+                (stat.st_dev, stat.st_ino),
+            );
+        }
+        Ok(self.path)
+    }
+}
+
+/// Removes what a dead runner left, if it is still the directory that its record names.
+pub fn remove_left_behind(path: &Path, is: (u64, u64)) -> Result<(), WorkspaceError> {
+    let (Some(root), Some(name)) = (path.parent(), path.file_name()) else {
+        return Ok(());
+    };
+    let Ok(root_fd) = open_root(root) else {
+        return Ok(());
+    };
+    match tree::remove(root_fd.as_fd(), name, is) {
+        Ok(_) | Err(TreeError::Absent { .. } | TreeError::NotExpected { .. }) => Ok(()),
+        Err(source) => Err(WorkspaceError::Remove {
+            path: path.to_path_buf(),
+            source,
+        }),
+    }
+}
+
+/// A directory in which a name, once ours, stays ours: ours or root's, and either closed to others or sticky.
+fn open_root(root: &Path) -> Result<OwnedFd, WorkspaceError> {
+    let failed = |e: rustix::io::Errno| WorkspaceError::Root {
+        root: root.to_path_buf(),
+        source: e.into(),
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(root, flags, Mode::empty()).map_err(failed)?;
+    let stat = rustix::fs::fstat(&fd).map_err(failed)?;
+    let owner_fine = [0, rustix::process::geteuid().as_raw()].contains(&stat.st_uid);
+    let closed = stat.st_mode & 0o022 == 0 || stat.st_mode & 0o1000 != 0;
+    match owner_fine && closed {
+        true => Ok(fd),
+        false => Err(WorkspaceError::RootNotSafe {
+            root: root.to_path_buf(),
+        }),
+    }
+}

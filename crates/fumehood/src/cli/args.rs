@@ -1,0 +1,435 @@
+//! What may be typed after `run` and `shell`. Only what was typed is kept here, as it was typed;
+//! what it means, together with files, environment and policy, is decided in `config.rs`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use analysis::request::Command;
+
+use crate::config::settings::Key;
+
+/// Run one analysis in full confinement and report how it ended.
+///
+/// A SCRIPT is copied into the workspace and run by the interpreter that its `#!` line names, else
+/// by its ending (.py, .R, .sh, .jl). After `--` stands a command, run as given. Everything after
+/// SCRIPT or CMD belongs to the program.
+///
+/// Every option but --id, --input and --stdin can also be set in a file or by a FUMEHOOD_* variable,
+/// as docs/configuration.md tells; options given here win, and the operator's
+/// /etc/fumehood/policy.toml bounds them all.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(
+    override_usage = "fumehood run [OPTIONS] SCRIPT [ARGS]...\n       fumehood run [OPTIONS] -- CMD [ARGS]..."
+)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub analysis: AnalysisArgs,
+
+    /// The program's standard input: a file, or `-` for Fumehood's own. It is piped, so the program
+    /// never holds the file itself [default: empty]
+    #[arg(long, value_name = "FILE|-", help_heading = "What it sees")]
+    pub stdin: Option<OsString>,
+
+    /// Print one JSON document on stdout instead of the program's own output
+    #[arg(long, help_heading = "Report")]
+    pub json: bool,
+
+    /// The script or command with its arguments; the usage line shows it better than clap would.
+    #[arg(
+        value_name = "SCRIPT or -- CMD",
+        required = true,
+        trailing_var_arg = true,
+        hide = true
+    )]
+    pub words: Vec<OsString>,
+}
+
+/// Open a shell on a terminal in the same sandbox that `run` would use, to find out why.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ShellArgs {
+    #[command(flatten)]
+    pub analysis: AnalysisArgs,
+}
+
+/// The options that `run` and `shell` share.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct AnalysisArgs {
+    /// The analysis's name, [A-Za-z0-9][A-Za-z0-9._-]{0,63}; the workspace is
+    /// ROOT/scidex-analysis-ID [default: generated]
+    #[arg(long, value_name = "ID", help_heading = "What it sees")]
+    pub id: Option<OsString>,
+
+    /// The project: its data/ and docs/ are shown read-only, its fumehood.toml is read
+    /// [default: the current directory]
+    #[arg(long, value_name = "DIR", help_heading = "What it sees")]
+    pub project: Option<OsString>,
+
+    /// Show this directory, read-only, as data/ [default: data in the project, if there]
+    #[arg(long, value_name = "DIR", help_heading = "What it sees")]
+    pub data: Option<OsString>,
+
+    /// Show this directory, read-only, as docs/ [default: docs in the project, if there]
+    #[arg(long, value_name = "DIR", help_heading = "What it sees")]
+    pub docs: Option<OsString>,
+
+    /// Show another host path read-only, at the same path or at INSIDE (absolute). A PATH that exists
+    /// with its colons is taken whole. Repeatable
+    #[arg(long, value_name = "PATH[:INSIDE]", help_heading = "What it sees")]
+    pub read: Vec<OsString>,
+
+    /// Copy a file or directory into the workspace, under its own name or NAME (relative). A PATH that
+    /// exists with its colons is taken whole. Repeatable
+    #[arg(long, value_name = "PATH[:NAME]", help_heading = "What it sees")]
+    pub input: Vec<OsString>,
+
+    /// Show this runtime (a venv, conda or pyenv prefix) and put its bin first on PATH [default: found
+    /// from the command on the caller's PATH]
+    #[arg(long, value_name = "PREFIX", help_heading = "What it sees")]
+    pub runtime: Option<OsString>,
+
+    /// Set a variable for the program (K=V), or hand on the caller's (K). It wins over the one that
+    /// Fumehood would set, HOME, TMPDIR and PATH included. Repeatable
+    #[arg(long, value_name = "K=V|K", help_heading = "What it sees")]
+    pub env: Vec<OsString>,
+
+    /// Network for the program; none is the only value so far [default: none]
+    #[arg(long, value_name = "KIND", help_heading = "What it sees")]
+    pub network: Option<OsString>,
+
+    /// Wall-clock time, such as 90 (seconds), 30s, 1h30m, 2d [default: 1h]
+    #[arg(long, value_name = "TIME", help_heading = "Limits")]
+    pub timeout: Option<OsString>,
+
+    /// CPU time summed over all processes, or off [default: off]
+    #[arg(long, value_name = "TIME", help_heading = "Limits")]
+    pub cpu_time: Option<OsString>,
+
+    /// Stop after this long with neither log bytes nor CPU use beyond 1 %, or off [default: off]
+    #[arg(long, value_name = "TIME", help_heading = "Limits")]
+    pub idle_timeout: Option<OsString>,
+
+    /// Time between SIGTERM to all processes and SIGKILL [default: 10s]
+    #[arg(long, value_name = "TIME", help_heading = "Limits")]
+    pub grace: Option<OsString>,
+
+    /// Memory and swap of all processes, tmpfs included, such as 512M or 2G (binary) [default: the lesser
+    /// of 4G and half of what this cgroup or job may use]
+    #[arg(long, value_name = "SIZE", help_heading = "Limits")]
+    pub memory: Option<OsString>,
+
+    /// CPUs, such as 2 or 1.5 [default: those this process may run on]
+    #[arg(long, value_name = "N", help_heading = "Limits")]
+    pub cpus: Option<OsString>,
+
+    /// Processes and threads at once [default: 1024]
+    #[arg(long, value_name = "N", help_heading = "Limits")]
+    pub pids: Option<OsString>,
+
+    /// Open files for each process [default: 4096]
+    #[arg(long, value_name = "N", help_heading = "Limits")]
+    pub open_files: Option<OsString>,
+
+    /// Bytes that the workspace and the private /tmp may hold [default: 10G]
+    #[arg(long, value_name = "SIZE", help_heading = "Limits")]
+    pub disk: Option<OsString>,
+
+    /// Files that they may hold [default: 100000]
+    #[arg(long, value_name = "N", help_heading = "Limits")]
+    pub files: Option<OsString>,
+
+    /// Bytes kept of stdout and of stderr each; beyond it the middle is dropped and counted, the
+    /// program goes on [default: 10M]
+    #[arg(long, value_name = "SIZE", help_heading = "Limits")]
+    pub log_limit: Option<OsString>,
+
+    /// Run even if this limit cannot be enforced as asked: wall_time, cpu_time, idle_time, memory, cpus,
+    /// pids, open_files, disk, files or logs. Repeatable
+    #[arg(long, value_name = "LIMIT", help_heading = "Limits")]
+    pub allow_degraded: Vec<OsString>,
+
+    /// Where the workspace lives: disk or memory (it then counts as memory) [default: disk]
+    #[arg(long, value_name = "KIND", help_heading = "Workspace")]
+    pub workspace: Option<OsString>,
+
+    /// The directory in which workspaces are made [default: /tmp]
+    #[arg(long, value_name = "DIR", help_heading = "Workspace")]
+    pub workspace_root: Option<OsString>,
+
+    /// Keep the workspace after the run: never, on-failure or always [default: never]
+    #[arg(long, value_name = "WHEN", help_heading = "Workspace")]
+    pub keep: Option<OsString>,
+
+    /// How long a kept workspace is kept [default: 24h]
+    #[arg(long, value_name = "TIME", help_heading = "Workspace")]
+    pub keep_for: Option<OsString>,
+
+    /// The least confinement with which the run may start: full or landlock. It can raise the operator's
+    /// floor, never lower it [default: full]
+    #[arg(long, value_name = "LEVEL", help_heading = "Confinement")]
+    pub isolation: Option<OsString>,
+
+    /// Do not print the summary on stderr
+    #[arg(long, short, help_heading = "Report")]
+    pub quiet: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ArgsError {
+    #[error("the command is not the end of the command line; this is a bug in Fumehood")]
+    NotTheTail,
+    #[error("the script's name is empty")]
+    EmptyScript,
+    #[error("the command is empty")]
+    EmptyCommand,
+}
+
+impl RunArgs {
+    /// Tells `run SCRIPT` from `run -- CMD`. clap swallows the `--`, but the words are the very end of
+    /// the command line (nothing after the first is read as an option), so what stands before them
+    /// there decides. An option's value cannot be mistaken for it: clap takes `--` for none.
+    pub fn command(&self, argv: &[OsString]) -> Result<Command, ArgsError> {
+        let head = argv
+            .strip_suffix(self.words.as_slice())
+            .ok_or(ArgsError::NotTheTail)?;
+        let (first, args) = self.words.split_first().ok_or(ArgsError::EmptyCommand)?;
+        match head.last().is_some_and(|word| word == "--") {
+            true if first.is_empty() => Err(ArgsError::EmptyCommand),
+            true => Ok(Command::Argv(self.words.clone())),
+            false if first.is_empty() => Err(ArgsError::EmptyScript),
+            false => Ok(Command::Script {
+                script: PathBuf::from(first),
+                args: args.to_vec(),
+            }),
+        }
+    }
+
+    /// Every setting given, with its values as typed.
+    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+        let mut given = self.analysis.given();
+        given.extend(one(Key::Stdin, &self.stdin));
+        given.extend(switch(Key::Json, self.json));
+        given
+    }
+}
+
+impl ShellArgs {
+    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+        self.analysis.given()
+    }
+}
+
+impl AnalysisArgs {
+    fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+        [
+            one(Key::Id, &self.id),
+            one(Key::Project, &self.project),
+            one(Key::Data, &self.data),
+            one(Key::Docs, &self.docs),
+            many(Key::Read, &self.read),
+            many(Key::Input, &self.input),
+            one(Key::Runtime, &self.runtime),
+            many(Key::Env, &self.env),
+            one(Key::Network, &self.network),
+            one(Key::Timeout, &self.timeout),
+            one(Key::CpuTime, &self.cpu_time),
+            one(Key::IdleTimeout, &self.idle_timeout),
+            one(Key::Grace, &self.grace),
+            one(Key::Memory, &self.memory),
+            one(Key::Cpus, &self.cpus),
+            one(Key::Pids, &self.pids),
+            one(Key::OpenFiles, &self.open_files),
+            one(Key::Disk, &self.disk),
+            one(Key::Files, &self.files),
+            one(Key::LogLimit, &self.log_limit),
+            many(Key::AllowDegraded, &self.allow_degraded),
+            one(Key::Workspace, &self.workspace),
+            one(Key::WorkspaceRoot, &self.workspace_root),
+            one(Key::Keep, &self.keep),
+            one(Key::KeepFor, &self.keep_for),
+            one(Key::Isolation, &self.isolation),
+            switch(Key::Quiet, self.quiet),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+}
+
+fn one(key: Key, value: &Option<OsString>) -> Option<(Key, Vec<OsString>)> {
+    value.as_ref().map(|value| (key, vec![value.clone()]))
+}
+
+fn many(key: Key, values: &[OsString]) -> Option<(Key, Vec<OsString>)> {
+    match values.is_empty() {
+        true => None,
+        false => Some((key, values.to_vec())),
+    }
+}
+
+fn switch(key: Key, on: bool) -> Option<(Key, Vec<OsString>)> {
+    on.then(|| (key, vec![OsString::from("true")]))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::settings::{Kind, SETTINGS};
+    use clap::{CommandFactory, Parser};
+    use std::collections::BTreeSet;
+    use std::os::unix::ffi::OsStringExt;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(subcommand)]
+        verb: Verb,
+    }
+    #[derive(clap::Subcommand)]
+    enum Verb {
+        Run(RunArgs),
+        Shell(ShellArgs),
+    }
+
+    fn argv(words: &[&str]) -> Vec<OsString> {
+        ["fumehood"].iter().chain(words).map(Into::into).collect()
+    }
+
+    fn run(words: &[&str]) -> Result<Command, clap::Error> {
+        let argv = argv(words);
+        match Program::try_parse_from(&argv)?.verb {
+            Verb::Run(args) => Ok(args.command(&argv).unwrap()),
+            Verb::Shell(_) => Ok(Command::Shell),
+        }
+    }
+
+    fn script(words: &[&str]) -> Command {
+        Command::Script {
+            script: words[0].into(),
+            args: words[1..].iter().map(Into::into).collect(),
+        }
+    }
+
+    fn command(words: &[&str]) -> Command {
+        Command::Argv(words.iter().map(Into::into).collect())
+    }
+
+    #[test]
+    fn a_script_keeps_everything_after_it() {
+        for (typed, meant) in [
+            (
+                &["run", "a.py", "--chrom", "7"][..],
+                script(&["a.py", "--chrom", "7"]),
+            ),
+            (
+                &["run", "--id", "x", "a.py", "--help"],
+                script(&["a.py", "--help"]),
+            ),
+            (&["run", "a.py", "--", "b"], script(&["a.py", "--", "b"])),
+            (&["run", "a.py", "--json"], script(&["a.py", "--json"])),
+            (&["run", "--json", "run", "--"], script(&["run", "--"])),
+        ] {
+            assert_eq!(run(typed).unwrap(), meant, "{typed:?}");
+        }
+    }
+
+    #[test]
+    fn a_command_follows_two_dashes() {
+        for (typed, meant) in [
+            (&["run", "--", "ls", "-l"][..], command(&["ls", "-l"])),
+            (&["run", "--json", "--", "a.py"], command(&["a.py"])),
+            (&["run", "--", "--", "x"], command(&["--", "x"])),
+            (&["run", "--", "--json"], command(&["--json"])),
+            (
+                &["run", "--id", "x", "--", "sh", "-c", "--", "ls"],
+                command(&["sh", "-c", "--", "ls"]),
+            ),
+        ] {
+            assert_eq!(run(typed).unwrap(), meant, "{typed:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_neither_is_refused() {
+        for typed in [
+            &["run"][..],
+            &["run", "--"],
+            &["run", "--id", "--", "x"],
+            &["run", "--tmeout", "3", "a.py"],
+            &["run", "-x", "a.py"],
+            &["shell", "a.py"],
+            &["shell", "--json"],
+        ] {
+            assert!(run(typed).is_err(), "{typed:?}");
+        }
+        let args = RunArgs {
+            words: vec!["".into()],
+            ..RunArgs::default()
+        };
+        assert!(args.command(&argv(&["run", ""])).is_err());
+        assert!(args.command(&argv(&["run", "--", ""])).is_err());
+        assert!(args.command(&argv(&["run", "other"])).is_err());
+    }
+
+    #[test]
+    fn words_of_any_bytes_survive() {
+        let odd = OsString::from_vec(vec![0xff, b'x', 0x80]);
+        let mut argv = argv(&["run", "--read"]);
+        argv.extend([odd.clone(), "--".into(), odd.clone()]);
+        let Verb::Run(args) = Program::try_parse_from(&argv).unwrap().verb else {
+            panic!("run")
+        };
+        assert_eq!(args.analysis.read, std::slice::from_ref(&odd));
+        assert_eq!(args.command(&argv).unwrap(), Command::Argv(vec![odd]));
+    }
+
+    #[test]
+    fn each_setting_is_an_option_and_each_option_a_setting() {
+        let program = Program::command();
+        let run = program.find_subcommand("run").unwrap();
+        let options: BTreeSet<String> = run
+            .get_arguments()
+            .filter_map(|arg| arg.get_long())
+            .filter(|long| *long != "help")
+            .map(str::to_owned)
+            .collect();
+        let settings: BTreeSet<String> =
+            SETTINGS.iter().map(|s| s.flag()[2..].to_owned()).collect();
+        assert_eq!(options, settings);
+    }
+
+    #[test]
+    fn each_option_given_is_handed_on() {
+        let mut typed = argv(&["run"]);
+        for setting in SETTINGS {
+            typed.push(setting.flag().into());
+            if setting.kind != Kind::Switch {
+                typed.push("x".into());
+            }
+        }
+        typed.push("a.py".into());
+        let Verb::Run(args) = Program::try_parse_from(&typed).unwrap().verb else {
+            panic!("run")
+        };
+        let given: BTreeSet<Key> = args.given().into_iter().map(|(key, _)| key).collect();
+        assert_eq!(given, SETTINGS.iter().map(|s| s.key).collect());
+    }
+
+    #[test]
+    fn help_states_each_default() {
+        let mut program = Program::command();
+        let help = program
+            .find_subcommand_mut("run")
+            .unwrap()
+            .render_long_help()
+            .to_string();
+        for setting in SETTINGS {
+            assert!(help.contains(&setting.flag()), "{}", setting.flag());
+        }
+        for default in [
+            "1h]", "10s]", "4G and", "1024]", "4096]", "10G]", "100000]", "10M]", "24h]", "never]",
+        ] {
+            assert!(help.contains(default), "{default}");
+        }
+        assert!(help.contains("fumehood run [OPTIONS] -- CMD [ARGS]..."));
+    }
+}

@@ -1,0 +1,46 @@
+//! Exit codes: fixed, documented, and only `succeeded` is 0.
+
+use analysis::record::{Reason, Record, Status};
+
+/// The program never started, or Fumehood failed.
+pub const COULD_NOT_RUN: u8 = 125;
+pub const TIMED_OUT: u8 = 124;
+pub const CANCELLED: u8 = 123;
+pub const LIMIT_EXCEEDED: u8 = 122;
+pub const NOT_EXECUTABLE: u8 = 126;
+pub const NOT_FOUND: u8 = 127;
+pub const OUT_OF_MEMORY: u8 = 137;
+const SIGNAL_BASE: i32 = 128;
+
+pub const HELP: &str = "Exit codes:
+  the program's own   it ran to its end
+  122  a limit was exceeded (disk, files)      123  cancelled (Ctrl-C, SIGTERM, SIGHUP)
+  124  timed out (wall, CPU or idle time)      125  Fumehood could not run it
+  126  not executable                          127  not found
+  128+n  killed by signal n                    137  out of memory, or killed
+Codes 120 and 121 are reserved for a missing output and for a run that could not be committed.
+The `reason` in --json always tells more.";
+
+pub fn code(record: &Record) -> u8 {
+    match record.status {
+        Status::Succeeded => 0,
+        Status::TimedOut => TIMED_OUT,
+        Status::OutOfMemory => OUT_OF_MEMORY,
+        Status::LimitExceeded => LIMIT_EXCEEDED,
+        Status::Cancelled => CANCELLED,
+        Status::Error => match record.reason {
+            Reason::NotFound => NOT_FOUND,
+            Reason::NotExecutable => NOT_EXECUTABLE,
+            _ => COULD_NOT_RUN,
+        },
+        Status::Failed => {
+            let by_signal = record.signal.map(|n| SIGNAL_BASE + n);
+            let code = record
+                .exit_code
+                .or(by_signal)
+                .and_then(|code| u8::try_from(code).ok());
+            // Failed is never 0, whatever was told.
+            code.filter(|code| *code != 0).unwrap_or(1)
+        }
+    }
+}

@@ -1,0 +1,490 @@
+//! What was asked for, from every place, becomes one [`Request`] under the operator's policy.
+//!
+//! Weakest first: built-in defaults, the user's `config.toml`, the project's `fumehood.toml`, the caller's
+//! `FUMEHOOD_*` variables, the options. The strongest place that sets a value wins; lists add up. Then the
+//! policy is applied to what came out: a value asked for that goes beyond it is an error that names the
+//! policy, a default that does is lowered to it. Nothing weaker than the policy can reach the request,
+//! because the request is only ever built from checked values at the end of this file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::path::PathBuf;
+
+use analysis::request::{
+    AnalysisId, Asked, AskedLimits, BadId, Command, Keep, Level, LimitName, Request, Stdin,
+    WorkspaceKind,
+};
+use sandbox::spec::Layer;
+
+use crate::cli::args::{ArgsError, RunArgs, ShellArgs};
+
+pub mod file;
+pub mod layer;
+mod lists;
+pub mod policy;
+pub mod settings;
+
+use file::{FileError, Trust};
+use layer::{Entry, Origin, Place, SettingError, Value};
+use policy::{POLICY_PATH, Policy, PolicyError};
+use settings::Key;
+
+/// The part of the memory default that does not depend on the host.
+const MEMORY_DEFAULT_MAX_BYTES: u64 = 4 << 30;
+const KEEP_FOR_DEFAULT_MS: u64 = 24 * 3600 * 1000;
+const WORKSPACE_ROOT_DEFAULT: &str = "/tmp";
+/// The kernel takes no longer string at execve (MAX_ARG_STRLEN).
+const ENV_BYTES_MAX: usize = 128 << 10;
+
+/// Everything outside the options that decides about a request, so that nothing here looks at the process.
+#[derive(Clone, Debug)]
+pub struct Sources {
+    /// The whole command line, the program's own name first.
+    pub argv: Vec<OsString>,
+    pub env: BTreeMap<OsString, OsString>,
+    pub cwd: PathBuf,
+    pub uid: u32,
+    pub user_config: Option<PathBuf>,
+    pub policy: PathBuf,
+    /// Who must own the policy: root, except in tests that are not root.
+    pub policy_owner_uid: u32,
+}
+
+/// A request, and what the policy and the caller want beyond it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Resolved {
+    /// A limit in it that nobody asked for is an upper bound: where the default depends on the host
+    /// (memory, cpus) the lesser of the two holds.
+    pub request: Request,
+    /// Layers that the operator requires, whatever the level.
+    pub required_layers: BTreeSet<Layer>,
+    pub presentation: Presentation,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Presentation {
+    pub json: bool,
+    pub quiet: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("find the current directory")]
+    CurrentDirectory(#[source] io::Error),
+    #[error(transparent)]
+    Args(#[from] ArgsError),
+    #[error("refuse the configuration file")]
+    File(#[source] FileError),
+    #[error("refuse to run without the operator's policy")]
+    PolicyFile(#[source] FileError),
+    #[error(transparent)]
+    Setting(#[from] SettingError),
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
+    #[error("read --id")]
+    Id(#[source] BadId),
+    #[error("the project {0:?} is not a directory")]
+    NoProject(PathBuf),
+    #[error(
+        "{place}: {given:?} has nothing before or after its last colon; give PATH or PATH:{suffix}"
+    )]
+    EmptyPart {
+        place: Place,
+        given: OsString,
+        suffix: &'static str,
+    },
+    #[error("{place}: {given:?} is not an absolute path without `..` outside /proc, /dev and /sys")]
+    BadInside { place: Place, given: PathBuf },
+    #[error("{place}: {given:?} is not a relative path without `..`")]
+    BadName { place: Place, given: PathBuf },
+    #[error("{place}: {given:?} is not a variable's name, [A-Za-z_][A-Za-z0-9_]*")]
+    EnvName { place: Place, given: OsString },
+    #[error("{place}: names that begin with FUMEHOOD_ are reserved, {name:?} too")]
+    EnvReserved { place: Place, name: OsString },
+    #[error("{place}: {name:?} is longer than {ENV_BYTES_MAX} bytes")]
+    EnvTooLong { place: Place, name: OsString },
+    #[error("{place}: you have no variable {name:?} to hand on; give a value, {name:?}=…")]
+    EnvMissing { place: Place, name: OsString },
+    #[error(
+        "{place}: the policy {policy:?} does not let {name:?} be handed on; the operator can \
+         list it in `env.pass`"
+    )]
+    EnvNotPassed {
+        place: Place,
+        name: OsString,
+        policy: PathBuf,
+    },
+    #[error(
+        "{place}: there is no limit {given:?}; the limits are {}",
+        limit_names()
+    )]
+    NoSuchLimit { place: Place, given: String },
+    #[error(
+        "{place}: the policy {policy:?} does not let {} be degraded; the operator can list it in \
+         `degraded.allow`",
+        limit.as_str()
+    )]
+    DegradedRefused {
+        place: Place,
+        limit: LimitName,
+        policy: PathBuf,
+    },
+    #[error("{place} is {given}, above the ceiling of {ceiling} in the policy {policy:?}")]
+    OverCeiling {
+        place: Place,
+        given: String,
+        ceiling: String,
+        policy: PathBuf,
+    },
+    #[error(
+        "{place} is below the floor `full` in the policy {policy:?}; only the operator can lower it"
+    )]
+    BelowFloor { place: Place, policy: PathBuf },
+}
+
+impl Sources {
+    pub fn from_process() -> Result<Sources, ConfigError> {
+        let env: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
+        Ok(Sources {
+            argv: std::env::args_os().collect(),
+            cwd: std::env::current_dir().map_err(ConfigError::CurrentDirectory)?,
+            uid: rustix::process::geteuid().as_raw(),
+            user_config: user_config(&env),
+            env,
+            policy: PathBuf::from(POLICY_PATH),
+            policy_owner_uid: 0,
+        })
+    }
+}
+
+/// `$XDG_CONFIG_HOME/fumehood/config.toml`, or below `~/.config`. The XDG rules say that a path that is not
+/// absolute is to be ignored.
+fn user_config(env: &BTreeMap<OsString, OsString>) -> Option<PathBuf> {
+    let absolute = |name: &str| {
+        let path = PathBuf::from(env.get(OsStr::new(name))?);
+        path.is_absolute().then_some(path)
+    };
+    let base = absolute("XDG_CONFIG_HOME").or_else(|| Some(absolute("HOME")?.join(".config")))?;
+    Some(base.join("fumehood/config.toml"))
+}
+
+/// What `fumehood run` was asked for.
+pub fn request(args: &RunArgs, sources: &Sources) -> Result<Resolved, ConfigError> {
+    let command = match args.command(&sources.argv)? {
+        Command::Script { script, args } => Command::Script {
+            script: layer::absolute(script.as_os_str(), &sources.cwd),
+            args,
+        },
+        command => command,
+    };
+    Merged::gather(args.given(), sources)?.resolve(command, sources)
+}
+
+/// What `fumehood shell` was asked for.
+pub fn shell_request(args: &ShellArgs, sources: &Sources) -> Result<Resolved, ConfigError> {
+    Merged::gather(args.given(), sources)?.resolve(Command::Shell, sources)
+}
+
+/// Every entry of every place, weakest place first, and the policy above them.
+struct Merged {
+    project: PathBuf,
+    entries: Vec<Entry>,
+    policy: Option<Policy>,
+}
+
+impl Merged {
+    fn gather(given: Vec<(Key, Vec<OsString>)>, sources: &Sources) -> Result<Merged, ConfigError> {
+        let operator = Trust::Operator {
+            uid: sources.policy_owner_uid,
+        };
+        let policy = file::read_trusted(&sources.policy, operator)
+            .map_err(ConfigError::PolicyFile)?
+            .map(|text| Policy::parse(&text, &sources.policy))
+            .transpose()?;
+        let mut entries = layer::from_variables(&sources.env, &sources.cwd)?;
+        entries.extend(layer::from_flags(given, &sources.cwd)?);
+        // Only these two places can name the project, so its file can be found before files are merged.
+        let project = match last(&entries, Key::Project).map(|entry| &entry.value) {
+            Some(Value::Path(path)) => path.clone(),
+            _ => layer::absolute(OsStr::new(""), &sources.cwd),
+        };
+        // A mistyped project would otherwise be a project without data.
+        if !project.is_dir() {
+            return Err(ConfigError::NoProject(project));
+        }
+        let user = sources.user_config.clone().map(Origin::UserFile);
+        let files = user
+            .into_iter()
+            .chain([Origin::ProjectFile(project.join("fumehood.toml"))]);
+        let mut merged = Vec::new();
+        for origin in files {
+            merged.extend(read_file(&origin, sources.uid)?);
+        }
+        merged.extend(entries);
+        Ok(Merged {
+            project,
+            entries: merged,
+            policy,
+        })
+    }
+
+    fn resolve(self, command: Command, sources: &Sources) -> Result<Resolved, ConfigError> {
+        let request = Request {
+            id: self.id()?,
+            command,
+            project: self.project.clone(),
+            data: self.path(Key::Data),
+            docs: self.path(Key::Docs),
+            reads: self.reads()?,
+            inputs: self.inputs()?,
+            runtime: self.path(Key::Runtime),
+            env: self.env(&sources.env)?,
+            stdin: self.stdin(),
+            limits: self.limits()?,
+            workspace_kind: match self.word(Key::Workspace) {
+                Some("memory") => WorkspaceKind::Memory,
+                _ => WorkspaceKind::Disk,
+            },
+            workspace_root: self
+                .path(Key::WorkspaceRoot)
+                .unwrap_or_else(|| PathBuf::from(WORKSPACE_ROOT_DEFAULT)),
+            keep: match self.word(Key::Keep) {
+                Some("always") => Keep::Always,
+                Some("on-failure") => Keep::OnFailure,
+                _ => Keep::Never,
+            },
+            keep_for_ms: self.limit(Key::KeepFor, KEEP_FOR_DEFAULT_MS)?.value,
+            floor: self.floor()?,
+            allow_degraded: self.allow_degraded()?,
+            readable_roots: self
+                .policy
+                .as_ref()
+                .and_then(|policy| policy.readable_roots.clone()),
+        };
+        Ok(Resolved {
+            request,
+            required_layers: self
+                .policy
+                .as_ref()
+                .map(|policy| policy.layers.clone())
+                .unwrap_or_default(),
+            presentation: Presentation {
+                json: self.switch(Key::Json),
+                quiet: self.switch(Key::Quiet),
+            },
+        })
+    }
+
+    fn last(&self, key: Key) -> Option<&Entry> {
+        last(&self.entries, key)
+    }
+
+    fn path(&self, key: Key) -> Option<PathBuf> {
+        match &self.last(key)?.value {
+            Value::Path(path) => Some(path.clone()),
+            _ => None,
+        }
+    }
+
+    fn word(&self, key: Key) -> Option<&'static str> {
+        match self.last(key)?.value {
+            Value::Word(word) => Some(word),
+            _ => None,
+        }
+    }
+
+    fn switch(&self, key: Key) -> bool {
+        matches!(
+            self.last(key),
+            Some(Entry {
+                value: Value::Switch(true),
+                ..
+            })
+        )
+    }
+
+    fn id(&self) -> Result<AnalysisId, ConfigError> {
+        match self.last(Key::Id).map(|entry| &entry.value) {
+            Some(Value::Text(text)) => {
+                AnalysisId::new(&text.to_string_lossy()).map_err(ConfigError::Id)
+            }
+            _ => Ok(AnalysisId::generate()),
+        }
+    }
+
+    fn stdin(&self) -> Stdin {
+        match self.last(Key::Stdin) {
+            Some(Entry {
+                value: Value::Text(text),
+                ..
+            }) if text == "-" => Stdin::Caller,
+            Some(Entry {
+                value: Value::Text(text),
+                base,
+                ..
+            }) => Stdin::File(layer::absolute(text, base)),
+            _ => Stdin::Null,
+        }
+    }
+
+    fn limits(&self) -> Result<AskedLimits, ConfigError> {
+        let default = AskedLimits::default();
+        Ok(AskedLimits {
+            wall_ms: self.limit(Key::Timeout, default.wall_ms.value)?,
+            cpu_ms: self.optional_limit(Key::CpuTime, u64::MAX)?,
+            idle_ms: self.optional_limit(Key::IdleTimeout, u64::MAX)?,
+            grace_ms: self.limit(Key::Grace, default.grace_ms.value)?,
+            memory_bytes: self.optional_limit(Key::Memory, MEMORY_DEFAULT_MAX_BYTES)?,
+            cpu_milli: self.optional_limit(Key::Cpus, u64::MAX)?,
+            pids: self.limit(Key::Pids, default.pids.value)?,
+            open_files: self.limit(Key::OpenFiles, default.open_files.value)?,
+            disk_bytes: self.limit(Key::Disk, default.disk_bytes.value)?,
+            files: self.limit(Key::Files, default.files.value)?,
+            log_bytes: self.limit(Key::LogLimit, default.log_bytes.value)?,
+        })
+    }
+
+    /// A limit that always holds. A default is not an ask, so one above the ceiling is lowered in silence.
+    fn limit(&self, key: Key, default: u64) -> Result<Asked<u64>, ConfigError> {
+        Ok(match self.asked(key)? {
+            Some(Value::Number(value)) => Asked {
+                value,
+                explicit: true,
+            },
+            _ => Asked {
+                value: default.min(self.ceiling(key).unwrap_or(u64::MAX)),
+                explicit: false,
+            },
+        })
+    }
+
+    /// A limit that is off, or left to the host, unless asked for; under a ceiling it is never off.
+    fn optional_limit(
+        &self,
+        key: Key,
+        default_max: u64,
+    ) -> Result<Option<Asked<u64>>, ConfigError> {
+        Ok(match (self.asked(key)?, self.ceiling(key)) {
+            (Some(Value::Number(value)), _) => Some(Asked {
+                value,
+                explicit: true,
+            }),
+            (_, Some(ceiling)) => Some(Asked {
+                value: ceiling.min(default_max),
+                explicit: false,
+            }),
+            (_, None) => None,
+        })
+    }
+
+    /// The value asked for, which must keep to the ceiling; `off` keeps to none.
+    fn asked(&self, key: Key) -> Result<Option<Value>, ConfigError> {
+        let Some(entry) = self.last(key) else {
+            return Ok(None);
+        };
+        let kind = key.setting().kind;
+        let over = |given: String, ceiling: u64, policy: &Policy| ConfigError::OverCeiling {
+            place: entry.place.clone(),
+            given,
+            ceiling: kind.show(ceiling),
+            policy: policy.path.clone(),
+        };
+        if let Some((policy, ceiling)) = self
+            .policy
+            .as_ref()
+            .and_then(|p| Some((p, p.ceiling(key)?)))
+        {
+            match entry.value {
+                Value::Number(number) if number > ceiling => {
+                    return Err(over(kind.show(number), ceiling, policy));
+                }
+                Value::Off => return Err(over("off".to_owned(), ceiling, policy)),
+                _ => {}
+            }
+        }
+        Ok(Some(entry.value.clone()))
+    }
+
+    fn ceiling(&self, key: Key) -> Option<u64> {
+        self.policy.as_ref()?.ceiling(key)
+    }
+
+    /// The highest floor that anybody set; `full` if nobody did.
+    fn floor(&self) -> Result<Level, ConfigError> {
+        let level = |entry: &Entry| match entry.value {
+            Value::Word("landlock") => Level::Landlock,
+            _ => Level::Full,
+        };
+        let asked = self
+            .entries
+            .iter()
+            .filter(|entry| entry.place.setting.key == Key::Isolation)
+            .max_by_key(|entry| level(entry));
+        match (asked, &self.policy) {
+            (Some(entry), Some(policy)) if level(entry) < policy.floor => {
+                Err(ConfigError::BelowFloor {
+                    place: entry.place.clone(),
+                    policy: policy.path.clone(),
+                })
+            }
+            (Some(entry), _) => Ok(level(entry)),
+            (None, Some(policy)) => Ok(policy.floor),
+            (None, None) => Ok(Level::Full),
+        }
+    }
+
+    fn allow_degraded(&self) -> Result<BTreeSet<LimitName>, ConfigError> {
+        let mut allowed = BTreeSet::new();
+        for (entry, item) in self.items(Key::AllowDegraded) {
+            let name = item.to_string_lossy();
+            let limit = limit_name(&name).ok_or_else(|| ConfigError::NoSuchLimit {
+                place: entry.place.clone(),
+                given: layer::excerpt(&name),
+            })?;
+            if let Some(policy) = self
+                .policy
+                .as_ref()
+                .filter(|policy| !policy.allows_degraded(limit))
+            {
+                return Err(ConfigError::DegradedRefused {
+                    place: entry.place.clone(),
+                    limit,
+                    policy: policy.path.clone(),
+                });
+            }
+            allowed.insert(limit);
+        }
+        Ok(allowed)
+    }
+}
+
+fn last(entries: &[Entry], key: Key) -> Option<&Entry> {
+    entries
+        .iter()
+        .rev()
+        .find(|entry| entry.place.setting.key == key)
+}
+
+fn read_file(origin: &Origin, uid: u32) -> Result<Vec<Entry>, ConfigError> {
+    let (Origin::UserFile(path) | Origin::ProjectFile(path)) = origin else {
+        return Ok(Vec::new());
+    };
+    match file::read_trusted(path, Trust::Caller { uid }).map_err(ConfigError::File)? {
+        Some(text) => Ok(layer::from_file(&text, origin)?),
+        None => Ok(Vec::new()),
+    }
+}
+
+fn limit_names() -> String {
+    LimitName::ALL.map(LimitName::as_str).join(", ")
+}
+
+fn limit_name(name: &str) -> Option<LimitName> {
+    LimitName::ALL
+        .into_iter()
+        .find(|limit| limit.as_str() == name)
+}
+
+#[cfg(test)]
+mod tests;

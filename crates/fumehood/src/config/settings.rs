@@ -1,0 +1,321 @@
+//! The one table of settings. Its names are the keys of the files; with dashes they are the options,
+//! in capitals the `FUMEHOOD_*` variables, and those with bounds are the policy's ceilings.
+//!
+//! A project's `fumehood.toml` may have been written by a machine, so whatever would show the program
+//! more of the host, weaken its confinement or outlive the run is closed to it (design, section 3).
+
+use analysis::units::{self, UnitError};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const PIB: u64 = 1 << 50;
+const SECOND_MS: u64 = 1000;
+const HOUR_MS: u64 = 3600 * SECOND_MS;
+const YEAR_MS: u64 = 365 * 24 * HOUR_MS;
+
+/// Variables that other parts of Fumehood read; never settings of a run.
+pub const RESERVED_VARIABLES: [&str; 4] = [
+    "FUMEHOOD_HOME",
+    "FUMEHOOD_DB",
+    "FUMEHOOD_DB_FILE",
+    "FUMEHOOD_LOG",
+];
+/// Fumehood's own tests say through these what they need.
+pub const TEST_PREFIX: &str = "FUMEHOOD_TEST_";
+pub const VARIABLE_PREFIX: &str = "FUMEHOOD_";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bounds {
+    pub least: u64,
+    pub most: u64,
+    pub off: Off,
+}
+
+/// Whether the word `off` switches the limit off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Off {
+    Allowed,
+    Refused,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Milliseconds.
+    Duration(Bounds),
+    /// Bytes.
+    Size(Bounds),
+    /// Thousandths of a CPU.
+    Cpus(Bounds),
+    Count(Bounds),
+    Word(&'static [&'static str]),
+    Path,
+    Text,
+    Switch,
+    /// Texts that add up over all places, instead of the strongest place winning.
+    List,
+}
+
+/// Whether a setting may stand in one kind of place; if not, why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    Yes,
+    No(&'static str),
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub struct Setting {
+    pub key: Key,
+    pub name: &'static str,
+    pub kind: Kind,
+    pub user_file: Rule,
+    pub project_file: Rule,
+    pub variable: Rule,
+}
+
+macro_rules! settings {
+    ($($key:ident $name:literal $kind:expr, $user:expr, $project:expr, $variable:expr;)*) => {
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Key { $($key),* }
+
+        pub static SETTINGS: &[Setting] = &[$(Setting {
+            key: Key::$key,
+            name: $name,
+            kind: $kind,
+            user_file: $user,
+            project_file: $project,
+            variable: $variable,
+        }),*];
+    };
+}
+
+const fn bounds(least: u64, most: u64) -> Bounds {
+    Bounds {
+        least,
+        most,
+        off: Off::Refused,
+    }
+}
+
+const fn bounds_or_off(least: u64, most: u64) -> Bounds {
+    Bounds {
+        least,
+        most,
+        off: Off::Allowed,
+    }
+}
+
+use Kind::{Count, Cpus, Duration, List, Path, Size, Switch, Text, Word};
+use Rule::{No, Yes};
+
+const ONE_RUN: Rule = No("it belongs to one run");
+const SHOWS_MORE: Rule = No("it would show the program more of this host");
+const WEAKENS: Rule = No("it decides how firmly the program is confined");
+const OUTLIVES: Rule = No("it decides what outlives the run");
+const NO_SEPARATOR: Rule = No("no character could separate the entries of such a list");
+const CALLERS: Rule = No("how a run is reported is the caller's choice");
+
+settings! {
+    // What the program sees. Inputs, like `read`, copy or show files that the caller can read, `.env` and
+    // keys among them; a runtime is a whole directory shown: all closed to the project's file.
+    Id          "id"           Text, ONE_RUN, ONE_RUN, ONE_RUN;
+    Project     "project"      Path, ONE_RUN, No("it is the directory that holds this file"), Yes;
+    Data        "data"         Path, Yes, Yes, Yes;
+    Docs        "docs"         Path, Yes, Yes, Yes;
+    Read        "read"         List, Yes, SHOWS_MORE, NO_SEPARATOR;
+    Input       "input"        List, ONE_RUN, SHOWS_MORE, NO_SEPARATOR;
+    Runtime     "runtime"      Path, Yes, SHOWS_MORE, Yes;
+    Env         "env"          List, Yes, Yes, NO_SEPARATOR;
+    Stdin       "stdin"        Text, ONE_RUN, SHOWS_MORE, ONE_RUN;
+    Network     "network"      Word(&["none"]), Yes, WEAKENS, Yes;
+
+    // Limits. The least values are what the sandbox's own init and an interpreter's start need, the
+    // most what the kernel can count or a mistyped unit would exceed.
+    Timeout     "timeout"      Duration(bounds(1, YEAR_MS)), Yes, Yes, Yes;
+    CpuTime     "cpu_time"     Duration(bounds_or_off(1, 100 * YEAR_MS)), Yes, Yes, Yes;
+    // Use of CPU beyond 1 % cannot be told from noise in less than a second.
+    IdleTimeout "idle_timeout" Duration(bounds_or_off(SECOND_MS, YEAR_MS)), Yes, Yes, Yes;
+    Grace       "grace"        Duration(bounds(0, HOUR_MS)), Yes, Yes, Yes;
+    Memory      "memory"       Size(bounds(16 * MIB, PIB)), Yes, Yes, Yes;
+    // One hundredth is the least quota that the kernel's scheduler takes.
+    Cpus        "cpus"         Cpus(bounds(10, 65_536_000)), Yes, Yes, Yes;
+    Pids        "pids"         Count(bounds(8, 1 << 22)), Yes, Yes, Yes;
+    OpenFiles   "open_files"   Count(bounds(16, 1 << 20)), Yes, Yes, Yes;
+    Disk        "disk"         Size(bounds(MIB, PIB)), Yes, Yes, Yes;
+    Files       "files"        Count(bounds(16, 1_000_000_000)), Yes, Yes, Yes;
+    LogLimit    "log_limit"    Size(bounds(4 * KIB, 1024 * MIB)), Yes, Yes, Yes;
+    AllowDegraded "allow_degraded" List, Yes, WEAKENS, Yes;
+
+    // The workspace. Its root is where Fumehood, perhaps as root, makes and removes directories.
+    Workspace   "workspace"    Word(&["disk", "memory"]), Yes, Yes, Yes;
+    WorkspaceRoot "workspace_root" Path, Yes, No("it decides where directories are made and removed"), Yes;
+    Keep        "keep"         Word(&["never", "on-failure", "always"]), Yes, OUTLIVES, Yes;
+    KeepFor     "keep_for"     Duration(bounds(SECOND_MS, YEAR_MS)), Yes, OUTLIVES, Yes;
+
+    Isolation   "isolation"    Word(&["landlock", "full"]), Yes, WEAKENS, Yes;
+    Json        "json"         Switch, Yes, CALLERS, Yes;
+    Quiet       "quiet"        Switch, Yes, CALLERS, Yes;
+}
+
+impl Key {
+    pub fn setting(self) -> &'static Setting {
+        // The macro writes the enum and the table from one list, so the order is the same.
+        &SETTINGS[self as usize]
+    }
+}
+
+impl Setting {
+    pub fn named(name: &str) -> Option<&'static Setting> {
+        SETTINGS.iter().find(|setting| setting.name == name)
+    }
+
+    pub fn flag(&self) -> String {
+        format!("--{}", self.name.replace('_', "-"))
+    }
+
+    pub fn variable_name(&self) -> String {
+        format!("{VARIABLE_PREFIX}{}", self.name.to_ascii_uppercase())
+    }
+
+    /// The places where it may be set, for the error about one where it may not.
+    pub fn places(&self) -> String {
+        let mut places = vec![format!("the option {}", self.flag())];
+        if self.variable == Yes {
+            places.push(format!("the variable {}", self.variable_name()));
+        }
+        if self.user_file == Yes {
+            places.push("your own config.toml".to_owned());
+        }
+        if self.project_file == Yes {
+            places.push("the project's fumehood.toml".to_owned());
+        }
+        places.join(" or ")
+    }
+}
+
+impl Kind {
+    /// The bounds of a setting that is a number; only such a one can have a ceiling.
+    pub fn bounds(self) -> Option<Bounds> {
+        match self {
+            Duration(bounds) | Size(bounds) | Cpus(bounds) | Count(bounds) => Some(bounds),
+            Word(_) | Path | Text | Switch | List => None,
+        }
+    }
+
+    pub fn parse_number(self, text: &str) -> Result<u64, UnitError> {
+        match self {
+            Duration(_) => units::parse_duration_ms(text),
+            Size(_) => units::parse_size(text),
+            Cpus(_) => units::parse_cpus(text),
+            _ => units::parse_count(text),
+        }
+    }
+
+    pub fn show(self, number: u64) -> String {
+        match self {
+            Duration(_) => units::format_duration(number),
+            Size(_) => units::format_size(number),
+            Cpus(_) => units::format_cpus(number),
+            _ => number.to_string(),
+        }
+    }
+}
+
+/// The candidate that `word` was most likely meant to be, if one is near.
+pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    // Case and the choice of dash are the commonest slips; they should cost nothing.
+    let plain = |text: &str| -> Vec<char> {
+        text.chars()
+            .take(WORD_CHARS_MAX)
+            .map(|c| {
+                if c == '-' {
+                    '_'
+                } else {
+                    c.to_ascii_lowercase()
+                }
+            })
+            .collect()
+    };
+    let word = plain(word);
+    let near_enough = (word.len() / 3).max(1);
+    candidates
+        .into_iter()
+        .map(|candidate| (distance(&word, &plain(candidate)), candidate))
+        .filter(|(distance, _)| *distance <= near_enough)
+        .min_by_key(|(distance, _)| *distance)
+        .map(|(_, candidate)| candidate)
+}
+
+/// A word beyond this is no slip; the bound keeps the comparison small.
+const WORD_CHARS_MAX: usize = 64;
+
+/// How many characters must be put in, left out or exchanged (Levenshtein), row by row.
+fn distance(a: &[char], b: &[char]) -> usize {
+    let mut above: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.iter().enumerate() {
+        let mut row = vec![i + 1];
+        for (j, y) in b.iter().enumerate() {
+            let exchanged = above[j] + usize::from(x != y);
+            row.push(exchanged.min(above[j + 1] + 1).min(row[j] + 1));
+        }
+        above = row;
+    }
+    above[b.len()]
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_enum_and_the_table_agree() {
+        for (at, setting) in SETTINGS.iter().enumerate() {
+            assert_eq!(setting.key as usize, at);
+            assert_eq!(setting.key.setting(), setting);
+            assert_eq!(Setting::named(setting.name), Some(setting));
+        }
+    }
+
+    /// Design, section 3, by name: these must never become settable by a project.
+    #[test]
+    fn the_project_cannot_reach_what_the_design_denies_it() {
+        for key in [
+            Key::Isolation,
+            Key::Read,
+            Key::Input,
+            Key::Runtime,
+            Key::Stdin,
+            Key::AllowDegraded,
+            Key::WorkspaceRoot,
+            Key::Network,
+            Key::Keep,
+            Key::KeepFor,
+        ] {
+            assert!(matches!(key.setting().project_file, No(_)), "{key:?}");
+        }
+    }
+
+    #[test]
+    fn slips_find_the_right_word() {
+        let names = || SETTINGS.iter().map(|s| s.name);
+        assert_eq!(nearest("memroy", names()), Some("memory"));
+        assert_eq!(nearest("cpu-time", names()), Some("cpu_time"));
+        assert_eq!(nearest("TIMEOUT", names()), Some("timeout"));
+        assert_eq!(nearest("logs_limit", names()), Some("log_limit"));
+        assert_eq!(nearest("zzzzzz", names()), None);
+        assert_eq!(nearest("", names()), None);
+        assert_eq!(nearest(&"m".repeat(1 << 20), names()), None);
+    }
+
+    #[test]
+    fn the_documentation_names_every_setting() {
+        let page = include_str!("../../../../docs/configuration.md");
+        for setting in SETTINGS {
+            assert!(
+                page.contains(&format!("| `{}` |", setting.name)),
+                "{}",
+                setting.name
+            );
+        }
+    }
+}

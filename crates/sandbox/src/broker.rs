@@ -1,0 +1,155 @@
+//! connect() on the program's behalf.
+//!
+//! A read-only mount does not stop connect() to a path-name socket that lies in it, and seccomp cannot see the
+//! address behind the pointer. So the filter hands every connect() to init, which copies the address once,
+//! takes a copy of the socket, decides, and connects itself; the kernel is never told to go on
+//! with the program's own memory, which it could have changed meanwhile. A path-name socket is
+//! reached only in the workspace, the private /tmp and /dev/shm: the run's own.
+//!
+//! Each call is served by a short-lived child of init, since a connect may block; their number is bounded.
+//! `SO_PEERCRED` therefore names init's uid (the same) and the child's pid.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+
+use crate::sys::{self, Forked, Notification, Parentage};
+
+/// Calls served at one time. More get EAGAIN, as from a full backlog.
+const IN_HAND_MAX: usize = 64;
+/// struct sockaddr_storage.
+const ADDRESS_BYTES_MAX: usize = 128;
+
+pub struct Broker {
+    listener: OwnedFd,
+    /// Mounts whose sockets are the run's own.
+    own_mounts: Vec<u64>,
+    in_hand: Vec<i32>,
+}
+
+impl Broker {
+    pub fn new(listener: OwnedFd, own: &[BorrowedFd<'_>]) -> io::Result<Self> {
+        let own_mounts = own
+            .iter()
+            .map(|fd| mount_id(*fd))
+            .collect::<io::Result<_>>()?;
+        Ok(Broker {
+            listener,
+            own_mounts,
+            in_hand: Vec::new(),
+        })
+    }
+
+    pub fn listener(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+
+    /// Forgets a child that init reaped.
+    pub fn reaped(&mut self, pid: i32) {
+        self.in_hand.retain(|p| *p != pid);
+    }
+
+    /// Takes one call and has it served.
+    pub fn serve(&mut self) -> io::Result<()> {
+        let call = sys::notification_receive(self.listener())?;
+        if self.in_hand.len() >= IN_HAND_MAX {
+            return sys::notification_answer(self.listener(), call.id, libc::EAGAIN);
+        }
+        match sys::fork(Parentage::Own)? {
+            Forked::Parent { child } => {
+                self.in_hand.push(child);
+                Ok(())
+            }
+            Forked::Child => {
+                let errno = match self.connect(&call) {
+                    Ok(()) => 0,
+                    Err(e) => e.raw_os_error().unwrap_or(libc::EACCES),
+                };
+                // The caller may have died meanwhile; then nobody waits for the answer.
+                let _answered = sys::notification_answer(self.listener(), call.id, errno);
+                sys::exit_now(0)
+            }
+        }
+    }
+
+    fn connect(&self, call: &Notification) -> io::Result<()> {
+        let length = call.args[2] as u32 as usize;
+        if length > ADDRESS_BYTES_MAX || length < 2 {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        let mut address = vec![0u8; length];
+        let read = sys::read_memory(call.pid, call.args[1], &mut address)
+            .map_err(|_| io::Error::from_raw_os_error(libc::EFAULT))?;
+        if read != length {
+            return Err(io::Error::from_raw_os_error(libc::EFAULT));
+        }
+        let socket = self.socket_of(call)?;
+        // The pid was the caller's all the while: nothing above was read from a stranger.
+        sys::notification_valid(self.listener(), call.id)?;
+        let family = u16::from_ne_bytes([address[0], address[1]]);
+        // What counts is the socket's own family; an address of another makes the kernel refuse.
+        let path_name = family == libc::AF_UNIX as u16 && length > 2 && address[2] != 0;
+        if !path_name {
+            return sys::connect_raw(socket.as_fd(), &address);
+        }
+        let path = address[2..].split(|b| *b == 0).next().unwrap_or_default();
+        let target = self.own_socket(call.pid, path)?;
+        let through = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&target));
+        let mut own_address = address[..2].to_vec();
+        own_address.extend_from_slice(through.as_bytes());
+        own_address.push(0);
+        sys::connect_raw(socket.as_fd(), &own_address)
+    }
+
+    fn socket_of(&self, call: &Notification) -> io::Result<OwnedFd> {
+        let bad = |errno| move |_| io::Error::from_raw_os_error(errno);
+        // The notification names a thread; descriptors belong to its process. Threads share them unless they
+        // unshared their table, in which case the copy below is of the leader's socket: still
+        // one of the program's own.
+        let leader = thread_group(call.pid)?;
+        let pid = Pid::from_raw(leader).ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
+        let process =
+            rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(bad(libc::ESRCH))?;
+        rustix::process::pidfd_getfd(&process, call.args[0] as i32, PidfdGetfdFlags::empty())
+            .map_err(bad(libc::EBADF))
+    }
+
+    /// Opens the socket that a path leads to from the caller's working directory, if it is the run's own.
+    fn own_socket(&self, pid: u32, path: &[u8]) -> io::Result<OwnedFd> {
+        use std::os::unix::ffi::OsStrExt;
+        let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
+        let walk = OFlags::PATH | OFlags::CLOEXEC;
+        let here = rustix::fs::open(
+            format!("/proc/{pid}/cwd"),
+            walk | OFlags::DIRECTORY,
+            Mode::empty(),
+        )?;
+        let target = rustix::fs::openat(&here, path, walk, Mode::empty())?;
+        if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
+            return Err(io::Error::from_raw_os_error(libc::ECONNREFUSED));
+        }
+        match self.own_mounts.contains(&mount_id(target.as_fd())?) {
+            true => Ok(target),
+            false => Err(io::Error::from_raw_os_error(libc::EACCES)),
+        }
+    }
+}
+
+fn thread_group(thread: u32) -> io::Result<i32> {
+    let status = std::fs::read_to_string(format!("/proc/{thread}/status"))?;
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("Tgid:"))
+        .and_then(|n| n.trim().parse().ok())
+        .ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
+}
+
+fn mount_id(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let stat = rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?;
+    match stat.stx_mask & StatxFlags::MNT_ID.bits() {
+        0 => Err(io::Error::from_raw_os_error(libc::ENOSYS)),
+        _ => Ok(stat.stx_mnt_id),
+    }
+}

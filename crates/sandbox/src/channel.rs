@@ -1,0 +1,225 @@
+//! The socket between the runner and the sandbox's init: one JSON message a packet, descriptors beside it.
+//!
+//! The launcher, pid 1 and the forked child that becomes the program share one end; it is
+//! close-on-exec everywhere, so the program never holds it.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::outcome::{Exit, Stop, Usage};
+use crate::spec::Layer;
+
+/// No message is longer: the spec itself travels in a memory file.
+const MESSAGE_BYTES_MAX: usize = 16 * 1024;
+/// Spec, workspace, three streams, the attach files of every controller, and one to spare.
+pub const DESCRIPTORS_MAX: usize = 24;
+
+/// From the sandbox to the runner.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Report {
+    /// What is about to be done. If nothing follows, this is where it died.
+    Step(String),
+    /// The step failed; nothing of the program has run.
+    Failed {
+        step: String,
+        errno: Option<i32>,
+        detail: String,
+    },
+    /// This layer is in force, and how.
+    Layer(Layer, String),
+    /// The host pid of the sandbox's init, now a child of the runner.
+    Init { pid: i32 },
+    /// Carries the descriptor of a workspace that lives in memory; the runner fills it and says [`Order::Go`].
+    Workspace,
+    /// Carries the outer end of the program's terminal.
+    Terminal,
+    /// Everything is over inside.
+    Ended {
+        exit: Option<Exit>,
+        stop: Option<Stop>,
+        usage: Usage,
+    },
+}
+
+/// From the runner to the sandbox's init.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    Go,
+    /// The program printed something: it is not idle.
+    Active,
+    /// SIGTERM to all, the grace, then SIGKILL.
+    Stop(Stop),
+    /// SIGKILL now, whatever was ordered before.
+    Kill,
+}
+
+pub fn send<M: Serialize>(
+    socket: BorrowedFd<'_>,
+    message: &M,
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let bytes = serde_json::to_vec(message)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(io::Error::other("too many descriptors for one message"));
+    }
+    rustix::net::sendmsg(
+        socket,
+        &[IoSlice::new(&bytes)],
+        &mut ancillary,
+        SendFlags::NOSIGNAL,
+    )?;
+    Ok(())
+}
+
+/// Whether an empty socket is waited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    Block,
+    No,
+}
+
+/// Receives one message; `None` when the other side is gone.
+pub fn receive<M: DeserializeOwned>(
+    socket: BorrowedFd<'_>,
+    wait: Wait,
+) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
+    let mut bytes = vec![0u8; MESSAGE_BYTES_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC
+        | match wait {
+            Wait::Block => RecvFlags::empty(),
+            Wait::No => RecvFlags::DONTWAIT,
+        };
+    let got = loop {
+        match rustix::net::recvmsg(
+            socket,
+            &mut [IoSliceMut::new(&mut bytes)],
+            &mut ancillary,
+            flags,
+        ) {
+            Err(rustix::io::Errno::INTR) => continue,
+            other => break other?,
+        }
+    };
+    let descriptors: Vec<OwnedFd> = ancillary
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(rights) => Some(rights),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    if got.bytes == 0 {
+        return Ok(None);
+    }
+    if got.flags.contains(ReturnFlags::TRUNC) {
+        return Err(io::Error::other("message too long"));
+    }
+    Ok(Some((
+        serde_json::from_slice(&bytes[..got.bytes])?,
+        descriptors,
+    )))
+}
+
+/// Says what is being done, and what went wrong, from inside.
+pub struct Reporter {
+    socket: OwnedFd,
+    step: String,
+}
+
+/// A step that failed: its errno where the kernel gave one, and what it was working on.
+#[derive(Debug)]
+pub struct StepError {
+    pub errno: Option<i32>,
+    pub detail: String,
+}
+
+impl StepError {
+    pub fn new(detail: impl Into<String>) -> Self {
+        StepError {
+            errno: None,
+            detail: detail.into(),
+        }
+    }
+}
+
+/// Adds to an error what it was about.
+pub trait During<T> {
+    fn during(self, what: impl FnOnce() -> String) -> Result<T, StepError>;
+}
+
+impl<T, E: Into<io::Error>> During<T> for Result<T, E> {
+    fn during(self, what: impl FnOnce() -> String) -> Result<T, StepError> {
+        self.map_err(|e| {
+            let error: io::Error = e.into();
+            let what = what();
+            match error.raw_os_error() {
+                Some(errno) => StepError {
+                    errno: Some(errno),
+                    detail: what,
+                },
+                None => StepError {
+                    errno: None,
+                    detail: format!("{what}: {error}"),
+                },
+            }
+        })
+    }
+}
+
+impl Reporter {
+    pub fn new(socket: OwnedFd) -> Self {
+        Reporter {
+            socket,
+            step: String::from("start"),
+        }
+    }
+
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Announces a step. The runner may be gone; then there is nobody to tell, and init will notice.
+    pub fn step(&mut self, step: &str) {
+        step.clone_into(&mut self.step);
+        self.tell(&Report::Step(step.to_owned()), &[]);
+    }
+
+    pub fn layer(&self, layer: Layer, how: &str) {
+        self.tell(&Report::Layer(layer, how.to_owned()), &[]);
+    }
+
+    pub fn tell(&self, report: &Report, descriptors: &[BorrowedFd<'_>]) {
+        let _gone = send(self.socket(), report, descriptors);
+    }
+
+    pub fn failed(&self, error: StepError) {
+        let mut detail = error.detail;
+        detail.truncate(detail.floor_char_boundary(4096));
+        self.tell(
+            &Report::Failed {
+                step: self.step.clone(),
+                errno: error.errno,
+                detail,
+            },
+            &[],
+        );
+    }
+
+    pub fn receive_order(&self, wait: Wait) -> io::Result<Option<Order>> {
+        Ok(receive(self.socket(), wait)?.map(|(order, _)| order))
+    }
+}

@@ -1,0 +1,404 @@
+//! The launcher: our own binary re-executed, single-threaded from birth, with an empty environment.
+//!
+//! Three processes pass through this file, and the order of their steps is the confinement:
+//!
+//! 1. the *launcher* enters the namespaces, starts pid 1 as the runner's child, and is gone;
+//! 2. *pid 1* builds the new root, gives up its privilege, and goes on in `init.rs`;
+//! 3. the *child* confines itself step by step and becomes the program.
+//!
+//! Each step is announced to the runner before it is tried, so that a failure names its step.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{DumpableBehavior, Signal};
+use serde::{Deserialize, Serialize};
+
+use crate::cgroup::CpuUnit;
+use crate::channel::{self, During, Order, Report, Reporter, StepError, Wait};
+use crate::init::Init;
+use crate::mounts::{self, NewRoot};
+use crate::namespaces;
+use crate::seccomp::{self, Affinity, Connect, Fallocate};
+use crate::spec::{Bytes, Hardness, Layer, Spec, Terminal, WorkspaceKind};
+use crate::sys::{self, Forked, Listener, Parentage};
+use crate::{landlock, rlimits};
+
+/// The word after the program's name that makes it the launcher.
+pub const ARGUMENT: &str = "__launch";
+
+/// What the launcher is told: the spec, which descriptors come with it, and what nobody else watches.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    pub spec: Spec,
+    pub attach_files: usize,
+    pub cpu_counter: Option<CpuUnit>,
+    /// Watched: no cgroup holds it, so init sums it up.
+    pub memory: Hardness,
+    /// As many CPUs as were granted, so that programs which count them count right.
+    pub pin_to_cpus: usize,
+    /// Where no cgroup limits the CPUs, the pinning does, and cannot be undone from inside.
+    pub pinned_for_good: bool,
+}
+
+/// Descriptors beside the plan, in the order in which they travel.
+pub struct Handed {
+    pub stdin: OwnedFd,
+    pub stdout: OwnedFd,
+    pub stderr: OwnedFd,
+    pub workspace: Option<OwnedFd>,
+    pub cpu_counter: Option<OwnedFd>,
+    pub attach: Vec<OwnedFd>,
+}
+
+/// Whether this process was started as the launcher. To be asked before any thread exists.
+pub fn is_launcher() -> bool {
+    std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT)
+}
+
+/// Never returns: ends as the launcher, as the sandbox's init, or as the program.
+pub fn main() -> ! {
+    // Panics are our own bugs; say them where the runner listens, not on the program's streams.
+    let mut report = match take_socket() {
+        Ok(socket) => Reporter::new(socket),
+        Err(_) => sys::exit_now(125),
+    };
+    if let Err(error) = launch(&mut report) {
+        report.failed(error);
+        sys::exit_now(125);
+    }
+    sys::exit_now(0)
+}
+
+/// The control socket arrives as standard input and is moved away, so that 0, 1 and 2 are free.
+fn take_socket() -> io::Result<OwnedFd> {
+    let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+    rustix::net::sockopt::socket_type(&socket)?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    sys::place(null.as_fd(), 0)?;
+    Ok(socket)
+}
+
+fn launch(report: &mut Reporter) -> Result<(), StepError> {
+    report.step("start the launcher");
+    // The runner's death is the run's. Set again after every change of credentials, which clears it.
+    die_with_parent()?;
+    rustix::process::umask(Mode::from_raw_mode(0o022));
+    let (plan, handed) = receive_plan(report)?;
+    report.step("map the owners of the views");
+    // Before the namespaces: only the host's root may write these maps.
+    let owner_maps = namespaces::owner_maps(&plan.spec)?;
+    namespaces::enter(&plan.spec, report)?;
+    report.step("start pid 1");
+    match sys::fork(Parentage::Sibling).during(|| "clone".into())? {
+        Forked::Parent { child } => {
+            report.tell(&Report::Init { pid: child }, &[]);
+            Ok(())
+        }
+        Forked::Child => {
+            if let Err(error) = be_init(plan, handed, owner_maps, report) {
+                report.failed(error);
+            }
+            sys::exit_now(125)
+        }
+    }
+}
+
+fn die_with_parent() -> Result<(), StepError> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        .during(|| "ask to die with the runner".into())
+}
+
+fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
+    report.step("receive the plan");
+    let (count, mut fds): (usize, Vec<OwnedFd>) = channel::receive(report.socket(), Wait::Block)
+        .during(|| "receive".into())?
+        .ok_or_else(|| StepError::new("the runner is gone"))?;
+    if fds.len() != count || count < 4 {
+        return Err(StepError::new("descriptors were lost on the way"));
+    }
+    let plan_file = std::fs::File::from(fds.remove(0));
+    let plan: Plan = serde_json::from_reader(io::BufReader::new(plan_file))
+        .map_err(|e| StepError::new(format!("read the plan: {e}")))?;
+    plan.spec
+        .check()
+        .map_err(|e| StepError::new(e.to_string()))?;
+    let mut fds = fds.into_iter();
+    let mut next = || {
+        fds.next()
+            .ok_or_else(|| StepError::new("a descriptor is missing"))
+    };
+    let handed = Handed {
+        stdin: next()?,
+        stdout: next()?,
+        stderr: next()?,
+        workspace: match plan.spec.workspace_kind {
+            WorkspaceKind::Disk => Some(next()?),
+            WorkspaceKind::Memory => None,
+        },
+        cpu_counter: plan.cpu_counter.map(|_| next()).transpose()?,
+        attach: (0..plan.attach_files)
+            .map(|_| next())
+            .collect::<Result<_, _>>()?,
+    };
+    Ok((plan, handed))
+}
+
+/// Pid 1: builds the sandbox, starts the program, and stays as its init.
+fn be_init(
+    plan: Plan,
+    mut handed: Handed,
+    owner_maps: mounts::OwnerMaps,
+    report: &mut Reporter,
+) -> Result<(), StepError> {
+    let spec = &plan.spec;
+    report.step("set up init");
+    // Fork cleared it. A runner that died meanwhile shows as a closed control socket in init's loop.
+    die_with_parent()?;
+    // Out of the caller's session: no terminal's Ctrl-C reaches in here, only the runner's order.
+    rustix::process::setsid().during(|| "setsid".into())?;
+    // A signal from inside could only be one with a handler; there is none, and all are blocked.
+    sys::block_signals(None).during(|| "block signals".into())?;
+
+    // As the builder (root, or master of the outer user namespace): the new root, while paths of the host can still be
+    // opened and mounts still be made.
+    let mut wait_for_go = |workspace: BorrowedFd<'_>, report: &Reporter| {
+        report.tell(&Report::Workspace, &[workspace]);
+        match report
+            .receive_order(Wait::Block)
+            .during(|| "wait for the runner".into())?
+        {
+            Some(Order::Go) => Ok(()),
+            _ => Err(StepError::new("cancelled before the start")),
+        }
+    };
+    let workspace = handed.workspace.take();
+    let root = mounts::build(spec, workspace, &owner_maps, report, &mut wait_for_go)?;
+    drop(owner_maps);
+
+    report.step("set up the network and the host name");
+    if spec.has(Layer::NetNamespace) {
+        sys::loopback_up().during(|| "bring loopback up".into())?;
+    }
+    if spec.has(Layer::UtsNamespace) {
+        rustix::system::sethostname(spec.host_name.as_bytes())
+            .during(|| "set the host name".into())?;
+    }
+
+    // From here on nothing needs the host's root. Credentials change, so what they clear is set again.
+    namespaces::become_leased(spec, report)?;
+    die_with_parent()?;
+    let terminal = open_terminal(spec, report)?;
+    // Not dumpable: /proc/1/mem, environ, fd and exe belong to nobody inside, and nothing can attach.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .during(|| "become undumpable".into())?;
+
+    report.step("start the child");
+    let (ours, theirs) = rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )
+    .during(|| "make a socket pair".into())?;
+    match sys::fork(Parentage::Own).during(|| "clone".into())? {
+        Forked::Child => {
+            drop(ours);
+            let error = match become_program(&plan, &handed, &root, terminal, theirs, report) {
+                Err(error) => error,
+                Ok(never) => match never {},
+            };
+            report.failed(error);
+            sys::exit_now(125)
+        }
+        Forked::Parent { child } => {
+            drop(theirs);
+            drop(terminal);
+            let Handed { cpu_counter, .. } = handed;
+            // Init keeps nothing that it does not need: no stream of the program's, no capability.
+            if spec.has(Layer::Capabilities) {
+                namespaces::drop_capabilities()?;
+            }
+            rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
+            Init::new(&plan, child, root, cpu_counter, ours)
+                .during(|| "set up init's watch".into())?
+                .run(report)
+        }
+    }
+}
+
+/// A terminal of the sandbox's own devpts; its outer end goes to the runner.
+fn open_terminal(spec: &Spec, report: &mut Reporter) -> Result<Option<OwnedFd>, StepError> {
+    let Terminal::Own { rows, columns } = spec.terminal else {
+        return Ok(None);
+    };
+    report.step("open a terminal");
+    let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let outer =
+        rustix::fs::open("/dev/ptmx", flags, Mode::empty()).during(|| "open /dev/ptmx".into())?;
+    rustix::pty::unlockpt(&outer).during(|| "unlock the terminal".into())?;
+    let size = rustix::termios::Winsize {
+        ws_row: rows,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    rustix::termios::tcsetwinsize(&outer, size).during(|| "set the terminal's size".into())?;
+    let open_flags = rustix::pty::OpenptFlags::RDWR
+        | rustix::pty::OpenptFlags::NOCTTY
+        | rustix::pty::OpenptFlags::CLOEXEC;
+    let inner =
+        rustix::pty::ioctl_tiocgptpeer(&outer, open_flags).during(|| "open the terminal".into())?;
+    report.tell(&Report::Terminal, &[outer.as_fd()]);
+    Ok(Some(inner))
+}
+
+enum Never {}
+
+/// The child: from init's copy to the program.
+fn become_program(
+    plan: &Plan,
+    handed: &Handed,
+    root: &NewRoot,
+    terminal: Option<OwnedFd>,
+    to_init: OwnedFd,
+    report: &mut Reporter,
+) -> Result<Never, StepError> {
+    let spec = &plan.spec;
+    // First into the cgroup, so that everything below and all it starts is counted. The process attaches
+    // itself: moving it from outside costs a grace period of the whole machine.
+    report.step("attach to the cgroup");
+    for file in &handed.attach {
+        rustix::io::write(file, b"0").during(|| "write 0 to the group's file".into())?;
+    }
+    // Then the cgroup namespace, whose root is where the process is at this moment.
+    report.step("create the cgroup namespace");
+    if spec.has(Layer::CgroupNamespace) {
+        sys::unshare(libc::CLONE_NEWCGROUP).during(|| "unshare".into())?;
+        report.layer(Layer::CgroupNamespace, "sees its own group as the root");
+    }
+    // The inner user namespace comes after the last step that needs the outer one's privilege.
+    namespaces::enter_inner_user(spec, root.proc_writable.as_fd(), report)?;
+
+    report.step("set up the streams");
+    rustix::process::setsid().during(|| "setsid".into())?;
+    place_streams(handed, terminal.as_ref().map(AsFd::as_fd))
+        .during(|| "place descriptors 0, 1, 2".into())?;
+
+    report.step("enter the workspace");
+    rustix::process::chdir(spec.workspace.as_path()).during(|| "chdir to the workspace".into())?;
+    rustix::process::umask(Mode::from_raw_mode(0o077));
+    sys::new_session_keyring().during(|| "leave the session keyring".into())?;
+
+    report.step("set resource limits");
+    rlimits::apply(spec)?;
+    pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
+
+    report.step("drop capabilities");
+    if spec.has(Layer::Capabilities) {
+        namespaces::drop_capabilities()?;
+        report.layer(Layer::Capabilities, "none, in any set");
+    }
+    // Before Landlock and seccomp, which demand it of the unprivileged.
+    report.step("forbid new privileges");
+    if spec.has(Layer::NoNewPrivs) {
+        rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
+        report.layer(
+            Layer::NoNewPrivs,
+            "set-id bits and file capabilities have no effect",
+        );
+    }
+    report.step("restrict with Landlock");
+    if spec.has(Layer::Landlock) {
+        let how = landlock::restrict(spec)?;
+        report.layer(Layer::Landlock, &how);
+    }
+    // Everything the program needs is prepared before seccomp, which comes last: it would
+    // refuse the steps above.
+    let program = c_string(spec.program.as_path().as_os_str().into())?;
+    let argv = spec
+        .argv
+        .iter()
+        .cloned()
+        .map(c_string)
+        .collect::<Result<Vec<_>, _>>()?;
+    let env = spec
+        .env
+        .iter()
+        .map(env_entry)
+        .collect::<Result<Vec<_>, _>>()?;
+    sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
+    report.step("restrict with seccomp");
+    if spec.has(Layer::Seccomp) {
+        restrict_calls(plan, to_init.as_fd()).during(|| "install the filter".into())?;
+        report.layer(Layer::Seccomp, "allow-list; connect() through the broker");
+    }
+    drop(to_init);
+    sys::reset_signals().during(|| "reset signals".into())?;
+    report.step("execute the program");
+    Err(sys::execve(&program, &argv, &env)).during(|| spec.program.as_path().display().to_string())
+}
+
+fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    if let Some(terminal) = terminal {
+        for number in 0..3 {
+            sys::place(terminal, number)?;
+        }
+        return sys::make_controlling_terminal(rustix::stdio::stdin());
+    }
+    sys::place(handed.stdin.as_fd(), 0)?;
+    sys::place(handed.stdout.as_fd(), 1)?;
+    sys::place(handed.stderr.as_fd(), 2)
+}
+
+fn restrict_calls(plan: &Plan, to_init: BorrowedFd<'_>) -> io::Result<()> {
+    let options = seccomp::Options {
+        fallocate: match plan.spec.workspace_kind {
+            WorkspaceKind::Disk => Fallocate::Refused,
+            WorkspaceKind::Memory => Fallocate::Allowed,
+        },
+        affinity: match plan.pinned_for_good {
+            true => Affinity::Fixed,
+            false => Affinity::Free,
+        },
+        connect: Connect::Brokered,
+    };
+    let listener = sys::seccomp_install(&seccomp::program(&options), Listener::New)?
+        .ok_or_else(|| io::Error::other("no listener"))?;
+    channel::send(to_init, &(), &[listener.as_fd()])
+}
+
+/// `count` of the CPUs this process may use, from a random one on: runs side by side should not all
+/// crowd onto the first.
+fn pin(count: usize) -> rustix::io::Result<()> {
+    let mine = rustix::thread::sched_getaffinity(None)?;
+    let usable: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU)
+        .filter(|cpu| mine.is_set(*cpu))
+        .collect();
+    if count >= usable.len() {
+        return Ok(());
+    }
+    let mut noise = [0u8; 2];
+    rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty())?;
+    let first = usize::from(u16::from_ne_bytes(noise)) % usable.len();
+    let mut few = rustix::thread::CpuSet::new();
+    usable
+        .iter()
+        .cycle()
+        .skip(first)
+        .take(count.max(1))
+        .for_each(|cpu| few.set(*cpu));
+    rustix::thread::sched_setaffinity(None, &few)
+}
+
+fn c_string(bytes: Bytes) -> Result<CString, StepError> {
+    CString::new(bytes.0).map_err(|_| StepError::new("a NUL byte in an argument"))
+}
+
+fn env_entry((name, value): &(Bytes, Bytes)) -> Result<CString, StepError> {
+    c_string(Bytes(
+        [name.0.as_slice(), b"=", value.0.as_slice()].concat(),
+    ))
+}

@@ -1,0 +1,45 @@
+//! Confine and run one process. Knows nothing of analyses, databases, HTTP or command lines.
+//!
+//! # Theory of operation
+//!
+//! Four processes take part, and each holds no more privilege than its next step needs.
+//!
+//! - The *runner* calls [`supervise::spawn`]. It keeps the caller's identity, makes the pipes, the
+//!   cgroup and the plan, and starts our own binary again as the launcher, with an empty
+//!   environment and one socket. It never forks by itself, so it may have threads.
+//! - The *launcher* (`launch.rs`) receives the plan and descriptors over the socket, enters the new namespaces, starts
+//!   pid 1 as a child of the runner, and ends.
+//! - *Pid 1* (`init.rs`) builds the new root (`mounts.rs`), gives up its privilege, makes itself unreachable, starts
+//!   the child, and stays: it reaps, holds every deadline, watches (`watch.rs`), and connects
+//!   sockets on the program's behalf (`broker.rs`). When it ends, the kernel kills everything else.
+//! - The *child* confines itself, layer upon layer, and executes the program.
+//!
+//! The socket is the only channel between inside and outside, it is close-on-exec, and it carries: from the inside, each
+//! step before it is tried, each layer once it holds, how it all ended; from the outside, orders to stop.
+//! How a run ended is therefore known from init's `wait` and from the cgroup's counters, never
+//! from anything the program says.
+//!
+//! If the runner dies, init gets SIGKILL (PDEATHSIG) and an end-of-file on the socket, whichever comes first. If init
+//! dies, the kernel kills the pid namespace. Nothing else needs to be cleaned up for the processes
+//! to be gone.
+
+#![deny(unsafe_code)]
+
+mod broker;
+pub mod cgroup;
+mod channel;
+mod init;
+mod landlock;
+pub mod launch;
+mod mounts;
+mod namespaces;
+pub mod outcome;
+mod rlimits;
+pub mod seccomp;
+pub mod spec;
+pub mod supervise;
+mod sys;
+mod watch;
+
+pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID};
+pub use sys::{block_signals, landlock_abi, read_signal, signal_fd};

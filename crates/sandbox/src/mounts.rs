@@ -1,0 +1,653 @@
+//! The program's view of the file system: a new root of read-only, private binds.
+//!
+//! Everything is opened by descriptor before the new root is put together, so that no path is resolved
+//! twice. What is not listed here, or in the spec's views, does not exist inside.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
+};
+
+use crate::channel::{During, Reporter, StepError};
+use crate::spec::{Exec, Identity, Owner, Spec, WorkspaceKind};
+use crate::sys;
+
+/// Who the program is inside, always: the host's names and numbers are nobody's business there.
+pub const INSIDE_UID: u32 = 1000;
+pub const INSIDE_GID: u32 = 1000;
+/// Private to the run, below the workspace on the host, empty when seen from inside.
+pub const HIDDEN: &str = ".fumehood";
+/// The program's home: in its private /tmp, so counted as disk and never collected.
+pub const INSIDE_HOME: &str = "/tmp/home";
+
+/// The system runtime (promise P3). A symlink on the host is the same symlink inside.
+const SYSTEM: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
+
+/// What of the host's /etc is shown, and why. Nothing here holds a credential.
+const ETC: &[(&str, &str)] = &[
+    ("ImageMagick-6", "policy and delegates of convert"),
+    ("OpenCL", "which OpenCL drivers there are"),
+    (
+        "R",
+        "Renviron and Rprofile.site, without which R does not start",
+    ),
+    (
+        "alternatives",
+        "/usr/bin/awk, libblas.so.3 and many more are links through it",
+    ),
+    ("debian_version", "asked by platform probes"),
+    ("fonts", "fontconfig: no plots with text without it"),
+    ("fonts.conf", "fontconfig, elsewhere"),
+    ("ghostscript", "fonts of gs"),
+    ("gnuplot", "terminal defaults"),
+    ("inputrc", "readline in an interactive shell"),
+    ("java", "the JVM's conf directory is a link to it"),
+    ("java-11-openjdk", "as above"),
+    ("java-17-openjdk", "as above"),
+    ("java-21-openjdk", "as above"),
+    ("julia", "startup.jl of a packaged Julia"),
+    ("ld.so.cache", "where shared libraries are"),
+    ("ld.so.conf", "read by ldconfig -p and some loaders"),
+    ("ld.so.conf.d", "as above"),
+    ("locale.alias", "names of locales"),
+    ("localtime", "the zone, for programs that ignore TZ"),
+    ("lsb-release", "asked by platform probes"),
+    ("magic", "file(1)"),
+    ("magic.mime", "file(1)"),
+    ("matplotlibrc", "matplotlib's packaged defaults"),
+    ("mime.types", "Python's mimetypes"),
+    ("octave.conf", "packaged Octave"),
+    ("openmpi", "MPI on one machine"),
+    ("os-release", "asked by platform probes"),
+    ("papersize", "R's pdf()"),
+    ("perl", "packaged Perl's include path"),
+    ("protocols", "getprotobyname"),
+    ("python3", "packaged Python's defaults"),
+    ("python3.9", "sitecustomize is a link to it"),
+    ("python3.10", "as above"),
+    ("python3.11", "as above"),
+    ("python3.12", "as above"),
+    ("python3.13", "as above"),
+    ("python3.14", "as above"),
+    ("services", "getservbyname"),
+    ("terminfo", "terminals in fumehood shell"),
+    ("texmf", "LaTeX"),
+    ("timezone", "the zone's name"),
+];
+
+/// Files of /etc that are made up: the same on every host, and telling nothing of this one.
+fn made_up_etc(host_name: &str) -> [(&'static str, String); 6] {
+    [
+        (
+            "passwd",
+            format!(
+                "root:x:0:0:root:/:/usr/sbin/nologin\n\
+                 analysis:x:{INSIDE_UID}:{INSIDE_GID}:analysis:{INSIDE_HOME}:/bin/sh\n\
+                 nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n"
+            ),
+        ),
+        (
+            "group",
+            format!("root:x:0:\nanalysis:x:{INSIDE_GID}:\nnogroup:x:65534:\n"),
+        ),
+        (
+            "hosts",
+            format!("127.0.0.1 localhost {host_name}\n::1 localhost ip6-localhost\n"),
+        ),
+        // Files only: a name that is not in them fails at once, and no library looks for a daemon.
+        (
+            "nsswitch.conf",
+            String::from(
+                "passwd: files\ngroup: files\nshadow: files\nhosts: files\nnetworks: files\n\
+                 services: files\nprotocols: files\n",
+            ),
+        ),
+        ("resolv.conf", String::new()),
+        ("hostname", format!("{host_name}\n")),
+    ]
+}
+
+/// Devices that hold no state of anyone's.
+const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
+
+/// A host path, opened as a detached copy of its mount, restricted, waiting to be put in place.
+struct Piece {
+    mount: OwnedFd,
+    target: PathBuf,
+    directory: bool,
+}
+
+/// What the rest of init needs of the new root.
+pub struct NewRoot {
+    /// A writable instance of the sandbox's own /proc, attached nowhere: only init and the child before
+    /// its exec hold it. The one that the program sees is read-only.
+    pub proc_writable: OwnedFd,
+    pub workspace: OwnedFd,
+    pub workspace_kind: WorkspaceKind,
+}
+
+/// User namespaces by which views are shown with their owner as the program, one for each owner.
+pub type OwnerMaps = Vec<(u32, OwnedFd)>;
+
+/// Builds the new root and moves into it. Afterwards the host's tree is out of reach.
+pub fn build(
+    spec: &Spec,
+    workspace: Option<OwnedFd>,
+    owner_maps: &OwnerMaps,
+    report: &mut Reporter,
+    fill: &mut dyn FnMut(BorrowedFd<'_>, &Reporter) -> Result<(), StepError>,
+) -> Result<NewRoot, StepError> {
+    report.step("make mounts private");
+    // Nothing done here may travel to the host's namespace, nor the host's later mounts to here.
+    rustix::mount::mount_change(
+        "/",
+        rustix::mount::MountPropagationFlags::PRIVATE | rustix::mount::MountPropagationFlags::REC,
+    )
+    .during(|| "make / private".into())?;
+
+    report.step("open the system runtime");
+    let mut pieces = Vec::new();
+    let mut links = Vec::new();
+    for name in SYSTEM {
+        system_piece(&Path::new("/").join(name), &mut pieces, &mut links)?;
+    }
+    for (name, _reason) in ETC {
+        system_piece(&Path::new("/etc").join(name), &mut pieces, &mut links)?;
+    }
+    for name in DEVICES {
+        let path = Path::new("/dev").join(name);
+        let attributes = sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NOEXEC;
+        pieces.push(open_piece(&path, &path, attributes)?);
+    }
+    report.step("open the read-only views");
+    for view in &spec.views {
+        pieces.push(open_view(view, spec, owner_maps)?);
+    }
+    report.step("open the workspace");
+    let (workspace_mount, workspace_dir) = match spec.workspace_kind {
+        WorkspaceKind::Disk => {
+            let dir = workspace.ok_or_else(|| StepError::new("no workspace descriptor"))?;
+            (workspace_on_disk(spec, dir.as_fd())?, dir)
+        }
+        WorkspaceKind::Memory => memory_workspace(spec)?,
+    };
+    if spec.workspace_kind == WorkspaceKind::Memory {
+        report.step("fill the workspace");
+        fill(workspace_dir.as_fd(), report)?;
+    }
+    sys::mount_restrict(
+        workspace_mount.as_fd(),
+        sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV,
+    )
+    .during(|| "restrict the workspace's mount".into())?;
+
+    report.step("make the new root");
+    let root = new_tmpfs(
+        &[("size", "4m"), ("nr_inodes", "4096"), ("mode", "0755")],
+        MountAttrFlags::empty(),
+    )
+    .during(|| "make a tmpfs for the new root".into())?;
+    // Any directory will do to hang it on; this namespace's copy of the tree is thrown away below.
+    attach(root.as_fd(), CWD, Path::new("/tmp"))
+        .or_else(|_| attach(root.as_fd(), CWD, Path::new("/mnt")))
+        .during(|| "attach the new root".into())?;
+    let skeleton = Skeleton { root: root.as_fd() };
+    skeleton.fill(spec, &links)?;
+
+    report.step("put the workspace in place");
+    // A mount can only be copied where it is attached, and the workspace stands below its own /tmp:
+    // so it waits on a stage until /tmp is there.
+    skeleton.place(workspace_mount.as_fd(), Path::new("/stage"), true)?;
+    let tmp = Path::new("stage").join(HIDDEN).join("tmp");
+    for (from, target) in [
+        (tmp.as_path(), Path::new("/tmp")),
+        (Path::new("stage"), spec.workspace.as_path()),
+    ] {
+        let mount = clone_tree(root.as_fd(), from.as_os_str())
+            .during(|| format!("open {}", from.display()))?;
+        skeleton.place(mount.as_fd(), target, true)?;
+    }
+    skeleton.unmount(Path::new("stage"))?;
+    // The run's own hidden directory is reached as /tmp only; here stands an empty, read-only one.
+    let empty = clone_tree(root.as_fd(), OsStr::new("empty"))
+        .during(|| "open the empty directory".into())?;
+    sys::mount_restrict(
+        empty.as_fd(),
+        sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOEXEC,
+    )
+    .during(|| "restrict the empty directory".into())?;
+    skeleton.place(empty.as_fd(), &spec.workspace.as_path().join(HIDDEN), true)?;
+
+    report.step("put the read-only views in place");
+    for piece in &pieces {
+        skeleton.place(piece.mount.as_fd(), &piece.target, piece.directory)?;
+    }
+    report.step("mount /dev");
+    skeleton.devices(spec)?;
+    report.step("mount /proc");
+    let proc_writable = skeleton.proc()?;
+
+    report.step("make the new root read-only");
+    set_root_read_only(root.as_fd()).during(|| "make / read-only".into())?;
+    report.step("change the root");
+    pivot(root.as_fd()).during(|| "pivot_root".into())?;
+    Ok(NewRoot {
+        proc_writable,
+        workspace: workspace_dir,
+        workspace_kind: spec.workspace_kind,
+    })
+}
+
+fn system_piece(
+    path: &Path,
+    pieces: &mut Vec<Piece>,
+    links: &mut Vec<(PathBuf, PathBuf)>,
+) -> Result<(), StepError> {
+    let Ok(kind) = std::fs::symlink_metadata(path) else {
+        return Ok(());
+    };
+    if kind.is_symlink() {
+        let to = std::fs::read_link(path).during(|| format!("read the link {}", path.display()))?;
+        links.push((path.to_path_buf(), to));
+        return Ok(());
+    }
+    let attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
+    pieces.push(open_piece(path, path, attributes)?);
+    Ok(())
+}
+
+fn open_piece(source: &Path, target: &Path, attributes: u64) -> Result<Piece, StepError> {
+    let mount =
+        clone_tree(CWD, source.as_os_str()).during(|| format!("open {}", source.display()))?;
+    let directory =
+        is_directory(mount.as_fd()).during(|| format!("look at {}", source.display()))?;
+    sys::mount_restrict(mount.as_fd(), attributes)
+        .during(|| format!("make {} read-only", source.display()))?;
+    Ok(Piece {
+        mount,
+        target: target.to_path_buf(),
+        directory,
+    })
+}
+
+fn open_view(
+    view: &crate::spec::View,
+    spec: &Spec,
+    owner_maps: &OwnerMaps,
+) -> Result<Piece, StepError> {
+    let mut attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
+    if view.exec == Exec::Refused {
+        attributes |= sys::MOUNT_ATTR_NOEXEC;
+    }
+    let source = view.source.as_path();
+    let piece = open_piece(source, view.target.as_path(), attributes)?;
+    if view.owner == Owner::Mapped && spec.is_leased() {
+        let owner = rustix::fs::fstat(&piece.mount)
+            .during(|| format!("look at {}", source.display()))?
+            .st_uid;
+        let map = owner_maps
+            .iter()
+            .find(|(uid, _)| *uid == owner)
+            .ok_or_else(|| StepError::new(format!("{} changed its owner", source.display())))?;
+        if let Err(refused) = sys::mount_idmap(piece.mount.as_fd(), map.1.as_fd()) {
+            // Some file systems (NFS, 9p, older overlays) cannot. Then it must be readable to anyone.
+            if let Some(unreadable) = first_unreadable(piece.mount.as_fd(), source) {
+                return Err(refused).during(|| {
+                    format!(
+                        "this file system cannot be shown with another owner, and {} is not readable by everyone",
+                        unreadable.display()
+                    )
+                });
+            }
+        }
+    }
+    Ok(piece)
+}
+
+/// The first path in a tree that a stranger could not read. Looks at a bounded number of entries; past
+/// that the tree counts as unreadable at the place reached.
+fn first_unreadable(root: BorrowedFd<'_>, name: &Path) -> Option<PathBuf> {
+    const ENTRIES_MAX: usize = 2_000_000;
+    let base = PathBuf::from(format!(
+        "/proc/self/fd/{}",
+        std::os::fd::AsRawFd::as_raw_fd(&root)
+    ));
+    let mut pending = vec![PathBuf::new()];
+    let mut seen = 0;
+    while let Some(relative) = pending.pop() {
+        seen += 1;
+        let here = if relative.as_os_str().is_empty() {
+            base.clone()
+        } else {
+            base.join(&relative)
+        };
+        let shown = name.join(&relative);
+        let meta = if relative.as_os_str().is_empty() {
+            std::fs::metadata(&here)
+        } else {
+            std::fs::symlink_metadata(&here)
+        };
+        let Ok(meta) = meta else { return Some(shown) };
+        let mode = std::os::unix::fs::PermissionsExt::mode(&meta.permissions());
+        let readable = meta.is_symlink() || mode & 0o4 != 0 && (!meta.is_dir() || mode & 0o1 != 0);
+        if !readable || seen > ENTRIES_MAX {
+            return Some(shown);
+        }
+        if meta.is_dir() {
+            let Ok(entries) = std::fs::read_dir(&here) else {
+                return Some(shown);
+            };
+            pending.extend(entries.flatten().map(|e| relative.join(e.file_name())));
+        }
+    }
+    None
+}
+
+fn clone_tree(at: BorrowedFd<'_>, path: &OsStr) -> rustix::io::Result<OwnedFd> {
+    let mut flags = OpenTreeFlags::OPEN_TREE_CLONE
+        | OpenTreeFlags::OPEN_TREE_CLOEXEC
+        | OpenTreeFlags::AT_RECURSIVE;
+    if path.is_empty() {
+        flags |= OpenTreeFlags::AT_EMPTY_PATH;
+    } else {
+        // The runner resolved every path already; a link that appears now is somebody's trick.
+        flags |= OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
+    }
+    rustix::mount::open_tree(at, path, flags)
+}
+
+fn is_directory(fd: BorrowedFd<'_>) -> rustix::io::Result<bool> {
+    let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode);
+    Ok(kind == rustix::fs::FileType::Directory)
+}
+
+fn new_filesystem(
+    kind: &str,
+    options: &[(&str, &str)],
+    attributes: MountAttrFlags,
+) -> rustix::io::Result<OwnedFd> {
+    let context = rustix::mount::fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
+    for (key, value) in options {
+        match value.is_empty() {
+            true => rustix::mount::fsconfig_set_flag(context.as_fd(), *key)?,
+            false => rustix::mount::fsconfig_set_string(context.as_fd(), *key, *value)?,
+        }
+    }
+    rustix::mount::fsconfig_create(context.as_fd())?;
+    rustix::mount::fsmount(
+        context.as_fd(),
+        FsMountFlags::FSMOUNT_CLOEXEC,
+        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | attributes,
+    )
+}
+
+fn new_tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> rustix::io::Result<OwnedFd> {
+    new_filesystem("tmpfs", options, attributes)
+}
+
+/// The owner to give a tmpfs's root, as this mount namespace's user namespace numbers it.
+fn owner_here(spec: &Spec) -> (u32, u32) {
+    match spec.identity {
+        Identity::Leased { uid, gid } => (uid, gid),
+        Identity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
+    }
+}
+
+/// The workspace's mount, found by its path and shown to be the directory that the runner holds.
+fn workspace_on_disk(spec: &Spec, held: BorrowedFd<'_>) -> Result<OwnedFd, StepError> {
+    let path = spec.workspace.as_path();
+    let what = || format!("open {}", path.display());
+    let mount = clone_tree(CWD, path.as_os_str()).during(what)?;
+    let (found, held) = (
+        rustix::fs::fstat(&mount).during(what)?,
+        rustix::fs::fstat(held).during(what)?,
+    );
+    match (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino) {
+        true => Ok(mount),
+        false => Err(StepError::new(format!(
+            "{} was replaced by another directory",
+            path.display()
+        ))),
+    }
+}
+
+/// A workspace in memory: the size and the number of files are the file system's own hard limits.
+fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), StepError> {
+    let (uid, gid) = owner_here(spec);
+    let mount = new_tmpfs(
+        &[
+            ("size", &spec.limits.disk_bytes.to_string()),
+            // The root, data/, docs/ and the hidden directories are ours, not the program's.
+            (
+                "nr_inodes",
+                &spec.limits.files.saturating_add(16).to_string(),
+            ),
+            ("mode", "0700"),
+            ("uid", &uid.to_string()),
+            ("gid", &gid.to_string()),
+        ],
+        MountAttrFlags::empty(),
+    )
+    .during(|| "make a tmpfs for the workspace".into())?;
+    let dir = rustix::fs::openat(
+        &mount,
+        ".",
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .during(|| "open the workspace's tmpfs".into())?;
+    Ok((mount, dir))
+}
+
+fn attach(mount: BorrowedFd<'_>, at: BorrowedFd<'_>, target: &Path) -> rustix::io::Result<()> {
+    rustix::mount::move_mount(
+        mount,
+        "",
+        at,
+        target,
+        MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH,
+    )
+}
+
+/// Only the root itself: what is mounted on it keeps its own attributes.
+fn set_root_read_only(root: BorrowedFd<'_>) -> io::Result<()> {
+    let context = rustix::mount::fspick(
+        root,
+        "",
+        rustix::mount::FsPickFlags::FSPICK_EMPTY_PATH | rustix::mount::FsPickFlags::FSPICK_CLOEXEC,
+    )?;
+    rustix::mount::fsconfig_set_flag(context.as_fd(), "ro")?;
+    Ok(rustix::mount::fsconfig_reconfigure(context.as_fd())?)
+}
+
+fn pivot(root: BorrowedFd<'_>) -> io::Result<()> {
+    rustix::process::fchdir(root)?;
+    // The old root ends up stacked on the new one and is then taken off: no directory for it is needed.
+    rustix::process::pivot_root(".", ".")?;
+    rustix::mount::unmount(".", UnmountFlags::DETACH)?;
+    rustix::process::chdir("/")?;
+    Ok(())
+}
+
+/// The new root while it is being furnished. All paths are taken below its descriptor.
+struct Skeleton<'a> {
+    root: BorrowedFd<'a>,
+}
+
+impl Skeleton<'_> {
+    fn fill(&self, spec: &Spec, links: &[(PathBuf, PathBuf)]) -> Result<(), StepError> {
+        for dir in [
+            "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run",
+        ] {
+            self.directory(Path::new(dir))?;
+        }
+        // Programs that insist on /var/tmp get the private /tmp.
+        self.link(Path::new("/tmp"), Path::new("var/tmp"))?;
+        for (at, to) in links {
+            self.link(to, at.strip_prefix("/").unwrap_or(at))?;
+        }
+        for (name, text) in made_up_etc(&spec.host_name) {
+            self.file(&Path::new("etc").join(name), text.as_bytes())?;
+        }
+        Ok(())
+    }
+
+    fn directory(&self, relative: &Path) -> Result<(), StepError> {
+        match rustix::fs::mkdirat(self.root, relative, Mode::from_raw_mode(0o755)) {
+            Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
+            Err(e) => Err(e).during(|| format!("make the directory /{}", relative.display())),
+        }
+    }
+
+    fn link(&self, to: &Path, at: &Path) -> Result<(), StepError> {
+        rustix::fs::symlinkat(to, self.root, at)
+            .during(|| format!("make the link /{}", at.display()))
+    }
+
+    fn file(&self, at: &Path, bytes: &[u8]) -> Result<(), StepError> {
+        let what = || format!("make the file /{}", at.display());
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file =
+            rustix::fs::openat(self.root, at, flags, Mode::from_raw_mode(0o644)).during(what)?;
+        io::Write::write_all(&mut std::fs::File::from(file), bytes).during(what)
+    }
+
+    /// Makes the directories leading to `target` (and `target` itself), then mounts there.
+    ///
+    /// Never through a symlink: below the private /tmp and the workspace the names may be the program's.
+    fn place(
+        &self,
+        mount: BorrowedFd<'_>,
+        target: &Path,
+        directory: bool,
+    ) -> Result<(), StepError> {
+        let what = || format!("mount {}", target.display());
+        let (at, name) = self.mount_point(target, directory).during(what)?;
+        attach(mount, at.as_fd(), Path::new(&name)).during(what)
+    }
+
+    fn mount_point(
+        &self,
+        target: &Path,
+        directory: bool,
+    ) -> io::Result<(OwnedFd, std::ffi::OsString)> {
+        let names: Vec<&OsStr> = target
+            .components()
+            .filter_map(|c| match c {
+                Component::Normal(name) => Some(name),
+                _ => None,
+            })
+            .collect();
+        let (last, above) = names
+            .split_last()
+            .ok_or_else(|| io::Error::other("cannot mount on /"))?;
+        let walk = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut at = rustix::fs::openat(self.root, ".", walk, Mode::empty())?;
+        for name in above {
+            make_directory(at.as_fd(), name)?;
+            at = rustix::fs::openat(&at, *name, walk, Mode::empty())?;
+        }
+        match directory {
+            true => make_directory(at.as_fd(), last)?,
+            false => {
+                let flags = OFlags::WRONLY
+                    | OFlags::CREATE
+                    | OFlags::NOFOLLOW
+                    | OFlags::CLOEXEC
+                    | OFlags::NONBLOCK;
+                match rustix::fs::openat(
+                    &at,
+                    *last,
+                    flags | OFlags::EXCL,
+                    Mode::from_raw_mode(0o444),
+                ) {
+                    Ok(_) | Err(rustix::io::Errno::EXIST) => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+        }
+        let is_link = rustix::fs::statat(&at, *last, AtFlags::SYMLINK_NOFOLLOW).map(|s| {
+            rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::Symlink
+        })?;
+        match is_link {
+            true => Err(io::Error::from_raw_os_error(
+                rustix::io::Errno::LOOP.raw_os_error(),
+            )),
+            false => Ok((at, last.to_os_string())),
+        }
+    }
+
+    fn unmount(&self, at: &Path) -> Result<(), StepError> {
+        let what = || format!("unmount /{}", at.display());
+        // By way of the working directory: umount takes paths only.
+        rustix::process::fchdir(self.root).during(what)?;
+        rustix::mount::unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).during(what)
+    }
+
+    /// pts, shm and the links; the devices themselves are among the pieces.
+    fn devices(&self, spec: &Spec) -> Result<(), StepError> {
+        let pts = new_filesystem(
+            "devpts",
+            &[("ptmxmode", "0666"), ("mode", "0620")],
+            MountAttrFlags::MOUNT_ATTR_NOEXEC,
+        )
+        .during(|| "make a devpts".into())?;
+        self.place(pts.as_fd(), Path::new("/dev/pts"), true)?;
+        let (uid, gid) = owner_here(spec);
+        // Shared memory is memory: it may not exceed the memory limit, which it counts against too.
+        let shm = new_tmpfs(
+            &[
+                ("size", &spec.limits.memory_bytes.to_string()),
+                (
+                    "nr_inodes",
+                    &spec.limits.files.saturating_add(1).to_string(),
+                ),
+                ("mode", "1777"),
+                ("uid", &uid.to_string()),
+                ("gid", &gid.to_string()),
+            ],
+            MountAttrFlags::empty(),
+        )
+        .during(|| "make a tmpfs for /dev/shm".into())?;
+        self.place(shm.as_fd(), Path::new("/dev/shm"), true)?;
+        for (to, at) in [
+            ("/proc/self/fd", "dev/fd"),
+            ("/proc/self/fd/0", "dev/stdin"),
+            ("/proc/self/fd/1", "dev/stdout"),
+            ("/proc/self/fd/2", "dev/stderr"),
+            ("pts/ptmx", "dev/ptmx"),
+        ] {
+            self.link(Path::new(to), Path::new(at))?;
+        }
+        Ok(())
+    }
+
+    /// The pid namespace's own /proc. The program's is read-only as a whole: nothing in it that
+    /// reaches the host, such as core_pattern or sysrq-trigger, can be written whatever its mode.
+    fn proc(&self) -> Result<OwnedFd, StepError> {
+        let mount = new_filesystem("proc", &[], MountAttrFlags::MOUNT_ATTR_NOEXEC)
+            .during(|| "make a proc for the pid namespace".into())?;
+        self.place(mount.as_fd(), Path::new("/proc"), true)?;
+        let writable = clone_tree(self.root, OsStr::new("proc"))
+            .during(|| "copy the mount of /proc".into())?;
+        let attributes = sys::MOUNT_ATTR_RDONLY
+            | sys::MOUNT_ATTR_NOSUID
+            | sys::MOUNT_ATTR_NODEV
+            | sys::MOUNT_ATTR_NOEXEC;
+        sys::mount_restrict(mount.as_fd(), attributes).during(|| "make /proc read-only".into())?;
+        Ok(writable)
+    }
+}
+
+fn make_directory(at: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
+    match rustix::fs::mkdirat(at, name, Mode::from_raw_mode(0o755)) {
+        Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}

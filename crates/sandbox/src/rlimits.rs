@@ -1,0 +1,54 @@
+//! Per-process limits: the floor under the cgroup's, and the only thing some limits have.
+
+use rustix::process::{Resource, Rlimit, setrlimit};
+
+use crate::channel::{During, StepError};
+use crate::spec::{Layer, Spec, WorkspaceKind};
+
+/// Applied in the child after its last user namespace is entered: RLIMIT_NPROC is counted per user and
+/// namespace (since Linux 5.14), so there it counts this run's processes and nobody else's.
+pub fn apply(spec: &Spec) -> Result<(), StepError> {
+    let limits = &spec.limits;
+    let mut table = vec![
+        (Resource::Nofile, limits.open_files, "RLIMIT_NOFILE"),
+        // 1, not 0: the value by which the kernel also starts no core dump helper on the host.
+        (Resource::Core, 1, "RLIMIT_CORE"),
+        (Resource::Memlock, 64 << 20, "RLIMIT_MEMLOCK"),
+        (Resource::Msgqueue, 819_200, "RLIMIT_MSGQUEUE"),
+        (
+            Resource::Sigpending,
+            limits.pids.saturating_mul(8).max(1024),
+            "RLIMIT_SIGPENDING",
+        ),
+        // No real-time scheduling, no raised priority.
+        (Resource::Rtprio, 0, "RLIMIT_RTPRIO"),
+        (Resource::Nice, 0, "RLIMIT_NICE"),
+    ];
+    if spec.has(Layer::UserNamespace) {
+        table.push((Resource::Nproc, limits.pids, "RLIMIT_NPROC"));
+    }
+    if spec.workspace_kind == WorkspaceKind::Disk {
+        table.push((Resource::Fsize, limits.disk_bytes, "RLIMIT_FSIZE"));
+    }
+    if let Some(cpu_ms) = limits.cpu_ms {
+        // No single process outlives the tree's limit, should the watch be late.
+        table.push((Resource::Cpu, cpu_ms.div_ceil(1000) + 1, "RLIMIT_CPU"));
+    }
+    for (resource, value, name) in table {
+        lower(resource, value).during(|| format!("set {name} to {value}"))?;
+    }
+    Ok(())
+}
+
+/// Sets both the soft and the hard limit, never above what we have ourselves.
+fn lower(resource: Resource, value: u64) -> rustix::io::Result<()> {
+    let now = rustix::process::getrlimit(resource);
+    let value = now.maximum.map_or(value, |most| most.min(value));
+    setrlimit(
+        resource,
+        Rlimit {
+            current: Some(value),
+            maximum: Some(value),
+        },
+    )
+}

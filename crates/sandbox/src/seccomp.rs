@@ -1,0 +1,915 @@
+//! The seccomp filter: the reviewed list in `table.rs`, compiled to classic BPF.
+//!
+//! [`program`] is a pure function; `sys.rs` installs what it returns. The program first compares the
+//! architecture. Another ABI's numbers mean other calls, so a foreign one (i386 through `int 0x80` on
+//! x86_64) gets ENOSYS. x32 shares x86_64's architecture and sets bit 30 of the number; such numbers
+//! are above every number of the table and get ENOSYS with the other unlisted ones.
+//!
+//! Then a balanced binary search over ranges of numbers finds the call's rule in about eight
+//! comparisons. A call that is always allowed is reached without loading an argument: the kernel
+//! (seccomp_cache_prepare, since 5.11) proves that when the filter is installed, and from then on
+//! does not run the filter for that call at all.
+
+mod table;
+
+use table::UNLISTED;
+
+/// What the filter must know about the run. Everything else is the same for every run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    pub fallocate: Fallocate,
+    pub affinity: Affinity,
+    pub connect: Connect,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fallocate {
+    Allowed,
+    /// EOPNOTSUPP, where the disk limit is watched and not enforced by the kernel.
+    Refused,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Affinity {
+    Free,
+    /// sched_setaffinity gets EPERM.
+    Fixed,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Connect {
+    /// connect(2) is the kernel's business.
+    Kernel,
+    /// connect(2) is not made but handed to the holder of the filter's listener. The holder must make the
+    /// connection itself and never answer CONTINUE: the address could change between its look and the call.
+    Brokered,
+}
+
+/// One classic BPF instruction, laid out as the kernel's `struct sock_filter`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Instruction {
+    pub code: u16,
+    pub jt: u8,
+    pub jf: u8,
+    pub k: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    Allow,
+    /// The call is not made. `Errno(0)` makes it succeed without effect.
+    Errno(i32),
+    /// The call is not made; whoever holds the listener answers in its place.
+    Notify,
+}
+
+/// One question about the low half of one argument.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Test {
+    /// The argument, after the mask, is one of these. Invariant: there is at least one.
+    OneOf {
+        arg: u8,
+        mask: u32,
+        values: Vec<u32>,
+    },
+    /// At least one of these bits is set.
+    AnyBit { arg: u8, bits: u32 },
+}
+
+/// When every test holds, the action.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Clause {
+    tests: Vec<Test>,
+    action: Action,
+}
+
+/// The first clause that holds decides. Without clauses no argument is loaded, so that the kernel can
+/// see that the call is always allowed and then skips the filter altogether.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Rule {
+    clauses: Vec<Clause>,
+    otherwise: Action,
+}
+
+fn always(action: Action) -> Rule {
+    rule(Vec::new(), action)
+}
+
+fn rule(clauses: Vec<Clause>, otherwise: Action) -> Rule {
+    Rule { clauses, otherwise }
+}
+
+fn when<const N: usize>(tests: [Test; N], action: Action) -> Clause {
+    let tests = tests.into();
+    Clause { tests, action }
+}
+
+fn is(arg: u8, values: &[u32]) -> Test {
+    masked(arg, u32::MAX, values)
+}
+
+fn masked(arg: u8, mask: u32, values: &[u32]) -> Test {
+    let values = values.to_vec();
+    Test::OneOf { arg, mask, values }
+}
+
+fn has_any(arg: u8, bits: u32) -> Test {
+    Test::AnyBit { arg, bits }
+}
+
+#[cfg(target_arch = "x86_64")]
+const NATIVE_ARCH: u32 = 0xc000_003e; // AUDIT_ARCH_X86_64
+#[cfg(target_arch = "aarch64")]
+const NATIVE_ARCH: u32 = 0xc000_00b7; // AUDIT_ARCH_AARCH64
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+compile_error!("the system call table is reviewed for x86_64 and aarch64 only");
+#[cfg(target_endian = "big")]
+compile_error!("arguments are loaded by the offset of their low half on little-endian machines");
+
+// Offsets in the kernel's struct seccomp_data.
+const DATA_NR: u32 = 0;
+const DATA_ARCH: u32 = 4;
+const DATA_ARGS: u32 = 16;
+
+const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+const AND: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
+const JUMP: u16 = (libc::BPF_JMP | libc::BPF_JA) as u16;
+const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+const IF_ANY_BIT: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
+const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+
+/// The filter for one run.
+pub fn program(options: &Options) -> Vec<Instruction> {
+    let rules = table::rules(options);
+    let mut code = Backwards::default();
+    let spans = spans(&rules, &mut code);
+    let search = code.search(&spans);
+    let number = code.load(DATA_NR, search);
+    let foreign = Target::Return(UNLISTED);
+    let check = code.branch(IF_EQUAL, NATIVE_ARCH, number, foreign);
+    code.load(DATA_ARCH, check);
+    code.finish()
+}
+
+/// Ranges of numbers with one target each, sorted, the first from zero and the last without an end.
+fn spans(rules: &[(u32, Rule)], code: &mut Backwards) -> Vec<(u32, Target)> {
+    let mut compiled: Vec<(&Rule, Target)> = Vec::new();
+    let mut spans = vec![(0, Target::Return(UNLISTED))];
+    for (nr, rule) in rules {
+        // Calls with equal rules share their instructions.
+        let known = compiled.iter().find(|(other, _)| *other == rule);
+        let target = match known {
+            Some((_, target)) => *target,
+            None => {
+                let target = code.rule(rule);
+                compiled.push((rule, target));
+                target
+            }
+        };
+        spans.push((*nr, target));
+        spans.push((nr + 1, Target::Return(UNLISTED)));
+    }
+    // Where two ranges begin at one number, the first is empty; the listed call replaces the gap before it.
+    let mut kept: Vec<(u32, Target)> = Vec::new();
+    for span in spans {
+        kept.pop_if(|last| last.0 == span.0);
+        if kept.last().is_none_or(|last| last.1 != span.1) {
+            kept.push(span);
+        }
+    }
+    kept
+}
+
+/// Where a branch leads: an answer, or an instruction by its place in [`Backwards`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    Return(Action),
+    At(usize),
+}
+
+/// A program under construction, last instruction first: BPF only jumps forward, so whatever a jump leads
+/// to is already there and its distance is known.
+#[derive(Default)]
+struct Backwards {
+    code: Vec<Instruction>,
+    /// Where each answer was last written.
+    returns: Vec<(Action, usize)>,
+}
+
+impl Backwards {
+    /// Branches reach 255 instructions; a few are left for what [`Self::branch`] puts in between.
+    const REACH: usize = 250;
+
+    fn rule(&mut self, rule: &Rule) -> Target {
+        let mut next = Target::Return(rule.otherwise);
+        for clause in rule.clauses.iter().rev() {
+            let mut holds = Target::Return(clause.action);
+            for test in clause.tests.iter().rev() {
+                holds = self.test(test, holds, next);
+            }
+            next = holds;
+        }
+        next
+    }
+
+    fn test(&mut self, test: &Test, holds: Target, fails: Target) -> Target {
+        match test {
+            Test::AnyBit { arg, bits } => {
+                let branch = self.branch(IF_ANY_BIT, *bits, holds, fails);
+                self.load(argument(*arg), branch)
+            }
+            Test::OneOf { arg, mask, values } => {
+                let mut first = fails;
+                for value in values.iter().rev() {
+                    first = self.branch(IF_EQUAL, *value, holds, first);
+                }
+                if *mask != u32::MAX {
+                    first = self.before(AND, *mask, first);
+                }
+                self.load(argument(*arg), first)
+            }
+        }
+    }
+
+    /// The number is in the accumulator; halves the spans until one is left.
+    fn search(&mut self, spans: &[(u32, Target)]) -> Target {
+        if let [(_, target)] = spans {
+            return *target;
+        }
+        let (below, above) = spans.split_at(spans.len() / 2);
+        let start = above[0].0;
+        let above = self.search(above);
+        let below = self.search(below);
+        self.branch(IF_AT_LEAST, start, above, below)
+    }
+
+    fn load(&mut self, offset: u32, then: Target) -> Target {
+        self.before(LOAD, offset, then)
+    }
+
+    /// An instruction that runs on into `then`.
+    fn before(&mut self, code: u16, k: u32, then: Target) -> Target {
+        let next = self.place(then);
+        if next + 1 != self.code.len() {
+            self.push(JUMP, 0, 0, distance(self.code.len(), next));
+        }
+        Target::At(self.push(code, 0, 0, k))
+    }
+
+    fn branch(&mut self, code: u16, k: u32, yes: Target, no: Target) -> Target {
+        let no = self.near(no);
+        let yes = self.near(yes);
+        let here = self.code.len();
+        let short = |to| {
+            u8::try_from(distance(here, to))
+                .expect("near() keeps a branch's targets within its reach")
+        };
+        let (jt, jf) = (short(yes), short(no));
+        Target::At(self.push(code, jt, jf, k))
+    }
+
+    /// A place that a branch can reach and that leads to the target.
+    fn near(&mut self, target: Target) -> usize {
+        let place = self.place(target);
+        match self.code.len() - place < Self::REACH {
+            true => place,
+            false => self.push(JUMP, 0, 0, distance(self.code.len(), place)),
+        }
+    }
+
+    /// Where the target is; an answer that is out of reach is written anew, which is cheaper than a jump to it.
+    fn place(&mut self, target: Target) -> usize {
+        let action = match target {
+            Target::At(place) => return place,
+            Target::Return(action) => action,
+        };
+        let written = self
+            .returns
+            .iter()
+            .rev()
+            .find(|(other, _)| *other == action);
+        match written {
+            Some((_, place)) if self.code.len() - place < Self::REACH => *place,
+            _ => {
+                let place = self.push(RETURN, 0, 0, answer(action));
+                self.returns.push((action, place));
+                place
+            }
+        }
+    }
+
+    fn push(&mut self, code: u16, jt: u8, jf: u8, k: u32) -> usize {
+        self.code.push(Instruction { code, jt, jf, k });
+        self.code.len() - 1
+    }
+
+    fn finish(mut self) -> Vec<Instruction> {
+        self.code.reverse();
+        self.code
+    }
+}
+
+/// How many instructions a jump at `from` skips to land on `to`, both counted from the program's end.
+fn distance(from: usize, to: usize) -> u32 {
+    u32::try_from(from - to - 1).expect("a filter has at most 4096 instructions")
+}
+
+/// The offset of an argument's low half.
+fn argument(arg: u8) -> u32 {
+    DATA_ARGS + 8 * u32::from(arg)
+}
+
+fn answer(action: Action) -> u32 {
+    match action {
+        Action::Allow => libc::SECCOMP_RET_ALLOW,
+        Action::Errno(errno) => libc::SECCOMP_RET_ERRNO | errno as u32,
+        Action::Notify => libc::SECCOMP_RET_USER_NOTIF,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const OPEN: Options = Options {
+        fallocate: Fallocate::Allowed,
+        affinity: Affinity::Free,
+        connect: Connect::Kernel,
+    };
+    const TIGHT: Options = Options {
+        fallocate: Fallocate::Refused,
+        affinity: Affinity::Fixed,
+        connect: Connect::Brokered,
+    };
+    const ALLOW: u32 = 0x7fff_0000;
+    const NOTIFY: u32 = 0x7fc0_0000;
+
+    const fn errno(errno: i32) -> u32 {
+        0x0005_0000 | errno as u32
+    }
+    const EPERM: u32 = errno(libc::EPERM);
+    const ENOSYS: u32 = errno(libc::ENOSYS);
+
+    /// Upper halves that the kernel ignores.
+    const GARBAGE: u64 = 0xdead_beef_0000_0000;
+
+    #[derive(Debug)]
+    struct Ran {
+        answer: u32,
+        steps: usize,
+        loaded_argument: bool,
+    }
+
+    /// The classic BPF machine, as far as seccomp filters use it here.
+    fn run(program: &[Instruction], arch: u32, nr: u32, args: [u64; 6]) -> Ran {
+        let mut data = [0_u8; 64];
+        data[0..4].copy_from_slice(&nr.to_le_bytes());
+        data[4..8].copy_from_slice(&arch.to_le_bytes());
+        for (i, arg) in args.iter().enumerate() {
+            data[16 + 8 * i..24 + 8 * i].copy_from_slice(&arg.to_le_bytes());
+        }
+        let (mut at, mut accumulator, mut loaded_argument) = (0, 0_u32, false);
+        for steps in 1..=program.len() {
+            let Instruction { code, jt, jf, k } = program[at];
+            at += 1;
+            let skip = |holds| usize::from(if holds { jt } else { jf });
+            match code {
+                0x20 => {
+                    let from = k as usize;
+                    accumulator = u32::from_le_bytes(data[from..from + 4].try_into().unwrap());
+                    loaded_argument |= from >= 16;
+                }
+                0x54 => accumulator &= k,
+                0x05 => at += k as usize,
+                0x15 => at += skip(accumulator == k),
+                0x35 => at += skip(accumulator >= k),
+                0x45 => at += skip(accumulator & k != 0),
+                0x06 => {
+                    return Ran {
+                        answer: k,
+                        steps,
+                        loaded_argument,
+                    };
+                }
+                other => panic!("instruction {other:#x} at {}", at - 1),
+            }
+        }
+        panic!("the program does not return");
+    }
+
+    /// What the table says, read line by line without any compilation.
+    fn model(rules: &[(u32, Rule)], nr: u32, args: [u64; 6]) -> u32 {
+        let Some((_, rule)) = rules.iter().find(|(listed, _)| *listed == nr) else {
+            return ENOSYS;
+        };
+        let holds = |test: &Test| match test {
+            Test::AnyBit { arg, bits } => args[usize::from(*arg)] as u32 & bits != 0,
+            Test::OneOf { arg, mask, values } => {
+                values.contains(&(args[usize::from(*arg)] as u32 & mask))
+            }
+        };
+        let decided = rule.clauses.iter().find(|c| c.tests.iter().all(holds));
+        match decided.map_or(rule.otherwise, |clause| clause.action) {
+            Action::Allow => ALLOW,
+            Action::Notify => NOTIFY,
+            Action::Errno(number) => errno(number),
+        }
+    }
+
+    fn every_option() -> Vec<Options> {
+        let mut all = Vec::new();
+        for fallocate in [Fallocate::Allowed, Fallocate::Refused] {
+            for affinity in [Affinity::Free, Affinity::Fixed] {
+                for connect in [Connect::Kernel, Connect::Brokered] {
+                    all.push(Options {
+                        fallocate,
+                        affinity,
+                        connect,
+                    });
+                }
+            }
+        }
+        all
+    }
+
+    /// Every value that some rule compares with, and its neighbours.
+    fn compared_values(rules: &[(u32, Rule)]) -> Vec<u32> {
+        let mut values = vec![0, 1, u32::MAX];
+        for test in rules
+            .iter()
+            .flat_map(|(_, r)| &r.clauses)
+            .flat_map(|c| &c.tests)
+        {
+            match test {
+                Test::AnyBit { bits, .. } => {
+                    values.extend((0..32).map(|bit| 1 << bit).filter(|bit| bits & bit != 0));
+                    values.push(!bits);
+                }
+                Test::OneOf {
+                    mask, values: some, ..
+                } => {
+                    values.extend(
+                        some.iter()
+                            .flat_map(|v| [*v, v | !mask, v ^ 1, v | 0x8_0000]),
+                    );
+                }
+            }
+        }
+        values.sort();
+        values.dedup();
+        values
+    }
+
+    #[test]
+    fn the_table_is_well_formed() {
+        for options in every_option() {
+            let rules = table::rules(&options);
+            assert!(
+                rules.windows(2).all(|two| two[0].0 < two[1].0),
+                "a call is listed twice"
+            );
+            assert!(rules.iter().all(|(nr, _)| *nr < 0x4000_0000));
+            for test in rules
+                .iter()
+                .flat_map(|(_, r)| &r.clauses)
+                .flat_map(|c| &c.tests)
+            {
+                match test {
+                    Test::AnyBit { arg, bits } => assert!(*arg < 6 && *bits != 0),
+                    Test::OneOf { arg, mask, values } => {
+                        assert!(*arg < 6 && !values.is_empty());
+                        assert!(
+                            values.iter().all(|v| v & mask == *v),
+                            "a value can never match"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// What the kernel's own checker demands (bpf_check_classic, seccomp_check_filter).
+    #[test]
+    fn the_kernel_would_take_it() {
+        assert_eq!(size_of::<Instruction>(), 8);
+        for options in every_option() {
+            let program = program(&options);
+            assert!(program.len() < 4096, "{} instructions", program.len());
+            assert_eq!(program.last().unwrap().code, RETURN);
+            for (at, i) in program.iter().enumerate() {
+                let furthest = match i.code {
+                    RETURN => continue,
+                    JUMP => i.k as usize,
+                    IF_EQUAL | IF_AT_LEAST | IF_ANY_BIT => usize::from(i.jt.max(i.jf)),
+                    _ => 0,
+                };
+                assert!(
+                    at + 1 + furthest < program.len(),
+                    "jump out of the program at {at}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_number_agrees_with_the_table() {
+        for options in every_option() {
+            let (program, rules) = (program(&options), table::rules(&options));
+            for nr in (0..1024).chain([0x4000_0000, u32::MAX]) {
+                for args in [[0; 6], [u64::MAX; 6], [GARBAGE; 6], [1; 6]] {
+                    let ran = run(&program, NATIVE_ARCH, nr, args);
+                    assert_eq!(ran.answer, model(&rules, nr, args), "call {nr} {args:x?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_compared_value_agrees_with_the_table() {
+        for options in [OPEN, TIGHT] {
+            let (program, rules) = (program(&options), table::rules(&options));
+            let values = compared_values(&rules);
+            let checked = rules.iter().filter(|(_, rule)| !rule.clauses.is_empty());
+            for (nr, arg) in checked.flat_map(|(nr, _)| (0..6).map(move |arg| (*nr, arg))) {
+                for value in &values {
+                    let mut args = [GARBAGE | 1; 6];
+                    args[arg] = GARBAGE | u64::from(*value);
+                    let ran = run(&program, NATIVE_ARCH, nr, args);
+                    assert_eq!(ran.answer, model(&rules, nr, args), "call {nr} {args:x?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn unconditional_calls_load_no_argument_and_take_few_steps() {
+        for options in every_option() {
+            let program = program(&options);
+            for (nr, rule) in table::rules(&options) {
+                let ran = run(&program, NATIVE_ARCH, nr, [0; 6]);
+                if rule.clauses.is_empty() {
+                    assert!(!ran.loaded_argument, "call {nr}");
+                    assert!(ran.steps <= 16, "call {nr}: {} steps", ran.steps);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_foreign_abi_has_no_calls() {
+        const AUDIT_ARCH_I386: u32 = 0x4000_0003;
+        const AUDIT_ARCH_ARM: u32 = 0x4000_0028;
+        let program = program(&OPEN);
+        for nr in 0..1024 {
+            for arch in [
+                AUDIT_ARCH_I386,
+                AUDIT_ARCH_ARM,
+                0,
+                u32::MAX,
+                NATIVE_ARCH ^ 1,
+            ] {
+                assert_eq!(run(&program, arch, nr, [0; 6]).answer, ENOSYS);
+            }
+            for bit in 10..32 {
+                let ran = run(&program, NATIVE_ARCH, nr | 1 << bit, [0; 6]);
+                assert_eq!(
+                    ran.answer, ENOSYS,
+                    "call {nr:#x} with bit {bit} (30 is x32)"
+                );
+            }
+        }
+    }
+
+    /// Runs one call, with and without garbage in the upper halves of its arguments.
+    #[track_caller]
+    fn expect(options: Options, nr: libc::c_long, args: &[u64], answer: u32) {
+        let program = program(&options);
+        for above in [0, GARBAGE] {
+            let mut six = [above; 6];
+            for (to, arg) in six.iter_mut().zip(args) {
+                *to |= arg & 0xffff_ffff;
+            }
+            let ran = run(&program, NATIVE_ARCH, nr as u32, six);
+            assert_eq!(
+                ran.answer, answer,
+                "got {:#x}, want {answer:#x}: call {nr} {six:x?}",
+                ran.answer
+            );
+        }
+    }
+
+    // From here on the expected answers and the arguments are written out by hand, from the manual pages and the
+    // kernel's headers, and do not come from the table.
+
+    #[test]
+    fn the_options_decide_their_calls() {
+        let cases = [
+            (libc::SYS_fallocate, ALLOW, errno(libc::EOPNOTSUPP)),
+            (libc::SYS_sched_setaffinity, ALLOW, EPERM),
+            (libc::SYS_connect, ALLOW, NOTIFY),
+        ];
+        for (nr, open, tight) in cases {
+            expect(OPEN, nr, &[], open);
+            expect(TIGHT, nr, &[], tight);
+        }
+    }
+
+    #[rustfmt::skip]
+    #[test]
+    fn calls_that_are_refused_or_absent_or_ignored() {
+        let refused = [
+            libc::SYS_unshare, libc::SYS_setns, libc::SYS_mount, libc::SYS_umount2, libc::SYS_pivot_root,
+            libc::SYS_chroot, libc::SYS_move_mount, libc::SYS_open_tree, libc::SYS_fsopen, libc::SYS_fsconfig,
+            libc::SYS_fsmount, libc::SYS_fspick, libc::SYS_mount_setattr, libc::SYS_bpf,
+            libc::SYS_perf_event_open, libc::SYS_userfaultfd, libc::SYS_add_key, libc::SYS_request_key,
+            libc::SYS_keyctl, libc::SYS_ptrace, libc::SYS_process_vm_readv, libc::SYS_process_vm_writev,
+            libc::SYS_process_madvise, libc::SYS_kcmp, libc::SYS_pidfd_getfd, libc::SYS_init_module,
+            libc::SYS_finit_module, libc::SYS_delete_module, libc::SYS_kexec_load, libc::SYS_reboot,
+            libc::SYS_swapon, libc::SYS_swapoff, libc::SYS_acct, libc::SYS_quotactl, libc::SYS_quotactl_fd,
+            libc::SYS_settimeofday, libc::SYS_clock_settime, libc::SYS_clock_adjtime, libc::SYS_adjtimex,
+            libc::SYS_syslog, libc::SYS_open_by_handle_at, libc::SYS_name_to_handle_at,
+            libc::SYS_fanotify_init, libc::SYS_fanotify_mark, libc::SYS_lookup_dcookie, libc::SYS_vhangup,
+            libc::SYS_sethostname, libc::SYS_setdomainname, libc::SYS_sched_setattr, 467, 469,
+        ];
+        let absent = [
+            libc::SYS_clone3, libc::SYS_openat2, libc::SYS_io_uring_setup, libc::SYS_io_uring_enter,
+            libc::SYS_io_uring_register, libc::SYS_memfd_secret, 457, 458, 459, 460, 461, 470, 999,
+        ];
+        for options in [OPEN, TIGHT] {
+            refused
+                .iter()
+                .for_each(|nr| expect(options, *nr, &[], EPERM));
+            absent
+                .iter()
+                .for_each(|nr| expect(options, *nr, &[], ENOSYS));
+            expect(options, libc::SYS_sync, &[], errno(0));
+            expect(options, libc::SYS_syncfs, &[1], errno(0));
+        }
+    }
+
+    #[test]
+    fn clone_makes_no_namespace() {
+        for flag in [
+            0x2_0000,
+            0x200_0000,
+            0x400_0000,
+            0x800_0000,
+            0x1000_0000,
+            0x2000_0000,
+            0x4000_0000_u64,
+        ] {
+            expect(OPEN, libc::SYS_clone, &[flag | 17], EPERM);
+        }
+        expect(OPEN, libc::SYS_clone, &[0x8000 | 17], EPERM); // CLONE_PARENT
+        expect(OPEN, libc::SYS_clone, &[17], ALLOW); // fork
+        expect(OPEN, libc::SYS_clone, &[0x003d_0f00], ALLOW); // pthread_create
+        expect(OPEN, libc::SYS_clone, &[0x4111], ALLOW); // posix_spawn
+        expect(OPEN, libc::SYS_clone, &[0x80], ALLOW); // part of the exit signal here, not CLONE_NEWTIME
+    }
+
+    #[test]
+    fn sockets_are_of_known_kinds() {
+        const FLAGS: u64 = 0o2_004_000; // SOCK_CLOEXEC | SOCK_NONBLOCK
+        let no_family = errno(libc::EAFNOSUPPORT);
+        let no_protocol = errno(libc::EPROTONOSUPPORT);
+        // domain, type, protocol, answer without a broker, answer with one
+        let cases = [
+            (1, 1, 0, ALLOW, ALLOW),
+            (1, 5, 0, ALLOW, ALLOW),
+            (1, 2, 0, ALLOW, no_protocol),
+            (1, 3, 0, ALLOW, no_protocol),
+            (2, 1, 0, ALLOW, ALLOW),
+            (2, 1, 6, ALLOW, ALLOW),
+            (2, 2, 0, ALLOW, ALLOW),
+            (10, 2, 17, ALLOW, ALLOW),
+            (10, 1, 0, ALLOW, ALLOW),
+            (2, 1, 132, no_protocol, no_protocol),
+            (2, 1, 262, no_protocol, no_protocol),
+            (2, 2, 1, no_protocol, no_protocol),
+            (2, 3, 1, EPERM, EPERM),
+            (10, 3, 58, EPERM, EPERM),
+            (2, 5, 132, no_protocol, no_protocol),
+            (2, 10, 3, no_protocol, no_protocol),
+            (16, 3, 0, ALLOW, ALLOW),
+            (16, 2, 0, ALLOW, ALLOW),
+            (16, 3, 12, no_protocol, no_protocol),
+            (16, 3, 15, no_protocol, no_protocol),
+            (0, 1, 0, no_family, no_family),
+            (17, 3, 0, no_family, no_family),
+            (38, 5, 0, no_family, no_family),
+            (40, 1, 0, no_family, no_family),
+        ];
+        for (domain, kind, protocol, open, brokered) in cases {
+            for flags in [0, FLAGS] {
+                expect(
+                    OPEN,
+                    libc::SYS_socket,
+                    &[domain, kind | flags, protocol],
+                    open,
+                );
+                expect(
+                    TIGHT,
+                    libc::SYS_socket,
+                    &[domain, kind | flags, protocol],
+                    brokered,
+                );
+            }
+        }
+        expect(TIGHT, libc::SYS_socketpair, &[1, 1 | FLAGS, 0], ALLOW);
+        expect(TIGHT, libc::SYS_socketpair, &[1, 5, 0], ALLOW);
+        expect(TIGHT, libc::SYS_socketpair, &[1, 2 | FLAGS, 0], no_protocol);
+        expect(OPEN, libc::SYS_socketpair, &[1, 2, 0], ALLOW);
+        expect(OPEN, libc::SYS_socketpair, &[30, 1, 0], no_family);
+        for option in [26, 50, 51, 52] {
+            expect(OPEN, libc::SYS_setsockopt, &[3, 1, option], EPERM);
+        }
+        expect(
+            OPEN,
+            libc::SYS_setsockopt,
+            &[3, 6, 31],
+            errno(libc::ENOPROTOOPT),
+        );
+        expect(OPEN, libc::SYS_setsockopt, &[3, 1, 2], ALLOW); // SO_REUSEADDR
+        expect(OPEN, libc::SYS_setsockopt, &[3, 6, 1], ALLOW); // TCP_NODELAY
+    }
+
+    #[test]
+    fn no_file_becomes_set_id_or_a_device() {
+        for mode in [0o4755, 0o2755, 0o6000, 0o104_644_u64] {
+            expect(OPEN, libc::SYS_fchmod, &[3, mode], EPERM);
+            expect(OPEN, libc::SYS_fchmodat, &[3, 0, mode], EPERM);
+            expect(OPEN, 452, &[3, 0, mode, 0], EPERM);
+            expect(OPEN, libc::SYS_openat, &[3, 0, 0o101, mode], EPERM);
+            expect(OPEN, libc::SYS_openat, &[3, 0, 0o20_200_002, mode], EPERM);
+            expect(OPEN, libc::SYS_openat, &[3, 0, 0o20_000_002, mode], EPERM);
+            expect(OPEN, libc::SYS_openat, &[3, 0, 0o200_000, mode], ALLOW); // a mode that is not used
+            expect(OPEN, libc::SYS_mknodat, &[3, 0, mode], EPERM);
+        }
+        for mode in [0, 0o644, 0o1777] {
+            expect(OPEN, libc::SYS_fchmod, &[3, mode], ALLOW);
+            expect(OPEN, libc::SYS_fchmodat, &[3, 0, mode], ALLOW);
+            expect(OPEN, libc::SYS_openat, &[3, 0, 0o101, mode], ALLOW);
+            expect(OPEN, libc::SYS_mknodat, &[3, 0, mode], ALLOW);
+            expect(OPEN, libc::SYS_mknodat, &[3, 0, 0o10_000 | mode], ALLOW); // a FIFO
+            expect(OPEN, libc::SYS_mknodat, &[3, 0, 0o20_000 | mode], EPERM); // a character device
+            expect(OPEN, libc::SYS_mknodat, &[3, 0, 0o60_000 | mode], EPERM); // a block device
+        }
+        expect(
+            OPEN,
+            libc::SYS_renameat2,
+            &[3, 0, 3, 0, 4],
+            errno(libc::EINVAL),
+        );
+        expect(OPEN, libc::SYS_renameat2, &[3, 0, 3, 0, 1], ALLOW);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn the_older_forms_hold_as_well() {
+        expect(OPEN, libc::SYS_chmod, &[0, 0o4755], EPERM);
+        expect(OPEN, libc::SYS_chmod, &[0, 0o755], ALLOW);
+        expect(OPEN, libc::SYS_creat, &[0, 0o2755], EPERM);
+        expect(OPEN, libc::SYS_creat, &[0, 0o755], ALLOW);
+        expect(OPEN, libc::SYS_open, &[0, 0o101, 0o4755], EPERM);
+        expect(OPEN, libc::SYS_open, &[0, 0, 0o4755], ALLOW);
+        expect(OPEN, libc::SYS_mknod, &[0, 0o20_644], EPERM);
+        expect(OPEN, libc::SYS_mknod, &[0, 0o10_644], ALLOW);
+        for nr in [libc::SYS_iopl, libc::SYS_ioperm, libc::SYS_modify_ldt] {
+            expect(OPEN, nr, &[], EPERM);
+        }
+        for nr in [
+            libc::SYS_uselib,
+            libc::SYS__sysctl,
+            libc::SYS_ustat,
+            libc::SYS_sysfs,
+            libc::SYS_nfsservctl,
+        ] {
+            expect(OPEN, nr, &[], ENOSYS);
+        }
+    }
+
+    #[rustfmt::skip]
+    #[test]
+    fn ioctls_are_of_known_kinds() {
+        // TIOCSTI, TIOCLINUX, TIOCCONS, TIOCSETD; the setters of flags, version and project id; SIOCSIFFLAGS,
+        // SIOCBRADDBR.
+        for command in [
+            0x5412, 0x541c, 0x541d, 0x5423, 0x4008_6602, 0x4004_6602, 0x4008_7602, 0x4004_7602, 0x401c_5820,
+            0x8914, 0x89a0,
+        ] {
+            expect(OPEN, libc::SYS_ioctl, &[0, command], EPERM);
+        }
+        // TCGETS, TCSETS, TIOCSCTTY, TIOCGPGRP, TIOCSPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, TIOCNOTTY, FIOCLEX, TIOCGPTN,
+        // TIOCSPTLCK; FICLONE, FS_IOC_GETFLAGS, FS_IOC_FSGETXATTR, FS_IOC_FIEMAP; SIOCGIFCONF.
+        for command in [
+            0x5401, 0x5402, 0x540e, 0x540f, 0x5410, 0x5413, 0x541b, 0x5421, 0x5422, 0x5451, 0x8004_5430,
+            0x4004_5431, 0x4004_9409, 0x8008_6601, 0x801c_581f, 0xc020_660b, 0x8912,
+        ] {
+            expect(OPEN, libc::SYS_ioctl, &[0, command], ALLOW);
+        }
+        // BTRFS_IOC_SUBVOL_CREATE, FS_IOC_RESVSP64, FS_IOC_ENABLE_VERITY, FS_IOC_ADD_ENCRYPTION_KEY, VT_ACTIVATE,
+        // KDSKBENT, FIBMAP.
+        for command in [
+            0x5000_940e, 0x4030_582a, 0x4080_6685, 0xc050_6617, 0x5606, 0x4b47, 1,
+        ] {
+            expect(OPEN, libc::SYS_ioctl, &[0, command], errno(libc::ENOTTY));
+        }
+    }
+
+    #[test]
+    fn a_process_keeps_to_itself() {
+        for allowed in [0, 0xffff_ffff, 0x4_0000] {
+            expect(OPEN, libc::SYS_personality, &[allowed], ALLOW);
+        }
+        for refused in [8, 0x40_0000, 0x10_0000, 0x44_0000, 0x4_0008] {
+            expect(OPEN, libc::SYS_personality, &[refused], EPERM);
+        }
+        for option in [
+            1,
+            3,
+            4,
+            15,
+            16,
+            22,
+            29,
+            36,
+            38,
+            41,
+            0x5356_4d41,
+            0x5961_6d61,
+        ] {
+            expect(OPEN, libc::SYS_prctl, &[option], ALLOW);
+        }
+        for option in [8, 24, 26, 28, 31, 32, 33, 35, 57, 59, 62, 67] {
+            expect(OPEN, libc::SYS_prctl, &[option], EPERM);
+        }
+        for option in [0, 9, 77, 78, 500, 0xffff_ffff] {
+            expect(OPEN, libc::SYS_prctl, &[option], errno(libc::EINVAL));
+        }
+        expect(TIGHT, libc::SYS_seccomp, &[1, 0], ALLOW);
+        expect(TIGHT, libc::SYS_seccomp, &[1, 1 | 4], ALLOW);
+        expect(TIGHT, libc::SYS_seccomp, &[1, 8], EPERM);
+        expect(TIGHT, libc::SYS_seccomp, &[1, 1 | 8 | 16 | 32], EPERM);
+        expect(OPEN, libc::SYS_prlimit64, &[0, 7], ALLOW);
+        expect(OPEN, libc::SYS_prlimit64, &[1, 0], EPERM);
+        for (policy, answer) in [
+            (0, ALLOW),
+            (3, ALLOW),
+            (5, ALLOW),
+            (1, EPERM),
+            (2, EPERM),
+            (6, EPERM),
+        ] {
+            expect(OPEN, libc::SYS_sched_setscheduler, &[0, policy], answer);
+            expect(
+                OPEN,
+                libc::SYS_sched_setscheduler,
+                &[0, policy | 0x4000_0000],
+                answer,
+            );
+        }
+        expect(OPEN, libc::SYS_fcntl, &[3, 1024, 0], EPERM);
+        expect(OPEN, libc::SYS_fcntl, &[3, 1040, 0], EPERM);
+        for command in [0, 1, 2, 3, 4, 5, 6, 7, 8, 36, 37, 38, 1030, 1031, 1033] {
+            expect(OPEN, libc::SYS_fcntl, &[3, command, 1], ALLOW);
+        }
+    }
+
+    type Compiled = (Vec<Instruction>, Vec<(u32, Rule)>, Vec<u32>);
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(10_000))]
+
+        /// Arguments are drawn from what the rules compare with, and from anywhere.
+        #[test]
+        fn random_calls_agree_with_the_table(
+            nr in prop_oneof![0_u32..512, any::<u32>()],
+            picks in any::<[prop::sample::Index; 6]>(),
+            wild in any::<[u64; 6]>(),
+            choose in any::<[bool; 6]>(),
+            tight in any::<bool>(),
+        ) {
+            thread_local! {
+                static COMPILED: [Compiled; 2] = [OPEN, TIGHT].map(|options| {
+                    let rules = table::rules(&options);
+                    let values = compared_values(&rules);
+                    (program(&options), rules, values)
+                });
+            }
+            COMPILED.with(|compiled| {
+                let (program, rules, values) = &compiled[usize::from(tight)];
+                let args = std::array::from_fn(|i| match choose[i] {
+                    true => wild[i] & GARBAGE | u64::from(*picks[i].get(values)),
+                    false => wild[i],
+                });
+                prop_assert_eq!(run(program, NATIVE_ARCH, nr, args).answer, model(rules, nr, args));
+                Ok(())
+            })?;
+        }
+    }
+}

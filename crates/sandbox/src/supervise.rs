@@ -1,0 +1,645 @@
+//! The runner's side: start the launcher, pass the streams, wait for the end, and hold the last deadline.
+//!
+//! Deadlines are init's (`init.rs`). The runner only keeps a backstop behind them: if init has not
+//! ended the run in time, it is killed, and with it the whole pid namespace; if even that cannot be
+//! shown to be done, the outcome says so.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+
+use crate::cgroup::Group;
+use crate::channel::{self, Order, Report, Wait};
+use crate::launch::Plan;
+use crate::outcome::{Outcome, Stop, Usage};
+use crate::spec::{Hardness, Identity, Layer, LimitName, Spec, SpecError, Terminal, WorkspaceKind};
+
+/// Init has this long, beyond the grace, before it is killed; and the kernel as long again to finish it.
+const BACKSTOP: Duration = Duration::from_millis(450);
+/// Read at once from a stream.
+const CHUNK_BYTES: usize = 64 * 1024;
+/// Reads after the last process has died: what a pipe can hold, and no more.
+const DRAIN_READS_MAX: usize = 64;
+
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error("the run is not possible as described")]
+    Spec(#[from] SpecError),
+    #[error("{action}")]
+    Start {
+        action: &'static str,
+        source: io::Error,
+    },
+    #[error("{step}: {detail}")]
+    Step {
+        step: String,
+        detail: String,
+        #[source]
+        source: Option<io::Error>,
+    },
+    #[error("the launcher died in the step \"{step}\"")]
+    Died { step: String },
+    #[error("fill the workspace")]
+    Fill { source: io::Error },
+}
+
+fn start(action: &'static str) -> impl FnOnce(io::Error) -> RunError {
+    move |source| RunError::Start { action, source }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// What whoever watches the run wants of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// SIGTERM, the grace, SIGKILL.
+    Cancel,
+    /// SIGKILL.
+    Kill,
+    /// The terminal has a new size.
+    Resize { rows: u16, columns: u16 },
+}
+
+/// Whoever watches the run: takes its output, and may wish for its end.
+pub trait Attendant {
+    /// A workspace in memory is there to be filled; nothing runs yet.
+    fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()>;
+    fn output(&mut self, stream: Stream, bytes: &[u8]);
+    /// A descriptor that must become writable before more output is wanted.
+    fn blocked_on(&self) -> Option<BorrowedFd<'_>>;
+    fn unblocked(&mut self);
+    /// A descriptor that is readable when there is a wish.
+    fn wishes(&self) -> Option<BorrowedFd<'_>>;
+    fn wish(&mut self) -> Option<Wish>;
+}
+
+/// What a run is started with, beside its spec.
+pub struct Means<'a> {
+    /// Our own binary; `/proc/self/exe` unless a test brings another.
+    pub launcher: &'a Path,
+    /// The held workspace directory; not needed for one in memory.
+    pub workspace: Option<BorrowedFd<'a>>,
+    /// Read and piped to the program; `None` is /dev/null.
+    pub stdin: Option<OwnedFd>,
+    pub group: Option<&'a Group>,
+}
+
+/// What came of it: how it ended, and which layers were really in force.
+#[derive(Debug)]
+pub struct Finished {
+    pub outcome: Outcome,
+    pub layers: Vec<(Layer, String)>,
+    /// The workspace that lived in memory, still readable.
+    pub workspace: Option<OwnedFd>,
+}
+
+pub struct Running<'a> {
+    spec: &'a Spec,
+    group: Option<&'a Group>,
+    socket: OwnedFd,
+    launcher: Child,
+    init: Option<OwnedFd>,
+    out: [Option<OwnedFd>; 2],
+    terminal: Option<OwnedFd>,
+    stdin: Feed,
+    step: String,
+    failed: Option<RunError>,
+    layers: Vec<(Layer, String)>,
+    ended: Option<(Option<crate::outcome::Exit>, Option<Stop>, Usage)>,
+    workspace: Option<OwnedFd>,
+    asked_to_stop: Option<Stop>,
+    started: Instant,
+    kill_init_at: Instant,
+    killed_init: bool,
+}
+
+/// Bytes on their way into the program.
+#[derive(Default)]
+struct Feed {
+    source: Option<OwnedFd>,
+    sink: Option<OwnedFd>,
+    pending: Vec<u8>,
+}
+
+/// Starts the launcher and hands it everything. The run proceeds from then on by itself.
+pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunError> {
+    spec.check()?;
+    let (ours, theirs) = rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(|e| start("make the control socket")(e.into()))?;
+    // An empty environment: nothing of the caller's is to be found in any process inside. Its own process
+    // group: the terminal's Ctrl-C is the runner's to handle.
+    let launcher = Command::new(means.launcher)
+        .arg(crate::launch::ARGUMENT)
+        .env_clear()
+        .current_dir("/")
+        .process_group(0)
+        .stdin(Stdio::from(theirs))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(start("start the launcher"))?;
+    let (out_read, out_write) = pipe(spec.identity)?;
+    let (err_read, err_write) = pipe(spec.identity)?;
+    let (stdin, feed) = stdin_pair(spec, means.stdin)?;
+    let cpu = means.group.and_then(Group::cpu_usage_fd);
+    let attach = match means.group {
+        Some(group) => group
+            .attach_fds()
+            .map_err(|e| start("open the cgroup")(io::Error::other(e)))?,
+        None => Vec::new(),
+    };
+    let enforced = |limit| means.group.is_some_and(|g| g.enforces(limit).is_some());
+    let plan = Plan {
+        spec: spec.clone(),
+        attach_files: attach.len(),
+        cpu_counter: cpu.as_ref().map(|(_, unit)| *unit),
+        memory: if enforced(LimitName::Memory) {
+            Hardness::Hard
+        } else {
+            Hardness::Watched
+        },
+        pin_to_cpus: spec.limits.cpu_milli.div_ceil(1000) as usize,
+        pinned_for_good: !enforced(LimitName::Cpus),
+    };
+    let file = plan_file(&plan).map_err(start("write the plan"))?;
+    let mut fds = vec![
+        file.as_fd(),
+        stdin.as_fd(),
+        out_write.as_fd(),
+        err_write.as_fd(),
+    ];
+    if spec.workspace_kind == WorkspaceKind::Disk {
+        let missing = || start("hand over the workspace")(io::Error::other("no descriptor"));
+        fds.push(means.workspace.ok_or_else(missing)?);
+    }
+    fds.extend(cpu.iter().map(|(fd, _)| fd.as_fd()));
+    fds.extend(attach.iter().map(AsFd::as_fd));
+    channel::send(ours.as_fd(), &fds.len(), &fds).map_err(start("send the plan"))?;
+    let terminal = matches!(spec.terminal, Terminal::Own { .. });
+    let backstop =
+        Duration::from_millis(spec.limits.wall_ms.saturating_add(spec.limits.grace_ms)) + BACKSTOP;
+    Ok(Running {
+        spec,
+        group: means.group,
+        socket: ours,
+        launcher,
+        init: None,
+        // With a terminal the pipes lead nowhere; the program's output comes from the terminal.
+        out: if terminal {
+            [None, None]
+        } else {
+            [Some(out_read), Some(err_read)]
+        },
+        terminal: None,
+        stdin: feed,
+        step: String::from("start the launcher"),
+        failed: None,
+        layers: Vec::new(),
+        ended: None,
+        workspace: None,
+        asked_to_stop: None,
+        started: Instant::now(),
+        // Building the sandbox is not the program's time; it gets some of its own.
+        kill_init_at: Instant::now() + backstop + Duration::from_secs(30),
+        killed_init: false,
+    })
+}
+
+/// A pipe that the program may reopen as /dev/stdout: it must own it.
+fn pipe(identity: Identity) -> Result<(OwnedFd, OwnedFd), RunError> {
+    let made = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        if let Identity::Leased { uid, gid } = identity {
+            let (uid, gid) = (
+                rustix::fs::Uid::from_raw(uid),
+                rustix::fs::Gid::from_raw(gid),
+            );
+            rustix::fs::fchown(&write, Some(uid), Some(gid))?;
+        }
+        Ok((read, write))
+    };
+    made().map_err(|e| start("make a pipe")(e.into()))
+}
+
+fn stdin_pair(spec: &Spec, source: Option<OwnedFd>) -> Result<(OwnedFd, Feed), RunError> {
+    let terminal = matches!(spec.terminal, Terminal::Own { .. });
+    if source.is_none() || terminal {
+        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
+        let null = rustix::fs::open("/dev/null", flags, rustix::fs::Mode::empty());
+        let null = null.map_err(|e| start("open /dev/null")(e.into()))?;
+        return Ok((
+            null,
+            Feed {
+                source,
+                ..Feed::default()
+            },
+        ));
+    }
+    let (read, write) = pipe(spec.identity)?;
+    rustix::io::ioctl_fionbio(&write, true).map_err(|e| start("make a pipe")(e.into()))?;
+    Ok((
+        read,
+        Feed {
+            source,
+            sink: Some(write),
+            pending: Vec::new(),
+        },
+    ))
+}
+
+fn plan_file(plan: &Plan) -> io::Result<OwnedFd> {
+    use rustix::fs::{MemfdFlags, SealFlags};
+    let fd = rustix::fs::memfd_create(
+        c"fumehood-plan",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?;
+    let mut file = std::fs::File::from(fd);
+    serde_json::to_writer(io::BufWriter::new(&mut file), plan)?;
+    io::Seek::rewind(&mut file)?;
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL,
+    )?;
+    Ok(file.into())
+}
+
+/// What there is to be done after a poll.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Socket,
+    Init,
+    Out(usize),
+    Terminal,
+    StdinSource,
+    StdinSink,
+    Wishes,
+    Unblocked,
+}
+
+impl Running<'_> {
+    /// Watches until every process is dead, or cannot be shown to be.
+    pub fn supervise(mut self, attendant: &mut dyn Attendant) -> Result<Finished, RunError> {
+        let mut socket_open = true;
+        let mut init_dead = false;
+        let mut activity = Instant::now();
+        while socket_open || !init_dead {
+            let ready = self.wait(attendant, socket_open, init_dead);
+            for source in ready {
+                match source {
+                    Source::Socket => socket_open = self.hear(attendant)?,
+                    Source::Init => init_dead = true,
+                    Source::Out(n) => self.pass_output(n, attendant, &mut activity),
+                    Source::Terminal => self.pass_terminal(attendant),
+                    Source::StdinSource => self.stdin.take_in(),
+                    Source::StdinSink => self.stdin.hand_on(self.terminal.as_ref()),
+                    Source::Wishes => self.hear_wish(attendant),
+                    Source::Unblocked => attendant.unblocked(),
+                }
+            }
+            if !socket_open && self.init.is_none() {
+                // No init was ever born.
+                init_dead = true;
+            }
+            if !init_dead && !self.backstop() {
+                break;
+            }
+        }
+        let _gone = self.launcher.wait();
+        self.drain(attendant);
+        self.conclude(init_dead)
+    }
+
+    fn wait(&self, attendant: &dyn Attendant, socket_open: bool, init_dead: bool) -> Vec<Source> {
+        let blocked = attendant.blocked_on();
+        let wishes = attendant.wishes();
+        let mut list: Vec<(Source, BorrowedFd<'_>, PollFlags)> = Vec::with_capacity(8);
+        if socket_open {
+            list.push((Source::Socket, self.socket.as_fd(), PollFlags::IN));
+        }
+        if let (Some(init), false) = (&self.init, init_dead) {
+            list.push((Source::Init, init.as_fd(), PollFlags::IN));
+        }
+        if let Some(fd) = blocked {
+            list.push((Source::Unblocked, fd, PollFlags::OUT));
+        } else {
+            for (n, out) in self.out.iter().enumerate() {
+                list.extend(
+                    out.as_ref()
+                        .map(|fd| (Source::Out(n), fd.as_fd(), PollFlags::IN)),
+                );
+            }
+            list.extend(
+                self.terminal
+                    .as_ref()
+                    .map(|fd| (Source::Terminal, fd.as_fd(), PollFlags::IN)),
+            );
+        }
+        if let Some(sink) = self.stdin.sink.as_ref().or(self.terminal.as_ref()) {
+            match (self.stdin.pending.is_empty(), &self.stdin.source) {
+                (false, _) => list.push((Source::StdinSink, sink.as_fd(), PollFlags::OUT)),
+                (true, Some(source)) => {
+                    list.push((Source::StdinSource, source.as_fd(), PollFlags::IN))
+                }
+                (true, None) => {}
+            }
+        }
+        list.extend(wishes.map(|fd| (Source::Wishes, fd, PollFlags::IN)));
+        let timeout = self
+            .kill_init_at
+            .saturating_duration_since(Instant::now())
+            .min(Duration::from_secs(60));
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: (timeout.subsec_nanos() | 1).into(),
+        };
+        let mut fds: Vec<PollFd<'_>> = list
+            .iter()
+            .map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags))
+            .collect();
+        if poll(&mut fds, Some(&timeout)).is_err() {
+            return Vec::new();
+        }
+        let ready = list
+            .iter()
+            .zip(&fds)
+            .filter(|(_, fd)| !fd.revents().is_empty());
+        ready.map(|((source, ..), _)| *source).collect()
+    }
+
+    /// One report. False when nobody is left on the other side.
+    fn hear(&mut self, attendant: &mut dyn Attendant) -> Result<bool, RunError> {
+        let heard = match channel::receive::<Report>(self.socket.as_fd(), Wait::No) {
+            Ok(heard) => heard,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => None,
+            Err(e) => return Err(start("hear from the sandbox")(e)),
+        };
+        let Some((report, mut fds)) = heard else {
+            return Ok(false);
+        };
+        match report {
+            Report::Step(step) => self.step = step,
+            Report::Failed {
+                step,
+                errno,
+                detail,
+            } => {
+                let source = errno.map(io::Error::from_raw_os_error);
+                self.failed.get_or_insert(RunError::Step {
+                    step,
+                    detail,
+                    source,
+                });
+            }
+            Report::Layer(layer, how) => self.layers.push((layer, how)),
+            Report::Init { pid } => self.met_init(pid)?,
+            Report::Workspace => {
+                self.workspace = fds.pop();
+                self.fill_workspace(attendant)?;
+            }
+            Report::Terminal => self.terminal = fds.pop(),
+            Report::Ended { exit, stop, usage } => self.ended = Some((exit, stop, usage)),
+        }
+        Ok(true)
+    }
+
+    fn met_init(&mut self, pid: i32) -> Result<(), RunError> {
+        let no_init = || io::Error::other("no such pid");
+        let pid = Pid::from_raw(pid)
+            .ok_or_else(no_init)
+            .map_err(start("find init"))?;
+        // Ours to reap, so the number cannot have been given to another process.
+        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty());
+        self.init = Some(pidfd.map_err(|e| start("find init")(e.into()))?);
+        Ok(())
+    }
+
+    fn fill_workspace(&mut self, attendant: &mut dyn Attendant) -> Result<(), RunError> {
+        if let Some(workspace) = &self.workspace
+            && let Err(source) = attendant.fill(workspace.as_fd())
+        {
+            self.failed = Some(RunError::Fill { source });
+            self.order(Order::Kill);
+            return Ok(());
+        }
+        self.order(Order::Go);
+        Ok(())
+    }
+
+    fn order(&self, order: Order) {
+        // If init is gone there is nothing left to order.
+        let _gone = channel::send(self.socket.as_fd(), &order, &[]);
+    }
+
+    fn pass_output(&mut self, n: usize, attendant: &mut dyn Attendant, activity: &mut Instant) {
+        let Some(fd) = &self.out[n] else { return };
+        let mut chunk = vec![0u8; CHUNK_BYTES];
+        match rustix::io::read(fd, &mut chunk) {
+            Ok(0) => self.out[n] = None,
+            Ok(len) => {
+                attendant.output(
+                    if n == 0 {
+                        Stream::Stdout
+                    } else {
+                        Stream::Stderr
+                    },
+                    &chunk[..len],
+                );
+                if self.spec.limits.idle_ms.is_some()
+                    && activity.elapsed() > Duration::from_millis(50)
+                {
+                    *activity = Instant::now();
+                    self.order(Order::Active);
+                }
+            }
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            Err(_) => self.out[n] = None,
+        }
+    }
+
+    fn pass_terminal(&mut self, attendant: &mut dyn Attendant) {
+        let Some(fd) = &self.terminal else { return };
+        let mut chunk = vec![0u8; CHUNK_BYTES];
+        match rustix::io::read(fd, &mut chunk) {
+            Ok(len) if len > 0 => attendant.output(Stream::Stdout, &chunk[..len]),
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            // EIO: the last process has closed the terminal.
+            _ => self.terminal = None,
+        }
+    }
+
+    fn hear_wish(&mut self, attendant: &mut dyn Attendant) {
+        match attendant.wish() {
+            None => {}
+            Some(Wish::Cancel) => {
+                self.asked_to_stop.get_or_insert(Stop::Cancelled);
+                self.order(Order::Stop(Stop::Cancelled));
+                self.hurry(Duration::from_millis(self.spec.limits.grace_ms) + BACKSTOP);
+            }
+            Some(Wish::Kill) => {
+                self.asked_to_stop.get_or_insert(Stop::Cancelled);
+                self.order(Order::Kill);
+                self.hurry(BACKSTOP);
+            }
+            Some(Wish::Resize { rows, columns }) => {
+                let size = rustix::termios::Winsize {
+                    ws_row: rows,
+                    ws_col: columns,
+                    ws_xpixel: 0,
+                    ws_ypixel: 0,
+                };
+                let _gone = self
+                    .terminal
+                    .as_ref()
+                    .map(|t| rustix::termios::tcsetwinsize(t, size));
+            }
+        }
+    }
+
+    fn hurry(&mut self, within: Duration) {
+        self.kill_init_at = self.kill_init_at.min(Instant::now() + within);
+    }
+
+    /// Kills init when it is overdue. False when even that has not helped in time.
+    fn backstop(&mut self) -> bool {
+        if Instant::now() < self.kill_init_at {
+            return true;
+        }
+        if self.killed_init {
+            return false;
+        }
+        self.killed_init = true;
+        self.kill_init_at = Instant::now() + BACKSTOP;
+        if let Some(init) = &self.init {
+            let _gone = rustix::process::pidfd_send_signal(init, Signal::KILL);
+        }
+        let _gone = self.launcher.kill();
+        true
+    }
+
+    /// What is still in the pipes. Whoever else holds them is not waited for.
+    fn drain(&mut self, attendant: &mut dyn Attendant) {
+        for n in 0..2 {
+            let Some(fd) = self.out[n].take() else {
+                continue;
+            };
+            if rustix::io::ioctl_fionbio(&fd, true).is_err() {
+                continue;
+            }
+            let mut chunk = vec![0u8; CHUNK_BYTES];
+            for _ in 0..DRAIN_READS_MAX {
+                match rustix::io::read(&fd, &mut chunk) {
+                    Ok(len) if len > 0 => {
+                        attendant.output(
+                            if n == 0 {
+                                Stream::Stdout
+                            } else {
+                                Stream::Stderr
+                            },
+                            &chunk[..len],
+                        );
+                    }
+                    _ => break,
+                }
+            }
+        }
+    }
+
+    fn conclude(mut self, init_dead: bool) -> Result<Finished, RunError> {
+        if let (Some(init), true) = (&self.init, init_dead) {
+            let _status =
+                rustix::process::waitid(WaitId::PidFd(init.as_fd()), WaitIdOptions::EXITED);
+        }
+        if let Some(failed) = self.failed {
+            return Err(failed);
+        }
+        let started = self.step == LAST_STEP;
+        if !started {
+            return Err(RunError::Died { step: self.step });
+        }
+        let (exit, stop, mut usage) =
+            self.ended
+                .take()
+                .unwrap_or((None, self.asked_to_stop, Usage::default()));
+        usage.wall_ms = usage.wall_ms.max(if exit.is_none() {
+            self.started.elapsed().as_millis() as u64
+        } else {
+            0
+        });
+        if let Some(group) = self.group {
+            let counters = group.counters();
+            usage.oom_kills = counters.oom_kills.unwrap_or(0);
+            usage.memory_peak_bytes = counters.memory_peak_bytes.or(usage.memory_peak_bytes);
+            usage.pids_peak = counters.pids_peak.or(usage.pids_peak);
+            usage.cpu_ms = counters.cpu_usage_us.map_or(usage.cpu_ms, |us| us / 1000);
+        }
+        // Init was overdue: its deadline had passed, whatever it did not say.
+        let overdue = self.killed_init.then_some(Stop::WallTime);
+        let stop = stop
+            .or(self.asked_to_stop)
+            .or(if exit.is_none() { overdue } else { None });
+        let outcome = Outcome {
+            exit,
+            stop,
+            usage,
+            all_dead: init_dead,
+        };
+        Ok(Finished {
+            outcome,
+            layers: self.layers,
+            workspace: self.workspace,
+        })
+    }
+}
+
+/// The step after which there is no more launching to fail.
+const LAST_STEP: &str = "execute the program";
+
+impl Feed {
+    fn take_in(&mut self) {
+        let Some(source) = &self.source else { return };
+        let mut chunk = vec![0u8; CHUNK_BYTES];
+        match rustix::io::read(source, &mut chunk) {
+            Ok(len) if len > 0 => {
+                chunk.truncate(len);
+                self.pending = chunk;
+            }
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            // The end: the program sees it when the sink is closed.
+            _ => *self = Feed::default(),
+        }
+    }
+
+    fn hand_on(&mut self, terminal: Option<&OwnedFd>) {
+        let Some(sink) = self.sink.as_ref().or(terminal) else {
+            return;
+        };
+        // No more than one page at a time into a terminal, which may be slow to take it.
+        let most = if self.sink.is_some() {
+            self.pending.len()
+        } else {
+            self.pending.len().min(1024)
+        };
+        match rustix::io::write(sink, &self.pending[..most]) {
+            Ok(len) => drop(self.pending.drain(..len)),
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            // The program has closed its end.
+            Err(_) => *self = Feed::default(),
+        }
+    }
+}

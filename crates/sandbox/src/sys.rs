@@ -1,0 +1,435 @@
+//! Every raw system call; the one file where `unsafe` is allowed.
+//!
+//! Only what std and rustix lack is here, each wrapped thinly.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use crate::seccomp::Instruction;
+
+fn check(result: libc::c_long) -> io::Result<libc::c_long> {
+    match result {
+        -1 => Err(io::Error::last_os_error()),
+        value => Ok(value),
+    }
+}
+
+/// Which side of a fork this is.
+pub enum Forked {
+    Parent { child: i32 },
+    Child,
+}
+
+/// Whose child the new process is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Parentage {
+    Own,
+    /// The caller's own parent becomes the parent: the launcher makes pid 1 the runner's child.
+    Sibling,
+}
+
+/// Forks a single-threaded process.
+///
+/// # Errors
+/// Refuses when a second thread exists: a forked child of a threaded process may find any lock held.
+pub fn fork(parentage: Parentage) -> io::Result<Forked> {
+    assert_single_threaded()?;
+    let mut args = [0u64; 11];
+    let flags = match parentage {
+        Parentage::Own => 0,
+        Parentage::Sibling => libc::CLONE_PARENT as u64,
+    };
+    args[0] = flags;
+    // The kernel wants no exit signal of its own together with CLONE_PARENT: it is inherited.
+    args[4] = match parentage {
+        Parentage::Own => libc::SIGCHLD as u64,
+        Parentage::Sibling => 0,
+    };
+    // SAFETY: clone3 with no stack and no CLONE_VM behaves like fork; `args` outlives the call and its
+    // size is passed with it. The process has one thread, checked above, so no lock can be held by another.
+    let pid = check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 64usize) })?;
+    Ok(match pid {
+        0 => Forked::Child,
+        child => Forked::Parent {
+            child: child as i32,
+        },
+    })
+}
+
+fn assert_single_threaded() -> io::Result<()> {
+    let threads = std::fs::read_dir("/proc/self/task").map(|tasks| tasks.count());
+    match threads {
+        Ok(1) => Ok(()),
+        // After pivot_root the old /proc may be gone; this process was single-threaded from birth.
+        Err(_) => Ok(()),
+        Ok(_) => Err(io::Error::other("fork from a process with several threads")),
+    }
+}
+
+/// Leaves without running destructors or exit handlers: a forked child shares its parent's state.
+pub fn exit_now(code: i32) -> ! {
+    // SAFETY: _exit has no preconditions.
+    unsafe { libc::_exit(code) }
+}
+
+/// `unshare(2)` with raw flags.
+pub fn unshare(flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: callers are single-threaded and never pass CLONE_FILES or CLONE_VM, so no invariant of
+    // std about shared tables changes.
+    check(unsafe { libc::unshare(flags) } as libc::c_long).map(drop)
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct MountAttr {
+    attr_set: u64,
+    attr_clr: u64,
+    propagation: u64,
+    userns_fd: u64,
+}
+
+pub const MOUNT_ATTR_RDONLY: u64 = 0x1;
+pub const MOUNT_ATTR_NOSUID: u64 = 0x2;
+pub const MOUNT_ATTR_NODEV: u64 = 0x4;
+pub const MOUNT_ATTR_NOEXEC: u64 = 0x8;
+const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
+const AT_RECURSIVE: libc::c_int = 0x8000;
+
+fn mount_setattr(mount: BorrowedFd<'_>, attr: &MountAttr, flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: the path is a NUL-terminated constant, `attr` has the kernel's layout and its size is passed.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH | flags,
+            std::ptr::from_ref(attr),
+            size_of::<MountAttr>(),
+        )
+    })
+    .map(drop)
+}
+
+/// Sets attributes on a mount and everything mounted below it, and makes all of it private.
+pub fn mount_restrict(mount: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
+    let attr = MountAttr {
+        attr_set: attributes,
+        propagation: libc::MS_PRIVATE,
+        ..MountAttr::default()
+    };
+    mount_setattr(mount, &attr, AT_RECURSIVE)
+}
+
+/// Shows a detached mount's files with owners mapped by a user namespace.
+pub fn mount_idmap(mount: BorrowedFd<'_>, user_namespace: BorrowedFd<'_>) -> io::Result<()> {
+    let attr = MountAttr {
+        attr_set: MOUNT_ATTR_IDMAP,
+        userns_fd: user_namespace.as_raw_fd() as u64,
+        ..MountAttr::default()
+    };
+    mount_setattr(mount, &attr, AT_RECURSIVE)
+}
+
+/// Replaces this process's image. Returns only on failure.
+pub fn execve(program: &CStr, argv: &[CString], env: &[CString]) -> io::Error {
+    let pointers = |list: &[CString]| -> Vec<*const libc::c_char> {
+        list.iter()
+            .map(|s| s.as_ptr())
+            .chain([std::ptr::null()])
+            .collect()
+    };
+    let (argv, env) = (pointers(argv), pointers(env));
+    // SAFETY: both arrays are NULL-terminated, their strings are NUL-terminated, and all outlive the call.
+    unsafe { libc::execve(program.as_ptr(), argv.as_ptr(), env.as_ptr()) };
+    io::Error::last_os_error()
+}
+
+/// Sends a signal to every process this one may signal, itself excepted; in a pid namespace, to all in it.
+pub fn kill_everyone(signal: libc::c_int) -> io::Result<()> {
+    // SAFETY: kill has no memory preconditions.
+    check(unsafe { libc::kill(-1, signal) } as libc::c_long).map(drop)
+}
+
+/// Blocks the given signals (all, if `None`) and returns nothing: children reset the mask themselves.
+pub fn block_signals(signals: Option<&[libc::c_int]>) -> io::Result<()> {
+    set_mask(libc::SIG_BLOCK, &signal_set(signals))
+}
+
+/// Unblocks every signal and sets every disposition to its default.
+pub fn reset_signals() -> io::Result<()> {
+    for signal in 1..=64 {
+        if [libc::SIGKILL, libc::SIGSTOP, 32, 33].contains(&signal) {
+            continue;
+        }
+        // SAFETY: SIG_DFL is a valid disposition for every signal but the two skipped above; the C library
+        // keeps 32 and 33 for itself.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+    set_mask(libc::SIG_SETMASK, &signal_set(Some(&[])))
+}
+
+fn signal_set(signals: Option<&[libc::c_int]>) -> libc::sigset_t {
+    let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the whole set.
+    unsafe { libc::sigemptyset(set.as_mut_ptr()) };
+    // SAFETY: initialised by the line above.
+    let mut set = unsafe { set.assume_init() };
+    match signals {
+        None => {
+            // SAFETY: `set` is a valid set.
+            unsafe { libc::sigfillset(&mut set) };
+        }
+        Some(list) => {
+            for signal in list {
+                // SAFETY: `set` is a valid set; an invalid number is refused by the call.
+                unsafe { libc::sigaddset(&mut set, *signal) };
+            }
+        }
+    }
+    set
+}
+
+fn set_mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
+    // SAFETY: `set` is valid and the old mask is not asked for.
+    check(unsafe { libc::sigprocmask(how, set, std::ptr::null_mut()) } as libc::c_long).map(drop)
+}
+
+/// A descriptor that becomes readable when one of the (blocked) signals is pending.
+pub fn signal_fd(signals: &[libc::c_int]) -> io::Result<OwnedFd> {
+    let set = signal_set(Some(signals));
+    // SAFETY: `set` is valid; -1 asks for a new descriptor.
+    let fd = check(
+        unsafe { libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) } as libc::c_long,
+    )?;
+    Ok(own(fd))
+}
+
+/// Takes one pending signal off a signal descriptor.
+pub fn read_signal(fd: BorrowedFd<'_>) -> Option<i32> {
+    let mut info = [0u8; size_of::<libc::signalfd_siginfo>()];
+    match rustix::io::read(fd, &mut info) {
+        Ok(n) if n == info.len() => Some(i32::from_ne_bytes([info[0], info[1], info[2], info[3]])),
+        _ => None,
+    }
+}
+
+fn own(fd: libc::c_long) -> OwnedFd {
+    // SAFETY: every caller passes a descriptor that the kernel has just made and nobody else holds.
+    unsafe { OwnedFd::from_raw_fd(fd as RawFd) }
+}
+
+/// Brings the loopback interface of this network namespace up.
+pub fn loopback_up() -> io::Result<()> {
+    let socket = rustix::net::socket_with(
+        rustix::net::AddressFamily::INET,
+        rustix::net::SocketType::DGRAM,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )?;
+    let mut request = [0u8; 40];
+    request[..2].copy_from_slice(b"lo");
+    let flags = (libc::IFF_UP | libc::IFF_RUNNING) as i16;
+    request[16..18].copy_from_slice(&flags.to_ne_bytes());
+    // SAFETY: SIOCSIFFLAGS reads a struct ifreq, 40 bytes on 64-bit Linux: 16 of name, then the flags.
+    let result = unsafe {
+        libc::ioctl(
+            socket.as_raw_fd(),
+            libc::SIOCSIFFLAGS as _,
+            request.as_ptr(),
+        )
+    };
+    check(result as libc::c_long).map(drop)
+}
+
+/// Makes an open terminal the controlling terminal of this session.
+pub fn make_controlling_terminal(terminal: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: TIOCSCTTY takes an int by value.
+    check(unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) } as libc::c_long)
+        .map(drop)
+}
+
+/// Leaves the caller's session keyring for a fresh, empty one.
+pub fn new_session_keyring() -> io::Result<()> {
+    const KEYCTL_JOIN_SESSION_KEYRING: libc::c_long = 1;
+    // SAFETY: a null name asks for an anonymous keyring.
+    let result = unsafe { libc::syscall(libc::SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, 0) };
+    match check(result) {
+        // A kernel built without keyrings has none to leave.
+        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => Ok(()),
+        other => other.map(drop),
+    }
+}
+
+/// Marks every descriptor from `first` on close-on-exec.
+pub fn close_on_exec_from(first: RawFd) -> io::Result<()> {
+    const CLOSE_RANGE_CLOEXEC: libc::c_uint = 4;
+    // SAFETY: only flags of descriptors change.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_close_range,
+            first,
+            libc::c_uint::MAX,
+            CLOSE_RANGE_CLOEXEC,
+        )
+    };
+    check(result).map(drop)
+}
+
+/// Puts a descriptor at a fixed number, inherited by exec.
+pub fn place(fd: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
+    if fd.as_raw_fd() == number {
+        // dup2 onto itself would leave close-on-exec set.
+        return rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty()).map_err(Into::into);
+    }
+    // SAFETY: callers own 0, 1 and 2 in the forked child and hold no Rust object for them.
+    check(unsafe { libc::dup2(fd.as_raw_fd(), number) } as libc::c_long).map(drop)
+}
+
+/// The Landlock ABI of this kernel; 0 where there is none.
+pub fn landlock_abi() -> i32 {
+    const LANDLOCK_CREATE_RULESET_VERSION: libc::c_long = 1;
+    // SAFETY: a null attribute of size 0 with this flag only asks for the version.
+    let version = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_create_ruleset,
+            0usize,
+            0usize,
+            LANDLOCK_CREATE_RULESET_VERSION,
+        )
+    };
+    i32::try_from(version).unwrap_or(0).max(0)
+}
+
+/// Whether a filter hands some calls to a supervisor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Listener {
+    None,
+    New,
+}
+
+/// Installs a seccomp filter on this process; with [`Listener::New`] returns the notification descriptor.
+pub fn seccomp_install(program: &[Instruction], listener: Listener) -> io::Result<Option<OwnedFd>> {
+    #[repr(C)]
+    struct Filter {
+        len: u16,
+        instructions: *const Instruction,
+    }
+    let filter = Filter {
+        len: u16::try_from(program.len())
+            .map_err(|_| io::Error::other("seccomp program too long"))?,
+        instructions: program.as_ptr(),
+    };
+    let attempt = |flags: libc::c_ulong| {
+        // SAFETY: `filter` has the layout of sock_fprog, points to `len` instructions, and outlives the call.
+        check(unsafe {
+            libc::syscall(
+                libc::SYS_seccomp,
+                libc::SECCOMP_SET_MODE_FILTER,
+                flags,
+                std::ptr::from_ref(&filter),
+            )
+        })
+    };
+    if listener == Listener::None {
+        return attempt(0).map(|_| None);
+    }
+    // Killable wait: once the broker has a call in hand, an ordinary signal no longer restarts it
+    // half done. Linux before 5.19 does not know the flag.
+    const NEW_LISTENER: libc::c_ulong = 8;
+    const WAIT_KILLABLE_RECV: libc::c_ulong = 32;
+    match attempt(NEW_LISTENER | WAIT_KILLABLE_RECV) {
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(NEW_LISTENER),
+        other => other,
+    }
+    .map(|fd| Some(own(fd)))
+}
+
+/// A system call that a filter handed over, as the kernel describes it.
+#[derive(Clone, Copy, Debug)]
+pub struct Notification {
+    pub id: u64,
+    pub pid: u32,
+    pub args: [u64; 6],
+}
+
+/// Receives one notification.
+pub fn notification_receive(listener: BorrowedFd<'_>) -> io::Result<Notification> {
+    // SAFETY: an all-zero seccomp_notif is what the kernel demands as input.
+    let mut raw: libc::seccomp_notif = unsafe { std::mem::zeroed() };
+    const SECCOMP_IOCTL_NOTIF_RECV: u64 = 0xc050_2100;
+    // SAFETY: the ioctl fills the 80-byte struct it is given.
+    let result = unsafe {
+        libc::ioctl(
+            listener.as_raw_fd(),
+            SECCOMP_IOCTL_NOTIF_RECV as _,
+            &mut raw,
+        )
+    };
+    check(result as libc::c_long)?;
+    Ok(Notification {
+        id: raw.id,
+        pid: raw.pid,
+        args: raw.data.args,
+    })
+}
+
+/// Whether the process that made the call still waits for its answer: its pid has not been reused.
+pub fn notification_valid(listener: BorrowedFd<'_>, id: u64) -> io::Result<()> {
+    const SECCOMP_IOCTL_NOTIF_ID_VALID: u64 = 0x4008_2102;
+    // SAFETY: the ioctl reads the 64-bit id.
+    let result =
+        unsafe { libc::ioctl(listener.as_raw_fd(), SECCOMP_IOCTL_NOTIF_ID_VALID as _, &id) };
+    check(result as libc::c_long).map(drop)
+}
+
+/// Answers a notification: success with 0, or an errno. Never tells the kernel to continue the call.
+pub fn notification_answer(listener: BorrowedFd<'_>, id: u64, errno: i32) -> io::Result<()> {
+    // SAFETY: an all-zero seccomp_notif_resp is a valid value.
+    let mut raw: libc::seccomp_notif_resp = unsafe { std::mem::zeroed() };
+    raw.id = id;
+    raw.error = -errno;
+    const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
+    // SAFETY: the ioctl reads the 24-byte struct it is given.
+    let result = unsafe {
+        libc::ioctl(
+            listener.as_raw_fd(),
+            SECCOMP_IOCTL_NOTIF_SEND as _,
+            &mut raw,
+        )
+    };
+    check(result as libc::c_long).map(drop)
+}
+
+/// Copies up to `into.len()` bytes out of another process's memory.
+pub fn read_memory(pid: u32, address: u64, into: &mut [u8]) -> io::Result<usize> {
+    let local = libc::iovec {
+        iov_base: into.as_mut_ptr().cast(),
+        iov_len: into.len(),
+    };
+    let remote = libc::iovec {
+        iov_base: address as usize as *mut libc::c_void,
+        iov_len: into.len(),
+    };
+    // SAFETY: `local` describes `into`, which is exclusively borrowed; the remote address is only read, and
+    // checked by the kernel.
+    let n = check(
+        unsafe { libc::process_vm_readv(pid as i32, &local, 1, &remote, 1, 0) } as libc::c_long,
+    )?;
+    Ok(n as usize)
+}
+
+/// Connects a socket to an address given as raw bytes.
+pub fn connect_raw(socket: BorrowedFd<'_>, address: &[u8]) -> io::Result<()> {
+    // SAFETY: the kernel copies `len` bytes from the pointer and checks their meaning itself.
+    let result = unsafe {
+        libc::connect(
+            socket.as_raw_fd(),
+            address.as_ptr().cast(),
+            address.len() as libc::socklen_t,
+        )
+    };
+    check(result as libc::c_long).map(drop)
+}

@@ -1,0 +1,319 @@
+//! One confined run, made easy to set up for the promise tests. Nothing is mocked: each is a real
+//! sandbox on this kernel, with a real workspace and, as root, a real cgroup.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use sandbox::cgroup::{self, Group, GroupLimits};
+use sandbox::outcome::{Exit, Outcome, Stop};
+use sandbox::spec::{
+    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Limits, Owner, Spec, Terminal, View, WorkspaceKind,
+};
+use sandbox::supervise::{self, Attendant, Finished, Means, RunError, Stream, Wish};
+
+/// Under root the tests use one of these uids for each run; nothing else on a host has them.
+const TEST_UID_FIRST: u32 = 1_900_100_000;
+
+const PRELUDE: &str = "import ctypes, errno, os, socket, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n";
+
+pub struct Hood {
+    pub spec: Spec,
+    pub dir: tempfile::TempDir,
+    pub stdin: Option<OwnedFd>,
+    pub with_group: bool,
+    /// Bytes printed before this wish is made: `Some((marker, wish))`.
+    pub wish_at: Option<(&'static [u8], Wish)>,
+}
+
+#[derive(Debug)]
+pub struct Ran {
+    pub outcome: Outcome,
+    pub layers: Vec<(Layer, String)>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ran {
+    pub fn code(&self) -> Option<i32> {
+        match self.outcome.exit {
+            Some(Exit::Code(code)) => Some(code),
+            _ => None,
+        }
+    }
+    pub fn stop(&self) -> Option<Stop> {
+        self.outcome.stop
+    }
+    /// The program said it in so many words, on a line of its own.
+    pub fn said(&self, line: &str) -> bool {
+        self.stdout.lines().any(|l| l.trim() == line)
+    }
+    pub fn all(&self) -> String {
+        format!("{:?}\n--- stdout\n{}\n--- stderr\n{}", self.outcome, self.stdout, self.stderr)
+    }
+}
+
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+fn identity() -> Identity {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    if is_root() {
+        // Trials run in several processes too: the pid keeps them apart.
+        let uid = TEST_UID_FIRST + (std::process::id() % 5000) * 100 + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
+        return Identity::Leased { uid, gid: uid };
+    }
+    Identity::Caller {
+        uid: rustix::process::geteuid().as_raw(),
+        gid: rustix::process::getegid().as_raw(),
+    }
+}
+
+impl Hood {
+    /// `argv[0]` is an absolute path.
+    pub fn new(argv: &[&str]) -> Hood {
+        let dir = tempfile::Builder::new().prefix("scidex-analysis-test-").tempdir_in("/tmp").unwrap();
+        let spec = Spec {
+            program: InsidePath::new(argv[0]),
+            argv: argv.iter().map(|a| Bytes::from(*a)).collect(),
+            env: vec![
+                (Bytes::from("PATH"), Bytes::from("/usr/bin:/bin")),
+                (Bytes::from("HOME"), Bytes::from(sandbox::INSIDE_HOME)),
+                (Bytes::from("LANG"), Bytes::from("C.UTF-8")),
+            ],
+            workspace: HostPath::new(dir.path()),
+            workspace_kind: WorkspaceKind::Disk,
+            views: Vec::new(),
+            identity: identity(),
+            limits: Limits {
+                wall_ms: 60_000,
+                cpu_ms: None,
+                idle_ms: None,
+                grace_ms: 500,
+                memory_bytes: 512 << 20,
+                cpu_milli: 2000,
+                pids: 256,
+                open_files: 1024,
+                disk_bytes: 1 << 30,
+                files: 100_000,
+                log_bytes: 10 << 20,
+            },
+            host_name: String::from("fumehood"),
+            terminal: Terminal::None,
+            without: BTreeSet::new(),
+        };
+        Hood { spec, dir, stdin: None, with_group: is_root(), wish_at: None }
+    }
+
+    pub fn sh(script: &str) -> Hood {
+        Hood::new(&["/bin/sh", "-c", script])
+    }
+
+    /// System Python, isolated; the script sees `import ctypes, os, sys, errno, socket` done and `libc` loaded.
+    pub fn python(script: &str) -> Hood {
+        Hood::new(&["/usr/bin/python3", "-I", "-c", &format!("{PRELUDE}{script}")])
+    }
+
+    /// As `python`, for a script that is told the workspace's path.
+    pub fn python_in(script: impl FnOnce(&Path) -> String) -> Hood {
+        let mut hood = Hood::python("");
+        let script = script(hood.workspace());
+        hood.spec.argv[3] = Bytes::from(&format!("{PRELUDE}{script}"));
+        hood
+    }
+
+    pub fn without(mut self, layers: &[Layer]) -> Hood {
+        self.spec.without.extend(layers.iter().copied());
+        self
+    }
+
+    pub fn limits(mut self, change: impl FnOnce(&mut Limits)) -> Hood {
+        change(&mut self.spec.limits);
+        self
+    }
+
+    pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Hood {
+        self.spec.env.push((Bytes::from(name), Bytes::from(value.as_ref())));
+        self
+    }
+
+    pub fn workspace(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Shows a host directory read-only, at its own path and as `name` in the workspace.
+    pub fn view(mut self, host: &Path, name: &str) -> Hood {
+        for target in [host.to_path_buf(), self.workspace().join(name)] {
+            self.spec.views.push(View {
+                source: HostPath::new(host),
+                target: InsidePath::new(target),
+                exec: Exec::Refused,
+                owner: Owner::Mapped,
+            });
+        }
+        self
+    }
+
+    pub fn run(self) -> Ran {
+        self.try_run().unwrap_or_else(|e| panic!("the run did not start: {}", chain(&e)))
+    }
+
+    /// Runs it and looks at the workspace before that is removed.
+    pub fn run_then<T>(mut self, look: impl FnOnce(&Path) -> T) -> (Ran, T) {
+        let ran = self.run_here().unwrap_or_else(|e| panic!("the run did not start: {}", chain(&e)));
+        (ran, look(self.dir.path()))
+    }
+
+    pub fn try_run(mut self) -> Result<Ran, RunError> {
+        self.run_here()
+    }
+
+    fn run_here(&mut self) -> Result<Ran, RunError> {
+        let hidden = self.dir.path().join(sandbox::HIDDEN);
+        for dir in [hidden.clone(), hidden.join("tmp"), hidden.join("tmp/home")] {
+            std::fs::create_dir(&dir).unwrap();
+        }
+        own_tree(self.dir.path(), self.spec.identity);
+        let open = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC;
+        let workspace = rustix::fs::open(self.dir.path(), open, rustix::fs::Mode::empty()).unwrap();
+        let group = self.with_group.then(|| make_group(&self.spec.limits)).flatten();
+        let mut listener = Listener { wish_at: self.wish_at.take(), ..Listener::new() };
+        let finished = {
+            let means = Means {
+                launcher: Path::new("/proc/self/exe"),
+                workspace: Some(workspace.as_fd()),
+                stdin: self.stdin.take(),
+                group: group.as_ref(),
+            };
+            supervise::spawn(&self.spec, means)?.supervise(&mut listener)
+        };
+        if let Some(group) = group {
+            group.remove().unwrap();
+        }
+        let Finished { outcome, layers, .. } = finished?;
+        Ok(Ran {
+            outcome,
+            layers,
+            stdout: String::from_utf8_lossy(&listener.out).into_owned(),
+            stderr: String::from_utf8_lossy(&listener.err).into_owned(),
+        })
+    }
+}
+
+fn make_group(limits: &Limits) -> Option<Group> {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let host = cgroup::discover();
+    let name = format!("test{}", NEXT.fetch_add(1, Ordering::Relaxed));
+    let limits = GroupLimits {
+        memory_bytes: Some(limits.memory_bytes),
+        pids: Some(limits.pids),
+        cpu_milli: Some(limits.cpu_milli),
+    };
+    Group::create(&host, &name, &limits).ok()
+}
+
+fn own_tree(path: &Path, identity: Identity) {
+    let meta = std::fs::symlink_metadata(path).unwrap();
+    if let Identity::Leased { uid, gid } = identity {
+        std::os::unix::fs::lchown(path, Some(uid), Some(gid)).unwrap();
+    }
+    if meta.is_dir() {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(meta.mode() & 0o777 | 0o700)).unwrap();
+        for entry in std::fs::read_dir(path).unwrap() {
+            own_tree(&entry.unwrap().path(), identity);
+        }
+    }
+}
+
+/// Keeps what was printed, and makes its wish when the marker has been seen.
+struct Listener {
+    out: Vec<u8>,
+    err: Vec<u8>,
+    wish_at: Option<(&'static [u8], Wish)>,
+    bell: OwnedFd,
+}
+
+impl Listener {
+    fn new() -> Self {
+        let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        Listener { out: Vec::new(), err: Vec::new(), wish_at: None, bell }
+    }
+}
+
+impl Attendant for Listener {
+    fn fill(&mut self, _workspace: BorrowedFd<'_>) -> io::Result<()> {
+        let open = rustix::fs::Mode::from_raw_mode(0o755);
+        for dir in [".fumehood", ".fumehood/tmp", ".fumehood/tmp/home"] {
+            rustix::fs::mkdirat(_workspace, dir, open)?;
+            let owner = rustix::fs::fstat(_workspace)?;
+            let (uid, gid) = (rustix::fs::Uid::from_raw(owner.st_uid), rustix::fs::Gid::from_raw(owner.st_gid));
+            rustix::fs::chownat(_workspace, dir, Some(uid), Some(gid), rustix::fs::AtFlags::empty())?;
+        }
+        Ok(())
+    }
+    fn output(&mut self, stream: Stream, bytes: &[u8]) {
+        match stream {
+            Stream::Stdout => self.out.extend_from_slice(bytes),
+            Stream::Stderr => self.err.extend_from_slice(bytes),
+        }
+        if let Some((marker, _)) = &self.wish_at
+            && self.out.windows(marker.len()).any(|w| w == *marker)
+        {
+            rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
+        }
+    }
+    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn unblocked(&mut self) {}
+    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.bell.as_fd())
+    }
+    fn wish(&mut self) -> Option<Wish> {
+        rustix::io::read(&self.bell, &mut [0u8; 8]).unwrap();
+        self.wish_at.take().map(|(_, wish)| wish)
+    }
+}
+
+/// An error with everything under it, as a user would read it.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(e) = source {
+        text = format!("{text}: {e}");
+        source = e.source();
+    }
+    text
+}
+
+/// A directory outside every sandbox, gone with the test.
+pub fn host_dir() -> tempfile::TempDir {
+    let dir = tempfile::Builder::new().prefix("fumehood-host-").tempdir_in("/var/tmp").unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    dir
+}
+
+pub fn path_of(dir: &tempfile::TempDir, name: &str) -> PathBuf {
+    dir.path().join(name)
+}
+
+/// The same Python on the host, unconfined: the control. What it printed; it must end well.
+pub fn unconfined(script: &str) -> String {
+    unconfined_under(&[], script)
+}
+
+/// The control with something in front of the command, such as `unshare`.
+pub fn unconfined_under(before: &[&str], script: &str) -> String {
+    let script = format!("{PRELUDE}{script}");
+    let argv: Vec<&str> = before.iter().copied().chain(["/usr/bin/python3", "-I", "-c", &script]).collect();
+    let output = std::process::Command::new(argv[0]).args(&argv[1..]).current_dir("/").output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "the control failed: {}\n{out}\n{err}", output.status);
+    out.into_owned()
+}

@@ -1,0 +1,318 @@
+//! P3: the analysis sees the system runtime and what it was shown, and nothing else of the host: no home, no
+//! service's directory, no other process, no device, no credential.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::PathBuf;
+use std::process::Command;
+
+use sandbox::spec::Layer;
+
+use crate::hood::{Hood, Ran, is_root, unconfined};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("the_runtime_is_there", For::Everyone, the_runtime_is_there),
+    ("the_root_holds_only_what_is_listed", For::Everyone, the_root_holds_only_what_is_listed),
+    ("files_of_the_host_are_absent", For::Everyone, files_of_the_host_are_absent),
+    ("credentials_are_absent", For::Everyone, credentials_are_absent),
+    ("etc_is_made_up", For::Everyone, etc_is_made_up),
+    ("dev_holds_only_what_is_listed", For::Everyone, dev_holds_only_what_is_listed),
+    ("proc_shows_only_its_own", For::Everyone, proc_shows_only_its_own),
+    ("proc_cannot_be_written", For::Everyone, proc_cannot_be_written),
+    ("kernel_memory_is_closed", For::Everyone, kernel_memory_is_closed),
+    ("no_cgroup_tree", For::Everyone, no_cgroup_tree),
+    ("the_host_name_is_not_the_hosts", For::Everyone, the_host_name_is_not_the_hosts),
+    ("no_writable_mount_of_the_host", For::Everyone, no_writable_mount_of_the_host),
+    (ENVIRONMENT, For::Everyone, the_environment_is_built_from_nothing),
+];
+const ENVIRONMENT: &str = "the_environment_is_built_from_nothing";
+
+/// The value after `key ` on a line of its own.
+fn told<'a>(printed: &'a str, key: &str) -> &'a str {
+    let found = printed.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
+    found.unwrap_or_else(|| panic!("nothing said of {key}:\n{printed}"))
+}
+
+fn words<'a>(printed: &'a str, key: &str) -> Vec<&'a str> {
+    let mut words: Vec<&str> = told(printed, key).split_whitespace().collect();
+    words.sort_unstable();
+    words
+}
+
+fn well(ran: &Ran) -> &str {
+    assert_eq!(ran.code(), Some(0), "{}", ran.all());
+    &ran.stdout
+}
+
+fn the_runtime_is_there() {
+    let ran = Hood::sh("test -x /usr/bin/env && test -r /etc/ld.so.cache && ls /usr/lib /bin/ /lib/ >/dev/null && echo there").run();
+    assert!(ran.said("there"), "{}", ran.all());
+}
+
+fn the_root_holds_only_what_is_listed() {
+    let list = "print('root', *os.listdir('/'))\n\
+                for name in ('home', 'root', 'run', 'var', 'tmp', 'empty', 'sys', 'boot', 'opt', 'srv', 'mnt'):\n    \
+                    print(name, *(sorted(os.listdir('/' + name)) if os.path.isdir('/' + name) else ('absent',)))";
+    let ran = Hood::python(list).run();
+    let printed = well(&ran);
+    let system = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
+    let ours = ["etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run", "stage"];
+    for name in words(printed, "root") {
+        assert!(system.contains(&name) || ours.contains(&name), "/{name} is there: {printed}");
+    }
+    for name in ["home", "root", "run", "empty"] {
+        assert!(printed.lines().any(|l| l.trim() == name), "/{name} is not empty: {printed}");
+    }
+    assert_eq!(told(printed, "var"), "tmp");
+    for name in ["sys", "boot", "opt", "srv", "mnt"] {
+        assert_eq!(told(printed, name), "absent", "/{name}: {printed}");
+    }
+    // /tmp: the workspace and the home, both of which are its own.
+    assert!(words(printed, "tmp").iter().all(|n| *n == "home" || n.starts_with("scidex-analysis-test-")), "{printed}");
+    assert_eq!(words(printed, "tmp").len(), 2, "{printed}");
+    let control = unconfined(list);
+    assert!(words(&control, "root").contains(&"sys") && words(&control, "sys").len() > 3, "{control}");
+    assert!(words(&control, "var").len() > 3, "{control}");
+}
+
+/// A file that everyone may read, in each place of the host where this user can put one.
+fn files_of_the_host_are_absent() {
+    let places = ["/tmp", "/var/tmp", "/dev/shm", "/run", "/root", "/srv", "/opt", "/mnt", "/home", "/var/lib", "/etc"];
+    let home = std::env::var("HOME").unwrap_or_default();
+    let places = places.into_iter().chain([home.as_str()]);
+    let canaries: Vec<tempfile::NamedTempFile> = places
+        .filter_map(|place| tempfile::Builder::new().prefix("fumehood-canary-").tempfile_in(place).ok())
+        .collect();
+    assert!(canaries.len() >= if is_root() { 10 } else { 4 }, "only {} canaries", canaries.len());
+    let paths: Vec<PathBuf> = canaries.iter().map(|file| file.path().to_path_buf()).collect();
+    for path in &paths {
+        fs::write(path, "canary").unwrap();
+        fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
+    }
+    let look = format!(
+        "found = 0\nfor path in {paths:?}:\n    \
+             for before in ('', '/proc/self/root', '/proc/1/root', '/proc/self/cwd/../../../..', '/proc/1/cwd'):\n        \
+                 try: open(before + path).read(); found += 1; print('read', before + path)\n        \
+                 except OSError as e: pass\n\
+         print('found', found)"
+    );
+    let ran = Hood::python(&look).run();
+    assert!(ran.said("found 0"), "{}", ran.all());
+    let control = unconfined(&look);
+    assert!(told(&control, "found").parse::<usize>().unwrap() >= paths.len(), "{control}");
+}
+
+fn credentials_are_absent() {
+    let look = "for path in ('/etc/shadow', '/etc/gshadow', '/etc/shadow-', '/etc/ssh', '/etc/sudoers', '/etc/sudoers.d', '/etc/ssl/private',\n        \
+                '/etc/krb5.keytab', '/etc/machine-id', '/etc/security/opasswd', '/etc/NetworkManager', '/etc/fumehood', '/etc/postgresql',\n        \
+                '/etc/fstab', '/etc/crontab', '/etc/netrc', '/etc/environment', '/etc/profile.d', '/root/.ssh', '/root/.pgpass', '/root/.netrc',\n        \
+                '/root/.aws', '/run/secrets', '/var/run/docker.sock', '/var/run/secrets', '/var/lib', '/var/spool', '/var/log', '/run/user'):\n    \
+                if os.path.lexists(path): print('there', path)\n\
+                print('looked')";
+    let ran = Hood::python(look).run();
+    assert!(ran.said("looked") && !ran.stdout.contains("there"), "{}", ran.all());
+    let control = unconfined(look);
+    for path in ["/etc/shadow", "/var/lib", "/var/log"] {
+        assert!(control.contains(&format!("there {path}\n")), "{control}");
+    }
+}
+
+fn etc_is_made_up() {
+    let look = "import pwd, grp\n\
+                for name in ('passwd', 'group', 'hosts', 'hostname', 'resolv.conf', 'nsswitch.conf'):\n    \
+                    text = open('/etc/' + name).read()\n    \
+                    print(name, text.replace('\\n', ';'))\n\
+                print('user', pwd.getpwuid(os.getuid()).pw_name, pwd.getpwuid(os.getuid()).pw_dir, os.path.expanduser('~'))\n\
+                print('group_name', grp.getgrgid(os.getgid()).gr_name)\n\
+                print('users', *(p.pw_name for p in pwd.getpwall()))";
+    let ran = Hood::python(look).run();
+    let printed = well(&ran);
+    assert_eq!(words(printed, "users"), ["analysis", "nobody", "root"]);
+    assert_eq!(words(printed, "user"), ["/tmp/home", "/tmp/home", "analysis"]);
+    assert_eq!(told(printed, "group_name"), "analysis");
+    assert_eq!(told(printed, "resolv.conf"), "");
+    assert_eq!(told(printed, "hostname"), "fumehood;");
+    for line in told(printed, "hosts").split_terminator(';') {
+        assert!(line.starts_with("127.0.0.1 ") || line.starts_with("::1 "), "{line:?}");
+    }
+    for line in told(printed, "nsswitch.conf").split_terminator(';') {
+        assert!(line.ends_with(": files"), "{line:?}");
+    }
+    // The control: this host has users of its own, which are not among them.
+    let here = fs::read_to_string("/etc/passwd").unwrap();
+    assert!(here.lines().count() > 10 && here.contains("\ndaemon:"), "{here}");
+}
+
+fn dev_holds_only_what_is_listed() {
+    let list = "print('dev', *os.listdir('/dev'))\nprint('pts', *os.listdir('/dev/pts'))\nprint('shm', len(os.listdir('/dev/shm')))\n\
+                for name in sorted(os.listdir('/dev')):\n    \
+                    if os.path.islink('/dev/' + name): print('link', name, os.readlink('/dev/' + name))\n\
+                print('bytes', len(open('/dev/zero', 'rb').read(3) + open('/dev/urandom', 'rb').read(3) + open('/dev/null', 'rb').read(3)))\n\
+                try: open('/dev/full', 'wb', 0).write(b'x')\n\
+                except OSError as e: print('full', errno.errorcode[e.errno])";
+    let ran = Hood::python(list).run();
+    let printed = well(&ran);
+    let listed = ["fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout", "urandom", "zero"];
+    assert_eq!(words(printed, "dev"), listed);
+    // Not a device of the host's: the multiplexer of the sandbox's own terminals.
+    assert!(ran.said("link ptmx pts/ptmx") && ran.said("pts ptmx") && ran.said("shm 0"), "{}", ran.all());
+    for link in ["fd /proc/self/fd", "stdin /proc/self/fd/0", "stdout /proc/self/fd/1", "stderr /proc/self/fd/2"] {
+        assert!(ran.said(&format!("link {link}")), "{}", ran.all());
+    }
+    assert!(ran.said("bytes 6") && ran.said("full ENOSPC"), "{}", ran.all());
+    let more = fs::read_dir("/dev").unwrap().flatten().filter(|e| e.file_type().unwrap().is_char_device()).count();
+    assert!(more > 6, "the control: this host has {more} devices");
+}
+
+fn proc_shows_only_its_own() {
+    let list = "print('pids', *(n for n in os.listdir('/proc') if n.isdigit()))\nprint('me', os.getpid())\n\
+                print('parent', os.getppid())\nprint('net', open('/proc/net/dev').read().count(':'))";
+    let ran = Hood::python(list).run();
+    let printed = well(&ran);
+    assert_eq!(words(printed, "pids").len(), 2, "{printed}");
+    assert_eq!((told(printed, "parent"), told(printed, "net")), ("1", "1"), "{printed}");
+    assert!(words(printed, "pids").contains(&told(printed, "me")), "{printed}");
+    let control = unconfined(list);
+    assert!(words(&control, "pids").len() > 2, "{control}");
+}
+
+/// Opens for writing every file below `top` that is not a descriptor's; writes nothing.
+const OPEN_ALL: &str = "
+def open_all(top):
+    count = 0
+    for top, below, files in os.walk(top):
+        for path in (os.path.join(top, name) for name in files):
+            if os.path.islink(path) or '/fd/' in path: continue
+            count += 1
+            try: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)); print('writable', path)
+            except OSError: pass
+    print('tried', count)
+";
+
+fn proc_cannot_be_written() {
+    let ran = Hood::python(&format!("{OPEN_ALL}open_all('/proc')")).run();
+    assert!(!well(&ran).contains("writable"), "{}", ran.all());
+    assert!(told(&ran.stdout, "tried").parse::<u32>().unwrap() > 500, "{}", ran.all());
+    // The control keeps to its own process, and to opening one file of the host's without writing to it.
+    let control = unconfined(&format!("{OPEN_ALL}open_all('/proc/self')"));
+    assert!(control.contains("/oom_score_adj\n"), "{control}");
+    if is_root() {
+        fs::File::options().write(true).open("/proc/sys/kernel/core_pattern").unwrap();
+    }
+    // Writing itself, to what belongs to the process alone and would be allowed by its mode.
+    let write = "for name in ('oom_score_adj', 'comm', 'coredump_filter', 'timerslack_ns', 'clear_refs'):\n    \
+                     try: os.write(os.open('/proc/self/' + name, os.O_WRONLY), b'1'); print('wrote', name)\n    \
+                     except OSError as e: print('refused', name)";
+    let ran = Hood::python(write).run();
+    assert!(!well(&ran).contains("wrote") && ran.stdout.lines().count() == 5, "{}", ran.all());
+    assert_eq!(unconfined(write).matches("wrote").count(), 5);
+}
+
+fn kernel_memory_is_closed() {
+    let look = "
+def opened(*paths):
+    for path in paths:
+        try: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK)); print('opened', path)
+        except OSError as e: print('closed', path)
+opened('/proc/self/mem', '/proc/self/environ', '/dev/null')
+symbols = open('/proc/kallsyms').read(4000).split('\\n')[:20]
+print('addresses', sum(line[:16].strip('0') != '' for line in symbols if line))
+";
+    let closed = "opened('/proc/kcore', '/proc/kmsg', '/dev/mem', '/dev/kmsg', '/dev/vda', '/proc/1/mem', '/proc/1/environ')";
+    let ran = Hood::python(&format!("{look}{closed}")).run();
+    assert_eq!(well(&ran).matches("closed").count(), 7, "{}", ran.all());
+    assert_eq!(ran.stdout.matches("opened").count(), 3, "{}", ran.all());
+    assert_eq!(told(&ran.stdout, "addresses"), "0");
+    if is_root() {
+        assert_ne!(told(&unconfined(look), "addresses"), "0");
+    }
+}
+
+fn no_cgroup_tree() {
+    let look = "print('paths', *{line.strip().split(':', 2)[2] for line in open('/proc/self/cgroup')})\n\
+                kinds = {line.split(' - ')[1].split()[0] for line in open('/proc/self/mountinfo')}\n\
+                print('kinds', *kinds)";
+    let ran = Hood::python(look).run();
+    assert_eq!(words(well(&ran), "paths"), ["/"], "{}", ran.all());
+    let kinds = words(&ran.stdout, "kinds");
+    for kind in ["cgroup", "cgroup2", "sysfs", "debugfs", "tracefs", "securityfs", "bpf", "devtmpfs-root"] {
+        assert!(!kinds.contains(&kind), "{}", ran.all());
+    }
+    let control = unconfined(look);
+    assert!(words(&control, "kinds").iter().any(|k| k.starts_with("cgroup")), "{control}");
+    if is_root() {
+        // With a group of its own and no namespace for it, the path is the host's.
+        let ran = Hood::python(look).without(&[Layer::CgroupNamespace]).run();
+        assert_ne!(words(well(&ran), "paths"), ["/"], "{}", ran.all());
+    }
+}
+
+fn the_host_name_is_not_the_hosts() {
+    let look = "print('names', socket.gethostname(), os.uname().nodename, open('/proc/sys/kernel/hostname').read().strip())";
+    let mut hood = Hood::python(look);
+    hood.spec.host_name = String::from("not-this-host");
+    let ran = hood.run();
+    assert_eq!(words(well(&ran), "names"), ["not-this-host"; 3]);
+    assert!(!unconfined(look).contains("not-this-host"));
+    let ran = Hood::python(&format!("name = b'mine'\nprint('set', libc.sethostname(name, 4))\n{look}")).run();
+    assert!(ran.said("set -1") && !ran.stdout.contains("mine"), "{}", ran.all());
+}
+
+fn no_writable_mount_of_the_host() {
+    let look = "for line in open('/proc/self/mountinfo'):\n    \
+                    own, rest = line.split(' - ')\n    \
+                    point, options = own.split()[4:6]\n    \
+                    if 'ro' not in options.split(',') and 'ro' not in rest.split()[2].split(','): print('writable', point)";
+    let hood = Hood::python(look).view("/etc".as_ref(), "data");
+    let workspace = hood.workspace().to_str().unwrap().to_owned();
+    let ran = hood.run();
+    let devices = ["null", "zero", "full", "random", "urandom", "pts", "shm"].map(|name| format!("/dev/{name}"));
+    let found: Vec<&str> = well(&ran).lines().filter_map(|l| l.strip_prefix("writable ")).collect();
+    for point in &found {
+        let own = *point == workspace || *point == "/tmp" || devices.iter().any(|d| d == point);
+        assert!(own, "{point} is writable: {}", ran.all());
+    }
+    assert!(found.contains(&workspace.as_str()) && found.contains(&"/tmp"), "{}", ran.all());
+    assert!(unconfined(look).lines().any(|l| l == "writable /"));
+    // What can be written there is the host's devices' content, which is nothing: not their mode, not their owner.
+    let mode = |name: &str| fs::metadata(format!("/dev/{name}")).map(|m| (m.mode(), m.uid(), m.ctime())).unwrap();
+    let before = ["null", "zero", "full", "random", "urandom"].map(mode);
+    let ran = Hood::python(
+        "for name in ('null', 'zero', 'full', 'random', 'urandom'):\n    \
+             for act in (lambda p: os.chmod(p, 0), lambda p: os.chown(p, 1000, 1000), os.unlink, lambda p: os.rename(p, '/tmp/x')):\n        \
+                 try: act('/dev/' + name); print('did', name)\n        \
+                 except OSError: print('refused')",
+    )
+    .run();
+    assert_eq!(well(&ran).matches("refused").count(), 20, "{}", ran.all());
+    assert_eq!(before, ["null", "zero", "full", "random", "urandom"].map(mode));
+}
+
+/// Runs itself again with a secret in its environment: it is to be found in no process visible inside.
+fn the_environment_is_built_from_nothing() {
+    const SECRET: (&str, &str) = ("PGPASSWORD", "fumehood-test-secret");
+    if std::env::var_os(SECRET.0).is_none() {
+        let again = Command::new(std::env::current_exe().unwrap())
+            .args(["__plain_trial", &format!("p03_runtime::{ENVIRONMENT}")])
+            .env(SECRET.0, SECRET.1)
+            .output()
+            .unwrap();
+        assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
+        return;
+    }
+    let look = "print('names', *os.environ)\n\
+                found = 0\n\
+                for pid in (n for n in os.listdir('/proc') if n.isdigit()):\n    \
+                    for name in ('environ', 'cmdline', 'stat', 'status', 'mem'):\n        \
+                        try:\n            \
+                            if b'fumehood-test-' + b'secret' in open(f'/proc/{pid}/{name}', 'rb').read(): found += 1\n        \
+                        except OSError: pass\n\
+                print('found', found)";
+    let ran = Hood::python(look).run();
+    assert_eq!(words(well(&ran), "names"), ["HOME", "LANG", "PATH"]);
+    assert_eq!(told(&ran.stdout, "found"), "0");
+    let control = unconfined(look);
+    assert!(words(&control, "names").contains(&SECRET.0), "{control}");
+    assert_ne!(told(&control, "found"), "0", "{control}");
+}

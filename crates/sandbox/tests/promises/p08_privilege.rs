@@ -1,0 +1,3 @@
+use crate::Entry;
+
+pub const TRIALS: &[Entry] = &[];

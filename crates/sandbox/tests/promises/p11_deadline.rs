@@ -1,0 +1,447 @@
+//! P11: at the deadline every process of the analysis is dead, and the call returns even if something holds a pipe.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use sandbox::outcome::{Exit, Stop};
+use sandbox::supervise::Wish;
+
+use crate::hood::{Hood, Ran, is_root};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("a_daemon_dies", For::Everyone, a_daemon_dies),
+    ("who_ignores_sigterm_dies", For::Everyone, who_ignores_sigterm_dies),
+    ("the_stopped_handle_sigterm_and_die", For::Everyone, the_stopped_handle_sigterm_and_die),
+    ("who_stays_stopped_dies", For::Everyone, who_stays_stopped_dies),
+    ("who_hops_from_pid_to_pid_dies", For::Everyone, who_hops_from_pid_to_pid_dies),
+    ("a_fork_bomb_dies", For::Everyone, a_fork_bomb_dies),
+    ("who_waits_in_vfork_dies", For::Everyone, who_waits_in_vfork_dies),
+    ("all_threads_die", For::Everyone, all_threads_die),
+    ("the_grace_is_for_a_last_file", For::Everyone, the_grace_is_for_a_last_file),
+    ("without_grace_nothing_more_is_done", For::Everyone, without_grace_nothing_more_is_done),
+    ("a_held_pipe_holds_up_nobody", For::Everyone, a_held_pipe_holds_up_nobody),
+    ("what_is_left_behind_dies", For::Everyone, what_is_left_behind_dies),
+    ("cancel_gives_the_grace", For::Everyone, cancel_gives_the_grace),
+    ("kill_gives_none", For::Everyone, kill_gives_none),
+];
+
+/// Nothing takes so long; a wait that does has failed.
+pub const AT_MOST: Duration = Duration::from_secs(30);
+
+/// A word that no other process on this host has among its arguments.
+pub fn new_marker() -> String {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    format!("fumehood-mark-{}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed), now.as_nanos())
+}
+
+/// The processes on this host that have the marker among their arguments. The dead have no arguments.
+pub fn marked(marker: &str) -> Vec<i32> {
+    let has = |pid: &i32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.windows(marker.len()).any(|w| w == marker.as_bytes())
+    };
+    pids().into_iter().filter(has).collect()
+}
+
+fn pids() -> Vec<i32> {
+    let names = std::fs::read_dir("/proc").unwrap().flatten().map(|e| e.file_name());
+    names.filter_map(|name| name.to_str()?.parse().ok()).collect()
+}
+
+/// Waits until so many processes have the marker.
+pub fn wait_for_marked(marker: &str, count: usize) -> Vec<i32> {
+    let give_up = Instant::now() + AT_MOST;
+    loop {
+        let found = marked(marker);
+        if found.len() >= count {
+            return found;
+        }
+        assert!(Instant::now() < give_up, "{} of {count} processes appeared", found.len());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Ends what a control left on the host. Only processes with our own marker.
+pub fn kill_marked(marker: &str) {
+    let give_up = Instant::now() + AT_MOST;
+    loop {
+        let left = marked(marker);
+        for pid in &left {
+            let pid = rustix::process::Pid::from_raw(*pid).unwrap();
+            let _gone = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
+        if left.is_empty() {
+            return;
+        }
+        assert!(Instant::now() < give_up, "{left:?} do not die");
+    }
+}
+
+/// The host's processes that run under a uid.
+fn of_uid(uid: u32) -> Vec<i32> {
+    use std::os::unix::fs::MetadataExt;
+    let has = |pid: &i32| std::fs::metadata(format!("/proc/{pid}")).is_ok_and(|m| m.uid() == uid);
+    pids().into_iter().filter(has).collect()
+}
+
+const PRELUDE: &str = "
+import os, signal, sys, threading, time
+def up():
+    os.write(1, b'up\\n')
+def rest():
+    while True:
+        signal.pause()
+";
+
+fn script(marker: &str, act: &str) -> String {
+    format!("# {marker}\n{PRELUDE}\n{act}")
+}
+
+/// Runs the act to its deadline and shows, from the host's side, that nothing is left of it.
+fn at_the_deadline(act: &str, wall_ms: u64, grace_ms: u64) -> Ran {
+    let marker = new_marker();
+    let hood = Hood::python(&script(&marker, act)).limits(|l| {
+        (l.wall_ms, l.grace_ms, l.pids) = (wall_ms, grace_ms, 64);
+    });
+    let uid = hood.spec.identity.uid();
+    let ran = hood.run();
+    assert_eq!(marked(&marker), [0i32; 0], "{}", ran.all());
+    if is_root() {
+        assert_eq!(of_uid(uid), [0i32; 0], "{}", ran.all());
+    }
+    assert!(ran.said("up"), "{}", ran.all());
+    assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+    assert!(ran.outcome.all_dead);
+    ran
+}
+
+/// The control: unconfined, the death of the program leaves some of its processes alive.
+fn survives_on_the_host(act: &str) {
+    let marker = new_marker();
+    let mut program = Command::new("/usr/bin/python3")
+        .args(["-I", "-c", &script(&marker, act)])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .current_dir(std::env::temp_dir())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut out = std::io::BufReader::new(program.stdout.take().unwrap());
+    std::io::BufRead::read_line(&mut out, &mut line).unwrap();
+    assert_eq!(line, "up\n");
+    program.kill().unwrap();
+    program.wait().unwrap();
+    let left = marked(&marker);
+    kill_marked(&marker);
+    assert!(!left.is_empty(), "the control leaves nothing behind");
+}
+
+fn a_daemon_dies() {
+    let act = "
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setsid() if os.getpid() == os.getpgid(0) else None
+        for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(n, signal.SIG_IGN)
+        up()
+        rest()
+    os._exit(0)
+os.wait()
+rest()
+";
+    survives_on_the_host(act);
+    at_the_deadline(act, 2000, 200);
+}
+
+fn who_ignores_sigterm_dies() {
+    let act = "
+for n in range(1, 65):
+    try:
+        signal.signal(n, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+if os.fork() == 0:
+    up()
+    time.sleep(600)
+time.sleep(600)
+";
+    survives_on_the_host(act);
+    let ran = at_the_deadline(act, 2000, 200);
+    assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
+}
+
+fn the_stopped_handle_sigterm_and_die() {
+    let act = "
+child = os.fork()
+if child == 0:
+    def handle(*_):
+        os.write(1, b'handled\\n')
+        os._exit(0)
+    signal.signal(signal.SIGTERM, handle)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    rest()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+up()
+os.waitpid(child, 0)
+os._exit(4)
+";
+    survives_on_the_host(act);
+    let ran = at_the_deadline(act, 2000, 20_000);
+    assert!(ran.said("handled"), "{}", ran.all());
+    // The program had its grace and used it: the end is its own.
+    assert_eq!(ran.code(), Some(4), "{}", ran.all());
+}
+
+/// It stops itself again as often as it is continued.
+fn who_stays_stopped_dies() {
+    let act = "
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGCONT, stop)
+    stop()
+    rest()
+assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGCONT, stop)
+up()
+stop()
+rest()
+";
+    survives_on_the_host(act);
+    let ran = at_the_deadline(act, 2000, 300);
+    assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
+}
+
+fn who_hops_from_pid_to_pid_dies() {
+    let act = "
+first = os.getpid()
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hops = 0
+    # On the host, where the control runs, it comes to an end by itself.
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if os.fork() != 0:
+            os._exit(0)
+        hops += 1
+        if hops == 50:
+            up()
+    os._exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rest()
+";
+    survives_on_the_host(act);
+    at_the_deadline(act, 2000, 200);
+}
+
+/// Only ever in the sandbox: its control is the number of processes that it did get.
+fn a_fork_bomb_dies() {
+    let act = "
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+refused = 0
+while True:
+    try:
+        os.fork()
+    except BlockingIOError:
+        refused += 1
+        if refused == 3:
+            up()
+";
+    let ran = at_the_deadline(act, 2500, 200);
+    assert!(ran.outcome.usage.pids_peak.is_some_and(|n| (30..=64).contains(&n)), "{}", ran.all());
+}
+
+fn who_waits_in_vfork_dies() {
+    let source = r#"
+#include <signal.h>
+#include <unistd.h>
+int main(void) {
+    signal(SIGTERM, SIG_IGN);
+    if (vfork() == 0) { write(1, "up\n", 3); for (;;) pause(); }
+    for (;;) pause();
+}"#;
+    let marker = new_marker();
+    let hood = Hood::new(&["/bin/true", &marker]).limits(|l| (l.wall_ms, l.grace_ms) = (1500, 200));
+    let program = hood.workspace().join("vforks");
+    compile(source, &program);
+    let mut hood = hood;
+    hood.spec.program = sandbox::spec::InsidePath::new(&program);
+    let ran = hood.run();
+    assert!(ran.said("up"), "{}", ran.all());
+    assert_eq!(marked(&marker), [0i32; 0]);
+    // The parent waits where only SIGKILL reaches it.
+    assert_eq!((ran.stop(), ran.outcome.exit), (Some(Stop::WallTime), Some(Exit::Signal(libc::SIGKILL))));
+}
+
+pub fn compile(source: &str, program: &Path) {
+    use std::io::Write;
+    let mut gcc = Command::new("gcc")
+        .args(["-O1", "-w", "-pthread", "-x", "c", "-", "-o"])
+        .arg(program)
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    gcc.stdin.take().unwrap().write_all(source.as_bytes()).unwrap();
+    assert!(gcc.wait().unwrap().success());
+}
+
+fn all_threads_die() {
+    let act = "
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def spin():
+    while True:
+        pass
+for _ in range(8):
+    threading.Thread(target=spin).start()
+up()
+# The leader of the group leaves; its threads stay.
+ctypes.CDLL(None).pthread_exit(None)
+";
+    let ran = at_the_deadline(&format!("import ctypes\n{act}"), 2000, 200);
+    assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)), "{}", ran.all());
+}
+
+const LAST_FILE: &str = "
+def handle(*_):
+    time.sleep(0.3)
+    with open('last.txt', 'w') as f:
+        f.write('saved')
+    os._exit(3)
+signal.signal(signal.SIGTERM, handle)
+up()
+rest()
+";
+
+fn last_file(grace_ms: u64) -> (Ran, Option<String>) {
+    let marker = new_marker();
+    let hood = Hood::python(&script(&marker, LAST_FILE)).limits(|l| (l.wall_ms, l.grace_ms) = (1500, grace_ms));
+    let (ran, file) = hood.run_then(|dir| std::fs::read_to_string(dir.join("last.txt")).ok());
+    assert!(ran.said("up"), "{}", ran.all());
+    assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+    assert_eq!(marked(&marker), [0i32; 0]);
+    (ran, file)
+}
+
+fn the_grace_is_for_a_last_file() {
+    let (ran, file) = last_file(20_000);
+    assert_eq!((ran.code(), file.as_deref()), (Some(3), Some("saved")), "{}", ran.all());
+}
+
+fn without_grace_nothing_more_is_done() {
+    for grace_ms in [0, 1] {
+        let (ran, file) = last_file(grace_ms);
+        assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)), "{}", ran.all());
+        assert_eq!(file, None);
+    }
+}
+
+fn a_held_pipe_holds_up_nobody() {
+    let marker = new_marker();
+    let hood = Hood::python(&script(&marker, "up()\nrest()")).limits(|l| (l.wall_ms, l.grace_ms) = (3000, 200));
+    let held = std::thread::scope(|scope| {
+        let holder = scope.spawn(|| {
+            let pid = wait_for_marked(&marker, 1)[0];
+            let give_up = Instant::now() + AT_MOST;
+            // Until its exec has put the pipe there, the descriptor is something else.
+            loop {
+                let file = std::fs::File::options().write(true).open(format!("/proc/{pid}/fd/1"));
+                if let Ok(file) = file
+                    && file.metadata().unwrap().file_type().is_fifo()
+                {
+                    return file;
+                }
+                assert!(Instant::now() < give_up, "the pipe cannot be opened");
+            }
+        });
+        let begun = Instant::now();
+        let ran = hood.run();
+        assert!(begun.elapsed() < AT_MOST);
+        assert!(ran.said("up"), "{}", ran.all());
+        assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+        holder.join().unwrap()
+    });
+    // It was this run's pipe, it was held all the while, and the run is over: nobody reads it any more.
+    let refused = std::io::Write::write(&mut &held, b"x").unwrap_err();
+    assert_eq!(refused.kind(), std::io::ErrorKind::BrokenPipe);
+    assert_eq!(marked(&marker), [0i32; 0]);
+}
+
+fn what_is_left_behind_dies() {
+    let act = "
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(1, b'from the background\\n')
+    os.write(write, b'x')
+    rest()
+os.read(read, 1)
+up()
+";
+    let marker = new_marker();
+    let ran = Hood::python(&script(&marker, act)).run();
+    assert_eq!((ran.code(), ran.stop()), (Some(0), None), "{}", ran.all());
+    assert!(ran.said("up") && ran.said("from the background"), "{}", ran.all());
+    assert_eq!(marked(&marker), [0i32; 0]);
+    // Unconfined it outlives the program, which is not even killed: its first line is of the background's.
+    let marker = new_marker();
+    let status = Command::new("/usr/bin/python3").args(["-I", "-c", &script(&marker, act)]).stdout(Stdio::null()).status();
+    assert!(status.unwrap().success());
+    let left = marked(&marker);
+    kill_marked(&marker);
+    assert_eq!(left.len(), 1);
+}
+
+const HANDLES: &str = "
+def handle(*_):
+    os.write(1, b'handled\\n')
+    os._exit(5)
+signal.signal(signal.SIGTERM, handle)
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rest()
+up()
+rest()
+";
+
+fn wished(wish: Option<Wish>) -> Ran {
+    let marker = new_marker();
+    let mut hood = Hood::python(&script(&marker, HANDLES)).limits(|l| {
+        l.grace_ms = 20_000;
+        // Without a wish the deadline ends it; with one, long before.
+        l.wall_ms = if wish.is_some() { 60_000 } else { 1500 };
+    });
+    hood.wish_at = wish.map(|wish| (&b"up"[..], wish));
+    let ran = hood.run();
+    assert!(ran.said("up"), "{}", ran.all());
+    assert_eq!(marked(&marker), [0i32; 0]);
+    ran
+}
+
+fn cancel_gives_the_grace() {
+    let ran = wished(Some(Wish::Cancel));
+    assert_eq!((ran.stop(), ran.code()), (Some(Stop::Cancelled), Some(5)), "{}", ran.all());
+    assert!(ran.said("handled"), "{}", ran.all());
+    let control = wished(None);
+    assert_eq!((control.stop(), control.code()), (Some(Stop::WallTime), Some(5)), "{}", control.all());
+}
+
+fn kill_gives_none() {
+    let ran = wished(Some(Wish::Kill));
+    assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
+    assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)), "{}", ran.all());
+    assert!(!ran.said("handled"), "{}", ran.all());
+}

@@ -1,0 +1,233 @@
+//! P12: if the runner dies, by kill -9, its analysis dies with it; a runner that is merely stopped suspends no limit.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+use crate::hood::{Hood, Ran};
+use crate::p11_deadline::{AT_MOST, kill_marked, marked, new_marker, wait_for_marked};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("a_killed_runner_takes_the_analysis_with_it", For::Everyone, a_killed_runner_takes_the_analysis_with_it),
+    ("so_does_one_with_threads", For::Everyone, so_does_one_with_threads),
+    ("so_does_one_killed_while_it_starts", For::Everyone, so_does_one_killed_while_it_starts),
+    ("a_stopped_runner_suspends_no_deadline", For::Everyone, a_stopped_runner_suspends_no_deadline),
+    ("a_stopped_runner_suspends_no_disk_limit", For::Everyone, a_stopped_runner_suspends_no_disk_limit),
+];
+
+const MARKER: &str = "FUMEHOOD_TEST_MARKER";
+
+/// What this process was started to be, when a trial needs a runner that it can kill.
+pub fn inner_role() -> Option<String> {
+    let mut args = std::env::args().skip(1);
+    (args.next()? == "__role").then(|| args.next().unwrap())
+}
+
+/// The runner: says where its workspace is, runs, and says how the run ended.
+pub fn play(role: &str) {
+    let marker = std::env::var(MARKER).unwrap();
+    let mut hood = Hood::python(&analysis(&marker, role));
+    hood.with_group = false;
+    println!("{}", hood.workspace().display());
+    let ran = match role {
+        "deadline" => hood.limits(|l| (l.wall_ms, l.grace_ms) = (3000, 200)).run(),
+        "disk" => hood.limits(|l| l.disk_bytes = 16 << 20).run(),
+        "threads" => run_among_threads(hood),
+        _ => hood.run(),
+    };
+    println!("{:?} {:?} dead={} said={}", ran.stop(), ran.outcome.exit, ran.outcome.all_dead, ran.said("up"));
+}
+
+fn run_among_threads(hood: Hood) -> Ran {
+    for _ in 0..4 {
+        std::thread::spawn(|| loop { std::thread::park() });
+    }
+    std::thread::spawn(move || hood.run()).join().unwrap()
+}
+
+/// A program and a daemon of its own, neither of which goes for a SIGTERM or SIGHUP.
+fn analysis(marker: &str, role: &str) -> String {
+    let then = match role {
+        // Not before the runner is stopped, which the trial says with a file.
+        "disk" => "
+while not os.path.exists('go'):
+    time.sleep(0.01)
+while True:
+    with open(f'f{time.monotonic()}', 'wb') as f:
+        f.write(b'x' * (1 << 20))
+    time.sleep(0.02)
+",
+        _ => "
+while True:
+    signal.pause()
+",
+    };
+    format!(
+        "# {marker}
+import signal, time
+for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(n, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True:
+            signal.pause()
+    os._exit(0)
+os.wait()
+os.write(1, b'up\\n')
+{then}"
+    )
+}
+
+/// A runner in a process of its own, ended with the trial whatever comes.
+struct Runner {
+    process: Child,
+    out: BufReader<ChildStdout>,
+    workspace: PathBuf,
+    marker: String,
+}
+
+impl Runner {
+    fn start(role: &str) -> Runner {
+        let marker = new_marker();
+        let mut process = Command::new("/proc/self/exe")
+            .args(["__role", role])
+            .env(MARKER, &marker)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut out = BufReader::new(process.stdout.take().unwrap());
+        let mut line = String::new();
+        out.read_line(&mut line).unwrap();
+        Runner { process, out, workspace: PathBuf::from(line.trim_end()), marker }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.process), signal).unwrap();
+    }
+
+    /// As the kernel shows it: `T` is stopped.
+    fn state(&self) -> char {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id())).unwrap();
+        stat.rsplit_once(") ").unwrap().1.chars().next().unwrap()
+    }
+}
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        let _dead = self.process.kill();
+        let _reaped = self.process.wait();
+        // A runner that was killed could not do it.
+        let _gone = std::fs::remove_dir_all(&self.workspace);
+    }
+}
+
+fn hold(pids: &[i32]) -> Vec<OwnedFd> {
+    let open = |pid: &i32| pidfd_open(Pid::from_raw(*pid).unwrap(), PidfdFlags::empty());
+    pids.iter().filter_map(|pid| open(pid).ok()).collect()
+}
+
+/// Waits for the event of each one's death.
+fn wait_for_death(processes: &[OwnedFd]) {
+    let give_up = Instant::now() + AT_MOST;
+    for process in processes {
+        let left = give_up.saturating_duration_since(Instant::now());
+        let timeout = Timespec::try_from(left).unwrap();
+        let died = poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&timeout)).unwrap();
+        assert_eq!(died, 1, "a process outlives its runner");
+    }
+}
+
+fn killed(role: &str) {
+    let mut runner = Runner::start(role);
+    // The program and its daemon.
+    let processes = hold(&wait_for_marked(&runner.marker, 2));
+    assert_eq!(processes.len(), 2);
+    runner.signal(Signal::KILL);
+    runner.process.wait().unwrap();
+    wait_for_death(&processes);
+    assert_eq!(marked(&runner.marker), [0i32; 0]);
+}
+
+fn a_killed_runner_takes_the_analysis_with_it() {
+    control();
+    killed("plain");
+}
+
+/// Without a sandbox between them the same program outlives whoever started it.
+fn control() {
+    let marker = new_marker();
+    let start = format!("/usr/bin/python3 -I -c 'import os\n{}' >/dev/null & wait", analysis(&marker, "plain").replace('\'', "\""));
+    let mut shell = Command::new("/bin/sh").args(["-c", &start]).spawn().unwrap();
+    // The shell itself has the marker too.
+    wait_for_marked(&marker, 3);
+    shell.kill().unwrap();
+    shell.wait().unwrap();
+    let left = marked(&marker);
+    kill_marked(&marker);
+    assert_eq!(left.len(), 2, "the control's processes died with their parent");
+}
+
+fn so_does_one_with_threads() {
+    killed("threads");
+}
+
+/// At whatever step the runner is killed, nothing of the sandbox stays.
+fn so_does_one_killed_while_it_starts() {
+    for delay_ms in 0..20u64 {
+        let mut runner = Runner::start("plain");
+        let below = || children_of(runner.process.id());
+        // Not to wait for anything: to strike at different moments.
+        std::thread::sleep(std::time::Duration::from_millis(delay_ms * 3));
+        let processes = hold(&below());
+        runner.signal(Signal::KILL);
+        runner.process.wait().unwrap();
+        wait_for_death(&processes);
+        let give_up = Instant::now() + AT_MOST;
+        while !marked(&runner.marker).is_empty() {
+            assert!(Instant::now() < give_up, "killed after {delay_ms} steps, something stays");
+        }
+    }
+}
+
+/// Everything that descends from a process, as far as /proc shows it.
+fn children_of(pid: u32) -> Vec<i32> {
+    let list = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let children: Vec<i32> = list.split_ascii_whitespace().filter_map(|p| p.parse().ok()).collect();
+    let below = children.iter().flat_map(|child| children_of(*child as u32));
+    children.iter().copied().chain(below).collect()
+}
+
+/// Stops the runner once the program is up, and waits for the death of the run while it is stopped.
+fn stopped(role: &str) -> String {
+    let mut runner = Runner::start(role);
+    let processes = hold(&wait_for_marked(&runner.marker, 2));
+    assert_eq!(processes.len(), 2);
+    runner.signal(Signal::STOP);
+    std::fs::write(runner.workspace.join("go"), "").unwrap();
+    wait_for_death(&processes);
+    assert_eq!(runner.state(), 'T', "the runner was not stopped all the while");
+    assert_eq!(marked(&runner.marker), [0i32; 0]);
+    runner.signal(Signal::CONT);
+    let mut end = String::new();
+    runner.out.read_to_string(&mut end).unwrap();
+    assert!(runner.process.wait().unwrap().success());
+    end
+}
+
+fn a_stopped_runner_suspends_no_deadline() {
+    let end = stopped("deadline");
+    assert_eq!(end, "Some(WallTime) Some(Signal(9)) dead=true said=true\n");
+}
+
+fn a_stopped_runner_suspends_no_disk_limit() {
+    let end = stopped("disk");
+    assert_eq!(end, "Some(Disk) Some(Signal(9)) dead=true said=true\n");
+}
