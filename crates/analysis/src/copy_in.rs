@@ -612,3 +612,397 @@ fn write_all(file: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Result<
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use std::fs::{self, File};
+    use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
+
+    const PLENTY: Budget = Budget {
+        bytes: 1 << 40,
+        files: 1000,
+    };
+
+    struct Dirs {
+        source: tempfile::TempDir,
+        workspace: tempfile::TempDir,
+    }
+
+    impl Dirs {
+        fn new() -> Self {
+            Dirs {
+                source: tempfile::tempdir().unwrap(),
+                workspace: tempfile::tempdir().unwrap(),
+            }
+        }
+        fn from(&self, name: &str) -> PathBuf {
+            self.source.path().join(name)
+        }
+        fn to(&self, name: &str) -> PathBuf {
+            self.workspace.path().join(name)
+        }
+        fn copy(&self, from: &str, name: &str) -> Result<Copied, CopyError> {
+            self.copy_within(from, name, &mut PLENTY.clone())
+        }
+        fn copy_within(
+            &self,
+            from: &str,
+            name: &str,
+            budget: &mut Budget,
+        ) -> Result<Copied, CopyError> {
+            let workspace = File::open(self.workspace.path()).unwrap();
+            copy_in(
+                &self.from(from),
+                workspace.as_fd(),
+                Path::new(name),
+                None,
+                budget,
+            )
+        }
+    }
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().mode() & 0o7777
+    }
+
+    #[test]
+    fn a_file_keeps_its_content_and_whether_it_is_executable() {
+        let dirs = Dirs::new();
+        let content: Vec<u8> = (0..3_000_000u32).map(|n| n as u8).collect();
+        for (name, bits, want) in [
+            ("a", 0o444, 0o600),
+            ("b", 0o6755, 0o700),
+            ("c", 0o666, 0o600),
+        ] {
+            fs::write(dirs.from(name), &content).unwrap();
+            fs::set_permissions(dirs.from(name), fs::Permissions::from_mode(bits)).unwrap();
+            let copied = dirs.copy(name, name).unwrap();
+            assert_eq!(
+                copied,
+                Copied {
+                    files: 1,
+                    bytes: 3_000_000
+                }
+            );
+            assert_eq!(fs::read(dirs.to(name)).unwrap(), content);
+            assert_eq!(mode(&dirs.to(name)), want);
+        }
+    }
+
+    #[test]
+    fn a_link_given_by_the_user_is_followed_and_names_may_have_directories() {
+        let dirs = Dirs::new();
+        fs::write(dirs.from("real"), "x").unwrap();
+        symlink("real", dirs.from("link")).unwrap();
+        assert_eq!(dirs.copy("link", "sub/deep/name").unwrap().files, 3);
+        assert!(
+            fs::symlink_metadata(dirs.to("sub/deep/name"))
+                .unwrap()
+                .is_file()
+        );
+        dirs.copy("real", "sub/other").unwrap();
+        assert_eq!(mode(&dirs.to("sub")), 0o700);
+    }
+
+    #[test]
+    fn a_tree_keeps_links_that_stay_inside() {
+        let dirs = Dirs::new();
+        fs::create_dir_all(dirs.from("t/a/b")).unwrap();
+        fs::write(dirs.from("t/a/b/f"), "x").unwrap();
+        symlink("../../top", dirs.from("t/a/b/up")).unwrap();
+        symlink("a/b", dirs.from("t/down")).unwrap();
+        let copied = dirs.copy("t", "t").unwrap();
+        assert_eq!(copied, Copied { files: 6, bytes: 1 });
+        assert_eq!(
+            fs::read_link(dirs.to("t/a/b/up")).unwrap(),
+            Path::new("../../top")
+        );
+        assert_eq!(fs::read(dirs.to("t/down/f")).unwrap(), b"x");
+    }
+
+    #[test]
+    fn links_that_lead_out_are_refused_by_name() {
+        for target in [
+            "/etc/passwd",
+            "..",
+            "../x",
+            "a/../../x",
+            "a/..",
+            "a/b/../../../x",
+        ] {
+            let dirs = Dirs::new();
+            fs::create_dir_all(dirs.from("t/a")).unwrap();
+            symlink(target, dirs.from("t/evil")).unwrap();
+            let error = dirs.copy("t", "t").unwrap_err();
+            let text = error.to_string();
+            assert!(
+                matches!(error, CopyError::LinkLeadsOut { .. }),
+                "{target}: {text}"
+            );
+            assert!(text.contains("t/evil") && text.contains("--read"), "{text}");
+        }
+    }
+
+    #[test]
+    fn special_files_are_refused_without_waiting_for_them() {
+        let dirs = Dirs::new();
+        fs::create_dir(dirs.from("t")).unwrap();
+        let dir = File::open(dirs.from("t")).unwrap();
+        rustix::fs::mknodat(&dir, "fifo", FileType::Fifo, Mode::RUSR, 0).unwrap();
+        for name in ["t", "t/fifo"] {
+            let error = dirs.copy(name, "x").unwrap_err();
+            assert!(
+                matches!(error, CopyError::Special { kind: "a FIFO", .. }),
+                "{error:?}"
+            );
+            let _ = fs::remove_dir_all(dirs.to("x"));
+        }
+        let workspace = File::open(dirs.workspace.path()).unwrap();
+        let mut budget = PLENTY;
+        let zero = copy_in(
+            Path::new("/dev/zero"),
+            workspace.as_fd(),
+            Path::new("z"),
+            None,
+            &mut budget,
+        );
+        assert!(
+            matches!(
+                zero,
+                Err(CopyError::Special {
+                    kind: "a device",
+                    ..
+                })
+            ),
+            "{zero:?}"
+        );
+    }
+
+    #[test]
+    fn names_are_checked() {
+        let dirs = Dirs::new();
+        fs::write(dirs.from("f"), "x").unwrap();
+        for name in ["", "/abs", "../f", "a/../../f", ".", "a\0b"] {
+            let error = dirs.copy("f", name).unwrap_err();
+            assert!(
+                matches!(error, CopyError::BadName { .. }),
+                "{name:?}: {error:?}"
+            );
+        }
+        for name in ["data", "docs/x", ".fumehood", "./data"] {
+            let error = dirs.copy("f", name).unwrap_err();
+            let refused = matches!(
+                error,
+                CopyError::Reserved { .. } | CopyError::BadName { .. }
+            );
+            assert!(refused, "{name:?}: {error:?}");
+        }
+        assert_eq!(
+            name_for(Path::new("/x/fit.R"), None).unwrap(),
+            Path::new("fit.R")
+        );
+        assert!(matches!(
+            name_for(Path::new("/"), None),
+            Err(CopyError::NoName { .. })
+        ));
+        assert!(matches!(
+            name_for(Path::new("/x/data"), None),
+            Err(CopyError::Reserved { .. })
+        ));
+    }
+
+    #[test]
+    fn what_is_there_already_is_neither_replaced_nor_gone_through() {
+        let dirs = Dirs::new();
+        fs::write(dirs.from("f"), "new").unwrap();
+        fs::write(dirs.to("old"), "old").unwrap();
+        symlink(dirs.source.path(), dirs.to("link")).unwrap();
+        for name in ["old", "link", "link/planted", "old/x"] {
+            let error = dirs.copy("f", name).unwrap_err();
+            assert!(
+                matches!(error, CopyError::Exists { .. }),
+                "{name}: {error:?}"
+            );
+        }
+        assert_eq!(fs::read(dirs.to("old")).unwrap(), b"old");
+        assert!(!dirs.from("planted").exists());
+    }
+
+    #[test]
+    fn the_budget_holds_and_names_the_option() {
+        let dirs = Dirs::new();
+        fs::create_dir(dirs.from("t")).unwrap();
+        for n in 0..10 {
+            fs::write(dirs.from(&format!("t/{n}")), vec![1; 1000]).unwrap();
+        }
+        let error = dirs
+            .copy_within(
+                "t",
+                "a",
+                &mut Budget {
+                    bytes: 5500,
+                    files: 100,
+                },
+            )
+            .unwrap_err();
+        assert!(error.to_string().contains("--disk"), "{error}");
+        let error = dirs
+            .copy_within(
+                "t",
+                "b",
+                &mut Budget {
+                    bytes: 1 << 20,
+                    files: 5,
+                },
+            )
+            .unwrap_err();
+        assert!(error.to_string().contains("--files"), "{error}");
+        let mut budget = Budget {
+            bytes: 10_000,
+            files: 11,
+        };
+        dirs.copy_within("t", "c", &mut budget).unwrap();
+        assert_eq!(budget, Budget { bytes: 0, files: 0 });
+    }
+
+    #[test]
+    fn holes_stay_holes() {
+        let dirs = Dirs::new();
+        let file = File::create(dirs.from("s")).unwrap();
+        file.write_all_at(b"middle", 1 << 30).unwrap();
+        file.set_len(1 << 34).unwrap();
+        let copied = dirs.copy("s", "s").unwrap();
+        let meta = fs::metadata(dirs.to("s")).unwrap();
+        assert_eq!(meta.len(), 1 << 34);
+        assert!(
+            meta.blocks() * 512 < 1 << 20 && copied.bytes < 1 << 20,
+            "{copied:?}"
+        );
+        let mut got = [0; 6];
+        File::open(dirs.to("s"))
+            .unwrap()
+            .read_exact_at(&mut got, 1 << 30)
+            .unwrap();
+        assert_eq!(&got, b"middle");
+    }
+
+    #[test]
+    fn across_file_systems_too() {
+        let mut dirs = Dirs::new();
+        dirs.workspace = tempfile::tempdir_in("/dev/shm").unwrap();
+        let content: Vec<u8> = (0..1_000_003u32).map(|n| (n >> 3) as u8).collect();
+        fs::write(dirs.from("f"), &content).unwrap();
+        dirs.copy("f", "f").unwrap();
+        assert_eq!(fs::read(dirs.to("f")).unwrap(), content);
+    }
+
+    #[test]
+    fn the_workspace_is_not_copied_into_itself() {
+        let dirs = Dirs::new();
+        fs::create_dir(dirs.to("inner")).unwrap();
+        let workspace = File::open(dirs.to("inner")).unwrap();
+        let mut budget = PLENTY;
+        let error = copy_in(
+            dirs.workspace.path(),
+            workspace.as_fd(),
+            Path::new("x"),
+            None,
+            &mut budget,
+        );
+        assert!(
+            matches!(error, Err(CopyError::ContainsWorkspace { .. })),
+            "{error:?}"
+        );
+    }
+
+    #[test]
+    fn a_tree_that_is_too_deep_is_refused() {
+        let dirs = Dirs::new();
+        let deep: PathBuf = std::iter::repeat_n("d", DEPTH_MAX).collect();
+        fs::create_dir_all(dirs.from("t").join(&deep)).unwrap();
+        let error = dirs.copy("t", "t").unwrap_err();
+        assert!(matches!(error, CopyError::TooDeep { .. }), "{error:?}");
+        let most: PathBuf = std::iter::repeat_n("d", DEPTH_MAX - 1).collect();
+        fs::create_dir_all(dirs.from("u").join(&most)).unwrap();
+        dirs.copy("u", "u").unwrap();
+    }
+
+    #[test]
+    fn everything_made_is_given_to_the_owner() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let dirs = Dirs::new();
+        fs::create_dir(dirs.from("t")).unwrap();
+        fs::write(dirs.from("t/x.sh"), "x").unwrap();
+        fs::set_permissions(dirs.from("t/x.sh"), fs::Permissions::from_mode(0o755)).unwrap();
+        symlink("x.sh", dirs.from("t/l")).unwrap();
+        let workspace = File::open(dirs.workspace.path()).unwrap();
+        let (name, mut budget) = (Path::new("p/t"), PLENTY);
+        copy_in(
+            &dirs.from("t"),
+            workspace.as_fd(),
+            name,
+            Some((54_321, 54_322)),
+            &mut budget,
+        )
+        .unwrap();
+        for name in ["p", "p/t", "p/t/x.sh", "p/t/l"] {
+            let meta = fs::symlink_metadata(dirs.to(name)).unwrap();
+            assert_eq!((meta.uid(), meta.gid()), (54_321, 54_322), "{name}");
+        }
+        assert_eq!(mode(&dirs.to("p/t/x.sh")), 0o700);
+    }
+
+    /// The file is swapped for a FIFO and back, and truncated and grown: the copy always comes
+    /// back, with at most what the file had when it was opened.
+    #[test]
+    fn a_file_that_changes_meanwhile_does_not_hang_the_copy() {
+        let dirs = Dirs::new();
+        let dir = File::open(dirs.source.path()).unwrap();
+        rustix::fs::mknodat(&dir, "g", FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let file = File::create(dirs.from("f")).unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let flags = rustix::fs::RenameFlags::EXCHANGE;
+                    let _ = rustix::fs::renameat_with(&dir, "f", &dir, "g", flags);
+                    let _ = file.set_len(0);
+                    let _ = file.write_all_at(&[7; 100_000], 0);
+                }
+            });
+            for n in 0..300 {
+                let copied = dirs.copy("f", &n.to_string());
+                assert!(
+                    matches!(copied, Ok(_) | Err(CopyError::Special { .. })),
+                    "{copied:?}"
+                );
+                let length = fs::metadata(dirs.to(&n.to_string())).map_or(0, |m| m.len());
+                assert!(length <= 100_000);
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_link_judged_inside_leads_out(target in "[ab./]{1,12}", depth in 0usize..4) {
+            let target = Path::new(&target);
+            if stays_inside(target, depth) {
+                let mut level = depth as isize;
+                for part in target.components() {
+                    level += match part {
+                        Component::ParentDir => -1,
+                        Component::Normal(_) => 1,
+                        _ => 0,
+                    };
+                    proptest::prop_assert!(level >= 0 && target.is_relative());
+                }
+            }
+        }
+    }
+}

@@ -5,7 +5,7 @@
 //! at least once a second in any case, the tree is *measured*: every file below the workspace,
 //! and every file that was unlinked and is still open. What cannot be measured (a directory we may not read, a
 //! depth nobody needs, a deleted file that is only mapped, a descriptor in flight on a socket)
-//! makes the run answer for all it has written.
+//! makes the run answer for all it has written, and for all that the file system has grown by.
 
 use std::collections::HashSet;
 use std::io;
@@ -35,6 +35,8 @@ pub struct Watch {
     memory_watched: bool,
     /// Inodes in use on the file system when last measured: a cheap sign that files were made.
     inodes_in_use: u64,
+    /// Bytes in use on the whole file system at the start.
+    used_at_start: u64,
     measured_at: Instant,
     measuring_took: Duration,
     pub disk_bytes_peak: u64,
@@ -78,6 +80,7 @@ impl Watch {
             cpu_counter,
             memory_watched,
             inodes_in_use: 0,
+            used_at_start: 0,
             measured_at: Instant::now(),
             measuring_took: Duration::ZERO,
             disk_bytes_peak: 0,
@@ -85,13 +88,17 @@ impl Watch {
             memory_peak: None,
             pids_peak: 0,
         };
-        watch.inodes_in_use = watch.file_system().2;
+        (watch.used_at_start, _, watch.inodes_in_use) = watch.file_system();
         Ok(watch)
     }
 
     /// One look. Says which limit was passed, if any.
     pub fn look(&mut self) -> Option<Stop> {
-        let processes = look_at_processes(self.memory_watched);
+        let wanted = Wanted {
+            cpu: self.limits.cpu_ms.is_some() && self.cpu_counter.is_none(),
+            memory: self.memory_watched,
+        };
+        let processes = look_at_processes(wanted);
         self.pids_peak = self.pids_peak.max(processes.count);
         if self.memory_watched {
             self.memory_peak = self.memory_peak.max(Some(processes.memory_bytes));
@@ -110,7 +117,10 @@ impl Watch {
     }
 
     pub fn cpu_ms_now(&self) -> u64 {
-        self.cpu_ms(look_at_processes(false))
+        self.cpu_ms(look_at_processes(Wanted {
+            cpu: self.cpu_counter.is_none(),
+            memory: false,
+        }))
     }
 
     /// CPU time of the whole run: the cgroup's counter where there is one.
@@ -174,7 +184,8 @@ impl Watch {
             self.measure_unlinked(&mut measured);
         }
         if measured.unmeasured {
-            measured.bytes = measured.bytes.max(processes.written_bytes);
+            let grown = self.file_system().0.saturating_sub(self.used_at_start);
+            measured.bytes = measured.bytes.max(processes.written_bytes).max(grown);
         }
         measured
     }
@@ -205,7 +216,8 @@ impl Watch {
         }
     }
 
-    /// Bytes and inodes in use on a tmpfs of our own, and inodes in use on any file system.
+    /// Bytes and inodes in use on the file system that holds the workspace; the inodes twice, for callers that
+    /// mean the whole file system.
     fn file_system(&self) -> (u64, u64, u64) {
         match rustix::fs::fstatvfs(&self.workspace) {
             Ok(s) => {
@@ -278,19 +290,34 @@ fn pids() -> impl Iterator<Item = u32> {
         .filter_map(|e| e.file_name().to_str()?.parse().ok())
 }
 
-fn look_at_processes(with_memory: bool) -> Processes {
+/// What to read of each process: a thousand of them are looked at ten times a second.
+#[derive(Clone, Copy)]
+struct Wanted {
+    cpu: bool,
+    memory: bool,
+}
+
+fn look_at_processes(wanted: Wanted) -> Processes {
     let mut sum = Processes::default();
+    let mut shared = 0;
     let own = std::process::id();
     for pid in pids() {
         // Init itself counts too: what it reaped is credited to it.
         sum.written_bytes += read_written(pid).unwrap_or(0);
-        sum.cpu_ms += read_cpu_ms(pid).unwrap_or(0);
+        if wanted.cpu {
+            sum.cpu_ms += read_cpu_ms(pid).unwrap_or(0);
+        }
         if pid != own {
             sum.count += 1;
-            if with_memory {
-                sum.memory_bytes += read_memory(pid).unwrap_or(0);
+            if wanted.memory {
+                let (private, mapped) = read_memory(pid).unwrap_or((0, 0));
+                sum.memory_bytes += private;
+                shared += mapped;
             }
         }
+    }
+    if wanted.memory {
+        sum.memory_bytes += shared.max(shm_bytes());
     }
     sum
 }
@@ -317,16 +344,23 @@ fn read_cpu_ms(pid: u32) -> Option<u64> {
     Some(ticks * 1000 / rustix::param::clock_ticks_per_second().max(1))
 }
 
-/// Memory that this process has to itself or shares within the run. A proportional share, so that a
-/// forked pool is not counted many times over.
-fn read_memory(pid: u32) -> Option<u64> {
+/// Memory of one process: what is its own and in swap, and what it maps of shared memory. Proportional
+/// shares, so that a forked pool is not counted many times over.
+fn read_memory(pid: u32) -> Option<(u64, u64)> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let field = |name: &str| -> u64 {
         let line = text.lines().find_map(|l| l.strip_prefix(name));
         line.and_then(|n| n.trim().strip_suffix("kB")?.trim().parse().ok())
             .unwrap_or(0)
     };
-    Some((field("Pss_Anon:") + field("Pss_Shmem:") + field("SwapPss:")) * 1024)
+    let own = field("Pss_Anon:") + field("SwapPss:");
+    Some((own * 1024, field("Pss_Shmem:") * 1024))
+}
+
+/// What lies in the run's own /dev/shm, mapped or not.
+fn shm_bytes() -> u64 {
+    let stat = rustix::fs::statvfs("/dev/shm");
+    stat.map_or(0, |s| s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize)
 }
 
 /// Whether descriptors wait in this socket's queue: they may be files that nothing else shows.

@@ -159,6 +159,17 @@ impl Hood {
         self
     }
 
+    /// Another Python script in place of the first, for one that must name the workspace.
+    pub fn script(&mut self, script: &str) {
+        self.spec.argv = Hood::python(script).spec.argv;
+    }
+
+    /// Another command in place of the first; its program is an absolute path.
+    pub fn command(&mut self, argv: &[&Path]) {
+        self.spec.program = InsidePath::new(argv[0]);
+        self.spec.argv = argv.iter().map(|a| Bytes::from(*a)).collect();
+    }
+
     pub fn run(self) -> Ran {
         self.try_run().unwrap_or_else(|e| panic!("the run did not start: {}", chain(&e)))
     }
@@ -316,4 +327,61 @@ pub fn unconfined_under(before: &[&str], script: &str) -> String {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "the control failed: {}\n{out}\n{err}", output.status);
     out.into_owned()
+}
+
+/// A script that makes each attempt in a process of its own and prints `= name done`, `= name refused ERRNO` or
+/// `= name died SIGNAL`. An attempt is Python that raises when it is refused; `sc` is a raw system call that does.
+pub fn attempts(setup: &str, acts: &[(&str, &str)]) -> String {
+    let mut script = format!(
+        "import signal, struct, time\n\
+         def sc(*args):\n\
+         \x20   result = libc.syscall(*[ctypes.c_long(a) if isinstance(a, int) else a for a in args])\n\
+         \x20   if result == -1: raise OSError(ctypes.get_errno(), 'refused')\n\
+         \x20   return result\n\
+         def attempt(name, code):\n\
+         \x20   sys.stdout.flush()\n\
+         \x20   child = os.fork()\n\
+         \x20   if child == 0:\n\
+         \x20       signal.alarm(20)\n\
+         \x20       try: exec(compile(code, name, 'exec'), globals()); answer = 'done'\n\
+         \x20       except OSError as e: answer = 'refused ' + errno.errorcode.get(e.errno, str(e))\n\
+         \x20       except BaseException as e: answer = 'failed ' + repr(e)\n\
+         \x20       os.write(1, ('= %s %s\\n' % (name, answer)).encode()); os._exit(0)\n\
+         \x20   status = os.waitpid(child, 0)[1]\n\
+         \x20   if os.WIFSIGNALED(status): print('=', name, 'died', os.WTERMSIG(status), flush=True)\n\
+         {setup}\n"
+    );
+    for (name, code) in acts {
+        script.push_str(&format!("attempt({name:?}, r'''\n{code}\n''')\n"));
+    }
+    script
+}
+
+/// What the script of [`attempts`] printed about one of them.
+pub fn verdict<'a>(printed: &'a str, name: &str) -> &'a str {
+    let prefix = format!("= {name} ");
+    let line = printed.lines().find_map(|l| l.strip_prefix(&prefix));
+    line.unwrap_or_else(|| panic!("nothing was said about {name}:\n{printed}"))
+}
+
+/// A host directory that can be shown inside at its own path, gone with the test. Not below /tmp or /var/tmp, which
+/// are the program's own inside.
+pub fn shown_dir() -> tempfile::TempDir {
+    let below = if is_root() { String::from("/srv") } else { std::env::var("HOME").unwrap() };
+    let dir = tempfile::Builder::new().prefix("fumehood-shown-").tempdir_in(below).unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    dir
+}
+
+/// Compiles a C program to `at`.
+pub fn compile(source: &str, at: &Path) {
+    use std::io::Write;
+    let mut gcc = std::process::Command::new("gcc")
+        .args(["-O1", "-pthread", "-x", "c", "-", "-o"])
+        .arg(at)
+        .stdin(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    gcc.stdin.take().unwrap().write_all(source.as_bytes()).unwrap();
+    assert!(gcc.wait().unwrap().success(), "gcc failed");
 }

@@ -71,7 +71,7 @@ fn the_root_holds_only_what_is_listed() {
     // /tmp: the workspace and the home, both of which are its own.
     assert!(words(printed, "tmp").iter().all(|n| *n == "home" || n.starts_with("scidex-analysis-test-")), "{printed}");
     assert_eq!(words(printed, "tmp").len(), 2, "{printed}");
-    let control = unconfined(list);
+    let control = unconfined("for name in ('', 'sys', 'var'): print(name or 'root', *os.listdir('/' + name))");
     assert!(words(&control, "root").contains(&"sys") && words(&control, "sys").len() > 3, "{control}");
     assert!(words(&control, "var").len() > 3, "{control}");
 }
@@ -236,7 +236,7 @@ fn no_cgroup_tree() {
     let ran = Hood::python(look).run();
     assert_eq!(words(well(&ran), "paths"), ["/"], "{}", ran.all());
     let kinds = words(&ran.stdout, "kinds");
-    for kind in ["cgroup", "cgroup2", "sysfs", "debugfs", "tracefs", "securityfs", "bpf", "devtmpfs-root"] {
+    for kind in ["cgroup", "cgroup2", "sysfs", "debugfs", "tracefs", "securityfs", "bpf"] {
         assert!(!kinds.contains(&kind), "{}", ran.all());
     }
     let control = unconfined(look);
@@ -264,7 +264,8 @@ fn no_writable_mount_of_the_host() {
                     own, rest = line.split(' - ')\n    \
                     point, options = own.split()[4:6]\n    \
                     if 'ro' not in options.split(',') and 'ro' not in rest.split()[2].split(','): print('writable', point)";
-    let hood = Hood::python(look).view("/etc".as_ref(), "data");
+    let data = tempfile::tempdir_in("/tmp").unwrap();
+    let hood = Hood::python(look).view(data.path(), "data");
     let workspace = hood.workspace().to_str().unwrap().to_owned();
     let ran = hood.run();
     let devices = ["null", "zero", "full", "random", "urandom", "pts", "shm"].map(|name| format!("/dev/{name}"));

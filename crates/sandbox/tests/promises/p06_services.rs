@@ -1,3 +1,529 @@
-use crate::Entry;
+//! P6: the analysis cannot reach PostgreSQL or any other service of the host, by any kind of address, an
+//! inherited descriptor, or a credential lying about; its own processes reach each other.
 
-pub const TRIALS: &[Entry] = &[];
+use std::io::{BufRead, BufReader};
+use std::net::{TcpListener, UdpSocket};
+use std::os::fd::AsFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::hood::{Hood, attempts, compile, is_root, shown_dir, unconfined, verdict};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("postgresql", For::Everyone, postgresql),
+    ("any_service", For::Everyone, any_service),
+    ("kinds_of_sockets", For::Everyone, kinds_of_sockets),
+    ("an_address_that_changes_under_way", For::Everyone, an_address_that_changes_under_way),
+    ("the_broker_tells_nothing_of_the_host", For::Everyone, the_broker_tells_nothing_of_the_host),
+    ("its_own_sockets_work", For::Everyone, its_own_sockets_work),
+    ("descriptors_lead_nowhere", For::Everyone, descriptors_lead_nowhere),
+    (SECRETS, For::Everyone, secrets_stay_outside),
+];
+const SECRETS: &str = "secrets_stay_outside";
+
+fn unique(what: &str) -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    format!("fumehood-{what}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// A private cluster, listening on loopback, on a path in `dir` and on an abstract name. Gone with this value, and
+/// with the thread that started it.
+struct Postgres {
+    server: Child,
+    port: u16,
+}
+
+impl Postgres {
+    fn start(dir: &Path, abstract_name: &str) -> Postgres {
+        let versions = std::fs::read_dir("/usr/lib/postgresql").unwrap().flatten();
+        let bin = versions.map(|v| v.path().join("bin")).find(|b| b.join("postgres").exists()).unwrap();
+        if is_root() {
+            // The server refuses to run as root.
+            assert!(Command::new("chown").arg("postgres:").arg(dir).status().unwrap().success());
+        }
+        let command = |program: &str| {
+            let mut command = Command::new("setpriv");
+            command.args(["--pdeathsig", "KILL"]).current_dir(dir);
+            if is_root() {
+                command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups"]);
+            }
+            command.arg(bin.join(program)).arg("-D").arg(dir.join("cluster"));
+            command
+        };
+        let made = command("initdb")
+            .args(["-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"])
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut server = command("postgres")
+            .args(["-p", &port.to_string(), "-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"])
+            .arg("-c")
+            .arg(format!("unix_socket_directories={},@{abstract_name}", dir.display()))
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut log = BufReader::new(server.stderr.take().unwrap());
+        let mut said = String::new();
+        while !said.contains("ready to accept connections") {
+            assert!(log.read_line(&mut said).unwrap() > 0, "postgres ended: {said}");
+        }
+        // The rest of its log is read so that it can go on writing.
+        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
+        Postgres { server, port }
+    }
+}
+
+impl Drop for Postgres {
+    fn drop(&mut self) {
+        // An immediate shutdown: the children end as well, and the cluster is thrown away.
+        let pid = rustix::process::Pid::from_child(&self.server);
+        let _gone = rustix::process::kill_process(pid, rustix::process::Signal::QUIT);
+        let _reaped = self.server.wait();
+    }
+}
+
+/// A startup packet, and the server's "R": asked for, or granted, authentication.
+const POSTGRES_ACTS: &[(&str, &str)] = &[
+    ("tcp", "speak(socket.AF_INET, ('127.0.0.1', PORT))"),
+    ("path", "speak(socket.AF_UNIX, DIR + '/.s.PGSQL.%d' % PORT)"),
+    ("path_in_the_workspace", "speak(socket.AF_UNIX, HERE + '/.s.PGSQL.%d' % PORT)"),
+    ("abstract", "speak(socket.AF_UNIX, '\\0' + NAME + '/.s.PGSQL.%d' % PORT)"),
+];
+
+fn postgresql() {
+    let dir = shown_dir();
+    let name = unique("pg");
+    let postgres = Postgres::start(dir.path(), &name);
+    let setup = |here: &Path| {
+        format!(
+            "PORT, DIR, HERE, NAME = {}, {:?}, {here:?}, {name:?}\n\
+             def speak(family, address):\n\
+             \x20   s = socket.socket(family); s.connect(address)\n\
+             \x20   body = struct.pack('!I', 196608) + b'user\\0postgres\\0database\\0postgres\\0\\0'\n\
+             \x20   s.sendall(struct.pack('!I', len(body) + 4) + body)\n\
+             \x20   assert s.recv(1) == b'R'\n",
+            postgres.port,
+            dir.path()
+        )
+    };
+    let control = unconfined(&attempts(&setup(dir.path()), POSTGRES_ACTS));
+    let mut hood = Hood::python("").view(dir.path(), "data");
+    let here = hood.workspace().join("data");
+    hood.script(&attempts(&setup(&here), POSTGRES_ACTS));
+    let ran = hood.run();
+    for (act, _) in POSTGRES_ACTS {
+        assert_eq!(verdict(&control, act), "done", "control");
+        let inside = verdict(&ran.stdout, act);
+        assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+    }
+    // Refused because it is out of bounds, not because it was not found.
+    for act in ["path", "path_in_the_workspace"] {
+        assert_eq!(verdict(&ran.stdout, act), "refused EACCES", "{}", ran.all());
+    }
+}
+
+/// One of each kind of service, silent: what came in waits in the kernel until it is counted.
+struct Services {
+    tcp: TcpListener,
+    udp: UdpSocket,
+    path: UnixListener,
+    datagrams: UnixDatagram,
+    named: UnixListener,
+}
+
+impl Services {
+    fn start(dir: &Path, name: &str) -> Services {
+        let address = SocketAddr::from_abstract_name(name).unwrap();
+        let services = Services {
+            tcp: TcpListener::bind("127.0.0.1:0").unwrap(),
+            udp: UdpSocket::bind("127.0.0.1:0").unwrap(),
+            path: UnixListener::bind(dir.join("socket")).unwrap(),
+            datagrams: UnixDatagram::bind(dir.join("log")).unwrap(),
+            named: UnixListener::bind_addr(&address).unwrap(),
+        };
+        for file in ["socket", "log"] {
+            // The hard case: nothing but the sandbox refuses.
+            std::fs::set_permissions(dir.join(file), std::fs::Permissions::from_mode(0o777)).unwrap();
+        }
+        services.tcp.set_nonblocking(true).unwrap();
+        services.udp.set_nonblocking(true).unwrap();
+        services.path.set_nonblocking(true).unwrap();
+        services.datagrams.set_nonblocking(true).unwrap();
+        services.named.set_nonblocking(true).unwrap();
+        services
+    }
+
+    /// How often each was reached since the last count: TCP, UDP, path, datagram, abstract.
+    fn count(&self) -> [usize; 5] {
+        fn all<T>(mut take: impl FnMut() -> std::io::Result<T>) -> usize {
+            std::iter::from_fn(|| take().ok()).count()
+        }
+        let mut byte = [0u8; 64];
+        [
+            all(|| self.tcp.accept()),
+            all(|| self.udp.recv(&mut byte)),
+            all(|| self.path.accept()),
+            all(|| self.datagrams.recv(&mut [0u8; 64])),
+            all(|| self.named.accept()),
+        ]
+    }
+}
+
+/// `D` is the directory of the sockets, `W` one that can be written.
+const SERVICE_ACTS: &[(&str, &str)] = &[
+    ("tcp", "socket.create_connection(('127.0.0.1', TCP))"),
+    ("tcp_without_blocking", "s = socket.socket(); s.setblocking(False); wait(s, s.connect_ex(('127.0.0.1', TCP)))"),
+    // Data in the first packet: a connection without connect().
+    ("tcp_fast_open", "socket.socket().sendto(b'x', 0x20000000, ('127.0.0.1', TCP))"),
+    // Where nobody listens, the first datagram is lost and the second learns of it.
+    ("udp", "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', UDP)); s.send(b'x'); s.send(b'x')"),
+    ("udp_query", "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', UDP))\n\
+                   for _ in range(2): s.send(struct.pack('!6H', 7, 256, 1, 0, 0, 0) + b'\\2db\\0\\0\\1\\0\\1')"),
+    ("path", "stream(D + '/socket')"),
+    ("path_without_blocking", "s = socket.socket(socket.AF_UNIX); s.setblocking(False); s.connect(D + '/socket')"),
+    ("link", "os.symlink(D + '/socket', W + '/link'); stream(W + '/link')"),
+    ("link_to_directory", "os.symlink(D, W + '/dir'); stream(W + '/dir/socket')"),
+    ("link_to_link", "os.symlink(W + '/two', W + '/one'); os.symlink(D + '/socket', W + '/two'); stream(W + '/one')"),
+    ("hard_link", "os.link(D + '/socket', W + '/hard'); stream(W + '/hard')"),
+    ("relative", "os.chdir(D); stream('socket')"),
+    ("relative_dots", "os.chdir(D); stream('../' + os.path.basename(D) + '/./socket')"),
+    ("by_own_proc_cwd", "os.chdir(D); stream('/proc/%d/cwd/socket' % os.getpid())"),
+    ("by_own_proc_root", "stream('/proc/%d/root' % os.getpid() + D + '/socket')"),
+    ("by_own_descriptor", "stream('/proc/%d/fd/%d' % (os.getpid(), os.open(D + '/socket', os.O_PATH)))"),
+    ("by_directory_descriptor", "stream('/proc/%d/fd/%d/socket' % (os.getpid(), os.open(D, os.O_PATH)))"),
+    ("from_a_thread", "import threading\nseen = []\ndef go():\n  try: stream(D + '/socket')\n  except OSError as e: seen.append(e)\n\
+                       t = threading.Thread(target=go); t.start(); t.join()\nif seen: raise seen[0]"),
+    ("datagram", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', D + '/log')"),
+    ("raw_datagram", "socket.socket(socket.AF_UNIX, socket.SOCK_RAW).sendto(b'x', D + '/log')"),
+    ("datagram_from_a_pair", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', D + '/log')"),
+    ("datagram_message", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendmsg([b'x'], [], 0, D + '/log')"),
+    ("abstract", "stream('\\0' + NAME)"),
+];
+
+fn any_service() {
+    let dir = shown_dir();
+    let name = unique("abstract");
+    let services = Services::start(dir.path(), &name);
+    let setup = |d: &Path, w: &Path| {
+        format!(
+            "D, W, NAME, TCP, UDP = {d:?}, {w:?}, {name:?}, {}, {}\n\
+             def stream(path): socket.socket(socket.AF_UNIX).connect(path)\n\
+             def wait(s, error):\n\
+             \x20   import select\n\
+             \x20   if error == errno.EINPROGRESS: select.select([], [s], []); error = s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)\n\
+             \x20   if error: raise OSError(error, 'refused')\n",
+            services.tcp.local_addr().unwrap().port(),
+            services.udp.local_addr().unwrap().port()
+        )
+    };
+    let scratch = shown_dir();
+    let control = unconfined(&attempts(&setup(dir.path(), scratch.path()), SERVICE_ACTS));
+    for (act, _) in SERVICE_ACTS {
+        assert_eq!(verdict(&control, act), "done", "control of {act}");
+    }
+    assert!(services.count().iter().all(|n| *n > 0), "the control reached every service");
+    for shown_at in ["its own path", "the workspace"] {
+        let mut hood = Hood::python("").view(dir.path(), "data");
+        let own = hood.workspace().to_path_buf();
+        let d = if shown_at == "the workspace" { own.join("data") } else { dir.path().to_path_buf() };
+        hood.script(&attempts(&setup(&d, &own), SERVICE_ACTS));
+        let ran = hood.run();
+        for (act, _) in SERVICE_ACTS {
+            let inside = verdict(&ran.stdout, act);
+            assert!(inside.starts_with("refused"), "{act} at {shown_at}: {inside}\n{}", ran.all());
+        }
+        assert_eq!(services.count(), [0; 5], "something came through at {shown_at}\n{}", ran.all());
+    }
+}
+
+/// Kinds of sockets that lead out of a network namespace, or into kernel code that nobody needs.
+const OTHER_KINDS: &[(&str, &str)] = &[
+    ("netlink_generic", "socket.socket(16, socket.SOCK_RAW, 16)"),
+    ("netlink_uevent", "socket.socket(16, socket.SOCK_RAW, 15)"),
+    ("netlink_sock_diag", "socket.socket(16, socket.SOCK_RAW, 4)"),
+    ("netlink_netfilter", "socket.socket(16, socket.SOCK_RAW, 12)"),
+    ("netlink_with_garbage_above", "sc(41, 16 | 1 << 40, 3, 16 | 1 << 40)"),
+    ("unix_datagram", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)"),
+    ("unix_datagram_with_flags", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)"),
+];
+/// Refused inside whatever the host has of them: most hosts load a module on the first request, some have none.
+const SELDOM_KINDS: &[(&str, &str)] = &[
+    ("vsock", "socket.socket(40, socket.SOCK_STREAM)"),
+    ("packet", "socket.socket(17, socket.SOCK_RAW, 0x300)"),
+    ("packet_datagram", "socket.socket(17, socket.SOCK_DGRAM, 0x300)"),
+    ("alg", "socket.socket(38, socket.SOCK_SEQPACKET)"),
+    ("raw", "socket.socket(2, socket.SOCK_RAW, 1)"),
+    ("ping", "socket.socket(2, socket.SOCK_DGRAM, 1)"),
+    ("netlink_audit", "socket.socket(16, socket.SOCK_RAW, 9)"),
+    ("netlink_crypto", "socket.socket(16, socket.SOCK_RAW, 21)"),
+    ("sctp", "socket.socket(2, socket.SOCK_STREAM, 132)"),
+    ("mptcp", "socket.socket(2, socket.SOCK_STREAM, 262)"),
+    ("bluetooth", "socket.socket(31, socket.SOCK_RAW, 1)"),
+    ("key", "socket.socket(15, socket.SOCK_RAW, 2)"),
+    ("tipc", "socket.socket(30, socket.SOCK_STREAM)"),
+    ("xdp", "socket.socket(44, socket.SOCK_RAW)"),
+    // Addresses of machines: there is no route to any, and no name leads to one.
+    ("another_machine", "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('192.0.2.1', 53))"),
+    ("another_machine_6", "s = socket.socket(10, socket.SOCK_DGRAM); s.connect(('2001:db8::1', 53))"),
+    ("a_name", "socket.getaddrinfo('postgres.example', 5432)"),
+    ("io_uring", "sc(425, 4, ctypes.create_string_buffer(256))"),
+];
+/// What libc and ordinary programs use.
+const ORDINARY_KINDS: &[(&str, &str)] = &[
+    ("tcp", "socket.socket()"),
+    ("tcp_6", "socket.socket(10)"),
+    ("udp", "socket.socket(type=socket.SOCK_DGRAM)"),
+    ("stream", "socket.socket(socket.AF_UNIX)"),
+    ("seqpacket", "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)"),
+    ("pair", "socket.socketpair()"),
+    ("netlink_route", "socket.socket(16, socket.SOCK_RAW, 0)"),
+    ("interfaces", "assert [n for _, n in socket.if_nameindex()] == ['lo']"),
+    ("loopback_by_name", "socket.getaddrinfo('localhost', 80)"),
+];
+
+fn kinds_of_sockets() {
+    let control = unconfined(&attempts("", OTHER_KINDS));
+    let all: Vec<_> = [OTHER_KINDS, SELDOM_KINDS, ORDINARY_KINDS].concat();
+    let ran = Hood::python(&attempts("", &all)).run();
+    for (act, _) in OTHER_KINDS {
+        assert_eq!(verdict(&control, act), "done", "control of {act}");
+    }
+    for (act, _) in OTHER_KINDS.iter().chain(SELDOM_KINDS) {
+        let inside = verdict(&ran.stdout, act);
+        assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+    }
+    for (act, _) in ORDINARY_KINDS {
+        assert_eq!(verdict(&ran.stdout, act), "done", "{act}\n{}", ran.all());
+    }
+}
+
+/// One thread connects, one swaps the address between the program's own socket and the host's.
+const RACE: &str = r#"
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+static struct sockaddr_un shared, own, host;
+static volatile int over;
+static int listener;
+static void *swap(void *x) {
+    while (!over) {
+        memcpy(&shared, &host, sizeof host); __asm__ volatile("" ::: "memory");
+        memcpy(&shared, &own, sizeof own); __asm__ volatile("" ::: "memory");
+    }
+    return x;
+}
+static void *serve(void *x) {
+    for (;;) { int fd = accept(listener, 0, 0); if (fd >= 0) close(fd); }
+    return x;
+}
+int main(int argc, char **argv) {
+    int tries = atoi(argv[3]), done = 0, refused = 0;
+    own.sun_family = host.sun_family = AF_UNIX;
+    strcpy(own.sun_path, argv[1]); strcpy(host.sun_path, argv[2]);
+    shared = own;
+    listener = socket(AF_UNIX, SOCK_STREAM, 0);
+    if (bind(listener, (struct sockaddr *)&own, sizeof own) || listen(listener, 64)) return 2;
+    pthread_t a, b;
+    pthread_create(&a, 0, swap, 0); pthread_create(&b, 0, serve, 0);
+    for (int i = 0; i < tries; i++) {
+        int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+        if (connect(fd, (struct sockaddr *)&shared, sizeof shared)) refused++; else done++;
+        close(fd);
+    }
+    over = 1;
+    printf("done %d refused %d\n", done, refused);
+    return 0;
+}
+"#;
+
+fn an_address_that_changes_under_way() {
+    let dir = shown_dir();
+    let socket = dir.path().join("socket");
+    let listener = UnixListener::bind(&socket).unwrap();
+    std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let counted = std::sync::Arc::new(AtomicU32::new(0));
+    let count = std::sync::Arc::clone(&counted);
+    // Ends with the process; it only ever counts.
+    std::thread::spawn(move || {
+        for _connection in listener.incoming() {
+            count.fetch_add(1, Ordering::SeqCst);
+        }
+    });
+    let program = shown_dir();
+    compile(RACE, &program.path().join("race"));
+    let control = Command::new(program.path().join("race"))
+        .arg(program.path().join("own"))
+        .arg(&socket)
+        .arg("3000")
+        .output()
+        .unwrap();
+    assert!(control.status.success(), "{control:?}");
+    assert!(counted.load(Ordering::SeqCst) > 0, "the swap never met a connect: the race is not one");
+    let before = counted.swap(0, Ordering::SeqCst);
+
+    let mut hood = Hood::new(&["/bin/true"]).view(dir.path(), "data");
+    let own = hood.workspace().to_path_buf();
+    std::fs::copy(program.path().join("race"), own.join("race")).unwrap();
+    hood.command(&[&own.join("race"), &own.join("own"), &socket, Path::new("3000")]);
+    let ran = hood.run();
+    assert_eq!(ran.code(), Some(0), "{}", ran.all());
+    let numbers: Vec<u32> = ran.stdout.split_whitespace().filter_map(|w| w.parse().ok()).collect();
+    assert!(numbers[0] > 0 && numbers[1] > 0, "both addresses were met: {}", ran.stdout);
+    assert_eq!(counted.load(Ordering::SeqCst), 0, "of {before} unconfined");
+}
+
+/// The broker resolves paths on the program's behalf. Its own /proc/self is not the program's, and what it answers
+/// must not depend on what exists on the host.
+fn the_broker_tells_nothing_of_the_host() {
+    let dir = shown_dir();
+    std::fs::write(dir.path().join("exists"), "").unwrap();
+    let script = r#"
+def ask(path):
+    try: socket.socket(socket.AF_UNIX).connect(path); return 'connected'
+    except OSError as e: return errno.errorcode[e.errno]
+open('exists', 'w').close()
+assert ask('exists') != ask('missing'), 'a difference can be seen where the files are its own'
+up = '/..' * 12
+ways = ['', '/proc/self/root', '/proc/self/cwd' + up, '/proc/1/root', '/proc/1/cwd' + up]
+ways += ['/proc/%s/fd/%d%s' % (who, n, up) for who in ('self', '1') for n in range(64)]
+for way in ways:
+    if ask(way + DIR + '/exists') != ask(way + DIR + '/missing'): print('TOLD by', way)
+print('OVER')
+"#;
+    let ran = Hood::python(&format!("DIR = {:?}\n{script}", dir.path())).run();
+    assert!(ran.said("OVER"), "{}", ran.all());
+    assert!(!ran.stdout.contains("TOLD"), "the host's files show through the broker\n{}", ran.all());
+}
+
+fn its_own_sockets_work() {
+    let script = r#"
+import array, asyncio, multiprocessing.connection, threading
+def meet(family, address, kind=socket.SOCK_STREAM, blocking=True, times=1):
+    listener = socket.socket(family, kind); listener.bind(address); listener.listen(256)
+    address = listener.getsockname()
+    for _ in range(times):
+        s = socket.socket(family, kind); s.setblocking(blocking)
+        error = s.connect_ex(address)
+        assert error in (0, errno.EINPROGRESS), errno.errorcode[error]
+        peer = listener.accept()[0]
+        s.setblocking(True); s.sendall(b'hello'); assert peer.recv(5) == b'hello'
+        s.close(); peer.close()
+here = os.getcwd()
+for where in ('/tmp', here, '/dev/shm'):
+    meet(socket.AF_UNIX, where + '/s1')
+    meet(socket.AF_UNIX, where + '/s2', blocking=False)
+    meet(socket.AF_UNIX, where + '/s3', socket.SOCK_SEQPACKET)
+meet(socket.AF_UNIX, 'relative')
+meet(socket.AF_UNIX, '\0own-name'); meet(socket.AF_UNIX, '\0own-name-2', blocking=False)
+meet(socket.AF_INET, ('127.0.0.1', 0)); meet(socket.AF_INET, ('127.0.0.1', 0), blocking=False)
+meet(socket.AF_INET6, ('::1', 0))
+meet(socket.AF_UNIX, here + '/many', times=200)
+a = socket.socket(type=socket.SOCK_DGRAM); a.bind(('127.0.0.1', 0))
+b = socket.socket(type=socket.SOCK_DGRAM); b.sendto(b'x', a.getsockname()); assert a.recv(1) == b'x'
+os.symlink('relative', 'link')
+l = socket.socket(socket.AF_UNIX); os.unlink('relative'); l.bind('relative'); l.listen(); socket.socket(socket.AF_UNIX).connect('link')
+# A descriptor goes from process to process.
+one, two = socket.socketpair()
+if os.fork() == 0:
+    r, w = os.pipe(); os.write(w, b'passed'); socket.send_fds(one, [b'x'], [r]); os._exit(0)
+fd = socket.recv_fds(two, 1, 1)[1][0]; assert os.read(fd, 6) == b'passed'
+# One that waits does not keep the others from connecting.
+full = socket.socket(socket.AF_UNIX); full.bind(here + '/full'); full.listen(0)
+held = [socket.socket(socket.AF_UNIX)]; held[0].connect(here + '/full')
+threading.Thread(target=lambda: socket.socket(socket.AF_UNIX).connect(here + '/full'), daemon=True).start()
+meet(socket.AF_UNIX, here + '/meanwhile', times=20)
+async def talk():
+    async def echo(r, w): w.write(await r.read(2)); await w.drain(); w.close()
+    server = await asyncio.start_unix_server(echo, here + '/aio')
+    r, w = await asyncio.open_unix_connection(here + '/aio'); w.write(b'hi'); assert await r.read(2) == b'hi'
+    w.close(); server.close()
+asyncio.run(talk())
+for bad, expected in (('nowhere', errno.ENOENT), ('.', errno.ECONNREFUSED)):
+    assert socket.socket(socket.AF_UNIX).connect_ex(bad) == expected, bad
+assert socket.socket().connect_ex(('127.0.0.1', 1)) == errno.ECONNREFUSED
+print('MET', flush=True)
+os._exit(0)
+"#;
+    let ran = Hood::python(script).run();
+    assert!(ran.said("MET"), "{}", ran.all());
+}
+
+/// Nothing is inherited but three streams, and none of them is a socket or a file of the host's.
+fn descriptors_lead_nowhere() {
+    let script = "for n in os.listdir('/proc/self/fd'):\n\
+                  \x20   try: print(n, os.readlink('/proc/self/fd/' + n))\n\
+                  \x20   except FileNotFoundError: pass\n";
+    // A control: a descriptor that is not close-on-exec is inherited by an unconfined program.
+    let held = UnixListener::bind_addr(&SocketAddr::from_abstract_name(unique("held")).unwrap()).unwrap();
+    let kept = rustix::io::dup(held.as_fd()).unwrap();
+    assert!(unconfined(script).contains("socket:"), "the control inherits the socket");
+    let ran = Hood::python(script).run();
+    drop(kept);
+    for line in ran.stdout.lines() {
+        let (number, to) = line.split_once(' ').unwrap();
+        assert!(["0", "1", "2"].contains(&number), "descriptor {line}");
+        assert!(to == "/dev/null" || to.starts_with("pipe:"), "descriptor {line}");
+    }
+    assert_eq!(ran.stdout.lines().count(), 3, "{}", ran.all());
+}
+
+/// Written backwards, so that the script which looks for them is not itself what is found.
+const SECRETS_REVERSED: [&str; 2] = ["3f9a1c7e-terces-gp", "77b0d2aa-lru-esabatad"];
+const ALLOWED_REVERSED: &str = "51c44e09-dewolla";
+
+fn secrets_stay_outside() {
+    let right_way = |s: &str| s.chars().rev().collect::<String>();
+    if std::env::var_os("PGPASSWORD").is_none() {
+        // Once more in a process that has them in its environment, as an orchestrator would.
+        let status = Command::new("/proc/self/exe")
+            .args(["__plain_trial", &format!("p06_services::{SECRETS}")])
+            .env("PGPASSWORD", right_way(SECRETS_REVERSED[0]))
+            .env("DATABASE_URL", right_way(SECRETS_REVERSED[1]))
+            .status()
+            .unwrap();
+        assert!(status.success());
+        return;
+    }
+    let script = format!(
+        "SECRETS = [s[::-1].encode() for s in {SECRETS_REVERSED:?}]\nALLOWED = {ALLOWED_REVERSED:?}[::-1].encode()\n{}",
+        r#"
+import subprocess
+child = subprocess.Popen(['/bin/sleep', '60'])
+while open('/proc/%d/comm' % child.pid).read().strip() != 'sleep': os.sched_yield()
+found = set()
+def look(where, data):
+    for s in SECRETS:
+        if s in data: print('FOUND in', where)
+    if ALLOWED in data: found.add(where.rsplit('/', 1)[1])
+for pid in [p for p in os.listdir('/proc') if p.isdigit()]:
+    for name in ('environ', 'cmdline', 'status', 'comm', 'auxv', 'mountinfo'):
+        path = '/proc/%s/%s' % (pid, name)
+        try: look(path, open(path, 'rb').read())
+        except OSError: pass
+    if int(pid) == os.getpid(): continue
+    try: maps, mem = open('/proc/%s/maps' % pid), open('/proc/%s/mem' % pid, 'rb', 0)
+    except OSError: continue
+    for line in maps:
+        start, end = (int(x, 16) for x in line.split()[0].split('-'))
+        try: mem.seek(start); look(mem.name, mem.read(end - start))
+        except (OSError, ValueError, OverflowError): pass
+look('/own/environment', repr(os.environ).encode())
+print('CONTROL', sorted(found & {'environ', 'mem'}))
+child.kill()
+"#
+    );
+    let ran = Hood::python(&script).env("ALLOWED", right_way(ALLOWED_REVERSED)).run();
+    // What was passed on purpose is found in both places: the search works.
+    assert!(ran.said("CONTROL ['environ', 'mem']"), "{}", ran.all());
+    assert!(!ran.stdout.contains("FOUND"), "{}", ran.all());
+}

@@ -1,3 +1,389 @@
-use crate::Entry;
+//! P7: the analysis cannot see, signal, trace, read, write or slow to a halt another analysis, Fumehood itself, or
+//! the host.
 
-pub const TRIALS: &[Entry] = &[];
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use sandbox::outcome::Stop;
+
+use crate::hood::{Hood, Ran, attempts, is_root, unconfined, verdict};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("two_at_once", For::Everyone, two_at_once),
+    ("processes_of_the_host", For::Everyone, processes_of_the_host),
+    ("pid_1_is_out_of_reach", For::Everyone, pid_1_is_out_of_reach),
+    ("pid_1_cannot_be_slowed", For::Everyone, pid_1_cannot_be_slowed),
+    ("pid_1_keeps_its_deadline", For::Everyone, pid_1_keeps_its_deadline),
+    ("host_wide_counters_are_not_used_up", For::Everyone, host_wide_counters_are_not_used_up),
+    ("pid_1_keeps_no_stream", For::Everyone, pid_1_keeps_no_stream),
+];
+
+/// A run that goes on until it is let go, in a thread of its own.
+pub struct Held {
+    done: mpsc::Receiver<Ran>,
+    let_go: Option<OwnedFd>,
+    pub workspace: PathBuf,
+}
+
+impl Held {
+    /// The script calls `hold()` when it is ready; from then on it waits.
+    pub fn start(mut hood: Hood, script: &str) -> Held {
+        let workspace = hood.workspace().to_path_buf();
+        let ready = workspace.join("ready");
+        assert!(Command::new("mkfifo").arg(&ready).status().unwrap().success());
+        hood.script(&format!(
+            "def hold():\n    fd = os.open('ready', os.O_WRONLY); os.write(fd, b'x'); os.read(0, 1)\n{script}"
+        ));
+        let (inner, outer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        hood.stdin = Some(inner);
+        let (tell_done, done) = mpsc::channel();
+        let (tell_ready, is_ready) = mpsc::channel();
+        let early = tell_ready.clone();
+        std::thread::spawn(move || {
+            let ran = hood.run();
+            // Before it was ready: then its words are the reason.
+            let _nobody_waits = early.send(Err(ran.all()));
+            let _nobody_waits = tell_done.send(ran);
+        });
+        std::thread::spawn(move || {
+            let opened = std::fs::read(&ready).map_err(|e| e.to_string());
+            let _nobody_waits = tell_ready.send(opened.map(drop));
+        });
+        let first = is_ready.recv_timeout(Duration::from_secs(60)).expect("the run gets ready");
+        first.unwrap_or_else(|words| panic!("the run ended before it was ready: {words}"));
+        Held { done, let_go: Some(outer), workspace }
+    }
+
+    pub fn finish(mut self) -> Ran {
+        drop(self.let_go.take());
+        self.done.recv_timeout(Duration::from_secs(60)).expect("the run ends when it is let go")
+    }
+}
+
+/// Host pids of processes whose command line contains the marker.
+pub fn host_pids(marker: &str) -> Vec<i32> {
+    let has_it = |pid: &i32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(marker)
+    };
+    let pids = std::fs::read_dir("/proc").unwrap().flatten();
+    let pids = pids.filter_map(|e| e.file_name().to_str()?.parse().ok());
+    pids.filter(has_it).collect()
+}
+
+/// The four user ids of a process, as the host numbers them.
+pub fn host_uids(pid: i32) -> Vec<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix("Uid:")).unwrap();
+    line.split_whitespace().map(|n| n.parse().unwrap()).collect()
+}
+
+/// `PID` is a process of the first analysis, `DIR` its workspace; `NAME` and `KEY` are what it called its things.
+const REACH_ANOTHER: &[(&str, &str)] = &[
+    ("see", "os.stat('/proc/%d' % PID)"),
+    ("see_its_command", "assert_(any(NAME in command(p) for p in os.listdir('/proc') if p.isdigit()))"),
+    ("ask_after_it", "os.kill(PID, 0)"),
+    ("hold_it", "os.pidfd_open(PID)"),
+    ("priority", "os.setpriority(os.PRIO_PROCESS, PID, 19)"),
+    ("limits", "import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE)"),
+    ("its_memory", "open('/proc/%d/mem' % PID, 'rb')"),
+    ("its_environment", "open('/proc/%d/environ' % PID, 'rb').read()"),
+    ("its_descriptors", "os.listdir('/proc/%d/fd' % PID)"),
+    ("its_root", "os.listdir('/proc/%d/root' % PID)"),
+    ("shared_memory", "sc(29, KEY, 0, 0)"),
+    ("semaphores", "sc(64, KEY, 0, 0)"),
+    ("messages", "sc(68, KEY, 0)"),
+    ("posix_shared_memory", "open('/dev/shm/' + NAME)"),
+    ("posix_queue", "sc(240, ctypes.c_char_p(NAME.encode()), 0, 0, 0)"),
+    ("abstract_socket", "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)"),
+    ("tcp", "socket.create_connection(('127.0.0.1', PORT))"),
+    ("its_tmp", "open('/tmp/' + NAME)"),
+    ("its_home", "open(os.environ['HOME'] + '/' + NAME)"),
+    ("its_workspace", "open(DIR + '/mine')"),
+    ("its_workspace_listed", "assert_(DIR[5:] in os.listdir('/tmp'))"),
+    ("its_hidden_directory", "os.listdir(DIR + '/.fumehood/tmp')"),
+];
+
+const FIRST_ANALYSIS: &str = r#"
+sc(29, KEY, 4096, 0o1600); sc(64, KEY, 1, 0o1600); sc(68, KEY, 0o1600)
+sc(240, ctypes.c_char_p(NAME.encode()), os.O_CREAT | os.O_RDWR, 0o600, 0)
+for path in ('/dev/shm/' + NAME, '/tmp/' + NAME, os.environ['HOME'] + '/' + NAME, 'mine'): open(path, 'w').write('mine')
+named = socket.socket(socket.AF_UNIX); named.bind('\0' + NAME); named.listen()
+tcp = socket.socket(); tcp.bind(('127.0.0.1', PORT)); tcp.listen()
+"#;
+
+fn two_at_once() {
+    let name = format!("first-{}-{}", std::process::id(), u8::from(is_root()));
+    let reversed: String = name.chars().rev().collect();
+    let key = 0x4600_0000 + std::process::id() % 0xff_ffff;
+    let setup = |pid: &str, dir: &Path| {
+        format!(
+            "NAME, KEY, PORT, PID, DIR = {reversed:?}[::-1], {key}, 45454, {pid}, {dir:?}\n\
+             def assert_(fact):\n    if not fact: raise OSError(errno.ENOENT, 'not there')\n\
+             def command(pid):\n    try: return open('/proc/%s/cmdline' % pid).read()\n    except OSError: return ''\n"
+        )
+    };
+    let first = Hood::python("");
+    let own = first.workspace().to_path_buf();
+    // The control: what the first makes can be reached, from a process of its own. Its hidden directory, though, is
+    // not even its own to see.
+    let acts: Vec<_> = REACH_ANOTHER.iter().copied().filter(|(n, _)| *n != "its_hidden_directory").collect();
+    let control = attempts(&(setup("os.getppid()", &own) + FIRST_ANALYSIS), &acts);
+    // The mark stands in the command line in full, for the host and the control to find.
+    let held = Held::start(first, &format!("# {name}\ndef body():\n  pass\n{control}\nhold()\n").replace("os.getppid()", "os.getpid()"));
+    let pids = host_pids(&name);
+    let pid = *pids.first().expect("the host sees the first analysis");
+    let second = Hood::python(&attempts(&setup(&pid.to_string(), &held.workspace), REACH_ANOTHER)).run();
+    // Both run under ids of their own, none of them root's.
+    let first_uids = host_uids(pid);
+    let second_kill = Hood::python(&format!("os.kill({pid}, 9)")).run();
+    let ran = held.finish();
+    assert_eq!(ran.code(), Some(0), "the first ends by itself: {}", ran.all());
+    assert_eq!(second_kill.code(), Some(1), "{}", second_kill.all());
+    for (act, _) in &acts {
+        assert_eq!(verdict(&ran.stdout, act), "done", "control of {act}\n{}", ran.all());
+    }
+    for (act, _) in REACH_ANOTHER {
+        let inside = verdict(&second.stdout, act);
+        assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", second.all());
+    }
+    assert!(first_uids.iter().all(|uid| *uid != 0));
+    if is_root() {
+        two_leases(&first_uids);
+    }
+}
+
+fn two_leases(first: &[u32]) {
+    let mark = format!("second-{}", std::process::id());
+    let held = Held::start(Hood::python(""), &format!("# {mark}\nhold()\n"));
+    let second = host_uids(host_pids(&mark)[0]);
+    held.finish();
+    assert!(second.iter().all(|uid| *uid != 0 && !first.contains(uid)), "{first:?} and {second:?}");
+}
+
+/// A process of the host's that does nothing but wait, under the identity that runs the test.
+pub struct Witness(pub Child);
+
+impl Witness {
+    pub fn start() -> Witness {
+        Witness(Command::new("/bin/sleep").arg("600").stdin(Stdio::null()).spawn().unwrap())
+    }
+    pub fn pid(&self) -> u32 {
+        self.0.id()
+    }
+    pub fn lives(&mut self) -> bool {
+        self.0.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        let _gone = self.0.kill();
+        let _reaped = self.0.wait();
+    }
+}
+
+const REACH_THE_HOST: &[(&str, &str)] = &[
+    ("ask", "os.kill(PID, 0)"),
+    ("continue", "os.kill(PID, signal.SIGCONT)"),
+    ("group", "os.killpg(os.getpgid(PID), signal.SIGCONT)"),
+    ("thread", "sc(234, PID, PID, signal.SIGCONT)"),
+    ("queue", "sc(129, PID, signal.SIGCONT, ctypes.create_string_buffer(struct.pack('iii', signal.SIGCONT, 0, -1), 128))"),
+    ("hold", "signal.pidfd_send_signal(os.pidfd_open(PID), signal.SIGCONT)"),
+    ("priority", "os.setpriority(os.PRIO_PROCESS, PID, 5)"),
+    ("input_output_priority", "sc(251, 1, PID, 2 << 13 | 7)"),
+    ("affinity", "os.sched_setaffinity(PID, os.sched_getaffinity(0))"),
+    ("policy", "os.sched_setscheduler(PID, os.SCHED_BATCH, os.sched_param(0))"),
+    ("limits", "import resource; resource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))"),
+    ("environment", "open('/proc/%d/environ' % PID).read()"),
+    ("memory", "open('/proc/%d/mem' % PID, 'rb')"),
+    ("descriptors", "os.listdir('/proc/%d/fd' % PID)"),
+    ("root", "os.listdir('/proc/%d/root/' % PID)"),
+    ("read_memory", "readv(PID)"),
+    ("attach", "sc(101, 16, PID, 0, 0); os.waitpid(PID, 0x40000000); sc(101, 17, PID, 0, 0)"),
+];
+const READV: &str = "def readv(pid):\n\
+                     \x20   start = int(open('/proc/%d/maps' % pid).readline().split('-')[0], 16)\n\
+                     \x20   into = ctypes.create_string_buffer(8)\n\
+                     \x20   here = struct.pack('QQ', ctypes.addressof(into), 8); there = struct.pack('QQ', start, 8)\n\
+                     \x20   sc(310, pid, ctypes.c_char_p(here), 1, ctypes.c_char_p(there), 1, 0)\n";
+
+fn processes_of_the_host() {
+    let mut witness = Witness::start();
+    let runner = std::process::id();
+    let script = |pid: u32| attempts(&format!("PID = {pid}\n{READV}"), REACH_THE_HOST);
+    let control = unconfined(&script(witness.pid()));
+    for (act, _) in REACH_THE_HOST {
+        assert_eq!(verdict(&control, act), "done", "control of {act}");
+    }
+    for target in [witness.pid(), runner] {
+        let ran = Hood::python(&script(target)).run();
+        for (act, _) in REACH_THE_HOST {
+            let inside = verdict(&ran.stdout, act);
+            assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+        }
+    }
+    // Everyone it can signal, its own excepted, is nobody: in a pid namespace it cannot mean the host.
+    let kill = format!(
+        "import signal, subprocess\n\
+         child = subprocess.Popen(['/bin/sleep', '60'])\n\
+         for target in (-1, {0}, -{0}):\n\
+         \x20   try: os.kill(target, signal.SIGKILL); print('sent to', target)\n\
+         \x20   except OSError as e: print(target, errno.errorcode[e.errno])\n\
+         print('child', child.wait())\n",
+        witness.pid()
+    );
+    let ran = Hood::python(&kill).run();
+    // The control: its own child died of it.
+    assert!(ran.said("sent to -1") && ran.said("child -9"), "{}", ran.all());
+    assert!(ran.said(&format!("{} ESRCH", witness.pid())), "{}", ran.all());
+    assert!(witness.lives());
+}
+
+const REACH_PID_1: &[(&str, &str)] = &[
+    ("mem", "open('/proc/%d/mem' % PID, 'rb')"),
+    ("mem_for_writing", "open('/proc/%d/mem' % PID, 'r+b')"),
+    ("environ", "open('/proc/%d/environ' % PID).read()"),
+    ("maps", "open('/proc/%d/maps' % PID).read()"),
+    ("auxv", "open('/proc/%d/auxv' % PID, 'rb').read()"),
+    ("fd", "os.listdir('/proc/%d/fd' % PID)"),
+    ("exe", "os.readlink('/proc/%d/exe' % PID)"),
+    ("exe_opened", "open('/proc/%d/exe' % PID, 'rb')"),
+    ("root", "os.listdir('/proc/%d/root/' % PID)"),
+    ("cwd", "os.listdir('/proc/%d/cwd/' % PID)"),
+    ("namespaces", "os.readlink('/proc/%d/ns/user' % PID)"),
+    ("map_files", "os.listdir('/proc/%d/map_files' % PID)"),
+];
+/// Refused about any process, by seccomp; on the host about a child of one's own they succeed.
+const REFUSED_ABOUT_ANY: &[(&str, &str)] = &[
+    ("read_memory", "readv(PID)"),
+    ("attach", "sc(101, 16, PID, 0, 0); os.waitpid(PID, 0x40000000); sc(101, 17, PID, 0, 0)"),
+    ("seize", "sc(101, 0x4206, PID, 0, 0)"),
+    ("take_a_descriptor", "sc(438, os.pidfd_open(PID), 0, 0)"),
+    ("compare", "sc(312, os.getpid(), PID, 0, 0, 0)"),
+];
+/// A child to try the same on: it holds descriptor 0 and waits.
+const CHILD: &str = "import subprocess\nPID = subprocess.Popen(['/bin/sleep', '60'], stdin=subprocess.DEVNULL).pid\n\
+                     while open('/proc/%d/comm' % PID).read().strip() != 'sleep': os.sched_yield()\n";
+
+fn pid_1_is_out_of_reach() {
+    let all = [REACH_PID_1, REFUSED_ABOUT_ANY].concat();
+    let control = unconfined(&attempts(&format!("{READV}{CHILD}"), REFUSED_ABOUT_ANY));
+    let own_child = Hood::python(&attempts(CHILD, REACH_PID_1)).run();
+    let signals = "for s in (9, 15, 19, 2, 1, 17, 20, 34, 64):\n\
+                   \x20   for send in (lambda: os.kill(1, s), lambda: sc(234, 1, 1, s), lambda: signal.pidfd_send_signal(os.pidfd_open(1), s)):\n\
+                   \x20       try: send()\n\
+                   \x20       except OSError: pass\n\
+                   sys.stdout.flush(); os._exit(7)\n";
+    // Landlock keeps signals from it, and the kernel from a pid namespace's init: with either, the run ends rightly.
+    for without in [&[][..], &[sandbox::spec::Layer::Landlock]] {
+        let script = attempts(&format!("PID = 1\n{READV}"), &all) + signals;
+        let ran = Hood::python(&script).without(without).run();
+        for (act, _) in &all {
+            let inside = verdict(&ran.stdout, act);
+            assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+        }
+        assert_eq!((ran.code(), ran.stop()), (Some(7), None), "{}", ran.all());
+    }
+    for (act, _) in REACH_PID_1 {
+        assert_eq!(verdict(&own_child.stdout, act), "done", "control of {act}\n{}", own_child.all());
+    }
+    for (act, _) in REFUSED_ABOUT_ANY {
+        assert_eq!(verdict(&control, act), "done", "control of {act}");
+    }
+}
+
+/// Pid 1 has the program's uid, which is all that the scheduler's calls ask for.
+const SLOW: &[(&str, &str)] = &[
+    ("priority", "os.setpriority(os.PRIO_PROCESS, PID, 19)"),
+    ("priority_of_its_group", "os.setpriority(os.PRIO_PGRP, os.getpgid(PID), 19)"),
+    ("policy", "os.sched_setscheduler(PID, os.SCHED_IDLE, os.sched_param(0))"),
+    ("parameters", "os.sched_setparam(PID, os.sched_param(0))"),
+    ("affinity", "os.sched_setaffinity(PID, {min(os.sched_getaffinity(0))})"),
+    ("input_output_priority", "sc(251, 1, PID, 3 << 13)"),
+    ("limits", "import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE, (3, 3))"),
+    ("attributes", "sc(314, PID, ctypes.create_string_buffer(struct.pack('IIQiIQQQ', 48, 5, 0, 0, 0, 0, 0, 0), 48), 0)"),
+];
+
+fn pid_1_cannot_be_slowed() {
+    let control = unconfined(&attempts(CHILD, SLOW));
+    // Everyone of this uid at once: pid 1 is among them unless it is left out.
+    let after = "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n\
+                 try: sc(251, 3, os.getuid(), 3 << 13)\nexcept OSError: pass\n\
+                 print('nice', os.getpriority(os.PRIO_PROCESS, 1), 'policy', os.sched_getscheduler(1), 'io', sc(252, 1, 1) >> 13)\n";
+    let before = Hood::python(&attempts("", &[]).replace("{setup}", "").to_owned()).run();
+    assert_eq!(before.code(), Some(0));
+    let ran = Hood::python(&(attempts("PID = 1", SLOW) + after)).run();
+    for (act, _) in SLOW {
+        assert_eq!(verdict(&control, act), "done", "control of {act}");
+        let inside = verdict(&ran.stdout, act);
+        assert!(inside.starts_with("refused"), "{act} of pid 1: {inside}\n{}", ran.all());
+    }
+    let untouched = Hood::python(
+        &(attempts("", &[])
+            + "print('nice', os.getpriority(os.PRIO_PROCESS, 1), 'policy', os.sched_getscheduler(1), 'io', sc(252, 1, 1) >> 13)\n"),
+    )
+    .run();
+    assert_eq!(ran.stdout.lines().last(), untouched.stdout.lines().last(), "{}", ran.all());
+}
+
+/// Whatever it did to pid 1, with every CPU taken by its own threads, the deadline holds and is told as one.
+fn pid_1_keeps_its_deadline() {
+    let flood = "for _ in range(48):\n\
+                 \x20   if os.fork() == 0:\n\
+                 \x20       signal.signal(signal.SIGTERM, signal.SIG_IGN)\n\
+                 \x20       while True: pass\n\
+                 signal.signal(signal.SIGTERM, signal.SIG_IGN)\n\
+                 while True:\n\
+                 \x20   try: os.kill(1, signal.SIGCHLD)\n\
+                 \x20   except OSError: pass\n";
+    let script = attempts("PID = 1", SLOW) + "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n" + flood;
+    let start = std::time::Instant::now();
+    let ran = Hood::python(&script).limits(|l| (l.wall_ms, l.grace_ms) = (2000, 200)).run();
+    assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+    assert!(ran.outcome.all_dead && ran.outcome.exit.is_some(), "{}", ran.all());
+    // A bound on waiting, far above what is promised: a starved init would need the runner's backstop.
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+}
+
+/// Numbers of which the whole host has one supply. What one analysis can take of it must leave most to the others.
+fn host_wide_counters_are_not_used_up() {
+    let script = "import struct\n\
+                  context = ctypes.c_ulong(0)\n\
+                  before = int(open('/proc/sys/fs/aio-nr').read())\n\
+                  whole = int(open('/proc/sys/fs/aio-max-nr').read())\n\
+                  libc.syscall(206, whole // 4, ctypes.byref(context))\n\
+                  taken = int(open('/proc/sys/fs/aio-nr').read()) - before\n\
+                  print('MUCH' if taken >= whole // 4 else 'little', taken, 'of', whole)\n";
+    // A quarter only, and for a moment: others use this host too.
+    assert!(unconfined(script).contains("MUCH"), "the control takes it");
+    let ran = Hood::python(script).run();
+    assert!(ran.stdout.contains("little"), "fs.aio-nr: {}", ran.all());
+}
+
+/// Init says that it keeps no stream of the program's: when the last process that writes has closed its end, the
+/// other side learns of it.
+fn pid_1_keeps_no_stream() {
+    let mark = format!("streams-{}", std::process::id());
+    let held = Held::start(Hood::python(""), &format!("# {mark}\nprint(os.readlink('/proc/self/fd/1'), flush=True)\nhold()\n"));
+    let program = host_pids(&mark)[0];
+    let status = std::fs::read_to_string(format!("/proc/{program}/status")).unwrap();
+    let parent: i32 = status.lines().find_map(|l| l.strip_prefix("PPid:")).unwrap().trim().parse().unwrap();
+    let links = |pid: i32| -> std::io::Result<Vec<String>> {
+        let entries = std::fs::read_dir(format!("/proc/{pid}/fd"))?;
+        Ok(entries.flatten().filter_map(|e| Some(std::fs::read_link(e.path()).ok()?.display().to_string())).collect())
+    };
+    let of_init = links(parent);
+    let ran = held.finish();
+    let pipe = ran.stdout.lines().next().unwrap();
+    assert!(pipe.starts_with("pipe:"), "{}", ran.all());
+    match of_init {
+        Ok(held_by_init) => assert!(!held_by_init.contains(&pipe.to_owned()), "{pipe} among {held_by_init:?}"),
+        // Not dumpable: only root can look.
+        Err(e) => assert!(!is_root(), "{e}"),
+    }
+}

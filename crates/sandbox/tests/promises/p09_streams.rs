@@ -1,3 +1,268 @@
-use crate::Entry;
+//! P9: no escape by terminal or standard stream. The program has descriptors 0, 1 and 2, which are pipes or
+//! /dev/null, no controlling terminal, and no way to type into one.
 
-pub const TRIALS: &[Entry] = &[];
+use std::fs;
+use std::io::{IsTerminal, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::process::{Command, Stdio};
+
+use sandbox::spec::Layer;
+
+use crate::hood::{Hood, host_dir, is_root, unconfined};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("three_descriptors_and_no_more", For::Everyone, three_descriptors_and_no_more),
+    ("an_inherited_descriptor_does_not_arrive", For::Everyone, an_inherited_descriptor_does_not_arrive),
+    ("streams_can_be_reopened", For::Everyone, streams_can_be_reopened),
+    ("no_host_file_behind_a_stream", For::Everyone, no_host_file_behind_a_stream),
+    ("input_arrives_whole", For::Everyone, input_arrives_whole),
+    ("input_left_unread_holds_nothing_up", For::Everyone, input_left_unread_holds_nothing_up),
+    ("no_typing_into_terminals", For::Everyone, no_typing_into_terminals),
+    ("terminals_of_its_own_work", For::Everyone, terminals_of_its_own_work),
+    (UNDER_A_TERMINAL, For::Everyone, the_runners_terminal_is_out_of_reach),
+];
+const UNDER_A_TERMINAL: &str = "the_runners_terminal_is_out_of_reach";
+
+/// Prints `number target` for every descriptor that is open.
+const LIST: &str = "
+for fd in range(4096):
+    try: os.fstat(fd)
+    except OSError: continue
+    print(fd, os.readlink(f'/proc/self/fd/{fd}').split(':')[0])
+";
+
+fn three_descriptors_and_no_more() {
+    let ran = Hood::python(LIST).run();
+    assert_eq!(ran.stdout, "0 /dev/null\n1 pipe\n2 pipe\n", "{}", ran.all());
+    let mut hood = Hood::python(LIST);
+    hood.stdin = Some(fs::File::open("/dev/null").unwrap().into());
+    let ran = hood.run();
+    assert_eq!(ran.stdout, "0 pipe\n1 pipe\n2 pipe\n", "{}", ran.all());
+    // /dev/null can be read and nothing else; the kernel knows it by its number, not by its name.
+    let ran = Hood::python("st = os.fstat(0)\nprint(os.major(st.st_rdev), os.minor(st.st_rdev), len(os.read(0, 10)))").run();
+    assert!(ran.said("1 3 0"), "{}", ran.all());
+}
+
+fn an_inherited_descriptor_does_not_arrive() {
+    let dir = host_dir();
+    let path = dir.path().join("secret");
+    fs::write(&path, "secret").unwrap();
+    // Without close-on-exec, in a number that no table of ours is likely to reuse.
+    let flags = rustix::fs::OFlags::RDWR;
+    let low = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).unwrap();
+    let directory = rustix::fs::open(dir.path(), rustix::fs::OFlags::DIRECTORY, rustix::fs::Mode::empty()).unwrap();
+    for fd in [low.as_fd(), directory.as_fd()] {
+        assert!(!rustix::io::fcntl_getfd(fd).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+    }
+    let numbers = [low.as_raw_fd(), directory.as_raw_fd()];
+    let script = format!("{LIST}\nif os.path.exists('/proc/self/fd/{0}'): print('read', os.pread({0}, 10, 0))", numbers[0]);
+    let ran = Hood::python(&script).run();
+    assert_eq!(ran.stdout, "0 /dev/null\n1 pipe\n2 pipe\n", "{}", ran.all());
+    // Nor by way of any process that is visible: init inherited what the runner had.
+    let steal = "
+count = 0
+for pid in (n for n in os.listdir('/proc') if n.isdigit() and n != str(os.getpid())):
+    for fd in range(256):
+        for act in (lambda: os.open(f'/proc/{pid}/fd/{fd}', os.O_RDONLY), lambda: os.readlink(f'/proc/{pid}/fd/{fd}')):
+            try: act(); count += 1
+            except OSError: pass
+    pidfd = os.pidfd_open(int(pid))
+    for fd in range(256):
+        if libc.syscall(438, pidfd, fd, 0) >= 0: count += 1
+print('stolen', count)
+";
+    let ran = Hood::python(steal).run();
+    assert!(ran.said("stolen 0"), "{}", ran.all());
+    let control = unconfined(&script);
+    assert!(control.contains("read b'secret'"), "{control}");
+    let own = "pid = os.fork()\nif pid == 0: import time; time.sleep(30)\nprint('fd', libc.syscall(438, os.pidfd_open(pid), 1, 0) >= 0)\nos.kill(pid, 9)";
+    assert!(unconfined(own).contains("fd True"));
+}
+
+fn streams_can_be_reopened() {
+    let ran = Hood::sh(
+        "echo one > /dev/stdout; echo two > /dev/stderr; echo three >> /dev/fd/1; echo four > /proc/self/fd/2; cat < /dev/stdin; echo five | tee /dev/stderr",
+    )
+    .run();
+    assert_eq!((ran.code(), ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "one\nthree\nfive\n", "two\nfour\nfive\n"));
+    let mut hood = Hood::python("print(open('/dev/stdin').read(), file=open('/dev/stdout', 'w'))\nopen('/dev/stderr', 'w').write('seen')");
+    hood.stdin = Some(pipe_with(b"given"));
+    let ran = hood.run();
+    assert_eq!((ran.stdout.as_str(), ran.stderr.as_str()), ("given\n", "seen"));
+}
+
+/// A pipe that already holds all it will ever hold.
+fn pipe_with(bytes: &[u8]) -> std::os::fd::OwnedFd {
+    let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    fs::File::from(write).write_all(bytes).unwrap();
+    read
+}
+
+/// Standard input comes from a file that could be written through its descriptor: the program gets a pipe instead.
+fn no_host_file_behind_a_stream() {
+    let dir = host_dir();
+    let path = dir.path().join("input");
+    fs::write(&path, "input").unwrap();
+    let script = "
+for act in (lambda: os.write(0, b'x'), lambda: os.pwrite(0, b'x', 0), lambda: os.ftruncate(0, 0), lambda: os.lseek(0, 0, 0),
+            lambda: os.write(os.open('/proc/self/fd/0', os.O_RDWR | os.O_TRUNC), b'x') and os.lseek(0, 0, 0)):
+    try: act(); print('did')
+    except OSError: print('refused')
+print(os.readlink('/proc/self/fd/0').split(':')[0])
+";
+    let both = || fs::File::options().read(true).write(true).open(&path).unwrap();
+    let mut hood = Hood::python(script);
+    hood.stdin = Some(both().into());
+    let ran = hood.run();
+    assert!(ran.said("pipe") && ran.stdout.matches("refused").count() == 5, "{}", ran.all());
+    assert_eq!(fs::read_to_string(&path).unwrap(), "input");
+    let script = format!("import os\n{script}");
+    let control = Command::new("/usr/bin/python3").args(["-c", &script]).stdin(both()).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&control.stdout).matches("did").count(), 5);
+    assert_ne!(fs::read_to_string(&path).unwrap(), "input");
+}
+
+fn input_arrives_whole() {
+    let dir = host_dir();
+    let path = dir.path().join("input");
+    // Every byte value, no period that a block size divides, many times what a pipe holds.
+    let mut state = 1u32;
+    let bytes: Vec<u8> = (0..3_000_001)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 24) as u8
+        })
+        .collect();
+    fs::write(&path, &bytes).unwrap();
+    let script = "import hashlib, sys; data = sys.stdin.buffer.read(); print(len(data), hashlib.sha256(data).hexdigest())";
+    let input = fs::File::open(&path).unwrap();
+    let control = Command::new("/usr/bin/python3").args(["-c", script]).stdin(input).output().unwrap();
+    let expected = String::from_utf8(control.stdout).unwrap();
+    assert!(expected.starts_with("3000001 "), "{expected}");
+    let mut from_file = Hood::python(script);
+    from_file.stdin = Some(fs::File::open(&path).unwrap().into());
+    assert_eq!(from_file.run().stdout, expected);
+    let mut cat = Command::new("/bin/cat").arg(&path).stdout(Stdio::piped()).spawn().unwrap();
+    let mut from_pipe = Hood::python(script);
+    from_pipe.stdin = Some(cat.stdout.take().unwrap().into());
+    assert_eq!(from_pipe.run().stdout, expected);
+    cat.wait().unwrap();
+    // And it ends: an empty input is an end of file at once.
+    let mut empty = Hood::python("print(len(sys.stdin.buffer.read()))");
+    empty.stdin = Some(pipe_with(b""));
+    assert!(empty.run().said("0"));
+}
+
+/// A program that does not read, and one that closes its input while more is coming, end as they please.
+fn input_left_unread_holds_nothing_up() {
+    for script in ["echo done", "head -c 5 >/dev/null; exec <&-; echo done", "exec <&-; sleep 0.2; echo done"] {
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        let feeder = std::thread::spawn(move || {
+            let mut write = fs::File::from(write);
+            // Ends with a broken pipe when the runner lets go of the other end.
+            for _ in 0..64 {
+                if write.write_all(&[b'x'; 65536]).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut hood = Hood::sh(script);
+        hood.stdin = Some(read);
+        let ran = hood.run();
+        assert!(ran.said("done") && ran.code() == Some(0) && ran.stop().is_none(), "{}", ran.all());
+        feeder.join().unwrap();
+    }
+}
+
+/// On a terminal of its own making, which controls it: TIOCSTI types into it and TIOCLINUX pastes. The command is
+/// an unsigned int to the kernel, so bits above it must not hide it from the filter.
+const TYPE_INTO: &str = "
+import pty, select
+pid, master = pty.fork()
+if pid == 0:
+    for name, command in (('sti', 0x5412), ('linux', 0x541c), ('cons', 0x541d), ('size', 0x5413)):
+        for high in (0, 1 << 32, 0xffffffff << 32):
+            ctypes.set_errno(0)
+            libc.syscall.restype = ctypes.c_long
+            result = libc.syscall(ctypes.c_long(16), ctypes.c_long(0), ctypes.c_ulong(command | high), ctypes.create_string_buffer(b'\\x03Q', 64))
+            print(name, high >> 32, 'did' if result == 0 else errno.errorcode[ctypes.get_errno()])
+    sys.stdout.flush()
+    os._exit(0)
+text = b''
+while True:
+    try: part = os.read(master, 4096)
+    except OSError: break
+    if not part: break
+    text += part
+os.waitpid(pid, 0)
+print(text.decode())
+";
+
+fn no_typing_into_terminals() {
+    let ran = Hood::python(TYPE_INTO).run();
+    let every = |name: &str, answer: &str, printed: &str| {
+        [0u64, 1, 0xffff_ffff].iter().all(|high| printed.contains(&format!("{name} {high} {answer}")))
+    };
+    for name in ["sti", "linux", "cons"] {
+        assert!(every(name, "EPERM", &ran.stdout), "{}", ran.all());
+    }
+    // The terminal itself is one: it tells its size.
+    assert!(every("size", "did", &ran.stdout), "{}", ran.all());
+    // Unconfined, the same bits reach the terminal: root types, and whoever the kernel's own switch refuses gets EIO.
+    let control = unconfined(TYPE_INTO);
+    assert!(every("sti", "did", &control) || !is_root() && every("sti", "EIO", &control), "{control}");
+    assert!(!every("linux", "EPERM", &control), "{control}");
+    let ran = Hood::python(TYPE_INTO).without(&[Layer::Seccomp]).run();
+    assert!(!every("sti", "EPERM", &ran.stdout), "{}", ran.all());
+}
+
+fn terminals_of_its_own_work() {
+    let ran = Hood::python(
+        "import pty\nout = []\n\
+         def read(fd):\n    data = os.read(fd, 1024); out.append(data); return data\n\
+         status = pty.spawn(['/bin/sh', '-c', 'test -t 0 && test -t 1 && tty && stty size'], read)\n\
+         print('status', status)",
+    )
+    .run();
+    assert!(ran.said("status 0") && ran.stdout.contains("/dev/pts/0"), "{}", ran.all());
+}
+
+/// Runs itself again with a controlling terminal, which a program inside must not find.
+fn the_runners_terminal_is_out_of_reach() {
+    const INNER: &str = "FUMEHOOD_TEST_TERMINAL";
+    if std::env::var_os(INNER).is_none() {
+        let own = std::env::current_exe().unwrap();
+        let name = format!("p09_streams::{UNDER_A_TERMINAL}");
+        let spawn = format!(
+            "import pty\nos.environ[{INNER:?}] = '1'\n\
+             sys.exit(os.waitstatus_to_exitcode(pty.spawn([{own:?}, '__plain_trial', {name:?}])))"
+        );
+        unconfined(&spawn);
+        return;
+    }
+    let look = "
+import fcntl, termios
+print('tty number', open('/proc/self/stat').read().rsplit(')', 1)[1].split()[4])
+print('leader', os.getsid(0) == os.getpid())
+def attempt(name, act):
+    try: act(); print('did', name)
+    except OSError as e: print('refused', name)
+attempt('open', lambda: os.open('/dev/tty', os.O_RDWR))
+attempt('open console', lambda: os.open('/dev/console', os.O_RDWR))
+attempt('open made', lambda: (os.mknod('tty', 0o020666, os.makedev(5, 0)), os.open('tty', os.O_RDWR)))
+for fd in (0, 1, 2):
+    attempt('attributes', lambda: termios.tcgetattr(fd))
+    attempt('group', lambda: os.tcgetpgrp(fd))
+    attempt('take', lambda: fcntl.ioctl(fd, termios.TIOCSCTTY, 1))
+    attempt('type', lambda: fcntl.ioctl(fd, termios.TIOCSTI, b'x'))
+    attempt('hang up', lambda: fcntl.ioctl(fd, termios.TIOCNOTTY))
+    attempt('console', lambda: fcntl.ioctl(fd, 0x541c, b'\\3'))
+";
+    // The control: this process has that terminal, by descriptor and by name.
+    assert!(std::io::stdin().is_terminal() && std::io::stdout().is_terminal());
+    fs::File::options().read(true).write(true).open("/dev/tty").unwrap();
+    let ran = Hood::python(look).run();
+    assert!(ran.said("tty number 0") && ran.said("leader True"), "{}", ran.all());
+    assert_eq!((ran.stdout.matches("refused").count(), ran.stdout.matches("did").count()), (21, 0), "{}", ran.all());
+}

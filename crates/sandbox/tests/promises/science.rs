@@ -1,3 +1,433 @@
-use crate::Entry;
+//! Ordinary science works unmodified: what a confined analysis is for. These are the controls of all the
+//! refusals in the other files; none of them needs a word of configuration.
 
-pub const TRIALS: &[Entry] = &[];
+use std::fs;
+use std::process::Command;
+
+use crate::hood::{Hood, Ran, host_dir};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("numpy_pandas_matplotlib", For::Everyone, numpy_pandas_matplotlib),
+    ("multiprocessing", For::Everyone, multiprocessing),
+    ("threads_and_subprocesses", For::Everyone, threads_and_subprocesses),
+    ("temporary_files_and_sqlite", For::Everyone, temporary_files_and_sqlite),
+    ("asyncio_servers_and_clients", For::Everyone, asyncio_servers_and_clients),
+    ("loopback_datagrams", For::Everyone, loopback_datagrams),
+    ("compiled_extensions", For::Everyone, compiled_extensions),
+    ("statistics_in_r", For::Everyone, statistics_in_r),
+    ("bash", For::Everyone, bash),
+    ("perl", For::Everyone, perl),
+    ("java", For::Everyone, java),
+    ("names_of_any_bytes", For::Everyone, names_of_any_bytes),
+    ("large_files", For::Everyone, large_files),
+    ("who_am_i", For::Everyone, who_am_i),
+    ("unknown_hosts_fail_fast", For::Everyone, unknown_hosts_fail_fast),
+    ("signals_and_timers", For::Everyone, signals_and_timers),
+    ("ten_thousand_orphans", For::Everyone, ten_thousand_orphans),
+];
+
+/// The run ended by itself, with nothing to complain of, after saying `word`.
+fn went_well(ran: &Ran, word: &str) {
+    assert!(ran.code() == Some(0) && ran.said(word) && ran.stop().is_none() && ran.outcome.all_dead, "{}", ran.all());
+}
+
+fn roomy(hood: Hood) -> Hood {
+    hood.limits(|l| {
+        l.memory_bytes = 2 << 30;
+        l.wall_ms = 120_000;
+    })
+}
+
+fn numpy_pandas_matplotlib() {
+    let script = "
+import numpy as np, pandas as pd
+import matplotlib
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+rng = np.random.default_rng(7)
+m = rng.normal(size=(300, 300))
+assert np.allclose(m @ np.linalg.inv(m), np.eye(300), atol=1e-6)
+np.save('m.npy', m)
+assert np.array_equal(np.load('m.npy', mmap_mode='r'), m)
+big = np.memmap('big.dat', dtype='f8', mode='w+', shape=(1000, 100)); big[:] = 1; big.flush()
+df = pd.DataFrame({'group': list('ab') * 50, 'x': rng.normal(size=100)})
+df.groupby('group').x.describe().to_csv('table.csv')
+assert len(pd.read_csv('table.csv')) == 2
+plt.plot(df.x); plt.title('Größe in µm'); plt.savefig('plot.png'); plt.savefig('plot.pdf')
+assert open('plot.png', 'rb').read(8) == bytes([137]) + b'PNG' + bytes([13, 10, 26, 10])
+assert os.path.getsize('plot.pdf') > 1000
+print('plotted')
+";
+    went_well(&roomy(Hood::python(script)).run(), "plotted");
+}
+
+fn multiprocessing() {
+    let script = "
+import multiprocessing as mp
+from multiprocessing import shared_memory
+import numpy as np
+def square(x): return x * x
+def add(lock, value, queue):
+    for _ in range(200):
+        with lock: value.value += 1
+    queue.put(os.getpid())
+def fill(name):
+    block = shared_memory.SharedMemory(name=name)
+    np.ndarray((1000,), dtype='i8', buffer=block.buf)[:] = 7
+    block.close()
+if __name__ == '__main__':
+    with mp.Pool(4) as pool: assert pool.map(square, range(100)) == [x * x for x in range(100)]
+    lock, value, queue = mp.Lock(), mp.Value('i', 0), mp.Queue()
+    workers = [mp.Process(target=add, args=(lock, value, queue)) for _ in range(4)]
+    for w in workers: w.start()
+    pids = {queue.get(timeout=60) for _ in workers}
+    for w in workers: w.join()
+    assert value.value == 800 and len(pids) == 4
+    block = shared_memory.SharedMemory(create=True, size=8000)
+    p = mp.Process(target=fill, args=(block.name,)); p.start(); p.join()
+    assert np.ndarray((1000,), dtype='i8', buffer=block.buf).sum() == 7000
+    block.close(); block.unlink()
+    with mp.Manager() as manager:
+        d = manager.dict()
+        p = mp.Process(target=d.update, args=({'a': 1},)); p.start(); p.join()
+        assert dict(d) == {'a': 1}
+    semaphore, event, barrier = mp.Semaphore(2), mp.Event(), mp.Barrier(1)
+    semaphore.acquire(); semaphore.release(); event.set(); barrier.wait()
+    # Fresh interpreters and a fork server find the program again by its file.
+    for way in ('spawn', 'forkserver'):
+        with mp.get_context(way).Pool(2) as pool: assert pool.map(abs, [-1, -2]) == [1, 2]
+    print('pooled')
+";
+    // As a file: spawn starts it again by its name.
+    let hood = roomy(Hood::new(&["/usr/bin/python3", "parallel.py"]));
+    fs::write(hood.workspace().join("parallel.py"), format!("import os\n{script}")).unwrap();
+    went_well(&hood.run(), "pooled");
+}
+
+fn threads_and_subprocesses() {
+    let script = "
+import concurrent.futures as cf, subprocess, threading
+with cf.ThreadPoolExecutor(16) as pool: assert sum(pool.map(lambda x: x, range(1000))) == 499500
+local, seen = threading.local(), []
+threads = [threading.Thread(target=seen.append, args=(i,)) for i in range(50)]
+for t in threads: t.start()
+for t in threads: t.join()
+assert sorted(seen) == list(range(50))
+assert subprocess.run('echo out; echo err >&2; exit 3', shell=True, capture_output=True, text=True).returncode == 3
+assert subprocess.check_output(['sort', '-r'], input=b'a\\nb\\n') == b'b\\na\\n'
+first = subprocess.Popen(['yes'], stdout=subprocess.PIPE)
+assert subprocess.check_output(['head', '-n', '2'], stdin=first.stdout) == b'y\\ny\\n'
+first.stdout.close(); first.wait()
+try: subprocess.run(['sleep', '60'], timeout=0.1); assert False
+except subprocess.TimeoutExpired: pass
+try: subprocess.run(['/no/such/program']); assert False
+except FileNotFoundError: pass
+assert os.popen('nproc').read().strip().isdigit()
+print('spawned')
+";
+    went_well(&Hood::python(script).run(), "spawned");
+}
+
+fn temporary_files_and_sqlite() {
+    let script = "
+import sqlite3, tempfile, shutil, fcntl, mmap
+with tempfile.TemporaryDirectory() as d:
+    assert d.startswith('/tmp/')
+    open(os.path.join(d, 'x'), 'w').write('x')
+with tempfile.NamedTemporaryFile() as f: f.write(b'x'); f.flush(); assert open(f.name).read() == 'x'
+with tempfile.TemporaryFile() as f: f.write(b'x'); f.seek(0); assert f.read() == b'x'
+with tempfile.SpooledTemporaryFile(10) as f: f.write(b'x' * 100)
+for mode in ('DELETE', 'WAL', 'MEMORY'):
+    db = sqlite3.connect(f'results-{mode}.db')
+    db.execute(f'pragma journal_mode={mode}')
+    db.execute('create table t (x)')
+    with db: db.executemany('insert into t values (?)', [(i,) for i in range(1000)])
+    other = sqlite3.connect(f'results-{mode}.db')
+    assert other.execute('select sum(x) from t').fetchone() == (499500,)
+    db.close(); other.close()
+with open('locked', 'w+') as f:
+    fcntl.flock(f, fcntl.LOCK_EX); fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.posix_fallocate(f.fileno(), 0, 1 << 20)
+    assert os.path.getsize('locked') == 1 << 20
+os.link('locked', 'linked'); os.symlink('locked', 'pointing'); os.mkfifo('fifo')
+os.setxattr('locked', 'user.unit', b'mm'); assert os.getxattr('locked', 'user.unit') == b'mm'
+shutil.copytree('.', '/tmp/copied', ignore=shutil.ignore_patterns('fifo', '.fumehood')); shutil.rmtree('/tmp/copied')
+shutil.make_archive('/tmp/packed', 'gztar', '.', 'linked'); shutil.move('/tmp/packed.tar.gz', 'packed.tar.gz')
+assert os.environ['HOME'] and open(os.path.expanduser('~/.cache-probe'), 'w').write('x')
+print('kept')
+";
+    went_well(&Hood::python(script).run(), "kept");
+}
+
+fn asyncio_servers_and_clients() {
+    let script = "
+import asyncio
+async def echo(reader, writer):
+    writer.write(await reader.readline()); await writer.drain(); writer.close()
+async def ask(reader, writer):
+    writer.write(b'hello\\n'); answer = await reader.readline(); writer.close(); return answer
+async def main():
+    for place in ('here.sock', '/tmp/there.sock', '/dev/shm/shared.sock'):
+        server = await asyncio.start_unix_server(echo, place)
+        assert await ask(*await asyncio.open_unix_connection(place)) == b'hello\\n'
+        server.close()
+    for host in ('127.0.0.1', 'localhost', '::1'):
+        server = await asyncio.start_server(echo, host, 0)
+        port = server.sockets[0].getsockname()[1]
+        answers = await asyncio.gather(*(asyncio.open_connection(host, port) for _ in range(20)))
+        for pair in answers: assert await ask(*pair) == b'hello\\n'
+        server.close()
+    process = await asyncio.create_subprocess_exec('cat', stdin=-1, stdout=-1)
+    assert (await process.communicate(b'x'))[0] == b'x'
+    # A refused connection is told apart from everything else, also by a socket that does not wait.
+    try: await asyncio.open_connection('127.0.0.1', 1); assert False
+    except ConnectionRefusedError: pass
+    await asyncio.sleep(0.01)
+asyncio.run(main())
+a, b = socket.socketpair(); a.sendall(b'x'); assert b.recv(1) == b'x'
+listener = socket.socket(socket.AF_UNIX); listener.bind('\\0abstract'); listener.listen()
+client = socket.socket(socket.AF_UNIX); client.connect('\\0abstract'); listener.accept()
+a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [1]); assert len(socket.recv_fds(b, 1, 1)[1]) == 1
+print('served')
+";
+    went_well(&Hood::python(script).run(), "served");
+}
+
+fn loopback_datagrams() {
+    let script = "
+for family, host in ((socket.AF_INET, '127.0.0.1'), (socket.AF_INET6, '::1')):
+    receiver = socket.socket(family, socket.SOCK_DGRAM); receiver.bind((host, 0)); receiver.settimeout(30)
+    sender = socket.socket(family, socket.SOCK_DGRAM)
+    sender.sendto(b'first', receiver.getsockname()[:2])
+    sender.connect(receiver.getsockname()[:2]); sender.send(b'second')
+    assert [receiver.recv(10), receiver.recv(10)] == [b'first', b'second']
+assert socket.gethostbyname('localhost') == '127.0.0.1' and socket.gethostbyname(socket.gethostname()) == '127.0.0.1'
+assert [name for _, name in socket.if_nameindex()] == ['lo']
+print('received')
+";
+    went_well(&Hood::python(script).run(), "received");
+}
+
+fn compiled_extensions() {
+    let script = r#"
+set -e
+cat > model.c <<'END'
+#include <math.h>
+double model(double x) { return sqrt(x) + 1.0; }
+END
+gcc -O1 -shared -fPIC -o model.so model.c -lm
+cat > main.c <<'END'
+#include <stdio.h>
+#include <pthread.h>
+static void *work(void *p) { *(int *)p = 42; return 0; }
+int main(void) { pthread_t t; int n = 0; pthread_create(&t, 0, work, &n); pthread_join(t, 0); printf("%d\n", n); return n != 42; }
+END
+gcc -o /tmp/main main.c -lpthread && /tmp/main
+cp /tmp/main ./main && ./main
+python3 -c 'import ctypes; m = ctypes.CDLL("./model.so").model; m.restype = ctypes.c_double; m.argtypes = [ctypes.c_double]; assert m(9.0) == 4.0'
+chmod +x model.so; printf '#!/usr/bin/python3\nprint("script")\n' > run.py; chmod +x run.py; ./run.py
+echo built
+"#;
+    went_well(&roomy(Hood::new(&["/bin/bash", "-c", script])).run(), "built");
+}
+
+fn statistics_in_r() {
+    let script = "
+fit <- lm(dist ~ speed, data = cars)
+stopifnot(abs(coef(fit)[['speed']] - 3.932409) < 1e-5)
+write.csv(as.data.frame(summary(fit)$coefficients), 'fit.csv')
+stopifnot(nrow(read.csv('fit.csv')) == 2)
+png('plot.png', type = 'cairo'); plot(cars, main = 'Größe'); invisible(dev.off())
+pdf('plot.pdf'); plot(cars); invisible(dev.off())
+stopifnot(file.size('plot.png') > 1000, file.size('plot.pdf') > 1000)
+squares <- parallel::mclapply(1:8, function(i) i^2, mc.cores = 2)
+stopifnot(sum(unlist(squares)) == 204)
+stopifnot(system('exit 3') == 3, nchar(tempdir()) > 0, Sys.info()[['user']] == 'analysis')
+saveRDS(fit, 'fit.rds'); stopifnot(identical(coef(readRDS('fit.rds')), coef(fit)))
+cat('fitted\n')
+";
+    let hood = roomy(Hood::new(&["/usr/bin/Rscript", "fit.R"]));
+    fs::write(hood.workspace().join("fit.R"), script).unwrap();
+    went_well(&hood.run(), "fitted");
+}
+
+fn bash() {
+    let script = r#"
+set -euo pipefail
+diff <(seq 3) <(printf '1\n2\n3\n')
+seq 5 > >(cat > numbers); wait $! || true
+text=$(cat <<END
+here $((1 + 1))
+END
+)
+[[ $text == "here 2" ]]
+read -r a b <<< "x y"; [[ $b == y ]]
+sleep 60 & kill %1; wait 2>/dev/null || true
+trap 'echo trapped' EXIT
+mkdir -p out/{a,b}; for d in out/*/; do touch "$d/f"; done
+[[ $(find out -type f | wc -l) == 2 ]]
+coproc cat; echo through >&"${COPROC[1]}"; read -r line <&"${COPROC[0]}"; [[ $line == through ]]
+tar czf out.tgz out && tar tzf out.tgz | sort | tail -n 1
+[[ $(ulimit -c) != unlimited && $(umask) == 0077 && $PWD == /tmp/scidex-analysis-* ]]
+echo shelled
+"#;
+    let ran = Hood::new(&["/bin/bash", "-c", script]).run();
+    went_well(&ran, "shelled");
+    assert!(ran.said("trapped"), "{}", ran.all());
+}
+
+/// Interpreters that a host may lack; the test command installs none of these.
+fn if_present(program: &str, hood: impl FnOnce() -> Hood, word: &str) {
+    if !std::path::Path::new(program).exists() {
+        eprintln!("{program} is not on this host");
+        return;
+    }
+    went_well(&hood().run(), word);
+}
+
+fn perl() {
+    let script = "use strict; use List::Util 'sum'; use File::Temp; my $f = File::Temp->new; print $f 'x'; \
+                  my $n = `echo 4`; die unless sum(1, 2, $n) == 7; my $pid = fork // die; exit 0 unless $pid; waitpid $pid, 0; print \"summed\\n\"";
+    if_present("/usr/bin/perl", || Hood::new(&["/usr/bin/perl", "-e", script]), "summed");
+}
+
+fn java() {
+    let source = "public class Main { public static void main(String[] a) throws Exception { \
+                  var sum = java.util.stream.IntStream.range(0, 1000).parallel().sum(); \
+                  java.nio.file.Files.writeString(java.nio.file.Path.of(\"out.txt\"), \"\" + sum); \
+                  var t = new Thread(() -> System.out.println(\"ran\")); t.start(); t.join(); } }";
+    let make = || {
+        let hood = roomy(Hood::new(&["/usr/bin/java", "-Xmx256m", "Main.java"]));
+        fs::write(hood.workspace().join("Main.java"), source).unwrap();
+        hood
+    };
+    // Running a source file needs the compiler module, which a runtime without it does not have.
+    let has_compiler = Command::new("/usr/bin/java").arg("--list-modules").output();
+    if has_compiler.is_ok_and(|o| String::from_utf8_lossy(&o.stdout).contains("jdk.compiler")) {
+        if_present("/usr/bin/java", make, "ran");
+    } else {
+        if_present("/usr/bin/java", || roomy(Hood::sh("java -Xmx256m -version && echo ran")), "ran");
+    }
+}
+
+fn names_of_any_bytes() {
+    let script = "
+for name in ('Größe µm.csv', '数据', '🧪', 'a\\nb', ' leading', '-dash', 'x' * 255, 'quote\"\\'', '*'):
+    open(name, 'w').write(name); assert open(name).read() == name and name in os.listdir('.')
+raw = bytes(range(128, 256)); open(raw, 'wb').close(); assert raw in os.listdir(b'.')
+os.makedirs('目录/ÿ'); os.chdir('目录/ÿ'); assert os.getcwd().endswith('目录/ÿ')
+print('naïve')
+";
+    went_well(&Hood::python(script).run(), "naïve");
+}
+
+fn large_files() {
+    let script = "
+with open('sparse', 'wb') as f: f.seek((1 << 30) - 1); f.write(b'x')
+assert os.path.getsize('sparse') == 1 << 30 and os.stat('sparse').st_blocks < 1000
+os.truncate('sparse', 3 << 30)
+block = bytes(range(256)) * 4096
+with open('full', 'wb') as f:
+    for _ in range(200): f.write(block)
+assert os.path.getsize('full') == 200 << 20
+with open('full', 'rb') as f: f.seek(150 << 20); assert f.read(1 << 20) == block
+with open('full', 'rb') as source, open('copied', 'wb') as target: assert os.copy_file_range(source.fileno(), target.fileno(), 1 << 20) == 1 << 20
+print('stored')
+";
+    went_well(&Hood::python(script).limits(|l| l.disk_bytes = 4 << 30).run(), "stored");
+}
+
+fn who_am_i() {
+    let script = "
+import getpass, pwd, grp, pathlib, platform, locale
+assert pwd.getpwuid(os.getuid()).pw_name == getpass.getuser() == 'analysis'
+assert grp.getgrgid(os.getgid()).gr_name == 'analysis' and pathlib.Path.home() == pathlib.Path('/tmp/home')
+assert pwd.getpwnam('root').pw_uid == 0 and platform.node() == 'fumehood' and platform.freedesktop_os_release()
+assert open('own', 'w') and os.stat('own').st_uid == os.getuid() and pathlib.Path('own').owner() == 'analysis'
+assert len(os.urandom(64)) == 64 and os.cpu_count() >= 1 and len(os.sched_getaffinity(0)) >= 1
+import zoneinfo, datetime; datetime.datetime.now(zoneinfo.ZoneInfo('Europe/Paris'))
+print('analysis')
+";
+    went_well(&Hood::python(script).run(), "analysis");
+    let ran = Hood::sh("whoami; id -un; id -gn; hostname; uname -n; date >/dev/null; df . >/dev/null; ps -e >/dev/null 2>&1; echo asked").run();
+    went_well(&ran, "asked");
+    assert!(ran.said("analysis") && ran.said("fumehood"), "{}", ran.all());
+}
+
+/// The bound is the run's own wall time, far below the minutes that a resolver's retries would take.
+fn unknown_hosts_fail_fast() {
+    let script = "
+for ask in (lambda: socket.gethostbyname('example.org'), lambda: socket.getaddrinfo('example.org', 443), lambda: socket.gethostbyaddr('192.0.2.1')):
+    try: ask(); print('resolved')
+    except (socket.gaierror, socket.herror): print('unknown')
+import urllib.request
+try: urllib.request.urlopen('http://example.org/', timeout=60); print('fetched')
+except OSError as e: print('offline')
+try: socket.create_connection(('192.0.2.1', 80), timeout=60); print('connected')
+except OSError as e: print('unreachable', errno.errorcode[e.errno])
+";
+    let ran = Hood::python(script).limits(|l| l.wall_ms = 20_000).run();
+    went_well(&ran, "unreachable ENETUNREACH");
+    assert_eq!((ran.stdout.matches("unknown").count(), ran.said("offline")), (3, true), "{}", ran.all());
+}
+
+fn signals_and_timers() {
+    let script = "
+import signal, time, select
+seen = []
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(1)); os.kill(os.getpid(), signal.SIGUSR1)
+signal.signal(signal.SIGALRM, lambda *_: seen.append(2)); signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()
+assert seen == [1, 2]
+pid = os.fork()
+if pid == 0: signal.pause()
+os.kill(pid, signal.SIGSTOP); os.waitpid(pid, os.WUNTRACED); os.kill(pid, signal.SIGCONT); os.kill(pid, signal.SIGKILL)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+e = select.epoll(); r, w = os.pipe(); e.register(r); os.write(w, b'x'); assert e.poll(10)
+assert time.monotonic() > 0 and time.clock_gettime(time.CLOCK_PROCESS_CPUTIME_ID) >= 0
+os.nice(1); import resource; assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1024
+print('timed')
+";
+    went_well(&Hood::python(script).run(), "timed");
+}
+
+/// Daemons' children fall to pid 1. With room for 64 processes, ten thousand can only come and go if it buries them.
+fn ten_thousand_orphans() {
+    let source = r#"
+#include <errno.h>
+#include <stdio.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+static pid_t spawn(void) {
+    struct timespec pause = {0, 1000000};
+    /* The dead still count until they are buried: being refused for a moment is not being out of room. */
+    for (int tries = 0; tries < 20000; tries++) {
+        pid_t pid = fork();
+        if (pid >= 0 || errno != EAGAIN) return pid;
+        nanosleep(&pause, 0);
+    }
+    return -1;
+}
+int main(void) {
+    for (int i = 0; i < 10000; i++) {
+        pid_t child = spawn();
+        if (child < 0) { printf("stuck at %d\n", i); return 1; }
+        if (child == 0) { _exit(spawn() < 0); }
+        int status;
+        if (waitpid(child, &status, 0) != child || status != 0) { printf("lost at %d\n", i); return 2; }
+    }
+    puts("buried");
+    return 0;
+}
+"#;
+    let dir = host_dir();
+    fs::write(dir.path().join("orphans.c"), source).unwrap();
+    let built = Command::new("gcc").args(["-O1", "-static", "-o", "orphans", "orphans.c"]).current_dir(dir.path()).status().unwrap();
+    assert!(built.success());
+    let hood = Hood::new(&["./orphans"]).limits(|l| l.pids = 64);
+    fs::copy(dir.path().join("orphans"), hood.workspace().join("orphans")).unwrap();
+    let mut hood = hood;
+    hood.spec.program = sandbox::spec::InsidePath::new(hood.workspace().join("orphans"));
+    went_well(&hood.run(), "buried");
+}

@@ -1,0 +1,187 @@
+//! Where this process sits: the mounted hierarchies and its own place in each, from /proc.
+
+use super::*;
+
+/// Where this process sits in one mounted hierarchy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Site {
+    pub(super) version: Version,
+    pub(super) controllers: Vec<Controller>,
+    /// Where the hierarchy is mounted: nothing above it is ours to see.
+    pub(super) mount: PathBuf,
+    /// The directory of the group this process is in.
+    pub(super) own: PathBuf,
+}
+
+/// The hierarchies this process sits in and could use.
+#[derive(Clone, Debug, Default)]
+pub struct Host {
+    pub(super) v1: Vec<Site>,
+    pub(super) v2: Option<Site>,
+}
+
+impl Host {
+    /// True where no mounted hierarchy offers a controller that limits anything.
+    pub fn is_none(&self) -> bool {
+        let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
+        let mut sites = self.v1.iter().chain(&self.v2);
+        !sites.any(|site| site.controllers.iter().any(|c| limits.contains(c)))
+    }
+
+    /// Makes the version 2 subtree ready, moving this process into a leaf of its own if need be.
+    /// A daemon calls this before it starts anything, so that its children are born in the leaf
+    /// and none of them keeps the controllers from being switched on. [`Group::create`] does the
+    /// same for a process that is alone. Without a version 2 tree there is nothing to do.
+    pub fn prepare(&self) -> Result<(), CgroupError> {
+        match &self.v2 {
+            Some(site) => v2::settle(site).map(|_| ()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Reads where this process sits. Nothing is changed, and nothing that cannot be read is an error:
+/// a host without cgroups gives a [`Host`] that is none.
+pub fn discover() -> Host {
+    let mut host = sites();
+    if let Some(site) = &mut host.v2 {
+        site.controllers = v2::offered(site);
+    }
+    // A hybrid host mounts version 2 beside version 1 with no controllers: that one is no use.
+    host.v2 = host.v2.filter(|site| !site.controllers.is_empty());
+    host
+}
+
+/// Every hierarchy we sit in, also one that hands no controller down to us but may limit us from above.
+pub(super) fn sites() -> Host {
+    let mountinfo = fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let membership = fs::read("/proc/self/cgroup").unwrap_or_default();
+    host_from(&mountinfo, &membership)
+}
+
+pub(super) struct Mount {
+    pub(super) version: Version,
+    pub(super) controllers: Vec<Controller>,
+    pub(super) root: PathBuf,
+    pub(super) point: PathBuf,
+}
+
+pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Host {
+    let mounts: Vec<Mount> = lines(mountinfo).filter_map(parse_mount).collect();
+    let mut host = Host::default();
+    for (version, controllers, path) in lines(membership).filter_map(parse_membership) {
+        let found = mounts
+            .iter()
+            .filter(|m| m.version == version && m.controllers == controllers)
+            .find_map(|m| Some((m, locate(m, &path)?)));
+        let Some((mount, own)) = found else { continue };
+        // A hierarchy of cpuset alone holds nothing that we limit or count.
+        if controllers == [Controller::Cpuset] {
+            continue;
+        }
+        let site = Site {
+            version,
+            controllers,
+            mount: mount.point.clone(),
+            own,
+        };
+        match version {
+            Version::V1 => host.v1.push(site),
+            Version::V2 => host.v2 = Some(site),
+        }
+    }
+    host
+}
+
+pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|b| *b == b'\n').filter(|line| !line.is_empty())
+}
+
+/// One line of mountinfo (proc_pid_mountinfo(5)): `id parent dev root point options [tags] - type
+/// source super-options`. Lines of other file systems, and lines we do not understand, give `None`.
+pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
+    let fields: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
+    let dash = fields.iter().skip(6).position(|f| *f == b"-")? + 6;
+    let (version, controllers) = match *fields.get(dash + 1)? {
+        b"cgroup" => (Version::V1, controllers_in(fields.get(dash + 3)?)),
+        b"cgroup2" => (Version::V2, Vec::new()),
+        _ => return None,
+    };
+    // Of version 1, a hierarchy that holds none of our controllers (name=systemd) is no use.
+    (version == Version::V2 || !controllers.is_empty()).then_some(())?;
+    Some(Mount {
+        version,
+        controllers,
+        root: plain_absolute(unescape(fields[3]))?,
+        point: plain_absolute(unescape(fields[4]))?,
+    })
+}
+
+/// One line of /proc/self/cgroup: `id:controllers:path`, where version 2 is `0::path`. The path may
+/// itself contain colons.
+pub(super) fn parse_membership(line: &[u8]) -> Option<(Version, Vec<Controller>, PathBuf)> {
+    let mut fields = line.splitn(3, |b| *b == b':');
+    let (id, names, path) = (fields.next()?, fields.next()?, fields.next()?);
+    let path = plain_absolute(path.to_vec())?;
+    match (id, names) {
+        (b"0", b"") => Some((Version::V2, Vec::new(), path)),
+        _ => {
+            let controllers = controllers_in(names);
+            (!controllers.is_empty()).then_some((Version::V1, controllers, path))
+        }
+    }
+}
+
+/// Our controllers in a comma-separated list, in a fixed order so that two lists compare.
+pub(super) fn controllers_in(list: &[u8]) -> Vec<Controller> {
+    let all = ["memory", "pids", "cpu", "cpuacct", "cpuset"];
+    all.into_iter()
+        .filter(|name| list.split(|b| *b == b',').any(|f| f == name.as_bytes()))
+        .filter_map(Controller::from_name)
+        .collect()
+}
+
+/// The directory of group `path` below a mount that shows the hierarchy from `root` downwards, as
+/// the mounts inside a container do.
+pub(super) fn locate(mount: &Mount, path: &Path) -> Option<PathBuf> {
+    let below = path.strip_prefix(&mount.root).ok()?;
+    Some(match below.as_os_str().is_empty() {
+        true => mount.point.clone(),
+        false => mount.point.join(below),
+    })
+}
+
+/// The kernel writes space, tab, newline, backslash and `#` as a backslash and three octal digits.
+pub(super) fn unescape(field: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        match rest {
+            [
+                b'\\',
+                a @ b'0'..=b'3',
+                b @ b'0'..=b'7',
+                c @ b'0'..=b'7',
+                tail @ ..,
+            ] => {
+                out.push((a - b'0') * 64 + (b - b'0') * 8 + (c - b'0'));
+                rest = tail;
+            }
+            _ => {
+                out.push(*first);
+                rest = after;
+            }
+        }
+    }
+    out
+}
+
+/// An absolute path of plain names. A group outside our cgroup namespace shows as `/../x`, which
+/// must never be joined to a mount point.
+pub(super) fn plain_absolute(bytes: Vec<u8>) -> Option<PathBuf> {
+    let path = PathBuf::from(std::ffi::OsString::from_vec(bytes));
+    let plain = path
+        .components()
+        .all(|c| matches!(c, Component::RootDir | Component::Normal(_)));
+    (path.is_absolute() && plain && !path.as_os_str().as_bytes().contains(&0)).then_some(path)
+}
