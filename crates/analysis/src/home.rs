@@ -119,6 +119,9 @@ pub struct RunRecord {
     /// Device and inode of the workspace, once it is made: proof that it is ours.
     pub workspace_is: Option<(u64, u64)>,
     pub uid: Option<u32>,
+    /// The project whose quota holds the workspace, where the file system has such a thing.
+    #[serde(default)]
+    pub project_quota: Option<u32>,
     pub cgroups: Vec<PathBuf>,
     pub state: RunState,
 }

@@ -64,10 +64,20 @@ pub fn group_limits(limits: &Limits) -> GroupLimits {
     }
 }
 
+/// The project ids that go with a leased uid and are its holder's alone, since leased uids lie closer together than the
+/// step. A kept workspace keeps its project, so the next run with the same uid takes another.
+pub fn projects(uid: u32) -> impl Iterator<Item = u32> {
+    const STEP: usize = 65_536;
+    const COUNT: usize = 1024;
+    (uid..=i32::MAX as u32).step_by(STEP).take(COUNT)
+}
+
 /// Where the workspace's bytes are, for the record's sake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Storage {
     Disk,
+    /// On a file system that refuses what is too much.
+    Quota,
     /// `--workspace disk` on a tmpfs: it counts as memory as well.
     DiskOnTmpfs,
     Memory,
@@ -76,7 +86,7 @@ pub enum Storage {
 impl Storage {
     pub fn kind(self) -> WorkspaceKind {
         match self {
-            Storage::Disk | Storage::DiskOnTmpfs => WorkspaceKind::Disk,
+            Storage::Disk | Storage::Quota | Storage::DiskOnTmpfs => WorkspaceKind::Disk,
             Storage::Memory => WorkspaceKind::Memory,
         }
     }
@@ -180,6 +190,11 @@ pub fn enforcement(
         Storage::Memory => (
             "size of the run's own tmpfs",
             "inodes of the run's own tmpfs",
+            Hardness::Hard,
+        ),
+        Storage::Quota => (
+            "project quota of the file system, init's watch behind it",
+            "project quota of the file system, init's watch behind it",
             Hardness::Hard,
         ),
         Storage::DiskOnTmpfs => (

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use sandbox::cgroup::{self, Group};
 use sandbox::outcome::{Exit, Outcome, Usage};
+use sandbox::quota::{self, ProjectQuota, QuotaError};
 use sandbox::spec::{Enforcement, Identity, Layer, Limits, Terminal, WorkspaceKind};
 use sandbox::supervise::{self, Attendant, Means, RunError, Stream, Wish};
 
@@ -37,6 +38,8 @@ pub enum PipelineError {
     Input(#[from] CopyError),
     #[error(transparent)]
     Limit(#[from] LimitError),
+    #[error(transparent)]
+    Quota(#[from] QuotaError),
     #[error("open {path:?} for standard input")]
     Stdin { path: PathBuf, source: io::Error },
     #[error("the operator requires the layer {layer}, which {why}")]
@@ -146,6 +149,7 @@ struct Attempt {
     record: RunRecord,
     lease: Option<Lease>,
     workspace: Option<Workspace>,
+    quota: Option<ProjectQuota>,
     group: Result<Group, String>,
 }
 
@@ -181,6 +185,7 @@ impl Attempt {
             draft: crate::workspace::draft_for(&plan.workspace_root, &request.id),
             workspace_is: None,
             uid: lease.as_ref().ok().and_then(|l| l.as_ref().map(|l| l.uid)),
+            project_quota: None,
             cgroups: Vec::new(),
             state: RunState::Live,
         };
@@ -190,6 +195,7 @@ impl Attempt {
             record,
             lease: None,
             workspace: None,
+            quota: None,
             group: no_group,
         };
         attempt.lease = lease?;
@@ -238,16 +244,42 @@ impl Attempt {
             dir.write(&self.record)?;
         }
         workspace.publish()?;
-        let storage = match (request.workspace_kind, workspace.is_on_tmpfs()) {
+        let on_tmpfs = workspace.is_on_tmpfs();
+        let storage = match (request.workspace_kind, on_tmpfs) {
             (WorkspaceKind::Memory, _) => Storage::Memory,
             (WorkspaceKind::Disk, true) => Storage::DiskOnTmpfs,
+            // Before the inputs: they count too.
+            (WorkspaceKind::Disk, false) if self.limit_by_quota(limits)? => Storage::Quota,
             (WorkspaceKind::Disk, false) => Storage::Disk,
         };
-        if storage != Storage::Memory {
+        if let Some(workspace) = &self.workspace
+            && storage != Storage::Memory
+        {
             let owner = self.lease.as_ref().map(|l| (l.uid, l.uid));
             fill(workspace.dir(), &plan.inputs, owner, limits)?;
         }
         Ok(storage)
+    }
+
+    /// Whether the file system itself now holds the disk limits. Where it cannot, the watch does, as it says.
+    fn limit_by_quota(&mut self, limits: &Limits) -> Result<bool, PipelineError> {
+        let (Some(lease), Some(workspace)) = (&self.lease, &self.workspace) else {
+            return Ok(false);
+        };
+        let Ok(project) = quota::unused(workspace.dir(), limits::projects(lease.uid)) else {
+            return Ok(false);
+        };
+        self.record.project_quota = Some(project);
+        self.save()?;
+        // The workspace's own directory counts as an inode and is none of the program's files.
+        let inodes = limits.files.saturating_add(1);
+        match quota::limit(workspace.dir(), project, limits.disk_bytes, inodes) {
+            Ok(quota) => self.quota = Some(quota),
+            Err(e @ QuotaError::Undo { .. }) => return Err(e.into()),
+            Err(_not_here) => self.record.project_quota = None,
+        }
+        self.save()?;
+        Ok(self.quota.is_some())
     }
 
     fn make_group(
@@ -368,6 +400,7 @@ impl Attempt {
                 workspace.keep()?;
             }
             record.kept_until = Some(until);
+            record.notices.extend(self.release_quota());
             self.finish_group_and_lease();
             self.dir = None;
             return Ok(Done {
@@ -390,8 +423,17 @@ impl Attempt {
     fn forget(&mut self) {
         self.dir = None;
         self.workspace = None;
+        self.quota = None;
         self.lease = None;
         self.group = Err(String::new());
+    }
+
+    /// Before the lease ends, with which the project is ours.
+    fn release_quota(&mut self) -> Option<String> {
+        let quota = self.quota.take()?;
+        let project = quota.project();
+        let e = quota.release().err()?;
+        Some(format!("free project {project} of its limits: {e}"))
     }
 
     fn finish_group_and_lease(&mut self) -> Option<String> {
@@ -414,6 +456,7 @@ impl Attempt {
         {
             problems.push(error_chain(&e));
         }
+        problems.extend(self.release_quota());
         problems.extend(self.finish_group_and_lease());
         let Some(dir) = self.dir.take() else {
             return None;

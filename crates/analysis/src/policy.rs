@@ -276,6 +276,15 @@ impl Guard<'_> {
                 return refuse("it is the kernel's, and never shown");
             }
         }
+        if !real.is_dir() && !real.is_file() {
+            return refuse("it is neither a directory nor a plain file");
+        }
+        // The made-up files there keep their place, and accounts and keys stay out.
+        if Path::new("/etc").starts_with(real) {
+            return refuse(
+                "it contains the system's accounts and keys; show single files or directories in it",
+            );
+        }
         self.apart_from_ours(real)?;
         self.listed(real)
     }

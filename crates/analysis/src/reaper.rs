@@ -1,12 +1,14 @@
 //! Finishes or removes what the dead left: cgroups with whatever is still in them, workspaces, run directories.
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-use sandbox::cgroup;
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use sandbox::{cgroup, quota};
 
 use crate::home::{self, Home, RunDir, RunRecord, RunState};
-use crate::limits::error_chain;
+use crate::limits::{self, error_chain};
 use crate::workspace;
 
 /// What one pass did.
@@ -88,5 +90,33 @@ fn remove(record: &RunRecord) -> Result<(), String> {
     for (path, is) in draft.into_iter().chain(named) {
         workspace::remove_left_behind(path, is).map_err(|e| error_chain(&e))?;
     }
-    Ok(())
+    release_quota(record)
+}
+
+/// Whoever has leased the uid has its projects: limits are freed only while the lease's lock is ours, lest they be those
+/// of a living run. Without the lock they are left: they are replaced when the project is used next.
+fn release_quota(record: &RunRecord) -> Result<(), String> {
+    let (Some(project), Some(uid)) = (record.project_quota, record.uid) else {
+        return Ok(());
+    };
+    let root = record.workspace.parent().map(std::fs::File::open);
+    let (Some(Ok(root)), Some(_lock)) = (root, lock_lease(uid)) else {
+        return Ok(());
+    };
+    // A number that does not go with the uid is none that we gave.
+    if !limits::projects(uid).any(|p| p == project) {
+        return Ok(());
+    }
+    quota::release_left_behind(root.as_fd(), project)
+        .map_err(|e| format!("free project {project} of its limits: {e}"))
+}
+
+/// The lock by which `lease.rs` gives a uid to one run at a time, held until dropped. Nothing is written: the next to
+/// lease the uid still looks whether some process has it.
+fn lock_lease(uid: u32) -> Option<OwnedFd> {
+    let path = format!("/run/fumehood/uids/{uid}");
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).ok()?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+    Some(file)
 }

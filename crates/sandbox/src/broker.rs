@@ -12,10 +12,10 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
-use crate::sys::{self, Forked, Notification, Parentage};
+use crate::sys::{self, Forked, Notification};
 
 /// Calls served at one time. More get EAGAIN, as from a full backlog.
 const IN_HAND_MAX: usize = 64;
@@ -57,7 +57,7 @@ impl Broker {
         if self.in_hand.len() >= IN_HAND_MAX {
             return sys::notification_answer(self.listener(), call.id, libc::EAGAIN);
         }
-        match sys::fork(Parentage::Own)? {
+        match sys::fork_threaded()? {
             Forked::Parent { child } => {
                 self.in_hand.push(child);
                 Ok(())
@@ -126,7 +126,9 @@ impl Broker {
             walk | OFlags::DIRECTORY,
             Mode::empty(),
         )?;
-        let target = rustix::fs::openat(&here, path, walk, Mode::empty())?;
+        // No magic links: `/proc/self/fd/N` would be a descriptor of ours, and lead to the host.
+        let resolve = ResolveFlags::NO_MAGICLINKS;
+        let target = rustix::fs::openat2(&here, path, walk, Mode::empty(), resolve)?;
         if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
             return Err(io::Error::from_raw_os_error(libc::ECONNREFUSED));
         }

@@ -18,11 +18,13 @@ use crate::mounts::NewRoot;
 use crate::outcome::{Exit, Stop, Usage};
 use crate::spec::{Hardness, Layer, Limits};
 use crate::sys;
-use crate::watch::{TICK, Watch};
+use crate::watch::{TICK, Watch, Watching};
 
 /// After SIGKILL to all, how long init waits for the last to be reaped before it leaves itself, upon
 /// which the kernel kills and reaps whatever there is.
-const REAP_AT_MOST: Duration = Duration::from_millis(500);
+const REAP_AT_MOST: Duration = Duration::from_millis(150);
+/// The last measuring of a large tree.
+const LAST_LOOK_AT_MOST: Duration = Duration::from_secs(10);
 /// CPU use is looked at over this long to tell idleness.
 const IDLE_SAMPLE: Duration = Duration::from_secs(1);
 
@@ -32,11 +34,12 @@ pub struct Init {
     main_exit: Option<Exit>,
     stop: Option<Stop>,
     kill_at: Option<Instant>,
+    killed: bool,
     start: Instant,
     active_at: Instant,
     /// CPU time at the last sample for idleness, and when that was.
     sampled: (u64, Instant),
-    watch: Watch,
+    watch: Watching,
     broker: Option<Broker>,
     /// The child's end of this brings the listener, once.
     from_child: Option<OwnedFd>,
@@ -57,6 +60,7 @@ impl Init {
         let watch = Watch::new(
             &spec.limits,
             root.workspace,
+            spec.workspace.as_path(),
             root.workspace_kind,
             cpu_counter.zip(plan.cpu_counter),
             plan.memory == Hardness::Watched,
@@ -67,10 +71,11 @@ impl Init {
             main_exit: None,
             stop: None,
             kill_at: None,
+            killed: false,
             start: Instant::now(),
             active_at: Instant::now(),
             sampled: (0, Instant::now()),
-            watch,
+            watch: Watching::start(watch)?,
             broker: None,
             from_child: spec.has(Layer::Seccomp).then_some(from_child),
             children: sys::signal_fd(&[libc::SIGCHLD])?,
@@ -80,17 +85,15 @@ impl Init {
     }
 
     pub fn run(mut self, report: &mut Reporter) -> ! {
-        let mut next_look = Instant::now() + TICK;
-        while self.main_exit.is_none() {
-            self.wait(report, next_look);
-            self.reap();
-            let now = Instant::now();
-            if now >= next_look {
-                next_look = now + TICK;
-                if let Some(passed) = self.watch.look() {
-                    self.passed(passed);
-                }
+        let mut someone_left = true;
+        // After an order to stop, the children that outlive the program have their grace too.
+        while self.main_exit.is_none() || self.stop.is_some() && someone_left && !self.killed {
+            self.wait(report);
+            someone_left = self.reap();
+            if let Some(passed) = self.watch.passed() {
+                self.passed(passed);
             }
+            let now = Instant::now();
             self.look_for_idleness();
             if self.stop.is_none()
                 && self.start.elapsed() >= Duration::from_millis(self.limits.wall_ms)
@@ -99,7 +102,6 @@ impl Init {
             }
             if self.kill_at.is_some_and(|at| now >= at) {
                 self.kill_all();
-                self.kill_at = Some(now + TICK);
             }
         }
         self.finish(report)
@@ -112,7 +114,7 @@ impl Init {
         };
         let window = self.sampled.1.elapsed();
         if window >= IDLE_SAMPLE.min(Duration::from_millis(idle_ms)) {
-            let cpu_ms = self.watch.cpu_ms_now();
+            let cpu_ms = self.watch.seen().cpu_ms;
             let used = Duration::from_millis(cpu_ms.saturating_sub(self.sampled.0));
             if used * 100 > window {
                 self.active_at = Instant::now();
@@ -125,7 +127,8 @@ impl Init {
     }
 
     /// Sleeps until something happens or the next look is due.
-    fn wait(&mut self, report: &Reporter, next_look: Instant) {
+    fn wait(&mut self, report: &Reporter) {
+        let next_look = Instant::now() + TICK;
         let until = self.kill_at.map_or(next_look, |at| at.min(next_look));
         let timeout = until.saturating_duration_since(Instant::now());
         let timeout = Timespec {
@@ -137,6 +140,8 @@ impl Init {
             PollFd::new(&socket, PollFlags::IN),
             PollFd::new(&self.children, PollFlags::IN),
         ];
+        let bell = self.watch.bell();
+        fds.push(PollFd::new(&bell, PollFlags::IN));
         let listener = self.broker.as_ref().map(Broker::listener);
         let third = listener.or(self.from_child.as_ref().map(AsFd::as_fd));
         if let Some(third) = &third {
@@ -150,8 +155,8 @@ impl Init {
         if !ready[0].is_empty() {
             self.obey(report);
         }
-        if ready.get(2).is_some_and(|r| !r.is_empty()) {
-            self.serve_child(ready[2]);
+        if ready.get(3).is_some_and(|r| !r.is_empty()) {
+            self.serve_child(ready[3]);
         }
     }
 
@@ -213,7 +218,6 @@ impl Init {
             Stop::Disk | Stop::Files | Stop::Memory => {
                 self.stop.get_or_insert(why);
                 self.kill_all();
-                self.kill_at = Some(Instant::now() + TICK);
             }
             _ => self.begin_stop(why),
         }
@@ -244,8 +248,11 @@ impl Init {
         };
     }
 
-    fn kill_all(&self) {
+    /// Again at every tick until the last is gone.
+    fn kill_all(&mut self) {
         self.signal_all(libc::SIGKILL);
+        self.killed = true;
+        self.kill_at = Some(Instant::now() + TICK);
     }
 
     /// Takes in every dead child: the program's, those it orphaned, the broker's.
@@ -287,14 +294,18 @@ impl Init {
                 Some(&timeout),
             );
         }
-        self.watch.measure_at_end();
+        let seen = self.watch.finish(match self.stop {
+            None => LAST_LOOK_AT_MOST,
+            // Late already: whoever waits for the end of this run has been promised it.
+            Some(_) => REAP_AT_MOST,
+        });
         let usage = Usage {
             wall_ms,
-            cpu_ms: self.watch.cpu_ms_now(),
-            memory_peak_bytes: self.watch.memory_peak,
-            pids_peak: (self.watch.pids_peak > 0).then_some(self.watch.pids_peak),
-            disk_bytes: self.watch.disk_bytes_peak,
-            files: self.watch.files_peak,
+            cpu_ms: seen.cpu_ms,
+            memory_peak_bytes: seen.memory_bytes,
+            pids_peak: (seen.pids > 0).then_some(seen.pids),
+            disk_bytes: seen.disk_bytes,
+            files: seen.files,
             oom_kills: 0,
         };
         report.tell(

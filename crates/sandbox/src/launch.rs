@@ -33,6 +33,7 @@ pub const ARGUMENT: &str = "__launch";
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     pub spec: Spec,
+    pub stdin: bool,
     pub attach_files: usize,
     pub cpu_counter: Option<CpuUnit>,
     /// Watched: no cgroup holds it, so init sums it up.
@@ -45,7 +46,8 @@ pub struct Plan {
 
 /// Descriptors beside the plan, in the order in which they travel.
 pub struct Handed {
-    pub stdin: OwnedFd,
+    /// `None`: the sandbox's own /dev/null, which the program may also reopen.
+    pub stdin: Option<OwnedFd>,
     pub stdout: OwnedFd,
     pub stderr: OwnedFd,
     pub workspace: Option<OwnedFd>,
@@ -116,7 +118,7 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
     let (count, mut fds): (usize, Vec<OwnedFd>) = channel::receive(report.socket(), Wait::Block)
         .during(|| "receive".into())?
         .ok_or_else(|| StepError::new("the runner is gone"))?;
-    if fds.len() != count || count < 4 {
+    if fds.len() != count || count < 3 {
         return Err(StepError::new("descriptors were lost on the way"));
     }
     let plan_file = std::fs::File::from(fds.remove(0));
@@ -131,7 +133,7 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
             .ok_or_else(|| StepError::new("a descriptor is missing"))
     };
     let handed = Handed {
-        stdin: next()?,
+        stdin: plan.stdin.then(&mut next).transpose()?,
         stdout: next()?,
         stderr: next()?,
         workspace: match plan.spec.workspace_kind {
@@ -216,8 +218,9 @@ fn be_init(
         Forked::Parent { child } => {
             drop(theirs);
             drop(terminal);
-            let Handed { cpu_counter, .. } = handed;
             // Init keeps nothing that it does not need: no stream of the program's, no capability.
+            let cpu_counter = handed.cpu_counter.take();
+            drop(handed);
             if spec.has(Layer::Capabilities) {
                 namespaces::drop_capabilities()?;
             }
@@ -348,7 +351,14 @@ fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Resul
         }
         return sys::make_controlling_terminal(rustix::stdio::stdin());
     }
-    sys::place(handed.stdin.as_fd(), 0)?;
+    match &handed.stdin {
+        Some(pipe) => sys::place(pipe.as_fd(), 0)?,
+        None => {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            let null = rustix::fs::open("/dev/null", flags, Mode::empty())?;
+            sys::place(null.as_fd(), 0)?;
+        }
+    }
     sys::place(handed.stdout.as_fd(), 1)?;
     sys::place(handed.stderr.as_fd(), 2)
 }

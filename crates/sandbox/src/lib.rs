@@ -34,11 +34,14 @@ pub mod launch;
 mod mounts;
 mod namespaces;
 pub mod outcome;
+pub mod quota;
+mod processes;
 mod rlimits;
 pub mod seccomp;
 pub mod spec;
 pub mod supervise;
 mod sys;
+mod views;
 mod watch;
 
 pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID};

@@ -8,14 +8,15 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
 };
 
 use crate::channel::{During, Reporter, StepError};
-use crate::spec::{Exec, Identity, Owner, Spec, WorkspaceKind};
+use crate::spec::{Identity, Layer, Spec, WorkspaceKind};
 use crate::sys;
+use crate::views;
 
 /// Who the program is inside, always: the host's names and numbers are nobody's business there.
 pub const INSIDE_UID: u32 = 1000;
@@ -112,14 +113,17 @@ fn made_up_etc(host_name: &str) -> [(&'static str, String); 6] {
     ]
 }
 
+/// The number of terminals is bounded for the whole host (kernel.pty.max); this is the run's share.
+const TERMINALS_MAX: &str = "64";
+
 /// Devices that hold no state of anyone's.
 const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
 
 /// A host path, opened as a detached copy of its mount, restricted, waiting to be put in place.
-struct Piece {
-    mount: OwnedFd,
-    target: PathBuf,
-    directory: bool,
+pub(crate) struct Piece {
+    pub mount: OwnedFd,
+    pub target: PathBuf,
+    pub directory: bool,
 }
 
 /// What the rest of init needs of the new root.
@@ -165,9 +169,7 @@ pub fn build(
         pieces.push(open_piece(&path, &path, attributes)?);
     }
     report.step("open the read-only views");
-    for view in &spec.views {
-        pieces.push(open_view(view, spec, owner_maps)?);
-    }
+    let views = views::open(spec, owner_maps)?;
     report.step("open the workspace");
     let (workspace_mount, workspace_dir) = match spec.workspace_kind {
         WorkspaceKind::Disk => {
@@ -187,11 +189,8 @@ pub fn build(
     .during(|| "restrict the workspace's mount".into())?;
 
     report.step("make the new root");
-    let root = new_tmpfs(
-        &[("size", "4m"), ("nr_inodes", "4096"), ("mode", "0755")],
-        MountAttrFlags::empty(),
-    )
-    .during(|| "make a tmpfs for the new root".into())?;
+    let root = new_tmpfs(&[("size", "4m"), ("nr_inodes", "4096"), ("mode", "0755")])
+        .during(|| "make a tmpfs for the new root".into())?;
     // Any directory will do to hang it on; this namespace's copy of the tree is thrown away below.
     attach(root.as_fd(), CWD, Path::new("/tmp"))
         .or_else(|_| attach(root.as_fd(), CWD, Path::new("/mnt")))
@@ -227,6 +226,7 @@ pub fn build(
     for piece in &pieces {
         skeleton.place(piece.mount.as_fd(), &piece.target, piece.directory)?;
     }
+    let shielded = views::place(&skeleton, views)?;
     report.step("mount /dev");
     skeleton.devices(spec)?;
     report.step("mount /proc");
@@ -236,6 +236,8 @@ pub fn build(
     set_root_read_only(root.as_fd()).during(|| "make / read-only".into())?;
     report.step("change the root");
     pivot(root.as_fd()).during(|| "pivot_root".into())?;
+    let how = format!("new root of read-only binds, pivot_root; {shielded}");
+    report.layer(Layer::MountNamespace, &how);
     Ok(NewRoot {
         proc_writable,
         workspace: workspace_dir,
@@ -261,7 +263,11 @@ fn system_piece(
     Ok(())
 }
 
-fn open_piece(source: &Path, target: &Path, attributes: u64) -> Result<Piece, StepError> {
+pub(crate) fn open_piece(
+    source: &Path,
+    target: &Path,
+    attributes: u64,
+) -> Result<Piece, StepError> {
     let mount =
         clone_tree(CWD, source.as_os_str()).during(|| format!("open {}", source.display()))?;
     let directory =
@@ -275,90 +281,24 @@ fn open_piece(source: &Path, target: &Path, attributes: u64) -> Result<Piece, St
     })
 }
 
-fn open_view(
-    view: &crate::spec::View,
-    spec: &Spec,
-    owner_maps: &OwnerMaps,
-) -> Result<Piece, StepError> {
-    let mut attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
-    if view.exec == Exec::Refused {
-        attributes |= sys::MOUNT_ATTR_NOEXEC;
-    }
-    let source = view.source.as_path();
-    let piece = open_piece(source, view.target.as_path(), attributes)?;
-    if view.owner == Owner::Mapped && spec.is_leased() {
-        let owner = rustix::fs::fstat(&piece.mount)
-            .during(|| format!("look at {}", source.display()))?
-            .st_uid;
-        let map = owner_maps
-            .iter()
-            .find(|(uid, _)| *uid == owner)
-            .ok_or_else(|| StepError::new(format!("{} changed its owner", source.display())))?;
-        if let Err(refused) = sys::mount_idmap(piece.mount.as_fd(), map.1.as_fd()) {
-            // Some file systems (NFS, 9p, older overlays) cannot. Then it must be readable to anyone.
-            if let Some(unreadable) = first_unreadable(piece.mount.as_fd(), source) {
-                return Err(refused).during(|| {
-                    format!(
-                        "this file system cannot be shown with another owner, and {} is not readable by everyone",
-                        unreadable.display()
-                    )
-                });
-            }
-        }
-    }
-    Ok(piece)
-}
-
-/// The first path in a tree that a stranger could not read. Looks at a bounded number of entries; past
-/// that the tree counts as unreadable at the place reached.
-fn first_unreadable(root: BorrowedFd<'_>, name: &Path) -> Option<PathBuf> {
-    const ENTRIES_MAX: usize = 2_000_000;
-    let base = PathBuf::from(format!(
-        "/proc/self/fd/{}",
-        std::os::fd::AsRawFd::as_raw_fd(&root)
-    ));
-    let mut pending = vec![PathBuf::new()];
-    let mut seen = 0;
-    while let Some(relative) = pending.pop() {
-        seen += 1;
-        let here = if relative.as_os_str().is_empty() {
-            base.clone()
-        } else {
-            base.join(&relative)
-        };
-        let shown = name.join(&relative);
-        let meta = if relative.as_os_str().is_empty() {
-            std::fs::metadata(&here)
-        } else {
-            std::fs::symlink_metadata(&here)
-        };
-        let Ok(meta) = meta else { return Some(shown) };
-        let mode = std::os::unix::fs::PermissionsExt::mode(&meta.permissions());
-        let readable = meta.is_symlink() || mode & 0o4 != 0 && (!meta.is_dir() || mode & 0o1 != 0);
-        if !readable || seen > ENTRIES_MAX {
-            return Some(shown);
-        }
-        if meta.is_dir() {
-            let Ok(entries) = std::fs::read_dir(&here) else {
-                return Some(shown);
-            };
-            pending.extend(entries.flatten().map(|e| relative.join(e.file_name())));
-        }
-    }
-    None
-}
-
-fn clone_tree(at: BorrowedFd<'_>, path: &OsStr) -> rustix::io::Result<OwnedFd> {
-    let mut flags = OpenTreeFlags::OPEN_TREE_CLONE
-        | OpenTreeFlags::OPEN_TREE_CLOEXEC
-        | OpenTreeFlags::AT_RECURSIVE;
-    if path.is_empty() {
-        flags |= OpenTreeFlags::AT_EMPTY_PATH;
-    } else {
-        // The runner resolved every path already; a link that appears now is somebody's trick.
-        flags |= OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
-    }
-    rustix::mount::open_tree(at, path, flags)
+/// A detached copy of the mounts at a path. The path holds no symlink: the runner resolved it once, and
+/// what was a directory then and is a link now is somebody's trick.
+pub(crate) fn clone_tree(at: BorrowedFd<'_>, path: &OsStr) -> rustix::io::Result<OwnedFd> {
+    let found = rustix::fs::openat2(
+        at,
+        path,
+        OFlags::PATH | OFlags::CLOEXEC,
+        Mode::empty(),
+        ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
+    )?;
+    rustix::mount::open_tree(
+        &found,
+        "",
+        OpenTreeFlags::OPEN_TREE_CLONE
+            | OpenTreeFlags::OPEN_TREE_CLOEXEC
+            | OpenTreeFlags::AT_RECURSIVE
+            | OpenTreeFlags::AT_EMPTY_PATH,
+    )
 }
 
 fn is_directory(fd: BorrowedFd<'_>) -> rustix::io::Result<bool> {
@@ -366,7 +306,7 @@ fn is_directory(fd: BorrowedFd<'_>) -> rustix::io::Result<bool> {
     Ok(kind == rustix::fs::FileType::Directory)
 }
 
-fn new_filesystem(
+pub(crate) fn new_filesystem(
     kind: &str,
     options: &[(&str, &str)],
     attributes: MountAttrFlags,
@@ -382,12 +322,12 @@ fn new_filesystem(
     rustix::mount::fsmount(
         context.as_fd(),
         FsMountFlags::FSMOUNT_CLOEXEC,
-        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | attributes,
+        MountAttrFlags::MOUNT_ATTR_NOSUID | attributes,
     )
 }
 
-fn new_tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> rustix::io::Result<OwnedFd> {
-    new_filesystem("tmpfs", options, attributes)
+fn new_tmpfs(options: &[(&str, &str)]) -> rustix::io::Result<OwnedFd> {
+    new_filesystem("tmpfs", options, MountAttrFlags::MOUNT_ATTR_NODEV)
 }
 
 /// The owner to give a tmpfs's root, as this mount namespace's user namespace numbers it.
@@ -419,20 +359,17 @@ fn workspace_on_disk(spec: &Spec, held: BorrowedFd<'_>) -> Result<OwnedFd, StepE
 /// A workspace in memory: the size and the number of files are the file system's own hard limits.
 fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), StepError> {
     let (uid, gid) = owner_here(spec);
-    let mount = new_tmpfs(
-        &[
-            ("size", &spec.limits.disk_bytes.to_string()),
-            // The root, data/, docs/ and the hidden directories are ours, not the program's.
-            (
-                "nr_inodes",
-                &spec.limits.files.saturating_add(16).to_string(),
-            ),
-            ("mode", "0700"),
-            ("uid", &uid.to_string()),
-            ("gid", &gid.to_string()),
-        ],
-        MountAttrFlags::empty(),
-    )
+    let mount = new_tmpfs(&[
+        ("size", &spec.limits.disk_bytes.to_string()),
+        // The root, data/, docs/ and the hidden directories are ours, not the program's.
+        (
+            "nr_inodes",
+            &spec.limits.files.saturating_add(16).to_string(),
+        ),
+        ("mode", "0700"),
+        ("uid", &uid.to_string()),
+        ("gid", &gid.to_string()),
+    ])
     .during(|| "make a tmpfs for the workspace".into())?;
     let dir = rustix::fs::openat(
         &mount,
@@ -475,14 +412,14 @@ fn pivot(root: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 /// The new root while it is being furnished. All paths are taken below its descriptor.
-struct Skeleton<'a> {
-    root: BorrowedFd<'a>,
+pub(crate) struct Skeleton<'a> {
+    pub root: BorrowedFd<'a>,
 }
 
 impl Skeleton<'_> {
     fn fill(&self, spec: &Spec, links: &[(PathBuf, PathBuf)]) -> Result<(), StepError> {
         for dir in [
-            "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run",
+            "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run", "stage",
         ] {
             self.directory(Path::new(dir))?;
         }
@@ -521,7 +458,7 @@ impl Skeleton<'_> {
     /// Makes the directories leading to `target` (and `target` itself), then mounts there.
     ///
     /// Never through a symlink: below the private /tmp and the workspace the names may be the program's.
-    fn place(
+    pub(crate) fn place(
         &self,
         mount: BorrowedFd<'_>,
         target: &Path,
@@ -537,7 +474,8 @@ impl Skeleton<'_> {
         target: &Path,
         directory: bool,
     ) -> io::Result<(OwnedFd, std::ffi::OsString)> {
-        let names: Vec<&OsStr> = target
+        let below = views::below_root(target);
+        let names: Vec<&OsStr> = below
             .components()
             .filter_map(|c| match c {
                 Component::Normal(name) => Some(name),
@@ -583,7 +521,7 @@ impl Skeleton<'_> {
         }
     }
 
-    fn unmount(&self, at: &Path) -> Result<(), StepError> {
+    pub(crate) fn unmount(&self, at: &Path) -> Result<(), StepError> {
         let what = || format!("unmount /{}", at.display());
         // By way of the working directory: umount takes paths only.
         rustix::process::fchdir(self.root).during(what)?;
@@ -594,26 +532,28 @@ impl Skeleton<'_> {
     fn devices(&self, spec: &Spec) -> Result<(), StepError> {
         let pts = new_filesystem(
             "devpts",
-            &[("ptmxmode", "0666"), ("mode", "0620")],
+            &[
+                ("ptmxmode", "0666"),
+                ("mode", "0620"),
+                ("max", TERMINALS_MAX),
+            ],
+            // Not nodev: terminals are devices, and the only ones that can come to be here.
             MountAttrFlags::MOUNT_ATTR_NOEXEC,
         )
         .during(|| "make a devpts".into())?;
         self.place(pts.as_fd(), Path::new("/dev/pts"), true)?;
         let (uid, gid) = owner_here(spec);
         // Shared memory is memory: it may not exceed the memory limit, which it counts against too.
-        let shm = new_tmpfs(
-            &[
-                ("size", &spec.limits.memory_bytes.to_string()),
-                (
-                    "nr_inodes",
-                    &spec.limits.files.saturating_add(1).to_string(),
-                ),
-                ("mode", "1777"),
-                ("uid", &uid.to_string()),
-                ("gid", &gid.to_string()),
-            ],
-            MountAttrFlags::empty(),
-        )
+        let shm = new_tmpfs(&[
+            ("size", &spec.limits.memory_bytes.to_string()),
+            (
+                "nr_inodes",
+                &spec.limits.files.saturating_add(1).to_string(),
+            ),
+            ("mode", "1777"),
+            ("uid", &uid.to_string()),
+            ("gid", &gid.to_string()),
+        ])
         .during(|| "make a tmpfs for /dev/shm".into())?;
         self.place(shm.as_fd(), Path::new("/dev/shm"), true)?;
         for (to, at) in [

@@ -41,10 +41,6 @@ pub fn enter(spec: &Spec, report: &mut Reporter) -> Result<(), StepError> {
                 .during(|| "write /proc/self/uid_map".into())?;
         }
     }
-    report.layer(
-        Layer::MountNamespace,
-        "new root of read-only binds, pivot_root",
-    );
     for (layer, how) in [
         (Layer::PidNamespace, "own init, own /proc"),
         (Layer::NetNamespace, "loopback only"),

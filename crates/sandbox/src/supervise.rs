@@ -20,8 +20,12 @@ use crate::launch::Plan;
 use crate::outcome::{Outcome, Stop, Usage};
 use crate::spec::{Hardness, Identity, Layer, LimitName, Spec, SpecError, Terminal, WorkspaceKind};
 
-/// Init has this long, beyond the grace, before it is killed; and the kernel as long again to finish it.
+/// Init has this long, beyond the grace, before it is killed.
 const BACKSTOP: Duration = Duration::from_millis(450);
+/// And the kernel this long to finish what init was in charge of.
+const LAST_WAIT: Duration = Duration::from_millis(500);
+/// Building the sandbox is not the program's time; it gets some of its own.
+const BUILDING_AT_MOST: Duration = Duration::from_secs(30);
 /// Read at once from a stream.
 const CHUNK_BYTES: usize = 64 * 1024;
 /// Reads after the last process has died: what a pipe can hold, and no more.
@@ -166,6 +170,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     let enforced = |limit| means.group.is_some_and(|g| g.enforces(limit).is_some());
     let plan = Plan {
         spec: spec.clone(),
+        stdin: stdin.is_some(),
         attach_files: attach.len(),
         cpu_counter: cpu.as_ref().map(|(_, unit)| *unit),
         memory: if enforced(LimitName::Memory) {
@@ -177,12 +182,9 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         pinned_for_good: !enforced(LimitName::Cpus),
     };
     let file = plan_file(&plan).map_err(start("write the plan"))?;
-    let mut fds = vec![
-        file.as_fd(),
-        stdin.as_fd(),
-        out_write.as_fd(),
-        err_write.as_fd(),
-    ];
+    let mut fds = vec![file.as_fd()];
+    fds.extend(stdin.iter().map(AsFd::as_fd));
+    fds.extend([out_write.as_fd(), err_write.as_fd()]);
     if spec.workspace_kind == WorkspaceKind::Disk {
         let missing = || start("hand over the workspace")(io::Error::other("no descriptor"));
         fds.push(means.workspace.ok_or_else(missing)?);
@@ -191,8 +193,6 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     fds.extend(attach.iter().map(AsFd::as_fd));
     channel::send(ours.as_fd(), &fds.len(), &fds).map_err(start("send the plan"))?;
     let terminal = matches!(spec.terminal, Terminal::Own { .. });
-    let backstop =
-        Duration::from_millis(spec.limits.wall_ms.saturating_add(spec.limits.grace_ms)) + BACKSTOP;
     Ok(Running {
         spec,
         group: means.group,
@@ -214,10 +214,15 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         workspace: None,
         asked_to_stop: None,
         started: Instant::now(),
-        // Building the sandbox is not the program's time; it gets some of its own.
-        kill_init_at: Instant::now() + backstop + Duration::from_secs(30),
+        kill_init_at: Instant::now() + BUILDING_AT_MOST + deadline(spec),
         killed_init: false,
     })
+}
+
+/// By when init must have ended the run, counted from the program's start.
+fn deadline(spec: &Spec) -> Duration {
+    let limits = &spec.limits;
+    Duration::from_millis(limits.wall_ms.saturating_add(limits.grace_ms)) + BACKSTOP
 }
 
 /// A pipe that the program may reopen as /dev/stdout: it must own it.
@@ -236,30 +241,24 @@ fn pipe(identity: Identity) -> Result<(OwnedFd, OwnedFd), RunError> {
     made().map_err(|e| start("make a pipe")(e.into()))
 }
 
-fn stdin_pair(spec: &Spec, source: Option<OwnedFd>) -> Result<(OwnedFd, Feed), RunError> {
+/// The program's end of its standard input, if it has one, and what is to be fed into it.
+fn stdin_pair(spec: &Spec, source: Option<OwnedFd>) -> Result<(Option<OwnedFd>, Feed), RunError> {
     let terminal = matches!(spec.terminal, Terminal::Own { .. });
     if source.is_none() || terminal {
-        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC;
-        let null = rustix::fs::open("/dev/null", flags, rustix::fs::Mode::empty());
-        let null = null.map_err(|e| start("open /dev/null")(e.into()))?;
-        return Ok((
-            null,
-            Feed {
-                source,
-                ..Feed::default()
-            },
-        ));
+        let feed = Feed {
+            source,
+            ..Feed::default()
+        };
+        return Ok((None, feed));
     }
     let (read, write) = pipe(spec.identity)?;
     rustix::io::ioctl_fionbio(&write, true).map_err(|e| start("make a pipe")(e.into()))?;
-    Ok((
-        read,
-        Feed {
-            source,
-            sink: Some(write),
-            pending: Vec::new(),
-        },
-    ))
+    let feed = Feed {
+        source,
+        sink: Some(write),
+        pending: Vec::new(),
+    };
+    Ok((Some(read), feed))
 }
 
 fn plan_file(plan: &Plan) -> io::Result<OwnedFd> {
@@ -393,7 +392,7 @@ impl Running<'_> {
             return Ok(false);
         };
         match report {
-            Report::Step(step) => self.step = step,
+            Report::Step(step) => self.entered(step),
             Report::Failed {
                 step,
                 errno,
@@ -416,6 +415,13 @@ impl Running<'_> {
             Report::Ended { exit, stop, usage } => self.ended = Some((exit, stop, usage)),
         }
         Ok(true)
+    }
+
+    fn entered(&mut self, step: String) {
+        if step == LAST_STEP {
+            self.kill_init_at = Instant::now() + deadline(self.spec);
+        }
+        self.step = step;
     }
 
     fn met_init(&mut self, pid: i32) -> Result<(), RunError> {
@@ -524,7 +530,7 @@ impl Running<'_> {
             return false;
         }
         self.killed_init = true;
-        self.kill_init_at = Instant::now() + BACKSTOP;
+        self.kill_init_at = Instant::now() + LAST_WAIT;
         if let Some(init) = &self.init {
             let _gone = rustix::process::pidfd_send_signal(init, Signal::KILL);
         }
@@ -572,15 +578,18 @@ impl Running<'_> {
         if !started {
             return Err(RunError::Died { step: self.step });
         }
-        let (exit, stop, mut usage) =
-            self.ended
-                .take()
-                .unwrap_or((None, self.asked_to_stop, Usage::default()));
-        usage.wall_ms = usage.wall_ms.max(if exit.is_none() {
-            self.started.elapsed().as_millis() as u64
-        } else {
-            0
-        });
+        // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or
+        // was killed by somebody else.
+        let overdue = self.killed_init.then_some(Stop::WallTime);
+        let wall_ms = self.started.elapsed().as_millis() as u64;
+        let (exit, stop, mut usage) = self.ended.take().unwrap_or((
+            None,
+            self.asked_to_stop.or(overdue),
+            Usage {
+                wall_ms,
+                ..Usage::default()
+            },
+        ));
         if let Some(group) = self.group {
             let counters = group.counters();
             usage.oom_kills = counters.oom_kills.unwrap_or(0);
@@ -588,11 +597,6 @@ impl Running<'_> {
             usage.pids_peak = counters.pids_peak.or(usage.pids_peak);
             usage.cpu_ms = counters.cpu_usage_us.map_or(usage.cpu_ms, |us| us / 1000);
         }
-        // Init was overdue: its deadline had passed, whatever it did not say.
-        let overdue = self.killed_init.then_some(Stop::WallTime);
-        let stop = stop
-            .or(self.asked_to_stop)
-            .or(if exit.is_none() { overdue } else { None });
         let outcome = Outcome {
             exit,
             stop,

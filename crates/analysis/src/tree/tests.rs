@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 
+/// Where a rename costs no journal, so that races have many turns in little time.
+const FAST: &str = "/dev/shm";
 /// An id that no account has.
 const PLAIN_ID: u32 = 54_321;
 
@@ -344,66 +346,77 @@ fn an_immutable_file_is_named_and_the_rest_removed() {
     assert_eq!(remove_below(dir.path()).unwrap().entries, 2);
 }
 
-/// Does `act` over and over in a second thread while `work` runs.
+/// Does `act` over and over in a second thread while `work` runs; it has begun before `work` does.
 fn while_racing<T>(act: impl Fn() + Sync, work: impl FnOnce() -> T) -> T {
     let stop = AtomicBool::new(false);
+    let begun = std::sync::Barrier::new(2);
     std::thread::scope(|scope| {
         scope.spawn(|| {
+            act();
+            begun.wait();
             while !stop.load(Ordering::Relaxed) {
                 act();
             }
         });
+        begun.wait();
         let result = work();
         stop.store(true, Ordering::Relaxed);
         result
     })
 }
 
-/// The swap is atomic (RENAME_EXCHANGE), so the name is a directory or a link at every instant.
+/// The swap is atomic (RENAME_EXCHANGE), so each name is a directory or a link at every instant:
+/// a directory when it is listed and, often, a link when it is entered.
 #[test]
 fn swapping_in_symlinks_leads_nowhere() {
-    let dir = tempfile::tempdir().unwrap();
-    let victim = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir_in(FAST).unwrap();
+    let stash = tempfile::tempdir_in(dir.path().parent().unwrap()).unwrap();
+    let victim = tempfile::tempdir_in(FAST).unwrap();
     for n in 0..50 {
         fs::write(victim.path().join(n.to_string()), "kept").unwrap();
     }
-    let top = open(dir.path());
+    let (top, aside) = (open(dir.path()), open(stash.path()));
     let swap = || {
-        for n in 0..20 {
-            let (sub, link) = (format!("d{n}"), format!("l{n}"));
-            let flags = rustix::fs::RenameFlags::EXCHANGE;
-            let _ = rustix::fs::renameat_with(&top, &sub, &top, &link, flags);
+        for n in 0..100 {
+            let (name, flags) = (n.to_string(), rustix::fs::RenameFlags::EXCHANGE);
+            let _ = rustix::fs::renameat_with(&top, &name, &aside, &name, flags);
         }
     };
     for _ in 0..30 {
-        for n in 0..20 {
-            let sub = dir.path().join(format!("d{n}"));
-            fs::create_dir_all(sub.join("x/y")).unwrap();
-            symlink(victim.path(), dir.path().join(format!("l{n}"))).unwrap();
+        for n in 0..100 {
+            fs::create_dir_all(dir.path().join(format!("{n}/x/y"))).unwrap();
+            symlink(victim.path(), stash.path().join(n.to_string())).unwrap();
         }
-        while_racing(swap, || remove_below(dir.path())).unwrap();
-        assert!(is_empty(dir.path()));
+        // What is swapped at the wrong moment in every round may be reported as left.
+        let _ = while_racing(swap, || remove_below(dir.path()));
+        for place in [&dir, &stash] {
+            remove_below(place.path()).unwrap();
+            assert!(is_empty(place.path()));
+        }
     }
     assert_eq!(fs::read_dir(victim.path()).unwrap().count(), 50);
 }
 
 /// The directory in which the walk is deep down moves out of the tree: going up by `..` would
-/// now lead into the victim's directory.
+/// now lead into the victim's directory, where a directory has a name that is still to be entered.
 #[test]
 fn moving_a_directory_out_does_not_take_the_walk_along() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = tempfile::tempdir_in(FAST).unwrap();
     let victim = tempfile::tempdir_in(dir.path().parent().unwrap()).unwrap();
     let (top, out) = (open(dir.path()), open(victim.path()));
-    for _ in 0..20 {
-        fs::write(victim.path().join("keep"), "kept").unwrap();
+    for _ in 0..60 {
         fs::create_dir_all(dir.path().join("a/b")).unwrap();
+        for place in [victim.path().to_path_buf(), dir.path().join("a")] {
+            fs::create_dir_all(place.join("keep")).unwrap();
+            fs::write(place.join("keep/file"), "kept").unwrap();
+        }
         make_chain(&dir.path().join("a/b"), 300, "d");
         let there_and_back = || {
             let _ = rustix::fs::renameat(&top, "a/b", &out, "b");
             let _ = rustix::fs::renameat(&out, "b", &top, "a/b");
         };
         let _ = while_racing(there_and_back, || remove_below(dir.path()));
-        assert_eq!(fs::read(victim.path().join("keep")).unwrap(), b"kept");
+        assert_eq!(fs::read(victim.path().join("keep/file")).unwrap(), b"kept");
         let _ = fs::remove_dir_all(victim.path().join("b"));
         remove_below(dir.path()).unwrap();
     }

@@ -1,7 +1,7 @@
 //! One trial's surroundings: a project, a home and a workspace root of its own, and the binary in them.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 use crate::plain_user;
 
 /// The bound of every wait. Nothing here takes long; a broken promise must not hang the tests.
-pub const AT_MOST: Duration = Duration::from_secs(60);
+pub const AT_MOST: Duration = Duration::from_secs(120);
 
 pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
@@ -48,7 +48,7 @@ impl Lab {
     pub fn new() -> Lab {
         let dir = tempfile::Builder::new()
             .prefix("fumehood-lab-")
-            .tempdir_in("/var/tmp")
+            .tempdir_in(ground())
             .unwrap();
         let make = |name: &str| {
             let path = dir.path().join(name);
@@ -153,6 +153,15 @@ impl Lab {
         assert_eq!(self.workspaces(), [OsString::new(); 0], "workspaces");
         let runs = names_in(&self.home.join("runs"));
         assert_eq!(runs, [OsString::new(); 0], "run directories");
+    }
+}
+
+/// Where labs are made. Not below /tmp or /var/tmp, which inside are the analysis's own, so that a path of the
+/// lab's that is seen inside was really shown.
+fn ground() -> PathBuf {
+    match is_root() {
+        true => PathBuf::from("/srv"),
+        false => PathBuf::from(std::env::var_os("HOME").unwrap()),
     }
 }
 
@@ -262,17 +271,30 @@ impl Live {
     /// Waits for a line of stdout that is `line`. A program that ends first ends the wait.
     #[track_caller]
     pub fn wait_for(&mut self, line: &str) {
+        self.wait_for_any(&[line]);
+    }
+
+    /// Waits for a line of stdout that is one of these.
+    #[track_caller]
+    pub fn wait_for_any(&mut self, lines: &[&str]) {
         loop {
             let from = self.seen.len();
             let got = self.out.read_until(b'\n', &mut self.seen).unwrap();
             if got == 0 {
                 let end = self.finish();
-                panic!("ended ({}) before {line:?}: {}", end.status, end.err());
+                panic!("ended ({}) before {lines:?}: {}", end.status, end.err());
             }
-            if self.seen[from..].trim_ascii_end() == line.as_bytes() {
+            let got = self.seen[from..].trim_ascii_end();
+            if lines.iter().any(|line| got == line.as_bytes()) {
                 return;
             }
         }
+    }
+
+    /// Writes to its standard input, which must be a pipe.
+    pub fn say(&mut self, text: &str) {
+        let stdin = self.child.stdin.as_mut().unwrap();
+        stdin.write_all(text.as_bytes()).unwrap();
     }
 
     pub fn end(mut self) -> Ended {

@@ -97,6 +97,14 @@ pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|b| *b == b'\n').filter(|line| !line.is_empty())
 }
 
+/// Every mount point in a mountinfo text, of whatever file system.
+pub fn mount_points_in(mountinfo: &[u8]) -> Vec<PathBuf> {
+    let points = lines(mountinfo).filter_map(|line| line.split(|b| *b == b' ').nth(4));
+    points
+        .filter_map(|point| plain_absolute(unescape(point)))
+        .collect()
+}
+
 /// One line of mountinfo (proc_pid_mountinfo(5)): `id parent dev root point options [tags] - type
 /// source super-options`. Lines of other file systems, and lines we do not understand, give `None`.
 pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {

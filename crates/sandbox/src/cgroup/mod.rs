@@ -18,6 +18,7 @@ mod node;
 mod v1;
 mod v2;
 
+pub(crate) use host::mount_points_in;
 use host::*;
 pub use host::{Host, discover};
 use node::*;

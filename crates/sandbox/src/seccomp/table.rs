@@ -77,12 +77,6 @@ const ALLOWED: &[&[c_long]] = &[
         libc::SYS_fsync, libc::SYS_fdatasync, number::SYNC_FILE_RANGE, libc::SYS_truncate, libc::SYS_ftruncate,
         libc::SYS_readahead, libc::SYS_fadvise64, number::CACHESTAT, libc::SYS_flock,
     ],
-    // The classic asynchronous reads and writes that database engines and tensor loaders use. Unlike io_uring they
-    // can do nothing but read, write, sync and poll a descriptor that is open already.
-    &[
-        libc::SYS_io_setup, libc::SYS_io_destroy, libc::SYS_io_submit, libc::SYS_io_cancel, libc::SYS_io_getevents,
-        number::IO_PGETEVENTS,
-    ],
     // Names, directories and what is known about files.
     &[
         libc::SYS_newfstatat, libc::SYS_fstat, libc::SYS_statx, libc::SYS_statfs, libc::SYS_fstatfs,
@@ -160,13 +154,11 @@ const ALLOWED: &[&[c_long]] = &[
         libc::SYS_timer_settime, libc::SYS_timer_gettime, libc::SYS_timer_getoverrun, libc::SYS_timer_delete,
         libc::SYS_times,
     ],
-    // Scheduling of its own tasks: without CAP_SYS_NICE priorities only go down, and sched_setparam cannot change
-    // the policy, which sched_setscheduler below keeps from being a real-time one.
+    // Looking at its own scheduling; changing it has rules below.
     &[
-        libc::SYS_sched_yield, libc::SYS_sched_getaffinity, libc::SYS_sched_getparam, libc::SYS_sched_setparam,
-        libc::SYS_sched_getscheduler, libc::SYS_sched_getattr, libc::SYS_sched_get_priority_max,
-        libc::SYS_sched_get_priority_min, libc::SYS_sched_rr_get_interval, libc::SYS_getpriority,
-        libc::SYS_setpriority, libc::SYS_ioprio_get, libc::SYS_ioprio_set,
+        libc::SYS_sched_yield, libc::SYS_sched_getaffinity, libc::SYS_sched_getparam, libc::SYS_sched_getscheduler,
+        libc::SYS_sched_getattr, libc::SYS_sched_get_priority_max, libc::SYS_sched_get_priority_min,
+        libc::SYS_sched_rr_get_interval, libc::SYS_getpriority, libc::SYS_ioprio_get,
     ],
     // Its own limits and usage. Without CAP_SYS_RESOURCE hard limits only go down.
     &[number::GETRLIMIT, number::SETRLIMIT, libc::SYS_getrusage],
@@ -262,6 +254,12 @@ const ABSENT: &[&[c_long]] = &[
     // It makes calls that no filter sees, connect and openat among them, and has a long record of escalation. libuv,
     // liburing and tokio take ENOSYS for an old kernel and use epoll; EPERM some of them report as an error.
     &[libc::SYS_io_uring_setup, libc::SYS_io_uring_enter, libc::SYS_io_uring_register],
+    // Asynchronous input and output the old way. Its requests are counted against one number for the whole host
+    // (fs.aio-max-nr), so one analysis could use it up for a database server. Engines fall back to threads.
+    &[
+        libc::SYS_io_setup, libc::SYS_io_destroy, libc::SYS_io_submit, libc::SYS_io_cancel, libc::SYS_io_getevents,
+        number::IO_PGETEVENTS,
+    ],
     // Memory that the host cannot look into or hibernate with. Callers fall back to mlock.
     &[libc::SYS_memfd_secret],
     // What is mounted where, beyond what the sandbox's own /proc tells; callers fall back to that.
@@ -294,7 +292,10 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
     rules.extend(set_id());
     rules.extend([
         (libc::SYS_clone, clone()),
-        (libc::SYS_prlimit64, prlimit()),
+        (libc::SYS_prlimit64, but_not_of_init()),
+        (libc::SYS_sched_setparam, but_not_of_init()),
+        (libc::SYS_setpriority, of_one_process(libc::PRIO_PROCESS as u32)),
+        (libc::SYS_ioprio_set, of_one_process(IOPRIO_WHO_PROCESS)),
         (libc::SYS_sched_setscheduler, scheduler()),
         (libc::SYS_personality, personality()),
         (libc::SYS_prctl, prctl()),
@@ -319,9 +320,9 @@ fn by_option(options: &Options) -> [(c_long, Rule); 5] {
         Fallocate::Refused => Action::Errno(libc::EOPNOTSUPP),
     };
     let affinity = match options.affinity {
-        Affinity::Free => Action::Allow,
+        Affinity::Free => but_not_of_init(),
         // The CPUs granted are held by nothing but the affinity that the program was started with.
-        Affinity::Fixed => DENY,
+        Affinity::Fixed => always(DENY),
     };
     let connect = match options.connect {
         Connect::Kernel => Action::Allow,
@@ -330,7 +331,7 @@ fn by_option(options: &Options) -> [(c_long, Rule); 5] {
     };
     [
         (libc::SYS_fallocate, always(fallocate)),
-        (libc::SYS_sched_setaffinity, always(affinity)),
+        (libc::SYS_sched_setaffinity, affinity),
         (libc::SYS_connect, always(connect)),
         (libc::SYS_socket, socket(options.connect)),
         (libc::SYS_socketpair, socketpair(options.connect)),
@@ -484,13 +485,30 @@ fn clone() -> Rule {
         | libc::CLONE_NEWNET;
     // CLONE_PARENT would make children of the sandbox's own init; only container runtimes use it.
     let refused = (NAMESPACES | libc::CLONE_PARENT) as u32;
-    rule(vec![when([has_any(0, refused)], DENY)], Action::Allow)
+    // A thread with descriptors of its own would hold files that nobody sees in its process's list.
+    let own_files = [
+        has_any(0, libc::CLONE_THREAD as u32),
+        masked(0, libc::CLONE_FILES as u32, &[0]),
+    ];
+    let clauses = vec![when([has_any(0, refused)], DENY), when(own_files, DENY)];
+    rule(clauses, Action::Allow)
 }
 
 /// The sandbox's init, pid 1, has the program's own user id, which is all that prlimit asks for. A CPU limit set
 /// on it would have the kernel kill it, and the record would not know how the program ended.
-fn prlimit() -> Rule {
+fn but_not_of_init() -> Rule {
     rule(vec![when([is(0, &[1])], DENY)], Action::Allow)
+}
+
+const IOPRIO_WHO_PROCESS: u32 = 1;
+
+/// Of one process, and not of init. A group or a user would be a way to name it too.
+fn of_one_process(one_process: u32) -> Rule {
+    let clauses = vec![
+        when([is(1, &[1])], DENY),
+        when([is(0, &[one_process])], Action::Allow),
+    ];
+    rule(clauses, DENY)
 }
 
 /// Never real-time: where the host's RLIMIT_RTPRIO allows it, such a task could hold a CPU against everybody else.
@@ -498,7 +516,10 @@ fn scheduler() -> Rule {
     const RESET_ON_FORK: u32 = 0x4000_0000;
     let ordinary = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE].map(|p| p as u32);
     rule(
-        vec![when([masked(1, !RESET_ON_FORK, &ordinary)], Action::Allow)],
+        vec![
+            when([is(0, &[1])], DENY),
+            when([masked(1, !RESET_ON_FORK, &ordinary)], Action::Allow),
+        ],
         DENY,
     )
 }

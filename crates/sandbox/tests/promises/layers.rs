@@ -1,3 +1,411 @@
-use crate::Entry;
+//! The layers: each owns acts that it alone refuses, and with any one layer off no promise breaks, save those
+//! that [`RESTS_ON_ONE_LAYER`] names. SECURITY.md tells the same from the same lists.
+//!
+//! An act's own layer is shown by two runs that differ in nothing else: the layers which overlap it are off in
+//! both; with the layer the act is refused, without it the act succeeds. The mount namespace and the leased uid
+//! are no switches: without the first there is no new root to run in, without the second an analysis would
+//! run as root. What they hold is tried under P2 to P4 and P8.
 
-pub const TRIALS: &[Entry] = &[];
+use std::net::TcpListener;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use sandbox::spec::Layer::{
+    self, Capabilities, CgroupNamespace, IpcNamespace, Landlock, NetNamespace, NoNewPrivs,
+    PidNamespace, Seccomp, UserNamespace, UtsNamespace,
+};
+use sandbox::spec::{Exec, HostPath, InsidePath, Owner, View};
+
+use crate::hood::{Hood, Ran, attempts, is_root, shown_dir, verdict};
+use crate::p07_others::Witness;
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    (
+        "each_layer_owns_its_acts",
+        For::Everyone,
+        each_layer_owns_its_acts,
+    ),
+    (
+        "with_any_one_layer_off",
+        For::Everyone,
+        with_any_one_layer_off,
+    ),
+    (
+        "a_layer_that_cannot_be_had_stops_the_run",
+        For::Everyone,
+        a_layer_that_cannot_be_had_stops_the_run,
+    ),
+    (
+        "what_is_on_is_what_is_said",
+        For::Everyone,
+        what_is_on_is_what_is_said,
+    ),
+];
+
+/// Every layer that can be left off.
+const SWITCHES: [Layer; 10] = [
+    UserNamespace,
+    PidNamespace,
+    NetNamespace,
+    IpcNamespace,
+    UtsNamespace,
+    CgroupNamespace,
+    NoNewPrivs,
+    Capabilities,
+    Landlock,
+    Seccomp,
+];
+
+/// The layers that can be left off here. A plain user gets a /proc only together with a pid namespace, so that without
+/// one there is no run at all.
+fn switches() -> impl Iterator<Item = Layer> {
+    SWITCHES
+        .into_iter()
+        .filter(|layer| is_root() || *layer != PidNamespace)
+}
+
+/// Layer, act, the layers that overlap it and are off in both runs, and the act: Python that raises when refused.
+#[rustfmt::skip]
+pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
+    // Kernel machinery that the unprivileged may otherwise use.
+    (Seccomp, "keyrings", &[], "sc(248, ctypes.c_char_p(b'user'), ctypes.c_char_p(b'own'), ctypes.c_char_p(b'x'), 1, -2)"),
+    (Seccomp, "userfaultfd", &[], "sc(323, 1)"),
+    (Seccomp, "io_uring", &[], "sc(425, 4, ctypes.create_string_buffer(256))"),
+    (Seccomp, "tracing a child", &[], "sc(101, 0, 0, 0, 0)"),
+    (Seccomp, "generic netlink", &[], "socket.socket(16, socket.SOCK_RAW, 16)"),
+    (Seccomp, "clone3, whose flags cannot be seen", &[], "born(sc(435, ctypes.create_string_buffer(struct.pack('8Q', 0, 0, 0, 0, 17, 0, 0, 0), 64), 64))"),
+    (Seccomp, "a personality without protections", &[], "sc(135, 0x400000)"),
+    (Seccomp, "file handles", &[], "sc(303, -100, ctypes.c_char_p(b'/usr'), ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 256), ctypes.byref(ctypes.c_int()), 0)"),
+    // Files that carry the owner's identity to whoever runs them.
+    (Seccomp, "a set-user-id file", &[], "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
+    // A read-only mount does not stop a connection or a datagram to a path in it; Landlock does from ABI 9 on only.
+    (Seccomp, "a socket in a view", &[], "socket.socket(socket.AF_UNIX).connect(VIEW + '/socket')"),
+    (Seccomp, "a datagram socket", &[], "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)"),
+    (Seccomp, "space taken faster than a watch can see", &[], "sc(285, os.open('big', os.O_CREAT | os.O_RDWR), 0, 0, 1 << 20)"),
+    // A read-only mount does not stop writing into a FIFO in it.
+    (Landlock, "a FIFO in a view", &[], "os.open(VIEW + '/fifo', os.O_WRONLY | os.O_NONBLOCK)"),
+    // Same uid, same pid namespace or not: a domain's signals stay in it.
+    (Landlock, "a signal to pid 1", &[], "os.kill(1, 0)"),
+    (UserNamespace, "a user namespace of its own", &[Seccomp], "sc(272, 0x10000000)"),
+    (NetNamespace, "loopback TCP of the host", &[], "socket.create_connection(('127.0.0.1', TCP))"),
+    // The broker connects on the program's behalf and is in no Landlock domain, so that Landlock's scope does not help.
+    (NetNamespace, "an abstract socket of the host", &[], "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)"),
+    (NetNamespace, "interfaces of the host", &[], "if [n for _, n in socket.if_nameindex()] == ['lo'] and HOST_HAS_MORE: raise OSError(errno.ENODEV, 'none')"),
+    (PidNamespace, "processes of the host seen", &[], "os.stat('/proc/%d' % WITNESS)"),
+    (PidNamespace, "priority of a process of the same user", &[], "os.getpriority(os.PRIO_PROCESS, WITNESS)"),
+    (IpcNamespace, "shared memory of the host", &[], "sc(29, KEY, 0, 0)"),
+    (UtsNamespace, "the host's name", &[], "if socket.gethostname() != HOST: raise OSError(errno.ENOENT, 'another name')"),
+    (CgroupNamespace, "where in the host's cgroups it is", &[], "if not any(len(l.strip().split(':', 2)[2]) > 1 for l in open('/proc/self/cgroup')): raise OSError(errno.ENOENT, 'all are roots')"),
+    (Capabilities, "a bounding set to gain from", &[], "if sc(157, 23, 21, 0, 0, 0) != 1: raise OSError(errno.EPERM, 'not in the set')"),
+    // Every mount inside is nosuid as well, and uid 0 has no name in the inner user namespace, so that no set-id program
+    // could show the difference; the bit itself does. Landlock and seccomp cannot be had without it.
+    (NoNewPrivs, "executing with more privilege", &[Landlock, Seccomp], "if sc(157, 39, 0, 0, 0, 0) == 1: raise OSError(errno.EPERM, 'forbidden')"),
+];
+
+/// For whom a promise rests on one layer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Caller {
+    Anyone,
+    Root,
+    PlainUser,
+}
+
+/// Promises that one layer alone holds: the layer, for whom, what is broken without it, and why nothing else holds it.
+/// The list is exact: what it does not name holds without the layer, what it names does not.
+#[rustfmt::skip]
+pub const RESTS_ON_ONE_LAYER: &[(Layer, Caller, &str, &str)] = &[
+    (NetNamespace, Caller::Anyone, "host_tcp",
+        "seccomp cannot see addresses, and Landlock knows ports but not whose loopback it is"),
+    (NetNamespace, Caller::Anyone, "host_abstract_socket",
+        "Landlock scopes abstract names, but the broker connects on the program's behalf and is in no domain"),
+    (PidNamespace, Caller::Root, "see_host_pids",
+        "/proc is that of the pid namespace; a plain user's run does not start without one"),
+    (IpcNamespace, Caller::Anyone, "host_shared_memory",
+        "System V IPC has keys, not paths: only the mode of a segment protects it otherwise"),
+    (Seccomp, Caller::PlainUser, "host_socket_in_a_view",
+        "a read-only mount lets sockets be connected to and Landlock does up to ABI 8; root's views are idmapped as well"),
+    (Seccomp, Caller::Anyone, "set_user_id_file",
+        "the workspace is nosuid inside, but the host sees the same files"),
+    (Seccomp, Caller::Anyone, "keyring",
+        "keys are counted by uid, and outlive the processes that made them"),
+    (Landlock, Caller::PlainUser, "fifo_in_a_view",
+        "a read-only mount lets FIFOs be written; root's views are idmapped as well"),
+];
+
+/// The promises in short: acts that must fail whatever single layer is off.
+#[rustfmt::skip]
+const BATTERY: &[(&str, &str)] = &[
+    ("write_to_data", "open(VIEW + '/file', 'r+')"),
+    ("create_in_data", "open(VIEW + '/new', 'w')"),
+    ("chmod_data", "os.chmod(VIEW + '/file', 0o777)"),
+    ("write_to_the_system", "open('/usr/fumehood-test', 'w')"),
+    ("remount_data", "sc(165, 0, ctypes.c_char_p(VIEW.encode()), 0, 0x1020, 0)"),
+    ("read_shadow", "open('/etc/shadow')"),
+    ("read_the_rest_of_the_host", "os.listdir(OUTSIDE)"),
+    ("leave_by_proc", "os.listdir('/proc/1/root/' + OUTSIDE)"),
+    ("leave_by_witness", "os.listdir('/proc/%d/root/' % WITNESS + OUTSIDE)"),
+    ("host_environment", "open('/proc/%d/environ' % WITNESS).read()"),
+    ("host_memory", "open('/proc/%d/mem' % WITNESS, 'rb')"),
+    ("signal_host", "os.kill(WITNESS, 0)"),
+    ("signal_pid_1", "os.kill(1, 9); os.stat('/proc/1'); raise OSError(errno.EPERM, 'it lives')"),
+    ("see_host_pids", "os.stat('/proc/%d' % WITNESS)"),
+    ("trace_host", "sc(101, 16, WITNESS, 0, 0)"),
+    ("read_pid_1", "open('/proc/1/mem', 'rb')"),
+    ("host_tcp", "socket.create_connection(('127.0.0.1', TCP))"),
+    ("host_abstract_socket", "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)"),
+    ("host_socket_in_a_view", "socket.socket(socket.AF_UNIX).connect(VIEW + '/socket')"),
+    ("fifo_in_a_view", "os.open(VIEW + '/fifo', os.O_WRONLY | os.O_NONBLOCK)"),
+    ("host_shared_memory", "sc(29, KEY, 0, 0)"),
+    ("become_root", "os.setuid(0)"),
+    ("new_user_namespace", "sc(272, 0x10000000)"),
+    ("mount", "sc(165, ctypes.c_char_p(b'none'), ctypes.c_char_p(b'/tmp'), ctypes.c_char_p(b'tmpfs'), 0, 0)"),
+    ("device", "os.mknod('dev', 0o20666, os.makedev(1, 1))"),
+    ("set_host_name", "sc(170, ctypes.c_char_p(b'x'), 1)"),
+    ("module", "sc(313, 0, ctypes.c_char_p(b''), 0)"),
+    ("bpf", "sc(321, 0, ctypes.create_string_buffer(struct.pack('IIII', 2, 4, 4, 1), 72), 72)"),
+    ("packet_socket", "socket.socket(17, socket.SOCK_RAW, 0x300)"),
+    ("core_pattern", "open('/proc/sys/kernel/core_pattern', 'w')"),
+    ("set_user_id_file", "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
+    ("keyring", "sc(248, ctypes.c_char_p(b'user'), ctypes.c_char_p(b'own'), ctypes.c_char_p(b'x'), 1, -2)"),
+];
+
+/// The host's side: what the acts aim at.
+struct Host {
+    tcp: TcpListener,
+    _named: UnixListener,
+    _path: UnixListener,
+    _fifo: std::fs::File,
+    shown: tempfile::TempDir,
+    outside: tempfile::TempDir,
+    witness: Witness,
+    name: String,
+    memory: SharedMemory,
+}
+
+/// A System V segment of the host's, open to all, removed at the end.
+struct SharedMemory(u32);
+
+impl SharedMemory {
+    fn make(nth: u32) -> SharedMemory {
+        let key = 0x4c00_0000 + std::process::id() * 4 + nth;
+        crate::hood::unconfined(&format!(
+            "if libc.shmget({key}, 4096, 0o1666) == -1: sys.exit(1)"
+        ));
+        SharedMemory(key)
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        let _gone = Command::new("ipcrm")
+            .arg("-M")
+            .arg(self.0.to_string())
+            .status();
+    }
+}
+
+impl Host {
+    fn new() -> Host {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let nth = NEXT.fetch_add(1, Ordering::Relaxed);
+        let shown = shown_dir();
+        let name = format!("fumehood-layers-{}-{nth}", std::process::id());
+        let at = |file: &str| shown.path().join(file);
+        std::fs::write(at("file"), "data").unwrap();
+        assert!(
+            Command::new("mkfifo")
+                .arg(at("fifo"))
+                .status()
+                .unwrap()
+                .success()
+        );
+        let path = UnixListener::bind(at("socket")).unwrap();
+        for file in ["fifo", "socket"] {
+            std::fs::set_permissions(at(file), std::fs::Permissions::from_mode(0o666)).unwrap();
+        }
+        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        Host {
+            tcp: TcpListener::bind("127.0.0.1:0").unwrap(),
+            _named: UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap())
+                .unwrap(),
+            _path: path,
+            _fifo: std::fs::OpenOptions::new()
+                .read(true)
+                .custom_flags(nonblocking)
+                .open(at("fifo"))
+                .unwrap(),
+            outside: shown_dir(),
+            shown,
+            witness: Witness::start(),
+            name,
+            memory: SharedMemory::make(nth),
+        }
+    }
+
+    fn setup(&self) -> String {
+        let host_name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        let interfaces = std::fs::read_dir("/sys/class/net").unwrap().count();
+        format!(
+            "VIEW, OUTSIDE, NAME, TCP, WITNESS, KEY, HOST, HOST_HAS_MORE = {:?}, {:?}, {:?}, {}, {}, {}, {:?}, {}\n\
+             def born(pid):\n    if pid == 0: os._exit(0)\n    os.waitpid(pid, 0)\n",
+            self.shown.path(),
+            self.outside.path(),
+            self.name,
+            self.tcp.local_addr().unwrap().port(),
+            self.witness.pid(),
+            self.memory.0,
+            host_name.trim(),
+            if interfaces > 1 { "True" } else { "False" },
+        )
+    }
+
+    /// A run without some layers. The view's owner is left as it is: an idmapped mount is a further layer, of root's
+    /// alone, and would hide what Landlock and seccomp do.
+    fn run(&self, without: &[Layer], owner: Owner, acts: &[(&str, &str)]) -> Ran {
+        let mut hood = Hood::python(&attempts(&self.setup(), acts)).without(without);
+        hood.spec.views.push(View {
+            source: HostPath::new(self.shown.path()),
+            target: InsidePath::new(self.shown.path()),
+            exec: Exec::Refused,
+            owner,
+        });
+        hood.run()
+    }
+}
+
+fn each_layer_owns_its_acts() {
+    let host = Host::new();
+    let mut wrong = Vec::new();
+    // Acts with the same layer and the same overlaps share their two runs.
+    let mut groups: Vec<(Layer, &[Layer])> = OWNED
+        .iter()
+        .map(|(layer, _, overlaps, _)| (*layer, *overlaps))
+        .collect();
+    groups.retain(|(layer, _)| switches().any(|l| l == *layer));
+    groups.dedup();
+    for (layer, overlaps) in groups {
+        let acts: Vec<(&str, &str)> = OWNED
+            .iter()
+            .filter(|(l, _, o, _)| *l == layer && *o == overlaps)
+            .map(|(_, name, _, code)| (*name, *code))
+            .collect();
+        let with = host.run(overlaps, Owner::AsIs, &acts);
+        let without = host.run(&[overlaps, &[layer]].concat(), Owner::AsIs, &acts);
+        for (name, _) in acts {
+            let (on, off) = (verdict(&with.stdout, name), verdict(&without.stdout, name));
+            if !on.starts_with("refused") || off != "done" {
+                wrong.push(format!("{layer:?}, {name}: with it {on}, without it {off}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    for layer in SWITCHES {
+        assert!(
+            OWNED.iter().any(|(l, ..)| *l == layer),
+            "{layer:?} owns nothing"
+        );
+    }
+}
+
+fn applies(whom: Caller) -> bool {
+    match whom {
+        Caller::Anyone => true,
+        Caller::Root => is_root(),
+        Caller::PlainUser => !is_root(),
+    }
+}
+
+fn with_any_one_layer_off() {
+    let mut host = Host::new();
+    let all_on = host.run(&[], Owner::Mapped, BATTERY);
+    for (act, _) in BATTERY {
+        assert!(
+            !verdict(&all_on.stdout, act).starts_with("done"),
+            "{act} with every layer on\n{}",
+            all_on.all()
+        );
+    }
+    let mut broken = Vec::new();
+    for layer in switches() {
+        // Signals to pid 1 would reach the host's in the host's own pid namespace; root's leased uid could not, but
+        // nothing is tried that must not succeed.
+        let acts: Vec<_> = BATTERY
+            .iter()
+            .copied()
+            .filter(|(n, _)| layer != PidNamespace || *n != "signal_pid_1")
+            .collect();
+        let ran = host.run(&[layer], Owner::Mapped, &acts);
+        for (act, _) in &acts {
+            let listed = RESTS_ON_ONE_LAYER
+                .iter()
+                .any(|(l, whom, a, _)| *l == layer && a == act && applies(*whom));
+            if (verdict(&ran.stdout, act) == "done") != listed {
+                broken.push(format!(
+                    "without {layer:?}: {act}: {}, listed: {listed}",
+                    verdict(&ran.stdout, act)
+                ));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+    assert!(host.witness.lives());
+    assert_eq!(
+        std::fs::read(host.shown.path().join("file")).unwrap(),
+        b"data"
+    );
+}
+
+/// What was asked for and cannot be had stops the run. Without no_new_privs the kernel demands CAP_SYS_ADMIN for
+/// seccomp (and for Landlock, but its library sets the bit itself); a plain user's /proc demands a pid namespace.
+fn a_layer_that_cannot_be_had_stops_the_run() {
+    assert_eq!(Hood::sh("true").run().code(), Some(0), "the control");
+    let stops = |without: &[Layer], step: &str| {
+        let stopped = Hood::sh("echo STARTED").without(without).try_run();
+        let error = stopped.map(|ran| ran.all()).expect_err(step);
+        assert!(
+            crate::hood::chain(&error).contains(step),
+            "{}",
+            crate::hood::chain(&error)
+        );
+    };
+    stops(&[NoNewPrivs, Landlock], "seccomp");
+    if !is_root() {
+        stops(&[PidNamespace], "/proc");
+    }
+}
+
+/// The record lists exactly the layers that are on.
+fn what_is_on_is_what_is_said() {
+    let expected = |without: Option<Layer>| {
+        let always = [Layer::MountNamespace]
+            .into_iter()
+            .chain(is_root().then_some(Layer::LeasedUid));
+        let mut list: Vec<Layer> = SWITCHES
+            .into_iter()
+            .chain(always)
+            .filter(|l| Some(*l) != without)
+            .collect();
+        list.sort();
+        list
+    };
+    for without in [
+        None,
+        Some(Seccomp),
+        Some(Landlock),
+        Some(UserNamespace),
+        Some(NetNamespace),
+        Some(CgroupNamespace),
+    ] {
+        let hood = Hood::sh("true").without(without.as_slice());
+        assert!(Path::new(hood.workspace()).exists());
+        let ran = hood.run();
+        let mut said: Vec<Layer> = ran.layers.iter().map(|(layer, _)| *layer).collect();
+        said.sort();
+        assert_eq!(said, expected(without), "{}", ran.all());
+    }
+}

@@ -18,24 +18,61 @@ use crate::hood::{Hood, Ran, host_dir, is_root, unconfined, unconfined_under};
 use crate::{Entry, For, plain_user};
 
 pub const TRIALS: &[Entry] = &[
-    ("content_and_metadata_stay", For::Everyone, content_and_metadata_stay),
+    (
+        "content_and_metadata_stay",
+        For::Everyone,
+        content_and_metadata_stay,
+    ),
     ("mounts_stay", For::Everyone, mounts_stay),
-    ("reading_leaves_no_trace", For::Everyone, reading_leaves_no_trace),
+    (
+        "reading_leaves_no_trace",
+        For::Everyone,
+        reading_leaves_no_trace,
+    ),
     ("data_below_tmp", For::Everyone, data_below_tmp),
     ("data_below_var_tmp", For::Everyone, data_below_var_tmp),
-    ("a_fifo_cannot_be_written", For::Everyone, a_fifo_cannot_be_written),
-    ("a_stream_socket_cannot_be_connected", For::Everyone, a_stream_socket_cannot_be_connected),
-    ("a_datagram_socket_cannot_be_sent_to", For::Everyone, a_datagram_socket_cannot_be_sent_to),
-    ("a_link_out_leads_nowhere", For::Everyone, a_link_out_leads_nowhere),
-    ("nothing_in_data_executes", For::Everyone, nothing_in_data_executes),
-    ("the_rest_of_the_project_is_absent", For::Everyone, the_rest_of_the_project_is_absent),
-    ("owner_only_data_is_read_not_written", For::Root, owner_only_data_is_read_not_written),
+    (
+        "a_fifo_cannot_be_written",
+        For::Everyone,
+        a_fifo_cannot_be_written,
+    ),
+    (
+        "a_stream_socket_cannot_be_connected",
+        For::Everyone,
+        a_stream_socket_cannot_be_connected,
+    ),
+    (
+        "a_datagram_socket_cannot_be_sent_to",
+        For::Everyone,
+        a_datagram_socket_cannot_be_sent_to,
+    ),
+    (
+        "a_link_out_leads_nowhere",
+        For::Everyone,
+        a_link_out_leads_nowhere,
+    ),
+    (
+        "nothing_in_data_executes",
+        For::Everyone,
+        nothing_in_data_executes,
+    ),
+    (
+        "the_rest_of_the_project_is_absent",
+        For::Everyone,
+        the_rest_of_the_project_is_absent,
+    ),
+    (
+        "owner_only_data_is_read_not_written",
+        For::Root,
+        owner_only_data_is_read_not_written,
+    ),
     (SUBMOUNT, For::Root, a_mount_in_data_is_read_only_too),
 ];
 const SUBMOUNT: &str = "a_mount_in_data_is_read_only_too";
 
 /// Acts on the file `F`, named `N`, in the directory `D`, with `W` a writable directory. Each is Python that
 /// raises when it is refused; each has a file of its own.
+#[rustfmt::skip]
 const ACTS: &[(&str, &str)] = &[
     ("open_for_writing", "os.open(F, os.O_WRONLY)"),
     ("open_for_both", "os.open(F, os.O_RDWR)"),
@@ -88,6 +125,7 @@ const ACTS: &[(&str, &str)] = &[
 ];
 
 /// Acts on mounts: the control does them as the master of a user and a mount namespace of its own.
+#[rustfmt::skip]
 const MOUNT_ACTS: &[(&str, &str)] = &[
     ("bind_over", "check(libc.mount(W.encode(), D.encode(), None, BIND, None))"),
     ("bind_elsewhere", "check(libc.mount(D.encode(), W.encode(), None, BIND, None))"),
@@ -151,7 +189,9 @@ fn attack(acts: &[(&str, &str)], data: &Path, scratch: &Path) -> String {
 /// The names of the acts that came out as `verdict`, in order.
 fn came_out<'a>(verdict: &str, printed: &'a str) -> Vec<&'a str> {
     let told = printed.lines().filter_map(|line| line.split_once(' '));
-    told.filter(|(word, _)| *word == verdict).filter_map(|(_, rest)| rest.split(' ').next()).collect()
+    told.filter(|(word, _)| *word == verdict)
+        .filter_map(|(_, rest)| rest.split(' ').next())
+        .collect()
 }
 
 fn all_of<'a>(acts: &'a [(&'a str, &'a str)]) -> Vec<&'a str> {
@@ -160,14 +200,24 @@ fn all_of<'a>(acts: &'a [(&'a str, &'a str)]) -> Vec<&'a str> {
 
 /// A directory where projects are usually kept: outside /tmp and its like, open to whoever runs the trial.
 fn project_dir() -> tempfile::TempDir {
-    let home = if is_root() { "/srv".into() } else { std::env::var("HOME").unwrap() };
-    let dir = tempfile::Builder::new().prefix("fumehood-host-").tempdir_in(home).unwrap();
+    let home = if is_root() {
+        "/srv".into()
+    } else {
+        std::env::var("HOME").unwrap()
+    };
+    let dir = tempfile::Builder::new()
+        .prefix("fumehood-host-")
+        .tempdir_in(home)
+        .unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
     dir
 }
 
 fn below_tmp() -> tempfile::TempDir {
-    let dir = tempfile::Builder::new().prefix("fumehood-host-").tempdir_in("/tmp").unwrap();
+    let dir = tempfile::Builder::new()
+        .prefix("fumehood-host-")
+        .tempdir_in("/tmp")
+        .unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
     dir
 }
@@ -200,9 +250,16 @@ fn snapshot(root: &Path) -> BTreeMap<PathBuf, Known> {
         let meta = fs::symlink_metadata(&path).unwrap();
         let content = match meta.file_type() {
             kind if kind.is_file() => fs::read(&path).unwrap(),
-            kind if kind.is_symlink() => fs::read_link(&path).unwrap().as_os_str().as_bytes().to_vec(),
+            kind if kind.is_symlink() => fs::read_link(&path)
+                .unwrap()
+                .as_os_str()
+                .as_bytes()
+                .to_vec(),
             kind if kind.is_dir() => {
-                let mut names: Vec<OsString> = fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name()).collect();
+                let mut names: Vec<OsString> = fs::read_dir(&path)
+                    .unwrap()
+                    .map(|e| e.unwrap().file_name())
+                    .collect();
                 names.sort();
                 pending.extend(names.iter().map(|n| path.join(n)));
                 names.join(std::ffi::OsStr::new("/")).as_bytes().to_vec()
@@ -213,8 +270,20 @@ fn snapshot(root: &Path) -> BTreeMap<PathBuf, Known> {
         let length = rustix::fs::llistxattr(&path, &mut attributes[..]).unwrap();
         attributes.truncate(length);
         let known = Known {
-            numbers: [meta.ino(), meta.mode().into(), meta.uid().into(), meta.gid().into(), meta.nlink(), meta.size()],
-            times: [meta.mtime(), meta.mtime_nsec(), meta.ctime(), meta.ctime_nsec()],
+            numbers: [
+                meta.ino(),
+                meta.mode().into(),
+                meta.uid().into(),
+                meta.gid().into(),
+                meta.nlink(),
+                meta.size(),
+            ],
+            times: [
+                meta.mtime(),
+                meta.mtime_nsec(),
+                meta.ctime(),
+                meta.ctime_nsec(),
+            ],
             attributes,
             content,
         };
@@ -234,7 +303,12 @@ fn at_both_paths(data: &Path, script: impl Fn(&Path, &Path) -> String) -> [Ran; 
 fn all_refused(acts: &[(&str, &str)], data: &Path) {
     let before = snapshot(data);
     for ran in at_both_paths(data, |data, scratch| attack(acts, data, scratch)) {
-        assert_eq!(came_out("refused", &ran.stdout), all_of(acts), "{}", ran.all());
+        assert_eq!(
+            came_out("refused", &ran.stdout),
+            all_of(acts),
+            "{}",
+            ran.all()
+        );
     }
     assert_eq!(before, snapshot(data), "the host's tree changed");
 }
@@ -248,7 +322,10 @@ fn mounts_stay() {
     let data = dir.path().join("data");
     fill_data(&data);
     let own = ["unshare", "--user", "--map-root-user", "--mount"];
-    let control = unconfined_under(&own, &attack(MOUNT_ACTS, &data, &dir.path().join("scratch")));
+    let control = unconfined_under(
+        &own,
+        &attack(MOUNT_ACTS, &data, &dir.path().join("scratch")),
+    );
     assert_eq!(came_out("did", &control), all_of(MOUNT_ACTS), "{control}");
     all_refused(MOUNT_ACTS, &data);
 }
@@ -263,7 +340,8 @@ fn reading_leaves_no_trace() {
     for name in ["inside", "control"] {
         let file = fs::File::create(data.join(name)).unwrap();
         fs::write(data.join(name), "measured\n").unwrap();
-        file.set_times(fs::FileTimes::new().set_accessed(old)).unwrap();
+        file.set_times(fs::FileTimes::new().set_accessed(old))
+            .unwrap();
     }
     let read = |data: &Path, _: &Path| format!("print(open({:?}).read())", data.join("inside"));
     for ran in at_both_paths(&data, read) {
@@ -273,7 +351,11 @@ fn reading_leaves_no_trace() {
     unconfined(&format!("open({:?}).read()", data.join("control")));
     let options = rustix::fs::statvfs(&data).unwrap().f_flag;
     if !options.contains(rustix::fs::StatVfsMountFlags::NOATIME) {
-        assert_ne!(atime(&data.join("control")), 1_000_000_000, "the control left no trace");
+        assert_ne!(
+            atime(&data.join("control")),
+            1_000_000_000,
+            "the control left no trace"
+        );
     }
 }
 
@@ -304,26 +386,60 @@ fn a_fifo_cannot_be_written() {
         let data = dir.path().join("data");
         fs::create_dir(&data).unwrap();
         let fifo = data.join("fifo");
-        rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o666.into(), 0).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &fifo,
+            rustix::fs::FileType::Fifo,
+            0o666.into(),
+            0,
+        )
+        .unwrap();
         fs::set_permissions(&fifo, Permissions::from_mode(0o666)).unwrap();
         let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-        let mut reader = fs::File::options().read(true).custom_flags(nonblocking).open(&fifo).unwrap();
+        let mut reader = fs::File::options()
+            .read(true)
+            .custom_flags(nonblocking)
+            .open(&fifo)
+            .unwrap();
         let mut bytes = [0; 64];
         let script = |data: &Path, scratch: &Path| {
             let acts: &[(&str, &str)] = &[
-                ("write", "os.write(os.open(D + '/fifo', os.O_WRONLY | os.O_NONBLOCK), b'x')"),
-                ("write_opened_for_both", "os.write(os.open(D + '/fifo', os.O_RDWR | os.O_NONBLOCK), b'x')"),
-                ("through_symlink", "os.symlink(D + '/fifo', W + '/f'); os.write(os.open(W + '/f', os.O_WRONLY | os.O_NONBLOCK), b'x')"),
-                ("through_own_fd", "fd = os.open(D + '/fifo', os.O_RDONLY | os.O_NONBLOCK)\nos.write(os.open(fd_path(fd), os.O_WRONLY | os.O_NONBLOCK), b'x')"),
-                ("through_path_fd", "os.write(os.open(fd_path(os.open(D + '/fifo', os.O_PATH)), os.O_WRONLY | os.O_NONBLOCK), b'x')"),
+                (
+                    "write",
+                    "os.write(os.open(D + '/fifo', os.O_WRONLY | os.O_NONBLOCK), b'x')",
+                ),
+                (
+                    "write_opened_for_both",
+                    "os.write(os.open(D + '/fifo', os.O_RDWR | os.O_NONBLOCK), b'x')",
+                ),
+                (
+                    "through_symlink",
+                    "os.symlink(D + '/fifo', W + '/f'); os.write(os.open(W + '/f', os.O_WRONLY | os.O_NONBLOCK), b'x')",
+                ),
+                (
+                    "through_own_fd",
+                    "fd = os.open(D + '/fifo', os.O_RDONLY | os.O_NONBLOCK)\nos.write(os.open(fd_path(fd), os.O_WRONLY | os.O_NONBLOCK), b'x')",
+                ),
+                (
+                    "through_path_fd",
+                    "os.write(os.open(fd_path(os.open(D + '/fifo', os.O_PATH)), os.O_WRONLY | os.O_NONBLOCK), b'x')",
+                ),
             ];
             attack(acts, data, scratch)
         };
         for ran in at_both_paths(&data, script) {
-            assert_eq!(came_out("did", &ran.stdout), Vec::<&str>::new(), "{}", ran.all());
+            assert_eq!(
+                came_out("did", &ran.stdout),
+                Vec::<&str>::new(),
+                "{}",
+                ran.all()
+            );
             assert_eq!(came_out("refused", &ran.stdout).len(), 5, "{}", ran.all());
         }
-        assert!(!matches!(reader.read(&mut bytes), Ok(n) if n > 0), "the host's reader got bytes");
+        assert!(
+            !matches!(reader.read(&mut bytes), Ok(n) if n > 0),
+            "the host's reader got bytes"
+        );
         let control = unconfined(&script(&data, &dir.path().join("scratch")));
         assert_eq!(came_out("did", &control).len(), 5, "{control}");
         assert_eq!(reader.read(&mut bytes).unwrap(), 5);
@@ -340,17 +456,35 @@ fn a_stream_socket_cannot_be_connected() {
         let script = |data: &Path, scratch: &Path| {
             let acts: &[(&str, &str)] = &[
                 ("connect", "socket.socket(socket.AF_UNIX).connect(D + '/s')"),
-                ("relative", "os.chdir(D); socket.socket(socket.AF_UNIX).connect('s')"),
-                ("through_symlink", "os.symlink(D + '/s', W + '/s'); socket.socket(socket.AF_UNIX).connect(W + '/s')"),
-                ("through_own_fd", "socket.socket(socket.AF_UNIX).connect(fd_path(os.open(D + '/s', os.O_PATH)))"),
-                ("through_own_root", "os.chdir(D); socket.socket(socket.AF_UNIX).connect('/proc/self/cwd/s')"),
-                ("from_a_thread", "import concurrent.futures as c\nc.ThreadPoolExecutor(1).submit(socket.socket(socket.AF_UNIX).connect, D + '/s').result()"),
+                (
+                    "relative",
+                    "os.chdir(D); socket.socket(socket.AF_UNIX).connect('s')",
+                ),
+                (
+                    "through_symlink",
+                    "os.symlink(D + '/s', W + '/s'); socket.socket(socket.AF_UNIX).connect(W + '/s')",
+                ),
+                (
+                    "through_own_fd",
+                    "socket.socket(socket.AF_UNIX).connect(fd_path(os.open(D + '/s', os.O_PATH)))",
+                ),
+                (
+                    "through_own_root",
+                    "os.chdir(D); socket.socket(socket.AF_UNIX).connect('/proc/self/cwd/s')",
+                ),
+                (
+                    "from_a_thread",
+                    "import concurrent.futures as c\nc.ThreadPoolExecutor(1).submit(socket.socket(socket.AF_UNIX).connect, D + '/s').result()",
+                ),
             ];
             attack(acts, data, scratch)
         };
         for ran in at_both_paths(&data, script) {
             assert_eq!(came_out("refused", &ran.stdout).len(), 6, "{}", ran.all());
-            assert_eq!(listener.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+            assert_eq!(
+                listener.accept().unwrap_err().kind(),
+                std::io::ErrorKind::WouldBlock
+            );
         }
         let control = unconfined(&script(&data, &dir.path().join("scratch")));
         assert_eq!(came_out("did", &control).len(), 6, "{control}");
@@ -369,15 +503,27 @@ fn a_datagram_socket_cannot_be_sent_to() {
     fs::set_permissions(data.join("s"), Permissions::from_mode(0o777)).unwrap();
     let script = |data: &Path, scratch: &Path| {
         let acts: &[(&str, &str)] = &[
-            ("send", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', D + '/s')"),
-            ("send_from_pair", "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', D + '/s')"),
-            ("send_raw", "socket.socket(socket.AF_UNIX, socket.SOCK_RAW).sendto(b'x', D + '/s')"),
+            (
+                "send",
+                "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', D + '/s')",
+            ),
+            (
+                "send_from_pair",
+                "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', D + '/s')",
+            ),
+            (
+                "send_raw",
+                "socket.socket(socket.AF_UNIX, socket.SOCK_RAW).sendto(b'x', D + '/s')",
+            ),
         ];
         attack(acts, data, scratch)
     };
     for ran in at_both_paths(&data, script) {
         assert_eq!(came_out("refused", &ran.stdout).len(), 3, "{}", ran.all());
-        assert_eq!(receiver.recv(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+        assert_eq!(
+            receiver.recv(&mut [0]).unwrap_err().kind(),
+            std::io::ErrorKind::WouldBlock
+        );
     }
     let control = unconfined(&script(&data, &dir.path().join("scratch")));
     assert_eq!(came_out("did", &control).len(), 3, "{control}");
@@ -403,14 +549,24 @@ fn a_link_out_leads_nowhere() {
         )
     };
     for ran in at_both_paths(&data, script) {
-        for line in ["absolute ENOENT", "relative ENOENT", "directory/project/secret ENOENT", "inward kept"] {
+        for line in [
+            "absolute ENOENT",
+            "relative ENOENT",
+            "directory/project/secret ENOENT",
+            "inward kept",
+        ] {
             assert!(ran.said(line), "no {line:?}: {}", ran.all());
         }
         // The way up ends at the sandbox's own root, where another file has that name.
         assert!(ran.said("far fumehood"), "{}", ran.all());
     }
     let control = unconfined(&script(&data, dir.path()));
-    for line in ["absolute secret", "relative secret", "directory/project/secret secret", "inward kept"] {
+    for line in [
+        "absolute secret",
+        "relative secret",
+        "directory/project/secret secret",
+        "inward kept",
+    ] {
         assert!(control.lines().any(|l| l == line), "no {line:?}: {control}");
     }
 }
@@ -419,16 +575,30 @@ fn nothing_in_data_executes() {
     let dir = project_dir();
     let (data, copy) = (dir.path().join("data"), dir.path().join("copy"));
     let acts: &[(&str, &str)] = &[
-        ("execute", "import subprocess; subprocess.run([D + '/true'], check=True)"),
-        ("execute_by_descriptor", "import subprocess; subprocess.run([fd_path(os.open(D + '/true', os.O_RDONLY))], close_fds=False)"),
-        ("map_executable", "import mmap; mmap.mmap(os.open(D + '/true', os.O_RDONLY), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)"),
+        (
+            "execute",
+            "import subprocess; subprocess.run([D + '/true'], check=True)",
+        ),
+        (
+            "execute_by_descriptor",
+            "import subprocess; subprocess.run([fd_path(os.open(D + '/true', os.O_RDONLY))], close_fds=False)",
+        ),
+        (
+            "map_executable",
+            "import mmap; mmap.mmap(os.open(D + '/true', os.O_RDONLY), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC)",
+        ),
     ];
     for place in [&data, &copy] {
         fs::create_dir(place).unwrap();
         fs::copy("/bin/true", place.join("true")).unwrap();
     }
     for ran in at_both_paths(&data, |data, scratch| attack(acts, data, scratch)) {
-        assert_eq!(came_out("refused", &ran.stdout), all_of(acts), "{}", ran.all());
+        assert_eq!(
+            came_out("refused", &ran.stdout),
+            all_of(acts),
+            "{}",
+            ran.all()
+        );
     }
     let control = unconfined(&attack(acts, &copy, &dir.path().join("scratch")));
     assert_eq!(came_out("did", &control), all_of(acts), "{control}");
@@ -443,7 +613,15 @@ fn the_rest_of_the_project_is_absent() {
     for inner in ["data", "docs", "site", ".git/objects"] {
         fs::create_dir_all(project.join(inner)).unwrap();
     }
-    for file in ["api.py", ".env", "data/x", "docs/y", "site/z", ".git/config", "scidex.db"] {
+    for file in [
+        "api.py",
+        ".env",
+        "data/x",
+        "docs/y",
+        "site/z",
+        ".git/config",
+        "scidex.db",
+    ] {
         fs::write(project.join(file), "text").unwrap();
     }
     let list = format!(
@@ -452,12 +630,18 @@ fn the_rest_of_the_project_is_absent() {
          print('above', *os.listdir({:?}))",
         dir.path()
     );
-    let ran = Hood::python(&list).view(&project.join("data"), "data").view(&project.join("docs"), "docs").run();
+    let ran = Hood::python(&list)
+        .view(&project.join("data"), "data")
+        .view(&project.join("docs"), "docs")
+        .run();
     assert!(ran.said("found data data/x docs docs/y"), "{}", ran.all());
     assert!(ran.said("above project"), "{}", ran.all());
     fs::write(dir.path().join("beside"), "").unwrap();
     let control = unconfined(&list);
-    assert!(control.contains(".env .git .git/config") && control.contains("scidex.db"), "{control}");
+    assert!(
+        control.contains(".env .git .git/config") && control.contains("scidex.db"),
+        "{control}"
+    );
 }
 
 /// The idmap shows root's files as the program's own; yet they are root's, and stay as they are.
@@ -469,7 +653,9 @@ fn owner_only_data_is_read_not_written() {
     for (path, mode) in [(data.join("secret"), 0o600), (data.clone(), 0o700)] {
         fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     }
-    for ran in at_both_paths(&data, |data, _| format!("print(open({:?}).read())", data.join("secret"))) {
+    for ran in at_both_paths(&data, |data, _| {
+        format!("print(open({:?}).read())", data.join("secret"))
+    }) {
         assert!(ran.said("measured"), "{}", ran.all());
     }
     all_refused(ACTS, &data);
@@ -478,31 +664,42 @@ fn owner_only_data_is_read_not_written() {
     let mut stranger = Command::new("/bin/cat");
     std::os::unix::process::CommandExt::uid(&mut stranger, uid);
     std::os::unix::process::CommandExt::gid(&mut stranger, gid);
-    assert!(!stranger.arg(data.join("secret")).output().unwrap().status.success());
+    assert!(
+        !stranger
+            .arg(data.join("secret"))
+            .output()
+            .unwrap()
+            .status
+            .success()
+    );
 }
 
-/// Runs itself again in a mount namespace of its own, so that the mount it makes is nobody else's.
+/// Runs itself again in a mount namespace of its own, so that the mount it makes is nobody else's. The directory
+/// is the outer one's: it can be removed once that namespace, and what is mounted there, is gone.
 fn a_mount_in_data_is_read_only_too() {
     const INNER: &str = "FUMEHOOD_TEST_SUBMOUNT";
     assert!(is_root());
-    if std::env::var_os(INNER).is_none() {
-        let own = std::env::current_exe().unwrap();
+    let Some(data) = std::env::var_os(INNER).map(PathBuf::from) else {
+        let dir = project_dir();
         let again = Command::new("unshare")
             .args(["--mount", "--propagation", "private"])
-            .arg(own)
+            .arg(std::env::current_exe().unwrap())
             .args(["__plain_trial", &format!("p02_inputs::{SUBMOUNT}")])
-            .env(INNER, "1")
+            .env(INNER, dir.path().join("data"))
             .output()
             .unwrap();
-        assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
+        let complaint = String::from_utf8_lossy(&again.stderr);
+        assert!(again.status.success(), "{complaint}");
         return;
-    }
-    let dir = project_dir();
-    let data = dir.path().join("data");
+    };
     let deeper = data.join("mounted/deeper");
     for (place, source) in [(data.join("mounted"), "first"), (deeper.clone(), "second")] {
         fs::create_dir_all(&place).unwrap();
-        let mounted = Command::new("mount").args(["-t", "tmpfs", source]).arg(&place).status().unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", source])
+            .arg(&place)
+            .status()
+            .unwrap();
         assert!(mounted.success());
         fill_data(&place);
     }
@@ -511,8 +708,15 @@ fn a_mount_in_data_is_read_only_too() {
         fs::write(place.join("control"), "").unwrap();
         let inner = place.strip_prefix(&data).unwrap().to_path_buf();
         let before = snapshot(&place);
-        for ran in at_both_paths(&data, |data, scratch| attack(ACTS, &data.join(&inner), scratch)) {
-            assert_eq!(came_out("refused", &ran.stdout), all_of(ACTS), "{}", ran.all());
+        for ran in at_both_paths(&data, |data, scratch| {
+            attack(ACTS, &data.join(&inner), scratch)
+        }) {
+            assert_eq!(
+                came_out("refused", &ran.stdout),
+                all_of(ACTS),
+                "{}",
+                ran.all()
+            );
         }
         assert_eq!(before, snapshot(&place));
     }

@@ -12,12 +12,36 @@ use crate::hood::{Hood, is_root, unconfined};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
-    ("files_are_made_in_its_own_directories_only", For::Everyone, files_are_made_in_its_own_directories_only),
-    ("files_of_the_system_cannot_be_opened_for_writing", For::Everyone, files_of_the_system_cannot_be_opened),
-    ("what_it_writes_arrives", For::Everyone, what_it_writes_arrives),
-    ("the_hidden_directory_is_empty_and_closed", For::Everyone, the_hidden_directory_is_empty_and_closed),
-    ("shared_memory_and_tmp_are_private", For::Everyone, shared_memory_and_tmp_are_private),
-    ("another_analysis_is_absent", For::Everyone, another_analysis_is_absent),
+    (
+        "files_are_made_in_its_own_directories_only",
+        For::Everyone,
+        files_are_made_in_its_own_directories_only,
+    ),
+    (
+        "files_of_the_system_cannot_be_opened_for_writing",
+        For::Everyone,
+        files_of_the_system_cannot_be_opened,
+    ),
+    (
+        "what_it_writes_arrives",
+        For::Everyone,
+        what_it_writes_arrives,
+    ),
+    (
+        "the_hidden_directory_is_empty_and_closed",
+        For::Everyone,
+        the_hidden_directory_is_empty_and_closed,
+    ),
+    (
+        "shared_memory_and_tmp_are_private",
+        For::Everyone,
+        shared_memory_and_tmp_are_private,
+    ),
+    (
+        "another_analysis_is_absent",
+        For::Everyone,
+        another_analysis_is_absent,
+    ),
 ];
 
 /// Every directory there is: tries to make a file in each, by its name and by its descriptor.
@@ -38,18 +62,26 @@ def make_everywhere(root):
 ";
 
 fn places(printed: &str) -> Vec<&str> {
-    let mut places: Vec<&str> = printed.lines().filter_map(|l| l.strip_prefix("made ")).collect();
+    let mut places: Vec<&str> = printed
+        .lines()
+        .filter_map(|l| l.strip_prefix("made "))
+        .collect();
     places.sort_unstable();
     places
 }
 
 fn files_are_made_in_its_own_directories_only() {
-    let open = tempfile::Builder::new().prefix("fumehood-host-").tempdir_in("/tmp").unwrap();
+    let open = tempfile::Builder::new()
+        .prefix("fumehood-host-")
+        .tempdir_in("/tmp")
+        .unwrap();
     for dir in [open.path().join("below"), open.path().to_path_buf()] {
         fs::create_dir_all(&dir).unwrap();
         fs::set_permissions(&dir, Permissions::from_mode(0o777)).unwrap();
     }
-    let script = format!("{MAKE_EVERYWHERE}os.makedirs('deep/deeper')\nos.makedirs('/dev/shm/deep')\nmake_everywhere('/')");
+    let script = format!(
+        "{MAKE_EVERYWHERE}os.makedirs('deep/deeper')\nos.makedirs('/dev/shm/deep')\nmake_everywhere('/')"
+    );
     let hood = Hood::python(&script).view(open.path(), "data");
     let workspace = hood.workspace().to_str().unwrap().to_owned();
     fs::create_dir(hood.workspace().join("given")).unwrap();
@@ -61,11 +93,21 @@ fn files_are_made_in_its_own_directories_only() {
     own.extend(inner.iter().map(String::as_str));
     own.sort_unstable();
     assert_eq!(places(&ran.stdout), own, "{}", ran.stderr);
-    let tried = ran.stdout.lines().find_map(|l| l.strip_prefix("tried ")).unwrap();
-    assert!(tried.parse::<u32>().unwrap() > 1000, "only {tried} directories");
+    let tried = ran
+        .stdout
+        .lines()
+        .find_map(|l| l.strip_prefix("tried "))
+        .unwrap();
+    assert!(
+        tried.parse::<u32>().unwrap() > 1000,
+        "only {tried} directories"
+    );
     // The control: the view's source, which was refused above, takes a file from the same script on the host.
     assert!(fs::read_dir(open.path()).unwrap().count() == 1);
-    let control = unconfined(&format!("{MAKE_EVERYWHERE}make_everywhere({:?})", open.path()));
+    let control = unconfined(&format!(
+        "{MAKE_EVERYWHERE}make_everywhere({:?})",
+        open.path()
+    ));
     assert_eq!(places(&control).len(), 2, "{control}");
 }
 
@@ -83,7 +125,11 @@ for root in ('/etc', '/usr/bin', '/usr/lib/python3', '/bin', '/lib64'):
 print('enough' if count > 500 else count)
 ";
     let ran = Hood::python(script).run();
-    assert!(ran.said("enough") && !ran.stdout.contains("did"), "{}", ran.all());
+    assert!(
+        ran.said("enough") && !ran.stdout.contains("did"),
+        "{}",
+        ran.all()
+    );
     // The same acts on a file of its own.
     let own = "open('own', 'w').close(); os.chmod('own', 0o600); os.utime('own'); os.rename('own', 'new'); os.unlink('new'); print('did')";
     assert!(Hood::python(own).run().said("did"));
@@ -101,8 +147,14 @@ fn what_it_writes_arrives() {
     let (ready, release) = wait_at_fifo(&mut hood);
     let running = std::thread::spawn(move || hood.run());
     until_ready(ready);
-    assert_eq!(fs::read_to_string(workspace.join("result.txt")).unwrap(), "result\n");
-    assert_eq!(fs::read_to_string(workspace.join("a/b/c")).unwrap(), "deep\n");
+    assert_eq!(
+        fs::read_to_string(workspace.join("result.txt")).unwrap(),
+        "result\n"
+    );
+    assert_eq!(
+        fs::read_to_string(workspace.join("a/b/c")).unwrap(),
+        "deep\n"
+    );
     for place in ["/tmp", "/var/tmp", "/dev/shm"] {
         assert!(!Path::new(place).join(&mark).exists(), "{place}");
     }
@@ -114,18 +166,40 @@ fn what_it_writes_arrives() {
 /// Gives the hood a FIFO named `ready` to report on and a standard input that ends when the second is dropped.
 fn wait_at_fifo(hood: &mut Hood) -> (fs::File, OwnedFd) {
     let fifo = hood.workspace().join("ready");
-    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &fifo,
+        rustix::fs::FileType::Fifo,
+        0o600.into(),
+        0,
+    )
+    .unwrap();
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    let ready = fs::File::options().read(true).custom_flags(nonblocking).open(&fifo).unwrap();
+    let ready = fs::File::options()
+        .read(true)
+        .custom_flags(nonblocking)
+        .open(&fifo)
+        .unwrap();
     let (input, release) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     hood.stdin = Some(input);
     (ready, release)
 }
 
 fn until_ready(mut ready: fs::File) {
-    let bound = Timespec { tv_sec: 30, tv_nsec: 0 };
-    let events = poll(&mut [PollFd::from_borrowed_fd(ready.as_fd(), PollFlags::IN)], Some(&bound)).unwrap();
-    assert_eq!((events, ready.read(&mut [0]).unwrap()), (1, 1), "the first never got ready");
+    let bound = Timespec {
+        tv_sec: 30,
+        tv_nsec: 0,
+    };
+    let events = poll(
+        &mut [PollFd::from_borrowed_fd(ready.as_fd(), PollFlags::IN)],
+        Some(&bound),
+    )
+    .unwrap();
+    assert_eq!(
+        (events, ready.read(&mut [0]).unwrap()),
+        (1, 1),
+        "the first never got ready"
+    );
 }
 
 fn the_hidden_directory_is_empty_and_closed() {
@@ -146,7 +220,11 @@ print('holds', *os.listdir('.fumehood'))
 all_on('.fumehood')
 ";
     let ran = Hood::python(script).run();
-    assert!(ran.said("holds") && ran.stdout.matches("refused").count() == 8, "{}", ran.all());
+    assert!(
+        ran.said("holds") && ran.stdout.matches("refused").count() == 8,
+        "{}",
+        ran.all()
+    );
     // The control: a directory of its own with a dot allows all but the last two, which find it gone.
     let control = "
 for name in ('make', 'mkdir', 'chmod', 'attribute', 'rename'):
@@ -163,7 +241,10 @@ print('did all')
 /// Names that exist on the host in its /tmp and /dev/shm can be made anew inside, and are other files.
 fn shared_memory_and_tmp_are_private() {
     for place in ["/tmp", "/dev/shm"] {
-        let host = tempfile::Builder::new().prefix("fumehood-host-").tempfile_in(place).unwrap();
+        let host = tempfile::Builder::new()
+            .prefix("fumehood-host-")
+            .tempfile_in(place)
+            .unwrap();
         fs::write(host.path(), "the host's").unwrap();
         fs::set_permissions(host.path(), Permissions::from_mode(0o666)).unwrap();
         let script = format!(
@@ -174,13 +255,22 @@ fn shared_memory_and_tmp_are_private() {
         assert!(ran.said("absent") && ran.said("mine"), "{}", ran.all());
         assert_eq!(fs::read_to_string(host.path()).unwrap(), "the host's");
     }
-    let queue = "name = b'/fumehood-test-queue'\nprint('opened' if libc.syscall(240, name[1:], 0o2, 0, None) >= 0 else 'absent')";
     if is_root() {
-        // A POSIX message queue of the host's, by number: its namespace is another.
-        unconfined("assert libc.syscall(240, b'fumehood-test-queue', 0o102, 0o666, None) >= 0");
-        let (ran, control) = (Hood::python(queue).run(), unconfined(queue));
-        unconfined("libc.syscall(241, b'fumehood-test-queue')");
-        assert!(ran.said("absent") && control.contains("opened"), "{}{control}", ran.all());
+        // A message queue of the host's, opened by its name: inside, names of queues are another namespace's.
+        let name = format!("fumehood-test-{}", std::process::id());
+        let open = |flags| {
+            format!(
+                "print('opened' if libc.syscall(240, b'{name}', {flags}, 0o666, None) >= 0 else 'absent')"
+            )
+        };
+        let made = unconfined(&open(0o102));
+        let (ran, control) = (Hood::python(&open(0o2)).run(), unconfined(&open(0o2)));
+        unconfined(&format!("libc.syscall(241, b'{name}')"));
+        assert!(
+            made.contains("opened") && control.contains("opened"),
+            "{made}{control}"
+        );
+        assert!(ran.said("absent"), "{}", ran.all());
     }
 }
 
@@ -211,8 +301,15 @@ fn another_analysis_is_absent() {
     assert!(ran.said("listed 1") && ran.said("refused"), "{}", ran.all());
     assert_eq!(ran.stdout.matches("absent").count(), 4, "{}", ran.all());
     let control = unconfined(&look);
-    assert!(control.contains("there") && control.contains("planted"), "{control}");
+    assert!(
+        control.contains("there") && control.contains("planted"),
+        "{control}"
+    );
     drop(release);
     let ran = running.join().unwrap();
-    assert!(ran.said("seen .fumehood planted ready secret"), "{}", ran.all());
+    assert!(
+        ran.said("seen .fumehood planted ready secret"),
+        "{}",
+        ran.all()
+    );
 }

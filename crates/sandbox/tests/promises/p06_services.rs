@@ -1,12 +1,12 @@
 //! P6: the analysis cannot reach PostgreSQL or any other service of the host, by any kind of address, an
 //! inherited descriptor, or a credential lying about; its own processes reach each other.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -18,17 +18,33 @@ pub const TRIALS: &[Entry] = &[
     ("postgresql", For::Everyone, postgresql),
     ("any_service", For::Everyone, any_service),
     ("kinds_of_sockets", For::Everyone, kinds_of_sockets),
-    ("an_address_that_changes_under_way", For::Everyone, an_address_that_changes_under_way),
-    ("the_broker_tells_nothing_of_the_host", For::Everyone, the_broker_tells_nothing_of_the_host),
+    (
+        "an_address_that_changes_under_way",
+        For::Everyone,
+        an_address_that_changes_under_way,
+    ),
+    (
+        "the_broker_tells_nothing_of_the_host",
+        For::Everyone,
+        the_broker_tells_nothing_of_the_host,
+    ),
     ("its_own_sockets_work", For::Everyone, its_own_sockets_work),
-    ("descriptors_lead_nowhere", For::Everyone, descriptors_lead_nowhere),
+    (
+        "descriptors_lead_nowhere",
+        For::Everyone,
+        descriptors_lead_nowhere,
+    ),
     (SECRETS, For::Everyone, secrets_stay_outside),
 ];
 const SECRETS: &str = "secrets_stay_outside";
 
 fn unique(what: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    format!("fumehood-{what}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+    format!(
+        "fumehood-{what}-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    )
 }
 
 /// A private cluster, listening on loopback, on a path in `dir` and on an abstract name. Gone with this value, and
@@ -41,10 +57,20 @@ struct Postgres {
 impl Postgres {
     fn start(dir: &Path, abstract_name: &str) -> Postgres {
         let versions = std::fs::read_dir("/usr/lib/postgresql").unwrap().flatten();
-        let bin = versions.map(|v| v.path().join("bin")).find(|b| b.join("postgres").exists()).unwrap();
+        let bin = versions
+            .map(|v| v.path().join("bin"))
+            .find(|b| b.join("postgres").exists())
+            .unwrap();
         if is_root() {
             // The server refuses to run as root.
-            assert!(Command::new("chown").arg("postgres:").arg(dir).status().unwrap().success());
+            assert!(
+                Command::new("chown")
+                    .arg("postgres:")
+                    .arg(dir)
+                    .status()
+                    .unwrap()
+                    .success()
+            );
         }
         let command = |program: &str| {
             let mut command = Command::new("setpriv");
@@ -52,26 +78,59 @@ impl Postgres {
             if is_root() {
                 command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups"]);
             }
-            command.arg(bin.join(program)).arg("-D").arg(dir.join("cluster"));
+            command
+                .arg(bin.join(program))
+                .arg("-D")
+                .arg(dir.join("cluster"));
             command
         };
         let made = command("initdb")
-            .args(["-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"])
+            .args([
+                "-U",
+                "postgres",
+                "-A",
+                "trust",
+                "--no-sync",
+                "-E",
+                "UTF8",
+                "--locale=C",
+            ])
             .output()
             .unwrap();
-        assert!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        assert!(
+            made.status.success(),
+            "initdb: {}",
+            String::from_utf8_lossy(&made.stderr)
+        );
+        let port = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
         let mut server = command("postgres")
-            .args(["-p", &port.to_string(), "-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"])
+            .args([
+                "-p",
+                &port.to_string(),
+                "-c",
+                "listen_addresses=127.0.0.1",
+                "-c",
+                "fsync=off",
+            ])
             .arg("-c")
-            .arg(format!("unix_socket_directories={},@{abstract_name}", dir.display()))
+            .arg(format!(
+                "unix_socket_directories={},@{abstract_name}",
+                dir.display()
+            ))
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
         let mut log = BufReader::new(server.stderr.take().unwrap());
         let mut said = String::new();
         while !said.contains("ready to accept connections") {
-            assert!(log.read_line(&mut said).unwrap() > 0, "postgres ended: {said}");
+            assert!(
+                log.read_line(&mut said).unwrap() > 0,
+                "postgres ended: {said}"
+            );
         }
         // The rest of its log is read so that it can go on writing.
         std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
@@ -92,8 +151,14 @@ impl Drop for Postgres {
 const POSTGRES_ACTS: &[(&str, &str)] = &[
     ("tcp", "speak(socket.AF_INET, ('127.0.0.1', PORT))"),
     ("path", "speak(socket.AF_UNIX, DIR + '/.s.PGSQL.%d' % PORT)"),
-    ("path_in_the_workspace", "speak(socket.AF_UNIX, HERE + '/.s.PGSQL.%d' % PORT)"),
-    ("abstract", "speak(socket.AF_UNIX, '\\0' + NAME + '/.s.PGSQL.%d' % PORT)"),
+    (
+        "path_in_the_workspace",
+        "speak(socket.AF_UNIX, HERE + '/.s.PGSQL.%d' % PORT)",
+    ),
+    (
+        "abstract",
+        "speak(socket.AF_UNIX, '\\0' + NAME + '/.s.PGSQL.%d' % PORT)",
+    ),
 ];
 
 fn postgresql() {
@@ -120,7 +185,11 @@ fn postgresql() {
     for (act, _) in POSTGRES_ACTS {
         assert_eq!(verdict(&control, act), "done", "control");
         let inside = verdict(&ran.stdout, act);
-        assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+        assert!(
+            inside.starts_with("refused"),
+            "{act}: {inside}\n{}",
+            ran.all()
+        );
     }
     // Refused because it is out of bounds, not because it was not found.
     for act in ["path", "path_in_the_workspace"] {
@@ -149,7 +218,8 @@ impl Services {
         };
         for file in ["socket", "log"] {
             // The hard case: nothing but the sandbox refuses.
-            std::fs::set_permissions(dir.join(file), std::fs::Permissions::from_mode(0o777)).unwrap();
+            std::fs::set_permissions(dir.join(file), std::fs::Permissions::from_mode(0o777))
+                .unwrap();
         }
         services.tcp.set_nonblocking(true).unwrap();
         services.udp.set_nonblocking(true).unwrap();
@@ -178,31 +248,88 @@ impl Services {
 /// `D` is the directory of the sockets, `W` one that can be written.
 const SERVICE_ACTS: &[(&str, &str)] = &[
     ("tcp", "socket.create_connection(('127.0.0.1', TCP))"),
-    ("tcp_without_blocking", "s = socket.socket(); s.setblocking(False); wait(s, s.connect_ex(('127.0.0.1', TCP)))"),
+    (
+        "tcp_without_blocking",
+        "s = socket.socket(); s.setblocking(False); wait(s, s.connect_ex(('127.0.0.1', TCP)))",
+    ),
     // Data in the first packet: a connection without connect().
-    ("tcp_fast_open", "socket.socket().sendto(b'x', 0x20000000, ('127.0.0.1', TCP))"),
+    (
+        "tcp_fast_open",
+        "socket.socket().sendto(b'x', 0x20000000, ('127.0.0.1', TCP))",
+    ),
     // Where nobody listens, the first datagram is lost and the second learns of it.
-    ("udp", "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', UDP)); s.send(b'x'); s.send(b'x')"),
-    ("udp_query", "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', UDP))\n\
-                   for _ in range(2): s.send(struct.pack('!6H', 7, 256, 1, 0, 0, 0) + b'\\2db\\0\\0\\1\\0\\1')"),
+    (
+        "udp",
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', UDP)); s.send(b'x'); s.send(b'x')",
+    ),
+    (
+        "udp_query",
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', UDP))\n\
+                   for _ in range(2): s.send(struct.pack('!6H', 7, 256, 1, 0, 0, 0) + b'\\2db\\0\\0\\1\\0\\1')",
+    ),
     ("path", "stream(D + '/socket')"),
-    ("path_without_blocking", "s = socket.socket(socket.AF_UNIX); s.setblocking(False); s.connect(D + '/socket')"),
-    ("link", "os.symlink(D + '/socket', W + '/link'); stream(W + '/link')"),
-    ("link_to_directory", "os.symlink(D, W + '/dir'); stream(W + '/dir/socket')"),
-    ("link_to_link", "os.symlink(W + '/two', W + '/one'); os.symlink(D + '/socket', W + '/two'); stream(W + '/one')"),
-    ("hard_link", "os.link(D + '/socket', W + '/hard'); stream(W + '/hard')"),
+    (
+        "path_without_blocking",
+        "s = socket.socket(socket.AF_UNIX); s.setblocking(False); s.connect(D + '/socket')",
+    ),
+    (
+        "link",
+        "os.symlink(D + '/socket', W + '/link'); stream(W + '/link')",
+    ),
+    (
+        "link_to_directory",
+        "os.symlink(D, W + '/dir'); stream(W + '/dir/socket')",
+    ),
+    (
+        "link_to_link",
+        "os.symlink(W + '/two', W + '/one'); os.symlink(D + '/socket', W + '/two'); stream(W + '/one')",
+    ),
+    (
+        "hard_link",
+        "os.link(D + '/socket', W + '/hard'); stream(W + '/hard')",
+    ),
     ("relative", "os.chdir(D); stream('socket')"),
-    ("relative_dots", "os.chdir(D); stream('../' + os.path.basename(D) + '/./socket')"),
-    ("by_own_proc_cwd", "os.chdir(D); stream('/proc/%d/cwd/socket' % os.getpid())"),
-    ("by_own_proc_root", "stream('/proc/%d/root' % os.getpid() + D + '/socket')"),
-    ("by_own_descriptor", "stream('/proc/%d/fd/%d' % (os.getpid(), os.open(D + '/socket', os.O_PATH)))"),
-    ("by_directory_descriptor", "stream('/proc/%d/fd/%d/socket' % (os.getpid(), os.open(D, os.O_PATH)))"),
-    ("from_a_thread", "import threading\nseen = []\ndef go():\n  try: stream(D + '/socket')\n  except OSError as e: seen.append(e)\n\
-                       t = threading.Thread(target=go); t.start(); t.join()\nif seen: raise seen[0]"),
-    ("datagram", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', D + '/log')"),
-    ("raw_datagram", "socket.socket(socket.AF_UNIX, socket.SOCK_RAW).sendto(b'x', D + '/log')"),
-    ("datagram_from_a_pair", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', D + '/log')"),
-    ("datagram_message", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendmsg([b'x'], [], 0, D + '/log')"),
+    (
+        "relative_dots",
+        "os.chdir(D); stream('../' + os.path.basename(D) + '/./socket')",
+    ),
+    (
+        "by_own_proc_cwd",
+        "os.chdir(D); stream('/proc/%d/cwd/socket' % os.getpid())",
+    ),
+    (
+        "by_own_proc_root",
+        "stream('/proc/%d/root' % os.getpid() + D + '/socket')",
+    ),
+    (
+        "by_own_descriptor",
+        "stream('/proc/%d/fd/%d' % (os.getpid(), os.open(D + '/socket', os.O_PATH)))",
+    ),
+    (
+        "by_directory_descriptor",
+        "stream('/proc/%d/fd/%d/socket' % (os.getpid(), os.open(D, os.O_PATH)))",
+    ),
+    (
+        "from_a_thread",
+        "import threading\nseen = []\ndef go():\n  try: stream(D + '/socket')\n  except OSError as e: seen.append(e)\n\
+                       t = threading.Thread(target=go); t.start(); t.join()\nif seen: raise seen[0]",
+    ),
+    (
+        "datagram",
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', D + '/log')",
+    ),
+    (
+        "raw_datagram",
+        "socket.socket(socket.AF_UNIX, socket.SOCK_RAW).sendto(b'x', D + '/log')",
+    ),
+    (
+        "datagram_from_a_pair",
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', D + '/log')",
+    ),
+    (
+        "datagram_message",
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendmsg([b'x'], [], 0, D + '/log')",
+    ),
     ("abstract", "stream('\\0' + NAME)"),
 ];
 
@@ -227,18 +354,34 @@ fn any_service() {
     for (act, _) in SERVICE_ACTS {
         assert_eq!(verdict(&control, act), "done", "control of {act}");
     }
-    assert!(services.count().iter().all(|n| *n > 0), "the control reached every service");
+    assert!(
+        services.count().iter().all(|n| *n > 0),
+        "the control reached every service"
+    );
     for shown_at in ["its own path", "the workspace"] {
         let mut hood = Hood::python("").view(dir.path(), "data");
         let own = hood.workspace().to_path_buf();
-        let d = if shown_at == "the workspace" { own.join("data") } else { dir.path().to_path_buf() };
+        let d = if shown_at == "the workspace" {
+            own.join("data")
+        } else {
+            dir.path().to_path_buf()
+        };
         hood.script(&attempts(&setup(&d, &own), SERVICE_ACTS));
         let ran = hood.run();
         for (act, _) in SERVICE_ACTS {
             let inside = verdict(&ran.stdout, act);
-            assert!(inside.starts_with("refused"), "{act} at {shown_at}: {inside}\n{}", ran.all());
+            assert!(
+                inside.starts_with("refused"),
+                "{act} at {shown_at}: {inside}\n{}",
+                ran.all()
+            );
         }
-        assert_eq!(services.count(), [0; 5], "something came through at {shown_at}\n{}", ran.all());
+        assert_eq!(
+            services.count(),
+            [0; 5],
+            "something came through at {shown_at}\n{}",
+            ran.all()
+        );
     }
 }
 
@@ -247,16 +390,31 @@ const OTHER_KINDS: &[(&str, &str)] = &[
     ("netlink_generic", "socket.socket(16, socket.SOCK_RAW, 16)"),
     ("netlink_uevent", "socket.socket(16, socket.SOCK_RAW, 15)"),
     ("netlink_sock_diag", "socket.socket(16, socket.SOCK_RAW, 4)"),
-    ("netlink_netfilter", "socket.socket(16, socket.SOCK_RAW, 12)"),
-    ("netlink_with_garbage_above", "sc(41, 16 | 1 << 40, 3, 16 | 1 << 40)"),
-    ("unix_datagram", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)"),
-    ("unix_datagram_with_flags", "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)"),
+    (
+        "netlink_netfilter",
+        "socket.socket(16, socket.SOCK_RAW, 12)",
+    ),
+    (
+        "netlink_with_garbage_above",
+        "sc(41, 16 | 1 << 40, 3, 16 | 1 << 40)",
+    ),
+    (
+        "unix_datagram",
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    ),
+    (
+        "unix_datagram_with_flags",
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)",
+    ),
 ];
 /// Refused inside whatever the host has of them: most hosts load a module on the first request, some have none.
 const SELDOM_KINDS: &[(&str, &str)] = &[
     ("vsock", "socket.socket(40, socket.SOCK_STREAM)"),
     ("packet", "socket.socket(17, socket.SOCK_RAW, 0x300)"),
-    ("packet_datagram", "socket.socket(17, socket.SOCK_DGRAM, 0x300)"),
+    (
+        "packet_datagram",
+        "socket.socket(17, socket.SOCK_DGRAM, 0x300)",
+    ),
     ("alg", "socket.socket(38, socket.SOCK_SEQPACKET)"),
     ("raw", "socket.socket(2, socket.SOCK_RAW, 1)"),
     ("ping", "socket.socket(2, socket.SOCK_DGRAM, 1)"),
@@ -269,8 +427,14 @@ const SELDOM_KINDS: &[(&str, &str)] = &[
     ("tipc", "socket.socket(30, socket.SOCK_STREAM)"),
     ("xdp", "socket.socket(44, socket.SOCK_RAW)"),
     // Addresses of machines: there is no route to any, and no name leads to one.
-    ("another_machine", "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('192.0.2.1', 53))"),
-    ("another_machine_6", "s = socket.socket(10, socket.SOCK_DGRAM); s.connect(('2001:db8::1', 53))"),
+    (
+        "another_machine",
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('192.0.2.1', 53))",
+    ),
+    (
+        "another_machine_6",
+        "s = socket.socket(10, socket.SOCK_DGRAM); s.connect(('2001:db8::1', 53))",
+    ),
     ("a_name", "socket.getaddrinfo('postgres.example', 5432)"),
     ("io_uring", "sc(425, 4, ctypes.create_string_buffer(256))"),
 ];
@@ -280,10 +444,16 @@ const ORDINARY_KINDS: &[(&str, &str)] = &[
     ("tcp_6", "socket.socket(10)"),
     ("udp", "socket.socket(type=socket.SOCK_DGRAM)"),
     ("stream", "socket.socket(socket.AF_UNIX)"),
-    ("seqpacket", "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)"),
+    (
+        "seqpacket",
+        "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)",
+    ),
     ("pair", "socket.socketpair()"),
     ("netlink_route", "socket.socket(16, socket.SOCK_RAW, 0)"),
-    ("interfaces", "assert [n for _, n in socket.if_nameindex()] == ['lo']"),
+    (
+        "interfaces",
+        "assert [n for _, n in socket.if_nameindex()] == ['lo']",
+    ),
     ("loopback_by_name", "socket.getaddrinfo('localhost', 80)"),
 ];
 
@@ -296,7 +466,11 @@ fn kinds_of_sockets() {
     }
     for (act, _) in OTHER_KINDS.iter().chain(SELDOM_KINDS) {
         let inside = verdict(&ran.stdout, act);
-        assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+        assert!(
+            inside.starts_with("refused"),
+            "{act}: {inside}\n{}",
+            ran.all()
+        );
     }
     for (act, _) in ORDINARY_KINDS {
         assert_eq!(verdict(&ran.stdout, act), "done", "{act}\n{}", ran.all());
@@ -353,12 +527,18 @@ fn an_address_that_changes_under_way() {
     std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o777)).unwrap();
     let counted = std::sync::Arc::new(AtomicU32::new(0));
     let count = std::sync::Arc::clone(&counted);
-    // Ends with the process; it only ever counts.
+    // Ends with the process; it only ever counts, then hangs up.
     std::thread::spawn(move || {
         for _connection in listener.incoming() {
             count.fetch_add(1, Ordering::SeqCst);
         }
     });
+    // Connections are accepted in their order: once ours was hung up on, all before it have been counted.
+    let count_so_far = || {
+        let mut last = UnixStream::connect(&socket).unwrap();
+        assert_eq!(last.read(&mut [0u8]).unwrap(), 0);
+        counted.swap(0, Ordering::SeqCst) - 1
+    };
     let program = shown_dir();
     compile(RACE, &program.path().join("race"));
     let control = Command::new(program.path().join("race"))
@@ -368,18 +548,39 @@ fn an_address_that_changes_under_way() {
         .output()
         .unwrap();
     assert!(control.status.success(), "{control:?}");
-    assert!(counted.load(Ordering::SeqCst) > 0, "the swap never met a connect: the race is not one");
-    let before = counted.swap(0, Ordering::SeqCst);
+    let unconfined = count_so_far();
+    assert!(
+        unconfined > 0,
+        "the swap never met a connect: the race is not one"
+    );
 
     let mut hood = Hood::new(&["/bin/true"]).view(dir.path(), "data");
     let own = hood.workspace().to_path_buf();
     std::fs::copy(program.path().join("race"), own.join("race")).unwrap();
-    hood.command(&[&own.join("race"), &own.join("own"), &socket, Path::new("3000")]);
+    hood.command(&[
+        &own.join("race"),
+        &own.join("own"),
+        &socket,
+        Path::new("3000"),
+    ]);
     let ran = hood.run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
-    let numbers: Vec<u32> = ran.stdout.split_whitespace().filter_map(|w| w.parse().ok()).collect();
-    assert!(numbers[0] > 0 && numbers[1] > 0, "both addresses were met: {}", ran.stdout);
-    assert_eq!(counted.load(Ordering::SeqCst), 0, "of {before} unconfined");
+    let numbers: Vec<u32> = ran
+        .stdout
+        .split_whitespace()
+        .filter_map(|w| w.parse().ok())
+        .collect();
+    assert!(
+        numbers[0] > 0 && numbers[1] > 0,
+        "both addresses were met: {}",
+        ran.stdout
+    );
+    assert_eq!(
+        count_so_far(),
+        0,
+        "{unconfined} unconfined; inside it was told {}",
+        ran.stdout
+    );
 }
 
 /// The broker resolves paths on the program's behalf. Its own /proc/self is not the program's, and what it answers
@@ -402,7 +603,11 @@ print('OVER')
 "#;
     let ran = Hood::python(&format!("DIR = {:?}\n{script}", dir.path())).run();
     assert!(ran.said("OVER"), "{}", ran.all());
-    assert!(!ran.stdout.contains("TOLD"), "the host's files show through the broker\n{}", ran.all());
+    assert!(
+        !ran.stdout.contains("TOLD"),
+        "the host's files show through the broker\n{}",
+        ran.all()
+    );
 }
 
 fn its_own_sockets_work() {
@@ -464,15 +669,22 @@ fn descriptors_lead_nowhere() {
                   \x20   try: print(n, os.readlink('/proc/self/fd/' + n))\n\
                   \x20   except FileNotFoundError: pass\n";
     // A control: a descriptor that is not close-on-exec is inherited by an unconfined program.
-    let held = UnixListener::bind_addr(&SocketAddr::from_abstract_name(unique("held")).unwrap()).unwrap();
+    let held =
+        UnixListener::bind_addr(&SocketAddr::from_abstract_name(unique("held")).unwrap()).unwrap();
     let kept = rustix::io::dup(held.as_fd()).unwrap();
-    assert!(unconfined(script).contains("socket:"), "the control inherits the socket");
+    assert!(
+        unconfined(script).contains("socket:"),
+        "the control inherits the socket"
+    );
     let ran = Hood::python(script).run();
     drop(kept);
     for line in ran.stdout.lines() {
         let (number, to) = line.split_once(' ').unwrap();
         assert!(["0", "1", "2"].contains(&number), "descriptor {line}");
-        assert!(to == "/dev/null" || to.starts_with("pipe:"), "descriptor {line}");
+        assert!(
+            to == "/dev/null" || to.starts_with("pipe:"),
+            "descriptor {line}"
+        );
     }
     assert_eq!(ran.stdout.lines().count(), 3, "{}", ran.all());
 }
@@ -499,7 +711,7 @@ fn secrets_stay_outside() {
         r#"
 import subprocess
 child = subprocess.Popen(['/bin/sleep', '60'])
-while open('/proc/%d/comm' % child.pid).read().strip() != 'sleep': os.sched_yield()
+while 'sleep' not in open('/proc/%d/cmdline' % child.pid).read(): os.sched_yield()
 found = set()
 def look(where, data):
     for s in SECRETS:
@@ -522,7 +734,9 @@ print('CONTROL', sorted(found & {'environ', 'mem'}))
 child.kill()
 "#
     );
-    let ran = Hood::python(&script).env("ALLOWED", right_way(ALLOWED_REVERSED)).run();
+    let ran = Hood::python(&script)
+        .env("ALLOWED", right_way(ALLOWED_REVERSED))
+        .run();
     // What was passed on purpose is found in both places: the search works.
     assert!(ran.said("CONTROL ['environ', 'mem']"), "{}", ran.all());
     assert!(!ran.stdout.contains("FOUND"), "{}", ran.all());

@@ -2,6 +2,7 @@
 //! the host.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -14,12 +15,36 @@ use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
     ("two_at_once", For::Everyone, two_at_once),
-    ("processes_of_the_host", For::Everyone, processes_of_the_host),
-    ("pid_1_is_out_of_reach", For::Everyone, pid_1_is_out_of_reach),
-    ("pid_1_cannot_be_slowed", For::Everyone, pid_1_cannot_be_slowed),
-    ("pid_1_keeps_its_deadline", For::Everyone, pid_1_keeps_its_deadline),
-    ("host_wide_counters_are_not_used_up", For::Everyone, host_wide_counters_are_not_used_up),
-    ("pid_1_keeps_no_stream", For::Everyone, pid_1_keeps_no_stream),
+    (
+        "processes_of_the_host",
+        For::Everyone,
+        processes_of_the_host,
+    ),
+    (
+        "pid_1_is_out_of_reach",
+        For::Everyone,
+        pid_1_is_out_of_reach,
+    ),
+    (
+        "pid_1_cannot_be_slowed",
+        For::Everyone,
+        pid_1_cannot_be_slowed,
+    ),
+    (
+        "pid_1_keeps_its_deadline",
+        For::Everyone,
+        pid_1_keeps_its_deadline,
+    ),
+    (
+        "host_wide_counters_are_not_used_up",
+        For::Everyone,
+        host_wide_counters_are_not_used_up,
+    ),
+    (
+        "pid_1_keeps_no_stream",
+        For::Everyone,
+        pid_1_keeps_no_stream,
+    ),
 ];
 
 /// A run that goes on until it is let go, in a thread of its own.
@@ -34,9 +59,15 @@ impl Held {
     pub fn start(mut hood: Hood, script: &str) -> Held {
         let workspace = hood.workspace().to_path_buf();
         let ready = workspace.join("ready");
-        assert!(Command::new("mkfifo").arg(&ready).status().unwrap().success());
+        assert!(
+            Command::new("mkfifo")
+                .arg(&ready)
+                .status()
+                .unwrap()
+                .success()
+        );
         hood.script(&format!(
-            "def hold():\n    fd = os.open('ready', os.O_WRONLY); os.write(fd, b'x'); os.read(0, 1)\n{script}"
+            "def hold():\n    fd = os.open('ready', os.O_WRONLY); os.close(fd); os.read(0, 1)\n{script}"
         ));
         let (inner, outer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         hood.stdin = Some(inner);
@@ -53,14 +84,22 @@ impl Held {
             let opened = std::fs::read(&ready).map_err(|e| e.to_string());
             let _nobody_waits = tell_ready.send(opened.map(drop));
         });
-        let first = is_ready.recv_timeout(Duration::from_secs(60)).expect("the run gets ready");
+        let first = is_ready
+            .recv_timeout(Duration::from_secs(60))
+            .expect("the run gets ready");
         first.unwrap_or_else(|words| panic!("the run ended before it was ready: {words}"));
-        Held { done, let_go: Some(outer), workspace }
+        Held {
+            done,
+            let_go: Some(outer),
+            workspace,
+        }
     }
 
     pub fn finish(mut self) -> Ran {
         drop(self.let_go.take());
-        self.done.recv_timeout(Duration::from_secs(60)).expect("the run ends when it is let go")
+        self.done
+            .recv_timeout(Duration::from_secs(60))
+            .expect("the run ends when it is let go")
     }
 }
 
@@ -79,38 +118,53 @@ pub fn host_pids(marker: &str) -> Vec<i32> {
 pub fn host_uids(pid: i32) -> Vec<u32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|l| l.strip_prefix("Uid:")).unwrap();
-    line.split_whitespace().map(|n| n.parse().unwrap()).collect()
+    line.split_whitespace()
+        .map(|n| n.parse().unwrap())
+        .collect()
 }
 
 /// `PID` is a process of the first analysis, `DIR` its workspace; `NAME` and `KEY` are what it called its things.
 const REACH_ANOTHER: &[(&str, &str)] = &[
     ("see", "os.stat('/proc/%d' % PID)"),
-    ("see_its_command", "assert_(any(NAME in command(p) for p in os.listdir('/proc') if p.isdigit()))"),
+    (
+        "see_its_command",
+        "assert_(any(NAME in command(p) for p in os.listdir('/proc') if p.isdigit()))",
+    ),
     ("ask_after_it", "os.kill(PID, 0)"),
     ("hold_it", "os.pidfd_open(PID)"),
     ("priority", "os.setpriority(os.PRIO_PROCESS, PID, 19)"),
-    ("limits", "import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE)"),
+    (
+        "limits",
+        "import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE)",
+    ),
     ("its_memory", "open('/proc/%d/mem' % PID, 'rb')"),
-    ("its_environment", "open('/proc/%d/environ' % PID, 'rb').read()"),
+    (
+        "its_environment",
+        "open('/proc/%d/environ' % PID, 'rb').read()",
+    ),
     ("its_descriptors", "os.listdir('/proc/%d/fd' % PID)"),
     ("its_root", "os.listdir('/proc/%d/root' % PID)"),
     ("shared_memory", "sc(29, KEY, 0, 0)"),
     ("semaphores", "sc(64, KEY, 0, 0)"),
     ("messages", "sc(68, KEY, 0)"),
     ("posix_shared_memory", "open('/dev/shm/' + NAME)"),
-    ("posix_queue", "sc(240, ctypes.c_char_p(NAME.encode()), 0, 0, 0)"),
-    ("abstract_socket", "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)"),
+    (
+        "abstract_socket",
+        "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)",
+    ),
     ("tcp", "socket.create_connection(('127.0.0.1', PORT))"),
     ("its_tmp", "open('/tmp/' + NAME)"),
     ("its_home", "open(os.environ['HOME'] + '/' + NAME)"),
     ("its_workspace", "open(DIR + '/mine')"),
-    ("its_workspace_listed", "assert_(DIR[5:] in os.listdir('/tmp'))"),
+    (
+        "its_workspace_listed",
+        "assert_(DIR[5:] in os.listdir('/tmp'))",
+    ),
     ("its_hidden_directory", "os.listdir(DIR + '/.fumehood/tmp')"),
 ];
 
 const FIRST_ANALYSIS: &str = r#"
 sc(29, KEY, 4096, 0o1600); sc(64, KEY, 1, 0o1600); sc(68, KEY, 0o1600)
-sc(240, ctypes.c_char_p(NAME.encode()), os.O_CREAT | os.O_RDWR, 0o600, 0)
 for path in ('/dev/shm/' + NAME, '/tmp/' + NAME, os.environ['HOME'] + '/' + NAME, 'mine'): open(path, 'w').write('mine')
 named = socket.socket(socket.AF_UNIX); named.bind('\0' + NAME); named.listen()
 tcp = socket.socket(); tcp.bind(('127.0.0.1', PORT)); tcp.listen()
@@ -131,25 +185,47 @@ fn two_at_once() {
     let own = first.workspace().to_path_buf();
     // The control: what the first makes can be reached, from a process of its own. Its hidden directory, though, is
     // not even its own to see.
-    let acts: Vec<_> = REACH_ANOTHER.iter().copied().filter(|(n, _)| *n != "its_hidden_directory").collect();
-    let control = attempts(&(setup("os.getppid()", &own) + FIRST_ANALYSIS), &acts);
+    let acts: Vec<_> = REACH_ANOTHER
+        .iter()
+        .copied()
+        .filter(|(n, _)| *n != "its_hidden_directory")
+        .collect();
+    let control = attempts(&(setup("os.getpid()", &own) + FIRST_ANALYSIS), &acts);
     // The mark stands in the command line in full, for the host and the control to find.
-    let held = Held::start(first, &format!("# {name}\ndef body():\n  pass\n{control}\nhold()\n").replace("os.getppid()", "os.getpid()"));
+    let held = Held::start(first, &format!("# {name}\n{control}\nhold()\n"));
     let pids = host_pids(&name);
     let pid = *pids.first().expect("the host sees the first analysis");
-    let second = Hood::python(&attempts(&setup(&pid.to_string(), &held.workspace), REACH_ANOTHER)).run();
+    let second = Hood::python(&attempts(
+        &setup(&pid.to_string(), &held.workspace),
+        REACH_ANOTHER,
+    ))
+    .run();
     // Both run under ids of their own, none of them root's.
     let first_uids = host_uids(pid);
     let second_kill = Hood::python(&format!("os.kill({pid}, 9)")).run();
     let ran = held.finish();
-    assert_eq!(ran.code(), Some(0), "the first ends by itself: {}", ran.all());
+    assert_eq!(
+        ran.code(),
+        Some(0),
+        "the first ends by itself: {}",
+        ran.all()
+    );
     assert_eq!(second_kill.code(), Some(1), "{}", second_kill.all());
     for (act, _) in &acts {
-        assert_eq!(verdict(&ran.stdout, act), "done", "control of {act}\n{}", ran.all());
+        assert_eq!(
+            verdict(&ran.stdout, act),
+            "done",
+            "control of {act}\n{}",
+            ran.all()
+        );
     }
     for (act, _) in REACH_ANOTHER {
         let inside = verdict(&second.stdout, act);
-        assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", second.all());
+        assert!(
+            inside.starts_with("refused"),
+            "{act}: {inside}\n{}",
+            second.all()
+        );
     }
     assert!(first_uids.iter().all(|uid| *uid != 0));
     if is_root() {
@@ -162,15 +238,32 @@ fn two_leases(first: &[u32]) {
     let held = Held::start(Hood::python(""), &format!("# {mark}\nhold()\n"));
     let second = host_uids(host_pids(&mark)[0]);
     held.finish();
-    assert!(second.iter().all(|uid| *uid != 0 && !first.contains(uid)), "{first:?} and {second:?}");
+    assert!(
+        second.iter().all(|uid| *uid != 0 && !first.contains(uid)),
+        "{first:?} and {second:?}"
+    );
 }
 
 /// A process of the host's that does nothing but wait, under the identity that runs the test.
 pub struct Witness(pub Child);
 
 impl Witness {
+    /// In a process group of its own, and past its exec: before that its memory is nobody's yet.
     pub fn start() -> Witness {
-        Witness(Command::new("/bin/sleep").arg("600").stdin(Stdio::null()).spawn().unwrap())
+        let mut command = Command::new("/bin/sleep");
+        let child = command
+            .arg("600")
+            .stdin(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        while std::fs::read(format!("/proc/{}/cmdline", child.id()))
+            .unwrap()
+            .is_empty()
+        {
+            std::thread::yield_now();
+        }
+        Witness(child)
     }
     pub fn pid(&self) -> u32 {
         self.0.id()
@@ -192,19 +285,37 @@ const REACH_THE_HOST: &[(&str, &str)] = &[
     ("continue", "os.kill(PID, signal.SIGCONT)"),
     ("group", "os.killpg(os.getpgid(PID), signal.SIGCONT)"),
     ("thread", "sc(234, PID, PID, signal.SIGCONT)"),
-    ("queue", "sc(129, PID, signal.SIGCONT, ctypes.create_string_buffer(struct.pack('iii', signal.SIGCONT, 0, -1), 128))"),
-    ("hold", "signal.pidfd_send_signal(os.pidfd_open(PID), signal.SIGCONT)"),
+    (
+        "queue",
+        "sc(129, PID, signal.SIGCONT, ctypes.create_string_buffer(struct.pack('iii', signal.SIGCONT, 0, -1), 128))",
+    ),
+    (
+        "hold",
+        "signal.pidfd_send_signal(os.pidfd_open(PID), signal.SIGCONT)",
+    ),
     ("priority", "os.setpriority(os.PRIO_PROCESS, PID, 5)"),
     ("input_output_priority", "sc(251, 1, PID, 2 << 13 | 7)"),
-    ("affinity", "os.sched_setaffinity(PID, os.sched_getaffinity(0))"),
-    ("policy", "os.sched_setscheduler(PID, os.SCHED_BATCH, os.sched_param(0))"),
-    ("limits", "import resource; resource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))"),
+    (
+        "affinity",
+        "os.sched_setaffinity(PID, os.sched_getaffinity(0))",
+    ),
+    (
+        "policy",
+        "os.sched_setscheduler(PID, os.SCHED_BATCH, os.sched_param(0))",
+    ),
+    (
+        "limits",
+        "import resource; resource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))",
+    ),
     ("environment", "open('/proc/%d/environ' % PID).read()"),
     ("memory", "open('/proc/%d/mem' % PID, 'rb')"),
     ("descriptors", "os.listdir('/proc/%d/fd' % PID)"),
     ("root", "os.listdir('/proc/%d/root/' % PID)"),
     ("read_memory", "readv(PID)"),
-    ("attach", "sc(101, 16, PID, 0, 0); os.waitpid(PID, 0x40000000); sc(101, 17, PID, 0, 0)"),
+    (
+        "attach",
+        "sc(101, 16, PID, 0, 0); os.waitpid(PID, 0x40000000); sc(101, 17, PID, 0, 0)",
+    ),
 ];
 const READV: &str = "def readv(pid):\n\
                      \x20   start = int(open('/proc/%d/maps' % pid).readline().split('-')[0], 16)\n\
@@ -224,7 +335,11 @@ fn processes_of_the_host() {
         let ran = Hood::python(&script(target)).run();
         for (act, _) in REACH_THE_HOST {
             let inside = verdict(&ran.stdout, act);
-            assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+            assert!(
+                inside.starts_with("refused"),
+                "{act}: {inside}\n{}",
+                ran.all()
+            );
         }
     }
     // Everyone it can signal, its own excepted, is nobody: in a pid namespace it cannot mean the host.
@@ -239,14 +354,21 @@ fn processes_of_the_host() {
     );
     let ran = Hood::python(&kill).run();
     // The control: its own child died of it.
-    assert!(ran.said("sent to -1") && ran.said("child -9"), "{}", ran.all());
-    assert!(ran.said(&format!("{} ESRCH", witness.pid())), "{}", ran.all());
+    assert!(
+        ran.said("sent to -1") && ran.said("child -9"),
+        "{}",
+        ran.all()
+    );
+    assert!(
+        ran.said(&format!("{} ESRCH", witness.pid())),
+        "{}",
+        ran.all()
+    );
     assert!(witness.lives());
 }
 
 const REACH_PID_1: &[(&str, &str)] = &[
     ("mem", "open('/proc/%d/mem' % PID, 'rb')"),
-    ("mem_for_writing", "open('/proc/%d/mem' % PID, 'r+b')"),
     ("environ", "open('/proc/%d/environ' % PID).read()"),
     ("maps", "open('/proc/%d/maps' % PID).read()"),
     ("auxv", "open('/proc/%d/auxv' % PID, 'rb').read()"),
@@ -258,17 +380,23 @@ const REACH_PID_1: &[(&str, &str)] = &[
     ("namespaces", "os.readlink('/proc/%d/ns/user' % PID)"),
     ("map_files", "os.listdir('/proc/%d/map_files' % PID)"),
 ];
-/// Refused about any process, by seccomp; on the host about a child of one's own they succeed.
+/// Refused about any process, by seccomp and a read-only /proc; on the host about a child of one's own they succeed.
 const REFUSED_ABOUT_ANY: &[(&str, &str)] = &[
+    ("mem_for_writing", "open('/proc/%d/mem' % PID, 'r+b', 0)"),
     ("read_memory", "readv(PID)"),
-    ("attach", "sc(101, 16, PID, 0, 0); os.waitpid(PID, 0x40000000); sc(101, 17, PID, 0, 0)"),
+    (
+        "attach",
+        "sc(101, 16, PID, 0, 0); os.waitpid(PID, 0x40000000); sc(101, 17, PID, 0, 0)",
+    ),
     ("seize", "sc(101, 0x4206, PID, 0, 0)"),
     ("take_a_descriptor", "sc(438, os.pidfd_open(PID), 0, 0)"),
     ("compare", "sc(312, os.getpid(), PID, 0, 0, 0)"),
 ];
 /// A child to try the same on: it holds descriptor 0 and waits.
-const CHILD: &str = "import subprocess\nPID = subprocess.Popen(['/bin/sleep', '60'], stdin=subprocess.DEVNULL).pid\n\
-                     while open('/proc/%d/comm' % PID).read().strip() != 'sleep': os.sched_yield()\n";
+const CHILD: &str = "import atexit, subprocess\nnull = subprocess.DEVNULL\n\
+                     child = subprocess.Popen(['/bin/sleep', '60'], stdin=null, stdout=null, stderr=null, start_new_session=True)\n\
+                     PID = child.pid; atexit.register(child.kill)\n\
+                     while 'sleep' not in open('/proc/%d/cmdline' % PID).read(): os.sched_yield()\n";
 
 fn pid_1_is_out_of_reach() {
     let all = [REACH_PID_1, REFUSED_ABOUT_ANY].concat();
@@ -285,12 +413,21 @@ fn pid_1_is_out_of_reach() {
         let ran = Hood::python(&script).without(without).run();
         for (act, _) in &all {
             let inside = verdict(&ran.stdout, act);
-            assert!(inside.starts_with("refused"), "{act}: {inside}\n{}", ran.all());
+            assert!(
+                inside.starts_with("refused"),
+                "{act}: {inside}\n{}",
+                ran.all()
+            );
         }
         assert_eq!((ran.code(), ran.stop()), (Some(7), None), "{}", ran.all());
     }
     for (act, _) in REACH_PID_1 {
-        assert_eq!(verdict(&own_child.stdout, act), "done", "control of {act}\n{}", own_child.all());
+        assert_eq!(
+            verdict(&own_child.stdout, act),
+            "done",
+            "control of {act}\n{}",
+            own_child.all()
+        );
     }
     for (act, _) in REFUSED_ABOUT_ANY {
         assert_eq!(verdict(&control, act), "done", "control of {act}");
@@ -300,35 +437,53 @@ fn pid_1_is_out_of_reach() {
 /// Pid 1 has the program's uid, which is all that the scheduler's calls ask for.
 const SLOW: &[(&str, &str)] = &[
     ("priority", "os.setpriority(os.PRIO_PROCESS, PID, 19)"),
-    ("priority_of_its_group", "os.setpriority(os.PRIO_PGRP, os.getpgid(PID), 19)"),
-    ("policy", "os.sched_setscheduler(PID, os.SCHED_IDLE, os.sched_param(0))"),
+    (
+        "priority_of_its_group",
+        "os.setpriority(os.PRIO_PGRP, os.getpgid(PID), 19)",
+    ),
+    (
+        "policy",
+        "os.sched_setscheduler(PID, os.SCHED_IDLE, os.sched_param(0))",
+    ),
     ("parameters", "os.sched_setparam(PID, os.sched_param(0))"),
-    ("affinity", "os.sched_setaffinity(PID, {min(os.sched_getaffinity(0))})"),
+    (
+        "affinity",
+        "os.sched_setaffinity(PID, {min(os.sched_getaffinity(0))})",
+    ),
     ("input_output_priority", "sc(251, 1, PID, 3 << 13)"),
-    ("limits", "import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE, (3, 3))"),
-    ("attributes", "sc(314, PID, ctypes.create_string_buffer(struct.pack('IIQiIQQQ', 48, 5, 0, 0, 0, 0, 0, 0), 48), 0)"),
+    (
+        "limits",
+        "import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE, (3, 3))",
+    ),
+    (
+        "attributes",
+        "sc(314, PID, ctypes.create_string_buffer(struct.pack('IIQiIQQQ', 48, 5, 0, 0, 0, 0, 0, 0), 48), 0)",
+    ),
 ];
 
 fn pid_1_cannot_be_slowed() {
     let control = unconfined(&attempts(CHILD, SLOW));
+    let tell = "print('nice', os.getpriority(os.PRIO_PROCESS, 1), os.sched_getscheduler(1), sc(252, 1, 1) >> 13)\n";
     // Everyone of this uid at once: pid 1 is among them unless it is left out.
-    let after = "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n\
-                 try: sc(251, 3, os.getuid(), 3 << 13)\nexcept OSError: pass\n\
-                 print('nice', os.getpriority(os.PRIO_PROCESS, 1), 'policy', os.sched_getscheduler(1), 'io', sc(252, 1, 1) >> 13)\n";
-    let before = Hood::python(&attempts("", &[]).replace("{setup}", "").to_owned()).run();
-    assert_eq!(before.code(), Some(0));
-    let ran = Hood::python(&(attempts("PID = 1", SLOW) + after)).run();
+    let everyone = "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n\
+                    try: sc(251, 3, os.getuid(), 3 << 13)\nexcept OSError: pass\n";
+    let untouched = Hood::python(&(attempts("", &[]) + tell)).run();
+    let ran = Hood::python(&(attempts("PID = 1", SLOW) + everyone + tell)).run();
     for (act, _) in SLOW {
         assert_eq!(verdict(&control, act), "done", "control of {act}");
         let inside = verdict(&ran.stdout, act);
-        assert!(inside.starts_with("refused"), "{act} of pid 1: {inside}\n{}", ran.all());
+        assert!(
+            inside.starts_with("refused"),
+            "{act} of pid 1: {inside}\n{}",
+            ran.all()
+        );
     }
-    let untouched = Hood::python(
-        &(attempts("", &[])
-            + "print('nice', os.getpriority(os.PRIO_PROCESS, 1), 'policy', os.sched_getscheduler(1), 'io', sc(252, 1, 1) >> 13)\n"),
-    )
-    .run();
-    assert_eq!(ran.stdout.lines().last(), untouched.stdout.lines().last(), "{}", ran.all());
+    assert_eq!(
+        ran.stdout.lines().last(),
+        untouched.stdout.lines().last(),
+        "{}",
+        ran.all()
+    );
 }
 
 /// Whatever it did to pid 1, with every CPU taken by its own threads, the deadline holds and is told as one.
@@ -341,13 +496,25 @@ fn pid_1_keeps_its_deadline() {
                  while True:\n\
                  \x20   try: os.kill(1, signal.SIGCHLD)\n\
                  \x20   except OSError: pass\n";
-    let script = attempts("PID = 1", SLOW) + "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n" + flood;
+    let script = attempts("PID = 1", SLOW)
+        + "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n"
+        + flood;
     let start = std::time::Instant::now();
-    let ran = Hood::python(&script).limits(|l| (l.wall_ms, l.grace_ms) = (2000, 200)).run();
+    let ran = Hood::python(&script)
+        .limits(|l| (l.wall_ms, l.grace_ms) = (2000, 200))
+        .run();
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
-    assert!(ran.outcome.all_dead && ran.outcome.exit.is_some(), "{}", ran.all());
+    assert!(
+        ran.outcome.all_dead && ran.outcome.exit.is_some(),
+        "{}",
+        ran.all()
+    );
     // A bound on waiting, far above what is promised: a starved init would need the runner's backstop.
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(
+        start.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        start.elapsed()
+    );
 }
 
 /// Numbers of which the whole host has one supply. What one analysis can take of it must leave most to the others.
@@ -369,20 +536,35 @@ fn host_wide_counters_are_not_used_up() {
 /// other side learns of it.
 fn pid_1_keeps_no_stream() {
     let mark = format!("streams-{}", std::process::id());
-    let held = Held::start(Hood::python(""), &format!("# {mark}\nprint(os.readlink('/proc/self/fd/1'), flush=True)\nhold()\n"));
+    let held = Held::start(
+        Hood::python(""),
+        &format!("# {mark}\nprint(os.readlink('/proc/self/fd/1'), flush=True)\nhold()\n"),
+    );
     let program = host_pids(&mark)[0];
     let status = std::fs::read_to_string(format!("/proc/{program}/status")).unwrap();
-    let parent: i32 = status.lines().find_map(|l| l.strip_prefix("PPid:")).unwrap().trim().parse().unwrap();
+    let parent: i32 = status
+        .lines()
+        .find_map(|l| l.strip_prefix("PPid:"))
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap();
     let links = |pid: i32| -> std::io::Result<Vec<String>> {
         let entries = std::fs::read_dir(format!("/proc/{pid}/fd"))?;
-        Ok(entries.flatten().filter_map(|e| Some(std::fs::read_link(e.path()).ok()?.display().to_string())).collect())
+        Ok(entries
+            .flatten()
+            .filter_map(|e| Some(std::fs::read_link(e.path()).ok()?.display().to_string()))
+            .collect())
     };
     let of_init = links(parent);
     let ran = held.finish();
     let pipe = ran.stdout.lines().next().unwrap();
     assert!(pipe.starts_with("pipe:"), "{}", ran.all());
     match of_init {
-        Ok(held_by_init) => assert!(!held_by_init.contains(&pipe.to_owned()), "{pipe} among {held_by_init:?}"),
+        Ok(held_by_init) => assert!(
+            !held_by_init.contains(&pipe.to_owned()),
+            "{pipe} among {held_by_init:?}"
+        ),
         // Not dumpable: only root can look.
         Err(e) => assert!(!is_root(), "{e}"),
     }

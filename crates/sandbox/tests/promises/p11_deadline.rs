@@ -13,18 +13,68 @@ use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
     ("a_daemon_dies", For::Everyone, a_daemon_dies),
-    ("who_ignores_sigterm_dies", For::Everyone, who_ignores_sigterm_dies),
-    ("the_stopped_handle_sigterm_and_die", For::Everyone, the_stopped_handle_sigterm_and_die),
-    ("who_stays_stopped_dies", For::Everyone, who_stays_stopped_dies),
-    ("who_hops_from_pid_to_pid_dies", For::Everyone, who_hops_from_pid_to_pid_dies),
+    (
+        "who_ignores_sigterm_dies",
+        For::Everyone,
+        who_ignores_sigterm_dies,
+    ),
+    (
+        "the_stopped_handle_sigterm_and_die",
+        For::Everyone,
+        the_stopped_handle_sigterm_and_die,
+    ),
+    (
+        "who_stays_stopped_dies",
+        For::Everyone,
+        who_stays_stopped_dies,
+    ),
+    (
+        "who_hops_from_pid_to_pid_dies",
+        For::Everyone,
+        who_hops_from_pid_to_pid_dies,
+    ),
     ("a_fork_bomb_dies", For::Everyone, a_fork_bomb_dies),
-    ("who_waits_in_vfork_dies", For::Everyone, who_waits_in_vfork_dies),
+    (
+        "who_waits_in_vfork_dies",
+        For::Everyone,
+        who_waits_in_vfork_dies,
+    ),
     ("all_threads_die", For::Everyone, all_threads_die),
-    ("the_grace_is_for_a_last_file", For::Everyone, the_grace_is_for_a_last_file),
-    ("without_grace_nothing_more_is_done", For::Everyone, without_grace_nothing_more_is_done),
-    ("a_held_pipe_holds_up_nobody", For::Everyone, a_held_pipe_holds_up_nobody),
-    ("what_is_left_behind_dies", For::Everyone, what_is_left_behind_dies),
-    ("cancel_gives_the_grace", For::Everyone, cancel_gives_the_grace),
+    (
+        "who_gives_init_much_to_look_at_dies",
+        For::Everyone,
+        who_gives_init_much_to_look_at_dies,
+    ),
+    (
+        "the_grace_is_for_a_last_file",
+        For::Everyone,
+        the_grace_is_for_a_last_file,
+    ),
+    (
+        "the_grace_is_for_children_too",
+        For::Everyone,
+        the_grace_is_for_children_too,
+    ),
+    (
+        "without_grace_nothing_more_is_done",
+        For::Everyone,
+        without_grace_nothing_more_is_done,
+    ),
+    (
+        "a_held_pipe_holds_up_nobody",
+        For::Everyone,
+        a_held_pipe_holds_up_nobody,
+    ),
+    (
+        "what_is_left_behind_dies",
+        For::Everyone,
+        what_is_left_behind_dies,
+    ),
+    (
+        "cancel_gives_the_grace",
+        For::Everyone,
+        cancel_gives_the_grace,
+    ),
     ("kill_gives_none", For::Everyone, kill_gives_none),
 ];
 
@@ -35,8 +85,15 @@ pub const AT_MOST: Duration = Duration::from_secs(30);
 pub fn new_marker() -> String {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    format!("fumehood-mark-{}-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed), now.as_nanos())
+    let now = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap();
+    format!(
+        "fumehood-mark-{}-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed),
+        now.as_nanos()
+    )
 }
 
 /// The processes on this host that have the marker among their arguments. The dead have no arguments.
@@ -55,8 +112,13 @@ pub fn left_of(marker: &str) -> Vec<i32> {
 }
 
 fn pids() -> Vec<i32> {
-    let names = std::fs::read_dir("/proc").unwrap().flatten().map(|e| e.file_name());
-    names.filter_map(|name| name.to_str()?.parse().ok()).collect()
+    let names = std::fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .map(|e| e.file_name());
+    names
+        .filter_map(|name| name.to_str()?.parse().ok())
+        .collect()
 }
 
 /// Waits until so many processes have the marker.
@@ -67,7 +129,11 @@ pub fn wait_for_marked(marker: &str, count: usize) -> Vec<i32> {
         if found.len() >= count {
             return found;
         }
-        assert!(Instant::now() < give_up, "{} of {count} processes appeared", found.len());
+        assert!(
+            Instant::now() < give_up,
+            "{} of {count} processes appeared",
+            found.len()
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -266,7 +332,14 @@ while True:
             up()
 ";
     let ran = at_the_deadline(act, 2500, 200);
-    assert!(ran.outcome.usage.pids_peak.is_some_and(|n| (30..=64).contains(&n)), "{}", ran.all());
+    assert!(
+        ran.outcome
+            .usage
+            .pids_peak
+            .is_some_and(|n| (30..=64).contains(&n)),
+        "{}",
+        ran.all()
+    );
 }
 
 fn who_waits_in_vfork_dies() {
@@ -288,7 +361,10 @@ int main(void) {
     assert!(ran.said("up"), "{}", ran.all());
     assert_eq!(left_of(&marker), [0i32; 0]);
     // The parent waits where only SIGKILL reaches it.
-    assert_eq!((ran.stop(), ran.outcome.exit), (Some(Stop::WallTime), Some(Exit::Signal(libc::SIGKILL))));
+    assert_eq!(
+        (ran.stop(), ran.outcome.exit),
+        (Some(Stop::WallTime), Some(Exit::Signal(libc::SIGKILL)))
+    );
 }
 
 pub fn compile(source: &str, program: &Path) {
@@ -299,7 +375,11 @@ pub fn compile(source: &str, program: &Path) {
         .stdin(Stdio::piped())
         .spawn()
         .unwrap();
-    gcc.stdin.take().unwrap().write_all(source.as_bytes()).unwrap();
+    gcc.stdin
+        .take()
+        .unwrap()
+        .write_all(source.as_bytes())
+        .unwrap();
     assert!(gcc.wait().unwrap().success());
 }
 
@@ -316,7 +396,49 @@ up()
 ctypes.CDLL(None).pthread_exit(None)
 ";
     let ran = at_the_deadline(&format!("import ctypes\n{act}"), 2000, 200);
-    assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)), "{}", ran.all());
+    assert_eq!(
+        ran.outcome.exit,
+        Some(Exit::Signal(libc::SIGKILL)),
+        "{}",
+        ran.all()
+    );
+}
+
+/// Init looks at descriptors for files without a name. However many there are, it keeps the time.
+fn who_gives_init_much_to_look_at_dies() {
+    let act = "
+try:
+    while True:
+        os.open('/dev/null', os.O_RDONLY)
+except OSError:
+    pass
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(MANY):
+    if os.fork() == 0:
+        rest()
+up()
+rest()
+";
+    for many in ["0", "240"] {
+        let marker = new_marker();
+        let act = script(&marker, &act.replace("MANY", many));
+        let limits = |l: &mut sandbox::spec::Limits| {
+            (l.wall_ms, l.grace_ms, l.open_files) = (4000, 200, 4096)
+        };
+        let ran = Hood::python(&act).limits(limits).run();
+        assert!(ran.said("up"), "{}", ran.all());
+        assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+        assert!(ran.outcome.all_dead, "{}", ran.all());
+        assert_eq!(left_of(&marker), [0i32; 0]);
+        // Ended by init, not by the runner's backstop half a minute later; a bound on lateness, with much room.
+        assert!(ran.outcome.usage.wall_ms < 10_000, "{}", ran.all());
+        assert_eq!(
+            ran.outcome.exit,
+            Some(Exit::Signal(libc::SIGKILL)),
+            "{}",
+            ran.all()
+        );
+    }
 }
 
 const LAST_FILE: &str = "
@@ -332,7 +454,8 @@ rest()
 
 fn last_file(grace_ms: u64) -> (Ran, Option<String>) {
     let marker = new_marker();
-    let hood = Hood::python(&script(&marker, LAST_FILE)).limits(|l| (l.wall_ms, l.grace_ms) = (1500, grace_ms));
+    let hood = Hood::python(&script(&marker, LAST_FILE))
+        .limits(|l| (l.wall_ms, l.grace_ms) = (1500, grace_ms));
     let (ran, file) = hood.run_then(|dir| std::fs::read_to_string(dir.join("last.txt")).ok());
     assert!(ran.said("up"), "{}", ran.all());
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
@@ -342,27 +465,64 @@ fn last_file(grace_ms: u64) -> (Ran, Option<String>) {
 
 fn the_grace_is_for_a_last_file() {
     let (ran, file) = last_file(20_000);
-    assert_eq!((ran.code(), file.as_deref()), (Some(3), Some("saved")), "{}", ran.all());
+    assert_eq!(
+        (ran.code(), file.as_deref()),
+        (Some(3), Some("saved")),
+        "{}",
+        ran.all()
+    );
+}
+
+/// A shell dies of SIGTERM at once; what it had started has its grace all the same.
+fn the_grace_is_for_children_too() {
+    let marker = new_marker();
+    let child = script(&marker, LAST_FILE);
+    let hood = Hood::sh(&format!(
+        "/usr/bin/python3 -I -c \"{child}\"; echo the shell goes on"
+    ));
+    let hood = hood.limits(|l| (l.wall_ms, l.grace_ms) = (1500, 20_000));
+    let (ran, file) = hood.run_then(|dir| std::fs::read_to_string(dir.join("last.txt")).ok());
+    assert!(
+        ran.said("up") && !ran.said("the shell goes on"),
+        "{}",
+        ran.all()
+    );
+    assert_eq!(
+        ran.outcome.exit,
+        Some(Exit::Signal(libc::SIGTERM)),
+        "{}",
+        ran.all()
+    );
+    assert_eq!(file.as_deref(), Some("saved"), "{}", ran.all());
+    assert_eq!(left_of(&marker), [0i32; 0]);
 }
 
 fn without_grace_nothing_more_is_done() {
     for grace_ms in [0, 1] {
         let (ran, file) = last_file(grace_ms);
-        assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)), "{}", ran.all());
+        assert_eq!(
+            ran.outcome.exit,
+            Some(Exit::Signal(libc::SIGKILL)),
+            "{}",
+            ran.all()
+        );
         assert_eq!(file, None);
     }
 }
 
 fn a_held_pipe_holds_up_nobody() {
     let marker = new_marker();
-    let hood = Hood::python(&script(&marker, "up()\nrest()")).limits(|l| (l.wall_ms, l.grace_ms) = (3000, 200));
+    let hood = Hood::python(&script(&marker, "up()\nrest()"))
+        .limits(|l| (l.wall_ms, l.grace_ms) = (3000, 200));
     let held = std::thread::scope(|scope| {
         let holder = scope.spawn(|| {
             let pid = wait_for_marked(&marker, 1)[0];
             let give_up = Instant::now() + AT_MOST;
             // Until its exec has put the pipe there, the descriptor is something else.
             loop {
-                let file = std::fs::File::options().write(true).open(format!("/proc/{pid}/fd/1"));
+                let file = std::fs::File::options()
+                    .write(true)
+                    .open(format!("/proc/{pid}/fd/1"));
                 if let Ok(file) = file
                     && file.metadata().unwrap().file_type().is_fifo()
                 {
@@ -399,11 +559,18 @@ up()
     let marker = new_marker();
     let ran = Hood::python(&script(&marker, act)).run();
     assert_eq!((ran.code(), ran.stop()), (Some(0), None), "{}", ran.all());
-    assert!(ran.said("up") && ran.said("from the background"), "{}", ran.all());
+    assert!(
+        ran.said("up") && ran.said("from the background"),
+        "{}",
+        ran.all()
+    );
     assert_eq!(left_of(&marker), [0i32; 0]);
     // Unconfined it outlives the program, which is not even killed: its first line is of the background's.
     let marker = new_marker();
-    let status = Command::new("/usr/bin/python3").args(["-I", "-c", &script(&marker, act)]).stdout(Stdio::null()).status();
+    let status = Command::new("/usr/bin/python3")
+        .args(["-I", "-c", &script(&marker, act)])
+        .stdout(Stdio::null())
+        .status();
     assert!(status.unwrap().success());
     let left = left_of(&marker);
     kill_marked(&marker);
@@ -439,15 +606,30 @@ fn wished(wish: Option<Wish>) -> Ran {
 
 fn cancel_gives_the_grace() {
     let ran = wished(Some(Wish::Cancel));
-    assert_eq!((ran.stop(), ran.code()), (Some(Stop::Cancelled), Some(5)), "{}", ran.all());
+    assert_eq!(
+        (ran.stop(), ran.code()),
+        (Some(Stop::Cancelled), Some(5)),
+        "{}",
+        ran.all()
+    );
     assert!(ran.said("handled"), "{}", ran.all());
     let control = wished(None);
-    assert_eq!((control.stop(), control.code()), (Some(Stop::WallTime), Some(5)), "{}", control.all());
+    assert_eq!(
+        (control.stop(), control.code()),
+        (Some(Stop::WallTime), Some(5)),
+        "{}",
+        control.all()
+    );
 }
 
 fn kill_gives_none() {
     let ran = wished(Some(Wish::Kill));
     assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
-    assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)), "{}", ran.all());
+    assert_eq!(
+        ran.outcome.exit,
+        Some(Exit::Signal(libc::SIGKILL)),
+        "{}",
+        ran.all()
+    );
     assert!(!ran.said("handled"), "{}", ran.all());
 }

@@ -14,11 +14,31 @@ use crate::p11_deadline::{AT_MOST, kill_marked, marked, new_marker, wait_for_mar
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
-    ("a_killed_runner_takes_the_analysis_with_it", For::Everyone, a_killed_runner_takes_the_analysis_with_it),
-    ("so_does_one_with_threads", For::Everyone, so_does_one_with_threads),
-    ("so_does_one_killed_while_it_starts", For::Everyone, so_does_one_killed_while_it_starts),
-    ("a_stopped_runner_suspends_no_deadline", For::Everyone, a_stopped_runner_suspends_no_deadline),
-    ("a_stopped_runner_suspends_no_disk_limit", For::Everyone, a_stopped_runner_suspends_no_disk_limit),
+    (
+        "a_killed_runner_takes_the_analysis_with_it",
+        For::Everyone,
+        a_killed_runner_takes_the_analysis_with_it,
+    ),
+    (
+        "so_does_one_with_threads",
+        For::Everyone,
+        so_does_one_with_threads,
+    ),
+    (
+        "so_does_one_killed_while_it_starts",
+        For::Everyone,
+        so_does_one_killed_while_it_starts,
+    ),
+    (
+        "a_stopped_runner_suspends_no_deadline",
+        For::Everyone,
+        a_stopped_runner_suspends_no_deadline,
+    ),
+    (
+        "a_stopped_runner_suspends_no_disk_limit",
+        For::Everyone,
+        a_stopped_runner_suspends_no_disk_limit,
+    ),
 ];
 
 const MARKER: &str = "FUMEHOOD_TEST_MARKER";
@@ -41,12 +61,22 @@ pub fn play(role: &str) {
         "threads" => run_among_threads(hood),
         _ => hood.run(),
     };
-    println!("{:?} {:?} dead={} said={}", ran.stop(), ran.outcome.exit, ran.outcome.all_dead, ran.said("up"));
+    println!(
+        "{:?} {:?} dead={} said={}",
+        ran.stop(),
+        ran.outcome.exit,
+        ran.outcome.all_dead,
+        ran.said("up")
+    );
 }
 
 fn run_among_threads(hood: Hood) -> Ran {
     for _ in 0..4 {
-        std::thread::spawn(|| loop { std::thread::park() });
+        std::thread::spawn(|| {
+            loop {
+                std::thread::park()
+            }
+        });
     }
     std::thread::spawn(move || hood.run()).join().unwrap()
 }
@@ -55,18 +85,22 @@ fn run_among_threads(hood: Hood) -> Ran {
 fn analysis(marker: &str, role: &str) -> String {
     let then = match role {
         // Not before the runner is stopped, which the trial says with a file.
-        "disk" => "
+        "disk" => {
+            "
 while not os.path.exists('go'):
     time.sleep(0.01)
 while True:
     with open(f'f{time.monotonic()}', 'wb') as f:
         f.write(b'x' * (1 << 20))
     time.sleep(0.02)
-",
-        _ => "
+"
+        }
+        _ => {
+            "
 while True:
     signal.pause()
-",
+"
+        }
     };
     format!(
         "# {marker}
@@ -106,7 +140,12 @@ impl Runner {
         let mut out = BufReader::new(process.stdout.take().unwrap());
         let mut line = String::new();
         out.read_line(&mut line).unwrap();
-        Runner { process, out, workspace: PathBuf::from(line.trim_end()), marker }
+        Runner {
+            process,
+            out,
+            workspace: PathBuf::from(line.trim_end()),
+            marker,
+        }
     }
 
     fn signal(&self, signal: Signal) {
@@ -164,15 +203,25 @@ fn a_killed_runner_takes_the_analysis_with_it() {
 /// Without a sandbox between them the same program outlives whoever started it.
 fn control() {
     let marker = new_marker();
-    let start = format!("/usr/bin/python3 -I -c 'import os\n{}' >/dev/null & wait", analysis(&marker, "plain").replace('\'', "\""));
-    let mut shell = Command::new("/bin/sh").args(["-c", &start]).spawn().unwrap();
+    let start = format!(
+        "/usr/bin/python3 -I -c 'import os\n{}' >/dev/null & wait",
+        analysis(&marker, "plain").replace('\'', "\"")
+    );
+    let mut shell = Command::new("/bin/sh")
+        .args(["-c", &start])
+        .spawn()
+        .unwrap();
     // The shell itself has the marker too.
     wait_for_marked(&marker, 3);
     shell.kill().unwrap();
     shell.wait().unwrap();
     let left = marked(&marker);
     kill_marked(&marker);
-    assert_eq!(left.len(), 2, "the control's processes died with their parent");
+    assert_eq!(
+        left.len(),
+        2,
+        "the control's processes died with their parent"
+    );
 }
 
 fn so_does_one_with_threads() {
@@ -192,15 +241,22 @@ fn so_does_one_killed_while_it_starts() {
         wait_for_death(&processes);
         let give_up = Instant::now() + AT_MOST;
         while !marked(&runner.marker).is_empty() {
-            assert!(Instant::now() < give_up, "killed after {delay_ms} steps, something stays");
+            assert!(
+                Instant::now() < give_up,
+                "killed after {delay_ms} steps, something stays"
+            );
         }
     }
 }
 
 /// Everything that descends from a process, as far as /proc shows it.
 fn children_of(pid: u32) -> Vec<i32> {
-    let list = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let children: Vec<i32> = list.split_ascii_whitespace().filter_map(|p| p.parse().ok()).collect();
+    let list =
+        std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let children: Vec<i32> = list
+        .split_ascii_whitespace()
+        .filter_map(|p| p.parse().ok())
+        .collect();
     let below = children.iter().flat_map(|child| children_of(*child as u32));
     children.iter().copied().chain(below).collect()
 }
@@ -213,7 +269,11 @@ fn stopped(role: &str) -> String {
     runner.signal(Signal::STOP);
     std::fs::write(runner.workspace.join("go"), "").unwrap();
     wait_for_death(&processes);
-    assert_eq!(runner.state(), 'T', "the runner was not stopped all the while");
+    assert_eq!(
+        runner.state(),
+        'T',
+        "the runner was not stopped all the while"
+    );
     assert_eq!(marked(&runner.marker), [0i32; 0]);
     runner.signal(Signal::CONT);
     let mut end = String::new();

@@ -1,3 +1,583 @@
-use crate::Entry;
+//! P17: how a run ended comes from kernel facts, exactly, and the program cannot forge it.
 
-pub const TRIALS: &[Entry] = &[];
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use sandbox::outcome::{Exit, Stop};
+use sandbox::spec::{Bytes, HostPath, Identity, InsidePath, SpecError};
+use sandbox::supervise::RunError;
+
+use crate::hood::{Hood, Ran, chain, host_dir, path_of};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("exit_codes_arrive", For::Everyone, exit_codes_arrive),
+    ("signals_arrive", For::Everyone, signals_arrive),
+    (
+        "descriptors_lead_nowhere",
+        For::Everyone,
+        descriptors_lead_nowhere,
+    ),
+    (
+        "init_cannot_be_killed",
+        For::Everyone,
+        init_cannot_be_killed,
+    ),
+    (
+        "init_cannot_be_looked_into",
+        For::Everyone,
+        init_cannot_be_looked_into,
+    ),
+    ("words_are_not_facts", For::Everyone, words_are_not_facts),
+    (
+        "others_ends_are_not_the_programs",
+        For::Everyone,
+        others_ends_are_not_the_programs,
+    ),
+    (
+        "a_pid_is_not_mistaken",
+        For::Everyone,
+        a_pid_is_not_mistaken,
+    ),
+    (
+        "causes_of_death_are_told_apart",
+        For::Root,
+        causes_of_death_are_told_apart,
+    ),
+    (
+        "causes_of_death_without_a_group",
+        For::Everyone,
+        causes_of_death_without_a_group,
+    ),
+    (
+        "usage_is_what_the_program_measured",
+        For::Everyone,
+        usage_is_what_the_program_measured,
+    ),
+    (
+        "a_missing_program_is_named",
+        For::Everyone,
+        a_missing_program_is_named,
+    ),
+    (
+        "a_program_that_is_none_is_named",
+        For::Everyone,
+        a_program_that_is_none_is_named,
+    ),
+    (
+        "a_missing_view_is_named",
+        For::Everyone,
+        a_missing_view_is_named,
+    ),
+    (
+        "an_impossible_spec_is_refused",
+        For::Everyone,
+        an_impossible_spec_is_refused,
+    ),
+];
+
+fn exit_codes_arrive() {
+    for code in [0, 1, 2, 7, 77, 124, 125, 126, 127, 128, 130, 137, 200, 255] {
+        let script = format!("exit {code}");
+        let ran = Hood::sh(&script).run();
+        assert_eq!(
+            (ran.outcome.exit, ran.stop()),
+            (Some(Exit::Code(code)), None),
+            "{}",
+            ran.all()
+        );
+        let host = Command::new("/bin/sh")
+            .args(["-c", &script])
+            .status()
+            .unwrap();
+        assert_eq!(host.code(), Some(code));
+    }
+}
+
+fn signals_arrive() {
+    let signals = [
+        libc::SIGHUP,
+        libc::SIGINT,
+        libc::SIGQUIT,
+        libc::SIGILL,
+        libc::SIGABRT,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGKILL,
+        libc::SIGSEGV,
+        libc::SIGPIPE,
+        libc::SIGALRM,
+        libc::SIGTERM,
+        libc::SIGUSR1,
+        libc::SIGSYS,
+        libc::SIGXCPU,
+        34,
+        50,
+        64,
+    ];
+    for signal in signals {
+        let script = format!(
+            "
+import os, signal
+if {signal} != signal.SIGKILL:
+    signal.signal({signal}, signal.SIG_DFL)
+os.kill(os.getpid(), {signal})
+"
+        );
+        let ran = Hood::python(&script).run();
+        assert_eq!(
+            (ran.outcome.exit, ran.stop()),
+            (Some(Exit::Signal(signal)), None),
+            "{}",
+            ran.all()
+        );
+        let host = Command::new("/usr/bin/python3")
+            .args(["-I", "-c", &script])
+            .status()
+            .unwrap();
+        assert_eq!(host.signal(), Some(signal));
+    }
+    // Not only asked for: met with.
+    let crash = Hood::python("ctypes.string_at(0)").run();
+    assert_eq!(
+        crash.outcome.exit,
+        Some(Exit::Signal(libc::SIGSEGV)),
+        "{}",
+        crash.all()
+    );
+}
+
+/// After whatever it tried, the program ends with this code, and with another in the control: so the code that
+/// arrives is its own.
+fn still_tells(act: &str) -> Ran {
+    let run = |code| Hood::python(&format!("{act}\nsys.stdout.flush()\nos._exit({code})")).run();
+    let (first, ran) = (run(41), run(42));
+    for (ran, code) in [(&first, 41), (&ran, 42)] {
+        assert_eq!(
+            (ran.outcome.exit, ran.stop()),
+            (Some(Exit::Code(code)), None),
+            "{}",
+            ran.all()
+        );
+    }
+    ran
+}
+
+const FORGED: &str = r#"{"ended":{"exit":{"code":0},"stop":"cancelled","usage":{"wall_ms":1,"cpu_ms":1,"memory_peak_bytes":null,"pids_peak":null,"disk_bytes":0,"files":0,"oom_kills":9}}}"#;
+
+fn descriptors_lead_nowhere() {
+    let ran = still_tells(&format!(
+        "
+forged = b'{FORGED}'
+taken = 0
+for fd in range(3, 1024):
+    for act in (lambda: os.write(fd, forged), lambda: os.close(fd), lambda: os.fstat(fd)):
+        try:
+            act()
+            taken += 1
+        except OSError as e:
+            assert e.errno == errno.EBADF
+print('taken', taken)
+# The control: one that is there takes it.
+read, write = os.pipe()
+print('pipe took', os.write(write, forged) == len(forged))
+"
+    ));
+    assert!(
+        ran.said("taken 0") && ran.said("pipe took True"),
+        "{}",
+        ran.all()
+    );
+}
+
+fn init_cannot_be_killed() {
+    let ran = still_tells(
+        "
+import signal
+alive = True
+for n in signal.valid_signals():
+    try:
+        os.kill(1, n)
+    except PermissionError:
+        pass
+# The control: the same on a child of its own.
+if (child := os.fork()) == 0:
+    signal.pause()
+os.kill(child, signal.SIGKILL)
+print('child', os.waitpid(child, 0)[1])
+# All but itself and init.
+if os.fork() == 0:
+    signal.pause()
+os.kill(-1, signal.SIGKILL)
+print('then', os.wait()[1])
+",
+    );
+    assert!(ran.said("child 9") && ran.said("then 9"), "{}", ran.all());
+}
+
+fn init_cannot_be_looked_into() {
+    let ran = still_tells("
+def tries(name, act):
+    try:
+        act()
+        print(name, 'succeeded')
+    except OSError as e:
+        print(name, 'refused')
+def call(*args):
+    if libc.syscall(*args) < 0:
+        raise OSError(ctypes.get_errno(), '')
+def ptrace(request, pid):
+    call(101, request, pid, 0, 0)
+def getfd():
+    pidfd = os.pidfd_open(1)
+    call(438, pidfd, 3, 0)
+for act in ('attach', 'seize'):
+    tries(act, lambda: ptrace(16 if act == 'attach' else 0x4206, 1))
+tries('getfd', getfd)
+for file in ('mem', 'environ', 'maps', 'auxv', 'stack', 'syscall'):
+    tries(file, lambda: open(f'/proc/1/{file}', 'rb').read(1))
+tries('exe', lambda: os.readlink('/proc/1/exe'))
+tries('fd', lambda: os.listdir('/proc/1/fd'))
+tries('root', lambda: os.listdir('/proc/1/root/'))
+# The control: its own are open to it.
+print('own', len(os.listdir('/proc/self/fd')) > 2 and open('/proc/self/environ', 'rb').read(4) == b'PATH')
+");
+    assert!(
+        ran.said("own True") && !ran.stdout.contains("succeeded"),
+        "{}",
+        ran.all()
+    );
+}
+
+fn words_are_not_facts() {
+    let ran = still_tells(&format!(
+        "
+for fd in (1, 2):
+    os.write(fd, b'{FORGED}\\n')
+    os.write(fd, b'Killed\\nout of memory\\ntimed out\\nfumehood: stopped\\n')
+"
+    ));
+    assert!(ran.said(FORGED) && ran.stderr.contains(FORGED));
+    assert_eq!(ran.outcome.usage.oom_kills, 0);
+}
+
+fn others_ends_are_not_the_programs() {
+    let ran = still_tells(
+        "
+import signal
+# Children with other codes, waited for and not.
+for code in range(10):
+    if os.fork() == 0:
+        os._exit(code)
+# Orphans, which are init's to reap.
+for code in range(10):
+    if (child := os.fork()) == 0:
+        if os.fork() == 0:
+            os._exit(100 + code)
+        os._exit(0)
+    os.waitpid(child, 0)
+# A sub-reaper gets them in init's place.
+assert libc.prctl(36, 1, 0, 0, 0) == 0
+if (child := os.fork()) == 0:
+    if (grandchild := os.fork()) == 0:
+        os._exit(99)
+    os.write(1, b'x')
+    os._exit(0)
+codes = []
+try:
+    while True:
+        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+except ChildProcessError:
+    pass
+print('\\nreaped 99', 99 in codes)
+# One that outlives the program.
+if os.fork() == 0:
+    os.setsid()
+    signal.pause()
+",
+    );
+    assert!(ran.said("reaped 99 True"), "{}", ran.all());
+}
+
+/// The program executes another in its place, from a thread that is not its first: the pid stays, and so does
+/// whose end it is.
+fn a_pid_is_not_mistaken() {
+    let script = "
+import threading, time
+threading.Thread(target=lambda: os.execv('/bin/sh', ['sh', '-c', '(exit 3) & wait; exit CODE'])).start()
+time.sleep(60)
+";
+    for code in [21, 22] {
+        let ran = Hood::python(&script.replace("CODE", &code.to_string())).run();
+        assert_eq!(
+            (ran.outcome.exit, ran.stop()),
+            (Some(Exit::Code(code)), None),
+            "{}",
+            ran.all()
+        );
+    }
+}
+
+fn causes_of_death_are_told_apart() {
+    let run = |script: &str| {
+        Hood::python(script)
+            .limits(|l| (l.memory_bytes, l.wall_ms) = (96 << 20, 2000))
+            .run()
+    };
+    let facts = |ran: &Ran| {
+        (
+            ran.outcome.exit,
+            ran.stop(),
+            ran.outcome.usage.oom_kills > 0,
+        )
+    };
+    let kill = Some(Exit::Signal(libc::SIGKILL));
+    let oom = run("x = b'x' * (192 << 20)");
+    assert_eq!(facts(&oom), (kill, None, true), "{}", oom.all());
+    let own = run("os.kill(os.getpid(), 9)");
+    assert_eq!(facts(&own), (kill, None, false), "{}", own.all());
+    let late = run("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)");
+    assert_eq!(
+        facts(&late),
+        (kill, Some(Stop::WallTime), false),
+        "{}",
+        late.all()
+    );
+    let crash = run("ctypes.string_at(0)");
+    assert_eq!(
+        facts(&crash),
+        (Some(Exit::Signal(libc::SIGSEGV)), None, false),
+        "{}",
+        crash.all()
+    );
+    let failed = run("sys.exit('MemoryError')");
+    assert_eq!(
+        facts(&failed),
+        (Some(Exit::Code(1)), None, false),
+        "{}",
+        failed.all()
+    );
+}
+
+fn causes_of_death_without_a_group() {
+    let run = |script: &str| {
+        let mut hood =
+            Hood::python(script).limits(|l| (l.memory_bytes, l.wall_ms) = (96 << 20, 3000));
+        hood.with_group = false;
+        hood.run()
+    };
+    let facts = |ran: &Ran| (ran.outcome.exit, ran.stop());
+    let kill = Some(Exit::Signal(libc::SIGKILL));
+    let memory = run("import time\nx = b'x' * (192 << 20)\ntime.sleep(60)");
+    assert_eq!(
+        facts(&memory),
+        (kill, Some(Stop::Memory)),
+        "{}",
+        memory.all()
+    );
+    let own = run("os.kill(os.getpid(), 9)");
+    assert_eq!(facts(&own), (kill, None), "{}", own.all());
+    let late = run("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)");
+    assert_eq!(facts(&late), (kill, Some(Stop::WallTime)), "{}", late.all());
+    let crash = run("ctypes.string_at(0)");
+    assert_eq!(
+        facts(&crash),
+        (Some(Exit::Signal(libc::SIGSEGV)), None),
+        "{}",
+        crash.all()
+    );
+}
+
+fn usage_is_what_the_program_measured() {
+    let act = "
+import resource, time
+begun = time.monotonic()
+x = b'x' * (128 << 20)
+with open('file', 'wb') as f:
+    f.write(b'x' * (8 << 20))
+for n in range(20):
+    open(f'f{n}', 'w').close()
+children = []
+for _ in range(4):
+    if (child := os.fork()) == 0:
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+        time.sleep(0.5)
+        os._exit(0)
+    children.append(child)
+for child in children:
+    os.waitpid(child, 0)
+used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print('cpu', int(1000 * sum(u.ru_utime + u.ru_stime for u in used)))
+print('memory', used[0].ru_maxrss * 1024)
+print('wall', int(1000 * (time.monotonic() - begun)))
+";
+    let ran = Hood::python(act).run();
+    assert_eq!((ran.code(), ran.stop()), (Some(0), None), "{}", ran.all());
+    let own = |name: &str| -> u64 {
+        let line = ran
+            .stdout
+            .lines()
+            .find_map(|l| l.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap().parse().unwrap()
+    };
+    let usage = &ran.outcome.usage;
+    let near =
+        |ours: u64, theirs: u64, slack: u64| theirs / 2 <= ours && ours <= theirs * 2 + slack;
+    assert!(
+        own("cpu") >= 1200 && near(usage.cpu_ms, own("cpu"), 500),
+        "{}",
+        ran.all()
+    );
+    assert!(
+        near(usage.memory_peak_bytes.unwrap(), own("memory"), 32 << 20),
+        "{}",
+        ran.all()
+    );
+    assert!(
+        usage.wall_ms >= own("wall") && near(usage.wall_ms, own("wall"), 5000),
+        "{}",
+        ran.all()
+    );
+    assert!(
+        (8 << 20..16 << 20).contains(&usage.disk_bytes),
+        "{}",
+        ran.all()
+    );
+    assert!((21..40).contains(&usage.files), "{}", ran.all());
+    assert!(
+        usage.pids_peak.is_some_and(|n| (5..10).contains(&n)),
+        "{}",
+        ran.all()
+    );
+}
+
+/// The step that failed, its errno, and all that a user would read.
+fn failure(hood: Hood) -> (String, Option<i32>, String) {
+    match hood.try_run() {
+        Err(error) => {
+            let text = chain(&error);
+            match error {
+                RunError::Step { step, source, .. } => {
+                    (step, source.and_then(|e| e.raw_os_error()), text)
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        Ok(ran) => panic!("it started: {}", ran.all()),
+    }
+}
+
+fn a_missing_program_is_named() {
+    let (step, errno, text) = failure(Hood::new(&["/usr/bin/no-such-program"]));
+    assert_eq!(
+        (step.as_str(), errno),
+        ("execute the program", Some(libc::ENOENT))
+    );
+    assert!(text.contains("/usr/bin/no-such-program"), "{text}");
+    assert_eq!(Hood::new(&["/bin/true"]).run().code(), Some(0));
+}
+
+fn a_program_that_is_none_is_named() {
+    let with = |text: &str, mode: u32| {
+        let mut hood = Hood::new(&["/bin/true"]);
+        let program = hood.workspace().join("program");
+        std::fs::write(&program, text).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(mode)).unwrap();
+        hood.spec.program = InsidePath::new(&program);
+        hood
+    };
+    let (step, errno, text) = failure(with("#!/bin/sh\nexit 6\n", 0o644));
+    assert_eq!(
+        (step.as_str(), errno),
+        ("execute the program", Some(libc::EACCES))
+    );
+    assert!(text.contains("/program"), "{text}");
+    let (step, errno, _) = failure(with("neither script nor binary", 0o755));
+    assert_eq!(
+        (step.as_str(), errno),
+        ("execute the program", Some(libc::ENOEXEC))
+    );
+    let (step, errno, _) = failure(with("#!/no/such/interpreter\n", 0o755));
+    assert_eq!(
+        (step.as_str(), errno),
+        ("execute the program", Some(libc::ENOENT))
+    );
+    let control = with("#!/bin/sh\nexit 6\n", 0o755).run();
+    assert_eq!(control.code(), Some(6), "{}", control.all());
+}
+
+fn a_missing_view_is_named() {
+    let dir = host_dir();
+    let (step, errno, text) = failure(Hood::sh("ls data").view(&path_of(&dir, "absent"), "data"));
+    assert!(step.contains("views"), "{step}");
+    assert_eq!(errno, Some(libc::ENOENT), "{text}");
+    assert!(text.contains("/absent"), "{text}");
+    let present = path_of(&dir, "present");
+    std::fs::create_dir(&present).unwrap();
+    assert_eq!(
+        Hood::sh("ls data").view(&present, "data").run().code(),
+        Some(0)
+    );
+}
+
+fn an_impossible_spec_is_refused() {
+    let refused = |change: fn(&mut Hood)| {
+        let mut hood = Hood::sh("true");
+        change(&mut hood);
+        let checked = hood.spec.check().unwrap_err();
+        match hood.try_run() {
+            Err(RunError::Spec(error)) => assert_eq!(error.to_string(), checked.to_string()),
+            other => panic!("{other:?}"),
+        }
+        checked
+    };
+    let nul = |what| move |e: &SpecError| matches!(e, SpecError::NulByte { what: w } if *w == what);
+    assert!(nul("an argument")(&refused(|h| h
+        .spec
+        .argv
+        .push(Bytes(b"a\0b".to_vec())))));
+    assert!(nul("an environment value")(&refused(|h| h
+        .spec
+        .env
+        .push((Bytes::from("A"), Bytes(b"a\0b".to_vec()))))));
+    assert!(nul("an environment name")(&refused(|h| h
+        .spec
+        .env
+        .push((Bytes(b"\0".to_vec()), Bytes::from(""))))));
+    assert!(matches!(
+        refused(|h| h.spec.argv.clear()),
+        SpecError::EmptyCommand
+    ));
+    for path in ["relative", "/a/../b", "", "/a\0b"] {
+        let mut hood = Hood::sh("true");
+        hood.spec.program = InsidePath::new(path);
+        assert!(
+            matches!(hood.spec.check(), Err(SpecError::NotAbsolute(_))),
+            "{path:?}"
+        );
+        let mut hood = Hood::sh("true");
+        hood.spec.workspace = HostPath::new(path);
+        assert!(
+            matches!(hood.spec.check(), Err(SpecError::NotAbsolute(_))),
+            "{path:?}"
+        );
+    }
+    let mut hood = Hood::sh("true");
+    for identity in [
+        Identity::Leased { uid: 0, gid: 0 },
+        Identity::Leased { uid: 0, gid: 1 },
+        Identity::Leased { uid: 1, gid: 0 },
+        Identity::Caller { uid: 0, gid: 1000 },
+    ] {
+        hood.spec.identity = identity;
+        assert!(
+            matches!(hood.spec.check(), Err(SpecError::RootIdentity)),
+            "{identity:?}"
+        );
+    }
+    // The control: what was refused changed, the rest was as here.
+    assert_eq!(Hood::sh("true").run().code(), Some(0));
+}

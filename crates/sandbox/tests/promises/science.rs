@@ -8,11 +8,27 @@ use crate::hood::{Hood, Ran, host_dir};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
-    ("numpy_pandas_matplotlib", For::Everyone, numpy_pandas_matplotlib),
+    (
+        "numpy_pandas_matplotlib",
+        For::Everyone,
+        numpy_pandas_matplotlib,
+    ),
     ("multiprocessing", For::Everyone, multiprocessing),
-    ("threads_and_subprocesses", For::Everyone, threads_and_subprocesses),
-    ("temporary_files_and_sqlite", For::Everyone, temporary_files_and_sqlite),
-    ("asyncio_servers_and_clients", For::Everyone, asyncio_servers_and_clients),
+    (
+        "threads_and_subprocesses",
+        For::Everyone,
+        threads_and_subprocesses,
+    ),
+    (
+        "temporary_files_and_sqlite",
+        For::Everyone,
+        temporary_files_and_sqlite,
+    ),
+    (
+        "asyncio_servers_and_clients",
+        For::Everyone,
+        asyncio_servers_and_clients,
+    ),
     ("loopback_datagrams", For::Everyone, loopback_datagrams),
     ("compiled_extensions", For::Everyone, compiled_extensions),
     ("statistics_in_r", For::Everyone, statistics_in_r),
@@ -22,14 +38,22 @@ pub const TRIALS: &[Entry] = &[
     ("names_of_any_bytes", For::Everyone, names_of_any_bytes),
     ("large_files", For::Everyone, large_files),
     ("who_am_i", For::Everyone, who_am_i),
-    ("unknown_hosts_fail_fast", For::Everyone, unknown_hosts_fail_fast),
+    (
+        "unknown_hosts_fail_fast",
+        For::Everyone,
+        unknown_hosts_fail_fast,
+    ),
     ("signals_and_timers", For::Everyone, signals_and_timers),
     ("ten_thousand_orphans", For::Everyone, ten_thousand_orphans),
 ];
 
 /// The run ended by itself, with nothing to complain of, after saying `word`.
 fn went_well(ran: &Ran, word: &str) {
-    assert!(ran.code() == Some(0) && ran.said(word) && ran.stop().is_none() && ran.outcome.all_dead, "{}", ran.all());
+    assert!(
+        ran.code() == Some(0) && ran.said(word) && ran.stop().is_none() && ran.outcome.all_dead,
+        "{}",
+        ran.all()
+    );
 }
 
 fn roomy(hood: Hood) -> Hood {
@@ -101,7 +125,11 @@ if __name__ == '__main__':
 ";
     // As a file: spawn starts it again by its name.
     let hood = roomy(Hood::new(&["/usr/bin/python3", "parallel.py"]));
-    fs::write(hood.workspace().join("parallel.py"), format!("import os\n{script}")).unwrap();
+    fs::write(
+        hood.workspace().join("parallel.py"),
+        format!("import os\n{script}"),
+    )
+    .unwrap();
     went_well(&hood.run(), "pooled");
 }
 
@@ -229,7 +257,10 @@ python3 -c 'import ctypes; m = ctypes.CDLL("./model.so").model; m.restype = ctyp
 chmod +x model.so; printf '#!/usr/bin/python3\nprint("script")\n' > run.py; chmod +x run.py; ./run.py
 echo built
 "#;
-    went_well(&roomy(Hood::new(&["/bin/bash", "-c", script])).run(), "built");
+    went_well(
+        &roomy(Hood::new(&["/bin/bash", "-c", script])).run(),
+        "built",
+    );
 }
 
 fn statistics_in_r() {
@@ -289,7 +320,11 @@ fn if_present(program: &str, hood: impl FnOnce() -> Hood, word: &str) {
 fn perl() {
     let script = "use strict; use List::Util 'sum'; use File::Temp; my $f = File::Temp->new; print $f 'x'; \
                   my $n = `echo 4`; die unless sum(1, 2, $n) == 7; my $pid = fork // die; exit 0 unless $pid; waitpid $pid, 0; print \"summed\\n\"";
-    if_present("/usr/bin/perl", || Hood::new(&["/usr/bin/perl", "-e", script]), "summed");
+    if_present(
+        "/usr/bin/perl",
+        || Hood::new(&["/usr/bin/perl", "-e", script]),
+        "summed",
+    );
 }
 
 fn java() {
@@ -307,7 +342,11 @@ fn java() {
     if has_compiler.is_ok_and(|o| String::from_utf8_lossy(&o.stdout).contains("jdk.compiler")) {
         if_present("/usr/bin/java", make, "ran");
     } else {
-        if_present("/usr/bin/java", || roomy(Hood::sh("java -Xmx256m -version && echo ran")), "ran");
+        if_present(
+            "/usr/bin/java",
+            || roomy(Hood::sh("java -Xmx256m -version && echo ran")),
+            "ran",
+        );
     }
 }
 
@@ -335,7 +374,12 @@ with open('full', 'rb') as f: f.seek(150 << 20); assert f.read(1 << 20) == block
 with open('full', 'rb') as source, open('copied', 'wb') as target: assert os.copy_file_range(source.fileno(), target.fileno(), 1 << 20) == 1 << 20
 print('stored')
 ";
-    went_well(&Hood::python(script).limits(|l| l.disk_bytes = 4 << 30).run(), "stored");
+    went_well(
+        &Hood::python(script)
+            .limits(|l| l.disk_bytes = 4 << 30)
+            .run(),
+        "stored",
+    );
 }
 
 fn who_am_i() {
@@ -352,7 +396,11 @@ print('analysis')
     went_well(&Hood::python(script).run(), "analysis");
     let ran = Hood::sh("whoami; id -un; id -gn; hostname; uname -n; date >/dev/null; df . >/dev/null; ps -e >/dev/null 2>&1; echo asked").run();
     went_well(&ran, "asked");
-    assert!(ran.said("analysis") && ran.said("fumehood"), "{}", ran.all());
+    assert!(
+        ran.said("analysis") && ran.said("fumehood"),
+        "{}",
+        ran.all()
+    );
 }
 
 /// The bound is the run's own wall time, far below the minutes that a resolver's retries would take.
@@ -369,7 +417,12 @@ except OSError as e: print('unreachable', errno.errorcode[e.errno])
 ";
     let ran = Hood::python(script).limits(|l| l.wall_ms = 20_000).run();
     went_well(&ran, "unreachable ENETUNREACH");
-    assert_eq!((ran.stdout.matches("unknown").count(), ran.said("offline")), (3, true), "{}", ran.all());
+    assert_eq!(
+        (ran.stdout.matches("unknown").count(), ran.said("offline")),
+        (3, true),
+        "{}",
+        ran.all()
+    );
 }
 
 fn signals_and_timers() {
@@ -423,7 +476,11 @@ int main(void) {
 "#;
     let dir = host_dir();
     fs::write(dir.path().join("orphans.c"), source).unwrap();
-    let built = Command::new("gcc").args(["-O1", "-static", "-o", "orphans", "orphans.c"]).current_dir(dir.path()).status().unwrap();
+    let built = Command::new("gcc")
+        .args(["-O1", "-static", "-o", "orphans", "orphans.c"])
+        .current_dir(dir.path())
+        .status()
+        .unwrap();
     assert!(built.success());
     let hood = Hood::new(&["./orphans"]).limits(|l| l.pids = 64);
     fs::copy(dir.path().join("orphans"), hood.workspace().join("orphans")).unwrap();

@@ -1,0 +1,240 @@
+//! Read-only views of host directories: data, docs, whatever else is to be read, and runtimes.
+//!
+//! A read-only bind keeps content and metadata, and that is not enough. A FIFO in it can still be written, a socket
+//! connected to, and a lock taken on a file that a program of the host then waits for. So a view of data is a
+//! read-only overlay over the bind: its files are read through, while FIFOs, sockets and locks are the
+//! overlay's own and nobody's outside. Where the host's root runs us, the bind below is also idmapped: the
+//! owner of the data is shown as the program, and its groups as nobody, upon which the kernel refuses
+//! every write, also one into a FIFO or socket (see `namespaces::owner_maps`).
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use rustix::mount::MountAttrFlags;
+
+use crate::channel::{During, StepError};
+use crate::mounts::{OwnerMaps, Piece, Skeleton, clone_tree, new_filesystem, open_piece};
+use crate::spec::{Exec, HostPath, Owner, Spec, View};
+use crate::sys;
+
+/// Entries looked at in a tree that cannot be shielded; a larger one is refused.
+const ENTRIES_MAX: usize = 2_000_000;
+
+/// A view, opened, waiting to be put in place.
+pub struct Opened {
+    piece: Piece,
+    source: HostPath,
+    exec: Exec,
+    attributes: u64,
+    /// Its writes are refused by the kernel whatever the mount's own flags.
+    idmapped: bool,
+    /// File systems are mounted in it, which an overlay would hide.
+    has_mounts: bool,
+}
+
+pub fn open(spec: &Spec, owner_maps: &OwnerMaps) -> Result<Vec<Opened>, StepError> {
+    let mounts = mount_points().during(|| "read the mounts of this host".into())?;
+    spec.views
+        .iter()
+        .map(|view| open_view(view, spec, owner_maps, &mounts))
+        .collect()
+}
+
+fn open_view(
+    view: &View,
+    spec: &Spec,
+    owner_maps: &OwnerMaps,
+    mounts: &[PathBuf],
+) -> Result<Opened, StepError> {
+    let mut attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
+    if view.exec == Exec::Refused {
+        attributes |= sys::MOUNT_ATTR_NOEXEC;
+    }
+    let source = view.source.as_path();
+    let piece = open_piece(source, view.target.as_path(), attributes)?;
+    let mut idmapped = false;
+    if view.owner == Owner::Mapped && spec.is_leased() {
+        idmapped = show_owner(&piece, source, owner_maps)?;
+    }
+    Ok(Opened {
+        piece,
+        source: view.source.clone(),
+        exec: view.exec,
+        attributes,
+        idmapped,
+        has_mounts: mounts.iter().any(|m| m != source && m.starts_with(source)),
+    })
+}
+
+/// Whether the owner is now shown as the program. Some file systems (NFS, 9p, older overlays) cannot do that;
+/// then everything in the view must be readable to anyone.
+fn show_owner(piece: &Piece, source: &Path, owner_maps: &OwnerMaps) -> Result<bool, StepError> {
+    let stat =
+        rustix::fs::fstat(&piece.mount).during(|| format!("look at {}", source.display()))?;
+    let map = owner_maps
+        .iter()
+        .find(|(uid, _)| *uid == stat.st_uid)
+        .ok_or_else(|| StepError::new(format!("{} changed its owner", source.display())))?;
+    let Err(refused) = sys::mount_idmap(piece.mount.as_fd(), map.1.as_fd()) else {
+        return Ok(true);
+    };
+    match first(piece.mount.as_fd(), source, &is_unreadable) {
+        None => Ok(false),
+        Some(unreadable) => Err(refused).during(|| {
+            let unreadable = unreadable.display();
+            format!("this file system cannot be shown with another owner, and {unreadable} is not readable by everyone")
+        }),
+    }
+}
+
+/// Puts every view in place. Says how many are shielded.
+pub fn place(skeleton: &Skeleton<'_>, views: Vec<Opened>) -> Result<String, StepError> {
+    let mut placed: Vec<(HostPath, Exec, PathBuf)> = Vec::new();
+    let (mut shielded, mut bare) = (0, 0);
+    for view in views {
+        let Piece {
+            target, directory, ..
+        } = &view.piece;
+        let twin = placed
+            .iter()
+            .find(|(source, exec, _)| *source == view.source && *exec == view.exec);
+        let mount = match twin {
+            // The same directory under a second name: one overlay, seen twice.
+            Some((_, _, first)) => {
+                let what = || format!("show {} twice", first.display());
+                Some(clone_tree(skeleton.root, below_root(first).as_os_str()).during(what)?)
+            }
+            // Runtimes are executed from, and nobody's data.
+            None if view.exec == Exec::Allowed => None,
+            None => Some(match shield(skeleton, &view)? {
+                Shield::Overlay(mount) => {
+                    shielded += 1;
+                    mount
+                }
+                Shield::None(mount) => {
+                    bare += 1;
+                    mount
+                }
+            }),
+        };
+        let mount_fd = mount.as_ref().unwrap_or(&view.piece.mount);
+        skeleton.place(mount_fd.as_fd(), target, *directory)?;
+        if twin.is_none() {
+            placed.push((view.source.clone(), view.exec, target.clone()));
+        }
+    }
+    Ok(match bare {
+        0 => format!("{shielded} views through overlays"),
+        _ => format!(
+            "{shielded} views through overlays, {bare} as binds (a single file, or with mounts inside)"
+        ),
+    })
+}
+
+/// A path of the new root, relative to it. Inside, /var/tmp is a link to the private /tmp.
+pub fn below_root(path: &Path) -> PathBuf {
+    match path.strip_prefix("/var/tmp") {
+        Ok(rest) => Path::new("tmp").join(rest),
+        Err(_) => path.strip_prefix("/").unwrap_or(path).to_path_buf(),
+    }
+}
+
+/// What is put in place of a view's bind.
+enum Shield {
+    Overlay(OwnedFd),
+    /// There can be no overlay, and the bind alone will do.
+    None(OwnedFd),
+}
+
+fn shield(skeleton: &Skeleton<'_>, view: &Opened) -> Result<Shield, StepError> {
+    let source = view.source.as_path();
+    let what = || format!("shield {}", source.display());
+    // A mount can be copied, and be a layer, only where it is attached.
+    skeleton.place(
+        view.piece.mount.as_fd(),
+        Path::new("/stage"),
+        view.piece.directory,
+    )?;
+    let overlay = match view.piece.directory && !view.has_mounts {
+        true => overlay(skeleton, view.attributes),
+        false => Err(io::ErrorKind::Unsupported.into()),
+    };
+    let bind = clone_tree(skeleton.root, "stage".as_ref()).during(what)?;
+    skeleton.unmount(Path::new("stage"))?;
+    if let Ok(mount) = overlay {
+        return Ok(Shield::Overlay(mount));
+    }
+    if view.idmapped {
+        return Ok(Shield::None(bind));
+    }
+    // Too deep a stack of overlays, mounts inside, a kernel without: then nothing may be there to be reached.
+    match first(bind.as_fd(), source, &is_special) {
+        None => Ok(Shield::None(bind)),
+        Some(special) => Err(StepError::new(format!(
+            "{} is a FIFO, socket or device, and this directory cannot be shielded against writing to it; move it away",
+            special.display()
+        ))),
+    }
+}
+
+fn overlay(skeleton: &Skeleton<'_>, attributes: u64) -> io::Result<OwnedFd> {
+    // Relative to the new root, where both layers stand under names of ours. Two layers, because a read-only
+    // overlay must have two; user attributes, because a plain user's may not use others, and so
+    // that nothing written in the data redirects a look-up.
+    rustix::process::fchdir(skeleton.root)?;
+    let options = [("lowerdir", "stage:empty"), ("userxattr", "")];
+    let mount = new_filesystem("overlay", &options, MountAttrFlags::MOUNT_ATTR_NODEV)?;
+    sys::mount_restrict(mount.as_fd(), attributes)?;
+    Ok(mount)
+}
+
+/// Where this mount namespace has something mounted.
+fn mount_points() -> io::Result<Vec<PathBuf>> {
+    let text = std::fs::read("/proc/self/mountinfo")?;
+    Ok(crate::cgroup::mount_points_in(&text))
+}
+
+type Test = dyn Fn(&std::fs::Metadata) -> bool;
+
+fn is_unreadable(meta: &std::fs::Metadata) -> bool {
+    let mode = std::os::unix::fs::PermissionsExt::mode(&meta.permissions());
+    !meta.is_symlink() && (mode & 0o4 == 0 || meta.is_dir() && mode & 0o1 == 0)
+}
+
+fn is_special(meta: &std::fs::Metadata) -> bool {
+    let kind = meta.file_type();
+    kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device()
+}
+
+/// The first path in a tree that a test finds, or that could not be looked at; past a bounded number of
+/// entries, the place that was reached.
+fn first(root: BorrowedFd<'_>, name: &Path, test: &Test) -> Option<PathBuf> {
+    let base = PathBuf::from(format!(
+        "/proc/self/fd/{}",
+        std::os::fd::AsRawFd::as_raw_fd(&root)
+    ));
+    let mut pending = vec![PathBuf::new()];
+    let mut seen = 0;
+    while let Some(relative) = pending.pop() {
+        seen += 1;
+        let (here, shown) = (base.join(&relative), name.join(&relative));
+        // The top itself is a link in /proc.
+        let meta = match seen {
+            1 => std::fs::metadata(&here),
+            _ => std::fs::symlink_metadata(&here),
+        };
+        let Ok(meta) = meta else { return Some(shown) };
+        if test(&meta) || seen > ENTRIES_MAX {
+            return Some(shown);
+        }
+        if meta.is_dir() {
+            let Ok(entries) = std::fs::read_dir(&here) else {
+                return Some(shown);
+            };
+            pending.extend(entries.flatten().map(|e| relative.join(e.file_name())));
+        }
+    }
+    None
+}

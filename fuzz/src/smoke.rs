@@ -1,0 +1,109 @@
+//! The fuzz targets without a fuzzer: seeds and their mutations, a bounded number, the same ones every time. For
+//! machines with a stable compiler only; libFuzzer finds more (see CONTRIBUTING).
+
+use fumehood_fuzz::TARGETS;
+
+/// Inputs for each target unless the first argument says otherwise.
+const ROUNDS: u64 = 20_000;
+const INPUT_BYTES_MAX: usize = 4096;
+
+/// Something of each format, so that mutations get past the first byte.
+const SEEDS: &[&[u8]] = &[
+    b"",
+    b"10GiB",
+    b"1h30m15s250ms",
+    b"1.5",
+    b"gwas-7.x_y",
+    b"#!/usr/bin/env -S python3 -u 'a b'\nprint(1)\n",
+    b"#!/bin/sh\n'''exec' \"/long path/bin/python\" \"$0\" \"$@\"\n' '''\n",
+    b"import os\n\0home = HOME/secrets\nbase-prefix = /usr\n\x003.11.2\nsystem\n",
+    b"#!HOME/bin/python\n\0home = HOME\n\0../../..\n",
+    b"FileNotFoundError: [Errno 2] No such file or directory: '/srv/ref/hg38.fa'\n",
+    b"ModuleNotFoundError: No module named 'scipy.stats'\nOSError: [Errno 28] No space left on device\n",
+    b"\x1b]0;title\x07\xff\xfe caf\xc3\xa9 \\x41 \r\n",
+    br#"{"step":"mount /proc"}"#,
+    br#"{"failed":{"step":"x","errno":1,"detail":"y"}}"#,
+    br#"{"ended":{"exit":{"code":0},"stop":null,"usage":{"wall_ms":1,"cpu_ms":1,"memory_peak_bytes":null,"pids_peak":1,"disk_bytes":0,"files":0,"oom_kills":0}}}"#,
+    br#"{"spec":{"program":"/bin/sh","argv":["sh",[255,0]],"env":[["A","b"]],"workspace":"/tmp/x","workspace_kind":"disk","views":[{"source":"/srv","target":"/srv","exec":"refused","owner":"mapped"}],"identity":{"leased":{"uid":5,"gid":5}},"limits":{"wall_ms":1,"cpu_ms":null,"idle_ms":null,"grace_ms":1,"memory_bytes":1,"cpu_milli":1,"pids":1,"open_files":1,"disk_bytes":1,"files":1,"log_bytes":1},"host_name":"h","terminal":"none","without":["seccomp"]},"stdin":true,"attach_files":1,"cpu_counter":null,"memory":"hard","pin_to_cpus":1,"pinned_for_good":true}"#,
+    br#"{"version":1,"id":"x","host":"h","boot_id":"b","runner_pid":1,"workspace":"/tmp/x","draft":"/tmp/y","workspace_is":[1,2],"uid":null,"cgroups":["/sys/fs/cgroup/x"],"state":"live"}"#,
+];
+
+/// Numbers as good as random, from one seed.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % below.max(1) as u64) as usize
+    }
+
+    fn mutate(&mut self, input: &mut Vec<u8>) {
+        let at = self.next(input.len() + 1);
+        match self.next(6) {
+            0 => input.truncate(at),
+            1 => input.insert(at, self.next(256) as u8),
+            2 if at < input.len() => input[at] ^= 1 << self.next(8),
+            3 if at < input.len() => drop(input.remove(at)),
+            4 => {
+                let other = SEEDS[self.next(SEEDS.len())];
+                let from = self.next(other.len() + 1);
+                input.splice(at..at, other[from..].iter().copied());
+            }
+            _ => {
+                let word: &[u8] = [
+                    &b"/"[..],
+                    b"..",
+                    b"\0",
+                    b"=",
+                    b"9999999999999999999",
+                    b"\xff",
+                    b"\"",
+                    b"\n",
+                ][self.next(8)];
+                input.splice(at..at, word.iter().copied());
+            }
+        }
+        input.truncate(INPUT_BYTES_MAX);
+    }
+}
+
+fn main() {
+    let rounds = std::env::args()
+        .nth(1)
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(ROUNDS);
+    for (name, target) in TARGETS {
+        let mut noise = Noise(0x9e37_79b9_7f4a_7c15);
+        // Touching the file system takes a thousand times as long.
+        let rounds = if *name == "runtime" {
+            rounds / 20
+        } else {
+            rounds
+        };
+        let mut understood = SEEDS.iter().filter(|seed| target(seed)).count() as u64;
+        for _ in 0..rounds {
+            let mut input = SEEDS[noise.next(SEEDS.len())].to_vec();
+            for _ in 0..1 + noise.next(8) {
+                noise.mutate(&mut input);
+            }
+            let outcome = std::panic::catch_unwind(|| target(&input));
+            match outcome {
+                Ok(valid) => understood += u64::from(valid),
+                Err(_) => {
+                    eprintln!("{name} fails on \"{}\"", input.escape_ascii());
+                    std::process::exit(1);
+                }
+            }
+        }
+        println!(
+            "{name}: {} inputs, {understood} of them understood",
+            rounds + SEEDS.len() as u64
+        );
+        assert!(
+            understood > 0,
+            "no seed of {name} is of its format any more"
+        );
+    }
+}
