@@ -98,6 +98,16 @@ impl Lease {
     }
 }
 
+/// The lock by which a uid is given to one run at a time, held until dropped. Nothing is written: the next to
+/// lease the uid still looks whether some process has it.
+pub fn lock(uid: u32) -> Option<OwnedFd> {
+    let path = Path::new(DIRECTORY).join(uid.to_string());
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600)).ok()?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+    Some(file)
+}
+
 fn prepare(directory: &Path) -> Result<(), LeaseError> {
     let failed = |source| LeaseError::Directory {
         path: directory.to_path_buf(),

@@ -458,9 +458,7 @@ impl Attempt {
         }
         problems.extend(self.release_quota());
         problems.extend(self.finish_group_and_lease());
-        let Some(dir) = self.dir.take() else {
-            return None;
-        };
+        let dir = self.dir.take()?;
         if problems.is_empty() {
             problems.extend(dir.remove().err().map(|e| error_chain(&e)));
         }

@@ -1,10 +1,9 @@
 //! Finishes or removes what the dead left: cgroups with whatever is still in them, workspaces, run directories.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-use rustix::fs::{FlockOperation, Mode, OFlags};
 use sandbox::{cgroup, quota};
 
 use crate::home::{self, Home, RunDir, RunRecord, RunState};
@@ -100,7 +99,7 @@ fn release_quota(record: &RunRecord) -> Result<(), String> {
         return Ok(());
     };
     let root = record.workspace.parent().map(std::fs::File::open);
-    let (Some(Ok(root)), Some(_lock)) = (root, lock_lease(uid)) else {
+    let (Some(Ok(root)), Some(_lock)) = (root, crate::lease::lock(uid)) else {
         return Ok(());
     };
     // A number that does not go with the uid is none that we gave.
@@ -109,14 +108,4 @@ fn release_quota(record: &RunRecord) -> Result<(), String> {
     }
     quota::release_left_behind(root.as_fd(), project)
         .map_err(|e| format!("free project {project} of its limits: {e}"))
-}
-
-/// The lock by which `lease.rs` gives a uid to one run at a time, held until dropped. Nothing is written: the next to
-/// lease the uid still looks whether some process has it.
-fn lock_lease(uid: u32) -> Option<OwnedFd> {
-    let path = format!("/run/fumehood/uids/{uid}");
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).ok()?;
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
-    Some(file)
 }

@@ -154,7 +154,7 @@ impl Workspace {
     /// Whether its bytes are memory, whatever was asked for.
     pub fn is_on_tmpfs(&self) -> bool {
         const TMPFS_MAGIC: i64 = 0x0102_1994;
-        rustix::fs::fstatfs(&self.dir).is_ok_and(|s| s.f_type as i64 == TMPFS_MAGIC)
+        rustix::fs::fstatfs(&self.dir).is_ok_and(|s| s.f_type == TMPFS_MAGIC)
     }
 
     pub fn remove(self) -> Result<(), WorkspaceError> {

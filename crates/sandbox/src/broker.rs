@@ -76,7 +76,7 @@ impl Broker {
 
     fn connect(&self, call: &Notification) -> io::Result<()> {
         let length = call.args[2] as u32 as usize;
-        if length > ADDRESS_BYTES_MAX || length < 2 {
+        if !(2..=ADDRESS_BYTES_MAX).contains(&length) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         let mut address = vec![0u8; length];

@@ -16,6 +16,7 @@ use crate::channel::{self, Order, Report, Reporter, Wait};
 use crate::launch::Plan;
 use crate::mounts::NewRoot;
 use crate::outcome::{Exit, Stop, Usage};
+use crate::rlimits;
 use crate::spec::{Hardness, Layer, Limits};
 use crate::sys;
 use crate::watch::{TICK, Watch, Watching};
@@ -57,6 +58,8 @@ impl Init {
         from_child: OwnedFd,
     ) -> io::Result<Self> {
         let spec = &plan.spec;
+        // The watch holds a directory open for every level it is down.
+        let _as_many_as_allowed = rlimits::raise_open_files();
         let watch = Watch::new(
             &spec.limits,
             root.workspace,
@@ -283,7 +286,8 @@ impl Init {
         let wall_ms = self.start.elapsed().as_millis() as u64;
         let give_up = Instant::now() + REAP_AT_MOST;
         self.kill_all();
-        while self.reap() && Instant::now() < give_up {
+        // What is left when init leaves is killed and reaped by the kernel.
+        while self.stop.is_none() && self.reap() && Instant::now() < give_up {
             self.kill_all();
             let timeout = Timespec {
                 tv_sec: 0,
@@ -294,11 +298,11 @@ impl Init {
                 Some(&timeout),
             );
         }
-        let seen = self.watch.finish(match self.stop {
-            None => LAST_LOOK_AT_MOST,
+        let seen = match self.stop {
+            None => self.watch.finish(LAST_LOOK_AT_MOST),
             // Late already: whoever waits for the end of this run has been promised it.
-            Some(_) => REAP_AT_MOST,
-        });
+            Some(_) => self.watch.seen(),
+        };
         let usage = Usage {
             wall_ms,
             cpu_ms: seen.cpu_ms,

@@ -76,6 +76,7 @@ pub fn main() -> ! {
 
 /// The control socket arrives as standard input and is moved away, so that 0, 1 and 2 are free.
 fn take_socket() -> io::Result<OwnedFd> {
+    sys::close_from(3)?;
     let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
     rustix::net::sockopt::socket_type(&socket)?;
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;

@@ -194,6 +194,14 @@ pub fn enter_inner_user(
         .during(|| "write the maps".into())?;
     write_proc(Some(proc), "sys/user/max_user_namespaces", "0")
         .during(|| "forbid further user namespaces".into())?;
+    // These are counted for the user on the whole host; one analysis gets a share.
+    for (name, most) in [
+        ("max_inotify_instances", "32"),
+        ("max_inotify_watches", "16384"),
+    ] {
+        let path = format!("sys/user/{name}");
+        write_proc(Some(proc), &path, most).during(|| format!("bound {name}"))?;
+    }
     report.layer(Layer::UserNamespace, "owns nothing, may hold no other");
     Ok(())
 }

@@ -249,7 +249,8 @@ mod tests {
         let found = |name: &str, shown| has_deleted_file(&line(name), shown, "/scratch/w");
         assert!(found("/tmp/x", &none) && found("/scratch/w/x", &none));
         assert!(found("/tmp/a name with blanks", &none));
-        assert!(!found("/tmp/x", &HashSet::from([4711])));
+        let shown = HashSet::from([4711]);
+        assert!(!found("/tmp/x", &shown));
         assert!(!found("/memfd:x", &none) && !found("/usr/lib/x.so", &none));
         let alive = "7f00-7f01 r-xp 00000000 fe:00 12 /tmp/x\n";
         assert!(!has_deleted_file(alive, &none, "/scratch/w"));

@@ -40,6 +40,18 @@ pub fn apply(spec: &Spec) -> Result<(), StepError> {
     Ok(())
 }
 
+/// For init itself: as many descriptors as it may have.
+pub fn raise_open_files() -> rustix::io::Result<()> {
+    let now = rustix::process::getrlimit(Resource::Nofile);
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: now.maximum,
+            maximum: now.maximum,
+        },
+    )
+}
+
 /// Sets both the soft and the hard limit, never above what we have ourselves.
 fn lower(resource: Resource, value: u64) -> rustix::io::Result<()> {
     let now = rustix::process::getrlimit(resource);

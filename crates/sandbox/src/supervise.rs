@@ -21,9 +21,9 @@ use crate::outcome::{Outcome, Stop, Usage};
 use crate::spec::{Hardness, Identity, Layer, LimitName, Spec, SpecError, Terminal, WorkspaceKind};
 
 /// Init has this long, beyond the grace, before it is killed.
-const BACKSTOP: Duration = Duration::from_millis(450);
+const BACKSTOP: Duration = Duration::from_millis(700);
 /// And the kernel this long to finish what init was in charge of.
-const LAST_WAIT: Duration = Duration::from_millis(500);
+const LAST_WAIT: Duration = Duration::from_millis(280);
 /// Building the sandbox is not the program's time; it gets some of its own.
 const BUILDING_AT_MOST: Duration = Duration::from_secs(30);
 /// Read at once from a stream.
@@ -284,8 +284,8 @@ enum Source {
     Init,
     Out(usize),
     Terminal,
-    StdinSource,
-    StdinSink,
+    Input,
+    Program,
     Wishes,
     Unblocked,
 }
@@ -304,8 +304,8 @@ impl Running<'_> {
                     Source::Init => init_dead = true,
                     Source::Out(n) => self.pass_output(n, attendant, &mut activity),
                     Source::Terminal => self.pass_terminal(attendant),
-                    Source::StdinSource => self.stdin.take_in(),
-                    Source::StdinSink => self.stdin.hand_on(self.terminal.as_ref()),
+                    Source::Input => self.stdin.take_in(),
+                    Source::Program => self.stdin.hand_on(self.terminal.as_ref()),
                     Source::Wishes => self.hear_wish(attendant),
                     Source::Unblocked => attendant.unblocked(),
                 }
@@ -350,10 +350,8 @@ impl Running<'_> {
         }
         if let Some(sink) = self.stdin.sink.as_ref().or(self.terminal.as_ref()) {
             match (self.stdin.pending.is_empty(), &self.stdin.source) {
-                (false, _) => list.push((Source::StdinSink, sink.as_fd(), PollFlags::OUT)),
-                (true, Some(source)) => {
-                    list.push((Source::StdinSource, source.as_fd(), PollFlags::IN))
-                }
+                (false, _) => list.push((Source::Program, sink.as_fd(), PollFlags::OUT)),
+                (true, Some(source)) => list.push((Source::Input, source.as_fd(), PollFlags::IN)),
                 (true, None) => {}
             }
         }

@@ -235,6 +235,19 @@ fn own(fd: libc::c_long) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd as RawFd) }
 }
 
+/// Sets the uid that file systems see; away from 0 it takes the file capabilities along, and back to 0 returns them.
+pub fn set_fs_uid(uid: u32) {
+    // SAFETY: setfsuid has no memory preconditions; it cannot fail for root, and its answer is the old value.
+    unsafe { libc::syscall(libc::SYS_setfsuid, uid) };
+}
+
+/// Closes every descriptor from `first` on: what the caller's parents left open is not for us.
+pub fn close_from(first: RawFd) -> io::Result<()> {
+    // SAFETY: called at the birth of the launcher, before it owns any descriptor from `first` on.
+    let result = unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, 0) };
+    check(result).map(drop)
+}
+
 /// Brings the loopback interface of this network namespace up.
 pub fn loopback_up() -> io::Result<()> {
     let socket = rustix::net::socket_with(

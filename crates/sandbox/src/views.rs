@@ -1,7 +1,7 @@
 //! Read-only views of host directories: data, docs, whatever else is to be read, and runtimes.
 //!
 //! A read-only bind keeps content and metadata, and that is not enough. A FIFO in it can still be written, a socket
-//! connected to, and a lock taken on a file that a program of the host then waits for. So a view of data is a
+//! connected to, and a lock taken on a file that a program of the host then waits for. So a view is a
 //! read-only overlay over the bind: its files are read through, while FIFOs, sockets and locks are the
 //! overlay's own and nobody's outside. Where the host's root runs us, the bind below is also idmapped: the
 //! owner of the data is shown as the program, and its groups as nobody, upon which the kernel refuses
@@ -28,8 +28,8 @@ pub struct Opened {
     source: HostPath,
     exec: Exec,
     attributes: u64,
-    /// Its writes are refused by the kernel whatever the mount's own flags.
-    idmapped: bool,
+    /// Idmapped: whom its owner is shown as. Writes are then refused whatever the mount's own flags.
+    shown_owner: Option<u32>,
     /// File systems are mounted in it, which an overlay would hide.
     has_mounts: bool,
 }
@@ -54,16 +54,14 @@ fn open_view(
     }
     let source = view.source.as_path();
     let piece = open_piece(source, view.target.as_path(), attributes)?;
-    let mut idmapped = false;
-    if view.owner == Owner::Mapped && spec.is_leased() {
-        idmapped = show_owner(&piece, source, owner_maps)?;
-    }
+    let mapped = view.owner == Owner::Mapped && spec.is_leased();
+    let idmapped = mapped && show_owner(&piece, source, owner_maps)?;
     Ok(Opened {
         piece,
         source: view.source.clone(),
         exec: view.exec,
         attributes,
-        idmapped,
+        shown_owner: idmapped.then(|| spec.identity.uid()),
         has_mounts: mounts.iter().any(|m| m != source && m.starts_with(source)),
     })
 }
@@ -104,11 +102,9 @@ pub fn place(skeleton: &Skeleton<'_>, views: Vec<Opened>) -> Result<String, Step
             // The same directory under a second name: one overlay, seen twice.
             Some((_, _, first)) => {
                 let what = || format!("show {} twice", first.display());
-                Some(clone_tree(skeleton.root, below_root(first).as_os_str()).during(what)?)
+                clone_tree(skeleton.root, below_root(first).as_os_str()).during(what)?
             }
-            // Runtimes are executed from, and nobody's data.
-            None if view.exec == Exec::Allowed => None,
-            None => Some(match shield(skeleton, &view)? {
+            None => match shield(skeleton, &view)? {
                 Shield::Overlay(mount) => {
                     shielded += 1;
                     mount
@@ -117,10 +113,9 @@ pub fn place(skeleton: &Skeleton<'_>, views: Vec<Opened>) -> Result<String, Step
                     bare += 1;
                     mount
                 }
-            }),
+            },
         };
-        let mount_fd = mount.as_ref().unwrap_or(&view.piece.mount);
-        skeleton.place(mount_fd.as_fd(), target, *directory)?;
+        skeleton.place(mount.as_fd(), target, *directory)?;
         if twin.is_none() {
             placed.push((view.source.clone(), view.exec, target.clone()));
         }
@@ -158,7 +153,7 @@ fn shield(skeleton: &Skeleton<'_>, view: &Opened) -> Result<Shield, StepError> {
         view.piece.directory,
     )?;
     let overlay = match view.piece.directory && !view.has_mounts {
-        true => overlay(skeleton, view.attributes),
+        true => overlay(skeleton, view),
         false => Err(io::ErrorKind::Unsupported.into()),
     };
     let bind = clone_tree(skeleton.root, "stage".as_ref()).during(what)?;
@@ -166,7 +161,7 @@ fn shield(skeleton: &Skeleton<'_>, view: &Opened) -> Result<Shield, StepError> {
     if let Ok(mount) = overlay {
         return Ok(Shield::Overlay(mount));
     }
-    if view.idmapped {
+    if view.shown_owner.is_some() {
         return Ok(Shield::None(bind));
     }
     // Too deep a stack of overlays, mounts inside, a kernel without: then nothing may be there to be reached.
@@ -179,14 +174,21 @@ fn shield(skeleton: &Skeleton<'_>, view: &Opened) -> Result<Shield, StepError> {
     }
 }
 
-fn overlay(skeleton: &Skeleton<'_>, attributes: u64) -> io::Result<OwnedFd> {
+fn overlay(skeleton: &Skeleton<'_>, view: &Opened) -> io::Result<OwnedFd> {
     // Relative to the new root, where both layers stand under names of ours. Two layers, because a read-only
     // overlay must have two; user attributes, because a plain user's may not use others, and so
     // that nothing written in the data redirects a look-up.
     rustix::process::fchdir(skeleton.root)?;
     let options = [("lowerdir", "stage:empty"), ("userxattr", "")];
-    let mount = new_filesystem("overlay", &options, MountAttrFlags::MOUNT_ATTR_NODEV)?;
-    sys::mount_restrict(mount.as_fd(), attributes)?;
+    // An overlay reads with the rights of whoever mounted it. In an idmapped view that must be the owner shown:
+    // root's own rights end where a group has no name.
+    let as_owner = view.shown_owner.inspect(|uid| sys::set_fs_uid(*uid));
+    let made = new_filesystem("overlay", &options, MountAttrFlags::MOUNT_ATTR_NODEV);
+    if as_owner.is_some() {
+        sys::set_fs_uid(0);
+    }
+    let mount = made?;
+    sys::mount_restrict(mount.as_fd(), view.attributes)?;
     Ok(mount)
 }
 

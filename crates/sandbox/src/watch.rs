@@ -33,7 +33,7 @@ const MEASURE_AT_LEAST: Duration = Duration::from_secs(1);
 /// The share of its time that the watch spends measuring at most, unless a limit may have been passed.
 const MEASURE_SHARE: u32 = 5;
 /// Directories held open at once while measuring; deeper ones count as unmeasured.
-const DEPTH_MAX: usize = 128;
+const DEPTH_MAX: usize = 512;
 
 pub struct Watch {
     limits: Limits,

@@ -73,17 +73,14 @@ fn held(record: &Record) -> String {
         let of = |(name, entry): (&LimitName, &LimitEntry)| {
             (entry.how_hard == hardness).then(|| name.as_str().replace('_', " "))
         };
-        record
-            .limits
-            .iter()
-            .filter_map(of)
-            .collect::<Vec<_>>()
-            .join(", ")
+        let list: Vec<String> = record.limits.iter().filter_map(of).collect();
+        match list.is_empty() {
+            true => String::from("none"),
+            false => list.join(", "),
+        }
     };
-    let memory_by = record
-        .limits
-        .get(&LimitName::Memory)
-        .map_or("", |entry| entry.enforced_by.as_str());
+    let memory = record.limits.get(&LimitName::Memory);
+    let memory_by = memory.map_or("", |entry| entry.enforced_by.as_str());
     format!(
         "isolation full ({} layers); enforced: {}; watched: {}; memory by {memory_by}",
         record.isolation.layers.len(),

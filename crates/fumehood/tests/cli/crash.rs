@@ -9,11 +9,31 @@ use crate::lab::{Lab, cgroups_of, eventually, fresh_id, names_in, processes_with
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
-    ("killed_at_any_moment_nothing_stays", For::Everyone, any_moment),
-    ("killed_while_it_cleans_up_nothing_stays", For::Everyone, in_the_end),
-    ("killed_in_the_middle_its_processes_die", For::Everyone, in_the_middle),
-    ("gc_finishes_what_a_dead_runner_left", For::Everyone, gc_finishes),
-    ("a_damaged_record_is_told_and_harms_nothing", For::Everyone, damaged_record),
+    (
+        "killed_at_any_moment_nothing_stays",
+        For::Everyone,
+        any_moment,
+    ),
+    (
+        "killed_while_it_cleans_up_nothing_stays",
+        For::Everyone,
+        in_the_end,
+    ),
+    (
+        "killed_in_the_middle_its_processes_die",
+        For::Everyone,
+        in_the_middle,
+    ),
+    (
+        "gc_finishes_what_a_dead_runner_left",
+        For::Everyone,
+        gc_finishes,
+    ),
+    (
+        "a_damaged_record_is_told_and_harms_nothing",
+        For::Everyone,
+        damaged_record,
+    ),
 ];
 
 /// A program that keeps making files, so that there is always something half made.
@@ -24,7 +44,10 @@ struct Dice(u64);
 
 impl Dice {
     fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 = self
+            .0
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
         (self.0 >> 33) % bound
     }
 }
@@ -59,7 +82,10 @@ fn any_moment() {
         lab.sh(&["--id", next], "true").good();
         assert_no_trace(&lab, &id);
     }
-    assert!(unmade > 0 && halfway > 0, "{unmade} early, {halfway} late: no spread");
+    assert!(
+        unmade > 0 && halfway > 0,
+        "{unmade} early, {halfway} late: no spread"
+    );
 }
 
 fn in_the_end() {
@@ -84,7 +110,8 @@ fn in_the_middle() {
     let lab = Lab::new();
     let id = fresh_id("middle");
     // A daemon, a stopped process and an orphan: none holds on.
-    let script = "setsid sleep 600 $0 & sh -c 'kill -STOP $$' $0 & (sleep 600 $0 &) ; echo up; sleep 600";
+    let script =
+        "setsid sleep 600 $0 & sh -c 'kill -STOP $$' $0 & (sleep 600 $0 &) ; echo up; sleep 600";
     let script = script.replace("sleep 600 $0", "sh -c 'while :; do sleep 1; done' $0");
     let mut live = lab.start(["--id", &id, "--", "sh", "-c", &script, &id]);
     live.wait_for("up");
@@ -92,7 +119,11 @@ fn in_the_middle() {
     live.signal(Signal::KILL);
     live.child.wait().unwrap();
     eventually("all are dead", || processes_with(&id).is_empty());
-    assert_eq!(names_in(&lab.home.join("runs")).len(), 1, "the record of the dead");
+    assert_eq!(
+        names_in(&lab.home.join("runs")).len(),
+        1,
+        "the record of the dead"
+    );
     lab.sh(&[], "true").good();
     assert_no_trace(&lab, &id);
 }
@@ -100,7 +131,17 @@ fn in_the_middle() {
 fn gc_finishes() {
     let lab = Lab::new();
     let id = fresh_id("gc");
-    let mut live = lab.start(["--keep", "always", "--id", &id, "--", "sh", "-c", "echo up; sleep 600", &id]);
+    let mut live = lab.start([
+        "--keep",
+        "always",
+        "--id",
+        &id,
+        "--",
+        "sh",
+        "-c",
+        "echo up; sleep 600",
+        &id,
+    ]);
     live.wait_for("up");
     // A living one is left alone.
     lab.gc(&[]).good();

@@ -20,30 +20,77 @@ pub const TRIALS: &[Entry] = &[
     ("sigint_cancels", For::Everyone, || cancels(Signal::INT)),
     ("sigterm_cancels", For::Everyone, || cancels(Signal::TERM)),
     ("sighup_cancels", For::Everyone, || cancels(Signal::HUP)),
-    ("a_second_sigint_skips_the_grace", For::Everyone, second_sigint),
+    (
+        "a_second_sigint_skips_the_grace",
+        For::Everyone,
+        second_sigint,
+    ),
     ("grace_reaches_every_process", For::Everyone, grace_for_all),
-    ("a_cancel_before_the_start_leaves_nothing", For::Everyone, early_cancel),
+    (
+        "a_cancel_before_the_start_leaves_nothing",
+        For::Everyone,
+        early_cancel,
+    ),
     ("printed_text_decides_nothing", For::Everyone, printed_text),
-    ("init_killed_from_outside_is_our_error", For::Everyone, init_lost),
+    (
+        "init_killed_from_outside_is_our_error",
+        For::Everyone,
+        init_lost,
+    ),
 ];
 
 const FIELDS: [&str; 24] = [
-    "schema", "id", "attempt", "status", "reason", "message", "exit_code", "signal", "times", "cpu_ms",
-    "memory_peak_bytes", "pids_peak", "disk_bytes", "files", "oom_kills", "stdout", "stderr", "workspace",
-    "kept_until", "isolation", "limits", "hints", "notices", "",
+    "schema",
+    "id",
+    "attempt",
+    "status",
+    "reason",
+    "message",
+    "exit_code",
+    "signal",
+    "times",
+    "cpu_ms",
+    "memory_peak_bytes",
+    "pids_peak",
+    "disk_bytes",
+    "files",
+    "oom_kills",
+    "stdout",
+    "stderr",
+    "workspace",
+    "kept_until",
+    "isolation",
+    "limits",
+    "hints",
+    "notices",
+    "",
 ];
 
 /// The document has every field the schema names, of its kind, whatever the end.
 #[track_caller]
 fn assert_whole(document: &Value) {
-    let has: BTreeSet<&str> = document.as_object().unwrap().keys().map(|k| k.as_str()).collect();
+    let has: BTreeSet<&str> = document
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(|k| k.as_str())
+        .collect();
     let wants: BTreeSet<&str> = FIELDS.into_iter().filter(|f| !f.is_empty()).collect();
     assert_eq!(has, wants);
     assert_eq!(document["schema"], "fumehood.result/1");
     let statuses = [
-        "succeeded", "failed", "timed_out", "out_of_memory", "limit_exceeded", "cancelled", "error",
+        "succeeded",
+        "failed",
+        "timed_out",
+        "out_of_memory",
+        "limit_exceeded",
+        "cancelled",
+        "error",
     ];
-    assert!(statuses.contains(&document["status"].as_str().unwrap()), "{document}");
+    assert!(
+        statuses.contains(&document["status"].as_str().unwrap()),
+        "{document}"
+    );
     assert!(document["reason"].is_string(), "{document}");
     for key in ["started_ms", "ended_ms", "wall_ms"] {
         assert!(document["times"][key].is_u64(), "times.{key}");
@@ -59,28 +106,64 @@ fn assert_whole(document: &Value) {
     }
     assert!(document["workspace"].as_str().unwrap().starts_with('/'));
     assert!(document["hints"].is_array());
-    assert_eq!(document["message"].is_string(), document["status"] == "error" && document["isolation"]["level"].is_null());
+    assert_eq!(
+        document["message"].is_string(),
+        document["status"] == "error" && document["isolation"]["level"].is_null()
+    );
     if document["isolation"]["level"].is_null() {
         return;
     }
     assert_eq!(document["isolation"]["level"], "full");
     let layers = document["isolation"]["layers"].as_object().unwrap();
-    for layer in ["user_namespace", "mount_namespace", "pid_namespace", "net_namespace", "ipc_namespace",
-        "uts_namespace", "cgroup_namespace", "no_new_privs", "capabilities", "landlock", "seccomp"] {
+    for layer in [
+        "user_namespace",
+        "mount_namespace",
+        "pid_namespace",
+        "net_namespace",
+        "ipc_namespace",
+        "uts_namespace",
+        "cgroup_namespace",
+        "no_new_privs",
+        "capabilities",
+        "landlock",
+        "seccomp",
+    ] {
         assert!(layers.contains_key(layer), "{layer}");
     }
     assert_eq!(layers.contains_key("leased_uid"), crate::lab::is_root());
-    for limit in ["wall_time", "memory", "cpus", "pids", "open_files", "disk", "files", "logs"] {
+    for limit in [
+        "wall_time",
+        "memory",
+        "cpus",
+        "pids",
+        "open_files",
+        "disk",
+        "files",
+        "logs",
+    ] {
         let entry = &document["limits"][limit];
         assert!(entry["asked"].is_u64(), "{limit}");
-        assert!(!entry["enforced_by"].as_str().unwrap().is_empty(), "{limit}");
-        assert!(["hard", "watched"].contains(&entry["how_hard"].as_str().unwrap()), "{limit}");
+        assert!(
+            !entry["enforced_by"].as_str().unwrap().is_empty(),
+            "{limit}"
+        );
+        assert!(
+            ["hard", "watched"].contains(&entry["how_hard"].as_str().unwrap()),
+            "{limit}"
+        );
     }
 }
 
 /// One end, both ways: exit code and summary, then the document. Gives the document.
 #[track_caller]
-fn assert_end(lab: &Lab, options: &[&str], command: &[&str], code: i32, status: &str, reason: &str) -> Value {
+fn assert_end(
+    lab: &Lab,
+    options: &[&str],
+    command: &[&str],
+    code: i32,
+    status: &str,
+    reason: &str,
+) -> Value {
     let words = |first: &[&str]| -> Vec<String> {
         let all = first.iter().chain(options).chain(&["--"]).chain(command);
         all.map(|w| w.to_string()).collect()
@@ -92,7 +175,10 @@ fn assert_end(lab: &Lab, options: &[&str], command: &[&str], code: i32, status: 
     assert_eq!(ended.err(), "", "with --json stderr is silent");
     let document = ended.document();
     assert_whole(&document);
-    let got = (document["status"].as_str().unwrap(), document["reason"].as_str().unwrap());
+    let got = (
+        document["status"].as_str().unwrap(),
+        document["reason"].as_str().unwrap(),
+    );
     assert_eq!(got, (status, reason), "{command:?}: {document}");
     lab.assert_nothing_left();
     document
@@ -114,7 +200,14 @@ fn signals() {
     let lab = Lab::new();
     for signal in [1, 2, 6, 9, 11, 15, 31] {
         let script = format!("kill -{signal} $$; sleep 60");
-        let document = assert_end(&lab, &[], &["sh", "-c", &script], 128 + signal, "failed", "signal");
+        let document = assert_end(
+            &lab,
+            &[],
+            &["sh", "-c", &script],
+            128 + signal,
+            "failed",
+            "signal",
+        );
         assert_eq!(document["signal"], signal);
         assert!(document["exit_code"].is_null());
     }
@@ -123,15 +216,46 @@ fn signals() {
 fn times() {
     let lab = Lab::new();
     let spin = ["sh", "-c", "while :; do :; done"];
-    assert_end(&lab, &["--timeout", "300ms", "--grace", "0"], &["sleep", "600"], 124, "timed_out", "wall_time");
-    assert_end(&lab, &["--cpu-time", "300ms", "--grace", "0"], &spin, 124, "timed_out", "cpu_time");
-    assert_end(&lab, &["--idle-timeout", "1s", "--grace", "0"], &["sleep", "600"], 124, "timed_out", "idle_time");
+    assert_end(
+        &lab,
+        &["--timeout", "300ms", "--grace", "0"],
+        &["sleep", "600"],
+        124,
+        "timed_out",
+        "wall_time",
+    );
+    assert_end(
+        &lab,
+        &["--cpu-time", "300ms", "--grace", "0"],
+        &spin,
+        124,
+        "timed_out",
+        "cpu_time",
+    );
+    assert_end(
+        &lab,
+        &["--idle-timeout", "1s", "--grace", "0"],
+        &["sleep", "600"],
+        124,
+        "timed_out",
+        "idle_time",
+    );
     // Neither a busy nor a talking program is idle.
     let busy = "for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done";
-    assert_eq!(lab.sh(&["--idle-timeout", "1s"], busy).good(), "1\n2\n3\n4\n5\n6\n");
+    assert_eq!(
+        lab.sh(&["--idle-timeout", "1s"], busy).good(),
+        "1\n2\n3\n4\n5\n6\n"
+    );
     // A program that ends by itself when asked to has still timed out.
     let polite = "trap 'exit 0' TERM; echo up; while :; do sleep 0.05; done";
-    assert_end(&lab, &["--timeout", "500ms"], &["sh", "-c", polite], 124, "timed_out", "wall_time");
+    assert_end(
+        &lab,
+        &["--timeout", "500ms"],
+        &["sh", "-c", polite],
+        124,
+        "timed_out",
+        "wall_time",
+    );
 }
 
 fn limits() {
@@ -140,19 +264,59 @@ fn limits() {
     let ended = lab.run(["--disk", "8M", "--"].iter().chain(&one));
     ended.good();
     let exec = ["sh", "-c", "exec head -c 64M /dev/zero > f"];
-    assert_end(&lab, &["--disk", "8M"], &exec, 122, "limit_exceeded", "file_size");
-    let many = ["sh", "-c", "i=0; while :; do i=$((i+1)); head -c 1M /dev/zero > f$i; done"];
-    assert_end(&lab, &["--disk", "8M", "--grace", "0"], &many, 122, "limit_exceeded", "disk");
+    assert_end(
+        &lab,
+        &["--disk", "8M"],
+        &exec,
+        122,
+        "limit_exceeded",
+        "file_size",
+    );
+    let many = [
+        "sh",
+        "-c",
+        "i=0; while :; do i=$((i+1)); head -c 1M /dev/zero > f$i; done",
+    ];
+    assert_end(
+        &lab,
+        &["--disk", "8M", "--grace", "0"],
+        &many,
+        122,
+        "limit_exceeded",
+        "disk",
+    );
     let files = ["sh", "-c", "i=0; while :; do i=$((i+1)); : > f$i; done"];
-    assert_end(&lab, &["--files", "100", "--grace", "0"], &files, 122, "limit_exceeded", "files");
+    assert_end(
+        &lab,
+        &["--files", "100", "--grace", "0"],
+        &files,
+        122,
+        "limit_exceeded",
+        "files",
+    );
 }
 
 fn memory() {
     let lab = Lab::new();
-    let hog = ["/usr/bin/python3", "-c", "x = bytearray(600 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\nimport time; time.sleep(60)"];
-    let options = ["--memory", "64M", "--allow-degraded", "memory", "--grace", "0"];
+    let hog = [
+        "/usr/bin/python3",
+        "-c",
+        "x = bytearray(600 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\nimport time; time.sleep(60)",
+    ];
+    let options = [
+        "--memory",
+        "64M",
+        "--allow-degraded",
+        "memory",
+        "--grace",
+        "0",
+    ];
     // With a cgroup the kernel kills it; without one our watch does.
-    let reason = if crate::lab::is_root() { "oom_killed" } else { "memory_watch" };
+    let reason = if crate::lab::is_root() {
+        "oom_killed"
+    } else {
+        "memory_watch"
+    };
     let document = assert_end(&lab, &options, &hog, 137, "out_of_memory", reason);
     assert_eq!(document["limits"]["memory"]["asked"], 64 << 20);
     let small = ["/usr/bin/python3", "-c", "x = bytearray(20 << 20)"];
@@ -162,7 +326,14 @@ fn memory() {
 fn survived_oom() {
     let lab = Lab::new();
     let script = "/usr/bin/python3 -c 'x = bytearray(600 << 20)'; echo survived; exit 0";
-    let document = assert_end(&lab, &["--memory", "64M"], &["sh", "-c", script], 0, "succeeded", "exit");
+    let document = assert_end(
+        &lab,
+        &["--memory", "64M"],
+        &["sh", "-c", script],
+        0,
+        "succeeded",
+        "exit",
+    );
     assert!(document["oom_kills"].as_u64().unwrap() >= 1, "{document}");
     assert_eq!(document["stdout"]["text"], "survived\n");
 }
@@ -174,13 +345,55 @@ fn not_started() {
     set_mode(&bad, 0o755);
     let none: [&str; 0] = [];
     assert_end(&lab, &none, &["no-such-command"], 127, "error", "not_found");
-    assert_end(&lab, &none, &["/usr/bin/no-such-command"], 127, "error", "not_found");
-    assert_end(&lab, &["--input", "plain"], &["./plain"], 126, "error", "not_executable");
-    assert_end(&lab, &["--input", "bad-format"], &["./bad-format"], 126, "error", "not_executable");
+    assert_end(
+        &lab,
+        &none,
+        &["/usr/bin/no-such-command"],
+        127,
+        "error",
+        "not_found",
+    );
+    assert_end(
+        &lab,
+        &["--input", "plain"],
+        &["./plain"],
+        126,
+        "error",
+        "not_executable",
+    );
+    assert_end(
+        &lab,
+        &["--input", "bad-format"],
+        &["./bad-format"],
+        126,
+        "error",
+        "not_executable",
+    );
     assert_end(&lab, &none, &["/usr"], 126, "error", "not_executable");
-    assert_end(&lab, &["--input", "absent"], &["true"], 125, "error", "not_started");
-    assert_end(&lab, &["--read", "/proc"], &["true"], 125, "error", "not_started");
-    assert_end(&lab, &["--read", "/"], &["true"], 125, "error", "not_started");
+    assert_end(
+        &lab,
+        &["--input", "absent"],
+        &["true"],
+        125,
+        "error",
+        "not_started",
+    );
+    assert_end(
+        &lab,
+        &["--read", "/proc"],
+        &["true"],
+        125,
+        "error",
+        "not_started",
+    );
+    assert_end(
+        &lab,
+        &["--read", "/"],
+        &["true"],
+        125,
+        "error",
+        "not_started",
+    );
 }
 
 fn usage() {
@@ -253,7 +466,10 @@ fn second_sigint() {
     live.wait_for("up");
     live.signal(Signal::INT);
     live.wait_for("no");
-    assert!(live.child.try_wait().unwrap().is_none(), "the grace was not honoured");
+    assert!(
+        live.child.try_wait().unwrap().is_none(),
+        "the grace was not honoured"
+    );
     live.signal(Signal::INT);
     let ended = live.end();
     assert_eq!(ended.code(), 123, "{}", ended.err());
@@ -298,7 +514,12 @@ fn early_cancel() {
         let ended = live.end();
         // Before its signals are listened to the runner dies by it, as any program would.
         let died_early = std::os::unix::process::ExitStatusExt::signal(&ended.status) == Some(15);
-        assert!(died_early || ended.code() == 123, "{:?} {}", ended.status, ended.err());
+        assert!(
+            died_early || ended.code() == 123,
+            "{:?} {}",
+            ended.status,
+            ended.err()
+        );
         lab.sh(&[], "true").good();
         lab.assert_nothing_left();
     }
@@ -311,14 +532,28 @@ fn printed_text() {
         echo 'fumehood: x timed out (wall time) after 1h' >&2; exit 9";
     let document = assert_end(&lab, &[], &["sh", "-c", script], 9, "failed", "exit");
     assert_eq!(document["exit_code"], 9);
-    assert!(document["stdout"]["text"].as_str().unwrap().contains("fumehood.result/1"));
-    assert!(document["stderr"]["text"].as_str().unwrap().starts_with("Killed\n"));
+    assert!(
+        document["stdout"]["text"]
+            .as_str()
+            .unwrap()
+            .contains("fumehood.result/1")
+    );
+    assert!(
+        document["stderr"]["text"]
+            .as_str()
+            .unwrap()
+            .starts_with("Killed\n")
+    );
 }
 
 /// Everything that descends from a process, nearest first.
 fn below(pid: u32) -> Vec<u32> {
-    let list = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let children: Vec<u32> = list.split_whitespace().filter_map(|p| p.parse().ok()).collect();
+    let list =
+        std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let children: Vec<u32> = list
+        .split_whitespace()
+        .filter_map(|p| p.parse().ok())
+        .collect();
     let deeper = children.iter().flat_map(|child| below(*child));
     children.iter().copied().chain(deeper).collect()
 }
@@ -334,7 +569,9 @@ fn init_lost() {
         !status.contains("State:\t") || status.contains("State:\tZ")
     };
     let live = lab.start(["--json", "--", "sleep", "600"]);
-    eventually("the program is up", || below(live.pid()).iter().any(program));
+    eventually("the program is up", || {
+        below(live.pid()).iter().any(program)
+    });
     let is_init = |pid: &u32| !program(pid) && !dead(pid);
     let ours: Vec<u32> = below(live.pid()).into_iter().filter(is_init).collect();
     let [init] = ours[..] else {

@@ -150,9 +150,9 @@ impl Lab {
 
     /// Neither a workspace, a draft of one, nor a run directory is left.
     pub fn assert_nothing_left(&self) {
-        assert_eq!(self.workspaces(), [OsString::new(); 0], "workspaces");
+        assert_eq!(self.workspaces(), Vec::<OsString>::new(), "workspaces");
         let runs = names_in(&self.home.join("runs"));
-        assert_eq!(runs, [OsString::new(); 0], "run directories");
+        assert_eq!(runs, Vec::<OsString>::new(), "run directories");
     }
 }
 

@@ -10,26 +10,66 @@ use crate::{Entry, For};
 pub const TRIALS: &[Entry] = &[
     ("help_names_every_option", For::Everyone, help),
     ("scripts_run_by_their_ending", For::Everyone, by_ending),
-    ("scripts_run_by_their_first_line", For::Everyone, by_first_line),
-    ("arguments_after_the_script_are_its_own", For::Everyone, own_arguments),
+    (
+        "scripts_run_by_their_first_line",
+        For::Everyone,
+        by_first_line,
+    ),
+    (
+        "arguments_after_the_script_are_its_own",
+        For::Everyone,
+        own_arguments,
+    ),
     ("commands_run_as_given", For::Everyone, as_given),
-    ("a_file_not_inside_is_mended_by_the_line", For::Everyone, mended),
-    ("a_file_with_a_dot_is_mended_by_the_line", For::Everyone, mended_here),
-    ("a_file_above_is_mended_by_the_line", For::Everyone, mended_above),
+    (
+        "a_file_not_inside_is_mended_by_the_line",
+        For::Everyone,
+        mended,
+    ),
+    (
+        "a_file_with_a_dot_is_mended_by_the_line",
+        For::Everyone,
+        mended_here,
+    ),
+    (
+        "a_file_above_is_mended_by_the_line",
+        For::Everyone,
+        mended_above,
+    ),
     ("input_copies_files_and_directories", For::Everyone, inputs),
-    ("inputs_bring_nothing_else_along", For::Everyone, input_links),
+    (
+        "inputs_bring_nothing_else_along",
+        For::Everyone,
+        input_links,
+    ),
     ("read_shows_a_path_here_or_there", For::Everyone, reads),
-    ("read_refuses_what_must_stay_hidden", For::Everyone, reads_refused),
+    (
+        "read_refuses_what_must_stay_hidden",
+        For::Everyone,
+        reads_refused,
+    ),
     ("env_sets_and_hands_on", For::Everyone, env),
-    ("nothing_else_of_the_environment_is_there", For::Everyone, env_is_closed),
+    (
+        "nothing_else_of_the_environment_is_there",
+        For::Everyone,
+        env_is_closed,
+    ),
     ("stdin_is_empty_a_file_or_ours", For::Everyone, stdin),
     ("data_and_docs_are_shown_twice", For::Everyone, data),
     ("data_may_be_a_symlink", For::Everyone, data_symlink),
     ("data_may_lie_under_tmp", For::Everyone, data_under_tmp),
-    ("data_may_lie_under_var_tmp", For::Everyone, data_under_var_tmp),
+    (
+        "data_may_lie_under_var_tmp",
+        For::Everyone,
+        data_under_var_tmp,
+    ),
     ("data_may_lie_elsewhere", For::Everyone, data_elsewhere),
     ("data_of_roots_own_is_read", For::Everyone, closed_data),
-    ("the_rest_of_the_project_is_absent", For::Everyone, project_absent),
+    (
+        "the_rest_of_the_project_is_absent",
+        For::Everyone,
+        project_absent,
+    ),
     ("limits_reach_the_program", For::Everyone, limits),
     ("unfirm_limits_stop_the_run", For::Everyone, unfirm),
     ("variables_and_files_set_options", For::Everyone, places),
@@ -40,19 +80,48 @@ fn help() {
     let lab = Lab::new();
     let text = lab.run(["--help"]).good();
     for option in [
-        "--id", "--project", "--data", "--docs", "--read", "--input", "--runtime", "--env", "--stdin", "--timeout",
-        "--cpu-time", "--idle-timeout", "--grace", "--memory", "--cpus", "--pids", "--open-files", "--disk",
-        "--files", "--log-limit", "--workspace", "--workspace-root", "--keep", "--keep-for", "--isolation",
-        "--allow-degraded", "--network", "--json", "--quiet",
+        "--id",
+        "--project",
+        "--data",
+        "--docs",
+        "--read",
+        "--input",
+        "--runtime",
+        "--env",
+        "--stdin",
+        "--timeout",
+        "--cpu-time",
+        "--idle-timeout",
+        "--grace",
+        "--memory",
+        "--cpus",
+        "--pids",
+        "--open-files",
+        "--disk",
+        "--files",
+        "--log-limit",
+        "--workspace",
+        "--workspace-root",
+        "--keep",
+        "--keep-for",
+        "--isolation",
+        "--allow-degraded",
+        "--network",
+        "--json",
+        "--quiet",
     ] {
-        let named = |l: &str| l.trim_start().starts_with('-') && l.split([' ', ',']).any(|w| w == option);
+        let named =
+            |l: &str| l.trim_start().starts_with('-') && l.split([' ', ',']).any(|w| w == option);
         let line = text.lines().position(named);
         let line = line.unwrap_or_else(|| panic!("no {option} in {text}"));
         let paragraph = text.lines().skip(line).take_while(|l| !l.trim().is_empty());
         let paragraph: String = paragraph.collect();
         let switch = ["--json", "--quiet"].contains(&option);
         let many = ["--read", "--input", "--env", "--allow-degraded"].contains(&option);
-        assert!(paragraph.contains("[default:") || switch || many, "{option}: {paragraph}");
+        assert!(
+            paragraph.contains("[default:") || switch || many,
+            "{option}: {paragraph}"
+        );
     }
     let top = finish({
         let mut command = lab.fumehood();
@@ -67,11 +136,23 @@ fn help() {
 fn by_ending() {
     let lab = Lab::new();
     lab.write("project/a.py", "import sys, os\nprint('py', sys.argv[1:], os.path.abspath(sys.argv[0]) == os.getcwd() + '/a.py')\n");
-    lab.write("project/a.sh", "echo sh \"$@\" [[ ${BASH_VERSION:+bash} ]]\n");
-    lab.write("project/a.R", "cat('R', commandArgs(trailingOnly = TRUE), '\\n')\n");
+    lab.write(
+        "project/a.sh",
+        "echo sh \"$@\" [[ ${BASH_VERSION:+bash} ]]\n",
+    );
+    lab.write(
+        "project/a.R",
+        "cat('R', commandArgs(trailingOnly = TRUE), '\\n')\n",
+    );
     lab.write("project/a.txt", "text");
-    assert_eq!(lab.run(["a.py", "1", "two"]).good(), "py ['1', 'two'] True\n");
-    assert_eq!(lab.run(["a.sh", "1", "two"]).good(), "sh 1 two [[ bash ]]\n");
+    assert_eq!(
+        lab.run(["a.py", "1", "two"]).good(),
+        "py ['1', 'two'] True\n"
+    );
+    assert_eq!(
+        lab.run(["a.sh", "1", "two"]).good(),
+        "sh 1 two [[ bash ]]\n"
+    );
     assert_eq!(lab.run(["a.R", "1", "two"]).good(), "R 1 two \n");
     lab.run(["a.txt"]).refused(125, "none of .py .R .sh .jl");
     lab.run(["missing.py"]).refused(125, "missing.py");
@@ -81,28 +162,50 @@ fn by_ending() {
 fn by_first_line() {
     let lab = Lab::new();
     // The line goes before the ending, and the file need not be executable.
-    lab.write("project/a.sh", "#!/usr/bin/env python3\nimport sys; print('py', sys.argv[1:])\n");
+    lab.write(
+        "project/a.sh",
+        "#!/usr/bin/env python3\nimport sys; print('py', sys.argv[1:])\n",
+    );
     lab.write("project/tool", "#!/bin/sh -e\nfalse\necho not reached\n");
-    lab.write("project/sub/deep.py", "#!/usr/bin/python3 -u\nimport sys; print(sys.argv[0])\n");
+    lab.write(
+        "project/sub/deep.py",
+        "#!/usr/bin/python3 -u\nimport sys; print(sys.argv[0])\n",
+    );
     lab.write("project/odd.py", "#!/nowhere/python3\n");
     assert_eq!(lab.run(["a.sh", "x"]).good(), "py ['x']\n");
     let failed = lab.run(["tool"]);
     assert_eq!((failed.code(), failed.out()), (1, String::new()));
     assert_eq!(lab.run(["sub/deep.py"]).good(), "deep.py\n");
-    assert_eq!(lab.run([lab.path("project/sub/deep.py")]).good(), "deep.py\n");
+    assert_eq!(
+        lab.run([lab.path("project/sub/deep.py")]).good(),
+        "deep.py\n"
+    );
     lab.run(["odd.py"]).refused(127, "/nowhere/python3");
 }
 
 fn own_arguments() {
     let lab = Lab::new();
     lab.write("project/a.py", "import sys; print(sys.argv[1:])\n");
-    let out = lab.run(["-q", "a.py", "--json", "--id", "../x", "--", "-h", "--timeout"]).good();
+    let out = lab
+        .run([
+            "-q",
+            "a.py",
+            "--json",
+            "--id",
+            "../x",
+            "--",
+            "-h",
+            "--timeout",
+        ])
+        .good();
     assert_eq!(out, "['--json', '--id', '../x', '--', '-h', '--timeout']\n");
 }
 
 fn as_given() {
     let lab = Lab::new();
-    let out = lab.run(["--", "printf", "%s|", "a b", "", "$HOME", "*", "--json"]).good();
+    let out = lab
+        .run(["--", "printf", "%s|", "a b", "", "$HOME", "*", "--json"])
+        .good();
     assert_eq!(out, "a b||$HOME|*|--json|");
     use std::os::unix::ffi::OsStrExt;
     let odd = std::ffi::OsStr::from_bytes(b"\xff\xfe");
@@ -118,8 +221,10 @@ fn mend(lab: &Lab, options: &[&str], command: &[&str]) -> Ended {
     first.refused(125, "exists here but will not inside");
     lab.assert_nothing_left();
     let err = first.err();
-    let line = err.lines().map(|l| l.trim_start_matches("fumehood: ").trim());
-    let line = line.filter(|l| l.starts_with("--input ") || l.starts_with("--read ")).next_back();
+    let mut line = err
+        .lines()
+        .map(|l| l.trim_start_matches("fumehood: ").trim());
+    let line = line.rfind(|l| l.starts_with("--input ") || l.starts_with("--read "));
     let line = line.unwrap_or_else(|| panic!("no line in {err}"));
     let mut again = lab.with_surroundings(Command::new("bash"));
     again
@@ -158,7 +263,10 @@ fn mended_here() {
     lab.write("project/notes.txt", "notes\n");
     assert_eq!(mend(&lab, &[], &["cat", "./notes.txt"]).good(), "notes\n");
     lab.write("project/sub/deep.txt", "deep\n");
-    assert_eq!(mend(&lab, &[], &["cat", "./sub/./deep.txt"]).good(), "deep\n");
+    assert_eq!(
+        mend(&lab, &[], &["cat", "./sub/./deep.txt"]).good(),
+        "deep\n"
+    );
 }
 
 fn mended_above() {
@@ -178,7 +286,16 @@ fn inputs() {
     let far = lab.write("far.csv", "far\n").display().to_string();
     let renamed = format!("{far}:sub/renamed.csv");
     let options = [
-        "--input", "one.csv", "--input", "one.csv:copy.csv", "--input", "tools", "--input", &renamed, "--input", &colon,
+        "--input",
+        "one.csv",
+        "--input",
+        "one.csv:copy.csv",
+        "--input",
+        "tools",
+        "--input",
+        &renamed,
+        "--input",
+        &colon,
     ];
     let script = "find . -path './.*' -prune -o -type f -print | sort; ./tools/run.sh; cat copy.csv sub/renamed.csv; \
         echo more >> one.csv && cat one.csv";
@@ -187,19 +304,33 @@ fn inputs() {
     assert_eq!(out, format!("{files}ran\n1\nfar\n1\nmore\n"));
     // It was a copy.
     assert_eq!(std::fs::read(lab.path("project/one.csv")).unwrap(), b"1\n");
-    for bad in ["one.csv:../out", "one.csv:/abs", "one.csv:", ":x", "one.csv:."] {
+    for bad in [
+        "one.csv:../out",
+        "one.csv:/abs",
+        "one.csv:",
+        ":x",
+        "one.csv:.",
+    ] {
         let ended = lab.sh(&["--input", bad], "true");
         assert_eq!(ended.code(), 125, "{bad}: {}", ended.err());
     }
     // Two things of one name, or in the place of the data, are not mixed up silently.
     lab.write("project/data/d", "d");
-    for pair in [["one.csv:same", "tools:same"], ["one.csv:data", "one.csv:x"], ["one.csv", "tools:one.csv"]] {
+    for pair in [
+        ["one.csv:same", "tools:same"],
+        ["one.csv:data", "one.csv:x"],
+        ["one.csv", "tools:one.csv"],
+    ] {
         let ended = lab.sh(&["--input", pair[0], "--input", pair[1]], "true");
         assert_eq!(ended.code(), 125, "{pair:?}: {}", ended.err());
     }
     let own = lab.write_program("project/mine", "#!/bin/sh\necho mine $1\n");
-    assert_eq!(lab.run(["--input", "mine", "--", "./mine", "7"]).good(), "mine 7\n");
-    lab.run(["--".as_ref(), own.as_os_str()]).refused(125, "--input");
+    assert_eq!(
+        lab.run(["--input", "mine", "--", "./mine", "7"]).good(),
+        "mine 7\n"
+    );
+    lab.run(["--".as_ref(), own.as_os_str()])
+        .refused(125, "--input");
     lab.assert_nothing_left();
 }
 
@@ -210,12 +341,22 @@ fn input_links() {
     symlink(&secret, lab.path("project/tree/out")).unwrap();
     symlink("file", lab.path("project/tree/near")).unwrap();
     symlink("../../secret", lab.path("project/tree/climb")).unwrap();
-    let out = lab.sh(&["--input", "tree"], "cat tree/file; cat tree/near; cat tree/out tree/climb");
+    let out = lab.sh(
+        &["--input", "tree"],
+        "cat tree/file; cat tree/near; cat tree/out tree/climb",
+    );
     assert!(!out.out().contains("secret"), "{}", out.out());
-    assert!(out.out().starts_with("file\n") || out.code() == 125, "{}", out.err());
+    assert!(
+        out.out().starts_with("file\n") || out.code() == 125,
+        "{}",
+        out.err()
+    );
     // A link named by the user is meant, as with cp.
     symlink(&secret, lab.path("project/named")).unwrap();
-    assert_eq!(lab.sh(&["--input", "named"], "cat named").good(), "secret\n");
+    assert_eq!(
+        lab.sh(&["--input", "named"], "cat named").good(),
+        "secret\n"
+    );
 }
 
 fn reads() {
@@ -226,8 +367,14 @@ fn reads() {
     let control = lab.sh(&[], &cat);
     assert_eq!(control.code(), 1, "it is not visible without --read");
     assert_eq!(lab.sh(&["--read", &dir], &cat).good(), "ACGT\n");
-    assert_eq!(lab.sh(&["--read", file.to_str().unwrap()], &cat).good(), "ACGT\n");
-    for (inside, path) in [("/ref", "/ref/genome.fa"), ("/mnt/a/b", "/mnt/a/b/genome.fa")] {
+    assert_eq!(
+        lab.sh(&["--read", file.to_str().unwrap()], &cat).good(),
+        "ACGT\n"
+    );
+    for (inside, path) in [
+        ("/ref", "/ref/genome.fa"),
+        ("/mnt/a/b", "/mnt/a/b/genome.fa"),
+    ] {
         let both = format!("{dir}:{inside}");
         let script = format!("cat {path}; ! touch {inside}/x 2>&-; ! {cat} 2>&-");
         assert_eq!(lab.sh(&["--read", &both], &script).good(), "ACGT\n");
@@ -237,7 +384,10 @@ fn reads() {
     let link = lab.path("link");
     symlink(&dir, &link).unwrap();
     let by_link = format!("cat {}/genome.fa; {cat}", link.display());
-    assert_eq!(lab.sh(&["--read", link.to_str().unwrap()], &by_link).good(), "ACGT\nACGT\n");
+    assert_eq!(
+        lab.sh(&["--read", link.to_str().unwrap()], &by_link).good(),
+        "ACGT\nACGT\n"
+    );
     assert!(!lab.path("ref/x").exists());
 }
 
@@ -247,9 +397,24 @@ fn reads_refused() {
     let home = lab.home.display().to_string();
     let root = lab.root.display().to_string();
     let above = lab.project.parent().unwrap().display().to_string();
-    let dir = lab.write("ref/x", "x").parent().unwrap().display().to_string();
-    let mut bad = vec![home, root, above, "/".into(), "/proc/self".into(), "/sys".into(), "/dev/shm".into()];
-    for inside in ["/usr/lib", "/etc", "/", "/proc/x", "/dev/x", "relative", "/a/../b", "/tmp"] {
+    let dir = lab
+        .write("ref/x", "x")
+        .parent()
+        .unwrap()
+        .display()
+        .to_string();
+    let mut bad = vec![
+        home,
+        root,
+        above,
+        "/".into(),
+        "/proc/self".into(),
+        "/sys".into(),
+        "/dev/shm".into(),
+    ];
+    for inside in [
+        "/usr/lib", "/etc", "/", "/proc/x", "/dev/x", "relative", "/a/../b", "/tmp",
+    ] {
         bad.push(format!("{dir}:{inside}"));
     }
     for read in bad {
@@ -262,11 +427,21 @@ fn reads_refused() {
 fn env() {
     let lab = Lab::new();
     let script = "echo $SEED,$PASSED,$EMPTY-,$HOME,$MPLBACKEND";
-    let options = ["--env", "SEED=7=8", "--env", "PASSED", "--env", "EMPTY=", "--env", "MPLBACKEND=svg"];
+    let options = [
+        "--env",
+        "SEED=7=8",
+        "--env",
+        "PASSED",
+        "--env",
+        "EMPTY=",
+        "--env",
+        "MPLBACKEND=svg",
+    ];
     let mut command = lab.run_command(options.iter().chain(&["--", "sh", "-c", script]));
     command.env("PASSED", "on").env("SEED", "not this");
     assert_eq!(finish(command).good(), "7=8,on,-,/tmp/home,svg\n");
-    lab.sh(&["--env", "NOT_SET_HERE"], "true").refused(125, "NOT_SET_HERE");
+    lab.sh(&["--env", "NOT_SET_HERE"], "true")
+        .refused(125, "NOT_SET_HERE");
     for bad in ["1A=x", "=x", "A-B=x", "FUMEHOOD_ID=x", "FUMEHOOD_X=y"] {
         let ended = lab.sh(&["--env", bad], "true");
         assert_eq!(ended.code(), 125, "{bad}: {}", ended.err());
@@ -277,10 +452,22 @@ fn env_is_closed() {
     let lab = Lab::new();
     let script = "cat /proc/*/environ | tr '\\0' '\\n'; env; cat /proc/*/cmdline";
     let mut command = lab.run_command(["--id", "closed", "--", "sh", "-c", script]);
-    command.env("PGPASSWORD", "hush").env("DATABASE_URL", "postgres://hush");
+    command
+        .env("PGPASSWORD", "hush")
+        .env("DATABASE_URL", "postgres://hush");
     let ended = finish(command);
-    assert!(ended.out().contains("FUMEHOOD_ID=closed"), "{}", ended.out());
-    for word in ["hush", "PGPASSWORD", "DATABASE_URL", "FUMEHOOD_HOME", "FUMEHOOD_WORKSPACE_ROOT"] {
+    assert!(
+        ended.out().contains("FUMEHOOD_ID=closed"),
+        "{}",
+        ended.out()
+    );
+    for word in [
+        "hush",
+        "PGPASSWORD",
+        "DATABASE_URL",
+        "FUMEHOOD_HOME",
+        "FUMEHOOD_WORKSPACE_ROOT",
+    ] {
         assert!(!ended.out().contains(word), "{word}: {}", ended.out());
     }
 }
@@ -290,8 +477,12 @@ fn stdin() {
     lab.write("project/in.txt", "from a file\n");
     assert_eq!(lab.sh(&[], "cat; echo end").good(), "end\n");
     let script = "cat; readlink /proc/self/fd/0 | cut -d: -f1";
-    assert_eq!(lab.sh(&["--stdin", "in.txt"], script).good(), "from a file\npipe\n");
-    let mut command = lab.run_command(["--stdin", "-", "--", "sh", "-c", "read a; echo got $a; cat"]);
+    assert_eq!(
+        lab.sh(&["--stdin", "in.txt"], script).good(),
+        "from a file\npipe\n"
+    );
+    let mut command =
+        lab.run_command(["--stdin", "-", "--", "sh", "-c", "read a; echo got $a; cat"]);
     command.stdin(Stdio::piped());
     let mut live = Live::start(command);
     live.say("one\n");
@@ -309,7 +500,10 @@ fn stdin() {
     let big = lab.write("project/big", vec![b'x'; 4 << 20]);
     let big = big.to_str().unwrap();
     lab.sh(&["--stdin", big], "true").good();
-    assert_eq!(lab.sh(&["--stdin", big], "wc -c").good().trim(), (4 << 20).to_string());
+    assert_eq!(
+        lab.sh(&["--stdin", big], "wc -c").good().trim(),
+        (4 << 20).to_string()
+    );
     lab.assert_nothing_left();
 }
 
@@ -327,7 +521,8 @@ fn data() {
     assert_eq!(out, "d\nd\ndocs\ndocs\nkept\nkept\nkept\ndata\ndocs\n");
     assert_eq!(std::fs::read(&file).unwrap(), b"d\n");
     // The control: the same acts work where they are allowed.
-    let control = "mkdir d; echo > d/f; touch d/x && chmod 777 d && mv d/f d/y && rm -rf d/* && echo done";
+    let control =
+        "mkdir d; echo > d/f; touch d/x && chmod 777 d && mv d/f d/y && rm -rf d/* && echo done";
     assert_eq!(lab.sh(&[], control).good(), "done\n");
     // A project with neither is fine, and so is one where they are plain files.
     let bare = Lab::new();
@@ -351,7 +546,10 @@ fn data_symlink() {
     symlink(&out, lab.path("store/link.csv")).unwrap();
     assert_eq!(lab.sh(&[], "cat data/link.csv").code(), 1);
     let read = out.to_str().unwrap();
-    assert_eq!(lab.sh(&["--read", read], "cat data/link.csv").good(), "outside\n");
+    assert_eq!(
+        lab.sh(&["--read", read], "cat data/link.csv").good(),
+        "outside\n"
+    );
     // A dangling one is no data directory.
     std::fs::remove_file(lab.path("project/data")).unwrap();
     symlink("../nowhere", lab.path("project/data")).unwrap();
@@ -361,13 +559,22 @@ fn data_symlink() {
 /// Data that lies below `top`, by its host path and by its name.
 fn data_below(top: &str) {
     let lab = Lab::new();
-    let place = tempfile::Builder::new().prefix("fumehood-data-").tempdir_in(top).unwrap();
+    let place = tempfile::Builder::new()
+        .prefix("fumehood-data-")
+        .tempdir_in(top)
+        .unwrap();
     std::fs::write(place.path().join("d.csv"), "below\n").unwrap();
     let path = place.path().to_str().unwrap();
-    let script = format!("cat data/d.csv {path}/d.csv; ! touch {path}/x 2>&-; ls {top} | grep -c fumehood-data-; echo > /tmp/own");
+    let script = format!(
+        "cat data/d.csv {path}/d.csv; ! touch {path}/x 2>&-; ls {top} | grep -c fumehood-data-; echo > /tmp/own"
+    );
     for root in [lab.root.to_str().unwrap(), "/tmp"] {
         let options = ["--data", path, "--workspace-root", root];
-        assert_eq!(lab.sh(&options, &script).good(), "below\nbelow\n1\n", "{root}");
+        assert_eq!(
+            lab.sh(&options, &script).good(),
+            "below\nbelow\n1\n",
+            "{root}"
+        );
     }
     assert!(!Path::new("/tmp/own").exists());
 }
@@ -386,10 +593,14 @@ fn data_elsewhere() {
     lab.write("other/d", "other\n");
     lab.write("manual/d", "manual\n");
     let options = ["--data", "../other", "--docs", "../manual"];
-    let script = format!("cat data/d docs/d; ls {} 2>&- || echo absent", lab.project.display());
+    let script = format!(
+        "cat data/d docs/d; ls {} 2>&- || echo absent",
+        lab.project.display()
+    );
     assert_eq!(lab.sh(&options, &script).good(), "other\nmanual\nabsent\n");
     let file = lab.write("file", "").display().to_string();
-    lab.sh(&["--data", &file], "true").refused(125, "is not a directory");
+    lab.sh(&["--data", &file], "true")
+        .refused(125, "is not a directory");
 }
 
 fn closed_data() {
@@ -405,7 +616,13 @@ fn closed_data() {
 
 fn project_absent() {
     let lab = Lab::new();
-    for name in ["project/.env", "project/.git/config", "project/api.py", "project/site/x", "project/data/d"] {
+    for name in [
+        "project/.env",
+        "project/.git/config",
+        "project/api.py",
+        "project/site/x",
+        "project/data/d",
+    ] {
         lab.write(name, "x");
     }
     let script = format!(
@@ -418,18 +635,32 @@ fn project_absent() {
 fn limits() {
     let lab = Lab::new();
     assert_eq!(lab.sh(&["--open-files", "64"], "ulimit -n").good(), "64\n");
-    let two = lab.sh(&["--cpus", "1"], "nproc; echo $OMP_NUM_THREADS").good();
+    let two = lab
+        .sh(&["--cpus", "1"], "nproc; echo $OMP_NUM_THREADS")
+        .good();
     let threads: Vec<&str> = two.lines().collect();
     assert_eq!(threads[1], "1");
     let fork = "import os, time\nn = 0\ntry:\n  while n < 200:\n    if os.fork() == 0: time.sleep(60)\n    n += 1\nexcept OSError: pass\nprint(n < 20 and n > 4)";
-    assert_eq!(lab.python(&["--pids", "20", "--grace", "0"], fork).good(), "True\n");
+    assert_eq!(
+        lab.python(&["--pids", "20", "--grace", "0"], fork).good(),
+        "True\n"
+    );
     // The private /tmp counts as disk, and memory workspaces are full rather than watched.
     let fill = "head -c 64M /dev/zero > /tmp/f || echo full; rm -f /tmp/f";
     let memory = lab.sh(&["--workspace", "memory", "--disk", "4M"], fill);
-    assert!(memory.out().contains("full"), "{} {}", memory.out(), memory.err());
-    lab.sh(&["--isolation", "full", "--network", "none"], "true").good();
+    assert!(
+        memory.out().contains("full"),
+        "{} {}",
+        memory.out(),
+        memory.err()
+    );
+    lab.sh(&["--isolation", "full", "--network", "none"], "true")
+        .good();
     let document = lab.sh_json(&["--isolation", "landlock"], "true");
-    assert_eq!(document["isolation"]["level"], "full", "a floor is no ceiling");
+    assert_eq!(
+        document["isolation"]["level"], "full",
+        "a floor is no ceiling"
+    );
     lab.assert_nothing_left();
 }
 
@@ -437,7 +668,10 @@ fn limits() {
 fn unfirm() {
     let lab = Lab::new();
     let document = lab.sh_json(&["--memory", "256M", "--allow-degraded", "memory"], "true");
-    let hardness = document["limits"]["memory"]["how_hard"].as_str().unwrap().to_owned();
+    let hardness = document["limits"]["memory"]["how_hard"]
+        .as_str()
+        .unwrap()
+        .to_owned();
     let plain = lab.sh(&["--memory", "256M"], "true");
     match hardness.as_str() {
         "hard" => drop(plain.good()),
@@ -449,11 +683,15 @@ fn unfirm() {
 
 fn places() {
     let lab = Lab::new();
-    let asked = |document: &serde_json::Value| document["limits"]["wall_time"]["asked"].as_u64().unwrap();
+    let asked =
+        |document: &serde_json::Value| document["limits"]["wall_time"]["asked"].as_u64().unwrap();
     assert_eq!(asked(&lab.sh_json(&[], "true")), 3_600_000);
     let config = lab.write("person/.config/fumehood/config.toml", "timeout = 50\n");
     assert_eq!(asked(&lab.sh_json(&[], "true")), 50_000);
-    let file = lab.write("project/fumehood.toml", "timeout = \"40s\"\nenv = [\"SEED=7\"]\n");
+    let file = lab.write(
+        "project/fumehood.toml",
+        "timeout = \"40s\"\nenv = [\"SEED=7\"]\n",
+    );
     assert_eq!(asked(&lab.sh_json(&[], "true")), 40_000);
     assert_eq!(lab.sh(&[], "echo $SEED").good(), "7\n");
     let with_variable = |args: &[&str]| {
@@ -467,9 +705,14 @@ fn places() {
     let mut unknown = lab.run_command(["--", "true"]);
     unknown.env("FUMEHOOD_TIMEOT", "1");
     finish(unknown).refused(125, "FUMEHOOD_TIMEOUT");
-    for (text, near) in [("memroy = 1", "memory"), ("idle-timeout = 1", "idle_timeout"), ("log_limits = 5", "log_limit")] {
+    for (text, near) in [
+        ("memroy = 1", "memory"),
+        ("idle-timeout = 1", "idle_timeout"),
+        ("log_limits = 5", "log_limit"),
+    ] {
         std::fs::write(&file, text).unwrap();
-        lab.sh(&[], "true").refused(125, &format!("did you mean `{near}`"));
+        lab.sh(&[], "true")
+            .refused(125, &format!("did you mean `{near}`"));
     }
     std::fs::write(&file, "").unwrap();
     std::fs::write(&config, "nonsense = 1").unwrap();

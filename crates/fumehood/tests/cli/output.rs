@@ -10,20 +10,48 @@ use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
     ("passes_through_live", For::Everyone, live),
-    ("one_document_whatever_is_printed", For::Everyone, one_document),
+    (
+        "one_document_whatever_is_printed",
+        For::Everyone,
+        one_document,
+    ),
     ("bytes_are_escaped_without_loss", For::Everyone, escaped),
-    ("our_own_lines_cannot_steer_a_terminal", For::Everyone, own_lines),
+    (
+        "our_own_lines_cannot_steer_a_terminal",
+        For::Everyone,
+        own_lines,
+    ),
     ("quiet_says_nothing", For::Everyone, quiet),
     ("the_summary_says_how_it_went", For::Everyone, summary),
-    ("the_middle_of_a_long_log_is_dropped", For::Everyone, long_log),
+    (
+        "the_middle_of_a_long_log_is_dropped",
+        For::Everyone,
+        long_log,
+    ),
     ("a_printed_note_is_not_the_gap", For::Everyone, printed_note),
     ("a_flood_costs_bounded_memory", For::Everyone, flood),
-    ("an_endless_line_costs_bounded_memory", For::Everyone, endless_line),
+    (
+        "an_endless_line_costs_bounded_memory",
+        For::Everyone,
+        endless_line,
+    ),
     ("a_reader_may_leave_early", For::Everyone, reader_leaves),
-    ("a_slow_reader_stops_no_deadline", For::Everyone, slow_reader),
+    (
+        "a_slow_reader_stops_no_deadline",
+        For::Everyone,
+        slow_reader,
+    ),
     ("a_hidden_path_gives_the_line", For::Everyone, hidden_path),
-    ("a_hidden_path_in_tmp_gives_the_line", For::Everyone, hidden_in_tmp),
-    ("a_file_of_the_project_gives_the_line", For::Everyone, hidden_file),
+    (
+        "a_hidden_path_in_tmp_gives_the_line",
+        For::Everyone,
+        hidden_in_tmp,
+    ),
+    (
+        "a_file_of_the_project_gives_the_line",
+        For::Everyone,
+        hidden_file,
+    ),
     ("network_and_modules_give_hints", For::Everyone, other_hints),
     ("hints_offer_no_secrets", For::Everyone, no_secrets),
 ];
@@ -47,7 +75,10 @@ fn one_document() {
     let script = "echo '{\"status\":\"succeeded\"}'; echo '[1,2]' >&2; printf '\\n\\n{'; exit 3";
     let document = lab.sh_json(&[], script);
     assert_eq!(document["status"], "failed");
-    assert_eq!(document["stdout"]["text"], "{\"status\":\"succeeded\"}\n\n\n{");
+    assert_eq!(
+        document["stdout"]["text"],
+        "{\"status\":\"succeeded\"}\n\n\n{"
+    );
     assert_eq!(document["stderr"]["text"], "[1,2]\n");
     // Notices of ours go into it, not beside it.
     let ended = lab.sh(&["--json"], "true");
@@ -61,7 +92,16 @@ fn escaped() {
     let text = document["stdout"]["text"].as_str().unwrap();
     assert_eq!(document["stdout"]["bytes"], 256);
     // ASCII stays, but for NUL and the backslash; every byte that is no UTF-8 is spelled out.
-    let ascii: String = (1..128u8).map(char::from).map(|c| if c == '\\' { "\\\\".into() } else { c.to_string() }).collect();
+    let ascii: String = (1..128u8)
+        .map(char::from)
+        .map(|c| {
+            if c == '\\' {
+                "\\\\".into()
+            } else {
+                c.to_string()
+            }
+        })
+        .collect();
     let rest: String = (128..=255).map(|b| format!("\\x{b:02x}")).collect();
     assert_eq!(text, format!("\\x00{ascii}{rest}"));
     // On the terminal it is the program's own bytes that pass.
@@ -84,21 +124,36 @@ fn own_lines() {
         vec!["--\u{1b}[2J", "--", "true"],
     ] {
         let ended = lab.run(&args);
-        assert!([125, 127].contains(&ended.code()), "{args:?}: {}", ended.err());
+        assert!(
+            [125, 127].contains(&ended.code()),
+            "{args:?}: {}",
+            ended.err()
+        );
         assert!(!ended.stderr.contains(&0x1b), "{args:?}: {:?}", ended.err());
     }
     // A hint quotes what the program printed.
     let evil = lab.write("project/e\u{1b}[2Jvil.csv", "");
-    let script = format!("echo \"cat: {}: No such file or directory\" >&2; exit 1", evil.display());
+    let script = format!(
+        "echo \"cat: {}: No such file or directory\" >&2; exit 1",
+        evil.display()
+    );
     let ended = lab.sh(&[], &script);
-    let own: Vec<&str> = ended.err().leak().lines().filter(|l| l.starts_with("fumehood:")).collect();
+    let own: Vec<&str> = ended
+        .err()
+        .leak()
+        .lines()
+        .filter(|l| l.starts_with("fumehood:"))
+        .collect();
     assert!(own.iter().all(|l| !l.contains('\u{1b}')), "{own:?}");
 }
 
 fn quiet() {
     let lab = Lab::new();
     let ended = lab.sh(&["--quiet"], "echo out; exit 3");
-    assert_eq!((ended.code(), ended.out(), ended.err()), (3, "out\n".into(), String::new()));
+    assert_eq!(
+        (ended.code(), ended.out(), ended.err()),
+        (3, "out\n".into(), String::new())
+    );
     // What went wrong on our side is never kept silent.
     let ended = lab.run(["-q", "--", "no-such-command"]);
     ended.refused(127, "no-such-command");
@@ -108,14 +163,26 @@ fn summary() {
     let lab = Lab::new();
     let ended = lab.sh(&["--id", "sum"], "exit 3");
     let err = ended.err();
-    for word in ["sum failed with exit code 3", "CPU", "isolation full", "enforced:", "watched: ", "memory by"] {
+    for word in [
+        "sum failed with exit code 3",
+        "CPU",
+        "isolation full",
+        "enforced:",
+        "watched: ",
+        "memory by",
+    ] {
         assert!(err.contains(word), "{word}: {err}");
     }
     assert!(err.lines().all(|l| l.starts_with("fumehood: ")), "{err}");
-    assert!(lab.sh(&["--timeout", "200ms", "--grace", "0"], "sleep 60").err().contains("timed out (wall time)"));
+    assert!(
+        lab.sh(&["--timeout", "200ms", "--grace", "0"], "sleep 60")
+            .err()
+            .contains("timed out (wall time)")
+    );
 }
 
-const LONG: &str = "i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo line $i; done; echo end >&2; exit 6";
+const LONG: &str =
+    "i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo line $i; done; echo end >&2; exit 6";
 
 fn long_log() {
     let lab = Lab::new();
@@ -128,17 +195,32 @@ fn long_log() {
     assert!(whole.starts_with(head.trim_end_matches('\n')), "{head}");
     assert!(whole.ends_with(rest.trim_start_matches('\n')), "{rest}");
     assert!(head.len() > 1000 && rest.len() > 1000 && head.len() + rest.len() < 4096 + 100);
-    let count: usize = count.replace([',', ' ', '_', '\u{202f}', '\''], "").parse().unwrap();
-    assert!(count + 4096 >= whole.len() && count < whole.len(), "{count} of {}", whole.len());
+    let count: usize = count
+        .replace([',', ' ', '_', '\u{202f}', '\''], "")
+        .parse()
+        .unwrap();
+    assert!(
+        count + 4096 >= whole.len() && count < whole.len(),
+        "{count} of {}",
+        whole.len()
+    );
 
     let document = lab.sh_json(&["--log-limit", "4K"], LONG);
     let log = &document["stdout"];
-    assert_eq!((&log["bytes"], &log["truncated"]), (&Value::from(whole.len()), &Value::from(true)));
+    assert_eq!(
+        (&log["bytes"], &log["truncated"]),
+        (&Value::from(whole.len()), &Value::from(true))
+    );
     assert!(log["text"].as_str().unwrap().len() < 4096 + 100);
     assert_eq!(document["stderr"]["truncated"], false);
     assert_eq!(document["exit_code"], 6);
     // Just as much as fits is whole.
-    let fits = lab.sh(&["--log-limit", "4K"], "head -c 4096 /dev/zero | tr '\\0' x").good();
+    let fits = lab
+        .sh(
+            &["--log-limit", "4K"],
+            "head -c 4096 /dev/zero | tr '\\0' x",
+        )
+        .good();
     assert_eq!(fits, "x".repeat(4096));
 }
 
@@ -164,11 +246,19 @@ fn peak_of(lab: &Lab, args: &[&str]) -> (i32, u64, usize) {
         code = p.wait()\n\
         print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, n)";
     let mut command = lab.with_surroundings(Command::new("/usr/bin/python3"));
-    command.args(["-c", wrap]).arg(crate::plain_user::binary()).arg("run").args(args);
+    command
+        .args(["-c", wrap])
+        .arg(crate::plain_user::binary())
+        .arg("run")
+        .args(args);
     let out = finish(command).good();
     let mut numbers = out.split_whitespace();
     let mut next = || numbers.next().unwrap();
-    (next().parse().unwrap(), next().parse().unwrap(), next().parse().unwrap())
+    (
+        next().parse().unwrap(),
+        next().parse().unwrap(),
+        next().parse().unwrap(),
+    )
 }
 
 #[track_caller]
@@ -187,7 +277,10 @@ fn flood() {
 }
 
 fn endless_line() {
-    assert_bounded("head -c 100M /dev/zero | tr '\\0' x; head -c 30M /dev/zero >&2; exit 8", 8);
+    assert_bounded(
+        "head -c 100M /dev/zero | tr '\\0' x; head -c 30M /dev/zero >&2; exit 8",
+        8,
+    );
 }
 
 fn reader_leaves() {
@@ -226,9 +319,24 @@ fn reader_leaves() {
 fn slow_reader() {
     let lab = Lab::new();
     let script = "while :; do echo a line that nobody reads; done";
-    let mut command = lab.run_command(["--timeout", "500ms", "--grace", "0", "--id", "slow", "--", "sh", "-c", script]);
+    let mut command = lab.run_command([
+        "--timeout",
+        "500ms",
+        "--grace",
+        "0",
+        "--id",
+        "slow",
+        "--",
+        "sh",
+        "-c",
+        script,
+    ]);
     let (mut reader, writer) = std::io::pipe().unwrap();
-    let mut child = command.stdout(writer).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = command
+        .stdout(writer)
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
     drop(command);
     // Nothing is read until the program is dead and its workspace gone.
     crate::lab::eventually("the workspace is made", || lab.workspace("slow").exists());
@@ -244,7 +352,9 @@ fn slow_reader() {
 fn hint<'a>(document: &'a Value, kind: &str) -> &'a str {
     let hints = document["hints"].as_array().unwrap();
     let found = hints.iter().find(|h| h["kind"] == kind);
-    let text = found.unwrap_or_else(|| panic!("no {kind} in {hints:?}"))["text"].as_str().unwrap();
+    let text = found.unwrap_or_else(|| panic!("no {kind} in {hints:?}"))["text"]
+        .as_str()
+        .unwrap();
     assert!(text.starts_with("guess: "), "{text}");
     text
 }
@@ -255,11 +365,18 @@ fn hidden_path() {
     let path = file.to_str().unwrap();
     let script = format!("cat {path}");
     let document = lab.sh_json(&[], &script);
-    assert_eq!((document["status"].as_str(), document["reason"].as_str()), (Some("failed"), Some("exit")));
+    assert_eq!(
+        (document["status"].as_str(), document["reason"].as_str()),
+        (Some("failed"), Some("exit"))
+    );
     let text = hint(&document, "hidden_path");
     assert!(text.ends_with(&format!("--read {path}")), "{text}");
     let terminal = lab.sh(&[], &script);
-    assert!(terminal.err().contains(&format!("fumehood: guess: {path}")), "{}", terminal.err());
+    assert!(
+        terminal.err().contains(&format!("fumehood: guess: {path}")),
+        "{}",
+        terminal.err()
+    );
     assert_eq!(lab.sh(&["--read", path], &script).good(), "table\n");
     // Success needs no guesses.
     let fine = lab.sh_json(&[], &format!("{script}; exit 0"));
@@ -269,7 +386,10 @@ fn hidden_path() {
 /// The host's /tmp is not the one inside.
 fn hidden_in_tmp() {
     let lab = Lab::new();
-    let there = tempfile::Builder::new().prefix("fumehood-hint-").tempfile_in("/tmp").unwrap();
+    let there = tempfile::Builder::new()
+        .prefix("fumehood-hint-")
+        .tempfile_in("/tmp")
+        .unwrap();
     let path = there.path().to_str().unwrap();
     let document = lab.sh_json(&[], &format!("cat {path}"));
     assert!(hint(&document, "hidden_path").ends_with(&format!("--read {path}")));
@@ -297,19 +417,35 @@ fn other_hints() {
     let write = "open('data/x', 'w')";
     hint(&lab.python(&["--json"], write).document(), "read_only");
     let full = "open('/dev/shm/x', 'wb').write(bytes(1 << 30))";
-    let document = lab.python(&["--json", "--memory", "128M", "--allow-degraded", "memory"], full).document();
+    let document = lab
+        .python(
+            &["--json", "--memory", "128M", "--allow-degraded", "memory"],
+            full,
+        )
+        .document();
     assert_ne!(document["status"], "succeeded");
-    assert!(!document["hints"].as_array().unwrap().is_empty(), "{document}");
+    assert!(
+        !document["hints"].as_array().unwrap().is_empty(),
+        "{document}"
+    );
 }
 
 fn no_secrets() {
     let lab = Lab::new();
     let person = lab.write("person/.ssh/id_rsa", "key");
     let secret = lab.write("project/.env", "PASSWORD=x");
-    for path in ["/etc/shadow", person.to_str().unwrap(), secret.to_str().unwrap(), "/root"] {
+    for path in [
+        "/etc/shadow",
+        person.to_str().unwrap(),
+        secret.to_str().unwrap(),
+        "/root",
+    ] {
         let script = format!("echo 'cat: {path}: No such file or directory' >&2; exit 1");
         let document = lab.sh_json(&[], &script);
         let text = document["hints"].to_string();
-        assert!(!text.contains("--read") && !text.contains("--input"), "{path}: {text}");
+        assert!(
+            !text.contains("--read") && !text.contains("--input"),
+            "{path}: {text}"
+        );
     }
 }

@@ -14,13 +14,35 @@ pub const TRIALS: &[Entry] = &[
     ("ceilings_bound_every_limit", For::Root, ceilings),
     ("the_floor_cannot_be_lowered", For::Root, floor),
     ("only_listed_roots_are_read", For::Root, read_roots),
+    (
+        "only_listed_roots_are_piped_in",
+        For::Root,
+        read_roots_stdin,
+    ),
     ("only_listed_variables_pass", For::Root, env_pass),
     ("only_listed_limits_degrade", For::Root, degraded),
-    ("a_required_layer_stops_who_lacks_it", For::Root, required_layer),
+    (
+        "a_required_layer_stops_who_lacks_it",
+        For::Root,
+        required_layer,
+    ),
     ("a_broken_policy_stops_every_run", For::Root, broken),
-    ("a_policy_others_can_write_is_refused", For::Root, writable_policy),
+    (
+        "a_policy_others_can_write_is_refused",
+        For::Root,
+        writable_policy,
+    ),
     ("a_projects_file_cannot_widen", For::Everyone, project_file),
-    ("a_file_others_can_write_is_refused", For::Everyone, writable_files),
+    (
+        "a_projects_file_cannot_widen_by_a_link",
+        For::Everyone,
+        project_link,
+    ),
+    (
+        "a_file_others_can_write_is_refused",
+        For::Everyone,
+        writable_files,
+    ),
     ("a_file_of_anothers_is_refused", For::Root, foreign_file),
 ];
 
@@ -48,7 +70,15 @@ fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
         std::fs::create_dir(&etc).unwrap();
     }
     let mut command = lab.with_surroundings(Command::new("unshare"));
-    command.args(["--mount", "--propagation", "private", "sh", "-c", script, "sh"]);
+    command.args([
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        script,
+        "sh",
+    ]);
     command.arg(&etc).arg(prepare);
     match who {
         As::Root => command.arg(plain_user::binary()),
@@ -56,8 +86,15 @@ fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
             let (uid, gid) = plain_user::account();
             let ids = [format!("--reuid={uid}"), format!("--regid={gid}")];
             let home = format!("/home/{}", plain_user::ACCOUNT);
-            command.env("HOME", &home).env("FUMEHOOD_WORKSPACE_ROOT", "/tmp").env_remove("FUMEHOOD_HOME");
-            command.current_dir("/").arg("setpriv").args(ids).arg("--clear-groups");
+            command
+                .env("HOME", &home)
+                .env("FUMEHOOD_WORKSPACE_ROOT", "/tmp")
+                .env_remove("FUMEHOOD_HOME");
+            command
+                .current_dir("/")
+                .arg("setpriv")
+                .args(ids)
+                .arg("--clear-groups");
             command.arg(plain_user::reachable().join("fumehood"))
         }
     };
@@ -67,7 +104,12 @@ fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
 
 /// As [`under`] with the policy's text, for root.
 fn with(lab: &Lab, policy: &str, args: &[&str]) -> Ended {
-    under(lab, &format!("cat > policy.toml <<'END'\n{policy}\nEND"), As::Root, args)
+    under(
+        lab,
+        &format!("cat > policy.toml <<'END'\n{policy}\nEND"),
+        As::Root,
+        args,
+    )
 }
 
 fn ceilings() {
@@ -88,10 +130,14 @@ fn ceilings() {
     let document = with(&lab, policy, &["--json", "--", "true"]).document();
     assert_eq!(document["limits"]["wall_time"]["asked"], 10_000);
     assert_eq!(document["limits"]["memory"]["asked"], 256 << 20);
-    assert_eq!(document["limits"]["cpu_time"]["asked"], 5_000, "never off under a ceiling");
+    assert_eq!(
+        document["limits"]["cpu_time"]["asked"], 5_000,
+        "never off under a ceiling"
+    );
     // For the plain account as well, and by a variable or a file as by an option.
     let prepare = format!("cat > policy.toml <<'END'\n{policy}\nEND");
-    under(&lab, &prepare, As::Plain, &["--pids", "51", "--", "true"]).refused(125, "above the ceiling");
+    under(&lab, &prepare, As::Plain, &["--pids", "51", "--", "true"])
+        .refused(125, "above the ceiling");
     under(&lab, &prepare, As::Plain, &["--pids", "50", "--", "true"]).good();
     lab.write("project/fumehood.toml", "timeout = 11\n");
     with(&lab, policy, &["--", "true"]).refused(125, "above the ceiling");
@@ -100,7 +146,8 @@ fn ceilings() {
 fn floor() {
     let lab = Lab::new();
     for policy in ["", "[floor]\nlevel = \"full\""] {
-        with(&lab, policy, &["--isolation", "landlock", "--", "true"]).refused(125, "below the floor");
+        with(&lab, policy, &["--isolation", "landlock", "--", "true"])
+            .refused(125, "below the floor");
         with(&lab, policy, &["--isolation", "full", "--", "true"]).good();
     }
     let low = "[floor]\nlevel = \"landlock\"";
@@ -116,7 +163,10 @@ fn read_roots() {
     let policy = format!("[read]\nroots = [{allowed:?}]");
     let (allowed, denied) = (allowed.to_str().unwrap(), denied.to_str().unwrap());
     let file = format!("{allowed}/a");
-    assert_eq!(with(&lab, &policy, &["--read", allowed, "--", "cat", &file]).good(), "a\n");
+    assert_eq!(
+        with(&lab, &policy, &["--read", allowed, "--", "cat", &file]).good(),
+        "a\n"
+    );
     let link = format!("{allowed}/link");
     let climb = format!("{allowed}/../denied");
     for path in [denied, &link, &climb] {
@@ -125,10 +175,32 @@ fn read_roots() {
             assert_eq!(ended.code(), 125, "{option} {path}: {}", ended.err());
         }
     }
-    with(&lab, &policy, &["--stdin", &format!("{denied}/d"), "--", "cat"]).refused(125, "");
     // The project's own data is not listed either.
     lab.write("project/data/d", "d");
     with(&lab, &policy, &["--", "true"]).refused(125, "policy");
+}
+
+/// Standard input is a way of reading, too.
+fn read_roots_stdin() {
+    let lab = Lab::new();
+    let allowed = lab.write("allowed/a", "a\n");
+    let denied = lab.write("denied/d", "d\n");
+    let policy = format!("[read]\nroots = [{:?}]", lab.path("allowed"));
+    assert_eq!(
+        with(
+            &lab,
+            &policy,
+            &["--stdin", allowed.to_str().unwrap(), "--", "cat"]
+        )
+        .good(),
+        "a\n"
+    );
+    with(
+        &lab,
+        &policy,
+        &["--stdin", denied.to_str().unwrap(), "--", "cat"],
+    )
+    .refused(125, "policy");
 }
 
 fn env_pass() {
@@ -136,8 +208,16 @@ fn env_pass() {
     let policy = "[env]\npass = [\"LC_*\", \"FUMEHOOD_TEST_ONE\", \"HOME\"]";
     with(&lab, policy, &["--env", "HOME", "--", "true"]).good();
     with(&lab, policy, &["--env", "PATH", "--", "true"]).refused(125, "env.pass");
-    let out = with(&lab, policy, &["--env", "PATH2=x", "--", "sh", "-c", "echo $PATH2"]);
-    assert_eq!(out.good(), "x\n", "a value of one's own is no variable handed on");
+    let out = with(
+        &lab,
+        policy,
+        &["--env", "PATH2=x", "--", "sh", "-c", "echo $PATH2"],
+    );
+    assert_eq!(
+        out.good(),
+        "x\n",
+        "a value of one's own is no variable handed on"
+    );
 }
 
 fn degraded() {
@@ -171,7 +251,11 @@ fn broken() {
         with(&lab, policy, &["--", "true"]).refused(125, said);
         with(&lab, policy, &["--json", "--", "true"]).refused(125, said);
     }
-    for prepare in ["mkdir policy.toml", "mkfifo policy.toml", "ln -s nowhere policy.toml"] {
+    for prepare in [
+        "mkdir policy.toml",
+        "mkfifo policy.toml",
+        "ln -s nowhere policy.toml",
+    ] {
         let ended = under(&lab, prepare, As::Root, &["--", "true"]);
         assert_eq!(ended.code(), 125, "{prepare}: {}", ended.err());
     }
@@ -192,7 +276,13 @@ fn writable_policy() {
     }
     under(&lab, "touch policy.toml", As::Root, &["--", "true"]).good();
     // Who may not even read it is not let run without it.
-    under(&lab, "touch policy.toml; chmod 600 policy.toml", As::Plain, &["--", "true"]).refused(125, "policy");
+    under(
+        &lab,
+        "touch policy.toml; chmod 600 policy.toml",
+        As::Plain,
+        &["--", "true"],
+    )
+    .refused(125, "policy");
 }
 
 fn project_file() {
@@ -224,11 +314,19 @@ fn project_file() {
         assert_eq!(ended.code(), 125, "{text}: {}", ended.err());
     }
     std::fs::create_dir(lab.path("project/inputs")).unwrap();
-    lab.write("project/fumehood.toml", "data = \"inputs\"\nmemory = \"1G\"\nallow_it = 1\n");
+    lab.write(
+        "project/fumehood.toml",
+        "data = \"inputs\"\nmemory = \"1G\"\nallow_it = 1\n",
+    );
     lab.sh(&[], "true").refused(125, "allow_it");
     lab.write("project/fumehood.toml", "data = \"inputs\"\npids = 99\n");
     assert_eq!(lab.sh(&[], "ls data | wc -l").good().trim(), "0");
-    // A link inside the project that leads out of it is not below the project.
+}
+
+/// A link inside the project that leads out of it is not below the project.
+fn project_link() {
+    let lab = Lab::new();
+    lab.write("outside/d", "outside");
     symlink(lab.path("outside"), lab.path("project/sly")).unwrap();
     lab.write("project/fumehood.toml", "data = \"sly\"\n");
     let ended = lab.sh(&[], "cat data/d");
@@ -237,7 +335,10 @@ fn project_file() {
 
 fn writable_files() {
     let lab = Lab::new();
-    for name in ["project/fumehood.toml", "person/.config/fumehood/config.toml"] {
+    for name in [
+        "project/fumehood.toml",
+        "person/.config/fumehood/config.toml",
+    ] {
         let file = lab.write(name, "timeout = 60\n");
         for mode in [0o666, 0o664, 0o646] {
             set_mode(&file, mode);
@@ -258,7 +359,10 @@ fn writable_files() {
     lab.sh(&[], "true").refused(125, "written by others");
     // A FIFO in its place does not hold us for ever.
     std::fs::remove_file(lab.path("project/fumehood.toml")).unwrap();
-    let made = Command::new("mkfifo").arg(lab.path("project/fumehood.toml")).status().unwrap();
+    let made = Command::new("mkfifo")
+        .arg(lab.path("project/fumehood.toml"))
+        .status()
+        .unwrap();
     assert!(made.success());
     lab.sh(&[], "true").refused(125, "not a regular file");
 }

@@ -1,1 +1,282 @@
-pub const TRIALS: &[crate::Entry] = &[];
+//! `fumehood shell` on a real terminal: the same sandbox, on a pseudo-terminal of its own.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use rustix::pty::OpenptFlags;
+use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
+
+use crate::lab::{AT_MOST, Lab, eventually};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("runs_commands_and_passes_the_code", For::Everyone, commands),
+    ("ctrl_c_stops_the_command_only", For::Everyone, ctrl_c),
+    ("the_window_size_arrives", For::Everyone, window_size),
+    ("sees_what_run_would_see", For::Everyone, same_view),
+    (
+        "cannot_type_into_the_callers_terminal",
+        For::Everyone,
+        tiocsti,
+    ),
+    ("needs_a_terminal", For::Everyone, needs_terminal),
+    ("gives_the_terminal_back", For::Everyone, gives_back),
+    ("a_hangup_ends_it", For::Everyone, hangup),
+];
+
+/// A terminal with a program on it, seen from the side of the person who types.
+struct Terminal {
+    master: File,
+    /// Held open so that the terminal's settings can be looked at.
+    slave: OwnedFd,
+    child: Child,
+    screen: Receiver<Vec<u8>>,
+    seen: String,
+}
+
+fn size(rows: u16, columns: u16) -> Winsize {
+    Winsize {
+        ws_row: rows,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    }
+}
+
+impl Terminal {
+    /// Starts `program` as the leader of a session whose controlling terminal this is.
+    fn start(lab: &Lab, program: &[&std::ffi::OsStr]) -> Terminal {
+        let master =
+            rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)
+                .unwrap();
+        rustix::pty::grantpt(&master).unwrap();
+        rustix::pty::unlockpt(&master).unwrap();
+        let name = rustix::pty::ptsname(&master, Vec::new()).unwrap();
+        let flags =
+            rustix::fs::OFlags::RDWR | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
+        let slave = rustix::fs::open(name, flags, rustix::fs::Mode::empty()).unwrap();
+        tcsetwinsize(&master, size(33, 77)).unwrap();
+        let mut command = lab.with_surroundings(Command::new("setsid"));
+        command.arg("--ctty").args(program).env("TERM", "xterm");
+        let end = || Stdio::from(slave.try_clone().unwrap());
+        let child = command
+            .stdin(end())
+            .stdout(end())
+            .stderr(end())
+            .spawn()
+            .unwrap();
+        let mut reader = File::from(master.try_clone().unwrap());
+        let (sender, screen) = channel();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = reader.read(&mut bytes) {
+                if sender.send(bytes[..n].to_vec()).is_err() {
+                    break;
+                }
+            }
+        });
+        Terminal {
+            master: File::from(master),
+            slave,
+            child,
+            screen,
+            seen: String::new(),
+        }
+    }
+
+    fn shell(lab: &Lab, options: &[&str]) -> Terminal {
+        let binary = crate::plain_user::binary();
+        let mut words = vec![binary.as_os_str(), "shell".as_ref()];
+        words.extend(options.iter().map(|o| std::ffi::OsStr::new(*o)));
+        Terminal::start(lab, &words)
+    }
+
+    fn type_in(&mut self, text: &str) {
+        self.master.write_all(text.as_bytes()).unwrap();
+    }
+
+    /// Waits until `text` is on the screen after what was waited for before.
+    #[track_caller]
+    fn wait_for(&mut self, text: &str) {
+        let give_up = Instant::now() + AT_MOST;
+        while !self.seen.contains(text) {
+            // Looked at before the screen is, so that the last words of the dead are still read.
+            let ended = self.child.try_wait().unwrap();
+            match self.screen.recv_timeout(Duration::from_millis(100)) {
+                Ok(bytes) => self.seen.push_str(&String::from_utf8_lossy(&bytes)),
+                Err(_) if ended.is_none() && Instant::now() < give_up => {}
+                Err(_) => panic!("no {text:?} on the screen ({ended:?}): {:?}", self.seen),
+            }
+        }
+        let after = self.seen.find(text).unwrap() + text.len();
+        self.seen.drain(..after);
+    }
+
+    #[track_caller]
+    fn exit_code(&mut self) -> Option<i32> {
+        eventually("the program ends", || {
+            self.child.try_wait().unwrap().is_some()
+        });
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _gone = self.child.kill();
+        let _gone = self.child.wait();
+    }
+}
+
+fn commands() {
+    let lab = Lab::new();
+    let mut terminal = Terminal::shell(&lab, &["--id", "sh"]);
+    // What is typed is echoed, so the answer must differ from the question.
+    terminal.type_in("echo answer $((6*7)); pwd\n");
+    terminal.wait_for("answer 42");
+    terminal.wait_for(lab.workspace("sh").to_str().unwrap());
+    terminal.type_in("tty; test -t 0 && test -t 1 && test -t 2 && echo all$((1+1))\n");
+    terminal.wait_for("/dev/pts/");
+    terminal.wait_for("all2");
+    terminal.type_in("exit 7\n");
+    assert_eq!(terminal.exit_code(), Some(7));
+    lab.assert_nothing_left();
+}
+
+fn ctrl_c() {
+    let lab = Lab::new();
+    let mut terminal = Terminal::shell(&lab, &[]);
+    terminal.type_in("echo up$((1+1)); sleep 600\n");
+    terminal.wait_for("up2");
+    // The shell hands the terminal to the command before it starts it; a second key does no harm.
+    terminal.type_in("\x03");
+    terminal.type_in("\x03");
+    terminal.type_in("echo still $((40+2))\n");
+    terminal.wait_for("still 42");
+    terminal.type_in("exit\n");
+    terminal.exit_code();
+    lab.assert_nothing_left();
+}
+
+fn window_size() {
+    let lab = Lab::new();
+    let mut terminal = Terminal::shell(&lab, &[]);
+    terminal.type_in("stty size; echo done$((1+1))\n");
+    terminal.wait_for("33 77");
+    terminal.wait_for("done2");
+    tcsetwinsize(&terminal.master, size(44, 99)).unwrap();
+    // The change arrives as a signal at the runner; ask until it is there.
+    terminal
+        .type_in("until [ \"$(stty size)\" = '44 99' ]; do sleep 0.02; done; echo new$((1+1))\n");
+    terminal.wait_for("new2");
+    terminal.type_in("exit 0\n");
+    assert_eq!(terminal.exit_code(), Some(0));
+}
+
+fn same_view() {
+    let lab = Lab::new();
+    lab.write("project/data/d.txt", "shown\n");
+    lab.write("project/in.txt", "copied\n");
+    lab.write("project/api.py", "hidden\n");
+    let mut terminal = Terminal::shell(&lab, &["--input", "in.txt", "--env", "SEED=7"]);
+    let look = format!(
+        "cat data/d.txt in.txt; echo seed-$SEED; cat {}/api.py\n",
+        lab.project.display()
+    );
+    terminal.type_in(&look);
+    terminal.wait_for("shown");
+    terminal.wait_for("copied");
+    terminal.wait_for("seed-7");
+    terminal.wait_for("No such file");
+    terminal.type_in("exit 0\n");
+    assert_eq!(terminal.exit_code(), Some(0));
+    lab.assert_nothing_left();
+}
+
+/// Types `echo forged` with TIOCSTI and tells what became of it. 0x5412 is TIOCSTI.
+const FORGE: &str = "import fcntl, os, sys\n\
+    def forge(code):\n\
+    \x20 try:\n\
+    \x20   fcntl.ioctl(0, code, b'x'); return 'typed'\n\
+    \x20 except OSError as e: return 'refused'\n\
+    print('first', forge(0x5412)); print('second', forge(0x100005412 - (1 << 32)))\n";
+
+fn tiocsti() {
+    let lab = Lab::new();
+    let script = lab.write("project/forge.py", FORGE);
+    let mut terminal = Terminal::shell(&lab, &["--input", "forge.py"]);
+    terminal.type_in("/usr/bin/python3 forge.py\n");
+    terminal.wait_for("first refused");
+    terminal.wait_for("second refused");
+    // The caller's terminal is not even there: neither by its name nor as a controlling one.
+    terminal.type_in("ls /dev/pts | tr '\\n' ' '; echo end$((1+1))\n");
+    terminal.wait_for("end2");
+    terminal.type_in("exit 0\n");
+    assert_eq!(terminal.exit_code(), Some(0));
+    // The control: on a terminal of one's own, unconfined, the kernel takes it, if this host still allows it at all.
+    let legacy = std::fs::read_to_string("/proc/sys/dev/tty/legacy_tiocsti").unwrap_or_default();
+    if legacy.trim() == "1" {
+        let mut control = Terminal::start(&lab, &["/usr/bin/python3".as_ref(), script.as_os_str()]);
+        control.wait_for("first typed");
+    }
+}
+
+fn needs_terminal() {
+    let lab = Lab::new();
+    let mut command = lab.fumehood();
+    command.arg("shell");
+    crate::lab::finish(command).refused(125, "needs a terminal");
+    lab.assert_nothing_left();
+}
+
+fn gives_back() {
+    let lab = Lab::new();
+    let mut terminal = Terminal::shell(&lab, &[]);
+    terminal.type_in("echo up$((1+1))\n");
+    terminal.wait_for("up2");
+    let during = tcgetattr(&terminal.slave).unwrap();
+    assert!(
+        !during.local_modes.contains(LocalModes::ICANON),
+        "keys go to the sandbox's own terminal"
+    );
+    terminal.type_in("stty -echo; exit 0\n");
+    assert_eq!(terminal.exit_code(), Some(0));
+    let after = tcgetattr(&terminal.slave).unwrap();
+    assert!(
+        after
+            .local_modes
+            .contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
+    );
+    // After a start that fails as well.
+    let mut terminal = Terminal::shell(&lab, &["--input", "missing"]);
+    assert_eq!(terminal.exit_code(), Some(125));
+    terminal.wait_for("missing");
+    assert!(
+        tcgetattr(&terminal.slave)
+            .unwrap()
+            .local_modes
+            .contains(LocalModes::ICANON)
+    );
+}
+
+fn hangup() {
+    let lab = Lab::new();
+    let marker = crate::lab::fresh_id("hangup");
+    let mut terminal = Terminal::shell(&lab, &["--grace", "1s"]);
+    terminal.type_in(&format!(
+        "echo up$((1+1)); sh -c 'while :; do sleep 1; done' {marker}\n"
+    ));
+    terminal.wait_for("up2");
+    eventually("the command runs", || {
+        !crate::lab::processes_with(&marker).is_empty()
+    });
+    let runner = rustix::process::Pid::from_child(&terminal.child);
+    rustix::process::kill_process(runner, rustix::process::Signal::HUP).unwrap();
+    assert_eq!(terminal.exit_code(), Some(123));
+    assert_eq!(crate::lab::processes_with(&marker), [0u32; 0]);
+    lab.assert_nothing_left();
+}

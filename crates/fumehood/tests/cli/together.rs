@@ -21,15 +21,23 @@ fn held(lab: &Lab, id: &str, script: &str) -> Live {
 fn two() {
     let lab = Lab::new();
     let (one, two) = (fresh_id("one"), fresh_id("two"));
-    let mut first = held(&lab, &one, "echo mine > secret; echo ready; read go; cat secret");
+    let mut first = held(
+        &lab,
+        &one,
+        "echo mine > secret; echo ready; read go; cat secret",
+    );
     first.wait_for("ready");
     let there = lab.workspace(&one);
     let attack = format!(
-        "cat {0}/secret; ls {0}; echo x > {0}/secret; rm -rf {0}; cat /proc/*/cmdline | tr '\\0' ' '; kill -9 -1; ls {1}",
+        "cat {0}/secret; ls {0}; echo x > {0}/secret; rm -rf {0}; cat /proc/*/cmdline | tr '\\0' ' '; ls {1}",
         there.display(),
         lab.root.display()
     );
-    let mut second = held(&lab, &two, &format!("({attack}) 2>&-; echo tried; read go; ls"));
+    let mut second = held(
+        &lab,
+        &two,
+        &format!("({attack}) 2>&-; echo tried; read go; ls"),
+    );
     second.wait_for("tried");
     assert_eq!(std::fs::read(there.join("secret")).unwrap(), b"mine\n");
     drop(first.child.stdin.take());
@@ -46,17 +54,25 @@ fn twenty() {
     let lab = Lab::new();
     let stem = fresh_id("many");
     let ids: Vec<String> = (0..20).map(|n| format!("{stem}-{n}")).collect();
-    let mut all: Vec<Live> = ids.iter().map(|id| held(&lab, id, "echo ready; read go; echo $FUMEHOOD_ID")).collect();
+    let mut all: Vec<Live> = ids
+        .iter()
+        .map(|id| held(&lab, id, "echo ready; read go; echo $FUMEHOOD_ID"))
+        .collect();
     for live in &mut all {
         live.wait_for("ready");
     }
     let mut uids = BTreeSet::new();
     for (id, live) in ids.iter().zip(&all) {
-        let program = processes_with(id).into_iter().find(|p| *p != live.pid() && is_shell(*p));
+        let program = processes_with(id)
+            .into_iter()
+            .find(|p| *p != live.pid() && is_shell(*p));
         let program = program.unwrap_or_else(|| panic!("no process of {id}"));
         uids.insert(crate::lab::status_number(program, "Uid").unwrap());
         let workspace = lab.workspace(id).metadata().unwrap().uid();
-        assert!(uids.contains(&u64::from(workspace)), "{workspace} of {uids:?}");
+        assert!(
+            uids.contains(&u64::from(workspace)),
+            "{workspace} of {uids:?}"
+        );
     }
     let own = u64::from(rustix::process::geteuid().as_raw());
     match is_root() {

@@ -19,8 +19,16 @@ pub const TRIALS: &[Entry] = &[
     ("an_open_root_is_refused", For::Everyone, open_root),
     ("a_root_of_anothers_is_refused", For::Root, foreign_root),
     ("a_root_may_be_a_symlink", For::Everyone, symlinked_root),
-    ("is_gone_after_every_end", For::Everyone, gone_after_every_end),
-    ("is_gone_after_a_failing_start", For::Everyone, failing_start),
+    (
+        "is_gone_after_every_end",
+        For::Everyone,
+        gone_after_every_end,
+    ),
+    (
+        "is_gone_after_a_failing_start",
+        For::Everyone,
+        failing_start,
+    ),
     ("is_kept_on_failure_only", For::Everyone, kept_on_failure),
     ("is_kept_until_its_time", For::Everyone, kept_until),
     ("gc_removes_one_kept_or_all", For::Everyone, gc_kept),
@@ -100,8 +108,11 @@ fn assert_refused_and_untouched(lab: &Lab, id: &str) {
     control.good();
 }
 
+/// Puts something at a path.
+type Maker = fn(&Lab, &Path);
+
 fn refuses_what_exists() {
-    let makers: [(&str, fn(&Lab, &Path)); 5] = [
+    let makers: [(&str, Maker); 5] = [
         ("dir", |_, at| std::fs::create_dir(at).unwrap()),
         ("file", |_, at| std::fs::write(at, "precious").unwrap()),
         ("link", |lab, at| symlink(&lab.project, at).unwrap()),
@@ -156,8 +167,24 @@ fn id_grammar() {
     let lab = Lab::new();
     let long = "x".repeat(65);
     let bad = [
-        "../x", "a/b", "", &long, ".hidden", "-dash", "_under", "a\nb", "a b", "é", "a\u{202e}b",
-        "..", ".", "/abs", "a\tb", "a;b", "a%2fb", "x\u{0}",
+        "../x",
+        "a/b",
+        "",
+        &long,
+        ".hidden",
+        "-dash",
+        "_under",
+        "a\nb",
+        "a b",
+        "é",
+        "a\u{202e}b",
+        "..",
+        ".",
+        "/abs",
+        "a\tb",
+        "a;b",
+        "a%2fb",
+        "x\u{0}",
     ];
     for id in bad.iter().filter(|id| !id.contains('\0')) {
         let ended = lab.run([&format!("--id={id}"), "--", "true"]);
@@ -169,7 +196,10 @@ fn id_grammar() {
     let ended = lab.run([bytes, "--".as_ref(), "true".as_ref()]);
     assert_eq!(ended.code(), 125);
     lab.assert_nothing_left();
-    assert_eq!(names_in(lab.root.parent().unwrap()).len(), 4 - usize::from(!lab.home.exists()));
+    assert_eq!(
+        names_in(lab.root.parent().unwrap()).len(),
+        4 - usize::from(!lab.home.exists())
+    );
     let longest = "x".repeat(64);
     for id in [&longest, "A", "0", "a.b_c-D", "a..", "9-"] {
         let out = lab.sh(&["--id", id], "basename $PWD").good();
@@ -227,7 +257,11 @@ fn gone_after_every_end() {
     let ends: [(&[&str], &str, i32); 6] = [
         (&[], "echo x > f", 0),
         (&[], "echo x > f; exit 3", 3),
-        (&["--timeout", "300ms", "--grace", "0"], "echo x > f; sleep 600", 124),
+        (
+            &["--timeout", "300ms", "--grace", "0"],
+            "echo x > f; sleep 600",
+            124,
+        ),
         (&["--memory", "64M", "--allow-degraded", "memory"], hog, 137),
         (&["--disk", "4M"], "exec head -c 64M /dev/zero > f", 122),
         (&[], "echo x > f; kill -SEGV $$", 139),
@@ -249,7 +283,10 @@ fn failing_start() {
     let big = big.to_str().unwrap();
     let starts: [(&[&str], i32); 7] = [
         (&["--", "no-such-command-here"], 127),
-        (&["--input", "not-executable", "--", "./not-executable"], 126),
+        (
+            &["--input", "not-executable", "--", "./not-executable"],
+            126,
+        ),
         (&["--input", "broken", "--", "./broken"], 127),
         (&["--input", "missing-input", "--", "true"], 125),
         (&["--stdin", "missing-stdin", "--", "true"], 125),
@@ -299,7 +336,8 @@ fn kept_on_failure() {
     assert_eq!(names_in(path), ["sub"]);
 
     // While it is kept the id is taken, and neither a run nor gc takes it away.
-    lab.sh(&["--id", "bad"], "true").refused(125, "gc --kept bad");
+    lab.sh(&["--id", "bad"], "true")
+        .refused(125, "gc --kept bad");
     lab.sh(&[], "true").good();
     let gc = lab.gc(&[]);
     assert!(gc.err().contains("still kept"), "{}", gc.err());
@@ -333,7 +371,8 @@ fn kept_until() {
 fn gc_kept() {
     let lab = Lab::new();
     for id in ["one", "two", "three"] {
-        lab.sh(&["--keep", "always", "--id", id], "echo x > f").good();
+        lab.sh(&["--keep", "always", "--id", id], "echo x > f")
+            .good();
     }
     lab.gc(&["--kept", "two"]).good();
     let mut left = lab.workspaces();
@@ -356,7 +395,10 @@ fn in_memory() {
     lab.write("project/in.txt", "given\n");
     let script = "cat in.txt; stat -f -c %T .; echo x > out; ls";
     let options = ["--workspace", "memory", "--input", "in.txt"];
-    assert_eq!(lab.sh(&options, script).good(), "given\ntmpfs\nin.txt\nout\n");
+    assert_eq!(
+        lab.sh(&options, script).good(),
+        "given\ntmpfs\nin.txt\nout\n"
+    );
     lab.assert_nothing_left();
     let document = lab.sh_json(&["--workspace", "memory", "--keep", "always"], "true");
     assert!(document["kept_until"].is_null());

@@ -294,7 +294,7 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
         (libc::SYS_clone, clone()),
         (libc::SYS_prlimit64, but_not_of_init()),
         (libc::SYS_sched_setparam, but_not_of_init()),
-        (libc::SYS_setpriority, of_one_process(libc::PRIO_PROCESS as u32)),
+        (libc::SYS_setpriority, of_one_process(libc::PRIO_PROCESS)),
         (libc::SYS_ioprio_set, of_one_process(IOPRIO_WHO_PROCESS)),
         (libc::SYS_sched_setscheduler, scheduler()),
         (libc::SYS_personality, personality()),

