@@ -177,6 +177,10 @@ impl Workspace {
             source,
         };
         tree::take_over(self.dir.as_fd(), uid, gid).map_err(failed)?;
+        for name in ["data", "docs"] {
+            // Where the views were mounted; empty, unless the program made directories of these names itself.
+            let _its_own = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::REMOVEDIR);
+        }
         let hidden = Path::new(sandbox::HIDDEN);
         if let Ok(stat) =
             rustix::fs::statat(&self.dir, hidden, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)

@@ -232,6 +232,7 @@ pub fn build(
     report.step("mount /proc");
     let proc_writable = skeleton.proc()?;
 
+    rustix::fs::unlinkat(&root, "stage", AtFlags::REMOVEDIR).during(|| "clear the stage".into())?;
     report.step("make the new root read-only");
     set_root_read_only(root.as_fd()).during(|| "make / read-only".into())?;
     report.step("change the root");

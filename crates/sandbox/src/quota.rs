@@ -377,7 +377,7 @@ mod tests {
     /// project for each test keeps them apart.
     fn on_file_system(variable: &str) -> Option<(tempfile::TempDir, File)> {
         let Some(place) = std::env::var_os(variable).map(PathBuf::from) else {
-            eprintln!("SKIPPED: {variable} does not name a directory, owned by root");
+            eprintln!("UNAVAILABLE: {variable} does not name a directory, owned by root");
             return None;
         };
         let dir = tempfile::tempdir_in(place).unwrap();

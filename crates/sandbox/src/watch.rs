@@ -206,7 +206,9 @@ impl Watch {
         self.seen.cpu_ms = self.cpu_ms();
         if self.memory_watched {
             let bytes = self.census.memory_bytes;
-            self.seen.memory_bytes = self.seen.memory_bytes.max(Some(bytes));
+            // A run shorter than a look has no peak, rather than one of nothing.
+            let measured = (bytes > 0).then_some(bytes);
+            self.seen.memory_bytes = self.seen.memory_bytes.max(measured);
             if bytes > self.limits.memory_bytes {
                 return Some(Stop::Memory);
             }

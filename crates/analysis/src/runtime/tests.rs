@@ -296,6 +296,7 @@ fn a_venv_made_by_uv_itself() {
             std::env::var_os("CI").is_none(),
             "uv on PATH, or its path in FUMEHOOD_TEST_UV"
         );
+        eprintln!("SKIPPED: no uv on PATH, nor in FUMEHOOD_TEST_UV");
         return;
     }
     let base = python(&host.home.join("unused"));
@@ -448,7 +449,12 @@ fn a_python_version_file_cannot_lead_out_of_pyenv() {
 fn the_hosts_own_pyenv() {
     let mut caller = Caller::from_process();
     let shims = std::env::split_paths(&caller.path).find(|dir| python::pyenv_root(dir).is_some());
-    let Some(shims) = shims else { return };
+    let Some(shims) = shims else {
+        eprintln!(
+            "UNAVAILABLE: this host has no pyenv of its own; the pyenv-shaped tests need none"
+        );
+        return;
+    };
     let root = python::pyenv_root(&shims).unwrap();
     let project = tempfile::tempdir().unwrap();
     caller.cwd = project.path().to_path_buf();

@@ -28,16 +28,18 @@ fn two() {
     );
     first.wait_for("ready");
     let there = lab.workspace(&one);
+    // In a file, for its own arguments would name the other analysis.
     let attack = format!(
-        "cat {0}/secret; ls {0}; echo x > {0}/secret; rm -rf {0}; cat /proc/*/cmdline | tr '\\0' ' '; ls {1}",
+        "cat {0}/secret; ls {0}; echo x > {0}/secret; rm -rf {0}; cat /proc/*/cmdline | tr '\\0' ' '; ls {1}\necho tried",
         there.display(),
         lab.root.display()
     );
-    let mut second = held(
-        &lab,
-        &two,
-        &format!("({attack}) 2>&-; echo tried; read go; ls"),
-    );
+    lab.write("project/attack.sh", attack);
+    let args = ["--id", &two, "--stdin", "-", "--input", "attack.sh"];
+    let script = ["--", "sh", "-c", "sh attack.sh 2>&-; read go; ls"];
+    let mut command = lab.run_command(args.iter().chain(&script));
+    command.stdin(Stdio::piped());
+    let mut second = Live::start(command);
     second.wait_for("tried");
     assert_eq!(std::fs::read(there.join("secret")).unwrap(), b"mine\n");
     drop(first.child.stdin.take());

@@ -149,7 +149,7 @@ mod tests {
         let host = discover();
         let cpu = |site: &&Site| site.controllers.contains(&Controller::Cpu);
         let Some(site) = host.v1.iter().find(cpu) else {
-            eprintln!("SKIPPED: no version 1 hierarchy with the cpu controller is mounted");
+            eprintln!("UNAVAILABLE: no version 1 hierarchy with the cpu controller is mounted");
             return;
         };
         let only_cpu = |own: &std::path::Path| Host {

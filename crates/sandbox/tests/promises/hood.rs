@@ -11,14 +11,16 @@ use std::path::{Path, PathBuf};
 use sandbox::cgroup::{self, Group, GroupLimits};
 use sandbox::outcome::{Exit, Outcome, Stop};
 use sandbox::spec::{
-    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Limits, Owner, Spec, Terminal, View, WorkspaceKind,
+    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Limits, Owner, Spec, Terminal, View,
+    WorkspaceKind,
 };
 use sandbox::supervise::{self, Attendant, Finished, Means, RunError, Stream, Wish};
 
 /// Under root the tests use one of these uids for each run; nothing else on a host has them.
 const TEST_UID_FIRST: u32 = 1_900_100_000;
 
-const PRELUDE: &str = "import ctypes, errno, os, socket, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n";
+const PRELUDE: &str =
+    "import ctypes, errno, os, socket, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n";
 
 pub struct Hood {
     pub spec: Spec,
@@ -52,7 +54,10 @@ impl Ran {
         self.stdout.lines().any(|l| l.trim() == line)
     }
     pub fn all(&self) -> String {
-        format!("{:?}\n--- stdout\n{}\n--- stderr\n{}", self.outcome, self.stdout, self.stderr)
+        format!(
+            "{:?}\n--- stdout\n{}\n--- stderr\n{}",
+            self.outcome, self.stdout, self.stderr
+        )
     }
 }
 
@@ -65,7 +70,9 @@ fn identity() -> Identity {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     if is_root() {
         // Trials run in several processes too: the pid keeps them apart.
-        let uid = TEST_UID_FIRST + (std::process::id() % 5000) * 100 + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
+        let uid = TEST_UID_FIRST
+            + (std::process::id() % 5000) * 100
+            + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
         return Identity::Leased { uid, gid: uid };
     }
     Identity::Caller {
@@ -77,7 +84,10 @@ fn identity() -> Identity {
 impl Hood {
     /// `argv[0]` is an absolute path.
     pub fn new(argv: &[&str]) -> Hood {
-        let dir = tempfile::Builder::new().prefix("scidex-analysis-test-").tempdir_in("/tmp").unwrap();
+        let dir = tempfile::Builder::new()
+            .prefix("scidex-analysis-test-")
+            .tempdir_in("/tmp")
+            .unwrap();
         let spec = Spec {
             program: InsidePath::new(argv[0]),
             argv: argv.iter().map(|a| Bytes::from(*a)).collect(),
@@ -107,7 +117,13 @@ impl Hood {
             terminal: Terminal::None,
             without: BTreeSet::new(),
         };
-        Hood { spec, dir, stdin: None, with_group: is_root(), wish_at: None }
+        Hood {
+            spec,
+            dir,
+            stdin: None,
+            with_group: is_root(),
+            wish_at: None,
+        }
     }
 
     pub fn sh(script: &str) -> Hood {
@@ -116,7 +132,12 @@ impl Hood {
 
     /// System Python, isolated; the script sees `import ctypes, os, sys, errno, socket` done and `libc` loaded.
     pub fn python(script: &str) -> Hood {
-        Hood::new(&["/usr/bin/python3", "-I", "-c", &format!("{PRELUDE}{script}")])
+        Hood::new(&[
+            "/usr/bin/python3",
+            "-I",
+            "-c",
+            &format!("{PRELUDE}{script}"),
+        ])
     }
 
     /// As `python`, for a script that is told the workspace's path.
@@ -138,7 +159,9 @@ impl Hood {
     }
 
     pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Hood {
-        self.spec.env.push((Bytes::from(name), Bytes::from(value.as_ref())));
+        self.spec
+            .env
+            .push((Bytes::from(name), Bytes::from(value.as_ref())));
         self
     }
 
@@ -171,12 +194,15 @@ impl Hood {
     }
 
     pub fn run(self) -> Ran {
-        self.try_run().unwrap_or_else(|e| panic!("the run did not start: {}", chain(&e)))
+        self.try_run()
+            .unwrap_or_else(|e| panic!("the run did not start: {}", chain(&e)))
     }
 
     /// Runs it and looks at the workspace before that is removed.
     pub fn run_then<T>(mut self, look: impl FnOnce(&Path) -> T) -> (Ran, T) {
-        let ran = self.run_here().unwrap_or_else(|e| panic!("the run did not start: {}", chain(&e)));
+        let ran = self
+            .run_here()
+            .unwrap_or_else(|e| panic!("the run did not start: {}", chain(&e)));
         (ran, look(self.dir.path()))
     }
 
@@ -190,10 +216,18 @@ impl Hood {
             std::fs::create_dir(&dir).unwrap();
         }
         own_tree(self.dir.path(), self.spec.identity);
-        let open = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::CLOEXEC;
+        let open = rustix::fs::OFlags::RDONLY
+            | rustix::fs::OFlags::DIRECTORY
+            | rustix::fs::OFlags::CLOEXEC;
         let workspace = rustix::fs::open(self.dir.path(), open, rustix::fs::Mode::empty()).unwrap();
-        let group = self.with_group.then(|| make_group(&self.spec.limits)).flatten();
-        let mut listener = Listener { wish_at: self.wish_at.take(), ..Listener::new() };
+        let group = self
+            .with_group
+            .then(|| make_group(&self.spec.limits))
+            .flatten();
+        let mut listener = Listener {
+            wish_at: self.wish_at.take(),
+            ..Listener::new()
+        };
         let finished = {
             let means = Means {
                 launcher: Path::new("/proc/self/exe"),
@@ -206,7 +240,9 @@ impl Hood {
         if let Some(group) = group {
             group.remove().unwrap();
         }
-        let Finished { outcome, layers, .. } = finished?;
+        let Finished {
+            outcome, layers, ..
+        } = finished?;
         Ok(Ran {
             outcome,
             layers,
@@ -235,7 +271,11 @@ fn own_tree(path: &Path, identity: Identity) {
         std::os::unix::fs::lchown(path, Some(uid), Some(gid)).unwrap();
     }
     if meta.is_dir() {
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(meta.mode() & 0o777 | 0o700)).unwrap();
+        std::fs::set_permissions(
+            path,
+            std::fs::Permissions::from_mode(meta.mode() & 0o777 | 0o700),
+        )
+        .unwrap();
         for entry in std::fs::read_dir(path).unwrap() {
             own_tree(&entry.unwrap().path(), identity);
         }
@@ -253,7 +293,12 @@ struct Listener {
 impl Listener {
     fn new() -> Self {
         let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        Listener { out: Vec::new(), err: Vec::new(), wish_at: None, bell }
+        Listener {
+            out: Vec::new(),
+            err: Vec::new(),
+            wish_at: None,
+            bell,
+        }
     }
 }
 
@@ -263,8 +308,17 @@ impl Attendant for Listener {
         for dir in [".fumehood", ".fumehood/tmp", ".fumehood/tmp/home"] {
             rustix::fs::mkdirat(_workspace, dir, open)?;
             let owner = rustix::fs::fstat(_workspace)?;
-            let (uid, gid) = (rustix::fs::Uid::from_raw(owner.st_uid), rustix::fs::Gid::from_raw(owner.st_gid));
-            rustix::fs::chownat(_workspace, dir, Some(uid), Some(gid), rustix::fs::AtFlags::empty())?;
+            let (uid, gid) = (
+                rustix::fs::Uid::from_raw(owner.st_uid),
+                rustix::fs::Gid::from_raw(owner.st_gid),
+            );
+            rustix::fs::chownat(
+                _workspace,
+                dir,
+                Some(uid),
+                Some(gid),
+                rustix::fs::AtFlags::empty(),
+            )?;
         }
         Ok(())
     }
@@ -305,7 +359,10 @@ pub fn chain(error: &dyn std::error::Error) -> String {
 
 /// A directory outside every sandbox, gone with the test.
 pub fn host_dir() -> tempfile::TempDir {
-    let dir = tempfile::Builder::new().prefix("fumehood-host-").tempdir_in("/var/tmp").unwrap();
+    let dir = tempfile::Builder::new()
+        .prefix("fumehood-host-")
+        .tempdir_in("/var/tmp")
+        .unwrap();
     std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     dir
 }
@@ -322,10 +379,25 @@ pub fn unconfined(script: &str) -> String {
 /// The control with something in front of the command, such as `unshare`.
 pub fn unconfined_under(before: &[&str], script: &str) -> String {
     let script = format!("{PRELUDE}{script}");
-    let argv: Vec<&str> = before.iter().copied().chain(["/usr/bin/python3", "-I", "-c", &script]).collect();
-    let output = std::process::Command::new(argv[0]).args(&argv[1..]).current_dir("/").output().unwrap();
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "the control failed: {}\n{out}\n{err}", output.status);
+    let argv: Vec<&str> = before
+        .iter()
+        .copied()
+        .chain(["/usr/bin/python3", "-I", "-c", &script])
+        .collect();
+    let output = std::process::Command::new(argv[0])
+        .args(&argv[1..])
+        .current_dir("/")
+        .output()
+        .unwrap();
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(
+        output.status.success(),
+        "the control failed: {}\n{out}\n{err}",
+        output.status
+    );
     out.into_owned()
 }
 
@@ -367,8 +439,15 @@ pub fn verdict<'a>(printed: &'a str, name: &str) -> &'a str {
 /// A host directory that can be shown inside at its own path, gone with the test. Not below /tmp or /var/tmp, which
 /// are the program's own inside.
 pub fn shown_dir() -> tempfile::TempDir {
-    let below = if is_root() { String::from("/srv") } else { std::env::var("HOME").unwrap() };
-    let dir = tempfile::Builder::new().prefix("fumehood-shown-").tempdir_in(below).unwrap();
+    let below = if is_root() {
+        String::from("/srv")
+    } else {
+        std::env::var("HOME").unwrap()
+    };
+    let dir = tempfile::Builder::new()
+        .prefix("fumehood-shown-")
+        .tempdir_in(below)
+        .unwrap();
     std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
     dir
 }
@@ -382,6 +461,10 @@ pub fn compile(source: &str, at: &Path) {
         .stdin(std::process::Stdio::piped())
         .spawn()
         .unwrap();
-    gcc.stdin.take().unwrap().write_all(source.as_bytes()).unwrap();
+    gcc.stdin
+        .take()
+        .unwrap()
+        .write_all(source.as_bytes())
+        .unwrap();
     assert!(gcc.wait().unwrap().success(), "gcc failed");
 }

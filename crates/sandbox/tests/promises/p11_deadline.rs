@@ -419,7 +419,7 @@ for _ in range(MANY):
 up()
 rest()
 ";
-    for many in ["0", "240"] {
+    for many in ["0", "60"] {
         let marker = new_marker();
         let act = script(&marker, &act.replace("MANY", many));
         let limits = |l: &mut sandbox::spec::Limits| {

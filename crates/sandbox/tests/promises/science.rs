@@ -311,7 +311,7 @@ echo shelled
 /// Interpreters that a host may lack; the test command installs none of these.
 fn if_present(program: &str, hood: impl FnOnce() -> Hood, word: &str) {
     if !std::path::Path::new(program).exists() {
-        eprintln!("{program} is not on this host");
+        eprintln!("UNAVAILABLE: {program} is not on this host");
         return;
     }
     went_well(&hood().run(), word);
