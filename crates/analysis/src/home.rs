@@ -152,29 +152,46 @@ impl RunDir {
     /// Claims `runs/{id}/1`. The name is refused while somebody else holds it.
     pub fn claim(home: &Home, id: &AnalysisId) -> Result<RunDir, HomeError> {
         let path = home.runs().join(id.as_str()).join("1");
-        // The reaper may take an abandoned directory away between making and locking: then make it again.
-        for _ in 0..16 {
-            make_private(&path)?;
-            let Some(dir) = RunDir::try_lock(&path)? else {
-                return Err(HomeError::Running { id: id.clone() });
-            };
-            if !dir.is_in_place() {
-                continue;
+        // A reaper looking through may take an empty directory away, or hold its lock for a moment: then again.
+        const TRIES: u32 = 200;
+        for _ in 0..TRIES {
+            match RunDir::try_claim(&path, id) {
+                Ok(Some(dir)) => return Ok(dir),
+                Err(HomeError::Make { source, .. } | HomeError::Lock { source, .. })
+                    if source.kind() == io::ErrorKind::NotFound => {}
+                Ok(None) => {}
+                Err(e) => return Err(e),
             }
-            return match dir.read() {
-                Ok(Some(RunRecord {
-                    state: RunState::Kept { .. },
-                    workspace,
-                    ..
-                })) => Err(HomeError::Kept {
-                    id: id.clone(),
-                    workspace,
-                }),
-                Ok(Some(_)) => Err(HomeError::Running { id: id.clone() }),
-                Ok(None) | Err(_) => Ok(dir),
-            };
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         Err(HomeError::Running { id: id.clone() })
+    }
+
+    fn try_claim(path: &Path, id: &AnalysisId) -> Result<Option<RunDir>, HomeError> {
+        make_private(path)?;
+        let Some(dir) = RunDir::try_lock(path)? else {
+            // A runner writes its record at once; without one it is a reaper, or a runner just born.
+            return match path.join("run.json").exists() {
+                true => Err(HomeError::Running { id: id.clone() }),
+                false => Ok(None),
+            };
+        };
+        if !dir.is_in_place() {
+            return Ok(None);
+        }
+        match dir.read() {
+            Ok(Some(RunRecord {
+                state: RunState::Kept { .. },
+                workspace,
+                ..
+            })) => Err(HomeError::Kept {
+                id: id.clone(),
+                workspace,
+            }),
+            // Its runner is dead, and it could not be reaped just now.
+            Ok(Some(_)) => Err(HomeError::Running { id: id.clone() }),
+            Ok(None) | Err(_) => Ok(Some(dir)),
+        }
     }
 
     /// `None` when a living runner holds it.

@@ -289,12 +289,11 @@ impl Attempt {
         storage: Storage,
     ) -> Result<Vec<Enforcement>, PipelineError> {
         let host = cgroup::discover();
-        self.group = Group::create(&host, request.id.as_str(), &limits::group_limits(limits))
+        self.record.cgroups = cgroup::paths_to_be(&host, request.id.as_str());
+        self.save()?;
+        let limits_of_group = limits::group_limits(limits);
+        self.group = Group::create(&host, request.id.as_str(), &limits_of_group)
             .map_err(|e| error_chain(&e));
-        if let Ok(group) = &self.group {
-            self.record.cgroups = group.paths();
-            self.save()?;
-        }
         let group = self.group.as_ref().map_err(Clone::clone);
         Ok(limits::enforcement(
             &request.limits,
@@ -654,7 +653,7 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
     let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
     visible.extend(
         [
-            "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/tmp",
+            "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev",
         ]
         .map(PathBuf::from),
     );

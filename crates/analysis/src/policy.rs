@@ -10,7 +10,7 @@ use sandbox::spec::{
 
 use crate::copy_in::{self, CopyError};
 use crate::hints::shell_quoted;
-use crate::request::{Command, Input, ReadRoot, Request};
+use crate::request::{Command, Input, ReadRoot, Request, Stdin};
 use crate::runtime::{self, Caller, Runtime, RuntimeError};
 
 #[derive(Debug, thiserror::Error)]
@@ -109,7 +109,11 @@ pub fn plan(
             copy_in::name_for(&input.host, input.name.as_deref())?,
         ));
     }
-    for (source, _) in &inputs {
+    let piped = match &request.stdin {
+        Stdin::File(path) => Some(path),
+        Stdin::Null | Stdin::Caller => None,
+    };
+    for source in inputs.iter().map(|(source, _)| source).chain(piped) {
         guard.listed(&canonical_of(source)?)?;
     }
     guard.runtime_views(&runtime, &mut views)?;
@@ -211,6 +215,7 @@ impl Guard<'_> {
                 if !usual.is_dir() {
                     return Ok(());
                 }
+                trusted_link(&usual)?;
                 usual
             }
         };
@@ -336,6 +341,24 @@ impl Guard<'_> {
                 path: real.to_path_buf(),
             }),
         }
+    }
+}
+
+/// `data` may be a link, which then decides what is shown. One that somebody else made may not: whoever can
+/// write in a project does not thereby read with the caller's rights.
+fn trusted_link(path: &Path) -> Result<(), PolicyError> {
+    let meta = std::fs::symlink_metadata(path);
+    let meta = meta.map_err(|source| PolicyError::Unreachable {
+        path: path.to_path_buf(),
+        source,
+    })?;
+    let owner = std::os::unix::fs::MetadataExt::uid(&meta);
+    match meta.is_symlink() && ![0, rustix::process::geteuid().as_raw()].contains(&owner) {
+        false => Ok(()),
+        true => Err(PolicyError::Refused {
+            path: path.to_path_buf(),
+            why: "it is a link that another user made; name what it leads to with --data or --docs",
+        }),
     }
 }
 
@@ -481,24 +504,35 @@ impl Visible<'_> {
                 continue;
             }
             let quoted = shell_quoted(arg);
-            let mend = match path.is_absolute() {
-                true => format!("--read {quoted}"),
-                false if path.components().any(|c| c == Component::ParentDir) => {
-                    format!("--read {quoted}")
-                }
-                false => format!("--input {quoted}{}", keep_place(path)),
-            };
+            let mend = self.mending_line(path);
             return Err(PolicyError::NotInside { arg: quoted, mend });
         }
         Ok(())
     }
 
-    fn shows(&self, path: &Path) -> bool {
-        let inside = self.workspace.join(path);
-        let inside: PathBuf = inside
+    /// The option that puts the file where the argument looks for it.
+    fn mending_line(&self, path: &Path) -> String {
+        let plain: PathBuf = path
             .components()
             .filter(|c| *c != Component::CurDir)
             .collect();
+        let option = if path.is_absolute() {
+            plain.into_os_string()
+        } else if plain.components().any(|c| c == Component::ParentDir) {
+            // It leads out of the workspace, to a place that only a view can be put at.
+            let real = canonical(&self.cwd.join(path)).unwrap_or_else(|_| self.cwd.join(path));
+            with_colon(&real, &without_parents(&self.workspace.join(path)))
+        } else if plain.components().count() == 1 {
+            return format!("--input {}", shell_quoted(plain.as_os_str()));
+        } else {
+            // `sub/file.csv` would arrive as `file.csv`; the argument names `sub/file.csv`.
+            return format!("--input {}", shell_quoted(&with_colon(&plain, &plain)));
+        };
+        format!("--read {}", shell_quoted(&option))
+    }
+
+    fn shows(&self, path: &Path) -> bool {
+        let inside = without_parents(&self.workspace.join(path));
         let system = [
             "/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/etc", "/dev",
         ];
@@ -514,12 +548,24 @@ impl Visible<'_> {
     }
 }
 
-/// `sub/file.csv` given as an input would arrive as `file.csv`; the argument names `sub/file.csv`.
-fn keep_place(path: &Path) -> String {
-    match path.components().count() {
-        0 | 1 => String::new(),
-        _ => format!(":{}", shell_quoted(path.as_os_str())),
+fn with_colon(first: &Path, second: &Path) -> OsString {
+    let mut both = first.as_os_str().to_owned();
+    both.push(":");
+    both.push(second);
+    both
+}
+
+/// A path with `.` and `..` taken out by name. Inside, no directory on the way is a link.
+fn without_parents(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for component in path.components() {
+        match component {
+            Component::ParentDir => drop(plain.pop()),
+            Component::CurDir => {}
+            other => plain.push(other),
+        }
     }
+    plain
 }
 
 /// Built from nothing. What the user set comes last and wins.

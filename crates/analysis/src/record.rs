@@ -11,7 +11,7 @@ use sandbox::spec::{Enforcement, Hardness, Layer, LimitName};
 use serde::Serialize;
 
 use crate::hints::Hint;
-use crate::logs::{Captured, escape_text};
+use crate::logs::Captured;
 use crate::request::{AnalysisId, Level};
 
 pub const SCHEMA: &str = "fumehood.result/1";
@@ -102,7 +102,7 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
 
 #[derive(Clone, Debug, Serialize)]
 pub struct Log {
-    /// Valid UTF-8 as it is; other bytes as `\xNN`, a backslash as `\\`.
+    /// Valid UTF-8 as it is; other bytes as `\xNN`, a backslash as `\\`. A gap is marked `\[fumehood: …]`.
     pub text: String,
     pub bytes: u64,
     pub truncated: bool,
@@ -111,14 +111,8 @@ pub struct Log {
 
 impl Log {
     pub fn new(captured: &Captured, stream: &str) -> Log {
-        let note = captured.note(stream).unwrap_or_default();
-        let text = format!(
-            "{}{note}{}",
-            escape_text(&captured.head),
-            escape_text(&captured.tail)
-        );
         Log {
-            text,
+            text: captured.text(stream),
             bytes: captured.total_bytes,
             truncated: captured.truncated,
             dropped_bytes: captured.dropped_bytes,

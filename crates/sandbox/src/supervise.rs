@@ -572,8 +572,9 @@ impl Running<'_> {
         if let Some(failed) = self.failed {
             return Err(failed);
         }
+        // Stopped on request on the way is no failure of ours: nothing of the program has run.
         let started = self.step == LAST_STEP;
-        if !started {
+        if !started && self.asked_to_stop.is_none() {
             return Err(RunError::Died { step: self.step });
         }
         // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or

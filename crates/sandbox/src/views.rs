@@ -98,23 +98,21 @@ pub fn place(skeleton: &Skeleton<'_>, views: Vec<Opened>) -> Result<String, Step
         let twin = placed
             .iter()
             .find(|(source, exec, _)| *source == view.source && *exec == view.exec);
-        let mount = match twin {
+        let shield = match twin {
             // The same directory under a second name: one overlay, seen twice.
             Some((_, _, first)) => {
                 let what = || format!("show {} twice", first.display());
-                clone_tree(skeleton.root, below_root(first).as_os_str()).during(what)?
+                let first = below_root(first);
+                Shield::Overlay(clone_tree(skeleton.root, first.as_os_str()).during(what)?)
             }
-            None => match shield(skeleton, &view)? {
-                Shield::Overlay(mount) => {
-                    shielded += 1;
-                    mount
-                }
-                Shield::None(mount) => {
-                    bare += 1;
-                    mount
-                }
-            },
+            None => shield(skeleton, &view)?,
         };
+        let (mount, count) = match &shield {
+            Shield::Overlay(mount) => (mount, &mut shielded),
+            Shield::None(mount) => (mount, &mut bare),
+            Shield::NotNeeded => (&view.piece.mount, &mut bare),
+        };
+        *count += usize::from(twin.is_none());
         skeleton.place(mount.as_fd(), target, *directory)?;
         if twin.is_none() {
             placed.push((view.source.clone(), view.exec, target.clone()));
@@ -139,22 +137,29 @@ pub fn below_root(path: &Path) -> PathBuf {
 /// What is put in place of a view's bind.
 enum Shield {
     Overlay(OwnedFd),
-    /// There can be no overlay, and the bind alone will do.
+    /// There can be no overlay, and this copy of the bind alone will do.
     None(OwnedFd),
+    /// A plain file: there is nothing in it to be reached.
+    NotNeeded,
 }
 
 fn shield(skeleton: &Skeleton<'_>, view: &Opened) -> Result<Shield, StepError> {
     let source = view.source.as_path();
     let what = || format!("shield {}", source.display());
+    if !view.piece.directory {
+        return match first(view.piece.mount.as_fd(), source, &is_special) {
+            None => Ok(Shield::NotNeeded),
+            Some(_) => Err(StepError::new(format!(
+                "{} is not a plain file",
+                source.display()
+            ))),
+        };
+    }
     // A mount can be copied, and be a layer, only where it is attached.
-    skeleton.place(
-        view.piece.mount.as_fd(),
-        Path::new("/stage"),
-        view.piece.directory,
-    )?;
-    let overlay = match view.piece.directory && !view.has_mounts {
-        true => overlay(skeleton, view),
-        false => Err(io::ErrorKind::Unsupported.into()),
+    skeleton.place(view.piece.mount.as_fd(), Path::new("/stage"), true)?;
+    let overlay = match view.has_mounts {
+        false => overlay(skeleton, view),
+        true => Err(io::ErrorKind::Unsupported.into()),
     };
     let bind = clone_tree(skeleton.root, "stage".as_ref()).during(what)?;
     skeleton.unmount(Path::new("stage"))?;
@@ -221,7 +226,12 @@ fn first(root: BorrowedFd<'_>, name: &Path, test: &Test) -> Option<PathBuf> {
     let mut seen = 0;
     while let Some(relative) = pending.pop() {
         seen += 1;
-        let (here, shown) = (base.join(&relative), name.join(&relative));
+        // Joining nothing would add a slash, behind which a plain file is not found.
+        let join = |to: &Path| match relative.as_os_str().is_empty() {
+            true => to.to_path_buf(),
+            false => to.join(&relative),
+        };
+        let (here, shown) = (join(&base), join(name));
         // The top itself is a link in /proc.
         let meta = match seen {
             1 => std::fs::metadata(&here),

@@ -83,9 +83,16 @@ fn perform(resolved: &Resolved, terminal: Terminal) -> anyhow::Result<u8> {
     };
     if json {
         let mut out = std::io::stdout().lock();
-        serde_json::to_writer(&mut out, &record).context("print the result")?;
-        writeln!(out).context("print the result")?;
-        return Ok(exit::code(&record));
+        let text = serde_json::to_string(&record).context("write the result as JSON")?;
+        let told = writeln!(out, "{text}").and_then(|()| out.flush());
+        // The run is what it was; but who could not be told of a success must not take it for one.
+        return Ok(match (told, exit::code(&record)) {
+            (Err(e), code) => {
+                show::line(&format!("error: print the result: {e}"));
+                code.max(if code == 0 { exit::COULD_NOT_RUN } else { 0 })
+            }
+            (Ok(()), code) => code,
+        });
     }
     if let Some((stdout, stderr)) = &logs {
         console.finish(stdout, stderr);

@@ -315,12 +315,11 @@ impl Entry {
     /// What a project's file may set, but not to every value. `data = "."` or `".git"` would show what
     /// promise P2 keeps from the program.
     ///
-    /// The paths are compared as written. A link in the project may still lead out, as the project's own
-    /// `data/` may; against whoever can write the project, the policy's readable roots are the boundary.
+    /// The paths are compared as written and, where they exist, as they resolve: a link does not lead out.
     fn check_project(&self, project: &Path) -> Result<(), SettingError> {
         let place = self.place.clone();
         match (&self.value, self.place.setting.key) {
-            (Value::Path(path), _) if !is_below(path, project) => {
+            (Value::Path(path), _) if !is_below(path, project) || leads_out(path, project) => {
                 Err(SettingError::NotBelowProject { place })
             }
             (Value::List(items), Key::Env)
@@ -388,6 +387,17 @@ fn switch(place: &Place, text: &str) -> Result<bool, SettingError> {
 /// would be wrong after a symlink.
 pub fn absolute(path: &OsStr, base: &Path) -> PathBuf {
     base.join(path).components().collect()
+}
+
+/// Whether a path that exists is not below the directory once its links are followed.
+fn leads_out(path: &Path, directory: &Path) -> bool {
+    match (
+        std::fs::canonicalize(path),
+        std::fs::canonicalize(directory),
+    ) {
+        (Ok(path), Ok(directory)) => !is_below(&path, &directory),
+        _ => false,
+    }
 }
 
 /// Below, not the directory itself, and through no hidden directory.

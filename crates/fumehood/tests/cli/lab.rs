@@ -156,6 +156,16 @@ impl Lab {
     }
 }
 
+impl Drop for Lab {
+    fn drop(&mut self) {
+        // A trial that failed half-way leaves cgroups behind, and the records that name them go with the lab.
+        if std::thread::panicking() {
+            let mut command = self.fumehood();
+            let _told_by_the_failure = command.args(["gc", "--kept"]).output();
+        }
+    }
+}
+
 /// Where labs are made. Not below /tmp or /var/tmp, which inside are the analysis's own, so that a path of the
 /// lab's that is seen inside was really shown.
 fn ground() -> PathBuf {

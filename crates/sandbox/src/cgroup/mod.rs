@@ -231,7 +231,7 @@ impl Group {
     /// kernel does not take, is not an error here: [`Group::enforces`] tells, and the caller decides.
     pub fn create(host: &Host, id: &str, limits: &GroupLimits) -> Result<Group, CgroupError> {
         check_id(id)?;
-        let name = format!("{NAME_PREFIX}{id}-{}", std::process::id());
+        let name = name_for(id);
         // Whatever fails from here on, dropping the group removes the parts made so far.
         let mut group = Group {
             parts: Vec::new(),
@@ -470,6 +470,27 @@ pub fn remove_left_behind(paths: &[PathBuf], boot_id: &str) -> Result<usize, Cgr
         }
     }
     first_error.map_or(Ok(removed), Err)
+}
+
+fn name_for(id: &str) -> String {
+    format!("{NAME_PREFIX}{id}-{}", std::process::id())
+}
+
+/// Every path at which [`Group::create`] may make a directory for this id: what a record must name before
+/// anything is made, so that a crash at any moment leaves nothing unnamed.
+pub fn paths_to_be(host: &Host, id: &str) -> Vec<PathBuf> {
+    let sites = host.v1.iter().chain(&host.v2);
+    let places = sites.flat_map(|site| match site.version {
+        Version::V1 => vec![site.own.clone()],
+        // In a leaf of our own, the group is made beside it.
+        Version::V2 => site
+            .own
+            .ancestors()
+            .take(2)
+            .map(Path::to_path_buf)
+            .collect(),
+    });
+    places.map(|place| place.join(name_for(id))).collect()
 }
 
 /// Opens a group that a record names, or says why it is not ours. `None`: it is gone already.
