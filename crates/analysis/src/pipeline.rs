@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use sandbox::cgroup::{self, Group};
-use sandbox::outcome::{Exit, Outcome, Usage};
+use sandbox::outcome::{Exit, Outcome, Stop, Usage};
 use sandbox::quota::{self, ProjectQuota, QuotaError};
 use sandbox::spec::{Enforcement, Identity, Layer, Limits, Terminal, WorkspaceKind};
 use sandbox::supervise::{self, Attendant, Means, RunError, Stream, Wish};
@@ -674,6 +674,12 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         oom_kills: ran.outcome.usage.oom_kills,
         pids_denied: ran.pids_denied,
     };
+    if ran.outcome.stop == Some(Stop::Memory) {
+        // Nothing was printed, and the kernel killed nobody: the watch did.
+        let text = String::from("guess: it needs more than the memory limit; raise --memory");
+        let kind = hints::HintKind::Memory;
+        return vec![hints::Hint { kind, text }];
+    }
     let tail = if ran.stderr.tail.is_empty() {
         &ran.stderr.head
     } else {

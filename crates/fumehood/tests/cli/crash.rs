@@ -97,6 +97,7 @@ fn in_the_end() {
         let script = "for i in 1 2 3 4 5 6 7 8; do mkdir -p $i/a/b; : > $i/a/b/c; done; echo last";
         let mut live = lab.start(["--id", &id, "--", "sh", "-c", script, &id]);
         live.wait_for("last");
+        // Not to wait for anything: to strike at different moments.
         std::thread::sleep(Duration::from_micros(dice.below(15_000)));
         // It may have ended already: then there is nothing to kill, and nothing left either.
         live.signal(Signal::KILL);
