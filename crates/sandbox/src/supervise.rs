@@ -416,6 +416,10 @@ impl Running<'_> {
     }
 
     fn entered(&mut self, step: String) {
+        if self.init.is_some() {
+            // It ended when init was born; no need to keep its corpse for the whole run.
+            let _reaped = self.launcher.try_wait();
+        }
         if step == LAST_STEP {
             self.kill_init_at = Instant::now() + deadline(self.spec);
         }

@@ -26,7 +26,7 @@ const SIGWINCH: i32 = 28;
 pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
     let resolved = config::request(args, &sources)?;
-    perform(&resolved, Terminal::None)
+    perform(&resolved, Terminal::None, None)
 }
 
 pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
@@ -39,18 +39,18 @@ pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
     resolved.request.env.push(("TERM".into(), kind));
     // From here on every key goes to the sandbox's own terminal, Ctrl-C included.
     let raw = RawTerminal::enter()?;
-    let code = perform(
-        &resolved,
-        Terminal::Own {
-            rows: size.ws_row,
-            columns: size.ws_col,
-        },
-    );
-    drop(raw);
-    code
+    let terminal = Terminal::Own {
+        rows: size.ws_row,
+        columns: size.ws_col,
+    };
+    perform(&resolved, terminal, Some(raw))
 }
 
-fn perform(resolved: &Resolved, terminal: Terminal) -> anyhow::Result<u8> {
+fn perform(
+    resolved: &Resolved,
+    terminal: Terminal,
+    raw: Option<RawTerminal>,
+) -> anyhow::Result<u8> {
     let Presentation { json, quiet } = resolved.presentation;
     let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let around = Surroundings {
@@ -62,6 +62,8 @@ fn perform(resolved: &Resolved, terminal: Terminal) -> anyhow::Result<u8> {
     };
     let mut console = Console::new(json, quiet)?;
     let result = pipeline::run(&resolved.request, &around, &mut console);
+    // What follows is ours to say, on a terminal that starts a new line when told to.
+    drop(raw);
     let (record, logs) = match result {
         Ok(Done {
             record,

@@ -6,14 +6,19 @@ use std::io::Write;
 use analysis::logs::escape_terminal;
 use analysis::record::{LimitEntry, Record, Status};
 use analysis::units::{format_duration, format_size};
+use rustix::termios::OutputModes;
 use sandbox::spec::{Hardness, LimitName};
 
 /// One line on stderr, with our name before it.
 pub fn line(text: &str) {
     let mut err = std::io::stderr().lock();
+    // While `fumehood shell` has the terminal pass everything through, a new line needs its return.
+    let raw = rustix::termios::tcgetattr(rustix::stdio::stderr())
+        .is_ok_and(|t| !t.output_modes.contains(OutputModes::OPOST));
+    let end = if raw { "\r\n" } else { "\n" };
     for part in text.lines() {
         // Nobody may be listening; that is no reason to fail.
-        let _unheard = writeln!(err, "fumehood: {}", escape_terminal(part.as_bytes()));
+        let _unheard = write!(err, "fumehood: {}{end}", escape_terminal(part.as_bytes()));
     }
 }
 
