@@ -115,7 +115,7 @@ pub fn name_for(source: &Path, given: Option<&Path>) -> Result<PathBuf, CopyErro
     Ok(name)
 }
 
-/// Copies `source`, followed if it is a symlink itself, to `name` in the workspace. Directories
+/// Copies `source`, a path without symlinks, to `name` in the workspace. Directories
 /// that `name` leads through are made. With `owner`, everything made is given to it.
 pub fn copy_in(
     source: &Path,
@@ -189,7 +189,10 @@ fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
     };
     let stat = rustix::fs::stat(source).map_err(failed)?;
     check_kind(FileType::from_raw_mode(stat.st_mode), source)?;
-    let file = rustix::fs::open(source, READ, Mode::empty()).map_err(failed)?;
+    // The path was resolved, and checked against the policy, before: a link that stands in it now is not followed.
+    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    let file = rustix::fs::openat2(rustix::fs::CWD, source, READ, Mode::empty(), resolve)
+        .map_err(failed)?;
     let stat = rustix::fs::fstat(&file).map_err(failed)?;
     check_kind(FileType::from_raw_mode(stat.st_mode), source)?;
     Ok((file, stat))
@@ -693,11 +696,15 @@ mod tests {
     }
 
     #[test]
-    fn a_link_given_by_the_user_is_followed_and_names_may_have_directories() {
+    fn a_link_put_in_the_way_is_not_followed_and_names_may_have_directories() {
         let dirs = Dirs::new();
         fs::write(dirs.from("real"), "x").unwrap();
         symlink("real", dirs.from("link")).unwrap();
-        assert_eq!(dirs.copy("link", "sub/deep/name").unwrap().files, 3);
+        assert!(matches!(
+            dirs.copy("link", "linked"),
+            Err(CopyError::Open { .. })
+        ));
+        assert_eq!(dirs.copy("real", "sub/deep/name").unwrap().files, 3);
         assert!(
             fs::symlink_metadata(dirs.to("sub/deep/name"))
                 .unwrap()

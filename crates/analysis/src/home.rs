@@ -5,7 +5,7 @@
 //! the dead left: that is all the reaper needs.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -13,11 +13,14 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
 use crate::request::AnalysisId;
+use crate::workspace::Identity;
 
 #[derive(Debug, thiserror::Error)]
 pub enum HomeError {
     #[error("find a home for Fumehood: set FUMEHOOD_HOME, or HOME, to an absolute path")]
     NoHome,
+    #[error("FUMEHOOD_HOME is {path:?}; it must be an absolute path")]
+    Relative { path: PathBuf },
     #[error("make the directory {path:?}")]
     Make { path: PathBuf, source: io::Error },
     #[error(
@@ -50,8 +53,10 @@ impl Home {
     pub fn find(env: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Home, HomeError> {
         let root = rustix::process::geteuid().is_root();
         let absolute = |path: &PathBuf| path.is_absolute();
+        if let Some(given) = env("FUMEHOOD_HOME").filter(|path| !path.is_absolute()) {
+            return Err(HomeError::Relative { path: given });
+        }
         let path = env("FUMEHOOD_HOME")
-            .filter(absolute)
             .or_else(|| root.then(|| PathBuf::from("/var/lib/fumehood")))
             .or_else(|| {
                 env("XDG_DATA_HOME")
@@ -116,8 +121,8 @@ pub struct RunRecord {
     pub workspace: PathBuf,
     /// The name, unknown to anyone else, under which the workspace is made before it gets its own.
     pub draft: PathBuf,
-    /// Device and inode of the workspace, once it is made: proof that it is ours.
-    pub workspace_is: Option<(u64, u64)>,
+    /// What the workspace is, once it is made: proof that it is ours.
+    pub workspace_is: Option<Identity>,
     pub uid: Option<u32>,
     /// The project whose quota holds the workspace, where the file system has such a thing.
     #[serde(default)]
@@ -139,6 +144,9 @@ pub enum RunState {
 }
 
 pub const RECORD_VERSION: u32 = 1;
+const RECORD: &str = "run.json";
+const DRAFT: &str = "run.json.new";
+const RECORD_BYTES_MAX: u64 = 1 << 20;
 
 /// The held, locked directory of one attempt.
 #[derive(Debug)]
@@ -171,14 +179,11 @@ impl RunDir {
         make_private(path)?;
         let Some(dir) = RunDir::try_lock(path)? else {
             // A runner writes its record at once; without one it is a reaper, or a runner just born.
-            return match path.join("run.json").exists() {
+            return match path.join(RECORD).exists() {
                 true => Err(HomeError::Running { id: id.clone() }),
                 false => Ok(None),
             };
         };
-        if !dir.is_in_place() {
-            return Ok(None);
-        }
         match dir.read() {
             Ok(Some(RunRecord {
                 state: RunState::Kept { .. },
@@ -190,7 +195,8 @@ impl RunDir {
             }),
             // Its runner is dead, and it could not be reaped just now.
             Ok(Some(_)) => Err(HomeError::Running { id: id.clone() }),
-            Ok(None) | Err(_) => Ok(Some(dir)),
+            Ok(None) => Ok(Some(dir)),
+            Err(e) => Err(e),
         }
     }
 
@@ -203,13 +209,24 @@ impl RunDir {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let lock = rustix::fs::open(path, flags, Mode::empty()).map_err(failed)?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(RunDir {
-                path: path.to_path_buf(),
-                lock,
-            })),
+            Ok(()) => {
+                let dir = RunDir {
+                    path: path.to_path_buf(),
+                    lock,
+                };
+                // Between opening and locking it may have been removed, and another may stand in its place.
+                Ok(dir.is_in_place().then_some(dir))
+            }
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(e) => Err(failed(e)),
         }
+    }
+
+    /// The pid on record, without the lock: only to ask whether it is worth waiting for.
+    pub fn runner_named_in(path: &Path) -> Option<u32> {
+        let text = std::fs::read(path.join(RECORD)).ok()?;
+        let record: RunRecord = serde_json::from_slice(&text).ok()?;
+        Some(record.runner_pid)
     }
 
     /// Whether the locked directory is still the one that the path names.
@@ -224,65 +241,101 @@ impl RunDir {
     }
 
     /// Replaces the record in one step: a reader finds the old one or the new one.
+    ///
+    /// All of this goes by the locked descriptor: the path may name another attempt's directory by now.
     pub fn write(&self, record: &RunRecord) -> Result<(), HomeError> {
-        let path = self.path.join("run.json");
         let write = || -> io::Result<()> {
             let text = serde_json::to_vec(record)?;
-            let draft = self.path.join("run.json.new");
-            std::fs::write(&draft, text)?;
-            std::fs::rename(&draft, &path)
+            let flags = OFlags::WRONLY
+                | OFlags::CREATE
+                | OFlags::TRUNC
+                | OFlags::NOFOLLOW
+                | OFlags::CLOEXEC;
+            let draft = rustix::fs::openat(&self.lock, DRAFT, flags, Mode::from_raw_mode(0o600))?;
+            io::Write::write_all(&mut std::fs::File::from(draft), &text)?;
+            Ok(rustix::fs::renameat(&self.lock, DRAFT, &self.lock, RECORD)?)
         };
         write().map_err(|source| HomeError::Write {
-            path: path.clone(),
+            path: self.path.join(RECORD),
             source,
         })
     }
 
     pub fn read(&self) -> Result<Option<RunRecord>, HomeError> {
-        let path = self.path.join("run.json");
         let failed = |source| HomeError::Read {
-            path: path.clone(),
+            path: self.path.join(RECORD),
             source,
         };
-        match std::fs::read(&path) {
-            Ok(text) => serde_json::from_slice(&text)
-                .map(Some)
-                .map_err(|e| failed(e.into())),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(failed(e)),
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = match rustix::fs::openat(&self.lock, RECORD, flags, Mode::empty()) {
+            Ok(file) => file,
+            Err(rustix::io::Errno::NOENT) => return Ok(None),
+            Err(e) => return Err(failed(e.into())),
+        };
+        let stat = rustix::fs::fstat(&file).map_err(|e| failed(e.into()))?;
+        if stat.st_uid != rustix::process::geteuid().as_raw() {
+            return Err(failed(io::Error::other("it belongs to another user")));
         }
+        let mut text = Vec::new();
+        let bounded = io::Read::take(std::fs::File::from(file), RECORD_BYTES_MAX);
+        io::Read::read_to_end(&mut { bounded }, &mut text).map_err(failed)?;
+        let record: RunRecord = serde_json::from_slice(&text).map_err(|e| failed(e.into()))?;
+        match self.is_of(&record) {
+            true => Ok(Some(record)),
+            false => Err(failed(io::Error::other(
+                "it names things that are not this run's",
+            ))),
+        }
+    }
+
+    /// Whether a record speaks of this directory's id, and of names that only that id's workspace can have.
+    fn is_of(&self, record: &RunRecord) -> bool {
+        let id = record.id.as_str();
+        let named = |path: &Path, start: String| {
+            let name = path.file_name().and_then(|n| n.to_str());
+            name.is_some_and(|n| n.starts_with(&start))
+        };
+        let directory = self.path.parent().and_then(Path::file_name);
+        directory == Some(std::ffi::OsStr::new(id))
+            && record.workspace.file_name()
+                == Some(std::ffi::OsStr::new(&format!("scidex-analysis-{id}")))
+            && named(&record.draft, format!(".scidex-analysis-{id}-"))
+            && record.draft.parent() == record.workspace.parent()
     }
 
     /// The last act of an attempt without a record to keep. The id's directory goes when it is empty.
     pub fn remove(self) -> Result<(), HomeError> {
-        let failed = |source| HomeError::Write {
+        let failed = |source: rustix::io::Errno| HomeError::Write {
             path: self.path.clone(),
-            source,
+            source: source.into(),
         };
-        for name in ["run.json.new", "run.json"] {
-            match std::fs::remove_file(self.path.join(name)) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(failed(e)),
-                _ => {}
+        for name in [DRAFT, RECORD] {
+            match rustix::fs::unlinkat(&self.lock, name, rustix::fs::AtFlags::empty()) {
+                Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+                Err(e) => return Err(failed(e)),
             }
         }
-        std::fs::remove_dir(&self.path).map_err(failed)?;
+        if self.is_in_place() {
+            rustix::fs::rmdir(&self.path).map_err(failed)?;
+        }
         if let Some(parent) = self.path.parent() {
             // Another attempt of the same id may be there.
             let _not_empty = std::fs::remove_dir(parent);
         }
         Ok(())
     }
-
-    pub fn lock(&self) -> impl AsFd + '_ {
-        &self.lock
-    }
 }
 
-pub fn host_name() -> String {
-    rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned()
+/// Which machine this is: its id, which a change of name does not change.
+pub fn machine() -> String {
+    let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
+    match id.trim() {
+        "" => rustix::system::uname()
+            .nodename()
+            .to_string_lossy()
+            .into_owned(),
+        id => id.to_owned(),
+    }
 }
 
 /// Distinguishes this start of the machine from every other.

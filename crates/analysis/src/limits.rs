@@ -125,6 +125,10 @@ pub fn enforcement(
         Hardness::Hard,
     );
     if let Some(cpu_ms) = limits.cpu_ms {
+        if group.as_ref().ok().and_then(|g| g.cpu_usage_fd()).is_none() {
+            // Only a cgroup counts the time of children that nobody waits for.
+            firmly(LimitName::CpuTime, asked.cpu_ms.is_some_and(|a| a.explicit))?;
+        }
         hold(
             LimitName::CpuTime,
             cpu_ms,

@@ -178,7 +178,7 @@ impl Attempt {
         let record = RunRecord {
             version: home::RECORD_VERSION,
             id: request.id.clone(),
-            host: home::host_name(),
+            host: home::machine(),
             boot_id: home::boot_id(),
             runner_pid: std::process::id(),
             workspace: crate::workspace::path_for(&plan.workspace_root, &request.id),
@@ -334,7 +334,7 @@ impl Attempt {
         let means = Means {
             launcher: &around.launcher,
             workspace: self.workspace.as_ref().map(Workspace::dir),
-            stdin: open_stdin(request, around.terminal)?,
+            stdin: open_stdin(request, plan, around.terminal)?,
             group: self.group.as_ref().ok(),
         };
         let started_ms = unix_ms();
@@ -372,7 +372,9 @@ impl Attempt {
     ) -> Result<Done, PipelineError> {
         if !ran.outcome.all_dead {
             self.record.state = RunState::Quarantined;
-            self.save()?;
+            record
+                .notices
+                .extend(self.save().err().map(|e| error_chain(&e)));
             self.forget();
             record.notices.push("a process could not be killed; its workspace stays until `fumehood gc` finds it gone".into());
             return Ok(Done {
@@ -392,15 +394,21 @@ impl Attempt {
                 .push("a workspace in memory cannot be kept".into());
         } else if keep {
             let until = home::unix_seconds() + request.keep_for_ms.div_ceil(1000);
-            self.record.state = RunState::Kept { until };
+            // The groups stay on record until they are gone; then what is kept is all there is.
+            record.notices.extend(self.finish_group_and_lease());
             self.record.cgroups.clear();
-            self.save()?;
-            if let Some(workspace) = self.workspace.take() {
-                workspace.keep()?;
+            self.record.state = RunState::Kept { until };
+            record
+                .notices
+                .extend(self.save().err().map(|e| error_chain(&e)));
+            let kept = self.workspace.take().map(Workspace::keep);
+            if let Some(Err(e)) = kept {
+                record
+                    .notices
+                    .push(format!("{}; it is kept as it is", error_chain(&e)));
             }
             record.kept_until = Some(until);
             record.notices.extend(self.release_quota());
-            self.finish_group_and_lease();
             self.dir = None;
             return Ok(Done {
                 record,
@@ -489,19 +497,39 @@ fn fill(
     Ok(())
 }
 
-fn open_stdin(request: &Request, terminal: Terminal) -> Result<Option<OwnedFd>, PipelineError> {
-    let caller = || rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3);
-    match &request.stdin {
-        _ if matches!(terminal, Terminal::Own { .. }) => Ok(caller().ok()),
-        Stdin::Null => Ok(None),
-        Stdin::Caller => Ok(caller().ok()),
-        Stdin::File(path) => {
-            let opened = std::fs::File::open(path).map_err(|source| PipelineError::Stdin {
-                path: path.clone(),
-                source,
-            })?;
-            Ok(Some(opened.into()))
-        }
+fn open_stdin(
+    request: &Request,
+    plan: &Plan,
+    terminal: Terminal,
+) -> Result<Option<OwnedFd>, PipelineError> {
+    let shell = matches!(terminal, Terminal::Own { .. });
+    if shell || request.stdin == Stdin::Caller {
+        return Ok(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).ok());
+    }
+    let opened = plan.stdin.as_ref().map(|path| {
+        open_plainly(path).map_err(|source| PipelineError::Stdin {
+            path: path.clone(),
+            source,
+        })
+    });
+    opened.transpose()
+}
+
+/// Opens a file to be piped in. Its path was resolved and checked when the plan was made; a link that stands there now
+/// is somebody's trick. Never waits for the other end of a FIFO.
+fn open_plainly(path: &Path) -> io::Result<OwnedFd> {
+    use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
+    let file = rustix::fs::openat2(
+        rustix::fs::CWD,
+        path,
+        OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC,
+        Mode::empty(),
+        ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
+    )?;
+    match FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) {
+        FileType::RegularFile | FileType::Fifo => Ok(file),
+        _ if path == Path::new("/dev/null") => Ok(file),
+        _ => Err(io::Error::other("it is not a plain file or a FIFO")),
     }
 }
 

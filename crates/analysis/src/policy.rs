@@ -62,6 +62,8 @@ pub struct Plan {
     /// Resolved: no symlink, no `..`.
     pub workspace_root: PathBuf,
     pub project: PathBuf,
+    /// What is piped in, resolved.
+    pub stdin: Option<PathBuf>,
     pub runtime_prefix: Option<PathBuf>,
     pub notices: Vec<String>,
 }
@@ -86,6 +88,16 @@ pub fn plan(
             path: request.workspace_root.clone(),
             source,
         })?;
+    if ["/dev", "/proc", "/sys"]
+        .iter()
+        .any(|dir| workspace_root.starts_with(dir))
+    {
+        let why = "it is the kernel's; choose a directory on a disk, or --workspace memory";
+        return Err(PolicyError::Refused {
+            path: workspace_root,
+            why,
+        });
+    }
     let workspace = crate::workspace::path_for(&workspace_root, &request.id);
     let guard = Guard {
         request,
@@ -97,7 +109,14 @@ pub fn plan(
         ("data", "--data", &request.data),
         ("docs", "--docs", &request.docs),
     ] {
-        guard.input_directory(name, flag, asked.as_deref(), &workspace, &mut views)?;
+        guard.input_directory(
+            name,
+            flag,
+            asked.as_deref(),
+            &workspace,
+            &caller.homes,
+            &mut views,
+        )?;
     }
     for read in &request.reads {
         guard.read_root(read, &workspace, &mut views)?;
@@ -109,13 +128,14 @@ pub fn plan(
             copy_in::name_for(&input.host, input.name.as_deref())?,
         ));
     }
-    let piped = match &request.stdin {
-        Stdin::File(path) => Some(path),
+    // Resolved here, once: what is checked is what is opened later.
+    for (source, _) in &mut inputs {
+        *source = guard.may_copy(source)?;
+    }
+    let stdin = match &request.stdin {
+        Stdin::File(path) => Some(guard.may_copy(path)?),
         Stdin::Null | Stdin::Caller => None,
     };
-    for source in inputs.iter().map(|(source, _)| source).chain(piped) {
-        guard.listed(&canonical_of(source)?)?;
-    }
     guard.runtime_views(&runtime, &mut views)?;
     let visible = Visible {
         views: &views,
@@ -133,6 +153,7 @@ pub fn plan(
         inputs,
         workspace_root,
         project,
+        stdin,
         runtime_prefix: runtime.prefixes.first().cloned(),
         notices: runtime.notice.into_iter().collect(),
     })
@@ -205,6 +226,7 @@ impl Guard<'_> {
         flag: &'static str,
         asked: Option<&Path>,
         workspace: &Path,
+        homes: &[PathBuf],
         views: &mut Vec<View>,
     ) -> Result<(), PolicyError> {
         let given = match asked {
@@ -215,7 +237,7 @@ impl Guard<'_> {
                 if !usual.is_dir() {
                     return Ok(());
                 }
-                trusted_link(&usual)?;
+                trusted_link(&usual, homes)?;
                 usual
             }
         };
@@ -294,6 +316,14 @@ impl Guard<'_> {
         self.listed(real)
     }
 
+    /// A source that is read by the runner itself, resolved.
+    fn may_copy(&self, source: &Path) -> Result<PathBuf, PolicyError> {
+        let real = canonical_of(source)?;
+        self.apart_from_ours(&real)?;
+        self.listed(&real)?;
+        Ok(real)
+    }
+
     /// Neither the workspaces nor Fumehood's own files may be seen through a view, from above or within.
     fn apart_from_ours(&self, real: &Path) -> Result<(), PolicyError> {
         let refuse = |why| {
@@ -315,14 +345,11 @@ impl Guard<'_> {
         Ok(())
     }
 
+    /// Whatever root they are under: the name is ours.
     fn below_workspaces(&self, path: &Path) -> bool {
-        let below = path.strip_prefix(self.workspace_root).ok();
-        let first = below.and_then(|p| p.components().next());
-        first.is_some_and(|c| {
-            c.as_os_str()
-                .as_encoded_bytes()
-                .starts_with(b"scidex-analysis-")
-        })
+        let names = path.components().map(|c| c.as_os_str().as_encoded_bytes());
+        let mut names = names.map(|n| n.strip_prefix(b".").unwrap_or(n));
+        names.any(|name| name.starts_with(b"scidex-analysis-"))
     }
 
     fn listed(&self, real: &Path) -> Result<(), PolicyError> {
@@ -344,21 +371,46 @@ impl Guard<'_> {
     }
 }
 
-/// `data` may be a link, which then decides what is shown. One that somebody else made may not: whoever can
-/// write in a project does not thereby read with the caller's rights.
-fn trusted_link(path: &Path) -> Result<(), PolicyError> {
-    let meta = std::fs::symlink_metadata(path);
-    let meta = meta.map_err(|source| PolicyError::Unreachable {
+/// `data` may be a link, which then decides what is shown. Whoever can write in a project does not thereby read with
+/// the caller's rights: not by a link that somebody else made, and not by one to people's homes and what is hidden in them.
+fn trusted_link(path: &Path, homes: &[PathBuf]) -> Result<(), PolicyError> {
+    let refuse = |why| {
+        Err(PolicyError::Refused {
+            path: path.to_path_buf(),
+            why,
+        })
+    };
+    let unreachable = |source| PolicyError::Unreachable {
         path: path.to_path_buf(),
         source,
-    })?;
+    };
+    let meta = std::fs::symlink_metadata(path).map_err(unreachable)?;
+    if !meta.is_symlink() {
+        return Ok(());
+    }
     let owner = std::os::unix::fs::MetadataExt::uid(&meta);
-    match meta.is_symlink() && ![0, rustix::process::geteuid().as_raw()].contains(&owner) {
+    if ![0, rustix::process::geteuid().as_raw()].contains(&owner) {
+        return refuse(
+            "it is a link that another user made; name what it leads to with --data or --docs",
+        );
+    }
+    let real = canonical(path).map_err(unreachable)?;
+    let private = |home: &PathBuf| {
+        let below = real
+            .strip_prefix(home)
+            .ok()
+            .and_then(|p| p.components().next());
+        home.starts_with(&real)
+            || below.is_some_and(|c| c.as_os_str().as_encoded_bytes().starts_with(b"."))
+    };
+    let system = ["/etc", "/var", "/run", "/boot"]
+        .iter()
+        .any(|dir| real.starts_with(dir));
+    match system && !real.starts_with("/var/tmp") || homes.iter().any(private) {
+        true => refuse(
+            "it is a link to what is private on this host; if it is meant, name it with --data or --docs",
+        ),
         false => Ok(()),
-        true => Err(PolicyError::Refused {
-            path: path.to_path_buf(),
-            why: "it is a link that another user made; name what it leads to with --data or --docs",
-        }),
     }
 }
 

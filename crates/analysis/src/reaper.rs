@@ -1,14 +1,13 @@
 //! Finishes or removes what the dead left: cgroups with whatever is still in them, workspaces, run directories.
 
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use sandbox::{cgroup, quota};
 
 use crate::home::{self, Home, RunDir, RunRecord, RunState};
 use crate::limits::{self, error_chain};
-use crate::workspace;
+use crate::workspace::{self, Patience};
 
 /// What one pass did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -40,7 +39,7 @@ fn reap_some(home: &Home, due: &dyn Fn(&RunRecord) -> bool) -> Reaped {
         .flatten()
     {
         for attempt in std::fs::read_dir(id.path()).into_iter().flatten().flatten() {
-            if let Ok(Some(dir)) = RunDir::try_lock(&attempt.path()) {
+            if let Some(dir) = lock_of_the_dead(&attempt.path()) {
                 look_at(dir, due, &mut reaped);
             }
         }
@@ -48,6 +47,23 @@ fn reap_some(home: &Home, due: &dyn Fn(&RunRecord) -> bool) -> Reaped {
         let _not_empty = std::fs::remove_dir(id.path());
     }
     reaped
+}
+
+/// The run directory, if its runner is dead. One that was killed while it started its launcher leaves the lock
+/// with that for a moment.
+fn lock_of_the_dead(path: &Path) -> Option<RunDir> {
+    const TRIES: u32 = 20;
+    for _ in 0..TRIES {
+        if let Some(dir) = RunDir::try_lock(path).ok()? {
+            return Some(dir);
+        }
+        let runner = RunDir::runner_named_in(path)?;
+        if Path::new(&format!("/proc/{runner}")).exists() {
+            return None;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    None
 }
 
 fn look_at(dir: RunDir, due: &dyn Fn(&RunRecord) -> bool, reaped: &mut Reaped) {
@@ -58,7 +74,7 @@ fn look_at(dir: RunDir, due: &dyn Fn(&RunRecord) -> bool, reaped: &mut Reaped) {
         Err(e) => return reaped.problems.push(error_chain(&e)),
     };
     // Another machine's (a home on a shared disk): its processes cannot be seen from here.
-    if record.host != home::host_name() {
+    if record.host != home::machine() {
         return;
     }
     if !due(&record) {
@@ -81,13 +97,20 @@ fn look_at(dir: RunDir, due: &dyn Fn(&RunRecord) -> bool, reaped: &mut Reaped) {
 fn remove(record: &RunRecord) -> Result<(), String> {
     // First the processes: nothing is removed under a living one.
     cgroup::remove_left_behind(&record.cgroups, &record.boot_id).map_err(|e| error_chain(&e))?;
-    let draft = std::fs::symlink_metadata(&record.draft).ok();
-    let draft = draft.map(|m| (record.draft.as_path(), (m.dev(), m.ino())));
-    let named = record
-        .workspace_is
-        .map(|is| (record.workspace.as_path(), is));
-    for (path, is) in draft.into_iter().chain(named) {
-        workspace::remove_left_behind(path, is).map_err(|e| error_chain(&e))?;
+    // Made and not yet noted, it can only stand under its draft name, which nobody else knew.
+    let unnoted = match record.workspace_is {
+        Some(_) => None,
+        None => workspace::Identity::of(&record.draft),
+    };
+    let paths = [record.draft.as_path(), record.workspace.as_path()];
+    let found = paths.map(|path| (path, record.workspace_is.or(unnoted)));
+    // What could not be killed is not waited for at every start.
+    let patience = match record.state {
+        RunState::Quarantined => Patience::None,
+        RunState::Live | RunState::Kept { .. } => Patience::AMoment,
+    };
+    for (path, is) in found.into_iter().filter_map(|(path, is)| Some((path, is?))) {
+        workspace::remove_left_behind(path, is, patience).map_err(|e| error_chain(&e))?;
     }
     release_quota(record)
 }

@@ -5,7 +5,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Gid, Mode, OFlags, Uid};
+use rustix::fs::{FlockOperation, Gid, Mode, OFlags, StatxFlags, Uid};
+use serde::{Deserialize, Serialize};
 
 use crate::request::AnalysisId;
 use crate::tree::{self, TreeError};
@@ -20,12 +21,46 @@ pub enum WorkspaceError {
     RootNotSafe { root: PathBuf },
     #[error("{path:?} exists already and is not touched; remove it, or choose another --id")]
     Exists { path: PathBuf },
+    #[error("the workspace {path:?} is still held by a process of its analysis")]
+    InUse { path: PathBuf },
     #[error("make the workspace {path:?}")]
     Make { path: PathBuf, source: io::Error },
     #[error("remove the workspace {path:?}")]
     Remove { path: PathBuf, source: TreeError },
     #[error("take over the workspace {path:?}")]
     TakeOver { path: PathBuf, source: TreeError },
+}
+
+/// Which directory it is. Inode numbers are used again; the time of birth tells the next holder apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    pub device: u64,
+    pub inode: u64,
+    /// Seconds and nanoseconds; `None` where the file system does not say.
+    pub born: Option<(i64, u32)>,
+}
+
+impl Identity {
+    /// Of what stands at a path, itself not followed.
+    pub fn of(path: &Path) -> Option<Identity> {
+        Identity::at(rustix::fs::CWD, path).ok()
+    }
+
+    fn at(dir: BorrowedFd<'_>, name: &Path) -> rustix::io::Result<Identity> {
+        let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW | rustix::fs::AtFlags::EMPTY_PATH;
+        let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+        let stat = rustix::fs::statx(dir, name, flags, wanted)?;
+        let born = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
+        Ok(Identity {
+            device: rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor),
+            inode: stat.stx_ino,
+            born: born.then_some((stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec)),
+        })
+    }
+
+    fn device_and_inode(self) -> (u64, u64) {
+        (self.device, self.inode)
+    }
 }
 
 /// A workspace that this process made and holds locked.
@@ -35,7 +70,7 @@ pub struct Workspace {
     name: OsString,
     root: OwnedFd,
     dir: OwnedFd,
-    is: (u64, u64),
+    is: Identity,
 }
 
 /// The host path of an analysis's workspace.
@@ -70,13 +105,13 @@ impl Workspace {
         rustix::fs::mkdirat(&root_fd, &name, Mode::from_raw_mode(0o700)).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = rustix::fs::openat(&root_fd, &name, flags, Mode::empty()).map_err(failed)?;
-        let stat = rustix::fs::fstat(&dir).map_err(failed)?;
+        let is = Identity::at(dir.as_fd(), Path::new("")).map_err(failed)?;
         let workspace = Workspace {
             path: path.clone(),
             name,
             root: root_fd,
             dir,
-            is: (stat.st_dev, stat.st_ino),
+            is,
         };
         // Tmp cleaners leave a locked directory alone, and nobody else takes it for abandoned.
         rustix::fs::flock(&workspace.dir, FlockOperation::NonBlockingLockExclusive)
@@ -146,8 +181,8 @@ impl Workspace {
         self.dir.as_fd()
     }
 
-    /// Device and inode: what proves later that a path still is this directory.
-    pub fn is(&self) -> (u64, u64) {
+    /// What proves later that a path still is this directory.
+    pub fn is(&self) -> Identity {
         self.is
     }
 
@@ -158,7 +193,7 @@ impl Workspace {
     }
 
     pub fn remove(self) -> Result<(), WorkspaceError> {
-        tree::remove(self.root.as_fd(), &self.name, self.is)
+        tree::remove(self.root.as_fd(), &self.name, self.is.device_and_inode())
             .map(drop)
             .map_err(|source| WorkspaceError::Remove {
                 path: self.path.clone(),
@@ -172,6 +207,8 @@ impl Workspace {
             rustix::process::geteuid().as_raw(),
             rustix::process::getegid().as_raw(),
         );
+        // Whatever the program made of it.
+        let _reset = rustix::fs::fchmod(&self.dir, Mode::from_raw_mode(0o700));
         let failed = |source| WorkspaceError::TakeOver {
             path: self.path.clone(),
             source,
@@ -196,15 +233,64 @@ impl Workspace {
     }
 }
 
+/// For how long a dead runner's init may still be dying.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    None,
+    AMoment,
+}
+
 /// Removes what a dead runner left, if it is still the directory that its record names.
-pub fn remove_left_behind(path: &Path, is: (u64, u64)) -> Result<(), WorkspaceError> {
+///
+/// The runner's lock on it is init's too, who got the same open directory: while it is held, something lives.
+pub fn remove_left_behind(
+    path: &Path,
+    is: Identity,
+    patience: Patience,
+) -> Result<(), WorkspaceError> {
+    const PAUSE: std::time::Duration = std::time::Duration::from_millis(10);
+    let tries = if patience == Patience::None { 1 } else { 100 };
+    let mut last = None;
+    for turn in 0..tries {
+        if turn > 0 {
+            std::thread::sleep(PAUSE);
+        }
+        match try_remove(path, is) {
+            Ok(()) => return Ok(()),
+            Err(e) => last = Some(e),
+        }
+    }
+    last.map_or(Ok(()), Err)
+}
+
+fn try_remove(path: &Path, is: Identity) -> Result<(), WorkspaceError> {
     let (Some(root), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(());
     };
-    let Ok(root_fd) = open_root(root) else {
-        return Ok(());
+    let root_fd = match open_root(root) {
+        Ok(fd) => fd,
+        Err(WorkspaceError::Root { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Ok(());
+        }
+        Err(e) => return Err(e),
     };
-    match tree::remove(root_fd.as_fd(), name, is) {
+    match Identity::at(root_fd.as_fd(), Path::new(name)) {
+        Ok(found) if found == is => {}
+        // Gone, or somebody else's by now.
+        _ => return Ok(()),
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    // What cannot be opened is not locked by us; the removal below has its own ways.
+    let held = rustix::fs::openat(&root_fd, name, flags, Mode::empty());
+    if let Ok(dir) = &held
+        && rustix::fs::flock(dir, FlockOperation::NonBlockingLockExclusive)
+            == Err(rustix::io::Errno::WOULDBLOCK)
+    {
+        return Err(WorkspaceError::InUse {
+            path: path.to_path_buf(),
+        });
+    }
+    match tree::remove(root_fd.as_fd(), name, is.device_and_inode()) {
         Ok(_) | Err(TreeError::Absent { .. } | TreeError::NotExpected { .. }) => Ok(()),
         Err(source) => Err(WorkspaceError::Remove {
             path: path.to_path_buf(),

@@ -74,11 +74,12 @@ pub fn send<M: Serialize>(
     if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
         return Err(io::Error::other("too many descriptors for one message"));
     }
+    // A few small messages always fit; whoever does not take them for so long is not waited for.
     rustix::net::sendmsg(
         socket,
         &[IoSlice::new(&bytes)],
         &mut ancillary,
-        SendFlags::NOSIGNAL,
+        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
     )?;
     Ok(())
 }

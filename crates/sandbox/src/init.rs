@@ -6,6 +6,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -14,12 +15,10 @@ use rustix::process::{Pid, WaitOptions};
 use crate::broker::Broker;
 use crate::channel::{self, Order, Report, Reporter, Wait};
 use crate::launch::Plan;
-use crate::mounts::NewRoot;
 use crate::outcome::{Exit, Stop, Usage};
-use crate::rlimits;
-use crate::spec::{Hardness, Layer, Limits};
+use crate::spec::{Layer, Limits};
 use crate::sys;
-use crate::watch::{TICK, Watch, Watching};
+use crate::watch::{TICK, Watching};
 
 /// After SIGKILL to all, how long init waits for the last to be reaped before it leaves itself, upon
 /// which the kernel kills and reaps whatever there is.
@@ -45,7 +44,7 @@ pub struct Init {
     /// The child's end of this brings the listener, once.
     from_child: Option<OwnedFd>,
     children: OwnedFd,
-    workspace_path: std::path::PathBuf,
+    workspace_path: PathBuf,
     all_in_one_namespace: bool,
 }
 
@@ -53,21 +52,11 @@ impl Init {
     pub fn new(
         plan: &Plan,
         main: i32,
-        root: NewRoot,
-        cpu_counter: Option<OwnedFd>,
+        watch: Watching,
+        workspace_path: PathBuf,
         from_child: OwnedFd,
     ) -> io::Result<Self> {
         let spec = &plan.spec;
-        // The watch holds a directory open for every level it is down.
-        let _as_many_as_allowed = rlimits::raise_open_files();
-        let watch = Watch::new(
-            &spec.limits,
-            root.workspace,
-            spec.workspace.as_path(),
-            root.workspace_kind,
-            cpu_counter.zip(plan.cpu_counter),
-            plan.memory == Hardness::Watched,
-        )?;
         Ok(Init {
             limits: spec.limits.clone(),
             main,
@@ -78,11 +67,11 @@ impl Init {
             start: Instant::now(),
             active_at: Instant::now(),
             sampled: (0, Instant::now()),
-            watch: Watching::start(watch)?,
+            watch,
             broker: None,
             from_child: spec.has(Layer::Seccomp).then_some(from_child),
             children: sys::signal_fd(&[libc::SIGCHLD])?,
-            workspace_path: spec.workspace.to_path_buf(),
+            workspace_path,
             all_in_one_namespace: spec.has(Layer::PidNamespace),
         })
     }
@@ -150,8 +139,11 @@ impl Init {
         if let Some(third) = &third {
             fds.push(PollFd::new(third, PollFlags::IN));
         }
-        if poll(&mut fds, Some(&timeout)).is_err() {
-            return;
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => return,
+            // An init that cannot wait cannot keep its promises: the kernel kills all when it leaves.
+            Err(_) => sys::exit_now(1),
         }
         let ready: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
         drop(fds);
@@ -303,6 +295,12 @@ impl Init {
             // Late already: whoever waits for the end of this run has been promised it.
             Some(_) => self.watch.seen(),
         };
+        // Past a limit between the last two looks is past it all the same.
+        let by_itself = self.stop.is_none() && matches!(self.main_exit, Some(Exit::Code(_)));
+        if let (true, Some(passed @ (Stop::Disk | Stop::Files))) = (by_itself, self.watch.passed())
+        {
+            self.stop = Some(passed);
+        }
         let usage = Usage {
             wall_ms,
             cpu_ms: seen.cpu_ms,

@@ -19,11 +19,12 @@ use serde::{Deserialize, Serialize};
 use crate::cgroup::CpuUnit;
 use crate::channel::{self, During, Order, Report, Reporter, StepError, Wait};
 use crate::init::Init;
-use crate::mounts::{self, NewRoot};
+use crate::mounts;
 use crate::namespaces;
 use crate::seccomp::{self, Affinity, Connect, Fallocate};
 use crate::spec::{Bytes, Hardness, Layer, Spec, Terminal, WorkspaceKind};
 use crate::sys::{self, Forked, Listener, Parentage};
+use crate::watch::{Watch, Watching};
 use crate::{landlock, rlimits};
 
 /// The word after the program's name that makes it the launcher.
@@ -184,6 +185,12 @@ fn be_init(
     report.step("set up the network and the host name");
     if spec.has(Layer::NetNamespace) {
         sys::loopback_up().during(|| "bring loopback up".into())?;
+        // The most that one connection may hold in buffers: the kernel counts them for the whole host.
+        for name in ["tcp_rmem", "tcp_wmem"] {
+            let path = format!("sys/net/ipv4/{name}");
+            namespaces::write_proc(Some(root.proc_writable.as_fd()), &path, "4096 65536 262144")
+                .during(|| format!("bound {name}"))?;
+        }
     }
     if spec.has(Layer::UtsNamespace) {
         rustix::system::sethostname(spec.host_name.as_bytes())
@@ -198,6 +205,16 @@ fn be_init(
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .during(|| "become undumpable".into())?;
 
+    report.step("start the watch");
+    let path = spec.workspace.as_path().to_path_buf();
+    let watching = start_watch(
+        &plan,
+        root.workspace,
+        root.workspace_kind,
+        handed.cpu_counter.take(),
+    )?;
+    let proc_writable = root.proc_writable;
+
     report.step("start the child");
     let (ours, theirs) = rustix::net::socketpair(
         rustix::net::AddressFamily::UNIX,
@@ -206,10 +223,17 @@ fn be_init(
         None,
     )
     .during(|| "make a socket pair".into())?;
-    match sys::fork(Parentage::Own).during(|| "clone".into())? {
+    match sys::fork_threaded().during(|| "fork".into())? {
         Forked::Child => {
             drop(ours);
-            let error = match become_program(&plan, &handed, &root, terminal, theirs, report) {
+            let error = match become_program(
+                &plan,
+                &handed,
+                proc_writable.as_fd(),
+                terminal,
+                theirs,
+                report,
+            ) {
                 Err(error) => error,
                 Ok(never) => match never {},
             };
@@ -220,16 +244,45 @@ fn be_init(
             drop(theirs);
             drop(terminal);
             // Init keeps nothing that it does not need: no stream of the program's, no capability.
-            let cpu_counter = handed.cpu_counter.take();
             drop(handed);
+            drop(proc_writable);
             if spec.has(Layer::Capabilities) {
                 namespaces::drop_capabilities()?;
             }
             rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
-            Init::new(&plan, child, root, cpu_counter, ours)
+            Init::new(&plan, child, watching, path, ours)
                 .during(|| "set up init's watch".into())?
                 .run(report)
         }
+    }
+}
+
+/// The watch, before anything else lives inside: so its thread has a number that seccomp can be told of.
+fn start_watch(
+    plan: &Plan,
+    workspace: OwnedFd,
+    kind: WorkspaceKind,
+    cpu_counter: Option<OwnedFd>,
+) -> Result<Watching, StepError> {
+    let spec = &plan.spec;
+    // It holds a directory open for every level it is down.
+    let _as_many_as_allowed = rlimits::raise_open_files();
+    let memory_watched = plan.memory == Hardness::Watched;
+    let cpu_counter = cpu_counter.zip(plan.cpu_counter);
+    let path = spec.workspace.as_path();
+    let watch = Watch::new(
+        &spec.limits,
+        workspace,
+        path,
+        kind,
+        cpu_counter,
+        memory_watched,
+    );
+    let watch = watch.during(|| "look at the workspace".into())?;
+    let watching = Watching::start(watch).during(|| "start a thread".into())?;
+    match spec.has(Layer::PidNamespace) && !seccomp::INIT.contains(&watching.thread) {
+        false => Ok(watching),
+        true => Err(StepError::new("the watch is not the first thread of init")),
     }
 }
 
@@ -265,7 +318,7 @@ enum Never {}
 fn become_program(
     plan: &Plan,
     handed: &Handed,
-    root: &NewRoot,
+    proc_writable: BorrowedFd<'_>,
     terminal: Option<OwnedFd>,
     to_init: OwnedFd,
     report: &mut Reporter,
@@ -284,7 +337,7 @@ fn become_program(
         report.layer(Layer::CgroupNamespace, "sees its own group as the root");
     }
     // The inner user namespace comes after the last step that needs the outer one's privilege.
-    namespaces::enter_inner_user(spec, root.proc_writable.as_fd(), report)?;
+    namespaces::enter_inner_user(spec, proc_writable, report)?;
 
     report.step("set up the streams");
     rustix::process::setsid().during(|| "setsid".into())?;

@@ -116,6 +116,9 @@ fn made_up_etc(host_name: &str) -> [(&'static str, String); 6] {
 /// The number of terminals is bounded for the whole host (kernel.pty.max); this is the run's share.
 const TERMINALS_MAX: &str = "64";
 
+/// What /proc tells by uid rather than by namespace: the names of the caller's keys on the host.
+const MASKED_PROC: [&str; 2] = ["keys", "key-users"];
+
 /// Devices that hold no state of anyone's.
 const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
 
@@ -577,6 +580,15 @@ impl Skeleton<'_> {
         self.place(mount.as_fd(), Path::new("/proc"), true)?;
         let writable = clone_tree(self.root, OsStr::new("proc"))
             .during(|| "copy the mount of /proc".into())?;
+        for name in MASKED_PROC {
+            let path = Path::new("proc").join(name);
+            if rustix::fs::statat(self.root, &path, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+                // An empty file of ours stands in for it.
+                let empty = clone_tree(self.root, OsStr::new("etc/resolv.conf"));
+                let empty = empty.during(|| "open an empty file".into())?;
+                self.place(empty.as_fd(), &Path::new("/").join(&path), false)?;
+            }
+        }
         let attributes = sys::MOUNT_ATTR_RDONLY
             | sys::MOUNT_ATTR_NOSUID
             | sys::MOUNT_ATTR_NODEV

@@ -61,7 +61,7 @@ fn write_maps(proc: Option<BorrowedFd<'_>>, uid: (u32, u32), gid: (u32, u32)) ->
     write_proc(proc, "self/gid_map", &format!("{} {} 1", gid.0, gid.1))
 }
 
-fn write_proc(proc: Option<BorrowedFd<'_>>, name: &str, text: &str) -> io::Result<()> {
+pub fn write_proc(proc: Option<BorrowedFd<'_>>, name: &str, text: &str) -> io::Result<()> {
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     let file = match proc {
         Some(proc) => rustix::fs::openat(proc, name, flags, Mode::empty())?,

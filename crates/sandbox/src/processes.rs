@@ -5,12 +5,17 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Descriptors looked at in one pass. More cannot be looked at in the time between two looks.
 const DESCRIPTORS_MAX: usize = 20_000;
 /// Likewise the bytes of /proc/PID/maps.
 const MAPS_BYTES_MAX: usize = 16 << 20;
+/// The files of /proc that are a few lines long.
+const SMALL: usize = 16 << 10;
+/// Tables of the run's own sockets and segments.
+const TABLE_BYTES_MAX: usize = 8 << 20;
 /// Ended processes remembered for their CPU time before they are summed up.
 const REMEMBERED_MAX: usize = 50_000;
 
@@ -93,7 +98,7 @@ fn numbers_in(dir: &Path) -> impl Iterator<Item = u32> + use<> {
 
 /// Whether a process is more than a corpse waiting to be reaped.
 fn lives(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let stat = read(format!("/proc/{pid}/stat"), SMALL).unwrap_or_default();
     let Some((_, rest)) = stat.rsplit_once(')') else {
         return false;
     };
@@ -111,9 +116,18 @@ fn places(pid: u32) -> impl Iterator<Item = PathBuf> {
     [process].into_iter().chain(of_threads)
 }
 
-fn read_first(pid: u32, name: &str) -> Option<String> {
-    let read = |dir: PathBuf| std::fs::read_to_string(dir.join(name)).ok();
-    places(pid).find_map(|dir| read(dir).filter(|text| !text.is_empty()))
+/// A file of /proc, and no more of it than was asked for: the program has a hand in how long some of them are.
+fn read(path: impl AsRef<Path>, bytes_max: usize) -> Option<String> {
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path).ok()?;
+    file.take(bytes_max as u64).read_to_end(&mut bytes).ok()?;
+    // A cut may go through a character.
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn read_first(pid: u32, name: &str, bytes_max: usize) -> Option<String> {
+    let texts = places(pid).filter_map(|dir| read(dir.join(name), bytes_max));
+    texts.into_iter().find(|text| !text.is_empty())
 }
 
 fn field(text: &str, name: &str) -> u64 {
@@ -123,7 +137,7 @@ fn field(text: &str, name: &str) -> u64 {
 }
 
 fn read_written(pid: u32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/io")).ok()?;
+    let text = read(format!("/proc/{pid}/io"), SMALL)?;
     let cancelled = field(&text, "cancelled_write_bytes:");
     Some(field(&text, "write_bytes:").saturating_sub(cancelled))
 }
@@ -135,7 +149,7 @@ struct CpuTimes {
 }
 
 fn read_times(pid: u32) -> Option<CpuTimes> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let stat = read(format!("/proc/{pid}/stat"), SMALL)?;
     // The name in parentheses may hold anything; the fields follow its last parenthesis.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let number = |n: usize| fields.get(n).and_then(|f| f.parse::<u64>().ok());
@@ -151,8 +165,10 @@ fn read_times(pid: u32) -> Option<CpuTimes> {
 /// Memory of one process: what is its own and in swap, and what it maps of shared memory. Proportional
 /// shares, so that a forked pool is not counted many times over.
 fn read_memory(pid: u32) -> Option<(u64, u64)> {
-    let text = read_first(pid, "smaps_rollup")?;
-    let own = field(&text, "Pss_Anon:") + field(&text, "SwapPss:");
+    let text = read_first(pid, "smaps_rollup", SMALL)?;
+    let status = read(format!("/proc/{pid}/status"), SMALL).unwrap_or_default();
+    // Page tables are memory too, and can be most of it.
+    let own = field(&text, "Pss_Anon:") + field(&text, "SwapPss:") + field(&status, "VmPTE:");
     Some((own * 1024, field(&text, "Pss_Shmem:") * 1024))
 }
 
@@ -160,7 +176,7 @@ fn read_memory(pid: u32) -> Option<(u64, u64)> {
 fn shared_memory() -> u64 {
     let shm = rustix::fs::statvfs("/dev/shm");
     let shm = shm.map_or(0, |s| s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize);
-    let segments = std::fs::read_to_string("/proc/sysvipc/shm").unwrap_or_default();
+    let segments = read("/proc/sysvipc/shm", TABLE_BYTES_MAX).unwrap_or_default();
     let segment = |line: &str| -> u64 {
         let fields = line.split_ascii_whitespace().skip(14).take(2);
         fields.filter_map(|f| f.parse::<u64>().ok()).sum()
@@ -173,7 +189,22 @@ fn shared_memory() -> u64 {
             files += stat.st_blocks as u64 * 512;
         }
     });
-    shm + segments + files
+    shm + segments + files + socket_buffers()
+}
+
+/// Bytes waiting in the sockets of the run's own network.
+fn socket_buffers() -> u64 {
+    let queued = |line: &str| -> Option<u64> {
+        // `tx_queue:rx_queue`, in hexadecimal.
+        let (sending, receiving) = line.split_ascii_whitespace().nth(4)?.split_once(':')?;
+        let number = |hex| u64::from_str_radix(hex, 16).ok();
+        Some(number(sending)? + number(receiving)?)
+    };
+    let tables = ["tcp", "tcp6", "udp", "udp6"].map(|name| format!("/proc/net/{name}"));
+    let texts = tables.iter().filter_map(|path| read(path, TABLE_BYTES_MAX));
+    texts
+        .map(|text| text.lines().skip(1).filter_map(queued).sum::<u64>())
+        .sum()
 }
 
 fn is_memory_file(pid: u32, fd: &OsStr) -> bool {
@@ -193,6 +224,12 @@ pub fn open_files(each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat)) -> bool 
             }
             continue;
         };
+        // A program that was deleted while it runs is held by no descriptor.
+        for held in ["exe", "cwd"] {
+            if let Ok(stat) = rustix::fs::stat(format!("/proc/{pid}/{held}")) {
+                each(pid, OsStr::new(held), &stat);
+            }
+        }
         for entry in listing.flatten() {
             left -= 1;
             if left == 0 {
@@ -209,7 +246,7 @@ pub fn open_files(each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat)) -> bool 
 /// Whether descriptors wait in this socket's queue: they may be files that nothing else shows.
 pub fn descriptors_in_flight(pid: u32, fd: &OsStr) -> bool {
     let path = Path::new(&format!("/proc/{pid}/fdinfo")).join(fd);
-    std::fs::read_to_string(path).is_ok_and(|text| field(&text, "scm_fds:") > 0)
+    read(path, SMALL).is_some_and(|text| field(&text, "scm_fds:") > 0)
 }
 
 /// Whether some process maps a deleted file of the run's that no descriptor shows: its size cannot be asked for.
@@ -218,7 +255,7 @@ pub fn map_deleted_files(shown: &HashSet<u64>, workspace: &str) -> bool {
     let mut left = MAPS_BYTES_MAX;
     let own = std::process::id();
     pids().filter(|pid| *pid != own).any(|pid| {
-        let maps = read_first(pid, "maps").unwrap_or_default();
+        let maps = read_first(pid, "maps", left).unwrap_or_default();
         left = left.saturating_sub(maps.len());
         left == 0 || has_deleted_file(&maps, shown, workspace)
     })

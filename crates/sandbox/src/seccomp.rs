@@ -12,6 +12,7 @@
 
 mod table;
 
+pub(crate) use table::INIT;
 use table::UNLISTED;
 
 /// What the filter must know about the run. Everything else is the same for every run.

@@ -288,6 +288,8 @@ pub enum SpecError {
     NulByte { what: &'static str },
     #[error("{0:?} is not an absolute path without `..`")]
     NotAbsolute(PathBuf),
+    #[error("{0:?} inside is a place of Fumehood's own")]
+    ReservedTarget(PathBuf),
     #[error("host uid 0 may not run an analysis")]
     RootIdentity,
 }
@@ -304,6 +306,16 @@ impl Spec {
         for (name, value) in &self.env {
             no_nul(name, "an environment name")?;
             no_nul(value, "an environment value")?;
+        }
+        for view in &self.views {
+            let target = view.target.as_path();
+            // Where the new root is put together (mounts.rs).
+            if ["/empty", "/stage"]
+                .iter()
+                .any(|own| target.starts_with(own))
+            {
+                return Err(SpecError::ReservedTarget(target.to_path_buf()));
+            }
         }
         let paths = self
             .views

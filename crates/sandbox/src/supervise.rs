@@ -138,6 +138,9 @@ struct Feed {
 /// Starts the launcher and hands it everything. The run proceeds from then on by itself.
 pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunError> {
     spec.check()?;
+    // Descriptors on their way over sockets are counted for the user, against the limit of whoever sends: other
+    // analyses of the same user must not keep us from sending ours.
+    let _as_many_as_allowed = crate::rlimits::raise_open_files();
     let (ours, theirs) = rustix::net::socketpair(
         rustix::net::AddressFamily::UNIX,
         rustix::net::SocketType::SEQPACKET,
@@ -159,6 +162,10 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         .map_err(start("start the launcher"))?;
     let (out_read, out_write) = pipe(spec.identity)?;
     let (err_read, err_write) = pipe(spec.identity)?;
+    // The program owns the pipes and may read from them too: what poll promised may be gone when we read.
+    for end in [&out_read, &err_read] {
+        never_wait(end)?;
+    }
     let (stdin, feed) = stdin_pair(spec, means.stdin)?;
     let cpu = means.group.and_then(Group::cpu_usage_fd);
     let attach = match means.group {
@@ -241,6 +248,10 @@ fn pipe(identity: Identity) -> Result<(OwnedFd, OwnedFd), RunError> {
     made().map_err(|e| start("make a pipe")(e.into()))
 }
 
+fn never_wait(fd: &OwnedFd) -> Result<(), RunError> {
+    rustix::io::ioctl_fionbio(fd, true).map_err(|e| start("make a pipe")(e.into()))
+}
+
 /// The program's end of its standard input, if it has one, and what is to be fed into it.
 fn stdin_pair(spec: &Spec, source: Option<OwnedFd>) -> Result<(Option<OwnedFd>, Feed), RunError> {
     let terminal = matches!(spec.terminal, Terminal::Own { .. });
@@ -252,7 +263,7 @@ fn stdin_pair(spec: &Spec, source: Option<OwnedFd>) -> Result<(Option<OwnedFd>, 
         return Ok((None, feed));
     }
     let (read, write) = pipe(spec.identity)?;
-    rustix::io::ioctl_fionbio(&write, true).map_err(|e| start("make a pipe")(e.into()))?;
+    never_wait(&write)?;
     let feed = Feed {
         source,
         sink: Some(write),
@@ -409,7 +420,10 @@ impl Running<'_> {
                 self.workspace = fds.pop();
                 self.fill_workspace(attendant)?;
             }
-            Report::Terminal => self.terminal = fds.pop(),
+            Report::Terminal => {
+                self.terminal = fds.pop();
+                self.terminal.as_ref().map(never_wait).transpose()?;
+            }
             Report::Ended { exit, stop, usage } => self.ended = Some((exit, stop, usage)),
         }
         Ok(true)
@@ -546,9 +560,6 @@ impl Running<'_> {
             let Some(fd) = self.out[n].take() else {
                 continue;
             };
-            if rustix::io::ioctl_fionbio(&fd, true).is_err() {
-                continue;
-            }
             let mut chunk = vec![0u8; CHUNK_BYTES];
             for _ in 0..DRAIN_READS_MAX {
                 match rustix::io::read(&fd, &mut chunk) {

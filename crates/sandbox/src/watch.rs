@@ -23,6 +23,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 
 use crate::cgroup::CpuUnit;
+use crate::namespaces;
 use crate::outcome::Stop;
 use crate::processes::{self, Census, Wanted};
 use crate::spec::{Limits, WorkspaceKind};
@@ -30,8 +31,10 @@ use crate::spec::{Limits, WorkspaceKind};
 pub const TICK: Duration = Duration::from_millis(100);
 /// Files are measured at least this often, whatever the counters say.
 const MEASURE_AT_LEAST: Duration = Duration::from_secs(1);
-/// The share of its time that the watch spends measuring at most, unless a limit may have been passed.
+/// Measuring takes at most one part in so many of the watch's time; half of it, when a limit may have been passed.
 const MEASURE_SHARE: u32 = 5;
+/// What our own directories in the workspace take: not the program's.
+const OWN_BYTES: u64 = 64 << 10;
 /// Directories held open at once while measuring; deeper ones count as unmeasured.
 const DEPTH_MAX: usize = 512;
 
@@ -66,6 +69,8 @@ pub struct Seen {
 
 /// The watch at work in a thread of its own, and what it last saw.
 pub struct Watching {
+    /// The thread's number inside.
+    pub thread: u32,
     orders: Sender<()>,
     shared: Arc<Mutex<Shared>>,
     bell: OwnedFd,
@@ -88,8 +93,21 @@ impl Watching {
             Arc::clone(&shared),
             rustix::io::fcntl_dupfd_cloexec(&bell, 3)?,
         );
-        std::thread::Builder::new().spawn(move || keep_watch(watch, &inbox, &theirs, &ring))?;
+        let (tell, born) = std::sync::mpsc::channel();
+        std::thread::Builder::new().spawn(move || {
+            // Credentials are a thread's own: what init gives up later, this thread gives up now.
+            let bare = namespaces::drop_capabilities().is_ok()
+                && rustix::thread::set_no_new_privs(true).is_ok();
+            let number = bare.then(|| rustix::thread::gettid().as_raw_nonzero().get() as u32);
+            let _init_waits = tell.send(number);
+            if bare {
+                keep_watch(watch, &inbox, &theirs, &ring);
+            }
+        })?;
+        let number = born.recv().ok().flatten();
+        let thread = number.ok_or_else(|| io::Error::other("it kept capabilities"))?;
         Ok(Watching {
+            thread,
             orders,
             shared,
             bell,
@@ -137,10 +155,7 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<()>, shared: &Mutex<Shared>, be
     loop {
         let (passed, over) = match inbox.recv_timeout(TICK) {
             Err(RecvTimeoutError::Timeout) => (watch.look(), false),
-            Ok(()) => {
-                watch.look_at_end();
-                (None, true)
-            }
+            Ok(()) => (watch.look_at_end(), true),
             Err(RecvTimeoutError::Disconnected) => return,
         };
         let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -198,6 +213,7 @@ impl Watch {
 
     /// One look. Says which limit was passed, if any.
     pub fn look(&mut self) -> Option<Stop> {
+        self.close_the_top();
         self.census.take(Wanted {
             cpu: self.cpu_counter.is_none(),
             memory: self.memory_watched,
@@ -230,6 +246,14 @@ impl Watch {
         counted.map_or(self.census.cpu_ms, |us| us / 1000)
     }
 
+    /// The top directory is the program's, and so is its mode: opened to others, it is closed again.
+    fn close_the_top(&self) {
+        let open = rustix::fs::fstat(&self.workspace).is_ok_and(|s| s.st_mode & 0o7777 != 0o700);
+        if open {
+            let _others_keep_out = rustix::fs::fchmod(&self.workspace, Mode::from_raw_mode(0o700));
+        }
+    }
+
     fn look_at_disk(&mut self) -> Option<Stop> {
         if self.workspace_kind == WorkspaceKind::Memory {
             // The tmpfs refuses what is too much; here it is only noted.
@@ -244,7 +268,8 @@ impl Watch {
             || self.census.unreadable
             || grown > self.limits.files / 8;
         let due = since >= MEASURE_AT_LEAST || near;
-        if !due || since < self.measuring_took * MEASURE_SHARE {
+        let share = if near { 1 } else { MEASURE_SHARE };
+        if !due || since < self.measuring_took * share {
             return None;
         }
         self.measure()
@@ -258,17 +283,18 @@ impl Watch {
         self.inodes_in_use = self.in_use().1;
         self.seen.disk_bytes = self.seen.disk_bytes.max(measured.bytes);
         self.seen.files = self.seen.files.max(measured.files);
-        if measured.bytes > self.limits.disk_bytes {
+        if measured.bytes > self.limits.disk_bytes.saturating_add(OWN_BYTES) {
             return Some(Stop::Disk);
         }
         (measured.files > self.limits.files).then_some(Stop::Files)
     }
 
     /// At the end, when nothing lives: what is there, and the time that all of it took.
-    pub fn look_at_end(&mut self) {
-        let _nothing_to_stop = self.look();
-        if self.workspace_kind == WorkspaceKind::Disk {
-            let _nothing_to_stop = self.measure();
+    pub fn look_at_end(&mut self) -> Option<Stop> {
+        let passed = self.look();
+        match self.workspace_kind {
+            WorkspaceKind::Disk => self.measure().or(passed),
+            WorkspaceKind::Memory => passed,
         }
     }
 
@@ -343,10 +369,16 @@ impl Measured {
             if name == c"." || name == c".." {
                 continue;
             }
-            let Ok(stat) = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) else {
-                continue;
-            };
             self.files += 1;
+            let stat = match rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(stat) => stat,
+                Err(rustix::io::Errno::NOENT) => continue,
+                // Listed, and not to be looked at: a directory without the right to search it.
+                Err(_) => {
+                    self.unmeasured = true;
+                    continue;
+                }
+            };
             self.file(&stat);
             if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
                 below.push(name.to_owned());
@@ -361,8 +393,8 @@ impl Measured {
                 // Never into another file system, should one be mounted there.
                 Ok(child) if rustix::fs::fstat(&child).is_ok_and(|s| s.st_dev != device) => {}
                 Ok(child) if depth > 0 => self.directory(child, device, depth - 1, files_max),
-                Ok(_) | Err(rustix::io::Errno::ACCESS) => self.unmeasured = true,
-                Err(_) => {}
+                Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => {}
+                Ok(_) | Err(_) => self.unmeasured = true,
             }
             if self.is_enough(files_max) {
                 return;

@@ -20,6 +20,13 @@ pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
         None => reaper::reap(&home),
         Some(id) => reaper::reap_kept(&home, id.as_deref()),
     };
+    if let (Some(Some(id)), true) = (
+        &args.kept,
+        reaped.removed.is_empty() && reaped.problems.is_empty(),
+    ) {
+        show::line(&format!("nothing is kept for {id}"));
+        return Ok(exit::COULD_NOT_RUN);
+    }
     for path in &reaped.removed {
         show::line(&format!("removed {}", path.display()));
     }

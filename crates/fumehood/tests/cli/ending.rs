@@ -226,7 +226,15 @@ fn times() {
     );
     assert_end(
         &lab,
-        &["--cpu-time", "300ms", "--grace", "0"],
+        // Without a cgroup it is only watched, and must be asked for as such.
+        &[
+            "--cpu-time",
+            "300ms",
+            "--grace",
+            "0",
+            "--allow-degraded",
+            "cpu_time",
+        ],
         &spin,
         124,
         "timed_out",

@@ -86,7 +86,10 @@ pub fn reachable() -> &'static Path {
             (std::env::current_exe().unwrap(), "cli"),
             (PathBuf::from(env!("CARGO_BIN_EXE_fumehood")), "fumehood"),
         ] {
-            std::fs::copy(from, dir.join(name)).unwrap();
+            // By another process: a descriptor of ours, open for writing, could be inherited by a child of another
+            // thread just now, and the copy could not be executed while it is.
+            let copied = Command::new("cp").arg(from).arg(dir.join(name)).status();
+            assert!(copied.unwrap().success());
         }
         std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o755)).unwrap();
         dir

@@ -378,7 +378,8 @@ fn gc_kept() {
     let mut left = lab.workspaces();
     left.sort();
     assert_eq!(left, ["scidex-analysis-one", "scidex-analysis-three"]);
-    lab.gc(&["--kept", "no-such-id"]).good();
+    lab.gc(&["--kept", "no-such-id"])
+        .refused(125, "nothing is kept");
     assert_eq!(lab.workspaces().len(), 2);
     // A directory of somebody else's that took the place of a kept one is not ours to remove.
     std::fs::rename(lab.workspace("one"), lab.path("moved")).unwrap();

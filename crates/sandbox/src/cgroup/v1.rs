@@ -44,11 +44,22 @@ fn inherit(made: &Made) -> Result<(), CgroupError> {
 
 /// The limit on memory comes first: the kernel refuses a limit on memory with swap below it. Both are
 /// the same number, so that swap adds nothing.
+/// What a program that talks to itself over loopback needs at least.
+const TCP_BYTES_MIN: u64 = 4 << 20;
+
 pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupError> {
     const MEMORY: &str = "memory.limit_in_bytes";
     const WITH_SWAP: &str = "memory.memsw.limit_in_bytes";
     let text = bytes.to_string();
     part.node.write_kept(MEMORY, &text, is_rounded(bytes))?;
+    // TCP buffers are counted apart here, and against a number for the whole host. A kernel that does not have the
+    // file charges them to nobody.
+    let buffers = (bytes / 8).max(TCP_BYTES_MIN);
+    let _not_everywhere = part.node.write_kept(
+        "memory.kmem.tcp.limit_in_bytes",
+        &buffers.to_string(),
+        is_rounded(buffers),
+    );
     match part.node.write_kept(WITH_SWAP, &text, is_rounded(bytes)) {
         Ok(()) => Ok(hard(format!("cgroup v1 {MEMORY} and {WITH_SWAP}"))),
         // Kernels started without swap accounting do not have the file.

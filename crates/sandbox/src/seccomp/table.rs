@@ -494,10 +494,13 @@ fn clone() -> Rule {
     rule(clauses, Action::Allow)
 }
 
+/// The threads of the sandbox's init, pid 1: its own and its watch's, which is born before anything else there.
+pub(crate) const INIT: &[u32] = &[1, 2];
+
 /// The sandbox's init, pid 1, has the program's own user id, which is all that prlimit asks for. A CPU limit set
 /// on it would have the kernel kill it, and the record would not know how the program ended.
 fn but_not_of_init() -> Rule {
-    rule(vec![when([is(0, &[1])], DENY)], Action::Allow)
+    rule(vec![when([is(0, INIT)], DENY)], Action::Allow)
 }
 
 const IOPRIO_WHO_PROCESS: u32 = 1;
@@ -505,7 +508,7 @@ const IOPRIO_WHO_PROCESS: u32 = 1;
 /// Of one process, and not of init. A group or a user would be a way to name it too.
 fn of_one_process(one_process: u32) -> Rule {
     let clauses = vec![
-        when([is(1, &[1])], DENY),
+        when([is(1, INIT)], DENY),
         when([is(0, &[one_process])], Action::Allow),
     ];
     rule(clauses, DENY)
@@ -517,7 +520,7 @@ fn scheduler() -> Rule {
     let ordinary = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE].map(|p| p as u32);
     rule(
         vec![
-            when([is(0, &[1])], DENY),
+            when([is(0, INIT)], DENY),
             when([masked(1, !RESET_ON_FORK, &ordinary)], Action::Allow),
         ],
         DENY,

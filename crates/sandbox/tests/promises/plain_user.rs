@@ -78,7 +78,10 @@ fn reachable_copy() -> PathBuf {
             std::fs::create_dir_all(&dir).unwrap();
             std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o755)).unwrap();
             let draft = dir.join(format!("draft-{}", std::process::id()));
-            std::fs::copy(&own, &draft).unwrap();
+            // By another process: a descriptor of ours, open for writing, could be inherited by a child of another
+            // thread just now, and the copy could not be executed while it is.
+            let copied = Command::new("cp").arg(&own).arg(&draft).status();
+            assert!(copied.unwrap().success());
             std::fs::rename(&draft, &copy).unwrap();
         }
         copy
