@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Descriptors looked at in one pass. More cannot be looked at in the time between two looks.
 const DESCRIPTORS_MAX: usize = 20_000;
@@ -16,6 +17,7 @@ const MAPS_BYTES_MAX: usize = 16 << 20;
 const SMALL: usize = 16 << 10;
 /// Tables of the run's own sockets and segments.
 const TABLE_BYTES_MAX: usize = 8 << 20;
+const SOCKETS_EVERY: Duration = Duration::from_secs(1);
 /// Ended processes remembered for their CPU time before they are summed up.
 const REMEMBERED_MAX: usize = 50_000;
 
@@ -35,6 +37,7 @@ pub struct Census {
     pub unreadable: bool,
     pub cpu_ms: u64,
     pub memory_bytes: u64,
+    sockets: Option<(u64, Instant)>,
     own_time: HashMap<(u32, u64), u64>,
     forgotten_ms: u64,
 }
@@ -50,11 +53,14 @@ impl Census {
                 Some(bytes) => self.written_bytes += bytes,
                 None => self.unreadable |= lives(pid),
             }
+            if pid == own {
+                // Its own time is ours, not the run's; that of whom it reaped is the run's.
+                let reaped = wanted.cpu.then(|| read_times(pid)).flatten();
+                tree_ms += reaped.map_or(0, |times| times.children_ms);
+                continue;
+            }
             if wanted.cpu {
                 tree_ms += self.note_time(pid).unwrap_or(0);
-            }
-            if pid == own {
-                continue;
             }
             self.count += 1;
             if wanted.memory {
@@ -64,13 +70,24 @@ impl Census {
             }
         }
         if wanted.memory {
-            self.memory_bytes = private + shared.max(shared_memory());
+            self.memory_bytes = private + shared.max(shared_memory()) + self.socket_bytes();
         }
         if wanted.cpu {
             // Of children that nobody waited for only the second sum knows, of short-lived ones only the first.
             let seen_ms = self.forgotten_ms + self.own_time.values().sum::<u64>();
             self.cpu_ms = self.cpu_ms.max(tree_ms).max(seen_ms);
         }
+    }
+
+    /// What waits in sockets. The kernel walks through large tables for this, so not at every look.
+    fn socket_bytes(&mut self) -> u64 {
+        if self
+            .sockets
+            .is_none_or(|(_, at)| at.elapsed() >= SOCKETS_EVERY)
+        {
+            self.sockets = Some((socket_buffers(), Instant::now()));
+        }
+        self.sockets.map_or(0, |(bytes, _)| bytes)
     }
 
     /// Notes the process's own time; returns that and the time of the children it waited for.
@@ -189,7 +206,7 @@ fn shared_memory() -> u64 {
             files += stat.st_blocks as u64 * 512;
         }
     });
-    shm + segments + files + socket_buffers()
+    shm + segments + files
 }
 
 /// Bytes waiting in the sockets of the run's own network.
