@@ -348,3 +348,202 @@ pub fn unix_seconds() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map(|d| d.as_secs()).unwrap_or(0)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "mine";
+
+    fn home() -> (tempfile::TempDir, Home) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("home");
+        let home = Home { path }.open().unwrap();
+        (dir, home)
+    }
+
+    fn id() -> AnalysisId {
+        AnalysisId::new(ID).unwrap()
+    }
+
+    fn record() -> RunRecord {
+        RunRecord {
+            version: RECORD_VERSION,
+            id: id(),
+            host: machine(),
+            boot_id: boot_id(),
+            runner_pid: 1,
+            workspace: PathBuf::from("/srv/work/scidex-analysis-mine"),
+            draft: PathBuf::from("/srv/work/.scidex-analysis-mine-0123"),
+            workspace_is: None,
+            uid: None,
+            project_quota: None,
+            cgroups: Vec::new(),
+            state: RunState::Live,
+        }
+    }
+
+    /// As between opening and locking: the directory goes, and another attempt's takes its place.
+    fn replace(path: &Path) {
+        std::fs::rename(path, path.with_extension("old")).unwrap();
+        std::fs::remove_dir_all(path.with_extension("old")).unwrap();
+        make_private(path).unwrap();
+    }
+
+    #[test]
+    fn a_lock_on_a_directory_that_was_made_again_holds_nothing() {
+        let (_dir, home) = home();
+        let dir = RunDir::claim(&home, &id()).unwrap();
+        assert!(dir.is_in_place());
+        replace(&dir.path);
+        assert!(!dir.is_in_place());
+        let path = dir.path.clone();
+        // The stale lock is no obstacle for the new directory's own.
+        assert!(RunDir::try_lock(&path).unwrap().is_some());
+    }
+
+    /// Whoever removes the directory holds its lock. So who gets a lock, and looks whether it still is of the directory
+    /// that stands there, must find that it is, however often another came in between. Many try, so that some are
+    /// interrupted between opening and locking.
+    #[test]
+    fn a_lock_is_never_given_on_a_directory_that_is_gone() {
+        const CONTENDERS: u32 = 16;
+        const TURNS: u32 = 1000;
+        let (_dir, home) = home();
+        let path = home.runs().join(ID).join("1");
+        let contend = || {
+            for _ in 0..TURNS {
+                // Its parent may go at any time, too.
+                let _made = make_private(&path);
+                match RunDir::try_lock(&path) {
+                    Ok(Some(dir)) => {
+                        assert!(dir.is_in_place());
+                        dir.remove().unwrap();
+                    }
+                    Ok(None) => {}
+                    Err(HomeError::Lock { source, .. }) => {
+                        assert_eq!(source.kind(), io::ErrorKind::NotFound);
+                    }
+                    Err(e) => panic!("{e}"),
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..CONTENDERS {
+                scope.spawn(contend);
+            }
+        });
+    }
+
+    #[test]
+    fn a_stale_run_directory_never_touches_the_new_one() {
+        let (_dir, home) = home();
+        let stale = RunDir::claim(&home, &id()).unwrap();
+        stale.write(&record()).unwrap();
+        let path = stale.path.clone();
+        replace(&path);
+        let new = RunDir::try_lock(&path).unwrap().unwrap();
+        let theirs = RunRecord {
+            runner_pid: 2,
+            ..record()
+        };
+        new.write(&theirs).unwrap();
+
+        assert_eq!(stale.read().unwrap(), None, "its own record is gone");
+        stale.write(&record()).unwrap_err();
+        assert_eq!(new.read().unwrap(), Some(theirs.clone()));
+        stale.remove().unwrap();
+        assert!(new.is_in_place());
+        assert_eq!(new.read().unwrap(), Some(theirs));
+        assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_record_of_other_things_is_refused() {
+        let (_dir, home) = home();
+        let dir = RunDir::claim(&home, &id()).unwrap();
+        dir.write(&record()).unwrap();
+        assert_eq!(dir.read().unwrap(), Some(record()), "the control");
+        let with = |change: &dyn Fn(&mut RunRecord)| {
+            let mut changed = record();
+            change(&mut changed);
+            changed
+        };
+        let forged = [
+            with(&|r| r.workspace = "/home/ada".into()),
+            with(&|r| r.workspace = "/srv/work/scidex-analysis-other".into()),
+            with(&|r| r.workspace = "/srv/work/scidex-analysis-mine2".into()),
+            with(&|r| r.workspace = "/srv/work/scidex-analysis-mine/..".into()),
+            with(&|r| r.workspace = "/".into()),
+            with(&|r| r.draft = "/home/ada".into()),
+            with(&|r| r.draft = "/srv/work/.scidex-analysis-other-0123".into()),
+            with(&|r| r.draft = "/home/.scidex-analysis-mine-0123".into()),
+            // True in itself, but this is not its directory.
+            with(&|r| {
+                r.id = AnalysisId::new("other").unwrap();
+                r.workspace = "/srv/work/scidex-analysis-other".into();
+                r.draft = "/srv/work/.scidex-analysis-other-0123".into();
+            }),
+        ];
+        for record in forged {
+            dir.write(&record).unwrap();
+            let read = dir.read();
+            assert!(matches!(read, Err(HomeError::Read { .. })), "{record:?}");
+        }
+    }
+
+    #[test]
+    fn a_record_that_another_user_wrote_or_that_is_no_file_is_refused() {
+        let (_dir, home) = home();
+        let dir = RunDir::claim(&home, &id()).unwrap();
+        dir.write(&record()).unwrap();
+        let path = dir.path.join(RECORD);
+        let aside = dir.path.join("aside");
+        // Only root can give a file away; for others the rest is tried.
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&path, Some(54321), None).unwrap();
+            assert!(matches!(dir.read(), Err(HomeError::Read { .. })));
+            std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+            dir.read().unwrap().unwrap();
+        }
+        std::fs::rename(&path, &aside).unwrap();
+        std::os::unix::fs::symlink(&aside, &path).unwrap();
+        assert!(matches!(dir.read(), Err(HomeError::Read { .. })));
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        assert!(matches!(dir.read(), Err(HomeError::Read { .. })));
+    }
+
+    #[test]
+    fn a_damaged_record_is_not_taken_for_none() {
+        let (_dir, home) = home();
+        let path = home.runs().join(ID).join("1");
+        drop(RunDir::claim(&home, &id()).unwrap());
+        for text in ["", "{", "[]", "{\"version\":99}", "\0\0\0\0"] {
+            std::fs::write(path.join(RECORD), text).unwrap();
+            let claimed = RunDir::claim(&home, &id());
+            assert!(matches!(claimed, Err(HomeError::Read { .. })), "{text:?}");
+            let left = std::fs::read(path.join(RECORD)).unwrap();
+            assert_eq!(left, text.as_bytes(), "left as it was, to be looked at");
+        }
+        std::fs::remove_file(path.join(RECORD)).unwrap();
+        RunDir::claim(&home, &id()).unwrap();
+    }
+
+    #[test]
+    fn a_relative_home_is_refused_and_not_replaced_by_another() {
+        let find = |given: &'static str| {
+            Home::find(&move |name| match name {
+                "FUMEHOOD_HOME" => Some(given.into()),
+                _ => Some("/home/ada".into()),
+            })
+        };
+        for relative in ["", ".", "runs", "../runs"] {
+            let found = find(relative);
+            let refused = matches!(found, Err(HomeError::Relative { .. }));
+            assert!(refused, "{relative:?}: {found:?}");
+        }
+        assert_eq!(find("/srv/fume").unwrap().path(), Path::new("/srv/fume"));
+    }
+}

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod copy_in;
+pub mod description;
 pub mod hints;
 pub mod home;
 pub mod lease;

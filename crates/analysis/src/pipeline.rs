@@ -6,21 +6,21 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use sandbox::cgroup::{self, Group};
-use sandbox::outcome::{Exit, Outcome, Stop, Usage};
+use sandbox::outcome::Outcome;
 use sandbox::quota::{self, ProjectQuota, QuotaError};
 use sandbox::spec::{Enforcement, Identity, Layer, Limits, Terminal, WorkspaceKind};
 use sandbox::supervise::{self, Attendant, Means, RunError, Stream, Wish};
 
 use crate::copy_in::{self, Budget, CopyError};
-use crate::hints::{self, Facts, HostKind, OnHost, Used};
+use crate::description;
 use crate::home::{self, Home, HomeError, RunDir, RunRecord, RunState};
 use crate::lease::{Lease, LeaseError};
 use crate::limits::{self, LimitError, Storage, error_chain};
 use crate::logs::{Capture, Captured};
 use crate::policy::{self, Plan, PolicyError, Private};
 use crate::reaper;
-use crate::record::{self, Isolation, Log, Reason, Record, Status, Times};
-use crate::request::{Keep, Level, Request, Stdin};
+use crate::record::{Reason, Record, Status};
+use crate::request::{Keep, Request, Stdin};
 use crate::runtime::Caller;
 use crate::workspace::{Workspace, WorkspaceError};
 
@@ -127,7 +127,7 @@ pub fn run(
         audience.notice("the workspace root is a tmpfs: disk used there is memory");
     }
     let ran = attempt.execute(request, around, &plan, &limits, storage, audience)?;
-    let record = describe(request, &plan, &limits, &enforcement, &ran);
+    let record = description::describe(request, &plan, &limits, &enforcement, &ran);
     attempt.end(request, record, ran)
 }
 
@@ -154,14 +154,14 @@ struct Attempt {
 }
 
 /// How the sandboxed part went.
-struct Ran {
-    outcome: Outcome,
-    layers: Vec<(Layer, String)>,
-    stdout: Captured,
-    stderr: Captured,
-    started_ms: u64,
-    ended_ms: u64,
-    pids_denied: u64,
+pub(crate) struct Ran {
+    pub outcome: Outcome,
+    pub layers: Vec<(Layer, String)>,
+    pub stdout: Captured,
+    pub stderr: Captured,
+    pub started_ms: u64,
+    pub ended_ms: u64,
+    pub pids_denied: u64,
 }
 
 impl Attempt {
@@ -394,9 +394,12 @@ impl Attempt {
                 .push("a workspace in memory cannot be kept".into());
         } else if keep {
             let until = home::unix_seconds() + request.keep_for_ms.div_ceil(1000);
-            // The groups stay on record until they are gone; then what is kept is all there is.
-            record.notices.extend(self.finish_group_and_lease());
-            self.record.cgroups.clear();
+            // The groups stay on record until they are gone, and the lease is held until nothing is the uid's any more.
+            let left = self.finish_group();
+            if left.is_none() {
+                self.record.cgroups.clear();
+            }
+            record.notices.extend(left);
             self.record.state = RunState::Kept { until };
             record
                 .notices
@@ -409,6 +412,7 @@ impl Attempt {
             }
             record.kept_until = Some(until);
             record.notices.extend(self.release_quota());
+            self.finish_lease();
             self.dir = None;
             return Ok(Done {
                 record,
@@ -443,16 +447,17 @@ impl Attempt {
         Some(format!("free project {project} of its limits: {e}"))
     }
 
-    fn finish_group_and_lease(&mut self) -> Option<String> {
+    /// Says why, if the group could not be removed.
+    fn finish_group(&mut self) -> Option<String> {
         let group = std::mem::replace(&mut self.group, Err(String::new()));
-        let problem = group
-            .ok()
-            .and_then(|g| g.remove().err())
-            .map(|e| error_chain(&e));
+        let failed = group.ok().and_then(|g| g.remove().err());
+        failed.map(|e| error_chain(&e))
+    }
+
+    fn finish_lease(&mut self) {
         if let Some(lease) = self.lease.take() {
             lease.give_back_clean();
         }
-        problem
     }
 
     /// Removes what was made, in an order that leaves the record until the end. Says what it could not.
@@ -464,7 +469,8 @@ impl Attempt {
             problems.push(error_chain(&e));
         }
         problems.extend(self.release_quota());
-        problems.extend(self.finish_group_and_lease());
+        problems.extend(self.finish_group());
+        self.finish_lease();
         let dir = self.dir.take()?;
         if problems.is_empty() {
             problems.extend(dir.remove().err().map(|e| error_chain(&e)));
@@ -578,151 +584,7 @@ impl Attendant for Ears<'_> {
     }
 }
 
-fn unix_ms() -> u64 {
+pub(crate) fn unix_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(0, |d| d.as_millis() as u64)
-}
-
-/// The record of a run that took place.
-fn describe(
-    request: &Request,
-    plan: &Plan,
-    limits: &Limits,
-    enforcement: &[Enforcement],
-    ran: &Ran,
-) -> Record {
-    let (status, reason) = record::judge(&ran.outcome);
-    let guesses = match status {
-        Status::Failed | Status::OutOfMemory | Status::LimitExceeded => {
-            guess(request, plan, limits, ran)
-        }
-        _ => Vec::new(),
-    };
-    let mut record = blank(request, plan.workspace_root.as_path(), status, reason);
-    let usage = &ran.outcome.usage;
-    record.exit_code = match ran.outcome.exit {
-        Some(Exit::Code(code)) => Some(code),
-        _ => None,
-    };
-    record.signal = match ran.outcome.exit {
-        Some(Exit::Signal(signal)) => Some(signal),
-        _ => None,
-    };
-    record.times = Times {
-        started_ms: ran.started_ms,
-        ended_ms: ran.ended_ms,
-        wall_ms: usage.wall_ms,
-    };
-    record.cpu_ms = usage.cpu_ms;
-    record.memory_peak_bytes = usage.memory_peak_bytes;
-    record.pids_peak = usage.pids_peak;
-    record.disk_bytes = usage.disk_bytes;
-    record.files = usage.files;
-    record.oom_kills = usage.oom_kills;
-    record.stdout = Log::new(&ran.stdout, "stdout");
-    record.stderr = Log::new(&ran.stderr, "stderr");
-    record.isolation = Isolation {
-        level: Some(Level::Full),
-        layers: ran.layers.iter().cloned().collect(),
-    };
-    record.limits = record::limit_entries(enforcement);
-    record.hints = guesses;
-    record.notices = plan.notices.clone();
-    record
-}
-
-/// The record of a run that Fumehood could not start.
-pub fn not_run(request: &Request, error: &PipelineError) -> Record {
-    let (status, reason) = error.verdict();
-    let mut record = blank(request, &request.workspace_root, status, reason);
-    record.message = Some(error_chain(error));
-    record
-}
-
-fn blank(request: &Request, workspace_root: &Path, status: Status, reason: Reason) -> Record {
-    let now = unix_ms();
-    let usage = Usage::default();
-    let nothing = Captured::default();
-    Record {
-        schema: record::SCHEMA,
-        id: request.id.clone(),
-        attempt: 1,
-        status,
-        reason,
-        message: None,
-        exit_code: None,
-        signal: None,
-        times: Times {
-            started_ms: now,
-            ended_ms: now,
-            wall_ms: 0,
-        },
-        cpu_ms: usage.cpu_ms,
-        memory_peak_bytes: None,
-        pids_peak: None,
-        disk_bytes: 0,
-        files: 0,
-        oom_kills: 0,
-        stdout: Log::new(&nothing, "stdout"),
-        stderr: Log::new(&nothing, "stderr"),
-        workspace: crate::workspace::path_for(workspace_root, &request.id),
-        kept_until: None,
-        isolation: Isolation {
-            level: None,
-            layers: Default::default(),
-        },
-        limits: Default::default(),
-        hints: Vec::new(),
-        notices: Vec::new(),
-    }
-}
-
-fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hints::Hint> {
-    let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
-    visible.extend(
-        [
-            "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev",
-        ]
-        .map(PathBuf::from),
-    );
-    let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
-    let facts = Facts {
-        visible: &visible,
-        workspace: &workspace,
-        project: &plan.project,
-        homes: &Caller::from_process().homes,
-        on_host: &on_host,
-        network_off: true,
-        disk: Some(Used {
-            used_bytes: ran.outcome.usage.disk_bytes,
-            limit_bytes: limits.disk_bytes,
-        }),
-        shm: None,
-        runtime: plan.runtime_prefix.as_deref(),
-        oom_kills: ran.outcome.usage.oom_kills,
-        pids_denied: ran.pids_denied,
-    };
-    if ran.outcome.stop == Some(Stop::Memory) {
-        // Nothing was printed, and the kernel killed nobody: the watch did.
-        let text = String::from("guess: it needs more than the memory limit; raise --memory");
-        let kind = hints::HintKind::Memory;
-        return vec![hints::Hint { kind, text }];
-    }
-    let tail = if ran.stderr.tail.is_empty() {
-        &ran.stderr.head
-    } else {
-        &ran.stderr.tail
-    };
-    hints::hints(tail, &facts)
-}
-
-fn on_host(path: &Path) -> Option<OnHost> {
-    let real = std::fs::canonicalize(path).ok()?;
-    let meta = std::fs::metadata(&real).ok()?;
-    let kind = match (meta.is_file(), meta.is_dir()) {
-        (true, _) => HostKind::File,
-        (_, true) => HostKind::Directory,
-        _ => HostKind::Other,
-    };
-    Some(OnHost { real, kind })
 }

@@ -371,6 +371,9 @@ impl Guard<'_> {
     }
 }
 
+/// As many links as the kernel follows.
+const LINKS_MAX: u32 = 40;
+
 /// `data` may be a link, which then decides what is shown. Whoever can write in a project does not thereby read with
 /// the caller's rights: not by a link that somebody else made, and not by one to people's homes and what is hidden in them.
 fn trusted_link(path: &Path, homes: &[PathBuf]) -> Result<(), PolicyError> {
@@ -384,17 +387,27 @@ fn trusted_link(path: &Path, homes: &[PathBuf]) -> Result<(), PolicyError> {
         path: path.to_path_buf(),
         source,
     };
-    let meta = std::fs::symlink_metadata(path).map_err(unreachable)?;
-    if !meta.is_symlink() {
-        return Ok(());
-    }
-    let owner = std::os::unix::fs::MetadataExt::uid(&meta);
-    if ![0, rustix::process::geteuid().as_raw()].contains(&owner) {
-        return refuse(
-            "it is a link that another user made; name what it leads to with --data or --docs",
-        );
+    let mut at = path.to_path_buf();
+    for hop in 0.. {
+        let meta = std::fs::symlink_metadata(&at).map_err(unreachable)?;
+        if !meta.is_symlink() {
+            match hop {
+                0 => return Ok(()),
+                _ => break,
+            }
+        }
+        let owner = std::os::unix::fs::MetadataExt::uid(&meta);
+        if ![0, rustix::process::geteuid().as_raw()].contains(&owner) || hop > LINKS_MAX {
+            return refuse(
+                "it is a link that another user made; name what it leads to with --data or --docs",
+            );
+        }
+        let to = std::fs::read_link(&at).map_err(unreachable)?;
+        at = at.parent().unwrap_or(Path::new("/")).join(to);
     }
     let real = canonical(path).map_err(unreachable)?;
+    // A home may itself be reached through a link.
+    let resolved = homes.iter().filter_map(|home| canonical(home).ok());
     let private = |home: &PathBuf| {
         let below = real
             .strip_prefix(home)
@@ -406,7 +419,13 @@ fn trusted_link(path: &Path, homes: &[PathBuf]) -> Result<(), PolicyError> {
     let system = ["/etc", "/var", "/run", "/boot"]
         .iter()
         .any(|dir| real.starts_with(dir));
-    match system && !real.starts_with("/var/tmp") || homes.iter().any(private) {
+    match system && !real.starts_with("/var/tmp")
+        || homes
+            .iter()
+            .cloned()
+            .chain(resolved)
+            .any(|home| private(&home))
+    {
         true => refuse(
             "it is a link to what is private on this host; if it is meant, name it with --data or --docs",
         ),

@@ -132,3 +132,59 @@ fn release_quota(record: &RunRecord) -> Result<(), String> {
     quota::release_left_behind(root.as_fd(), project)
         .map_err(|e| format!("free project {project} of its limits: {e}"))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::request::AnalysisId;
+
+    /// Whoever can write a record cannot have the reaper remove what is no workspace of that id, though the record
+    /// tells the truth about it.
+    #[test]
+    fn a_forged_record_removes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("home");
+        let env = |name: &str| (name == "FUMEHOOD_HOME").then(|| at.clone());
+        let home = Home::find(&env).unwrap().open().unwrap();
+        let root = dir.path().join("work");
+        let own = root.join("scidex-analysis-mine");
+        let others = root.join("scidex-analysis-other");
+        let victim = root.join("victim");
+        for path in [&own, &others, &victim] {
+            std::fs::create_dir_all(path).unwrap();
+        }
+        let id = AnalysisId::new("mine").unwrap();
+        let naming = |workspace: &Path| RunRecord {
+            version: home::RECORD_VERSION,
+            id: id.clone(),
+            host: home::machine(),
+            boot_id: home::boot_id(),
+            runner_pid: u32::MAX,
+            workspace: workspace.to_path_buf(),
+            draft: root.join(".scidex-analysis-mine-1"),
+            workspace_is: workspace::Identity::of(workspace),
+            uid: None,
+            project_quota: None,
+            cgroups: Vec::new(),
+            state: RunState::Live,
+        };
+        let run = RunDir::claim(&home, &id).unwrap();
+        let path = run.path().to_path_buf();
+        drop(run);
+        for forged in [&others, &victim] {
+            let run = RunDir::try_lock(&path).unwrap().unwrap();
+            run.write(&naming(forged)).unwrap();
+            drop(run);
+            let reaped = reap_kept(&home, None);
+            assert!(reaped.removed.is_empty(), "{reaped:?}");
+            assert_eq!(reaped.problems.len(), 1, "{reaped:?}");
+            assert!(forged.exists());
+        }
+        let run = RunDir::try_lock(&path).unwrap().unwrap();
+        run.write(&naming(&own)).unwrap();
+        drop(run);
+        assert_eq!(reap(&home).problems, [""; 0]);
+        assert!(!own.exists() && !path.exists(), "the control");
+    }
+}

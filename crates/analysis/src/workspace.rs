@@ -317,3 +317,119 @@ fn open_root(root: &Path) -> Result<OwnedFd, WorkspaceError> {
         }),
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// A root, and in it a workspace with a file that must not be lost.
+    fn left_behind() -> (tempfile::TempDir, PathBuf) {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("scidex-analysis-mine");
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("precious"), "x").unwrap();
+        (root, path)
+    }
+
+    #[test]
+    fn another_directory_of_the_same_name_is_left_alone() {
+        let (_root, path) = left_behind();
+        let is = Identity::of(&path).unwrap();
+        let (seconds, nanoseconds) = is.born.unwrap();
+        let others = [
+            Identity {
+                born: Some((seconds, nanoseconds ^ 1)),
+                ..is
+            },
+            Identity {
+                born: Some((seconds - 1, nanoseconds)),
+                ..is
+            },
+            Identity { born: None, ..is },
+            Identity {
+                inode: is.inode + 1,
+                ..is
+            },
+            Identity {
+                device: is.device + 1,
+                ..is
+            },
+        ];
+        for other in others {
+            remove_left_behind(&path, other, Patience::None).unwrap();
+            assert!(path.join("precious").exists(), "{other:?}");
+        }
+        remove_left_behind(&path, is, Patience::None).unwrap();
+        assert!(!path.exists(), "the control");
+    }
+
+    #[test]
+    fn a_directory_that_somebody_holds_is_left_alone() {
+        let (_root, path) = left_behind();
+        let is = Identity::of(&path).unwrap();
+        let holder = std::fs::File::open(&path).unwrap();
+        rustix::fs::flock(&holder, FlockOperation::NonBlockingLockExclusive).unwrap();
+        for patience in [Patience::None, Patience::AMoment] {
+            let removed = remove_left_behind(&path, is, patience);
+            assert!(matches!(removed, Err(WorkspaceError::InUse { .. })));
+            assert!(path.join("precious").exists());
+        }
+        drop(holder);
+        remove_left_behind(&path, is, Patience::None).unwrap();
+        assert!(!path.exists(), "the control");
+    }
+
+    #[test]
+    fn an_unsafe_root_is_reported_and_nothing_is_removed() {
+        let (root, path) = left_behind();
+        let is = Identity::of(&path).unwrap();
+        let open = |mode| {
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(root.path(), mode).unwrap();
+        };
+        for mode in [0o777, 0o770, 0o707] {
+            open(mode);
+            let removed = remove_left_behind(&path, is, Patience::None);
+            let told = matches!(removed, Err(WorkspaceError::RootNotSafe { .. }));
+            assert!(told, "{mode:o}: {removed:?}");
+            assert!(path.join("precious").exists());
+        }
+        open(0o1777);
+        remove_left_behind(&path, is, Patience::None).unwrap();
+        assert!(!path.exists(), "the control");
+    }
+
+    #[test]
+    fn a_root_that_is_gone_has_nothing_left() {
+        let (root, path) = left_behind();
+        let is = Identity::of(&path).unwrap();
+        drop(root);
+        remove_left_behind(&path, is, Patience::None).unwrap();
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_workspace_is_not_followed() {
+        let (root, path) = left_behind();
+        let is = Identity::of(&path).unwrap();
+        let moved = root.path().join("moved");
+        std::fs::rename(&path, &moved).unwrap();
+        std::os::unix::fs::symlink(&moved, &path).unwrap();
+        remove_left_behind(&path, is, Patience::None).unwrap();
+        assert!(moved.join("precious").exists());
+    }
+
+    #[test]
+    fn a_kept_workspace_is_closed_again() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("scidex-analysis-mine");
+        let draft = root.path().join(".scidex-analysis-mine-1");
+        let mut workspace = Workspace::draft(path.clone(), &draft, None).unwrap();
+        workspace.publish().unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o777)).unwrap();
+        workspace.keep().unwrap();
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o7777, 0o700);
+    }
+}

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
+use analysis::description;
 use analysis::home::Home;
 use analysis::logs::Captured;
 use analysis::pipeline::{self, Audience, Done, PipelineError, Surroundings};
@@ -71,7 +72,7 @@ fn perform(
             stderr,
         }) => (record, Some((stdout, stderr))),
         Err(error) => {
-            let record = pipeline::not_run(&resolved.request, &error);
+            let record = description::not_run(&resolved.request, &error);
             if !json {
                 show::line(&format!(
                     "error: {}",

@@ -1,11 +1,14 @@
 //! P5 and P12 through the binary: a runner killed at any moment takes its analysis along, and the next run leaves
 //! nothing of either.
 
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::lab::{Lab, cgroups_of, eventually, fresh_id, names_in, processes_with};
+use crate::lab::{Lab, cgroups_of, eventually, finish, fresh_id, names_in, processes_with};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
@@ -18,6 +21,11 @@ pub const TRIALS: &[Entry] = &[
         "killed_while_it_cleans_up_nothing_stays",
         For::Everyone,
         in_the_end,
+    ),
+    (
+        "killed_while_it_keeps_no_cgroup_stays",
+        For::Everyone,
+        while_it_keeps,
     ),
     (
         "killed_in_the_middle_its_processes_die",
@@ -105,6 +113,87 @@ fn in_the_end() {
         lab.sh(&["--id", &id], "true").good();
         assert_no_trace(&lab, &id);
     }
+}
+
+/// After a runner was killed while it kept its workspace: the next run finishes what it had begun, and what is kept is
+/// whole and can be removed.
+#[track_caller]
+fn assert_keep_finished(lab: &Lab, id: &str) {
+    lab.sh(&["--id", "next"], "true").good();
+    let groups = cgroups_of(id);
+    assert!(groups.is_empty(), "{groups:?}");
+    let kept = lab.workspace(id);
+    if kept.exists() {
+        let result = std::fs::read(kept.join("result")).unwrap();
+        assert_eq!(result, b"kept\n");
+        lab.gc(&["--kept", id]).good();
+    }
+    assert_no_trace(lab, id);
+}
+
+fn while_it_keeps() {
+    let lab = Lab::new();
+    let stem = fresh_id("keep");
+    let script = "echo kept > result; mkdir -p a/b; : > a/b/c; echo last";
+    let args = |id: &str| {
+        let options = ["--keep", "always", "--id", id, "--", "sh", "-c", script, id];
+        options.map(String::from)
+    };
+    let mut dice = Dice(11);
+    for turn in 0..8 {
+        let id = format!("{stem}-{turn}");
+        let mut live = lab.start(args(&id));
+        live.wait_for("last");
+        // Not to wait for anything: to strike at different moments.
+        std::thread::sleep(Duration::from_micros(dice.below(15_000)));
+        live.signal(Signal::KILL);
+        live.child.wait().unwrap();
+        assert_keep_finished(&lab, &id);
+    }
+    if !Path::new("/usr/bin/strace").exists() {
+        return;
+    }
+    // Just before a call that keeping makes: groups are removed, the record is replaced, the tree changes hands.
+    let strikes = strikes_of_keeping(&lab, &args(&format!("{stem}-dry")));
+    let (mut killed, all) = (0, strikes.len());
+    for (call, nth) in strikes {
+        let id = format!("{stem}-{call}-{nth}");
+        let inject = format!("inject={call}:signal=SIGKILL:when={nth}");
+        let ended = finish(traced(&lab, &["-e", &inject], &args(&id)));
+        killed += usize::from(ended.status.signal() == Some(Signal::KILL.as_raw()));
+        assert_keep_finished(&lab, &id);
+    }
+    // How often a busy group must be tried may differ, and with it a call's number.
+    assert!(killed * 2 > all, "only {killed} of {all} were killed");
+}
+
+/// `fumehood run ARGS` below strace, which looks at the runner alone and dies as it does.
+fn traced(lab: &Lab, options: &[&str], args: &[String]) -> Command {
+    let mut command = lab.with_surroundings(Command::new("/usr/bin/strace"));
+    command.args(["-qq", "-e", "signal=none"]).args(options);
+    command.arg(crate::plain_user::binary()).arg("run");
+    command.args(args);
+    command
+}
+
+/// The calls by which a run keeps its workspace, each by its number among those of its kind.
+fn strikes_of_keeping(lab: &Lab, args: &[String]) -> Vec<(String, usize)> {
+    const CALLS: [&str; 5] = ["unlinkat", "renameat", "fchmod", "fchown", "fchownat"];
+    let log = lab.path("strace");
+    let trace = format!("trace={}", CALLS.join(","));
+    let options = ["-e", &trace, "-o", log.to_str().unwrap()];
+    finish(traced(lab, &options, args)).good();
+    lab.gc(&["--kept"]).good();
+    let log = std::fs::read_to_string(log).unwrap();
+    let calls: Vec<&str> = log.lines().filter_map(|l| l.split('(').next()).collect();
+    // The groups are the first thing that a run removes, and where there are none the record is replaced first.
+    let first = calls.iter().position(|call| *call == "unlinkat").unwrap();
+    let saved = calls.iter().rposition(|call| *call == "renameat").unwrap();
+    let numbered = calls.iter().enumerate().map(|(at, call)| {
+        let nth = calls[..=at].iter().filter(|c| *c == call).count();
+        (String::from(*call), nth)
+    });
+    numbered.skip(first.min(saved)).collect()
 }
 
 fn in_the_middle() {

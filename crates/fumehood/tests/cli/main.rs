@@ -10,6 +10,7 @@ mod ending;
 mod lab;
 mod options;
 mod output;
+mod outsider;
 mod plain_user;
 mod policy;
 mod runtimes;
@@ -31,11 +32,12 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 9] = [
+    let files: [(&str, &[Entry]); 10] = [
         ("crash", crash::TRIALS),
         ("ending", ending::TRIALS),
         ("options", options::TRIALS),
         ("output", output::TRIALS),
+        ("outsider", outsider::TRIALS),
         ("policy", policy::TRIALS),
         ("runtimes", runtimes::TRIALS),
         ("shell", shell::TRIALS),

@@ -407,6 +407,12 @@ fn setsockopt() -> Rule {
         libc::SO_ATTACH_REUSEPORT_CBPF,
         libc::SO_ATTACH_REUSEPORT_EBPF,
     ];
+    let buffers = [
+        libc::SO_SNDBUF,
+        libc::SO_RCVBUF,
+        libc::SO_SNDBUFFORCE,
+        libc::SO_RCVBUFFORCE,
+    ];
     rule(
         vec![
             // These load programs into the kernel; packet sniffers use them, and there is nothing to sniff.
@@ -416,6 +422,15 @@ fn setsockopt() -> Rule {
                     is(2, &bpf.map(|o| o as u32)),
                 ],
                 DENY,
+            ),
+            // Larger buffers than the namespace's own bounds: they are counted for the whole host. Only a wish in any
+            // case, which the kernel cuts down without a word, so it succeeds without effect.
+            when(
+                [
+                    is(1, &[libc::SOL_SOCKET as u32]),
+                    is(2, &buffers.map(|o| o as u32)),
+                ],
+                Action::Errno(0),
             ),
             // TLS and other layers inside the kernel, with a record of escalation. Libraries do without.
             when(

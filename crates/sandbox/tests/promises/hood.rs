@@ -22,6 +22,9 @@ const TEST_UID_FIRST: u32 = 1_900_100_000;
 const PRELUDE: &str =
     "import ctypes, errno, os, socket, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n";
 
+/// A marker that nobody prints: the wish waits for its bell alone.
+const UNPRINTED: &[u8] = b"\0fumehood: only the bell\0";
+
 pub struct Hood {
     pub spec: Spec,
     pub dir: tempfile::TempDir,
@@ -29,6 +32,8 @@ pub struct Hood {
     pub with_group: bool,
     /// Bytes printed before this wish is made: `Some((marker, wish))`.
     pub wish_at: Option<(&'static [u8], Wish)>,
+    /// An eventfd by which another thread makes this wish, whatever was printed.
+    pub wish_by: Option<(OwnedFd, Wish)>,
 }
 
 #[derive(Debug)]
@@ -123,6 +128,7 @@ impl Hood {
             stdin: None,
             with_group: is_root(),
             wish_at: None,
+            wish_by: None,
         }
     }
 
@@ -228,6 +234,9 @@ impl Hood {
             wish_at: self.wish_at.take(),
             ..Listener::new()
         };
+        if let Some((bell, wish)) = self.wish_by.take() {
+            (listener.bell, listener.wish_at) = (bell, Some((UNPRINTED, wish)));
+        }
         let finished = {
             let means = Means {
                 launcher: Path::new("/proc/self/exe"),

@@ -15,6 +15,7 @@ mod p06_services;
 mod p07_others;
 mod p08_privilege;
 mod p09_streams;
+mod p10_hiding;
 mod p10_limits;
 mod p11_deadline;
 mod p12_runner_death;
@@ -36,7 +37,7 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 13] = [
+    let files: [(&str, &[Entry]); 14] = [
         ("layers", layers::TRIALS),
         ("p02_inputs", p02_inputs::TRIALS),
         ("p03_runtime", p03_runtime::TRIALS),
@@ -45,6 +46,7 @@ fn entries() -> Vec<(String, For, fn())> {
         ("p07_others", p07_others::TRIALS),
         ("p08_privilege", p08_privilege::TRIALS),
         ("p09_streams", p09_streams::TRIALS),
+        ("p10_hiding", p10_hiding::TRIALS),
         ("p10_limits", p10_limits::TRIALS),
         ("p11_deadline", p11_deadline::TRIALS),
         ("p12_runner_death", p12_runner_death::TRIALS),

@@ -4,7 +4,7 @@
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use sandbox::spec::Layer;
 
@@ -49,6 +49,7 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         kernel_memory_is_closed,
     ),
+    ("keys_are_not_named", For::Everyone, keys_are_not_named),
     ("no_cgroup_tree", For::Everyone, no_cgroup_tree),
     (
         "the_host_name_is_not_the_hosts",
@@ -361,6 +362,38 @@ print('addresses', sum(line[:16].strip('0') != '' for line in symbols if line))
     assert_eq!(told(&ran.stdout, "addresses"), "0");
     if is_root() {
         assert_ne!(told(&unconfined(look), "addresses"), "0");
+    }
+}
+
+/// The kernel shows keys by uid and not by namespace. Somebody of the same uid holds one on the host meanwhile.
+fn keys_are_not_named() {
+    use std::io::{BufRead, BufReader};
+    const NAME: &str = "fumehood-test-key";
+    let look = "for name in ('keys', 'key-users'): print(name, len(open('/proc/' + name).read()))";
+    let holder = format!(
+        "import ctypes, sys
+# Into the keyring of this process, which ends with it.
+assert ctypes.CDLL(None).syscall({}, b'user', b'{NAME}', b'x', ctypes.c_size_t(1), -2) > 0
+print('{NAME}' in open('/proc/keys').read(), flush=True)
+sys.stdin.read()",
+        libc::SYS_add_key
+    );
+    let mut holder = Command::new("/usr/bin/python3")
+        .args(["-I", "-c", &holder])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut printed = BufReader::new(holder.stdout.take().unwrap());
+    printed.read_line(&mut line).unwrap();
+    assert_eq!(line, "True\n");
+    let (ran, control) = (Hood::python(look).run(), unconfined(look));
+    drop(holder.stdin.take());
+    assert!(holder.wait().unwrap().success());
+    for name in ["keys", "key-users"] {
+        assert_eq!(told(well(&ran), name), "0", "{}", ran.all());
+        assert_ne!(told(&control, name), "0", "{control}");
     }
 }
 

@@ -76,6 +76,11 @@ pub const TRIALS: &[Entry] = &[
         cancel_gives_the_grace,
     ),
     ("kill_gives_none", For::Everyone, kill_gives_none),
+    (
+        "who_steals_from_its_pipe_is_cancelled",
+        For::Everyone,
+        who_steals_from_its_pipe_is_cancelled,
+    ),
 ];
 
 /// Nothing takes so long; a wait that does has failed.
@@ -208,9 +213,10 @@ fn survives_on_the_host(act: &str) {
     assert_eq!(line, "up\n");
     program.kill().unwrap();
     program.wait().unwrap();
-    let left = left_of(&marker);
+    // One that hops from pid to pid may slip through a single look.
+    let left = (0..200).any(|_| !left_of(&marker).is_empty());
     kill_marked(&marker);
-    assert!(!left.is_empty(), "the control leaves nothing behind");
+    assert!(left, "the control leaves nothing behind");
 }
 
 fn a_daemon_dies() {
@@ -628,4 +634,98 @@ fn kill_gives_none() {
         ran.all()
     );
     assert!(!ran.said("handled"), "{}", ran.all());
+}
+
+/// A FIFO in a workspace, by which a program tells the host that it has come so far, or waits for the host.
+pub struct Fifo(std::fs::File);
+
+impl Fifo {
+    /// Open for both, so that neither side waits for the other to open it.
+    pub fn make(dir: &Path, name: &str) -> Fifo {
+        let path = dir.join(name);
+        let kind = rustix::fs::FileType::Fifo;
+        let mode = rustix::fs::Mode::from_raw_mode(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
+        let mut both = std::fs::File::options();
+        Fifo(both.read(true).write(true).open(path).unwrap())
+    }
+
+    /// Until somebody has written to it. What that was: a few bytes.
+    pub fn wait(&self) -> String {
+        let mut fds = [rustix::event::PollFd::new(
+            &self.0,
+            rustix::event::PollFlags::IN,
+        )];
+        let at_most = rustix::event::Timespec {
+            tv_sec: AT_MOST.as_secs() as i64,
+            tv_nsec: 0,
+        };
+        assert_eq!(rustix::event::poll(&mut fds, Some(&at_most)), Ok(1));
+        let mut bytes = [0; 64];
+        let len = std::io::Read::read(&mut &self.0, &mut bytes).unwrap();
+        String::from_utf8_lossy(&bytes[..len]).into_owned()
+    }
+
+    pub fn ring(&self) {
+        std::io::Write::write_all(&mut &self.0, b"x").unwrap();
+    }
+}
+
+/// Takes back what it has just printed, from under the runner that was woken to read it. It tells when the runner has
+/// stopped reading the other stream too, or when it has tried for long enough.
+const STEALS: &str = r#"
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/ioctl.h>
+#include <time.h>
+#include <unistd.h>
+static int unread(int fd) { int n = 0; ioctl(fd, FIONREAD, &n); return n > 0; }
+int main(void) {
+    signal(SIGTERM, SIG_IGN);
+    int tell = open("stolen", O_RDWR);
+    int out = open("/proc/self/fd/1", O_RDONLY | O_NONBLOCK);
+    int err = open("/proc/self/fd/2", O_RDONLY | O_NONBLOCK);
+    if (tell < 0 || out < 0 || err < 0) { perror("open"); return 1; }
+    time_t end = time(0) + 6;
+    unsigned wait = 0, stolen = 0, blocked = 0;
+    char c;
+    while (!blocked && time(0) < end) {
+        write(1, "x", 1);
+        wait = (wait + 37) % 40000;
+        for (volatile unsigned i = 0; i < wait; i++);
+        if (read(out, &c, 1) != 1) continue;
+        stolen++;
+        write(2, ".", 1);
+        usleep(2000);
+        if (unread(err)) { usleep(300000); blocked = unread(err); }
+    }
+    dprintf(tell, "%u stolen", stolen);
+    for (;;) pause();
+}"#;
+
+fn who_steals_from_its_pipe_is_cancelled() {
+    let marker = new_marker();
+    // Only a runner that does not hear the wish leaves it to this limit.
+    let mut hood = Hood::new(&["/bin/true"]).limits(|l| (l.wall_ms, l.grace_ms) = (15_000, 200));
+    let program = hood.workspace().join("steals");
+    compile(STEALS, &program);
+    hood.command(&[&program, Path::new(&marker)]);
+    let stolen = Fifo::make(hood.workspace(), "stolen");
+    let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    hood.wish_by = Some((bell.try_clone().unwrap(), Wish::Cancel));
+    std::thread::scope(|scope| {
+        let wisher = scope.spawn(|| {
+            let told = stolen.wait();
+            rustix::io::write(&bell, &1u64.to_ne_bytes()).unwrap();
+            told
+        });
+        let ran = hood.run();
+        let told = wisher.join().unwrap();
+        assert_eq!(ran.stop(), Some(Stop::Cancelled), "{told} {}", ran.all());
+        assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
+        // The control: it did win, time and again.
+        assert!(told.ends_with(" stolen") && told != "0 stolen", "{told}");
+    });
+    assert_eq!(left_of(&marker), [0i32; 0]);
 }

@@ -29,6 +29,11 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         init_cannot_be_looked_into,
     ),
+    (
+        "init_cannot_be_limited",
+        For::Everyone,
+        init_cannot_be_limited,
+    ),
     ("words_are_not_facts", For::Everyone, words_are_not_facts),
     (
         "others_ends_are_not_the_programs",
@@ -248,6 +253,69 @@ print('own', len(os.listdir('/proc/self/fd')) > 2 and open('/proc/self/environ',
         "{}",
         ran.all()
     );
+}
+
+/// Limits and priorities are set by thread, and init has more threads than its first: without time or descriptors any
+/// of them would end, or look no more, and with it whoever tells how the program ended.
+fn init_cannot_be_limited() {
+    let ran = Hood::python(
+        "
+import resource, signal, time
+acts = {
+    'idle': lambda id: os.sched_setscheduler(id, os.SCHED_IDLE, os.sched_param(0)),
+    'nice': lambda id: os.setpriority(os.PRIO_PROCESS, id, 19),
+    'files': lambda id: resource.prlimit(id, resource.RLIMIT_NOFILE, (0, 0)),
+    'cpu': lambda id: resource.prlimit(id, resource.RLIMIT_CPU, (0, 0)),
+}
+def each(who, id):
+    for name, act in acts.items():
+        try:
+            act(id)
+            print(who, name, 'succeeded')
+        except PermissionError:
+            print(who, name, 'refused')
+        except ProcessLookupError:
+            pass
+init = {int(name) for name in os.listdir('/proc/1/task')}
+print('threads', len(init))
+for id in init | set(range(1, 9)) - {os.getpid()}:
+    each('init' if id in init else 'other', id)
+# The control: the same on a child of its own, and at last on itself.
+if (child := os.fork()) == 0:
+    signal.pause()
+each('child', child)
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+sys.stdout.flush()
+# Some looks of the watch, which would use up what it had left.
+time.sleep(1.5)
+for name in ('idle', 'nice', 'files'):
+    acts[name](0)
+print('itself too', flush=True)
+os._exit(7)
+",
+    )
+    .run();
+    assert_eq!(
+        (ran.outcome.exit, ran.stop()),
+        (Some(Exit::Code(7)), None),
+        "{}",
+        ran.all()
+    );
+    let threads = ran.stdout.lines().find_map(|l| l.strip_prefix("threads "));
+    let threads: usize = threads.unwrap().parse().unwrap();
+    assert!(threads > 1, "{}", ran.all());
+    let count = |who: &str, answer: &str| {
+        let lines = ran.stdout.lines();
+        lines
+            .filter(|l| l.starts_with(who) && l.ends_with(answer))
+            .count()
+    };
+    assert_eq!(count("init ", " refused"), 4 * threads, "{}", ran.all());
+    assert_eq!(count("init ", " succeeded"), 0, "{}", ran.all());
+    assert_eq!(count("other ", " succeeded"), 0, "{}", ran.all());
+    assert_eq!(count("child ", " succeeded"), 4, "{}", ran.all());
+    assert!(ran.said("itself too"), "{}", ran.all());
 }
 
 fn words_are_not_facts() {

@@ -1,0 +1,159 @@
+//! The record of a run in words and numbers: from what was asked, planned and measured.
+
+use std::path::{Path, PathBuf};
+
+use sandbox::outcome::{Exit, Stop, Usage};
+use sandbox::spec::{Enforcement, Limits};
+
+use crate::hints::{self, Facts, HostKind, OnHost, Used};
+use crate::limits::error_chain;
+use crate::logs::Captured;
+use crate::pipeline::{PipelineError, Ran, unix_ms};
+use crate::policy::Plan;
+use crate::record::{self, Isolation, Log, Reason, Record, Status, Times};
+use crate::request::{Level, Request};
+use crate::runtime::Caller;
+
+/// The record of a run that took place.
+pub(crate) fn describe(
+    request: &Request,
+    plan: &Plan,
+    limits: &Limits,
+    enforcement: &[Enforcement],
+    ran: &Ran,
+) -> Record {
+    let (status, reason) = record::judge(&ran.outcome);
+    let guesses = match status {
+        Status::Failed | Status::OutOfMemory | Status::LimitExceeded => {
+            guess(request, plan, limits, ran)
+        }
+        _ => Vec::new(),
+    };
+    let mut record = blank(request, plan.workspace_root.as_path(), status, reason);
+    let usage = &ran.outcome.usage;
+    record.exit_code = match ran.outcome.exit {
+        Some(Exit::Code(code)) => Some(code),
+        _ => None,
+    };
+    record.signal = match ran.outcome.exit {
+        Some(Exit::Signal(signal)) => Some(signal),
+        _ => None,
+    };
+    record.times = Times {
+        started_ms: ran.started_ms,
+        ended_ms: ran.ended_ms,
+        wall_ms: usage.wall_ms,
+    };
+    record.cpu_ms = usage.cpu_ms;
+    record.memory_peak_bytes = usage.memory_peak_bytes;
+    record.pids_peak = usage.pids_peak;
+    record.disk_bytes = usage.disk_bytes;
+    record.files = usage.files;
+    record.oom_kills = usage.oom_kills;
+    record.stdout = Log::new(&ran.stdout, "stdout");
+    record.stderr = Log::new(&ran.stderr, "stderr");
+    record.isolation = Isolation {
+        level: Some(Level::Full),
+        layers: ran.layers.iter().cloned().collect(),
+    };
+    record.limits = record::limit_entries(enforcement);
+    record.hints = guesses;
+    record.notices = plan.notices.clone();
+    record
+}
+
+/// The record of a run that Fumehood could not start.
+pub fn not_run(request: &Request, error: &PipelineError) -> Record {
+    let (status, reason) = error.verdict();
+    let mut record = blank(request, &request.workspace_root, status, reason);
+    record.message = Some(error_chain(error));
+    record
+}
+
+fn blank(request: &Request, workspace_root: &Path, status: Status, reason: Reason) -> Record {
+    let now = unix_ms();
+    let usage = Usage::default();
+    let nothing = Captured::default();
+    Record {
+        schema: record::SCHEMA,
+        id: request.id.clone(),
+        attempt: 1,
+        status,
+        reason,
+        message: None,
+        exit_code: None,
+        signal: None,
+        times: Times {
+            started_ms: now,
+            ended_ms: now,
+            wall_ms: 0,
+        },
+        cpu_ms: usage.cpu_ms,
+        memory_peak_bytes: None,
+        pids_peak: None,
+        disk_bytes: 0,
+        files: 0,
+        oom_kills: 0,
+        stdout: Log::new(&nothing, "stdout"),
+        stderr: Log::new(&nothing, "stderr"),
+        workspace: crate::workspace::path_for(workspace_root, &request.id),
+        kept_until: None,
+        isolation: Isolation {
+            level: None,
+            layers: Default::default(),
+        },
+        limits: Default::default(),
+        hints: Vec::new(),
+        notices: Vec::new(),
+    }
+}
+
+fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hints::Hint> {
+    let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
+    visible.extend(
+        [
+            "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev",
+        ]
+        .map(PathBuf::from),
+    );
+    let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
+    let facts = Facts {
+        visible: &visible,
+        workspace: &workspace,
+        project: &plan.project,
+        homes: &Caller::from_process().homes,
+        on_host: &on_host,
+        network_off: true,
+        disk: Some(Used {
+            used_bytes: ran.outcome.usage.disk_bytes,
+            limit_bytes: limits.disk_bytes,
+        }),
+        shm: None,
+        runtime: plan.runtime_prefix.as_deref(),
+        oom_kills: ran.outcome.usage.oom_kills,
+        pids_denied: ran.pids_denied,
+    };
+    if ran.outcome.stop == Some(Stop::Memory) {
+        // Nothing was printed, and the kernel killed nobody: the watch did.
+        let text = String::from("guess: it needs more than the memory limit; raise --memory");
+        let kind = hints::HintKind::Memory;
+        return vec![hints::Hint { kind, text }];
+    }
+    let tail = if ran.stderr.tail.is_empty() {
+        &ran.stderr.head
+    } else {
+        &ran.stderr.tail
+    };
+    hints::hints(tail, &facts)
+}
+
+fn on_host(path: &Path) -> Option<OnHost> {
+    let real = std::fs::canonicalize(path).ok()?;
+    let meta = std::fs::metadata(&real).ok()?;
+    let kind = match (meta.is_file(), meta.is_dir()) {
+        (true, _) => HostKind::File,
+        (_, true) => HostKind::Directory,
+        _ => HostKind::Other,
+    };
+    Some(OnHost { real, kind })
+}

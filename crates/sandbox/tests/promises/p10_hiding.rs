@@ -1,0 +1,268 @@
+//! P10 again: what a program hides from the watch, or heaps up where the watch looks, is bounded all the same.
+//!
+//! Each of these was once a way past a limit.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use sandbox::outcome::Stop;
+
+use crate::hood::{Hood, unconfined};
+use crate::p10_limits::{DISK, MIB, WRITES, disk_limited, files_limited, stopped, unstopped};
+use crate::p11_deadline::{Fifo, new_marker, wait_for_marked};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("disk_behind_mode_400", For::Everyone, disk_behind_mode_400),
+    (
+        "files_behind_mode_400",
+        For::Everyone,
+        files_behind_mode_400,
+    ),
+    (
+        "disk_of_unlinked_programs_that_run",
+        For::Everyone,
+        disk_of_unlinked_programs_that_run,
+    ),
+    (
+        "long_maps_do_not_fill_init",
+        For::Everyone,
+        long_maps_do_not_fill_init,
+    ),
+    (
+        "a_connection_holds_little",
+        For::Everyone,
+        a_connection_holds_little,
+    ),
+    (
+        "a_connection_that_asks_for_more_holds_little",
+        For::Everyone,
+        a_connection_that_asks_for_more_holds_little,
+    ),
+];
+
+/// The names in such a directory can be read, and what they name cannot be looked at.
+const BEHIND_MODE_400: &str = "
+os.makedirs('shut/in')
+inside = os.open('shut/in', os.O_RDONLY | os.O_DIRECTORY)
+os.chmod('shut', 0o400)
+";
+
+fn disk_behind_mode_400() {
+    disk_limited(
+        &format!(
+            "{BEHIND_MODE_400}
+for name in files(TOTAL):
+    fd = new(name, dir_fd=inside)
+    put(fd, PART)
+    os.close(fd)
+"
+        ),
+        256,
+    );
+}
+
+fn files_behind_mode_400() {
+    files_limited(&format!(
+        "{BEHIND_MODE_400}
+for n in range(COUNT):
+    os.close(new(str(n), dir_fd=inside))
+"
+    ));
+}
+
+/// Puts a copy in memory in the place of everything that it maps of its own file, which then is neither among its
+/// descriptors nor among its maps, and says so. Only that it runs keeps the file.
+const HOLDER: &str = r#"
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+static int mapped(unsigned long (*parts)[2]) {
+    char line[5000];
+    int count = 0;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (fgets(line, sizeof line, maps))
+        if (strstr(line, "/held-") && count < 16) {
+            unsigned long from, to;
+            sscanf(line, "%lx-%lx", &from, &to);
+            parts[count][0] = from;
+            parts[count++][1] = to - from;
+        }
+    fclose(maps);
+    return count;
+}
+int main(void) {
+    unsigned long parts[16][2];
+    int before = mapped(parts);
+    for (int i = 0; i < before; i++) {
+        void *at = (void *)parts[i][0];
+        unsigned long size = parts[i][1];
+        char *copy = mmap(0, size, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        memcpy(copy, at, size);
+        mremap(copy, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, at);
+    }
+    write(1, before > 0 && mapped(parts) == 0 ? "h" : "v", 1);
+    for (int fd = 0; fd < 3; fd++) close(fd);
+    for (;;) pause();
+}"#;
+
+fn disk_of_unlinked_programs_that_run() {
+    let act = "
+holder = open('holder', 'rb').read()
+for n in range(TOTAL // PART):
+    name = f'held-{n}'
+    fd = new(name)
+    os.write(fd, holder)
+    put(fd, PART)
+    os.fchmod(fd, 0o700)
+    os.close(fd)
+    said, says = os.pipe()
+    if os.fork() == 0:
+        os.dup2(says, 1)
+        os.execv(name, [name])
+    os.close(says)
+    assert os.read(said, 1) == b'h'
+    os.close(said)
+    os.unlink(name)
+print('held all', flush=True)
+time.sleep(3 if TOTAL > 128 else 0)
+";
+    let run = |total_mib: u64, disk_bytes: u64| {
+        let script = format!("{WRITES}\nTOTAL = {total_mib}\n{act}");
+        let hood = Hood::python(&script).limits(|l| l.disk_bytes = disk_bytes);
+        compile_static(HOLDER, &hood.workspace().join("holder"));
+        hood.run()
+    };
+    stopped(&run(256, DISK), Stop::Disk);
+    let control = run(96, 1024 * MIB);
+    unstopped(&control);
+    assert!(control.stdout.contains("held all"), "{}", control.all());
+}
+
+/// Without a loader, whose own maps would stay.
+fn compile_static(source: &str, program: &Path) {
+    let mut gcc = Command::new("gcc")
+        .args(["-O1", "-w", "-static", "-x", "c", "-", "-o"])
+        .arg(program)
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut to_gcc = gcc.stdin.take().unwrap();
+    to_gcc.write_all(source.as_bytes()).unwrap();
+    drop(to_gcc);
+    assert!(gcc.wait().unwrap().success());
+}
+
+/// The most that init may ever have held: without a cgroup, what it takes is within no limit of the run's.
+const INIT_AT_MOST: u64 = 128 * MIB;
+
+/// Init reads which files a process maps. Here that is some hundred MiB of text: every line break in a name is
+/// four characters there.
+fn long_maps_do_not_fill_init() {
+    let marker = new_marker();
+    let hood = Hood::python(&format!(
+        "# {marker}
+import time
+ready, go = os.open('ready', os.O_RDWR), os.open('go', os.O_RDWR)
+for _ in range(14):
+    os.mkdir('\\n' * 250)
+    os.chdir('\\n' * 250)
+fd = os.open('f', os.O_RDWR | os.O_CREAT, 0o600)
+os.ftruncate(fd, 4096)
+libc.mmap.restype = ctypes.c_void_p
+for _ in range(24_000):
+    # The same part of the file each time, so that no two become one.
+    assert libc.mmap(None, ctypes.c_size_t(4096), 1, 1, fd, ctypes.c_long(0)) != ctypes.c_void_p(-1).value
+# Many looks of the watch.
+time.sleep(1.5)
+os.write(ready, b'r')
+os.read(go, 1)
+"
+    ));
+    let (ready, go) = (
+        Fifo::make(hood.workspace(), "ready"),
+        Fifo::make(hood.workspace(), "go"),
+    );
+    std::thread::scope(|scope| {
+        let looker = scope.spawn(|| {
+            ready.wait();
+            let program = wait_for_marked(&marker, 1)[0];
+            let init = status_of(program, "PPid:");
+            let peak = status_of(init as i32, "VmHWM:") * 1024;
+            let maps = length_of(&format!("/proc/{program}/maps"));
+            go.ring();
+            (peak, maps)
+        });
+        let ran = hood.run();
+        let (peak, maps) = looker.join().unwrap();
+        unstopped(&ran);
+        assert!(peak > 0 && peak < INIT_AT_MOST, "{peak} bytes in init");
+        // The control: whoever had read all of it would have held more.
+        assert!(maps > INIT_AT_MOST, "{maps} bytes of maps");
+    });
+}
+
+fn status_of(pid: i32, name: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix(name)).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+fn length_of(path: &str) -> u64 {
+    let (mut file, mut chunk, mut length) = (File::open(path).unwrap(), vec![0; 1 << 20], 0);
+    loop {
+        match file.read(&mut chunk).unwrap() {
+            0 => return length,
+            read => length += read as u64,
+        }
+    }
+}
+
+/// What one TCP connection takes in both directions when nobody reads, inside and on the host. The kernel counts it for
+/// the whole host, and no process of the run need show it. `wanted` is the size of buffer that is asked for.
+fn held_by_a_connection(wanted: u64) -> (u64, u64) {
+    let fill = format!(
+        "
+server, client = socket.socket(), socket.socket()
+if {wanted}:
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {wanted})
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, {wanted})
+server.bind(('127.0.0.1', 0))
+server.listen(1)
+client.connect(server.getsockname())
+ends, total = (client, server.accept()[0]), 0
+for end in ends:
+    end.setblocking(False)
+    try:
+        while True:
+            total += end.send(b'x' * 65536)
+    except BlockingIOError:
+        pass
+print(total)
+"
+    );
+    let ran = Hood::python(&fill).run();
+    unstopped(&ran);
+    let number = |printed: &str| printed.trim().parse().unwrap();
+    (number(&ran.stdout), number(&unconfined(&fill)))
+}
+
+const CONNECTION_AT_MOST: u64 = 2 * MIB;
+
+/// The sizes that the kernel chooses by itself, which on a host can grow to many MiB.
+fn a_connection_holds_little() {
+    let (inside, host) = held_by_a_connection(0);
+    assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
+    assert!(host > inside, "{host} on the host, {inside} inside");
+}
+
+/// Asking for more is another way: such a size is bounded by net.core's settings, not by TCP's.
+fn a_connection_that_asks_for_more_holds_little() {
+    let (inside, host) = held_by_a_connection(4 * MIB);
+    assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
+    assert!(host >= inside, "{host} on the host, {inside} inside");
+}
