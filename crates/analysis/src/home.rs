@@ -374,8 +374,8 @@ mod tests {
             host: machine(),
             boot_id: boot_id(),
             runner_pid: 1,
-            workspace: PathBuf::from("/srv/work/scidex-analysis-mine"),
-            draft: PathBuf::from("/srv/work/.scidex-analysis-mine-0123"),
+            workspace: PathBuf::from("/srv/w/scidex-analysis-mine"),
+            draft: PathBuf::from("/srv/w/.scidex-analysis-mine-0123"),
             workspace_is: None,
             uid: None,
             project_quota: None,
@@ -472,18 +472,18 @@ mod tests {
         };
         let forged = [
             with(&|r| r.workspace = "/home/ada".into()),
-            with(&|r| r.workspace = "/srv/work/scidex-analysis-other".into()),
-            with(&|r| r.workspace = "/srv/work/scidex-analysis-mine2".into()),
-            with(&|r| r.workspace = "/srv/work/scidex-analysis-mine/..".into()),
+            with(&|r| r.workspace = "/srv/w/scidex-analysis-other".into()),
+            with(&|r| r.workspace = "/srv/w/scidex-analysis-mine2".into()),
+            with(&|r| r.workspace = "/srv/w/scidex-analysis-mine/..".into()),
             with(&|r| r.workspace = "/".into()),
             with(&|r| r.draft = "/home/ada".into()),
-            with(&|r| r.draft = "/srv/work/.scidex-analysis-other-0123".into()),
+            with(&|r| r.draft = "/srv/w/.scidex-analysis-other-0123".into()),
             with(&|r| r.draft = "/home/.scidex-analysis-mine-0123".into()),
             // True in itself, but this is not its directory.
             with(&|r| {
                 r.id = AnalysisId::new("other").unwrap();
-                r.workspace = "/srv/work/scidex-analysis-other".into();
-                r.draft = "/srv/work/.scidex-analysis-other-0123".into();
+                r.workspace = "/srv/w/scidex-analysis-other".into();
+                r.draft = "/srv/w/.scidex-analysis-other-0123".into();
             }),
         ];
         for record in forged {

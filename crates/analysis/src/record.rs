@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use sandbox::outcome::{Exit, Outcome, Stop, Usage};
+use sandbox::outcome::{Exit, Outcome, Stop};
 use sandbox::spec::{Enforcement, Hardness, Layer, LimitName};
 use serde::Serialize;
 
@@ -183,13 +183,10 @@ pub fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {
     list.iter().map(|e| (e.limit, entry(e))).collect()
 }
 
-/// The usage of a run that never was.
-pub fn no_usage() -> Usage {
-    Usage::default()
-}
-
 #[cfg(test)]
 mod tests {
+    use sandbox::outcome::Usage;
+
     use super::*;
 
     fn outcome(exit: Option<Exit>, stop: Option<Stop>, oom_kills: u64) -> Outcome {
