@@ -12,7 +12,6 @@ use crate::pipeline::{PipelineError, Ran, unix_ms};
 use crate::policy::Plan;
 use crate::record::{self, Isolation, Log, Reason, Record, Status, Times};
 use crate::request::{Level, Request};
-use crate::runtime::Caller;
 
 /// The record of a run that took place.
 pub(crate) fn describe(
@@ -121,7 +120,7 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         visible: &visible,
         workspace: &workspace,
         project: &plan.project,
-        homes: &Caller::from_process().homes,
+        homes: &plan.homes,
         on_host: &on_host,
         network_off: true,
         disk: Some(Used {

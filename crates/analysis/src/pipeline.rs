@@ -75,8 +75,8 @@ impl PipelineError {
 
 /// Whoever listens to a run as it goes.
 pub trait Audience {
-    /// Output to show now. `held_back`: from here on it is kept until the end.
-    fn live(&mut self, stream: Stream, bytes: &[u8], held_back: bool);
+    /// Output to show now; what is past the limit is kept until the end.
+    fn live(&mut self, stream: Stream, bytes: &[u8]);
     fn notice(&mut self, text: &str);
     fn blocked_on(&self) -> Option<BorrowedFd<'_>>;
     fn unblocked(&mut self);
@@ -233,18 +233,13 @@ impl Attempt {
         limits: &Limits,
     ) -> Result<Storage, PipelineError> {
         // A crash between any two of these steps leaves something that the record proves to be ours.
-        let made = Workspace::draft(
-            self.record.workspace.clone(),
-            &self.record.draft,
-            self.owner(),
-        )?;
+        let owner = self.owner();
+        let made = Workspace::draft(self.record.workspace.clone(), &self.record.draft, owner)?;
         self.record.workspace_is = Some(made.is());
-        let workspace = self.workspace.insert(made);
-        if let Some(dir) = &self.dir {
-            dir.write(&self.record)?;
-        }
-        workspace.publish()?;
-        let on_tmpfs = workspace.is_on_tmpfs();
+        let on_tmpfs = made.is_on_tmpfs();
+        self.workspace = Some(made);
+        self.save()?;
+        self.workspace.as_mut().map_or(Ok(()), Workspace::publish)?;
         let storage = match (request.workspace_kind, on_tmpfs) {
             (WorkspaceKind::Memory, _) => Storage::Memory,
             (WorkspaceKind::Disk, true) => Storage::DiskOnTmpfs,
@@ -255,7 +250,6 @@ impl Attempt {
         if let Some(workspace) = &self.workspace
             && storage != Storage::Memory
         {
-            let owner = self.lease.as_ref().map(|l| (l.uid, l.uid));
             fill(workspace.dir(), &plan.inputs, owner, limits)?;
         }
         Ok(storage)
@@ -564,7 +558,7 @@ impl Attendant for Ears<'_> {
 
     fn output(&mut self, stream: Stream, bytes: &[u8]) {
         let live = self.captures[stream as usize].push(bytes);
-        self.audience.live(stream, live.bytes, live.held_back);
+        self.audience.live(stream, live.bytes);
     }
 
     fn blocked_on(&self) -> Option<BorrowedFd<'_>> {

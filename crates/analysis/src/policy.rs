@@ -62,6 +62,8 @@ pub struct Plan {
     /// Resolved: no symlink, no `..`.
     pub workspace_root: PathBuf,
     pub project: PathBuf,
+    /// Home directories on this host, by which hints are judged.
+    pub homes: Vec<PathBuf>,
     /// What is piped in, resolved.
     pub stdin: Option<PathBuf>,
     pub runtime_prefix: Option<PathBuf>,
@@ -153,6 +155,7 @@ pub fn plan(
         inputs,
         workspace_root,
         project,
+        homes: caller.homes.clone(),
         stdin,
         runtime_prefix: runtime.prefixes.first().cloned(),
         notices: runtime.notice.into_iter().collect(),
@@ -459,11 +462,9 @@ fn inside_target(inside: &Path, workspace: &Path) -> Result<PathBuf, PolicyError
     };
     let target = plain(&workspace.join(inside))
         .ok_or_else(|| bad("it must be a plain path without `..`"))?;
-    let taken = [
-        "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/proc", "/sys",
-        "/dev",
-    ];
-    if target == Path::new("/") || taken.iter().any(|t| target.starts_with(t)) {
+    let made = ["/etc", "/proc", "/sys", "/dev"];
+    let mut taken = sandbox::SYSTEM.iter().chain(&made);
+    if target == Path::new("/") || taken.any(|t| target.starts_with(t)) {
         return Err(bad("the system is there"));
     }
     let own = workspace.starts_with(&target)

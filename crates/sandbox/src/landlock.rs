@@ -11,6 +11,7 @@ use landlock::{
 };
 
 use crate::channel::StepError;
+use crate::mounts::SYSTEM;
 use crate::spec::{Exec, Spec};
 
 /// The newest interface the rules below were written for.
@@ -64,9 +65,7 @@ fn allowed(spec: &Spec) -> Vec<(std::path::PathBuf, BitFlags<AccessFs>)> {
         ("/tmp".into(), all),
         (spec.workspace.to_path_buf(), all),
     ];
-    for system in [
-        "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32",
-    ] {
+    for system in SYSTEM {
         list.push((Path::new(system).into(), run));
     }
     for view in &spec.views {

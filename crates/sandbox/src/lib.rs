@@ -44,5 +44,5 @@ mod sys;
 mod views;
 mod watch;
 
-pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID};
-pub use sys::{block_signals, landlock_abi, read_signal, signal_fd};
+pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM};
+pub use sys::{block_signals, read_signal, signal_fd};

@@ -27,7 +27,9 @@ pub const HIDDEN: &str = ".fumehood";
 pub const INSIDE_HOME: &str = "/tmp/home";
 
 /// The system runtime (promise P3). A symlink on the host is the same symlink inside.
-const SYSTEM: [&str; 7] = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
+pub const SYSTEM: [&str; 7] = [
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32",
+];
 
 /// What of the host's /etc is shown, and why. Nothing here holds a credential.
 const ETC: &[(&str, &str)] = &[
@@ -161,7 +163,7 @@ pub fn build(
     let mut pieces = Vec::new();
     let mut links = Vec::new();
     for name in SYSTEM {
-        system_piece(&Path::new("/").join(name), &mut pieces, &mut links)?;
+        system_piece(Path::new(name), &mut pieces, &mut links)?;
     }
     for (name, _reason) in ETC {
         system_piece(&Path::new("/etc").join(name), &mut pieces, &mut links)?;

@@ -186,7 +186,7 @@ impl Console {
 }
 
 impl Audience for Console {
-    fn live(&mut self, stream: Stream, bytes: &[u8], _held_back: bool) {
+    fn live(&mut self, stream: Stream, bytes: &[u8]) {
         if !self.json {
             let outlet = &mut self.outlets[stream as usize];
             outlet.pending.extend(bytes);

@@ -465,7 +465,7 @@ pub fn shown_dir() -> tempfile::TempDir {
 pub fn compile(source: &str, at: &Path) {
     use std::io::Write;
     let mut gcc = std::process::Command::new("gcc")
-        .args(["-O1", "-pthread", "-x", "c", "-", "-o"])
+        .args(["-O1", "-w", "-pthread", "-x", "c", "-", "-o"])
         .arg(at)
         .stdin(std::process::Stdio::piped())
         .spawn()

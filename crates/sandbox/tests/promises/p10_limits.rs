@@ -616,7 +616,7 @@ int main(void) {
 }"#;
     let mut hood = Hood::new(&["/bin/true"]).limits(|l| l.pids = 1024);
     let program = hood.workspace().join("orphans");
-    crate::p11_deadline::compile(source, &program);
+    crate::hood::compile(source, &program);
     hood.spec.program = sandbox::spec::InsidePath::new(&program);
     let ran = hood.run();
     unstopped(&ran);
@@ -971,7 +971,7 @@ int main(int argc, char **argv) {
     let run = |without: &[Layer]| {
         let mut hood = Hood::new(&["/bin/true", "96"]).without(without);
         let program = hood.workspace().join("writes");
-        crate::p11_deadline::compile(source, &program);
+        crate::hood::compile(source, &program);
         hood.spec.program = sandbox::spec::InsidePath::new(&program);
         hood.run()
     };

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use sandbox::outcome::{Exit, Stop};
 use sandbox::supervise::Wish;
 
-use crate::hood::{Hood, Ran, is_root};
+use crate::hood::{Hood, Ran, compile, is_root};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
@@ -371,22 +371,6 @@ int main(void) {
         (ran.stop(), ran.outcome.exit),
         (Some(Stop::WallTime), Some(Exit::Signal(libc::SIGKILL)))
     );
-}
-
-pub fn compile(source: &str, program: &Path) {
-    use std::io::Write;
-    let mut gcc = Command::new("gcc")
-        .args(["-O1", "-w", "-pthread", "-x", "c", "-", "-o"])
-        .arg(program)
-        .stdin(Stdio::piped())
-        .spawn()
-        .unwrap();
-    gcc.stdin
-        .take()
-        .unwrap()
-        .write_all(source.as_bytes())
-        .unwrap();
-    assert!(gcc.wait().unwrap().success());
 }
 
 fn all_threads_die() {
