@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use analysis::hints::{self, Facts, HostKind, OnHost, Used};
-use analysis::home::RunRecord;
+use analysis::run_dir::RunRecord;
 use analysis::logs::{self, Capture};
 use analysis::request::AnalysisId;
 use analysis::runtime::{self, Caller};

@@ -5,17 +5,20 @@ use std::path::{Path, PathBuf};
 use sandbox::outcome::{Exit, Stop, Usage};
 use sandbox::spec::{Enforcement, Limits};
 
+use crate::attempt::Ran;
 use crate::hints::{self, Facts, HostKind, OnHost, Used};
 use crate::limits::error_chain;
 use crate::logs::Captured;
-use crate::pipeline::{PipelineError, Ran, unix_ms};
+use crate::pipeline::{PipelineError, unix_ms};
 use crate::policy::Plan;
-use crate::record::{self, Isolation, Log, Reason, Record, Status, Times};
-use crate::request::{Level, Request};
+use crate::record::{self, Commit, CommitState, Isolation, Log, Reason, Record, Status, Times};
+use crate::request::{AnalysisId, Level, Request};
+use crate::run_dir::RunRecord;
 
 /// The record of a run that took place.
 pub(crate) fn describe(
     request: &Request,
+    attempt: u32,
     plan: &Plan,
     limits: &Limits,
     enforcement: &[Enforcement],
@@ -28,7 +31,13 @@ pub(crate) fn describe(
         }
         _ => Vec::new(),
     };
-    let mut record = blank(request, plan.workspace_root.as_path(), status, reason);
+    let mut record = blank(
+        &request.id,
+        attempt,
+        plan.workspace_root.as_path(),
+        status,
+        reason,
+    );
     let usage = &ran.outcome.usage;
     record.exit_code = match ran.outcome.exit {
         Some(Exit::Code(code)) => Some(code),
@@ -49,8 +58,8 @@ pub(crate) fn describe(
     record.disk_bytes = usage.disk_bytes;
     record.files = usage.files;
     record.oom_kills = usage.oom_kills;
-    record.stdout = Log::new(&ran.stdout, "stdout");
-    record.stderr = Log::new(&ran.stderr, "stderr");
+    record.stdout = Log::without_text(&ran.stdout);
+    record.stderr = Log::without_text(&ran.stderr);
     record.isolation = Isolation {
         level: Some(Level::Full),
         layers: ran.layers.iter().cloned().collect(),
@@ -62,21 +71,50 @@ pub(crate) fn describe(
 }
 
 /// The record of a run that Fumehood could not start.
-pub fn not_run(request: &Request, error: &PipelineError) -> Record {
+pub fn not_run(request: &Request, attempt: u32, error: &PipelineError) -> Record {
     let (status, reason) = error.verdict();
-    let mut record = blank(request, &request.workspace_root, status, reason);
+    let mut record = blank(
+        &request.id,
+        attempt,
+        &request.workspace_root,
+        status,
+        reason,
+    );
     record.message = Some(error_chain(error));
     record
 }
 
-fn blank(request: &Request, workspace_root: &Path, status: Status, reason: Reason) -> Record {
+/// The record of an attempt whose runner died before it could tell how the program ended.
+pub(crate) fn runner_lost(run: &RunRecord) -> Record {
+    let root = run.workspace.parent().unwrap_or(Path::new("/"));
+    let (status, reason) = (Status::Error, Reason::RunnerLost);
+    let mut record = blank(&run.id, run.attempt, root, status, reason);
+    record.message =
+        Some("the runner died before the program's end was known; the program died with it".into());
+    record
+}
+
+/// A record of results that were made without a sandbox.
+pub(crate) fn handed_in(id: &AnalysisId, attempt: u32, dir: &Path, status: Status) -> Record {
+    let mut record = blank(id, attempt, dir, status, Reason::Recorded);
+    record.workspace = dir.to_path_buf();
+    record
+}
+
+fn blank(
+    id: &AnalysisId,
+    attempt: u32,
+    workspace_root: &Path,
+    status: Status,
+    reason: Reason,
+) -> Record {
     let now = unix_ms();
     let usage = Usage::default();
     let nothing = Captured::default();
     Record {
-        schema: record::SCHEMA,
-        id: request.id.clone(),
-        attempt: 1,
+        schema: record::SCHEMA.into(),
+        id: id.clone(),
+        attempt,
         status,
         reason,
         message: None,
@@ -93,15 +131,23 @@ fn blank(request: &Request, workspace_root: &Path, status: Status, reason: Reaso
         disk_bytes: 0,
         files: 0,
         oom_kills: 0,
-        stdout: Log::new(&nothing, "stdout"),
-        stderr: Log::new(&nothing, "stderr"),
-        workspace: crate::workspace::path_for(workspace_root, &request.id),
+        stdout: Log::without_text(&nothing),
+        stderr: Log::without_text(&nothing),
+        workspace: crate::workspace::path_for(workspace_root, id),
         kept_until: None,
         isolation: Isolation {
             level: None,
             layers: Default::default(),
         },
         limits: Default::default(),
+        outputs: Vec::new(),
+        collection: Default::default(),
+        commit: Commit {
+            state: CommitState::Unrecorded,
+            database: None,
+            message: None,
+        },
+        post_process: None,
         hints: Vec::new(),
         notices: Vec::new(),
     }

@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::logs::escape_terminal;
 
@@ -21,7 +21,7 @@ const LOOKUPS_MAX: usize = 32;
 const PATH_BYTES_MAX: usize = 1024;
 const NAME_CHARS_MAX: usize = 80;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HintKind {
     /// A path that the program does not see; the text has the line that would show it.
@@ -37,7 +37,7 @@ pub enum HintKind {
     OpenFiles,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hint {
     pub kind: HintKind,
     /// One line, safe for a terminal, beginning with "guess:".

@@ -4,19 +4,32 @@
 
 #![forbid(unsafe_code)]
 
+pub mod artifacts;
+mod attempt;
+pub mod collect;
 pub mod copy_in;
 pub mod description;
+pub mod fault;
 pub mod hints;
 pub mod home;
 pub mod lease;
+pub mod ledger;
 pub mod limits;
 pub mod logs;
+pub mod manifest;
 pub mod pipeline;
 pub mod policy;
+pub mod post_process;
+pub mod provenance;
 pub mod reaper;
 pub mod record;
 pub mod request;
+pub mod result_value;
+pub mod run_dir;
 pub mod runtime;
+pub mod settle;
+pub mod steps;
+pub mod store;
 pub mod tree;
 pub mod units;
 pub mod workspace;

@@ -1,6 +1,8 @@
 //! Request, resolved paths, runtime and limits become a [`Spec`]: what may be seen, under which names, with which
 //! environment. Decides everything before anything is made.
 
+mod links;
+
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 
@@ -12,6 +14,7 @@ use crate::copy_in::{self, CopyError};
 use crate::hints::shell_quoted;
 use crate::request::{Command, Input, ReadRoot, Request, Stdin};
 use crate::runtime::{self, Caller, Runtime, RuntimeError};
+use links::{through_own_links, trusted_link};
 
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
@@ -73,6 +76,8 @@ pub struct Plan {
 /// Paths of Fumehood's own that no view may show.
 pub struct Private<'a> {
     pub home: &'a Path,
+    /// Where outputs are kept, and the database where it is a file: not always below the home.
+    pub kept: &'a [PathBuf],
 }
 
 pub fn plan(
@@ -104,7 +109,7 @@ pub fn plan(
     let guard = Guard {
         request,
         workspace_root: &workspace_root,
-        home: private.home,
+        private,
     };
     let mut views = Vec::new();
     for (name, flag, asked) in [
@@ -218,7 +223,7 @@ fn in_mount_order(views: &mut Vec<View>) {
 struct Guard<'a> {
     request: &'a Request,
     workspace_root: &'a Path,
-    home: &'a Path,
+    private: &'a Private<'a>,
 }
 
 impl Guard<'_> {
@@ -341,9 +346,14 @@ impl Guard<'_> {
         if self.below_workspaces(real) {
             return refuse("it is the workspace of an analysis");
         }
-        let home = canonical(self.home).unwrap_or_else(|_| self.home.to_path_buf());
-        if home.starts_with(real) || real.starts_with(&home) {
-            return refuse("it contains Fumehood's own records (FUMEHOOD_HOME)");
+        let kept = self.private.kept.iter().map(PathBuf::as_path);
+        for own in [self.private.home].into_iter().chain(kept) {
+            let own = canonical(own).unwrap_or_else(|_| own.to_path_buf());
+            if own.starts_with(real) || real.starts_with(&own) {
+                return refuse(
+                    "it contains Fumehood's own records (FUMEHOOD_HOME, the database or the artifacts)",
+                );
+            }
         }
         Ok(())
     }
@@ -371,68 +381,6 @@ impl Guard<'_> {
                 path: real.to_path_buf(),
             }),
         }
-    }
-}
-
-/// As many links as the kernel follows.
-const LINKS_MAX: u32 = 40;
-
-/// `data` may be a link, which then decides what is shown. Whoever can write in a project does not thereby read with
-/// the caller's rights: not by a link that somebody else made, and not by one to people's homes and what is hidden in them.
-fn trusted_link(path: &Path, homes: &[PathBuf]) -> Result<(), PolicyError> {
-    let refuse = |why| {
-        Err(PolicyError::Refused {
-            path: path.to_path_buf(),
-            why,
-        })
-    };
-    let unreachable = |source| PolicyError::Unreachable {
-        path: path.to_path_buf(),
-        source,
-    };
-    let mut at = path.to_path_buf();
-    for hop in 0.. {
-        let meta = std::fs::symlink_metadata(&at).map_err(unreachable)?;
-        if !meta.is_symlink() {
-            match hop {
-                0 => return Ok(()),
-                _ => break,
-            }
-        }
-        let owner = std::os::unix::fs::MetadataExt::uid(&meta);
-        if ![0, rustix::process::geteuid().as_raw()].contains(&owner) || hop > LINKS_MAX {
-            return refuse(
-                "it is a link that another user made; name what it leads to with --data or --docs",
-            );
-        }
-        let to = std::fs::read_link(&at).map_err(unreachable)?;
-        at = at.parent().unwrap_or(Path::new("/")).join(to);
-    }
-    let real = canonical(path).map_err(unreachable)?;
-    // A home may itself be reached through a link.
-    let resolved = homes.iter().filter_map(|home| canonical(home).ok());
-    let private = |home: &PathBuf| {
-        let below = real
-            .strip_prefix(home)
-            .ok()
-            .and_then(|p| p.components().next());
-        home.starts_with(&real)
-            || below.is_some_and(|c| c.as_os_str().as_encoded_bytes().starts_with(b"."))
-    };
-    let system = ["/etc", "/var", "/run", "/boot"]
-        .iter()
-        .any(|dir| real.starts_with(dir));
-    match system && !real.starts_with("/var/tmp")
-        || homes
-            .iter()
-            .cloned()
-            .chain(resolved)
-            .any(|home| private(&home))
-    {
-        true => refuse(
-            "it is a link to what is private on this host; if it is meant, name it with --data or --docs",
-        ),
-        false => Ok(()),
     }
 }
 
@@ -495,6 +443,7 @@ fn resolve_command(
             argv.push(name.clone().into_os_string());
             argv.extend(args.iter().cloned());
             let script = caller.cwd.join(script);
+            through_own_links(&script)?;
             Ok((runtime, vec![(script, name)], argv))
         }
         Command::Argv(words) => {

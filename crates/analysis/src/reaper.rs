@@ -1,52 +1,92 @@
-//! Finishes or removes what the dead left: cgroups with whatever is still in them, workspaces, run directories.
+//! Finishes or removes what the dead left: cgroups with whatever is still in them, attempts that are not committed,
+//! workspaces, run directories.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use sandbox::{cgroup, quota};
 
-use crate::home::{self, Home, RunDir, RunRecord, RunState};
+use crate::artifacts::{Transfer, Trust, refuse_network_fs};
+use crate::collect::Modes;
+use crate::description;
+use crate::home::{self, Home};
+use crate::ledger::Ledger;
 use crate::limits::{self, error_chain};
-use crate::workspace::{self, Patience};
+use crate::post_process;
+use crate::record::{PostProcessed, Record};
+use crate::request::AnalysisId;
+use crate::run_dir::{RunDir, RunRecord, RunState, Task};
+use crate::settle::{self, Ended, Left, SettleError};
+use crate::workspace::{self, Patience, Workspace, WorkspaceError};
 
 /// What one pass did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reaped {
     pub removed: Vec<PathBuf>,
     pub kept: Vec<(PathBuf, u64)>,
+    /// Attempts whose runner had died, or whose database had been away, and that are committed now.
+    pub finished: Vec<Record>,
+    /// Attempts that await something else than us, and what.
+    pub waiting: Vec<String>,
     pub problems: Vec<String>,
 }
 
 /// Looks at every run directory whose runner is gone. Called before each run, so it must cost
-/// nothing when there is nothing: one directory listing, and one lock tried for each living run.
-pub fn reap(home: &Home) -> Reaped {
-    reap_some(home, &|record| match record.state {
-        RunState::Kept { until } => until <= home::unix_seconds(),
+/// nothing when there is nothing: two directory listings, and one lock tried for each living run.
+/// Without a ledger, attempts that are to be recorded are left alone.
+pub fn reap(home: &Home, ledger: Option<&mut Ledger>) -> Reaped {
+    reap_some(home, ledger, &|record| match record.state {
+        RunState::Kept { until } | RunState::Open { until } => until <= home::unix_seconds(),
         RunState::Live | RunState::Quarantined => true,
+        RunState::Ran | RunState::Recorded => false,
     })
 }
 
 /// As [`reap`], and a kept workspace goes before its time.
-pub fn reap_kept(home: &Home, id: Option<&str>) -> Reaped {
-    reap_some(home, &|record| id.is_none_or(|id| record.id.as_str() == id))
+pub fn reap_kept(home: &Home, ledger: Option<&mut Ledger>, id: Option<&str>) -> Reaped {
+    reap_some(home, ledger, &|record| match record.state {
+        RunState::Ran | RunState::Open { .. } => false,
+        _ => id.is_none_or(|id| record.id.as_str() == id),
+    })
 }
 
-fn reap_some(home: &Home, due: &dyn Fn(&RunRecord) -> bool) -> Reaped {
+/// Everything that can be finished of one id.
+pub fn reap_one(home: &Home, ledger: &mut Ledger, id: &AnalysisId) -> Reaped {
     let mut reaped = Reaped::default();
-    for id in std::fs::read_dir(home.runs())
-        .into_iter()
-        .flatten()
-        .flatten()
-    {
-        for attempt in std::fs::read_dir(id.path()).into_iter().flatten().flatten() {
-            if let Some(dir) = lock_of_the_dead(&attempt.path()) {
-                look_at(dir, due, &mut reaped);
-            }
-        }
-        // Made and abandoned before its first attempt was.
-        let _not_empty = std::fs::remove_dir(id.path());
+    let due = |record: &RunRecord| matches!(record.state, RunState::Live | RunState::Quarantined);
+    for base in [home.runs(), home.pending()] {
+        reap_id(&base.join(id.as_str()), Some(ledger), &due, &mut reaped);
     }
     reaped
+}
+
+fn reap_some(
+    home: &Home,
+    mut ledger: Option<&mut Ledger>,
+    due: &dyn Fn(&RunRecord) -> bool,
+) -> Reaped {
+    let mut reaped = Reaped::default();
+    for base in [home.runs(), home.pending()] {
+        for id in std::fs::read_dir(base).into_iter().flatten().flatten() {
+            reap_id(&id.path(), ledger.as_deref_mut(), due, &mut reaped);
+        }
+    }
+    reaped
+}
+
+fn reap_id(
+    id: &Path,
+    mut ledger: Option<&mut Ledger>,
+    due: &dyn Fn(&RunRecord) -> bool,
+    reaped: &mut Reaped,
+) {
+    for attempt in std::fs::read_dir(id).into_iter().flatten().flatten() {
+        if let Some(dir) = lock_of_the_dead(&attempt.path()) {
+            look_at(dir, due, ledger.as_deref_mut(), reaped);
+        }
+    }
+    // Made and abandoned before its first attempt was.
+    let _not_empty = std::fs::remove_dir(id);
 }
 
 /// The run directory, if its runner is dead. One that was killed while it started its launcher leaves the lock
@@ -66,26 +106,107 @@ fn lock_of_the_dead(path: &Path) -> Option<RunDir> {
     None
 }
 
-fn look_at(dir: RunDir, due: &dyn Fn(&RunRecord) -> bool, reaped: &mut Reaped) {
+fn look_at(
+    dir: RunDir,
+    due: &dyn Fn(&RunRecord) -> bool,
+    ledger: Option<&mut Ledger>,
+    reaped: &mut Reaped,
+) {
     let record = match dir.read() {
         Ok(Some(record)) => record,
         // Claimed, and its runner died before it made anything.
         Ok(None) => return drop(dir.remove()),
         Err(e) => return reaped.problems.push(error_chain(&e)),
     };
-    // Another machine's (a home on a shared disk): its processes cannot be seen from here.
-    if record.host != home::machine() {
-        return;
+    // Another machine's (a home on a shared disk): its processes cannot be seen from here. On a local disk it is this
+    // machine's, under another name, since we have its lock.
+    if record.host != home::machine() && refuse_network_fs(dir.path()).is_err() {
+        let waits = format!("{} is the machine {}'s", record.id, record.host);
+        return reaped.waiting.push(waits);
     }
     if !due(&record) {
-        if let RunState::Kept { until } = record.state {
-            reaped.kept.push((record.workspace, until));
+        match record.state {
+            RunState::Kept { until } => reaped.kept.push((record.workspace, until)),
+            RunState::Ran => reaped.waiting.push(format!(
+                "{} ran in its workspace; `fumehood post-process {}` commits it",
+                record.id, record.id
+            )),
+            _ => {}
         }
         return;
     }
+    let unsettled = matches!(record.state, RunState::Live | RunState::Quarantined);
+    match (&record.task, ledger) {
+        (Some(_), _) if unsettled && record.prepared => give_back(&dir, record, reaped),
+        (Some(task), Some(ledger)) if unsettled => match finish(&dir, &record, task, ledger) {
+            Ok(Finished::Committed(done)) => {
+                reaped.finished.push(*done);
+                let made = record.workspace_is.is_some();
+                reaped.removed.extend(made.then_some(record.workspace));
+                reaped
+                    .problems
+                    .extend(dir.remove().err().map(|e| error_chain(&e)));
+            }
+            Ok(Finished::NeverBegun) => remove_all(dir, record, reaped),
+            Ok(Finished::OtherDatabase) => reaped.waiting.push(format!(
+                "{} belongs to the database {}; `fumehood gc --db …` with that one finishes it",
+                record.id, task.database
+            )),
+            Err(problem) => reaped.problems.push(problem),
+        },
+        (Some(task), None) if unsettled => reaped.waiting.push(format!(
+            "{} awaits its commit to {}",
+            record.id, task.database
+        )),
+        _ => remove_all(dir, record, reaped),
+    }
+}
+
+/// The workspace is one that `workspace create` made: it is not ours to remove. What ran in it awaits `post-process`; if
+/// nothing did, it can be run in.
+fn give_back(dir: &RunDir, mut record: RunRecord, reaped: &mut Reaped) {
+    let mut back = || -> Result<(), String> {
+        cgroup::remove_left_behind(&record.cgroups, &record.boot_id)
+            .map_err(|e| error_chain(&e))?;
+        if let Some(workspace) = reopen(&record).map_err(|e| error_chain(&e))? {
+            workspace.take_back().map_err(|e| error_chain(&e))?;
+        }
+        release_quota(&record)?;
+        let began = record.task.as_ref().is_some_and(|task| task.begun);
+        if began && settle::ending(dir).map_err(|e| error_chain(&e))?.is_none() {
+            let lost = description::runner_lost(&record);
+            settle::write_lost(dir, &lost).map_err(|e| error_chain(&e))?;
+        }
+        record.cgroups.clear();
+        match (&mut record.task, began) {
+            (Some(task), true) => {
+                task.taken_over = true;
+                record.state = RunState::Ran;
+            }
+            _ => {
+                let until = home::unix_seconds() + PREPARED_AGAIN_S;
+                (record.task, record.state) = (None, RunState::Open { until });
+            }
+        }
+        dir.write(&record).map_err(|e| error_chain(&e))
+    };
+    match back() {
+        Ok(()) => reaped.waiting.push(format!(
+            "{} is back in its workspace as it was left",
+            record.id
+        )),
+        Err(problem) => reaped.problems.push(problem),
+    }
+}
+
+/// For how long a workspace stands that was prepared, and whose runner died before it began.
+const PREPARED_AGAIN_S: u64 = 24 * 3600;
+
+fn remove_all(dir: RunDir, record: RunRecord, reaped: &mut Reaped) {
     match remove(&record) {
         Ok(()) => {
-            reaped.removed.push(record.workspace);
+            let made = record.workspace_is.is_some();
+            reaped.removed.extend(made.then_some(record.workspace));
             reaped
                 .problems
                 .extend(dir.remove().err().map(|e| error_chain(&e)));
@@ -94,7 +215,115 @@ fn look_at(dir: RunDir, due: &dyn Fn(&RunRecord) -> bool, reaped: &mut Reaped) {
     }
 }
 
-fn remove(record: &RunRecord) -> Result<(), String> {
+enum Finished {
+    Committed(Box<Record>),
+    /// The database never heard of it: nothing ran.
+    NeverBegun,
+    OtherDatabase,
+}
+
+/// Takes up an attempt where its runner stopped, to its commit and the end of its workspace. The run directory
+/// is left to be removed.
+fn finish(
+    dir: &RunDir,
+    run: &RunRecord,
+    task: &Task,
+    ledger: &mut Ledger,
+) -> Result<Finished, String> {
+    let said = |e: SettleError| error_chain(&e);
+    if ledger.store().map_err(said)?.id() != task.database_id {
+        return Ok(Finished::OtherDatabase);
+    }
+    // First the processes: nothing is read or removed under a living one.
+    cgroup::remove_left_behind(&run.cgroups, &run.boot_id).map_err(|e| error_chain(&e))?;
+    let mut run = run.clone();
+    if settle::ending(dir).map_err(|e| error_chain(&e))?.is_none() {
+        let begun = ledger.with(|store| store.attempt_of(&task.key));
+        match (begun.map_err(said)?, task.begun) {
+            (None, false) => return Ok(Finished::NeverBegun),
+            // The database is an older copy of itself: it gets the attempt anew.
+            (None, true) => {}
+            (Some(number), _) => run.attempt = number,
+        }
+        let lost = description::runner_lost(&run);
+        settle::write_lost(dir, &lost).map_err(said)?;
+    }
+    let workspace = reopen(&run).map_err(|e| error_chain(&e))?;
+    let mut record = settle_left(dir, &run, task, workspace.as_ref(), ledger).map_err(said)?;
+    // The directory itself, its draft and its quota.
+    drop(workspace);
+    remove(&run)?;
+    record.post_process = step_due(ledger, task, &record, dir);
+    Ok(Finished::Committed(Box::new(record)))
+}
+
+/// The platform's own step, with the artifact store that the attempt was taken into.
+pub(crate) fn step_due(
+    ledger: &mut Ledger,
+    task: &Task,
+    record: &Record,
+    dir: &RunDir,
+) -> Option<PostProcessed> {
+    let key = (record.id.as_str(), record.attempt);
+    ledger.with_artifacts_of(task, |ledger| post_process::if_due(ledger, key, dir.path()))
+}
+
+/// The workspace of a dead runner, if it still stands.
+pub(crate) fn reopen(run: &RunRecord) -> Result<Option<Workspace>, WorkspaceError> {
+    match run.workspace_is {
+        Some(is) => Workspace::reopen(run.workspace.clone(), is, patience(run)),
+        None => Ok(None),
+    }
+}
+
+/// Settles what a workspace holds that nobody runs in any more.
+pub(crate) fn settle_left(
+    dir: &RunDir,
+    run: &RunRecord,
+    task: &Task,
+    workspace: Option<&Workspace>,
+    ledger: &mut Ledger,
+) -> Result<Record, SettleError> {
+    let ours = rustix::process::geteuid().as_raw();
+    let owner_uid = match (task.taken_over, run.uid) {
+        (false, Some(uid)) => uid,
+        _ => ours,
+    };
+    let left = match workspace {
+        // What a workspace in memory held died with its runner; the directory on disk is empty.
+        Some(workspace) if !task.memory => Left::Directory {
+            dir: workspace.dir(),
+            owner_uid,
+        },
+        // It never had one.
+        _ if run.workspace_is.is_none() => Left::Nothing,
+        _ => Left::Gone,
+    };
+    let transfer = |_: &Record| match run.state {
+        RunState::Ran => Transfer::Copy,
+        _ => Transfer::Move,
+    };
+    let ended = Ended {
+        dir,
+        run,
+        task,
+        left,
+        transfer: &transfer,
+        trust: Trust::Nothing,
+        modes: Modes::Override,
+    };
+    ledger.with_artifacts_of(task, |ledger| settle::settle(&ended, ledger, &mut |_| {}))
+}
+
+/// What could not be killed is not waited for at every start.
+fn patience(record: &RunRecord) -> Patience {
+    match record.state {
+        RunState::Quarantined => Patience::None,
+        _ => Patience::AMoment,
+    }
+}
+
+pub(crate) fn remove(record: &RunRecord) -> Result<(), String> {
     // First the processes: nothing is removed under a living one.
     cgroup::remove_left_behind(&record.cgroups, &record.boot_id).map_err(|e| error_chain(&e))?;
     // Made and not yet noted, it can only stand under its draft name, which nobody else knew.
@@ -104,13 +333,8 @@ fn remove(record: &RunRecord) -> Result<(), String> {
     };
     let paths = [record.draft.as_path(), record.workspace.as_path()];
     let found = paths.map(|path| (path, record.workspace_is.or(unnoted)));
-    // What could not be killed is not waited for at every start.
-    let patience = match record.state {
-        RunState::Quarantined => Patience::None,
-        RunState::Live | RunState::Kept { .. } => Patience::AMoment,
-    };
     for (path, is) in found.into_iter().filter_map(|(path, is)| Some((path, is?))) {
-        workspace::remove_left_behind(path, is, patience).map_err(|e| error_chain(&e))?;
+        workspace::remove_left_behind(path, is, patience(record)).map_err(|e| error_chain(&e))?;
     }
     release_quota(record)
 }
@@ -156,8 +380,9 @@ mod tests {
         }
         let id = AnalysisId::new("mine").unwrap();
         let naming = |workspace: &Path| RunRecord {
-            version: home::RECORD_VERSION,
+            version: crate::run_dir::RECORD_VERSION,
             id: id.clone(),
+            attempt: 1,
             host: home::machine(),
             boot_id: home::boot_id(),
             runner_pid: u32::MAX,
@@ -168,15 +393,17 @@ mod tests {
             project_quota: None,
             cgroups: Vec::new(),
             state: RunState::Live,
+            prepared: false,
+            task: None,
         };
-        let run = RunDir::claim(&home, &id).unwrap();
+        let run = RunDir::claim(&home, &id, 1).unwrap();
         let path = run.path().to_path_buf();
         drop(run);
         for forged in [&others, &victim] {
             let run = RunDir::try_lock(&path).unwrap().unwrap();
             run.write(&naming(forged)).unwrap();
             drop(run);
-            let reaped = reap_kept(&home, None);
+            let reaped = reap_kept(&home, None, None);
             assert!(reaped.removed.is_empty(), "{reaped:?}");
             assert_eq!(reaped.problems.len(), 1, "{reaped:?}");
             assert!(forged.exists());
@@ -184,7 +411,7 @@ mod tests {
         let run = RunDir::try_lock(&path).unwrap().unwrap();
         run.write(&naming(&own)).unwrap();
         drop(run);
-        assert_eq!(reap(&home).problems, [""; 0]);
+        assert_eq!(reap(&home, None).problems, [""; 0]);
         assert!(!own.exists() && !path.exists(), "the control");
     }
 }

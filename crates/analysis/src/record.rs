@@ -8,15 +8,16 @@ use std::path::PathBuf;
 
 use sandbox::outcome::{Exit, Outcome, Stop};
 use sandbox::spec::{Enforcement, Hardness, Layer, LimitName};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::hints::Hint;
 use crate::logs::Captured;
+use crate::manifest::{Collected, ContentHash, Output, OutputPath, Remark, Remarked};
 use crate::request::{AnalysisId, Level};
 
 pub const SCHEMA: &str = "fumehood.result/1";
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
     Succeeded,
@@ -44,7 +45,7 @@ impl Status {
 }
 
 /// Tells more than the status; one word each, listed in the schema.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
     Exit,
@@ -65,6 +66,38 @@ pub enum Reason {
     NotStarted,
     NotFound,
     NotExecutable,
+    /// The runner died before the program's end was known.
+    RunnerLost,
+    /// The program succeeded, but an output that `--expect` names is not there.
+    MissingOutput,
+    /// Made without a sandbox and handed in by `record`.
+    Recorded,
+}
+
+impl Reason {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Reason::Exit => "exit",
+            Reason::Signal => "signal",
+            Reason::WallTime => "wall_time",
+            Reason::CpuTime => "cpu_time",
+            Reason::IdleTime => "idle_time",
+            Reason::OomKilled => "oom_killed",
+            Reason::MemoryWatch => "memory_watch",
+            Reason::Disk => "disk",
+            Reason::FileSize => "file_size",
+            Reason::Files => "files",
+            Reason::Cancelled => "cancelled",
+            Reason::InitLost => "init_lost",
+            Reason::Unkillable => "unkillable",
+            Reason::NotStarted => "not_started",
+            Reason::NotFound => "not_found",
+            Reason::NotExecutable => "not_executable",
+            Reason::RunnerLost => "runner_lost",
+            Reason::MissingOutput => "missing_output",
+            Reason::Recorded => "recorded",
+        }
+    }
 }
 
 /// Status and reason, from facts.
@@ -100,7 +133,7 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
     }
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Log {
     /// Valid UTF-8 as it is; other bytes as `\xNN`, a backslash as `\\`. A gap is marked `\[fumehood: …]`.
     pub text: String,
@@ -110,9 +143,10 @@ pub struct Log {
 }
 
 impl Log {
-    pub fn new(captured: &Captured, stream: &str) -> Log {
+    /// The text is several times as large as the bytes, at worst; it is made where a document is printed.
+    pub fn without_text(captured: &Captured) -> Log {
         Log {
-            text: captured.text(stream),
+            text: String::new(),
             bytes: captured.total_bytes,
             truncated: captured.truncated,
             dropped_bytes: captured.dropped_bytes,
@@ -120,14 +154,14 @@ impl Log {
     }
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Isolation {
     pub level: Option<Level>,
     /// Each layer that the launcher reported, and how it holds.
     pub layers: BTreeMap<Layer, String>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitEntry {
     /// In milliseconds, bytes, thousandths of a CPU, or a count.
     pub asked: u64,
@@ -135,7 +169,7 @@ pub struct LimitEntry {
     pub how_hard: Hardness,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Times {
     /// Unix time in milliseconds.
     pub started_ms: u64,
@@ -143,10 +177,98 @@ pub struct Times {
     pub wall_ms: u64,
 }
 
-/// One attempt's result: what `--json` prints and, later, what is committed.
-#[derive(Clone, Debug, Serialize)]
+/// An output, as people and programs read of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutputEntry {
+    pub path: OutputPath,
+    pub bytes: u64,
+    pub media_type: String,
+    pub blake3: ContentHash,
+    pub modified_ms: i64,
+}
+
+impl From<&Output> for OutputEntry {
+    fn from(output: &Output) -> OutputEntry {
+        OutputEntry {
+            path: output.path.clone(),
+            bytes: output.bytes,
+            media_type: output.media_type.clone(),
+            blake3: output.blake3,
+            modified_ms: output.modified_ms,
+        }
+    }
+}
+
+/// What was taken of what the program left, and what was not.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Collection {
+    /// The program ended by itself and well, and nothing of what it left is missing.
+    pub complete: bool,
+    pub bytes: u64,
+    pub refused: u64,
+    pub remarks: Vec<Remarked>,
+    pub remark_counts: BTreeMap<Remark, u64>,
+    pub inputs_unchanged: u64,
+    pub cached: u64,
+    pub not_asked: u64,
+    /// Patterns of `--expect` that no output matches.
+    pub missing: Vec<String>,
+    /// Why `result.json` is not in the database as JSON.
+    pub result_note: Option<String>,
+}
+
+impl Collection {
+    pub fn new(collected: &Collected, missing: &[String], result_note: Option<String>) -> Self {
+        Collection {
+            complete: false,
+            bytes: collected.bytes,
+            refused: collected.refused(),
+            remarks: collected.remarks.clone(),
+            remark_counts: collected.remark_counts.clone(),
+            inputs_unchanged: collected.inputs_unchanged,
+            cached: collected.cached,
+            not_asked: collected.not_asked,
+            missing: missing.to_vec(),
+            result_note,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CommitState {
+    /// `--db none`, or a run that never got that far.
+    Unrecorded,
+    Committed,
+    /// Somebody else ended this attempt meanwhile; what it left is stored beside that, as another attempt.
+    Superseded,
+    /// Outputs and record are safe in FUMEHOOD_HOME; the database does not have them.
+    Pending,
+    /// Not even that: the outputs are still in the workspace.
+    InWorkspace,
+    /// Ran by `run --in`: `post-process` is the next step.
+    Awaited,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commit {
+    pub state: CommitState,
+    pub database: Option<String>,
+    /// What stood in the way.
+    pub message: Option<String>,
+}
+
+/// How the platform's own step went.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PostProcessed {
+    pub done: bool,
+    pub message: Option<String>,
+}
+
+/// One attempt's result: what `--json` prints and what is committed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    pub schema: &'static str,
+    pub schema: String,
     pub id: AnalysisId,
     pub attempt: u32,
     pub status: Status,
@@ -169,6 +291,11 @@ pub struct Record {
     pub kept_until: Option<u64>,
     pub isolation: Isolation,
     pub limits: BTreeMap<LimitName, LimitEntry>,
+    pub outputs: Vec<OutputEntry>,
+    pub collection: Collection,
+    pub commit: Commit,
+    /// `null`: none is configured, or it is not its turn.
+    pub post_process: Option<PostProcessed>,
     pub hints: Vec<Hint>,
     /// Things the user should know that are no error: a runtime that was shown, a limit that is only watched.
     pub notices: Vec<String>,

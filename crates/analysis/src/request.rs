@@ -162,8 +162,20 @@ pub enum Keep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
+    /// Not of a run of ours: results that `record` was handed.
+    None,
     Landlock,
     Full,
+}
+
+impl Level {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Level::None => "none",
+            Level::Landlock => "landlock",
+            Level::Full => "full",
+        }
+    }
 }
 
 /// Where standard input comes from. It is always a pipe or /dev/null inside.
@@ -173,6 +185,47 @@ pub enum Stdin {
     File(PathBuf),
     /// `--stdin -`: the caller's own standard input, piped.
     Caller,
+}
+
+/// What is taken of what an analysis leaves, and within which bounds. Kept in the run directory, so that whoever finishes
+/// the attempt takes the same.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Collection {
+    /// `--output`: globs that narrow what is an output; none: everything.
+    pub outputs: Vec<String>,
+    /// `--expect`: globs that must each match an output.
+    pub expects: Vec<String>,
+    pub total_bytes_max: u64,
+    pub file_bytes_max: u64,
+    pub outputs_max: u64,
+    pub depth_max: u32,
+    /// Content up to this size also goes into the database.
+    pub inline_bytes_max: u64,
+    /// All content of one attempt in the database.
+    pub inline_total_bytes_max: u64,
+}
+
+impl Default for Collection {
+    fn default() -> Self {
+        let disk_bytes = AskedLimits::default().disk_bytes.value;
+        Collection {
+            outputs: Vec::new(),
+            expects: Vec::new(),
+            total_bytes_max: disk_bytes,
+            file_bytes_max: disk_bytes,
+            outputs_max: 10_000,
+            depth_max: 32,
+            inline_bytes_max: 1 << 20,
+            inline_total_bytes_max: 16 << 20,
+        }
+    }
+}
+
+/// Whether an id that is in the database already may be run again, as a new attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Again {
+    Refused,
+    Replace,
 }
 
 /// One analysis as asked for, after settings, environment and flags were merged under the
@@ -200,4 +253,8 @@ pub struct Request {
     pub allow_degraded: BTreeSet<LimitName>,
     /// From the operator's policy: if set, only paths below these may be read.
     pub readable_roots: Option<Vec<PathBuf>>,
+    pub collection: Collection,
+    pub again: Again,
+    /// Names of variables, or their beginnings and a star, whose values are not stored.
+    pub secret_env: Vec<String>,
 }

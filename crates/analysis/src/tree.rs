@@ -19,7 +19,7 @@
 
 #[cfg(test)]
 mod tests;
-mod walk;
+pub(crate) mod walk;
 
 use std::collections::HashSet;
 use std::ffi::{CStr, CString, OsStr};
@@ -237,11 +237,11 @@ struct Remove {
 }
 
 impl Visit for Remove {
-    fn open(&self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
+    fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
         open_unlocked(dir, name)
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>) -> Result<(), Fault> {
+    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
         let stat = rustix::fs::fstat(dir).map_err(Fault::Stat)?;
         if stat.st_mode & 0o700 != 0o700 {
             // If this is refused, deleting what is inside will be too, and that is reported.
@@ -322,11 +322,11 @@ impl TakeOver {
 }
 
 impl Visit for TakeOver {
-    fn open(&self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
+    fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
         open_unlocked(dir, name)
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>) -> Result<(), Fault> {
+    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
         let stat = rustix::fs::fstat(dir).map_err(Fault::Stat)?;
         self.check_owner(&stat)?;
         let mode = stat.st_mode & 0o1777 | 0o700;
@@ -373,11 +373,11 @@ struct Measure {
 }
 
 impl Visit for Measure {
-    fn open(&self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
+    fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
         open_beneath(dir, name, OPEN_DIR)
     }
 
-    fn entered(&mut self, _: BorrowedFd<'_>) -> Result<(), Fault> {
+    fn entered(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Gid, Mode, OFlags, StatxFlags, Uid};
@@ -192,7 +192,56 @@ impl Workspace {
         rustix::fs::fstatfs(&self.dir).is_ok_and(|s| s.f_type == TMPFS_MAGIC)
     }
 
-    pub fn remove(self) -> Result<(), WorkspaceError> {
+    /// Takes up a workspace that Fumehood made before and no process holds any more: `None` if it is gone.
+    pub fn reopen(
+        path: PathBuf,
+        is: Identity,
+        patience: Patience,
+    ) -> Result<Option<Workspace>, WorkspaceError> {
+        patience.until_free(|| match held_again(&path, is)? {
+            None => Ok(None),
+            Some((root, dir)) => {
+                let dir = dir.map_err(|e| WorkspaceError::Make {
+                    path: path.clone(),
+                    source: e.into(),
+                })?;
+                let name = path.file_name().unwrap_or_default().to_os_string();
+                let path = path.clone();
+                Ok(Some(Workspace {
+                    path,
+                    name,
+                    root,
+                    dir,
+                    is,
+                }))
+            }
+        })
+    }
+
+    /// For a program that is to run in it: everything becomes the leased uid's, and what an earlier keeping took
+    /// away is there again.
+    pub fn prepare(&self, owner: Option<(u32, u32)>) -> Result<(), WorkspaceError> {
+        if let Some((uid, gid)) = owner {
+            let taken = tree::take_over(self.dir.as_fd(), uid, gid);
+            taken.map_err(|source| WorkspaceError::TakeOver {
+                path: self.path.clone(),
+                source,
+            })?;
+        }
+        let hidden = Path::new(sandbox::HIDDEN);
+        let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
+        match rustix::fs::statat(&self.dir, hidden, flags) {
+            Err(rustix::io::Errno::NOENT) => self.furnish(self.dir.as_fd(), owner),
+            found => found.map(drop),
+        }
+        .map_err(|e| WorkspaceError::Make {
+            path: self.path.clone(),
+            source: e.into(),
+        })
+    }
+
+    /// Removing it demands to know that what the program left is safe.
+    pub fn remove(self, _safe: Receipt) -> Result<(), WorkspaceError> {
         tree::remove(self.root.as_fd(), &self.name, self.is.device_and_inode())
             .map(drop)
             .map_err(|source| WorkspaceError::Remove {
@@ -203,6 +252,12 @@ impl Workspace {
 
     /// For a kept workspace: everything becomes the caller's, since the leased uid will be another's tomorrow.
     pub fn keep(self) -> Result<PathBuf, WorkspaceError> {
+        self.take_back()?;
+        Ok(self.path)
+    }
+
+    /// What [`Workspace::keep`] does, still holding it.
+    pub fn take_back(&self) -> Result<(), WorkspaceError> {
         let (uid, gid) = (
             rustix::process::geteuid().as_raw(),
             rustix::process::getegid().as_raw(),
@@ -229,8 +284,19 @@ impl Workspace {
                 (stat.st_dev, stat.st_ino),
             );
         }
-        Ok(self.path)
+        Ok(())
     }
+}
+
+/// Why nothing is lost with a workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Receipt {
+    /// Outputs and record are durable, in the database or in `pending/`.
+    Settled,
+    /// No program ever ran in it.
+    NothingRan,
+    /// The user wants no record.
+    Unrecorded,
 }
 
 /// For how long a dead runner's init may still be dying.
@@ -248,40 +314,59 @@ pub fn remove_left_behind(
     is: Identity,
     patience: Patience,
 ) -> Result<(), WorkspaceError> {
-    const PAUSE: std::time::Duration = std::time::Duration::from_millis(10);
-    let tries = if patience == Patience::None { 1 } else { 100 };
-    let mut last = None;
-    for turn in 0..tries {
-        if turn > 0 {
-            std::thread::sleep(PAUSE);
-        }
-        match try_remove(path, is) {
-            Ok(()) => return Ok(()),
-            Err(e) => last = Some(e),
-        }
-    }
-    last.map_or(Ok(()), Err)
+    patience.until_free(|| try_remove(path, is))
 }
 
-fn try_remove(path: &Path, is: Identity) -> Result<(), WorkspaceError> {
+impl Patience {
+    fn until_free<T>(
+        self,
+        mut attempt: impl FnMut() -> Result<T, WorkspaceError>,
+    ) -> Result<T, WorkspaceError> {
+        const PAUSE: std::time::Duration = std::time::Duration::from_millis(10);
+        let tries = if self == Patience::None { 1 } else { 100 };
+        for _ in 1..tries {
+            match attempt() {
+                Err(_) => std::thread::sleep(PAUSE),
+                done => return done,
+            }
+        }
+        attempt()
+    }
+}
+
+/// The root and, if it can be opened, the directory itself, locked: if it is still the one meant. What is gone, or
+/// somebody else's by now, is `None`.
+#[allow(clippy::type_complexity)]
+fn held_again(
+    path: &Path,
+    is: Identity,
+) -> Result<Option<(OwnedFd, rustix::io::Result<OwnedFd>)>, WorkspaceError> {
     let (Some(root), Some(name)) = (path.parent(), path.file_name()) else {
-        return Ok(());
+        return Ok(None);
     };
     let root_fd = match open_root(root) {
         Ok(fd) => fd,
         Err(WorkspaceError::Root { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-            return Ok(());
+            return Ok(None);
         }
         Err(e) => return Err(e),
     };
     match Identity::at(root_fd.as_fd(), Path::new(name)) {
         Ok(found) if found == is => {}
-        // Gone, or somebody else's by now.
-        _ => return Ok(()),
+        _ => return Ok(None),
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    // What cannot be opened is not locked by us; the removal below has its own ways.
-    let held = rustix::fs::openat(&root_fd, name, flags, Mode::empty());
+    let mut held = rustix::fs::openat(&root_fd, name, flags, Mode::empty());
+    if held.as_ref().err() == Some(&rustix::io::Errno::ACCESS) {
+        // The program closed its own directory.
+        let pin = flags | OFlags::PATH;
+        held = rustix::fs::openat(&root_fd, name, pin, Mode::empty())
+            .and_then(|pin| {
+                let itself = format!("/proc/self/fd/{}", pin.as_raw_fd());
+                rustix::fs::chmod(itself, Mode::from_raw_mode(0o700))
+            })
+            .and_then(|()| rustix::fs::openat(&root_fd, name, flags, Mode::empty()));
+    }
     if let Ok(dir) = &held
         && rustix::fs::flock(dir, FlockOperation::NonBlockingLockExclusive)
             == Err(rustix::io::Errno::WOULDBLOCK)
@@ -290,6 +375,15 @@ fn try_remove(path: &Path, is: Identity) -> Result<(), WorkspaceError> {
             path: path.to_path_buf(),
         });
     }
+    Ok(Some((root_fd, held)))
+}
+
+fn try_remove(path: &Path, is: Identity) -> Result<(), WorkspaceError> {
+    // What cannot be opened is not locked by us; the removal has its own ways.
+    let Some((root_fd, _held)) = held_again(path, is)? else {
+        return Ok(());
+    };
+    let name = path.file_name().unwrap_or_default();
     match tree::remove(root_fd.as_fd(), name, is.device_and_inode()) {
         Ok(_) | Err(TreeError::Absent { .. } | TreeError::NotExpected { .. }) => Ok(()),
         Err(source) => Err(WorkspaceError::Remove {

@@ -1,16 +1,33 @@
 //! The command line: what was typed, who does it, and with which code it ends.
 
 pub mod args;
+mod db;
+mod detail;
+mod document;
 mod exit;
 mod gc;
+mod ids;
+mod ledger;
+mod list;
+mod logs;
+mod outputs;
+mod print;
+mod progress;
+mod record;
+mod remove;
 mod run;
 mod show;
+mod standing;
+mod sweep;
+mod verify;
+mod when;
+mod workspace;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Run untrusted analysis code on Linux, safely and fast.
+/// Run untrusted analysis code on Linux, safely and fast, and keep what it produced.
 #[derive(Debug, Parser)]
 #[command(name = "fumehood", version, after_help = exit::HELP)]
 struct Cli {
@@ -22,7 +39,17 @@ struct Cli {
 enum Command {
     Run(Box<args::RunArgs>),
     Shell(Box<args::ShellArgs>),
+    List(list::ListArgs),
+    Show(detail::ShowArgs),
+    Outputs(outputs::OutputsArgs),
+    Logs(logs::LogsArgs),
+    Workspace(workspace::WorkspaceArgs),
+    PostProcess(workspace::PostProcessArgs),
+    Record(Box<record::RecordArgs>),
+    Rm(remove::RmArgs),
     Gc(gc::GcArgs),
+    Verify(verify::VerifyArgs),
+    Db(db::DbArgs),
 }
 
 pub fn main() -> ExitCode {
@@ -42,10 +69,21 @@ pub fn main() -> ExitCode {
     let ended = match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Shell(args) => run::shell(&args),
+        Command::List(args) => list::list(&args),
+        Command::Show(args) => detail::show(&args),
+        Command::Outputs(args) => outputs::outputs(&args),
+        Command::Logs(args) => logs::logs(&args),
+        Command::Workspace(args) => workspace::workspace(&args),
+        Command::PostProcess(args) => workspace::post_process(&args),
+        Command::Record(args) => record::record(&args),
+        Command::Rm(args) => remove::rm(&args),
         Command::Gc(args) => gc::gc(&args),
+        Command::Verify(args) => verify::verify(&args),
+        Command::Db(args) => db::db(&args),
     };
     match ended {
         Ok(code) => code.into(),
+        Err(error) if print::is_reader_gone(&error) => print::READER_GONE.into(),
         Err(error) => {
             show::error(&error);
             exit::COULD_NOT_RUN.into()

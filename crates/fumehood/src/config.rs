@@ -11,9 +11,9 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::PathBuf;
 
+use analysis::collect::GlobError;
 use analysis::request::{
-    AnalysisId, Asked, AskedLimits, BadId, Command, Keep, Level, LimitName, Request, Stdin,
-    WorkspaceKind,
+    AnalysisId, Asked, AskedLimits, BadId, Command, Level, LimitName, Request, Stdin,
 };
 use sandbox::spec::Layer;
 
@@ -23,11 +23,17 @@ pub mod file;
 pub mod layer;
 mod lists;
 pub mod policy;
+pub mod post_process;
+pub mod record;
 pub mod settings;
 
-use file::{FileError, Trust};
-use layer::{Entry, Origin, Place, SettingError, Value};
+use file::{FileError, Privacy, Trust};
+use layer::{Entry, FileSettings, Origin, Place, SettingError, Value};
 use policy::{POLICY_PATH, Policy, PolicyError};
+pub use post_process::PostProcess;
+pub use record::{
+    DbChoice, RecordError, RecordSettings, handed_in_settings, record_settings, workspace_settings,
+};
 use settings::Key;
 
 /// The part of the memory default that does not depend on the host.
@@ -60,6 +66,7 @@ pub struct Resolved {
     /// Layers that the operator requires, whatever the level.
     pub required_layers: BTreeSet<Layer>,
     pub presentation: Presentation,
+    pub record: RecordSettings,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,6 +89,8 @@ pub enum ConfigError {
     Setting(#[from] SettingError),
     #[error(transparent)]
     Policy(#[from] PolicyError),
+    #[error(transparent)]
+    Record(#[from] RecordError),
     #[error("read --id")]
     Id(#[source] BadId),
     #[error("the project {0:?} is not a directory")]
@@ -114,6 +123,14 @@ pub enum ConfigError {
         place: Place,
         name: OsString,
         policy: PathBuf,
+    },
+    #[error("{place}: {given:?} is neither a variable's name nor the beginning of one and a star")]
+    SecretName { place: Place, given: OsString },
+    #[error("read the globs of `{name}`")]
+    Globs {
+        name: &'static str,
+        #[source]
+        source: GlobError,
     },
     #[error(
         "{place}: there is no limit {given:?}; the limits are {}",
@@ -178,12 +195,19 @@ pub fn request(args: &RunArgs, sources: &Sources) -> Result<Resolved, ConfigErro
         },
         command => command,
     };
-    Merged::gather(args.given(), sources)?.resolve(command, sources)
+    Merged::gather(args.given(), sources, Project::Heard)?.resolve(command, sources)
 }
 
 /// What `fumehood shell` was asked for.
 pub fn shell_request(args: &ShellArgs, sources: &Sources) -> Result<Resolved, ConfigError> {
-    Merged::gather(args.given(), sources)?.resolve(Command::Shell, sources)
+    Merged::gather(args.given(), sources, Project::Heard)?.resolve(Command::Shell, sources)
+}
+
+/// Whether the project matters, and with it its file.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Project {
+    Heard,
+    Unheard,
 }
 
 /// Every entry of every place, weakest place first, and the policy above them.
@@ -191,47 +215,71 @@ struct Merged {
     project: PathBuf,
     entries: Vec<Entry>,
     policy: Option<Policy>,
+    /// Who may read the user's own file.
+    user_privacy: Privacy,
+    user_post_process: Option<PostProcess>,
 }
 
 impl Merged {
-    fn gather(given: Vec<(Key, Vec<OsString>)>, sources: &Sources) -> Result<Merged, ConfigError> {
+    fn gather(
+        given: Vec<(Key, Vec<OsString>)>,
+        sources: &Sources,
+        heard: Project,
+    ) -> Result<Merged, ConfigError> {
         let operator = Trust::Operator {
             uid: sources.policy_owner_uid,
         };
         let policy = file::read_trusted(&sources.policy, operator)
             .map_err(ConfigError::PolicyFile)?
-            .map(|text| Policy::parse(&text, &sources.policy))
+            .map(|policy| Policy::parse(&policy.text, &sources.policy))
             .transpose()?;
-        let mut entries = layer::from_variables(&sources.env, &sources.cwd)?;
-        entries.extend(layer::from_flags(given, &sources.cwd)?);
-        // Only these two places can name the project, so its file can be found before files are merged.
-        let project = match last(&entries, Key::Project).map(|entry| &entry.value) {
-            Some(Value::Path(path)) => path.clone(),
-            _ => layer::absolute(OsStr::new(""), &sources.cwd),
+        let mut strongest = layer::from_variables(&sources.env, &sources.cwd)?;
+        strongest.extend(layer::from_flags(given, &sources.cwd)?);
+        let (user, user_privacy) = match sources.user_config.clone().map(Origin::UserFile) {
+            Some(origin) => read_file(&origin, sources.uid)?,
+            None => (FileSettings::default(), Privacy::Shared),
         };
-        // A mistyped project would otherwise be a project without data.
-        if !project.is_dir() {
-            return Err(ConfigError::NoProject(project));
-        }
-        let user = sources.user_config.clone().map(Origin::UserFile);
-        let files = user
-            .into_iter()
-            .chain([Origin::ProjectFile(project.join("fumehood.toml"))]);
-        let mut merged = Vec::new();
-        for origin in files {
-            merged.extend(read_file(&origin, sources.uid)?);
-        }
-        merged.extend(entries);
-        Ok(Merged {
-            project,
-            entries: merged,
+        let mut merged = Merged {
+            // Only these two places can name the project, so its file can be found before files are merged.
+            project: match last(&strongest, Key::Project).map(|entry| &entry.value) {
+                Some(Value::Path(path)) => path.clone(),
+                _ => layer::absolute(OsStr::new(""), &sources.cwd),
+            },
+            entries: user.entries,
             policy,
-        })
+            user_privacy,
+            user_post_process: user.post_process,
+        };
+        if heard == Project::Heard {
+            merged.hear_project(sources.uid)?;
+        }
+        merged.entries.extend(strongest);
+        Ok(merged)
+    }
+
+    fn hear_project(&mut self, uid: u32) -> Result<(), ConfigError> {
+        // A mistyped project would otherwise be a project without data.
+        if !self.project.is_dir() {
+            return Err(ConfigError::NoProject(self.project.clone()));
+        }
+        let origin = Origin::ProjectFile(self.project.join("fumehood.toml"));
+        let (settings, _) = read_file(&origin, uid)?;
+        self.entries.extend(settings.entries);
+        Ok(())
     }
 
     fn resolve(self, command: Command, sources: &Sources) -> Result<Resolved, ConfigError> {
+        let db = match command {
+            Command::Shell => Some(DbChoice::nowhere()),
+            _ => self.db(sources)?,
+        };
+        let record = self.record(db)?;
+        let limits = self.limits()?;
         let request = Request {
-            id: self.id()?,
+            id: match &record.in_workspace {
+                Some(id) => id.clone(),
+                None => self.id()?,
+            },
             command,
             project: self.project.clone(),
             data: self.path(Key::Data),
@@ -241,26 +289,20 @@ impl Merged {
             runtime: self.path(Key::Runtime),
             env: self.env(&sources.env)?,
             stdin: self.stdin(),
-            limits: self.limits()?,
-            workspace_kind: match self.word(Key::Workspace) {
-                Some("memory") => WorkspaceKind::Memory,
-                _ => WorkspaceKind::Disk,
-            },
-            workspace_root: self
-                .path(Key::WorkspaceRoot)
-                .unwrap_or_else(|| PathBuf::from(WORKSPACE_ROOT_DEFAULT)),
-            keep: match self.word(Key::Keep) {
-                Some("always") => Keep::Always,
-                Some("on-failure") => Keep::OnFailure,
-                _ => Keep::Never,
-            },
-            keep_for_ms: self.limit(Key::KeepFor, KEEP_FOR_DEFAULT_MS)?.value,
+            workspace_kind: self.workspace_kind(),
+            workspace_root: self.workspace_root(),
+            keep: self.keep(),
+            keep_for_ms: self.keep_for_ms()?,
             floor: self.floor()?,
             allow_degraded: self.allow_degraded()?,
             readable_roots: self
                 .policy
                 .as_ref()
                 .and_then(|policy| policy.readable_roots.clone()),
+            collection: self.collection(limits.disk_bytes.value)?,
+            limits,
+            again: self.again(),
+            secret_env: self.secret_env()?,
         };
         Ok(Resolved {
             request,
@@ -273,6 +315,7 @@ impl Merged {
                 json: self.switch(Key::Json),
                 quiet: self.switch(Key::Quiet),
             },
+            record,
         })
     }
 
@@ -285,6 +328,15 @@ impl Merged {
             Value::Path(path) => Some(path.clone()),
             _ => None,
         }
+    }
+
+    fn workspace_root(&self) -> PathBuf {
+        let root = self.path(Key::WorkspaceRoot);
+        root.unwrap_or_else(|| PathBuf::from(WORKSPACE_ROOT_DEFAULT))
+    }
+
+    fn keep_for_ms(&self) -> Result<u64, ConfigError> {
+        Ok(self.limit(Key::KeepFor, KEEP_FOR_DEFAULT_MS)?.value)
     }
 
     fn word(&self, key: Key) -> Option<&'static str> {
@@ -466,13 +518,14 @@ fn last(entries: &[Entry], key: Key) -> Option<&Entry> {
         .find(|entry| entry.place.setting.key == key)
 }
 
-fn read_file(origin: &Origin, uid: u32) -> Result<Vec<Entry>, ConfigError> {
+fn read_file(origin: &Origin, uid: u32) -> Result<(FileSettings, Privacy), ConfigError> {
+    let nothing = (FileSettings::default(), Privacy::Shared);
     let (Origin::UserFile(path) | Origin::ProjectFile(path)) = origin else {
-        return Ok(Vec::new());
+        return Ok(nothing);
     };
     match file::read_trusted(path, Trust::Caller { uid }).map_err(ConfigError::File)? {
-        Some(text) => Ok(layer::from_file(&text, origin)?),
-        None => Ok(Vec::new()),
+        Some(read) => Ok((layer::from_file(&read.text, origin)?, read.privacy)),
+        None => Ok(nothing),
     }
 }
 

@@ -14,7 +14,7 @@ use super::{Fault, TreeError};
 /// Directories held open at once. Trees no deeper than this never need `..`.
 const OPEN_MAX: usize = 16;
 /// Levels remembered at once: with the longest names, about 24 MB.
-pub(super) const LEVELS_MAX: usize = 65_536;
+pub(crate) const LEVELS_MAX: usize = 65_536;
 /// One read of a directory, and the smaller one used once many names are waiting already.
 const READ_BYTES: usize = 256 * 1024;
 const READ_BYTES_SMALL: usize = 4096;
@@ -29,18 +29,20 @@ const PUT_OFF_TOTAL_MAX: usize = 8 << 20;
 const SHOWN_BYTES_MAX: usize = 1024;
 
 /// What a walk does with what it meets.
-pub(super) trait Visit {
+pub(crate) trait Visit {
     /// Opens a subdirectory.
-    fn open(&self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault>;
-    /// A directory was opened, the top one included.
-    fn entered(&mut self, dir: BorrowedFd<'_>) -> Result<(), Fault>;
+    fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault>;
+    /// A directory was opened, the top one (as `.`) included. If this fails it is not entered.
+    fn entered(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<(), Fault>;
     fn entry(&mut self, dir: BorrowedFd<'_>, name: &CStr, kind: FileType) -> Result<Next, Fault>;
     /// A subdirectory was walked to its end.
     fn left(&mut self, parent: BorrowedFd<'_>, name: &CStr) -> Result<(), Fault>;
+    /// Something in the directory that the walk is in failed; `.` is that directory itself.
+    fn failed(&mut self, _name: &CStr, _fault: &Fault) {}
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(crate) enum Next {
     Done,
     Enter,
     Stop,
@@ -48,7 +50,7 @@ pub(super) enum Next {
 
 /// What to do when the tree is deeper than [`LEVELS_MAX`].
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum LevelsFull {
+pub(crate) enum LevelsFull {
     /// Forget the oldest level. Only for a removal, whose next round has less left to do.
     Forget,
     Fail,
@@ -69,7 +71,7 @@ impl Level {
     fn enter(dir: BorrowedFd<'_>, name: &CStr, visitor: &mut impl Visit) -> Result<Self, Fault> {
         let fd = visitor.open(dir, name)?;
         let id = Identity::of(fd.as_fd())?;
-        visitor.entered(fd.as_fd())?;
+        visitor.entered(fd.as_fd(), name)?;
         Ok(Level {
             id,
             name: name.to_owned(),
@@ -97,7 +99,7 @@ enum Position {
 /// What tells one directory from every other. The birth time tells a directory from one that was
 /// given its inode number after it was deleted.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Identity {
+pub(crate) struct Identity {
     dev: (u32, u32),
     ino: u64,
     born: Option<(i64, u32)>,
@@ -105,7 +107,7 @@ pub(super) struct Identity {
 }
 
 impl Identity {
-    pub(super) fn of(dir: BorrowedFd<'_>) -> Result<Self, Fault> {
+    pub(crate) fn of(dir: BorrowedFd<'_>) -> Result<Self, Fault> {
         let wanted = StatxFlags::INO | StatxFlags::BTIME | StatxFlags::MNT_ID;
         let stat = rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, wanted).map_err(Fault::Stat)?;
         let has = |flag: StatxFlags| stat.stx_mask & flag.bits() != 0;
@@ -118,16 +120,16 @@ impl Identity {
     }
 }
 
-pub(super) struct Walk {
+pub(crate) struct Walk {
     levels: VecDeque<Level>,
     batch: Batch,
     put_off_bytes: usize,
-    pub(super) failed: u64,
-    pub(super) first: Option<TreeError>,
+    pub(crate) failed: u64,
+    pub(crate) first: Option<TreeError>,
 }
 
 impl Walk {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Walk {
             levels: VecDeque::new(),
             batch: Batch::default(),
@@ -138,12 +140,12 @@ impl Walk {
     }
 
     /// One walk from the top. It ends early if the way back is lost or the visitor says so.
-    pub(super) fn run(&mut self, top: BorrowedFd<'_>, visitor: &mut impl Visit, full: LevelsFull) {
+    pub(crate) fn run(&mut self, top: BorrowedFd<'_>, visitor: &mut impl Visit, full: LevelsFull) {
         self.levels.clear();
         (self.put_off_bytes, self.failed, self.first) = (0, 0, None);
         match Level::enter(top, c".", visitor) {
             Ok(level) => self.levels.push_back(level),
-            Err(fault) => self.fail(c".", fault),
+            Err(fault) => self.fail(c".", fault, visitor),
         }
         while let Some(level) = self.levels.back_mut() {
             if let Some(name) = level.put_off.pop() {
@@ -151,7 +153,8 @@ impl Walk {
                 self.step_down(&name, visitor, full);
             } else if let Position::End = level.position {
                 if let Err((name, fault)) = self.ascend(visitor) {
-                    self.fail(&name, fault);
+                    visitor.failed(c".", &fault);
+                    self.note(&name, fault);
                     return;
                 }
             } else if self.work_off_batch(visitor) == Next::Stop {
@@ -163,7 +166,7 @@ impl Walk {
     fn step_down(&mut self, name: &CStr, visitor: &mut impl Visit, full: LevelsFull) {
         if self.levels.len() >= LEVELS_MAX {
             match full {
-                LevelsFull::Fail => return self.fail(name, Fault::TooDeep),
+                LevelsFull::Fail => return self.fail(name, Fault::TooDeep, visitor),
                 LevelsFull::Forget => {
                     let forgotten = self.levels.pop_front();
                     self.put_off_bytes -= forgotten.map_or(0, |l| l.put_off_bytes());
@@ -176,7 +179,7 @@ impl Walk {
         match Level::enter(dir.as_fd(), name, visitor) {
             Ok(level) => self.levels.push_back(level),
             Err(Fault::Open(Errno::NOENT)) => {}
-            Err(fault) => self.fail(name, fault),
+            Err(fault) => self.fail(name, fault, visitor),
         }
         if let Some(shed) = self.levels.len().checked_sub(OPEN_MAX + 1) {
             self.levels[shed].fd = None;
@@ -202,7 +205,7 @@ impl Walk {
                 let fd = parent.fd.insert(fd);
                 let left = visitor.left(fd.as_fd(), &child.name);
                 if let Err(fault) = left {
-                    self.fail(&child.name, fault);
+                    self.fail(&child.name, fault, visitor);
                 }
                 Ok(())
             }
@@ -234,7 +237,7 @@ impl Walk {
                     next = Next::Stop;
                     break;
                 }
-                Err(fault) => self.fail(name, fault),
+                Err(fault) => self.fail(name, fault, visitor),
             }
         }
         self.batch = batch;
@@ -247,12 +250,17 @@ impl Walk {
         match filled {
             // A directory that somebody else deleted under us reads as absent: nothing is left.
             Ok(_) | Err(Errno::NOENT) => {}
-            Err(e) => self.fail(c".", Fault::Read(e)),
+            Err(e) => self.fail(c".", Fault::Read(e), visitor),
         }
         next
     }
 
-    fn fail(&mut self, name: &CStr, fault: Fault) {
+    fn fail(&mut self, name: &CStr, fault: Fault, visitor: &mut impl Visit) {
+        visitor.failed(name, &fault);
+        self.note(name, fault);
+    }
+
+    fn note(&mut self, name: &CStr, fault: Fault) {
         self.failed += 1;
         if self.first.is_none() {
             self.first = Some(TreeError::At {
@@ -262,7 +270,7 @@ impl Walk {
         }
     }
 
-    pub(super) fn incomplete(&self, done: u64, first: TreeError) -> TreeError {
+    pub(crate) fn incomplete(&self, done: u64, first: TreeError) -> TreeError {
         TreeError::Incomplete {
             done,
             failed: self.failed,
@@ -369,13 +377,13 @@ impl Batch {
     }
 }
 
-pub(super) const OPEN_DIR: OFlags = OFlags::RDONLY
+pub(crate) const OPEN_DIR: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NONBLOCK);
 
-/// Opens one name in `dir`, never through a symlink, never into another mount.
-pub(super) fn open_beneath(
+/// Opens a name in `dir`, or a path below it, never through a symlink, never into another mount.
+pub(crate) fn open_beneath(
     dir: BorrowedFd<'_>,
     name: &CStr,
     flags: OFlags,
@@ -388,7 +396,7 @@ pub(super) fn open_beneath(
 }
 
 /// Opens `..` of a directory and makes sure it is the one the walk came from.
-pub(super) fn open_parent(dir: BorrowedFd<'_>, expect: Identity) -> Result<OwnedFd, Fault> {
+pub(crate) fn open_parent(dir: BorrowedFd<'_>, expect: Identity) -> Result<OwnedFd, Fault> {
     // BENEATH would refuse `..`; the identity is what keeps the walk inside.
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     let parent = open_resolved(dir, c"..", OPEN_DIR, resolve)?;
@@ -417,7 +425,7 @@ fn open_resolved(
 }
 
 /// Opens a subdirectory, giving its owner the permissions first if they are missing.
-pub(super) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
+pub(crate) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
     match open_beneath(dir, name, OPEN_DIR) {
         Err(Fault::Open(Errno::ACCESS)) => {}
         done => return done,
@@ -435,7 +443,7 @@ pub(super) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd,
 /// Changes the mode of exactly the file that an O_PATH descriptor holds. Such a descriptor takes
 /// no fchmod, and fchmodat2 is younger than the kernels supported: /proc names the open file
 /// itself, not its path, so nothing is looked up again.
-pub(super) fn chmod_pinned(pin: BorrowedFd<'_>, mode: u32) -> Result<(), Fault> {
+pub(crate) fn chmod_pinned(pin: BorrowedFd<'_>, mode: u32) -> Result<(), Fault> {
     let path = format!("/proc/self/fd/{}", pin.as_raw_fd());
     rustix::fs::chmod(path, Mode::from_raw_mode(mode)).map_err(Fault::ChangeMode)
 }

@@ -14,8 +14,8 @@ use crate::config::settings::Key;
 /// by its ending (.py, .R, .sh, .jl). After `--` stands a command, run as given. Everything after
 /// SCRIPT or CMD belongs to the program.
 ///
-/// Every option but --id, --input and --stdin can also be set in a file or by a FUMEHOOD_* variable,
-/// as docs/configuration.md tells; options given here win, and the operator's
+/// Every option but --id, --in, --input, --stdin, --replace, --to and --force can also be set in a file or by a
+/// FUMEHOOD_* variable, as docs/configuration.md tells; options given here win, and the operator's
 /// /etc/fumehood/policy.toml bounds them all.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(
@@ -30,6 +30,34 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE|-", help_heading = "What it sees")]
     pub stdin: Option<OsString>,
 
+    /// Run in the workspace that `fumehood workspace create ID` made, under its id. Not with --id, --keep or
+    /// --workspace memory [default: a new workspace]
+    #[arg(long = "in", value_name = "ID", help_heading = "Workspace")]
+    pub in_workspace: Option<OsString>,
+
+    #[command(flatten)]
+    pub outputs: OutputArgs,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+
+    /// Refuse to start when the artifact store holds more than this, or off [default: off]
+    #[arg(long, value_name = "SIZE", help_heading = "Record")]
+    pub store_quota: Option<OsString>,
+
+    /// Refuse to start unless this much is free where results are kept [default: 1G]
+    #[arg(long, value_name = "SIZE", help_heading = "Record")]
+    pub free_reserve: Option<OsString>,
+
+    /// Do not record the value of this variable, nor of any whose name begins so where a star ends it
+    /// (AWS_*). Repeatable
+    #[arg(long, value_name = "NAME", help_heading = "Record")]
+    pub secret_env: Vec<OsString>,
+
+    /// Run an id that is recorded already again, as a new attempt; earlier ones stay in its history
+    #[arg(long, help_heading = "Record")]
+    pub replace: bool,
+
     /// Print one JSON document on stdout instead of the program's own output
     #[arg(long, help_heading = "Report")]
     pub json: bool,
@@ -42,6 +70,63 @@ pub struct RunArgs {
         hide = true
     )]
     pub words: Vec<OsString>,
+}
+
+/// What is taken of what the program leaves in its workspace.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct OutputArgs {
+    /// Take only files whose path in the workspace matches, such as 'figures/**' or '*.csv'. Repeatable
+    /// [default: every file but inputs left as they were and caches]
+    #[arg(long, value_name = "GLOB", help_heading = "Outputs")]
+    pub output: Vec<OsString>,
+
+    /// A file that must be among the outputs; else the run has failed, and everything it left is kept all the
+    /// same. Repeatable
+    #[arg(long, value_name = "GLOB", help_heading = "Outputs")]
+    pub expect: Vec<OsString>,
+
+    /// Bytes that all outputs may have; what fits is kept, the rest is refused and counted [default: as --disk]
+    #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
+    pub max_output: Option<OsString>,
+
+    /// Bytes that one output may have [default: as --max-output]
+    #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
+    pub max_output_file: Option<OsString>,
+
+    /// How many outputs are kept, at most 1000000 [default: 10000]
+    #[arg(long, value_name = "N", help_heading = "Outputs")]
+    pub max_outputs: Option<OsString>,
+
+    /// How deep in the workspace an output may lie, from 1 to 256 [default: 32]
+    #[arg(long, value_name = "N", help_heading = "Outputs")]
+    pub max_depth: Option<OsString>,
+
+    /// Outputs and log excerpts up to this size are also stored in the database, so that another machine can
+    /// read them; at most 64M [default: 1M]
+    #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
+    pub inline_max: Option<OsString>,
+
+    /// Also export the outputs to this directory, after they are recorded; overwrites nothing
+    /// [default: no export]
+    #[arg(long, value_name = "DIR", help_heading = "Outputs")]
+    pub to: Option<OsString>,
+
+    /// Let --to overwrite
+    #[arg(long, help_heading = "Outputs")]
+    pub force: bool,
+}
+
+/// Where results are recorded: for every command that reads or writes them.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct StoreArgs {
+    /// The database: sqlite:PATH, postgres://USER@HOST/NAME, or none. A password does not belong here but in the file
+    /// that PGPASSFILE names; FUMEHOOD_DB_FILE may name a file that holds the URL [default: SQLite in FUMEHOOD_HOME]
+    #[arg(long, value_name = "URL", help_heading = "Record")]
+    pub db: Option<OsString>,
+
+    /// The directory that holds the outputs' content [default: artifacts in FUMEHOOD_HOME]
+    #[arg(long, value_name = "DIR", help_heading = "Record")]
+    pub artifacts: Option<OsString>,
 }
 
 /// Open a shell on a terminal in the same sandbox that `run` would use, to find out why.
@@ -206,9 +291,47 @@ impl RunArgs {
     /// Every setting given, with its values as typed.
     pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
         let mut given = self.analysis.given();
-        given.extend(one(Key::Stdin, &self.stdin));
-        given.extend(switch(Key::Json, self.json));
+        given.extend(self.outputs.given());
+        given.extend(self.store.given());
+        let own = [
+            one(Key::Stdin, &self.stdin),
+            one(Key::In, &self.in_workspace),
+            one(Key::StoreQuota, &self.store_quota),
+            one(Key::FreeReserve, &self.free_reserve),
+            many(Key::SecretEnv, &self.secret_env),
+            switch(Key::Replace, self.replace),
+            switch(Key::Json, self.json),
+        ];
+        given.extend(own.into_iter().flatten());
         given
+    }
+}
+
+impl OutputArgs {
+    fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+        [
+            many(Key::Output, &self.output),
+            many(Key::Expect, &self.expect),
+            one(Key::MaxOutput, &self.max_output),
+            one(Key::MaxOutputFile, &self.max_output_file),
+            one(Key::MaxOutputs, &self.max_outputs),
+            one(Key::MaxDepth, &self.max_depth),
+            one(Key::InlineMax, &self.inline_max),
+            one(Key::To, &self.to),
+            switch(Key::Force, self.force),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+}
+
+impl StoreArgs {
+    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+        [one(Key::Db, &self.db), one(Key::Artifacts, &self.artifacts)]
+            .into_iter()
+            .flatten()
+            .collect()
     }
 }
 
@@ -255,18 +378,18 @@ impl AnalysisArgs {
     }
 }
 
-fn one(key: Key, value: &Option<OsString>) -> Option<(Key, Vec<OsString>)> {
+pub(super) fn one(key: Key, value: &Option<OsString>) -> Option<(Key, Vec<OsString>)> {
     value.as_ref().map(|value| (key, vec![value.clone()]))
 }
 
-fn many(key: Key, values: &[OsString]) -> Option<(Key, Vec<OsString>)> {
+pub(super) fn many(key: Key, values: &[OsString]) -> Option<(Key, Vec<OsString>)> {
     match values.is_empty() {
         true => None,
         false => Some((key, values.to_vec())),
     }
 }
 
-fn switch(key: Key, on: bool) -> Option<(Key, Vec<OsString>)> {
+pub(super) fn switch(key: Key, on: bool) -> Option<(Key, Vec<OsString>)> {
     on.then(|| (key, vec![OsString::from("true")]))
 }
 
@@ -286,8 +409,8 @@ mod tests {
     }
     #[derive(clap::Subcommand)]
     enum Verb {
-        Run(RunArgs),
-        Shell(ShellArgs),
+        Run(Box<RunArgs>),
+        Shell(Box<ShellArgs>),
     }
 
     fn argv(words: &[&str]) -> Vec<OsString> {
@@ -358,6 +481,10 @@ mod tests {
             &["run", "-x", "a.py"],
             &["shell", "a.py"],
             &["shell", "--json"],
+            &["shell", "--db", "none"],
+            &["shell", "--replace"],
+            &["shell", "--output", "*"],
+            &["run", "--force=yes", "a.py"],
         ] {
             assert!(run(typed).is_err(), "{typed:?}");
         }
@@ -426,10 +553,29 @@ mod tests {
             assert!(help.contains(&setting.flag()), "{}", setting.flag());
         }
         for default in [
-            "1h]", "10s]", "4G and", "1024]", "4096]", "10G]", "100000]", "10M]", "24h]", "never]",
+            "1h]",
+            "10s]",
+            "4G and",
+            "1024]",
+            "4096]",
+            "10G]",
+            "100000]",
+            "10M]",
+            "24h]",
+            "never]",
+            "as --disk]",
+            "as --max-output]",
+            "10000]",
+            "32]",
+            "1M]",
+            "off]",
+            "1G]",
+            "artifacts in FUMEHOOD_HOME]",
+            "SQLite in FUMEHOOD_HOME]",
         ] {
             assert!(help.contains(default), "{default}");
         }
+        assert!(help.contains("\nOutputs:\n") && help.contains("\nRecord:\n"));
         assert!(help.contains("fumehood run [OPTIONS] -- CMD [ARGS]..."));
     }
 }

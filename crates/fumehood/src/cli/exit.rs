@@ -1,9 +1,13 @@
 //! Exit codes: fixed, documented, and only `succeeded` is 0.
 
-use analysis::record::{Reason, Record, Status};
+use analysis::record::{CommitState, Reason, Record, Status};
 
 /// The program never started, or Fumehood failed.
 pub const COULD_NOT_RUN: u8 = 125;
+/// The program succeeded, but an output that `--expect` names is not there.
+pub const MISSING_OUTPUT: u8 = 120;
+/// It ran; its record is not finished: the database does not have it, or the post_process command failed.
+pub const NOT_COMMITTED: u8 = 121;
 pub const TIMED_OUT: u8 = 124;
 pub const CANCELLED: u8 = 123;
 pub const LIMIT_EXCEEDED: u8 = 122;
@@ -14,16 +18,28 @@ const SIGNAL_BASE: i32 = 128;
 
 pub const HELP: &str = "Exit codes:
   the program's own   it ran to its end
+  120  succeeded, but an --expect is missing   121  ran, but not committed (see the message)
   122  a limit was exceeded (disk, files)      123  cancelled (Ctrl-C, SIGTERM, SIGHUP)
   124  timed out (wall, CPU or idle time)      125  Fumehood could not run it
   126  not executable                          127  not found
   128+n  killed by signal n                    137  out of memory, or killed
-Codes 120 and 121 are reserved for a missing output and for a run that could not be committed.
+121 also tells of a post_process command that failed after a success.
 The `reason` in --json always tells more.";
 
 pub fn code(record: &Record) -> u8 {
+    let ran = record.isolation.level.is_some();
+    let committed = !matches!(
+        record.commit.state,
+        CommitState::Pending | CommitState::InWorkspace
+    );
+    if ran && !committed {
+        return NOT_COMMITTED;
+    }
+    let unprocessed = record.post_process.as_ref().is_some_and(|p| !p.done);
     match record.status {
+        Status::Succeeded if unprocessed => NOT_COMMITTED,
         Status::Succeeded => 0,
+        Status::Failed if record.reason == Reason::MissingOutput => MISSING_OUTPUT,
         Status::TimedOut => TIMED_OUT,
         Status::OutOfMemory => OUT_OF_MEMORY,
         Status::LimitExceeded => LIMIT_EXCEEDED,

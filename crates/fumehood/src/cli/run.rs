@@ -1,13 +1,17 @@
 //! `fumehood run` and `fumehood shell`.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use analysis::artifacts::Overwrite;
+use analysis::collect::Progress;
 use analysis::description;
 use analysis::home::Home;
+use analysis::ledger::Ledger;
 use analysis::logs::Captured;
-use analysis::pipeline::{self, Audience, Done, PipelineError, Surroundings};
+use analysis::pipeline::{self, Audience, Done, NotRun, PipelineError, Place, Surroundings};
+use analysis::record::{CommitState, Record};
 use analysis::runtime::Caller;
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -16,7 +20,8 @@ use sandbox::spec::Terminal;
 use sandbox::supervise::{RunError, Stream, Wish};
 
 use super::args::{RunArgs, ShellArgs};
-use super::{exit, show};
+use super::progress::ProgressLine;
+use super::{exit, ledger, show};
 use crate::config::{self, Presentation, Resolved, Sources};
 
 const SIGHUP: i32 = 1;
@@ -60,19 +65,37 @@ fn perform(
         launcher: PathBuf::from("/proc/self/exe"),
         terminal,
         required_layers: resolved.required_layers.clone(),
+        place: match resolved.record.in_workspace {
+            Some(_) => Place::Prepared,
+            None => Place::Fresh,
+        },
+        free_reserve_bytes: resolved.record.free_reserve_bytes,
+        store_quota_bytes: resolved.record.store_quota_bytes,
     };
+    let mut ledger = match &raw {
+        // Somebody looking around is no analysis.
+        Some(_) => None,
+        None => ledger::of(&resolved.record, &around.home)?,
+    };
+    if let (Some(to), None) = (&resolved.record.to, &ledger) {
+        anyhow::bail!("--to {to:?} exports what was committed, and nothing is, with --db none");
+    }
     let mut console = Console::new(json, quiet)?;
-    let result = pipeline::run(&resolved.request, &around, &mut console);
+    let result = pipeline::run(&resolved.request, &around, ledger.as_mut(), &mut console);
+    console.clear_progress();
     // What follows is ours to say, on a terminal that starts a new line when told to.
     drop(raw);
-    let (record, logs) = match result {
+    let (mut record, logs) = match result {
         Ok(Done {
             record,
             stdout,
             stderr,
         }) => (record, Some((stdout, stderr))),
-        Err(error) => {
-            let record = description::not_run(&resolved.request, &error);
+        Err(NotRun { error, record }) => {
+            let record = record.map_or_else(
+                || description::not_run(&resolved.request, 1, &error),
+                |record| *record,
+            );
             if !json {
                 show::line(&format!(
                     "error: {}",
@@ -84,12 +107,24 @@ fn perform(
             (record, None)
         }
     };
+    let exported = match (&resolved.record.to, &mut ledger) {
+        (Some(to), Some(ledger)) if logs.is_some() => export(ledger, &record, to, resolved),
+        _ => Ok(()),
+    };
+    let code = match (exit::code(&record), exported) {
+        (0, Err(())) => exit::COULD_NOT_RUN,
+        (code, _) => code,
+    };
     if json {
+        if let Some((stdout, stderr)) = &logs {
+            record.stdout.text = stdout.text("stdout");
+            record.stderr.text = stderr.text("stderr");
+        }
         let mut out = std::io::stdout().lock();
         let text = serde_json::to_string(&record).context("write the result as JSON")?;
         let told = writeln!(out, "{text}").and_then(|()| out.flush());
         // The run is what it was; but who could not be told of a success must not take it for one.
-        return Ok(match (told, exit::code(&record)) {
+        return Ok(match (told, code) {
             (Err(e), code) => {
                 show::line(&format!("error: print the result: {e}"));
                 code.max(if code == 0 { exit::COULD_NOT_RUN } else { 0 })
@@ -107,8 +142,34 @@ fn perform(
             .skip(console.notices)
             .for_each(|n| show::line(n));
         show::summary(&record);
+    } else {
+        show::trouble(&record);
     }
-    Ok(exit::code(&record))
+    Ok(code)
+}
+
+/// `--to`: after the commit, so whatever goes wrong here loses nothing.
+fn export(ledger: &mut Ledger, record: &Record, to: &Path, resolved: &Resolved) -> Result<(), ()> {
+    if !matches!(
+        record.commit.state,
+        CommitState::Committed | CommitState::Superseded
+    ) {
+        return Err(());
+    }
+    let overwrite = match resolved.record.force {
+        true => Overwrite::Files,
+        false => Overwrite::Never,
+    };
+    let (id, attempt) = (record.id.as_str(), record.attempt);
+    match ledger::export(ledger, (id, attempt), &[], to, overwrite) {
+        Ok(_) => Ok(()),
+        Err(e) => {
+            show::line(&format!(
+                "error: {e:#}\nthe outputs are committed; export them with `fumehood outputs {id} --to DIR`"
+            ));
+            Err(())
+        }
+    }
 }
 
 /// What to do about a host that does not let us.
@@ -145,6 +206,7 @@ struct Console {
     signals: OwnedFd,
     stops: u32,
     notices: usize,
+    progress: Option<ProgressLine>,
 }
 
 impl Console {
@@ -161,7 +223,14 @@ impl Console {
             signals,
             stops: 0,
             notices: 0,
+            progress: (!quiet && std::io::stderr().is_terminal()).then(ProgressLine::default),
         })
+    }
+
+    fn clear_progress(&mut self) {
+        if let Some(line) = &mut self.progress {
+            line.clear();
+        }
     }
 
     /// What was held back: the note, then the tail. May wait for a slow reader; everything else is done.
@@ -198,6 +267,12 @@ impl Audience for Console {
         self.notices += 1;
         if !self.quiet && !self.json {
             show::line(text);
+        }
+    }
+
+    fn progress(&mut self, progress: Progress) {
+        if let Some(line) = &mut self.progress {
+            line.show(progress);
         }
     }
 

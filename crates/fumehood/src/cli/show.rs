@@ -4,7 +4,8 @@
 use std::io::Write;
 
 use analysis::logs::escape_terminal;
-use analysis::record::{LimitEntry, Record, Status};
+use analysis::record::{CommitState, LimitEntry, Record, Status};
+use analysis::request::Level;
 use analysis::units::{format_duration, format_size};
 use rustix::termios::OutputModes;
 use sandbox::spec::{Hardness, LimitName};
@@ -28,10 +29,20 @@ pub fn error(error: &anyhow::Error) {
 
 /// How it ended, in a line or two.
 pub fn summary(record: &Record) {
-    line(&ended(record));
-    if record.status != Status::Error || record.isolation.level.is_some() {
-        line(&held(record));
+    if record.isolation.level == Some(Level::None) {
+        line(&format!(
+            "{} recorded as {}, made without a sandbox (isolation: none)",
+            record.id,
+            record.status.as_str()
+        ));
+    } else {
+        line(&ended(record));
+        if record.status != Status::Error || record.isolation.level.is_some() {
+            line(&held(record));
+        }
     }
+    kept(record);
+    trouble(record);
     for hint in &record.hints {
         line(&hint.text);
     }
@@ -45,19 +56,107 @@ pub fn summary(record: &Record) {
     }
 }
 
+/// How many outputs a summary lists before it counts.
+const LISTED_MAX: usize = 20;
+
+/// What even the quiet are told: something is left to do.
+pub fn trouble(record: &Record) {
+    let finish = format!("finish it with `fumehood post-process {}`", record.id);
+    let why = record.commit.message.as_deref().unwrap_or_default();
+    match record.commit.state {
+        CommitState::Pending => line(&format!(
+            "NOT COMMITTED: {why}\nits outputs are safe in FUMEHOOD_HOME; {finish}"
+        )),
+        CommitState::InWorkspace => line(&format!(
+            "NOT COMMITTED: {why}\nits outputs are still in {}; {finish}",
+            record.workspace.display()
+        )),
+        _ => {}
+    }
+    if let Some(step) = record.post_process.as_ref().filter(|step| !step.done) {
+        line(&format!(
+            "post_process failed: {}\nnothing is lost; repeat it with `fumehood post-process {}`",
+            step.message.as_deref().unwrap_or_default(),
+            record.id
+        ));
+    }
+}
+
+/// What was committed, and what was not.
+fn kept(record: &Record) {
+    let outputs = &record.outputs;
+    let what = match outputs.len() {
+        0 => String::from("no outputs"),
+        1 => format!("1 output ({})", format_size(record.collection.bytes)),
+        n => format!("{n} outputs ({})", format_size(record.collection.bytes)),
+    };
+    let attempt = match record.attempt {
+        1 => String::new(),
+        n => format!(" as attempt {n}"),
+    };
+    match record.commit.state {
+        CommitState::Unrecorded | CommitState::Pending | CommitState::InWorkspace => {}
+        CommitState::Committed => line(&format!("{what} committed{attempt}")),
+        CommitState::Superseded => line(&format!(
+            "{what} committed{attempt}, superseded: somebody else had ended this attempt"
+        )),
+        CommitState::Awaited => line(&format!(
+            "what it left is in {}; collect and commit it with `fumehood post-process {}`",
+            record.workspace.display(),
+            record.id
+        )),
+    }
+    for output in outputs.iter().take(LISTED_MAX) {
+        let path = escape_terminal(output.path.as_bytes());
+        line(&format!("  {:>8}  {path}", format_size(output.bytes)));
+    }
+    if outputs.len() > LISTED_MAX {
+        let more = outputs.len() - LISTED_MAX;
+        line(&format!(
+            "  … and {more} more: `fumehood outputs {}`",
+            record.id
+        ));
+    }
+    not_taken(record);
+}
+
+fn not_taken(record: &Record) {
+    let collection = &record.collection;
+    let counts: Vec<String> = collection
+        .remark_counts
+        .iter()
+        .filter(|(remark, _)| !remark.taken())
+        .map(|(remark, count)| format!("{count} {}", remark.as_str().replace('_', " ")))
+        .collect();
+    if !counts.is_empty() {
+        line(&format!(
+            "not taken: {}; `fumehood show {}` lists them",
+            counts.join(", "),
+            record.id
+        ));
+    }
+    if !collection.missing.is_empty() {
+        let missing = collection.missing.join(", ");
+        line(&format!("missing: no output matches {missing}"));
+    }
+    if let Some(note) = &collection.result_note {
+        line(&format!("result.json is kept as a file only: {note}"));
+    }
+    if record.post_process.as_ref().is_some_and(|step| step.done) {
+        line("post-processed");
+    }
+}
+
 fn ended(record: &Record) -> String {
     let how = match (record.exit_code, record.signal) {
+        (Some(0), _) if record.status == Status::Failed => {
+            format!(" ({})", record.reason.as_str().replace('_', " "))
+        }
         (Some(code), _) if record.status == Status::Failed => format!(" with exit code {code}"),
         (_, Some(signal)) if record.status == Status::Failed => format!(" by signal {signal}"),
         _ if record.status == Status::Succeeded => String::new(),
         _ => {
-            let reason = serde_json::to_value(record.reason).ok();
-            let word = reason
-                .as_ref()
-                .and_then(|r| r.as_str())
-                .unwrap_or_default()
-                .replace('_', " ");
-            format!(" ({word})")
+            format!(" ({})", record.reason.as_str().replace('_', " "))
         }
     };
     let memory = record.memory_peak_bytes.map_or(String::new(), |b| {

@@ -25,6 +25,20 @@ pub enum Trust {
     Operator { uid: u32 },
 }
 
+/// Who else may read the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Privacy {
+    /// Neither its group nor others can do anything with it.
+    Private,
+    Shared,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+pub struct TrustedText {
+    pub text: String,
+    pub privacy: Privacy,
+}
+
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     #[error("open {path:?}")]
@@ -49,6 +63,8 @@ pub enum FileError {
     NotText { path: PathBuf },
     #[error("{path:?} may be written by others (mode {mode:o}); run: chmod go-w {path:?}")]
     WritableByOthers { path: PathBuf, mode: u32 },
+    #[error("{path:?} may be read by others; run: chmod 600 {path:?}")]
+    ReadableByOthers { path: PathBuf },
     #[error("{path:?} belongs to uid {owner}; it must belong to {trusted}")]
     ForeignOwner {
         path: PathBuf,
@@ -68,7 +84,7 @@ impl FileError {
 
 /// The file's text, or `None` if there is no such file. A file that is there and cannot be read is an
 /// error: a policy that is skipped because it is broken would be no policy.
-pub fn read_trusted(path: &Path, trust: Trust) -> Result<Option<String>, FileError> {
+pub fn read_trusted(path: &Path, trust: Trust) -> Result<Option<TrustedText>, FileError> {
     let Some(descriptor) = open_trusted(path, trust)? else {
         return Ok(None);
     };
@@ -91,9 +107,30 @@ pub fn read_trusted(path: &Path, trust: Trust) -> Result<Option<String>, FileErr
         return Err(FileError::TooLarge { path });
     }
     match String::from_utf8(bytes) {
-        Ok(text) => Ok(Some(text)),
+        Ok(text) => Ok(Some(TrustedText {
+            text,
+            privacy: privacy(&stat),
+        })),
         Err(_) => Err(FileError::NotText { path }),
     }
+}
+
+/// A secret's first line, without the space around it. A file that others can read keeps no secret, and one that is
+/// not there was meant to be.
+pub fn read_secret_line(path: &Path, uid: u32) -> Result<String, FileError> {
+    let Some(secret) = read_trusted(path, Trust::Caller { uid })? else {
+        return Err(FileError::open(path, Errno::NOENT));
+    };
+    match secret.privacy {
+        Privacy::Private => Ok(first_line(&secret.text).to_owned()),
+        Privacy::Shared => Err(FileError::ReadableByOthers {
+            path: path.to_owned(),
+        }),
+    }
+}
+
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default().trim()
 }
 
 /// Follows links one by one, checking the directory that holds each, and opens what is at the end.
@@ -180,6 +217,15 @@ impl Trust {
             }),
             false => Ok(()),
         }
+    }
+}
+
+/// An access list's mask stands in the group bits, so this sees access given that way too.
+fn privacy(stat: &Stat) -> Privacy {
+    let mode = Mode::from_raw_mode(stat.st_mode);
+    match mode.intersects(Mode::RWXG | Mode::RWXO) {
+        true => Privacy::Shared,
+        false => Privacy::Private,
     }
 }
 

@@ -9,6 +9,7 @@ use std::path::{Component, Path, PathBuf};
 
 use analysis::units::UnitError;
 
+use super::post_process::{self, PostProcess, PostProcessError};
 use super::settings::{
     Key, Kind, Off, RESERVED_VARIABLES, Rule, SETTINGS, Setting, TEST_PREFIX, VARIABLE_PREFIX,
     nearest,
@@ -65,6 +66,13 @@ pub struct Entry {
     pub base: PathBuf,
 }
 
+/// What one file sets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FileSettings {
+    pub entries: Vec<Entry>,
+    pub post_process: Option<PostProcess>,
+}
+
 #[derive(Debug, thiserror::Error)]
 pub enum SettingError {
     #[error("read {path:?} as TOML")]
@@ -86,6 +94,18 @@ pub enum SettingError {
     },
     #[error("{place} may not be set there: {reason}; use {}", place.setting.places())]
     NotThere { place: Place, reason: &'static str },
+    #[error(
+        "`post_process` in {} may not be set there: it is a command that runs unconfined, as you; use your own \
+         config.toml or the operator's policy",
+        path.display()
+    )]
+    ProjectPostProcess { path: PathBuf },
+    #[error("refuse `post_process` in {}", path.display())]
+    PostProcess {
+        path: PathBuf,
+        #[source]
+        source: PostProcessError,
+    },
     #[error(
         "{place} would hand on a variable of the caller's, which a project's file may not; \
          give a value (K=V), or use --env"
@@ -139,39 +159,62 @@ pub fn meant(nearest: &Option<String>) -> String {
 }
 
 /// The settings of a user's or a project's file.
-pub fn from_file(text: &str, origin: &Origin) -> Result<Vec<Entry>, SettingError> {
+pub fn from_file(text: &str, origin: &Origin) -> Result<FileSettings, SettingError> {
+    let mut settings = FileSettings::default();
     let (Origin::UserFile(path) | Origin::ProjectFile(path)) = origin else {
-        return Ok(Vec::new());
+        return Ok(settings);
     };
-    let base = path.parent().unwrap_or(Path::new("/"));
     let table: toml::Table = text.parse().map_err(|error| SettingError::Toml {
         path: path.clone(),
         source: Box::new(error),
     })?;
-    let mut entries = Vec::new();
     for (key, value) in &table {
-        let setting = Setting::named(key).ok_or_else(|| SettingError::UnknownKey {
-            path: path.clone(),
-            key: excerpt(key),
-            nearest: nearest(key, SETTINGS.iter().map(|s| s.name)).map(str::to_owned),
-        })?;
-        let place = Place {
-            setting,
-            origin: origin.clone(),
-        };
-        let rule = match origin {
-            Origin::ProjectFile(_) => setting.project_file,
-            _ => setting.user_file,
-        };
-        allowed(rule, &place)?;
-        let words = toml_words(value, &place)?;
-        let entry = Entry::new(place, words, base)?;
-        if let Origin::ProjectFile(_) = origin {
-            entry.check_project(base)?;
+        match (key.as_str(), origin) {
+            (post_process::SECTION, Origin::UserFile(_)) => {
+                let read =
+                    PostProcess::read(value).map_err(|source| SettingError::PostProcess {
+                        path: path.clone(),
+                        source,
+                    })?;
+                settings.post_process = Some(read);
+            }
+            (post_process::SECTION, _) => {
+                return Err(SettingError::ProjectPostProcess { path: path.clone() });
+            }
+            _ => settings.entries.push(file_entry(key, value, origin, path)?),
         }
-        entries.push(entry);
     }
-    Ok(entries)
+    Ok(settings)
+}
+
+fn file_entry(
+    key: &str,
+    value: &toml::Value,
+    origin: &Origin,
+    path: &Path,
+) -> Result<Entry, SettingError> {
+    let names = || SETTINGS.iter().map(|s| s.name);
+    let setting = Setting::named(key).ok_or_else(|| SettingError::UnknownKey {
+        path: path.to_owned(),
+        key: excerpt(key),
+        nearest: nearest(key, names().chain([post_process::SECTION])).map(str::to_owned),
+    })?;
+    let place = Place {
+        setting,
+        origin: origin.clone(),
+    };
+    let rule = match origin {
+        Origin::ProjectFile(_) => setting.project_file,
+        _ => setting.user_file,
+    };
+    allowed(rule, &place)?;
+    let words = toml_words(value, &place)?;
+    let base = path.parent().unwrap_or(Path::new("/"));
+    let entry = Entry::new(place, words, base)?;
+    if let Origin::ProjectFile(_) = origin {
+        entry.check_project(base)?;
+    }
+    Ok(entry)
 }
 
 /// The settings among the caller's variables.
@@ -182,9 +225,7 @@ pub fn from_variables(
     let mut entries = Vec::new();
     for (name, value) in env {
         let is_ours = name.as_bytes().starts_with(VARIABLE_PREFIX.as_bytes());
-        let is_reserved = name.as_bytes().starts_with(TEST_PREFIX.as_bytes())
-            || RESERVED_VARIABLES.iter().any(|reserved| name == reserved);
-        if !is_ours || is_reserved {
+        if !is_ours || is_reserved(name) {
             continue;
         }
         let setting = SETTINGS
@@ -207,6 +248,14 @@ pub fn from_variables(
         entries.push(Entry::new(place, words, cwd)?);
     }
     Ok(entries)
+}
+
+/// Whether the variable is read elsewhere. Only a build that listens to the tests' faults knows their variable; in
+/// a release it is as unknown as any other.
+fn is_reserved(name: &OsStr) -> bool {
+    name.as_bytes().starts_with(TEST_PREFIX.as_bytes())
+        || RESERVED_VARIABLES.iter().any(|reserved| name == *reserved)
+        || (cfg!(debug_assertions) && name == analysis::fault::VARIABLE)
 }
 
 /// The settings given as options.

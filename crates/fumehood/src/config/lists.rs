@@ -1,13 +1,14 @@
-//! The settings that are lists: what else is shown, what is copied in, which variables are set.
+//! The settings that are lists: what else is shown, what is copied in, which variables are set, what is an output.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
+use analysis::collect::Globs;
 use analysis::request::{Input, ReadRoot};
 
-use super::layer::{Entry, Value, absolute};
+use super::layer::{Entry, SettingError, Value, absolute};
 use super::settings::{Key, VARIABLE_PREFIX};
 use super::{ConfigError, ENV_BYTES_MAX, Merged};
 
@@ -52,6 +53,43 @@ impl Merged {
                 }
             })
             .collect()
+    }
+
+    /// Globs for the outputs' paths, each once. They are compiled here too: a mistake in one must not show only when
+    /// the run is over.
+    pub(super) fn globs(&self, key: Key) -> Result<Vec<String>, ConfigError> {
+        let mut globs: Vec<String> = Vec::new();
+        for (entry, item) in self.items(key) {
+            let glob = item.to_str().ok_or_else(|| SettingError::NotText {
+                place: entry.place.clone(),
+            })?;
+            if !globs.iter().any(|known| known == glob) {
+                globs.push(glob.to_owned());
+            }
+        }
+        Globs::new(&globs).map_err(|source| ConfigError::Globs {
+            name: key.setting().name,
+            source,
+        })?;
+        Ok(globs)
+    }
+
+    /// Names of variables whose values are withheld from the record, from every place and the policy.
+    pub(super) fn secret_env(&self) -> Result<Vec<String>, ConfigError> {
+        let policy = self.policy.iter().flat_map(|policy| &policy.secret_env);
+        let mut names: BTreeSet<String> = policy.cloned().collect();
+        for (entry, item) in self.items(Key::SecretEnv) {
+            match item.to_str().filter(|name| is_name_pattern(name)) {
+                Some(name) => names.insert(name.to_owned()),
+                None => {
+                    return Err(ConfigError::SecretName {
+                        place: entry.place.clone(),
+                        given: item.clone(),
+                    });
+                }
+            };
+        }
+        Ok(names.into_iter().collect())
     }
 
     /// The variables asked for, later ones over earlier ones of the same name.
@@ -175,7 +213,12 @@ fn is_relative_name(path: &Path) -> bool {
             .all(|part| matches!(part, Component::Normal(_)))
 }
 
-pub(super) fn is_env_name(name: &[u8]) -> bool {
+/// A variable's name, or its beginning and a star. A star alone means every name, and says so plainly.
+pub(super) fn is_name_pattern(text: &str) -> bool {
+    text == "*" || is_env_name(text.strip_suffix('*').unwrap_or(text).as_bytes())
+}
+
+fn is_env_name(name: &[u8]) -> bool {
     let starts_well = name
         .first()
         .is_some_and(|byte| byte.is_ascii_alphabetic() || *byte == b'_');

@@ -11,6 +11,9 @@ use serde::de::IntoDeserializer;
 use serde::de::value::StrDeserializer;
 
 use super::layer::{self, Origin, Place, SettingError, Value, excerpt};
+use super::lists::is_name_pattern;
+use super::post_process::{self, PostProcess, PostProcessError};
+use super::record::{holds_password, is_relative_sqlite};
 use super::settings::{Key, SETTINGS, Setting, nearest};
 
 /// Where the operator's policy stands. No variable and no option changes it.
@@ -26,6 +29,13 @@ pub struct Policy {
     pub layers: BTreeSet<Layer>,
     /// `None`: the policy does not bound what may be read.
     pub readable_roots: Option<Vec<PathBuf>>,
+    /// The one database in which results are recorded; `None`: the caller's choice.
+    pub db: Option<String>,
+    /// Whether a run without a record is refused.
+    pub record_required: bool,
+    pub post_process: Option<PostProcess>,
+    /// Names, or beginnings and a star, of variables whose values are not recorded.
+    pub secret_env: Vec<String>,
     ceilings: BTreeMap<Key, u64>,
     env_pass: Option<Vec<NamePattern>>,
     degraded: BTreeSet<LimitName>,
@@ -76,9 +86,28 @@ pub enum PolicyError {
     )]
     Root { path: PathBuf, given: String },
     #[error(
-        "policy {path:?}: `env.pass` holds {given:?}, which is neither a name nor the beginning of one and a star"
+        "policy {path:?}: `{key}` holds {given:?}, which is neither a name nor the beginning of one and a star"
     )]
-    EnvName { path: PathBuf, given: String },
+    EnvName {
+        path: PathBuf,
+        key: &'static str,
+        given: String,
+    },
+    #[error(
+        "policy {path:?}: `record.db` holds a password, which every user could read there; leave it out, and let \
+         each user's PGPASSFILE hold it"
+    )]
+    DbPassword { path: PathBuf },
+    #[error("policy {path:?}: `record.db` must name an absolute path after `sqlite:`")]
+    DbRelative { path: PathBuf },
+    #[error("policy {path:?}: `record.required` is true and `record.db` is `none`; leave one out")]
+    DbContradicts { path: PathBuf },
+    #[error("policy {path:?}")]
+    PostProcess {
+        path: PathBuf,
+        #[source]
+        source: PostProcessError,
+    },
     #[error("policy {path:?}: a ceiling is wrong")]
     Ceiling {
         path: PathBuf,
@@ -87,7 +116,15 @@ pub enum PolicyError {
     },
 }
 
-const SECTIONS: [&str; 5] = ["floor", "ceilings", "read", "env", "degraded"];
+const SECTIONS: [&str; 7] = [
+    "floor",
+    "ceilings",
+    "read",
+    "env",
+    "degraded",
+    "record",
+    post_process::SECTION,
+];
 
 impl Policy {
     pub fn parse(text: &str, path: &Path) -> Result<Policy, PolicyError> {
@@ -100,13 +137,16 @@ impl Policy {
         let floor = reader.section(&table, "floor", &["level", "layers"])?;
         let ceiling_names: Vec<&str> = SETTINGS
             .iter()
-            .filter(|setting| setting.kind.bounds().is_some())
+            .filter(|setting| setting.has_ceiling())
             .map(|setting| setting.name)
             .collect();
         let ceilings = reader.section(&table, "ceilings", &ceiling_names)?;
         let read = reader.section(&table, "read", &["roots"])?;
-        let env = reader.section(&table, "env", &["pass"])?;
+        let env = reader.section(&table, "env", &["pass", "secret"])?;
         let degraded = reader.section(&table, "degraded", &["allow"])?;
+        let record = reader.section(&table, "record", &["db", "required"])?;
+        let db = reader.db(record.get("db"))?;
+        let record_required = reader.required(record.get("required"), db.as_deref())?;
         Ok(Policy {
             path: path.to_owned(),
             floor: reader.level(floor.get("level"))?,
@@ -114,6 +154,12 @@ impl Policy {
             readable_roots: reader.roots(read.get("roots"))?,
             ceilings: reader.ceilings(&ceilings)?,
             env_pass: reader.env_pass(env.get("pass"))?,
+            secret_env: reader
+                .name_patterns("env.secret", env.get("secret"))?
+                .unwrap_or_default(),
+            db,
+            record_required,
+            post_process: reader.post_process(table.get(post_process::SECTION))?,
             degraded: reader.degraded(degraded.get("allow"))?,
         })
     }
@@ -296,28 +342,82 @@ impl Reader<'_> {
         &self,
         value: Option<&toml::Value>,
     ) -> Result<Option<Vec<NamePattern>>, PolicyError> {
-        let Some(texts) = self.texts("env.pass", value)? else {
+        let pattern = |text: String| match text.strip_suffix('*') {
+            Some(start) => NamePattern::Beginning(start.to_owned()),
+            None => NamePattern::Exactly(text),
+        };
+        let texts = self.name_patterns("env.pass", value)?;
+        Ok(texts.map(|texts| texts.into_iter().map(pattern).collect()))
+    }
+
+    fn name_patterns(
+        &self,
+        key: &'static str,
+        value: Option<&toml::Value>,
+    ) -> Result<Option<Vec<String>>, PolicyError> {
+        let Some(texts) = self.texts(key, value)? else {
             return Ok(None);
         };
-        let pattern = |text: &str| {
-            let (start, pattern) = match text.strip_suffix('*') {
-                Some(start) => (start, NamePattern::Beginning(start.to_owned())),
-                None => (text, NamePattern::Exactly(text.to_owned())),
-            };
-            // A star alone passes everything, and says so plainly.
-            match text == "*" || super::lists::is_env_name(start.as_bytes()) {
-                true => Ok(pattern),
-                false => Err(PolicyError::EnvName {
-                    path: self.path.to_owned(),
-                    given: excerpt(text),
-                }),
-            }
+        let good = |text: &str| match is_name_pattern(text) {
+            true => Ok(text.to_owned()),
+            false => Err(PolicyError::EnvName {
+                path: self.path.to_owned(),
+                key,
+                given: excerpt(text),
+            }),
         };
         texts
             .into_iter()
-            .map(pattern)
+            .map(good)
             .collect::<Result<_, _>>()
             .map(Some)
+    }
+
+    fn db(&self, value: Option<&toml::Value>) -> Result<Option<String>, PolicyError> {
+        let path = || self.path.to_owned();
+        let Some(value) = value else {
+            return Ok(None);
+        };
+        let text = value
+            .as_str()
+            .map(str::trim)
+            .filter(|text| !text.is_empty() && !text.contains('\0'))
+            .ok_or_else(|| self.wrong_type("record.db", "none, sqlite:PATH or postgres://…"))?;
+        // Every user must be able to read the policy, so it keeps no secret.
+        if holds_password(text) {
+            return Err(PolicyError::DbPassword { path: path() });
+        }
+        // There is no directory that all users' runs could mean.
+        if is_relative_sqlite(text) {
+            return Err(PolicyError::DbRelative { path: path() });
+        }
+        Ok(Some(text.to_owned()))
+    }
+
+    fn required(&self, value: Option<&toml::Value>, db: Option<&str>) -> Result<bool, PolicyError> {
+        match value {
+            None | Some(toml::Value::Boolean(false)) => Ok(false),
+            Some(toml::Value::Boolean(true)) if db == Some("none") => {
+                Err(PolicyError::DbContradicts {
+                    path: self.path.to_owned(),
+                })
+            }
+            Some(toml::Value::Boolean(true)) => Ok(true),
+            Some(_) => Err(self.wrong_type("record.required", "true or false")),
+        }
+    }
+
+    fn post_process(
+        &self,
+        value: Option<&toml::Value>,
+    ) -> Result<Option<PostProcess>, PolicyError> {
+        value
+            .map(PostProcess::read)
+            .transpose()
+            .map_err(|source| PolicyError::PostProcess {
+                path: self.path.to_owned(),
+                source,
+            })
     }
 
     fn degraded(&self, value: Option<&toml::Value>) -> Result<BTreeSet<LimitName>, PolicyError> {

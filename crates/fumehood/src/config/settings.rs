@@ -13,13 +13,10 @@ const SECOND_MS: u64 = 1000;
 const HOUR_MS: u64 = 3600 * SECOND_MS;
 const YEAR_MS: u64 = 365 * 24 * HOUR_MS;
 
-/// Variables that other parts of Fumehood read; never settings of a run.
-pub const RESERVED_VARIABLES: [&str; 4] = [
-    "FUMEHOOD_HOME",
-    "FUMEHOOD_DB",
-    "FUMEHOOD_DB_FILE",
-    "FUMEHOOD_LOG",
-];
+/// Names a file that holds what `FUMEHOOD_DB` would; read in `record.rs`.
+pub const DB_FILE_VARIABLE: &str = "FUMEHOOD_DB_FILE";
+/// Variables that are read elsewhere; no settings of the table below.
+pub const RESERVED_VARIABLES: [&str; 3] = ["FUMEHOOD_HOME", DB_FILE_VARIABLE, "FUMEHOOD_LOG"];
 /// Fumehood's own tests say through these what they need.
 pub const TEST_PREFIX: &str = "FUMEHOOD_TEST_";
 pub const VARIABLE_PREFIX: &str = "FUMEHOOD_";
@@ -113,6 +110,8 @@ const WEAKENS: Rule = No("it decides how firmly the program is confined");
 const OUTLIVES: Rule = No("it decides what outlives the run");
 const NO_SEPARATOR: Rule = No("no character could separate the entries of such a list");
 const CALLERS: Rule = No("how a run is reported is the caller's choice");
+const RECORDS: Rule = No("it decides where results go and what room they take");
+const WITHHOLDS: Rule = No("it decides what the record withholds");
 
 settings! {
     // What the program sees. Inputs, like `read`, copy or show files that the caller can read, `.env` and
@@ -142,7 +141,7 @@ settings! {
     OpenFiles   "open_files"   Count(bounds(16, 1 << 20)), Yes, Yes, Yes;
     Disk        "disk"         Size(bounds(MIB, PIB)), Yes, Yes, Yes;
     Files       "files"        Count(bounds(16, 1_000_000_000)), Yes, Yes, Yes;
-    LogLimit    "log_limit"    Size(bounds(4 * KIB, 1024 * MIB)), Yes, Yes, Yes;
+    LogLimit    "log_limit"    Size(bounds(4 * KIB, 1024 * MIB)), Yes, No("it decides how much memory Fumehood itself takes"), Yes;
     AllowDegraded "allow_degraded" List, Yes, WEAKENS, Yes;
 
     // The workspace. Its root is where Fumehood, perhaps as root, makes and removes directories.
@@ -150,6 +149,29 @@ settings! {
     WorkspaceRoot "workspace_root" Path, Yes, No("it decides where directories are made and removed"), Yes;
     Keep        "keep"         Word(&["never", "on-failure", "always"]), Yes, OUTLIVES, Yes;
     KeepFor     "keep_for"     Duration(bounds(SECOND_MS, YEAR_MS)), Yes, OUTLIVES, Yes;
+
+    // What is taken of what the program leaves. A project may ask for less of it, as it may of every limit; how much goes
+    // into a database that others share is not the project's to say. A glob may hold a comma.
+    Output      "output"       List, Yes, Yes, NO_SEPARATOR;
+    Expect      "expect"       List, Yes, Yes, NO_SEPARATOR;
+    MaxOutput   "max_output"   Size(bounds(0, PIB)), Yes, Yes, Yes;
+    MaxOutputFile "max_output_file" Size(bounds(0, PIB)), Yes, Yes, Yes;
+    // The manifest of more would be too large to hold in memory.
+    MaxOutputs  "max_outputs"  Count(bounds(0, 1_000_000)), Yes, Yes, Yes;
+    MaxDepth    "max_depth"    Count(bounds(1, 256)), Yes, Yes, Yes;
+    // Beyond this a value takes longer to commit than a lock on the database should last.
+    InlineMax   "inline_max"   Size(bounds(0, 64 * MIB)), Yes, RECORDS, Yes;
+    To          "to"           Path, ONE_RUN, ONE_RUN, ONE_RUN;
+    Force       "force"        Switch, ONE_RUN, ONE_RUN, ONE_RUN;
+
+    // The record. Whoever names the database reads every result, so a project cannot.
+    Db          "db"           Text, Yes, RECORDS, Yes;
+    Artifacts   "artifacts"    Path, Yes, RECORDS, Yes;
+    StoreQuota  "store_quota"  Size(bounds_or_off(MIB, PIB)), Yes, RECORDS, Yes;
+    FreeReserve "free_reserve" Size(bounds(0, PIB)), Yes, RECORDS, Yes;
+    SecretEnv   "secret_env"   List, Yes, WITHHOLDS, Yes;
+    Replace     "replace"      Switch, ONE_RUN, ONE_RUN, ONE_RUN;
+    In          "in"           Text, ONE_RUN, ONE_RUN, ONE_RUN;
 
     Isolation   "isolation"    Word(&["landlock", "full"]), Yes, WEAKENS, Yes;
     Json        "json"         Switch, Yes, CALLERS, Yes;
@@ -176,6 +198,12 @@ impl Setting {
         format!("{VARIABLE_PREFIX}{}", self.name.to_ascii_uppercase())
     }
 
+    /// Whether the policy can bound it from above. More room left free harms nobody, so a ceiling on it would only
+    /// be mistaken for what it is not: a reserve that the operator insists on.
+    pub fn has_ceiling(&self) -> bool {
+        self.kind.bounds().is_some() && self.key != Key::FreeReserve
+    }
+
     /// The places where it may be set, for the error about one where it may not.
     pub fn places(&self) -> String {
         let mut places = vec![format!("the option {}", self.flag())];
@@ -193,7 +221,7 @@ impl Setting {
 }
 
 impl Kind {
-    /// The bounds of a setting that is a number; only such a one can have a ceiling.
+    /// The bounds of a setting that is a number.
     pub fn bounds(self) -> Option<Bounds> {
         match self {
             Duration(bounds) | Size(bounds) | Cpus(bounds) | Count(bounds) => Some(bounds),
@@ -290,6 +318,16 @@ mod tests {
             Key::Network,
             Key::Keep,
             Key::KeepFor,
+            Key::Db,
+            Key::Artifacts,
+            Key::InlineMax,
+            Key::StoreQuota,
+            Key::FreeReserve,
+            Key::SecretEnv,
+            Key::To,
+            Key::Force,
+            Key::Replace,
+            Key::In,
         ] {
             assert!(matches!(key.setting().project_file, No(_)), "{key:?}");
         }

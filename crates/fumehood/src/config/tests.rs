@@ -1,13 +1,15 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use analysis::request::{Input, ReadRoot};
+use analysis::request::{Input, Keep, ReadRoot, WorkspaceKind};
 use proptest::prelude::*;
 use std::error::Error;
 use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
+
+mod record;
 
 /// A home, a project and a place for a policy, all real files owned by whoever runs the tests.
 struct Bench {
@@ -201,8 +203,6 @@ fn an_unknown_variable_names_the_nearest() {
     bench.fails(&[], &["unknown variable"]);
     let bench = Bench::new()
         .var("FUMEHOOD_HOME", "x")
-        .var("FUMEHOOD_DB", "x")
-        .var("FUMEHOOD_DB_FILE", "x")
         .var("FUMEHOOD_LOG", "x")
         .var("FUMEHOOD_TEST_SKIP", "x")
         .var("fumehood_other", "x");
@@ -225,7 +225,7 @@ fn values_of_the_wrong_form_are_refused() {
         ("memory = \"1M\"", "from 16 MiB"),
         ("pids = 1", "from 8"),
         ("open_files = 3", "from 16"),
-        ("log_limit = 1", "from 4 KiB"),
+        ("log_limit = 1", "may not be set there"),
         ("disk = \"\"", "is empty"),
         ("data = 7", "a string"),
         ("data = \"a\\u0000b\"", "NUL"),
@@ -276,6 +276,16 @@ fn a_project_file_cannot_widen_anything() {
         ("project = \"x\"", "--project"),
         ("id = \"x\"", "--id"),
         ("json = true", "--json"),
+        ("db = \"sqlite:/srv/x\"", "--db"),
+        ("artifacts = \"out\"", "--artifacts"),
+        ("inline_max = \"2M\"", "--inline-max"),
+        ("store_quota = \"1G\"", "--store-quota"),
+        ("free_reserve = 0", "--free-reserve"),
+        ("secret_env = [\"SEED\"]", "--secret-env"),
+        ("to = \"out\"", "--to"),
+        ("force = true", "--force"),
+        ("replace = true", "--replace"),
+        ("in = \"x\"", "--in"),
         ("env = [\"A=1\", \"PGPASSWORD\"]", "--env"),
         ("data = \"/srv\"", "--data"),
         ("data = \"../other\"", "--data"),
@@ -302,6 +312,29 @@ fn settings_of_one_run_stand_in_no_file_or_variable() {
     Bench::new()
         .user("input = [\"x\"]")
         .fails(&[], &["--input"]);
+    for name in ["replace", "force"] {
+        let flag = format!("--{name}");
+        Bench::new()
+            .user(&format!("{name} = true"))
+            .fails(&[], &["config.toml", &flag]);
+        Bench::new()
+            .var(&format!("FUMEHOOD_{}", name.to_uppercase()), "1")
+            .fails(&[], &[&flag]);
+    }
+    for name in ["to", "in"] {
+        let flag = format!("--{name}");
+        Bench::new()
+            .user(&format!("{name} = \"x\""))
+            .fails(&[], &["config.toml", &flag]);
+        Bench::new()
+            .var(&format!("FUMEHOOD_{}", name.to_uppercase()), "x")
+            .fails(&[], &[&flag]);
+    }
+    for name in ["output", "expect"] {
+        Bench::new()
+            .var(&format!("FUMEHOOD_{}", name.to_uppercase()), "*")
+            .fails(&[], &["separate", &format!("--{name}")]);
+    }
     Bench::new()
         .var("FUMEHOOD_READ", "/etc")
         .fails(&[], &["FUMEHOOD_READ", "--read"]);
@@ -503,6 +536,22 @@ fn a_policy_that_cannot_be_read_stops_every_run() {
         "pids = 9",
         "[ceilings]\nkeep = 3",
         "[ceilings.pids]\nx = 1",
+        "[ceilings]\nfree_reserve = \"1G\"",
+        "[ceilings]\nmax_depth = 0",
+        "[env]\nsecret = [\"A*B\"]",
+        "[env]\nsecret = \"A\"",
+        "[record]\ndb = 3",
+        "[record]\ndb = \"\"",
+        "[record]\ndb = \"sqlite:here.db\"",
+        "[record]\ndb = \"sqlite://here.db\"",
+        "[record]\ndb = \" \"",
+        "[record]\nrequired = true\ndb = \" none \"",
+        "[record]\nrequired = \"yes\"",
+        "[record]\nrequired = true\ndb = \"none\"",
+        "[record]\ndatabase = \"none\"",
+        "post_process = \"/bin/true\"",
+        "[post_process]\ntimeout = 3",
+        "[post_process]\ncommand = [\"true\"]",
     ] {
         Bench::new().policy(text).fails(&[], &["policy"]);
     }
@@ -692,11 +741,19 @@ fn the_documented_policy_is_valid() {
     let (text, _) = rest.split_once("```").unwrap();
     let policy = Policy::parse(text, Path::new("policy.toml")).unwrap();
     assert!(policy.readable_roots.is_some() && !policy.passes_env(OsStr::new("PGPASSWORD")));
+    assert!(policy.db.is_some() && policy.record_required && policy.post_process.is_some());
+    let (_, rest) = page
+        .split_once("```toml\n# ~/.config/fumehood/config.toml")
+        .unwrap();
+    let (text, _) = rest.split_once("```").unwrap();
+    let user = layer::from_file(text, &Origin::UserFile("/u/config.toml".into())).unwrap();
+    assert!(!user.entries.is_empty() && user.post_process.is_some());
     let (_, rest) = page.split_once("```toml\n# fumehood.toml").unwrap();
     let (text, _) = rest.split_once("```").unwrap();
     assert!(
         !layer::from_file(text, &Origin::ProjectFile("/p/fumehood.toml".into()))
             .unwrap()
+            .entries
             .is_empty()
     );
 }
@@ -722,9 +779,10 @@ proptest! {
     }
 
     #[test]
-    fn no_table_panics(key in "[a-z_]{1,14}", of in 0usize..29, value in "(-?[0-9.e]{1,8}|\"[^\"\\\\]{0,9}\"|\\[(\"[a-z=/:]{0,6}\",?){0,3}\\]|true|nan|\\{a=1\\})") {
+    fn no_table_panics(key in "[a-z_]{1,14}", of in 0usize..60, value in "(-?[0-9.e]{1,8}|\"[^\"\\\\]{0,9}\"|\\[(\"[a-z=/:]{0,6}\",?){0,3}\\]|true|nan|\\{a=1\\})") {
         let name = settings::SETTINGS.get(of).map_or(key.as_str(), |setting| setting.name);
-        for text in [format!("{name} = {value}"), format!("[ceilings]\n{name} = {value}"), format!("[floor]\n{key} = {value}")] {
+        for text in [format!("{name} = {value}"), format!("[ceilings]\n{name} = {value}"), format!("[floor]\n{key} = {value}"),
+            format!("[record]\ndb = {value}"), format!("[post_process]\ncommand = {value}"), format!("[post_process]\ntimeout = {value}")] {
             let _ = Policy::parse(&text, Path::new("/p"));
             let _ = layer::from_file(&text, &Origin::UserFile("/p/config.toml".into()));
         }

@@ -87,7 +87,7 @@ fn any_moment() {
         }
         // The next run, under the same id or another.
         let next = if turn % 2 == 0 { id.as_str() } else { "next" };
-        lab.sh(&["--id", next], "true").good();
+        lab.sh(&["--id", next, "--replace"], "true").good();
         assert_no_trace(&lab, &id);
     }
     assert!(
@@ -110,7 +110,7 @@ fn in_the_end() {
         // It may have ended already: then there is nothing to kill, and nothing left either.
         live.signal(Signal::KILL);
         live.child.wait().unwrap();
-        lab.sh(&["--id", &id], "true").good();
+        lab.sh(&["--id", &id, "--replace"], "true").good();
         assert_no_trace(&lab, &id);
     }
 }
@@ -119,7 +119,7 @@ fn in_the_end() {
 /// whole and can be removed.
 #[track_caller]
 fn assert_keep_finished(lab: &Lab, id: &str) {
-    lab.sh(&["--id", "next"], "true").good();
+    lab.sh(&["--id", "next", "--replace"], "true").good();
     let groups = cgroups_of(id);
     assert!(groups.is_empty(), "{groups:?}");
     let kept = lab.workspace(id);
@@ -255,7 +255,7 @@ fn damaged_record() {
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("run.json"), text).unwrap();
         crate::lab::set_mode(&lab.home.join("runs/odd"), 0o700);
-        lab.sh(&["--id", "fine"], "true").good();
+        lab.sh(&["--id", "fine", "--replace"], "true").good();
         let gc = lab.gc(&[]);
         assert_eq!(gc.code(), 125, "{text}: {}", gc.err());
         assert!(gc.err().contains("could not clean up"), "{}", gc.err());

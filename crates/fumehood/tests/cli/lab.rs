@@ -139,6 +139,53 @@ impl Lab {
         finish(command)
     }
 
+    /// `fumehood ARGS`, to its end.
+    pub fn ask<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Ended {
+        let mut command = self.fumehood();
+        command.args(args);
+        finish(command)
+    }
+
+    /// As [`Lab::ask`], good, and its one JSON document.
+    #[track_caller]
+    pub fn ask_json<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Value {
+        let ended = self.ask(args);
+        ended.good();
+        ended.document()
+    }
+
+    /// What another program reads in the SQLite database: rows of values, bytes in hex.
+    #[track_caller]
+    pub fn sql(&self, query: &str) -> Vec<Vec<Value>> {
+        let script = "import json, sqlite3, sys
+db = sqlite3.connect('file:' + sys.argv[1] + '?mode=ro', uri=True)
+plain = lambda v: v.hex() if isinstance(v, bytes) else v
+print(json.dumps([[plain(v) for v in row] for row in db.execute(sys.argv[2])]))";
+        let asked = Command::new("/usr/bin/python3")
+            .args(["-c", script])
+            .arg(self.home.join("fumehood.db"))
+            .arg(query)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&asked.stderr);
+        assert!(asked.status.success(), "{query}: {said}");
+        serde_json::from_slice(&asked.stdout).unwrap()
+    }
+
+    /// The one value of the one row.
+    #[track_caller]
+    pub fn sql_one(&self, query: &str) -> Value {
+        let mut rows = self.sql(query);
+        assert_eq!(rows.len(), 1, "{query}: {rows:?}");
+        rows.remove(0).remove(0)
+    }
+
+    /// Where the artifact store keeps some content.
+    pub fn object(&self, hash: &str) -> PathBuf {
+        let (first, rest) = hash.split_at(2);
+        self.home.join("artifacts/objects").join(first).join(rest)
+    }
+
     /// Names in the workspace root.
     pub fn workspaces(&self) -> Vec<OsString> {
         names_in(&self.root)

@@ -7,14 +7,21 @@
 
 mod crash;
 mod ending;
+mod findings;
+mod hostile;
+mod keeping;
 mod lab;
 mod options;
 mod output;
 mod outsider;
 mod plain_user;
 mod policy;
+mod postgres;
+mod reading;
+mod record;
 mod runtimes;
 mod shell;
+mod stepwise;
 mod together;
 mod workspace;
 
@@ -32,15 +39,22 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 10] = [
+    let files: [(&str, &[Entry]); 17] = [
         ("crash", crash::TRIALS),
         ("ending", ending::TRIALS),
+        ("findings", findings::TRIALS),
+        ("hostile", hostile::TRIALS),
+        ("keeping", keeping::TRIALS),
         ("options", options::TRIALS),
         ("output", output::TRIALS),
         ("outsider", outsider::TRIALS),
         ("policy", policy::TRIALS),
+        ("postgres", postgres::TRIALS),
+        ("reading", reading::TRIALS),
+        ("record", record::TRIALS),
         ("runtimes", runtimes::TRIALS),
         ("shell", shell::TRIALS),
+        ("stepwise", stepwise::TRIALS),
         ("together", together::TRIALS),
         ("workspace", workspace::TRIALS),
     ];

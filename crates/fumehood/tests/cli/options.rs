@@ -107,6 +107,22 @@ fn help() {
         "--isolation",
         "--allow-degraded",
         "--network",
+        "--output",
+        "--expect",
+        "--max-output",
+        "--max-output-file",
+        "--max-outputs",
+        "--max-depth",
+        "--inline-max",
+        "--to",
+        "--force",
+        "--db",
+        "--artifacts",
+        "--store-quota",
+        "--free-reserve",
+        "--secret-env",
+        "--replace",
+        "--in",
         "--json",
         "--quiet",
     ] {
@@ -116,8 +132,16 @@ fn help() {
         let line = line.unwrap_or_else(|| panic!("no {option} in {text}"));
         let paragraph = text.lines().skip(line).take_while(|l| !l.trim().is_empty());
         let paragraph: String = paragraph.collect();
-        let switch = ["--json", "--quiet"].contains(&option);
-        let many = ["--read", "--input", "--env", "--allow-degraded"].contains(&option);
+        let switch = ["--json", "--quiet", "--force", "--replace"].contains(&option);
+        let many = [
+            "--read",
+            "--input",
+            "--env",
+            "--allow-degraded",
+            "--expect",
+            "--secret-env",
+        ]
+        .contains(&option);
         assert!(
             paragraph.contains("[default:") || switch || many,
             "{option}: {paragraph}"
@@ -128,7 +152,9 @@ fn help() {
         command.arg("--help");
         command
     });
-    for code in ["122", "123", "124", "125", "126", "127", "128+n", "137"] {
+    for code in [
+        "120", "121", "122", "123", "124", "125", "126", "127", "128+n", "137",
+    ] {
         assert!(top.good().contains(code), "{code}");
     }
 }

@@ -47,14 +47,14 @@ pub const TRIALS: &[Entry] = &[
 ];
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum As {
+pub enum As {
     Root,
     /// The test account, under the same policy.
     Plain,
 }
 
 /// Runs `fumehood run ARGS` where `/etc/fumehood/policy.toml` is made by `prepare`, a shell script in that directory.
-fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
+pub fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
     let script = r#"
         set -e
         mount -t tmpfs -o mode=755 none "$1"
@@ -103,7 +103,7 @@ fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
 }
 
 /// As [`under`] with the policy's text, for root.
-fn with(lab: &Lab, policy: &str, args: &[&str]) -> Ended {
+pub fn with(lab: &Lab, policy: &str, args: &[&str]) -> Ended {
     under(
         lab,
         &format!("cat > policy.toml <<'END'\n{policy}\nEND"),

@@ -160,7 +160,7 @@ fn once_at_a_time() {
     drop(first.child.stdin.take());
     assert_eq!(first.end().good(), "ready\nfirst\nmine\n");
     lab.assert_nothing_left();
-    lab.sh(&["--id", "twin"], "true").good();
+    lab.sh(&["--id", "twin", "--replace"], "true").good();
 }
 
 fn id_grammar() {
@@ -247,7 +247,8 @@ fn symlinked_root() {
     let out = lab.sh(&options, "pwd -P; pwd").good();
     let real = lab.workspace("linked").display().to_string();
     assert_eq!(out, format!("{real}\n{real}\n"));
-    let document = lab.sh_json(&options, "true");
+    let again: Vec<&str> = options.into_iter().chain(["--replace"]).collect();
+    let document = lab.sh_json(&again, "true");
     assert_eq!(document["workspace"], real);
     lab.assert_nothing_left();
 }
@@ -344,7 +345,7 @@ fn kept_on_failure() {
     assert!(path.join("sub/f").exists());
     lab.gc(&["--kept", "bad"]).good();
     lab.assert_nothing_left();
-    lab.sh(&["--id", "bad"], "true").good();
+    lab.sh(&["--id", "bad", "--replace"], "true").good();
 }
 
 fn analysis_now() -> u64 {

@@ -1,0 +1,74 @@
+//! Which store this is: `store.json`.
+
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::{ArtifactError, files, random_hex};
+
+pub(super) const VERSION: u32 = 1;
+pub(super) const IDENTITY: &str = "store.json";
+const IDENTITY_BYTES_MAX: u64 = 4_096;
+
+#[derive(Serialize, Deserialize)]
+struct Identity {
+    version: u32,
+    id: String,
+}
+
+/// Reads who the store is, or makes it somebody. Of several who do so at the same time one wins, and all read the same.
+pub(super) fn find(
+    path: &Path,
+    dir: BorrowedFd<'_>,
+    staging: BorrowedFd<'_>,
+) -> Result<String, ArtifactError> {
+    let path = path.join(IDENTITY);
+    let failed = |source| ArtifactError::Identity {
+        path: path.clone(),
+        source,
+    };
+    let text = match read_identity(dir).map_err(failed)? {
+        Some(text) => text,
+        None => {
+            make_identity(dir, staging).map_err(failed)?;
+            let made = read_identity(dir).map_err(failed)?;
+            made.ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?
+        }
+    };
+    let identity: Identity = serde_json::from_slice(&text).map_err(|e| failed(e.into()))?;
+    let is_hex = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
+    match identity.version {
+        VERSION if identity.id.len() == 32 && identity.id.bytes().all(is_hex) => Ok(identity.id),
+        VERSION => Err(failed(io::Error::other("its id is not 32 hex digits"))),
+        found => Err(ArtifactError::Version { path, found }),
+    }
+}
+
+fn read_identity(dir: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
+    let file = match files::open_object(dir, IDENTITY) {
+        Err(Errno::NOENT) => return Ok(None),
+        file => file?,
+    };
+    let mut text = Vec::new();
+    file.take(IDENTITY_BYTES_MAX).read_to_end(&mut text)?;
+    Ok(Some(text))
+}
+
+/// Durable before it has its name, and the name before anything refers to the store.
+fn make_identity(dir: BorrowedFd<'_>, staging: BorrowedFd<'_>) -> io::Result<()> {
+    let identity = Identity {
+        version: VERSION,
+        id: random_hex()?,
+    };
+    let draft = files::Draft::new(staging)?;
+    files::write_all_at(draft.as_fd(), &serde_json::to_vec(&identity)?, 0)?;
+    rustix::fs::fsync(draft.as_fd())?;
+    match files::link(draft.as_fd(), dir, IDENTITY) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(e) => return Err(e.into()),
+    }
+    Ok(rustix::fs::fsync(dir)?)
+}

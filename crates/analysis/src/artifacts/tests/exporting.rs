@@ -1,0 +1,230 @@
+//! What leaves the store, and where it must not go.
+
+use super::*;
+
+pub(super) fn export_all(
+    store: &Artifacts,
+    outputs: &[Output],
+    to: &Path,
+    overwrite: Overwrite,
+) -> Result<Vec<Exported>, ExportError> {
+    let outputs: Vec<_> = outputs
+        .iter()
+        .map(|o| (o.path.clone(), o.bytes, o.blake3))
+        .collect();
+    let mut source = |hash: &ContentHash| {
+        let file = store.open_object(hash).map_err(io::Error::other)?;
+        Ok(Content::File(file))
+    };
+    export(&mut source, &outputs, to, overwrite)
+}
+
+/// A store with three outputs, and a directory to export to.
+fn to_export() -> (Scene, Vec<Output>, PathBuf) {
+    let scene = Scene::new();
+    let outputs = vec![
+        scene.file(b"a", b"content of a"),
+        scene.file(b"dir/b \xff", b"content of b"),
+        scene.file(b"dir/deeper/c", b""),
+    ];
+    for output in &outputs {
+        scene.take(output, Transfer::Move).unwrap();
+    }
+    let to = scene._dirs[0].path().join("to");
+    (scene, outputs, to)
+}
+
+fn list(dir: &Path) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    for entry in dir.read_dir().unwrap() {
+        let path = entry.unwrap().path();
+        if path.symlink_metadata().unwrap().is_dir() {
+            found.extend(list(&path));
+        }
+        found.push(path);
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn an_export_writes_everything_with_its_sha256() {
+    let (scene, outputs, to) = to_export();
+    let exported = export_all(&scene.store, &outputs, &to, Overwrite::Never).unwrap();
+    assert_eq!(exported.len(), 3);
+    assert_eq!(
+        exported[2].sha256, "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        "of nothing"
+    );
+    let name = to.join(OsStr::from_bytes(b"dir/b \xff"));
+    assert_eq!(std::fs::read(&name).unwrap(), b"content of b");
+    // Asking by setting it would change what other tests make meanwhile.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let umask = status.lines().find_map(|line| line.strip_prefix("Umask:"));
+    let umask = u32::from_str_radix(umask.unwrap().trim(), 8).unwrap();
+    assert_eq!(mode(&name), 0o644 & !umask);
+    assert_eq!(mode(&to.join("dir")), 0o755 & !umask);
+    assert_eq!(list(&to).len(), 5, "and nothing else");
+    // What comes from the database instead.
+    let bytes = [(outputs[0].path.clone(), 12, outputs[0].blake3)];
+    let mut source = |_: &ContentHash| Ok(Content::Bytes(b"content of a".to_vec()));
+    let again = export(&mut source, &bytes, &to.join("again"), Overwrite::Never).unwrap();
+    assert_eq!(again[0].sha256, exported[0].sha256);
+}
+
+#[test]
+fn an_export_overwrites_nothing_and_finds_all_conflicts_before_it_writes() {
+    let (scene, outputs, to) = to_export();
+    std::fs::create_dir_all(to.join("dir/deeper")).unwrap();
+    std::fs::write(to.join("dir/deeper/c"), "mine").unwrap();
+    let before = list(&to);
+    let refused = export_all(&scene.store, &outputs, &to, Overwrite::Never);
+    let Err(ExportError::Conflicts { first, count, .. }) = refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(count, 1);
+    assert!(first[0].starts_with("dir/deeper/c exists"), "{first:?}");
+    assert_eq!(list(&to), before, "nothing was written");
+    assert_eq!(std::fs::read(to.join("dir/deeper/c")).unwrap(), b"mine");
+
+    export_all(&scene.store, &outputs, &to, Overwrite::Files).unwrap();
+    assert_eq!(std::fs::read(to.join("dir/deeper/c")).unwrap(), b"");
+    assert_eq!(std::fs::read(to.join("a")).unwrap(), b"content of a");
+
+    // Not even with force does a directory go.
+    std::fs::remove_file(to.join("a")).unwrap();
+    std::fs::create_dir(to.join("a")).unwrap();
+    for overwrite in [Overwrite::Never, Overwrite::Files] {
+        let refused = export_all(&scene.store, &outputs, &to, overwrite);
+        assert!(matches!(refused, Err(ExportError::Conflicts { .. })));
+    }
+    let twice = [outputs[1].clone(), outputs[1].clone()];
+    let below = Output {
+        path: OutputPath::new(b"dir/deeper/c/d".to_vec()).unwrap(),
+        ..outputs[0].clone()
+    };
+    for wrong in [&twice[..], &[outputs[2].clone(), below]] {
+        let elsewhere = to.join("elsewhere");
+        let refused = export_all(&scene.store, wrong, &elsewhere, Overwrite::Files);
+        assert!(matches!(refused, Err(ExportError::Conflicts { .. })));
+        assert_eq!(list(&elsewhere).len(), 0);
+    }
+}
+
+#[test]
+fn an_export_never_goes_through_a_link() {
+    let (scene, outputs, to) = to_export();
+    let outside = scene._dirs[0].path().join("outside");
+    std::fs::create_dir_all(&outside).unwrap();
+    std::fs::write(outside.join("victim"), "precious").unwrap();
+    std::fs::create_dir(&to).unwrap();
+    let links = [
+        ("dir", outside.clone()),
+        ("a", outside.join("victim")),
+        ("a", outside.join("not there")),
+    ];
+    for (name, target) in links {
+        for overwrite in [Overwrite::Never, Overwrite::Files] {
+            std::fs::remove_dir_all(&to).unwrap();
+            std::fs::create_dir(&to).unwrap();
+            symlink(&target, to.join(name)).unwrap();
+            let exported = export_all(&scene.store, &outputs, &to, overwrite);
+            if (name, overwrite) == ("a", Overwrite::Files) {
+                exported.unwrap();
+                let meta = to.join("a").symlink_metadata().unwrap();
+                assert!(meta.is_file(), "the link itself was replaced");
+            } else {
+                assert!(matches!(exported, Err(ExportError::Conflicts { .. })));
+                assert_eq!(list(&to).len(), 1, "nothing was written");
+            }
+            assert_eq!(list(&outside), [outside.join("victim")]);
+            let victim = std::fs::read(outside.join("victim")).unwrap();
+            assert_eq!(victim, b"precious");
+        }
+    }
+}
+
+/// Somebody swaps the directory for a link and back, all the time.
+#[test]
+fn an_export_never_goes_through_a_link_that_appears_meanwhile() {
+    let (scene, outputs, to) = to_export();
+    let outside = scene._dirs[0].path().join("outside");
+    std::fs::create_dir(&outside).unwrap();
+    std::fs::create_dir_all(to.join("dir")).unwrap();
+    let (dir, link) = (to.join("dir"), to.join("link"));
+    symlink(&outside, &link).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                let cwd = rustix::fs::CWD;
+                let flags = rustix::fs::RenameFlags::EXCHANGE;
+                rustix::fs::renameat_with(cwd, &dir, cwd, &link, flags).unwrap();
+            }
+        });
+        let (mut done, mut refused) = (0, 0);
+        for _ in 0..20_000 {
+            match export_all(&scene.store, &outputs[1..2], &to, Overwrite::Files) {
+                Ok(_) => done += 1,
+                Err(_) => refused += 1,
+            }
+            if done >= 50 && refused >= 50 {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(done > 0 && refused > 0, "both were met: {done}, {refused}");
+    });
+    assert_eq!(list(&outside).len(), 0);
+}
+
+/// What comes after the look for conflicts is not lost either.
+#[test]
+fn an_export_overwrites_nothing_that_appears_meanwhile() {
+    let (scene, outputs, to) = to_export();
+    let outside = scene._dirs[0].path().join("outside");
+    std::fs::create_dir(&outside).unwrap();
+    let name = |o: &Output| (o.path.clone(), o.bytes, o.blake3);
+    let all: Vec<_> = outputs.iter().map(name).collect();
+    let mut source = |hash: &ContentHash| {
+        if *hash == outputs[0].blake3 {
+            std::fs::write(to.join("a"), "mine").unwrap();
+        }
+        Ok(Content::File(scene.store.open_object(hash).unwrap()))
+    };
+    let exported = export(&mut source, &all, &to, Overwrite::Never);
+    assert!(matches!(exported, Err(ExportError::Write { .. })));
+    assert_eq!(std::fs::read(to.join("a")).unwrap(), b"mine");
+    assert_eq!(list(&to), [to.join("a")], "no draft is left");
+
+    let mut source = |hash: &ContentHash| {
+        if *hash == outputs[1].blake3 {
+            symlink(&outside, to.join("dir")).unwrap();
+        }
+        Ok(Content::File(scene.store.open_object(hash).unwrap()))
+    };
+    let exported = export(&mut source, &all, &to, Overwrite::Files);
+    let Err(ExportError::Write { path, written, .. }) = exported else {
+        panic!("{exported:?}");
+    };
+    assert_eq!((path, written.len()), (outputs[1].path.clone(), 1));
+    assert_eq!(list(&outside).len(), 0);
+}
+
+#[test]
+fn a_damaged_object_is_not_exported_and_what_was_written_is_told() {
+    let (scene, outputs, to) = to_export();
+    let object = scene.object(&outputs[1]);
+    set_mode(&object, 0o600);
+    std::fs::write(&object, "CONTENT of b").unwrap();
+    let exported = export_all(&scene.store, &outputs, &to, Overwrite::Never);
+    let Err(ExportError::Damaged { path, written }) = exported else {
+        panic!("{exported:?}");
+    };
+    assert_eq!(path, outputs[1].path);
+    assert_eq!(written.len(), 1);
+    assert_eq!(list(&to), [to.join("a"), to.join("dir")]);
+    std::fs::remove_file(&object).unwrap();
+    let exported = export_all(&scene.store, &outputs, &to.join("2"), Overwrite::Never);
+    assert!(matches!(exported, Err(ExportError::Write { .. })));
+}

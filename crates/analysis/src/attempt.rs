@@ -1,0 +1,432 @@
+//! One attempt as it is made: run directory, lease, row, workspace, quota, cgroup. What runs in it and how it is left
+//! are in `running.rs` and `ending.rs`.
+
+mod ending;
+mod running;
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use sandbox::cgroup::{self, Group};
+use sandbox::outcome::Outcome;
+use sandbox::quota::{self, ProjectQuota, QuotaError};
+use sandbox::spec::{Enforcement, Identity, Layer, Limits, WorkspaceKind};
+
+use crate::collect::{self, Put};
+use crate::fault::{self, Step};
+use crate::home::{self, HomeError};
+use crate::lease::Lease;
+use crate::ledger::Ledger;
+use crate::limits::{self, Storage, error_chain};
+use crate::logs::Captured;
+use crate::pipeline::{PipelineError, Place, Surroundings};
+use crate::policy::Plan;
+use crate::provenance::{self, Provenance};
+use crate::request::{Again, AnalysisId, Command, Request};
+use crate::run_dir::{self, Durable, Paper, RunDir, RunRecord, RunState, Task};
+use crate::settle::SettleError;
+use crate::store;
+use crate::workspace::{Patience, Workspace};
+use running::fill;
+
+/// What has been made so far. Dropped early, it is undone; what cannot be is left to the reaper.
+pub(crate) struct Attempt {
+    dir: Option<RunDir>,
+    record: RunRecord,
+    lease: Option<Lease>,
+    workspace: Option<Workspace>,
+    quota: Option<ProjectQuota>,
+    group: Result<Group, String>,
+    /// The database has a row for it, which must come to an end.
+    begun: bool,
+    /// The workspace is one that the user made before, and its state then.
+    prepared: Option<RunState>,
+}
+
+/// How the sandboxed part went.
+pub(crate) struct Ran {
+    pub outcome: Outcome,
+    pub layers: Vec<(Layer, String)>,
+    pub stdout: Captured,
+    pub stderr: Captured,
+    pub started_ms: u64,
+    pub ended_ms: u64,
+    pub pids_denied: u64,
+    /// A workspace that lived in memory.
+    pub memory: Option<OwnedFd>,
+}
+
+impl Attempt {
+    /// Claims the id: first here, by the run directory, then in the database.
+    pub fn begin(
+        request: &Request,
+        around: &Surroundings,
+        plan: &Plan,
+        mut ledger: Option<&mut Ledger>,
+    ) -> Result<Attempt, PipelineError> {
+        check_globs(request)?;
+        if let Some(ledger) = ledger.as_deref() {
+            check_room(ledger, around)?;
+        }
+        let (dir, record, prepared) = match around.place {
+            Place::Fresh => {
+                let number = match ledger.as_deref_mut() {
+                    Some(ledger) => next_number(ledger, request)?,
+                    None => 1,
+                };
+                let dir = RunDir::claim(&around.home, &request.id, number)?;
+                let record = fresh_record(&request.id, &plan.workspace_root, number);
+                (dir, record, None)
+            }
+            Place::Prepared => prepared(request, around)?,
+        };
+        let lease = rustix::process::geteuid()
+            .is_root()
+            .then(Lease::take)
+            .transpose();
+        if ledger.is_some() {
+            dir.reserve_for_outcome();
+        }
+        let mut attempt = Attempt {
+            dir: Some(dir),
+            record,
+            lease: None,
+            workspace: None,
+            quota: None,
+            group: Err(String::from("no cgroup was made")),
+            begun: false,
+            prepared,
+        };
+        attempt.record.task = match ledger.as_deref_mut() {
+            Some(ledger) => Some(task(request, ledger)?),
+            None => None,
+        };
+        attempt.lease = lease?;
+        attempt.record.uid = attempt.lease.as_ref().map(|l| l.uid);
+        attempt.save()?;
+        reached(Step::Claimed)?;
+        if let Some(ledger) = ledger {
+            attempt.begin_in(ledger, request)?;
+            ledger.rest();
+        }
+        Ok(attempt)
+    }
+
+    fn begin_in(&mut self, ledger: &mut Ledger, request: &Request) -> Result<(), PipelineError> {
+        if let Some(task) = &self.record.task {
+            let begun = begin_row(ledger, &self.record, task, request.again);
+            // Another number than we thought: somebody on another machine was faster with an attempt of the same id.
+            self.record.attempt = begun?;
+            self.begun = true;
+            if let Some(task) = &mut self.record.task {
+                task.begun = true;
+            }
+            self.save()?;
+        }
+        Ok(())
+    }
+
+    pub fn number(&self) -> u32 {
+        self.record.attempt
+    }
+
+    fn save(&self) -> Result<(), HomeError> {
+        self.dir
+            .as_ref()
+            .map_or(Ok(()), |dir| dir.write(&self.record))
+    }
+
+    fn owner(&self) -> Option<(u32, u32)> {
+        self.lease.as_ref().map(|l| (l.uid, l.uid))
+    }
+
+    fn identity(&self) -> Identity {
+        match &self.lease {
+            Some(lease) => Identity::Leased {
+                uid: lease.uid,
+                gid: lease.uid,
+            },
+            None => Identity::Caller {
+                uid: rustix::process::geteuid().as_raw(),
+                gid: rustix::process::getegid().as_raw(),
+            },
+        }
+    }
+
+    pub fn make_workspace(
+        &mut self,
+        request: &Request,
+        around: &Surroundings,
+        plan: &Plan,
+        limits: &Limits,
+    ) -> Result<Storage, PipelineError> {
+        reached(Step::Begun)?;
+        match around.place {
+            Place::Fresh => self.make_new_workspace()?,
+            Place::Prepared => self.take_up_workspace()?,
+        }
+        reached(Step::WorkspaceMade)?;
+        let on_tmpfs = self.workspace.as_ref().is_some_and(Workspace::is_on_tmpfs);
+        let fresh = around.place == Place::Fresh;
+        let storage = match (request.workspace_kind, on_tmpfs) {
+            (WorkspaceKind::Memory, _) => Storage::Memory,
+            (WorkspaceKind::Disk, true) => Storage::DiskOnTmpfs,
+            // Before the inputs: they count too.
+            (WorkspaceKind::Disk, false) if fresh && self.limit_by_quota(limits)? => Storage::Quota,
+            (WorkspaceKind::Disk, false) => Storage::Disk,
+        };
+        if let Some(workspace) = &self.workspace
+            && storage != Storage::Memory
+        {
+            fill(workspace.dir(), &plan.inputs, self.owner(), limits)?;
+            self.note_puts(workspace.dir(), request, plan)?;
+        }
+        reached(Step::Filled)?;
+        Ok(storage)
+    }
+
+    fn make_new_workspace(&mut self) -> Result<(), PipelineError> {
+        // A crash between any two of these steps leaves something that the record proves to be ours.
+        let owner = self.owner();
+        let made = Workspace::draft(self.record.workspace.clone(), &self.record.draft, owner)?;
+        self.record.workspace_is = Some(made.is());
+        self.workspace = Some(made);
+        self.save()?;
+        self.workspace.as_mut().map_or(Ok(()), Workspace::publish)?;
+        Ok(())
+    }
+
+    /// The one that `workspace create` made, if it still is that one.
+    fn take_up_workspace(&mut self) -> Result<(), PipelineError> {
+        let gone = || HomeError::NoWorkspace {
+            id: self.record.id.clone(),
+        };
+        let is = self.record.workspace_is.ok_or_else(gone)?;
+        let path = self.record.workspace.clone();
+        let workspace = Workspace::reopen(path, is, Patience::None)?.ok_or_else(gone)?;
+        workspace.prepare(self.owner())?;
+        self.workspace = Some(workspace);
+        Ok(())
+    }
+
+    /// What was put there, by hash: the record tells what a result was made from, and what is left unchanged
+    /// is no output.
+    fn note_puts(
+        &self,
+        workspace: BorrowedFd<'_>,
+        request: &Request,
+        plan: &Plan,
+    ) -> Result<(), PipelineError> {
+        let (Some(dir), Some(_)) = (&self.dir, &self.record.task) else {
+            return Ok(());
+        };
+        let puts = collect::puts(workspace, self.owner_uid())?;
+        let provenance = made_from(request, plan, &puts);
+        dir.put(Paper::Puts, &puts, Durable::No)?;
+        dir.put(Paper::Provenance, &provenance, Durable::No)?;
+        Ok(())
+    }
+
+    fn owner_uid(&self) -> u32 {
+        let ours = rustix::process::geteuid().as_raw();
+        self.lease.as_ref().map_or(ours, |lease| lease.uid)
+    }
+
+    /// Whether the file system itself now holds the disk limits. Where it cannot, the watch does, as it says.
+    fn limit_by_quota(&mut self, limits: &Limits) -> Result<bool, PipelineError> {
+        let (Some(lease), Some(workspace)) = (&self.lease, &self.workspace) else {
+            return Ok(false);
+        };
+        let Ok(project) = quota::unused(workspace.dir(), limits::projects(lease.uid)) else {
+            return Ok(false);
+        };
+        self.record.project_quota = Some(project);
+        self.save()?;
+        // The workspace's own directory counts as an inode and is none of the program's files.
+        let inodes = limits.files.saturating_add(1);
+        match quota::limit(workspace.dir(), project, limits.disk_bytes, inodes) {
+            Ok(quota) => self.quota = Some(quota),
+            Err(e @ QuotaError::Undo { .. }) => return Err(e.into()),
+            Err(_not_here) => self.record.project_quota = None,
+        }
+        self.save()?;
+        Ok(self.quota.is_some())
+    }
+
+    pub fn make_group(
+        &mut self,
+        request: &Request,
+        limits: &Limits,
+        storage: Storage,
+    ) -> Result<Vec<Enforcement>, PipelineError> {
+        let host = cgroup::discover();
+        self.record.cgroups = cgroup::paths_to_be(&host, request.id.as_str());
+        self.save()?;
+        let limits_of_group = limits::group_limits(limits);
+        self.group = Group::create(&host, request.id.as_str(), &limits_of_group)
+            .map_err(|e| error_chain(&e));
+        let group = self.group.as_ref().map_err(Clone::clone);
+        Ok(limits::enforcement(
+            &request.limits,
+            limits,
+            group,
+            storage,
+            &request.allow_degraded,
+        )?)
+    }
+}
+
+fn reached(step: Step) -> Result<(), PipelineError> {
+    fault::at(step).map_err(|source| PipelineError::Step { step, source })
+}
+
+/// A bad pattern is found before anything runs.
+fn check_globs(request: &Request) -> Result<(), PipelineError> {
+    collect::Globs::new(&request.collection.outputs)?;
+    collect::Globs::new(&request.collection.expects)?;
+    Ok(())
+}
+
+/// The number that the next attempt of this id gets, unless another is faster.
+fn next_number(ledger: &mut Ledger, request: &Request) -> Result<u32, PipelineError> {
+    Ok(ledger.with(|store| store.next_attempt(request.id.as_str()))?)
+}
+
+fn task(request: &Request, ledger: &mut Ledger) -> Result<Task, PipelineError> {
+    let mut task = ledger.task(&request.collection)?;
+    task.memory = request.workspace_kind == WorkspaceKind::Memory;
+    Ok(task)
+}
+
+pub(crate) fn fresh_record(id: &AnalysisId, root: &Path, number: u32) -> RunRecord {
+    RunRecord {
+        version: run_dir::RECORD_VERSION,
+        id: id.clone(),
+        attempt: number,
+        host: home::machine(),
+        boot_id: home::boot_id(),
+        runner_pid: std::process::id(),
+        workspace: crate::workspace::path_for(root, id),
+        draft: crate::workspace::draft_for(root, id),
+        workspace_is: None,
+        uid: None,
+        project_quota: None,
+        cgroups: Vec::new(),
+        state: RunState::Live,
+        prepared: false,
+        task: None,
+    }
+}
+
+/// The run directory that `workspace create` made for this id, if nothing has run in it.
+fn prepared(
+    request: &Request,
+    around: &Surroundings,
+) -> Result<(RunDir, RunRecord, Option<RunState>), PipelineError> {
+    let id = request.id.clone();
+    let found = RunDir::find(&around.home, &id)?;
+    let (dir, mut record) = found.ok_or(HomeError::NoWorkspace { id: id.clone() })?;
+    let before = record.state;
+    match before {
+        RunState::Open { .. } => {}
+        _ => return Err(HomeError::RanAlready { id }.into()),
+    }
+    record.state = RunState::Live;
+    record.prepared = true;
+    record.runner_pid = std::process::id();
+    record.boot_id = home::boot_id();
+    Ok((dir, record, Some(before)))
+}
+
+/// What the result will have been made from.
+fn made_from(request: &Request, plan: &Plan, puts: &[Put]) -> Provenance {
+    let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
+    let shown_at = |name: &str| {
+        let at = workspace.join(name);
+        let view = plan.views.iter().find(|view| view.target.as_path() == at);
+        view.map(|view| view.source.as_path())
+    };
+    let script = match &request.command {
+        Command::Script { script, .. } => {
+            let name = script.file_name().map(|name| name.as_encoded_bytes());
+            let put = puts.iter().find(|put| Some(put.path.as_bytes()) == name);
+            Some((script.as_path(), put.map(|put| put.blake3)))
+        }
+        Command::Argv(_) | Command::Shell => None,
+    };
+    let inputs: Vec<_> = puts
+        .iter()
+        .map(|put| (put.path.text(), put.bytes, put.blake3))
+        .collect();
+    let reads: Vec<_> = request
+        .reads
+        .iter()
+        .map(|read| {
+            let inside = read.inside.clone();
+            (
+                read.host.clone(),
+                inside.unwrap_or_else(|| read.host.clone()),
+            )
+        })
+        .collect();
+    provenance::gather(&provenance::Facts {
+        argv: &plan.argv,
+        script,
+        inputs: &inputs,
+        env: &request.env,
+        secret_names: &request.secret_env,
+        program: &plan.program,
+        prefixes: plan.runtime_prefix.as_slice(),
+        inside_env: &plan.env,
+        project: &plan.project,
+        data: shown_at("data"),
+        docs: shown_at("docs"),
+        reads: &reads,
+    })
+}
+
+/// The attempt becomes a row, state `running`.
+pub(crate) fn begin_row(
+    ledger: &mut Ledger,
+    run: &RunRecord,
+    task: &Task,
+    again: Again,
+) -> Result<u32, SettleError> {
+    let workspace = run.workspace.to_string_lossy();
+    let begin = store::Begin {
+        id: run.id.as_str(),
+        key: &task.key,
+        replace: again == Again::Replace,
+        host: &run.host,
+        boot_id: &run.boot_id,
+        submitter: Some(&provenance::submitter_name()),
+        workspace: Some(&workspace),
+        provenance: None,
+    };
+    ledger.with(|store| store.begin(&begin))
+}
+
+/// Not begun where it could not be kept.
+fn check_room(ledger: &Ledger, around: &Surroundings) -> Result<(), PipelineError> {
+    let artifacts = ledger.artifacts()?;
+    let free = rustix::fs::statvfs(artifacts.path())
+        .map(|s| s.f_bavail.saturating_mul(s.f_frsize))
+        .unwrap_or(u64::MAX);
+    if free < around.free_reserve_bytes {
+        return Err(PipelineError::NoRoom {
+            what: artifacts.path().to_path_buf(),
+            free: crate::units::format_size(free),
+            reserve: crate::units::format_size(around.free_reserve_bytes),
+        });
+    }
+    if let Some(quota) = around.store_quota_bytes {
+        let used = artifacts.used().map_err(SettleError::from)?.bytes;
+        if used >= quota {
+            return Err(PipelineError::StoreFull {
+                used: crate::units::format_size(used),
+                quota: crate::units::format_size(quota),
+            });
+        }
+    }
+    Ok(())
+}

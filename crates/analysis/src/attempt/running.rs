@@ -1,0 +1,204 @@
+//! The program's time: from the spec to its end, with its output heard and its logs kept within their bounds.
+
+use std::io::{self, Write};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use sandbox::spec::{Limits, Terminal};
+use sandbox::supervise::{self, Attendant, Means, Stream, Wish};
+
+use super::{Attempt, Ran};
+use crate::copy_in::{self, Budget, CopyError};
+use crate::home::HomeError;
+use crate::limits::{Storage, error_chain};
+use crate::logs::Capture;
+use crate::pipeline::{Audience, PipelineError, Surroundings, unix_ms};
+use crate::policy::{self, Plan};
+use crate::request::{Request, Stdin};
+use crate::store;
+use crate::workspace::Workspace;
+
+impl Attempt {
+    pub fn execute(
+        &mut self,
+        request: &Request,
+        around: &Surroundings,
+        plan: &Plan,
+        limits: &Limits,
+        storage: Storage,
+        audience: &mut dyn Audience,
+    ) -> Result<Ran, PipelineError> {
+        let spec = policy::spec(
+            plan,
+            request,
+            limits.clone(),
+            self.identity(),
+            storage.kind(),
+            around.terminal,
+        );
+        let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
+        let mut ears = Ears {
+            audience,
+            captures: [Capture::new(log_bytes), Capture::new(log_bytes)],
+            files: self.log_files()?,
+            attempt: self,
+            request,
+            plan,
+            limits,
+            fill_error: None,
+        };
+        let means = Means {
+            launcher: &around.launcher,
+            workspace: self.workspace.as_ref().map(Workspace::dir),
+            stdin: open_stdin(request, plan, around.terminal)?,
+            group: self.group.as_ref().ok(),
+        };
+        let started_ms = unix_ms();
+        let finished =
+            supervise::spawn(&spec, means).and_then(|running| running.supervise(&mut ears));
+        let ended_ms = unix_ms();
+        if let Some(e) = ears.fill_error.take() {
+            return Err(e);
+        }
+        let [stdout, stderr] = ears.captures.map(Capture::finish);
+        let finished = finished.map_err(PipelineError::Start)?;
+        let pids_denied = self
+            .group
+            .as_ref()
+            .ok()
+            .and_then(|g| g.counters().pids_denied)
+            .unwrap_or(0);
+        Ok(Ran {
+            outcome: finished.outcome,
+            layers: finished.layers,
+            stdout,
+            stderr,
+            started_ms,
+            ended_ms,
+            pids_denied,
+            memory: finished.workspace,
+        })
+    }
+
+    /// Where the logs go as they arrive, for `logs -f` and for whoever finds us dead.
+    fn log_files(&self) -> Result<[Option<std::fs::File>; 2], HomeError> {
+        match (&self.dir, &self.record.task) {
+            (Some(dir), Some(_)) => {
+                let [out, err] = store::STREAMS;
+                Ok([Some(dir.new_log(out)?), Some(dir.new_log(err)?)])
+            }
+            _ => Ok([None, None]),
+        }
+    }
+}
+
+pub(super) fn fill(
+    workspace: BorrowedFd<'_>,
+    inputs: &[(PathBuf, PathBuf)],
+    owner: Option<(u32, u32)>,
+    limits: &Limits,
+) -> Result<(), CopyError> {
+    let mut budget = Budget {
+        bytes: limits.disk_bytes,
+        files: limits.files,
+    };
+    for (source, name) in inputs {
+        copy_in::copy_in(source, workspace, name, owner, &mut budget)?;
+    }
+    Ok(())
+}
+
+fn open_stdin(
+    request: &Request,
+    plan: &Plan,
+    terminal: Terminal,
+) -> Result<Option<OwnedFd>, PipelineError> {
+    let shell = matches!(terminal, Terminal::Own { .. });
+    if shell || request.stdin == Stdin::Caller {
+        return Ok(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).ok());
+    }
+    let opened = plan.stdin.as_ref().map(|path| {
+        open_plainly(path).map_err(|source| PipelineError::Stdin {
+            path: path.clone(),
+            source,
+        })
+    });
+    opened.transpose()
+}
+
+/// Opens a file to be piped in. Its path was resolved and checked when the plan was made; a link that stands there now
+/// is somebody's trick. Never waits for the other end of a FIFO.
+fn open_plainly(path: &Path) -> io::Result<OwnedFd> {
+    use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
+    let file = rustix::fs::openat2(
+        rustix::fs::CWD,
+        path,
+        OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC,
+        Mode::empty(),
+        ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
+    )?;
+    match FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode) {
+        FileType::RegularFile | FileType::Fifo => Ok(file),
+        _ if path == Path::new("/dev/null") => Ok(file),
+        _ => Err(io::Error::other("it is not a plain file or a FIFO")),
+    }
+}
+
+/// Between the sandbox and the audience: keeps the logs within their bounds.
+struct Ears<'a> {
+    audience: &'a mut dyn Audience,
+    captures: [Capture; 2],
+    files: [Option<std::fs::File>; 2],
+    attempt: &'a Attempt,
+    request: &'a Request,
+    plan: &'a Plan,
+    limits: &'a Limits,
+    fill_error: Option<PipelineError>,
+}
+
+impl Ears<'_> {
+    fn fill_memory(&self, memory: BorrowedFd<'_>) -> Result<(), PipelineError> {
+        fill(memory, &self.plan.inputs, self.attempt.owner(), self.limits)?;
+        self.attempt.note_puts(memory, self.request, self.plan)
+    }
+}
+
+impl Attendant for Ears<'_> {
+    fn fill(&mut self, memory: BorrowedFd<'_>) -> io::Result<()> {
+        if let Some(workspace) = &self.attempt.workspace {
+            workspace.furnish(memory, self.attempt.owner())?;
+        }
+        self.fill_memory(memory).map_err(|e| {
+            let text = error_chain(&e);
+            self.fill_error = Some(e);
+            io::Error::other(text)
+        })
+    }
+
+    fn output(&mut self, stream: Stream, bytes: &[u8]) {
+        let live = self.captures[stream as usize].push(bytes);
+        if let Some(file) = &mut self.files[stream as usize]
+            && file.write_all(live.bytes).is_err()
+        {
+            // A full disk: the log is in memory too, and written whole at the end.
+            self.files[stream as usize] = None;
+        }
+        self.audience.live(stream, live.bytes);
+    }
+
+    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
+        self.audience.blocked_on()
+    }
+
+    fn unblocked(&mut self) {
+        self.audience.unblocked();
+    }
+
+    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+        self.audience.wishes()
+    }
+
+    fn wish(&mut self) -> Option<Wish> {
+        self.audience.wish()
+    }
+}

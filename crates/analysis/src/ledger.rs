@@ -1,0 +1,104 @@
+//! Where attempts are recorded: a database, and an artifact store beside it.
+
+use std::path::PathBuf;
+
+use crate::artifacts::Artifacts;
+use crate::post_process::PostProcess;
+use crate::request::Collection;
+use crate::run_dir::{self, Task};
+use crate::settle::SettleError;
+use crate::store::{Location, Store, StoreError};
+
+/// The database and the artifact store that an attempt is recorded in. Each is opened when it is needed: a connection
+/// is not held while a program runs for hours.
+pub struct Ledger {
+    pub location: Location,
+    pub artifacts_at: PathBuf,
+    pub post_process: Option<PostProcess>,
+    store: Option<Store>,
+}
+
+impl Ledger {
+    pub fn new(
+        location: Location,
+        artifacts_at: PathBuf,
+        post_process: Option<PostProcess>,
+    ) -> Ledger {
+        Ledger {
+            location,
+            artifacts_at,
+            post_process,
+            store: None,
+        }
+    }
+
+    pub fn store(&mut self) -> Result<&mut Store, SettleError> {
+        let store = match self.store.take() {
+            Some(store) => store,
+            None => Store::open(&self.location).map_err(|e| self.trouble(e))?,
+        };
+        Ok(self.store.insert(store))
+    }
+
+    /// What an attempt that is to be recorded here needs to be finished.
+    pub(crate) fn task(&mut self, collection: &Collection) -> Result<Task, SettleError> {
+        let artifacts = self.artifacts()?;
+        Ok(Task {
+            key: run_dir::fresh_key(),
+            database_id: self.store()?.id().to_owned(),
+            database: self.location.to_string(),
+            collection: collection.clone(),
+            artifacts: artifacts.path().to_path_buf(),
+            artifacts_id: artifacts.id().to_owned(),
+            begun: false,
+            memory: false,
+            taken_over: false,
+        })
+    }
+
+    /// Does something with the artifact store that an attempt was begun with, which need not be ours.
+    pub(crate) fn with_artifacts_of<T>(
+        &mut self,
+        task: &Task,
+        act: impl FnOnce(&mut Ledger) -> T,
+    ) -> T {
+        let ours = std::mem::replace(&mut self.artifacts_at, task.artifacts.clone());
+        let done = act(self);
+        self.artifacts_at = ours;
+        done
+    }
+
+    /// One question or order to the database.
+    pub fn with<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Store) -> Result<T, StoreError>,
+    ) -> Result<T, SettleError> {
+        let answer = ask(self.store()?);
+        answer.map_err(|e| self.trouble(e))
+    }
+
+    pub fn artifacts(&self) -> Result<Artifacts, SettleError> {
+        Ok(Artifacts::open(&self.artifacts_at)?)
+    }
+
+    /// What no view may show.
+    pub fn kept_at(&self) -> Vec<PathBuf> {
+        let mut kept = vec![self.artifacts_at.clone()];
+        if let Location::Sqlite(file) = &self.location {
+            kept.push(file.clone());
+        }
+        kept
+    }
+
+    /// Lets the connection go until it is needed again.
+    pub fn rest(&mut self) {
+        self.store = None;
+    }
+
+    pub fn trouble(&self, source: StoreError) -> SettleError {
+        SettleError::Database {
+            database: self.location.to_string(),
+            source,
+        }
+    }
+}

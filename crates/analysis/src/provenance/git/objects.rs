@@ -1,0 +1,389 @@
+//! Git's objects, loose and in packs, read without git: a commit for its tree, a tree for its entries, a blob to be compared with
+//! a file. What is damaged, too large or kept elsewhere (`objects/info/alternates`) is simply not known.
+//!
+//! Ids are not verified against content: whoever writes a project's `.git` can commit what they like anyway.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use super::inflate::unzip;
+use super::{Budget, Dir};
+
+/// A pack is found by its name's ending; more than these belong to no tended repository.
+const PACKS_MAX: usize = 200;
+/// Git itself makes chains of 50.
+const CHAIN_MAX: usize = 64;
+/// Of one object, and of the deltas that lead to it. Commits and trees are far smaller; larger blobs are not compared.
+const OBJECT_BYTES_MAX: usize = 4 << 20;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Commit,
+    Tree,
+    Blob,
+    Tag,
+}
+
+pub(super) struct Objects {
+    dir: Option<Dir>,
+    packs: Option<Vec<Pack>>,
+    id_bytes: usize,
+}
+
+impl Objects {
+    /// Of the repository whose common directory this is.
+    pub(super) fn of(common: &Dir, id_bytes: usize) -> Objects {
+        Objects {
+            dir: common.sub(b"objects").ok(),
+            packs: None,
+            id_bytes,
+        }
+    }
+
+    /// The object, if it is of this kind.
+    pub(super) fn read(&mut self, id: &[u8], kind: Kind, budget: &mut Budget) -> Option<Vec<u8>> {
+        let (found, bytes) = match self.loose(id, budget) {
+            Some(object) => object,
+            None => self.packed(id, budget)?,
+        };
+        (found == kind).then_some(bytes)
+    }
+
+    fn loose(&self, id: &[u8], budget: &mut Budget) -> Option<(Kind, Vec<u8>)> {
+        let name = super::hex(id);
+        let path = format!("{}/{}", &name[..2], &name[2..]);
+        let packed = self
+            .dir
+            .as_ref()?
+            .read_whole(path.as_bytes(), OBJECT_BYTES_MAX)
+            .ok()?;
+        let mut bytes = unzip(&packed, OBJECT_BYTES_MAX + 32)?;
+        budget.spend(bytes.len())?;
+        let head = bytes.iter().take(32).position(|b| *b == 0)?;
+        let (kind, length) = std::str::from_utf8(&bytes[..head]).ok()?.split_once(' ')?;
+        let kind = match kind {
+            "commit" => Kind::Commit,
+            "tree" => Kind::Tree,
+            "blob" => Kind::Blob,
+            "tag" => Kind::Tag,
+            _ => return None,
+        };
+        let length: usize = length.parse().ok()?;
+        bytes.drain(..=head);
+        (bytes.len() == length).then_some((kind, bytes))
+    }
+
+    fn packed(&mut self, id: &[u8], budget: &mut Budget) -> Option<(Kind, Vec<u8>)> {
+        let dir = self.dir.as_ref()?;
+        let id_bytes = self.id_bytes;
+        let packs = self.packs.get_or_insert_with(|| packs(dir, id_bytes));
+        let mut found = packs.iter().filter_map(|pack| Some((pack, pack.find(id)?)));
+        let (pack, mut offset) = found.next()?;
+        // From the entry to the whole object it is made from, then back.
+        let mut deltas: Vec<Vec<u8>> = Vec::new();
+        let mut held = 0;
+        for _ in 0..CHAIN_MAX {
+            let entry = pack.entry(offset, budget)?;
+            offset = match entry.base {
+                Base::Whole(kind) => {
+                    let whole = deltas.iter().rev().try_fold(entry.bytes, |base, delta| {
+                        apply(&base, delta).filter(|made| budget.spend(made.len()).is_some())
+                    })?;
+                    return Some((kind, whole));
+                }
+                Base::At(offset) => offset,
+                // Within one pack; only packs sent over a wire are thin.
+                Base::Id(base) => pack.find(&base)?,
+            };
+            held += entry.bytes.len();
+            if held > OBJECT_BYTES_MAX {
+                return None;
+            }
+            deltas.push(entry.bytes);
+        }
+        None
+    }
+}
+
+fn packs(dir: &Dir, id_bytes: usize) -> Vec<Pack> {
+    let open = || {
+        let dir = dir.sub(b"pack").ok()?;
+        let listing = dir.list(PACKS_MAX, |name| name.ends_with(b".idx")).ok()?;
+        let packs = listing.names.iter().filter_map(|name| {
+            let stem = name.to_bytes().strip_suffix(b".idx")?;
+            let index = dir.file(name.to_bytes()).ok()?;
+            let pack = dir.file(&[stem, b".pack"].concat()).ok()?;
+            Pack::new(index, pack, id_bytes)
+        });
+        Some(packs.collect())
+    };
+    open().unwrap_or_default()
+}
+
+/// A pack and its index, of which only version 2 is written since 2007.
+struct Pack {
+    index: File,
+    pack: File,
+    id_bytes: usize,
+    count: u64,
+}
+
+enum Base {
+    Whole(Kind),
+    At(u64),
+    Id(Vec<u8>),
+}
+
+/// The object or, if it has a base, the delta from that.
+struct Entry {
+    base: Base,
+    bytes: Vec<u8>,
+}
+
+const FANOUT_AT: u64 = 8;
+const IDS_AT: u64 = FANOUT_AT + 256 * 4;
+
+impl Pack {
+    fn new(index: File, pack: File, id_bytes: usize) -> Option<Pack> {
+        if at::<8>(&index, 0)? != *b"\xfftOc\0\0\0\x02" || at::<4>(&pack, 0)? != *b"PACK" {
+            return None;
+        }
+        let count = u64::from(u32::from_be_bytes(at(&index, IDS_AT - 4)?));
+        Some(Pack {
+            index,
+            pack,
+            id_bytes,
+            count,
+        })
+    }
+
+    /// Where in the pack the object begins.
+    fn find(&self, id: &[u8]) -> Option<u64> {
+        let first = u64::from(*id.first()?);
+        let bound = |n: u64| {
+            Some(u64::from(u32::from_be_bytes(at(
+                &self.index,
+                FANOUT_AT + n * 4,
+            )?)))
+        };
+        let mut low = match first {
+            0 => 0,
+            _ => bound(first - 1)?,
+        };
+        let mut high = bound(first)?.min(self.count);
+        let width = self.id_bytes as u64;
+        let mut there = vec![0; self.id_bytes];
+        while low < high {
+            let middle = low + (high - low) / 2;
+            self.index
+                .read_exact_at(&mut there, IDS_AT + middle * width)
+                .ok()?;
+            match there.as_slice().cmp(id) {
+                std::cmp::Ordering::Less => low = middle + 1,
+                std::cmp::Ordering::Greater => high = middle,
+                std::cmp::Ordering::Equal => return self.offset(middle),
+            }
+        }
+        None
+    }
+
+    fn offset(&self, n: u64) -> Option<u64> {
+        // After the ids come their checksums, then the offsets, then those that need 64 bits.
+        let offsets_at = IDS_AT + self.count * (self.id_bytes as u64 + 4);
+        let short = u64::from(u32::from_be_bytes(at(&self.index, offsets_at + n * 4)?));
+        match short >> 31 {
+            0 => Some(short),
+            _ => {
+                let long_at = offsets_at + self.count * 4 + (short & 0x7fff_ffff) * 8;
+                Some(u64::from_be_bytes(at(&self.index, long_at)?))
+            }
+        }
+    }
+
+    fn entry(&self, offset: u64, budget: &mut Budget) -> Option<Entry> {
+        let mut head = [0; 64];
+        let got = self.pack.read_at(&mut head, offset).ok()?;
+        let mut bytes = head[..got].iter().copied();
+        let first = bytes.next()?;
+        let mut size = usize::from(first & 15);
+        let (mut shift, mut more) = (4, first & 0x80 != 0);
+        while more {
+            let byte = bytes.next()?;
+            size |= usize::from(byte & 0x7f).checked_shl(shift)?;
+            (shift, more) = (shift + 7, byte & 0x80 != 0);
+        }
+        let base = match first >> 4 & 7 {
+            1 => Base::Whole(Kind::Commit),
+            2 => Base::Whole(Kind::Tree),
+            3 => Base::Whole(Kind::Blob),
+            4 => Base::Whole(Kind::Tag),
+            6 => Base::At(offset.checked_sub(backwards(&mut bytes)?)?),
+            7 => Base::Id(bytes.by_ref().take(self.id_bytes).collect()),
+            _ => return None,
+        };
+        if size > OBJECT_BYTES_MAX {
+            return None;
+        }
+        let begins = offset + (got - bytes.len()) as u64;
+        // What does not shrink is stored with 5 bytes for each 64 KiB, or less, and 6 around it.
+        let mut packed = vec![0; size + size / 1024 + 64];
+        let got = self.pack.read_at(&mut packed, begins).ok()?;
+        let bytes = unzip(&packed[..got], size)?;
+        budget.spend(bytes.len())?;
+        (bytes.len() == size).then_some(Entry { base, bytes })
+    }
+}
+
+fn at<const N: usize>(file: &File, offset: u64) -> Option<[u8; N]> {
+    let mut bytes = [0; N];
+    file.read_exact_at(&mut bytes, offset).ok()?;
+    Some(bytes)
+}
+
+/// The distance to a base in the same pack: seven bits at a time, the highest first, each but the last plus one.
+fn backwards(bytes: &mut impl Iterator<Item = u8>) -> Option<u64> {
+    let mut distance = 0u64;
+    for _ in 0..9 {
+        let byte = bytes.next()?;
+        distance = distance << 7 | u64::from(byte & 0x7f);
+        if byte & 0x80 == 0 {
+            return Some(distance);
+        }
+        distance += 1;
+    }
+    None
+}
+
+/// What `delta` makes from `base`.
+fn apply(base: &[u8], delta: &[u8]) -> Option<Vec<u8>> {
+    let mut rest = delta;
+    if size(&mut rest)? != base.len() {
+        return None;
+    }
+    let length = size(&mut rest)?;
+    if length > OBJECT_BYTES_MAX {
+        return None;
+    }
+    let mut made = Vec::with_capacity(length);
+    while let Some((order, after)) = rest.split_first() {
+        rest = after;
+        match order {
+            0 => return None,
+            1..0x80 => {
+                let (new, after) = rest.split_at_checked(usize::from(*order))?;
+                made.extend_from_slice(new);
+                rest = after;
+            }
+            _ => {
+                let mut number = |from: u8, count: u8| {
+                    let mut value = 0;
+                    for n in (0..count).filter(|n| order >> (from + n) & 1 == 1) {
+                        let (first, after) = rest.split_first()?;
+                        value |= usize::from(*first) << (8 * n);
+                        rest = after;
+                    }
+                    Some(value)
+                };
+                let from = number(0, 4)?;
+                let count = match number(4, 3)? {
+                    0 => 0x1_0000,
+                    count => count,
+                };
+                made.extend_from_slice(base.get(from..from.checked_add(count)?)?);
+            }
+        }
+        if made.len() > length {
+            return None;
+        }
+    }
+    (made.len() == length).then_some(made)
+}
+
+fn size(bytes: &mut &[u8]) -> Option<usize> {
+    let mut size = 0;
+    for shift in (0..35).step_by(7) {
+        let (first, rest) = bytes.split_first()?;
+        *bytes = rest;
+        size |= usize::from(first & 0x7f) << shift;
+        if first & 0x80 == 0 {
+            return Some(size);
+        }
+    }
+    None
+}
+
+/// One entry of a tree.
+pub(super) struct TreeEntry<'a> {
+    pub(super) mode: u32,
+    pub(super) name: &'a [u8],
+    pub(super) id: &'a [u8],
+}
+
+/// The entries of a tree in its order; `None` for one that is damaged.
+pub(super) fn tree_entries(tree: &[u8], id_bytes: usize) -> Option<Vec<TreeEntry<'_>>> {
+    let mut entries = Vec::new();
+    let mut rest = tree;
+    while !rest.is_empty() {
+        let head = rest.iter().position(|b| *b == 0)?;
+        let space = rest[..head].iter().position(|b| *b == b' ')?;
+        let mode = std::str::from_utf8(&rest[..space]).ok()?;
+        let (id, after) = rest[head + 1..].split_at_checked(id_bytes)?;
+        entries.push(TreeEntry {
+            mode: u32::from_str_radix(mode, 8).ok()?,
+            name: &rest[space + 1..head],
+            id,
+        });
+        rest = after;
+    }
+    Some(entries)
+}
+
+/// The tree of a commit: its first line.
+pub(super) fn tree_of(commit: &[u8]) -> Option<Vec<u8>> {
+    let line = commit.split(|b| *b == b'\n').next()?;
+    super::unhex(line.strip_prefix(b"tree ")?)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_delta_copies_and_inserts() {
+        let base = b"hello wonderful world";
+        // 21 to 18 bytes: copy 6 from 0, insert "small", copy 6 from 15.
+        let delta = [
+            21,
+            17,
+            0b1001_0000,
+            6,
+            5,
+            b's',
+            b'm',
+            b'a',
+            b'l',
+            b'l',
+            0b1001_0001,
+            15,
+            6,
+        ];
+        assert_eq!(apply(base, &delta).unwrap(), b"hello small world");
+        for end in 0..delta.len() {
+            assert_eq!(apply(base, &delta[..end]), None);
+        }
+        assert_eq!(apply(b"other", &delta), None);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn any_bytes_are_survived(base in proptest::collection::vec(proptest::num::u8::ANY, 0..40),
+                                  delta in proptest::collection::vec(proptest::num::u8::ANY, 0..80)) {
+            let _ = apply(&base, &delta);
+            let _ = apply(&base, &[&[base.len() as u8, 50], delta.as_slice()].concat());
+            let _ = tree_entries(&delta, 20);
+            let _ = tree_of(&delta);
+            let _ = backwards(&mut delta.iter().copied());
+        }
+    }
+}

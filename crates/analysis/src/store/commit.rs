@@ -1,0 +1,449 @@
+//! Beginning an attempt and committing it: the two transactions that everything else rests on.
+
+use super::Store;
+use super::attempt::{Begin, Commit, Committed, Lost, State};
+use super::connection::{Connection, Dialect, Purpose, Value};
+use super::error::StoreError;
+use super::rows::{self, Rows};
+use crate::result_value;
+
+impl Store {
+    /// Makes the next attempt of an analysis, in the state `running`. Repeated with the same key it returns the same number.
+    pub fn begin(&mut self, begin: &Begin) -> Result<u32, StoreError> {
+        self.db
+            .transaction("begin the attempt", Purpose::Write, |db| {
+                let found = find_key(db, begin.key)?;
+                if let Some(found) = found {
+                    return match found.id == begin.id && !found.state.is_final() {
+                        true => Ok(found.attempt),
+                        false => Err(found.wrong(begin.id)),
+                    };
+                }
+                claim(db, begin)
+            })
+    }
+
+    /// What the next attempt would be called.
+    pub fn next_attempt(&mut self, id: &str) -> Result<u32, StoreError> {
+        let sql = "SELECT attempt_last + 1 FROM analyses WHERE id = $1";
+        let row = self
+            .db
+            .query_one("look for the analysis", sql, &[Value::text(id)])?;
+        row.map_or(Ok(1), |mut row| row.attempt())
+    }
+
+    /// The number of the attempt that was begun with this key, if one was.
+    pub fn attempt_of(&mut self, key: &str) -> Result<Option<u32>, StoreError> {
+        Ok(find_key(&mut self.db, key)?.map(|holder| holder.attempt))
+    }
+
+    /// Commits an attempt that was begun, exactly once.
+    pub fn commit(&mut self, commit: &mut Commit) -> Result<Committed, StoreError> {
+        must_be_final(commit)?;
+        self.db.transaction(
+            "commit the attempt",
+            Purpose::Write,
+            |db| match claim_to_finish(db, commit)? {
+                Claim::Write { attempt, committed } => {
+                    write(db, commit, attempt)?;
+                    Ok(committed)
+                }
+                Claim::Written(committed) => Ok(committed),
+            },
+        )
+    }
+
+    /// Begins and commits in one transaction, for results that were made without a sandbox. With the number it got.
+    pub fn record(&mut self, commit: &mut Commit) -> Result<(u32, Committed), StoreError> {
+        must_be_final(commit)?;
+        self.db
+            .transaction("record the results", Purpose::Write, |db| {
+                let key = commit.begin.key;
+                if let Some(found) = find_key(db, key)? {
+                    return match found.id == commit.begin.id && found.state.is_final() {
+                        true => Ok((found.attempt, Committed::Already)),
+                        false => Err(found.wrong(commit.begin.id)),
+                    };
+                }
+                let attempt = claim(db, &commit.begin)?;
+                finish(db, commit, attempt, key)?;
+                write(db, commit, attempt)?;
+                Ok((attempt, Committed::Now))
+            })
+    }
+
+    /// Ends an attempt whose runner is gone, as `error`. False: it is not running any more.
+    pub fn give_up(&mut self, lost: &Lost) -> Result<bool, StoreError> {
+        let what = "give up the attempt";
+        self.db.transaction(what, Purpose::Write, |db| {
+            lock(db, lost.id)?;
+            let now = db.now_ms()?;
+            let values = [
+                Value::text(lost.id),
+                Value::int(lost.attempt),
+                Value::text(lost.key),
+                Value::text(lost.by),
+                Value::text(lost.reason),
+                Value::text(lost.message),
+                Value::int(now),
+            ];
+            let sql = "
+                UPDATE attempts SET state = 'error', committed_by = $4, reason = $5, message = $6,
+                    committed_ms = $7, complete = FALSE
+                WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('queued', 'running', 'collecting')";
+            let done = db.execute(what, sql, &values)? == 1;
+            if done {
+                notify(db, lost.id, lost.attempt, State::Error)?;
+            }
+            Ok(done)
+        })
+    }
+}
+
+fn must_be_final(commit: &Commit) -> Result<(), StoreError> {
+    match commit.state.is_final() {
+        true => Ok(()),
+        false => Err(StoreError::NotFinal {
+            id: commit.begin.id.to_owned(),
+            state: commit.state,
+        }),
+    }
+}
+
+struct Holder {
+    id: String,
+    attempt: u32,
+    state: State,
+    superseded: bool,
+    committed_by: Option<String>,
+}
+
+impl Holder {
+    fn wrong(self, id: &str) -> StoreError {
+        StoreError::WrongKey {
+            id: id.to_owned(),
+            other: self.id,
+            attempt: self.attempt,
+        }
+    }
+}
+
+fn find_key(db: &mut Connection, key: &str) -> Result<Option<Holder>, StoreError> {
+    let what = "look for the attempt's key";
+    let sql = "SELECT id, attempt, state, superseded, committed_by FROM attempts WHERE key = $1";
+    let row = db.query_one(what, sql, &[Value::text(key)])?;
+    let holder = row.map(|mut row| {
+        Ok(Holder {
+            id: row.text(what)?,
+            attempt: row.attempt()?,
+            state: row.state()?,
+            superseded: row.bool(what)?,
+            committed_by: row.maybe_text(what)?,
+        })
+    });
+    holder.transpose()
+}
+
+/// Whoever changes attempts of an analysis does it alone until the end of the transaction. Always the first lock that is
+/// taken, so that no two transactions wait for each other.
+fn lock(db: &mut Connection, id: &str) -> Result<(), StoreError> {
+    let sql = "UPDATE analyses SET attempt_last = attempt_last WHERE id = $1";
+    db.execute("lock the analysis", sql, &[Value::text(id)])
+        .map(drop)
+}
+
+/// How often an analysis may vanish between making and numbering it before we say that something is wrong.
+const REMOVALS_MAX: usize = 5;
+
+/// The next number, with the analysis locked.
+fn allocate(db: &mut Connection, id: &str) -> Result<u32, StoreError> {
+    let what = "number the attempt";
+    for _ in 0..REMOVALS_MAX {
+        let now = db.now_ms()?;
+        let sql = "INSERT INTO analyses (id, created_ms, attempt_last) VALUES ($1, $2, 0) ON CONFLICT (id) DO NOTHING";
+        db.execute(what, sql, &[Value::text(id), Value::int(now)])?;
+        let sql = "UPDATE analyses SET attempt_last = attempt_last + 1 WHERE id = $1 RETURNING attempt_last";
+        if let Some(mut row) = db.query_one(what, sql, &[Value::text(id)])? {
+            return row.attempt();
+        }
+    }
+    Err(StoreError::BadValue {
+        what: "the analysis",
+    })
+}
+
+/// A new attempt, if the analysis may have one.
+fn claim(db: &mut Connection, begin: &Begin) -> Result<u32, StoreError> {
+    let attempt = allocate(db, begin.id)?;
+    let what = "look for earlier attempts";
+    // Unfinished ones first, then those that count, then the newest.
+    let sql = "
+        SELECT attempt, state, committed_ms, host FROM attempts WHERE id = $1
+        ORDER BY CASE WHEN state IN ('queued', 'running', 'collecting') THEN 0 ELSE 1 END, superseded, attempt DESC
+        LIMIT 1";
+    if let Some(mut row) = db.query_one(what, sql, &[Value::text(begin.id)])? {
+        let (id, attempt) = (begin.id.to_owned(), row.attempt()?);
+        let (state, committed_ms) = (row.state()?, row.maybe_int(what)?);
+        let host = row.text(what)?;
+        match state.is_final() {
+            false => {
+                return Err(StoreError::Running {
+                    id,
+                    attempt,
+                    state,
+                    host,
+                });
+            }
+            true if !begin.replace => {
+                return Err(StoreError::Exists {
+                    id,
+                    attempt,
+                    state,
+                    committed_ms,
+                });
+            }
+            true => (),
+        }
+    }
+    insert_running(db, begin, attempt, begin.key, false)?;
+    Ok(attempt)
+}
+
+fn insert_running(
+    db: &mut Connection,
+    begin: &Begin,
+    attempt: u32,
+    key: &str,
+    superseded: bool,
+) -> Result<(), StoreError> {
+    let now = db.now_ms()?;
+    let sql = "
+        INSERT INTO attempts (id, attempt, key, state, superseded, host, boot_id, submitter, workspace, provenance, created_ms)
+        VALUES ($1, $2, $3, 'running', $4, $5, $6, $7, $8, $9, $10)";
+    let values = [
+        Value::text(begin.id),
+        Value::int(attempt),
+        Value::text(key),
+        Value::bool(superseded),
+        Value::text(begin.host),
+        Value::text(begin.boot_id),
+        Value::maybe_text(begin.submitter),
+        Value::maybe_text(begin.workspace),
+        Value::json(begin.provenance),
+        Value::int(now),
+    ];
+    db.execute("begin the attempt", sql, &values).map(drop)
+}
+
+/// What a commit finds.
+enum Claim {
+    Write { attempt: u32, committed: Committed },
+    Written(Committed),
+}
+
+/// Makes the attempt final if it is still ours to end; otherwise finds out why not.
+fn claim_to_finish(db: &mut Connection, commit: &Commit) -> Result<Claim, StoreError> {
+    let key = commit.begin.key;
+    lock(db, commit.begin.id)?;
+    if finish(db, commit, commit.attempt, key)? {
+        return Ok(Claim::Write {
+            attempt: commit.attempt,
+            committed: Committed::Now,
+        });
+    }
+    let late_key = match find_key(db, key)? {
+        // Removed. Its key is free, and makes a repeat of this commit known.
+        None => key.to_owned(),
+        Some(found) if found.id != commit.begin.id || !found.state.is_final() => {
+            return Err(found.wrong(commit.begin.id));
+        }
+        Some(found) if found.committed_by.as_deref() == Some(key) => {
+            return Ok(Claim::Written(match found.superseded {
+                true => Committed::Superseded {
+                    attempt: found.attempt,
+                },
+                false => Committed::Already,
+            }));
+        }
+        // Ended by somebody else.
+        Some(_) => late_key(key),
+    };
+    if let Some(found) = find_key(db, &late_key)? {
+        let attempt = found.attempt;
+        return Ok(Claim::Written(Committed::Superseded { attempt }));
+    }
+    // The row is gone, and nobody else's stands for the analysis: this one does, as it would have.
+    let counts = late_key == key && !has_one_that_counts(db, commit.begin.id)?;
+    let attempt = allocate(db, commit.begin.id)?;
+    insert_running(db, &commit.begin, attempt, &late_key, !counts)?;
+    finish(db, commit, attempt, &late_key)?;
+    let committed = match counts {
+        true => Committed::Anew { attempt },
+        false => Committed::Superseded { attempt },
+    };
+    Ok(Claim::Write { attempt, committed })
+}
+
+fn has_one_that_counts(db: &mut Connection, id: &str) -> Result<bool, StoreError> {
+    let sql = "SELECT attempt FROM attempts WHERE id = $1 AND NOT superseded LIMIT 1";
+    let row = db.query_one("look for other attempts", sql, &[Value::text(id)])?;
+    Ok(row.is_some())
+}
+
+/// The same for every repeat, so that a late attempt too is stored once.
+fn late_key(key: &str) -> String {
+    let hash = blake3::derive_key(
+        "fumehood 2026-11 key of a superseded attempt",
+        key.as_bytes(),
+    );
+    hash[..16].iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// The guarded change of state. False: the attempt is not there, not ours, or ended.
+fn finish(
+    db: &mut Connection,
+    commit: &Commit,
+    attempt: u32,
+    key: &str,
+) -> Result<bool, StoreError> {
+    let now = db.now_ms()?;
+    let judged = commit
+        .result
+        .map(|text| result_value::check(text.as_bytes()));
+    let refusal = judged.and_then(|judged| judged.err().map(|e| e.to_string()));
+    let result = commit.result.filter(|_| refusal.is_none());
+    let usage = commit.usage.as_ref();
+    let sql = "
+        UPDATE attempts SET
+            committed_by = $3, committed_ms = $4, state = $5, reason = $6, message = $7, started_ms = $8, ended_ms = $9,
+            wall_ms = $10, cpu_ms = $11, memory_peak_bytes = $12, pids_peak = $13, disk_bytes = $14, files = $15,
+            oom_kills = $16, exit_code = $17, signal = $18, isolation_level = $19, isolation = $20, limits = $21,
+            hints = $22, notices = $23, provenance = COALESCE($24, provenance), complete = $25, outputs_count = $26,
+            output_bytes = $27, refused_count = $28, result = $29, result_note = $30, post_process = $31
+        WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')";
+    let values = [
+        Value::text(commit.begin.id),
+        Value::int(attempt),
+        Value::text(key),
+        Value::int(now),
+        Value::text(commit.state.as_str()),
+        Value::text(commit.reason),
+        Value::maybe_text(commit.message),
+        Value::Int(commit.started_ms),
+        Value::Int(commit.ended_ms),
+        Value::maybe_count(usage.map(|u| u.wall_ms)),
+        Value::maybe_count(usage.map(|u| u.cpu_ms)),
+        Value::maybe_count(usage.and_then(|u| u.memory_peak_bytes)),
+        Value::maybe_count(usage.and_then(|u| u.pids_peak)),
+        Value::maybe_count(usage.map(|u| u.disk_bytes)),
+        Value::maybe_count(usage.map(|u| u.files)),
+        Value::maybe_count(usage.map(|u| u.oom_kills)),
+        Value::Int(commit.exit_code.map(i64::from)),
+        Value::Int(commit.signal.map(i64::from)),
+        Value::maybe_text(commit.isolation_level),
+        Value::json(commit.isolation_json),
+        Value::json(commit.limits_json),
+        Value::json(commit.hints_json),
+        Value::json(commit.notices_json),
+        Value::json(commit.begin.provenance),
+        Value::bool(commit.complete),
+        Value::count(commit.outputs.len() as u64),
+        Value::count(commit.output_bytes),
+        Value::count(commit.refused_count),
+        Value::json(result),
+        Value::maybe_text(refusal.as_deref().or(commit.result_note)),
+        Value::maybe_text(commit.post_process.as_str()),
+    ];
+    Ok(db.execute("commit the attempt", sql, &values)? == 1)
+}
+
+/// Everything that hangs on the attempt.
+fn write(db: &mut Connection, commit: &mut Commit, attempt: u32) -> Result<(), StoreError> {
+    write_outputs(db, commit, attempt)?;
+    write_remarks(db, commit, attempt)?;
+    write_logs(db, commit, attempt)?;
+    notify(db, commit.begin.id, attempt, commit.state)?;
+    (commit.before_commit)().map_err(StoreError::BeforeCommit)
+}
+
+fn write_outputs(db: &mut Connection, commit: &mut Commit, attempt: u32) -> Result<(), StoreError> {
+    let mut rows = Rows::new(db, "write the outputs", &rows::OUTPUTS);
+    for output in commit.outputs {
+        let content = (commit.content)(output).map_err(|source| StoreError::Content {
+            path: output.path.text(),
+            source,
+        })?;
+        rows.push([
+            Value::text(commit.begin.id),
+            Value::int(attempt),
+            Value::bytes(output.path.as_bytes()),
+            Value::Text(Some(output.path.text().into())),
+            Value::count(output.bytes),
+            Value::text(&output.media_type),
+            Value::Text(Some(output.blake3.to_string().into())),
+            Value::int(output.modified_ms),
+            Value::text(commit.artifact_store),
+            Value::text(commit.begin.host),
+            Value::Bytes(content.map(Into::into)),
+        ])?;
+    }
+    rows.finish()
+}
+
+fn write_remarks(db: &mut Connection, commit: &Commit, attempt: u32) -> Result<(), StoreError> {
+    let mut rows = Rows::new(db, "write the remarks", &rows::REMARKS);
+    for (position, remarked) in commit.remarks.iter().enumerate() {
+        rows.push([
+            Value::text(commit.begin.id),
+            Value::int(attempt),
+            Value::count(position as u64),
+            Value::text(&remarked.path),
+            Value::text(remarked.remark.as_str()),
+        ])?;
+    }
+    rows.finish()?;
+    let mut rows = Rows::new(db, "count the remarks", &rows::REMARK_COUNTS);
+    for (remark, count) in commit.remark_counts {
+        rows.push([
+            Value::text(commit.begin.id),
+            Value::int(attempt),
+            Value::text(remark.as_str()),
+            Value::count(*count),
+        ])?;
+    }
+    rows.finish()
+}
+
+fn write_logs(db: &mut Connection, commit: &Commit, attempt: u32) -> Result<(), StoreError> {
+    let mut rows = Rows::new(db, "write the logs", &rows::LOGS);
+    for log in commit.logs {
+        let object = log.object.as_ref();
+        rows.push([
+            Value::text(commit.begin.id),
+            Value::int(attempt),
+            Value::text(log.stream),
+            Value::count(log.total_bytes),
+            Value::count(log.dropped_bytes),
+            Value::bool(log.dropped_bytes > 0),
+            Value::bytes(&log.head),
+            Value::bytes(&log.tail),
+            Value::Text(object.map(|hash| hash.to_string().into())),
+            Value::maybe_text(object.map(|_| commit.artifact_store)),
+            Value::maybe_count(object.map(|_| log.object_bytes)),
+            Value::maybe_count(object.map(|_| log.object_head_bytes)),
+        ])?;
+    }
+    rows.finish()
+}
+
+/// Heard by whoever listens on `fumehood_commit`, when the transaction is through. SQLite has nothing of the kind.
+fn notify(db: &mut Connection, id: &str, attempt: u32, state: State) -> Result<(), StoreError> {
+    if db.dialect() != Dialect::Postgres {
+        return Ok(());
+    }
+    let payload = serde_json::json!({"id": id, "attempt": attempt, "state": state.as_str()});
+    let sql = "SELECT pg_notify('fumehood_commit', $1)";
+    let payload = payload.to_string();
+    db.execute("tell of the commit", sql, &[Value::text(&payload)])
+        .map(drop)
+}

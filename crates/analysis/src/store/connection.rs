@@ -1,0 +1,551 @@
+//! One connection to either database behind blocking calls: the only file that knows there are two.
+//!
+//! Every statement is a `&'static str` with `$1`, `$2`, … and typed values beside it, so no value can become SQL. The async
+//! driver runs on a current-thread runtime in here. A connection that was lost is made anew by the next call, but never
+//! within a transaction.
+
+use std::borrow::Cow;
+use std::future::Future;
+use std::time::Duration;
+
+use sqlx::encode::IsNull;
+use sqlx::error::BoxDynError;
+use sqlx::postgres::types::Oid;
+use sqlx::postgres::{PgArgumentBuffer, PgArguments, PgTypeInfo, PgValueFormat, PgValueRef};
+use sqlx::sqlite::SqliteArguments;
+use sqlx::{
+    Arguments as _, Column as _, Connection as _, Decode, Encode, PgConnection, Postgres, Row as _,
+    Sqlite, SqliteConnection, Type, TypeInfo as _, ValueRef as _,
+};
+use tokio::runtime::Runtime;
+
+use super::attempt::State;
+use super::error::{Fault, StoreError, Trouble};
+use super::json;
+use super::location::Location;
+use super::open;
+
+/// Longer than the server's own bounds (see `open.rs`), so that it cuts in only when the server is silent.
+const SERVER_SILENT_MS: u64 = 150_000;
+/// A goodbye is a courtesy; the server also understands a closed socket.
+const GOODBYE_MS: u64 = 1_000;
+
+/// A value on its way to a statement. NULL has a type too, because PostgreSQL infers nothing from an untyped one here.
+#[derive(Clone, Debug)]
+pub(super) enum Value<'a> {
+    Int(Option<i64>),
+    Text(Option<Cow<'a, str>>),
+    Bytes(Option<Cow<'a, [u8]>>),
+    Json(Option<Cow<'a, str>>),
+    Bool(Option<bool>),
+}
+
+impl<'a> Value<'a> {
+    pub fn text(text: &'a str) -> Value<'a> {
+        Value::Text(Some(Cow::Borrowed(text)))
+    }
+
+    pub fn maybe_text(text: Option<&'a str>) -> Value<'a> {
+        Value::Text(text.map(Cow::Borrowed))
+    }
+
+    pub fn int(value: impl Into<i64>) -> Value<'a> {
+        Value::Int(Some(value.into()))
+    }
+
+    /// Sizes and counts; what is beyond the databases' integers is as large as they go.
+    pub fn count(value: u64) -> Value<'a> {
+        Value::Int(Some(i64::try_from(value).unwrap_or(i64::MAX)))
+    }
+
+    pub fn maybe_count(value: Option<u64>) -> Value<'a> {
+        value.map_or(Value::Int(None), Value::count)
+    }
+
+    pub fn bytes(bytes: &'a [u8]) -> Value<'a> {
+        Value::Bytes(Some(Cow::Borrowed(bytes)))
+    }
+
+    pub fn json(text: Option<&'a str>) -> Value<'a> {
+        Value::Json(text.map(Cow::Borrowed))
+    }
+
+    pub fn bool(value: bool) -> Value<'a> {
+        Value::Bool(Some(value))
+    }
+
+    /// About how much memory it holds.
+    pub fn size(&self) -> usize {
+        match self {
+            Value::Text(Some(text)) | Value::Json(Some(text)) => text.len(),
+            Value::Bytes(Some(bytes)) => bytes.len(),
+            _ => size_of::<Value>(),
+        }
+    }
+}
+
+/// PostgreSQL refuses NUL in text, and a tool that reads SQLite's may stop at one. The one place where it is escaped.
+fn without_nul<'a>(text: &'a str) -> Cow<'a, str> {
+    match text.contains('\0') {
+        true => Cow::Owned(text.replace('\0', "\\x00")),
+        false => Cow::Borrowed(text),
+    }
+}
+
+/// `jsonb` as PostgreSQL sends and takes it: a version byte, then the text. The driver's own support needs a feature
+/// that would turn every JSON value into a tree.
+struct Jsonb(String);
+
+const JSONB: PgTypeInfo = PgTypeInfo::with_oid(Oid(3802));
+const JSONB_VERSION: u8 = 1;
+
+impl Type<Postgres> for Jsonb {
+    fn type_info() -> PgTypeInfo {
+        JSONB
+    }
+}
+
+impl Encode<'_, Postgres> for Jsonb {
+    fn encode_by_ref(&self, buffer: &mut PgArgumentBuffer) -> Result<IsNull, BoxDynError> {
+        buffer.extend_from_slice(&[JSONB_VERSION]);
+        buffer.extend_from_slice(self.0.as_bytes());
+        Ok(IsNull::No)
+    }
+}
+
+fn sqlite_arguments(values: &[Value]) -> Result<SqliteArguments, BoxDynError> {
+    let mut arguments = SqliteArguments::default();
+    for value in values {
+        match value {
+            Value::Int(v) => arguments.add(*v)?,
+            Value::Bool(v) => arguments.add(*v)?,
+            Value::Text(v) => arguments.add(v.as_deref().map(|t| without_nul(t).into_owned()))?,
+            Value::Json(v) => arguments.add(v.as_deref().map(json::without_nul))?,
+            Value::Bytes(v) => arguments.add(v.as_deref().map(<[u8]>::to_vec))?,
+        }
+    }
+    Ok(arguments)
+}
+
+fn postgres_arguments(values: &[Value]) -> Result<PgArguments, BoxDynError> {
+    let mut arguments = PgArguments::default();
+    for value in values {
+        match value {
+            Value::Int(v) => arguments.add(*v)?,
+            Value::Bool(v) => arguments.add(*v)?,
+            Value::Text(v) => arguments.add(v.as_deref().map(without_nul))?,
+            Value::Json(v) => arguments.add(v.as_deref().map(|t| Jsonb(json::without_nul(t))))?,
+            Value::Bytes(v) => arguments.add(v.as_deref())?,
+        }
+    }
+    Ok(arguments)
+}
+
+/// A value as it came back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Cell {
+    Null,
+    Int(i64),
+    Text(String),
+    Bytes(Vec<u8>),
+    Json(String),
+    Bool(bool),
+}
+
+impl Cell {
+    /// For a message.
+    pub fn shown(self) -> String {
+        match self {
+            Cell::Null => String::new(),
+            Cell::Int(value) => value.to_string(),
+            Cell::Bool(value) => value.to_string(),
+            Cell::Text(text) | Cell::Json(text) => text,
+            Cell::Bytes(bytes) => format!("{} bytes", bytes.len()),
+        }
+    }
+}
+
+fn sqlite_cell(row: &sqlx::sqlite::SqliteRow, at: usize) -> Result<Cell, sqlx::Error> {
+    let value = row.try_get_raw(at)?;
+    if value.is_null() {
+        return Ok(Cell::Null);
+    }
+    let kind = value.type_info().name().to_owned();
+    let cell = match kind.as_str() {
+        "INTEGER" | "BOOLEAN" => <i64 as Decode<Sqlite>>::decode(value).map(Cell::Int),
+        "BLOB" => <Vec<u8> as Decode<Sqlite>>::decode(value).map(Cell::Bytes),
+        _ => <String as Decode<Sqlite>>::decode(value).map(Cell::Text),
+    };
+    cell.map_err(sqlx::Error::Decode)
+}
+
+fn postgres_cell(row: &sqlx::postgres::PgRow, at: usize) -> Result<Cell, sqlx::Error> {
+    let value = row.try_get_raw(at)?;
+    if value.is_null() {
+        return Ok(Cell::Null);
+    }
+    let kind = value.type_info().name().to_owned();
+    let cell = match kind.as_str() {
+        "INT8" => <i64 as Decode<Postgres>>::decode(value).map(Cell::Int),
+        "INT4" => <i32 as Decode<Postgres>>::decode(value).map(|i| Cell::Int(i.into())),
+        "BOOL" => <bool as Decode<Postgres>>::decode(value).map(Cell::Bool),
+        "BYTEA" => <Vec<u8> as Decode<Postgres>>::decode(value).map(Cell::Bytes),
+        "JSONB" => jsonb_text(&value).map(Cell::Json),
+        _ => <String as Decode<Postgres>>::decode(value).map(Cell::Text),
+    };
+    cell.map_err(sqlx::Error::Decode)
+}
+
+fn jsonb_text(value: &PgValueRef) -> Result<String, BoxDynError> {
+    let bytes = value.as_bytes()?;
+    let text = match value.format() {
+        PgValueFormat::Text => bytes,
+        PgValueFormat::Binary => bytes
+            .strip_prefix(&[JSONB_VERSION])
+            .ok_or("jsonb of an unknown version")?,
+    };
+    Ok(std::str::from_utf8(text)?.to_owned())
+}
+
+/// One row, taken from left to right or by position.
+#[derive(Debug)]
+pub(super) struct Row {
+    cells: std::vec::IntoIter<Cell>,
+}
+
+macro_rules! taker {
+    ($name:ident, $maybe:ident, $type:ty, $($pattern:pat => $made:expr),+) => {
+        /// The next column, which may be NULL.
+        pub fn $maybe(&mut self, what: &'static str) -> Result<Option<$type>, StoreError> {
+            match self.cells.next() {
+                Some(Cell::Null) => Ok(None),
+                $(Some($pattern) => Ok(Some($made)),)+
+                _ => Err(StoreError::BadValue { what }),
+            }
+        }
+
+        /// The next column, which is never NULL.
+        pub fn $name(&mut self, what: &'static str) -> Result<$type, StoreError> {
+            self.$maybe(what)?.ok_or(StoreError::BadValue { what })
+        }
+    };
+}
+
+impl Row {
+    taker!(int, maybe_int, i64, Cell::Int(v) => v);
+    taker!(text, maybe_text, String, Cell::Text(v) => v);
+    taker!(bytes, maybe_bytes, Vec<u8>, Cell::Bytes(v) => v);
+    taker!(bool, maybe_bool, bool, Cell::Bool(v) => v, Cell::Int(v) => v != 0);
+
+    /// The next column as JSON text, which is what SQLite has for it.
+    pub fn maybe_json(&mut self, what: &'static str) -> Result<Option<String>, StoreError> {
+        match self.cells.next() {
+            Some(Cell::Null) => Ok(None),
+            Some(Cell::Json(text) | Cell::Text(text)) => Ok(Some(text)),
+            _ => Err(StoreError::BadValue { what }),
+        }
+    }
+
+    /// Sizes and counts were never negative when they were written.
+    pub fn maybe_count(&mut self, what: &'static str) -> Result<Option<u64>, StoreError> {
+        let value = self.maybe_int(what)?;
+        let count = value.map(|v| u64::try_from(v).map_err(|_| StoreError::BadValue { what }));
+        count.transpose()
+    }
+
+    pub fn count(&mut self, what: &'static str) -> Result<u64, StoreError> {
+        self.maybe_count(what)?.ok_or(StoreError::BadValue { what })
+    }
+
+    pub fn attempt(&mut self) -> Result<u32, StoreError> {
+        let what = "an attempt number";
+        u32::try_from(self.int(what)?).map_err(|_| StoreError::BadValue { what })
+    }
+
+    pub fn state(&mut self) -> Result<State, StoreError> {
+        let what = "a state";
+        State::parse(&self.text(what)?).ok_or(StoreError::BadValue { what })
+    }
+
+    pub fn cells(self) -> impl Iterator<Item = Cell> {
+        self.cells
+    }
+}
+
+/// Rows and, for the export, what their columns are called.
+pub(super) struct Table {
+    pub columns: Vec<String>,
+    pub rows: Vec<Row>,
+}
+
+pub(super) enum Wire {
+    Sqlite(SqliteConnection),
+    Postgres(PgConnection),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dialect {
+    Sqlite,
+    Postgres,
+}
+
+/// What a transaction is for; the two databases have different words for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    Write,
+    /// Everything read comes from one moment.
+    Snapshot,
+}
+
+pub(super) struct Connection {
+    /// `None`: lost.
+    wire: Option<Wire>,
+    location: Location,
+    dialect: Dialect,
+    lock_wait_ms: u64,
+    in_transaction: bool,
+    /// Dropped last: the wire's socket is registered with it.
+    runtime: Runtime,
+}
+
+impl Connection {
+    pub fn open(location: &Location, lock_wait_ms: u64) -> Result<Connection, StoreError> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(StoreError::Runtime)?;
+        let wire = open::connect(&runtime, location, lock_wait_ms)?;
+        let dialect = match wire {
+            Wire::Sqlite(_) => Dialect::Sqlite,
+            Wire::Postgres(_) => Dialect::Postgres,
+        };
+        Ok(Connection {
+            wire: Some(wire),
+            location: location.clone(),
+            dialect,
+            lock_wait_ms,
+            in_transaction: false,
+            runtime,
+        })
+    }
+
+    pub fn dialect(&self) -> Dialect {
+        self.dialect
+    }
+
+    pub fn location(&self) -> &Location {
+        &self.location
+    }
+
+    /// How many rows it changed.
+    pub fn execute(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[Value],
+    ) -> Result<u64, StoreError> {
+        self.attempt(what, |runtime, wire| match wire {
+            Wire::Sqlite(wire) => {
+                let arguments = sqlite_arguments(values).map_err(sqlx::Error::Encode)?;
+                let query = sqlx::query_with::<Sqlite, _>(sql, arguments);
+                let done = runtime.block_on(query.execute(wire))?;
+                Ok(done.rows_affected())
+            }
+            Wire::Postgres(wire) => {
+                let arguments = postgres_arguments(values).map_err(sqlx::Error::Encode)?;
+                let query = sqlx::query_with::<Postgres, _>(sql, arguments);
+                let done = bounded(runtime, query.execute(wire))?;
+                Ok(done.rows_affected())
+            }
+        })
+    }
+
+    pub fn query(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[Value],
+    ) -> Result<Vec<Row>, StoreError> {
+        self.table(what, sql, values).map(|table| table.rows)
+    }
+
+    pub fn query_one(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[Value],
+    ) -> Result<Option<Row>, StoreError> {
+        Ok(self.query(what, sql, values)?.into_iter().next())
+    }
+
+    /// All of it at once: the statements themselves bound how many rows come.
+    pub fn table(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[Value],
+    ) -> Result<Table, StoreError> {
+        self.attempt(what, |runtime, wire| match wire {
+            Wire::Sqlite(wire) => {
+                let arguments = sqlite_arguments(values).map_err(sqlx::Error::Encode)?;
+                let query = sqlx::query_with::<Sqlite, _>(sql, arguments);
+                collect(runtime.block_on(query.fetch_all(wire))?, sqlite_cell)
+            }
+            Wire::Postgres(wire) => {
+                let arguments = postgres_arguments(values).map_err(sqlx::Error::Encode)?;
+                let query = sqlx::query_with::<Postgres, _>(sql, arguments);
+                collect(bounded(runtime, query.fetch_all(wire))?, postgres_cell)
+            }
+        })
+    }
+
+    /// Several statements without values, such as a migration.
+    pub fn script(&mut self, what: &'static str, sql: &'static str) -> Result<(), StoreError> {
+        self.attempt(what, |runtime, wire| match wire {
+            Wire::Sqlite(wire) => runtime.block_on(sqlx::raw_sql(sql).execute(wire)).map(drop),
+            Wire::Postgres(wire) => bounded(runtime, sqlx::raw_sql(sql).execute(wire)).map(drop),
+        })
+    }
+
+    /// The same statement in two tongues.
+    pub fn either(&self, sqlite: &'static str, postgres: &'static str) -> &'static str {
+        match self.dialect {
+            Dialect::Sqlite => sqlite,
+            Dialect::Postgres => postgres,
+        }
+    }
+
+    /// The database's own clock, in Unix milliseconds: the same for all who share it.
+    pub fn now_ms(&mut self) -> Result<i64, StoreError> {
+        let what = "read the database's clock";
+        let sql = self.either(
+            "SELECT CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER)",
+            "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)",
+        );
+        let row = self.query_one(what, sql, &[])?;
+        row.ok_or(StoreError::BadValue { what })?.int(what)
+    }
+
+    /// All of `work` or nothing of it.
+    pub fn transaction<T>(
+        &mut self,
+        what: &'static str,
+        purpose: Purpose,
+        work: impl FnOnce(&mut Connection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        // SQLite's plain BEGIN takes the lock at the first write, and then two writers can each hold what the other wants.
+        let begin = match (self.dialect, purpose) {
+            (Dialect::Sqlite, Purpose::Write) => "BEGIN IMMEDIATE",
+            (Dialect::Sqlite, Purpose::Snapshot) => "BEGIN",
+            (Dialect::Postgres, Purpose::Write) => "BEGIN ISOLATION LEVEL READ COMMITTED",
+            (Dialect::Postgres, Purpose::Snapshot) => {
+                "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+            }
+        };
+        if self.in_transaction {
+            // Some `work` panicked, and what it began must not become part of this.
+            self.in_transaction = false;
+            self.lose();
+        }
+        self.script(what, begin)?;
+        self.in_transaction = true;
+        let done = work(self).and_then(|made| self.script(what, "COMMIT").map(|()| made));
+        if done.is_err() && self.wire.is_some() && self.script(what, "ROLLBACK").is_err() {
+            // A transaction that cannot be ended must not swallow what comes next. After a failed COMMIT there may be
+            // none to roll back, and then the connection is replaced for nothing, which costs little.
+            self.lose();
+        }
+        self.in_transaction = false;
+        done
+    }
+
+    /// Runs one exchange with the database, on a connection that is made anew if the last one was lost.
+    fn attempt<T>(
+        &mut self,
+        what: &'static str,
+        exchange: impl FnOnce(&Runtime, &mut Wire) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreError> {
+        if self.wire.is_none() && !self.in_transaction {
+            self.wire = Some(open::connect(
+                &self.runtime,
+                &self.location,
+                self.lock_wait_ms,
+            )?);
+        }
+        let Some(wire) = self.wire.as_mut() else {
+            let source = Fault::new(
+                Trouble::Away,
+                "the connection was lost within the transaction",
+            );
+            return Err(StoreError::Statement { what, source });
+        };
+        exchange(&self.runtime, wire).map_err(|e| {
+            let source = Fault::from_sqlx(&e, self.location.secret());
+            if source.trouble == Trouble::Away && self.dialect == Dialect::Postgres {
+                self.lose();
+            }
+            StoreError::Statement { what, source }
+        })
+    }
+
+    fn lose(&mut self) {
+        let _inside = self.runtime.enter();
+        self.wire = None;
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // A close that is waited for leaves no write-ahead log behind. A failure leaves one, which the next open reads.
+        match self.wire.take() {
+            Some(Wire::Sqlite(wire)) => drop(self.runtime.block_on(wire.close())),
+            Some(Wire::Postgres(wire)) => {
+                drop(bounded_by(&self.runtime, GOODBYE_MS, wire.close()));
+            }
+            None => (),
+        }
+    }
+}
+
+/// A server that answers nothing at all is away. Its own timeouts come first.
+pub(super) fn bounded<T>(
+    runtime: &Runtime,
+    exchange: impl Future<Output = Result<T, sqlx::Error>>,
+) -> Result<T, sqlx::Error> {
+    bounded_by(runtime, SERVER_SILENT_MS, exchange)
+}
+
+fn bounded_by<T>(
+    runtime: &Runtime,
+    limit_ms: u64,
+    exchange: impl Future<Output = Result<T, sqlx::Error>>,
+) -> Result<T, sqlx::Error> {
+    let limit = Duration::from_millis(limit_ms);
+    match runtime.block_on(async { tokio::time::timeout(limit, exchange).await }) {
+        Ok(done) => done,
+        Err(_) => Err(sqlx::Error::Io(std::io::ErrorKind::TimedOut.into())),
+    }
+}
+
+fn collect<R: sqlx::Row>(
+    rows: Vec<R>,
+    cell: fn(&R, usize) -> Result<Cell, sqlx::Error>,
+) -> Result<Table, sqlx::Error> {
+    let name = |column: &<R::Database as sqlx::Database>::Column| column.name().to_owned();
+    let columns = rows
+        .first()
+        .map_or(Vec::new(), |row| row.columns().iter().map(name).collect());
+    let row = |row: R| {
+        let cells = (0..row.len())
+            .map(|at| cell(&row, at))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Row {
+            cells: cells.into_iter(),
+        })
+    };
+    let rows = rows
+        .into_iter()
+        .map(row)
+        .collect::<Result<_, sqlx::Error>>()?;
+    Ok(Table { columns, rows })
+}

@@ -1,0 +1,121 @@
+//! Many rows into one table in few statements. The texts are made once, from constants, and hold placeholders only.
+
+use std::fmt::Write as _;
+use std::sync::LazyLock;
+
+use super::connection::{Connection, Value};
+use super::error::StoreError;
+
+/// A table that takes many rows.
+pub(super) struct Insert {
+    one: LazyLock<String>,
+    many: LazyLock<String>,
+    columns: usize,
+}
+
+/// Enough that a server a millisecond away does not matter, and few enough that the placeholders stay far below both
+/// databases' bounds.
+const ROWS: usize = 64;
+/// What waits may hold so much beside its last row; outputs are up to a mebibyte each.
+const WAITING_BYTES_MAX: usize = 1 << 20;
+
+macro_rules! insert {
+    ($name:ident, $columns:literal, $into:literal) => {
+        pub(super) static $name: Insert = Insert {
+            one: LazyLock::new(|| text($into, $columns, 1)),
+            many: LazyLock::new(|| text($into, $columns, ROWS)),
+            columns: $columns,
+        };
+    };
+}
+
+insert!(
+    OUTPUTS,
+    11,
+    "INSERT INTO outputs (id, attempt, path, path_text, bytes, media_type, blake3, modified_ms, artifact_store, host, content)"
+);
+insert!(
+    REMARKS,
+    5,
+    "INSERT INTO remarks (id, attempt, position, path_text, remark)"
+);
+insert!(
+    REMARK_COUNTS,
+    4,
+    "INSERT INTO remark_counts (id, attempt, remark, count)"
+);
+insert!(
+    LOGS,
+    12,
+    "INSERT INTO logs (id, attempt, stream, total_bytes, dropped_bytes, truncated, head, tail, blake3, artifact_store, object_bytes, object_head_bytes)"
+);
+
+fn text(into: &'static str, columns: usize, rows: usize) -> String {
+    let mut text = format!("{into} VALUES ");
+    for row in 0..rows {
+        text.push_str(if row == 0 { "(" } else { "), (" });
+        for column in 1..=columns {
+            let comma = if column == 1 { "" } else { ", " };
+            // Writing to a String cannot fail.
+            let _ = write!(text, "{comma}${}", row * columns + column);
+        }
+    }
+    text.push(')');
+    text
+}
+
+/// Rows on their way into one table.
+pub(super) struct Rows<'a, 'd> {
+    db: &'d mut Connection,
+    what: &'static str,
+    insert: &'static Insert,
+    waiting: Vec<Value<'a>>,
+    waiting_bytes: usize,
+}
+
+impl<'a, 'd> Rows<'a, 'd> {
+    pub fn new(
+        db: &'d mut Connection,
+        what: &'static str,
+        insert: &'static Insert,
+    ) -> Rows<'a, 'd> {
+        Rows {
+            db,
+            what,
+            insert,
+            waiting: Vec::new(),
+            waiting_bytes: 0,
+        }
+    }
+
+    pub fn push<const N: usize>(&mut self, row: [Value<'a>; N]) -> Result<(), StoreError> {
+        self.waiting_bytes += row.iter().map(Value::size).sum::<usize>();
+        self.waiting.extend(row);
+        if self.waiting.len() == ROWS * self.insert.columns {
+            let many: &'static str = &self.insert.many;
+            self.db.execute(self.what, many, &self.waiting)?;
+            self.clear();
+        } else if self.waiting_bytes > WAITING_BYTES_MAX {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    pub fn finish(mut self) -> Result<(), StoreError> {
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<(), StoreError> {
+        let one: &'static str = &self.insert.one;
+        for row in self.waiting.chunks(self.insert.columns) {
+            self.db.execute(self.what, one, row)?;
+        }
+        self.clear();
+        Ok(())
+    }
+
+    fn clear(&mut self) {
+        self.waiting.clear();
+        self.waiting_bytes = 0;
+    }
+}

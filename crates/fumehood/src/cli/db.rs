@@ -1,0 +1,345 @@
+//! `fumehood db`: the database itself.
+
+use std::collections::BTreeMap;
+use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use analysis::home::Home;
+use analysis::ledger::Ledger;
+use analysis::store::{Migrated, Status, Store};
+use analysis::units::format_size;
+use anyhow::Context;
+use serde::Serialize;
+
+use super::args::StoreArgs;
+use super::print::{self, Align, Out, Table, clean, counted};
+use super::standing::{self, Next};
+use super::{ledger, show, when};
+
+/// Look after the database: its schema, its growth, an export.
+#[derive(Clone, Debug, clap::Args)]
+pub struct DbArgs {
+    #[command(subcommand)]
+    pub command: DbCommand,
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+pub enum DbCommand {
+    Migrate(MigrateArgs),
+    Status(StatusArgs),
+    Export(ExportArgs),
+}
+
+/// Make the schema, or bring it up to date.
+///
+/// SQLite is migrated by itself; on PostgreSQL this is done once by the owner of the schema `fumehood`, who need not be
+/// the role that runs use. Within a major version only things are added, so older runners go on.
+#[derive(Clone, Debug, clap::Args)]
+pub struct MigrateArgs {
+    /// Print one JSON document (fumehood.db-migrate/1)
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+/// Show how large the record is, how it grows, and what awaits its commit.
+#[derive(Clone, Debug, clap::Args)]
+pub struct StatusArgs {
+    /// Print one JSON document (fumehood.db-status/1)
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+/// Write all of the database as JSON lines, as it is at one moment.
+///
+/// Each line is a row: {"table": …, "row": {…}}; bytes are {"hex": …}. The artifact store's files are not in it. It holds
+/// the keys of attempts and everything that was recorded: keep it as private as the database.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ExportArgs {
+    /// Write to this file, readable by you alone, instead of stdout; overwrites nothing
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+
+    /// Overwrite the file
+    #[arg(long, short, requires = "output")]
+    pub force: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+pub fn db(args: &DbArgs) -> anyhow::Result<u8> {
+    match &args.command {
+        DbCommand::Migrate(args) => migrate(args),
+        DbCommand::Status(args) => status(args),
+        DbCommand::Export(args) => export(args),
+    }
+}
+
+#[derive(Serialize)]
+struct MigrateDocument {
+    schema: &'static str,
+    database: String,
+    from: Option<String>,
+    to: String,
+}
+
+fn migrate(args: &MigrateArgs) -> anyhow::Result<u8> {
+    let (_, ledger) = ledger::open(&args.store)?;
+    let migrated = Store::migrate(&ledger.location).map_err(|e| ledger.trouble(e))?;
+    let Migrated { from, to } = migrated;
+    if args.json {
+        print::json(&MigrateDocument {
+            schema: "fumehood.db-migrate/1",
+            database: ledger.location.to_string(),
+            from: from.map(|from| from.to_string()),
+            to: to.to_string(),
+        })?;
+        return Ok(0);
+    }
+    let database = &ledger.location;
+    show::line(&match from {
+        None => format!("made schema {to} in {database}"),
+        Some(from) if from == to => format!("{database} has schema {to}; nothing to do"),
+        Some(from) => format!("migrated {database} from schema {from} to {to}"),
+    });
+    Ok(0)
+}
+
+#[derive(Serialize)]
+struct StatusDocument {
+    schema: &'static str,
+    database: String,
+    database_id: String,
+    database_schema: String,
+    database_bytes: u64,
+    rows: BTreeMap<&'static str, u64>,
+    states: BTreeMap<String, u64>,
+    oldest_ms: Option<i64>,
+    newest_ms: Option<i64>,
+    output_bytes: u64,
+    last_7_days_attempts: u64,
+    last_7_days_output_bytes: u64,
+    post_process_due: u64,
+    artifacts: Place,
+    home: Place,
+    /// Attempts in this home that await their commit.
+    awaiting_commit: u64,
+}
+
+/// A directory, what Fumehood has in it, and what is free on its disk.
+#[derive(Serialize)]
+struct Place {
+    path: String,
+    objects: Option<u64>,
+    bytes: Option<u64>,
+    free_bytes: Option<u64>,
+}
+
+fn status(args: &StatusArgs) -> anyhow::Result<u8> {
+    let (home, mut ledger) = ledger::open(&args.store)?;
+    let status = ledger.with(|store| store.status())?;
+    let artifacts = artifacts_place(&ledger)?;
+    let waits = |s: &standing::Standing| matches!(s.next(), Next::Finish | Next::PostProcess);
+    let waiting = standing::all(&home).iter().filter(|s| waits(s)).count() as u64;
+    match args.json {
+        true => print::json(&status_document(
+            &status, &ledger, &home, artifacts, waiting,
+        ))?,
+        false => {
+            let now_ms = ledger.with(|store| store.now_ms())?;
+            print_status(&status, &ledger, &artifacts, waiting, now_ms)?;
+        }
+    }
+    Ok(0)
+}
+
+fn free_bytes(path: &Path) -> Option<u64> {
+    let found = rustix::fs::statvfs(path).ok()?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// Of the artifact store, which looking at does not make.
+fn artifacts_place(ledger: &Ledger) -> anyhow::Result<Place> {
+    let path = &ledger.artifacts_at;
+    let used = match path.join("store.json").exists() {
+        true => Some(ledger.artifacts()?.used()?),
+        false => None,
+    };
+    Ok(Place {
+        path: path.display().to_string(),
+        objects: used.map(|used| used.objects),
+        bytes: used.map(|used| used.bytes),
+        free_bytes: free_bytes(path),
+    })
+}
+
+fn status_document(
+    status: &Status,
+    ledger: &Ledger,
+    home: &Home,
+    artifacts: Place,
+    awaiting_commit: u64,
+) -> StatusDocument {
+    StatusDocument {
+        schema: "fumehood.db-status/1",
+        database: ledger.location.to_string(),
+        database_id: status.id.clone(),
+        database_schema: status.schema.to_string(),
+        database_bytes: status.bytes,
+        rows: status.rows.iter().copied().collect(),
+        states: status.states.iter().cloned().collect(),
+        oldest_ms: status.oldest_ms,
+        newest_ms: status.newest_ms,
+        output_bytes: status.output_bytes,
+        last_7_days_attempts: status.last_7_days_attempts,
+        last_7_days_output_bytes: status.last_7_days_output_bytes,
+        post_process_due: status.post_process_due,
+        artifacts,
+        home: Place {
+            path: home.path().display().to_string(),
+            objects: None,
+            bytes: None,
+            free_bytes: free_bytes(home.path()),
+        },
+        awaiting_commit,
+    }
+}
+
+fn print_status(
+    status: &Status,
+    ledger: &Ledger,
+    artifacts: &Place,
+    waiting: u64,
+    now_ms: i64,
+) -> anyhow::Result<()> {
+    let mut table = Table::new(&[Align::Left, Align::Left]);
+    let mut fact = |name: &str, text: String| table.row([name.to_owned(), text]);
+    fact("database", clean(&ledger.location.to_string()));
+    fact("schema", status.schema.to_string());
+    fact("size", format_size(status.bytes));
+    let rows: Vec<String> = status
+        .rows
+        .iter()
+        .map(|(t, n)| format!("{n} {}", t.replace('_', " ")))
+        .collect();
+    fact("rows", rows.join(", "));
+    let states: Vec<String> = status
+        .states
+        .iter()
+        .map(|(state, n)| format!("{n} {}", clean(state).replace('_', " ")))
+        .collect();
+    if !states.is_empty() {
+        fact("attempts", states.join(", "));
+    }
+    if let (Some(oldest), Some(newest)) = (status.oldest_ms, status.newest_ms) {
+        let [oldest, newest] = [oldest, newest].map(|ms| when::age(now_ms, ms));
+        fact("from", format!("{oldest} ago to {newest} ago"));
+    }
+    fact("outputs", format_size(status.output_bytes));
+    fact(
+        "last 7 days",
+        format!(
+            "{}, {} of outputs",
+            counted(status.last_7_days_attempts, "attempt", "attempts"),
+            format_size(status.last_7_days_output_bytes)
+        ),
+    );
+    let used = match (artifacts.objects, artifacts.bytes) {
+        (Some(objects), Some(bytes)) => {
+            format!(
+                "{}, {} on disk",
+                counted(objects, "object", "objects"),
+                format_size(bytes)
+            )
+        }
+        _ => "not there yet".to_owned(),
+    };
+    fact("artifacts", format!("{}: {used}", clean(&artifacts.path)));
+    if let Some(free) = artifacts.free_bytes {
+        fact("free there", format_size(free));
+    }
+    let mut out = Out::new();
+    table.print(&mut out, "")?;
+    out.finish()?;
+    if waiting > 0 {
+        let what = counted(
+            waiting,
+            "attempt awaits its commit",
+            "attempts await their commit",
+        );
+        show::line(&format!(
+            "{what}; `fumehood gc` finishes what it can, `fumehood list` names them"
+        ));
+    }
+    if status.post_process_due > 0 {
+        let what = counted(status.post_process_due, "attempt awaits", "attempts await");
+        show::line(&format!(
+            "{what} the post_process command; `fumehood post-process ID` repeats it"
+        ));
+    }
+    Ok(())
+}
+
+fn export(args: &ExportArgs) -> anyhow::Result<u8> {
+    let (_, mut ledger) = ledger::open(&args.store)?;
+    match &args.output {
+        None => {
+            anyhow::ensure!(
+                !io::stdout().is_terminal(),
+                "an export is long, and holds keys; redirect it, or name a file with -o"
+            );
+            let mut out = Out::new();
+            ledger.with(|store| store.export(&mut out))?;
+            out.finish()?;
+        }
+        Some(path) => export_to(&mut ledger, path, args.force)?,
+    }
+    Ok(0)
+}
+
+/// Under a name of its own until it is whole.
+fn export_to(ledger: &mut Ledger, path: &Path, force: bool) -> anyhow::Result<()> {
+    let there = std::fs::symlink_metadata(path);
+    match &there {
+        Ok(meta) if !meta.is_file() => {
+            anyhow::bail!("{path:?} is no plain file, so it is not replaced; redirect stdout to it")
+        }
+        Ok(_) if !force => anyhow::bail!("{path:?} exists; move it away, or use --force"),
+        _ => {}
+    }
+    let mut draft = path.as_os_str().to_owned();
+    draft.push(format!(".{}.part", std::process::id()));
+    let draft = PathBuf::from(draft);
+    let write = |ledger: &mut Ledger| -> anyhow::Result<()> {
+        let file = std::fs::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&draft)
+            .with_context(|| format!("write {draft:?}"))?;
+        let mut file = io::BufWriter::new(file);
+        ledger.with(|store| store.export(&mut file))?;
+        file.flush().context("write the export")?;
+        file.get_ref().sync_all().context("write the export")?;
+        let flags = match force {
+            true => rustix::fs::RenameFlags::empty(),
+            false => rustix::fs::RenameFlags::NOREPLACE,
+        };
+        let here = rustix::fs::CWD;
+        rustix::fs::renameat_with(here, &draft, here, path, flags)
+            .with_context(|| format!("write {path:?}"))
+    };
+    let written = write(ledger);
+    if written.is_err() {
+        // The first error is the one to tell.
+        let _gone = std::fs::remove_file(&draft);
+    }
+    written
+}

@@ -1,0 +1,108 @@
+//! Which analysis is meant: its id, the beginning of one, or `@last`; and which attempt of it, as `ID@2`.
+
+use std::ffi::OsStr;
+
+use analysis::home::Home;
+use analysis::ledger::Ledger;
+use analysis::request::AnalysisId;
+use analysis::settle::SettleError;
+use analysis::store::{Attempt, StoreError};
+use anyhow::Context;
+
+use super::standing;
+
+pub const HELP_WHOLE: &str = "The id, the beginning of one, or @last";
+pub const HELP: &str = "The id, the beginning of one, or @last; @2 after it means attempt 2";
+
+/// Takes `ID@2` apart. `@last` has its at sign in front, so it is no number of an attempt.
+pub fn split(given: &OsStr) -> anyhow::Result<(String, Option<u32>)> {
+    let text = given
+        .to_str()
+        .with_context(|| format!("{given:?} is no id: ids are of [A-Za-z0-9._-]"))?;
+    match text.rsplit_once('@') {
+        Some((id, number)) if !id.is_empty() => {
+            let attempt = number.parse().ok().filter(|n| *n > 0);
+            let attempt = attempt.with_context(|| {
+                format!("{text:?}: after @ stands the number of an attempt, such as @2")
+            })?;
+            Ok((id.to_owned(), Some(attempt)))
+        }
+        _ => Ok((text.to_owned(), None)),
+    }
+}
+
+/// The analysis in the database that is meant.
+pub fn analysis(ledger: &mut Ledger, given: &OsStr) -> anyhow::Result<String> {
+    let (text, attempt) = split(given)?;
+    anyhow::ensure!(
+        attempt.is_none(),
+        "{given:?} names an attempt, and this is about the whole analysis; leave out what follows the @"
+    );
+    resolve(ledger, &text)
+}
+
+/// The attempt in the database that is meant; without a number the one that counts.
+pub fn attempt(ledger: &mut Ledger, given: &OsStr, number: Option<u32>) -> anyhow::Result<Attempt> {
+    let (text, named) = split(given)?;
+    anyhow::ensure!(
+        named.is_none() || number.is_none() || named == number,
+        "{given:?} and --attempt name different attempts"
+    );
+    let id = resolve(ledger, &text)?;
+    let found = ledger.with(|store| store.show(&id, number.or(named)));
+    found.map_err(plainly)
+}
+
+fn resolve(ledger: &mut Ledger, text: &str) -> anyhow::Result<String> {
+    let found = ledger.with(|store| store.resolve(text));
+    found.map_err(plainly)
+}
+
+/// A wrong id is no trouble of the database's, and needs no mention of it.
+fn plainly(error: SettleError) -> anyhow::Error {
+    match error {
+        SettleError::Database {
+            source: source @ (StoreError::NotFound { .. } | StoreError::Ambiguous { .. }),
+            ..
+        } => source.into(),
+        error => error.into(),
+    }
+}
+
+/// An analysis that has a directory in this home, by its exact name, whether or not a database knows of it; else as the
+/// database knows it.
+pub fn local(
+    home: &Home,
+    ledger: Option<&mut Ledger>,
+    given: &OsStr,
+) -> anyhow::Result<AnalysisId> {
+    let exact = given.to_str().map(AnalysisId::new);
+    if let Some(Ok(id)) = &exact
+        && standing::any_of(home, id)
+    {
+        return Ok(id.clone());
+    }
+    match (ledger, exact) {
+        (Some(ledger), _) => Ok(AnalysisId::new(&analysis(ledger, given)?)?),
+        (None, Some(exact)) => Ok(exact?),
+        (None, None) => anyhow::bail!("{given:?} is no id: ids are of [A-Za-z0-9._-]"),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_attempt_is_named_after_an_at_sign() {
+        let split = |text: &str| split(OsStr::new(text)).ok();
+        assert_eq!(split("gwas-7"), Some(("gwas-7".into(), None)));
+        assert_eq!(split("gwas-7@2"), Some(("gwas-7".into(), Some(2))));
+        assert_eq!(split("@last"), Some(("@last".into(), None)));
+        assert_eq!(split("@last@3"), Some(("@last".into(), Some(3))));
+        for wrong in ["a@", "a@0", "a@x", "a@-1", "a@99999999999"] {
+            assert_eq!(split(wrong), None, "{wrong:?}");
+        }
+    }
+}

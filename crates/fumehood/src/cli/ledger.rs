@@ -1,0 +1,140 @@
+//! The database and the artifact store that a command works with.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use analysis::artifacts::{self, Artifacts, Content, Exported, Overwrite};
+use analysis::home::Home;
+use analysis::ledger::Ledger;
+use analysis::manifest::{ContentHash, OutputPath};
+use analysis::post_process::PostProcess;
+use analysis::store::{Location, Origin, StoredOutput};
+use anyhow::Context;
+
+use super::args::StoreArgs;
+use crate::config::record::DbOrigin;
+use crate::config::{self, RecordSettings, Sources};
+
+/// For commands that read or mend the record: without one they have nothing to do.
+pub fn open(args: &StoreArgs) -> anyhow::Result<(Home, Ledger)> {
+    let (home, ledger) = open_if_any(args)?;
+    let ledger = ledger.context(
+        "there is no record with --db none; name a database with --db, FUMEHOOD_DB or FUMEHOOD_DB_FILE",
+    )?;
+    Ok((home, ledger))
+}
+
+/// For commands that can do something without a record, too.
+pub fn open_if_any(args: &StoreArgs) -> anyhow::Result<(Home, Option<Ledger>)> {
+    let settings = config::record_settings(args, &Sources::from_process()?)?;
+    let home = home()?;
+    let ledger = of(&settings, &home)?;
+    Ok((home, ledger))
+}
+
+pub fn home() -> anyhow::Result<Home> {
+    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    Ok(Home::find(&env)?.open()?)
+}
+
+/// What the caller may always say about itself to a server.
+const WHO_ASKS: [&str; 6] = [
+    "PGUSER",
+    "PGPASSWORD",
+    "PGPASSFILE",
+    "PGSSLCERT",
+    "PGSSLKEY",
+    "HOME",
+];
+
+/// `None` where nothing is recorded (`--db none`).
+pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Ledger>> {
+    let location = match &settings.db {
+        None => Location::Sqlite(home.database()),
+        Some(choice) => {
+            let origin = match choice.origin {
+                DbOrigin::CommandLine => Origin::CommandLine,
+                DbOrigin::Environment => Origin::Environment,
+                DbOrigin::File | DbOrigin::Policy => Origin::File,
+            };
+            // The operator's address is completed by nothing that could lead it elsewhere or weaken it.
+            let is_ours = choice.origin != DbOrigin::Policy;
+            let env = |name: &str| match is_ours || WHO_ASKS.contains(&name) {
+                true => std::env::var_os(name),
+                false => None,
+            };
+            Location::parse(&choice.text, origin, &env).context("use the database")?
+        }
+    };
+    if location == Location::None {
+        anyhow::ensure!(
+            !settings.required,
+            "the operator's policy requires a record; leave out --db none"
+        );
+        return Ok(None);
+    }
+    let artifacts_at = settings.artifacts.clone();
+    let step = settings.post_process.as_ref().map(|step| PostProcess {
+        command: step.command.clone(),
+        timeout_ms: step.timeout_ms,
+    });
+    Ok(Some(Ledger::new(
+        location,
+        artifacts_at.unwrap_or_else(|| home.artifacts()),
+        step,
+    )))
+}
+
+/// Writes outputs of an attempt below a directory: those named, or all. From the artifact store of this machine, else
+/// from the database.
+pub fn export(
+    ledger: &mut Ledger,
+    (id, attempt): (&str, u32),
+    named: &[OutputPath],
+    to: &Path,
+    overwrite: Overwrite,
+) -> anyhow::Result<Vec<Exported>> {
+    let stored = ledger.with(|store| store.outputs(id, attempt))?;
+    let named: HashSet<&OutputPath> = named.iter().collect();
+    let wanted = |output: &&StoredOutput| named.is_empty() || named.contains(&output.path);
+    let wanted: Vec<&StoredOutput> = stored.iter().filter(wanted).collect();
+    let list: Vec<_> = wanted
+        .iter()
+        .map(|output| (output.path.clone(), output.bytes, output.blake3))
+        .collect();
+    let by_hash: HashMap<ContentHash, &StoredOutput> = wanted
+        .iter()
+        .map(|output| (output.blake3, *output))
+        .collect();
+    let artifacts = ledger.artifacts().ok();
+    let mut source = |hash: &ContentHash| {
+        let output = by_hash.get(hash);
+        let output = output.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        content(ledger, artifacts.as_ref(), (id, attempt), output)
+    };
+    Ok(artifacts::export(&mut source, &list, to, overwrite)?)
+}
+
+/// An output's bytes, wherever they can be had from here.
+pub fn content(
+    ledger: &mut Ledger,
+    artifacts: Option<&Artifacts>,
+    (id, attempt): (&str, u32),
+    output: &StoredOutput,
+) -> io::Result<Content> {
+    let here = artifacts.filter(|a| a.id() == output.artifact_store);
+    let object = here.map(|artifacts| artifacts.open_object(&output.blake3));
+    if let Some(Ok(file)) = object {
+        return Ok(Content::File(file));
+    }
+    let bytes = ledger.with(|store| store.output_content(id, attempt, &output.path));
+    match (bytes.map_err(io::Error::other)?, object) {
+        (Some(bytes), _) => Ok(Content::Bytes(bytes)),
+        (None, Some(Err(e))) => Err(io::Error::other(e)),
+        (None, _) => Err(io::Error::other(format!(
+            "it is in the artifact store {} of the host {}, and too large to be in the database; fetch it there",
+            output.artifact_store, output.host
+        ))),
+    }
+}

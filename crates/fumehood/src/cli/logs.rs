@@ -1,0 +1,546 @@
+//! `fumehood logs`: what an attempt printed; while it runs, as it prints it.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, IsTerminal, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use analysis::home::Home;
+use analysis::ledger::Ledger;
+use analysis::logs::{Captured, escape_terminal};
+use analysis::run_dir::Paper;
+use analysis::store::{STREAMS, StoredLog};
+use anyhow::Context;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
+use serde::Serialize;
+
+use super::args::StoreArgs;
+use super::print::{self, Out, clean};
+use super::standing::{self, Next, Process, Standing};
+use super::{ids, ledger, show};
+
+/// Print what an attempt printed.
+///
+/// The whole of what was kept is printed where its artifact store is on this machine, else the beginning and the end from
+/// the database, with a line that says what is missing between them. On a terminal control characters are spelled out.
+#[derive(Clone, Debug, clap::Args)]
+pub struct LogsArgs {
+    #[arg(value_name = "ID[@ATTEMPT]", help = ids::HELP)]
+    pub id: OsString,
+
+    /// Its standard output [default]
+    #[arg(long)]
+    pub stdout: bool,
+
+    /// Its standard error. With --stdout, too, both are printed, each to our own stream of that name
+    #[arg(long)]
+    pub stderr: bool,
+
+    /// While it runs on this machine, go on until it has ended
+    #[arg(long, short)]
+    pub follow: bool,
+
+    /// Leave control characters as they are on a terminal, too: only for programs that you trust
+    #[arg(long)]
+    pub raw: bool,
+
+    /// Print one JSON document (fumehood.logs/1) with what the database has of both, or of the one named
+    #[arg(long, conflicts_with_all = ["follow", "raw"])]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+#[derive(Serialize)]
+struct Document<'a> {
+    schema: &'static str,
+    id: &'a str,
+    attempt: u32,
+    logs: Vec<Entry>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    stream: String,
+    /// Bytes that are not UTF-8 are `\xNN`, a backslash is `\\`. A gap is marked `\[fumehood: …]`.
+    text: String,
+    bytes: u64,
+    /// Kept nowhere.
+    dropped_bytes: u64,
+    /// All that was kept, where that is more than this.
+    blake3: Option<String>,
+}
+
+pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
+    let (home, mut ledger) = ledger::open(&args.store)?;
+    let streams = streams(args);
+    // What has no row (yet) may still be in this home.
+    let here = running_here(&home, &mut ledger, args)?;
+    if let (true, Some(standing)) = (args.follow, here) {
+        follow(&home, &mut ledger, standing, &streams, args.raw)?;
+        return Ok(0);
+    }
+    let listed = ids::attempt(&mut ledger, &args.id, None)?.listed;
+    let key = (listed.id.as_str(), listed.attempt);
+    if args.json {
+        let mut entries = Vec::new();
+        for stream in &streams {
+            entries.extend(ledger.with(|s| s.log(key.0, key.1, stream))?.map(entry));
+        }
+        print::json(&Document {
+            schema: "fumehood.logs/1",
+            id: key.0,
+            attempt: key.1,
+            logs: entries,
+        })?;
+        return Ok(0);
+    }
+    let mut here = standing::all(&home).into_iter();
+    let standing = here.find(|s| s.record.id.as_str() == key.0);
+    for stream in streams {
+        let mut sink = Sink::new(stream, streams_differ(args), args.raw);
+        match (ledger.with(|s| s.log(key.0, key.1, stream))?, &standing) {
+            (Some(log), _) => print_stored(&mut ledger, &log, 0, &mut sink)?,
+            (None, Some(standing)) => print_files(&standing.path, stream, 0, &mut sink)?,
+            (None, None) if listed.state.is_final() => {}
+            (None, None) => anyhow::bail!(
+                "{} is {} on {}; its logs are there until it has ended",
+                clean(&listed.id),
+                listed.state,
+                clean(&listed.host)
+            ),
+        }
+        sink.finish()?;
+    }
+    Ok(0)
+}
+
+fn streams(args: &LogsArgs) -> Vec<&'static str> {
+    match (args.stdout, args.stderr) {
+        (true, true) => STREAMS.to_vec(),
+        (false, false) if args.json => STREAMS.to_vec(),
+        (false, true) => vec!["stderr"],
+        _ => vec!["stdout"],
+    }
+}
+
+/// Whether each goes to our own stream of its name; a single one goes to stdout, where it can be piped.
+fn streams_differ(args: &LogsArgs) -> bool {
+    args.stdout && args.stderr
+}
+
+fn entry(log: StoredLog) -> Entry {
+    let captured = captured(&log);
+    Entry {
+        text: captured.text(&log.stream),
+        bytes: log.total_bytes,
+        dropped_bytes: log.dropped_bytes,
+        blake3: log.object.map(|hash| hash.to_string()),
+        stream: log.stream,
+    }
+}
+
+/// The excerpts, with everything that is not in them as the gap.
+fn captured(log: &StoredLog) -> Captured {
+    let shown = (log.head.len() + log.tail.len()) as u64;
+    let dropped_bytes = log.total_bytes.saturating_sub(shown);
+    Captured {
+        head: log.head.clone(),
+        tail: log.tail.clone(),
+        dropped_bytes,
+        total_bytes: log.total_bytes,
+        truncated: dropped_bytes > 0,
+    }
+}
+
+/// Where a log goes: as it is, or spelled out for a terminal.
+struct Sink {
+    to: Box<dyn Write>,
+    plain: bool,
+    /// The beginning of a character whose end has not come yet.
+    cut: Vec<u8>,
+}
+
+impl Sink {
+    fn new(stream: &str, differ: bool, raw: bool) -> Sink {
+        let to_stderr = differ && stream == "stderr";
+        let terminal = match to_stderr {
+            true => io::stderr().is_terminal(),
+            false => io::stdout().is_terminal(),
+        };
+        Sink {
+            to: match to_stderr {
+                true => Box::new(io::stderr()),
+                false => Box::new(Out::new()),
+            },
+            plain: raw || !terminal,
+            cut: Vec::new(),
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+        if self.plain {
+            return self.to.write_all(bytes).context("print the log");
+        }
+        let mut all = std::mem::take(&mut self.cut);
+        all.extend_from_slice(bytes);
+        let whole = whole_characters(&all);
+        self.cut = all.split_off(whole);
+        self.spell_out(&all)
+    }
+
+    fn spell_out(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+        let text = spelled_out(bytes);
+        self.to.write_all(text.as_bytes()).context("print the log")
+    }
+
+    fn flush(&mut self) -> anyhow::Result<()> {
+        self.to.flush().context("print the log")
+    }
+
+    fn finish(mut self) -> anyhow::Result<()> {
+        let cut = std::mem::take(&mut self.cut);
+        self.spell_out(&cut)?;
+        self.flush()
+    }
+}
+
+/// For a terminal: lines and tabs stay what they are.
+fn spelled_out(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    let mut rest = bytes;
+    while let Some(at) = rest.iter().position(|b| matches!(b, b'\n' | b'\t')) {
+        // A program that ends its lines as Windows does means nothing by it.
+        let line = &rest[..at];
+        let line = match rest[at] {
+            b'\n' => line.strip_suffix(b"\r").unwrap_or(line),
+            _ => line,
+        };
+        text.push_str(&escape_terminal(line));
+        text.push(char::from(rest[at]));
+        rest = &rest[at + 1..];
+    }
+    text.push_str(&escape_terminal(rest));
+    text
+}
+
+/// How many bytes there are before a character, or a line's end, that is cut off at the end.
+fn whole_characters(bytes: &[u8]) -> usize {
+    const CHARACTER_BYTES_MAX: usize = 4;
+    let chunk = bytes.utf8_chunks().last();
+    let broken = chunk.map_or(&[][..], |chunk| chunk.invalid());
+    let end = bytes.len();
+    match (broken.len(), bytes.last()) {
+        (0, Some(b'\r')) => end - 1,
+        (0, _) => end,
+        (n, _)
+            if n < CHARACTER_BYTES_MAX
+                && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) =>
+        {
+            end - n
+        }
+        _ => end,
+    }
+}
+
+/// A committed log from some byte on: whole if its object is here.
+fn print_stored(
+    ledger: &mut Ledger,
+    log: &StoredLog,
+    seen: u64,
+    sink: &mut Sink,
+) -> anyhow::Result<()> {
+    let object = log.object.and_then(|hash| {
+        let artifacts = ledger.artifacts().ok()?;
+        let here = Some(artifacts.id()) == log.artifact_store.as_deref();
+        here.then(|| artifacts.open_object(&hash).ok()).flatten()
+    });
+    match object {
+        Some(file) => print_object(log, file, seen, sink),
+        None => print_parts(&captured(log), &log.stream, seen, sink),
+    }
+}
+
+fn print_object(log: &StoredLog, mut file: File, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
+    let head_bytes = log.object_head_bytes.unwrap_or(u64::MAX);
+    let from = seen.min(head_bytes);
+    file.seek(SeekFrom::Start(from)).context("read the log")?;
+    copy(&mut (&file).take(head_bytes - from), sink)?;
+    let gap = Captured {
+        dropped_bytes: log.dropped_bytes,
+        truncated: log.dropped_bytes > 0,
+        ..Captured::default()
+    };
+    note(&gap, &log.stream, sink)?;
+    copy(&mut file, sink)
+}
+
+fn print_parts(log: &Captured, stream: &str, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
+    let seen = usize::try_from(seen)
+        .unwrap_or(usize::MAX)
+        .min(log.head.len());
+    sink.write(&log.head[seen..])?;
+    note(log, stream, sink)?;
+    sink.write(&log.tail)
+}
+
+/// A line of our own where something is missing.
+fn note(log: &Captured, stream: &str, sink: &mut Sink) -> anyhow::Result<()> {
+    match log.note(stream) {
+        Some(note) => sink.write(format!("\n{note}\n").as_bytes()),
+        None => Ok(()),
+    }
+}
+
+fn copy(from: &mut dyn Read, sink: &mut Sink) -> anyhow::Result<()> {
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        match from.read(&mut buffer).context("read the log")? {
+            0 => return Ok(()),
+            n => sink.write(&buffer[..n])?,
+        }
+    }
+}
+
+/// What is in a run directory: all of it, or what has arrived.
+fn print_files(dir: &Path, stream: &str, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
+    if let Some(mut file) = open(dir, stream) {
+        file.seek(SeekFrom::Start(seen)).context("read the log")?;
+        copy(&mut file, sink)?;
+    }
+    if let Some(mut tail) = open(dir, &format!("{stream}.tail")) {
+        sink.write(
+            format!("\n[fumehood: what followed of {stream} was too long; its end:]\n").as_bytes(),
+        )?;
+        copy(&mut tail, sink)?;
+    }
+    Ok(())
+}
+
+fn open(dir: &Path, name: &str) -> Option<File> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = rustix::fs::open(dir.join(name), flags, Mode::empty()).ok()?;
+    Some(file.into())
+}
+
+/// The attempt of this home that is meant, if it is one that runs.
+fn running_here(
+    home: &Home,
+    ledger: &mut Ledger,
+    args: &LogsArgs,
+) -> anyhow::Result<Option<Standing>> {
+    let (given, number) = ids::split(&args.id)?;
+    let runs = |standing: &Standing| matches!(standing.next(), Next::Runs);
+    let named = |standing: &Standing, id: &str| {
+        standing.record.id.as_str() == id && number.is_none_or(|n| n == standing.record.attempt)
+    };
+    let mut here: Vec<Standing> = standing::all(home).into_iter().filter(runs).collect();
+    if here.is_empty() {
+        return Ok(None);
+    }
+    let id = match here.iter().any(|s| named(s, &given)) {
+        true => given,
+        false => match ledger.with(|store| store.resolve(&given)) {
+            Ok(id) => id,
+            Err(_) => return Ok(None),
+        },
+    };
+    here.retain(|standing| named(standing, &id));
+    Ok(here.pop())
+}
+
+/// Prints what arrives until the runner has ended or let go of the directory, then the rest from wherever it is now.
+fn follow(
+    home: &Home,
+    ledger: &mut Ledger,
+    standing: Standing,
+    streams: &[&'static str],
+    raw: bool,
+) -> anyhow::Result<()> {
+    let differ = streams.len() > 1;
+    let mut followed: Vec<Followed> = streams
+        .iter()
+        .map(|stream| Followed {
+            stream,
+            file: None,
+            seen: 0,
+            sink: Sink::new(stream, differ, raw),
+        })
+        .collect();
+    // A connection is not held while a program runs for hours.
+    ledger.rest();
+    let runner = Runner::of(&standing);
+    loop {
+        let gone = !runner.is_at_it(&standing.path);
+        for one in &mut followed {
+            one.take_up(&standing.path)?;
+        }
+        if gone {
+            break;
+        }
+        runner.wait()?;
+    }
+    finish(home, ledger, &standing, followed)
+}
+
+struct Followed {
+    stream: &'static str,
+    /// Held open, so that what was written is read even if the directory goes.
+    file: Option<File>,
+    seen: u64,
+    sink: Sink,
+}
+
+impl Followed {
+    fn take_up(&mut self, dir: &Path) -> anyhow::Result<()> {
+        if self.file.is_none() {
+            self.file = open(dir, self.stream);
+        }
+        let Some(file) = &mut self.file else {
+            return Ok(());
+        };
+        // Written anew at the end, from the beginning; so what was seen is still where it was.
+        file.seek(SeekFrom::Start(self.seen))
+            .context("read the log")?;
+        let mut buffer = vec![0; 64 << 10];
+        loop {
+            match file.read(&mut buffer).context("read the log")? {
+                0 => break,
+                n => {
+                    self.sink.write(&buffer[..n])?;
+                    self.seen += n as u64;
+                }
+            }
+        }
+        self.sink.flush()
+    }
+}
+
+/// The process whose program prints.
+struct Runner {
+    process: Option<Process>,
+}
+
+impl Runner {
+    fn of(standing: &Standing) -> Runner {
+        Runner {
+            process: Process::of(&standing.record),
+        }
+    }
+
+    /// Whether it lives and the directory is still where it was: it is removed, or moved, at the very end.
+    fn is_at_it(&self, dir: &Path) -> bool {
+        let alive = self.process.as_ref().is_some_and(|p| !p.has_ended());
+        alive && standing::read(dir).is_some_and(|record| !is_over(&record.state))
+    }
+
+    /// Until it has ended, or nobody reads us any more, or a moment has passed and we look again.
+    fn wait(&self) -> anyhow::Result<()> {
+        let moment = Timespec {
+            tv_sec: 0,
+            tv_nsec: 100_000_000,
+        };
+        let stdout = io::stdout();
+        // Asked for nothing, poll still tells of a pipe whose other end is closed.
+        let mut fds = vec![PollFd::from_borrowed_fd(stdout.as_fd(), PollFlags::empty())];
+        fds.extend(self.process.as_ref().map(|p| PollFd::new(p, PollFlags::IN)));
+        match poll(&mut fds, Some(&moment)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e).context("wait for the log"),
+        }
+        match fds[0].revents().contains(PollFlags::ERR) {
+            true => Err(io::Error::new(io::ErrorKind::BrokenPipe, print::ReaderGone).into()),
+            false => Ok(()),
+        }
+    }
+}
+
+/// The workspace is left standing, and the runner is done with it.
+fn is_over(state: &analysis::run_dir::RunState) -> bool {
+    use analysis::run_dir::RunState::{Kept, Live, Open, Quarantined, Ran, Recorded};
+    match state {
+        Kept { .. } | Quarantined | Ran | Recorded => true,
+        Live | Open { .. } => false,
+    }
+}
+
+/// What was held back until the end, from the database, or from where it awaits that.
+fn finish(
+    home: &Home,
+    ledger: &mut Ledger,
+    standing: &Standing,
+    followed: Vec<Followed>,
+) -> anyhow::Result<()> {
+    let record = &standing.record;
+    let key = record.task.as_ref().map(|task| task.key.clone());
+    let attempt = match key {
+        // Its number may be another than it was told at first.
+        Some(key) => ledger.with(|store| store.attempt_of(&key)).unwrap_or(None),
+        None => None,
+    };
+    let left = || -> Option<PathBuf> {
+        let mut here = standing::of_id(home, &record.id).into_iter();
+        let found = here.find(|s| s.record.attempt == record.attempt)?;
+        found
+            .path
+            .join(Paper::Outcome.name())
+            .exists()
+            .then_some(found.path)
+    };
+    let mut ended = true;
+    for mut one in followed {
+        let stored = match attempt {
+            Some(attempt) => ledger.with(|s| s.log(record.id.as_str(), attempt, one.stream))?,
+            None => None,
+        };
+        match (stored, left()) {
+            (Some(log), _) => print_stored(ledger, &log, one.seen, &mut one.sink)?,
+            (None, Some(dir)) => print_files(&dir, one.stream, one.seen, &mut one.sink)?,
+            (None, None) => ended = false,
+        }
+        one.sink.finish()?;
+    }
+    if !ended {
+        show::line(&match &record.task {
+            Some(_) => format!(
+                "the runner of {} is gone; `fumehood gc` finishes it",
+                record.id
+            ),
+            None => format!(
+                "{} ran without a record; what it printed last may be missing",
+                record.id
+            ),
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_terminal_sees_lines_and_no_control_characters() {
+        assert_eq!(
+            spelled_out(b"a\tb\r\nc\x1b[2J\n\xff"),
+            "a\tb\nc\\x1b[2J\n\\xff"
+        );
+        assert_eq!(
+            spelled_out("progress 1%\rprogress 2%\n".as_bytes()),
+            "progress 1%\\rprogress 2%\n"
+        );
+    }
+
+    #[test]
+    fn a_character_that_comes_in_two_pieces_stays_one() {
+        assert_eq!(whole_characters("aé".as_bytes()), 3);
+        assert_eq!(whole_characters(b"a\xc3"), 1);
+        assert_eq!(whole_characters(b"a\xe2\x82"), 1);
+        assert_eq!(whole_characters(b"a\xff"), 2, "this one can never be whole");
+        assert_eq!(whole_characters(b"a\r"), 1);
+        assert_eq!(whole_characters(b""), 0);
+    }
+}

@@ -1,0 +1,443 @@
+//! `fumehood outputs`: what an attempt left, as a list, as bytes, or in a directory.
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use analysis::artifacts::{self, Content, Exported, Overwrite};
+use analysis::collect::Globs;
+use analysis::ledger::Ledger;
+use analysis::logs::{escape_terminal, unescape_text};
+use analysis::manifest::{ContentHash, OutputPath};
+use analysis::store::StoredOutput;
+use analysis::units::format_size;
+use anyhow::Context;
+use serde::Serialize;
+
+use super::args::StoreArgs;
+use super::detail;
+use super::document::OutputEntry;
+use super::print::{self, Align, Out, Table, counted};
+use super::{ids, ledger, show};
+
+/// List an attempt's outputs, write one of them out, or export them to a directory.
+///
+/// A PATH is meant as typed, in the escaped form that lists and --json show, or as a glob ('plots/*.png'; a directory's
+/// name means everything below it). With -o exactly one output must be meant.
+///
+/// --to prints a line `SHA256  PATH` for each file it wrote, which `sha256sum -c` understands in that directory.
+#[derive(Clone, Debug, clap::Args)]
+pub struct OutputsArgs {
+    #[arg(value_name = "ID[@ATTEMPT]", help = ids::HELP)]
+    pub id: OsString,
+
+    /// Only these outputs
+    #[arg(value_name = "PATH|GLOB")]
+    pub paths: Vec<OsString>,
+
+    /// Write the one output that PATH means to this file, or to stdout (-). What may upset a terminal is not
+    /// written to one without --force
+    #[arg(
+        long,
+        short,
+        value_name = "FILE|-",
+        requires = "paths",
+        conflicts_with = "to"
+    )]
+    pub output: Option<OsString>,
+
+    /// Export to this directory, which is made if it is not there; overwrites nothing
+    #[arg(long, value_name = "DIR")]
+    pub to: Option<PathBuf>,
+
+    /// Overwrite files; with `-o -`, write to a terminal whatever it is
+    #[arg(long, short)]
+    pub force: bool,
+
+    /// Print one JSON document: the list with hashes (fumehood.outputs/1), or what was exported (fumehood.export/1)
+    #[arg(long, conflicts_with = "output")]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+#[derive(Serialize)]
+struct Document<'a> {
+    schema: &'static str,
+    id: &'a str,
+    attempt: u32,
+    outputs: Vec<OutputEntry<'a>>,
+}
+
+#[derive(Serialize)]
+struct ExportDocument<'a> {
+    schema: &'static str,
+    id: &'a str,
+    attempt: u32,
+    outputs: Vec<ExportEntry>,
+}
+
+#[derive(Serialize)]
+struct ExportEntry {
+    path: String,
+    bytes: u64,
+    sha256: String,
+}
+
+pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
+    anyhow::ensure!(
+        !args.force || args.to.is_some() || args.output.is_some(),
+        "--force lets -o and --to overwrite; give one of them with it"
+    );
+    let (_, mut ledger) = ledger::open(&args.store)?;
+    let listed = ids::attempt(&mut ledger, &args.id, None)?.listed;
+    let key = (listed.id.as_str(), listed.attempt);
+    let mut stored = ledger.with(|store| store.outputs(key.0, key.1))?;
+    if !args.paths.is_empty() {
+        stored = meant(stored, &args.paths, &listed.id)?;
+    }
+    let overwrite = match args.force {
+        true => Overwrite::Files,
+        false => Overwrite::Never,
+    };
+    match (&args.output, &args.to) {
+        (Some(file), _) => {
+            let one = only_one(&stored)?;
+            match file == "-" {
+                true => write_out(&mut ledger, key, one, args.force)?,
+                false => write_file(&mut ledger, key, one, Path::new(file), overwrite)?,
+            }
+        }
+        (None, Some(to)) => export(&mut ledger, key, &stored, to, overwrite, args.json)?,
+        (None, None) if args.json => print::json(&Document {
+            schema: "fumehood.outputs/1",
+            id: key.0,
+            attempt: key.1,
+            outputs: stored.iter().map(OutputEntry::from).collect(),
+        })?,
+        (None, None) => print_list(&stored, listed.state.is_final())?,
+    }
+    Ok(0)
+}
+
+/// The outputs that the words mean, in their order; a word that means none is an error.
+fn meant(
+    stored: Vec<StoredOutput>,
+    words: &[OsString],
+    id: &str,
+) -> anyhow::Result<Vec<StoredOutput>> {
+    let mut wanted = vec![false; stored.len()];
+    for word in words {
+        let mut found = false;
+        for (output, wanted) in stored.iter().zip(&mut wanted) {
+            if is_named(&output.path, word) {
+                (*wanted, found) = (true, true);
+            }
+        }
+        // A name with a star in it is found before it is taken for a pattern.
+        if let (false, Some(glob)) = (found, word.to_str()) {
+            let globs = Globs::new(&[glob.to_owned()])?;
+            for (output, wanted) in stored.iter().zip(&mut wanted) {
+                if globs.matches(&output.path) {
+                    (*wanted, found) = (true, true);
+                }
+            }
+        }
+        anyhow::ensure!(
+            found,
+            "{id} has no output {:?}; `fumehood outputs {id}` lists what it has",
+            escape_terminal(word.as_bytes())
+        );
+    }
+    let meant = stored.into_iter().zip(wanted);
+    Ok(meant
+        .filter_map(|(o, wanted)| wanted.then_some(o))
+        .collect())
+}
+
+/// By its bytes, or by one of the texts that stand for them: that of `--json`, or that of a list.
+fn is_named(path: &OutputPath, word: &OsStr) -> bool {
+    let typed = word
+        .as_bytes()
+        .strip_prefix(b"./")
+        .unwrap_or(word.as_bytes());
+    let unescaped = word.to_str().and_then(unescape_text);
+    path.as_bytes() == typed
+        || Some(path.as_bytes()) == unescaped.as_deref()
+        || word.to_str() == Some(print::path(path).as_str())
+}
+
+fn only_one(stored: &[StoredOutput]) -> anyhow::Result<&StoredOutput> {
+    match stored {
+        [one] => Ok(one),
+        several => anyhow::bail!(
+            "-o writes one output, and {} are meant; name one, or use --to DIR",
+            several.len()
+        ),
+    }
+}
+
+fn print_list(stored: &[StoredOutput], ended: bool) -> anyhow::Result<()> {
+    let mut table = Table::new(&[Align::Right, Align::Left, Align::Left]);
+    for output in stored {
+        table.row(detail::output_cells(output));
+    }
+    let mut out = Out::new();
+    table.print(&mut out, "")?;
+    out.finish()?;
+    match (stored.len() as u64, ended) {
+        (0, false) => show::line("it has not ended; outputs are collected at its end"),
+        (0, true) => show::line("it left no outputs"),
+        (n, _) => {
+            let bytes = stored.iter().map(|o| o.bytes).fold(0, u64::saturating_add);
+            let what = counted(n, "output", "outputs");
+            show::line(&format!("{what}, {}", format_size(bytes)));
+        }
+    }
+    Ok(())
+}
+
+/// To stdout, unchanged. A terminal is not a place for bytes that it may act on.
+fn write_out(
+    ledger: &mut Ledger,
+    key: (&str, u32),
+    output: &StoredOutput,
+    force: bool,
+) -> anyhow::Result<()> {
+    const SHOWN_BYTES_MAX: u64 = 1 << 20;
+    let name = print::path(&output.path);
+    let artifacts = ledger.artifacts().ok();
+    let content = ledger::content(ledger, artifacts.as_ref(), key, output)
+        .with_context(|| format!("read the output {name}"))?;
+    // Before the first byte is written: nobody could take back what a pipe has taken.
+    let sound = match (&content, &artifacts) {
+        (Content::Bytes(bytes), _) => ContentHash::of(bytes) == output.blake3,
+        (Content::File(_), Some(a)) => a.verify(&output.blake3, output.bytes)?.has_content(),
+        (Content::File(_), None) => false,
+    };
+    anyhow::ensure!(
+        sound,
+        "{name} is damaged in the artifact store, and was not written; `fumehood verify {}` tells more",
+        key.0
+    );
+    let mut source: Box<dyn Read> = match content {
+        Content::File(file) => Box::new(file),
+        Content::Bytes(bytes) => Box::new(io::Cursor::new(bytes)),
+    };
+    if io::stdout().is_terminal() && !force {
+        let refused = || {
+            format!(
+                "{name} ({}, {}) is not written to a terminal: it is long, or may upset it; use -o FILE, a pipe, or --force",
+                output.media_type,
+                format_size(output.bytes)
+            )
+        };
+        let mut bytes = Vec::new();
+        source
+            .by_ref()
+            .take(SHOWN_BYTES_MAX + 1)
+            .read_to_end(&mut bytes)?;
+        anyhow::ensure!(
+            bytes.len() as u64 <= SHOWN_BYTES_MAX && is_harmless(&bytes),
+            refused()
+        );
+        source = Box::new(io::Cursor::new(bytes));
+    }
+    let mut out = Out::new();
+    io::copy(&mut source.take(output.bytes), &mut out)
+        .with_context(|| format!("write the output {name}"))?;
+    out.finish()
+}
+
+/// Whether a terminal shows these bytes as they are.
+pub fn is_harmless(bytes: &[u8]) -> bool {
+    let mut lines = bytes.split(|b| matches!(b, b'\n' | b'\t'));
+    lines.all(|part| escape_terminal(part).as_bytes() == part)
+}
+
+/// As an export of one output under another name: checked on the way, there under its name only when it is whole.
+fn write_file(
+    ledger: &mut Ledger,
+    key: (&str, u32),
+    output: &StoredOutput,
+    file: &Path,
+    overwrite: Overwrite,
+) -> anyhow::Result<()> {
+    let name = file.file_name();
+    let name = name.with_context(|| format!("-o {file:?} names no file"))?;
+    let there = std::fs::symlink_metadata(file);
+    // Replacing /dev/null, or whatever a link leads to, is never meant.
+    anyhow::ensure!(
+        !there.is_ok_and(|meta| !meta.is_file()),
+        "{file:?} is no plain file, so it is not replaced; write to another, or redirect `-o -`"
+    );
+    let to = match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    anyhow::ensure!(to.is_dir(), "{to:?} is no directory; make it first");
+    let artifacts = ledger.artifacts().ok();
+    let mut source = |_: &ContentHash| ledger::content(ledger, artifacts.as_ref(), key, output);
+    let renamed = OutputPath::new(name.as_bytes().to_vec())?;
+    let list = [(renamed, output.bytes, output.blake3)];
+    artifacts::export(&mut source, &list, to, overwrite)?;
+    Ok(())
+}
+
+fn export(
+    ledger: &mut Ledger,
+    key: (&str, u32),
+    stored: &[StoredOutput],
+    to: &Path,
+    overwrite: Overwrite,
+    json: bool,
+) -> anyhow::Result<()> {
+    let named: Vec<OutputPath> = stored.iter().map(|output| output.path.clone()).collect();
+    let exported = match named.is_empty() {
+        true => Vec::new(),
+        false => ledger::export(ledger, key, &named, to, overwrite)?,
+    };
+    if json {
+        let entry = |exported: &Exported| ExportEntry {
+            path: exported.path.text(),
+            bytes: exported.bytes,
+            sha256: exported.sha256.clone(),
+        };
+        return print::json(&ExportDocument {
+            schema: "fumehood.export/1",
+            id: key.0,
+            attempt: key.1,
+            outputs: exported.iter().map(entry).collect(),
+        });
+    }
+    let mut out = Out::new();
+    let terminal = io::stdout().is_terminal();
+    for one in &exported {
+        match terminal {
+            true => out.line(&format!("{}  {}", one.sha256, print::path(&one.path)))?,
+            false => out.write_all(&checksum_line(&one.sha256, one.path.as_bytes()))?,
+        }
+    }
+    out.finish()?;
+    show::line(&format!(
+        "{} exported to {}",
+        counted(exported.len() as u64, "output", "outputs"),
+        to.display()
+    ));
+    Ok(())
+}
+
+/// A line of `sha256sum`. A name with a backslash, a line feed or a carriage return in it has them escaped, and the line
+/// begins with a backslash to say so.
+fn checksum_line(sha256: &str, path: &[u8]) -> Vec<u8> {
+    let mut line = Vec::with_capacity(sha256.len() + path.len() + 4);
+    if path.iter().any(|b| matches!(b, b'\\' | b'\n' | b'\r')) {
+        line.push(b'\\');
+    }
+    line.extend(sha256.as_bytes());
+    line.extend(b"  ");
+    for byte in path {
+        match byte {
+            b'\\' => line.extend(b"\\\\"),
+            b'\n' => line.extend(b"\\n"),
+            b'\r' => line.extend(b"\\r"),
+            byte => line.push(*byte),
+        }
+    }
+    line.push(b'\n');
+    line
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn output(path: &[u8]) -> StoredOutput {
+        StoredOutput {
+            path: OutputPath::new(path.to_vec()).unwrap(),
+            bytes: 0,
+            media_type: String::new(),
+            blake3: ContentHash::of(b""),
+            modified_ms: 0,
+            artifact_store: String::new(),
+            host: String::new(),
+            inline: false,
+        }
+    }
+
+    #[test]
+    fn checksum_lines_are_as_sha256sum_writes_them() {
+        assert_eq!(checksum_line("ab", b"a b*"), b"ab  a b*\n");
+        assert_eq!(
+            checksum_line("ab", b"a\\b\nc\rd\xff"),
+            b"\\ab  a\\\\b\\nc\\rd\xff\n"
+        );
+    }
+
+    /// The real program reads them back, whatever the name.
+    #[test]
+    fn sha256sum_takes_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        let names: [&[u8]; 5] = [b"plain", b" *x", b"a\\b", b"a\nb", b"\xff\x1b"];
+        let mut lines = Vec::new();
+        for name in names {
+            std::fs::write(dir.path().join(OsStr::from_bytes(name)), "").unwrap();
+            lines.extend(checksum_line(empty, name));
+        }
+        let list = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(list.path(), lines).unwrap();
+        let checked = std::process::Command::new("sha256sum")
+            .args(["--strict", "--quiet", "-c"])
+            .arg(list.path())
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        assert!(checked.status.success(), "{checked:?}");
+    }
+
+    #[test]
+    fn an_output_is_meant_by_bytes_by_text_or_by_glob() {
+        let meant = |word: &[u8]| {
+            let stored = [
+                b"a\\b".as_slice(),
+                b"p/1.png",
+                b"p/2.png",
+                b"\xff",
+                b"*",
+                b"l\nf",
+            ];
+            let stored = stored.iter().map(|p| output(p)).collect();
+            let word = OsStr::from_bytes(word).to_owned();
+            let found = super::meant(stored, &[word], "x").ok()?;
+            Some(found.into_iter().map(|o| o.path.text()).collect::<Vec<_>>())
+        };
+        assert_eq!(meant(b"a\\b").unwrap(), ["a\\\\b"]);
+        assert_eq!(meant(b"a\\\\b").unwrap(), ["a\\\\b"]);
+        assert_eq!(meant(b"\xff").unwrap(), ["\\xff"]);
+        assert_eq!(meant(b"\\xff").unwrap(), ["\\xff"]);
+        assert_eq!(meant(b"l\\nf").unwrap(), ["l\nf"]);
+        assert_eq!(meant(b"./p/1.png").unwrap(), ["p/1.png"]);
+        assert_eq!(meant(b"p/*.png").unwrap(), ["p/1.png", "p/2.png"]);
+        assert_eq!(meant(b"p").unwrap(), ["p/1.png", "p/2.png"]);
+        assert_eq!(meant(b"*").unwrap(), ["*"], "a name before a pattern");
+        assert_eq!(meant(b"q"), None);
+    }
+
+    #[test]
+    fn only_plain_text_is_harmless() {
+        assert!(is_harmless("ä\tb\n".as_bytes()) && is_harmless(b""));
+        for bytes in [
+            b"\x1b[2J".as_slice(),
+            b"\xff",
+            b"a\0",
+            b"a\rb",
+            "\u{202e}".as_bytes(),
+        ] {
+            assert!(!is_harmless(bytes), "{bytes:?}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! What commands print on stdout: documents, tables, bytes. What a person reads went through [`clean`] first.
+
+use std::io::{self, Write};
+
+use analysis::logs::escape_terminal;
+use analysis::manifest::OutputPath;
+use analysis::units::format_size;
+use anyhow::Context;
+use serde::Serialize;
+
+/// Whoever read our stdout has seen enough. Ends the command without a word, as SIGPIPE would.
+#[derive(Debug, thiserror::Error)]
+#[error("nobody reads what is printed")]
+pub struct ReaderGone;
+
+/// What a shell sees of a program that SIGPIPE ended.
+pub const READER_GONE: u8 = 128 + 13;
+
+/// Whether a command failed only because nobody listens any more.
+pub fn is_reader_gone(error: &anyhow::Error) -> bool {
+    let gone = |e: &io::Error| e.get_ref().is_some_and(|inner| inner.is::<ReaderGone>());
+    error
+        .chain()
+        .any(|e| e.downcast_ref::<io::Error>().is_some_and(gone))
+}
+
+/// Our standard output, buffered. To be finished: what a drop would lose in silence is an error.
+pub struct Out(io::BufWriter<io::StdoutLock<'static>>);
+
+impl Out {
+    pub fn new() -> Out {
+        const BUFFER_BYTES: usize = 64 << 10;
+        Out(io::BufWriter::with_capacity(
+            BUFFER_BYTES,
+            io::stdout().lock(),
+        ))
+    }
+
+    pub fn line(&mut self, text: &str) -> anyhow::Result<()> {
+        writeln!(self, "{text}").context(PRINT)
+    }
+
+    pub fn finish(mut self) -> anyhow::Result<()> {
+        self.flush().context(PRINT)
+    }
+}
+
+const PRINT: &str = "print on stdout";
+
+fn heard(e: io::Error) -> io::Error {
+    match e.kind() {
+        io::ErrorKind::BrokenPipe => io::Error::new(io::ErrorKind::BrokenPipe, ReaderGone),
+        _ => e,
+    }
+}
+
+impl Write for Out {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes).map_err(heard)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush().map_err(heard)
+    }
+}
+
+/// One JSON document on one line.
+pub fn json<T: Serialize>(document: &T) -> anyhow::Result<()> {
+    let text = serde_json::to_string(document).context("write the answer as JSON")?;
+    let mut out = Out::new();
+    out.line(&plain_json(&text))?;
+    out.finish()
+}
+
+/// The same JSON with every character spelled out that a terminal might act on or hide. Outside of strings JSON has
+/// none of them, so the value stays the same.
+pub fn plain_json(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for c in text.chars() {
+        let harmless = c.is_ascii() && !c.is_ascii_control() || c == '\n';
+        if harmless || (!c.is_ascii() && clean(c.encode_utf8(&mut [0; 4])).starts_with(c)) {
+            plain.push(c);
+            continue;
+        }
+        for unit in c.encode_utf16(&mut [0; 2]) {
+            plain.push_str(&format!("\\u{unit:04x}"));
+        }
+    }
+    plain
+}
+
+/// Text that may come from a program, a file or another user, for one line of a terminal.
+pub fn clean(text: &str) -> String {
+    escape_terminal(text.as_bytes())
+}
+
+/// An output's path for people: two that differ never look the same, and `outputs` takes what is shown here.
+pub fn path(path: &OutputPath) -> String {
+    clean(&path.text())
+}
+
+/// `1 output`, `3 outputs`.
+pub fn counted(count: u64, one: &str, many: &str) -> String {
+    match count {
+        1 => format!("1 {one}"),
+        n => format!("{n} {many}"),
+    }
+}
+
+pub fn outputs_and_size(count: u64, bytes: u64) -> String {
+    match count {
+        0 => String::from("none"),
+        n => format!("{n} ({})", format_size(bytes)),
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Align {
+    Left,
+    Right,
+}
+
+/// Columns as wide as their widest cell; the last one ends where its text ends.
+pub struct Table {
+    columns: Vec<Align>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    pub fn new(columns: &[Align]) -> Table {
+        Table {
+            columns: columns.to_vec(),
+            rows: Vec::new(),
+        }
+    }
+
+    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+        debug_assert_eq!(cells.len(), self.columns.len());
+        self.rows.push(cells.into());
+    }
+
+    pub fn lines(&self) -> Vec<String> {
+        let width = |column: usize| {
+            let cells = self.rows.iter().filter_map(|row| row.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..self.columns.len()).map(width).collect();
+        let line = |row: &Vec<String>| {
+            let mut line = String::new();
+            for ((cell, align), width) in row.iter().zip(&self.columns).zip(&widths) {
+                // A column in which nobody has anything takes no room.
+                if *width == 0 {
+                    continue;
+                }
+                if !line.is_empty() {
+                    line.push_str("  ");
+                }
+                match align {
+                    Align::Left => line.push_str(&format!("{cell:<width$}")),
+                    Align::Right => line.push_str(&format!("{cell:>width$}")),
+                }
+            }
+            line.trim_end().to_owned()
+        };
+        self.rows.iter().map(line).collect()
+    }
+
+    pub fn print(&self, out: &mut Out, indent: &str) -> anyhow::Result<()> {
+        let mut lines = self.lines().into_iter();
+        lines.try_for_each(|line| out.line(&format!("{indent}{line}")))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_is_aligned_and_has_no_empty_columns_or_trailing_spaces() {
+        let mut table = Table::new(&[Align::Left, Align::Right, Align::Left, Align::Left]);
+        let row = |cells: [&str; 4]| cells.map(String::from);
+        table.row(row(["ID", "SIZE", "", "NOTE"]));
+        table.row(row(["gwas-7", "1 B", "", ""]));
+        table.row(row(["ä", "12 KiB", "", "x"]));
+        assert_eq!(
+            table.lines(),
+            [
+                "ID        SIZE  NOTE",
+                "gwas-7     1 B",
+                "ä       12 KiB  x"
+            ]
+        );
+    }
+
+    #[test]
+    fn json_for_a_terminal_is_the_same_value() {
+        let nasty =
+            serde_json::json!({"a": "\u{9b}31m\u{202e}\u{7f}é\u{1}\u{e0001}\n", "b": [1.5]});
+        let text = plain_json(&nasty.to_string());
+        assert!(!text.contains(['\u{9b}', '\u{202e}', '\u{7f}', '\u{1}', '\u{e0001}']));
+        assert!(text.contains('é'));
+        let back: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(back, nasty);
+    }
+
+    #[test]
+    fn only_a_reader_that_left_is_passed_over() {
+        let gone = heard(io::Error::from(io::ErrorKind::BrokenPipe));
+        let gone = anyhow::Error::from(gone).context("print");
+        assert!(is_reader_gone(&gone));
+        let other = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe));
+        assert!(!is_reader_gone(&other));
+    }
+}

@@ -1,0 +1,249 @@
+//! The life of an analysis step by step: `workspace create`, `run --in`, `post-process`, `workspace remove`.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use analysis::ledger::Ledger;
+use analysis::logs::escape_text;
+use analysis::record::{PostProcessed, Reason};
+use analysis::request::AnalysisId;
+use analysis::steps::{self, Discard, Processed, StepsError};
+use analysis::store::{Listed, PostProcess, State};
+use anyhow::Context;
+use serde::Serialize;
+
+use super::args::{self, StoreArgs};
+use super::print::{self, Out};
+use super::{exit, ids, ledger, list, show};
+use crate::config::settings::Key;
+use crate::config::{self, Sources};
+
+/// Make or remove the workspace of an analysis, step by step.
+///
+/// `workspace create ID` makes the directory and prints its path; put into it what you like. `run --in ID …` runs there
+/// and leaves everything in place. `post-process ID` collects and commits. `workspace remove ID` removes the directory.
+#[derive(Clone, Debug, clap::Args)]
+pub struct WorkspaceArgs {
+    #[command(subcommand)]
+    pub command: WorkspaceCommand,
+}
+
+#[derive(Clone, Debug, clap::Subcommand)]
+pub enum WorkspaceCommand {
+    Create(CreateArgs),
+    Remove(RemoveArgs),
+}
+
+/// Make a workspace, and print its path.
+#[derive(Clone, Debug, clap::Args)]
+pub struct CreateArgs {
+    /// The new analysis's name, [A-Za-z0-9][A-Za-z0-9._-]{0,63}
+    #[arg(value_name = "ID")]
+    pub id: OsString,
+
+    /// The directory in which it is made [default: /tmp]
+    #[arg(long, value_name = "DIR")]
+    pub workspace_root: Option<OsString>,
+
+    /// How long it is kept if nothing runs in it [default: 24h]
+    #[arg(long, value_name = "TIME")]
+    pub keep_for: Option<OsString>,
+
+    /// Print one JSON document (fumehood.workspace/1)
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+/// Remove a workspace that `workspace create` made or a run kept.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RemoveArgs {
+    #[arg(value_name = "ID", help = ids::HELP_WHOLE)]
+    pub id: OsString,
+
+    /// Also if what ran in it is not committed: how it ended is then recorded, without outputs
+    #[arg(long)]
+    pub discard: bool,
+
+    /// Print one JSON document (fumehood.workspace/1)
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+/// Collect and commit what ran by `run --in`, or finish what could not be committed.
+///
+/// Where all that is done, the configured post_process command is repeated if it failed. This command may be repeated at
+/// any time: what is done already stays as it is. The exit code is that of the run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct PostProcessArgs {
+    #[arg(value_name = "ID", help = ids::HELP_WHOLE)]
+    pub id: OsString,
+
+    /// Print one JSON document: the result (fumehood.result/1), or how the command went (fumehood.post-processed/1)
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+#[derive(Serialize)]
+struct Document<'a> {
+    schema: &'static str,
+    id: &'a str,
+    workspace: String,
+    state: &'static str,
+}
+
+pub fn workspace(args: &WorkspaceArgs) -> anyhow::Result<u8> {
+    match &args.command {
+        WorkspaceCommand::Create(args) => create(args),
+        WorkspaceCommand::Remove(args) => remove(args),
+    }
+}
+
+fn create(args: &CreateArgs) -> anyhow::Result<u8> {
+    let id = AnalysisId::new(&args.id.to_string_lossy()).context("make a workspace")?;
+    let mut given = args.store.given();
+    given.extend(args::one(Key::WorkspaceRoot, &args.workspace_root));
+    given.extend(args::one(Key::KeepFor, &args.keep_for));
+    let (settings, root, keep_for_ms) =
+        config::workspace_settings(given, &Sources::from_process()?)?;
+    let home = ledger::home()?;
+    let mut ledger = ledger::of(&settings, &home)?;
+    let path = steps::create_workspace(&home, ledger.as_mut(), &id, &root, keep_for_ms)?;
+    match args.json {
+        true => print_json(&id, &path, "created")?,
+        false => {
+            let mut out = Out::new();
+            out.line(&path.display().to_string())?;
+            out.finish()?;
+        }
+    }
+    Ok(0)
+}
+
+fn remove(args: &RemoveArgs) -> anyhow::Result<u8> {
+    let (home, mut ledger) = ledger::open_if_any(&args.store)?;
+    let id = ids::local(&home, ledger.as_mut(), &args.id)?;
+    let discard = match args.discard {
+        true => Discard::Wanted,
+        false => Discard::Refused,
+    };
+    let path = steps::remove_workspace(&home, ledger.as_mut(), &id, discard)?;
+    match args.json {
+        true => print_json(&id, &path, "removed")?,
+        false => show::line(&format!("removed {}", path.display())),
+    }
+    Ok(0)
+}
+
+fn print_json(id: &AnalysisId, path: &Path, state: &'static str) -> anyhow::Result<()> {
+    print::json(&Document {
+        schema: "fumehood.workspace/1",
+        id: id.as_str(),
+        workspace: escape_text(path.as_os_str().as_encoded_bytes()),
+        state,
+    })
+}
+
+#[derive(Serialize)]
+struct Stepped<'a> {
+    schema: &'static str,
+    id: &'a str,
+    attempt: u32,
+    status: &'static str,
+    /// `null`: there was nothing to do.
+    post_process: Option<PostProcessed>,
+}
+
+pub fn post_process(args: &PostProcessArgs) -> anyhow::Result<u8> {
+    let (home, mut ledger) = ledger::open(&args.store)?;
+    let id = ids::local(&home, Some(&mut ledger), &args.id)?;
+    let (attempt, step) = match steps::post_process(&home, &mut ledger, &id) {
+        Ok(Processed::Committed(record)) => {
+            match args.json {
+                true => print::json(&record)?,
+                false => show::summary(&record),
+            }
+            return Ok(exit::code(&record));
+        }
+        Ok(Processed::Stepped { attempt, step }) => (Some(attempt), Some(step)),
+        // Whoever repeats the command is answered the same.
+        Err(StepsError::NothingDue { .. }) => (None, None),
+        Err(e) => return Err(e.into()),
+    };
+    tell_step(&mut ledger, &id, attempt, step, args.json)
+}
+
+/// For what was committed before.
+fn tell_step(
+    ledger: &mut Ledger,
+    id: &AnalysisId,
+    attempt: Option<u32>,
+    step: Option<PostProcessed>,
+    json: bool,
+) -> anyhow::Result<u8> {
+    let listed = ledger
+        .with(|store| store.show(id.as_str(), attempt))?
+        .listed;
+    let code = code_of(&listed);
+    if json {
+        print::json(&Stepped {
+            schema: "fumehood.post-processed/1",
+            id: id.as_str(),
+            attempt: listed.attempt,
+            status: listed.state.as_str(),
+            post_process: step,
+        })?;
+        return Ok(code);
+    }
+    let ended = list::ended(&listed);
+    match step {
+        None => show::line(&format!(
+            "{id} is committed ({ended}), and no post_process command awaits it"
+        )),
+        Some(PostProcessed { done: true, .. }) => {
+            show::line(&format!("{id} ({ended}): post-processed"));
+        }
+        Some(PostProcessed { message, .. }) => show::line(&format!(
+            "post_process failed: {}\nnothing is lost; repeat it with `fumehood post-process {id}`",
+            message.unwrap_or_default()
+        )),
+    }
+    Ok(code)
+}
+
+/// As [`exit::code`] would say of the run itself.
+fn code_of(listed: &Listed) -> u8 {
+    const SIGNAL_BASE: i32 = 128;
+    let reason = listed.reason.as_deref();
+    let is = |wanted: Reason| reason == Some(wanted.as_str());
+    match listed.state {
+        State::Succeeded => match listed.post_process {
+            PostProcess::Failed | PostProcess::Pending => exit::NOT_COMMITTED,
+            PostProcess::NotAsked | PostProcess::Done => 0,
+        },
+        State::Failed if is(Reason::MissingOutput) => exit::MISSING_OUTPUT,
+        State::Failed => {
+            let by_signal = listed.signal.map(|n| n.saturating_add(SIGNAL_BASE));
+            let code = listed.exit_code.or(by_signal);
+            let code = code.and_then(|code| u8::try_from(code).ok());
+            // Failed is never 0, whatever was told.
+            code.filter(|code| *code != 0).unwrap_or(1)
+        }
+        State::TimedOut => exit::TIMED_OUT,
+        State::OutOfMemory => exit::OUT_OF_MEMORY,
+        State::LimitExceeded => exit::LIMIT_EXCEEDED,
+        State::Cancelled => exit::CANCELLED,
+        State::Error if is(Reason::NotFound) => exit::NOT_FOUND,
+        State::Error if is(Reason::NotExecutable) => exit::NOT_EXECUTABLE,
+        State::Error => exit::COULD_NOT_RUN,
+        State::Queued | State::Running | State::Collecting => exit::NOT_COMMITTED,
+    }
+}

@@ -1,0 +1,1298 @@
+//! P14, P15 and P18 through the binary: what an analysis leaves, however it ended, is in the record as it was left.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::process::Command;
+
+use analysis::manifest::ContentHash;
+use serde_json::{Value, json};
+
+use crate::lab::{Ended, Lab, eventually, finish, set_mode};
+use crate::policy;
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("what_was_left_is_committed", For::Everyone, committed),
+    ("inputs_and_caches_are_no_outputs", For::Everyone, put_there),
+    ("a_result_is_a_value_for_sql", For::Everyone, result_value),
+    ("equal_content_is_kept_once", For::Everyone, kept_once),
+    ("every_end_is_recorded", For::Everyone, every_end),
+    ("logs_are_kept_as_printed", For::Everyone, logs),
+    (
+        "provenance_tells_what_it_was_made_from",
+        For::Everyone,
+        provenance,
+    ),
+    ("a_git_project_is_known_by_its_commit", For::Everyone, git),
+    ("secrets_are_withheld", For::Everyone, secrets),
+    ("bounds_keep_what_fits", For::Everyone, bounds),
+    ("a_missing_output_fails_with_120", For::Everyone, expected),
+    ("small_outputs_are_in_the_database", For::Everyone, inline),
+    ("an_export_overwrites_nothing", For::Everyone, export),
+    ("an_id_is_run_again_only_on_request", For::Everyone, again),
+    (
+        "without_a_database_nothing_is_recorded",
+        For::Everyone,
+        no_record,
+    ),
+    (
+        "the_operator_names_the_database",
+        For::Root,
+        operators_record,
+    ),
+    (
+        "the_platforms_step_runs_after_the_commit",
+        For::Everyone,
+        step,
+    ),
+    (
+        "a_failed_step_is_told_and_repeated",
+        For::Everyone,
+        failed_step,
+    ),
+    ("a_step_that_hangs_is_ended", For::Everyone, hanging_step),
+    (
+        "a_project_cannot_have_a_step_run",
+        For::Everyone,
+        projects_step,
+    ),
+    ("without_room_nothing_starts", For::Everyone, room),
+    ("a_workspace_in_memory_is_recorded", For::Everyone, memory),
+    ("a_kept_workspace_is_the_users_own", For::Everyone, kept),
+    (
+        "what_could_not_start_is_recorded",
+        For::Everyone,
+        not_started,
+    ),
+    (
+        "a_database_out_of_order_loses_nothing",
+        For::Everyone,
+        out_of_order,
+    ),
+    ("the_readme_commands_work", For::Everyone, readme),
+];
+
+/// The document of a run that committed.
+#[track_caller]
+fn committed_document(ended: &Ended) -> Value {
+    let document = ended.document();
+    assert_eq!(document["commit"]["state"], "committed", "{document}");
+    document
+}
+
+/// Outputs of the only attempt, by path: bytes, media type, hash.
+fn outputs(lab: &Lab) -> BTreeMap<String, (u64, String, String)> {
+    let rows = lab.sql("SELECT path_text, bytes, media_type, blake3 FROM outputs_v1");
+    let text = |v: &Value| v.as_str().unwrap().to_owned();
+    let entry = |row: Vec<Value>| {
+        let value = (row[1].as_u64().unwrap(), text(&row[2]), text(&row[3]));
+        (text(&row[0]), value)
+    };
+    rows.into_iter().map(entry).collect()
+}
+
+/// Bytes that look random, the same here and in the program.
+fn noise(len: usize) -> Vec<u8> {
+    (0..len)
+        .map(|i| ((i * 7919 + i / 251) % 256) as u8)
+        .collect()
+}
+
+const NOISE: &str = "def noise(n): return bytes((i * 7919 + i // 251) % 256 for i in range(n))\n";
+
+fn committed() {
+    let lab = Lab::new();
+    let script = format!(
+        "{NOISE}
+import os
+os.makedirs('figures/deep')
+open('table.csv', 'w').write('a,b\\n1,2\\n')
+open('empty', 'w')
+open('figures/plot.png', 'wb').write(b'\\x89PNG\\r\\n\\x1a\\n' + noise(100))
+open('figures/deep/large.bin', 'wb').write(noise(1500000))
+open('result.json', 'w').write('{{\"p_value\": 0.03}}')
+os.utime('table.csv', (1000000000, 1000000000))"
+    );
+    let mut png = b"\x89PNG\r\n\x1a\n".to_vec();
+    png.extend(noise(100));
+    let expected: [(&str, Vec<u8>, &str); 5] = [
+        ("empty", Vec::new(), "application/x-empty"),
+        (
+            "figures/deep/large.bin",
+            noise(1_500_000),
+            "application/octet-stream",
+        ),
+        ("figures/plot.png", png, "image/png"),
+        (
+            "result.json",
+            b"{\"p_value\": 0.03}".to_vec(),
+            "application/json",
+        ),
+        ("table.csv", b"a,b\n1,2\n".to_vec(), "text/csv"),
+    ];
+    let ended = lab.python(&["--json", "--id", "whole"], &script);
+    ended.good();
+    let document = committed_document(&ended);
+    assert_eq!(document["collection"]["complete"], true, "{document}");
+    let stored = outputs(&lab);
+    assert_eq!(stored.len(), expected.len(), "{stored:?}");
+    for (path, content, media) in &expected {
+        let hash = ContentHash::of(content).to_string();
+        let (bytes, media_type, blake3) = &stored[*path];
+        assert_eq!((*bytes, blake3), (content.len() as u64, &hash), "{path}");
+        if *path != "empty" {
+            assert_eq!(media_type, media, "{path}");
+        }
+        let object = lab.object(&hash);
+        assert_eq!(&std::fs::read(&object).unwrap(), content, "{path}");
+        let meta = object.metadata().unwrap();
+        assert_eq!(meta.permissions().mode() & 0o7777, 0o444, "{path}");
+        assert_eq!(meta.uid(), rustix::process::geteuid().as_raw(), "{path}");
+        let listed = document["outputs"].as_array().unwrap();
+        let listed = listed.iter().find(|o| o["path"] == *path).unwrap();
+        assert_eq!(listed["blake3"], hash.as_str());
+    }
+    let time = lab.sql_one("SELECT modified_at FROM outputs_v1 WHERE path_text = 'table.csv'");
+    assert_eq!(time, "2001-09-09T01:46:40.000Z");
+    let sum: u64 = expected
+        .iter()
+        .map(|(_, content, _)| content.len() as u64)
+        .sum();
+    let row = lab
+        .sql("SELECT state, complete, outputs_count, output_bytes, refused_count FROM analyses_v1");
+    assert_eq!(
+        row,
+        [[json!("succeeded"), json!(1), json!(5), json!(sum), json!(0)]]
+    );
+    lab.assert_nothing_left();
+    // What people see names them, too.
+    let said = lab.sh(&[], "echo 1 > one; echo 2 > two").err();
+    assert!(said.contains("2 outputs (4 B) committed"), "{said}");
+    assert!(
+        said.contains("  one\n") && said.contains("  two\n"),
+        "{said}"
+    );
+}
+
+fn put_there() {
+    let lab = Lab::new();
+    lab.write("project/a.txt", "as it was");
+    lab.write("project/b.txt", "as it was, too");
+    lab.write("project/dir/c.txt", "in a directory");
+    lab.write(
+        "project/main.py",
+        "open('b.txt', 'a').write('!'); open('made', 'w')",
+    );
+    let options = [
+        "--json", "--input", "a.txt", "--input", "b.txt", "--input", "dir",
+    ];
+    let ended = lab.run(options.iter().chain(&["main.py"]));
+    ended.good();
+    let document = committed_document(&ended);
+    let paths: Vec<String> = outputs(&lab).into_keys().collect();
+    assert_eq!(paths, ["b.txt", "made"]);
+    assert_eq!(document["collection"]["inputs_unchanged"], 3, "{document}");
+    assert_eq!(document["collection"]["complete"], true);
+    // Replaced by the same bytes it is still what was put there; touched or not is no matter.
+    let same =
+        "cat a.txt > t; rm a.txt; mv t a.txt; mkdir -p __pycache__; echo > __pycache__/x.pyc";
+    let document = lab.sh_json(&["--input", "a.txt"], same);
+    assert_eq!(document["outputs"], json!([]), "{document}");
+    assert_eq!(document["collection"]["cached"], 1, "{document}");
+    // The private /tmp and home are none either.
+    let document = lab.sh_json(&[], "echo > /tmp/x; echo > ~/y; echo > $TMPDIR/z; echo > w");
+    let paths: Vec<&Value> = document["outputs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|o| &o["path"])
+        .collect();
+    assert_eq!(paths, [&json!("w")]);
+}
+
+fn result_value() {
+    let lab = Lab::new();
+    let result = r#"{"p_value": 0.03125, "n": 12345678901, "name": "\u00e4 \ud83e\uddea", "list": [1, null, true]}"#;
+    lab.write("project/r.json", result);
+    for (id, content) in [("good", result), ("array", "[1, 2, 3]"), ("number", "17")] {
+        lab.write("project/r.json", content);
+        lab.sh(&["--id", id, "--stdin", "r.json"], "cat > result.json")
+            .good();
+    }
+    let ask = |column: &str| {
+        lab.sql_one(&format!(
+            "SELECT {column} FROM analyses_v1 WHERE id = 'good'"
+        ))
+    };
+    assert_eq!(ask("result ->> 'p_value'"), 0.03125);
+    assert_eq!(ask("result ->> 'n'"), 12_345_678_901u64);
+    assert_eq!(ask("result ->> 'name'"), "ä 🧪");
+    assert_eq!(ask("result ->> '$.list[2]'"), 1);
+    // The query of the documentation.
+    let query =
+        "SELECT id FROM analyses_v1 WHERE state = 'succeeded' AND result ->> 'p_value' < 0.05";
+    assert_eq!(lab.sql(query), [[json!("good")]]);
+    assert_eq!(
+        lab.sql_one("SELECT result FROM analyses_v1 WHERE id = 'number'"),
+        "17"
+    );
+    assert_eq!(
+        lab.sql_one("SELECT result ->> 1 FROM analyses_v1 WHERE id = 'array'"),
+        2
+    );
+    // Only at the top, and only by that name.
+    lab.sh(
+        &["--id", "below"],
+        "mkdir d; echo 1 > d/result.json; echo 1 > Result.json",
+    )
+    .good();
+    let row = lab.sql("SELECT result, result_note FROM analyses_v1 WHERE id = 'below'");
+    assert_eq!(row, [[Value::Null, Value::Null]]);
+}
+
+fn kept_once() {
+    let lab = Lab::new();
+    lab.sh(
+        &["--id", "one"],
+        "echo same > a; echo same > b; ln a c; echo other > d",
+    )
+    .good();
+    lab.sh(&["--id", "two"], "echo same > e").good();
+    let hash = ContentHash::of(b"same\n").to_string();
+    let query =
+        format!("SELECT id, path_text FROM outputs_v1 WHERE blake3 = '{hash}' ORDER BY id, path");
+    let rows = lab.sql(&query);
+    let expected = [["one", "a"], ["one", "b"], ["one", "c"], ["two", "e"]];
+    assert_eq!(rows, expected.map(|row| row.map(Value::from).to_vec()));
+    assert_eq!(lab.sql_one("SELECT COUNT(*) FROM outputs_v1"), 5);
+    let objects = lab.ask_json(["db", "status", "--json"]);
+    assert_eq!(objects["artifacts"]["objects"], 2, "{objects}");
+    assert_eq!(lab.object(&hash).metadata().unwrap().nlink(), 1);
+    // A hard-linked file counts once.
+    assert_eq!(
+        lab.sql_one("SELECT output_bytes FROM analyses_v1 WHERE id = 'one'"),
+        16
+    );
+}
+
+/// An id, options, what ends the program; then exit code, state and reason.
+type End = (
+    &'static str,
+    &'static [&'static str],
+    &'static str,
+    i32,
+    &'static str,
+    &'static str,
+);
+
+fn every_end() {
+    let lab = Lab::new();
+    let leave = "echo partial > left; echo said; echo oops >&2; ";
+    let ends: [End; 5] = [
+        ("exit", &[], "exit 7", 7, "failed", "exit"),
+        (
+            "signal",
+            &[],
+            "kill -SEGV $$; sleep 60",
+            139,
+            "failed",
+            "signal",
+        ),
+        (
+            "time",
+            &["--timeout", "1s", "--grace", "0"],
+            "sleep 600",
+            124,
+            "timed_out",
+            "wall_time",
+        ),
+        (
+            "disk",
+            &["--disk", "4M"],
+            "exec head -c 9M /dev/zero > zbig",
+            122,
+            "limit_exceeded",
+            "file_size",
+        ),
+        ("fine", &[], "true", 0, "succeeded", "exit"),
+    ];
+    for (id, options, act, code, state, reason) in ends {
+        let options: Vec<&str> = ["--id", id].iter().chain(options).copied().collect();
+        let ended = lab.sh(&options, &format!("{leave}{act}"));
+        assert_eq!(ended.code(), code, "{id}: {}", ended.err());
+        let columns = "state, reason, complete, exit_code, signal, isolation_level";
+        let row = lab.sql(&format!(
+            "SELECT {columns} FROM analyses_v1 WHERE id = '{id}'"
+        ));
+        let complete = u8::from(code == 0);
+        assert_eq!(
+            row[0][..3],
+            [json!(state), json!(reason), json!(complete)],
+            "{id}"
+        );
+        assert_eq!(row[0][5], "full");
+        let left = format!(
+            "SELECT CAST(content AS TEXT) FROM outputs_v1 WHERE id = '{id}' AND path_text = 'left'"
+        );
+        assert_eq!(lab.sql_one(&left), "partial\n", "{id}");
+        let log = format!(
+            "SELECT CAST(head AS TEXT) FROM logs_v1 WHERE id = '{id}' ORDER BY stream DESC"
+        );
+        assert_eq!(
+            lab.sql(&log),
+            [[json!("said\n")], [json!("oops\n")]],
+            "{id}"
+        );
+    }
+    cancelled_is_recorded(&lab);
+    lab.assert_nothing_left();
+}
+
+fn cancelled_is_recorded(lab: &Lab) {
+    let mut live = lab.start([
+        "--id",
+        "stop",
+        "--",
+        "sh",
+        "-c",
+        "echo partial > left; echo up; sleep 600",
+    ]);
+    live.wait_for("up");
+    live.signal(rustix::process::Signal::INT);
+    assert_eq!(live.end().code(), 123);
+    let row = lab.sql("SELECT state, complete, outputs_count FROM analyses_v1 WHERE id = 'stop'");
+    assert_eq!(row, [[json!("cancelled"), json!(0), json!(1)]]);
+}
+
+fn logs() {
+    let lab = Lab::new();
+    let long: String = (0..40_000).map(|i| format!("line {i}\n")).collect();
+    let script =
+        "import sys\nfor i in range(40000): print('line', i)\nprint('end', file=sys.stderr)";
+    // Fits into the database.
+    lab.python(&["--id", "fits"], script).good();
+    // Longer than what the database takes of one: excerpts there, the whole in the artifact store.
+    lab.python(&["--id", "long", "--inline-max", "10K"], script)
+        .good();
+    // Longer than what is kept at all.
+    let ended = lab.python(&["--id", "cut", "--log-limit", "64K", "--json"], script);
+    let document = committed_document(&ended);
+    for id in ["fits", "long"] {
+        assert_eq!(lab.ask(["logs", id]).good(), long, "{id}");
+        assert_eq!(lab.ask(["logs", id, "--stderr"]).good(), "end\n", "{id}");
+    }
+    let columns = "total_bytes, dropped_bytes, truncated, LENGTH(head), LENGTH(tail), blake3";
+    let row = |id: &str| {
+        let query =
+            format!("SELECT {columns} FROM logs_v1 WHERE stream = 'stdout' AND id = '{id}'");
+        lab.sql(&query).remove(0)
+    };
+    let total = long.len() as u64;
+    let fits = row("fits");
+    assert_eq!(fits[..3], [json!(total), json!(0), json!(0)]);
+    assert_eq!(fits[3].as_u64().unwrap() + fits[4].as_u64().unwrap(), total);
+    let whole = row("long");
+    assert_eq!(
+        whole[..5],
+        [json!(total), json!(0), json!(0), json!(5120), json!(5120)]
+    );
+    assert_eq!(whole[5], ContentHash::of(long.as_bytes()).to_string());
+    let cut = row("cut");
+    let dropped = document["stdout"]["dropped_bytes"].as_u64().unwrap();
+    assert!(dropped > total / 2, "{dropped} of {total}");
+    assert_eq!(cut[..3], [json!(total), json!(dropped), json!(1)]);
+    let shown = lab.ask(["logs", "cut"]).good();
+    let (head, tail) = (&long[..1000], &long[long.len() - 1000..]);
+    assert!(
+        shown.starts_with(head) && shown.ends_with(tail),
+        "{}",
+        shown.len()
+    );
+    assert!(
+        shown.contains(" bytes of stdout not shown]"),
+        "the gap is told"
+    );
+    assert!(shown.len() < 80 << 10);
+}
+
+fn provenance() {
+    let lab = Lab::new();
+    lab.write("project/data/table.csv", "1,2\n");
+    lab.write("project/docs/about.md", "x");
+    lab.write("project/more.txt", "more\n");
+    let script = "#!/usr/bin/env python3\nprint('x')\n";
+    lab.write("project/fit.py", script);
+    let args = [
+        "--id", "p", "--input", "more.txt", "--env", "SEED=7", "fit.py", "--alpha", "0.5 x",
+    ];
+    lab.run(args).good();
+    let text = lab.sql_one("SELECT provenance FROM analyses_v1");
+    let from: Value = serde_json::from_str(text.as_str().unwrap()).unwrap();
+    let argv: Vec<&str> = from["argv"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|a| a.as_str().unwrap())
+        .collect();
+    assert_eq!(argv[argv.len() - 2..], ["--alpha", "0.5 x"], "{argv:?}");
+    assert_eq!(
+        from["script"]["blake3"],
+        ContentHash::of(script.as_bytes()).to_string()
+    );
+    assert!(
+        from["script"]["path"]
+            .as_str()
+            .unwrap()
+            .ends_with("/project/fit.py")
+    );
+    let input = |path: &str| {
+        let files = from["inputs"]["files"].as_array().unwrap();
+        files
+            .iter()
+            .find(|f| f["path"] == path)
+            .unwrap_or(&Value::Null)
+            .clone()
+    };
+    assert_eq!(
+        input("more.txt")["blake3"],
+        ContentHash::of(b"more\n").to_string()
+    );
+    assert_eq!(
+        input("fit.py")["blake3"],
+        ContentHash::of(script.as_bytes()).to_string()
+    );
+    assert_eq!(from["env"], json!([{"name": "SEED", "value": "7"}]));
+    assert!(from["data"].as_str().unwrap().ends_with("/project/data"));
+    assert!(from["docs"].as_str().unwrap().ends_with("/project/docs"));
+    assert_eq!(
+        from["git"],
+        Value::Null,
+        "the control of the trial with git"
+    );
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    assert_eq!(from["host"]["kernel"], kernel.trim());
+    assert_eq!(
+        from["submitter"]["uid"],
+        rustix::process::geteuid().as_raw()
+    );
+    assert_eq!(from["runtime"]["kind"], "python");
+    assert!(
+        from["runtime"]["version"]
+            .as_str()
+            .unwrap()
+            .starts_with("3."),
+        "{}",
+        from["runtime"]
+    );
+    let packages: Vec<&str> = from["runtime"]["libraries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|l| l["packages"].as_array().unwrap())
+        .filter_map(|p| p["name"].as_str())
+        .collect();
+    assert!(packages.contains(&"numpy"), "{packages:?}");
+    let limits: Value = serde_json::from_str(
+        lab.sql_one("SELECT limits FROM analyses_v1")
+            .as_str()
+            .unwrap(),
+    )
+    .unwrap();
+    assert!(limits["wall_time"]["enforced_by"].is_string(), "{limits}");
+    let layers: Value = serde_json::from_str(
+        lab.sql_one("SELECT isolation FROM analyses_v1")
+            .as_str()
+            .unwrap(),
+    )
+    .unwrap();
+    assert!(
+        layers["landlock"].is_string() && layers["seccomp"].is_string(),
+        "{layers}"
+    );
+}
+
+fn git() {
+    let lab = Lab::new();
+    lab.write("project/a.py", "print(1)\n");
+    let git = |args: &[&str]| {
+        let mut command = lab.with_surroundings(Command::new("git"));
+        command.env("PATH", "/usr/local/bin:/usr/bin:/bin").args([
+            "-c",
+            "user.name=t",
+            "-c",
+            "user.email=t@t",
+        ]);
+        command.args(args);
+        finish(command).good()
+    };
+    git(&["init", "-q", "-b", "main"]);
+    git(&["add", "a.py"]);
+    git(&["commit", "-q", "-m", "one"]);
+    let head = git(&["rev-parse", "HEAD"]);
+    let of = |id: &str| -> Value {
+        lab.run(["--id", id, "a.py"]).good();
+        let text = lab.sql_one(&format!(
+            "SELECT provenance FROM analyses_v1 WHERE id = '{id}'"
+        ));
+        let from: Value = serde_json::from_str(text.as_str().unwrap()).unwrap();
+        from["git"].clone()
+    };
+    let clean = of("clean");
+    assert_eq!(clean["commit"], head.trim(), "{clean}");
+    assert_eq!(
+        (&clean["dirty"], &clean["branch"]),
+        (&json!(false), &json!("main")),
+        "{clean}"
+    );
+    lab.write("project/a.py", "print(2)\n");
+    let dirty = of("dirty");
+    assert_eq!(
+        (&dirty["commit"], &dirty["dirty"]),
+        (&json!(head.trim()), &json!(true)),
+        "{dirty}"
+    );
+}
+
+/// Files below a directory that hold these bytes.
+pub fn files_with(dir: &Path, marker: &[u8]) -> Vec<String> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        match entry.file_type() {
+            Ok(t) if t.is_dir() => found.extend(files_with(&path, marker)),
+            Ok(t) if t.is_file() => {
+                let bytes = std::fs::read(&path).unwrap_or_default();
+                if bytes.windows(marker.len()).any(|w| w == marker) {
+                    found.push(path.display().to_string());
+                }
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+fn secrets() {
+    let lab = Lab::new();
+    let options = [
+        "--id",
+        "s",
+        "--keep",
+        "always",
+        "--secret-env",
+        "LAB_*",
+        "--env",
+        "LAB_KEY=marker-one",
+        "--env",
+        "API_TOKEN=marker-two",
+        "--env",
+        "URL=postgres://u:marker-three@h/d",
+        "--env",
+        "SEED=marker-four",
+    ];
+    // They reach the program all the same.
+    let out = lab
+        .sh(&options, "echo ${#LAB_KEY} ${#API_TOKEN} ${#URL} ${#SEED}")
+        .good();
+    assert_eq!(out, "10 10 29 11\n");
+    let text = lab.sql_one("SELECT provenance FROM analyses_v1");
+    let from: Value = serde_json::from_str(text.as_str().unwrap()).unwrap();
+    let of = |name: &str| {
+        let all = from["env"].as_array().unwrap();
+        all.iter().find(|v| v["name"] == name).unwrap().clone()
+    };
+    assert_eq!(
+        (&of("LAB_KEY")["value"], &of("LAB_KEY")["withheld"]),
+        (&Value::Null, &json!("policy"))
+    );
+    assert_eq!(
+        (&of("API_TOKEN")["value"], &of("API_TOKEN")["withheld"]),
+        (&Value::Null, &json!("name"))
+    );
+    assert_eq!(
+        (&of("URL")["value"], &of("URL")["withheld"]),
+        (&Value::Null, &json!("value"))
+    );
+    assert_eq!(of("SEED")["value"], "marker-four", "the control");
+    assert!(
+        !files_with(&lab.home, b"marker-four").is_empty(),
+        "the control"
+    );
+    for marker in ["marker-one", "marker-two", "marker-three"] {
+        let found = files_with(&lab.home, marker.as_bytes());
+        assert_eq!(found, [""; 0], "{marker}");
+    }
+}
+
+fn bounds() {
+    let lab = Lab::new();
+    let script = "mkdir -p a/b/c; echo 1 > one; echo 22 > two; head -c 3000 /dev/zero > three; echo 4 > a/b/c/four; echo 5 > a/five";
+    let all = lab.sh_json(&[], script);
+    assert_eq!(all["outputs"].as_array().unwrap().len(), 5);
+    assert_eq!(all["collection"]["complete"], true, "the control");
+    let cases: [(&[&str], &str, u64, &[&str]); 4] = [
+        (
+            &["--max-output-file", "2K"],
+            "file_too_large",
+            1,
+            &["a/b/c/four", "a/five", "one", "two"],
+        ),
+        (
+            &["--max-depth", "2"],
+            "too_deep",
+            1,
+            &["a/five", "one", "three", "two"],
+        ),
+        (&["--max-outputs", "3"], "too_many", 2, &[]),
+        (&["--max-output", "8"], "total_too_large", 1, &[]),
+    ];
+    for (options, remark, count, paths) in cases {
+        let document = lab.sh_json(options, script);
+        let collection = &document["collection"];
+        assert_eq!(document["status"], "succeeded", "{options:?}");
+        assert_eq!(collection["complete"], false, "{options:?}");
+        assert!(
+            collection["remark_counts"][remark].as_u64().unwrap() >= count,
+            "{collection}"
+        );
+        let kept: Vec<&str> = document["outputs"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|o| o["path"].as_str().unwrap())
+            .collect();
+        if !paths.is_empty() {
+            assert_eq!(kept, paths, "{options:?}");
+        }
+        let refused = collection["refused"].as_u64().unwrap();
+        assert_eq!(kept.len() as u64 + refused, 5, "{options:?}: {collection}");
+        let sum: u64 = document["outputs"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|o| o["bytes"].as_u64().unwrap())
+            .sum();
+        assert!(remark != "total_too_large" || sum <= 8, "{sum}");
+        let id = document["id"].as_str().unwrap();
+        let row = lab.sql(&format!(
+            "SELECT complete, refused_count FROM analyses_v1 WHERE id = '{id}'"
+        ));
+        assert_eq!(row, [[json!(0), json!(refused)]]);
+    }
+    // What nobody asked for is no loss.
+    let narrowed = lab.sh_json(&["--output", "a/**", "--output", "one"], script);
+    let kept: Vec<&str> = narrowed["outputs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|o| o["path"].as_str().unwrap())
+        .collect();
+    assert_eq!(kept, ["a/b/c/four", "a/five", "one"]);
+    assert_eq!(narrowed["collection"]["complete"], true);
+    assert_eq!(narrowed["collection"]["not_asked"], 2);
+    for wrong in ["/etc/*", "../x", "[", ""] {
+        let ended = lab.sh(&["--output", wrong], "true");
+        assert_eq!(ended.code(), 125, "{wrong:?}: {}", ended.err());
+    }
+    lab.assert_nothing_left();
+}
+
+fn expected() {
+    let lab = Lab::new();
+    let script = "echo '{}' > result.json; mkdir f; echo x > f/a.png";
+    lab.sh(&["--expect", "result.json", "--expect", "f/*.png"], script)
+        .good();
+    let ended = lab.sh(
+        &["--id", "m", "--expect", "result.json", "--expect", "*.csv"],
+        script,
+    );
+    ended.refused(120, "no output matches *.csv");
+    let row = lab.sql(
+        "SELECT state, reason, complete, outputs_count, exit_code FROM analyses_v1 WHERE id = 'm'",
+    );
+    assert_eq!(
+        row,
+        [[
+            json!("failed"),
+            json!("missing_output"),
+            json!(0),
+            json!(2),
+            json!(0)
+        ]]
+    );
+    let document = lab.sh_json(&["--expect", "*.csv"], script);
+    assert_eq!(document["collection"]["missing"], json!(["*.csv"]));
+    // A symlink is no output, so it satisfies nobody.
+    assert_eq!(
+        lab.sh(&["--expect", "x.csv"], "ln -s /etc/passwd x.csv")
+            .code(),
+        120
+    );
+    // A program that failed by itself keeps its own code.
+    assert_eq!(lab.sh(&["--expect", "*.csv"], "exit 3").code(), 3);
+    lab.assert_nothing_left();
+}
+
+fn inline() {
+    let lab = Lab::new();
+    let script = "for i in 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 18; do (echo $i; head -c 1048573 /dev/zero) > f$i; done; head -c 1048577 /dev/zero > over; echo s > small";
+    lab.sh(&["--id", "d"], script).good();
+    let row = "SELECT COUNT(*), SUM(content IS NOT NULL), SUM(LENGTH(content)) FROM outputs_v1 WHERE id = 'd'";
+    let row = lab.sql(row).remove(0);
+    assert_eq!(row[0], 20);
+    let (count, bytes) = (row[1].as_u64().unwrap(), row[2].as_u64().unwrap());
+    assert!(
+        (15..=17).contains(&count) && bytes <= 16 << 20,
+        "{count}, {bytes}"
+    );
+    let over = lab.sql_one("SELECT content FROM outputs_v1 WHERE path_text = 'over'");
+    assert_eq!(over, Value::Null);
+    for (id, limit, kept) in [("none", "0", 0), ("tiny", "2", 1), ("all", "64M", 2)] {
+        lab.sh(
+            &["--id", id, "--inline-max", limit],
+            "echo s > small; echo large > large",
+        )
+        .good();
+        let query = format!("SELECT COUNT(content) FROM outputs_v1 WHERE id = '{id}'");
+        assert_eq!(lab.sql_one(&query), kept, "{id}");
+        assert_eq!(
+            lab.ask(["outputs", id, "large", "-o", "-"]).good(),
+            "large\n"
+        );
+    }
+    let ended = lab.sh(&["--inline-max", "65M"], "true");
+    assert_eq!(ended.code(), 125, "{}", ended.err());
+}
+
+fn export() {
+    let lab = Lab::new();
+    let to = lab.path("results");
+    let to = to.to_str().unwrap();
+    let read = |name: &str| std::fs::read_to_string(Path::new(to).join(name)).unwrap();
+    let script =
+        |text: &str| format!("mkdir -p d; echo {text} > d/a; echo {text} > b; ln -s /etc/passwd l");
+    lab.sh(&["--to", to], &script("first")).good();
+    assert_eq!(
+        (read("d/a"), read("b")),
+        ("first\n".into(), "first\n".into())
+    );
+    assert!(!Path::new(to).join("l").exists());
+    // A second export into the same place touches nothing, but the run is committed.
+    let ended = lab.sh(&["--id", "second", "--to", to], &script("second"));
+    assert_ne!(ended.code(), 0, "{}", ended.err());
+    assert!(ended.err().contains("--force"), "{}", ended.err());
+    assert_eq!(
+        (read("d/a"), read("b")),
+        ("first\n".into(), "first\n".into())
+    );
+    assert_eq!(
+        lab.sql_one("SELECT outputs_count FROM analyses_v1 WHERE id = 'second'"),
+        2
+    );
+    lab.sh(&["--to", to, "--force"], &script("third")).good();
+    assert_eq!(
+        (read("d/a"), read("b")),
+        ("third\n".into(), "third\n".into())
+    );
+    // A link that somebody put in the way is not followed.
+    let victim = lab.write("victim", "precious");
+    std::fs::remove_file(Path::new(to).join("b")).unwrap();
+    std::os::unix::fs::symlink(&victim, Path::new(to).join("b")).unwrap();
+    lab.sh(&["--to", to], &script("fourth"));
+    lab.sh(&["--to", to, "--force"], &script("fifth"));
+    assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+    lab.sh(&["--force"], "true").refused(125, "--to");
+    // What is exported is the user's to change; the record is not.
+    let document = lab.sh_json(&["--to", lab.path("own").to_str().unwrap()], "echo own > f");
+    std::fs::write(lab.path("own/f"), "changed").unwrap();
+    let hash = document["outputs"][0]["blake3"].as_str().unwrap();
+    assert_eq!(std::fs::read(lab.object(hash)).unwrap(), b"own\n");
+}
+
+fn again() {
+    let lab = Lab::new();
+    lab.sh(&["--id", "x"], "echo 1 > f").good();
+    let refused = lab.sh(&["--id", "x"], "echo never > f; echo ran");
+    refused.refused(125, "--replace");
+    assert_eq!(refused.out(), "", "it did not run");
+    let said = lab.sh(&["--id", "x", "--replace"], "echo 2 > f").err();
+    assert!(said.contains("attempt 2"), "{said}");
+    let rows = lab.sql("SELECT attempt, CAST(content AS TEXT) FROM outputs_v1 ORDER BY attempt");
+    assert_eq!(rows, [[json!(1), json!("1\n")], [json!(2), json!("2\n")]]);
+    assert_eq!(
+        lab.sql("SELECT id, attempt FROM analyses_v1"),
+        [[json!("x"), json!(2)]]
+    );
+    // A first attempt may be asked for in the same words.
+    lab.sh(&["--id", "new", "--replace"], "true").good();
+    // While one runs, a second is refused whatever it asks for.
+    let mut live = lab.start(["--id", "busy", "--", "sh", "-c", "echo up; sleep 600"]);
+    live.wait_for("up");
+    assert_eq!(lab.sh(&["--id", "busy", "--replace"], "true").code(), 125);
+    live.signal(rustix::process::Signal::TERM);
+    assert_eq!(live.end().code(), 123);
+    lab.sh(&["--id", "busy", "--replace"], "true").good();
+}
+
+fn no_record() {
+    let lab = Lab::new();
+    let document = lab.sh_json(&["--db", "none", "--id", "x"], "echo f > f");
+    assert_eq!(document["commit"]["state"], "unrecorded", "{document}");
+    assert!(!lab.home.join("fumehood.db").exists());
+    lab.sh(&["--db", "none", "--id", "x"], "true").good();
+    lab.ask(["list", "--db", "none"]).refused(125, "no record");
+    lab.assert_nothing_left();
+    lab.sh(&["--id", "x"], "true").good();
+    assert!(lab.home.join("fumehood.db").exists(), "the control");
+    // By a variable and by the user's own file, but not by the project's.
+    let mut command = lab.run_command(["--json", "--", "true"]);
+    command.env("FUMEHOOD_DB", "none");
+    assert_eq!(finish(command).document()["commit"]["state"], "unrecorded");
+    lab.write("project/fumehood.toml", "db = \"none\"\n");
+    lab.sh(&[], "true").refused(125, "db");
+    std::fs::remove_file(lab.path("project/fumehood.toml")).unwrap();
+    lab.write("person/.config/fumehood/config.toml", "db = \"none\"\n");
+    assert_eq!(lab.sh_json(&[], "true")["commit"]["state"], "unrecorded");
+    // Somewhere else.
+    let elsewhere = format!("sqlite:{}", lab.path("person/other.db").display());
+    let document = lab.sh_json(&["--db", &elsewhere, "--id", "there"], "echo f > f");
+    assert_eq!(document["commit"]["state"], "committed");
+    let list = lab.ask_json(["list", "--json", "--db", &elsewhere]);
+    assert_eq!(list["analyses"][0]["id"], "there", "{list}");
+}
+
+fn operators_record() {
+    let lab = Lab::new();
+    let required = "[record]\nrequired = true";
+    policy::with(&lab, required, &["--db", "none", "--", "true"]).refused(125, "requires");
+    policy::with(&lab, required, &["--", "true"]).good();
+    let db = lab.path("person/operators.db");
+    let locked = format!("[record]\ndb = \"sqlite:{}\"", db.display());
+    let elsewhere = format!("sqlite:{}", lab.path("person/mine.db").display());
+    policy::with(&lab, &locked, &["--db", &elsewhere, "--", "true"]).refused(125, "operator");
+    policy::with(&lab, &locked, &["--id", "op", "--", "true"]).good();
+    assert!(db.exists() && !lab.path("person/mine.db").exists());
+    let secret = "[env]\nsecret = [\"HIDDEN_*\"]";
+    policy::with(
+        &lab,
+        secret,
+        &["--id", "h", "--env", "HIDDEN_X=marker-hidden", "--", "true"],
+    )
+    .good();
+    assert_eq!(files_with(&lab.home, b"marker-hidden"), [""; 0]);
+    // The operator's step, whatever the user's.
+    let [mine, theirs] = ["mine", "theirs"].map(|name| {
+        let body = format!(
+            "#!/bin/sh\necho ran > {}\n",
+            lab.path(&format!("{name}.ran")).display()
+        );
+        lab.write_program(name, body)
+    });
+    configure_step(&lab, &mine, "");
+    let step = format!("[post_process]\ncommand = [{theirs:?}]");
+    policy::with(&lab, &step, &["--", "true"]).good();
+    assert!(lab.path("theirs.ran").exists() && !lab.path("mine.ran").exists());
+    policy::with(&lab, "", &["--", "true"]).good();
+    assert!(lab.path("mine.ran").exists(), "the control");
+}
+
+/// The user's own file names a step.
+fn configure_step(lab: &Lab, program: &Path, more: &str) {
+    let text =
+        format!("[post_process]\ncommand = [{program:?}, \"an argument\", \"$(touch x)\"]\n{more}");
+    lab.write("person/.config/fumehood/config.toml", text);
+}
+
+fn step() {
+    let lab = Lab::new();
+    let (told, seen) = (lab.path("told.json"), lab.path("seen"));
+    let db = lab.home.join("fumehood.db");
+    let body = format!(
+        "#!/bin/sh\ncat > {}\n(printf '%s|' \"$@\"; echo; pwd; cat result.json d/*; find . | sort) > {}
+        python3 -c \"import sqlite3; print(sqlite3.connect('file:{}?mode=ro', uri=True).execute('SELECT state FROM analyses_v1').fetchall())\" >> {}
+        for f in result.json d/new; do (echo spoilt >> $f) 2>/dev/null; done; exit 0\n",
+        told.display(), seen.display(), db.display(), seen.display()
+    );
+    let program = lab.write_program("step", body);
+    configure_step(&lab, &program, "");
+    let ended = lab.sh(
+        &["--id", "s"],
+        "mkdir d; echo '{\"a\": 1}' > result.json; echo deep > d/f; ln -s / l",
+    );
+    ended.good();
+    assert!(ended.err().contains("post-processed"), "{}", ended.err());
+    let told: Value = serde_json::from_slice(&std::fs::read(told).unwrap()).unwrap();
+    assert_eq!(told["schema"], "fumehood.post-process/1");
+    assert_eq!(
+        (&told["key"], &told["id"], &told["attempt"]),
+        (&json!("s/1"), &json!("s"), &json!(1))
+    );
+    assert_eq!(
+        (&told["status"], &told["complete"]),
+        (&json!("succeeded"), &json!(true))
+    );
+    assert_eq!(told["result"], json!({"a": 1}));
+    let paths: Vec<&Value> = told["outputs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|o| &o["path"])
+        .collect();
+    assert_eq!(paths, [&json!("d/f"), &json!("result.json")]);
+    let seen = std::fs::read_to_string(seen).unwrap();
+    let lines: Vec<&str> = seen.lines().collect();
+    assert_eq!(lines[0], "an argument|$(touch x)|");
+    assert_eq!(lines[1], told["outputs_dir"].as_str().unwrap());
+    assert_eq!(
+        lines[2..8],
+        ["{\"a\": 1}", "deep", ".", "./d", "./d/f", "./result.json"]
+    );
+    assert_eq!(lines[8], "[('succeeded',)]", "it is committed by then");
+    assert_eq!(lab.sql_one("SELECT post_process FROM analyses_v1"), "done");
+    // Whatever it tried, the record is what it was.
+    lab.ask(["verify"]).good();
+    assert!(!Path::new(told["outputs_dir"].as_str().unwrap()).exists());
+    lab.assert_nothing_left();
+    // Failed runs are processed, too.
+    assert_eq!(lab.sh(&["--id", "f"], "exit 4").code(), 4);
+    assert_eq!(
+        lab.sql_one("SELECT post_process FROM analyses_v1 WHERE id = 'f'"),
+        "done"
+    );
+}
+
+fn failed_step() {
+    let lab = Lab::new();
+    let keys = lab.path("keys");
+    let body = |end: &str| {
+        format!(
+            "#!/usr/bin/python3\nimport json, sys\nopen({keys:?}, 'a').write(json.load(sys.stdin)['key'] + '\\n')\n{end}\n"
+        )
+    };
+    let program = lab.write_program("step", body("sys.exit('no \\x1b[31mred\\x1b[0m luck')"));
+    configure_step(&lab, &program, "");
+    let ended = lab.sh(&["--id", "s"], "echo kept > f");
+    ended.refused(121, "post_process failed");
+    assert!(
+        ended.err().contains("luck") && !ended.stderr.contains(&0x1b),
+        "{}",
+        ended.err()
+    );
+    assert!(
+        ended.err().contains("fumehood post-process s"),
+        "{}",
+        ended.err()
+    );
+    let row = "SELECT state, post_process, post_process_tries, outputs_count FROM analyses_v1 WHERE id = 's'";
+    assert_eq!(
+        lab.sql(row),
+        [[json!("succeeded"), json!("failed"), json!(1), json!(1)]]
+    );
+    assert!(!lab.ask(["show", "s"]).stdout.contains(&0x1b));
+    // It fails again, then not.
+    let ended = lab.ask(["post-process", "s"]);
+    assert_eq!(ended.code(), 121, "{}", ended.err());
+    lab.write_program("step", body(""));
+    lab.ask(["post-process", "s"]).good();
+    assert_eq!(
+        lab.sql(row),
+        [[json!("succeeded"), json!("done"), json!(3), json!(1)]]
+    );
+    assert_eq!(std::fs::read_to_string(&keys).unwrap(), "s/1\ns/1\ns/1\n");
+    // Whoever asks once more is answered the same, and nothing is done.
+    lab.ask(["post-process", "s"]).good();
+    assert_eq!(
+        lab.sql(row),
+        [[json!("succeeded"), json!("done"), json!(3), json!(1)]]
+    );
+    // A program that failed itself keeps its code; a step that cannot be started is one that failed.
+    std::fs::remove_file(lab.path("step")).unwrap();
+    assert_eq!(lab.sh(&["--id", "own"], "exit 9").code(), 9);
+    assert_eq!(
+        lab.sql_one("SELECT post_process FROM analyses_v1 WHERE id = 'own'"),
+        "failed"
+    );
+    lab.assert_nothing_left();
+}
+
+fn hanging_step() {
+    let lab = Lab::new();
+    let marker = crate::lab::fresh_id("step");
+    let body = format!(
+        "#!/bin/sh\n(exec sh -c 'while :; do sleep 1; done' {marker}) &\nexec sh -c 'while :; do sleep 1; done' {marker}\n"
+    );
+    let program = lab.write_program("step", body);
+    configure_step(&lab, &program, "timeout = \"1s\"\n");
+    let ended = lab.sh(&["--id", "s"], "true");
+    ended.refused(121, "did not end within 1 s");
+    eventually("what it started is dead", || {
+        crate::lab::processes_with(&marker).is_empty()
+    });
+    lab.assert_nothing_left();
+}
+
+fn projects_step() {
+    let lab = Lab::new();
+    let ran = lab.path("ran");
+    let program = lab.write_program("step", format!("#!/bin/sh\ntouch {}\n", ran.display()));
+    let table = format!("[post_process]\ncommand = [{program:?}]\n");
+    lab.write("project/fumehood.toml", &table);
+    lab.sh(&[], "true").refused(125, "post_process");
+    assert!(!ran.exists());
+    std::fs::remove_file(lab.path("project/fumehood.toml")).unwrap();
+    for name in ["FUMEHOOD_POST_PROCESS", "FUMEHOOD_POST_PROCESS_COMMAND"] {
+        let mut command = lab.run_command(["--", "true"]);
+        command.env(name, &program);
+        assert_eq!(finish(command).code(), 125, "{name}");
+    }
+    assert!(!ran.exists());
+    lab.write("person/.config/fumehood/config.toml", &table);
+    lab.sh(&[], "true").good();
+    assert!(ran.exists(), "the control");
+    std::fs::remove_file(&ran).unwrap();
+    set_mode(&lab.path("person/.config/fumehood/config.toml"), 0o666);
+    assert_eq!(lab.sh(&[], "true").code(), 125, "others could write it");
+    assert!(!ran.exists());
+}
+
+fn room() {
+    let lab = Lab::new();
+    lab.sh(&["--free-reserve", "0"], "head -c 2M /dev/urandom > f")
+        .good();
+    let ended = lab.sh(&["--free-reserve", "1000T"], "echo ran");
+    ended.refused(125, "free_reserve");
+    assert_eq!(ended.out(), "");
+    let ended = lab.sh(&["--store-quota", "1M"], "echo ran");
+    ended.refused(125, "store_quota");
+    assert_eq!(ended.out(), "");
+    lab.sh(&["--store-quota", "1G"], "true").good();
+    assert_eq!(
+        lab.sql_one("SELECT COUNT(*) FROM attempts_v1"),
+        2,
+        "what never began is not recorded"
+    );
+    // Without a record there is nothing to keep room for.
+    lab.sh(&["--free-reserve", "1000T", "--db", "none"], "true")
+        .good();
+    lab.assert_nothing_left();
+}
+
+fn memory() {
+    let lab = Lab::new();
+    let script = "mkdir d; echo deep > d/f; head -c 3M /dev/zero > big; echo '{\"a\": 2}' > result.json; ln -s x l";
+    let document = lab.sh_json(&["--workspace", "memory", "--id", "m"], script);
+    assert_eq!(document["commit"]["state"], "committed", "{document}");
+    assert_eq!(document["collection"]["complete"], true);
+    let paths: Vec<String> = outputs(&lab).into_keys().collect();
+    assert_eq!(paths, ["big", "d/f", "result.json"]);
+    let stored = outputs(&lab);
+    assert_eq!(
+        stored["big"].2,
+        ContentHash::of(&vec![0; 3 << 20]).to_string()
+    );
+    assert_eq!(lab.sql_one("SELECT result ->> 'a' FROM analyses_v1"), 2);
+    assert_eq!(lab.ask(["outputs", "m", "d/f", "-o", "-"]).good(), "deep\n");
+    lab.ask(["verify"]).good();
+    lab.assert_nothing_left();
+}
+
+fn kept() {
+    let lab = Lab::new();
+    let script = "echo one > f; mkdir d; echo two > d/g; chmod 444 f";
+    let ended = lab.sh(&["--id", "k", "--keep", "always", "--json"], script);
+    let document = committed_document(&ended);
+    let workspace = lab.workspace("k");
+    let hash = document["outputs"].as_array().unwrap()[1]["blake3"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    assert_eq!(hash, ContentHash::of(b"one\n").to_string());
+    assert_eq!(std::fs::read(workspace.join("f")).unwrap(), b"one\n");
+    assert_eq!(std::fs::read(workspace.join("d/g")).unwrap(), b"two\n");
+    // The user goes on with it, and the record stays.
+    std::fs::write(workspace.join("d/g"), "changed").unwrap();
+    set_mode(&workspace.join("f"), 0o644);
+    std::fs::write(workspace.join("f"), "changed").unwrap();
+    assert_eq!(std::fs::read(lab.object(&hash)).unwrap(), b"one\n");
+    lab.ask(["verify"]).good();
+    lab.gc(&["--kept", "k"]).good();
+    assert!(!workspace.exists());
+    assert_eq!(lab.ask(["outputs", "k", "d/g", "-o", "-"]).good(), "two\n");
+    // Kept only where it failed.
+    lab.sh(&["--id", "fine", "--keep", "on-failure"], "echo x > f")
+        .good();
+    assert!(!lab.workspace("fine").exists());
+    assert_eq!(
+        lab.sh(
+            &["--id", "bad", "--keep", "on-failure"],
+            "echo x > f; exit 2"
+        )
+        .code(),
+        2
+    );
+    assert_eq!(
+        std::fs::read(lab.workspace("bad").join("f")).unwrap(),
+        b"x\n"
+    );
+    assert_eq!(
+        lab.sql_one("SELECT outputs_count FROM analyses_v1 WHERE id = 'bad'"),
+        1
+    );
+}
+
+fn not_started() {
+    let lab = Lab::new();
+    assert_eq!(
+        lab.run(["--id", "a", "--input", "absent", "--", "true"])
+            .code(),
+        125
+    );
+    lab.write("project/huge", vec![0; 3 << 20]);
+    let ended = lab.run(["--id", "b", "--disk", "1M", "--input", "huge", "--", "true"]);
+    assert_eq!(ended.code(), 125, "{}", ended.err());
+    for row in lab.sql("SELECT id, state, reason, complete, outputs_count FROM attempts_v1") {
+        assert_eq!(
+            row[1..],
+            [json!("error"), json!("not_started"), json!(0), json!(0)],
+            "{row:?}"
+        );
+    }
+    lab.assert_nothing_left();
+}
+
+/// The database vanishes or breaks while the program runs.
+fn out_of_order() {
+    let lab = Lab::new();
+    lab.sh(&["--id", "before"], "true").good();
+    let db = lab.home.join("fumehood.db");
+    for (id, spoil, mend) in [
+        (
+            "damaged",
+            "cp fumehood.db saved; rm -f fumehood.db-*; head -c 8192 /dev/urandom > fumehood.db",
+            "mv saved fumehood.db; rm -f fumehood.db-*",
+        ),
+        (
+            "store",
+            "mv artifacts away; echo > artifacts",
+            "rm artifacts; mv away artifacts",
+        ),
+    ] {
+        let gate = lab.path("project/gate");
+        let _gone = std::fs::remove_file(&gate);
+        let made = Command::new("mkfifo").arg(&gate).status().unwrap();
+        assert!(made.success());
+        let gate_text = gate.to_str().unwrap().to_owned();
+        let script = "echo precious > f; echo up; read x";
+        let mut live = lab.start(["--id", id, "--stdin", &gate_text, "--", "sh", "-c", script]);
+        let mut hold = std::fs::OpenOptions::new().write(true).open(&gate).unwrap();
+        live.wait_for("up");
+        let sh = |act: &str| {
+            let done = Command::new("sh")
+                .args(["-ec", act])
+                .current_dir(&lab.home)
+                .status()
+                .unwrap();
+            assert!(done.success(), "{act}");
+        };
+        sh(spoil);
+        std::io::Write::write_all(&mut hold, b"go\n").unwrap();
+        drop(hold);
+        let ended = live.end();
+        ended.refused(121, "NOT COMMITTED");
+        assert!(
+            ended.err().contains(&format!("fumehood post-process {id}")),
+            "{}",
+            ended.err()
+        );
+        sh(mend);
+        assert!(db.exists());
+        lab.ask(["post-process", id]).good();
+        assert_eq!(
+            lab.ask(["outputs", id, "f", "-o", "-"]).good(),
+            "precious\n"
+        );
+        assert_eq!(
+            lab.sql_one(&format!(
+                "SELECT COUNT(*) FROM attempts_v1 WHERE id = '{id}'"
+            )),
+            1
+        );
+        lab.assert_nothing_left();
+        assert_eq!(crate::lab::names_in(&lab.home.join("pending")), [""; 0]);
+    }
+    assert_eq!(
+        lab.sql_one("SELECT state FROM analyses_v1 WHERE id = 'before'"),
+        "succeeded"
+    );
+}
+
+/// Every line of the README's second block, as it is written, in a copy of the example.
+fn readme() {
+    let lab = Lab::new();
+    let (readme, files) = readme_and_examples();
+    for (name, content) in &files {
+        lab.write(&format!("project/examples/{name}"), content);
+    }
+    let block = readme
+        .split("```sh\n")
+        .nth(1)
+        .unwrap()
+        .split("```")
+        .next()
+        .unwrap();
+    let bin = lab.path("bin");
+    std::fs::create_dir(&bin).unwrap();
+    std::os::unix::fs::symlink(crate::plain_user::binary(), bin.join("fumehood")).unwrap();
+    let mut ran = 0;
+    for line in block.lines().map(str::trim) {
+        if line.is_empty() || line.starts_with('#') || line == "fumehood shell" {
+            continue;
+        }
+        let root = lab.root.display().to_string();
+        let line = line.replace("/tmp/scidex", &format!("{root}/scidex"));
+        let mut command = lab.with_surroundings(Command::new("sh"));
+        command
+            .env("PATH", format!("{}:/usr/bin:/bin", bin.display()))
+            // A plain user's memory limit is firm only in a delegated cgroup, which the README says and a trial lacks.
+            .env("FUMEHOOD_ALLOW_DEGRADED", "memory")
+            .current_dir(lab.path("project/examples/gwas"))
+            .args(["-c", &line]);
+        let ended = finish(command);
+        assert_eq!(ended.code(), 0, "{line}\n{}\n{}", ended.out(), ended.err());
+        if line.starts_with("fumehood outputs gwas-7 result.json") {
+            let _json: Value = serde_json::from_str(&ended.out()).unwrap();
+        }
+        ran += 1;
+    }
+    assert!(ran >= 13, "{ran}");
+    assert!(
+        lab.path("project/examples/gwas/results/result.json")
+            .exists()
+    );
+    lab.assert_nothing_left();
+}
+
+/// Built in, since the plain account may not be able to read the checkout.
+fn readme_and_examples() -> (&'static str, Vec<(&'static str, &'static [u8])>) {
+    let readme = include_str!("../../../../README.md");
+    let files: Vec<(&str, &[u8])> = vec![
+        (
+            "gwas/analysis.py",
+            include_bytes!("../../../../examples/gwas/analysis.py"),
+        ),
+        (
+            "regression/fit.R",
+            include_bytes!("../../../../examples/regression/fit.R"),
+        ),
+        (
+            "gwas/data/genotypes.csv",
+            include_bytes!("../../../../examples/gwas/data/genotypes.csv"),
+        ),
+        (
+            "gwas/docs/columns.md",
+            include_bytes!("../../../../examples/gwas/docs/columns.md"),
+        ),
+    ];
+    (readme, files)
+}

@@ -1,0 +1,363 @@
+//! The same life step by step: `workspace create`, `run --in`, `post-process`, `workspace remove`; and `record`, for what
+//! was made without a sandbox.
+
+use serde_json::json;
+
+use crate::lab::{Lab, set_mode};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("a_life_step_by_step", For::Everyone, whole_life),
+    (
+        "steps_out_of_order_are_refused",
+        For::Everyone,
+        out_of_order,
+    ),
+    (
+        "what_is_not_committed_is_not_removed",
+        For::Everyone,
+        not_removed,
+    ),
+    ("a_workspace_is_run_in_once", For::Everyone, run_twice),
+    (
+        "hostile_outputs_are_refused_here_too",
+        For::Everyone,
+        hostile,
+    ),
+    (
+        "results_made_elsewhere_are_recorded",
+        For::Everyone,
+        handed_in,
+    ),
+    (
+        "what_is_handed_in_is_read_as_hostile",
+        For::Everyone,
+        handed_in_hostile,
+    ),
+    (
+        "without_a_record_the_steps_still_work",
+        For::Everyone,
+        no_record,
+    ),
+];
+
+fn whole_life() {
+    let lab = Lab::new();
+    let path = lab.ask(["workspace", "create", "w"]).good();
+    let workspace = lab.workspace("w");
+    assert_eq!(path.trim_end(), workspace.to_str().unwrap());
+    assert_eq!(
+        std::os::unix::fs::MetadataExt::mode(&workspace.metadata().unwrap()) & 0o7777,
+        0o700
+    );
+    std::fs::write(workspace.join("in.txt"), "put there\n").unwrap();
+    std::fs::write(workspace.join("edit.txt"), "before\n").unwrap();
+    assert!(lab.ask(["list"]).err().contains("run --in w"));
+    let ended = lab.run([
+        "--in",
+        "w",
+        "--",
+        "sh",
+        "-c",
+        "cat in.txt; echo after > edit.txt; echo '{\"n\": 3}' > result.json; exit 4",
+    ]);
+    assert_eq!(ended.code(), 4, "{}", ended.err());
+    assert_eq!(ended.out(), "put there\n");
+    assert!(
+        ended.err().contains("fumehood post-process w"),
+        "{}",
+        ended.err()
+    );
+    assert_eq!(
+        lab.sql_one("SELECT COUNT(*) FROM outputs_v1"),
+        0,
+        "nothing is committed yet"
+    );
+    assert_eq!(
+        std::fs::read(workspace.join("edit.txt")).unwrap(),
+        b"after\n"
+    );
+    // The exit code is the run's.
+    let done = lab.ask(["post-process", "w"]);
+    assert_eq!(done.code(), 4, "{}", done.err());
+    let rows = lab.sql("SELECT path_text FROM outputs_v1 ORDER BY path");
+    assert_eq!(
+        rows,
+        [[json!("edit.txt")], [json!("result.json")]],
+        "the input is unchanged"
+    );
+    let row = lab.sql("SELECT state, exit_code, isolation_level, result ->> 'n' FROM analyses_v1");
+    assert_eq!(row, [[json!("failed"), json!(4), json!("full"), json!(3)]]);
+    // Repeating it changes nothing, and the files are the user's.
+    assert_eq!(lab.ask(["post-process", "w"]).code(), 4);
+    assert_eq!(lab.sql_one("SELECT COUNT(*) FROM attempts_v1"), 1);
+    std::fs::write(workspace.join("edit.txt"), "mine\n").unwrap();
+    assert_eq!(
+        lab.ask(["outputs", "w", "edit.txt", "-o", "-"]).good(),
+        "after\n"
+    );
+    lab.ask(["verify"]).good();
+    lab.ask(["workspace", "remove", "w"]).good();
+    lab.assert_nothing_left();
+    assert_eq!(
+        lab.ask(["workspace", "remove", "w"]).code(),
+        125,
+        "it is gone"
+    );
+    assert_eq!(
+        lab.ask(["outputs", "w", "edit.txt", "-o", "-"]).good(),
+        "after\n"
+    );
+}
+
+fn out_of_order() {
+    let lab = Lab::new();
+    lab.ask(["workspace", "create", "a"]).good();
+    assert_eq!(
+        lab.ask(["workspace", "create", "a"]).code(),
+        125,
+        "it is there"
+    );
+    assert_eq!(lab.ask(["post-process", "a"]).code(), 125, "nothing ran");
+    assert_eq!(
+        lab.run(["--in", "b", "--", "true"]).code(),
+        125,
+        "it was not made"
+    );
+    assert_eq!(
+        lab.sh(&["--id", "a"], "true").code(),
+        125,
+        "the id is taken"
+    );
+    for with in [
+        ["--id", "a"],
+        ["--keep", "always"],
+        ["--workspace", "memory"],
+    ] {
+        let args = ["--in", "a"].iter().chain(&with).chain(&["--", "true"]);
+        assert_eq!(lab.run(args).code(), 125, "{with:?}");
+    }
+    for odd in ["../x", "", "a/b", "-x", "x\u{1b}"] {
+        assert_eq!(
+            lab.ask(["workspace", "create", "--", odd]).code(),
+            125,
+            "{odd:?}"
+        );
+        assert_eq!(
+            lab.ask(["workspace", "remove", "--", odd]).code(),
+            125,
+            "{odd:?}"
+        );
+    }
+    // What somebody else made is neither taken up nor removed.
+    std::fs::create_dir(lab.workspace("mine")).unwrap();
+    std::fs::write(lab.workspace("mine").join("f"), "mine").unwrap();
+    assert_eq!(lab.ask(["workspace", "create", "mine"]).code(), 125);
+    assert_eq!(lab.run(["--in", "mine", "--", "true"]).code(), 125);
+    assert_eq!(lab.ask(["workspace", "remove", "mine"]).code(), 125);
+    assert!(lab.workspace("mine").join("f").exists());
+    std::fs::remove_dir_all(lab.workspace("mine")).unwrap();
+    // A workspace that was swapped for another directory is not run in.
+    std::fs::rename(lab.workspace("a"), lab.root.join("moved")).unwrap();
+    std::fs::create_dir(lab.workspace("a")).unwrap();
+    std::fs::write(lab.workspace("a").join("f"), "mine").unwrap();
+    let ended = lab.run(["--in", "a", "--", "rm", "f"]);
+    assert_eq!(ended.code(), 125, "{}", ended.err());
+    lab.ask(["workspace", "remove", "a"]);
+    assert!(lab.workspace("a").join("f").exists());
+}
+
+fn not_removed() {
+    let lab = Lab::new();
+    lab.ask(["workspace", "create", "w"]).good();
+    lab.run(["--in", "w", "--", "sh", "-c", "echo precious > f"])
+        .good();
+    lab.ask(["workspace", "remove", "w"])
+        .refused(125, "--discard");
+    lab.gc(&[]).good();
+    lab.gc(&["--kept"]).good();
+    lab.sh(&[], "true").good();
+    assert_eq!(
+        std::fs::read(lab.workspace("w").join("f")).unwrap(),
+        b"precious\n"
+    );
+    assert_eq!(lab.ask(["rm", "w"]).code(), 125);
+    lab.ask(["workspace", "remove", "w", "--discard"]).good();
+    let row = lab.sql("SELECT state, outputs_count FROM analyses_v1 WHERE id = 'w'");
+    assert_eq!(row, [[json!("succeeded"), json!(0)]]);
+    lab.assert_nothing_left();
+    // One in which nothing ran needs no such word.
+    lab.ask(["workspace", "create", "v"]).good();
+    std::fs::write(lab.workspace("v").join("f"), "x").unwrap();
+    lab.ask(["workspace", "remove", "v"]).good();
+    lab.assert_nothing_left();
+}
+
+fn run_twice() {
+    let lab = Lab::new();
+    lab.ask(["workspace", "create", "w"]).good();
+    lab.run(["--in", "w", "--", "sh", "-c", "echo 1 > one"])
+        .good();
+    let second = ["--in", "w", "--replace", "--", "sh", "-c", "rm one"];
+    // Neither before the commit nor after it: what the first left would be mixed with the second's.
+    lab.run(second).refused(125, "post-process");
+    assert!(lab.workspace("w").join("one").exists());
+    lab.ask(["post-process", "w"]).good();
+    lab.run(second).refused(125, "workspace remove");
+    assert!(lab.workspace("w").join("one").exists());
+    lab.ask(["workspace", "remove", "w"]).good();
+    // A new workspace under the same id is a new attempt, on request.
+    lab.ask(["workspace", "create", "w"]).good();
+    lab.run(["--in", "w", "--", "true"])
+        .refused(125, "--replace");
+    lab.run(["--in", "w", "--replace", "--", "sh", "-c", "echo 2 > two"])
+        .good();
+    lab.ask(["post-process", "w"]).good();
+    assert_eq!(lab.ask(["outputs", "w", "two", "-o", "-"]).good(), "2\n");
+    assert_eq!(lab.ask(["outputs", "w@1", "one", "-o", "-"]).good(), "1\n");
+    lab.ask(["workspace", "remove", "w"]).good();
+    lab.assert_nothing_left();
+}
+
+fn hostile() {
+    let lab = Lab::new();
+    lab.ask(["workspace", "create", "w"]).good();
+    // The user may put links there; they are no more followed than the program's.
+    std::os::unix::fs::symlink("/etc/passwd", lab.workspace("w").join("passwd")).unwrap();
+    let script = "ln -s / root; mkfifo pipe; echo x > good; mkdir c; echo y > c/f; chmod 0 c c/f good; printf z > \"$(printf 'a\\033b')\"";
+    lab.run(["--in", "w", "--", "sh", "-c", script]).good();
+    let done = lab.ask(["post-process", "w", "--json"]);
+    assert_eq!(done.code(), 0, "{}", done.err());
+    let document = done.document();
+    let outputs = document["outputs"].as_array().unwrap();
+    let paths: Vec<&str> = outputs
+        .iter()
+        .map(|o| o["path"].as_str().unwrap())
+        .collect();
+    assert_eq!(paths, ["a\u{1b}b", "c/f", "good"], "{document}");
+    assert_eq!(
+        document["collection"]["remark_counts"]["symlink"], 2,
+        "{document}"
+    );
+    assert_eq!(document["collection"]["remark_counts"]["fifo"], 1);
+    lab.ask(["workspace", "remove", "w"]).good();
+    lab.assert_nothing_left();
+}
+
+fn handed_in() {
+    let lab = Lab::new();
+    let result = lab.write("project/answer.json", "{\"answer\": 42}");
+    lab.write("project/out/plot.svg", "<svg/>");
+    lab.write("project/out/deep/x", "x");
+    lab.ask(["record", "r", "--result", "answer.json", "--dir", "out"])
+        .good();
+    let row = lab.sql("SELECT state, reason, isolation_level, result ->> 'answer', outputs_count FROM analyses_v1");
+    assert_eq!(
+        row,
+        [[
+            json!("succeeded"),
+            json!("recorded"),
+            json!("none"),
+            json!(42),
+            json!(3)
+        ]]
+    );
+    assert_eq!(
+        lab.ask(["outputs", "r", "result.json", "-o", "-"]).good(),
+        "{\"answer\": 42}"
+    );
+    assert_eq!(lab.ask(["outputs", "r", "deep/x", "-o", "-"]).good(), "x");
+    let shown = lab.ask(["show", "r"]).good();
+    assert!(shown.contains("without a sandbox"), "{shown}");
+    // The files stay where they are, and are the user's.
+    assert!(result.exists());
+    std::fs::write(lab.path("project/out/deep/x"), "changed").unwrap();
+    lab.ask(["verify"]).good();
+    // An id is recorded again only on request, and a run cannot pass for one.
+    lab.ask(["record", "r", "--result", "answer.json"])
+        .refused(125, "--replace");
+    lab.ask([
+        "record",
+        "r",
+        "--result",
+        "answer.json",
+        "--replace",
+        "--status",
+        "failed",
+    ]);
+    assert_eq!(lab.sql_one("SELECT state FROM analyses_v1"), "failed");
+    lab.ask(["record", "e", "--dir", "out", "--expect", "*.csv"])
+        .refused(120, "*.csv");
+    assert_eq!(lab.ask(["record", "x"]).code(), 125, "nothing to record");
+    assert_eq!(lab.ask(["record", "x", "--dir", "nowhere"]).code(), 125);
+    assert_eq!(lab.ask(["record", "x", "--result", "nowhere"]).code(), 125);
+    assert_eq!(
+        lab.ask(["record", "x", "--dir", "out", "--db", "none"])
+            .code(),
+        125
+    );
+    lab.write("project/out/result.json", "{}");
+    assert_eq!(
+        lab.ask(["record", "x", "--dir", "out", "--result", "answer.json"])
+            .code(),
+        125,
+        "two results"
+    );
+    // What failed so left nothing that would stand in the way.
+    lab.ask(["record", "x", "--dir", "out"]).good();
+    lab.assert_nothing_left();
+}
+
+fn handed_in_hostile() {
+    let lab = Lab::new();
+    let secret = lab.write("secret", "not handed in");
+    lab.write("project/out/good", "good");
+    let out = lab.path("project/out");
+    std::os::unix::fs::symlink(&secret, out.join("link")).unwrap();
+    assert!(
+        std::process::Command::new("mkfifo")
+            .arg(out.join("pipe"))
+            .status()
+            .unwrap()
+            .success()
+    );
+    std::fs::hard_link(&secret, out.join("hard")).unwrap();
+    lab.write("project/out/closed", "closed");
+    set_mode(&out.join("closed"), 0o000);
+    let document = lab.ask_json(["record", "h", "--dir", "out", "--json"]);
+    let outputs = document["outputs"].as_array().unwrap();
+    let paths: Vec<&str> = outputs
+        .iter()
+        .map(|o| o["path"].as_str().unwrap())
+        .collect();
+    assert!(
+        paths.contains(&"good") && !paths.contains(&"link") && !paths.contains(&"hard"),
+        "{document}"
+    );
+    let counts = &document["collection"]["remark_counts"];
+    assert_eq!(
+        (
+            &counts["symlink"],
+            &counts["fifo"],
+            &counts["linked_elsewhere"]
+        ),
+        (&json!(1), &json!(1), &json!(1))
+    );
+    // It is only read: what was closed is closed still.
+    let mode =
+        std::os::unix::fs::MetadataExt::mode(&out.join("closed").metadata().unwrap()) & 0o7777;
+    assert_eq!(mode, 0, "the mode of a file that was only to be read");
+    assert!(out.join("link").symlink_metadata().unwrap().is_symlink());
+    assert_eq!(std::fs::read(&secret).unwrap(), b"not handed in");
+}
+
+fn no_record() {
+    let lab = Lab::new();
+    lab.ask(["workspace", "create", "w", "--db", "none"]).good();
+    lab.run(["--in", "w", "--db", "none", "--", "sh", "-c", "echo x > f"])
+        .good();
+    assert_eq!(std::fs::read(lab.workspace("w").join("f")).unwrap(), b"x\n");
+    lab.ask(["workspace", "remove", "w", "--db", "none"]).good();
+    assert!(!lab.home.join("fumehood.db").exists());
+    lab.assert_nothing_left();
+}

@@ -1,0 +1,213 @@
+//! Killed at every named step: one recovery ends it, in the right state, and another one changes nothing.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use analysis::fault::{self, Step};
+use rustix::process::Signal;
+
+use crate::bench::{Bench, Recovery};
+use crate::lab::{eventually, finish, processes_with};
+use crate::model::{self, Fate, Files, OBJECTS};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    (
+        "killed_at_every_step_gc_finishes_it_on_sqlite",
+        For::Everyone,
+        || {
+            at_every_step(&Bench::sqlite("steps"), Recovery::Gc);
+        },
+    ),
+    (
+        "killed_at_every_step_gc_finishes_it_on_postgres",
+        For::Everyone,
+        || {
+            at_every_step(&Bench::postgres("steps"), Recovery::Gc);
+        },
+    ),
+    (
+        "killed_at_every_step_the_next_run_finishes_it",
+        For::Everyone,
+        || {
+            at_every_step(&Bench::sqlite("steps"), Recovery::NextRun);
+        },
+    ),
+    (
+        "killed_at_every_step_post_process_finishes_it",
+        For::Everyone,
+        || {
+            at_every_step(&Bench::sqlite("steps"), Recovery::PostProcess);
+        },
+    ),
+    (
+        "a_step_that_is_not_reached_kills_nobody",
+        For::Everyone,
+        not_reached,
+    ),
+    (
+        "a_killed_recovery_is_recovered_from",
+        For::Everyone,
+        recovery_killed,
+    ),
+    (
+        "what_was_never_there_is_not_called_lost",
+        For::Everyone,
+        nothing_lost,
+    ),
+];
+
+/// Every step, and the times it is reached that matter.
+pub fn strikes() -> Vec<(Step, String)> {
+    let times = |step: &Step| match step {
+        Step::ObjectMoved => vec![
+            step.word().to_owned(),
+            format!("{}:2", step.word()),
+            format!("{}:{OBJECTS}", step.word()),
+        ],
+        _ => vec![step.word().to_owned()],
+    };
+    let each = |step: &Step| {
+        times(step)
+            .into_iter()
+            .map(|word| (*step, word))
+            .collect::<Vec<_>>()
+    };
+    Step::ALL.iter().flat_map(each).collect()
+}
+
+/// Whether one step comes before another in an attempt.
+pub fn is_before(step: Step, other: Step) -> bool {
+    let position = |step| Step::ALL.iter().position(|s| *s == step);
+    position(step) < position(other)
+}
+
+fn fate(bench: &Bench, step: Step, id: &str) -> Fate {
+    match step {
+        Step::Claimed => Fate::Unknown,
+        step if is_before(step, Step::OutcomeDurable) => {
+            Fate::Lost(model::left_in(&bench.place.workspace(id), id))
+        }
+        _ => Fate::Whole,
+    }
+}
+
+/// Runs to the strike, and shows that it was struck.
+fn strike(mut command: Command, word: &str) {
+    command.env(fault::VARIABLE, format!("{word}=kill"));
+    let ended = finish(command);
+    let killed = ended.status.signal() == Some(Signal::KILL.as_raw());
+    assert!(killed, "{word}: {} {}", ended.status, ended.err());
+}
+
+fn at_every_step(bench: &Bench, how: Recovery) {
+    let mut fates = Vec::new();
+    for (step, word) in strikes() {
+        let id = bench.id(&word.replace(':', "-"));
+        strike(bench.program(&bench.place, &id), &word);
+        eventually("its program is dead", || processes_with(&id).is_empty());
+        let fate = fate(bench, step, &id);
+        match &fate {
+            Fate::Lost(left) if !is_before(step, Step::Ended) => {
+                assert_eq!(*left, model::outputs(&id), "{word}");
+            }
+            Fate::Lost(left) => assert!(left.is_empty(), "{word}"),
+            _ => {}
+        }
+        let ended = finish(bench.recovery(&bench.place, how, &id));
+        // `post-process` ends as the run would have; the others have nothing but their own work to tell of.
+        let code = match (how, &fate) {
+            (Recovery::PostProcess, Fate::Lost(_) | Fate::Unknown) => 125,
+            _ => 0,
+        };
+        assert_eq!(ended.code(), code, "{word}: {}", ended.err());
+        fates.push((id, fate));
+        bench.check(&fates);
+    }
+    let again = match how {
+        Recovery::PostProcess => Recovery::Gc,
+        how => how,
+    };
+    bench.check_for_good(&fates, again);
+}
+
+/// The control: the strikes above hit because they were aimed, and one more object would not have moved.
+fn not_reached() {
+    let bench = Bench::sqlite("control");
+    let mut fates = Vec::new();
+    for (at, word) in [format!("object_moved:{}", OBJECTS + 1), "nowhere".into()]
+        .iter()
+        .enumerate()
+    {
+        let id = bench.id(&at.to_string());
+        let mut command = bench.program(&bench.place, &id);
+        command.env(fault::VARIABLE, format!("{word}=kill"));
+        finish(command).good();
+        fates.push((id, Fate::Whole));
+    }
+    bench.check(&fates);
+}
+
+/// The steps that somebody comes through who takes an attempt up after one of them. Each move is killed once: what has
+/// moved need not move again.
+fn steps_after(first: Step, objects: u32) -> Vec<Step> {
+    let done_by_the_runner = [
+        Step::Ended,
+        Step::LogsKept,
+        Step::WorkspaceRemoved,
+        Step::Finished,
+    ];
+    let times = |step: &Step| match step {
+        Step::ObjectMoved => objects as usize,
+        step if is_before(first, *step) && !done_by_the_runner.contains(step) => 1,
+        _ => 0,
+    };
+    let later = Step::ALL
+        .iter()
+        .filter(|step| !is_before(**step, Step::Ended));
+    later
+        .flat_map(|step| std::iter::repeat_n(*step, times(step)))
+        .collect()
+}
+
+/// Recovery goes through the same steps, and is killed at each of them, too.
+fn recovery_killed() {
+    let bench = Bench::sqlite("again");
+    let mut fates = Vec::new();
+    let firsts = [
+        (Step::Filled, 0),
+        (Step::Ended, OBJECTS),
+        (Step::OutcomeDurable, OBJECTS),
+        (Step::ObjectMoved, OBJECTS - 1),
+    ];
+    for (first, objects) in firsts {
+        let id = bench.id(first.word());
+        strike(bench.program(&bench.place, &id), first.word());
+        eventually("its program is dead", || processes_with(&id).is_empty());
+        fates.push((id.clone(), fate(&bench, first, &id)));
+        for step in steps_after(first, objects) {
+            strike(bench.recovery(&bench.place, Recovery::Gc, &id), step.word());
+        }
+        bench.recover(Recovery::Gc, &id);
+        bench.check(&fates);
+    }
+    bench.check_for_good(&fates, Recovery::Gc);
+}
+
+/// Killed before the program could make anything, an attempt has lost nothing, and its record does not say so.
+fn nothing_lost() {
+    let bench = Bench::sqlite("early");
+    let mut fates = Vec::new();
+    for step in [Step::Begun, Step::WorkspaceMade, Step::Filled] {
+        let id = bench.id(step.word());
+        strike(bench.program(&bench.place, &id), step.word());
+        fates.push((id, Fate::Lost(Files::new())));
+    }
+    bench.recover(Recovery::Gc, "");
+    bench.check(&fates);
+    let rows = bench.rows();
+    for (id, _) in &fates {
+        let remarks = rows.of("remarks", id);
+        assert!(remarks.is_empty(), "{id}: {remarks:?}");
+    }
+}
