@@ -94,10 +94,7 @@ pub fn write_ending(
     let kept = write_logs(dir, logs)
         .and(reached(Step::LogsKept))
         .and(dir.sync_record().map_err(SettleError::from));
-    let mut record = record.clone();
-    record.stdout.text.clear();
-    record.stderr.text.clear();
-    kept.and(write_lost(dir, &record))
+    kept.and(write_lost(dir, record))
 }
 
 fn write_logs(dir: &RunDir, logs: [&Captured; 2]) -> Result<(), SettleError> {
@@ -199,7 +196,7 @@ fn read_manifest(ended: &Ended<'_>) -> Result<Option<Manifest>, HomeError> {
 pub fn set_aside(ended: &Ended<'_>) -> Result<(), SettleError> {
     let aside = Artifacts::open(&ended.dir.objects())?;
     if !ended.task.memory {
-        return keep_in(ended, &aside, Transfer::Move);
+        return keep_in(ended, (&aside, &aside.hold()?), Transfer::Move);
     }
     // What does not fit dies with its memory; what does fit need not.
     let manifest: Option<Manifest> = ended.dir.get(Paper::Manifest)?;
@@ -224,7 +221,7 @@ pub(crate) fn keep_copy(ended: &Ended<'_>, ledger: &Ledger) -> Result<(), Settle
     let artifacts = ledger.artifacts()?;
     let hold = artifacts.hold()?;
     artifacts.note_user(&hold, &user(ended))?;
-    keep_in(ended, &artifacts, Transfer::Copy)
+    keep_in(ended, (&artifacts, &hold), Transfer::Copy)
 }
 
 /// On whose behalf objects are put into the store: a sweep must ask this database, and look through this home.
@@ -237,13 +234,12 @@ fn user(ended: &Ended<'_>) -> User {
 
 fn keep_in(
     ended: &Ended<'_>,
-    artifacts: &Artifacts,
+    (artifacts, hold): (&Artifacts, &Hold),
     transfer: Transfer,
 ) -> Result<(), SettleError> {
     let manifest: Option<Manifest> = ended.dir.get(Paper::Manifest)?;
     let mut manifest = manifest.ok_or(SettleError::NoOutcome)?;
-    let hold = artifacts.hold()?;
-    take_all(ended, &mut manifest, (artifacts, &hold), transfer)?;
+    take_all(ended, &mut manifest, (artifacts, hold), transfer)?;
     Ok(artifacts.make_durable().map(drop)?)
 }
 
