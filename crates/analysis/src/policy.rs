@@ -198,6 +198,10 @@ pub fn spec(
         limits,
         host_name: String::from("fumehood"),
         terminal,
+        level: sandbox::spec::Level::Full,
+        shared_memory: sandbox::spec::SharedMemory::Private,
+        purpose: sandbox::spec::Purpose::Run,
+        required: Default::default(),
         without: Default::default(),
     }
 }

@@ -35,6 +35,7 @@ mod mounts;
 mod namespaces;
 pub mod outcome;
 mod processes;
+pub mod promises;
 pub mod quota;
 mod rlimits;
 pub mod seccomp;

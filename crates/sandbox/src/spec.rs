@@ -251,6 +251,48 @@ pub enum Layer {
     Capabilities,
     Landlock,
     Seccomp,
+    /// Level `landlock`: a process out of the program's reach that all its orphans become children of.
+    Guardian,
+    /// A control group of the run's own.
+    Cgroup,
+}
+
+/// How much the host lets us build around a program (design, section 3); later ones are stronger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Level {
+    /// No namespaces: Landlock and seccomp around a program that sees the host's own tree, and a guardian beside it.
+    Landlock,
+    /// Namespaces and a root of its own, with Landlock and seccomp on top.
+    Full,
+}
+
+impl Level {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Level::Landlock => "landlock",
+            Level::Full => "full",
+        }
+    }
+}
+
+/// Which /dev/shm the program has: POSIX shared memory and semaphores live there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SharedMemory {
+    /// One of its own; at level `landlock`, where there can be none, none.
+    Private,
+    /// At level `landlock`, and only if asked for: the host's, with whatever others keep there.
+    Host,
+}
+
+/// What a launch is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Purpose {
+    Run,
+    /// Everything is built and nothing is executed: whether this host gives the level.
+    Probe,
 }
 
 /// What the program is attached to.
@@ -276,6 +318,11 @@ pub struct Spec {
     pub limits: Limits,
     pub host_name: String,
     pub terminal: Terminal,
+    pub level: Level,
+    pub shared_memory: SharedMemory,
+    pub purpose: Purpose,
+    /// The launcher stops, before anything runs, unless every one of these is in force.
+    pub required: BTreeSet<Layer>,
     /// Layers left off. For the tests that show what each layer owns; no user input reaches this.
     pub without: BTreeSet<Layer>,
 }

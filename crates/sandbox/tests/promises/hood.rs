@@ -120,6 +120,10 @@ impl Hood {
             },
             host_name: String::from("fumehood"),
             terminal: Terminal::None,
+            level: sandbox::spec::Level::Full,
+            shared_memory: sandbox::spec::SharedMemory::Private,
+            purpose: sandbox::spec::Purpose::Run,
+            required: Default::default(),
             without: BTreeSet::new(),
         };
         Hood {

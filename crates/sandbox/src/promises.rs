@@ -1,0 +1,153 @@
+//! What holds at which level, act by act: the table of SECURITY.md, which the tests and `doctor --attack` assert.
+//!
+//! At level `full` every act below is refused. At level `landlock` the program sees the host's own tree, and what
+//! Landlock cannot refuse is refused by seccomp, done by the guardian in the program's place, or not held. Each
+//! act is an attack of the same name in `attack/`.
+
+use crate::spec::Level;
+
+/// What becomes of an act.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Held {
+    /// The act fails, and ordinary programs notice nothing.
+    Yes,
+    /// The act fails because a feature is gone that ordinary programs may miss: this one.
+    ByRefusing(&'static str),
+    /// The act succeeds, or may: this is why.
+    No(&'static str),
+}
+
+impl Held {
+    pub fn is_held(self) -> bool {
+        !matches!(self, Held::No(_))
+    }
+}
+
+/// One act, the promise that it would break, and what becomes of it at level `landlock`.
+pub struct Act {
+    pub promise: &'static str,
+    /// The attack's name.
+    pub name: &'static str,
+    /// From which Landlock ABI on; the last entry that is not above the kernel's holds. The first is for ABI 1.
+    landlock: &'static [(i32, Held)],
+}
+
+const YES: &[(i32, Held)] = &[(1, Held::Yes)];
+
+const NO_PROC: Held =
+    Held::ByRefusing("/proc, but for a few files and what the first process has of its own");
+const NO_NETWORK: Held = Held::ByRefusing("internet sockets, also among its own processes");
+const NO_SOCKETS: Held = Held::ByRefusing("unix sockets other than a socketpair");
+const NO_IPC: Held = Held::ByRefusing("System V IPC and POSIX message queues");
+const NO_SHM: Held = Held::ByRefusing(
+    "/dev/shm, and with it POSIX semaphores and Python's multiprocessing, unless asked for",
+);
+const GUARDED: Held =
+    Held::ByRefusing("sigqueue, pidfd_send_signal and F_SETOWN; kill goes through the guardian");
+
+const fn act(promise: &'static str, name: &'static str, landlock: &'static [(i32, Held)]) -> Act {
+    Act {
+        promise,
+        name,
+        landlock,
+    }
+}
+
+/// Every act, in the order of the promises.
+#[rustfmt::skip]
+pub const ACTS: &[Act] = &[
+    act("P2", "write_data", YES),
+    act("P2", "write_docs", YES),
+    act("P2", "truncate_data", YES),
+    act("P2", "chmod_data", YES),
+    act("P2", "utime_data", YES),
+    act("P2", "xattr_data", &[(1, Held::ByRefusing("extended attributes, everywhere"))]),
+    act("P2", "link_data", YES),
+    act("P2", "read_project", YES),
+    act("P2", "list_project", YES),
+    act("P2", "stat_project", &[(1, Held::No("a path whose name is known can be asked for its size, owner and times"))]),
+    act("P2", "lock_data", &[(1, Held::No("advisory locks need no right to write"))]),
+    act("P3", "read_secret_file", YES),
+    act("P3", "read_host_tmp", &[(1, Held::ByRefusing("/tmp; TMPDIR names a place in the workspace"))]),
+    act("P4", "write_site", YES),
+    act("P4", "write_api_py", YES),
+    act("P4", "write_system", YES),
+    act("P4", "write_other_workspace", YES),
+    act("P4", "write_host_tmp", &[(1, Held::ByRefusing("/tmp; TMPDIR names a place in the workspace"))]),
+    act("P4", "write_host_shm", &[(1, NO_SHM)]),
+    act("P6", "postgres_tcp", &[(1, NO_NETWORK)]),
+    act("P6", "postgres_socket", &[(1, NO_SOCKETS)]),
+    act("P6", "postgres_abstract", &[(1, NO_SOCKETS)]),
+    act("P6", "unix_datagram", &[(1, NO_SOCKETS)]),
+    act("P6", "tcp_fast_open", &[(1, NO_NETWORK)]),
+    act("P6", "udp", &[(1, NO_NETWORK)]),
+    act("P6", "dns", &[(1, NO_NETWORK)]),
+    act("P6", "vsock", YES),
+    act("P6", "packet", YES),
+    act("P6", "netlink", &[(1, Held::ByRefusing("netlink, so no list of network interfaces"))]),
+    act("P6", "inherited_descriptor", YES),
+    act("P6", "secret_environment", YES),
+    act("P7", "signal_others", &[(1, GUARDED), (6, Held::Yes)]),
+    act("P7", "signal_guardian", &[(1, GUARDED), (6, Held::Yes)]),
+    act("P7", "signal_by_descriptor", &[(1, GUARDED), (6, Held::Yes)]),
+    act("P7", "ptrace_others", YES),
+    act("P7", "proc_of_others", &[(1, NO_PROC)]),
+    act("P7", "init_memory", YES),
+    act("P7", "limits_of_others", &[(1, Held::ByRefusing("prlimit, affinity and priority of any process but the caller"))]),
+    act("P7", "system_v_ipc", &[(1, NO_IPC)]),
+    act("P7", "message_queue", &[(1, NO_IPC)]),
+    act("P8", "set_user_id", YES),
+    act("P8", "set_user_id_file", YES),
+    act("P8", "user_namespace", YES),
+    act("P8", "mount", YES),
+    act("P8", "io_uring", YES),
+    act("P8", "bpf", YES),
+    act("P8", "perf", YES),
+    act("P8", "keyring", YES),
+    act("P8", "userfaultfd", YES),
+    act("P8", "foreign_abi", YES),
+    act("P9", "terminal_injection", YES),
+    act("P10", "fork_bomb", YES),
+    act("P10", "memory_bomb", YES),
+    act("P10", "disk_bomb", YES),
+    act("P10", "file_bomb", YES),
+    act("P10", "log_bomb", YES),
+    act("P11", "daemon_outlives_timeout", YES),
+    act("P12", "daemon_outlives_runner", YES),
+    act("P13", "symlink_farm", YES),
+];
+
+/// What becomes of an act at a level, on a kernel with this Landlock ABI.
+pub fn held(act: &Act, level: Level, landlock_abi: i32) -> Held {
+    match level {
+        Level::Full => Held::Yes,
+        Level::Landlock => {
+            let rows = act.landlock.iter().rev();
+            let mut fitting = rows.filter(|(from, _)| *from <= landlock_abi.max(1));
+            fitting.next().map_or(Held::Yes, |(_, held)| *held)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_act_has_a_name_of_its_own_and_an_answer_for_abi_1() {
+        for (n, act) in ACTS.iter().enumerate() {
+            assert!(ACTS[..n].iter().all(|other| other.name != act.name));
+            assert_eq!(act.landlock.first().map(|(from, _)| *from), Some(1));
+            assert!(act.landlock.is_sorted_by_key(|(from, _)| *from));
+        }
+    }
+
+    #[test]
+    fn the_row_of_the_kernel_decides() {
+        let signal = ACTS.iter().find(|a| a.name == "signal_others");
+        let at = |abi| signal.map(|act| held(act, Level::Landlock, abi));
+        assert_eq!(at(5), Some(GUARDED));
+        assert_eq!(at(6), Some(Held::Yes));
+        assert_eq!(at(9), Some(Held::Yes));
+    }
+}
