@@ -10,14 +10,14 @@ use std::path::Path;
 use sandbox::cgroup::{self, Group};
 use sandbox::outcome::Outcome;
 use sandbox::quota::{self, ProjectQuota, QuotaError};
-use sandbox::spec::{Enforcement, Identity, Layer, Limits, WorkspaceKind};
+use sandbox::spec::{Enforcement, Identity, Layer, Level, Limits, WorkspaceKind};
 
 use crate::collect::{self, Put};
 use crate::fault::{self, Step};
 use crate::home::{self, HomeError};
 use crate::lease::Lease;
 use crate::ledger::Ledger;
-use crate::limits::{self, Storage, error_chain};
+use crate::limits::{self, Ground, Storage, error_chain};
 use crate::logs::Captured;
 use crate::pipeline::{PipelineError, Place, Surroundings};
 use crate::policy::Plan;
@@ -46,7 +46,10 @@ pub(crate) struct Attempt {
 /// How the sandboxed part went.
 pub(crate) struct Ran {
     pub outcome: Outcome,
+    pub level: Level,
     pub layers: Vec<(Layer, String)>,
+    /// What was weaker than it might be, in words.
+    pub notices: Vec<String>,
     pub stdout: Captured,
     pub stderr: Captured,
     pub started_ms: u64,
@@ -54,6 +57,16 @@ pub(crate) struct Ran {
     pub pids_denied: u64,
     /// A workspace that lived in memory.
     pub memory: Option<OwnedFd>,
+}
+
+impl Ran {
+    pub fn landlock_abi(&self) -> Option<i32> {
+        let in_force = self
+            .layers
+            .iter()
+            .any(|(layer, _)| *layer == Layer::Landlock);
+        in_force.then(sandbox::probe::landlock_abi)
+    }
 }
 
 impl Attempt {
@@ -253,24 +266,35 @@ impl Attempt {
         Ok(self.quota.is_some())
     }
 
-    pub fn make_group(
-        &mut self,
-        request: &Request,
-        limits: &Limits,
-        storage: Storage,
-    ) -> Result<Vec<Enforcement>, PipelineError> {
+    pub fn make_group(&mut self, request: &Request, limits: &Limits) -> Result<(), PipelineError> {
         let host = cgroup::discover();
         self.record.cgroups = cgroup::paths_to_be(&host, request.id.as_str());
         self.save()?;
         let limits_of_group = limits::group_limits(limits);
         self.group = Group::create(&host, request.id.as_str(), &limits_of_group)
             .map_err(|e| error_chain(&e));
+        Ok(())
+    }
+
+    /// Who holds each limit at that level. Stops the run if one that was asked for would not be held.
+    pub fn enforcement(
+        &self,
+        request: &Request,
+        limits: &Limits,
+        storage: Storage,
+        level: Level,
+    ) -> Result<Vec<Enforcement>, PipelineError> {
         let group = self.group.as_ref().map_err(Clone::clone);
+        let ground = Ground {
+            level,
+            leased: self.lease.is_some(),
+            storage,
+        };
         Ok(limits::enforcement(
             &request.limits,
             limits,
             group,
-            storage,
+            ground,
             &request.allow_degraded,
         )?)
     }
@@ -369,6 +393,8 @@ fn made_from(request: &Request, plan: &Plan, puts: &[Put]) -> Provenance {
             )
         })
         .collect();
+    let set = plan.runtime.env.iter().chain(&request.env);
+    let inside_env: Vec<_> = set.cloned().collect();
     provenance::gather(&provenance::Facts {
         argv: &plan.argv,
         script,
@@ -376,8 +402,8 @@ fn made_from(request: &Request, plan: &Plan, puts: &[Put]) -> Provenance {
         env: &request.env,
         secret_names: &request.secret_env,
         program: &plan.program,
-        prefixes: plan.runtime_prefix.as_slice(),
-        inside_env: &plan.env,
+        prefixes: plan.runtime.prefixes.get(..1).unwrap_or_default(),
+        inside_env: &inside_env,
         project: &plan.project,
         data: shown_at("data"),
         docs: shown_at("docs"),

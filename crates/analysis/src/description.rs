@@ -12,7 +12,7 @@ use crate::logs::Captured;
 use crate::pipeline::{PipelineError, unix_ms};
 use crate::policy::Plan;
 use crate::record::{self, Commit, CommitState, Isolation, Log, Reason, Record, Status, Times};
-use crate::request::{AnalysisId, Level, Request};
+use crate::request::{AnalysisId, Request};
 use crate::run_dir::RunRecord;
 
 /// The record of a run that took place.
@@ -61,12 +61,13 @@ pub(crate) fn describe(
     record.stdout = Log::without_text(&ran.stdout);
     record.stderr = Log::without_text(&ran.stderr);
     record.isolation = Isolation {
-        level: Some(Level::Full),
+        level: Some(ran.level.into()),
+        landlock_abi: ran.landlock_abi(),
         layers: ran.layers.iter().cloned().collect(),
     };
     record.limits = record::limit_entries(enforcement);
     record.hints = guesses;
-    record.notices = plan.notices.clone();
+    record.notices = plan.notices.iter().chain(&ran.notices).cloned().collect();
     record
 }
 
@@ -137,6 +138,7 @@ fn blank(
         kept_until: None,
         isolation: Isolation {
             level: None,
+            landlock_abi: None,
             layers: Default::default(),
         },
         limits: Default::default(),
@@ -174,7 +176,7 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
             limit_bytes: limits.disk_bytes,
         }),
         shm: None,
-        runtime: plan.runtime_prefix.as_deref(),
+        runtime: plan.runtime.prefixes.first().map(PathBuf::as_path),
         oom_kills: ran.outcome.usage.oom_kills,
         pids_denied: ran.pids_denied,
     };

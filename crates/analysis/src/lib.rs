@@ -12,6 +12,7 @@ pub mod description;
 pub mod fault;
 pub mod hints;
 pub mod home;
+pub mod isolation;
 pub mod lease;
 pub mod ledger;
 pub mod limits;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use sandbox::cgroup::{self, Group, GroupLimits};
-use sandbox::spec::{Enforcement, Hardness, LimitName, Limits, WorkspaceKind};
+use sandbox::spec::{Enforcement, Hardness, Level, LimitName, Limits, WorkspaceKind};
 
 use crate::request::{Asked, AskedLimits};
 
@@ -92,12 +92,38 @@ impl Storage {
     }
 }
 
+/// What a run stands on, as far as it decides who holds its limits.
+#[derive(Clone, Copy, Debug)]
+pub struct Ground {
+    pub level: Level,
+    /// The program has a uid of its own.
+    pub leased: bool,
+    pub storage: Storage,
+}
+
+impl Ground {
+    /// Who counts processes where no cgroup does.
+    fn pids(self) -> (&'static str, Hardness) {
+        match (self.level, self.leased) {
+            (Level::Full, _) => (
+                "RLIMIT_NPROC in the run's own user namespace",
+                Hardness::Hard,
+            ),
+            (Level::Landlock, true) => ("RLIMIT_NPROC of the run's own uid", Hardness::Hard),
+            (Level::Landlock, false) => (
+                "the guardian's watch over the tree, RLIMIT_NPROC over the user's processes",
+                Hardness::Watched,
+            ),
+        }
+    }
+}
+
 /// Who holds each limit, and how firmly. Stops the run if one that was asked for would not be held firmly.
 pub fn enforcement(
     asked: &AskedLimits,
     limits: &Limits,
     group: Result<&Group, String>,
-    storage: Storage,
+    ground: Ground,
     allow_degraded: &BTreeSet<LimitName>,
 ) -> Result<Vec<Enforcement>, LimitError> {
     let held = |name| group.as_ref().ok().and_then(|g| g.enforces(name));
@@ -180,8 +206,11 @@ pub fn enforcement(
     match held(LimitName::Pids) {
         Some(e) => hold(LimitName::Pids, limits.pids, &e.by, e.how_hard),
         None => {
-            let by = "RLIMIT_NPROC in the run's own user namespace";
-            hold(LimitName::Pids, limits.pids, by, Hardness::Hard);
+            let (by, how_hard) = ground.pids();
+            if how_hard == Hardness::Watched {
+                firmly(LimitName::Pids, asked.pids.explicit)?;
+            }
+            hold(LimitName::Pids, limits.pids, by, how_hard);
         }
     }
     hold(
@@ -190,7 +219,7 @@ pub fn enforcement(
         "RLIMIT_NOFILE",
         Hardness::Hard,
     );
-    let (disk_by, files_by, how_hard) = match storage {
+    let (disk_by, files_by, how_hard) = match ground.storage {
         Storage::Memory => (
             "size of the run's own tmpfs",
             "inodes of the run's own tmpfs",

@@ -15,6 +15,7 @@ use crate::copy_in::CopyError;
 use crate::description;
 use crate::fault::Step;
 use crate::home::{Home, HomeError};
+use crate::isolation::{self, Errand};
 use crate::lease::LeaseError;
 use crate::ledger::Ledger;
 use crate::limits::{self, LimitError, Storage};
@@ -45,8 +46,19 @@ pub enum PipelineError {
     Quota(#[from] QuotaError),
     #[error("open {path:?} for standard input")]
     Stdin { path: PathBuf, source: io::Error },
-    #[error("the operator requires the layer {layer}, which {why}")]
-    LayerMissing { layer: String, why: &'static str },
+    #[error(
+        "--level {} is below the floor, {}; leave the option out, or have the operator lower the floor", asked.as_str(), floor.as_str()
+    )]
+    BelowFloor {
+        asked: sandbox::spec::Level,
+        floor: crate::request::Level,
+    },
+    #[error("level full cannot be had here ({full}), and level landlock neither")]
+    NoLevel {
+        full: String,
+        #[source]
+        landlock: Box<PipelineError>,
+    },
     #[error("start the sandbox")]
     Start(#[source] RunError),
     #[error("cancelled before the start")]
@@ -172,9 +184,8 @@ pub fn run(
             home: around.home.path(),
             kept: &ledger.as_ref().map(|l| l.kept_at()).unwrap_or_default(),
         },
-        &limits,
     )?;
-    require_layers(&around.required_layers)?;
+    isolation::candidates(request)?;
     plan.notices.iter().for_each(|n| audience.notice(n));
     let reaped = reaper::reap(&around.home, ledger.as_deref_mut());
     for finished in &reaped.finished {
@@ -192,9 +203,15 @@ pub fn run(
             if storage == Storage::DiskOnTmpfs {
                 audience.notice("the workspace root is a tmpfs: disk used there is memory");
             }
-            let enforcement = attempt.make_group(request, &limits, storage)?;
-            let ran = attempt.execute(request, around, &plan, &limits, storage, audience)?;
-            Ok((enforcement, ran))
+            attempt.make_group(request, &limits)?;
+            let errand = Errand {
+                request,
+                around,
+                plan: &plan,
+                limits: &limits,
+                storage,
+            };
+            isolation::strongest(&mut attempt, &errand, audience)
         });
     let (enforcement, ran) = match ran {
         Ok(ran) => ran,
@@ -203,18 +220,6 @@ pub fn run(
     let number = attempt.number();
     let record = description::describe(request, number, &plan, &limits, &enforcement, &ran);
     Ok(attempt.end(request, around, ledger, record, ran, audience))
-}
-
-fn require_layers(required: &BTreeSet<Layer>) -> Result<(), PipelineError> {
-    let root = rustix::process::geteuid().is_root();
-    match required.contains(&Layer::LeasedUid) && !root {
-        // Every other layer is part of level `full`, and the launcher stops if one fails.
-        true => Err(PipelineError::LayerMissing {
-            layer: "leased_uid".into(),
-            why: "only root can give",
-        }),
-        false => Ok(()),
-    }
 }
 
 pub(crate) fn unix_ms() -> u64 {

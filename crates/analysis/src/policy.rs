@@ -3,11 +3,13 @@
 
 mod links;
 
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 
 use sandbox::spec::{
-    Bytes, Exec, HostPath, Identity, InsidePath, Limits, Owner, Spec, Terminal, View, WorkspaceKind,
+    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Owner, Purpose, Spec,
+    Terminal, View, WorkspaceKind,
 };
 
 use crate::copy_in::{self, CopyError};
@@ -58,7 +60,6 @@ pub enum PolicyError {
 pub struct Plan {
     pub program: PathBuf,
     pub argv: Vec<OsString>,
-    pub env: Vec<(OsString, OsString)>,
     pub views: Vec<View>,
     /// Source and name in the workspace of everything that is copied in.
     pub inputs: Vec<(PathBuf, PathBuf)>,
@@ -69,7 +70,7 @@ pub struct Plan {
     pub homes: Vec<PathBuf>,
     /// What is piped in, resolved.
     pub stdin: Option<PathBuf>,
-    pub runtime_prefix: Option<PathBuf>,
+    pub runtime: Runtime,
     pub notices: Vec<String>,
 }
 
@@ -84,7 +85,6 @@ pub fn plan(
     request: &Request,
     caller: &Caller,
     private: &Private<'_>,
-    limits: &Limits,
 ) -> Result<Plan, PolicyError> {
     let project = canonical(&request.project).map_err(|source| PolicyError::Project {
         path: request.project.clone(),
@@ -154,7 +154,6 @@ pub fn plan(
     in_mount_order(&mut views);
     Ok(Plan {
         program: runtime.program.clone(),
-        env: environment(request, &runtime, limits),
         argv,
         views,
         inputs,
@@ -162,48 +161,91 @@ pub fn plan(
         project,
         homes: caller.homes.clone(),
         stdin,
-        runtime_prefix: runtime.prefixes.first().cloned(),
-        notices: runtime.notice.into_iter().collect(),
+        notices: runtime.notice.iter().cloned().collect(),
+        runtime,
     })
+}
+
+/// What of a run is decided only when it is about to start.
+pub struct Place<'a> {
+    pub identity: Identity,
+    pub kind: WorkspaceKind,
+    pub terminal: Terminal,
+    pub level: Level,
+    pub required: &'a BTreeSet<Layer>,
 }
 
 /// The spec of one run.
 pub fn spec(
     plan: &Plan,
     request: &Request,
-    limits: Limits,
-    identity: Identity,
-    kind: WorkspaceKind,
-    terminal: Terminal,
-) -> Spec {
-    Spec {
+    limits: &Limits,
+    place: Place<'_>,
+) -> Result<Spec, PolicyError> {
+    let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
+    let views = match place.level {
+        Level::Full => plan.views.clone(),
+        Level::Landlock => where_they_are(&plan.views),
+    };
+    let env = environment(request, &plan.runtime, limits, place.level, &workspace);
+    let bytes = |text: &OsString| Bytes::from(text.as_os_str());
+    Ok(Spec {
         program: InsidePath::new(&plan.program),
-        argv: plan
-            .argv
-            .iter()
-            .map(|a| Bytes::from(a.as_os_str()))
-            .collect(),
-        env: plan
-            .env
-            .iter()
-            .map(|(k, v)| (Bytes::from(k.as_os_str()), Bytes::from(v.as_os_str())))
-            .collect(),
-        workspace: HostPath::new(crate::workspace::path_for(
-            &plan.workspace_root,
-            &request.id,
-        )),
-        workspace_kind: kind,
-        views: plan.views.clone(),
-        identity,
-        limits,
+        argv: plan.argv.iter().map(bytes).collect(),
+        env: env.iter().map(|(k, v)| (bytes(k), bytes(v))).collect(),
+        workspace: HostPath::new(workspace),
+        workspace_kind: place.kind,
+        views,
+        identity: place.identity,
+        limits: limits.clone(),
         host_name: String::from("fumehood"),
-        terminal,
-        level: sandbox::spec::Level::Full,
-        shared_memory: sandbox::spec::SharedMemory::Private,
-        purpose: sandbox::spec::Purpose::Run,
-        required: Default::default(),
+        terminal: place.terminal,
+        level: place.level,
+        shared_memory: request.shared_memory,
+        purpose: Purpose::Run,
+        required: place.required.clone(),
         without: Default::default(),
+    })
+}
+
+/// Without mounts everything is seen under its own path, once.
+fn where_they_are(views: &[View]) -> Vec<View> {
+    let mut own: Vec<View> = Vec::new();
+    for view in views {
+        let target = InsidePath::new(view.source.as_path());
+        match own.iter_mut().find(|known| known.source == view.source) {
+            Some(known) if view.exec == Exec::Allowed => known.exec = Exec::Allowed,
+            Some(_) => {}
+            None => own.push(View {
+                target,
+                ..view.clone()
+            }),
+        }
     }
+    own
+}
+
+/// Level `landlock`: the links in the workspace, by name, that stand for mounts there. Another name outside of it cannot
+/// be had, unless the host has it already.
+pub fn links(plan: &Plan, request: &Request) -> Result<Vec<(PathBuf, PathBuf)>, PolicyError> {
+    let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
+    let mut links = Vec::new();
+    for view in &plan.views {
+        let (source, target) = (view.source.as_path(), view.target.as_path());
+        match target.strip_prefix(&workspace) {
+            Ok(name) if name.components().count() == 1 => {
+                links.push((name.to_path_buf(), source.to_path_buf()));
+            }
+            Err(_) if canonical(target).is_ok_and(|real| real == source) => {}
+            _ => {
+                return Err(PolicyError::BadTarget {
+                    inside: target.to_path_buf(),
+                    why: "at level landlock a path is seen where it is, or by a name at the top of the workspace",
+                });
+            }
+        }
+    }
+    Ok(links)
 }
 
 fn canonical(path: &Path) -> std::io::Result<PathBuf> {
@@ -594,8 +636,20 @@ fn without_parents(path: &Path) -> PathBuf {
 }
 
 /// Built from nothing. What the user set comes last and wins.
-fn environment(request: &Request, runtime: &Runtime, limits: &Limits) -> Vec<(OsString, OsString)> {
-    let home = sandbox::INSIDE_HOME;
+pub(crate) fn environment(
+    request: &Request,
+    runtime: &Runtime,
+    limits: &Limits,
+    level: Level,
+    workspace: &Path,
+) -> Vec<(OsString, OsString)> {
+    // Without a /tmp of its own, what would be in it is where it is kept.
+    let tmp = match level {
+        Level::Full => PathBuf::from("/tmp"),
+        Level::Landlock => workspace.join(sandbox::HIDDEN).join("tmp"),
+    };
+    let home = tmp.join("home");
+    let (tmp, home) = (tmp.to_string_lossy(), home.to_string_lossy());
     let threads = limits.cpu_milli.div_ceil(1000).max(1).to_string();
     let mut path = OsString::new();
     for dir in &runtime.path_dirs {
@@ -605,17 +659,17 @@ fn environment(request: &Request, runtime: &Runtime, limits: &Limits) -> Vec<(Os
     path.push("/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin");
     let mut env: Vec<(OsString, OsString)> = vec![("PATH".into(), path)];
     let fixed = [
-        ("HOME", home.to_owned()),
+        ("HOME", home.to_string()),
         ("USER", "analysis".into()),
         ("LOGNAME", "analysis".into()),
         ("SHELL", "/bin/sh".into()),
-        ("TMPDIR", "/tmp".into()),
+        ("TMPDIR", tmp.to_string()),
         ("LANG", "C.UTF-8".into()),
         ("TZ", "UTC".into()),
         ("XDG_CACHE_HOME", format!("{home}/.cache")),
         ("XDG_CONFIG_HOME", format!("{home}/.config")),
         ("XDG_DATA_HOME", format!("{home}/.local/share")),
-        ("XDG_RUNTIME_DIR", "/tmp".into()),
+        ("XDG_RUNTIME_DIR", tmp.to_string()),
         ("MPLCONFIGDIR", format!("{home}/.config/matplotlib")),
         // No display is there.
         ("MPLBACKEND", "Agg".into()),

@@ -58,6 +58,8 @@ pub enum Reason {
     Disk,
     FileSize,
     Files,
+    /// More processes than allowed, where only the watch counts them.
+    Pids,
     Cancelled,
     /// Init was killed from outside before it could tell.
     InitLost,
@@ -87,6 +89,7 @@ impl Reason {
             Reason::Disk => "disk",
             Reason::FileSize => "file_size",
             Reason::Files => "files",
+            Reason::Pids => "pids",
             Reason::Cancelled => "cancelled",
             Reason::InitLost => "init_lost",
             Reason::Unkillable => "unkillable",
@@ -112,6 +115,7 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
         Some(Stop::Memory) => return (Status::OutOfMemory, Reason::MemoryWatch),
         Some(Stop::Disk) => return (Status::LimitExceeded, Reason::Disk),
         Some(Stop::Files) => return (Status::LimitExceeded, Reason::Files),
+        Some(Stop::Pids) => return (Status::LimitExceeded, Reason::Pids),
         Some(Stop::Cancelled) => return (Status::Cancelled, Reason::Cancelled),
         None => {}
     }
@@ -157,6 +161,9 @@ impl Log {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Isolation {
     pub level: Option<Level>,
+    /// The kernel's Landlock interface, where that layer was in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub landlock_abi: Option<i32>,
     /// Each layer that the launcher reported, and how it holds.
     pub layers: BTreeMap<Layer, String>,
 }

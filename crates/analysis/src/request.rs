@@ -178,6 +178,15 @@ impl Level {
     }
 }
 
+impl From<sandbox::spec::Level> for Level {
+    fn from(level: sandbox::spec::Level) -> Level {
+        match level {
+            sandbox::spec::Level::Landlock => Level::Landlock,
+            sandbox::spec::Level::Full => Level::Full,
+        }
+    }
+}
+
 /// Where standard input comes from. It is always a pipe or /dev/null inside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stdin {
@@ -250,6 +259,9 @@ pub struct Request {
     pub keep_for_ms: u64,
     /// The run stops rather than start below this.
     pub floor: Level,
+    /// Exactly this level, or none; `None`: the strongest that this host gives.
+    pub level: Option<sandbox::spec::Level>,
+    pub shared_memory: sandbox::spec::SharedMemory,
     pub allow_degraded: BTreeSet<LimitName>,
     /// From the operator's policy: if set, only paths below these may be read.
     pub readable_roots: Option<Vec<PathBuf>>,

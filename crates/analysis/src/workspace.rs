@@ -25,6 +25,8 @@ pub enum WorkspaceError {
     InUse { path: PathBuf },
     #[error("make the workspace {path:?}")]
     Make { path: PathBuf, source: io::Error },
+    #[error("make the link {name:?} in the workspace; an input of that name is in its way")]
+    Link { name: PathBuf, source: io::Error },
     #[error("remove the workspace {path:?}")]
     Remove { path: PathBuf, source: TreeError },
     #[error("take over the workspace {path:?}")]
@@ -171,6 +173,42 @@ impl Workspace {
             rustix::fs::fchown(dir, Some(uid), Some(gid))?;
         }
         Ok(())
+    }
+
+    /// Makes links in it, by name and target. An empty directory in a link's place is what an attempt with mounts left.
+    pub fn link(
+        &self,
+        links: &[(PathBuf, PathBuf)],
+        owner: Option<(u32, u32)>,
+    ) -> Result<(), WorkspaceError> {
+        use rustix::fs::AtFlags;
+        for (name, target) in links {
+            let failed = |e: rustix::io::Errno| WorkspaceError::Link {
+                name: name.clone(),
+                source: e.into(),
+            };
+            let _none_there = rustix::fs::unlinkat(&self.dir, name, AtFlags::REMOVEDIR);
+            rustix::fs::symlinkat(target, &self.dir, name).map_err(failed)?;
+            if let Some((uid, gid)) = owner {
+                let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+                let flags = AtFlags::SYMLINK_NOFOLLOW;
+                rustix::fs::chownat(&self.dir, name, Some(uid), Some(gid), flags)
+                    .map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes away those of the links that are still as they were made: they are no outputs.
+    pub fn unlink(&self, links: &[(PathBuf, PathBuf)]) {
+        for (name, target) in links {
+            let is_ours = rustix::fs::readlinkat(&self.dir, name, Vec::new())
+                .is_ok_and(|to| to.as_bytes() == target.as_os_str().as_encoded_bytes());
+            if is_ours {
+                // One that stays is listed as a link that was not taken.
+                let _stays = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::empty());
+            }
+        }
     }
 
     pub fn path(&self) -> &Path {

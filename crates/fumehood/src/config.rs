@@ -15,7 +15,7 @@ use analysis::collect::GlobError;
 use analysis::request::{
     AnalysisId, Asked, AskedLimits, BadId, Command, Level, LimitName, Request, Stdin,
 };
-use sandbox::spec::Layer;
+use sandbox::spec::{Layer, SharedMemory};
 
 use crate::cli::args::{ArgsError, RunArgs, ShellArgs};
 
@@ -158,6 +158,10 @@ pub enum ConfigError {
         "{place} is below the floor `full` in the policy {policy:?}; only the operator can lower it"
     )]
     BelowFloor { place: Place, policy: PathBuf },
+    #[error(
+        "{place} asks for the host's /dev/shm, and the policy {policy:?} does not grant it (`floor.shared_memory = \"host\"`)"
+    )]
+    HostSharedMemory { place: Place, policy: PathBuf },
 }
 
 impl Sources {
@@ -294,6 +298,8 @@ impl Merged {
             keep: self.keep(),
             keep_for_ms: self.keep_for_ms()?,
             floor: self.floor()?,
+            level: self.level(),
+            shared_memory: self.shared_memory()?,
             allow_degraded: self.allow_degraded()?,
             readable_roots: self
                 .policy
@@ -462,7 +468,33 @@ impl Merged {
         self.policy.as_ref()?.ceiling(key)
     }
 
-    /// The highest floor that anybody set; `full` if nobody did.
+    /// Exactly this level, if somebody asked for one; the pipeline holds it against the floor.
+    fn level(&self) -> Option<sandbox::spec::Level> {
+        Some(match self.last(Key::Level)?.value {
+            Value::Word("landlock") => sandbox::spec::Level::Landlock,
+            _ => sandbox::spec::Level::Full,
+        })
+    }
+
+    /// The host's /dev/shm holds what others keep there: under a policy only the operator can open it.
+    fn shared_memory(&self) -> Result<SharedMemory, ConfigError> {
+        let Some(entry) = self.last(Key::SharedMemory) else {
+            return Ok(SharedMemory::Private);
+        };
+        match (&entry.value, &self.policy) {
+            (Value::Word("host"), Some(policy)) if !policy.host_shared_memory => {
+                Err(ConfigError::HostSharedMemory {
+                    place: entry.place.clone(),
+                    policy: policy.path.clone(),
+                })
+            }
+            (Value::Word("host"), _) => Ok(SharedMemory::Host),
+            _ => Ok(SharedMemory::Private),
+        }
+    }
+
+    /// The highest floor that anybody set. Without a policy, the lowest there is: the strongest level that the host
+    /// gives is tried first in any case.
     fn floor(&self) -> Result<Level, ConfigError> {
         let level = |entry: &Entry| match entry.value {
             Value::Word("landlock") => Level::Landlock,
@@ -482,7 +514,7 @@ impl Merged {
             }
             (Some(entry), _) => Ok(level(entry)),
             (None, Some(policy)) => Ok(policy.floor),
-            (None, None) => Ok(Level::Full),
+            (None, None) => Ok(Level::Landlock),
         }
     }
 

@@ -15,6 +15,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
+use crate::deputy::{self, Deputy};
+use crate::spec::{Level, Spec};
 use crate::sys::{self, Forked, Notification};
 
 /// Calls served at one time. More get EAGAIN, as from a full backlog.
@@ -24,20 +26,38 @@ const ADDRESS_BYTES_MAX: usize = 128;
 
 pub struct Broker {
     listener: OwnedFd,
-    /// Mounts whose sockets are the run's own.
-    own_mounts: Vec<u64>,
+    duty: Duty,
     in_hand: Vec<i32>,
 }
 
+/// What is handed over, by level.
+enum Duty {
+    /// connect(), to sockets in these mounts: those are the run's own.
+    Connect(Vec<u64>),
+    /// Modes, times, lengths and signals.
+    Deputy(Deputy),
+}
+
 impl Broker {
-    pub fn new(listener: OwnedFd, own: &[BorrowedFd<'_>]) -> io::Result<Self> {
-        let own_mounts = own
-            .iter()
-            .map(|fd| mount_id(*fd))
-            .collect::<io::Result<_>>()?;
+    pub fn new(listener: OwnedFd, spec: &Spec) -> io::Result<Self> {
+        let duty = match spec.level {
+            Level::Full => {
+                let own = [
+                    spec.workspace.as_path(),
+                    "/tmp".as_ref(),
+                    "/dev/shm".as_ref(),
+                ];
+                let mounts = own.iter().map(|path| {
+                    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                    mount_id(rustix::fs::open(*path, flags, Mode::empty())?.as_fd())
+                });
+                Duty::Connect(mounts.collect::<io::Result<_>>()?)
+            }
+            Level::Landlock => Duty::Deputy(Deputy::new(spec)),
+        };
         Ok(Broker {
             listener,
-            own_mounts,
+            duty,
             in_hand: Vec::new(),
         })
     }
@@ -54,6 +74,11 @@ impl Broker {
     /// Takes one call and has it served.
     pub fn serve(&mut self) -> io::Result<()> {
         let call = sys::notification_receive(self.listener())?;
+        if deputy::is_signal(&call) {
+            // Sent here and now: it never waits, and only this process knows which children are its own.
+            let errno = errno_of(deputy::signal(&call, &self.in_hand, || self.valid(&call)));
+            return sys::notification_answer(self.listener(), call.id, errno);
+        }
         if self.in_hand.len() >= IN_HAND_MAX {
             return sys::notification_answer(self.listener(), call.id, libc::EAGAIN);
         }
@@ -63,10 +88,10 @@ impl Broker {
                 Ok(())
             }
             Forked::Child => {
-                let errno = match self.connect(&call) {
-                    Ok(()) => 0,
-                    Err(e) => e.raw_os_error().unwrap_or(libc::EACCES),
-                };
+                let errno = errno_of(match &self.duty {
+                    Duty::Connect(own_mounts) => self.connect(&call, own_mounts),
+                    Duty::Deputy(deputy) => deputy.perform(&call, || self.valid(&call)),
+                });
                 // The caller may have died meanwhile; then nobody waits for the answer.
                 let _answered = sys::notification_answer(self.listener(), call.id, errno);
                 sys::exit_now(0)
@@ -74,7 +99,12 @@ impl Broker {
         }
     }
 
-    fn connect(&self, call: &Notification) -> io::Result<()> {
+    /// The pid was the caller's all the while: nothing was read from a stranger.
+    fn valid(&self, call: &Notification) -> io::Result<()> {
+        sys::notification_valid(self.listener(), call.id)
+    }
+
+    fn connect(&self, call: &Notification, own_mounts: &[u64]) -> io::Result<()> {
         let length = call.args[2] as u32 as usize;
         if !(2..=ADDRESS_BYTES_MAX).contains(&length) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -86,8 +116,7 @@ impl Broker {
             return Err(io::Error::from_raw_os_error(libc::EFAULT));
         }
         let socket = self.socket_of(call)?;
-        // The pid was the caller's all the while: nothing above was read from a stranger.
-        sys::notification_valid(self.listener(), call.id)?;
+        self.valid(call)?;
         let family = u16::from_ne_bytes([address[0], address[1]]);
         // What counts is the socket's own family; an address of another makes the kernel refuse.
         let path_name = family == libc::AF_UNIX as u16 && length > 2 && address[2] != 0;
@@ -95,7 +124,7 @@ impl Broker {
             return sys::connect_raw(socket.as_fd(), &address);
         }
         let path = address[2..].split(|b| *b == 0).next().unwrap_or_default();
-        let target = self.own_socket(call.pid, path)?;
+        let target = own_socket(call.pid, path, own_mounts)?;
         let through = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&target));
         let mut own_address = address[..2].to_vec();
         own_address.extend_from_slice(through.as_bytes());
@@ -115,31 +144,38 @@ impl Broker {
         rustix::process::pidfd_getfd(&process, call.args[0] as i32, PidfdGetfdFlags::empty())
             .map_err(bad(libc::EBADF))
     }
+}
 
-    /// Opens the socket that a path leads to from the caller's working directory, if it is the run's own.
-    fn own_socket(&self, pid: u32, path: &[u8]) -> io::Result<OwnedFd> {
-        use std::os::unix::ffi::OsStrExt;
-        let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
-        let walk = OFlags::PATH | OFlags::CLOEXEC;
-        let here = rustix::fs::open(
-            format!("/proc/{pid}/cwd"),
-            walk | OFlags::DIRECTORY,
-            Mode::empty(),
-        )?;
-        // No magic links: `/proc/self/fd/N` would be a descriptor of ours, and lead to the host.
-        let resolve = ResolveFlags::NO_MAGICLINKS;
-        let target = rustix::fs::openat2(&here, path, walk, Mode::empty(), resolve)?;
-        if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
-            return Err(io::Error::from_raw_os_error(libc::ECONNREFUSED));
-        }
-        match self.own_mounts.contains(&mount_id(target.as_fd())?) {
-            true => Ok(target),
-            false => Err(io::Error::from_raw_os_error(libc::EACCES)),
-        }
+/// Opens the socket that a path leads to from the caller's working directory, if it is the run's own.
+fn own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<OwnedFd> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
+    let walk = OFlags::PATH | OFlags::CLOEXEC;
+    let here = rustix::fs::open(
+        format!("/proc/{pid}/cwd"),
+        walk | OFlags::DIRECTORY,
+        Mode::empty(),
+    )?;
+    // No magic links: `/proc/self/fd/N` would be a descriptor of ours, and lead to the host.
+    let resolve = ResolveFlags::NO_MAGICLINKS;
+    let target = rustix::fs::openat2(&here, path, walk, Mode::empty(), resolve)?;
+    if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
+        return Err(io::Error::from_raw_os_error(libc::ECONNREFUSED));
+    }
+    match own_mounts.contains(&mount_id(target.as_fd())?) {
+        true => Ok(target),
+        false => Err(io::Error::from_raw_os_error(libc::EACCES)),
     }
 }
 
-fn thread_group(thread: u32) -> io::Result<i32> {
+fn errno_of(done: io::Result<()>) -> i32 {
+    match done {
+        Ok(()) => 0,
+        Err(e) => e.raw_os_error().unwrap_or(libc::EACCES),
+    }
+}
+
+pub(crate) fn thread_group(thread: u32) -> io::Result<i32> {
     let status = std::fs::read_to_string(format!("/proc/{thread}/status"))?;
     status
         .lines()

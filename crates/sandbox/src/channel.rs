@@ -3,6 +3,7 @@
 //! The launcher, pid 1 and the forked child that becomes the program share one end; it is
 //! close-on-exec everywhere, so the program never holds it.
 
+use std::collections::BTreeSet;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -139,6 +140,8 @@ pub fn receive<M: DeserializeOwned>(
 pub struct Reporter {
     socket: OwnedFd,
     step: String,
+    /// Those that this process, or one that it was forked from, has reported.
+    layers: BTreeSet<Layer>,
 }
 
 /// A step that failed: its errno where the kernel gave one, and what it was working on.
@@ -186,6 +189,7 @@ impl Reporter {
         Reporter {
             socket,
             step: String::from("start"),
+            layers: BTreeSet::new(),
         }
     }
 
@@ -199,8 +203,20 @@ impl Reporter {
         self.tell(&Report::Step(step.to_owned()), &[]);
     }
 
-    pub fn layer(&self, layer: Layer, how: &str) {
+    pub fn layer(&mut self, layer: Layer, how: &str) {
+        self.layers.insert(layer);
         self.tell(&Report::Layer(layer, how.to_owned()), &[]);
+    }
+
+    /// The operator's floor: what has not been reported by now is not in force.
+    pub fn require(&self, required: &BTreeSet<Layer>) -> Result<(), StepError> {
+        match required.difference(&self.layers).next() {
+            None => Ok(()),
+            Some(missing) => Err(StepError::new(format!(
+                "the operator's policy requires the layer {}, which is not in force here",
+                missing.as_str()
+            ))),
+        }
     }
 
     pub fn tell(&self, report: &Report, descriptors: &[BorrowedFd<'_>]) {

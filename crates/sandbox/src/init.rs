@@ -1,28 +1,34 @@
-//! Pid 1 of the sandbox: reaps, keeps every deadline itself, watches the limits, serves connect(), dies last.
+//! Pid 1 of the sandbox, or at level `landlock` the guardian: reaps, keeps every deadline itself, watches the limits,
+//! serves the calls that seccomp hands over, dies last.
 //!
 //! It depends on the runner for nothing: a runner that is stopped suspends no limit, and one that is gone
 //! ends the run. It tells how the program ended over a socket that the program never holds, and it is
 //! beyond the program's reach: not dumpable, in a user namespace above, immune to signals from inside.
+//!
+//! Pid 1 leaves, and the kernel kills whatever there is. The guardian cannot leave before it has no child left: being
+//! the subreaper, it then has no descendant either, which is what proves that all are dead.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, WaitOptions};
+use rustix::process::WaitOptions;
 
 use crate::broker::Broker;
 use crate::channel::{self, Order, Report, Reporter, Wait};
-use crate::launch::Plan;
+use crate::launch::{self, Plan};
 use crate::outcome::{Exit, Stop, Usage};
-use crate::spec::{Layer, Limits};
+use crate::processes::{self, Realm};
+use crate::spec::{Layer, Limits, Spec};
 use crate::sys;
-use crate::watch::{TICK, Watching};
+use crate::watch::{Seen, TICK, Watching};
 
 /// After SIGKILL to all, how long init waits for the last to be reaped before it leaves itself, upon
 /// which the kernel kills and reaps whatever there is.
 const REAP_AT_MOST: Duration = Duration::from_millis(150);
+/// Families that are still there after so many rounds are growing.
+const SWEEPS_BEFORE_FORBIDDING: u32 = 3;
 /// The last measuring of a large tree.
 const LAST_LOOK_AT_MOST: Duration = Duration::from_secs(10);
 /// CPU use is looked at over this long to tell idleness.
@@ -35,25 +41,28 @@ pub struct Init {
     stop: Option<Stop>,
     kill_at: Option<Instant>,
     killed: bool,
+    sweeps: u32,
     start: Instant,
     active_at: Instant,
     /// CPU time at the last sample for idleness, and when that was.
     sampled: (u64, Instant),
-    watch: Watching,
+    /// `None` where nothing is executed.
+    watch: Option<Watching>,
     broker: Option<Broker>,
     /// The child's end of this brings the listener, once.
     from_child: Option<OwnedFd>,
+    /// Holds what the program's rule for its own directory in /proc rests on.
+    _own_proc: Option<OwnedFd>,
     children: OwnedFd,
-    workspace_path: PathBuf,
-    all_in_one_namespace: bool,
+    spec: Spec,
+    realm: Realm,
 }
 
 impl Init {
     pub fn new(
         plan: &Plan,
         main: i32,
-        watch: Watching,
-        workspace_path: PathBuf,
+        watch: Option<Watching>,
         from_child: OwnedFd,
     ) -> io::Result<Self> {
         let spec = &plan.spec;
@@ -64,15 +73,17 @@ impl Init {
             stop: None,
             kill_at: None,
             killed: false,
+            sweeps: 0,
             start: Instant::now(),
             active_at: Instant::now(),
             sampled: (0, Instant::now()),
             watch,
             broker: None,
             from_child: spec.has(Layer::Seccomp).then_some(from_child),
+            _own_proc: None,
             children: sys::signal_fd(&[libc::SIGCHLD])?,
-            workspace_path,
-            all_in_one_namespace: spec.has(Layer::PidNamespace),
+            spec: spec.clone(),
+            realm: launch::realm(spec),
         })
     }
 
@@ -82,7 +93,7 @@ impl Init {
         while self.main_exit.is_none() || self.stop.is_some() && someone_left && !self.killed {
             self.wait(report);
             someone_left = self.reap();
-            if let Some(passed) = self.watch.passed() {
+            if let Some(passed) = self.watch.as_ref().and_then(Watching::passed) {
                 self.passed(passed);
             }
             let now = Instant::now();
@@ -106,7 +117,7 @@ impl Init {
         };
         let window = self.sampled.1.elapsed();
         if window >= IDLE_SAMPLE.min(Duration::from_millis(idle_ms)) {
-            let cpu_ms = self.watch.seen().cpu_ms;
+            let cpu_ms = self.seen().cpu_ms;
             let used = Duration::from_millis(cpu_ms.saturating_sub(self.sampled.0));
             if used * 100 > window {
                 self.active_at = Instant::now();
@@ -116,6 +127,10 @@ impl Init {
         if self.active_at.elapsed() >= Duration::from_millis(idle_ms) {
             self.begin_stop(Stop::IdleTime);
         }
+    }
+
+    fn seen(&self) -> Seen {
+        self.watch.as_ref().map(Watching::seen).unwrap_or_default()
     }
 
     /// Sleeps until something happens or the next look is due.
@@ -132,26 +147,27 @@ impl Init {
             PollFd::new(&socket, PollFlags::IN),
             PollFd::new(&self.children, PollFlags::IN),
         ];
-        let bell = self.watch.bell();
-        fds.push(PollFd::new(&bell, PollFlags::IN));
         let listener = self.broker.as_ref().map(Broker::listener);
         let third = listener.or(self.from_child.as_ref().map(AsFd::as_fd));
-        if let Some(third) = &third {
-            fds.push(PollFd::new(third, PollFlags::IN));
-        }
+        let third_at = third.as_ref().map(|fd| {
+            fds.push(PollFd::new(fd, PollFlags::IN));
+            fds.len() - 1
+        });
+        let bell = self.watch.as_ref().map(Watching::bell);
+        fds.extend(bell.as_ref().map(|bell| PollFd::new(bell, PollFlags::IN)));
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => return,
-            // An init that cannot wait cannot keep its promises: the kernel kills all when it leaves.
-            Err(_) => sys::exit_now(1),
+            // An init that cannot wait cannot keep its promises.
+            Err(_) => self.abandon(),
         }
         let ready: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
         drop(fds);
         if !ready[0].is_empty() {
             self.obey(report);
         }
-        if ready.get(3).is_some_and(|r| !r.is_empty()) {
-            self.serve_child(ready[3]);
+        if let Some(ready) = third_at.map(|at| ready[at]).filter(|r| !r.is_empty()) {
+            self.serve_child(ready);
         }
     }
 
@@ -165,9 +181,28 @@ impl Init {
                 self.kill_at = Some(Instant::now());
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-            // The runner is gone. So is the run: the kernel kills all when init leaves.
-            Ok(None) | Err(_) => sys::exit_now(0),
+            // The runner is gone. So is the run.
+            Ok(None) | Err(_) => self.abandon(),
         }
+    }
+
+    /// Nobody is left to tell anything: the kernel kills all when pid 1 leaves, the guardian does it itself.
+    fn abandon(&mut self) -> ! {
+        while self.realm == Realm::Descendants && self.reap() {
+            self.kill_all();
+            self.wait_for_deaths();
+        }
+        sys::exit_now(0)
+    }
+
+    /// Until a child has died, or for a moment: some may not be children yet.
+    fn wait_for_deaths(&self) {
+        let timeout = Timespec {
+            tv_sec: 0,
+            tv_nsec: 10_000_000,
+        };
+        let mut fds = [PollFd::new(&self.children, PollFlags::IN)];
+        let _woken = poll(&mut fds, Some(&timeout));
     }
 
     fn serve_child(&mut self, ready: PollFlags) {
@@ -184,33 +219,20 @@ impl Init {
         let Some(socket) = self.from_child.take() else {
             return;
         };
-        if let Ok(Some(((), mut fds))) = channel::receive::<()>(socket.as_fd(), Wait::No) {
+        if let Ok(Some(((), fds))) = channel::receive::<()>(socket.as_fd(), Wait::No) {
+            let mut fds = fds.into_iter();
+            // Without a broker the listener is closed and every call handed over fails: closed, not open.
             self.broker = fds
-                .pop()
-                .and_then(|listener| self.make_broker(listener).ok());
+                .next()
+                .and_then(|listener| Broker::new(listener, &self.spec).ok());
+            self._own_proc = fds.next();
         }
-    }
-
-    /// Without a broker the listener is closed and every connect() fails: closed, not open.
-    fn make_broker(&self, listener: OwnedFd) -> io::Result<Broker> {
-        let open = |path: &std::path::Path| {
-            let flags = rustix::fs::OFlags::PATH
-                | rustix::fs::OFlags::DIRECTORY
-                | rustix::fs::OFlags::CLOEXEC;
-            rustix::fs::open(path, flags, rustix::fs::Mode::empty())
-        };
-        let own = [
-            open(&self.workspace_path)?,
-            open("/tmp".as_ref())?,
-            open("/dev/shm".as_ref())?,
-        ];
-        Broker::new(listener, &[own[0].as_fd(), own[1].as_fd(), own[2].as_fd()])
     }
 
     /// Past a limit that more time would only make worse: killed at once. CPU time gets the grace.
     fn passed(&mut self, why: Stop) {
         match why {
-            Stop::Disk | Stop::Files | Stop::Memory => {
+            Stop::Disk | Stop::Files | Stop::Memory | Stop::Pids => {
                 self.stop.get_or_insert(why);
                 self.kill_all();
             }
@@ -231,20 +253,25 @@ impl Init {
     }
 
     fn signal_all(&self, signal: i32) {
-        let _none_left = if self.all_in_one_namespace {
-            sys::kill_everyone(signal)
-        } else {
-            // Only in tests without a pid namespace: "everyone" would be all of the user's processes.
-            let group =
-                Pid::from_raw(self.main).zip(rustix::process::Signal::from_named_raw(signal));
-            group.map_or(Ok(()), |(pid, signal)| {
-                rustix::process::kill_process_group(pid, signal).map_err(Into::into)
-            })
-        };
+        if self.realm == Realm::Namespace {
+            let _none_left = sys::kill_everyone(signal);
+            return;
+        }
+        for pid in processes::descendants() {
+            let Some(held) = processes::hold_descendant(pid) else {
+                continue;
+            };
+            if signal == libc::SIGKILL && self.sweeps > SWEEPS_BEFORE_FORBIDDING {
+                // Who forks faster than we look forks no more: its children inherit this.
+                let _gone = sys::forbid_forks(pid as i32);
+            }
+            let _gone = sys::signal_held(held.as_fd(), signal);
+        }
     }
 
     /// Again at every tick until the last is gone.
     fn kill_all(&mut self) {
+        self.sweeps = self.sweeps.saturating_add(1);
         self.signal_all(libc::SIGKILL);
         self.killed = true;
         self.kill_at = Some(Instant::now() + TICK);
@@ -278,26 +305,29 @@ impl Init {
         let wall_ms = self.start.elapsed().as_millis() as u64;
         let give_up = Instant::now() + REAP_AT_MOST;
         self.kill_all();
-        // What is left when init leaves is killed and reaped by the kernel.
-        while self.stop.is_none() && self.reap() && Instant::now() < give_up {
+        // What is left when pid 1 leaves is killed and reaped by the kernel. The guardian waits for the last.
+        let bounded = self.realm == Realm::Namespace;
+        while (!bounded || self.stop.is_none())
+            && self.reap()
+            && (!bounded || Instant::now() < give_up)
+        {
             self.kill_all();
-            let timeout = Timespec {
-                tv_sec: 0,
-                tv_nsec: 10_000_000,
-            };
-            let _woken = poll(
-                &mut [PollFd::new(&self.children, PollFlags::IN)],
-                Some(&timeout),
-            );
+            self.wait_for_deaths();
         }
         let seen = match self.stop {
-            None => self.watch.finish(LAST_LOOK_AT_MOST),
+            None => {
+                let watch = self.watch.as_ref();
+                watch
+                    .map(|watch| watch.finish(LAST_LOOK_AT_MOST))
+                    .unwrap_or_default()
+            }
             // Late already: whoever waits for the end of this run has been promised it.
-            Some(_) => self.watch.seen(),
+            Some(_) => self.seen(),
         };
         // Past a limit between the last two looks is past it all the same.
         let by_itself = self.stop.is_none() && matches!(self.main_exit, Some(Exit::Code(_)));
-        if let (true, Some(passed @ (Stop::Disk | Stop::Files))) = (by_itself, self.watch.passed())
+        if let (true, Some(passed @ (Stop::Disk | Stop::Files))) =
+            (by_itself, self.watch.as_ref().and_then(Watching::passed))
         {
             self.stop = Some(passed);
         }

@@ -1,32 +1,61 @@
-//! Landlock: the same reading and writing rules as the mounts give, held by a second mechanism.
+//! Landlock: which files the program may reach, by path, and the scopes of signals and abstract sockets.
 //!
-//! It owns what mounts cannot refuse: writing into a FIFO of a read-only view, signals to processes outside its
-//! domain and, from ABI 9 on, connecting to a path-name socket there.
+//! At level `full` this is what the mounts give, held by a second mechanism. It owns there what mounts cannot refuse:
+//! writing into a FIFO of a read-only view, signals to processes outside its domain and, from ABI 9 on, connecting to
+//! a path-name socket there. At level `landlock` it is all that stands before the host's files.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 
 use landlock::{
     ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
-    RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
+    RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 
-use crate::channel::StepError;
-use crate::mounts::SYSTEM;
-use crate::spec::{Exec, Spec};
+use crate::channel::{During, StepError};
+use crate::mounts::{DEVICES, ETC, SYSTEM};
+use crate::spec::{Exec, Level, Purpose, SharedMemory, Spec, Terminal};
 
 /// The newest interface the rules below were written for.
 const NEWEST: ABI = ABI::V9;
 
-/// Restricts this process and all it will start. Needs no_new_privs. Says what holds.
-pub fn restrict(spec: &Spec) -> Result<String, StepError> {
-    let failed = |e: landlock::RulesetError| StepError::new(format!("landlock: {e}"));
+/// Files of /proc that tell of the machine and not of its processes, which libraries and interpreters read.
+const PROC: &[&str] = &[
+    "cpuinfo",
+    "filesystems",
+    "loadavg",
+    "meminfo",
+    "stat",
+    "uptime",
+    "version",
+    "sys/kernel/cap_last_cap",
+    "sys/kernel/osrelease",
+    "sys/kernel/ostype",
+    "sys/kernel/pid_max",
+    "sys/kernel/threads-max",
+    "sys/vm/max_map_count",
+    "sys/vm/overcommit_memory",
+];
+
+type Rights = BitFlags<AccessFs>;
+
+/// Restricts this process and all it will start. Needs no_new_privs. Says what holds; `None` where this kernel has no
+/// Landlock and the level does not rest on it. `own_proc` is this process's directory in /proc.
+pub fn restrict(
+    spec: &Spec,
+    own_proc: Option<BorrowedFd<'_>>,
+) -> Result<Option<String>, StepError> {
     let abi = crate::sys::landlock_abi();
     if abi == 0 {
-        return Err(StepError::new(
-            "this kernel has no Landlock, or it is not enabled (lsm= on the kernel command line)",
-        ));
+        return match spec.level {
+            Level::Full => Ok(None),
+            Level::Landlock => Err(StepError::new(
+                "this kernel has no Landlock, or it is not enabled (lsm= on the kernel command line)",
+            )),
+        };
     }
-    let mut rules = Ruleset::default()
+    let rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(NEWEST))
         .map_err(failed)?
@@ -34,46 +63,136 @@ pub fn restrict(spec: &Spec) -> Result<String, StepError> {
         .map_err(failed)?
         .create()
         .map_err(failed)?;
-    for (path, access) in allowed(spec) {
-        // A path that this host does not have needs no rule.
-        if let Ok(fd) = PathFd::new(&path) {
-            let beneath = PathBeneath::new(fd, access);
-            rules = rules.add_rule(beneath).map_err(failed)?;
-        }
-    }
+    let rules = match spec.level {
+        Level::Full => within_own_root(rules, spec)?,
+        Level::Landlock => on_the_host(rules, spec, own_proc)?,
+    };
     let status = rules.restrict_self().map_err(failed)?;
     match status.ruleset {
         RulesetStatus::NotEnforced => Err(StepError::new("landlock: the rules were not enforced")),
-        RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => Ok(format!("ABI {abi}")),
+        RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => {
+            Ok(Some(format!("ABI {abi}")))
+        }
     }
 }
 
-fn allowed(spec: &Spec) -> Vec<(std::path::PathBuf, BitFlags<AccessFs>)> {
-    let look: BitFlags<AccessFs> = AccessFs::ReadDir.into();
-    let read = AccessFs::ReadFile | AccessFs::ReadDir;
-    let run = read | AccessFs::Execute;
+fn failed(error: RulesetError) -> StepError {
+    StepError::new(format!("landlock: {error}"))
+}
+
+fn allow(
+    rules: RulesetCreated,
+    what: impl AsFd,
+    rights: Rights,
+) -> Result<RulesetCreated, StepError> {
+    rules
+        .add_rule(PathBeneath::new(what, rights))
+        .map_err(failed)
+}
+
+/// A path that this host does not have needs no rule.
+fn allow_if_there(
+    rules: RulesetCreated,
+    path: &Path,
+    rights: Rights,
+) -> Result<RulesetCreated, StepError> {
+    match PathFd::new(path) {
+        Ok(fd) => allow(rules, fd, rights),
+        Err(_) => Ok(rules),
+    }
+}
+
+fn reading() -> Rights {
+    AccessFs::ReadFile | AccessFs::ReadDir
+}
+
+fn running() -> Rights {
+    reading() | AccessFs::Execute
+}
+
+fn using_devices() -> Rights {
+    reading() | AccessFs::WriteFile | AccessFs::IoctlDev | AccessFs::Truncate
+}
+
+fn of_view(exec: Exec) -> Rights {
+    match exec {
+        Exec::Allowed => running(),
+        Exec::Refused => reading(),
+    }
+}
+
+/// In a root of the run's own everything that stands there may be seen.
+fn within_own_root(mut rules: RulesetCreated, spec: &Spec) -> Result<RulesetCreated, StepError> {
     let all = AccessFs::from_all(NEWEST);
-    let device = read | AccessFs::WriteFile | AccessFs::IoctlDev | AccessFs::Truncate;
-    let mut list: Vec<(std::path::PathBuf, BitFlags<AccessFs>)> = vec![
+    let list = [
         // So that `ls /` works; everything that stands there may be listed.
-        ("/".into(), look),
-        ("/etc".into(), read),
-        ("/proc".into(), read),
+        (Path::new("/"), AccessFs::ReadDir.into()),
+        (Path::new("/etc"), reading()),
+        (Path::new("/proc"), reading()),
         // /dev itself cannot be written: it is on the read-only root.
-        ("/dev".into(), device),
-        ("/dev/shm".into(), all),
-        ("/tmp".into(), all),
-        (spec.workspace.to_path_buf(), all),
+        (Path::new("/dev"), using_devices()),
+        (Path::new("/dev/shm"), all),
+        (Path::new("/tmp"), all),
+        (spec.workspace.as_path(), all),
     ];
+    for (path, rights) in list {
+        rules = allow_if_there(rules, path, rights)?;
+    }
     for system in SYSTEM {
-        list.push((Path::new(system).into(), run));
+        rules = allow_if_there(rules, Path::new(system), running())?;
     }
     for view in &spec.views {
-        let access = match view.exec {
-            Exec::Allowed => run,
-            Exec::Refused => read,
-        };
-        list.push((view.target.to_path_buf(), access));
+        rules = allow_if_there(rules, view.target.as_path(), of_view(view.exec))?;
     }
-    list
+    Ok(rules)
+}
+
+/// On the host only what is named: a rule for a directory is one for everything below it, so there is none for `/`.
+fn on_the_host(
+    mut rules: RulesetCreated,
+    spec: &Spec,
+    own_proc: Option<BorrowedFd<'_>>,
+) -> Result<RulesetCreated, StepError> {
+    let all = AccessFs::from_all(NEWEST);
+    for system in SYSTEM {
+        rules = allow_if_there(rules, Path::new(system), running())?;
+    }
+    for (name, _reason) in ETC {
+        rules = allow_if_there(rules, &Path::new("/etc").join(name), reading())?;
+    }
+    for name in DEVICES {
+        rules = allow_if_there(rules, &Path::new("/dev").join(name), using_devices())?;
+    }
+    for name in PROC {
+        rules = allow_if_there(
+            rules,
+            &Path::new("/proc").join(name),
+            AccessFs::ReadFile.into(),
+        )?;
+    }
+    if let Some(own) = own_proc {
+        rules = allow(rules, own, reading())?;
+    }
+    if matches!(spec.terminal, Terminal::Own { .. }) {
+        rules = allow_if_there(rules, Path::new("/dev/tty"), using_devices())?;
+    }
+    if spec.shared_memory == SharedMemory::Host {
+        rules = allow_if_there(rules, Path::new("/dev/shm"), all)?;
+    }
+    for view in &spec.views {
+        let what = open_plainly(view.source.as_path())?;
+        rules = allow(rules, what, of_view(view.exec))?;
+    }
+    if spec.purpose == Purpose::Run {
+        rules = allow(rules, open_plainly(spec.workspace.as_path())?, all)?;
+    }
+    Ok(rules)
+}
+
+/// The path was resolved when the run was planned: a link that stands there now is somebody's trick.
+fn open_plainly(path: &Path) -> Result<std::os::fd::OwnedFd, StepError> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve)
+        .during(|| format!("open {}", path.display()))
 }

@@ -6,6 +6,9 @@
 //! 2. *pid 1* builds the new root, gives up its privilege, and goes on in `init.rs`;
 //! 3. the *child* confines itself step by step and becomes the program.
 //!
+//! At level `landlock` there are no namespaces to enter and no root to build: the second process is the *guardian*,
+//! which stands where pid 1 stands and does the same work for its descendants.
+//!
 //! Each step is announced to the runner before it is tried, so that a failure names its step.
 
 use std::ffi::CString;
@@ -20,11 +23,13 @@ use crate::cgroup::CpuUnit;
 use crate::channel::{self, During, Order, Report, Reporter, StepError, Wait};
 use crate::init::Init;
 use crate::mounts;
-use crate::namespaces;
-use crate::seccomp::{self, Affinity, Connect, Fallocate};
-use crate::spec::{Bytes, Hardness, Layer, Spec, Terminal, WorkspaceKind};
+use crate::namespaces::{self, Bounding};
+use crate::processes::Realm;
+use crate::seccomp::{self, Affinity, Connect, Fallocate, Ground};
+use crate::spec::{Bytes, Hardness, Layer, Level, Purpose, Spec, Terminal, WorkspaceKind};
 use crate::sys::{self, Forked, Listener, Parentage};
-use crate::watch::{Watch, Watching};
+use crate::views;
+use crate::watch::{Watch, Watched, Watching};
 use crate::{landlock, rlimits};
 
 /// The word after the program's name that makes it the launcher.
@@ -39,6 +44,8 @@ pub struct Plan {
     pub cpu_counter: Option<CpuUnit>,
     /// Watched: no cgroup holds it, so init sums it up.
     pub memory: Hardness,
+    /// Watched: neither a cgroup nor a user namespace holds it, so init counts.
+    pub pids: Hardness,
     /// As many CPUs as were granted, so that programs which count them count right.
     pub pin_to_cpus: usize,
     /// Where no cgroup limits the CPUs, the pinning does, and cannot be undone from inside.
@@ -91,18 +98,34 @@ fn launch(report: &mut Reporter) -> Result<(), StepError> {
     die_with_parent()?;
     rustix::process::umask(Mode::from_raw_mode(0o022));
     let (plan, handed) = receive_plan(report)?;
-    report.step("map the owners of the views");
-    // Before the namespaces: only the host's root may write these maps.
-    let owner_maps = namespaces::owner_maps(&plan.spec)?;
-    namespaces::enter(&plan.spec, report)?;
-    report.step("start pid 1");
+    match plan.spec.level {
+        Level::Full => {
+            report.step("map the owners of the views");
+            // Before the namespaces: only the host's root may write these maps.
+            let owner_maps = namespaces::owner_maps(&plan.spec)?;
+            namespaces::enter(&plan.spec, report)?;
+            report.step("start pid 1");
+            leave_to(report, |report| be_init(plan, handed, owner_maps, report))
+        }
+        Level::Landlock => {
+            report.step("start the guardian");
+            leave_to(report, |report| be_guardian(plan, handed, report))
+        }
+    }
+}
+
+/// Starts the process that stays with the program, as the runner's own child.
+fn leave_to(
+    report: &mut Reporter,
+    be: impl FnOnce(&mut Reporter) -> Result<(), StepError>,
+) -> Result<(), StepError> {
     match sys::fork(Parentage::Sibling).during(|| "clone".into())? {
         Forked::Parent { child } => {
             report.tell(&Report::Init { pid: child }, &[]);
             Ok(())
         }
         Forked::Child => {
-            if let Err(error) = be_init(plan, handed, owner_maps, report) {
+            if let Err(error) = be(report) {
                 report.failed(error);
             }
             sys::exit_now(125)
@@ -138,9 +161,9 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
         stdin: plan.stdin.then(&mut next).transpose()?,
         stdout: next()?,
         stderr: next()?,
-        workspace: match plan.spec.workspace_kind {
-            WorkspaceKind::Disk => Some(next()?),
-            WorkspaceKind::Memory => None,
+        workspace: match (plan.spec.workspace_kind, plan.spec.purpose) {
+            (WorkspaceKind::Disk, Purpose::Run) => Some(next()?),
+            _ => None,
         },
         cpu_counter: plan.cpu_counter.map(|_| next()).transpose()?,
         attach: (0..plan.attach_files)
@@ -165,6 +188,11 @@ fn be_init(
     rustix::process::setsid().during(|| "setsid".into())?;
     // A signal from inside could only be one with a handler; there is none, and all are blocked.
     sys::block_signals(None).during(|| "block signals".into())?;
+    if realm(spec) == Realm::Descendants {
+        // Only in tests without a pid namespace.
+        rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
+            .during(|| "become the parent of orphans".into())?;
+    }
 
     // As the builder (root, or master of the outer user namespace): the new root, while paths of the host can still be
     // opened and mounts still be made.
@@ -200,20 +228,89 @@ fn be_init(
     // From here on nothing needs the host's root. Credentials change, so what they clear is set again.
     namespaces::become_leased(spec, report)?;
     die_with_parent()?;
+    let inside = Inside {
+        workspace: Some(root.workspace),
+        proc_writable: Some(root.proc_writable),
+    };
+    start_program(&plan, handed, inside, report)
+}
+
+/// The guardian: everyone the program leaves behind becomes its child, and it stays until none is left. It has the
+/// program's uid, so that it can look into its processes, and is in no Landlock domain, so that
+/// nothing in the program's can signal or trace it.
+fn be_guardian(plan: Plan, mut handed: Handed, report: &mut Reporter) -> Result<(), StepError> {
+    let spec = &plan.spec;
+    report.step("set up the guardian");
+    rustix::process::setsid().during(|| "setsid".into())?;
+    sys::block_signals(None).during(|| "block signals".into())?;
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
+        .during(|| "become the parent of orphans".into())?;
+    namespaces::become_leased(spec, report)?;
+    namespaces::drop_capabilities(Bounding::of(spec))?;
+    let workspace = handed.workspace.take();
+    if let Some(workspace) = &workspace {
+        report.step("look at the workspace");
+        is_still_there(workspace.as_fd(), spec)?;
+    }
+    if spec.is_leased() {
+        report.step("look at the read-only views");
+        views::check_readable(spec)?;
+    }
+    report.layer(
+        Layer::Guardian,
+        "out of the program's reach; orphans become its children, and it leaves last",
+    );
+    let inside = Inside {
+        workspace,
+        proc_writable: None,
+    };
+    start_program(&plan, handed, inside, report)
+}
+
+/// Whether the workspace's path leads to the directory that the runner holds.
+fn is_still_there(held: BorrowedFd<'_>, spec: &Spec) -> Result<(), StepError> {
+    let path = spec.workspace.as_path();
+    let what = || format!("look at {}", path.display());
+    let found = rustix::fs::lstat(path).during(what)?;
+    let held = rustix::fs::fstat(held).during(what)?;
+    match (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino) {
+        true => Ok(()),
+        false => Err(StepError::new(format!(
+            "{} is another directory now",
+            path.display()
+        ))),
+    }
+}
+
+/// What the process beside the program holds of the inside.
+struct Inside {
+    /// `None` where nothing is executed.
+    workspace: Option<OwnedFd>,
+    /// See [`mounts::NewRoot`]; the host's /proc needs none.
+    proc_writable: Option<OwnedFd>,
+}
+
+/// The last steps of pid 1 and the guardian alike: the watch, the child, and then to stay.
+fn start_program(
+    plan: &Plan,
+    mut handed: Handed,
+    inside: Inside,
+    report: &mut Reporter,
+) -> Result<(), StepError> {
+    let spec = &plan.spec;
     let terminal = open_terminal(spec, report)?;
     // Not dumpable: /proc/1/mem, environ, fd and exe belong to nobody inside, and nothing can attach.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .during(|| "become undumpable".into())?;
 
     report.step("start the watch");
-    let path = spec.workspace.as_path().to_path_buf();
-    let watching = start_watch(
-        &plan,
-        root.workspace,
-        root.workspace_kind,
-        handed.cpu_counter.take(),
-    )?;
-    let proc_writable = root.proc_writable;
+    let watching = match inside.workspace {
+        Some(workspace) if spec.purpose == Purpose::Run => {
+            Some(start_watch(plan, workspace, handed.cpu_counter.take())?)
+        }
+        _ => None,
+    };
+    let proc_writable = inside.proc_writable;
 
     report.step("start the child");
     let (ours, theirs) = rustix::net::socketpair(
@@ -226,14 +323,9 @@ fn be_init(
     match sys::fork_threaded().during(|| "fork".into())? {
         Forked::Child => {
             drop(ours);
-            let error = match become_program(
-                &plan,
-                &handed,
-                proc_writable.as_fd(),
-                terminal,
-                theirs,
-                report,
-            ) {
+            let proc_writable = proc_writable.as_ref().map(AsFd::as_fd);
+            let error = match become_program(plan, &handed, proc_writable, terminal, theirs, report)
+            {
                 Err(error) => error,
                 Ok(never) => match never {},
             };
@@ -247,13 +339,21 @@ fn be_init(
             drop(handed);
             drop(proc_writable);
             if spec.has(Layer::Capabilities) {
-                namespaces::drop_capabilities()?;
+                namespaces::drop_capabilities(Bounding::of(spec))?;
             }
             rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
-            Init::new(&plan, child, watching, path, ours)
+            Init::new(plan, child, watching, ours)
                 .during(|| "set up init's watch".into())?
                 .run(report)
         }
+    }
+}
+
+/// Whose processes are the run's.
+pub fn realm(spec: &Spec) -> Realm {
+    match spec.has(Layer::PidNamespace) {
+        true => Realm::Namespace,
+        false => Realm::Descendants,
     }
 }
 
@@ -261,25 +361,24 @@ fn be_init(
 fn start_watch(
     plan: &Plan,
     workspace: OwnedFd,
-    kind: WorkspaceKind,
     cpu_counter: Option<OwnedFd>,
 ) -> Result<Watching, StepError> {
     let spec = &plan.spec;
     // It holds a directory open for every level it is down.
     let _as_many_as_allowed = rlimits::raise_open_files();
-    let memory_watched = plan.memory == Hardness::Watched;
-    let cpu_counter = cpu_counter.zip(plan.cpu_counter);
-    let path = spec.workspace.as_path();
+    let watched = Watched {
+        memory: plan.memory == Hardness::Watched,
+        pids: plan.pids == Hardness::Watched,
+    };
     let watch = Watch::new(
-        &spec.limits,
+        spec,
         workspace,
-        path,
-        kind,
-        cpu_counter,
-        memory_watched,
+        cpu_counter.zip(plan.cpu_counter),
+        watched,
+        realm(spec),
     );
     let watch = watch.during(|| "look at the workspace".into())?;
-    let watching = Watching::start(watch).during(|| "start a thread".into())?;
+    let watching = Watching::start(watch, Bounding::of(spec)).during(|| "start a thread".into())?;
     match spec.has(Layer::PidNamespace) && !seccomp::INIT.contains(&watching.thread) {
         false => Ok(watching),
         true => Err(StepError::new("the watch is not the first thread of init")),
@@ -318,7 +417,7 @@ enum Never {}
 fn become_program(
     plan: &Plan,
     handed: &Handed,
-    proc_writable: BorrowedFd<'_>,
+    proc_writable: Option<BorrowedFd<'_>>,
     terminal: Option<OwnedFd>,
     to_init: OwnedFd,
     report: &mut Reporter,
@@ -330,6 +429,9 @@ fn become_program(
     for file in &handed.attach {
         rustix::io::write(file, b"0").during(|| "write 0 to the group's file".into())?;
     }
+    if !handed.attach.is_empty() {
+        report.layer(Layer::Cgroup, "a group of the run's own");
+    }
     // Then the cgroup namespace, whose root is where the process is at this moment.
     report.step("create the cgroup namespace");
     if spec.has(Layer::CgroupNamespace) {
@@ -337,17 +439,23 @@ fn become_program(
         report.layer(Layer::CgroupNamespace, "sees its own group as the root");
     }
     // The inner user namespace comes after the last step that needs the outer one's privilege.
-    namespaces::enter_inner_user(spec, proc_writable, report)?;
+    if let Some(proc_writable) = proc_writable {
+        namespaces::enter_inner_user(spec, proc_writable, report)?;
+    }
 
     report.step("set up the streams");
     rustix::process::setsid().during(|| "setsid".into())?;
     place_streams(handed, terminal.as_ref().map(AsFd::as_fd))
         .during(|| "place descriptors 0, 1, 2".into())?;
 
-    report.step("enter the workspace");
-    rustix::process::chdir(spec.workspace.as_path()).during(|| "chdir to the workspace".into())?;
+    if spec.level == Level::Full || spec.purpose == Purpose::Run {
+        report.step("enter the workspace");
+        rustix::process::chdir(spec.workspace.as_path())
+            .during(|| "chdir to the workspace".into())?;
+    }
     rustix::process::umask(Mode::from_raw_mode(0o077));
-    sys::new_session_keyring().during(|| "leave the session keyring".into())?;
+    report.step("leave the session keyring");
+    leave_keyring(spec)?;
 
     report.step("set resource limits");
     rlimits::apply(spec)?;
@@ -355,8 +463,8 @@ fn become_program(
 
     report.step("drop capabilities");
     if spec.has(Layer::Capabilities) {
-        namespaces::drop_capabilities()?;
-        report.layer(Layer::Capabilities, "none, in any set");
+        let how = namespaces::drop_capabilities(Bounding::of(spec))?;
+        report.layer(Layer::Capabilities, how);
     }
     // Before Landlock and seccomp, which demand it of the unprivileged.
     report.step("forbid new privileges");
@@ -368,8 +476,13 @@ fn become_program(
         );
     }
     report.step("restrict with Landlock");
-    if spec.has(Layer::Landlock) {
-        let how = landlock::restrict(spec)?;
+    let own_proc = match spec.level {
+        Level::Full => None,
+        Level::Landlock => Some(own_proc()?),
+    };
+    if spec.has(Layer::Landlock)
+        && let Some(how) = landlock::restrict(spec, own_proc.as_ref().map(AsFd::as_fd))?
+    {
         report.layer(Layer::Landlock, &how);
     }
     // Everything the program needs is prepared before seccomp, which comes last: it would
@@ -389,13 +502,46 @@ fn become_program(
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
     report.step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
-        restrict_calls(plan, to_init.as_fd()).during(|| "install the filter".into())?;
-        report.layer(Layer::Seccomp, "allow-list; connect() through the broker");
+        restrict_calls(plan, to_init.as_fd(), own_proc).during(|| "install the filter".into())?;
+        report.layer(
+            Layer::Seccomp,
+            match spec.level {
+                Level::Full => "allow-list; connect() through the broker",
+                Level::Landlock => "allow-list; modes and times of files through the guardian",
+            },
+        );
     }
     drop(to_init);
+    report.step("check what is required");
+    report.require(&spec.required)?;
     sys::reset_signals().during(|| "reset signals".into())?;
     report.step("execute the program");
+    if spec.purpose == Purpose::Probe {
+        sys::exit_now(0);
+    }
     Err(sys::execve(&program, &argv, &env)).during(|| spec.program.as_path().display().to_string())
+}
+
+/// A keyring of the caller's that stays joined is of no use to a program that may make no call on keys. Container
+/// runtimes refuse those calls to us as well.
+fn leave_keyring(spec: &Spec) -> Result<(), StepError> {
+    match sys::new_session_keyring() {
+        Err(e)
+            if spec.level == Level::Landlock
+                && spec.has(Layer::Seccomp)
+                && matches!(e.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)) =>
+        {
+            Ok(())
+        }
+        other => other.during(|| "join a new one".into()),
+    }
+}
+
+/// This process's directory in /proc. A rule for it holds as long as the kernel keeps this very entry, so somebody must
+/// hold it: init does.
+fn own_proc() -> Result<OwnedFd, StepError> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::open("/proc/self", flags, Mode::empty()).during(|| "open /proc/self".into())
 }
 
 fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Result<()> {
@@ -417,7 +563,11 @@ fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Resul
     sys::place(handed.stderr.as_fd(), 2)
 }
 
-fn restrict_calls(plan: &Plan, to_init: BorrowedFd<'_>) -> io::Result<()> {
+fn restrict_calls(
+    plan: &Plan,
+    to_init: BorrowedFd<'_>,
+    own_proc: Option<OwnedFd>,
+) -> io::Result<()> {
     let options = seccomp::Options {
         fallocate: match plan.spec.workspace_kind {
             WorkspaceKind::Disk => Fallocate::Refused,
@@ -428,10 +578,18 @@ fn restrict_calls(plan: &Plan, to_init: BorrowedFd<'_>) -> io::Result<()> {
             false => Affinity::Free,
         },
         connect: Connect::Brokered,
+        ground: match plan.spec.level {
+            Level::Full => Ground::Own,
+            Level::Landlock => Ground::Shared {
+                landlock_abi: sys::landlock_abi(),
+            },
+        },
     };
     let listener = sys::seccomp_install(&seccomp::program(&options), Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
-    channel::send(to_init, &(), &[listener.as_fd()])
+    let mut fds = vec![listener.as_fd()];
+    fds.extend(own_proc.as_ref().map(AsFd::as_fd));
+    channel::send(to_init, &(), &fds)
 }
 
 /// `count` of the CPUs this process may use, from a random one on: runs side by side should not all

@@ -28,12 +28,14 @@
 mod broker;
 pub mod cgroup;
 mod channel;
+mod deputy;
 mod init;
 mod landlock;
 pub mod launch;
 mod mounts;
 mod namespaces;
 pub mod outcome;
+pub mod probe;
 mod processes;
 pub mod promises;
 pub mod quota;

@@ -32,7 +32,7 @@ pub const SYSTEM: [&str; 7] = [
 ];
 
 /// What of the host's /etc is shown, and why. Nothing here holds a credential.
-const ETC: &[(&str, &str)] = &[
+pub(crate) const ETC: &[(&str, &str)] = &[
     ("ImageMagick-6", "policy and delegates of convert"),
     ("OpenCL", "which OpenCL drivers there are"),
     (
@@ -122,7 +122,7 @@ const TERMINALS_MAX: &str = "64";
 const MASKED_PROC: [&str; 2] = ["keys", "key-users"];
 
 /// Devices that hold no state of anyone's.
-const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
+pub(crate) const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
 
 /// A host path, opened as a detached copy of its mount, restricted, waiting to be put in place.
 pub(crate) struct Piece {
@@ -137,7 +137,6 @@ pub struct NewRoot {
     /// its exec hold it. The one that the program sees is read-only.
     pub proc_writable: OwnedFd,
     pub workspace: OwnedFd,
-    pub workspace_kind: WorkspaceKind,
 }
 
 /// User namespaces by which views are shown with their owner as the program, one for each owner.
@@ -247,7 +246,6 @@ pub fn build(
     Ok(NewRoot {
         proc_writable,
         workspace: workspace_dir,
-        workspace_kind: spec.workspace_kind,
     })
 }
 

@@ -14,7 +14,7 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use crate::channel::{During, Reporter, StepError};
 use crate::mounts::{INSIDE_GID, INSIDE_UID, OwnerMaps};
-use crate::spec::{Identity, Layer, Owner, Spec};
+use crate::spec::{Identity, Layer, Level, Owner, Spec};
 use crate::sys::{self, Forked, Parentage};
 
 /// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into.
@@ -206,12 +206,34 @@ pub fn enter_inner_user(
     Ok(())
 }
 
-/// Gives up every capability for good, in every set.
-pub fn drop_capabilities() -> Result<(), StepError> {
+/// Whether the bounding set must go too. Only who has a capability over it can drop it; without it no_new_privs alone
+/// keeps file capabilities from having an effect.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Bounding {
+    Dropped,
+    DroppedIfAllowed,
+}
+
+impl Bounding {
+    /// A plain user at level `landlock` has no namespace in which it would be allowed.
+    pub fn of(spec: &Spec) -> Bounding {
+        match spec.level {
+            Level::Full => Bounding::Dropped,
+            Level::Landlock => Bounding::DroppedIfAllowed,
+        }
+    }
+}
+
+/// Gives up every capability for good, in every set. Says what holds.
+pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, StepError> {
+    let mut how = "none, in any set";
     for capability in CapabilitySet::all().iter() {
         // A capability that this kernel does not know is not there to be dropped.
         match rustix::thread::remove_capability_from_bounding_set(capability) {
             Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+            Err(rustix::io::Errno::PERM) if bounding == Bounding::DroppedIfAllowed => {
+                how = "none; the bounding set is the caller's";
+            }
             Err(e) => return Err(e).during(|| "drop the bounding set".into()),
         }
     }
@@ -222,5 +244,6 @@ pub fn drop_capabilities() -> Result<(), StepError> {
         permitted: CapabilitySet::empty(),
         inheritable: CapabilitySet::empty(),
     };
-    rustix::thread::set_capabilities(None, none).during(|| "drop capabilities".into())
+    rustix::thread::set_capabilities(None, none).during(|| "drop capabilities".into())?;
+    Ok(how)
 }

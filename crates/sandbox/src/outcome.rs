@@ -20,6 +20,7 @@ pub enum Stop {
     Memory,
     Disk,
     Files,
+    Pids,
     Cancelled,
 }
 

@@ -1,4 +1,4 @@
-//! The run's processes as its own /proc tells of them: what each wrote, used and holds.
+//! The run's processes as /proc tells of them: which they are, what each wrote, used and holds.
 //!
 //! Everything is read with a bound, and what cannot be read is said to be so: a process may make itself
 //! unreadable, lose its first thread, or be gone after a moment.
@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::io::Read;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,16 @@ const SOCKETS_EVERY: Duration = Duration::from_secs(1);
 /// Ended processes remembered for their CPU time before they are summed up.
 const REMEMBERED_MAX: usize = 50_000;
 
+/// Which processes are the run's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Realm {
+    /// All that this pid namespace has.
+    Namespace,
+    /// This process and its descendants. It is their subreaper, so that whoever loses a parent becomes its child: none
+    /// leaves the tree, and the tree is empty when this process has no child.
+    Descendants,
+}
+
 /// What to read of each process: a thousand of them are looked at ten times a second.
 #[derive(Clone, Copy)]
 pub struct Wanted {
@@ -29,8 +40,8 @@ pub struct Wanted {
 }
 
 /// What the last look at the processes gave.
-#[derive(Default)]
 pub struct Census {
+    realm: Realm,
     pub count: u64,
     pub written_bytes: u64,
     /// Some process would not be looked into.
@@ -43,11 +54,25 @@ pub struct Census {
 }
 
 impl Census {
+    pub fn new(realm: Realm) -> Self {
+        Census {
+            realm,
+            count: 0,
+            written_bytes: 0,
+            unreadable: false,
+            cpu_ms: 0,
+            memory_bytes: 0,
+            sockets: None,
+            own_time: HashMap::new(),
+            forgotten_ms: 0,
+        }
+    }
+
     pub fn take(&mut self, wanted: Wanted) {
         (self.count, self.written_bytes, self.unreadable) = (0, 0, false);
         let (mut private, mut shared, mut tree_ms) = (0, 0, 0);
         let own = std::process::id();
-        for pid in pids() {
+        for pid in pids(self.realm) {
             // Init itself counts too: what it reaped is credited to it.
             match read_written(pid) {
                 Some(bytes) => self.written_bytes += bytes,
@@ -70,7 +95,8 @@ impl Census {
             }
         }
         if wanted.memory {
-            self.memory_bytes = private + shared.max(shared_memory()) + self.socket_bytes();
+            let apart = shared_memory(self.realm);
+            self.memory_bytes = private + shared.max(apart) + self.socket_bytes();
         }
         if wanted.cpu {
             // Of children that nobody waited for only the second sum knows, of short-lived ones only the first.
@@ -81,6 +107,10 @@ impl Census {
 
     /// What waits in sockets. The kernel walks through large tables for this, so not at every look.
     fn socket_bytes(&mut self) -> u64 {
+        // Without a network namespace there are no such sockets, and the tables are the host's.
+        if self.realm == Realm::Descendants {
+            return 0;
+        }
         if self
             .sockets
             .is_none_or(|(_, at)| at.elapsed() >= SOCKETS_EVERY)
@@ -101,8 +131,123 @@ impl Census {
     }
 }
 
-pub fn pids() -> impl Iterator<Item = u32> {
-    numbers_in(Path::new("/proc"))
+/// This process and all others of the run.
+pub fn pids(realm: Realm) -> Vec<u32> {
+    match realm {
+        Realm::Namespace => numbers_in(Path::new("/proc")).collect(),
+        Realm::Descendants => {
+            let mut all = vec![std::process::id()];
+            all.extend(descendants());
+            all
+        }
+    }
+}
+
+/// The processes below this one. One that is being born may be missing: whoever must have them all asks again.
+pub fn descendants() -> Vec<u32> {
+    let mut found = Vec::new();
+    let mut pending = vec![std::process::id()];
+    while let Some(pid) = pending.pop() {
+        let Some(children) = children_of(pid) else {
+            return descendants_by_parents();
+        };
+        found.extend(&children);
+        pending.extend(children);
+    }
+    found
+}
+
+/// `None`: this kernel does not list children (CONFIG_PROC_CHILDREN).
+fn children_of(pid: u32) -> Option<Vec<u32>> {
+    let tasks = PathBuf::from(format!("/proc/{pid}/task"));
+    let mut children = Vec::new();
+    for thread in numbers_in(&tasks) {
+        let list = tasks.join(thread.to_string()).join("children");
+        match std::fs::read_to_string(&list) {
+            Ok(text) => children.extend(
+                text.split_ascii_whitespace()
+                    .filter_map(|n| n.parse::<u32>().ok()),
+            ),
+            Err(_) if pid == std::process::id() && !list.exists() => return None,
+            Err(_) => {}
+        }
+    }
+    Some(children)
+}
+
+/// The same by asking every process of the host for its parent.
+fn descendants_by_parents() -> Vec<u32> {
+    let all: Vec<(u32, u32)> = numbers_in(Path::new("/proc"))
+        .filter_map(|pid| Some((pid, relations(pid)?.parent)))
+        .collect();
+    let mut found = HashSet::from([std::process::id()]);
+    loop {
+        let before = found.len();
+        for (pid, parent) in &all {
+            if found.contains(parent) {
+                found.insert(*pid);
+            }
+        }
+        if found.len() == before {
+            break;
+        }
+    }
+    found.remove(&std::process::id());
+    found.into_iter().collect()
+}
+
+/// Whom a process belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Relations {
+    pub parent: u32,
+    pub group: u32,
+}
+
+pub fn relations(pid: u32) -> Option<Relations> {
+    let stat = read(format!("/proc/{pid}/stat"), SMALL)?;
+    // The name may hold anything; the fields follow its last parenthesis: state, parent, group.
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(1);
+    let mut next = || fields.next()?.parse().ok();
+    Some(Relations {
+        parent: next()?,
+        group: next()?,
+    })
+}
+
+/// Deeper families are nobody's; a chain that long has changed under our eyes.
+const GENERATIONS_MAX: usize = 65_536;
+
+/// Holds a process that is below this one. What is held first and found to be of the family afterwards is either that
+/// process or gone, so a signal through the descriptor reaches nobody else.
+pub fn hold_descendant(pid: u32) -> Option<OwnedFd> {
+    let number = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
+    let held = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty()).ok()?;
+    let own = std::process::id();
+    let mut at = pid;
+    for _ in 0..GENERATIONS_MAX {
+        match relations(at)?.parent {
+            parent if parent == own => return Some(held),
+            0 | 1 => return None,
+            parent => at = parent,
+        }
+    }
+    None
+}
+
+/// The processes of a user, by real uid.
+pub fn of_user(uid: u32) -> Vec<u32> {
+    let is_of = |pid: &u32| {
+        let status = read(format!("/proc/{pid}/status"), SMALL).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+        line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u32>().ok()) == Some(uid)
+    };
+    numbers_in(Path::new("/proc")).filter(is_of).collect()
+}
+
+/// The threads of a user's processes: what RLIMIT_NPROC counts.
+pub fn threads_of_user(uid: u32) -> u64 {
+    let threads = |pid: u32| numbers_in(Path::new(&format!("/proc/{pid}/task"))).count() as u64;
+    of_user(uid).into_iter().map(threads).sum()
 }
 
 fn numbers_in(dir: &Path) -> impl Iterator<Item = u32> + use<> {
@@ -190,7 +335,18 @@ fn read_memory(pid: u32) -> Option<(u64, u64)> {
 }
 
 /// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files.
-fn shared_memory() -> u64 {
+fn shared_memory(realm: Realm) -> u64 {
+    let (mut files, mut seen) = (0, HashSet::new());
+    let _within_bounds = open_files(realm, &mut |pid, fd, stat| {
+        let unlinked = stat.st_nlink == 0 && seen.insert((stat.st_dev, stat.st_ino));
+        if unlinked && is_memory_file(pid, fd) {
+            files += stat.st_blocks as u64 * 512;
+        }
+    });
+    if realm == Realm::Descendants {
+        // Neither a /dev/shm nor segments of its own.
+        return files;
+    }
     let shm = rustix::fs::statvfs("/dev/shm");
     let shm = shm.map_or(0, |s| s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize);
     let segments = read("/proc/sysvipc/shm", TABLE_BYTES_MAX).unwrap_or_default();
@@ -199,13 +355,6 @@ fn shared_memory() -> u64 {
         fields.filter_map(|f| f.parse::<u64>().ok()).sum()
     };
     let segments: u64 = segments.lines().skip(1).map(segment).sum();
-    let (mut files, mut seen) = (0, HashSet::new());
-    let _within_bounds = open_files(&mut |pid, fd, stat| {
-        let unlinked = stat.st_nlink == 0 && seen.insert((stat.st_dev, stat.st_ino));
-        if unlinked && is_memory_file(pid, fd) {
-            files += stat.st_blocks as u64 * 512;
-        }
-    });
     shm + segments + files
 }
 
@@ -230,10 +379,10 @@ fn is_memory_file(pid: u32, fd: &OsStr) -> bool {
 }
 
 /// Calls `each` for every open descriptor of the run. False when some could not be looked at.
-pub fn open_files(each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat)) -> bool {
+pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat)) -> bool {
     let mut left = DESCRIPTORS_MAX;
     let own = std::process::id();
-    for pid in pids().filter(|pid| *pid != own) {
+    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
         let listing = places(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok());
         let Some(listing) = listing else {
             if lives(pid) {
@@ -268,14 +417,17 @@ pub fn descriptors_in_flight(pid: u32, fd: &OsStr) -> bool {
 
 /// Whether some process maps a deleted file of the run's that no descriptor shows: its size cannot be asked for.
 /// Also when there are more maps than can be read between two looks.
-pub fn map_deleted_files(shown: &HashSet<u64>, workspace: &str) -> bool {
+pub fn map_deleted_files(realm: Realm, shown: &HashSet<u64>, workspace: &str) -> bool {
     let mut left = MAPS_BYTES_MAX;
     let own = std::process::id();
-    pids().filter(|pid| *pid != own).any(|pid| {
-        let maps = read_first(pid, "maps", left).unwrap_or_default();
-        left = left.saturating_sub(maps.len());
-        left == 0 || has_deleted_file(&maps, shown, workspace)
-    })
+    pids(realm)
+        .into_iter()
+        .filter(|pid| *pid != own)
+        .any(|pid| {
+            let maps = read_first(pid, "maps", left).unwrap_or_default();
+            left = left.saturating_sub(maps.len());
+            left == 0 || has_deleted_file(&maps, shown, workspace)
+        })
 }
 
 fn has_deleted_file(maps: &str, shown: &HashSet<u64>, workspace: &str) -> bool {
@@ -291,6 +443,7 @@ fn has_deleted_file(maps: &str, shown: &HashSet<u64>, workspace: &str) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -313,8 +466,27 @@ mod tests {
     #[test]
     fn this_process_is_found_alive_with_its_times() {
         let own = std::process::id();
-        assert!(lives(own) && pids().any(|pid| pid == own));
+        assert!(lives(own) && pids(Realm::Namespace).contains(&own));
+        assert!(pids(Realm::Descendants).contains(&own));
         assert!(read_times(own).is_some_and(|t| t.started > 0));
         assert!(read_memory(own).is_some_and(|(private, _)| private > 0));
+    }
+
+    #[test]
+    fn a_child_is_found_held_and_told_from_a_stranger() {
+        let mut child = std::process::Command::new("/bin/sh")
+            .args(["-c", "read line"])
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        assert!(descendants().contains(&child.id()));
+        assert!(descendants_by_parents().contains(&child.id()));
+        assert!(hold_descendant(child.id()).is_some());
+        let parent = relations(std::process::id()).unwrap().parent;
+        assert!(hold_descendant(parent).is_none() && hold_descendant(1).is_none());
+        assert!(!descendants().contains(&parent));
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert!(hold_descendant(child.id()).is_none());
     }
 }

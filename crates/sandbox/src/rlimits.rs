@@ -3,7 +3,7 @@
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::channel::{During, StepError};
-use crate::spec::{Layer, Spec, WorkspaceKind};
+use crate::spec::{Identity, Layer, Level, Spec, WorkspaceKind};
 
 /// Applied in the child after its last user namespace is entered: RLIMIT_NPROC is counted per user and
 /// namespace (since Linux 5.14), so there it counts this run's processes and nobody else's.
@@ -24,8 +24,8 @@ pub fn apply(spec: &Spec) -> Result<(), StepError> {
         (Resource::Rtprio, 0, "RLIMIT_RTPRIO"),
         (Resource::Nice, 0, "RLIMIT_NICE"),
     ];
-    if spec.has(Layer::UserNamespace) {
-        table.push((Resource::Nproc, limits.pids, "RLIMIT_NPROC"));
+    if let Some(most) = processes_max(spec) {
+        table.push((Resource::Nproc, most, "RLIMIT_NPROC"));
     }
     if spec.workspace_kind == WorkspaceKind::Disk {
         table.push((Resource::Fsize, limits.disk_bytes, "RLIMIT_FSIZE"));
@@ -38,6 +38,22 @@ pub fn apply(spec: &Spec) -> Result<(), StepError> {
         lower(resource, value).during(|| format!("set {name} to {value}"))?;
     }
     Ok(())
+}
+
+/// The guardian and its watch, and what it starts to serve a call, have the program's uid too.
+const GUARDIANS_SHARE: u64 = 8;
+
+fn processes_max(spec: &Spec) -> Option<u64> {
+    let pids = spec.limits.pids;
+    match (spec.level, spec.identity) {
+        (Level::Full, _) => spec.has(Layer::UserNamespace).then_some(pids),
+        (Level::Landlock, Identity::Leased { .. }) => Some(pids.saturating_add(GUARDIANS_SHARE)),
+        // Counted with all that the user has besides: a bound against bombs, behind which the watch counts exactly.
+        (Level::Landlock, Identity::Caller { uid, .. }) => {
+            let others = crate::processes::threads_of_user(uid);
+            Some(pids.saturating_add(others).saturating_add(GUARDIANS_SHARE))
+        }
+    }
 }
 
 /// For init itself: as many descriptors as it may have.

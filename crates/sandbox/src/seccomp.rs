@@ -10,6 +10,8 @@
 //! (seccomp_cache_prepare, since 5.11) proves that when the filter is installed, and from then on
 //! does not run the filter for that call at all.
 
+pub(crate) mod number;
+mod shared;
 mod table;
 
 pub(crate) use table::INIT;
@@ -21,6 +23,17 @@ pub struct Options {
     pub fallocate: Fallocate,
     pub affinity: Affinity,
     pub connect: Connect,
+    pub ground: Ground,
+}
+
+/// What stands between the program and the host beside this filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ground {
+    /// Namespaces of its own: paths, processes, sockets and segments are the run's.
+    Own,
+    /// The host itself, seen through Landlock of this ABI: what that does not refuse is refused here, or handed to the
+    /// holder of the listener.
+    Shared { landlock_abi: i32 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -341,11 +354,22 @@ mod tests {
         fallocate: Fallocate::Allowed,
         affinity: Affinity::Free,
         connect: Connect::Kernel,
+        ground: Ground::Own,
     };
     const TIGHT: Options = Options {
         fallocate: Fallocate::Refused,
         affinity: Affinity::Fixed,
         connect: Connect::Brokered,
+        ground: Ground::Own,
+    };
+    /// Level `landlock`, on a kernel that leaves signals and truncation to us, and on one that does not.
+    const SHARED_OLD: Options = Options {
+        ground: Ground::Shared { landlock_abi: 1 },
+        ..TIGHT
+    };
+    const SHARED: Options = Options {
+        ground: Ground::Shared { landlock_abi: 6 },
+        ..TIGHT
     };
     const ALLOW: u32 = 0x7fff_0000;
     const NOTIFY: u32 = 0x7fc0_0000;
@@ -431,6 +455,7 @@ mod tests {
                         fallocate,
                         affinity,
                         connect,
+                        ground: Ground::Own,
                     });
                 }
             }
@@ -893,17 +918,17 @@ mod tests {
             picks in any::<[prop::sample::Index; 6]>(),
             wild in any::<[u64; 6]>(),
             choose in any::<[bool; 6]>(),
-            tight in any::<bool>(),
+            which in 0_usize..4,
         ) {
             thread_local! {
-                static COMPILED: [Compiled; 2] = [OPEN, TIGHT].map(|options| {
+                static COMPILED: [Compiled; 4] = [OPEN, TIGHT, SHARED_OLD, SHARED].map(|options| {
                     let rules = table::rules(&options);
                     let values = compared_values(&rules);
                     (program(&options), rules, values)
                 });
             }
             COMPILED.with(|compiled| {
-                let (program, rules, values) = &compiled[usize::from(tight)];
+                let (program, rules, values) = &compiled[which];
                 let args = std::array::from_fn(|i| match choose[i] {
                     true => wild[i] & GARBAGE | u64::from(*picks[i].get(values)),
                     false => wild[i],

@@ -257,6 +257,27 @@ pub enum Layer {
     Cgroup,
 }
 
+impl Layer {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Layer::UserNamespace => "user_namespace",
+            Layer::MountNamespace => "mount_namespace",
+            Layer::PidNamespace => "pid_namespace",
+            Layer::NetNamespace => "net_namespace",
+            Layer::IpcNamespace => "ipc_namespace",
+            Layer::UtsNamespace => "uts_namespace",
+            Layer::CgroupNamespace => "cgroup_namespace",
+            Layer::LeasedUid => "leased_uid",
+            Layer::NoNewPrivs => "no_new_privs",
+            Layer::Capabilities => "capabilities",
+            Layer::Landlock => "landlock",
+            Layer::Seccomp => "seccomp",
+            Layer::Guardian => "guardian",
+            Layer::Cgroup => "cgroup",
+        }
+    }
+}
+
 /// How much the host lets us build around a program (design, section 3); later ones are stronger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -268,6 +289,26 @@ pub enum Level {
 }
 
 impl Level {
+    /// Whether the layer is one of this level's.
+    pub fn has(self, layer: Layer) -> bool {
+        match layer {
+            Layer::UserNamespace
+            | Layer::MountNamespace
+            | Layer::PidNamespace
+            | Layer::NetNamespace
+            | Layer::IpcNamespace
+            | Layer::UtsNamespace
+            | Layer::CgroupNamespace => self == Level::Full,
+            Layer::Guardian => self == Level::Landlock,
+            Layer::LeasedUid
+            | Layer::NoNewPrivs
+            | Layer::Capabilities
+            | Layer::Landlock
+            | Layer::Seccomp
+            | Layer::Cgroup => true,
+        }
+    }
+
     pub fn as_str(self) -> &'static str {
         match self {
             Level::Landlock => "landlock",
@@ -339,6 +380,12 @@ pub enum SpecError {
     ReservedTarget(PathBuf),
     #[error("host uid 0 may not run an analysis")]
     RootIdentity,
+    #[error("a workspace in memory needs a mount of its own, which level landlock has not")]
+    MemoryWithoutMounts,
+    #[error(
+        "level landlock cannot show {shown:?} as {target:?}: without mounts a path is seen where it is, or by a link in the workspace"
+    )]
+    NoOtherName { shown: PathBuf, target: PathBuf },
 }
 
 impl Spec {
@@ -375,7 +422,28 @@ impl Spec {
         if self.identity.uid() == 0 || self.identity.gid() == 0 && self.is_leased() {
             return Err(SpecError::RootIdentity);
         }
-        Ok(())
+        self.check_level()
+    }
+
+    /// Without mounts nothing can be moved: what is shown is seen under its own path.
+    fn check_level(&self) -> Result<(), SpecError> {
+        if self.level == Level::Full || self.purpose == Purpose::Probe {
+            return Ok(());
+        }
+        if self.workspace_kind == WorkspaceKind::Memory {
+            return Err(SpecError::MemoryWithoutMounts);
+        }
+        match self
+            .views
+            .iter()
+            .find(|view| view.source.as_path() != view.target.as_path())
+        {
+            None => Ok(()),
+            Some(moved) => Err(SpecError::NoOtherName {
+                shown: moved.source.to_path_buf(),
+                target: moved.target.to_path_buf(),
+            }),
+        }
     }
 
     pub fn is_leased(&self) -> bool {
@@ -383,7 +451,7 @@ impl Spec {
     }
 
     pub fn has(&self, layer: Layer) -> bool {
-        !self.without.contains(&layer)
+        self.level.has(layer) && !self.without.contains(&layer)
     }
 }
 

@@ -18,7 +18,10 @@ use crate::cgroup::Group;
 use crate::channel::{self, Order, Report, Wait};
 use crate::launch::Plan;
 use crate::outcome::{Outcome, Stop, Usage};
-use crate::spec::{Hardness, Identity, Layer, LimitName, Spec, SpecError, Terminal, WorkspaceKind};
+use crate::processes;
+use crate::spec::{
+    Hardness, Identity, Layer, Level, LimitName, Purpose, Spec, SpecError, Terminal, WorkspaceKind,
+};
 
 /// Init has this long, beyond the grace, before it is killed.
 const BACKSTOP: Duration = Duration::from_millis(700);
@@ -185,6 +188,12 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         } else {
             Hardness::Watched
         },
+        // A leased uid has no other processes, and in a user namespace of its own a user has none.
+        pids: match spec.has(Layer::UserNamespace) || spec.is_leased() || enforced(LimitName::Pids)
+        {
+            true => Hardness::Hard,
+            false => Hardness::Watched,
+        },
         pin_to_cpus: spec.limits.cpu_milli.div_ceil(1000) as usize,
         pinned_for_good: !enforced(LimitName::Cpus),
     };
@@ -192,7 +201,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     let mut fds = vec![file.as_fd()];
     fds.extend(stdin.iter().map(AsFd::as_fd));
     fds.extend([out_write.as_fd(), err_write.as_fd()]);
-    if spec.workspace_kind == WorkspaceKind::Disk {
+    if spec.workspace_kind == WorkspaceKind::Disk && spec.purpose == Purpose::Run {
         let missing = || start("hand over the workspace")(io::Error::other("no descriptor"));
         fds.push(means.workspace.ok_or_else(missing)?);
     }
@@ -359,7 +368,9 @@ impl Running<'_> {
                     .map(|fd| (Source::Terminal, fd.as_fd(), PollFlags::IN)),
             );
         }
-        if let Some(sink) = self.stdin.sink.as_ref().or(self.terminal.as_ref()) {
+        // Nothing is taken from the caller before there is a program to have it.
+        let sink = self.stdin.sink.as_ref().or(self.terminal.as_ref());
+        if let Some(sink) = sink.filter(|_| self.started()) {
             match (self.stdin.pending.is_empty(), &self.stdin.source) {
                 (false, _) => list.push((Source::Program, sink.as_fd(), PollFlags::OUT)),
                 (true, Some(source)) => list.push((Source::Input, source.as_fd(), PollFlags::IN)),
@@ -547,11 +558,62 @@ impl Running<'_> {
         }
         self.killed_init = true;
         self.kill_init_at = Instant::now() + LAST_WAIT;
-        if let Some(init) = &self.init {
-            let _gone = rustix::process::pidfd_send_signal(init, Signal::KILL);
-        }
         let _gone = self.launcher.kill();
+        match self.spec.level {
+            Level::Full => {
+                if let Some(init) = &self.init {
+                    let _gone = rustix::process::pidfd_send_signal(init, Signal::KILL);
+                }
+            }
+            // The guardian is what sweeps: it stays until nothing is left, whoever waits for that.
+            Level::Landlock => {
+                self.order(Order::Kill);
+                self.kill_from_outside();
+            }
+        }
         true
+    }
+
+    /// Everything of the run's that can be told without the guardian: its group, or its uid.
+    fn kill_from_outside(&self) {
+        if let Some(group) = self.group {
+            group.kill();
+        }
+        if let Identity::Leased { uid, .. } = self.spec.identity {
+            for pid in processes::of_user(uid) {
+                let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+                let held =
+                    pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
+                // Nobody else is ever given the uid while it is leased.
+                let _gone = held.map(|held| rustix::process::pidfd_send_signal(held, Signal::KILL));
+            }
+        }
+    }
+
+    /// Whether every process of the run is known to be dead.
+    fn all_dead(&self, init_dead: bool) -> bool {
+        // The guardian tells the end when it has no child left. Pid 1 takes everyone with it, whatever it said.
+        if self.spec.level == Level::Full || !init_dead || self.ended.is_some() || !self.started() {
+            return init_dead;
+        }
+        // Somebody killed the guardian.
+        let until = Instant::now() + LAST_WAIT;
+        loop {
+            self.kill_from_outside();
+            let empty = match (self.group, self.spec.identity) {
+                (Some(group), _) => group.is_empty(),
+                (None, Identity::Leased { uid, .. }) => processes::of_user(uid).is_empty(),
+                (None, Identity::Caller { .. }) => return false,
+            };
+            if empty || Instant::now() > until {
+                return empty;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn started(&self) -> bool {
+        self.step == LAST_STEP
     }
 
     /// What is still in the pipes. Whoever else holds them is not waited for.
@@ -588,10 +650,10 @@ impl Running<'_> {
             return Err(failed);
         }
         // Stopped on request on the way is no failure of ours: nothing of the program has run.
-        let started = self.step == LAST_STEP;
-        if !started && self.asked_to_stop.is_none() {
+        if !self.started() && self.asked_to_stop.is_none() {
             return Err(RunError::Died { step: self.step });
         }
+        let all_dead = self.all_dead(init_dead);
         // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or
         // was killed by somebody else.
         let overdue = self.killed_init.then_some(Stop::WallTime);
@@ -615,7 +677,7 @@ impl Running<'_> {
             exit,
             stop,
             usage,
-            all_dead: init_dead,
+            all_dead,
         };
         Ok(Finished {
             outcome,

@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
 use rustix::mount::MountAttrFlags;
 
 use crate::channel::{During, StepError};
@@ -195,6 +196,32 @@ fn overlay(skeleton: &Skeleton<'_>, view: &Opened) -> io::Result<OwnedFd> {
     let mount = made?;
     sys::mount_restrict(mount.as_fd(), view.attributes)?;
     Ok(mount)
+}
+
+/// At level `landlock` nothing can be shown with another owner: whoever runs the program must be able to read all of it.
+/// Asked by the process that has the program's uid. Says which path is the first that cannot be read.
+pub fn check_readable(spec: &Spec) -> Result<(), StepError> {
+    for view in &spec.views {
+        let source = view.source.as_path();
+        let uid = spec.identity.uid();
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let top = rustix::fs::open(source, flags, Mode::empty()).during(|| {
+            let source = source.display();
+            format!("without mounts nothing can be shown with another owner, and uid {uid} may not read {source}")
+        })?;
+        // A runtime is the distribution's or the caller's own making, large, and told by its first error.
+        if view.exec == Exec::Allowed {
+            continue;
+        }
+        if let Some(unreadable) = first(top.as_fd(), source, &is_unreadable) {
+            return Err(StepError::new(format!(
+                "without mounts nothing can be shown with another owner, and {} is not readable by everyone; \
+                 make it so, or run as its owner",
+                unreadable.display()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Where this mount namespace has something mounted.

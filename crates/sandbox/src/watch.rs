@@ -14,7 +14,6 @@
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,10 +22,10 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 
 use crate::cgroup::CpuUnit;
-use crate::namespaces;
+use crate::namespaces::{self, Bounding};
 use crate::outcome::Stop;
-use crate::processes::{self, Census, Wanted};
-use crate::spec::{Limits, WorkspaceKind};
+use crate::processes::{self, Census, Realm, Wanted};
+use crate::spec::{Limits, Spec, WorkspaceKind};
 
 pub const TICK: Duration = Duration::from_millis(100);
 /// Files are measured at least this often, whatever the counters say.
@@ -46,7 +45,8 @@ pub struct Watch {
     workspace_kind: WorkspaceKind,
     device: u64,
     cpu_counter: Option<(OwnedFd, CpuUnit)>,
-    memory_watched: bool,
+    watched: Watched,
+    realm: Realm,
     census: Census,
     /// Bytes and inodes in use on the whole file system at the start.
     at_start: (u64, u64),
@@ -55,6 +55,13 @@ pub struct Watch {
     measured_at: Instant,
     measuring_took: Duration,
     pub seen: Seen,
+}
+
+/// What nothing else holds, so that the watch must.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Watched {
+    pub memory: bool,
+    pub pids: bool,
 }
 
 /// The largest values seen so far.
@@ -84,7 +91,7 @@ struct Shared {
 }
 
 impl Watching {
-    pub fn start(watch: Watch) -> io::Result<Watching> {
+    pub fn start(watch: Watch, bounding: Bounding) -> io::Result<Watching> {
         let (orders, inbox) = std::sync::mpsc::channel();
         let shared = Arc::new(Mutex::new(Shared::default()));
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
@@ -96,7 +103,7 @@ impl Watching {
         let (tell, born) = std::sync::mpsc::channel();
         std::thread::Builder::new().spawn(move || {
             // Credentials are a thread's own: what init gives up later, this thread gives up now.
-            let bare = namespaces::drop_capabilities().is_ok()
+            let bare = namespaces::drop_capabilities(bounding).is_ok()
                 && rustix::thread::set_no_new_privs(true).is_ok();
             let number = bare.then(|| rustix::thread::gettid().as_raw_nonzero().get() as u32);
             let _init_waits = tell.send(number);
@@ -183,23 +190,23 @@ struct Measured {
 
 impl Watch {
     pub fn new(
-        limits: &Limits,
+        spec: &Spec,
         workspace: OwnedFd,
-        workspace_path: &Path,
-        workspace_kind: WorkspaceKind,
         cpu_counter: Option<(OwnedFd, CpuUnit)>,
-        memory_watched: bool,
+        watched: Watched,
+        realm: Realm,
     ) -> io::Result<Self> {
         let device = rustix::fs::fstat(&workspace)?.st_dev;
         let mut watch = Watch {
-            limits: limits.clone(),
+            limits: spec.limits.clone(),
             workspace,
-            workspace_path: workspace_path.to_string_lossy().into_owned(),
-            workspace_kind,
+            workspace_path: spec.workspace.as_path().to_string_lossy().into_owned(),
+            workspace_kind: spec.workspace_kind,
             device,
             cpu_counter,
-            memory_watched,
-            census: Census::default(),
+            watched,
+            realm,
+            census: Census::new(realm),
             at_start: (0, 0),
             inodes_in_use: 0,
             measured_at: Instant::now(),
@@ -216,11 +223,11 @@ impl Watch {
         self.close_the_top();
         self.census.take(Wanted {
             cpu: self.cpu_counter.is_none(),
-            memory: self.memory_watched,
+            memory: self.watched.memory,
         });
         self.seen.pids = self.seen.pids.max(self.census.count);
         self.seen.cpu_ms = self.cpu_ms();
-        if self.memory_watched {
+        if self.watched.memory {
             let bytes = self.census.memory_bytes;
             // A run shorter than a look has no peak, rather than one of nothing.
             let measured = (bytes > 0).then_some(bytes);
@@ -228,6 +235,9 @@ impl Watch {
             if bytes > self.limits.memory_bytes {
                 return Some(Stop::Memory);
             }
+        }
+        if self.watched.pids && self.census.count > self.limits.pids {
+            return Some(Stop::Pids);
         }
         if self
             .limits
@@ -321,7 +331,7 @@ impl Watch {
 
     /// Files without a name that some process still holds.
     fn measure_unlinked(&self, measured: &mut Measured) {
-        let looked = processes::open_files(&mut |pid, entry, stat| {
+        let looked = processes::open_files(self.realm, &mut |pid, entry, stat| {
             let kind = FileType::from_raw_mode(stat.st_mode);
             let unlinked = stat.st_nlink == 0 && stat.st_dev == self.device;
             if kind == FileType::RegularFile && unlinked {
@@ -332,7 +342,8 @@ impl Watch {
             }
         });
         measured.unmeasured |= !looked;
-        measured.unmeasured |= processes::map_deleted_files(&measured.seen, &self.workspace_path);
+        measured.unmeasured |=
+            processes::map_deleted_files(self.realm, &measured.seen, &self.workspace_path);
     }
 
     /// Bytes and inodes in use on the whole file system that holds the workspace.

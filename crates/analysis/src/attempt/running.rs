@@ -4,16 +4,17 @@ use std::io::{self, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use sandbox::spec::{Limits, Terminal};
+use sandbox::spec::{Level, Limits, Terminal};
 use sandbox::supervise::{self, Attendant, Means, Stream, Wish};
 
 use super::{Attempt, Ran};
 use crate::copy_in::{self, Budget, CopyError};
 use crate::home::HomeError;
-use crate::limits::{Storage, error_chain};
+use crate::isolation::Errand;
+use crate::limits::error_chain;
 use crate::logs::Capture;
-use crate::pipeline::{Audience, PipelineError, Surroundings, unix_ms};
-use crate::policy::{self, Plan};
+use crate::pipeline::{Audience, PipelineError, unix_ms};
+use crate::policy::{self, Place, Plan};
 use crate::request::{Request, Stdin};
 use crate::store;
 use crate::workspace::Workspace;
@@ -21,21 +22,37 @@ use crate::workspace::Workspace;
 impl Attempt {
     pub fn execute(
         &mut self,
-        request: &Request,
-        around: &Surroundings,
-        plan: &Plan,
-        limits: &Limits,
-        storage: Storage,
+        errand: &Errand<'_>,
+        level: Level,
         audience: &mut dyn Audience,
     ) -> Result<Ran, PipelineError> {
+        let Errand {
+            request,
+            around,
+            plan,
+            limits,
+            storage,
+        } = *errand;
         let spec = policy::spec(
             plan,
             request,
-            limits.clone(),
-            self.identity(),
-            storage.kind(),
-            around.terminal,
-        );
+            limits,
+            Place {
+                identity: self.identity(),
+                kind: storage.kind(),
+                terminal: around.terminal,
+                level,
+                required: &around.required_layers,
+            },
+        )?;
+        let links = match level {
+            Level::Full => Vec::new(),
+            // What a mount would show there is a link.
+            Level::Landlock => policy::links(plan, request)?,
+        };
+        if let Some(workspace) = &self.workspace {
+            workspace.link(&links, self.owner())?;
+        }
         let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
         let mut ears = Ears {
             audience,
@@ -57,6 +74,11 @@ impl Attempt {
         let finished =
             supervise::spawn(&spec, means).and_then(|running| running.supervise(&mut ears));
         let ended_ms = unix_ms();
+        if let (Some(workspace), Ok(finished)) = (&self.workspace, &finished)
+            && finished.outcome.all_dead
+        {
+            workspace.unlink(&links);
+        }
         if let Some(e) = ears.fill_error.take() {
             return Err(e);
         }
@@ -70,6 +92,8 @@ impl Attempt {
             .unwrap_or(0);
         Ok(Ran {
             outcome: finished.outcome,
+            level,
+            notices: Vec::new(),
             layers: finished.layers,
             stdout,
             stderr,

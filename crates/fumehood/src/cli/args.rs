@@ -249,9 +249,18 @@ pub struct AnalysisArgs {
     pub keep_for: Option<OsString>,
 
     /// The least confinement with which the run may start: full or landlock. It can raise the operator's
-    /// floor, never lower it [default: full]
+    /// floor, never lower it [default: the operator's floor; without a policy, landlock]
     #[arg(long, value_name = "LEVEL", help_heading = "Confinement")]
     pub isolation: Option<OsString>,
+
+    /// Exactly this level, full or landlock, if the floor allows it [default: the strongest that this host gives]
+    #[arg(long, value_name = "LEVEL", help_heading = "Confinement")]
+    pub level: Option<OsString>,
+
+    /// Which /dev/shm the program has at level landlock: private (none; no POSIX semaphores, so no Python
+    /// multiprocessing) or host (the host's own, with what others keep there) [default: private]
+    #[arg(long, value_name = "WHICH", help_heading = "Confinement")]
+    pub shared_memory: Option<OsString>,
 
     /// Do not print the summary on stderr
     #[arg(long, short, help_heading = "Report")]
@@ -370,6 +379,8 @@ impl AnalysisArgs {
             one(Key::Keep, &self.keep),
             one(Key::KeepFor, &self.keep_for),
             one(Key::Isolation, &self.isolation),
+            one(Key::Level, &self.level),
+            one(Key::SharedMemory, &self.shared_memory),
             switch(Key::Quiet, self.quiet),
         ]
         .into_iter()

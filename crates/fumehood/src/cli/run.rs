@@ -174,11 +174,18 @@ fn export(ledger: &mut Ledger, record: &Record, to: &Path, resolved: &Resolved) 
 
 /// What to do about a host that does not let us.
 fn remedy(error: &PipelineError) -> Option<&'static str> {
+    if let PipelineError::NoLevel { .. } = error {
+        return Some("`fumehood doctor` says what this host lacks, and how to get it");
+    }
     let PipelineError::Start(RunError::Step { step, source, .. }) = error else {
         return None;
     };
     let errno = source.as_ref().and_then(std::io::Error::raw_os_error);
     match (step.as_str(), errno) {
+        ("become the leased uid", Some(_)) => Some(
+            "root without the capabilities CAP_SETUID and CAP_SETGID cannot give the program a uid of its own; run \
+             Fumehood as a plain user instead",
+        ),
         ("create namespaces" | "map the user", _) => Some(
             "this host does not let a plain user create namespaces. Either run as root; or allow them: \
              `sysctl -w user.max_user_namespaces=10000`, on Debian `sysctl -w kernel.unprivileged_userns_clone=1`, \
@@ -188,7 +195,7 @@ fn remedy(error: &PipelineError) -> Option<&'static str> {
             "inside a container /proc is masked, and the kernel then refuses a new one; run Fumehood on the host, \
              or start the container with `--security-opt systempaths=unconfined`",
         ),
-        ("restrict with Landlock", _) => {
+        ("restrict with Landlock", None) => {
             Some("boot with `lsm=landlock,…` on the kernel command line (Linux 5.13 or later)")
         }
         ("attach to the cgroup", _) => Some(

@@ -186,7 +186,8 @@ fn held(record: &Record) -> String {
     let memory = record.limits.get(&LimitName::Memory);
     let memory_by = memory.map_or("", |entry| entry.enforced_by.as_str());
     format!(
-        "isolation full ({} layers); enforced: {}; watched: {}; memory by {memory_by}",
+        "isolation {} ({} layers); enforced: {}; watched: {}; memory by {memory_by}",
+        record.isolation.level.map_or("none", Level::as_str),
         record.isolation.layers.len(),
         words(Hardness::Hard),
         words(Hardness::Watched),

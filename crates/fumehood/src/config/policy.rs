@@ -27,6 +27,8 @@ pub struct Policy {
     pub floor: Level,
     /// Layers without which a run may not start, whatever its level.
     pub layers: BTreeSet<Layer>,
+    /// Whether a run at level `landlock` may have the host's /dev/shm.
+    pub host_shared_memory: bool,
     /// `None`: the policy does not bound what may be read.
     pub readable_roots: Option<Vec<PathBuf>>,
     /// The one database in which results are recorded; `None`: the caller's choice.
@@ -134,7 +136,7 @@ impl Policy {
         })?;
         let reader = Reader { path };
         reader.check_keys("", &table, &SECTIONS)?;
-        let floor = reader.section(&table, "floor", &["level", "layers"])?;
+        let floor = reader.section(&table, "floor", &["level", "layers", "shared_memory"])?;
         let ceiling_names: Vec<&str> = SETTINGS
             .iter()
             .filter(|setting| setting.has_ceiling())
@@ -151,6 +153,7 @@ impl Policy {
             path: path.to_owned(),
             floor: reader.level(floor.get("level"))?,
             layers: reader.layers(floor.get("layers"))?,
+            host_shared_memory: reader.host_shared_memory(floor.get("shared_memory"))?,
             readable_roots: reader.roots(read.get("roots"))?,
             ceilings: reader.ceilings(&ceilings)?,
             env_pass: reader.env_pass(env.get("pass"))?,
@@ -262,6 +265,20 @@ impl Reader<'_> {
                 key: "floor.level",
                 given: excerpt(other),
                 known: vec!["full".to_owned(), "landlock".to_owned()],
+            }),
+        }
+    }
+
+    fn host_shared_memory(&self, value: Option<&toml::Value>) -> Result<bool, PolicyError> {
+        match value.map(toml::Value::as_str) {
+            None | Some(Some("private")) => Ok(false),
+            Some(Some("host")) => Ok(true),
+            Some(None) => Err(self.wrong_type("floor.shared_memory", "a string")),
+            Some(Some(other)) => Err(PolicyError::UnknownWord {
+                path: self.path.to_owned(),
+                key: "floor.shared_memory",
+                given: excerpt(other),
+                known: vec!["host".to_owned(), "private".to_owned()],
             }),
         }
     }

@@ -174,6 +174,8 @@ settings! {
     In          "in"           Text, ONE_RUN, ONE_RUN, ONE_RUN;
 
     Isolation   "isolation"    Word(&["landlock", "full"]), Yes, WEAKENS, Yes;
+    Level       "level"        Word(&["landlock", "full"]), Yes, WEAKENS, Yes;
+    SharedMemory "shared_memory" Word(&["private", "host"]), Yes, WEAKENS, Yes;
     Json        "json"         Switch, Yes, CALLERS, Yes;
     Quiet       "quiet"        Switch, Yes, CALLERS, Yes;
 }

@@ -131,7 +131,7 @@ fn defaults_are_those_documented() {
     let request = resolved.request;
     assert_eq!(request.limits, AskedLimits::default());
     assert_eq!(request.project, bench.sources.cwd);
-    assert_eq!(request.floor, Level::Full);
+    assert_eq!(request.floor, Level::Landlock);
     assert_eq!(request.keep, Keep::Never);
     assert_eq!(request.keep_for_ms, 86_400_000);
     assert_eq!(request.workspace_root, Path::new("/tmp"));
@@ -636,6 +636,31 @@ fn a_ceiling_refuses_an_ask_and_lowers_a_default() {
     );
     let roomy = Bench::new().policy("[ceilings]\nmemory = \"64G\"");
     assert_eq!(roomy.ok(&[]).limits.memory_bytes, Some(default(4 << 30)));
+}
+
+#[test]
+fn an_exact_level_is_asked_for_by_the_caller_and_never_by_a_project() {
+    use sandbox::spec::Level as Exactly;
+    assert_eq!(Bench::new().ok(&[]).level, None);
+    let asked = |level| Bench::new().ok(&["--level", level]).level;
+    assert_eq!(asked("landlock"), Some(Exactly::Landlock));
+    assert_eq!(asked("full"), Some(Exactly::Full));
+    Bench::new().fails(&["--level", "none"], &["--level", "landlock", "full"]);
+    for line in ["level = \"landlock\"", "shared_memory = \"host\""] {
+        Bench::new().project(line).fails(&[], &["fumehood.toml"]);
+    }
+}
+
+#[test]
+fn the_hosts_shared_memory_is_the_operators_to_open() {
+    let host: &[&str] = &["--shared-memory", "host"];
+    assert_eq!(Bench::new().ok(&[]).shared_memory, SharedMemory::Private);
+    assert_eq!(Bench::new().ok(host).shared_memory, SharedMemory::Host);
+    let closed = Bench::new().policy("");
+    closed.fails(host, &["--shared-memory", "/dev/shm", "policy.toml"]);
+    let open = Bench::new().policy("[floor]\nshared_memory = \"host\"");
+    assert_eq!(open.ok(&[]).shared_memory, SharedMemory::Private);
+    assert_eq!(open.ok(host).shared_memory, SharedMemory::Host);
 }
 
 #[test]

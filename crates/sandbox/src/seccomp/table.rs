@@ -11,59 +11,12 @@
 
 use libc::c_long;
 
-use super::{Action, Affinity, Clause, Connect, Fallocate, Options, Rule, Test};
+use super::{Action, Affinity, Clause, Connect, Fallocate, Ground, Options, Rule, Test};
 use super::{always, has_any, is, masked, rule, when};
+use super::{number, shared};
 
 pub(super) const UNLISTED: Action = Action::Errno(libc::ENOSYS);
 const DENY: Action = Action::Errno(libc::EPERM);
-
-/// Calls that libc 0.2 does not name on every target we build for. Since Linux 5.1 a new call has the same
-/// number on every architecture (include/uapi/asm-generic/unistd.h); older ones are given per target.
-mod number {
-    use libc::c_long;
-
-    #[cfg(target_arch = "aarch64")]
-    mod older {
-        pub const RENAMEAT: super::c_long = 38;
-        pub const SYNC_FILE_RANGE: super::c_long = 84;
-        pub const GETRLIMIT: super::c_long = 163;
-        pub const SETRLIMIT: super::c_long = 164;
-        pub const IO_PGETEVENTS: super::c_long = 292;
-        pub const KEXEC_FILE_LOAD: super::c_long = 294;
-    }
-    #[cfg(target_arch = "x86_64")]
-    mod older {
-        pub const RENAMEAT: super::c_long = libc::SYS_renameat;
-        pub const SYNC_FILE_RANGE: super::c_long = libc::SYS_sync_file_range;
-        pub const GETRLIMIT: super::c_long = libc::SYS_getrlimit;
-        pub const SETRLIMIT: super::c_long = libc::SYS_setrlimit;
-        pub const IO_PGETEVENTS: super::c_long = 333;
-        pub const KEXEC_FILE_LOAD: super::c_long = libc::SYS_kexec_file_load;
-        pub const URETPROBE: super::c_long = 335;
-        pub const UPROBE: super::c_long = 336;
-    }
-    pub use older::*;
-
-    pub const CACHESTAT: c_long = 451;
-    pub const FCHMODAT2: c_long = 452;
-    pub const MAP_SHADOW_STACK: c_long = 453;
-    pub const FUTEX_WAKE: c_long = 454;
-    pub const FUTEX_WAIT: c_long = 455;
-    pub const FUTEX_REQUEUE: c_long = 456;
-    pub const STATMOUNT: c_long = 457;
-    pub const LISTMOUNT: c_long = 458;
-    pub const LSM_GET_SELF_ATTR: c_long = 459;
-    pub const LSM_SET_SELF_ATTR: c_long = 460;
-    pub const LSM_LIST_MODULES: c_long = 461;
-    pub const MSEAL: c_long = 462;
-    pub const SETXATTRAT: c_long = 463;
-    pub const GETXATTRAT: c_long = 464;
-    pub const LISTXATTRAT: c_long = 465;
-    pub const REMOVEXATTRAT: c_long = 466;
-    pub const OPEN_TREE_ATTR: c_long = 467;
-    pub const FILE_GETATTR: c_long = 468;
-    pub const FILE_SETATTR: c_long = 469;
-}
 
 /// Allowed whatever their arguments are.
 #[rustfmt::skip]
@@ -305,6 +258,11 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
         (libc::SYS_renameat2, renameat2()),
         (libc::SYS_setsockopt, setsockopt()),
     ]);
+    if let Ground::Shared { landlock_abi } = options.ground {
+        let replaced = shared::rules(landlock_abi, options.affinity == Affinity::Fixed);
+        rules.retain(|(nr, _)| replaced.iter().all(|(other, _)| other != nr));
+        rules.extend(replaced);
+    }
     let mut rules: Vec<_> = rules
         .into_iter()
         .map(|(nr, rule)| (low(nr), rule))
@@ -450,15 +408,8 @@ fn setsockopt() -> Rule {
 /// its sandbox filters the same calls since. A filter cannot know whether the path is a directory, where
 /// set-group-id would be harmless, so copying such a directory with its mode fails too.
 fn set_id() -> Vec<(c_long, Rule)> {
-    const SET_ID: u32 = libc::S_ISUID | libc::S_ISGID;
-    // Without one of these open ignores its mode, which is then whatever the register held. __O_TMPFILE is
-    // O_TMPFILE without O_DIRECTORY: the kernel looks at that bit alone.
-    const CREATES: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
     let mode = |arg| rule(vec![when([has_any(arg, SET_ID)], DENY)], Action::Allow);
-    let open = |flags| {
-        let creates = [has_any(flags, CREATES), has_any(flags + 1, SET_ID)];
-        rule(vec![when(creates, DENY)], Action::Allow)
-    };
+    let open = |flags| rule(creates_set_id(flags), Action::Allow);
     // Zero means a regular file. Devices are refused to anyone without CAP_MKNOD, save the whiteout, which is
     // one all the same.
     let kinds = [0, libc::S_IFREG, libc::S_IFIFO, libc::S_IFSOCK];
@@ -487,6 +438,17 @@ fn set_id() -> Vec<(c_long, Rule)> {
         #[cfg(target_arch = "x86_64")]
         (libc::SYS_mknod, mknod(1)),
     ]
+}
+
+pub(super) const SET_ID: u32 = libc::S_ISUID | libc::S_ISGID;
+
+/// An open that makes a set-id file; the mode is the argument after the flags.
+pub(super) fn creates_set_id(flags: u8) -> Vec<Clause> {
+    // Without one of these open ignores its mode, which is then whatever the register held. __O_TMPFILE is
+    // O_TMPFILE without O_DIRECTORY: the kernel looks at that bit alone.
+    const CREATES: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
+    let creates = [has_any(flags, CREATES), has_any(flags + 1, SET_ID)];
+    vec![when(creates, DENY)]
 }
 
 fn clone() -> Rule {
@@ -518,7 +480,7 @@ fn but_not_of_init() -> Rule {
     rule(vec![when([is(0, INIT)], DENY)], Action::Allow)
 }
 
-const IOPRIO_WHO_PROCESS: u32 = 1;
+pub(super) const IOPRIO_WHO_PROCESS: u32 = 1;
 
 /// Of one process, and not of init. A group or a user would be a way to name it too.
 fn of_one_process(one_process: u32) -> Rule {
@@ -531,15 +493,19 @@ fn of_one_process(one_process: u32) -> Rule {
 
 /// Never real-time: where the host's RLIMIT_RTPRIO allows it, such a task could hold a CPU against everybody else.
 fn scheduler() -> Rule {
-    const RESET_ON_FORK: u32 = 0x4000_0000;
-    let ordinary = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE].map(|p| p as u32);
     rule(
         vec![
             when([is(0, INIT)], DENY),
-            when([masked(1, !RESET_ON_FORK, &ordinary)], Action::Allow),
+            when([ordinary_scheduler()], Action::Allow),
         ],
         DENY,
     )
+}
+
+pub(super) fn ordinary_scheduler() -> Test {
+    const RESET_ON_FORK: u32 = 0x4000_0000;
+    let ordinary = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE].map(|p| p as u32);
+    masked(1, !RESET_ON_FORK, &ordinary)
 }
 
 /// Asking (0xffffffff), the ordinary one, and no address randomisation, which debuggers, sanitizers and some Lisps
@@ -609,7 +575,7 @@ fn seccomp() -> Rule {
 
 /// A lease on a file lets its owner hold up anyone on the host who opens it. That can be a data file, where the
 /// program runs as its owner. Delegations (F_SETDELEG) are the same on newer kernels.
-fn fcntl() -> Rule {
+pub(super) fn fcntl() -> Rule {
     const F_SETDELEG: u32 = 1024 + 16;
     rule(
         vec![when([is(1, &[libc::F_SETLEASE as u32, F_SETDELEG])], DENY)],
@@ -639,7 +605,7 @@ const fn command(direction: u32, group: u8, number: u8, size: u32) -> u32 {
 /// btrfs subvolumes (which the reaper could not remove), space reservation past fallocate (FS_IOC_RESVSP), virtual
 /// consoles, and every device driver.
 #[rustfmt::skip]
-fn ioctl() -> Rule {
+pub(super) fn ioctl() -> Rule {
     const GROUP: u32 = 0xff00;
     const TERMINAL: u32 = 0x5400;
     const SOCKET: u32 = 0x8900;

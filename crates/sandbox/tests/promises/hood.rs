@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use sandbox::cgroup::{self, Group, GroupLimits};
 use sandbox::outcome::{Exit, Outcome, Stop};
 use sandbox::spec::{
-    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Limits, Owner, Spec, Terminal, View,
+    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Owner, Spec, Terminal, View,
     WorkspaceKind,
 };
 use sandbox::supervise::{self, Attendant, Finished, Means, RunError, Stream, Wish};
@@ -70,6 +70,24 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
+/// The level that this process's trials are for; those of level `landlock` each run in a process of their own.
+pub fn level() -> Level {
+    match std::env::var_os(LEVEL) {
+        Some(level) if level == "landlock" => Level::Landlock,
+        _ => Level::Full,
+    }
+}
+
+/// The program's home, and above it its place for temporary files.
+pub fn home(workspace: &Path) -> PathBuf {
+    match level() {
+        Level::Full => PathBuf::from(sandbox::INSIDE_HOME),
+        Level::Landlock => workspace.join(sandbox::HIDDEN).join("tmp/home"),
+    }
+}
+
+pub const LEVEL: &str = "FUMEHOOD_TEST_LEVEL";
+
 fn identity() -> Identity {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -98,7 +116,11 @@ impl Hood {
             argv: argv.iter().map(|a| Bytes::from(*a)).collect(),
             env: vec![
                 (Bytes::from("PATH"), Bytes::from("/usr/bin:/bin")),
-                (Bytes::from("HOME"), Bytes::from(sandbox::INSIDE_HOME)),
+                (Bytes::from("HOME"), Bytes::from(&home(dir.path()))),
+                (
+                    Bytes::from("TMPDIR"),
+                    Bytes::from(home(dir.path()).parent().unwrap()),
+                ),
                 (Bytes::from("LANG"), Bytes::from("C.UTF-8")),
             ],
             workspace: HostPath::new(dir.path()),
@@ -120,7 +142,7 @@ impl Hood {
             },
             host_name: String::from("fumehood"),
             terminal: Terminal::None,
-            level: sandbox::spec::Level::Full,
+            level: level(),
             shared_memory: sandbox::spec::SharedMemory::Private,
             purpose: sandbox::spec::Purpose::Run,
             required: Default::default(),
@@ -181,7 +203,15 @@ impl Hood {
 
     /// Shows a host directory read-only, at its own path and as `name` in the workspace.
     pub fn view(mut self, host: &Path, name: &str) -> Hood {
-        for target in [host.to_path_buf(), self.workspace().join(name)] {
+        let mut targets = vec![host.to_path_buf()];
+        match level() {
+            Level::Full => targets.push(self.workspace().join(name)),
+            // Without mounts its second name is a link.
+            Level::Landlock => {
+                std::os::unix::fs::symlink(host, self.workspace().join(name)).unwrap()
+            }
+        }
+        for target in targets {
             self.spec.views.push(View {
                 source: HostPath::new(host),
                 target: InsidePath::new(target),

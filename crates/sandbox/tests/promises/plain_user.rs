@@ -22,6 +22,7 @@ pub fn run(name: &str) -> Result<(), String> {
         .env_clear()
         .env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")
         .env("HOME", format!("/home/{ACCOUNT}"))
+        .envs(std::env::var_os(crate::hood::LEVEL).map(|level| (crate::hood::LEVEL, level)))
         .current_dir("/")
         .uid(uid)
         .gid(gid)
