@@ -267,12 +267,17 @@ impl Attempt {
     }
 
     pub fn make_group(&mut self, request: &Request, limits: &Limits) -> Result<(), PipelineError> {
+        // Before the groups are looked for: it may move this process to where it can have some.
+        let scope = crate::scope::ensure();
         let host = cgroup::discover();
         self.record.cgroups = cgroup::paths_to_be(&host, request.id.as_str());
         self.save()?;
         let limits_of_group = limits::group_limits(limits);
-        self.group = Group::create(&host, request.id.as_str(), &limits_of_group)
-            .map_err(|e| error_chain(&e));
+        self.group =
+            Group::create(&host, request.id.as_str(), &limits_of_group).map_err(|e| match scope {
+                Ok(_) => error_chain(&e),
+                Err(why) => format!("{}; {}", error_chain(&e), error_chain(why)),
+            });
         Ok(())
     }
 
@@ -294,6 +299,7 @@ impl Attempt {
             &request.limits,
             limits,
             group,
+            &cgroup::outer_limits(),
             ground,
             &request.allow_degraded,
         )?)

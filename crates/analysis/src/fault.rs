@@ -4,7 +4,10 @@
 //! `STEP:3=kill` for the third time it is reached. In a release build [`at`] is empty. ARCHITECTURE.md lists for each step what a crash there leaves, and
 //! who repairs it; the tidy test holds that table equal to [`Step::ALL`].
 
+use std::collections::BTreeSet;
 use std::io;
+
+use sandbox::spec::Layer;
 
 macro_rules! steps {
     ($($name:ident $word:literal $why:literal;)*) => {
@@ -83,3 +86,17 @@ pub fn at(_step: Step) -> io::Result<()> {
 
 /// The variable that the tests set; not a setting.
 pub const VARIABLE: &str = "FUMEHOOD_FAULT";
+
+/// Layers that the tests leave off, to see that `doctor --attack` notices: `FUMEHOOD_FAULT=without=seccomp,landlock`.
+#[cfg(debug_assertions)]
+pub fn layers_left_off() -> BTreeSet<Layer> {
+    let text = std::env::var(VARIABLE).unwrap_or_default();
+    let words = text.strip_prefix("without=").unwrap_or_default();
+    let layer = |word: &str| serde_json::from_value(serde_json::Value::from(word)).ok();
+    words.split(',').filter_map(layer).collect()
+}
+
+#[cfg(not(debug_assertions))]
+pub fn layers_left_off() -> BTreeSet<Layer> {
+    BTreeSet::new()
+}

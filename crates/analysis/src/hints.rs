@@ -163,6 +163,11 @@ fn in_line(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
         let text = "too many files were open at once; raise --open-files, or close some";
         found.add(HintKind::OpenFiles, text.to_owned());
     }
+    // Only where the program has no /dev/shm can a semaphore not be made.
+    if has(&["SemLock("]) {
+        let text = "semaphores need /dev/shm, which is closed at level landlock; --shared-memory host opens the host's";
+        found.add(HintKind::KeptOut, text.to_owned());
+    }
     if facts.network_off {
         network(line, found);
     }

@@ -14,6 +14,8 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 /// container range at 1879048191), below the sign bit.
 const FIRST: u32 = 1_900_000_000;
 const COUNT: u32 = 65_536;
+/// Every uid that an analysis of root's may get.
+pub const RANGE: std::ops::Range<u32> = FIRST..FIRST + COUNT;
 const DIRECTORY: &str = "/run/fumehood/uids";
 
 #[derive(Debug, thiserror::Error)]
@@ -38,7 +40,7 @@ pub struct Lease {
 
 impl Lease {
     pub fn take() -> Result<Lease, LeaseError> {
-        Lease::take_in(Path::new(DIRECTORY), FIRST..FIRST + COUNT)
+        Lease::take_in(Path::new(DIRECTORY), RANGE)
     }
 
     fn take_in(directory: &Path, range: std::ops::Range<u32>) -> Result<Lease, LeaseError> {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use sandbox::cgroup::{self, Group, GroupLimits};
+use sandbox::cgroup::{self, Enforced, Group, GroupLimits, OuterLimit, OuterLimits};
 use sandbox::spec::{Enforcement, Hardness, Level, LimitName, Limits, WorkspaceKind};
 
 use crate::request::{Asked, AskedLimits};
@@ -123,6 +123,7 @@ pub fn enforcement(
     asked: &AskedLimits,
     limits: &Limits,
     group: Result<&Group, String>,
+    outer: &OuterLimits,
     ground: Ground,
     allow_degraded: &BTreeSet<LimitName>,
 ) -> Result<Vec<Enforcement>, LimitError> {
@@ -170,25 +171,19 @@ pub fn enforcement(
             Hardness::Watched,
         );
     }
-    match held(LimitName::Memory) {
-        Some(e) => hold(LimitName::Memory, limits.memory_bytes, &e.by, e.how_hard),
-        None => {
-            firmly(
-                LimitName::Memory,
-                asked.memory_bytes.is_some_and(|a| a.explicit),
-            )?;
-            let by = "init's watch over the tree's proportional memory";
-            hold(
-                LimitName::Memory,
-                limits.memory_bytes,
-                by,
-                Hardness::Watched,
-            );
-        }
+    let (by, how_hard) = memory_held(limits.memory_bytes, held(LimitName::Memory), outer);
+    if how_hard == Hardness::Watched {
+        firmly(
+            LimitName::Memory,
+            asked.memory_bytes.is_some_and(|a| a.explicit),
+        )?;
     }
-    match held(LimitName::Cpus) {
-        Some(e) => hold(LimitName::Cpus, limits.cpu_milli, &e.by, e.how_hard),
-        None => {
+    hold(LimitName::Memory, limits.memory_bytes, &by, how_hard);
+    let job = outer_holds(&outer.cpus, limits.cpu_milli);
+    match (held(LimitName::Cpus), job) {
+        (Some(e), _) => hold(LimitName::Cpus, limits.cpu_milli, &e.by, e.how_hard),
+        (None, Some(job)) => hold(LimitName::Cpus, limits.cpu_milli, &job.by, job.how_hard),
+        (None, None) => {
             // Whole CPUs can be pinned for good; a fraction of one cannot.
             let explicit = asked.cpu_milli.is_some_and(|a| a.explicit);
             firmly(
@@ -250,6 +245,26 @@ pub fn enforcement(
         Hardness::Hard,
     );
     Ok(list)
+}
+
+/// Who holds memory: the run's own group, a limit around us that is no larger than what was asked for, or the watch.
+fn memory_held(asked: u64, held: Option<&Enforced>, outer: &OuterLimits) -> (String, Hardness) {
+    let outside = outer_holds(&outer.memory, asked);
+    match (held, outside) {
+        (Some(own), _) if own.how_hard == Hardness::Hard => (own.by.clone(), own.how_hard),
+        (_, Some(job)) => (job.by.clone(), job.how_hard),
+        (Some(own), None) => (own.by.clone(), own.how_hard),
+        (None, None) => (
+            String::from("init's watch over the tree's proportional memory"),
+            Hardness::Watched,
+        ),
+    }
+}
+
+/// A limit of a batch job's or a container's, read from its own file, that lets no more through than was asked for.
+fn outer_holds(outer: &Option<OuterLimit>, asked: u64) -> Option<&OuterLimit> {
+    let firm = |limit: &&OuterLimit| limit.how_hard == Hardness::Hard && limit.value <= asked;
+    outer.as_ref().filter(firm)
 }
 
 fn why_not(group: &Result<&Group, String>, limit: LimitName) -> String {

@@ -204,7 +204,7 @@ pub fn spec(
         shared_memory: request.shared_memory,
         purpose: Purpose::Run,
         required: place.required.clone(),
-        without: Default::default(),
+        without: crate::fault::layers_left_off(),
     })
 }
 

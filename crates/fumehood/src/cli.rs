@@ -3,6 +3,7 @@
 pub mod args;
 mod db;
 mod detail;
+mod doctor;
 mod document;
 mod exit;
 mod gc;
@@ -50,6 +51,7 @@ enum Command {
     Gc(gc::GcArgs),
     Verify(verify::VerifyArgs),
     Db(db::DbArgs),
+    Doctor(doctor::DoctorArgs),
 }
 
 pub fn main() -> ExitCode {
@@ -80,6 +82,7 @@ pub fn main() -> ExitCode {
         Command::Gc(args) => gc::gc(&args),
         Command::Verify(args) => verify::verify(&args),
         Command::Db(args) => db::db(&args),
+        Command::Doctor(args) => doctor::doctor(&args),
     };
     match ended {
         Ok(code) => code.into(),

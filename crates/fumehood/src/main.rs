@@ -1,4 +1,5 @@
-//! The one binary. Dispatch only; the hidden `__launch` is handled first, before any thread exists.
+//! The one binary. Dispatch only; the hidden `__launch`, `__probe` and `__attack` are
+//! handled first, before any thread exists.
 
 #![forbid(unsafe_code)]
 
@@ -10,6 +11,12 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     if sandbox::launch::is_launcher() {
         sandbox::launch::main();
+    }
+    if sandbox::probe::acts::is_probe() {
+        sandbox::probe::acts::main();
+    }
+    if sandbox::attack::is_attacker() {
+        sandbox::attack::main();
     }
     cli::main()
 }

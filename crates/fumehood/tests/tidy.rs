@@ -445,6 +445,31 @@ fn the_layers_are_documented_as_they_are_tested() {
     }
 }
 
+/// What holds at level `landlock` is told to people as `doctor --attack` and the tests assert it, and nothing beside.
+#[test]
+fn the_table_of_level_landlock_is_the_one_that_is_asserted() {
+    let document = read("SECURITY.md");
+    let (_, rest) = document
+        .split_once("| promise | act | level `landlock` |\n|---|---|---|\n")
+        .expect("SECURITY.md has the table");
+    let told: Vec<&str> = rest
+        .lines()
+        .take_while(|line| line.starts_with('|'))
+        .collect();
+    let asserted: Vec<String> = sandbox::promises::ACTS
+        .iter()
+        .map(|act| {
+            format!(
+                "| {} | `{}` | {} |",
+                act.promise,
+                act.name,
+                act.at_landlock()
+            )
+        })
+        .collect();
+    assert_eq!(told, asserted);
+}
+
 /// The table of crashes names every step at which the tests can stop a runner, in their order, and none beside.
 #[test]
 fn every_step_of_an_attempt_is_in_the_table_of_crashes() {

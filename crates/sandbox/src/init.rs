@@ -51,8 +51,8 @@ pub struct Init {
     broker: Option<Broker>,
     /// The child's end of this brings the listener, once.
     from_child: Option<OwnedFd>,
-    /// Holds what the program's rule for its own directory in /proc rests on.
-    _own_proc: Option<OwnedFd>,
+    /// Holds what the program's rules for its own files in /proc rest on.
+    _own_proc: Vec<OwnedFd>,
     children: OwnedFd,
     spec: Spec,
     realm: Realm,
@@ -80,7 +80,7 @@ impl Init {
             watch,
             broker: None,
             from_child: spec.has(Layer::Seccomp).then_some(from_child),
-            _own_proc: None,
+            _own_proc: Vec::new(),
             children: sys::signal_fd(&[libc::SIGCHLD])?,
             spec: spec.clone(),
             realm: launch::realm(spec),
@@ -225,7 +225,7 @@ impl Init {
             self.broker = fds
                 .next()
                 .and_then(|listener| Broker::new(listener, &self.spec).ok());
-            self._own_proc = fds.next();
+            self._own_proc = fds.collect();
         }
     }
 

@@ -4,8 +4,9 @@
 //! writing into a FIFO of a read-only view, signals to processes outside its domain and, from ABI 9 on, connecting to
 //! a path-name socket there. At level `landlock` it is all that stands before the host's files.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use landlock::{
     ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
@@ -18,7 +19,25 @@ use crate::mounts::{DEVICES, ETC, SYSTEM};
 use crate::spec::{Exec, Level, Purpose, SharedMemory, Spec, Terminal};
 
 /// The newest interface the rules below were written for.
-const NEWEST: ABI = ABI::V9;
+const NEWEST: i32 = ABI::V9 as i32;
+
+/// Above it nothing is used; lowered by tests alone.
+static AT_MOST: AtomicI32 = AtomicI32::new(NEWEST);
+
+/// Makes this process, and what it forks, do with an older interface, so that what is held without Landlock there can
+/// be tried on a newer kernel. Never made newer than the kernel's.
+pub(crate) fn make_do_with(abi: i32) {
+    AT_MOST.store(abi.min(NEWEST), Ordering::Relaxed);
+}
+
+/// The interface in use; 0 where there is none.
+pub(crate) fn abi() -> i32 {
+    crate::sys::landlock_abi().min(AT_MOST.load(Ordering::Relaxed))
+}
+
+fn everything() -> Rights {
+    AccessFs::from_all(ABI::from(abi()))
+}
 
 /// Files of /proc that tell of the machine and not of its processes, which libraries and interpreters read.
 const PROC: &[&str] = &[
@@ -38,15 +57,40 @@ const PROC: &[&str] = &[
     "sys/vm/overcommit_memory",
 ];
 
+/// What this process may read of itself in /proc. Not `net`, `mountinfo` and `cgroup`, which tell of the host, nor
+/// `task`, which has them again.
+const OWN_PROC: &[&str] = &[
+    "auxv",
+    "cmdline",
+    "comm",
+    "environ",
+    "fd",
+    "fdinfo",
+    "io",
+    "limits",
+    "maps",
+    "smaps",
+    "smaps_rollup",
+    "stat",
+    "statm",
+    "status",
+];
+
+/// Opens this process's own files in /proc. A rule for one holds as long as the kernel keeps this very entry, so
+/// somebody must hold it: the guardian does.
+pub fn own_proc() -> Vec<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let open = |name: &&str| rustix::fs::open(format!("/proc/self/{name}"), flags, Mode::empty());
+    // A kernel without one of them has nothing to be read there.
+    OWN_PROC.iter().filter_map(|name| open(name).ok()).collect()
+}
+
 type Rights = BitFlags<AccessFs>;
 
 /// Restricts this process and all it will start. Needs no_new_privs. Says what holds; `None` where this kernel has no
-/// Landlock and the level does not rest on it. `own_proc` is this process's directory in /proc.
-pub fn restrict(
-    spec: &Spec,
-    own_proc: Option<BorrowedFd<'_>>,
-) -> Result<Option<String>, StepError> {
-    let abi = crate::sys::landlock_abi();
+/// Landlock and the level does not rest on it. `own_proc` is what [`own_proc`] opened.
+pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, StepError> {
+    let abi = abi();
     if abi == 0 {
         return match spec.level {
             Level::Full => Ok(None),
@@ -55,14 +99,15 @@ pub fn restrict(
             )),
         };
     }
-    let rules = Ruleset::default()
+    let mut rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(NEWEST))
-        .map_err(failed)?
-        .scope(Scope::from_all(NEWEST))
-        .map_err(failed)?
-        .create()
+        .handle_access(everything())
         .map_err(failed)?;
+    let scopes = Scope::from_all(ABI::from(abi));
+    if !scopes.is_empty() {
+        rules = rules.scope(scopes).map_err(failed)?;
+    }
+    let rules = rules.create().map_err(failed)?;
     let rules = match spec.level {
         Level::Full => within_own_root(rules, spec)?,
         Level::Landlock => on_the_host(rules, spec, own_proc)?,
@@ -86,7 +131,7 @@ fn allow(
     rights: Rights,
 ) -> Result<RulesetCreated, StepError> {
     rules
-        .add_rule(PathBeneath::new(what, rights))
+        .add_rule(PathBeneath::new(what, rights & everything()))
         .map_err(failed)
 }
 
@@ -123,7 +168,7 @@ fn of_view(exec: Exec) -> Rights {
 
 /// In a root of the run's own everything that stands there may be seen.
 fn within_own_root(mut rules: RulesetCreated, spec: &Spec) -> Result<RulesetCreated, StepError> {
-    let all = AccessFs::from_all(NEWEST);
+    let all = everything();
     let list = [
         // So that `ls /` works; everything that stands there may be listed.
         (Path::new("/"), AccessFs::ReadDir.into()),
@@ -151,9 +196,9 @@ fn within_own_root(mut rules: RulesetCreated, spec: &Spec) -> Result<RulesetCrea
 fn on_the_host(
     mut rules: RulesetCreated,
     spec: &Spec,
-    own_proc: Option<BorrowedFd<'_>>,
+    own_proc: &[OwnedFd],
 ) -> Result<RulesetCreated, StepError> {
-    let all = AccessFs::from_all(NEWEST);
+    let all = everything();
     for system in SYSTEM {
         rules = allow_if_there(rules, Path::new(system), running())?;
     }
@@ -170,7 +215,7 @@ fn on_the_host(
             AccessFs::ReadFile.into(),
         )?;
     }
-    if let Some(own) = own_proc {
+    for own in own_proc {
         rules = allow(rules, own, reading())?;
     }
     if matches!(spec.terminal, Terminal::Own { .. }) {
@@ -190,7 +235,7 @@ fn on_the_host(
 }
 
 /// The path was resolved when the run was planned: a link that stands there now is somebody's trick.
-fn open_plainly(path: &Path) -> Result<std::os::fd::OwnedFd, StepError> {
+fn open_plainly(path: &Path) -> Result<OwnedFd, StepError> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve)

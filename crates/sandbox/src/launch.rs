@@ -19,7 +19,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::{DumpableBehavior, Signal};
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup::CpuUnit;
+use crate::cgroup::{self, Birth, CpuUnit};
 use crate::channel::{self, During, Order, Report, Reporter, StepError, Wait};
 use crate::init::Init;
 use crate::mounts;
@@ -41,6 +41,8 @@ pub struct Plan {
     pub spec: Spec,
     pub stdin: bool,
     pub attach_files: usize,
+    /// Whether a directory comes along in which the program can be born; the first attach file is then for it.
+    pub birthplace: bool,
     pub cpu_counter: Option<CpuUnit>,
     /// Watched: no cgroup holds it, so init sums it up.
     pub memory: Hardness,
@@ -61,6 +63,7 @@ pub struct Handed {
     pub workspace: Option<OwnedFd>,
     pub cpu_counter: Option<OwnedFd>,
     pub attach: Vec<OwnedFd>,
+    pub birthplace: Option<OwnedFd>,
 }
 
 /// Whether this process was started as the launcher. To be asked before any thread exists.
@@ -80,6 +83,13 @@ pub fn main() -> ! {
         sys::exit_now(125);
     }
     sys::exit_now(0)
+}
+
+/// As [`main`], with no more of Landlock than that interface has: for tests of what is held without it. No user's wish
+/// leads here; the launcher that is shipped calls `main`.
+pub fn main_on_older_landlock(abi: i32) -> ! {
+    landlock::make_do_with(abi);
+    main()
 }
 
 /// The control socket arrives as standard input and is moved away, so that 0, 1 and 2 are free.
@@ -169,6 +179,7 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
         attach: (0..plan.attach_files)
             .map(|_| next())
             .collect::<Result<_, _>>()?,
+        birthplace: plan.birthplace.then(&mut next).transpose()?,
     };
     Ok((plan, handed))
 }
@@ -320,9 +331,16 @@ fn start_program(
         None,
     )
     .during(|| "make a socket pair".into())?;
-    match sys::fork_threaded().during(|| "fork".into())? {
+    let birthplace = handed.birthplace.take();
+    let born = cgroup::fork_into(birthplace.as_ref().map(AsFd::as_fd));
+    let (forked, birth) = born.during(|| "fork".into())?;
+    match forked {
         Forked::Child => {
             drop(ours);
+            if birth == Birth::InGroup {
+                // Entering it once more would cost what being born there spares.
+                handed.attach.remove(0);
+            }
             let proc_writable = proc_writable.as_ref().map(AsFd::as_fd);
             let error = match become_program(plan, &handed, proc_writable, terminal, theirs, report)
             {
@@ -429,7 +447,7 @@ fn become_program(
     for file in &handed.attach {
         rustix::io::write(file, b"0").during(|| "write 0 to the group's file".into())?;
     }
-    if !handed.attach.is_empty() {
+    if plan.attach_files > 0 {
         report.layer(Layer::Cgroup, "a group of the run's own");
     }
     // Then the cgroup namespace, whose root is where the process is at this moment.
@@ -477,11 +495,11 @@ fn become_program(
     }
     report.step("restrict with Landlock");
     let own_proc = match spec.level {
-        Level::Full => None,
-        Level::Landlock => Some(own_proc()?),
+        Level::Full => Vec::new(),
+        Level::Landlock => landlock::own_proc(),
     };
     if spec.has(Layer::Landlock)
-        && let Some(how) = landlock::restrict(spec, own_proc.as_ref().map(AsFd::as_fd))?
+        && let Some(how) = landlock::restrict(spec, &own_proc)?
     {
         report.layer(Layer::Landlock, &how);
     }
@@ -502,7 +520,7 @@ fn become_program(
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
     report.step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
-        restrict_calls(plan, to_init.as_fd(), own_proc).during(|| "install the filter".into())?;
+        restrict_calls(plan, to_init.as_fd(), &own_proc).during(|| "install the filter".into())?;
         report.layer(
             Layer::Seccomp,
             match spec.level {
@@ -537,13 +555,6 @@ fn leave_keyring(spec: &Spec) -> Result<(), StepError> {
     }
 }
 
-/// This process's directory in /proc. A rule for it holds as long as the kernel keeps this very entry, so somebody must
-/// hold it: init does.
-fn own_proc() -> Result<OwnedFd, StepError> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    rustix::fs::open("/proc/self", flags, Mode::empty()).during(|| "open /proc/self".into())
-}
-
 fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Result<()> {
     if let Some(terminal) = terminal {
         for number in 0..3 {
@@ -563,11 +574,7 @@ fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Resul
     sys::place(handed.stderr.as_fd(), 2)
 }
 
-fn restrict_calls(
-    plan: &Plan,
-    to_init: BorrowedFd<'_>,
-    own_proc: Option<OwnedFd>,
-) -> io::Result<()> {
+fn restrict_calls(plan: &Plan, to_init: BorrowedFd<'_>, own_proc: &[OwnedFd]) -> io::Result<()> {
     let options = seccomp::Options {
         fallocate: match plan.spec.workspace_kind {
             WorkspaceKind::Disk => Fallocate::Refused,
@@ -581,14 +588,14 @@ fn restrict_calls(
         ground: match plan.spec.level {
             Level::Full => Ground::Own,
             Level::Landlock => Ground::Shared {
-                landlock_abi: sys::landlock_abi(),
+                landlock_abi: landlock::abi(),
             },
         },
     };
     let listener = sys::seccomp_install(&seccomp::program(&options), Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
     let mut fds = vec![listener.as_fd()];
-    fds.extend(own_proc.as_ref().map(AsFd::as_fd));
+    fds.extend(own_proc.iter().map(AsFd::as_fd));
     channel::send(to_init, &(), &fds)
 }
 

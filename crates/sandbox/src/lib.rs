@@ -22,13 +22,21 @@
 //! If the runner dies, init gets SIGKILL (PDEATHSIG) and an end-of-file on the socket, whichever comes first. If init
 //! dies, the kernel kills the pid namespace. Nothing else needs to be cleaned up for the processes
 //! to be gone.
+//!
+//! That is level `full`. At level `landlock` there are no namespaces and no new root. Pid 1's place is taken by the
+//! *guardian*, the same code with another `processes::Realm`: the run's processes are its descendants, since it
+//! is their subreaper; it does not die with the runner but kills them all first; and it does for the program, on
+//! the workspace, what Landlock cannot judge (`deputy.rs`). Which level a host gives is found by building a
+//! miniature of it (`probe.rs`); what holds at each is a table (`promises.rs`).
 
 #![deny(unsafe_code)]
 
+pub mod attack;
 mod broker;
 pub mod cgroup;
 mod channel;
 mod deputy;
+mod feed;
 mod init;
 mod landlock;
 pub mod launch;
@@ -48,4 +56,4 @@ mod views;
 mod watch;
 
 pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM};
-pub use sys::{block_signals, read_signal, signal_fd};
+pub use sys::{block_signals, landlock_abi, read_signal, signal_fd};

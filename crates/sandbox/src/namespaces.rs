@@ -100,7 +100,7 @@ pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, StepError> {
 /// A group that no file has: what the one entry that a group map needs is spent on.
 const GROUP_OF_NOBODY: u32 = 0xffff_fffe;
 
-fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
+pub fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
     let (ours, theirs) = rustix::net::socketpair(
         rustix::net::AddressFamily::UNIX,
         rustix::net::SocketType::STREAM,

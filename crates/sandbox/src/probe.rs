@@ -4,6 +4,8 @@
 //! report is the answer. It leaves nothing behind. The workspace is in memory or there is none, no cgroup is
 //! made, and no user's file is looked at, so that nobody's data can decide which level a host is said to have.
 
+pub mod acts;
+
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::BorrowedFd;

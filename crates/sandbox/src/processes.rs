@@ -19,6 +19,8 @@ const SMALL: usize = 16 << 10;
 /// Tables of the run's own sockets and segments.
 const TABLE_BYTES_MAX: usize = 8 << 20;
 const SOCKETS_EVERY: Duration = Duration::from_secs(1);
+/// A process may be hidden while it starts another program; one that stays so answers for the most there is.
+const HIDDEN_LOOKS_MAX: u32 = 20;
 /// Ended processes remembered for their CPU time before they are summed up.
 const REMEMBERED_MAX: usize = 50_000;
 
@@ -48,6 +50,8 @@ pub struct Census {
     pub unreadable: bool,
     pub cpu_ms: u64,
     pub memory_bytes: u64,
+    /// For how many looks in a row some process would not have its descriptors looked at.
+    hidden_looks: u32,
     sockets: Option<(u64, Instant)>,
     own_time: HashMap<(u32, u64), u64>,
     forgotten_ms: u64,
@@ -62,10 +66,17 @@ impl Census {
             unreadable: false,
             cpu_ms: 0,
             memory_bytes: 0,
+            hidden_looks: 0,
             sockets: None,
             own_time: HashMap::new(),
             forgotten_ms: 0,
         }
+    }
+
+    /// Whether somebody hides from us for good. Memory files that are held and not mapped are seen in no other way than
+    /// among descriptors, so who shows none may have taken any amount.
+    pub fn hides_memory(&self) -> bool {
+        self.hidden_looks > HIDDEN_LOOKS_MAX
     }
 
     pub fn take(&mut self, wanted: Wanted) {
@@ -95,8 +106,12 @@ impl Census {
             }
         }
         if wanted.memory {
-            let apart = shared_memory(self.realm);
+            let (apart, looked) = shared_memory(self.realm);
             self.memory_bytes = private + shared.max(apart) + self.socket_bytes();
+            self.hidden_looks = match looked {
+                Looked::AtAll | Looked::AtMany => 0,
+                Looked::AtHidden => self.hidden_looks.saturating_add(1),
+            };
         }
         if wanted.cpu {
             // Of children that nobody waited for only the second sum knows, of short-lived ones only the first.
@@ -327,17 +342,21 @@ fn read_times(pid: u32) -> Option<CpuTimes> {
 /// Memory of one process: what is its own and in swap, and what it maps of shared memory. Proportional
 /// shares, so that a forked pool is not counted many times over.
 fn read_memory(pid: u32) -> Option<(u64, u64)> {
-    let text = read_first(pid, "smaps_rollup", SMALL)?;
-    let status = read(format!("/proc/{pid}/status"), SMALL).unwrap_or_default();
+    let status = read_first(pid, "status", SMALL)?;
+    let Some(text) = read_first(pid, "smaps_rollup", SMALL) else {
+        // It would not be looked into: all that it has in memory is then its own, shared or not.
+        let own = ["RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:"].map(|name| field(&status, name));
+        return Some((own.iter().sum::<u64>() * 1024, 0));
+    };
     // Page tables are memory too, and can be most of it.
     let own = field(&text, "Pss_Anon:") + field(&text, "SwapPss:") + field(&status, "VmPTE:");
     Some((own * 1024, field(&text, "Pss_Shmem:") * 1024))
 }
 
 /// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files.
-fn shared_memory(realm: Realm) -> u64 {
+fn shared_memory(realm: Realm) -> (u64, Looked) {
     let (mut files, mut seen) = (0, HashSet::new());
-    let _within_bounds = open_files(realm, &mut |pid, fd, stat| {
+    let looked = open_files(realm, &mut |pid, fd, stat| {
         let unlinked = stat.st_nlink == 0 && seen.insert((stat.st_dev, stat.st_ino));
         if unlinked && is_memory_file(pid, fd) {
             files += stat.st_blocks as u64 * 512;
@@ -345,7 +364,7 @@ fn shared_memory(realm: Realm) -> u64 {
     });
     if realm == Realm::Descendants {
         // Neither a /dev/shm nor segments of its own.
-        return files;
+        return (files, looked);
     }
     let shm = rustix::fs::statvfs("/dev/shm");
     let shm = shm.map_or(0, |s| s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize);
@@ -355,7 +374,7 @@ fn shared_memory(realm: Realm) -> u64 {
         fields.filter_map(|f| f.parse::<u64>().ok()).sum()
     };
     let segments: u64 = segments.lines().skip(1).map(segment).sum();
-    shm + segments + files
+    (shm + segments + files, looked)
 }
 
 /// Bytes waiting in the sockets of the run's own network.
@@ -378,17 +397,25 @@ fn is_memory_file(pid: u32, fd: &OsStr) -> bool {
     link.is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:"))
 }
 
-/// Calls `each` for every open descriptor of the run. False when some could not be looked at.
-pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat)) -> bool {
+/// How far a look at descriptors went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Looked {
+    AtAll,
+    /// As many as can be looked at in the time.
+    AtMany,
+    /// Until a process would not be looked into.
+    AtHidden,
+}
+
+/// Calls `each` for every open descriptor of the run.
+pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat)) -> Looked {
     let mut left = DESCRIPTORS_MAX;
     let own = std::process::id();
     for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
-        let listing = places(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok());
-        let Some(listing) = listing else {
-            if lives(pid) {
-                return false;
-            }
-            continue;
+        let listing = match list_descriptors(pid) {
+            Ok(Some(listing)) => listing,
+            Ok(None) => continue,
+            Err(Unreadable) => return Looked::AtHidden,
         };
         // A program that was deleted while it runs is held by no descriptor.
         for held in ["exe", "cwd"] {
@@ -399,14 +426,32 @@ pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::S
         for entry in listing.flatten() {
             left -= 1;
             if left == 0 {
-                return false;
+                return Looked::AtMany;
             }
             if let Ok(stat) = rustix::fs::stat(entry.path()) {
                 each(pid, &entry.file_name(), &stat);
             }
         }
     }
-    true
+    Looked::AtAll
+}
+
+/// A process that lives and would not be looked into.
+struct Unreadable;
+
+/// `None` for one that is gone. A process that is just executing another program cannot be looked into for a moment.
+fn list_descriptors(pid: u32) -> Result<Option<std::fs::ReadDir>, Unreadable> {
+    const TRIES: usize = 5;
+    for n in 0..TRIES {
+        let listing = places(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok());
+        if listing.is_some() || !lives(pid) {
+            return Ok(listing);
+        }
+        if n + 1 < TRIES {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    Err(Unreadable)
 }
 
 /// Whether descriptors wait in this socket's queue: they may be files that nothing else shows.

@@ -32,6 +32,24 @@ pub struct Act {
     landlock: &'static [(i32, Held)],
 }
 
+impl Act {
+    /// What becomes of it at level `landlock`, in words, by Landlock ABI where that matters.
+    pub fn at_landlock(&self) -> String {
+        let words = |held: Held| match held {
+            Held::Yes => String::from("held"),
+            Held::ByRefusing(what) => format!("held by refusing {what}"),
+            Held::No(why) => format!("**not held**: {why}"),
+        };
+        let row = |(n, (from, held)): (usize, &(i32, Held))| match self.landlock.get(n + 1) {
+            Some((next, _)) => format!("ABI {from} to {}: {}", next - 1, words(*held)),
+            None if n > 0 => format!("from ABI {from}: {}", words(*held)),
+            None => words(*held),
+        };
+        let rows: Vec<String> = self.landlock.iter().enumerate().map(row).collect();
+        rows.join("; ")
+    }
+}
+
 const YES: &[(i32, Held)] = &[(1, Held::Yes)];
 
 const NO_PROC: Held =

@@ -10,8 +10,8 @@
 //! (seccomp_cache_prepare, since 5.11) proves that when the filter is installed, and from then on
 //! does not run the filter for that call at all.
 
+mod ground;
 pub(crate) mod number;
-mod shared;
 mod table;
 
 pub(crate) use table::INIT;

@@ -16,6 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 
 use crate::cgroup::Group;
 use crate::channel::{self, Order, Report, Wait};
+use crate::feed::{CHUNK_BYTES, Feed};
 use crate::launch::Plan;
 use crate::outcome::{Outcome, Stop, Usage};
 use crate::processes;
@@ -29,8 +30,6 @@ const BACKSTOP: Duration = Duration::from_millis(700);
 const LAST_WAIT: Duration = Duration::from_millis(280);
 /// Building the sandbox is not the program's time; it gets some of its own.
 const BUILDING_AT_MOST: Duration = Duration::from_secs(30);
-/// Read at once from a stream.
-const CHUNK_BYTES: usize = 64 * 1024;
 /// Reads after the last process has died: what a pipe can hold, and no more.
 const DRAIN_READS_MAX: usize = 64;
 
@@ -130,14 +129,6 @@ pub struct Running<'a> {
     killed_init: bool,
 }
 
-/// Bytes on their way into the program.
-#[derive(Default)]
-struct Feed {
-    source: Option<OwnedFd>,
-    sink: Option<OwnedFd>,
-    pending: Vec<u8>,
-}
-
 /// Starts the launcher and hands it everything. The run proceeds from then on by itself.
 pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunError> {
     spec.check()?;
@@ -177,11 +168,16 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
             .map_err(|e| start("open the cgroup")(io::Error::other(e)))?,
         None => Vec::new(),
     };
-    let enforced = |limit| means.group.is_some_and(|g| g.enforces(limit).is_some());
+    let birthplace = means.group.and_then(Group::directory_fd);
+    let enforced = |limit| {
+        let held = means.group.and_then(|group| group.enforces(limit));
+        held.is_some_and(|held| held.how_hard == Hardness::Hard)
+    };
     let plan = Plan {
         spec: spec.clone(),
         stdin: stdin.is_some(),
         attach_files: attach.len(),
+        birthplace: birthplace.is_some(),
         cpu_counter: cpu.as_ref().map(|(_, unit)| *unit),
         memory: if enforced(LimitName::Memory) {
             Hardness::Hard
@@ -207,6 +203,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     }
     fds.extend(cpu.iter().map(|(fd, _)| fd.as_fd()));
     fds.extend(attach.iter().map(AsFd::as_fd));
+    fds.extend(birthplace);
     channel::send(ours.as_fd(), &fds.len(), &fds).map_err(start("send the plan"))?;
     let terminal = matches!(spec.terminal, Terminal::Own { .. });
     Ok(Running {
@@ -689,37 +686,3 @@ impl Running<'_> {
 
 /// The step after which there is no more launching to fail.
 const LAST_STEP: &str = "execute the program";
-
-impl Feed {
-    fn take_in(&mut self) {
-        let Some(source) = &self.source else { return };
-        let mut chunk = vec![0u8; CHUNK_BYTES];
-        match rustix::io::read(source, &mut chunk) {
-            Ok(len) if len > 0 => {
-                chunk.truncate(len);
-                self.pending = chunk;
-            }
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            // The end: the program sees it when the sink is closed.
-            _ => *self = Feed::default(),
-        }
-    }
-
-    fn hand_on(&mut self, terminal: Option<&OwnedFd>) {
-        let Some(sink) = self.sink.as_ref().or(terminal) else {
-            return;
-        };
-        // No more than one page at a time into a terminal, which may be slow to take it.
-        let most = if self.sink.is_some() {
-            self.pending.len()
-        } else {
-            self.pending.len().min(1024)
-        };
-        match rustix::io::write(sink, &self.pending[..most]) {
-            Ok(len) => drop(self.pending.drain(..len)),
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            // The program has closed its end.
-            Err(_) => *self = Feed::default(),
-        }
-    }
-}

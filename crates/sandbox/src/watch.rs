@@ -232,7 +232,7 @@ impl Watch {
             // A run shorter than a look has no peak, rather than one of nothing.
             let measured = (bytes > 0).then_some(bytes);
             self.seen.memory_bytes = self.seen.memory_bytes.max(measured);
-            if bytes > self.limits.memory_bytes {
+            if bytes > self.limits.memory_bytes || self.census.hides_memory() {
                 return Some(Stop::Memory);
             }
         }
@@ -341,7 +341,7 @@ impl Watch {
                 measured.unmeasured = true;
             }
         });
-        measured.unmeasured |= !looked;
+        measured.unmeasured |= looked != processes::Looked::AtAll;
         measured.unmeasured |=
             processes::map_deleted_files(self.realm, &measured.seen, &self.workspace_path);
     }

@@ -48,8 +48,8 @@ const WHO_ASKS: [&str; 6] = [
     "HOME",
 ];
 
-/// `None` where nothing is recorded (`--db none`).
-pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Ledger>> {
+/// Where the record goes, by whatever named it.
+pub fn location(settings: &RecordSettings, home: &Home) -> anyhow::Result<Location> {
     let location = match &settings.db {
         None => Location::Sqlite(home.database()),
         Some(choice) => {
@@ -67,11 +67,17 @@ pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Ledge
             Location::parse(&choice.text, origin, &env).context("use the database")?
         }
     };
+    anyhow::ensure!(
+        location != Location::None || !settings.required,
+        "the operator's policy requires a record; leave out --db none"
+    );
+    Ok(location)
+}
+
+/// `None` where nothing is recorded (`--db none`).
+pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Ledger>> {
+    let location = location(settings, home)?;
     if location == Location::None {
-        anyhow::ensure!(
-            !settings.required,
-            "the operator's policy requires a record; leave out --db none"
-        );
         return Ok(None);
     }
     let artifacts_at = settings.artifacts.clone();

@@ -6,6 +6,8 @@
 #![allow(clippy::unwrap_used)]
 
 mod crash;
+mod doctor;
+mod doctor_attack;
 mod ending;
 mod findings;
 mod hostile;
@@ -39,8 +41,10 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 17] = [
+    let files: [(&str, &[Entry]); 19] = [
         ("crash", crash::TRIALS),
+        ("doctor", doctor::TRIALS),
+        ("doctor_attack", doctor_attack::TRIALS),
         ("ending", ending::TRIALS),
         ("findings", findings::TRIALS),
         ("hostile", hostile::TRIALS),

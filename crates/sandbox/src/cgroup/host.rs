@@ -67,30 +67,37 @@ pub(super) struct Mount {
 }
 
 pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Host {
-    let mounts: Vec<Mount> = lines(mountinfo).filter_map(parse_mount).collect();
     let mut host = Host::default();
-    for (version, controllers, path) in lines(membership).filter_map(parse_membership) {
-        let found = mounts
-            .iter()
-            .filter(|m| m.version == version && m.controllers == controllers)
-            .find_map(|m| Some((m, locate(m, &path)?)));
-        let Some((mount, own)) = found else { continue };
-        // A hierarchy of cpuset alone holds nothing that we limit or count.
-        if controllers == [Controller::Cpuset] {
-            continue;
-        }
-        let site = Site {
-            version,
-            controllers,
-            mount: mount.point.clone(),
-            own,
-        };
-        match version {
+    for site in sites_from(mountinfo, membership) {
+        match site.version {
+            // A hierarchy of cpuset alone holds nothing that we limit or count.
+            Version::V1 if site.controllers == [Controller::Cpuset] => {}
             Version::V1 => host.v1.push(site),
             Version::V2 => host.v2 = Some(site),
         }
     }
     host
+}
+
+/// Every hierarchy that is mounted where we can see our own place in it.
+pub(super) fn sites_from(mountinfo: &[u8], membership: &[u8]) -> Vec<Site> {
+    let mounts: Vec<Mount> = lines(mountinfo).filter_map(parse_mount).collect();
+    let site = |(version, controllers, path): (Version, Vec<Controller>, PathBuf)| {
+        let (mount, own) = mounts
+            .iter()
+            .filter(|m| m.version == version && m.controllers == controllers)
+            .find_map(|m| Some((m, locate(m, &path)?)))?;
+        Some(Site {
+            version,
+            controllers,
+            mount: mount.point.clone(),
+            own,
+        })
+    };
+    lines(membership)
+        .filter_map(parse_membership)
+        .filter_map(site)
+        .collect()
 }
 
 pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {

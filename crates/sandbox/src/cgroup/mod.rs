@@ -13,15 +13,21 @@
 //! Invariant: no path or pid is trusted for longer than it is held. Directories are held by
 //! descriptor, processes by pidfd.
 
+mod birth;
 mod host;
 mod node;
+mod outer;
+mod standing;
 mod v1;
 mod v2;
 
+pub(crate) use birth::{Birth, fork_into};
 pub(crate) use host::mount_points_in;
 use host::*;
 pub use host::{Host, discover};
 use node::*;
+pub use outer::{OuterLimit, OuterLimits, outer_limits};
+pub use standing::{Place, Standing, standing};
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -186,6 +192,9 @@ pub struct Enforced {
 pub struct Counters {
     /// Processes of the group that the kernel killed for want of memory, for whatever reason.
     pub oom_kills: Option<u64>,
+    /// Times this group itself was at its limit with nothing left to reclaim. Kills without any of these mean that the
+    /// memory which ran out was a group's above, or the machine's.
+    pub ooms_at_limit: Option<u64>,
     pub memory_peak_bytes: Option<u64>,
     pub pids_peak: Option<u64>,
     /// Forks refused by the process limit.
@@ -286,7 +295,8 @@ impl Group {
 
     /// Descriptors by which a process attaches itself: it writes `0` to each, once, while it has a
     /// single thread (version 1 moves only the thread that writes). A process that was given
-    /// them can attach whatever its own credentials are, so they are closed before the program runs.
+    /// them can attach whatever its own credentials are, so they are closed before the program runs. The one
+    /// of version 2, if any, comes first: a process born in [`Group::directory_fd`] is in that part already.
     pub fn attach_fds(&self) -> Result<Vec<OwnedFd>, CgroupError> {
         let open = |part: &Made| {
             let file = match part.node.version {
@@ -302,6 +312,13 @@ impl Group {
             })
         };
         self.parts.iter().map(open).collect()
+    }
+
+    /// The version 2 directory, in which a process can be born (CLONE_INTO_CGROUP). `None`: version 1 has no such thing.
+    pub fn directory_fd(&self) -> Option<BorrowedFd<'_>> {
+        let mut parts = self.parts.iter();
+        let part = parts.find(|part| part.node.version == Version::V2);
+        part.map(|part| part.node.fd.as_fd())
     }
 
     /// How `limit` is held; `None` if it was not asked for, or is not held by this group.
@@ -395,6 +412,19 @@ fn hard(by: impl Into<String>) -> Enforced {
     Enforced {
         by: by.into(),
         how_hard: Hardness::Hard,
+    }
+}
+
+const SWAP_NOT_COUNTED: &str = " (swap not counted)";
+
+/// A limit on memory that leaves swap free. Where there is swap, only a watch over both holds what was asked for.
+fn memory_alone(by: String, has_swap: bool) -> Enforced {
+    match has_swap {
+        false => hard(by),
+        true => Enforced {
+            by: format!("{by}{SWAP_NOT_COUNTED}, init's watch over both"),
+            how_hard: Hardness::Watched,
+        },
     }
 }
 

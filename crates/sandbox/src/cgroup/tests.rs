@@ -1,5 +1,6 @@
 use super::*;
 use proptest::prelude::*;
+use std::fs::File;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -187,7 +188,7 @@ proptest! {
 static SKIPPED: AtomicU32 = AtomicU32::new(0);
 
 /// Where the kernel has no cgroups at all there is nothing to test; anything less than that fails.
-fn host() -> Option<Host> {
+pub(super) fn host() -> Option<Host> {
     let host = discover();
     if host.is_none() {
         let count = SKIPPED.fetch_add(1, Ordering::SeqCst) + 1;
@@ -197,9 +198,9 @@ fn host() -> Option<Host> {
     Some(host)
 }
 
-const MIB: u64 = 1 << 20;
+pub(super) const MIB: u64 = 1 << 20;
 
-fn limits(memory_bytes: u64, pids: u64, cpu_milli: u64) -> GroupLimits {
+pub(super) fn limits(memory_bytes: u64, pids: u64, cpu_milli: u64) -> GroupLimits {
     GroupLimits {
         memory_bytes: Some(memory_bytes),
         pids: Some(pids),
@@ -209,7 +210,7 @@ fn limits(memory_bytes: u64, pids: u64, cpu_milli: u64) -> GroupLimits {
 
 /// Starts a shell that attaches itself to the group before it runs the script. `prefix` may change its
 /// credentials first: the descriptors stay those of this process.
-fn start(group: &Group, prefix: &[&str], script: &str) -> Child {
+pub(super) fn start(group: &Group, prefix: &[&str], script: &str) -> Child {
     let fds = group.attach_fds().unwrap();
     let mut attach = String::new();
     for fd in &fds {
@@ -268,7 +269,7 @@ fn every_limit_is_held_and_says_how() {
         }
         Version::V2 => {
             assert_eq!(cpu.node.read("cpu.max").unwrap().trim(), "150000 100000");
-            assert_eq!(cpu.node.read("memory.oom.group").unwrap().trim(), "0");
+            assert_eq!(cpu.node.read("memory.oom.group").unwrap().trim(), "1");
         }
     }
     assert_eq!(group.counters().oom_kills, Some(0));
@@ -300,19 +301,186 @@ fn a_limit_the_kernel_refuses_is_reported_as_not_held() {
 }
 
 #[test]
-fn a_process_over_the_memory_limit_dies_and_its_parent_lives() {
+fn over_the_memory_limit_one_process_dies_or_with_version_2_all() {
     let Some(host) = host() else { return };
     let group = Group::create(&host, "oom", &limits(48 * MIB, 32, 2000)).unwrap();
     let script = format!("{HOG} >/dev/null; echo ${{PIPESTATUS[*]}}; echo alive");
     let script = script.replace("| wc -c", "");
     let (status, out) = run(&group, &[], &script);
-    assert!(status.success(), "{status:?}");
-    assert!(out.contains("137") && out.ends_with("alive\n"), "{out}");
     let counters = group.counters();
     eprintln!("{counters:?}");
-    assert_eq!(counters.oom_kills, Some(1));
+    match group.part(Controller::Memory).unwrap().node.version {
+        Version::V1 => {
+            assert!(status.success(), "{status:?}");
+            assert!(out.contains("137") && out.ends_with("alive\n"), "{out}");
+            assert_eq!(counters.oom_kills, Some(1));
+        }
+        Version::V2 => {
+            use std::os::unix::process::ExitStatusExt;
+            assert_eq!((status.signal(), out.as_str()), (Some(9), ""));
+            assert!(counters.oom_kills.unwrap() >= 2);
+            assert!(counters.ooms_at_limit.unwrap() >= 1);
+        }
+    }
     if let Some(peak) = counters.memory_peak_bytes {
         assert!((40 * MIB..=48 * MIB).contains(&peak), "{peak}");
+    }
+    group.remove().unwrap();
+}
+
+#[test]
+fn where_swap_is_not_counted_the_limit_on_memory_is_not_firm() {
+    let with_swap = memory_alone("cgroup v1 memory.limit_in_bytes".into(), true);
+    assert_eq!(with_swap.how_hard, Hardness::Watched);
+    assert!(with_swap.by.contains("(swap not counted)"));
+    let without = memory_alone("cgroup v1 memory.limit_in_bytes".into(), false);
+    assert_eq!(without, hard("cgroup v1 memory.limit_in_bytes"));
+}
+
+/// A plain version 2 directory: also a hybrid host, whose version 2 tree has no controllers, has these.
+fn plain_v2(name: &str) -> Option<Group> {
+    let Some(site) = sites().v2 else {
+        eprintln!("UNAVAILABLE: no version 2 tree is mounted");
+        return None;
+    };
+    let parent = match v2::settle(&site) {
+        Ok((parent, _)) => parent,
+        Err(_) => Node::open(Version::V2, &site.own).unwrap(),
+    };
+    let name = name_for(name);
+    let node = match parent.make_child(&name) {
+        Err(e) if e.means_not_ours() && !rustix::process::geteuid().is_root() => {
+            eprintln!("UNAVAILABLE: no part of the version 2 tree is ours");
+            return None;
+        }
+        made => made.unwrap(),
+    };
+    let part = Made {
+        node,
+        parent,
+        name,
+        controllers: Vec::new(),
+    };
+    Some(Group {
+        parts: vec![part],
+        held: Vec::new(),
+    })
+}
+
+#[test]
+fn a_child_is_born_in_the_group() {
+    use crate::sys::{self, Forked};
+    let Some(group) = plain_v2("born") else {
+        return;
+    };
+    let none = File::open("/").unwrap();
+    let asked = [
+        (group.directory_fd(), Birth::InGroup),
+        (None, Birth::Outside { refusal: None }),
+        // No group at all: the child is there all the same, and told why.
+        (
+            Some(none.as_fd()),
+            Birth::Outside {
+                refusal: Some(Errno::BADF),
+            },
+        ),
+    ];
+    for (directory, expected) in asked {
+        let (from_child, to_us) =
+            rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+        let (forked, birth) = fork_into(directory).unwrap();
+        let child = match forked {
+            Forked::Child => {
+                let groups = fs::read("/proc/self/cgroup").unwrap_or_default();
+                let told = rustix::io::write(&to_us, &groups).is_ok() && birth == expected;
+                sys::exit_now(if told { 7 } else { 8 })
+            }
+            Forked::Parent { child } => Pid::from_raw(child).unwrap(),
+        };
+        drop(to_us);
+        assert_eq!(birth, expected);
+        let mut told = String::new();
+        io::Read::read_to_string(&mut File::from(from_child), &mut told).unwrap();
+        let (_, status) =
+            rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty())
+                .unwrap()
+                .unwrap();
+        assert_eq!(status.exit_status(), Some(7), "{told}");
+        let inside = told
+            .lines()
+            .any(|line| line.starts_with("0::") && line.ends_with(&group.parts[0].name));
+        assert_eq!(inside, birth == Birth::InGroup, "{told}");
+    }
+    group.remove().unwrap();
+}
+
+/// As on a cluster or in an old container: root has handed a plain account a directory in every hierarchy.
+#[test]
+fn in_a_delegated_directory_a_plain_account_has_the_same() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("UNAVAILABLE: only root can delegate");
+        return;
+    }
+    let Some(host) = host() else { return };
+    const UID: u32 = 54321;
+    let group = Group::create(&host, "delegated", &GroupLimits::default()).unwrap();
+    for path in group.paths() {
+        let files = [
+            "",
+            "cgroup.procs",
+            "cgroup.subtree_control",
+            "cgroup.threads",
+        ];
+        for file in files.iter().map(|file| path.join(file)) {
+            // Version 1 has but the first two, and needs but the first.
+            let _only_what_is_there = std::os::unix::fs::chown(file, Some(UID), Some(UID));
+        }
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    fs::set_permissions(directory.path(), open).unwrap();
+    let copy = directory.path().join("tests");
+    // By another process: see the promise tests' own copy.
+    let copied = Command::new("cp")
+        .arg(std::env::current_exe().unwrap())
+        .arg(&copy)
+        .status();
+    assert!(copied.unwrap().success());
+    let tests = [
+        "every_limit_is_held_and_says_how",
+        "over_the_memory_limit_one_process_dies_or_with_version_2_all",
+        "forks_beyond_the_process_limit_are_refused",
+        "kill_reaches_daemonised_grandchildren",
+        "an_existing_group_is_not_reused_and_not_removed",
+    ];
+    let names = tests.map(|name| format!("cgroup::tests::{name}")).join(" ");
+    let script = format!(
+        "cd / && exec setpriv --reuid={UID} --regid={UID} --clear-groups {copy:?} --exact --test-threads=1 {names} 2>&1"
+    );
+    let (status, out) = run(&group, &[], &script);
+    assert!(status.success(), "{out}");
+    assert!(out.contains(&format!("{} passed", tests.len())), "{out}");
+    assert!(!out.contains("SKIPPED"), "{out}");
+    // Control: the same account where nothing was handed to it.
+    let control = Command::new("setpriv")
+        .args([
+            &format!("--reuid={UID}"),
+            &format!("--regid={UID}"),
+            "--clear-groups",
+        ])
+        .arg(&copy)
+        .args(["--exact", &format!("cgroup::tests::{}", tests[0])])
+        .current_dir("/")
+        .output()
+        .unwrap();
+    assert!(!control.status.success());
+    // With version 2 the account has moved itself into a leaf, which is empty now.
+    for path in group.paths() {
+        for entry in fs::read_dir(path).unwrap().flatten() {
+            if entry.file_type().unwrap().is_dir() {
+                fs::remove_dir(entry.path()).unwrap();
+            }
+        }
     }
     group.remove().unwrap();
 }

@@ -3,7 +3,7 @@
 
 use super::{
     CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, Enforced, Made, Node, Site,
-    Version, cpu_quota_us, hard, host_has_swap, is_rounded, way_up,
+    Version, cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone, way_up,
 };
 
 use rustix::io::Errno;
@@ -42,11 +42,11 @@ fn inherit(made: &Made) -> Result<(), CgroupError> {
     Ok(())
 }
 
-/// The limit on memory comes first: the kernel refuses a limit on memory with swap below it. Both are
-/// the same number, so that swap adds nothing.
 /// What a program that talks to itself over loopback needs at least.
 const TCP_BYTES_MIN: u64 = 4 << 20;
 
+/// The limit on memory comes first: the kernel refuses a limit on memory with swap below it. Both are
+/// the same number, so that swap adds nothing.
 pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupError> {
     const MEMORY: &str = "memory.limit_in_bytes";
     const WITH_SWAP: &str = "memory.memsw.limit_in_bytes";
@@ -66,10 +66,7 @@ pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupEr
         Err(CgroupError::Write { source, .. })
             if Errno::from_io_error(&source) == Some(Errno::NOENT) =>
         {
-            Ok(match host_has_swap() {
-                true => hard(format!("cgroup v1 {MEMORY} (swap not counted)")),
-                false => hard(format!("cgroup v1 {MEMORY}")),
-            })
+            Ok(memory_alone(format!("cgroup v1 {MEMORY}"), host_has_swap()))
         }
         Err(e) => Err(e),
     }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::{
     CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, Enforced, Made, Node, Site,
-    Version, cpu_quota_us, hard, host_has_swap, is_rounded, way_up,
+    Version, cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone, way_up,
 };
 
 /// The leaf a process moves itself into. An underscore, where groups of runs have a hyphen: no id can
@@ -99,6 +99,14 @@ pub(super) fn settle(site: &Site) -> Result<(Node, Vec<Controller>), CgroupError
 /// The group above ours, if it is the delegated one: this process then sits in a leaf already, its own,
 /// its daemon's, or one that the service manager made (DelegateSubgroup=).
 fn shared_parent(site: &Site) -> Result<Option<(Node, Vec<Controller>)>, CgroupError> {
+    let Some(parent) = delegated_above(site)? else {
+        return Ok(None);
+    };
+    let on = switch_on(&parent)?;
+    Ok((!on.is_empty()).then_some((parent, on)))
+}
+
+fn delegated_above(site: &Site) -> Result<Option<Node>, CgroupError> {
     if site.own == site.mount {
         return Ok(None);
     }
@@ -113,18 +121,51 @@ fn shared_parent(site: &Site) -> Result<Option<(Node, Vec<Controller>)>, CgroupE
         true => is_writable(&parent),
         false => is_writable(&parent) && is_marked(&parent),
     };
-    if !ours {
-        return Ok(None);
+    Ok(ours.then_some(parent))
+}
+
+/// Whether [`settle`] would find a place, and one that its manager has marked as ours. Nothing is changed.
+pub(super) fn is_ours(site: &Site) -> bool {
+    let alone = |node: &Node| {
+        let own = std::process::id().to_string();
+        node.read("cgroup.procs")
+            .is_ok_and(|pids| pids.lines().all(|pid| pid == own))
+    };
+    let above = delegated_above(site).ok().flatten();
+    if above.is_some_and(|parent| alone(&parent)) {
+        return true;
     }
-    let on = switch_on(&parent)?;
-    Ok((!on.is_empty()).then_some((parent, on)))
+    Node::open(Version::V2, &site.own)
+        .is_ok_and(|own| is_writable(&own) && (!is_managed() || is_marked(&own)) && alone(&own))
+}
+
+/// Without systemd nobody else manages the tree: a container, or a host with a plain init.
+fn is_managed() -> bool {
+    Path::new("/run/systemd/system").exists()
 }
 
 fn is_delegated(node: &Node) -> bool {
     let is_root = rustix::process::geteuid().is_root();
-    // Without systemd nobody else manages the tree: a container, or a host with a plain init.
-    let managed = Path::new("/run/systemd/system").exists();
-    is_writable(node) && (!is_root || !managed || is_marked(node))
+    let only_if_marked = is_managed() && (is_root || is_unit_of_user_manager(&node.path));
+    is_writable(node) && (!only_if_marked || is_marked(node))
+}
+
+/// A user's manager owns its units' groups as the user owns everything there; but one that it did not delegate it
+/// may set up anew at any time, and the limits of the groups below are gone then. Only a manager that
+/// marks its own group for all to see (systemd 251) can be expected to mark these.
+fn is_unit_of_user_manager(path: &Path) -> bool {
+    let name = |path: &Path| path.file_name().and_then(|n| n.to_str().map(str::to_owned));
+    let is_unit = name(path).is_some_and(|name| {
+        [".scope", ".service", ".slice"]
+            .iter()
+            .any(|suffix| name.ends_with(suffix))
+    });
+    let is_manager = |path: &&Path| {
+        name(path).is_some_and(|name| name.starts_with("user@") && name.ends_with(".service"))
+    };
+    let manager = path.ancestors().skip(1).find(is_manager);
+    let manager = manager.and_then(|path| Node::open(Version::V2, path).ok());
+    is_unit && manager.is_some_and(|manager| is_marked(&manager))
 }
 
 /// Whether the directory is ours and its controlling files can be written, as delegation demands.
@@ -202,9 +243,12 @@ fn sweep(own: &Node) {
     }
 }
 
-/// Swap is forbidden rather than added up: memory with swap is then bounded by the one limit. A new group
-/// has `memory.oom.group` 0, so that an out-of-memory kill takes one process and not the run's init.
+/// Swap is forbidden rather than added up: memory with swap is then bounded by the one limit.
 pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupError> {
+    // The whole program goes at once: a pool that lost one of its workers would wait for it until the deadline. Only the
+    // program is in this group, and neither its init nor the runner. If the kernel does not take it,
+    // the limit holds all the same.
+    let _one_by_one_then = part.node.write("memory.oom.group", "1");
     let text = bytes.to_string();
     part.node
         .write_kept("memory.max", &text, is_rounded(bytes))?;
@@ -217,10 +261,7 @@ pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupEr
         Err(CgroupError::Write { source, .. })
             if Errno::from_io_error(&source) == Some(Errno::NOENT) =>
         {
-            Ok(hard(match host_has_swap() {
-                true => "cgroup v2 memory.max (swap not counted)",
-                false => "cgroup v2 memory.max",
-            }))
+            Ok(memory_alone("cgroup v2 memory.max".into(), host_has_swap()))
         }
         Err(e) => Err(e),
     }
@@ -240,7 +281,11 @@ pub(super) fn limit_cpu(part: &Made, cpu_milli: u64) -> Result<Enforced, CgroupE
 pub(super) fn count(part: &Made, counters: &mut Counters) {
     let node = &part.node;
     if part.has(Controller::Memory) {
+        // Kills are counted with those in groups below; limits reached only where this group's own was.
         counters.oom_kills = node.keyed("memory.events", "oom_kill");
+        let local = node.keyed("memory.events.local", "oom");
+        counters.ooms_at_limit = local.or_else(|| node.keyed("memory.events", "oom"));
+        // Linux before 5.19 does not know its peak.
         counters.memory_peak_bytes = node.number("memory.peak");
     }
     if part.has(Controller::Pids) {

@@ -13,7 +13,7 @@ use libc::c_long;
 
 use super::{Action, Affinity, Clause, Connect, Fallocate, Ground, Options, Rule, Test};
 use super::{always, has_any, is, masked, rule, when};
-use super::{number, shared};
+use super::{ground, number};
 
 pub(super) const UNLISTED: Action = Action::Errno(libc::ENOSYS);
 const DENY: Action = Action::Errno(libc::EPERM);
@@ -259,7 +259,7 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
         (libc::SYS_setsockopt, setsockopt()),
     ]);
     if let Ground::Shared { landlock_abi } = options.ground {
-        let replaced = shared::rules(landlock_abi, options.affinity == Affinity::Fixed);
+        let replaced = ground::rules(landlock_abi, options.affinity == Affinity::Fixed);
         rules.retain(|(nr, _)| replaced.iter().all(|(other, _)| other != nr));
         rules.extend(replaced);
     }
@@ -517,7 +517,7 @@ fn personality() -> Rule {
 
 /// An allow-list as well: what a newer kernel adds gets the EINVAL of a kernel that does not have it.
 #[rustfmt::skip]
-fn prctl() -> Rule {
+pub(super) fn prctl() -> Rule {
     let allowed = [
         // Names, core dumps, ends of parents and children: libc, Python, the JVM and process supervisors.
         libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_PDEATHSIG, libc::PR_GET_PDEATHSIG, libc::PR_SET_DUMPABLE,

@@ -34,6 +34,8 @@ pub struct Hood {
     pub wish_at: Option<(&'static [u8], Wish)>,
     /// An eventfd by which another thread makes this wish, whatever was printed.
     pub wish_by: Option<(OwnedFd, Wish)>,
+    /// Do with this interface of Landlock, as on a kernel that has no newer one.
+    pub landlock_at_most: Option<i32>,
 }
 
 #[derive(Debug)]
@@ -78,6 +80,11 @@ pub fn level() -> Level {
     }
 }
 
+/// Whether this process's trials are for level `landlock`.
+pub fn at_landlock() -> bool {
+    level() == Level::Landlock
+}
+
 /// The program's home, and above it its place for temporary files.
 pub fn home(workspace: &Path) -> PathBuf {
     match level() {
@@ -87,6 +94,21 @@ pub fn home(workspace: &Path) -> PathBuf {
 }
 
 pub const LEVEL: &str = "FUMEHOOD_TEST_LEVEL";
+
+/// A launcher by such a name, with a number behind, does with that interface of Landlock and no newer one.
+const OLDER: &str = "launcher-with-landlock-";
+
+/// Which older Landlock this launcher is to do with, by the name it was started under.
+pub fn older_landlock() -> Option<i32> {
+    let own = PathBuf::from(std::env::args_os().next()?);
+    let name = own.file_name()?.to_str()?;
+    name.strip_prefix(OLDER)?.parse().ok()
+}
+
+/// What the kernel has.
+pub fn landlock_abi() -> i32 {
+    sandbox::probe::landlock_abi()
+}
 
 fn identity() -> Identity {
     use std::sync::atomic::{AtomicU32, Ordering};
@@ -155,6 +177,7 @@ impl Hood {
             with_group: is_root(),
             wish_at: None,
             wish_by: None,
+            landlock_at_most: None,
         }
     }
 
@@ -271,9 +294,10 @@ impl Hood {
         if let Some((bell, wish)) = self.wish_by.take() {
             (listener.bell, listener.wish_at) = (bell, Some((UNPRINTED, wish)));
         }
+        let launcher = Launcher::new(self.landlock_at_most);
         let finished = {
             let means = Means {
-                launcher: Path::new("/proc/self/exe"),
+                launcher: launcher.path(),
                 workspace: Some(workspace.as_fd()),
                 stdin: self.stdin.take(),
                 group: group.as_ref(),
@@ -292,6 +316,31 @@ impl Hood {
             stdout: String::from_utf8_lossy(&listener.out).into_owned(),
             stderr: String::from_utf8_lossy(&listener.err).into_owned(),
         })
+    }
+}
+
+/// This binary, under a name that says which Landlock it is to do with.
+enum Launcher {
+    Itself,
+    Named(tempfile::TempDir, PathBuf),
+}
+
+impl Launcher {
+    fn new(landlock_at_most: Option<i32>) -> Launcher {
+        let Some(abi) = landlock_at_most else {
+            return Launcher::Itself;
+        };
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = dir.path().join(format!("{OLDER}{abi}"));
+        std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &path).unwrap();
+        Launcher::Named(dir, path)
+    }
+
+    fn path(&self) -> &Path {
+        match self {
+            Launcher::Itself => Path::new("/proc/self/exe"),
+            Launcher::Named(_dir, path) => path,
+        }
     }
 }
 

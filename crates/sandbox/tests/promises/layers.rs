@@ -20,9 +20,9 @@ use sandbox::spec::Layer::{
 };
 use sandbox::spec::{Exec, HostPath, InsidePath, Owner, View};
 
-use crate::hood::{Hood, Ran, attempts, is_root, shown_dir, verdict};
+use crate::hood::{Hood, Ran, at_landlock, attempts, is_root, shown_dir, verdict};
 use crate::p07_others::Witness;
-use crate::{Entry, For};
+use crate::{Entry, For, OnlyAtFull};
 
 pub const TRIALS: &[Entry] = &[
     (
@@ -45,6 +45,14 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         what_is_on_is_what_is_said,
     ),
+];
+
+#[rustfmt::skip]
+pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
+    ("each_layer_owns_its_acts",
+        "most are namespaces'; what Landlock, seccomp and the guardian own is landlock_level::each_layer_owns_its_acts"),
+    ("with_any_one_layer_off",
+        "there most promises rest on one layer: what is open without it is landlock_level::each_layer_owns_its_acts"),
 ];
 
 /// Every layer that can be left off.
@@ -389,7 +397,7 @@ fn a_layer_that_cannot_be_had_stops_the_run() {
         );
     };
     stops(&[NoNewPrivs, Landlock], "seccomp");
-    if !is_root() {
+    if !is_root() && !at_landlock() {
         stops(&[PidNamespace], "/proc");
     }
 }
@@ -397,13 +405,14 @@ fn a_layer_that_cannot_be_had_stops_the_run() {
 /// The record lists exactly the layers that are on.
 fn what_is_on_is_what_is_said() {
     let expected = |without: Option<Layer>| {
-        let always = [Layer::MountNamespace]
+        let of_root = [Layer::LeasedUid, Layer::Cgroup];
+        let always = [Layer::MountNamespace, Layer::Guardian]
             .into_iter()
-            .chain(is_root().then_some(Layer::LeasedUid));
+            .chain(of_root.into_iter().filter(|_| is_root()));
         let mut list: Vec<Layer> = SWITCHES
             .into_iter()
             .chain(always)
-            .filter(|l| Some(*l) != without)
+            .filter(|l| crate::hood::level().has(*l) && Some(*l) != without)
             .collect();
         list.sort();
         list

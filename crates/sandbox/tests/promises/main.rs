@@ -1,12 +1,16 @@
 //! The promises of the design, one file each, tried on this kernel.
 //!
 //! A program of its own rather than the usual harness, because the sandbox starts this very binary again as
-//! its launcher, and because every trial runs twice: as root, and as a plain user with a login of its own.
-//! As root the second kind is this binary started again under that user's id.
+//! its launcher, and because every trial runs as root and as a plain user with a login of its own, at level `full`
+//! and at level `landlock`. All but the first kind are this binary started again: under that user's id, or with
+//! the level in its environment. What a level cannot give is in the lists `ONLY_AT_FULL`, each with its reason.
 
 #![allow(clippy::unwrap_used)]
 
 mod hood;
+mod landlock_calls;
+mod landlock_level;
+mod landlock_older;
 mod layers;
 mod p02_inputs;
 mod p03_runtime;
@@ -24,6 +28,9 @@ mod plain_user;
 mod science;
 
 use libtest_mimic::{Arguments, Failed, Trial};
+use sandbox::spec::Level;
+
+use plain_user::Who;
 
 /// Who a trial is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -36,37 +43,121 @@ pub enum For {
 /// One trial: its name, whom it is for, and what it tries. It panics when the promise is broken.
 pub type Entry = (&'static str, For, fn());
 
-fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 14] = [
-        ("layers", layers::TRIALS),
-        ("p02_inputs", p02_inputs::TRIALS),
-        ("p03_runtime", p03_runtime::TRIALS),
-        ("p04_writes", p04_writes::TRIALS),
-        ("p06_services", p06_services::TRIALS),
-        ("p07_others", p07_others::TRIALS),
-        ("p08_privilege", p08_privilege::TRIALS),
-        ("p09_streams", p09_streams::TRIALS),
-        ("p10_hiding", p10_hiding::TRIALS),
-        ("p10_limits", p10_limits::TRIALS),
-        ("p11_deadline", p11_deadline::TRIALS),
-        ("p12_runner_death", p12_runner_death::TRIALS),
-        ("p17_truth", p17_truth::TRIALS),
-        ("science", science::TRIALS),
-    ];
-    let named = files.into_iter().flat_map(|(file, list)| {
-        list.iter()
-            .map(move |(name, whom, act)| (format!("{file}::{name}"), *whom, *act))
-    });
-    named.collect()
+/// A trial that means nothing at level `landlock`, and why; its counterpart there, if it has one, is in the reason.
+pub type OnlyAtFull = (&'static str, &'static str);
+
+/// At which levels the trials of a file are run.
+#[derive(Clone, Copy)]
+enum Levels {
+    Both(&'static [OnlyAtFull]),
+    Landlock,
+}
+
+const FILES: &[(&str, &[Entry], Levels)] = &[
+    ("layers", layers::TRIALS, Levels::Both(layers::ONLY_AT_FULL)),
+    (
+        "p02_inputs",
+        p02_inputs::TRIALS,
+        Levels::Both(p02_inputs::ONLY_AT_FULL),
+    ),
+    (
+        "p03_runtime",
+        p03_runtime::TRIALS,
+        Levels::Both(p03_runtime::ONLY_AT_FULL),
+    ),
+    (
+        "p04_writes",
+        p04_writes::TRIALS,
+        Levels::Both(p04_writes::ONLY_AT_FULL),
+    ),
+    (
+        "p06_services",
+        p06_services::TRIALS,
+        Levels::Both(p06_services::ONLY_AT_FULL),
+    ),
+    ("p07_others", p07_others::TRIALS, Levels::Both(&[])),
+    ("p08_privilege", p08_privilege::TRIALS, Levels::Both(&[])),
+    (
+        "p09_streams",
+        p09_streams::TRIALS,
+        Levels::Both(p09_streams::ONLY_AT_FULL),
+    ),
+    (
+        "p10_hiding",
+        p10_hiding::TRIALS,
+        Levels::Both(p10_hiding::ONLY_AT_FULL),
+    ),
+    (
+        "p10_limits",
+        p10_limits::TRIALS,
+        Levels::Both(p10_limits::ONLY_AT_FULL),
+    ),
+    ("p11_deadline", p11_deadline::TRIALS, Levels::Both(&[])),
+    (
+        "p12_runner_death",
+        p12_runner_death::TRIALS,
+        Levels::Both(&[]),
+    ),
+    ("p17_truth", p17_truth::TRIALS, Levels::Both(&[])),
+    (
+        "science",
+        science::TRIALS,
+        Levels::Both(science::ONLY_AT_FULL),
+    ),
+    ("landlock_calls", landlock_calls::TRIALS, Levels::Landlock),
+    ("landlock_level", landlock_level::TRIALS, Levels::Landlock),
+    ("landlock_older", landlock_older::TRIALS, Levels::Landlock),
+];
+
+struct Registered {
+    name: String,
+    whom: For,
+    act: fn(),
+    at: &'static [Level],
+}
+
+fn registered() -> Vec<Registered> {
+    let mut all = Vec::new();
+    for (file, trials, levels) in FILES {
+        if let Levels::Both(only_at_full) = levels {
+            let known = |name| trials.iter().any(|(trial, ..)| *trial == name);
+            let unknown = only_at_full.iter().find(|(name, _)| !known(*name));
+            assert!(unknown.is_none(), "{file} has no trial {unknown:?}");
+        }
+        for (name, whom, act) in *trials {
+            let at: &[Level] = match levels {
+                Levels::Both(only) if only.iter().any(|(n, _)| n == name) => &[Level::Full],
+                Levels::Both(_) => &[Level::Full, Level::Landlock],
+                Levels::Landlock => &[Level::Landlock],
+            };
+            all.push(Registered {
+                name: format!("{file}::{name}"),
+                whom: *whom,
+                act: *act,
+                at,
+            });
+        }
+    }
+    all
+}
+
+/// Whether a trial of this name, `file::trial`, is run at level `landlock`.
+pub fn is_tried_at_landlock(name: &str) -> bool {
+    let all = registered();
+    all.iter()
+        .any(|r| r.name == name && r.at.contains(&Level::Landlock))
 }
 
 fn main() {
     if sandbox::launch::is_launcher() {
-        sandbox::launch::main();
+        match hood::older_landlock() {
+            Some(abi) => sandbox::launch::main_on_older_landlock(abi),
+            None => sandbox::launch::main(),
+        }
     }
     if let Some(name) = plain_user::inner_trial() {
-        let (_, _, act) = entries().into_iter().find(|(n, ..)| *n == name).unwrap();
-        act();
+        let trial = registered().into_iter().find(|r| r.name == name).unwrap();
+        (trial.act)();
         return;
     }
     if let Some(role) = p12_runner_death::inner_role() {
@@ -75,24 +166,41 @@ fn main() {
     }
     let root = hood::is_root();
     let mut trials = Vec::new();
-    for (name, whom, act) in entries() {
-        let as_root = format!("root::{name}");
-        let as_plain = format!("plain::{name}");
-        // A skipped trial is printed and counted as ignored; CI runs as root and permits none.
-        trials.push(Trial::test(as_root, move || run(act)).with_ignored_flag(!root));
-        if whom == For::Everyone {
-            trials.push(match root {
-                true => Trial::test(as_plain, move || {
-                    plain_user::run(&name).map_err(Failed::from)
-                }),
-                false => Trial::test(as_plain, move || run(act)),
-            });
+    for Registered {
+        name,
+        whom,
+        act,
+        at,
+    } in registered()
+    {
+        for level in at {
+            let suffix = match level {
+                Level::Full => "",
+                Level::Landlock => "-landlock",
+            };
+            // A skipped trial is printed and counted as ignored; CI runs as root and permits none.
+            let title = format!("root{suffix}::{name}");
+            trials.push(trial(title, &name, act, Who::Root, *level).with_ignored_flag(!root));
+            if whom == For::Everyone {
+                let title = format!("plain{suffix}::{name}");
+                trials.push(trial(title, &name, act, Who::Plain, *level));
+            }
         }
     }
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-fn run(act: fn()) -> Result<(), Failed> {
-    act();
-    Ok(())
+/// Here, if this process is already who and where it must be; otherwise in a process that is.
+fn trial(title: String, name: &str, act: fn(), who: Who, level: Level) -> Trial {
+    let is_who = hood::is_root() == (who == Who::Root);
+    if is_who && level == hood::level() {
+        return Trial::test(title, move || {
+            act();
+            Ok(())
+        });
+    }
+    let name = name.to_owned();
+    Trial::test(title, move || {
+        plain_user::run(&name, who, level).map_err(Failed::from)
+    })
 }

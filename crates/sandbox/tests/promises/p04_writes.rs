@@ -8,8 +8,8 @@ use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::hood::{Hood, is_root, unconfined};
-use crate::{Entry, For};
+use crate::hood::{Hood, at_landlock, home, is_root, unconfined};
+use crate::{Entry, For, OnlyAtFull};
 
 pub const TRIALS: &[Entry] = &[
     (
@@ -44,11 +44,21 @@ pub const TRIALS: &[Entry] = &[
     ),
 ];
 
+#[rustfmt::skip]
+pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
+    ("the_hidden_directory_is_empty_and_closed",
+        "nothing can be mounted over it: it is the program's own, and holds its temporary files and nothing of ours"),
+];
+
 /// Every directory there is: tries to make a file in each, by its name and by its descriptor.
 const MAKE_EVERYWHERE: &str = "
+def listed(root):
+    try: os.listdir(root); return True
+    except OSError: return False
 def make_everywhere(root):
     tried = 0
-    for top, below, files in os.walk(root):
+    # What cannot be listed may be writable all the same.
+    for top, below, files in os.walk(root) if listed(root) else [(root, [], [])]:
         below[:] = [d for d in below if not os.path.islink(os.path.join(top, d))]
         tried += 1
         made = False
@@ -79,29 +89,35 @@ fn files_are_made_in_its_own_directories_only() {
         fs::create_dir_all(&dir).unwrap();
         fs::set_permissions(&dir, Permissions::from_mode(0o777)).unwrap();
     }
-    let script = format!(
-        "{MAKE_EVERYWHERE}os.makedirs('deep/deeper')\nos.makedirs('/dev/shm/deep')\nmake_everywhere('/')"
-    );
+    // Where the root is the host's it cannot be listed: then each of its directories, and where anyone may write.
+    let walk = match at_landlock() {
+        false => String::from("os.makedirs('/dev/shm/deep')\nmake_everywhere('/')"),
+        true => format!(
+            "for top in ('/', '/usr', '/etc', '/dev', '/dev/shm', '/tmp', '/var/tmp', '/var', '/run', '/run/lock', '/home', '/srv', '/proc', '/sys', \
+             {:?}, os.getcwd()): make_everywhere(top)",
+            open.path()
+        ),
+    };
+    let script = format!("{MAKE_EVERYWHERE}os.makedirs('deep/deeper')\n{walk}");
     let hood = Hood::python(&script).view(open.path(), "data");
     let workspace = hood.workspace().to_str().unwrap().to_owned();
+    let tmp = home(hood.workspace()).parent().unwrap().to_path_buf();
     fs::create_dir(hood.workspace().join("given")).unwrap();
     let ran = hood.run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
     // The whole list, so that a walk which missed its own places would be seen as well.
     let inner = ["", "/deep", "/deep/deeper", "/given"].map(|inner| format!("{workspace}{inner}"));
-    let mut own: Vec<&str> = vec!["/dev/shm", "/dev/shm/deep", "/tmp", "/tmp/home"];
-    own.extend(inner.iter().map(String::as_str));
+    let mut own = inner.to_vec();
+    own.extend([&tmp, &tmp.join("home")].map(|path| path.to_str().unwrap().to_owned()));
+    match at_landlock() {
+        false => own.extend(["/dev/shm", "/dev/shm/deep"].map(str::to_owned)),
+        true => own.push(tmp.parent().unwrap().to_str().unwrap().to_owned()),
+    }
     own.sort_unstable();
     assert_eq!(places(&ran.stdout), own, "{}", ran.stderr);
-    let tried = ran
-        .stdout
-        .lines()
-        .find_map(|l| l.strip_prefix("tried "))
-        .unwrap();
-    assert!(
-        tried.parse::<u32>().unwrap() > 1000,
-        "only {tried} directories"
-    );
+    let tried = ran.stdout.lines().filter_map(|l| l.strip_prefix("tried "));
+    let tried: u32 = tried.map(|n| n.parse::<u32>().unwrap()).sum();
+    assert!(tried > 1000, "only {tried} directories");
     // The control: the view's source, which was refused above, takes a file from the same script on the host.
     assert!(fs::read_dir(open.path()).unwrap().count() == 1);
     let control = unconfined(&format!(
@@ -118,13 +134,16 @@ for root in ('/etc', '/usr/bin', '/usr/lib/python3', '/bin', '/lib64'):
     for top, below, files in os.walk(root):
         for path in (os.path.join(top, name) for name in files):
             count += 1
+            if count > LIMIT: break
             for act in (lambda: os.close(os.open(path, os.O_WRONLY)), lambda: os.chmod(path, 0o777), lambda: os.utime(path),
                         lambda: os.unlink(path), lambda: os.rename(path, path + '.old')):
                 try: act(); print('did', path)
                 except OSError: pass
 print('enough' if count > 500 else count)
 ";
-    let ran = Hood::python(script).run();
+    // Modes and times cost a guardian's work each, where there is one.
+    let limit = if at_landlock() { 600 } else { 100_000 };
+    let ran = Hood::python(&format!("LIMIT = {limit}\n{script}")).run();
     assert!(
         ran.said("enough") && !ran.stdout.contains("did"),
         "{}",
@@ -138,9 +157,17 @@ print('enough' if count > 500 else count)
 /// The workspace is the same directory inside and outside; /tmp and /dev/shm are not the host's.
 fn what_it_writes_arrives() {
     let mark = format!("fumehood-mark-{}", std::process::id());
+    // Without a /tmp of its own the program has the place that TMPDIR names, and no shared memory.
+    let elsewhere = match at_landlock() {
+        false => format!(
+            "echo x > /tmp/{mark}; echo x > /dev/shm/{mark}; test -s /tmp/{mark} && test -s /dev/shm/{mark} && test -s /var/tmp/{mark}"
+        ),
+        true => format!(
+            "echo x > $TMPDIR/{mark}; for d in /tmp /var/tmp /dev/shm; do (echo x > $d/{mark}) 2>&- && exit; done; test -s $TMPDIR/{mark}"
+        ),
+    };
     let script = format!(
-        "echo result > result.txt; mkdir -p a/b; echo deep > a/b/c; echo x > /tmp/{mark}; echo x > /dev/shm/{mark}; \
-         test -s /tmp/{mark} && test -s /dev/shm/{mark} && test -s /var/tmp/{mark} && echo written; echo y > ready; read line"
+        "echo result > result.txt; mkdir -p a/b; echo deep > a/b/c; {elsewhere} && echo written; echo y > ready; read line"
     );
     let mut hood = Hood::sh(&script);
     let workspace = hood.workspace().to_path_buf();
@@ -251,6 +278,10 @@ fn shared_memory_and_tmp_are_private() {
             "path = {:?}\nprint('there' if os.path.exists(path) else 'absent')\nopen(path, 'x').write('mine')\nprint(open(path).read())",
             host.path()
         );
+        if at_landlock() {
+            closed_to_it(host.path());
+            continue;
+        }
         let ran = Hood::python(&script).run();
         assert!(ran.said("absent") && ran.said("mine"), "{}", ran.all());
         assert_eq!(fs::read_to_string(host.path()).unwrap(), "the host's");
@@ -274,10 +305,26 @@ fn shared_memory_and_tmp_are_private() {
     }
 }
 
+/// Without mounts of its own: the host's file can be neither read nor written, nor another be put beside it.
+fn closed_to_it(file: &Path) {
+    let acts = format!(
+        "import os\nfor act in (lambda: open({file:?}).read(), lambda: open({file:?}, 'r+'), lambda: open({file:?} + '-new', 'x'), \
+         lambda: os.unlink({file:?} + '-new'), lambda: os.listdir(os.path.dirname({file:?}))):\n    \
+             try: act(); print('did')\n    \
+             except OSError: print('refused')"
+    );
+    let ran = Hood::python(&acts).run();
+    assert_eq!(ran.stdout, "refused\n".repeat(5), "{}", ran.all());
+    assert_eq!(fs::read_to_string(file).unwrap(), "the host's");
+    assert_eq!(unconfined(&acts), "did\n".repeat(5));
+}
+
 /// Two at once. The first says on a FIFO that it is there, and waits for the end of its standard input.
 fn another_analysis_is_absent() {
     let first = "open('secret', 'w').write('secret')\n\
-                 os.chmod('secret', 0o666); os.chmod('.', 0o777)\n\
+                 os.chmod('secret', 0o666)\n\
+                 try: os.chmod('.', 0o777)\n\
+                 except PermissionError: pass\n\
                  out = os.open('ready', os.O_WRONLY); os.write(out, b'r')\n\
                  sys.stdin.read()\n\
                  print('seen', *sorted(os.listdir('.')))";
@@ -287,10 +334,17 @@ fn another_analysis_is_absent() {
     let running = std::thread::spawn(move || hood.run());
     until_ready(ready);
 
+    // Names can be asked for where the tree is the host's; nothing behind them can be opened.
+    let see = if at_landlock() {
+        "os.open(path, 0)"
+    } else {
+        "os.stat(path)"
+    };
     let look = format!(
-        "print('listed', len([n for n in os.listdir('/tmp') if n.startswith('scidex-')]))\n\
+        "try: print('listed', len([n for n in os.listdir('/tmp') if n.startswith('scidex-')]))\n\
+         except PermissionError: print('listed 1')\n\
          for path in ('{0}', '{0}/secret', '/proc/self/cwd/../{1}/secret', '/proc/1/root{0}/secret'):\n    \
-             try: os.stat(path); print('there', path)\n    \
+             try: {see}; print('there', path)\n    \
              except OSError: print('absent')\n\
          try: open('{0}/planted', 'w'); print('planted')\n\
          except OSError: print('refused')",

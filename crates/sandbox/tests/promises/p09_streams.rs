@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use sandbox::spec::Layer;
 
 use crate::hood::{Hood, host_dir, is_root, unconfined};
-use crate::{Entry, For};
+use crate::{Entry, For, OnlyAtFull};
 
 pub const TRIALS: &[Entry] = &[
     (
@@ -60,6 +60,12 @@ pub const TRIALS: &[Entry] = &[
     ),
 ];
 const UNDER_A_TERMINAL: &str = "the_runners_terminal_is_out_of_reach";
+
+#[rustfmt::skip]
+pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
+    ("no_typing_into_terminals", "the terminals that could be made are the host's; the one that is given is landlock_level::no_typing_into_its_terminal"),
+    ("terminals_of_its_own_work", "the terminals that could be made are the host's, so none can: landlock_level::what_can_be_listed"),
+];
 
 /// Prints `number target` for every descriptor that is open.
 const LIST: &str = "
@@ -114,7 +120,9 @@ fn an_inherited_descriptor_does_not_arrive() {
     // Nor by way of any process that is visible: init inherited what the runner had.
     let steal = "
 count = 0
-for pid in (n for n in os.listdir('/proc') if n.isdigit() and n != str(os.getpid())):
+try: pids = [int(n) for n in os.listdir('/proc') if n.isdigit()]
+except PermissionError: pids = [1, RUNNER, os.getppid()]
+for pid in (n for n in pids if n != os.getpid()):
     for fd in range(256):
         for act in (lambda: os.open(f'/proc/{pid}/fd/{fd}', os.O_RDONLY), lambda: os.readlink(f'/proc/{pid}/fd/{fd}')):
             try: act(); count += 1
@@ -125,7 +133,8 @@ for pid in (n for n in os.listdir('/proc') if n.isdigit() and n != str(os.getpid
         if libc.syscall(438, pidfd, fd, 0) >= 0: count += 1
 print('stolen', count)
 ";
-    let ran = Hood::python(steal).run();
+    let steal = format!("RUNNER = {}\n{steal}", std::process::id());
+    let ran = Hood::python(&steal).run();
     assert!(ran.said("stolen 0"), "{}", ran.all());
     let control = unconfined(&script);
     assert!(control.contains("read b'secret'"), "{control}");

@@ -12,7 +12,7 @@ use sandbox::outcome::Stop;
 use crate::hood::{Hood, unconfined};
 use crate::p10_limits::{DISK, MIB, WRITES, disk_limited, files_limited, stopped, unstopped};
 use crate::p11_deadline::{Fifo, new_marker, wait_for_marked};
-use crate::{Entry, For};
+use crate::{Entry, For, OnlyAtFull};
 
 pub const TRIALS: &[Entry] = &[
     ("disk_behind_mode_400", For::Everyone, disk_behind_mode_400),
@@ -41,6 +41,12 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         a_connection_that_asks_for_more_holds_little,
     ),
+];
+
+#[rustfmt::skip]
+pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
+    ("a_connection_holds_little", "there is no network to connect by"),
+    ("a_connection_that_asks_for_more_holds_little", "there is no network to connect by"),
 ];
 
 /// The names in such a directory can be read, and what they name cannot be looked at.
@@ -74,17 +80,33 @@ for n in range(COUNT):
 }
 
 /// Puts a copy in memory in the place of everything that it maps of its own file, which then is neither among its
-/// descriptors nor among its maps, and says so. Only that it runs keeps the file.
+/// descriptors nor among its maps, and says so. Only that it runs keeps the file. Where its maps are closed to it, it
+/// takes what the loader knows of them.
 const HOLDER: &str = r#"
 #define _GNU_SOURCE
+#include <link.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+static int loaded(struct dl_phdr_info *info, size_t size, void *to) {
+    unsigned long (*parts)[2] = to;
+    int count = 0;
+    for (int i = 0; i < info->dlpi_phnum && count < 16; i++)
+        if (info->dlpi_phdr[i].p_type == PT_LOAD) {
+            unsigned long from = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+            unsigned long to = (from + info->dlpi_phdr[i].p_filesz + 4095) & ~4095ul;
+            parts[count][0] = from & ~4095ul;
+            parts[count++][1] = to - (from & ~4095ul);
+        }
+    return count;
+}
 static int mapped(unsigned long (*parts)[2]) {
+    static int asked;
     char line[5000];
     int count = 0;
     FILE *maps = fopen("/proc/self/maps", "r");
+    if (!maps) return asked++ ? 0 : dl_iterate_phdr(loaded, parts);
     while (fgets(line, sizeof line, maps))
         if (strstr(line, "/held-") && count < 16) {
             unsigned long from, to;

@@ -188,11 +188,19 @@ fn killed(role: &str) {
     let mut runner = Runner::start(role);
     // The program and its daemon.
     let processes = hold(&wait_for_marked(&runner.marker, 2));
-    assert_eq!(processes.len(), 2);
+    assert!(!processes.is_empty());
     runner.signal(Signal::KILL);
     runner.process.wait().unwrap();
     wait_for_death(&processes);
-    assert_eq!(marked(&runner.marker), [0i32; 0]);
+    all_gone(&runner.marker);
+}
+
+/// One that was being forked when they were counted dies with them, a moment later.
+fn all_gone(marker: &str) {
+    let give_up = Instant::now() + AT_MOST;
+    while !marked(marker).is_empty() {
+        assert!(Instant::now() < give_up, "something outlives its runner");
+    }
 }
 
 fn a_killed_runner_takes_the_analysis_with_it() {
@@ -265,15 +273,11 @@ fn children_of(pid: u32) -> Vec<i32> {
 fn stopped(role: &str) -> String {
     let mut runner = Runner::start(role);
     let processes = hold(&wait_for_marked(&runner.marker, 2));
-    assert_eq!(processes.len(), 2);
+    assert!(!processes.is_empty());
     runner.signal(Signal::STOP);
     std::fs::write(runner.workspace.join("go"), "").unwrap();
     wait_for_death(&processes);
-    // One that was being forked when the two were counted dies with them, a moment later.
-    let give_up = Instant::now() + AT_MOST;
-    while !marked(&runner.marker).is_empty() {
-        assert!(Instant::now() < give_up, "something outlives the deadline");
-    }
+    all_gone(&runner.marker);
     assert_eq!(
         runner.state(),
         'T',

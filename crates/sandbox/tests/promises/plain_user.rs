@@ -1,33 +1,40 @@
-//! Trials as a real unprivileged user: an account with its own uid, made once by root.
+//! Trials in a process of their own: as a real unprivileged user, with an account that root makes once, or at another
+//! level than this process's.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 
+use sandbox::spec::Level;
+
 const ACCOUNT: &str = "fumehood-test";
 const INNER: &str = "__plain_trial";
 
-/// The name of the trial that this process was started for, as the plain user.
+/// Whose trial it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Who {
+    Root,
+    Plain,
+}
+
+/// The name of the trial that this process was started for.
 pub fn inner_trial() -> Option<String> {
     let mut args = std::env::args().skip(1);
     (args.next()? == INNER).then(|| args.next().unwrap())
 }
 
-/// Runs one trial under the test account.
-pub fn run(name: &str) -> Result<(), String> {
-    let (uid, gid) = account();
-    let output = Command::new(reachable_copy())
+/// Runs one trial in a process of its own; root's plain user is the test account.
+pub fn run(name: &str, who: Who, level: Level) -> Result<(), String> {
+    let mut command = match who {
+        Who::Plain if crate::hood::is_root() => as_account(),
+        Who::Plain | Who::Root => Command::new("/proc/self/exe"),
+    };
+    let output = command
         .args([INNER, name])
-        .env_clear()
-        .env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")
-        .env("HOME", format!("/home/{ACCOUNT}"))
-        .envs(std::env::var_os(crate::hood::LEVEL).map(|level| (crate::hood::LEVEL, level)))
-        .current_dir("/")
-        .uid(uid)
-        .gid(gid)
+        .env(crate::hood::LEVEL, level.as_str())
         .output()
-        .map_err(|e| format!("start as {ACCOUNT}: {e}"))?;
+        .map_err(|e| format!("start {name} again: {e}"))?;
     match output.status.success() {
         true => Ok(()),
         false => Err(format!(
@@ -37,6 +44,19 @@ pub fn run(name: &str) -> Result<(), String> {
             String::from_utf8_lossy(&output.stderr)
         )),
     }
+}
+
+fn as_account() -> Command {
+    let (uid, gid) = account();
+    let mut command = Command::new(reachable_copy());
+    command
+        .env_clear()
+        .env("PATH", "/usr/bin:/bin:/usr/sbin:/sbin")
+        .env("HOME", format!("/home/{ACCOUNT}"))
+        .current_dir("/")
+        .uid(uid)
+        .gid(gid);
+    command
 }
 
 /// The account's uid and gid; makes the account if it is not there.

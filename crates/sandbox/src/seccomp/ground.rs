@@ -41,8 +41,12 @@ const REFUSED: &[(Action, &[c_long])] = &[
         libc::SYS_lremovexattr, libc::SYS_fremovexattr, number::SETXATTRAT, number::GETXATTRAT, number::LISTXATTRAT,
         number::REMOVEXATTRAT,
     ]),
-    // A watch on any directory tells the names that appear in it. Callers fall back to looking again.
-    (CLOSED, &[libc::SYS_inotify_add_watch]),
+    // A watch on any directory tells the names that appear in it, and they are counted for the user on the whole host.
+    // Callers fall back to looking again.
+    (Action::Errno(libc::ENOSYS), &[
+        libc::SYS_inotify_init1, libc::SYS_inotify_add_watch, libc::SYS_inotify_rm_watch,
+        #[cfg(target_arch = "x86_64")] libc::SYS_inotify_init,
+    ]),
     // No address leads anywhere: the only sockets are pairs.
     (CLOSED, &[libc::SYS_connect, libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4]),
     // Keys and names that all of the host shares.
@@ -64,6 +68,7 @@ pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, Rul
     rules.extend(modes());
     rules.extend(of_the_caller_itself(fixed_affinity));
     rules.push((libc::SYS_socket, socket()));
+    rules.push((libc::SYS_prctl, prctl()));
     if landlock_abi < KNOWS_TRUNCATION {
         rules.extend(truncation());
     }
@@ -118,6 +123,16 @@ fn of_the_caller_itself(fixed_affinity: bool) -> Vec<(c_long, Rule)> {
         (libc::SYS_setpriority, one_process(libc::PRIO_PROCESS)),
         (libc::SYS_ioprio_set, one_process(table::IOPRIO_WHO_PROCESS)),
     ]
+}
+
+/// As everywhere, but a process stays open to the guardian, which has its uid and no capability: what it could not look
+/// into could hold memory that nobody counts.
+fn prctl() -> Rule {
+    let table_prctl = table::prctl();
+    let hide = [is(0, &[libc::PR_SET_DUMPABLE as u32]), is(1, &[0])];
+    let mut clauses = vec![when(hide, DENY)];
+    clauses.extend(table_prctl.clauses);
+    rule(clauses, table_prctl.otherwise)
 }
 
 /// None at all: a unix socket reaches whatever listens, an internet one has the host's network, netlink lists it. Pairs

@@ -1,0 +1,269 @@
+//! `fumehood doctor`: what this host can enforce, tried for real, and the remedy for what it cannot.
+
+mod attack;
+mod report;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use analysis::doctor::{self, Diagnosis, Finding, Remedy, Severity, Subject};
+use analysis::home::Home;
+use analysis::limits::error_chain;
+use analysis::request;
+use analysis::store::Location;
+use anyhow::Context;
+use sandbox::spec::{Level, WorkspaceKind};
+
+use super::args::{AnalysisArgs, RunArgs};
+use super::{exit, ledger};
+use crate::config::{self, RecordSettings, Resolved, Sources};
+
+/// The policy that packages install; printed for who has none.
+const SHIPPED_POLICY: &str = include_str!("../../../../packaging/policy.toml");
+
+/// Say what this host can enforce, each mechanism tried for real, and how to get what is missing.
+///
+/// The first line is the verdict: whether `fumehood run` would start now, in this directory, with the present
+/// configuration, and at which level. Then comes what is wrong, the worst first, with lines to copy.
+///
+/// Exits with 0 if a run would start and with 125 if not; warnings change nothing about that.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct DoctorArgs {
+    /// Also say what is fine
+    #[arg(long, short)]
+    pub verbose: bool,
+
+    /// Print one JSON document (fumehood.doctor/1)
+    #[arg(long)]
+    pub json: bool,
+
+    /// Examine for runs that make their workspaces in this directory [default: as configured]
+    #[arg(long, value_name = "DIR")]
+    pub workspace_root: Option<OsString>,
+
+    /// Examine for runs with this floor, full or landlock [default: as configured]
+    #[arg(long, value_name = "LEVEL")]
+    pub isolation: Option<OsString>,
+
+    /// Instead, try in real sandboxes to break every promise, each act first unconfined to show that it would
+    /// work here. Exits with 1 if anything got out; --json prints fumehood.attack/v1
+    #[arg(long, conflicts_with_all = ["verbose", "workspace_root", "isolation"])]
+    pub attack: bool,
+
+    /// Attack exactly this level, full or landlock [default: the strongest that this host gives]
+    #[arg(long, value_name = "LEVEL", requires = "attack", value_parser = attack::level)]
+    pub level: Option<Level>,
+
+    /// Also exit with 1 if an act is refused that the table in SECURITY.md gives up
+    #[arg(long, requires = "attack", hide = true)]
+    pub strict: bool,
+}
+
+pub fn doctor(args: &DoctorArgs) -> anyhow::Result<u8> {
+    if args.attack {
+        return attack::run(&attack::Asked {
+            level: args.level,
+            json: args.json,
+            strict: args.strict,
+        });
+    }
+    let mut found = Vec::new();
+    let mut sources = Sources::from_process()?;
+    let resolved = match configuration(args, &mut sources) {
+        Ok(resolved) => Some(resolved),
+        Err(refused) => {
+            found.push(*refused);
+            None
+        }
+    };
+    let floor = resolved.as_ref().map(|r| level(r.request.floor));
+    let subject = subject(resolved.as_deref(), &sources, &mut found)?;
+    let mut diagnosis = doctor::examine(&subject);
+    found.push(policy(&sources, floor));
+    found.push(files(&sources));
+    found.into_iter().for_each(|finding| diagnosis.add(finding));
+    match args.json {
+        true => report::document(&diagnosis, &subject)?,
+        false => report::people(&diagnosis, &subject, args.verbose)?,
+    }
+    Ok(match diagnosis.starts() {
+        true => 0,
+        false => exit::COULD_NOT_RUN,
+    })
+}
+
+fn level(floor: request::Level) -> Level {
+    match floor {
+        request::Level::Full => Level::Full,
+        request::Level::Landlock | request::Level::None => Level::Landlock,
+    }
+}
+
+/// What `fumehood run -- true` would make of every file, variable and policy there is; or why it would refuse to.
+fn configuration(args: &DoctorArgs, sources: &mut Sources) -> Result<Box<Resolved>, Box<Finding>> {
+    let words = vec![OsString::from("true")];
+    sources.argv = ["fumehood", "run", "--"].map(OsString::from).to_vec();
+    sources.argv.extend(words.iter().cloned());
+    let run = RunArgs {
+        analysis: AnalysisArgs {
+            workspace_root: args.workspace_root.clone(),
+            isolation: args.isolation.clone(),
+            ..AnalysisArgs::default()
+        },
+        words,
+        ..RunArgs::default()
+    };
+    config::request(&run, sources).map(Box::new).map_err(|e| {
+        let text = format!("the configuration is refused: {}", error_chain(&e));
+        Box::new(Finding::new("configuration", Severity::Stops, text))
+    })
+}
+
+fn subject(
+    resolved: Option<&Resolved>,
+    sources: &Sources,
+    found: &mut Vec<Finding>,
+) -> anyhow::Result<Subject> {
+    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let home = Home::find(&env).context("find where Fumehood keeps its files")?;
+    let (artifacts, database) = match resolved {
+        Some(resolved) => kept_at(&resolved.record, &home, found),
+        None => (Some(home.artifacts()), Some(home.database())),
+    };
+    let defaults = Subject {
+        launcher: PathBuf::from("/proc/self/exe"),
+        home: home.path().to_path_buf(),
+        artifacts,
+        database,
+        workspace_root: PathBuf::from("/tmp"),
+        workspace_kind: WorkspaceKind::Disk,
+        project: sources.cwd.clone(),
+        floor: Level::Landlock,
+        level: None,
+        required_layers: Default::default(),
+        limits: Default::default(),
+        allow_degraded: Default::default(),
+        free_reserve_bytes: 0,
+    };
+    let Some(resolved) = resolved else {
+        return Ok(defaults);
+    };
+    let request = &resolved.request;
+    Ok(Subject {
+        workspace_root: request.workspace_root.clone(),
+        workspace_kind: match request.workspace_kind {
+            request::WorkspaceKind::Memory => WorkspaceKind::Memory,
+            request::WorkspaceKind::Disk => WorkspaceKind::Disk,
+        },
+        project: request.project.clone(),
+        floor: level(request.floor),
+        level: request.level,
+        required_layers: resolved.required_layers.clone(),
+        limits: request.limits.clone(),
+        allow_degraded: request.allow_degraded.clone(),
+        free_reserve_bytes: resolved.record.free_reserve_bytes,
+        ..defaults
+    })
+}
+
+/// The artifact store and, where it is a file, the database.
+fn kept_at(
+    record: &RecordSettings,
+    home: &Home,
+    found: &mut Vec<Finding>,
+) -> (Option<PathBuf>, Option<PathBuf>) {
+    match ledger::location(record, home) {
+        Ok(Location::None) => (None, None),
+        Ok(location) => {
+            let artifacts = record.artifacts.clone();
+            let database = match location {
+                Location::Sqlite(path) => Some(path),
+                _ => None,
+            };
+            (
+                Some(artifacts.unwrap_or_else(|| home.artifacts())),
+                database,
+            )
+        }
+        Err(e) => {
+            found.push(Finding::new("database", Severity::Stops, format!("{e:#}")));
+            (None, None)
+        }
+    }
+}
+
+/// The operator's policy. One that is there and broken was told already: the configuration is refused.
+fn policy(sources: &Sources, floor: Option<Level>) -> Finding {
+    let path = sources.policy.display();
+    let floor = floor.map_or(String::new(), |f| {
+        format!("; the floor is `{}`", f.as_str())
+    });
+    if sources.policy.exists() {
+        return Finding::fine(
+            "policy",
+            format!("the operator's policy {path} is in force{floor}"),
+        );
+    }
+    let lines: Vec<&str> = SHIPPED_POLICY
+        .lines()
+        .filter(|l| !l.starts_with('#') && !l.is_empty())
+        .collect();
+    let remedy = Remedy {
+        text: String::from(
+            "If others rely on this host, install the one that packages ship, and read it:",
+        ),
+        lines: [
+            vec!["sudo install -D -m 644 /dev/stdin /etc/fumehood/policy.toml <<'END'"],
+            lines,
+            vec!["END"],
+        ]
+        .concat()
+        .into_iter()
+        .map(str::to_owned)
+        .collect(),
+        untried: false,
+    };
+    Finding {
+        remedy: Some(remedy),
+        ..Finding::new(
+            "policy",
+            Severity::Note,
+            format!("there is no operator's policy at {path}: users decide for themselves{floor}"),
+        )
+    }
+}
+
+/// Which files and variables had a say.
+fn files(sources: &Sources) -> Finding {
+    let project = sources.cwd.join("fumehood.toml");
+    let candidates = [
+        Some(&sources.policy),
+        sources.user_config.as_ref(),
+        Some(&project),
+    ];
+    let read = candidates.into_iter().flatten().filter(|p| p.exists());
+    let mut list: Vec<String> = read.map(|p| p.display().to_string()).collect();
+    let variables = sources.env.keys().filter_map(|k| k.to_str());
+    list.extend(
+        variables
+            .filter(|k| k.starts_with("FUMEHOOD_"))
+            .map(str::to_owned),
+    );
+    Finding::fine(
+        "settings",
+        match list.is_empty() {
+            true => String::from(
+                "no configuration file and no FUMEHOOD_* variable: all settings are the defaults",
+            ),
+            false => format!("settings come from {}", list.join(", ")),
+        },
+    )
+}
+
+/// Whether anything at all is to be told about a diagnosis beside its verdict.
+fn is_spotless(diagnosis: &Diagnosis) -> bool {
+    diagnosis
+        .findings
+        .iter()
+        .all(|f| f.severity == Severity::Fine)
+}

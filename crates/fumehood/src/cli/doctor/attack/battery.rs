@@ -1,0 +1,624 @@
+//! The battery itself: every act unconfined, as its control, and then in real runs of the product.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use sandbox::attack::{SECRET_VARIABLE, STRIKE, STRIKE_PRIVILEGED, victims};
+use sandbox::promises::ACTS;
+use sandbox::spec::Level;
+
+use super::lab::{Confined, Lab, Live, make_open, processes_with, random_word, survivors};
+use super::said::{Said, Word};
+use super::stage::{Side, Stage};
+
+/// Acts with runs of their own; all others share one.
+const APART: [&str; 11] = [
+    "signal_guardian",
+    "set_user_id",
+    "terminal_injection",
+    "fork_bomb",
+    "memory_bomb",
+    "disk_bomb",
+    "file_bomb",
+    "log_bomb",
+    "daemon_outlives_timeout",
+    "daemon_outlives_runner",
+    "symlink_farm",
+];
+/// Acts that the unprivileged can only do in namespaces of their own, where the control does them.
+const PRIVILEGED: [&str; 3] = ["write_system", "packet", "mount"];
+/// Each with a limit far below what it takes unconfined: the act, the option, and the limit's name.
+const BOMBS: [(&str, [&str; 2], &str); 4] = [
+    ("fork_bomb", ["--pids", "32"], "pids"),
+    ("memory_bomb", ["--memory", "96M"], "memory"),
+    ("disk_bomb", ["--disk", "8M"], "disk"),
+    ("file_bomb", ["--files", "200"], "files"),
+];
+const LOG_LIMIT: [&str; 2] = ["--log-limit", "64K"];
+/// Far above that limit, and below what the bomb prints.
+const LOG_TOO_LARGE: usize = 1 << 20;
+const SET_USER_ID_PROGRAMS: [&str; 9] = [
+    "/usr/bin/su",
+    "/bin/su",
+    "/usr/bin/passwd",
+    "/usr/bin/chsh",
+    "/usr/bin/mount",
+    "/usr/bin/umount",
+    "/usr/bin/newgrp",
+    "/usr/bin/sudo",
+    "/usr/bin/fusermount3",
+];
+/// Nobody's, on every Linux: what a control uses that must not be root.
+const NOBODY: u32 = 65534;
+/// No run of the battery needs as long; and none has anything to tidy up when it is stopped.
+const RUN_FOR: [&str; 4] = ["--timeout", "60s", "--grace", "0s"];
+/// How long a process may take to be gone after the run that it belonged to.
+const GONE_WITHIN: Duration = Duration::from_secs(5);
+
+/// What became of an act in one place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Came {
+    /// It was done: this shows it.
+    Done(String),
+    Refused(String),
+    /// It could not be tried.
+    Unable(String),
+}
+
+#[derive(Clone, Debug)]
+pub struct Tried {
+    pub control: Came,
+    pub inside: Came,
+}
+
+pub struct Results {
+    /// As the runs say it was in force.
+    pub level: Level,
+    /// Where the confined targets were.
+    pub place: PathBuf,
+    pub acts: BTreeMap<&'static str, Tried>,
+}
+
+struct Battery<'a> {
+    lab: &'a Lab,
+    control: Stage,
+    confined: Stage,
+    acts: BTreeMap<&'static str, Tried>,
+    /// Asked between two steps whether to go on.
+    go_on: &'a dyn Fn() -> anyhow::Result<()>,
+}
+
+pub fn run(lab: &Lab, go_on: &dyn Fn() -> anyhow::Result<()>) -> anyhow::Result<Results> {
+    let id = format!("attack-other-{}", random_word()?);
+    let other = start_other(lab, &id)?;
+    let workspace = lab.workspace(&id);
+    let mut battery = Battery {
+        lab,
+        control: Stage::set(lab, Side::Control, &workspace)?,
+        confined: Stage::set(lab, Side::Confined, &workspace)?,
+        acts: BTreeMap::new(),
+        go_on,
+    };
+    let level = battery.most()?;
+    battery.holder()?;
+    battery.set_user_id()?;
+    battery.terminal()?;
+    battery.bombs()?;
+    battery.log()?;
+    battery.daemon_and_timeout()?;
+    battery.daemon_and_runner()?;
+    battery.farm()?;
+    other.finish()?;
+    Ok(Results {
+        level,
+        place: lab.path(""),
+        acts: battery.acts,
+    })
+}
+
+/// Another analysis, which runs all the while and is attacked.
+fn start_other(lab: &Lab, id: &str) -> anyhow::Result<Live> {
+    let project = lab.path("other");
+    make_open(&project, 0o755)?;
+    let options = ["--db", "none", "--id", id, "--stdin", "-"];
+    let mut command = lab.run(&project, &options, &[victims::WITNESS]);
+    command.stdin(Stdio::piped());
+    let mut live = Live::start(command)?;
+    if live.wait_for(victims::READY) {
+        return Ok(live);
+    }
+    let ended = live.finish()?;
+    bail!("start a run to attack: {}{}", ended.stdout, ended.stderr)
+}
+
+impl Battery<'_> {
+    fn record(&mut self, act: &'static str, control: Came, inside: Came) {
+        self.acts.insert(act, Tried { control, inside });
+    }
+
+    /// The words that make an attacker try these acts on a stage.
+    fn words(stage: &Stage, how: &str, acts: &[&str]) -> Vec<OsString> {
+        let aims = acts
+            .iter()
+            .map(|act| format!("{act}={}", stage.target(act)).into());
+        [how.into(), stage.mark.clone().into()]
+            .into_iter()
+            .chain(aims)
+            .collect()
+    }
+
+    fn unconfined(&self, how: &str, acts: &[&str]) -> Command {
+        let mut command = self.lab.attacker(&Self::words(&self.control, how, acts));
+        command.current_dir(&self.control.workspace);
+        command
+    }
+
+    fn confined(&self, options: &[&str], acts: &[&str]) -> Command {
+        let words = Self::words(&self.confined, STRIKE, acts);
+        let options = [&["--json", "--db", "none"], &RUN_FOR[..], options].concat();
+        self.lab.run(&self.confined.project, &options, &words)
+    }
+
+    /// Everything that can share a run: one unconfined, one in the sandbox.
+    fn most(&mut self) -> anyhow::Result<Level> {
+        let shared: Vec<&'static str> = ACTS
+            .iter()
+            .map(|act| act.name)
+            .filter(|name| !APART.contains(name))
+            .collect();
+        let ordinary: Vec<&str> = shared
+            .iter()
+            .copied()
+            .filter(|name| !PRIVILEGED.contains(name))
+            .chain(["signal_guardian"])
+            .collect();
+        let mut command = self.unconfined(STRIKE, &ordinary);
+        command.env(SECRET_VARIABLE, self.control.secret("secret_environment"));
+        let handed = self.control.handed_on()?;
+        let mut said = self.lab.finish(command)?.stdout;
+        drop(handed);
+        let command = self.unconfined(STRIKE_PRIVILEGED, &PRIVILEGED);
+        let privileged = Said::new(&self.lab.finish(command)?.stdout);
+        let control = Said::new(&std::mem::take(&mut said));
+        (self.go_on)()?;
+
+        let mut command = self.confined(&[], &shared);
+        command.env(SECRET_VARIABLE, self.confined.secret("secret_environment"));
+        let handed = self.confined.handed_on()?;
+        let ran = self.lab.finish_run(command)?;
+        drop(handed);
+        let level = level_of(&ran)?;
+        let inside = Said::new(&ran.said);
+        for act in shared {
+            let of_control = match PRIVILEGED.contains(&act) {
+                true => &privileged,
+                false => &control,
+            };
+            let control = judge(&mut self.control, act, of_control);
+            let inside = judge(&mut self.confined, act, &inside);
+            self.record(act, control, inside);
+        }
+        let of_holder = judge(&mut self.control, "signal_guardian", &control);
+        self.record("signal_guardian", of_holder, Came::Unable("not yet".into()));
+        Ok(level)
+    }
+
+    /// Alone, because it may end the run.
+    fn holder(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        let act = "signal_guardian";
+        let ran = self.lab.finish_run(self.confined(&[], &[act]))?;
+        let said = Said::new(&ran.said);
+        let inside = match (ran.not_started(), ran.status()) {
+            (Some(why), _) => Came::Unable(why.to_owned()),
+            (None, "succeeded") => match said.got(act) {
+                Some(_) => Came::Refused("accepted, without any effect".into()),
+                None => Came::Refused(said.brief(act)),
+            },
+            (None, status) => Came::Done(format!("the run ended as {status}")),
+        };
+        if let Some(tried) = self.acts.get_mut(act) {
+            tried.inside = inside;
+        }
+        Ok(())
+    }
+
+    fn set_user_id(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        let act = "set_user_id";
+        let gains = |path: &&&str| {
+            std::fs::metadata(path).is_ok_and(|m| m.uid() == 0 && m.mode() & 0o4001 == 0o4001)
+        };
+        let Some(program) = SET_USER_ID_PROGRAMS.iter().find(gains) else {
+            let none = || Came::Unable("this host has no set-user-id program that we know".into());
+            self.record(act, none(), none());
+            return Ok(());
+        };
+        let words = |stage: &Stage| {
+            let aim = format!("{act}={program}");
+            [STRIKE.to_owned(), stage.mark.clone(), aim]
+        };
+        let mut command = self.lab.attacker(&words(&self.control));
+        if rustix::process::geteuid().is_root() {
+            command.uid(NOBODY).gid(NOBODY);
+        }
+        let watch = Watch::over(&self.control.mark);
+        let said = Said::new(&self.lab.finish(command)?.stdout);
+        let control = watch.came(act, &said);
+        let watch = Watch::over(&self.confined.mark);
+        let options = [&["--json", "--db", "none"], &RUN_FOR[..]].concat();
+        let words = words(&self.confined);
+        let command = self.lab.run(&self.confined.project, &options, &words);
+        let ran = self.lab.finish_run(command)?;
+        let inside = watch.came(act, &Said::new(&ran.said));
+        self.record(act, control, inside);
+        Ok(())
+    }
+
+    /// On a terminal that is the caller's, as a shell's is. Whoever holds it tells what was typed into it.
+    fn terminal(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        let act = "terminal_injection";
+        let (control, confined) = (self.unconfined(STRIKE, &[act]), self.confined(&[], &[act]));
+        let mut came = Vec::new();
+        for (inner, mark) in [
+            (control, &self.control.mark),
+            (confined, &self.confined.mark),
+        ] {
+            let mut words: Vec<OsString> = vec![victims::ON_TERMINAL.into()];
+            words.push(inner.get_program().to_owned());
+            words.extend(inner.get_args().map(OsString::from));
+            let mut command = self.lab.attacker(&words);
+            if let Some(dir) = inner.get_current_dir() {
+                command.current_dir(dir);
+            }
+            let (_outer, terminal) = open_terminal()?;
+            let ended = Live::start_on(command, terminal)?.finish()?;
+            let heard = ended
+                .stdout
+                .lines()
+                .rfind(|l| l.starts_with(victims::HEARD));
+            came.push(match heard {
+                None => Came::Unable("the terminal was lost".into()),
+                Some(line) if line.contains(mark.as_str()) => {
+                    Came::Done("the caller's shell would have read it".into())
+                }
+                Some(_) => Came::Refused(said_on_terminal(&ended.stdout).brief(act)),
+            });
+        }
+        let inside = came.pop().context("two terminals")?;
+        let control = came.pop().context("two terminals")?;
+        self.record(act, control, inside);
+        Ok(())
+    }
+
+    fn bombs(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        // Side by side, because they mostly wait.
+        let mut controls = Vec::new();
+        let mut confined = Vec::new();
+        for (act, limit, _) in BOMBS {
+            let dir = self.control.workspace.join(act);
+            make_open(&dir, 0o755)?;
+            let mut command = self.unconfined(STRIKE, &[act]);
+            command.current_dir(dir);
+            let fits = act != "memory_bomb" || has_free_memory();
+            controls.push(fits.then_some(command));
+            confined.push(self.confined(&limit, &[act]));
+        }
+        let lab = self.lab;
+        let finish = |command: Command| lab.finish(command);
+        let controls: Vec<_> = std::thread::scope(|scope| {
+            let started: Vec<_> = controls
+                .into_iter()
+                .map(|command| command.map(|c| scope.spawn(move || finish(c))))
+                .collect();
+            started.into_iter().map(|s| s.map(|s| s.join())).collect()
+        });
+        let finish = |command: Command| lab.finish_run(command);
+        let confined: Vec<_> = std::thread::scope(|scope| {
+            let started: Vec<_> = confined
+                .into_iter()
+                .map(|command| scope.spawn(move || finish(command)))
+                .collect();
+            started.into_iter().map(|s| s.join()).collect()
+        });
+        for (((act, limit, name), control), ran) in BOMBS.into_iter().zip(controls).zip(confined) {
+            let control = match control {
+                None => Came::Unable("too little memory is free here to try".into()),
+                Some(Ok(ended)) => told(act, &Said::new(&ended?.stdout)),
+                Some(Err(_)) => bail!("the control of {act} was lost"),
+            };
+            let Ok(ran) = ran else {
+                bail!("the run of {act} was lost");
+            };
+            let ran = ran?;
+            let inside = match ran.not_started() {
+                None => bombed(act, limit, &ran),
+                Some(why) => self.degraded(act, limit, name, why)?,
+            };
+            self.record(act, control, inside);
+        }
+        Ok(())
+    }
+
+    /// A limit that cannot be enforced firmly stops the run, which is what is promised. Whoever allows less gets a
+    /// watch, if this host can have one; and if not, has asked for it.
+    fn degraded(&self, act: &str, limit: [&str; 2], name: &str, why: &str) -> anyhow::Result<Came> {
+        let options = [&limit[..], &["--allow-degraded", name]].concat();
+        let ran = self.lab.finish_run(self.confined(&options, &[act]))?;
+        Ok(match (ran.not_started(), bombed(act, limit, &ran)) {
+            (Some(why), _) => Came::Unable(why.to_owned()),
+            (None, Came::Done(_)) => Came::Refused(format!("no run starts with this limit: {why}")),
+            (None, Came::Refused(how)) => {
+                Came::Refused(format!("{how}, with --allow-degraded {name}"))
+            }
+            (None, unable) => unable,
+        })
+    }
+
+    fn log(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        let act = "log_bomb";
+        let size = |length: usize| format!("{} KiB were kept", length >> 10);
+        let came = |length: usize| match length > LOG_TOO_LARGE {
+            true => Came::Done(size(length)),
+            false => Came::Refused(size(length)),
+        };
+        let control = self.lab.finish(self.unconfined(STRIKE, &[act]))?;
+        let ran = self.lab.finish_run(self.confined(&LOG_LIMIT, &[act]))?;
+        let inside = match ran.not_started() {
+            Some(why) => Came::Unable(why.to_owned()),
+            None => came(ran.said.len()),
+        };
+        self.record(act, came(control.stdout.len()), inside);
+        Ok(())
+    }
+
+    /// The control is ended as most programs end what takes too long: the process that was started, and it alone.
+    fn daemon_and_timeout(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        let act = "daemon_outlives_timeout";
+        let control = self.outlives_its_parent(act)?;
+        let mark = self.lab.mark()?;
+        let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
+        let options = ["--json", "--db", "none", "--timeout", "1s", "--grace", "0s"];
+        let command = self.lab.run(&self.confined.project, &options, &words);
+        let ran = self.lab.finish_run(command)?;
+        // At once: when the call returns, everything is dead.
+        let left = survivors(&mark, Duration::ZERO);
+        let inside = match (ran.not_started(), left) {
+            (Some(why), _) => Came::Unable(why.to_owned()),
+            (None, 0) => Came::Refused(format!("{}, and nothing is left", ran.status())),
+            (None, n) => Came::Done(format!("{n} processes outlived the run")),
+        };
+        self.record(act, control, inside);
+        Ok(())
+    }
+
+    /// Here the runner is ended, in a way that it cannot notice.
+    fn daemon_and_runner(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        let act = "daemon_outlives_runner";
+        let control = self.outlives_its_parent(act)?;
+        let mark = self.lab.mark()?;
+        let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
+        let options = [&["--db", "none"], &RUN_FOR[..]].concat();
+        let mut live = Live::start(self.lab.run(&self.confined.project, &options, &words))?;
+        let held = live.wait_for("holding");
+        live.kill();
+        let left = survivors(&mark, GONE_WITHIN);
+        let inside = match (held, left) {
+            (false, _) => Came::Unable("the run did not get that far".into()),
+            (true, 0) => Came::Refused("nothing is left".into()),
+            (true, n) => Came::Done(format!("{n} processes outlived the runner")),
+        };
+        self.record(act, control, inside);
+        Ok(())
+    }
+
+    fn outlives_its_parent(&self, act: &str) -> anyhow::Result<Came> {
+        let mark = self.lab.mark()?;
+        let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
+        let mut live = Live::start(self.lab.attacker(&words))?;
+        let held = live.wait_for("holding");
+        live.kill();
+        Ok(match (held, survivors(&mark, Duration::ZERO)) {
+            (false, _) => Came::Unable("it did not start".into()),
+            (true, 0) => Came::Refused("nothing was left".into()),
+            (true, n) => Came::Done(format!("{n} processes went on")),
+        })
+    }
+
+    /// With the record on, in a database of the battery's own: what is collected must not hold the secret.
+    fn farm(&mut self) -> anyhow::Result<()> {
+        (self.go_on)()?;
+        let act = "symlink_farm";
+        let control_dir = self.control.workspace.join(act);
+        make_open(&control_dir, 0o755)?;
+        let mut command = self.unconfined(STRIKE, &[act]);
+        command.current_dir(&control_dir);
+        let said = Said::new(&self.lab.finish(command)?.stdout);
+        // A collector that follows: it carries the secret out.
+        let followed = holding(&control_dir, self.control.secret(act));
+        let control = match followed.first() {
+            Some(path) => Came::Done(format!("{} leads to the secret", path.display())),
+            None => Came::Refused(said.brief(act)),
+        };
+        let words = Self::words(&self.confined, STRIKE, &[act]);
+        let options = [&["--json"], &RUN_FOR[..]].concat();
+        let ran = self
+            .lab
+            .finish_run(self.lab.run(&self.confined.project, &options, &words))?;
+        let kept = holding(&self.lab.home(), self.confined.secret(act));
+        let ordinary = ran.record["outputs"].as_array().map_or(0, Vec::len);
+        let inside = match (ran.not_started(), kept.first()) {
+            (Some(why), _) => Came::Unable(why.to_owned()),
+            (None, Some(path)) => Came::Done(format!("the secret is in {}", path.display())),
+            (None, None) if ordinary == 0 => {
+                Came::Unable("nothing was collected, not even what is ordinary".into())
+            }
+            (None, None) => Came::Refused(format!(
+                "{ordinary} ordinary output, {} refused",
+                ran.record["collection"]["refused"]
+            )),
+        };
+        self.record(act, control, inside);
+        Ok(())
+    }
+}
+
+fn level_of(ran: &Confined) -> anyhow::Result<Level> {
+    if let Some(why) = ran.not_started() {
+        bail!("the run that is attacked did not start: {why}");
+    }
+    match ran.record["isolation"]["level"].as_str() {
+        Some("full") => Ok(Level::Full),
+        Some("landlock") => Ok(Level::Landlock),
+        other => bail!("the run says it was confined at level {other:?}"),
+    }
+}
+
+/// From what the attacker says, and what the stage shows.
+fn judge(stage: &mut Stage, act: &str, said: &Said) -> Came {
+    if let Some(why) = stage.unable(act) {
+        return Came::Unable(why.into());
+    }
+    match (stage.evidence(act, said), said.of(act)) {
+        (Some(what), _) => Came::Done(what),
+        (None, Some((Word::Unable, why))) => Came::Unable(why.to_owned()),
+        (None, Some((Word::Got, what))) => {
+            Came::Refused(format!("without effect on the host: {what}"))
+        }
+        (None, Some((Word::Refused, why))) => Came::Refused(why.to_owned()),
+        (None, None) => Came::Unable(said.brief(act)),
+    }
+}
+
+/// Where nothing but the attacker can tell.
+fn told(act: &str, said: &Said) -> Came {
+    match said.of(act) {
+        Some((Word::Got, what)) => Came::Done(what.to_owned()),
+        Some((Word::Refused, why)) => Came::Refused(why.to_owned()),
+        Some((Word::Unable, why)) => Came::Unable(why.to_owned()),
+        None => Came::Unable(said.brief(act)),
+    }
+}
+
+/// A bomb that was ended together with its run has no more to say.
+fn bombed(act: &str, limit: [&str; 2], ran: &Confined) -> Came {
+    let said = Said::new(&ran.said);
+    match (ran.not_started(), said.of(act), ran.status()) {
+        (Some(why), ..) => Came::Unable(why.to_owned()),
+        (None, Some(_), _) => told(act, &said),
+        (None, None, "succeeded") => Came::Unable(said.brief(act)),
+        (None, None, status) => Came::Refused(format!("{status} with {}", limit.join(" "))),
+    }
+}
+
+/// The control takes 256 MiB; there must be much more.
+fn has_free_memory() -> bool {
+    const ENOUGH_KIB: u64 = 1 << 20;
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|l| l.trim().trim_end_matches(" kB").parse().ok());
+    kib.unwrap_or(0) > ENOUGH_KIB
+}
+
+/// Files below a directory that hold a text, symlinks to files followed, as a careless reader would.
+fn holding(dir: &Path, text: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut pending = vec![dir.to_path_buf()];
+    while let Some(dir) = pending.pop() {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if entry.file_type().is_ok_and(|t| t.is_dir()) {
+                pending.push(path);
+            } else if std::fs::metadata(&path).is_ok_and(|m| m.is_file() && m.len() < 1 << 26)
+                && std::fs::read(&path)
+                    .unwrap_or_default()
+                    .windows(text.len())
+                    .any(|w| w == text.as_bytes())
+            {
+                found.push(path);
+            }
+        }
+    }
+    found
+}
+
+/// A new terminal: its outer end, to be kept, and its inner.
+fn open_terminal() -> anyhow::Result<(OwnedFd, OwnedFd)> {
+    use rustix::pty::OpenptFlags;
+    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+    let outer = rustix::pty::openpt(flags).context("open a terminal")?;
+    rustix::pty::unlockpt(&outer).context("unlock the terminal")?;
+    let inner = rustix::pty::ioctl_tiocgptpeer(&outer, flags).context("open the terminal")?;
+    Ok((outer, inner))
+}
+
+/// Unconfined the attacker prints by itself; otherwise it is in the run's document.
+fn said_on_terminal(stdout: &str) -> Said {
+    let first = stdout.lines().next().unwrap_or_default();
+    let document: serde_json::Value = serde_json::from_str(first).unwrap_or_default();
+    Said::new(document["stdout"]["text"].as_str().unwrap_or(stdout))
+}
+
+/// Looks for a set-user-id program with the mark on its command line, and under which ids it runs.
+struct Watch {
+    stop: Arc<AtomicBool>,
+    seen: std::thread::JoinHandle<Option<(u32, u32)>>,
+}
+
+impl Watch {
+    fn over(mark: &str) -> Watch {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (mark, over) = (mark.to_owned(), Arc::clone(&stop));
+        let seen = std::thread::spawn(move || {
+            let mut seen = None;
+            while !over.load(Ordering::Relaxed) {
+                for (pid, words) in processes_with(&mark) {
+                    let it = words.get(1).is_some_and(|w| w == "--help");
+                    if let (true, Some(ids)) = (it, ids_of(pid.as_raw_pid())) {
+                        // Once seen with more, it stays so.
+                        seen = seen
+                            .filter(|(real, effective)| real != effective)
+                            .or(Some(ids));
+                    }
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            seen
+        });
+        Watch { stop, seen }
+    }
+
+    fn came(self, act: &str, said: &Said) -> Came {
+        self.stop.store(true, Ordering::Relaxed);
+        match self.seen.join().ok().flatten() {
+            Some((real, 0)) if real != 0 => Came::Done(format!("uid {real} ran it as root")),
+            Some((_, effective)) => Came::Refused(format!("it ran as uid {effective}")),
+            None => match said.of(act) {
+                Some((Word::Refused, why)) => Came::Refused(why.to_owned()),
+                _ => Came::Unable(format!("it was not seen: {}", said.brief(act))),
+            },
+        }
+    }
+}
+
+/// The real and the effective uid of a process, as this host numbers them.
+fn ids_of(pid: i32) -> Option<(u32, u32)> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("Uid:"))?;
+    let mut ids = line.split_whitespace().map_while(|n| n.parse().ok());
+    Some((ids.next()?, ids.next()?))
+}

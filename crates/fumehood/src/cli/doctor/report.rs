@@ -1,0 +1,344 @@
+//! A diagnosis as people read it and as programs do.
+
+use std::io::IsTerminal;
+
+use analysis::doctor::{
+    Diagnosis, Facts, Finding, LevelTried, Severity, Subject, errno_name, landlock_abi,
+};
+use sandbox::probe::acts::{Mechanism, Need, Tried, Verdict};
+use sandbox::spec::{Enforcement, Hardness, Layer, Level};
+use serde::Serialize;
+
+use super::is_spotless;
+use crate::cli::print::{self, Out, clean};
+
+/// Lines are broken for a terminal of the usual width; lines to copy never are.
+const WIDTH: usize = 80;
+
+pub fn people(diagnosis: &Diagnosis, subject: &Subject, verbose: bool) -> anyhow::Result<()> {
+    let mut out = Out::new();
+    for line in wrapped(&verdict(diagnosis, subject), "", "") {
+        out.line(&line)?;
+    }
+    let told = |f: &&Finding| verbose || f.severity > Severity::Fine;
+    for finding in diagnosis.findings.iter().filter(told) {
+        describe(&mut out, finding, verbose)?;
+    }
+    if verbose {
+        everything(&mut out, diagnosis)?;
+    } else if !is_spotless(diagnosis) {
+        out.line("")?;
+        let notes = diagnosis.findings.iter();
+        let notes = notes.filter(|f| f.severity == Severity::Note && f.remedy.is_some());
+        out.line(match notes.count() {
+            0 => "`fumehood doctor -v` also tells what is fine.",
+            _ => "`fumehood doctor -v` tells more: what to do about notes, and what is fine.",
+        })?;
+    }
+    out.finish()
+}
+
+/// The one line that many will read alone.
+fn verdict(diagnosis: &Diagnosis, subject: &Subject) -> String {
+    let who = match diagnosis.facts.is_root {
+        true => "root",
+        false => "this user",
+    };
+    let abi = landlock_abi(&diagnosis.mechanisms);
+    let abi = abi.map_or(String::new(), |abi| format!(" (Landlock ABI {abi})"));
+    let warnings = diagnosis.findings.iter();
+    let warnings = warnings.filter(|f| f.severity == Severity::Warning).count();
+    let but = match warnings {
+        0 => String::new(),
+        1 => String::from("; one warning"),
+        n => format!("; {n} warnings"),
+    };
+    match (diagnosis.level, diagnosis.starts()) {
+        (None, _) => String::from("Runs do not start: this host gives no level of confinement."),
+        (Some(level), _) if level < subject.floor => format!(
+            "Runs do not start: this host gives {who} level `{}`{abi}, and the floor is `{}`.",
+            level.as_str(),
+            subject.floor.as_str()
+        ),
+        (Some(level), false) => format!(
+            "Runs do not start, though this host gives {who} level `{}`{abi}.",
+            level.as_str()
+        ),
+        (Some(Level::Full), true) => {
+            format!("Runs start at level `full`, the strongest{but}.")
+        }
+        (Some(Level::Landlock), true) => {
+            format!("Runs start at level `landlock`{abi}, not at `full`{but}.")
+        }
+    }
+}
+
+fn word(severity: Severity) -> &'static str {
+    match severity {
+        Severity::Fine => "fine",
+        Severity::Note => "note",
+        Severity::Warning => "WARNING",
+        Severity::Stops => "STOPS",
+    }
+}
+
+fn describe(out: &mut Out, finding: &Finding, verbose: bool) -> anyhow::Result<()> {
+    let head = format!("{:<8}", word(finding.severity));
+    let margin = " ".repeat(head.len());
+    // What must be acted upon stands apart.
+    if finding.severity > Severity::Note {
+        out.line("")?;
+    }
+    let head = match std::io::stdout().is_terminal() && finding.severity > Severity::Note {
+        true => format!("\x1b[1m{head}\x1b[0m"),
+        false => head,
+    };
+    let lines = wrapped(&sentence(&finding.text), "", &margin);
+    for (n, line) in lines.iter().enumerate() {
+        out.line(&match n {
+            0 => format!("{head}{}", line.trim_start()),
+            _ => line.clone(),
+        })?;
+    }
+    let Some(remedy) = &finding.remedy else {
+        return Ok(());
+    };
+    if finding.severity < Severity::Warning && !verbose {
+        return Ok(());
+    }
+    let text = remedy.text.trim_end_matches([':', '.']);
+    let caveat = match remedy.untried {
+        true => " (from documents; not tried here)",
+        false => "",
+    };
+    let end = match remedy.lines.is_empty() {
+        true => '.',
+        false => ':',
+    };
+    for line in wrapped(&format!("{text}{caveat}{end}"), &margin, &margin) {
+        out.line(&line)?;
+    }
+    for lines in &remedy.lines {
+        for line in lines.lines() {
+            out.line(&format!("{margin}  {}", clean(line)))?;
+        }
+    }
+    Ok(())
+}
+
+/// Findings begin in lower case, as errors do; here they are sentences.
+fn sentence(text: &str) -> String {
+    let mut chars = text.chars();
+    let first = chars.next().map(|c| c.to_uppercase().to_string());
+    let stop = if text.ends_with(['.', ':']) { "" } else { "." };
+    // What begins with a path or a name stays as it is.
+    match text.starts_with(|c: char| c.is_ascii_lowercase()) {
+        true => format!("{}{}{stop}", first.unwrap_or_default(), chars.as_str()),
+        false => format!("{text}{stop}"),
+    }
+}
+
+fn everything(out: &mut Out, diagnosis: &Diagnosis) -> anyhow::Result<()> {
+    for tried in &diagnosis.levels {
+        out.line("")?;
+        match &tried.message {
+            None => out.line(&format!(
+                "level {}: built in miniature",
+                tried.level.as_str()
+            ))?,
+            Some(why) => {
+                let text = format!("level {} does not start: {why}", tried.level.as_str());
+                for line in wrapped(&text, "", "  ") {
+                    out.line(&line)?;
+                }
+            }
+        }
+        let mut table = print::Table::new(&[print::Align::Left, print::Align::Left]);
+        for held in &tried.layers {
+            table.row([name_of(held.layer).replace('_', " "), clean(&held.how)]);
+        }
+        table.print(out, "  ")?;
+    }
+    out.line("\nmechanisms, each tried by itself")?;
+    let mut table = print::Table::new(&[print::Align::Left, print::Align::Left]);
+    for tried in &diagnosis.mechanisms {
+        let how = match &tried.verdict {
+            Verdict::Works { how } => how.clone(),
+            Verdict::NotUsed => String::from("not used by this user"),
+            Verdict::Fails { step, errno } => {
+                let name = errno.map(|n| errno_name(n).map_or(format!("errno {n}"), str::to_owned));
+                format!(
+                    "FAILS: {step}{}",
+                    name.map_or(String::new(), |n| format!(", {n}"))
+                )
+            }
+        };
+        table.row([tried.mechanism.as_str().replace('_', " "), clean(&how)]);
+    }
+    table.print(out, "  ")?;
+    out.line("\nlimits, and who would hold them")?;
+    let mut table = print::Table::new(&[print::Align::Left; 3]);
+    for entry in &diagnosis.limits {
+        table.row([
+            entry.limit.as_str().replace('_', " "),
+            String::from(hardness(entry.how_hard)),
+            clean(&entry.enforced_by),
+        ]);
+    }
+    table.print(out, "  ")
+}
+
+fn hardness(how_hard: Hardness) -> &'static str {
+    match how_hard {
+        Hardness::Hard => "hard",
+        Hardness::Watched => "watched",
+    }
+}
+
+fn name_of(layer: Layer) -> String {
+    let name = serde_json::to_value(layer).ok();
+    name.and_then(|v| v.as_str().map(str::to_owned))
+        .unwrap_or_default()
+}
+
+/// Breaks a text between words. A word longer than a line stays whole.
+fn wrapped(text: &str, first: &str, rest: &str) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut line = String::from(first);
+    let mut is_empty = true;
+    let room = WIDTH - if first.is_empty() { rest.len() } else { 0 };
+    for word in clean(text).split(' ') {
+        let length = line.chars().count() + 1 + word.chars().count();
+        let most = if lines.is_empty() { room } else { WIDTH };
+        if !is_empty && length > most {
+            lines.push(std::mem::replace(&mut line, String::from(rest)));
+            is_empty = true;
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.push_str(word);
+        is_empty = false;
+    }
+    lines.push(line);
+    lines
+}
+
+/// docs/doctor-v1.schema.json. Only ever added to.
+#[derive(Serialize)]
+struct Document<'a> {
+    schema: &'static str,
+    version: &'static str,
+    /// Whether a run with the present configuration would start.
+    starts: bool,
+    level: Option<Level>,
+    floor: Level,
+    landlock_abi: Option<i32>,
+    host: &'a Facts,
+    levels: &'a [LevelTried],
+    mechanisms: Vec<MechanismEntry<'a>>,
+    limits: Vec<LimitEntry<'a>>,
+    findings: &'a [Finding],
+}
+
+#[derive(Serialize)]
+struct MechanismEntry<'a> {
+    mechanism: Mechanism,
+    verdict: &'static str,
+    needed_for: Need,
+    how: Option<&'a str>,
+    step: Option<&'a str>,
+    errno: Option<i32>,
+    errno_name: Option<&'static str>,
+    /// The finding that says why, and what to do.
+    finding: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct LimitEntry<'a> {
+    limit: &'static str,
+    value: u64,
+    enforced_by: &'a str,
+    how_hard: &'static str,
+}
+
+impl<'a> MechanismEntry<'a> {
+    fn of(tried: &'a Tried, findings: &[Finding]) -> MechanismEntry<'a> {
+        let (verdict, how) = match &tried.verdict {
+            Verdict::Works { how } => ("works", Some(how.as_str())),
+            Verdict::Fails { .. } => ("fails", None),
+            Verdict::NotUsed => ("not_used", None),
+        };
+        let errno = tried.failed().and_then(|(_, errno)| errno);
+        let mut because = findings.iter();
+        let because = because.find(|f| f.mechanisms.contains(&tried.mechanism));
+        MechanismEntry {
+            mechanism: tried.mechanism,
+            verdict,
+            needed_for: tried.mechanism.need(),
+            how,
+            step: tried.failed().map(|(step, _)| step),
+            errno,
+            errno_name: errno.and_then(errno_name),
+            finding: because.map(|f| f.name),
+        }
+    }
+}
+
+fn limit_entry(entry: &Enforcement) -> LimitEntry<'_> {
+    LimitEntry {
+        limit: entry.limit.as_str(),
+        value: entry.asked,
+        enforced_by: &entry.enforced_by,
+        how_hard: hardness(entry.how_hard),
+    }
+}
+
+pub fn document(diagnosis: &Diagnosis, subject: &Subject) -> anyhow::Result<()> {
+    let findings = &diagnosis.findings;
+    let mechanisms = diagnosis.mechanisms.iter();
+    print::json(&Document {
+        schema: "fumehood.doctor/1",
+        version: env!("CARGO_PKG_VERSION"),
+        starts: diagnosis.starts(),
+        level: diagnosis.level,
+        floor: subject.floor,
+        landlock_abi: landlock_abi(&diagnosis.mechanisms),
+        host: &diagnosis.facts,
+        levels: &diagnosis.levels,
+        mechanisms: mechanisms
+            .map(|t| MechanismEntry::of(t, findings))
+            .collect(),
+        limits: diagnosis.limits.iter().map(limit_entry).collect(),
+        findings,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_broken_between_words_within_the_width() {
+        let text = "word ".repeat(60);
+        let lines = wrapped(text.trim(), "", "        ");
+        assert!(lines.len() > 3);
+        // The first line still gets its head before it.
+        assert!(lines[0].len() + 8 <= WIDTH);
+        assert!(
+            lines[1..]
+                .iter()
+                .all(|l| l.len() <= WIDTH && l.starts_with("        w"))
+        );
+        let long = "x".repeat(100);
+        assert_eq!(wrapped(&long, "", ""), [long.as_str()]);
+        assert_eq!(wrapped("\x1b[31m", "", ""), [clean("\x1b[31m")]);
+    }
+
+    #[test]
+    fn findings_are_shown_as_sentences() {
+        assert_eq!(sentence("this host swaps"), "This host swaps.");
+        assert_eq!(sentence("/tmp is a tmpfs"), "/tmp is a tmpfs.");
+        assert_eq!(sentence("AppArmor forbids it."), "AppArmor forbids it.");
+    }
+}

@@ -1,0 +1,442 @@
+//! `fumehood doctor` says what a run then finds, on this host as it is and where something was taken away from it.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::lab::{Ended, Lab, finish, names_in};
+use crate::{Entry, For, plain_user};
+
+pub const TRIALS: &[Entry] = &[
+    ("it_says_what_a_run_then_records", For::Everyone, as_a_run),
+    (
+        "it_leaves_nothing_behind",
+        For::Everyone,
+        leaves_nothing_behind,
+    ),
+    ("documents_are_as_their_schema_says", For::Everyone, schema),
+    (
+        "the_first_line_is_the_verdict",
+        For::Everyone,
+        first_line_is_the_verdict,
+    ),
+    (
+        "a_configuration_that_is_refused_stops_runs",
+        For::Everyone,
+        refused_configuration,
+    ),
+    (
+        "inside_docker_the_flags_that_give_full_are_named",
+        For::Root,
+        inside_docker,
+    ),
+    (
+        "where_user_namespaces_are_off_the_switch_is_named",
+        For::Root,
+        user_namespaces_off,
+    ),
+    (
+        "root_without_a_capability_is_told_which",
+        For::Root,
+        lacking_capability,
+    ),
+    (
+        "a_bad_place_for_workspaces_is_told",
+        For::Root,
+        bad_workspace_root,
+    ),
+    ("the_policy_decides_whether_runs_start", For::Root, policy),
+    ("uids_of_others_are_told", For::Root, uids_of_others),
+];
+
+fn document(ended: &Ended) -> Value {
+    let code = ended.code();
+    let document = ended.document();
+    assert_eq!(code, if document["starts"] == true { 0 } else { 125 });
+    document
+}
+
+fn finding<'a>(document: &'a Value, name: &str) -> Option<&'a Value> {
+    let findings = document["findings"].as_array().unwrap();
+    findings.iter().find(|f| f["name"] == name)
+}
+
+#[track_caller]
+fn found<'a>(document: &'a Value, name: &str, severity: &str) -> &'a Value {
+    let found = finding(document, name);
+    let found = found.unwrap_or_else(|| panic!("no {name} in {}", document["findings"]));
+    assert_eq!(found["severity"], severity, "{found}");
+    found
+}
+
+fn lines(finding: &Value) -> String {
+    let lines = finding["remedy"]["lines"].as_array().unwrap();
+    let lines: Vec<&str> = lines.iter().map(|l| l.as_str().unwrap()).collect();
+    lines.join("\n")
+}
+
+fn verdict<'a>(document: &'a Value, mechanism: &str) -> &'a str {
+    let list = document["mechanisms"].as_array().unwrap();
+    let tried = list.iter().find(|m| m["mechanism"] == mechanism).unwrap();
+    tried["verdict"].as_str().unwrap()
+}
+
+fn as_a_run() {
+    let lab = Lab::new();
+    let said = document(&lab.ask(["doctor", "--json"]));
+    let ran = lab.sh_json(&[], "true");
+    assert_eq!(said["starts"], true, "{said}");
+    assert_eq!(said["level"], ran["isolation"]["level"]);
+    for (limit, entry) in ran["limits"].as_object().unwrap() {
+        let mut all = said["limits"].as_array().unwrap().iter();
+        let told = all.find(|l| l["limit"] == **limit).unwrap();
+        assert_eq!(told["enforced_by"], entry["enforced_by"], "{limit}");
+        assert_eq!(told["how_hard"], entry["how_hard"], "{limit}");
+    }
+    // What the level needs, works by itself too.
+    for tried in said["mechanisms"].as_array().unwrap() {
+        if tried["needed_for"] != "neither" {
+            assert_ne!(tried["verdict"], "fails", "{tried}");
+        }
+    }
+    assert_eq!(said["mechanisms"].as_array().unwrap().len(), 24);
+    let miniature = &said["levels"][0];
+    assert_eq!(
+        (&miniature["level"], &miniature["works"]),
+        (&"full".into(), &true.into())
+    );
+}
+
+fn leaves_nothing_behind() {
+    let lab = Lab::new();
+    let live = {
+        let mut command = lab.fumehood();
+        command.args(["doctor", "--json"]);
+        crate::lab::Live::start(command)
+    };
+    let group = format!("fumehood-doctor-{}", live.pid());
+    assert_eq!(live.end().code(), 0);
+    assert!(!lab.home.exists(), "a doctor makes no home");
+    assert!(lab.workspaces().is_empty());
+    let mut pending = vec![PathBuf::from("/sys/fs/cgroup")];
+    while let Some(dir) = pending.pop() {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            assert_ne!(entry.file_name(), *group, "{:?}", entry.path());
+            if entry.file_type().is_ok_and(|t| t.is_dir()) {
+                pending.push(entry.path());
+            }
+        }
+    }
+}
+
+fn schema() {
+    let lab = Lab::new();
+    let fine = document(&lab.ask(["doctor", "--json"]));
+    let stopped = document(&lab.ask(["doctor", "--json", "--workspace-root", "/nowhere"]));
+    assert_eq!(stopped["starts"], false);
+    found(&stopped, "workspace_root", "stops");
+    let documents = lab.write(
+        "documents.json",
+        serde_json::to_vec(&[fine, stopped]).unwrap(),
+    );
+    let schema = lab.write(
+        "schema.json",
+        include_str!("../../../../docs/doctor-v1.schema.json"),
+    );
+    let checker = "import json, sys, jsonschema\n\
+        schema, documents = (json.load(open(a)) for a in sys.argv[1:])\n\
+        jsonschema.Draft202012Validator.check_schema(schema)\n\
+        v = jsonschema.Draft202012Validator(schema)\n\
+        for d in documents: v.validate(d)\n\
+        for spoil in (dict(level='best'), dict(extra=1), dict(starts='yes'), dict(findings=[{}])):\n\
+        \x20   assert not v.is_valid({**documents[0], **spoil}), spoil\n";
+    let mut python = Command::new("/usr/bin/python3");
+    python
+        .args(["-I", "-c", checker])
+        .arg(schema)
+        .arg(documents);
+    let checked = python.output().unwrap();
+    let said = String::from_utf8_lossy(&checked.stderr);
+    assert!(checked.status.success(), "{said}");
+}
+
+fn first_line_is_the_verdict() {
+    let lab = Lab::new();
+    let said = lab.ask(["doctor"]).good();
+    let first = said.lines().next().unwrap();
+    assert!(first.starts_with("Runs start at level `full`"), "{said}");
+    assert!(!said.contains("\x1b"), "no colours off a terminal");
+    assert!(!said.contains("\nfine"), "{said}");
+    let all = lab.ask(["doctor", "-v"]).good();
+    assert_eq!(all.lines().next(), Some(first));
+    for part in [
+        "\nfine ",
+        "landlock  ",
+        "RLIMIT_NOFILE",
+        "level full: built in miniature",
+    ] {
+        assert!(all.contains(part), "no {part:?} in {all}");
+    }
+    // Lines to copy are never broken; every other one fits.
+    let long = said
+        .lines()
+        .filter(|l| !l.starts_with("          ") && l.chars().count() > 80);
+    assert_eq!(long.collect::<Vec<_>>(), Vec::<&str>::new());
+    let ended = lab.ask(["doctor", "--workspace-root", "/nowhere"]);
+    assert_eq!(ended.code(), 125);
+    assert!(ended.out().starts_with("Runs do not start"));
+}
+
+fn refused_configuration() {
+    let lab = Lab::new();
+    lab.write("project/fumehood.toml", "isolation = \"landlock\"\n");
+    let said = document(&lab.ask(["doctor", "--json"]));
+    assert_eq!(said["starts"], false);
+    let refused = found(&said, "configuration", "stops");
+    assert!(refused["text"].as_str().unwrap().contains("isolation"));
+    // The rest was looked at all the same.
+    assert_eq!(said["level"], "full");
+    std::fs::remove_file(lab.project.join("fumehood.toml")).unwrap();
+    assert_eq!(document(&lab.ask(["doctor", "--json"]))["starts"], true);
+}
+
+fn docker_like(lab: &Lab, options: &[&str], args: &[&str]) -> Ended {
+    let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let script = here.join("../../tests/vm/docker_like.py");
+    let mut command = lab.with_surroundings(Command::new("/usr/bin/python3"));
+    command.arg("-I").arg(script).args(options).arg("--");
+    if options.contains(&"--user") {
+        let home = format!("/home/{}", plain_user::ACCOUNT);
+        command
+            .args(["env", "-u", "FUMEHOOD_HOME"])
+            .arg(format!("HOME={home}"))
+            .arg("FUMEHOOD_WORKSPACE_ROOT=/var/tmp")
+            .arg(plain_user::reachable().join("fumehood"));
+    } else {
+        command.arg(plain_user::binary());
+    }
+    command.args(args).current_dir("/");
+    finish(command)
+}
+
+/// The real calls are refused by a real filter; what is named is tried by leaving that part out.
+fn inside_docker() {
+    let lab = Lab::new();
+    plain_user::account();
+    for user in [&[][..], &["--user", plain_user::ACCOUNT]] {
+        let with = |more: &[&'static str], args: &[&str]| {
+            let options: Vec<&str> = user.iter().chain(more).copied().collect();
+            docker_like(&lab, &options, args)
+        };
+        let said = document(&with(&[], &["doctor", "--json"]));
+        assert_eq!(said["level"], "landlock", "{said}");
+        assert_eq!(said["host"]["is_filtered"], true);
+        assert_eq!(verdict(&said, "mount_namespace"), "fails");
+        assert_eq!(verdict(&said, "landlock"), "works");
+        // This machine need not look like Docker's; then it is a process that somebody shut in.
+        let name = match said["host"]["container"].is_null() {
+            true => "shut_in",
+            false => "container",
+        };
+        let why = found(&said, name, "warning");
+        assert!(why["text"].as_str().unwrap().contains("seccomp filter"));
+        if said["host"]["container"] == "docker" {
+            let flags = lines(why);
+            assert!(flags.contains("seccomp=unconfined"), "{flags}");
+            assert!(flags.contains("systempaths=unconfined"), "{flags}");
+            assert_eq!(flags.contains("--cap-add SYS_ADMIN"), user.is_empty());
+        }
+        // With a higher floor the same host does not do.
+        let stopped = document(&with(&[], &["doctor", "--json", "--isolation", "full"]));
+        assert_eq!(stopped["starts"], false);
+        found(&stopped, name, "stops");
+        // With what was named given, it does.
+        let given = ["--no-seccomp", "--no-masks", "--no-capabilities"];
+        let said = document(&with(&given, &["doctor", "--json"]));
+        assert_eq!(said["level"], "full", "{said}");
+    }
+    // A new /proc alone, refused for its masks.
+    let given = [
+        "--user",
+        plain_user::ACCOUNT,
+        "--no-seccomp",
+        "--no-capabilities",
+    ];
+    let said = document(&docker_like(&lab, &given, &["doctor", "--json"]));
+    assert_eq!(verdict(&said, "user_namespace"), "works", "{said}");
+    assert_eq!(verdict(&said, "new_proc"), "fails");
+    assert_eq!(said["level"], "landlock");
+}
+
+/// Becomes the test account in a user namespace that has every uid, and in which there can be no other.
+const NO_MORE_NAMESPACES: &str = r#"
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWUSER = 0x10000000
+ready, go = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    assert libc.unshare(CLONE_NEWUSER) == 0
+    os.write(ready[1], b'x')
+    os.read(go[0], 1)
+    os.setgid(0); os.setuid(0)
+    if sys.argv[2] != '-':
+        open('/proc/sys/user/max_user_namespaces', 'w').write(sys.argv[2])
+    uid, gid = (int(n) for n in sys.argv[1].split(':'))
+    os.setgroups([]); os.setresgid(gid, gid, gid); os.setresuid(uid, uid, uid)
+    os.execv(sys.argv[3], sys.argv[3:])
+os.read(ready[0], 1)
+for name in ('uid_map', 'gid_map'):
+    open(f'/proc/{child}/{name}', 'w').write('0 0 4294967295')
+os.write(go[1], b'x')
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"#;
+
+fn user_namespaces_off() {
+    let lab = Lab::new();
+    let (uid, gid) = plain_user::account();
+    let with = |most: &str| {
+        let mut command = lab.with_surroundings(Command::new("/usr/bin/python3"));
+        command
+            .args(["-I", "-c", NO_MORE_NAMESPACES])
+            .arg(format!("{uid}:{gid}"))
+            .arg(most)
+            .arg(plain_user::reachable().join("fumehood"))
+            .args(["doctor", "--json"])
+            .env("HOME", format!("/home/{}", plain_user::ACCOUNT))
+            .env("FUMEHOOD_WORKSPACE_ROOT", "/var/tmp")
+            .env_remove("FUMEHOOD_HOME")
+            .current_dir("/");
+        document(&finish(command))
+    };
+    let said = with("0");
+    assert_eq!(said["level"], "landlock", "{said}");
+    assert_eq!(said["host"]["sysctls"]["max_user_namespaces"], 0);
+    let why = found(&said, "namespace_count", "warning");
+    assert!(lines(why).contains("user.max_user_namespaces=10000"));
+    let list = said["mechanisms"].as_array().unwrap();
+    let tried = list.iter().find(|m| m["mechanism"] == "user_namespace");
+    assert_eq!(tried.unwrap()["errno_name"], "ENOSPC");
+    assert_eq!(tried.unwrap()["finding"], "namespace_count");
+    // The same place without the switch.
+    assert_eq!(with("-")["level"], "full");
+}
+
+fn lacking_capability() {
+    let lab = Lab::new();
+    let without = |set: &str| {
+        let mut command = lab.with_surroundings(Command::new("setpriv"));
+        command
+            .arg(format!("--bounding-set={set}"))
+            .arg(plain_user::binary())
+            .args(["doctor", "--json"]);
+        document(&finish(command))
+    };
+    let said = without("-net_admin");
+    assert_eq!(said["level"], "landlock", "{said}");
+    assert_eq!(verdict(&said, "net_namespace"), "fails");
+    assert_eq!(verdict(&said, "mount_namespace"), "works");
+    let why = found(&said, "capabilities", "warning");
+    assert!(why["text"].as_str().unwrap().contains("NET_ADMIN"), "{why}");
+    assert_eq!(without("-net_raw")["level"], "full");
+}
+
+/// `fumehood doctor ARGS` in a mount namespace that a script has prepared.
+fn where_(lab: &Lab, prepare: &str, args: &[&str]) -> Ended {
+    let mut command = lab.with_surroundings(Command::new("unshare"));
+    let script = format!("set -e\n{prepare}\nexec \"$@\"");
+    command
+        .args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            &script,
+            "sh",
+        ])
+        .arg(plain_user::binary())
+        .arg("doctor")
+        .args(args);
+    finish(command)
+}
+
+fn bad_workspace_root() {
+    let lab = Lab::new();
+    let root = lab.root.display();
+    let prepare = format!("mount -t tmpfs -o size=8m,noexec none {root}");
+    let said = document(&where_(&lab, &prepare, &["--json"]));
+    assert_eq!(said["starts"], true, "warnings stop nothing");
+    for name in ["workspace_tmpfs", "workspace_noexec", "workspace_room"] {
+        found(&said, name, "warning");
+    }
+    found(&said, "apart", "note");
+    let usual = document(&where_(&lab, "true", &["--json"]));
+    for name in ["workspace_tmpfs", "workspace_noexec", "apart"] {
+        assert!(finding(&usual, name).is_none(), "{name}");
+    }
+    assert!(names_in(&lab.root).is_empty());
+}
+
+/// /etc is a copy that may be changed.
+fn etc(lab: &Lab, change: &str) -> String {
+    let copy = lab.path("etc");
+    let copy = copy.display();
+    format!(
+        "mkdir -p {copy}\nmount -t tmpfs -o mode=755 none {copy}\ncp -a /etc/. {copy}\nmount --bind {copy} /etc\n{change}"
+    )
+}
+
+fn policy() {
+    let lab = Lab::new();
+    let shipped = lab.write(
+        "policy.toml",
+        include_str!("../../../../packaging/policy.toml"),
+    );
+    let install = format!(
+        "mkdir -m 755 /etc/fumehood\ninstall -m 644 {} /etc/fumehood/policy.toml",
+        shipped.display()
+    );
+    let said = document(&where_(&lab, &etc(&lab, &install), &["--json"]));
+    assert_eq!(
+        (&said["starts"], &said["floor"]),
+        (&true.into(), &"full".into())
+    );
+    found(&said, "policy", "fine");
+    let missing = document(&where_(&lab, "true", &["--json"]));
+    assert_eq!(missing["floor"], "landlock");
+    assert!(lines(found(&missing, "policy", "note")).contains("level = \"full\""));
+    // Under the floor that is shipped, a host that gives less stops.
+    let drop = format!(
+        "{}\nset -- setpriv --bounding-set=-sys_admin \"$@\"",
+        etc(&lab, &install)
+    );
+    // Mounts are made while the capability is there.
+    let said = document(&where_(&lab, &drop, &["--json"]));
+    assert_eq!(said["starts"], false);
+    found(&said, "capabilities", "stops");
+    let broken = install + "\necho nonsense > /etc/fumehood/policy.toml";
+    let said = document(&where_(&lab, &etc(&lab, &broken), &["--json"]));
+    found(&said, "configuration", "stops");
+}
+
+fn uids_of_others() {
+    let lab = Lab::new();
+    let add = "echo 'mallory:x:1900000077:1900000077::/:/bin/sh' >> /etc/passwd\n\
+        echo 'podman:1900000000:65536' >> /etc/subuid";
+    let said = document(&where_(&lab, &etc(&lab, add), &["--json"]));
+    // Every uid of the range belongs to somebody else: none can be leased.
+    assert_eq!(said["starts"], false);
+    found(&said, "uids", "stops");
+    let add = "echo 'mallory:x:1900000077:1900000077::/:/bin/sh' >> /etc/passwd";
+    let said = document(&where_(&lab, &etc(&lab, add), &["--json"]));
+    assert_eq!(said["starts"], true);
+    let told = found(&said, "uids", "warning");
+    assert!(told["text"].as_str().unwrap().contains("mallory"));
+    found(
+        &document(&where_(&lab, "true", &["--json"])),
+        "uids",
+        "fine",
+    );
+}

@@ -1,0 +1,163 @@
+//! `fumehood doctor --attack`: that it holds, act by act, what the table of `sandbox::promises` says; and that it sees an
+//! escape when a layer is missing.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use sandbox::promises::{ACTS, Held, held};
+use sandbox::spec::Level;
+use serde_json::Value;
+
+use crate::lab::{Ended, Lab, finish, is_root, names_in};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    ("the_table_at_full", For::Everyone, the_table_at_full),
+    (
+        "the_table_at_landlock",
+        For::Everyone,
+        the_table_at_landlock,
+    ),
+    (
+        "a_missing_layer_is_noticed",
+        For::Everyone,
+        a_missing_layer_is_noticed,
+    ),
+    (
+        "a_missing_layer_is_noticed_at_landlock",
+        For::Everyone,
+        a_missing_layer_is_noticed_at_landlock,
+    ),
+    ("for_people", For::Everyone, for_people),
+    ("a_level_that_is_none", For::Everyone, a_level_that_is_none),
+];
+
+/// Controls that an ordinary user may not be let do, on some hosts by a setting; as root all of them work.
+const MAY_BE_UNPROVEN: &[&str] = &["bpf", "perf", "user_namespace", "terminal_injection"];
+
+fn attack(lab: &Lab, options: &[&str], without: &str) -> Ended {
+    let mut command = lab.fumehood();
+    command.args(["doctor", "--attack"]).args(options);
+    if !without.is_empty() {
+        command.env("FUMEHOOD_FAULT", format!("without={without}"));
+    }
+    finish(command)
+}
+
+fn names_with<'a>(document: &'a Value, verdict: &str) -> BTreeSet<&'a str> {
+    let acts = document["acts"].as_array().unwrap();
+    let with = acts.iter().filter(|act| act["verdict"] == verdict);
+    with.map(|act| act["name"].as_str().unwrap()).collect()
+}
+
+fn table(level: Level) {
+    let lab = Lab::new();
+    let ended = attack(&lab, &["--level", level.as_str(), "--json", "--strict"], "");
+    ended.good();
+    let document = ended.document();
+    assert_eq!(document["schema"], "fumehood.attack/v1");
+    assert_eq!(document["level"], level.as_str());
+    assert_eq!(document["root"], is_root());
+    let abi = i32::try_from(document["landlock_abi"].as_i64().unwrap()).unwrap();
+    let acts = document["acts"].as_array().unwrap();
+    assert_eq!(acts.len(), ACTS.len());
+    let unproven = names_with(&document, "unproven");
+    let gaps = ACTS
+        .iter()
+        .filter(|act| matches!(held(act, level, abi), Held::No(_)))
+        .map(|act| act.name);
+    assert_eq!(names_with(&document, "known_gap"), gaps.collect());
+    for name in &unproven {
+        let told = MAY_BE_UNPROVEN.contains(name) && !is_root();
+        let act = acts.iter().find(|act| act["name"] == *name).unwrap();
+        assert!(told, "{name}: {act}");
+    }
+    let proven = acts.len() - unproven.len();
+    let counts = &document["counts"];
+    let counted = counts["held"].as_u64().unwrap() + counts["known_gaps"].as_u64().unwrap();
+    assert_eq!(counted, proven as u64, "{counts}");
+    lab.assert_nothing_left();
+    assert_nothing_of_the_battery(&lab, Path::new(document["place"].as_str().unwrap()));
+}
+
+/// Neither its directory nor a file of its targets; nor has it touched the caller's own home of Fumehood.
+fn assert_nothing_of_the_battery(lab: &Lab, place: &Path) {
+    let name = place.file_name().unwrap().to_str().unwrap();
+    let word = name.strip_prefix("fumehood-attack-").unwrap();
+    for dir in ["/var/tmp", "/tmp", "/dev/shm"] {
+        let names = names_in(Path::new(dir)).into_iter();
+        let mut left = names.filter(|name| name.to_string_lossy().contains(word));
+        assert_eq!(left.next(), None, "in {dir}");
+    }
+    assert!(!lab.home.exists(), "it has a home of its own");
+}
+
+fn the_table_at_full() {
+    table(Level::Full);
+}
+
+fn the_table_at_landlock() {
+    table(Level::Landlock);
+}
+
+/// Without the layers exactly what rests on them gets out, and the exit code says so.
+fn a_missing_layer_is_noticed() {
+    let lab = Lab::new();
+    let without = "net_namespace,ipc_namespace";
+    let ended = attack(&lab, &["--level", "full", "--json"], without);
+    let document = ended.document();
+    let expected = BTreeSet::from([
+        "postgres_tcp",
+        "postgres_abstract",
+        "tcp_fast_open",
+        "udp",
+        "dns",
+        "netlink",
+        "system_v_ipc",
+    ]);
+    assert_eq!(
+        names_with(&document, "escaped"),
+        expected,
+        "{}",
+        ended.err()
+    );
+    assert_eq!(document["counts"]["escaped"], expected.len());
+    assert_eq!(ended.code(), 1, "{}", ended.err());
+}
+
+fn a_missing_layer_is_noticed_at_landlock() {
+    let lab = Lab::new();
+    let ended = attack(&lab, &["--level", "landlock", "--json"], "landlock");
+    assert_eq!(ended.code(), 1, "{}", ended.err());
+    let document = ended.document();
+    let got_out = names_with(&document, "escaped");
+    for act in [
+        "read_project",
+        "read_secret_file",
+        "write_host_tmp",
+        "write_host_shm",
+    ] {
+        assert!(got_out.contains(act), "{act} is not among {got_out:?}");
+    }
+}
+
+fn for_people() {
+    let lab = Lab::new();
+    let ended = attack(&lab, &["--level", "full"], "ipc_namespace");
+    assert_eq!(ended.code(), 1, "{}", ended.err());
+    let out = ended.out();
+    for act in ACTS {
+        let line = |l: &str| l.split_whitespace().nth(1) == Some(act.name);
+        assert_eq!(out.lines().filter(|l| line(l)).count(), 1, "{}", act.name);
+    }
+    assert!(out.contains("  ESCAPED   system_v_ipc "), "{out}");
+    let last = out.lines().last().unwrap();
+    let whole = last.contains(" held, 0 known gaps, ") && last.ends_with(" unproven, 1 escaped");
+    assert!(whole, "{last}");
+}
+
+fn a_level_that_is_none() {
+    let lab = Lab::new();
+    let ended = attack(&lab, &["--level", "none"], "");
+    assert_eq!(ended.code(), 125, "{}", ended.err());
+}

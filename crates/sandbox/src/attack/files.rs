@@ -1,0 +1,277 @@
+//! Attacks on files: change, read, list, measure and lock what is not the program's own.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
+use std::path::Path;
+
+use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, Timespec, Timestamps, XattrFlags};
+
+use super::{Aim, Stopped, Struck, any_of, beside, c_path};
+use crate::sys::{self, Arg, Call};
+
+/// Every target in turn; each is another way to the same file.
+fn each(aim: &Aim<'_>, mut attempt: impl FnMut(&Path) -> Struck) -> Struck {
+    let mut got = Vec::new();
+    let mut not = Vec::new();
+    for path in aim.paths() {
+        match attempt(path) {
+            Ok(what) => got.push(format!("{}: {what}", path.display())),
+            Err(Stopped::Refused(why) | Stopped::Unable(why)) => {
+                not.push(format!("{} {why}", path.display()));
+            }
+        }
+    }
+    match got.is_empty() {
+        false => Ok(got.join("; ")),
+        true => Err(Stopped::Refused(not.join(", "))),
+    }
+}
+
+/// The content of a file, or which files there are.
+pub fn change(aim: &Aim<'_>) -> Struck {
+    each(aim, |path| {
+        let mut overwrite = || {
+            let mut file = OpenOptions::new().write(true).open(path)?;
+            file.write_all(aim.mark.as_bytes())?;
+            Ok("written".into())
+        };
+        let mut append = || {
+            let mut file = OpenOptions::new().append(true).open(path)?;
+            file.write_all(aim.mark.as_bytes())?;
+            Ok("written".into())
+        };
+        let mut create = || {
+            std::fs::write(beside(path, ".new"), aim.mark)?;
+            Ok("made".into())
+        };
+        let mut directory = || {
+            std::fs::create_dir(beside(path, ".dir"))?;
+            Ok("made".into())
+        };
+        let mut rename = || {
+            std::fs::rename(path, beside(path, ".moved"))?;
+            std::fs::rename(beside(path, ".moved"), path)?;
+            Ok("done".into())
+        };
+        let mut remove = || {
+            std::fs::remove_file(path)?;
+            Ok("done".into())
+        };
+        any_of(&mut [
+            ("overwrite", &mut overwrite),
+            ("append", &mut append),
+            ("create", &mut create),
+            ("mkdir", &mut directory),
+            ("rename", &mut rename),
+            ("unlink", &mut remove),
+        ])
+    })
+}
+
+/// A new file, where there was none.
+pub fn create(aim: &Aim<'_>) -> Struck {
+    each(aim, |path| {
+        let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
+        file.write_all(aim.mark.as_bytes())?;
+        Ok("made".into())
+    })
+}
+
+pub fn truncate(aim: &Aim<'_>) -> Struck {
+    each(aim, |path| {
+        let name = c_path(path)?;
+        let mut by_name = || {
+            sys::attempt(Call::TRUNCATE, &mut [Arg::Text(&name), Arg::Number(0)])?;
+            Ok("done".into())
+        };
+        let mut by_opening = || {
+            let flags = OFlags::RDONLY | OFlags::TRUNC | OFlags::CLOEXEC;
+            rustix::fs::open(path, flags, Mode::empty())?;
+            Ok("done".into())
+        };
+        any_of(&mut [
+            ("truncate", &mut by_name),
+            ("open with O_TRUNC", &mut by_opening),
+        ])
+    })
+}
+
+pub fn change_mode(aim: &Aim<'_>) -> Struck {
+    let mode = || std::fs::Permissions::from_mode(0o640);
+    each(aim, |path| {
+        let name = c_path(path)?;
+        let mut by_name = || {
+            std::fs::set_permissions(path, mode())?;
+            Ok("done".into())
+        };
+        let mut by_descriptor = || {
+            File::open(path)?.set_permissions(mode())?;
+            Ok("done".into())
+        };
+        let mut by_link = || {
+            let file = File::open(path)?;
+            let link = format!("/proc/self/fd/{}", file.as_raw_fd());
+            std::fs::set_permissions(link, mode())?;
+            Ok("done".into())
+        };
+        let mut by_newer_call = || {
+            let here = Arg::Number(i64::from(libc::AT_FDCWD));
+            let args = &mut [here, Arg::Text(&name), Arg::Number(0o640), Arg::Number(0)];
+            sys::attempt(Call::FCHMODAT2, args)?;
+            Ok("done".into())
+        };
+        any_of(&mut [
+            ("chmod", &mut by_name),
+            ("fchmod", &mut by_descriptor),
+            ("chmod of /proc/self/fd", &mut by_link),
+            ("fchmodat2", &mut by_newer_call),
+        ])
+    })
+}
+
+pub fn change_times(aim: &Aim<'_>) -> Struck {
+    let long_ago = Timespec {
+        tv_sec: 1,
+        tv_nsec: 0,
+    };
+    let times = Timestamps {
+        last_access: long_ago,
+        last_modification: long_ago,
+    };
+    each(aim, |path| {
+        let mut by_name = || {
+            rustix::fs::utimensat(CWD, path, &times, AtFlags::empty())?;
+            Ok("done".into())
+        };
+        let mut by_descriptor = || {
+            rustix::fs::futimens(File::open(path)?, &times)?;
+            Ok("done".into())
+        };
+        any_of(&mut [
+            ("utimensat", &mut by_name),
+            ("futimens", &mut by_descriptor),
+        ])
+    })
+}
+
+pub fn change_attributes(aim: &Aim<'_>) -> Struck {
+    let (name, value) = ("user.fumehood", aim.mark.as_bytes());
+    each(aim, |path| {
+        let mut by_name = || {
+            rustix::fs::setxattr(path, name, value, XattrFlags::empty())?;
+            Ok("set".into())
+        };
+        let mut by_descriptor = || {
+            rustix::fs::fsetxattr(File::open(path)?, name, value, XattrFlags::empty())?;
+            Ok("set".into())
+        };
+        any_of(&mut [
+            ("setxattr", &mut by_name),
+            ("fsetxattr", &mut by_descriptor),
+        ])
+    })
+}
+
+/// A name of one's own for a file of somebody else's: through it the file could be changed, or kept.
+pub fn link(aim: &Aim<'_>) -> Struck {
+    let own = format!("linked-{}", aim.mark);
+    each(aim, |path| {
+        let mut by_name = || {
+            std::fs::hard_link(path, &own)?;
+            Ok("made".into())
+        };
+        let mut by_descriptor = || {
+            let file = File::open(path)?;
+            let descriptor = format!("/proc/self/fd/{}", file.as_raw_fd());
+            let own = format!("{own}-by-descriptor");
+            rustix::fs::linkat(CWD, descriptor, CWD, own, AtFlags::SYMLINK_FOLLOW)?;
+            Ok("made".into())
+        };
+        let mut by_rename = || {
+            std::fs::rename(path, format!("{own}-moved"))?;
+            Ok("moved".into())
+        };
+        any_of(&mut [
+            ("link", &mut by_name),
+            ("link of a descriptor", &mut by_descriptor),
+            ("rename", &mut by_rename),
+        ])
+    })
+}
+
+pub fn read(aim: &Aim<'_>) -> Struck {
+    each(aim, |path| {
+        let content = std::fs::read(path)?;
+        Ok(String::from_utf8_lossy(&content).into_owned())
+    })
+}
+
+pub fn list(aim: &Aim<'_>) -> Struck {
+    each(aim, |path| {
+        let names = std::fs::read_dir(path)?.flatten().map(|e| e.file_name());
+        let names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).collect();
+        Ok(names.join(" "))
+    })
+}
+
+pub fn size(aim: &Aim<'_>) -> Struck {
+    each(aim, |path| {
+        Ok(format!("size {}", std::fs::metadata(path)?.size()))
+    })
+}
+
+/// The caller holds the lock. Whoever meets it could as well have taken it first and kept the caller waiting.
+pub fn lock(aim: &Aim<'_>) -> Struck {
+    each(aim, |path| {
+        let file = File::open(path)?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok("met the lock that the host holds".into()),
+            Err(e) => Err(e.into()),
+            Ok(()) => Err(Stopped::Refused("is locked apart from the host".into())),
+        }
+    })
+}
+
+/// Everything that a collector which follows names would carry out: links to the secret, straight and roundabout,
+/// through directories and descriptors; things that stall whoever opens them; and names that lead up.
+pub fn farm(aim: &Aim<'_>) -> Struck {
+    let paths = aim.paths();
+    let [secret, directory] = paths[..] else {
+        return Err(Stopped::Unable(
+            "a secret file and its directory are needed".into(),
+        ));
+    };
+    let above = Path::new("..").join("..").join("..").join("..").join("..");
+    let relative = secret.strip_prefix("/").unwrap_or(secret);
+    std::fs::create_dir("farm")?;
+    symlink(secret, "secret.txt")?;
+    symlink("secret.txt", "farm/chained.txt")?;
+    symlink("../secret.txt", "farm/up.txt")?;
+    symlink(
+        above.join("..").join("..").join(relative),
+        "farm/roundabout.txt",
+    )?;
+    symlink(directory, "farm/directory")?;
+    symlink("/", "farm/root")?;
+    symlink(
+        Path::new("/proc/self/root").join(relative),
+        "farm/by-proc.txt",
+    )?;
+    symlink("/proc/self/environ", "farm/environ")?;
+    symlink("loop", "farm/loop")?;
+    symlink(secret, "result.json")?;
+    let owner = Mode::from_raw_mode(0o600);
+    // A reader of either would wait for ever; where they cannot be made, there is nothing to wait for.
+    let _not_here = rustix::fs::mknodat(CWD, "farm/fifo", rustix::fs::FileType::Fifo, owner, 0);
+    let _not_here = std::os::unix::net::UnixListener::bind("farm/socket");
+    let _on_another_file_system = std::fs::hard_link(secret, "farm/hard.txt");
+    // The control of the collector: an ordinary file, which is to come out.
+    let mut ordinary = OpenOptions::new();
+    let ordinary = ordinary.write(true).create_new(true).mode(0o600);
+    ordinary
+        .open("ordinary.txt")?
+        .write_all(aim.mark.as_bytes())?;
+    Ok("grown".into())
+}

@@ -1,0 +1,171 @@
+//! Attacks on the host's resources, and on the end of a run. Each is bounded by itself, because unconfined nothing
+//! else bounds it, and every process that it starts dies with the one that started it, but for the daemons, which are
+//! meant to stay and give up after a minute.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, WaitOptions};
+
+use super::{Aim, Stopped, Struck, say};
+use crate::sys::{self, Forked};
+
+/// How long what was taken must be held to count: a watch that looks ten times a second has long looked.
+const HELD_FOR: Duration = Duration::from_millis(1500);
+const PROCESSES: usize = 300;
+const MEMORY_SHARES: usize = 4;
+const MEMORY_SHARE_BYTES: usize = 64 << 20;
+const DISK_BYTES: usize = 32 << 20;
+const FILES: usize = 800;
+const LOG_BYTES: usize = 4 << 20;
+const DAEMON_FOR: Duration = Duration::from_secs(60);
+
+/// Starts a process that dies with this one.
+fn start(act: impl FnOnce()) -> Result<Option<Pid>, Stopped> {
+    let parent = rustix::process::getpid();
+    match sys::fork_threaded()? {
+        Forked::Parent { child } => Ok(Pid::from_raw(child)),
+        Forked::Child => {
+            let _asked = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+            // It may have died before that was asked for.
+            if rustix::process::getppid() == Some(parent) {
+                act();
+            }
+            sys::exit_now(0)
+        }
+    }
+}
+
+fn end(children: &[Pid]) {
+    for child in children {
+        let _gone = rustix::process::kill_process(*child, Signal::KILL);
+        let _gone = rustix::process::waitpid(Some(*child), WaitOptions::empty());
+    }
+}
+
+pub fn fork(_aim: &Aim<'_>) -> Struck {
+    let mut children = Vec::new();
+    let mut refused = None;
+    while children.len() < PROCESSES && refused.is_none() {
+        match start(|| std::thread::sleep(DAEMON_FOR)) {
+            Ok(child) => children.extend(child),
+            Err(stopped) => refused = Some(stopped),
+        }
+    }
+    if refused.is_none() {
+        std::thread::sleep(HELD_FOR);
+    }
+    let gone = |child: &&Pid| {
+        matches!(
+            rustix::process::waitpid(Some(**child), WaitOptions::NOHANG),
+            Ok(Some(_))
+        )
+    };
+    let lost = children.iter().filter(gone).count();
+    let count = children.len();
+    end(&children);
+    match refused {
+        Some(Stopped::Refused(why) | Stopped::Unable(why)) => {
+            Err(Stopped::Refused(format!("{why} after {count} processes")))
+        }
+        None if lost > 0 => Err(Stopped::Refused(format!("{lost} of {count} were ended"))),
+        None => Ok(format!("{count} processes at once")),
+    }
+}
+
+/// Several processes, none of which is large by itself.
+pub fn memory(_aim: &Aim<'_>) -> Struck {
+    let (mut ours, theirs) = UnixStream::pair()?;
+    let mut children = Vec::new();
+    for _ in 0..MEMORY_SHARES {
+        let mut theirs = theirs.try_clone()?;
+        children.extend(start(move || {
+            // Not zero, which would stay one shared page.
+            let taken = vec![1u8; MEMORY_SHARE_BYTES];
+            let _told = theirs.write_all(&taken[..1]);
+            std::thread::sleep(DAEMON_FOR);
+            drop(taken);
+        })?);
+    }
+    drop(theirs);
+    let mut filled = 0;
+    let mut word = [0u8; 1];
+    ours.set_read_timeout(Some(Duration::from_secs(10)))?;
+    while filled < MEMORY_SHARES && ours.read(&mut word).is_ok_and(|n| n == 1) {
+        filled += 1;
+    }
+    std::thread::sleep(HELD_FOR);
+    let gone = |child: &&Pid| {
+        matches!(
+            rustix::process::waitpid(Some(**child), WaitOptions::NOHANG),
+            Ok(Some(_))
+        )
+    };
+    let lost = children.iter().filter(gone).count();
+    end(&children);
+    match filled == MEMORY_SHARES && lost == 0 {
+        true => Ok(format!(
+            "{} MiB held in {MEMORY_SHARES} processes",
+            (MEMORY_SHARES * MEMORY_SHARE_BYTES) >> 20
+        )),
+        false => Err(Stopped::Refused(format!(
+            "{filled} of {MEMORY_SHARES} shares were filled, {lost} were ended"
+        ))),
+    }
+}
+
+pub fn disk(_aim: &Aim<'_>) -> Struck {
+    let mut file = std::fs::File::create_new("bomb")?;
+    let chunk = vec![b'x'; 1 << 20];
+    for n in 0..DISK_BYTES / chunk.len() {
+        if let Err(e) = file.write_all(&chunk) {
+            let why = super::errno_name(&e);
+            return Err(Stopped::Refused(format!("{why} after {n} MiB")));
+        }
+    }
+    std::thread::sleep(HELD_FOR);
+    std::fs::remove_file("bomb")?;
+    Ok(format!("{} MiB held", DISK_BYTES >> 20))
+}
+
+pub fn files(_aim: &Aim<'_>) -> Struck {
+    std::fs::create_dir("many")?;
+    for n in 0..FILES {
+        if let Err(e) = std::fs::File::create_new(format!("many/{n}")) {
+            let why = super::errno_name(&e);
+            return Err(Stopped::Refused(format!("{why} after {n} files")));
+        }
+    }
+    std::thread::sleep(HELD_FOR);
+    std::fs::remove_dir_all("many")?;
+    Ok(format!("{FILES} files held"))
+}
+
+pub fn log(aim: &Aim<'_>) -> Struck {
+    let line = format!("{}\n", aim.mark.repeat(1 + 1000 / aim.mark.len().max(1)));
+    for _ in 0..LOG_BYTES / line.len() {
+        say(&line);
+    }
+    Ok(format!("{} MiB printed", LOG_BYTES >> 20))
+}
+
+/// Leaves the process group, the session and the parent, hears no signal that can be ignored, and stays.
+pub fn daemon(_aim: &Aim<'_>) -> Struck {
+    match sys::fork_threaded()? {
+        Forked::Parent { .. } => {
+            say("holding\n");
+            std::thread::sleep(DAEMON_FOR);
+            Ok("was not stopped".into())
+        }
+        Forked::Child => {
+            let _left = rustix::process::setsid();
+            let _deaf = sys::block_signals(None);
+            if let Ok(Forked::Child) = sys::fork_threaded() {
+                let _left = rustix::process::setsid();
+                std::thread::sleep(DAEMON_FOR);
+            }
+            sys::exit_now(0)
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! What attacks are aimed at where that is no file and no socket: processes, segments and queues of the host's, and a
+//! terminal; and the place where the unprivileged can show that a privileged act would work.
+
+use std::ffi::{CString, OsString};
+use std::io::{self, Read};
+
+use rustix::mount::{MountFlags, MountPropagationFlags};
+use rustix::process::{PTracer, Signal};
+
+use super::calls::OpenQueue;
+use super::say;
+use crate::sys::{self, Arg, Call};
+
+/// A process that waits, and dies of any signal it did not expect.
+pub const WITNESS: &str = "witness";
+/// A process that takes its standard input for its controlling terminal, and starts the command that follows on it.
+pub const ON_TERMINAL: &str = "on-terminal";
+/// Before what was typed into that terminal.
+pub const HEARD: &str = "heard";
+/// What a witness prints when it can be attacked.
+pub const READY: &str = "ready";
+
+/// Goes on until its standard input ends.
+pub(super) fn witness() -> io::Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // Where Yama lets only ancestors trace, this lets the control: a kernel without Yama does not know it.
+    let _no_yama = rustix::process::set_ptracer(PTracer::Any);
+    say(&format!("{READY}\n"));
+    let mut word = [0u8; 64];
+    while io::stdin().read(&mut word)? > 0 {}
+    Ok(())
+}
+
+/// Starts the command, waits for its end, and tells what has been typed meanwhile: what the caller's shell would read next.
+pub(super) fn on_terminal(command: &[OsString]) -> io::Result<()> {
+    rustix::process::setsid()?;
+    let terminal = rustix::stdio::stdin();
+    sys::make_controlling_terminal(terminal)?;
+    let (program, args) = command
+        .split_first()
+        .ok_or_else(|| io::Error::other("no command"))?;
+    std::process::Command::new(program).args(args).status()?;
+    rustix::io::ioctl_fionbio(terminal, true)?;
+    let mut typed = [0u8; 4096];
+    let n = rustix::io::read(terminal, &mut typed).unwrap_or(0);
+    let text = String::from_utf8_lossy(&typed[..n]);
+    say(&format!("\n{HEARD} {}\n", text.trim()));
+    Ok(())
+}
+
+/// Namespaces of this process's own in which it may mount and open any socket, with an empty file system on /usr.
+pub(super) fn gain_privilege() -> io::Result<()> {
+    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    let spaces = libc::CLONE_NEWNS | libc::CLONE_NEWNET;
+    match uid.is_root() {
+        true => sys::unshare(spaces)?,
+        false => {
+            sys::unshare(spaces | libc::CLONE_NEWUSER)?;
+            std::fs::write("/proc/self/setgroups", "deny")?;
+            std::fs::write("/proc/self/uid_map", format!("0 {} 1", uid.as_raw()))?;
+            std::fs::write("/proc/self/gid_map", format!("0 {} 1", gid.as_raw()))?;
+        }
+    }
+    let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    rustix::mount::mount_change("/", private)?;
+    rustix::mount::mount("none", "/usr", "tmpfs", MountFlags::empty(), None)?;
+    Ok(())
+}
+
+/// A System V segment open to all, which goes when this process does, however it ends.
+pub struct Segment {
+    id: i64,
+    own: i32,
+}
+
+impl Segment {
+    pub fn make() -> io::Result<Segment> {
+        let (private, size, mode) = (Arg::Number(0), Arg::Number(4096), Arg::Number(0o666));
+        let id = sys::attempt(Call::SHMGET, &mut [private, size, mode])?;
+        let attach = &mut [Arg::Number(id), Arg::Number(0), Arg::Number(0)];
+        let attached = sys::attempt(Call::SHMAT, attach);
+        // Removed as soon as nobody is attached to it; its number stays good until then.
+        let remove = &mut [
+            Arg::Number(id),
+            Arg::Number(i64::from(libc::IPC_RMID)),
+            Arg::Number(0),
+        ];
+        sys::attempt(Call::SHMCTL, remove)?;
+        attached?;
+        let mut segment = Segment { id, own: 0 };
+        segment.own = segment.last_process()?;
+        Ok(segment)
+    }
+
+    pub fn id(&self) -> i64 {
+        self.id
+    }
+
+    /// Whether anybody else has attached to it, ever.
+    pub fn was_reached(&self) -> io::Result<bool> {
+        Ok(self.last_process()? != self.own)
+    }
+
+    /// Who attached or detached last.
+    fn last_process(&self) -> io::Result<i32> {
+        const AT: usize = std::mem::offset_of!(libc::shmid_ds, shm_lpid);
+        let mut state = [0u8; size_of::<libc::shmid_ds>()];
+        let ask = &mut [
+            Arg::Number(self.id),
+            Arg::Number(i64::from(libc::IPC_STAT)),
+            Arg::Bytes(&mut state),
+        ];
+        sys::attempt(Call::SHMCTL, ask)?;
+        let mut pid = [0u8; 4];
+        pid.copy_from_slice(&state[AT..AT + 4]);
+        Ok(i32::from_ne_bytes(pid))
+    }
+}
+
+/// A POSIX message queue open to all, removed when dropped.
+pub struct Queue {
+    name: CString,
+    queue: OpenQueue,
+}
+
+impl Queue {
+    pub fn make(name: &str) -> io::Result<Queue> {
+        let name = CString::new(name)?;
+        let flags = libc::O_RDONLY | libc::O_CREAT | libc::O_EXCL;
+        let queue = OpenQueue::open(&name, flags)?;
+        Ok(Queue { name, queue })
+    }
+
+    /// The first message that somebody has left.
+    pub fn take(&self) -> Option<Vec<u8>> {
+        let mut message = vec![0u8; 8192];
+        let n = self.queue.receive(&mut message).ok()?;
+        message.truncate(n);
+        Some(message)
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        let _gone = sys::attempt(Call::MQ_UNLINK, &mut [Arg::Text(&self.name)]);
+    }
+}

@@ -1,0 +1,160 @@
+//! Whether this process may make groups where it is or would first have to be moved, and what a move would leave behind.
+
+use super::*;
+
+/// How this process stands with the groups of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// There is no version 2 tree with the controllers, or a part of it only: nobody could move us to a better place.
+    Fixed,
+    /// A version 2 subtree is ours, marked as such by its manager if there is one.
+    Delegated,
+    /// A version 2 tree has the controllers, but no part of it is ours.
+    Undelegated(Place),
+}
+
+/// The group this process is in, by the name that the manager of the tree has for it, and what it limits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub group: PathBuf,
+    /// From our own group up: what each limits for those below it.
+    levels: Vec<(PathBuf, Limiting)>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Limiting {
+    file: Option<&'static str>,
+    pids_max: Option<u64>,
+}
+
+impl Place {
+    /// The nearest group below `kept`, our own included, that limits memory or CPUs, and the file that does. Who
+    /// leaves for another place below `kept` is rid of that limit.
+    pub fn limit_shed(&self, kept: &Path) -> Option<(PathBuf, &'static str)> {
+        self.levels_below(kept)
+            .find_map(|(group, limiting)| Some((group.clone(), limiting.file?)))
+    }
+
+    /// The least number of processes that a group below `kept` allows.
+    pub fn pids_max(&self, kept: &Path) -> Option<u64> {
+        self.levels_below(kept)
+            .filter_map(|(_, limiting)| limiting.pids_max)
+            .min()
+    }
+
+    fn levels_below<'a>(&'a self, kept: &'a Path) -> impl Iterator<Item = &'a (PathBuf, Limiting)> {
+        self.levels
+            .iter()
+            .filter(move |(group, _)| group != kept && group.starts_with(kept))
+    }
+}
+
+/// Reads how this process stands. Changes nothing; a host of version 1 costs two short files.
+pub fn standing() -> Standing {
+    let host = discover();
+    let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
+    let v1 = host
+        .v1
+        .iter()
+        .any(|site| site.controllers.iter().any(|c| limits.contains(c)));
+    let Some(site) = host.v2.filter(|_| !v1) else {
+        return Standing::Fixed;
+    };
+    if v2::is_ours(&site) {
+        return Standing::Delegated;
+    }
+    let membership = fs::read("/proc/self/cgroup").unwrap_or_default();
+    let group = lines(&membership)
+        .filter_map(parse_membership)
+        .find_map(|(version, _, path)| (version == Version::V2).then_some(path));
+    // In a container that sees a part of the tree, its names are not those of the manager outside.
+    match group {
+        Some(group) if below(&site.mount, &group) == site.own => {
+            let levels = way_up(&site).filter_map(|node| level(&site, &node));
+            let levels = levels.collect();
+            Standing::Undelegated(Place { group, levels })
+        }
+        _ => Standing::Fixed,
+    }
+}
+
+fn below(mount: &Path, group: &Path) -> PathBuf {
+    let names = group.components().skip(1);
+    std::iter::once(mount.as_os_str())
+        .chain(names.map(|name| name.as_os_str()))
+        .collect()
+}
+
+fn level(site: &Site, node: &Node) -> Option<(PathBuf, Limiting)> {
+    let group = Path::new("/").join(node.path.strip_prefix(&site.mount).ok()?);
+    let numbers = ["memory.max", "memory.high", "memory.swap.max"];
+    let mut file = numbers.into_iter().find(|file| node.number(file).is_some());
+    if node
+        .read("cpu.max")
+        .is_ok_and(|text| !text.starts_with("max"))
+    {
+        file = file.or(Some("cpu.max"));
+    }
+    if node
+        .read("cpuset.cpus")
+        .is_ok_and(|text| !text.trim().is_empty())
+    {
+        file = file.or(Some("cpuset.cpus"));
+    }
+    let pids_max = node.number("pids.max");
+    Some((group, Limiting { file, pids_max }))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_move_would_shed_is_what_lies_below_the_place_that_is_kept() {
+        let level = |group: &str, file, pids_max| (group.into(), Limiting { file, pids_max });
+        let place = Place {
+            group: "/a.slice/b.slice/c.service".into(),
+            levels: vec![
+                level("/a.slice/b.slice/c.service", None, Some(50)),
+                level("/a.slice/b.slice", Some("memory.max"), Some(20)),
+                level("/a.slice", Some("cpu.max"), Some(10)),
+                level("/", None, None),
+            ],
+        };
+        let shed = |kept: &str| place.limit_shed(Path::new(kept));
+        assert_eq!(shed("/a.slice/b.slice"), None);
+        assert_eq!(
+            shed("/a.slice"),
+            Some(("/a.slice/b.slice".into(), "memory.max"))
+        );
+        assert_eq!(shed("/").unwrap().1, "memory.max");
+        // Names that merely begin alike.
+        assert_eq!(shed("/a"), None);
+        assert_eq!(place.pids_max(Path::new("/a.slice/b.slice")), Some(50));
+        assert_eq!(place.pids_max(Path::new("/a.slice")), Some(20));
+        assert_eq!(place.pids_max(Path::new("/")), Some(10));
+    }
+
+    #[test]
+    fn with_version_1_there_is_nothing_to_ask_for() {
+        let host = discover();
+        match host
+            .v1
+            .iter()
+            .any(|s| s.controllers.contains(&Controller::Memory))
+        {
+            true => assert_eq!(standing(), Standing::Fixed),
+            false => eprintln!(
+                "UNAVAILABLE: no version 1 hierarchy with the memory controller is mounted"
+            ),
+        }
+    }
+
+    #[test]
+    fn names_of_groups_are_put_below_the_mount() {
+        let mount = Path::new("/sys/fs/cgroup");
+        assert_eq!(below(mount, Path::new("/")), mount);
+        assert_eq!(below(mount, Path::new("/a/b")), mount.join("a/b"));
+    }
+}
