@@ -19,8 +19,10 @@ use sandbox::cgroup::{self, Place, Standing};
 pub use bus::BusError;
 use bus::{Connection, Peer, Value};
 
-/// Asking takes milliseconds. A manager that is busy for longer does not hold up a run.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Both take milliseconds. A manager that is busy for longer does not hold up a run; one that has agreed to move us is
+/// about to.
+const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+const MOVE_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// How this process comes to groups of its own.
@@ -78,9 +80,9 @@ fn join() -> Result<Joined, ScopeError> {
     let uid = rustix::process::geteuid().as_raw();
     let in_job = std::env::var_os("SLURM_JOB_ID").is_some();
     let asking = asking(&place, uid, in_job)?;
-    let deadline = Instant::now() + PATIENCE;
-    let mut connection = connect(uid, deadline)?;
+    let mut connection = connect(uid, Instant::now() + ANSWER_WITHIN)?;
     let name = ask(&mut connection, &asking)?;
+    let deadline = Instant::now() + MOVE_WITHIN;
     while !is_in(&name) {
         if Instant::now() >= deadline {
             return Err(ScopeError::NotMoved(name));
@@ -170,25 +172,22 @@ fn ask(connection: &mut Connection, asking: &Asking) -> Result<String, ScopeErro
     // for scopes, and refuses the whole call.
     let mut with_policy = properties.clone();
     with_policy.push(("OOMPolicy", Value::Text("continue".into())));
-    let name = scope_name(pid)?;
+    let name = new_name()?;
     match connection.start_transient_unit(&name, &with_policy) {
         Ok(()) => return Ok(name),
         Err(BusError::Refused { .. }) => {}
         Err(e) => return Err(ScopeError::Ask(e)),
     }
-    let name = scope_name(pid)?;
+    let name = new_name()?;
     let asked = connection.start_transient_unit(&name, &properties);
     asked.map(|()| name).map_err(ScopeError::Ask)
 }
 
-fn scope_name(pid: u32) -> Result<String, ScopeError> {
+fn new_name() -> Result<String, ScopeError> {
     let mut noise = [0u8; 8];
     rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty())
         .map_err(|e| ScopeError::Random(e.into()))?;
-    Ok(format!(
-        "fumehood-{pid}-{:016x}.scope",
-        u64::from_ne_bytes(noise)
-    ))
+    Ok(cgroup::scope_name(u64::from_ne_bytes(noise)))
 }
 
 fn is_in(scope: &str) -> bool {
@@ -335,13 +334,6 @@ mod tests {
                 "{path:?}"
             );
         }
-    }
-
-    #[test]
-    fn names_are_new_and_never_those_of_a_runs_group() {
-        let (one, two) = (scope_name(7).unwrap(), scope_name(7).unwrap());
-        assert_ne!(one, two);
-        assert!(one.starts_with("fumehood-7-") && one.ends_with(".scope"));
     }
 
     #[test]

@@ -158,7 +158,8 @@ fn own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<OwnedFd> 
     )?;
     // No magic links: `/proc/self/fd/N` would be a descriptor of ours, and lead to the host.
     let resolve = ResolveFlags::NO_MAGICLINKS;
-    let target = rustix::fs::openat2(&here, path, walk, Mode::empty(), resolve)?;
+    let target =
+        rustix::fs::openat2(&here, path, walk, Mode::empty(), resolve).map_err(not_found)?;
     if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
         return Err(io::Error::from_raw_os_error(libc::ECONNREFUSED));
     }
@@ -182,6 +183,14 @@ pub(crate) fn thread_group(thread: u32) -> io::Result<i32> {
         .find_map(|line| line.strip_prefix("Tgid:"))
         .and_then(|n| n.trim().parse().ok())
         .ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))
+}
+
+/// What the program is told when a path led nowhere. That a magic link was met would say which descriptors we have open.
+pub(crate) fn not_found(error: rustix::io::Errno) -> io::Error {
+    match error {
+        rustix::io::Errno::LOOP => io::Error::from_raw_os_error(libc::ENOENT),
+        other => other.into(),
+    }
 }
 
 fn mount_id(fd: BorrowedFd<'_>) -> io::Result<u64> {

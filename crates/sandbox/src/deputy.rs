@@ -285,7 +285,8 @@ fn open_target(pid: u32, target: &Target) -> io::Result<OwnedFd> {
         flags,
         Mode::empty(),
         ResolveFlags::NO_MAGICLINKS,
-    )?;
+    )
+    .map_err(broker::not_found)?;
     Ok(found)
 }
 

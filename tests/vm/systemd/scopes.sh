@@ -170,6 +170,30 @@ check "a socket in a directory of somebody else's is not talked to" refused 'run
 check "so the listener heard nobody" test ! -e "$work/fooled"
 kill $fake
 
+# What packaging/systemd ships.
+here=$(cd "$(dirname "$0")/../../../packaging/systemd" && pwd)
+mkdir -p /etc/systemd/system/user@.service.d
+cp "$here"/fumehood-gc.* /etc/systemd/system/ && cp "$here"/user@.service.d/*.conf /etc/systemd/system/user@.service.d/
+ln -sf /usr/local/bin/fumehood /usr/bin/fumehood
+systemctl daemon-reload
+check "the units are well-formed" eval 'systemd-analyze verify /etc/systemd/system/fumehood-gc.timer && systemctl start fumehood-gc.service'
+check "the users' managers are given every controller" eval '[ "$(systemctl show -P DelegateControllers user@1000.service)" = "cpu cpuset io memory pids" ]'
+# A service that is not alone in its group, as a platform's is that starts runs.
+if [ "$(systemctl --version | awk "NR == 1 { print \$2 }")" -ge 254 ]; then
+    mkdir -p /etc/systemd/system/platform@.service.d
+    cp "$here/delegate.conf" /etc/systemd/system/platform@.service.d/fumehood.conf
+    platform() {
+        printf '%s\n' '[Service]' Type=oneshot "User=$user" "MemoryMax=1G" StandardOutput=file:/run/platform.out \
+            "ExecStart=/bin/bash -c 'cat /proc/self/cgroup >&2; $*; exit \$\$?'" >/etc/systemd/system/platform@.service
+        systemctl daemon-reload; rm -f /run/platform.out
+        systemctl start "platform@$user.service"; local ended=$?
+        cat /run/platform.out; return $ended
+    }
+    for user in root lab; do
+        check "delegate.conf: limits within the service's own, as $user" held platform
+    done
+fi
+
 # Without its private sockets the managers are asked over the message buses.
 mv /run/systemd/private /run/systemd/private.away
 mv /run/user/1000/systemd/private /run/user/1000/systemd/private.away

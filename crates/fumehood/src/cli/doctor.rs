@@ -46,7 +46,7 @@ pub struct DoctorArgs {
     pub isolation: Option<OsString>,
 
     /// Instead, try in real sandboxes to break every promise, each act first unconfined to show that it would
-    /// work here. Exits with 1 if anything got out; --json prints fumehood.attack/v1
+    /// work here. Exits with 1 if anything got out; --json prints fumehood.attack/1
     #[arg(long, conflicts_with_all = ["verbose", "workspace_root", "isolation"])]
     pub attack: bool,
 

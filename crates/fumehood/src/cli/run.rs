@@ -172,10 +172,12 @@ fn export(ledger: &mut Ledger, record: &Record, to: &Path, resolved: &Resolved) 
     }
 }
 
+const DOCTOR: &str = "this host does not give what that takes; `fumehood doctor` says what is missing, and what to type to get it";
+
 /// What to do about a host that does not let us.
 fn remedy(error: &PipelineError) -> Option<&'static str> {
     if let PipelineError::NoLevel { .. } = error {
-        return Some("`fumehood doctor` says what this host lacks, and how to get it");
+        return Some(DOCTOR);
     }
     let PipelineError::Start(RunError::Step { step, source, .. }) = error else {
         return None;
@@ -186,18 +188,22 @@ fn remedy(error: &PipelineError) -> Option<&'static str> {
             "root without the capabilities CAP_SETUID and CAP_SETGID cannot give the program a uid of its own; run \
              Fumehood as a plain user instead",
         ),
-        ("create namespaces" | "map the user", _) => Some(
-            "this host does not let a plain user create namespaces. Either run as root; or allow them: \
-             `sysctl -w user.max_user_namespaces=10000`, on Debian `sysctl -w kernel.unprivileged_userns_clone=1`, \
-             on Ubuntu 24.04 `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`",
-        ),
-        ("mount /proc", _) => Some(
-            "inside a container /proc is masked, and the kernel then refuses a new one; run Fumehood on the host, \
-             or start the container with `--security-opt systempaths=unconfined`",
-        ),
-        ("restrict with Landlock", None) => {
-            Some("boot with `lsm=landlock,…` on the kernel command line (Linux 5.13 or later)")
-        }
+        (
+            "map the owners of the views"
+            | "create namespaces"
+            | "map the user"
+            | "make mounts private"
+            | "make the new root"
+            | "mount /dev"
+            | "mount /proc"
+            | "change the root"
+            | "create the cgroup namespace"
+            | "enter the inner user namespace"
+            | "set up the network and the host name"
+            | "restrict with seccomp",
+            _,
+        )
+        | ("restrict with Landlock", None) => Some(DOCTOR),
         ("attach to the cgroup", _) => Some(
             "the run's cgroup vanished or refuses processes; is something else cleaning up cgroups?",
         ),

@@ -55,7 +55,7 @@ fn table(level: Level) {
     let ended = attack(&lab, &["--level", level.as_str(), "--json", "--strict"], "");
     ended.good();
     let document = ended.document();
-    assert_eq!(document["schema"], "fumehood.attack/v1");
+    assert_eq!(document["schema"], "fumehood.attack/1");
     assert_eq!(document["level"], level.as_str());
     assert_eq!(document["root"], is_root());
     let abi = i32::try_from(document["landlock_abi"].as_i64().unwrap()).unwrap();

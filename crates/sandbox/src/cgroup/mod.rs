@@ -27,7 +27,8 @@ use host::*;
 pub use host::{Host, discover};
 use node::*;
 pub use outer::{OuterLimit, OuterLimits, outer_limits};
-pub use standing::{Place, Standing, standing};
+use standing::is_scope_name;
+pub use standing::{Place, Standing, scope_name, standing};
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -2,6 +2,23 @@
 
 use super::*;
 
+/// The name of a scope that is asked for as delegated, for this process. No run's group is ever called so.
+pub fn scope_name(noise: u64) -> String {
+    format!("{NAME_PREFIX}{}-{noise:016x}.scope", std::process::id())
+}
+
+pub(super) fn is_scope_name(name: &str) -> bool {
+    let between = name
+        .strip_prefix(NAME_PREFIX)
+        .and_then(|rest| rest.strip_suffix(".scope"));
+    between
+        .and_then(|rest| rest.split_once('-'))
+        .is_some_and(|(pid, noise)| {
+            let digits = !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit());
+            digits && noise.len() == 16 && noise.bytes().all(|b| b.is_ascii_hexdigit())
+        })
+}
+
 /// How this process stands with the groups of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
@@ -149,6 +166,32 @@ mod tests {
                 "UNAVAILABLE: no version 1 hierarchy with the memory controller is mounted"
             ),
         }
+    }
+
+    #[test]
+    fn a_scope_of_ours_is_known_by_its_name() {
+        let name = scope_name(7);
+        assert!(is_scope_name(&name), "{name}");
+        let (rest, _) = name.split_once(".scope").unwrap();
+        for other in [
+            "fumehood-1.scope",
+            "fumehood--0000000000000007.scope",
+            "fumehood-x-0000000000000007.scope",
+            "fumehood-1-7.scope",
+            "app-fumehood-1-0000000000000007.scope",
+            rest,
+            &format!("{rest}.service"),
+        ] {
+            assert!(!is_scope_name(other), "{other}");
+        }
+        // Recovery takes it for no run's group.
+        let path = Path::new("/sys/fs/cgroup").join(&name);
+        let mounts = b"1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
+        let answer = left_behind(&path, mounts, &Host::default());
+        assert!(
+            matches!(answer, Err(CgroupError::Foreign { .. })),
+            "{answer:?}"
+        );
     }
 
     #[test]

@@ -124,7 +124,7 @@ fn delegated_above(site: &Site) -> Result<Option<Node>, CgroupError> {
     Ok(ours.then_some(parent))
 }
 
-/// Whether [`settle`] would find a place, and one that its manager has marked as ours. Nothing is changed.
+/// Whether [`settle`] would find a place, and has it for itself. Nothing is changed.
 pub(super) fn is_ours(site: &Site) -> bool {
     let alone = |node: &Node| {
         let own = std::process::id().to_string();
@@ -132,40 +132,41 @@ pub(super) fn is_ours(site: &Site) -> bool {
             .is_ok_and(|pids| pids.lines().all(|pid| pid == own))
     };
     let above = delegated_above(site).ok().flatten();
-    if above.is_some_and(|parent| alone(&parent)) {
-        return true;
-    }
-    Node::open(Version::V2, &site.own)
-        .is_ok_and(|own| is_writable(&own) && (!is_managed() || is_marked(&own)) && alone(&own))
-}
-
-/// Without systemd nobody else manages the tree: a container, or a host with a plain init.
-fn is_managed() -> bool {
-    Path::new("/run/systemd/system").exists()
+    let own = Node::open(Version::V2, &site.own).ok();
+    let own = own.filter(is_delegated);
+    above.is_some_and(|parent| alone(&parent)) || own.is_some_and(|own| alone(&own))
 }
 
 fn is_delegated(node: &Node) -> bool {
     let is_root = rustix::process::geteuid().is_root();
-    let only_if_marked = is_managed() && (is_root || is_unit_of_user_manager(&node.path));
-    is_writable(node) && (!only_if_marked || is_marked(node))
+    // Without systemd nobody else manages the tree: a container, or a host with a plain init.
+    let managed = Path::new("/run/systemd/system").exists();
+    let manager_says = match is_root {
+        true => !managed || is_marked(node),
+        false => !managed || !is_unit_of_user_manager(&node.path) || is_scope(&node.path),
+    };
+    is_writable(node) && manager_says
 }
 
 /// A user's manager owns its units' groups as the user owns everything there; but one that it did not delegate it
-/// may set up anew at any time, and the limits of the groups below are gone then. Only a manager that
-/// marks its own group for all to see (systemd 251) can be expected to mark these.
+/// may set up anew at any time, and then the limits of the groups below are gone. It marks nothing. So of its
+/// units only a scope that was asked for as delegated is known to be.
 fn is_unit_of_user_manager(path: &Path) -> bool {
-    let name = |path: &Path| path.file_name().and_then(|n| n.to_str().map(str::to_owned));
-    let is_unit = name(path).is_some_and(|name| {
-        [".scope", ".service", ".slice"]
-            .iter()
-            .any(|suffix| name.ends_with(suffix))
-    });
-    let is_manager = |path: &&Path| {
-        name(path).is_some_and(|name| name.starts_with("user@") && name.ends_with(".service"))
+    let is_manager = |name: &str| name.starts_with("user@") && name.ends_with(".service");
+    let is_unit = |name: &str| {
+        let kinds = [".scope", ".service", ".slice"];
+        kinds.iter().any(|kind| name.ends_with(kind))
     };
-    let manager = path.ancestors().skip(1).find(is_manager);
-    let manager = manager.and_then(|path| Node::open(Version::V2, path).ok());
-    is_unit && manager.is_some_and(|manager| is_marked(&manager))
+    let mut above = path.ancestors().skip(1).filter_map(name_of);
+    name_of(path).is_some_and(is_unit) && above.any(is_manager)
+}
+
+fn is_scope(path: &Path) -> bool {
+    name_of(path).is_some_and(super::is_scope_name)
+}
+
+fn name_of(path: &Path) -> Option<&str> {
+    path.file_name().and_then(|name| name.to_str())
 }
 
 /// Whether the directory is ours and its controlling files can be written, as delegation demands.

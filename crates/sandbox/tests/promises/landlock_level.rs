@@ -11,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
+use sandbox::outcome::Stop;
 use sandbox::promises::{self, ACTS, Held};
 use sandbox::spec::{Layer, Level, SharedMemory, Terminal};
 
@@ -18,6 +19,7 @@ use crate::hood::{
     Hood, attempts, chain, host_dir, is_root, landlock_abi, shown_dir, unconfined, verdict,
 };
 use crate::p07_others::{Held as Running, Witness, host_pids};
+use crate::p10_limits::HIDE;
 use crate::p11_deadline::{kill_marked, left_of, new_marker};
 use crate::{Entry, For};
 
@@ -80,6 +82,7 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         a_killed_guardian_is_told_of,
     ),
+    (HIDING, For::Root, what_proc_hides_dies_too),
     ("required_layers", For::Everyone, required_layers),
     (
         "a_failed_launch_reads_nothing",
@@ -97,6 +100,8 @@ pub const TRIALS: &[Entry] = &[
         each_layer_owns_its_acts,
     ),
 ];
+
+const HIDING: &str = "what_proc_hides_dies_too";
 
 /// Where each act of the table is tried at this level.
 #[rustfmt::skip]
@@ -323,7 +328,7 @@ os.wait()
         "/proc/self/net/tcp",
         "/proc/self/mountinfo",
         "/proc/net/unix",
-        "/proc/modules",
+        "/proc/mounts",
     ] {
         assert!(control.contains(path), "{path} in {control}");
     }
@@ -649,6 +654,73 @@ fn a_killed_guardian_is_told_of() {
     assert_eq!(ran.outcome.all_dead, is_root(), "{}", ran.all());
     // As root it was made true; as a plain user it is the truth.
     assert_eq!(left == 0, is_root(), "{left} left\n{}", ran.all());
+}
+
+/// On many shared hosts /proc is mounted with hidepid: it then hides whatever its reader may not trace, and a process
+/// can make itself such. Runs itself again where it is so.
+fn what_proc_hides_dies_too() {
+    const INNER: &str = "FUMEHOOD_TEST_HIDEPID";
+    if std::env::var_os(INNER).is_none() {
+        let hide = "mount -t proc -o hidepid=2 proc /proc && exec \"$@\"";
+        let again = Command::new("unshare")
+            .args([
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                hide,
+                "sh",
+            ])
+            .arg(std::env::current_exe().unwrap())
+            .args(["__plain_trial", &format!("landlock_level::{HIDING}")])
+            .env(INNER, "1")
+            .output()
+            .unwrap();
+        let complaint = String::from_utf8_lossy(&again.stderr);
+        assert!(again.status.success(), "{complaint}");
+        return;
+    }
+    let marker = new_marker();
+    let script = format!(
+        "# {marker}
+import signal
+{HIDE}
+if HIDDEN: hide()
+for n in (signal.SIGTERM, signal.SIGHUP): signal.signal(n, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(1, b'up\\n')
+        while True: signal.pause()
+    os._exit(0)
+os.wait()
+while True: signal.pause()
+"
+    );
+    // The control: those that do not hide.
+    for hidden in ["False", "True"] {
+        for with_group in [true, false] {
+            let mut hood = Hood::python(&script.replace("HIDDEN", hidden))
+                .limits(|l| (l.wall_ms, l.grace_ms) = (1500, 100));
+            hood.with_group = with_group;
+            let ran = hood.run();
+            let left = left_of(&marker);
+            kill_marked(&marker);
+            assert_eq!(left, [0i32; 0], "{hidden} {with_group} {}", ran.all());
+            assert!(
+                ran.said("up") && ran.outcome.all_dead,
+                "hidden: {hidden}, group: {with_group}\n{}",
+                ran.all()
+            );
+            assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+            assert!(
+                ran.outcome.exit.is_some(),
+                "{hidden} {with_group} {}",
+                ran.all()
+            );
+        }
+    }
 }
 
 fn required_layers() {

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::battery::{Came, Results, Tried};
 
-const SCHEMA: &str = "fumehood.attack/v1";
+const SCHEMA: &str = "fumehood.attack/1";
 /// What people are told of a refusal; programs are told all.
 const DETAIL_CHARS_MAX: usize = 100;
 
