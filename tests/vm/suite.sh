@@ -1,44 +1,77 @@
 #!/bin/bash
-# Inside a virtual machine: the promise tests, as root and as the plain account, less what tests/vm/left-out lists.
+# Inside a virtual machine, as root: everything that bin/test-vm tries there, what tells most first.
 #
-#   suite.sh PROMISES LEFT_OUT KERNEL
+#   suite.sh DIRECTORY KERNEL PICKED
 #
-# PROMISES is the test program of crates/sandbox. KERNEL (6.1, 6.12) picks the lines of LEFT_OUT that are for one kernel.
+# DIRECTORY has the programs `fumehood` and `promises` (the test program of crates/sandbox). PICKED is the list of promise
+# tests to run, or `all`; KERNEL (6.1, 6.12) picks the lines of it that are for one kernel.
 set -uo pipefail
-promises=/var/tmp/promises left_out=$2 kernel=$3
-cp "$1" "$promises" || exit 1
-account=fumehood-test
-id "$account" >/dev/null 2>&1 || useradd --no-create-home "$account" || exit 1
-# The machine's /home is fresh.
-install -d -m 700 -o "$account" -g "$account" "/home/$account"
-cd /
+here=$(dirname "$0") directory=$1 kernel=$2 picked=$3
 failed=0
 
-# Patterns of what is left out for root or plain, one a line.
-patterns() {
-    awk -v kernel="$kernel" -v who="$1" '
-        /^#/ || NF == 0 { next }
-        ($2 == "*" || $2 == kernel) && ($3 == "*" || $3 == who) { print $1 }' "$left_out"
-}
+"$here/restricted.py" "$directory/fumehood" plain namespaces cgroup docker || failed=1
 
-for who in root plain; do
-    arguments=("$who::" --test-threads 1)
-    while read -r pattern; do
-        arguments+=(--skip "$pattern")
-    done < <(patterns "$who")
-    total=$("$promises" --list 2>/dev/null | grep -c "^$who::")
-    # A plain user sits in some group below the root, as after a login. Root sits where it can make groups: without an
-    # init system that is the root of the tree.
+# restricted.py has made it.
+account=fumehood-test
+# As the plain account, in some group below the root, as after a login; root stays where it can make groups: without an
+# init system that is the root of the tree.
+as_plain() {
     (
-        if [ "$who" = plain ]; then
-            mkdir -p /sys/fs/cgroup/session && echo "$BASHPID" >/sys/fs/cgroup/session/cgroup.procs
-        fi
-        exec "$promises" "${arguments[@]}"
-    ) >/var/tmp/log 2>&1 || failed=1
-    grep -vE '^(running|test result|failures:|$)|\.\.\. (ok|ignored)$' /var/tmp/log
-    passed=$(grep -c '\.\.\. ok$' /var/tmp/log) broken=$(grep -c '\.\.\. FAILED$' /var/tmp/log)
-    echo "promises as $who: $passed passed, $broken failed, $((total - passed - broken)) of $total left out"
-    # No trial at all would look like success.
-    [ "$passed" -gt 0 ] || failed=1
-done
+        mkdir -p /sys/fs/cgroup/session && echo "$BASHPID" >/sys/fs/cgroup/session/cgroup.procs || exit 1
+        cd "/home/$account" || exit 1
+        exec setpriv --reuid "$account" --regid "$account" --clear-groups env "HOME=/home/$account" "$@"
+    )
+}
+as_root() { (cd /root && exec env HOME=/root "$@"); }
+
+# Acts that need no more than this must be proven on any kernel; less means that the battery itself is broken.
+held_at_least=50
+attack() {
+    local who=$1 level=$2 counts held
+    "as_$who" /usr/local/bin/fumehood-vm doctor --attack --strict --level "$level" >/var/tmp/log 2>&1 || failed=1
+    grep -E '^ +(unproven|better|ESCAPED) |^fumehood: ' /var/tmp/log
+    counts=$(tail -n 1 /var/tmp/log) held=${counts%% held*}
+    [[ $held =~ ^[0-9]+$ && $held -ge $held_at_least ]] || { cat /var/tmp/log; failed=1; }
+    echo "attacks as $who at level $level: $counts"
+}
+attack plain landlock
+attack root landlock
+attack plain full
+
+cp "$directory/promises" /var/tmp/promises || exit 1
+/var/tmp/promises --list 2>/dev/null | sed -n 's/: test$//p' >/var/tmp/trials
+if [ "$picked" = all ]; then
+    cp /var/tmp/trials /var/tmp/picked
+else
+    awk -v kernel="$kernel" '
+        /^#/ || NF == 0 { next }
+        $2 == "*" || $2 == kernel { for (i = 3; i <= NF; i++) print $i "::" $1 }' "$picked" >/var/tmp/picked
+fi
+passed=0 broken=0
+while read -r trial; do
+    # A name that is no trial's would pass by running nothing.
+    if ! grep -qxF "$trial" /var/tmp/trials; then
+        echo "FAILED $trial: there is no such trial"
+        broken=$((broken + 1))
+        continue
+    fi
+    as=root
+    [[ $trial != plain* ]] || as=session
+    (
+        if [ "$as" = session ]; then echo "$BASHPID" >/sys/fs/cgroup/session/cgroup.procs; fi
+        cd / && exec timeout 300 /var/tmp/promises --exact "$trial" --test-threads 1
+    ) </dev/null >/var/tmp/log 2>&1
+    ended=$?
+    if [ "$ended" = 0 ] && grep -q '\.\.\. ok$' /var/tmp/log; then
+        passed=$((passed + 1))
+    else
+        echo "FAILED $trial (exit status $ended)"
+        grep -vE '^(running|test result|failures:|$)' /var/tmp/log | sed 's/^/    /'
+        broken=$((broken + 1))
+    fi
+done </var/tmp/picked
+total=$(wc -l </var/tmp/trials)
+echo "promises: $passed passed, $broken failed, $((total - passed - broken)) of $total not run here"
+# No trial at all would look like success.
+[ "$passed" -gt 0 ] && [ "$broken" = 0 ] || failed=1
 exit $failed

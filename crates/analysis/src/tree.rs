@@ -25,7 +25,7 @@ use std::collections::HashSet;
 use std::ffi::{CStr, CString, OsStr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Stat, StatxAttributes, StatxFlags, Uid};
 use rustix::io::Errno;
@@ -117,6 +117,39 @@ pub struct Measured {
 /// Removes everything below an open directory; the caller removes the directory itself.
 pub fn remove_contents(dir: BorrowedFd<'_>) -> Result<Removed, TreeError> {
     remove_at_most(dir, ENTRIES_MAX)
+}
+
+/// Removes what belongs to `uid` at the top of a directory, with everything below it. The rest is left alone.
+pub fn remove_owned(dir: &Path, uid: u32) -> Result<(), TreeError> {
+    let at = |name: &OsStr, fault| TreeError::At {
+        path: dir.join(name),
+        fault,
+    };
+    let top = OsStr::new("");
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let parent =
+        rustix::fs::open(dir, flags, Mode::empty()).map_err(|e| at(top, Fault::Open(e)))?;
+    let listing = rustix::fs::Dir::read_from(&parent).map_err(|e| at(top, Fault::Read(e)))?;
+    for entry in listing.flatten().take(ENTRIES_MAX as usize) {
+        let name = entry.file_name();
+        let shown = OsStr::from_bytes(name.to_bytes());
+        let stat = rustix::fs::statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW);
+        let Ok(stat) = stat.as_ref().copied() else {
+            continue;
+        };
+        let dots = name == c"." || name == c"..";
+        if dots || stat.st_uid != uid {
+            continue;
+        }
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => {
+                remove(parent.as_fd(), shown, (stat.st_dev, stat.st_ino)).map(drop)?;
+            }
+            _ => rustix::fs::unlinkat(&parent, name, AtFlags::empty())
+                .map_err(|e| at(shown, Fault::Unlink(e)))?,
+        }
+    }
+    Ok(())
 }
 
 /// Removes `name` in `parent` with everything below it, if it is the directory with the device

@@ -8,9 +8,14 @@
 //!
 //! Each call is served by a short-lived child of init, since a connect may block; their number is bounded.
 //! `SO_PEERCRED` therefore names init's uid (the same) and the child's pid.
+//!
+//! At level `landlock` connect() is refused, and other calls are handed over: see `deputy.rs`. Threads serve them: a child
+//! of the guardian would be taken for one of the run's processes.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
@@ -21,21 +26,28 @@ use crate::sys::{self, Forked, Notification};
 
 /// Calls served at one time. More get EAGAIN, as from a full backlog.
 const IN_HAND_MAX: usize = 64;
+/// Enough for a path and what resolves it.
+const THREAD_STACK_BYTES: usize = 128 * 1024;
 /// struct sockaddr_storage.
 const ADDRESS_BYTES_MAX: usize = 128;
 
 pub struct Broker {
-    listener: OwnedFd,
+    listener: Arc<OwnedFd>,
     duty: Duty,
-    in_hand: Vec<i32>,
 }
 
 /// What is handed over, by level.
 enum Duty {
     /// connect(), to sockets in these mounts: those are the run's own.
-    Connect(Vec<u64>),
+    Connect {
+        own_mounts: Vec<u64>,
+        in_hand: Vec<i32>,
+    },
     /// Modes, times, lengths and signals.
-    Deputy(Deputy),
+    Deputy {
+        deputy: Arc<Deputy>,
+        in_hand: Arc<AtomicUsize>,
+    },
 }
 
 impl Broker {
@@ -51,47 +63,100 @@ impl Broker {
                     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
                     mount_id(rustix::fs::open(*path, flags, Mode::empty())?.as_fd())
                 });
-                Duty::Connect(mounts.collect::<io::Result<_>>()?)
+                Duty::Connect {
+                    own_mounts: mounts.collect::<io::Result<_>>()?,
+                    in_hand: Vec::new(),
+                }
             }
-            Level::Landlock => Duty::Deputy(Deputy::new(spec)),
+            Level::Landlock => Duty::Deputy {
+                deputy: Arc::new(Deputy::new(spec)),
+                in_hand: Arc::default(),
+            },
         };
         Ok(Broker {
-            listener,
+            listener: Arc::new(listener),
             duty,
-            in_hand: Vec::new(),
         })
     }
 
     pub fn listener(&self) -> BorrowedFd<'_> {
-        self.listener.as_fd()
+        (*self.listener).as_fd()
     }
 
     /// Forgets a child that init reaped.
     pub fn reaped(&mut self, pid: i32) {
-        self.in_hand.retain(|p| *p != pid);
+        if let Duty::Connect { in_hand, .. } = &mut self.duty {
+            in_hand.retain(|p| *p != pid);
+        }
+    }
+
+    /// Whether a call is better left with the kernel for a moment. None of those that the deputy serves waits for
+    /// anybody, and no program expects to be told to try again.
+    pub fn is_full(&self) -> bool {
+        match &self.duty {
+            Duty::Connect { .. } => false,
+            Duty::Deputy { in_hand, .. } => in_hand.load(Ordering::Relaxed) >= IN_HAND_MAX,
+        }
     }
 
     /// Takes one call and has it served.
     pub fn serve(&mut self) -> io::Result<()> {
         let call = sys::notification_receive(self.listener())?;
-        if deputy::is_signal(&call) {
-            // Sent here and now: it never waits, and only this process knows which children are its own.
-            let errno = errno_of(deputy::signal(&call, &self.in_hand, || self.valid(&call)));
-            return sys::notification_answer(self.listener(), call.id, errno);
+        let taken = match &self.duty {
+            // Sent here and now: it never waits.
+            Duty::Deputy { .. } if deputy::is_signal(&call) => {
+                let errno = errno_of(deputy::signal(&call, || self.valid(&call)));
+                return sys::notification_answer(self.listener(), call.id, errno);
+            }
+            Duty::Deputy { deputy, in_hand } => self.in_a_thread(deputy, in_hand, call),
+            Duty::Connect { .. } => self.in_a_child(&call),
+        };
+        // Whoever cannot be served is told so, rather than left waiting.
+        match taken {
+            Ok(()) => Ok(()),
+            Err(_) => sys::notification_answer(self.listener(), call.id, libc::EAGAIN),
         }
-        if self.in_hand.len() >= IN_HAND_MAX {
-            return sys::notification_answer(self.listener(), call.id, libc::EAGAIN);
+    }
+
+    fn in_a_thread(
+        &self,
+        deputy: &Arc<Deputy>,
+        in_hand: &Arc<AtomicUsize>,
+        call: Notification,
+    ) -> io::Result<()> {
+        let (listener, deputy) = (Arc::clone(&self.listener), Arc::clone(deputy));
+        let hand = Hand::take(in_hand);
+        let serve = move || {
+            let _until_answered = hand;
+            let valid = || sys::notification_valid(listener.as_fd(), call.id);
+            let errno = errno_of(deputy.perform(&call, valid));
+            // The caller may have died meanwhile; then nobody waits for the answer.
+            let _answered = sys::notification_answer(listener.as_fd(), call.id, errno);
+        };
+        let small = std::thread::Builder::new().stack_size(THREAD_STACK_BYTES);
+        small.spawn(serve).map(drop)
+    }
+
+    fn in_a_child(&mut self, call: &Notification) -> io::Result<()> {
+        let Duty::Connect {
+            own_mounts,
+            in_hand,
+        } = &self.duty
+        else {
+            return Err(io::ErrorKind::Unsupported.into());
+        };
+        if in_hand.len() >= IN_HAND_MAX {
+            return Err(io::ErrorKind::WouldBlock.into());
         }
         match sys::fork_threaded()? {
             Forked::Parent { child } => {
-                self.in_hand.push(child);
+                if let Duty::Connect { in_hand, .. } = &mut self.duty {
+                    in_hand.push(child);
+                }
                 Ok(())
             }
             Forked::Child => {
-                let errno = errno_of(match &self.duty {
-                    Duty::Connect(own_mounts) => self.connect(&call, own_mounts),
-                    Duty::Deputy(deputy) => deputy.perform(&call, || self.valid(&call)),
-                });
+                let errno = errno_of(self.connect(call, own_mounts));
                 // The caller may have died meanwhile; then nobody waits for the answer.
                 let _answered = sys::notification_answer(self.listener(), call.id, errno);
                 sys::exit_now(0)
@@ -166,6 +231,22 @@ fn own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<OwnedFd> 
     match own_mounts.contains(&mount_id(target.as_fd())?) {
         true => Ok(target),
         false => Err(io::Error::from_raw_os_error(libc::EACCES)),
+    }
+}
+
+/// One of the hands that serve, counted while it does.
+struct Hand(Arc<AtomicUsize>);
+
+impl Hand {
+    fn take(busy: &Arc<AtomicUsize>) -> Hand {
+        busy.fetch_add(1, Ordering::Relaxed);
+        Hand(Arc::clone(busy))
+    }
+}
+
+impl Drop for Hand {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -36,8 +36,17 @@ enum Target {
         from: i32,
         at: u64,
         links: Links,
+        empty: Empty,
     },
     Descriptor(i32),
+}
+
+/// What an empty path means.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Empty {
+    Missing,
+    /// AT_EMPTY_PATH: the descriptor itself.
+    Itself,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -107,23 +116,32 @@ fn read_call(call: &Notification) -> io::Result<(Target, Wish)> {
         from,
         at: call.args[n],
         links,
+        empty: Empty::Missing,
+    };
+    let flagged = |from: i32, n: usize, flags: i32| Target::Path {
+        from,
+        at: call.args[n],
+        links: match flags & libc::AT_SYMLINK_NOFOLLOW {
+            0 => Links::Followed,
+            _ => Links::Themselves,
+        },
+        empty: match flags & libc::AT_EMPTY_PATH {
+            0 => Empty::Missing,
+            _ => Empty::Itself,
+        },
     };
     let mode = |n: usize| Wish::Mode(call.args[n] as u32);
-    let links = |flags: i32| match flags & libc::AT_SYMLINK_NOFOLLOW {
-        0 => Links::Followed,
-        _ => Links::Themselves,
-    };
     let times = |n: usize, form: Form| Ok::<_, io::Error>(Wish::Times(read_times(call, n, form)?));
     Ok(match call.call {
         libc::SYS_fchmod => (Target::Descriptor(number(0)), mode(1)),
         libc::SYS_fchmodat => (path(number(0), 1, Links::Followed), mode(2)),
-        number::FCHMODAT2 => (path(number(0), 1, links(number(3))), mode(2)),
+        number::FCHMODAT2 => (flagged(number(0), 1, number(3)), mode(2)),
         // Without a path it is the descriptor's own file.
         libc::SYS_utimensat if arg(1) == 0 => {
             (Target::Descriptor(number(0)), times(2, Form::Nanoseconds)?)
         }
         libc::SYS_utimensat => {
-            let target = path(number(0), 1, links(number(3)));
+            let target = flagged(number(0), 1, number(3));
             (target, times(2, Form::Nanoseconds)?)
         }
         libc::SYS_truncate => {
@@ -248,6 +266,16 @@ fn read_path(pid: u32, address: u64) -> io::Result<PathBuf> {
     Err(errno(libc::ENAMETOOLONG))
 }
 
+/// The caller's own descriptor by the name that the C library gives it where the kernel lacks a call: fchmodat without
+/// following links was emulated so before Linux 6.6.
+fn descriptor_named(path: &Path) -> Option<i32> {
+    let text = path.to_str()?;
+    let homes = ["/proc/self/fd/", "/proc/thread-self/fd/", "/dev/fd/"];
+    let number = homes.iter().find_map(|home| text.strip_prefix(home))?;
+    let plain = number.bytes().all(|byte| byte.is_ascii_digit());
+    plain.then(|| number.parse().ok()).flatten()
+}
+
 /// Opens the object itself, without any right to it.
 fn open_target(pid: u32, target: &Target) -> io::Result<OwnedFd> {
     let held = |n: i32| {
@@ -255,13 +283,25 @@ fn open_target(pid: u32, target: &Target) -> io::Result<OwnedFd> {
         let opened = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         opened.map_err(|_| errno(libc::EBADF))
     };
-    let (from, at, links) = match target {
+    let (from, at, links, empty) = match target {
         Target::Descriptor(n) => return held(*n),
-        Target::Path { from, at, links } => (*from, *at, *links),
+        Target::Path {
+            from,
+            at,
+            links,
+            empty,
+        } => (*from, *at, *links, *empty),
     };
-    let path = read_path(pid, at)?;
+    let mut path = read_path(pid, at)?;
+    if let (Some(n), Links::Followed) = (descriptor_named(&path), links) {
+        return held(n);
+    }
     if path.as_os_str().is_empty() {
-        return Err(errno(libc::ENOENT));
+        match (empty, from) {
+            (Empty::Missing, _) => return Err(errno(libc::ENOENT)),
+            (Empty::Itself, libc::AT_FDCWD) => path.push("."),
+            (Empty::Itself, n) => return held(n),
+        }
     }
     let walk = OFlags::PATH | OFlags::CLOEXEC;
     let base = match from {
@@ -326,19 +366,19 @@ pub fn is_signal(call: &Notification) -> bool {
     )
 }
 
-/// Sends a signal to descendants of this process. `own` are children of ours that are not the run's.
-pub fn signal(
-    call: &Notification,
-    own: &[i32],
-    still_waits: impl Fn() -> io::Result<()>,
-) -> io::Result<()> {
+/// Sends a signal to descendants of this process.
+pub fn signal(call: &Notification, still_waits: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let arg = |n: usize| call.args[n] as u32 as i32;
     still_waits()?;
     if call.call == libc::SYS_kill {
-        return signal_processes(call.pid, arg(0), checked(arg(1))?, own);
+        return signal_processes(call.pid, arg(0), checked(arg(1))?);
     }
     let (process, thread, signal) = match call.call {
-        libc::SYS_tkill => (broker::thread_group(arg(0) as u32)?, arg(0), arg(1)),
+        libc::SYS_tkill if arg(0) <= 0 => return Err(errno(libc::EINVAL)),
+        libc::SYS_tkill => {
+            let group = broker::thread_group(arg(0) as u32).map_err(|_| errno(libc::ESRCH))?;
+            (group, arg(0), arg(1))
+        }
         _ => (arg(0), arg(1), arg(2)),
     };
     let signal = checked(signal)?;
@@ -346,7 +386,7 @@ pub fn signal(
         return Err(errno(libc::EINVAL));
     }
     // Held while the signal is sent: the number cannot become another's.
-    let _held = hold(process as u32, own).ok_or_else(|| errno(libc::ESRCH))?;
+    let _held = processes::hold_descendant(process as u32).ok_or_else(|| errno(libc::ESRCH))?;
     sys::signal_thread(process, thread, signal)
 }
 
@@ -357,15 +397,8 @@ fn checked(signal: i32) -> io::Result<i32> {
     }
 }
 
-fn hold(pid: u32, own: &[i32]) -> Option<OwnedFd> {
-    match own.contains(&(pid as i32)) {
-        true => None,
-        false => processes::hold_descendant(pid),
-    }
-}
-
 /// As kill(2) means its first argument.
-fn signal_processes(caller: u32, whom: i32, signal: i32, own: &[i32]) -> io::Result<()> {
+fn signal_processes(caller: u32, whom: i32, signal: i32) -> io::Result<()> {
     let leader = broker::thread_group(caller)? as u32;
     let of_group = |group: u32| {
         let all = processes::descendants().into_iter();
@@ -387,7 +420,7 @@ fn signal_processes(caller: u32, whom: i32, signal: i32, own: &[i32]) -> io::Res
         pid => vec![pid as u32],
     };
     let mut reached = Err(errno(libc::ESRCH));
-    for held in targets.into_iter().filter_map(|pid| hold(pid, own)) {
+    for held in targets.into_iter().filter_map(processes::hold_descendant) {
         let sent = sys::signal_held(held.as_fd(), signal);
         if reached.is_err() {
             reached = sent;

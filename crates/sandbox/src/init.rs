@@ -29,6 +29,8 @@ use crate::watch::{Seen, TICK, Watching};
 const REAP_AT_MOST: Duration = Duration::from_millis(150);
 /// Families that are still there after so many rounds are growing.
 const SWEEPS_BEFORE_FORBIDDING: u32 = 3;
+/// How soon to look whether the broker has a hand free.
+const HANDS_FREE_AGAIN: Duration = Duration::from_millis(1);
 /// The last measuring of a large tree.
 const LAST_LOOK_AT_MOST: Duration = Duration::from_secs(10);
 /// CPU use is looked at over this long to tell idleness.
@@ -137,7 +139,11 @@ impl Init {
     fn wait(&mut self, report: &Reporter) {
         let next_look = Instant::now() + TICK;
         let until = self.kill_at.map_or(next_look, |at| at.min(next_look));
-        let timeout = until.saturating_duration_since(Instant::now());
+        let full = self.broker.as_ref().is_some_and(Broker::is_full);
+        let mut timeout = until.saturating_duration_since(Instant::now());
+        if full {
+            timeout = timeout.min(HANDS_FREE_AGAIN);
+        }
         let timeout = Timespec {
             tv_sec: 0,
             tv_nsec: timeout.subsec_nanos().into(),
@@ -147,7 +153,7 @@ impl Init {
             PollFd::new(&socket, PollFlags::IN),
             PollFd::new(&self.children, PollFlags::IN),
         ];
-        let listener = self.broker.as_ref().map(Broker::listener);
+        let listener = self.broker.as_ref().filter(|_| !full).map(Broker::listener);
         let third = listener.or(self.from_child.as_ref().map(AsFd::as_fd));
         let third_at = third.as_ref().map(|fd| {
             fds.push(PollFd::new(fd, PollFlags::IN));

@@ -109,8 +109,8 @@ impl Census {
             let (apart, looked) = shared_memory(self.realm);
             self.memory_bytes = private + shared.max(apart) + self.socket_bytes();
             self.hidden_looks = match looked {
-                Looked::AtAll | Looked::AtMany => 0,
-                Looked::AtHidden => self.hidden_looks.saturating_add(1),
+                Looked::All | Looked::Many => 0,
+                Looked::Hidden => self.hidden_looks.saturating_add(1),
             };
         }
         if wanted.cpu {
@@ -240,10 +240,12 @@ pub fn hold_descendant(pid: u32) -> Option<OwnedFd> {
     let own = std::process::id();
     let mut at = pid;
     for _ in 0..GENERATIONS_MAX {
-        match relations(at)?.parent {
-            parent if parent == own => return Some(held),
-            0 | 1 => return None,
-            parent => at = parent,
+        match relations(at).map(|of| of.parent) {
+            Some(parent) if parent == own => return Some(held),
+            Some(0 | 1) => return None,
+            Some(parent) => at = parent,
+            // Gone; or not dumpable, and so not in /proc at all where that is mounted with hidepid=2. Its parent lists it.
+            None => return descendants().contains(&pid).then_some(held),
         }
     }
     None
@@ -277,11 +279,18 @@ fn numbers_in(dir: &Path) -> impl Iterator<Item = u32> + use<> {
 fn lives(pid: u32) -> bool {
     let stat = read(format!("/proc/{pid}/stat"), SMALL).unwrap_or_default();
     let Some((_, rest)) = stat.rsplit_once(')') else {
-        return false;
+        // Not there to be read, and not gone either: hidden (see `hold_descendant`).
+        return descendants().contains(&pid);
     };
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
     let threads = fields.get(17).and_then(|n| n.parse::<u32>().ok());
-    !matches!(fields.first(), Some(&"Z" | &"X")) || threads.is_some_and(|n| n > 1)
+    let corpse = matches!(fields.first(), Some(&"Z" | &"X")) && threads.is_none_or(|n| n <= 1);
+    // Who has given up all memory is on the way out, and cannot be looked into any more.
+    let has_memory = || {
+        let sizes = places(pid).filter_map(|dir| read(dir.join("statm"), SMALL));
+        sizes.into_iter().any(|text| !text.starts_with("0 "))
+    };
+    !corpse && has_memory()
 }
 
 /// The directories in which a process's files can be read: its own or, where its first thread has ended, those
@@ -400,11 +409,11 @@ fn is_memory_file(pid: u32, fd: &OsStr) -> bool {
 /// How far a look at descriptors went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Looked {
-    AtAll,
+    All,
     /// As many as can be looked at in the time.
-    AtMany,
+    Many,
     /// Until a process would not be looked into.
-    AtHidden,
+    Hidden,
 }
 
 /// Calls `each` for every open descriptor of the run.
@@ -415,7 +424,7 @@ pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::S
         let listing = match list_descriptors(pid) {
             Ok(Some(listing)) => listing,
             Ok(None) => continue,
-            Err(Unreadable) => return Looked::AtHidden,
+            Err(Unreadable) => return Looked::Hidden,
         };
         // A program that was deleted while it runs is held by no descriptor.
         for held in ["exe", "cwd"] {
@@ -426,14 +435,14 @@ pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::S
         for entry in listing.flatten() {
             left -= 1;
             if left == 0 {
-                return Looked::AtMany;
+                return Looked::Many;
             }
             if let Ok(stat) = rustix::fs::stat(entry.path()) {
                 each(pid, &entry.file_name(), &stat);
             }
         }
     }
-    Looked::AtAll
+    Looked::All
 }
 
 /// A process that lives and would not be looked into.

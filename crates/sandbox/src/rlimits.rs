@@ -43,6 +43,9 @@ pub fn apply(spec: &Spec) -> Result<(), StepError> {
 /// The guardian and its watch, and what it starts to serve a call, have the program's uid too.
 const GUARDIANS_SHARE: u64 = 8;
 
+/// What the user may start besides, while the run goes on, before the run feels it.
+const USERS_SHARE: u64 = 1024;
+
 fn processes_max(spec: &Spec) -> Option<u64> {
     let pids = spec.limits.pids;
     match (spec.level, spec.identity) {
@@ -51,7 +54,7 @@ fn processes_max(spec: &Spec) -> Option<u64> {
         // Counted with all that the user has besides: a bound against bombs, behind which the watch counts exactly.
         (Level::Landlock, Identity::Caller { uid, .. }) => {
             let others = crate::processes::threads_of_user(uid);
-            Some(pids.saturating_add(others).saturating_add(GUARDIANS_SHARE))
+            Some(pids.saturating_add(others).saturating_add(USERS_SHARE))
         }
     }
 }

@@ -341,7 +341,7 @@ impl Watch {
                 measured.unmeasured = true;
             }
         });
-        measured.unmeasured |= looked != processes::Looked::AtAll;
+        measured.unmeasured |= looked != processes::Looked::All;
         measured.unmeasured |=
             processes::map_deleted_files(self.realm, &measured.seen, &self.workspace_path);
     }

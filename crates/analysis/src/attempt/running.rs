@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use sandbox::spec::{Level, Limits, Terminal};
+use sandbox::spec::{Level, Limits, SharedMemory, Spec, Terminal};
 use sandbox::supervise::{self, Attendant, Means, Stream, Wish};
 
 use super::{Attempt, Ran};
@@ -17,6 +17,7 @@ use crate::pipeline::{Audience, PipelineError, unix_ms};
 use crate::policy::{self, Place, Plan};
 use crate::request::{Request, Stdin};
 use crate::store;
+use crate::tree::{self, TreeError};
 use crate::workspace::Workspace;
 
 impl Attempt {
@@ -53,6 +54,7 @@ impl Attempt {
         if let Some(workspace) = &self.workspace {
             workspace.link(&links, self.owner())?;
         }
+        let _left_by_one_that_was_killed = self.clear_shared_memory(&spec);
         let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
         let mut ears = Ears {
             audience,
@@ -78,6 +80,7 @@ impl Attempt {
             && finished.outcome.all_dead
         {
             workspace.unlink(&links);
+            let _the_next_tries_again = self.clear_shared_memory(&spec);
         }
         if let Some(e) = ears.fill_error.take() {
             return Err(e);
@@ -102,6 +105,16 @@ impl Attempt {
             pids_denied,
             memory: finished.workspace,
         })
+    }
+
+    /// In the host's /dev/shm, what belongs to the leased uid: only this run and those before it had that uid, and the next
+    /// must not find it. A plain user's own files there cannot be told from the program's, and stay.
+    fn clear_shared_memory(&self, spec: &Spec) -> Result<(), TreeError> {
+        let opened = spec.level == Level::Landlock && spec.shared_memory == SharedMemory::Host;
+        match &self.lease {
+            Some(lease) if opened => tree::remove_owned(Path::new("/dev/shm"), lease.uid),
+            _ => Ok(()),
+        }
     }
 
     /// Where the logs go as they arrive, for `logs -f` and for whoever finds us dead.

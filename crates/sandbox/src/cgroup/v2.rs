@@ -32,11 +32,18 @@ const WANTED: [(Controller, &str); 3] = [
 /// One thread at a time moves the process and switches controllers on; the next finds it done.
 static SETTLING: Mutex<()> = Mutex::new(());
 
-/// The controllers that the group this process is in could hand down, or that its parent already does.
+/// The controllers that the group this process is in could hand down. Where it sits in a leaf of a delegated group, those
+/// of that group: none is switched on for the leaf before somebody has asked for it.
 pub(super) fn offered(site: &Site) -> Vec<Controller> {
-    Node::open(Version::V2, &site.own)
-        .and_then(|own| listed(&own, "cgroup.controllers"))
-        .unwrap_or_default()
+    let has = |node: Node| listed(&node, "cgroup.controllers").unwrap_or_default();
+    let own = Node::open(Version::V2, &site.own).map_or_else(|_| Vec::new(), has);
+    match own.is_empty() {
+        false => own,
+        true => delegated_above(site)
+            .ok()
+            .flatten()
+            .map_or_else(Vec::new, has),
+    }
 }
 
 fn listed(node: &Node, file: &'static str) -> Result<Vec<Controller>, CgroupError> {

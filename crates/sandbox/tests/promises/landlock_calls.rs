@@ -265,22 +265,21 @@ fn on_others(place: &Path, scratch: &str) -> String {
 }
 
 /// Mode, owner, times and inode of everything in a directory, and of itself.
-fn facts(dir: &Path) -> Vec<(u32, u32, u64, i64, i64, i64, i64, u64)> {
+fn facts(dir: &Path) -> Vec<[i64; 8]> {
     let names = (0..ON_OTHERS.len()).map(|n| dir.join(format!("f{n}")));
     let all = names.chain([dir.to_path_buf()]);
     all.map(|path| {
         let m = fs::symlink_metadata(path).unwrap();
-        let times = (m.mtime(), m.mtime_nsec(), m.ctime(), m.ctime_nsec());
-        (
-            m.mode(),
-            m.uid(),
-            m.nlink(),
-            times.0,
-            times.1,
-            times.2,
-            times.3,
-            m.ino(),
-        )
+        [
+            m.mode().into(),
+            m.uid().into(),
+            m.nlink() as i64,
+            m.ino() as i64,
+            m.mtime(),
+            m.mtime_nsec(),
+            m.ctime(),
+            m.ctime_nsec(),
+        ]
     })
     .collect()
 }
