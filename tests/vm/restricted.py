@@ -36,9 +36,11 @@ results = {"ok": 0, "failed": 0}
 class Run:
     """One `fumehood run` of a small program, and what it told."""
 
-    def __init__(self, *options, user=None, under=(), lives_as=None):
-        """As `user`. A command put before it, `under`, may need root and become another, in whose home all is done."""
-        command = [*under, BINARY, "run", "--json", *options, "--", "/bin/sh", "-c", "echo inside"]
+    def __init__(self, *options, user=None, under=(), lives_as=None, told="--json"):
+        """As `user`. A command put before it, `under`, may need root and become another, in whose home all is done.
+
+        What a person is told, remedies above all, is in the words that are printed without --json: told="--quiet"."""
+        command = [*under, BINARY, "run", "--db", "none", told, *options, "--", "/bin/sh", "-c", "echo inside"]
         home = pwd.getpwnam(lives_as or user or "root").pw_dir
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": home, "LANG": "C.UTF-8"}
         environment["FUMEHOOD_HOME"] = f"{home}/fumehood"
@@ -71,7 +73,7 @@ class Run:
     def refused(self, *words):
         """It did not run, and the message has these words (regular expressions)."""
         self.expect(self.code == REFUSED, f"exit code {REFUSED}")
-        self.expect("inside\n" not in self.record.get("stdout", {}).get("text", ""), "that the program never ran")
+        self.expect("inside\n" not in self.record.get("stdout", {}).get("text", self.stdout), "that the program never ran")
         said = self.stderr + self.notices + str(self.record.get("message"))
         for word in words:
             self.expect(re.search(word, said), f"a message with {word!r}")
@@ -160,7 +162,7 @@ def no_user_namespaces():
             ("plain: landlock, with a warning", lambda: Run(user=ACCOUNT).ran_at("landlock").warned("level full cannot be had")),
             (
                 "plain: full is refused with the remedy",
-                lambda: Run("--isolation", "full", user=ACCOUNT).refused("user namespace", "doctor"),
+                lambda: Run("--isolation", "full", user=ACCOUNT, told="--quiet").refused("user namespace", "fumehood doctor"),
             ),
             ("plain: level full is refused too", lambda: Run("--level", "full", user=ACCOUNT).refused("user namespace")),
         ):
@@ -227,7 +229,7 @@ def in_docker():
     case("docker, plain: landlock, with a warning, limits watched", lambda: stepped_down(as_user, ACCOUNT))
     case(
         "docker, root: full is refused with the remedy",
-        lambda: Run("--isolation", "full", under=as_root).refused("namespace", "doctor"),
+        lambda: Run("--isolation", "full", under=as_root, told="--quiet").refused("namespace", "fumehood doctor"),
     )
     # seccomp=unconfined alone: the masks still keep a new /proc from being mounted in a user namespace.
     masked = (*docker, "--no-seccomp", "--user", ACCOUNT, "--")

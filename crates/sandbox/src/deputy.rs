@@ -399,31 +399,27 @@ fn checked(signal: i32) -> io::Result<i32> {
 
 /// As kill(2) means its first argument.
 fn signal_processes(caller: u32, whom: i32, signal: i32) -> io::Result<()> {
-    let leader = broker::thread_group(caller)? as u32;
-    let of_group = |group: u32| {
-        let all = processes::descendants().into_iter();
-        all.filter(move |pid| processes::relations(*pid).is_some_and(|r| r.group == group))
-            .collect::<Vec<u32>>()
-    };
-    let targets = match whom {
-        0 => of_group(
-            processes::relations(leader)
-                .ok_or_else(|| errno(libc::ESRCH))?
-                .group,
-        ),
-        -1 => {
-            let all = processes::descendants().into_iter();
-            all.filter(|pid| *pid != leader).collect()
+    let gone = || errno(libc::ESRCH);
+    let leader = broker::thread_group(caller).map_err(|_| gone())? as u32;
+    let group_of = |pid: u32| processes::relations(pid).map(|of| of.group);
+    let is_meant: Box<dyn Fn(u32) -> bool> = match whom {
+        i32::MIN => return Err(gone()),
+        -1 => Box::new(|pid| pid != leader),
+        0 => {
+            let own = group_of(leader).ok_or_else(gone)?;
+            Box::new(move |pid| group_of(pid) == Some(own))
         }
-        i32::MIN => Vec::new(),
-        group if group < 0 => of_group(group.unsigned_abs()),
-        pid => vec![pid as u32],
+        group if group < 0 => Box::new(move |pid| group_of(pid) == Some(group.unsigned_abs())),
+        pid => {
+            let held = processes::hold_descendant(pid as u32).ok_or_else(gone)?;
+            return sys::signal_held(held.as_fd(), signal);
+        }
     };
-    let mut reached = Err(errno(libc::ESRCH));
-    for held in targets.into_iter().filter_map(processes::hold_descendant) {
-        let sent = sys::signal_held(held.as_fd(), signal);
-        if reached.is_err() {
-            reached = sent;
+    let mut reached = Err(gone());
+    for (pid, held) in processes::hold_descendants() {
+        if is_meant(pid) {
+            let sent = sys::signal_held(held.as_fd(), signal);
+            reached = reached.or(sent);
         }
     }
     reached

@@ -20,6 +20,7 @@ use crate::channel::{self, Order, Report, Reporter, Wait};
 use crate::launch::{self, Plan};
 use crate::outcome::{Exit, Stop, Usage};
 use crate::processes::{self, Realm};
+use crate::rlimits;
 use crate::spec::{Layer, Limits, Spec};
 use crate::sys;
 use crate::watch::{Seen, TICK, Watching};
@@ -252,33 +253,36 @@ impl Init {
             return;
         }
         self.stop.get_or_insert(why);
-        self.signal_all(libc::SIGTERM);
-        // A stopped process handles nothing until it is continued.
-        self.signal_all(libc::SIGCONT);
         self.kill_at = Some(Instant::now() + Duration::from_millis(self.limits.grace_ms));
+        // A stopped process handles nothing until it is continued.
+        self.signal_all(&[libc::SIGTERM, libc::SIGCONT]);
     }
 
-    fn signal_all(&self, signal: i32) {
-        if self.realm == Realm::Namespace {
-            let _none_left = sys::kill_everyone(signal);
+    /// Sends the signals, in their order, to every process of the run.
+    fn signal_all(&self, signals: &[i32]) {
+        // In a pid namespace of its own, or with a uid of its own, everyone whom this process may signal is of the run,
+        // and the kernel reaches them all at once, whoever forks meanwhile.
+        if self.realm == Realm::Namespace || self.spec.is_leased() {
+            for signal in signals {
+                let _none_left = sys::kill_everyone(*signal);
+            }
             return;
         }
-        for pid in processes::descendants() {
-            let Some(held) = processes::hold_descendant(pid) else {
-                continue;
-            };
-            if signal == libc::SIGKILL && self.sweeps > SWEEPS_BEFORE_FORBIDDING {
+        for (pid, held) in processes::hold_descendants() {
+            if signals.contains(&libc::SIGKILL) && self.sweeps > SWEEPS_BEFORE_FORBIDDING {
                 // Who forks faster than we look forks no more: its children inherit this.
-                let _gone = sys::forbid_forks(pid as i32);
+                let _gone = rlimits::forbid_forks(pid);
             }
-            let _gone = sys::signal_held(held.as_fd(), signal);
+            for signal in signals {
+                let _gone = sys::signal_held(held.as_fd(), *signal);
+            }
         }
     }
 
     /// Again at every tick until the last is gone.
     fn kill_all(&mut self) {
         self.sweeps = self.sweeps.saturating_add(1);
-        self.signal_all(libc::SIGKILL);
+        self.signal_all(&[libc::SIGKILL]);
         self.killed = true;
         self.kill_at = Some(Instant::now() + TICK);
     }

@@ -10,6 +10,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::sys;
+
 /// Descriptors looked at in one pass. More cannot be looked at in the time between two looks.
 const DESCRIPTORS_MAX: usize = 20_000;
 /// Likewise the bytes of /proc/PID/maps.
@@ -38,13 +40,16 @@ pub enum Realm {
 #[derive(Clone, Copy)]
 pub struct Wanted {
     pub cpu: bool,
-    pub memory: bool,
+    /// The limit that is held by watching, where it is.
+    pub memory: Option<u64>,
 }
 
 /// What the last look at the processes gave.
 pub struct Census {
     realm: Realm,
     pub count: u64,
+    /// Threads of all processes: what a limit on processes counts.
+    pub tasks: u64,
     pub written_bytes: u64,
     /// Some process would not be looked into.
     pub unreadable: bool,
@@ -52,6 +57,7 @@ pub struct Census {
     pub memory_bytes: u64,
     /// For how many looks in a row some process would not have its descriptors looked at.
     hidden_looks: u32,
+    shared_at_start: Option<u64>,
     sockets: Option<(u64, Instant)>,
     own_time: HashMap<(u32, u64), u64>,
     forgotten_ms: u64,
@@ -62,11 +68,13 @@ impl Census {
         Census {
             realm,
             count: 0,
+            tasks: 0,
             written_bytes: 0,
             unreadable: false,
             cpu_ms: 0,
             memory_bytes: 0,
             hidden_looks: 0,
+            shared_at_start: None,
             sockets: None,
             own_time: HashMap::new(),
             forgotten_ms: 0,
@@ -81,7 +89,9 @@ impl Census {
 
     pub fn take(&mut self, wanted: Wanted) {
         (self.count, self.written_bytes, self.unreadable) = (0, 0, false);
-        let (mut private, mut shared, mut tree_ms) = (0, 0, 0);
+        self.tasks = 0;
+        let mut memory: Vec<(u32, u64, u64)> = Vec::new();
+        let mut tree_ms = 0;
         let own = std::process::id();
         for pid in pids(self.realm) {
             // Init itself counts too: what it reaped is credited to it.
@@ -99,15 +109,25 @@ impl Census {
                 tree_ms += self.note_time(pid).unwrap_or(0);
             }
             self.count += 1;
-            if wanted.memory {
-                let (its, mapped) = read_memory(pid).unwrap_or((0, 0));
-                private += its;
-                shared += mapped;
+            self.tasks += threads_of(pid);
+            if wanted.memory.is_some() {
+                memory.extend(read_memory(pid).map(|(its, mapped)| (pid, its, mapped)));
             }
         }
-        if wanted.memory {
+        if let Some(limit) = wanted.memory {
             let (apart, looked) = shared_memory(self.realm);
-            self.memory_bytes = private + shared.max(apart) + self.socket_bytes();
+            self.memory_bytes = self.add_up(&memory, apart);
+            let grown = self.shared_memory_grown();
+            if self.memory_bytes.max(grown) > limit {
+                // Now it matters to the byte: what was counted twice, and what no process shows.
+                once_each(&mut memory);
+                let unseen = match looked {
+                    Looked::All | Looked::Hidden => mapped_shared_memory(self.realm),
+                    // Memory files may be among the descriptors that were not looked at.
+                    Looked::Many => u64::MAX,
+                };
+                self.memory_bytes = self.add_up(&memory, apart.max(unseen.min(grown)));
+            }
             self.hidden_looks = match looked {
                 Looked::All | Looked::Many => 0,
                 Looked::Hidden => self.hidden_looks.saturating_add(1),
@@ -118,6 +138,19 @@ impl Census {
             let seen_ms = self.forgotten_ms + self.own_time.values().sum::<u64>();
             self.cpu_ms = self.cpu_ms.max(tree_ms).max(seen_ms);
         }
+    }
+
+    fn add_up(&mut self, memory: &[(u32, u64, u64)], apart: u64) -> u64 {
+        let private: u64 = memory.iter().map(|(_, its, _)| its).sum();
+        let shared: u64 = memory.iter().map(|(_, _, mapped)| mapped).sum();
+        private + shared.max(apart) + self.socket_bytes()
+    }
+
+    /// By how much all shared memory of the host has grown since the first look.
+    fn shared_memory_grown(&mut self) -> u64 {
+        let meminfo = read("/proc/meminfo", SMALL).unwrap_or_default();
+        let now = field(&meminfo, "Shmem:") * 1024;
+        now.saturating_sub(*self.shared_at_start.get_or_insert(now))
     }
 
     /// What waits in sockets. The kernel walks through large tables for this, so not at every look.
@@ -251,6 +284,19 @@ pub fn hold_descendant(pid: u32) -> Option<OwnedFd> {
     None
 }
 
+/// Holds every process below this one, as [`hold_descendant`] does for one, in time that grows with their number only.
+pub fn hold_descendants() -> Vec<(u32, OwnedFd)> {
+    let hold = |pid: u32| {
+        let number = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
+        let held = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty());
+        Some((pid, held.ok()?))
+    };
+    let mut held: Vec<(u32, OwnedFd)> = descendants().into_iter().filter_map(hold).collect();
+    let still: HashSet<u32> = descendants().into_iter().collect();
+    held.retain(|(pid, _)| still.contains(pid));
+    held
+}
+
 /// The processes of a user, by real uid.
 pub fn of_user(uid: u32) -> Vec<u32> {
     let is_of = |pid: &u32| {
@@ -360,6 +406,66 @@ fn read_memory(pid: u32) -> Option<(u64, u64)> {
     // Page tables are memory too, and can be most of it.
     let own = field(&text, "Pss_Anon:") + field(&text, "SwapPss:") + field(&status, "VmPTE:");
     Some((own * 1024, field(&text, "Pss_Shmem:") * 1024))
+}
+
+/// Between vfork and exec two processes are one in memory, and would be counted as two.
+fn once_each(memory: &mut Vec<(u32, u64, u64)>) {
+    memory.sort_by_key(|(_, its, mapped)| (*its, *mapped));
+    memory.dedup_by(|(pid, its, mapped), (kept, kept_its, kept_mapped)| {
+        let alike = its == kept_its && mapped == kept_mapped && *its > 0;
+        if alike && !sys::share_memory(*pid, *kept).unwrap_or(false) {
+            // They may have been one when they were looked at: then one of them has become another program since.
+            (*its, *mapped) = read_memory(*pid).unwrap_or_default();
+            (*kept_its, *kept_mapped) = read_memory(*kept).unwrap_or_default();
+            return false;
+        }
+        alike
+    });
+}
+
+/// How much the run's processes map of shared memory. Pages of such a mapping that were let go of (MADV_DONTNEED) stay in
+/// memory and are in nobody's resident set: the run answers for as much as it has mapped, and for no more than
+/// there has come to be on the host.
+fn mapped_shared_memory(realm: Realm) -> u64 {
+    let mut left = MAPS_BYTES_MAX;
+    let mut sizes: HashMap<u64, u64> = HashMap::new();
+    let own = std::process::id();
+    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
+        let maps = read_first(pid, "maps", left).unwrap_or_default();
+        left = left.saturating_sub(maps.len());
+        for line in maps.lines() {
+            if let Some((inode, bytes)) = shared_mapping(line) {
+                *sizes.entry(inode).or_default() += bytes;
+            }
+        }
+        if left == 0 {
+            // More than can be read: it answers for all there is.
+            return u64::MAX;
+        }
+    }
+    sizes.values().sum()
+}
+
+fn shared_mapping(line: &str) -> Option<(u64, u64)> {
+    let mut fields = line.split_ascii_whitespace();
+    let (from, to) = fields.next()?.split_once('-')?;
+    let mut fields = fields.skip(3);
+    let inode = fields.next()?.parse().ok()?;
+    let name = fields.next()?;
+    let of_memory = ["/dev/zero", "/memfd:", "/SYSV", "/dev/shm/"];
+    let number = |hex| u64::from_str_radix(hex, 16).ok();
+    of_memory
+        .iter()
+        .any(|start| name.starts_with(start))
+        .then(|| Some((inode, number(to)?.saturating_sub(number(from)?))))?
+}
+
+fn threads_of(pid: u32) -> u64 {
+    let stat = read(format!("/proc/{pid}/stat"), SMALL).unwrap_or_default();
+    let fields = stat.rsplit_once(')').map(|(_, rest)| rest);
+    let threads = fields.and_then(|rest| rest.split_ascii_whitespace().nth(17)?.parse().ok());
+    // A corpse keeps its number until it is reaped.
+    threads.unwrap_or(1u64).max(1)
 }
 
 /// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files.

@@ -59,6 +59,21 @@ fn processes_max(spec: &Spec) -> Option<u64> {
     }
 }
 
+/// For another process of the same user: it starts no more.
+pub fn forbid_forks(pid: u32) -> rustix::io::Result<()> {
+    let pid = i32::try_from(pid)
+        .ok()
+        .and_then(rustix::process::Pid::from_raw);
+    let none = Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    // Without a number it would be ourselves.
+    pid.map_or(Ok(()), |pid| {
+        rustix::process::prlimit(Some(pid), Resource::Nproc, none).map(drop)
+    })
+}
+
 /// For init itself: as many descriptors as it may have.
 pub fn raise_open_files() -> rustix::io::Result<()> {
     let now = rustix::process::getrlimit(Resource::Nofile);

@@ -115,6 +115,7 @@ pub struct Running<'a> {
     socket: OwnedFd,
     launcher: Child,
     init: Option<OwnedFd>,
+    init_pid: Option<Pid>,
     out: [Option<OwnedFd>; 2],
     terminal: Option<OwnedFd>,
     stdin: Feed,
@@ -212,6 +213,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         socket: ours,
         launcher,
         init: None,
+        init_pid: None,
         // With a terminal the pipes lead nowhere; the program's output comes from the terminal.
         out: if terminal {
             [None, None]
@@ -455,6 +457,7 @@ impl Running<'_> {
             .map_err(start("find init"))?;
         // Ours to reap, so the number cannot have been given to another process.
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty());
+        self.init_pid = Some(pid);
         self.init = Some(pidfd.map_err(|e| start("find init")(e.into()))?);
         Ok(())
     }
@@ -579,6 +582,8 @@ impl Running<'_> {
         if let Identity::Leased { uid, .. } = self.spec.identity {
             for pid in processes::of_user(uid) {
                 let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+                // It has the uid too, and tells the end.
+                let pid = pid.filter(|pid| Some(*pid) != self.init_pid);
                 let held =
                     pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
                 // Nobody else is ever given the uid while it is leased.

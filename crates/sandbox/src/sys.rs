@@ -486,15 +486,12 @@ pub fn signal_thread(process: i32, thread: i32, signal: i32) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_tgkill, process, thread, signal) }).map(drop)
 }
 
-/// Sets both limits on the number of a user's processes for another process, which is the caller's own user's.
-pub fn forbid_forks(pid: i32) -> io::Result<()> {
-    let none = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: `none` outlives the call, and no old value is asked for.
-    let result = unsafe { libc::prlimit(pid, libc::RLIMIT_NPROC, &none, std::ptr::null_mut()) };
-    check(result as libc::c_long).map(drop)
+/// Whether two processes are one in memory, as between vfork and exec. An error where we may not look, or not compare.
+pub fn share_memory(one: u32, other: u32) -> io::Result<bool> {
+    const KCMP_VM: libc::c_int = 1;
+    // SAFETY: kcmp compares kernel pointers of the two processes and touches no memory of ours.
+    let order = unsafe { libc::syscall(libc::SYS_kcmp, one, other, KCMP_VM, 0usize, 0usize) };
+    check(order).map(|order| order == 0)
 }
 
 /// Connects a socket to an address given as raw bytes.

@@ -223,7 +223,7 @@ impl Watch {
         self.close_the_top();
         self.census.take(Wanted {
             cpu: self.cpu_counter.is_none(),
-            memory: self.watched.memory,
+            memory: self.watched.memory.then_some(self.limits.memory_bytes),
         });
         self.seen.pids = self.seen.pids.max(self.census.count);
         self.seen.cpu_ms = self.cpu_ms();
@@ -236,7 +236,7 @@ impl Watch {
                 return Some(Stop::Memory);
             }
         }
-        if self.watched.pids && self.census.count > self.limits.pids {
+        if self.watched.pids && self.census.tasks > self.limits.pids {
             return Some(Stop::Pids);
         }
         if self

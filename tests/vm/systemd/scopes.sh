@@ -189,7 +189,7 @@ if [ "$(systemctl --version | awk "NR == 1 { print \$2 }")" -ge 254 ]; then
     cp "$here/delegate.conf" /etc/systemd/system/platform@.service.d/fumehood.conf
     platform() {
         printf '%s\n' '[Service]' Type=oneshot "User=$user" "MemoryMax=1G" StandardOutput=file:/run/platform.out \
-            "ExecStart=/bin/bash -c 'cat /proc/self/cgroup >&2; $*; exit \$\$?'" >/etc/systemd/system/platform@.service
+            "ExecStart=/bin/bash -c '$*; exit \$\$?'" >/etc/systemd/system/platform@.service
         systemctl daemon-reload; rm -f /run/platform.out
         systemctl start "platform@$user.service"; local ended=$?
         cat /run/platform.out; return $ended

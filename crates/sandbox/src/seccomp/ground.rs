@@ -72,9 +72,11 @@ pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, Rul
     if landlock_abi < KNOWS_TRUNCATION {
         rules.extend(truncation());
     }
-    if landlock_abi < KNOWS_SIGNALS {
+    let signals_by_kernel = landlock_abi >= KNOWS_SIGNALS;
+    if !signals_by_kernel {
         rules.extend(signals());
     }
+    rules.push((libc::SYS_ioctl, ioctl(signals_by_kernel)));
     rules
 }
 
@@ -185,13 +187,26 @@ fn signals() -> Vec<(c_long, Rule)> {
     let owner = [libc::F_SETOWN as u32, F_SETOWN_EX, 10]; // F_SETSIG
     let mut fcntl = vec![when([is(1, &owner)], DENY)];
     fcntl.extend(table::fcntl().clauses);
-    let mut ioctl = vec![when([is(1, &[0x8901, 0x8902])], DENY)]; // FIOSETOWN, SIOCSPGRP
-    let table_ioctl = table::ioctl();
-    ioctl.extend(table_ioctl.clauses);
     let mut rules: Vec<(c_long, Rule)> = Vec::new();
     rules.extend(handed.map(|nr| (nr, always(Action::Notify))));
     rules.extend(refused.map(|nr| (nr, always(DENY))));
     rules.push((libc::SYS_fcntl, rule(fcntl, Action::Allow)));
-    rules.push((libc::SYS_ioctl, rule(ioctl, table_ioctl.otherwise)));
     rules
+}
+
+/// Any socket, also one of a pair, answers questions about the host's interfaces, their addresses and hardware.
+fn ioctl(signals_by_kernel: bool) -> Rule {
+    const SOCKETS: u32 = 0x8900;
+    // FIOGETOWN, SIOCGPGRP, SIOCATMARK, SIOCGSTAMP; and FIOSETOWN, SIOCSPGRP where Landlock sees to whom they signal.
+    let mut own = vec![0x8903, 0x8904, 0x8905, 0x8906];
+    if signals_by_kernel {
+        own.extend([0x8901, 0x8902]);
+    }
+    let table_ioctl = table::ioctl();
+    let mut clauses = vec![
+        when([is(1, &own)], Action::Allow),
+        when([masked(1, 0xff00, &[SOCKETS])], DENY),
+    ];
+    clauses.extend(table_ioctl.clauses);
+    rule(clauses, table_ioctl.otherwise)
 }

@@ -577,10 +577,16 @@ fn seccomp() -> Rule {
 /// program runs as its owner. Delegations (F_SETDELEG) are the same on newer kernels.
 pub(super) fn fcntl() -> Rule {
     const F_SETDELEG: u32 = 1024 + 16;
-    rule(
-        vec![when([is(1, &[libc::F_SETLEASE as u32, F_SETDELEG])], DENY)],
-        Action::Allow,
-    )
+    // How long data will live, noted on the inode through any descriptor.
+    const F_SET_RW_HINT: u32 = 1024 + 12;
+    const F_SET_FILE_RW_HINT: u32 = 1024 + 14;
+    let refused = [
+        libc::F_SETLEASE as u32,
+        F_SETDELEG,
+        F_SET_RW_HINT,
+        F_SET_FILE_RW_HINT,
+    ];
+    rule(vec![when([is(1, &refused)], DENY)], Action::Allow)
 }
 
 /// RENAME_WHITEOUT leaves a device node behind, and needs no privilege for it. EINVAL is the answer of a
@@ -627,7 +633,6 @@ pub(super) fn ioctl() -> Rule {
         command(3, b'f', 11, 32),                       // FS_IOC_FIEMAP, by which cp finds holes
         command(1, 0x94, 9, 4),                         // FICLONE
         command(1, 0x94, 13, 32),                       // FICLONERANGE
-        command(3, 0x94, 54, 24),                       // FIDEDUPERANGE
         command(2, b'R', 0, 4),                         // RNDGETENTCNT, by which libsodium waits for entropy
     ];
     // Asking about interfaces, of which there is the loopback. The setters need CAP_NET_ADMIN, and some of the others
