@@ -108,6 +108,7 @@ fn launch(report: &mut Reporter) -> Result<(), StepError> {
     die_with_parent()?;
     rustix::process::umask(Mode::from_raw_mode(0o022));
     let (plan, handed) = receive_plan(report)?;
+    share_in_want()?;
     match plan.spec.level {
         Level::Full => {
             report.step("map the owners of the views");
@@ -146,6 +147,18 @@ fn leave_to(
 fn die_with_parent() -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .during(|| "ask to die with the runner".into())
+}
+
+/// A service may be spared when memory runs out (OOMScoreAdjust=); what it runs for others may not: the kernel would
+/// leave it alive at the run's own limit. Asking to be spared less needs no privilege.
+fn share_in_want() -> Result<(), StepError> {
+    let spared = std::fs::read_to_string("/proc/self/oom_score_adj")
+        .is_ok_and(|score| score.trim_start().starts_with('-'));
+    match spared {
+        true => namespaces::write_proc(None, "self/oom_score_adj", "0")
+            .during(|| "give up being spared when memory runs out".into()),
+        false => Ok(()),
+    }
 }
 
 fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {

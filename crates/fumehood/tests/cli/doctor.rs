@@ -201,7 +201,7 @@ fn refused_configuration() {
     assert_eq!(document(&lab.ask(["doctor", "--json"]))["starts"], true);
 }
 
-fn docker_like(lab: &Lab, options: &[&str], args: &[&str]) -> Ended {
+pub fn docker_like(lab: &Lab, options: &[&str], args: &[&str]) -> Ended {
     let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let script = here.join("../../tests/vm/docker_like.py");
     let mut command = lab.with_surroundings(Command::new("/usr/bin/python3"));

@@ -13,6 +13,7 @@ mod findings;
 mod hostile;
 mod keeping;
 mod lab;
+mod levels;
 mod options;
 mod output;
 mod outsider;
@@ -41,7 +42,7 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 19] = [
+    let files: [(&str, &[Entry]); 20] = [
         ("crash", crash::TRIALS),
         ("doctor", doctor::TRIALS),
         ("doctor_attack", doctor_attack::TRIALS),
@@ -49,6 +50,7 @@ fn entries() -> Vec<(String, For, fn())> {
         ("findings", findings::TRIALS),
         ("hostile", hostile::TRIALS),
         ("keeping", keeping::TRIALS),
+        ("levels", levels::TRIALS),
         ("options", options::TRIALS),
         ("output", output::TRIALS),
         ("outsider", outsider::TRIALS),
