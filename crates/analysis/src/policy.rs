@@ -518,7 +518,11 @@ fn resolve_command(
         Command::Shell => {
             let runtime = runtime::for_command(OsStr::new("bash"), caller, named, project)
                 .or_else(|_| runtime::for_command(OsStr::new("sh"), caller, named, project))?;
-            let argv = vec![runtime.program.clone().into_os_string()];
+            let mut argv = vec![runtime.program.clone().into_os_string()];
+            // The system's start-up file is not shown, and where it can be seen it would be complained about.
+            if runtime.program.ends_with("bash") {
+                argv.push("--norc".into());
+            }
             Ok((runtime, Vec::new(), argv))
         }
     }

@@ -22,6 +22,7 @@ use crate::outcome::{Exit, Stop, Usage};
 use crate::processes::{self, Realm};
 use crate::rlimits;
 use crate::spec::{Layer, Limits, Spec};
+use crate::sweeper::Sweeper;
 use crate::sys;
 use crate::watch::{Seen, TICK, Watching};
 
@@ -30,6 +31,8 @@ use crate::watch::{Seen, TICK, Watching};
 const REAP_AT_MOST: Duration = Duration::from_millis(150);
 /// Families that are still there after so many rounds are growing.
 const SWEEPS_BEFORE_FORBIDDING: u32 = 3;
+/// After the sweeper has struck, how long the dying are left to it.
+const TIME_TO_DIE: Duration = Duration::from_millis(400);
 /// How soon to look whether the broker has a hand free.
 const HANDS_FREE_AGAIN: Duration = Duration::from_millis(1);
 /// The last measuring of a large tree.
@@ -54,6 +57,8 @@ pub struct Init {
     broker: Option<Broker>,
     /// The child's end of this brings the listener, once.
     from_child: Option<OwnedFd>,
+    sweeper: Option<Sweeper>,
+    struck_at: Option<Instant>,
     /// Holds what the program's rules for its own files in /proc rest on.
     _own_proc: Vec<OwnedFd>,
     children: OwnedFd,
@@ -83,6 +88,8 @@ impl Init {
             watch,
             broker: None,
             from_child: spec.has(Layer::Seccomp).then_some(from_child),
+            sweeper: None,
+            struck_at: None,
             _own_proc: Vec::new(),
             children: sys::signal_fd(&[libc::SIGCHLD])?,
             spec: spec.clone(),
@@ -95,7 +102,7 @@ impl Init {
         // After an order to stop, the children that outlive the program have their grace too.
         while self.main_exit.is_none() || self.stop.is_some() && someone_left && !self.killed {
             self.wait(report);
-            someone_left = self.reap();
+            someone_left = self.reap() && self.is_someone_left();
             if let Some(passed) = self.watch.as_ref().and_then(Watching::passed) {
                 self.passed(passed);
             }
@@ -226,12 +233,19 @@ impl Init {
         let Some(socket) = self.from_child.take() else {
             return;
         };
-        if let Ok(Some(((), fds))) = channel::receive::<()>(socket.as_fd(), Wait::No) {
+        let heard = channel::receive::<Option<u32>>(socket.as_fd(), Wait::No);
+        if let Ok(Some((sweeper, fds))) = heard {
             let mut fds = fds.into_iter();
             // Without a broker the listener is closed and every call handed over fails: closed, not open.
             self.broker = fds
                 .next()
                 .and_then(|listener| Broker::new(listener, &self.spec).ok());
+            self.sweeper = sweeper.and_then(|pid| {
+                Some(Sweeper {
+                    pid,
+                    word: fds.next()?,
+                })
+            });
             self._own_proc = fds.collect();
         }
     }
@@ -282,9 +296,17 @@ impl Init {
     /// Again at every tick until the last is gone.
     fn kill_all(&mut self) {
         self.sweeps = self.sweeps.saturating_add(1);
-        self.signal_all(&[libc::SIGKILL]);
+        // It strikes when nobody holds the other end.
+        if self.sweeper.take().is_some() {
+            self.struck_at = Some(Instant::now());
+        }
         self.killed = true;
         self.kill_at = Some(Instant::now() + TICK);
+        // All are hit at once; to look for those who are dying would only keep them from being reaped.
+        if self.struck_at.is_some_and(|at| at.elapsed() < TIME_TO_DIE) {
+            return;
+        }
+        self.signal_all(&[libc::SIGKILL]);
     }
 
     /// Takes in every dead child: the program's, those it orphaned, the broker's.
@@ -307,6 +329,17 @@ impl Init {
                 Ok(None) => return true,
                 Err(_) => return false,
             }
+        }
+    }
+
+    /// Whether any of the children is the program's.
+    fn is_someone_left(&self) -> bool {
+        match &self.sweeper {
+            // Asked for only when the program itself has ended: a walk through all processes is not for every tick.
+            Some(sweeper) if self.main_exit.is_some() => processes::descendants()
+                .iter()
+                .any(|pid| *pid != sweeper.pid),
+            _ => true,
         }
     }
 

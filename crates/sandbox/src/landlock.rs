@@ -121,6 +121,17 @@ pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, Ste
     }
 }
 
+/// A domain that holds nothing back but signals to whoever is outside of it.
+pub fn scope_signals() -> Result<(), StepError> {
+    let rules = Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .scope(Scope::Signal)
+        .map_err(failed)?
+        .create()
+        .map_err(failed)?;
+    rules.restrict_self().map(drop).map_err(failed)
+}
+
 fn failed(error: RulesetError) -> StepError {
     StepError::new(format!("landlock: {error}"))
 }

@@ -27,6 +27,7 @@ use crate::namespaces::{self, Bounding};
 use crate::processes::Realm;
 use crate::seccomp::{self, Affinity, Connect, Fallocate, Ground};
 use crate::spec::{Bytes, Hardness, Layer, Level, Purpose, Spec, Terminal, WorkspaceKind};
+use crate::sweeper::{self, Sweeper};
 use crate::sys::{self, Forked, Listener, Parentage};
 use crate::views;
 use crate::watch::{Watch, Watched, Watching};
@@ -506,6 +507,8 @@ fn become_program(
             "set-id bits and file capabilities have no effect",
         );
     }
+    report.step("leave a sweeper");
+    let sweeper = sweeper::leave(spec)?;
     report.step("restrict with Landlock");
     let own_proc = match spec.level {
         Level::Full => Vec::new(),
@@ -533,7 +536,8 @@ fn become_program(
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
     report.step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
-        restrict_calls(plan, to_init.as_fd(), &own_proc).during(|| "install the filter".into())?;
+        restrict_calls(plan, to_init.as_fd(), sweeper, &own_proc)
+            .during(|| "install the filter".into())?;
         report.layer(
             Layer::Seccomp,
             match spec.level {
@@ -587,7 +591,12 @@ fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Resul
     sys::place(handed.stderr.as_fd(), 2)
 }
 
-fn restrict_calls(plan: &Plan, to_init: BorrowedFd<'_>, own_proc: &[OwnedFd]) -> io::Result<()> {
+fn restrict_calls(
+    plan: &Plan,
+    to_init: BorrowedFd<'_>,
+    sweeper: Option<Sweeper>,
+    own_proc: &[OwnedFd],
+) -> io::Result<()> {
     let options = seccomp::Options {
         fallocate: match plan.spec.workspace_kind {
             WorkspaceKind::Disk => Fallocate::Refused,
@@ -608,8 +617,10 @@ fn restrict_calls(plan: &Plan, to_init: BorrowedFd<'_>, own_proc: &[OwnedFd]) ->
     let listener = sys::seccomp_install(&seccomp::program(&options), Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
     let mut fds = vec![listener.as_fd()];
+    fds.extend(sweeper.iter().map(|sweeper| sweeper.word.as_fd()));
     fds.extend(own_proc.iter().map(AsFd::as_fd));
-    channel::send(to_init, &(), &fds)
+    let sweeper = sweeper.as_ref().map(|sweeper| sweeper.pid);
+    channel::send(to_init, &sweeper, &fds)
 }
 
 /// `count` of the CPUs this process may use, from a random one on: runs side by side should not all

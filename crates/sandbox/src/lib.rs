@@ -51,6 +51,7 @@ mod rlimits;
 pub mod seccomp;
 pub mod spec;
 pub mod supervise;
+mod sweeper;
 mod sys;
 mod views;
 mod watch;

@@ -43,8 +43,9 @@ pub fn apply(spec: &Spec) -> Result<(), StepError> {
 /// The guardian and its watch, and what it starts to serve a call, have the program's uid too.
 const GUARDIANS_SHARE: u64 = 8;
 
-/// What the user may start besides, while the run goes on, before the run feels it.
-const USERS_SHARE: u64 = 1024;
+/// What the user may start besides, while the run goes on, before the run feels it: with a quarter of the run's own. More
+/// would let a bomb grow larger than can be swept in time.
+const USERS_SHARE_MIN: u64 = 64;
 
 fn processes_max(spec: &Spec) -> Option<u64> {
     let pids = spec.limits.pids;
@@ -54,7 +55,8 @@ fn processes_max(spec: &Spec) -> Option<u64> {
         // Counted with all that the user has besides: a bound against bombs, behind which the watch counts exactly.
         (Level::Landlock, Identity::Caller { uid, .. }) => {
             let others = crate::processes::threads_of_user(uid);
-            Some(pids.saturating_add(others).saturating_add(USERS_SHARE))
+            let share = USERS_SHARE_MIN.saturating_add(pids / 4);
+            Some(pids.saturating_add(others).saturating_add(share))
         }
     }
 }

@@ -236,7 +236,8 @@ impl Watch {
                 return Some(Stop::Memory);
             }
         }
-        if self.watched.pids && self.census.tasks > self.limits.pids {
+        // The sweeper is among them.
+        if self.watched.pids && self.census.tasks > self.limits.pids.saturating_add(1) {
             return Some(Stop::Pids);
         }
         if self

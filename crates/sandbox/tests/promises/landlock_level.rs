@@ -648,12 +648,14 @@ fn a_killed_guardian_is_told_of() {
         .unwrap();
     kill_process(Pid::from_raw(guardian).unwrap(), Signal::KILL).unwrap();
     let ran = held.finish();
-    let left = left_of(&mark).len();
-    kill_marked(&mark);
     assert_eq!(ran.outcome.exit, None, "{}", ran.all());
     assert_eq!(ran.outcome.all_dead, is_root(), "{}", ran.all());
-    // As root it was made true; as a plain user it is the truth.
-    assert_eq!(left == 0, is_root(), "{left} left\n{}", ran.all());
+    // As root it was made true. As a plain user the sweeper strikes when the guardian is gone, where Landlock knows of
+    // signals; nobody is there to prove it.
+    if is_root() || sandbox::landlock_abi() >= 6 {
+        assert_eq!(left_of(&mark), [0i32; 0], "{}", ran.all());
+    }
+    kill_marked(&mark);
 }
 
 /// On many shared hosts /proc is mounted with hidepid: it then hides whatever its reader may not trace, and a process

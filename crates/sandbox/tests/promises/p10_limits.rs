@@ -592,27 +592,28 @@ try:
         made += 1
 except RuntimeError:
     print('EAGAIN')
-print('made', made, flush=True)
-os._exit(0)
+print('made', made)
 ";
 
 /// How many were made, and whether more were refused.
 fn made(act: &str, wanted: u64, with_group: bool) -> (u64, bool) {
-    let mut hood = Hood::python(&format!("WANTED = {wanted}\n{act}")).limits(|l| l.pids = 64);
+    // Nothing but the watch counts a plain user's at this level, so there must be time to look.
+    let watched = at_landlock() && !with_group && !is_root();
+    let pause = if watched { 1 } else { 0 };
+    let end = format!("sys.stdout.flush()\nimport time; time.sleep({pause})\nos._exit(0)");
+    let mut hood = Hood::python(&format!("WANTED = {wanted}\n{act}{end}")).limits(|l| l.pids = 64);
     hood.with_group = with_group;
     let ran = hood.run();
-    let line = ran.stdout.lines().find_map(|l| l.strip_prefix("made "));
-    let count = line.map_or(0, |n| n.parse().unwrap());
-    if at_landlock() && !with_group && count != wanted {
-        // The kernel refuses a few more than the limit, the guardian's own included; the watch counts and stops.
-        assert!(
-            ran.said("EAGAIN") && count <= 64 + 32 || ran.stop() == Some(Stop::Pids),
-            "{}",
-            ran.all()
-        );
+    if watched && ran.stop() == Some(Stop::Pids) {
         return (63, true);
     }
     unstopped(&ran);
+    let line = ran.stdout.lines().find_map(|l| l.strip_prefix("made "));
+    let count = line.map_or(0, |n| n.parse().unwrap());
+    if at_landlock() && ran.said("EAGAIN") && count <= 64 + 8 {
+        // The kernel counts the guardian too, and leaves it room.
+        return (63, true);
+    }
     (count, ran.said("EAGAIN"))
 }
 
