@@ -35,8 +35,11 @@ attack() {
     echo "attacks as $who at level $level: $counts"
 }
 attack plain landlock
-attack root landlock
-attack plain full
+# The older kernel is the one that leaves most to us; the newer is nearer to the host's, where bin/test has all four.
+case $kernel in
+    6.1) attack plain full ;;
+    *) attack root landlock ;;
+esac
 
 cp "$directory/promises" /var/tmp/promises || exit 1
 /var/tmp/promises --list 2>/dev/null | sed -n 's/: test$//p' >/var/tmp/trials

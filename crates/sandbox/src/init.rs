@@ -103,6 +103,10 @@ impl Init {
         while self.main_exit.is_none() || self.stop.is_some() && someone_left && !self.killed {
             self.wait(report);
             someone_left = self.reap() && self.is_someone_left();
+            if self.watch.as_ref().is_some_and(Watching::is_lost) {
+                // Its limits hold no more. Without an end that is told, the outcome is an error of ours.
+                self.abandon();
+            }
             if let Some(passed) = self.watch.as_ref().and_then(Watching::passed) {
                 self.passed(passed);
             }

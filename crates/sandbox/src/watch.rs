@@ -88,6 +88,24 @@ struct Shared {
     seen: Seen,
     passed: Option<Stop>,
     over: bool,
+    /// The thread is gone, though it was not told to.
+    lost: bool,
+}
+
+/// Rings when the watch ends in whatever way: an unwatched run must not go on.
+struct Alarm<'a> {
+    shared: &'a Mutex<Shared>,
+    bell: &'a OwnedFd,
+}
+
+impl Drop for Alarm<'_> {
+    fn drop(&mut self) {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.lost = !shared.over;
+        shared.over = true;
+        drop(shared);
+        let _rung = rustix::io::write(self.bell, &1u64.to_ne_bytes());
+    }
 }
 
 impl Watching {
@@ -108,6 +126,10 @@ impl Watching {
             let number = bare.then(|| rustix::thread::gettid().as_raw_nonzero().get() as u32);
             let _init_waits = tell.send(number);
             if bare {
+                let _seen_to_end = Alarm {
+                    shared: &theirs,
+                    bell: &ring,
+                };
                 keep_watch(watch, &inbox, &theirs, &ring);
             }
         })?;
@@ -130,6 +152,11 @@ impl Watching {
     pub fn passed(&self) -> Option<Stop> {
         let _quiet_again = rustix::io::read(&self.bell, &mut [0u8; 8]);
         self.lock().passed.take()
+    }
+
+    /// Whether nobody watches any more, though somebody should.
+    pub fn is_lost(&self) -> bool {
+        self.lock().lost
     }
 
     pub fn seen(&self) -> Seen {

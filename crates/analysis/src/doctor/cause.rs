@@ -199,9 +199,11 @@ fn by_count(failed: &[&Tried], facts: &Facts, severity: Severity) -> Option<Find
         })
     };
     let (name, value) = full.first().and_then(|t| of(t.mechanism))?;
+    let kind = name.trim_start_matches("max_");
+    let kind = kind.trim_end_matches("_namespaces");
     let (text, line) = match value {
         Some(0) => (
-            format!("this host allows no such namespaces (user.{name} = 0)"),
+            format!("this host allows no {kind} namespaces (user.{name} = 0)"),
             format!("echo user.{name}=10000 | sudo tee /etc/sysctl.d/90-fumehood.conf"),
         ),
         Some(n) => (

@@ -117,9 +117,9 @@ fn no_group(why: &str, facts: &Facts, subject: &Subject) -> Finding {
         (None, true) => Remedy::new(
             "Give this user a subtree and start the shell in it:",
             &[
-                "G=/sys/fs/cgroup/fumehood-$(id -u); sudo mkdir -p $G/shell",
+                "G=/sys/fs/cgroup/fumehood-$(id -u); sudo mkdir -p $G/fumehood_runner-shell",
                 "echo '+cpu +memory +pids' | sudo tee /sys/fs/cgroup/cgroup.subtree_control",
-                "sudo chown -R $(id -u) $G; echo $$ | sudo tee $G/shell/cgroup.procs",
+                "sudo chown -R $(id -u) $G; echo $$ | sudo tee $G/fumehood_runner-shell/cgroup.procs",
             ],
         )
         .untried(),

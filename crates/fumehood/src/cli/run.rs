@@ -92,7 +92,7 @@ fn perform(
             stderr,
         }) => (record, Some((stdout, stderr))),
         Err(NotRun { error, record }) => {
-            let record = record.map_or_else(
+            let mut record = record.map_or_else(
                 || description::not_run(&resolved.request, 1, &error),
                 |record| *record,
             );
@@ -104,6 +104,7 @@ fn perform(
                 remedy(&error).into_iter().for_each(show::line);
                 return Ok(exit::code(&record));
             }
+            record.notices.extend(remedy(&error).map(String::from));
             (record, None)
         }
     };

@@ -125,7 +125,7 @@ pub fn disk(_aim: &Aim<'_>) -> Struck {
         }
     }
     std::thread::sleep(HELD_FOR);
-    std::fs::remove_file("bomb")?;
+    // It stays: what is past the limit at the end is past it, however seldom anybody looked.
     Ok(format!("{} MiB held", DISK_BYTES >> 20))
 }
 
@@ -138,7 +138,6 @@ pub fn files(_aim: &Aim<'_>) -> Struck {
         }
     }
     std::thread::sleep(HELD_FOR);
-    std::fs::remove_dir_all("many")?;
     Ok(format!("{FILES} files held"))
 }
 

@@ -174,14 +174,20 @@ fn its_own_files_as_unconfined() {
     let ran = Hood::python(&script).run();
     let control = on_the_host(&script);
     assert_eq!(control.lines().count(), ON_ITS_OWN.len(), "{control}");
+    // A call that this kernel does not have (fchmodat2 came with 6.6) has nothing to be compared with.
     let different: Vec<String> = control
         .lines()
         .zip(ran.stdout.lines())
-        .filter(|(host, inside)| host != inside)
+        .filter(|(host, inside)| host != inside && !host.contains("-> ENOSYS"))
         .map(|(host, inside)| format!("host   {host}\ninside {inside}\n"))
         .collect();
     assert!(different.is_empty(), "{}", different.concat());
-    assert_eq!(ran.stdout, control, "{}", ran.all());
+    assert_eq!(
+        ran.stdout.lines().count(),
+        ON_ITS_OWN.len(),
+        "{}",
+        ran.all()
+    );
     // The list is not one of refusals alone.
     assert!(control.matches("-> done").count() > 30, "{control}");
 }

