@@ -847,6 +847,87 @@ mod tests {
         }
     }
 
+    /// Level `landlock`: what stands between the program and the host's own files, sockets and processes.
+    #[test]
+    fn on_the_hosts_ground_the_rest_is_refused_or_handed_over() {
+        let closed = errno(libc::EACCES);
+        for options in [SHARED, SHARED_OLD] {
+            for domain in [1, 2, 10, 16] {
+                expect(options, libc::SYS_socket, &[domain, 1, 0], closed);
+            }
+            expect(
+                options,
+                libc::SYS_socket,
+                &[40, 1, 0],
+                errno(libc::EAFNOSUPPORT),
+            );
+            expect(options, libc::SYS_socketpair, &[1, 1, 0], ALLOW);
+            expect(
+                options,
+                libc::SYS_socketpair,
+                &[1, 2, 0],
+                errno(libc::EPROTONOSUPPORT),
+            );
+            for nr in [
+                libc::SYS_connect,
+                libc::SYS_bind,
+                libc::SYS_listen,
+                libc::SYS_accept4,
+            ] {
+                expect(options, nr, &[3], closed);
+            }
+            expect(options, libc::SYS_fchmod, &[3, 0o644], NOTIFY);
+            expect(options, libc::SYS_fchmod, &[3, 0o4644], EPERM);
+            expect(options, libc::SYS_utimensat, &[3, 0, 0, 0], NOTIFY);
+            expect(options, libc::SYS_fchown, &[3, 1, 1], EPERM);
+            expect(options, libc::SYS_fsetxattr, &[3], errno(libc::EOPNOTSUPP));
+            for nr in [
+                libc::SYS_shmget,
+                libc::SYS_mq_open,
+                libc::SYS_inotify_add_watch,
+            ] {
+                expect(options, nr, &[], ENOSYS);
+            }
+            expect(options, libc::SYS_prlimit64, &[0, 7], ALLOW);
+            expect(options, libc::SYS_prlimit64, &[4711, 7], EPERM);
+            expect(options, libc::SYS_setpriority, &[0, 0], ALLOW);
+            expect(options, libc::SYS_setpriority, &[0, 4711], EPERM);
+            expect(options, libc::SYS_setpriority, &[2, 0], EPERM);
+            // SIOCGIFCONF; SIOCATMARK.
+            expect(options, libc::SYS_ioctl, &[3, 0x8912], EPERM);
+            expect(options, libc::SYS_ioctl, &[3, 0x8905], ALLOW);
+            // To hide from the guardian; and not.
+            expect(options, libc::SYS_prctl, &[4, 0], EPERM);
+            expect(options, libc::SYS_prctl, &[4, 1], ALLOW);
+        }
+        for nr in [
+            libc::SYS_kill,
+            libc::SYS_tgkill,
+            libc::SYS_tkill,
+            libc::SYS_truncate,
+        ] {
+            expect(SHARED_OLD, nr, &[1, 9], NOTIFY);
+            expect(SHARED, nr, &[1, 9], ALLOW);
+        }
+        for nr in [libc::SYS_pidfd_send_signal, libc::SYS_rt_sigqueueinfo] {
+            expect(SHARED_OLD, nr, &[1, 9], EPERM);
+            expect(SHARED, nr, &[1, 9], ALLOW);
+        }
+        for (flags, answer) in [
+            (0o1000, closed),
+            (0o1003, closed),
+            (0o1002, ALLOW),
+            (0, ALLOW),
+        ] {
+            expect(SHARED_OLD, libc::SYS_openat, &[3, 0, flags, 0], answer);
+            expect(SHARED, libc::SYS_openat, &[3, 0, flags, 0], ALLOW);
+        }
+        // F_SETOWN, FIOSETOWN.
+        expect(SHARED_OLD, libc::SYS_fcntl, &[3, 8, 1], EPERM);
+        expect(SHARED_OLD, libc::SYS_ioctl, &[3, 0x8901], EPERM);
+        expect(SHARED, libc::SYS_fcntl, &[3, 8, 1], ALLOW);
+    }
+
     #[test]
     fn a_process_keeps_to_itself() {
         for allowed in [0, 0xffff_ffff, 0x4_0000] {

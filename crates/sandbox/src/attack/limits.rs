@@ -37,6 +37,17 @@ fn start(act: impl FnOnce()) -> Result<Option<Pid>, Stopped> {
     }
 }
 
+/// How many of them somebody has ended.
+fn ended(children: &[Pid]) -> usize {
+    let gone = |child: &&Pid| {
+        matches!(
+            rustix::process::waitpid(Some(**child), WaitOptions::NOHANG),
+            Ok(Some(_))
+        )
+    };
+    children.iter().filter(gone).count()
+}
+
 fn end(children: &[Pid]) {
     for child in children {
         let _gone = rustix::process::kill_process(*child, Signal::KILL);
@@ -56,13 +67,7 @@ pub fn fork(_aim: &Aim<'_>) -> Struck {
     if refused.is_none() {
         std::thread::sleep(HELD_FOR);
     }
-    let gone = |child: &&Pid| {
-        matches!(
-            rustix::process::waitpid(Some(**child), WaitOptions::NOHANG),
-            Ok(Some(_))
-        )
-    };
-    let lost = children.iter().filter(gone).count();
+    let lost = ended(&children);
     let count = children.len();
     end(&children);
     match refused {
@@ -96,13 +101,7 @@ pub fn memory(_aim: &Aim<'_>) -> Struck {
         filled += 1;
     }
     std::thread::sleep(HELD_FOR);
-    let gone = |child: &&Pid| {
-        matches!(
-            rustix::process::waitpid(Some(**child), WaitOptions::NOHANG),
-            Ok(Some(_))
-        )
-    };
-    let lost = children.iter().filter(gone).count();
+    let lost = ended(&children);
     end(&children);
     match filled == MEMORY_SHARES && lost == 0 {
         true => Ok(format!(
