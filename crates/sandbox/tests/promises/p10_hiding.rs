@@ -41,6 +41,26 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         a_connection_that_asks_for_more_holds_little,
     ),
+    (
+        "memory_that_was_let_go_of",
+        For::Everyone,
+        memory_that_was_let_go_of,
+    ),
+    (
+        "memory_behind_many_descriptors",
+        For::Everyone,
+        memory_behind_many_descriptors,
+    ),
+    (
+        "one_memory_is_counted_once",
+        For::Everyone,
+        one_memory_is_counted_once,
+    ),
+    (
+        "a_long_line_of_processes_dies",
+        For::Everyone,
+        a_long_line_of_processes_dies,
+    ),
 ];
 
 #[rustfmt::skip]
@@ -287,4 +307,113 @@ fn a_connection_that_asks_for_more_holds_little() {
     let (inside, host) = held_by_a_connection(4 * MIB);
     assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
     assert!(host >= inside, "{host} on the host, {inside} inside");
+}
+
+/// Runs it with memory that only the watch holds.
+fn memory_watched(act: &str, memory_bytes: u64) -> crate::hood::Ran {
+    let mut hood = Hood::python(act).limits(|l| {
+        (l.memory_bytes, l.open_files, l.pids) = (memory_bytes, 4096, 256);
+    });
+    hood.with_group = false;
+    hood.run()
+}
+
+/// Shared pages stay in memory when nobody maps them any more, and are in no process's account.
+fn memory_that_was_let_go_of() {
+    let act = "
+import mmap, time
+kept = mmap.mmap(-1, 192 << 20)
+for at in range(0, len(kept), 4096): kept[at] = 1
+kept.madvise(mmap.MADV_DONTNEED)
+print('taken', flush=True)
+time.sleep(1.5)
+assert kept[0] == 1
+";
+    stopped(&memory_watched(act, 96 * MIB), Stop::Memory);
+    let control = memory_watched(act, 1024 * MIB);
+    unstopped(&control);
+    assert!(
+        control.said("taken") && control.code() == Some(0),
+        "{}",
+        control.all()
+    );
+}
+
+/// More descriptors than can be looked at, and memory files among the last.
+fn memory_behind_many_descriptors() {
+    let act = "
+import time
+def fill():
+    try:
+        while True: os.dup(0)
+    except OSError: pass
+for _ in range(8):
+    if os.fork() == 0:
+        fill()
+        time.sleep(20)
+        os._exit(0)
+time.sleep(1)
+fd = os.memfd_create('x')
+for _ in range(192): os.write(fd, b'x' * (1 << 20))
+print('taken', flush=True)
+time.sleep(1.5)
+";
+    stopped(&memory_watched(act, 96 * MIB), Stop::Memory);
+    let control = memory_watched(act, 1024 * MIB);
+    unstopped(&control);
+    assert!(control.said("taken"), "{}", control.all());
+}
+
+/// Between vfork and exec two processes are one in memory, which is what starting any program looks like.
+fn one_memory_is_counted_once() {
+    let act = "
+import subprocess
+kept = bytearray(96 << 20)
+for at in range(0, len(kept), 4096): kept[at] = 1
+for _ in range(400): subprocess.run(['/bin/true'], check=True, close_fds=False)
+print('done')
+";
+    let ran = memory_watched(act, 160 * MIB);
+    unstopped(&ran);
+    assert!(ran.said("done"), "{}", ran.all());
+    // The control: two memories are two.
+    let two = "
+import time
+kept = bytearray(96 << 20)
+child = os.fork()
+for at in range(0, len(kept), 4096): kept[at] = 1
+time.sleep(1.5)
+";
+    stopped(&memory_watched(two, 160 * MIB), Stop::Memory);
+}
+
+/// Each the child of the one before: whoever walks up from each would walk for ever.
+fn a_long_line_of_processes_dies() {
+    let source = r#"
+#include <signal.h>
+#include <stdio.h>
+#include <unistd.h>
+int main(void) {
+    signal(SIGTERM, SIG_IGN);
+    for (int i = 0; i < 300; i++) {
+        pid_t child = fork();
+        if (child < 0) return 1;
+        if (child > 0) for (;;) pause();
+    }
+    puts("up");
+    fflush(stdout);
+    for (;;) pause();
+}"#;
+    let marker = new_marker();
+    let limits = |l: &mut sandbox::spec::Limits| (l.wall_ms, l.grace_ms, l.pids) = (4000, 200, 512);
+    let mut hood = Hood::new(&["/bin/true"]).limits(limits);
+    hood.with_group = false;
+    let line = hood.workspace().join("line");
+    crate::hood::compile(source, &line);
+    hood.command(&[&line, Path::new(&marker)]);
+    let ran = hood.run();
+    assert!(ran.said("up"), "{}", ran.all());
+    assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+    assert!(ran.outcome.all_dead, "{}", ran.all());
+    assert_eq!(crate::p11_deadline::left_of(&marker), [0i32; 0]);
 }
