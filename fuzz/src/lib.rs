@@ -10,9 +10,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use analysis::hints::{self, Facts, HostKind, OnHost, Used};
-use analysis::run_dir::RunRecord;
 use analysis::logs::{self, Capture};
 use analysis::request::AnalysisId;
+use analysis::run_dir::RunRecord;
 use analysis::runtime::{self, Caller};
 use analysis::units;
 use sandbox::launch::Plan;
