@@ -560,3 +560,17 @@ pub fn compile(source: &str, at: &Path) {
         .unwrap();
     assert!(gcc.wait().unwrap().success(), "gcc failed");
 }
+
+/// Held while a trial fills a disk or a directory: what cannot be measured is charged by the growth of the whole file
+/// system, so two such trials at once would each be charged for both.
+pub fn alone() -> std::fs::File {
+    const LOCK: &str = "/var/tmp/fumehood-tests-alone";
+    // Not made and opened in one call: the kernel refuses that for another user's file in such a directory.
+    let opened = std::fs::File::open(LOCK).or_else(|_| {
+        let _made_by_another = std::fs::File::create(LOCK);
+        std::fs::File::open(LOCK)
+    });
+    let lock = opened.unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    lock
+}

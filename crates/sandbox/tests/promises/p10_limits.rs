@@ -7,7 +7,7 @@ use std::process::Command;
 use sandbox::outcome::{Exit, Stop};
 use sandbox::spec::{Layer, WorkspaceKind};
 
-use crate::hood::{Hood, Ran, at_landlock, is_root};
+use crate::hood::{Hood, Ran, alone, at_landlock, is_root};
 use crate::p11_deadline::{new_marker, wait_for_marked};
 use crate::{Entry, For, OnlyAtFull};
 
@@ -767,6 +767,7 @@ fn writing(act: &str, total_mib: u64, disk_bytes: u64) -> Ran {
 
 /// Far more than the limit is stopped; the same, with room for it, is not.
 pub fn disk_limited(act: &str, total_mib: u64) {
+    let _alone = alone();
     let ran = writing(act, total_mib, DISK);
     stopped(&ran, Stop::Disk);
     let written = ran.stdout.matches('.').count() as u64 * MIB;
@@ -1169,6 +1170,7 @@ print('allocated', os.fstat(fd).st_blocks >= 2048)
 // Files.
 
 pub fn files_limited(act: &str) {
+    let _alone = alone();
     let run = |count: u64, most: u64| {
         let script = format!(
             "{WRITES}\nCOUNT = {count}\n{act}\nprint('made all', flush=True)\ntime.sleep(3 if COUNT > 500 else 0)"
