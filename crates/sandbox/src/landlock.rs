@@ -39,6 +39,9 @@ fn everything() -> Rights {
     AccessFs::from_all(ABI::from(abi()))
 }
 
+/// The first ABI that knows of signals.
+pub const KNOWS_SIGNALS: i32 = 6;
+
 /// Files of /proc that tell of the machine and not of its processes, which libraries and interpreters read.
 const PROC: &[&str] = &[
     "cpuinfo",

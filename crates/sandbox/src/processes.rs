@@ -40,6 +40,8 @@ pub enum Realm {
 #[derive(Clone, Copy)]
 pub struct Wanted {
     pub cpu: bool,
+    /// Threads, rather than one for each process.
+    pub tasks: bool,
     /// The limit that is held by watching, where it is.
     pub memory: Option<u64>,
 }
@@ -109,7 +111,7 @@ impl Census {
                 tree_ms += self.note_time(pid).unwrap_or(0);
             }
             self.count += 1;
-            self.tasks += threads_of(pid);
+            self.tasks += if wanted.tasks { threads_of(pid) } else { 1 };
             if wanted.memory.is_some() {
                 memory.extend(read_memory(pid).map(|(its, mapped)| (pid, its, mapped)));
             }
@@ -265,11 +267,16 @@ pub fn relations(pid: u32) -> Option<Relations> {
 /// Deeper families are nobody's; a chain that long has changed under our eyes.
 const GENERATIONS_MAX: usize = 65_536;
 
+/// Holds whichever process has this number now.
+pub fn hold(pid: u32) -> Option<OwnedFd> {
+    let number = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
+    rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty()).ok()
+}
+
 /// Holds a process that is below this one. What is held first and found to be of the family afterwards is either that
 /// process or gone, so a signal through the descriptor reaches nobody else.
 pub fn hold_descendant(pid: u32) -> Option<OwnedFd> {
-    let number = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
-    let held = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty()).ok()?;
+    let held = hold(pid)?;
     let own = std::process::id();
     let mut at = pid;
     for _ in 0..GENERATIONS_MAX {
@@ -286,12 +293,8 @@ pub fn hold_descendant(pid: u32) -> Option<OwnedFd> {
 
 /// Holds every process below this one, as [`hold_descendant`] does for one, in time that grows with their number only.
 pub fn hold_descendants() -> Vec<(u32, OwnedFd)> {
-    let hold = |pid: u32| {
-        let number = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
-        let held = rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty());
-        Some((pid, held.ok()?))
-    };
-    let mut held: Vec<(u32, OwnedFd)> = descendants().into_iter().filter_map(hold).collect();
+    let each = |pid: u32| Some((pid, hold(pid)?));
+    let mut held: Vec<(u32, OwnedFd)> = descendants().into_iter().filter_map(each).collect();
     let still: HashSet<u32> = descendants().into_iter().collect();
     held.retain(|(pid, _)| still.contains(pid));
     held

@@ -580,13 +580,12 @@ impl Running<'_> {
             group.kill();
         }
         if let Identity::Leased { uid, .. } = self.spec.identity {
-            for pid in processes::of_user(uid) {
-                let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-                // It has the uid too, and tells the end.
-                let pid = pid.filter(|pid| Some(*pid) != self.init_pid);
-                let held =
-                    pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
+            // The guardian has the uid too, and tells the end.
+            let guardian = self.init_pid.map(|pid| pid.as_raw_nonzero().get() as u32);
+            let others = processes::of_user(uid).into_iter();
+            for pid in others.filter(|pid| Some(*pid) != guardian) {
                 // Nobody else is ever given the uid while it is leased.
+                let held = processes::hold(pid);
                 let _gone = held.map(|held| rustix::process::pidfd_send_signal(held, Signal::KILL));
             }
         }

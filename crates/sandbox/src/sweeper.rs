@@ -17,9 +17,6 @@ use crate::landlock;
 use crate::spec::{Identity, Layer, Level, Purpose, Spec};
 use crate::sys::{self, Forked, Parentage};
 
-/// The first Landlock ABI that knows of signals.
-const KNOWS_SIGNALS: i32 = 6;
-
 /// The guardian's end, and the sweeper's pid. It strikes when this is dropped.
 pub struct Sweeper {
     pub pid: u32,
@@ -32,7 +29,7 @@ pub fn leave(spec: &Spec) -> Result<Option<Sweeper>, StepError> {
     let own_uid = matches!(spec.identity, Identity::Leased { .. });
     let wanted = spec.level == Level::Landlock && spec.purpose == Purpose::Run && !own_uid;
     let layers = spec.has(Layer::Landlock) && spec.has(Layer::Seccomp);
-    if !wanted || !layers || landlock::abi() < KNOWS_SIGNALS {
+    if !wanted || !layers || landlock::abi() < landlock::KNOWS_SIGNALS {
         return Ok(None);
     }
     landlock::scope_signals()?;

@@ -250,6 +250,7 @@ impl Watch {
         self.close_the_top();
         self.census.take(Wanted {
             cpu: self.cpu_counter.is_none(),
+            tasks: self.watched.pids,
             memory: self.watched.memory.then_some(self.limits.memory_bytes),
         });
         self.seen.pids = self.seen.pids.max(self.census.count);

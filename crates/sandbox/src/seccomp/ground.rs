@@ -8,12 +8,12 @@ use libc::c_long;
 
 use super::{Action, Clause, Rule, always, has_any, is, masked, rule, when};
 use super::{number, table};
+use crate::landlock::KNOWS_SIGNALS;
 
 const DENY: Action = Action::Errno(libc::EPERM);
 const CLOSED: Action = Action::Errno(libc::EACCES);
-/// The first ABI that knows of truncation, and of signals.
+/// The first ABI that knows of truncation.
 const KNOWS_TRUNCATION: i32 = 3;
-const KNOWS_SIGNALS: i32 = 6;
 
 /// Handed to the guardian, which does it on the workspace and nowhere else.
 #[rustfmt::skip]
