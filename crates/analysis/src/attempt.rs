@@ -19,7 +19,7 @@ use crate::lease::Lease;
 use crate::ledger::Ledger;
 use crate::limits::{self, Ground, Storage, error_chain};
 use crate::logs::Captured;
-use crate::pipeline::{PipelineError, Place, Surroundings};
+use crate::pipeline::{PipelineError, Place, Surroundings, Taken};
 use crate::policy::Plan;
 use crate::provenance::{self, Provenance};
 use crate::request::{Again, AnalysisId, Command, Request};
@@ -79,13 +79,14 @@ impl Attempt {
     ) -> Result<Attempt, PipelineError> {
         check_globs(request)?;
         if let Some(ledger) = ledger.as_deref() {
-            check_room(ledger, around)?;
+            check_room(ledger, around.free_reserve_bytes, around.store_quota_bytes)?;
         }
         let (dir, record, prepared) = match around.place {
             Place::Fresh => {
-                let number = match ledger.as_deref_mut() {
-                    Some(ledger) => next_number(ledger, request)?,
-                    None => 1,
+                let number = match (&around.taken, ledger.as_deref_mut()) {
+                    (Some(taken), _) => taken.attempt,
+                    (None, Some(ledger)) => next_number(ledger, request)?,
+                    (None, None) => 1,
                 };
                 let dir = RunDir::claim(&around.home, &request.id, number)?;
                 let record = fresh_record(&request.id, &plan.workspace_root, number);
@@ -111,7 +112,7 @@ impl Attempt {
             prepared,
         };
         attempt.record.task = match ledger.as_deref_mut() {
-            Some(ledger) => Some(task(request, ledger)?),
+            Some(ledger) => Some(task(request, ledger, around.taken.as_ref())?),
             None => None,
         };
         attempt.lease = lease?;
@@ -119,17 +120,27 @@ impl Attempt {
         attempt.save()?;
         reached(Step::Claimed)?;
         if let Some(ledger) = ledger {
-            attempt.begin_in(ledger, request)?;
+            attempt.begin_in(ledger, request, around.taken.as_ref())?;
             ledger.rest();
         }
         Ok(attempt)
     }
 
-    fn begin_in(&mut self, ledger: &mut Ledger, request: &Request) -> Result<(), PipelineError> {
+    fn begin_in(
+        &mut self,
+        ledger: &mut Ledger,
+        request: &Request,
+        taken: Option<&Taken>,
+    ) -> Result<(), PipelineError> {
         if let Some(task) = &self.record.task {
-            let begun = begin_row(ledger, &self.record, task, request.again);
-            // Another number than we thought: somebody on another machine was faster with an attempt of the same id.
-            self.record.attempt = begun?;
+            match taken {
+                Some(taken) => take_up(ledger, &self.record, task, taken)?,
+                // Another number than we thought: somebody on another machine was faster with an attempt of the same id.
+                None => {
+                    let begun = begin_row(ledger, &self.record, task, request.again);
+                    self.record.attempt = begun?;
+                }
+            }
             self.begun = true;
             if let Some(task) = &mut self.record.task {
                 task.begun = true;
@@ -322,8 +333,15 @@ fn next_number(ledger: &mut Ledger, request: &Request) -> Result<u32, PipelineEr
     Ok(ledger.with(|store| store.next_attempt(request.id.as_str()))?)
 }
 
-fn task(request: &Request, ledger: &mut Ledger) -> Result<Task, PipelineError> {
+fn task(
+    request: &Request,
+    ledger: &mut Ledger,
+    taken: Option<&Taken>,
+) -> Result<Task, PipelineError> {
     let mut task = ledger.task(&request.collection)?;
+    if let Some(taken) = taken {
+        task.key.clone_from(&taken.key);
+    }
     task.memory = request.workspace_kind == WorkspaceKind::Memory;
     Ok(task)
 }
@@ -425,33 +443,63 @@ pub(crate) fn begin_row(
     again: Again,
 ) -> Result<u32, SettleError> {
     let workspace = run.workspace.to_string_lossy();
-    let begin = store::Begin {
-        id: run.id.as_str(),
-        key: &task.key,
-        replace: again == Again::Replace,
-        host: &run.host,
-        boot_id: &run.boot_id,
-        submitter: Some(&provenance::submitter_name()),
-        workspace: Some(&workspace),
-        provenance: None,
-    };
+    let submitter = provenance::submitter_name();
+    let mut begin = row(run, task, &workspace);
+    begin.replace = again == Again::Replace;
+    begin.submitter = Some(&submitter);
     ledger.with(|store| store.begin(&begin))
 }
 
+/// The row that a worker claimed is ours, if it still is: nobody has given it up, and no other process has it.
+fn take_up(
+    ledger: &mut Ledger,
+    run: &RunRecord,
+    task: &Task,
+    taken: &Taken,
+) -> Result<(), PipelineError> {
+    let workspace = run.workspace.to_string_lossy();
+    let begin = row(run, task, &workspace);
+    let ours = ledger.with(|store| store.take_up(&begin, taken.attempt, taken.lease_ms))?;
+    match ours {
+        true => Ok(()),
+        false => Err(PipelineError::TakenAway {
+            id: run.id.clone(),
+            attempt: taken.attempt,
+        }),
+    }
+}
+
+fn row<'a>(run: &'a RunRecord, task: &'a Task, workspace: &'a str) -> store::Begin<'a> {
+    store::Begin {
+        id: run.id.as_str(),
+        key: &task.key,
+        replace: false,
+        host: &run.host,
+        boot_id: &run.boot_id,
+        submitter: None,
+        workspace: Some(workspace),
+        provenance: None,
+    }
+}
+
 /// Not begun where it could not be kept.
-fn check_room(ledger: &Ledger, around: &Surroundings) -> Result<(), PipelineError> {
+pub(crate) fn check_room(
+    ledger: &Ledger,
+    free_reserve_bytes: u64,
+    store_quota_bytes: Option<u64>,
+) -> Result<(), PipelineError> {
     let artifacts = ledger.artifacts()?;
     let free = rustix::fs::statvfs(artifacts.path())
         .map(|s| s.f_bavail.saturating_mul(s.f_frsize))
         .unwrap_or(u64::MAX);
-    if free < around.free_reserve_bytes {
+    if free < free_reserve_bytes {
         return Err(PipelineError::NoRoom {
             what: artifacts.path().to_path_buf(),
             free: crate::units::format_size(free),
-            reserve: crate::units::format_size(around.free_reserve_bytes),
+            reserve: crate::units::format_size(free_reserve_bytes),
         });
     }
-    if let Some(quota) = around.store_quota_bytes {
+    if let Some(quota) = store_quota_bytes {
         let used = artifacts.used().map_err(SettleError::from)?.bytes;
         if used >= quota {
             return Err(PipelineError::StoreFull {

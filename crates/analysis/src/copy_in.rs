@@ -21,7 +21,7 @@ pub const RESERVED_NAMES: [&str; 3] = ["data", "docs", ".fumehood"];
 
 /// A copied directory may be this deep. Three descriptors are held a level, which this keeps well
 /// below the usual limit of 1024.
-const DEPTH_MAX: usize = 128;
+pub(crate) const DEPTH_MAX: usize = 128;
 /// One step of copying; the budget is asked before each.
 const STEP_BYTES: u64 = 16 << 20;
 const BUFFER_BYTES: usize = 256 * 1024;
@@ -182,7 +182,7 @@ fn check_name(name: &Path) -> Result<Vec<CString>, CopyError> {
 
 /// Opens what the user named. Its kind is looked at first, because merely opening some devices
 /// does something; what counts is the look at the descriptor afterwards.
-fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
+pub(crate) fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
     let failed = |e| CopyError::Open {
         path: source.to_path_buf(),
         source: e,
@@ -204,7 +204,7 @@ const READ: OFlags = OFlags::RDONLY
     .union(OFlags::NONBLOCK)
     .union(OFlags::NOCTTY);
 
-fn check_kind(kind: FileType, path: &Path) -> Result<(), CopyError> {
+pub(crate) fn check_kind(kind: FileType, path: &Path) -> Result<(), CopyError> {
     let kind = match kind {
         FileType::RegularFile | FileType::Directory => return Ok(()),
         FileType::Fifo => "a FIFO",
@@ -562,7 +562,7 @@ fn open_made(parent: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Errno> {
 
 /// Opens an entry of a source directory. Mounts in it are copied like the rest; links are not
 /// followed, whatever they may have been swapped for.
-fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, Stat), Errno> {
+pub(crate) fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, Stat), Errno> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     let file = rustix::fs::openat2(dir, name, READ | OFlags::NOFOLLOW, Mode::empty(), resolve)?;
     let stat = rustix::fs::fstat(&file)?;
@@ -572,7 +572,7 @@ fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, Stat), Errno
 /// Whether a link's target stays inside the copied tree, for a link `depth` directories below
 /// its top. `..` counts only at the beginning: after a name it may climb out of wherever that name,
 /// itself a link perhaps, has led to.
-fn stays_inside(target: &Path, depth: usize) -> bool {
+pub(crate) fn stays_inside(target: &Path, depth: usize) -> bool {
     let mut climbed = 0;
     let mut named = false;
     for part in target.components() {

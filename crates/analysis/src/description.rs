@@ -10,7 +10,7 @@ use crate::hints::{self, Facts, HostKind, OnHost, Used};
 use crate::limits::error_chain;
 use crate::logs::Captured;
 use crate::pipeline::{PipelineError, unix_ms};
-use crate::policy::Plan;
+use crate::policy::{self, Plan};
 use crate::record::{self, Commit, CommitState, Isolation, Log, Reason, Record, Status, Times};
 use crate::request::{AnalysisId, Request};
 use crate::run_dir::RunRecord;
@@ -155,6 +155,18 @@ fn blank(
     }
 }
 
+/// The program was ended because its runner could not keep its hold on the attempt. One that had ended by itself is
+/// what it was.
+pub fn lease_lost(record: &mut Record) {
+    if record.reason == Reason::Cancelled {
+        record.status = Status::Error;
+        record.reason = Reason::LeaseLost;
+        record.message = Some(String::from(
+            "the database could not be reached to renew the lease, or had given the attempt up; the analysis was ended",
+        ));
+    }
+}
+
 fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hints::Hint> {
     let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
     visible.extend(
@@ -169,7 +181,7 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         workspace: &workspace,
         project: &plan.project,
         homes: &plan.homes,
-        on_host: &on_host,
+        on_host: &|path| on_host(path).filter(|_| policy::may_tell(request, path)),
         network_off: true,
         disk: Some(Used {
             used_bytes: ran.outcome.usage.disk_bytes,

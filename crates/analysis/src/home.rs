@@ -99,6 +99,11 @@ impl Home {
         self.path.join("pending")
     }
 
+    /// What workers keep of their runners.
+    pub fn workers(&self) -> PathBuf {
+        self.path.join("workers")
+    }
+
     pub fn database(&self) -> PathBuf {
         self.path.join("fumehood.db")
     }

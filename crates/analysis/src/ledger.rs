@@ -32,6 +32,15 @@ impl Ledger {
         }
     }
 
+    /// The same record, on a connection of its own: for another thread.
+    pub fn another(&self) -> Ledger {
+        Ledger::new(
+            self.location.clone(),
+            self.artifacts_at.clone(),
+            self.post_process.clone(),
+        )
+    }
+
     pub fn store(&mut self) -> Result<&mut Store, SettleError> {
         let store = match self.store.take() {
             Some(store) => store,

@@ -6,11 +6,13 @@
 
 pub mod artifacts;
 mod attempt;
+pub mod bundle;
 pub mod collect;
 pub mod copy_in;
 pub mod description;
 pub mod doctor;
 pub mod fault;
+pub mod heart;
 pub mod hints;
 pub mod home;
 pub mod isolation;
@@ -33,6 +35,8 @@ pub mod scope;
 pub mod settle;
 pub mod steps;
 pub mod store;
+pub mod submission;
 pub mod tree;
 pub mod units;
+pub mod worker;
 pub mod workspace;

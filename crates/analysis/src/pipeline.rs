@@ -23,7 +23,7 @@ use crate::logs::Captured;
 use crate::policy::{self, PolicyError, Private};
 use crate::reaper;
 use crate::record::{Reason, Record, Status};
-use crate::request::Request;
+use crate::request::{AnalysisId, Request};
 use crate::runtime::Caller;
 use crate::settle::SettleError;
 use crate::workspace::WorkspaceError;
@@ -63,6 +63,8 @@ pub enum PipelineError {
     Start(#[source] RunError),
     #[error("cancelled before the start")]
     Cancelled,
+    #[error("attempt {attempt} of {id} is not this runner's any more")]
+    TakenAway { id: AnalysisId, attempt: u32 },
     #[error(transparent)]
     Glob(#[from] GlobError),
     #[error("list what was put into the workspace")]
@@ -87,6 +89,17 @@ pub enum PipelineError {
 }
 
 impl PipelineError {
+    /// Whether it will be the same every time, whatever the host is busy with: what was asked for is not allowed.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            PipelineError::Policy(PolicyError::Runtime(_)) => false,
+            PipelineError::Policy(_)
+            | PipelineError::BelowFloor { .. }
+            | PipelineError::Glob(_) => true,
+            _ => false,
+        }
+    }
+
     /// Status, reason and exit code of a run that never was.
     pub fn verdict(&self) -> (Status, Reason) {
         match self {
@@ -120,6 +133,10 @@ pub trait Audience {
     fn unblocked(&mut self);
     fn wishes(&self) -> Option<BorrowedFd<'_>>;
     fn wish(&mut self) -> Option<Wish>;
+    /// Whether what it wished for was the end of an attempt that may be another's by now.
+    fn lease_is_lost(&self) -> bool {
+        false
+    }
 }
 
 /// What a run needs beside its request.
@@ -134,6 +151,17 @@ pub struct Surroundings {
     /// What must stay free where outputs are kept, and how much may be kept at all.
     pub free_reserve_bytes: u64,
     pub store_quota_bytes: Option<u64>,
+    /// `None`: the attempt is begun here.
+    pub taken: Option<Taken>,
+}
+
+/// An attempt that a worker has claimed in the database, and that is this process's to run. Not for printing: it has the
+/// key.
+#[derive(Clone)]
+pub struct Taken {
+    pub attempt: u32,
+    pub key: String,
+    pub lease_ms: u64,
 }
 
 /// Where the program works, and when what it leaves is committed.
@@ -187,7 +215,11 @@ pub fn run(
     )?;
     isolation::candidates(request)?;
     plan.notices.iter().for_each(|n| audience.notice(n));
-    let reaped = reaper::reap(&around.home, ledger.as_deref_mut());
+    // A worker sees to that for its runners.
+    let reaped = match around.taken {
+        None => reaper::reap(&around.home, ledger.as_deref_mut()),
+        Some(_) => reaper::Reaped::default(),
+    };
     for finished in &reaped.finished {
         let status = finished.status.as_str().replace('_', " ");
         audience.notice(&format!(
@@ -218,7 +250,10 @@ pub fn run(
         Err(error) => return Err(attempt.fail(request, around, ledger, error)),
     };
     let number = attempt.number();
-    let record = description::describe(request, number, &plan, &limits, &enforcement, &ran);
+    let mut record = description::describe(request, number, &plan, &limits, &enforcement, &ran);
+    if audience.lease_is_lost() {
+        description::lease_lost(&mut record);
+    }
     Ok(attempt.end(request, around, ledger, record, ran, audience))
 }
 

@@ -2,23 +2,28 @@
 //! environment. Decides everything before anything is made.
 
 mod environment;
+mod everybody;
+mod guard;
 mod links;
+mod taken;
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 
 use sandbox::spec::{
-    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Owner, Purpose, Spec,
-    Terminal, View, WorkspaceKind,
+    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Purpose, Spec, Terminal,
+    View, WorkspaceKind,
 };
 
 use crate::copy_in::{self, CopyError};
 use crate::hints::shell_quoted;
-use crate::request::{Command, Input, ReadRoot, Request, Stdin};
+use crate::request::{Asker, Command, Input, Request, Stdin, Writers};
 use crate::runtime::{self, Caller, Runtime, RuntimeError};
 use environment::environment;
-use links::{through_own_links, trusted_link};
+use guard::Guard;
+use links::through_own_links;
+pub use taken::{Taken, taken};
 
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
@@ -38,6 +43,16 @@ pub enum PolicyError {
         "show {path:?}: the operator's policy lists no readable root above it (/etc/fumehood/policy.toml, [read] roots)"
     )]
     NotListed { path: PathBuf },
+    #[error(
+        "show {path:?}: not everybody may read {closed:?}, and a queued analysis is shown only what everybody may; where it \
+         is meant, the operator of the worker can list it (/etc/fumehood/policy.toml, [read] roots)"
+    )]
+    NotEverybodys { path: PathBuf, closed: PathBuf },
+    #[error(
+        "show {path:?}: it holds too much to see whether everybody may read all of it; name what is needed of it, or have \
+         the operator of the worker list it (/etc/fumehood/policy.toml, [read] roots)"
+    )]
+    TooLarge { path: PathBuf },
     #[error("show it as {inside:?}: {why}")]
     BadTarget { inside: PathBuf, why: &'static str },
     #[error("{flag} {path:?} is not a directory")]
@@ -88,10 +103,6 @@ pub fn plan(
     caller: &Caller,
     private: &Private<'_>,
 ) -> Result<Plan, PolicyError> {
-    let project = canonical(&request.project).map_err(|source| PolicyError::Project {
-        path: request.project.clone(),
-        source,
-    })?;
     let workspace_root =
         canonical(&request.workspace_root).map_err(|source| PolicyError::WorkspaceRoot {
             path: request.workspace_root.clone(),
@@ -113,6 +124,8 @@ pub fn plan(
         workspace_root: &workspace_root,
         private,
     };
+    let project = guard.project()?;
+    guard.check_command()?;
     let mut views = Vec::new();
     for (name, flag, asked) in [
         ("data", "--data", &request.data),
@@ -152,7 +165,10 @@ pub fn plan(
         workspace: &workspace,
         cwd: &caller.cwd,
     };
-    visible.check_arguments(argv.get(1..).unwrap_or_default())?;
+    // Where a request was queued its words mean the submitter's files, not ours, of which we would only tell tales.
+    if request.asked_by == Asker::Caller {
+        visible.check_arguments(argv.get(1..).unwrap_or_default())?;
+    }
     in_mount_order(&mut views);
     Ok(Plan {
         program: runtime.program.clone(),
@@ -250,6 +266,17 @@ pub fn links(plan: &Plan, request: &Request) -> Result<Vec<(PathBuf, PathBuf)>, 
     Ok(links)
 }
 
+/// Whether whoever asked may be told that a path is there.
+pub fn may_tell(request: &Request, path: &Path) -> bool {
+    match &request.asked_by {
+        Asker::Queue {
+            writers: Writers::Others,
+            ..
+        } => everybody::find(path).is_ok(),
+        _ => true,
+    }
+}
+
 fn canonical(path: &Path) -> std::io::Result<PathBuf> {
     std::fs::canonicalize(path)
 }
@@ -265,180 +292,6 @@ fn canonical_of(path: &Path) -> Result<PathBuf, PolicyError> {
 fn in_mount_order(views: &mut Vec<View>) {
     views.sort_by_key(|v| (v.target.as_path().components().count(), v.target.clone()));
     views.dedup_by(|a, b| a.target == b.target);
-}
-
-/// What may be shown at all.
-struct Guard<'a> {
-    request: &'a Request,
-    workspace_root: &'a Path,
-    private: &'a Private<'a>,
-}
-
-impl Guard<'_> {
-    /// `data/` or `docs/`: at its host path, and by its name in the working directory.
-    fn input_directory(
-        &self,
-        name: &'static str,
-        flag: &'static str,
-        asked: Option<&Path>,
-        workspace: &Path,
-        homes: &[PathBuf],
-        views: &mut Vec<View>,
-    ) -> Result<(), PolicyError> {
-        let given = match asked {
-            Some(path) => path.to_path_buf(),
-            None => {
-                let usual = self.request.project.join(name);
-                // A project without it is fine; one where it is a plain file has no such directory either.
-                if !usual.is_dir() {
-                    return Ok(());
-                }
-                trusted_link(&usual, homes)?;
-                usual
-            }
-        };
-        let real = canonical_of(&given)?;
-        if !real.is_dir() {
-            return Err(PolicyError::NotADirectory { flag, path: given });
-        }
-        self.may_show(&real)?;
-        let mut targets = vec![real.clone(), workspace.join(name)];
-        targets.extend(plain(&given).filter(|p| *p != real && !self.below_workspaces(p)));
-        views.extend(
-            targets
-                .into_iter()
-                .map(|target| view(&real, &target, Exec::Refused)),
-        );
-        Ok(())
-    }
-
-    fn read_root(
-        &self,
-        read: &ReadRoot,
-        workspace: &Path,
-        views: &mut Vec<View>,
-    ) -> Result<(), PolicyError> {
-        let real = canonical_of(&read.host)?;
-        self.may_show(&real)?;
-        let targets = match &read.inside {
-            Some(inside) => vec![inside_target(inside, workspace)?],
-            None => {
-                let as_given = plain(&read.host).filter(|p| *p != real);
-                [real.clone()].into_iter().chain(as_given).collect()
-            }
-        };
-        views.extend(
-            targets
-                .into_iter()
-                .map(|target| view(&real, &target, Exec::Refused)),
-        );
-        Ok(())
-    }
-
-    fn runtime_views(&self, runtime: &Runtime, views: &mut Vec<View>) -> Result<(), PolicyError> {
-        for prefix in &runtime.prefixes {
-            self.listed(prefix)?;
-            self.apart_from_ours(prefix)?;
-            views.push(view(prefix, prefix, Exec::Allowed));
-        }
-        for alias in &runtime.aliases {
-            views.push(view(&alias.source, &alias.at, Exec::Allowed));
-        }
-        Ok(())
-    }
-
-    fn may_show(&self, real: &Path) -> Result<(), PolicyError> {
-        let refuse = |why| {
-            Err(PolicyError::Refused {
-                path: real.to_path_buf(),
-                why,
-            })
-        };
-        for kernel in ["/proc", "/sys", "/dev"] {
-            if real.starts_with(kernel) {
-                return refuse("it is the kernel's, and never shown");
-            }
-        }
-        if !real.is_dir() && !real.is_file() {
-            return refuse("it is neither a directory nor a plain file");
-        }
-        // The made-up files there keep their place, and accounts and keys stay out.
-        if Path::new("/etc").starts_with(real) {
-            return refuse(
-                "it contains the system's accounts and keys; show single files or directories in it",
-            );
-        }
-        self.apart_from_ours(real)?;
-        self.listed(real)
-    }
-
-    /// A source that is read by the runner itself, resolved.
-    fn may_copy(&self, source: &Path) -> Result<PathBuf, PolicyError> {
-        let real = canonical_of(source)?;
-        self.apart_from_ours(&real)?;
-        self.listed(&real)?;
-        Ok(real)
-    }
-
-    /// Neither the workspaces nor Fumehood's own files may be seen through a view, from above or within.
-    fn apart_from_ours(&self, real: &Path) -> Result<(), PolicyError> {
-        let refuse = |why| {
-            Err(PolicyError::Refused {
-                path: real.to_path_buf(),
-                why,
-            })
-        };
-        if self.workspace_root.starts_with(real) {
-            return refuse("it contains the workspaces of other analyses");
-        }
-        if self.below_workspaces(real) {
-            return refuse("it is the workspace of an analysis");
-        }
-        let kept = self.private.kept.iter().map(PathBuf::as_path);
-        for own in [self.private.home].into_iter().chain(kept) {
-            let own = canonical(own).unwrap_or_else(|_| own.to_path_buf());
-            if own.starts_with(real) || real.starts_with(&own) {
-                return refuse(
-                    "it contains Fumehood's own records (FUMEHOOD_HOME, the database or the artifacts)",
-                );
-            }
-        }
-        Ok(())
-    }
-
-    /// Whatever root they are under: the name is ours.
-    fn below_workspaces(&self, path: &Path) -> bool {
-        let names = path.components().map(|c| c.as_os_str().as_encoded_bytes());
-        let mut names = names.map(|n| n.strip_prefix(b".").unwrap_or(n));
-        names.any(|name| name.starts_with(b"scidex-analysis-"))
-    }
-
-    fn listed(&self, real: &Path) -> Result<(), PolicyError> {
-        let Some(roots) = &self.request.readable_roots else {
-            return Ok(());
-        };
-        let system = ["/usr", "/bin", "/lib", "/lib64", "/sbin"].map(PathBuf::from);
-        let listed = roots
-            .iter()
-            .filter_map(|root| canonical(root).ok())
-            .chain(system)
-            .any(|root| real.starts_with(root));
-        match listed {
-            true => Ok(()),
-            false => Err(PolicyError::NotListed {
-                path: real.to_path_buf(),
-            }),
-        }
-    }
-}
-
-fn view(source: &Path, target: &Path, exec: Exec) -> View {
-    View {
-        source: HostPath::new(source),
-        target: InsidePath::new(target),
-        exec,
-        owner: Owner::Mapped,
-    }
 }
 
 /// A path that can be a mount's place as it is written.
@@ -559,7 +412,10 @@ struct Visible<'a> {
 
 impl Visible<'_> {
     /// Stops before the start when an argument names a file that is here and will not be there.
-    fn check_arguments(&self, args: &[OsString]) -> Result<(), PolicyError> {
+    fn check_arguments<'a>(
+        &self,
+        args: impl IntoIterator<Item = &'a OsString>,
+    ) -> Result<(), PolicyError> {
         for arg in args {
             let path = Path::new(arg);
             let bytes = arg.as_encoded_bytes();
@@ -640,3 +496,7 @@ fn without_parents(path: &Path) -> PathBuf {
     }
     plain
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -70,6 +70,12 @@ pub enum Reason {
     NotExecutable,
     /// The runner died before the program's end was known.
     RunnerLost,
+    /// The runner could not renew its lease in time, and ended the analysis: another may have been given it.
+    LeaseLost,
+    /// The policy of the worker that took it does not allow what was submitted.
+    Refused,
+    /// No worker is large enough for what it asks for.
+    DoesNotFit,
     /// The program succeeded, but an output that `--expect` names is not there.
     MissingOutput,
     /// Made without a sandbox and handed in by `record`.
@@ -97,6 +103,9 @@ impl Reason {
             Reason::NotFound => "not_found",
             Reason::NotExecutable => "not_executable",
             Reason::RunnerLost => "runner_lost",
+            Reason::LeaseLost => "lease_lost",
+            Reason::Refused => "refused",
+            Reason::DoesNotFit => "does_not_fit",
             Reason::MissingOutput => "missing_output",
             Reason::Recorded => "recorded",
         }

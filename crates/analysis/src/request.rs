@@ -237,6 +237,25 @@ pub enum Again {
     Replace,
 }
 
+/// Who asked, and so what may be shown: a queue is written to by others than whoever takes from it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Asker {
+    /// Whoever started this process, whose own rights decide.
+    Caller,
+    /// Somebody who can write to the queue. What is copied in lies below `staged`, laid out by ourselves.
+    Queue { staged: PathBuf, writers: Writers },
+}
+
+/// Who can write to a queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writers {
+    /// Nobody but this process's own user, who is not root: the kernel's own check of what it may read suffices.
+    OnlyUs,
+    /// Perhaps people with fewer rights than this process: what not everybody may read is not shown, unless the operator
+    /// lists it.
+    Others,
+}
+
 /// One analysis as asked for, after settings, environment and flags were merged under the
 /// operator's policy. Nothing in it has touched the file system yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -269,4 +288,5 @@ pub struct Request {
     pub again: Again,
     /// Names of variables, or their beginnings and a star, whose values are not stored.
     pub secret_env: Vec<String>,
+    pub asked_by: Asker,
 }

@@ -535,6 +535,14 @@ pub fn fresh_key() -> String {
 }
 
 /// Every attempt of an id that has a directory, wherever it stands.
+/// Whether something of this attempt is here, running or not yet finished.
+pub fn stands(home: &Home, id: &AnalysisId, attempt: u32) -> bool {
+    let name = Path::new(id.as_str()).join(attempt.to_string());
+    [home.runs(), home.pending()]
+        .iter()
+        .any(|base| base.join(&name).exists())
+}
+
 fn siblings(home: &Home, id: &AnalysisId) -> impl Iterator<Item = PathBuf> {
     let list = |base: PathBuf| std::fs::read_dir(base.join(id.as_str()));
     let entries = [list(home.runs()), list(home.pending())];

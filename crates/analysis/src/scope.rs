@@ -4,6 +4,10 @@
 //! A move leaves a group behind, and with it whatever limits it had. So it is not made out of a batch system's job, out
 //! of a group that somebody else than systemd manages, or out of one that limits memory or CPUs: who set those
 //! limits meant us. What cannot be had is no error of the run's; the reason is for the record.
+//!
+//! A runner of a worker's goes into a scope also where the worker's unit is delegated: what systemd does to that unit
+//! when it is restarted then does not reach the runner. Where it cannot have one, it stays in the unit, whose
+//! KillMode=process leaves it alive; so it is with version 1 of cgroups, where systemd kills by a hierarchy of its own.
 
 mod bus;
 
@@ -44,10 +48,14 @@ pub enum ScopeError {
     #[error("cgroup {0:?} is no unit of systemd's, so this process stays in it")]
     NotSystemds(PathBuf),
     #[error(
-        "cgroup {group:?} limits this process by its {file}, and a scope of its own would not: \
-         set Delegate=yes for that unit instead"
+        "cgroup {group:?} limits this process by its {file}, and a scope of its own would not: {instead}"
     )]
-    WouldShed { group: PathBuf, file: &'static str },
+    WouldShed {
+        group: PathBuf,
+        file: &'static str,
+        /// What whoever set that limit can do.
+        instead: &'static str,
+    },
     #[error("{0:?} is not a directory of this user's alone, so no manager is looked for in it")]
     RuntimeDirectory(PathBuf),
     #[error("open the runtime directory {path:?}")]
@@ -60,18 +68,42 @@ pub enum ScopeError {
     Random(#[source] io::Error),
 }
 
+/// What a process wants a scope for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    /// To make groups. Where it can already, it stays.
+    Groups,
+    /// To be no part of the unit that it was started in.
+    Apart,
+}
+
+/// The first who asks decides, since a process moves once and everything it starts then is where it is.
+static JOINED: OnceLock<Result<Joined, ScopeError>> = OnceLock::new();
+
 /// Sees to it, once in a process, that this process is where it can make groups, if systemd can help with that. To be
 /// called before anything is started: only this process is moved.
 pub fn ensure() -> Result<&'static Joined, &'static ScopeError> {
-    static ONCE: OnceLock<Result<Joined, ScopeError>> = OnceLock::new();
-    ONCE.get_or_init(join).as_ref()
+    JOINED.get_or_init(|| join(Wish::Groups)).as_ref()
 }
 
-fn join() -> Result<Joined, ScopeError> {
-    let place = match cgroup::standing() {
-        Standing::Fixed => return Ok(Joined::NotNeeded),
-        Standing::Delegated => return Ok(Joined::AlreadyDelegated),
-        Standing::Undelegated(place) => place,
+/// The same for a process that is to outlive the unit it is in: it gets a scope of its own in the same slice even where
+/// it could make groups already. What it returns, [`ensure`] returns from then on. An error means that the process has
+/// stayed in the unit, with whatever groups it may make there.
+pub fn ensure_apart() -> Result<&'static Joined, &'static ScopeError> {
+    JOINED.get_or_init(|| join(Wish::Apart)).as_ref()
+}
+
+fn join(wish: Wish) -> Result<Joined, ScopeError> {
+    let place = match wish {
+        Wish::Apart => match cgroup::place() {
+            None => return Ok(Joined::NotNeeded),
+            Some(place) => place,
+        },
+        Wish::Groups => match cgroup::standing() {
+            Standing::Fixed => return Ok(Joined::NotNeeded),
+            Standing::Delegated => return Ok(Joined::AlreadyDelegated),
+            Standing::Undelegated(place) => place,
+        },
     };
     // sd_booted(3): there exactly where systemd is the init of what we see.
     if !Path::new("/run/systemd/system").is_dir() {
@@ -79,7 +111,7 @@ fn join() -> Result<Joined, ScopeError> {
     }
     let uid = rustix::process::geteuid().as_raw();
     let in_job = std::env::var_os("SLURM_JOB_ID").is_some();
-    let asking = asking(&place, uid, in_job)?;
+    let asking = asking(&place, uid, in_job, wish)?;
     let mut connection = connect(uid, Instant::now() + ANSWER_WITHIN)?;
     let name = ask(&mut connection, &asking)?;
     let deadline = Instant::now() + MOVE_WITHIN;
@@ -103,23 +135,41 @@ struct Asking {
     tasks_max: Option<u64>,
 }
 
-fn asking(place: &Place, uid: u32, in_job: bool) -> Result<Asking, ScopeError> {
+fn asking(place: &Place, uid: u32, in_job: bool, wish: Wish) -> Result<Asking, ScopeError> {
     if in_job {
         return Err(ScopeError::InJob);
     }
-    let name = place.group.file_name().and_then(|name| name.to_str());
-    let is_unit = |name: &str| name.ends_with(".scope") || name.ends_with(".service");
-    if !name.is_some_and(is_unit) {
+    if !is_systemds(&place.group, wish) {
         return Err(ScopeError::NotSystemds(place.group.clone()));
     }
     let (kept, slice) = kept(&place.group, uid);
     match place.limit_shed(&kept) {
-        Some((group, file)) => Err(ScopeError::WouldShed { group, file }),
+        Some((group, file)) => Err(ScopeError::WouldShed {
+            group,
+            file,
+            instead: match wish {
+                Wish::Groups => "set Delegate=yes for that unit instead",
+                Wish::Apart => "set that limit for the slice of the worker's unit instead",
+            },
+        }),
         None => Ok(Asking {
             slice,
             // systemd sets this for every unit, so it is no reason to stay; it is taken along.
             tasks_max: place.pids_max(&kept),
         }),
+    }
+}
+
+/// Whether systemd put us into this group. Somebody else's would miss us.
+fn is_systemds(group: &Path, wish: Wish) -> bool {
+    let is_unit = |group: &Path| {
+        let name = group.file_name().and_then(|name| name.to_str());
+        name.is_some_and(|name| name.ends_with(".scope") || name.ends_with(".service"))
+    };
+    match wish {
+        Wish::Groups => is_unit(group),
+        // Where DelegateSubgroup= is set, the worker that started us is one level below its unit.
+        Wish::Apart => is_unit(group) || group.parent().is_some_and(is_unit),
     }
 }
 
@@ -275,6 +325,12 @@ mod tests {
             ),
             ("/init.scope", 0, "/", None),
             (
+                "/fumehood.slice/fumehood-worker.service/main",
+                0,
+                "/fumehood.slice",
+                Some("fumehood.slice"),
+            ),
+            (
                 "/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.slice/x.scope",
                 1000,
                 "/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.slice",
@@ -299,6 +355,29 @@ mod tests {
                 (kept.as_path(), found.as_deref()),
                 (Path::new(expected), slice),
                 "{group}"
+            );
+        }
+    }
+
+    #[test]
+    fn only_what_systemd_put_somewhere_asks_to_be_moved() {
+        for (group, groups, apart) in [
+            ("/fumehood.slice/fumehood-worker.service", true, true),
+            ("/fumehood.slice/fumehood-worker.service/main", false, true),
+            ("/user.slice/user-1000.slice/session-1.scope", true, true),
+            ("/system.slice/slurmd.service/job_1/step_0", false, false),
+            ("/docker/0123", false, false),
+            ("/fumehood.slice", false, false),
+            ("/", false, false),
+        ] {
+            let group = Path::new(group);
+            assert_eq!(
+                (
+                    is_systemds(group, Wish::Groups),
+                    is_systemds(group, Wish::Apart)
+                ),
+                (groups, apart),
+                "{group:?}"
             );
         }
     }
@@ -340,8 +419,9 @@ mod tests {
     fn where_version_1_has_the_controllers_nothing_is_asked() {
         match cgroup::standing() {
             Standing::Fixed => {
+                assert_eq!(join(Wish::Apart).unwrap(), Joined::NotNeeded);
                 assert_eq!(ensure().unwrap(), &Joined::NotNeeded);
-                assert_eq!(ensure().unwrap(), &Joined::NotNeeded);
+                assert_eq!(ensure_apart().unwrap(), &Joined::NotNeeded);
             }
             other => eprintln!("UNAVAILABLE: this host has version 2 alone: {other:?}"),
         }

@@ -1,27 +1,36 @@
 //! The command line: what was typed, who does it, and with which code it ends.
 
 pub mod args;
+mod cancel;
 mod db;
 mod detail;
 mod doctor;
 mod document;
+mod events;
 mod exit;
 mod gc;
 mod ids;
 mod ledger;
 mod list;
 mod logs;
+mod notify;
 mod outputs;
 mod print;
 mod progress;
 mod record;
 mod remove;
+mod retry;
 mod run;
+mod runner;
 mod show;
 mod standing;
+mod submit;
 mod sweep;
+mod top;
 mod verify;
+mod wait;
 mod when;
+mod worker;
 mod workspace;
 
 use std::process::ExitCode;
@@ -39,11 +48,19 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Run(Box<args::RunArgs>),
+    Submit(Box<args::SubmitArgs>),
     Shell(Box<args::ShellArgs>),
     List(list::ListArgs),
     Show(detail::ShowArgs),
     Outputs(outputs::OutputsArgs),
     Logs(logs::LogsArgs),
+    Worker(worker::WorkerArgs),
+    #[command(name = "__runner", hide = true)]
+    Runner(runner::RunnerArgs),
+    Wait(wait::WaitArgs),
+    Cancel(cancel::CancelArgs),
+    Retry(retry::RetryArgs),
+    Top(top::TopArgs),
     Workspace(workspace::WorkspaceArgs),
     PostProcess(workspace::PostProcessArgs),
     Record(Box<record::RecordArgs>),
@@ -70,11 +87,18 @@ pub fn main() -> ExitCode {
     };
     let ended = match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Submit(args) => submit::submit(&args),
         Command::Shell(args) => run::shell(&args),
         Command::List(args) => list::list(&args),
         Command::Show(args) => detail::show(&args),
         Command::Outputs(args) => outputs::outputs(&args),
         Command::Logs(args) => logs::logs(&args),
+        Command::Worker(args) => worker::worker(&args),
+        Command::Runner(args) => runner::runner(&args),
+        Command::Wait(args) => wait::wait(&args),
+        Command::Cancel(args) => cancel::cancel(&args),
+        Command::Retry(args) => retry::retry(&args),
+        Command::Top(args) => top::top(&args),
         Command::Workspace(args) => workspace::workspace(&args),
         Command::PostProcess(args) => workspace::post_process(&args),
         Command::Record(args) => record::record(&args),

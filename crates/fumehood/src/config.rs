@@ -13,8 +13,10 @@ use std::path::PathBuf;
 
 use analysis::collect::GlobError;
 use analysis::request::{
-    AnalysisId, Asked, AskedLimits, BadId, Command, Level, LimitName, Request, Stdin,
+    AnalysisId, Asked, AskedLimits, Asker, BadId, Command, Level, LimitName, Request, Stdin,
 };
+use analysis::store::State;
+use analysis::submission::SubmissionError;
 use sandbox::spec::{Layer, SharedMemory};
 
 use crate::cli::args::{ArgsError, RunArgs, ShellArgs};
@@ -24,17 +26,21 @@ pub mod layer;
 mod lists;
 pub mod policy;
 pub mod post_process;
+mod queued;
 pub mod record;
 pub mod settings;
+mod submitting;
 
 use file::{FileError, Privacy, Trust};
 use layer::{Entry, FileSettings, Origin, Place, SettingError, Value};
 use policy::{POLICY_PATH, Policy, PolicyError};
 pub use post_process::PostProcess;
+pub use queued::queued;
 pub use record::{
     DbChoice, RecordError, RecordSettings, handed_in_settings, record_settings, workspace_settings,
 };
 use settings::Key;
+pub use submitting::{Queueing, Submitter, ToSubmit};
 
 /// The part of the memory default that does not depend on the host.
 const MEMORY_DEFAULT_MAX_BYTES: u64 = 4 << 30;
@@ -91,6 +97,40 @@ pub enum ConfigError {
     Policy(#[from] PolicyError),
     #[error(transparent)]
     Record(#[from] RecordError),
+    #[error(transparent)]
+    Submission(SubmissionError),
+    #[error("unknown setting `{name}` of the submission{}", layer::meant(nearest))]
+    UnknownQueued {
+        name: String,
+        nearest: Option<String>,
+    },
+    #[error("{place} must hold values (K=V): the variables of the worker are not handed on")]
+    QueuedEnv { place: Place },
+    #[error("{place} must be an absolute path")]
+    QueuedRelative { place: Place },
+    #[error(
+        "{place} asks for the host's /dev/shm, which others than the worker's own user get only where its operator's policy \
+         grants it (`floor.shared_memory = \"host\"`)"
+    )]
+    QueuedSharedMemory { place: Place },
+    #[error("{place} cannot be submitted: {why}")]
+    NotSubmitted { place: Place, why: &'static str },
+    #[error(
+        "{place}: {given:?} holds a colon, and is not here when it is read again; give PATH:INSIDE"
+    )]
+    SubmittedColon { place: Place, given: PathBuf },
+    #[error("{what} is not UTF-8 text, which a submission must be: {given:?}")]
+    SubmittedText { what: &'static str, given: OsString },
+    #[error(
+        "{place}: {given:?} is no end after which an analysis can be tried again; these are {}",
+        submitting::RETRY_ON.map(State::as_str).join(", ")
+    )]
+    RetryOn { place: Place, given: String },
+    #[error(
+        "{place} must have from 1 to {} characters, and no control characters",
+        submitting::KEY_CHARS_MAX
+    )]
+    BadKey { place: Place },
     #[error("read --id")]
     Id(#[source] BadId),
     #[error("the project {0:?} is not a directory")]
@@ -215,6 +255,7 @@ enum Project {
 }
 
 /// Every entry of every place, weakest place first, and the policy above them.
+#[derive(Clone)]
 struct Merged {
     project: PathBuf,
     entries: Vec<Entry>,
@@ -309,6 +350,7 @@ impl Merged {
             limits,
             again: self.again(),
             secret_env: self.secret_env()?,
+            asked_by: Asker::Caller,
         };
         Ok(Resolved {
             request,

@@ -209,8 +209,9 @@ pub fn check_readable(spec: &Spec) -> Result<(), StepError> {
             let source = source.display();
             format!("without mounts nothing can be shown with another owner, and uid {uid} may not read {source}")
         })?;
-        // A runtime is the distribution's or the caller's own making, large, and told by its first error.
-        if view.exec == Exec::Allowed {
+        // A runtime is the distribution's or the caller's own making, large, and told by its first error. What is shown as
+        // it is keeps to itself what its owner keeps.
+        if view.exec == Exec::Allowed || view.owner == Owner::AsIs {
             continue;
         }
         if let Some(unreadable) = first(top.as_fd(), source, &is_unreadable) {

@@ -19,6 +19,7 @@ use crate::record::{CommitState, Record, Status};
 use crate::request::{Keep, Request};
 use crate::run_dir::RunState;
 use crate::settle::{self, Ended, Left, SettleError};
+use crate::store;
 use crate::workspace::{Receipt, Workspace};
 
 impl Attempt {
@@ -87,6 +88,7 @@ impl Attempt {
                         unfinished(record, written.err(), CommitState::Awaited)
                     }
                     (true, Place::Fresh) => {
+                        self.tell_of_end(around, ledger, &record);
                         let memory = memory.as_ref().map(OwnedFd::as_fd);
                         self.commit(request, around, ledger, record, memory, written, audience)
                     }
@@ -99,6 +101,21 @@ impl Attempt {
             stdout,
             stderr,
         }
+    }
+
+    /// The queue learns that the program has ended, and that this machine has what it left. A database that is away
+    /// learns it from the commit.
+    fn tell_of_end(&self, around: &Surroundings, ledger: &mut Ledger, record: &Record) {
+        let (Some(taken), Some(task)) = (&around.taken, &self.record.task) else {
+            return;
+        };
+        let held = store::Held {
+            id: self.record.id.as_str(),
+            attempt: self.record.attempt,
+            key: &task.key,
+        };
+        let reason = record.reason.as_str();
+        let _learns_it_later = ledger.with(|store| store.collecting(&held, taken.lease_ms, reason));
     }
 
     #[allow(clippy::too_many_arguments)]

@@ -4,6 +4,9 @@ use super::Store;
 use super::attempt::{Begin, Commit, Committed, Lost, State};
 use super::connection::{Connection, Dialect, Purpose, Value};
 use super::error::StoreError;
+use super::events::{self, Told};
+use super::queued::Happened;
+use super::retry::{self, Ended};
 use super::rows::{self, Rows};
 use crate::result_value;
 
@@ -45,7 +48,7 @@ impl Store {
             Purpose::Write,
             |db| match claim_to_finish(db, commit)? {
                 Claim::Write { attempt, committed } => {
-                    write(db, commit, attempt)?;
+                    write(db, commit, attempt, committed)?;
                     Ok(committed)
                 }
                 Claim::Written(committed) => Ok(committed),
@@ -67,12 +70,13 @@ impl Store {
                 }
                 let attempt = claim(db, &commit.begin)?;
                 finish(db, commit, attempt, key)?;
-                write(db, commit, attempt)?;
+                write(db, commit, attempt, Committed::Now)?;
                 Ok((attempt, Committed::Now))
             })
     }
 
-    /// Ends an attempt whose runner is gone, as `error`. False: it is not running any more.
+    /// Ends an attempt whose runner is gone, as `error`, and queues the next one where there is to be one. False: it is not
+    /// running any more.
     pub fn give_up(&mut self, lost: &Lost) -> Result<bool, StoreError> {
         let what = "give up the attempt";
         self.db.transaction(what, Purpose::Write, |db| {
@@ -90,9 +94,23 @@ impl Store {
             let sql = "
                 UPDATE attempts SET state = 'error', committed_by = $4, reason = $5, message = $6,
                     committed_ms = $7, complete = FALSE
-                WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('queued', 'running', 'collecting')";
+                WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')";
             let done = db.execute(what, sql, &values)? == 1;
             if done {
+                // Not by whom: that is a token.
+                let told = Told {
+                    happened: Happened::Ended,
+                    reason: Some(lost.reason),
+                    by: None,
+                };
+                events::tell(db, lost.id, lost.attempt, &told)?;
+                let ended = Ended {
+                    id: lost.id,
+                    attempt: lost.attempt,
+                    state: State::Error,
+                    reason: lost.reason,
+                };
+                retry::after_end(db, &ended)?;
                 notify(db, lost.id, lost.attempt, State::Error)?;
             }
             Ok(done)
@@ -146,7 +164,7 @@ fn find_key(db: &mut Connection, key: &str) -> Result<Option<Holder>, StoreError
 
 /// Whoever changes attempts of an analysis does it alone until the end of the transaction. Always the first lock that is
 /// taken, so that no two transactions wait for each other.
-fn lock(db: &mut Connection, id: &str) -> Result<(), StoreError> {
+pub(super) fn lock(db: &mut Connection, id: &str) -> Result<(), StoreError> {
     let sql = "UPDATE analyses SET attempt_last = attempt_last WHERE id = $1";
     db.execute("lock the analysis", sql, &[Value::text(id)])
         .map(drop)
@@ -156,7 +174,7 @@ fn lock(db: &mut Connection, id: &str) -> Result<(), StoreError> {
 const REMOVALS_MAX: usize = 5;
 
 /// The next number, with the analysis locked.
-fn allocate(db: &mut Connection, id: &str) -> Result<u32, StoreError> {
+pub(super) fn allocate(db: &mut Connection, id: &str) -> Result<u32, StoreError> {
     let what = "number the attempt";
     for _ in 0..REMOVALS_MAX {
         let now = db.now_ms()?;
@@ -175,14 +193,25 @@ fn allocate(db: &mut Connection, id: &str) -> Result<u32, StoreError> {
 /// A new attempt, if the analysis may have one.
 fn claim(db: &mut Connection, begin: &Begin) -> Result<u32, StoreError> {
     let attempt = allocate(db, begin.id)?;
+    refuse_another(db, begin.id, begin.replace)?;
+    insert_running(db, begin, attempt, begin.key, false)?;
+    Ok(attempt)
+}
+
+/// Refuses an attempt beside one that has not ended, and, unless it is to be replaced, after one that has.
+pub(super) fn refuse_another(
+    db: &mut Connection,
+    id: &str,
+    replace: bool,
+) -> Result<(), StoreError> {
     let what = "look for earlier attempts";
     // Unfinished ones first, then those that count, then the newest.
     let sql = "
         SELECT attempt, state, committed_ms, host FROM attempts WHERE id = $1
         ORDER BY CASE WHEN state IN ('queued', 'running', 'collecting') THEN 0 ELSE 1 END, superseded, attempt DESC
         LIMIT 1";
-    if let Some(mut row) = db.query_one(what, sql, &[Value::text(begin.id)])? {
-        let (id, attempt) = (begin.id.to_owned(), row.attempt()?);
+    if let Some(mut row) = db.query_one(what, sql, &[Value::text(id)])? {
+        let (id, attempt) = (id.to_owned(), row.attempt()?);
         let (state, committed_ms) = (row.state()?, row.maybe_int(what)?);
         let host = row.text(what)?;
         match state.is_final() {
@@ -194,7 +223,7 @@ fn claim(db: &mut Connection, begin: &Begin) -> Result<u32, StoreError> {
                     host,
                 });
             }
-            true if !begin.replace => {
+            true if !replace => {
                 return Err(StoreError::Exists {
                     id,
                     attempt,
@@ -205,8 +234,7 @@ fn claim(db: &mut Connection, begin: &Begin) -> Result<u32, StoreError> {
             true => (),
         }
     }
-    insert_running(db, begin, attempt, begin.key, false)?;
-    Ok(attempt)
+    Ok(())
 }
 
 fn insert_running(
@@ -357,11 +385,31 @@ fn finish(
     Ok(db.execute("commit the attempt", sql, &values)? == 1)
 }
 
-/// Everything that hangs on the attempt.
-fn write(db: &mut Connection, commit: &mut Commit, attempt: u32) -> Result<(), StoreError> {
+/// Everything that hangs on the attempt, and the next one where there is to be one: that is never after one that is late.
+fn write(
+    db: &mut Connection,
+    commit: &mut Commit,
+    attempt: u32,
+    committed: Committed,
+) -> Result<(), StoreError> {
     write_outputs(db, commit, attempt)?;
     write_remarks(db, commit, attempt)?;
     write_logs(db, commit, attempt)?;
+    let told = Told {
+        happened: Happened::Committed,
+        reason: Some(commit.state.as_str()),
+        by: Some(commit.begin.host),
+    };
+    events::tell(db, commit.begin.id, attempt, &told)?;
+    if committed == Committed::Now {
+        let ended = Ended {
+            id: commit.begin.id,
+            attempt,
+            state: commit.state,
+            reason: commit.reason,
+        };
+        retry::after_end(db, &ended)?;
+    }
     notify(db, commit.begin.id, attempt, commit.state)?;
     (commit.before_commit)().map_err(StoreError::BeforeCommit)
 }
@@ -437,7 +485,12 @@ fn write_logs(db: &mut Connection, commit: &Commit, attempt: u32) -> Result<(), 
 }
 
 /// Heard by whoever listens on `fumehood_commit`, when the transaction is through. SQLite has nothing of the kind.
-fn notify(db: &mut Connection, id: &str, attempt: u32, state: State) -> Result<(), StoreError> {
+pub(super) fn notify(
+    db: &mut Connection,
+    id: &str,
+    attempt: u32,
+    state: State,
+) -> Result<(), StoreError> {
     if db.dialect() != Dialect::Postgres {
         return Ok(());
     }

@@ -6,6 +6,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::attempt::State;
+use super::queued::Capacity;
 use super::schema::Schema;
 use crate::artifacts::ArtifactError;
 use crate::logs::escape_terminal;
@@ -201,9 +202,7 @@ pub enum StoreError {
         state: State,
         committed_ms: Option<i64>,
     },
-    #[error(
-        "analysis {id} has an attempt ({attempt}) that is {state} on {host}; wait for it, or, if its runner is gone, run `fumehood gc` there"
-    )]
+    #[error("analysis {id} has an attempt ({attempt}) that is {}", unfinished(.id, .state, .host))]
     Running {
         id: String,
         attempt: u32,
@@ -235,6 +234,65 @@ pub enum StoreError {
     },
     #[error("hand on what was read from the database")]
     Callback(#[source] io::Error),
+    /// One of several that were to be queued together; counted from 0.
+    #[error("queue submission number {}, and none of the others", .at + 1)]
+    Submission {
+        at: usize,
+        #[source]
+        source: Box<StoreError>,
+    },
+    #[error("queue {id}: it is there twice; give each its own --id")]
+    Twice { id: String },
+    #[error(
+        "queue {asked} more: {queued} wait already, and the queue holds at most {queue_max}; wait until some have run, or cancel some"
+    )]
+    QueueFull {
+        queued: u64,
+        asked: u64,
+        queue_max: u64,
+    },
+    #[error(
+        "the key {key:?} was used before, for another request, which became analysis {id}; use another --key, or repeat that request as it was"
+    )]
+    KeyUsed { key: String, id: String },
+    #[error(
+        "analysis {id} asks for {}, and the workers have at most {}; ask for less with --memory and --cpus, or start a larger worker",
+        capacity(.asked), capacity(.largest)
+    )]
+    DoesNotFit {
+        id: String,
+        asked: Capacity,
+        largest: Capacity,
+    },
+    #[error(
+        "retry {id}: it was never submitted, so no request is kept that could be run again; use `fumehood run --id {id} --replace`"
+    )]
+    NeverSubmitted { id: String },
+    #[error(
+        "retry {id}: attempt {attempt} is {state}, and has not ended; wait for it with `fumehood wait {id}`, or cancel it first"
+    )]
+    NotEnded {
+        id: String,
+        attempt: u32,
+        state: State,
+    },
+}
+
+fn unfinished(id: &str, state: &State, host: &str) -> String {
+    match state {
+        State::Queued => format!(
+            "queued; wait for it with `fumehood wait {id}`, or take it out with `fumehood cancel {id}`"
+        ),
+        state => format!(
+            "{state} on {host}; wait for it, or, if its runner is gone, run `fumehood gc` there"
+        ),
+    }
+}
+
+fn capacity(capacity: &Capacity) -> String {
+    let memory = crate::units::format_size(capacity.memory_bytes);
+    let cpus = crate::units::format_cpus(capacity.cpu_milli);
+    format!("{memory} of memory and {cpus} CPUs")
 }
 
 fn found_schema(found: &Option<Schema>) -> String {
@@ -260,6 +318,7 @@ impl StoreError {
             StoreError::UnsafeFile { .. } | StoreError::SchemaOwner { .. } => Trouble::Permission,
             StoreError::NeedsMigration { .. } | StoreError::NewerSchema { .. } => Trouble::Schema,
             StoreError::BadValue { .. } => Trouble::Damaged,
+            StoreError::Submission { source, .. } => source.trouble(),
             _ => Trouble::Other,
         }
     }

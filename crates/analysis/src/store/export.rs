@@ -37,6 +37,8 @@ const WEEK_MS: i64 = 7 * 24 * 3_600_000;
 const PAGE: u32 = 200;
 /// Log excerpts may be a mebibyte each.
 const LOGS_PAGE: u32 = 8;
+/// Requests may be four.
+const REQUESTS_PAGE: u32 = 4;
 
 /// What is text and 0 or 1 to SQLite is JSON and a boolean to PostgreSQL. The export is the same from both.
 const JSON_COLUMNS: [&str; 6] = [
@@ -47,7 +49,7 @@ const JSON_COLUMNS: [&str; 6] = [
     "provenance",
     "result",
 ];
-const BOOL_COLUMNS: [&str; 3] = ["superseded", "complete", "truncated"];
+const BOOL_COLUMNS: [&str; 4] = ["superseded", "complete", "truncated", "draining"];
 
 /// A table, how to count it, how to page through it, and by which leading columns.
 struct Paged {
@@ -67,7 +69,7 @@ enum Key {
 }
 
 /// `content` is left out of outputs here, and asked for row by row.
-const TABLES: [Paged; 6] = [
+const TABLES: [Paged; 12] = [
     Paged {
         table: "analyses",
         count: "SELECT COUNT(*) FROM analyses",
@@ -114,6 +116,48 @@ const TABLES: [Paged; 6] = [
                ORDER BY id, attempt, remark LIMIT $4",
         page_rows: PAGE,
         key: &[Key::Text, Key::Int, Key::Text],
+    },
+    Paged {
+        table: "submissions",
+        count: "SELECT COUNT(*) FROM submissions",
+        page: "SELECT * FROM submissions WHERE id > $1 ORDER BY id LIMIT $2",
+        page_rows: REQUESTS_PAGE,
+        key: &[Key::Text],
+    },
+    Paged {
+        table: "blobs",
+        count: "SELECT COUNT(*) FROM blobs",
+        page: "SELECT blake3, bytes, content FROM blobs WHERE blake3 > $1 ORDER BY blake3 LIMIT $2",
+        page_rows: 1,
+        key: &[Key::Text],
+    },
+    Paged {
+        table: "submission_blobs",
+        count: "SELECT COUNT(*) FROM submission_blobs",
+        page: "SELECT id, blake3 FROM submission_blobs WHERE (id, blake3) > ($1, $2) ORDER BY id, blake3 LIMIT $3",
+        page_rows: PAGE,
+        key: &[Key::Text, Key::Text],
+    },
+    Paged {
+        table: "queue",
+        count: "SELECT COUNT(*) FROM queue",
+        page: "SELECT * FROM queue WHERE (id, attempt) > ($1, $2) ORDER BY id, attempt LIMIT $3",
+        page_rows: PAGE,
+        key: &[Key::Text, Key::Int],
+    },
+    Paged {
+        table: "workers",
+        count: "SELECT COUNT(*) FROM workers",
+        page: "SELECT * FROM workers WHERE (host, account, name) > ($1, $2, $3) ORDER BY host, account, name LIMIT $4",
+        page_rows: PAGE,
+        key: &[Key::Text, Key::Text, Key::Text],
+    },
+    Paged {
+        table: "events",
+        count: "SELECT COUNT(*) FROM events",
+        page: "SELECT * FROM events WHERE seq > $1 ORDER BY seq LIMIT $2",
+        page_rows: PAGE,
+        key: &[Key::Int],
     },
 ];
 
@@ -167,7 +211,8 @@ impl Store {
     }
 
     /// All of it, as it was at one moment: a line `{"table": …, "row": {…}}` for each row, the tables in an order in which
-    /// they can be read back in. Bytes are `{"hex": …}`. Keys of attempts are in it: keep it as private as the database.
+    /// they can be read back in. Bytes are `{"hex": …}`. Keys of attempts and whole requests are in it: keep it as private as
+    /// the database.
     pub fn export(&mut self, to: &mut dyn Write) -> Result<(), StoreError> {
         let what = "export the record";
         let (id, schema) = (self.id.clone(), self.schema()?);

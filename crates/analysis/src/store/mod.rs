@@ -12,27 +12,41 @@
 //! A [`Store`] holds one connection and a runtime of its own, so it may not be used on a thread that runs async code.
 
 mod attempt;
+mod bell;
 mod commit;
 mod connection;
 mod error;
+mod events;
 mod export;
+mod holding;
 mod json;
 mod libpq;
 mod location;
 mod objects;
 mod open;
+mod place;
+mod queue;
+mod queued;
 mod read;
 mod remove;
+mod retry;
 mod rows;
 mod schema;
+mod submit;
 
 pub use attempt::{
     Begin, Commit, Committed, Content, Log, Lost, PostProcess, STREAMS, State, Usage,
 };
+pub use bell::Bell;
 pub use error::{Fault, StoreError, Trouble};
 pub use export::Status;
 pub use location::{Environment, Location, LocationError, Origin, Server, SslMode};
 pub use objects::InStore;
+pub use place::{AHEAD_MAX, InQueue, Place};
+pub use queued::{
+    Busy, Cancelled, Capacity, Claim, Claimed, Event, Expired, Happened, Held, Overview, Renewed,
+    Submit, Submitted, Waiting, Worker,
+};
 pub use read::{
     Attempt, Due, Filter, Listed, RemarkCount, StoredLog, StoredOutput, StoredRemark, Unfinished,
     Which,

@@ -221,7 +221,7 @@ fn postgres(
     }
 }
 
-fn postgres_options(server: &Server) -> PgConnectOptions {
+pub(super) fn postgres_options(server: &Server) -> PgConnectOptions {
     // Everything the driver would look up by itself is set, because it knows neither service files nor our rules.
     let mut options = PgConnectOptions::new_without_pgpass()
         .host(&server.host)

@@ -7,6 +7,7 @@ use super::attempt::State;
 use super::connection::{Connection, Purpose, Value};
 use super::error::StoreError;
 use super::read::ten_states;
+use super::submit;
 use crate::manifest::ContentHash;
 
 /// What to do about an attempt that has not ended.
@@ -49,8 +50,17 @@ impl Store {
                 let given = id.to_owned();
                 return Err(StoreError::NotFound { given });
             }
-            if running == WhileRunning::Refuse {
-                refuse_running(db, id)?;
+            // First what a claim holds, so that it is through before we look: see `queue.rs`.
+            match running {
+                WhileRunning::Refuse => refuse_running(db, id)?,
+                WhileRunning::Remove => {
+                    let sql = "DELETE FROM queue WHERE id = $1";
+                    db.execute(what, sql, &[Value::text(id)])?;
+                }
+            }
+            let files = submit::blobs_of(db, id)?;
+            for hash in &files {
+                submit::lock_blob(db, hash)?;
             }
             let mut delete = |sql: &'static str| db.execute(what, sql, &[Value::text(id)]);
             let outputs = delete("DELETE FROM outputs WHERE id = $1")?;
@@ -58,7 +68,11 @@ impl Store {
             delete("DELETE FROM remarks WHERE id = $1")?;
             delete("DELETE FROM remark_counts WHERE id = $1")?;
             let attempts = delete("DELETE FROM attempts WHERE id = $1")?;
+            // Submission and events go with it.
             delete("DELETE FROM analyses WHERE id = $1")?;
+            for hash in &files {
+                submit::drop_blob(db, hash)?;
+            }
             Ok(Removed { attempts, outputs })
         })
     }

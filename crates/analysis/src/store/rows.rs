@@ -49,6 +49,31 @@ insert!(
     12,
     "INSERT INTO logs (id, attempt, stream, total_bytes, dropped_bytes, truncated, head, tail, blake3, artifact_store, object_bytes, object_head_bytes)"
 );
+insert!(
+    QUEUED_ATTEMPTS,
+    9,
+    "INSERT INTO attempts (id, attempt, key, state, host, boot_id, submitter, created_ms, retries_left)"
+);
+insert!(
+    SUBMISSIONS,
+    11,
+    "INSERT INTO submissions (id, submit_key, fingerprint, request, submitter, priority, retries, retry_on, memory_bytes, cpu_milli, created_ms)"
+);
+insert!(
+    SUBMISSION_BLOBS,
+    2,
+    "INSERT INTO submission_blobs (id, blake3)"
+);
+insert!(
+    QUEUE,
+    10,
+    "INSERT INTO queue (id, attempt, submitter, priority, turn, queued_ms, ready_ms, not_before_ms, memory_bytes, cpu_milli)"
+);
+insert!(
+    EVENTS,
+    6,
+    "INSERT INTO events (id, attempt, ms, event, reason, by)"
+);
 
 fn text(into: &'static str, columns: usize, rows: usize) -> String {
     let mut text = format!("{into} VALUES ");

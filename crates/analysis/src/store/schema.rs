@@ -47,6 +47,10 @@ const MIGRATIONS: &[Migration] = &[
         sqlite: include_str!("migrations/sqlite/0002_post_process.sql"),
         postgres: include_str!("migrations/postgres/0002_post_process.sql"),
     },
+    Migration {
+        sqlite: include_str!("migrations/sqlite/0003_queue.sql"),
+        postgres: include_str!("migrations/postgres/0003_queue.sql"),
+    },
 ];
 
 /// What the role `fumehood_runner` needs to run analyses; executed by the tests exactly as it stands.
@@ -202,7 +206,7 @@ fn note_version(db: &mut Connection, to: Schema, is_new: bool) -> Result<(), Sto
 }
 
 /// 128 bits from the kernel.
-fn random_hex() -> std::io::Result<String> {
+pub(super) fn random_hex() -> std::io::Result<String> {
     let mut noise = [0u8; 16];
     let got = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty())?;
     match got == noise.len() {

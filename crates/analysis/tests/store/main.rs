@@ -5,9 +5,15 @@
 #[macro_use]
 mod lab;
 mod commit;
+mod desk;
 mod documented;
+mod holding;
 mod hostile;
+mod queue;
+mod queue_model;
+mod queue_races;
 mod read;
+mod retry;
 mod roles;
 mod schema;
 mod server;

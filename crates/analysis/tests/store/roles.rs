@@ -3,11 +3,13 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
+use analysis::manifest::ContentHash;
 use analysis::store::{
     Committed, Filter, GRANTS, GRANTS_TO_READ, GRANTS_TO_REMOVE, Lost, PostProcess, Store,
     StoreError, Trouble, Which, WhileRunning,
 };
 
+use crate::desk::{Ask, GIB, LEASE_MS, claim_one, give_up, held, sample, submit, worker};
 use crate::lab::{Lab, Sample, key};
 
 #[test]
@@ -100,6 +102,12 @@ fn a_reader_sees_the_views_and_no_keys() {
     Sample::new("a", "the-secret-key")
         .record(&mut lab.store())
         .unwrap();
+    let secret = Ask {
+        request: "the-secret-key".to_owned(),
+        key: Some("the-secret-key".to_owned()),
+        ..Ask::new("queued-one")
+    };
+    submit(&mut lab.store(), &[secret.with_file(b"the-secret-key")]).unwrap();
     let ask = |sql: &str| server.psql_as(database, "fumehood_reader", sql);
     let mut seen = String::new();
     for view in [
@@ -109,15 +117,23 @@ fn a_reader_sees_the_views_and_no_keys() {
         "logs_v1",
         "remarks_v1",
         "remark_counts_v1",
+        "queue_v1",
+        "workers_v1",
+        "events_v1",
     ] {
         seen += &ask(&format!("SELECT * FROM fumehood.{view}")).unwrap();
     }
     assert!(
-        seen.contains("plot.png") && !seen.contains("the-secret-key"),
+        seen.contains("plot.png")
+            && seen.contains("queued-one")
+            && !seen.contains("the-secret-key"),
         "{seen}"
     );
     for forbidden in [
         "SELECT key FROM fumehood.attempts",
+        "SELECT request FROM fumehood.submissions",
+        "SELECT content FROM fumehood.blobs",
+        "SELECT turn FROM fumehood.queue",
         "UPDATE fumehood.outputs_v1 SET bytes = 0",
         "DELETE FROM fumehood.remarks_v1",
         "INSERT INTO fumehood.remark_counts_v1 VALUES ('a', 1, 'x', 1)",
@@ -127,6 +143,59 @@ fn a_reader_sees_the_views_and_no_keys() {
             "{forbidden}"
         );
     }
+}
+
+#[test]
+fn a_runner_has_the_whole_queue() {
+    let Some(lab) = Lab::postgres() else {
+        return;
+    };
+    let (server, database) = lab.server.as_ref().unwrap();
+    server.psql(database, GRANTS);
+    let mut store = Store::open(&server.location(database, "fumehood_runner")).unwrap();
+    store.worker_seen(&worker("w1", 64 * GIB, 8_000)).unwrap();
+    let ask = Ask::retried("a", 1).with_file(b"x");
+    submit(&mut store, &[ask, Ask::new("b"), Ask::new("c")]).unwrap();
+    let a = claim_one(&mut store);
+    let taken = sample(&a);
+    assert!(store.take_up(&taken.beginning(), 1, LEASE_MS).unwrap());
+    store.renew(&held(&a), LEASE_MS).unwrap();
+    assert!(store.collecting(&held(&a), LEASE_MS, "exit").unwrap());
+    assert!(give_up(&mut store, &a));
+    store.promote().unwrap();
+    store.cancel("a", "bob").unwrap();
+    store.retry("a", "bob").unwrap();
+    store.cancels("lab-1").unwrap();
+    store.expired(9).unwrap();
+    store.overview(9).unwrap();
+    store.events("a").unwrap();
+    store.blob(&ContentHash::of(b"x")).unwrap().unwrap();
+    store.cancel("a", "bob").unwrap();
+    let again = Ask {
+        replace: true,
+        ..Ask::new("a").with_file(b"y")
+    };
+    submit(&mut store, &[again]).unwrap();
+    server.psql(
+        database,
+        "UPDATE fumehood.queue SET ready_ms = 1, memory_bytes = 99999999999999 WHERE id = 'b'",
+    );
+    let parked = store.park_unfit(&worker("w1", GIB, 8_000), GIB, 1_000);
+    assert_eq!(parked.unwrap(), ["b"]);
+    store.worker_gone(&worker("w1", GIB, 8_000)).unwrap();
+    for forbidden in [
+        "DELETE FROM fumehood.events",
+        "UPDATE fumehood.events SET by = 'somebody else'",
+    ] {
+        let refused = server.psql_as(database, "fumehood_runner", forbidden);
+        assert!(refused.unwrap_err().contains("permission denied"));
+    }
+    server.psql(database, GRANTS_TO_REMOVE);
+    for id in ["a", "b", "c"] {
+        store.remove(id, WhileRunning::Remove).unwrap();
+    }
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM events"), ["0"]);
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM blobs"), ["0"]);
 }
 
 /// What a psql that listens hears: only after a statement of its own does it tell.

@@ -403,6 +403,45 @@ fn old_writer(lab: &Lab, id: &str) {
     );
 }
 
+/// What Fumehood with schema 1.2 sent to commit an attempt that somebody claimed for it. Never to be changed.
+pub fn old_commit_of_1_2(lab: &Lab, id: &str, key: &str) {
+    use Lit::{Bool, Int, Null, Text};
+    let commit = [
+        Text(id),
+        Int(1),
+        Text(key),
+        Int(2_000),
+        Text("failed"),
+        Text("exit"),
+        Text("exit 3"),
+        Int(1_100),
+        Int(1_900),
+        Int(800),
+        Int(700),
+        Int(5),
+        Null,
+        Int(6),
+        Int(7),
+        Int(0),
+        Int(3),
+        Null,
+        Text("full"),
+        Text("{}"),
+        Text("[]"),
+        Null,
+        Null,
+        Text("{}"),
+        Bool(true),
+        Int(0),
+        Int(0),
+        Int(0),
+        Null,
+        Null,
+        Null,
+    ];
+    frozen(lab, include_str!("old_writer/commit_1_2.sql"), &commit);
+}
+
 fn read_what_the_old_writer_wrote(lab: &Lab, id: &str) {
     let mut store = lab.store();
     let shown = store.show(id, None).unwrap();

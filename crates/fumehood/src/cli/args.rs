@@ -1,4 +1,4 @@
-//! What may be typed after `run` and `shell`. Only what was typed is kept here, as it was typed;
+//! What may be typed after `run`, `submit` and `shell`. Only what was typed is kept here, as it was typed;
 //! what it means, together with files, environment and policy, is decided in `config.rs`.
 
 use std::ffi::OsString;
@@ -23,17 +23,94 @@ use crate::config::settings::Key;
 )]
 pub struct RunArgs {
     #[command(flatten)]
+    pub task: TaskArgs,
+
+    /// Run in the workspace that `fumehood workspace create ID` made, under its id. Not with --id, --keep or
+    /// --workspace memory [default: a new workspace]
+    #[arg(long = "in", value_name = "ID", help_heading = "Workspace")]
+    pub in_workspace: Option<OsString>,
+
+    /// The script or command with its arguments; the usage line shows it better than clap would.
+    #[arg(
+        value_name = "SCRIPT or -- CMD",
+        required = true,
+        trailing_var_arg = true,
+        hide = true
+    )]
+    pub words: Vec<OsString>,
+}
+
+/// Queue an analysis, for a worker to run, and print its id.
+///
+/// SCRIPT, CMD and the options are as for `run`. What --input, --stdin and SCRIPT name is read now, and travels with the
+/// submission, up to 64M; larger data are shown with --data or --read, where the worker is.
+///
+/// With --from each line of a file is one analysis, a JSON object as docs/submission-v1.schema.json describes; options given
+/// here hold for every line that does not say otherwise, and lists add up. All are queued or none, unless --continue is
+/// given. Relative paths are relative to the current directory.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(
+    override_usage = "fumehood submit [OPTIONS] SCRIPT [ARGS]...\n       fumehood submit [OPTIONS] -- CMD [ARGS]...\n       fumehood submit [OPTIONS] --from FILE"
+)]
+pub struct SubmitArgs {
+    #[command(flatten)]
+    pub task: TaskArgs,
+
+    /// Taken before those of lower priority, from 0 to 100 [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Queue")]
+    pub priority: Option<OsString>,
+
+    /// How often it is tried again after its runner was lost or Fumehood failed, at most 20 [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Queue")]
+    pub retries: Option<OsString>,
+
+    /// Try again also after these ends of the program's own: failed, timed_out, out_of_memory, limit_exceeded; separated by
+    /// commas. Repeatable [default: none]
+    #[arg(long, value_name = "END", help_heading = "Queue")]
+    pub retry_on: Vec<OsString>,
+
+    /// Submit only once: whoever submits the same again with the same key is told the first one's id
+    #[arg(long, value_name = "TEXT", help_heading = "Queue")]
+    pub key: Option<OsString>,
+
+    /// Refuse if so many are queued already [default: 200000]
+    #[arg(long, value_name = "N", help_heading = "Queue")]
+    pub queue_max: Option<OsString>,
+
+    /// Read submissions from this file, or `-` for standard input, one JSON object a line
+    #[arg(long, value_name = "FILE|-", help_heading = "Queue")]
+    pub from: Option<OsString>,
+
+    /// With --from: queue the good lines where others are wrong, and end with 125
+    #[arg(
+        long = "continue",
+        requires = "from",
+        conflicts_with = "words",
+        help_heading = "Queue"
+    )]
+    pub go_on: bool,
+
+    /// The script or command with its arguments; the usage line shows it better than clap would.
+    #[arg(
+        value_name = "SCRIPT or -- CMD",
+        required_unless_present = "from",
+        conflicts_with = "from",
+        trailing_var_arg = true,
+        hide = true
+    )]
+    pub words: Vec<OsString>,
+}
+
+/// What `run` and `submit` share.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct TaskArgs {
+    #[command(flatten)]
     pub analysis: AnalysisArgs,
 
     /// The program's standard input: a file, or `-` for Fumehood's own. It is piped, so the program
     /// never holds the file itself [default: empty]
     #[arg(long, value_name = "FILE|-", help_heading = "What it sees")]
     pub stdin: Option<OsString>,
-
-    /// Run in the workspace that `fumehood workspace create ID` made, under its id. Not with --id, --keep or
-    /// --workspace memory [default: a new workspace]
-    #[arg(long = "in", value_name = "ID", help_heading = "Workspace")]
-    pub in_workspace: Option<OsString>,
 
     #[command(flatten)]
     pub outputs: OutputArgs,
@@ -61,15 +138,6 @@ pub struct RunArgs {
     /// Print one JSON document on stdout instead of the program's own output
     #[arg(long, help_heading = "Report")]
     pub json: bool,
-
-    /// The script or command with its arguments; the usage line shows it better than clap would.
-    #[arg(
-        value_name = "SCRIPT or -- CMD",
-        required = true,
-        trailing_var_arg = true,
-        hide = true
-    )]
-    pub words: Vec<OsString>,
 }
 
 /// What is taken of what the program leaves in its workspace.
@@ -136,7 +204,7 @@ pub struct ShellArgs {
     pub analysis: AnalysisArgs,
 }
 
-/// The options that `run` and `shell` share.
+/// The options that `run`, `submit` and `shell` share.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct AnalysisArgs {
     /// The analysis's name, [A-Za-z0-9][A-Za-z0-9._-]{0,63}; the workspace is
@@ -278,33 +346,61 @@ pub enum ArgsError {
 }
 
 impl RunArgs {
-    /// Tells `run SCRIPT` from `run -- CMD`. clap swallows the `--`, but the words are the very end of
-    /// the command line (nothing after the first is read as an option), so what stands before them
-    /// there decides. An option's value cannot be mistaken for it: clap takes `--` for none.
     pub fn command(&self, argv: &[OsString]) -> Result<Command, ArgsError> {
-        let head = argv
-            .strip_suffix(self.words.as_slice())
-            .ok_or(ArgsError::NotTheTail)?;
-        let (first, args) = self.words.split_first().ok_or(ArgsError::EmptyCommand)?;
-        match head.last().is_some_and(|word| word == "--") {
-            true if first.is_empty() => Err(ArgsError::EmptyCommand),
-            true => Ok(Command::Argv(self.words.clone())),
-            false if first.is_empty() => Err(ArgsError::EmptyScript),
-            false => Ok(Command::Script {
-                script: PathBuf::from(first),
-                args: args.to_vec(),
-            }),
-        }
+        command(&self.words, argv)
     }
 
     /// Every setting given, with its values as typed.
     pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+        let mut given = self.task.given();
+        given.extend(one(Key::In, &self.in_workspace));
+        given
+    }
+}
+
+impl SubmitArgs {
+    pub fn command(&self, argv: &[OsString]) -> Result<Command, ArgsError> {
+        command(&self.words, argv)
+    }
+
+    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+        let mut given = self.task.given();
+        let own = [
+            one(Key::Priority, &self.priority),
+            one(Key::Retries, &self.retries),
+            many(Key::RetryOn, &self.retry_on),
+            one(Key::SubmitOnce, &self.key),
+            one(Key::QueueMax, &self.queue_max),
+        ];
+        given.extend(own.into_iter().flatten());
+        given
+    }
+}
+
+/// Tells `run SCRIPT` from `run -- CMD`. clap swallows the `--`, but the words are the very end of
+/// the command line (nothing after the first is read as an option), so what stands before them
+/// there decides. An option's value cannot be mistaken for it: clap takes `--` for none.
+fn command(words: &[OsString], argv: &[OsString]) -> Result<Command, ArgsError> {
+    let head = argv.strip_suffix(words).ok_or(ArgsError::NotTheTail)?;
+    let (first, args) = words.split_first().ok_or(ArgsError::EmptyCommand)?;
+    match head.last().is_some_and(|word| word == "--") {
+        true if first.is_empty() => Err(ArgsError::EmptyCommand),
+        true => Ok(Command::Argv(words.to_vec())),
+        false if first.is_empty() => Err(ArgsError::EmptyScript),
+        false => Ok(Command::Script {
+            script: PathBuf::from(first),
+            args: args.to_vec(),
+        }),
+    }
+}
+
+impl TaskArgs {
+    fn given(&self) -> Vec<(Key, Vec<OsString>)> {
         let mut given = self.analysis.given();
         given.extend(self.outputs.given());
         given.extend(self.store.given());
         let own = [
             one(Key::Stdin, &self.stdin),
-            one(Key::In, &self.in_workspace),
             one(Key::StoreQuota, &self.store_quota),
             one(Key::FreeReserve, &self.free_reserve),
             many(Key::SecretEnv, &self.secret_env),
@@ -421,6 +517,7 @@ mod tests {
     #[derive(clap::Subcommand)]
     enum Verb {
         Run(Box<RunArgs>),
+        Submit(Box<SubmitArgs>),
         Shell(Box<ShellArgs>),
     }
 
@@ -432,6 +529,7 @@ mod tests {
         let argv = argv(words);
         match Program::try_parse_from(&argv)?.verb {
             Verb::Run(args) => Ok(args.command(&argv).unwrap()),
+            Verb::Submit(args) => Ok(args.command(&argv).unwrap()),
             Verb::Shell(_) => Ok(Command::Shell),
         }
     }
@@ -516,18 +614,19 @@ mod tests {
         let Verb::Run(args) = Program::try_parse_from(&argv).unwrap().verb else {
             panic!("run")
         };
-        assert_eq!(args.analysis.read, std::slice::from_ref(&odd));
+        assert_eq!(args.task.analysis.read, std::slice::from_ref(&odd));
         assert_eq!(args.command(&argv).unwrap(), Command::Argv(vec![odd]));
     }
 
     #[test]
     fn each_setting_is_an_option_and_each_option_a_setting() {
         let program = Program::command();
-        let run = program.find_subcommand("run").unwrap();
-        let options: BTreeSet<String> = run
-            .get_arguments()
+        let not_settings = ["help", "from", "continue"];
+        let options: BTreeSet<String> = ["run", "submit"]
+            .into_iter()
+            .flat_map(|verb| program.find_subcommand(verb).unwrap().get_arguments())
             .filter_map(|arg| arg.get_long())
-            .filter(|long| *long != "help")
+            .filter(|long| !not_settings.contains(long))
             .map(str::to_owned)
             .collect();
         let settings: BTreeSet<String> =
@@ -537,29 +636,37 @@ mod tests {
 
     #[test]
     fn each_option_given_is_handed_on() {
-        let mut typed = argv(&["run"]);
-        for setting in SETTINGS {
-            typed.push(setting.flag().into());
-            if setting.kind != Kind::Switch {
-                typed.push("x".into());
+        let program = Program::command();
+        let mut handed_on = BTreeSet::new();
+        for verb in ["run", "submit"] {
+            let known = program.find_subcommand(verb).unwrap();
+            let has = |flag: &str| known.get_arguments().any(|a| a.get_long() == Some(flag));
+            let mut typed = argv(&[verb]);
+            for setting in SETTINGS.iter().filter(|s| has(&s.flag()[2..])) {
+                typed.push(setting.flag().into());
+                if setting.kind != Kind::Switch {
+                    typed.push("x".into());
+                }
             }
+            typed.push("a.py".into());
+            let given = match Program::try_parse_from(&typed).unwrap().verb {
+                Verb::Run(args) => args.given(),
+                Verb::Submit(args) => args.given(),
+                Verb::Shell(_) => panic!("shell"),
+            };
+            handed_on.extend(given.into_iter().map(|(key, _)| key));
         }
-        typed.push("a.py".into());
-        let Verb::Run(args) = Program::try_parse_from(&typed).unwrap().verb else {
-            panic!("run")
-        };
-        let given: BTreeSet<Key> = args.given().into_iter().map(|(key, _)| key).collect();
-        assert_eq!(given, SETTINGS.iter().map(|s| s.key).collect());
+        assert_eq!(handed_on, SETTINGS.iter().map(|s| s.key).collect());
     }
 
     #[test]
     fn help_states_each_default() {
         let mut program = Program::command();
-        let help = program
-            .find_subcommand_mut("run")
-            .unwrap()
-            .render_long_help()
-            .to_string();
+        let mut long = |verb: &str| {
+            let known = program.find_subcommand_mut(verb).unwrap();
+            known.render_long_help().to_string()
+        };
+        let help = long("run") + &long("submit");
         for setting in SETTINGS {
             assert!(help.contains(&setting.flag()), "{}", setting.flag());
         }
@@ -583,6 +690,9 @@ mod tests {
             "1G]",
             "artifacts in FUMEHOOD_HOME]",
             "SQLite in FUMEHOOD_HOME]",
+            "from 0 to 100",
+            "at most 20",
+            "200000]",
         ] {
             assert!(help.contains(default), "{default}");
         }

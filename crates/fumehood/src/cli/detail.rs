@@ -8,7 +8,8 @@ use analysis::ledger::Ledger;
 use analysis::provenance::Provenance;
 use analysis::record::LimitEntry;
 use analysis::store::{
-    Attempt, Listed, PostProcess, RemarkCount, STREAMS, StoredLog, StoredOutput, StoredRemark,
+    Attempt, Event, Listed, Place, PostProcess, RemarkCount, STREAMS, State, StoredLog,
+    StoredOutput, StoredRemark,
 };
 use analysis::units::{format_cpus, format_size};
 use serde_json::value::RawValue;
@@ -16,7 +17,7 @@ use serde_json::value::RawValue;
 use super::args::StoreArgs;
 use super::list;
 use super::print::{self, Align, Out, Table, clean, counted};
-use super::{document, ids, ledger, standing, when};
+use super::{document, events, ids, ledger, standing, when};
 
 /// Show everything about one attempt.
 ///
@@ -30,7 +31,11 @@ pub struct ShowArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub attempt: Option<u32>,
 
-    /// Print one JSON document (fumehood.show/1), with all outputs, remarks and the provenance
+    /// Also what happened to the analysis, step by step, in all its attempts
+    #[arg(long)]
+    pub events: bool,
+
+    /// Print one JSON document (fumehood.show/1), with all outputs, remarks, events and the provenance
     #[arg(long)]
     pub json: bool,
 
@@ -50,6 +55,10 @@ pub struct Everything {
     pub remarks: Vec<StoredRemark>,
     pub remark_counts: Vec<RemarkCount>,
     pub logs: Vec<StoredLog>,
+    /// Of all attempts.
+    pub events: Vec<Event>,
+    /// `None`: it was never submitted.
+    pub place: Option<Place>,
     pub now_ms: i64,
 }
 
@@ -59,7 +68,7 @@ pub fn show(args: &ShowArgs) -> anyhow::Result<u8> {
     let all = gather(&mut ledger, attempt)?;
     match args.json {
         true => print::json(&document::of(&all))?,
-        false => print_all(&all, &home)?,
+        false => print_all(&all, &home, args.events)?,
     }
     Ok(0)
 }
@@ -77,6 +86,8 @@ fn gather(ledger: &mut Ledger, attempt: Attempt) -> anyhow::Result<Everything> {
         remarks,
         remark_counts,
         logs,
+        events: ledger.with(|store| store.events(&id))?,
+        place: ledger.with(|store| store.place(&id, number))?,
         now_ms: ledger.with(|store| store.now_ms())?,
         attempt,
     })
@@ -106,13 +117,23 @@ impl Page {
     }
 }
 
-fn print_all(all: &Everything, home: &Home) -> anyhow::Result<()> {
+fn print_all(all: &Everything, home: &Home, with_events: bool) -> anyhow::Result<()> {
     let mut page = Page { out: Out::new() };
     how_it_ended(&mut page, all, home)?;
+    how_it_waits(&mut page, all)?;
     what_held_it(&mut page, &all.attempt)?;
     what_it_was(&mut page, &all.attempt)?;
     what_it_left(&mut page, all)?;
     what_is_said(&mut page, all)?;
+    if with_events {
+        let from = parsed::<Provenance>(&all.attempt.provenance_json);
+        let host = &all.attempt.listed.host;
+        let name = from.map_or(host.clone(), |from| from.host.name);
+        let table = events::table(&all.events, (host, &name));
+        for (at, line) in table.lines().iter().enumerate() {
+            page.fact(if at == 0 { "events" } else { "" }, line)?;
+        }
+    }
     page.out.finish()
 }
 
@@ -132,21 +153,24 @@ fn how_it_ended(page: &mut Page, all: &Everything, home: &Home) -> anyhow::Resul
     for standing in here {
         page.fact("here", &clean(&standing.advice()))?;
     }
-    let begun = listed.started_ms.unwrap_or(listed.created_ms);
+    // What waits, or was cancelled while it did, has never begun.
+    let begun = match (listed.started_ms, listed.host.is_empty()) {
+        (None, true) => ("queued", listed.created_ms),
+        (started_ms, _) => ("begun", started_ms.unwrap_or(listed.created_ms)),
+    };
     let ago = when::age(all.now_ms, listed.created_ms);
-    page.fact("begun", &format!("{} UTC ({ago} ago)", when::date(begun)))?;
+    let text = format!("{} UTC ({ago} ago)", when::date(begun.1));
+    page.fact(begun.0, &text)?;
     if let (Some(ended), Some(wall)) = (listed.ended_ms, listed.wall_ms) {
         let text = format!("{} UTC, after {}", when::date(ended), when::brief(wall));
         page.fact("ended", &text)?;
     }
-    let by = attempt
-        .submitter
-        .as_deref()
-        .map(|by| format!("{} on ", clean(by)));
     // Machines are told apart by an id that nobody knows by heart.
     let from = parsed::<Provenance>(&attempt.provenance_json);
     let host = from.map_or(clean(&listed.host), |from| clean(&from.host.name));
-    page.fact("by", &format!("{}{host}", by.unwrap_or_default()))?;
+    let by = attempt.submitter.as_deref().map(clean);
+    let by = by.into_iter().chain((!host.is_empty()).then_some(host));
+    page.fact("by", &by.collect::<Vec<_>>().join(" on "))?;
     if let Some(usage) = &attempt.usage {
         let mut used = vec![format!("CPU {}", when::brief(usage.cpu_ms))];
         used.extend(
@@ -167,6 +191,31 @@ fn how_it_ended(page: &mut Page, all: &Everything, home: &Home) -> anyhow::Resul
         page.fact("used", &used.join(", "))?;
     }
     Ok(())
+}
+
+/// Its place in the queue, and what the queue knows of it.
+fn how_it_waits(page: &mut Page, all: &Everything) -> anyhow::Result<()> {
+    let Some(place) = &all.place else {
+        return Ok(());
+    };
+    let listed = &all.attempt.listed;
+    page.maybe("waits", events::waits(place, all.now_ms))?;
+    if !listed.state.is_final() {
+        let asks = events::asks(place.memory_bytes, place.cpu_milli);
+        page.fact("asks for", &asks)?;
+        let worker = place.worker.as_deref().map(clean);
+        page.maybe("worker", worker.filter(|_| listed.state != State::Queued))?;
+        let cancel = place.cancel_ms.map(|ms| {
+            let by = place.cancel_by.as_deref().unwrap_or_default();
+            format!(
+                "asked for by {} {} ago",
+                clean(by),
+                when::age(all.now_ms, ms)
+            )
+        });
+        page.maybe("cancel", cancel)?;
+    }
+    page.maybe("retries", events::retries(place))
 }
 
 fn what_held_it(page: &mut Page, attempt: &Attempt) -> anyhow::Result<()> {

@@ -14,7 +14,7 @@ use analysis::store::Location;
 use anyhow::Context;
 use sandbox::spec::{Level, WorkspaceKind};
 
-use super::args::{AnalysisArgs, RunArgs};
+use super::args::{AnalysisArgs, RunArgs, TaskArgs};
 use super::{exit, ledger};
 use crate::config::{self, RecordSettings, Resolved, Sources};
 
@@ -105,10 +105,13 @@ fn configuration(args: &DoctorArgs, sources: &mut Sources) -> Result<Box<Resolve
     sources.argv = ["fumehood", "run", "--"].map(OsString::from).to_vec();
     sources.argv.extend(words.iter().cloned());
     let run = RunArgs {
-        analysis: AnalysisArgs {
-            workspace_root: args.workspace_root.clone(),
-            isolation: args.isolation.clone(),
-            ..AnalysisArgs::default()
+        task: TaskArgs {
+            analysis: AnalysisArgs {
+                workspace_root: args.workspace_root.clone(),
+                isolation: args.isolation.clone(),
+                ..AnalysisArgs::default()
+            },
+            ..TaskArgs::default()
         },
         words,
         ..RunArgs::default()

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use super::detail::Everything;
+use super::events::{EventEntry, PlaceEntry};
 
 /// An attempt, as every `--json` shows it.
 #[derive(Serialize)]
@@ -83,6 +84,10 @@ pub struct Document<'a> {
     post_process_message: Option<&'a str>,
     post_process_ms: Option<i64>,
     attempts: Vec<Entry<'a>>,
+    /// What it was submitted with, and where it stands; `null` if it never was.
+    queue: Option<PlaceEntry<'a>>,
+    /// Of all attempts, first to last.
+    events: Vec<EventEntry<'a>>,
 }
 
 #[derive(Serialize)]
@@ -196,5 +201,7 @@ pub fn of(all: &Everything) -> Document<'_> {
         post_process_message: attempt.post_process_message.as_deref(),
         post_process_ms: attempt.post_process_ms,
         attempts: all.attempts.iter().map(Entry::from).collect(),
+        queue: all.place.as_ref().map(PlaceEntry::from),
+        events: all.events.iter().map(EventEntry::from).collect(),
     }
 }

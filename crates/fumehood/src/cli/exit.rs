@@ -1,9 +1,12 @@
 //! Exit codes: fixed, documented, and only `succeeded` is 0.
 
 use analysis::record::{CommitState, Reason, Record, Status};
+use analysis::store::{Listed, PostProcess, State};
 
 /// The program never started, or Fumehood failed.
 pub const COULD_NOT_RUN: u8 = 125;
+/// `wait` waited for as long as it was told to, and not all have ended. Not 124, which is an analysis's own.
+pub const NOT_ENDED: u8 = 119;
 /// The program succeeded, but an output that `--expect` names is not there.
 pub const MISSING_OUTPUT: u8 = 120;
 /// It ran; its record is not finished: the database does not have it, or the post_process command failed.
@@ -23,7 +26,8 @@ pub const HELP: &str = "Exit codes:
   124  timed out (wall, CPU or idle time)      125  Fumehood could not run it
   126  not executable                          127  not found
   128+n  killed by signal n                    137  out of memory, or killed
-121 also tells of a post_process command that failed after a success.
+121 also tells of a post_process command that failed after a success. `wait` exits as `run` would have, of several
+with the first code that is not 0, and with 119 if its own --timeout is over before they have ended.
 The `reason` in --json always tells more.";
 
 pub fn code(record: &Record) -> u8 {
@@ -49,14 +53,38 @@ pub fn code(record: &Record) -> u8 {
             Reason::NotExecutable => NOT_EXECUTABLE,
             _ => COULD_NOT_RUN,
         },
-        Status::Failed => {
-            let by_signal = record.signal.map(|n| SIGNAL_BASE + n);
-            let code = record
-                .exit_code
-                .or(by_signal)
-                .and_then(|code| u8::try_from(code).ok());
-            // Failed is never 0, whatever was told.
-            code.filter(|code| *code != 0).unwrap_or(1)
-        }
+        Status::Failed => failed(record.exit_code, record.signal),
     }
+}
+
+/// What `run` would have exited with, from an attempt that has ended and was recorded.
+pub fn of_stored(listed: &Listed) -> u8 {
+    let unprocessed = matches!(
+        listed.post_process,
+        PostProcess::Pending | PostProcess::Failed
+    );
+    let reason = listed.reason.as_deref().unwrap_or_default();
+    let is = |expected: Reason| reason == expected.as_str();
+    match listed.state {
+        State::Queued | State::Running | State::Collecting => NOT_ENDED,
+        State::Succeeded if unprocessed => NOT_COMMITTED,
+        State::Succeeded => 0,
+        State::Failed if is(Reason::MissingOutput) => MISSING_OUTPUT,
+        State::Failed => failed(listed.exit_code, listed.signal),
+        State::TimedOut => TIMED_OUT,
+        State::OutOfMemory => OUT_OF_MEMORY,
+        State::LimitExceeded => LIMIT_EXCEEDED,
+        State::Cancelled => CANCELLED,
+        State::Error if is(Reason::NotFound) => NOT_FOUND,
+        State::Error if is(Reason::NotExecutable) => NOT_EXECUTABLE,
+        State::Error => COULD_NOT_RUN,
+    }
+}
+
+fn failed(exit_code: Option<i32>, signal: Option<i32>) -> u8 {
+    let by_signal = signal.and_then(|n| SIGNAL_BASE.checked_add(n));
+    let code = exit_code.or(by_signal);
+    let code = code.and_then(|code| u8::try_from(code).ok());
+    // Failed is never 0, whatever was told.
+    code.filter(|code| *code != 0).unwrap_or(1)
 }

@@ -58,11 +58,15 @@ fn resolve(ledger: &mut Ledger, text: &str) -> anyhow::Result<String> {
     found.map_err(plainly)
 }
 
-/// A wrong id is no trouble of the database's, and needs no mention of it.
-fn plainly(error: SettleError) -> anyhow::Error {
+/// A wrong id, or one that is not meant for this, is no trouble of the database's, and needs no mention of it.
+pub fn plainly(error: SettleError) -> anyhow::Error {
     match error {
         SettleError::Database {
-            source: source @ (StoreError::NotFound { .. } | StoreError::Ambiguous { .. }),
+            source:
+                source @ (StoreError::NotFound { .. }
+                | StoreError::Ambiguous { .. }
+                | StoreError::NeverSubmitted { .. }
+                | StoreError::NotEnded { .. }),
             ..
         } => source.into(),
         error => error.into(),

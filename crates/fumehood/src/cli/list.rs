@@ -222,7 +222,7 @@ fn note(listed: &Listed, here: &[Standing]) -> String {
         PostProcess::Pending => notes.push("post_process pending".to_owned()),
         PostProcess::NotAsked | PostProcess::Done => {}
     }
-    if !listed.state.is_final() {
+    if !listed.state.is_final() && listed.state != State::Queued {
         let standing = here.iter().find(|s| s.record.id.as_str() == listed.id);
         match standing.map(Standing::next) {
             Some(Next::Runs) => {}

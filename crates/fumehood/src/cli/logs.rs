@@ -5,12 +5,14 @@ use std::fs::File;
 use std::io::{self, IsTerminal, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use analysis::home::Home;
 use analysis::ledger::Ledger;
 use analysis::logs::{Captured, escape_terminal};
+use analysis::request::AnalysisId;
 use analysis::run_dir::Paper;
-use analysis::store::{STREAMS, StoredLog};
+use analysis::store::{STREAMS, State, StoredLog};
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -19,6 +21,7 @@ use serde::Serialize;
 use super::args::StoreArgs;
 use super::print::{self, Out, clean};
 use super::standing::{self, Next, Process, Standing};
+use super::wait::Watch;
 use super::{ids, ledger, show};
 
 /// Print what an attempt printed.
@@ -38,7 +41,7 @@ pub struct LogsArgs {
     #[arg(long)]
     pub stderr: bool,
 
-    /// While it runs on this machine, go on until it has ended
+    /// While it runs in this FUMEHOOD_HOME, go on until the attempt has ended; while it is queued, wait for it to start
     #[arg(long, short)]
     pub follow: bool,
 
@@ -78,7 +81,10 @@ pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
     let (home, mut ledger) = ledger::open(&args.store)?;
     let streams = streams(args);
     // What has no row (yet) may still be in this home.
-    let here = running_here(&home, &mut ledger, args)?;
+    let mut here = running_here(&home, &mut ledger, args)?;
+    if args.follow && here.is_none() {
+        here = until_it_runs(&home, &mut ledger, args)?;
+    }
     if let (true, Some(standing)) = (args.follow, here) {
         follow(&home, &mut ledger, standing, &streams, args.raw)?;
         return Ok(0);
@@ -106,6 +112,10 @@ pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
             (Some(log), _) => print_stored(&mut ledger, &log, 0, &mut sink)?,
             (None, Some(standing)) => print_files(&standing.path, stream, 0, &mut sink)?,
             (None, None) if listed.state.is_final() => {}
+            (None, None) if listed.state == State::Queued => anyhow::bail!(
+                "{} is queued, and has printed nothing yet; -f waits for it to start",
+                clean(&listed.id)
+            ),
             (None, None) => anyhow::bail!(
                 "{} is {} on {}; its logs are there until it has ended",
                 clean(&listed.id),
@@ -117,6 +127,10 @@ pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
     }
     Ok(0)
 }
+
+/// Between two looks for an attempt that is about to start, and for one that waits.
+const MOMENT: Duration = Duration::from_millis(50);
+const QUEUED_MOMENT: Duration = Duration::from_millis(450);
 
 fn streams(args: &LogsArgs) -> Vec<&'static str> {
     match (args.stdout, args.stderr) {
@@ -350,6 +364,50 @@ fn running_here(
     };
     here.retain(|standing| named(standing, &id));
     Ok(here.pop())
+}
+
+/// Waits for an attempt that is queued, or was just taken, to run in this home. `None`: there is nothing to wait for, or it
+/// has ended, or runs elsewhere; then the caller tells what there is.
+fn until_it_runs(
+    home: &Home,
+    ledger: &mut Ledger,
+    args: &LogsArgs,
+) -> anyhow::Result<Option<Standing>> {
+    let mut now = ids::attempt(ledger, &args.id, None)?;
+    let (id, attempt) = (now.listed.id.clone(), now.listed.attempt);
+    if now.listed.state == State::Queued {
+        let id = clean(&id);
+        show::line(&format!("{id} is queued; waiting for it to start"));
+    }
+    let id = AnalysisId::new(&id).context("read an id from the database")?;
+    let mut watch = Watch::over(ledger);
+    loop {
+        // A runner makes its directory before it notes its workspace, so it is looked for after that.
+        let runs = |standing: &Standing| {
+            standing.record.attempt == attempt && standing.next() == Next::Runs
+        };
+        let mut here = standing::of_id(home, &id).into_iter();
+        if let Some(standing) = here.find(runs) {
+            return Ok(Some(standing));
+        }
+        let taken = now.listed.host == analysis::home::machine() && now.workspace.is_none();
+        // Nothing rings when it is taken, nor when its directory is made.
+        let most = match now.listed.state {
+            State::Queued => QUEUED_MOMENT,
+            State::Running if taken => Duration::ZERO,
+            _ => return Ok(None),
+        };
+        watch.pause(MOMENT, most, None)?;
+        let asked = watch.ask(
+            ledger,
+            |ledger| ledger.with(|store| store.show(id.as_str(), Some(attempt))),
+            None,
+        )?;
+        match asked {
+            Some(asked) => now = asked,
+            None => return Ok(None),
+        }
+    }
 }
 
 /// Prints what arrives until the runner has ended or let go of the directory, then the rest from wherever it is now.

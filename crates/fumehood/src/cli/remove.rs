@@ -8,7 +8,7 @@ use analysis::ledger::Ledger;
 use analysis::manifest::ContentHash;
 use analysis::request::AnalysisId;
 use analysis::run_dir::RunDir;
-use analysis::store::{Removed, STREAMS, WhileRunning};
+use analysis::store::{Removed, STREAMS, State, WhileRunning};
 use serde::Serialize;
 
 use super::args::StoreArgs;
@@ -18,7 +18,7 @@ use super::{ids, ledger, show, standing};
 
 /// Remove analyses from the record, with all their attempts, logs and outputs.
 ///
-/// Nothing is asked, and nothing can be brought back. An analysis that is running, or that left something in this home
+/// Nothing is asked, and nothing can be brought back. An analysis that is queued or running, or that left something in this home
 /// (a kept workspace, an attempt that awaits its commit), is refused, and then none of those named is removed.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RmArgs {
@@ -126,9 +126,15 @@ pub fn refuse_standing(home: &Home, id: &str) -> anyhow::Result<()> {
 /// Before anything is removed. The removal itself checks again, in its transaction.
 fn refuse_running(ledger: &mut Ledger, id: &str) -> anyhow::Result<()> {
     let attempts = ledger.with(|store| store.attempts(id))?;
+    if let Some(queued) = attempts.iter().find(|a| a.state == State::Queued) {
+        anyhow::bail!(
+            "{id} is queued (attempt {}); cancel it first, with `fumehood cancel {id}`",
+            queued.attempt
+        );
+    }
     if let Some(running) = attempts.iter().find(|a| !a.state.is_final()) {
         anyhow::bail!(
-            "{id} has an attempt ({}) that is {} on {}; wait for it, run `fumehood gc` there if its runner died, or use --force",
+            "{id} has an attempt ({}) that is {} on {}; wait for it, `fumehood cancel {id}`, run `fumehood gc` there if its runner died, or use --force",
             running.attempt,
             running.state,
             clean(&running.host)

@@ -71,6 +71,7 @@ fn perform(
         },
         free_reserve_bytes: resolved.record.free_reserve_bytes,
         store_quota_bytes: resolved.record.store_quota_bytes,
+        taken: None,
     };
     let mut ledger = match &raw {
         // Somebody looking around is no analysis.

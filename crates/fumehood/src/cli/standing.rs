@@ -1,18 +1,21 @@
 //! What stands in this home: run directories, as they are, looked at without touching or locking them.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use analysis::home::{self, Home};
 use analysis::request::AnalysisId;
-use analysis::run_dir::{RunRecord, RunState};
+use analysis::run_dir::{Paper, RunDir, RunRecord, RunState};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 const RECORD: &str = "run.json";
 const RECORD_BYTES_MAX: u64 = 1 << 20;
+/// In a run directory: its runner was told to cancel.
+const TOLD: &str = "cancel";
 
 /// One run directory.
 pub struct Standing {
@@ -79,6 +82,84 @@ impl Standing {
             Next::Elsewhere => format!("{id} is another machine's"),
         }
     }
+}
+
+/// How much of a hurry there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hurry {
+    /// SIGTERM to its processes, the grace, SIGKILL.
+    No,
+    /// SIGKILL at once.
+    Now,
+}
+
+/// What came of telling a runner.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    Now,
+    /// Somebody has told it before, and once more would take its grace from it.
+    Before,
+    /// The program has ended; only what it left is being collected.
+    HasEnded,
+    /// It does not live, or cannot be shown to be the runner.
+    Unreachable,
+}
+
+impl Standing {
+    /// The runner's process, shown to be it. A pid alone may be another's by now. That the directory is locked shows that
+    /// somebody is at it, and that the very process has the directory open, that it is this one; its descriptor was
+    /// opened before we looked, and the process lives after we have looked, so the pid named one process all along.
+    pub fn runner(&self) -> Option<Process> {
+        if !self.alive {
+            return None;
+        }
+        let runner = Process::of(&self.record)?;
+        let is_locked = matches!(RunDir::try_lock(&self.path), Ok(None));
+        let same = read(&self.path).is_some_and(|now| now.runner_pid == self.record.runner_pid);
+        let shown = is_locked && same && has_open(self.record.runner_pid, &self.path);
+        (shown && !runner.has_ended()).then_some(runner)
+    }
+
+    /// Has the runner cancel its analysis, as Ctrl-C would. Whoever comes first leaves a mark in the directory: a runner
+    /// takes a second signal for impatience. The mark goes with the directory, and is not made once the program has
+    /// ended, lest it stand in the way of the directory's removal.
+    pub fn cancel(&self, hurry: Hurry) -> io::Result<Told> {
+        let Some(runner) = self.runner() else {
+            return Ok(Told::Unreachable);
+        };
+        if self.path.join(Paper::Outcome.name()).exists() {
+            return Ok(Told::HasEnded);
+        }
+        let first = match std::fs::File::create_new(self.path.join(TOLD)) {
+            Ok(_) => true,
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => false,
+            Err(e) => return Err(e),
+        };
+        if first {
+            runner.signal(Signal::TERM)?;
+        }
+        if hurry == Hurry::Now {
+            // Another one than the first: two of a kind that are sent at once may arrive as one.
+            runner.signal(Signal::INT)?;
+        }
+        Ok(match first || hurry == Hurry::Now {
+            true => Told::Now,
+            false => Told::Before,
+        })
+    }
+}
+
+/// Whether a process has this very directory open. What may not be looked at is not shown.
+fn has_open(pid: u32, dir: &Path) -> bool {
+    let Ok(wanted) = std::fs::symlink_metadata(dir) else {
+        return false;
+    };
+    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter();
+    let mut open = open.flatten().flatten().map(|entry| entry.path());
+    open.any(|fd| {
+        let found = std::fs::metadata(fd);
+        found.is_ok_and(|m| (m.dev(), m.ino()) == (wanted.dev(), wanted.ino()))
+    })
 }
 
 /// Every run directory of this home. What vanishes meanwhile, or has no record yet, is left out. Attempts move from
@@ -151,6 +232,14 @@ impl Process {
         };
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+    }
+
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        match pidfd_send_signal(&self.0, signal) {
+            // It has ended meanwhile, which is what was wanted.
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
     }
 }
 

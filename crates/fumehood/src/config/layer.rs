@@ -25,6 +25,10 @@ pub enum Origin {
     ProjectFile(PathBuf),
     Variable,
     Flag,
+    /// A line of a batch, which is a client's own.
+    Line,
+    /// A submission that a worker took from the queue.
+    Queue,
 }
 
 /// A setting's name as its place writes it, for messages.
@@ -42,6 +46,8 @@ impl fmt::Display for Place {
             }
             Origin::Variable => f.write_str(&self.setting.variable_name()),
             Origin::Flag => f.write_str(&self.setting.flag()),
+            Origin::Line => write!(f, "`{}`", self.setting.name),
+            Origin::Queue => write!(f, "`{}` of the submission", self.setting.name),
         }
     }
 }
@@ -297,7 +303,7 @@ fn unknown_variable(name: &OsStr) -> SettingError {
     }
 }
 
-fn allowed(rule: Rule, place: &Place) -> Result<(), SettingError> {
+pub fn allowed(rule: Rule, place: &Place) -> Result<(), SettingError> {
     match rule {
         Rule::Yes => Ok(()),
         Rule::No(reason) => Err(SettingError::NotThere {
@@ -333,7 +339,7 @@ fn toml_words(value: &toml::Value, place: &Place) -> Result<Vec<OsString>, Setti
 }
 
 impl Entry {
-    fn new(place: Place, words: Vec<OsString>, base: &Path) -> Result<Entry, SettingError> {
+    pub fn new(place: Place, words: Vec<OsString>, base: &Path) -> Result<Entry, SettingError> {
         if words.len() > LIST_ENTRIES_MAX {
             return Err(SettingError::TooMany { place });
         }

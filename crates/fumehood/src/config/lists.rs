@@ -8,7 +8,7 @@ use std::path::{Component, Path, PathBuf};
 use analysis::collect::Globs;
 use analysis::request::{Input, ReadRoot};
 
-use super::layer::{Entry, SettingError, Value, absolute};
+use super::layer::{Entry, Origin, SettingError, Value, absolute};
 use super::settings::{Key, VARIABLE_PREFIX};
 use super::{ConfigError, ENV_BYTES_MAX, Merged};
 
@@ -178,7 +178,9 @@ fn split_suffix(
 ) -> Result<(PathBuf, Option<PathBuf>), ConfigError> {
     let whole = absolute(item, &entry.base);
     let colon = item.as_bytes().iter().rposition(|byte| *byte == b':');
-    let Some(at) = colon.filter(|_| whole.symlink_metadata().is_err()) else {
+    // What was queued was split before, where its files are; whether such a path is here too must not matter.
+    let is_queued = entry.place.origin == Origin::Queue;
+    let Some(at) = colon.filter(|_| is_queued || whole.symlink_metadata().is_err()) else {
         return Ok((whole, None));
     };
     let (path, rest) = (&item.as_bytes()[..at], &item.as_bytes()[at + 1..]);

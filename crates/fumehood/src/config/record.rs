@@ -184,7 +184,7 @@ pub(super) fn is_relative_sqlite(text: &str) -> bool {
 }
 
 /// As the store reads it, which takes `sqlite://x.db` for the relative path `x.db`.
-fn sqlite_path(text: &str) -> Option<&str> {
+pub(super) fn sqlite_path(text: &str) -> Option<&str> {
     let path = text.strip_prefix("sqlite:")?;
     Some(path.strip_prefix("//").unwrap_or(path))
 }
@@ -349,7 +349,9 @@ impl Merged {
             return Ok(());
         }
         match (&entry.place.origin, self.user_privacy) {
-            (Origin::Flag, _) => Err(RecordError::PasswordTyped.into()),
+            (Origin::Flag | Origin::Line | Origin::Queue, _) => {
+                Err(RecordError::PasswordTyped.into())
+            }
             // Other users cannot read the environment of a process.
             (Origin::Variable, _) | (Origin::UserFile(_), Privacy::Private) => Ok(()),
             (Origin::UserFile(_) | Origin::ProjectFile(_), _) => Err(RecordError::PasswordShared {
@@ -376,7 +378,7 @@ fn asked_by(entry: &Entry) -> Result<AskedDb, ConfigError> {
         place: entry.place.clone(),
     })?;
     let origin = match entry.place.origin {
-        Origin::Flag => DbOrigin::CommandLine,
+        Origin::Flag | Origin::Line | Origin::Queue => DbOrigin::CommandLine,
         Origin::Variable => DbOrigin::Environment,
         Origin::UserFile(_) | Origin::ProjectFile(_) => DbOrigin::File,
     };

@@ -67,10 +67,12 @@ pub struct Setting {
     pub user_file: Rule,
     pub project_file: Rule,
     pub variable: Rule,
+    /// In a submission that waits in the queue. Whoever can write to the database can write one.
+    pub queue: Rule,
 }
 
 macro_rules! settings {
-    ($($key:ident $name:literal $kind:expr, $user:expr, $project:expr, $variable:expr;)*) => {
+    ($($key:ident $name:literal $kind:expr, $user:expr, $project:expr, $variable:expr, $queue:expr;)*) => {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Key { $($key),* }
 
@@ -81,6 +83,7 @@ macro_rules! settings {
             user_file: $user,
             project_file: $project,
             variable: $variable,
+            queue: $queue,
         }),*];
     };
 }
@@ -112,72 +115,84 @@ const NO_SEPARATOR: Rule = No("no character could separate the entries of such a
 const CALLERS: Rule = No("how a run is reported is the caller's choice");
 const RECORDS: Rule = No("it decides where results go and what room they take");
 const WITHHOLDS: Rule = No("it decides what the record withholds");
+const BY_CONTENT: Rule = No("a submission carries it by its content");
+const WORKERS: Rule = No("it is the worker's own to say");
+const SUBMITTERS: Rule = No("it is for whoever submits, and waits in no queue");
+const ORDERS: Rule = No("it decides about the analyses of others too");
 
 settings! {
     // What the program sees. Inputs, like `read`, copy or show files that the caller can read, `.env` and
     // keys among them; a runtime is a whole directory shown: all closed to the project's file.
-    Id          "id"           Text, ONE_RUN, ONE_RUN, ONE_RUN;
-    Project     "project"      Path, ONE_RUN, No("it is the directory that holds this file"), Yes;
-    Data        "data"         Path, Yes, Yes, Yes;
-    Docs        "docs"         Path, Yes, Yes, Yes;
-    Read        "read"         List, Yes, SHOWS_MORE, NO_SEPARATOR;
-    Input       "input"        List, ONE_RUN, SHOWS_MORE, NO_SEPARATOR;
-    Runtime     "runtime"      Path, Yes, SHOWS_MORE, Yes;
-    Env         "env"          List, Yes, Yes, NO_SEPARATOR;
-    Stdin       "stdin"        Text, ONE_RUN, SHOWS_MORE, ONE_RUN;
-    Network     "network"      Word(&["none"]), Yes, WEAKENS, Yes;
+    Id          "id"           Text, ONE_RUN, ONE_RUN, ONE_RUN, BY_CONTENT;
+    Project     "project"      Path, ONE_RUN, No("it is the directory that holds this file"), Yes, Yes;
+    Data        "data"         Path, Yes, Yes, Yes, Yes;
+    Docs        "docs"         Path, Yes, Yes, Yes, Yes;
+    Read        "read"         List, Yes, SHOWS_MORE, NO_SEPARATOR, Yes;
+    Input       "input"        List, ONE_RUN, SHOWS_MORE, NO_SEPARATOR, BY_CONTENT;
+    Runtime     "runtime"      Path, Yes, SHOWS_MORE, Yes, Yes;
+    Env         "env"          List, Yes, Yes, NO_SEPARATOR, Yes;
+    Stdin       "stdin"        Text, ONE_RUN, SHOWS_MORE, ONE_RUN, BY_CONTENT;
+    Network     "network"      Word(&["none"]), Yes, WEAKENS, Yes, Yes;
 
     // Limits. The least values are what the sandbox's own init and an interpreter's start need, the
     // most what the kernel can count or a mistyped unit would exceed.
-    Timeout     "timeout"      Duration(bounds(1, YEAR_MS)), Yes, Yes, Yes;
-    CpuTime     "cpu_time"     Duration(bounds_or_off(1, 100 * YEAR_MS)), Yes, Yes, Yes;
+    Timeout     "timeout"      Duration(bounds(1, YEAR_MS)), Yes, Yes, Yes, Yes;
+    CpuTime     "cpu_time"     Duration(bounds_or_off(1, 100 * YEAR_MS)), Yes, Yes, Yes, Yes;
     // Use of CPU beyond 1 % cannot be told from noise in less than a second.
-    IdleTimeout "idle_timeout" Duration(bounds_or_off(SECOND_MS, YEAR_MS)), Yes, Yes, Yes;
-    Grace       "grace"        Duration(bounds(0, HOUR_MS)), Yes, Yes, Yes;
-    Memory      "memory"       Size(bounds(16 * MIB, PIB)), Yes, Yes, Yes;
+    IdleTimeout "idle_timeout" Duration(bounds_or_off(SECOND_MS, YEAR_MS)), Yes, Yes, Yes, Yes;
+    Grace       "grace"        Duration(bounds(0, HOUR_MS)), Yes, Yes, Yes, Yes;
+    Memory      "memory"       Size(bounds(16 * MIB, PIB)), Yes, Yes, Yes, Yes;
     // One hundredth is the least quota that the kernel's scheduler takes.
-    Cpus        "cpus"         Cpus(bounds(10, 65_536_000)), Yes, Yes, Yes;
-    Pids        "pids"         Count(bounds(8, 1 << 22)), Yes, Yes, Yes;
-    OpenFiles   "open_files"   Count(bounds(16, 1 << 20)), Yes, Yes, Yes;
-    Disk        "disk"         Size(bounds(MIB, PIB)), Yes, Yes, Yes;
-    Files       "files"        Count(bounds(16, 1_000_000_000)), Yes, Yes, Yes;
-    LogLimit    "log_limit"    Size(bounds(4 * KIB, 1024 * MIB)), Yes, No("it decides how much memory Fumehood itself takes"), Yes;
-    AllowDegraded "allow_degraded" List, Yes, WEAKENS, Yes;
+    Cpus        "cpus"         Cpus(bounds(10, 65_536_000)), Yes, Yes, Yes, Yes;
+    Pids        "pids"         Count(bounds(8, 1 << 22)), Yes, Yes, Yes, Yes;
+    OpenFiles   "open_files"   Count(bounds(16, 1 << 20)), Yes, Yes, Yes, Yes;
+    Disk        "disk"         Size(bounds(MIB, PIB)), Yes, Yes, Yes, Yes;
+    Files       "files"        Count(bounds(16, 1_000_000_000)), Yes, Yes, Yes, Yes;
+    LogLimit    "log_limit"    Size(bounds(4 * KIB, 1024 * MIB)), Yes, No("it decides how much memory Fumehood itself takes"), Yes, Yes;
+    AllowDegraded "allow_degraded" List, Yes, WEAKENS, Yes, Yes;
 
     // The workspace. Its root is where Fumehood, perhaps as root, makes and removes directories.
-    Workspace   "workspace"    Word(&["disk", "memory"]), Yes, Yes, Yes;
-    WorkspaceRoot "workspace_root" Path, Yes, No("it decides where directories are made and removed"), Yes;
-    Keep        "keep"         Word(&["never", "on-failure", "always"]), Yes, OUTLIVES, Yes;
-    KeepFor     "keep_for"     Duration(bounds(SECOND_MS, YEAR_MS)), Yes, OUTLIVES, Yes;
+    Workspace   "workspace"    Word(&["disk", "memory"]), Yes, Yes, Yes, Yes;
+    WorkspaceRoot "workspace_root" Path, Yes, No("it decides where directories are made and removed"), Yes, WORKERS;
+    Keep        "keep"         Word(&["never", "on-failure", "always"]), Yes, OUTLIVES, Yes, Yes;
+    KeepFor     "keep_for"     Duration(bounds(SECOND_MS, YEAR_MS)), Yes, OUTLIVES, Yes, Yes;
 
     // What is taken of what the program leaves. A project may ask for less of it, as it may of every limit; how much goes
     // into a database that others share is not the project's to say. A glob may hold a comma.
-    Output      "output"       List, Yes, Yes, NO_SEPARATOR;
-    Expect      "expect"       List, Yes, Yes, NO_SEPARATOR;
-    MaxOutput   "max_output"   Size(bounds(0, PIB)), Yes, Yes, Yes;
-    MaxOutputFile "max_output_file" Size(bounds(0, PIB)), Yes, Yes, Yes;
+    Output      "output"       List, Yes, Yes, NO_SEPARATOR, Yes;
+    Expect      "expect"       List, Yes, Yes, NO_SEPARATOR, Yes;
+    MaxOutput   "max_output"   Size(bounds(0, PIB)), Yes, Yes, Yes, Yes;
+    MaxOutputFile "max_output_file" Size(bounds(0, PIB)), Yes, Yes, Yes, Yes;
     // The manifest of more would be too large to hold in memory.
-    MaxOutputs  "max_outputs"  Count(bounds(0, 1_000_000)), Yes, Yes, Yes;
-    MaxDepth    "max_depth"    Count(bounds(1, 256)), Yes, Yes, Yes;
+    MaxOutputs  "max_outputs"  Count(bounds(0, 1_000_000)), Yes, Yes, Yes, Yes;
+    MaxDepth    "max_depth"    Count(bounds(1, 256)), Yes, Yes, Yes, Yes;
     // Beyond this a value takes longer to commit than a lock on the database should last.
-    InlineMax   "inline_max"   Size(bounds(0, 64 * MIB)), Yes, RECORDS, Yes;
-    To          "to"           Path, ONE_RUN, ONE_RUN, ONE_RUN;
-    Force       "force"        Switch, ONE_RUN, ONE_RUN, ONE_RUN;
+    InlineMax   "inline_max"   Size(bounds(0, 64 * MIB)), Yes, RECORDS, Yes, Yes;
+    To          "to"           Path, ONE_RUN, ONE_RUN, ONE_RUN, SUBMITTERS;
+    Force       "force"        Switch, ONE_RUN, ONE_RUN, ONE_RUN, SUBMITTERS;
 
     // The record. Whoever names the database reads every result, so a project cannot.
-    Db          "db"           Text, Yes, RECORDS, Yes;
-    Artifacts   "artifacts"    Path, Yes, RECORDS, Yes;
-    StoreQuota  "store_quota"  Size(bounds_or_off(MIB, PIB)), Yes, RECORDS, Yes;
-    FreeReserve "free_reserve" Size(bounds(0, PIB)), Yes, RECORDS, Yes;
-    SecretEnv   "secret_env"   List, Yes, WITHHOLDS, Yes;
-    Replace     "replace"      Switch, ONE_RUN, ONE_RUN, ONE_RUN;
-    In          "in"           Text, ONE_RUN, ONE_RUN, ONE_RUN;
+    Db          "db"           Text, Yes, RECORDS, Yes, WORKERS;
+    Artifacts   "artifacts"    Path, Yes, RECORDS, Yes, WORKERS;
+    StoreQuota  "store_quota"  Size(bounds_or_off(MIB, PIB)), Yes, RECORDS, Yes, WORKERS;
+    FreeReserve "free_reserve" Size(bounds(0, PIB)), Yes, RECORDS, Yes, WORKERS;
+    SecretEnv   "secret_env"   List, Yes, WITHHOLDS, Yes, Yes;
+    Replace     "replace"      Switch, ONE_RUN, ONE_RUN, ONE_RUN, SUBMITTERS;
+    In          "in"           Text, ONE_RUN, ONE_RUN, ONE_RUN, SUBMITTERS;
 
-    Isolation   "isolation"    Word(&["landlock", "full"]), Yes, WEAKENS, Yes;
-    Level       "level"        Word(&["landlock", "full"]), Yes, WEAKENS, Yes;
-    SharedMemory "shared_memory" Word(&["private", "host"]), Yes, WEAKENS, Yes;
-    Json        "json"         Switch, Yes, CALLERS, Yes;
-    Quiet       "quiet"        Switch, Yes, CALLERS, Yes;
+    Isolation   "isolation"    Word(&["landlock", "full"]), Yes, WEAKENS, Yes, Yes;
+    Level       "level"        Word(&["landlock", "full"]), Yes, WEAKENS, Yes, Yes;
+    SharedMemory "shared_memory" Word(&["private", "host"]), Yes, WEAKENS, Yes, Yes;
+    Json        "json"         Switch, Yes, CALLERS, Yes, SUBMITTERS;
+    Quiet       "quiet"        Switch, Yes, CALLERS, Yes, SUBMITTERS;
+
+    // The queue. Higher priorities go first, before what others wait for; the operator's ceilings bound all of these.
+    Priority    "priority"     Count(bounds(0, 100)), Yes, ORDERS, Yes, SUBMITTERS;
+    // Each try costs as much as the first.
+    Retries     "retries"      Count(bounds(0, 20)), Yes, ORDERS, Yes, SUBMITTERS;
+    RetryOn     "retry_on"     List, Yes, ORDERS, Yes, SUBMITTERS;
+    SubmitOnce  "key"          Text, ONE_RUN, ONE_RUN, ONE_RUN, SUBMITTERS;
+    QueueMax    "queue_max"    Count(bounds(1, 100_000_000)), Yes, ORDERS, Yes, SUBMITTERS;
 }
 
 impl Key {
@@ -237,6 +252,15 @@ impl Kind {
             Size(_) => units::parse_size(text),
             Cpus(_) => units::parse_cpus(text),
             _ => units::parse_count(text),
+        }
+    }
+
+    /// Text that [`Kind::parse_number`] reads as this very number.
+    pub fn exact(self, number: u64) -> String {
+        match self {
+            Duration(_) => format!("{number}ms"),
+            Cpus(_) => format!("{}.{:03}", number / 1000, number % 1000),
+            _ => number.to_string(),
         }
     }
 
@@ -330,8 +354,34 @@ mod tests {
             Key::Force,
             Key::Replace,
             Key::In,
+            Key::Priority,
+            Key::Retries,
+            Key::QueueMax,
         ] {
             assert!(matches!(key.setting().project_file, No(_)), "{key:?}");
+        }
+    }
+
+    /// What a submission must never say to a worker.
+    #[test]
+    fn a_submission_cannot_reach_what_is_the_workers() {
+        for key in [
+            Key::WorkspaceRoot,
+            Key::Db,
+            Key::Artifacts,
+            Key::StoreQuota,
+            Key::FreeReserve,
+            Key::To,
+            Key::Force,
+            Key::In,
+            Key::Replace,
+            Key::Json,
+            Key::Quiet,
+            Key::Input,
+            Key::Stdin,
+            Key::Id,
+        ] {
+            assert!(matches!(key.setting().queue, No(_)), "{key:?}");
         }
     }
 

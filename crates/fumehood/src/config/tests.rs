@@ -9,6 +9,7 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 
+mod queued;
 mod record;
 
 /// A home, a project and a place for a policy, all real files owned by whoever runs the tests.

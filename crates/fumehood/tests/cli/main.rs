@@ -20,11 +20,13 @@ mod outsider;
 mod plain_user;
 mod policy;
 mod postgres;
+mod queue_cli;
 mod reading;
 mod record;
 mod runtimes;
 mod shell;
 mod stepwise;
+mod submit;
 mod together;
 mod workspace;
 
@@ -42,7 +44,7 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 20] = [
+    let files: [(&str, &[Entry]); 22] = [
         ("crash", crash::TRIALS),
         ("doctor", doctor::TRIALS),
         ("doctor_attack", doctor_attack::TRIALS),
@@ -56,11 +58,13 @@ fn entries() -> Vec<(String, For, fn())> {
         ("outsider", outsider::TRIALS),
         ("policy", policy::TRIALS),
         ("postgres", postgres::TRIALS),
+        ("queue_cli", queue_cli::TRIALS),
         ("reading", reading::TRIALS),
         ("record", record::TRIALS),
         ("runtimes", runtimes::TRIALS),
         ("shell", shell::TRIALS),
         ("stepwise", stepwise::TRIALS),
+        ("submit", submit::TRIALS),
         ("together", together::TRIALS),
         ("workspace", workspace::TRIALS),
     ];

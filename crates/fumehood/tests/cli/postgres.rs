@@ -51,7 +51,7 @@ cd /
 rm -rf "$dir"
 "#;
 
-struct Server {
+pub struct Server {
     dir: PathBuf,
     bin: PathBuf,
     _keeper: Child,
@@ -165,16 +165,16 @@ impl Server {
 }
 
 /// A lab whose commands all use a database of their own on the server.
-struct Bench {
-    lab: Lab,
+pub struct Bench {
+    pub lab: Lab,
     server: &'static Server,
     database: String,
-    url: String,
+    pub url: String,
 }
 
 impl Bench {
     /// With its schema, as the superuser.
-    fn new() -> Bench {
+    pub fn new() -> Bench {
         let bench = Bench::bare("postgres");
         bench.ask(&["db", "migrate"]).good();
         bench

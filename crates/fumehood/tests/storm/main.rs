@@ -2,26 +2,33 @@
 //! finished by the next start, exactly once.
 //!
 //! Every trial runs as root and as a plain user, as in `tests/cli`. `FUMEHOOD_TEST_STORM` is how many runners are
-//! killed on each database, over all identities; `FUMEHOOD_TEST_SEED` repeats the dice of an earlier run.
+//! killed on each database, over all identities; `FUMEHOOD_TEST_QUEUE` how many analyses each identity queues on each
+//! database while everything is killed; `FUMEHOOD_TEST_SEED` repeats the dice of an earlier run.
 
 #![allow(clippy::unwrap_used)]
 
+mod admission;
 mod bench;
 mod faults;
 // Shared with `tests/cli` and with the store's own tests, which use more of them.
 #[allow(dead_code)]
 #[path = "../cli/lab.rs"]
 mod lab;
+mod leases;
 mod model;
 mod outages;
 #[path = "../cli/plain_user.rs"]
 mod plain_user;
+mod queue;
 mod random;
 mod rows;
 #[allow(dead_code)]
 #[path = "../../../analysis/tests/store/server.rs"]
 mod server;
 mod steps;
+mod witness;
+mod workers;
+mod yard;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -41,11 +48,15 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 4] = [
+    let files: [(&str, &[Entry]); 8] = [
         ("steps", steps::TRIALS),
         ("faults", faults::TRIALS),
         ("random", random::TRIALS),
         ("outages", outages::TRIALS),
+        ("workers", workers::TRIALS),
+        ("queue", queue::TRIALS),
+        ("leases", leases::TRIALS),
+        ("admission", admission::TRIALS),
     ];
     let named = files.into_iter().flat_map(|(file, list)| {
         list.iter()
@@ -58,6 +69,8 @@ fn entries() -> Vec<(String, For, fn())> {
 pub struct Wishes {
     /// Runners to be killed on each database by this identity.
     pub kills: usize,
+    /// Analyses to be queued on each database by this identity.
+    pub queued: usize,
     pub seed: u64,
     /// Where a plain user's trial writes what is to be shown.
     report: Option<PathBuf>,
@@ -87,21 +100,29 @@ impl Wishes {
             } else {
                 kills
             },
+            queued: number("FUMEHOOD_TEST_QUEUE").unwrap_or(60) as usize,
             seed: number("FUMEHOOD_TEST_SEED").unwrap_or_else(by_time),
             report: None,
         }
     }
 
     fn appended_to(&self, name: &str, report: &std::path::Path) -> String {
-        format!("{name}@{}@{}@{}", self.kills, self.seed, report.display())
+        let Wishes {
+            kills,
+            queued,
+            seed,
+            ..
+        } = self;
+        format!("{name}@{kills}@{queued}@{seed}@{}", report.display())
     }
 
     fn taken_from(name: &str) -> (String, Wishes) {
-        let parts: Vec<&str> = name.splitn(4, '@').collect();
+        let parts: Vec<&str> = name.splitn(5, '@').collect();
         let wishes = Wishes {
             kills: parts[1].parse().unwrap(),
-            seed: parts[2].parse().unwrap(),
-            report: Some(parts[3].into()),
+            queued: parts[2].parse().unwrap(),
+            seed: parts[3].parse().unwrap(),
+            report: Some(parts[4].into()),
         };
         (parts[0].to_owned(), wishes)
     }

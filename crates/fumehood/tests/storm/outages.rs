@@ -46,7 +46,7 @@ fn assert_not_committed(ended: &Ended, id: &str) {
 }
 
 /// A server of this trial's own. It goes when this process does.
-fn own_server() -> &'static Server {
+pub fn own_server() -> &'static Server {
     Box::leak(Box::new(
         Server::start().expect("PostgreSQL must be installed"),
     ))
@@ -113,7 +113,7 @@ fn postgres_killed() {
 }
 
 /// `pg_ctl stop -m immediate`: every process of the server is told to quit at once.
-fn stop_at_once(server: &Server) {
+pub fn stop_at_once(server: &Server) {
     let text = std::fs::read_to_string(server.dir().join("data/postmaster.pid")).unwrap();
     let pid = text.lines().next().unwrap().parse().unwrap();
     let pid = rustix::process::Pid::from_raw(pid).unwrap();

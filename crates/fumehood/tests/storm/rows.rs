@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::server::Server;
 
-const TABLES: [&str; 7] = [
+const TABLES: [&str; 13] = [
     "meta",
     "analyses",
     "attempts",
@@ -16,6 +16,12 @@ const TABLES: [&str; 7] = [
     "logs",
     "remarks",
     "remark_counts",
+    "submissions",
+    "blobs",
+    "submission_blobs",
+    "queue",
+    "workers",
+    "events",
 ];
 
 /// All rows of all tables, in an order of their own; bytes as PostgreSQL writes them, `\x` and hex.

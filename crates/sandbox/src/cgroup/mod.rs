@@ -28,7 +28,7 @@ pub use host::{Host, discover};
 use node::*;
 pub use outer::{OuterLimit, OuterLimits, outer_limits};
 use standing::is_scope_name;
-pub use standing::{Place, Standing, scope_name, standing};
+pub use standing::{Place, Standing, place, scope_name, standing};
 
 use std::collections::BTreeSet;
 use std::fs;

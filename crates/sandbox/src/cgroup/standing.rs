@@ -68,31 +68,41 @@ impl Place {
 
 /// Reads how this process stands. Changes nothing; a host of version 1 costs two short files.
 pub fn standing() -> Standing {
+    let Some(site) = v2_site() else {
+        return Standing::Fixed;
+    };
+    if v2::is_ours(&site) {
+        return Standing::Delegated;
+    }
+    place_in(&site).map_or(Standing::Fixed, Standing::Undelegated)
+}
+
+/// Where this process is in a version 2 tree that has the controllers, whether or not it may make groups there. `None`
+/// as with [`Standing::Fixed`].
+pub fn place() -> Option<Place> {
+    v2_site().and_then(|site| place_in(&site))
+}
+
+fn v2_site() -> Option<Site> {
     let host = discover();
     let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
     let v1 = host
         .v1
         .iter()
         .any(|site| site.controllers.iter().any(|c| limits.contains(c)));
-    let Some(site) = host.v2.filter(|_| !v1) else {
-        return Standing::Fixed;
-    };
-    if v2::is_ours(&site) {
-        return Standing::Delegated;
-    }
+    host.v2.filter(|_| !v1)
+}
+
+fn place_in(site: &Site) -> Option<Place> {
     let membership = fs::read("/proc/self/cgroup").unwrap_or_default();
     let group = lines(&membership)
         .filter_map(parse_membership)
-        .find_map(|(version, _, path)| (version == Version::V2).then_some(path));
+        .find_map(|(version, _, path)| (version == Version::V2).then_some(path))?;
     // In a container that sees a part of the tree, its names are not those of the manager outside.
-    match group {
-        Some(group) if below(&site.mount, &group) == site.own => {
-            let levels = way_up(&site).filter_map(|node| level(&site, &node));
-            let levels = levels.collect();
-            Standing::Undelegated(Place { group, levels })
-        }
-        _ => Standing::Fixed,
-    }
+    (below(&site.mount, &group) == site.own).then(|| Place {
+        levels: way_up(site).filter_map(|node| level(site, &node)).collect(),
+        group,
+    })
 }
 
 fn below(mount: &Path, group: &Path) -> PathBuf {
@@ -161,7 +171,7 @@ mod tests {
             .iter()
             .any(|s| s.controllers.contains(&Controller::Memory))
         {
-            true => assert_eq!(standing(), Standing::Fixed),
+            true => assert_eq!((standing(), place()), (Standing::Fixed, None)),
             false => eprintln!(
                 "UNAVAILABLE: no version 1 hierarchy with the memory controller is mounted"
             ),

@@ -1,0 +1,303 @@
+//! What may be shown or copied at all, and to whom.
+
+use std::path::{Path, PathBuf};
+
+use sandbox::spec::{Exec, HostPath, InsidePath, Owner, View};
+
+use super::links::trusted_link;
+use super::{
+    PolicyError, Private, canonical, canonical_of, everybody, inside_target, own_program, plain,
+};
+use crate::request::{Asker, Command, ReadRoot, Request, Writers};
+use crate::runtime::Runtime;
+
+/// What may be shown at all.
+pub(super) struct Guard<'a> {
+    pub(super) request: &'a Request,
+    pub(super) workspace_root: &'a Path,
+    pub(super) private: &'a Private<'a>,
+}
+
+impl Guard<'_> {
+    /// `data/` or `docs/`: at its host path, and by its name in the working directory.
+    pub(super) fn input_directory(
+        &self,
+        name: &'static str,
+        flag: &'static str,
+        asked: Option<&Path>,
+        workspace: &Path,
+        homes: &[PathBuf],
+        views: &mut Vec<View>,
+    ) -> Result<(), PolicyError> {
+        let Some(given) = self.asked_or_usual(name, asked, homes)? else {
+            return Ok(());
+        };
+        let real = self.real(&given)?;
+        if !real.is_dir() {
+            return Err(PolicyError::NotADirectory { flag, path: given });
+        }
+        self.may_show(&real)?;
+        let mut targets = vec![real.clone(), workspace.join(name)];
+        targets.extend(plain(&given).filter(|p| *p != real && !self.below_workspaces(p)));
+        views.extend(
+            targets
+                .into_iter()
+                .map(|target| self.view(&real, &target, Exec::Refused)),
+        );
+        Ok(())
+    }
+
+    /// The directory asked for, or the project's own. A queued request has what was found when it was submitted.
+    pub(super) fn asked_or_usual(
+        &self,
+        name: &str,
+        asked: Option<&Path>,
+        homes: &[PathBuf],
+    ) -> Result<Option<PathBuf>, PolicyError> {
+        if asked.is_some() || self.request.asked_by != Asker::Caller {
+            return Ok(asked.map(Path::to_path_buf));
+        }
+        let usual = self.request.project.join(name);
+        // A project without it is fine; one where it is a plain file has no such directory either.
+        if !usual.is_dir() {
+            return Ok(None);
+        }
+        trusted_link(&usual, homes)?;
+        Ok(Some(usual))
+    }
+
+    pub(super) fn read_root(
+        &self,
+        read: &ReadRoot,
+        workspace: &Path,
+        views: &mut Vec<View>,
+    ) -> Result<(), PolicyError> {
+        let real = self.real(&read.host)?;
+        self.may_show(&real)?;
+        let targets = match &read.inside {
+            Some(inside) => vec![inside_target(inside, workspace)?],
+            None => {
+                let as_given = plain(&read.host).filter(|p| *p != real);
+                [real.clone()].into_iter().chain(as_given).collect()
+            }
+        };
+        views.extend(
+            targets
+                .into_iter()
+                .map(|target| self.view(&real, &target, Exec::Refused)),
+        );
+        Ok(())
+    }
+
+    pub(super) fn runtime_views(
+        &self,
+        runtime: &Runtime,
+        views: &mut Vec<View>,
+    ) -> Result<(), PolicyError> {
+        for prefix in &runtime.prefixes {
+            self.listed(prefix)?;
+            self.apart_from_ours(prefix)?;
+            self.everybodys(prefix)?;
+            views.push(self.view(prefix, prefix, Exec::Allowed));
+        }
+        for alias in &runtime.aliases {
+            self.everybodys(&alias.source)?;
+            views.push(self.view(&alias.source, &alias.at, Exec::Allowed));
+        }
+        Ok(())
+    }
+
+    fn may_show(&self, real: &Path) -> Result<(), PolicyError> {
+        let refuse = |why| {
+            Err(PolicyError::Refused {
+                path: real.to_path_buf(),
+                why,
+            })
+        };
+        for kernel in ["/proc", "/sys", "/dev"] {
+            if real.starts_with(kernel) {
+                return refuse("it is the kernel's, and never shown");
+            }
+        }
+        if !real.is_dir() && !real.is_file() {
+            return refuse("it is neither a directory nor a plain file");
+        }
+        // The made-up files there keep their place, and accounts and keys stay out.
+        if Path::new("/etc").starts_with(real) {
+            return refuse(
+                "it contains the system's accounts and keys; show single files or directories in it",
+            );
+        }
+        self.apart_from_ours(real)?;
+        self.listed(real)?;
+        self.everybodys(real)
+    }
+
+    /// A source that is read by the runner itself, resolved.
+    pub(super) fn may_copy(&self, source: &Path) -> Result<PathBuf, PolicyError> {
+        if let Asker::Queue { staged, .. } = &self.request.asked_by {
+            return staged_source(source, staged);
+        }
+        let real = canonical_of(source)?;
+        self.apart_from_ours(&real)?;
+        self.listed(&real)?;
+        Ok(real)
+    }
+
+    /// Neither the workspaces nor Fumehood's own files may be seen through a view, from above or within.
+    fn apart_from_ours(&self, real: &Path) -> Result<(), PolicyError> {
+        let refuse = |why| {
+            Err(PolicyError::Refused {
+                path: real.to_path_buf(),
+                why,
+            })
+        };
+        if self.workspace_root.starts_with(real) {
+            return refuse("it contains the workspaces of other analyses");
+        }
+        if self.below_workspaces(real) {
+            return refuse("it is the workspace of an analysis");
+        }
+        let kept = self.private.kept.iter().map(PathBuf::as_path);
+        for own in [self.private.home].into_iter().chain(kept) {
+            let own = canonical(own).unwrap_or_else(|_| own.to_path_buf());
+            if own.starts_with(real) || real.starts_with(&own) {
+                return refuse(
+                    "it contains Fumehood's own records (FUMEHOOD_HOME, the database or the artifacts)",
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Whatever root they are under: the name is ours.
+    fn below_workspaces(&self, path: &Path) -> bool {
+        let names = path.components().map(|c| c.as_os_str().as_encoded_bytes());
+        let mut names = names.map(|n| n.strip_prefix(b".").unwrap_or(n));
+        names.any(|name| name.starts_with(b"scidex-analysis-"))
+    }
+
+    fn listed(&self, real: &Path) -> Result<(), PolicyError> {
+        if self.request.readable_roots.is_none() {
+            return Ok(());
+        }
+        let system = ["/usr", "/bin", "/lib", "/lib64", "/sbin"];
+        let listed = self.operator_lists(real) || system.iter().any(|root| real.starts_with(root));
+        match listed {
+            true => Ok(()),
+            false => Err(PolicyError::NotListed {
+                path: real.to_path_buf(),
+            }),
+        }
+    }
+
+    /// Whether the operator named a directory above it: then it may be read whoever asks.
+    fn operator_lists(&self, real: &Path) -> bool {
+        let mut roots = self.request.readable_roots.iter().flatten();
+        roots.any(|root| canonical(root).is_ok_and(|root| real.starts_with(root)))
+    }
+
+    /// Whether our own rights are more than whoever asked may have.
+    fn is_strangers(&self) -> bool {
+        let asked_by = &self.request.asked_by;
+        matches!(asked_by, Asker::Queue { writers, .. } if *writers == Writers::Others)
+    }
+
+    /// What a path leads to. A stranger does not learn by it what is where not everybody may look.
+    fn real(&self, path: &Path) -> Result<PathBuf, PolicyError> {
+        let mut roots = self.request.readable_roots.iter().flatten();
+        match self.is_strangers() && !roots.any(|root| path.starts_with(root)) {
+            true => everybody::find(path),
+            false => canonical_of(path),
+        }
+    }
+
+    /// A stranger is shown what everybody may read, or what the operator lists.
+    fn everybodys(&self, real: &Path) -> Result<(), PolicyError> {
+        if !self.is_strangers() || self.operator_lists(real) {
+            return Ok(());
+        }
+        // The path is resolved, so a link in it is new, and leads elsewhere.
+        if everybody::find(real)? != real {
+            return Err(PolicyError::Refused {
+                path: real.to_path_buf(),
+                why: "it changed while it was looked at",
+            });
+        }
+        // The program runs as our own user, and reads what we read; root's runs as nobody else does.
+        match real.is_dir() && !rustix::process::geteuid().is_root() {
+            true => everybody::check_nothing_private(real),
+            false => Ok(()),
+        }
+    }
+
+    fn view(&self, source: &Path, target: &Path, exec: Exec) -> View {
+        View {
+            source: HostPath::new(source),
+            target: InsidePath::new(target),
+            exec,
+            // To a stranger the owner's private files stay so: inside, the program is not the owner but one of everybody.
+            owner: match self.is_strangers() && !self.operator_lists(source) {
+                true => Owner::AsIs,
+                false => Owner::Mapped,
+            },
+        }
+    }
+
+    pub(super) fn project(&self) -> Result<PathBuf, PolicyError> {
+        let path = &self.request.project;
+        if self.is_strangers() && !self.is_staged(path) {
+            let real = self.real(path)?;
+            self.everybodys(&real)?;
+            return Ok(real);
+        }
+        canonical(path).map_err(|source| PolicyError::Project {
+            path: path.clone(),
+            source,
+        })
+    }
+
+    /// What a queued request names to be executed, before it is looked for.
+    pub(super) fn check_command(&self) -> Result<(), PolicyError> {
+        if self.request.asked_by == Asker::Caller {
+            return Ok(());
+        }
+        if let Command::Argv(words) = &self.request.command
+            && let Some(first) = words.first()
+            && first.as_encoded_bytes().contains(&b'/')
+            && own_program(first, self.request).is_none()
+        {
+            let path = Path::new(first);
+            if !path.is_absolute() {
+                return Err(PolicyError::Refused {
+                    path: path.to_path_buf(),
+                    why: "a queued analysis has no directory but its workspace; name the program among its inputs, or from / on",
+                });
+            }
+            self.everybodys(&self.real(path)?)?;
+        }
+        match &self.request.runtime {
+            Some(runtime) => self.everybodys(&self.real(runtime)?),
+            None => Ok(()),
+        }
+    }
+
+    fn is_staged(&self, path: &Path) -> bool {
+        match &self.request.asked_by {
+            Asker::Queue { staged, .. } => staged_source(path, staged).is_ok(),
+            Asker::Caller => false,
+        }
+    }
+}
+
+/// What came with a submission lies where we laid it out, and nothing else is copied for it.
+fn staged_source(source: &Path, staged: &Path) -> Result<PathBuf, PolicyError> {
+    let (real, staged) = (canonical_of(source)?, canonical_of(staged)?);
+    match real.starts_with(&staged) {
+        true => Ok(real),
+        false => Err(PolicyError::Refused {
+            path: source.to_path_buf(),
+            why: "it did not come with the submission, and nothing else is copied for a queued analysis",
+        }),
+    }
+}

@@ -1,0 +1,264 @@
+//! What may take long, in a thread of its own: closing slots whose runner has ended, finishing what dead runners left,
+//! giving up what other machines have lost.
+
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::slot::{Order, Slot};
+use super::{News, WorkerError};
+use crate::home::Home;
+use crate::ledger::Ledger;
+use crate::limits::error_chain;
+use crate::reaper;
+use crate::record::Reason;
+use crate::run_dir;
+use crate::settle::SettleError;
+use crate::store::{Expired, Lost, State, Worker as Row};
+
+/// An attempt of another machine's is given up when its lease has been over for this long while we looked: the database
+/// may have been away for everybody, and then its runner is about to be heard of again.
+const EXPIRED_FOR: Duration = Duration::from_secs(30);
+/// One that had ended is finished by its own machine, if that is ever heard of again.
+const COLLECTING_FOR_MS: u64 = 15 * 60 * 1000;
+const EXPIRED_AT_ONCE: u32 = 100;
+/// Looking for what fits no worker looks at the whole queue.
+const PARK_EVERY: Duration = Duration::from_secs(60);
+
+pub(super) enum Chore {
+    /// The runner of this slot is dead.
+    Close(usize, Slot),
+    Sweep(Sweep),
+}
+
+/// What a sweep must know of the worker.
+pub(super) struct Sweep {
+    /// Keys of attempts whose runners live, or are being looked after.
+    pub busy: HashSet<String>,
+    pub row: Row,
+    pub memory_default_bytes: u64,
+    pub park_after_ms: u64,
+}
+
+pub(super) enum Done {
+    /// Free again, or, with a reason, to be tried again later.
+    Closed(usize, Result<Slot, (Slot, String)>),
+    Swept,
+    News(News),
+}
+
+/// The thread, seen from the worker.
+pub(super) struct Keeper {
+    chores: Sender<Chore>,
+    done: Receiver<Done>,
+    rung: Arc<OwnedFd>,
+}
+
+impl Keeper {
+    pub fn start(home: Home, ledger: Ledger) -> Result<Keeper, WorkerError> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let rung = Arc::new(eventfd(0, flags).map_err(|e| WorkerError::Start(e.into()))?);
+        let (chores, to_do) = channel();
+        let (tell, done) = channel();
+        let thread = Thread {
+            home,
+            ledger,
+            tell,
+            rung: rung.clone(),
+            expired: HashMap::new(),
+            park_at: Instant::now(),
+        };
+        std::thread::Builder::new()
+            .name("keeper".into())
+            .spawn(move || thread.work(&to_do))
+            .map_err(WorkerError::Start)?;
+        Ok(Keeper { chores, done, rung })
+    }
+
+    pub fn give(&self, chore: Chore) -> Result<(), WorkerError> {
+        self.chores.send(chore).map_err(|_| WorkerError::KeeperGone)
+    }
+
+    pub fn done(&self) -> Vec<Done> {
+        let mut count = [0u8; 8];
+        let _none = rustix::io::read(self.rung.as_ref(), &mut count);
+        self.done.try_iter().collect()
+    }
+}
+
+impl AsFd for Keeper {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.rung.as_ref().as_fd()
+    }
+}
+
+struct Thread {
+    home: Home,
+    ledger: Ledger,
+    tell: Sender<Done>,
+    rung: Arc<OwnedFd>,
+    /// Since when we have seen whose lease over, by key. Only of those that still are.
+    expired: HashMap<String, Instant>,
+    park_at: Instant,
+}
+
+impl Thread {
+    fn work(mut self, to_do: &Receiver<Chore>) {
+        for chore in to_do {
+            let done = match chore {
+                Chore::Close(at, slot) => Done::Closed(at, self.close(slot)),
+                Chore::Sweep(sweep) => {
+                    self.sweep(&sweep);
+                    Done::Swept
+                }
+            };
+            if self.say(done).is_none() {
+                return;
+            }
+        }
+    }
+
+    /// `None`: the worker is gone.
+    fn say(&self, done: Done) -> Option<()> {
+        self.tell.send(done).ok()?;
+        let _full_is_rung = rustix::io::write(self.rung.as_ref(), &1u64.to_ne_bytes());
+        Some(())
+    }
+
+    fn news(&self, news: News) {
+        let _nobody_listens = self.say(Done::News(news));
+    }
+
+    fn close(&mut self, mut slot: Slot) -> Result<Slot, (Slot, String)> {
+        match self.try_close(&mut slot) {
+            Ok(()) => Ok(slot),
+            Err(why) => Err((slot, why)),
+        }
+    }
+
+    fn try_close(&mut self, slot: &mut Slot) -> Result<(), String> {
+        remove_staged(slot).map_err(|e| format!("remove {:?}: {e}", slot.staged()))?;
+        if let Some(order) = slot.order().map_err(|e| e.to_string())? {
+            self.settle(&order)?;
+        }
+        slot.clear().map_err(|e| e.to_string())
+    }
+
+    /// The runner is dead: what it left is finished, and the attempt ended if that was not done.
+    fn settle(&mut self, order: &Order) -> Result<(), String> {
+        let reaped = reaper::reap_one(&self.home, &mut self.ledger, &order.id);
+        for record in &reaped.finished {
+            self.news(News::Finished {
+                id: record.id.to_string(),
+                attempt: record.attempt,
+                status: record.status,
+            });
+        }
+        if run_dir::stands(&self.home, &order.id, order.attempt) {
+            // The database is away, or something of it cannot be killed: the next sweep tries again, and the directory
+            // keeps everything that is needed.
+            return Ok(());
+        }
+        let by = run_dir::fresh_key();
+        let lost = Lost {
+            id: order.id.as_str(),
+            attempt: order.attempt,
+            key: &order.key,
+            by: &by,
+            reason: Reason::RunnerLost.as_str(),
+            message: "its runner died before it began",
+        };
+        let given_up = self.ledger.with(|store| store.give_up(&lost));
+        if given_up.map_err(|e| error_chain(&e))? {
+            self.news(News::GaveUp {
+                id: order.id.to_string(),
+                attempt: order.attempt,
+            });
+        }
+        Ok(())
+    }
+
+    fn sweep(&mut self, sweep: &Sweep) {
+        let reaped = reaper::reap(&self.home, Some(&mut self.ledger));
+        for record in &reaped.finished {
+            self.news(News::Finished {
+                id: record.id.to_string(),
+                attempt: record.attempt,
+                status: record.status,
+            });
+        }
+        for problem in reaped.problems {
+            self.news(News::Trouble(problem));
+        }
+        if let Err(e) = self.give_up_expired(sweep) {
+            // Nobody's lease is judged by what we saw before the database was away.
+            self.expired.clear();
+            self.news(News::Away(error_chain(&e)));
+            return;
+        }
+        if self.park_at > Instant::now() {
+            return;
+        }
+        self.park_at = Instant::now() + PARK_EVERY;
+        let parked = self.ledger.with(|store| {
+            store.park_unfit(&sweep.row, sweep.memory_default_bytes, sweep.park_after_ms)
+        });
+        for id in parked.unwrap_or_default() {
+            self.news(News::Parked { id });
+        }
+    }
+
+    fn give_up_expired(&mut self, sweep: &Sweep) -> Result<(), SettleError> {
+        let expired = self.ledger.with(|store| store.expired(EXPIRED_AT_ONCE))?;
+        // Whatever has a directory here is the reaper's, who has the lock to go by.
+        let elsewhere = |one: &&Expired| {
+            let id = crate::request::AnalysisId::new(&one.id);
+            !sweep.busy.contains(&one.key)
+                && id.is_ok_and(|id| !run_dir::stands(&self.home, &id, one.attempt))
+        };
+        let expired: Vec<&Expired> = expired.iter().filter(elsewhere).collect();
+        let still: HashSet<&str> = expired.iter().map(|one| one.key.as_str()).collect();
+        self.expired.retain(|key, _| still.contains(key.as_str()));
+        for one in expired {
+            let since = *self
+                .expired
+                .entry(one.key.clone())
+                .or_insert_with(Instant::now);
+            let patience_is_over = match one.state {
+                State::Collecting => one.expired_ms >= COLLECTING_FOR_MS,
+                _ => true,
+            };
+            if since.elapsed() < EXPIRED_FOR || !patience_is_over {
+                continue;
+            }
+            let by = run_dir::fresh_key();
+            let lost = Lost {
+                id: &one.id,
+                attempt: one.attempt,
+                key: &one.key,
+                by: &by,
+                reason: Reason::RunnerLost.as_str(),
+                message: "its runner did not renew its lease",
+            };
+            if self.ledger.with(|store| store.give_up(&lost))? {
+                self.news(News::GaveUp {
+                    id: one.id.clone(),
+                    attempt: one.attempt,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Made by the runner from the database, and copied from: nobody but us was ever in it.
+fn remove_staged(slot: &Slot) -> std::io::Result<()> {
+    match std::fs::remove_dir_all(slot.staged()) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}

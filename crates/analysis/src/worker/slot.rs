@@ -1,0 +1,182 @@
+//! A worker's slots. Each is a directory with an order in it: which attempt is to be run.
+//!
+//! The runner's standard input is the order, opened and locked by the worker, so the lock lives from the runner's birth to
+//! its death, whatever becomes of the worker. Whoever gets the lock knows that the runner is dead, and reads in the
+//! order what it was doing. A worker that is started anew finds its slots as they are.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::process::{Pid, PidfdFlags, Signal};
+use serde::{Deserialize, Serialize};
+
+use crate::home::make_private;
+use crate::request::AnalysisId;
+use crate::store::{Capacity, Held};
+
+pub const ORDER_VERSION: u32 = 1;
+const ORDER_BYTES_MAX: u64 = 16 << 20;
+const ORDER: &str = "order";
+const PID: &str = "pid";
+const STAGED: &str = "inputs";
+
+/// What a runner is to do. Not for printing: it has the attempt's key, and the request may hold secrets.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Order {
+    pub version: u32,
+    pub id: AnalysisId,
+    pub attempt: u32,
+    pub key: String,
+    /// JSON of [`crate::submission::Submission`].
+    pub request: String,
+    pub submitter: String,
+    pub lease_ms: u64,
+    /// What it counts for in the worker's sums.
+    pub memory_bytes: u64,
+    pub cpu_milli: u64,
+    /// All CPUs that the worker has: what a request may use that asks for none.
+    pub cpu_milli_max: u64,
+    /// The slot's own directory.
+    pub slot: PathBuf,
+    /// The file that the worker keeps locked while it lives.
+    pub worker: PathBuf,
+}
+
+impl Order {
+    pub fn counted(&self) -> Capacity {
+        Capacity {
+            memory_bytes: self.memory_bytes,
+            cpu_milli: self.cpu_milli,
+        }
+    }
+
+    pub fn held(&self) -> Held<'_> {
+        Held {
+            id: self.id.as_str(),
+            attempt: self.attempt,
+            key: &self.key,
+        }
+    }
+
+    /// Where the runner lays out the inputs before they are copied into the workspace.
+    pub fn staged(&self) -> PathBuf {
+        self.slot.join(STAGED)
+    }
+}
+
+/// A slot whose runner is dead, or which has none: its order is locked by us.
+#[derive(Debug)]
+pub struct Slot {
+    path: PathBuf,
+    order: File,
+}
+
+impl Slot {
+    /// `None`: a runner lives in it.
+    pub fn lock(path: &Path) -> io::Result<Option<Slot>> {
+        make_private(path).map_err(io::Error::other)?;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let order = rustix::fs::open(path.join(ORDER), flags, Mode::RUSR | Mode::WUSR)?;
+        match rustix::fs::flock(&order, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Slot {
+                path: path.to_path_buf(),
+                order: File::from(order),
+            })),
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What its runner was doing. An order that was not written to its end was never handed to anybody.
+    pub fn order(&mut self) -> io::Result<Option<Order>> {
+        read(&mut self.order)
+    }
+
+    pub fn write(&mut self, order: &Order) -> io::Result<()> {
+        self.clear()?;
+        let text = serde_json::to_vec(order).map_err(io::Error::other)?;
+        self.order.write_all(&text)?;
+        // The runner reads from the same place.
+        self.order.rewind()
+    }
+
+    /// Nothing is to be done here any more.
+    pub fn clear(&mut self) -> io::Result<()> {
+        let _none_yet = std::fs::remove_file(self.path.join(PID));
+        self.order.set_len(0)?;
+        self.order.rewind()
+    }
+
+    pub fn staged(&self) -> PathBuf {
+        self.path.join(STAGED)
+    }
+
+    /// What the runner gets as its standard input: the lock goes with it.
+    pub fn order_for_runner(&self) -> io::Result<OwnedFd> {
+        self.order.try_clone().map(OwnedFd::from)
+    }
+}
+
+/// The order of a slot that may be somebody else's: only to be told what it says.
+pub fn peek(path: &Path) -> Option<Order> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let order = rustix::fs::open(path.join(ORDER), flags, Mode::empty()).ok()?;
+    read(&mut File::from(order)).ok()?
+}
+
+fn read(order: &mut File) -> io::Result<Option<Order>> {
+    let mut text = Vec::new();
+    order.rewind()?;
+    order.take(ORDER_BYTES_MAX).read_to_end(&mut text)?;
+    let read: Option<Order> = serde_json::from_slice(&text).ok();
+    Ok(read.filter(|order| order.version == ORDER_VERSION))
+}
+
+/// The runner's side: its order, and the lock, which must be held until the end.
+pub fn taken() -> io::Result<(Order, OwnedFd)> {
+    let held = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    // Whatever the runner starts must not keep the lock alive.
+    rustix::stdio::dup2_stdin(&null)?;
+    let mut file = File::from(held);
+    let order = read(&mut file)?;
+    let order = order.ok_or_else(|| io::Error::other("standard input is no order of a worker"))?;
+    let pid = std::process::id().to_string();
+    std::fs::write(order.slot.join(PID), pid)?;
+    Ok((order, file.into()))
+}
+
+/// The runner's side: nothing is left to be done about it.
+pub fn done(held: &OwnedFd) -> io::Result<()> {
+    Ok(rustix::fs::ftruncate(held, 0)?)
+}
+
+/// Whether somebody holds this file locked.
+pub fn is_held(path: &Path) -> bool {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) else {
+        return false;
+    };
+    // Shared, so that two who ask do not see each other.
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err()
+}
+
+/// Asks the slot's runner to end its analysis. False: there is none to be asked.
+pub fn signal(path: &Path) -> bool {
+    let pid = std::fs::read_to_string(path.join(PID)).ok();
+    let pid = pid.and_then(|text| Pid::from_raw(text.trim().parse().ok()?));
+    let Some(Ok(process)) = pid.map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()))
+    else {
+        return false;
+    };
+    // The descriptor was had before: if the lock is held now, the number was the runner's own then.
+    is_held(&path.join(ORDER))
+        && rustix::process::pidfd_send_signal(process.as_fd(), Signal::TERM).is_ok()
+}

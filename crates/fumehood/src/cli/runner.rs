@@ -1,0 +1,297 @@
+//! `fumehood __runner`: one attempt that a worker has claimed, from its request in the queue to its record.
+//!
+//! Started by the worker with its order as standard input (analysis, `worker/slot.rs`). It outlives the worker if need
+//! be; what it could not do is left where the next worker finds it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use analysis::bundle;
+use analysis::collect::Progress;
+use analysis::heart::{self, Heart, Lease, Why};
+use analysis::home::Home;
+use analysis::ledger::Ledger;
+use analysis::limits::error_chain;
+use analysis::pipeline::{self, Audience, NotRun, Place, Surroundings, Taken};
+use analysis::reaper;
+use analysis::record::Reason;
+use analysis::request::Asked;
+use analysis::run_dir;
+use analysis::runtime::Caller;
+use analysis::store::Lost;
+use analysis::submission::Submission;
+use analysis::worker::slot::{self, Order};
+use anyhow::Context;
+use rustix::fs::{Mode, OFlags};
+use sandbox::spec::Terminal;
+use sandbox::supervise::{Stream, Wish};
+
+use super::args::StoreArgs;
+use super::{exit, ledger, show, standing};
+use crate::config::{self, Resolved, Sources};
+
+const SIGHUP: i32 = 1;
+const SIGINT: i32 = 2;
+const SIGTERM: i32 = 15;
+
+/// Started by `fumehood worker`; not for people.
+#[derive(Clone, Debug, clap::Args)]
+pub struct RunnerArgs {
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
+    // First: from the moment that our number is known somebody may tell us to end.
+    let hearing = Hearing::new()?;
+    let (order, held) = slot::taken().context("read the order from standard input")?;
+    // Before anything else is started: a scope beside the worker's, which may be stopped.
+    let _where_we_are = analysis::scope::ensure_apart();
+    let (home, mut ledger) = ledger::open(&args.store)?;
+    let since = heart::now();
+    let lease = Lease {
+        id: order.id.to_string(),
+        attempt: order.attempt,
+        key: order.key.clone(),
+        lease_ms: order.lease_ms,
+        worker: order.worker.clone(),
+    };
+    let heart = Heart::start(ledger.another(), lease, since, hearing.signals.as_fd())
+        .context("hold the lease")?;
+    let mut ears = Ears { hearing, heart };
+    let finished = attempt(args, &order, &home, &mut ledger, &mut ears);
+    drop(ears);
+    if let Err(e) = &finished {
+        show::error(e);
+    }
+    if std::fs::remove_dir_all(order.staged()).is_ok() || !order.staged().exists() {
+        // The worker need not look whether anything is left to be done.
+        if matches!(finished, Ok(Finished::Entirely | Finished::WithoutStart)) {
+            slot::done(&held).context("clear the order")?;
+        }
+    }
+    Ok(match finished {
+        Ok(Finished::Entirely | Finished::Later) => 0,
+        // Nothing ran: the worker takes note, since it may be the machine's fault.
+        Ok(Finished::WithoutStart) | Err(_) => exit::COULD_NOT_RUN,
+    })
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Finished {
+    /// Committed, or ended in the database some other way.
+    Entirely,
+    /// The same, and this machine could not start it.
+    WithoutStart,
+    /// Something stands in this home that is to be finished later.
+    Later,
+}
+
+fn attempt(
+    args: &RunnerArgs,
+    order: &Order,
+    home: &Home,
+    ledger: &mut Ledger,
+    ears: &mut Ears,
+) -> anyhow::Result<Finished> {
+    let resolved = match prepare(args, order, ledger) {
+        Ok(resolved) => resolved,
+        Err(Unprepared::Refused(e)) => return give_up(order, ledger, Reason::Refused, &e),
+        Err(Unprepared::Failed(e)) => return give_up(order, ledger, Reason::NotStarted, &e),
+    };
+    clear_the_way(home, ledger, order);
+    let around = Surroundings {
+        home: home.clone(),
+        caller: Caller::from_process(),
+        launcher: PathBuf::from("/proc/self/exe"),
+        terminal: Terminal::None,
+        required_layers: resolved.required_layers.clone(),
+        place: Place::Fresh,
+        free_reserve_bytes: resolved.record.free_reserve_bytes,
+        store_quota_bytes: resolved.record.store_quota_bytes,
+        taken: Some(Taken {
+            attempt: order.attempt,
+            key: order.key.clone(),
+            lease_ms: order.lease_ms,
+        }),
+    };
+    match pipeline::run(&resolved.request, &around, Some(ledger), ears) {
+        Ok(_) => {}
+        Err(NotRun {
+            error,
+            record: Some(_),
+        }) => {
+            if !error.is_refusal() && !run_dir::stands(home, &order.id, order.attempt) {
+                return Ok(Finished::WithoutStart);
+            }
+        }
+        // The database has it as running, and nothing of it is here.
+        Err(NotRun {
+            error,
+            record: None,
+        }) => {
+            let reason = match error.is_refusal() {
+                true => Reason::Refused,
+                false => error.verdict().1,
+            };
+            return give_up(order, ledger, reason, &anyhow::Error::new(error));
+        }
+    }
+    Ok(match run_dir::stands(home, &order.id, order.attempt) {
+        true => Finished::Later,
+        false => Finished::Entirely,
+    })
+}
+
+/// Why there is nothing to be run.
+enum Unprepared {
+    /// It will be the same wherever and whenever it is tried.
+    Refused(anyhow::Error),
+    Failed(anyhow::Error),
+}
+
+fn prepare(args: &RunnerArgs, order: &Order, ledger: &mut Ledger) -> Result<Resolved, Unprepared> {
+    let submission = Submission::read(&order.request, order.id.as_str())
+        .context("read the submission")
+        .map_err(Unprepared::Refused)?;
+    let staged = order.staged();
+    lay_out(&submission, &staged, ledger)?;
+    let sources = Sources::from_process().map_err(|e| Unprepared::Failed(e.into()))?;
+    let resolved = config::queued(&submission, &staged, &args.store, &sources);
+    let mut resolved = resolved.map_err(|e| Unprepared::Refused(e.into()))?;
+    // What it did not ask for is what the worker counted for it, or all that the worker has.
+    let limits = &mut resolved.request.limits;
+    let counted = |value| Asked {
+        value,
+        explicit: false,
+    };
+    let least = |asked: &mut Option<Asked<u64>>, value: u64| match asked {
+        Some(asked) if asked.explicit => {}
+        Some(asked) => asked.value = asked.value.min(value),
+        None => *asked = Some(counted(value)),
+    };
+    least(&mut limits.memory_bytes, order.memory_bytes);
+    least(&mut limits.cpu_milli, order.cpu_milli_max);
+    Ok(resolved)
+}
+
+fn lay_out(submission: &Submission, staged: &Path, ledger: &mut Ledger) -> Result<(), Unprepared> {
+    let failed = |e: anyhow::Error| Unprepared::Failed(e.context("lay out the inputs"));
+    let _left_by_a_dead_one = std::fs::remove_dir_all(staged);
+    let dir = make_directory(staged).map_err(|e| failed(e.into()))?;
+    bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
+        Ok(ledger.with(|store| store.blob(hash))?)
+    })
+    .map_err(|e| failed(e.into()))
+}
+
+fn make_directory(path: &Path) -> std::io::Result<OwnedFd> {
+    rustix::fs::mkdir(path, Mode::RWXU)?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(path, flags, Mode::empty())?)
+}
+
+/// How long the attempt before this one may take to be cleaned up.
+const WAY_CLEAR_WITHIN: Duration = Duration::from_secs(30);
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+/// An earlier attempt of the same id has the same workspace: what is left of it goes first, a workspace that was kept for
+/// somebody to look at too. What cannot go stops this attempt, which is then tried again.
+fn clear_the_way(home: &Home, ledger: &mut Ledger, order: &Order) {
+    let deadline = Instant::now() + WAY_CLEAR_WITHIN;
+    while standing::any_of(home, &order.id) && Instant::now() < deadline {
+        reaper::reap_one(home, ledger, &order.id);
+        reaper::reap_kept(home, Some(ledger), Some(order.id.as_str()));
+        if standing::any_of(home, &order.id) {
+            // Its runner, or a reaper, is at it: there is nothing to wait on but time.
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+}
+
+/// Ends the attempt in the database: nothing of it ran.
+fn give_up(
+    order: &Order,
+    ledger: &mut Ledger,
+    reason: Reason,
+    error: &anyhow::Error,
+) -> anyhow::Result<Finished> {
+    let message = format!("{error:#}");
+    let lost = Lost {
+        id: order.id.as_str(),
+        attempt: order.attempt,
+        key: &order.key,
+        // Its own end.
+        by: &order.key,
+        reason: reason.as_str(),
+        message: &message,
+    };
+    // A database that is away for a moment is asked again; then the worker does it, with fewer words.
+    let deadline = Instant::now() + WAY_CLEAR_WITHIN;
+    loop {
+        match ledger.with(|store| store.give_up(&lost)) {
+            Ok(_) if reason == Reason::Refused => return Ok(Finished::Entirely),
+            Ok(_) => return Ok(Finished::WithoutStart),
+            Err(e) if Instant::now() >= deadline => {
+                anyhow::bail!("{message}; and {}", error_chain(&e))
+            }
+            Err(_) => std::thread::sleep(LOOK_AGAIN * 20),
+        }
+    }
+}
+
+struct Hearing {
+    signals: OwnedFd,
+}
+
+impl Hearing {
+    fn new() -> anyhow::Result<Hearing> {
+        let wanted = [SIGHUP, SIGINT, SIGTERM];
+        sandbox::block_signals(Some(&wanted)).context("block signals")?;
+        let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
+        Ok(Hearing { signals })
+    }
+}
+
+/// Nobody watches: what it prints is in the run directory. Orders to stop come from the worker, from `fumehood cancel`, and
+/// from the database.
+struct Ears {
+    hearing: Hearing,
+    heart: Heart,
+}
+
+impl Audience for Ears {
+    fn live(&mut self, _: Stream, _: &[u8]) {}
+
+    fn notice(&mut self, _: &str) {}
+
+    fn progress(&mut self, _: Progress) {}
+
+    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn unblocked(&mut self) {}
+
+    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.heart.as_fd())
+    }
+
+    fn wish(&mut self) -> Option<Wish> {
+        match self.heart.why() {
+            Some(Why::LeaseLost) => return Some(Wish::Kill),
+            Some(Why::Cancelled) => return Some(Wish::Cancel),
+            None => {}
+        }
+        // The worker, the database and whoever cancels may all tell of the same wish. Only one who is impatient says so.
+        match sandbox::read_signal(self.hearing.signals.as_fd())? {
+            SIGINT => Some(Wish::Kill),
+            _ => Some(Wish::Cancel),
+        }
+    }
+
+    fn lease_is_lost(&self) -> bool {
+        self.heart.is_lost()
+    }
+}

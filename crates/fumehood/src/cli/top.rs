@@ -1,0 +1,306 @@
+//! `fumehood top`: the queue as it is now, again and again.
+
+mod frame;
+mod grid;
+mod screen;
+mod usage;
+
+use std::ffi::OsString;
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use analysis::home::Home;
+use analysis::ledger::Ledger;
+use analysis::store::{Bell, Busy, Filter, Listed, Overview, State, Waiting, Which, Worker};
+use analysis::units::{format_duration, parse_duration_ms};
+use anyhow::Context;
+use serde::Serialize;
+
+use super::args::StoreArgs;
+use super::document::Entry;
+use super::ledger;
+use super::print::{self, Out};
+use screen::{Heard, Screen};
+use usage::{Meters, Used};
+
+/// Show what runs, what is queued, who works and what ended last: live on a terminal, else once.
+///
+/// Memory and CPU use are shown for what runs in this FUMEHOOD_HOME. `q` quits.
+#[derive(Clone, Debug, clap::Args)]
+pub struct TopArgs {
+    /// Print it once, as text
+    #[arg(long)]
+    pub once: bool,
+
+    /// How often it is looked at, besides when there is news
+    #[arg(long, value_name = "TIME", default_value = "2s")]
+    pub interval: OsString,
+
+    /// Print one JSON document (fumehood.top/1), once
+    #[arg(long)]
+    pub json: bool,
+
+    #[command(flatten)]
+    pub store: StoreArgs,
+}
+
+const INTERVAL_MIN_MS: u64 = 200;
+/// A crowd of news is one piece of news.
+const NEWS_AT_LEAST: Duration = Duration::from_millis(300);
+/// No screen is longer; what does not fit is counted.
+const ROWS_MAX: u32 = 200;
+/// How many of those that ended are looked through for the last ones: they are listed by when they were begun.
+const ENDED_MAX: u32 = 100;
+
+/// Everything that is shown, at one moment.
+pub struct Snapshot {
+    pub overview: Overview,
+    /// The last first.
+    pub ended: Vec<Listed>,
+    pub meters: Meters,
+}
+
+pub fn top(args: &TopArgs) -> anyhow::Result<u8> {
+    let ms = parse_duration_ms(&args.interval.to_string_lossy()).context("read --interval")?;
+    anyhow::ensure!(
+        ms >= INTERVAL_MIN_MS,
+        "--interval must be at least {}",
+        format_duration(INTERVAL_MIN_MS)
+    );
+    let is_dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
+    let live = std::io::stdout().is_terminal() && !is_dumb && !args.once && !args.json;
+    if live {
+        return watch(args, Duration::from_millis(ms));
+    }
+    let (home, mut ledger) = ledger::open(&args.store)?;
+    let now = gather(&home, &mut ledger, Meters::default())?;
+    if args.json {
+        print::json(&document(&now))?;
+        return Ok(0);
+    }
+    let mut out = Out::new();
+    for line in frame::page(&now, None, None) {
+        out.line(&line.text())?;
+    }
+    out.finish()?;
+    Ok(0)
+}
+
+fn gather(home: &Home, ledger: &mut Ledger, mut meters: Meters) -> anyhow::Result<Snapshot> {
+    const FINAL: [State; 7] = [
+        State::Succeeded,
+        State::Failed,
+        State::TimedOut,
+        State::OutOfMemory,
+        State::LimitExceeded,
+        State::Cancelled,
+        State::Error,
+    ];
+    let filter = Filter {
+        states: &FINAL,
+        since_ms: None,
+        which: Which::All,
+        limit: ENDED_MAX,
+    };
+    let overview = ledger.with(|store| store.overview(ROWS_MAX))?;
+    let mut ended = ledger.with(|store| store.list(&filter))?;
+    ended.sort_by_key(|listed| std::cmp::Reverse(listed.committed_ms));
+    meters.read(home);
+    Ok(Snapshot {
+        overview,
+        ended,
+        meters,
+    })
+}
+
+/// Until somebody has seen enough.
+fn watch(args: &TopArgs, interval: Duration) -> anyhow::Result<u8> {
+    // Before any thread exists, so that none is interrupted in our place.
+    let mut screen = Screen::open()?;
+    let (home, mut ledger) = ledger::open(&args.store)?;
+    let mut bell = Bell::hang(&ledger.location).ok();
+    let mut now = gather(&home, &mut ledger, Meters::default())?;
+    let mut trouble = None;
+    screen.enter()?;
+    loop {
+        let looked = Instant::now();
+        let mut next = looked + interval;
+        loop {
+            let lines = frame::page(&now, Some(screen.size()), trouble.as_deref());
+            screen.draw(&lines)?;
+            match screen.listen(bell.as_ref(), next)? {
+                Heard::Time => break,
+                Heard::Redraw => {}
+                Heard::Quit => return Ok(0),
+                Heard::Signal(n) => return Ok(128 + n),
+                Heard::Bell => {
+                    next = next.min(looked + NEWS_AT_LEAST);
+                    // It is listened to again after we have looked.
+                    match screen.listen(None, next)? {
+                        Heard::Quit => return Ok(0),
+                        Heard::Signal(n) => return Ok(128 + n),
+                        Heard::Redraw => {}
+                        Heard::Time | Heard::Bell => break,
+                    }
+                }
+            }
+        }
+        if let Some(bell) = &mut bell {
+            bell.silence();
+        }
+        match gather(&home, &mut ledger, now.meters.clone()) {
+            Ok(new) => {
+                now = new;
+                if trouble.take().is_some() {
+                    bell = Bell::hang(&ledger.location).ok();
+                }
+            }
+            Err(e) => {
+                ledger.rest();
+                bell = None;
+                trouble = Some(format!("{e:#}"));
+            }
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Document<'a> {
+    schema: &'static str,
+    now_ms: i64,
+    queued: u64,
+    delayed: u64,
+    running: u64,
+    workers: Vec<WorkerEntry<'a>>,
+    /// Those that run, and the next ones of those that are queued, up to a bound.
+    busy: Vec<BusyEntry<'a>>,
+    next: Vec<WaitingEntry<'a>>,
+    ended: Vec<Entry<'a>>,
+}
+
+#[derive(Serialize)]
+struct WorkerEntry<'a> {
+    host: &'a str,
+    host_name: &'a str,
+    account: &'a str,
+    name: &'a str,
+    pid: u32,
+    version: &'a str,
+    slots: u32,
+    running: u32,
+    memory_bytes: u64,
+    cpu_milli: u64,
+    draining: bool,
+    started_ms: i64,
+    seen_ms: i64,
+}
+
+#[derive(Serialize)]
+struct BusyEntry<'a> {
+    id: &'a str,
+    attempt: u32,
+    status: &'static str,
+    submitter: Option<&'a str>,
+    host: &'a str,
+    worker: Option<&'a str>,
+    created_ms: i64,
+    started_ms: Option<i64>,
+    asked_memory_bytes: Option<u64>,
+    asked_cpu_milli: Option<u64>,
+    cancel_asked: bool,
+    memory_bytes: Option<u64>,
+    cpu_ms: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct WaitingEntry<'a> {
+    id: &'a str,
+    attempt: u32,
+    submitter: &'a str,
+    priority: u32,
+    queued_ms: i64,
+    not_before_ms: Option<i64>,
+    asked_memory_bytes: Option<u64>,
+    asked_cpu_milli: Option<u64>,
+}
+
+fn document(now: &Snapshot) -> Document<'_> {
+    let Overview {
+        now_ms,
+        queued,
+        delayed,
+        next,
+        running,
+        busy,
+        workers,
+    } = &now.overview;
+    Document {
+        schema: "fumehood.top/1",
+        now_ms: *now_ms,
+        queued: *queued,
+        delayed: *delayed,
+        running: *running,
+        workers: workers.iter().map(WorkerEntry::from).collect(),
+        busy: busy
+            .iter()
+            .map(|busy| BusyEntry::of(busy, now.meters.of(busy)))
+            .collect(),
+        next: next.iter().map(WaitingEntry::from).collect(),
+        ended: now.ended.iter().map(Entry::from).collect(),
+    }
+}
+
+impl<'a> From<&'a Worker> for WorkerEntry<'a> {
+    fn from(worker: &'a Worker) -> WorkerEntry<'a> {
+        WorkerEntry {
+            host: &worker.host,
+            host_name: &worker.host_name,
+            account: &worker.account,
+            name: &worker.name,
+            pid: worker.pid,
+            version: &worker.version,
+            slots: worker.slots,
+            running: worker.running,
+            memory_bytes: worker.total.memory_bytes,
+            cpu_milli: worker.total.cpu_milli,
+            draining: worker.draining,
+            started_ms: worker.started_ms,
+            seen_ms: worker.seen_ms,
+        }
+    }
+}
+
+impl<'a> BusyEntry<'a> {
+    fn of(busy: &'a Busy, used: Used) -> BusyEntry<'a> {
+        BusyEntry {
+            id: &busy.id,
+            attempt: busy.attempt,
+            status: busy.state.as_str(),
+            submitter: busy.submitter.as_deref(),
+            host: &busy.host,
+            worker: busy.worker.as_deref(),
+            created_ms: busy.created_ms,
+            started_ms: busy.started_ms,
+            asked_memory_bytes: busy.memory_bytes,
+            asked_cpu_milli: busy.cpu_milli,
+            cancel_asked: busy.cancel_asked,
+            memory_bytes: used.memory_bytes,
+            cpu_ms: used.cpu_us.map(|us| us / 1_000),
+        }
+    }
+}
+
+impl<'a> From<&'a Waiting> for WaitingEntry<'a> {
+    fn from(waiting: &'a Waiting) -> WaitingEntry<'a> {
+        WaitingEntry {
+            id: &waiting.id,
+            attempt: waiting.attempt,
+            submitter: &waiting.submitter,
+            priority: waiting.priority,
+            queued_ms: waiting.queued_ms,
+            not_before_ms: waiting.not_before_ms,
+            asked_memory_bytes: waiting.memory_bytes,
+            asked_cpu_milli: waiting.cpu_milli,
+        }
+    }
+}

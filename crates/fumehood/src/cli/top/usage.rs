@@ -1,0 +1,121 @@
+//! What analyses of this home use right now, as their cgroups count it.
+
+use std::collections::HashMap;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use analysis::home::Home;
+use analysis::store::Busy;
+use rustix::fs::{Mode, OFlags};
+
+use crate::cli::standing::{self, Next};
+
+/// `None`: it does not run in this home, or no cgroup counts it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    pub memory_bytes: Option<u64>,
+    /// Since it began.
+    pub cpu_us: Option<u64>,
+    /// In thousandths of a CPU, since we looked before.
+    pub cpu_milli: Option<u64>,
+}
+
+/// Readings of one moment, and when they were taken, so that the next ones can be compared to them.
+#[derive(Clone, Debug, Default)]
+pub struct Meters {
+    taken: Option<Instant>,
+    used: HashMap<(String, u32), Used>,
+}
+
+impl Meters {
+    pub fn read(&mut self, home: &Home) {
+        let now = Instant::now();
+        let before = std::mem::take(&mut self.used);
+        let passed_us = self.taken.map(|taken| (now - taken).as_micros());
+        for standing in standing::all(home) {
+            if standing.next() != Next::Runs {
+                continue;
+            }
+            let record = &standing.record;
+            let key = (record.id.as_str().to_owned(), record.attempt);
+            let mut used = read(&record.cgroups);
+            let earlier_us = before.get(&key).and_then(|used| used.cpu_us);
+            used.cpu_milli = match (used.cpu_us, earlier_us, passed_us) {
+                (Some(now_us), Some(earlier_us), Some(passed_us)) if passed_us > 0 => {
+                    let used_us = u128::from(now_us.saturating_sub(earlier_us));
+                    u64::try_from(used_us * 1_000 / passed_us).ok()
+                }
+                _ => None,
+            };
+            self.used.insert(key, used);
+        }
+        self.taken = Some(now);
+    }
+
+    pub fn of(&self, busy: &Busy) -> Used {
+        // The same id may run elsewhere, too, under another number or in another database; only what is here was read.
+        let here = busy.host == analysis::home::machine();
+        let used = self.used.get(&(busy.id.clone(), busy.attempt));
+        used.filter(|_| here).copied().unwrap_or_default()
+    }
+}
+
+/// Some of the paths are names that a group might have had; only those that are there count.
+fn read(cgroups: &[PathBuf]) -> Used {
+    let mut used = Used::default();
+    for dir in cgroups {
+        let memory = number(dir, "memory.current").or_else(|| number(dir, "memory.usage_in_bytes"));
+        used.memory_bytes = used.memory_bytes.or(memory);
+        let cpu_us = number(dir, "cpuacct.usage").map(|ns| ns / 1_000);
+        let cpu_us = cpu_us.or_else(|| keyed(dir, "cpu.stat", "usage_usec"));
+        used.cpu_us = used.cpu_us.or(cpu_us);
+    }
+    used
+}
+
+fn number(dir: &Path, name: &str) -> Option<u64> {
+    text(dir, name)?.trim().parse().ok()
+}
+
+fn keyed(dir: &Path, name: &str, key: &str) -> Option<u64> {
+    let text = text(dir, name)?;
+    let mut lines = text.lines().filter_map(|line| line.split_once(' '));
+    let (_, value) = lines.find(|(word, _)| *word == key)?;
+    value.trim().parse().ok()
+}
+
+fn text(dir: &Path, name: &str) -> Option<String> {
+    const BYTES_MAX: u64 = 16 << 10;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = rustix::fs::open(dir.join(name), flags, Mode::empty()).ok()?;
+    let mut text = String::new();
+    let file = std::fs::File::from(file);
+    file.take(BYTES_MAX).read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_versions_of_cgroups_are_understood() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        at("memory.current", "4096\n");
+        at("cpu.stat", "nr_periods 3\nusage_usec 1500\nuser_usec 1\n");
+        let here = [dir.path().join("gone"), dir.path().to_path_buf()];
+        let used = read(&here);
+        assert_eq!((used.memory_bytes, used.cpu_us), (Some(4096), Some(1500)));
+        std::fs::remove_file(dir.path().join("memory.current")).unwrap();
+        // Version 1 has a file of this name as well, with nothing of use in it.
+        at("cpu.stat", "nr_periods 3\nthrottled_time 0\n");
+        at("memory.usage_in_bytes", "8192\n");
+        at("cpuacct.usage", "2000000\n");
+        let used = read(&here);
+        assert_eq!((used.memory_bytes, used.cpu_us), (Some(8192), Some(2000)));
+        assert_eq!(read(&[]), Used::default());
+    }
+}
