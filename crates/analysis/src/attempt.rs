@@ -22,7 +22,7 @@ use crate::logs::Captured;
 use crate::pipeline::{PipelineError, Place, Surroundings, Taken};
 use crate::policy::Plan;
 use crate::provenance::{self, Provenance};
-use crate::request::{Again, AnalysisId, Command, Request};
+use crate::request::{Again, AnalysisId, Asker, Command, Request};
 use crate::run_dir::{self, Durable, Paper, RunDir, RunRecord, RunState, Task};
 use crate::settle::SettleError;
 use crate::store;
@@ -398,7 +398,14 @@ fn made_from(request: &Request, plan: &Plan, puts: &[Put]) -> Provenance {
         Command::Script { script, .. } => {
             let name = script.file_name().map(|name| name.as_encoded_bytes());
             let put = puts.iter().find(|put| Some(put.path.as_bytes()) == name);
-            Some((script.as_path(), put.map(|put| put.blake3)))
+            let lay_at = match &request.asked_by {
+                Asker::Queue {
+                    script_from: Some(from),
+                    ..
+                } => from,
+                _ => script,
+            };
+            Some((lay_at.as_path(), put.map(|put| put.blake3)))
         }
         Command::Argv(_) | Command::Shell => None,
     };

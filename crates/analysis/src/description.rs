@@ -9,7 +9,7 @@ use crate::attempt::Ran;
 use crate::hints::{self, Facts, HostKind, OnHost, Used};
 use crate::limits::error_chain;
 use crate::logs::Captured;
-use crate::pipeline::{PipelineError, unix_ms};
+use crate::pipeline::{Audience, EndedFor, PipelineError, unix_ms};
 use crate::policy::{self, Plan};
 use crate::record::{self, Commit, CommitState, Isolation, Log, Reason, Record, Status, Times};
 use crate::request::{AnalysisId, Request};
@@ -155,16 +155,25 @@ fn blank(
     }
 }
 
-/// The program was ended because its runner could not keep its hold on the attempt. One that had ended by itself is
-/// what it was.
-pub fn lease_lost(record: &mut Record) {
-    if record.reason == Reason::Cancelled {
-        record.status = Status::Error;
-        record.reason = Reason::LeaseLost;
-        record.message = Some(String::from(
-            "the database could not be reached to renew the lease, or had given the attempt up; the analysis was ended",
-        ));
+/// The program was ended for its runner's sake, not for anybody's wish. One that had ended by itself is what it was.
+pub(crate) fn ended_for(record: &mut Record, audience: &mut dyn Audience) {
+    if record.reason != Reason::Cancelled {
+        return;
     }
+    let (reason, message) = match audience.ended_for() {
+        EndedFor::Wish => return,
+        EndedFor::LeaseLost => (
+            Reason::LeaseLost,
+            "the database could not be reached to renew the lease, or had given the attempt up; the analysis was ended",
+        ),
+        EndedFor::Stopped => (
+            Reason::RunnerStopped,
+            "its runner was told to end, as when a machine is shut down, and nobody had cancelled it",
+        ),
+    };
+    record.status = Status::Error;
+    record.reason = reason;
+    record.message = Some(String::from(message));
 }
 
 fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hints::Hint> {

@@ -18,6 +18,7 @@ use rustix::time::{
     timerfd_create, timerfd_settime,
 };
 
+use crate::home;
 use crate::ledger::Ledger;
 use crate::store::{Held, Location, Renewed};
 use crate::worker::slot;
@@ -47,8 +48,14 @@ impl Lease {
 
     /// Renewed this often, and the analysis ended this long after the last renewal: a quarter of the lease is left for it
     /// to die in.
-    fn renew_every(&self) -> Duration {
-        Duration::from_millis(self.lease_ms / 6).max(LOOK)
+    fn renew_every(&self, location: &Location) -> Duration {
+        // Twice at least before anybody who sees it expired gives it up. Where nothing hangs on it, a little more rarely.
+        let (part, at_most) = match location {
+            Location::Postgres(_) => (6, Duration::from_secs(10)),
+            _ => (4, Duration::from_secs(15)),
+        };
+        let part = Duration::from_millis(self.lease_ms / part);
+        part.min(at_most).max(LOOK)
     }
 
     fn fatal_after(&self) -> Duration {
@@ -60,6 +67,7 @@ impl Lease {
 #[derive(Default)]
 struct Said {
     cancel: AtomicBool,
+    was_cancelled: AtomicBool,
     /// Somebody else has ended the attempt.
     lost: AtomicBool,
     stop: Mutex<bool>,
@@ -67,6 +75,8 @@ struct Said {
 }
 
 pub struct Heart {
+    ledger: Ledger,
+    lease: Lease,
     said: Arc<Said>,
     thread: Option<JoinHandle<()>>,
     /// Fires when the lease is about to end; `None` where the lock on the run directory is what counts.
@@ -117,17 +127,20 @@ impl Heart {
         }
         let said = Arc::new(Said::default());
         let beating = Beating {
-            ledger,
-            lease,
+            ledger: ledger.another(),
+            lease: lease.clone(),
             timer: timer.clone(),
             news: news.clone(),
             said: said.clone(),
             renewed: since,
+            told: false,
         };
         let thread = std::thread::Builder::new()
             .name("heart".into())
             .spawn(move || beating.beat())?;
         Ok(Heart {
+            ledger,
+            lease,
             said,
             thread: Some(thread),
             timer,
@@ -155,6 +168,17 @@ impl Heart {
         }
         let cancel = self.said.cancel.swap(false, Ordering::SeqCst);
         cancel.then_some(Why::Cancelled)
+    }
+
+    /// Whether somebody has cancelled it, as far as the database can be asked right now.
+    pub fn is_cancelled(&mut self) -> bool {
+        if self.said.was_cancelled.load(Ordering::SeqCst) {
+            return true;
+        }
+        let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
+        let answer = self.ledger.with(|store| store.renew(&held, lease_ms));
+        self.ledger.rest();
+        matches!(answer, Ok(Renewed::CancelAsked { .. }))
     }
 
     pub fn is_lost(&self) -> bool {
@@ -210,38 +234,65 @@ struct Beating {
     news: Arc<OwnedFd>,
     said: Arc<Said>,
     renewed: Duration,
+    /// The wish to cancel was passed on.
+    told: bool,
 }
 
 impl Beating {
     fn beat(mut self) {
         let mut tried = self.renewed;
         while !self.is_over() {
-            let due = now().saturating_sub(tried) >= self.lease.renew_every();
-            // Without a worker nobody else would tell us of a wish to cancel.
-            if !due && worker_lives(&self.lease.worker) {
-                continue;
+            let due = now().saturating_sub(tried) >= self.lease.renew_every(&self.ledger.location);
+            if due {
+                tried = now();
+                self.renew(tried);
+            } else if !worker_lives(&self.lease.worker) {
+                // Nobody else would tell us of a wish to cancel.
+                self.look();
             }
-            tried = now();
-            let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
-            let answer = self.ledger.with(|store| store.renew(&held, lease_ms));
-            self.ledger.rest();
-            match answer {
-                Ok(Renewed::Held) => self.renewed_at(tried),
-                Ok(Renewed::CancelAsked { .. }) => {
-                    self.renewed_at(tried);
-                    self.said.cancel.store(true, Ordering::SeqCst);
-                    self.ring();
-                    // Once: what it does not obey the grace ends.
-                    self.wait_for_the_end();
-                }
-                Ok(Renewed::Lost) => {
-                    self.said.lost.store(true, Ordering::SeqCst);
-                    self.ring();
-                    return;
-                }
-                // Away for now. The timer runs.
-                Err(_) => {}
+            if self.said.lost.load(Ordering::SeqCst) {
+                return;
             }
+        }
+    }
+
+    fn renew(&mut self, asked: Duration) {
+        let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
+        let answer = self.ledger.with(|store| store.renew(&held, lease_ms));
+        self.ledger.rest();
+        match answer {
+            Ok(Renewed::Held) => self.renewed_at(asked),
+            Ok(Renewed::CancelAsked { .. }) => {
+                self.renewed_at(asked);
+                self.tell_of_cancel();
+            }
+            Ok(Renewed::Lost) => {
+                self.said.lost.store(true, Ordering::SeqCst);
+                self.ring();
+            }
+            // Away for now. The timer runs.
+            Err(_) => {}
+        }
+    }
+
+    fn look(&mut self) {
+        if self.told {
+            return;
+        }
+        let (host, key) = (home::machine(), self.lease.key.clone());
+        let wanted = self.ledger.with(|store| store.cancels(&host));
+        self.ledger.rest();
+        if wanted.is_ok_and(|wanted| wanted.iter().any(|(_, _, other)| *other == key)) {
+            self.tell_of_cancel();
+        }
+    }
+
+    /// Once: what it does not obey the grace ends.
+    fn tell_of_cancel(&mut self) {
+        if !std::mem::replace(&mut self.told, true) {
+            self.said.cancel.store(true, Ordering::SeqCst);
+            self.said.was_cancelled.store(true, Ordering::SeqCst);
+            self.ring();
         }
     }
 
@@ -251,23 +302,6 @@ impl Beating {
         if let Some(timer) = &self.timer {
             // Should the kernel refuse, it fires as it was set.
             let _as_it_was = put_off(timer, asked + self.lease.fatal_after());
-        }
-    }
-
-    /// The lease is renewed until then, but nothing more is told.
-    fn wait_for_the_end(&mut self) {
-        let mut tried = now();
-        while !self.is_over() {
-            if now().saturating_sub(tried) < self.lease.renew_every() {
-                continue;
-            }
-            tried = now();
-            let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
-            let answer = self.ledger.with(|store| store.renew(&held, lease_ms));
-            self.ledger.rest();
-            if matches!(answer, Ok(Renewed::Held | Renewed::CancelAsked { .. })) {
-                self.renewed_at(tried);
-            }
         }
     }
 

@@ -15,6 +15,8 @@ pub struct Ledger {
     pub location: Location,
     pub artifacts_at: PathBuf,
     pub post_process: Option<PostProcess>,
+    /// How long a statement waits for somebody else's lock; `None`: as long as the store sees fit.
+    pub lock_wait_ms: Option<u64>,
     store: Option<Store>,
 }
 
@@ -28,23 +30,37 @@ impl Ledger {
             location,
             artifacts_at,
             post_process,
+            lock_wait_ms: None,
             store: None,
         }
     }
 
     /// The same record, on a connection of its own: for another thread.
     pub fn another(&self) -> Ledger {
-        Ledger::new(
-            self.location.clone(),
-            self.artifacts_at.clone(),
-            self.post_process.clone(),
-        )
+        let (location, artifacts_at) = (self.location.clone(), self.artifacts_at.clone());
+        let mut another = Ledger::new(location, artifacts_at, self.post_process.clone());
+        another.lock_wait_ms = self.lock_wait_ms;
+        another
+    }
+
+    /// For who has time, and would lose more by giving up: SQLite has one writer at a time, lets many wait in no order,
+    /// and each may take as long as a disk that is full of work.
+    pub fn be_patient(&mut self) {
+        const PATIENT_MS: u64 = 10 * 60 * 1000;
+        if let Location::Sqlite(_) = self.location {
+            self.lock_wait_ms = Some(PATIENT_MS);
+            self.rest();
+        }
     }
 
     pub fn store(&mut self) -> Result<&mut Store, SettleError> {
         let store = match self.store.take() {
             Some(store) => store,
-            None => Store::open(&self.location).map_err(|e| self.trouble(e))?,
+            None => match self.lock_wait_ms {
+                Some(ms) => Store::open_waiting(&self.location, ms),
+                None => Store::open(&self.location),
+            }
+            .map_err(|e| self.trouble(e))?,
         };
         Ok(self.store.insert(store))
     }

@@ -133,10 +133,21 @@ pub trait Audience {
     fn unblocked(&mut self);
     fn wishes(&self) -> Option<BorrowedFd<'_>>;
     fn wish(&mut self) -> Option<Wish>;
-    /// Whether what it wished for was the end of an attempt that may be another's by now.
-    fn lease_is_lost(&self) -> bool {
-        false
+    /// Why it wished for the end, if it did. Asked once all is dead; may take its time.
+    fn ended_for(&mut self) -> EndedFor {
+        EndedFor::Wish
     }
+}
+
+/// Why a program was ended that had not ended by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EndedFor {
+    /// Somebody wanted that.
+    Wish,
+    /// The attempt may be another's by now.
+    LeaseLost,
+    /// The runner itself was told to end, and nobody had cancelled the analysis: its machine is being shut down, say.
+    Stopped,
 }
 
 /// What a run needs beside its request.
@@ -251,9 +262,7 @@ pub fn run(
     };
     let number = attempt.number();
     let mut record = description::describe(request, number, &plan, &limits, &enforcement, &ran);
-    if audience.lease_is_lost() {
-        description::lease_lost(&mut record);
-    }
+    description::ended_for(&mut record, audience);
     Ok(attempt.end(request, around, ledger, record, ran, audience))
 }
 

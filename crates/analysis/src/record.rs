@@ -72,6 +72,8 @@ pub enum Reason {
     RunnerLost,
     /// The runner could not renew its lease in time, and ended the analysis: another may have been given it.
     LeaseLost,
+    /// The runner was told to end, and nobody had cancelled the analysis.
+    RunnerStopped,
     /// The policy of the worker that took it does not allow what was submitted.
     Refused,
     /// No worker is large enough for what it asks for.
@@ -104,6 +106,7 @@ impl Reason {
             Reason::NotExecutable => "not_executable",
             Reason::RunnerLost => "runner_lost",
             Reason::LeaseLost => "lease_lost",
+            Reason::RunnerStopped => "runner_stopped",
             Reason::Refused => "refused",
             Reason::DoesNotFit => "does_not_fit",
             Reason::MissingOutput => "missing_output",

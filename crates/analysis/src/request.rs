@@ -243,7 +243,12 @@ pub enum Asker {
     /// Whoever started this process, whose own rights decide.
     Caller,
     /// Somebody who can write to the queue. What is copied in lies below `staged`, laid out by ourselves.
-    Queue { staged: PathBuf, writers: Writers },
+    Queue {
+        staged: PathBuf,
+        writers: Writers,
+        /// Where the script lay when it was submitted, for the record.
+        script_from: Option<PathBuf>,
+    },
 }
 
 /// Who can write to a queue.

@@ -61,6 +61,11 @@ pub enum SettleError {
 }
 
 impl SettleError {
+    /// Whether somebody else has only held the database for longer than we wait.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, SettleError::Database { source, .. } if source.trouble() == store::Trouble::Busy)
+    }
+
     /// Whether the outputs are safe in the artifact store, and only the database lacks them.
     pub fn is_of_the_database(&self) -> bool {
         matches!(

@@ -9,30 +9,28 @@ mod keeper;
 mod name;
 mod places;
 pub mod slot;
+mod taking;
 
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::attempt::check_room;
 use crate::home::{self, Home, HomeError, make_private};
 use crate::ledger::Ledger;
 use crate::limits::error_chain;
 use crate::record::Status;
 use crate::request::AnalysisId;
-use crate::run_dir;
 use crate::settle::SettleError;
-use crate::store::{self, Bell, Capacity, Claim, Claimed, Store, StoreError};
-use keeper::{Chore, Done, Keeper, Sweep};
+use crate::store::{self, Bell, Capacity};
+use keeper::{Chore, Done, Keeper, Left, Sweep};
 pub use name::holder;
-use places::{Busy, Place, State};
-use slot::{ORDER_VERSION, Order, Slot};
+use places::{Place, State};
+use slot::Slot;
 
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
@@ -107,11 +105,10 @@ const CANCELS_EVERY: Duration = Duration::from_secs(1);
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
 const SEEN_EVERY: Duration = Duration::from_secs(15);
 const IDLE_WAIT: Duration = Duration::from_secs(5);
+const LOCK_WAIT_MS: u64 = 1000;
 /// After a failure of the database.
 const AWAY_WAIT: Duration = Duration::from_secs(2);
-/// A machine on which nothing starts must not use up the queue: after so many in a row it pauses.
-const UNSTARTED_MAX: u32 = 3;
-const UNSTARTED_PAUSE: Duration = Duration::from_secs(30);
+const BUSY_WAIT: Duration = Duration::from_millis(50);
 /// What a runner exits with that could not start its analysis.
 const COULD_NOT_RUN: i32 = 125;
 
@@ -138,6 +135,11 @@ pub struct Worker {
     /// Nothing was there to be taken when we last looked, and nothing has rung since.
     sated: bool,
     nothing_queued: bool,
+    /// Counts what was begun and ended here; as it was when a sweep began that left nothing unfinished.
+    changes: u64,
+    swept_at: Option<u64>,
+    /// Of a claim whose answer did not arrive: with the same keys it is told again what it took.
+    keys: Vec<String>,
     /// Runners in a row that could not start their analysis.
     unstarted: u32,
     /// Nothing is taken before.
@@ -148,7 +150,7 @@ pub struct Worker {
 
 impl Worker {
     /// Locks the worker's name and takes up what runs in its slots.
-    pub fn open(home: Home, ledger: Ledger, options: Options) -> Result<Worker, WorkerError> {
+    pub fn open(home: Home, mut ledger: Ledger, options: Options) -> Result<Worker, WorkerError> {
         // The name becomes a directory's.
         let name = AnalysisId::new(&options.name);
         let name = name.map_err(|_| WorkerError::Name(options.name.clone()))?;
@@ -162,14 +164,19 @@ impl Worker {
             name: options.name.clone(),
             home: home.path().to_path_buf(),
         })?;
-        let keeper = Keeper::start(home.clone(), ledger.another())?;
+        let mut patient = ledger.another();
+        patient.be_patient();
+        let keeper = Keeper::start(home.clone(), patient)?;
+        // Here a wish to cancel must not wait for somebody else's writing.
+        ledger.lock_wait_ms = Some(LOCK_WAIT_MS);
+        ledger.rest();
         let now = Instant::now();
         let mut worker = Worker {
             slots: places::take_up(&slots_at, options.slots)?,
             options,
             host: home::machine(),
             boot_id: home::boot_id(),
-            account: account(&home),
+            account: name::account(&home),
             started_ms: i64::try_from(home::unix_seconds() * 1000).unwrap_or(i64::MAX),
             ledger,
             lock,
@@ -185,6 +192,9 @@ impl Worker {
             seen_at: now,
             sated: false,
             nothing_queued: false,
+            changes: 0,
+            swept_at: None,
+            keys: Vec::new(),
             unstarted: 0,
             pause_until: None,
             no_room: false,
@@ -211,9 +221,14 @@ impl Worker {
         self.slots.iter().filter(busy).count()
     }
 
-    /// Nothing runs, and when we last looked nothing was queued, not even for later.
+    /// Nothing runs, and everything that ran here is finished.
+    pub fn is_drained(&self) -> bool {
+        self.running() == 0 && !self.is_away && self.swept_at == Some(self.changes)
+    }
+
+    /// That, and since then nothing was queued, not even for later.
     pub fn is_idle(&self) -> bool {
-        self.running() == 0 && self.nothing_queued
+        self.is_drained() && self.nothing_queued
     }
 
     pub fn slots(&self) -> u32 {
@@ -245,6 +260,11 @@ impl Worker {
     }
 
     fn away(&mut self, error: &SettleError, tell: &mut dyn FnMut(News)) {
+        if error.is_busy() {
+            // Others are writing. There is another turn in a moment.
+            self.away_until = Some(Instant::now() + BUSY_WAIT);
+            return;
+        }
         self.ledger.rest();
         self.bell = None;
         self.sated = false;
@@ -274,13 +294,18 @@ impl Worker {
     fn hear(&mut self, tell: &mut dyn FnMut(News)) {
         for done in self.keeper.done() {
             match done {
-                Done::Closed(at, Ok(slot)) => self.slots[at].state = State::Free(slot),
+                Done::Closed(at, Ok(slot)) => {
+                    self.slots[at].state = State::Free(slot);
+                    self.changed();
+                }
                 Done::Closed(at, Err((slot, why))) => {
                     tell(News::Trouble(why));
                     let until = Instant::now() + AWAY_WAIT;
                     self.slots[at].state = State::Stuck { slot, until };
                 }
-                Done::Swept => {
+                Done::Swept { at, left } => {
+                    self.swept_at = (left == Left::Nothing).then_some(at);
+                    self.nothing_queued = false;
                     self.sweeping = false;
                     self.sweep_at = Instant::now() + SWEEP_EVERY;
                     // What it finished may be queued again.
@@ -312,6 +337,16 @@ impl Worker {
         }
     }
 
+    /// Whatever was seen before may be otherwise now.
+    fn changed(&mut self) {
+        self.changes += 1;
+        self.sated = false;
+        self.nothing_queued = false;
+        if self.running() == 0 {
+            self.sweep_at = Instant::now();
+        }
+    }
+
     /// Which runners have ended.
     fn look_at_runners(&mut self, tell: &mut dyn FnMut(News)) -> Result<(), WorkerError> {
         for at in 0..self.slots.len() {
@@ -319,10 +354,13 @@ impl Worker {
             let slot = match &mut place.state {
                 State::Busy(busy) => {
                     if let Some(child) = &mut busy.child {
-                        let Ok(Some(status)) = child.try_wait() else {
-                            continue;
+                        let code = match child.try_wait() {
+                            Ok(None) => continue,
+                            Ok(Some(status)) => status.code(),
+                            // Somebody else waited for it; the lock tells.
+                            Err(_) => None,
                         };
-                        self.unstarted = match status.code() {
+                        self.unstarted = match code {
                             Some(COULD_NOT_RUN) => self.unstarted + 1,
                             _ => 0,
                         };
@@ -358,6 +396,7 @@ impl Worker {
             // Its runner left nothing to be done.
             slot.clear().map_err(|e| of_slot(slot.path(), e))?;
             self.slots[at].state = State::Free(slot);
+            self.changed();
             return Ok(());
         }
         self.slots[at].state = State::Closing {
@@ -398,46 +437,6 @@ impl Worker {
         Ok(())
     }
 
-    /// Whether this machine is fit to run anything just now.
-    fn may_take(&mut self, tell: &mut dyn FnMut(News)) -> bool {
-        let now = Instant::now();
-        if self.unstarted >= UNSTARTED_MAX {
-            self.unstarted = 0;
-            self.pause_until = Some(now + UNSTARTED_PAUSE);
-            tell(News::Trouble(format!(
-                "{UNSTARTED_MAX} analyses in a row could not be started here (`fumehood show` says why); no more are taken for {} s",
-                UNSTARTED_PAUSE.as_secs()
-            )));
-        }
-        if self.pause_until.is_some_and(|until| until > now) {
-            return false;
-        }
-        self.pause_until = None;
-        if self.sated {
-            return true;
-        }
-        let (reserve, quota) = (
-            self.options.free_reserve_bytes,
-            self.options.store_quota_bytes,
-        );
-        match check_room(&self.ledger, reserve, quota) {
-            Ok(()) => {
-                self.no_room = false;
-                true
-            }
-            Err(e) => {
-                if !std::mem::replace(&mut self.no_room, true) {
-                    tell(News::Trouble(format!(
-                        "no work is taken: {}",
-                        error_chain(&e)
-                    )));
-                }
-                self.sated = true;
-                false
-            }
-        }
-    }
-
     fn pass_on_cancels(&mut self) -> Result<(), SettleError> {
         let host = self.host.clone();
         let wanted = self.ledger.with(|store| store.cancels(&host))?;
@@ -452,120 +451,6 @@ impl Worker {
         Ok(())
     }
 
-    /// Takes what fits.
-    fn take(&mut self, tell: &mut dyn FnMut(News)) -> Result<(), SettleError> {
-        while !self.sated {
-            let free: Vec<usize> = self.free_slots().collect();
-            if free.is_empty() {
-                return Ok(());
-            }
-            let keys: Vec<String> = free.iter().map(|_| run_dir::fresh_key()).collect();
-            let worker = format!("{}@{}", self.options.name, host_name());
-            let claim = Claim {
-                host: &self.host,
-                boot_id: &self.boot_id,
-                worker: &worker,
-                lease_ms: self.options.lease_ms,
-                free: self.free(),
-                total: self.options.total,
-                memory_default_bytes: self.options.memory_default_bytes,
-                keys: &keys,
-            };
-            let claimed = self.ledger.with(|store| claim_next(store, &claim))?;
-            self.nothing_queued = match claimed {
-                Ok(_) => false,
-                Err(queued) => queued == 0,
-            };
-            let claimed = claimed.unwrap_or_default();
-            self.sated = claimed.len() < keys.len();
-            for (at, claimed) in free.into_iter().zip(claimed) {
-                let (id, attempt) = (claimed.id.clone(), claimed.attempt);
-                match self.start(at, claimed) {
-                    Ok(()) => tell(News::Took { id, attempt }),
-                    // The order stands, and says what to give up.
-                    Err(e) => {
-                        self.unstarted += 1;
-                        self.sated = true;
-                        tell(News::Trouble(format!("start a runner for {id}: {e}")));
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn free_slots(&self) -> impl Iterator<Item = usize> {
-        let places = self.slots.iter().take(self.options.slots as usize);
-        places
-            .enumerate()
-            .filter(|(_, place)| matches!(place.state, State::Free(_)))
-            .map(|(at, _)| at)
-    }
-
-    /// What is not promised to any runner.
-    fn free(&self) -> Capacity {
-        let mut free = self.options.total;
-        for place in &self.slots {
-            if let State::Busy(busy) = &place.state {
-                free.memory_bytes = free.memory_bytes.saturating_sub(busy.counted.memory_bytes);
-                free.cpu_milli = free.cpu_milli.saturating_sub(busy.counted.cpu_milli);
-            }
-        }
-        free
-    }
-
-    fn start(&mut self, at: usize, claimed: Claimed) -> io::Result<()> {
-        let place = &mut self.slots[at];
-        let Ok(id) = AnalysisId::new(&claimed.id) else {
-            return Err(io::Error::other("the database gave an id that is none"));
-        };
-        let order = Order {
-            version: ORDER_VERSION,
-            id,
-            attempt: claimed.attempt,
-            key: claimed.key,
-            request: claimed.request_json,
-            submitter: claimed.submitter,
-            lease_ms: self.options.lease_ms,
-            memory_bytes: claimed.counted.memory_bytes,
-            cpu_milli: claimed.counted.cpu_milli,
-            cpu_milli_max: self.options.total.cpu_milli,
-            slot: place.path.clone(),
-            worker: self.lock.clone(),
-        };
-        let closing = State::Closing { key: None };
-        let State::Free(mut slot) = std::mem::replace(&mut place.state, closing) else {
-            return Err(io::Error::other("the slot is not free"));
-        };
-        let started = slot
-            .write(&order)
-            .and_then(|()| slot.order_for_runner())
-            .and_then(|input| spawn(&self.options, input));
-        place.state = match started {
-            Ok(child) => {
-                // From here on the lock is the runner's alone.
-                drop(slot);
-                State::Busy(Busy {
-                    id: order.id.to_string(),
-                    attempt: order.attempt,
-                    key: order.key,
-                    counted: Capacity {
-                        memory_bytes: order.memory_bytes,
-                        cpu_milli: order.cpu_milli,
-                    },
-                    child: Some(child),
-                    told: false,
-                })
-            }
-            Err(e) => {
-                let until = Instant::now();
-                place.state = State::Stuck { slot, until };
-                return Err(e);
-            }
-        };
-        Ok(())
-    }
-
     fn sweep(&mut self) -> Result<(), WorkerError> {
         if self.sweeping || self.sweep_at > Instant::now() {
             return Ok(());
@@ -577,6 +462,7 @@ impl Worker {
         });
         let sweep = Sweep {
             busy: keys.collect::<HashSet<String>>(),
+            at: self.changes,
             row: self.row(),
             memory_default_bytes: self.options.memory_default_bytes,
             park_after_ms: self.options.park_after_ms,
@@ -590,7 +476,7 @@ impl Worker {
             host: self.host.clone(),
             account: self.account.clone(),
             name: self.options.name.clone(),
-            host_name: host_name(),
+            host_name: name::host_name(),
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             slots: self.options.slots,
@@ -610,15 +496,6 @@ impl Worker {
     }
 }
 
-/// What was taken; or, where nothing was there to be taken, how many are queued that cannot be yet.
-fn claim_next(store: &mut Store, claim: &Claim) -> Result<Result<Vec<Claimed>, u64>, StoreError> {
-    let claimed = store.claim(claim)?;
-    match claimed.is_empty() {
-        false => Ok(Ok(claimed)),
-        true => Ok(Err(store.overview(0)?.queued)),
-    }
-}
-
 fn is_ready(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
     let at_once = Timespec {
@@ -628,35 +505,9 @@ fn is_ready(fd: BorrowedFd<'_>) -> bool {
     matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
 }
 
-fn spawn(options: &Options, input: OwnedFd) -> io::Result<Child> {
-    let mut command = Command::new(&options.program);
-    command.args(&options.args).stdin(Stdio::from(input));
-    command.stdout(Stdio::null());
-    // What systemd told the worker is not for its runners.
-    for name in ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"] {
-        command.env_remove(name);
-    }
-    command.current_dir("/");
-    // A group of its own: Ctrl-C on the worker's terminal is not meant for it.
-    std::os::unix::process::CommandExt::process_group(&mut command, 0);
-    command.spawn()
-}
-
 fn of_slot(path: &Path, source: io::Error) -> WorkerError {
     WorkerError::Slot {
         path: path.to_path_buf(),
         source,
     }
-}
-
-/// Tells workers of one machine apart that have the same name in different homes.
-fn account(home: &Home) -> String {
-    let hash = blake3::hash(home.path().as_os_str().as_encoded_bytes());
-    let uid = rustix::process::geteuid().as_raw();
-    format!("{uid}-{}", &hash.to_hex()[..8])
-}
-
-fn host_name() -> String {
-    let name = rustix::system::uname();
-    name.nodename().to_string_lossy().into_owned()
 }

@@ -18,5 +18,6 @@ fn main() -> ExitCode {
     if sandbox::attack::is_attacker() {
         sandbox::attack::main();
     }
+    sandbox::hear_of_children();
     cli::main()
 }

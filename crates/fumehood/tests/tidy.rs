@@ -17,6 +17,7 @@ const LINES_MAX: usize = 700;
 /// to reap, and files of cgroup version 1. A function by its name; everything else waits on events.
 const POLLING: &[(&str, &str)] = &[
     ("crates/fumehood/tests/cli/lab.rs", "eventually"),
+    ("crates/fumehood/tests/storm/yard.rs", "until"),
     (
         "crates/sandbox/tests/promises/p11_deadline.rs",
         "wait_for_marked",

@@ -57,4 +57,4 @@ mod views;
 mod watch;
 
 pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM};
-pub use sys::{block_signals, landlock_abi, read_signal, signal_fd};
+pub use sys::{block_signals, hear_of_children, landlock_abi, read_signal, signal_fd};

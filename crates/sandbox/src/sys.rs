@@ -194,6 +194,12 @@ pub fn reset_signals() -> io::Result<()> {
     set_mask(libc::SIG_SETMASK, &signal_set(Some(&[])))
 }
 
+/// Whoever started us may have ignored it, and then no child's end could be waited for.
+pub fn hear_of_children() {
+    // SAFETY: SIG_DFL is a valid disposition for SIGCHLD.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
+}
+
 fn signal_set(signals: Option<&[libc::c_int]>) -> libc::sigset_t {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the whole set.

@@ -81,7 +81,11 @@ impl Bench {
             collection: Collection::default(),
             again: Again::Refused,
             secret_env: Vec::new(),
-            asked_by: Asker::Queue { staged, writers },
+            asked_by: Asker::Queue {
+                staged,
+                writers,
+                script_from: None,
+            },
         }
     }
 
@@ -277,6 +281,7 @@ fn our_own_queue_is_shown_what_we_may_read() {
     request.asked_by = Asker::Queue {
         staged,
         writers: Writers::OnlyUs,
+        script_from: None,
     };
     let plan = bench.plan(&request).unwrap();
     assert_eq!(bench.owners(&plan, &closed), [Owner::Mapped]);

@@ -15,6 +15,7 @@ use super::error::StoreError;
 use super::events::{self, Told};
 use super::queued::{Capacity, Claim, Claimed, Happened, Worker};
 use super::rows::{self, Rows};
+use crate::submission::REQUEST_BYTES_MAX;
 
 /// A worker that told of itself so lately is there.
 pub(super) const LIVE_MS: i64 = 60_000;
@@ -80,7 +81,7 @@ impl Store {
             return Ok(None);
         };
         let now = self.db.now_ms()?;
-        let left = |first_ms: i64| u64::try_from(first_ms - now).unwrap_or(0);
+        let left = |first_ms: i64| u64::try_from(first_ms.saturating_sub(now)).unwrap_or(0);
         if first_ms > now {
             return Ok(Some(left(first_ms)));
         }
@@ -265,7 +266,7 @@ impl Taker<'_> {
                 continue;
             }
             if !fits(row.counted, self.free) {
-                if self.now - row.ready_ms > PASSED_OVER_MS {
+                if self.now.saturating_sub(row.ready_ms) > PASSED_OVER_MS {
                     return Ok(Walk::Ended);
                 }
                 continue;
@@ -295,8 +296,13 @@ impl Taker<'_> {
         if db.query_one(what, hold, &place)?.is_none() {
             return Ok(None);
         }
-        let sql = "SELECT request FROM submissions WHERE id = $1";
-        let Some(mut request) = db.query_one(what, sql, &[Value::text(&row.id)])? else {
+        // Whoever wrote it may have written anything; what is too long is not even fetched.
+        let sql = db.either(
+            "SELECT CASE WHEN LENGTH(CAST(request AS BLOB)) <= $2 THEN request ELSE '' END FROM submissions WHERE id = $1",
+            "SELECT CASE WHEN OCTET_LENGTH(request) <= $2 THEN request ELSE '' END FROM submissions WHERE id = $1",
+        );
+        let of = [Value::text(&row.id), Value::count(REQUEST_BYTES_MAX as u64)];
+        let Some(mut request) = db.query_one(what, sql, &of)? else {
             return Ok(None);
         };
         let sql = "DELETE FROM queue WHERE id = $1 AND attempt = $2";
@@ -339,11 +345,21 @@ impl Taker<'_> {
 /// What these keys took before, in a claim whose answer did not arrive.
 fn already_claimed(db: &mut Connection, claim: &Claim) -> Result<Vec<Claimed>, StoreError> {
     let what = "look for what was claimed before";
-    let sql = "
-        SELECT a.id, a.attempt, a.key, s.request, s.submitter, COALESCE(s.memory_bytes, $1), COALESCE(s.cpu_milli, $2)
-        FROM attempts a JOIN submissions s ON s.id = a.id
-        WHERE a.state = 'running' AND a.workspace IS NULL AND a.key IN
-            ($3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)";
+    macro_rules! claimed_before {
+        ($length:literal) => {
+            concat!(
+                "SELECT a.id, a.attempt, a.key, CASE WHEN ", $length, " <= $19 THEN s.request ELSE '' END, s.submitter,
+                    COALESCE(s.memory_bytes, $1), COALESCE(s.cpu_milli, $2)
+                 FROM attempts a JOIN submissions s ON s.id = a.id
+                 WHERE a.state = 'running' AND a.workspace IS NULL AND a.key IN
+                    ($3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)"
+            )
+        };
+    }
+    let sql = db.either(
+        claimed_before!("LENGTH(CAST(s.request AS BLOB))"),
+        claimed_before!("OCTET_LENGTH(s.request)"),
+    );
     let mut claimed = Vec::new();
     for keys in claim.keys.chunks(KEYS) {
         let mut values = vec![
@@ -353,6 +369,7 @@ fn already_claimed(db: &mut Connection, claim: &Claim) -> Result<Vec<Claimed>, S
         // No key is empty.
         let padded = keys.iter().map(String::as_str).chain(std::iter::repeat(""));
         values.extend(padded.take(KEYS).map(Value::text));
+        values.push(Value::count(REQUEST_BYTES_MAX as u64));
         for mut row in db.query(what, sql, &values)? {
             claimed.push(Claimed {
                 id: row.text(what)?,
@@ -384,8 +401,10 @@ fn without(free: Capacity, taken: Capacity) -> Capacity {
 /// What the workers that are there have, each.
 pub(super) fn live_workers(db: &mut Connection, now: i64) -> Result<Vec<Capacity>, StoreError> {
     let what = "look for workers";
-    let sql = "SELECT memory_bytes, cpu_milli FROM workers WHERE seen_ms >= $1";
-    let rows = db.query(what, sql, &[Value::int(now - LIVE_MS)])?;
+    // One that was seen in the future was not seen.
+    let sql = "SELECT memory_bytes, cpu_milli FROM workers WHERE seen_ms BETWEEN $1 AND $2";
+    let (from, to) = (now.saturating_sub(LIVE_MS), now.saturating_add(LIVE_MS));
+    let rows = db.query(what, sql, &[Value::int(from), Value::int(to)])?;
     let capacity = |mut row: Row| {
         Ok(Capacity {
             memory_bytes: row.count(what)?,
@@ -414,7 +433,7 @@ impl Turns {
         let what = "find a place in the queue";
         let of = (submitter.to_owned(), priority);
         let turn = match self.last.get(&of) {
-            Some(last) => last + 1,
+            Some(last) => last.saturating_add(1),
             None => {
                 let sql = "
                     SELECT (SELECT MAX(turn) FROM queue
@@ -424,7 +443,8 @@ impl Turns {
                 let none = StoreError::BadValue { what };
                 let mut row = db.query_one(what, sql, &values)?.ok_or(none)?;
                 let (last, lowest) = (row.maybe_int(what)?, row.maybe_int(what)?);
-                last.map_or(0, |last| last + 1).max(lowest.unwrap_or(0))
+                last.map_or(0, |last| last.saturating_add(1))
+                    .max(lowest.unwrap_or(0))
             }
         };
         self.last.insert(of, turn);

@@ -25,7 +25,7 @@ use crate::store::{Expired, Lost, State, Worker as Row};
 const EXPIRED_FOR: Duration = Duration::from_secs(30);
 /// One that had ended is finished by its own machine, if that is ever heard of again.
 const COLLECTING_FOR_MS: u64 = 15 * 60 * 1000;
-const EXPIRED_AT_ONCE: u32 = 100;
+const EXPIRED_AT_ONCE: u32 = 1_000;
 /// Looking for what fits no worker looks at the whole queue.
 const PARK_EVERY: Duration = Duration::from_secs(60);
 
@@ -39,6 +39,8 @@ pub(super) enum Chore {
 pub(super) struct Sweep {
     /// Keys of attempts whose runners live, or are being looked after.
     pub busy: HashSet<String>,
+    /// What the worker had seen when it asked.
+    pub at: u64,
     pub row: Row,
     pub memory_default_bytes: u64,
     pub park_after_ms: u64,
@@ -47,8 +49,19 @@ pub(super) struct Sweep {
 pub(super) enum Done {
     /// Free again, or, with a reason, to be tried again later.
     Closed(usize, Result<Slot, (Slot, String)>),
-    Swept,
+    Swept {
+        at: u64,
+        left: Left,
+    },
     News(News),
+}
+
+/// What dead runners left in this home.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Left {
+    Nothing,
+    /// To be tried again.
+    Something,
 }
 
 /// The thread, seen from the worker.
@@ -112,8 +125,8 @@ impl Thread {
             let done = match chore {
                 Chore::Close(at, slot) => Done::Closed(at, self.close(slot)),
                 Chore::Sweep(sweep) => {
-                    self.sweep(&sweep);
-                    Done::Swept
+                    let left = self.sweep(&sweep);
+                    Done::Swept { at: sweep.at, left }
                 }
             };
             if self.say(done).is_none() {
@@ -182,7 +195,7 @@ impl Thread {
         Ok(())
     }
 
-    fn sweep(&mut self, sweep: &Sweep) {
+    fn sweep(&mut self, sweep: &Sweep) -> Left {
         let reaped = reaper::reap(&self.home, Some(&mut self.ledger));
         for record in &reaped.finished {
             self.news(News::Finished {
@@ -191,6 +204,10 @@ impl Thread {
                 status: record.status,
             });
         }
+        let left = match reaped.problems.is_empty() {
+            true => Left::Nothing,
+            false => Left::Something,
+        };
         for problem in reaped.problems {
             self.news(News::Trouble(problem));
         }
@@ -198,8 +215,13 @@ impl Thread {
             // Nobody's lease is judged by what we saw before the database was away.
             self.expired.clear();
             self.news(News::Away(error_chain(&e)));
-            return;
+            return Left::Something;
         }
+        self.park(sweep);
+        left
+    }
+
+    fn park(&mut self, sweep: &Sweep) {
         if self.park_at > Instant::now() {
             return;
         }
@@ -217,8 +239,9 @@ impl Thread {
         // Whatever has a directory here is the reaper's, who has the lock to go by.
         let elsewhere = |one: &&Expired| {
             let id = crate::request::AnalysisId::new(&one.id);
-            !sweep.busy.contains(&one.key)
-                && id.is_ok_and(|id| !run_dir::stands(&self.home, &id, one.attempt))
+            // What is no id has no directory.
+            let stands = id.is_ok_and(|id| run_dir::stands(&self.home, &id, one.attempt));
+            !sweep.busy.contains(&one.key) && !stands
         };
         let expired: Vec<&Expired> = expired.iter().filter(elsewhere).collect();
         let still: HashSet<&str> = expired.iter().map(|one| one.key.as_str()).collect();

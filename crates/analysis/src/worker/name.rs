@@ -45,3 +45,15 @@ pub fn holder(home: &Home, name: &str) -> Option<u32> {
     let pid = text.trim().parse().ok()?;
     slot::is_held(&lock).then_some(pid)
 }
+
+/// Tells workers of one machine apart that have the same name in different homes.
+pub(super) fn account(home: &Home) -> String {
+    let hash = blake3::hash(home.path().as_os_str().as_encoded_bytes());
+    let uid = rustix::process::geteuid().as_raw();
+    format!("{uid}-{}", &hash.to_hex()[..8])
+}
+
+pub(super) fn host_name() -> String {
+    let name = rustix::system::uname();
+    name.nodename().to_string_lossy().into_owned()
+}

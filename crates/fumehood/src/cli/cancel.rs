@@ -252,7 +252,9 @@ impl Done {
                 (Some(why), _) => format!("{id} is marked to be cancelled; its runner {why}"),
                 (None, Some(host)) if *host != home::machine() => {
                     let host = clean(host);
-                    format!("{id} is marked to be cancelled; its runner on {host} will hear of it")
+                    format!(
+                        "{id} is marked to be cancelled; its runner on {host} will hear of it if a worker started it"
+                    )
                 }
                 (None, _) => format!(
                     "{id} is marked to be cancelled; its runner is not in this FUMEHOOD_HOME, and will hear of it if a worker started it"

@@ -7,16 +7,19 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use analysis::bundle;
+use analysis::bundle::{self, BundleError};
 use analysis::collect::Progress;
 use analysis::heart::{self, Heart, Lease, Why};
 use analysis::home::Home;
 use analysis::ledger::Ledger;
 use analysis::limits::error_chain;
-use analysis::pipeline::{self, Audience, NotRun, Place, Surroundings, Taken};
+use analysis::pipeline::{
+    self, Audience, EndedFor, NotRun, PipelineError, Place, Surroundings, Taken,
+};
+use analysis::policy::PolicyError;
 use analysis::reaper;
 use analysis::record::Reason;
-use analysis::request::Asked;
+use analysis::request::{Asked, Asker, Writers};
 use analysis::run_dir;
 use analysis::runtime::Caller;
 use analysis::store::Lost;
@@ -49,6 +52,7 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
     // Before anything else is started: a scope beside the worker's, which may be stopped.
     let _where_we_are = analysis::scope::ensure_apart();
     let (home, mut ledger) = ledger::open(&args.store)?;
+    ledger.be_patient();
     let since = heart::now();
     let lease = Lease {
         id: order.id.to_string(),
@@ -59,7 +63,11 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
     };
     let heart = Heart::start(ledger.another(), lease, since, hearing.signals.as_fd())
         .context("hold the lease")?;
-    let mut ears = Ears { hearing, heart };
+    let mut ears = Ears {
+        hearing,
+        heart,
+        signalled: false,
+    };
     let finished = attempt(args, &order, &home, &mut ledger, &mut ears);
     drop(ears);
     if let Err(e) = &finished {
@@ -131,6 +139,16 @@ fn attempt(
             error,
             record: None,
         }) => {
+            if let (true, PipelineError::Policy(PolicyError::Runtime(_))) =
+                (is_strangers(&resolved), &error)
+            {
+                return give_up(
+                    order,
+                    ledger,
+                    Reason::NotFound,
+                    &anyhow::anyhow!(NOT_FOR_STRANGERS),
+                );
+            }
             let reason = match error.is_refusal() {
                 true => Reason::Refused,
                 false => error.verdict().1,
@@ -142,6 +160,15 @@ fn attempt(
         true => Finished::Later,
         false => Finished::Entirely,
     })
+}
+
+/// Whether a program is there, or could be executed, by whom and why not: a stranger would learn from that what is where not
+/// everybody may look, and the worker's PATH.
+const NOT_FOR_STRANGERS: &str = "the command, or an interpreter that it needs, is not on the worker's machine for everybody to execute";
+
+fn is_strangers(resolved: &Resolved) -> bool {
+    let asked_by = &resolved.request.asked_by;
+    matches!(asked_by, Asker::Queue { writers, .. } if *writers == Writers::Others)
 }
 
 /// Why there is nothing to be run.
@@ -160,6 +187,15 @@ fn prepare(args: &RunnerArgs, order: &Order, ledger: &mut Ledger) -> Result<Reso
     let sources = Sources::from_process().map_err(|e| Unprepared::Failed(e.into()))?;
     let resolved = config::queued(&submission, &staged, &args.store, &sources);
     let mut resolved = resolved.map_err(|e| Unprepared::Refused(e.into()))?;
+    // What it asks for is what the worker counted for it, whatever else the queue said of it.
+    let more = |asked: Option<Asked<u64>>, counted: u64| {
+        asked.is_some_and(|asked| asked.explicit && asked.value > counted)
+    };
+    let asked = &resolved.request.limits;
+    if more(asked.memory_bytes, order.memory_bytes) || more(asked.cpu_milli, order.cpu_milli) {
+        let why = "it asks for more memory or CPUs than it was queued with";
+        return Err(Unprepared::Refused(anyhow::anyhow!(why)));
+    }
     // What it did not ask for is what the worker counted for it, or all that the worker has.
     let limits = &mut resolved.request.limits;
     let counted = |value| Asked {
@@ -180,10 +216,14 @@ fn lay_out(submission: &Submission, staged: &Path, ledger: &mut Ledger) -> Resul
     let failed = |e: anyhow::Error| Unprepared::Failed(e.context("lay out the inputs"));
     let _left_by_a_dead_one = std::fs::remove_dir_all(staged);
     let dir = make_directory(staged).map_err(|e| failed(e.into()))?;
-    bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
+    let laid_out = bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
         Ok(ledger.with(|store| store.blob(hash))?)
+    });
+    laid_out.map_err(|e| match e {
+        // The database's, or the disk's.
+        BundleError::Fetch { .. } | BundleError::LayOut { .. } => failed(e.into()),
+        e => Unprepared::Refused(anyhow::Error::new(e).context("lay out the inputs")),
     })
-    .map_err(|e| failed(e.into()))
 }
 
 fn make_directory(path: &Path) -> std::io::Result<OwnedFd> {
@@ -231,8 +271,8 @@ fn give_up(
     let deadline = Instant::now() + WAY_CLEAR_WITHIN;
     loop {
         match ledger.with(|store| store.give_up(&lost)) {
-            Ok(_) if reason == Reason::Refused => return Ok(Finished::Entirely),
-            Ok(_) => return Ok(Finished::WithoutStart),
+            Ok(_) if reason == Reason::NotStarted => return Ok(Finished::WithoutStart),
+            Ok(_) => return Ok(Finished::Entirely),
             Err(e) if Instant::now() >= deadline => {
                 anyhow::bail!("{message}; and {}", error_chain(&e))
             }
@@ -259,6 +299,8 @@ impl Hearing {
 struct Ears {
     hearing: Hearing,
     heart: Heart,
+    /// Somebody told this process to end, as whoever cancels does, and whoever shuts a machine down.
+    signalled: bool,
 }
 
 impl Audience for Ears {
@@ -287,11 +329,18 @@ impl Audience for Ears {
         // The worker, the database and whoever cancels may all tell of the same wish. Only one who is impatient says so.
         match sandbox::read_signal(self.hearing.signals.as_fd())? {
             SIGINT => Some(Wish::Kill),
-            _ => Some(Wish::Cancel),
+            _ => {
+                self.signalled = true;
+                Some(Wish::Cancel)
+            }
         }
     }
 
-    fn lease_is_lost(&self) -> bool {
-        self.heart.is_lost()
+    fn ended_for(&mut self) -> EndedFor {
+        match (self.heart.is_lost(), self.signalled) {
+            (true, _) => EndedFor::LeaseLost,
+            (false, true) if !self.heart.is_cancelled() => EndedFor::Stopped,
+            (false, _) => EndedFor::Wish,
+        }
     }
 }

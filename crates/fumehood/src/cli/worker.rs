@@ -124,7 +124,7 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
         notifier.watchdog();
         notifier.status(&status(&worker, duty.draining));
         let idle = args.until_idle && worker.is_idle();
-        if duty.leaving || idle || duty.draining && worker.running() == 0 {
+        if duty.leaving || idle || duty.draining && worker.is_drained() {
             break;
         }
         let beat = notifier.watchdog_interval().unwrap_or(Duration::MAX);

@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use analysis::bundle;
-use analysis::request::{Asker, Command, Input, Stdin, Writers};
+use analysis::request::{Asker, Command, Input, Level, Stdin, Writers};
 use analysis::submission::{Setting as Queued, Submission, What};
 
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
@@ -42,6 +42,7 @@ pub fn queued(
     merged
         .entries
         .retain(|entry| WORKERS.contains(&entry.place.setting.key));
+    let has_floor = merged.policy.is_some() || merged.last(Key::Isolation).is_some();
     for (name, value) in &submission.settings {
         merged.entries.push(entry(name, value)?);
     }
@@ -59,6 +60,11 @@ pub fn queued(
     };
     let mut resolved = merged.resolve(command, sources)?;
     let request = &mut resolved.request;
+    // The weaker level tells a program more of the machine that it runs on. Who typed a request accepts that for himself; for
+    // strangers the operator must, by a policy or by the worker's own `isolation`.
+    if writers == Writers::Others && !has_floor {
+        request.floor = Level::Full;
+    }
     request.id = submission.id.clone();
     request.inputs = tops(submission, &inputs);
     request.stdin = match submission.stdin {
@@ -68,6 +74,10 @@ pub fn queued(
     request.asked_by = Asker::Queue {
         staged: staged.to_owned(),
         writers,
+        script_from: match &submission.command {
+            What::Script { from, .. } => Some(from.clone()),
+            What::Argv(_) => None,
+        },
     };
     Ok(resolved)
 }

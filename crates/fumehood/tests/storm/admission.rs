@@ -87,6 +87,13 @@ fn never_fits(yard: &Yard) {
     let large: Vec<&str> = ["--memory", "2G"].iter().chain(&WEAKLY).copied().collect();
     // Nobody knows yet that it never will.
     let parked = yard.submit("parked", &large, "true\n");
+    // A worker looks for such when it comes, and then rarely: by then it must have waited long enough.
+    yard.until("it has waited", || {
+        let now = yard.overview().unwrap();
+        now.next
+            .first()
+            .is_some_and(|first| now.now_ms > first.queued_ms + 1000)
+    });
     let given = ["--slots", "2", "--memory", "512M", "--park-after", "1s"];
     let worker = yard.worker(&yard.places[0], "w", &given);
     let fits = yard.submit("fits", &[], "true\n");

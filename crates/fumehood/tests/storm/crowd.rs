@@ -25,7 +25,11 @@ fn sixty_beside_four_bombs(bench: &Bench) {
         ),
         (
             "memory",
-            json!(["python3", "-c", "x = []\nwhile True: x.append(b'x' * 10_000_000)"]),
+            json!([
+                "python3",
+                "-c",
+                "x = []\nwhile True: x.append(b'x' * 10_000_000)"
+            ]),
             json!({"memory": "256M"}),
         ),
         (
@@ -55,10 +59,21 @@ fn sixty_beside_four_bombs(bench: &Bench) {
     }
     let text: Vec<String> = lines.iter().map(Value::to_string).collect();
     let batch = bench.lab.write("batch.jsonl", text.join("\n"));
-    let submit = bench.fumehood(&bench.place, ["submit".as_ref(), "--from".as_ref(), batch.as_os_str()]);
+    let submit = bench.fumehood(
+        &bench.place,
+        ["submit".as_ref(), "--from".as_ref(), batch.as_os_str()],
+    );
     finish(submit).good();
     let slots = (GOOD + 4).to_string();
-    let worker = ["worker", "-q", "--slots", &slots, "--memory", "20G", "--until-idle"];
+    let worker = [
+        "worker",
+        "-q",
+        "--slots",
+        &slots,
+        "--memory",
+        "20G",
+        "--until-idle",
+    ];
     finish(bench.fumehood(&bench.place, worker)).good();
 
     let list = ["list", "--json", "--limit", "100"];
@@ -74,7 +89,11 @@ fn sixty_beside_four_bombs(bench: &Bench) {
         assert_eq!(status[id.as_str()], "succeeded", "{id}: {document}");
         let read = bench.fumehood(&bench.place, ["outputs", &id, "result.json", "-o", "-"]);
         let result: Value = serde_json::from_str(&finish(read).good()).unwrap();
-        assert_eq!(result["sum"], json!(number * (TERMS * (TERMS - 1) / 2)), "{id}");
+        assert_eq!(
+            result["sum"],
+            json!(number * (TERMS * (TERMS - 1) / 2)),
+            "{id}"
+        );
     }
     let told: Vec<String> = ["fork", "memory", "disk", "log"]
         .map(|name| format!("{name}: {}", status[bench.id(name).as_str()]))

@@ -6,7 +6,7 @@ use rustix::process::Signal;
 
 use crate::outages::own_server;
 use crate::rows::{number, text, truth};
-use crate::witness::What;
+use crate::witness::{What, most_at_once};
 use crate::workers::{LOST, SUCCEEDED, assert_states, waits_and_writes};
 use crate::yard::Yard;
 use crate::{Entry, For};
@@ -51,6 +51,8 @@ fn stopped_runner() {
     });
     assert_eq!(yard.states(&id)[0], (LOST.0, LOST.1.to_owned()));
     assert!(second.said().contains("gave up "), "{}", second.said());
+    // The witness would have seen it, had any of the other trials had two at once.
+    assert_eq!(most_at_once(&yard.witness.seen(), |_| 1), 2);
     assert!(runner.signal(Signal::CONT));
     yard.until("the late one ends", || {
         let seen = yard.witness.seen();
@@ -123,6 +125,17 @@ fn server_away() {
     worker.drain(yard);
     assert_states(yard, &id, &[(State::Error, "lease_lost"), SUCCEEDED]);
     let lost = &yard.attempts(&id)[0];
+    let rows = yard.bench.rows();
+    let first = rows
+        .of("attempts", &id)
+        .into_iter()
+        .find(|row| number(row, "attempt") == Some(1))
+        .unwrap();
+    // By two clocks that are one here: the runner's, and the server's.
+    assert!(
+        number(first, "ended_ms").unwrap() < number(first, "lease_ms").unwrap(),
+        "{first:?}"
+    );
     assert_eq!(
         (lost.outputs_count, lost.complete),
         (Some(1), Some(false)),

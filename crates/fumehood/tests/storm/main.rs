@@ -9,6 +9,7 @@
 
 mod admission;
 mod bench;
+mod crowd;
 mod faults;
 // Shared with `tests/cli` and with the store's own tests, which use more of them.
 #[allow(dead_code)]
@@ -48,7 +49,7 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 8] = [
+    let files: [(&str, &[Entry]); 9] = [
         ("steps", steps::TRIALS),
         ("faults", faults::TRIALS),
         ("random", random::TRIALS),
@@ -57,6 +58,7 @@ fn entries() -> Vec<(String, For, fn())> {
         ("queue", queue::TRIALS),
         ("leases", leases::TRIALS),
         ("admission", admission::TRIALS),
+        ("crowd", crowd::TRIALS),
     ];
     let named = files.into_iter().flat_map(|(file, list)| {
         list.iter()

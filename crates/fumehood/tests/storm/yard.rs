@@ -165,12 +165,11 @@ impl Yard {
     }
 
     pub fn overview(&self) -> Option<Overview> {
-        self.read(|store| store.overview(0))
+        self.read(|store| store.overview(1))
     }
 
     pub fn queued(&self) -> u64 {
-        self.read(|store| store.overview(0))
-            .map_or(u64::MAX, |all| all.queued)
+        self.overview().map_or(u64::MAX, |all| all.queued)
     }
 
     /// State and reason of each attempt.

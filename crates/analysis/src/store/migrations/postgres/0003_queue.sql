@@ -1,12 +1,12 @@
 -- The queue: analyses that wait, who takes them, and what became of them.
 
 -- Until when the runner answers for the attempt, by the database's clock; NULL for those of `fumehood run`.
-ALTER TABLE attempts ADD COLUMN lease_ms BIGINT;
+ALTER TABLE attempts ADD COLUMN lease_ms BIGINT CHECK (lease_ms BETWEEN 0 AND 4503599627370496);
 -- When somebody first wanted it cancelled, and who.
 ALTER TABLE attempts ADD COLUMN cancel_ms BIGINT;
 ALTER TABLE attempts ADD COLUMN cancel_by TEXT;
 -- How often it may still be tried again; NULL: it did not come from the queue.
-ALTER TABLE attempts ADD COLUMN retries_left BIGINT;
+ALTER TABLE attempts ADD COLUMN retries_left BIGINT CHECK (retries_left BETWEEN 0 AND 4294967295);
 -- The name of the worker that took it.
 ALTER TABLE attempts ADD COLUMN worker TEXT;
 
@@ -23,12 +23,12 @@ CREATE TABLE submissions (
     -- JSON as it was sent, byte by byte; may hold secrets, so no view shows it.
     request TEXT NOT NULL,
     submitter TEXT NOT NULL,
-    priority BIGINT NOT NULL,
-    retries BIGINT NOT NULL,
+    priority BIGINT NOT NULL CHECK (priority BETWEEN 0 AND 4294967295),
+    retries BIGINT NOT NULL CHECK (retries BETWEEN 0 AND 4294967295),
     -- States, divided by commas.
     retry_on TEXT NOT NULL,
-    memory_bytes BIGINT,
-    cpu_milli BIGINT,
+    memory_bytes BIGINT CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
+    cpu_milli BIGINT CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
     created_ms BIGINT NOT NULL,
     FOREIGN KEY (id) REFERENCES analyses (id) ON DELETE CASCADE
 );
@@ -50,23 +50,24 @@ CREATE TABLE submission_blobs (
 -- Whether anybody else has a file.
 CREATE INDEX submission_blobs_blake3 ON submission_blobs (blake3);
 
--- A row for each attempt in the state `queued`, and for no other.
+-- A row for each attempt in the state `queued`, and for no other. Everybody's claims read these rows, so none may hold what
+-- Fumehood cannot read: hence the checks, here and on the workers.
 -- It changes all the time and is small, so the server clears it early.
 CREATE TABLE queue (
     id TEXT COLLATE "C" NOT NULL,
-    attempt BIGINT NOT NULL,
+    attempt BIGINT NOT NULL CHECK (attempt BETWEEN 1 AND 4294967295),
     submitter TEXT COLLATE "C" NOT NULL,
     -- Higher ones first.
-    priority BIGINT NOT NULL,
+    priority BIGINT NOT NULL CHECK (priority BETWEEN 0 AND 4294967295),
     -- Within a priority, lower ones first. Each submitter has one of each turn, so they take turns.
-    turn BIGINT NOT NULL,
-    queued_ms BIGINT NOT NULL,
+    turn BIGINT NOT NULL CHECK (turn BETWEEN 0 AND 1152921504606846976),
+    queued_ms BIGINT NOT NULL CHECK (queued_ms BETWEEN 0 AND 4503599627370496),
     -- Since when it could have been taken.
-    ready_ms BIGINT NOT NULL,
+    ready_ms BIGINT NOT NULL CHECK (ready_ms BETWEEN 0 AND 4503599627370496),
     -- Not to be taken before; NULL: ready.
-    not_before_ms BIGINT,
-    memory_bytes BIGINT,
-    cpu_milli BIGINT,
+    not_before_ms BIGINT CHECK (not_before_ms BETWEEN 0 AND 4503599627370496),
+    memory_bytes BIGINT CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
+    cpu_milli BIGINT CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
     PRIMARY KEY (id, attempt),
     FOREIGN KEY (id, attempt) REFERENCES attempts (id, attempt) ON DELETE CASCADE,
     FOREIGN KEY (id) REFERENCES submissions (id) ON DELETE CASCADE
@@ -82,16 +83,16 @@ CREATE TABLE workers (
     account TEXT COLLATE "C" NOT NULL,
     name TEXT COLLATE "C" NOT NULL,
     host_name TEXT NOT NULL,
-    pid BIGINT NOT NULL,
+    pid BIGINT NOT NULL CHECK (pid BETWEEN 0 AND 4294967295),
     version TEXT NOT NULL,
-    slots BIGINT NOT NULL,
-    memory_bytes BIGINT NOT NULL,
-    cpu_milli BIGINT NOT NULL,
-    running BIGINT NOT NULL,
+    slots BIGINT NOT NULL CHECK (slots BETWEEN 0 AND 4294967295),
+    memory_bytes BIGINT NOT NULL CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
+    cpu_milli BIGINT NOT NULL CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    running BIGINT NOT NULL CHECK (running BETWEEN 0 AND 4294967295),
     draining BOOLEAN NOT NULL,
     -- The worker's clock, and the database's.
     started_ms BIGINT NOT NULL,
-    seen_ms BIGINT NOT NULL,
+    seen_ms BIGINT NOT NULL CHECK (seen_ms BETWEEN 0 AND 4503599627370496),
     PRIMARY KEY (host, account, name)
 );
 

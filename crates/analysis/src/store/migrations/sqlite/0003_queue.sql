@@ -1,12 +1,12 @@
 -- The queue: analyses that wait, who takes them, and what became of them.
 
 -- Until when the runner answers for the attempt, by the database's clock; NULL for those of `fumehood run`.
-ALTER TABLE attempts ADD COLUMN lease_ms INTEGER;
+ALTER TABLE attempts ADD COLUMN lease_ms INTEGER CHECK (lease_ms BETWEEN 0 AND 4503599627370496);
 -- When somebody first wanted it cancelled, and who.
 ALTER TABLE attempts ADD COLUMN cancel_ms INTEGER;
 ALTER TABLE attempts ADD COLUMN cancel_by TEXT;
 -- How often it may still be tried again; NULL: it did not come from the queue.
-ALTER TABLE attempts ADD COLUMN retries_left INTEGER;
+ALTER TABLE attempts ADD COLUMN retries_left INTEGER CHECK (retries_left BETWEEN 0 AND 4294967295);
 -- The name of the worker that took it.
 ALTER TABLE attempts ADD COLUMN worker TEXT;
 
@@ -23,12 +23,12 @@ CREATE TABLE submissions (
     -- JSON as it was sent, byte by byte; may hold secrets, so no view shows it.
     request TEXT NOT NULL,
     submitter TEXT NOT NULL,
-    priority INTEGER NOT NULL,
-    retries INTEGER NOT NULL,
+    priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 4294967295),
+    retries INTEGER NOT NULL CHECK (retries BETWEEN 0 AND 4294967295),
     -- States, divided by commas.
     retry_on TEXT NOT NULL,
-    memory_bytes INTEGER,
-    cpu_milli INTEGER,
+    memory_bytes INTEGER CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
+    cpu_milli INTEGER CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
     created_ms INTEGER NOT NULL,
     FOREIGN KEY (id) REFERENCES analyses (id) ON DELETE CASCADE
 ) STRICT;
@@ -50,22 +50,23 @@ CREATE TABLE submission_blobs (
 -- Whether anybody else has a file.
 CREATE INDEX submission_blobs_blake3 ON submission_blobs (blake3);
 
--- A row for each attempt in the state `queued`, and for no other.
+-- A row for each attempt in the state `queued`, and for no other. Everybody's claims read these rows, so none may hold what
+-- Fumehood cannot read: hence the checks, here and on the workers.
 CREATE TABLE queue (
     id TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
+    attempt INTEGER NOT NULL CHECK (attempt BETWEEN 1 AND 4294967295),
     submitter TEXT NOT NULL,
     -- Higher ones first.
-    priority INTEGER NOT NULL,
+    priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 4294967295),
     -- Within a priority, lower ones first. Each submitter has one of each turn, so they take turns.
-    turn INTEGER NOT NULL,
-    queued_ms INTEGER NOT NULL,
+    turn INTEGER NOT NULL CHECK (turn BETWEEN 0 AND 1152921504606846976),
+    queued_ms INTEGER NOT NULL CHECK (queued_ms BETWEEN 0 AND 4503599627370496),
     -- Since when it could have been taken.
-    ready_ms INTEGER NOT NULL,
+    ready_ms INTEGER NOT NULL CHECK (ready_ms BETWEEN 0 AND 4503599627370496),
     -- Not to be taken before; NULL: ready.
-    not_before_ms INTEGER,
-    memory_bytes INTEGER,
-    cpu_milli INTEGER,
+    not_before_ms INTEGER CHECK (not_before_ms BETWEEN 0 AND 4503599627370496),
+    memory_bytes INTEGER CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
+    cpu_milli INTEGER CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
     PRIMARY KEY (id, attempt),
     FOREIGN KEY (id, attempt) REFERENCES attempts (id, attempt) ON DELETE CASCADE,
     FOREIGN KEY (id) REFERENCES submissions (id) ON DELETE CASCADE
@@ -81,16 +82,16 @@ CREATE TABLE workers (
     account TEXT NOT NULL,
     name TEXT NOT NULL,
     host_name TEXT NOT NULL,
-    pid INTEGER NOT NULL,
+    pid INTEGER NOT NULL CHECK (pid BETWEEN 0 AND 4294967295),
     version TEXT NOT NULL,
-    slots INTEGER NOT NULL,
-    memory_bytes INTEGER NOT NULL,
-    cpu_milli INTEGER NOT NULL,
-    running INTEGER NOT NULL,
+    slots INTEGER NOT NULL CHECK (slots BETWEEN 0 AND 4294967295),
+    memory_bytes INTEGER NOT NULL CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
+    cpu_milli INTEGER NOT NULL CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    running INTEGER NOT NULL CHECK (running BETWEEN 0 AND 4294967295),
     draining INTEGER NOT NULL CHECK (draining IN (0, 1)),
     -- The worker's clock, and the database's.
     started_ms INTEGER NOT NULL,
-    seen_ms INTEGER NOT NULL,
+    seen_ms INTEGER NOT NULL CHECK (seen_ms BETWEEN 0 AND 4503599627370496),
     PRIMARY KEY (host, account, name)
 ) STRICT;
 
