@@ -21,8 +21,8 @@ use crate::limits::{self, Ground, Storage, error_chain};
 use crate::logs::Captured;
 use crate::pipeline::{PipelineError, Place, Surroundings, Taken};
 use crate::policy::Plan;
-use crate::provenance::{self, Provenance};
-use crate::request::{Again, AnalysisId, Asker, Command, Request};
+use crate::provenance::{self, Provenance, Rights};
+use crate::request::{Again, AnalysisId, Asker, Command, Request, Writers};
 use crate::run_dir::{self, Durable, Paper, RunDir, RunRecord, RunState, Task};
 use crate::settle::SettleError;
 use crate::store;
@@ -424,9 +424,22 @@ fn made_from(request: &Request, plan: &Plan, puts: &[Put]) -> Provenance {
             )
         })
         .collect();
-    let set = plan.runtime.env.iter().chain(&request.env);
+    let rights = match request.asked_by {
+        Asker::Queue {
+            writers: Writers::Others,
+            ..
+        } => Rights::Ours,
+        _ => Rights::Callers,
+    };
+    // Its variables may name any directory to look for libraries in.
+    let asked: &[_] = match rights {
+        Rights::Callers => &request.env,
+        Rights::Ours => &[],
+    };
+    let set = plan.runtime.env.iter().chain(asked);
     let inside_env: Vec<_> = set.cloned().collect();
     provenance::gather(&provenance::Facts {
+        rights,
         argv: &plan.argv,
         script,
         inputs: &inputs,

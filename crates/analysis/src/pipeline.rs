@@ -95,7 +95,9 @@ impl PipelineError {
             PipelineError::Policy(PolicyError::Runtime(_)) => false,
             PipelineError::Policy(_)
             | PipelineError::BelowFloor { .. }
-            | PipelineError::Glob(_) => true,
+            | PipelineError::Glob(_)
+            | PipelineError::Input(_)
+            | PipelineError::Limit(_) => true,
             _ => false,
         }
     }

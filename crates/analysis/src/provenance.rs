@@ -44,6 +44,7 @@ pub const CUT: &str = "\\[cut]";
 pub struct Facts<'a> {
     /// As the program gets it.
     pub argv: &'a [OsString],
+    pub rights: Rights,
     /// Where the script lay, and what it was.
     pub script: Option<(&'a Path, Option<ContentHash>)>,
     /// Path in the workspace (escaped), bytes, hash.
@@ -190,6 +191,15 @@ pub struct Submitter {
     pub sudo_user: Option<String>,
 }
 
+/// With whose rights the host is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rights {
+    /// Of whoever asked, too.
+    Callers,
+    /// Ours, which whoever asked may not have: nothing is looked at that only the request names.
+    Ours,
+}
+
 pub fn gather(facts: &Facts<'_>) -> Provenance {
     let mut notes = Notes::default();
     let (argv, argv_left_out) = bounded_list(facts.argv, |arg| {
@@ -228,7 +238,10 @@ pub fn gather(facts: &Facts<'_>) -> Provenance {
         data: facts.data.map(shown_path),
         docs: facts.docs.map(shown_path),
         reads,
-        git: git_state(facts.project, git::TIME_MAX, &mut notes),
+        git: match facts.rights {
+            Rights::Callers => git_state(facts.project, git::TIME_MAX, &mut notes),
+            Rights::Ours => None,
+        },
         host: host(),
         submitter: submitter(&mut notes),
         notes: notes.0,

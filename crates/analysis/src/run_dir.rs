@@ -543,6 +543,18 @@ pub fn stands(home: &Home, id: &AnalysisId, attempt: u32) -> bool {
         .any(|base| base.join(&name).exists())
 }
 
+/// Whether what stands here of this attempt is of this very one, and can be finished.
+pub fn holds(home: &Home, id: &AnalysisId, attempt: u32, key: &str) -> bool {
+    let name = Path::new(id.as_str()).join(attempt.to_string());
+    let record = |base: PathBuf| -> Option<RunRecord> {
+        let text = std::fs::read(base.join(&name).join(RECORD)).ok()?;
+        serde_json::from_slice(&text).ok()
+    };
+    let of_it = |record: RunRecord| record.task.is_some_and(|task| task.key == key);
+    let bases = [home.runs(), home.pending()];
+    bases.into_iter().filter_map(record).any(of_it)
+}
+
 fn siblings(home: &Home, id: &AnalysisId) -> impl Iterator<Item = PathBuf> {
     let list = |base: PathBuf| std::fs::read_dir(base.join(id.as_str()));
     let entries = [list(home.runs()), list(home.pending())];

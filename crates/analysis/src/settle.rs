@@ -66,6 +66,17 @@ impl SettleError {
         matches!(self, SettleError::Database { source, .. } if source.trouble() == store::Trouble::Busy)
     }
 
+    /// Whether it is the database's condition, which may be another in a moment.
+    pub fn is_passing(&self) -> bool {
+        let passing = [
+            store::Trouble::Away,
+            store::Trouble::Busy,
+            store::Trouble::Full,
+            store::Trouble::ReadOnly,
+        ];
+        matches!(self, SettleError::Database { source, .. } if passing.contains(&source.trouble()))
+    }
+
     /// Whether the outputs are safe in the artifact store, and only the database lacks them.
     pub fn is_of_the_database(&self) -> bool {
         matches!(

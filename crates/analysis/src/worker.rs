@@ -244,7 +244,7 @@ impl Worker {
 
     /// Does whatever is to be done now. How long to wait until the next turn, if nothing else happens.
     pub fn turn(&mut self, tell: &mut dyn FnMut(News)) -> Result<Duration, WorkerError> {
-        self.hear(tell);
+        self.hear(tell)?;
         self.look_at_runners(tell)?;
         if self.away_until.is_none_or(|until| until <= Instant::now()) {
             self.away_until = None;
@@ -291,8 +291,8 @@ impl Worker {
     }
 
     /// What the keeper and the bell have to say.
-    fn hear(&mut self, tell: &mut dyn FnMut(News)) {
-        for done in self.keeper.done() {
+    fn hear(&mut self, tell: &mut dyn FnMut(News)) -> Result<(), WorkerError> {
+        for done in self.keeper.done()? {
             match done {
                 Done::Closed(at, Ok(slot)) => {
                     self.slots[at].state = State::Free(slot);
@@ -335,6 +335,7 @@ impl Worker {
             self.sated = false;
             self.cancels_at = Instant::now();
         }
+        Ok(())
     }
 
     /// Whatever was seen before may be otherwise now.

@@ -109,6 +109,14 @@ pub enum ConfigError {
     #[error("{place} must be an absolute path")]
     QueuedRelative { place: Place },
     #[error(
+        "{place} is {given}, and this worker, whose queue others can write, allows {most}; its operator can allow more in /etc/fumehood/policy.toml, [ceilings]"
+    )]
+    QueuedTooMuch {
+        place: Place,
+        given: String,
+        most: String,
+    },
+    #[error(
         "{place} asks for the host's /dev/shm, which others than the worker's own user get only where its operator's policy \
          grants it (`floor.shared_memory = \"host\"`)"
     )]

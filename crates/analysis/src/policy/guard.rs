@@ -1,6 +1,6 @@
 //! What may be shown or copied at all, and to whom.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use sandbox::spec::{Exec, HostPath, InsidePath, Owner, View};
 
@@ -9,7 +9,7 @@ use super::{
     PolicyError, Private, canonical, canonical_of, everybody, inside_target, own_program, plain,
 };
 use crate::request::{Asker, Command, ReadRoot, Request, Writers};
-use crate::runtime::Runtime;
+use crate::runtime::{Runtime, RuntimeError};
 
 /// What may be shown at all.
 pub(super) struct Guard<'a> {
@@ -95,16 +95,33 @@ impl Guard<'_> {
         views: &mut Vec<View>,
     ) -> Result<(), PolicyError> {
         for prefix in &runtime.prefixes {
-            self.listed(prefix)?;
-            self.apart_from_ours(prefix)?;
-            self.everybodys(prefix)?;
+            self.may_be_runtime(prefix)?;
             views.push(self.view(prefix, prefix, Exec::Allowed));
         }
         for alias in &runtime.aliases {
-            self.everybodys(&alias.source)?;
+            self.everybodys(&alias.source).or_else(|e| self.untold(e))?;
             views.push(self.view(&alias.source, &alias.at, Exec::Allowed));
         }
         Ok(())
+    }
+
+    fn may_be_runtime(&self, prefix: &Path) -> Result<(), PolicyError> {
+        let may = self
+            .listed(prefix)
+            .and_then(|()| self.apart_from_ours(prefix))
+            .and_then(|()| self.everybodys(prefix));
+        may.or_else(|e| self.untold(e))
+    }
+
+    /// Where an interpreter leads to that a stranger did not name is not told: it would tell what lies there.
+    fn untold(&self, error: PolicyError) -> Result<(), PolicyError> {
+        match self.is_strangers() && self.request.runtime.is_none() {
+            true => Err(PolicyError::Runtime(RuntimeError::NotFound {
+                command: Default::default(),
+                searched: Vec::new(),
+            })),
+            false => Err(error),
+        }
     }
 
     fn may_show(&self, real: &Path) -> Result<(), PolicyError> {
@@ -205,10 +222,16 @@ impl Guard<'_> {
 
     /// What a path leads to. A stranger does not learn by it what is where not everybody may look.
     fn real(&self, path: &Path) -> Result<PathBuf, PolicyError> {
+        if !self.is_strangers() {
+            return canonical_of(path);
+        }
+        // What the operator lists is found with our rights; what leads out of it, by a link or by `..`, is not.
         let mut roots = self.request.readable_roots.iter().flatten();
-        match self.is_strangers() && !roots.any(|root| path.starts_with(root)) {
-            true => everybody::find(path),
-            false => canonical_of(path),
+        let is_plain = !path.components().any(|part| part == Component::ParentDir);
+        let listed = is_plain && roots.any(|root| path.starts_with(root));
+        match canonical(path) {
+            Ok(real) if listed && self.operator_lists(&real) => Ok(real),
+            _ => everybody::find(path),
         }
     }
 

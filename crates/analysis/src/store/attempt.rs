@@ -206,4 +206,15 @@ pub struct Lost<'a> {
     pub by: &'a str,
     pub reason: &'a str,
     pub message: &'a str,
+    /// Whose word it is that its runner is gone.
+    pub proof: Proof,
+}
+
+/// How it is known that the runner of an attempt is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Proof {
+    /// A lock, a boot, or the runner itself says so.
+    Known,
+    /// Only its lease: should that have been renewed meanwhile, nothing is done.
+    Lease,
 }

@@ -1,7 +1,7 @@
 //! Beginning an attempt and committing it: the two transactions that everything else rests on.
 
 use super::Store;
-use super::attempt::{Begin, Commit, Committed, Lost, State};
+use super::attempt::{Begin, Commit, Committed, Lost, Proof, State};
 use super::connection::{Connection, Dialect, Purpose, Value};
 use super::error::StoreError;
 use super::events::{self, Told};
@@ -90,13 +90,19 @@ impl Store {
                 Value::text(lost.reason),
                 Value::text(lost.message),
                 Value::int(now),
+                Value::bool(lost.proof == Proof::Known),
             ];
+            // What somebody had cancelled, and of which nothing more is known, is cancelled.
             let sql = "
-                UPDATE attempts SET state = 'error', committed_by = $4, reason = $5, message = $6,
-                    committed_ms = $7, complete = FALSE
-                WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')";
-            let done = db.execute(what, sql, &values)? == 1;
-            if done {
+                UPDATE attempts SET state = CASE WHEN cancel_ms IS NULL THEN 'error' ELSE 'cancelled' END,
+                    committed_by = $4, reason = $5, message = $6, committed_ms = $7, complete = FALSE
+                WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')
+                    AND ($8 OR lease_ms IS NULL OR lease_ms < $7)
+                RETURNING state";
+            let row = db.query_one(what, sql, &values)?;
+            let done = row.is_some();
+            if let Some(mut row) = row {
+                let state = row.state()?;
                 // Not by whom: that is a token.
                 let told = Told {
                     happened: Happened::Ended,
@@ -107,11 +113,11 @@ impl Store {
                 let ended = Ended {
                     id: lost.id,
                     attempt: lost.attempt,
-                    state: State::Error,
+                    state,
                     reason: lost.reason,
                 };
                 retry::after_end(db, &ended)?;
-                notify(db, lost.id, lost.attempt, State::Error)?;
+                notify(db, lost.id, lost.attempt, state)?;
             }
             Ok(done)
         })
@@ -180,7 +186,9 @@ pub(super) fn allocate(db: &mut Connection, id: &str) -> Result<u32, StoreError>
         let now = db.now_ms()?;
         let sql = "INSERT INTO analyses (id, created_ms, attempt_last) VALUES ($1, $2, 0) ON CONFLICT (id) DO NOTHING";
         db.execute(what, sql, &[Value::text(id), Value::int(now)])?;
-        let sql = "UPDATE analyses SET attempt_last = attempt_last + 1 WHERE id = $1 RETURNING attempt_last";
+        // A number that nobody could read is not given out.
+        let sql = "UPDATE analyses SET attempt_last = attempt_last + 1
+                   WHERE id = $1 AND attempt_last BETWEEN 0 AND 4294967294 RETURNING attempt_last";
         if let Some(mut row) = db.query_one(what, sql, &[Value::text(id)])? {
             return row.attempt();
         }

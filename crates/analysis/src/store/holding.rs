@@ -133,8 +133,11 @@ impl Store {
             WHERE host = $1 AND cancel_ms IS NOT NULL AND state IN ('running', 'collecting')
             ORDER BY id, attempt";
         let rows = self.db.query(what, sql, &[Value::text(host)])?;
-        let wish = |mut row: Row| Ok((row.text(what)?, row.attempt()?, row.text(what)?));
-        rows.into_iter().map(wish).collect()
+        let wish = |mut row: Row| -> Result<_, StoreError> {
+            Ok((row.text(what)?, row.attempt()?, row.text(what)?))
+        };
+        // One that cannot be read is nobody's, and must not hide the others.
+        Ok(rows.into_iter().filter_map(|row| wish(row).ok()).collect())
     }
 
     /// Running or collecting attempts whose lease is over, oldest first, at most `limit`.
@@ -147,7 +150,7 @@ impl Store {
         let rows = self
             .db
             .query(what, sql, &[Value::int(now), Value::int(limit)])?;
-        let expired = |mut row: Row| {
+        let expired = |mut row: Row| -> Result<_, StoreError> {
             Ok(Expired {
                 id: row.text(what)?,
                 attempt: row.attempt()?,
@@ -157,7 +160,10 @@ impl Store {
                 expired_ms: u64::try_from(now.saturating_sub(row.int(what)?)).unwrap_or(0),
             })
         };
-        rows.into_iter().map(expired).collect()
+        Ok(rows
+            .into_iter()
+            .filter_map(|row| expired(row).ok())
+            .collect())
     }
 }
 

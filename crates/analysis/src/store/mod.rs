@@ -35,7 +35,7 @@ mod schema;
 mod submit;
 
 pub use attempt::{
-    Begin, Commit, Committed, Content, Log, Lost, PostProcess, STREAMS, State, Usage,
+    Begin, Commit, Committed, Content, Log, Lost, PostProcess, Proof, STREAMS, State, Usage,
 };
 pub use bell::Bell;
 pub use error::{Fault, StoreError, Trouble};

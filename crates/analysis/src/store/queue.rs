@@ -24,6 +24,8 @@ const CPU_DEFAULT_MILLI: u64 = 0;
 /// What fits a worker but not what is free now is passed over for so long. Then nothing behind it is taken until it fits,
 /// or small ones would keep a large one waiting for ever.
 const PASSED_OVER_MS: i64 = 60_000;
+/// For so long, and then for as long not.
+const HELD_BACK_MS: i64 = 300_000;
 /// How many a claim makes ready; the rest is for the next one.
 const PROMOTE_ROWS: u32 = 200;
 const PARK_ROWS: u32 = 100;
@@ -266,7 +268,7 @@ impl Taker<'_> {
                 continue;
             }
             if !fits(row.counted, self.free) {
-                if self.now.saturating_sub(row.ready_ms) > PASSED_OVER_MS {
+                if holds_back(self.now.saturating_sub(row.ready_ms)) {
                     return Ok(Walk::Ended);
                 }
                 continue;
@@ -385,6 +387,13 @@ fn already_claimed(db: &mut Connection, claim: &Claim) -> Result<Vec<Claimed>, S
         }
     }
     Ok(claimed)
+}
+
+/// Whether one that has been ready for so long without fitting keeps others from being taken. By turns: what runs beside
+/// it may run for a year, and the others must not wait for that.
+fn holds_back(ready_for_ms: i64) -> bool {
+    let passed_over_ms = ready_for_ms.saturating_sub(PASSED_OVER_MS);
+    passed_over_ms > 0 && passed_over_ms % (2 * HELD_BACK_MS) < HELD_BACK_MS
 }
 
 pub(super) fn fits(asked: Capacity, within: Capacity) -> bool {

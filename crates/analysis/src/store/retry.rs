@@ -49,7 +49,8 @@ pub(super) fn after_end(db: &mut Connection, ended: &Ended) -> Result<(), StoreE
     let (Some(retries_left), None) = (row.maybe_int(what)?, row.maybe_int(what)?) else {
         return Ok(());
     };
-    let Some(submitted) = submitted(db, ended.id)? else {
+    // What cannot be read of it, or numbered, is not tried again: the end of an attempt must not hang on that.
+    let Some(submitted) = submitted(db, ended.id).or_else(unread)? else {
         return Ok(());
     };
     let left = u32::try_from(retries_left).unwrap_or(0);
@@ -58,7 +59,7 @@ pub(super) fn after_end(db: &mut Connection, ended: &Ended) -> Result<(), StoreE
         state => submitted.retry_on.split(',').any(|s| s == state.as_str()),
     };
     match left.checked_sub(1) {
-        Some(retries_left) if again => {
+        Some(retries_left) if again && may_be_numbered(db, ended.id)? => {
             let tried = submitted.retries.saturating_sub(left);
             let pause = pause_ms(tried, ended.id, ended.attempt);
             let told = Told {
@@ -80,6 +81,21 @@ pub(super) fn after_end(db: &mut Connection, ended: &Ended) -> Result<(), StoreE
         }
         _ => Ok(()),
     }
+}
+
+/// A value that Fumehood does not write is as good as none.
+fn unread(error: StoreError) -> Result<Option<Submitted>, StoreError> {
+    match error {
+        StoreError::BadValue { .. } => Ok(None),
+        e => Err(e),
+    }
+}
+
+fn may_be_numbered(db: &mut Connection, id: &str) -> Result<bool, StoreError> {
+    let what = "look for the last attempt's number";
+    let sql = "SELECT attempt_last BETWEEN 0 AND 4294967294 FROM analyses WHERE id = $1";
+    let row = db.query_one(what, sql, &[Value::text(id)])?;
+    row.map_or(Ok(false), |mut row| row.bool(what))
 }
 
 /// Longer each time, and not the same for all that failed together.

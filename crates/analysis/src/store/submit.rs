@@ -15,6 +15,7 @@ use super::queued::{Capacity, Happened, Submit, Submitted};
 use super::rows::{self, Rows};
 use super::schema::random_hex;
 use crate::manifest::ContentHash;
+use crate::submission::INPUT_BYTES_MAX;
 
 /// Numbers that no other program is likely to use for its locks. Keys share a few, because a server has room for so many
 /// locks only, and a batch may have thousands of keys.
@@ -62,9 +63,14 @@ impl Store {
     /// A file of a submission. What does not have its hash is damaged, or was put there by somebody.
     pub fn blob(&mut self, hash: &ContentHash) -> Result<Option<Vec<u8>>, StoreError> {
         let what = "read a submitted file";
-        let sql = "SELECT content FROM blobs WHERE blake3 = $1";
+        // What is too long was not submitted by us, and is not even fetched.
+        let sql = self.db.either(
+            "SELECT content FROM blobs WHERE blake3 = $1 AND LENGTH(content) <= $2",
+            "SELECT content FROM blobs WHERE blake3 = $1 AND OCTET_LENGTH(content) <= $2",
+        );
         let name = hash.to_string();
-        let Some(mut row) = self.db.query_one(what, sql, &[Value::text(&name)])? else {
+        let of = [Value::text(&name), Value::count(INPUT_BYTES_MAX)];
+        let Some(mut row) = self.db.query_one(what, sql, &of)? else {
             return Ok(None);
         };
         let content = row.bytes(what)?;

@@ -1,10 +1,11 @@
-//! What may take long, in a thread of its own: closing slots whose runner has ended, finishing what dead runners left,
+//! What may take long, in threads of its own: closing slots whose runner has ended, finishing what dead runners left,
 //! giving up what other machines have lost.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -18,7 +19,7 @@ use crate::reaper;
 use crate::record::Reason;
 use crate::run_dir;
 use crate::settle::SettleError;
-use crate::store::{Expired, Lost, State, Worker as Row};
+use crate::store::{Expired, Lost, Proof, State, Worker as Row};
 
 /// An attempt of another machine's is given up when its lease has been over for this long while we looked: the database
 /// may have been away for everybody, and then its runner is about to be heard of again.
@@ -64,42 +65,74 @@ pub(super) enum Left {
     Something,
 }
 
-/// The thread, seen from the worker.
+/// Closings at the same time: the platform's own step after a commit may be slow.
+const CLOSERS: usize = 4;
+
+/// The threads, seen from the worker: some that close slots, and one that sweeps.
 pub(super) struct Keeper {
-    chores: Sender<Chore>,
+    closings: Sender<Chore>,
+    sweeps: Sender<Chore>,
     done: Receiver<Done>,
     rung: Arc<OwnedFd>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Keeper {
     pub fn start(home: Home, ledger: Ledger) -> Result<Keeper, WorkerError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let rung = Arc::new(eventfd(0, flags).map_err(|e| WorkerError::Start(e.into()))?);
-        let (chores, to_do) = channel();
+        let (closings, to_close) = channel();
+        let (sweeps, to_sweep) = channel();
         let (tell, done) = channel();
-        let thread = Thread {
-            home,
-            ledger,
-            tell,
-            rung: rung.clone(),
-            expired: HashMap::new(),
-            park_at: Instant::now(),
-        };
-        std::thread::Builder::new()
-            .name("keeper".into())
-            .spawn(move || thread.work(&to_do))
-            .map_err(WorkerError::Start)?;
-        Ok(Keeper { chores, done, rung })
+        let (to_close, to_sweep) = (
+            Arc::new(Mutex::new(to_close)),
+            Arc::new(Mutex::new(to_sweep)),
+        );
+        let mut threads = Vec::new();
+        for number in 0..=CLOSERS {
+            let thread = Thread {
+                home: home.clone(),
+                ledger: ledger.another(),
+                tell: tell.clone(),
+                rung: rung.clone(),
+                expired: HashMap::new(),
+                park_at: Instant::now(),
+                told: HashSet::new(),
+            };
+            let to_do = match number {
+                0 => to_sweep.clone(),
+                _ => to_close.clone(),
+            };
+            let started = std::thread::Builder::new()
+                .name("keeper".into())
+                .spawn(move || thread.work(&to_do));
+            threads.push(started.map_err(WorkerError::Start)?);
+        }
+        Ok(Keeper {
+            closings,
+            sweeps,
+            done,
+            rung,
+            threads,
+        })
     }
 
     pub fn give(&self, chore: Chore) -> Result<(), WorkerError> {
-        self.chores.send(chore).map_err(|_| WorkerError::KeeperGone)
+        let sent = match chore {
+            Chore::Close(..) => self.closings.send(chore),
+            Chore::Sweep(_) => self.sweeps.send(chore),
+        };
+        sent.map_err(|_| WorkerError::KeeperGone)
     }
 
-    pub fn done(&self) -> Vec<Done> {
+    /// None of the threads ends while we live, unless it panicked.
+    pub fn done(&self) -> Result<Vec<Done>, WorkerError> {
         let mut count = [0u8; 8];
         let _none = rustix::io::read(self.rung.as_ref(), &mut count);
-        self.done.try_iter().collect()
+        match self.threads.iter().any(JoinHandle::is_finished) {
+            true => Err(WorkerError::KeeperGone),
+            false => Ok(self.done.try_iter().collect()),
+        }
     }
 }
 
@@ -117,11 +150,15 @@ struct Thread {
     /// Since when we have seen whose lease over, by key. Only of those that still are.
     expired: HashMap<String, Instant>,
     park_at: Instant,
+    /// Problems that were told of.
+    told: HashSet<String>,
 }
 
 impl Thread {
-    fn work(mut self, to_do: &Receiver<Chore>) {
-        for chore in to_do {
+    fn work(mut self, to_do: &Mutex<Receiver<Chore>>) {
+        // The lock is let go before the chore is done.
+        let next = || to_do.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        while let Ok(chore) = next() {
             let done = match chore {
                 Chore::Close(at, slot) => Done::Closed(at, self.close(slot)),
                 Chore::Sweep(sweep) => {
@@ -184,9 +221,19 @@ impl Thread {
             by: &by,
             reason: Reason::RunnerLost.as_str(),
             message: "its runner died before it began",
+            proof: Proof::Known,
         };
-        let given_up = self.ledger.with(|store| store.give_up(&lost));
-        if given_up.map_err(|e| error_chain(&e))? {
+        let given_up = match self.ledger.with(|store| store.give_up(&lost)) {
+            // It will be asked again.
+            Err(e) if e.is_passing() => return Err(error_chain(&e)),
+            // It would be the same every time, and the slot is wanted. What its lease ends is given up once more then.
+            Err(e) => {
+                self.news(News::Trouble(error_chain(&e)));
+                false
+            }
+            Ok(given_up) => given_up,
+        };
+        if given_up {
             self.news(News::GaveUp {
                 id: order.id.to_string(),
                 attempt: order.attempt,
@@ -208,9 +255,12 @@ impl Thread {
             true => Left::Nothing,
             false => Left::Something,
         };
-        for problem in reaped.problems {
-            self.news(News::Trouble(problem));
+        // Each is told once, for as long as it lasts.
+        let problems: HashSet<String> = reaped.problems.into_iter().collect();
+        for problem in problems.difference(&self.told) {
+            self.news(News::Trouble(problem.clone()));
         }
+        self.told = problems;
         if let Err(e) = self.give_up_expired(sweep) {
             // Nobody's lease is judged by what we saw before the database was away.
             self.expired.clear();
@@ -240,8 +290,8 @@ impl Thread {
         let elsewhere = |one: &&Expired| {
             let id = crate::request::AnalysisId::new(&one.id);
             // What is no id has no directory.
-            let stands = id.is_ok_and(|id| run_dir::stands(&self.home, &id, one.attempt));
-            !sweep.busy.contains(&one.key) && !stands
+            let held = id.is_ok_and(|id| run_dir::holds(&self.home, &id, one.attempt, &one.key));
+            !sweep.busy.contains(&one.key) && !held
         };
         let expired: Vec<&Expired> = expired.iter().filter(elsewhere).collect();
         let still: HashSet<&str> = expired.iter().map(|one| one.key.as_str()).collect();
@@ -266,6 +316,7 @@ impl Thread {
                 by: &by,
                 reason: Reason::RunnerLost.as_str(),
                 message: "its runner did not renew its lease",
+                proof: Proof::Lease,
             };
             if self.ledger.with(|store| store.give_up(&lost))? {
                 self.news(News::GaveUp {

@@ -17,7 +17,7 @@ use crate::record::Reason;
 use crate::request::AnalysisId;
 use crate::run_dir;
 use crate::settle::SettleError;
-use crate::store::{Capacity, Claim, Claimed, Lost, Store, StoreError};
+use crate::store::{Capacity, Claim, Claimed, Lost, Proof, Store, StoreError};
 
 /// A machine on which nothing starts must not use up the queue: after so many in a row it pauses.
 const UNSTARTED_MAX: u32 = 3;
@@ -111,7 +111,7 @@ impl Worker {
                     // The order stands, and says what to give up.
                     Err(e) => {
                         self.sated = true;
-                        tell(News::Trouble(format!("start a runner for {id}: {e}")));
+                        tell(News::Trouble(format!("start a runner for {id:?}: {e}")));
                     }
                 }
             }
@@ -204,6 +204,7 @@ impl Worker {
             by: &claimed.key,
             reason: Reason::Refused.as_str(),
             message,
+            proof: Proof::Known,
         };
         // Otherwise its lease ends, and with it the attempt.
         let _given_up_later = self.ledger.with(|store| store.give_up(&lost));

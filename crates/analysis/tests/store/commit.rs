@@ -308,6 +308,7 @@ fn lose(store: &mut Store, id: &str, attempt_key: &str) -> bool {
         by: &key(99),
         reason: "runner_lost",
         message: "its host does not answer",
+        proof: analysis::store::Proof::Known,
     };
     store.give_up(&lost).unwrap()
 }

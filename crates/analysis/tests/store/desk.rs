@@ -166,6 +166,7 @@ pub fn give_up(store: &mut Store, claimed: &Claimed) -> bool {
         by: "token-of-the-reaper",
         reason: "runner_lost",
         message: "its runner is gone",
+        proof: analysis::store::Proof::Known,
     };
     store.give_up(&lost).unwrap()
 }

@@ -136,6 +136,7 @@ fn cancel_while_queued(lab: &Lab) {
         by: "x",
         reason: "runner_lost",
         message: "",
+        proof: analysis::store::Proof::Known,
     };
     assert!(store.give_up(&lost).unwrap());
     assert_eq!(

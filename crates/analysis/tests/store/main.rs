@@ -10,6 +10,7 @@ mod documented;
 mod holding;
 mod hostile;
 mod queue;
+mod queue_findings;
 mod queue_model;
 mod queue_races;
 mod read;

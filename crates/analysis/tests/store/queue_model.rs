@@ -357,7 +357,10 @@ impl Trial<'_> {
                     let held = self.model.held(&claimed);
                     assert_eq!(give_up(self.store, &claimed), held.is_some());
                     if let Some(held) = held {
-                        held.state = State::Error;
+                        held.state = match held.cancelled {
+                            true => State::Cancelled,
+                            false => State::Error,
+                        };
                         self.model.ended(&claimed.id, claimed.attempt);
                     }
                 }

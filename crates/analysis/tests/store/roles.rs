@@ -37,6 +37,7 @@ fn a_runner_needs_the_grants_and_no_more() {
         by: &key(9),
         reason: "runner_lost",
         message: "",
+        proof: analysis::store::Proof::Known,
     };
     assert!(store.give_up(&given_up).unwrap());
     assert_eq!(

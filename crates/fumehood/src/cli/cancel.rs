@@ -243,6 +243,7 @@ impl Done {
         let id = clean(&self.id);
         let status = self.status.unwrap_or("ended").replace('_', " ");
         match self.came_of_it {
+            CameOfIt::Cancelled if self.host.is_some() => format!("{id} is cancelled"),
             CameOfIt::Cancelled => format!("{id} is cancelled; it never ran"),
             CameOfIt::Ended => {
                 format!("{id} had ended before ({status}); there was nothing to cancel")

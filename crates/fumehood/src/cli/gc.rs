@@ -10,7 +10,7 @@ use analysis::record::Reason;
 use analysis::request::AnalysisId;
 use analysis::run_dir::{self, RunState};
 use analysis::steps::{self, Processed};
-use analysis::store::{Location, Lost, PostProcess, State, Unfinished, WhileRunning};
+use analysis::store::{Location, Lost, PostProcess, Proof, State, Unfinished, WhileRunning};
 use analysis::units::{format_size, parse_duration_ms};
 use anyhow::Context;
 use serde::Serialize;
@@ -286,6 +286,8 @@ fn give_up_lost(
                     by: &by,
                     reason: Reason::RunnerLost.as_str(),
                     message: "the machine was started anew while it ran, and nothing of it is left",
+                    // Of what came from the queue the lease has the last word: machines that were cloned share an id.
+                    proof: Proof::Lease,
                 })
             })?;
         if given_up {

@@ -22,16 +22,19 @@ use analysis::record::Reason;
 use analysis::request::{Asked, Asker, Writers};
 use analysis::run_dir;
 use analysis::runtime::Caller;
-use analysis::store::Lost;
+use analysis::store::{Lost, Proof};
 use analysis::submission::Submission;
 use analysis::worker::slot::{self, Order};
 use anyhow::Context;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use sandbox::spec::Terminal;
 use sandbox::supervise::{Stream, Wish};
 
 use super::args::StoreArgs;
-use super::{exit, ledger, show, standing};
+use super::standing::{self, Standing};
+use super::{exit, ledger, show};
 use crate::config::{self, Resolved, Sources};
 
 const SIGHUP: i32 = 1;
@@ -108,7 +111,7 @@ fn attempt(
         Err(Unprepared::Refused(e)) => return give_up(order, ledger, Reason::Refused, &e),
         Err(Unprepared::Failed(e)) => return give_up(order, ledger, Reason::NotStarted, &e),
     };
-    clear_the_way(home, ledger, order);
+    clear_the_way(home, ledger, order, ears);
     let around = Surroundings {
         home: home.clone(),
         caller: Caller::from_process(),
@@ -124,7 +127,25 @@ fn attempt(
             lease_ms: order.lease_ms,
         }),
     };
-    match pipeline::run(&resolved.request, &around, Some(ledger), ears) {
+    let asked = heart::now();
+    let ran = loop {
+        let ran = pipeline::run(&resolved.request, &around, Some(ledger), ears);
+        let waits = |error: &PipelineError| match error {
+            PipelineError::Ledger(e) => e.is_passing(),
+            _ => false,
+        };
+        match &ran {
+            // Nothing was begun, and the attempt is still ours: a database that is restarted costs nobody a try.
+            Err(NotRun {
+                error,
+                record: None,
+            }) if waits(error) && !ears.is_told() && heart::now() - asked < WAY_CLEAR_WITHIN => {
+                std::thread::sleep(LOOK_AGAIN * 10);
+            }
+            _ => break ran,
+        }
+    };
+    match ran {
         Ok(_) => {}
         Err(NotRun {
             error,
@@ -216,12 +237,21 @@ fn lay_out(submission: &Submission, staged: &Path, ledger: &mut Ledger) -> Resul
     let failed = |e: anyhow::Error| Unprepared::Failed(e.context("lay out the inputs"));
     let _left_by_a_dead_one = std::fs::remove_dir_all(staged);
     let dir = make_directory(staged).map_err(|e| failed(e.into()))?;
+    let deadline = Instant::now() + WAY_CLEAR_WITHIN;
     let laid_out = bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
-        Ok(ledger.with(|store| store.blob(hash))?)
+        loop {
+            match ledger.with(|store| store.blob(hash)) {
+                Err(e) if e.is_passing() && Instant::now() < deadline => {
+                    std::thread::sleep(LOOK_AGAIN * 10);
+                }
+                answer => return Ok(answer?),
+            }
+        }
     });
     laid_out.map_err(|e| match e {
         // The database's, or the disk's.
-        BundleError::Fetch { .. } | BundleError::LayOut { .. } => failed(e.into()),
+        BundleError::Fetch { .. } => failed(e.into()),
+        BundleError::LayOut { source, .. } if source != Errno::NAMETOOLONG => failed(e.into()),
         e => Unprepared::Refused(anyhow::Error::new(e).context("lay out the inputs")),
     })
 }
@@ -236,19 +266,35 @@ fn make_directory(path: &Path) -> std::io::Result<OwnedFd> {
 const WAY_CLEAR_WITHIN: Duration = Duration::from_secs(30);
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// An earlier attempt of the same id has the same workspace: what is left of it goes first, a workspace that was kept for
-/// somebody to look at too. What cannot go stops this attempt, which is then tried again.
-fn clear_the_way(home: &Home, ledger: &mut Ledger, order: &Order) {
+/// An earlier attempt of the same analysis has the same workspace: what is left of it goes first, also one that was kept for
+/// somebody to look at. What is another's, by the same id, is not touched, and stops this attempt.
+fn clear_the_way(home: &Home, ledger: &mut Ledger, order: &Order, ears: &mut Ears) {
+    let Ok(database) = ledger.store().map(|store| store.id().to_owned()) else {
+        return;
+    };
+    let is_ours = |standing: &Standing| {
+        let task = standing.record.task.as_ref();
+        task.is_some_and(|task| task.database_id == database)
+            && standing.record.attempt < order.attempt
+    };
     let deadline = Instant::now() + WAY_CLEAR_WITHIN;
-    while standing::any_of(home, &order.id) && Instant::now() < deadline {
+    loop {
+        let standing = standing::of_id(home, &order.id);
+        if standing.is_empty() || !standing.iter().all(is_ours) || Instant::now() >= deadline {
+            return;
+        }
         reaper::reap_one(home, ledger, &order.id);
         reaper::reap_kept(home, Some(ledger), Some(order.id.as_str()));
-        if standing::any_of(home, &order.id) {
-            // Its runner, or a reaper, is at it: there is nothing to wait on but time.
-            std::thread::sleep(LOOK_AGAIN);
+        if !standing::any_of(home, &order.id) || ears.is_told() {
+            return;
         }
+        // Its runner, or a reaper, is at it: there is nothing to wait on but time.
+        std::thread::sleep(LOOK_AGAIN);
     }
 }
+
+/// A submitter may have written most of it.
+const MESSAGE_CHARS_MAX: usize = 4_000;
 
 /// Ends the attempt in the database: nothing of it ran.
 fn give_up(
@@ -257,7 +303,10 @@ fn give_up(
     reason: Reason,
     error: &anyhow::Error,
 ) -> anyhow::Result<Finished> {
-    let message = format!("{error:#}");
+    let message: String = format!("{error:#}")
+        .chars()
+        .take(MESSAGE_CHARS_MAX)
+        .collect();
     let lost = Lost {
         id: order.id.as_str(),
         attempt: order.attempt,
@@ -266,6 +315,7 @@ fn give_up(
         by: &order.key,
         reason: reason.as_str(),
         message: &message,
+        proof: Proof::Known,
     };
     // A database that is away for a moment is asked again; then the worker does it, with fewer words.
     let deadline = Instant::now() + WAY_CLEAR_WITHIN;
@@ -301,6 +351,18 @@ struct Ears {
     heart: Heart,
     /// Somebody told this process to end, as whoever cancels does, and whoever shuts a machine down.
     signalled: bool,
+}
+
+impl Ears {
+    /// Whether somebody wants the end before there is anything to be ended. What was heard is heard again.
+    fn is_told(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(self.heart.as_fd(), PollFlags::IN)];
+        let at_once = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+    }
 }
 
 impl Audience for Ears {

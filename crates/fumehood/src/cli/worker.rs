@@ -13,7 +13,7 @@ use analysis::units::{format_cpus, format_size, parse_cpus, parse_duration_ms, p
 use analysis::worker::{self, News, Options, Worker};
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal};
+use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 use super::args::StoreArgs;
 use super::notify::Notifier;
@@ -83,6 +83,7 @@ pub struct WorkerArgs {
 pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
     let settings = config::record_settings(&args.store, &Sources::from_process()?)?;
     let options = options(args, &settings)?;
+    raise_file_limit();
     let signals = Signals::listen()?;
     let notifier = Notifier::from_env()?;
     let (home, mut ledger) = ledger::open(&args.store)?;
@@ -144,6 +145,16 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
     }
     worker.leave();
     Ok(0)
+}
+
+/// Every free slot is a locked file. What cannot be raised is told when a slot cannot be opened.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    let _as_it_was = setrlimit(Resource::Nofile, raised);
 }
 
 fn status(worker: &Worker, draining: bool) -> String {

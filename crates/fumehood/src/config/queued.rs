@@ -29,6 +29,15 @@ const WORKERS: [Key; 7] = [
     Key::Isolation,
 ];
 
+/// What takes memory of the runner's own, which no limit counts, or outlives the run: for strangers the defaults, unless an
+/// operator says more.
+const MOST_FOR_STRANGERS: [(Key, u64); 4] = [
+    (Key::LogLimit, 10 << 20),
+    (Key::MaxOutputs, 10_000),
+    (Key::InlineMax, 1 << 20),
+    (Key::KeepFor, 24 * 3600 * 1000),
+];
+
 /// The request of a submission whose files were laid out in `staged`. `store` is what the worker's command line says of
 /// the record.
 pub fn queued(
@@ -200,17 +209,29 @@ fn is_ours_alone(path: &str, uid: u32) -> bool {
 impl Merged {
     /// Without a policy `run` lends the host's /dev/shm to whoever asks; to a stranger only a policy does.
     fn check_strangers(&self, writers: Writers) -> Result<(), ConfigError> {
-        match self.last(Key::SharedMemory) {
-            Some(entry)
-                if writers == Writers::Others
-                    && self.policy.is_none()
-                    && entry.value == Value::Word("host") =>
-            {
-                Err(ConfigError::QueuedSharedMemory {
-                    place: entry.place.clone(),
-                })
-            }
-            _ => Ok(()),
+        if writers == Writers::OnlyUs || self.policy.is_some() {
+            // An operator's policy has ceilings for all of these.
+            return Ok(());
         }
+        if let Some(entry) = self.last(Key::SharedMemory)
+            && entry.value == Value::Word("host")
+        {
+            return Err(ConfigError::QueuedSharedMemory {
+                place: entry.place.clone(),
+            });
+        }
+        for (key, most) in MOST_FOR_STRANGERS {
+            if let Some(entry) = self.last(key)
+                && let Value::Number(number) = entry.value
+                && number > most
+            {
+                return Err(ConfigError::QueuedTooMuch {
+                    place: entry.place.clone(),
+                    given: key.setting().kind.show(number),
+                    most: key.setting().kind.show(most),
+                });
+            }
+        }
+        Ok(())
     }
 }

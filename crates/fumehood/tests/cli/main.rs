@@ -21,6 +21,7 @@ mod plain_user;
 mod policy;
 mod postgres;
 mod queue_cli;
+mod queue_findings;
 mod reading;
 mod record;
 mod runtimes;
@@ -44,7 +45,7 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 22] = [
+    let files: [(&str, &[Entry]); 23] = [
         ("crash", crash::TRIALS),
         ("doctor", doctor::TRIALS),
         ("doctor_attack", doctor_attack::TRIALS),
@@ -59,6 +60,7 @@ fn entries() -> Vec<(String, For, fn())> {
         ("policy", policy::TRIALS),
         ("postgres", postgres::TRIALS),
         ("queue_cli", queue_cli::TRIALS),
+        ("queue_findings", queue_findings::TRIALS),
         ("reading", reading::TRIALS),
         ("record", record::TRIALS),
         ("runtimes", runtimes::TRIALS),

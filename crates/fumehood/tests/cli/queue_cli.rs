@@ -176,6 +176,7 @@ impl Desk {
             by: &fresh_key(),
             reason,
             message: "it is gone",
+            proof: analysis::store::Proof::Known,
         };
         assert!(self.store.give_up(&lost).unwrap());
     }

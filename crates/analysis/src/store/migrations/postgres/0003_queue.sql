@@ -27,8 +27,8 @@ CREATE TABLE submissions (
     retries BIGINT NOT NULL CHECK (retries BETWEEN 0 AND 4294967295),
     -- States, divided by commas.
     retry_on TEXT NOT NULL,
-    memory_bytes BIGINT CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
-    cpu_milli BIGINT CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    memory_bytes BIGINT CHECK (memory_bytes >= 0),
+    cpu_milli BIGINT CHECK (cpu_milli >= 0),
     created_ms BIGINT NOT NULL,
     FOREIGN KEY (id) REFERENCES analyses (id) ON DELETE CASCADE
 );
@@ -66,8 +66,8 @@ CREATE TABLE queue (
     ready_ms BIGINT NOT NULL CHECK (ready_ms BETWEEN 0 AND 4503599627370496),
     -- Not to be taken before; NULL: ready.
     not_before_ms BIGINT CHECK (not_before_ms BETWEEN 0 AND 4503599627370496),
-    memory_bytes BIGINT CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
-    cpu_milli BIGINT CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    memory_bytes BIGINT CHECK (memory_bytes >= 0),
+    cpu_milli BIGINT CHECK (cpu_milli >= 0),
     PRIMARY KEY (id, attempt),
     FOREIGN KEY (id, attempt) REFERENCES attempts (id, attempt) ON DELETE CASCADE,
     FOREIGN KEY (id) REFERENCES submissions (id) ON DELETE CASCADE
@@ -86,8 +86,8 @@ CREATE TABLE workers (
     pid BIGINT NOT NULL CHECK (pid BETWEEN 0 AND 4294967295),
     version TEXT NOT NULL,
     slots BIGINT NOT NULL CHECK (slots BETWEEN 0 AND 4294967295),
-    memory_bytes BIGINT NOT NULL CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
-    cpu_milli BIGINT NOT NULL CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    memory_bytes BIGINT NOT NULL CHECK (memory_bytes >= 0),
+    cpu_milli BIGINT NOT NULL CHECK (cpu_milli >= 0),
     running BIGINT NOT NULL CHECK (running BETWEEN 0 AND 4294967295),
     draining BOOLEAN NOT NULL,
     -- The worker's clock, and the database's.

@@ -27,8 +27,8 @@ CREATE TABLE submissions (
     retries INTEGER NOT NULL CHECK (retries BETWEEN 0 AND 4294967295),
     -- States, divided by commas.
     retry_on TEXT NOT NULL,
-    memory_bytes INTEGER CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
-    cpu_milli INTEGER CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    memory_bytes INTEGER CHECK (memory_bytes >= 0),
+    cpu_milli INTEGER CHECK (cpu_milli >= 0),
     created_ms INTEGER NOT NULL,
     FOREIGN KEY (id) REFERENCES analyses (id) ON DELETE CASCADE
 ) STRICT;
@@ -65,8 +65,8 @@ CREATE TABLE queue (
     ready_ms INTEGER NOT NULL CHECK (ready_ms BETWEEN 0 AND 4503599627370496),
     -- Not to be taken before; NULL: ready.
     not_before_ms INTEGER CHECK (not_before_ms BETWEEN 0 AND 4503599627370496),
-    memory_bytes INTEGER CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
-    cpu_milli INTEGER CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    memory_bytes INTEGER CHECK (memory_bytes >= 0),
+    cpu_milli INTEGER CHECK (cpu_milli >= 0),
     PRIMARY KEY (id, attempt),
     FOREIGN KEY (id, attempt) REFERENCES attempts (id, attempt) ON DELETE CASCADE,
     FOREIGN KEY (id) REFERENCES submissions (id) ON DELETE CASCADE
@@ -85,8 +85,8 @@ CREATE TABLE workers (
     pid INTEGER NOT NULL CHECK (pid BETWEEN 0 AND 4294967295),
     version TEXT NOT NULL,
     slots INTEGER NOT NULL CHECK (slots BETWEEN 0 AND 4294967295),
-    memory_bytes INTEGER NOT NULL CHECK (memory_bytes BETWEEN 0 AND 1152921504606846976),
-    cpu_milli INTEGER NOT NULL CHECK (cpu_milli BETWEEN 0 AND 1152921504606846976),
+    memory_bytes INTEGER NOT NULL CHECK (memory_bytes >= 0),
+    cpu_milli INTEGER NOT NULL CHECK (cpu_milli >= 0),
     running INTEGER NOT NULL CHECK (running BETWEEN 0 AND 4294967295),
     draining INTEGER NOT NULL CHECK (draining IN (0, 1)),
     -- The worker's clock, and the database's.
