@@ -721,8 +721,15 @@ raw = not termios.tcgetattr(side)[3] & termios.ECHO
 if how == "size":
     drawn = b""
     fcntl.ioctl(main, termios.TIOCSWINSZ, struct.pack("HHHH", 5, 20, 0, 0))
-    until(b"\x1b[?2026l")
-    small = drawn
+    # What was being drawn is still the old size.
+    fitting = []
+    while not fitting:
+        ready, _, _ = select.select([main], [], [], 60)
+        assert ready, drawn
+        drawn += os.read(main, 65536)
+        whole = drawn.split(b"\x1b[?2026l")[:-1]
+        fitting = [frame for frame in whole[1:] if frame.count(b"\r\n") < 5]
+    small = fitting[0]
     how = "q"
 else:
     small = b""

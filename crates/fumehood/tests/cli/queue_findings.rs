@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use analysis::store::{Environment, Location, Origin, Store, Submit};
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -71,6 +72,41 @@ pub const TRIALS: &[Entry] = &[
         "b4_an_attempt_that_cannot_be_read_stops_no_worker",
         For::Everyone,
         unreadable_attempt,
+    ),
+    (
+        "f1_a_restarted_worker_has_the_slots_it_was_given",
+        For::Everyone,
+        fewer_slots,
+    ),
+    (
+        "f2_a_runner_that_is_told_to_end_was_not_cancelled",
+        For::Everyone,
+        runner_told_to_end,
+    ),
+    (
+        "f4_children_are_heard_of_though_nobody_wanted_to",
+        For::Everyone,
+        ignored_children,
+    ),
+    (
+        "f5_it_is_not_idle_while_a_retry_is_queued",
+        For::Everyone,
+        idle_with_a_retry,
+    ),
+    (
+        "f6_it_is_not_idle_while_the_database_is_away",
+        For::Everyone,
+        idle_while_away,
+    ),
+    (
+        "f14_a_database_that_is_restarted_costs_no_attempt",
+        For::Everyone,
+        away_before_the_start,
+    ),
+    (
+        "f15_a_torn_record_does_not_hold_its_attempt",
+        For::Root,
+        torn_record,
     ),
 ];
 
@@ -169,8 +205,42 @@ impl Queue {
         });
     }
 
+    /// The process that runs it.
+    #[track_caller]
+    fn runner_of(&self, id: &str) -> Pid {
+        let mut runners = self.runners().into_iter();
+        runners.find(|(of, _)| of == id).unwrap().1
+    }
+
+    /// Those that live: each holds its order locked.
+    fn runners(&self) -> Vec<(String, Pid)> {
+        let slots = self.lab.home.join("workers/default/slots");
+        let runner = |slot: std::ffi::OsString| {
+            let slot = slots.join(slot);
+            let order = std::fs::read(slot.join("order")).ok()?;
+            let order: Value = serde_json::from_slice(&order).ok()?;
+            let pid = std::fs::read_to_string(slot.join("pid")).ok()?;
+            let file = std::fs::File::open(slot.join("order")).ok()?;
+            flock(&file, FlockOperation::NonBlockingLockShared).err()?;
+            let id = order["id"].as_str()?.to_owned();
+            Some((id, Pid::from_raw(pid.trim().parse().ok()?)?))
+        };
+        names_in(&slots).into_iter().filter_map(runner).collect()
+    }
+
     fn let_go(&self, id: &str) {
         std::fs::write(self.lab.workspace(id).join("gate"), "").unwrap();
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        // Only when the trial failed half-way: its runners must not outlive it. Workers went before.
+        if std::thread::panicking() {
+            for (_, runner) in self.runners() {
+                let _gone = kill_process(runner, Signal::KILL);
+            }
+        }
     }
 }
 
@@ -326,12 +396,23 @@ fn private_interpreters() {
     let open = lab.write_program("project/open", "#!/bin/sh\nexit 0\n");
     queue.submit("open", &[], &[open.to_str().unwrap()]);
     queue.work("2");
-    let told = queue.sql("SELECT DISTINCT state, reason, message FROM attempts WHERE id <> 'open'");
+    let told = queue.sql(
+        "SELECT DISTINCT state, reason, message FROM attempts WHERE id LIKE 's%' OR id = 'nowhere'",
+    );
     assert_eq!(told.lines().count(), 1, "{told}");
     assert!(told.starts_with("error|not_found|"), "{told}");
     for secret in ["/usr/sbin", "private", lab.project.to_str().unwrap()] {
         assert!(!told.contains(secret), "{told}");
     }
+    // Who names a path is told that it is not for everybody, and not whether it is there.
+    let mut answers: Vec<String> = Vec::new();
+    for (n, name) in names.iter().enumerate() {
+        let sql = format!("SELECT state, reason, message FROM attempts WHERE id = 'p{n}'");
+        answers.push(queue.sql(&sql).replacen(&format!("private/{name}"), "", 1));
+    }
+    answers.dedup();
+    assert_eq!(answers.len(), 1, "{answers:?}");
+    assert!(answers[0].starts_with("error|refused|"), "{answers:?}");
     // The control: what everybody can execute is found, and who asks for himself is told more.
     assert_eq!(queue.ends("open"), "succeeded|exit");
     let own = queue.ask(&["run", "--", "nosuchprogram"]);
@@ -339,51 +420,59 @@ fn private_interpreters() {
 }
 
 /// D2: by `..` or a link below a root that the operator lists, "no such file" and "not listed" told what is where in private,
-/// and where a link leads.
+/// and where a private link leads.
 fn out_of_a_root() {
     let queue = Queue::new();
     let lab = &queue.lab;
     set_mode(lab.path("project").parent().unwrap(), 0o755);
-    let text = |path: &Path| path.to_str().unwrap().to_owned();
-    lab.write("listed/open", "open");
     lab.write("private/there", "secret");
-    set_mode(&lab.path("listed"), 0o755);
     set_mode(&lab.path("private"), 0o700);
-    symlink(lab.path("private/there"), lab.path("listed/l-there")).unwrap();
-    symlink(lab.path("private/nothing"), lab.path("listed/l-nothing")).unwrap();
-    let listed = text(&lab.path("listed"));
+    let roots = [("open", 0o755), ("closed", 0o700)];
     let pairs = [
         ("up", "../private/there", "../private/nothing"),
         ("link", "l-there", "l-nothing"),
     ];
-    for (how, there, nothing) in pairs {
-        for (what, name) in [("there", there), ("nothing", nothing)] {
-            let path = format!("{listed}/{name}");
-            queue.submit(
-                &format!("{how}-{what}"),
-                &["--read", &path],
-                &["--", "true"],
-            );
+    for (root, mode) in roots {
+        let dir = lab.path(root);
+        let control = lab.write(&format!("{root}/control"), "control");
+        set_mode(&dir, mode);
+        symlink(lab.path("private/there"), dir.join("l-there")).unwrap();
+        symlink(lab.path("private/nothing"), dir.join("l-nothing")).unwrap();
+        for (how, there, nothing) in pairs {
+            for (what, name) in [("there", there), ("nothing", nothing)] {
+                let path = format!("{}/{name}", dir.display());
+                let id = format!("{root}-{how}-{what}");
+                queue.submit(&id, &["--read", &path], &["--", "true"]);
+            }
         }
+        let control = control.to_str().unwrap();
+        queue.submit(root, &["--read", control], &["--", "true"]);
     }
-    let open = format!("{listed}/open");
-    queue.submit("open", &["--read", &open], &["--", "cat", &open]);
-    let policy = format!("[read]\nroots = [{listed:?}]\n");
-    let args = ["worker", "--slots", "1", "--memory", "1G", "--until-idle"];
+    let policy = format!(
+        "[read]\nroots = [{:?}, {:?}]\n",
+        lab.path("open"),
+        lab.path("closed")
+    );
+    let args = ["worker", "--slots", "2", "--memory", "1G", "--until-idle"];
     finish(under_policy(&queue, &policy, &args)).good();
-    for (how, there, nothing) in pairs {
-        let answer = |what: &str, name: &str| {
-            let id = format!("{how}-{what}");
-            assert_eq!(queue.ends(&id), "error|refused");
-            let sql = format!("SELECT message FROM attempts WHERE id = '{id}'");
-            // But for what was asked for.
-            queue.sql(&sql).replace(name, "")
-        };
-        let answers = [answer("there", there), answer("nothing", nothing)];
-        assert_eq!(answers[0], answers[1], "{how}");
-        assert!(!answers[0].contains("private"), "{answers:?}");
+    for (root, _) in roots {
+        for (how, there, nothing) in pairs {
+            let answer = |what: &str, name: &str| {
+                let id = format!("{root}-{how}-{what}");
+                assert_eq!(queue.ends(&id), "error|refused", "{id}");
+                let sql = format!("SELECT message FROM attempts WHERE id = '{id}'");
+                // But for what was asked for.
+                queue.sql(&sql).replace(name, "")
+            };
+            let answers = [answer("there", there), answer("nothing", nothing)];
+            assert_eq!(answers[0], answers[1], "{root} {how}");
+            // Where an open link leads is everybody's to know, and who wrote the name knows it.
+            if (root, how) == ("closed", "link") {
+                assert!(!answers[0].contains("private"), "{answers:?}");
+            }
+        }
+        assert_eq!(queue.ends(root), "succeeded|exit");
     }
-    assert_eq!(queue.ends("open"), "succeeded|exit");
 }
 
 /// Where /etc is a copy with this policy: the host's stays as it is.
@@ -599,5 +688,226 @@ fn unreadable_attempt() {
         "{}",
         worker.said()
     );
+    worker.kill();
+}
+
+/// F1: a worker that was started anew with one slot, while two analyses ran on from before, took a third.
+fn fewer_slots() {
+    let queue = Queue::new();
+    // So little that memory is no reason to wait.
+    let little = ["--memory", "16M", "--allow-degraded", "memory"];
+    for id in ["first", "second", "third"] {
+        queue.submit_gated(id, &little);
+    }
+    let worker = queue.worker(&["--slots", "3"]);
+    for id in ["first", "second", "third"] {
+        queue.wait_until_up(id);
+    }
+    worker.kill();
+    // Its slot is among those that the next one has.
+    queue.let_go("first");
+    eventually("the first ends", || queue.ends("first") == "succeeded|exit");
+    queue.submit("late", &little, &["--", "true"]);
+    let worker = queue.worker(&["--slots", "1", "--until-idle"]);
+    worker.wait_until_it_says("2 analyses run on from before");
+    eventually("it has looked at the queue", || {
+        queue.sql("SELECT slots, running FROM workers") == "1|2"
+    });
+    for id in ["second", "third"] {
+        assert_eq!(queue.ends("late"), "queued|", "while {id} runs");
+        queue.let_go(id);
+        eventually("it ends", || queue.ends(id) == "succeeded|exit");
+    }
+    worker.end();
+    assert_eq!(queue.ends("late"), "succeeded|exit");
+    let order = "SELECT id FROM events WHERE id IN ('second', 'third') AND event = 'committed' OR id = 'late' AND event = 'claimed' ORDER BY seq";
+    assert_eq!(queue.sql(order), "second\nthird\nlate");
+}
+
+/// F2: a machine that was shut down ended everything on it as `cancelled`, which is not tried again.
+fn runner_told_to_end() {
+    let queue = Queue::new();
+    for id in ["told", "cancelled"] {
+        queue.submit_gated(id, &["--retries", "1"]);
+    }
+    let worker = queue.worker(&["--slots", "2", "--until-idle"]);
+    for id in ["told", "cancelled"] {
+        queue.wait_until_up(id);
+    }
+    queue.sql("UPDATE attempts SET cancel_ms = 1, cancel_by = 'bob' WHERE id = 'cancelled'");
+    for id in ["told", "cancelled"] {
+        kill_process(queue.runner_of(id), Signal::TERM).unwrap();
+    }
+    eventually("it is tried again", || {
+        queue.ends("told") == "error|runner_stopped running|"
+    });
+    queue.wait_until_up("told");
+    queue.let_go("told");
+    worker.end();
+    assert_eq!(queue.ends("told"), "error|runner_stopped succeeded|exit");
+    assert_eq!(queue.ends("cancelled"), "cancelled|cancelled");
+}
+
+/// F4: what was started by somebody who ignores SIGCHLD never learnt that anything had ended; not even a time limit held.
+fn ignored_children() {
+    let queue = Queue::new();
+    queue.submit("queued", &[], &["--", "true"]);
+    let deaf = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])";
+    let worker = ["worker", "--slots", "1", "--memory", "1G", "--until-idle"];
+    for args in [&worker[..], &["run", "--timeout", "60s", "--", "true"]] {
+        let mut python = queue
+            .lab
+            .with_surroundings(Command::new("/usr/bin/python3"));
+        python.env("FUMEHOOD_DB", &queue.url);
+        python
+            .args(["-c", deaf])
+            .arg(plain_user::binary())
+            .args(args);
+        finish(python).good();
+    }
+    assert_eq!(queue.ends("queued"), "succeeded|exit");
+}
+
+/// F5: on SQLite, a worker that was to work until nothing is queued left, one time of several, while the next attempt of
+/// what its dead runners had run was.
+fn idle_with_a_retry() {
+    let queue = Queue {
+        lab: Lab::new(),
+        url: String::new(),
+    };
+    let lab = &queue.lab;
+    let ids = ["one", "two", "three"];
+    for id in ids {
+        let script = "touch up; sleep 2";
+        let words = ["--retries", "1", "--id", id, "--", "sh", "-c", script];
+        lab.ask(["submit"].iter().chain(&words)).good();
+    }
+    let mut command = lab.fumehood();
+    command.args(["worker", "--slots", "4", "--memory", "1G", "--until-idle"]);
+    let worker = Worker::start(command, lab);
+    for id in ids {
+        queue.wait_until_up(id);
+        kill_process(queue.runner_of(id), Signal::KILL).unwrap();
+    }
+    worker.end();
+    let rows = lab.sql("SELECT id, attempt, state FROM attempts ORDER BY attempt, id");
+    let states: Vec<&str> = rows.iter().map(|row| row[2].as_str().unwrap()).collect();
+    assert_eq!(states[..3], ["error"; 3], "{rows:?}");
+    assert_eq!(states[3..], ["succeeded"; 3], "{rows:?}");
+    lab.assert_nothing_left();
+}
+
+/// A queue whose database can be away, for those who use it by this address.
+struct Front {
+    queue: Queue,
+    direct: Queue,
+    link: PathBuf,
+    socket: PathBuf,
+}
+
+impl Front {
+    fn new() -> Front {
+        let mut queue = Queue::new();
+        let direct = Queue {
+            lab: Lab::new(),
+            url: queue.url.clone(),
+        };
+        let dir = queue.lab.path("front");
+        std::fs::create_dir(&dir).unwrap();
+        let (_, rest) = queue.url.split_once("host=").unwrap();
+        let (host, _) = rest.split_once('&').unwrap();
+        let socket = Path::new(host).join(".s.PGSQL.5432");
+        queue.url = queue.url.replace(host, dir.to_str().unwrap());
+        let link = dir.join(".s.PGSQL.5432");
+        symlink(&socket, &link).unwrap();
+        Front {
+            queue,
+            direct,
+            link,
+            socket,
+        }
+    }
+
+    /// As a server that is stopped: nobody is connected, and nobody can be.
+    fn go_away(&self) {
+        std::fs::remove_file(&self.link).unwrap();
+        self.direct.sql(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
+        );
+    }
+
+    fn come_back(&self) {
+        symlink(&self.socket, &self.link).unwrap();
+    }
+}
+
+/// F6: it ended at once when its last runner did, and what that had left for want of a database stayed `running` for ever.
+fn idle_while_away() {
+    let front = Front::new();
+    let queue = &front.queue;
+    queue.submit_gated("late", &[]);
+    let worker = queue.worker(&["--slots", "2", "--until-idle"]);
+    queue.wait_until_up("late");
+    front.go_away();
+    queue.let_go("late");
+    eventually("its end waits for the database", || {
+        queue.lab.home.join("pending/late").exists()
+    });
+    worker.wait_until_it_says("cannot be used");
+    assert_eq!(front.direct.ends("late"), "running|");
+    front.come_back();
+    worker.end();
+    assert_eq!(queue.ends("late"), "succeeded|exit");
+    assert_eq!(names_in(&queue.lab.home.join("pending")), [""; 0]);
+}
+
+/// F14: attempts that had not begun ended for good as `not_started`, because the server was restarted at that moment.
+fn away_before_the_start() {
+    let front = Front::new();
+    let queue = &front.queue;
+    queue.lab.write("project/input", "input");
+    let options = ["--retries", "0", "--input", "input"];
+    queue.submit("early", &options, &["--", "cat", "input"]);
+    // Whoever fetches an input has to wait, and says so: it has claimed, and has not begun.
+    let mut holder = Command::new("psql");
+    holder.args(["-X", "-q", "-d", &front.direct.url, "-c"]);
+    holder.arg("BEGIN; LOCK TABLE fumehood.blobs IN ACCESS EXCLUSIVE MODE; SELECT pg_sleep(600)");
+    let holder = Live::start(holder);
+    let locks = |granted: &str| {
+        let sql = format!(
+            "SELECT COUNT(*) > 0 FROM pg_locks WHERE relation = 'blobs'::regclass AND {granted}"
+        );
+        front.direct.sql(&sql) == "t"
+    };
+    eventually("it is held", || locks("granted"));
+    let worker = queue.worker(&["--slots", "1", "--until-idle"]);
+    eventually("the runner waits", || locks("NOT granted"));
+    front.go_away();
+    holder.end();
+    worker.wait_until_it_says("cannot be used");
+    front.come_back();
+    worker.end();
+    assert_eq!(queue.ends("early"), "succeeded|exit");
+}
+
+/// F15: a record that a power cut had torn was taken for one that would be finished, so its attempt was `running` for ever.
+fn torn_record() {
+    let queue = Queue::new();
+    queue.submit_gated("torn", &["--retries", "0"]);
+    let worker = queue.worker(&["--slots", "1", "--lease", "5s"]);
+    queue.wait_until_up("torn");
+    let runner = queue.runner_of("torn");
+    worker.kill();
+    kill_process(runner, Signal::KILL).unwrap();
+    std::fs::write(queue.lab.home.join("runs/torn/1/run.json"), "").unwrap();
+    let worker = queue.worker(&["--slots", "1", "--lease", "5s"]);
+    // Half a minute after its lease, by design: the database may have been away for everybody.
+    eventually("it is given up", || {
+        queue.ends("torn") == "error|runner_lost"
+    });
+    queue.submit("good", &[], &["--", "true"]);
+    eventually("others are served", || {
+        queue.ends("good") == "succeeded|exit"
+    });
     worker.kill();
 }
