@@ -448,7 +448,11 @@ fn made_from(request: &Request, plan: &Plan, puts: &[Put]) -> Provenance {
         program: &plan.program,
         prefixes: plan.runtime.prefixes.get(..1).unwrap_or_default(),
         inside_env: &inside_env,
-        project: &plan.project,
+        project: match &request.asked_by {
+            // It came with none.
+            Asker::Queue { staged, .. } if plan.project.starts_with(staged) => Path::new(""),
+            _ => &plan.project,
+        },
         data: shown_at("data"),
         docs: shown_at("docs"),
         reads: &reads,

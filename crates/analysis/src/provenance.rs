@@ -239,6 +239,7 @@ pub fn gather(facts: &Facts<'_>) -> Provenance {
         docs: facts.docs.map(shown_path),
         reads,
         git: match facts.rights {
+            _ if facts.project.as_os_str().is_empty() => None,
             Rights::Callers => git_state(facts.project, git::TIME_MAX, &mut notes),
             Rights::Ours => None,
         },

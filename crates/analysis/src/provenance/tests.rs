@@ -637,6 +637,7 @@ fn hostile_files() {
 
 fn facts<'a>(program: &'a Path, project: &'a Path) -> Facts<'a> {
     Facts {
+        rights: Rights::Callers,
         argv: &[],
         script: None,
         inputs: &[],

@@ -290,7 +290,8 @@ fn what_it_was(page: &mut Page, attempt: &Attempt) -> anyhow::Result<()> {
         "runtime",
         &format!("{}{}", clean(program), version.unwrap_or_default()),
     )?;
-    page.fact("project", &clean(&from.project))?;
+    let project = Some(clean(&from.project)).filter(|project| !project.is_empty());
+    page.maybe("project", project)?;
     let git = from.git.as_ref().map(|git| {
         let commit = git.commit.as_deref().unwrap_or("no commit");
         let branch = git.branch.as_deref().map(|b| format!(" on {}", clean(b)));
