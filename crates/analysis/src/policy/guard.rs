@@ -231,6 +231,8 @@ impl Guard<'_> {
         let listed = is_plain && roots.any(|root| path.starts_with(root));
         match canonical(path) {
             Ok(real) if listed && self.operator_lists(&real) => Ok(real),
+            // It leads to where everybody may look, so that it does tells nothing.
+            Ok(real) if listed && everybody::find(&real).is_ok_and(|open| open == real) => Ok(real),
             _ => everybody::find(path),
         }
     }
