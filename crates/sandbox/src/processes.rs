@@ -46,15 +46,22 @@ pub struct Wanted {
     pub memory: Option<u64>,
 }
 
+/// What the kernel says that the live processes, and those they reaped, have written.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Written {
+    pub gross: u64,
+    /// Without what never came to the disk, because it was deleted before.
+    pub net: u64,
+    /// Some process would not be looked into.
+    pub unreadable: bool,
+}
+
 /// What the last look at the processes gave.
 pub struct Census {
     realm: Realm,
     pub count: u64,
     /// Threads of all processes: what a limit on processes counts.
     pub tasks: u64,
-    pub written_bytes: u64,
-    /// Some process would not be looked into.
-    pub unreadable: bool,
     pub cpu_ms: u64,
     pub memory_bytes: u64,
     /// For how many looks in a row some process would not have its descriptors looked at.
@@ -71,8 +78,6 @@ impl Census {
             realm,
             count: 0,
             tasks: 0,
-            written_bytes: 0,
-            unreadable: false,
             cpu_ms: 0,
             memory_bytes: 0,
             hidden_looks: 0,
@@ -89,17 +94,15 @@ impl Census {
         self.hidden_looks > HIDDEN_LOOKS_MAX
     }
 
-    pub fn take(&mut self, wanted: Wanted) {
-        (self.count, self.written_bytes, self.unreadable) = (0, 0, false);
-        self.tasks = 0;
+    /// Asks before each process whether to go on, and leaves off with what it had otherwise.
+    pub fn take(&mut self, wanted: Wanted, go_on: &mut dyn FnMut() -> bool) {
+        (self.count, self.tasks) = (0, 0);
         let mut memory: Vec<(u32, u64, u64)> = Vec::new();
         let mut tree_ms = 0;
         let own = std::process::id();
         for pid in pids(self.realm) {
-            // Init itself counts too: what it reaped is credited to it.
-            match read_written(pid) {
-                Some(bytes) => self.written_bytes += bytes,
-                None => self.unreadable |= lives(pid),
+            if !go_on() {
+                return;
             }
             if pid == own {
                 // Its own time is ours, not the run's; that of whom it reaped is the run's.
@@ -117,7 +120,7 @@ impl Census {
             }
         }
         if let Some(limit) = wanted.memory {
-            let (apart, looked) = shared_memory(self.realm);
+            let (apart, looked) = shared_memory(self.realm, go_on);
             self.memory_bytes = self.add_up(&memory, apart);
             let grown = self.shared_memory_grown();
             if self.memory_bytes.max(grown) > limit {
@@ -371,10 +374,19 @@ fn field(text: &str, name: &str) -> u64 {
     number.and_then(|n| n.parse().ok()).unwrap_or(0)
 }
 
-fn read_written(pid: u32) -> Option<u64> {
-    let text = read(format!("/proc/{pid}/io"), SMALL)?;
-    let cancelled = field(&text, "cancelled_write_bytes:");
-    Some(field(&text, "write_bytes:").saturating_sub(cancelled))
+/// What all processes of the run have written. Init is among them: what it reaped is credited to it.
+pub fn written(realm: Realm) -> Written {
+    let mut all = Written::default();
+    for pid in pids(realm) {
+        let Some(text) = read(format!("/proc/{pid}/io"), SMALL) else {
+            all.unreadable |= lives(pid);
+            continue;
+        };
+        let gross = field(&text, "write_bytes:");
+        all.gross += gross;
+        all.net += gross.saturating_sub(field(&text, "cancelled_write_bytes:"));
+    }
+    all
 }
 
 struct CpuTimes {
@@ -472,13 +484,14 @@ fn threads_of(pid: u32) -> u64 {
 }
 
 /// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files.
-fn shared_memory(realm: Realm) -> (u64, Looked) {
+fn shared_memory(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> (u64, Looked) {
     let (mut files, mut seen) = (0, HashSet::new());
     let looked = open_files(realm, &mut |pid, fd, stat| {
         let unlinked = stat.st_nlink == 0 && seen.insert((stat.st_dev, stat.st_ino));
         if unlinked && is_memory_file(pid, fd) {
             files += stat.st_blocks as u64 * 512;
         }
+        go_on()
     });
     if realm == Realm::Descendants {
         // Neither a /dev/shm nor segments of its own.
@@ -519,14 +532,17 @@ fn is_memory_file(pid: u32, fd: &OsStr) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Looked {
     All,
-    /// As many as can be looked at in the time.
+    /// As many as can be looked at in the time, or were asked for.
     Many,
     /// Until a process would not be looked into.
     Hidden,
 }
 
-/// Calls `each` for every open descriptor of the run.
-pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat)) -> Looked {
+/// Calls `each` for every open descriptor of the run, as long as that says to go on.
+pub fn open_files(
+    realm: Realm,
+    each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat) -> bool,
+) -> Looked {
     let mut left = DESCRIPTORS_MAX;
     let own = std::process::id();
     for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
@@ -537,8 +553,10 @@ pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::S
         };
         // A program that was deleted while it runs is held by no descriptor.
         for held in ["exe", "cwd"] {
-            if let Ok(stat) = rustix::fs::stat(format!("/proc/{pid}/{held}")) {
-                each(pid, OsStr::new(held), &stat);
+            if let Ok(stat) = rustix::fs::stat(format!("/proc/{pid}/{held}"))
+                && !each(pid, OsStr::new(held), &stat)
+            {
+                return Looked::Many;
             }
         }
         for entry in listing.flatten() {
@@ -546,8 +564,10 @@ pub fn open_files(realm: Realm, each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::S
             if left == 0 {
                 return Looked::Many;
             }
-            if let Ok(stat) = rustix::fs::stat(entry.path()) {
-                each(pid, &entry.file_name(), &stat);
+            if let Ok(stat) = rustix::fs::stat(entry.path())
+                && !each(pid, &entry.file_name(), &stat)
+            {
+                return Looked::Many;
             }
         }
     }
@@ -579,8 +599,13 @@ pub fn descriptors_in_flight(pid: u32, fd: &OsStr) -> bool {
 }
 
 /// Whether some process maps a deleted file of the run's that no descriptor shows: its size cannot be asked for.
-/// Also when there are more maps than can be read between two looks.
-pub fn map_deleted_files(realm: Realm, shown: &HashSet<u64>, workspace: &str) -> bool {
+/// Also when there are more maps than can be read between two looks, or `go_on` says no.
+pub fn map_deleted_files(
+    realm: Realm,
+    shown: &HashSet<u64>,
+    workspace: &str,
+    go_on: &mut dyn FnMut() -> bool,
+) -> bool {
     let mut left = MAPS_BYTES_MAX;
     let own = std::process::id();
     pids(realm)
@@ -589,7 +614,7 @@ pub fn map_deleted_files(realm: Realm, shown: &HashSet<u64>, workspace: &str) ->
         .any(|pid| {
             let maps = read_first(pid, "maps", left).unwrap_or_default();
             left = left.saturating_sub(maps.len());
-            left == 0 || has_deleted_file(&maps, shown, workspace)
+            left == 0 || has_deleted_file(&maps, shown, workspace) || !go_on()
         })
 }
 

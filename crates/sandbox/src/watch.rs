@@ -9,7 +9,9 @@
 //! every file that was unlinked and is still open. What cannot be measured in bounded time (a directory or
 //! process we may not read, a depth or a number of descriptors nobody needs, a deleted file that is only
 //! mapped, a descriptor in flight on a socket) makes the run answer for all it has written, and for
-//! all that the file system has grown by.
+//! all that the file system has grown by. Time is bounded by what is written in it: a look that takes long, at
+//! memory too, is broken off for a glance at the disk every tick, and who writes as much as the limit
+//! allows while the files are being measured has written too much.
 
 use std::collections::HashSet;
 use std::io;
@@ -24,7 +26,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 use crate::cgroup::CpuUnit;
 use crate::namespaces::{self, Bounding};
 use crate::outcome::Stop;
-use crate::processes::{self, Census, Realm, Wanted};
+use crate::processes::{self, Census, Realm, Wanted, Written};
 use crate::spec::{Limits, Spec, WorkspaceKind};
 
 pub const TICK: Duration = Duration::from_millis(100);
@@ -39,22 +41,56 @@ const DEPTH_MAX: usize = 512;
 
 pub struct Watch {
     limits: Limits,
+    cpu_counter: Option<(OwnedFd, CpuUnit)>,
+    watched: Watched,
+    census: Census,
+    disk: Disk,
+    pub seen: Seen,
+}
+
+/// What the run has on disk.
+struct Disk {
+    bytes_max: u64,
+    files_max: u64,
     workspace: OwnedFd,
     /// As the program names it.
     workspace_path: String,
     workspace_kind: WorkspaceKind,
     device: u64,
-    cpu_counter: Option<(OwnedFd, CpuUnit)>,
-    watched: Watched,
     realm: Realm,
-    census: Census,
     /// Bytes and inodes in use on the whole file system at the start.
     at_start: (u64, u64),
     /// Inodes in use when last measured: a cheap sign that files were made.
     inodes_in_use: u64,
-    measured_at: Instant,
-    measuring_took: Duration,
-    pub seen: Seen,
+    written: Written,
+    /// All that had been written when a measuring last began.
+    written_before: u64,
+    glanced_at: Instant,
+    tree: Measuring,
+    whole: Measuring,
+    /// The most seen: bytes, and files.
+    seen: (u64, u64),
+}
+
+/// When something was last measured, and how long that took.
+#[derive(Clone, Copy)]
+struct Measuring {
+    at: Instant,
+    took: Duration,
+}
+
+impl Measuring {
+    fn begun(start: Instant) -> Self {
+        Measuring {
+            at: Instant::now(),
+            took: start.elapsed(),
+        }
+    }
+
+    /// Whether enough time has passed since for this to take no more than one part in `share` of it.
+    fn is_affordable(&self, share: u32) -> bool {
+        self.at.elapsed() >= self.took * share
+    }
 }
 
 /// What nothing else holds, so that the watch must.
@@ -223,36 +259,38 @@ impl Watch {
         watched: Watched,
         realm: Realm,
     ) -> io::Result<Self> {
-        let device = rustix::fs::fstat(&workspace)?.st_dev;
-        let mut watch = Watch {
+        Ok(Watch {
             limits: spec.limits.clone(),
-            workspace,
-            workspace_path: spec.workspace.as_path().to_string_lossy().into_owned(),
-            workspace_kind: spec.workspace_kind,
-            device,
             cpu_counter,
             watched,
-            realm,
             census: Census::new(realm),
-            at_start: (0, 0),
-            inodes_in_use: 0,
-            measured_at: Instant::now(),
-            measuring_took: Duration::ZERO,
+            disk: Disk::new(spec, workspace, realm)?,
             seen: Seen::default(),
-        };
-        watch.at_start = watch.in_use();
-        watch.inodes_in_use = watch.at_start.1;
-        Ok(watch)
+        })
     }
 
     /// One look. Says which limit was passed, if any.
     pub fn look(&mut self) -> Option<Stop> {
-        self.close_the_top();
-        self.census.take(Wanted {
-            cpu: self.cpu_counter.is_none(),
-            tasks: self.watched.pids,
-            memory: self.watched.memory.then_some(self.limits.memory_bytes),
-        });
+        self.disk.close_the_top();
+        let mut passed = self.disk.glance();
+        if passed.is_none() {
+            let wanted = Wanted {
+                cpu: self.cpu_counter.is_none(),
+                tasks: self.watched.pids,
+                memory: self.watched.memory.then_some(self.limits.memory_bytes),
+            };
+            let disk = &mut self.disk;
+            self.census.take(wanted, &mut || {
+                passed = passed.or_else(|| disk.glance_in_time());
+                passed.is_none()
+            });
+        }
+        (self.seen.disk_bytes, self.seen.files) = self.disk.seen;
+        passed.or_else(|| self.judge())
+    }
+
+    /// Whether the last census shows a limit passed.
+    fn judge(&mut self) -> Option<Stop> {
         self.seen.pids = self.seen.pids.max(self.census.count);
         self.seen.cpu_ms = self.cpu_ms();
         if self.watched.memory {
@@ -268,14 +306,9 @@ impl Watch {
         if self.watched.pids && self.census.tasks > self.limits.pids.saturating_add(1) {
             return Some(Stop::Pids);
         }
-        if self
-            .limits
-            .cpu_ms
-            .is_some_and(|most| self.seen.cpu_ms > most)
-        {
-            return Some(Stop::CpuTime);
-        }
-        self.look_at_disk()
+        let most = self.limits.cpu_ms;
+        most.is_some_and(|most| self.seen.cpu_ms > most)
+            .then_some(Stop::CpuTime)
     }
 
     /// CPU time of the whole run: the cgroup's counter where there is one.
@@ -283,6 +316,46 @@ impl Watch {
         let counter = self.cpu_counter.as_ref();
         let counted = counter.and_then(|(fd, unit)| unit.read_us(fd.as_fd()).ok());
         counted.map_or(self.census.cpu_ms, |us| us / 1000)
+    }
+
+    /// At the end, when nothing lives: what is there, and the time that all of it took.
+    pub fn look_at_end(&mut self) -> Option<Stop> {
+        let passed = self.look();
+        let measured = match self.disk.workspace_kind {
+            WorkspaceKind::Disk => self.disk.measure(),
+            WorkspaceKind::Memory => None,
+        };
+        (self.seen.disk_bytes, self.seen.files) = self.disk.seen;
+        measured.or(passed)
+    }
+}
+
+impl Disk {
+    fn new(spec: &Spec, workspace: OwnedFd, realm: Realm) -> io::Result<Self> {
+        let now = Measuring {
+            at: Instant::now(),
+            took: Duration::ZERO,
+        };
+        let mut disk = Disk {
+            bytes_max: spec.limits.disk_bytes,
+            files_max: spec.limits.files,
+            device: rustix::fs::fstat(&workspace)?.st_dev,
+            workspace,
+            workspace_path: spec.workspace.as_path().to_string_lossy().into_owned(),
+            workspace_kind: spec.workspace_kind,
+            realm,
+            at_start: (0, 0),
+            inodes_in_use: 0,
+            written: Written::default(),
+            written_before: 0,
+            glanced_at: now.at,
+            tree: now,
+            whole: now,
+            seen: (0, 0),
+        };
+        disk.at_start = disk.in_use();
+        disk.inodes_in_use = disk.at_start.1;
+        Ok(disk)
     }
 
     /// The top directory is the program's, and so is its mode: opened to others, it is closed again.
@@ -293,73 +366,102 @@ impl Watch {
         }
     }
 
-    fn look_at_disk(&mut self) -> Option<Stop> {
+    /// In the midst of something else that takes long.
+    fn glance_in_time(&mut self) -> Option<Stop> {
+        (self.glanced_at.elapsed() >= TICK)
+            .then(|| self.glance())
+            .flatten()
+    }
+
+    /// What was written, and what is there if that may be too much.
+    fn glance(&mut self) -> Option<Stop> {
+        let passed = self.look();
+        self.glanced_at = Instant::now();
+        passed
+    }
+
+    fn look(&mut self) -> Option<Stop> {
+        let (bytes, inodes) = self.in_use();
         if self.workspace_kind == WorkspaceKind::Memory {
             // The tmpfs refuses what is too much; here it is only noted.
-            let (bytes, files) = self.in_use();
-            self.seen.disk_bytes = self.seen.disk_bytes.max(bytes);
-            self.seen.files = self.seen.files.max(files);
+            self.note(bytes, inodes);
             return None;
         }
-        let since = self.measured_at.elapsed();
-        let grown = self.in_use().1.saturating_sub(self.inodes_in_use);
-        let near = self.census.written_bytes > self.limits.disk_bytes
-            || self.census.unreadable
-            || grown > self.limits.files / 8;
-        let due = since >= MEASURE_AT_LEAST || near;
+        self.written = processes::written(self.realm);
+        let near = self.written.net > self.bytes_max
+            || self.written.unreadable
+            || inodes.saturating_sub(self.inodes_in_use) > self.files_max / 8;
+        let due = self.whole.at.elapsed() >= MEASURE_AT_LEAST || near;
         let share = if near { 1 } else { MEASURE_SHARE };
-        if !due || since < self.measuring_took * share {
+        // What has names is soon measured, and is as a rule all there is.
+        if !due || !self.tree.is_affordable(share) {
             return None;
         }
-        self.measure()
+        let much = self.written_since(self.written_before) > self.bytes_max;
+        match much || self.whole.is_affordable(share) {
+            true => self.measure(),
+            false => {
+                let tree = self.measure_tree();
+                self.judge(&tree)
+            }
+        }
+    }
+
+    fn written_since(&self, before: u64) -> u64 {
+        self.written.gross.saturating_sub(before)
+    }
+
+    fn note(&mut self, bytes: u64, files: u64) {
+        self.seen = (self.seen.0.max(bytes), self.seen.1.max(files));
     }
 
     fn measure(&mut self) -> Option<Stop> {
         let start = Instant::now();
-        let measured = self.measure_tree();
-        self.measuring_took = start.elapsed();
-        self.measured_at = Instant::now();
+        self.written_before = self.written.gross;
+        let mut measured = self.measure_tree();
+        let passed = self.judge(&measured).or_else(|| {
+            self.measure_unlinked(&mut measured);
+            self.judge(&measured)
+        });
+        self.whole = Measuring::begun(start);
         self.inodes_in_use = self.in_use().1;
-        self.seen.disk_bytes = self.seen.disk_bytes.max(measured.bytes);
-        self.seen.files = self.seen.files.max(measured.files);
-        if measured.bytes > self.limits.disk_bytes.saturating_add(OWN_BYTES) {
+        passed
+    }
+
+    fn judge(&mut self, measured: &Measured) -> Option<Stop> {
+        let (mut bytes, mut files) = (measured.bytes, measured.files);
+        if measured.unmeasured {
+            let now = self.in_use();
+            let grown = now.0.saturating_sub(self.at_start.0);
+            bytes = bytes.max(self.written.net).max(grown);
+            files = files.max(now.1.saturating_sub(self.at_start.1));
+        }
+        self.note(bytes, files);
+        if bytes > self.bytes_max.saturating_add(OWN_BYTES) {
             return Some(Stop::Disk);
         }
-        (measured.files > self.limits.files).then_some(Stop::Files)
+        (files > self.files_max).then_some(Stop::Files)
     }
 
-    /// At the end, when nothing lives: what is there, and the time that all of it took.
-    pub fn look_at_end(&mut self) -> Option<Stop> {
-        let passed = self.look();
-        match self.workspace_kind {
-            WorkspaceKind::Disk => self.measure().or(passed),
-            WorkspaceKind::Memory => passed,
-        }
-    }
-
-    fn measure_tree(&self) -> Measured {
+    fn measure_tree(&mut self) -> Measured {
+        let start = Instant::now();
         let mut measured = Measured::default();
         let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         match rustix::fs::openat(&self.workspace, ".", open, Mode::empty()) {
-            Ok(top) => measured.directory(top, self.device, DEPTH_MAX, self.limits.files),
+            Ok(top) => {
+                let mut pace = Pace::new(self);
+                measured.directory(top, self.device, DEPTH_MAX, self.files_max, &mut pace);
+                self.written = pace.written;
+            }
             Err(_) => measured.unmeasured = true,
         }
-        if self.census.count > 0 {
-            self.measure_unlinked(&mut measured);
-        }
-        if measured.unmeasured {
-            let now = self.in_use();
-            let written = self.census.written_bytes;
-            let grown = now.0.saturating_sub(self.at_start.0);
-            measured.bytes = measured.bytes.max(written).max(grown);
-            let made = now.1.saturating_sub(self.at_start.1);
-            measured.files = measured.files.max(made);
-        }
+        self.tree = Measuring::begun(start);
         measured
     }
 
     /// Files without a name that some process still holds.
-    fn measure_unlinked(&self, measured: &mut Measured) {
+    fn measure_unlinked(&mut self, measured: &mut Measured) {
+        let mut pace = Pace::new(self);
         let looked = processes::open_files(self.realm, &mut |pid, entry, stat| {
             let kind = FileType::from_raw_mode(stat.st_mode);
             let unlinked = stat.st_nlink == 0 && stat.st_dev == self.device;
@@ -369,10 +471,16 @@ impl Watch {
             if kind == FileType::Socket && processes::descriptors_in_flight(pid, entry) {
                 measured.unmeasured = true;
             }
+            pace.holds()
         });
         measured.unmeasured |= looked != processes::Looked::All;
-        measured.unmeasured |=
-            processes::map_deleted_files(self.realm, &measured.seen, &self.workspace_path);
+        measured.unmeasured |= processes::map_deleted_files(
+            self.realm,
+            &measured.seen,
+            &self.workspace_path,
+            &mut || pace.holds(),
+        );
+        self.written = pace.written;
     }
 
     /// Bytes and inodes in use on the whole file system that holds the workspace.
@@ -384,6 +492,35 @@ impl Watch {
     }
 }
 
+/// Whether measuring keeps pace with writing: what was measured at its begin says little when much was written since.
+struct Pace {
+    realm: Realm,
+    bytes_max: u64,
+    before: u64,
+    asked_at: Instant,
+    written: Written,
+}
+
+impl Pace {
+    fn new(disk: &Disk) -> Self {
+        Pace {
+            realm: disk.realm,
+            bytes_max: disk.bytes_max,
+            before: disk.written.gross,
+            asked_at: Instant::now(),
+            written: disk.written,
+        }
+    }
+
+    fn holds(&mut self) -> bool {
+        if self.asked_at.elapsed() >= TICK / 2 {
+            self.written = processes::written(self.realm);
+            self.asked_at = Instant::now();
+        }
+        self.written.gross.saturating_sub(self.before) <= self.bytes_max
+    }
+}
+
 impl Measured {
     fn file(&mut self, stat: &rustix::fs::Stat) {
         if stat.st_nlink == 1 || self.seen.insert(stat.st_ino) {
@@ -391,12 +528,21 @@ impl Measured {
         }
     }
 
-    /// More than enough to know that the limit is passed.
-    fn is_enough(&self, files_max: u64) -> bool {
-        self.files > files_max.saturating_mul(2)
+    /// More than enough to know that the limit is passed, or more than can be measured.
+    fn is_enough(&mut self, files_max: u64, pace: &mut Pace) -> bool {
+        let holds = pace.holds();
+        self.unmeasured |= !holds;
+        !holds || self.files > files_max.saturating_mul(2)
     }
 
-    fn directory(&mut self, dir: OwnedFd, device: u64, depth: usize, files_max: u64) {
+    fn directory(
+        &mut self,
+        dir: OwnedFd,
+        device: u64,
+        depth: usize,
+        files_max: u64,
+        pace: &mut Pace,
+    ) {
         let mut space = Vec::with_capacity(32 * 1024);
         let mut below = Vec::new();
         let mut entries = RawDir::new(&dir, space.spare_capacity_mut());
@@ -423,7 +569,7 @@ impl Measured {
             if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
                 below.push(name.to_owned());
             }
-            if self.is_enough(files_max) {
+            if self.is_enough(files_max, pace) {
                 return;
             }
         }
@@ -432,11 +578,13 @@ impl Measured {
             match rustix::fs::openat(&dir, name, open, Mode::empty()) {
                 // Never into another file system, should one be mounted there.
                 Ok(child) if rustix::fs::fstat(&child).is_ok_and(|s| s.st_dev != device) => {}
-                Ok(child) if depth > 0 => self.directory(child, device, depth - 1, files_max),
+                Ok(child) if depth > 0 => {
+                    self.directory(child, device, depth - 1, files_max, pace);
+                }
                 Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => {}
                 Ok(_) | Err(_) => self.unmeasured = true,
             }
-            if self.is_enough(files_max) {
+            if self.is_enough(files_max, pace) {
                 return;
             }
         }

@@ -148,6 +148,11 @@ pub const TRIALS: &[Entry] = &[
         disk_beside_much_to_look_at,
     ),
     (
+        "disk_without_names_beside_much_to_look_at",
+        For::Everyone,
+        disk_without_names_beside_much_to_look_at,
+    ),
+    (
         "disk_by_the_leaderless",
         For::Everyone,
         disk_by_the_leaderless,
@@ -963,10 +968,8 @@ for name in files(TOTAL):
     );
 }
 
-/// A watch that takes its time over so many descriptors must not let the writer go on meanwhile.
-fn disk_beside_much_to_look_at() {
-    disk_limited(
-        "
+/// As many descriptors as may be, in as many processes as it takes to make every look at them long.
+const MUCH_TO_LOOK_AT: &str = "
 fds = []
 try:
     while True:
@@ -977,11 +980,36 @@ os.close(fds.pop())
 for _ in range(240):
     if os.fork() == 0:
         signal.pause()
+";
+
+/// A watch that takes its time over so many descriptors must not let the writer go on meanwhile.
+fn disk_beside_much_to_look_at() {
+    disk_limited(
+        &format!(
+            "{MUCH_TO_LOOK_AT}
 for name in files(TOTAL):
     fd = new(name)
     put(fd, PART)
     os.close(fd)
-",
+"
+        ),
+        2048,
+    );
+}
+
+/// Nor where that is the only way to see what it writes.
+fn disk_without_names_beside_much_to_look_at() {
+    disk_limited(
+        &format!(
+            "{MUCH_TO_LOOK_AT}
+for fd in fds[-TOTAL // PART:]:
+    os.close(fd)
+for name in files(TOTAL):
+    fd = new(name)
+    os.unlink(name)
+    put(fd, PART)
+"
+        ),
         2048,
     );
 }
