@@ -11,9 +11,11 @@
 //! `lock` keeps the garbage collector apart from whoever puts objects in: those hold it together from the first object
 //! until the transaction that refers to it is committed, the collector holds it alone.
 
+mod cache;
 mod export;
 mod file_system;
-mod files;
+pub(crate) mod files;
+pub(crate) mod hashing;
 mod identity;
 mod lock;
 mod sweep;
@@ -29,10 +31,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
+
+use cache::Objects;
 
 use crate::manifest::{ContentHash, OutputPath};
 
@@ -131,7 +135,7 @@ pub struct Artifacts {
     path: PathBuf,
     id: String,
     dir: OwnedFd,
-    objects: OwnedFd,
+    objects: Arc<Objects>,
     staging: OwnedFd,
     /// Which of the 256 fan-out directories are known to be there; none is ever removed.
     fans: [AtomicBool; 256],
@@ -177,22 +181,26 @@ impl Artifacts {
             path: path.to_path_buf(),
             source,
         };
-        let mut builder = std::fs::DirBuilder::new();
-        builder.recursive(true).mode(0o700);
-        builder.create(path).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let dir = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
+        let open = || rustix::fs::open(path, flags, Mode::empty());
+        // It is made once and opened in every run.
+        let dir = match open() {
+            Err(Errno::NOENT) => {
+                let mut builder = std::fs::DirBuilder::new();
+                builder.recursive(true).mode(0o700);
+                builder.create(path).map_err(failed)?;
+                open()
+            }
+            opened => opened,
+        };
+        let dir = dir.map_err(|e| failed(e.into()))?;
         if !is_private(dir.as_fd()).map_err(|e| failed(e.into()))? {
             return Err(ArtifactError::NotOurs {
                 path: path.to_path_buf(),
             });
         }
         let below = |name: &str| -> Result<OwnedFd, ArtifactError> {
-            match rustix::fs::mkdirat(&dir, name, Mode::RWXU) {
-                Ok(()) | Err(Errno::EXIST) => {}
-                Err(e) => return Err(failed(e.into())),
-            }
-            let made = files::open_dir(dir.as_fd(), name).map_err(|e| failed(e.into()))?;
+            let made = open_or_make(dir.as_fd(), name).map_err(|e| failed(e.into()))?;
             match is_private(made.as_fd()).map_err(|e| failed(e.into()))? {
                 true => Ok(made),
                 false => Err(ArtifactError::NotOurs {
@@ -205,7 +213,7 @@ impl Artifacts {
             id: identity::find(path, dir.as_fd(), staging.as_fd())?,
             path: path.to_path_buf(),
             dir,
-            objects,
+            objects: Arc::new(Objects::new(objects)),
             staging,
             fans: [const { AtomicBool::new(false) }; 256],
             unsynced: Mutex::default(),
@@ -277,13 +285,19 @@ impl Artifacts {
                 .sync_all(&unsynced)
                 .map(|()| Durable::FileSystem { objects }),
         };
-        done.map_err(|source| {
-            self.unsynced().extend(unsynced);
-            ArtifactError::Sync {
-                path: self.path.clone(),
-                source: source.into(),
+        match done {
+            Ok(durable) => {
+                self.objects.note_synced(unsynced.into_iter());
+                Ok(durable)
             }
-        })
+            Err(source) => {
+                self.unsynced().extend(unsynced);
+                Err(ArtifactError::Sync {
+                    path: self.path.clone(),
+                    source: source.into(),
+                })
+            }
+        }
     }
 
     /// fsync and not fdatasync: that the file is ours and that nobody may write to it must be durable, too.
@@ -472,6 +486,17 @@ impl Artifacts {
     /// The set is whole after every single operation, so a panic elsewhere does not spoil it.
     fn unsynced(&self) -> MutexGuard<'_, HashSet<ContentHash>> {
         self.unsynced.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn open_or_make(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> {
+    match files::open_dir(dir, name) {
+        Err(Errno::NOENT) => {}
+        opened => return opened,
+    }
+    match rustix::fs::mkdirat(dir, name, Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => files::open_dir(dir, name),
+        Err(e) => Err(e),
     }
 }
 

@@ -2,16 +2,18 @@
 //! are in `running.rs` and `ending.rs`.
 
 mod ending;
+mod resting;
 mod running;
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use sandbox::cgroup::{self, Group};
+use sandbox::cgroup::{self, Group, Host};
 use sandbox::outcome::Outcome;
 use sandbox::quota::{self, ProjectQuota, QuotaError};
 use sandbox::spec::{Enforcement, Identity, Layer, Level, Limits, WorkspaceKind};
 
+use crate::artifacts::Artifacts;
 use crate::collect::{self, Put};
 use crate::fault::{self, Step};
 use crate::home::{self, HomeError};
@@ -25,7 +27,7 @@ use crate::provenance::{self, Provenance, Rights};
 use crate::request::{Again, AnalysisId, Asker, Command, Request, Writers};
 use crate::run_dir::{self, Durable, Paper, RunDir, RunRecord, RunState, Task};
 use crate::settle::SettleError;
-use crate::store;
+use crate::store::{self, Store};
 use crate::workspace::{Patience, Workspace};
 use running::fill;
 
@@ -37,6 +39,10 @@ pub(crate) struct Attempt {
     workspace: Option<Workspace>,
     quota: Option<ProjectQuota>,
     group: Result<Group, String>,
+    /// Where its groups are made.
+    groups_in: Host,
+    /// The database's connection while the program runs.
+    lent: Option<Store>,
     /// The database has a row for it, which must come to an end.
     begun: bool,
     /// The workspace is one that the user made before, and its state then.
@@ -78,8 +84,13 @@ impl Attempt {
         mut ledger: Option<&mut Ledger>,
     ) -> Result<Attempt, PipelineError> {
         check_globs(request)?;
-        if let Some(ledger) = ledger.as_deref() {
-            check_room(ledger, around.free_reserve_bytes, around.store_quota_bytes)?;
+        let artifacts = ledger.as_deref().map(Ledger::artifacts).transpose()?;
+        if let Some(artifacts) = &artifacts {
+            check_room(
+                artifacts,
+                around.free_reserve_bytes,
+                around.store_quota_bytes,
+            )?;
         }
         let (dir, record, prepared) = match around.place {
             Place::Fresh => {
@@ -101,6 +112,8 @@ impl Attempt {
         if ledger.is_some() {
             dir.reserve_for_outcome();
         }
+        // Before the groups are looked for: it may move this process to where it can have some.
+        let _said_when_they_are_made = crate::scope::ensure();
         let mut attempt = Attempt {
             dir: Some(dir),
             record,
@@ -108,20 +121,28 @@ impl Attempt {
             workspace: None,
             quota: None,
             group: Err(String::from("no cgroup was made")),
+            groups_in: cgroup::discover(),
+            lent: None,
             begun: false,
             prepared,
         };
-        attempt.record.task = match ledger.as_deref_mut() {
-            Some(ledger) => Some(task(request, ledger, around.taken.as_ref())?),
-            None => None,
+        attempt.record.task = match (ledger.as_deref_mut(), &artifacts) {
+            (Some(ledger), Some(artifacts)) => {
+                let taken = around.taken.as_ref();
+                Some(task(request, ledger, artifacts, taken)?)
+            }
+            _ => None,
         };
         attempt.lease = lease?;
         attempt.record.uid = attempt.lease.as_ref().map(|l| l.uid);
+        let id = request.id.as_str();
+        attempt.record.cgroups = cgroup::paths_to_be(&attempt.groups_in, id);
         attempt.save()?;
         reached(Step::Claimed)?;
         if let Some(ledger) = ledger {
             attempt.begin_in(ledger, request, around.taken.as_ref())?;
-            ledger.rest();
+            ledger.ends_soon();
+            attempt.lent = ledger.lend();
         }
         Ok(attempt)
     }
@@ -145,7 +166,11 @@ impl Attempt {
             if let Some(task) = &mut self.record.task {
                 task.begun = true;
             }
-            self.save()?;
+            // Until it is written down, whoever asks the database for the key is told. So that waits for the workspace,
+            // which has to be written down as well, and before which nothing can have run.
+            if self.prepared.is_some() {
+                self.save()?;
+            }
         }
         Ok(())
     }
@@ -244,9 +269,14 @@ impl Attempt {
         let (Some(dir), Some(_)) = (&self.dir, &self.record.task) else {
             return Ok(());
         };
-        let puts = collect::puts(workspace, self.owner_uid())?;
+        let puts = match plan.inputs.is_empty() && self.prepared.is_none() {
+            true => Vec::new(),
+            false => collect::puts(workspace, self.owner_uid())?,
+        };
         let provenance = made_from(request, plan, &puts);
-        dir.put(Paper::Puts, &puts, Durable::No)?;
+        if !puts.is_empty() {
+            dir.put(Paper::Puts, &puts, Durable::No)?;
+        }
         dir.put(Paper::Provenance, &provenance, Durable::No)?;
         Ok(())
     }
@@ -278,17 +308,12 @@ impl Attempt {
     }
 
     pub fn make_group(&mut self, request: &Request, limits: &Limits) -> Result<(), PipelineError> {
-        // Before the groups are looked for: it may move this process to where it can have some.
-        let scope = crate::scope::ensure();
-        let host = cgroup::discover();
-        self.record.cgroups = cgroup::paths_to_be(&host, request.id.as_str());
-        self.save()?;
         let limits_of_group = limits::group_limits(limits);
-        self.group =
-            Group::create(&host, request.id.as_str(), &limits_of_group).map_err(|e| match scope {
-                Ok(_) => error_chain(&e),
-                Err(why) => format!("{}; {}", error_chain(&e), error_chain(why)),
-            });
+        let made = Group::create(&self.groups_in, request.id.as_str(), &limits_of_group);
+        self.group = made.map_err(|e| match crate::scope::ensure() {
+            Ok(_) => error_chain(&e),
+            Err(why) => format!("{}; {}", error_chain(&e), error_chain(why)),
+        });
         Ok(())
     }
 
@@ -336,9 +361,10 @@ fn next_number(ledger: &mut Ledger, request: &Request) -> Result<u32, PipelineEr
 fn task(
     request: &Request,
     ledger: &mut Ledger,
+    artifacts: &Artifacts,
     taken: Option<&Taken>,
 ) -> Result<Task, PipelineError> {
-    let mut task = ledger.task(&request.collection)?;
+    let mut task = ledger.task(&request.collection, artifacts)?;
     if let Some(taken) = taken {
         task.key.clone_from(&taken.key);
     }
@@ -508,11 +534,10 @@ fn row<'a>(run: &'a RunRecord, task: &'a Task, workspace: &'a str) -> store::Beg
 
 /// Not begun where it could not be kept.
 pub(crate) fn check_room(
-    ledger: &Ledger,
+    artifacts: &Artifacts,
     free_reserve_bytes: u64,
     store_quota_bytes: Option<u64>,
 ) -> Result<(), PipelineError> {
-    let artifacts = ledger.artifacts()?;
     let free = rustix::fs::statvfs(artifacts.path())
         .map(|s| s.f_bavail.saturating_mul(s.f_frsize))
         .unwrap_or(u64::MAX);

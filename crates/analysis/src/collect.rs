@@ -40,6 +40,7 @@ pub use globs::{GLOB_BYTES_MAX, GLOBS_MAX, GlobError, Globs};
 
 use serde::{Deserialize, Serialize};
 
+use crate::artifacts::hashing::Threads;
 use crate::manifest::{Collected, ContentHash, Output, OutputPath, Remark};
 use content::{Content, Inode, Pinned, Reader, Refusal};
 use find::{Caches, Found, Linked};
@@ -132,7 +133,7 @@ pub fn collect(
     rules: &Rules<'_>,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Collected, CollectError> {
-    run(dir, rules, Caches::LeftOut, progress)
+    run(dir, rules, Caches::LeftOut, Threads::Several, progress)
 }
 
 /// What was put there before the start, caches too, sorted by path. What is no regular file of the owner is no input to
@@ -150,7 +151,8 @@ pub fn puts(dir: BorrowedFd<'_>, owner_uid: u32) -> Result<Vec<Put>, CollectErro
         puts: &[],
         modes: Modes::Override,
     };
-    let collected = run(dir, &rules, Caches::Taken, &mut |_| {})?;
+    // The program is started next, by a fork: no thread of ours may be about then.
+    let collected = run(dir, &rules, Caches::Taken, Threads::One, &mut |_| {})?;
     if collected.remark_counts.contains_key(&Remark::TooMany) {
         return Err(CollectError::TooManyPuts);
     }
@@ -166,13 +168,14 @@ fn run(
     dir: BorrowedFd<'_>,
     rules: &Rules<'_>,
     caches: Caches,
+    threads: Threads,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Collected, CollectError> {
     let mut found = find::find(dir, rules, caches, progress)?;
     let suspects = std::mem::take(&mut found.suspects);
     let to_hash = suspects.iter().map(|s| &s.0).chain(found.shortlist.iter());
     let of = to_hash.fold(0, |sum: u64, c| sum.saturating_add(c.bytes));
-    let mut reader = Reader::new(of, progress);
+    let mut reader = Reader::new(of, threads, progress);
     for suspect in suspects {
         subtract(dir, rules, suspect, &mut found, &mut reader)?;
     }

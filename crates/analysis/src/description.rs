@@ -152,6 +152,7 @@ fn blank(
         post_process: None,
         hints: Vec::new(),
         notices: Vec::new(),
+        timings: None,
     }
 }
 

@@ -1,13 +1,15 @@
 //! Named steps of an attempt at which the tests kill the runner or let the system fail.
 //!
 //! Only builds with debug assertions listen: `FUMEHOOD_FAULT=STEP=kill` or `=enospc`, `=eio`, `=emfile`, and
-//! `STEP:3=kill` for the third time it is reached. In a release build [`at`] is empty. ARCHITECTURE.md lists for each step what a crash there leaves, and
+//! `STEP:3=kill` for the third time it is reached. In a release build [`at`] only notes the time. ARCHITECTURE.md lists for each step what a crash there leaves, and
 //! who repairs it; the tidy test holds that table equal to [`Step::ALL`].
 
 use std::collections::BTreeSet;
 use std::io;
 
 use sandbox::spec::Layer;
+
+use crate::timings;
 
 macro_rules! steps {
     ($($name:ident $word:literal $why:literal;)*) => {
@@ -32,9 +34,9 @@ steps! {
     Filled "filled" "The inputs are in the workspace and listed in the run directory.";
     Ended "ended" "Every process is dead; nothing is written about it yet.";
     LogsKept "logs_kept" "The logs are whole in the run directory.";
-    OutcomeDurable "outcome_durable" "How it ended is durable in the run directory.";
+    OutcomeWritten "outcome_written" "How it ended is written in the run directory.";
     Collected "collected" "The workspace was walked and hashed; nothing is written about it yet.";
-    ManifestDurable "manifest_durable" "The manifest is durable; no file has moved.";
+    ManifestWritten "manifest_written" "What is to be taken is known, and durable if there is any; no file has moved.";
     ObjectMoved "object_moved" "One file has moved into the artifact store.";
     ObjectsDurable "objects_durable" "Every file is durable in the artifact store.";
     TransactionOpen "transaction_open" "Everything is written in the transaction, which is not committed.";
@@ -45,9 +47,17 @@ steps! {
     Finished "finished" "Nothing is left but the record.";
 }
 
-/// Comes back at once, with an error, or not at all, as the tests wish.
-#[cfg(debug_assertions)]
+/// Notes the time, and comes back at once, with an error, or not at all, as the tests wish.
 pub fn at(step: Step) -> io::Result<()> {
+    // There may be any number of those.
+    if step != Step::ObjectMoved {
+        timings::mark(step.word());
+    }
+    as_wished(step)
+}
+
+#[cfg(debug_assertions)]
+fn as_wished(step: Step) -> io::Result<()> {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU32, Ordering};
     static WISH: OnceLock<Option<(String, u32, String)>> = OnceLock::new();
@@ -80,7 +90,7 @@ pub fn at(step: Step) -> io::Result<()> {
 }
 
 #[cfg(not(debug_assertions))]
-pub fn at(_step: Step) -> io::Result<()> {
+fn as_wished(_step: Step) -> io::Result<()> {
     Ok(())
 }
 

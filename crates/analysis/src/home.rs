@@ -49,6 +49,14 @@ pub enum HomeError {
     Read { path: PathBuf, source: io::Error },
 }
 
+impl HomeError {
+    /// Whether what was read is no document of ours at all: a power cut tore it, or somebody wrote over it.
+    pub fn is_torn(&self) -> bool {
+        let torn = [io::ErrorKind::UnexpectedEof, io::ErrorKind::InvalidData];
+        matches!(self, HomeError::Read { source, .. } if torn.contains(&source.kind()))
+    }
+}
+
 /// `$FUMEHOOD_HOME`, else `/var/lib/fumehood` for root and the user's data directory for others.
 #[derive(Clone, Debug)]
 pub struct Home {
@@ -114,18 +122,19 @@ impl Home {
 }
 
 pub(crate) fn make_private(path: &Path) -> Result<(), HomeError> {
-    let made = std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(path);
-    made.map_err(|source| HomeError::Make {
+    let failed = |source| HomeError::Make {
         path: path.to_path_buf(),
         source,
-    })?;
-    let meta = std::fs::metadata(path).map_err(|source| HomeError::Make {
-        path: path.to_path_buf(),
-        source,
-    })?;
+    };
+    let meta = match std::fs::metadata(path) {
+        Ok(meta) if meta.is_dir() => meta,
+        _ => {
+            let mut builder = std::fs::DirBuilder::new();
+            let made = builder.recursive(true).mode(0o700).create(path);
+            made.map_err(failed)?;
+            std::fs::metadata(path).map_err(failed)?
+        }
+    };
     let ours = meta.uid() == rustix::process::geteuid().as_raw() && meta.mode() & 0o022 == 0;
     match ours {
         true => Ok(()),

@@ -18,6 +18,18 @@ pub struct Ledger {
     /// How long a statement waits for somebody else's lock; `None`: as long as the store sees fit.
     pub lock_wait_ms: Option<u64>,
     store: Option<Store>,
+    /// The process has little left to do when it drops this.
+    ends_soon: bool,
+    /// The connection rested while a program ran.
+    was_lent: bool,
+}
+
+impl Drop for Ledger {
+    fn drop(&mut self) {
+        if let Some(store) = self.store.take().filter(|_| self.ends_soon) {
+            store.leave();
+        }
+    }
 }
 
 impl Ledger {
@@ -32,6 +44,8 @@ impl Ledger {
             post_process,
             lock_wait_ms: None,
             store: None,
+            ends_soon: false,
+            was_lent: false,
         }
     }
 
@@ -66,8 +80,11 @@ impl Ledger {
     }
 
     /// What an attempt that is to be recorded here needs to be finished.
-    pub(crate) fn task(&mut self, collection: &Collection) -> Result<Task, SettleError> {
-        let artifacts = self.artifacts()?;
+    pub(crate) fn task(
+        &mut self,
+        collection: &Collection,
+        artifacts: &Artifacts,
+    ) -> Result<Task, SettleError> {
         Ok(Task {
             key: run_dir::fresh_key(),
             database_id: self.store()?.id().to_owned(),
@@ -118,6 +135,34 @@ impl Ledger {
     /// Lets the connection go until it is needed again.
     pub fn rest(&mut self) {
         self.store = None;
+    }
+
+    /// This process makes one attempt and ends: nobody need wait for the database to be put in order.
+    pub(crate) fn ends_soon(&mut self) {
+        self.ends_soon = true;
+    }
+
+    /// The connection, for as long as a program runs.
+    pub(crate) fn lend(&mut self) -> Option<Store> {
+        let mut store = self.store.take();
+        store.iter_mut().for_each(Store::note_place);
+        store
+    }
+
+    pub(crate) fn was_lent(&self) -> bool {
+        self.was_lent
+    }
+
+    /// The connection that was lent, if it was not let go meanwhile and still is to the database that has the name.
+    pub(crate) fn take_back(&mut self, lent: Option<Store>) {
+        match lent {
+            Some(store) if store.is_in_place() => {
+                (self.store, self.was_lent) = (Some(store), true);
+            }
+            // Nothing is written to a file that somebody put away, nor removed of the one in its place.
+            Some(store) => store.leave(),
+            None => {}
+        }
     }
 
     pub fn trouble(&self, source: StoreError) -> SettleError {

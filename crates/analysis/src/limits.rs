@@ -21,11 +21,10 @@ pub enum LimitError {
 
 /// The numbers that hold for this run: what was asked for, or a default that suits the host.
 pub fn resolve(asked: &AskedLimits) -> Limits {
-    let usable = cgroup::memory_available_bytes();
-    let memory_default = MEMORY_DEFAULT_MAX.min(usable / 2);
+    let memory_default = || MEMORY_DEFAULT_MAX.min(cgroup::memory_available_bytes() / 2);
     let cpus_default = cpus_usable() * 1000;
     // An ask that is not explicit is the operator's ceiling over our default.
-    let or_default = |asked: Option<Asked<u64>>, default: u64| match asked {
+    let or_default = |asked: Option<Asked<u64>>, default: &dyn Fn() -> u64| match asked {
         Some(Asked {
             value,
             explicit: true,
@@ -33,16 +32,16 @@ pub fn resolve(asked: &AskedLimits) -> Limits {
         Some(Asked {
             value,
             explicit: false,
-        }) => value.min(default),
-        None => default,
+        }) => value.min(default()),
+        None => default(),
     };
     Limits {
         wall_ms: asked.wall_ms.value,
         cpu_ms: asked.cpu_ms.map(|a| a.value),
         idle_ms: asked.idle_ms.map(|a| a.value),
         grace_ms: asked.grace_ms.value,
-        memory_bytes: or_default(asked.memory_bytes, memory_default),
-        cpu_milli: or_default(asked.cpu_milli, cpus_default),
+        memory_bytes: or_default(asked.memory_bytes, &memory_default),
+        cpu_milli: or_default(asked.cpu_milli, &|| cpus_default),
         pids: asked.pids.value,
         open_files: asked.open_files.value,
         disk_bytes: asked.disk_bytes.value,

@@ -26,6 +26,7 @@ use crate::record::{Reason, Record, Status};
 use crate::request::{AnalysisId, Request};
 use crate::runtime::Caller;
 use crate::settle::SettleError;
+use crate::timings;
 use crate::workspace::WorkspaceError;
 
 #[derive(Debug, thiserror::Error)]
@@ -227,6 +228,7 @@ pub fn run(
         },
     )?;
     isolation::candidates(request)?;
+    timings::mark("planned");
     plan.notices.iter().for_each(|n| audience.notice(n));
     // A worker sees to that for its runners.
     let reaped = match around.taken {
@@ -241,6 +243,7 @@ pub fn run(
         ));
     }
 
+    timings::mark("reaped");
     let mut attempt = Attempt::begin(request, around, &plan, ledger.as_deref_mut())?;
     let ran = attempt
         .make_workspace(request, around, &plan, &limits)
@@ -249,6 +252,7 @@ pub fn run(
                 audience.notice("the workspace root is a tmpfs: disk used there is memory");
             }
             attempt.make_group(request, &limits)?;
+            timings::mark("cgroup_made");
             let errand = Errand {
                 request,
                 around,
@@ -265,7 +269,9 @@ pub fn run(
     let number = attempt.number();
     let mut record = description::describe(request, number, &plan, &limits, &enforcement, &ran);
     description::ended_for(&mut record, audience);
-    Ok(attempt.end(request, around, ledger, record, ran, audience))
+    let done = attempt.end(request, around, ledger, record, ran, audience);
+    timings::mark("cleaned_up");
+    Ok(done)
 }
 
 pub(crate) fn unix_ms() -> u64 {

@@ -80,13 +80,17 @@ fn reap_id(
     due: &dyn Fn(&RunRecord) -> bool,
     reaped: &mut Reaped,
 ) {
+    let mut living = false;
     for attempt in std::fs::read_dir(id).into_iter().flatten().flatten() {
-        if let Some(dir) = lock_of_the_dead(&attempt.path()) {
-            look_at(dir, due, ledger.as_deref_mut(), reaped);
+        match lock_of_the_dead(&attempt.path()) {
+            Some(dir) => look_at(dir, due, ledger.as_deref_mut(), reaped),
+            None => living = true,
         }
     }
-    // Made and abandoned before its first attempt was.
-    let _not_empty = std::fs::remove_dir(id);
+    if !living {
+        // Made and abandoned before its first attempt was.
+        let _not_empty = std::fs::remove_dir(id);
+    }
 }
 
 /// The run directory, if its runner is dead. One that was killed while it started its launcher leaves the lock
@@ -246,7 +250,7 @@ fn finish(
             (Some(number), _) => run.attempt = number,
         }
         let lost = description::runner_lost(&run);
-        settle::write_lost(dir, &lost).map_err(said)?;
+        settle::write_outcome(dir, &lost).map_err(said)?;
     }
     let workspace = reopen(&run).map_err(|e| error_chain(&e))?;
     let mut record = settle_left(dir, &run, task, workspace.as_ref(), ledger).map_err(said)?;

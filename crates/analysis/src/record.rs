@@ -14,6 +14,7 @@ use crate::hints::Hint;
 use crate::logs::Captured;
 use crate::manifest::{Collected, ContentHash, Output, OutputPath, Remark, Remarked};
 use crate::request::{AnalysisId, Level};
+use crate::timings::Timings;
 
 pub const SCHEMA: &str = "fumehood.result/1";
 
@@ -318,6 +319,9 @@ pub struct Record {
     pub hints: Vec<Hint>,
     /// Things the user should know that are no error: a runtime that was shown, a limit that is only watched.
     pub notices: Vec<String>,
+    /// Of the run that was just made; a record that is read later has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timings: Option<Timings>,
 }
 
 pub fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {

@@ -7,13 +7,17 @@
 //! | file | what | written |
 //! |---|---|---|
 //! | `run.json` | [`RunRecord`] | before each thing it names is made |
-//! | `puts.json` | what was put into the workspace, by hash | before the start |
+//! | `puts.json` | what was put into the workspace, by hash | before the start, where something was |
 //! | `provenance.json` | what the attempt was made from | before the start |
-//! | `stdout`, `stderr` | the logs, up to half their limit | as they arrive |
+//! | `stdout`, `stderr` | the logs, up to half their limit | as they arrive, if anything does |
 //! | `stdout.tail`, `stderr.tail` | their ends | once all is dead |
-//! | `outcome.json` | how it ended | durable, once all is dead |
-//! | `manifest.json` | what is taken of what it left | durable, before the first file moves |
+//! | `outcome.json` | how it ended | once all is dead |
+//! | `manifest.json` | what is taken of what it left | before the first file moves; where none does, if the commit fails |
 //! | `objects/` | outputs that the artifact store would not take | when it would not |
+//!
+//! Each is written so that killing us leaves it whole or not there. A power cut may tear it or take it away until
+//! [`RunDir::make_durable`]: that is called before the first file moves, and before anybody is told that the attempt
+//! awaits its commit. Where nothing moves, the commit itself comes first, and is durable.
 
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -255,16 +259,32 @@ impl RunDir {
         }
     }
 
-    /// The record outlives a power cut from here on. It is written often, and matters only once there is an end to tell.
-    pub fn sync_record(&self) -> Result<(), HomeError> {
-        let file = rustix::fs::openat(
-            &self.lock,
-            RECORD,
-            OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
-            Mode::empty(),
-        );
-        let synced = file.and_then(rustix::fs::fdatasync);
-        synced.map_err(|e| self.unwritten(RECORD, e.into()))
+    /// The same, and it outlives a power cut.
+    pub fn write_durably(&self, record: &RunRecord) -> Result<(), HomeError> {
+        self.replace(RECORD, record, Durable::Yes)
+    }
+
+    /// All that finishing the attempt needs outlives a power cut from here on.
+    pub fn make_durable(&self) -> Result<(), HomeError> {
+        let logs = crate::store::STREAMS.map(|stream| [stream.to_owned(), tail_name(stream)]);
+        let papers = [RECORD, Paper::Outcome.name(), Paper::Manifest.name()];
+        let papers = papers.map(str::to_owned);
+        for name in papers.iter().chain(logs.as_flattened()) {
+            self.sync(name)
+                .map_err(|source| self.unwritten(name, source))?;
+        }
+        self.make_findable()
+            .map_err(|source| self.unwritten("", source))
+    }
+
+    /// Its content, if it is there and has any.
+    fn sync(&self, name: &str) -> io::Result<()> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        match rustix::fs::openat(&self.lock, name, flags, Mode::empty()) {
+            Ok(file) => Ok(rustix::fs::fdatasync(file)?),
+            Err(rustix::io::Errno::NOENT) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
     }
 
     pub fn put<T: Serialize>(
@@ -289,15 +309,21 @@ impl RunDir {
     ) -> Result<(), HomeError> {
         let write = || -> io::Result<()> {
             let draft = format!("{name}.new");
-            // Not truncated before it is written: its blocks may have been reserved.
-            let file = self.open_to_write(&draft, OFlags::empty())?;
-            let mut writer = io::BufWriter::new(file);
+            let reserved = name == Paper::Outcome.name();
+            let file = match reserved {
+                // Not truncated before it is written: it would lose its blocks.
+                true => self.open_to_write(&draft, OFlags::empty())?,
+                false => self.create(&draft)?,
+            };
+            let mut writer = io::BufWriter::with_capacity(AT_ONCE_BYTES, file);
             serde_json::to_writer(&mut writer, value)?;
             let mut file = writer
                 .into_inner()
                 .map_err(io::IntoInnerError::into_error)?;
-            let length = file.stream_position()?;
-            file.set_len(length)?;
+            if reserved {
+                let length = file.stream_position()?;
+                file.set_len(length)?;
+            }
             if durable == Durable::Yes {
                 file.sync_data()?;
             }
@@ -383,21 +409,23 @@ impl RunDir {
             .map_err(|source| self.unwritten(name, source))
     }
 
-    /// A log's content as it is to be from now on, durable. What arrived is there already, as a rule; if not, it is
-    /// replaced in one step, so that a crash loses nothing that had arrived.
+    /// A log's content as it is to be from now on. What arrived is there already, as a rule; if not, it is replaced in one
+    /// step, so that a crash loses nothing that had arrived.
     pub fn keep_log(&self, name: &str, bytes: &[u8]) -> Result<(), HomeError> {
         let write = || -> io::Result<()> {
-            let file = self.open_to_write(name, OFlags::empty())?;
-            if file.metadata()?.len() == bytes.len() as u64 {
-                return match bytes.is_empty() {
-                    true => Ok(()),
-                    false => file.sync_data(),
-                };
+            let found = rustix::fs::statat(&self.lock, name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW);
+            let length = match found {
+                Ok(found) => u64::try_from(found.st_size).unwrap_or(u64::MAX),
+                // None is as good as an empty one.
+                Err(rustix::io::Errno::NOENT) => 0,
+                Err(e) => return Err(e.into()),
+            };
+            if length == bytes.len() as u64 {
+                return Ok(());
             }
             let draft = format!("{name}.new");
             let mut file = self.create(&draft)?;
             file.write_all(bytes)?;
-            file.sync_data()?;
             Ok(rustix::fs::renameat(&self.lock, &draft, &self.lock, name)?)
         };
         write().map_err(|source| self.unwritten(name, source))
@@ -507,6 +535,13 @@ impl RunDir {
     }
 }
 
+/// The end of a log whose middle was dropped.
+pub fn tail_name(stream: &str) -> String {
+    format!("{stream}.tail")
+}
+
+/// Nearly every paper is written in one call.
+const AT_ONCE_BYTES: usize = 64 << 10;
 const RECORD_NAME: &std::ffi::CStr = c"run.json";
 const OBJECTS: &str = "objects";
 

@@ -113,6 +113,8 @@ fn join(wish: Wish) -> Result<Joined, ScopeError> {
     let in_job = std::env::var_os("SLURM_JOB_ID").is_some();
     let asking = asking(&place, uid, in_job, wish)?;
     let mut connection = connect(uid, Instant::now() + ANSWER_WITHIN)?;
+    // It would stay behind.
+    sandbox::standby::dismiss();
     let name = ask(&mut connection, &asking)?;
     let deadline = Instant::now() + MOVE_WITHIN;
     while !is_in(&name) {

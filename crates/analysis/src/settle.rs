@@ -1,8 +1,15 @@
 //! From an attempt that has ended to a committed record.
 //!
-//! Outcome (durable) -> collection -> manifest (durable) -> files into the artifact store (durable) -> one transaction.
+//! Outcome -> collection -> manifest -> both durable -> files into the artifact store (durable) -> one transaction.
+//! Where there is nothing to move into the store, the transaction is the first durable step, and the only one: until then
+//! nobody was told of anything, and killing us loses nothing that is written. If it fails, whoever says that the attempt
+//! awaits its commit makes the run directory durable first.
+//!
 //! Every step first looks whether it was done before, so the runner, the reaper and `post-process` all come through
 //! here, and a repeat after a crash at any point ends in the same rows and files.
+
+mod logs;
+mod transaction;
 
 use std::collections::HashSet;
 use std::io::{self, Read};
@@ -19,12 +26,11 @@ use crate::home::HomeError;
 use crate::ledger::Ledger;
 use crate::logs::Captured;
 use crate::manifest::{self, Collected, ContentHash, Manifest, Output, Remark, Remarked};
-use crate::provenance;
-use crate::record::{Collection, Commit, CommitState, OutputEntry, Reason, Record, Status};
-use crate::request::{AnalysisId, Level};
+use crate::record::{Collection, OutputEntry, Reason, Record, Status};
+use crate::request::AnalysisId;
 use crate::result_value;
 use crate::run_dir::{Durable, Paper, RunDir, RunRecord, Task};
-use crate::store::{self, Committed, StoreError};
+use crate::store::{self, StoreError};
 
 #[derive(Debug, thiserror::Error)]
 pub enum SettleError {
@@ -66,6 +72,11 @@ impl SettleError {
         matches!(self, SettleError::Database { source, .. } if source.trouble() == store::Trouble::Busy)
     }
 
+    /// Whether the database did not answer.
+    pub fn is_away(&self) -> bool {
+        matches!(self, SettleError::Database { source, .. } if source.trouble() == store::Trouble::Away)
+    }
+
     /// Whether it is the database's condition, which may be another in a moment.
     pub fn is_passing(&self) -> bool {
         let passing = [
@@ -100,45 +111,39 @@ pub struct Ending {
 
 const ENDING_VERSION: u32 = 1;
 
-/// Writes down how it ended. From here on a crash loses nothing of it. Where the disk is full and the logs do not fit,
+/// Writes down how it ended. From here on killing us loses nothing of it. Where the disk is full and the logs do not fit,
 /// there is still room for the outcome.
 pub fn write_ending(
     dir: &RunDir,
     record: &Record,
     logs: [&Captured; 2],
 ) -> Result<(), SettleError> {
-    let kept = write_logs(dir, logs)
-        .and(reached(Step::LogsKept))
-        .and(dir.sync_record().map_err(SettleError::from));
-    kept.and(write_lost(dir, record))
+    let kept = logs::write(dir, logs).and(reached(Step::LogsKept));
+    kept.and(write_outcome(dir, record))
 }
 
-fn write_logs(dir: &RunDir, logs: [&Captured; 2]) -> Result<(), SettleError> {
-    for (name, captured) in store::STREAMS.into_iter().zip(logs) {
-        dir.keep_log(name, &captured.head)?;
-        if !captured.tail.is_empty() {
-            dir.keep_log(&tail_name(name), &captured.tail)?;
-        }
-    }
-    Ok(())
-}
-
-/// As [`write_ending`] for a runner that died: the logs are what had arrived.
+/// As [`write_ending`] for a runner that died: the logs are what had arrived. Durable.
 pub fn write_lost(dir: &RunDir, record: &Record) -> Result<(), SettleError> {
+    write_outcome(dir, record)?;
+    Ok(dir.make_durable()?)
+}
+
+/// As it is, until the attempt is settled or somebody makes it durable.
+pub(crate) fn write_outcome(dir: &RunDir, record: &Record) -> Result<(), SettleError> {
     let ending = Ending {
         version: ENDING_VERSION,
         record: record.clone(),
     };
-    dir.put(Paper::Outcome, &ending, Durable::Yes)?;
-    reached(Step::OutcomeDurable)
+    dir.put(Paper::Outcome, &ending, Durable::No)?;
+    reached(Step::OutcomeWritten)
 }
 
+/// One that a power cut tore is as good as none.
 pub fn ending(dir: &RunDir) -> Result<Option<Ending>, HomeError> {
-    dir.get(Paper::Outcome)
-}
-
-fn tail_name(stream: &str) -> String {
-    format!("{stream}.tail")
+    match dir.get(Paper::Outcome) {
+        Err(e) if e.is_torn() => Ok(None),
+        read => read,
+    }
 }
 
 /// What the program left.
@@ -174,37 +179,98 @@ pub fn settle(
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Record, SettleError> {
     let record = outcome(ended)?;
-    let mut manifest = match read_manifest(ended)? {
-        Some(manifest) => manifest,
+    let (mut manifest, mut on_paper) = match read_manifest(ended)? {
+        Some(manifest) => (manifest, true),
         None => {
+            // The walk may take long, and the outcome should not hang on it.
+            if takes_long(&record) {
+                ended.dir.make_durable()?;
+            }
             let manifest = gather(ended, progress)?;
             reached(Step::Collected)?;
-            ended.dir.put(Paper::Manifest, &manifest, Durable::Yes)?;
-            reached(Step::ManifestDurable)?;
-            manifest
+            (manifest, false)
         }
     };
-    let transfer = (ended.transfer)(&conclude(&record, &manifest));
-    let artifacts = ledger.artifacts()?;
-    // Held until the transaction is through: no sweep takes an object for forgotten in between.
-    let hold = artifacts.hold()?;
-    artifacts.note_user(&hold, &user(ended))?;
-    take_all(ended, &mut manifest, (&artifacts, &hold), transfer)?;
-    let logs = keep_logs(ended, &record, (&artifacts, &hold))?;
-    artifacts.make_durable()?;
-    reached(Step::ObjectsDurable)?;
-    let mut record = conclude(&record, &manifest);
-    commit(ended, ledger, &mut record, &manifest, &artifacts, &logs)?;
+    let texts = logs::read(ended)?;
+    let inline = ended.task.collection.inline_bytes_max;
+    let moves =
+        !manifest.collected.outputs.is_empty() || texts.iter().any(|text| text.bytes() > inline);
+    // Else the workspace tells the same again.
+    if !on_paper && (moves || ended.task.memory) {
+        ended.dir.put(Paper::Manifest, &manifest, Durable::No)?;
+        on_paper = true;
+    }
+    if moves {
+        ended.dir.make_durable()?;
+    }
+    reached(Step::ManifestWritten)?;
+    let done = match moves {
+        true => take_and_commit(ended, ledger, &record, &mut manifest, texts),
+        false => {
+            let logs = logs::keep(ended, &record, texts, None)?;
+            reached(Step::ObjectsDurable)?;
+            conclude_and_commit(ended, ledger, &record, &manifest, None, &logs)
+        }
+    };
+    if done.is_err() && !on_paper {
+        // It is finished without the workspace.
+        ended.dir.put(Paper::Manifest, &manifest, Durable::No)?;
+    }
+    let record = done?;
     // Only to be killed here: nothing that fails now could undo it.
     let _committed = reached(Step::Committed);
     Ok(record)
 }
 
-/// A damaged one is made again as long as there is something to make it from.
+/// More than a moment's work to walk and hash.
+fn takes_long(record: &Record) -> bool {
+    const FILES: u64 = 1_000;
+    const BYTES: u64 = 64 << 20;
+    record.files > FILES || record.disk_bytes > BYTES
+}
+
+fn take_and_commit(
+    ended: &Ended<'_>,
+    ledger: &mut Ledger,
+    record: &Record,
+    manifest: &mut Manifest,
+    texts: Vec<logs::Text>,
+) -> Result<Record, SettleError> {
+    let transfer = (ended.transfer)(&conclude(record, manifest));
+    let artifacts = ledger.artifacts()?;
+    // Held until the transaction is through: no sweep takes an object for forgotten in between.
+    let hold = artifacts.hold()?;
+    artifacts.note_user(&hold, &user(ended))?;
+    take_all(ended, manifest, (&artifacts, &hold), transfer)?;
+    let logs = logs::keep(ended, record, texts, Some((&artifacts, &hold)))?;
+    artifacts.make_durable()?;
+    reached(Step::ObjectsDurable)?;
+    conclude_and_commit(ended, ledger, record, manifest, Some(&artifacts), &logs)
+}
+
+fn conclude_and_commit(
+    ended: &Ended<'_>,
+    ledger: &mut Ledger,
+    record: &Record,
+    manifest: &Manifest,
+    artifacts: Option<&Artifacts>,
+    logs: &[store::Log],
+) -> Result<Record, SettleError> {
+    let mut record = conclude(record, manifest);
+    let mut done = transaction::commit(ended, ledger, &mut record, manifest, artifacts, logs);
+    // A connection that rested while the program ran may be one that the server has forgotten; a repeat is known by
+    // its key.
+    if done.as_ref().is_err_and(SettleError::is_away) && ledger.was_lent() {
+        done = transaction::commit(ended, ledger, &mut record, manifest, artifacts, logs);
+    }
+    done.map(|()| record)
+}
+
+/// One that a power cut tore is made again: before anything was moved it was durable.
 fn read_manifest(ended: &Ended<'_>) -> Result<Option<Manifest>, HomeError> {
-    match (ended.dir.get(Paper::Manifest), ended.left) {
-        (Err(HomeError::Read { .. }), Left::Directory { .. }) => Ok(None),
-        (read, _) => read,
+    match ended.dir.get(Paper::Manifest) {
+        Err(e) if e.is_torn() => Ok(None),
+        read => read,
     }
 }
 
@@ -453,182 +519,3 @@ fn strike_off(
 
 /// The output that is also stored as JSON.
 const RESULT: &[u8] = b"result.json";
-
-/// The logs as they are committed: excerpts, and the whole as an object where it is longer.
-fn keep_logs(
-    ended: &Ended<'_>,
-    record: &Record,
-    (artifacts, hold): (&Artifacts, &Hold),
-) -> Result<Vec<store::Log>, SettleError> {
-    let of = [&record.stdout, &record.stderr];
-    let mut logs = Vec::new();
-    for (stream, facts) in store::STREAMS.into_iter().zip(of) {
-        let read = |name: &str| -> Result<Vec<u8>, HomeError> {
-            let bytes = ended.dir.bytes(name, u64::MAX)?;
-            Ok(bytes.unwrap_or_default())
-        };
-        let (mut head, mut tail) = (read(stream)?, read(&tail_name(stream))?);
-        let head_bytes = head.len();
-        let whole = (head.len() + tail.len()) as u64;
-        // A runner that died has not told; then what arrived is all there is.
-        let total_bytes = facts.bytes.max(whole);
-        let mut object = None;
-        if whole > ended.task.collection.inline_bytes_max {
-            head.append(&mut tail);
-            object = Some(artifacts.put(hold, &head)?);
-            let half = usize::try_from(ended.task.collection.inline_bytes_max / 2);
-            let half = half.unwrap_or(usize::MAX).min(head.len());
-            tail = head.split_off(head.len().saturating_sub(half).max(half));
-            head.truncate(half);
-            head.shrink_to_fit();
-        }
-        logs.push(store::Log {
-            stream,
-            total_bytes,
-            dropped_bytes: total_bytes - whole,
-            head,
-            tail,
-            object,
-            object_bytes: whole,
-            object_head_bytes: head_bytes as u64,
-        });
-    }
-    Ok(logs)
-}
-
-fn commit(
-    ended: &Ended<'_>,
-    ledger: &mut Ledger,
-    record: &mut Record,
-    manifest: &Manifest,
-    artifacts: &Artifacts,
-    logs: &[store::Log],
-) -> Result<(), SettleError> {
-    let rules = &ended.task.collection;
-    let mut room = rules.inline_total_bytes_max;
-    let mut content = |output: &Output| -> io::Result<Option<Vec<u8>>> {
-        if output.bytes > rules.inline_bytes_max.min(room) {
-            return Ok(None);
-        }
-        let mut bytes = Vec::new();
-        let object = artifacts.open_object(&output.blake3);
-        object
-            .map_err(io::Error::other)?
-            .take(output.bytes)
-            .read_to_end(&mut bytes)?;
-        room -= output.bytes;
-        Ok(Some(bytes))
-    };
-    let provenance = ended
-        .dir
-        .bytes(Paper::Provenance.name(), PROVENANCE_BYTES_MAX)?;
-    let provenance = provenance.and_then(|bytes| String::from_utf8(bytes).ok());
-    let [isolation, limits, hints, notices] = json_of(record);
-    let workspace = record.workspace.to_string_lossy().into_owned();
-    let database = ledger.location.to_string();
-    let ms = |time: u64| i64::try_from(time).ok();
-    let ran = record.isolation.level.is_some();
-    let mut commit = store::Commit {
-        begin: store::Begin {
-            id: record.id.as_str(),
-            key: &ended.task.key,
-            replace: false,
-            host: &ended.run.host,
-            boot_id: &ended.run.boot_id,
-            submitter: Some(&provenance::submitter_name()),
-            workspace: Some(&workspace),
-            provenance: provenance.as_deref(),
-        },
-        attempt: record.attempt,
-        state: state_of(record.status),
-        reason: record.reason.as_str(),
-        message: record.message.as_deref(),
-        started_ms: ran.then(|| ms(record.times.started_ms)).flatten(),
-        ended_ms: ms(record.times.ended_ms),
-        usage: ran.then(|| usage_of(record)),
-        exit_code: record.exit_code,
-        signal: record.signal,
-        isolation_level: record.isolation.level.map(Level::as_str),
-        isolation_json: Some(&isolation),
-        limits_json: Some(&limits),
-        hints_json: Some(&hints),
-        notices_json: Some(&notices),
-        complete: record.collection.complete,
-        output_bytes: manifest.collected.bytes,
-        refused_count: record.collection.refused,
-        result: manifest.result.as_deref(),
-        result_note: manifest.result_note.as_deref(),
-        post_process: match ledger.post_process {
-            Some(_) => store::PostProcess::Pending,
-            None => store::PostProcess::NotAsked,
-        },
-        outputs: &manifest.collected.outputs,
-        artifact_store: artifacts.id(),
-        remarks: &manifest.collected.remarks,
-        remark_counts: &manifest.collected.remark_counts,
-        logs,
-        content: &mut content,
-        before_commit: &mut || fault::at(Step::TransactionOpen),
-    };
-    if ledger.store()?.id() != ended.task.database_id {
-        return Err(SettleError::OtherDatabase { database });
-    }
-    let committed = ledger.with(|store| store.commit(&mut commit))?;
-    let state = match committed {
-        Committed::Now | Committed::Already => CommitState::Committed,
-        Committed::Anew { attempt } => {
-            record.attempt = attempt;
-            CommitState::Committed
-        }
-        Committed::Superseded { attempt } => {
-            record.attempt = attempt;
-            CommitState::Superseded
-        }
-    };
-    record.commit = Commit {
-        state,
-        database: Some(database),
-        message: None,
-    };
-    Ok(())
-}
-
-/// As much as the database takes of packages and inputs; more is none of ours.
-const PROVENANCE_BYTES_MAX: u64 = 64 << 20;
-
-/// What we write of our own cannot fail to be written.
-fn json_of(record: &Record) -> [String; 4] {
-    fn json<T: Serialize>(value: &T) -> String {
-        serde_json::to_string(value).unwrap_or_else(|_| String::from("null"))
-    }
-    [
-        json(&record.isolation.layers),
-        json(&record.limits),
-        json(&record.hints),
-        json(&record.notices),
-    ]
-}
-
-fn state_of(status: Status) -> store::State {
-    match status {
-        Status::Succeeded => store::State::Succeeded,
-        Status::Failed => store::State::Failed,
-        Status::TimedOut => store::State::TimedOut,
-        Status::OutOfMemory => store::State::OutOfMemory,
-        Status::LimitExceeded => store::State::LimitExceeded,
-        Status::Cancelled => store::State::Cancelled,
-        Status::Error => store::State::Error,
-    }
-}
-
-fn usage_of(record: &Record) -> store::Usage {
-    store::Usage {
-        wall_ms: record.times.wall_ms,
-        cpu_ms: record.cpu_ms,
-        memory_peak_bytes: record.memory_peak_bytes,
-        pids_peak: record.pids_peak,
-        disk_bytes: record.disk_bytes,
-        files: record.files,
-        oom_kills: record.oom_kills,
-    }
-}

@@ -315,7 +315,8 @@ fn record_in(
     progress: &mut dyn FnMut(collect::Progress),
 ) -> Result<Record, StepsError> {
     let mut run = attempt::fresh_record(handed.id, Path::new("/tmp"), number);
-    let mut task = ledger.task(&handed.collection)?;
+    let artifacts = ledger.artifacts()?;
+    let mut task = ledger.task(&handed.collection, &artifacts)?;
     task.taken_over = true;
     run.task = Some(task.clone());
     dir.write(&run)?;

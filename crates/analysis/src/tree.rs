@@ -27,14 +27,16 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Stat, StatxAttributes, StatxFlags, Uid};
+use rustix::fs::{
+    AtFlags, FileType, Gid, Mode, OFlags, Stat, Statx, StatxAttributes, StatxFlags, Uid,
+};
 use rustix::io::Errno;
 
 use walk::{LEVELS_MAX, LevelsFull, Next, OPEN_DIR, Visit, Walk};
 use walk::{chmod_pinned, open_beneath, open_unlocked};
 
 /// Rounds of a removal. Each must get further than the one before it, so an ordinary tree takes
-/// two (the second finds nothing); a process that keeps creating files is given up on here.
+/// one, or two where only a second that finds nothing shows the end; a process that keeps creating files is given up on here.
 const ROUNDS_MAX: u32 = 64;
 /// Entries one removal looks at over all rounds, the second bound on a racing creator.
 const ENTRIES_MAX: u64 = 1 << 28;
@@ -116,7 +118,7 @@ pub struct Measured {
 
 /// Removes everything below an open directory; the caller removes the directory itself.
 pub fn remove_contents(dir: BorrowedFd<'_>) -> Result<Removed, TreeError> {
-    remove_at_most(dir, ENTRIES_MAX)
+    remove_at_most(dir, ENTRIES_MAX, &mut || Ok(Standing::Yes))
 }
 
 /// Removes what belongs to `uid` at the top of a directory, with everything below it. The rest is left alone.
@@ -178,20 +180,30 @@ pub fn remove(
     if !is_expected(stat) {
         return Err(TreeError::NotExpected { name: shown() });
     }
-    let removed = remove_contents(dir.as_fd())?;
-    // The name may have been given to another directory meanwhile. Between this look and the
-    // rmdir the kernel leaves a gap that no call closes; all that could be lost in it is an
-    // empty directory.
-    let stat = rustix::fs::statat(parent, &name_c, AtFlags::SYMLINK_NOFOLLOW)
-        .map_err(|e| at(Fault::Stat(e)))?;
-    if !is_expected(stat) {
-        return Err(TreeError::NotExpected { name: shown() });
+    let mut standing = Standing::Yes;
+    let mut take_away = || {
+        // The name may have been given to another directory meanwhile. Between this look and the
+        // rmdir the kernel leaves a gap that no call closes; all that could be lost in it is an
+        // empty directory.
+        let stat = rustix::fs::statat(parent, &name_c, AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(|e| at(Fault::Stat(e)))?;
+        if !is_expected(stat) {
+            return Err(TreeError::NotExpected { name: shown() });
+        }
+        standing = match rustix::fs::unlinkat(parent, &name_c, AtFlags::REMOVEDIR) {
+            Ok(()) => Standing::No,
+            Err(Errno::NOTEMPTY | Errno::EXIST) => Standing::Yes,
+            Err(e) => return Err(at(removal_fault(parent, &name_c, e, Fault::RemoveDir))),
+        };
+        Ok(standing)
+    };
+    let removed = remove_at_most(dir.as_fd(), ENTRIES_MAX, &mut take_away)?;
+    match standing {
+        Standing::No => Ok(Removed {
+            entries: removed.entries + 1,
+        }),
+        Standing::Yes => Err(at(Fault::RemoveDir(Errno::NOTEMPTY))),
     }
-    rustix::fs::unlinkat(parent, &name_c, AtFlags::REMOVEDIR)
-        .map_err(|e| at(removal_fault(parent, &name_c, e, Fault::RemoveDir)))?;
-    Ok(Removed {
-        entries: removed.entries + 1,
-    })
 }
 
 /// Gives a directory and everything below it to `uid` and `gid`: set-id bits are dropped and
@@ -233,7 +245,20 @@ pub fn measure(dir: BorrowedFd<'_>, entries_max: u64) -> Measured {
     measure.sum
 }
 
-fn remove_at_most(dir: BorrowedFd<'_>, entries_max: u64) -> Result<Removed, TreeError> {
+/// Whether a directory is still there.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    Yes,
+    No,
+}
+
+/// `take_away` is asked after every round without a fault: that the kernel removes the directory itself shows as well as a
+/// look at it that nothing is left, and costs less.
+fn remove_at_most(
+    dir: BorrowedFd<'_>,
+    entries_max: u64,
+    take_away: &mut dyn FnMut() -> Result<Standing, TreeError>,
+) -> Result<Removed, TreeError> {
     let mut remover = Remove {
         entries: 0,
         seen: 0,
@@ -248,7 +273,7 @@ fn remove_at_most(dir: BorrowedFd<'_>, entries_max: u64) -> Result<Removed, Tree
         match walk.first.take() {
             // Deleting while reading may make some file systems skip names: only a round that
             // finds nothing shows that nothing is left.
-            None if found_nothing => {
+            None if take_away()? == Standing::No || found_nothing => {
                 return Ok(Removed {
                     entries: remover.entries,
                 });
@@ -274,9 +299,8 @@ impl Visit for Remove {
         open_unlocked(dir, name)
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
-        let stat = rustix::fs::fstat(dir).map_err(Fault::Stat)?;
-        if stat.st_mode & 0o700 != 0o700 {
+    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr, stat: &Statx) -> Result<(), Fault> {
+        if stat.stx_mode & 0o700 != 0o700 {
             // If this is refused, deleting what is inside will be too, and that is reported.
             let _ = rustix::fs::fchmod(dir, Mode::RWXU);
         }
@@ -335,16 +359,16 @@ struct TakeOver {
 }
 
 impl TakeOver {
-    fn check_owner(&self, stat: &Stat) -> Result<(), Fault> {
-        match stat.st_uid == self.from || stat.st_uid == self.uid {
+    fn check_owner(&self, uid: u32) -> Result<(), Fault> {
+        match uid == self.from || uid == self.uid {
             true => Ok(()),
-            false => Err(Fault::Foreign(stat.st_uid)),
+            false => Err(Fault::Foreign(uid)),
         }
     }
 
     /// `file` may be an O_PATH descriptor.
-    fn change_owner(&mut self, file: BorrowedFd<'_>, stat: &Stat) -> Result<(), Fault> {
-        if (stat.st_uid, stat.st_gid) != (self.uid, self.gid) {
+    fn change_owner(&mut self, file: BorrowedFd<'_>, owner: (u32, u32)) -> Result<(), Fault> {
+        if owner != (self.uid, self.gid) {
             let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
             rustix::fs::chownat(file, c"", Some(uid), Some(gid), AtFlags::EMPTY_PATH)
                 .map_err(Fault::ChangeOwner)?;
@@ -359,14 +383,14 @@ impl Visit for TakeOver {
         open_unlocked(dir, name)
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
-        let stat = rustix::fs::fstat(dir).map_err(Fault::Stat)?;
-        self.check_owner(&stat)?;
-        let mode = stat.st_mode & 0o1777 | 0o700;
-        if stat.st_mode & 0o7777 != mode {
+    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr, stat: &Statx) -> Result<(), Fault> {
+        let (mode_before, owner) = (u32::from(stat.stx_mode), (stat.stx_uid, stat.stx_gid));
+        self.check_owner(stat.stx_uid)?;
+        let mode = mode_before & 0o1777 | 0o700;
+        if mode_before & 0o7777 != mode {
             rustix::fs::fchmod(dir, Mode::from_raw_mode(mode)).map_err(Fault::ChangeMode)?;
         }
-        self.change_owner(dir, &stat)
+        self.change_owner(dir, owner)
     }
 
     fn entry(&mut self, dir: BorrowedFd<'_>, name: &CStr, kind: FileType) -> Result<Next, Fault> {
@@ -383,13 +407,13 @@ impl Visit for TakeOver {
         if kind == FileType::Directory {
             return Ok(Next::Enter);
         }
-        self.check_owner(&stat)?;
+        self.check_owner(stat.st_uid)?;
         // Before the change of owner, so that there is no instant with both the new owner and
         // the bit; the kernel drops it at that change once more, should it have come back.
         if kind != FileType::Symlink && stat.st_mode & 0o6000 != 0 {
             chmod_pinned(pin.as_fd(), stat.st_mode & 0o1777)?;
         }
-        self.change_owner(pin.as_fd(), &stat)?;
+        self.change_owner(pin.as_fd(), (stat.st_uid, stat.st_gid))?;
         Ok(Next::Done)
     }
 
@@ -410,7 +434,7 @@ impl Visit for Measure {
         open_beneath(dir, name, OPEN_DIR)
     }
 
-    fn entered(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
+    fn entered(&mut self, _: BorrowedFd<'_>, _: &CStr, _: &Statx) -> Result<(), Fault> {
         Ok(())
     }
 

@@ -37,6 +37,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+/// The word by which a worker starts a runner.
+pub const RUNNER: &str = "__runner";
+
 /// Run untrusted analysis code on Linux, safely and fast, and keep what it produced.
 #[derive(Debug, Parser)]
 #[command(name = "fumehood", version, after_help = exit::HELP)]
@@ -55,7 +58,7 @@ enum Command {
     Outputs(outputs::OutputsArgs),
     Logs(logs::LogsArgs),
     Worker(worker::WorkerArgs),
-    #[command(name = "__runner", hide = true)]
+    #[command(name = RUNNER, hide = true)]
     Runner(runner::RunnerArgs),
     Wait(wait::WaitArgs),
     Cancel(cancel::CancelArgs),

@@ -27,16 +27,14 @@ pub const DESCRIPTORS_MAX: usize = 24;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Report {
-    /// What is about to be done. If nothing follows, this is where it died.
-    Step(String),
     /// The step failed; nothing of the program has run.
     Failed {
         step: String,
         errno: Option<i32>,
         detail: String,
     },
-    /// This layer is in force, and how.
-    Layer(Layer, String),
+    /// The program is about to be executed; the layers that are in force, and how.
+    Started { layers: Vec<(Layer, String)> },
     /// The host pid of the sandbox's init, now a child of the runner.
     Init { pid: i32 },
     /// Carries the descriptor of a workspace that lives in memory; the runner fills it and says [`Order::Go`].
@@ -62,6 +60,16 @@ pub enum Order {
     Stop(Stop),
     /// SIGKILL now, whatever was ordered before.
     Kill,
+}
+
+/// The two ends of such a socket.
+pub fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+    rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )
 }
 
 pub fn send<M: Serialize>(
@@ -140,8 +148,29 @@ pub fn receive<M: DeserializeOwned>(
 pub struct Reporter {
     socket: OwnedFd,
     step: String,
-    /// Those that this process, or one that it was forked from, has reported.
-    layers: BTreeSet<Layer>,
+    /// Where steps are written down, once there is a plan: if nothing follows, that is where it died.
+    diary: Option<OwnedFd>,
+    /// Those that this process, or one that it was forked from, has put in force.
+    layers: Vec<(Layer, String)>,
+}
+
+/// A clock that all processes of this machine share.
+pub fn monotonic_us() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000
+}
+
+/// What was written down: each step, and when it was begun, by [`monotonic_us`].
+pub fn read_diary(diary: BorrowedFd<'_>) -> Vec<(String, u64)> {
+    const DIARY_BYTES_MAX: usize = 64 << 10;
+    let mut bytes = vec![0u8; DIARY_BYTES_MAX];
+    let len = rustix::io::pread(diary, &mut bytes, 0).unwrap_or(0);
+    let text = String::from_utf8_lossy(&bytes[..len]);
+    let entry = |line: &str| {
+        let (at, step) = line.split_once(' ')?;
+        Some((step.to_owned(), at.parse().ok()?))
+    };
+    text.lines().filter_map(entry).collect()
 }
 
 /// A step that failed: its errno where the kernel gave one, and what it was working on.
@@ -189,28 +218,46 @@ impl Reporter {
         Reporter {
             socket,
             step: String::from("start"),
-            layers: BTreeSet::new(),
+            diary: None,
+            layers: Vec::new(),
         }
+    }
+
+    pub fn write_into(&mut self, diary: OwnedFd) {
+        self.diary = Some(diary);
     }
 
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Announces a step. The runner may be gone; then there is nobody to tell, and init will notice.
+    /// Writes down what is about to be done. Nobody is woken by it: the runner reads it when it needs to know.
     pub fn step(&mut self, step: &str) {
         step.clone_into(&mut self.step);
-        self.tell(&Report::Step(step.to_owned()), &[]);
+        if let Some(diary) = &self.diary {
+            let entry = format!("{} {step}\n", monotonic_us());
+            let _no_room = rustix::io::write(diary, entry.as_bytes());
+        }
+    }
+
+    pub fn current_step(&self) -> &str {
+        &self.step
     }
 
     pub fn layer(&mut self, layer: Layer, how: &str) {
-        self.layers.insert(layer);
-        self.tell(&Report::Layer(layer, how.to_owned()), &[]);
+        self.layers.push((layer, how.to_owned()));
     }
 
-    /// The operator's floor: what has not been reported by now is not in force.
+    /// Everything is in force. The runner may be gone; then there is nobody to tell, and init will notice.
+    pub fn started(&self) {
+        let layers = self.layers.clone();
+        self.tell(&Report::Started { layers }, &[]);
+    }
+
+    /// The operator's floor: what has not been put in force by now is not.
     pub fn require(&self, required: &BTreeSet<Layer>) -> Result<(), StepError> {
-        match required.difference(&self.layers).next() {
+        let missing = |layer: &&Layer| self.layers.iter().all(|(there, _)| there != *layer);
+        match required.iter().find(missing) {
             None => Ok(()),
             Some(missing) => Err(StepError::new(format!(
                 "the operator's policy requires the layer {}, which is not in force here",

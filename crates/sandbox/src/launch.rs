@@ -1,4 +1,5 @@
-//! The launcher: our own binary re-executed, single-threaded from birth, with an empty environment.
+//! The launcher: single-threaded from birth, with an empty environment. As a rule it is forked before the runner has read
+//! anything at all (`standby.rs`), and otherwise our own binary re-executed.
 //!
 //! Three processes pass through this file, and the order of their steps is the confinement:
 //!
@@ -23,7 +24,7 @@ use crate::cgroup::{self, Birth, CpuUnit};
 use crate::channel::{self, During, Order, Report, Reporter, StepError, Wait};
 use crate::init::Init;
 use crate::mounts;
-use crate::namespaces::{self, Bounding};
+use crate::namespaces::{self, Bounding, Entered};
 use crate::processes::Realm;
 use crate::seccomp::{self, Affinity, Connect, Fallocate, Ground};
 use crate::spec::{Bytes, Hardness, Layer, Level, Purpose, Spec, Terminal, WorkspaceKind};
@@ -74,12 +75,15 @@ pub fn is_launcher() -> bool {
 
 /// Never returns: ends as the launcher, as the sandbox's init, or as the program.
 pub fn main() -> ! {
-    // Panics are our own bugs; say them where the runner listens, not on the program's streams.
-    let mut report = match take_socket() {
-        Ok(socket) => Reporter::new(socket),
+    match take_socket() {
+        Ok(socket) => work(Reporter::new(socket), Entered::Nothing),
         Err(_) => sys::exit_now(125),
-    };
-    if let Err(error) = launch(&mut report) {
+    }
+}
+
+pub(crate) fn work(mut report: Reporter, entered: Entered) -> ! {
+    // Panics are our own bugs; say them where the runner listens, not on the program's streams.
+    if let Err(error) = launch(&mut report, entered) {
         report.failed(error);
         sys::exit_now(125);
     }
@@ -103,7 +107,7 @@ fn take_socket() -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-fn launch(report: &mut Reporter) -> Result<(), StepError> {
+fn launch(report: &mut Reporter, entered: Entered) -> Result<(), StepError> {
     report.step("start the launcher");
     // The runner's death is the run's. Set again after every change of credentials, which clears it.
     die_with_parent()?;
@@ -115,9 +119,11 @@ fn launch(report: &mut Reporter) -> Result<(), StepError> {
             report.step("map the owners of the views");
             // Before the namespaces: only the host's root may write these maps.
             let owner_maps = namespaces::owner_maps(&plan.spec)?;
-            namespaces::enter(&plan.spec, report)?;
+            let prepared = namespaces::enter(&plan.spec, entered, report)?;
             report.step("start pid 1");
-            leave_to(report, |report| be_init(plan, handed, owner_maps, report))
+            leave_to(report, |report| {
+                be_init(plan, handed, prepared, owner_maps, report)
+            })
         }
         Level::Landlock => {
             report.step("start the guardian");
@@ -145,6 +151,11 @@ fn leave_to(
     }
 }
 
+/// The name that lists of processes show.
+pub(crate) fn be_called(name: &std::ffi::CStr) {
+    let _only_a_name = rustix::thread::set_name(name);
+}
+
 fn die_with_parent() -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .during(|| "ask to die with the runner".into())
@@ -167,10 +178,11 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
     let (count, mut fds): (usize, Vec<OwnedFd>) = channel::receive(report.socket(), Wait::Block)
         .during(|| "receive".into())?
         .ok_or_else(|| StepError::new("the runner is gone"))?;
-    if fds.len() != count || count < 3 {
+    if fds.len() != count || count < 4 {
         return Err(StepError::new("descriptors were lost on the way"));
     }
     let plan_file = std::fs::File::from(fds.remove(0));
+    report.write_into(fds.remove(0));
     let plan: Plan = serde_json::from_reader(io::BufReader::new(plan_file))
         .map_err(|e| StepError::new(format!("read the plan: {e}")))?;
     plan.spec
@@ -202,11 +214,13 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
 fn be_init(
     plan: Plan,
     mut handed: Handed,
+    prepared: Option<mounts::Prepared>,
     owner_maps: mounts::OwnerMaps,
     report: &mut Reporter,
 ) -> Result<(), StepError> {
     let spec = &plan.spec;
     report.step("set up init");
+    be_called(c"fumehood-init");
     // Fork cleared it. A runner that died meanwhile shows as a closed control socket in init's loop.
     die_with_parent()?;
     // Out of the caller's session: no terminal's Ctrl-C reaches in here, only the runner's order.
@@ -232,7 +246,12 @@ fn be_init(
         }
     };
     let workspace = handed.workspace.take();
-    let root = mounts::build(spec, workspace, &owner_maps, report, &mut wait_for_go)?;
+    let prepared = match prepared {
+        Some(prepared) => prepared,
+        None => mounts::prepare(report)?,
+    };
+    let go = &mut wait_for_go;
+    let root = mounts::build(spec, prepared, workspace, &owner_maps, report, go)?;
     drop(owner_maps);
 
     report.step("set up the network and the host name");
@@ -266,6 +285,7 @@ fn be_init(
 fn be_guardian(plan: Plan, mut handed: Handed, report: &mut Reporter) -> Result<(), StepError> {
     let spec = &plan.spec;
     report.step("set up the guardian");
+    be_called(c"fumehood-guard");
     rustix::process::setsid().during(|| "setsid".into())?;
     sys::block_signals(None).during(|| "block signals".into())?;
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
@@ -338,13 +358,7 @@ fn start_program(
     let proc_writable = inside.proc_writable;
 
     report.step("start the child");
-    let (ours, theirs) = rustix::net::socketpair(
-        rustix::net::AddressFamily::UNIX,
-        rustix::net::SocketType::SEQPACKET,
-        rustix::net::SocketFlags::CLOEXEC,
-        None,
-    )
-    .during(|| "make a socket pair".into())?;
+    let (ours, theirs) = channel::pair().during(|| "make a socket pair".into())?;
     let birthplace = handed.birthplace.take();
     let born = cgroup::fork_into(birthplace.as_ref().map(AsFd::as_fd));
     let (forked, birth) = born.during(|| "fork".into())?;
@@ -356,8 +370,13 @@ fn start_program(
                 handed.attach.remove(0);
             }
             let proc_writable = proc_writable.as_ref().map(AsFd::as_fd);
-            let error = match become_program(plan, &handed, proc_writable, terminal, theirs, report)
-            {
+            // Held until the failure is told: who lets go of the sweeper is struck by it.
+            let mut sweeper = None;
+            let ways = Ways {
+                to_init: theirs,
+                sweeper: &mut sweeper,
+            };
+            let error = match become_program(plan, &handed, proc_writable, terminal, ways, report) {
                 Err(error) => error,
                 Ok(never) => match never {},
             };
@@ -445,13 +464,19 @@ fn open_terminal(spec: &Spec, report: &mut Reporter) -> Result<Option<OwnedFd>, 
 
 enum Never {}
 
+/// What joins the child to those who stay beside the program.
+struct Ways<'a> {
+    to_init: OwnedFd,
+    sweeper: &'a mut Option<Sweeper>,
+}
+
 /// The child: from init's copy to the program.
 fn become_program(
     plan: &Plan,
     handed: &Handed,
     proc_writable: Option<BorrowedFd<'_>>,
     terminal: Option<OwnedFd>,
-    to_init: OwnedFd,
+    ways: Ways<'_>,
     report: &mut Reporter,
 ) -> Result<Never, StepError> {
     let spec = &plan.spec;
@@ -508,7 +533,7 @@ fn become_program(
         );
     }
     report.step("leave a sweeper");
-    let sweeper = sweeper::leave(spec)?;
+    *ways.sweeper = sweeper::leave(spec)?;
     report.step("restrict with Landlock");
     let own_proc = match spec.level {
         Level::Full => Vec::new(),
@@ -536,8 +561,7 @@ fn become_program(
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
     report.step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
-        restrict_calls(plan, to_init.as_fd(), sweeper, &own_proc)
-            .during(|| "install the filter".into())?;
+        restrict_calls(plan, &ways, &own_proc).during(|| "install the filter".into())?;
         report.layer(
             Layer::Seccomp,
             match spec.level {
@@ -546,11 +570,12 @@ fn become_program(
             },
         );
     }
-    drop(to_init);
+    drop(ways.to_init);
     report.step("check what is required");
     report.require(&spec.required)?;
     sys::reset_signals().during(|| "reset signals".into())?;
     report.step("execute the program");
+    report.started();
     if spec.purpose == Purpose::Probe {
         sys::exit_now(0);
     }
@@ -591,12 +616,7 @@ fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Resul
     sys::place(handed.stderr.as_fd(), 2)
 }
 
-fn restrict_calls(
-    plan: &Plan,
-    to_init: BorrowedFd<'_>,
-    sweeper: Option<Sweeper>,
-    own_proc: &[OwnedFd],
-) -> io::Result<()> {
+fn restrict_calls(plan: &Plan, ways: &Ways<'_>, own_proc: &[OwnedFd]) -> io::Result<()> {
     let options = seccomp::Options {
         fallocate: match plan.spec.workspace_kind {
             WorkspaceKind::Disk => Fallocate::Refused,
@@ -617,10 +637,11 @@ fn restrict_calls(
     let listener = sys::seccomp_install(&seccomp::program(&options), Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
     let mut fds = vec![listener.as_fd()];
-    fds.extend(sweeper.iter().map(|sweeper| sweeper.word.as_fd()));
+    let sweeper = ways.sweeper.as_ref();
+    fds.extend(sweeper.map(|sweeper| sweeper.word.as_fd()));
     fds.extend(own_proc.iter().map(AsFd::as_fd));
-    let sweeper = sweeper.as_ref().map(|sweeper| sweeper.pid);
-    channel::send(to_init, &sweeper, &fds)
+    let sweeper = sweeper.map(|sweeper| sweeper.pid);
+    channel::send(ways.to_init.as_fd(), &sweeper, &fds)
 }
 
 /// `count` of the CPUs this process may use, from a random one on: runs side by side should not all

@@ -5,17 +5,18 @@
 //! Four processes take part, and each holds no more privilege than its next step needs.
 //!
 //! - The *runner* calls [`supervise::spawn`]. It keeps the caller's identity, makes the pipes, the
-//!   cgroup and the plan, and starts our own binary again as the launcher, with an empty
-//!   environment and one socket. It never forks by itself, so it may have threads.
+//!   cgroup and the plan, and hands them to the launcher: one that stands by (`standby.rs`) since before the runner had
+//!   read anything, or our own binary started again, with an empty environment and one socket.
 //! - The *launcher* (`launch.rs`) receives the plan and descriptors over the socket, enters the new namespaces, starts
 //!   pid 1 as a child of the runner, and ends.
-//! - *Pid 1* (`init.rs`) builds the new root (`mounts.rs`), gives up its privilege, makes itself unreachable, starts
+//! - *Pid 1* (`init.rs`) completes the new root (`mounts.rs`), gives up its privilege, makes itself unreachable, starts
 //!   the child, and stays: it reaps, holds every deadline, watches (`watch.rs`), and connects
 //!   sockets on the program's behalf (`broker.rs`). When it ends, the kernel kills everything else.
 //! - The *child* confines itself, layer upon layer, and executes the program.
 //!
-//! The socket is the only channel between inside and outside, it is close-on-exec, and it carries: from the inside, each
-//! step before it is tried, each layer once it holds, how it all ended; from the outside, orders to stop.
+//! The socket is the only channel between inside and outside, it is close-on-exec, and it carries: from the inside, the
+//! layers that hold, what failed, how it all ended; from the outside, orders to stop. Each step is written into a memory
+//! file before it is tried.
 //! How a run ended is therefore known from init's `wait` and from the cgroup's counters, never
 //! from anything the program says.
 //!
@@ -50,11 +51,15 @@ pub mod quota;
 mod rlimits;
 pub mod seccomp;
 pub mod spec;
+pub mod standby;
 pub mod supervise;
 mod sweeper;
 mod sys;
 mod views;
 mod watch;
 
+pub use channel::monotonic_us;
 pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM};
-pub use sys::{block_signals, hear_of_children, landlock_abi, read_signal, signal_fd};
+pub use sys::{
+    block_signals, hear_of_children, landlock_abi, let_go_of_code, read_signal, signal_fd,
+};

@@ -3,6 +3,8 @@
 //! Everything is opened by descriptor before the new root is put together, so that no path is resolved
 //! twice. What is not listed here, or in the spec's views, does not exist inside.
 
+mod system;
+
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,6 +20,10 @@ use crate::spec::{Identity, Layer, Spec, WorkspaceKind};
 use crate::sys;
 use crate::views;
 
+pub use system::SYSTEM;
+use system::System;
+pub(crate) use system::{DEVICES, ETC};
+
 /// Who the program is inside, always: the host's names and numbers are nobody's business there.
 pub const INSIDE_UID: u32 = 1000;
 pub const INSIDE_GID: u32 = 1000;
@@ -26,65 +32,8 @@ pub const HIDDEN: &str = ".fumehood";
 /// The program's home: in its private /tmp, so counted as disk and never collected.
 pub const INSIDE_HOME: &str = "/tmp/home";
 
-/// The system runtime (promise P3). A symlink on the host is the same symlink inside.
-pub const SYSTEM: [&str; 7] = [
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32",
-];
-
-/// What of the host's /etc is shown, and why. Nothing here holds a credential.
-pub(crate) const ETC: &[(&str, &str)] = &[
-    ("ImageMagick-6", "policy and delegates of convert"),
-    ("OpenCL", "which OpenCL drivers there are"),
-    (
-        "R",
-        "Renviron and Rprofile.site, without which R does not start",
-    ),
-    (
-        "alternatives",
-        "/usr/bin/awk, libblas.so.3 and many more are links through it",
-    ),
-    ("debian_version", "asked by platform probes"),
-    ("fonts", "fontconfig: no plots with text without it"),
-    ("fonts.conf", "fontconfig, elsewhere"),
-    ("ghostscript", "fonts of gs"),
-    ("gnuplot", "terminal defaults"),
-    ("inputrc", "readline in an interactive shell"),
-    ("java", "the JVM's conf directory is a link to it"),
-    ("java-11-openjdk", "as above"),
-    ("java-17-openjdk", "as above"),
-    ("java-21-openjdk", "as above"),
-    ("julia", "startup.jl of a packaged Julia"),
-    ("ld.so.cache", "where shared libraries are"),
-    ("ld.so.conf", "read by ldconfig -p and some loaders"),
-    ("ld.so.conf.d", "as above"),
-    ("locale.alias", "names of locales"),
-    ("localtime", "the zone, for programs that ignore TZ"),
-    ("lsb-release", "asked by platform probes"),
-    ("magic", "file(1)"),
-    ("magic.mime", "file(1)"),
-    ("matplotlibrc", "matplotlib's packaged defaults"),
-    ("mime.types", "Python's mimetypes"),
-    ("octave.conf", "packaged Octave"),
-    ("openmpi", "MPI on one machine"),
-    ("os-release", "asked by platform probes"),
-    ("papersize", "R's pdf()"),
-    ("perl", "packaged Perl's include path"),
-    ("protocols", "getprotobyname"),
-    ("python3", "packaged Python's defaults"),
-    ("python3.9", "sitecustomize is a link to it"),
-    ("python3.10", "as above"),
-    ("python3.11", "as above"),
-    ("python3.12", "as above"),
-    ("python3.13", "as above"),
-    ("python3.14", "as above"),
-    ("services", "getservbyname"),
-    ("terminfo", "terminals in fumehood shell"),
-    ("texmf", "LaTeX"),
-    ("timezone", "the zone's name"),
-];
-
 /// Files of /etc that are made up: the same on every host, and telling nothing of this one.
-fn made_up_etc(host_name: &str) -> [(&'static str, String); 6] {
+fn made_up_etc() -> [(&'static str, String); 4] {
     [
         (
             "passwd",
@@ -98,10 +47,6 @@ fn made_up_etc(host_name: &str) -> [(&'static str, String); 6] {
             "group",
             format!("root:x:0:\nanalysis:x:{INSIDE_GID}:\nnogroup:x:65534:\n"),
         ),
-        (
-            "hosts",
-            format!("127.0.0.1 localhost {host_name}\n::1 localhost ip6-localhost\n"),
-        ),
         // Files only: a name that is not in them fails at once, and no library looks for a daemon.
         (
             "nsswitch.conf",
@@ -111,6 +56,16 @@ fn made_up_etc(host_name: &str) -> [(&'static str, String); 6] {
             ),
         ),
         ("resolv.conf", String::new()),
+    ]
+}
+
+/// Those that hold the run's own name for this machine.
+fn named_after(host_name: &str) -> [(&'static str, String); 2] {
+    [
+        (
+            "hosts",
+            format!("127.0.0.1 localhost {host_name}\n::1 localhost ip6-localhost\n"),
+        ),
         ("hostname", format!("{host_name}\n")),
     ]
 }
@@ -120,9 +75,6 @@ const TERMINALS_MAX: &str = "64";
 
 /// What /proc tells by uid rather than by namespace: the names of the caller's keys on the host.
 const MASKED_PROC: [&str; 2] = ["keys", "key-users"];
-
-/// Devices that hold no state of anyone's.
-pub(crate) const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
 
 /// A host path, opened as a detached copy of its mount, restricted, waiting to be put in place.
 pub(crate) struct Piece {
@@ -142,14 +94,15 @@ pub struct NewRoot {
 /// User namespaces by which views are shown with their owner as the program, one for each owner.
 pub type OwnerMaps = Vec<(u32, OwnedFd)>;
 
-/// Builds the new root and moves into it. Afterwards the host's tree is out of reach.
-pub fn build(
-    spec: &Spec,
-    workspace: Option<OwnedFd>,
-    owner_maps: &OwnerMaps,
-    report: &mut Reporter,
-    fill: &mut dyn FnMut(BorrowedFd<'_>, &Reporter) -> Result<(), StepError>,
-) -> Result<NewRoot, StepError> {
+/// A new root with all in it that is the same for every run, and what is to be mounted in it. It is not attached yet: no
+/// user namespace can be made where something is mounted over the root, and anywhere else it might hide a view.
+pub struct Prepared {
+    root: OwnedFd,
+    pieces: Vec<Piece>,
+}
+
+/// Makes the new root and puts the system runtime into it. In a mount namespace of our own.
+pub fn prepare(report: &mut Reporter) -> Result<Prepared, StepError> {
     report.step("make mounts private");
     // Nothing done here may travel to the host's namespace, nor the host's later mounts to here.
     rustix::mount::mount_change(
@@ -159,63 +112,71 @@ pub fn build(
     .during(|| "make / private".into())?;
 
     report.step("open the system runtime");
-    let mut pieces = Vec::new();
-    let mut links = Vec::new();
-    for name in SYSTEM {
-        system_piece(Path::new(name), &mut pieces, &mut links)?;
-    }
-    for (name, _reason) in ETC {
-        system_piece(&Path::new("/etc").join(name), &mut pieces, &mut links)?;
-    }
-    for name in DEVICES {
-        let path = Path::new("/dev").join(name);
-        let attributes = sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NOEXEC;
-        pieces.push(open_piece(&path, &path, attributes)?);
-    }
-    report.step("open the read-only views");
-    let views = views::open(spec, owner_maps)?;
-    report.step("open the workspace");
-    let (workspace_mount, workspace_dir) = match spec.workspace_kind {
-        WorkspaceKind::Disk => {
-            let dir = workspace.ok_or_else(|| StepError::new("no workspace descriptor"))?;
-            (workspace_on_disk(spec, dir.as_fd())?, dir)
-        }
-        WorkspaceKind::Memory => memory_workspace(spec)?,
-    };
-    if spec.workspace_kind == WorkspaceKind::Memory {
-        report.step("fill the workspace");
-        fill(workspace_dir.as_fd(), report)?;
-    }
-    sys::mount_restrict(
-        workspace_mount.as_fd(),
-        sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV,
-    )
-    .during(|| "restrict the workspace's mount".into())?;
+    let system = System::open()?;
 
     report.step("make the new root");
     let root = new_tmpfs(&[("size", "4m"), ("nr_inodes", "4096"), ("mode", "0755")])
         .during(|| "make a tmpfs for the new root".into())?;
+    let skeleton = Skeleton { root: root.as_fd() };
+    skeleton.fill(&system)?;
+    let mut pieces = system.pieces;
+    pieces.push(terminals()?);
+    for piece in &pieces {
+        skeleton.make_point(piece)?;
+    }
+    Ok(Prepared { root, pieces })
+}
+
+/// Completes the new root and moves into it. Afterwards the host's tree is out of reach.
+pub fn build(
+    spec: &Spec,
+    prepared: Prepared,
+    workspace: Option<OwnedFd>,
+    owner_maps: &OwnerMaps,
+    report: &mut Reporter,
+    fill: &mut dyn FnMut(BorrowedFd<'_>, &Reporter) -> Result<(), StepError>,
+) -> Result<NewRoot, StepError> {
+    report.step("open the read-only views");
+    let views = views::open(spec, owner_maps)?;
+    report.step("open the workspace");
+    let tmp = Path::new(HIDDEN).join("tmp");
+    let (workspace_mounts, workspace_dir) = match spec.workspace_kind {
+        WorkspaceKind::Disk => {
+            let dir = workspace.ok_or_else(|| StepError::new("no workspace descriptor"))?;
+            let mounts = [&tmp, Path::new("")].map(|below| on_disk(spec, dir.as_fd(), below));
+            let [tmp, whole] = mounts;
+            (WorkspaceMounts::Open([tmp?, whole?]), dir)
+        }
+        WorkspaceKind::Memory => {
+            let (mount, dir) = memory_workspace(spec)?;
+            report.step("fill the workspace");
+            fill(dir.as_fd(), report)?;
+            restrict_workspace(mount.as_fd())?;
+            (WorkspaceMounts::InMemory(mount), dir)
+        }
+    };
+
+    report.step("put the system runtime in place");
+    let root = prepared.root;
     // Any directory will do to hang it on; this namespace's copy of the tree is thrown away below.
     attach(root.as_fd(), CWD, Path::new("/tmp"))
         .or_else(|_| attach(root.as_fd(), CWD, Path::new("/mnt")))
         .during(|| "attach the new root".into())?;
     let skeleton = Skeleton { root: root.as_fd() };
-    skeleton.fill(spec, &links)?;
-
-    report.step("put the workspace in place");
-    // A mount can only be copied where it is attached, and the workspace stands below its own /tmp:
-    // so it waits on a stage until /tmp is there.
-    skeleton.place(workspace_mount.as_fd(), Path::new("/stage"), true)?;
-    let tmp = Path::new("stage").join(HIDDEN).join("tmp");
-    for (from, target) in [
-        (tmp.as_path(), Path::new("/tmp")),
-        (Path::new("stage"), spec.workspace.as_path()),
-    ] {
-        let mount = clone_tree(root.as_fd(), from.as_os_str())
-            .during(|| format!("open {}", from.display()))?;
-        skeleton.place(mount.as_fd(), target, true)?;
+    for piece in &prepared.pieces {
+        skeleton.place_known(piece)?;
     }
-    skeleton.unmount(Path::new("stage"))?;
+    report.step("put the workspace in place");
+    for (name, text) in named_after(&spec.host_name) {
+        skeleton.file(&Path::new("etc").join(name), text.as_bytes())?;
+    }
+    let [tmp, whole] = match workspace_mounts {
+        WorkspaceMounts::Open(mounts) => mounts,
+        WorkspaceMounts::InMemory(mount) => skeleton.stage(mount.as_fd(), &tmp)?,
+    };
+    // The workspace may stand below its own /tmp.
+    skeleton.place(tmp.as_fd(), Path::new("/tmp"), true)?;
+    skeleton.place(whole.as_fd(), spec.workspace.as_path(), true)?;
     // The run's own hidden directory is reached as /tmp only; here stands an empty, read-only one.
     let empty = clone_tree(root.as_fd(), OsStr::new("empty"))
         .during(|| "open the empty directory".into())?;
@@ -227,16 +188,12 @@ pub fn build(
     skeleton.place(empty.as_fd(), &spec.workspace.as_path().join(HIDDEN), true)?;
 
     report.step("put the read-only views in place");
-    for piece in &pieces {
-        skeleton.place(piece.mount.as_fd(), &piece.target, piece.directory)?;
-    }
     let shielded = views::place(&skeleton, views)?;
-    report.step("mount /dev");
-    skeleton.devices(spec)?;
+    report.step("mount /dev/shm");
+    skeleton.shared_memory(spec)?;
     report.step("mount /proc");
     let proc_writable = skeleton.proc()?;
 
-    rustix::fs::unlinkat(&root, "stage", AtFlags::REMOVEDIR).during(|| "clear the stage".into())?;
     report.step("make the new root read-only");
     set_root_read_only(root.as_fd()).during(|| "make / read-only".into())?;
     report.step("change the root");
@@ -247,24 +204,6 @@ pub fn build(
         proc_writable,
         workspace: workspace_dir,
     })
-}
-
-fn system_piece(
-    path: &Path,
-    pieces: &mut Vec<Piece>,
-    links: &mut Vec<(PathBuf, PathBuf)>,
-) -> Result<(), StepError> {
-    let Ok(kind) = std::fs::symlink_metadata(path) else {
-        return Ok(());
-    };
-    if kind.is_symlink() {
-        let to = std::fs::read_link(path).during(|| format!("read the link {}", path.display()))?;
-        links.push((path.to_path_buf(), to));
-        return Ok(());
-    }
-    let attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
-    pieces.push(open_piece(path, path, attributes)?);
-    Ok(())
 }
 
 pub(crate) fn open_piece(
@@ -330,6 +269,26 @@ pub(crate) fn new_filesystem(
     )
 }
 
+/// The run's own terminals.
+fn terminals() -> Result<Piece, StepError> {
+    let mount = new_filesystem(
+        "devpts",
+        &[
+            ("ptmxmode", "0666"),
+            ("mode", "0620"),
+            ("max", TERMINALS_MAX),
+        ],
+        // Not nodev: terminals are devices, and the only ones that can come to be here.
+        MountAttrFlags::MOUNT_ATTR_NOEXEC,
+    )
+    .during(|| "make a devpts".into())?;
+    Ok(Piece {
+        mount,
+        target: PathBuf::from("/dev/pts"),
+        directory: true,
+    })
+}
+
 fn new_tmpfs(options: &[(&str, &str)]) -> rustix::io::Result<OwnedFd> {
     new_filesystem("tmpfs", options, MountAttrFlags::MOUNT_ATTR_NODEV)
 }
@@ -342,17 +301,36 @@ fn owner_here(spec: &Spec) -> (u32, u32) {
     }
 }
 
-/// The workspace's mount, found by its path and shown to be the directory that the runner holds.
-fn workspace_on_disk(spec: &Spec, held: BorrowedFd<'_>) -> Result<OwnedFd, StepError> {
-    let path = spec.workspace.as_path();
+/// The mounts of /tmp and of the workspace.
+enum WorkspaceMounts {
+    Open([OwnedFd; 2]),
+    /// One file system of its own, not yet attached, so that no part of it can be copied.
+    InMemory(OwnedFd),
+}
+
+fn restrict_workspace(mount: BorrowedFd<'_>) -> Result<(), StepError> {
+    sys::mount_restrict(mount, sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV)
+        .during(|| "restrict the workspace's mount".into())
+}
+
+/// A mount of the workspace or of a directory in it, found by its path and shown to be the one that the runner holds.
+fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, StepError> {
+    let path = match below.as_os_str().is_empty() {
+        true => spec.workspace.as_path().to_path_buf(),
+        false => spec.workspace.as_path().join(below),
+    };
     let what = || format!("open {}", path.display());
     let mount = clone_tree(CWD, path.as_os_str()).during(what)?;
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
     let (found, held) = (
         rustix::fs::fstat(&mount).during(what)?,
-        rustix::fs::fstat(held).during(what)?,
+        rustix::fs::statat(held, below, flags).during(what)?,
     );
     match (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino) {
-        true => Ok(mount),
+        true => {
+            restrict_workspace(mount.as_fd())?;
+            Ok(mount)
+        }
         false => Err(StepError::new(format!(
             "{} was replaced by another directory",
             path.display()
@@ -421,21 +399,68 @@ pub(crate) struct Skeleton<'a> {
 }
 
 impl Skeleton<'_> {
-    fn fill(&self, spec: &Spec, links: &[(PathBuf, PathBuf)]) -> Result<(), StepError> {
+    fn fill(&self, system: &System) -> Result<(), StepError> {
         for dir in [
-            "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run", "stage",
+            "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run",
         ] {
             self.directory(Path::new(dir))?;
         }
         // Programs that insist on /var/tmp get the private /tmp.
         self.link(Path::new("/tmp"), Path::new("var/tmp"))?;
-        for (at, to) in links {
+        for (at, to) in &system.links {
             self.link(to, at.strip_prefix("/").unwrap_or(at))?;
         }
-        for (name, text) in made_up_etc(&spec.host_name) {
+        for (at, bytes) in &system.copies {
+            self.file(at.strip_prefix("/").unwrap_or(at), bytes)?;
+        }
+        for (to, at) in [
+            ("/proc/self/fd", "dev/fd"),
+            ("/proc/self/fd/0", "dev/stdin"),
+            ("/proc/self/fd/1", "dev/stdout"),
+            ("/proc/self/fd/2", "dev/stderr"),
+            ("pts/ptmx", "dev/ptmx"),
+        ] {
+            self.link(Path::new(to), Path::new(at))?;
+        }
+        for (name, text) in made_up_etc() {
             self.file(&Path::new("etc").join(name), text.as_bytes())?;
         }
         Ok(())
+    }
+
+    /// Copies of a workspace in memory and of its /tmp. A mount can only be copied where it is attached: so it waits on a
+    /// stage.
+    fn stage(&self, mount: BorrowedFd<'_>, tmp: &Path) -> Result<[OwnedFd; 2], StepError> {
+        let stage = Path::new("stage");
+        self.directory(stage)?;
+        self.place(mount, Path::new("/stage"), true)?;
+        let copy = |from: &Path| {
+            clone_tree(self.root, from.as_os_str()).during(|| format!("open {}", from.display()))
+        };
+        let copies = [copy(&stage.join(tmp))?, copy(stage)?];
+        self.unmount(stage)?;
+        rustix::fs::unlinkat(self.root, stage, AtFlags::REMOVEDIR)
+            .during(|| "clear the stage".into())?;
+        Ok(copies)
+    }
+
+    /// What a piece is mounted on, in the root, /etc or /dev.
+    fn make_point(&self, piece: &Piece) -> Result<(), StepError> {
+        let target = views::below_root(&piece.target);
+        match piece.directory {
+            true => self.directory(&target),
+            false => self.file(&target, b""),
+        }
+    }
+
+    /// As [`Self::place`] on what [`Self::make_point`] made: all of that is ours, and there is no link on the way.
+    fn place_known(&self, piece: &Piece) -> Result<(), StepError> {
+        attach(
+            piece.mount.as_fd(),
+            self.root,
+            &views::below_root(&piece.target),
+        )
+        .during(|| format!("mount {}", piece.target.display()))
     }
 
     fn directory(&self, relative: &Path) -> Result<(), StepError> {
@@ -532,20 +557,7 @@ impl Skeleton<'_> {
         rustix::mount::unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).during(what)
     }
 
-    /// pts, shm and the links; the devices themselves are among the pieces.
-    fn devices(&self, spec: &Spec) -> Result<(), StepError> {
-        let pts = new_filesystem(
-            "devpts",
-            &[
-                ("ptmxmode", "0666"),
-                ("mode", "0620"),
-                ("max", TERMINALS_MAX),
-            ],
-            // Not nodev: terminals are devices, and the only ones that can come to be here.
-            MountAttrFlags::MOUNT_ATTR_NOEXEC,
-        )
-        .during(|| "make a devpts".into())?;
-        self.place(pts.as_fd(), Path::new("/dev/pts"), true)?;
+    fn shared_memory(&self, spec: &Spec) -> Result<(), StepError> {
         let (uid, gid) = owner_here(spec);
         // Shared memory is memory: it may not exceed the memory limit, which it counts against too.
         let shm = new_tmpfs(&[
@@ -559,17 +571,7 @@ impl Skeleton<'_> {
             ("gid", &gid.to_string()),
         ])
         .during(|| "make a tmpfs for /dev/shm".into())?;
-        self.place(shm.as_fd(), Path::new("/dev/shm"), true)?;
-        for (to, at) in [
-            ("/proc/self/fd", "dev/fd"),
-            ("/proc/self/fd/0", "dev/stdin"),
-            ("/proc/self/fd/1", "dev/stdout"),
-            ("/proc/self/fd/2", "dev/stderr"),
-            ("pts/ptmx", "dev/ptmx"),
-        ] {
-            self.link(Path::new(to), Path::new(at))?;
-        }
-        Ok(())
+        self.place(shm.as_fd(), Path::new("/dev/shm"), true)
     }
 
     /// The pid namespace's own /proc. The program's is read-only as a whole: nothing in it that

@@ -13,25 +13,85 @@ use rustix::process::{DumpableBehavior, Gid, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use crate::channel::{During, Reporter, StepError};
-use crate::mounts::{INSIDE_GID, INSIDE_UID, OwnerMaps};
+use crate::mounts::{self, INSIDE_GID, INSIDE_UID, OwnerMaps, Prepared};
 use crate::spec::{Identity, Layer, Level, Owner, Spec};
 use crate::sys::{self, Forked, Parentage};
 
-/// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into.
-pub fn enter(spec: &Spec, report: &mut Reporter) -> Result<(), StepError> {
+/// What a launcher has done before it knew its plan.
+pub enum Entered {
+    Nothing,
+    /// The namespaces in [`EARLY`], a plain user's in a user namespace, with a root that is prepared.
+    Early(Prepared),
+    /// This step of it failed.
+    Failed(String, StepError),
+}
+
+/// Namespaces that are the same for every plan. The network's alone costs as much as all the rest.
+const EARLY: [Layer; 3] = [
+    Layer::NetNamespace,
+    Layer::IpcNamespace,
+    Layer::UtsNamespace,
+];
+
+/// Whether a launcher that has entered [`EARLY`] can serve this plan.
+pub fn fits_early(spec: &Spec) -> bool {
+    spec.level == Level::Full && EARLY.iter().all(|layer| spec.has(*layer))
+}
+
+/// Does what every plan at level `full` needs. Where that cannot be had, it will be said when there is a plan.
+pub fn enter_early(report: &mut Reporter) -> Entered {
+    let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
+    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    let owned = match uid.is_root() {
+        true => flags,
+        false => flags | libc::CLONE_NEWUSER,
+    };
+    if sys::unshare(owned).is_err() {
+        return Entered::Nothing;
+    }
+    let prepared = match uid.is_root() {
+        true => Ok(()),
+        false => {
+            report.step("map the user");
+            write_maps(None, (INSIDE_UID, uid.as_raw()), (INSIDE_GID, gid.as_raw()))
+                .during(|| "write /proc/self/uid_map".into())
+        }
+    };
+    match prepared.and_then(|()| mounts::prepare(report)) {
+        Ok(prepared) => Entered::Early(prepared),
+        Err(error) => Entered::Failed(report.current_step().to_owned(), error),
+    }
+}
+
+/// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into, with what is prepared.
+pub fn enter(
+    spec: &Spec,
+    entered: Entered,
+    report: &mut Reporter,
+) -> Result<Option<Prepared>, StepError> {
     report.step("create namespaces");
-    let mut flags = libc::CLONE_NEWNS;
+    let prepared = match entered {
+        Entered::Nothing => None,
+        Entered::Early(prepared) => Some(prepared),
+        Entered::Failed(step, error) => {
+            report.step(&step);
+            return Err(error);
+        }
+    };
+    let early = prepared.is_some();
+    let mut flags = if early { 0 } else { libc::CLONE_NEWNS };
     for (layer, flag) in [
         (Layer::PidNamespace, libc::CLONE_NEWPID),
         (Layer::NetNamespace, libc::CLONE_NEWNET),
         (Layer::IpcNamespace, libc::CLONE_NEWIPC),
         (Layer::UtsNamespace, libc::CLONE_NEWUTS),
     ] {
-        if spec.has(layer) {
+        if spec.has(layer) && !(early && EARLY.contains(&layer)) {
             flags |= flag;
         }
     }
     match spec.identity {
+        Identity::Caller { .. } if early => sys::unshare(flags).during(|| "unshare".into())?,
         Identity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into())?,
         Identity::Caller { uid, gid } => {
             sys::unshare(flags | libc::CLONE_NEWUSER)
@@ -51,7 +111,7 @@ pub fn enter(spec: &Spec, report: &mut Reporter) -> Result<(), StepError> {
             report.layer(layer, how);
         }
     }
-    Ok(())
+    Ok(prepared)
 }
 
 /// Writes this process's own maps: one user, one group, and no setgroups.

@@ -1,6 +1,6 @@
 //! The seccomp filter: the reviewed list in `table.rs`, compiled to classic BPF.
 //!
-//! [`program`] is a pure function; `sys.rs` installs what it returns. The program first compares the
+//! [`program`] depends on nothing but its options; `sys.rs` installs what it returns. The program first compares the
 //! architecture. Another ABI's numbers mean other calls, so a foreign one (i386 through `int 0x80` on
 //! x86_64) gets ENOSYS. x32 shares x86_64's architecture and sets bit 30 of the number; such numbers
 //! are above every number of the table and get ENOSYS with the other unlisted ones.
@@ -13,6 +13,8 @@
 mod ground;
 pub(crate) mod number;
 mod table;
+
+use std::sync::{Mutex, PoisonError};
 
 pub(crate) use table::INIT;
 use table::UNLISTED;
@@ -157,6 +159,28 @@ const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
 /// The filter for one run.
 pub fn program(options: &Options) -> Vec<Instruction> {
+    let mut ready = READY.lock().unwrap_or_else(PoisonError::into_inner);
+    match ready.take_if(|(these, _)| these == options) {
+        Some((_, program)) => program,
+        None => compile(options),
+    }
+}
+
+static READY: Mutex<Option<(Options, Vec<Instruction>)>> = Mutex::new(None);
+
+/// Compiles the filter that most runs will ask for, while there is time.
+pub(crate) fn make_ready() {
+    let usual = Options {
+        fallocate: Fallocate::Refused,
+        affinity: Affinity::Free,
+        connect: Connect::Brokered,
+        ground: Ground::Own,
+    };
+    let program = compile(&usual);
+    *READY.lock().unwrap_or_else(PoisonError::into_inner) = Some((usual, program));
+}
+
+fn compile(options: &Options) -> Vec<Instruction> {
     let rules = table::rules(options);
     let mut code = Backwards::default();
     let spans = spans(&rules, &mut code);

@@ -8,10 +8,11 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 
 use crate::cgroup::Group;
@@ -23,6 +24,7 @@ use crate::processes;
 use crate::spec::{
     Hardness, Identity, Layer, Level, LimitName, Purpose, Spec, SpecError, Terminal, WorkspaceKind,
 };
+use crate::standby::{self, Launcher};
 
 /// Init has this long, beyond the grace, before it is killed.
 const BACKSTOP: Duration = Duration::from_millis(700);
@@ -105,6 +107,8 @@ pub struct Means<'a> {
 pub struct Finished {
     pub outcome: Outcome,
     pub layers: Vec<(Layer, String)>,
+    /// The steps of building it, and when each was begun, by [`channel::monotonic_us`].
+    pub diary: Vec<(String, u64)>,
     /// The workspace that lived in memory, still readable.
     pub workspace: Option<OwnedFd>,
 }
@@ -113,15 +117,16 @@ pub struct Running<'a> {
     spec: &'a Spec,
     group: Option<&'a Group>,
     socket: OwnedFd,
-    launcher: Child,
+    launcher: Launcher,
+    diary: OwnedFd,
     init: Option<OwnedFd>,
     init_pid: Option<Pid>,
     out: [Option<OwnedFd>; 2],
     terminal: Option<OwnedFd>,
     stdin: Feed,
-    step: String,
     failed: Option<RunError>,
-    layers: Vec<(Layer, String)>,
+    /// `Some` once the program has been started.
+    layers: Option<Vec<(Layer, String)>>,
     ended: Option<(Option<crate::outcome::Exit>, Option<Stop>, Usage)>,
     workspace: Option<OwnedFd>,
     asked_to_stop: Option<Stop>,
@@ -136,25 +141,10 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     // Descriptors on their way over sockets are counted for the user, against the limit of whoever sends: other
     // analyses of the same user must not keep us from sending ours.
     let _as_many_as_allowed = crate::rlimits::raise_open_files();
-    let (ours, theirs) = rustix::net::socketpair(
-        rustix::net::AddressFamily::UNIX,
-        rustix::net::SocketType::SEQPACKET,
-        rustix::net::SocketFlags::CLOEXEC,
-        None,
-    )
-    .map_err(|e| start("make the control socket")(e.into()))?;
-    // An empty environment: nothing of the caller's is to be found in any process inside. Its own process
-    // group: the terminal's Ctrl-C is the runner's to handle.
-    let launcher = Command::new(means.launcher)
-        .arg(crate::launch::ARGUMENT)
-        .env_clear()
-        .current_dir("/")
-        .process_group(0)
-        .stdin(Stdio::from(theirs))
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(start("start the launcher"))?;
+    let (ours, launcher) = match standby::take(means.launcher, spec) {
+        Some((socket, launcher)) => (socket, launcher),
+        None => start_launcher(means.launcher)?,
+    };
     let (out_read, out_write) = pipe(spec.identity)?;
     let (err_read, err_write) = pipe(spec.identity)?;
     // The program owns the pipes and may read from them too: what poll promised may be gone when we read.
@@ -195,7 +185,9 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         pinned_for_good: !enforced(LimitName::Cpus),
     };
     let file = plan_file(&plan).map_err(start("write the plan"))?;
-    let mut fds = vec![file.as_fd()];
+    let diary = rustix::fs::memfd_create(c"fumehood-diary", MemfdFlags::CLOEXEC)
+        .map_err(|e| start("make a diary")(e.into()))?;
+    let mut fds = vec![file.as_fd(), diary.as_fd()];
     fds.extend(stdin.iter().map(AsFd::as_fd));
     fds.extend([out_write.as_fd(), err_write.as_fd()]);
     if spec.workspace_kind == WorkspaceKind::Disk && spec.purpose == Purpose::Run {
@@ -212,6 +204,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         group: means.group,
         socket: ours,
         launcher,
+        diary,
         init: None,
         init_pid: None,
         // With a terminal the pipes lead nowhere; the program's output comes from the terminal.
@@ -222,9 +215,8 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         },
         terminal: None,
         stdin: feed,
-        step: String::from("start the launcher"),
         failed: None,
-        layers: Vec::new(),
+        layers: None,
         ended: None,
         workspace: None,
         asked_to_stop: None,
@@ -232,6 +224,23 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         kill_init_at: Instant::now() + BUILDING_AT_MOST + deadline(spec),
         killed_init: false,
     })
+}
+
+/// Our own binary, once more. An empty environment: nothing of the caller's is to be found in any process inside. Its
+/// own process group: the terminal's Ctrl-C is the runner's to handle.
+fn start_launcher(program: &Path) -> Result<(OwnedFd, Launcher), RunError> {
+    let (ours, theirs) = channel::pair().map_err(|e| start("make the control socket")(e.into()))?;
+    let launcher = Command::new(program)
+        .arg(crate::launch::ARGUMENT)
+        .env_clear()
+        .current_dir("/")
+        .process_group(0)
+        .stdin(Stdio::from(theirs))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(start("start the launcher"))?;
+    Ok((ours, Launcher::Executed(launcher)))
 }
 
 /// By when init must have ended the run, counted from the program's start.
@@ -281,7 +290,7 @@ fn stdin_pair(spec: &Spec, source: Option<OwnedFd>) -> Result<(Option<OwnedFd>, 
 }
 
 fn plan_file(plan: &Plan) -> io::Result<OwnedFd> {
-    use rustix::fs::{MemfdFlags, SealFlags};
+    use rustix::fs::SealFlags;
     let fd = rustix::fs::memfd_create(
         c"fumehood-plan",
         MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
@@ -337,7 +346,7 @@ impl Running<'_> {
                 break;
             }
         }
-        let _gone = self.launcher.wait();
+        self.launcher.wait();
         self.drain(attendant);
         self.conclude(init_dead)
     }
@@ -411,7 +420,6 @@ impl Running<'_> {
             return Ok(false);
         };
         match report {
-            Report::Step(step) => self.entered(step),
             Report::Failed {
                 step,
                 errno,
@@ -424,7 +432,7 @@ impl Running<'_> {
                     source,
                 });
             }
-            Report::Layer(layer, how) => self.layers.push((layer, how)),
+            Report::Started { layers } => self.started_with(layers),
             Report::Init { pid } => self.met_init(pid)?,
             Report::Workspace => {
                 self.workspace = fds.pop();
@@ -439,15 +447,11 @@ impl Running<'_> {
         Ok(true)
     }
 
-    fn entered(&mut self, step: String) {
-        if self.init.is_some() {
-            // It ended when init was born; no need to keep its corpse for the whole run.
-            let _reaped = self.launcher.try_wait();
-        }
-        if step == LAST_STEP {
-            self.kill_init_at = Instant::now() + deadline(self.spec);
-        }
-        self.step = step;
+    fn started_with(&mut self, layers: Vec<(Layer, String)>) {
+        // It ended when init was born; no need to keep its corpse for the whole run.
+        self.launcher.is_gone();
+        self.kill_init_at = Instant::now() + deadline(self.spec);
+        self.layers = Some(layers);
     }
 
     fn met_init(&mut self, pid: i32) -> Result<(), RunError> {
@@ -558,7 +562,7 @@ impl Running<'_> {
         }
         self.killed_init = true;
         self.kill_init_at = Instant::now() + LAST_WAIT;
-        let _gone = self.launcher.kill();
+        self.launcher.kill();
         match self.spec.level {
             Level::Full => {
                 if let Some(init) = &self.init {
@@ -614,7 +618,7 @@ impl Running<'_> {
     }
 
     fn started(&self) -> bool {
-        self.step == LAST_STEP
+        self.layers.is_some()
     }
 
     /// What is still in the pipes. Whoever else holds them is not waited for.
@@ -652,7 +656,9 @@ impl Running<'_> {
         }
         // Stopped on request on the way is no failure of ours: nothing of the program has run.
         if !self.started() && self.asked_to_stop.is_none() {
-            return Err(RunError::Died { step: self.step });
+            let last = channel::read_diary(self.diary.as_fd()).pop();
+            let step = last.map_or_else(|| String::from("start the launcher"), |(step, _)| step);
+            return Err(RunError::Died { step });
         }
         let all_dead = self.all_dead(init_dead);
         // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or
@@ -682,11 +688,9 @@ impl Running<'_> {
         };
         Ok(Finished {
             outcome,
-            layers: self.layers,
+            layers: self.layers.unwrap_or_default(),
+            diary: channel::read_diary(self.diary.as_fd()),
             workspace: self.workspace,
         })
     }
 }
-
-/// The step after which there is no more launching to fail.
-const LAST_STEP: &str = "execute the program";

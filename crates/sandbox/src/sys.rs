@@ -4,6 +4,12 @@
 
 #![allow(unsafe_code)]
 
+mod battery;
+
+#[cfg(target_arch = "x86_64")]
+pub use battery::getpid_i386;
+pub use battery::{Arg, Call, attempt};
+
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -261,6 +267,16 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
     // SAFETY: called at the birth of the launcher, before it owns any descriptor from `first` on.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, 0) };
     check(result).map(drop)
+}
+
+/// Closes every descriptor from 3 on but this one.
+pub fn close_all_but(kept: BorrowedFd<'_>) -> io::Result<()> {
+    let kept = kept.as_raw_fd();
+    if kept > 3 {
+        // SAFETY: called at the birth of the launcher, which owns no descriptor but `kept` and those that it leaks on purpose.
+        check(unsafe { libc::syscall(libc::SYS_close_range, 3, kept - 1, 0) })?;
+    }
+    close_from(kept + 1)
 }
 
 /// Brings the loopback interface of this network namespace up.
@@ -612,77 +628,6 @@ pub fn set_project_limits(on: BorrowedFd<'_>, project: u32, limits: QuotaBlock) 
     quotactl_project(on, Q_SETQUOTA, project, &mut block)
 }
 
-/// A system call that an attack of the battery makes and that neither std nor rustix has. Only these, so that
-/// [`attempt`] can say of each what it does with its arguments.
-#[derive(Clone, Copy)]
-pub struct Call(libc::c_long);
-
-#[rustfmt::skip]
-impl Call {
-    pub const ADD_KEY: Call = Call(libc::SYS_add_key);
-    pub const BPF: Call = Call(libc::SYS_bpf);
-    pub const CLONE: Call = Call(libc::SYS_clone);
-    pub const CLONE3: Call = Call(libc::SYS_clone3);
-    pub const FCHMODAT2: Call = Call(452);
-    pub const IOPRIO_SET: Call = Call(libc::SYS_ioprio_set);
-    pub const IO_URING_SETUP: Call = Call(libc::SYS_io_uring_setup);
-    pub const KEYCTL: Call = Call(libc::SYS_keyctl);
-    pub const MQ_UNLINK: Call = Call(libc::SYS_mq_unlink);
-    pub const PERF_EVENT_OPEN: Call = Call(libc::SYS_perf_event_open);
-    pub const PTRACE: Call = Call(libc::SYS_ptrace);
-    pub const RT_SIGQUEUEINFO: Call = Call(libc::SYS_rt_sigqueueinfo);
-    pub const SHMAT: Call = Call(libc::SYS_shmat);
-    pub const SHMCTL: Call = Call(libc::SYS_shmctl);
-    pub const SHMGET: Call = Call(libc::SYS_shmget);
-    pub const TGKILL: Call = Call(libc::SYS_tgkill);
-    pub const TRUNCATE: Call = Call(libc::SYS_truncate);
-    pub const USERFAULTFD: Call = Call(libc::SYS_userfaultfd);
-    /// By the table of x32, the 32-bit ABI of 64-bit processors; on others no call at all.
-    pub const X32_GETPID: Call = Call(0x4000_0000 | 39);
-    pub const FCNTL: Call = Call(libc::SYS_fcntl);
-    pub const IOCTL: Call = Call(libc::SYS_ioctl);
-    pub const MQ_OPEN: Call = Call(libc::SYS_mq_open);
-    pub const MQ_SEND: Call = Call(libc::SYS_mq_timedsend);
-    pub const MQ_RECEIVE: Call = Call(libc::SYS_mq_timedreceive);
-    pub const PREAD: Call = Call(libc::SYS_pread64);
-    pub const SET_TIMER: Call = Call(libc::SYS_setitimer);
-}
-
-pub enum Arg<'a> {
-    Number(i64),
-    Text(&'a CStr),
-    Bytes(&'a mut [u8]),
-}
-
-/// Makes one of the battery's calls. Whoever passes a buffer passes one as large as the call takes it to be.
-pub fn attempt(call: Call, args: &mut [Arg<'_>]) -> io::Result<i64> {
-    let mut raw = [0 as libc::c_long; 6];
-    for (to, arg) in raw.iter_mut().zip(args) {
-        *to = match arg {
-            Arg::Number(n) => *n as libc::c_long,
-            Arg::Text(text) => text.as_ptr() as libc::c_long,
-            Arg::Bytes(bytes) => bytes.as_mut_ptr() as libc::c_long,
-        };
-    }
-    let [a, b, c, d, e, f] = raw;
-    // SAFETY: no call in the list touches memory of this process but through its pointers, which are to live buffers
-    // of the call's own size or null; shmat with a null address maps where nothing is, and clone without CLONE_VM is
-    // a fork. Descriptors that are made belong to nobody and go with the process.
-    check(unsafe { libc::syscall(call.0, a, b, c, d, e, f) })
-}
-
-/// `getpid` by the table of i386, as 32-bit programs call it. A kernel without it may end the process.
-#[cfg(target_arch = "x86_64")]
-pub fn getpid_i386() -> i32 {
-    const I386_GETPID: i64 = 20;
-    let mut answer = I386_GETPID;
-    // SAFETY: getpid takes no argument; the kernel changes no register but the answer's, and r8 to r11 on old ones.
-    unsafe {
-        std::arch::asm!("int 0x80", inlateout("rax") answer, out("r8") _, out("r9") _, out("r10") _, out("r11") _);
-    }
-    answer as i32
-}
-
 /// Of a process with a single thread: a child of its parent's, born in another control group (version 2, its directory).
 pub fn fork_sibling_into(group: BorrowedFd<'_>) -> io::Result<Forked> {
     const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
@@ -696,4 +641,55 @@ pub fn fork_sibling_into(group: BorrowedFd<'_>) -> io::Result<Forked> {
         0 => Forked::Child,
         child => Forked::Parent { child },
     })
+}
+
+/// Lets go of the code and constants of this program and its libraries that happen to be mapped: they come back from the
+/// page cache when they are needed. For a process that is about to sleep for long.
+pub fn let_go_of_code() {
+    let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else {
+        return;
+    };
+    let mut mapping = None;
+    for line in maps.lines() {
+        let mut fields = line.split_ascii_whitespace();
+        let (first, second) = (fields.next().unwrap_or(""), fields.next().unwrap_or(""));
+        if let Some((from, to)) = first.split_once('-') {
+            let bounds = usize::from_str_radix(from, 16)
+                .ok()
+                .zip(usize::from_str_radix(to, 16).ok());
+            let of_a_file = fields.nth(3).is_some_and(|name| name.starts_with('/'));
+            // Not written to, and never to be.
+            mapping = bounds.filter(|_| of_a_file && matches!(second, "r-xp" | "r--p"));
+        }
+        // Not even by the loader, before it was made read-only.
+        if let ("Anonymous:", "0", Some((from, to))) =
+            (first, second, mapping.take_if(|_| first == "Anonymous:"))
+        {
+            // SAFETY: every page of this private mapping is the file's own, so letting go of it changes nothing of what
+            // is read there.
+            unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_DONTNEED) };
+        }
+    }
+}
+
+/// Wipes the strings that this process was started with, its arguments and its environment, out of its memory.
+///
+/// # Errors
+/// Where /proc does not tell where they are.
+pub fn forget_beginnings() -> io::Result<()> {
+    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    // The name may hold anything; fields 48 to 51 are the bounds of the arguments and of the environment.
+    let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);
+    let fields = after_name.unwrap_or_default().split_ascii_whitespace();
+    let bounds: Vec<usize> = fields.skip(45).take(4).flat_map(str::parse).collect();
+    let &[arguments, _, _, end] = bounds.as_slice() else {
+        return Err(io::Error::other("/proc/self/stat does not tell"));
+    };
+    match arguments > 0 && arguments < end && end - arguments <= 64 << 20 {
+        // SAFETY: the kernel put these strings at the far end of this process's first stack, one after the other, and says
+        // where. They are writable, and nobody holds a reference to them: std copies them when it is asked.
+        true => unsafe { std::ptr::write_bytes(arguments as *mut u8, 0, end - arguments) },
+        false => return Err(io::Error::other("/proc/self/stat tells nonsense")),
+    }
+    Ok(())
 }

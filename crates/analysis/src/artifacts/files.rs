@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, SeekFrom};
 use rustix::io::Errno;
 
+use super::hashing::{LARGE_BYTES, Large, Threads};
 use crate::manifest::ContentHash;
 
 const BUFFER_BYTES: usize = 256 * 1024;
@@ -120,8 +122,27 @@ pub fn length(file: BorrowedFd<'_>) -> io::Result<u64> {
 }
 
 pub fn hash_of(file: BorrowedFd<'_>, bytes: u64) -> io::Result<ContentHash> {
+    read_hashed(file, None, bytes)
+}
+
+/// Hashes the first `bytes` of a file and writes the data, without the holes, to the same places of `to`. A file that
+/// ends before is an error.
+pub fn read_hashed(
+    from: BorrowedFd<'_>,
+    to: Option<BorrowedFd<'_>>,
+    bytes: u64,
+) -> io::Result<ContentHash> {
+    if bytes >= LARGE_BYTES {
+        let large = Large {
+            from,
+            to,
+            bytes,
+            holes: Holes::Sought,
+        };
+        return large.hash(Threads::Several, &mut |_| {});
+    }
     let mut hasher = blake3::Hasher::new();
-    read_through(file, None, bytes, &mut |chunk| {
+    read_through(from, to, bytes, &mut |chunk| {
         hasher.update(chunk);
     })?;
     Ok(ContentHash::from_bytes(*hasher.finalize().as_bytes()))
@@ -135,13 +156,42 @@ pub fn read_through(
     bytes: u64,
     see: &mut dyn FnMut(&[u8]),
 ) -> io::Result<()> {
-    let mut buffer = vec![0; clamp(bytes)];
-    let mut offset = 0;
     if let Some(to) = to {
         rustix::fs::ftruncate(to, bytes)?;
     }
-    while offset < bytes {
-        let (start, end) = next_data(from, offset, bytes)?;
+    read_stretch(from, to, 0..bytes, Holes::Sought, &mut Vec::new(), see)
+}
+
+/// Whether the file system is asked for holes: two calls for each stretch of data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holes {
+    Sought,
+    /// There are none, or they may be read as zeros.
+    None,
+}
+
+/// What [`read_through`] does, for a part of the file, with a buffer that can be used again.
+pub fn read_stretch(
+    from: BorrowedFd<'_>,
+    to: Option<BorrowedFd<'_>>,
+    stretch: Range<u64>,
+    holes: Holes,
+    buffer: &mut Vec<u8>,
+    see: &mut dyn FnMut(&[u8]),
+) -> io::Result<()> {
+    let Range {
+        start: mut offset,
+        end: stop,
+    } = stretch;
+    let wanted = clamp(stop.saturating_sub(offset));
+    if buffer.len() < wanted {
+        buffer.resize(wanted, 0);
+    }
+    while offset < stop {
+        let (start, end) = match holes {
+            Holes::Sought => next_data(from, offset, stop)?,
+            Holes::None => (offset, stop),
+        };
         while offset < start {
             let length = clamp(start - offset);
             see(&ZEROS[..length]);

@@ -1,11 +1,13 @@
 //! Who may do what in the store: many put objects in, or one collects garbage.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::cache::Objects;
 use super::{ArtifactError, Artifacts};
 
 const LOCK: &str = "lock";
@@ -14,10 +16,19 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// While it exists no object is collected. Goes with the process, however that ends.
+///
+/// It is held until nobody needs to read the objects any more, so that when it goes what was made durable leaves memory.
 #[derive(Debug)]
 pub struct Hold {
     store: String,
+    objects: Arc<Objects>,
     _lock: OwnedFd,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.objects.leave_memory();
+    }
 }
 
 /// While it exists nobody puts anything in.
@@ -33,6 +44,7 @@ impl Artifacts {
         Ok(Hold {
             _lock: self.lock(FlockOperation::NonBlockingLockShared, PATIENCE)?,
             store: self.id.clone(),
+            objects: Arc::clone(&self.objects),
         })
     }
 

@@ -498,6 +498,48 @@ fn a_torn_object_that_is_the_file_itself_is_no_replacement_for_itself() {
     );
 }
 
+/// Whether its first byte can be had without waiting for a disk.
+fn is_in_memory(object: &std::fs::File) -> bool {
+    let mut byte = [0];
+    let mut buffers = [std::io::IoSliceMut::new(&mut byte)];
+    let flags = rustix::io::ReadWriteFlags::NOWAIT;
+    match rustix::io::preadv2(object, &mut buffers, 0, flags) {
+        Ok(1) => true,
+        Err(Errno::AGAIN) => false,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_is_durable_leaves_memory_with_the_hold() {
+    // Regression: page cache that a program had written kept its memory cgroup in the kernel after every run.
+    const TMPFS_MAGIC: u32 = 0x0102_1994;
+    let few: &[u32] = &[1, 2];
+    let many: Vec<u32> = (0..FEW as u32 + 1).collect();
+    for numbers in [few, &many] {
+        let scene = Scene::new();
+        let name = |number: &u32| format!("output-{number}").into_bytes();
+        let content = |number: &u32| vec![*number as u8; 10_000];
+        let outputs: Vec<Output> = numbers
+            .iter()
+            .map(|number| scene.file(&name(number), &content(number)))
+            .collect();
+        for output in &outputs {
+            scene.take(output, Transfer::Move).unwrap();
+        }
+        scene.store.make_durable().unwrap();
+        let open = |output: &Output| scene.store.open_object(&output.blake3).unwrap();
+        let objects: Vec<std::fs::File> = outputs.iter().map(open).collect();
+        assert!(objects.iter().all(is_in_memory), "the control");
+        let on_tmpfs = rustix::fs::fstatfs(&objects[0]).unwrap().f_type as u32 == TMPFS_MAGIC;
+        drop(scene.hold);
+        let stays = objects.iter().filter(|object| is_in_memory(object)).count();
+        // What a file system in memory holds is nowhere else.
+        let expected = if on_tmpfs { objects.len() } else { 0 };
+        assert_eq!(stays, expected, "of {}", objects.len());
+    }
+}
+
 #[test]
 fn few_are_synced_one_by_one_and_many_at_once() {
     let scene = Scene::new();

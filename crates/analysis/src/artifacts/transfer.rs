@@ -15,6 +15,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
 
 use rustix::fs::{FileType, Gid, Mode, OFlags, ResolveFlags, Stat, Uid};
 use rustix::io::Errno;
@@ -51,7 +52,8 @@ pub struct Source<'a> {
     owner_uid: u32,
     transfer: Transfer,
     trust: Trust,
-    in_project: bool,
+    /// Found out for the first file: most runs leave none.
+    in_project: OnceLock<bool>,
 }
 
 impl<'a> Source<'a> {
@@ -67,7 +69,7 @@ impl<'a> Source<'a> {
             owner_uid,
             transfer,
             trust,
-            in_project: is_in_project(workspace),
+            in_project: OnceLock::new(),
         }
     }
 }
@@ -116,7 +118,8 @@ impl Artifacts {
         {
             return Err(changed("its content"));
         }
-        let transfer = match source.in_project {
+        let in_project = || is_in_project(source.workspace);
+        let transfer = match *source.in_project.get_or_init(in_project) {
             // The object would count towards the quota of whoever has the project next.
             true => Transfer::Copy,
             false => source.transfer,
@@ -193,12 +196,8 @@ impl Artifacts {
         let how = match rustix::fs::ioctl_ficlone(draft.as_fd(), file) {
             Ok(()) => Taken::Reflinked,
             Err(_not_here) => {
-                let mut hasher = blake3::Hasher::new();
-                let mut see = |chunk: &[u8]| {
-                    hasher.update(chunk);
-                };
-                files::read_through(file, Some(draft.as_fd()), bytes, &mut see).map_err(failed)?;
-                if ContentHash::from_bytes(*hasher.finalize().as_bytes()) != *hash {
+                let copied = files::read_hashed(file, Some(draft.as_fd()), bytes);
+                if copied.map_err(failed)? != *hash {
                     return Err(ArtifactError::Damaged { hash: *hash });
                 }
                 Taken::Copied
@@ -219,14 +218,21 @@ fn pin(workspace: BorrowedFd<'_>, path: &OutputPath) -> rustix::io::Result<Owned
         | ResolveFlags::NO_XDEV;
     // O_PATH: nothing happens to what is opened, be it a FIFO or a device.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let mut held: Option<OwnedFd> = None;
-    for part in path.components() {
-        let parent = held.as_ref().map_or(workspace, |h| h.as_fd());
-        held = Some(with_access(parent, || {
-            rustix::fs::openat2(parent, part, flags, Mode::empty(), resolve)
-        })?);
-    }
-    let held = held.ok_or(Errno::NOENT)?;
+    let open = |dir: BorrowedFd<'_>, path: &[u8]| {
+        rustix::fs::openat2(dir, path, flags, Mode::empty(), resolve)
+    };
+    let held = match open(workspace, path.as_bytes()) {
+        // A directory on the way is closed to us, its owner: step by step each can be opened.
+        Err(Errno::ACCESS) => {
+            let mut held: Option<OwnedFd> = None;
+            for part in path.components() {
+                let parent = held.as_ref().map_or(workspace, |h| h.as_fd());
+                held = Some(with_access(parent, || open(parent, part))?);
+            }
+            held.ok_or(Errno::NOENT)?
+        }
+        held => held?,
+    };
     let stat = rustix::fs::fstat(&held)?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(Errno::INVAL);

@@ -55,17 +55,18 @@ impl Artifacts {
     pub fn note_user(&self, hold: &Hold, user: &User) -> Result<(), ArtifactError> {
         self.check_hold(hold)?;
         let note = || -> io::Result<()> {
+            let name = user.file_name();
+            // In all runs but a user's first.
+            match files::open_object(self.dir.as_fd(), &format!("{USERS}/{name}")) {
+                Err(Errno::NOENT) => {}
+                there => return Ok(there.map(drop)?),
+            }
             match rustix::fs::mkdirat(&self.dir, USERS, Mode::RWXU) {
                 Ok(()) => rustix::fs::fsync(&self.dir)?,
                 Err(Errno::EXIST) => {}
                 Err(e) => return Err(e.into()),
             }
             let users = files::open_dir(self.dir.as_fd(), USERS)?;
-            let name = user.file_name();
-            match files::open_object(users.as_fd(), &name) {
-                Err(Errno::NOENT) => {}
-                there => return Ok(there.map(drop)?),
-            }
             let draft = self.draft()?;
             files::write_all_at(draft.as_fd(), &serde_json::to_vec(user)?, 0)?;
             rustix::fs::fsync(draft.as_fd())?;

@@ -34,6 +34,7 @@ impl Attempt {
         let Some(ledger) = ledger.filter(|_| self.begun) else {
             return error.into();
         };
+        ledger.take_back(self.lent.take());
         let record = description::not_run(request, self.number(), &error);
         let nothing = Captured::default();
         let settled = self
@@ -50,6 +51,7 @@ impl Attempt {
             }
             // The run directory tells it later.
             Err(e) => {
+                let _nothing_ran = self.make_durable();
                 match self.prepared {
                     // The user's workspace stays; `post-process` commits that nothing ran in it.
                     Some(_) => self.stay(&mut Vec::new(), RunState::Ran),
@@ -79,13 +81,18 @@ impl Attempt {
         let mut record = match ledger.as_deref_mut() {
             None => record,
             Some(ledger) => {
+                ledger.take_back(self.lent.take());
                 let written =
                     settle::reached(Step::Ended).and(self.write_ending(&record, &stdout, &stderr));
                 match (ran.outcome.all_dead, around.place) {
-                    (false, _) => unfinished(record, written.err(), CommitState::InWorkspace),
+                    (false, _) => {
+                        let durable = written.and_then(|()| self.make_durable());
+                        unfinished(record, durable.err(), CommitState::InWorkspace)
+                    }
                     (true, Place::Prepared) => {
+                        let durable = written.and_then(|()| self.make_durable());
                         self.record.state = RunState::Ran;
-                        unfinished(record, written.err(), CommitState::Awaited)
+                        unfinished(record, durable.err(), CommitState::Awaited)
                     }
                     (true, Place::Fresh) => {
                         self.tell_of_end(around, ledger, &record);
@@ -151,7 +158,11 @@ impl Attempt {
                 settled
             }
             Err(e) => {
-                let state = self.set_aside(left, &e);
+                let mut state = self.set_aside(left, &e);
+                // Before anybody is told that it is kept, and before the workspace goes.
+                if self.make_durable().is_err() && !self.is_in_memory() {
+                    state = CommitState::InWorkspace;
+                }
                 unfinished(record, Some(e), state)
             }
         };
@@ -225,6 +236,19 @@ impl Attempt {
         }
     }
 
+    /// What the run directory says outlives a power cut from here on.
+    fn make_durable(&self) -> Result<(), SettleError> {
+        match &self.dir {
+            Some(dir) => Ok(dir.make_durable()?),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the workspace dies with us.
+    fn is_in_memory(&self) -> bool {
+        self.record.task.as_ref().is_some_and(|task| task.memory)
+    }
+
     fn write_ending(
         &self,
         record: &Record,
@@ -253,7 +277,7 @@ impl Attempt {
         self.finish_lease();
         if let Some(mut dir) = self.dir.take() {
             self.record.cgroups.clear();
-            let _as_it_was = dir.write(&self.record);
+            let _as_it_was = dir.write_durably(&self.record);
             // Where it stands it is found as well.
             if workspace.is_none() && group.is_none() {
                 let _found_there = dir.move_to_pending(&around.home);

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use sandbox::spec::{Level, Limits, SharedMemory, Spec, Terminal};
 use sandbox::supervise::{self, Attendant, Means, Stream, Wish};
 
+use super::resting::Resting;
 use super::{Attempt, Ran};
 use crate::copy_in::{self, Budget, CopyError};
-use crate::home::HomeError;
 use crate::isolation::Errand;
 use crate::limits::error_chain;
 use crate::logs::Capture;
@@ -17,6 +17,7 @@ use crate::pipeline::{Audience, PipelineError, unix_ms};
 use crate::policy::{self, Place, Plan};
 use crate::request::{Request, Stdin};
 use crate::store;
+use crate::timings;
 use crate::tree::{self, TreeError};
 use crate::workspace::Workspace;
 
@@ -56,11 +57,13 @@ impl Attempt {
         }
         let _left_by_one_that_was_killed = self.clear_shared_memory(&spec);
         let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
+        let resting = Resting::new(self.lent.take(), audience.wishes());
         let mut ears = Ears {
             audience,
             captures: [Capture::new(log_bytes), Capture::new(log_bytes)],
-            files: self.log_files()?,
+            files: self.log_files(),
             attempt: self,
+            resting,
             request,
             plan,
             limits,
@@ -82,11 +85,15 @@ impl Attempt {
             workspace.unlink(&links);
             let _the_next_tries_again = self.clear_shared_memory(&spec);
         }
-        if let Some(e) = ears.fill_error.take() {
+        let (captures, fill_error) = (ears.captures, ears.fill_error.take());
+        self.lent = ears.resting.wake();
+        if let Some(e) = fill_error {
             return Err(e);
         }
-        let [stdout, stderr] = ears.captures.map(Capture::finish);
-        let finished = finished.map_err(PipelineError::Start)?;
+        let [stdout, stderr] = captures.map(Capture::finish);
+        let mut finished = finished.map_err(PipelineError::Start)?;
+        timings::mark("program_and_teardown");
+        timings::built(std::mem::take(&mut finished.diary));
         let pids_denied = self
             .group
             .as_ref()
@@ -118,15 +125,29 @@ impl Attempt {
     }
 
     /// Where the logs go as they arrive, for `logs -f` and for whoever finds us dead.
-    fn log_files(&self) -> Result<[Option<std::fs::File>; 2], HomeError> {
+    fn log_files(&self) -> [LogFile; 2] {
         match (&self.dir, &self.record.task) {
-            (Some(dir), Some(_)) => {
-                let [out, err] = store::STREAMS;
-                Ok([Some(dir.new_log(out)?), Some(dir.new_log(err)?)])
-            }
-            _ => Ok([None, None]),
+            (Some(_), Some(_)) => [LogFile::Unmade, LogFile::Unmade],
+            _ => [LogFile::None, LogFile::None],
         }
     }
+
+    fn new_log(&self, stream: Stream) -> LogFile {
+        let made = self
+            .dir
+            .as_ref()
+            .and_then(|dir| dir.new_log(store::STREAMS[stream as usize]).ok());
+        made.map_or(LogFile::None, LogFile::Open)
+    }
+}
+
+/// A log as it arrives. Most programs that end well print little, and many nothing.
+enum LogFile {
+    /// There is none, or the disk is full: the log is in memory too, and written whole at the end.
+    None,
+    /// Nothing has arrived.
+    Unmade,
+    Open(std::fs::File),
 }
 
 pub(super) fn fill(
@@ -185,8 +206,9 @@ fn open_plainly(path: &Path) -> io::Result<OwnedFd> {
 struct Ears<'a> {
     audience: &'a mut dyn Audience,
     captures: [Capture; 2],
-    files: [Option<std::fs::File>; 2],
+    files: [LogFile; 2],
     attempt: &'a Attempt,
+    resting: Resting,
     request: &'a Request,
     plan: &'a Plan,
     limits: &'a Limits,
@@ -214,11 +236,16 @@ impl Attendant for Ears<'_> {
 
     fn output(&mut self, stream: Stream, bytes: &[u8]) {
         let live = self.captures[stream as usize].push(bytes);
-        if let Some(file) = &mut self.files[stream as usize]
-            && file.write_all(live.bytes).is_err()
+        let file = &mut self.files[stream as usize];
+        if let LogFile::Unmade = file
+            && !live.bytes.is_empty()
         {
-            // A full disk: the log is in memory too, and written whole at the end.
-            self.files[stream as usize] = None;
+            *file = self.attempt.new_log(stream);
+        }
+        if let LogFile::Open(open) = file
+            && open.write_all(live.bytes).is_err()
+        {
+            *file = LogFile::None;
         }
         self.audience.live(stream, live.bytes);
     }
@@ -232,10 +259,14 @@ impl Attendant for Ears<'_> {
     }
 
     fn wishes(&self) -> Option<BorrowedFd<'_>> {
-        self.audience.wishes()
+        self.resting.listens().or_else(|| self.audience.wishes())
     }
 
     fn wish(&mut self) -> Option<Wish> {
-        self.audience.wish()
+        // Whatever else there is is heard at the next turn.
+        match self.resting.rang() {
+            true => None,
+            false => self.audience.wish(),
+        }
     }
 }

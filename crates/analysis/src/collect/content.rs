@@ -1,20 +1,19 @@
 //! One regular file below the workspace: opened as exactly the file that was judged, and hashed.
 
 use std::ffi::CStr;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{FileType, OFlags, SeekFrom, Stat};
+use rustix::fs::{FileType, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::media::{self, Look};
 use super::{Modes, Progress};
+use crate::artifacts::files::{self, Holes};
+use crate::artifacts::hashing::{LARGE_BYTES, Large, Threads};
 use crate::manifest::{ContentHash, Remark};
 use crate::tree::Fault;
 use crate::tree::walk::{chmod_pinned, open_beneath};
-
-const BUFFER_BYTES: usize = 256 * 1024;
-/// What a hole reads as.
-static ZEROS: [u8; 64 * 1024] = [0; 64 * 1024];
 
 /// Device and inode number.
 pub(super) type Inode = (u64, u64);
@@ -194,18 +193,20 @@ pub(super) struct Reader<'a> {
     /// Where `hashed` will be when the present file is done, were it read or not.
     until: u64,
     of: u64,
+    threads: Threads,
 }
 
 impl<'a> Reader<'a> {
     /// `of` bytes are to be hashed in all.
-    pub(super) fn new(of: u64, progress: &'a mut dyn FnMut(Progress)) -> Self {
+    pub(super) fn new(of: u64, threads: Threads, progress: &'a mut dyn FnMut(Progress)) -> Self {
         Reader {
-            buffer: vec![0; BUFFER_BYTES],
-            head: Vec::with_capacity(media::HEAD_BYTES),
+            buffer: Vec::new(),
+            head: Vec::new(),
             progress,
             hashed: 0,
             until: 0,
             of,
+            threads,
         }
     }
 
@@ -226,83 +227,69 @@ impl<'a> Reader<'a> {
         let stored_bytes = u64::try_from(stat.st_blocks)
             .unwrap_or(0)
             .saturating_mul(512);
-        let may_have_holes = stored_bytes < bytes;
-        let mut hasher = blake3::Hasher::new();
+        let holes = match stored_bytes < bytes {
+            true => Holes::Sought,
+            false => Holes::None,
+        };
         self.head.clear();
-        let mut at = 0;
-        while at < bytes {
-            let (start, end) = match may_have_holes {
-                true => next_data(file, at, bytes),
-                false => (at, bytes),
-            };
-            self.feed_zeros(&mut hasher, start - at);
-            self.feed_data(&mut hasher, file, start, end)?;
-            at = end;
-        }
-        let hash = ContentHash::from_bytes(*hasher.finalize().as_bytes());
+        let hash = match bytes >= LARGE_BYTES {
+            true => self.hash_large(file, bytes, holes),
+            false => self.hash_small(file, bytes, holes),
+        };
+        let hash = hash.map_err(|e| match e.kind() {
+            io::ErrorKind::UnexpectedEof => Refusal::from(Remark::Changed),
+            _ => Refusal::from(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
+        })?;
         Ok((hash, media::look(&self.head, bytes)))
     }
 
-    fn feed_zeros(&mut self, hasher: &mut blake3::Hasher, mut bytes: u64) {
-        while bytes > 0 {
-            let piece = bytes.min(ZEROS.len() as u64);
-            self.feed(hasher, &ZEROS[..piece as usize]);
-            bytes -= piece;
-        }
-    }
-
-    fn feed_data(
+    fn hash_large(
         &mut self,
-        hasher: &mut blake3::Hasher,
         file: BorrowedFd<'_>,
-        start: u64,
-        end: u64,
-    ) -> Result<(), Refusal> {
+        bytes: u64,
+        holes: Holes,
+    ) -> io::Result<ContentHash> {
+        let head = 0..media::HEAD_BYTES as u64;
+        let mut keep = |piece: &[u8]| self.head.extend_from_slice(piece);
+        files::read_stretch(file, None, head, holes, &mut self.buffer, &mut keep)?;
+        let (before, until) = (self.hashed, self.until);
+        let large = Large {
+            from: file,
+            to: None,
+            bytes,
+            holes,
+        };
+        large.hash(self.threads, &mut |done| {
+            self.hashed = before.saturating_add(done).min(until);
+            (self.progress)(Progress::Hashed {
+                bytes: self.hashed,
+                of: self.of,
+            });
+        })
+    }
+
+    fn hash_small(
+        &mut self,
+        file: BorrowedFd<'_>,
+        bytes: u64,
+        holes: Holes,
+    ) -> io::Result<ContentHash> {
+        let mut hasher = blake3::Hasher::new();
         let mut buffer = std::mem::take(&mut self.buffer);
-        let mut at = start;
-        let mut result = Ok(());
-        while at < end && result.is_ok() {
-            let most = (end - at).min(buffer.len() as u64) as usize;
-            match rustix::io::pread(file, &mut buffer[..most], at) {
-                Ok(0) => result = Err(Remark::Changed.into()),
-                Ok(n) => {
-                    self.feed(hasher, &buffer[..n]);
-                    at += n as u64;
-                }
-                Err(Errno::INTR) => {}
-                Err(e) => result = Err(e.into()),
-            }
-        }
+        let mut feed = |piece: &[u8]| {
+            let wanted = media::HEAD_BYTES.saturating_sub(self.head.len());
+            self.head
+                .extend_from_slice(&piece[..wanted.min(piece.len())]);
+            hasher.update(piece);
+            self.hashed = (self.hashed + piece.len() as u64).min(self.until);
+            (self.progress)(Progress::Hashed {
+                bytes: self.hashed,
+                of: self.of,
+            });
+        };
+        let read = files::read_stretch(file, None, 0..bytes, holes, &mut buffer, &mut feed);
         self.buffer = buffer;
-        result
+        read?;
+        Ok(ContentHash::from_bytes(*hasher.finalize().as_bytes()))
     }
-
-    fn feed(&mut self, hasher: &mut blake3::Hasher, piece: &[u8]) {
-        let wanted = media::HEAD_BYTES.saturating_sub(self.head.len());
-        self.head
-            .extend_from_slice(&piece[..wanted.min(piece.len())]);
-        hasher.update(piece);
-        self.hashed = (self.hashed + piece.len() as u64).min(self.until);
-        (self.progress)(Progress::Hashed {
-            bytes: self.hashed,
-            of: self.of,
-        });
-    }
-}
-
-/// Where the next data from `at` begins and ends. What the file system does not tell is data.
-///
-/// Invariant: `at <= start <= end`, and `at < end`, so that the caller gets on.
-fn next_data(file: BorrowedFd<'_>, at: u64, bytes: u64) -> (u64, u64) {
-    let start = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-        Ok(start) => start.clamp(at, bytes),
-        // From here on there is none.
-        Err(Errno::NXIO) => bytes,
-        Err(_) => at,
-    };
-    let end = match rustix::fs::seek(file, SeekFrom::Hole(start)) {
-        Ok(end) if end > start => end.min(bytes),
-        _ => bytes,
-    };
-    (start, end)
 }

@@ -4,9 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::CStr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rustix::fs::{
-    Access, AtFlags, FileType, Mode, OFlags, Stat, Statx, StatxAttributes, StatxFlags,
-};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 
 use super::content::{Content, Inode, Refusal};
@@ -141,22 +139,22 @@ impl Visit for Finder<'_> {
         }
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<(), Fault> {
-        let stat = rustix::fs::fstat(dir).map_err(Fault::Stat)?;
+    fn entered(&mut self, dir: BorrowedFd<'_>, name: &CStr, stat: &Statx) -> Result<(), Fault> {
         let name = name.to_bytes();
         let is_top = self.levels.is_empty();
         let in_cache = self.levels.last().is_some_and(|level| level.in_cache);
         let in_cache = in_cache || (!is_top && self.is_cache_name(name));
-        let foreign = stat.st_uid != self.rules.owner_uid;
+        let foreign = stat.stx_uid != self.rules.owner_uid;
+        let (device, _) = inode(stat);
         if is_top {
-            self.top_device = stat.st_dev;
-        } else if stat.st_dev != self.top_device {
+            self.top_device = device;
+        } else if device != self.top_device {
             // A subvolume is no mount, yet has inode numbers of its own.
             return Err(Fault::MountPoint);
         } else if foreign && !in_cache && !self.is_view(name) {
-            return Err(Fault::Foreign(stat.st_uid));
+            return Err(Fault::Foreign(stat.stx_uid));
         }
-        self.overridden |= grant_search(dir, &stat, self.rules.modes)?;
+        self.overridden |= grant_search(dir, stat, self.rules.modes)?;
         let within_depth = self.levels.len() < self.depth_max();
         let may_be_tagged = !is_top && within_depth && self.caches == Caches::LeftOut;
         let in_cache = in_cache || (may_be_tagged && self.has_cache_tag(dir)?);
@@ -407,14 +405,15 @@ fn look_at(dir: BorrowedFd<'_>, name: &CStr) -> Result<Option<Statx>, Fault> {
 
 /// Lets the owner search a directory, and says whether that was needed: the kernel is asked, since root may do what
 /// the mode forbids.
-fn grant_search(dir: BorrowedFd<'_>, stat: &Stat, modes: Modes) -> Result<bool, Fault> {
-    if stat.st_mode & 0o100 != 0 || modes == Modes::Respect {
+fn grant_search(dir: BorrowedFd<'_>, stat: &Statx, modes: Modes) -> Result<bool, Fault> {
+    let mode = u32::from(stat.stx_mode);
+    if mode & 0o100 != 0 || modes == Modes::Respect {
         return Ok(false);
     }
     match rustix::fs::accessat(dir, c".", Access::EXEC_OK, AtFlags::EACCESS) {
         Ok(()) => Ok(false),
         Err(Errno::ACCESS) => {
-            let mode = Mode::from_raw_mode(stat.st_mode & 0o1777 | 0o700);
+            let mode = Mode::from_raw_mode(mode & 0o1777 | 0o700);
             rustix::fs::fchmod(dir, mode).map_err(Fault::ChangeMode)?;
             Ok(true)
         }
@@ -474,9 +473,8 @@ impl Visit for Counter<'_> {
         }
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
-        let stat = rustix::fs::fstat(dir).map_err(Fault::Stat)?;
-        grant_search(dir, &stat, self.modes)?;
+    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr, stat: &Statx) -> Result<(), Fault> {
+        grant_search(dir, stat, self.modes)?;
         self.depth += 1;
         Ok(())
     }

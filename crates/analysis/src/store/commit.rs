@@ -2,17 +2,99 @@
 
 use super::Store;
 use super::attempt::{Begin, Commit, Committed, Lost, Proof, State};
-use super::connection::{Connection, Dialect, Purpose, Value};
+use super::connection::{
+    Connection, Dialect, First, Purpose, Row, Value, postgres_now, sqlite_now,
+};
 use super::error::StoreError;
 use super::events::{self, Told};
 use super::queued::Happened;
-use super::retry::{self, Ended};
+use super::retry::{self, Ended, Left};
 use super::rows::{self, Rows};
 use crate::result_value;
 
+/// The first attempt of an analysis that nobody knew, which is nearly every one: in one exchange. Does nothing, and
+/// returns no row, if the analysis is known, or the key. `changes()` are those of the statement before.
+const BEGIN_FIRST: First = First {
+    sqlite: concat!(
+        "PRAGMA synchronous = NORMAL;
+         BEGIN IMMEDIATE;
+         INSERT INTO analyses (id, created_ms, attempt_last) SELECT $1, ",
+        sqlite_now!(),
+        ", 1 WHERE NOT EXISTS (SELECT 1 FROM attempts WHERE key = $2) ON CONFLICT (id) DO NOTHING;
+         INSERT INTO attempts (id, attempt, key, state, superseded, host, boot_id, submitter, workspace, provenance, created_ms)
+         SELECT $1, 1, $2, 'running', FALSE, $3, $4, $5, $6, $7, ",
+        sqlite_now!(),
+        " WHERE changes() = 1
+         RETURNING attempt;
+         COMMIT;
+         PRAGMA synchronous = FULL"
+    ),
+    // The setting is this transaction's alone.
+    postgres: concat!(
+        "WITH analysis AS (
+             INSERT INTO analyses (id, created_ms, attempt_last) SELECT $1, ",
+        postgres_now!(),
+        ", 1 WHERE NOT EXISTS (SELECT 1 FROM attempts WHERE key = $2)
+             ON CONFLICT (id) DO NOTHING RETURNING id, created_ms
+         ), begun AS (
+             INSERT INTO attempts (id, attempt, key, state, superseded, host, boot_id, submitter, workspace, provenance, created_ms)
+             SELECT id, 1, $2, 'running', FALSE, $3, $4, $5, $6, $7, created_ms FROM analysis
+             RETURNING attempt
+         )
+         SELECT attempt, set_config('synchronous_commit', 'off', true) FROM begun"
+    ),
+};
+
+/// The guarded change of state. No row: the attempt is not there, not ours, or ended.
+macro_rules! finish {
+    ($now:expr, $from:literal, $and:literal) => {
+        concat!(
+            "UPDATE attempts SET
+                committed_by = $3, committed_ms = ",
+            $now,
+            ", state = $4, reason = $5, message = $6, started_ms = $7, ended_ms = $8,
+                wall_ms = $9, cpu_ms = $10, memory_peak_bytes = $11, pids_peak = $12, disk_bytes = $13, files = $14,
+                oom_kills = $15, exit_code = $16, signal = $17, isolation_level = $18, isolation = $19, limits = $20,
+                hints = $21, notices = $22, provenance = COALESCE($23, provenance), complete = $24, outputs_count = $25,
+                output_bytes = $26, refused_count = $27, result = $28, result_note = $29, post_process = $30 ",
+            $from,
+            " WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting') ",
+            $and,
+            " RETURNING committed_ms, retries_left, cancel_ms"
+        )
+    };
+}
+
+const FINISH: First = First {
+    sqlite: finish!(sqlite_now!(), "", ""),
+    postgres: finish!(postgres_now!(), "", ""),
+};
+
+/// The same as the first statement of a transaction. On PostgreSQL the analysis is locked first, as always: the attempt
+/// is looked for by what that gives back.
+const COMMIT_FIRST: First = First {
+    sqlite: concat!("BEGIN IMMEDIATE; ", finish!(sqlite_now!(), "", "")),
+    postgres: concat!(
+        "WITH locked AS (
+             UPDATE analyses SET attempt_last = attempt_last WHERE id = $1 RETURNING id AS locked_id
+         ) ",
+        finish!(postgres_now!(), "FROM locked", "AND id = locked_id")
+    ),
+};
+
 impl Store {
     /// Makes the next attempt of an analysis, in the state `running`. Repeated with the same key it returns the same number.
+    ///
+    /// A power cut may undo it: nobody was told of anything yet that would be lost with it, and whoever finds the run
+    /// directory of such an attempt commits that it came to nothing. Killing the runner undoes nothing.
     pub fn begin(&mut self, begin: &Begin) -> Result<u32, StoreError> {
+        let rows = self
+            .db
+            .undurably("begin the attempt", &BEGIN_FIRST, &running(begin))?;
+        if let Some(mut row) = rows.into_iter().next() {
+            return row.attempt();
+        }
+        // The analysis is known: what follows depends on what became of its earlier attempts.
         self.db
             .transaction("begin the attempt", Purpose::Write, |db| {
                 let found = find_key(db, begin.key)?;
@@ -43,17 +125,31 @@ impl Store {
     /// Commits an attempt that was begun, exactly once.
     pub fn commit(&mut self, commit: &mut Commit) -> Result<Committed, StoreError> {
         must_be_final(commit)?;
-        self.db.transaction(
-            "commit the attempt",
-            Purpose::Write,
-            |db| match claim_to_finish(db, commit)? {
-                Claim::Write { attempt, committed } => {
-                    write(db, commit, attempt, committed)?;
-                    Ok(committed)
+        let refusal = refusal(commit);
+        let values = ending(commit, commit.attempt, commit.begin.key, refusal.as_deref());
+        let what = "commit the attempt";
+        self.db
+            .transaction_with(what, &COMMIT_FIRST, &values, |db, rows| {
+                let claim = match rows.into_iter().next() {
+                    Some(row) => Claim::Write {
+                        attempt: commit.attempt,
+                        committed: Committed::Now,
+                        finished: Finished::read(row)?,
+                    },
+                    None => claim_late(db, commit)?,
+                };
+                match claim {
+                    Claim::Write {
+                        attempt,
+                        committed,
+                        finished,
+                    } => {
+                        write(db, commit, attempt, committed, &finished)?;
+                        Ok(committed)
+                    }
+                    Claim::Written(committed) => Ok(committed),
                 }
-                Claim::Written(committed) => Ok(committed),
-            },
-        )
+            })
     }
 
     /// Begins and commits in one transaction, for results that were made without a sandbox. With the number it got.
@@ -69,8 +165,8 @@ impl Store {
                     };
                 }
                 let attempt = claim(db, &commit.begin)?;
-                finish(db, commit, attempt, key)?;
-                write(db, commit, attempt, Committed::Now)?;
+                let finished = finish(db, commit, attempt, key)?;
+                write(db, commit, attempt, Committed::Now, &finished)?;
                 Ok((attempt, Committed::Now))
             })
     }
@@ -116,7 +212,8 @@ impl Store {
                     state,
                     reason: lost.reason,
                 };
-                retry::after_end(db, &ended)?;
+                let left = retry::left(db, &ended)?;
+                retry::after_end(db, &ended, &left)?;
                 notify(db, lost.id, lost.attempt, state)?;
             }
             Ok(done)
@@ -254,39 +351,61 @@ fn insert_running(
 ) -> Result<(), StoreError> {
     let now = db.now_ms()?;
     let sql = "
-        INSERT INTO attempts (id, attempt, key, state, superseded, host, boot_id, submitter, workspace, provenance, created_ms)
-        VALUES ($1, $2, $3, 'running', $4, $5, $6, $7, $8, $9, $10)";
-    let values = [
-        Value::text(begin.id),
+        INSERT INTO attempts (id, key, state, host, boot_id, submitter, workspace, provenance, attempt, superseded, created_ms)
+        VALUES ($1, $2, 'running', $3, $4, $5, $6, $7, $8, $9, $10)";
+    let begin = Begin { key, ..*begin };
+    let more = [
         Value::int(attempt),
-        Value::text(key),
         Value::bool(superseded),
+        Value::int(now),
+    ];
+    let values: Vec<Value> = running(&begin).into_iter().chain(more).collect();
+    db.execute("begin the attempt", sql, &values).map(drop)
+}
+
+/// The values of [`BEGIN_FIRST`].
+fn running<'a>(begin: &Begin<'a>) -> [Value<'a>; 7] {
+    [
+        Value::text(begin.id),
+        Value::text(begin.key),
         Value::text(begin.host),
         Value::text(begin.boot_id),
         Value::maybe_text(begin.submitter),
         Value::maybe_text(begin.workspace),
         Value::json(begin.provenance),
-        Value::int(now),
-    ];
-    db.execute("begin the attempt", sql, &values).map(drop)
+    ]
 }
 
 /// What a commit finds.
 enum Claim {
-    Write { attempt: u32, committed: Committed },
+    Write {
+        attempt: u32,
+        committed: Committed,
+        finished: Finished,
+    },
     Written(Committed),
 }
 
-/// Makes the attempt final if it is still ours to end; otherwise finds out why not.
-fn claim_to_finish(db: &mut Connection, commit: &Commit) -> Result<Claim, StoreError> {
+/// An attempt that has just become final.
+struct Finished {
+    now_ms: i64,
+    left: Left,
+}
+
+impl Finished {
+    fn read(mut row: Row) -> Result<Finished, StoreError> {
+        let what = "commit the attempt";
+        Ok(Finished {
+            now_ms: row.int(what)?,
+            left: Left::read(&mut row, what)?,
+        })
+    }
+}
+
+/// The attempt was not ours to end. Finds out why, and stores it beside whatever stands there.
+fn claim_late(db: &mut Connection, commit: &Commit) -> Result<Claim, StoreError> {
     let key = commit.begin.key;
     lock(db, commit.begin.id)?;
-    if finish(db, commit, commit.attempt, key)? {
-        return Ok(Claim::Write {
-            attempt: commit.attempt,
-            committed: Committed::Now,
-        });
-    }
     let late_key = match find_key(db, key)? {
         // Removed. Its key is free, and makes a repeat of this commit known.
         None => key.to_owned(),
@@ -312,12 +431,16 @@ fn claim_to_finish(db: &mut Connection, commit: &Commit) -> Result<Claim, StoreE
     let counts = late_key == key && !has_one_that_counts(db, commit.begin.id)?;
     let attempt = allocate(db, commit.begin.id)?;
     insert_running(db, &commit.begin, attempt, &late_key, !counts)?;
-    finish(db, commit, attempt, &late_key)?;
+    let finished = finish(db, commit, attempt, &late_key)?;
     let committed = match counts {
         true => Committed::Anew { attempt },
         false => Committed::Superseded { attempt },
     };
-    Ok(Claim::Write { attempt, committed })
+    Ok(Claim::Write {
+        attempt,
+        committed,
+        finished,
+    })
 }
 
 fn has_one_that_counts(db: &mut Connection, id: &str) -> Result<bool, StoreError> {
@@ -335,33 +458,41 @@ fn late_key(key: &str) -> String {
     hash[..16].iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// The guarded change of state. False: the attempt is not there, not ours, or ended.
+/// Why what it calls its result is not stored, if it is not.
+fn refusal(commit: &Commit) -> Option<String> {
+    let judged = commit
+        .result
+        .map(|text| result_value::check(text.as_bytes()))?;
+    judged.err().map(|e| e.to_string())
+}
+
+/// The change of state of an attempt that this transaction has made, or has found to be its own.
 fn finish(
     db: &mut Connection,
     commit: &Commit,
     attempt: u32,
     key: &str,
-) -> Result<bool, StoreError> {
-    let now = db.now_ms()?;
-    let judged = commit
-        .result
-        .map(|text| result_value::check(text.as_bytes()));
-    let refusal = judged.and_then(|judged| judged.err().map(|e| e.to_string()));
+) -> Result<Finished, StoreError> {
+    let what = "commit the attempt";
+    let refusal = refusal(commit);
+    let sql = db.either(FINISH.sqlite, FINISH.postgres);
+    let row = db.query_one(what, sql, &ending(commit, attempt, key, refusal.as_deref()))?;
+    row.map_or(Err(StoreError::BadValue { what }), Finished::read)
+}
+
+/// The values of [`FINISH`].
+fn ending<'v, 'a: 'v>(
+    commit: &Commit<'a>,
+    attempt: u32,
+    key: &'v str,
+    refusal: Option<&'v str>,
+) -> [Value<'v>; 30] {
     let result = commit.result.filter(|_| refusal.is_none());
     let usage = commit.usage.as_ref();
-    let sql = "
-        UPDATE attempts SET
-            committed_by = $3, committed_ms = $4, state = $5, reason = $6, message = $7, started_ms = $8, ended_ms = $9,
-            wall_ms = $10, cpu_ms = $11, memory_peak_bytes = $12, pids_peak = $13, disk_bytes = $14, files = $15,
-            oom_kills = $16, exit_code = $17, signal = $18, isolation_level = $19, isolation = $20, limits = $21,
-            hints = $22, notices = $23, provenance = COALESCE($24, provenance), complete = $25, outputs_count = $26,
-            output_bytes = $27, refused_count = $28, result = $29, result_note = $30, post_process = $31
-        WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')";
-    let values = [
+    [
         Value::text(commit.begin.id),
         Value::int(attempt),
         Value::text(key),
-        Value::int(now),
         Value::text(commit.state.as_str()),
         Value::text(commit.reason),
         Value::maybe_text(commit.message),
@@ -387,10 +518,9 @@ fn finish(
         Value::count(commit.output_bytes),
         Value::count(commit.refused_count),
         Value::json(result),
-        Value::maybe_text(refusal.as_deref().or(commit.result_note)),
+        Value::maybe_text(refusal.or(commit.result_note)),
         Value::maybe_text(commit.post_process.as_str()),
-    ];
-    Ok(db.execute("commit the attempt", sql, &values)? == 1)
+    ]
 }
 
 /// Everything that hangs on the attempt, and the next one where there is to be one: that is never after one that is late.
@@ -399,6 +529,7 @@ fn write(
     commit: &mut Commit,
     attempt: u32,
     committed: Committed,
+    finished: &Finished,
 ) -> Result<(), StoreError> {
     write_outputs(db, commit, attempt)?;
     write_remarks(db, commit, attempt)?;
@@ -408,7 +539,7 @@ fn write(
         reason: Some(commit.state.as_str()),
         by: Some(commit.begin.host),
     };
-    events::tell(db, commit.begin.id, attempt, &told)?;
+    events::tell_at(db, commit.begin.id, attempt, finished.now_ms, &told)?;
     if committed == Committed::Now {
         let ended = Ended {
             id: commit.begin.id,
@@ -416,7 +547,7 @@ fn write(
             state: commit.state,
             reason: commit.reason,
         };
-        retry::after_end(db, &ended)?;
+        retry::after_end(db, &ended, &finished.left)?;
     }
     notify(db, commit.begin.id, attempt, commit.state)?;
     (commit.before_commit)().map_err(StoreError::BeforeCommit)

@@ -23,12 +23,25 @@ use super::attempt::State;
 use super::error::{Fault, StoreError, Trouble};
 use super::json;
 use super::location::Location;
-use super::open;
+use super::open::{self, FileId};
 
 /// Longer than the server's own bounds (see `open.rs`), so that it cuts in only when the server is silent.
 const SERVER_SILENT_MS: u64 = 150_000;
 /// A goodbye is a courtesy; the server also understands a closed socket.
 const GOODBYE_MS: u64 = 1_000;
+
+/// The database's own clock, in Unix milliseconds, as part of a statement.
+macro_rules! sqlite_now {
+    () => {
+        "CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER)"
+    };
+}
+macro_rules! postgres_now {
+    () => {
+        "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
+    };
+}
+pub(super) use {postgres_now, sqlite_now};
 
 /// A value on its way to a statement. NULL has a type too, because PostgreSQL infers nothing from an untyped one here.
 #[derive(Clone, Debug)]
@@ -297,6 +310,13 @@ pub(super) enum Purpose {
     Snapshot,
 }
 
+/// A transaction's first statement. SQLite takes several in one exchange, with the same values: its text begins the
+/// transaction too.
+pub(super) struct First {
+    pub sqlite: &'static str,
+    pub postgres: &'static str,
+}
+
 pub(super) struct Connection {
     /// `None`: lost.
     wire: Option<Wire>,
@@ -304,17 +324,22 @@ pub(super) struct Connection {
     dialect: Dialect,
     lock_wait_ms: u64,
     in_transaction: bool,
+    /// Which file it is, where it is one, and which log it writes to.
+    file: Option<FileId>,
+    log: Option<FileId>,
     /// Dropped last: the wire's socket is registered with it.
     runtime: Runtime,
 }
 
 impl Connection {
     pub fn open(location: &Location, lock_wait_ms: u64) -> Result<Connection, StoreError> {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(StoreError::Runtime)?;
-        let wire = open::connect(&runtime, location, lock_wait_ms)?;
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        // SQLite's driver is a thread of its own, and wants neither sockets nor clocks.
+        if let Location::Postgres(_) = location {
+            builder.enable_all();
+        }
+        let runtime = builder.build().map_err(StoreError::Runtime)?;
+        let (wire, file) = open::connect(&runtime, location, lock_wait_ms)?;
         let dialect = match wire {
             Wire::Sqlite(_) => Dialect::Sqlite,
             Wire::Postgres(_) => Dialect::Postgres,
@@ -325,6 +350,8 @@ impl Connection {
             dialect,
             lock_wait_ms,
             in_transaction: false,
+            file,
+            log: None,
             runtime,
         })
     }
@@ -391,6 +418,11 @@ impl Connection {
                 let query = sqlx::query_with::<Sqlite, _>(sql, arguments);
                 collect(runtime.block_on(query.fetch_all(wire))?, sqlite_cell)
             }
+            // Without values there is nothing to prepare, which would be an exchange more.
+            Wire::Postgres(wire) if values.is_empty() => {
+                let rows = bounded(runtime, sqlx::raw_sql(sql).fetch_all(wire))?;
+                collect(rows, postgres_cell)
+            }
             Wire::Postgres(wire) => {
                 let arguments = postgres_arguments(values).map_err(sqlx::Error::Encode)?;
                 let query = sqlx::query_with::<Postgres, _>(sql, arguments);
@@ -419,8 +451,8 @@ impl Connection {
     pub fn now_ms(&mut self) -> Result<i64, StoreError> {
         let what = "read the database's clock";
         let sql = self.either(
-            "SELECT CAST(ROUND((julianday('now') - 2440587.5) * 86400000.0) AS INTEGER)",
-            "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)",
+            concat!("SELECT ", sqlite_now!()),
+            concat!("SELECT ", postgres_now!()),
         );
         let row = self.query_one(what, sql, &[])?;
         row.ok_or(StoreError::BadValue { what })?.int(what)
@@ -433,30 +465,89 @@ impl Connection {
         purpose: Purpose,
         work: impl FnOnce(&mut Connection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
+        let begin = self.begin_of(purpose);
+        self.transaction_from(what, |db| db.script(what, begin), |db, ()| work(db))
+    }
+
+    /// A transaction to write whose first statement is known, so that SQLite begins it in the same exchange.
+    pub fn transaction_with<T>(
+        &mut self,
+        what: &'static str,
+        first: &First,
+        values: &[Value],
+        work: impl FnOnce(&mut Connection, Vec<Row>) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let begin = self.begin_of(Purpose::Write);
+        let begun = |db: &mut Connection| match db.dialect {
+            Dialect::Sqlite => db.query(what, first.sqlite, values),
+            Dialect::Postgres => {
+                db.script(what, begin)?;
+                db.query(what, first.postgres, values)
+            }
+        };
+        self.transaction_from(what, begun, work)
+    }
+
+    /// Statements that are one transaction by themselves, and that a power cut may undo. SQLite's set and reset how
+    /// durable it is, so a connection on which they failed is not used again.
+    pub fn undurably(
+        &mut self,
+        what: &'static str,
+        sql: &First,
+        values: &[Value],
+    ) -> Result<Vec<Row>, StoreError> {
+        let sql = self.either(sql.sqlite, sql.postgres);
+        let done = self.query(what, sql, values);
+        if done.is_err() {
+            self.lose();
+        }
+        done
+    }
+
+    fn begin_of(&self, purpose: Purpose) -> &'static str {
         // SQLite's plain BEGIN takes the lock at the first write, and then two writers can each hold what the other wants.
-        let begin = match (self.dialect, purpose) {
+        match (self.dialect, purpose) {
             (Dialect::Sqlite, Purpose::Write) => "BEGIN IMMEDIATE",
             (Dialect::Sqlite, Purpose::Snapshot) => "BEGIN",
             (Dialect::Postgres, Purpose::Write) => "BEGIN ISOLATION LEVEL READ COMMITTED",
             (Dialect::Postgres, Purpose::Snapshot) => {
                 "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
             }
-        };
+        }
+    }
+
+    fn transaction_from<B, T>(
+        &mut self,
+        what: &'static str,
+        begin: impl FnOnce(&mut Connection) -> Result<B, StoreError>,
+        work: impl FnOnce(&mut Connection, B) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
         if self.in_transaction {
             // Some `work` panicked, and what it began must not become part of this.
             self.in_transaction = false;
             self.lose();
         }
-        self.script(what, begin)?;
+        // A lost connection is made anew here, and not from here on.
+        self.ready()?;
         self.in_transaction = true;
-        let done = work(self).and_then(|made| self.script(what, "COMMIT").map(|()| made));
+        let done = begin(self)
+            .and_then(|begun| work(self, begun))
+            .and_then(|made| self.script(what, "COMMIT").map(|()| made));
         if done.is_err() && self.wire.is_some() && self.script(what, "ROLLBACK").is_err() {
-            // A transaction that cannot be ended must not swallow what comes next. After a failed COMMIT there may be
+            // A transaction that cannot be ended must not swallow what comes next. After a failed BEGIN or COMMIT there may be
             // none to roll back, and then the connection is replaced for nothing, which costs little.
             self.lose();
         }
         self.in_transaction = false;
         done
+    }
+
+    fn ready(&mut self) -> Result<(), StoreError> {
+        if self.wire.is_none() {
+            let (wire, file) = open::connect(&self.runtime, &self.location, self.lock_wait_ms)?;
+            (self.wire, self.file) = (Some(wire), file);
+        }
+        Ok(())
     }
 
     /// Runs one exchange with the database, on a connection that is made anew if the last one was lost.
@@ -465,12 +556,8 @@ impl Connection {
         what: &'static str,
         exchange: impl FnOnce(&Runtime, &mut Wire) -> Result<T, sqlx::Error>,
     ) -> Result<T, StoreError> {
-        if self.wire.is_none() && !self.in_transaction {
-            self.wire = Some(open::connect(
-                &self.runtime,
-                &self.location,
-                self.lock_wait_ms,
-            )?);
+        if !self.in_transaction {
+            self.ready()?;
         }
         let Some(wire) = self.wire.as_mut() else {
             let source = Fault::new(
@@ -491,6 +578,30 @@ impl Connection {
     fn lose(&mut self) {
         let _inside = self.runtime.enter();
         self.wire = None;
+    }
+
+    pub fn is_in_place(&self) -> bool {
+        match (&self.location, self.file) {
+            (Location::Sqlite(path), Some(file)) => {
+                open::file_id(path) == Some(file) && open::file_id(&open::log_of(path)) == self.log
+            }
+            _ => true,
+        }
+    }
+
+    /// Once something was written: what is written to a log that somebody has removed is lost.
+    pub fn note_place(&mut self) {
+        if let Location::Sqlite(path) = &self.location {
+            self.log = open::file_id(&open::log_of(path));
+        }
+    }
+
+    /// Lets go as the end of the process would, which is to be near: the driver's thread stays until then. Nobody waits
+    /// for SQLite to copy its log into the file, which the next who open it do every few dozen commits.
+    pub fn leave(mut self) {
+        if let Some(Wire::Sqlite(wire)) = self.wire.take() {
+            std::mem::forget(wire);
+        }
     }
 }
 

@@ -28,6 +28,17 @@ pub(super) fn tell(
     told: &Told,
 ) -> Result<(), StoreError> {
     let now = db.now_ms()?;
+    tell_at(db, id, attempt, now, told)
+}
+
+/// For who has asked for the time.
+pub(super) fn tell_at(
+    db: &mut Connection,
+    id: &str,
+    attempt: u32,
+    now: i64,
+    told: &Told,
+) -> Result<(), StoreError> {
     let mut rows = Rows::new(db, "note what happened", &rows::EVENTS);
     rows.push(row(id, attempt, now, told))?;
     rows.finish()

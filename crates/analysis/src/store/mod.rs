@@ -93,6 +93,22 @@ impl Store {
         schema::migrate(&mut db, to.min(Schema::CURRENT))
     }
 
+    /// Notes which files it is, for [`Store::is_in_place`] to compare.
+    pub fn note_place(&mut self) {
+        self.db.note_place();
+    }
+
+    /// Whether the database, and the log that was last written to, are still where they were. A server answers for itself.
+    pub fn is_in_place(&self) -> bool {
+        self.db.is_in_place()
+    }
+
+    /// Lets go of the database in a process that is about to end. SQLite's write-ahead log then stays beside the file, and
+    /// is read by whoever opens it next.
+    pub fn leave(self) {
+        self.db.leave();
+    }
+
     /// The database's own name: 32 hex digits, made with it.
     pub fn id(&self) -> &str {
         &self.id

@@ -18,9 +18,14 @@ use super::connection::{Wire, bounded};
 use super::error::{Fault, StoreError, Trouble};
 use super::location::{Location, Server, SslMode};
 
-/// How long a write waits for another's lock, on either database, before it says that somebody is in the way.
+/// How long a write waits for another's lock, on either database, before it says that somebody is in the way. [`SESSION`]
+/// has it too.
 pub(super) const LOCK_WAIT_MS: u64 = 30_000;
 const BUSY_PAUSE_MS: u64 = 20;
+/// The write-ahead log outlives its writers, who do not wait for a checkpoint when they end. Whoever opens the database
+/// when nobody else has it open reads all of the log, so it must stay short; and a checkpoint costs two syncs, so it must
+/// not come with every run, which writes about sixteen pages.
+const CHECKPOINT_PAGES: &str = "128";
 
 /// - `search_path`: nobody's temporary or public object can stand before a table or function of ours.
 /// - timeouts: a run must never hang on the server. The last one frees the locks of a runner that was stopped (SIGSTOP).
@@ -29,22 +34,44 @@ const SESSION: &str = "
     SET search_path = pg_catalog, fumehood, pg_temp;
     SET statement_timeout = '120s';
     SET idle_in_transaction_session_timeout = '10min';
+    SET lock_timeout = '30s';
     SET standard_conforming_strings = on;
     SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
+    SELECT current_setting('server_encoding');
 ";
 
 pub(super) fn connect(
     runtime: &Runtime,
     location: &Location,
     lock_wait_ms: u64,
-) -> Result<Wire, StoreError> {
+) -> Result<(Wire, Option<FileId>), StoreError> {
     match location {
         Location::None => Err(StoreError::NoDatabase),
-        Location::Sqlite(path) => sqlite(runtime, location, path, lock_wait_ms).map(Wire::Sqlite),
+        Location::Sqlite(path) => {
+            let (wire, file) = sqlite(runtime, location, path, lock_wait_ms)?;
+            Ok((Wire::Sqlite(wire), Some(file)))
+        }
         Location::Postgres(server) => {
-            postgres(runtime, location, server, lock_wait_ms).map(Wire::Postgres)
+            let wire = postgres(runtime, location, server, lock_wait_ms)?;
+            Ok((Wire::Postgres(wire), None))
         }
     }
+}
+
+/// A file, whatever it is called: its device and its inode.
+pub(super) type FileId = (u64, u64);
+
+/// The write-ahead log of a file.
+pub(super) fn log_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push("-wal");
+    PathBuf::from(name)
+}
+
+/// Which file has this name now.
+pub(super) fn file_id(path: &Path) -> Option<FileId> {
+    let found = rustix::fs::lstat(path).ok()?;
+    Some((found.st_dev, found.st_ino))
 }
 
 fn failed(location: &Location, e: &sqlx::Error) -> StoreError {
@@ -59,7 +86,7 @@ fn sqlite(
     location: &Location,
     path: &Path,
     lock_wait_ms: u64,
-) -> Result<SqliteConnection, StoreError> {
+) -> Result<(SqliteConnection, FileId), StoreError> {
     // An absolute path: SQLite gives `:memory:`, the empty name and `file:…` meanings of their own.
     let path = std::path::absolute(path).map_err(|source| StoreError::File {
         what: "find",
@@ -67,7 +94,7 @@ fn sqlite(
         source,
     })?;
     crate::artifacts::refuse_network_fs(&path)?;
-    ready_file(&path)?;
+    let file = ready_file(&path)?;
     let options = SqliteConnectOptions::new()
         .filename(&path)
         .create_if_missing(false)
@@ -75,6 +102,7 @@ fn sqlite(
         .journal_mode(SqliteJournalMode::Wal)
         .synchronous(SqliteSynchronous::Full)
         .foreign_keys(true)
+        .pragma("wal_autocheckpoint", CHECKPOINT_PAGES)
         // A function or virtual table that somebody put into the file's schema is not run.
         .pragma("trusted_schema", "OFF")
         .pragma("cell_size_check", "ON")
@@ -83,7 +111,7 @@ fn sqlite(
     let until = Instant::now() + Duration::from_millis(lock_wait_ms);
     loop {
         match runtime.block_on(options.connect()) {
-            Ok(wire) => return Ok(wire),
+            Ok(wire) => return Ok((wire, file)),
             Err(e) => match failed(location, &e) {
                 e if e.trouble() == Trouble::Busy && Instant::now() < until => {
                     std::thread::sleep(Duration::from_millis(BUSY_PAUSE_MS));
@@ -98,7 +126,7 @@ fn sqlite(
 ///
 /// Nothing here opens it: closing any descriptor of a file gives up every POSIX lock that this process has on it, those
 /// of SQLite in another thread included. An O_PATH descriptor is no such one.
-fn ready_file(path: &Path) -> Result<(), StoreError> {
+fn ready_file(path: &Path) -> Result<FileId, StoreError> {
     let unsafe_file = |why| StoreError::UnsafeFile {
         path: path.to_owned(),
         why,
@@ -148,7 +176,7 @@ fn ready_file(path: &Path) -> Result<(), StoreError> {
         rustix::fs::accessat(&directory, name, Access::WRITE_OK, AtFlags::EACCESS)
             .map_err(|e| file_error("write to the database", e))?;
     }
-    Ok(())
+    Ok((found.st_dev, found.st_ino))
 }
 
 fn ready_directory(parent: &Path, us: u32) -> Result<rustix::fd::OwnedFd, StoreError> {
@@ -204,14 +232,18 @@ fn postgres(
             });
         }
     };
-    bounded(runtime, sqlx::raw_sql(SESSION).execute(&mut wire))
+    let told = bounded(runtime, sqlx::raw_sql(SESSION).fetch_all(&mut wire))
         .map_err(|e| failed(location, &e))?;
-    let ask = sqlx::query::<Postgres>(
-        "SELECT current_setting('server_encoding'), set_config('lock_timeout', $1, false)",
-    );
-    let ask = ask.bind(lock_wait_ms.to_string());
-    let row = bounded(runtime, ask.fetch_one(&mut wire)).map_err(|e| failed(location, &e))?;
-    let encoding: String = row.try_get(0).map_err(|e| failed(location, &e))?;
+    if lock_wait_ms != LOCK_WAIT_MS {
+        let set = sqlx::query::<Postgres>("SELECT set_config('lock_timeout', $1, false)");
+        let set = set.bind(lock_wait_ms.to_string());
+        bounded(runtime, set.execute(&mut wire)).map_err(|e| failed(location, &e))?;
+    }
+    // The last statement's row: one before it has one only where there was something to set.
+    let encoding: String = match told.last() {
+        Some(row) => row.try_get(0).map_err(|e| failed(location, &e))?,
+        None => String::new(),
+    };
     match encoding.as_str() {
         "UTF8" => Ok(wire),
         _ => Err(StoreError::Encoding {
@@ -229,7 +261,9 @@ pub(super) fn postgres_options(server: &Server) -> PgConnectOptions {
         .username(&server.user)
         .database(&server.database)
         .application_name("fumehood")
+        // Nobody but the kernel is on a socket's way, and libpq too asks for nothing there.
         .ssl_mode(match server.ssl_mode {
+            _ if server.host.starts_with('/') => PgSslMode::Disable,
             SslMode::Disable => PgSslMode::Disable,
             SslMode::Allow => PgSslMode::Allow,
             SslMode::Prefer => PgSslMode::Prefer,

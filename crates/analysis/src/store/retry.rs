@@ -36,17 +36,35 @@ struct Submitted {
     cpu_milli: Option<u64>,
 }
 
-/// Queues the next attempt if there is to be one. In the transaction that ended the last, so that none is ever lost
-/// between them; the analysis is locked.
-pub(super) fn after_end(db: &mut Connection, ended: &Ended) -> Result<(), StoreError> {
+/// How often an attempt may still be tried again.
+pub(super) enum Left {
+    /// It did not come from the queue, or somebody cancelled it.
+    NotAsked,
+    Times(i64),
+}
+
+impl Left {
+    /// From `retries_left` and `cancel_ms`. Without a number it did not come from the queue.
+    pub fn read(row: &mut Row, what: &'static str) -> Result<Left, StoreError> {
+        Ok(match (row.maybe_int(what)?, row.maybe_int(what)?) {
+            (Some(retries_left), None) => Left::Times(retries_left),
+            _ => Left::NotAsked,
+        })
+    }
+}
+
+pub(super) fn left(db: &mut Connection, ended: &Ended) -> Result<Left, StoreError> {
     let what = "look whether it is tried again";
     let sql = "SELECT retries_left, cancel_ms FROM attempts WHERE id = $1 AND attempt = $2";
     let of = [Value::text(ended.id), Value::int(ended.attempt)];
-    let Some(mut row) = db.query_one(what, sql, &of)? else {
-        return Ok(());
-    };
-    // Without a number it did not come from the queue.
-    let (Some(retries_left), None) = (row.maybe_int(what)?, row.maybe_int(what)?) else {
+    let row = db.query_one(what, sql, &of)?;
+    row.map_or(Ok(Left::NotAsked), |mut row| Left::read(&mut row, what))
+}
+
+/// Queues the next attempt if there is to be one. In the transaction that ended the last, so that none is ever lost
+/// between them; the analysis is locked.
+pub(super) fn after_end(db: &mut Connection, ended: &Ended, left: &Left) -> Result<(), StoreError> {
+    let Left::Times(retries_left) = *left else {
         return Ok(());
     };
     // What cannot be read of it, or numbered, is not tried again: the end of an attempt must not hang on that.

@@ -8,22 +8,28 @@ use super::error::StoreError;
 
 /// A table that takes many rows.
 pub(super) struct Insert {
-    one: LazyLock<String>,
-    many: LazyLock<String>,
+    /// One for each of [`SIZES`].
+    texts: [LazyLock<String>; SIZES.len()],
     columns: usize,
 }
 
 /// Enough that a server a millisecond away does not matter, and few enough that the placeholders stay far below both
 /// databases' bounds.
 const ROWS: usize = 64;
+/// How many rows one statement takes: what waits goes in few of them, and there are few texts to make.
+const SIZES: [usize; 4] = [ROWS, 8, 2, 1];
 /// What waits may hold so much beside its last row; outputs are up to a mebibyte each.
 const WAITING_BYTES_MAX: usize = 1 << 20;
 
 macro_rules! insert {
     ($name:ident, $columns:literal, $into:literal) => {
         pub(super) static $name: Insert = Insert {
-            one: LazyLock::new(|| text($into, $columns, 1)),
-            many: LazyLock::new(|| text($into, $columns, ROWS)),
+            texts: [
+                LazyLock::new(|| text($into, $columns, SIZES[0])),
+                LazyLock::new(|| text($into, $columns, SIZES[1])),
+                LazyLock::new(|| text($into, $columns, SIZES[2])),
+                LazyLock::new(|| text($into, $columns, SIZES[3])),
+            ],
             columns: $columns,
         };
     };
@@ -116,14 +122,11 @@ impl<'a, 'd> Rows<'a, 'd> {
     pub fn push<const N: usize>(&mut self, row: [Value<'a>; N]) -> Result<(), StoreError> {
         self.waiting_bytes += row.iter().map(Value::size).sum::<usize>();
         self.waiting.extend(row);
-        if self.waiting.len() == ROWS * self.insert.columns {
-            let many: &'static str = &self.insert.many;
-            self.db.execute(self.what, many, &self.waiting)?;
-            self.clear();
-        } else if self.waiting_bytes > WAITING_BYTES_MAX {
-            self.flush()?;
+        let full = self.waiting.len() == ROWS * self.insert.columns;
+        match full || self.waiting_bytes > WAITING_BYTES_MAX {
+            true => self.flush(),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     pub fn finish(mut self) -> Result<(), StoreError> {
@@ -131,16 +134,17 @@ impl<'a, 'd> Rows<'a, 'd> {
     }
 
     fn flush(&mut self) -> Result<(), StoreError> {
-        let one: &'static str = &self.insert.one;
-        for row in self.waiting.chunks(self.insert.columns) {
-            self.db.execute(self.what, one, row)?;
+        let mut rest = self.waiting.as_slice();
+        for (size, text) in SIZES.iter().zip(&self.insert.texts) {
+            let values = size * self.insert.columns;
+            while let Some((these, others)) = rest.split_at_checked(values) {
+                let text: &'static str = text;
+                self.db.execute(self.what, text, these)?;
+                rest = others;
+            }
         }
-        self.clear();
-        Ok(())
-    }
-
-    fn clear(&mut self) {
         self.waiting.clear();
         self.waiting_bytes = 0;
+        Ok(())
     }
 }

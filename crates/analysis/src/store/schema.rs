@@ -88,12 +88,18 @@ pub(super) fn find(db: &mut Connection) -> Result<Found, StoreError> {
         (0, _) => return Ok(Found::Foreign),
         _ => (),
     }
+    Ok(read(db)?.map_or(Found::Foreign, |(schema, id)| Found::Ours { schema, id }))
+}
+
+/// What the table says that every database of ours has.
+fn read(db: &mut Connection) -> Result<Option<(Schema, String)>, StoreError> {
+    let what = "read the schema's version";
     let sql = db.either(
         "SELECT schema_major, schema_minor, database_id FROM main.meta WHERE one = 1",
         "SELECT schema_major, schema_minor, database_id FROM fumehood.meta WHERE one = 1",
     );
     let Some(mut row) = db.query_one(what, sql, &[])? else {
-        return Ok(Found::Foreign);
+        return Ok(None);
     };
     let mut number = || -> Result<u32, StoreError> {
         u32::try_from(row.int(what)?).map_err(|_| StoreError::BadValue { what })
@@ -102,12 +108,18 @@ pub(super) fn find(db: &mut Connection) -> Result<Found, StoreError> {
         major: number()?,
         minor: number()?,
     };
-    let id = row.text(what)?;
-    Ok(Found::Ours { schema, id })
+    Ok(Some((schema, row.text(what)?)))
 }
 
 /// The database's own name, if this binary can use it.
 pub(super) fn check(db: &mut Connection) -> Result<String, StoreError> {
+    // As a rule it is there. If not, or if we may not read it, it is asked for in a way that tells why.
+    if let Ok(Some((schema, id))) = read(db)
+        && schema.major == Schema::CURRENT.major
+        && schema >= Schema::CURRENT
+    {
+        return Ok(id);
+    }
     let location = db.location().to_string();
     match find(db)? {
         Found::Foreign => Err(StoreError::NotOurs { location }),

@@ -446,7 +446,9 @@ fn a_racing_creator_does_not_hold_the_removal_for_ever() {
                 let _ = File::create(dir.path().join(n.to_string()));
             }
         };
-        let result = while_racing(create, || remove_at_most(open(dir.path()).as_fd(), 20_000));
+        let result = while_racing(create, || {
+            remove_at_most(open(dir.path()).as_fd(), 20_000, &mut || Ok(Standing::Yes))
+        });
         // Either it won between two acts of the creator, or it gave up; it came back.
         assert!(
             matches!(result, Ok(_) | Err(TreeError::Busy { .. })),

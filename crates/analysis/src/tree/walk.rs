@@ -6,7 +6,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, StatxFlags};
+use rustix::fs::{
+    AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, Statx, StatxFlags,
+};
 use rustix::io::Errno;
 
 use super::{Fault, TreeError};
@@ -32,8 +34,8 @@ const SHOWN_BYTES_MAX: usize = 1024;
 pub(crate) trait Visit {
     /// Opens a subdirectory.
     fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault>;
-    /// A directory was opened, the top one (as `.`) included. If this fails it is not entered.
-    fn entered(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<(), Fault>;
+    /// A directory was opened, the top one (as `.`) included, and found to be `stat`. If this fails it is not entered.
+    fn entered(&mut self, dir: BorrowedFd<'_>, name: &CStr, stat: &Statx) -> Result<(), Fault>;
     fn entry(&mut self, dir: BorrowedFd<'_>, name: &CStr, kind: FileType) -> Result<Next, Fault>;
     /// A subdirectory was walked to its end.
     fn left(&mut self, parent: BorrowedFd<'_>, name: &CStr) -> Result<(), Fault>;
@@ -70,10 +72,10 @@ struct Level {
 impl Level {
     fn enter(dir: BorrowedFd<'_>, name: &CStr, visitor: &mut impl Visit) -> Result<Self, Fault> {
         let fd = visitor.open(dir, name)?;
-        let id = Identity::of(fd.as_fd())?;
-        visitor.entered(fd.as_fd(), name)?;
+        let stat = look_at_dir(fd.as_fd())?;
+        visitor.entered(fd.as_fd(), name, &stat)?;
         Ok(Level {
-            id,
+            id: Identity::from(&stat),
             name: name.to_owned(),
             fd: Some(fd),
             position: Position::Start,
@@ -108,16 +110,26 @@ pub(crate) struct Identity {
 
 impl Identity {
     pub(crate) fn of(dir: BorrowedFd<'_>) -> Result<Self, Fault> {
-        let wanted = StatxFlags::INO | StatxFlags::BTIME | StatxFlags::MNT_ID;
-        let stat = rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, wanted).map_err(Fault::Stat)?;
+        Ok(Identity::from(&look_at_dir(dir)?))
+    }
+}
+
+impl From<&Statx> for Identity {
+    fn from(stat: &Statx) -> Self {
         let has = |flag: StatxFlags| stat.stx_mask & flag.bits() != 0;
-        Ok(Identity {
+        Identity {
             dev: (stat.stx_dev_major, stat.stx_dev_minor),
             ino: stat.stx_ino,
             born: has(StatxFlags::BTIME).then_some((stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec)),
             mount: has(StatxFlags::MNT_ID).then_some(stat.stx_mnt_id),
-        })
+        }
     }
+}
+
+/// All that the walk and its visitors ask about a directory, in one call.
+fn look_at_dir(dir: BorrowedFd<'_>) -> Result<Statx, Fault> {
+    let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID;
+    rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, wanted).map_err(Fault::Stat)
 }
 
 pub(crate) struct Walk {

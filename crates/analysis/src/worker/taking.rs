@@ -13,6 +13,7 @@ use super::slot::{ORDER_VERSION, Order};
 use super::{News, Options, Worker, name};
 use crate::attempt::check_room;
 use crate::limits::error_chain;
+use crate::pipeline::PipelineError;
 use crate::record::Reason;
 use crate::request::AnalysisId;
 use crate::run_dir;
@@ -47,7 +48,8 @@ impl Worker {
             self.options.free_reserve_bytes,
             self.options.store_quota_bytes,
         );
-        match check_room(&self.ledger, reserve, quota) {
+        let artifacts = self.ledger.artifacts().map_err(PipelineError::from);
+        match artifacts.and_then(|artifacts| check_room(&artifacts, reserve, quota)) {
             Ok(()) => {
                 self.no_room = false;
                 true

@@ -14,7 +14,7 @@ use crate::config::settings::Key;
 /// by its ending (.py, .R, .sh, .jl). After `--` stands a command, run as given. Everything after
 /// SCRIPT or CMD belongs to the program.
 ///
-/// Every option but --id, --in, --input, --stdin, --replace, --to and --force can also be set in a file or by a
+/// Every option but --id, --in, --input, --stdin, --replace, --to, --force and --timings can also be set in a file or by a
 /// FUMEHOOD_* variable, as docs/configuration.md tells; options given here win, and the operator's
 /// /etc/fumehood/policy.toml bounds them all.
 #[derive(Clone, Debug, Default, clap::Args)]
@@ -29,6 +29,10 @@ pub struct RunArgs {
     /// --workspace memory [default: a new workspace]
     #[arg(long = "in", value_name = "ID", help_heading = "Workspace")]
     pub in_workspace: Option<OsString>,
+
+    /// Tell on stderr how long each part of the run took; --json has it always
+    #[arg(long, help_heading = "Report")]
+    pub timings: bool,
 
     /// The script or command with its arguments; the usage line shows it better than clap would.
     #[arg(
@@ -621,7 +625,7 @@ mod tests {
     #[test]
     fn each_setting_is_an_option_and_each_option_a_setting() {
         let program = Program::command();
-        let not_settings = ["help", "from", "continue"];
+        let not_settings = ["help", "from", "continue", "timings"];
         let options: BTreeSet<String> = ["run", "submit"]
             .into_iter()
             .flat_map(|verb| program.find_subcommand(verb).unwrap().get_arguments())

@@ -13,6 +13,7 @@ use analysis::logs::Captured;
 use analysis::pipeline::{self, Audience, Done, NotRun, PipelineError, Place, Surroundings};
 use analysis::record::{CommitState, Record};
 use analysis::runtime::Caller;
+use analysis::timings;
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios};
@@ -32,7 +33,7 @@ const SIGWINCH: i32 = 28;
 pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
     let resolved = config::request(args, &sources)?;
-    perform(&resolved, Terminal::None, None)
+    perform(&resolved, Terminal::None, None, args.timings)
 }
 
 pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
@@ -49,13 +50,14 @@ pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
         rows: size.ws_row,
         columns: size.ws_col,
     };
-    perform(&resolved, terminal, Some(raw))
+    perform(&resolved, terminal, Some(raw), false)
 }
 
 fn perform(
     resolved: &Resolved,
     terminal: Terminal,
     raw: Option<RawTerminal>,
+    tell_timings: bool,
 ) -> anyhow::Result<u8> {
     let Presentation { json, quiet } = resolved.presentation;
     let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
@@ -117,7 +119,9 @@ fn perform(
         (0, Err(())) => exit::COULD_NOT_RUN,
         (code, _) => code,
     };
+    let timings = timings::so_far();
     if json {
+        record.timings = Some(timings);
         if let Some((stdout, stderr)) = &logs {
             record.stdout.text = stdout.text("stdout");
             record.stderr.text = stderr.text("stderr");
@@ -146,6 +150,9 @@ fn perform(
         show::summary(&record);
     } else {
         show::trouble(&record);
+    }
+    if tell_timings {
+        show::timings(&timings);
     }
     Ok(code)
 }

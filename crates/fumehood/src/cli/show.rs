@@ -6,6 +6,7 @@ use std::io::Write;
 use analysis::logs::escape_terminal;
 use analysis::record::{CommitState, LimitEntry, Record, Status};
 use analysis::request::Level;
+use analysis::timings::{Part, Timings};
 use analysis::units::{format_duration, format_size};
 use rustix::termios::OutputModes;
 use sandbox::spec::{Hardness, LimitName};
@@ -58,6 +59,26 @@ pub fn summary(record: &Record) {
 
 /// How many outputs a summary lists before it counts.
 const LISTED_MAX: usize = 20;
+
+/// How long each part took; what building the sandbox consisted of stands below it.
+pub fn timings(timings: &Timings) {
+    let one = |indent: &str, part: &Part| {
+        let ms = part.us as f64 / 1000.0;
+        let name = format!("{indent}{}", part.name.replace('_', " "));
+        line(&format!("{name:<44}{ms:>10.3} ms"));
+    };
+    for part in &timings.steps {
+        one("", part);
+        if part.name == "sandbox" {
+            timings.sandbox.iter().for_each(|part| one("  ", part));
+        }
+    }
+    let total = Part {
+        name: String::from("total"),
+        us: timings.total_us,
+    };
+    one("", &total);
+}
 
 /// What even the quiet are told: something is left to do.
 pub fn trouble(record: &Record) {

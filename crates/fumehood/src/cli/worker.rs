@@ -199,7 +199,7 @@ fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Optio
         "--memory is {}, which leaves each of {slots} slots less than 16M; raise it, or give fewer --slots",
         format_size(total.memory_bytes)
     );
-    let mut runner: Vec<OsString> = vec!["__runner".into()];
+    let mut runner: Vec<OsString> = vec![super::RUNNER.into()];
     for (flag, value) in [
         ("--db", &args.store.db),
         ("--artifacts", &args.store.artifacts),

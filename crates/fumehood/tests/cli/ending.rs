@@ -39,7 +39,7 @@ pub const TRIALS: &[Entry] = &[
     ),
 ];
 
-const FIELDS: [&str; 27] = [
+const FIELDS: [&str; 28] = [
     "schema",
     "id",
     "attempt",
@@ -49,6 +49,7 @@ const FIELDS: [&str; 27] = [
     "exit_code",
     "signal",
     "times",
+    "timings",
     "cpu_ms",
     "memory_peak_bytes",
     "pids_peak",
@@ -558,7 +559,7 @@ fn printed_text() {
 }
 
 /// Everything that descends from a process, nearest first.
-fn below(pid: u32) -> Vec<u32> {
+pub fn below(pid: u32) -> Vec<u32> {
     let list =
         std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let children: Vec<u32> = list

@@ -158,6 +158,8 @@ fn gone() {
 fn older_copy() {
     let lab = Lab::new();
     lab.sh(&["--id", "before"], "true").good();
+    // Whoever closes the database puts what is in its log into the file.
+    lab.gc(&[]).good();
     let database = lab.home.join("fumehood.db");
     let copy = lab.path("copy.db");
     std::fs::copy(&database, &copy).unwrap();
@@ -174,7 +176,7 @@ fn older_copy() {
 
 fn touched() {
     let lab = Lab::new();
-    run_with_fault(&lab, "manifest_durable=kill", &["--id", "t"], LEAVES);
+    run_with_fault(&lab, "manifest_written=kill", &["--id", "t"], LEAVES);
     let file = std::fs::File::options()
         .append(true)
         .open(lab.workspace("t").join("big"));
@@ -187,7 +189,7 @@ fn touched() {
 fn lost() {
     let lab = Lab::new();
     let options = ["--id", "l", "--expect", "big"];
-    run_with_fault(&lab, "manifest_durable=kill", &options, LEAVES);
+    run_with_fault(&lab, "manifest_written=kill", &options, LEAVES);
     std::fs::remove_file(lab.workspace("l").join("big")).unwrap();
     lab.gc(&[]).good();
     let row = "SELECT state, reason, output_bytes FROM analyses_v1";
@@ -198,7 +200,7 @@ fn lost() {
 fn discarded() {
     let lab = Lab::new();
     let id = fresh_id("d");
-    run_with_fault(&lab, "outcome_durable=kill", &["--id", &id], LEAVES);
+    run_with_fault(&lab, "outcome_written=kill", &["--id", &id], LEAVES);
     lab.ask(["workspace", "remove", &id])
         .refused(125, "--discard");
     lab.ask(["workspace", "remove", &id, "--discard"]).good();
@@ -211,6 +213,9 @@ fn discarded() {
 
 fn exchanged() {
     let lab = Lab::new();
+    lab.sh(&["--id", "before"], "true").good();
+    // Whoever closes the database puts what is in its log into the file.
+    lab.gc(&[]).good();
     let script = "echo ready; read go; echo x > f";
     let mut command = lab.run_command(["--id", "e", "--stdin", "-", "--", "sh", "-c", script]);
     command.stdin(std::process::Stdio::piped());
@@ -226,13 +231,15 @@ fn exchanged() {
     }
     std::fs::rename(&aside, &database).unwrap();
     lab.ask(["post-process", "e"]).good();
-    assert_eq!(lab.sql_one("SELECT outputs_count FROM analyses_v1"), 1);
+    let row = "SELECT outputs_count FROM analyses_v1 WHERE id = 'e'";
+    assert_eq!(lab.sql_one(row), 1);
     lab.assert_nothing_left();
 }
 
 fn sweeping_copy() {
     let lab = Lab::new();
     lab.sh(&["--id", "before"], "echo before > f").good();
+    lab.gc(&[]).good();
     let copy = lab.home.join("copy.db");
     std::fs::copy(lab.home.join("fumehood.db"), &copy).unwrap();
     lab.sh(&["--id", "after"], "echo after > f").good();

@@ -8,6 +8,7 @@
 mod crash;
 mod doctor;
 mod doctor_attack;
+mod durability;
 mod ending;
 mod findings;
 mod hostile;
@@ -26,6 +27,7 @@ mod reading;
 mod record;
 mod runtimes;
 mod shell;
+mod standby;
 mod stepwise;
 mod submit;
 mod together;
@@ -45,10 +47,11 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 23] = [
+    let files: [(&str, &[Entry]); 25] = [
         ("crash", crash::TRIALS),
         ("doctor", doctor::TRIALS),
         ("doctor_attack", doctor_attack::TRIALS),
+        ("durability", durability::TRIALS),
         ("ending", ending::TRIALS),
         ("findings", findings::TRIALS),
         ("hostile", hostile::TRIALS),
@@ -65,6 +68,7 @@ fn entries() -> Vec<(String, For, fn())> {
         ("record", record::TRIALS),
         ("runtimes", runtimes::TRIALS),
         ("shell", shell::TRIALS),
+        ("standby", standby::TRIALS),
         ("stepwise", stepwise::TRIALS),
         ("submit", submit::TRIALS),
         ("together", together::TRIALS),

@@ -9,6 +9,7 @@ use crate::lab::{Lab, finish};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
+    ("timings_are_told_when_asked_for", For::Everyone, timings),
     ("passes_through_live", For::Everyone, live),
     (
         "one_document_whatever_is_printed",
@@ -448,4 +449,26 @@ fn no_secrets() {
             "{path}: {text}"
         );
     }
+}
+
+fn timings() {
+    let lab = Lab::new();
+    let ended = lab.sh(&["--timings", "--quiet"], "true");
+    ended.good();
+    let told = ended.err();
+    for part in ["planned", "sandbox", "  mount /proc", "committed", "total"] {
+        assert!(told.contains(&format!("fumehood: {part} ")), "{told}");
+    }
+    // Only on request, and never on the program's own stream.
+    let quiet = lab.sh(&["--quiet"], "true");
+    assert_eq!((quiet.out(), quiet.err()), (String::new(), String::new()));
+    let document = lab.sh_json(&[], "true");
+    let steps = document["timings"]["steps"].as_array().unwrap().clone();
+    let sum: u64 = steps.iter().map(|step| step["us"].as_u64().unwrap()).sum();
+    assert_eq!(document["timings"]["total_us"], sum, "{document}");
+    assert!(steps.iter().any(|step| step["name"] == "committed"));
+    // What is kept is how it ended, not how long we took.
+    let id = document["id"].as_str().unwrap();
+    let shown = lab.ask_json(["show", id, "--json"]);
+    assert!(shown.get("timings").is_none(), "{shown}");
 }

@@ -678,6 +678,11 @@ fn away() {
     let mut live = crate::lab::Live::start(command);
     let mut hold = std::fs::OpenOptions::new().write(true).open(&gate).unwrap();
     live.wait_for("up");
+    // The connection is held for a moment, in case the program ends soon.
+    crate::lab::eventually("the connection is let go", || {
+        let others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
+        bench.sql(others) == "0"
+    });
     std::fs::remove_file(&link).unwrap();
     std::io::Write::write_all(&mut hold, b"go\n").unwrap();
     drop(hold);

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::Signal;
 
 use crate::bench::{Bench, Database, Recovery, let_go};
-use crate::lab::{Ended, Live, finish, is_root, names_in, set_mode};
+use crate::lab::{Ended, Live, eventually, finish, is_root, names_in, set_mode};
 use crate::model::Fate;
 use crate::random::Dice;
 use crate::server::Server;
@@ -157,6 +157,7 @@ fn postgres_forbids() {
     for (number, (forbid, allow)) in ways.iter().enumerate() {
         let id = bench.id(&number.to_string());
         let mut live = bench.start_waiting(&id);
+        until_let_go(&bench, &live);
         // A database is not renamed from within, nor made writable by one who may only read.
         let at = |sql: &str| {
             if sql.starts_with("ALTER DATABASE") {
@@ -182,6 +183,22 @@ fn postgres_forbids() {
         bench.check(&fates);
     }
     bench.check_for_good(&fates, Recovery::Gc);
+}
+
+/// Until the runner has let go of the database, which it holds for a moment in case the program ends soon. What is
+/// committed in that moment is committed, whatever becomes of the right to open it anew.
+fn until_let_go(bench: &Bench, live: &Live) {
+    eventually("the database is let go", || match &bench.database {
+        Database::Sqlite(path) => {
+            let held = std::fs::read_dir(format!("/proc/{}/fd", live.pid())).unwrap();
+            let mut names = held.flatten().filter_map(|fd| fd.path().read_link().ok());
+            !names.any(|name| name == *path)
+        }
+        Database::Postgres { server, name, .. } => {
+            let count = format!("SELECT COUNT(*) FROM pg_stat_activity WHERE datname = '{name}'");
+            server.psql("postgres", &count).trim() == "0"
+        }
+    });
 }
 
 /// Another program in the middle of a transaction.
@@ -304,6 +321,7 @@ fn sqlite_read_only() {
     {
         let id = bench.id(&number.to_string());
         let mut live = bench.start_waiting(&id);
+        until_let_go(&bench, &live);
         let closed = Closed::new(&dir);
         let_go(&mut live);
         assert_not_committed(&live.end(), &id);

@@ -85,7 +85,7 @@ pub fn is_before(step: Step, other: Step) -> bool {
 fn fate(bench: &Bench, step: Step, id: &str) -> Fate {
     match step {
         Step::Claimed => Fate::Unknown,
-        step if is_before(step, Step::OutcomeDurable) => {
+        step if is_before(step, Step::OutcomeWritten) => {
             Fate::Lost(model::left_in(&bench.place.workspace(id), id))
         }
         _ => Fate::Whole,
@@ -177,7 +177,7 @@ fn recovery_killed() {
     let firsts = [
         (Step::Filled, 0),
         (Step::Ended, OBJECTS),
-        (Step::OutcomeDurable, OBJECTS),
+        (Step::OutcomeWritten, OBJECTS),
         (Step::ObjectMoved, OBJECTS - 1),
     ];
     for (first, objects) in firsts {

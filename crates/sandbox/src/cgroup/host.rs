@@ -1,5 +1,8 @@
 //! Where this process sits: the mounted hierarchies and its own place in each, from /proc.
 
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
 use super::*;
 
 /// Where this process sits in one mounted hierarchy.
@@ -54,9 +57,28 @@ pub fn discover() -> Host {
 
 /// Every hierarchy we sit in, also one that hands no controller down to us but may limit us from above.
 pub(super) fn sites() -> Host {
-    let mountinfo = fs::read("/proc/self/mountinfo").unwrap_or_default();
-    let membership = fs::read("/proc/self/cgroup").unwrap_or_default();
+    let (mountinfo, membership) = where_we_are();
     host_from(&mountinfo, &membership)
+}
+
+/// The mounts that this process sees, and its groups. Of a run's questions in a row only the first makes the kernel write
+/// down every mount of the host; the groups may change between two.
+pub(super) fn where_we_are() -> (Vec<u8>, Vec<u8>) {
+    const GOOD_FOR: Duration = Duration::from_millis(250);
+    static MOUNTS: Mutex<Option<(Instant, Vec<u8>)>> = Mutex::new(None);
+    let mut known = MOUNTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let fresh = known.take().filter(|(at, _)| at.elapsed() < GOOD_FOR);
+    let (at, mounts) = fresh.unwrap_or_else(|| (Instant::now(), read_proc("/proc/self/mountinfo")));
+    *known = Some((at, mounts.clone()));
+    (mounts, read_proc("/proc/self/cgroup"))
+}
+
+/// A file of /proc, in two calls as a rule: it has no size that tells how much room to make.
+pub(super) fn read_proc(path: &str) -> Vec<u8> {
+    use io::Read;
+    let mut bytes = Vec::with_capacity(16 << 10);
+    let _what_there_is = fs::File::open(path).and_then(|mut file| file.read_to_end(&mut bytes));
+    bytes
 }
 
 pub(super) struct Mount {

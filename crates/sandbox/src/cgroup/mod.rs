@@ -451,7 +451,7 @@ fn cpu_quota_us(cpu_milli: u64) -> u64 {
 
 fn host_has_swap() -> bool {
     // Unreadable means unknown, and unknown counts as swap: the record must not promise too much.
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let meminfo = String::from_utf8(read_proc("/proc/meminfo")).unwrap_or_default();
     meminfo_bytes(&meminfo, "SwapTotal:") != Some(0)
 }
 
@@ -569,7 +569,7 @@ fn left_behind(path: &Path, mountinfo: &[u8], host: &Host) -> Result<Option<Made
 /// The memory this process could use at most: the least of what the machine has and of every limit on
 /// the way up from its own group. Zero only if the kernel tells nothing at all.
 pub fn memory_available_bytes() -> u64 {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let meminfo = String::from_utf8(read_proc("/proc/meminfo")).unwrap_or_default();
     let total = meminfo_bytes(&meminfo, "MemTotal:").unwrap_or_else(|| {
         let info = rustix::system::sysinfo();
         (info.totalram as u64).saturating_mul(u64::from(info.mem_unit))

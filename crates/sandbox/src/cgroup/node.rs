@@ -65,7 +65,8 @@ impl Node {
             .map_err(io::Error::from)
             .and_then(|fd| {
                 use io::Read;
-                let mut text = String::new();
+                // Most are a line, and none is much longer: room for all of it spares asking again and again.
+                let mut text = String::with_capacity(4096);
                 fs::File::from(fd)
                     .take(FILE_BYTES_MAX as u64)
                     .read_to_string(&mut text)?;

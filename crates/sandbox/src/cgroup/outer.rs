@@ -25,8 +25,7 @@ pub struct OuterLimit {
 
 /// Reads the limits over this process. Nothing is changed, and what cannot be read is not there.
 pub fn outer_limits() -> OuterLimits {
-    let mountinfo = fs::read("/proc/self/mountinfo").unwrap_or_default();
-    let membership = fs::read("/proc/self/cgroup").unwrap_or_default();
+    let (mountinfo, membership) = where_we_are();
     let job = std::env::var("SLURM_JOB_ID").ok();
     outer_limits_in(&sites_from(&mountinfo, &membership), job.as_deref())
 }

@@ -133,15 +133,8 @@ pub(super) fn memory_limit(site: &Site) -> Option<u64> {
     if !site.controllers.contains(&Controller::Memory) {
         return None;
     }
-    way_up(site)
-        .flat_map(|node| {
-            [
-                node.number("memory.limit_in_bytes"),
-                node.keyed("memory.stat", "hierarchical_memory_limit"),
-            ]
-        })
-        .flatten()
-        .min()
+    let own = Node::open(Version::V1, &site.own).ok()?;
+    own.keyed("memory.stat", "hierarchical_memory_limit")
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use super::{
     CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, Enforced, Made, Node, Site,
     Version, cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone, way_up,
 };
+use crate::standby;
 
 /// The leaf a process moves itself into. An underscore, where groups of runs have a hyphen: no id can
 /// make a run's group look like a leaf, and recovery never takes a leaf for a run's group.
@@ -87,6 +88,8 @@ pub(super) fn settle(site: &Site) -> Result<(Node, Vec<Controller>), CgroupError
     if !on.is_empty() {
         return Ok((own, on));
     }
+    // It would stay behind, and no controller can be switched on where a process is.
+    standby::dismiss();
     for _ in 0..LEAF_TRIES_MAX {
         match through_leaf(&own) {
             Ok(on) if !on.is_empty() => return Ok((own, on)),
@@ -134,9 +137,9 @@ fn delegated_above(site: &Site) -> Result<Option<Node>, CgroupError> {
 /// Whether [`settle`] would find a place, and has it for itself. Nothing is changed.
 pub(super) fn is_ours(site: &Site) -> bool {
     let alone = |node: &Node| {
-        let own = std::process::id().to_string();
+        let own = [Some(std::process::id()), standby::pid()];
         node.read("cgroup.procs")
-            .is_ok_and(|pids| pids.lines().all(|pid| pid == own))
+            .is_ok_and(|pids| pids.lines().all(|pid| own.contains(&pid.parse().ok())))
     };
     let above = delegated_above(site).ok().flatten();
     let own = Node::open(Version::V2, &site.own).ok();

@@ -1,0 +1,295 @@
+//! The hash of a large file, by several threads.
+//!
+//! blake3 is a tree of hashes, so that pieces of a file can be hashed apart and put together: the result is the very
+//! hash that one thread would have found, which the tests compare. What `blake3` itself offers for this wants the whole file
+//! mapped (one that is cut short meanwhile would kill us by SIGBUS) or a pool of threads that stays; here each thread reads its
+//! own pieces, and is gone when the file is done.
+//!
+//! Invariant: a piece is a power of two of blake3's chunks, and only the last may be shorter. Cut in this way every piece is
+//! one whole subtree.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blake3::hazmat::{
+    ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root,
+};
+
+use super::files::{self, Holes};
+use crate::manifest::ContentHash;
+
+const PIECE_BYTES: u64 = 1 << 20;
+/// From here on it is worth starting threads, which costs as much as hashing about 100 kB each.
+pub(crate) const LARGE_BYTES: u64 = 4 << 20;
+/// The threads are started anew for so much of the file, which bounds what is remembered of its pieces.
+const WINDOW_BYTES: u64 = 4096 * PIECE_BYTES;
+/// More would not be faster than memory is, and the host has other work.
+const THREADS_MAX: usize = 8;
+
+/// How many threads may be at it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Threads {
+    /// For who must not have others, since it is about to fork.
+    One,
+    /// As many as there are processors, within a bound.
+    Several,
+}
+
+impl Threads {
+    fn count(self) -> usize {
+        match self {
+            Threads::One => 1,
+            Threads::Several => {
+                std::thread::available_parallelism().map_or(1, |n| n.get().min(THREADS_MAX))
+            }
+        }
+    }
+}
+
+/// A file of which the first `bytes` are read, and written to the same places of `to`, without the holes.
+#[derive(Clone, Copy)]
+pub(crate) struct Large<'a> {
+    pub(crate) from: BorrowedFd<'a>,
+    pub(crate) to: Option<BorrowedFd<'a>>,
+    pub(crate) bytes: u64,
+    pub(crate) holes: Holes,
+}
+
+impl Large<'_> {
+    /// Tells now and then, on the caller's thread, how many bytes are done. At least [`LARGE_BYTES`] must be there to do.
+    pub(crate) fn hash(
+        &self,
+        threads: Threads,
+        told: &mut dyn FnMut(u64),
+    ) -> io::Result<ContentHash> {
+        if let Some(to) = self.to {
+            rustix::fs::ftruncate(to, self.bytes)?;
+        }
+        let mut subtrees = Subtrees::default();
+        let mut at = 0;
+        while at < self.bytes {
+            let end = self.bytes.min(at.saturating_add(WINDOW_BYTES));
+            for value in self.hash_window(at..end, threads.count(), told)? {
+                subtrees.push(value);
+            }
+            at = end;
+            told(at);
+        }
+        subtrees
+            .root()
+            .ok_or_else(|| io::ErrorKind::InvalidInput.into())
+    }
+
+    /// The pieces of a part of the file, in their order.
+    fn hash_window(
+        &self,
+        window: Range<u64>,
+        threads: usize,
+        told: &mut dyn FnMut(u64),
+    ) -> io::Result<Vec<ChainingValue>> {
+        let shared = Shared {
+            next: AtomicU64::new(window.start),
+            done: AtomicU64::new(window.start),
+            end: window.end,
+        };
+        let pieces = (window.end - window.start).div_ceil(PIECE_BYTES);
+        let helpers = (threads as u64).min(pieces).saturating_sub(1);
+        let mut hashed = std::thread::scope(|scope| -> io::Result<Vec<(u64, ChainingValue)>> {
+            let help = |_| {
+                let work = || self.work(&shared, &mut |_| {});
+                // A host that grants no more threads is merely slower.
+                std::thread::Builder::new().spawn_scoped(scope, work).ok()
+            };
+            let helpers: Vec<_> = (0..helpers).filter_map(help).collect();
+            let mut hashed = self.work(&shared, told);
+            for helper in helpers {
+                let helped = helper.join().unwrap_or_else(|panic| {
+                    std::panic::resume_unwind(panic);
+                });
+                hashed = hashed.and_then(|mut all| {
+                    all.extend(helped?);
+                    Ok(all)
+                });
+            }
+            hashed
+        })?;
+        hashed.sort_unstable_by_key(|(start, _)| *start);
+        Ok(hashed.into_iter().map(|(_, value)| value).collect())
+    }
+
+    /// Hashes one free piece after the other. A failure leaves none to the others, so that it is known soon.
+    fn work(
+        &self,
+        shared: &Shared,
+        told: &mut dyn FnMut(u64),
+    ) -> io::Result<Vec<(u64, ChainingValue)>> {
+        let mut buffer = Vec::new();
+        let mut hashed = Vec::new();
+        loop {
+            let start = shared.next.fetch_add(PIECE_BYTES, Ordering::Relaxed);
+            if start >= shared.end {
+                return Ok(hashed);
+            }
+            let piece = start..shared.end.min(start + PIECE_BYTES);
+            let bytes = piece.end - piece.start;
+            let mut hasher = blake3::Hasher::new();
+            hasher.set_input_offset(start);
+            let mut see = |chunk: &[u8]| {
+                hasher.update(chunk);
+            };
+            let read =
+                files::read_stretch(self.from, self.to, piece, self.holes, &mut buffer, &mut see);
+            if let Err(error) = read {
+                shared.next.store(shared.end, Ordering::Relaxed);
+                return Err(error);
+            }
+            hashed.push((start, hasher.finalize_non_root()));
+            told(shared.done.fetch_add(bytes, Ordering::Relaxed) + bytes);
+        }
+    }
+}
+
+/// What the threads share of one window.
+struct Shared {
+    /// Where the next free piece begins; at or behind `end` there is none.
+    next: AtomicU64,
+    done: AtomicU64,
+    end: u64,
+}
+
+/// The left edge of the tree: what was pushed, put together as far as more pieces cannot change it.
+#[derive(Default)]
+struct Subtrees {
+    stack: Vec<ChainingValue>,
+    pieces: u64,
+}
+
+impl Subtrees {
+    fn push(&mut self, value: ChainingValue) {
+        // A full binary tree for each one bit of their number. Not sooner than the next piece is here: the last two
+        // that are put together make the root, which is hashed in another way.
+        while self.stack.len() > self.pieces.count_ones() as usize {
+            let (right, left) = (self.stack.pop(), self.stack.pop());
+            if let (Some(left), Some(right)) = (left, right) {
+                self.stack
+                    .push(merge_subtrees_non_root(&left, &right, Mode::Hash));
+            }
+        }
+        self.stack.push(value);
+        self.pieces += 1;
+    }
+
+    /// `None` for a single piece, which has no parent.
+    fn root(mut self) -> Option<ContentHash> {
+        let mut right = self.stack.pop()?;
+        loop {
+            let left = self.stack.pop()?;
+            if self.stack.is_empty() {
+                let root = merge_subtrees_root(&left, &right, Mode::Hash);
+                return Some(ContentHash::from_bytes(*root.as_bytes()));
+            }
+            right = merge_subtrees_non_root(&left, &right, Mode::Hash);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    fn filled(bytes: usize) -> (File, Vec<u8>) {
+        let mut content = vec![0; bytes];
+        blake3::Hasher::new()
+            .update(&bytes.to_le_bytes())
+            .finalize_xof()
+            .fill(&mut content);
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&content).unwrap();
+        (file, content)
+    }
+
+    fn large(from: &File, bytes: u64) -> Large<'_> {
+        Large {
+            from: from.as_fd(),
+            to: None,
+            bytes,
+            holes: Holes::Sought,
+        }
+    }
+
+    #[test]
+    fn pieces_make_the_hash_that_one_pass_makes() {
+        const PIECE: usize = PIECE_BYTES as usize;
+        // Every shape of the tree up to nine pieces, and lengths about each of their ends.
+        for pieces in 1..=9 {
+            for extra in [1, 1023, 1024, 1025, PIECE / 2 + 7, PIECE - 1, PIECE] {
+                let bytes = pieces * PIECE + extra;
+                let (file, content) = filled(bytes);
+                for threads in [Threads::One, Threads::Several] {
+                    let found = large(&file, bytes as u64).hash(threads, &mut |_| {});
+                    assert_eq!(found.unwrap(), ContentHash::of(&content), "{bytes}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn any_number_of_pieces_is_put_together_as_blake3_does() {
+        // Pieces of one chunk each, so that there can be many.
+        let content = vec![7; 1024 * 300];
+        for chunks in 2..=300_usize {
+            let mut subtrees = Subtrees::default();
+            for chunk in 0..chunks {
+                let mut hasher = blake3::Hasher::new();
+                hasher.set_input_offset(chunk as u64 * 1024);
+                hasher.update(&content[chunk * 1024..][..1024]);
+                subtrees.push(hasher.finalize_non_root());
+            }
+            let expected = ContentHash::of(&content[..chunks * 1024]);
+            assert_eq!(subtrees.root(), Some(expected), "{chunks}");
+        }
+    }
+
+    #[test]
+    fn a_copy_has_the_same_bytes_and_holes() {
+        const LENGTH: u64 = 64 << 20;
+        let from = tempfile::tempfile().unwrap();
+        from.set_len(LENGTH).unwrap();
+        from.write_all_at(b"begins", 0).unwrap();
+        from.write_all_at(b"middle", LENGTH / 2 - 3).unwrap();
+        from.write_all_at(b"ends", LENGTH - 4).unwrap();
+        let to = tempfile::tempfile().unwrap();
+        let job = Large {
+            to: Some(to.as_fd()),
+            ..large(&from, LENGTH)
+        };
+        let mut told = Vec::new();
+        let found = job.hash(Threads::Several, &mut |bytes| told.push(bytes));
+        let mut content = vec![0; LENGTH as usize];
+        from.read_exact_at(&mut content, 0).unwrap();
+        assert_eq!(found.unwrap(), ContentHash::of(&content));
+        let mut copied = vec![1; LENGTH as usize];
+        to.read_exact_at(&mut copied, 0).unwrap();
+        assert!(copied == content);
+        assert!(to.metadata().unwrap().blocks() * 512 < LENGTH / 8);
+        assert!(told.is_sorted() && told.last() == Some(&LENGTH));
+    }
+
+    #[test]
+    fn a_file_that_is_shorter_than_told_is_an_error() {
+        let (file, _) = filled(9 << 20);
+        for bytes in [(9 << 20) + 1, 64 << 20] {
+            for threads in [Threads::One, Threads::Several] {
+                let found = large(&file, bytes).hash(threads, &mut |_| {});
+                assert_eq!(found.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+            }
+        }
+    }
+}

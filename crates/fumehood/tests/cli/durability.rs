@@ -1,0 +1,241 @@
+//! What a run makes durable, when, and what it leaves for the next: the fewest syncs that lose nothing.
+
+use std::process::Command;
+
+use analysis::fault;
+use serde_json::json;
+
+use crate::lab::{Ended, Lab, finish};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    (
+        "a_run_without_outputs_syncs_the_database_alone",
+        For::Everyone,
+        database_alone,
+    ),
+    (
+        "what_is_not_committed_is_durable_before_it_is_said",
+        For::Everyone,
+        durable_before_said,
+    ),
+    (
+        "what_moves_is_on_a_durable_list_first",
+        For::Everyone,
+        list_first,
+    ),
+    (
+        "the_log_that_a_run_leaves_is_read_by_the_next",
+        For::Everyone,
+        log_is_read,
+    ),
+    (
+        "an_attempt_whose_row_a_power_cut_took_is_committed_anew",
+        For::Everyone,
+        row_taken,
+    ),
+    (
+        "an_outcome_that_a_power_cut_tore_is_none",
+        For::Everyone,
+        outcome_torn,
+    ),
+];
+
+/// `fumehood run` below strace, and the syncs and removals of the runner and its threads, in order: `call path`.
+fn traced(lab: &Lab, fault: Option<&str>, options: &[&str], script: &str) -> (Ended, Vec<String>) {
+    let log = lab.path("strace");
+    let mut command = lab.with_surroundings(Command::new("/usr/bin/strace"));
+    command.args(["-f", "-qq", "-y", "-e", "signal=none", "-o"]);
+    command.arg(&log);
+    command.args([
+        "-e",
+        "trace=fsync,fdatasync,syncfs,sync_file_range,unlinkat,linkat",
+    ]);
+    command.arg(crate::plain_user::binary()).arg("run");
+    command.args(options).args(["--", "sh", "-c", script]);
+    if let Some(fault) = fault {
+        command.env(fault::VARIABLE, fault);
+    }
+    let ended = finish(command);
+    let log = std::fs::read_to_string(log).unwrap();
+    (ended, log.lines().map(String::from).collect())
+}
+
+fn syncs(calls: &[String]) -> Vec<&String> {
+    calls.iter().filter(|call| call.contains("sync")).collect()
+}
+
+/// Where the first call of this kind on something of this name is.
+#[track_caller]
+fn position(calls: &[String], call: &str, name: &str) -> usize {
+    let found = calls
+        .iter()
+        .position(|line| line.contains(call) && line.contains(name));
+    found.unwrap_or_else(|| panic!("no {call} of {name} in {calls:#?}"))
+}
+
+fn database_alone() {
+    let lab = Lab::new();
+    // Makes the database, and its log.
+    lab.sh(&[], "true").good();
+    let (ended, calls) = traced(&lab, None, &[], "true");
+    ended.good();
+    // The log, and by SQLite's caution the directory that it is in. Where the machine is so slow that the database was let
+    // go meanwhile, the file as well.
+    let home = format!("<{}>", lab.home.display());
+    let syncs = syncs(&calls);
+    let of_database = |call: &&&String| call.contains("fumehood.db") || call.contains(&home);
+    assert_eq!(
+        syncs.iter().filter(of_database).count(),
+        syncs.len(),
+        "{syncs:#?}"
+    );
+    assert!(
+        syncs.iter().any(|call| call.contains("fumehood.db-wal")),
+        "{syncs:#?}"
+    );
+    // The control: a run that leaves something syncs more.
+    let (ended, calls) = traced(&lab, None, &[], "echo x > x");
+    ended.good();
+    assert!(calls.iter().any(|call| call.contains("outcome.json")));
+}
+
+fn durable_before_said() {
+    let lab = Lab::new();
+    lab.sh(&[], "true").good();
+    let options = ["--id", "late"];
+    let (ended, calls) = traced(&lab, Some("transaction_open=eio"), &options, "echo said");
+    ended.refused(121, "NOT COMMITTED");
+    let workspace = position(&calls, "unlinkat", "scidex-analysis-late");
+    for paper in ["run.json", "outcome.json", "manifest.json", "stdout"] {
+        let synced = position(&calls, "fdatasync", paper);
+        assert!(synced < workspace, "{paper}: {calls:#?}");
+    }
+    let runs = position(&calls, "fsync", "/runs>");
+    assert!(runs < workspace, "{calls:#?}");
+    lab.gc(&[]).good();
+    let row = "SELECT state FROM analyses_v1 WHERE id = 'late'";
+    assert_eq!(lab.sql_one(row), "succeeded");
+}
+
+fn list_first() {
+    let lab = Lab::new();
+    lab.sh(&[], "true").good();
+    let (ended, calls) = traced(&lab, None, &[], "echo x > x");
+    ended.good();
+    let committed = calls.iter().rposition(|call| call.contains("db-wal"));
+    let papers = ["run.json", "outcome.json", "manifest.json"];
+    let moved = calls
+        .iter()
+        .position(|call| call.contains("linkat(") && call.contains("artifacts/objects"));
+    for paper in papers {
+        let synced = position(&calls, "fdatasync", paper);
+        assert!(Some(synced) < committed, "{paper}: {calls:#?}");
+        // Where the file system allows no link it is a copy, which is not among the calls that are looked at.
+        assert!(moved.is_none_or(|moved| synced < moved), "{calls:#?}");
+    }
+}
+
+fn log_is_read() {
+    let lab = Lab::new();
+    lab.sh(&["--id", "one"], "true").good();
+    lab.sh(&["--id", "two"], "echo x > x").good();
+    let log = lab.home.join("fumehood.db-wal");
+    assert!(std::fs::metadata(&log).unwrap().len() > 0);
+    // A copy with the log has everything, and one without it is of an earlier time, and whole.
+    let copied = |name: &str, endings: &[&str]| {
+        for ending in endings {
+            let from = lab.home.join(format!("fumehood.db{ending}"));
+            std::fs::copy(from, lab.path(&format!("{name}{ending}"))).unwrap();
+        }
+        let text = "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute(sys.argv[2]).fetchone())";
+        let mut python = Command::new("/usr/bin/python3");
+        python.args(["-I", "-c", text]).arg(lab.path(name));
+        python.arg("SELECT (SELECT COUNT(*) FROM sqlite_schema WHERE name = 'attempts'), integrity_check FROM pragma_integrity_check");
+        let whole = finish(python).good();
+        assert!(whole.trim().ends_with("ok"), "{whole}");
+        whole.trim() == "1 ok"
+    };
+    assert!(copied("with", &["", "-wal"]));
+    let _of_an_earlier_time = copied("without", &[""]);
+    // Another program, and Fumehood itself, see all of it.
+    assert_eq!(lab.sql_one("SELECT COUNT(*) FROM analyses_v1"), 2);
+    lab.sh(&["--id", "three"], "true").good();
+    let listed = lab.ask(["list"]).good();
+    for id in ["one", "two", "three"] {
+        assert!(listed.contains(id), "{listed}");
+    }
+}
+
+/// As a power cut would have: what is in the database, changed behind Fumehood's back.
+#[track_caller]
+fn change(lab: &Lab, statements: &str) {
+    let text = "import sqlite3, sys; sqlite3.connect(sys.argv[1]).executescript(sys.argv[2])";
+    let mut python = Command::new("/usr/bin/python3");
+    python.args(["-I", "-c", text]);
+    python.arg(lab.home.join("fumehood.db")).arg(statements);
+    finish(python).good();
+}
+
+fn with_fault(lab: &Lab, fault: &str, options: &[&str], script: &str) {
+    let sh = ["--", "sh", "-c", script];
+    let mut command = lab.run_command(options.iter().chain(&sh));
+    command.env(fault::VARIABLE, fault);
+    finish(command);
+}
+
+fn row_taken() {
+    let lab = Lab::new();
+    lab.sh(&["--id", "before"], "true").good();
+    for (id, fault) in [("w", "workspace_made=kill"), ("e", "ended=kill")] {
+        with_fault(&lab, fault, &["--id", id], "echo x > x");
+        // The run directory came through, and what was begun did not.
+        let take = format!(
+            "DELETE FROM attempts WHERE id = '{id}'; DELETE FROM analyses WHERE id = '{id}'"
+        );
+        change(&lab, &take);
+        let rows = format!("SELECT COUNT(*) FROM attempts WHERE id = '{id}'");
+        assert_eq!(lab.sql_one(&rows), 0, "the control");
+        lab.gc(&[]).good();
+        let row = format!("SELECT state, reason FROM analyses_v1 WHERE id = '{id}'");
+        assert_eq!(lab.sql(&row), [[json!("error"), json!("runner_lost")]]);
+        lab.assert_nothing_left();
+        // The id is as free as ever.
+        lab.sh(&["--id", id, "--replace"], "true").good();
+    }
+    with_fault(&lab, "claimed=kill", &["--id", "c"], "true");
+    lab.gc(&[]).good();
+    let rows = "SELECT COUNT(*) FROM attempts WHERE id = 'c'";
+    assert_eq!(lab.sql_one(rows), 0, "nothing ran, and nothing was begun");
+}
+
+fn outcome_torn() {
+    let lab = Lab::new();
+    for (id, content) in [
+        ("empty", ""),
+        ("zeros", "\0\0\0\0"),
+        ("half", "{\"version\":1,"),
+    ] {
+        with_fault(&lab, "outcome_written=kill", &["--id", id], "echo x > x");
+        let paper = lab.home.join("runs").join(id).join("1/outcome.json");
+        std::fs::metadata(&paper).unwrap();
+        std::fs::write(&paper, content).unwrap();
+        lab.gc(&[]).good();
+        let row = format!("SELECT reason, outputs_count FROM analyses_v1 WHERE id = '{id}'");
+        assert_eq!(lab.sql(&row), [[json!("runner_lost"), json!(1)]]);
+        // After the commit, and before the directory is gone: the record stays as it was.
+        let later = format!("{id}-later");
+        with_fault(
+            &lab,
+            "workspace_removed=kill",
+            &["--id", &later],
+            "echo x > x",
+        );
+        let paper = lab.home.join("runs").join(&later).join("1/outcome.json");
+        std::fs::write(&paper, content).unwrap();
+        lab.gc(&[]).good();
+        let row = format!("SELECT state, outputs_count FROM analyses_v1 WHERE id = '{later}'");
+        assert_eq!(lab.sql(&row), [[json!("succeeded"), json!(1)]]);
+        lab.assert_nothing_left();
+    }
+}

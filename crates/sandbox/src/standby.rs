@@ -1,0 +1,153 @@
+//! A launcher that stands by: forked by the runner as its very first act, and waiting for a plan.
+//!
+//! At that moment the runner has one thread, has read no file and no variable, and its memory holds nothing but our own
+//! code and the strings it was started with, which the launcher wipes. So nothing of the caller's is to be found in any
+//! process inside, as if our binary had been executed anew with an empty environment, without what that costs. While
+//! the runner reads its configuration, the launcher makes what every plan needs: the
+//! namespaces, and a new root with the system runtime in it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::process::Child;
+use std::sync::Mutex;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, Signal, WaitOptions};
+
+use crate::channel::{self, Reporter};
+use crate::launch;
+use crate::namespaces;
+use crate::seccomp;
+use crate::spec::Spec;
+use crate::sys::{self, Forked, Parentage};
+
+/// The one that waits, if any: the socket to it, and its pid.
+static STANDBY: Mutex<Option<(OwnedFd, Launcher)>> = Mutex::new(None);
+
+/// The process that a run was begun with.
+pub enum Launcher {
+    Executed(Child),
+    Forked { pid: Pid, reaped: bool },
+}
+
+/// Forks the launcher. To be called before anything else is done; where it fails, one is executed later.
+pub fn stand_by() {
+    let Ok((ours, theirs)) = channel::pair() else {
+        return;
+    };
+    match sys::fork(Parentage::Own) {
+        Ok(Forked::Child) => be_launcher(&theirs),
+        Ok(Forked::Parent { child }) => {
+            if let (Some(pid), Ok(mut standby)) = (Pid::from_raw(child), STANDBY.lock()) {
+                let launcher = Launcher::Forked { pid, reaped: false };
+                *standby = Some((ours, launcher));
+            }
+        }
+        Err(_) => {}
+    }
+}
+
+/// The launcher that waits, if it can serve this run.
+pub(crate) fn take(program: &Path, spec: &Spec) -> Option<(OwnedFd, Launcher)> {
+    let (socket, mut launcher) = STANDBY.lock().ok()?.take()?;
+    // A test may bring another binary.
+    let serves = program == Path::new("/proc/self/exe") && namespaces::fits_early(spec);
+    // One that could not settle in has ended.
+    if serves && !launcher.is_gone() {
+        return Some((socket, launcher));
+    }
+    drop(socket);
+    launcher.wait();
+    None
+}
+
+pub(crate) fn pid() -> Option<u32> {
+    match STANDBY.lock().ok()?.as_ref()?.1 {
+        Launcher::Forked { pid, .. } => u32::try_from(pid.as_raw_nonzero().get()).ok(),
+        Launcher::Executed(_) => None,
+    }
+}
+
+/// Sends it away: what it was born into is not where runs are to be any more.
+pub fn dismiss() {
+    let standby = STANDBY.lock().ok().and_then(|mut standby| standby.take());
+    if let Some((socket, mut launcher)) = standby {
+        drop(socket);
+        launcher.wait();
+    }
+}
+
+fn be_launcher(socket: &OwnedFd) -> ! {
+    match settle_in(socket) {
+        Ok(socket) => {
+            let mut report = Reporter::new(socket);
+            let entered = namespaces::enter_early(&mut report);
+            seccomp::make_ready();
+            launch::work(report, entered)
+        }
+        Err(_) => sys::exit_now(125),
+    }
+}
+
+/// Makes this process what an executed launcher is.
+fn settle_in(socket: &OwnedFd) -> std::io::Result<OwnedFd> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    sys::forget_beginnings()?;
+    // The terminal's Ctrl-C is the runner's to handle.
+    rustix::process::setpgid(None, None)?;
+    rustix::process::chdir("/")?;
+    launch::be_called(c"fumehood-launch");
+    sys::hear_of_children();
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    for number in 0..3 {
+        sys::place(null.as_fd(), number)?;
+    }
+    drop(null);
+    // What whoever started the runner left open is not for us.
+    let socket = rustix::io::fcntl_dupfd_cloexec(socket, 3)?;
+    sys::close_all_but(socket.as_fd())?;
+    Ok(socket)
+}
+
+impl Launcher {
+    pub(crate) fn is_gone(&mut self) -> bool {
+        match self {
+            Launcher::Executed(child) => !matches!(child.try_wait(), Ok(None)),
+            Launcher::Forked { pid, reaped } => {
+                *reaped = *reaped
+                    || !matches!(
+                        rustix::process::waitpid(Some(*pid), WaitOptions::NOHANG),
+                        Ok(None)
+                    );
+                *reaped
+            }
+        }
+    }
+
+    pub(crate) fn wait(&mut self) {
+        match self {
+            Launcher::Executed(child) => {
+                let _gone = child.wait();
+            }
+            Launcher::Forked { pid, reaped } => {
+                while !*reaped {
+                    let waited = rustix::process::waitpid(Some(*pid), WaitOptions::empty());
+                    *reaped = !matches!(waited, Err(rustix::io::Errno::INTR));
+                }
+            }
+        }
+    }
+
+    pub(crate) fn kill(&mut self) {
+        match self {
+            Launcher::Executed(child) => {
+                let _gone = child.kill();
+            }
+            // Not yet reaped, so the number is still its own.
+            Launcher::Forked { pid, reaped: false } => {
+                let _gone = rustix::process::kill_process(*pid, Signal::KILL);
+            }
+            Launcher::Forked { reaped: true, .. } => {}
+        }
+    }
+}
