@@ -22,6 +22,8 @@ pub struct Ledger {
     ends_soon: bool,
     /// The connection rested while a program ran.
     was_lent: bool,
+    /// Files of the database were moved or removed while this process used it.
+    put_away: bool,
 }
 
 impl Drop for Ledger {
@@ -46,6 +48,7 @@ impl Ledger {
             store: None,
             ends_soon: false,
             was_lent: false,
+            put_away: false,
         }
     }
 
@@ -68,6 +71,18 @@ impl Ledger {
     }
 
     pub fn store(&mut self) -> Result<&mut Store, SettleError> {
+        if !self.is_in_place()
+            && let Some(store) = self.store.take()
+        {
+            // Nothing is written to a file that somebody put away, nor removed of the one in its place. Where only its log or
+            // locks are gone, another connection of this process does not help: SQLite would go on with what it has.
+            store.leave();
+            self.put_away = self.was_lent;
+        }
+        if self.put_away {
+            let database = self.location.to_string();
+            return Err(SettleError::PutAway { database });
+        }
         let store = match self.store.take() {
             Some(store) => store,
             None => match self.lock_wait_ms {
@@ -149,19 +164,19 @@ impl Ledger {
         store
     }
 
+    /// Whether the connection, if there is one, is to the database that has the name.
+    pub(crate) fn is_in_place(&self) -> bool {
+        self.store.as_ref().is_none_or(Store::is_in_place)
+    }
+
     pub(crate) fn was_lent(&self) -> bool {
         self.was_lent
     }
 
-    /// The connection that was lent, if it was not let go meanwhile and still is to the database that has the name.
+    /// The connection that was lent, if it was not let go meanwhile.
     pub(crate) fn take_back(&mut self, lent: Option<Store>) {
-        match lent {
-            Some(store) if store.is_in_place() => {
-                (self.store, self.was_lent) = (Some(store), true);
-            }
-            // Nothing is written to a file that somebody put away, nor removed of the one in its place.
-            Some(store) => store.leave(),
-            None => {}
+        if lent.is_some() {
+            (self.store, self.was_lent) = (lent, true);
         }
     }
 

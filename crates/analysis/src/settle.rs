@@ -57,6 +57,10 @@ pub enum SettleError {
     #[error("the attempt was begun in another database than the one that is now at {database}")]
     OtherDatabase { database: String },
     #[error(
+        "files of the database {database} were moved or removed while it was in use, so this process writes nothing more there"
+    )]
+    PutAway { database: String },
+    #[error(
         "{outputs} of its outputs were in an artifact store that is not at {path:?} any more; bring it back, or give them up with `fumehood workspace remove {id} --discard`"
     )]
     StoreGone {
@@ -92,7 +96,9 @@ impl SettleError {
     pub fn is_of_the_database(&self) -> bool {
         matches!(
             self,
-            SettleError::Database { .. } | SettleError::OtherDatabase { .. }
+            SettleError::Database { .. }
+                | SettleError::OtherDatabase { .. }
+                | SettleError::PutAway { .. }
         )
     }
 }
@@ -261,6 +267,10 @@ fn conclude_and_commit(
     // A connection that rested while the program ran may be one that the server has forgotten; a repeat is known by
     // its key.
     if done.as_ref().is_err_and(SettleError::is_away) && ledger.was_lent() {
+        done = transaction::commit(ended, ledger, &mut record, manifest, artifacts, logs);
+    }
+    // Nor is it kept where somebody has put the database away meanwhile.
+    if done.is_ok() && !ledger.is_in_place() {
         done = transaction::commit(ended, ledger, &mut record, manifest, artifacts, logs);
     }
     done.map(|()| record)

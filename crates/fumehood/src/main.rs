@@ -9,6 +9,8 @@ mod config;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    // Whatever runs an analysis: before anything is read that no analysis may find in the sandbox's memory.
+    sandbox::standby::stand_by(&["run", "shell", cli::RUNNER]);
     if sandbox::launch::is_launcher() {
         sandbox::launch::main();
     }
@@ -17,15 +19,6 @@ fn main() -> ExitCode {
     }
     if sandbox::attack::is_attacker() {
         sandbox::attack::main();
-    }
-    // What runs an analysis, as a rule: before anything is read that no analysis may find in the sandbox's memory.
-    let word = std::env::args_os().nth(1);
-    if word.is_some_and(|word| {
-        ["run", "shell", cli::RUNNER]
-            .iter()
-            .any(|runs| word == *runs)
-    }) {
-        sandbox::standby::stand_by();
     }
     analysis::timings::mark("start");
     sandbox::hear_of_children();

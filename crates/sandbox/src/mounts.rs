@@ -12,7 +12,8 @@ use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
 use rustix::mount::{
-    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags,
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags,
+    OpenTreeFlags, UnmountFlags,
 };
 
 use crate::channel::{During, Reporter, StepError};
@@ -103,13 +104,10 @@ pub struct Prepared {
 
 /// Makes the new root and puts the system runtime into it. In a mount namespace of our own.
 pub fn prepare(report: &mut Reporter) -> Result<Prepared, StepError> {
-    report.step("make mounts private");
-    // Nothing done here may travel to the host's namespace, nor the host's later mounts to here.
-    rustix::mount::mount_change(
-        "/",
-        rustix::mount::MountPropagationFlags::PRIVATE | rustix::mount::MountPropagationFlags::REC,
-    )
-    .during(|| "make / private".into())?;
+    report.step("keep mounts to ourselves");
+    // Nothing done here may travel to the host's namespace. What the host mounts until there is a plan, because the runner
+    // looked there, say, must still come to here.
+    propagate(MountPropagationFlags::DOWNSTREAM)?;
 
     report.step("open the system runtime");
     let system = System::open()?;
@@ -127,6 +125,11 @@ pub fn prepare(report: &mut Reporter) -> Result<Prepared, StepError> {
     Ok(Prepared { root, pieces })
 }
 
+fn propagate(how: MountPropagationFlags) -> Result<(), StepError> {
+    rustix::mount::mount_change("/", how | MountPropagationFlags::REC)
+        .during(|| "change how mounts propagate".into())
+}
+
 /// Completes the new root and moves into it. Afterwards the host's tree is out of reach.
 pub fn build(
     spec: &Spec,
@@ -136,6 +139,8 @@ pub fn build(
     report: &mut Reporter,
     fill: &mut dyn FnMut(BorrowedFd<'_>, &Reporter) -> Result<(), StepError>,
 ) -> Result<NewRoot, StepError> {
+    report.step("make mounts private");
+    propagate(MountPropagationFlags::PRIVATE)?;
     report.step("open the read-only views");
     let views = views::open(spec, owner_maps)?;
     report.step("open the workspace");

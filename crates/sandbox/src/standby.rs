@@ -30,8 +30,13 @@ pub enum Launcher {
     Forked { pid: Pid, reaped: bool },
 }
 
-/// Forks the launcher. To be called before anything else is done; where it fails, one is executed later.
-pub fn stand_by() {
+/// Forks the launcher, if the first word on the command line is one of these. To be called before anything else is done;
+/// where it fails, one is executed later.
+pub fn stand_by(words: &[&str]) {
+    // The loader keeps copies of its own settings, which nobody could wipe.
+    if !was_told(words) || sys::has_loader_settings() {
+        return;
+    }
     let Ok((ours, theirs)) = channel::pair() else {
         return;
     };
@@ -47,6 +52,20 @@ pub fn stand_by() {
     }
 }
 
+/// Whether that is the first word that this process was started with. The standard library would leave copies of the whole
+/// command line in memory.
+fn was_told(words: &[&str]) -> bool {
+    let mut line = [0u8; 4096];
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let read = rustix::fs::open("/proc/self/cmdline", flags, Mode::empty())
+        .and_then(|file| rustix::io::read(file, &mut line));
+    let first = line.split(|byte| *byte == 0).nth(1).unwrap_or_default();
+    let told = read.is_ok() && words.iter().any(|word| word.as_bytes() == first);
+    line.fill(0);
+    std::hint::black_box(&mut line);
+    told
+}
+
 /// The launcher that waits, if it can serve this run.
 pub(crate) fn take(program: &Path, spec: &Spec) -> Option<(OwnedFd, Launcher)> {
     let (socket, mut launcher) = STANDBY.lock().ok()?.take()?;
@@ -57,7 +76,7 @@ pub(crate) fn take(program: &Path, spec: &Spec) -> Option<(OwnedFd, Launcher)> {
         return Some((socket, launcher));
     }
     drop(socket);
-    launcher.wait();
+    launcher.end();
     None
 }
 
@@ -73,7 +92,7 @@ pub fn dismiss() {
     let standby = STANDBY.lock().ok().and_then(|mut standby| standby.take());
     if let Some((socket, mut launcher)) = standby {
         drop(socket);
-        launcher.wait();
+        launcher.end();
     }
 }
 
@@ -92,6 +111,8 @@ fn be_launcher(socket: &OwnedFd) -> ! {
 /// Makes this process what an executed launcher is.
 fn settle_in(socket: &OwnedFd) -> std::io::Result<OwnedFd> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // Not the caller's: others must be able to read what is made for them.
+    rustix::process::umask(Mode::from_raw_mode(0o022));
     sys::forget_beginnings()?;
     // The terminal's Ctrl-C is the runner's to handle.
     rustix::process::setpgid(None, None)?;
@@ -136,6 +157,12 @@ impl Launcher {
                 }
             }
         }
+    }
+
+    /// Also one that somebody has stopped.
+    fn end(&mut self) {
+        self.kill();
+        self.wait();
     }
 
     pub(crate) fn kill(&mut self) {

@@ -5,10 +5,12 @@
 #![allow(unsafe_code)]
 
 mod battery;
+mod memory;
 
 #[cfg(target_arch = "x86_64")]
 pub use battery::getpid_i386;
 pub use battery::{Arg, Call, attempt};
+pub use memory::{forget_beginnings, has_loader_settings, let_go_of_code};
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -641,55 +643,4 @@ pub fn fork_sibling_into(group: BorrowedFd<'_>) -> io::Result<Forked> {
         0 => Forked::Child,
         child => Forked::Parent { child },
     })
-}
-
-/// Lets go of the code and constants of this program and its libraries that happen to be mapped: they come back from the
-/// page cache when they are needed. For a process that is about to sleep for long.
-pub fn let_go_of_code() {
-    let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else {
-        return;
-    };
-    let mut mapping = None;
-    for line in maps.lines() {
-        let mut fields = line.split_ascii_whitespace();
-        let (first, second) = (fields.next().unwrap_or(""), fields.next().unwrap_or(""));
-        if let Some((from, to)) = first.split_once('-') {
-            let bounds = usize::from_str_radix(from, 16)
-                .ok()
-                .zip(usize::from_str_radix(to, 16).ok());
-            let of_a_file = fields.nth(3).is_some_and(|name| name.starts_with('/'));
-            // Not written to, and never to be.
-            mapping = bounds.filter(|_| of_a_file && matches!(second, "r-xp" | "r--p"));
-        }
-        // Not even by the loader, before it was made read-only.
-        if let ("Anonymous:", "0", Some((from, to))) =
-            (first, second, mapping.take_if(|_| first == "Anonymous:"))
-        {
-            // SAFETY: every page of this private mapping is the file's own, so letting go of it changes nothing of what
-            // is read there.
-            unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_DONTNEED) };
-        }
-    }
-}
-
-/// Wipes the strings that this process was started with, its arguments and its environment, out of its memory.
-///
-/// # Errors
-/// Where /proc does not tell where they are.
-pub fn forget_beginnings() -> io::Result<()> {
-    let stat = std::fs::read_to_string("/proc/self/stat")?;
-    // The name may hold anything; fields 48 to 51 are the bounds of the arguments and of the environment.
-    let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);
-    let fields = after_name.unwrap_or_default().split_ascii_whitespace();
-    let bounds: Vec<usize> = fields.skip(45).take(4).flat_map(str::parse).collect();
-    let &[arguments, _, _, end] = bounds.as_slice() else {
-        return Err(io::Error::other("/proc/self/stat does not tell"));
-    };
-    match arguments > 0 && arguments < end && end - arguments <= 64 << 20 {
-        // SAFETY: the kernel put these strings at the far end of this process's first stack, one after the other, and says
-        // where. They are writable, and nobody holds a reference to them: std copies them when it is asked.
-        true => unsafe { std::ptr::write_bytes(arguments as *mut u8, 0, end - arguments) },
-        false => return Err(io::Error::other("/proc/self/stat tells nonsense")),
-    }
-    Ok(())
 }

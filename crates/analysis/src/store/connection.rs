@@ -324,9 +324,9 @@ pub(super) struct Connection {
     dialect: Dialect,
     lock_wait_ms: u64,
     in_transaction: bool,
-    /// Which file it is, where it is one, and which log it writes to.
+    /// Which file it is, where it is one, and which stood beside it when that was noted.
     file: Option<FileId>,
-    log: Option<FileId>,
+    beside: Option<[Option<FileId>; 2]>,
     /// Dropped last: the wire's socket is registered with it.
     runtime: Runtime,
 }
@@ -351,7 +351,7 @@ impl Connection {
             lock_wait_ms,
             in_transaction: false,
             file,
-            log: None,
+            beside: None,
             runtime,
         })
     }
@@ -583,16 +583,18 @@ impl Connection {
     pub fn is_in_place(&self) -> bool {
         match (&self.location, self.file) {
             (Location::Sqlite(path), Some(file)) => {
-                open::file_id(path) == Some(file) && open::file_id(&open::log_of(path)) == self.log
+                let beside = self.beside.is_none_or(|noted| noted == open::beside(path));
+                open::file_id(path) == Some(file) && beside
             }
             _ => true,
         }
     }
 
-    /// Once something was written: what is written to a log that somebody has removed is lost.
+    /// Once something was written: what is written to a log that somebody has removed is lost, and who locks in an index
+    /// that nobody else sees writes over what others wrote.
     pub fn note_place(&mut self) {
         if let Location::Sqlite(path) = &self.location {
-            self.log = open::file_id(&open::log_of(path));
+            self.beside = Some(open::beside(path));
         }
     }
 

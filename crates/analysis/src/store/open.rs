@@ -61,11 +61,13 @@ pub(super) fn connect(
 /// A file, whatever it is called: its device and its inode.
 pub(super) type FileId = (u64, u64);
 
-/// The write-ahead log of a file.
-pub(super) fn log_of(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push("-wal");
-    PathBuf::from(name)
+/// What stands beside a database that is in use: its write-ahead log, and the index of that, which has the locks.
+pub(super) fn beside(path: &Path) -> [Option<FileId>; 2] {
+    ["-wal", "-shm"].map(|ending| {
+        let mut name = path.as_os_str().to_owned();
+        name.push(ending);
+        file_id(Path::new(&name))
+    })
 }
 
 /// Which file has this name now.

@@ -201,6 +201,7 @@ fn remedy(error: &PipelineError) -> Option<&'static str> {
             "map the owners of the views"
             | "create namespaces"
             | "map the user"
+            | "keep mounts to ourselves"
             | "make mounts private"
             | "make the new root"
             | "mount /dev"

@@ -3,9 +3,10 @@
 use std::process::Command;
 
 use analysis::fault;
+use rustix::process::Signal;
 use serde_json::json;
 
-use crate::lab::{Ended, Lab, finish};
+use crate::lab::{Ended, Lab, eventually, finish};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
@@ -38,6 +39,16 @@ pub const TRIALS: &[Entry] = &[
         "an_outcome_that_a_power_cut_tore_is_none",
         For::Everyone,
         outcome_torn,
+    ),
+    (
+        "who_loses_the_databases_locks_undoes_no_other_run",
+        For::Everyone,
+        locks_removed,
+    ),
+    (
+        "nothing_is_committed_into_a_database_that_was_put_away",
+        For::Everyone,
+        put_away,
     ),
 ];
 
@@ -238,4 +249,57 @@ fn outcome_torn() {
         assert_eq!(lab.sql(&row), [[json!("succeeded"), json!(1)]]);
         lab.assert_nothing_left();
     }
+}
+
+/// An attacker found that a connection held over the run of a program went on with locks that nobody else saw.
+fn locks_removed() {
+    let lab = Lab::new();
+    lab.sh(&["--id", "first"], "true").good();
+    // Within the second for which it is held, and past it.
+    for (n, sleeps) in ["0.7", "1.6"].iter().enumerate() {
+        for (m, gone) in [&["-shm"][..], &["-shm", "-wal"]].iter().enumerate() {
+            let ids = ["holds", "beside"].map(|name| format!("{name}-{n}{m}"));
+            let script = format!("echo up; sleep {sleeps}");
+            let mut live = lab.start(["--id", &ids[0], "--", "sh", "-c", &script]);
+            live.wait_for("up");
+            for ending in *gone {
+                let name = lab.home.join(format!("fumehood.db{ending}"));
+                std::fs::remove_file(name).unwrap();
+            }
+            lab.sh(&["--id", &ids[1]], "true").good();
+            live.end().refused(121, "moved or removed");
+            lab.gc(&[]).good();
+            for id in &ids {
+                let row = format!("SELECT state FROM analyses_v1 WHERE id = '{id}'");
+                assert_eq!(lab.sql(&row), [[json!("succeeded")]], "{id}");
+            }
+        }
+    }
+}
+
+/// Another looked when the program ended, and moved the database while its outputs were collected.
+fn put_away() {
+    let lab = Lab::new();
+    lab.sh(&["--id", "first"], "true").good();
+    let script = "for n in $(seq 1500); do echo $n > $n; done";
+    let live = lab.start(["--id", "moved", "--", "sh", "-c", script]);
+    let outcome = lab.home.join("runs/moved/1/outcome.json");
+    eventually("it has ended", || outcome.exists());
+    live.signal(Signal::STOP);
+    let away = lab.path("away");
+    std::fs::create_dir(&away).unwrap();
+    for ending in ["", "-wal", "-shm"] {
+        let name = format!("fumehood.db{ending}");
+        let _not_there = std::fs::rename(lab.home.join(&name), away.join(&name));
+    }
+    live.signal(Signal::CONT);
+    live.end().refused(121, "NOT COMMITTED");
+    for ending in ["", "-wal", "-shm"] {
+        let name = format!("fumehood.db{ending}");
+        let _not_there = std::fs::remove_file(lab.home.join(&name));
+        let _not_there = std::fs::rename(away.join(&name), lab.home.join(&name));
+    }
+    lab.gc(&[]).good();
+    let row = "SELECT state, outputs_count FROM analyses_v1 WHERE id = 'moved'";
+    assert_eq!(lab.sql(row), [[json!("succeeded"), json!(1500)]]);
 }

@@ -4,7 +4,7 @@
 use std::io::{Read, Seek, SeekFrom};
 
 use crate::ending::below;
-use crate::lab::{Lab, Live, fresh_id};
+use crate::lab::{Lab, Live, finish, fresh_id};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
@@ -16,6 +16,12 @@ pub const TRIALS: &[Entry] = &[
     ("nor_at_level_landlock", For::Root, || {
         beginnings(&["--level", "landlock"])
     }),
+    ("nor_what_the_loader_was_set", For::Root, loader_settings),
+    (
+        "the_callers_umask_is_not_the_programs",
+        For::Everyone,
+        umask,
+    ),
     (
         "a_launcher_that_is_not_needed_is_gone",
         For::Everyone,
@@ -25,34 +31,66 @@ pub const TRIALS: &[Entry] = &[
 
 fn beginnings(level: &[&str]) {
     let lab = Lab::new();
-    // Taken apart here, so that this process's own strings are no match.
-    let (in_environment, in_arguments) =
-        (fresh_id("variable"), fresh_id("ARGUMENT").replace('-', "_"));
-    let options = ["--db", "none", "--secret-env", &in_arguments];
-    let program = ["--", "sh", "-c", "echo up; sleep 600"];
-    let all = options.iter().chain(level).chain(&program);
-    let mut command = lab.run_command(all);
+    // An allocator reuses what is short at once, and what is longer later: so of all lengths.
+    let marker = fresh_id("X").replace('-', "_");
+    let arguments: Vec<String> = [20, 60, 104, 136, 300, 2000]
+        .map(|length| format!("{marker}_{}", "a".repeat(length)))
+        .into();
+    let in_environment = fresh_id("variable");
+    let secrets = [&in_environment, &marker];
+    let mut options = vec!["--db", "none"];
+    for argument in &arguments {
+        options.extend(["--secret-env", argument]);
+    }
+    options.extend(level);
+    options.extend(["--", "sh", "-c", "echo up; sleep 600"]);
+    let mut command = lab.run_command(options);
     command.env("OF_THE_CALLER", &in_environment);
+    examine(command, secrets);
+}
+
+/// The loader keeps copies of what it is set.
+fn loader_settings() {
+    let lab = Lab::new();
+    let secret = fresh_id("loader");
+    let options = ["--db", "none", "--", "sh", "-c", "echo up; sleep 600"];
+    let mut command = lab.run_command(options);
+    command.env("LD_LIBRARY_PATH", format!("/nowhere/{secret}"));
+    examine(command, [&secret, &secret]);
+}
+
+fn examine(command: std::process::Command, secrets: [&String; 2]) {
     let mut live = Live::start(command);
     live.wait_for("up");
     let runner = live.pid();
-    for secret in [&in_environment, &in_arguments] {
+    for secret in secrets {
         assert!(has_in_memory(runner, secret), "the control: {secret}");
     }
     let inside = below(runner);
     assert!(inside.len() >= 2, "{inside:?}");
     for pid in inside {
-        for secret in [&in_environment, &in_arguments] {
+        for secret in secrets {
             assert!(!has_in_memory(pid, secret), "{pid} has {secret}");
-        }
-        for file in ["environ", "cmdline"] {
-            let bytes = std::fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
-            let text = String::from_utf8_lossy(&bytes);
-            assert!(!text.contains(&in_environment) && !text.contains(&in_arguments));
+            for file in ["environ", "cmdline"] {
+                let bytes = std::fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+                assert!(!String::from_utf8_lossy(&bytes).contains(secret), "{file}");
+            }
         }
     }
     live.signal(rustix::process::Signal::TERM);
     live.end();
+}
+
+/// Files that only their owner may read are of no use to a program that has another uid.
+fn umask() {
+    let lab = Lab::new();
+    let mut command = lab.with_surroundings(std::process::Command::new("/bin/sh"));
+    let script = "umask 077; exec \"$0\" run --quiet -- stat -c %a / /etc /etc/passwd /dev";
+    command
+        .args(["-c", script])
+        .arg(crate::plain_user::binary());
+    let shown = finish(command).good();
+    assert_eq!(shown, "755\n755\n644\n755\n");
 }
 
 /// Whether any memory that the process may read holds these bytes.
