@@ -35,7 +35,7 @@ mod workspace;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
 /// The word by which a worker starts a runner.
 pub const RUNNER: &str = "__runner";
@@ -74,9 +74,31 @@ enum Command {
     Doctor(doctor::DoctorArgs),
 }
 
+/// What was typed. The commands that run an analysis are looked for by themselves first: to describe all the others costs
+/// as much as a tenth of a run. Whatever is not plainly one of them is read, and complained about, with all there are.
+fn parse() -> Result<Cli, clap::Error> {
+    let first = std::env::args_os().nth(1).unwrap_or_default();
+    let command = match first.to_str() {
+        Some("run") => parse_alone("run").map(|args| Command::Run(Box::new(args))),
+        Some(RUNNER) => parse_alone(RUNNER).map(Command::Runner),
+        _ => None,
+    };
+    match command {
+        Some(command) => Ok(Cli { command }),
+        None => Cli::try_parse(),
+    }
+}
+
+fn parse_alone<A: Args>(name: &'static str) -> Option<A> {
+    let command = A::augment_args(clap::Command::new(name));
+    let typed = std::env::args_os().skip(1);
+    let matches = command.try_get_matches_from(typed).ok()?;
+    A::from_arg_matches(&matches).ok()
+}
+
 pub fn main() -> ExitCode {
     // Wrong usage is Fumehood's 125, not clap's 2: 2 may be the program's own.
-    let cli = match Cli::try_parse() {
+    let cli = match parse() {
         Ok(cli) => cli,
         Err(e) => {
             let help = !e.use_stderr();

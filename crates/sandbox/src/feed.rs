@@ -1,6 +1,9 @@
-//! The program's standard input: bytes on their way from the caller into a pipe or a terminal.
+//! The program's pipes, and its standard input: bytes on their way from the caller into a pipe or a terminal.
 
 use std::os::fd::OwnedFd;
+
+use crate::spec::{Identity, Spec, Terminal};
+use crate::supervise::{RunError, start};
 
 /// Read at once from a stream.
 pub const CHUNK_BYTES: usize = 64 * 1024;
@@ -45,4 +48,47 @@ impl Feed {
             Err(_) => *self = Feed::default(),
         }
     }
+}
+
+/// A pipe that the program may reopen as /dev/stdout: it must own it.
+pub(crate) fn pipe(identity: Identity) -> Result<(OwnedFd, OwnedFd), RunError> {
+    let made = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        if let Identity::Leased { uid, gid } = identity {
+            let (uid, gid) = (
+                rustix::fs::Uid::from_raw(uid),
+                rustix::fs::Gid::from_raw(gid),
+            );
+            rustix::fs::fchown(&write, Some(uid), Some(gid))?;
+        }
+        Ok((read, write))
+    };
+    made().map_err(|e| start("make a pipe")(e.into()))
+}
+
+pub(crate) fn never_wait(fd: &OwnedFd) -> Result<(), RunError> {
+    rustix::io::ioctl_fionbio(fd, true).map_err(|e| start("make a pipe")(e.into()))
+}
+
+/// The program's end of its standard input, if it has one, and what is to be fed into it.
+pub(crate) fn stdin_pair(
+    spec: &Spec,
+    source: Option<OwnedFd>,
+) -> Result<(Option<OwnedFd>, Feed), RunError> {
+    let terminal = matches!(spec.terminal, Terminal::Own { .. });
+    if source.is_none() || terminal {
+        let feed = Feed {
+            source,
+            ..Feed::default()
+        };
+        return Ok((None, feed));
+    }
+    let (read, write) = pipe(spec.identity)?;
+    never_wait(&write)?;
+    let feed = Feed {
+        source,
+        sink: Some(write),
+        pending: Vec::new(),
+    };
+    Ok((Some(read), feed))
 }

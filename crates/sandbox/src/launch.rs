@@ -3,7 +3,7 @@
 //!
 //! Three processes pass through this file, and the order of their steps is the confinement:
 //!
-//! 1. the *launcher* enters the namespaces, starts pid 1 as the runner's child, and is gone;
+//! 1. the *launcher* enters the namespaces, starts pid 1 as the runner's child, and is gone; one that was forked is pid 1;
 //! 2. *pid 1* builds the new root, gives up its privilege, and goes on in `init.rs`;
 //! 3. the *child* confines itself step by step and becomes the program.
 //!
@@ -24,7 +24,7 @@ use crate::cgroup::{self, Birth, CpuUnit};
 use crate::channel::{self, During, Order, Report, Reporter, StepError, Wait};
 use crate::init::Init;
 use crate::mounts;
-use crate::namespaces::{self, Bounding, Entered};
+use crate::namespaces::{self, Bounding, Early, Entered, Network};
 use crate::processes::Realm;
 use crate::seccomp::{self, Affinity, Connect, Fallocate, Ground};
 use crate::spec::{Bytes, Hardness, Layer, Level, Purpose, Spec, Terminal, WorkspaceKind};
@@ -119,10 +119,13 @@ fn launch(report: &mut Reporter, entered: Entered) -> Result<(), StepError> {
             report.step("map the owners of the views");
             // Before the namespaces: only the host's root may write these maps.
             let owner_maps = namespaces::owner_maps(&plan.spec)?;
-            let prepared = namespaces::enter(&plan.spec, entered, report)?;
+            if let Some(early) = namespaces::enter(&plan.spec, entered, report)? {
+                return be_init(plan, handed, Some(early), owner_maps, report);
+            }
             report.step("start pid 1");
             leave_to(report, |report| {
-                be_init(plan, handed, prepared, owner_maps, report)
+                become_init(report)?;
+                be_init(plan, handed, None, owner_maps, report)
             })
         }
         Level::Landlock => {
@@ -156,7 +159,7 @@ pub(crate) fn be_called(name: &std::ffi::CStr) {
     let _only_a_name = rustix::thread::set_name(name);
 }
 
-fn die_with_parent() -> Result<(), StepError> {
+pub(crate) fn die_with_parent() -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .during(|| "ask to die with the runner".into())
 }
@@ -181,10 +184,12 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
     if fds.len() != count || count < 4 {
         return Err(StepError::new("descriptors were lost on the way"));
     }
-    let plan_file = std::fs::File::from(fds.remove(0));
+    let mut plan = Vec::new();
+    io::Read::read_to_end(&mut std::fs::File::from(fds.remove(0)), &mut plan)
+        .during(|| "read the plan".into())?;
     report.write_into(fds.remove(0));
-    let plan: Plan = serde_json::from_reader(io::BufReader::new(plan_file))
-        .map_err(|e| StepError::new(format!("read the plan: {e}")))?;
+    let plan: Plan =
+        serde_json::from_slice(&plan).map_err(|e| StepError::new(format!("read the plan: {e}")))?;
     plan.spec
         .check()
         .map_err(|e| StepError::new(e.to_string()))?;
@@ -210,21 +215,28 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
     Ok((plan, handed))
 }
 
+/// Makes a process that was just forked what the one that stands by is from its birth.
+fn become_init(report: &mut Reporter) -> Result<(), StepError> {
+    report.step("leave the caller's session");
+    // Fork cleared it. A runner that died meanwhile shows as a closed control socket in init's loop.
+    die_with_parent()?;
+    // No terminal's Ctrl-C reaches in here, only the runner's order.
+    rustix::process::setsid()
+        .during(|| "setsid".into())
+        .map(drop)
+}
+
 /// Pid 1: builds the sandbox, starts the program, and stays as its init.
 fn be_init(
     plan: Plan,
     mut handed: Handed,
-    prepared: Option<mounts::Prepared>,
+    early: Option<Early>,
     owner_maps: mounts::OwnerMaps,
     report: &mut Reporter,
 ) -> Result<(), StepError> {
     let spec = &plan.spec;
     report.step("set up init");
     be_called(c"fumehood-init");
-    // Fork cleared it. A runner that died meanwhile shows as a closed control socket in init's loop.
-    die_with_parent()?;
-    // Out of the caller's session: no terminal's Ctrl-C reaches in here, only the runner's order.
-    rustix::process::setsid().during(|| "setsid".into())?;
     // A signal from inside could only be one with a handler; there is none, and all are blocked.
     sys::block_signals(None).during(|| "block signals".into())?;
     if realm(spec) == Realm::Descendants {
@@ -246,23 +258,17 @@ fn be_init(
         }
     };
     let workspace = handed.workspace.take();
-    let prepared = match prepared {
-        Some(prepared) => prepared,
-        None => mounts::prepare(report)?,
+    let (prepared, network) = match early {
+        Some(early) => (early.prepared, early.network),
+        None => (mounts::prepare(report)?, Network::Bare),
     };
     let go = &mut wait_for_go;
     let root = mounts::build(spec, prepared, workspace, &owner_maps, report, go)?;
     drop(owner_maps);
 
     report.step("set up the network and the host name");
-    if spec.has(Layer::NetNamespace) {
-        sys::loopback_up().during(|| "bring loopback up".into())?;
-        // The most that one connection may hold in buffers: the kernel counts them for the whole host.
-        for name in ["tcp_rmem", "tcp_wmem"] {
-            let path = format!("sys/net/ipv4/{name}");
-            namespaces::write_proc(Some(root.proc_writable.as_fd()), &path, "4096 65536 262144")
-                .during(|| format!("bound {name}"))?;
-        }
+    if spec.has(Layer::NetNamespace) && network == Network::Bare {
+        namespaces::set_up_network(Some(root.proc_writable.as_fd()))?;
     }
     if spec.has(Layer::UtsNamespace) {
         rustix::system::sethostname(spec.host_name.as_bytes())
@@ -375,6 +381,7 @@ fn start_program(
             let ways = Ways {
                 to_init: theirs,
                 sweeper: &mut sweeper,
+                watch: watching.as_ref().map(|watching| watching.thread),
             };
             let error = match become_program(plan, &handed, proc_writable, terminal, ways, report) {
                 Err(error) => error,
@@ -408,7 +415,7 @@ pub fn realm(spec: &Spec) -> Realm {
     }
 }
 
-/// The watch, before anything else lives inside: so its thread has a number that seccomp can be told of.
+/// The watch, before anything of the program's lives inside: so its thread has a number that seccomp can be told of.
 fn start_watch(
     plan: &Plan,
     workspace: OwnedFd,
@@ -429,11 +436,7 @@ fn start_watch(
         realm(spec),
     );
     let watch = watch.during(|| "look at the workspace".into())?;
-    let watching = Watching::start(watch, Bounding::of(spec)).during(|| "start a thread".into())?;
-    match spec.has(Layer::PidNamespace) && !seccomp::INIT.contains(&watching.thread) {
-        false => Ok(watching),
-        true => Err(StepError::new("the watch is not the first thread of init")),
-    }
+    Watching::start(watch, Bounding::of(spec)).during(|| "start a thread".into())
 }
 
 /// A terminal of the sandbox's own devpts; its outer end goes to the runner.
@@ -468,6 +471,8 @@ enum Never {}
 struct Ways<'a> {
     to_init: OwnedFd,
     sweeper: &'a mut Option<Sweeper>,
+    /// The number of init's other thread.
+    watch: Option<u32>,
 }
 
 /// The child: from init's copy to the program.
@@ -628,7 +633,9 @@ fn restrict_calls(plan: &Plan, ways: &Ways<'_>, own_proc: &[OwnedFd]) -> io::Res
         },
         connect: Connect::Brokered,
         ground: match plan.spec.level {
-            Level::Full => Ground::Own,
+            Level::Full => Ground::Own {
+                watch: ways.watch.unwrap_or(seccomp::FIRST_BORN),
+            },
             Level::Landlock => Ground::Shared {
                 landlock_abi: landlock::abi(),
             },

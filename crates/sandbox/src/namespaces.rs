@@ -15,92 +15,103 @@ use rustix::thread::{CapabilitySet, CapabilitySets};
 use crate::channel::{During, Reporter, StepError};
 use crate::mounts::{self, INSIDE_GID, INSIDE_UID, OwnerMaps, Prepared};
 use crate::spec::{Identity, Layer, Level, Owner, Spec};
-use crate::sys::{self, Forked, Parentage};
+use crate::sys::{self, Forked, Namespace, Parentage};
 
 /// What a launcher has done before it knew its plan.
 pub enum Entered {
     Nothing,
-    /// The namespaces in [`EARLY`], a plain user's in a user namespace, with a root that is prepared.
-    Early(Prepared),
+    /// It is pid 1 already, in the namespaces in [`EARLY`].
+    Early(Early),
     /// This step of it failed.
     Failed(String, StepError),
 }
 
-/// Namespaces that are the same for every plan. The network's alone costs as much as all the rest.
-const EARLY: [Layer; 3] = [
-    Layer::NetNamespace,
-    Layer::IpcNamespace,
-    Layer::UtsNamespace,
+pub struct Early {
+    pub prepared: Prepared,
+    pub network: Network,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Network {
+    SetUp,
+    Bare,
+}
+
+/// Namespaces that are the same for every plan, beside the mounts'. The network's alone costs as much as all the rest.
+const EARLY: [(Layer, libc::c_int); 4] = [
+    (Layer::PidNamespace, libc::CLONE_NEWPID),
+    (Layer::NetNamespace, libc::CLONE_NEWNET),
+    (Layer::IpcNamespace, libc::CLONE_NEWIPC),
+    (Layer::UtsNamespace, libc::CLONE_NEWUTS),
 ];
 
 /// Whether a launcher that has entered [`EARLY`] can serve this plan.
 pub fn fits_early(spec: &Spec) -> bool {
-    spec.level == Level::Full && EARLY.iter().all(|layer| spec.has(*layer))
+    spec.level == Level::Full && EARLY.iter().all(|(layer, _)| spec.has(*layer))
 }
 
-/// Does what every plan at level `full` needs. Where that cannot be had, it will be said when there is a plan.
-pub fn enter_early(report: &mut Reporter) -> Entered {
-    let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
-    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
-    let owned = match uid.is_root() {
-        true => flags,
-        false => flags | libc::CLONE_NEWUSER,
+/// How a process is born that is to enter them.
+pub fn early_birth() -> Parentage {
+    let user = match rustix::process::geteuid().is_root() {
+        true => Namespace::Ours,
+        false => Namespace::New,
     };
-    if sys::unshare(owned).is_err() {
-        return Entered::Nothing;
-    }
-    let prepared = match uid.is_root() {
-        true => Ok(()),
-        false => {
-            report.step("map the user");
-            write_maps(None, (INSIDE_UID, uid.as_raw()), (INSIDE_GID, gid.as_raw()))
-                .during(|| "write /proc/self/uid_map".into())
-        }
-    };
-    match prepared.and_then(|()| mounts::prepare(report)) {
-        Ok(prepared) => Entered::Early(prepared),
+    Parentage::First { user }
+}
+
+/// Does what every plan at level `full` needs, as pid 1, born as [`early_birth`] says. What fails is said when there is a
+/// plan.
+pub fn enter_early(uid: Uid, gid: Gid, report: &mut Reporter) -> Entered {
+    match early(uid, gid, report) {
+        Ok(early) => Entered::Early(early),
         Err(error) => Entered::Failed(report.current_step().to_owned(), error),
     }
 }
 
-/// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into, with what is prepared.
+fn early(uid: Uid, gid: Gid, report: &mut Reporter) -> Result<Early, StepError> {
+    if !uid.is_root() {
+        map_user(uid.as_raw(), gid.as_raw(), report)?;
+    }
+    report.step("create namespaces");
+    let all = EARLY.iter().fold(libc::CLONE_NEWNS, |all, one| all | one.1);
+    sys::unshare(all & !libc::CLONE_NEWPID).during(|| "unshare".into())?;
+    let network = match set_up_network(None) {
+        Ok(()) => Network::SetUp,
+        // The host's /proc may be read-only, and ours is not there yet.
+        Err(_) => Network::Bare,
+    };
+    let prepared = mounts::prepare(report)?;
+    Ok(Early { prepared, network })
+}
+
+/// Loopback, and the most that one connection may hold in buffers: the kernel counts them for the whole host.
+pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), StepError> {
+    sys::loopback_up().during(|| "bring loopback up".into())?;
+    for name in ["tcp_rmem", "tcp_wmem"] {
+        let path = format!("sys/net/ipv4/{name}");
+        write_proc(proc, &path, "4096 65536 262144").during(|| format!("bound {name}"))?;
+    }
+    Ok(())
+}
+
+/// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into, unless it is that already.
 pub fn enter(
     spec: &Spec,
     entered: Entered,
     report: &mut Reporter,
-) -> Result<Option<Prepared>, StepError> {
+) -> Result<Option<Early>, StepError> {
     report.step("create namespaces");
-    let prepared = match entered {
-        Entered::Nothing => None,
-        Entered::Early(prepared) => Some(prepared),
+    let early = match entered {
+        Entered::Nothing => {
+            enter_now(spec, report)?;
+            None
+        }
+        Entered::Early(early) => Some(early),
         Entered::Failed(step, error) => {
             report.step(&step);
             return Err(error);
         }
     };
-    let early = prepared.is_some();
-    let mut flags = if early { 0 } else { libc::CLONE_NEWNS };
-    for (layer, flag) in [
-        (Layer::PidNamespace, libc::CLONE_NEWPID),
-        (Layer::NetNamespace, libc::CLONE_NEWNET),
-        (Layer::IpcNamespace, libc::CLONE_NEWIPC),
-        (Layer::UtsNamespace, libc::CLONE_NEWUTS),
-    ] {
-        if spec.has(layer) && !(early && EARLY.contains(&layer)) {
-            flags |= flag;
-        }
-    }
-    match spec.identity {
-        Identity::Caller { .. } if early => sys::unshare(flags).during(|| "unshare".into())?,
-        Identity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into())?,
-        Identity::Caller { uid, gid } => {
-            sys::unshare(flags | libc::CLONE_NEWUSER)
-                .during(|| "unshare, with a user namespace".into())?;
-            report.step("map the user");
-            write_maps(None, (INSIDE_UID, uid), (INSIDE_GID, gid))
-                .during(|| "write /proc/self/uid_map".into())?;
-        }
-    }
     for (layer, how) in [
         (Layer::PidNamespace, "own init, own /proc"),
         (Layer::NetNamespace, "loopback only"),
@@ -111,7 +122,26 @@ pub fn enter(
             report.layer(layer, how);
         }
     }
-    Ok(prepared)
+    Ok(early)
+}
+
+fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), StepError> {
+    let asked_for = EARLY.iter().filter(|(layer, _)| spec.has(*layer));
+    let flags = asked_for.fold(libc::CLONE_NEWNS, |all, one| all | one.1);
+    match spec.identity {
+        Identity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into()),
+        Identity::Caller { uid, gid } => {
+            sys::unshare(flags | libc::CLONE_NEWUSER)
+                .during(|| "unshare, with a user namespace".into())?;
+            map_user(uid, gid, report)
+        }
+    }
+}
+
+fn map_user(uid: u32, gid: u32, report: &mut Reporter) -> Result<(), StepError> {
+    report.step("map the user");
+    write_maps(None, (INSIDE_UID, uid), (INSIDE_GID, gid))
+        .during(|| "write /proc/self/uid_map".into())
 }
 
 /// Writes this process's own maps: one user, one group, and no setgroups.
@@ -170,19 +200,19 @@ pub fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
     match sys::fork(Parentage::Own)? {
         Forked::Child => {
             drop(ours);
-            let done = sys::unshare(libc::CLONE_NEWUSER).is_ok();
-            let _told = rustix::io::write(&theirs, &[u8::from(done)]);
+            let name = own_name().filter(|_| sys::unshare(libc::CLONE_NEWUSER).is_ok());
+            let _told = rustix::io::write(&theirs, &name.unwrap_or_default());
             // Holds the namespace until its descriptor has been taken.
             let _released = rustix::io::read(&theirs, &mut [0u8]);
             sys::exit_now(0);
         }
         Forked::Parent { child } => {
             drop(theirs);
-            let mut byte = [0u8];
-            let made = rustix::io::read(&ours, &mut byte)? == 1 && byte[0] == 1;
-            let map = match made {
-                true => fill_owner_map(child, owner, identity),
-                false => Err(io::Error::from_raw_os_error(libc::EPERM)),
+            let mut name = [0u8; 16];
+            let len = rustix::io::read(&ours, &mut name)?;
+            let map = match str::from_utf8(&name[..len]) {
+                Ok(name) if !name.is_empty() => fill_owner_map(name, owner, identity),
+                _ => Err(io::Error::from_raw_os_error(libc::EPERM)),
             };
             drop(ours);
             let pid = rustix::process::Pid::from_raw(child);
@@ -192,8 +222,14 @@ pub fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
     }
 }
 
-fn fill_owner_map(child: i32, owner: u32, identity: Identity) -> io::Result<OwnedFd> {
-    let base = format!("/proc/{child}");
+/// This process's directory in the host's /proc: its number here may be another.
+fn own_name() -> Option<Vec<u8>> {
+    let name = rustix::fs::readlink("/proc/self", Vec::new()).ok()?;
+    Some(name.into_bytes())
+}
+
+fn fill_owner_map(process: &str, owner: u32, identity: Identity) -> io::Result<OwnedFd> {
+    let base = format!("/proc/{process}");
     std::fs::write(
         format!("{base}/uid_map"),
         format!("{owner} {} 1", identity.uid()),

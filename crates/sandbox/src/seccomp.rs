@@ -16,7 +16,6 @@ mod table;
 
 use std::sync::{Mutex, PoisonError};
 
-pub(crate) use table::INIT;
 use table::UNLISTED;
 
 /// What the filter must know about the run. Everything else is the same for every run.
@@ -31,8 +30,9 @@ pub struct Options {
 /// What stands between the program and the host beside this filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ground {
-    /// Namespaces of its own: paths, processes, sockets and segments are the run's.
-    Own,
+    /// Namespaces of its own: paths, processes, sockets and segments are the run's. Init is number 1 there, and this the
+    /// number of its second thread, the watch.
+    Own { watch: u32 },
     /// The host itself, seen through Landlock of this ABI: what that does not refuse is refused here, or handed to the
     /// holder of the listener.
     Shared { landlock_abi: i32 },
@@ -168,13 +168,16 @@ pub fn program(options: &Options) -> Vec<Instruction> {
 
 static READY: Mutex<Option<(Options, Vec<Instruction>)>> = Mutex::new(None);
 
+/// The number of whoever is born first beside pid 1.
+pub(crate) const FIRST_BORN: u32 = 2;
+
 /// Compiles the filter that most runs will ask for, while there is time.
 pub(crate) fn make_ready() {
     let usual = Options {
         fallocate: Fallocate::Refused,
         affinity: Affinity::Free,
         connect: Connect::Brokered,
-        ground: Ground::Own,
+        ground: Ground::Own { watch: FIRST_BORN },
     };
     let program = compile(&usual);
     *READY.lock().unwrap_or_else(PoisonError::into_inner) = Some((usual, program));
@@ -378,13 +381,13 @@ mod tests {
         fallocate: Fallocate::Allowed,
         affinity: Affinity::Free,
         connect: Connect::Kernel,
-        ground: Ground::Own,
+        ground: Ground::Own { watch: FIRST_BORN },
     };
     const TIGHT: Options = Options {
         fallocate: Fallocate::Refused,
         affinity: Affinity::Fixed,
         connect: Connect::Brokered,
-        ground: Ground::Own,
+        ground: Ground::Own { watch: 7 },
     };
     /// Level `landlock`, on a kernel that leaves signals and truncation to us, and on one that does not.
     const SHARED_OLD: Options = Options {
@@ -479,7 +482,7 @@ mod tests {
                         fallocate,
                         affinity,
                         connect,
-                        ground: Ground::Own,
+                        ground: Ground::Own { watch: 3 },
                     });
                 }
             }

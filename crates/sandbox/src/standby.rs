@@ -1,4 +1,4 @@
-//! A launcher that stands by: forked by the runner as its very first act, and waiting for a plan.
+//! A launcher that stands by: forked by the runner as its very first act, as pid 1 of a pid namespace, and waiting for a plan.
 //!
 //! At that moment the runner has one thread, has read no file and no variable, and its memory holds nothing but our own
 //! code and the strings it was started with, which the launcher wipes. So nothing of the caller's is to be found in any
@@ -8,27 +8,20 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::process::Child;
 use std::sync::Mutex;
 
 use rustix::fs::{Mode, OFlags};
-use rustix::process::{Pid, Signal, WaitOptions};
+use rustix::process::{Gid, Pid, Signal, Uid, WaitOptions};
 
 use crate::channel::{self, Reporter};
 use crate::launch;
 use crate::namespaces;
 use crate::seccomp;
 use crate::spec::Spec;
-use crate::sys::{self, Forked, Parentage};
+use crate::sys::{self, Forked};
 
 /// The one that waits, if any: the socket to it, and its pid.
-static STANDBY: Mutex<Option<(OwnedFd, Launcher)>> = Mutex::new(None);
-
-/// The process that a run was begun with.
-pub enum Launcher {
-    Executed(Child),
-    Forked { pid: Pid, reaped: bool },
-}
+static STANDBY: Mutex<Option<(OwnedFd, Pid)>> = Mutex::new(None);
 
 /// Forks the launcher, if the first word on the command line is one of these. To be called before anything else is done;
 /// where it fails, one is executed later.
@@ -40,12 +33,12 @@ pub fn stand_by(words: &[&str]) {
     let Ok((ours, theirs)) = channel::pair() else {
         return;
     };
-    match sys::fork(Parentage::Own) {
-        Ok(Forked::Child) => be_launcher(&theirs),
+    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    match sys::fork(namespaces::early_birth()) {
+        Ok(Forked::Child) => be_launcher(&theirs, uid, gid),
         Ok(Forked::Parent { child }) => {
             if let (Some(pid), Ok(mut standby)) = (Pid::from_raw(child), STANDBY.lock()) {
-                let launcher = Launcher::Forked { pid, reaped: false };
-                *standby = Some((ours, launcher));
+                *standby = Some((ours, pid));
             }
         }
         Err(_) => {}
@@ -66,41 +59,48 @@ fn was_told(words: &[&str]) -> bool {
     told
 }
 
-/// The launcher that waits, if it can serve this run.
-pub(crate) fn take(program: &Path, spec: &Spec) -> Option<(OwnedFd, Launcher)> {
-    let (socket, mut launcher) = STANDBY.lock().ok()?.take()?;
+/// The launcher that waits, if it can serve this run. It is pid 1 of the run's.
+pub(crate) fn take(program: &Path, spec: &Spec) -> Option<(OwnedFd, Pid)> {
+    let standby = STANDBY.lock().ok()?.take()?;
     // A test may bring another binary.
-    let serves = program == Path::new("/proc/self/exe") && namespaces::fits_early(spec);
-    // One that could not settle in has ended.
-    if serves && !launcher.is_gone() {
-        return Some((socket, launcher));
+    if program != Path::new("/proc/self/exe") || !namespaces::fits_early(spec) {
+        end(standby);
+        return None;
     }
-    drop(socket);
-    launcher.end();
-    None
+    // One that could not settle in has ended.
+    let ended = rustix::process::waitpid(Some(standby.1), WaitOptions::NOHANG);
+    matches!(ended, Ok(None)).then_some(standby)
 }
 
 pub(crate) fn pid() -> Option<u32> {
-    match STANDBY.lock().ok()?.as_ref()?.1 {
-        Launcher::Forked { pid, .. } => u32::try_from(pid.as_raw_nonzero().get()).ok(),
-        Launcher::Executed(_) => None,
-    }
+    let standby = STANDBY.lock().ok()?;
+    u32::try_from(standby.as_ref()?.1.as_raw_nonzero().get()).ok()
 }
 
 /// Sends it away: what it was born into is not where runs are to be any more.
 pub fn dismiss() {
     let standby = STANDBY.lock().ok().and_then(|mut standby| standby.take());
-    if let Some((socket, mut launcher)) = standby {
-        drop(socket);
-        launcher.end();
+    if let Some(standby) = standby {
+        end(standby);
     }
 }
 
-fn be_launcher(socket: &OwnedFd) -> ! {
+/// Also of one that somebody has stopped.
+fn end((socket, pid): (OwnedFd, Pid)) {
+    drop(socket);
+    // Not reaped by anybody else, so the number is still its own.
+    let _gone = rustix::process::kill_process(pid, Signal::KILL);
+    while matches!(
+        rustix::process::waitpid(Some(pid), WaitOptions::empty()),
+        Err(rustix::io::Errno::INTR)
+    ) {}
+}
+
+fn be_launcher(socket: &OwnedFd, uid: Uid, gid: Gid) -> ! {
     match settle_in(socket) {
         Ok(socket) => {
             let mut report = Reporter::new(socket);
-            let entered = namespaces::enter_early(&mut report);
+            let entered = namespaces::enter_early(uid, gid, &mut report);
             seccomp::make_ready();
             launch::work(report, entered)
         }
@@ -111,11 +111,11 @@ fn be_launcher(socket: &OwnedFd) -> ! {
 /// Makes this process what an executed launcher is.
 fn settle_in(socket: &OwnedFd) -> std::io::Result<OwnedFd> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    sys::forget_beginnings()?;
     // Not the caller's: others must be able to read what is made for them.
     rustix::process::umask(Mode::from_raw_mode(0o022));
-    sys::forget_beginnings()?;
     // The terminal's Ctrl-C is the runner's to handle.
-    rustix::process::setpgid(None, None)?;
+    rustix::process::setsid()?;
     rustix::process::chdir("/")?;
     launch::be_called(c"fumehood-launch");
     sys::hear_of_children();
@@ -128,53 +128,4 @@ fn settle_in(socket: &OwnedFd) -> std::io::Result<OwnedFd> {
     let socket = rustix::io::fcntl_dupfd_cloexec(socket, 3)?;
     sys::close_all_but(socket.as_fd())?;
     Ok(socket)
-}
-
-impl Launcher {
-    pub(crate) fn is_gone(&mut self) -> bool {
-        match self {
-            Launcher::Executed(child) => !matches!(child.try_wait(), Ok(None)),
-            Launcher::Forked { pid, reaped } => {
-                *reaped = *reaped
-                    || !matches!(
-                        rustix::process::waitpid(Some(*pid), WaitOptions::NOHANG),
-                        Ok(None)
-                    );
-                *reaped
-            }
-        }
-    }
-
-    pub(crate) fn wait(&mut self) {
-        match self {
-            Launcher::Executed(child) => {
-                let _gone = child.wait();
-            }
-            Launcher::Forked { pid, reaped } => {
-                while !*reaped {
-                    let waited = rustix::process::waitpid(Some(*pid), WaitOptions::empty());
-                    *reaped = !matches!(waited, Err(rustix::io::Errno::INTR));
-                }
-            }
-        }
-    }
-
-    /// Also one that somebody has stopped.
-    fn end(&mut self) {
-        self.kill();
-        self.wait();
-    }
-
-    pub(crate) fn kill(&mut self) {
-        match self {
-            Launcher::Executed(child) => {
-                let _gone = child.kill();
-            }
-            // Not yet reaped, so the number is still its own.
-            Launcher::Forked { pid, reaped: false } => {
-                let _gone = rustix::process::kill_process(*pid, Signal::KILL);
-            }
-            Launcher::Forked { reaped: true, .. } => {}
-        }
-    }
 }

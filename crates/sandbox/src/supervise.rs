@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,14 +17,14 @@ use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 
 use crate::cgroup::Group;
 use crate::channel::{self, Order, Report, Wait};
-use crate::feed::{CHUNK_BYTES, Feed};
+use crate::feed::{CHUNK_BYTES, Feed, never_wait, pipe, stdin_pair};
 use crate::launch::Plan;
 use crate::outcome::{Outcome, Stop, Usage};
 use crate::processes;
 use crate::spec::{
     Hardness, Identity, Layer, Level, LimitName, Purpose, Spec, SpecError, Terminal, WorkspaceKind,
 };
-use crate::standby::{self, Launcher};
+use crate::standby;
 
 /// Init has this long, beyond the grace, before it is killed.
 const BACKSTOP: Duration = Duration::from_millis(700);
@@ -57,7 +57,7 @@ pub enum RunError {
     Fill { source: io::Error },
 }
 
-fn start(action: &'static str) -> impl FnOnce(io::Error) -> RunError {
+pub(crate) fn start(action: &'static str) -> impl FnOnce(io::Error) -> RunError {
     move |source| RunError::Start { action, source }
 }
 
@@ -117,7 +117,8 @@ pub struct Running<'a> {
     spec: &'a Spec,
     group: Option<&'a Group>,
     socket: OwnedFd,
-    launcher: Launcher,
+    /// One that stood by is init itself.
+    launcher: Option<Child>,
     diary: OwnedFd,
     init: Option<OwnedFd>,
     init_pid: Option<Pid>,
@@ -141,10 +142,14 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     // Descriptors on their way over sockets are counted for the user, against the limit of whoever sends: other
     // analyses of the same user must not keep us from sending ours.
     let _as_many_as_allowed = crate::rlimits::raise_open_files();
-    let (ours, launcher) = match standby::take(means.launcher, spec) {
-        Some((socket, launcher)) => (socket, launcher),
-        None => start_launcher(means.launcher)?,
+    let (ours, launcher, init) = match standby::take(means.launcher, spec) {
+        Some((socket, init)) => (socket, None, Some(hold(init)?)),
+        None => {
+            let (socket, launcher) = start_launcher(means.launcher)?;
+            (socket, Some(launcher), None)
+        }
     };
+    let (init_pid, init) = init.unzip();
     let (out_read, out_write) = pipe(spec.identity)?;
     let (err_read, err_write) = pipe(spec.identity)?;
     // The program owns the pipes and may read from them too: what poll promised may be gone when we read.
@@ -205,8 +210,8 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         socket: ours,
         launcher,
         diary,
-        init: None,
-        init_pid: None,
+        init,
+        init_pid,
         // With a terminal the pipes lead nowhere; the program's output comes from the terminal.
         out: if terminal {
             [None, None]
@@ -228,7 +233,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
 
 /// Our own binary, once more. An empty environment: nothing of the caller's is to be found in any process inside. Its
 /// own process group: the terminal's Ctrl-C is the runner's to handle.
-fn start_launcher(program: &Path) -> Result<(OwnedFd, Launcher), RunError> {
+fn start_launcher(program: &Path) -> Result<(OwnedFd, Child), RunError> {
     let (ours, theirs) = channel::pair().map_err(|e| start("make the control socket")(e.into()))?;
     let launcher = Command::new(program)
         .arg(crate::launch::ARGUMENT)
@@ -240,53 +245,19 @@ fn start_launcher(program: &Path) -> Result<(OwnedFd, Launcher), RunError> {
         .stderr(Stdio::null())
         .spawn()
         .map_err(start("start the launcher"))?;
-    Ok((ours, Launcher::Executed(launcher)))
+    Ok((ours, launcher))
+}
+
+/// A child of ours: nobody else reaps it, so the number cannot have been given to another process.
+fn hold(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
+    let pidfd = rustix::process::pidfd_open(child, PidfdFlags::empty());
+    Ok((child, pidfd.map_err(|e| start("find init")(e.into()))?))
 }
 
 /// By when init must have ended the run, counted from the program's start.
 fn deadline(spec: &Spec) -> Duration {
     let limits = &spec.limits;
     Duration::from_millis(limits.wall_ms.saturating_add(limits.grace_ms)) + BACKSTOP
-}
-
-/// A pipe that the program may reopen as /dev/stdout: it must own it.
-fn pipe(identity: Identity) -> Result<(OwnedFd, OwnedFd), RunError> {
-    let made = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
-        let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
-        if let Identity::Leased { uid, gid } = identity {
-            let (uid, gid) = (
-                rustix::fs::Uid::from_raw(uid),
-                rustix::fs::Gid::from_raw(gid),
-            );
-            rustix::fs::fchown(&write, Some(uid), Some(gid))?;
-        }
-        Ok((read, write))
-    };
-    made().map_err(|e| start("make a pipe")(e.into()))
-}
-
-fn never_wait(fd: &OwnedFd) -> Result<(), RunError> {
-    rustix::io::ioctl_fionbio(fd, true).map_err(|e| start("make a pipe")(e.into()))
-}
-
-/// The program's end of its standard input, if it has one, and what is to be fed into it.
-fn stdin_pair(spec: &Spec, source: Option<OwnedFd>) -> Result<(Option<OwnedFd>, Feed), RunError> {
-    let terminal = matches!(spec.terminal, Terminal::Own { .. });
-    if source.is_none() || terminal {
-        let feed = Feed {
-            source,
-            ..Feed::default()
-        };
-        return Ok((None, feed));
-    }
-    let (read, write) = pipe(spec.identity)?;
-    never_wait(&write)?;
-    let feed = Feed {
-        source,
-        sink: Some(write),
-        pending: Vec::new(),
-    };
-    Ok((Some(read), feed))
 }
 
 fn plan_file(plan: &Plan) -> io::Result<OwnedFd> {
@@ -346,7 +317,7 @@ impl Running<'_> {
                 break;
             }
         }
-        self.launcher.wait();
+        let _ended = self.launcher.as_mut().map(Child::wait);
         self.drain(attendant);
         self.conclude(init_dead)
     }
@@ -449,7 +420,7 @@ impl Running<'_> {
 
     fn started_with(&mut self, layers: Vec<(Layer, String)>) {
         // It ended when init was born; no need to keep its corpse for the whole run.
-        self.launcher.is_gone();
+        let _ended = self.launcher.as_mut().map(Child::try_wait);
         self.kill_init_at = Instant::now() + deadline(self.spec);
         self.layers = Some(layers);
     }
@@ -459,10 +430,8 @@ impl Running<'_> {
         let pid = Pid::from_raw(pid)
             .ok_or_else(no_init)
             .map_err(start("find init"))?;
-        // Ours to reap, so the number cannot have been given to another process.
-        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty());
-        self.init_pid = Some(pid);
-        self.init = Some(pidfd.map_err(|e| start("find init")(e.into()))?);
+        let (pid, held) = hold(pid)?;
+        (self.init_pid, self.init) = (Some(pid), Some(held));
         Ok(())
     }
 
@@ -562,7 +531,7 @@ impl Running<'_> {
         }
         self.killed_init = true;
         self.kill_init_at = Instant::now() + LAST_WAIT;
-        self.launcher.kill();
+        let _gone = self.launcher.as_mut().map(Child::kill);
         match self.spec.level {
             Level::Full => {
                 if let Some(init) = &self.init {

@@ -31,12 +31,22 @@ pub enum Forked {
     Child,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Namespace {
+    Ours,
+    New,
+}
+
 /// Whose child the new process is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Parentage {
     Own,
     /// The caller's own parent becomes the parent: the launcher makes pid 1 the runner's child.
     Sibling,
+    /// The caller's, and the first process of a pid namespace, which belongs to this user namespace.
+    First {
+        user: Namespace,
+    },
 }
 
 /// Forks a single-threaded process.
@@ -49,11 +59,18 @@ pub fn fork(parentage: Parentage) -> io::Result<Forked> {
     let flags = match parentage {
         Parentage::Own => 0,
         Parentage::Sibling => libc::CLONE_PARENT as u64,
+        Parentage::First { user } => {
+            let user = match user {
+                Namespace::Ours => 0,
+                Namespace::New => libc::CLONE_NEWUSER,
+            };
+            (libc::CLONE_NEWPID | user) as u64
+        }
     };
     args[0] = flags;
     // The kernel wants no exit signal of its own together with CLONE_PARENT: it is inherited.
     args[4] = match parentage {
-        Parentage::Own => libc::SIGCHLD as u64,
+        Parentage::Own | Parentage::First { .. } => libc::SIGCHLD as u64,
         Parentage::Sibling => 0,
     };
     // SAFETY: clone3 with no stack and no CLONE_VM behaves like fork; `args` outlives the call and its

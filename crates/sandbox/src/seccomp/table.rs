@@ -228,6 +228,11 @@ const IGNORED: &[&[c_long]] = &[&[libc::SYS_sync, libc::SYS_syncfs]];
 
 /// The whole table, sorted by number.
 pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
+    // The threads of the sandbox's init. Where the host's processes are seen, another rule takes the place of these.
+    let init = &match options.ground {
+        Ground::Own { watch } => [1, watch],
+        Ground::Shared { .. } => [1, 1],
+    };
     let plain = [
         (ALLOWED, Action::Allow),
         (ALLOWED_HERE, Action::Allow),
@@ -241,15 +246,21 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
         let calls = groups.iter().copied().flatten();
         rules.extend(calls.map(|&nr| (nr, always(action))));
     }
-    rules.extend(by_option(options));
+    rules.extend(by_option(options, init));
     rules.extend(set_id());
     rules.extend([
         (libc::SYS_clone, clone()),
-        (libc::SYS_prlimit64, but_not_of_init()),
-        (libc::SYS_sched_setparam, but_not_of_init()),
-        (libc::SYS_setpriority, of_one_process(libc::PRIO_PROCESS)),
-        (libc::SYS_ioprio_set, of_one_process(IOPRIO_WHO_PROCESS)),
-        (libc::SYS_sched_setscheduler, scheduler()),
+        (libc::SYS_prlimit64, but_not_of(init)),
+        (libc::SYS_sched_setparam, but_not_of(init)),
+        (
+            libc::SYS_setpriority,
+            of_one_process(libc::PRIO_PROCESS, init),
+        ),
+        (
+            libc::SYS_ioprio_set,
+            of_one_process(IOPRIO_WHO_PROCESS, init),
+        ),
+        (libc::SYS_sched_setscheduler, scheduler(init)),
         (libc::SYS_personality, personality()),
         (libc::SYS_prctl, prctl()),
         (libc::SYS_seccomp, seccomp()),
@@ -271,14 +282,14 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
     rules
 }
 
-fn by_option(options: &Options) -> [(c_long, Rule); 5] {
+fn by_option(options: &Options, init: &[u32]) -> [(c_long, Rule); 5] {
     let fallocate = match options.fallocate {
         Fallocate::Allowed => Action::Allow,
         // Space could be taken faster than a watch can see. glibc's posix_fallocate then writes zeros.
         Fallocate::Refused => Action::Errno(libc::EOPNOTSUPP),
     };
     let affinity = match options.affinity {
-        Affinity::Free => but_not_of_init(),
+        Affinity::Free => but_not_of(init),
         // The CPUs granted are held by nothing but the affinity that the program was started with.
         Affinity::Fixed => always(DENY),
     };
@@ -471,31 +482,28 @@ fn clone() -> Rule {
     rule(clauses, Action::Allow)
 }
 
-/// The threads of the sandbox's init, pid 1: its own and its watch's, which is born before anything else there.
-pub(crate) const INIT: &[u32] = &[1, 2];
-
 /// The sandbox's init, pid 1, has the program's own user id, which is all that prlimit asks for. A CPU limit set
 /// on it would have the kernel kill it, and the record would not know how the program ended.
-fn but_not_of_init() -> Rule {
-    rule(vec![when([is(0, INIT)], DENY)], Action::Allow)
+fn but_not_of(init: &[u32]) -> Rule {
+    rule(vec![when([is(0, init)], DENY)], Action::Allow)
 }
 
 pub(super) const IOPRIO_WHO_PROCESS: u32 = 1;
 
 /// Of one process, and not of init. A group or a user would be a way to name it too.
-fn of_one_process(one_process: u32) -> Rule {
+fn of_one_process(one_process: u32, init: &[u32]) -> Rule {
     let clauses = vec![
-        when([is(1, INIT)], DENY),
+        when([is(1, init)], DENY),
         when([is(0, &[one_process])], Action::Allow),
     ];
     rule(clauses, DENY)
 }
 
 /// Never real-time: where the host's RLIMIT_RTPRIO allows it, such a task could hold a CPU against everybody else.
-fn scheduler() -> Rule {
+fn scheduler(init: &[u32]) -> Rule {
     rule(
         vec![
-            when([is(0, INIT)], DENY),
+            when([is(0, init)], DENY),
             when([ordinary_scheduler()], Action::Allow),
         ],
         DENY,
