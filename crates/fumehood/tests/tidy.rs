@@ -198,7 +198,8 @@ fn crates_depend_one_way() {
         (
             "sandbox",
             &[
-                "analysis", "fumehood", "tokio", "clap", "sqlx", "hyper", "axum", "anyhow", "toml",
+                "analysis", "fumehood", "tokio", "clap", "sqlx", "rusqlite", "hyper", "axum",
+                "anyhow", "toml",
             ][..],
         ),
         (

@@ -1,7 +1,7 @@
 //! One connection to either database behind blocking calls: the only file that knows there are two.
 //!
 //! Every statement is a `&'static str` with `$1`, `$2`, … and typed values beside it, so no value can become SQL. The async
-//! driver runs on a current-thread runtime in here. A connection that was lost is made anew by the next call, but never
+//! driver of PostgreSQL runs on a current-thread runtime in here. A connection that was lost is made anew by the next call, but never
 //! within a transaction.
 
 use std::borrow::Cow;
@@ -12,10 +12,9 @@ use sqlx::encode::IsNull;
 use sqlx::error::BoxDynError;
 use sqlx::postgres::types::Oid;
 use sqlx::postgres::{PgArgumentBuffer, PgArguments, PgTypeInfo, PgValueFormat, PgValueRef};
-use sqlx::sqlite::SqliteArguments;
 use sqlx::{
     Arguments as _, Column as _, Connection as _, Decode, Encode, PgConnection, Postgres, Row as _,
-    Sqlite, SqliteConnection, Type, TypeInfo as _, ValueRef as _,
+    Type, TypeInfo as _, ValueRef as _,
 };
 use tokio::runtime::Runtime;
 
@@ -24,6 +23,7 @@ use super::error::{Fault, StoreError, Trouble};
 use super::json;
 use super::location::Location;
 use super::open::{self, FileId};
+use super::sqlite;
 
 /// Longer than the server's own bounds (see `open.rs`), so that it cuts in only when the server is silent.
 const SERVER_SILENT_MS: u64 = 150_000;
@@ -98,7 +98,7 @@ impl<'a> Value<'a> {
 }
 
 /// PostgreSQL refuses NUL in text, and a tool that reads SQLite's may stop at one. The one place where it is escaped.
-fn without_nul<'a>(text: &'a str) -> Cow<'a, str> {
+pub(super) fn without_nul<'a>(text: &'a str) -> Cow<'a, str> {
     match text.contains('\0') {
         true => Cow::Owned(text.replace('\0', "\\x00")),
         false => Cow::Borrowed(text),
@@ -124,20 +124,6 @@ impl Encode<'_, Postgres> for Jsonb {
         buffer.extend_from_slice(self.0.as_bytes());
         Ok(IsNull::No)
     }
-}
-
-fn sqlite_arguments(values: &[Value]) -> Result<SqliteArguments, BoxDynError> {
-    let mut arguments = SqliteArguments::default();
-    for value in values {
-        match value {
-            Value::Int(v) => arguments.add(*v)?,
-            Value::Bool(v) => arguments.add(*v)?,
-            Value::Text(v) => arguments.add(v.as_deref().map(|t| without_nul(t).into_owned()))?,
-            Value::Json(v) => arguments.add(v.as_deref().map(json::without_nul))?,
-            Value::Bytes(v) => arguments.add(v.as_deref().map(<[u8]>::to_vec))?,
-        }
-    }
-    Ok(arguments)
 }
 
 fn postgres_arguments(values: &[Value]) -> Result<PgArguments, BoxDynError> {
@@ -176,20 +162,6 @@ impl Cell {
             Cell::Bytes(bytes) => format!("{} bytes", bytes.len()),
         }
     }
-}
-
-fn sqlite_cell(row: &sqlx::sqlite::SqliteRow, at: usize) -> Result<Cell, sqlx::Error> {
-    let value = row.try_get_raw(at)?;
-    if value.is_null() {
-        return Ok(Cell::Null);
-    }
-    let kind = value.type_info().name().to_owned();
-    let cell = match kind.as_str() {
-        "INTEGER" | "BOOLEAN" => <i64 as Decode<Sqlite>>::decode(value).map(Cell::Int),
-        "BLOB" => <Vec<u8> as Decode<Sqlite>>::decode(value).map(Cell::Bytes),
-        _ => <String as Decode<Sqlite>>::decode(value).map(Cell::Text),
-    };
-    cell.map_err(sqlx::Error::Decode)
 }
 
 fn postgres_cell(row: &sqlx::postgres::PgRow, at: usize) -> Result<Cell, sqlx::Error> {
@@ -245,6 +217,11 @@ macro_rules! taker {
 }
 
 impl Row {
+    pub fn new(cells: Vec<Cell>) -> Row {
+        let cells = cells.into_iter();
+        Row { cells }
+    }
+
     taker!(int, maybe_int, i64, Cell::Int(v) => v);
     taker!(text, maybe_text, String, Cell::Text(v) => v);
     taker!(bytes, maybe_bytes, Vec<u8>, Cell::Bytes(v) => v);
@@ -292,8 +269,33 @@ pub(super) struct Table {
 }
 
 pub(super) enum Wire {
-    Sqlite(SqliteConnection),
-    Postgres(PgConnection),
+    Sqlite(rusqlite::Connection),
+    Postgres(Box<Served>),
+}
+
+/// A connection to a server, and what drives it.
+pub(super) struct Served {
+    pub wire: PgConnection,
+    /// Dropped last: the wire's socket is registered with it.
+    pub runtime: Runtime,
+}
+
+/// What a driver says went wrong.
+pub(super) enum DriverError {
+    Sqlite(rusqlite::Error),
+    Postgres(sqlx::Error),
+}
+
+impl From<rusqlite::Error> for DriverError {
+    fn from(e: rusqlite::Error) -> Self {
+        DriverError::Sqlite(e)
+    }
+}
+
+impl From<sqlx::Error> for DriverError {
+    fn from(e: sqlx::Error) -> Self {
+        DriverError::Postgres(e)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -327,19 +329,11 @@ pub(super) struct Connection {
     /// Which file it is, where it is one, and which stood beside it when that was noted.
     file: Option<FileId>,
     beside: Option<[Option<FileId>; 2]>,
-    /// Dropped last: the wire's socket is registered with it.
-    runtime: Runtime,
 }
 
 impl Connection {
     pub fn open(location: &Location, lock_wait_ms: u64) -> Result<Connection, StoreError> {
-        let mut builder = tokio::runtime::Builder::new_current_thread();
-        // SQLite's driver is a thread of its own, and wants neither sockets nor clocks.
-        if let Location::Postgres(_) = location {
-            builder.enable_all();
-        }
-        let runtime = builder.build().map_err(StoreError::Runtime)?;
-        let (wire, file) = open::connect(&runtime, location, lock_wait_ms)?;
+        let (wire, file) = open::connect(location, lock_wait_ms)?;
         let dialect = match wire {
             Wire::Sqlite(_) => Dialect::Sqlite,
             Wire::Postgres(_) => Dialect::Postgres,
@@ -352,7 +346,6 @@ impl Connection {
             in_transaction: false,
             file,
             beside: None,
-            runtime,
         })
     }
 
@@ -371,14 +364,10 @@ impl Connection {
         sql: &'static str,
         values: &[Value],
     ) -> Result<u64, StoreError> {
-        self.attempt(what, |runtime, wire| match wire {
-            Wire::Sqlite(wire) => {
-                let arguments = sqlite_arguments(values).map_err(sqlx::Error::Encode)?;
-                let query = sqlx::query_with::<Sqlite, _>(sql, arguments);
-                let done = runtime.block_on(query.execute(wire))?;
-                Ok(done.rows_affected())
-            }
-            Wire::Postgres(wire) => {
+        self.attempt(what, |wire| match wire {
+            Wire::Sqlite(wire) => Ok(sqlite::run(wire, sql, values)?.1),
+            Wire::Postgres(served) => {
+                let Served { wire, runtime } = &mut **served;
                 let arguments = postgres_arguments(values).map_err(sqlx::Error::Encode)?;
                 let query = sqlx::query_with::<Postgres, _>(sql, arguments);
                 let done = bounded(runtime, query.execute(wire))?;
@@ -412,30 +401,32 @@ impl Connection {
         sql: &'static str,
         values: &[Value],
     ) -> Result<Table, StoreError> {
-        self.attempt(what, |runtime, wire| match wire {
-            Wire::Sqlite(wire) => {
-                let arguments = sqlite_arguments(values).map_err(sqlx::Error::Encode)?;
-                let query = sqlx::query_with::<Sqlite, _>(sql, arguments);
-                collect(runtime.block_on(query.fetch_all(wire))?, sqlite_cell)
-            }
-            // Without values there is nothing to prepare, which would be an exchange more.
-            Wire::Postgres(wire) if values.is_empty() => {
-                let rows = bounded(runtime, sqlx::raw_sql(sql).fetch_all(wire))?;
-                collect(rows, postgres_cell)
-            }
-            Wire::Postgres(wire) => {
-                let arguments = postgres_arguments(values).map_err(sqlx::Error::Encode)?;
-                let query = sqlx::query_with::<Postgres, _>(sql, arguments);
-                collect(bounded(runtime, query.fetch_all(wire))?, postgres_cell)
+        self.attempt(what, |wire| match wire {
+            Wire::Sqlite(wire) => Ok(sqlite::run(wire, sql, values)?.0),
+            Wire::Postgres(served) => {
+                let Served { wire, runtime } = &mut **served;
+                // Without values there is nothing to prepare, which would be an exchange more.
+                let rows = match values.is_empty() {
+                    true => bounded(runtime, sqlx::raw_sql(sql).fetch_all(wire))?,
+                    false => {
+                        let arguments = postgres_arguments(values).map_err(sqlx::Error::Encode)?;
+                        let query = sqlx::query_with::<Postgres, _>(sql, arguments);
+                        bounded(runtime, query.fetch_all(wire))?
+                    }
+                };
+                Ok(collect(rows)?)
             }
         })
     }
 
     /// Several statements without values, such as a migration.
     pub fn script(&mut self, what: &'static str, sql: &'static str) -> Result<(), StoreError> {
-        self.attempt(what, |runtime, wire| match wire {
-            Wire::Sqlite(wire) => runtime.block_on(sqlx::raw_sql(sql).execute(wire)).map(drop),
-            Wire::Postgres(wire) => bounded(runtime, sqlx::raw_sql(sql).execute(wire)).map(drop),
+        self.attempt(what, |wire| match wire {
+            Wire::Sqlite(wire) => Ok(sqlite::run(wire, sql, &[]).map(drop)?),
+            Wire::Postgres(served) => {
+                let Served { wire, runtime } = &mut **served;
+                Ok(bounded(runtime, sqlx::raw_sql(sql).execute(wire)).map(drop)?)
+            }
         })
     }
 
@@ -544,7 +535,7 @@ impl Connection {
 
     fn ready(&mut self) -> Result<(), StoreError> {
         if self.wire.is_none() {
-            let (wire, file) = open::connect(&self.runtime, &self.location, self.lock_wait_ms)?;
+            let (wire, file) = open::connect(&self.location, self.lock_wait_ms)?;
             (self.wire, self.file) = (Some(wire), file);
         }
         Ok(())
@@ -554,7 +545,7 @@ impl Connection {
     fn attempt<T>(
         &mut self,
         what: &'static str,
-        exchange: impl FnOnce(&Runtime, &mut Wire) -> Result<T, sqlx::Error>,
+        exchange: impl FnOnce(&mut Wire) -> Result<T, DriverError>,
     ) -> Result<T, StoreError> {
         if !self.in_transaction {
             self.ready()?;
@@ -566,8 +557,8 @@ impl Connection {
             );
             return Err(StoreError::Statement { what, source });
         };
-        exchange(&self.runtime, wire).map_err(|e| {
-            let source = Fault::from_sqlx(&e, self.location.secret());
+        exchange(wire).map_err(|e| {
+            let source = Fault::from_driver(&e, self.location.secret());
             if source.trouble == Trouble::Away && self.dialect == Dialect::Postgres {
                 self.lose();
             }
@@ -576,8 +567,11 @@ impl Connection {
     }
 
     fn lose(&mut self) {
-        let _inside = self.runtime.enter();
-        self.wire = None;
+        if let Some(Wire::Postgres(served)) = self.wire.take() {
+            let Served { wire, runtime } = *served;
+            let _inside = runtime.enter();
+            drop(wire);
+        }
     }
 
     pub fn is_in_place(&self) -> bool {
@@ -598,8 +592,7 @@ impl Connection {
         }
     }
 
-    /// Lets go as the end of the process would, which is to be near: the driver's thread stays until then. Nobody waits
-    /// for SQLite to copy its log into the file, which the next who open it do every few dozen commits.
+    /// Lets go as the end of the process would, which is to be near: the file stays open until then. Nobody waits for SQLite to copy its log into the file, which the next who open it do every few dozen commits.
     pub fn leave(mut self) {
         if let Some(Wire::Sqlite(wire)) = self.wire.take() {
             std::mem::forget(wire);
@@ -611,9 +604,10 @@ impl Drop for Connection {
     fn drop(&mut self) {
         // A close that is waited for leaves no write-ahead log behind. A failure leaves one, which the next open reads.
         match self.wire.take() {
-            Some(Wire::Sqlite(wire)) => drop(self.runtime.block_on(wire.close())),
-            Some(Wire::Postgres(wire)) => {
-                drop(bounded_by(&self.runtime, GOODBYE_MS, wire.close()));
+            Some(Wire::Sqlite(wire)) => drop(wire.close()),
+            Some(Wire::Postgres(served)) => {
+                let Served { wire, runtime } = *served;
+                drop(bounded_by(&runtime, GOODBYE_MS, wire.close()));
             }
             None => (),
         }
@@ -640,21 +634,14 @@ fn bounded_by<T>(
     }
 }
 
-fn collect<R: sqlx::Row>(
-    rows: Vec<R>,
-    cell: fn(&R, usize) -> Result<Cell, sqlx::Error>,
-) -> Result<Table, sqlx::Error> {
-    let name = |column: &<R::Database as sqlx::Database>::Column| column.name().to_owned();
-    let columns = rows
-        .first()
-        .map_or(Vec::new(), |row| row.columns().iter().map(name).collect());
-    let row = |row: R| {
-        let cells = (0..row.len())
-            .map(|at| cell(&row, at))
-            .collect::<Result<Vec<_>, _>>()?;
-        Ok(Row {
-            cells: cells.into_iter(),
-        })
+fn collect(rows: Vec<sqlx::postgres::PgRow>) -> Result<Table, sqlx::Error> {
+    let columns = rows.first().map_or(Vec::new(), |row| {
+        let columns = row.columns().iter();
+        columns.map(|column| column.name().to_owned()).collect()
+    });
+    let row = |row: sqlx::postgres::PgRow| {
+        let cells = (0..row.len()).map(|at| postgres_cell(&row, at));
+        Ok(Row::new(cells.collect::<Result<Vec<_>, _>>()?))
     };
     let rows = rows
         .into_iter()

@@ -6,6 +6,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::attempt::State;
+use super::connection::DriverError;
 use super::queued::Capacity;
 use super::schema::Schema;
 use crate::artifacts::ArtifactError;
@@ -67,21 +68,10 @@ impl Fault {
         Fault { trouble, text }
     }
 
-    pub(super) fn from_sqlx(error: &sqlx::Error, secret: Option<&str>) -> Fault {
+    pub(super) fn from_driver(error: &DriverError, secret: Option<&str>) -> Fault {
         let (trouble, text) = match error {
-            sqlx::Error::Database(e) => {
-                let code = e.code().unwrap_or(Cow::Borrowed(""));
-                let trouble = match e.try_downcast_ref::<sqlx::postgres::PgDatabaseError>() {
-                    Some(_) => postgres_trouble(&code),
-                    None => sqlite_trouble(&code),
-                };
-                (trouble, format!("{} (code {code})", e.message()))
-            }
-            sqlx::Error::Io(e) => (io_trouble(e), e.to_string()),
-            sqlx::Error::Tls(_) | sqlx::Error::Protocol(_) | sqlx::Error::WorkerCrashed => {
-                (Trouble::Away, error.to_string())
-            }
-            other => (Trouble::Other, other.to_string()),
+            DriverError::Sqlite(e) => from_sqlite(e),
+            DriverError::Postgres(e) => from_postgres(e),
         };
         // No driver is known to repeat the password; this makes it impossible.
         match secret.filter(|s| !s.is_empty() && text.contains(s)) {
@@ -109,15 +99,35 @@ fn io_trouble(e: &io::Error) -> Trouble {
     }
 }
 
+fn from_sqlite(error: &rusqlite::Error) -> (Trouble, String) {
+    let Some(code) = error.sqlite_extended_error_code() else {
+        return (Trouble::Other, error.to_string());
+    };
+    (sqlite_trouble(code), format!("{error} (code {code})"))
+}
+
+fn from_postgres(error: &sqlx::Error) -> (Trouble, String) {
+    match error {
+        sqlx::Error::Database(e) => {
+            let code = e.code().unwrap_or(Cow::Borrowed(""));
+            let text = format!("{} (code {code})", e.message());
+            (postgres_trouble(&code), text)
+        }
+        sqlx::Error::Io(e) => (io_trouble(e), e.to_string()),
+        sqlx::Error::Tls(_) | sqlx::Error::Protocol(_) => (Trouble::Away, error.to_string()),
+        other => (Trouble::Other, other.to_string()),
+    }
+}
+
 /// https://www.sqlite.org/rescode.html; the low byte is the primary code.
-fn sqlite_trouble(code: &str) -> Trouble {
-    match code.parse::<u32>().map(|code| code & 0xff) {
-        Ok(5 | 6) => Trouble::Busy,
-        Ok(8) => Trouble::ReadOnly,
-        Ok(13) => Trouble::Full,
-        Ok(3 | 23) => Trouble::Permission,
-        Ok(11 | 26) => Trouble::Damaged,
-        Ok(10 | 14) => Trouble::Away,
+fn sqlite_trouble(code: i32) -> Trouble {
+    match code & 0xff {
+        5 | 6 => Trouble::Busy,
+        8 => Trouble::ReadOnly,
+        13 => Trouble::Full,
+        3 | 23 => Trouble::Permission,
+        11 | 26 => Trouble::Damaged,
+        10 | 14 => Trouble::Away,
         _ => Trouble::Other,
     }
 }

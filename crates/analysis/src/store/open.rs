@@ -10,22 +10,17 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Access, AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
-use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
-use sqlx::{ConnectOptions as _, PgConnection, Postgres, Row as _, SqliteConnection};
-use tokio::runtime::Runtime;
+use sqlx::{ConnectOptions as _, Postgres, Row as _};
 
-use super::connection::{Wire, bounded};
+use super::connection::{DriverError, Served, Wire, bounded};
 use super::error::{Fault, StoreError, Trouble};
 use super::location::{Location, Server, SslMode};
+use super::sqlite;
 
 /// How long a write waits for another's lock, on either database, before it says that somebody is in the way. [`SESSION`]
 /// has it too.
 pub(super) const LOCK_WAIT_MS: u64 = 30_000;
 const BUSY_PAUSE_MS: u64 = 20;
-/// The write-ahead log outlives its writers, who do not wait for a checkpoint when they end. Whoever opens the database
-/// when nobody else has it open reads all of the log, so it must stay short; and a checkpoint costs two syncs, so it must
-/// not come with every run, which writes about sixteen pages.
-const CHECKPOINT_PAGES: &str = "128";
 
 /// - `search_path`: nobody's temporary or public object can stand before a table or function of ours.
 /// - timeouts: a run must never hang on the server. The last one frees the locks of a runner that was stopped (SIGSTOP).
@@ -41,19 +36,18 @@ const SESSION: &str = "
 ";
 
 pub(super) fn connect(
-    runtime: &Runtime,
     location: &Location,
     lock_wait_ms: u64,
 ) -> Result<(Wire, Option<FileId>), StoreError> {
     match location {
         Location::None => Err(StoreError::NoDatabase),
         Location::Sqlite(path) => {
-            let (wire, file) = sqlite(runtime, location, path, lock_wait_ms)?;
+            let (wire, file) = open_file(location, path, lock_wait_ms)?;
             Ok((Wire::Sqlite(wire), Some(file)))
         }
         Location::Postgres(server) => {
-            let wire = postgres(runtime, location, server, lock_wait_ms)?;
-            Ok((Wire::Postgres(wire), None))
+            let served = postgres(location, server, lock_wait_ms)?;
+            Ok((Wire::Postgres(Box::new(served)), None))
         }
     }
 }
@@ -76,20 +70,18 @@ pub(super) fn file_id(path: &Path) -> Option<FileId> {
     Some((found.st_dev, found.st_ino))
 }
 
-fn failed(location: &Location, e: &sqlx::Error) -> StoreError {
+fn failed(location: &Location, e: impl Into<DriverError>) -> StoreError {
     StoreError::Open {
         location: location.to_string(),
-        source: Fault::from_sqlx(e, location.secret()),
+        source: Fault::from_driver(&e.into(), location.secret()),
     }
 }
 
-fn sqlite(
-    runtime: &Runtime,
+fn open_file(
     location: &Location,
     path: &Path,
     lock_wait_ms: u64,
-) -> Result<(SqliteConnection, FileId), StoreError> {
-    // An absolute path: SQLite gives `:memory:`, the empty name and `file:…` meanings of their own.
+) -> Result<(rusqlite::Connection, FileId), StoreError> {
     let path = std::path::absolute(path).map_err(|source| StoreError::File {
         what: "find",
         path: path.to_owned(),
@@ -97,24 +89,13 @@ fn sqlite(
     })?;
     crate::artifacts::refuse_network_fs(&path)?;
     let file = ready_file(&path)?;
-    let options = SqliteConnectOptions::new()
-        .filename(&path)
-        .create_if_missing(false)
-        .busy_timeout(Duration::from_millis(lock_wait_ms))
-        .journal_mode(SqliteJournalMode::Wal)
-        .synchronous(SqliteSynchronous::Full)
-        .foreign_keys(true)
-        .pragma("wal_autocheckpoint", CHECKPOINT_PAGES)
-        // A function or virtual table that somebody put into the file's schema is not run.
-        .pragma("trusted_schema", "OFF")
-        .pragma("cell_size_check", "ON")
-        .disable_statement_logging();
     // Only the first switch to write-ahead logging is not covered by SQLite's own waiting, so this rarely turns twice.
-    let until = Instant::now() + Duration::from_millis(lock_wait_ms);
+    let lock_wait = Duration::from_millis(lock_wait_ms);
+    let until = Instant::now() + lock_wait;
     loop {
-        match runtime.block_on(options.connect()) {
+        match sqlite::open(&path, lock_wait) {
             Ok(wire) => return Ok((wire, file)),
-            Err(e) => match failed(location, &e) {
+            Err(e) => match failed(location, e) {
                 e if e.trouble() == Trouble::Busy && Instant::now() < until => {
                     std::thread::sleep(Duration::from_millis(BUSY_PAUSE_MS));
                 }
@@ -214,18 +195,15 @@ pub(super) fn sqlite_bytes(path: &Path) -> u64 {
     ["", "-wal", "-shm"].into_iter().map(beside).sum()
 }
 
-fn postgres(
-    runtime: &Runtime,
-    location: &Location,
-    server: &Server,
-    lock_wait_ms: u64,
-) -> Result<PgConnection, StoreError> {
+fn postgres(location: &Location, server: &Server, lock_wait_ms: u64) -> Result<Served, StoreError> {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    let runtime = builder.enable_all().build().map_err(StoreError::Runtime)?;
     let options = postgres_options(server);
     let limit = Duration::from_millis(server.connect_limit_ms);
     let timed = runtime.block_on(async { tokio::time::timeout(limit, options.connect()).await });
     let mut wire = match timed {
         Ok(Ok(wire)) => wire,
-        Ok(Err(e)) => return Err(failed(location, &e)),
+        Ok(Err(e)) => return Err(failed(location, e)),
         Err(_) => {
             let text = format!("no answer within {} seconds", limit.as_secs());
             return Err(StoreError::Open {
@@ -234,20 +212,20 @@ fn postgres(
             });
         }
     };
-    let told = bounded(runtime, sqlx::raw_sql(SESSION).fetch_all(&mut wire))
-        .map_err(|e| failed(location, &e))?;
+    let told = bounded(&runtime, sqlx::raw_sql(SESSION).fetch_all(&mut wire))
+        .map_err(|e| failed(location, e))?;
     if lock_wait_ms != LOCK_WAIT_MS {
         let set = sqlx::query::<Postgres>("SELECT set_config('lock_timeout', $1, false)");
         let set = set.bind(lock_wait_ms.to_string());
-        bounded(runtime, set.execute(&mut wire)).map_err(|e| failed(location, &e))?;
+        bounded(&runtime, set.execute(&mut wire)).map_err(|e| failed(location, e))?;
     }
     // The last statement's row: one before it has one only where there was something to set.
     let encoding: String = match told.last() {
-        Some(row) => row.try_get(0).map_err(|e| failed(location, &e))?,
+        Some(row) => row.try_get(0).map_err(|e| failed(location, e))?,
         None => String::new(),
     };
     match encoding.as_str() {
-        "UTF8" => Ok(wire),
+        "UTF8" => Ok(Served { wire, runtime }),
         _ => Err(StoreError::Encoding {
             location: location.to_string(),
             encoding,

@@ -7,7 +7,6 @@ use analysis::manifest::{ContentHash, Output, OutputPath, Remark, Remarked};
 use analysis::store::{
     Begin, Commit, Committed, Location, Log, PostProcess, State, Store, StoreError, Usage,
 };
-use sqlx::Connection as _;
 use tempfile::TempDir;
 
 use crate::server::Server;
@@ -90,36 +89,39 @@ impl Lab {
 }
 
 fn sqlite_sql(path: &std::path::Path, sql: &str) -> Result<Vec<String>, String> {
-    use sqlx::{ConnectOptions as _, Row as _, ValueRef as _};
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(path);
-    runtime.block_on(async {
-        let mut wire = options.connect().await.map_err(|e| e.to_string())?;
-        let rows = sqlx::raw_sql(sqlx::AssertSqlSafe(sql.to_owned()))
-            .fetch_all(&mut wire)
-            .await;
-        let rows = rows.map_err(|e| e.to_string())?;
-        wire.close().await.map_err(|e| e.to_string())?;
-        let cell = |row: &sqlx::sqlite::SqliteRow, at: usize| match row.try_get_raw(at).unwrap() {
-            value if value.is_null() => String::new(),
-            value => match <String as sqlx::Decode<sqlx::Sqlite>>::decode(value) {
-                Ok(text) => text,
-                Err(e) => e.to_string(),
-            },
-        };
-        Ok(rows
-            .iter()
-            .map(|row| {
-                (0..row.len())
-                    .map(|at| cell(row, at))
-                    .collect::<Vec<_>>()
-                    .join("|")
-            })
-            .collect())
-    })
+    asked(path, sql).map_err(|e| e.to_string())
+}
+
+fn asked(path: &std::path::Path, sql: &str) -> rusqlite::Result<Vec<String>> {
+    use rusqlite::fallible_iterator::FallibleIterator as _;
+    let flags = rusqlite::OpenFlags::SQLITE_OPEN_READ_WRITE;
+    let wire = rusqlite::Connection::open_with_flags(path, flags)?;
+    wire.busy_timeout(std::time::Duration::from_secs(5))?;
+    let mut lines = Vec::new();
+    let mut statements = rusqlite::Batch::new(&wire, sql);
+    while let Some(mut statement) = statements.next()? {
+        let columns = statement.column_count();
+        let mut rows = statement.raw_query();
+        while let Some(row) = rows.next()? {
+            let cell = |at| Ok(shown(row.get_ref(at)?));
+            let cells: rusqlite::Result<Vec<String>> = (0..columns).map(cell).collect();
+            lines.push(cells?.join("|"));
+        }
+    }
+    Ok(lines)
+}
+
+fn shown(value: rusqlite::types::ValueRef) -> String {
+    use rusqlite::types::ValueRef;
+    match value {
+        ValueRef::Null => String::new(),
+        ValueRef::Integer(value) => value.to_string(),
+        ValueRef::Real(value) => value.to_string(),
+        ValueRef::Text(bytes) | ValueRef::Blob(bytes) => match str::from_utf8(bytes) {
+            Ok(text) => text.to_owned(),
+            Err(e) => e.to_string(),
+        },
+    }
 }
 
 /// What an attempt left, owned; changed as a test likes and committed as often as it likes.

@@ -85,25 +85,16 @@ fn a_damaged_file_is_said_to_be() {
 
 #[test]
 fn a_locked_file_is_busy_and_then_not() {
-    use sqlx::{ConnectOptions as _, Connection as _};
     let lab = Lab::sqlite();
     let mut store = Store::open_waiting(&lab.location, 50).unwrap();
     let sample = Sample::new("a", &key(1));
     sample.begin(&mut store).unwrap();
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    let options =
-        sqlx::sqlite::SqliteConnectOptions::new().filename(lab.dir.path().join("record.db"));
-    let mut holder = runtime.block_on(options.connect()).unwrap();
-    runtime
-        .block_on(sqlx::raw_sql("BEGIN IMMEDIATE").execute(&mut holder))
-        .unwrap();
+    let holder = rusqlite::Connection::open(lab.dir.path().join("record.db")).unwrap();
+    holder.execute_batch("BEGIN IMMEDIATE").unwrap();
     let error = sample.commit(&mut store).unwrap_err();
     assert_eq!(error.trouble(), Trouble::Busy, "{}", all_of(&error));
     store.show("a", None).unwrap();
-    runtime.block_on(holder.close()).unwrap();
+    holder.close().unwrap();
     assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
 }
 

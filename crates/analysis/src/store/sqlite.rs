@@ -1,0 +1,99 @@
+//! SQLite: a file that is opened and asked in the caller's own thread.
+
+use std::path::Path;
+use std::time::Duration;
+
+use rusqlite::fallible_iterator::FallibleIterator as _;
+use rusqlite::types::ValueRef;
+use rusqlite::{Batch, Connection, Error, OpenFlags, Statement};
+
+use super::connection::{Cell, Row, Table, Value, without_nul};
+use super::json;
+
+/// - The write-ahead log outlives its writers, who do not wait for a checkpoint when they end. Whoever opens the database
+///   when nobody else has it open reads all of the log, so it must stay short; and a checkpoint costs two syncs, so it must
+///   not come with every run, which writes about sixteen pages.
+/// - `trusted_schema`: a function or virtual table that somebody put into the file's schema is not run.
+const SESSION: &str = "
+    PRAGMA journal_mode = WAL;
+    PRAGMA foreign_keys = ON;
+    PRAGMA synchronous = FULL;
+    PRAGMA wal_autocheckpoint = 128;
+    PRAGMA trusted_schema = OFF;
+    PRAGMA cell_size_check = ON;
+";
+
+/// The path is absolute: SQLite gives `:memory:`, the empty name and `file:…` meanings of their own.
+pub(super) fn open(path: &Path, lock_wait: Duration) -> Result<Connection, Error> {
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
+        | OpenFlags::SQLITE_OPEN_NO_MUTEX
+        | OpenFlags::SQLITE_OPEN_PRIVATE_CACHE;
+    let wire = Connection::open_with_flags(path, flags)?;
+    wire.busy_timeout(lock_wait)?;
+    run(&wire, SESSION, &[])?;
+    Ok(wire)
+}
+
+/// Every statement of the text in its turn, all with the same values. The rows of all of them, and how many the last that
+/// writes has changed.
+pub(super) fn run(wire: &Connection, sql: &str, values: &[Value]) -> Result<(Table, u64), Error> {
+    let mut table = Table {
+        columns: Vec::new(),
+        rows: Vec::new(),
+    };
+    let mut changed = 0;
+    let mut statements = Batch::new(wire, sql);
+    while let Some(mut statement) = statements.next()? {
+        bind(&mut statement, values)?;
+        if statement.column_count() > 0 && table.rows.is_empty() {
+            let names = statement.column_names();
+            table.columns = names.into_iter().map(str::to_owned).collect();
+        }
+        let count = statement.column_count();
+        let mut rows = statement.raw_query();
+        while let Some(row) = rows.next()? {
+            let cells = (0..count).map(|at| cell(row.get_ref(at)?, at));
+            table
+                .rows
+                .push(Row::new(cells.collect::<Result<Vec<_>, Error>>()?));
+        }
+        drop(rows);
+        if !statement.readonly() {
+            changed = wire.changes();
+        }
+    }
+    Ok((table, changed))
+}
+
+/// `$2` is a name to SQLite, and the order of names that of their first appearance.
+fn bind(statement: &mut Statement, values: &[Value]) -> Result<(), Error> {
+    for at in 1..=statement.parameter_count() {
+        let name = statement.parameter_name(at).unwrap_or_default();
+        let number = name.strip_prefix('$').and_then(|n| n.parse::<usize>().ok());
+        let value = number.and_then(|number| values.get(number.checked_sub(1)?));
+        let value = value.ok_or_else(|| Error::InvalidParameterName(name.to_owned()))?;
+        match value {
+            Value::Int(v) => statement.raw_bind_parameter(at, v)?,
+            Value::Bool(v) => statement.raw_bind_parameter(at, v)?,
+            Value::Text(v) => statement.raw_bind_parameter(at, v.as_deref().map(without_nul))?,
+            Value::Json(v) => {
+                statement.raw_bind_parameter(at, v.as_deref().map(json::without_nul))?;
+            }
+            Value::Bytes(v) => statement.raw_bind_parameter(at, v.as_deref())?,
+        }
+    }
+    Ok(())
+}
+
+fn cell(value: ValueRef, at: usize) -> Result<Cell, Error> {
+    Ok(match value {
+        ValueRef::Null => Cell::Null,
+        ValueRef::Integer(value) => Cell::Int(value),
+        ValueRef::Real(value) => Cell::Text(value.to_string()),
+        ValueRef::Blob(bytes) => Cell::Bytes(bytes.to_vec()),
+        ValueRef::Text(bytes) => {
+            let text = str::from_utf8(bytes).map_err(|e| Error::Utf8Error(at, e))?;
+            Cell::Text(text.to_owned())
+        }
+    })
+}
