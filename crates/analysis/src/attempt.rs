@@ -12,6 +12,7 @@ use sandbox::cgroup::{self, Group, Host};
 use sandbox::outcome::Outcome;
 use sandbox::quota::{self, ProjectQuota, QuotaError};
 use sandbox::spec::{Enforcement, Identity, Layer, Level, Limits, WorkspaceKind};
+use sandbox::supervise::Leaving;
 
 use crate::artifacts::Artifacts;
 use crate::collect::{self, Put};
@@ -41,6 +42,10 @@ pub(crate) struct Attempt {
     group: Result<Group, String>,
     /// Where its groups are made.
     groups_in: Host,
+    /// The sandbox's init on its way out, when all else is dead.
+    leaving: Option<Leaving>,
+    /// It was not seen to end.
+    init_stays: bool,
     /// The database's connection while the program runs.
     lent: Option<Store>,
     /// The database has a row for it, which must come to an end.
@@ -122,6 +127,8 @@ impl Attempt {
             quota: None,
             group: Err(String::from("no cgroup was made")),
             groups_in: cgroup::discover(),
+            leaving: None,
+            init_stays: false,
             lent: None,
             begun: false,
             prepared,

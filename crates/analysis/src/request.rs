@@ -225,7 +225,7 @@ impl Default for Collection {
             outputs_max: 10_000,
             depth_max: 32,
             inline_bytes_max: 1 << 20,
-            inline_total_bytes_max: 16 << 20,
+            inline_total_bytes_max: 4 << 20,
         }
     }
 }

@@ -46,6 +46,8 @@ pub enum Report {
         exit: Option<Exit>,
         stop: Option<Stop>,
         usage: Usage,
+        /// Init has no child left, and as pid 1 it would: nobody else is in there.
+        alone: bool,
     },
 }
 
@@ -150,6 +152,8 @@ pub struct Reporter {
     step: String,
     /// Where steps are written down, once there is a plan: if nothing follows, that is where it died.
     diary: Option<OwnedFd>,
+    /// Those before.
+    early: String,
     /// Those that this process, or one that it was forked from, has put in force.
     layers: Vec<(Layer, String)>,
 }
@@ -219,11 +223,13 @@ impl Reporter {
             socket,
             step: String::from("start"),
             diary: None,
+            early: String::new(),
             layers: Vec::new(),
         }
     }
 
     pub fn write_into(&mut self, diary: OwnedFd) {
+        let _no_room = rustix::io::write(&diary, self.early.as_bytes());
         self.diary = Some(diary);
     }
 
@@ -234,9 +240,12 @@ impl Reporter {
     /// Writes down what is about to be done. Nobody is woken by it: the runner reads it when it needs to know.
     pub fn step(&mut self, step: &str) {
         step.clone_into(&mut self.step);
-        if let Some(diary) = &self.diary {
-            let entry = format!("{} {step}\n", monotonic_us());
-            let _no_room = rustix::io::write(diary, entry.as_bytes());
+        let entry = format!("{} {step}\n", monotonic_us());
+        match &self.diary {
+            Some(diary) => {
+                let _no_room = rustix::io::write(diary, entry.as_bytes());
+            }
+            None => self.early.push_str(&entry),
         }
     }
 

@@ -354,10 +354,12 @@ impl Init {
         self.kill_all();
         // What is left when pid 1 leaves is killed and reaped by the kernel. The guardian waits for the last.
         let bounded = self.realm == Realm::Namespace;
-        while (!bounded || self.stop.is_none())
-            && self.reap()
-            && (!bounded || Instant::now() < give_up)
-        {
+        let mut someone_left = true;
+        while (!bounded || self.stop.is_none()) && someone_left {
+            someone_left = self.reap();
+            if !someone_left || bounded && Instant::now() >= give_up {
+                break;
+            }
             self.kill_all();
             self.wait_for_deaths();
         }
@@ -392,6 +394,7 @@ impl Init {
                 exit: self.main_exit,
                 stop: self.stop,
                 usage,
+                alone: bounded && !someone_left,
             },
             &[],
         );

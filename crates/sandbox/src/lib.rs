@@ -41,6 +41,7 @@ mod feed;
 mod init;
 mod landlock;
 pub mod launch;
+mod leaving;
 mod mounts;
 mod namespaces;
 pub mod outcome;

@@ -101,6 +101,7 @@ fn be_launcher(socket: &OwnedFd, uid: Uid, gid: Gid) -> ! {
         Ok(socket) => {
             let mut report = Reporter::new(socket);
             let entered = namespaces::enter_early(uid, gid, &mut report);
+            report.step("compile the filter");
             seccomp::make_ready();
             launch::work(report, entered)
         }

@@ -19,6 +19,7 @@ use crate::cgroup::Group;
 use crate::channel::{self, Order, Report, Wait};
 use crate::feed::{CHUNK_BYTES, Feed, never_wait, pipe, stdin_pair};
 use crate::launch::Plan;
+pub use crate::leaving::Leaving;
 use crate::outcome::{Outcome, Stop, Usage};
 use crate::processes;
 use crate::spec::{
@@ -27,9 +28,9 @@ use crate::spec::{
 use crate::standby;
 
 /// Init has this long, beyond the grace, before it is killed.
-const BACKSTOP: Duration = Duration::from_millis(700);
+pub(crate) const BACKSTOP: Duration = Duration::from_millis(700);
 /// And the kernel this long to finish what init was in charge of.
-const LAST_WAIT: Duration = Duration::from_millis(280);
+pub(crate) const LAST_WAIT: Duration = Duration::from_millis(280);
 /// Building the sandbox is not the program's time; it gets some of its own.
 const BUILDING_AT_MOST: Duration = Duration::from_secs(30);
 /// Reads after the last process has died: what a pipe can hold, and no more.
@@ -111,6 +112,15 @@ pub struct Finished {
     pub diary: Vec<(String, u64)>,
     /// The workspace that lived in memory, still readable.
     pub workspace: Option<OwnedFd>,
+    /// Pid 1, which had nobody left with it, and is about to end.
+    pub leaving: Option<Leaving>,
+}
+
+pub(crate) fn timespec(time: Duration) -> Timespec {
+    Timespec {
+        tv_sec: time.as_secs() as i64,
+        tv_nsec: (time.subsec_nanos() | 1).into(),
+    }
 }
 
 pub struct Running<'a> {
@@ -129,6 +139,8 @@ pub struct Running<'a> {
     /// `Some` once the program has been started.
     layers: Option<Vec<(Layer, String)>>,
     ended: Option<(Option<crate::outcome::Exit>, Option<Stop>, Usage)>,
+    /// Init has told that nobody is left in there with it.
+    alone: bool,
     workspace: Option<OwnedFd>,
     asked_to_stop: Option<Stop>,
     started: Instant,
@@ -223,6 +235,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         failed: None,
         layers: None,
         ended: None,
+        alone: false,
         workspace: None,
         asked_to_stop: None,
         started: Instant::now(),
@@ -295,7 +308,7 @@ impl Running<'_> {
         let mut socket_open = true;
         let mut init_dead = false;
         let mut activity = Instant::now();
-        while socket_open || !init_dead {
+        while (socket_open || !init_dead) && !self.alone {
             let ready = self.wait(attendant, socket_open, init_dead);
             for source in ready {
                 match source {
@@ -313,7 +326,7 @@ impl Running<'_> {
                 // No init was ever born.
                 init_dead = true;
             }
-            if !init_dead && !self.backstop() {
+            if !init_dead && !self.alone && !self.backstop() {
                 break;
             }
         }
@@ -361,10 +374,7 @@ impl Running<'_> {
             .kill_init_at
             .saturating_duration_since(Instant::now())
             .min(Duration::from_secs(60));
-        let timeout = Timespec {
-            tv_sec: timeout.as_secs() as i64,
-            tv_nsec: (timeout.subsec_nanos() | 1).into(),
-        };
+        let timeout = timespec(timeout);
         let mut fds: Vec<PollFd<'_>> = list
             .iter()
             .map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags))
@@ -413,7 +423,12 @@ impl Running<'_> {
                 self.terminal = fds.pop();
                 self.terminal.as_ref().map(never_wait).transpose()?;
             }
-            Report::Ended { exit, stop, usage } => self.ended = Some((exit, stop, usage)),
+            Report::Ended {
+                exit,
+                stop,
+                usage,
+                alone,
+            } => (self.ended, self.alone) = (Some((exit, stop, usage)), alone),
         }
         Ok(true)
     }
@@ -629,7 +644,7 @@ impl Running<'_> {
             let step = last.map_or_else(|| String::from("start the launcher"), |(step, _)| step);
             return Err(RunError::Died { step });
         }
-        let all_dead = self.all_dead(init_dead);
+        let all_dead = self.alone || self.all_dead(init_dead);
         // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or
         // was killed by somebody else.
         let overdue = self.killed_init.then_some(Stop::WallTime);
@@ -660,6 +675,7 @@ impl Running<'_> {
             layers: self.layers.unwrap_or_default(),
             diary: channel::read_diary(self.diary.as_fd()),
             workspace: self.workspace,
+            leaving: (self.alone && !init_dead).then(|| Leaving::new(self.init.take())),
         })
     }
 }

@@ -9,6 +9,7 @@
 //! one whole subtree.
 
 use std::io;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,6 +26,8 @@ const PIECE_BYTES: u64 = 1 << 20;
 pub(crate) const LARGE_BYTES: u64 = 4 << 20;
 /// The threads are started anew for so much of the file, which bounds what is remembered of its pieces.
 const WINDOW_BYTES: u64 = 4096 * PIECE_BYTES;
+/// What was copied is sent to the disk in parts of so much, so that the sync that follows does not find all of it still to do.
+const SEND_BYTES: u64 = 16 * PIECE_BYTES;
 /// More would not be faster than memory is, and the host has other work.
 const THREADS_MAX: usize = 8;
 
@@ -119,6 +122,18 @@ impl Large<'_> {
         Ok(hashed.into_iter().map(|(_, value)| value).collect())
     }
 
+    /// Has the kernel begin to write the part that ends here. Other threads may not be through with theirs of it, and then
+    /// that is written by the sync.
+    fn send_off(&self, end: u64) {
+        if let Some(to) = self.to
+            && end.is_multiple_of(SEND_BYTES)
+        {
+            let length = NonZeroU64::new(SEND_BYTES);
+            let advice = rustix::fs::Advice::DontNeed;
+            let _sooner_or_later = rustix::fs::fadvise(to, end - SEND_BYTES, length, advice);
+        }
+    }
+
     /// Hashes one free piece after the other. A failure leaves none to the others, so that it is known soon.
     fn work(
         &self,
@@ -146,6 +161,7 @@ impl Large<'_> {
                 return Err(error);
             }
             hashed.push((start, hasher.finalize_non_root()));
+            self.send_off(start + bytes);
             told(shared.done.fetch_add(bytes, Ordering::Relaxed) + bytes);
         }
     }

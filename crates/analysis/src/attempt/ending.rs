@@ -263,6 +263,7 @@ impl Attempt {
 
     fn remove_workspace(&mut self) -> Option<String> {
         let workspace = self.workspace.take()?;
+        self.see_init_off();
         workspace
             .remove(Receipt::Settled)
             .err()
@@ -388,9 +389,19 @@ impl Attempt {
     }
 
     fn finish_lease(&mut self) {
-        if let Some(lease) = self.lease.take() {
+        self.see_init_off();
+        // One that is not called clean is looked at before somebody else has it.
+        if let Some(lease) = self.lease.take()
+            && !self.init_stays
+        {
             lease.give_back_clean();
         }
+    }
+
+    /// It may end while outputs are collected and committed, and takes the sandbox's mounts with it. The workspace and the
+    /// uid are given up after that only.
+    fn see_init_off(&mut self) {
+        self.init_stays |= self.leaving.take().is_some_and(|init| !init.wait());
     }
 
     /// Removes what was made, in an order that leaves the record until the end. Says what it could not.
@@ -408,6 +419,7 @@ impl Attempt {
             );
             return problems.pop();
         }
+        self.see_init_off();
         if let Some(workspace) = self.workspace.take()
             && let Err(e) = workspace.remove(receipt)
         {

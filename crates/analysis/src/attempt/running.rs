@@ -76,8 +76,10 @@ impl Attempt {
             group: self.group.as_ref().ok(),
         };
         let started_ms = unix_ms();
-        let finished =
-            supervise::spawn(&spec, means).and_then(|running| running.supervise(&mut ears));
+        let finished = supervise::spawn(&spec, means).and_then(|running| {
+            timings::mark("plan_sent");
+            running.supervise(&mut ears)
+        });
         let ended_ms = unix_ms();
         if let (Some(workspace), Ok(finished)) = (&self.workspace, &finished)
             && finished.outcome.all_dead
@@ -92,6 +94,7 @@ impl Attempt {
         }
         let [stdout, stderr] = captures.map(Capture::finish);
         let mut finished = finished.map_err(PipelineError::Start)?;
+        self.leaving = finished.leaving.take();
         timings::mark("program_and_teardown");
         timings::built(std::mem::take(&mut finished.diary));
         let pids_denied = self
