@@ -44,7 +44,7 @@ pub(crate) struct Attempt {
     groups_in: Host,
     /// The sandbox's init on its way out, when all else is dead.
     leaving: Option<Leaving>,
-    /// It was not seen to end.
+    /// It was not seen to end: whoever has the uid next looks for it.
     init_stays: bool,
     /// The database's connection while the program runs.
     lent: Option<Store>,

@@ -105,9 +105,11 @@ fn weaker(ran: &Ran, stepped_down: Option<&str>) -> Vec<String> {
         .layers
         .iter()
         .any(|(layer, _)| *layer == Layer::Landlock);
+    // Cancelled before the program began.
+    let nothing_ran = ran.layers.is_empty();
     match (ran.level, stepped_down) {
         (Level::Landlock, Some(why)) => vec![no_namespaces(why)],
-        (Level::Full, _) if !landlock => vec![String::from(
+        (Level::Full, _) if !landlock && !nothing_ran => vec![String::from(
             "this kernel has no Landlock, or has it switched off: the run rested on the other layers",
         )],
         _ => Vec::new(),

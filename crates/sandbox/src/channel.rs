@@ -281,7 +281,8 @@ impl Reporter {
 
     pub fn failed(&self, error: StepError) {
         let mut detail = error.detail;
-        detail.truncate(detail.floor_char_boundary(4096));
+        // As JSON each byte may become six.
+        detail.truncate(detail.floor_char_boundary(MESSAGE_BYTES_MAX / 8));
         self.tell(
             &Report::Failed {
                 step: self.step.clone(),

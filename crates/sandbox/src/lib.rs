@@ -2,13 +2,13 @@
 //!
 //! # Theory of operation
 //!
-//! Four processes take part, and each holds no more privilege than its next step needs.
+//! Up to four processes take part, and each holds no more privilege than its next step needs.
 //!
 //! - The *runner* calls [`supervise::spawn`]. It keeps the caller's identity, makes the pipes, the
 //!   cgroup and the plan, and hands them to the launcher: one that stands by (`standby.rs`) since before the runner had
 //!   read anything, or our own binary started again, with an empty environment and one socket.
-//! - The *launcher* (`launch.rs`) receives the plan and descriptors over the socket, enters the new namespaces, starts
-//!   pid 1 as a child of the runner, and ends.
+//! - The *launcher* (`launch.rs`) enters the new namespaces and receives the plan and descriptors over the socket. One that
+//!   stood by is pid 1 from its birth; one that was executed starts pid 1 as a child of the runner, and ends.
 //! - *Pid 1* (`init.rs`) completes the new root (`mounts.rs`), gives up its privilege, makes itself unreachable, starts
 //!   the child, and stays: it reaps, holds every deadline, watches (`watch.rs`), and connects
 //!   sockets on the program's behalf (`broker.rs`). When it ends, the kernel kills everything else.

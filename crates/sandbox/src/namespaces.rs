@@ -200,10 +200,12 @@ pub fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
     match sys::fork(Parentage::Own)? {
         Forked::Child => {
             drop(ours);
-            let name = own_name().filter(|_| sys::unshare(libc::CLONE_NEWUSER).is_ok());
-            let _told = rustix::io::write(&theirs, &name.unwrap_or_default());
-            // Holds the namespace until its descriptor has been taken.
-            let _released = rustix::io::read(&theirs, &mut [0u8]);
+            // Who has nothing to tell ends, and is heard to.
+            if let Some(name) = own_name().filter(|_| sys::unshare(libc::CLONE_NEWUSER).is_ok()) {
+                let _told = rustix::io::write(&theirs, &name);
+                // Holds the namespace until its descriptor has been taken.
+                let _released = rustix::io::read(&theirs, &mut [0u8]);
+            }
             sys::exit_now(0);
         }
         Forked::Parent { child } => {

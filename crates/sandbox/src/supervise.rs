@@ -308,11 +308,11 @@ impl Running<'_> {
         let mut socket_open = true;
         let mut init_dead = false;
         let mut activity = Instant::now();
-        while (socket_open || !init_dead) && !self.alone {
+        while (socket_open || !init_dead) && !self.has_ended_well() {
             let ready = self.wait(attendant, socket_open, init_dead);
             for source in ready {
                 match source {
-                    Source::Socket => socket_open = self.hear(attendant)?,
+                    Source::Socket => socket_open = self.hear_or_kill(attendant),
                     Source::Init => init_dead = true,
                     Source::Out(n) => self.pass_output(n, attendant, &mut activity),
                     Source::Terminal => self.pass_terminal(attendant),
@@ -326,7 +326,7 @@ impl Running<'_> {
                 // No init was ever born.
                 init_dead = true;
             }
-            if !init_dead && !self.alone && !self.backstop() {
+            if !init_dead && !self.has_ended_well() && !self.backstop() {
                 break;
             }
         }
@@ -387,6 +387,21 @@ impl Running<'_> {
             .zip(&fds)
             .filter(|(_, fd)| !fd.revents().is_empty());
         ready.map(|((source, ..), _)| *source).collect()
+    }
+
+    /// The program ran and is dead, and init is about to end by itself. A run that failed is not left before init is dead.
+    fn has_ended_well(&self) -> bool {
+        self.alone && self.failed.is_none() && self.started()
+    }
+
+    /// Who cannot be understood is not listened to any longer, and not left alive.
+    fn hear_or_kill(&mut self, attendant: &mut dyn Attendant) -> bool {
+        self.hear(attendant).unwrap_or_else(|error| {
+            self.failed.get_or_insert(error);
+            self.order(Order::Kill);
+            self.hurry(BACKSTOP);
+            false
+        })
     }
 
     /// One report. False when nobody is left on the other side.
@@ -607,6 +622,9 @@ impl Running<'_> {
 
     /// What is still in the pipes. Whoever else holds them is not waited for.
     fn drain(&mut self, attendant: &mut dyn Attendant) {
+        for _ in 0..DRAIN_READS_MAX {
+            self.pass_terminal(attendant);
+        }
         for n in 0..2 {
             let Some(fd) = self.out[n].take() else {
                 continue;
@@ -644,7 +662,8 @@ impl Running<'_> {
             let step = last.map_or_else(|| String::from("start the launcher"), |(step, _)| step);
             return Err(RunError::Died { step });
         }
-        let all_dead = self.alone || self.all_dead(init_dead);
+        let ended_well = self.has_ended_well();
+        let all_dead = ended_well || self.all_dead(init_dead);
         // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or
         // was killed by somebody else.
         let overdue = self.killed_init.then_some(Stop::WallTime);
@@ -675,7 +694,7 @@ impl Running<'_> {
             layers: self.layers.unwrap_or_default(),
             diary: channel::read_diary(self.diary.as_fd()),
             workspace: self.workspace,
-            leaving: (self.alone && !init_dead).then(|| Leaving::new(self.init.take())),
+            leaving: (ended_well && !init_dead).then(|| Leaving::new(self.init.take())),
         })
     }
 }

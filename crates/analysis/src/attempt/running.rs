@@ -93,6 +93,8 @@ impl Attempt {
             return Err(e);
         }
         let [stdout, stderr] = captures.map(Capture::finish);
+        // What could not be started may not be dead either.
+        self.init_stays |= finished.is_err();
         let mut finished = finished.map_err(PipelineError::Start)?;
         self.leaving = finished.leaving.take();
         timings::mark("program_and_teardown");

@@ -12,9 +12,26 @@ use crate::ledger::Ledger;
 use crate::manifest::{Manifest, Output};
 use crate::provenance;
 use crate::record::{Commit, CommitState, Record, Status};
-use crate::request::Level;
+use crate::request::{Collection, Level};
 use crate::run_dir::Paper;
 use crate::store::{self, Committed};
+
+/// Of outputs that do not all have room in the database, the smallest do: they are most, and what people look at first. The
+/// size of the largest of those, and how many of that size.
+fn largest_inline(outputs: &[Output], rules: &Collection) -> (u64, usize) {
+    let mut sizes: Vec<u64> = outputs.iter().map(|output| output.bytes).collect();
+    sizes.sort_unstable();
+    let mut room = rules.inline_total_bytes_max;
+    let fits = |bytes: &u64| {
+        let fits = *bytes <= rules.inline_bytes_max.min(room);
+        room = room.saturating_sub(*bytes);
+        fits
+    };
+    let small: Vec<u64> = sizes.into_iter().take_while(fits).collect();
+    let largest = small.last().copied().unwrap_or(0);
+    let as_large = small.iter().filter(|bytes| **bytes == largest).count();
+    (largest, as_large)
+}
 
 pub(super) fn commit(
     ended: &Ended<'_>,
@@ -25,21 +42,21 @@ pub(super) fn commit(
     logs: &[store::Log],
 ) -> Result<(), SettleError> {
     let rules = &ended.task.collection;
-    let mut room = rules.inline_total_bytes_max;
+    let (largest, mut as_large) = largest_inline(&manifest.collected.outputs, rules);
     let mut content = |output: &Output| -> io::Result<Option<Vec<u8>>> {
         let Some(artifacts) = artifacts else {
             return Ok(None);
         };
-        if output.bytes > rules.inline_bytes_max.min(room) {
+        if output.bytes > largest || output.bytes == largest && as_large == 0 {
             return Ok(None);
         }
+        as_large -= usize::from(output.bytes == largest);
         let mut bytes = Vec::new();
         let object = artifacts.open_object(&output.blake3);
         object
             .map_err(io::Error::other)?
             .take(output.bytes)
             .read_to_end(&mut bytes)?;
-        room -= output.bytes;
         Ok(Some(bytes))
     };
     let provenance = ended

@@ -27,6 +27,21 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         not_needed,
     ),
+    (
+        "inits_threads_are_out_of_reach_whatever_their_numbers",
+        For::Everyone,
+        numbers,
+    ),
+    (
+        "init_is_seen_dead_before_its_uid_is_given_back",
+        For::Everyone,
+        seen_off,
+    ),
+    (
+        "a_failure_is_told_whatever_it_is_about",
+        For::Everyone,
+        told,
+    ),
 ];
 
 fn beginnings(level: &[&str]) {
@@ -132,4 +147,93 @@ fn not_needed() {
     };
     let mine = below(std::process::id());
     assert_eq!(mine.iter().filter(|pid| ours(pid)).count(), 0);
+}
+
+/// Init has the program's uid. That its threads are not changed by the program is seccomp's work, which must know their
+/// numbers: a user namespace for the owner of a view is made by a process that takes the number that the watch has otherwise.
+fn numbers() {
+    const TRY: &str = "
+import os, resource
+usable = os.sched_getaffinity(0)
+acts = {
+    'prlimit': lambda t: resource.prlimit(t, resource.RLIMIT_CPU, (1000, 1000)),
+    'affinity': lambda t: os.sched_setaffinity(t, usable),
+    'priority': lambda t: os.setpriority(os.PRIO_PROCESS, t, 5),
+    'scheduler': lambda t: os.sched_setscheduler(t, os.SCHED_BATCH, os.sched_param(0)),
+}
+for name, act in acts.items():
+    # Without a cgroup the CPUs are fixed, and nobody's can be changed.
+    if name != 'affinity':
+        act(os.getpid())
+threads = sorted(int(t) for t in os.listdir('/proc/1/task'))
+print('threads', threads)
+for t in threads:
+    for name, act in acts.items():
+        try:
+            act(t)
+            print('REACHED', name, t)
+        except PermissionError:
+            pass
+print('tried')
+";
+    let lab = Lab::new();
+    let data = lab.project.join("data");
+    std::fs::create_dir_all(&data).unwrap();
+    std::fs::write(data.join("a.csv"), "1\n").unwrap();
+    let expected = match rustix::process::geteuid().is_root() {
+        true => {
+            for path in [&data.join("a.csv"), &data] {
+                std::os::unix::fs::chown(path, Some(65_534), Some(65_534)).unwrap();
+            }
+            "threads [1, 3]"
+        }
+        false => "threads [1, 2]",
+    };
+    let said = lab
+        .run(["--quiet", "--", "/usr/bin/python3", "-c", TRY])
+        .good();
+    assert!(said.contains(expected) && said.contains("tried"), "{said}");
+    assert!(!said.contains("REACHED"), "{said}");
+}
+
+const NO_PROGRAM: &[u8] = b"\x7fELFgarbage";
+
+fn not_executable(at: &std::path::Path) {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::write(at, NO_PROGRAM).unwrap();
+    std::fs::set_permissions(at, std::fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// Regression: of a run whose program could not be executed, init had told that nobody was left, and nobody waited for it.
+fn seen_off() {
+    let lab = Lab::new();
+    not_executable(&lab.project.join("bad"));
+    for (program, code) in [("true", 0), ("./bad", 126)] {
+        let log = lab.path("strace");
+        let mut command = lab.with_surroundings(std::process::Command::new("/usr/bin/strace"));
+        command.args(["-qq", "-e", "signal=none", "-e", "trace=waitid", "-o"]);
+        command.arg(&log).arg(crate::plain_user::binary());
+        let ended = finish({
+            command.args(["run", "--input", "bad", "--", program]);
+            command
+        });
+        assert_eq!(ended.code(), code, "{}", ended.err());
+        let log = std::fs::read_to_string(log).unwrap();
+        let seen = log
+            .lines()
+            .any(|line| line.contains("P_PIDFD") && line.contains("si_code=CLD_EXITED"));
+        assert!(seen, "{program}: {log}");
+    }
+}
+
+/// Regression: what is told of a failure must fit into a message, whatever the bytes of a path become in it.
+fn told() {
+    let lab = Lab::new();
+    let name = "\u{1}".repeat(250);
+    let deep = (0..13).fold(std::path::PathBuf::from("deep"), |path, _| path.join(&name));
+    std::fs::create_dir_all(lab.project.join(&deep)).unwrap();
+    not_executable(&lab.project.join(&deep).join("bad"));
+    let program = format!("./{}/bad", deep.display());
+    let ended = lab.run(["--input", "deep", "--", &program]);
+    assert_eq!(ended.code(), 126, "{}", ended.err());
 }
