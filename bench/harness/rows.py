@@ -104,7 +104,7 @@ def pss_kb(tool: Tool) -> int:
             raise launch.Failed(f"{tool.name}: its program was not seen within ten seconds")
         time.sleep(0.02)
     # The launch is over when the program runs; what the supervisor still has to do after that takes a moment.
-    time.sleep(0.3)
+    time.sleep(2)
     try:
         return sum(held_kb(member) for member in family(pid) if member not in asleep)
     finally:

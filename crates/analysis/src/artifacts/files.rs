@@ -219,7 +219,7 @@ fn clamp(bytes: u64) -> usize {
 }
 
 /// The next stretch of data at or after `offset`, an empty one at `end` if there is none.
-fn next_data(file: BorrowedFd<'_>, offset: u64, end: u64) -> rustix::io::Result<(u64, u64)> {
+pub fn next_data(file: BorrowedFd<'_>, offset: u64, end: u64) -> rustix::io::Result<(u64, u64)> {
     let start = match rustix::fs::seek(file, SeekFrom::Data(offset)) {
         // A hole up to the end of the file; which may be before `end`, and then there is nothing to read.
         Err(Errno::NXIO) if rustix::fs::seek(file, SeekFrom::End(0))? < end => {

@@ -13,6 +13,7 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use blake3::hazmat::{
     ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root,
@@ -96,6 +97,7 @@ impl Large<'_> {
             next: AtomicU64::new(window.start),
             done: AtomicU64::new(window.start),
             end: window.end,
+            data: Mutex::new(0..0),
         };
         let pieces = (window.end - window.start).div_ceil(PIECE_BYTES);
         let helpers = (threads as u64).min(pieces).saturating_sub(1);
@@ -120,6 +122,25 @@ impl Large<'_> {
         })?;
         hashed.sort_unstable_by_key(|(start, _)| *start);
         Ok(hashed.into_iter().map(|(_, value)| value).collect())
+    }
+
+    /// Whether holes have to be looked for in this piece. A file system in memory walks through all pages up to the next hole:
+    /// asked for each piece, of a large file without holes, that took longer than all the rest. So what is known to be data is
+    /// remembered.
+    fn holes_in(&self, piece: &Range<u64>, shared: &Shared) -> Holes {
+        if self.holes == Holes::None {
+            return Holes::None;
+        }
+        let mut data = shared.data.lock().unwrap_or_else(PoisonError::into_inner);
+        if !(data.start <= piece.start && piece.end <= data.end)
+            && let Ok((start, end)) = files::next_data(self.from, piece.start, self.bytes)
+        {
+            *data = start..end;
+        }
+        match data.start <= piece.start && piece.end <= data.end {
+            true => Holes::None,
+            false => Holes::Sought,
+        }
     }
 
     /// Has the kernel begin to write the part that ends here. Other threads may not be through with theirs of it, and then
@@ -154,8 +175,8 @@ impl Large<'_> {
             let mut see = |chunk: &[u8]| {
                 hasher.update(chunk);
             };
-            let read =
-                files::read_stretch(self.from, self.to, piece, self.holes, &mut buffer, &mut see);
+            let holes = self.holes_in(&piece, shared);
+            let read = files::read_stretch(self.from, self.to, piece, holes, &mut buffer, &mut see);
             if let Err(error) = read {
                 shared.next.store(shared.end, Ordering::Relaxed);
                 return Err(error);
@@ -173,6 +194,8 @@ struct Shared {
     next: AtomicU64,
     done: AtomicU64,
     end: u64,
+    /// A stretch that is known to have no hole.
+    data: Mutex<Range<u64>>,
 }
 
 /// The left edge of the tree: what was pushed, put together as far as more pieces cannot change it.
