@@ -355,7 +355,7 @@ impl Init {
         // What is left when pid 1 leaves is killed and reaped by the kernel. The guardian waits for the last.
         let bounded = self.realm == Realm::Namespace;
         let mut someone_left = true;
-        while (!bounded || self.stop.is_none()) && someone_left {
+        while !bounded || self.stop.is_none() {
             someone_left = self.reap();
             if !someone_left || bounded && Instant::now() >= give_up {
                 break;

@@ -159,7 +159,7 @@ pub(crate) fn be_called(name: &std::ffi::CStr) {
     let _only_a_name = rustix::thread::set_name(name);
 }
 
-pub(crate) fn die_with_parent() -> Result<(), StepError> {
+fn die_with_parent() -> Result<(), StepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .during(|| "ask to die with the runner".into())
 }

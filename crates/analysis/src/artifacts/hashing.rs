@@ -131,13 +131,14 @@ impl Large<'_> {
         if self.holes == Holes::None {
             return Holes::None;
         }
+        let within = |data: &Range<u64>| data.start <= piece.start && piece.end <= data.end;
         let mut data = shared.data.lock().unwrap_or_else(PoisonError::into_inner);
-        if !(data.start <= piece.start && piece.end <= data.end)
+        if !within(&data)
             && let Ok((start, end)) = files::next_data(self.from, piece.start, self.bytes)
         {
             *data = start..end;
         }
-        match data.start <= piece.start && piece.end <= data.end {
+        match within(&data) {
             true => Holes::None,
             false => Holes::Sought,
         }

@@ -592,7 +592,8 @@ impl Connection {
         }
     }
 
-    /// Lets go as the end of the process would, which is to be near: the file stays open until then. Nobody waits for SQLite to copy its log into the file, which the next who open it do every few dozen commits.
+    /// Lets go as the end of the process would, which is to be near: the file stays open until then. Nobody waits for SQLite
+    /// to copy its log into the file, which the next who open it do every few dozen commits.
     pub fn leave(mut self) {
         if let Some(Wire::Sqlite(wire)) = self.wire.take() {
             std::mem::forget(wire);
