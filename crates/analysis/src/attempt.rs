@@ -8,7 +8,7 @@ mod running;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use sandbox::cgroup::{self, Group, Host};
+use sandbox::cgroup::{self, Group, Host, OuterLimits};
 use sandbox::outcome::Outcome;
 use sandbox::quota::{self, ProjectQuota, QuotaError};
 use sandbox::spec::{Enforcement, Identity, Layer, Level, Limits, WorkspaceKind};
@@ -333,6 +333,10 @@ impl Attempt {
         level: Level,
     ) -> Result<Vec<Enforcement>, PipelineError> {
         let group = self.group.as_ref().map_err(Clone::clone);
+        let outer = match group.as_ref().is_ok_and(|g| limits::holds_alone(g)) {
+            true => OuterLimits::default(),
+            false => cgroup::outer_limits(),
+        };
         let ground = Ground {
             level,
             leased: self.lease.is_some(),
@@ -342,7 +346,7 @@ impl Attempt {
             &request.limits,
             limits,
             group,
-            &cgroup::outer_limits(),
+            &outer,
             ground,
             &request.allow_degraded,
         )?)

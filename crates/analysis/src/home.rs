@@ -158,8 +158,9 @@ pub fn machine() -> String {
 
 /// Distinguishes this start of the machine from every other.
 pub fn boot_id() -> String {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    text.map(|t| t.trim().to_owned()).unwrap_or_default()
+    static READ: std::sync::OnceLock<String> = std::sync::OnceLock::new();
+    let read = || std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    READ.get_or_init(|| read().trim().to_owned()).clone()
 }
 
 pub fn unix_seconds() -> u64 {

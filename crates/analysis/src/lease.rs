@@ -17,6 +17,8 @@ const COUNT: u32 = 65_536;
 /// Every uid that an analysis of root's may get.
 pub const RANGE: std::ops::Range<u32> = FIRST..FIRST + COUNT;
 const DIRECTORY: &str = "/run/fumehood/uids";
+/// What a lease begins with while it is held. No boot id does.
+const IN_USE: &str = "-";
 
 #[derive(Debug, thiserror::Error)]
 pub enum LeaseError {
@@ -71,7 +73,7 @@ impl Lease {
             };
             // Given back with everything dead, in this boot: nobody can have it. Otherwise look.
             if lease.is_clean() || !some_process_has(uid) {
-                lease.mark("").map_err(|source| LeaseError::Open {
+                lease.mark(IN_USE).map_err(|source| LeaseError::Open {
                     path: path.clone(),
                     source,
                 })?;
@@ -87,8 +89,8 @@ impl Lease {
         !self.boot_id.is_empty() && &text[..n] == self.boot_id.as_bytes()
     }
 
+    /// In place: a file that is cut short and written again makes some file systems write to the disk at once.
     fn mark(&self, text: &str) -> io::Result<()> {
-        rustix::fs::ftruncate(&self.file, 0)?;
         rustix::io::pwrite(&self.file, text.as_bytes(), 0)?;
         Ok(())
     }
@@ -140,8 +142,10 @@ impl Reserved {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let number = |line: &str, field: usize| line.split(':').nth(field)?.parse::<u32>().ok();
         let mut accounts = Vec::new();
-        for (path, field) in [("/etc/passwd", 2), ("/etc/passwd", 3), ("/etc/group", 2)] {
-            accounts.extend(read(path).lines().filter_map(|line| number(line, field)));
+        for (path, fields) in [("/etc/passwd", 2..4), ("/etc/group", 2..3)] {
+            let text = read(path);
+            let numbers = |line| fields.clone().filter_map(move |field| number(line, field));
+            accounts.extend(text.lines().flat_map(numbers));
         }
         let mut ranges = Vec::new();
         for path in ["/etc/subuid", "/etc/subgid"] {

@@ -117,6 +117,12 @@ impl Ground {
     }
 }
 
+/// Whether the run's own group holds what a limit around us might hold in its stead.
+pub fn holds_alone(group: &Group) -> bool {
+    let firm = |name| group.enforces(name).map(|e| e.how_hard) == Some(Hardness::Hard);
+    firm(LimitName::Memory) && firm(LimitName::Cpus)
+}
+
 /// Who holds each limit, and how firmly. Stops the run if one that was asked for would not be held firmly.
 pub fn enforcement(
     asked: &AskedLimits,

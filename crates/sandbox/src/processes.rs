@@ -46,11 +46,11 @@ pub struct Wanted {
     pub memory: Option<u64>,
 }
 
-/// What the kernel says that the live processes, and those they reaped, have written.
+/// What the kernel says that the live processes, and those they or we reaped, have written.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Written {
     pub gross: u64,
-    /// Without what never came to the disk, because it was deleted before.
+    /// Without what live processes wrote that never came to the disk, because it was deleted before.
     pub net: u64,
     /// Some process would not be looked into.
     pub unreadable: bool,
@@ -365,8 +365,9 @@ fn places(pid: u32) -> impl Iterator<Item = PathBuf> {
 }
 
 /// A file of /proc, and no more of it than was asked for: the program has a hand in how long some of them are.
-fn read(path: impl AsRef<Path>, bytes_max: usize) -> Option<String> {
-    let mut bytes = Vec::new();
+pub(crate) fn read(path: impl AsRef<Path>, bytes_max: usize) -> Option<String> {
+    // They have no size; with room for most, one call reads the whole and another tells that it is.
+    let mut bytes = Vec::with_capacity(bytes_max.min(4096));
     let file = std::fs::File::open(path).ok()?;
     file.take(bytes_max as u64).read_to_end(&mut bytes).ok()?;
     // A cut may go through a character.
@@ -386,8 +387,16 @@ fn field(text: &str, name: &str) -> u64 {
 
 /// What all processes of the run have written. Init is among them: what it reaped is credited to it.
 pub fn written(realm: Realm) -> Written {
-    let mut all = Written::default();
-    for pid in pids(realm) {
+    // What we reaped; of its own, init writes nothing to speak of. Our own file in /proc would tell the same and what was
+    // deleted again, but it is root's, as that of any process without a core dump, and closed to us.
+    let reaped = sys::written_by_reaped();
+    let mut all = Written {
+        gross: reaped,
+        net: reaped,
+        unreadable: false,
+    };
+    let own = std::process::id();
+    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
         let Some(text) = read(format!("/proc/{pid}/io"), SMALL) else {
             all.unreadable |= lives(pid);
             continue;

@@ -112,6 +112,7 @@ pub struct Finished {
     pub diary: Vec<(String, u64)>,
     /// The workspace that lived in memory, still readable.
     pub workspace: Option<OwnedFd>,
+    pub pids_denied: u64,
     /// Pid 1, which had nobody left with it, and is about to end.
     pub leaving: Option<Leaving>,
 }
@@ -676,13 +677,11 @@ impl Running<'_> {
                 ..Usage::default()
             },
         ));
-        if let Some(group) = self.group {
-            let counters = group.counters();
-            usage.oom_kills = counters.oom_kills.unwrap_or(0);
-            usage.memory_peak_bytes = counters.memory_peak_bytes.or(usage.memory_peak_bytes);
-            usage.pids_peak = counters.pids_peak.or(usage.pids_peak);
-            usage.cpu_ms = counters.cpu_usage_us.map_or(usage.cpu_ms, |us| us / 1000);
-        }
+        let counters = self.group.map(|g| g.counters()).unwrap_or_default();
+        usage.oom_kills = counters.oom_kills.unwrap_or(usage.oom_kills);
+        usage.memory_peak_bytes = counters.memory_peak_bytes.or(usage.memory_peak_bytes);
+        usage.pids_peak = counters.pids_peak.or(usage.pids_peak);
+        usage.cpu_ms = counters.cpu_usage_us.map_or(usage.cpu_ms, |us| us / 1000);
         let outcome = Outcome {
             exit,
             stop,
@@ -694,6 +693,7 @@ impl Running<'_> {
             layers: self.layers.unwrap_or_default(),
             diary: channel::read_diary(self.diary.as_fd()),
             workspace: self.workspace,
+            pids_denied: counters.pids_denied.unwrap_or(0),
             leaving: (ended_well && !init_dead).then(|| Leaving::new(self.init.take())),
         })
     }

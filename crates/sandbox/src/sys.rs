@@ -10,7 +10,9 @@ mod memory;
 #[cfg(target_arch = "x86_64")]
 pub use battery::getpid_i386;
 pub use battery::{Arg, Call, attempt};
-pub use memory::{forget_beginnings, has_loader_settings, let_go_of_code};
+pub use memory::{
+    forget_beginnings, has_loader_settings, let_go_of_code, share_one_heap, written_by_reaped,
+};
 
 use std::ffi::{CStr, CString};
 use std::io;

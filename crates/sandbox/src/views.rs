@@ -36,6 +36,9 @@ pub struct Opened {
 }
 
 pub fn open(spec: &Spec, owner_maps: &OwnerMaps) -> Result<Vec<Opened>, StepError> {
+    if spec.views.is_empty() {
+        return Ok(Vec::new());
+    }
     let mounts = mount_points().during(|| "read the mounts of this host".into())?;
     spec.views
         .iter()

@@ -28,6 +28,7 @@ use crate::namespaces::{self, Bounding};
 use crate::outcome::Stop;
 use crate::processes::{self, Census, Realm, Wanted, Written};
 use crate::spec::{Limits, Spec, WorkspaceKind};
+use crate::sys;
 
 pub const TICK: Duration = Duration::from_millis(100);
 /// Files are measured at least this often, whatever the counters say.
@@ -155,6 +156,7 @@ impl Watching {
             rustix::io::fcntl_dupfd_cloexec(&bell, 3)?,
         );
         let (tell, born) = std::sync::mpsc::channel();
+        sys::share_one_heap();
         std::thread::Builder::new().spawn(move || {
             // Credentials are a thread's own: what init gives up later, this thread gives up now.
             let bare = namespaces::drop_capabilities(bounding).is_ok()
@@ -320,13 +322,19 @@ impl Watch {
 
     /// At the end, when nothing lives: what is there, and the time that all of it took.
     pub fn look_at_end(&mut self) -> Option<Stop> {
-        let passed = self.look();
-        let measured = match self.disk.workspace_kind {
-            WorkspaceKind::Disk => self.disk.measure(),
-            WorkspaceKind::Memory => None,
-        };
+        self.disk.close_the_top();
+        let passed = self.disk.look_at_end();
         (self.seen.disk_bytes, self.seen.files) = self.disk.seen;
-        measured.or(passed)
+        if self.cpu_counter.is_none() {
+            let wanted = Wanted {
+                cpu: true,
+                tasks: false,
+                memory: None,
+            };
+            self.census.take(wanted, &mut || true);
+        }
+        self.seen.cpu_ms = self.cpu_ms();
+        passed
     }
 }
 
@@ -405,6 +413,18 @@ impl Disk {
                 self.judge(&tree)
             }
         }
+    }
+
+    /// When nobody is left who could hold a file without a name.
+    fn look_at_end(&mut self) -> Option<Stop> {
+        if self.workspace_kind == WorkspaceKind::Memory {
+            return self.look();
+        }
+        let tree = self.measure_tree();
+        if tree.unmeasured {
+            self.written = processes::written(self.realm);
+        }
+        self.judge(&tree)
     }
 
     fn written_since(&self, before: u64) -> u64 {

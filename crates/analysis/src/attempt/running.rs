@@ -16,6 +16,7 @@ use crate::logs::Capture;
 use crate::pipeline::{Audience, PipelineError, unix_ms};
 use crate::policy::{self, Place, Plan};
 use crate::request::{Request, Stdin};
+use crate::run_dir::RunDir;
 use crate::store;
 use crate::timings;
 use crate::tree::{self, TreeError};
@@ -99,12 +100,6 @@ impl Attempt {
         self.leaving = finished.leaving.take();
         timings::mark("program_and_teardown");
         timings::built(std::mem::take(&mut finished.diary));
-        let pids_denied = self
-            .group
-            .as_ref()
-            .ok()
-            .and_then(|g| g.counters().pids_denied)
-            .unwrap_or(0);
         Ok(Ran {
             outcome: finished.outcome,
             level,
@@ -114,7 +109,7 @@ impl Attempt {
             stderr,
             started_ms,
             ended_ms,
-            pids_denied,
+            pids_denied: finished.pids_denied,
             memory: finished.workspace,
         })
     }
@@ -270,7 +265,10 @@ impl Attendant for Ears<'_> {
     fn wish(&mut self) -> Option<Wish> {
         // Whatever else there is is heard at the next turn.
         match self.resting.rang() {
-            true => None,
+            true => {
+                self.attempt.dir.iter().for_each(RunDir::send_off);
+                None
+            }
             false => self.audience.wish(),
         }
     }

@@ -252,10 +252,12 @@ pub(super) fn read_head(path: &Path, links: Links, bytes_max: usize) -> std::io:
     let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     flags.set(OFlags::NOFOLLOW, links == Links::Refused);
     let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
-    if !file.metadata()?.is_file() {
+    let opened = file.metadata()?;
+    if !opened.is_file() {
         return Err(not_regular());
     }
-    let mut head = Vec::new();
+    // With room for all of it and more, as its end is told by a read of nothing.
+    let mut head = Vec::with_capacity(bytes_max.min(opened.len() as usize + 64));
     file.take(bytes_max as u64).read_to_end(&mut head)?;
     Ok(head)
 }

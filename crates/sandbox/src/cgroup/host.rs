@@ -46,7 +46,10 @@ impl Host {
 /// Reads where this process sits. Nothing is changed, and nothing that cannot be read is an error:
 /// a host without cgroups gives a [`Host`] that is none.
 pub fn discover() -> Host {
-    let mut host = sites();
+    with_controllers(sites())
+}
+
+pub(super) fn with_controllers(mut host: Host) -> Host {
     if let Some(site) = &mut host.v2 {
         site.controllers = v2::offered(site);
     }

@@ -84,12 +84,16 @@ impl Node {
         self.open_file(file, OFlags::WRONLY)
             .and_then(|fd| rustix::io::write(fd, value.as_bytes()))
             .map(|_| ())
-            .map_err(|e| CgroupError::Write {
-                path: self.path.clone(),
-                file,
-                value: value.to_owned(),
-                source: e.into(),
-            })
+            .map_err(|e| self.unwritten(file, value, e))
+    }
+
+    fn unwritten(&self, file: &'static str, value: &str, why: Errno) -> CgroupError {
+        CgroupError::Write {
+            path: self.path.clone(),
+            file,
+            value: value.to_owned(),
+            source: why.into(),
+        }
     }
 
     pub(super) fn number(&self, file: &'static str) -> Option<u64> {
@@ -108,8 +112,15 @@ impl Node {
         value: &str,
         kept: impl Fn(&str) -> bool,
     ) -> Result<(), CgroupError> {
-        self.write(file, value)?;
-        let found = self.read(file)?;
+        let mut found = [0; 64];
+        let length = self
+            .open_file(file, OFlags::RDWR)
+            .and_then(|fd| {
+                rustix::io::write(&fd, value.as_bytes())?;
+                rustix::io::pread(&fd, &mut found[..], 0)
+            })
+            .map_err(|e| self.unwritten(file, value, e))?;
+        let found = String::from_utf8_lossy(&found[..length]);
         match kept(found.trim()) {
             true => Ok(()),
             false => Err(CgroupError::NotKept {

@@ -84,13 +84,13 @@ pub fn place() -> Option<Place> {
 }
 
 fn v2_site() -> Option<Site> {
-    let host = discover();
+    let host = sites();
     let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
-    let v1 = host
-        .v1
-        .iter()
-        .any(|site| site.controllers.iter().any(|c| limits.contains(c)));
-    host.v2.filter(|_| !v1)
+    let limits_by_v1 = |site: &Site| site.controllers.iter().any(|c| limits.contains(c));
+    match host.v1.iter().any(limits_by_v1) {
+        true => None,
+        false => with_controllers(host).v2,
+    }
 }
 
 fn place_in(site: &Site) -> Option<Place> {

@@ -35,12 +35,33 @@ pub fn let_go_of_code() {
     }
 }
 
+/// Bytes that the children which this process waited for, and theirs, have dirtied, by the kernel's count.
+pub fn written_by_reaped() -> u64 {
+    // SAFETY: zeroes are a valid value of this struct of numbers, which is this call's alone to fill.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
+        usage
+    };
+    // In units of 512 bytes, whatever the disk's are.
+    (usage.ru_oublock as u64).saturating_mul(512)
+}
+
+/// One heap for all threads: for a process whose second thread does little, and rarely.
+pub fn share_one_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: sets a number of the allocator's.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1)
+    };
+}
+
 /// Wipes the strings that this process was started with, its arguments and its environment, out of its memory.
 ///
 /// # Errors
 /// Where /proc does not tell where they are.
 pub fn forget_beginnings() -> io::Result<()> {
-    let stat = std::fs::read_to_string("/proc/self/stat")?;
+    let stat = crate::processes::read("/proc/self/stat", 4096).unwrap_or_default();
     // The name may hold anything; fields 48 to 51 are the bounds of the arguments and of the environment.
     let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);
     let fields = after_name.unwrap_or_default().split_ascii_whitespace();
