@@ -548,10 +548,14 @@ pub fn submitter_name() -> String {
 }
 
 fn submitter(notes: &mut Notes) -> Submitter {
+    static NAME: std::sync::OnceLock<Option<String>> = std::sync::OnceLock::new();
     let uid = rustix::process::getuid().as_raw();
-    let etc = Dir::open(Path::new("/etc"));
-    let passwd = etc.and_then(|etc| etc.read_whole(b"passwd", PASSWD_BYTES_MAX));
-    let name = user_name(&passwd.unwrap_or_default(), uid);
+    let read = || {
+        let etc = Dir::open(Path::new("/etc"));
+        let passwd = etc.and_then(|etc| etc.read_whole(b"passwd", PASSWD_BYTES_MAX));
+        user_name(&passwd.unwrap_or_default(), uid)
+    };
+    let name = NAME.get_or_init(read).clone();
     if name.is_none() {
         notes.add("submitter: /etc/passwd has no name for it");
     }

@@ -146,6 +146,8 @@ pub struct RunDir {
     lock: OwnedFd,
     /// The names above it are durable.
     findable: std::cell::Cell<bool>,
+    /// The record that stands there, if it was written by us.
+    record: std::cell::RefCell<Option<std::fs::File>>,
 }
 
 impl RunDir {
@@ -214,6 +216,7 @@ impl RunDir {
                     path: path.to_path_buf(),
                     lock,
                     findable: std::cell::Cell::new(false),
+                    record: std::cell::RefCell::new(None),
                 };
                 // Between opening and locking it may have been removed, and another may stand in its place.
                 Ok(dir.is_in_place().then_some(dir))
@@ -243,7 +246,40 @@ impl RunDir {
 
     /// Replaces the record in one step: a reader finds the old one or the new one.
     pub fn write(&self, record: &RunRecord) -> Result<(), HomeError> {
-        self.replace(RECORD, record, Durable::No)
+        match self.write_over(record) {
+            Ok(true) => Ok(()),
+            Ok(false) => {
+                let written = self.replace(RECORD, record, Durable::No)?;
+                *self.record.borrow_mut() = Some(written);
+                Ok(())
+            }
+            Err(source) => Err(self.unwritten(RECORD, source)),
+        }
+    }
+
+    /// Over the record that we wrote before, if there is one and both fit in a page: the kernel takes over a page at once, and
+    /// nobody is killed meanwhile. A new file costs more than all else that is done to write it.
+    fn write_over(&self, record: &RunRecord) -> io::Result<bool> {
+        const PAGE_BYTES: usize = 4096;
+        let held = self.record.borrow();
+        let Some(file) = held.as_ref() else {
+            return Ok(false);
+        };
+        let stat = rustix::fs::fstat(file)?;
+        let mut text = serde_json::to_vec(record)?;
+        let before = usize::try_from(stat.st_size).unwrap_or(usize::MAX);
+        if text.len().max(before) > PAGE_BYTES {
+            return Ok(false);
+        }
+        if stat.st_nlink == 0 {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        // What is left of a longer one would be no JSON.
+        text.resize(text.len().max(before), b' ');
+        match rustix::io::pwrite(file, &text, 0)? == text.len() {
+            true => Ok(true),
+            false => Err(io::ErrorKind::WriteZero.into()),
+        }
     }
 
     pub fn read(&self) -> Result<Option<RunRecord>, HomeError> {
@@ -261,7 +297,9 @@ impl RunDir {
 
     /// The same, and it outlives a power cut.
     pub fn write_durably(&self, record: &RunRecord) -> Result<(), HomeError> {
-        self.replace(RECORD, record, Durable::Yes)
+        let written = self.replace(RECORD, record, Durable::Yes)?;
+        *self.record.borrow_mut() = Some(written);
+        Ok(())
     }
 
     /// All that finishing the attempt needs outlives a power cut from here on.
@@ -293,7 +331,7 @@ impl RunDir {
         value: &T,
         durable: Durable,
     ) -> Result<(), HomeError> {
-        self.replace(paper.name(), value, durable)
+        self.replace(paper.name(), value, durable).map(drop)
     }
 
     pub fn get<T: DeserializeOwned>(&self, paper: Paper) -> Result<Option<T>, HomeError> {
@@ -306,8 +344,8 @@ impl RunDir {
         name: &str,
         value: &T,
         durable: Durable,
-    ) -> Result<(), HomeError> {
-        let write = || -> io::Result<()> {
+    ) -> Result<std::fs::File, HomeError> {
+        let write = || -> io::Result<std::fs::File> {
             let draft = format!("{name}.new");
             let reserved = name == Paper::Outcome.name();
             let file = match reserved {
@@ -330,10 +368,11 @@ impl RunDir {
             match durable {
                 Durable::Yes => {
                     rustix::fs::renameat(&self.lock, &draft, &self.lock, name)?;
-                    self.make_findable()
+                    self.make_findable()?;
                 }
-                Durable::No => Ok(self.put_in_place(&draft, name)?),
+                Durable::No => self.put_in_place(&draft, name)?,
             }
+            Ok(file)
         };
         write().map_err(|source| self.unwritten(name, source))
     }

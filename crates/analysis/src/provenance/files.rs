@@ -87,7 +87,7 @@ impl Dir {
 
     pub(super) fn read(&self, path: &[u8], bytes_max: usize) -> io::Result<Head> {
         let file = self.file(path)?;
-        let mut bytes = Vec::new();
+        let mut bytes = Vec::with_capacity(bytes_max.min(4096));
         file.take(bytes_max as u64 + 1).read_to_end(&mut bytes)?;
         let whole = bytes.len() <= bytes_max;
         bytes.truncate(bytes_max);

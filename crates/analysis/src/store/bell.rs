@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::inotify::{CreateFlags, Reader, WatchFlags};
@@ -30,6 +30,10 @@ const CHANNELS: [&str; 2] = ["fumehood_queue", "fumehood_commit"];
 /// Between attempts to reach the server again; each is twice the one before.
 const PAUSE_MS: u64 = 250;
 const PAUSE_MS_MAX: u64 = 30_000;
+/// A transaction is many writes, and rings once: a moment after the first of them. While there is much going on, more of them
+/// are taken together, so that who listens gets to do something else.
+const GATHER: Duration = Duration::from_millis(1);
+const GATHER_WHEN_BUSY: Duration = Duration::from_millis(5);
 /// The log is written before what it says can be read: once more when that must be over. Then, on a slow disk, again.
 const AGAIN_MS: [i64; 2] = [50, 500];
 /// Room for many events at a time; one has at most a name of 255 bytes.
@@ -151,6 +155,7 @@ impl Watcher {
         let mut room = [std::mem::MaybeUninit::uninit(); EVENTS_BYTES];
         // How often it is still to ring without being told.
         let mut again = AGAIN_MS.iter();
+        let mut rang_at: Option<Instant> = None;
         loop {
             let mut fds = [
                 PollFd::new(&self.watched, PollFlags::IN),
@@ -172,8 +177,10 @@ impl Watcher {
             if !fds[1].revents().is_empty() {
                 return;
             }
+            let is_busy = rang_at.is_some_and(|at| at.elapsed() < 4 * GATHER_WHEN_BUSY);
+            std::thread::sleep(if is_busy { GATHER_WHEN_BUSY } else { GATHER });
             match self.hear(&mut room) {
-                Some(true) => again = AGAIN_MS.iter(),
+                Some(true) => (again, rang_at) = (AGAIN_MS.iter(), Some(Instant::now())),
                 Some(false) => {}
                 None => return ring(&self.rung),
             }

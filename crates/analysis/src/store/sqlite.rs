@@ -1,7 +1,7 @@
 //! SQLite: a file that is opened and asked in the caller's own thread.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rusqlite::fallible_iterator::FallibleIterator as _;
 use rusqlite::types::ValueRef;
@@ -28,10 +28,27 @@ pub(super) fn open(path: &Path, lock_wait: Duration) -> Result<Connection, Error
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
         | OpenFlags::SQLITE_OPEN_NO_MUTEX
         | OpenFlags::SQLITE_OPEN_PRIVATE_CACHE;
-    let wire = Connection::open_with_flags(path, flags)?;
-    wire.busy_timeout(lock_wait)?;
+    let mut wire = Connection::open_with_flags(path, flags)?;
+    wire.busy_handler(Some(patient(lock_wait)))?;
     run(&wire, SESSION, &[])?;
     Ok(wire)
+}
+
+/// Waits for another's lock, of which most are held for less than a millisecond: SQLite's own way of waiting soon sleeps for
+/// tens of them, while nobody holds the lock at all.
+fn patient(lock_wait: Duration) -> impl FnMut(i32) -> bool + Send + 'static {
+    const STEP: Duration = Duration::from_micros(250);
+    const STEPS_MAX: u32 = 20;
+    let mut since = Instant::now();
+    move |count| {
+        let count = u32::try_from(count).unwrap_or(0);
+        if count == 0 {
+            since = Instant::now();
+        }
+        let left = lock_wait.saturating_sub(since.elapsed());
+        std::thread::sleep(left.min(STEP * (count + 1).min(STEPS_MAX)));
+        !left.is_zero()
+    }
 }
 
 /// Every statement of the text in its turn, all with the same values. The rows of all of them, and how many the last that

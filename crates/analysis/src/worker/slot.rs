@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -20,7 +20,11 @@ use crate::store::{Capacity, Held};
 pub const ORDER_VERSION: u32 = 1;
 const ORDER_BYTES_MAX: u64 = 16 << 20;
 const ORDER: &str = "order";
+/// What an order ends with. JSON on one line has none, and behind it there may be the rest of a longer one.
+const END: u8 = b'\n';
 const PID: &str = "pid";
+/// In the place of a runner's number, as long as any: there is no runner.
+const NOBODY: &[u8] = b"          ";
 const STAGED: &str = "inputs";
 
 /// What a runner is to do. Not for printing: it has the attempt's key, and the request may hold secrets.
@@ -101,7 +105,8 @@ impl Slot {
 
     pub fn write(&mut self, order: &Order) -> io::Result<()> {
         self.clear()?;
-        let text = serde_json::to_vec(order).map_err(io::Error::other)?;
+        let mut text = serde_json::to_vec(order).map_err(io::Error::other)?;
+        text.push(END);
         self.order.write_all(&text)?;
         // The runner reads from the same place.
         self.order.rewind()
@@ -109,8 +114,12 @@ impl Slot {
 
     /// Nothing is to be done here any more.
     pub fn clear(&mut self) -> io::Result<()> {
-        let _none_yet = std::fs::remove_file(self.path.join(PID));
-        self.order.set_len(0)?;
+        match open_pid(&self.path, OFlags::empty()) {
+            Ok(pid) => overwrite(&pid, NOBODY)?,
+            Err(rustix::io::Errno::NOENT) => {}
+            Err(e) => return Err(e.into()),
+        }
+        wipe(self.order.as_fd())?;
         self.order.rewind()
     }
 
@@ -132,10 +141,11 @@ pub fn peek(path: &Path) -> Option<Order> {
 }
 
 fn read(order: &mut File) -> io::Result<Option<Order>> {
-    let mut text = Vec::new();
+    let mut text = Vec::with_capacity(4096);
     order.rewind()?;
     order.take(ORDER_BYTES_MAX).read_to_end(&mut text)?;
-    let read: Option<Order> = serde_json::from_slice(&text).ok();
+    let text = text.split(|byte| *byte == END).next().unwrap_or_default();
+    let read: Option<Order> = serde_json::from_slice(text).ok();
     Ok(read.filter(|order| order.version == ORDER_VERSION))
 }
 
@@ -148,14 +158,37 @@ pub fn taken() -> io::Result<(Order, OwnedFd)> {
     let mut file = File::from(held);
     let order = read(&mut file)?;
     let order = order.ok_or_else(|| io::Error::other("standard input is no order of a worker"))?;
-    let pid = std::process::id().to_string();
-    std::fs::write(order.slot.join(PID), pid)?;
+    let pid = format!("{:<width$}", std::process::id(), width = NOBODY.len());
+    overwrite(&open_pid(&order.slot, OFlags::CREATE)?, pid.as_bytes())?;
     Ok((order, file.into()))
 }
 
 /// The runner's side: nothing is left to be done about it.
 pub fn done(held: &OwnedFd) -> io::Result<()> {
-    Ok(rustix::fs::ftruncate(held, 0)?)
+    wipe(held.as_fd())
+}
+
+/// Makes an order be none. It may hold secrets: what was written is written over, and takes no room if that was much. Of a
+/// short one the room is kept for the next, since to cut a file and fill it again makes some file systems write at once.
+fn wipe(order: BorrowedFd<'_>) -> io::Result<()> {
+    const KEPT_BYTES: usize = 64 << 10;
+    let length = usize::try_from(rustix::fs::fstat(order)?.st_size).unwrap_or(usize::MAX);
+    match length <= KEPT_BYTES {
+        true => overwrite(order, &vec![END; length]),
+        false => Ok(rustix::fs::ftruncate(order, 0)?),
+    }
+}
+
+fn open_pid(slot: &Path, more: OFlags) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | more;
+    rustix::fs::open(slot.join(PID), flags, Mode::RUSR | Mode::WUSR)
+}
+
+fn overwrite(file: impl AsFd, bytes: &[u8]) -> io::Result<()> {
+    match rustix::io::pwrite(file, bytes, 0)? == bytes.len() {
+        true => Ok(()),
+        false => Err(io::ErrorKind::WriteZero.into()),
+    }
 }
 
 /// Whether somebody holds this file locked.
