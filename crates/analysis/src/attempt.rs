@@ -40,6 +40,8 @@ pub(crate) struct Attempt {
     workspace: Option<Workspace>,
     quota: Option<ProjectQuota>,
     group: Result<Group, String>,
+    /// Why it could not be removed.
+    group_stays: Option<String>,
     /// Where its groups are made.
     groups_in: Host,
     /// The sandbox's init on its way out, when all else is dead.
@@ -126,6 +128,7 @@ impl Attempt {
             workspace: None,
             quota: None,
             group: Err(String::from("no cgroup was made")),
+            group_stays: None,
             groups_in: cgroup::discover(),
             leaving: None,
             init_stays: false,

@@ -813,6 +813,33 @@ mod tests {
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 1);
     }
 
+    /// Whether it fits into the place of the one before or not.
+    #[test]
+    fn the_record_that_was_written_last_is_the_one_that_is_read() {
+        let (_dir, home) = home();
+        let dir = RunDir::claim(&home, &id(), 1).unwrap();
+        for groups in [0, 30, 1, 500, 2, 0] {
+            let written = RunRecord {
+                cgroups: vec![PathBuf::from("/sys/fs/cgroup/pids/x"); groups],
+                ..record()
+            };
+            dir.write(&written).unwrap();
+            assert_eq!(dir.read().unwrap(), Some(written.clone()), "{groups}");
+            let text = std::fs::read(dir.path.join(RECORD)).unwrap();
+            serde_json::from_slice::<RunRecord>(&text).unwrap();
+            if groups == 1 {
+                dir.write_durably(&written).unwrap();
+                assert_eq!(dir.read().unwrap(), Some(written));
+            }
+        }
+        let left = std::fs::read_dir(&dir.path).unwrap().count();
+        assert_eq!(left, 1, "no draft stays");
+        drop(dir);
+        let path = home.runs().join(ID).join("1");
+        let again = RunDir::try_lock(&path).unwrap().unwrap();
+        assert_eq!(again.read().unwrap(), Some(record()));
+    }
+
     #[test]
     fn a_record_of_other_things_is_refused() {
         let (_dir, home) = home();

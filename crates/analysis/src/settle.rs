@@ -210,8 +210,11 @@ pub fn settle(
         ended.dir.make_durable()?;
     }
     reached(Step::ManifestWritten)?;
+    // Held until the transaction is through: no sweep takes an object for forgotten in between. It goes when the record is
+    // told, since then all that was kept leaves memory, and nobody need wait for that.
+    let mut hold = None;
     let done = match moves {
-        true => take_and_commit(ended, ledger, &record, &mut manifest, texts),
+        true => take_and_commit(ended, ledger, &record, &mut manifest, texts, &mut hold),
         false => {
             let logs = logs::keep(ended, &record, texts, None)?;
             reached(Step::ObjectsDurable)?;
@@ -225,6 +228,7 @@ pub fn settle(
     let record = done?;
     // Only to be killed here: nothing that fails now could undo it.
     let _committed = reached(Step::Committed);
+    drop(hold);
     Ok(record)
 }
 
@@ -241,14 +245,14 @@ fn take_and_commit(
     record: &Record,
     manifest: &mut Manifest,
     texts: Vec<logs::Text>,
+    hold: &mut Option<Hold>,
 ) -> Result<Record, SettleError> {
     let transfer = (ended.transfer)(&conclude(record, manifest));
     let artifacts = ledger.artifacts()?;
-    // Held until the transaction is through: no sweep takes an object for forgotten in between.
-    let hold = artifacts.hold()?;
-    artifacts.note_user(&hold, &user(ended))?;
-    take_all(ended, manifest, (&artifacts, &hold), transfer)?;
-    let logs = logs::keep(ended, record, texts, Some((&artifacts, &hold)))?;
+    let hold = hold.insert(artifacts.hold()?);
+    artifacts.note_user(hold, &user(ended))?;
+    take_all(ended, manifest, (&artifacts, hold), transfer)?;
+    let logs = logs::keep(ended, record, texts, Some((&artifacts, hold)))?;
     artifacts.make_durable()?;
     reached(Step::ObjectsDurable)?;
     conclude_and_commit(ended, ledger, record, manifest, Some(&artifacts), &logs)

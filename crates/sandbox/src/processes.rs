@@ -679,6 +679,28 @@ mod tests {
         assert!(read_memory(own).is_some_and(|(private, _)| private > 0));
     }
 
+    /// Or the watch would walk through the whole tree at every look, because it cannot tell.
+    #[test]
+    fn what_a_dead_child_has_written_is_known() {
+        const TMPFS_MAGIC: u64 = 0x0102_1994;
+        let dir = tempfile::tempdir_in(".").unwrap();
+        let kind = rustix::fs::statfs(dir.path()).unwrap().f_type as u64;
+        if kind == TMPFS_MAGIC {
+            eprintln!("UNAVAILABLE: nothing is written to a disk here");
+            return;
+        }
+        let before = written(Realm::Descendants);
+        let status = std::process::Command::new("dd")
+            .args(["if=/dev/zero", "of=f", "bs=64k", "count=16"])
+            .current_dir(dir.path())
+            .stderr(std::process::Stdio::null())
+            .status()
+            .unwrap();
+        assert!(status.success());
+        let after = written(Realm::Descendants);
+        assert!(after.gross >= before.gross + (1 << 20), "{after:?}");
+    }
+
     #[test]
     fn a_child_is_found_held_and_told_from_a_stranger() {
         let mut child = std::process::Command::new("/bin/sh")

@@ -381,11 +381,13 @@ impl Attempt {
         Some(format!("free project {project} of its limits: {e}"))
     }
 
-    /// Says why, if the group could not be removed.
+    /// Says why, if the group could not be removed, now or before.
     fn finish_group(&mut self) -> Option<String> {
         let group = std::mem::replace(&mut self.group, Err(String::new()));
         let failed = group.ok().and_then(|g| g.remove().err());
-        failed.map(|e| error_chain(&e))
+        failed
+            .map(|e| error_chain(&e))
+            .or_else(|| self.group_stays.take())
     }
 
     fn finish_lease(&mut self) {
@@ -401,7 +403,12 @@ impl Attempt {
     /// It may end while outputs are collected and committed, and takes the sandbox's mounts with it. The workspace and the
     /// uid are given up after that only.
     fn see_init_off(&mut self) {
-        self.init_stays |= self.leaving.take().is_some_and(|init| !init.wait());
+        let Some(init) = self.leaving.take() else {
+            return;
+        };
+        // It is in none of the run's groups, and those who were are dead: their removal need not wait for it.
+        self.group_stays = self.finish_group();
+        self.init_stays |= !init.wait();
     }
 
     /// Removes what was made, in an order that leaves the record until the end. Says what it could not.

@@ -213,3 +213,67 @@ pub fn signal(path: &Path) -> bool {
     is_held(&path.join(ORDER))
         && rustix::process::pidfd_send_signal(process.as_fd(), Signal::TERM).is_ok()
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn order(slot: &Path, request: String) -> Order {
+        Order {
+            version: ORDER_VERSION,
+            id: AnalysisId::new("mine").unwrap(),
+            attempt: 1,
+            key: "k".into(),
+            request,
+            submitter: "ada".into(),
+            lease_ms: 1,
+            memory_bytes: 1,
+            cpu_milli: 1,
+            cpu_milli_max: 1,
+            slot: slot.to_path_buf(),
+            worker: slot.join("lock"),
+        }
+    }
+
+    /// Of one that is done nothing is left to be read, and the next is read whole, whatever its length.
+    #[test]
+    fn an_order_is_written_over_the_one_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("slot");
+        let mut slot = Slot::lock(&path).unwrap().unwrap();
+        assert!(slot.order().unwrap().is_none());
+        for length in [10, 5000, 3, 200_000, 7] {
+            let written = order(&path, "secret\n".repeat(length));
+            slot.write(&written).unwrap();
+            assert!(slot.order().unwrap().is_some_and(|read| read == written));
+            assert!(peek(&path).is_some_and(|read| read == written));
+            if length != 5000 {
+                done(&slot.order_for_runner().unwrap()).unwrap();
+                assert!(slot.order().unwrap().is_none() && peek(&path).is_none());
+                let left = std::fs::read_to_string(path.join(ORDER)).unwrap();
+                assert!(!left.contains("secret"));
+            }
+        }
+    }
+
+    /// A number that stood there before is nobody's.
+    #[test]
+    fn nobody_is_signalled_by_a_number_that_is_no_longer_the_runners() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("slot");
+        let mut slot = Slot::lock(&path).unwrap().unwrap();
+        let mut sleeper = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
+        let pid = format!("{:<width$}", sleeper.id(), width = NOBODY.len());
+        overwrite(open_pid(&path, OFlags::CREATE).unwrap(), pid.as_bytes()).unwrap();
+        slot.clear().unwrap();
+        assert!(!signal(&path), "the slot is locked, and has no runner");
+        assert!(sleeper.try_wait().unwrap().is_none());
+        overwrite(open_pid(&path, OFlags::CREATE).unwrap(), pid.as_bytes()).unwrap();
+        assert!(signal(&path), "the control");
+        sleeper.wait().unwrap();
+    }
+}

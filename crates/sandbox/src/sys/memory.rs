@@ -37,12 +37,10 @@ pub fn let_go_of_code() {
 
 /// Bytes that the children which this process waited for, and theirs, have dirtied, by the kernel's count.
 pub fn written_by_reaped() -> u64 {
-    // SAFETY: zeroes are a valid value of this struct of numbers, which is this call's alone to fill.
-    let usage = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
-        usage
-    };
+    // SAFETY: zeroes are a valid value of this struct of numbers.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the struct is ours, and of the kind that is written.
+    unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage) };
     // In units of 512 bytes, whatever the disk's are.
     (usage.ru_oublock as u64).saturating_mul(512)
 }
