@@ -119,6 +119,8 @@ class Bench:
         os.makedirs(self.path("project"))
         os.chdir(self.path("project"))
         self.postgres: str | None = None
+        # The program itself: Debian's own is a script around it.
+        self.psql: str | None = None
 
     def path(self, *names: str) -> str:
         return os.path.join(self.dir, *names)
@@ -177,7 +179,7 @@ class Bench:
         options = f"-k {where} -c listen_addresses=''"
         # pg_ctl would hand our pipes on to the server, and wait for them: hence a log file and no capture by it.
         call(f"{programs}/pg_ctl", "-D", data, "-w", "-s", "-l", os.path.join(where, "log"), "-o", options, "start")
-        self.postgres = where
+        self.postgres, self.psql = where, f"{programs}/psql"
 
     def database(self, name: str) -> str:
         """A new PostgreSQL database's URL, its schema in place."""

@@ -42,6 +42,7 @@ class Tool:
 BUBBLEWRAP = "bubblewrap"
 NONE, SQLITE, POSTGRES = "fumehood, no database", "fumehood, SQLite", "fumehood, PostgreSQL"
 ISOLATE_WHOLE = "isolate, init + run + cleanup"
+BY_HAND = "bubblewrap, then psql"
 NAMES = itertools.count()
 
 
@@ -133,6 +134,10 @@ def peers(bench: Bench) -> list[Tool]:
         Tool(ISOLATE_WHOLE,
              lambda program: [["isolate", "--init"], [*isolate, *program], ["isolate", "--cleanup"]], bench.env, memory=False),
     ]
+    if bench.postgres:
+        # What a record by hand costs at the least.
+        connect = [bench.psql, "-h", bench.postgres, "-U", "postgres", "-d", "postgres", "-XAtq", "-c", "SELECT"]
+        rows.append(Tool(BY_HAND, lambda program: [[*bubblewrap(), *program], connect], bench.env, memory=False))
     there = []
     for tool in rows:
         words = tool.commands(TRUE)[0]
@@ -149,7 +154,7 @@ def peers(bench: Bench) -> list[Tool]:
         except launch.Failed as error:
             bench.leave_out(tool.name, f"it does not run here: {error}")
             continue
-        flag = [] if tool.name in ("posix_spawn", "nsjail") else ["--version"]
+        flag = [] if tool.name in ("posix_spawn", "nsjail", BY_HAND) else ["--version"]
         if flag:
             answer = subprocess.run([command, *flag], capture_output=True, text=True).stdout
             tool.version = answer.splitlines()[0] if answer else ""

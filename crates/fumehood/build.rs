@@ -10,7 +10,9 @@ fn main() {
         return;
     }
     // An archive that the compiler knows is told with its path, any other by its name alone.
-    let found = Command::new("cc").arg("-print-file-name=libgcc_eh.a").output();
+    let found = Command::new("cc")
+        .arg("-print-file-name=libgcc_eh.a")
+        .output();
     let path = found.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned());
     if path.is_ok_and(|path| Path::new(&path).is_absolute()) {
         println!("cargo:rustc-link-lib=static:-bundle=gcc_eh");

@@ -307,6 +307,7 @@ impl RunDir {
         let logs = crate::store::STREAMS.map(|stream| [stream.to_owned(), tail_name(stream)]);
         let papers = [RECORD, Paper::Outcome.name(), Paper::Manifest.name()];
         let papers = papers.map(str::to_owned);
+        self.give_back_reserve();
         for name in papers.iter().chain(logs.as_flattened()) {
             self.sync(name)
                 .map_err(|source| self.unwritten(name, source))?;
@@ -360,7 +361,10 @@ impl RunDir {
                 .map_err(io::IntoInnerError::into_error)?;
             if reserved {
                 let length = file.stream_position()?;
-                file.set_len(length)?;
+                // What a longer one left. The room beyond goes with the file, or when it is to stay.
+                if file.metadata()?.len() > length {
+                    file.set_len(length)?;
+                }
             }
             if durable == Durable::Yes {
                 file.sync_data()?;
@@ -410,6 +414,15 @@ impl RunDir {
         if let Ok(file) = self.open_to_write(&draft, OFlags::empty()) {
             let flags = rustix::fs::FallocateFlags::KEEP_SIZE;
             let _without = rustix::fs::fallocate(&file, flags, 0, BYTES);
+        }
+    }
+
+    /// A file that is cut where it ends gives back the room that it has beyond.
+    fn give_back_reserve(&self) {
+        let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&self.lock, Paper::Outcome.name(), flags, Mode::empty());
+        if let Ok(file) = file.map(std::fs::File::from) {
+            let _kept = file.metadata().and_then(|meta| file.set_len(meta.len()));
         }
     }
 
@@ -838,6 +851,29 @@ mod tests {
         let path = home.runs().join(ID).join("1");
         let again = RunDir::try_lock(&path).unwrap().unwrap();
         assert_eq!(again.read().unwrap(), Some(record()));
+    }
+
+    /// Where the file system reserves at all.
+    #[test]
+    fn an_outcome_that_is_to_stay_keeps_no_more_room_than_it_needs() {
+        use std::os::unix::fs::MetadataExt;
+        let (_dir, home) = home();
+        let dir = RunDir::claim(&home, &id(), 1).unwrap();
+        dir.reserve_for_outcome();
+        dir.put(Paper::Outcome, &"it ended", Durable::No).unwrap();
+        let path = dir.path.join(Paper::Outcome.name());
+        assert_eq!(
+            dir.get(Paper::Outcome).unwrap(),
+            Some("it ended".to_owned())
+        );
+        let reserved = path.metadata().unwrap().blocks() * 512;
+        dir.make_durable().unwrap();
+        let kept = path.metadata().unwrap().blocks() * 512;
+        assert!(kept <= 64 << 10, "{reserved} bytes before, {kept} now");
+        assert_eq!(
+            dir.get(Paper::Outcome).unwrap(),
+            Some("it ended".to_owned())
+        );
     }
 
     #[test]
