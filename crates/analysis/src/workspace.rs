@@ -153,11 +153,7 @@ impl Workspace {
         let owner = owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid)));
         // umask may have taken more than it should.
         rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
-        for name in [
-            hidden.to_path_buf(),
-            hidden.join("tmp"),
-            hidden.join("tmp/home"),
-        ] {
+        for name in [hidden.to_path_buf(), hidden.join("home")] {
             rustix::fs::mkdirat(dir, &name, Mode::from_raw_mode(0o700))?;
             if let Some((uid, gid)) = owner {
                 rustix::fs::chownat(

@@ -28,7 +28,7 @@ pub(crate) use system::{DEVICES, ETC};
 /// Who the program is inside, always: the host's names and numbers are nobody's business there.
 pub const INSIDE_UID: u32 = 1000;
 pub const INSIDE_GID: u32 = 1000;
-/// Private to the run, below the workspace on the host, empty when seen from inside.
+/// The program's /tmp: private to the run, below the workspace on the host, and empty when seen there from inside.
 pub const HIDDEN: &str = ".fumehood";
 /// The program's home: in its private /tmp, so counted as disk and never collected.
 pub const INSIDE_HOME: &str = "/tmp/home";
@@ -144,11 +144,11 @@ pub fn build(
     report.step("open the read-only views");
     let views = views::open(spec, owner_maps)?;
     report.step("open the workspace");
-    let tmp = Path::new(HIDDEN).join("tmp");
+    let tmp = Path::new(HIDDEN);
     let (workspace_mounts, workspace_dir) = match spec.workspace_kind {
         WorkspaceKind::Disk => {
             let dir = workspace.ok_or_else(|| StepError::new("no workspace descriptor"))?;
-            let mounts = [&tmp, Path::new("")].map(|below| on_disk(spec, dir.as_fd(), below));
+            let mounts = [tmp, Path::new("")].map(|below| on_disk(spec, dir.as_fd(), below));
             let [tmp, whole] = mounts;
             (WorkspaceMounts::Open([tmp?, whole?]), dir)
         }
@@ -177,7 +177,7 @@ pub fn build(
     }
     let [tmp, whole] = match workspace_mounts {
         WorkspaceMounts::Open(mounts) => mounts,
-        WorkspaceMounts::InMemory(mount) => skeleton.stage(mount.as_fd(), &tmp)?,
+        WorkspaceMounts::InMemory(mount) => skeleton.stage(mount.as_fd(), tmp)?,
     };
     // The workspace may stand below its own /tmp.
     skeleton.place(tmp.as_fd(), Path::new("/tmp"), true)?;

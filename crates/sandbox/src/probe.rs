@@ -89,11 +89,7 @@ struct Nobody(Identity);
 impl Attendant for Nobody {
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()> {
         let hidden = Path::new(HIDDEN);
-        for dir in [
-            hidden.to_path_buf(),
-            hidden.join("tmp"),
-            hidden.join("tmp/home"),
-        ] {
+        for dir in [hidden.to_path_buf(), hidden.join("home")] {
             rustix::fs::mkdirat(workspace, &dir, Mode::from_raw_mode(0o700))?;
             if let Identity::Leased { uid, gid } = self.0 {
                 let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));

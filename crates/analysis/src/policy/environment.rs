@@ -19,7 +19,7 @@ pub(super) fn environment(
     // Without a /tmp of its own, what would be in it is where it is kept.
     let tmp = match level {
         Level::Full => PathBuf::from("/tmp"),
-        Level::Landlock => workspace.join(sandbox::HIDDEN).join("tmp"),
+        Level::Landlock => workspace.join(sandbox::HIDDEN),
     };
     let home = tmp.join("home");
     let (tmp, home) = (tmp.to_string_lossy(), home.to_string_lossy());

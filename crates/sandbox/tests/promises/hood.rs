@@ -89,7 +89,7 @@ pub fn at_landlock() -> bool {
 pub fn home(workspace: &Path) -> PathBuf {
     match level() {
         Level::Full => PathBuf::from(sandbox::INSIDE_HOME),
-        Level::Landlock => workspace.join(sandbox::HIDDEN).join("tmp/home"),
+        Level::Landlock => workspace.join(sandbox::HIDDEN).join("home"),
     }
 }
 
@@ -397,7 +397,7 @@ impl Listener {
 impl Attendant for Listener {
     fn fill(&mut self, _workspace: BorrowedFd<'_>) -> io::Result<()> {
         let open = rustix::fs::Mode::from_raw_mode(0o755);
-        for dir in [".fumehood", ".fumehood/tmp", ".fumehood/tmp/home"] {
+        for dir in [".fumehood", ".fumehood/home"] {
             rustix::fs::mkdirat(_workspace, dir, open)?;
             let owner = rustix::fs::fstat(_workspace)?;
             let (uid, gid) = (

@@ -160,7 +160,10 @@ const REACH_ANOTHER: &[(&str, &str)] = &[
         "its_workspace_listed",
         "assert_(DIR[5:] in os.listdir('/tmp'))",
     ),
-    ("its_hidden_directory", "os.listdir(DIR + '/.fumehood/tmp')"),
+    (
+        "its_hidden_directory",
+        "os.listdir(DIR + '/.fumehood/home')",
+    ),
 ];
 
 const FIRST_ANALYSIS: &str = r#"
