@@ -163,6 +163,13 @@ pub fn boot_id() -> String {
     READ.get_or_init(|| read().trim().to_owned()).clone()
 }
 
+/// When this machine was started, in Unix seconds.
+pub fn boot_seconds() -> Option<i64> {
+    let text = std::fs::read_to_string("/proc/stat").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("btime "))?;
+    line.trim().parse().ok()
+}
+
 pub fn unix_seconds() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map(|d| d.as_secs()).unwrap_or(0)

@@ -120,6 +120,7 @@ fn look_at(
         Ok(Some(record)) => record,
         // Claimed, and its runner died before it made anything.
         Ok(None) => return drop(dir.remove()),
+        Err(_) if dir.was_cut_off() => return remove_cut_off(dir, Path::new(ROOT), reaped),
         Err(e) => return reaped.problems.push(error_chain(&e)),
     };
     // Another machine's (a home on a shared disk): its processes cannot be seen from here. On a local disk it is this
@@ -164,6 +165,28 @@ fn look_at(
         )),
         _ => remove_all(dir, record, reaped),
     }
+}
+
+/// Where a workspace stands, unless somebody wanted it elsewhere.
+const ROOT: &str = "/tmp";
+
+/// The machine stopped before it was known what the run had made. Its attempt, if the database has it, is given up by `gc`.
+fn remove_cut_off(dir: RunDir, root: &Path, reaped: &mut Reaped) {
+    let id = dir.path().parent().and_then(Path::file_name);
+    let id = id.and_then(|id| AnalysisId::new(id.to_str()?).ok());
+    let left = id
+        .as_ref()
+        .and_then(|id| workspace::without_record(root, id));
+    if let Some((path, is)) = left {
+        match workspace::remove_left_behind(&path, is, Patience::AMoment) {
+            Ok(()) => reaped.removed.push(path),
+            Err(e) => return reaped.problems.push(error_chain(&e)),
+        }
+    }
+    let removed = dir.remove();
+    reaped
+        .problems
+        .extend(removed.err().map(|e| error_chain(&e)));
 }
 
 /// The workspace is one that `workspace create` made: it is not ours to remove. What ran in it awaits `post-process`; if
@@ -417,5 +440,56 @@ mod tests {
         drop(run);
         assert_eq!(reap(&home, None).problems, [""; 0]);
         assert!(!own.exists() && !path.exists(), "the control");
+    }
+
+    /// As a power cut leaves it: the name of the record is there, and nothing in it.
+    #[test]
+    fn a_run_that_was_cut_off_is_cleared_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("home");
+        let env = |name: &str| (name == "FUMEHOOD_HOME").then(|| at.clone());
+        let home = Home::find(&env).unwrap().open().unwrap();
+        let (id, root) = (AnalysisId::new("cut").unwrap(), dir.path());
+        let workspace = root.join("scidex-analysis-cut");
+        let close = |path: &Path| {
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+            std::fs::set_permissions(path, mode).unwrap();
+        };
+        let run = RunDir::claim(&home, &id, 1).unwrap();
+        let path = run.path().to_path_buf();
+        drop(run);
+        let cut_off = |content: &[u8]| {
+            std::fs::write(path.join("run.json"), content).unwrap();
+            let record = std::fs::File::open(path.join("run.json")).unwrap();
+            record.set_modified(std::time::UNIX_EPOCH).unwrap();
+            RunDir::try_lock(&path).unwrap().unwrap()
+        };
+        // Of this start of the machine, or with something in it: to be looked at by somebody.
+        std::fs::write(path.join("run.json"), "").unwrap();
+        assert_eq!(reap(&home, None).problems.len(), 1);
+        assert!(!cut_off(b"{").was_cut_off() && !cut_off(b"{}").was_cut_off());
+        assert_eq!(reap(&home, None).problems.len(), 1);
+
+        // A directory of that name that is none of ours stays.
+        std::fs::create_dir(&workspace).unwrap();
+        close(&workspace);
+        let mut reaped = Reaped::default();
+        remove_cut_off(cut_off(b"\0\0\0"), root, &mut reaped);
+        assert!(workspace.exists() && !path.exists(), "{reaped:?}");
+
+        let hidden = workspace.join(sandbox::HIDDEN);
+        std::fs::create_dir(&hidden).unwrap();
+        close(&hidden);
+        if rustix::process::geteuid().is_root() {
+            let leased = Some(crate::lease::RANGE.start);
+            assert_eq!(workspace::without_record(root, &id), None, "root's own");
+            std::os::unix::fs::chown(&workspace, leased, leased).unwrap();
+            assert_eq!(workspace::without_record(root, &id), None);
+            std::os::unix::fs::chown(&hidden, leased, leased).unwrap();
+        }
+        std::fs::create_dir_all(&path).unwrap();
+        remove_cut_off(cut_off(b""), root, &mut reaped);
+        assert_eq!(reaped.removed, std::slice::from_ref(&workspace));
+        assert!(!workspace.exists() && !path.exists() && reaped.problems.is_empty());
     }
 }

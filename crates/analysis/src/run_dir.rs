@@ -15,9 +15,11 @@
 //! | `manifest.json` | what is taken of what it left | before the first file moves; where none does, if the commit fails |
 //! | `objects/` | outputs that the artifact store would not take | when it would not |
 //!
-//! Each is written so that killing us leaves it whole or not there. A power cut may tear it or take it away until
+//! Each is written so that killing us leaves it whole or not there. A power cut may tear it, take it away or leave it empty until
 //! [`RunDir::make_durable`]: that is called before the first file moves, and before anybody is told that the attempt
 //! awaits its commit. Where nothing moves, the commit itself comes first, and is durable.
+
+mod others;
 
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,9 +29,12 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::home::{Home, HomeError, make_private};
+use crate::home::{self, Home, HomeError, make_private};
 use crate::request::{AnalysisId, Collection};
 use crate::workspace::Identity;
+
+pub use others::{holds, stands};
+use others::{in_the_way, refuse_beside, siblings};
 
 /// What the reaper must know of an attempt. Versioned, written before the thing it names is made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -244,8 +249,12 @@ impl RunDir {
         &self.path
     }
 
-    /// Replaces the record in one step: a reader finds the old one or the new one.
+    /// Replaces the record in one step: who has the lock finds the old one or the new one. What says that a workspace is the
+    /// user's, now or later, also outlives a power cut; of a run that is under way it may be lost with the run.
     pub fn write(&self, record: &RunRecord) -> Result<(), HomeError> {
+        if record.state != RunState::Live || record.prepared {
+            return self.write_durably(record);
+        }
         match self.write_over(record) {
             Ok(true) => Ok(()),
             Ok(false) => {
@@ -258,7 +267,8 @@ impl RunDir {
     }
 
     /// Over the record that we wrote before, if there is one and both fit in a page: the kernel takes over a page at once, and
-    /// nobody is killed meanwhile. A new file costs more than all else that is done to write it.
+    /// nobody is killed meanwhile. A new file, and on ext4 a name that takes the place of another, costs more than all else
+    /// that is done to write it.
     fn write_over(&self, record: &RunRecord) -> io::Result<bool> {
         const PAGE_BYTES: usize = 4096;
         let held = self.record.borrow();
@@ -280,6 +290,15 @@ impl RunDir {
             true => Ok(true),
             false => Err(io::ErrorKind::WriteZero.into()),
         }
+    }
+
+    /// Whether the machine stopped before the record of a run came to the disk: there is nothing in it, and it is older than
+    /// this start of the machine. Nothing else in the directory is durable then.
+    pub fn was_cut_off(&self) -> bool {
+        let stat = rustix::fs::statat(&self.lock, RECORD, rustix::fs::AtFlags::SYMLINK_NOFOLLOW);
+        let older = stat.is_ok_and(|s| home::boot_seconds().is_some_and(|boot| s.st_mtime < boot));
+        let bytes = || self.bytes(RECORD, RECORD_BYTES_MAX).ok().flatten();
+        older && bytes().is_some_and(|bytes| bytes.iter().all(|byte| *byte == 0))
     }
 
     pub fn read(&self) -> Result<Option<RunRecord>, HomeError> {
@@ -369,31 +388,13 @@ impl RunDir {
             if durable == Durable::Yes {
                 file.sync_data()?;
             }
-            match durable {
-                Durable::Yes => {
-                    rustix::fs::renameat(&self.lock, &draft, &self.lock, name)?;
-                    self.make_findable()?;
-                }
-                Durable::No => self.put_in_place(&draft, name)?,
+            rustix::fs::renameat(&self.lock, &draft, &self.lock, name)?;
+            if durable == Durable::Yes {
+                self.make_findable()?;
             }
             Ok(file)
         };
         write().map_err(|source| self.unwritten(name, source))
-    }
-
-    /// In one step, and without the write to the disk that ext4 makes of a name that takes the place of another: that
-    /// costs more than all the rest, and [`RunDir::send_off`] comes soon enough.
-    fn put_in_place(&self, draft: &str, name: &str) -> rustix::io::Result<()> {
-        use rustix::io::Errno;
-        let (dir, exchange) = (&self.lock, rustix::fs::RenameFlags::EXCHANGE);
-        match rustix::fs::renameat_with(dir, draft, dir, name, exchange) {
-            Ok(()) => rustix::fs::unlinkat(dir, draft, rustix::fs::AtFlags::empty()),
-            // Nothing to exchange it with, or a file system that cannot.
-            Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                rustix::fs::renameat(dir, draft, dir, name)
-            }
-            Err(e) => Err(e),
-        }
     }
 
     /// Has the kernel begin to write the record to the disk. A power cut during a long run then leaves it whole; most
@@ -646,70 +647,6 @@ pub fn fresh_key() -> String {
         noise[8..12].copy_from_slice(&std::process::id().to_ne_bytes());
     }
     format!("{:032x}", u128::from_ne_bytes(noise))
-}
-
-/// Every attempt of an id that has a directory, wherever it stands.
-/// Whether something of this attempt is here, running or not yet finished.
-pub fn stands(home: &Home, id: &AnalysisId, attempt: u32) -> bool {
-    let name = Path::new(id.as_str()).join(attempt.to_string());
-    [home.runs(), home.pending()]
-        .iter()
-        .any(|base| base.join(&name).exists())
-}
-
-/// Whether what stands here of this attempt is of this very one, and can be finished.
-pub fn holds(home: &Home, id: &AnalysisId, attempt: u32, key: &str) -> bool {
-    let name = Path::new(id.as_str()).join(attempt.to_string());
-    let record = |base: PathBuf| -> Option<RunRecord> {
-        let text = std::fs::read(base.join(&name).join(RECORD)).ok()?;
-        serde_json::from_slice(&text).ok()
-    };
-    let of_it = |record: RunRecord| record.task.is_some_and(|task| task.key == key);
-    let bases = [home.runs(), home.pending()];
-    bases.into_iter().filter_map(record).any(of_it)
-}
-
-fn siblings(home: &Home, id: &AnalysisId) -> impl Iterator<Item = PathBuf> {
-    let list = |base: PathBuf| std::fs::read_dir(base.join(id.as_str()));
-    let entries = [list(home.runs()), list(home.pending())];
-    entries
-        .into_iter()
-        .flatten()
-        .flatten()
-        .flatten()
-        .map(|e| e.path())
-}
-
-/// Another attempt of the same id has the same workspace.
-fn refuse_beside(other: &Path, id: &AnalysisId) -> Result<(), HomeError> {
-    match RunDir::try_lock(other) {
-        Ok(Some(dir)) => dir.read()?.map_or(Ok(()), |record| Err(in_the_way(record))),
-        Ok(None) => match other.join(RECORD).exists() {
-            true => Err(HomeError::Running { id: id.clone() }),
-            false => Ok(()),
-        },
-        Err(HomeError::Lock { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(e),
-    }
-}
-
-/// Why an id cannot be begun while this attempt of it, whose runner is gone, has a directory.
-fn in_the_way(record: RunRecord) -> HomeError {
-    let RunRecord {
-        id,
-        workspace,
-        state,
-        task,
-        ..
-    } = record;
-    match state {
-        RunState::Kept { .. } | RunState::Recorded => HomeError::Kept { id, workspace },
-        RunState::Open { .. } => HomeError::Open { id },
-        RunState::Ran => HomeError::RanAlready { id },
-        RunState::Live if task.is_some() => HomeError::Pending { id },
-        // It could not be reaped just now.
-        RunState::Live | RunState::Quarantined => HomeError::Running { id },
-    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, Gid, Mode, OFlags, StatxFlags, Uid};
+use rustix::fs::{FileType, FlockOperation, Gid, Mode, OFlags, StatxFlags, Uid};
 use serde::{Deserialize, Serialize};
 
 use crate::request::AnalysisId;
@@ -366,6 +366,26 @@ impl Patience {
         }
         attempt()
     }
+}
+
+/// The workspace of an id whose record was lost, if one stands in that root and is a run's beyond doubt: what every workspace
+/// has hidden in it is there, and both belong to a uid that only runs have or, for a plain user, to the user alone.
+pub fn without_record(root: &Path, id: &AnalysisId) -> Option<(PathBuf, Identity)> {
+    let path = root.join(format!("scidex-analysis-{id}"));
+    let own = rustix::process::geteuid();
+    let is_a_runs = |path: &Path| {
+        rustix::fs::lstat(path).is_ok_and(|stat| {
+            let owner = match own.is_root() {
+                true => crate::lease::RANGE.contains(&stat.st_uid),
+                false => stat.st_uid == own.as_raw(),
+            };
+            owner
+                && FileType::from_raw_mode(stat.st_mode) == FileType::Directory
+                && stat.st_mode & 0o777 == 0o700
+        })
+    };
+    let is = Identity::of(&path)?;
+    (is_a_runs(&path) && is_a_runs(&path.join(sandbox::HIDDEN))).then_some((path, is))
 }
 
 /// The root and, if it can be opened, the directory itself, locked: if it is still the one meant. What is gone, or

@@ -85,8 +85,21 @@ fn parse() -> Result<Cli, clap::Error> {
     };
     match command {
         Some(command) => Ok(Cli { command }),
-        None => Cli::try_parse(),
+        None => Cli::try_parse().map_err(without_hidden),
     }
+}
+
+/// Nobody is told to try a command that is not for people.
+fn without_hidden(mut error: clap::Error) -> clap::Error {
+    use clap::error::{ContextKind, ContextValue};
+    let kind = ContextKind::SuggestedSubcommand;
+    if let Some(ContextValue::Strings(mut names)) = error.remove(kind) {
+        names.retain(|name| name != RUNNER);
+        if !names.is_empty() {
+            error.insert(kind, ContextValue::Strings(names));
+        }
+    }
+    error
 }
 
 fn parse_alone<A: Args>(name: &'static str) -> Option<A> {

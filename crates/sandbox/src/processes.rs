@@ -50,7 +50,7 @@ pub struct Wanted {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Written {
     pub gross: u64,
-    /// Without what live processes wrote that never came to the disk, because it was deleted before.
+    /// By live processes alone, without what never came to the disk, because it was deleted before.
     pub net: u64,
     /// Some process would not be looked into.
     pub unreadable: bool,
@@ -387,13 +387,11 @@ fn field(text: &str, name: &str) -> u64 {
 
 /// What all processes of the run have written. Init is among them: what it reaped is credited to it.
 pub fn written(realm: Realm) -> Written {
-    // What we reaped; of its own, init writes nothing to speak of. Our own file in /proc would tell the same and what was
-    // deleted again, but it is root's, as that of any process without a core dump, and closed to us.
-    let reaped = sys::written_by_reaped();
+    // What we reaped; of its own, init writes nothing to speak of. Our own file in /proc would tell the same, and also what
+    // of it was deleted again, but it is root's, as that of any process without a core dump, and closed to us.
     let mut all = Written {
-        gross: reaped,
-        net: reaped,
-        unreadable: false,
+        gross: sys::written_by_reaped(),
+        ..Written::default()
     };
     let own = std::process::id();
     for pid in pids(realm).into_iter().filter(|pid| *pid != own) {

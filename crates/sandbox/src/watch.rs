@@ -3,10 +3,11 @@
 //! The watch is a thread of init's: of the process that nothing inside can signal, and apart from the loop
 //! that keeps the deadlines, so that no amount of things to look at delays those.
 //!
-//! The disk watch must not be outrun. It rests on two readings. *Written* is what the kernel says the live
-//! processes (and those they reaped) have dirtied; as long as it is below the limit, so is the disk. Past
-//! that, and at least once a second in any case, the tree is *measured*: every file below the workspace, and
-//! every file that was unlinked and is still open. What cannot be measured in bounded time (a directory or
+//! The disk watch must not be outrun. It rests on three readings. *Written* is what the kernel says the live
+//! processes (and those they reaped) have dirtied. *In use* is what the whole file system holds, which also tells of
+//! what nobody who lives has written. Once either has grown enough to matter, and at least once a second in any case, the
+//! tree is *measured*: every file below the workspace, and every file that was unlinked and is still open. As long as the files
+//! with names are soon walked through, that is done at every look: names cost no byte. What cannot be measured in bounded time (a directory or
 //! process we may not read, a depth or a number of descriptors nobody needs, a deleted file that is only
 //! mapped, a descriptor in flight on a socket) makes the run answer for all it has written, and for
 //! all that the file system has grown by. Time is bounded by what is written in it: a look that takes long, at
@@ -35,6 +36,8 @@ pub const TICK: Duration = Duration::from_millis(100);
 const MEASURE_AT_LEAST: Duration = Duration::from_secs(1);
 /// Measuring takes at most one part in so many of the watch's time; half of it, when a limit may have been passed.
 const MEASURE_SHARE: u32 = 5;
+/// A tree that takes no more than this part of it is measured at every look: two milliseconds.
+const SOON_SHARE: u32 = 50;
 /// What our own directories in the workspace take: not the program's.
 const OWN_BYTES: u64 = 64 << 10;
 /// Directories held open at once while measuring; deeper ones count as unmeasured.
@@ -61,8 +64,8 @@ struct Disk {
     realm: Realm,
     /// Bytes and inodes in use on the whole file system at the start.
     at_start: (u64, u64),
-    /// Inodes in use when last measured: a cheap sign that files were made.
-    inodes_in_use: u64,
+    /// Bytes and inodes in use when last measured: a cheap sign that something was written, or files were made.
+    when_measured: (u64, u64),
     written: Written,
     /// All that had been written when a measuring last began.
     written_before: u64,
@@ -353,7 +356,7 @@ impl Disk {
             workspace_kind: spec.workspace_kind,
             realm,
             at_start: (0, 0),
-            inodes_in_use: 0,
+            when_measured: (0, 0),
             written: Written::default(),
             written_before: 0,
             glanced_at: now.at,
@@ -362,7 +365,7 @@ impl Disk {
             seen: (0, 0),
         };
         disk.at_start = disk.in_use();
-        disk.inodes_in_use = disk.at_start.1;
+        disk.when_measured = disk.at_start;
         Ok(disk)
     }
 
@@ -396,10 +399,16 @@ impl Disk {
             return None;
         }
         self.written = processes::written(self.realm);
+        let grown = |now: u64, before: u64, limit: u64| now.saturating_sub(before) > limit / 8;
         let near = self.written.net > self.bytes_max
             || self.written.unreadable
-            || inodes.saturating_sub(self.inodes_in_use) > self.files_max / 8;
+            || grown(bytes, self.when_measured.0, self.bytes_max)
+            || grown(inodes, self.when_measured.1, self.files_max);
         let due = self.whole.at.elapsed() >= MEASURE_AT_LEAST || near;
+        if !due && self.tree.is_affordable(SOON_SHARE) {
+            let tree = self.measure_tree();
+            return self.judge(&tree);
+        }
         let share = if near { 1 } else { MEASURE_SHARE };
         // What has names is soon measured, and is as a rule all there is.
         if !due || !self.tree.is_affordable(share) {
@@ -420,10 +429,9 @@ impl Disk {
         if self.workspace_kind == WorkspaceKind::Memory {
             return self.look();
         }
+        // Of what the dead have written nobody tells how much was deleted again; what there is more than at the start does.
+        self.written = Written::default();
         let tree = self.measure_tree();
-        if tree.unmeasured {
-            self.written = processes::written(self.realm);
-        }
         self.judge(&tree)
     }
 
@@ -444,7 +452,7 @@ impl Disk {
             self.judge(&measured)
         });
         self.whole = Measuring::begun(start);
-        self.inodes_in_use = self.in_use().1;
+        self.when_measured = self.in_use();
         passed
     }
 

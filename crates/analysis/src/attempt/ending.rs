@@ -277,7 +277,9 @@ impl Attempt {
         let group = self.finish_group();
         self.finish_lease();
         if let Some(mut dir) = self.dir.take() {
-            self.record.cgroups.clear();
+            if group.is_none() {
+                self.record.cgroups.clear();
+            }
             let _as_it_was = dir.write_durably(&self.record);
             // Where it stands it is found as well.
             if workspace.is_none() && group.is_none() {

@@ -39,12 +39,15 @@ pub(super) fn open(path: &Path, lock_wait: Duration) -> Result<Connection, Error
 fn patient(lock_wait: Duration) -> impl FnMut(i32) -> bool + Send + 'static {
     const STEP: Duration = Duration::from_micros(250);
     const STEPS_MAX: u32 = 20;
-    let mut since = Instant::now();
+    /// SQLite does not begin to count anew for every wait.
+    const APART: Duration = Duration::from_millis(100);
+    let (mut since, mut asked) = (Instant::now(), Instant::now());
     move |count| {
         let count = u32::try_from(count).unwrap_or(0);
-        if count == 0 {
+        if count == 0 || asked.elapsed() > APART {
             since = Instant::now();
         }
+        asked = Instant::now();
         let left = lock_wait.saturating_sub(since.elapsed());
         std::thread::sleep(left.min(STEP * (count + 1).min(STEPS_MAX)));
         !left.is_zero()

@@ -264,7 +264,8 @@ fn give_up_lost(
     done: &mut Done,
 ) -> anyhow::Result<()> {
     let (machine, boot_id) = (home::machine(), home::boot_id());
-    let Some(boot_ms) = boot_ms().filter(|_| !boot_id.is_empty() && !machine.is_empty()) else {
+    let boot_ms = home::boot_seconds().and_then(|seconds| seconds.checked_mul(1_000));
+    let Some(boot_ms) = boot_ms.filter(|_| !boot_id.is_empty() && !machine.is_empty()) else {
         return Ok(());
     };
     let here: HashSet<String> = standing::all(home)
@@ -298,14 +299,6 @@ fn give_up_lost(
         }
     }
     Ok(())
-}
-
-/// When this machine was started, in Unix milliseconds.
-fn boot_ms() -> Option<i64> {
-    let text = std::fs::read_to_string("/proc/stat").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("btime "))?;
-    let seconds: i64 = line.trim().parse().ok()?;
-    seconds.checked_mul(1_000)
 }
 
 fn remove_old(

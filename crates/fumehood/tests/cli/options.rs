@@ -9,6 +9,11 @@ use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
     ("help_names_every_option", For::Everyone, help),
+    (
+        "a_word_that_is_nearly_a_command_brings_only_commands_to_mind",
+        For::Everyone,
+        nearly,
+    ),
     ("scripts_run_by_their_ending", For::Everyone, by_ending),
     (
         "scripts_run_by_their_first_line",
@@ -156,6 +161,22 @@ fn help() {
         "120", "121", "122", "123", "124", "125", "126", "127", "128+n", "137",
     ] {
         assert!(top.good().contains(code), "{code}");
+    }
+}
+
+fn nearly() {
+    let lab = Lab::new();
+    for (typed, meant) in [("ru", "run"), ("runer", "run"), ("submt", "submit")] {
+        let mut command = lab.fumehood();
+        command.arg(typed);
+        let ended = finish(command);
+        assert_eq!(ended.code(), 125);
+        assert!(
+            ended.err().contains(&format!("'{meant}'")),
+            "{}",
+            ended.err()
+        );
+        assert!(!ended.err().contains("__"), "{}", ended.err());
     }
 }
 

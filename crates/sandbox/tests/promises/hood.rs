@@ -275,7 +275,7 @@ impl Hood {
 
     fn run_here(&mut self) -> Result<Ran, RunError> {
         let hidden = self.dir.path().join(sandbox::HIDDEN);
-        for dir in [hidden.clone(), hidden.join("tmp"), hidden.join("tmp/home")] {
+        for dir in [hidden.clone(), hidden.join("home")] {
             std::fs::create_dir(&dir).unwrap();
         }
         own_tree(self.dir.path(), self.spec.identity);

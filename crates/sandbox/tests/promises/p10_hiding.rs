@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use sandbox::outcome::Stop;
 
-use crate::hood::{Hood, unconfined};
+use crate::hood::{Hood, alone, unconfined};
 use crate::p10_limits::{DISK, MIB, WRITES, disk_limited, files_limited, stopped, unstopped};
 use crate::p11_deadline::{Fifo, new_marker, wait_for_marked};
 use crate::{Entry, For, OnlyAtFull};
@@ -20,6 +20,26 @@ pub const TRIALS: &[Entry] = &[
         "files_behind_mode_400",
         For::Everyone,
         files_behind_mode_400,
+    ),
+    (
+        "disk_that_is_taken_and_given_back_between_two_seconds",
+        For::Everyone,
+        disk_between_seconds,
+    ),
+    (
+        "names_that_are_made_and_removed_between_two_seconds",
+        For::Everyone,
+        names_between_seconds,
+    ),
+    (
+        "who_deletes_what_it_writes_may_hide_a_directory",
+        For::Everyone,
+        deleted_and_hidden,
+    ),
+    (
+        "what_was_there_for_a_while_is_told",
+        For::Everyone,
+        there_for_a_while,
     ),
     (
         "disk_of_unlinked_programs_that_run",
@@ -88,6 +108,86 @@ for name in files(TOTAL):
         ),
         256,
     );
+}
+
+/// By children whom nobody waits for, so that no counter tells of it, and at a time when the files were just measured: all of it
+/// is gone before they are measured again because a second is over.
+fn disk_between_seconds() {
+    let _alone = alone();
+    let run = |count: u64| {
+        // The kernel holds each of them to the limit.
+        let script = format!(
+            "{WRITES}
+def fill(name):
+    fd = new(name)
+    put(fd, {each})
+time.sleep(1.1)
+for n in range({count}): unwaited(lambda: fill(str(n)))
+time.sleep(0.5)
+for n in range({count}): os.unlink(str(n))
+",
+            each = DISK / MIB / 2
+        );
+        Hood::python(&script).limits(|l| l.disk_bytes = DISK).run()
+    };
+    stopped(&run(4), Stop::Disk);
+    unstopped(&run(1));
+}
+
+/// Links cost no byte and no inode.
+fn names_between_seconds() {
+    let _alone = alone();
+    let run = |count: u64| {
+        let script = format!(
+            "{WRITES}
+open('x', 'w').close()
+time.sleep(1.1)
+for n in range({count}): os.link('x', str(n))
+time.sleep(0.7)
+for n in range({count}): os.unlink(str(n))
+"
+        );
+        Hood::python(&script).limits(|l| l.files = 500).run()
+    };
+    stopped(&run(3000), Stop::Files);
+    unstopped(&run(300));
+}
+
+/// It answers for what is there, not for what was.
+fn deleted_and_hidden() {
+    let _alone = alone();
+    let script = format!(
+        "{WRITES}
+os.mkdir('closed')
+os.chmod('closed', 0)
+for _ in range(3 * {DISK} // {MIB} // PART):
+    fd = new('t')
+    put(fd, PART)
+    os.close(fd)
+    os.unlink('t')
+"
+    );
+    let hood = Hood::python(&script).limits(|l| l.disk_bytes = DISK);
+    let (ran, _) = hood.run_then(|dir| {
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        fs::set_permissions(dir.join("closed"), open).unwrap();
+    });
+    unstopped(&ran);
+}
+
+fn there_for_a_while() {
+    let script = format!(
+        "{WRITES}
+fd = new('t')
+put(fd, PART)
+os.close(fd)
+time.sleep(0.7)
+os.unlink('t')
+"
+    );
+    let ran = Hood::python(&script).run();
+    unstopped(&ran);
+    assert!(ran.outcome.usage.disk_bytes >= 16 * MIB, "{}", ran.all());
 }
 
 fn files_behind_mode_400() {
