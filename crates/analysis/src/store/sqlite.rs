@@ -1,5 +1,6 @@
 //! SQLite: a file that is opened and asked in the caller's own thread.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -62,7 +63,8 @@ pub(super) fn run(wire: &Connection, sql: &str, values: &[Value]) -> Result<(Tab
         rows: Vec::new(),
     };
     let mut changed = 0;
-    let mut statements = Batch::new(wire, sql);
+    let sql = numbered(sql);
+    let mut statements = Batch::new(wire, &sql);
     while let Some(mut statement) = statements.next()? {
         bind(&mut statement, values)?;
         if statement.column_count() > 0 && table.rows.is_empty() {
@@ -85,13 +87,24 @@ pub(super) fn run(wire: &Connection, sql: &str, values: &[Value]) -> Result<(Tab
     Ok((table, changed))
 }
 
-/// `$2` is a name to SQLite, and the order of names that of their first appearance.
+/// `$2` is a name to SQLite, which looks for it among all others each time, and `?2` the second value. No text of ours has
+/// a dollar before a digit for any other reason.
+fn numbered(sql: &str) -> Cow<'_, str> {
+    if !sql.contains('$') {
+        return Cow::Borrowed(sql);
+    }
+    let mut after_dollar = sql.chars().skip(1);
+    let number = |this: char| match (this, after_dollar.next()) {
+        ('$', Some('0'..='9')) => '?',
+        _ => this,
+    };
+    Cow::Owned(sql.chars().map(number).collect())
+}
+
 fn bind(statement: &mut Statement, values: &[Value]) -> Result<(), Error> {
     for at in 1..=statement.parameter_count() {
-        let name = statement.parameter_name(at).unwrap_or_default();
-        let number = name.strip_prefix('$').and_then(|n| n.parse::<usize>().ok());
-        let value = number.and_then(|number| values.get(number.checked_sub(1)?));
-        let value = value.ok_or_else(|| Error::InvalidParameterName(name.to_owned()))?;
+        let missing = || Error::InvalidParameterCount(values.len(), at);
+        let value = values.get(at - 1).ok_or_else(missing)?;
         match value {
             Value::Int(v) => statement.raw_bind_parameter(at, v)?,
             Value::Bool(v) => statement.raw_bind_parameter(at, v)?,
