@@ -23,6 +23,7 @@ mod others;
 
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -286,10 +287,7 @@ impl RunDir {
         }
         // What is left of a longer one would be no JSON.
         text.resize(text.len().max(before), b' ');
-        match rustix::io::pwrite(file, &text, 0)? == text.len() {
-            true => Ok(true),
-            false => Err(io::ErrorKind::WriteZero.into()),
-        }
+        file.write_all_at(&text, 0).map(|()| true)
     }
 
     /// Whether the machine stopped before the record of a run came to the disk: there is nothing in it, and it is older than
@@ -400,8 +398,7 @@ impl RunDir {
     /// Has the kernel begin to write the record to the disk. A power cut during a long run then leaves it whole; most
     /// runs are over before.
     pub fn send_off(&self) {
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        if let Ok(record) = rustix::fs::openat(&self.lock, RECORD, flags, Mode::empty()) {
+        if let Some(record) = self.record.borrow().as_ref() {
             let advice = rustix::fs::Advice::DontNeed;
             let _sooner_or_later = rustix::fs::fadvise(record, 0, None, advice);
         }
