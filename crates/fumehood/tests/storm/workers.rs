@@ -285,10 +285,10 @@ fn drained(yard: &Yard) {
     yard.until("it listens", || worker.is_ready());
     let drainer = yard.worker(place, "w", &["--drain"]);
     yard.until("it waits", || {
-        drainer
-            .said()
-            .contains("the worker w drains; waiting for it")
+        drainer.has_said("the worker w is told to drain; waiting for it")
     });
+    // Until it has heard that, it may still take something.
+    yard.until("it drains", || worker.has_said("draining: "));
     let last = yard.submit("last", &[], &waits_and_writes());
     assert!(yard.witness.running().contains(&c));
     yard.witness.let_go(&c);

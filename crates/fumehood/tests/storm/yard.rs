@@ -550,11 +550,15 @@ impl Worker {
         std::fs::read_to_string(&self.log).unwrap()
     }
 
-    /// This one, not one of the same name before it.
     pub fn is_ready(&self) -> bool {
+        self.has_said(" is ready: ")
+    }
+
+    /// This one or one after it, not one of the same name before it.
+    pub fn has_said(&self, what: &str) -> bool {
         let said = self.said();
         said.get(self.said_before..)
-            .is_some_and(|said| said.contains(" is ready: "))
+            .is_some_and(|said| said.contains(what))
     }
 
     pub fn kill(mut self) {
