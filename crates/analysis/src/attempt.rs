@@ -6,7 +6,7 @@ mod resting;
 mod running;
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use sandbox::cgroup::{self, Group, Host, OuterLimits};
 use sandbox::outcome::Outcome;
@@ -50,6 +50,8 @@ pub(crate) struct Attempt {
     init_stays: bool,
     /// The database's connection while the program runs.
     lent: Option<Store>,
+    /// Where what it leaves is to be kept: it is to be recorded, and the database does not know of it yet.
+    artifacts: Option<Artifacts>,
     /// The database has a row for it, which must come to an end.
     begun: bool,
     /// The workspace is one that the user made before, and its state then.
@@ -83,7 +85,7 @@ impl Ran {
 }
 
 impl Attempt {
-    /// Claims the id: first here, by the run directory, then in the database.
+    /// Claims the id, here only. The database learns of it while the sandbox is being built, or before much is copied.
     pub fn begin(
         request: &Request,
         around: &Surroundings,
@@ -103,8 +105,10 @@ impl Attempt {
             Place::Fresh => {
                 let number = match (&around.taken, ledger.as_deref_mut()) {
                     (Some(taken), _) => taken.attempt,
-                    (None, Some(ledger)) => next_number(ledger, request)?,
-                    (None, None) => 1,
+                    (None, Some(ledger)) if request.again != Again::New => {
+                        next_number(ledger, request)?
+                    }
+                    _ => 1,
                 };
                 let dir = RunDir::claim(&around.home, &request.id, number)?;
                 let record = fresh_record(&request.id, &plan.workspace_root, number);
@@ -133,55 +137,59 @@ impl Attempt {
             leaving: None,
             init_stays: false,
             lent: None,
+            artifacts,
             begun: false,
             prepared,
         };
-        attempt.record.task = match (ledger.as_deref_mut(), &artifacts) {
-            (Some(ledger), Some(artifacts)) => {
-                let taken = around.taken.as_ref();
-                Some(task(request, ledger, artifacts, taken)?)
-            }
-            _ => None,
-        };
+        // One that cannot have been there before is looked up nowhere.
+        if let (true, Some(ledger)) = (request.again != Again::New, ledger) {
+            let artifacts = attempt.artifacts.as_ref();
+            let task = artifacts.map(|at| task(request, ledger, at, around.taken.as_ref()));
+            attempt.record.task = task.transpose()?;
+        }
         attempt.lease = lease?;
         attempt.record.uid = attempt.lease.as_ref().map(|l| l.uid);
         let id = request.id.as_str();
         attempt.record.cgroups = cgroup::paths_to_be(&attempt.groups_in, id);
         attempt.save()?;
         reached(Step::Claimed)?;
-        if let Some(ledger) = ledger {
-            attempt.begin_in(ledger, request, around.taken.as_ref())?;
-            ledger.ends_soon();
-            attempt.lent = ledger.lend();
-        }
         Ok(attempt)
     }
 
+    /// Before anything of the program's runs: the attempt becomes a row in the database, if it is none yet.
     fn begin_in(
         &mut self,
-        ledger: &mut Ledger,
+        ledger: Option<&mut Ledger>,
         request: &Request,
         taken: Option<&Taken>,
     ) -> Result<(), PipelineError> {
-        if let Some(task) = &self.record.task {
-            match taken {
-                Some(taken) => take_up(ledger, &self.record, task, taken)?,
-                // Another number than we thought: somebody on another machine was faster with an attempt of the same id.
-                None => {
-                    let begun = begin_row(ledger, &self.record, task, request.again);
-                    self.record.attempt = begun?;
-                }
-            }
-            self.begun = true;
-            if let Some(task) = &mut self.record.task {
-                task.begun = true;
-            }
-            // Until it is written down, whoever asks the database for the key is told. So that waits for the workspace,
-            // which has to be written down as well, and before which nothing can have run.
-            if self.prepared.is_some() {
+        let (Some(ledger), Some(artifacts)) = (ledger, self.artifacts.take()) else {
+            return Ok(());
+        };
+        let task = match &self.record.task {
+            Some(task) => task.clone(),
+            None => {
+                let task = task(request, ledger, &artifacts, taken)?;
+                self.record.task = Some(task.clone());
+                // The key first: whoever finds us dead asks the database whether it knows of it.
                 self.save()?;
+                task
             }
+        };
+        match taken {
+            Some(taken) => take_up(ledger, &self.record, &task, taken)?,
+            // Another number than we thought: somebody on another machine was faster with an attempt of the same id.
+            None => self.record.attempt = begin_row(ledger, &self.record, &task, request.again)?,
         }
+        self.begun = true;
+        self.record.task = Some(Task {
+            begun: true,
+            ..task
+        });
+        self.save()?;
+        reached(Step::Begun)?;
+        ledger.ends_soon();
+        self.lent = ledger.lend();
         Ok(())
     }
 
@@ -218,13 +226,16 @@ impl Attempt {
         around: &Surroundings,
         plan: &Plan,
         limits: &Limits,
+        ledger: Option<&mut Ledger>,
     ) -> Result<Storage, PipelineError> {
-        reached(Step::Begun)?;
         match around.place {
             Place::Fresh => self.make_new_workspace()?,
             Place::Prepared => self.take_up_workspace()?,
         }
         reached(Step::WorkspaceMade)?;
+        if !are_soon_copied(&plan.inputs) {
+            self.begin_in(ledger, request, around.taken.as_ref())?;
+        }
         let on_tmpfs = self.workspace.as_ref().is_some_and(Workspace::is_on_tmpfs);
         let fresh = around.place == Place::Fresh;
         let storage = match (request.workspace_kind, on_tmpfs) {
@@ -276,7 +287,7 @@ impl Attempt {
         request: &Request,
         plan: &Plan,
     ) -> Result<(), PipelineError> {
-        let (Some(dir), Some(_)) = (&self.dir, &self.record.task) else {
+        let Some(dir) = self.dir.as_ref().filter(|_| self.is_recorded()) else {
             return Ok(());
         };
         let puts = match plan.inputs.is_empty() && self.prepared.is_none() {
@@ -289,6 +300,10 @@ impl Attempt {
         }
         dir.put(Paper::Provenance, &provenance, Durable::No)?;
         Ok(())
+    }
+
+    fn is_recorded(&self) -> bool {
+        self.artifacts.is_some() || self.record.task.is_some()
     }
 
     fn owner_uid(&self) -> u32 {
@@ -367,6 +382,17 @@ fn check_globs(request: &Request) -> Result<(), PipelineError> {
     Ok(())
 }
 
+/// Whether they are in the workspace before anybody looks for the analysis in the database.
+fn are_soon_copied(inputs: &[(PathBuf, PathBuf)]) -> bool {
+    const FILES_MAX: usize = 16;
+    const BYTES_MAX: u64 = 1 << 20;
+    let is_small = |(source, _): &(PathBuf, PathBuf)| {
+        std::fs::symlink_metadata(source)
+            .is_ok_and(|meta| meta.is_file() && meta.len() <= BYTES_MAX)
+    };
+    inputs.len() <= FILES_MAX && inputs.iter().all(is_small)
+}
+
 /// The number that the next attempt of this id gets, unless another is faster.
 fn next_number(ledger: &mut Ledger, request: &Request) -> Result<u32, PipelineError> {
     Ok(ledger.with(|store| store.next_attempt(request.id.as_str()))?)
@@ -378,7 +404,9 @@ fn task(
     artifacts: &Artifacts,
     taken: Option<&Taken>,
 ) -> Result<Task, PipelineError> {
-    let mut task = ledger.task(&request.collection, artifacts)?;
+    let database_id = taken.map(|taken| taken.database_id.as_str());
+    let known = database_id.filter(|id| !id.is_empty());
+    let mut task = ledger.task(&request.collection, artifacts, known)?;
     if let Some(taken) = taken {
         task.key.clone_from(&taken.key);
     }

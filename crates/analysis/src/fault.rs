@@ -29,9 +29,9 @@ macro_rules! steps {
 
 steps! {
     Claimed "claimed" "The run directory is locked and its record written; the database knows nothing yet.";
-    Begun "begun" "The attempt is a row in the database, state `running`.";
     WorkspaceMade "workspace_made" "The workspace has its name; nothing is in it.";
     Filled "filled" "The inputs are in the workspace and listed in the run directory.";
+    Begun "begun" "The attempt is a row in the database, state `running`; the sandbox is being built, and nothing runs in it.";
     Ended "ended" "Every process is dead; nothing is written about it yet.";
     LogsKept "logs_kept" "The logs are whole in the run directory.";
     OutcomeWritten "outcome_written" "How it ended is written in the run directory.";

@@ -8,6 +8,7 @@ use sandbox::probe;
 use sandbox::spec::{Enforcement, Layer, Level, Limits};
 
 use crate::attempt::{Attempt, Ran};
+use crate::ledger::Ledger;
 use crate::limits::{Storage, error_chain};
 use crate::pipeline::{Audience, PipelineError, Surroundings};
 use crate::policy::Plan;
@@ -42,13 +43,14 @@ pub fn candidates(request: &Request) -> Result<Vec<Level>, PipelineError> {
 pub(crate) fn strongest(
     attempt: &mut Attempt,
     errand: &Errand<'_>,
+    mut ledger: Option<&mut Ledger>,
     audience: &mut dyn Audience,
 ) -> Result<(Vec<Enforcement>, Ran), PipelineError> {
     let levels = candidates(errand.request)?;
     let mut stepped_down: Option<String> = None;
     for level in &levels {
         let last = levels.last() == Some(level);
-        match at(attempt, errand, *level, audience) {
+        match at(attempt, errand, *level, ledger.as_deref_mut(), audience) {
             Ok((enforcement, mut ran)) => {
                 ran.notices = weaker(&ran, stepped_down.as_deref());
                 // The reason for stepping down was told before the program ran.
@@ -80,10 +82,11 @@ fn at(
     attempt: &mut Attempt,
     errand: &Errand<'_>,
     level: Level,
+    ledger: Option<&mut Ledger>,
     audience: &mut dyn Audience,
 ) -> Result<(Vec<Enforcement>, Ran), PipelineError> {
     let enforcement = attempt.enforcement(errand.request, errand.limits, errand.storage, level)?;
-    let ran = attempt.execute(errand, level, audience)?;
+    let ran = attempt.execute(errand, level, ledger, audience)?;
     Ok((enforcement, ran))
 }
 

@@ -1,6 +1,7 @@
 //! Where attempts are recorded: a database, and an artifact store beside it.
 
 use std::path::PathBuf;
+use std::thread::JoinHandle;
 
 use crate::artifacts::Artifacts;
 use crate::post_process::PostProcess;
@@ -18,12 +19,21 @@ pub struct Ledger {
     /// How long a statement waits for somebody else's lock; `None`: as long as the store sees fit.
     pub lock_wait_ms: Option<u64>,
     store: Option<Store>,
+    /// Where one is being opened meanwhile.
+    ahead: Option<JoinHandle<Result<Store, StoreError>>>,
     /// The process has little left to do when it drops this.
     ends_soon: bool,
     /// The connection rested while a program ran.
     was_lent: bool,
     /// Files of the database were moved or removed while this process used it.
     put_away: bool,
+}
+
+fn open(location: &Location, lock_wait_ms: Option<u64>) -> Result<Store, StoreError> {
+    match lock_wait_ms {
+        Some(ms) => Store::open_waiting(location, ms),
+        None => Store::open(location),
+    }
 }
 
 impl Drop for Ledger {
@@ -46,6 +56,7 @@ impl Ledger {
             post_process,
             lock_wait_ms: None,
             store: None,
+            ahead: None,
             ends_soon: false,
             was_lent: false,
             put_away: false,
@@ -85,24 +96,39 @@ impl Ledger {
         }
         let store = match self.store.take() {
             Some(store) => store,
-            None => match self.lock_wait_ms {
-                Some(ms) => Store::open_waiting(&self.location, ms),
-                None => Store::open(&self.location),
+            None => match self.ahead.take().map(JoinHandle::join) {
+                Some(Ok(opened)) => opened,
+                _ => open(&self.location, self.lock_wait_ms),
             }
             .map_err(|e| self.trouble(e))?,
         };
         Ok(self.store.insert(store))
     }
 
-    /// What an attempt that is to be recorded here needs to be finished.
+    /// It will be needed soon. A server has to make a process for whoever connects, and meanwhile there is something else
+    /// to be done; a file is opened before a thread would be there.
+    pub(crate) fn open_ahead(&mut self) {
+        if let (Location::Postgres(_), None, None) = (&self.location, &self.store, &self.ahead) {
+            let (location, lock_wait_ms) = (self.location.clone(), self.lock_wait_ms);
+            let thread = std::thread::Builder::new();
+            // Without a thread it is opened when it is needed.
+            self.ahead = thread.spawn(move || open(&location, lock_wait_ms)).ok();
+        }
+    }
+
+    /// What an attempt that is to be recorded here needs to be finished. Whose database is known is not opened for it.
     pub(crate) fn task(
         &mut self,
         collection: &Collection,
         artifacts: &Artifacts,
+        database_id: Option<&str>,
     ) -> Result<Task, SettleError> {
         Ok(Task {
             key: run_dir::fresh_key(),
-            database_id: self.store()?.id().to_owned(),
+            database_id: match database_id {
+                Some(id) => id.to_owned(),
+                None => self.store()?.id().to_owned(),
+            },
             database: self.location.to_string(),
             collection: collection.clone(),
             artifacts: artifacts.path().to_path_buf(),

@@ -175,6 +175,7 @@ pub struct Surroundings {
 pub struct Taken {
     pub attempt: u32,
     pub key: String,
+    pub database_id: String,
     pub lease_ms: u64,
 }
 
@@ -218,6 +219,7 @@ pub fn run(
     mut ledger: Option<&mut Ledger>,
     audience: &mut dyn Audience,
 ) -> Result<Done, NotRun> {
+    ledger.iter_mut().for_each(|ledger| ledger.open_ahead());
     let limits = limits::resolve(&request.limits);
     let plan = policy::plan(
         request,
@@ -246,7 +248,7 @@ pub fn run(
     timings::mark("reaped");
     let mut attempt = Attempt::begin(request, around, &plan, ledger.as_deref_mut())?;
     let ran = attempt
-        .make_workspace(request, around, &plan, &limits)
+        .make_workspace(request, around, &plan, &limits, ledger.as_deref_mut())
         .and_then(|storage| {
             if storage == Storage::DiskOnTmpfs {
                 audience.notice("the workspace root is a tmpfs: disk used there is memory");
@@ -260,7 +262,7 @@ pub fn run(
                 limits: &limits,
                 storage,
             };
-            isolation::strongest(&mut attempt, &errand, audience)
+            isolation::strongest(&mut attempt, &errand, ledger.as_deref_mut(), audience)
         });
     let (enforcement, ran) = match ran {
         Ok(ran) => ran,

@@ -233,6 +233,8 @@ impl Default for Collection {
 /// Whether an id that is in the database already may be run again, as a new attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Again {
+    /// It cannot be there: it was made up for this run.
+    New,
     Refused,
     Replace,
 }

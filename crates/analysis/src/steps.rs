@@ -316,7 +316,7 @@ fn record_in(
 ) -> Result<Record, StepsError> {
     let mut run = attempt::fresh_record(handed.id, Path::new("/tmp"), number);
     let artifacts = ledger.artifacts()?;
-    let mut task = ledger.task(&handed.collection, &artifacts)?;
+    let mut task = ledger.task(&handed.collection, &artifacts, None)?;
     task.taken_over = true;
     run.task = Some(task.clone());
     dir.write(&run)?;

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 use analysis::collect::GlobError;
 use analysis::request::{
-    AnalysisId, Asked, AskedLimits, Asker, BadId, Command, Level, LimitName, Request, Stdin,
+    Again, AnalysisId, Asked, AskedLimits, Asker, BadId, Command, Level, LimitName, Request, Stdin,
 };
 use analysis::store::State;
 use analysis::submission::SubmissionError;
@@ -356,7 +356,13 @@ impl Merged {
                 .and_then(|policy| policy.readable_roots.clone()),
             collection: self.collection(limits.disk_bytes.value)?,
             limits,
-            again: self.again(),
+            again: match self.again() {
+                // An id that is made up here is nobody else's.
+                Again::Refused if record.in_workspace.is_none() && self.last(Key::Id).is_none() => {
+                    Again::New
+                }
+                again => again,
+            },
             secret_env: self.secret_env()?,
             asked_by: Asker::Caller,
         };

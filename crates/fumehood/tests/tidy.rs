@@ -26,6 +26,12 @@ const POLLING: &[(&str, &str)] = &[
         "crates/sandbox/src/cgroup/tests.rs",
         "forks_beyond_the_process_limit_are_refused",
     ),
+    // These let time pass in which nothing must happen.
+    ("crates/sandbox/tests/promises/hood.rs", "run_here"),
+    (
+        "crates/sandbox/tests/promises/p12_runner_death.rs",
+        "nothing_runs_before_the_word_to_go",
+    ),
 ];
 
 /// Crash tests kill at many moments. A sleep for that waits for nothing, and says so on the line above it.

@@ -37,7 +37,7 @@ pub enum Report {
     Started { layers: Vec<(Layer, String)> },
     /// The host pid of the sandbox's init, now a child of the runner.
     Init { pid: i32 },
-    /// Carries the descriptor of a workspace that lives in memory; the runner fills it and says [`Order::Go`].
+    /// Carries the descriptor of a workspace that lives in memory; the runner fills it and says [`Order::Filled`].
     Workspace,
     /// Carries the outer end of the program's terminal.
     Terminal,
@@ -55,6 +55,9 @@ pub enum Report {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
+    /// The workspace in memory has its inputs.
+    Filled,
+    /// Whoever records the run knows of it: the program may be executed.
     Go,
     /// The program printed something: it is not idle.
     Active,
@@ -122,7 +125,8 @@ pub fn receive<M: DeserializeOwned>(
             &mut ancillary,
             flags,
         ) {
-            Err(rustix::io::Errno::INTR) => continue,
+            // Told once, of one that ended and had not read everything; what it said before is still to be had.
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNRESET) => continue,
             other => break other?,
         }
     };
@@ -249,6 +253,11 @@ impl Reporter {
         }
     }
 
+    /// For a process beside the one that goes on with the steps.
+    pub fn meanwhile(&mut self, step: &str) {
+        step.clone_into(&mut self.step);
+    }
+
     pub fn current_step(&self) -> &str {
         &self.step
     }
@@ -295,5 +304,21 @@ impl Reporter {
 
     pub fn receive_order(&self, wait: Wait) -> io::Result<Option<Order>> {
         Ok(receive(self.socket(), wait)?.map(|(order, _)| order))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_words_are_heard_of_one_that_did_not_listen() {
+        let (ours, theirs) = pair().unwrap();
+        send(ours.as_fd(), &Order::Go, &[]).unwrap();
+        send(theirs.as_fd(), &Report::Workspace, &[]).unwrap();
+        drop(theirs);
+        let heard = || receive::<Report>(ours.as_fd(), Wait::No).unwrap();
+        assert!(matches!(heard(), Some((Report::Workspace, _))));
+        assert!(heard().is_none(), "nobody is there any more");
     }
 }

@@ -21,7 +21,8 @@ use crate::launch::{self, Plan};
 use crate::outcome::{Exit, Stop, Usage};
 use crate::processes::{self, Realm};
 use crate::rlimits;
-use crate::spec::{Layer, Limits, Spec};
+use crate::seccomp::{self, Instruction};
+use crate::spec::{Limits, Purpose, Spec};
 use crate::sweeper::Sweeper;
 use crate::sys;
 use crate::watch::{Seen, TICK, Watching};
@@ -48,15 +49,17 @@ pub struct Init {
     kill_at: Option<Instant>,
     killed: bool,
     sweeps: u32,
-    start: Instant,
+    /// `None` until the program may begin: the wait for that is not its time.
+    start: Option<Instant>,
     active_at: Instant,
     /// CPU time at the last sample for idleness, and when that was.
     sampled: (u64, Instant),
     /// `None` where nothing is executed.
     watch: Option<Watching>,
     broker: Option<Broker>,
-    /// The child's end of this brings the listener, once.
+    /// To the child: the word to go, and back from it the listener, once each.
     from_child: Option<OwnedFd>,
+    filter: Vec<Instruction>,
     sweeper: Option<Sweeper>,
     struck_at: Option<Instant>,
     /// Holds what the program's rules for its own files in /proc rest on.
@@ -72,6 +75,7 @@ impl Init {
         main: i32,
         watch: Option<Watching>,
         from_child: OwnedFd,
+        filter: Vec<Instruction>,
     ) -> io::Result<Self> {
         let spec = &plan.spec;
         Ok(Init {
@@ -82,12 +86,13 @@ impl Init {
             kill_at: None,
             killed: false,
             sweeps: 0,
-            start: Instant::now(),
+            start: None,
             active_at: Instant::now(),
             sampled: (0, Instant::now()),
             watch,
             broker: None,
-            from_child: spec.has(Layer::Seccomp).then_some(from_child),
+            from_child: Some(from_child),
+            filter,
             sweeper: None,
             struck_at: None,
             _own_proc: Vec::new(),
@@ -99,6 +104,10 @@ impl Init {
 
     pub fn run(mut self, report: &mut Reporter) -> ! {
         let mut someone_left = true;
+        // Nothing is recorded of a probe.
+        if self.spec.purpose == Purpose::Probe {
+            self.give_the_word();
+        }
         // After an order to stop, the children that outlive the program have their grace too.
         while self.main_exit.is_none() || self.stop.is_some() && someone_left && !self.killed {
             self.wait(report);
@@ -112,9 +121,8 @@ impl Init {
             }
             let now = Instant::now();
             self.look_for_idleness();
-            if self.stop.is_none()
-                && self.start.elapsed() >= Duration::from_millis(self.limits.wall_ms)
-            {
+            let wall = Duration::from_millis(self.limits.wall_ms);
+            if self.stop.is_none() && self.start.is_some_and(|start| start.elapsed() >= wall) {
                 self.begin_stop(Stop::WallTime);
             }
             if self.kill_at.is_some_and(|at| now >= at) {
@@ -126,7 +134,7 @@ impl Init {
 
     /// Idle is: nothing printed, and less than one part in a hundred of a CPU used, for the whole time.
     fn look_for_idleness(&mut self) {
-        let Some(idle_ms) = self.limits.idle_ms else {
+        let Some(idle_ms) = self.limits.idle_ms.filter(|_| self.start.is_some()) else {
             return;
         };
         let window = self.sampled.1.elapsed();
@@ -191,7 +199,8 @@ impl Init {
 
     fn obey(&mut self, report: &Reporter) {
         match report.receive_order(Wait::No) {
-            Ok(Some(Order::Go)) => {}
+            Ok(Some(Order::Filled)) => {}
+            Ok(Some(Order::Go)) => self.give_the_word(),
             Ok(Some(Order::Active)) => self.active_at = Instant::now(),
             Ok(Some(Order::Stop(why))) => self.begin_stop(why),
             Ok(Some(Order::Kill)) => {
@@ -202,6 +211,16 @@ impl Init {
             // The runner is gone. So is the run.
             Ok(None) | Err(_) => self.abandon(),
         }
+    }
+
+    fn give_the_word(&mut self) {
+        let now = Instant::now();
+        (self.start, self.active_at, self.sampled.1) = (Some(now), now, now);
+        self.watch.iter().for_each(Watching::begin);
+        let child = self.from_child.as_ref();
+        // One that has died shows as that.
+        let _heard = child.map(|child| seccomp::send(child.as_fd(), &self.filter));
+        self.filter = Vec::new();
     }
 
     /// Nobody is left to tell anything: the kernel kills all when pid 1 leaves, the guardian does it itself.
@@ -349,7 +368,8 @@ impl Init {
 
     /// The program has ended: everything else ends with it.
     fn finish(mut self, report: &mut Reporter) -> ! {
-        let wall_ms = self.start.elapsed().as_millis() as u64;
+        let wall = self.start.map_or(Duration::ZERO, |start| start.elapsed());
+        let wall_ms = wall.as_millis() as u64;
         let give_up = Instant::now() + REAP_AT_MOST;
         self.kill_all();
         // What is left when pid 1 leaves is killed and reaped by the kernel. The guardian waits for the last.

@@ -247,13 +247,13 @@ fn be_init(
 
     // As the builder (root, or master of the outer user namespace): the new root, while paths of the host can still be
     // opened and mounts still be made.
-    let mut wait_for_go = |workspace: BorrowedFd<'_>, report: &Reporter| {
+    let mut be_filled = |workspace: BorrowedFd<'_>, report: &Reporter| {
         report.tell(&Report::Workspace, &[workspace]);
         match report
             .receive_order(Wait::Block)
             .during(|| "wait for the runner".into())?
         {
-            Some(Order::Go) => Ok(()),
+            Some(Order::Filled) => Ok(()),
             _ => Err(StepError::new("cancelled before the start")),
         }
     };
@@ -262,8 +262,8 @@ fn be_init(
         Some(early) => (early.prepared, early.network),
         None => (mounts::prepare(report)?, Network::Bare),
     };
-    let go = &mut wait_for_go;
-    let root = mounts::build(spec, prepared, workspace, &owner_maps, report, go)?;
+    let fill = &mut be_filled;
+    let root = mounts::build(spec, prepared, workspace, &owner_maps, report, fill)?;
     drop(owner_maps);
 
     report.step("set up the network and the host name");
@@ -354,14 +354,10 @@ fn start_program(
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .during(|| "become undumpable".into())?;
 
-    report.step("start the watch");
-    let watching = match inside.workspace {
-        Some(workspace) if spec.purpose == Purpose::Run => {
-            Some(start_watch(plan, workspace, handed.cpu_counter.take())?)
-        }
-        _ => None,
-    };
-    let proc_writable = inside.proc_writable;
+    let Inside {
+        workspace,
+        proc_writable,
+    } = inside;
 
     report.step("start the child");
     let (ours, theirs) = channel::pair().during(|| "make a socket pair".into())?;
@@ -381,7 +377,6 @@ fn start_program(
             let ways = Ways {
                 to_init: theirs,
                 sweeper: &mut sweeper,
-                watch: watching.as_ref().map(|watching| watching.thread),
             };
             let error = match become_program(plan, &handed, proc_writable, terminal, ways, report) {
                 Err(error) => error,
@@ -393,14 +388,23 @@ fn start_program(
         Forked::Parent { child } => {
             drop(theirs);
             drop(terminal);
+            drop(proc_writable);
+            // While the child puts its layers in force, up to the filter, which it gets from here with the word to go.
+            report.meanwhile("start the watch");
+            let watching = match workspace {
+                Some(workspace) if spec.purpose == Purpose::Run => {
+                    Some(start_watch(plan, workspace, handed.cpu_counter.take())?)
+                }
+                _ => None,
+            };
+            let filter = filter(plan, watching.as_ref().map(|watching| watching.thread));
             // Init keeps nothing that it does not need: no stream of the program's, no capability.
             drop(handed);
-            drop(proc_writable);
             if spec.has(Layer::Capabilities) {
                 namespaces::drop_capabilities(Bounding::of(spec))?;
             }
             rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
-            Init::new(plan, child, watching, ours)
+            Init::new(plan, child, watching, ours, filter)
                 .during(|| "set up init's watch".into())?
                 .run(report)
         }
@@ -415,7 +419,7 @@ pub fn realm(spec: &Spec) -> Realm {
     }
 }
 
-/// The watch, before anything of the program's lives inside: so its thread has a number that seccomp can be told of.
+/// The watch, before the child has its filter, which must know the number of this thread.
 fn start_watch(
     plan: &Plan,
     workspace: OwnedFd,
@@ -471,8 +475,6 @@ enum Never {}
 struct Ways<'a> {
     to_init: OwnedFd,
     sweeper: &'a mut Option<Sweeper>,
-    /// The number of init's other thread.
-    watch: Option<u32>,
 }
 
 /// The child: from init's copy to the program.
@@ -564,9 +566,11 @@ fn become_program(
         .map(env_entry)
         .collect::<Result<Vec<_>, _>>()?;
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
+    report.step("wait for the word to go");
+    let filter = seccomp::receive(ways.to_init.as_fd()).during(|| "listen to init".into())?;
     report.step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
-        restrict_calls(plan, &ways, &own_proc).during(|| "install the filter".into())?;
+        restrict_calls(&filter, &ways, &own_proc).during(|| "install the filter".into())?;
         report.layer(
             Layer::Seccomp,
             match spec.level {
@@ -621,8 +625,8 @@ fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Resul
     sys::place(handed.stderr.as_fd(), 2)
 }
 
-fn restrict_calls(plan: &Plan, ways: &Ways<'_>, own_proc: &[OwnedFd]) -> io::Result<()> {
-    let options = seccomp::Options {
+fn filter(plan: &Plan, watch: Option<u32>) -> Vec<seccomp::Instruction> {
+    seccomp::program(&seccomp::Options {
         fallocate: match plan.spec.workspace_kind {
             WorkspaceKind::Disk => Fallocate::Refused,
             WorkspaceKind::Memory => Fallocate::Allowed,
@@ -634,14 +638,21 @@ fn restrict_calls(plan: &Plan, ways: &Ways<'_>, own_proc: &[OwnedFd]) -> io::Res
         connect: Connect::Brokered,
         ground: match plan.spec.level {
             Level::Full => Ground::Own {
-                watch: ways.watch.unwrap_or(seccomp::FIRST_BORN),
+                watch: watch.unwrap_or(seccomp::SECOND_BORN),
             },
             Level::Landlock => Ground::Shared {
                 landlock_abi: landlock::abi(),
             },
         },
-    };
-    let listener = sys::seccomp_install(&seccomp::program(&options), Listener::New)?
+    })
+}
+
+fn restrict_calls(
+    filter: &[seccomp::Instruction],
+    ways: &Ways<'_>,
+    own_proc: &[OwnedFd],
+) -> io::Result<()> {
+    let listener = sys::seccomp_install(filter, Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
     let mut fds = vec![listener.as_fd()];
     let sweeper = ways.sweeper.as_ref();

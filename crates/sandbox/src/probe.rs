@@ -84,7 +84,7 @@ fn miniature(level: Level) -> Spec {
 }
 
 /// Listens to nothing; puts into the workspace in memory what every workspace has.
-struct Nobody(Identity);
+pub(crate) struct Nobody(pub Identity);
 
 impl Attendant for Nobody {
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()> {

@@ -14,8 +14,10 @@ mod ground;
 pub(crate) mod number;
 mod table;
 
-use std::sync::{Mutex, PoisonError};
+use std::io;
+use std::os::fd::BorrowedFd;
 
+use rustix::net::{RecvFlags, SendFlags};
 use table::UNLISTED;
 
 /// What the filter must know about the run. Everything else is the same for every run.
@@ -157,33 +159,45 @@ const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
 const IF_ANY_BIT: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
+/// The number of whoever is born second beside pid 1, after the program: the watch.
+pub(crate) const SECOND_BORN: u32 = 3;
+
+/// As many as the kernel takes.
+const INSTRUCTIONS_MAX: usize = 4096;
+
+/// Sends a filter to the process that is to install it, over a socket that keeps messages apart.
+pub(crate) fn send(to: BorrowedFd<'_>, filter: &[Instruction]) -> io::Result<()> {
+    let bytes = |i: &Instruction| -> [u8; 8] {
+        let ([a, b], [e, f, g, h]) = (i.code.to_ne_bytes(), i.k.to_ne_bytes());
+        [a, b, i.jt, i.jf, e, f, g, h]
+    };
+    let message: Vec<u8> = filter.iter().flat_map(bytes).collect();
+    rustix::net::send(to, &message, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Waits for one.
+///
+/// # Errors
+/// When there is nobody who could send one, and of what cannot be one.
+pub(crate) fn receive(from: BorrowedFd<'_>) -> io::Result<Vec<Instruction>> {
+    let mut message = vec![0; 8 * INSTRUCTIONS_MAX];
+    let (_, len) = rustix::net::recv(from, &mut message, RecvFlags::TRUNC)?;
+    let (instructions, rest) = message.get(..len).unwrap_or_default().as_chunks();
+    if instructions.is_empty() || !rest.is_empty() {
+        return Err(io::Error::other("no filter came"));
+    }
+    let read = |[a, b, jt, jf, e, f, g, h]: &[u8; 8]| Instruction {
+        code: u16::from_ne_bytes([*a, *b]),
+        jt: *jt,
+        jf: *jf,
+        k: u32::from_ne_bytes([*e, *f, *g, *h]),
+    };
+    Ok(instructions.iter().map(read).collect())
+}
+
 /// The filter for one run.
 pub fn program(options: &Options) -> Vec<Instruction> {
-    let mut ready = READY.lock().unwrap_or_else(PoisonError::into_inner);
-    match ready.take_if(|(these, _)| these == options) {
-        Some((_, program)) => program,
-        None => compile(options),
-    }
-}
-
-static READY: Mutex<Option<(Options, Vec<Instruction>)>> = Mutex::new(None);
-
-/// The number of whoever is born first beside pid 1.
-pub(crate) const FIRST_BORN: u32 = 2;
-
-/// Compiles the filter that most runs will ask for, while there is time.
-pub(crate) fn make_ready() {
-    let usual = Options {
-        fallocate: Fallocate::Refused,
-        affinity: Affinity::Free,
-        connect: Connect::Brokered,
-        ground: Ground::Own { watch: FIRST_BORN },
-    };
-    let program = compile(&usual);
-    *READY.lock().unwrap_or_else(PoisonError::into_inner) = Some((usual, program));
-}
-
-fn compile(options: &Options) -> Vec<Instruction> {
     let rules = table::rules(options);
     let mut code = Backwards::default();
     let spans = spans(&rules, &mut code);
@@ -381,7 +395,7 @@ mod tests {
         fallocate: Fallocate::Allowed,
         affinity: Affinity::Free,
         connect: Connect::Kernel,
-        ground: Ground::Own { watch: FIRST_BORN },
+        ground: Ground::Own { watch: SECOND_BORN },
     };
     const TIGHT: Options = Options {
         fallocate: Fallocate::Refused,

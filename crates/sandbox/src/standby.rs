@@ -6,18 +6,21 @@
 //! the runner reads its configuration, the launcher makes what every plan needs: the
 //! namespaces, and a new root with the system runtime in it.
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::process::{Gid, Pid, Signal, Uid, WaitOptions};
 
 use crate::channel::{self, Reporter};
-use crate::launch;
+use crate::launch::{self, Plan};
 use crate::namespaces;
-use crate::seccomp;
 use crate::spec::Spec;
+use crate::supervise::{RunError, start};
 use crate::sys::{self, Forked};
 
 /// The one that waits, if any: the socket to it, and its pid.
@@ -96,13 +99,44 @@ fn end((socket, pid): (OwnedFd, Pid)) {
     ) {}
 }
 
+/// Our own binary, once more. An empty environment: nothing of the caller's is to be found in any process inside. Its
+/// own process group: the terminal's Ctrl-C is the runner's to handle.
+pub(crate) fn start_launcher(program: &Path) -> Result<(OwnedFd, Child), RunError> {
+    let (ours, theirs) = channel::pair().map_err(|e| start("make the control socket")(e.into()))?;
+    let launcher = Command::new(program)
+        .arg(launch::ARGUMENT)
+        .env_clear()
+        .current_dir("/")
+        .process_group(0)
+        .stdin(Stdio::from(theirs))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(start("start the launcher"))?;
+    Ok((ours, launcher))
+}
+
+/// The plan as nobody can change it any more.
+pub(crate) fn plan_file(plan: &Plan) -> io::Result<OwnedFd> {
+    let fd = rustix::fs::memfd_create(
+        c"fumehood-plan",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?;
+    let mut file = std::fs::File::from(fd);
+    serde_json::to_writer(io::BufWriter::new(&mut file), plan)?;
+    io::Seek::rewind(&mut file)?;
+    rustix::fs::fcntl_add_seals(
+        &file,
+        SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL,
+    )?;
+    Ok(file.into())
+}
+
 fn be_launcher(socket: &OwnedFd, uid: Uid, gid: Gid) -> ! {
     match settle_in(socket) {
         Ok(socket) => {
             let mut report = Reporter::new(socket);
             let entered = namespaces::enter_early(uid, gid, &mut report);
-            report.step("compile the filter");
-            seccomp::make_ready();
             launch::work(report, entered)
         }
         Err(_) => sys::exit_now(125),
@@ -110,7 +144,7 @@ fn be_launcher(socket: &OwnedFd, uid: Uid, gid: Gid) -> ! {
 }
 
 /// Makes this process what an executed launcher is.
-fn settle_in(socket: &OwnedFd) -> std::io::Result<OwnedFd> {
+fn settle_in(socket: &OwnedFd) -> io::Result<OwnedFd> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     sys::forget_beginnings()?;
     // Not the caller's: others must be able to read what is made for them.

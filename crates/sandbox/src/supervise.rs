@@ -6,9 +6,8 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -21,6 +20,7 @@ use crate::feed::{CHUNK_BYTES, Feed, never_wait, pipe, stdin_pair};
 use crate::launch::Plan;
 pub use crate::leaving::Leaving;
 use crate::outcome::{Outcome, Stop, Usage};
+use crate::probe::Nobody;
 use crate::processes;
 use crate::spec::{
     Hardness, Identity, Layer, Level, LimitName, Purpose, Spec, SpecError, Terminal, WorkspaceKind,
@@ -93,11 +93,11 @@ pub trait Attendant {
 }
 
 /// What a run is started with, beside its spec.
-pub struct Means<'a> {
+pub struct Means<'a, 'm> {
     /// Our own binary; `/proc/self/exe` unless a test brings another.
-    pub launcher: &'a Path,
+    pub launcher: &'m Path,
     /// The held workspace directory; not needed for one in memory.
-    pub workspace: Option<BorrowedFd<'a>>,
+    pub workspace: Option<BorrowedFd<'m>>,
     /// Read and piped to the program; `None` is /dev/null.
     pub stdin: Option<OwnedFd>,
     pub group: Option<&'a Group>,
@@ -149,8 +149,9 @@ pub struct Running<'a> {
     killed_init: bool,
 }
 
-/// Starts the launcher and hands it everything. The run proceeds from then on by itself.
-pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunError> {
+/// Starts the launcher and hands it everything. The sandbox is built from then on by itself; the program waits in it
+/// for [`Running::supervise`].
+pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, RunError> {
     spec.check()?;
     // Descriptors on their way over sockets are counted for the user, against the limit of whoever sends: other
     // analyses of the same user must not keep us from sending ours.
@@ -158,7 +159,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     let (ours, launcher, init) = match standby::take(means.launcher, spec) {
         Some((socket, init)) => (socket, None, Some(hold(init)?)),
         None => {
-            let (socket, launcher) = start_launcher(means.launcher)?;
+            let (socket, launcher) = standby::start_launcher(means.launcher)?;
             (socket, Some(launcher), None)
         }
     };
@@ -202,7 +203,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
         pin_to_cpus: spec.limits.cpu_milli.div_ceil(1000) as usize,
         pinned_for_good: !enforced(LimitName::Cpus),
     };
-    let file = plan_file(&plan).map_err(start("write the plan"))?;
+    let file = standby::plan_file(&plan).map_err(start("write the plan"))?;
     let diary = rustix::fs::memfd_create(c"fumehood-diary", MemfdFlags::CLOEXEC)
         .map_err(|e| start("make a diary")(e.into()))?;
     let mut fds = vec![file.as_fd(), diary.as_fd()];
@@ -245,23 +246,6 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a>) -> Result<Running<'a>, RunErr
     })
 }
 
-/// Our own binary, once more. An empty environment: nothing of the caller's is to be found in any process inside. Its
-/// own process group: the terminal's Ctrl-C is the runner's to handle.
-fn start_launcher(program: &Path) -> Result<(OwnedFd, Child), RunError> {
-    let (ours, theirs) = channel::pair().map_err(|e| start("make the control socket")(e.into()))?;
-    let launcher = Command::new(program)
-        .arg(crate::launch::ARGUMENT)
-        .env_clear()
-        .current_dir("/")
-        .process_group(0)
-        .stdin(Stdio::from(theirs))
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(start("start the launcher"))?;
-    Ok((ours, launcher))
-}
-
 /// A child of ours: nobody else reaps it, so the number cannot have been given to another process.
 fn hold(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
     let pidfd = rustix::process::pidfd_open(child, PidfdFlags::empty());
@@ -272,22 +256,6 @@ fn hold(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
 fn deadline(spec: &Spec) -> Duration {
     let limits = &spec.limits;
     Duration::from_millis(limits.wall_ms.saturating_add(limits.grace_ms)) + BACKSTOP
-}
-
-fn plan_file(plan: &Plan) -> io::Result<OwnedFd> {
-    use rustix::fs::SealFlags;
-    let fd = rustix::fs::memfd_create(
-        c"fumehood-plan",
-        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-    )?;
-    let mut file = std::fs::File::from(fd);
-    serde_json::to_writer(io::BufWriter::new(&mut file), plan)?;
-    io::Seek::rewind(&mut file)?;
-    rustix::fs::fcntl_add_seals(
-        &file,
-        SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL,
-    )?;
-    Ok(file.into())
 }
 
 /// What there is to be done after a poll.
@@ -304,8 +272,28 @@ enum Source {
 }
 
 impl Running<'_> {
-    /// Watches until every process is dead, or cannot be shown to be.
+    /// Lets the program run, and watches until every process is dead, or cannot be shown to be.
     pub fn supervise(mut self, attendant: &mut dyn Attendant) -> Result<Finished, RunError> {
+        // Whatever was done since the plan was sent is nobody's time.
+        self.started = Instant::now();
+        self.kill_init_at = Instant::now() + BUILDING_AT_MOST + deadline(self.spec);
+        if self.spec.workspace_kind == WorkspaceKind::Disk {
+            self.order(Order::Go);
+        }
+        self.attend(attendant)
+    }
+
+    /// Ends what nobody has let run. Whether all of it is known to be dead.
+    pub fn call_off(mut self) -> bool {
+        self.asked_to_stop = Some(Stop::Cancelled);
+        self.order(Order::Kill);
+        self.hurry(BACKSTOP);
+        let identity = self.spec.identity;
+        let ended = self.attend(&mut Nobody(identity));
+        ended.is_ok_and(|ended| ended.outcome.all_dead)
+    }
+
+    fn attend(mut self, attendant: &mut dyn Attendant) -> Result<Finished, RunError> {
         let mut socket_open = true;
         let mut init_dead = false;
         let mut activity = Instant::now();
@@ -474,6 +462,7 @@ impl Running<'_> {
             self.order(Order::Kill);
             return Ok(());
         }
+        self.order(Order::Filled);
         self.order(Order::Go);
         Ok(())
     }

@@ -653,12 +653,14 @@ pub fn set_project_limits(on: BorrowedFd<'_>, project: u32, limits: QuotaBlock) 
     quotactl_project(on, Q_SETQUOTA, project, &mut block)
 }
 
-/// Of a process with a single thread: a child of its parent's, born in another control group (version 2, its directory).
-pub fn fork_sibling_into(group: BorrowedFd<'_>) -> io::Result<Forked> {
+/// As [`fork`], with the child born in another control group (version 2, its directory).
+pub fn fork_into_group(group: BorrowedFd<'_>) -> io::Result<Forked> {
+    assert_single_threaded()?;
     const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-    // struct clone_args: the flags first, the group last. No exit signal, as with every CLONE_PARENT.
+    // struct clone_args: the flags first, the group last.
     let mut args = [0u64; 11];
-    args[0] = CLONE_INTO_CGROUP | libc::CLONE_PARENT as u64;
+    args[0] = CLONE_INTO_CGROUP;
+    args[4] = libc::SIGCHLD as u64;
     args[10] = group.as_raw_fd() as u64;
     // SAFETY: as for `fork`, of which this is the same with a group.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 88usize) })? as i32;

@@ -118,7 +118,7 @@ pub struct Seen {
 pub struct Watching {
     /// The thread's number inside.
     pub thread: u32,
-    orders: Sender<()>,
+    orders: Sender<Word>,
     shared: Arc<Mutex<Shared>>,
     bell: OwnedFd,
 }
@@ -204,9 +204,15 @@ impl Watching {
         self.lock().seen
     }
 
+    /// The program is about to run. Before that nothing is looked at: what is to become it cannot be looked into, like
+    /// somebody who hides.
+    pub fn begin(&self) {
+        let _lost = self.orders.send(Word::Begin);
+    }
+
     /// A last look, for as long as there is time for it.
     pub fn finish(&self, at_most: Duration) -> Seen {
-        let _over_already = self.orders.send(());
+        let _over_already = self.orders.send(Word::End);
         let until = Instant::now() + at_most;
         while !self.lock().over && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
@@ -226,11 +232,25 @@ impl Watching {
     }
 }
 
-fn keep_watch(mut watch: Watch, inbox: &Receiver<()>, shared: &Mutex<Shared>, bell: &OwnedFd) {
+enum Word {
+    Begin,
+    End,
+}
+
+fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, bell: &OwnedFd) {
+    let mut begun = false;
     loop {
-        let (passed, over) = match inbox.recv_timeout(TICK) {
+        let word = match begun {
+            true => inbox.recv_timeout(TICK),
+            false => inbox.recv().map_err(RecvTimeoutError::from),
+        };
+        let (passed, over) = match word {
+            Ok(Word::Begin) => {
+                begun = true;
+                continue;
+            }
+            Ok(Word::End) => (watch.look_at_end(), true),
             Err(RecvTimeoutError::Timeout) => (watch.look(), false),
-            Ok(()) => (watch.look_at_end(), true),
             Err(RecvTimeoutError::Disconnected) => return,
         };
         let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);

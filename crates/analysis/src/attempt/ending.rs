@@ -31,9 +31,19 @@ impl Attempt {
         ledger: Option<&mut Ledger>,
         error: PipelineError,
     ) -> NotRun {
-        let Some(ledger) = ledger.filter(|_| self.begun) else {
+        let Some(ledger) = ledger else {
             return error.into();
         };
+        // What became of it is told, also where it failed before the database knew of it; but not to one that refused it.
+        if !matches!(
+            error,
+            PipelineError::Ledger(_) | PipelineError::TakenAway { .. }
+        ) {
+            let _or_not = self.begin_in(Some(ledger), request, around.taken.as_ref());
+        }
+        if !self.begun {
+            return error.into();
+        }
         ledger.take_back(self.lent.take());
         let record = description::not_run(request, self.number(), &error);
         let nothing = Captured::default();

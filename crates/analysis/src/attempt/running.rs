@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use sandbox::cgroup::Group;
 use sandbox::spec::{Level, Limits, SharedMemory, Spec, Terminal};
 use sandbox::supervise::{self, Attendant, Means, Stream, Wish};
 
@@ -11,6 +12,7 @@ use super::resting::Resting;
 use super::{Attempt, Ran};
 use crate::copy_in::{self, Budget, CopyError};
 use crate::isolation::Errand;
+use crate::ledger::Ledger;
 use crate::limits::error_chain;
 use crate::logs::Capture;
 use crate::pipeline::{Audience, PipelineError, unix_ms};
@@ -27,6 +29,22 @@ impl Attempt {
         &mut self,
         errand: &Errand<'_>,
         level: Level,
+        ledger: Option<&mut Ledger>,
+        audience: &mut dyn Audience,
+    ) -> Result<Ran, PipelineError> {
+        // Held beside everything else, which changes while the sandbox is being built.
+        let group = std::mem::replace(&mut self.group, Err(String::new()));
+        let ran = self.execute_in(group.as_ref().ok(), errand, level, ledger, audience);
+        self.group = group;
+        ran
+    }
+
+    fn execute_in(
+        &mut self,
+        group: Option<&Group>,
+        errand: &Errand<'_>,
+        level: Level,
+        ledger: Option<&mut Ledger>,
         audience: &mut dyn Audience,
     ) -> Result<Ran, PipelineError> {
         let Errand {
@@ -57,6 +75,22 @@ impl Attempt {
             workspace.link(&links, self.owner())?;
         }
         let _left_by_one_that_was_killed = self.clear_shared_memory(&spec);
+        let means = Means {
+            launcher: &around.launcher,
+            workspace: self.workspace.as_ref().map(Workspace::dir),
+            stdin: open_stdin(request, plan, around.terminal)?,
+            group,
+        };
+        // What could not be started may not be dead either.
+        let running = supervise::spawn(&spec, means).map_err(|error| {
+            self.init_stays = true;
+            PipelineError::Start(error)
+        })?;
+        timings::mark("plan_sent");
+        if let Err(error) = self.begin_in(ledger, request, around.taken.as_ref()) {
+            self.init_stays |= !running.call_off();
+            return Err(error);
+        }
         let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
         let resting = Resting::new(self.lent.take(), audience.wishes());
         let mut ears = Ears {
@@ -70,17 +104,8 @@ impl Attempt {
             limits,
             fill_error: None,
         };
-        let means = Means {
-            launcher: &around.launcher,
-            workspace: self.workspace.as_ref().map(Workspace::dir),
-            stdin: open_stdin(request, plan, around.terminal)?,
-            group: self.group.as_ref().ok(),
-        };
         let started_ms = unix_ms();
-        let finished = supervise::spawn(&spec, means).and_then(|running| {
-            timings::mark("plan_sent");
-            running.supervise(&mut ears)
-        });
+        let finished = running.supervise(&mut ears);
         let ended_ms = unix_ms();
         if let (Some(workspace), Ok(finished)) = (&self.workspace, &finished)
             && finished.outcome.all_dead
@@ -94,7 +119,6 @@ impl Attempt {
             return Err(e);
         }
         let [stdout, stderr] = captures.map(Capture::finish);
-        // What could not be started may not be dead either.
         self.init_stays |= finished.is_err();
         let mut finished = finished.map_err(PipelineError::Start)?;
         self.leaving = finished.leaving.take();

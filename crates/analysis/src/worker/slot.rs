@@ -34,6 +34,9 @@ pub struct Order {
     pub id: AnalysisId,
     pub attempt: u32,
     pub key: String,
+    /// Which database has it; of a worker before this one it may be unknown.
+    #[serde(default)]
+    pub database_id: String,
     /// JSON of [`crate::submission::Submission`].
     pub request: String,
     pub submitter: String,
@@ -225,6 +228,7 @@ mod tests {
             id: AnalysisId::new("mine").unwrap(),
             attempt: 1,
             key: "k".into(),
+            database_id: "d".into(),
             request,
             submitter: "ada".into(),
             lease_ms: 1,

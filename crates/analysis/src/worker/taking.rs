@@ -96,6 +96,7 @@ impl Worker {
                 keys: &keys,
             };
             let claimed = self.ledger.with(|store| claim_next(store, &claim))?;
+            let database_id = self.ledger.store()?.id().to_owned();
             self.keys.clear();
             self.nothing_queued = match claimed {
                 Ok(_) => false,
@@ -105,7 +106,7 @@ impl Worker {
             self.sated = claimed.len() < keys.len();
             for (at, claimed) in free.into_iter().zip(claimed) {
                 let (id, attempt) = (claimed.id.clone(), claimed.attempt);
-                match self.start(at, claimed) {
+                match self.start(at, claimed, &database_id) {
                     Ok(()) => {
                         self.changes += 1;
                         tell(News::Took { id, attempt });
@@ -144,7 +145,7 @@ impl Worker {
         free
     }
 
-    fn start(&mut self, at: usize, claimed: Claimed) -> io::Result<()> {
+    fn start(&mut self, at: usize, claimed: Claimed, database_id: &str) -> io::Result<()> {
         let Ok(id) = AnalysisId::new(&claimed.id) else {
             self.refuse(&claimed, "its id is none that Fumehood gives");
             return Err(io::Error::other("the database gave an id that is none"));
@@ -155,6 +156,7 @@ impl Worker {
             id,
             attempt: claimed.attempt,
             key: claimed.key,
+            database_id: database_id.to_owned(),
             request: claimed.request_json,
             submitter: claimed.submitter,
             lease_ms: self.options.lease_ms,

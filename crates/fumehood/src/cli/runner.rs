@@ -124,6 +124,7 @@ fn attempt(
         taken: Some(Taken {
             attempt: order.attempt,
             key: order.key.clone(),
+            database_id: order.database_id.clone(),
             lease_ms: order.lease_ms,
         }),
     };
@@ -269,6 +270,9 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// An earlier attempt of the same analysis has the same workspace: what is left of it goes first, also one that was kept for
 /// somebody to look at. What is another's, by the same id, is not touched, and stops this attempt.
 fn clear_the_way(home: &Home, ledger: &mut Ledger, order: &Order, ears: &mut Ears) {
+    if !standing::any_of(home, &order.id) {
+        return;
+    }
     let Ok(database) = ledger.store().map(|store| store.id().to_owned()) else {
         return;
     };

@@ -249,7 +249,9 @@ fn ask_to_drain(home: &Home, name: &str) -> anyhow::Result<()> {
         };
         rustix::process::pidfd_send_signal(&process, Signal::TERM)
             .context("ask the running worker to drain")?;
-        show::line(&format!("the worker {name} is told to drain; waiting for it"));
+        show::line(&format!(
+            "the worker {name} is told to drain; waiting for it"
+        ));
         let mut fds = [PollFd::from_borrowed_fd(process.as_fd(), PollFlags::IN)];
         while poll(&mut fds, None).is_err() {}
     }

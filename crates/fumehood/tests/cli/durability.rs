@@ -198,7 +198,7 @@ fn with_fault(lab: &Lab, fault: &str, options: &[&str], script: &str) {
 fn row_taken() {
     let lab = Lab::new();
     lab.sh(&["--id", "before"], "true").good();
-    for (id, fault) in [("w", "workspace_made=kill"), ("e", "ended=kill")] {
+    for (id, fault) in [("b", "begun=kill"), ("e", "ended=kill")] {
         with_fault(&lab, fault, &["--id", id], "echo x > x");
         // The run directory came through, and what was begun did not.
         let take = format!(

@@ -195,9 +195,9 @@ print('tried')
             for path in [&data.join("a.csv"), &data] {
                 std::os::unix::fs::chown(path, Some(65_534), Some(65_534)).unwrap();
             }
-            "threads [1, 3]"
+            "threads [1, 4]"
         }
-        false => "threads [1, 2]",
+        false => "threads [1, 3]",
     };
     let said = lab
         .run(["--quiet", "--", "/usr/bin/python3", "-c", TRY])

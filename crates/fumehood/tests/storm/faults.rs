@@ -50,6 +50,7 @@ struct Verdict {
 
 fn verdict(step: Step) -> Verdict {
     let (code, fate, said): (i32, Fate, &[&str]) = match step {
+        // From here on there is something to be told of, and the database hears of it.
         Step::Claimed => (125, Fate::Unknown, &["error: ", "claimed"]),
         step if is_before(step, Step::Ended) => (125, Fate::NotRun, &["error: "]),
         step if is_before(step, Step::Committed) => (

@@ -51,6 +51,11 @@ pub const TRIALS: &[Entry] = &[
         recovery_killed,
     ),
     (
+        "an_id_of_our_own_is_known_from_begun_on",
+        For::Everyone,
+        made_up,
+    ),
+    (
         "what_was_never_there_is_not_called_lost",
         For::Everyone,
         nothing_lost,
@@ -84,7 +89,7 @@ pub fn is_before(step: Step, other: Step) -> bool {
 
 fn fate(bench: &Bench, step: Step, id: &str) -> Fate {
     match step {
-        Step::Claimed => Fate::Unknown,
+        step if is_before(step, Step::Begun) => Fate::Unknown,
         step if is_before(step, Step::OutcomeWritten) => {
             Fate::Lost(model::left_in(&bench.place.workspace(id), id))
         }
@@ -175,7 +180,7 @@ fn recovery_killed() {
     let bench = Bench::sqlite("again");
     let mut fates = Vec::new();
     let firsts = [
-        (Step::Filled, 0),
+        (Step::Begun, 0),
         (Step::Ended, OBJECTS),
         (Step::OutcomeWritten, OBJECTS),
         (Step::ObjectMoved, OBJECTS - 1),
@@ -198,11 +203,18 @@ fn recovery_killed() {
 fn nothing_lost() {
     let bench = Bench::sqlite("early");
     let mut fates = Vec::new();
-    for step in [Step::Begun, Step::WorkspaceMade, Step::Filled] {
-        let id = bench.id(step.word());
-        strike(bench.program(&bench.place, &id), step.word());
-        fates.push((id, Fate::Lost(Files::new())));
-    }
+    let id = bench.id("begun");
+    strike(bench.program(&bench.place, &id), Step::Begun.word());
+    fates.push((id, Fate::Lost(Files::new())));
+    // Where much is to be copied, the database knows of it before.
+    let large = bench.place.root.join("large");
+    std::fs::write(&large, vec![7; (1 << 20) + 1]).unwrap();
+    let id = bench.id("filled");
+    let mut command = bench.fumehood(&bench.place, ["run", "-q", "--id", &id, "--input"]);
+    command.arg(&large).args(["--", "true"]);
+    strike(command, Step::Filled.word());
+    std::fs::remove_file(&large).unwrap();
+    fates.push((id, Fate::Lost(Files::new())));
     bench.recover(Recovery::Gc, "");
     bench.check(&fates);
     let rows = bench.rows();
@@ -210,4 +222,34 @@ fn nothing_lost() {
         let remarks = rows.of("remarks", id);
         assert!(remarks.is_empty(), "{id}: {remarks:?}");
     }
+}
+
+/// Nobody asks the database for an id that was made up just now: until it is begun, the run directory knows no database.
+fn made_up() {
+    let bench = Bench::sqlite("made-up");
+    let mut fates = Vec::new();
+    let early = [
+        Step::Claimed,
+        Step::WorkspaceMade,
+        Step::Filled,
+        Step::Begun,
+    ];
+    for step in early {
+        strike(
+            bench.fumehood(&bench.place, ["run", "-q", "--", "true"]),
+            step.word(),
+        );
+        let runs = std::fs::read_dir(bench.place.home.join("runs")).unwrap();
+        let ids: Vec<_> = runs.map(|run| run.unwrap().file_name()).collect();
+        let [id] = &ids[..] else {
+            panic!("{}: {ids:?}", step.word());
+        };
+        if step == Step::Begun {
+            let lost = Fate::Lost(Files::new());
+            fates.push((id.to_str().unwrap().to_owned(), lost));
+        }
+        bench.recover(Recovery::Gc, "");
+        bench.check(&fates);
+    }
+    bench.check_for_good(&fates, Recovery::Gc);
 }

@@ -351,14 +351,9 @@ impl Yard {
             everything()
         );
         assert_eq!(told(Some(1), "submitted"), 1, "{}", everything());
-        for what in [What::Made, What::Began] {
-            let starts = count(seen, id, what);
-            assert!(
-                starts <= claimed,
-                "{what:?} {starts} times: {}",
-                everything()
-            );
-        }
+        // A workspace may be made and removed more often than that: while the database is away, nothing begins in it.
+        let starts = count(seen, id, What::Began);
+        assert!(starts <= claimed, "began {starts} times: {}", everything());
         for (begin, end) in [(What::Made, What::Removed), (What::Began, What::Ended)] {
             assert_eq!(
                 count(seen, id, begin),

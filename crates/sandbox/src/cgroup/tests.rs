@@ -388,17 +388,12 @@ fn a_child_is_born_in_the_group() {
     for (directory, expected) in asked {
         let (from_child, to_us) =
             rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-        let (forked, birth) = fork_into(directory).unwrap();
-        let child = match forked {
-            Forked::Child => {
-                let groups = fs::read("/proc/self/cgroup").unwrap_or_default();
-                let told = rustix::io::write(&to_us, &groups).is_ok() && birth == expected;
-                sys::exit_now(if told { 7 } else { 8 })
-            }
+        // The tests have threads, and whoever forks into a group must have none.
+        let child = match sys::fork_threaded().unwrap() {
+            Forked::Child => sys::exit_now(born_in(directory, expected, &to_us)),
             Forked::Parent { child } => Pid::from_raw(child).unwrap(),
         };
         drop(to_us);
-        assert_eq!(birth, expected);
         let mut told = String::new();
         io::Read::read_to_string(&mut File::from(from_child), &mut told).unwrap();
         let (_, status) =
@@ -409,9 +404,28 @@ fn a_child_is_born_in_the_group() {
         let inside = told
             .lines()
             .any(|line| line.starts_with("0::") && line.ends_with(&group.parts[0].name));
-        assert_eq!(inside, birth == Birth::InGroup, "{told}");
+        assert_eq!(inside, expected == Birth::InGroup, "{told}");
     }
     group.remove().unwrap();
+}
+
+/// 7 if a child was born as expected, and told its groups.
+fn born_in(directory: Option<BorrowedFd<'_>>, expected: Birth, to: &OwnedFd) -> i32 {
+    use crate::sys::{self, Forked};
+    match fork_into(directory) {
+        Ok((Forked::Child, birth)) => {
+            let groups = fs::read("/proc/self/cgroup").unwrap_or_default();
+            let told = rustix::io::write(to, &groups).is_ok() && birth == expected;
+            sys::exit_now(if told { 7 } else { 8 })
+        }
+        Ok((Forked::Parent { child }, birth)) if birth == expected => {
+            let options = rustix::process::WaitOptions::empty();
+            let ended = rustix::process::waitpid(Pid::from_raw(child), options);
+            let code = ended.ok().flatten().and_then(|(_, s)| s.exit_status());
+            code.unwrap_or(9)
+        }
+        _ => 10,
+    }
 }
 
 /// As on a cluster or in an old container: root has handed a plain account a directory in every hierarchy.

@@ -14,7 +14,7 @@ use sandbox::spec::{
     Bytes, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Owner, Spec, Terminal, View,
     WorkspaceKind,
 };
-use sandbox::supervise::{self, Attendant, Finished, Means, RunError, Stream, Wish};
+use sandbox::supervise::{self, Attendant, Finished, Means, RunError, Running, Stream, Wish};
 
 /// Under root the tests use one of these uids for each run; nothing else on a host has them.
 const TEST_UID_FIRST: u32 = 1_900_100_000;
@@ -34,6 +34,7 @@ pub struct Hood {
     pub wish_at: Option<(&'static [u8], Wish)>,
     /// An eventfd by which another thread makes this wish, whatever was printed.
     pub wish_by: Option<(OwnedFd, Wish)>,
+    pub waits: std::time::Duration,
     /// Do with this interface of Landlock, as on a kernel that has no newer one.
     pub landlock_at_most: Option<i32>,
 }
@@ -177,6 +178,7 @@ impl Hood {
             with_group: is_root(),
             wish_at: None,
             wish_by: None,
+            waits: std::time::Duration::ZERO,
             landlock_at_most: None,
         }
     }
@@ -273,7 +275,46 @@ impl Hood {
         self.run_here()
     }
 
+    /// Runs it as a runner does that has other things to do first.
+    pub fn run_after(mut self, wait: std::time::Duration) -> Ran {
+        self.waits = wait;
+        self.run()
+    }
+
+    /// Has it built, and after a look at the workspace called off, which must leave nothing alive; then looks again.
+    pub fn call_off<T>(mut self, look: impl Fn(&Path) -> T) -> [T; 2] {
+        let at = self.dir.path().to_path_buf();
+        let (seen, _) = self
+            .with_running(|running, _| {
+                let before = look(&at);
+                assert!(running.call_off(), "not all of it is known to be dead");
+                [before, look(&at)]
+            })
+            .unwrap_or_else(|e| panic!("it was not built: {}", chain(&e)));
+        seen
+    }
+
     fn run_here(&mut self) -> Result<Ran, RunError> {
+        let wait = self.waits;
+        let (finished, listener) = self.with_running(|running, listener| {
+            std::thread::sleep(wait);
+            running.supervise(listener)
+        })?;
+        let Finished {
+            outcome, layers, ..
+        } = finished?;
+        Ok(Ran {
+            outcome,
+            layers,
+            stdout: String::from_utf8_lossy(&listener.out).into_owned(),
+            stderr: String::from_utf8_lossy(&listener.err).into_owned(),
+        })
+    }
+
+    fn with_running<T>(
+        &mut self,
+        act: impl FnOnce(Running<'_>, &mut Listener) -> T,
+    ) -> Result<(T, Listener), RunError> {
         let hidden = self.dir.path().join(sandbox::HIDDEN);
         for dir in [hidden.clone(), hidden.join("home")] {
             std::fs::create_dir(&dir).unwrap();
@@ -295,27 +336,17 @@ impl Hood {
             (listener.bell, listener.wish_at) = (bell, Some((UNPRINTED, wish)));
         }
         let launcher = Launcher::new(self.landlock_at_most);
-        let finished = {
-            let means = Means {
-                launcher: launcher.path(),
-                workspace: Some(workspace.as_fd()),
-                stdin: self.stdin.take(),
-                group: group.as_ref(),
-            };
-            supervise::spawn(&self.spec, means)?.supervise(&mut listener)
+        let means = Means {
+            launcher: launcher.path(),
+            workspace: Some(workspace.as_fd()),
+            stdin: self.stdin.take(),
+            group: group.as_ref(),
         };
+        let done = act(supervise::spawn(&self.spec, means)?, &mut listener);
         if let Some(group) = group {
             group.remove().unwrap();
         }
-        let Finished {
-            outcome, layers, ..
-        } = finished?;
-        Ok(Ran {
-            outcome,
-            layers,
-            stdout: String::from_utf8_lossy(&listener.out).into_owned(),
-            stderr: String::from_utf8_lossy(&listener.err).into_owned(),
-        })
+        Ok((done, listener))
     }
 }
 

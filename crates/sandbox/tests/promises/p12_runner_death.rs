@@ -30,6 +30,11 @@ pub const TRIALS: &[Entry] = &[
         so_does_one_killed_while_it_starts,
     ),
     (
+        "nothing_runs_before_the_word_to_go",
+        For::Everyone,
+        nothing_runs_before_the_word_to_go,
+    ),
+    (
         "a_stopped_runner_suspends_no_deadline",
         For::Everyone,
         a_stopped_runner_suspends_no_deadline,
@@ -256,6 +261,26 @@ fn so_does_one_killed_while_it_starts() {
             );
         }
     }
+}
+
+/// The runner builds first and has the run recorded then: what it may not record does not run.
+fn nothing_runs_before_the_word_to_go() {
+    let hood = || Hood::sh(": > ran; echo up");
+    let has_run = |at: &std::path::Path| at.join("ran").exists();
+    let (ran, has) = hood().run_then(has_run);
+    assert!(ran.said("up") && has, "the control: {}", ran.all());
+    let early = |at: &std::path::Path| {
+        // Not to wait for anything: it has time enough to run, if it could.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        has_run(at)
+    };
+    assert_eq!(hood().call_off(early), [false, false]);
+    // At once, while the sandbox is being built.
+    assert_eq!(hood().call_off(has_run), [false, false]);
+    // The wait is not the program's time.
+    let brief = hood().limits(|l| (l.wall_ms, l.idle_ms, l.grace_ms) = (2000, Some(2000), 0));
+    let ran = brief.run_after(std::time::Duration::from_millis(3000));
+    assert_eq!((ran.stop(), ran.code()), (None, Some(0)), "{}", ran.all());
 }
 
 /// Everything that descends from a process, as far as /proc shows it.

@@ -58,7 +58,7 @@ fn defaults_of_the_record_are_those_documented() {
         }
     );
     assert_eq!(resolved.request.collection, Collection::default());
-    assert_eq!(resolved.request.again, Again::Refused);
+    assert_eq!(resolved.request.again, Again::New);
     assert!(resolved.request.secret_env.is_empty());
 }
 
@@ -379,6 +379,7 @@ fn secret_names_add_up() {
 fn export_and_repetition_belong_to_one_run() {
     let bench = Bench::new();
     assert_eq!(bench.ok(&["--replace"]).again, Again::Replace);
+    assert_eq!(bench.ok(&["--id", "mine"]).again, Again::Refused);
     let record = bench.record(&["--to", "results", "--force"]);
     assert_eq!(record.to, Some(bench.path("project/results")));
     assert!(record.force);
