@@ -52,6 +52,8 @@ pub(crate) struct Attempt {
     lent: Option<Store>,
     /// Where what it leaves is to be kept: it is to be recorded, and the database does not know of it yet.
     artifacts: Option<Artifacts>,
+    /// What was put into the workspace, until it is written down what it came from.
+    unexplained: Option<Vec<Put>>,
     /// The database has a row for it, which must come to an end.
     begun: bool,
     /// The workspace is one that the user made before, and its state then.
@@ -138,6 +140,7 @@ impl Attempt {
             init_stays: false,
             lent: None,
             artifacts,
+            unexplained: None,
             begun: false,
             prepared,
         };
@@ -249,7 +252,7 @@ impl Attempt {
             && storage != Storage::Memory
         {
             fill(workspace.dir(), &plan.inputs, self.owner(), limits)?;
-            self.note_puts(workspace.dir(), request, plan)?;
+            self.unexplained = Some(self.note_puts(workspace.dir(), plan)?);
         }
         reached(Step::Filled)?;
         Ok(storage)
@@ -281,24 +284,31 @@ impl Attempt {
 
     /// What was put there, by hash: the record tells what a result was made from, and what is left unchanged
     /// is no output.
-    fn note_puts(
-        &self,
-        workspace: BorrowedFd<'_>,
-        request: &Request,
-        plan: &Plan,
-    ) -> Result<(), PipelineError> {
+    fn note_puts(&self, workspace: BorrowedFd<'_>, plan: &Plan) -> Result<Vec<Put>, PipelineError> {
         let Some(dir) = self.dir.as_ref().filter(|_| self.is_recorded()) else {
-            return Ok(());
+            return Ok(Vec::new());
         };
-        let puts = match plan.inputs.is_empty() && self.prepared.is_none() {
-            true => Vec::new(),
-            false => collect::puts(workspace, self.owner_uid())?,
-        };
-        let provenance = made_from(request, plan, &puts);
+        if plan.inputs.is_empty() && self.prepared.is_none() {
+            return Ok(Vec::new());
+        }
+        let puts = collect::puts(workspace, self.owner_uid())?;
         if !puts.is_empty() {
             dir.put(Paper::Puts, &puts, Durable::No)?;
         }
-        dir.put(Paper::Provenance, &provenance, Durable::No)?;
+        Ok(puts)
+    }
+
+    /// What the result will have been made from. The project's history and the list of libraries take time to read.
+    fn note_provenance(
+        &self,
+        request: &Request,
+        plan: &Plan,
+        puts: &[Put],
+    ) -> Result<(), PipelineError> {
+        if let Some(dir) = self.dir.as_ref().filter(|_| self.is_recorded()) {
+            let provenance = made_from(request, plan, puts);
+            dir.put(Paper::Provenance, &provenance, Durable::No)?;
+        }
         Ok(())
     }
 

@@ -266,7 +266,7 @@ pub fn run(
         });
     let (enforcement, ran) = match ran {
         Ok(ran) => ran,
-        Err(error) => return Err(attempt.fail(request, around, ledger, error)),
+        Err(error) => return Err(attempt.fail(request, around, &plan, ledger, error)),
     };
     let number = attempt.number();
     let mut record = description::describe(request, number, &plan, &limits, &enforcement, &ran);

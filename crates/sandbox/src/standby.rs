@@ -41,11 +41,25 @@ pub fn stand_by(words: &[&str]) {
         Ok(Forked::Child) => be_launcher(&theirs, uid, gid),
         Ok(Forked::Parent { child }) => {
             if let (Some(pid), Ok(mut standby)) = (Pid::from_raw(child), STANDBY.lock()) {
+                let _where_it_was_born = move_from_here(pid);
                 *standby = Some((ours, pid));
             }
         }
         Err(_) => {}
     }
+}
+
+/// To another CPU than this one, if it may use another. Kernels that keep few CPUs busy on purpose, as those of virtual machines
+/// may, leave it on ours, where it would not begin before the runner has to wait for it.
+fn move_from_here(child: Pid) -> rustix::io::Result<()> {
+    let all = rustix::thread::sched_getaffinity(Some(child))?;
+    let mut elsewhere = all;
+    elsewhere.unset(rustix::thread::sched_getcpu());
+    if elsewhere.count() > 0 {
+        rustix::thread::sched_setaffinity(Some(child), &elsewhere)?;
+        rustix::thread::sched_setaffinity(Some(child), &all)?;
+    }
+    Ok(())
 }
 
 /// Whether that is the first word that this process was started with. The standard library would leave copies of the whole

@@ -14,6 +14,7 @@ use crate::ledger::Ledger;
 use crate::limits::error_chain;
 use crate::logs::Captured;
 use crate::pipeline::{Audience, Done, NotRun, PipelineError, Place, Surroundings};
+use crate::policy::Plan;
 use crate::post_process;
 use crate::record::{CommitState, Record, Status};
 use crate::request::{Keep, Request};
@@ -28,12 +29,16 @@ impl Attempt {
         mut self,
         request: &Request,
         around: &Surroundings,
+        plan: &Plan,
         ledger: Option<&mut Ledger>,
         error: PipelineError,
     ) -> NotRun {
         let Some(ledger) = ledger else {
             return error.into();
         };
+        if let Some(puts) = self.unexplained.take() {
+            let _or_not = self.note_provenance(request, plan, &puts);
+        }
         // What became of it is told, also where it failed before the database knew of it; but not to one that refused it.
         if !matches!(
             error,

@@ -87,7 +87,12 @@ impl Attempt {
             PipelineError::Start(error)
         })?;
         timings::mark("plan_sent");
-        if let Err(error) = self.begin_in(ledger, request, around.taken.as_ref()) {
+        let explained = match self.unexplained.take() {
+            Some(puts) => self.note_provenance(request, plan, &puts),
+            None => Ok(()),
+        };
+        let begun = explained.and_then(|()| self.begin_in(ledger, request, around.taken.as_ref()));
+        if let Err(error) = begun {
             self.init_stays |= !running.call_off();
             return Err(error);
         }
@@ -242,7 +247,8 @@ struct Ears<'a> {
 impl Ears<'_> {
     fn fill_memory(&self, memory: BorrowedFd<'_>) -> Result<(), PipelineError> {
         fill(memory, &self.plan.inputs, self.attempt.owner(), self.limits)?;
-        self.attempt.note_puts(memory, self.request, self.plan)
+        let puts = self.attempt.note_puts(memory, self.plan)?;
+        self.attempt.note_provenance(self.request, self.plan, &puts)
     }
 }
 
