@@ -54,6 +54,8 @@ pub(crate) struct Attempt {
     artifacts: Option<Artifacts>,
     /// What was put into the workspace, until it is written down what it came from.
     unexplained: Option<Vec<Put>>,
+    /// Whether the database has a row for it is not known.
+    unanswered: bool,
     /// The database has a row for it, which must come to an end.
     begun: bool,
     /// The workspace is one that the user made before, and its state then.
@@ -141,6 +143,7 @@ impl Attempt {
             lent: None,
             artifacts,
             unexplained: None,
+            unanswered: false,
             begun: false,
             prepared,
         };
@@ -157,6 +160,25 @@ impl Attempt {
         attempt.save()?;
         reached(Step::Claimed)?;
         Ok(attempt)
+    }
+
+    /// An answer that was lost on its way is asked for again, by the same key. If nobody gives one, whoever next cleans up
+    /// asks, and finds the key in the run directory.
+    fn begin_surely(
+        &mut self,
+        ledger: &mut Ledger,
+        task: &Task,
+        again: Again,
+    ) -> Result<u32, SettleError> {
+        // A database that was away before anything was asked has heard of nothing.
+        ledger.store()?;
+        match begin_row(ledger, &self.record, task, again) {
+            Err(e) if e.is_away() => ledger.rest(),
+            answer => return answer,
+        }
+        let answer = begin_row(ledger, &self.record, task, again);
+        self.unanswered = answer.as_ref().is_err_and(SettleError::is_away);
+        answer
     }
 
     /// Before anything of the program's runs: the attempt becomes a row in the database, if it is none yet.
@@ -182,7 +204,7 @@ impl Attempt {
         match taken {
             Some(taken) => take_up(ledger, &self.record, &task, taken)?,
             // Another number than we thought: somebody on another machine was faster with an attempt of the same id.
-            None => self.record.attempt = begin_row(ledger, &self.record, &task, request.again)?,
+            None => self.record.attempt = self.begin_surely(ledger, &task, request.again)?,
         }
         self.begun = true;
         self.record.task = Some(Task {

@@ -142,7 +142,7 @@ fn look_at(
     }
     let unsettled = matches!(record.state, RunState::Live | RunState::Quarantined);
     match (&record.task, ledger) {
-        (Some(_), _) if unsettled && record.prepared => give_back(&dir, record, reaped),
+        (_, ledger) if unsettled && record.prepared => give_back(&dir, record, ledger, reaped),
         (Some(task), Some(ledger)) if unsettled => match finish(&dir, &record, task, ledger) {
             Ok(Finished::Committed(done)) => {
                 reaped.finished.push(*done);
@@ -191,7 +191,23 @@ fn remove_cut_off(dir: RunDir, root: &Path, reaped: &mut Reaped) {
 
 /// The workspace is one that `workspace create` made: it is not ours to remove. What ran in it awaits `post-process`; if
 /// nothing did, it can be run in.
-fn give_back(dir: &RunDir, mut record: RunRecord, reaped: &mut Reaped) {
+fn give_back(
+    dir: &RunDir,
+    mut record: RunRecord,
+    ledger: Option<&mut Ledger>,
+    reaped: &mut Reaped,
+) {
+    if let Some(task) = record.task.as_mut().filter(|task| !task.begun) {
+        match number_of(task, ledger) {
+            Ok(None) => {}
+            // The runner died before it could write that down.
+            Ok(Some(number)) => (task.begun, record.attempt) = (true, number),
+            Err(why) => {
+                let waits = format!("{} waits in its workspace: {why}", record.id);
+                return reaped.waiting.push(waits);
+            }
+        }
+    }
     let mut back = || -> Result<(), String> {
         cgroup::remove_left_behind(&record.cgroups, &record.boot_id)
             .map_err(|e| error_chain(&e))?;
@@ -224,6 +240,21 @@ fn give_back(dir: &RunDir, mut record: RunRecord, reaped: &mut Reaped) {
         )),
         Err(problem) => reaped.problems.push(problem),
     }
+}
+
+/// Which attempt the database has with the task's key, if any.
+fn number_of(task: &Task, ledger: Option<&mut Ledger>) -> Result<Option<u32>, String> {
+    let said = |e: SettleError| error_chain(&e);
+    if let Some(ledger) = ledger
+        && ledger.store().map_err(said)?.id() == task.database_id
+    {
+        let found = ledger.with(|store| store.attempt_of(&task.key));
+        return found.map_err(said);
+    }
+    Err(format!(
+        "`fumehood gc --db …` with the database {} finishes it",
+        task.database
+    ))
 }
 
 /// For how long a workspace stands that was prepared, and whose runner died before it began.

@@ -20,14 +20,13 @@ const POLLING: &[(&str, &str)] = &[
     ("crates/fumehood/tests/storm/yard.rs", "until"),
     (
         "crates/sandbox/tests/promises/p11_deadline.rs",
-        "wait_for_marked",
+        "look_until",
     ),
     (
         "crates/sandbox/src/cgroup/tests.rs",
         "forks_beyond_the_process_limit_are_refused",
     ),
-    // These let time pass in which nothing must happen.
-    ("crates/sandbox/tests/promises/hood.rs", "run_here"),
+    // Lets time pass in which nothing must happen.
     (
         "crates/sandbox/tests/promises/p12_runner_death.rs",
         "nothing_runs_before_the_word_to_go",

@@ -32,7 +32,7 @@ use crate::sweeper::{self, Sweeper};
 use crate::sys::{self, Forked, Listener, Parentage};
 use crate::views;
 use crate::watch::{Watch, Watched, Watching};
-use crate::{landlock, rlimits};
+use crate::{cpus, landlock, rlimits};
 
 /// The word after the program's name that makes it the launcher.
 pub const ARGUMENT: &str = "__launch";
@@ -386,6 +386,7 @@ fn start_program(
             sys::exit_now(125)
         }
         Forked::Parent { child } => {
+            let _where_it_was_born = cpus::move_from_here(child);
             drop(theirs);
             drop(terminal);
             drop(proc_writable);
@@ -523,7 +524,6 @@ fn become_program(
 
     report.step("set resource limits");
     rlimits::apply(spec)?;
-    pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
 
     report.step("drop capabilities");
     if spec.has(Layer::Capabilities) {
@@ -568,6 +568,8 @@ fn become_program(
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
     report.step("wait for the word to go");
     let filter = seccomp::receive(ways.to_init.as_fd()).during(|| "listen to init".into())?;
+    // Init has moved this process to another CPU for the last time.
+    cpus::pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
     report.step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
         restrict_calls(&filter, &ways, &own_proc).during(|| "install the filter".into())?;
@@ -660,29 +662,6 @@ fn restrict_calls(
     fds.extend(own_proc.iter().map(AsFd::as_fd));
     let sweeper = sweeper.map(|sweeper| sweeper.pid);
     channel::send(ways.to_init.as_fd(), &sweeper, &fds)
-}
-
-/// `count` of the CPUs this process may use, from a random one on: runs side by side should not all
-/// crowd onto the first.
-fn pin(count: usize) -> rustix::io::Result<()> {
-    let mine = rustix::thread::sched_getaffinity(None)?;
-    let usable: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU)
-        .filter(|cpu| mine.is_set(*cpu))
-        .collect();
-    if count >= usable.len() {
-        return Ok(());
-    }
-    let mut noise = [0u8; 2];
-    rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty())?;
-    let first = usize::from(u16::from_ne_bytes(noise)) % usable.len();
-    let mut few = rustix::thread::CpuSet::new();
-    usable
-        .iter()
-        .cycle()
-        .skip(first)
-        .take(count.max(1))
-        .for_each(|cpu| few.set(*cpu));
-    rustix::thread::sched_setaffinity(None, &few)
 }
 
 fn c_string(bytes: Bytes) -> Result<CString, StepError> {

@@ -36,6 +36,7 @@ pub mod attack;
 mod broker;
 pub mod cgroup;
 mod channel;
+mod cpus;
 mod deputy;
 mod feed;
 mod init;

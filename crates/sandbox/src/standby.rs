@@ -14,9 +14,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
-use rustix::process::{Gid, Pid, Signal, Uid, WaitOptions};
+use rustix::process::{Gid, Pid, PidfdFlags, Signal, Uid, WaitOptions};
 
 use crate::channel::{self, Reporter};
+use crate::cpus;
 use crate::launch::{self, Plan};
 use crate::namespaces;
 use crate::spec::Spec;
@@ -41,25 +42,12 @@ pub fn stand_by(words: &[&str]) {
         Ok(Forked::Child) => be_launcher(&theirs, uid, gid),
         Ok(Forked::Parent { child }) => {
             if let (Some(pid), Ok(mut standby)) = (Pid::from_raw(child), STANDBY.lock()) {
-                let _where_it_was_born = move_from_here(pid);
+                let _where_it_was_born = cpus::move_from_here(child);
                 *standby = Some((ours, pid));
             }
         }
         Err(_) => {}
     }
-}
-
-/// To another CPU than this one, if it may use another. Kernels that keep few CPUs busy on purpose, as those of virtual machines
-/// may, leave it on ours, where it would not begin before the runner has to wait for it.
-fn move_from_here(child: Pid) -> rustix::io::Result<()> {
-    let all = rustix::thread::sched_getaffinity(Some(child))?;
-    let mut elsewhere = all;
-    elsewhere.unset(rustix::thread::sched_getcpu());
-    if elsewhere.count() > 0 {
-        rustix::thread::sched_setaffinity(Some(child), &elsewhere)?;
-        rustix::thread::sched_setaffinity(Some(child), &all)?;
-    }
-    Ok(())
 }
 
 /// Whether that is the first word that this process was started with. The standard library would leave copies of the whole
@@ -111,6 +99,12 @@ fn end((socket, pid): (OwnedFd, Pid)) {
         rustix::process::waitpid(Some(pid), WaitOptions::empty()),
         Err(rustix::io::Errno::INTR)
     ) {}
+}
+
+/// A child of ours: nobody else reaps it, so the number cannot have been given to another process.
+pub(crate) fn hold(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
+    let pidfd = rustix::process::pidfd_open(child, PidfdFlags::empty());
+    Ok((child, pidfd.map_err(|e| start("find init")(e.into()))?))
 }
 
 /// Our own binary, once more. An empty environment: nothing of the caller's is to be found in any process inside. Its

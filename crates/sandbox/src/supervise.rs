@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
 use crate::cgroup::Group;
 use crate::channel::{self, Order, Report, Wait};
@@ -157,7 +157,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
     // analyses of the same user must not keep us from sending ours.
     let _as_many_as_allowed = crate::rlimits::raise_open_files();
     let (ours, launcher, init) = match standby::take(means.launcher, spec) {
-        Some((socket, init)) => (socket, None, Some(hold(init)?)),
+        Some((socket, init)) => (socket, None, Some(standby::hold(init)?)),
         None => {
             let (socket, launcher) = standby::start_launcher(means.launcher)?;
             (socket, Some(launcher), None)
@@ -246,12 +246,6 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
     })
 }
 
-/// A child of ours: nobody else reaps it, so the number cannot have been given to another process.
-fn hold(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
-    let pidfd = rustix::process::pidfd_open(child, PidfdFlags::empty());
-    Ok((child, pidfd.map_err(|e| start("find init")(e.into()))?))
-}
-
 /// By when init must have ended the run, counted from the program's start.
 fn deadline(spec: &Spec) -> Duration {
     let limits = &spec.limits;
@@ -278,9 +272,25 @@ impl Running<'_> {
         self.started = Instant::now();
         self.kill_init_at = Instant::now() + BUILDING_AT_MOST + deadline(self.spec);
         if self.spec.workspace_kind == WorkspaceKind::Disk {
-            self.order(Order::Go);
+            self.let_run(attendant);
         }
         self.attend(attendant)
+    }
+
+    /// Unless somebody has wished otherwise meanwhile: then there is nothing that needs a grace.
+    fn let_run(&mut self, attendant: &mut dyn Attendant) {
+        let wishes = attendant.wishes();
+        let mut fds: Vec<_> = wishes
+            .iter()
+            .map(|fd| PollFd::new(fd, PollFlags::IN))
+            .collect();
+        if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
+            self.hear_wish(attendant);
+        }
+        match self.asked_to_stop {
+            None => self.order(Order::Go),
+            Some(_) => self.order(Order::Kill),
+        }
     }
 
     /// Ends what nobody has let run. Whether all of it is known to be dead.
@@ -449,7 +459,7 @@ impl Running<'_> {
         let pid = Pid::from_raw(pid)
             .ok_or_else(no_init)
             .map_err(start("find init"))?;
-        let (pid, held) = hold(pid)?;
+        let (pid, held) = standby::hold(pid)?;
         (self.init_pid, self.init) = (Some(pid), Some(held));
         Ok(())
     }
@@ -463,7 +473,7 @@ impl Running<'_> {
             return Ok(());
         }
         self.order(Order::Filled);
-        self.order(Order::Go);
+        self.let_run(attendant);
         Ok(())
     }
 

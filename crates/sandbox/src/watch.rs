@@ -118,6 +118,7 @@ pub struct Seen {
 pub struct Watching {
     /// The thread's number inside.
     pub thread: u32,
+    workspace: OwnedFd,
     orders: Sender<Word>,
     shared: Arc<Mutex<Shared>>,
     bell: OwnedFd,
@@ -158,6 +159,7 @@ impl Watching {
             Arc::clone(&shared),
             rustix::io::fcntl_dupfd_cloexec(&bell, 3)?,
         );
+        let workspace = rustix::io::fcntl_dupfd_cloexec(&watch.disk.workspace, 3)?;
         let (tell, born) = std::sync::mpsc::channel();
         sys::share_one_heap();
         std::thread::Builder::new().spawn(move || {
@@ -178,6 +180,7 @@ impl Watching {
         let thread = number.ok_or_else(|| io::Error::other("it kept capabilities"))?;
         Ok(Watching {
             thread,
+            workspace,
             orders,
             shared,
             bell,
@@ -205,9 +208,10 @@ impl Watching {
     }
 
     /// The program is about to run. Before that nothing is looked at: what is to become it cannot be looked into, like
-    /// somebody who hides.
+    /// somebody who hides. What others have written by now is not its own.
     pub fn begin(&self) {
-        let _lost = self.orders.send(Word::Begin);
+        let in_use = in_use(self.workspace.as_fd());
+        let _lost = self.orders.send(Word::Begin { in_use });
     }
 
     /// A last look, for as long as there is time for it.
@@ -233,7 +237,10 @@ impl Watching {
 }
 
 enum Word {
-    Begin,
+    /// With what is in use on the file system.
+    Begin {
+        in_use: (u64, u64),
+    },
     End,
 }
 
@@ -245,7 +252,8 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, 
             false => inbox.recv().map_err(RecvTimeoutError::from),
         };
         let (passed, over) = match word {
-            Ok(Word::Begin) => {
+            Ok(Word::Begin { in_use }) => {
+                (watch.disk.at_start, watch.disk.when_measured) = (in_use, in_use);
                 begun = true;
                 continue;
             }
@@ -531,13 +539,17 @@ impl Disk {
         self.written = pace.written;
     }
 
-    /// Bytes and inodes in use on the whole file system that holds the workspace.
     fn in_use(&self) -> (u64, u64) {
-        rustix::fs::fstatvfs(&self.workspace).map_or((0, 0), |s| {
-            let bytes = s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize;
-            (bytes, s.f_files.saturating_sub(s.f_ffree))
-        })
+        in_use(self.workspace.as_fd())
     }
+}
+
+/// Bytes and inodes in use on the whole file system that holds the workspace.
+fn in_use(workspace: BorrowedFd<'_>) -> (u64, u64) {
+    rustix::fs::fstatvfs(workspace).map_or((0, 0), |s| {
+        let bytes = s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize;
+        (bytes, s.f_files.saturating_sub(s.f_ffree))
+    })
 }
 
 /// Whether measuring keeps pace with writing: what was measured at its begin says little when much was written since.

@@ -46,6 +46,11 @@ impl Attempt {
         ) {
             let _or_not = self.begin_in(Some(ledger), request, around.taken.as_ref());
         }
+        if self.unanswered {
+            // The run directory stays, and what the user made.
+            self.workspace = self.workspace.take().filter(|_| self.prepared.is_none());
+            self.dir = None;
+        }
         if !self.begun {
             return error.into();
         }

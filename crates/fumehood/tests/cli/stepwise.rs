@@ -1,6 +1,9 @@
 //! The same life step by step: `workspace create`, `run --in`, `post-process`, `workspace remove`; and `record`, for what
 //! was made without a sandbox.
 
+use std::os::unix::process::ExitStatusExt;
+
+use analysis::fault;
 use serde_json::json;
 
 use crate::lab::{Lab, set_mode};
@@ -38,6 +41,16 @@ pub const TRIALS: &[Entry] = &[
         "without_a_record_the_steps_still_work",
         For::Everyone,
         no_record,
+    ),
+    (
+        "a_runner_that_dies_leaves_the_workspace_to_its_user",
+        For::Everyone,
+        given_back,
+    ),
+    (
+        "a_row_that_its_runner_did_not_live_to_note_comes_to_an_end",
+        For::Everyone,
+        not_noted,
     ),
 ];
 
@@ -360,4 +373,45 @@ fn no_record() {
     lab.ask(["workspace", "remove", "w", "--db", "none"]).good();
     assert!(!lab.home.join("fumehood.db").exists());
     lab.assert_nothing_left();
+}
+
+/// Killed there by itself.
+fn killed_in(lab: &Lab, fault: &str, options: &[&str]) {
+    let program = ["--", "true"];
+    let mut command = lab.run_command(["--in", "w"].iter().chain(options).chain(&program));
+    command.env(fault::VARIABLE, fault);
+    let killed = command.output().unwrap().status;
+    assert_eq!(killed.signal(), Some(9), "{killed}");
+}
+
+fn given_back() {
+    for options in [&[][..], &["--db", "none"]] {
+        let lab = Lab::new();
+        let ask = |words: &[&'static str]| lab.ask(words.iter().chain(options)).good();
+        ask(&["workspace", "create", "w"]);
+        let mine = lab.workspace("w").join("mine");
+        std::fs::write(&mine, "precious").unwrap();
+        killed_in(&lab, "filled=kill", options);
+        ask(&["gc"]);
+        assert_eq!(std::fs::read(&mine).unwrap(), b"precious");
+        // It can be run in.
+        lab.run(["--in", "w"].iter().chain(options).chain(&["--", "true"]))
+            .good();
+        assert_eq!(std::fs::read(&mine).unwrap(), b"precious");
+    }
+}
+
+fn not_noted() {
+    let lab = Lab::new();
+    lab.ask(["workspace", "create", "w"]).good();
+    killed_in(&lab, "begun=kill", &[]);
+    let paper = lab.home.join("runs/w/1/run.json");
+    let noted = std::fs::read_to_string(&paper).unwrap();
+    assert!(noted.contains("\"begun\":true"), "{noted}");
+    let not = noted.replace("\"begun\":true", "\"begun\":false");
+    std::fs::write(&paper, not).unwrap();
+    lab.gc(&[]).good();
+    lab.ask(["post-process", "w"]);
+    let row = "SELECT state, reason FROM analyses_v1 WHERE id = 'w'";
+    assert_eq!(lab.sql(row), [[json!("error"), json!("runner_lost")]]);
 }

@@ -34,7 +34,8 @@ pub struct Hood {
     pub wish_at: Option<(&'static [u8], Wish)>,
     /// An eventfd by which another thread makes this wish, whatever was printed.
     pub wish_by: Option<(OwnedFd, Wish)>,
-    pub waits: std::time::Duration,
+    /// What the runner has to do first.
+    pub meanwhile: Option<Box<dyn FnOnce() + Send>>,
     /// Do with this interface of Landlock, as on a kernel that has no newer one.
     pub landlock_at_most: Option<i32>,
 }
@@ -178,7 +179,7 @@ impl Hood {
             with_group: is_root(),
             wish_at: None,
             wish_by: None,
-            waits: std::time::Duration::ZERO,
+            meanwhile: None,
             landlock_at_most: None,
         }
     }
@@ -276,8 +277,8 @@ impl Hood {
     }
 
     /// Runs it as a runner does that has other things to do first.
-    pub fn run_after(mut self, wait: std::time::Duration) -> Ran {
-        self.waits = wait;
+    pub fn run_after(mut self, meanwhile: impl FnOnce() + Send + 'static) -> Ran {
+        self.meanwhile = Some(Box::new(meanwhile));
         self.run()
     }
 
@@ -295,9 +296,9 @@ impl Hood {
     }
 
     fn run_here(&mut self) -> Result<Ran, RunError> {
-        let wait = self.waits;
+        let meanwhile = self.meanwhile.take();
         let (finished, listener) = self.with_running(|running, listener| {
-            std::thread::sleep(wait);
+            meanwhile.into_iter().for_each(|act| act());
             running.supervise(listener)
         })?;
         let Finished {

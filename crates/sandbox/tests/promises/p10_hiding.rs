@@ -37,6 +37,11 @@ pub const TRIALS: &[Entry] = &[
         deleted_and_hidden,
     ),
     (
+        "what_others_wrote_before_it_ran_is_not_its_own",
+        For::Everyone,
+        written_before,
+    ),
+    (
         "what_was_there_for_a_while_is_told",
         For::Everyone,
         there_for_a_while,
@@ -173,6 +178,32 @@ for _ in range(3 * {DISK} // {MIB} // PART):
         fs::set_permissions(dir.join("closed"), open).unwrap();
     });
     unstopped(&ran);
+}
+
+/// Where something cannot be measured, what the whole file system has grown by is taken for the program's; from the word to go on.
+fn written_before() {
+    const LARGE: u64 = 3 << 30;
+    let _alone = alone();
+    let hood = || {
+        Hood::sh("mkdir d; chmod 000 d; sleep 0.6; chmod 700 d; echo up")
+            .limits(|l| l.disk_bytes = LARGE / 3)
+    };
+    let ran = hood().run();
+    assert!(
+        ran.said("up") && ran.stop().is_none(),
+        "the control: {}",
+        ran.all()
+    );
+    let hood = hood();
+    let beside = hood.workspace().parent().unwrap();
+    let others = tempfile::tempfile_in(beside).unwrap();
+    let theirs = others.try_clone().unwrap();
+    let ran = hood.run_after(move || {
+        let flags = rustix::fs::FallocateFlags::empty();
+        rustix::fs::fallocate(&theirs, flags, 0, LARGE).unwrap();
+    });
+    assert_eq!(others.metadata().unwrap().len(), LARGE);
+    assert!(ran.said("up") && ran.stop().is_none(), "{}", ran.all());
 }
 
 fn there_for_a_while() {

@@ -128,17 +128,22 @@ fn pids() -> Vec<i32> {
 
 /// Waits until so many processes have the marker.
 pub fn wait_for_marked(marker: &str, count: usize) -> Vec<i32> {
+    look_until(marker, |found| found >= count)
+}
+
+/// Waits until none has it.
+pub fn wait_for_none(marker: &str) {
+    look_until(marker, |found| found == 0);
+}
+
+fn look_until(marker: &str, enough: impl Fn(usize) -> bool) -> Vec<i32> {
     let give_up = Instant::now() + AT_MOST;
     loop {
         let found = marked(marker);
-        if found.len() >= count {
+        if enough(found.len()) {
             return found;
         }
-        assert!(
-            Instant::now() < give_up,
-            "{} of {count} processes appeared",
-            found.len()
-        );
+        assert!(Instant::now() < give_up, "there are {found:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -9,6 +9,9 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 
+use sandbox::outcome::Stop;
+use sandbox::supervise::Wish;
+
 use crate::hood::{Hood, Ran};
 use crate::p11_deadline::{AT_MOST, kill_marked, marked, new_marker, wait_for_marked};
 use crate::{Entry, For};
@@ -33,6 +36,11 @@ pub const TRIALS: &[Entry] = &[
         "nothing_runs_before_the_word_to_go",
         For::Everyone,
         nothing_runs_before_the_word_to_go,
+    ),
+    (
+        "what_is_cancelled_while_it_waits_never_runs",
+        For::Everyone,
+        what_is_cancelled_while_it_waits_never_runs,
     ),
     (
         "a_stopped_runner_suspends_no_deadline",
@@ -279,8 +287,27 @@ fn nothing_runs_before_the_word_to_go() {
     assert_eq!(hood().call_off(has_run), [false, false]);
     // The wait is not the program's time.
     let brief = hood().limits(|l| (l.wall_ms, l.idle_ms, l.grace_ms) = (2000, Some(2000), 0));
-    let ran = brief.run_after(std::time::Duration::from_millis(3000));
+    let ran = brief.run_after(|| std::thread::sleep(std::time::Duration::from_millis(3000)));
     assert_eq!((ran.stop(), ran.code()), (None, Some(0)), "{}", ran.all());
+}
+
+/// Also if the wish comes at the very moment at which it might have been let run.
+fn what_is_cancelled_while_it_waits_never_runs() {
+    for _ in 0..20 {
+        let mut hood = Hood::sh(": > ran; echo up");
+        let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        hood.wish_by = Some((bell.try_clone().unwrap(), Wish::Cancel));
+        hood.meanwhile = Some(Box::new(move || {
+            // Not to wait for anything: to strike at different moments.
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            rustix::io::write(&bell, &1u64.to_ne_bytes()).unwrap();
+        }));
+        let (ran, has) = hood.run_then(|at| at.join("ran").exists());
+        assert!(!has && !ran.said("up"), "{}", ran.all());
+        assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
+        // What is let run says first what is in force.
+        assert!(ran.layers.is_empty(), "{:?}", ran.layers);
+    }
 }
 
 /// Everything that descends from a process, as far as /proc shows it.
