@@ -1,8 +1,10 @@
 //! The same record in PostgreSQL: a real server of the trial's own, the documented grants, several machines, and a password
 //! that nobody sees.
 
-use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,6 +34,11 @@ pub const TRIALS: &[Entry] = &[
         "an_end_while_it_is_away_is_committed_later",
         For::Everyone,
         away,
+    ),
+    (
+        "a_beginning_whose_answer_is_lost_is_asked_for_again",
+        For::Everyone,
+        answer_lost,
     ),
 ];
 
@@ -718,4 +725,66 @@ fn away() {
         crate::lab::names_in(&bench.lab.home.join("pending")),
         [""; 0]
     );
+}
+
+/// Between a client and the server. Of the first connections the one is cut in which an attempt is begun: the server hears of it, and its
+/// answer is lost. So many are cut.
+fn forgetful(listener: &UnixListener, server: &Path, mut cut: u32) {
+    while let Ok((client, _)) = listener.accept() {
+        let Ok(behind) = UnixStream::connect(server) else {
+            return;
+        };
+        let (mut answers, mut to_client) =
+            (behind.try_clone().unwrap(), client.try_clone().unwrap());
+        let passing = std::thread::spawn(move || {
+            let _until_cut = std::io::copy(&mut answers, &mut to_client);
+            let _told = to_client.shutdown(Shutdown::Both);
+        });
+        let (mut client, mut behind) = (client, behind);
+        let (mut buffer, mut beginning) = (vec![0; 1 << 16], false);
+        while let Ok(count @ 1..) = client.read(&mut buffer) {
+            let said = &buffer[..count];
+            beginning |= said.windows(20).any(|w| w == b"INSERT INTO analyses");
+            // Bind, and execute.
+            if cut > 0 && beginning && said[0] == b'B' {
+                cut -= 1;
+                client.shutdown(Shutdown::Both).unwrap();
+            }
+            if behind.write_all(said).is_err() {
+                break;
+            }
+        }
+        let _heard_all = behind.shutdown(Shutdown::Write);
+        passing.join().unwrap();
+    }
+}
+
+fn answer_lost() {
+    for (cut, state) in [(1, "succeeded|exit"), (2, "error|runner_lost")] {
+        let bench = Bench::new();
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join(".s.PGSQL.5432")).unwrap();
+        let server = bench.server.dir.join(".s.PGSQL.5432");
+        // It ends with the trials.
+        let _proxy = std::thread::spawn(move || forgetful(&listener, &server, cut));
+        let url = format!(
+            "postgres:///{}?host={}&user=postgres",
+            bench.database,
+            dir.path().display()
+        );
+        let ended = bench.with_url(&url, &["run", "--id", "a", "--", "echo", "up"]);
+        match cut {
+            1 => assert_eq!(ended.good(), "up\n"),
+            _ => {
+                assert_eq!(ended.code(), 125, "{}", ended.err());
+                assert!(!ended.out().contains("up"), "{}", ended.out());
+                let row = bench.sql("SELECT state FROM fumehood.analyses_v1");
+                assert_eq!(row, "running", "the control");
+                bench.ask(&["gc"]).good();
+            }
+        }
+        let row = bench.sql("SELECT state, reason FROM fumehood.analyses_v1");
+        assert_eq!(row, state);
+        bench.lab.assert_nothing_left();
+    }
 }
