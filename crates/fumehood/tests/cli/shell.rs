@@ -167,10 +167,11 @@ fn window_size() {
     terminal.type_in("stty size; echo done$((1+1))\n");
     terminal.wait_for("33 77");
     terminal.wait_for("done2");
+    // The change arrives as a signal at the runner; ask until it is there. Not before the loop is: a shell that is about to read a line
+    // takes the size and sets it again (readline's set_winsize), whatever came between.
+    terminal.type_in("echo up$((1+1)); until [ \"$(stty size)\" = '44 99' ]; do sleep 0.02; done; echo new$((1+1))\n");
+    terminal.wait_for("up2");
     tcsetwinsize(&terminal.master, size(44, 99)).unwrap();
-    // The change arrives as a signal at the runner; ask until it is there.
-    terminal
-        .type_in("until [ \"$(stty size)\" = '44 99' ]; do sleep 0.02; done; echo new$((1+1))\n");
     terminal.wait_for("new2");
     terminal.type_in("exit 0\n");
     assert_eq!(terminal.exit_code(), Some(0));
