@@ -1,7 +1,7 @@
 """The bars: what Fumehood's own cost may be. Each is a figure, a limit and a formula, and names the part that measures it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 from .tools import BUBBLEWRAP, ISOLATE_WHOLE, NONE, POSTGRES, SQLITE
 

@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 from . import honesty, launch
 from .host import Bench

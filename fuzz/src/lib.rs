@@ -14,6 +14,7 @@ use analysis::logs::{self, Capture};
 use analysis::request::AnalysisId;
 use analysis::run_dir::RunRecord;
 use analysis::runtime::{self, Caller};
+use analysis::terminal_filter::TerminalFilter;
 use analysis::units;
 use sandbox::launch::Plan;
 // What channel.rs calls `crate::outcome` and `crate::spec`.
@@ -25,6 +26,10 @@ mod channel;
 
 mod interpreter;
 
+#[allow(dead_code)]
+#[path = "../../crates/analysis/src/policy/imports.rs"]
+mod python_imports;
+
 /// The target's name and the function, for whoever goes through all of them.
 pub type Target = (&'static str, fn(&[u8]) -> bool);
 
@@ -32,6 +37,8 @@ pub const TARGETS: &[Target] = &[
     ("units", units),
     ("ids", ids),
     ("logs", logs),
+    ("terminal", terminal),
+    ("imports", imports),
     ("hints", hints),
     ("shebang", shebang),
     ("runtime", runtime),
@@ -99,13 +106,15 @@ pub fn logs(data: &[u8]) -> bool {
     };
     let limit = 1 + usize::from(seed);
     let mut capture = Capture::new(limit);
-    let mut live = Vec::new();
+    let mut head = Vec::new();
     for piece in bytes.chunks(1 + usize::from(seed % 7)) {
-        live.extend_from_slice(capture.push(piece).bytes);
+        let live = capture.push(piece);
+        assert_eq!(live.bytes, piece);
+        head.extend_from_slice(live.head);
     }
     let captured = capture.finish();
     assert!(captured.head.len() + captured.tail.len() <= limit);
-    assert_eq!(captured.head, live);
+    assert_eq!(captured.head, head);
     assert!(bytes.starts_with(&captured.head) && bytes.ends_with(&captured.tail));
     let kept = (captured.head.len() + captured.tail.len()) as u64;
     assert_eq!(kept + captured.dropped_bytes, bytes.len() as u64);
@@ -123,6 +132,45 @@ pub fn logs(data: &[u8]) -> bool {
     captured.truncated
 }
 
+/// What a person's terminal is sent. How the stream is cut into pieces does not matter, and the terminal acts on nothing
+/// but colours, erasing in the line, and movement within the line.
+pub fn terminal(data: &[u8]) -> bool {
+    let Some((&seed, bytes)) = data.split_first() else {
+        return false;
+    };
+    let filter = |pieces: &mut dyn Iterator<Item = &[u8]>| {
+        let (mut filter, mut shown) = (TerminalFilter::default(), Vec::new());
+        pieces.for_each(|piece| filter.push(piece, &mut shown));
+        filter.interrupt(&mut shown);
+        shown
+    };
+    let shown = filter(&mut bytes.chunks(1 + usize::from(seed % 7)));
+    assert_eq!(shown, filter(&mut std::iter::once(bytes)));
+    let text = String::from_utf8(shown).expect("what is shown is UTF-8");
+    for (at, c) in text.char_indices() {
+        let plain = !c.is_control() || matches!(c, '\n' | '\r' | '\t' | '\u{8}');
+        assert!(plain || c == '\u{1b}', "{text:?}");
+        if c == '\u{1b}' {
+            let parameter = |c: char| c.is_ascii_digit() || c == ';' || c == ':';
+            let sequence = text[at..].strip_prefix("\u{1b}[").unwrap_or_default();
+            let end = sequence.trim_start_matches(parameter).chars().next();
+            assert!(matches!(end, Some('m' | 'K')), "{text:?}");
+        }
+    }
+    text.as_bytes() == bytes
+}
+
+/// The modules that a Python file names. Anybody may have written the file.
+pub fn imports(data: &[u8]) -> bool {
+    let found = python_imports::imports(data);
+    for import in &found {
+        // Each part becomes the name of a file.
+        let is_name = |part: &String| !part.is_empty() && !part.contains(['/', '.', '\0']);
+        assert!(import.parts.iter().all(is_name), "{import:?}");
+    }
+    !found.is_empty()
+}
+
 /// What a program printed last, which it can choose to mislead a person with.
 pub fn hints(data: &[u8]) -> bool {
     let lookups = std::cell::Cell::new(0);
@@ -138,6 +186,7 @@ pub fn hints(data: &[u8]) -> bool {
         visible: &[PathBuf::from("/usr"), PathBuf::from("/srv/data")],
         workspace: Path::new("/tmp/scidex-analysis-x"),
         project: Path::new("/srv/project"),
+        script_dir: Some(Path::new("/srv/project/pkg")),
         homes: &[PathBuf::from("/home/ada")],
         on_host: &on_host,
         network_off: true,

@@ -21,10 +21,12 @@ const SEEDS: &[&[u8]] = &[
     b"FileNotFoundError: [Errno 2] No such file or directory: '/srv/ref/hg38.fa'\n",
     b"ModuleNotFoundError: No module named 'scipy.stats'\nOSError: [Errno 28] No space left on device\n",
     b"\x1b]0;title\x07\xff\xfe caf\xc3\xa9 \\x41 \r\n",
+    b"3\x1b[1;31mred\x1b[0m\x1b[K\r 50 % \x1b[2J\x1b]52;c;aGk=\x07\xc2\x9b31m\xe2\x80\xae\n",
+    b"import os, a.b as c\nfrom . import (x as y,\n z)\nfrom ..up import *\ns = 'import no'\n",
     br#"{"step":"mount /proc"}"#,
     br#"{"failed":{"step":"x","errno":1,"detail":"y"}}"#,
     br#"{"ended":{"exit":{"code":0},"stop":null,"usage":{"wall_ms":1,"cpu_ms":1,"memory_peak_bytes":null,"pids_peak":1,"disk_bytes":0,"files":0,"oom_kills":0}}}"#,
-    br#"{"spec":{"program":"/bin/sh","argv":["sh",[255,0]],"env":[["A","b"]],"workspace":"/tmp/x","workspace_kind":"disk","views":[{"source":"/srv","target":"/srv","exec":"refused","owner":"mapped"}],"identity":{"leased":{"uid":5,"gid":5}},"limits":{"wall_ms":1,"cpu_ms":null,"idle_ms":null,"grace_ms":1,"memory_bytes":1,"cpu_milli":1,"pids":1,"open_files":1,"disk_bytes":1,"files":1,"log_bytes":1},"host_name":"h","terminal":"none","level":"landlock","shared_memory":"private","purpose":"run","required":["seccomp"],"without":["seccomp"]},"stdin":true,"attach_files":1,"birthplace":true,"cpu_counter":null,"memory":"hard","pids":"watched","pin_to_cpus":1,"pinned_for_good":true}"#,
+    br#"{"spec":{"program":"/bin/sh","argv":["sh",[255,0]],"env":[["A","b"]],"workspace":"/tmp/x","workspace_kind":"disk","views":[{"source":"/srv","target":"/srv","exec":"refused","owner":"mapped","content":"data"}],"identity":{"leased":{"uid":5,"gid":5}},"limits":{"wall_ms":1,"cpu_ms":null,"idle_ms":null,"grace_ms":1,"memory_bytes":1,"cpu_milli":1,"pids":1,"open_files":1,"disk_bytes":1,"files":1,"log_bytes":1},"host_name":"h","terminal":"none","level":"landlock","shared_memory":"private","purpose":"run","required":["seccomp"],"without":["seccomp"]},"stdin":true,"attach_files":1,"birthplace":true,"cpu_counter":null,"oom_counter":true,"memory":"hard","pids":"watched","pin_to_cpus":1,"pinned_for_good":true}"#,
     br#"{"version":1,"id":"x","host":"h","boot_id":"b","runner_pid":1,"workspace":"/tmp/x","draft":"/tmp/y","workspace_is":[1,2],"uid":null,"cgroups":["/sys/fs/cgroup/x"],"state":"live"}"#,
 ];
 

@@ -76,6 +76,8 @@ pub(crate) struct Ran {
     pub pids_denied: u64,
     /// A workspace that lived in memory.
     pub memory: Option<OwnedFd>,
+    /// See [`sandbox::supervise::Finished`].
+    pub undead_init: Option<u32>,
 }
 
 impl Ran {
@@ -460,6 +462,7 @@ pub(crate) fn fresh_record(id: &AnalysisId, root: &Path, number: u32) -> RunReco
         uid: None,
         project_quota: None,
         cgroups: Vec::new(),
+        init: None,
         state: RunState::Live,
         prepared: false,
         task: None,

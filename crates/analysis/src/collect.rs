@@ -15,10 +15,13 @@
 //! 1. A regular file is a candidate if its path is within the bounds, it is in no cache, a pattern asks for it, the run
 //!    owns it, it is no unchanged input, and its length is within `file_bytes`; the first of these that it fails is
 //!    what is counted or remarked.
-//! 2. Of the candidates the first `outputs` in the byte order of their paths are kept, and only so many that their paths
-//!    together stay within 256 bytes each on average (or within 1 MiB in all, where that is more).
+//! 2. The candidates are put in order, so that many files of no interest cannot displace a result: first those that
+//!    `--expect` or `--output` names by their whole path, then those that a pattern of `--expect` means, then `result.json` at the top, then all
+//!    others; among equals the less deep, then the shorter, then the first in the byte order of their paths. The first `outputs` are kept, and
+//!    only so many that their paths together stay within 256 bytes each on average (or within 1 MiB in all, where that is more).
 //! 3. In that order each is refused if it has names outside the workspace or if its length does not fit into what is left of
-//!    `total_bytes`; later, smaller ones may still fit. Names of one file are hashed and counted once.
+//!    `total_bytes`; later ones may still fit. A file with several names is hashed once and counted with each name: whoever
+//!    exports the outputs may have to write each.
 //!
 //! Memory: about 300 bytes and its path for each output, nothing for any other file.
 
@@ -56,7 +59,7 @@ pub const PUTS_MAX: u64 = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bounds {
-    /// Of all outputs together, by length; each hard-linked file once.
+    /// Of all outputs together, by length, whether or not they are names of one file.
     pub total_bytes: u64,
     pub file_bytes: u64,
     /// How many.
@@ -80,6 +83,8 @@ pub struct Rules<'a> {
     pub owner_uid: u32,
     /// `None` takes all.
     pub wanted: Option<&'a Globs>,
+    /// What `--expect` names, which is taken before all else.
+    pub expected: Option<&'a Globs>,
     pub puts: &'a [Put],
     pub modes: Modes,
 }
@@ -148,6 +153,7 @@ pub fn puts(dir: BorrowedFd<'_>, owner_uid: u32) -> Result<Vec<Put>, CollectErro
         },
         owner_uid,
         wanted: None,
+        expected: None,
         puts: &[],
         modes: Modes::Override,
     };
@@ -205,6 +211,7 @@ fn run(
         let output = taker.take(candidate, &mut reader)?;
         counts.outputs.extend(output);
     }
+    counts.outputs.sort_unstable_by(|a, b| a.path.cmp(&b.path));
     counts.bytes = taker.total_bytes;
     counts.remarks = taker.remarks.listed;
     counts.remark_counts = taker.remarks.counts;
@@ -246,7 +253,7 @@ fn subtract(
     Ok(())
 }
 
-/// Turns candidates into outputs, in the order of their paths.
+/// Turns candidates into outputs, the most wanted first.
 struct Taker<'a> {
     dir: BorrowedFd<'a>,
     rules: &'a Rules<'a>,
@@ -317,17 +324,15 @@ impl Taker<'_> {
         if bytes > self.rules.bounds.file_bytes {
             return Err(Remark::FileTooLarge.into());
         }
-        if let Some(content) = linked.as_ref().and_then(|linked| linked.content) {
-            return match content.stamp == pinned.stamp() {
-                true => Ok(content),
-                false => Err(Remark::Changed.into()),
-            };
-        }
         let total_bytes = self.total_bytes.saturating_add(bytes);
         if total_bytes > self.rules.bounds.total_bytes {
             return Err(Remark::TotalTooLarge.into());
         }
-        let content = pinned.read(self.dir, path, self.rules.modes, reader)?;
+        let content = match linked.as_ref().and_then(|linked| linked.content) {
+            Some(content) if content.stamp == pinned.stamp() => content,
+            Some(_) => return Err(Remark::Changed.into()),
+            None => pinned.read(self.dir, path, self.rules.modes, reader)?,
+        };
         if content.stamp.bytes != bytes {
             return Err(Remark::Changed.into());
         }

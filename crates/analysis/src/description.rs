@@ -12,7 +12,7 @@ use crate::logs::Captured;
 use crate::pipeline::{Audience, EndedFor, PipelineError, unix_ms};
 use crate::policy::{self, Plan};
 use crate::record::{self, Commit, CommitState, Isolation, Log, Reason, Record, Status, Times};
-use crate::request::{AnalysisId, Request};
+use crate::request::{AnalysisId, Asker, Command, Request};
 use crate::run_dir::RunRecord;
 
 /// The record of a run that took place.
@@ -68,8 +68,14 @@ pub(crate) fn describe(
     record.limits = record::limit_entries(enforcement);
     record.hints = guesses;
     record.notices = plan.notices.iter().chain(&ran.notices).cloned().collect();
+    if !ran.outcome.all_dead {
+        record.notices.push(QUARANTINED.into());
+    }
     record
 }
+
+/// Stored with the record: the outputs were collected later than the run ended.
+const QUARANTINED: &str = "unkillable: not every process could be shown dead in time, so the workspace was quarantined; the next run or `fumehood gc` collects and commits it once they are gone";
 
 /// The record of a run that Fumehood could not start.
 pub fn not_run(request: &Request, attempt: u32, error: &PipelineError) -> Record {
@@ -186,10 +192,16 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         .map(PathBuf::from),
     );
     let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
+    // What a queue's worker has in its place is a copy of what lay where it was submitted.
+    let script_dir = match (&request.command, &request.asked_by) {
+        (Command::Script { .. }, Asker::Caller) => plan.inputs.first(),
+        _ => None,
+    };
     let facts = Facts {
         visible: &visible,
         workspace: &workspace,
         project: &plan.project,
+        script_dir: script_dir.and_then(|(script, _)| script.parent()),
         homes: &plan.homes,
         on_host: &|path| on_host(path).filter(|_| policy::may_tell(request, path)),
         network_off: true,
@@ -202,7 +214,7 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         oom_kills: ran.outcome.usage.oom_kills,
         pids_denied: ran.pids_denied,
     };
-    if ran.outcome.stop == Some(Stop::Memory) {
+    if ran.outcome.stop == Some(Stop::Memory) && facts.oom_kills == 0 {
         // Nothing was printed, and the kernel killed nobody: the watch did.
         let text = String::from("guess: it needs more than the memory limit; raise --memory");
         let kind = hints::HintKind::Memory;

@@ -35,6 +35,8 @@ pub enum HintKind {
     Memory,
     Processes,
     OpenFiles,
+    /// A library or program in a tree from which nothing is executed.
+    NotExecutable,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,6 +73,8 @@ pub struct Facts<'a> {
     pub visible: &'a [PathBuf],
     pub workspace: &'a Path,
     pub project: &'a Path,
+    /// The host directory of the caller's own script, if one was named.
+    pub script_dir: Option<&'a Path>,
     /// Home directories, the caller's at least.
     pub homes: &'a [PathBuf],
     /// Looks a path up on the host. Called at most 32 times.
@@ -171,8 +175,18 @@ fn in_line(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
     if facts.network_off {
         network(line, found);
     }
-    if let Some(module) = missing_module(line) {
-        found.add(HintKind::Module, module_text(&module, facts));
+    // The library is there and cannot be mapped, so it is no module that is missing.
+    if has(&["failed to map segment from shared object"]) {
+        found.add(HintKind::NotExecutable, NOT_EXECUTABLE.to_owned());
+    } else if let Some(module) = missing_module(line) {
+        let beside = match has(&["No module named "]) {
+            true => beside_script(&module, facts, found),
+            false => None,
+        };
+        found.add(
+            HintKind::Module,
+            beside.unwrap_or_else(|| module_text(&module, facts)),
+        );
     }
     if has(&["Read-only file system", "Permission denied"]) {
         read_only(line, facts, found);
@@ -183,6 +197,9 @@ fn in_line(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
         }
     }
 }
+
+const NOT_EXECUTABLE: &str = "the library lies in data/ or docs/, or on a file system mounted noexec, and nothing is executed from \
+     there; copy it in with --input, or name its directory with --read and use that path";
 
 const NO_SPACE: &[&str] = &[
     "No space left on device",
@@ -291,6 +308,42 @@ fn missing_module(line: &[u8]) -> Option<String> {
         .collect();
     let name = name.trim_end_matches([':', '.']);
     (!name.is_empty()).then(|| name.to_owned())
+}
+
+/// The line that copies in a Python module which lies beside the script.
+fn beside_script(module: &str, facts: &Facts<'_>, found: &mut Found) -> Option<String> {
+    let dir = facts.script_dir?;
+    let top = module.split('.').next()?;
+    let identifier = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    if top.is_empty() || !top.chars().all(identifier) {
+        return None;
+    }
+    let tries = [
+        (dir.join(format!("{top}.py")), HostKind::File),
+        (dir.join(top), HostKind::Directory),
+    ];
+    for (path, kind) in tries {
+        if found.lookups >= LOOKUPS_MAX {
+            return None;
+        }
+        found.lookups += 1;
+        let Some(there) = (facts.on_host)(&path).filter(|there| there.kind == kind) else {
+            continue;
+        };
+        let hidden = kept_out(&path, facts).or_else(|| kept_out(&there.real, facts));
+        if hidden.is_some() || path.as_os_str().as_bytes().contains(&b':') {
+            return None;
+        }
+        let shown = shell_quoted(path.as_os_str());
+        let all = match dir != facts.project && dir.starts_with(facts.project) {
+            true => "; --siblings brings along every module there that the imports name",
+            false => "",
+        };
+        return Some(format!(
+            "{top} lies beside the script; copy it in with: --input {shown}{all}"
+        ));
+    }
+    None
 }
 
 fn module_text(module: &str, facts: &Facts<'_>) -> String {
@@ -550,6 +603,9 @@ mod tests {
             "conf/a.yml",
             "b.py",
             "lib/c.py",
+            "pkg/utils.py",
+            "pkg/tools",
+            "pkg/api_token.py",
             "site.db",
             ".git/config",
             "data/y.csv",
@@ -575,6 +631,7 @@ mod tests {
             visible: &visible,
             workspace: Path::new("/tmp/scidex-analysis-x"),
             project: Path::new("/proj"),
+            script_dir: Some(Path::new("/proj/pkg")),
             homes: &homes,
             on_host: &on_host,
             network_off: true,
@@ -633,6 +690,26 @@ mod tests {
                     .any(|h| h.kind == HintKind::HiddenPath && h.text.contains(line)),
                 "{stderr}: {all:?}"
             );
+        }
+    }
+
+    #[test]
+    fn a_module_beside_the_script_comes_with_the_line_that_copies_it() {
+        for (module, path) in [
+            ("utils", "/proj/pkg/utils.py"),
+            ("tools.x", "/proj/pkg/tools"),
+        ] {
+            let (kind, text) = one(&format!("ModuleNotFoundError: No module named '{module}'"));
+            assert_eq!(kind, HintKind::Module);
+            let line = format!("--input {path};");
+            assert!(
+                text.contains(&line) && text.contains("--siblings"),
+                "{text}"
+            );
+        }
+        for module in ["gone", "api_token", "../../etc", "/etc/passwd", "b"] {
+            let (_, text) = one(&format!("ModuleNotFoundError: No module named '{module}'"));
+            assert!(!text.contains("--input"), "{text}");
         }
     }
 
@@ -736,6 +813,14 @@ mod tests {
             ("bash: fork: Resource temporarily unavailable", Processes),
             ("RuntimeError: can't start new thread", Processes),
             ("OSError: [Errno 24] Too many open files", OpenFiles),
+            (
+                "ImportError: /proj/data/x.so: failed to map segment from shared object",
+                NotExecutable,
+            ),
+            (
+                "data/tool: error while loading shared libraries: libx.so: failed to map segment from shared object",
+                NotExecutable,
+            ),
         ] {
             let (got, text) = one(stderr);
             assert_eq!(got, kind, "{stderr}: {text}");

@@ -3,6 +3,7 @@
 //! The lease is a lock on a file in a directory of root's that all of root's Fumehoods share, whatever
 //! their home. A uid is never one that an account, a subordinate range or a process has.
 
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -49,7 +50,8 @@ impl Lease {
         prepare(directory)?;
         let reserved = Reserved::read();
         let boot_id = crate::home::boot_id();
-        for uid in range {
+        let mut holders = None;
+        for uid in range.clone() {
             if reserved.holds(uid) {
                 continue;
             }
@@ -71,22 +73,43 @@ impl Lease {
                 file,
                 boot_id: boot_id.clone(),
             };
+            let text = lease.text();
             // Given back with everything dead, in this boot: nobody can have it. Otherwise look.
-            if lease.is_clean() || !some_process_has(uid) {
-                lease.mark(IN_USE).map_err(|source| LeaseError::Open {
-                    path: path.clone(),
-                    source,
-                })?;
-                return Ok(lease);
+            if !lease.is_clean(&text) {
+                // As a rule that is who was found when somebody last walked through all processes.
+                if noted_holder(&text).is_some_and(|pid| has_id(pid, uid)) {
+                    continue;
+                }
+                // One walk tells of all uids.
+                let holders = holders.get_or_insert_with(|| holders_of(&range));
+                let holder = holders.as_ref().map(|holders| holders.get(&uid));
+                match holder {
+                    Some(None) => {}
+                    Some(Some(pid)) => {
+                        let _only_a_hint = lease.mark(&format!("{IN_USE}{pid}\n"));
+                        continue;
+                    }
+                    // Without /proc nothing is known, so every uid may be held.
+                    None => continue,
+                }
             }
+            lease.mark(IN_USE).map_err(|source| LeaseError::Open {
+                path: path.clone(),
+                source,
+            })?;
+            return Ok(lease);
         }
         Err(LeaseError::NoneFree)
     }
 
-    fn is_clean(&self) -> bool {
+    fn text(&self) -> Vec<u8> {
         let mut text = [0u8; 64];
         let n = rustix::io::pread(&self.file, &mut text, 0).unwrap_or(0);
-        !self.boot_id.is_empty() && &text[..n] == self.boot_id.as_bytes()
+        text[..n].to_vec()
+    }
+
+    fn is_clean(&self, text: &[u8]) -> bool {
+        !self.boot_id.is_empty() && text == self.boot_id.as_bytes()
     }
 
     /// In place: a file that is cut short and written again makes some file systems write to the disk at once.
@@ -172,25 +195,43 @@ impl Reserved {
     }
 }
 
-/// Looks through every process for a real, effective, saved or file-system uid.
-fn some_process_has(uid: u32) -> bool {
-    let wanted = uid.to_string();
-    let Ok(processes) = std::fs::read_dir("/proc") else {
-        return true;
-    };
-    processes.flatten().any(|entry| {
-        let numeric = entry
-            .file_name()
-            .as_encoded_bytes()
-            .first()
-            .is_some_and(u8::is_ascii_digit);
-        let status = || std::fs::read_to_string(entry.path().join("status")).unwrap_or_default();
-        numeric
-            && status()
-                .lines()
-                .filter(|l| l.starts_with("Uid:") || l.starts_with("Gid:"))
-                .any(|line| line.split_ascii_whitespace().skip(1).any(|n| n == wanted))
-    })
+/// The process that a lease names as having its uid.
+fn noted_holder(text: &[u8]) -> Option<u32> {
+    let text = std::str::from_utf8(text).ok()?.strip_prefix(IN_USE)?;
+    text.split_once('\n')?.0.parse().ok()
+}
+
+/// Whether the process has this number as a real, effective, saved or file-system uid or gid.
+fn has_id(pid: u32, id: u32) -> bool {
+    ids_of(pid).contains(&id)
+}
+
+fn ids_of(pid: u32) -> Vec<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let lines = status.lines();
+    let lines = lines.filter(|l| l.starts_with("Uid:") || l.starts_with("Gid:"));
+    lines
+        .flat_map(|line| line.split_ascii_whitespace().skip(1))
+        .filter_map(|number| number.parse().ok())
+        .collect()
+}
+
+/// Looks through every process for uids and gids of the range: for each that some process has, one such process.
+/// `None`: there is no /proc to look through.
+fn holders_of(range: &std::ops::Range<u32>) -> Option<HashMap<u32, u32>> {
+    let mut holders = HashMap::new();
+    for entry in std::fs::read_dir("/proc").ok()?.flatten() {
+        let pid = entry.file_name().to_str().and_then(|n| n.parse().ok());
+        for (pid, id) in pid
+            .into_iter()
+            .flat_map(|pid| ids_of(pid).into_iter().map(move |id| (pid, id)))
+        {
+            if range.contains(&id) {
+                holders.insert(id, pid);
+            }
+        }
+    }
+    Some(holders)
 }
 
 #[cfg(test)]
@@ -235,9 +276,22 @@ mod tests {
             .spawn()
             .unwrap();
         assert!(matches!(take(), Err(LeaseError::NoneFree)));
+        // The next to ask finds who has it without a walk through all processes.
+        let text = std::fs::read(directory.join(taken.to_string())).unwrap();
+        assert_eq!(noted_holder(&text), Some(holder.id()));
+        assert!(matches!(take(), Err(LeaseError::NoneFree)));
         holder.kill().unwrap();
         holder.wait().unwrap();
         assert_eq!(take().unwrap().uid, taken);
+    }
+
+    /// What stays of a longer text behind a shorter one names nobody.
+    #[test]
+    fn a_holder_is_read_from_its_own_line_alone() {
+        assert_eq!(noted_holder(b"-1234\n-4f1b-9d1d"), Some(1234));
+        for text in [&b"-"[..], b"-234-5678", b"1234\n", b"", b"-x\n"] {
+            assert_eq!(noted_holder(text), None, "{text:?}");
+        }
     }
 
     #[test]

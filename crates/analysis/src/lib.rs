@@ -36,6 +36,7 @@ pub mod settle;
 pub mod steps;
 pub mod store;
 pub mod submission;
+pub mod terminal_filter;
 pub mod timings;
 pub mod tree;
 pub mod units;

@@ -42,12 +42,84 @@ pub fn resolve(asked: &AskedLimits) -> Limits {
         grace_ms: asked.grace_ms.value,
         memory_bytes: or_default(asked.memory_bytes, &memory_default),
         cpu_milli: or_default(asked.cpu_milli, &|| cpus_default),
-        pids: asked.pids.value,
-        open_files: asked.open_files.value,
+        pids: match asked.pids.explicit {
+            true => asked.pids.value,
+            false => asked
+                .pids
+                .value
+                .min(half_of_users_processes(asked.pids.value)),
+        },
+        open_files: match asked.open_files {
+            Asked {
+                value,
+                explicit: true,
+            } => value,
+            Asked {
+                value,
+                explicit: false,
+            } => value.min(open_files_share(open_files_of_host(), asked.pids.value)),
+        },
         disk_bytes: asked.disk_bytes.value,
         files: asked.files.value,
         log_bytes: asked.log_bytes.value,
     }
+}
+
+/// Half of the processes that the user may still start, so that a run does not use up what the user's other programs need.
+/// Root, and a run with a uid of its own, share no such count.
+///
+/// Counting takes a walk through /proc, so a limit that is many times the default is not looked into.
+fn half_of_users_processes(default: u64) -> u64 {
+    const MATTERS_BELOW: u64 = 16;
+    let uid = rustix::process::getuid();
+    let limit = match uid.is_root() || rustix::process::geteuid().is_root() {
+        true => None,
+        false => rustix::process::getrlimit(rustix::process::Resource::Nproc).current,
+    };
+    match limit.filter(|limit| *limit < default.saturating_mul(MATTERS_BELOW)) {
+        Some(limit) => half_of_left(limit, threads_of_user(uid.as_raw())),
+        None => u64::MAX,
+    }
+}
+
+/// The least is what `--pids` takes.
+fn half_of_left(limit: u64, used: u64) -> u64 {
+    (limit.saturating_sub(used) / 2).max(8)
+}
+
+/// As the kernel counts them: threads, by the real uid. What hides its processes from us hides from the count.
+fn threads_of_user(uid: u32) -> u64 {
+    let Ok(processes) = std::fs::read_dir("/proc") else {
+        return 0;
+    };
+    let threads = |entry: std::fs::DirEntry| {
+        let name = entry.file_name();
+        if !name.as_encoded_bytes().first()?.is_ascii_digit() {
+            return None;
+        }
+        let status = std::fs::read_to_string(entry.path().join("status")).ok()?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+            line.split_ascii_whitespace().next()?.parse::<u64>().ok()
+        };
+        (field("Uid:")? == u64::from(uid)).then_some(field("Threads:")?)
+    };
+    processes.flatten().filter_map(threads).sum()
+}
+
+/// With fewer, ordinary programs do not work.
+const OPEN_FILES_MIN: u64 = 256;
+
+/// So many for each process that all of a run's have a tenth of what the host has.
+fn open_files_share(of_host: u64, pids: u64) -> u64 {
+    (of_host / 10 / pids.max(1)).max(OPEN_FILES_MIN)
+}
+
+/// The number of open files is bounded for the whole host too. Where nothing can be read there is nothing to share.
+fn open_files_of_host() -> u64 {
+    let text = std::fs::read_to_string("/proc/sys/fs/file-max");
+    let number = text.ok().and_then(|text| text.trim().parse().ok());
+    number.unwrap_or(u64::MAX)
 }
 
 fn cpus_usable() -> u64 {
@@ -290,4 +362,43 @@ pub fn error_chain(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_of_what_is_left_and_never_too_few() {
+        assert_eq!(half_of_left(1000, 200), 400);
+        assert_eq!(half_of_left(1000, 999), 8);
+        assert_eq!(half_of_left(1000, 5000), 8);
+    }
+
+    #[test]
+    fn the_threads_of_this_process_are_counted() {
+        let uid = rustix::process::getuid().as_raw();
+        let before = threads_of_user(uid);
+        assert!(before >= 1);
+        assert_eq!(threads_of_user(u32::MAX - 7), 0);
+    }
+
+    /// All processes of a run together, and a host that sets no bound.
+    #[test]
+    fn open_files_are_a_tenth_of_the_hosts() {
+        assert_eq!(open_files_share(2_465_780, 256), 963);
+        assert_eq!(open_files_share(2_465_780, 1024), OPEN_FILES_MIN);
+        assert!(open_files_share(i64::MAX as u64, 1024) > 4096);
+        let mut asked = AskedLimits::default();
+        asked.pids.value = 1 << 40;
+        assert_eq!(
+            resolve(&asked).open_files,
+            open_files_share(open_files_of_host(), 1 << 40).min(4096)
+        );
+        asked.open_files = Asked {
+            value: 5000,
+            explicit: true,
+        };
+        assert_eq!(resolve(&asked).open_files, 5000);
+    }
 }

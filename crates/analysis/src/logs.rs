@@ -1,6 +1,6 @@
 //! Bounded capture of what a program prints, and making bytes safe to show.
 //!
-//! A stream keeps its beginning and its end: the first half of the limit is shown as it comes,
+//! A stream keeps its beginning and its end: the first half of the limit is the head,
 //! what follows goes through a ring that holds the rest of the limit, and what falls out of the
 //! ring is counted. An endless line or gigabytes of output cost no more than the limit.
 
@@ -18,12 +18,12 @@ pub struct Capture {
     total_bytes: u64,
 }
 
-/// What to show at once of the bytes just pushed.
+/// Bytes that a program has just printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Live<'a> {
     pub bytes: &'a [u8],
-    /// From these bytes on the stream is held back until its end: the moment to say so, once.
-    pub held_back: bool,
+    /// Those of them that belong to the head. Of what comes later only the end is kept, and that is known at the end.
+    pub head: &'a [u8],
 }
 
 /// One stream at its end. `head`, then `dropped_bytes` that are gone, then `tail`.
@@ -51,17 +51,13 @@ impl Capture {
 
     pub fn push<'a>(&mut self, bytes: &'a [u8]) -> Live<'a> {
         self.total_bytes += bytes.len() as u64;
-        let was_open = self.head_open;
-        let (live, rest) = bytes.split_at(self.head_share(bytes));
-        self.head.extend_from_slice(live);
+        let (head, rest) = bytes.split_at(self.head_share(bytes));
+        self.head.extend_from_slice(head);
         if !rest.is_empty() {
             self.head_open = false;
             self.ring_push(rest);
         }
-        Live {
-            bytes: live,
-            held_back: was_open && !self.head_open,
-        }
+        Live { bytes, head }
     }
 
     pub fn finish(mut self) -> Captured {
@@ -234,7 +230,7 @@ fn push_hex(text: &mut String, bytes: &[u8]) {
 }
 
 /// Characters that a terminal acts on, hides, or lets change the order of what is read.
-fn misleads(c: char) -> bool {
+pub(crate) fn misleads(c: char) -> bool {
     matches!(c,
         // C1 controls: on some terminals U+009B begins an escape sequence.
         '\u{80}'..='\u{9f}'
@@ -294,7 +290,7 @@ mod tests {
         let mut capture = Capture::new(limit_bytes);
         let live = chunks
             .iter()
-            .flat_map(|c| capture.push(c).bytes)
+            .flat_map(|c| capture.push(c).head)
             .copied()
             .collect();
         (live, capture.finish())
@@ -334,14 +330,6 @@ mod tests {
             None,
             "a gap is no text the program could have printed"
         );
-    }
-
-    #[test]
-    fn holding_back_is_announced_once() {
-        let mut capture = Capture::new(8);
-        assert!(!capture.push(b"0123").held_back);
-        assert!(capture.push(b"4").held_back);
-        assert!(!capture.push(b"5").held_back);
     }
 
     #[test]

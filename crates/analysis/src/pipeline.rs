@@ -19,7 +19,7 @@ use crate::isolation::{self, Errand};
 use crate::lease::LeaseError;
 use crate::ledger::Ledger;
 use crate::limits::{self, LimitError, Storage};
-use crate::logs::Captured;
+use crate::logs::{Captured, Live};
 use crate::policy::{self, PolicyError, Private};
 use crate::reaper;
 use crate::record::{Reason, Record, Status};
@@ -127,13 +127,14 @@ impl PipelineError {
 
 /// Whoever listens to a run as it goes.
 pub trait Audience {
-    /// Output to show now; what is past the limit is kept until the end.
-    fn live(&mut self, stream: Stream, bytes: &[u8]);
+    /// What the program has just printed: all of it, whatever is kept.
+    fn live(&mut self, stream: Stream, live: Live<'_>);
     fn notice(&mut self, text: &str);
     /// How far collection has come; called often.
     fn progress(&mut self, progress: Progress);
-    fn blocked_on(&self) -> Option<BorrowedFd<'_>>;
-    fn unblocked(&mut self);
+    /// See [`Attendant`](sandbox::supervise::Attendant).
+    fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
+    fn unblocked(&mut self, stream: Stream);
     fn wishes(&self) -> Option<BorrowedFd<'_>>;
     fn wish(&mut self) -> Option<Wish>;
     /// Why it wished for the end, if it did. Asked once all is dead; may take its time.

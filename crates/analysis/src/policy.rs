@@ -4,7 +4,9 @@
 mod environment;
 mod everybody;
 mod guard;
+mod imports;
 mod links;
+mod siblings;
 mod taken;
 
 use std::collections::BTreeSet;
@@ -12,8 +14,8 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 
 use sandbox::spec::{
-    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Purpose, Spec, Terminal,
-    View, WorkspaceKind,
+    Bytes, Content, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Purpose, Spec,
+    Terminal, View, WorkspaceKind,
 };
 
 use crate::copy_in::{self, CopyError};
@@ -21,7 +23,7 @@ use crate::hints::shell_quoted;
 use crate::request::{Asker, Command, Input, Request, Stdin, Writers};
 use crate::runtime::{self, Caller, Runtime, RuntimeError};
 use environment::environment;
-use guard::Guard;
+use guard::{Guard, InputDirectory};
 use links::through_own_links;
 pub use taken::{Taken, taken};
 
@@ -55,6 +57,21 @@ pub enum PolicyError {
     TooLarge { path: PathBuf },
     #[error("show it as {inside:?}: {why}")]
     BadTarget { inside: PathBuf, why: &'static str },
+    /// What the project itself decides about is shown only from the project.
+    #[error(
+        "show {path:?}: it leads to {real:?}, and a project shows only a visible directory of its own that holds \
+         neither .git nor .env; if this one is meant, add this before the command:\n    {mend}"
+    )]
+    LeadsElsewhere {
+        path: PathBuf,
+        real: PathBuf,
+        mend: String,
+    },
+    #[error(
+        "show {path:?}: a symlink leads there, and what it leads to may have changed since it was submitted; submit again \
+         and name the directory itself with {flag}"
+    )]
+    QueuedLink { flag: &'static str, path: PathBuf },
     #[error("{flag} {path:?} is not a directory")]
     NotADirectory { flag: &'static str, path: PathBuf },
     #[error("input")]
@@ -63,6 +80,16 @@ pub enum PolicyError {
         "the argument {arg} names a file that exists here but will not inside; add this before the command:\n    {mend}"
     )]
     NotInside { arg: String, mend: String },
+    #[error("--siblings for {script:?}: {why}")]
+    Siblings { script: PathBuf, why: &'static str },
+    #[error(
+        "--siblings for {script:?}: {why}; name the directory that holds them with --input, or install them in a runtime"
+    )]
+    TooManySiblings { script: PathBuf, why: &'static str },
+    #[error(
+        "--siblings goes with a Python script; `--` begins a command, whose files are named with --input"
+    )]
+    SiblingsOfCommand,
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
     #[error("the workspace root {path:?} cannot be opened")]
@@ -127,18 +154,8 @@ pub fn plan(
     let project = guard.project()?;
     guard.check_command()?;
     let mut views = Vec::new();
-    for (name, flag, asked) in [
-        ("data", "--data", &request.data),
-        ("docs", "--docs", &request.docs),
-    ] {
-        guard.input_directory(
-            name,
-            flag,
-            asked.as_deref(),
-            &workspace,
-            &caller.homes,
-            &mut views,
-        )?;
+    for directory in InputDirectory::BOTH {
+        guard.input_directory(directory, &workspace, &mut views)?;
     }
     for read in &request.reads {
         guard.read_root(read, &workspace, &mut views)?;
@@ -154,6 +171,7 @@ pub fn plan(
     for (source, _) in &mut inputs {
         *source = guard.may_copy(source)?;
     }
+    let brought = guard.siblings(&project, &mut inputs)?;
     let stdin = match &request.stdin {
         Stdin::File(path) => Some(guard.may_copy(path)?),
         Stdin::Null | Stdin::Caller => None,
@@ -179,7 +197,7 @@ pub fn plan(
         project,
         homes: caller.homes.clone(),
         stdin,
-        notices: runtime.notice.iter().cloned().collect(),
+        notices: runtime.notice.iter().cloned().chain(brought).collect(),
         runtime,
     })
 }
@@ -232,8 +250,7 @@ fn where_they_are(views: &[View]) -> Vec<View> {
     for view in views {
         let target = InsidePath::new(view.source.as_path());
         match own.iter_mut().find(|known| known.source == view.source) {
-            Some(known) if view.exec == Exec::Allowed => known.exec = Exec::Allowed,
-            Some(_) => {}
+            Some(known) => merge(known, view),
             None => own.push(View {
                 target,
                 ..view.clone()
@@ -241,6 +258,16 @@ fn where_they_are(views: &[View]) -> Vec<View> {
         }
     }
     own
+}
+
+/// One source under one name, asked for twice: what either may do, and the stricter check of the two.
+fn merge(known: &mut View, other: &View) {
+    if other.exec == Exec::Allowed {
+        known.exec = Exec::Allowed;
+    }
+    if other.content == Content::Data {
+        known.content = Content::Data;
+    }
 }
 
 /// Level `landlock`: the links in the workspace, by name, that stand for mounts there. Another name outside of it cannot
@@ -291,7 +318,13 @@ fn canonical_of(path: &Path) -> Result<PathBuf, PolicyError> {
 /// Parents before children, so that nothing covers what was put in place before it.
 fn in_mount_order(views: &mut Vec<View>) {
     views.sort_by_key(|v| (v.target.as_path().components().count(), v.target.clone()));
-    views.dedup_by(|a, b| a.target == b.target);
+    views.dedup_by(|later, kept| {
+        let same = later.target == kept.target;
+        if same && later.source == kept.source {
+            merge(kept, later);
+        }
+        same
+    });
 }
 
 /// A path that can be a mount's place as it is written.

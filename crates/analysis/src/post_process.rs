@@ -120,7 +120,7 @@ fn take_turn(
     let known = ledger.with(|store| store.show(id, Some(attempt)))?;
     match known.listed.post_process {
         Due::Pending | Due::Failed => {}
-        Due::NotAsked | Due::Done => return Ok(None),
+        Due::NotAsked | Due::Done | Due::Unknown => return Ok(None),
     }
     let outputs = ledger.with(|store| store.outputs(id, attempt))?;
     let ended = perform(step, &known, &outputs, &artifacts, scratch);

@@ -329,21 +329,26 @@ fn inputs(all: &[(String, u64, ContentHash)]) -> Inputs {
 }
 
 fn variable(name: &OsStr, value: &OsStr, secret_names: &[String]) -> Variable {
-    let named = |pattern: &String| match pattern.strip_suffix('*') {
-        Some(beginning) => name.as_bytes().starts_with(beginning.as_bytes()),
-        None => name.as_bytes() == pattern.as_bytes(),
-    };
-    let withheld = match () {
-        () if secret_names.iter().any(named) => Some(Withheld::Policy),
-        () if names_a_secret(name.as_bytes()) => Some(Withheld::Name),
-        () if has_password(value.as_bytes()) => Some(Withheld::Value),
-        () => None,
-    };
+    let withheld = withheld(name.as_bytes(), value.as_bytes(), secret_names);
     let value = || bounded(value.as_bytes(), STRING_BYTES_MAX);
     Variable {
         name: bounded(name.as_bytes(), PATH_BYTES_MAX),
         value: withheld.is_none().then(value),
         withheld,
+    }
+}
+
+/// Why a variable's value is not to be kept, if it is not. A name with a star at its end is the beginning of names.
+pub(crate) fn withheld(name: &[u8], value: &[u8], secret_names: &[String]) -> Option<Withheld> {
+    let named = |pattern: &String| match pattern.strip_suffix('*') {
+        Some(beginning) => name.starts_with(beginning.as_bytes()),
+        None => name == pattern.as_bytes(),
+    };
+    match () {
+        () if secret_names.iter().any(named) => Some(Withheld::Policy),
+        () if names_a_secret(name) => Some(Withheld::Name),
+        () if has_password(value) => Some(Withheld::Value),
+        () => None,
     }
 }
 

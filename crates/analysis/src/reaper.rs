@@ -209,8 +209,7 @@ fn give_back(
         }
     }
     let mut back = || -> Result<(), String> {
-        cgroup::remove_left_behind(&record.cgroups, &record.boot_id)
-            .map_err(|e| error_chain(&e))?;
+        end_processes(&record)?;
         if let Some(workspace) = reopen(&record).map_err(|e| error_chain(&e))? {
             workspace.take_back().map_err(|e| error_chain(&e))?;
         }
@@ -293,7 +292,7 @@ fn finish(
         return Ok(Finished::OtherDatabase);
     }
     // First the processes: nothing is read or removed under a living one.
-    cgroup::remove_left_behind(&run.cgroups, &run.boot_id).map_err(|e| error_chain(&e))?;
+    end_processes(run)?;
     let mut run = run.clone();
     if settle::ending(dir).map_err(|e| error_chain(&e))?.is_none() {
         let begun = ledger.with(|store| store.attempt_of(&task.key));
@@ -381,9 +380,22 @@ fn patience(record: &RunRecord) -> Patience {
     }
 }
 
+/// Kills what is left of the run, as far as it can be told from others, and refuses while some of it may live.
+fn end_processes(record: &RunRecord) -> Result<(), String> {
+    cgroup::remove_left_behind(&record.cgroups, &record.boot_id).map_err(|e| error_chain(&e))?;
+    let same_boot = record.boot_id.trim() == home::boot_id().trim();
+    match record.init.filter(|_| same_boot) {
+        Some(init) if init.lives() => Err(format!(
+            "{} has processes that cannot be killed; its workspace stays until they are gone",
+            record.id
+        )),
+        _ => Ok(()),
+    }
+}
+
 pub(crate) fn remove(record: &RunRecord) -> Result<(), String> {
     // First the processes: nothing is removed under a living one.
-    cgroup::remove_left_behind(&record.cgroups, &record.boot_id).map_err(|e| error_chain(&e))?;
+    end_processes(record)?;
     // Made and not yet noted, it can only stand under its draft name, which nobody else knew.
     let unnoted = match record.workspace_is {
         Some(_) => None,
@@ -450,6 +462,7 @@ mod tests {
             uid: None,
             project_quota: None,
             cgroups: Vec::new(),
+            init: None,
             state: RunState::Live,
             prepared: false,
             task: None,

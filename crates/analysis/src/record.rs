@@ -118,13 +118,18 @@ impl Reason {
 
 /// Status and reason, from facts.
 pub fn judge(outcome: &Outcome) -> (Status, Reason) {
-    if !outcome.all_dead {
+    // Of one that cannot be shown dead, what is known stands: why it was stopped, or how its first process ended.
+    if !outcome.all_dead && outcome.stop.is_none() && outcome.exit.is_none() {
         return (Status::Error, Reason::Unkillable);
     }
     match outcome.stop {
         Some(Stop::WallTime) => return (Status::TimedOut, Reason::WallTime),
         Some(Stop::CpuTime) => return (Status::TimedOut, Reason::CpuTime),
         Some(Stop::IdleTime) => return (Status::TimedOut, Reason::IdleTime),
+        // The cgroup counts kills where there is one; the watch, where there is none, kills by itself.
+        Some(Stop::Memory) if outcome.usage.oom_kills > 0 => {
+            return (Status::OutOfMemory, Reason::OomKilled);
+        }
         Some(Stop::Memory) => return (Status::OutOfMemory, Reason::MemoryWatch),
         Some(Stop::Disk) => return (Status::LimitExceeded, Reason::Disk),
         Some(Stop::Files) => return (Status::LimitExceeded, Reason::Files),
@@ -138,8 +143,10 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
     match outcome.exit {
         Some(Exit::Code(0)) => (Status::Succeeded, Reason::Exit),
         Some(Exit::Code(_)) => (Status::Failed, Reason::Exit),
-        // Only the kernel's killer and we send it to all; a child's death by it is not the program's.
-        Some(Exit::Signal(SIGKILL)) if outcome.usage.oom_kills > 0 => {
+        // A child's death for want of memory, and later the program's own for whatever reason, are two things.
+        Some(Exit::Signal(SIGKILL))
+            if outcome.usage.oom_kills > 0 && outcome.usage.oom_killed_main != Some(false) =>
+        {
             (Status::OutOfMemory, Reason::OomKilled)
         }
         Some(Exit::Signal(SIGXFSZ)) => (Status::LimitExceeded, Reason::FileSize),
@@ -374,6 +381,25 @@ mod tests {
     }
 
     #[test]
+    fn a_kill_long_after_a_childs_oom_is_a_signal() {
+        let mut killed = outcome(Some(Exit::Signal(9)), None, 1);
+        killed.usage.oom_killed_main = Some(false);
+        assert_eq!(judge(&killed), (Status::Failed, Reason::Signal));
+        killed.usage.oom_killed_main = Some(true);
+        assert_eq!(judge(&killed), (Status::OutOfMemory, Reason::OomKilled));
+    }
+
+    #[test]
+    fn a_stop_for_memory_is_the_kernels_where_it_killed_and_the_watchs_elsewhere() {
+        let stopped = |kills| outcome(Some(Exit::Signal(9)), Some(Stop::Memory), kills);
+        assert_eq!(judge(&stopped(3)), (Status::OutOfMemory, Reason::OomKilled));
+        assert_eq!(
+            judge(&stopped(0)),
+            (Status::OutOfMemory, Reason::MemoryWatch)
+        );
+    }
+
+    #[test]
     fn a_kill_without_an_oom_is_a_signal() {
         assert_eq!(
             judge(&outcome(Some(Exit::Signal(9)), None, 0)),
@@ -382,10 +408,23 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_shown_dead_is_our_error() {
-        let mut stuck = outcome(None, Some(Stop::WallTime), 0);
-        stuck.all_dead = false;
-        assert_eq!(judge(&stuck), (Status::Error, Reason::Unkillable));
+    fn what_cannot_be_shown_dead_keeps_its_end_and_without_one_is_our_error() {
+        let stuck = |exit, stop| Outcome {
+            all_dead: false,
+            ..outcome(exit, stop, 0)
+        };
+        assert_eq!(
+            judge(&stuck(None, Some(Stop::WallTime))),
+            (Status::TimedOut, Reason::WallTime)
+        );
+        assert_eq!(
+            judge(&stuck(Some(Exit::Code(3)), None)),
+            (Status::Failed, Reason::Exit)
+        );
+        assert_eq!(
+            judge(&stuck(None, None)),
+            (Status::Error, Reason::Unkillable)
+        );
         assert_eq!(
             judge(&outcome(None, None, 0)),
             (Status::Error, Reason::InitLost)

@@ -87,6 +87,21 @@ pub enum Command {
     Shell,
 }
 
+/// What is shown as `data` or `docs`, where somebody named it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedDirectory {
+    pub path: PathBuf,
+    pub named_by: NamedBy,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NamedBy {
+    /// An option, a variable, the user's own configuration or a submission.
+    Caller,
+    /// The project's own file, which does not decide what is shown outside the project.
+    ProjectFile,
+}
+
 /// `--read PATH[:INSIDE]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadRoot {
@@ -99,6 +114,13 @@ pub struct ReadRoot {
 pub struct Input {
     pub host: PathBuf,
     pub name: Option<PathBuf>,
+}
+
+/// `--siblings`: whether the modules beside a script come along that its imports name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Siblings {
+    Left,
+    Brought,
 }
 
 /// A limit's value, and whether somebody asked for it or it is our default: a limit that was asked
@@ -271,10 +293,11 @@ pub struct Request {
     pub command: Command,
     pub project: PathBuf,
     /// `None`: `data` in the project, if it is there.
-    pub data: Option<PathBuf>,
-    pub docs: Option<PathBuf>,
+    pub data: Option<NamedDirectory>,
+    pub docs: Option<NamedDirectory>,
     pub reads: Vec<ReadRoot>,
     pub inputs: Vec<Input>,
+    pub siblings: Siblings,
     pub runtime: Option<PathBuf>,
     pub env: Vec<(OsString, OsString)>,
     pub stdin: Stdin,

@@ -57,6 +57,10 @@ pub struct RunRecord {
     #[serde(default)]
     pub project_quota: Option<u32>,
     pub cgroups: Vec<PathBuf>,
+    /// Of a quarantined run: its init, which ends after every other process of the run. Its lock on the workspace does
+    /// not tell: the kernel closes a process's files before it waits for the rest of the pid namespace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub init: Option<ProcessIdentity>,
     pub state: RunState,
     /// The workspace was made by `workspace create`: whatever happens, it is the user's to remove.
     #[serde(default)]
@@ -68,6 +72,30 @@ pub struct RunRecord {
 
 fn first() -> u32 {
     1
+}
+
+/// A process of this boot, told from a later one with the same pid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessIdentity {
+    pid: u32,
+    /// When it started, in the kernel's ticks since the boot.
+    started: u64,
+}
+
+impl ProcessIdentity {
+    /// `None`: there is no such process, or it has ended.
+    pub fn of(pid: u32) -> Option<ProcessIdentity> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name may hold anything; the fields follow its last parenthesis.
+        let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+        let state = fields.next()?;
+        let started = fields.nth(18)?.parse().ok()?;
+        (!matches!(state, "Z" | "X")).then_some(ProcessIdentity { pid, started })
+    }
+
+    pub fn lives(self) -> bool {
+        ProcessIdentity::of(self.pid) == Some(self)
+    }
 }
 
 /// What finishing the attempt needs to know, decided at its start, so that whoever finishes it does the same.
@@ -679,6 +707,7 @@ mod tests {
             uid: None,
             project_quota: None,
             cgroups: Vec::new(),
+            init: None,
             state: RunState::Live,
             prepared: false,
             task: None,
@@ -768,6 +797,7 @@ mod tests {
         for groups in [0, 30, 1, 500, 2, 0] {
             let written = RunRecord {
                 cgroups: vec![PathBuf::from("/sys/fs/cgroup/pids/x"); groups],
+                init: None,
                 ..record()
             };
             dir.write(&written).unwrap();

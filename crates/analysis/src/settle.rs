@@ -370,6 +370,7 @@ pub(crate) fn gather(
                 },
                 owner_uid,
                 wanted: (!rules.outputs.is_empty()).then_some(&wanted),
+                expected: (!rules.expects.is_empty()).then_some(&expects),
                 puts: &puts,
                 modes: ended.modes,
             },
@@ -514,12 +515,7 @@ fn strike_off(
     }
     let collected = &mut manifest.collected;
     collected.outputs.retain(|o| !lost.contains(&o.path));
-    let mut counted = HashSet::new();
-    let once = collected
-        .outputs
-        .iter()
-        .filter(|o| o.inode == 0 || counted.insert(o.inode));
-    collected.bytes = once.map(|o| o.bytes).sum();
+    collected.bytes = collected.outputs.iter().map(|o| o.bytes).sum();
     *collected.remark_counts.entry(Remark::Lost).or_default() += lost.len() as u64;
     let room = manifest::REMARKS_MAX.saturating_sub(collected.remarks.len());
     let remarked = lost.iter().take(room).map(|path| Remarked {

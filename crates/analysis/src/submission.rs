@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::copy_in::{self, CopyError};
 use crate::manifest::ContentHash;
+use crate::provenance;
 use crate::request::AnalysisId;
 
 pub const VERSION: u32 = 1;
@@ -145,6 +146,52 @@ impl Submission {
         }
         let text = serde_json::to_string(&whole).map_err(SubmissionError::Unwritable)?;
         Ok(ContentHash::of(text.as_bytes()).to_string())
+    }
+
+    /// Takes out the values of the variables whose values no record keeps. Their names stay, and a worker refuses a name
+    /// alone. Whether there were any.
+    pub fn erase_secrets(&mut self) -> bool {
+        let secret_names = match self.settings.get("secret_env") {
+            Some(Setting::List(names)) => names.clone(),
+            _ => Vec::new(),
+        };
+        let mut erased = false;
+        for variable in self.env_mut() {
+            let Some((name, value)) = variable.split_once('=') else {
+                continue;
+            };
+            if provenance::withheld(name.as_bytes(), value.as_bytes(), &secret_names).is_some() {
+                variable.truncate(name.len());
+                erased = true;
+            }
+        }
+        erased
+    }
+
+    /// The variables whose values were taken out.
+    pub fn erased(&self) -> Vec<String> {
+        let Some(Setting::List(variables)) = self.settings.get("env") else {
+            return Vec::new();
+        };
+        let names = variables.iter().filter(|variable| !variable.contains('='));
+        names.cloned().collect()
+    }
+
+    /// Gives variables their values again.
+    pub fn restore(&mut self, values: &[(String, String)]) {
+        for variable in self.env_mut() {
+            if let Some((name, value)) = values.iter().find(|(name, _)| name == variable) {
+                *variable = format!("{name}={value}");
+            }
+        }
+    }
+
+    fn env_mut(&mut self) -> impl Iterator<Item = &mut String> {
+        let variables = match self.settings.get_mut("env") {
+            Some(Setting::List(variables)) => variables.as_mut_slice(),
+            _ => &mut [],
+        };
+        variables.iter_mut()
     }
 
     pub fn check(&self) -> Result<(), SubmissionError> {

@@ -14,6 +14,7 @@ mod ledger;
 mod list;
 mod logs;
 mod notify;
+mod outlet;
 mod outputs;
 mod print;
 mod progress;

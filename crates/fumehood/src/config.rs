@@ -13,7 +13,8 @@ use std::path::PathBuf;
 
 use analysis::collect::GlobError;
 use analysis::request::{
-    Again, AnalysisId, Asked, AskedLimits, Asker, BadId, Command, Level, LimitName, Request, Stdin,
+    Again, AnalysisId, Asked, AskedLimits, Asker, BadId, Command, Level, LimitName, NamedBy,
+    NamedDirectory, Request, Siblings, Stdin,
 };
 use analysis::store::State;
 use analysis::submission::SubmissionError;
@@ -40,7 +41,7 @@ pub use record::{
     DbChoice, RecordError, RecordSettings, handed_in_settings, record_settings, workspace_settings,
 };
 use settings::Key;
-pub use submitting::{Queueing, Submitter, ToSubmit};
+pub use submitting::{Queueing, Submitter, ToSubmit, given_env};
 
 /// The part of the memory default that does not depend on the host.
 const MEMORY_DEFAULT_MAX_BYTES: u64 = 4 << 30;
@@ -335,10 +336,14 @@ impl Merged {
             },
             command,
             project: self.project.clone(),
-            data: self.path(Key::Data),
-            docs: self.path(Key::Docs),
+            data: self.named_directory(Key::Data),
+            docs: self.named_directory(Key::Docs),
             reads: self.reads()?,
             inputs: self.inputs()?,
+            siblings: match self.switch(Key::Siblings) {
+                true => Siblings::Brought,
+                false => Siblings::Left,
+            },
             runtime: self.path(Key::Runtime),
             env: self.env(&sources.env)?,
             stdin: self.stdin(),
@@ -390,6 +395,15 @@ impl Merged {
             Value::Path(path) => Some(path.clone()),
             _ => None,
         }
+    }
+
+    fn named_directory(&self, key: Key) -> Option<NamedDirectory> {
+        let named_by = match self.last(key)?.place.origin {
+            Origin::ProjectFile(_) => NamedBy::ProjectFile,
+            _ => NamedBy::Caller,
+        };
+        let path = self.path(key)?;
+        Some(NamedDirectory { path, named_by })
     }
 
     fn workspace_root(&self) -> PathBuf {

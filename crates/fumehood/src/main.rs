@@ -3,6 +3,10 @@
 
 #![forbid(unsafe_code)]
 
+#[allow(
+    rustdoc::broken_intra_doc_links,
+    reason = "clap prints these comments in --help, where brackets stand for sets and defaults"
+)]
 mod cli;
 mod config;
 

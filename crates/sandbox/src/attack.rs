@@ -9,6 +9,7 @@
 
 mod calls;
 mod files;
+mod kernel;
 mod limits;
 mod privilege;
 mod processes;
@@ -120,6 +121,7 @@ pub const ATTACKS: &[Attack] = &[
     Attack { name: "limits_of_others", strike: processes::limit },
     Attack { name: "system_v_ipc", strike: processes::segment },
     Attack { name: "message_queue", strike: processes::queue },
+    Attack { name: "watch_system", strike: kernel::watch_system },
     Attack { name: "set_user_id", strike: privilege::set_user_id },
     Attack { name: "set_user_id_file", strike: privilege::set_user_id_file },
     Attack { name: "user_namespace", strike: privilege::user_namespace },
@@ -133,6 +135,7 @@ pub const ATTACKS: &[Attack] = &[
     Attack { name: "terminal_injection", strike: terminal::inject },
     Attack { name: "fork_bomb", strike: limits::fork },
     Attack { name: "memory_bomb", strike: limits::memory },
+    Attack { name: "uncharged_memory", strike: kernel::uncharged_memory },
     Attack { name: "disk_bomb", strike: limits::disk },
     Attack { name: "file_bomb", strike: limits::files },
     Attack { name: "log_bomb", strike: limits::log },

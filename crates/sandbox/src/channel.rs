@@ -41,6 +41,13 @@ pub enum Report {
     Workspace,
     /// Carries the outer end of the program's terminal.
     Terminal,
+    /// Every process was sent SIGKILL, and some are not dead. Told a moment after the kill, and again while they are
+    /// dying: how the run ends is known by then, whenever the last of them is gone.
+    Dying {
+        exit: Option<Exit>,
+        stop: Option<Stop>,
+        usage: Usage,
+    },
     /// Everything is over inside.
     Ended {
         exit: Option<Exit>,
@@ -83,18 +90,19 @@ pub fn send<M: Serialize>(
     descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
+    // A few small messages always fit; whoever does not take them for so long is not waited for.
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    if descriptors.is_empty() {
+        // Not by sendmsg: the program's filter, which this process may have by now, hands that over.
+        rustix::net::send(socket, &bytes, flags)?;
+        return Ok(());
+    }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
+    if !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
         return Err(io::Error::other("too many descriptors for one message"));
     }
-    // A few small messages always fit; whoever does not take them for so long is not waited for.
-    rustix::net::sendmsg(
-        socket,
-        &[IoSlice::new(&bytes)],
-        &mut ancillary,
-        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
-    )?;
+    rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, flags)?;
     Ok(())
 }
 

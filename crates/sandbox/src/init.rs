@@ -13,11 +13,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::WaitOptions;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, WaitOptions};
 
 use crate::broker::Broker;
+use crate::cgroup::Entrance;
 use crate::channel::{self, Order, Report, Reporter, Wait};
-use crate::launch::{self, Plan};
+use crate::dying::{Dying, Progress};
+use crate::launch::{self, Filtered, Plan};
+use crate::oom::OomWatch;
 use crate::outcome::{Exit, Stop, Usage};
 use crate::processes::{self, Realm};
 use crate::rlimits;
@@ -27,9 +30,6 @@ use crate::sweeper::Sweeper;
 use crate::sys;
 use crate::watch::{Seen, TICK, Watching};
 
-/// After SIGKILL to all, how long init waits for the last to be reaped before it leaves itself, upon
-/// which the kernel kills and reaps whatever there is.
-const REAP_AT_MOST: Duration = Duration::from_millis(150);
 /// Families that are still there after so many rounds are growing.
 const SWEEPS_BEFORE_FORBIDDING: u32 = 3;
 /// After the sweeper has struck, how long the dying are left to it.
@@ -56,12 +56,19 @@ pub struct Init {
     sampled: (u64, Instant),
     /// `None` where nothing is executed.
     watch: Option<Watching>,
+    /// `None` where no cgroup counts kills for want of memory.
+    oom: Option<OomWatch>,
+    oom_killed_main: Option<bool>,
     broker: Option<Broker>,
+    /// For the broker, once there is one.
+    entrance: Option<Entrance>,
     /// To the child: the word to go, and back from it the listener, once each.
     from_child: Option<OwnedFd>,
     filter: Vec<Instruction>,
     sweeper: Option<Sweeper>,
     struck_at: Option<Instant>,
+    /// `Some` once every process was sent SIGKILL.
+    dying: Option<Dying>,
     /// Holds what the program's rules for its own files in /proc rest on.
     _own_proc: Vec<OwnedFd>,
     children: OwnedFd,
@@ -73,9 +80,10 @@ impl Init {
     pub fn new(
         plan: &Plan,
         main: i32,
-        watch: Option<Watching>,
+        (watch, oom): (Option<Watching>, Option<OomWatch>),
         from_child: OwnedFd,
         filter: Vec<Instruction>,
+        entrance: Entrance,
     ) -> io::Result<Self> {
         let spec = &plan.spec;
         Ok(Init {
@@ -90,11 +98,15 @@ impl Init {
             active_at: Instant::now(),
             sampled: (0, Instant::now()),
             watch,
+            oom,
+            oom_killed_main: None,
             broker: None,
+            entrance: Some(entrance),
             from_child: Some(from_child),
             filter,
             sweeper: None,
             struck_at: None,
+            dying: None,
             _own_proc: Vec::new(),
             children: sys::signal_fd(&[libc::SIGCHLD])?,
             spec: spec.clone(),
@@ -116,9 +128,10 @@ impl Init {
                 // Its limits hold no more. Without an end that is told, the outcome is an error of ours.
                 self.abandon();
             }
-            if let Some(passed) = self.watch.as_ref().and_then(Watching::passed) {
+            if let Some(passed) = self.watch.as_mut().and_then(Watching::passed) {
                 self.passed(passed);
             }
+            self.look_for_oom_kills();
             let now = Instant::now();
             self.look_for_idleness();
             let wall = Duration::from_millis(self.limits.wall_ms);
@@ -128,6 +141,7 @@ impl Init {
             if self.kill_at.is_some_and(|at| now >= at) {
                 self.kill_all();
             }
+            self.watch_them_die(report);
         }
         self.finish(report)
     }
@@ -148,6 +162,17 @@ impl Init {
         }
         if self.active_at.elapsed() >= Duration::from_millis(idle_ms) {
             self.begin_stop(Stop::IdleTime);
+        }
+    }
+
+    /// A program that has ended by itself is not stopped any more.
+    fn look_for_oom_kills(&mut self) {
+        let runs = self.main_exit.is_none() || self.stop.is_some();
+        let Some(oom) = self.oom.as_mut().filter(|_| runs) else {
+            return;
+        };
+        if oom.look(self.main as u32) {
+            self.passed(Stop::Memory);
         }
     }
 
@@ -173,7 +198,7 @@ impl Init {
             PollFd::new(&socket, PollFlags::IN),
             PollFd::new(&self.children, PollFlags::IN),
         ];
-        let listener = self.broker.as_ref().filter(|_| !full).map(Broker::listener);
+        let listener = self.broker.as_ref().and_then(Broker::awaited);
         let third = listener.or(self.from_child.as_ref().map(AsFd::as_fd));
         let third_at = third.as_ref().map(|fd| {
             fds.push(PollFd::new(fd, PollFlags::IN));
@@ -216,7 +241,7 @@ impl Init {
     fn give_the_word(&mut self) {
         let now = Instant::now();
         (self.start, self.active_at, self.sampled.1) = (Some(now), now, now);
-        self.watch.iter().for_each(Watching::begin);
+        self.watch.iter_mut().for_each(Watching::begin);
         let child = self.from_child.as_ref();
         // One that has died shows as that.
         let _heard = child.map(|child| seccomp::send(child.as_fd(), &self.filter));
@@ -244,26 +269,32 @@ impl Init {
 
     fn serve_child(&mut self, ready: PollFlags) {
         if let Some(broker) = &mut self.broker {
-            if ready.contains(PollFlags::IN) {
+            let is_wanted = ready.contains(PollFlags::IN) && broker.can_serve();
+            match is_wanted {
                 // A call whose caller died before it was taken is nobody's loss.
-                let _served = broker.serve();
-            } else {
-                // No process of the run is left to make a call.
-                self.broker = None;
+                true => drop(broker.serve()),
+                // No process of the run is left to make a call; or nobody is to serve it, and it fails.
+                false => self.broker = None,
             }
             return;
         }
         let Some(socket) = self.from_child.take() else {
             return;
         };
-        let heard = channel::receive::<Option<u32>>(socket.as_fd(), Wait::No);
-        if let Ok(Some((sweeper, fds))) = heard {
+        let heard = channel::receive::<Filtered>(socket.as_fd(), Wait::No);
+        if let Ok(Some((told, fds))) = heard {
             let mut fds = fds.into_iter();
+            let listener = match told.listener {
+                Some(number) => self.take_from_child(number).ok(),
+                None => fds.next(),
+            };
+            // The child waits for this.
+            drop(socket);
             // Without a broker the listener is closed and every call handed over fails: closed, not open.
-            self.broker = fds
-                .next()
-                .and_then(|listener| Broker::new(listener, &self.spec).ok());
-            self.sweeper = sweeper.and_then(|pid| {
+            let entrance = self.entrance.take();
+            self.broker = listener
+                .and_then(|listener| Broker::new(listener, &self.spec, entrance, self.main).ok());
+            self.sweeper = told.sweeper.and_then(|pid| {
                 Some(Sweeper {
                     pid,
                     word: fds.next()?,
@@ -271,6 +302,14 @@ impl Init {
             });
             self._own_proc = fds.collect();
         }
+    }
+
+    /// A copy of one of the child's descriptors.
+    fn take_from_child(&self, number: i32) -> io::Result<OwnedFd> {
+        let pid = Pid::from_raw(self.main).ok_or(io::ErrorKind::NotFound)?;
+        let child = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+        let taken = rustix::process::pidfd_getfd(&child, number, PidfdGetfdFlags::empty())?;
+        Ok(taken)
     }
 
     /// Past a limit that more time would only make worse: killed at once. CPU time gets the grace.
@@ -324,6 +363,7 @@ impl Init {
             self.struck_at = Some(Instant::now());
         }
         self.killed = true;
+        self.dying.get_or_insert_with(|| Dying::new(self.realm));
         self.kill_at = Some(Instant::now() + TICK);
         // All are hit at once; to look for those who are dying would only keep them from being reaped.
         if self.struck_at.is_some_and(|at| at.elapsed() < TIME_TO_DIE) {
@@ -344,6 +384,10 @@ impl Init {
                             .exit_status()
                             .map(Exit::Code)
                             .or(status.terminating_signal().map(Exit::Signal));
+                        if self.main_exit == Some(Exit::Signal(libc::SIGKILL)) {
+                            let oom = self.oom.as_mut();
+                            self.oom_killed_main = oom.and_then(OomWatch::has_killed_main);
+                        }
                     }
                     if let Some(broker) = &mut self.broker {
                         broker.reaped(pid);
@@ -357,31 +401,66 @@ impl Init {
 
     /// Whether any of the children is the program's.
     fn is_someone_left(&self) -> bool {
-        match &self.sweeper {
+        let sweeper = self.sweeper.as_ref().map(|sweeper| sweeper.pid);
+        let broker = self.broker.as_ref().and_then(Broker::process);
+        let ours = [sweeper, broker.map(|pid| pid as u32)];
+        match self.main_exit {
             // Asked for only when the program itself has ended: a walk through all processes is not for every tick.
-            Some(sweeper) if self.main_exit.is_some() => processes::descendants()
-                .iter()
-                .any(|pid| *pid != sweeper.pid),
+            Some(_) if ours.iter().any(Option::is_some) => processes::descendants()
+                .into_iter()
+                .any(|pid| !ours.contains(&Some(pid))),
             _ => true,
+        }
+    }
+
+    /// After SIGKILL to all: tells the runner that they are dying, for as long as they are seen to.
+    fn watch_them_die(&mut self, report: &mut Reporter) {
+        let progress = self.dying.as_mut().and_then(Dying::look);
+        if progress == Some(Progress::Made) {
+            report.tell(
+                &Report::Dying {
+                    exit: self.main_exit,
+                    stop: self.stop,
+                    usage: self.usage(self.wall_ms(), self.seen()),
+                },
+                &[],
+            );
+        }
+    }
+
+    fn wall_ms(&self) -> u64 {
+        let wall = self.start.map_or(Duration::ZERO, |start| start.elapsed());
+        wall.as_millis() as u64
+    }
+
+    fn usage(&self, wall_ms: u64, seen: Seen) -> Usage {
+        Usage {
+            wall_ms,
+            cpu_ms: seen.cpu_ms,
+            memory_peak_bytes: seen.memory_bytes,
+            pids_peak: (seen.pids > 0).then_some(seen.pids),
+            disk_bytes: seen.disk_bytes,
+            files: seen.files,
+            oom_kills: 0,
+            oom_killed_main: self.oom_killed_main,
         }
     }
 
     /// The program has ended: everything else ends with it.
     fn finish(mut self, report: &mut Reporter) -> ! {
-        let wall = self.start.map_or(Duration::ZERO, |start| start.elapsed());
-        let wall_ms = wall.as_millis() as u64;
-        let give_up = Instant::now() + REAP_AT_MOST;
+        let wall_ms = self.wall_ms();
         self.kill_all();
         // What is left when pid 1 leaves is killed and reaped by the kernel. The guardian waits for the last.
         let bounded = self.realm == Realm::Namespace;
-        let mut someone_left = true;
-        while !bounded || self.stop.is_none() {
-            someone_left = self.reap();
-            if !someone_left || bounded && Instant::now() >= give_up {
+        let mut someone_left = self.reap();
+        while someone_left {
+            self.watch_them_die(report);
+            if bounded && self.dying.as_ref().is_some_and(Dying::is_hopeless) {
                 break;
             }
             self.kill_all();
             self.wait_for_deaths();
+            someone_left = self.reap();
         }
         let seen = match self.stop {
             None => {
@@ -396,19 +475,11 @@ impl Init {
         // Past a limit between the last two looks is past it all the same.
         let by_itself = self.stop.is_none() && matches!(self.main_exit, Some(Exit::Code(_)));
         if let (true, Some(passed @ (Stop::Disk | Stop::Files))) =
-            (by_itself, self.watch.as_ref().and_then(Watching::passed))
+            (by_itself, self.watch.as_mut().and_then(Watching::passed))
         {
             self.stop = Some(passed);
         }
-        let usage = Usage {
-            wall_ms,
-            cpu_ms: seen.cpu_ms,
-            memory_peak_bytes: seen.memory_bytes,
-            pids_peak: (seen.pids > 0).then_some(seen.pids),
-            disk_bytes: seen.disk_bytes,
-            files: seen.files,
-            oom_kills: 0,
-        };
+        let usage = self.usage(wall_ms, seen);
         report.tell(
             &Report::Ended {
                 exit: self.main_exit,

@@ -42,6 +42,15 @@ fn everything() -> Rights {
 /// The first ABI that knows of signals.
 pub const KNOWS_SIGNALS: i32 = 6;
 
+/// Files of the host's /etc in whose place made-up ones stand at level `full`. Libraries give up where they exist and cannot
+/// be opened. Everybody may read them; they tell which users this host has and hold no password.
+const ETC_NAMES: &[(&str, &str)] = &[
+    ("passwd", "getpwuid, which git, R, pip and Java call"),
+    ("group", "getgrgid"),
+    ("hosts", "what localhost is"),
+    ("nsswitch.conf", "that passwd and group are files"),
+];
+
 /// Files of /proc that tell of the machine and not of its processes, which libraries and interpreters read.
 const PROC: &[&str] = &[
     "cpuinfo",
@@ -124,13 +133,23 @@ pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, Ste
     }
 }
 
-/// A domain that holds nothing back but signals to whoever is outside of it.
+/// A domain that holds nothing back but signals to whoever is outside of it. Needs [`KNOWS_SIGNALS`].
+///
+/// A ruleset that does not handle REFER denies it, so that nothing in such a domain could be renamed or linked from one
+/// directory to another. This one handles REFER and grants it everywhere. A domain only takes away, so this
+/// widens nothing: which directories a file may move between is the inner domain's to say.
 pub fn scope_signals() -> Result<(), StepError> {
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::Refer)
+        .map_err(failed)?
         .scope(Scope::Signal)
         .map_err(failed)?
         .create()
+        .map_err(failed)?;
+    let root = PathFd::new("/").map_err(|e| StepError::new(format!("landlock: {e}")))?;
+    let rules = rules
+        .add_rule(PathBeneath::new(root, AccessFs::Refer))
         .map_err(failed)?;
     rules.restrict_self().map(drop).map_err(failed)
 }
@@ -216,7 +235,7 @@ fn on_the_host(
     for system in SYSTEM {
         rules = allow_if_there(rules, Path::new(system), running())?;
     }
-    for (name, _reason) in ETC {
+    for (name, _reason) in ETC.iter().chain(ETC_NAMES) {
         rules = allow_if_there(rules, &Path::new("/etc").join(name), reading())?;
     }
     for name in DEVICES {

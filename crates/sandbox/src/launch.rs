@@ -12,22 +12,26 @@
 //!
 //! Each step is announced to the runner before it is tried, so that a failure names its step.
 
+mod stdio;
+
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
+use rustix::net::RecvFlags;
 use rustix::process::{DumpableBehavior, Signal};
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup::{self, Birth, CpuUnit};
+use crate::cgroup::{self, Birth, CpuUnit, Entrance};
 use crate::channel::{self, During, Order, Report, Reporter, StepError, Wait};
 use crate::init::Init;
 use crate::mounts;
 use crate::namespaces::{self, Bounding, Early, Entered, Network};
+use crate::oom::OomWatch;
 use crate::processes::Realm;
 use crate::seccomp::{self, Affinity, Connect, Fallocate, Ground};
-use crate::spec::{Bytes, Hardness, Layer, Level, Purpose, Spec, Terminal, WorkspaceKind};
+use crate::spec::{Bytes, Hardness, Layer, Level, Purpose, Spec, WorkspaceKind};
 use crate::sweeper::{self, Sweeper};
 use crate::sys::{self, Forked, Listener, Parentage};
 use crate::views;
@@ -46,6 +50,8 @@ pub struct Plan {
     /// Whether a directory comes along in which the program can be born; the first attach file is then for it.
     pub birthplace: bool,
     pub cpu_counter: Option<CpuUnit>,
+    /// Whether the counter of kills for want of memory comes along.
+    pub oom_counter: bool,
     /// Watched: no cgroup holds it, so init sums it up.
     pub memory: Hardness,
     /// Watched: neither a cgroup nor a user namespace holds it, so init counts.
@@ -64,6 +70,7 @@ pub struct Handed {
     pub stderr: OwnedFd,
     pub workspace: Option<OwnedFd>,
     pub cpu_counter: Option<OwnedFd>,
+    pub oom_counter: Option<OwnedFd>,
     pub attach: Vec<OwnedFd>,
     pub birthplace: Option<OwnedFd>,
 }
@@ -112,6 +119,7 @@ fn launch(report: &mut Reporter, entered: Entered) -> Result<(), StepError> {
     // The runner's death is the run's. Set again after every change of credentials, which clears it.
     die_with_parent()?;
     rustix::process::umask(Mode::from_raw_mode(0o022));
+    sys::note_ignored_signals();
     let (plan, handed) = receive_plan(report)?;
     share_in_want()?;
     match plan.spec.level {
@@ -207,6 +215,7 @@ fn receive_plan(report: &mut Reporter) -> Result<(Plan, Handed), StepError> {
             _ => None,
         },
         cpu_counter: plan.cpu_counter.map(|_| next()).transpose()?,
+        oom_counter: plan.oom_counter.then(&mut next).transpose()?,
         attach: (0..plan.attach_files)
             .map(|_| next())
             .collect::<Result<_, _>>()?,
@@ -349,7 +358,7 @@ fn start_program(
     report: &mut Reporter,
 ) -> Result<(), StepError> {
     let spec = &plan.spec;
-    let terminal = open_terminal(spec, report)?;
+    let terminal = stdio::open_terminal(spec, report)?;
     // Not dumpable: /proc/1/mem, environ, fd and exe belong to nobody inside, and nothing can attach.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .during(|| "become undumpable".into())?;
@@ -399,13 +408,18 @@ fn start_program(
                 _ => None,
             };
             let filter = filter(plan, watching.as_ref().map(|watching| watching.thread));
+            let entrance = Entrance {
+                directory: birthplace,
+                files: std::mem::take(&mut handed.attach),
+            };
+            let oom = handed.oom_counter.take().map(OomWatch::new);
             // Init keeps nothing that it does not need: no stream of the program's, no capability.
             drop(handed);
             if spec.has(Layer::Capabilities) {
-                namespaces::drop_capabilities(Bounding::of(spec))?;
+                namespaces::drop_capabilities(Bounding::Kept)?;
             }
             rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
-            Init::new(plan, child, watching, ours, filter)
+            Init::new(plan, child, (watching, oom), ours, filter, entrance)
                 .during(|| "set up init's watch".into())?
                 .run(report)
         }
@@ -441,33 +455,7 @@ fn start_watch(
         realm(spec),
     );
     let watch = watch.during(|| "look at the workspace".into())?;
-    Watching::start(watch, Bounding::of(spec)).during(|| "start a thread".into())
-}
-
-/// A terminal of the sandbox's own devpts; its outer end goes to the runner.
-fn open_terminal(spec: &Spec, report: &mut Reporter) -> Result<Option<OwnedFd>, StepError> {
-    let Terminal::Own { rows, columns } = spec.terminal else {
-        return Ok(None);
-    };
-    report.step("open a terminal");
-    let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let outer =
-        rustix::fs::open("/dev/ptmx", flags, Mode::empty()).during(|| "open /dev/ptmx".into())?;
-    rustix::pty::unlockpt(&outer).during(|| "unlock the terminal".into())?;
-    let size = rustix::termios::Winsize {
-        ws_row: rows,
-        ws_col: columns,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    rustix::termios::tcsetwinsize(&outer, size).during(|| "set the terminal's size".into())?;
-    let open_flags = rustix::pty::OpenptFlags::RDWR
-        | rustix::pty::OpenptFlags::NOCTTY
-        | rustix::pty::OpenptFlags::CLOEXEC;
-    let inner =
-        rustix::pty::ioctl_tiocgptpeer(&outer, open_flags).during(|| "open the terminal".into())?;
-    report.tell(&Report::Terminal, &[outer.as_fd()]);
-    Ok(Some(inner))
+    Watching::start(watch, Bounding::Kept).during(|| "start a thread".into())
 }
 
 enum Never {}
@@ -510,7 +498,7 @@ fn become_program(
 
     report.step("set up the streams");
     rustix::process::setsid().during(|| "setsid".into())?;
-    place_streams(handed, terminal.as_ref().map(AsFd::as_fd))
+    stdio::place(handed, terminal.as_ref().map(AsFd::as_fd))
         .during(|| "place descriptors 0, 1, 2".into())?;
 
     if spec.level == Level::Full || spec.purpose == Purpose::Run {
@@ -572,11 +560,11 @@ fn become_program(
     cpus::pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
     report.step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
-        restrict_calls(&filter, &ways, &own_proc).during(|| "install the filter".into())?;
+        restrict_calls(spec, &filter, &ways, &own_proc).during(|| "install the filter".into())?;
         report.layer(
             Layer::Seccomp,
             match spec.level {
-                Level::Full => "allow-list; connect() through the broker",
+                Level::Full => "allow-list; connect() and datagrams through the broker",
                 Level::Landlock => "allow-list; modes and times of files through the guardian",
             },
         );
@@ -608,25 +596,6 @@ fn leave_keyring(spec: &Spec) -> Result<(), StepError> {
     }
 }
 
-fn place_streams(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Result<()> {
-    if let Some(terminal) = terminal {
-        for number in 0..3 {
-            sys::place(terminal, number)?;
-        }
-        return sys::make_controlling_terminal(rustix::stdio::stdin());
-    }
-    match &handed.stdin {
-        Some(pipe) => sys::place(pipe.as_fd(), 0)?,
-        None => {
-            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-            let null = rustix::fs::open("/dev/null", flags, Mode::empty())?;
-            sys::place(null.as_fd(), 0)?;
-        }
-    }
-    sys::place(handed.stdout.as_fd(), 1)?;
-    sys::place(handed.stderr.as_fd(), 2)
-}
-
 fn filter(plan: &Plan, watch: Option<u32>) -> Vec<seccomp::Instruction> {
     seccomp::program(&seccomp::Options {
         fallocate: match plan.spec.workspace_kind {
@@ -639,9 +608,14 @@ fn filter(plan: &Plan, watch: Option<u32>) -> Vec<seccomp::Instruction> {
         },
         connect: Connect::Brokered,
         ground: match plan.spec.level {
-            Level::Full => Ground::Own {
-                watch: watch.unwrap_or(seccomp::SECOND_BORN),
-            },
+            Level::Full => {
+                let (uid, gid) = namespaces::ids_inside(&plan.spec);
+                Ground::Own {
+                    watch: watch.unwrap_or(seccomp::SECOND_BORN),
+                    uid,
+                    gid,
+                }
+            }
             Level::Landlock => Ground::Shared {
                 landlock_abi: landlock::abi(),
             },
@@ -649,19 +623,48 @@ fn filter(plan: &Plan, watch: Option<u32>) -> Vec<seccomp::Instruction> {
     })
 }
 
+/// What the child tells init once it has its filter. Descriptors come along, if sendmsg is still allowed: the listener, what
+/// the sweeper waits for, and the program's own files in /proc.
+#[derive(Serialize, Deserialize)]
+pub struct Filtered {
+    pub sweeper: Option<u32>,
+    /// Where the listener is among the child's descriptors, for init to take a copy.
+    pub listener: Option<i32>,
+}
+
 fn restrict_calls(
+    spec: &Spec,
     filter: &[seccomp::Instruction],
     ways: &Ways<'_>,
     own_proc: &[OwnedFd],
 ) -> io::Result<()> {
+    if spec.level == Level::Full {
+        // As what it becomes by execve is: init takes the listener from it.
+        rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
+    }
     let listener = sys::seccomp_install(filter, Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
+    let to_init = ways.to_init.as_fd();
+    if spec.level == Level::Full {
+        // The filter hands sendmsg over, and only who has the listener could serve it.
+        let told = Filtered {
+            sweeper: None,
+            listener: Some(listener.as_raw_fd()),
+        };
+        channel::send(to_init, &told, &[])?;
+        // Init closes its end when it has taken the listener.
+        let _closed = rustix::net::recv(to_init, &mut [0u8][..], RecvFlags::empty());
+        return Ok(());
+    }
     let mut fds = vec![listener.as_fd()];
     let sweeper = ways.sweeper.as_ref();
     fds.extend(sweeper.map(|sweeper| sweeper.word.as_fd()));
     fds.extend(own_proc.iter().map(AsFd::as_fd));
-    let sweeper = sweeper.map(|sweeper| sweeper.pid);
-    channel::send(ways.to_init.as_fd(), &sweeper, &fds)
+    let told = Filtered {
+        sweeper: sweeper.map(|sweeper| sweeper.pid),
+        listener: None,
+    };
+    channel::send(to_init, &told, &fds)
 }
 
 fn c_string(bytes: Bytes) -> Result<CString, StepError> {

@@ -10,8 +10,9 @@
 //! - The *launcher* (`launch.rs`) enters the new namespaces and receives the plan and descriptors over the socket. One that
 //!   stood by is pid 1 from its birth; one that was executed starts pid 1 as a child of the runner, and ends.
 //! - *Pid 1* (`init.rs`) completes the new root (`mounts.rs`), gives up its privilege, makes itself unreachable, starts
-//!   the child, and stays: it reaps, holds every deadline, watches (`watch.rs`), and connects
-//!   sockets on the program's behalf (`broker.rs`). When it ends, the kernel kills everything else.
+//!   the child, and stays: it reaps, holds every deadline, and watches (`watch.rs`). At the first call that names a
+//!   socket's address it starts a process that makes such calls on the program's behalf (`broker`). When pid 1 ends, the
+//!   kernel kills everything else.
 //! - The *child* confines itself, layer upon layer, and executes the program.
 //!
 //! The socket is the only channel between inside and outside, it is close-on-exec, and it carries: from the inside, the
@@ -38,6 +39,7 @@ pub mod cgroup;
 mod channel;
 mod cpus;
 mod deputy;
+mod dying;
 mod feed;
 mod init;
 mod landlock;
@@ -45,6 +47,7 @@ pub mod launch;
 mod leaving;
 mod mounts;
 mod namespaces;
+mod oom;
 pub mod outcome;
 pub mod probe;
 mod processes;
@@ -52,8 +55,10 @@ pub mod promises;
 pub mod quota;
 mod rlimits;
 pub mod seccomp;
+mod socket_share;
 pub mod spec;
 pub mod standby;
+mod streams;
 pub mod supervise;
 mod sweeper;
 mod sys;

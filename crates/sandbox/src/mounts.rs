@@ -346,8 +346,10 @@ fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, S
 /// A workspace in memory: the size and the number of files are the file system's own hard limits.
 fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), StepError> {
     let (uid, gid) = owner_here(spec);
+    // It counts against the memory limit too, so what that cannot hold is refused at once.
+    let bytes = spec.limits.disk_bytes.min(spec.limits.memory_bytes);
     let mount = new_tmpfs(&[
-        ("size", &spec.limits.disk_bytes.to_string()),
+        ("size", &bytes.to_string()),
         // The root, data/, docs/ and the hidden directories are ours, not the program's.
         (
             "nr_inodes",

@@ -270,6 +270,15 @@ pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), StepError
     Ok(())
 }
 
+/// The uid and gid that the program has in its own eyes.
+pub fn ids_inside(spec: &Spec) -> (u32, u32) {
+    match spec.identity {
+        // Only in tests.
+        Identity::Leased { uid, gid } if !spec.has(Layer::UserNamespace) => (uid, gid),
+        _ => (INSIDE_UID, INSIDE_GID),
+    }
+}
+
 /// Puts the program into a user namespace that owns nothing and in which no further one can be made.
 pub fn enter_inner_user(
     spec: &Spec,
@@ -292,14 +301,6 @@ pub fn enter_inner_user(
         .during(|| "write the maps".into())?;
     write_proc(Some(proc), "sys/user/max_user_namespaces", "0")
         .during(|| "forbid further user namespaces".into())?;
-    // These are counted for the user on the whole host; one analysis gets a share.
-    for (name, most) in [
-        ("max_inotify_instances", "32"),
-        ("max_inotify_watches", "16384"),
-    ] {
-        let path = format!("sys/user/{name}");
-        write_proc(Some(proc), &path, most).during(|| format!("bound {name}"))?;
-    }
     report.layer(Layer::UserNamespace, "owns nothing, may hold no other");
     Ok(())
 }
@@ -310,6 +311,9 @@ pub fn enter_inner_user(
 pub enum Bounding {
     Dropped,
     DroppedIfAllowed,
+    /// For a process that never executes another program. The bounding set limits what execve can give and nothing
+    /// else, and dropping it takes a system call for each capability.
+    Kept,
 }
 
 impl Bounding {
@@ -324,17 +328,7 @@ impl Bounding {
 
 /// Gives up every capability for good, in every set. Says what holds.
 pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, StepError> {
-    let mut how = "none, in any set";
-    for capability in CapabilitySet::all().iter() {
-        // A capability that this kernel does not know is not there to be dropped.
-        match rustix::thread::remove_capability_from_bounding_set(capability) {
-            Ok(()) | Err(rustix::io::Errno::INVAL) => {}
-            Err(rustix::io::Errno::PERM) if bounding == Bounding::DroppedIfAllowed => {
-                how = "none; the bounding set is the caller's";
-            }
-            Err(e) => return Err(e).during(|| "drop the bounding set".into()),
-        }
-    }
+    let how = drop_bounding_set(bounding)?;
     rustix::thread::clear_ambient_capability_set()
         .during(|| "clear ambient capabilities".into())?;
     let none = CapabilitySets {
@@ -344,4 +338,22 @@ pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, StepError> 
     };
     rustix::thread::set_capabilities(None, none).during(|| "drop capabilities".into())?;
     Ok(how)
+}
+
+fn drop_bounding_set(bounding: Bounding) -> Result<&'static str, StepError> {
+    if bounding == Bounding::Kept {
+        return Ok("none; it executes nothing");
+    }
+    for capability in CapabilitySet::all().iter() {
+        match rustix::thread::remove_capability_from_bounding_set(capability) {
+            // A capability that this kernel does not know is not there to be dropped.
+            Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+            // Refused for want of CAP_SETPCAP, so every other one would be refused too.
+            Err(rustix::io::Errno::PERM) if bounding == Bounding::DroppedIfAllowed => {
+                return Ok("none; the bounding set is the caller's");
+            }
+            Err(e) => return Err(e).during(|| "drop the bounding set".into()),
+        }
+    }
+    Ok("none, in any set")
 }

@@ -36,6 +36,9 @@ pub struct Usage {
     pub files: u64,
     /// Processes that the kernel killed for want of memory within the run's limit.
     pub oom_kills: u64,
+    /// Whether the program's own death by SIGKILL followed such a kill within a second. `None`: it did not die so, or
+    /// nobody saw the counter then.
+    pub oom_killed_main: Option<bool>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

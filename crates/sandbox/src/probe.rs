@@ -99,10 +99,10 @@ impl Attendant for Nobody {
         Ok(())
     }
     fn output(&mut self, _stream: Stream, _bytes: &[u8]) {}
-    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
+    fn blocked_on(&self, _stream: Stream) -> Option<BorrowedFd<'_>> {
         None
     }
-    fn unblocked(&mut self) {}
+    fn unblocked(&mut self, _stream: Stream) {}
     fn wishes(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -11,8 +11,11 @@
 //! does not run the filter for that call at all.
 
 mod ground;
+mod ioctl;
+mod memory;
 pub(crate) mod number;
 mod table;
+mod threads;
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -32,9 +35,9 @@ pub struct Options {
 /// What stands between the program and the host beside this filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ground {
-    /// Namespaces of its own: paths, processes, sockets and segments are the run's. Init is number 1 there, and this the
-    /// number of its second thread, the watch.
-    Own { watch: u32 },
+    /// Namespaces of its own: paths, processes, sockets and segments are the run's. Init is number 1 there, and `watch` is the
+    /// number of its second thread. The only ids that the program can have are these.
+    Own { watch: u32, uid: u32, gid: u32 },
     /// The host itself, seen through Landlock of this ABI: what that does not refuse is refused here, or handed to the
     /// holder of the listener.
     Shared { landlock_abi: i32 },
@@ -58,8 +61,9 @@ pub enum Affinity {
 pub enum Connect {
     /// connect(2) is the kernel's business.
     Kernel,
-    /// connect(2) is not made but handed to the holder of the filter's listener. The holder must make the
-    /// connection itself and never answer CONTINUE: the address could change between its look and the call.
+    /// connect(2), and a send that may name an address, is not made but handed to the holder of the filter's listener. The
+    /// holder must make the call itself and not answer CONTINUE where an address matters: it could change between the
+    /// holder's look and the call.
     Brokered,
 }
 
@@ -72,6 +76,9 @@ pub struct Instruction {
     pub jf: u8,
     pub k: u32,
 }
+
+/// The answer to a call that is known and refused.
+const DENY: Action = Action::Errno(libc::EPERM);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
@@ -391,17 +398,24 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    const fn own_ground(watch: u32) -> Ground {
+        Ground::Own {
+            watch,
+            uid: 1000,
+            gid: 1001,
+        }
+    }
     const OPEN: Options = Options {
         fallocate: Fallocate::Allowed,
         affinity: Affinity::Free,
         connect: Connect::Kernel,
-        ground: Ground::Own { watch: SECOND_BORN },
+        ground: own_ground(SECOND_BORN),
     };
     const TIGHT: Options = Options {
         fallocate: Fallocate::Refused,
         affinity: Affinity::Fixed,
         connect: Connect::Brokered,
-        ground: Ground::Own { watch: 7 },
+        ground: own_ground(7),
     };
     /// Level `landlock`, on a kernel that leaves signals and truncation to us, and on one that does not.
     const SHARED_OLD: Options = Options {
@@ -496,7 +510,7 @@ mod tests {
                         fallocate,
                         affinity,
                         connect,
-                        ground: Ground::Own { watch: 3 },
+                        ground: own_ground(3),
                     });
                 }
             }
@@ -748,8 +762,8 @@ mod tests {
         let cases = [
             (1, 1, 0, ALLOW, ALLOW),
             (1, 5, 0, ALLOW, ALLOW),
-            (1, 2, 0, ALLOW, no_protocol),
-            (1, 3, 0, ALLOW, no_protocol),
+            (1, 2, 0, ALLOW, ALLOW),
+            (1, 3, 0, ALLOW, ALLOW),
             (2, 1, 0, ALLOW, ALLOW),
             (2, 1, 6, ALLOW, ALLOW),
             (2, 2, 0, ALLOW, ALLOW),
@@ -762,8 +776,8 @@ mod tests {
             (10, 3, 58, EPERM, EPERM),
             (2, 5, 132, no_protocol, no_protocol),
             (2, 10, 3, no_protocol, no_protocol),
-            (16, 3, 0, ALLOW, ALLOW),
-            (16, 2, 0, ALLOW, ALLOW),
+            (16, 3, 0, ALLOW, NOTIFY),
+            (16, 2, 0, ALLOW, NOTIFY),
             (16, 3, 12, no_protocol, no_protocol),
             (16, 3, 15, no_protocol, no_protocol),
             (0, 1, 0, no_family, no_family),
@@ -789,7 +803,13 @@ mod tests {
         }
         expect(TIGHT, libc::SYS_socketpair, &[1, 1 | FLAGS, 0], ALLOW);
         expect(TIGHT, libc::SYS_socketpair, &[1, 5, 0], ALLOW);
-        expect(TIGHT, libc::SYS_socketpair, &[1, 2 | FLAGS, 0], no_protocol);
+        expect(TIGHT, libc::SYS_socketpair, &[1, 2 | FLAGS, 0], ALLOW);
+        expect(
+            SHARED,
+            libc::SYS_socketpair,
+            &[1, 2 | FLAGS, 0],
+            no_protocol,
+        );
         expect(OPEN, libc::SYS_socketpair, &[1, 2, 0], ALLOW);
         expect(OPEN, libc::SYS_socketpair, &[30, 1, 0], no_family);
         for option in [26, 50, 51, 52] {
@@ -802,7 +822,51 @@ mod tests {
             errno(libc::ENOPROTOOPT),
         );
         expect(OPEN, libc::SYS_setsockopt, &[3, 1, 2], ALLOW); // SO_REUSEADDR
+        for buffer in [7, 8 | GARBAGE] {
+            expect(TIGHT, libc::SYS_setsockopt, &[3, 1, buffer], NOTIFY);
+            expect(SHARED, libc::SYS_setsockopt, &[3, 1, buffer], errno(0));
+        }
+        for forced in [32, 33] {
+            expect(TIGHT, libc::SYS_setsockopt, &[3, 1, forced], EPERM);
+        }
         expect(OPEN, libc::SYS_setsockopt, &[3, 6, 1], ALLOW); // TCP_NODELAY
+    }
+
+    #[test]
+    fn sends_that_may_name_an_address_are_handed_over() {
+        for (options, answer) in [(OPEN, ALLOW), (TIGHT, NOTIFY), (SHARED, ALLOW)] {
+            expect(options, libc::SYS_sendto, &[3, 1, 1, 0, 0, 0], ALLOW);
+            // An address whose lower half is zero is an address.
+            let high = 1 << 32;
+            expect(options, libc::SYS_sendto, &[3, 1, 1, 0, high, 110], answer);
+            expect(options, libc::SYS_sendto, &[3, 1, 1, 0, 0, 1], answer);
+            // The kernel takes the low half of the length: no address.
+            expect(options, libc::SYS_sendto, &[3, 1, 1, 0, 7, GARBAGE], ALLOW);
+            expect(options, libc::SYS_sendmsg, &[3, 0, 0], answer);
+            expect(options, libc::SYS_sendmmsg, &[3, 0, 0, 0], answer);
+        }
+        // Descriptors are shared among threads, and among nobody else.
+        expect(TIGHT, libc::SYS_clone, &[0x400 | 17], EPERM);
+        expect(TIGHT, libc::SYS_clone, &[0x400 | 0x100 | 17], EPERM);
+    }
+
+    #[test]
+    fn ids_of_others_are_refused_as_the_kernel_would() {
+        const KEPT: u64 = 0xffff_ffff;
+        let (uid, gid) = (1000 | GARBAGE, 1001 | GARBAGE);
+        expect(OPEN, libc::SYS_setuid, &[uid], ALLOW);
+        expect(OPEN, libc::SYS_setuid, &[0], EPERM);
+        expect(OPEN, libc::SYS_setuid, &[gid], EPERM);
+        expect(OPEN, libc::SYS_setgid, &[gid], ALLOW);
+        expect(OPEN, libc::SYS_setregid, &[KEPT, gid], ALLOW);
+        expect(OPEN, libc::SYS_setregid, &[gid, 0], EPERM);
+        expect(OPEN, libc::SYS_setresuid, &[uid, KEPT, uid], ALLOW);
+        expect(OPEN, libc::SYS_setresuid, &[uid, uid, 0], EPERM);
+        expect(OPEN, libc::SYS_fchown, &[3, uid, gid], ALLOW);
+        expect(OPEN, libc::SYS_fchown, &[3, KEPT, 0], EPERM);
+        expect(OPEN, libc::SYS_fchownat, &[3, 0, uid, KEPT, 0], ALLOW);
+        expect(OPEN, libc::SYS_fchownat, &[3, 0, 0, gid, 0], EPERM);
+        expect(SHARED, libc::SYS_setuid, &[0], ALLOW);
     }
 
     #[test]
@@ -983,7 +1047,7 @@ mod tests {
             4,
             15,
             16,
-            22,
+            21,
             29,
             36,
             38,
@@ -999,10 +1063,10 @@ mod tests {
         for option in [0, 9, 77, 78, 500, 0xffff_ffff] {
             expect(OPEN, libc::SYS_prctl, &[option], errno(libc::EINVAL));
         }
-        expect(TIGHT, libc::SYS_seccomp, &[1, 0], ALLOW);
-        expect(TIGHT, libc::SYS_seccomp, &[1, 1 | 4], ALLOW);
-        expect(TIGHT, libc::SYS_seccomp, &[1, 8], EPERM);
-        expect(TIGHT, libc::SYS_seccomp, &[1, 1 | 8 | 16 | 32], EPERM);
+        expect(TIGHT, libc::SYS_prctl, &[22, 2], errno(libc::EINVAL));
+        for flags in [0, 1 | 4, 8, 1 | 8 | 16 | 32] {
+            expect(TIGHT, libc::SYS_seccomp, &[1, flags], errno(libc::EINVAL));
+        }
         expect(OPEN, libc::SYS_prlimit64, &[0, 7], ALLOW);
         expect(OPEN, libc::SYS_prlimit64, &[1, 0], EPERM);
         for (policy, answer) in [
@@ -1023,8 +1087,80 @@ mod tests {
         }
         expect(OPEN, libc::SYS_fcntl, &[3, 1024, 0], EPERM);
         expect(OPEN, libc::SYS_fcntl, &[3, 1040, 0], EPERM);
+        expect(OPEN, libc::SYS_fcntl, &[3, 1026, 1], errno(libc::EINVAL)); // F_NOTIFY
         for command in [0, 1, 2, 3, 4, 5, 6, 7, 8, 36, 37, 38, 1030, 1031, 1033] {
             expect(OPEN, libc::SYS_fcntl, &[3, command, 1], ALLOW);
+        }
+    }
+
+    #[test]
+    fn memory_is_charged_and_not_merged() {
+        let empty_pool = errno(libc::ENOMEM);
+        // MAP_PRIVATE | MAP_ANONYMOUS; with MAP_HUGETLB, and a size of huge page.
+        expect(OPEN, libc::SYS_mmap, &[0, 4096, 3, 0x22], ALLOW);
+        for flags in [0x4_0022, 0x4_0001, 0x5404_0022] {
+            expect(OPEN, libc::SYS_mmap, &[0, 4096, 3, flags], empty_pool);
+        }
+        expect(OPEN, libc::SYS_memfd_create, &[0, 1 | 2 | 8], ALLOW);
+        expect(OPEN, libc::SYS_memfd_create, &[0, 4], errno(libc::EINVAL));
+        expect(OPEN, libc::SYS_shmget, &[0, 4096, 0o1600], ALLOW);
+        expect(OPEN, libc::SYS_shmget, &[0, 4096, 0o5600], EPERM);
+        for advice in [0, 4, 8, 13, 14, 25] {
+            expect(OPEN, libc::SYS_madvise, &[0, 4096, advice], ALLOW);
+        }
+        expect(OPEN, libc::SYS_madvise, &[0, 4096, 12], errno(libc::EINVAL));
+        for options in [OPEN, SHARED] {
+            expect(options, libc::SYS_mbind, &[], EPERM);
+            expect(options, libc::SYS_set_mempolicy_home_node, &[], ENOSYS);
+            expect(options, libc::SYS_set_mempolicy, &[3], ALLOW);
+            expect(options, libc::SYS_inotify_init1, &[0], ENOSYS);
+            expect(options, libc::SYS_inotify_add_watch, &[3], ENOSYS);
+        }
+    }
+
+    #[test]
+    fn sockets_keep_nothing_outside_their_buffers() {
+        let no_option = errno(libc::ENOPROTOOPT);
+        for (nr, at) in [
+            (libc::SYS_sendto, 3),
+            (libc::SYS_sendmsg, 2),
+            (libc::SYS_sendmmsg, 3),
+        ] {
+            for (flags, answer) in [
+                (0, ALLOW),
+                (0x4000 | 0x40, ALLOW), // MSG_NOSIGNAL | MSG_DONTWAIT
+                (0x8000, errno(libc::EOPNOTSUPP)),
+                (0x2000_4000, errno(libc::EOPNOTSUPP)),
+            ] {
+                let mut args = [0; 4];
+                args[at] = flags;
+                expect(OPEN, nr, &args, answer);
+            }
+        }
+        expect(OPEN, libc::SYS_splice, &[3, 0, 4, 0, 1, 3], ALLOW);
+        let more = [3, 0, 4, 0, 1, 4 | 2]; // SPLICE_F_MORE
+        expect(OPEN, libc::SYS_splice, &more, errno(libc::EINVAL));
+        for (level, option, answer) in [
+            (1, 37, no_option),
+            (1, 65, no_option),
+            (1, 60, errno(libc::EOPNOTSUPP)),
+            (0, 11, errno(0)),
+            (41, 25, errno(0)),
+            (0, 35, errno(libc::ENODEV)),
+            (41, 20, errno(libc::ENODEV)),
+            (41, 42, errno(libc::ENODEV)),
+            (6, 14, no_option),
+            (6, 38, no_option),
+            (6, 30, no_option),
+            (17, 1, no_option),
+            (41, 24, no_option), // IPV6_MTU
+            (17, 103, ALLOW),    // UDP_SEGMENT
+            (41, 26, ALLOW),     // IPV6_V6ONLY
+            (0, 1, ALLOW),       // IP_TOS
+            (6, 3, ALLOW),       // TCP_CORK
+            (1, 29, ALLOW),      // SO_TIMESTAMP
+        ] {
+            expect(OPEN, libc::SYS_setsockopt, &[3, level, option], answer);
         }
     }
 

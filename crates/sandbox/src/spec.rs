@@ -102,6 +102,17 @@ pub struct View {
     /// files only their owner may read stay readable. Only root can do so; for a plain user the
     /// program has the caller's own file permissions already.
     pub owner: Owner,
+    pub content: Content,
+}
+
+/// What a view holds, and so whether a file in it that cannot be read stops the run before it starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Content {
+    /// It does: a program that skips such a file would compute a wrong result from the others.
+    Data,
+    /// It does not: a runtime is large, and fails visibly when it cannot load a file.
+    Runtime,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -12,29 +12,26 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use rustix::process::{Pid, WaitId, WaitIdOptions};
 
 use crate::cgroup::Group;
 use crate::channel::{self, Order, Report, Wait};
-use crate::feed::{CHUNK_BYTES, Feed, never_wait, pipe, stdin_pair};
+use crate::dying::BACKSTOP;
+use crate::feed::{never_wait, pipe, stdin_pair};
 use crate::launch::Plan;
 pub use crate::leaving::Leaving;
-use crate::outcome::{Outcome, Stop, Usage};
+use crate::outcome::{Exit, Outcome, Stop, Usage};
 use crate::probe::Nobody;
-use crate::processes;
-use crate::spec::{
-    Hardness, Identity, Layer, Level, LimitName, Purpose, Spec, SpecError, Terminal, WorkspaceKind,
-};
+use crate::spec::{Hardness, Layer, LimitName, Purpose, Spec, SpecError, Terminal, WorkspaceKind};
 use crate::standby;
+use crate::streams::{StreamEvent, Streams};
 
-/// Init has this long, beyond the grace, before it is killed.
-pub(crate) const BACKSTOP: Duration = Duration::from_millis(700);
-/// And the kernel this long to finish what init was in charge of.
-pub(crate) const LAST_WAIT: Duration = Duration::from_millis(280);
 /// Building the sandbox is not the program's time; it gets some of its own.
 const BUILDING_AT_MOST: Duration = Duration::from_secs(30);
-/// Reads after the last process has died: what a pipe can hold, and no more.
-const DRAIN_READS_MAX: usize = 64;
+/// A program whose output nobody takes is not idle; init is told so this often.
+const WAITING_IS_TOLD: Duration = Duration::from_millis(250);
+/// Init is told of activity no more often than this.
+const ACTIVITY_IS_TOLD: Duration = Duration::from_millis(50);
 
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
@@ -84,9 +81,9 @@ pub trait Attendant {
     /// A workspace in memory is there to be filled; nothing runs yet.
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()>;
     fn output(&mut self, stream: Stream, bytes: &[u8]);
-    /// A descriptor that must become writable before more output is wanted.
-    fn blocked_on(&self) -> Option<BorrowedFd<'_>>;
-    fn unblocked(&mut self);
+    /// A descriptor that must become writable before more of a stream is wanted. Until then the program waits.
+    fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
+    fn unblocked(&mut self, stream: Stream);
     /// A descriptor that is readable when there is a wish.
     fn wishes(&self) -> Option<BorrowedFd<'_>>;
     fn wish(&mut self) -> Option<Wish>;
@@ -115,6 +112,8 @@ pub struct Finished {
     pub pids_denied: u64,
     /// Pid 1, which had nobody left with it, and is about to end.
     pub leaving: Option<Leaving>,
+    /// The pid of init, where not every process could be shown dead: it ends after all others.
+    pub undead_init: Option<u32>,
 }
 
 pub(crate) fn timespec(time: Duration) -> Timespec {
@@ -125,28 +124,31 @@ pub(crate) fn timespec(time: Duration) -> Timespec {
 }
 
 pub struct Running<'a> {
-    spec: &'a Spec,
-    group: Option<&'a Group>,
+    pub(crate) spec: &'a Spec,
+    pub(crate) group: Option<&'a Group>,
     socket: OwnedFd,
     /// One that stood by is init itself.
-    launcher: Option<Child>,
+    pub(crate) launcher: Option<Child>,
     diary: OwnedFd,
-    init: Option<OwnedFd>,
-    init_pid: Option<Pid>,
-    out: [Option<OwnedFd>; 2],
-    terminal: Option<OwnedFd>,
-    stdin: Feed,
+    pub(crate) init: Option<OwnedFd>,
+    pub(crate) init_pid: Option<Pid>,
+    streams: Streams,
+    /// When init was last told that the program is not idle.
+    active_at: Instant,
     failed: Option<RunError>,
     /// `Some` once the program has been started.
     layers: Option<Vec<(Layer, String)>>,
-    ended: Option<(Option<crate::outcome::Exit>, Option<Stop>, Usage)>,
+    pub(crate) ended: Option<(Option<Exit>, Option<Stop>, Usage)>,
+    /// The same as far as it was known when init last told of the dying, and since when it has.
+    dying: Option<(Option<Exit>, Option<Stop>, Usage)>,
+    pub(crate) dying_since: Option<Instant>,
     /// Init has told that nobody is left in there with it.
     alone: bool,
     workspace: Option<OwnedFd>,
     asked_to_stop: Option<Stop>,
     started: Instant,
-    kill_init_at: Instant,
-    killed_init: bool,
+    pub(crate) kill_init_at: Instant,
+    pub(crate) killed_init: bool,
 }
 
 /// Starts the launcher and hands it everything. The sandbox is built from then on by itself; the program waits in it
@@ -172,6 +174,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
     }
     let (stdin, feed) = stdin_pair(spec, means.stdin)?;
     let cpu = means.group.and_then(Group::cpu_usage_fd);
+    let oom = means.group.and_then(Group::oom_kills_fd);
     let attach = match means.group {
         Some(group) => group
             .attach_fds()
@@ -189,6 +192,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
         attach_files: attach.len(),
         birthplace: birthplace.is_some(),
         cpu_counter: cpu.as_ref().map(|(_, unit)| *unit),
+        oom_counter: oom.is_some(),
         memory: if enforced(LimitName::Memory) {
             Hardness::Hard
         } else {
@@ -214,6 +218,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
         fds.push(means.workspace.ok_or_else(missing)?);
     }
     fds.extend(cpu.iter().map(|(fd, _)| fd.as_fd()));
+    fds.extend(oom.iter().map(AsFd::as_fd));
     fds.extend(attach.iter().map(AsFd::as_fd));
     fds.extend(birthplace);
     channel::send(ours.as_fd(), &fds.len(), &fds).map_err(start("send the plan"))?;
@@ -227,16 +232,16 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
         init,
         init_pid,
         // With a terminal the pipes lead nowhere; the program's output comes from the terminal.
-        out: if terminal {
-            [None, None]
-        } else {
-            [Some(out_read), Some(err_read)]
+        streams: match terminal {
+            true => Streams::new([None, None], feed),
+            false => Streams::new([Some(out_read), Some(err_read)], feed),
         },
-        terminal: None,
-        stdin: feed,
+        active_at: Instant::now(),
         failed: None,
         layers: None,
         ended: None,
+        dying: None,
+        dying_since: None,
         alone: false,
         workspace: None,
         asked_to_stop: None,
@@ -252,17 +257,19 @@ fn deadline(spec: &Spec) -> Duration {
     Duration::from_millis(limits.wall_ms.saturating_add(limits.grace_ms)) + BACKSTOP
 }
 
+/// Whether the program waits, or soon will, for somebody to take its output.
+fn is_blocked(attendant: &dyn Attendant) -> bool {
+    let mut both = [Stream::Stdout, Stream::Stderr].into_iter();
+    both.any(|stream| attendant.blocked_on(stream).is_some())
+}
+
 /// What there is to be done after a poll.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Socket,
     Init,
-    Out(usize),
-    Terminal,
-    Input,
-    Program,
+    Stream(StreamEvent),
     Wishes,
-    Unblocked,
 }
 
 impl Running<'_> {
@@ -306,20 +313,23 @@ impl Running<'_> {
     fn attend(mut self, attendant: &mut dyn Attendant) -> Result<Finished, RunError> {
         let mut socket_open = true;
         let mut init_dead = false;
-        let mut activity = Instant::now();
+        self.active_at = Instant::now();
         while (socket_open || !init_dead) && !self.has_ended_well() {
             let ready = self.wait(attendant, socket_open, init_dead);
             for source in ready {
                 match source {
                     Source::Socket => socket_open = self.hear_or_kill(attendant),
                     Source::Init => init_dead = true,
-                    Source::Out(n) => self.pass_output(n, attendant, &mut activity),
-                    Source::Terminal => self.pass_terminal(attendant),
-                    Source::Input => self.stdin.take_in(),
-                    Source::Program => self.stdin.hand_on(self.terminal.as_ref()),
+                    Source::Stream(event) => {
+                        if self.streams.handle(event, attendant) {
+                            self.tell_activity(ACTIVITY_IS_TOLD);
+                        }
+                    }
                     Source::Wishes => self.hear_wish(attendant),
-                    Source::Unblocked => attendant.unblocked(),
                 }
+            }
+            if is_blocked(attendant) {
+                self.tell_activity(WAITING_IS_TOLD);
             }
             if !socket_open && self.init.is_none() {
                 // No init was ever born.
@@ -330,12 +340,11 @@ impl Running<'_> {
             }
         }
         let _ended = self.launcher.as_mut().map(Child::wait);
-        self.drain(attendant);
+        self.streams.drain(attendant);
         self.conclude(init_dead)
     }
 
     fn wait(&self, attendant: &dyn Attendant, socket_open: bool, init_dead: bool) -> Vec<Source> {
-        let blocked = attendant.blocked_on();
         let wishes = attendant.wishes();
         let mut list: Vec<(Source, BorrowedFd<'_>, PollFlags)> = Vec::with_capacity(8);
         if socket_open {
@@ -344,36 +353,10 @@ impl Running<'_> {
         if let (Some(init), false) = (&self.init, init_dead) {
             list.push((Source::Init, init.as_fd(), PollFlags::IN));
         }
-        if let Some(fd) = blocked {
-            list.push((Source::Unblocked, fd, PollFlags::OUT));
-        } else {
-            for (n, out) in self.out.iter().enumerate() {
-                list.extend(
-                    out.as_ref()
-                        .map(|fd| (Source::Out(n), fd.as_fd(), PollFlags::IN)),
-                );
-            }
-            list.extend(
-                self.terminal
-                    .as_ref()
-                    .map(|fd| (Source::Terminal, fd.as_fd(), PollFlags::IN)),
-            );
-        }
-        // Nothing is taken from the caller before there is a program to have it.
-        let sink = self.stdin.sink.as_ref().or(self.terminal.as_ref());
-        if let Some(sink) = sink.filter(|_| self.started()) {
-            match (self.stdin.pending.is_empty(), &self.stdin.source) {
-                (false, _) => list.push((Source::Program, sink.as_fd(), PollFlags::OUT)),
-                (true, Some(source)) => list.push((Source::Input, source.as_fd(), PollFlags::IN)),
-                (true, None) => {}
-            }
-        }
+        let streams = self.streams.wanted(attendant, self.started());
+        list.extend(streams.map(|(event, fd, flags)| (Source::Stream(event), fd, flags)));
         list.extend(wishes.map(|fd| (Source::Wishes, fd, PollFlags::IN)));
-        let timeout = self
-            .kill_init_at
-            .saturating_duration_since(Instant::now())
-            .min(Duration::from_secs(60));
-        let timeout = timespec(timeout);
+        let timeout = timespec(self.until_next_look(attendant));
         let mut fds: Vec<PollFd<'_>> = list
             .iter()
             .map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags))
@@ -386,6 +369,27 @@ impl Running<'_> {
             .zip(&fds)
             .filter(|(_, fd)| !fd.revents().is_empty());
         ready.map(|((source, ..), _)| *source).collect()
+    }
+
+    fn until_next_look(&self, attendant: &dyn Attendant) -> Duration {
+        let now = Instant::now();
+        let from_now = |at: Instant| at.saturating_duration_since(now);
+        let mut time = from_now(self.kill_init_at).min(Duration::from_secs(60));
+        if let Some(at) = self.streams.resume_at() {
+            time = time.min(from_now(at));
+        }
+        if self.spec.limits.idle_ms.is_some() && is_blocked(attendant) {
+            time = time.min(WAITING_IS_TOLD);
+        }
+        time
+    }
+
+    /// Tells init that the program is not idle, unless it was told that lately.
+    fn tell_activity(&mut self, at_most_every: Duration) {
+        if self.spec.limits.idle_ms.is_some() && self.active_at.elapsed() > at_most_every {
+            self.active_at = Instant::now();
+            self.order(Order::Active);
+        }
     }
 
     /// The program ran and is dead, and init is about to end by itself. A run that failed is not left before init is dead.
@@ -434,8 +438,13 @@ impl Running<'_> {
                 self.fill_workspace(attendant)?;
             }
             Report::Terminal => {
-                self.terminal = fds.pop();
-                self.terminal.as_ref().map(never_wait).transpose()?;
+                let terminal = fds.pop();
+                terminal.as_ref().map(never_wait).transpose()?;
+                self.streams.terminal = terminal;
+            }
+            Report::Dying { exit, stop, usage } => {
+                self.dying = Some((exit, stop, usage));
+                self.wait_for_the_dying();
             }
             Report::Ended {
                 exit,
@@ -477,46 +486,9 @@ impl Running<'_> {
         Ok(())
     }
 
-    fn order(&self, order: Order) {
+    pub(crate) fn order(&self, order: Order) {
         // If init is gone there is nothing left to order.
         let _gone = channel::send(self.socket.as_fd(), &order, &[]);
-    }
-
-    fn pass_output(&mut self, n: usize, attendant: &mut dyn Attendant, activity: &mut Instant) {
-        let Some(fd) = &self.out[n] else { return };
-        let mut chunk = vec![0u8; CHUNK_BYTES];
-        match rustix::io::read(fd, &mut chunk) {
-            Ok(0) => self.out[n] = None,
-            Ok(len) => {
-                attendant.output(
-                    if n == 0 {
-                        Stream::Stdout
-                    } else {
-                        Stream::Stderr
-                    },
-                    &chunk[..len],
-                );
-                if self.spec.limits.idle_ms.is_some()
-                    && activity.elapsed() > Duration::from_millis(50)
-                {
-                    *activity = Instant::now();
-                    self.order(Order::Active);
-                }
-            }
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            Err(_) => self.out[n] = None,
-        }
-    }
-
-    fn pass_terminal(&mut self, attendant: &mut dyn Attendant) {
-        let Some(fd) = &self.terminal else { return };
-        let mut chunk = vec![0u8; CHUNK_BYTES];
-        match rustix::io::read(fd, &mut chunk) {
-            Ok(len) if len > 0 => attendant.output(Stream::Stdout, &chunk[..len]),
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            // EIO: the last process has closed the terminal.
-            _ => self.terminal = None,
-        }
     }
 
     fn hear_wish(&mut self, attendant: &mut dyn Attendant) {
@@ -539,113 +511,14 @@ impl Running<'_> {
                     ws_xpixel: 0,
                     ws_ypixel: 0,
                 };
-                let _gone = self
-                    .terminal
-                    .as_ref()
-                    .map(|t| rustix::termios::tcsetwinsize(t, size));
+                let terminal = self.streams.terminal.as_ref();
+                let _gone = terminal.map(|t| rustix::termios::tcsetwinsize(t, size));
             }
         }
     }
 
-    fn hurry(&mut self, within: Duration) {
-        self.kill_init_at = self.kill_init_at.min(Instant::now() + within);
-    }
-
-    /// Kills init when it is overdue. False when even that has not helped in time.
-    fn backstop(&mut self) -> bool {
-        if Instant::now() < self.kill_init_at {
-            return true;
-        }
-        if self.killed_init {
-            return false;
-        }
-        self.killed_init = true;
-        self.kill_init_at = Instant::now() + LAST_WAIT;
-        let _gone = self.launcher.as_mut().map(Child::kill);
-        match self.spec.level {
-            Level::Full => {
-                if let Some(init) = &self.init {
-                    let _gone = rustix::process::pidfd_send_signal(init, Signal::KILL);
-                }
-            }
-            // The guardian is what sweeps: it stays until nothing is left, whoever waits for that.
-            Level::Landlock => {
-                self.order(Order::Kill);
-                self.kill_from_outside();
-            }
-        }
-        true
-    }
-
-    /// Everything of the run's that can be told without the guardian: its group, or its uid.
-    fn kill_from_outside(&self) {
-        if let Some(group) = self.group {
-            group.kill();
-        }
-        if let Identity::Leased { uid, .. } = self.spec.identity {
-            // The guardian has the uid too, and tells the end.
-            let guardian = self.init_pid.map(|pid| pid.as_raw_nonzero().get() as u32);
-            let others = processes::of_user(uid).into_iter();
-            for pid in others.filter(|pid| Some(*pid) != guardian) {
-                // Nobody else is ever given the uid while it is leased.
-                let held = processes::hold(pid);
-                let _gone = held.map(|held| rustix::process::pidfd_send_signal(held, Signal::KILL));
-            }
-        }
-    }
-
-    /// Whether every process of the run is known to be dead.
-    fn all_dead(&self, init_dead: bool) -> bool {
-        // The guardian tells the end when it has no child left. Pid 1 takes everyone with it, whatever it said.
-        if self.spec.level == Level::Full || !init_dead || self.ended.is_some() || !self.started() {
-            return init_dead;
-        }
-        // Somebody killed the guardian.
-        let until = Instant::now() + LAST_WAIT;
-        loop {
-            self.kill_from_outside();
-            let empty = match (self.group, self.spec.identity) {
-                (Some(group), _) => group.is_empty(),
-                (None, Identity::Leased { uid, .. }) => processes::of_user(uid).is_empty(),
-                (None, Identity::Caller { .. }) => return false,
-            };
-            if empty || Instant::now() > until {
-                return empty;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    fn started(&self) -> bool {
+    pub(crate) fn started(&self) -> bool {
         self.layers.is_some()
-    }
-
-    /// What is still in the pipes. Whoever else holds them is not waited for.
-    fn drain(&mut self, attendant: &mut dyn Attendant) {
-        for _ in 0..DRAIN_READS_MAX {
-            self.pass_terminal(attendant);
-        }
-        for n in 0..2 {
-            let Some(fd) = self.out[n].take() else {
-                continue;
-            };
-            let mut chunk = vec![0u8; CHUNK_BYTES];
-            for _ in 0..DRAIN_READS_MAX {
-                match rustix::io::read(&fd, &mut chunk) {
-                    Ok(len) if len > 0 => {
-                        attendant.output(
-                            if n == 0 {
-                                Stream::Stdout
-                            } else {
-                                Stream::Stderr
-                            },
-                            &chunk[..len],
-                        );
-                    }
-                    _ => break,
-                }
-            }
-        }
     }
 
     fn conclude(mut self, init_dead: bool) -> Result<Finished, RunError> {
@@ -668,7 +541,8 @@ impl Running<'_> {
         // was killed by somebody else.
         let overdue = self.killed_init.then_some(Stop::WallTime);
         let wall_ms = self.started.elapsed().as_millis() as u64;
-        let (exit, stop, mut usage) = self.ended.take().unwrap_or((
+        let told = self.ended.take().or(self.dying.take());
+        let (exit, stop, mut usage) = told.unwrap_or((
             None,
             self.asked_to_stop.or(overdue),
             Usage {
@@ -693,6 +567,10 @@ impl Running<'_> {
             diary: channel::read_diary(self.diary.as_fd()),
             workspace: self.workspace,
             pids_denied: counters.pids_denied.unwrap_or(0),
+            undead_init: match self.init_pid {
+                Some(pid) if !all_dead => u32::try_from(pid.as_raw_nonzero().get()).ok(),
+                _ => None,
+            },
             leaving: (ended_well && !init_dead).then(|| Leaving::new(self.init.take())),
         })
     }

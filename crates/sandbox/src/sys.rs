@@ -6,6 +6,8 @@
 
 mod battery;
 mod memory;
+mod notification;
+mod sockets;
 
 #[cfg(target_arch = "x86_64")]
 pub use battery::getpid_i386;
@@ -13,10 +15,18 @@ pub use battery::{Arg, Call, attempt};
 pub use memory::{
     forget_beginnings, has_loader_settings, let_go_of_code, share_one_heap, written_by_reaped,
 };
+pub use notification::answer_with_descriptor;
+
+pub use sockets::{
+    Answer, PARTS_MAX, RawMessage, notification_answer_with, numbers_shared_with_children,
+    read_memory_parts, send_message, write_memory,
+};
 
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::seccomp::Instruction;
 
@@ -214,15 +224,31 @@ pub fn block_signals(signals: Option<&[libc::c_int]>) -> io::Result<()> {
 
 /// Unblocks every signal and sets every disposition to its default.
 pub fn reset_signals() -> io::Result<()> {
-    for signal in 1..=64 {
-        if [libc::SIGKILL, libc::SIGSTOP, 32, 33].contains(&signal) {
-            continue;
+    // Handlers need no call: execve resets those.
+    let ignored = IGNORED_SIGNALS.load(Ordering::Relaxed);
+    // The kernel's struct sigaction with every field zero: the default. Larger than it is anywhere.
+    let default = [0u64; 8];
+    for signal in (1..=64).filter(|signal| ignored >> (signal - 1) & 1 == 1) {
+        // SAFETY: the kernel reads one struct sigaction from `default`, which outlives the call, and writes nothing. Not by
+        // way of the C library, which refuses the two signals that it keeps for itself. A signal that cannot be ignored is
+        // refused, and needs nothing.
+        unsafe {
+            libc::syscall(libc::SYS_rt_sigaction, signal, &default, 0usize, 8usize);
         }
-        // SAFETY: SIG_DFL is a valid disposition for every signal but the two skipped above; the C library
-        // keeps 32 and 33 for itself.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
     }
     set_mask(libc::SIG_SETMASK, &signal_set(Some(&[])))
+}
+
+/// Signals that this process ignores, bit by bit; all of them until [`note_ignored_signals`] has looked.
+static IGNORED_SIGNALS: AtomicU64 = AtomicU64::new(u64::MAX);
+
+/// Reads which signals are ignored, for [`reset_signals`] in a process that is forked from this one: one file, where
+/// asking for each signal would take sixty calls. If the file does not tell, all are reset.
+pub fn note_ignored_signals() {
+    let status = crate::processes::read("/proc/self/status", 16 << 10).unwrap_or_default();
+    let mask = status.split_once("\nSigIgn:\t").map(|(_, rest)| rest);
+    let mask = mask.and_then(|rest| u64::from_str_radix(rest.get(..16)?, 16).ok());
+    IGNORED_SIGNALS.store(mask.unwrap_or(u64::MAX), Ordering::Relaxed);
 }
 
 /// Whoever started us may have ignored it, and then no child's end could be waited for.
@@ -371,9 +397,10 @@ pub fn place(fd: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
     check(unsafe { libc::dup2(fd.as_raw_fd(), number) } as libc::c_long).map(drop)
 }
 
-/// The Landlock ABI of this kernel; 0 where there is none.
+/// The Landlock ABI of this kernel; 0 where there is none. Asked for once; forked processes inherit the answer.
 pub fn landlock_abi() -> i32 {
-    landlock_version().unwrap_or(0)
+    static ABI: OnceLock<i32> = OnceLock::new();
+    *ABI.get_or_init(|| landlock_version().unwrap_or(0))
 }
 
 /// The Landlock ABI of this kernel. ENOSYS: it was built without; EOPNOTSUPP: it was started without.
@@ -476,40 +503,19 @@ pub fn notification_valid(listener: BorrowedFd<'_>, id: u64) -> io::Result<()> {
     check(result as libc::c_long).map(drop)
 }
 
-/// Answers a notification: success with 0, or an errno. Never tells the kernel to continue the call.
+/// Answers a notification: success with 0, or an errno.
 pub fn notification_answer(listener: BorrowedFd<'_>, id: u64, errno: i32) -> io::Result<()> {
-    // SAFETY: an all-zero seccomp_notif_resp is a valid value.
-    let mut raw: libc::seccomp_notif_resp = unsafe { std::mem::zeroed() };
-    raw.id = id;
-    raw.error = -errno;
-    const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
-    // SAFETY: the ioctl reads the 24-byte struct it is given.
-    let result = unsafe {
-        libc::ioctl(
-            listener.as_raw_fd(),
-            SECCOMP_IOCTL_NOTIF_SEND as _,
-            &mut raw,
-        )
+    let answer = match errno {
+        0 => Answer::Value(0),
+        errno => Answer::Errno(errno),
     };
-    check(result as libc::c_long).map(drop)
+    notification_answer_with(listener, id, answer)
 }
 
 /// Copies up to `into.len()` bytes out of another process's memory.
 pub fn read_memory(pid: u32, address: u64, into: &mut [u8]) -> io::Result<usize> {
-    let local = libc::iovec {
-        iov_base: into.as_mut_ptr().cast(),
-        iov_len: into.len(),
-    };
-    let remote = libc::iovec {
-        iov_base: address as usize as *mut libc::c_void,
-        iov_len: into.len(),
-    };
-    // SAFETY: `local` describes `into`, which is exclusively borrowed; the remote address is only read, and
-    // checked by the kernel.
-    let n = check(
-        unsafe { libc::process_vm_readv(pid as i32, &local, 1, &remote, 1, 0) } as libc::c_long,
-    )?;
-    Ok(n as usize)
+    let all = into.len();
+    read_memory_parts(pid, &[(address, all)], into)
 }
 
 /// Sends any signal, also none (0) and the real-time ones, to a held process.
@@ -654,13 +660,16 @@ pub fn set_project_limits(on: BorrowedFd<'_>, project: u32, limits: QuotaBlock) 
 }
 
 /// As [`fork`], with the child born in another control group (version 2, its directory).
-pub fn fork_into_group(group: BorrowedFd<'_>) -> io::Result<Forked> {
+pub fn fork_into_group(group: BorrowedFd<'_>, parentage: Parentage) -> io::Result<Forked> {
     assert_single_threaded()?;
     const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
     // struct clone_args: the flags first, the group last.
     let mut args = [0u64; 11];
-    args[0] = CLONE_INTO_CGROUP;
-    args[4] = libc::SIGCHLD as u64;
+    // With CLONE_PARENT the exit signal is inherited.
+    (args[0], args[4]) = match parentage {
+        Parentage::Own | Parentage::First { .. } => (CLONE_INTO_CGROUP, libc::SIGCHLD as u64),
+        Parentage::Sibling => (CLONE_INTO_CGROUP | libc::CLONE_PARENT as u64, 0),
+    };
     args[10] = group.as_raw_fd() as u64;
     // SAFETY: as for `fork`, of which this is the same with a group.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 88usize) })? as i32;

@@ -17,7 +17,7 @@ use rustix::mount::MountAttrFlags;
 
 use crate::channel::{During, StepError};
 use crate::mounts::{OwnerMaps, Piece, Skeleton, clone_tree, new_filesystem, open_piece};
-use crate::spec::{Exec, HostPath, Owner, Spec, View};
+use crate::spec::{Content, Exec, HostPath, Owner, Spec, View};
 use crate::sys;
 
 /// Entries looked at in a tree that cannot be shielded; a larger one is refused.
@@ -212,9 +212,8 @@ pub fn check_readable(spec: &Spec) -> Result<(), StepError> {
             let source = source.display();
             format!("without mounts nothing can be shown with another owner, and uid {uid} may not read {source}")
         })?;
-        // A runtime is the distribution's or the caller's own making, large, and told by its first error. What is shown as
-        // it is keeps to itself what its owner keeps.
-        if view.exec == Exec::Allowed || view.owner == Owner::AsIs {
+        // What is shown as it is keeps to itself what its owner keeps.
+        if view.content == Content::Runtime || view.owner == Owner::AsIs {
             continue;
         }
         if let Some(unreadable) = first(top.as_fd(), source, &is_unreadable) {

@@ -13,8 +13,13 @@
 //! all that the file system has grown by. Time is bounded by what is written in it: a look that takes long, at
 //! memory too, is broken off for a glance at the disk every tick, and who writes as much as the limit
 //! allows while the files are being measured has written too much.
+//!
+//! Two things are beyond what can be measured. A file that only a system call holds is in no list; `pause.rs` makes the
+//! calls let go of it. A file of /proc may wait for the process it tells of; `progress.rs` has init look meanwhile.
 
-use std::collections::HashSet;
+mod disk;
+mod progress;
+
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -22,79 +27,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 
 use crate::cgroup::CpuUnit;
 use crate::namespaces::{self, Bounding};
 use crate::outcome::Stop;
-use crate::processes::{self, Census, Realm, Wanted, Written};
-use crate::spec::{Limits, Spec, WorkspaceKind};
+use crate::processes::{Census, Realm, Wanted};
+use crate::spec::{Limits, Spec};
 use crate::sys;
+use disk::Disk;
+use progress::{Fallback, Progress};
 
 pub const TICK: Duration = Duration::from_millis(100);
-/// Files are measured at least this often, whatever the counters say.
-const MEASURE_AT_LEAST: Duration = Duration::from_secs(1);
-/// Measuring takes at most one part in so many of the watch's time; half of it, when a limit may have been passed.
-const MEASURE_SHARE: u32 = 5;
-/// A tree that takes no more than this part of it is measured at every look: two milliseconds.
-const SOON_SHARE: u32 = 50;
-/// What our own directories in the workspace take: not the program's.
-const OWN_BYTES: u64 = 64 << 10;
-/// Directories held open at once while measuring; deeper ones count as unmeasured.
-const DEPTH_MAX: usize = 512;
-
 pub struct Watch {
     limits: Limits,
     cpu_counter: Option<(OwnedFd, CpuUnit)>,
     watched: Watched,
     census: Census,
     disk: Disk,
+    progress: Arc<Progress>,
+    fallback: Option<Fallback>,
     pub seen: Seen,
-}
-
-/// What the run has on disk.
-struct Disk {
-    bytes_max: u64,
-    files_max: u64,
-    workspace: OwnedFd,
-    /// As the program names it.
-    workspace_path: String,
-    workspace_kind: WorkspaceKind,
-    device: u64,
-    realm: Realm,
-    /// Bytes and inodes in use on the whole file system at the start.
-    at_start: (u64, u64),
-    /// Bytes and inodes in use when last measured: a cheap sign that something was written, or files were made.
-    when_measured: (u64, u64),
-    written: Written,
-    /// All that had been written when a measuring last began.
-    written_before: u64,
-    glanced_at: Instant,
-    tree: Measuring,
-    whole: Measuring,
-    /// The most seen: bytes, and files.
-    seen: (u64, u64),
-}
-
-/// When something was last measured, and how long that took.
-#[derive(Clone, Copy)]
-struct Measuring {
-    at: Instant,
-    took: Duration,
-}
-
-impl Measuring {
-    fn begun(start: Instant) -> Self {
-        Measuring {
-            at: Instant::now(),
-            took: start.elapsed(),
-        }
-    }
-
-    /// Whether enough time has passed since for this to take no more than one part in `share` of it.
-    fn is_affordable(&self, share: u32) -> bool {
-        self.at.elapsed() >= self.took * share
-    }
 }
 
 /// What nothing else holds, so that the watch must.
@@ -122,6 +74,10 @@ pub struct Watching {
     orders: Sender<Word>,
     shared: Arc<Mutex<Shared>>,
     bell: OwnedFd,
+    progress: Arc<Progress>,
+    /// From the beginning of the program on.
+    fallback: Option<Fallback>,
+    begun: bool,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -150,7 +106,7 @@ impl Drop for Alarm<'_> {
 }
 
 impl Watching {
-    pub fn start(watch: Watch, bounding: Bounding) -> io::Result<Watching> {
+    pub fn start(mut watch: Watch, bounding: Bounding) -> io::Result<Watching> {
         let (orders, inbox) = std::sync::mpsc::channel();
         let shared = Arc::new(Mutex::new(Shared::default()));
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
@@ -160,6 +116,7 @@ impl Watching {
             rustix::io::fcntl_dupfd_cloexec(&bell, 3)?,
         );
         let workspace = rustix::io::fcntl_dupfd_cloexec(&watch.disk.workspace, 3)?;
+        let (progress, fallback) = (Arc::clone(&watch.progress), watch.fallback.take());
         let (tell, born) = std::sync::mpsc::channel();
         sys::share_one_heap();
         std::thread::Builder::new().spawn(move || {
@@ -184,6 +141,9 @@ impl Watching {
             orders,
             shared,
             bell,
+            progress,
+            fallback,
+            begun: false,
         })
     }
 
@@ -193,9 +153,16 @@ impl Watching {
     }
 
     /// Which limit was passed, if any, since this was last asked.
-    pub fn passed(&self) -> Option<Stop> {
+    pub fn passed(&mut self) -> Option<Stop> {
         let _quiet_again = rustix::io::read(&self.bell, &mut [0u8; 8]);
-        self.lock().passed.take()
+        let (passed, over) = {
+            let mut shared = self.lock();
+            (shared.passed.take(), shared.over)
+        };
+        passed.or_else(|| {
+            let fallback = self.fallback.as_mut().filter(|_| self.begun && !over)?;
+            fallback.look(&self.progress, self.workspace.as_fd())
+        })
     }
 
     /// Whether nobody watches any more, though somebody should.
@@ -209,8 +176,11 @@ impl Watching {
 
     /// The program is about to run. Before that nothing is looked at: what is to become it cannot be looked into, like
     /// somebody who hides. What others have written by now is not its own.
-    pub fn begin(&self) {
-        let in_use = in_use(self.workspace.as_fd());
+    pub fn begin(&mut self) {
+        let in_use = disk::in_use(self.workspace.as_fd());
+        self.progress.measured((0, 0), in_use);
+        self.progress.mark_disk();
+        self.begun = true;
         let _lost = self.orders.send(Word::Begin { in_use });
     }
 
@@ -253,7 +223,10 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, 
         };
         let (passed, over) = match word {
             Ok(Word::Begin { in_use }) => {
-                (watch.disk.at_start, watch.disk.when_measured) = (in_use, in_use);
+                watch.disk.begin(in_use);
+                if watch.watched.memory {
+                    watch.census.begin();
+                }
                 begun = true;
                 continue;
             }
@@ -275,15 +248,6 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, 
     }
 }
 
-#[derive(Default)]
-struct Measured {
-    bytes: u64,
-    files: u64,
-    unmeasured: bool,
-    /// Inodes with several names, or none, counted once.
-    seen: HashSet<u64>,
-}
-
 impl Watch {
     pub fn new(
         spec: &Spec,
@@ -292,12 +256,15 @@ impl Watch {
         watched: Watched,
         realm: Realm,
     ) -> io::Result<Self> {
+        let progress = Arc::new(Progress::new());
         Ok(Watch {
             limits: spec.limits.clone(),
+            fallback: Some(Fallback::new(spec, watched, realm, cpu_counter.is_none())),
             cpu_counter,
             watched,
             census: Census::new(realm),
-            disk: Disk::new(spec, workspace, realm)?,
+            disk: Disk::new(spec, workspace, realm, Arc::clone(&progress))?,
+            progress,
             seen: Seen::default(),
         })
     }
@@ -311,9 +278,11 @@ impl Watch {
                 cpu: self.cpu_counter.is_none(),
                 tasks: self.watched.pids,
                 memory: self.watched.memory.then_some(self.limits.memory_bytes),
+                files_in_memory: self.disk.bytes_in_memory(),
             };
-            let disk = &mut self.disk;
+            let (disk, progress) = (&mut self.disk, &self.progress);
             self.census.take(wanted, &mut || {
+                progress.mark_process();
                 passed = passed.or_else(|| disk.glance_in_time());
                 passed.is_none()
             });
@@ -361,292 +330,11 @@ impl Watch {
                 cpu: true,
                 tasks: false,
                 memory: None,
+                files_in_memory: 0,
             };
             self.census.take(wanted, &mut || true);
         }
         self.seen.cpu_ms = self.cpu_ms();
         passed
-    }
-}
-
-impl Disk {
-    fn new(spec: &Spec, workspace: OwnedFd, realm: Realm) -> io::Result<Self> {
-        let now = Measuring {
-            at: Instant::now(),
-            took: Duration::ZERO,
-        };
-        let mut disk = Disk {
-            bytes_max: spec.limits.disk_bytes,
-            files_max: spec.limits.files,
-            device: rustix::fs::fstat(&workspace)?.st_dev,
-            workspace,
-            workspace_path: spec.workspace.as_path().to_string_lossy().into_owned(),
-            workspace_kind: spec.workspace_kind,
-            realm,
-            at_start: (0, 0),
-            when_measured: (0, 0),
-            written: Written::default(),
-            written_before: 0,
-            glanced_at: now.at,
-            tree: now,
-            whole: now,
-            seen: (0, 0),
-        };
-        disk.at_start = disk.in_use();
-        disk.when_measured = disk.at_start;
-        Ok(disk)
-    }
-
-    /// The top directory is the program's, and so is its mode: opened to others, it is closed again.
-    fn close_the_top(&self) {
-        let open = rustix::fs::fstat(&self.workspace).is_ok_and(|s| s.st_mode & 0o7777 != 0o700);
-        if open {
-            let _others_keep_out = rustix::fs::fchmod(&self.workspace, Mode::from_raw_mode(0o700));
-        }
-    }
-
-    /// In the midst of something else that takes long.
-    fn glance_in_time(&mut self) -> Option<Stop> {
-        (self.glanced_at.elapsed() >= TICK)
-            .then(|| self.glance())
-            .flatten()
-    }
-
-    /// What was written, and what is there if that may be too much.
-    fn glance(&mut self) -> Option<Stop> {
-        let passed = self.look();
-        self.glanced_at = Instant::now();
-        passed
-    }
-
-    fn look(&mut self) -> Option<Stop> {
-        let (bytes, inodes) = self.in_use();
-        if self.workspace_kind == WorkspaceKind::Memory {
-            // The tmpfs refuses what is too much; here it is only noted.
-            self.note(bytes, inodes);
-            return None;
-        }
-        self.written = processes::written(self.realm);
-        let grown = |now: u64, before: u64, limit: u64| now.saturating_sub(before) > limit / 8;
-        let near = self.written.net > self.bytes_max
-            || self.written.unreadable
-            || grown(bytes, self.when_measured.0, self.bytes_max)
-            || grown(inodes, self.when_measured.1, self.files_max);
-        let due = self.whole.at.elapsed() >= MEASURE_AT_LEAST || near;
-        if !due && self.tree.is_affordable(SOON_SHARE) {
-            let tree = self.measure_tree();
-            return self.judge(&tree);
-        }
-        let share = if near { 1 } else { MEASURE_SHARE };
-        // What has names is soon measured, and is as a rule all there is.
-        if !due || !self.tree.is_affordable(share) {
-            return None;
-        }
-        let much = self.written_since(self.written_before) > self.bytes_max;
-        match much || self.whole.is_affordable(share) {
-            true => self.measure(),
-            false => {
-                let tree = self.measure_tree();
-                self.judge(&tree)
-            }
-        }
-    }
-
-    /// When nobody is left who could hold a file without a name.
-    fn look_at_end(&mut self) -> Option<Stop> {
-        if self.workspace_kind == WorkspaceKind::Memory {
-            return self.look();
-        }
-        // Of what the dead have written nobody tells how much was deleted again; what there is more than at the start does.
-        self.written = Written::default();
-        let tree = self.measure_tree();
-        self.judge(&tree)
-    }
-
-    fn written_since(&self, before: u64) -> u64 {
-        self.written.gross.saturating_sub(before)
-    }
-
-    fn note(&mut self, bytes: u64, files: u64) {
-        self.seen = (self.seen.0.max(bytes), self.seen.1.max(files));
-    }
-
-    fn measure(&mut self) -> Option<Stop> {
-        let start = Instant::now();
-        self.written_before = self.written.gross;
-        let mut measured = self.measure_tree();
-        let passed = self.judge(&measured).or_else(|| {
-            self.measure_unlinked(&mut measured);
-            self.judge(&measured)
-        });
-        self.whole = Measuring::begun(start);
-        self.when_measured = self.in_use();
-        passed
-    }
-
-    fn judge(&mut self, measured: &Measured) -> Option<Stop> {
-        let (mut bytes, mut files) = (measured.bytes, measured.files);
-        if measured.unmeasured {
-            let now = self.in_use();
-            let grown = now.0.saturating_sub(self.at_start.0);
-            bytes = bytes.max(self.written.net).max(grown);
-            files = files.max(now.1.saturating_sub(self.at_start.1));
-        }
-        self.note(bytes, files);
-        if bytes > self.bytes_max.saturating_add(OWN_BYTES) {
-            return Some(Stop::Disk);
-        }
-        (files > self.files_max).then_some(Stop::Files)
-    }
-
-    fn measure_tree(&mut self) -> Measured {
-        let start = Instant::now();
-        let mut measured = Measured::default();
-        let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        match rustix::fs::openat(&self.workspace, ".", open, Mode::empty()) {
-            Ok(top) => {
-                let mut pace = Pace::new(self);
-                measured.directory(top, self.device, DEPTH_MAX, self.files_max, &mut pace);
-                self.written = pace.written;
-            }
-            Err(_) => measured.unmeasured = true,
-        }
-        self.tree = Measuring::begun(start);
-        measured
-    }
-
-    /// Files without a name that some process still holds.
-    fn measure_unlinked(&mut self, measured: &mut Measured) {
-        let mut pace = Pace::new(self);
-        let looked = processes::open_files(self.realm, &mut |pid, entry, stat| {
-            let kind = FileType::from_raw_mode(stat.st_mode);
-            let unlinked = stat.st_nlink == 0 && stat.st_dev == self.device;
-            if kind == FileType::RegularFile && unlinked {
-                measured.file(stat);
-            }
-            if kind == FileType::Socket && processes::descriptors_in_flight(pid, entry) {
-                measured.unmeasured = true;
-            }
-            pace.holds()
-        });
-        measured.unmeasured |= looked != processes::Looked::All;
-        measured.unmeasured |= processes::map_deleted_files(
-            self.realm,
-            &measured.seen,
-            &self.workspace_path,
-            &mut || pace.holds(),
-        );
-        self.written = pace.written;
-    }
-
-    fn in_use(&self) -> (u64, u64) {
-        in_use(self.workspace.as_fd())
-    }
-}
-
-/// Bytes and inodes in use on the whole file system that holds the workspace.
-fn in_use(workspace: BorrowedFd<'_>) -> (u64, u64) {
-    rustix::fs::fstatvfs(workspace).map_or((0, 0), |s| {
-        let bytes = s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize;
-        (bytes, s.f_files.saturating_sub(s.f_ffree))
-    })
-}
-
-/// Whether measuring keeps pace with writing: what was measured at its begin says little when much was written since.
-struct Pace {
-    realm: Realm,
-    bytes_max: u64,
-    before: u64,
-    asked_at: Instant,
-    written: Written,
-}
-
-impl Pace {
-    fn new(disk: &Disk) -> Self {
-        Pace {
-            realm: disk.realm,
-            bytes_max: disk.bytes_max,
-            before: disk.written.gross,
-            asked_at: Instant::now(),
-            written: disk.written,
-        }
-    }
-
-    fn holds(&mut self) -> bool {
-        if self.asked_at.elapsed() >= TICK / 2 {
-            self.written = processes::written(self.realm);
-            self.asked_at = Instant::now();
-        }
-        self.written.gross.saturating_sub(self.before) <= self.bytes_max
-    }
-}
-
-impl Measured {
-    fn file(&mut self, stat: &rustix::fs::Stat) {
-        if stat.st_nlink == 1 || self.seen.insert(stat.st_ino) {
-            self.bytes += stat.st_blocks as u64 * 512;
-        }
-    }
-
-    /// More than enough to know that the limit is passed, or more than can be measured.
-    fn is_enough(&mut self, files_max: u64, pace: &mut Pace) -> bool {
-        let holds = pace.holds();
-        self.unmeasured |= !holds;
-        !holds || self.files > files_max.saturating_mul(2)
-    }
-
-    fn directory(
-        &mut self,
-        dir: OwnedFd,
-        device: u64,
-        depth: usize,
-        files_max: u64,
-        pace: &mut Pace,
-    ) {
-        let mut space = Vec::with_capacity(32 * 1024);
-        let mut below = Vec::new();
-        let mut entries = RawDir::new(&dir, space.spare_capacity_mut());
-        while let Some(entry) = entries.next() {
-            let Ok(entry) = entry else {
-                self.unmeasured = true;
-                break;
-            };
-            let name = entry.file_name();
-            if name == c"." || name == c".." {
-                continue;
-            }
-            self.files += 1;
-            let stat = match rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-                Ok(stat) => stat,
-                Err(rustix::io::Errno::NOENT) => continue,
-                // Listed, and not to be looked at: a directory without the right to search it.
-                Err(_) => {
-                    self.unmeasured = true;
-                    continue;
-                }
-            };
-            self.file(&stat);
-            if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
-                below.push(name.to_owned());
-            }
-            if self.is_enough(files_max, pace) {
-                return;
-            }
-        }
-        for name in below {
-            let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-            match rustix::fs::openat(&dir, name, open, Mode::empty()) {
-                // Never into another file system, should one be mounted there.
-                Ok(child) if rustix::fs::fstat(&child).is_ok_and(|s| s.st_dev != device) => {}
-                Ok(child) if depth > 0 => {
-                    self.directory(child, device, depth - 1, files_max, pace);
-                }
-                Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => {}
-                Ok(_) | Err(_) => self.unmeasured = true,
-            }
-            if self.is_enough(files_max, pace) {
-                return;
-            }
-        }
     }
 }

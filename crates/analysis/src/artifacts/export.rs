@@ -3,11 +3,16 @@
 //! The directory may be shared with people who put links into it. It is opened once; everything below is reached by
 //! its descriptor, one component at a time, and a symlink is never followed, nor written through. All
 //! conflicts are found before anything is written. A file appears under its name when it is whole.
+//!
+//! Outputs of equal content share their blocks where the file system can clone files. Where it cannot each is a copy of its
+//! own, since writing to one must not change another, as long as the copies stay within what the record says was collected.
+//! A record of before every name counted says less than its names add up to; beyond that its equal outputs become hard
+//! links, as they were when the program left them.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags};
@@ -81,12 +86,13 @@ pub enum ExportError {
     },
 }
 
-/// Writes outputs below `to`, which is made if it is not there.
+/// Writes outputs below `to`, which is made if it is not there. Copies at most `bytes_max`.
 pub fn export(
     source: &mut dyn FnMut(&ContentHash) -> io::Result<Content>,
     outputs: &[(OutputPath, u64, ContentHash)],
     to: &Path,
     overwrite: Overwrite,
+    bytes_max: u64,
 ) -> Result<Vec<Exported>, ExportError> {
     let failed = |source: io::Error| ExportError::Open {
         path: to.to_path_buf(),
@@ -97,18 +103,28 @@ pub fn export(
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = rustix::fs::open(to, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
     find_conflicts(dir.as_fd(), outputs, to, overwrite)?;
+    // Equal contents one after the other, so that only one file is held open to be cloned.
+    let mut first: HashMap<&ContentHash, usize> = HashMap::new();
+    let mut ordered: Vec<_> = outputs.iter().enumerate().collect();
+    ordered.sort_by_cached_key(|(index, (_, _, hash))| *first.entry(hash).or_insert(*index));
     let mut written = Vec::new();
-    for (path, bytes, hash) in outputs {
-        let sha256 = source(hash).and_then(|content| {
-            let target = Target::make(dir.as_fd(), path)?;
-            target.write(content, *bytes, hash, overwrite)
-        });
-        match sha256 {
-            Ok(Some(sha256)) => written.push(Exported {
-                path: path.clone(),
-                bytes: *bytes,
-                sha256,
-            }),
+    let mut places = Vec::with_capacity(outputs.len());
+    let mut exporter = Exporter {
+        source,
+        overwrite,
+        room: bytes_max,
+        last: None,
+    };
+    for (index, (path, bytes, hash)) in ordered {
+        match exporter.write(dir.as_fd(), path, *bytes, hash) {
+            Ok(Some(sha256)) => {
+                places.push(index);
+                written.push(Exported {
+                    path: path.clone(),
+                    bytes: *bytes,
+                    sha256,
+                });
+            }
             Ok(None) => {
                 return Err(ExportError::Damaged {
                     path: path.clone(),
@@ -124,7 +140,69 @@ pub fn export(
             }
         }
     }
-    Ok(written)
+    let mut listed: Vec<_> = places.into_iter().zip(written).collect();
+    listed.sort_by_key(|(index, _)| *index);
+    Ok(listed.into_iter().map(|(_, exported)| exported).collect())
+}
+
+/// The file that was written last, for others of the same content.
+struct Written {
+    file: OwnedFd,
+    hash: ContentHash,
+    sha256: String,
+}
+
+struct Exporter<'a> {
+    source: &'a mut dyn FnMut(&ContentHash) -> io::Result<Content>,
+    overwrite: Overwrite,
+    /// Bytes that may still be copied.
+    room: u64,
+    last: Option<Written>,
+}
+
+impl Exporter<'_> {
+    /// Returns the sha256 of what was written, or nothing if the content is not the one that was asked for.
+    fn write(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        path: &OutputPath,
+        bytes: u64,
+        hash: &ContentHash,
+    ) -> io::Result<Option<String>> {
+        if let Some(last) = self
+            .last
+            .as_ref()
+            .filter(|last| last.hash == *hash && bytes > 0)
+        {
+            let target = Target::make(dir, path)?;
+            let equal = match target.clone_of(&last.file, self.overwrite) {
+                Err(_) if bytes > self.room => target.link_to(&last.file, self.overwrite),
+                cloned => cloned,
+            };
+            match equal {
+                Ok(()) => return Ok(Some(last.sha256.clone())),
+                Err(_) if bytes <= self.room => {}
+                Err(e) => return Err(e),
+            }
+        }
+        let Some(room) = self.room.checked_sub(bytes) else {
+            return Err(io::Error::other(
+                "the outputs are more than the record says was collected; export some of them by their paths",
+            ));
+        };
+        let content = (self.source)(hash)?;
+        let target = Target::make(dir, path)?;
+        let written = target.write(content, bytes, hash, self.overwrite)?;
+        Ok(written.map(|(file, sha256)| {
+            self.room = room;
+            self.last = Some(Written {
+                file,
+                hash: *hash,
+                sha256: sha256.clone(),
+            });
+            sha256
+        }))
+    }
 }
 
 fn find_conflicts(
@@ -213,6 +291,13 @@ fn open_below(parent: BorrowedFd<'_>, name: &[u8]) -> rustix::io::Result<OwnedFd
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
 }
 
+/// Whether a draft holds what was asked for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Filled {
+    Whole,
+    Damaged,
+}
+
 /// Where one output goes: a name of one component in a held directory.
 struct Target<'a> {
     dir: OwnedFd,
@@ -242,29 +327,68 @@ impl<'a> Target<'a> {
         Err(Errno::INVAL.into())
     }
 
-    /// Returns the sha256 of what was written, or nothing if the content is not the one that was asked for.
+    /// Returns the file and the sha256 of what was written, or nothing if the content is not the one that was asked for.
     fn write(
         &self,
         content: Content,
         bytes: u64,
         hash: &ContentHash,
         overwrite: Overwrite,
-    ) -> io::Result<Option<String>> {
+    ) -> io::Result<Option<(OwnedFd, String)>> {
+        let mut sha256 = None;
+        let file = self.draft(overwrite, |to| {
+            sha256 = fill(to, content, bytes, hash)?;
+            Ok(match sha256 {
+                Some(_) => Filled::Whole,
+                None => Filled::Damaged,
+            })
+        })?;
+        Ok(file.zip(sha256))
+    }
+
+    /// A file of its own that shares its blocks with another.
+    fn clone_of(&self, file: &OwnedFd, overwrite: Overwrite) -> io::Result<()> {
+        let cloned = self.draft(overwrite, |to| {
+            rustix::fs::ioctl_ficlone(to, file)?;
+            Ok(Filled::Whole)
+        });
+        cloned.map(drop)
+    }
+
+    /// Another name of a file that was written before.
+    fn link_to(&self, file: &OwnedFd, overwrite: Overwrite) -> io::Result<()> {
+        let draft = format!(".fumehood-{}.part", super::random_hex()?);
+        let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let follow = AtFlags::SYMLINK_FOLLOW;
+        rustix::fs::linkat(rustix::fs::CWD, itself, &self.dir, &draft, follow)?;
+        let published = self.publish(file.as_fd(), &draft, overwrite);
+        if published.is_err() {
+            let _left = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
+        }
+        published
+    }
+
+    /// Fills a new file and gives it its name when it is whole.
+    fn draft(
+        &self,
+        overwrite: Overwrite,
+        fill: impl FnOnce(BorrowedFd<'_>) -> io::Result<Filled>,
+    ) -> io::Result<Option<OwnedFd>> {
         let draft = format!(".fumehood-{}.part", super::random_hex()?);
         let flags =
-            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.dir, &draft, flags, FILE_MODE)?;
-        let done = fill(file.as_fd(), content, bytes, hash).and_then(|sha256| {
-            if sha256.is_some() {
+        let done = fill(file.as_fd()).and_then(|filled| {
+            if filled == Filled::Whole {
                 self.publish(file.as_fd(), &draft, overwrite)?;
             }
-            Ok(sha256)
+            Ok(filled)
         });
-        if !matches!(done, Ok(Some(_))) {
+        if !matches!(done, Ok(Filled::Whole)) {
             // The first error is the one to tell.
             let _left = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
         }
-        done
+        Ok((done? == Filled::Whole).then_some(file))
     }
 
     fn publish(&self, file: BorrowedFd<'_>, draft: &str, overwrite: Overwrite) -> io::Result<()> {

@@ -18,7 +18,7 @@ use crate::policy::Plan;
 use crate::post_process;
 use crate::record::{CommitState, Record, Status};
 use crate::request::{Keep, Request};
-use crate::run_dir::RunState;
+use crate::run_dir::{ProcessIdentity, RunState};
 use crate::settle::{self, Ended, Left, SettleError};
 use crate::store;
 use crate::workspace::{Receipt, Workspace};
@@ -106,6 +106,8 @@ impl Attempt {
                     settle::reached(Step::Ended).and(self.write_ending(&record, &stdout, &stderr));
                 match (ran.outcome.all_dead, around.place) {
                     (false, _) => {
+                        // Its end is known, and is committed from here: no other machine need try it again.
+                        self.tell_of_end(around, ledger, &record);
                         let durable = written.and_then(|()| self.make_durable());
                         unfinished(record, durable.err(), CommitState::InWorkspace)
                     }
@@ -122,6 +124,7 @@ impl Attempt {
                 }
             }
         };
+        self.record.init = ran.undead_init.and_then(ProcessIdentity::of);
         self.leave(request, ran.outcome.all_dead, &mut record, ledger);
         Done {
             record,
@@ -322,7 +325,6 @@ impl Attempt {
                 .notices
                 .extend(self.save().err().map(|e| error_chain(&e)));
             self.forget();
-            record.notices.push("a process could not be killed; its workspace stays until `fumehood gc` finds it gone".into());
             return;
         }
         let state = self.record.state;

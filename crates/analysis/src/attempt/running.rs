@@ -140,6 +140,7 @@ impl Attempt {
             ended_ms,
             pids_denied: finished.pids_denied,
             memory: finished.workspace,
+            undead_init: finished.undead_init,
         })
     }
 
@@ -268,24 +269,24 @@ impl Attendant for Ears<'_> {
         let live = self.captures[stream as usize].push(bytes);
         let file = &mut self.files[stream as usize];
         if let LogFile::Unmade = file
-            && !live.bytes.is_empty()
+            && !live.head.is_empty()
         {
             *file = self.attempt.new_log(stream);
         }
         if let LogFile::Open(open) = file
-            && open.write_all(live.bytes).is_err()
+            && open.write_all(live.head).is_err()
         {
             *file = LogFile::None;
         }
-        self.audience.live(stream, live.bytes);
+        self.audience.live(stream, live);
     }
 
-    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
-        self.audience.blocked_on()
+    fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>> {
+        self.audience.blocked_on(stream)
     }
 
-    fn unblocked(&mut self) {
-        self.audience.unblocked();
+    fn unblocked(&mut self, stream: Stream) {
+        self.audience.unblocked(stream);
     }
 
     fn wishes(&self) -> Option<BorrowedFd<'_>> {

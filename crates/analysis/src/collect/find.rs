@@ -8,7 +8,7 @@ use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes
 use rustix::io::Errno;
 
 use super::content::{Content, Inode, Refusal};
-use super::shortlist::{Candidate, Remarks, Shortlist, shown};
+use super::shortlist::{Candidate, Rank, Remarks, Shortlist, shown};
 use super::{COMPONENT_BYTES_MAX, CollectError, Modes, PATH_BYTES_MAX, Progress, Put, Rules};
 use crate::manifest::{Collected, ContentHash, Remark};
 use crate::tree::Fault;
@@ -318,12 +318,14 @@ impl Finder<'_> {
         if put.is_none() && stat.stx_size > self.rules.bounds.file_bytes {
             return Err(Remark::FileTooLarge);
         }
-        if put.is_none() && found.shortlist.refuses(&self.path) {
+        let rank = Rank::of(&self.path, stat.stx_size, self.rules);
+        if put.is_none() && found.shortlist.refuses(&rank) {
             return Err(Remark::TooMany);
         }
         let candidate = Candidate {
             path: self.path.as_slice().into(),
             bytes: stat.stx_size,
+            priority: rank.priority,
             inode: inode(stat),
             linked: stat.stx_nlink > 1,
         };

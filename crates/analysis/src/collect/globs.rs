@@ -1,5 +1,7 @@
 //! `--output` and `--expect`: which paths are meant, decided on their bytes.
 
+use std::collections::HashSet;
+
 use globset::{Candidate, GlobBuilder, GlobSet, GlobSetBuilder};
 
 use crate::manifest::{Output, OutputPath};
@@ -43,6 +45,8 @@ pub struct Globs {
     given: Vec<String>,
     /// Which of `given` each pattern of the set was made from.
     made_from: Vec<usize>,
+    /// The patterns that can mean one path only.
+    names: HashSet<Vec<u8>>,
 }
 
 impl Globs {
@@ -73,6 +77,7 @@ impl Globs {
             set: builder.build().map_err(|source| bad(shown, source))?,
             given: globs.to_vec(),
             made_from,
+            names: globs.iter().filter_map(|glob| whole_path(glob)).collect(),
         })
     }
 
@@ -82,6 +87,11 @@ impl Globs {
 
     pub(super) fn matches_bytes(&self, path: &[u8]) -> bool {
         self.set.is_match_candidate(&Candidate::from_bytes(path))
+    }
+
+    /// Whether one of them is this path, without a wildcard.
+    pub(super) fn names(&self, path: &[u8]) -> bool {
+        !self.names.is_empty() && self.names.contains(path)
     }
 
     /// The patterns, as given, that none of the outputs matches.
@@ -99,6 +109,17 @@ impl Globs {
         let missing = given.filter(|(_, missing)| *missing);
         missing.map(|(glob, _)| glob.clone()).collect()
     }
+}
+
+/// The path that a pattern without wildcards is.
+fn whole_path(glob: &str) -> Option<Vec<u8>> {
+    let mut path = glob;
+    while let Some(after) = path.strip_prefix("./") {
+        path = after;
+    }
+    let wild = |byte: u8| b"*?[]{},\\!".contains(&byte);
+    let plain = !path.is_empty() && !path.ends_with('/') && !path.bytes().any(wild);
+    plain.then(|| path.as_bytes().to_vec())
 }
 
 fn bad(glob: &str, source: globset::Error) -> GlobError {

@@ -4,6 +4,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use super::content::Inode;
+use super::{Globs, Rules};
 use crate::logs::escape_text;
 use crate::manifest::{REMARKS_MAX, Remark, Remarked};
 
@@ -13,19 +14,79 @@ const SHOWN_BYTES_MAX: usize = 4096;
 const PATH_BYTES_EACH: u64 = 256;
 const PATH_BYTES_LEAST: u64 = 1 << 20;
 
-/// A file that will be an output if nothing comes up when it is read. Ordered by its path.
+/// The output that is also stored as JSON.
+const RESULT: &[u8] = b"result.json";
+
+/// Which files are taken first where there are more than may be kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Priority {
+    /// `--expect` or `--output` names its whole path.
+    Named,
+    /// A pattern of `--expect` means it.
+    Expected,
+    /// `result.json` at the top.
+    Result,
+    Other,
+}
+
+/// A candidate's place in the order in which candidates are kept, the most wanted first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Rank<'a> {
+    pub(super) priority: Priority,
+    /// How many directories lead to it.
+    depth: usize,
+    bytes: u64,
+    path: &'a [u8],
+}
+
+impl<'a> Rank<'a> {
+    pub(super) fn of(path: &'a [u8], bytes: u64, rules: &Rules<'_>) -> Rank<'a> {
+        let named = |globs: &&Globs| globs.names(path);
+        let priority = if rules.expected.iter().chain(&rules.wanted).any(named) {
+            Priority::Named
+        } else if rules
+            .expected
+            .is_some_and(|globs| globs.matches_bytes(path))
+        {
+            Priority::Expected
+        } else if path == RESULT {
+            Priority::Result
+        } else {
+            Priority::Other
+        };
+        Rank::new(priority, path, bytes)
+    }
+
+    fn new(priority: Priority, path: &'a [u8], bytes: u64) -> Rank<'a> {
+        Rank {
+            priority,
+            depth: path.iter().filter(|byte| **byte == b'/').count(),
+            bytes,
+            path,
+        }
+    }
+}
+
+/// A file that will be an output if nothing comes up when it is read. Ordered by its rank.
 #[derive(Clone, Debug)]
 pub(super) struct Candidate {
     pub(super) path: Box<[u8]>,
     pub(super) bytes: u64,
+    pub(super) priority: Priority,
     pub(super) inode: Inode,
     /// It had more than one name.
     pub(super) linked: bool,
 }
 
+impl Candidate {
+    fn rank(&self) -> Rank<'_> {
+        Rank::new(self.priority, &self.path, self.bytes)
+    }
+}
+
 impl Ord for Candidate {
     fn cmp(&self, other: &Self) -> Ordering {
-        self.path.cmp(&other.path)
+        self.rank().cmp(&other.rank())
     }
 }
 
@@ -37,13 +98,13 @@ impl PartialOrd for Candidate {
 
 impl PartialEq for Candidate {
     fn eq(&self, other: &Self) -> bool {
-        self.path == other.path
+        self.rank() == other.rank()
     }
 }
 
 impl Eq for Candidate {}
 
-/// The first candidates in the byte order of their paths, as many as fit, in whatever order they come.
+/// The most wanted candidates, as many as fit, in whatever order they come.
 ///
 /// Invariant: everything that was ever offered and lies before `refused_from` is in the heap. What is kept is
 /// therefore the longest beginning of the sorted list that fits, whatever the order of the directory.
@@ -52,7 +113,7 @@ pub(super) struct Shortlist {
     path_bytes: u64,
     path_bytes_max: u64,
     count_max: u64,
-    refused_from: Option<Box<[u8]>>,
+    refused_from: Option<Candidate>,
 }
 
 impl Shortlist {
@@ -68,16 +129,15 @@ impl Shortlist {
         }
     }
 
-    /// Whether a candidate of this path would not be kept: asked first, it saves making one.
-    pub(super) fn refuses(&self, path: &[u8]) -> bool {
-        self.refused_from
-            .as_ref()
-            .is_some_and(|from| path >= &**from)
+    /// Whether a candidate of this rank would not be kept: asked first, it saves making one.
+    pub(super) fn refuses(&self, rank: &Rank<'_>) -> bool {
+        let from = self.refused_from.as_ref();
+        from.is_some_and(|from| *rank >= from.rank())
     }
 
     /// Takes it and says of each that falls out for it, it itself perhaps, that there are too many.
     pub(super) fn offer(&mut self, candidate: Candidate, remarks: &mut Remarks) {
-        if self.refuses(&candidate.path) {
+        if self.refuses(&candidate.rank()) {
             return remarks.add(&candidate.path, Remark::TooMany);
         }
         self.path_bytes += candidate.path.len() as u64;
@@ -88,7 +148,7 @@ impl Shortlist {
             };
             self.path_bytes -= last.path.len() as u64;
             remarks.add(&last.path, Remark::TooMany);
-            self.refused_from = Some(last.path);
+            self.refused_from = Some(last);
         }
     }
 
@@ -96,6 +156,7 @@ impl Shortlist {
         self.heap.iter()
     }
 
+    /// The most wanted first.
     pub(super) fn into_sorted(self) -> Vec<Candidate> {
         self.heap.into_sorted_vec()
     }
@@ -149,6 +210,7 @@ mod tests {
         Candidate {
             path: path.into(),
             bytes: 0,
+            priority: Priority::Other,
             inode: (0, 0),
             linked: false,
         }

@@ -43,6 +43,7 @@ fn rules(bounds: Bounds) -> Rules<'static> {
         bounds,
         owner_uid: me(),
         wanted: None,
+        expected: None,
         puts: &[],
         modes: Modes::Override,
     }
@@ -107,10 +108,12 @@ fn check_case(case: &model::Case) -> Result<(), TestCaseError> {
     };
     let puts: Vec<Put> = made.inputs(case).into_iter().map(put).collect();
     let wanted = case.wanted.map(|g| Globs::new(&[g.to_owned()]).unwrap());
+    let expected_globs = case.expected.map(|g| Globs::new(&[g.to_owned()]).unwrap());
     let rules = Rules {
         bounds: case.bounds,
         owner_uid: me(),
         wanted: wanted.as_ref(),
+        expected: expected_globs.as_ref(),
         puts: &puts,
         modes: Modes::Override,
     };

@@ -44,8 +44,6 @@ pub(super) fn environment(
         ("XDG_DATA_HOME", format!("{home}/.local/share")),
         ("XDG_RUNTIME_DIR", tmp.to_string()),
         ("MPLCONFIGDIR", format!("{home}/.config/matplotlib")),
-        // No display is there.
-        ("MPLBACKEND", "Agg".into()),
         // Lines arrive when they are printed, and are not lost with a killed process.
         ("PYTHONUNBUFFERED", "1".into()),
         // Shared-memory copies between processes use calls that are refused here.
@@ -54,6 +52,10 @@ pub(super) fn environment(
         ("FUMEHOOD_ID", request.id.to_string()),
     ];
     env.extend(fixed.into_iter().map(|(k, v)| (k.into(), v.into())));
+    if level == Level::Landlock {
+        // git ends where /etc/gitconfig exists and cannot be read. It may hold a token, so it stays closed.
+        env.push(("GIT_CONFIG_NOSYSTEM".into(), "1".into()));
+    }
     for name in [
         "OMP_NUM_THREADS",
         "OPENBLAS_NUM_THREADS",

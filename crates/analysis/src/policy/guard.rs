@@ -2,14 +2,50 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use sandbox::spec::{Exec, HostPath, InsidePath, Owner, View};
+use sandbox::spec::{Content, Exec, HostPath, InsidePath, Owner, View};
 
-use super::links::trusted_link;
+use super::links::{self, has_own_links};
 use super::{
     PolicyError, Private, canonical, canonical_of, everybody, inside_target, own_program, plain,
+    siblings,
 };
-use crate::request::{Asker, Command, ReadRoot, Request, Writers};
+use crate::hints::shell_quoted;
+use crate::request::{
+    Asker, Command, NamedBy, NamedDirectory, ReadRoot, Request, Siblings, Writers,
+};
 use crate::runtime::{Runtime, RuntimeError};
+
+/// The two directories of a project that an analysis reads.
+#[derive(Clone, Copy)]
+pub(super) enum InputDirectory {
+    Data,
+    Docs,
+}
+
+impl InputDirectory {
+    pub(super) const BOTH: [InputDirectory; 2] = [InputDirectory::Data, InputDirectory::Docs];
+
+    fn name(self) -> &'static str {
+        match self {
+            InputDirectory::Data => "data",
+            InputDirectory::Docs => "docs",
+        }
+    }
+
+    fn flag(self) -> &'static str {
+        match self {
+            InputDirectory::Data => "--data",
+            InputDirectory::Docs => "--docs",
+        }
+    }
+
+    fn named(self, request: &Request) -> Option<&NamedDirectory> {
+        match self {
+            InputDirectory::Data => request.data.as_ref(),
+            InputDirectory::Docs => request.docs.as_ref(),
+        }
+    }
+}
 
 /// What may be shown at all.
 pub(super) struct Guard<'a> {
@@ -22,50 +58,100 @@ impl Guard<'_> {
     /// `data/` or `docs/`: at its host path, and by its name in the working directory.
     pub(super) fn input_directory(
         &self,
-        name: &'static str,
-        flag: &'static str,
-        asked: Option<&Path>,
+        directory: InputDirectory,
         workspace: &Path,
-        homes: &[PathBuf],
         views: &mut Vec<View>,
     ) -> Result<(), PolicyError> {
-        let Some(given) = self.asked_or_usual(name, asked, homes)? else {
+        let Some((given, real)) = self.find(directory)? else {
             return Ok(());
         };
-        let real = self.real(&given)?;
         if !real.is_dir() {
+            let flag = directory.flag();
             return Err(PolicyError::NotADirectory { flag, path: given });
         }
         self.may_show(&real)?;
-        let mut targets = vec![real.clone(), workspace.join(name)];
+        let mut targets = vec![real.clone(), workspace.join(directory.name())];
         targets.extend(plain(&given).filter(|p| *p != real && !self.below_workspaces(p)));
         views.extend(
             targets
                 .into_iter()
-                .map(|target| self.view(&real, &target, Exec::Refused)),
+                .map(|target| self.view(&real, &target, Exec::Refused, Content::Data)),
         );
         Ok(())
     }
 
-    /// The directory asked for, or the project's own. A queued request has what was found when it was submitted.
-    pub(super) fn asked_or_usual(
-        &self,
-        name: &str,
-        asked: Option<&Path>,
-        homes: &[PathBuf],
-    ) -> Result<Option<PathBuf>, PolicyError> {
-        if asked.is_some() || self.request.asked_by != Asker::Caller {
-            return Ok(asked.map(Path::to_path_buf));
+    /// The directory that somebody named, or the project's own, as given and resolved. It is resolved once: what is
+    /// checked is what is shown. A queued request has what was found when it was submitted.
+    fn find(&self, directory: InputDirectory) -> Result<Option<(PathBuf, PathBuf)>, PolicyError> {
+        let queued = self.request.asked_by != Asker::Caller;
+        match directory.named(self.request) {
+            Some(named) if named.named_by == NamedBy::ProjectFile => {
+                let real = self.of_project(&named.path, directory)?;
+                Ok(Some((named.path.clone(), real)))
+            }
+            Some(named) => {
+                let real = self.real(&named.path)?;
+                if queued && !links::is_fixed(&named.path) {
+                    let (flag, path) = (directory.flag(), named.path.clone());
+                    return Err(PolicyError::QueuedLink { flag, path });
+                }
+                Ok(Some((named.path.clone(), real)))
+            }
+            None if queued => Ok(None),
+            None => {
+                let usual = self.request.project.join(directory.name());
+                // A project without it is fine; one where it is a plain file has no such directory either.
+                match usual.is_dir() {
+                    true => Ok(Some((usual.clone(), self.of_project(&usual, directory)?))),
+                    false => Ok(None),
+                }
+            }
         }
-        let usual = self.request.project.join(name);
-        // A project without it is fine; one where it is a plain file has no such directory either.
-        if !usual.is_dir() {
-            return Ok(None);
-        }
-        trusted_link(&usual, homes)?;
-        Ok(Some(usual))
     }
 
+    /// What a submission asks a worker to show. A link that can be changed before the worker looks is followed here.
+    pub(super) fn to_submit(
+        &self,
+        directory: InputDirectory,
+    ) -> Result<Option<PathBuf>, PolicyError> {
+        match directory.named(self.request) {
+            // It may exist for the worker only.
+            Some(named) if named.named_by == NamedBy::Caller => {
+                let here = canonical(&named.path).ok();
+                let given = || named.path.clone();
+                Ok(Some(match links::is_fixed(&named.path) {
+                    true => given(),
+                    false => here.unwrap_or_else(given),
+                }))
+            }
+            _ => Ok(self
+                .find(directory)?
+                .map(|(given, real)| match links::is_fixed(&given) {
+                    true => given,
+                    false => real,
+                })),
+        }
+    }
+
+    /// What the project decides to show, by a link or in its file. A clone makes every link the caller's, so the links'
+    /// owner says nothing about who meant it, and the rest of the project is to stay out of sight (P2).
+    fn of_project(&self, path: &Path, directory: InputDirectory) -> Result<PathBuf, PolicyError> {
+        let (real, project) = (canonical_of(path)?, canonical_of(&self.request.project)?);
+        let own = project.join(directory.name());
+        match real == own || links::is_shown_part(&real, &project) && has_own_links(path)? {
+            true => Ok(real),
+            false => {
+                let named = shell_quoted(real.as_os_str());
+                Err(PolicyError::LeadsElsewhere {
+                    path: path.to_path_buf(),
+                    mend: format!("{} {named}", directory.flag()),
+                    real,
+                })
+            }
+        }
+    }
+
+    /// A tree that the caller names may be executed: a tool or an environment can lie in it.
     pub(super) fn read_root(
         &self,
         read: &ReadRoot,
@@ -84,7 +170,7 @@ impl Guard<'_> {
         views.extend(
             targets
                 .into_iter()
-                .map(|target| self.view(&real, &target, Exec::Refused)),
+                .map(|target| self.view(&real, &target, Exec::Allowed, Content::Data)),
         );
         Ok(())
     }
@@ -96,11 +182,11 @@ impl Guard<'_> {
     ) -> Result<(), PolicyError> {
         for prefix in &runtime.prefixes {
             self.may_be_runtime(prefix)?;
-            views.push(self.view(prefix, prefix, Exec::Allowed));
+            views.push(self.view(prefix, prefix, Exec::Allowed, Content::Runtime));
         }
         for alias in &runtime.aliases {
             self.everybodys(&alias.source).or_else(|e| self.untold(e))?;
-            views.push(self.view(&alias.source, &alias.at, Exec::Allowed));
+            views.push(self.view(&alias.source, &alias.at, Exec::Allowed, Content::Runtime));
         }
         Ok(())
     }
@@ -159,6 +245,30 @@ impl Guard<'_> {
         self.apart_from_ours(&real)?;
         self.listed(&real)?;
         Ok(real)
+    }
+
+    /// Adds to `inputs`, whose first is the script, the modules that it imports, if that was asked for. Says which.
+    pub(super) fn siblings(
+        &self,
+        project: &Path,
+        inputs: &mut Vec<(PathBuf, PathBuf)>,
+    ) -> Result<Option<String>, PolicyError> {
+        if self.request.siblings == Siblings::Left {
+            return Ok(None);
+        }
+        let (Command::Script { .. }, Some((script, _))) = (&self.request.command, inputs.first())
+        else {
+            return Err(PolicyError::SiblingsOfCommand);
+        };
+        let named: Vec<PathBuf> = inputs.iter().map(|(_, name)| name.clone()).collect();
+        let found = siblings::siblings(script, project, &named)?;
+        // Found without links below a resolved directory: resolved again, a link put there meanwhile would be followed.
+        for (source, _) in &found.inputs {
+            self.apart_from_ours(source)?;
+            self.listed(source)?;
+        }
+        inputs.extend(found.inputs);
+        Ok(found.notice)
     }
 
     /// Neither the workspaces nor Fumehood's own files may be seen through a view, from above or within.
@@ -256,11 +366,12 @@ impl Guard<'_> {
         }
     }
 
-    fn view(&self, source: &Path, target: &Path, exec: Exec) -> View {
+    fn view(&self, source: &Path, target: &Path, exec: Exec, content: Content) -> View {
         View {
             source: HostPath::new(source),
             target: InsidePath::new(target),
             exec,
+            content,
             // To a stranger the owner's private files stay so: inside, the program is not the owner but one of everybody.
             owner: match self.is_strangers() && !self.operator_lists(source) {
                 true => Owner::AsIs,

@@ -1,68 +1,61 @@
 //! Links that decide what is shown or copied: whose they are, and where they may lead.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path};
 
-use super::{PolicyError, canonical};
+use super::PolicyError;
 
 /// As many links as the kernel follows.
 const LINKS_MAX: u32 = 40;
 
-/// `data` may be a link, which then decides what is shown. Whoever can write in a project does not thereby read with
-/// the caller's rights: not by a link that somebody else made, and not by one to people's homes and what is hidden in them.
-pub(super) fn trusted_link(path: &Path, homes: &[PathBuf]) -> Result<(), PolicyError> {
-    let refuse = |why| {
-        Err(PolicyError::Refused {
-            path: path.to_path_buf(),
-            why,
-        })
+/// Directories of a project that are never shown by a link, whatever they hold: the pages that the project serves.
+const NEVER_BY_LINK: [&str; 1] = ["site"];
+
+/// Whether a resolved path is a part of the project that the project may choose to show in place of `data/` or `docs/`:
+/// strictly below its root, through nothing hidden, and not a directory of code and secrets itself.
+pub(super) fn is_shown_part(real: &Path, project: &Path) -> bool {
+    let Ok(below) = real.strip_prefix(project) else {
+        return false;
     };
-    let unreachable = |source| PolicyError::Unreachable {
-        path: path.to_path_buf(),
-        source,
+    let hidden = |part: Component<'_>| part.as_os_str().as_encoded_bytes().starts_with(b".");
+    let Some(top) = below.components().next() else {
+        return false;
     };
-    let mut at = path.to_path_buf();
-    for hop in 0.. {
-        let meta = std::fs::symlink_metadata(&at).map_err(unreachable)?;
-        if !meta.is_symlink() {
-            match hop {
-                0 => return Ok(()),
-                _ => break,
-            }
-        }
-        let owner = std::os::unix::fs::MetadataExt::uid(&meta);
-        if ![0, rustix::process::geteuid().as_raw()].contains(&owner) || hop > LINKS_MAX {
-            return refuse(
-                "it is a link that another user made; name what it leads to with --data or --docs",
-            );
-        }
-        let to = std::fs::read_link(&at).map_err(unreachable)?;
-        at = at.parent().unwrap_or(Path::new("/")).join(to);
+    !below.components().any(hidden)
+        && !NEVER_BY_LINK.iter().any(|name| top.as_os_str() == *name)
+        && !holds_secrets(real)
+}
+
+/// Whether a directory is the root of a repository or holds an environment file. What cannot be listed may hold both.
+fn holds_secrets(dir: &Path) -> bool {
+    let secret = |name: &[u8]| name == b".git" || name.starts_with(b".env");
+    match std::fs::read_dir(dir) {
+        Ok(mut entries) => entries.any(|entry| match entry {
+            Ok(entry) => secret(entry.file_name().as_encoded_bytes()),
+            Err(_) => true,
+        }),
+        Err(_) => true,
     }
-    let real = canonical(path).map_err(unreachable)?;
-    // A home may itself be reached through a link.
-    let resolved = homes.iter().filter_map(|home| canonical(home).ok());
-    let private = |home: &PathBuf| {
-        let below = real
-            .strip_prefix(home)
-            .ok()
-            .and_then(|p| p.components().next());
-        home.starts_with(&real)
-            || below.is_some_and(|c| c.as_os_str().as_encoded_bytes().starts_with(b"."))
+}
+
+/// Whether a path leads to the same place until root changes something: it ends in no link, and leads through none but
+/// root's. A path that does not exist is fixed.
+pub(super) fn is_fixed(path: &Path) -> bool {
+    let is_link = |part: &Path| match std::fs::symlink_metadata(part) {
+        Ok(meta) if meta.is_symlink() => Some(std::os::unix::fs::MetadataExt::uid(&meta)),
+        _ => None,
     };
-    let system = ["/etc", "/var", "/run", "/boot"]
-        .iter()
-        .any(|dir| real.starts_with(dir));
-    match system && !real.starts_with("/var/tmp")
-        || homes
-            .iter()
-            .cloned()
-            .chain(resolved)
-            .any(|home| private(&home))
-    {
-        true => refuse(
-            "it is a link to what is private on this host; if it is meant, name it with --data or --docs",
-        ),
-        false => Ok(()),
+    is_link(path).is_none()
+        && path
+            .ancestors()
+            .all(|part| is_link(part).is_none_or(|uid| uid == 0))
+}
+
+/// Whether every link on the way belongs to the caller or to root: whoever else can write in the project does not thereby
+/// choose what is read with the caller's rights.
+pub(super) fn has_own_links(path: &Path) -> Result<bool, PolicyError> {
+    match through_own_links(path) {
+        Err(PolicyError::Refused { .. }) => Ok(false),
+        other => other.map(|()| true),
     }
 }
 

@@ -3,11 +3,11 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use super::guard::Guard;
+use super::guard::{Guard, InputDirectory};
 use super::links::through_own_links;
 use super::{PolicyError, Private, Visible, canonical, own_program};
 use crate::copy_in;
-use crate::request::{Command, Request, Stdin};
+use crate::request::{Command, Request, Siblings, Stdin};
 use crate::runtime::Caller;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +22,8 @@ pub struct Taken {
     pub docs: Option<PathBuf>,
     /// What was asked for, or what the caller has active.
     pub runtime: Option<PathBuf>,
+    /// What the caller should know: which modules were brought along.
+    pub notice: Option<String>,
 }
 
 /// Decides what is read for a submission, and reads none of it. Whether the worker may show the rest is the worker's to say.
@@ -60,18 +62,22 @@ pub fn taken(
     for (source, _) in &mut inputs {
         *source = guard.may_copy(source)?;
     }
+    let notice = match request.siblings {
+        Siblings::Left => None,
+        Siblings::Brought => guard.siblings(&guard.project()?, &mut inputs)?,
+    };
     let stdin = match &request.stdin {
         Stdin::File(path) => Some(guard.may_copy(path)?),
         Stdin::Null | Stdin::Caller => None,
     };
-    let (data, docs) = (request.data.as_deref(), request.docs.as_deref());
     let taken = Taken {
-        data: guard.asked_or_usual("data", data, &caller.homes)?,
-        docs: guard.asked_or_usual("docs", docs, &caller.homes)?,
+        data: guard.to_submit(InputDirectory::Data)?,
+        docs: guard.to_submit(InputDirectory::Docs)?,
         runtime: request.runtime.clone().or_else(|| active(caller)),
         command,
         inputs,
         stdin,
+        notice,
     };
     check_arguments(request, &taken, &workspace_root, caller)?;
     Ok(taken)

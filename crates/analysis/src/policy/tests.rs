@@ -11,8 +11,14 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::request::{
-    Again, AnalysisId, AskedLimits, Asker, Collection, Input, Keep, ReadRoot, Writers,
+    Again, AnalysisId, AskedLimits, Asker, Collection, Input, Keep, NamedBy, NamedDirectory,
+    ReadRoot, Writers,
 };
+
+fn named(path: PathBuf) -> Option<NamedDirectory> {
+    let named_by = NamedBy::Caller;
+    Some(NamedDirectory { path, named_by })
+}
 
 /// A directory that everybody may enter, with a staged submission in it.
 struct Bench {
@@ -79,6 +85,7 @@ impl Bench {
             allow_degraded: BTreeSet::new(),
             readable_roots: None,
             collection: Collection::default(),
+            siblings: crate::request::Siblings::Left,
             again: Again::Refused,
             secret_env: Vec::new(),
             asked_by: Asker::Queue {
@@ -206,8 +213,8 @@ fn a_stranger_is_refused_what_not_everybody_may_read() {
         let mut request = bench.request(Writers::Others);
         let path = closed[0].clone();
         match slot {
-            0 => request.data = Some(path),
-            1 => request.docs = Some(path),
+            0 => request.data = named(path),
+            1 => request.docs = named(path),
             2 => request.project = path,
             _ => request.runtime = Some(path),
         }
@@ -314,7 +321,7 @@ fn nothing_but_what_was_staged_is_copied() {
         ));
         // Our own files are still nobody's to be shown.
         let mut request = bench.request(writers);
-        request.data = Some(bench.path("home/staged/inputs"));
+        request.data = named(bench.path("home/staged/inputs"));
         assert!(bench.plan(&request).is_err());
     }
 }

@@ -117,6 +117,8 @@ pub enum PostProcess {
     Pending,
     Done,
     Failed,
+    /// A word that this Fumehood does not write. Whoever lists attempts shows it; one row must not keep the others away.
+    Unknown,
 }
 
 impl PostProcess {
@@ -126,17 +128,19 @@ impl PostProcess {
             PostProcess::Pending => Some("pending"),
             PostProcess::Done => Some("done"),
             PostProcess::Failed => Some("failed"),
+            PostProcess::Unknown => Some("unknown"),
         }
     }
 
-    pub(super) fn parse(text: Option<&str>) -> Option<PostProcess> {
+    pub(super) fn parse(text: Option<&str>) -> PostProcess {
         let all = [
             PostProcess::NotAsked,
             PostProcess::Pending,
             PostProcess::Done,
             PostProcess::Failed,
         ];
-        all.into_iter().find(|p| p.as_str() == text)
+        let known = all.into_iter().find(|p| p.as_str() == text);
+        known.unwrap_or(PostProcess::Unknown)
     }
 }
 

@@ -11,6 +11,7 @@ use super::queued::Capacity;
 use super::schema::Schema;
 use crate::artifacts::ArtifactError;
 use crate::logs::escape_terminal;
+use crate::submission::SubmissionError;
 
 /// The kinds of trouble that a caller treats differently; everything finer is for people to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,7 +120,7 @@ fn from_postgres(error: &sqlx::Error) -> (Trouble, String) {
     }
 }
 
-/// https://www.sqlite.org/rescode.html; the low byte is the primary code.
+/// <https://www.sqlite.org/rescode.html>; the low byte is the primary code.
 fn sqlite_trouble(code: i32) -> Trouble {
     match code & 0xff {
         5 | 6 => Trouble::Busy,
@@ -132,7 +133,7 @@ fn sqlite_trouble(code: i32) -> Trouble {
     }
 }
 
-/// https://www.postgresql.org/docs/current/errcodes-appendix.html
+/// <https://www.postgresql.org/docs/current/errcodes-appendix.html>
 fn postgres_trouble(code: &str) -> Trouble {
     match code {
         "57P01" | "57P02" | "57P03" | "57P05" | "25P03" | "3D000" => Trouble::Away,
@@ -279,6 +280,22 @@ pub enum StoreError {
     )]
     NeverSubmitted { id: String },
     #[error(
+        "retry {id}: secrets_erased: the values of {} were erased when it ended; give each again with --env NAME=VALUE, or with --env NAME \
+         to take it from your environment",
+        .names.join(", ")
+    )]
+    SecretsErased { id: String, names: Vec<String> },
+    #[error(
+        "retry {id}: {name} was not erased, and it runs as it was submitted; leave out --env {name}"
+    )]
+    NotErased { id: String, name: String },
+    #[error("retry {id}: write its request with these values")]
+    Request {
+        id: String,
+        #[source]
+        source: SubmissionError,
+    },
+    #[error(
         "retry {id}: attempt {attempt} is {state}, and has not ended; wait for it with `fumehood wait {id}`, or cancel it first"
     )]
     NotEnded {
@@ -316,6 +333,14 @@ fn found_schema(found: &Option<Schema>) -> String {
 }
 
 impl StoreError {
+    /// A word for programs, where they can do something about it.
+    pub fn code(&self) -> Option<&'static str> {
+        match self {
+            StoreError::SecretsErased { .. } => Some("secrets_erased"),
+            _ => None,
+        }
+    }
+
     pub fn trouble(&self) -> Trouble {
         match self {
             StoreError::Open { source, .. } | StoreError::Statement { source, .. } => {

@@ -147,6 +147,11 @@ impl Store {
     }
 }
 
+/// A row that Fumehood would not write must not hide the others.
+fn readable<T>(rows: Vec<Row>, read: impl Fn(Row) -> Result<T, StoreError>) -> Vec<T> {
+    rows.into_iter().filter_map(|row| read(row).ok()).collect()
+}
+
 fn one(db: &mut Connection, what: &'static str, sql: &'static str) -> Result<Row, StoreError> {
     let none = StoreError::BadValue { what };
     db.query_one(what, sql, &[])?.ok_or(none)
@@ -183,7 +188,7 @@ fn waiting(db: &mut Connection, waits: Waits, limit: u32) -> Result<Vec<Waiting>
         })
     };
     let rows = db.query(what, sql, &[Value::int(limit)])?;
-    rows.into_iter().map(row).collect()
+    Ok(readable(rows, row))
 }
 
 /// Oldest first; those of `fumehood run` too.
@@ -212,7 +217,7 @@ fn busy(db: &mut Connection, limit: u32) -> Result<Vec<Busy>, StoreError> {
         })
     };
     let rows = db.query(what, sql, &[Value::int(limit)])?;
-    rows.into_iter().map(row).collect()
+    Ok(readable(rows, row))
 }
 
 fn workers(db: &mut Connection, now: i64) -> Result<Vec<Worker>, StoreError> {
@@ -241,5 +246,5 @@ fn workers(db: &mut Connection, now: i64) -> Result<Vec<Worker>, StoreError> {
         })
     };
     let rows = db.query(what, sql, &[Value::int(now - FORGOTTEN_MS)])?;
-    rows.into_iter().map(row).collect()
+    Ok(readable(rows, row))
 }

@@ -1,7 +1,7 @@
 //! The rules by which PostgreSQL's own programs complete an address: what is given, then a service file, then the
 //! environment, then defaults; the password last, from a password file. The driver knows only part of them.
 //!
-//! https://www.postgresql.org/docs/current/libpq-connect.html, libpq-pgservice.html, libpq-pgpass.html
+//! <https://www.postgresql.org/docs/current/libpq-connect.html>, libpq-pgservice.html, libpq-pgpass.html
 
 use std::fmt::Write as _;
 use std::io::{self, Read};

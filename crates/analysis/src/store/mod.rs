@@ -32,6 +32,7 @@ mod remove;
 mod retry;
 mod rows;
 mod schema;
+mod secrets;
 mod sqlite;
 mod submit;
 

@@ -15,6 +15,7 @@ use super::error::StoreError;
 use super::events::{self, Told};
 use super::queued::{Capacity, Claim, Claimed, Happened, Worker};
 use super::rows::{self, Rows};
+use super::secrets::erase_secrets;
 use crate::submission::REQUEST_BYTES_MAX;
 
 /// A worker that told of itself so lately is there.
@@ -166,6 +167,7 @@ impl Store {
                 by: Some(by),
             };
             events::tell(db, id, attempt, &told)?;
+            erase_secrets(db, id)?;
             notify(db, id, attempt, State::Error)?;
             Ok(true)
         })

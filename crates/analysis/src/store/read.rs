@@ -48,6 +48,8 @@ pub struct Listed {
     pub outputs_count: Option<u64>,
     pub output_bytes: Option<u64>,
     pub post_process: PostProcess,
+    /// As the database has it.
+    pub post_process_word: Option<String>,
 }
 
 /// All that is known of an attempt but its outputs, logs and remarks. `*_json` are JSON texts.
@@ -174,7 +176,9 @@ impl Store {
         values.push(Value::bool(filter.which == Which::All));
         values.push(Value::int(filter.limit));
         let rows = self.db.query("list the analyses", sql, &values)?;
-        rows.into_iter().map(|mut row| listed(&mut row)).collect()
+        // What cannot even be named, by a number that no attempt has, must not hide the others.
+        let listed = rows.into_iter().filter_map(|mut row| listed(&mut row).ok());
+        Ok(listed.collect())
     }
 
     /// Everything about one attempt; without a number, about the one that counts.
@@ -378,7 +382,7 @@ impl Store {
                 id: row.text(what)?,
                 attempt: row.attempt()?,
                 host: row.text(what)?,
-                state: post_process(&mut row)?,
+                state: PostProcess::parse(row.maybe_text(what)?.as_deref()),
                 tries: row.count(what)?,
             })
         });
@@ -432,20 +436,15 @@ fn hash(text: &str) -> Result<ContentHash, StoreError> {
     ContentHash::parse(text).map_err(|_| StoreError::BadValue { what: "a hash" })
 }
 
-fn post_process(row: &mut Row) -> Result<PostProcess, StoreError> {
-    let what = "the state of the post-process";
-    PostProcess::parse(row.maybe_text(what)?.as_deref()).ok_or(StoreError::BadValue { what })
-}
-
-fn small(row: &mut Row, what: &'static str) -> Result<Option<i32>, StoreError> {
+/// A number that Fumehood does not write is as good as none: one row must not keep the others from being listed.
+fn lenient<T: TryFrom<i64>>(row: &mut Row, what: &'static str) -> Result<Option<T>, StoreError> {
     let value = row.maybe_int(what)?;
-    let small = value.map(|v| i32::try_from(v).map_err(|_| StoreError::BadValue { what }));
-    small.transpose()
+    Ok(value.and_then(|value| T::try_from(value).ok()))
 }
 
 fn listed(row: &mut Row) -> Result<Listed, StoreError> {
     let what = "an attempt";
-    Ok(Listed {
+    let mut listed = Listed {
         id: row.text(what)?,
         attempt: row.attempt()?,
         state: row.state()?,
@@ -457,15 +456,18 @@ fn listed(row: &mut Row) -> Result<Listed, StoreError> {
         started_ms: row.maybe_int(what)?,
         ended_ms: row.maybe_int(what)?,
         committed_ms: row.maybe_int(what)?,
-        wall_ms: row.maybe_count(what)?,
-        exit_code: small(row, what)?,
-        signal: small(row, what)?,
+        wall_ms: lenient(row, what)?,
+        exit_code: lenient(row, what)?,
+        signal: lenient(row, what)?,
         isolation_level: row.maybe_text(what)?,
         complete: row.maybe_bool(what)?,
-        outputs_count: row.maybe_count(what)?,
-        output_bytes: row.maybe_count(what)?,
-        post_process: post_process(row)?,
-    })
+        outputs_count: lenient(row, what)?,
+        output_bytes: lenient(row, what)?,
+        post_process_word: row.maybe_text(what)?,
+        post_process: PostProcess::NotAsked,
+    };
+    listed.post_process = PostProcess::parse(listed.post_process_word.as_deref());
+    Ok(listed)
 }
 
 fn whole(mut row: Row) -> Result<Attempt, StoreError> {

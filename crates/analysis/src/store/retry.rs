@@ -9,6 +9,7 @@ use super::events::{self, Told};
 use super::queue::{self, Place, Queued, QueuedEnd, small};
 use super::queued::{Cancelled, Happened};
 use super::schema::random_hex;
+use super::secrets::{erase_secrets, restore_secrets};
 
 /// The first pause before another attempt; each is twice the one before.
 const PAUSE_MS: u64 = 2_000;
@@ -38,8 +39,10 @@ struct Submitted {
 
 /// How often an attempt may still be tried again.
 pub(super) enum Left {
-    /// It did not come from the queue, or somebody cancelled it.
+    /// It did not come from the queue.
     NotAsked,
+    /// Somebody cancelled it.
+    Cancelled,
     Times(i64),
 }
 
@@ -48,7 +51,8 @@ impl Left {
     pub fn read(row: &mut Row, what: &'static str) -> Result<Left, StoreError> {
         Ok(match (row.maybe_int(what)?, row.maybe_int(what)?) {
             (Some(retries_left), None) => Left::Times(retries_left),
-            _ => Left::NotAsked,
+            (Some(_), Some(_)) => Left::Cancelled,
+            (None, _) => Left::NotAsked,
         })
     }
 }
@@ -64,9 +68,15 @@ pub(super) fn left(db: &mut Connection, ended: &Ended) -> Result<Left, StoreErro
 /// Queues the next attempt if there is to be one. In the transaction that ended the last, so that none is ever lost
 /// between them; the analysis is locked.
 pub(super) fn after_end(db: &mut Connection, ended: &Ended, left: &Left) -> Result<(), StoreError> {
-    let Left::Times(retries_left) = *left else {
-        return Ok(());
-    };
+    match *left {
+        Left::NotAsked => return Ok(()),
+        Left::Cancelled => {}
+        Left::Times(retries_left) => try_again(db, ended, retries_left)?,
+    }
+    erase_secrets(db, ended.id)
+}
+
+fn try_again(db: &mut Connection, ended: &Ended, retries_left: i64) -> Result<(), StoreError> {
     // What cannot be read of it, or numbered, is not tried again: the end of an attempt must not hang on that.
     let Some(submitted) = submitted(db, ended.id).or_else(unread)? else {
         return Ok(());
@@ -239,7 +249,14 @@ impl Store {
     }
 
     /// Another attempt of an analysis that has ended, by the request that it was submitted with. Its number.
-    pub fn retry(&mut self, id: &str, by: &str) -> Result<u32, StoreError> {
+    ///
+    /// The values of secret variables were erased when it ended; `secrets` has them again.
+    pub fn retry(
+        &mut self,
+        id: &str,
+        by: &str,
+        secrets: &[(String, String)],
+    ) -> Result<u32, StoreError> {
         let what = "try the analysis again";
         self.db.transaction(what, Purpose::Write, |db| {
             lock(db, id)?;
@@ -254,6 +271,7 @@ impl Store {
             let Some(submitted) = submitted(db, id)? else {
                 return Err(StoreError::NeverSubmitted { id: id.to_owned() });
             };
+            restore_secrets(db, id, secrets)?;
             let number = another(db, id, &submitted, submitted.retries, None)?;
             let told = Told {
                 happened: Happened::Retried,
@@ -282,6 +300,7 @@ fn cancel_queued(
         return Ok(false);
     }
     note_wish(db, id, attempt, by)?;
+    erase_secrets(db, id)?;
     notify(db, id, attempt, State::Cancelled)?;
     Ok(true)
 }

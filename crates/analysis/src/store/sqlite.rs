@@ -14,12 +14,14 @@ use super::json;
 /// - The write-ahead log outlives its writers, who do not wait for a checkpoint when they end. Whoever opens the database
 ///   when nobody else has it open reads all of the log, so it must stay short; and a checkpoint costs two syncs, so it must
 ///   not come with every run, which writes about sixteen pages.
+/// - `secure_delete`: what was erased or removed, such as the values of secret variables, is overwritten, not only unlinked.
 /// - `trusted_schema`: a function or virtual table that somebody put into the file's schema is not run.
 const SESSION: &str = "
     PRAGMA journal_mode = WAL;
     PRAGMA foreign_keys = ON;
     PRAGMA synchronous = FULL;
     PRAGMA wal_autocheckpoint = 128;
+    PRAGMA secure_delete = ON;
     PRAGMA trusted_schema = OFF;
     PRAGMA cell_size_check = ON;
 ";

@@ -203,7 +203,7 @@ fn cancel_while_running(lab: &Lab) {
 fn retry_on_wish(lab: &Lab) {
     let mut store = lab.store();
     submit(&mut store, &[Ask::retried("a", 1)]).unwrap();
-    let error = store.retry("a", "bob").unwrap_err();
+    let error = store.retry("a", "bob", &[]).unwrap_err();
     assert!(
         matches!(
             error,
@@ -215,10 +215,10 @@ fn retry_on_wish(lab: &Lab) {
         "{error}"
     );
     let claimed = claim_one(&mut store);
-    let error = store.retry("a", "bob").unwrap_err();
+    let error = store.retry("a", "bob", &[]).unwrap_err();
     assert!(error.to_string().contains("fumehood wait a"), "{error}");
     commit(&mut store, &claimed, State::Succeeded, "exit").unwrap();
-    assert_eq!(store.retry("a", "bob").unwrap(), 2);
+    assert_eq!(store.retry("a", "bob", &[]).unwrap(), 2);
     let second = claim_one(&mut store);
     assert_eq!(
         (second.attempt, &second.request_json),
@@ -232,13 +232,13 @@ fn retry_on_wish(lab: &Lab) {
     let retried = events.iter().find(|e| e.event == "retried").unwrap();
     assert_eq!((retried.attempt, retried.by.as_deref()), (2, Some("bob")));
     Sample::new("run", &key(1)).record(&mut store).unwrap();
-    let error = store.retry("run", "bob").unwrap_err();
+    let error = store.retry("run", "bob", &[]).unwrap_err();
     assert!(
         matches!(error, StoreError::NeverSubmitted { .. }),
         "{error}"
     );
     assert!(error.to_string().contains("fumehood run"), "{error}");
-    let error = store.retry("nothing", "bob").unwrap_err();
+    let error = store.retry("nothing", "bob", &[]).unwrap_err();
     assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
     // A run in place of a submitted one is not tried again by the old request.
     commit(&mut store, &second, State::Succeeded, "exit").unwrap();

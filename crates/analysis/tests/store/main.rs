@@ -17,5 +17,6 @@ mod read;
 mod retry;
 mod roles;
 mod schema;
+mod secrets;
 mod server;
 mod trouble;

@@ -521,7 +521,7 @@ fn what_fits_nobody_is_parked(lab: &Lab) {
     );
     assert_eq!(ids(&claim(&mut store, 9)), ["ok"]);
     // Whoever has a larger worker now may try again.
-    assert_eq!(store.retry("m", "bob").unwrap(), 2);
+    assert_eq!(store.retry("m", "bob", &[]).unwrap(), 2);
     assert_eq!(ids(&claim(&mut store, 9)), ["m"]);
 }
 

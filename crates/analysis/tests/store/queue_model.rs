@@ -509,7 +509,7 @@ impl Trial<'_> {
     }
 
     fn retry(&mut self, id: &str) {
-        let said = self.store.retry(id, "bob");
+        let said = self.store.retry(id, "bob", &[]);
         let asked = self.model.asked.get(id).map(|asked| asked.retries);
         match (self.model.unfinished(id), self.model.newest(id), asked) {
             (Some(_), ..) => assert!(matches!(said, Err(StoreError::NotEnded { .. }))),

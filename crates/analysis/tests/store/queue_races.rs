@@ -399,7 +399,7 @@ fn the_bell_rings(lab: &Lab) {
         drop(lab.store().cancel("c", "bob").unwrap())
     });
     each("retry", &mut || {
-        lab.store().retry("c", "bob").unwrap();
+        lab.store().retry("c", "bob", &[]).unwrap();
     });
     if let Location::Sqlite(path) = &lab.location {
         // The last one to close the database removes its log; the next one makes another.

@@ -18,6 +18,30 @@ on_both! {
     post_processing_is_kept_until_done
     the_export_has_everything
     the_status_counts
+    a_row_of_unknown_words_is_listed_and_hides_no_other
+}
+
+fn a_row_of_unknown_words_is_listed_and_hides_no_other(lab: &Lab) {
+    let mut store = lab.store();
+    for (number, id) in ["a", "b", "c", "d"].into_iter().enumerate() {
+        made(&mut store, id, number as u32 + 1, State::Succeeded);
+        age(lab, id, 1, 9 - number as i64);
+    }
+    lab.sql("UPDATE attempts SET post_process = 'bygone', reason = 'unheard of' WHERE id = 'a'");
+    lab.sql("UPDATE attempts SET wall_ms = -1, exit_code = 99999999999 WHERE id = 'b'");
+    lab.sql("UPDATE attempts SET state = 'dreaming' WHERE id = 'c'");
+    let listed = names(&mut store, &ALL);
+    assert!(listed.iter().any(|name| name == "d/1"), "{listed:?}");
+    assert_eq!(listed[..2], ["a/1", "b/1"]);
+    let listed = store.list(&ALL).unwrap();
+    assert_eq!(listed[0].post_process, PostProcess::Unknown);
+    assert_eq!(listed[0].post_process_word.as_deref(), Some("bygone"));
+    assert_eq!(listed[0].reason.as_deref(), Some("unheard of"));
+    assert_eq!((listed[1].wall_ms, listed[1].exit_code), (None, None));
+    let whole = store.show("a", None).unwrap();
+    assert_eq!(whole.listed.post_process, PostProcess::Unknown);
+    assert!(store.post_process_due(None, 10).unwrap().is_empty());
+    store.overview(10).unwrap();
 }
 
 fn made(store: &mut Store, id: &str, number: u32, state: State) {

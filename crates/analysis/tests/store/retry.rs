@@ -143,7 +143,7 @@ fn retries_run_out(lab: &Lab) {
     );
     assert_eq!(state(&mut store, "a", 3), State::Error);
     // Whoever retries it by hand gives it as many tries as it had.
-    assert_eq!(store.retry("a", "bob").unwrap(), 4);
+    assert_eq!(store.retry("a", "bob", &[]).unwrap(), 4);
     let claimed = claim_one(&mut store);
     give_up(&mut store, &claimed);
     assert_eq!(lab.sql("SELECT attempt FROM queue"), ["5"]);

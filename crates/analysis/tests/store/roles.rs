@@ -165,7 +165,7 @@ fn a_runner_has_the_whole_queue() {
     assert!(give_up(&mut store, &a));
     store.promote().unwrap();
     store.cancel("a", "bob").unwrap();
-    store.retry("a", "bob").unwrap();
+    store.retry("a", "bob", &[]).unwrap();
     store.cancels("lab-1").unwrap();
     store.expired(9).unwrap();
     store.overview(9).unwrap();

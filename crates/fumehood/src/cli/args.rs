@@ -14,7 +14,7 @@ use crate::config::settings::Key;
 /// by its ending (.py, .R, .sh, .jl). After `--` stands a command, run as given. Everything after
 /// SCRIPT or CMD belongs to the program.
 ///
-/// Every option but --id, --in, --input, --stdin, --replace, --to, --force and --timings can also be set in a file or by a
+/// Every option but --id, --in, --input, --siblings, --stdin, --replace, --to, --force and --timings can also be set in a file or by a
 /// FUMEHOOD_* variable, as docs/configuration.md tells; options given here win, and the operator's
 /// /etc/fumehood/policy.toml bounds them all.
 #[derive(Clone, Debug, Default, clap::Args)]
@@ -33,6 +33,11 @@ pub struct RunArgs {
     /// Tell on stderr how long each part of the run took; --json has it always
     #[arg(long, help_heading = "Report")]
     pub timings: bool,
+
+    /// Leave control sequences that the program prints as they are on a terminal, too: only for programs that you trust. By
+    /// default colours, erasing in the line, carriage return and backspace pass, and all others are spelled out
+    #[arg(long, help_heading = "Report")]
+    pub raw: bool,
 
     /// The script or command with its arguments; the usage line shows it better than clap would.
     #[arg(
@@ -115,6 +120,11 @@ pub struct TaskArgs {
     /// never holds the file itself [default: empty]
     #[arg(long, value_name = "FILE|-", help_heading = "What it sees")]
     pub stdin: Option<OsString>,
+
+    /// Also copy the Python modules beside SCRIPT that its imports name, and those that they name in turn: at
+    /// most 256 and 16M, listed, and only where SCRIPT lies in a directory below the project's own
+    #[arg(long, help_heading = "What it sees")]
+    pub siblings: bool,
 
     #[command(flatten)]
     pub outputs: OutputArgs,
@@ -229,8 +239,8 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "DIR", help_heading = "What it sees")]
     pub docs: Option<OsString>,
 
-    /// Show another host path read-only, at the same path or at INSIDE (absolute). A PATH that exists
-    /// with its colons is taken whole. Repeatable
+    /// Show another host path read-only, at the same path or at INSIDE (absolute). Programs and libraries
+    /// in it can be executed. A PATH that exists with its colons is taken whole. Repeatable
     #[arg(long, value_name = "PATH[:INSIDE]", help_heading = "What it sees")]
     pub read: Vec<OsString>,
 
@@ -261,7 +271,8 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "TIME", help_heading = "Limits")]
     pub cpu_time: Option<OsString>,
 
-    /// Stop after this long with neither log bytes nor CPU use beyond 1 %, or off [default: off]
+    /// Stop after this long with neither log bytes nor CPU use beyond 1 %, or off; waiting for a slow
+    /// reader of its output is not idle [default: off]
     #[arg(long, value_name = "TIME", help_heading = "Limits")]
     pub idle_timeout: Option<OsString>,
 
@@ -282,7 +293,7 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub pids: Option<OsString>,
 
-    /// Open files for each process [default: 4096]
+    /// Open files for each process [default: 4096, or fewer so that all processes have a tenth of fs.file-max]
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub open_files: Option<OsString>,
 
@@ -294,8 +305,8 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub files: Option<OsString>,
 
-    /// Bytes kept of stdout and of stderr each; beyond it the middle is dropped and counted, the
-    /// program goes on [default: 10M]
+    /// Bytes stored of stdout and of stderr each; beyond it the middle is dropped and counted, the
+    /// program goes on. A file or pipe still gets everything [default: 10M]
     #[arg(long, value_name = "SIZE", help_heading = "Limits")]
     pub log_limit: Option<OsString>,
 
@@ -405,6 +416,7 @@ impl TaskArgs {
         given.extend(self.store.given());
         let own = [
             one(Key::Stdin, &self.stdin),
+            switch(Key::Siblings, self.siblings),
             one(Key::StoreQuota, &self.store_quota),
             one(Key::FreeReserve, &self.free_reserve),
             many(Key::SecretEnv, &self.secret_env),
@@ -625,7 +637,7 @@ mod tests {
     #[test]
     fn each_setting_is_an_option_and_each_option_a_setting() {
         let program = Program::command();
-        let not_settings = ["help", "from", "continue", "timings"];
+        let not_settings = ["help", "from", "continue", "raw", "timings"];
         let options: BTreeSet<String> = ["run", "submit"]
             .into_iter()
             .flat_map(|verb| program.find_subcommand(verb).unwrap().get_arguments())
@@ -679,7 +691,7 @@ mod tests {
             "10s]",
             "4G and",
             "1024]",
-            "4096]",
+            "4096, or fewer",
             "10G]",
             "100000]",
             "10M]",

@@ -394,6 +394,7 @@ fn what_is_said(page: &mut Page, all: &Everything) -> anyhow::Result<()> {
         PostProcess::NotAsked => None,
         PostProcess::Done => Some("done".to_owned()),
         PostProcess::Pending => Some("pending".to_owned()),
+        PostProcess::Unknown => attempt.listed.post_process_word.as_deref().map(clean),
         PostProcess::Failed => Some(format!(
             "failed {}: {}; repeat it with `fumehood post-process {}`",
             counted(attempt.post_process_tries, "time", "times"),

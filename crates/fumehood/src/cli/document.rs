@@ -30,7 +30,7 @@ pub struct Entry<'a> {
     pub complete: Option<bool>,
     pub outputs_count: Option<u64>,
     pub output_bytes: Option<u64>,
-    pub post_process: Option<&'static str>,
+    pub post_process: Option<&'a str>,
 }
 
 impl<'a> From<&'a Listed> for Entry<'a> {
@@ -54,7 +54,7 @@ impl<'a> From<&'a Listed> for Entry<'a> {
             complete: listed.complete,
             outputs_count: listed.outputs_count,
             output_bytes: listed.output_bytes,
-            post_process: listed.post_process.as_str(),
+            post_process: listed.post_process_word.as_deref(),
         }
     }
 }

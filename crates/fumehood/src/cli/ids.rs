@@ -66,6 +66,9 @@ pub fn plainly(error: SettleError) -> anyhow::Error {
                 source @ (StoreError::NotFound { .. }
                 | StoreError::Ambiguous { .. }
                 | StoreError::NeverSubmitted { .. }
+                | StoreError::SecretsErased { .. }
+                | StoreError::NotErased { .. }
+                | StoreError::Request { .. }
                 | StoreError::NotEnded { .. }),
             ..
         } => source.into(),

@@ -93,13 +93,14 @@ pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Ledge
 }
 
 /// Writes outputs of an attempt below a directory: those named, or all. From the artifact store of this machine, else
-/// from the database.
+/// from the database. Copies at most `bytes_max`: what the record says was collected.
 pub fn export(
     ledger: &mut Ledger,
     (id, attempt): (&str, u32),
     named: &[OutputPath],
     to: &Path,
     overwrite: Overwrite,
+    bytes_max: u64,
 ) -> anyhow::Result<Vec<Exported>> {
     let stored = ledger.with(|store| store.outputs(id, attempt))?;
     let named: HashSet<&OutputPath> = named.iter().collect();
@@ -119,7 +120,13 @@ pub fn export(
         let output = output.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         content(ledger, artifacts.as_ref(), (id, attempt), output)
     };
-    Ok(artifacts::export(&mut source, &list, to, overwrite)?)
+    Ok(artifacts::export(
+        &mut source,
+        &list,
+        to,
+        overwrite,
+        bytes_max,
+    )?)
 }
 
 /// An output's bytes, wherever they can be had from here.

@@ -220,6 +220,10 @@ fn note(listed: &Listed, here: &[Standing]) -> String {
     match listed.post_process {
         PostProcess::Failed => notes.push("post_process failed".to_owned()),
         PostProcess::Pending => notes.push("post_process pending".to_owned()),
+        PostProcess::Unknown => {
+            let word = listed.post_process_word.as_deref().unwrap_or_default();
+            notes.push(format!("post_process {}", clean(word)));
+        }
         PostProcess::NotAsked | PostProcess::Done => {}
     }
     if !listed.state.is_final() && listed.state != State::Queued {
@@ -262,6 +266,7 @@ mod tests {
             outputs_count: Some(0),
             output_bytes: Some(0),
             post_process: PostProcess::NotAsked,
+            post_process_word: None,
         }
     }
 

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use analysis::home::Home;
 use analysis::ledger::Ledger;
-use analysis::logs::{Captured, escape_terminal};
+use analysis::logs::Captured;
 use analysis::request::AnalysisId;
 use analysis::run_dir::Paper;
 use analysis::store::{STREAMS, State, StoredLog};
+use analysis::terminal_filter::TerminalFilter;
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
@@ -27,7 +28,8 @@ use super::{ids, ledger, show};
 /// Print what an attempt printed.
 ///
 /// The whole of what was kept is printed where its artifact store is on this machine, else the beginning and the end from
-/// the database, with a line that says what is missing between them. On a terminal control characters are spelled out.
+/// the database, with a line that says what is missing between them. On a terminal colours,
+/// erasing in the line, carriage return and backspace pass; every other control sequence is spelled out.
 #[derive(Clone, Debug, clap::Args)]
 pub struct LogsArgs {
     #[arg(value_name = "ID[@ATTEMPT]", help = ids::HELP)]
@@ -45,7 +47,7 @@ pub struct LogsArgs {
     #[arg(long, short)]
     pub follow: bool,
 
-    /// Leave control characters as they are on a terminal, too: only for programs that you trust
+    /// Leave control sequences as they are on a terminal, too: only for programs that you trust
     #[arg(long)]
     pub raw: bool,
 
@@ -170,12 +172,12 @@ fn captured(log: &StoredLog) -> Captured {
     }
 }
 
-/// Where a log goes: as it is, or spelled out for a terminal.
+/// Where a log goes: as it is, or made safe for a terminal.
 struct Sink {
     to: Box<dyn Write>,
-    plain: bool,
-    /// The beginning of a character whose end has not come yet.
-    cut: Vec<u8>,
+    filter: Option<TerminalFilter>,
+    /// What the filter lets pass.
+    shown: Vec<u8>,
 }
 
 impl Sink {
@@ -190,75 +192,47 @@ impl Sink {
                 true => Box::new(io::stderr()),
                 false => Box::new(Out::new()),
             },
-            plain: raw || !terminal,
-            cut: Vec::new(),
+            filter: (terminal && !raw).then(TerminalFilter::default),
+            shown: Vec::new(),
         }
     }
 
     fn write(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
-        if self.plain {
-            return self.to.write_all(bytes).context("print the log");
+        match &mut self.filter {
+            None => self.to.write_all(bytes).context(PRINT),
+            Some(filter) => {
+                filter.push(bytes, &mut self.shown);
+                self.write_shown()
+            }
         }
-        let mut all = std::mem::take(&mut self.cut);
-        all.extend_from_slice(bytes);
-        let whole = whole_characters(&all);
-        self.cut = all.split_off(whole);
-        self.spell_out(&all)
     }
 
-    fn spell_out(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
-        let text = spelled_out(bytes);
-        self.to.write_all(text.as_bytes()).context("print the log")
+    /// A line of our own, which no colour of the program's changes.
+    fn say(&mut self, line: &str) -> anyhow::Result<()> {
+        if let Some(filter) = &mut self.filter {
+            filter.interrupt(&mut self.shown);
+        }
+        self.write_shown()?;
+        self.to.write_all(line.as_bytes()).context(PRINT)
+    }
+
+    fn write_shown(&mut self) -> anyhow::Result<()> {
+        let written = self.to.write_all(&self.shown).context(PRINT);
+        self.shown.clear();
+        written
     }
 
     fn flush(&mut self) -> anyhow::Result<()> {
-        self.to.flush().context("print the log")
+        self.to.flush().context(PRINT)
     }
 
     fn finish(mut self) -> anyhow::Result<()> {
-        let cut = std::mem::take(&mut self.cut);
-        self.spell_out(&cut)?;
+        self.say("")?;
         self.flush()
     }
 }
 
-/// For a terminal: lines and tabs stay what they are.
-fn spelled_out(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len());
-    let mut rest = bytes;
-    while let Some(at) = rest.iter().position(|b| matches!(b, b'\n' | b'\t')) {
-        // A program that ends its lines as Windows does means nothing by it.
-        let line = &rest[..at];
-        let line = match rest[at] {
-            b'\n' => line.strip_suffix(b"\r").unwrap_or(line),
-            _ => line,
-        };
-        text.push_str(&escape_terminal(line));
-        text.push(char::from(rest[at]));
-        rest = &rest[at + 1..];
-    }
-    text.push_str(&escape_terminal(rest));
-    text
-}
-
-/// How many bytes there are before a character, or a line's end, that is cut off at the end.
-fn whole_characters(bytes: &[u8]) -> usize {
-    const CHARACTER_BYTES_MAX: usize = 4;
-    let chunk = bytes.utf8_chunks().last();
-    let broken = chunk.map_or(&[][..], |chunk| chunk.invalid());
-    let end = bytes.len();
-    match (broken.len(), bytes.last()) {
-        (0, Some(b'\r')) => end - 1,
-        (0, _) => end,
-        (n, _)
-            if n < CHARACTER_BYTES_MAX
-                && std::str::from_utf8(broken).is_err_and(|e| e.error_len().is_none()) =>
-        {
-            end - n
-        }
-        _ => end,
-    }
-}
+const PRINT: &str = "print the log";
 
 /// A committed log from some byte on: whole if its object is here.
 fn print_stored(
@@ -304,7 +278,7 @@ fn print_parts(log: &Captured, stream: &str, seen: u64, sink: &mut Sink) -> anyh
 /// A line of our own where something is missing.
 fn note(log: &Captured, stream: &str, sink: &mut Sink) -> anyhow::Result<()> {
     match log.note(stream) {
-        Some(note) => sink.write(format!("\n{note}\n").as_bytes()),
+        Some(note) => sink.say(&format!("\n{note}\n")),
         None => Ok(()),
     }
 }
@@ -326,9 +300,9 @@ fn print_files(dir: &Path, stream: &str, seen: u64, sink: &mut Sink) -> anyhow::
         copy(&mut file, sink)?;
     }
     if let Some(mut tail) = open(dir, &format!("{stream}.tail")) {
-        sink.write(
-            format!("\n[fumehood: what followed of {stream} was too long; its end:]\n").as_bytes(),
-        )?;
+        sink.say(&format!(
+            "\n[fumehood: what followed of {stream} was too long; its end:]\n"
+        ))?;
         copy(&mut tail, sink)?;
     }
     Ok(())
@@ -574,31 +548,4 @@ fn finish(
         });
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_terminal_sees_lines_and_no_control_characters() {
-        assert_eq!(
-            spelled_out(b"a\tb\r\nc\x1b[2J\n\xff"),
-            "a\tb\nc\\x1b[2J\n\\xff"
-        );
-        assert_eq!(
-            spelled_out("progress 1%\rprogress 2%\n".as_bytes()),
-            "progress 1%\\rprogress 2%\n"
-        );
-    }
-
-    #[test]
-    fn a_character_that_comes_in_two_pieces_stays_one() {
-        assert_eq!(whole_characters("aé".as_bytes()), 3);
-        assert_eq!(whole_characters(b"a\xc3"), 1);
-        assert_eq!(whole_characters(b"a\xe2\x82"), 1);
-        assert_eq!(whole_characters(b"a\xff"), 2, "this one can never be whole");
-        assert_eq!(whole_characters(b"a\r"), 1);
-        assert_eq!(whole_characters(b""), 0);
-    }
 }

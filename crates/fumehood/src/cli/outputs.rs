@@ -110,7 +110,16 @@ pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
                 false => write_file(&mut ledger, key, one, Path::new(file), overwrite)?,
             }
         }
-        (None, Some(to)) => export(&mut ledger, key, &stored, to, overwrite, args.json)?,
+        (None, Some(to)) => {
+            let named: Vec<OutputPath> = stored.into_iter().map(|output| output.path).collect();
+            // One that has not ended has no outputs either.
+            let bytes_max = listed.output_bytes.unwrap_or(u64::MAX);
+            let exported = match named.is_empty() {
+                true => Vec::new(),
+                false => ledger::export(&mut ledger, key, &named, to, overwrite, bytes_max)?,
+            };
+            print_exported(key, &exported, to, args.json)?;
+        }
         (None, None) if args.json => print::json(&Document {
             schema: "fumehood.outputs/1",
             id: key.0,
@@ -282,23 +291,16 @@ fn write_file(
     let mut source = |_: &ContentHash| ledger::content(ledger, artifacts.as_ref(), key, output);
     let renamed = OutputPath::new(name.as_bytes().to_vec())?;
     let list = [(renamed, output.bytes, output.blake3)];
-    artifacts::export(&mut source, &list, to, overwrite)?;
+    artifacts::export(&mut source, &list, to, overwrite, output.bytes)?;
     Ok(())
 }
 
-fn export(
-    ledger: &mut Ledger,
+fn print_exported(
     key: (&str, u32),
-    stored: &[StoredOutput],
+    exported: &[Exported],
     to: &Path,
-    overwrite: Overwrite,
     json: bool,
 ) -> anyhow::Result<()> {
-    let named: Vec<OutputPath> = stored.iter().map(|output| output.path.clone()).collect();
-    let exported = match named.is_empty() {
-        true => Vec::new(),
-        false => ledger::export(ledger, key, &named, to, overwrite)?,
-    };
     if json {
         let entry = |exported: &Exported| ExportEntry {
             path: exported.path.text(),
@@ -314,7 +316,7 @@ fn export(
     }
     let mut out = Out::new();
     let terminal = io::stdout().is_terminal();
-    for one in &exported {
+    for one in exported {
         match terminal {
             true => out.line(&format!("{}  {}", one.sha256, print::path(&one.path)))?,
             false => out.write_all(&checksum_line(&one.sha256, one.path.as_bytes()))?,

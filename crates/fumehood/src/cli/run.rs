@@ -3,15 +3,16 @@
 use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use analysis::artifacts::Overwrite;
 use analysis::collect::Progress;
 use analysis::description;
 use analysis::home::Home;
 use analysis::ledger::Ledger;
-use analysis::logs::Captured;
+use analysis::logs::{Captured, Live};
 use analysis::pipeline::{self, Audience, Done, NotRun, PipelineError, Place, Surroundings};
-use analysis::record::{CommitState, Record};
+use analysis::record::{CommitState, Record, Status};
 use analysis::runtime::Caller;
 use analysis::timings;
 use anyhow::Context;
@@ -21,9 +22,14 @@ use sandbox::spec::Terminal;
 use sandbox::supervise::{RunError, Stream, Wish};
 
 use super::args::{RunArgs, ShellArgs};
+use super::outlet::{Outlet, View};
+use super::print;
 use super::progress::ProgressLine;
 use super::{exit, ledger, show};
 use crate::config::{self, Presentation, Resolved, Sources};
+
+/// After the deadline, or after a stop, a reader who takes nothing is waited for this long.
+const DRAINED_FOR: Duration = Duration::from_secs(1);
 
 const SIGHUP: i32 = 1;
 const SIGINT: i32 = 2;
@@ -33,7 +39,11 @@ const SIGWINCH: i32 = 28;
 pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
     let resolved = config::request(args, &sources)?;
-    perform(&resolved, Terminal::None, None, args.timings)
+    let view = match args.raw {
+        true => View::Raw,
+        false => View::Safe,
+    };
+    perform(&resolved, Terminal::None, None, view, args.timings)
 }
 
 pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
@@ -50,13 +60,14 @@ pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
         rows: size.ws_row,
         columns: size.ws_col,
     };
-    perform(&resolved, terminal, Some(raw), false)
+    perform(&resolved, terminal, Some(raw), View::Session, false)
 }
 
 fn perform(
     resolved: &Resolved,
     terminal: Terminal,
     raw: Option<RawTerminal>,
+    view: View,
     tell_timings: bool,
 ) -> anyhow::Result<u8> {
     let Presentation { json, quiet } = resolved.presentation;
@@ -83,9 +94,11 @@ fn perform(
     if let (Some(to), None) = (&resolved.record.to, &ledger) {
         anyhow::bail!("--to {to:?} exports what was committed, and nothing is, with --db none");
     }
-    let mut console = Console::new(json, quiet)?;
+    let deadline = Instant::now() + Duration::from_millis(resolved.request.limits.wall_ms.value);
+    let mut console = Console::new(json, quiet, view)?;
     let result = pipeline::run(&resolved.request, &around, ledger.as_mut(), &mut console);
     console.clear_progress();
+    console.interrupt();
     // What follows is ours to say, on a terminal that starts a new line when told to.
     drop(raw);
     let (mut record, logs) = match result {
@@ -128,6 +141,7 @@ fn perform(
         }
         let mut out = std::io::stdout().lock();
         let text = serde_json::to_string(&record).context("write the result as JSON")?;
+        let text = print::plain_json(&text);
         let told = writeln!(out, "{text}").and_then(|()| out.flush());
         // The run is what it was; but who could not be told of a success must not take it for one.
         return Ok(match (told, code) {
@@ -139,7 +153,15 @@ fn perform(
         });
     }
     if let Some((stdout, stderr)) = &logs {
-        console.finish(stdout, stderr);
+        let ended_by_itself = matches!(record.status, Status::Succeeded | Status::Failed);
+        let until = match ended_by_itself {
+            true => deadline.max(Instant::now()),
+            false => Instant::now(),
+        };
+        if !console.finish(stdout, stderr, until + DRAINED_FOR) {
+            // Nobody reads what we would say, and waiting for that would have no end.
+            return Ok(code);
+        }
     }
     if !quiet {
         record
@@ -170,7 +192,8 @@ fn export(ledger: &mut Ledger, record: &Record, to: &Path, resolved: &Resolved) 
         false => Overwrite::Never,
     };
     let (id, attempt) = (record.id.as_str(), record.attempt);
-    match ledger::export(ledger, (id, attempt), &[], to, overwrite) {
+    // It was collected just now, under its bound.
+    match ledger::export(ledger, (id, attempt), &[], to, overwrite, u64::MAX) {
         Ok(_) => Ok(()),
         Err(e) => {
             show::line(&format!(
@@ -233,12 +256,12 @@ struct Console {
 }
 
 impl Console {
-    fn new(json: bool, quiet: bool) -> anyhow::Result<Console> {
+    fn new(json: bool, quiet: bool, view: View) -> anyhow::Result<Console> {
         // Taken off a descriptor between two events rather than in a handler at any moment.
         let wanted = [SIGHUP, SIGINT, SIGTERM, SIGWINCH];
         sandbox::block_signals(Some(&wanted)).context("block signals")?;
         let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
-        let outlets = [Outlet::default(), Outlet::default()];
+        let outlets = [Stream::Stdout, Stream::Stderr].map(|stream| Outlet::new(stream, view));
         Ok(Console {
             json,
             quiet,
@@ -256,61 +279,93 @@ impl Console {
         }
     }
 
-    /// What was held back: the note, then the tail. May wait for a slow reader; everything else is done.
-    fn finish(&mut self, stdout: &Captured, stderr: &Captured) {
-        for (stream, captured) in [(Stream::Stdout, stdout), (Stream::Stderr, stderr)] {
-            let outlet = &mut self.outlets[stream as usize];
-            outlet.flush(descriptor(stream), Patience::Wait);
-            if !captured.tail.is_empty() {
-                let name = if stream == Stream::Stdout {
-                    "stdout"
-                } else {
-                    "stderr"
-                };
-                outlet
-                    .pending
-                    .extend(captured.note(name).unwrap_or_default().bytes());
-                outlet.pending.extend(&captured.tail);
-                outlet.flush(descriptor(stream), Patience::Wait);
+    fn interrupt(&mut self) {
+        self.outlets.iter_mut().for_each(Outlet::interrupt);
+    }
+
+    /// Passes on the rest, once everything else is done. Who takes nothing is waited for until then, or until a signal
+    /// comes. Whether there is still somebody to talk to on stderr.
+    fn finish(&mut self, stdout: &Captured, stderr: &Captured, until: Instant) -> bool {
+        self.outlets[Stream::Stdout as usize].show_end(stdout);
+        self.outlets[Stream::Stderr as usize].show_end(stderr);
+        while self.wait_for_readers(until) {
+            self.outlets.iter_mut().for_each(Outlet::flush);
+        }
+        let [stdout, stderr] = &mut self.outlets;
+        let dropped = [stdout.give_up(), stderr.give_up()];
+        if dropped[1] > 0 {
+            return false;
+        }
+        if dropped[0] > 0 {
+            show::line(&format!(
+                "nobody read stdout in time: the last {} bytes of it were not passed on",
+                dropped[0]
+            ));
+        }
+        for outlet in &self.outlets {
+            if let Some(errno) = outlet.failure() {
+                let (name, error) = (outlet.name(), std::io::Error::from(errno));
+                show::line(&format!(
+                    "{name} could not be passed on to its end: {error}"
+                ));
             }
         }
+        true
+    }
+
+    /// False when nothing is left to be written, or it is not to be waited for any longer.
+    fn wait_for_readers(&mut self, until: Instant) -> bool {
+        let left = until.saturating_duration_since(Instant::now());
+        let mut fds = vec![PollFd::new(&self.signals, PollFlags::IN)];
+        let blocked = self.outlets.iter().filter_map(Outlet::blocked_on);
+        fds.extend(blocked.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::OUT)));
+        if fds.len() == 1 || left.is_zero() {
+            return false;
+        }
+        let timeout = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        let heard = poll(&mut fds, Some(&timeout)).is_ok() && !fds[0].revents().is_empty();
+        drop(fds);
+        !heard
+            || self
+                .wish()
+                .is_none_or(|wish| matches!(wish, Wish::Resize { .. }))
     }
 }
 
 impl Audience for Console {
-    fn live(&mut self, stream: Stream, bytes: &[u8]) {
+    fn live(&mut self, stream: Stream, live: Live<'_>) {
         if !self.json {
-            let outlet = &mut self.outlets[stream as usize];
-            outlet.pending.extend(bytes);
-            outlet.flush(descriptor(stream), Patience::None);
+            self.outlets[stream as usize].show(live);
         }
     }
 
     fn notice(&mut self, text: &str) {
         self.notices += 1;
         if !self.quiet && !self.json {
-            show::line(text);
+            self.interrupt();
+            // Behind what the program printed, and without waiting for whoever reads it.
+            self.outlets[Stream::Stderr as usize].say(&show::lines(text));
         }
     }
 
     fn progress(&mut self, progress: Progress) {
+        if self.progress.is_some() {
+            self.interrupt();
+        }
         if let Some(line) = &mut self.progress {
             line.show(progress);
         }
     }
 
-    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
-        let streams = [Stream::Stdout, Stream::Stderr];
-        let full = streams
-            .into_iter()
-            .find(|s| !self.outlets[*s as usize].pending.is_empty());
-        full.map(descriptor)
+    fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>> {
+        self.outlets[stream as usize].blocked_on()
     }
 
-    fn unblocked(&mut self) {
-        for stream in [Stream::Stdout, Stream::Stderr] {
-            self.outlets[stream as usize].flush(descriptor(stream), Patience::None);
-        }
+    fn unblocked(&mut self, stream: Stream) {
+        self.outlets[stream as usize].flush();
     }
 
     fn wishes(&self) -> Option<BorrowedFd<'_>> {
@@ -334,56 +389,6 @@ impl Audience for Console {
                 } else {
                     Wish::Kill
                 })
-            }
-        }
-    }
-}
-
-fn descriptor(stream: Stream) -> BorrowedFd<'static> {
-    match stream {
-        Stream::Stdout => rustix::stdio::stdout(),
-        Stream::Stderr => rustix::stdio::stderr(),
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Patience {
-    None,
-    Wait,
-}
-
-/// Bytes on their way to one of our own streams. The descriptor is shared with other programs, so it is not made
-/// non-blocking; instead no more is written at once than a ready pipe must take.
-#[derive(Default)]
-struct Outlet {
-    pending: std::collections::VecDeque<u8>,
-    closed: bool,
-}
-
-impl Outlet {
-    fn flush(&mut self, to: BorrowedFd<'_>, patience: Patience) {
-        const ALWAYS_FITS: usize = 4096;
-        let at_once = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        while !self.pending.is_empty() {
-            if self.closed {
-                return self.pending.clear();
-            }
-            let mut fds = [PollFd::from_borrowed_fd(to, PollFlags::OUT)];
-            let timeout = (patience == Patience::None).then_some(&at_once);
-            match poll(&mut fds, timeout) {
-                Ok(0) => return,
-                Err(_) if patience == Patience::None => return,
-                Ok(_) | Err(_) => {}
-            }
-            let (front, _) = self.pending.as_slices();
-            match rustix::io::write(to, &front[..front.len().min(ALWAYS_FITS)]) {
-                Ok(n) => drop(self.pending.drain(..n)),
-                Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-                // The reader is gone. The program goes on; its output is still captured.
-                Err(_) => self.closed = true,
             }
         }
     }

@@ -13,6 +13,7 @@ use analysis::heart::{self, Heart, Lease, Why};
 use analysis::home::Home;
 use analysis::ledger::Ledger;
 use analysis::limits::error_chain;
+use analysis::logs::Live;
 use analysis::pipeline::{
     self, Audience, EndedFor, NotRun, PipelineError, Place, Surroundings, Taken,
 };
@@ -370,17 +371,17 @@ impl Ears {
 }
 
 impl Audience for Ears {
-    fn live(&mut self, _: Stream, _: &[u8]) {}
+    fn live(&mut self, _: Stream, _: Live<'_>) {}
 
     fn notice(&mut self, _: &str) {}
 
     fn progress(&mut self, _: Progress) {}
 
-    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
+    fn blocked_on(&self, _: Stream) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    fn unblocked(&mut self) {}
+    fn unblocked(&mut self, _: Stream) {}
 
     fn wishes(&self) -> Option<BorrowedFd<'_>> {
         Some(self.heart.as_fd())

@@ -13,15 +13,18 @@ use sandbox::spec::{Hardness, LimitName};
 
 /// One line on stderr, with our name before it.
 pub fn line(text: &str) {
-    let mut err = std::io::stderr().lock();
+    // Nobody may be listening; that is no reason to fail.
+    let _unheard = std::io::stderr().write_all(lines(text).as_bytes());
+}
+
+/// The same, for stderr.
+pub fn lines(text: &str) -> String {
     // While `fumehood shell` has the terminal pass everything through, a new line needs its return.
     let raw = rustix::termios::tcgetattr(rustix::stdio::stderr())
         .is_ok_and(|t| !t.output_modes.contains(OutputModes::OPOST));
     let end = if raw { "\r\n" } else { "\n" };
-    for part in text.lines() {
-        // Nobody may be listening; that is no reason to fail.
-        let _unheard = write!(err, "fumehood: {}{end}", escape_terminal(part.as_bytes()));
-    }
+    let line = |part: &str| format!("fumehood: {}{end}", escape_terminal(part.as_bytes()));
+    text.lines().map(line).collect()
 }
 
 pub fn error(error: &anyhow::Error) {

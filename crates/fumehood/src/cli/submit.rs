@@ -144,6 +144,16 @@ impl Counter<'_> {
                 settings.insert(name.to_owned(), Setting::Text(path.to_owned()));
             }
         }
+        if let Some(notice) = taken
+            .notice
+            .as_ref()
+            .filter(|_| !self.submitter.presentation().quiet)
+        {
+            eprintln!(
+                "fumehood: {}",
+                analysis::logs::escape_terminal(notice.as_bytes())
+            );
+        }
         let mut bundle = Bundle::default();
         for (source, name) in &taken.inputs {
             bundle.add(source, name, &mut self.pool)?;

@@ -227,7 +227,7 @@ fn code_of(listed: &Listed) -> u8 {
     match listed.state {
         State::Succeeded => match listed.post_process {
             PostProcess::Failed | PostProcess::Pending => exit::NOT_COMMITTED,
-            PostProcess::NotAsked | PostProcess::Done => 0,
+            PostProcess::NotAsked | PostProcess::Done | PostProcess::Unknown => 0,
         },
         State::Failed if is(Reason::MissingOutput) => exit::MISSING_OUTPUT,
         State::Failed => {

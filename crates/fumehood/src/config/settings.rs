@@ -129,6 +129,7 @@ settings! {
     Docs        "docs"         Path, Yes, Yes, Yes, Yes;
     Read        "read"         List, Yes, SHOWS_MORE, NO_SEPARATOR, Yes;
     Input       "input"        List, ONE_RUN, SHOWS_MORE, NO_SEPARATOR, BY_CONTENT;
+    Siblings    "siblings"     Switch, ONE_RUN, SHOWS_MORE, ONE_RUN, BY_CONTENT;
     Runtime     "runtime"      Path, Yes, SHOWS_MORE, Yes, Yes;
     Env         "env"          List, Yes, Yes, NO_SEPARATOR, Yes;
     Stdin       "stdin"        Text, ONE_RUN, SHOWS_MORE, ONE_RUN, BY_CONTENT;
@@ -337,6 +338,7 @@ mod tests {
             Key::Isolation,
             Key::Read,
             Key::Input,
+            Key::Siblings,
             Key::Runtime,
             Key::Stdin,
             Key::AllowDegraded,
@@ -378,6 +380,7 @@ mod tests {
             Key::Json,
             Key::Quiet,
             Key::Input,
+            Key::Siblings,
             Key::Stdin,
             Key::Id,
         ] {

@@ -125,6 +125,22 @@ impl<'a> Submitter<'a> {
     }
 }
 
+/// Variables as `--env` gives them, with their values, and no others.
+pub fn given_env(
+    words: Vec<OsString>,
+    sources: &Sources,
+) -> Result<Vec<(String, String)>, ConfigError> {
+    let mut merged = Merged::gather(vec![(Key::Env, words)], sources, Project::Unheard)?;
+    merged
+        .entries
+        .retain(|entry| entry.place.origin == Origin::Flag);
+    let pair = |(name, value): (OsString, OsString)| {
+        let name = text("a variable's name", &name)?;
+        Ok((name, text("a variable's value", &value)?))
+    };
+    merged.env(&sources.env)?.into_iter().map(pair).collect()
+}
+
 impl Merged {
     /// What was typed and would have no effect is refused; in a file or a variable it is meant for other runs.
     fn check_submittable(&self) -> Result<(), ConfigError> {

@@ -300,8 +300,14 @@ fn a_project_file_cannot_widen_anything() {
     let bench =
         Bench::new().project("data = \"inputs/v2\"\nenv = [\"SEED=7\"]\ndocs = \"./notes\"");
     let request = bench.ok(&[]);
-    assert_eq!(request.data, Some(bench.path("project/inputs/v2")));
-    assert_eq!(request.docs, Some(bench.path("project/notes")));
+    let by_project = |name| {
+        Some(NamedDirectory {
+            path: bench.path(name),
+            named_by: NamedBy::ProjectFile,
+        })
+    };
+    assert_eq!(request.data, by_project("project/inputs/v2"));
+    assert_eq!(request.docs, by_project("project/notes"));
     assert_eq!(request.env, [("SEED".into(), "7".into())]);
     let absolute = format!("data = {:?}", bench.path("project/d"));
     assert!(bench.project(&absolute).run(&[]).is_ok());

@@ -109,7 +109,7 @@ fn a_missing_layer_is_noticed() {
     let expected = BTreeSet::from([
         "postgres_tcp",
         "postgres_abstract",
-        "tcp_fast_open",
+        "unix_datagram",
         "udp",
         "dns",
         "netlink",

@@ -1,6 +1,7 @@
 //! P17 through the binary: every end has its own exit code, status and reason, and one JSON document tells it whole.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -15,6 +16,12 @@ pub const TRIALS: &[Entry] = &[
     ("limits_end_with_122", For::Everyone, limits),
     ("memory_ends_with_137", For::Everyone, memory),
     ("a_childs_oom_is_only_counted", For::Root, survived_oom),
+    ("the_third_oom_ends_the_run", For::Root, third_oom),
+    (
+        "a_kill_long_after_an_oom_is_a_signal",
+        For::Root,
+        kill_after_oom,
+    ),
     ("what_cannot_start_is_ours", For::Everyone, not_started),
     ("wrong_usage_is_125", For::Everyone, usage),
     ("sigint_cancels", For::Everyone, || cancels(Signal::INT)),
@@ -348,6 +355,44 @@ fn survived_oom() {
     );
     assert!(document["oom_kills"].as_u64().unwrap() >= 1, "{document}");
     assert_eq!(document["stdout"]["text"], "survived\n");
+}
+
+/// Version 2 ends the run at the first.
+fn third_oom() {
+    let lab = Lab::new();
+    let script = "for i in $(seq 100); do /usr/bin/python3 -c 'x = bytearray(600 << 20)'; done; echo the end";
+    let document = assert_end(
+        &lab,
+        &["--memory", "64M"],
+        &["sh", "-c", script],
+        137,
+        "out_of_memory",
+        "oom_killed",
+    );
+    assert!(
+        !document["stdout"]["text"]
+            .as_str()
+            .unwrap()
+            .contains("the end")
+    );
+}
+
+/// Version 2 ends the program with its child.
+fn kill_after_oom() {
+    if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+        return;
+    }
+    let lab = Lab::new();
+    let script = "/usr/bin/python3 -c 'x = bytearray(600 << 20)'; sleep 3; kill -9 $$";
+    let document = assert_end(
+        &lab,
+        &["--memory", "64M"],
+        &["sh", "-c", script],
+        137,
+        "failed",
+        "signal",
+    );
+    assert_eq!(document["oom_kills"], 1, "{document}");
 }
 
 fn not_started() {

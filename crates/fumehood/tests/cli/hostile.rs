@@ -657,7 +657,11 @@ fn logs() {
         "a pipe gets the bytes as they are: the control"
     );
     assert_plain("terminal", &on_terminal(&lab, &["logs", "l"]));
-    assert_plain("terminal", &on_terminal(&lab, &["logs", "l", "--stderr"]));
+    // Colours pass, and are set back.
+    assert_eq!(
+        on_terminal(&lab, &["logs", "l", "--stderr"]),
+        b"\x1b[31merr\n\x1b[0m"
+    );
     assert!(
         on_terminal(&lab, &["logs", "l", "--raw"]).contains(&0x1b),
         "on request"

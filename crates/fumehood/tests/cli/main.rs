@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod collection_bounds;
 mod crash;
 mod doctor;
 mod doctor_attack;
@@ -12,6 +13,7 @@ mod durability;
 mod ending;
 mod findings;
 mod hostile;
+mod input_links;
 mod keeping;
 mod lab;
 mod levels;
@@ -21,12 +23,14 @@ mod outsider;
 mod plain_user;
 mod policy;
 mod postgres;
+mod printed;
 mod queue_cli;
 mod queue_findings;
 mod reading;
 mod record;
 mod runtimes;
 mod shell;
+mod slow_death;
 mod standby;
 mod stepwise;
 mod submit;
@@ -47,7 +51,8 @@ pub enum For {
 pub type Entry = (&'static str, For, fn());
 
 fn entries() -> Vec<(String, For, fn())> {
-    let files: [(&str, &[Entry]); 25] = [
+    let files: [(&str, &[Entry]); 29] = [
+        ("collection_bounds", collection_bounds::TRIALS),
         ("crash", crash::TRIALS),
         ("doctor", doctor::TRIALS),
         ("doctor_attack", doctor_attack::TRIALS),
@@ -55,6 +60,7 @@ fn entries() -> Vec<(String, For, fn())> {
         ("ending", ending::TRIALS),
         ("findings", findings::TRIALS),
         ("hostile", hostile::TRIALS),
+        ("input_links", input_links::TRIALS),
         ("keeping", keeping::TRIALS),
         ("levels", levels::TRIALS),
         ("options", options::TRIALS),
@@ -62,12 +68,14 @@ fn entries() -> Vec<(String, For, fn())> {
         ("outsider", outsider::TRIALS),
         ("policy", policy::TRIALS),
         ("postgres", postgres::TRIALS),
+        ("printed", printed::TRIALS),
         ("queue_cli", queue_cli::TRIALS),
         ("queue_findings", queue_findings::TRIALS),
         ("reading", reading::TRIALS),
         ("record", record::TRIALS),
         ("runtimes", runtimes::TRIALS),
         ("shell", shell::TRIALS),
+        ("slow_death", slow_death::TRIALS),
         ("standby", standby::TRIALS),
         ("stepwise", stepwise::TRIALS),
         ("submit", submit::TRIALS),

@@ -1,5 +1,6 @@
 //! What may be typed, each option at least once, and what a run sees because of it.
 
+use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -13,6 +14,16 @@ pub const TRIALS: &[Entry] = &[
         "a_word_that_is_nearly_a_command_brings_only_commands_to_mind",
         For::Everyone,
         nearly,
+    ),
+    (
+        "the_default_of_pids_leaves_half_to_the_user",
+        For::Everyone,
+        pids_default,
+    ),
+    (
+        "a_row_of_unknown_words_is_shown_and_hides_no_other",
+        For::Everyone,
+        unknown_words,
     ),
     ("scripts_run_by_their_ending", For::Everyone, by_ending),
     (
@@ -48,11 +59,13 @@ pub const TRIALS: &[Entry] = &[
         input_links,
     ),
     ("read_shows_a_path_here_or_there", For::Everyone, reads),
+    ("what_read_names_is_executed", For::Everyone, reads_execute),
     (
         "read_refuses_what_must_stay_hidden",
         For::Everyone,
         reads_refused,
     ),
+    ("siblings_come_if_asked_for", For::Everyone, siblings),
     ("env_sets_and_hands_on", For::Everyone, env),
     (
         "nothing_else_of_the_environment_is_there",
@@ -438,6 +451,62 @@ fn reads() {
     assert!(!lab.path("ref/x").exists());
 }
 
+/// A tool or an environment may lie in a tree that is shown with --read; data and docs stay without.
+fn reads_execute() {
+    let lab = Lab::new();
+    let libc = fs::read_to_string("/proc/self/maps").unwrap();
+    let libc = libc.lines().find(|line| line.contains("/libc.so")).unwrap();
+    let libm = Path::new(&libc[libc.find('/').unwrap()..]).with_file_name("libm.so.6");
+    for top in ["opt", "project/data"] {
+        let tool = lab.write(&format!("{top}/bin/tool"), "");
+        fs::copy("/bin/echo", &tool).unwrap();
+        fs::copy(&libm, tool.with_file_name("libown.so")).unwrap();
+        set_mode(&tool, 0o755);
+    }
+    let script = |dir: &Path| {
+        format!(
+            "import ctypes, subprocess\n\
+             print(subprocess.check_output(['{0}/bin/tool', 'ran']).decode().strip())\n\
+             print(bool(ctypes.CDLL('{0}/bin/libown.so').cos))",
+            dir.display()
+        )
+    };
+    let (opt, data) = (lab.path("opt"), lab.path("project/data"));
+    for level in ["full", "landlock"] {
+        let shown = ["--level", level, "--read", opt.to_str().unwrap()];
+        assert_eq!(lab.python(&shown, &script(&opt)).good(), "ran\nTrue\n");
+        let tool = opt.join("bin/tool").display().to_string();
+        let by_name = shown.iter().copied().chain(["--", "env", &tool, "named"]);
+        assert_eq!(lab.run(by_name).good(), "named\n");
+        let refused = lab.python(&["--level", level], &script(&data));
+        assert!(
+            refused.err().contains("Permission denied"),
+            "{}",
+            refused.err()
+        );
+        // Where the caller names the directory as well, both hold: it is data, and it is executed.
+        let both = ["--level", level, "--read", data.to_str().unwrap()];
+        assert_eq!(lab.python(&both, &script(&data)).good(), "ran\nTrue\n");
+    }
+    let mounts = "for line in open('/proc/self/mountinfo'):\n    if line.split()[4].endswith('/opt'): print(line.split()[5])";
+    let flags = lab
+        .python(&["--read", opt.to_str().unwrap()], mounts)
+        .good();
+    for flag in ["ro", "nosuid", "nodev"] {
+        assert!(flags.trim().split(',').any(|f| f == flag), "{flags}");
+    }
+    assert!(!flags.contains("noexec"), "{flags}");
+    // Landlock does not know of mapping.
+    let load = "import ctypes; ctypes.CDLL('data/bin/libown.so')";
+    let document = lab.python(&["--level", "full", "--json"], load).document();
+    let hints = document["hints"].as_array().unwrap();
+    assert!(
+        hints.iter().any(|hint| hint["kind"] == "not_executable"),
+        "{document}"
+    );
+    lab.assert_nothing_left();
+}
+
 fn reads_refused() {
     let lab = Lab::new();
     lab.sh(&[], "true").good();
@@ -471,9 +540,66 @@ fn reads_refused() {
     lab.assert_nothing_left();
 }
 
+fn siblings() {
+    let lab = Lab::new();
+    let main = "import utils\nfrom lib import model\nprint(utils.X, model.Y)\n";
+    lab.write("project/pkg/main.py", main);
+    let utils = lab.write("project/pkg/utils.py", "X = 1\n");
+    lab.write("project/pkg/lib/__init__.py", "");
+    lab.write("project/pkg/lib/model.py", "import deeper\nY = deeper.Z\n");
+    lab.write("project/pkg/deeper.py", "Z = 2\n");
+    lab.write("project/pkg/unused.py", "");
+    lab.write("project/main.py", "import api");
+    lab.write("project/api.py", "");
+    // Off unless asked for; the hint says what to do, and its line works.
+    let document = lab.run(["--json", "pkg/main.py"]).document();
+    let hint = document["hints"].to_string();
+    assert!(
+        hint.contains(&format!("--input {}", utils.display())),
+        "{hint}"
+    );
+    assert!(
+        hint.contains("--siblings") && !hint.contains("install"),
+        "{hint}"
+    );
+    let input = utils.to_str().unwrap();
+    let next = lab.run(["--input", input, "pkg/main.py"]);
+    assert!(next.err().contains("'lib'"), "{}", next.err());
+    for level in ["full", "landlock"] {
+        let ended = lab.run(["--level", level, "--siblings", "pkg/main.py"]);
+        assert_eq!(ended.good(), "1 2\n");
+        for name in ["utils.py", "lib/__init__.py", "lib/model.py", "deeper.py"] {
+            assert!(ended.err().contains(name), "{}", ended.err());
+        }
+        assert!(!ended.err().contains("unused.py"), "{}", ended.err());
+    }
+    // What is named as well comes once.
+    let both = [
+        "--siblings",
+        "--input",
+        "pkg/lib",
+        "--input",
+        "pkg/utils.py",
+        "--input",
+        "pkg/deeper.py",
+        "pkg/main.py",
+    ];
+    assert_eq!(lab.run(both).good(), "1 2\n");
+    // They are inputs, so what is left as it was is no output.
+    let document = lab.run(["--json", "--siblings", "pkg/main.py"]).document();
+    assert_eq!(document["outputs"], serde_json::json!([]), "{document}");
+    lab.run(["--siblings", "main.py"])
+        .refused(125, "below the project's root");
+    lab.run(["--siblings", "--", "true"])
+        .refused(125, "--siblings");
+    lab.write("project/fumehood.toml", "siblings = true\n");
+    lab.run(["pkg/main.py"]).refused(125, "--siblings");
+    lab.assert_nothing_left();
+}
+
 fn env() {
     let lab = Lab::new();
-    let script = "echo $SEED,$PASSED,$EMPTY-,$HOME,$MPLBACKEND";
+    let script = "echo $SEED,$PASSED,$EMPTY-,$HOME,$TZ,$MPLBACKEND-";
     let options = [
         "--env",
         "SEED=7=8",
@@ -482,11 +608,11 @@ fn env() {
         "--env",
         "EMPTY=",
         "--env",
-        "MPLBACKEND=svg",
+        "TZ=Asia/Tokyo",
     ];
     let mut command = lab.run_command(options.iter().chain(&["--", "sh", "-c", script]));
     command.env("PASSED", "on").env("SEED", "not this");
-    assert_eq!(finish(command).good(), "7=8,on,-,/tmp/home,svg\n");
+    assert_eq!(finish(command).good(), "7=8,on,-,/tmp/home,Asia/Tokyo,-\n");
     lab.sh(&["--env", "NOT_SET_HERE"], "true")
         .refused(125, "NOT_SET_HERE");
     for bad in ["1A=x", "=x", "A-B=x", "FUMEHOOD_ID=x", "FUMEHOOD_X=y"] {
@@ -580,17 +706,17 @@ fn data() {
 
 fn data_symlink() {
     let lab = Lab::new();
-    lab.write("store/d.csv", "stored\n");
-    symlink("../store", lab.path("project/data")).unwrap();
+    lab.write("project/store/d.csv", "stored\n");
+    symlink("store", lab.path("project/data")).unwrap();
     let script = format!(
         "cat data/d.csv {}/data/d.csv {}/d.csv",
         lab.project.display(),
-        lab.path("store").display()
+        lab.path("project/store").display()
     );
     assert_eq!(lab.sh(&[], &script).good(), "stored\nstored\nstored\n");
     // A link inside that points out leads nowhere, unless --read shows its target.
     let out = lab.write("outside/o.csv", "outside\n");
-    symlink(&out, lab.path("store/link.csv")).unwrap();
+    symlink(&out, lab.path("project/store/link.csv")).unwrap();
     assert_eq!(lab.sh(&[], "cat data/link.csv").code(), 1);
     let read = out.to_str().unwrap();
     assert_eq!(
@@ -778,4 +904,64 @@ fn project() {
     let mut command = lab.run_command(["--", "ls"]);
     command.current_dir(lab.path("elsewhere"));
     assert_eq!(finish(command).good(), "");
+}
+
+fn pids_default() {
+    let lab = Lab::new();
+    let pids = |limit: &str, option: &str| {
+        let fumehood = crate::plain_user::binary();
+        let script = format!(
+            "ulimit -u {limit}; exec {} run --json --db none {option} -- true",
+            fumehood.display()
+        );
+        let mut command = lab.with_surroundings(Command::new("bash"));
+        command.args(["-c", &script]);
+        let document = finish(command).document();
+        document["limits"]["pids"]["asked"].as_u64().unwrap()
+    };
+    // The others are the processes of trials that run beside this one.
+    let default = pids("1500", "");
+    match crate::lab::is_root() {
+        true => assert_eq!(default, 1024, "root shares no count with anybody"),
+        false => assert!((8..=750).contains(&default), "{default}"),
+    }
+    // The controls: what is asked for stays, and a large limit is not looked into.
+    assert_eq!(pids("1500", "--pids 900"), 900);
+    assert_eq!(
+        pids(
+            "unlimited 2>/dev/null || ulimit -u $(ulimit -Hu)",
+            "--pids 1024"
+        ),
+        1024
+    );
+}
+
+fn unknown_words() {
+    let lab = Lab::new();
+    for id in ["a", "b"] {
+        lab.sh(&["--id", id], "true").good();
+    }
+    let script = "import sqlite3, sys
+db = sqlite3.connect(sys.argv[1])
+db.execute(\"UPDATE attempts SET post_process = 'by\\x1bgone', reason = 'unheard' WHERE id = 'a'\")
+db.commit()";
+    let written = Command::new("/usr/bin/python3")
+        .args(["-c", script])
+        .arg(lab.home.join("fumehood.db"))
+        .status();
+    assert!(written.unwrap().success());
+    let listed = lab.ask(["list"]).good();
+    assert!(
+        listed.contains("post_process by") && listed.contains('b'),
+        "{listed}"
+    );
+    assert!(!listed.contains('\x1b'));
+    let listed = lab.ask_json(["list", "--json"]);
+    let all = listed["analyses"].as_array().unwrap();
+    assert_eq!(all.len(), 2, "{listed}");
+    let a = all.iter().find(|one| one["id"] == "a").unwrap();
+    assert_eq!(a["post_process"], "by\u{1b}gone");
+    lab.ask(["top", "--once"]).good();
+    lab.ask(["show", "a"]).good();
+    lab.ask(["outputs", "b"]).good();
 }

@@ -17,6 +17,7 @@ pub const TRIALS: &[Entry] = &[
     ("prints_the_id", For::Everyone, prints_the_id),
     ("a_key_submits_once", For::Everyone, key),
     ("inputs_are_those_of_the_submission", For::Everyone, inputs),
+    ("siblings_travel_with_it", For::Everyone, siblings),
     ("standard_input_is_read_to_its_end", For::Everyone, stdin),
     ("what_cannot_wait_is_refused", For::Everyone, refusals),
     ("a_batch_is_all_or_nothing", For::Everyone, batch),
@@ -98,6 +99,32 @@ fn key() {
     let document = submit(&lab, &["--json", "--key", "k", "--", "echo", "1"]).document();
     assert_eq!(document["submitted"][0]["already"], true);
     assert_eq!(queued(&lab), 1);
+}
+
+/// The modules travel with a submission as any other input does.
+fn siblings() {
+    let lab = Lab::new();
+    lab.write("project/pkg/main.py", "import lib.a\n");
+    lab.write("project/pkg/lib/__init__.py", "");
+    lab.write("project/pkg/lib/a.py", "print('from lib')\n");
+    lab.write("project/pkg/lib/b.py", "");
+    let said = submit(&lab, &["--id", "x", "--siblings", "pkg/main.py"]);
+    assert_eq!(said.good(), "x\n");
+    assert!(said.err().contains("lib/a.py"), "{}", said.err());
+    let names = stored(&lab, "x").inputs;
+    let mut names: Vec<String> = names
+        .iter()
+        .map(|item| item.name().display().to_string())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["lib", "lib/__init__.py", "lib/a.py", "main.py"]);
+    submit(&lab, &["--siblings", "--", "true"]).refused(125, "--siblings");
+    assert_eq!(queued(&lab), 1);
+    let worker = Worker::start(&lab);
+    let ended = &ends(&lab, &["x"])[0];
+    drop(worker);
+    assert_eq!(ended["status"], "succeeded", "{ended}");
+    assert_eq!(lab.ask(["logs", "x"]).out(), "from lib\n");
 }
 
 fn inputs() {
@@ -438,7 +465,7 @@ fn schema() {
 }
 
 /// A worker that runs until it is dropped.
-struct Worker(Option<Live>);
+pub struct Worker(Option<Live>);
 
 impl Worker {
     fn start(lab: &Lab) -> Worker {
@@ -448,7 +475,7 @@ impl Worker {
     }
 
     /// One whose operator accepts the weaker level for strangers.
-    fn at_any_level(lab: &Lab) -> Worker {
+    pub fn at_any_level(lab: &Lab) -> Worker {
         let mut command = lab.fumehood();
         command.arg("worker").env("FUMEHOOD_ISOLATION", "landlock");
         Worker(Some(Live::start(command)))

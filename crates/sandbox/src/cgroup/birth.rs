@@ -18,11 +18,37 @@ pub(crate) enum Birth {
 /// write to the group, and to the one above that it shares with its own, is refused by the kernel, and the child is
 /// then born outside. Both have a single thread; the child leaves by [`sys::exit_now`].
 pub(crate) fn fork_into(group: Option<BorrowedFd<'_>>) -> io::Result<(Forked, Birth)> {
-    let refusal = match group.map(sys::fork_into_group) {
+    let refusal = match group.map(|group| sys::fork_into_group(group, Parentage::Own)) {
         Some(Ok(forked)) => return Ok((forked, Birth::InGroup)),
         Some(Err(e)) => Some(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
         None => None,
     };
     let forked = sys::fork(Parentage::Own)?;
     Ok((forked, Birth::Outside { refusal }))
+}
+
+/// The way into the run's group for a process that init starts later.
+#[derive(Default)]
+pub(crate) struct Entrance {
+    pub directory: Option<OwnedFd>,
+    /// As [`Group::attach_fds`] gave them; the first is for the group of `directory`.
+    pub files: Vec<OwnedFd>,
+}
+
+impl Entrance {
+    /// Enters the group, or has a child enter that is born in it as this process's sibling: that child returns `None`, and
+    /// to this process its number is returned. For a process with a single thread.
+    pub fn enter(&self) -> io::Result<Option<i32>> {
+        let directory = self.directory.as_ref().map(AsFd::as_fd);
+        let born = directory.map(|group| sys::fork_into_group(group, Parentage::Sibling));
+        let files = match born {
+            Some(Ok(Forked::Parent { child })) => return Ok(Some(child)),
+            Some(Ok(Forked::Child)) => self.files.get(1..).unwrap_or_default(),
+            Some(Err(_)) | None => &self.files,
+        };
+        for file in files {
+            rustix::io::write(file, b"0")?;
+        }
+        Ok(None)
+    }
 }

@@ -21,7 +21,7 @@ mod standing;
 mod v1;
 mod v2;
 
-pub(crate) use birth::{Birth, fork_into};
+pub(crate) use birth::{Birth, Entrance, fork_into};
 pub(crate) use host::mount_points_in;
 use host::*;
 pub use host::{Host, discover};
@@ -216,15 +216,26 @@ pub enum CpuUnit {
 impl CpuUnit {
     /// Microseconds of CPU time used so far, read afresh from the descriptor's start.
     pub fn read_us(self, fd: BorrowedFd<'_>) -> io::Result<u64> {
-        let mut buffer = [0; 4096];
-        let length = rustix::io::pread(fd, &mut buffer[..], 0)?;
-        let text = String::from_utf8_lossy(&buffer[..length]);
+        let text = read_afresh(fd)?;
         match self {
             CpuUnit::Nanoseconds => text.trim().parse::<u64>().ok().map(|ns| ns / 1000),
             CpuUnit::UsageUsecLine => keyed(&text, "usage_usec"),
         }
         .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
     }
+}
+
+/// Processes killed for want of memory so far, from the file that [`Group::oom_kills_fd`] hands out.
+pub fn read_oom_kills(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let kills = keyed(&read_afresh(fd)?, "oom_kill");
+    kills.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+}
+
+/// A counter's file, from its start.
+fn read_afresh(fd: BorrowedFd<'_>) -> io::Result<String> {
+    let mut buffer = [0; 4096];
+    let length = rustix::io::pread(fd, &mut buffer[..], 0)?;
+    Ok(String::from_utf8_lossy(&buffer[..length]).into_owned())
 }
 
 /// One run's group: a directory in each hierarchy that holds one of its controllers.
@@ -358,6 +369,16 @@ impl Group {
             };
             Some((part.node.open_file(file, OFlags::RDONLY).ok()?, unit))
         })
+    }
+
+    /// A file that any process given the descriptor can read with [`read_oom_kills`].
+    pub fn oom_kills_fd(&self) -> Option<OwnedFd> {
+        let part = self.parts.iter().find(|p| p.has(Controller::Memory))?;
+        let file = match part.node.version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        };
+        part.node.open_file(file, OFlags::RDONLY).ok()
     }
 
     /// The group's directories, for the crash record and [`remove_left_behind`].

@@ -92,7 +92,9 @@ impl System {
         }
         for name in DEVICES {
             let path = Path::new("/dev").join(name);
-            let attributes = sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NOEXEC;
+            // Read-only: who may write to a file may also set its times. Writing to a device asks nothing of its mount.
+            let attributes =
+                sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NOEXEC;
             system.pieces.push(open_piece(&path, &path, attributes)?);
         }
         Ok(system)

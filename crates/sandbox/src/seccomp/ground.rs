@@ -6,11 +6,10 @@
 
 use libc::c_long;
 
-use super::{Action, Clause, Rule, always, has_any, is, masked, rule, when};
+use super::{Action, Clause, DENY, Rule, always, has_any, is, masked, rule, when};
 use super::{number, table};
 use crate::landlock::KNOWS_SIGNALS;
 
-const DENY: Action = Action::Errno(libc::EPERM);
 const CLOSED: Action = Action::Errno(libc::EACCES);
 /// The first ABI that knows of truncation.
 const KNOWS_TRUNCATION: i32 = 3;
@@ -40,12 +39,6 @@ const REFUSED: &[(Action, &[c_long])] = &[
         libc::SYS_fgetxattr, libc::SYS_listxattr, libc::SYS_llistxattr, libc::SYS_flistxattr, libc::SYS_removexattr,
         libc::SYS_lremovexattr, libc::SYS_fremovexattr, number::SETXATTRAT, number::GETXATTRAT, number::LISTXATTRAT,
         number::REMOVEXATTRAT,
-    ]),
-    // A watch on any directory tells the names that appear in it, and they are counted for the user on the whole host.
-    // Callers fall back to looking again.
-    (Action::Errno(libc::ENOSYS), &[
-        libc::SYS_inotify_init1, libc::SYS_inotify_add_watch, libc::SYS_inotify_rm_watch,
-        #[cfg(target_arch = "x86_64")] libc::SYS_inotify_init,
     ]),
     // No address leads anywhere: the only sockets are pairs.
     (CLOSED, &[libc::SYS_connect, libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4]),
@@ -202,7 +195,7 @@ fn ioctl(signals_by_kernel: bool) -> Rule {
     if signals_by_kernel {
         own.extend([0x8901, 0x8902]);
     }
-    let table_ioctl = table::ioctl();
+    let table_ioctl = super::ioctl::rule();
     let mut clauses = vec![
         when([is(1, &own)], Action::Allow),
         when([masked(1, 0xff00, &[SOCKETS])], DENY),

@@ -11,12 +11,16 @@
 
 use libc::c_long;
 
-use super::{Action, Affinity, Clause, Connect, Fallocate, Ground, Options, Rule, Test};
+use super::{Action, Affinity, Clause, Connect, DENY, Fallocate, Ground, Options, Rule, Test};
 use super::{always, has_any, is, masked, rule, when};
-use super::{ground, number};
+use super::{ground, ioctl, memory, number, threads};
 
 pub(super) const UNLISTED: Action = Action::Errno(libc::ENOSYS);
-const DENY: Action = Action::Errno(libc::EPERM);
+/// No filter of the program's own, by seccomp(2) or PR_SET_SECCOMP. Each is compiled to machine code, for which the whole host has
+/// one bound (net.core.bpf_jit_limit): a process may install eight of full length, half a megabyte, and who wants a
+/// filter next, a browser or another analysis, would be refused. Nor can a listener of the program's own answer in the place
+/// of ours. EINVAL is the answer of a kernel without filters: man and Firefox go on.
+const NO_FILTERS: Action = Action::Errno(libc::EINVAL);
 
 /// Allowed whatever their arguments are.
 #[rustfmt::skip]
@@ -25,8 +29,8 @@ const ALLOWED: &[&[c_long]] = &[
     &[
         libc::SYS_read, libc::SYS_write, libc::SYS_pread64, libc::SYS_pwrite64, libc::SYS_readv, libc::SYS_writev,
         libc::SYS_preadv, libc::SYS_pwritev, libc::SYS_preadv2, libc::SYS_pwritev2, libc::SYS_lseek,
-        libc::SYS_sendfile, libc::SYS_splice, libc::SYS_tee, libc::SYS_vmsplice, libc::SYS_copy_file_range,
-        libc::SYS_close, libc::SYS_close_range, libc::SYS_dup, libc::SYS_dup3, libc::SYS_pipe2,
+        libc::SYS_sendfile, libc::SYS_tee, libc::SYS_copy_file_range,
+        libc::SYS_close, libc::SYS_dup, libc::SYS_dup3, libc::SYS_pipe2,
         libc::SYS_fsync, libc::SYS_fdatasync, number::SYNC_FILE_RANGE, libc::SYS_truncate, libc::SYS_ftruncate,
         libc::SYS_readahead, libc::SYS_fadvise64, number::CACHESTAT, libc::SYS_flock,
     ],
@@ -39,8 +43,6 @@ const ALLOWED: &[&[c_long]] = &[
     ],
     // A new directory cannot be set-id: the kernel masks the mode with 01777 (vfs_mkdir).
     &[libc::SYS_mkdirat],
-    // Without CAP_CHOWN a file can only go to a group that the program is in, and loses its set-id bits.
-    &[libc::SYS_fchown, libc::SYS_fchownat],
     // Attributes in `user.` and access lists of the program's own files. `security.` and `trusted.` need capabilities.
     &[
         libc::SYS_setxattr, libc::SYS_lsetxattr, libc::SYS_fsetxattr, libc::SYS_getxattr, libc::SYS_lgetxattr,
@@ -52,24 +54,22 @@ const ALLOWED: &[&[c_long]] = &[
     &[
         libc::SYS_ppoll, libc::SYS_pselect6, libc::SYS_epoll_create1, libc::SYS_epoll_ctl, libc::SYS_epoll_pwait,
         libc::SYS_epoll_pwait2, libc::SYS_eventfd2, libc::SYS_signalfd4, libc::SYS_timerfd_create,
-        libc::SYS_timerfd_settime, libc::SYS_timerfd_gettime, libc::SYS_inotify_init1, libc::SYS_inotify_add_watch,
-        libc::SYS_inotify_rm_watch,
+        libc::SYS_timerfd_settime, libc::SYS_timerfd_gettime,
     ],
-    // Its own memory. How much is for the cgroup and RLIMIT_MEMLOCK; memory keys and shadow stacks only tighten.
+    // Its own memory. How much is for the cgroup and RLIMIT_MEMLOCK; memory keys and shadow stacks only tighten. What
+    // depends on flags is in `memory.rs`.
     &[
-        libc::SYS_mmap, libc::SYS_munmap, libc::SYS_mremap, libc::SYS_mprotect, libc::SYS_madvise, libc::SYS_msync,
-        libc::SYS_mincore, libc::SYS_brk, libc::SYS_mlock, libc::SYS_mlock2, libc::SYS_munlock, libc::SYS_mlockall,
-        libc::SYS_munlockall, libc::SYS_memfd_create, libc::SYS_pkey_mprotect, libc::SYS_pkey_alloc,
-        libc::SYS_pkey_free, number::MSEAL, number::MAP_SHADOW_STACK, libc::SYS_membarrier,
+        libc::SYS_munmap, libc::SYS_mremap, libc::SYS_mprotect, libc::SYS_msync, libc::SYS_mincore, libc::SYS_brk,
+        libc::SYS_mlock, libc::SYS_mlock2, libc::SYS_munlock, libc::SYS_mlockall, libc::SYS_munlockall,
+        libc::SYS_pkey_mprotect, libc::SYS_pkey_alloc, libc::SYS_pkey_free, number::MSEAL, number::MAP_SHADOW_STACK,
+        libc::SYS_membarrier,
     ],
-    // Placing memory on NUMA nodes: OpenBLAS, MKL, hwloc, the JVM. Another process's pages need the right to trace it.
-    &[
-        libc::SYS_mbind, libc::SYS_get_mempolicy, libc::SYS_set_mempolicy, libc::SYS_set_mempolicy_home_node,
-        libc::SYS_move_pages,
-    ],
+    // Placing a thread's memory on NUMA nodes: numactl, hwloc, the JVM. One policy for each thread, and threads are
+    // counted. Another process's pages need the right to trace it.
+    &[libc::SYS_get_mempolicy, libc::SYS_set_mempolicy, libc::SYS_move_pages],
     // System V and POSIX queues, semaphores and shared memory: they live and die with the IPC namespace.
     &[
-        libc::SYS_shmget, libc::SYS_shmat, libc::SYS_shmdt, libc::SYS_shmctl, libc::SYS_semget, libc::SYS_semop,
+        libc::SYS_shmat, libc::SYS_shmdt, libc::SYS_shmctl, libc::SYS_semget, libc::SYS_semop,
         libc::SYS_semtimedop, libc::SYS_semctl, libc::SYS_msgget, libc::SYS_msgsnd, libc::SYS_msgrcv,
         libc::SYS_msgctl, libc::SYS_mq_open, libc::SYS_mq_unlink, libc::SYS_mq_timedsend, libc::SYS_mq_timedreceive,
         libc::SYS_mq_notify, libc::SYS_mq_getsetattr,
@@ -93,12 +93,11 @@ const ALLOWED: &[&[c_long]] = &[
     ],
     // The kernel itself resumes an interrupted sleep through this one.
     &[libc::SYS_restart_syscall],
-    // Who it is. It has no capability, so it can only become what it is already.
+    // Who it is. It has no capability, so it can only become what it is already; `ids` below has the rest.
     &[
         libc::SYS_getuid, libc::SYS_geteuid, libc::SYS_getgid, libc::SYS_getegid, libc::SYS_getresuid,
-        libc::SYS_getresgid, libc::SYS_getgroups, libc::SYS_setuid, libc::SYS_setgid, libc::SYS_setreuid,
-        libc::SYS_setregid, libc::SYS_setresuid, libc::SYS_setresgid, libc::SYS_setfsuid, libc::SYS_setfsgid,
-        libc::SYS_setgroups, libc::SYS_capget, libc::SYS_capset,
+        libc::SYS_getresgid, libc::SYS_getgroups, libc::SYS_setfsuid, libc::SYS_setfsgid, libc::SYS_setgroups,
+        libc::SYS_capget, libc::SYS_capset,
     ],
     // Reading clocks, sleeping, timers.
     &[
@@ -117,15 +116,11 @@ const ALLOWED: &[&[c_long]] = &[
     &[number::GETRLIMIT, number::SETRLIMIT, libc::SYS_getrusage],
     // Facts about the system that /proc tells as well, and random bytes.
     &[libc::SYS_uname, libc::SYS_sysinfo, libc::SYS_getrandom],
-    // Sockets it has. `socket` and `socketpair` below decide which kinds exist, and that is what makes addresses in
-    // sendto and sendmsg safe: internet ones lead nowhere in a network namespace of its own; a stream or seqpacket
-    // unix socket ignores or refuses them (unix_stream_sendmsg, unix_seqpacket_sendmsg). So the only ways to a
-    // named unix socket are connect and a datagram socket, and under a broker the first is brokered, the
-    // second does not exist. io_uring, which could connect unseen, is refused; socketcall is of the i386 ABI.
+    // Sockets it has. `socket` and `socketpair` below decide which kinds exist, `by_option` which sends may name an
+    // address. io_uring, which could connect unseen, is refused; socketcall is of the i386 ABI.
     &[
         libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4, libc::SYS_getsockname,
-        libc::SYS_getpeername, libc::SYS_getsockopt, libc::SYS_shutdown, libc::SYS_sendto, libc::SYS_sendmsg,
-        libc::SYS_sendmmsg, libc::SYS_recvfrom, libc::SYS_recvmsg, libc::SYS_recvmmsg,
+        libc::SYS_getpeername, libc::SYS_getsockopt, libc::SYS_shutdown, libc::SYS_recvfrom, libc::SYS_recvmsg, libc::SYS_recvmmsg,
     ],
     // A program may confine itself further.
     &[libc::SYS_landlock_create_ruleset, libc::SYS_landlock_add_rule, libc::SYS_landlock_restrict_self],
@@ -138,9 +133,9 @@ const ALLOWED_HERE: &[&[c_long]] = &[
     // As their newer forms above.
     &[
         libc::SYS_stat, libc::SYS_lstat, libc::SYS_access, libc::SYS_readlink, libc::SYS_getdents, libc::SYS_rename,
-        libc::SYS_rmdir, libc::SYS_unlink, libc::SYS_link, libc::SYS_symlink, libc::SYS_mkdir, libc::SYS_chown,
-        libc::SYS_lchown, libc::SYS_utime, libc::SYS_utimes, libc::SYS_futimesat, libc::SYS_poll, libc::SYS_select,
-        libc::SYS_epoll_create, libc::SYS_epoll_wait, libc::SYS_eventfd, libc::SYS_signalfd, libc::SYS_inotify_init,
+        libc::SYS_rmdir, libc::SYS_unlink, libc::SYS_link, libc::SYS_symlink, libc::SYS_mkdir,
+        libc::SYS_utime, libc::SYS_utimes, libc::SYS_futimesat, libc::SYS_poll, libc::SYS_select,
+        libc::SYS_epoll_create, libc::SYS_epoll_wait, libc::SYS_eventfd, libc::SYS_signalfd,
         libc::SYS_pipe, libc::SYS_dup2, libc::SYS_fork, libc::SYS_vfork, libc::SYS_getpgrp, libc::SYS_time,
         libc::SYS_alarm, libc::SYS_pause,
     ],
@@ -170,6 +165,9 @@ const DENIED: &[&[c_long]] = &[
     ],
     // Kernel machinery with a long record of privilege escalation, none of it of use to an analysis.
     &[libc::SYS_bpf, libc::SYS_perf_event_open, libc::SYS_userfaultfd],
+    // The kernel keeps a policy for every range of a memory file, and charges it to nobody: gigabytes under any memory
+    // limit. OpenBLAS ignores the answer, libnuma warns, and everybody knows this one from Docker's own filter.
+    &[libc::SYS_mbind],
     // Keyrings outlive the processes that filled them and are counted against the user id, which the host may share.
     &[libc::SYS_add_key, libc::SYS_request_key, libc::SYS_keyctl],
     // Handles name files past every mount and Landlock rule.
@@ -213,8 +211,20 @@ const ABSENT: &[&[c_long]] = &[
         libc::SYS_io_setup, libc::SYS_io_destroy, libc::SYS_io_submit, libc::SYS_io_cancel, libc::SYS_io_getevents,
         number::IO_PGETEVENTS,
     ],
+    // The home node of a policy that mbind would have set.
+    &[libc::SYS_set_mempolicy_home_node],
+    // A watch on what the host shows (`/usr`, a view, a device) tells what other users open and start, and watches are
+    // counted for the user on the whole host. Nothing short of the path says whose a file is. tail, watchdog, GLib and
+    // Qt fall back to looking again.
+    &[
+        libc::SYS_inotify_init1, libc::SYS_inotify_add_watch, libc::SYS_inotify_rm_watch,
+        #[cfg(target_arch = "x86_64")] libc::SYS_inotify_init,
+    ],
     // Memory that the host cannot look into or hibernate with. Callers fall back to mlock.
     &[libc::SYS_memfd_secret],
+    // Puts a process's own pages into a pipe, where they stay after the process has unmapped them: one byte can hold a huge
+    // page, in no process's account. Hardly anything uses it; callers fall back to writev.
+    &[libc::SYS_vmsplice],
     // What is mounted where, beyond what the sandbox's own /proc tells; callers fall back to that.
     &[number::STATMOUNT, number::LISTMOUNT],
     // The security modules' own business; libraries fall back to /proc/self/attr.
@@ -230,7 +240,7 @@ const IGNORED: &[&[c_long]] = &[&[libc::SYS_sync, libc::SYS_syncfs]];
 pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
     // The threads of the sandbox's init. Where the host's processes are seen, another rule takes the place of these.
     let init = &match options.ground {
-        Ground::Own { watch } => [1, watch],
+        Ground::Own { watch, .. } => [1, watch],
         Ground::Shared { .. } => [1, 1],
     };
     let plain = [
@@ -248,8 +258,11 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
     }
     rules.extend(by_option(options, init));
     rules.extend(set_id());
+    rules.extend(memory::rules());
+    rules.extend(ids(options.ground));
     rules.extend([
-        (libc::SYS_clone, clone()),
+        (libc::SYS_clone, threads::clone()),
+        (libc::SYS_close_range, threads::close_range()),
         (libc::SYS_prlimit64, but_not_of(init)),
         (libc::SYS_sched_setparam, but_not_of(init)),
         (
@@ -263,11 +276,11 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
         (libc::SYS_sched_setscheduler, scheduler(init)),
         (libc::SYS_personality, personality()),
         (libc::SYS_prctl, prctl()),
-        (libc::SYS_seccomp, seccomp()),
-        (libc::SYS_ioctl, ioctl()),
+        (libc::SYS_seccomp, always(NO_FILTERS)),
+        (libc::SYS_ioctl, ioctl::rule()),
         (libc::SYS_fcntl, fcntl()),
         (libc::SYS_renameat2, renameat2()),
-        (libc::SYS_setsockopt, setsockopt()),
+        (libc::SYS_setsockopt, setsockopt(options)),
     ]);
     if let Ground::Shared { landlock_abi } = options.ground {
         let replaced = ground::rules(landlock_abi, options.affinity == Affinity::Fixed);
@@ -282,7 +295,7 @@ pub(super) fn rules(options: &Options) -> Vec<(u32, Rule)> {
     rules
 }
 
-fn by_option(options: &Options, init: &[u32]) -> [(c_long, Rule); 5] {
+fn by_option(options: &Options, init: &[u32]) -> [(c_long, Rule); 8] {
     let fallocate = match options.fallocate {
         Fallocate::Allowed => Action::Allow,
         // Space could be taken faster than a watch can see. glibc's posix_fallocate then writes zeros.
@@ -302,17 +315,45 @@ fn by_option(options: &Options, init: &[u32]) -> [(c_long, Rule); 5] {
         (libc::SYS_fallocate, always(fallocate)),
         (libc::SYS_sched_setaffinity, affinity),
         (libc::SYS_connect, always(connect)),
-        (libc::SYS_socket, socket(options.connect)),
-        (libc::SYS_socketpair, socketpair(options.connect)),
+        (libc::SYS_sendto, sendto(options)),
+        (libc::SYS_sendmsg, send_of_any_kind(2, options)),
+        (libc::SYS_sendmmsg, send_of_any_kind(3, options)),
+        (libc::SYS_socket, socket(options)),
+        (libc::SYS_socketpair, socketpair(options)),
     ]
+}
+
+/// Whether a broker makes sends on the program's behalf. Where the program is on the host's own ground there is none for
+/// them, and no socket that could name an address.
+fn sends_are_brokered(options: &Options) -> bool {
+    let own = matches!(options.ground, Ground::Own { .. });
+    own && options.connect == Connect::Brokered
+}
+
+/// A send names an address unless its length is 0, and then on a unix datagram socket the path of any socket, even if the
+/// sender is connected or one of a pair. send() is sendto without one. The length is an int.
+fn sendto(options: &Options) -> Rule {
+    let mut sendto = send_of_any_kind(3, options);
+    sendto.clauses.push(when([is(5, &[0])], Action::Allow));
+    sendto
+}
+
+/// The address of a message is behind a pointer. What is handed over costs a visit to the broker, also for sockets on which
+/// an address is harmless: a filter cannot tell them apart.
+fn send_of_any_kind(flags: u8, options: &Options) -> Rule {
+    let otherwise = match sends_are_brokered(options) {
+        true => Action::Notify,
+        false => Action::Allow,
+    };
+    rule(memory::sends(flags), otherwise)
 }
 
 /// Which sockets can exist at all. The type shares its argument with SOCK_CLOEXEC and SOCK_NONBLOCK; the kernel
 /// takes the low four bits (SOCK_TYPE_MASK).
-fn socket(connect: Connect) -> Rule {
+fn socket(options: &Options) -> Rule {
     let inet = || is(0, &[libc::AF_INET as u32, libc::AF_INET6 as u32]);
     let netlink = || is(0, &[libc::AF_NETLINK as u32]);
-    let mut clauses = unix_sockets(connect);
+    let mut clauses = unix_sockets(options);
     clauses.extend([
         // TCP and UDP only, by protocol as well: others (SCTP, DCCP, MPTCP) make the kernel load modules on request.
         // Go tries MPTCP first and takes EPROTONOSUPPORT for its absence.
@@ -335,11 +376,15 @@ fn socket(connect: Connect) -> Rule {
         // What the kernel says without CAP_NET_RAW.
         when([inet(), kind(&[libc::SOCK_RAW])], DENY),
         when([inet()], Action::Errno(libc::EPROTONOSUPPORT)),
-        // getaddrinfo and getifaddrs list interfaces by it. The other families (netfilter, crypto, audit, uevents) are
-        // where the kernel's network bugs are.
+        // getaddrinfo and getifaddrs list interfaces by it. What it answers waits in buffers that are charged to no
+        // cgroup, so the broker makes these sockets: few, with small buffers. The other families (netfilter, crypto, audit,
+        // uevents) are where the kernel's network bugs are.
         when(
             [netlink(), is(2, &[libc::NETLINK_ROUTE as u32])],
-            Action::Allow,
+            match options.connect {
+                Connect::Kernel => Action::Allow,
+                Connect::Brokered => Action::Notify,
+            },
         ),
         when([netlink()], Action::Errno(libc::EPROTONOSUPPORT)),
     ]);
@@ -348,18 +393,18 @@ fn socket(connect: Connect) -> Rule {
 }
 
 /// multiprocessing, asyncio and shells make pairs of unix sockets; no other family has them to any use.
-fn socketpair(connect: Connect) -> Rule {
-    rule(unix_sockets(connect), Action::Errno(libc::EAFNOSUPPORT))
+fn socketpair(options: &Options) -> Rule {
+    rule(unix_sockets(options), Action::Errno(libc::EAFNOSUPPORT))
 }
 
-/// Under a broker a unix datagram socket would be a way around it: sendto names any socket by its path, even on
-/// a connected pair, and a filter cannot see the path. SOCK_RAW is a datagram socket too (unix_create). The answer
-/// is that this family has no such type, so that syslog and loggers give up quietly.
-fn unix_sockets(connect: Connect) -> Vec<Clause> {
+/// On the host's own ground a unix datagram socket, also one of a pair, would name any socket by its path. SOCK_RAW is a
+/// datagram socket too (unix_create). The answer is that this family has no such type, so that syslog and loggers give
+/// up quietly.
+fn unix_sockets(options: &Options) -> Vec<Clause> {
     let unix = || is(0, &[libc::AF_UNIX as u32]);
-    match connect {
-        Connect::Kernel => vec![when([unix()], Action::Allow)],
-        Connect::Brokered => vec![
+    match options.ground {
+        Ground::Own { .. } => vec![when([unix()], Action::Allow)],
+        Ground::Shared { .. } => vec![
             when(
                 [unix(), kind(&[libc::SOCK_STREAM, libc::SOCK_SEQPACKET])],
                 Action::Allow,
@@ -369,49 +414,78 @@ fn unix_sockets(connect: Connect) -> Vec<Clause> {
     }
 }
 
-fn setsockopt() -> Rule {
+fn setsockopt(options: &Options) -> Rule {
     let bpf = [
         libc::SO_ATTACH_FILTER,
         libc::SO_ATTACH_BPF,
         libc::SO_ATTACH_REUSEPORT_CBPF,
         libc::SO_ATTACH_REUSEPORT_EBPF,
     ];
-    let buffers = [
-        libc::SO_SNDBUF,
-        libc::SO_RCVBUF,
-        libc::SO_SNDBUFFORCE,
-        libc::SO_RCVBUFFORCE,
-    ];
-    rule(
-        vec![
-            // These load programs into the kernel; packet sniffers use them, and there is nothing to sniff.
-            when(
-                [
-                    is(1, &[libc::SOL_SOCKET as u32]),
-                    is(2, &bpf.map(|o| o as u32)),
-                ],
-                DENY,
-            ),
-            // Larger buffers than the namespace's own bounds: they are counted for the whole host. Only a wish in any
-            // case, which the kernel cuts down without a word, so it succeeds without effect.
-            when(
-                [
-                    is(1, &[libc::SOL_SOCKET as u32]),
-                    is(2, &buffers.map(|o| o as u32)),
-                ],
-                Action::Errno(0),
-            ),
-            // TLS and other layers inside the kernel, with a record of escalation. Libraries do without.
-            when(
-                [
-                    is(1, &[libc::IPPROTO_TCP as u32]),
-                    is(2, &[libc::TCP_ULP as u32]),
-                ],
-                Action::Errno(libc::ENOPROTOOPT),
-            ),
-        ],
-        Action::Allow,
-    )
+    let of_socket = |options: &[i32], action| {
+        let options: Vec<u32> = options.iter().map(|option| *option as u32).collect();
+        when([is(1, &[libc::SOL_SOCKET as u32]), is(2, &options)], action)
+    };
+    // Buffers are counted for the whole host, and a filter cannot see how large one is to be. The broker allows what is not
+    // larger than the default. Elsewhere the call succeeds without effect: it is only a wish in any case.
+    let buffers = match sends_are_brokered(options) {
+        true => Action::Notify,
+        false => Action::Errno(0),
+    };
+    let mut clauses = memory::socket_options();
+    clauses.extend([
+        // These load programs into the kernel; packet sniffers use them, and there is nothing to sniff.
+        of_socket(&bpf, DENY),
+        of_socket(&[libc::SO_SNDBUF, libc::SO_RCVBUF], buffers),
+        // The same past every bound, for administrators.
+        of_socket(&[libc::SO_SNDBUFFORCE, libc::SO_RCVBUFFORCE], DENY),
+        // TLS and other layers inside the kernel, with a record of escalation. Libraries do without.
+        when(
+            [
+                is(1, &[libc::IPPROTO_TCP as u32]),
+                is(2, &[libc::TCP_ULP as u32]),
+            ],
+            Action::Errno(libc::ENOPROTOOPT),
+        ),
+    ]);
+    rule(clauses, Action::Allow)
+}
+
+/// Calls that set a user or group id of the caller or of a file. The program has no capability, so the only ids that it can
+/// set are its own. The kernel answers EINVAL to an id that the user namespace does not map; programs that try
+/// another id expect EPERM. -1 means "leave as it is", or gets the kernel's EINVAL. setfsuid never fails.
+fn ids(ground: Ground) -> Vec<(c_long, Rule)> {
+    const UNCHANGED: u32 = u32::MAX;
+    let only = |of: &[(u8, u32)]| match ground {
+        Ground::Own { .. } => {
+            let own = |(arg, id): &(u8, u32)| is(*arg, &[*id, UNCHANGED]);
+            let tests = of.iter().map(own).collect();
+            let clause = Clause {
+                tests,
+                action: Action::Allow,
+            };
+            rule(vec![clause], DENY)
+        }
+        // Without a user namespace every id is mapped, and the kernel says EPERM itself.
+        Ground::Shared { .. } => always(Action::Allow),
+    };
+    let (uid, gid) = match ground {
+        Ground::Own { uid, gid, .. } => (uid, gid),
+        Ground::Shared { .. } => (UNCHANGED, UNCHANGED),
+    };
+    vec![
+        (libc::SYS_setuid, only(&[(0, uid)])),
+        (libc::SYS_setgid, only(&[(0, gid)])),
+        (libc::SYS_setreuid, only(&[(0, uid), (1, uid)])),
+        (libc::SYS_setregid, only(&[(0, gid), (1, gid)])),
+        (libc::SYS_setresuid, only(&[(0, uid), (1, uid), (2, uid)])),
+        (libc::SYS_setresgid, only(&[(0, gid), (1, gid), (2, gid)])),
+        (libc::SYS_fchown, only(&[(1, uid), (2, gid)])),
+        (libc::SYS_fchownat, only(&[(2, uid), (3, gid)])),
+        #[cfg(target_arch = "x86_64")]
+        (libc::SYS_chown, only(&[(1, uid), (2, gid)])),
+        #[cfg(target_arch = "x86_64")]
+        (libc::SYS_lchown, only(&[(1, uid), (2, gid)])),
+    ]
 }
 
 /// The host would be left with set-id files that belong to the user who ran the analysis: another local user who
@@ -460,26 +534,6 @@ pub(super) fn creates_set_id(flags: u8) -> Vec<Clause> {
     const CREATES: u32 = (libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
     let creates = [has_any(flags, CREATES), has_any(flags + 1, SET_ID)];
     vec![when(creates, DENY)]
-}
-
-fn clone() -> Rule {
-    // CLONE_NEWTIME is not here: in clone(2) that bit belongs to the exit signal and the kernel masks it off.
-    const NAMESPACES: i32 = libc::CLONE_NEWNS
-        | libc::CLONE_NEWCGROUP
-        | libc::CLONE_NEWUTS
-        | libc::CLONE_NEWIPC
-        | libc::CLONE_NEWUSER
-        | libc::CLONE_NEWPID
-        | libc::CLONE_NEWNET;
-    // CLONE_PARENT would make children of the sandbox's own init; only container runtimes use it.
-    let refused = (NAMESPACES | libc::CLONE_PARENT) as u32;
-    // A thread with descriptors of its own would hold files that nobody sees in its process's list.
-    let own_files = [
-        has_any(0, libc::CLONE_THREAD as u32),
-        masked(0, libc::CLONE_FILES as u32, &[0]),
-    ];
-    let clauses = vec![when([has_any(0, refused)], DENY), when(own_files, DENY)];
-    rule(clauses, Action::Allow)
 }
 
 /// The sandbox's init, pid 1, has the program's own user id, which is all that prlimit asks for. A CPU limit set
@@ -537,7 +591,7 @@ pub(super) fn prctl() -> Rule {
         libc::PR_SET_THP_DISABLE, libc::PR_GET_THP_DISABLE, libc::PR_SET_VMA,
         0x4155_5856,                // PR_GET_AUXV
         // Confining itself further, and asking what it may do.
-        libc::PR_SET_NO_NEW_PRIVS, libc::PR_GET_NO_NEW_PRIVS, libc::PR_SET_SECCOMP, libc::PR_GET_SECCOMP,
+        libc::PR_SET_NO_NEW_PRIVS, libc::PR_GET_NO_NEW_PRIVS, libc::PR_GET_SECCOMP,
         libc::PR_SET_MDWE, libc::PR_GET_MDWE, libc::PR_SET_SPECULATION_CTRL, libc::PR_GET_SPECULATION_CTRL,
         libc::PR_CAPBSET_READ, libc::PR_CAP_AMBIENT, libc::PR_GET_KEEPCAPS, libc::PR_GET_SECUREBITS,
         // The vector length, pointer keys, memory tags and shadow stack of an arm thread; EINVAL elsewhere.
@@ -569,18 +623,6 @@ pub(super) fn prctl() -> Rule {
     )
 }
 
-/// Filters of the program's own are welcome: they cannot undo ours. The kernel runs every filter and takes the
-/// strongest answer: kill, trap, errno, notify, trace, log, allow (seccomp(2)). Against our errno, theirs can only make
-/// the call fail in another way. Against our notify, kill, trap and errno also mean that the call is not made; trace
-/// and what follows lose. Only among equals does the newest filter win, so a notify of theirs hides ours:
-/// without a listener that is ENOSYS, but a listener of theirs could answer CONTINUE and the kernel would connect.
-/// The kernel refuses a second listener in one chain (EBUSY); that must not be all that we rest on, so none can
-/// be asked for. PR_SET_SECCOMP cannot ask for one.
-fn seccomp() -> Rule {
-    let listener = has_any(1, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER as u32);
-    rule(vec![when([listener], DENY)], Action::Allow)
-}
-
 /// A lease on a file lets its owner hold up anyone on the host who opens it. That can be a data file, where the
 /// program runs as its owner. Delegations (F_SETDELEG) are the same on newer kernels.
 pub(super) fn fcntl() -> Rule {
@@ -594,7 +636,15 @@ pub(super) fn fcntl() -> Rule {
         F_SET_RW_HINT,
         F_SET_FILE_RW_HINT,
     ];
-    rule(vec![when([is(1, &refused)], DENY)], Action::Allow)
+    // Tells, by a signal, what happens in any directory that can be read: inotify's predecessor.
+    let notify = is(1, &[libc::F_NOTIFY as u32]);
+    rule(
+        vec![
+            when([is(1, &refused)], DENY),
+            when([notify], Action::Errno(libc::EINVAL)),
+        ],
+        Action::Allow,
+    )
 }
 
 /// RENAME_WHITEOUT leaves a device node behind, and needs no privilege for it. EINVAL is the answer of a
@@ -606,64 +656,6 @@ fn renameat2() -> Rule {
             Action::Errno(libc::EINVAL),
         )],
         Action::Allow,
-    )
-}
-
-/// An ioctl command as the kernel's _IOC composes it on both architectures; 1 writes, 2 reads.
-const fn command(direction: u32, group: u8, number: u8, size: u32) -> u32 {
-    direction << 30 | size << 16 | (group as u32) << 8 | number as u32
-}
-
-/// Commands that some descriptor within reach understands and that an analysis may need. The rest get ENOTTY, the
-/// answer of a descriptor that does not know the command: among them are encryption keys and policies and fs-verity,
-/// btrfs subvolumes (which the reaper could not remove), space reservation past fallocate (FS_IOC_RESVSP), virtual
-/// consoles, and every device driver.
-#[rustfmt::skip]
-pub(super) fn ioctl() -> Rule {
-    const GROUP: u32 = 0xff00;
-    const TERMINAL: u32 = 0x5400;
-    const SOCKET: u32 = 0x8900;
-    // TIOCSTI types into a terminal and TIOCLINUX pastes into one; TIOCCONS takes the console's output; TIOCSETD
-    // puts seldom used kernel drivers between a terminal's two ends.
-    let terminal_denied = [libc::TIOCSTI as u32, libc::TIOCLINUX as u32, libc::TIOCCONS as u32, 0x5423];
-    // A file's flags (immutable, append-only) would keep the workspace from being removed, and its project id
-    // decides which disk quota it counts against. Each in the encoding for long and the one for int.
-    let file_denied = [
-        command(1, b'f', 2, 8), command(1, b'f', 2, 4), // FS_IOC_SETFLAGS
-        command(1, b'v', 2, 8), command(1, b'v', 2, 4), // FS_IOC_SETVERSION
-        command(1, b'X', 32, 28),                       // FS_IOC_FSSETXATTR
-    ];
-    let file_allowed = [
-        2,                                              // FIGETBSZ, the block size
-        command(2, b'f', 1, 8), command(2, b'f', 1, 4), // FS_IOC_GETFLAGS
-        command(2, b'v', 1, 8), command(2, b'v', 1, 4), // FS_IOC_GETVERSION
-        command(2, b'X', 31, 28),                       // FS_IOC_FSGETXATTR
-        command(3, b'f', 11, 32),                       // FS_IOC_FIEMAP, by which cp finds holes
-        command(1, 0x94, 9, 4),                         // FICLONE
-        command(1, 0x94, 13, 32),                       // FICLONERANGE
-        command(2, b'R', 0, 4),                         // RNDGETENTCNT, by which libsodium waits for entropy
-    ];
-    // Asking about interfaces, of which there is the loopback. The setters need CAP_NET_ADMIN, and some of the others
-    // (bridges, VLANs) load modules before they ask for it.
-    let socket_allowed = [
-        0x8901, 0x8902, 0x8903, 0x8904, 0x8905, 0x8906, // FIOSETOWN, SIOCSPGRP, their getters, SIOCATMARK, SIOCGSTAMP
-        0x8910, 0x8912, 0x8913, 0x8915, 0x8917, 0x8919, // SIOCGIF: NAME, CONF, FLAGS, ADDR, DSTADDR, BRDADDR
-        0x891b, 0x891d, 0x8921, 0x8927, 0x8933, 0x8942, // SIOCGIF: NETMASK, METRIC, MTU, HWADDR, INDEX, TXQLEN
-        0x8946,                                         // SIOCETHTOOL, by which psutil asks for a link's speed
-    ];
-    rule(
-        vec![
-            when([is(1, &terminal_denied)], DENY),
-            // Everything else about terminals, and FIONREAD, FIONBIO, FIOCLEX, FIOASYNC, which share the group. Job
-            // control needs TIOCSPGRP and TCSETS; script, tmux and pty.spawn need TIOCSCTTY on a pty of their own, which
-            // is harmless: the only terminals within reach are those of the sandbox's own devpts.
-            when([masked(1, GROUP, &[TERMINAL])], Action::Allow),
-            when([is(1, &file_allowed)], Action::Allow),
-            when([is(1, &file_denied)], DENY),
-            when([is(1, &socket_allowed)], Action::Allow),
-            when([masked(1, GROUP, &[SOCKET])], DENY),
-        ],
-        Action::Errno(libc::ENOTTY),
     )
 }
 

@@ -20,6 +20,7 @@ impl Call {
     pub const IOPRIO_SET: Call = Call(libc::SYS_ioprio_set);
     pub const IO_URING_SETUP: Call = Call(libc::SYS_io_uring_setup);
     pub const KEYCTL: Call = Call(libc::SYS_keyctl);
+    pub const MBIND: Call = Call(libc::SYS_mbind);
     pub const MQ_UNLINK: Call = Call(libc::SYS_mq_unlink);
     pub const PERF_EVENT_OPEN: Call = Call(libc::SYS_perf_event_open);
     pub const PTRACE: Call = Call(libc::SYS_ptrace);

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use sandbox::cgroup::{self, Group, GroupLimits};
 use sandbox::outcome::{Exit, Outcome, Stop};
 use sandbox::spec::{
-    Bytes, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Owner, Spec, Terminal, View,
-    WorkspaceKind,
+    Bytes, Content, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Owner, Spec,
+    Terminal, View, WorkspaceKind,
 };
 use sandbox::supervise::{self, Attendant, Finished, Means, RunError, Running, Stream, Wish};
 
@@ -243,6 +243,7 @@ impl Hood {
                 target: InsidePath::new(target),
                 exec: Exec::Refused,
                 owner: Owner::Mapped,
+                content: Content::Data,
             });
         }
         self
@@ -457,10 +458,10 @@ impl Attendant for Listener {
             rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
         }
     }
-    fn blocked_on(&self) -> Option<BorrowedFd<'_>> {
+    fn blocked_on(&self, _stream: Stream) -> Option<BorrowedFd<'_>> {
         None
     }
-    fn unblocked(&mut self) {}
+    fn unblocked(&mut self, _stream: Stream) {}
     fn wishes(&self) -> Option<BorrowedFd<'_>> {
         Some(self.bell.as_fd())
     }

@@ -123,6 +123,7 @@ const TRIED: &[(&str, &[&str])] = &[
     ("p07_others::pid_1_is_out_of_reach", &["signal_guardian", "init_memory"]),
     ("landlock_level::signals_by_input_and_output", &["signal_by_descriptor"]),
     ("landlock_level::keys_and_names_of_all", &["system_v_ipc", "message_queue"]),
+    ("p07_others::what_others_open_and_start", &["watch_system"]),
     ("p08_privilege::ids", &["set_user_id"]),
     ("p08_privilege::files_that_carry_privilege", &["set_user_id_file"]),
     ("p08_privilege::namespaces", &["user_namespace"]),
@@ -132,6 +133,7 @@ const TRIED: &[(&str, &[&str])] = &[
     ("landlock_level::no_typing_into_its_terminal", &["terminal_injection"]),
     ("p11_deadline::a_fork_bomb_dies", &["fork_bomb"]),
     ("p10_limits::watched_memory_of_one", &["memory_bomb"]),
+    ("p10_kernel_memory::huge_pages", &["uncharged_memory"]),
     ("p10_limits::disk_of_parallel_writers", &["disk_bomb"]),
     ("p10_limits::files_in_many_directories", &["file_bomb"]),
     ("p11_deadline::a_daemon_dies", &["daemon_outlives_timeout"]),
@@ -277,22 +279,26 @@ def can(act):
     try: act(); return True
     except OSError: return False
 print('listed', *[d for d in ('/', '/etc', '/dev', '/dev/pts', '/dev/shm', '/proc', '/sys', '/home', '/root', '/run', '/var', '/var/log', '/tmp', '/var/tmp', '/srv', '/opt', '/mnt') if can(lambda: os.listdir(d))])
-print('opened', *[f for f in ('/etc/passwd', '/etc/shadow', '/etc/hostname', '/etc/hosts', '/etc/machine-id', '/etc/resolv.conf', '/etc/environment', '/etc/fstab',
+print('opened', *[f for f in ('/etc/fstab', '/etc/shadow', '/etc/gshadow', '/etc/passwd-', '/etc/hostname', '/etc/machine-id', '/etc/gitconfig', '/etc/resolv.conf', '/etc/environment',
                               '/dev/tty', '/dev/ptmx', '/dev/kmsg', '/dev/mem', '/dev/vda', '/dev/fuse', '/dev/net/tun', '/sys/class/net', '/var/log/dpkg.log') if can(lambda: os.open(f, os.O_RDONLY))])
-print('used', *[f for f in ('/etc/ld.so.cache', '/usr/bin/env', '/dev/null', '/dev/zero', '/dev/urandom', '/proc/cpuinfo', '/proc/meminfo') if can(lambda: os.open(f, os.O_RDONLY))])
+print('used', *[f for f in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/nsswitch.conf', '/etc/ld.so.cache', '/usr/bin/env', '/dev/null', '/dev/zero', '/dev/urandom', '/proc/cpuinfo', '/proc/meminfo') if can(lambda: os.open(f, os.O_RDONLY))])
 print('terminal', can(lambda: os.openpty()))
+print('changed', *[f for f in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/nsswitch.conf') if can(lambda: os.open(f, os.O_RDWR)) or can(lambda: os.link(f, 'linked'))])
 ";
     let ran = Hood::python(look).run();
     assert!(
-        ran.said("listed") && ran.said("opened") && ran.said("terminal False"),
+        ran.said("listed")
+            && ran.said("opened")
+            && ran.said("changed")
+            && ran.said("terminal False"),
         "{}",
         ran.all()
     );
-    let used = "used /etc/ld.so.cache /usr/bin/env /dev/null /dev/zero /dev/urandom /proc/cpuinfo /proc/meminfo";
+    let used = "used /etc/passwd /etc/group /etc/hosts /etc/nsswitch.conf /etc/ld.so.cache /usr/bin/env /dev/null /dev/zero /dev/urandom /proc/cpuinfo /proc/meminfo";
     assert!(ran.said(used), "{}", ran.all());
     let control = unconfined(look);
     assert!(
-        control.contains("listed / /etc /dev") && control.contains("opened /etc/passwd"),
+        control.contains("listed / /etc /dev") && control.contains("opened /etc/fstab"),
         "{control}"
     );
     assert!(control.contains("terminal True"), "{control}");

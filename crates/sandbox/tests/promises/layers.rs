@@ -18,7 +18,7 @@ use sandbox::spec::Layer::{
     self, Capabilities, CgroupNamespace, IpcNamespace, Landlock, NetNamespace, NoNewPrivs,
     PidNamespace, Seccomp, UserNamespace, UtsNamespace,
 };
-use sandbox::spec::{Exec, HostPath, InsidePath, Owner, View};
+use sandbox::spec::{Content, Exec, HostPath, InsidePath, Owner, View};
 
 use crate::hood::{Hood, Ran, at_landlock, attempts, is_root, shown_dir, verdict};
 use crate::p07_others::Witness;
@@ -92,7 +92,6 @@ pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
     // Files that carry the owner's identity to whoever runs them.
     (Seccomp, "a set-user-id file", &[], "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
     // It could name any path-name socket; views are seen through overlays, which have none of the host's.
-    (Seccomp, "a datagram socket", &[], "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)"),
     (Seccomp, "space taken faster than a watch can see", &[], "sc(285, os.open('big', os.O_CREAT | os.O_RDWR), 0, 0, 1 << 20)"),
     // Same uid, same pid namespace or not: a domain's signals stay in it.
     (Landlock, "a signal to pid 1", &[], "os.kill(1, 0)"),
@@ -296,6 +295,7 @@ impl Host {
                 target: InsidePath::new(shown.path()),
                 exec,
                 owner,
+                content: Content::Runtime,
             });
         }
         hood.run()

@@ -20,12 +20,16 @@ mod p07_others;
 mod p08_privilege;
 mod p09_streams;
 mod p10_hiding;
+mod p10_kernel_memory;
 mod p10_limits;
+mod p10_watch;
 mod p11_deadline;
+mod p11_slow_death;
 mod p12_runner_death;
 mod p17_truth;
 mod plain_user;
 mod science;
+mod science_tools;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use sandbox::spec::Level;
@@ -88,11 +92,22 @@ const FILES: &[(&str, &[Entry], Levels)] = &[
         Levels::Both(p10_hiding::ONLY_AT_FULL),
     ),
     (
+        "p10_kernel_memory",
+        p10_kernel_memory::TRIALS,
+        Levels::Both(p10_kernel_memory::ONLY_AT_FULL),
+    ),
+    (
         "p10_limits",
         p10_limits::TRIALS,
         Levels::Both(p10_limits::ONLY_AT_FULL),
     ),
+    (
+        "p10_watch",
+        p10_watch::TRIALS,
+        Levels::Both(p10_watch::ONLY_AT_FULL),
+    ),
     ("p11_deadline", p11_deadline::TRIALS, Levels::Both(&[])),
+    ("p11_slow_death", p11_slow_death::TRIALS, Levels::Both(&[])),
     (
         "p12_runner_death",
         p12_runner_death::TRIALS,
@@ -104,6 +119,7 @@ const FILES: &[(&str, &[Entry], Levels)] = &[
         science::TRIALS,
         Levels::Both(science::ONLY_AT_FULL),
     ),
+    ("science_tools", science_tools::TRIALS, Levels::Both(&[])),
     ("landlock_calls", landlock_calls::TRIALS, Levels::Landlock),
     ("landlock_level", landlock_level::TRIALS, Levels::Landlock),
     ("landlock_older", landlock_older::TRIALS, Levels::Landlock),

@@ -38,6 +38,11 @@ pub const TRIALS: &[Entry] = &[
         shared_memory_and_tmp_are_private,
     ),
     (
+        "times_of_devices_stay",
+        For::Everyone,
+        times_of_devices_stay,
+    ),
+    (
         "another_analysis_is_absent",
         For::Everyone,
         another_analysis_is_absent,
@@ -365,4 +370,31 @@ fn another_analysis_is_absent() {
         "{}",
         ran.all()
     );
+}
+
+/// Who may write to a file may set its times to now, and everybody may write to these. They still serve.
+fn times_of_devices_stay() {
+    let script = "
+def attempt(name, act):
+    try: act(); print(f'{name}: done')
+    except OSError as e: print(f'{name}: refused')
+open('own', 'w').close()
+for name in 'own', '/dev/null', '/dev/zero', '/dev/full', '/dev/random', '/dev/urandom':
+    attempt(name, lambda: os.utime(name))
+    fd = os.open(name, os.O_RDONLY)
+    attempt(name + ' held', lambda: os.utime(fd))
+os.system('echo x > /dev/null; echo x >> /dev/null')
+open('/dev/null', 'w+').write('x')
+assert open('/dev/zero', 'rb').read(3) == bytes(3) and len(open('/dev/urandom', 'rb').read(3)) == 3
+try: os.write(os.open('/dev/full', os.O_RDWR), b'x')
+except OSError as e: print(errno.errorcode[e.errno])
+";
+    let devices = ["null", "zero", "full", "random", "urandom"];
+    let ran = Hood::python(script).run();
+    let mut expected = String::from("own: done\nown held: done\n");
+    for device in devices {
+        expected += &format!("/dev/{device}: refused\n/dev/{device} held: refused\n");
+    }
+    expected += "ENOSPC\n";
+    assert_eq!(ran.stdout, expected, "{}", ran.all());
 }

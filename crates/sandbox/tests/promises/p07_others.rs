@@ -41,6 +41,11 @@ pub const TRIALS: &[Entry] = &[
         host_wide_counters_are_not_used_up,
     ),
     (
+        "what_others_open_and_start",
+        For::Everyone,
+        what_others_open_and_start,
+    ),
+    (
         "pid_1_keeps_no_stream",
         For::Everyone,
         pid_1_keeps_no_stream,
@@ -607,4 +612,34 @@ fn pid_1_keeps_no_stream() {
         // Not dumpable: only root can look.
         Err(e) => assert!(!is_root(), "{e}"),
     }
+}
+
+/// A watch on a directory of the system tells who starts what; merged pages tell who holds what.
+fn what_others_open_and_start() {
+    let script = r#"
+import fcntl, mmap
+def attempt(name, act):
+    try: act(); print(f'{name}: done')
+    except OSError as e: print(f'{name}: {errno.errorcode[e.errno]}')
+def call(result):
+    if result == -1: raise OSError(ctypes.get_errno(), '')
+attempt('watch', lambda: call(libc.inotify_init1(0)))
+attempt('add', lambda: call(libc.inotify_add_watch(libc.inotify_init1(0), b'/usr/bin', 0xfff)))
+directory = os.open('/usr/bin', os.O_RDONLY)
+attempt('notify', lambda: fcntl.fcntl(directory, fcntl.F_NOTIFY, 0))
+memory = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+attempt('ordinary advice', lambda: memory.madvise(mmap.MADV_HUGEPAGE))
+attempt('merge', lambda: memory.madvise(mmap.MADV_MERGEABLE))
+"#;
+    let outside = unconfined(script);
+    for act in ["watch", "add", "notify", "merge"] {
+        assert!(
+            outside.contains(&format!("{act}: done")),
+            "the control: {outside}"
+        );
+    }
+    let ran = Hood::python(script).run();
+    let expected =
+        "watch: ENOSYS\nadd: ENOSYS\nnotify: EINVAL\nordinary advice: done\nmerge: EINVAL\n";
+    assert_eq!(ran.stdout, expected, "{}", ran.all());
 }

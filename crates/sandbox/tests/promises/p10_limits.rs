@@ -55,6 +55,11 @@ pub const TRIALS: &[Entry] = &[
         a_childs_oom_is_a_counter,
     ),
     (
+        "a_loop_of_ooms_ends_the_run",
+        For::Root,
+        a_loop_of_ooms_ends_the_run,
+    ),
+    (
         "watched_memory_of_one",
         For::Everyone,
         watched_memory_of_one,
@@ -432,8 +437,15 @@ def hide():
 
 fn with_cgroup(act: &str) {
     let ran = taking(act).limits(|l| l.memory_bytes = MEMORY).run();
-    assert!(ran.outcome.usage.oom_kills >= 1, "{}", ran.all());
-    assert_eq!(ran.stop(), None, "{}", ran.all());
+    let kills = ran.outcome.usage.oom_kills;
+    assert!(kills >= 1, "{}", ran.all());
+    // The third kill ends the run.
+    let stop = ran.stop();
+    assert!(
+        stop.is_none() || kills >= 3 && stop == Some(Stop::Memory),
+        "{}",
+        ran.all()
+    );
     let peak = ran.outcome.usage.memory_peak_bytes.unwrap();
     assert!((MEMORY / 2..=MEMORY).contains(&peak), "{}", ran.all());
     let control = taking(act).limits(|l| l.memory_bytes = 512 * MIB).run();
@@ -515,6 +527,40 @@ sys.exit(7)
         "{}",
         control.all()
     );
+}
+
+/// Each kill writes dozens of lines into the host's log.
+fn a_loop_of_ooms_ends_the_run() {
+    let run = |children: u32| {
+        let script = format!(
+            "
+for _ in range({children}):
+    if (child := os.fork()) == 0:
+        x = b'x' * (192 << 20)
+        os._exit(0)
+    os.waitpid(child, 0)
+print('the end')
+"
+        );
+        Hood::python(&script)
+            .limits(|l| l.memory_bytes = MEMORY)
+            .run()
+    };
+    let ran = run(100);
+    assert!(!ran.said("the end"), "{}", ran.all());
+    let kills = ran.outcome.usage.oom_kills;
+    match Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+        // Version 2 ends the whole group at the first.
+        true => assert!(kills >= 1 && ran.code().is_none(), "{}", ran.all()),
+        false => {
+            stopped(&ran, Stop::Memory);
+            assert!(kills >= 3, "{}", ran.all());
+            let control = run(2);
+            assert_eq!((control.stop(), control.code()), (None, Some(0)));
+            assert!(control.said("the end"), "{}", control.all());
+            assert_eq!(control.outcome.usage.oom_kills, 2, "{}", control.all());
+        }
+    }
 }
 
 /// Without a cgroup init adds up what the processes have, ten times a second.

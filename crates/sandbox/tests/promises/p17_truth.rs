@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::Command;
 
 use sandbox::outcome::{Exit, Stop};
@@ -49,6 +50,11 @@ pub const TRIALS: &[Entry] = &[
         "causes_of_death_are_told_apart",
         For::Root,
         causes_of_death_are_told_apart,
+    ),
+    (
+        "a_childs_oom_is_not_the_programs",
+        For::Root,
+        a_childs_oom_is_not_the_programs,
     ),
     (
         "causes_of_death_without_a_group",
@@ -434,6 +440,73 @@ fn causes_of_death_are_told_apart() {
         (Some(Exit::Code(1)), None, false),
         "{}",
         failed.all()
+    );
+}
+
+/// A kill for want of memory, and a death by SIGKILL long after it.
+fn a_childs_oom_is_not_the_programs() {
+    let run = |act: &str| {
+        let script = format!(
+            "
+import time
+def child():
+    if (pid := os.fork()) == 0:
+        x = b'x' * (192 << 20)
+        os._exit(0)
+    print('child', os.waitpid(pid, 0)[1], flush=True)
+{act}
+"
+        );
+        Hood::python(&script)
+            .limits(|l| l.memory_bytes = 96 << 20)
+            .run()
+    };
+    let facts = |ran: &Ran| {
+        let usage = &ran.outcome.usage;
+        (
+            ran.outcome.exit,
+            ran.stop(),
+            usage.oom_kills,
+            usage.oom_killed_main,
+        )
+    };
+    let kill = Some(Exit::Signal(libc::SIGKILL));
+    let by_itself = run("x = b'x' * (192 << 20)");
+    assert_eq!(
+        facts(&by_itself),
+        (kill, None, 1, Some(true)),
+        "{}",
+        by_itself.all()
+    );
+    let never = run("os.kill(os.getpid(), 9)");
+    assert_eq!(
+        facts(&never),
+        (kill, None, 0, Some(false)),
+        "{}",
+        never.all()
+    );
+    if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+        // Version 2 ends the program with its child.
+        return;
+    }
+    // The program's own wait: it is what the window is measured by.
+    let later = run("child(); time.sleep(3); os.kill(os.getpid(), 9)");
+    assert!(later.said("child 9"), "{}", later.all());
+    assert_eq!(
+        facts(&later),
+        (kill, None, 1, Some(false)),
+        "{}",
+        later.all()
+    );
+    // Of both, the program's own death for want of memory is the one that counts.
+    let both = run("child(); time.sleep(3); x = b'x' * (192 << 20)");
+    assert_eq!(facts(&both), (kill, None, 2, Some(true)), "{}", both.all());
+    let survived = run("child(); child()");
+    assert_eq!(
+        facts(&survived),
+        (Some(Exit::Code(0)), None, 2, None),
+        "{}",
+        survived.all()
     );
 }
 

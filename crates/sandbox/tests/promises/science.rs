@@ -41,6 +41,17 @@ pub const TRIALS: &[Entry] = &[
     ("large_files", For::Everyone, large_files),
     ("who_am_i", For::Everyone, who_am_i),
     (
+        "ids_of_others_are_refused",
+        For::Everyone,
+        ids_of_others_are_refused,
+    ),
+    (
+        "unix_datagrams_in_the_standard_library",
+        For::Everyone,
+        unix_datagrams_in_the_standard_library,
+    ),
+    ("socket_buffer_sizes", For::Everyone, socket_buffer_sizes),
+    (
         "unknown_hosts_fail_fast",
         For::Everyone,
         unknown_hosts_fail_fast,
@@ -53,6 +64,8 @@ pub const TRIALS: &[Entry] = &[
 pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
     ("asyncio_servers_and_clients", "there are no sockets but pairs; asyncio without servers is landlock_level::pairs_of_sockets_work"),
     ("loopback_datagrams", "there are no sockets but pairs"),
+    ("unix_datagrams_in_the_standard_library", "there are no sockets but pairs of streams"),
+    ("socket_buffer_sizes", "there the sizes of buffers are accepted without effect"),
 ];
 
 /// Which of Python's own it can have: `LANDLOCK` is true at that level.
@@ -407,11 +420,14 @@ print('stored')
 fn who_am_i() {
     let script = "
 import getpass, pwd, grp, pathlib, platform, locale
-# The host's list of users is closed; without one of its own the program has a number and no name.
-if not LANDLOCK:
+assert getpass.getuser() == 'analysis' and pwd.getpwnam('root').pw_uid == 0 and grp.getgrnam('root').gr_gid == 0
+# At level landlock the list of users is the host's own, in which a leased uid has no name.
+if LANDLOCK:
+    try: assert pwd.getpwuid(os.getuid()).pw_uid == os.getuid() and pathlib.Path('.').owner()
+    except KeyError: assert os.getuid() >= 1_900_000_000
+else:
     assert pwd.getpwuid(os.getuid()).pw_name == getpass.getuser() == 'analysis'
     assert grp.getgrgid(os.getgid()).gr_name == 'analysis' and platform.node() == 'fumehood'
-    assert pwd.getpwnam('root').pw_uid == 0
 assert pathlib.Path.home() == pathlib.Path(os.environ['HOME']) and platform.freedesktop_os_release()
 assert open('own', 'w') and os.stat('own').st_uid == os.getuid()
 assert LANDLOCK or pathlib.Path('own').owner() == 'analysis'
@@ -419,7 +435,9 @@ assert len(os.urandom(64)) == 64 and os.cpu_count() >= 1 and len(os.sched_getaff
 import zoneinfo, datetime; datetime.datetime.now(zoneinfo.ZoneInfo('Europe/Paris'))
 print('analysis')
 ";
-    went_well(&Hood::python(&told_the_level(script)).run(), "analysis");
+    // As every run has it: many libraries ask for the name of the user, and this answers before the list of users.
+    let hood = Hood::python(&told_the_level(script)).env("LOGNAME", "analysis");
+    went_well(&hood.run(), "analysis");
     let ran = Hood::sh("whoami; id -un; id -gn; hostname; uname -n; date >/dev/null; df . >/dev/null; ps -e >/dev/null 2>&1; echo asked").run();
     went_well(&ran, "asked");
     assert!(
@@ -520,4 +538,106 @@ int main(void) {
     let mut hood = hood;
     hood.spec.program = sandbox::spec::InsidePath::new(hood.workspace().join("orphans"));
     went_well(&hood.run(), "buried");
+}
+
+/// The errors that CPython's own tests expect (test_os, test_subprocess): EPERM, also where no such id exists.
+fn ids_of_others_are_refused() {
+    let script = told_the_level(
+        r#"
+import subprocess
+open('f', 'w').close()
+uid, gid = os.getuid(), os.getgid()
+def refused(act, *args, **named):
+    try: act(*args, **named)
+    except PermissionError: return
+    raise AssertionError((act, args, named))
+for other in (0, 12345, 65534):
+    refused(os.chown, 'f', other, -1); refused(os.chown, 'f', -1, other); refused(os.chown, 'f', uid, other)
+    refused(os.lchown, 'f', other, gid); refused(os.fchown, os.open('f', os.O_RDONLY), other, gid)
+    refused(os.setuid, other); refused(os.setgid, other); refused(os.setreuid, other, -1)
+    refused(os.setregid, -1, other); refused(os.setresuid, uid, uid, other); refused(os.setresgid, other, gid, gid)
+    refused(subprocess.run, ['/bin/true'], user=other); refused(subprocess.run, ['/bin/true'], group=other)
+refused(os.setgroups, [0])
+# What is its own already.
+os.setuid(uid); os.setgid(gid); os.setreuid(uid, -1); os.setregid(-1, gid); os.setresuid(uid, uid, -1)
+subprocess.run(['/bin/true'], user=uid, group=gid, check=True)
+if not LANDLOCK: os.chown('f', uid, gid); os.chown('f', -1, -1); os.lchown('f', uid, -1)
+print('REFUSED')
+"#,
+    );
+    let ran = Hood::python(&script).run();
+    assert!(ran.said("REFUSED"), "{}", ran.all());
+}
+
+/// What CPython's own tests of asyncio, logging and socketserver do with unix datagrams.
+fn unix_datagrams_in_the_standard_library() {
+    let script = r#"
+import asyncio, logging, logging.handlers, socket, socketserver, threading
+here = os.getcwd()
+async def talk():
+    got = asyncio.get_running_loop().create_future()
+    class Hear(asyncio.DatagramProtocol):
+        def datagram_received(self, data, addr): got.set_result((data, addr))
+    loop = asyncio.get_running_loop()
+    server, _ = await loop.create_datagram_endpoint(Hear, local_addr=here + '/heard', family=socket.AF_UNIX)
+    client, _ = await loop.create_datagram_endpoint(
+        asyncio.DatagramProtocol, local_addr=here + '/said', remote_addr=here + '/heard', family=socket.AF_UNIX)
+    client.sendto(b'hi')
+    assert await got == (b'hi', here + '/said')
+    client.close(); server.close()
+asyncio.run(talk())
+
+log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); log.bind(here + '/log')
+handler = logging.handlers.SysLogHandler(here + '/log')
+logging.getLogger().addHandler(handler); logging.getLogger().error('spam')
+assert log.recv(100) == b'<11>spam\0'
+handler.close(); logging.getLogger().removeHandler(handler)
+
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self): self.request[1].sendto(self.request[0].upper(), self.client_address)
+class Forking(socketserver.ForkingMixIn, socketserver.UnixDatagramServer): pass
+for kind in (socketserver.UnixDatagramServer, socketserver.ThreadingUnixDatagramServer, Forking):
+    name = here + '/' + kind.__name__
+    with kind(name, Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); client.bind(name + '-client')
+        client.sendto(b'shout', name)
+        assert client.recv(100) == b'SHOUT', kind
+        server.shutdown()
+print('HEARD')
+"#;
+    let ran = Hood::python(script).run();
+    assert!(ran.said("HEARD"), "{}", ran.all());
+}
+
+/// A smaller buffer has its effect; a larger one than the kernel's default is cut down to that.
+fn socket_buffer_sizes() {
+    let script = r#"
+import socket
+for family, kind, most in ((socket.AF_INET, socket.SOCK_STREAM, 65536), (socket.AF_INET, socket.SOCK_DGRAM, 212992), (socket.AF_UNIX, socket.SOCK_STREAM, 212992)):
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        s = socket.socket(family, kind)
+        get = lambda: s.getsockopt(socket.SOL_SOCKET, option)
+        s.setsockopt(socket.SOL_SOCKET, option, 8192); assert get() == 16384, get()
+        for large in (1 << 20, 1 << 30, -1):
+            s.setsockopt(socket.SOL_SOCKET, option, large); assert get() == most, get()
+        s.setsockopt(socket.SOL_SOCKET, option, 1); assert 0 < get() < 8192, get()
+        for forced in (32, 33):
+            try: s.setsockopt(socket.SOL_SOCKET, forced, 1 << 20); raise AssertionError(forced)
+            except PermissionError: pass
+        try: s.setsockopt(socket.SOL_SOCKET, option, b'1'); raise AssertionError('a short value')
+        except OSError as e: assert e.errno == 22, e
+# Sixteen times less fits: what was set is what holds.
+def room(size):
+    a, b = socket.socketpair(); a.setblocking(False)
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+    n = 0
+    try:
+        while True: n += a.send(bytes(512))
+    except BlockingIOError: return n
+assert room(4096) * 4 < room(65536), (room(4096), room(65536))
+print('SIZED')
+"#;
+    let ran = Hood::python(script).run();
+    assert!(ran.said("SIZED"), "{}", ran.all());
 }

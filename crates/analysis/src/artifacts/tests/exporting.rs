@@ -16,7 +16,7 @@ pub(super) fn export_all(
         let file = store.open_object(hash).map_err(io::Error::other)?;
         Ok(Content::File(file))
     };
-    export(&mut source, &outputs, to, overwrite)
+    export(&mut source, &outputs, to, overwrite, u64::MAX)
 }
 
 /// A store with three outputs, and a directory to export to.
@@ -68,7 +68,14 @@ fn an_export_writes_everything_with_its_sha256() {
     // What comes from the database instead.
     let bytes = [(outputs[0].path.clone(), 12, outputs[0].blake3)];
     let mut source = |_: &ContentHash| Ok(Content::Bytes(b"content of a".to_vec()));
-    let again = export(&mut source, &bytes, &to.join("again"), Overwrite::Never).unwrap();
+    let again = export(
+        &mut source,
+        &bytes,
+        &to.join("again"),
+        Overwrite::Never,
+        u64::MAX,
+    )
+    .unwrap();
     assert_eq!(again[0].sha256, exported[0].sha256);
 }
 
@@ -192,7 +199,7 @@ fn an_export_overwrites_nothing_that_appears_meanwhile() {
         }
         Ok(Content::File(scene.store.open_object(hash).unwrap()))
     };
-    let exported = export(&mut source, &all, &to, Overwrite::Never);
+    let exported = export(&mut source, &all, &to, Overwrite::Never, u64::MAX);
     assert!(matches!(exported, Err(ExportError::Write { .. })));
     assert_eq!(std::fs::read(to.join("a")).unwrap(), b"mine");
     assert_eq!(list(&to), [to.join("a")], "no draft is left");
@@ -203,7 +210,7 @@ fn an_export_overwrites_nothing_that_appears_meanwhile() {
         }
         Ok(Content::File(scene.store.open_object(hash).unwrap()))
     };
-    let exported = export(&mut source, &all, &to, Overwrite::Files);
+    let exported = export(&mut source, &all, &to, Overwrite::Files, u64::MAX);
     let Err(ExportError::Write { path, written, .. }) = exported else {
         panic!("{exported:?}");
     };
@@ -227,4 +234,50 @@ fn a_damaged_object_is_not_exported_and_what_was_written_is_told() {
     std::fs::remove_file(&object).unwrap();
     let exported = export_all(&scene.store, &outputs, &to.join("2"), Overwrite::Never);
     assert!(matches!(exported, Err(ExportError::Write { .. })));
+}
+
+/// One content under many names: written to within the bound, and no more. What is written to one is not in another.
+#[test]
+fn equal_outputs_are_files_of_their_own_within_the_bound() {
+    let scene = Scene::new();
+    let one = scene.file(b"a", &[7; 100_000]);
+    scene.take(&one, Transfer::Move).unwrap();
+    let names: Vec<_> = ["a", "b", "dir/c", "d"]
+        .map(|name| OutputPath::new(name.into()).unwrap())
+        .map(|path| (path, one.bytes, one.blake3))
+        .into();
+    let export_within = |to: &Path, bytes_max: u64| {
+        let mut source =
+            |hash: &ContentHash| Ok(Content::File(scene.store.open_object(hash).unwrap()));
+        export(&mut source, &names, to, Overwrite::Never, bytes_max)
+    };
+    let inodes = |to: &Path| -> HashSet<u64> {
+        let files = list(to).into_iter().filter(|path| path.is_file());
+        files
+            .map(|path| std::os::unix::fs::MetadataExt::ino(&path.metadata().unwrap()))
+            .collect()
+    };
+    let to = scene._dirs[0].path().join("to");
+    let exported = export_within(&to, 400_000).unwrap();
+    let paths: Vec<_> = exported.iter().map(|e| e.path.text()).collect();
+    assert_eq!(paths, ["a", "b", "dir/c", "d"], "in the order given");
+    assert!(exported.iter().all(|e| e.sha256 == exported[0].sha256));
+    assert_eq!(inodes(&to).len(), 4);
+    std::fs::write(to.join("a"), "changed").unwrap();
+    assert_eq!(std::fs::read(to.join("b")).unwrap(), [7; 100_000]);
+
+    // A record of before every name counted.
+    let old = scene._dirs[0].path().join("old");
+    let exported = export_within(&old, 200_000).unwrap();
+    assert_eq!(exported.len(), 4);
+    for name in ["a", "b", "dir/c", "d"] {
+        assert_eq!(std::fs::read(old.join(name)).unwrap(), [7; 100_000]);
+    }
+    let cloned = inodes(&old).len() == 4;
+    assert!(cloned || inodes(&old).len() == 2, "copied or linked");
+
+    let none = scene._dirs[0].path().join("none");
+    let exported = export_within(&none, 99_999);
+    assert!(matches!(exported, Err(ExportError::Write { .. })));
+    assert_eq!(list(&none).len(), 0);
 }

@@ -70,6 +70,8 @@ pub(super) struct Case {
     pub(super) inputs: Vec<(Index, Input)>,
     pub(super) bounds: Bounds,
     pub(super) wanted: Option<&'static str>,
+    /// What `--expect` names.
+    pub(super) expected: Option<&'static str>,
 }
 
 const NAMES: &[&[u8]] = &[
@@ -117,9 +119,19 @@ const WANTED: &[Option<&str>] = &[
     Some("plots"),
     Some("plots/"),
     Some("*/x.csv"),
+    Some("plots/x.csv"),
+];
+const EXPECTED: &[Option<&str>] = &[
+    None,
+    None,
+    None,
+    Some("*.csv"),
+    Some("**/*.csv"),
+    Some("plots"),
+    Some("plots/x.csv"),
 ];
 
-/// What each pattern of [`WANTED`] means, said in another way.
+/// What each pattern of [`WANTED`] and [`EXPECTED`] means, said in another way.
 fn is_wanted(glob: &str, path: &[u8]) -> bool {
     let parts: Vec<&[u8]> = path.split(|b| *b == b'/').collect();
     match glob {
@@ -128,6 +140,7 @@ fn is_wanted(glob: &str, path: &[u8]) -> bool {
         "plots" => parts[0] == b"plots",
         "plots/" => parts[0] == b"plots" && parts.len() > 1,
         "*/x.csv" => parts.len() > 1 && parts[1] == b"x.csv",
+        "plots/x.csv" => path == b"plots/x.csv" || path.starts_with(b"plots/x.csv/"),
         other => panic!("{other} is not in the model"),
     }
 }
@@ -182,19 +195,22 @@ pub(super) fn case() -> impl Strategy<Value = Case> {
         prop::collection::vec(entry, 0..50),
         prop::collection::vec((any::<Index>(), input), 0..4),
         bounds,
-        prop::sample::select(WANTED),
+        (prop::sample::select(WANTED), prop::sample::select(EXPECTED)),
     )
         .prop_map(
-            |(entries, inputs, (total_bytes, file_bytes, outputs, depth), wanted)| Case {
-                entries,
-                inputs,
-                bounds: Bounds {
-                    total_bytes,
-                    file_bytes,
-                    outputs,
-                    depth,
-                },
-                wanted,
+            |(entries, inputs, (total_bytes, file_bytes, outputs, depth), (wanted, expected))| {
+                Case {
+                    entries,
+                    inputs,
+                    bounds: Bounds {
+                        total_bytes,
+                        file_bytes,
+                        outputs,
+                        depth,
+                    },
+                    wanted,
+                    expected,
+                }
             },
         )
 }
@@ -482,13 +498,32 @@ impl Made {
                 }
             }
         }
-        // A map is sorted by path already.
+        candidates.sort_by_key(|(path, file)| self.place(case, path, *file));
         for (path, _) in candidates.iter().skip(case.bounds.outputs as usize) {
             expected.remarks.insert((path.clone(), Remark::TooMany));
         }
         candidates.truncate(case.bounds.outputs as usize);
         self.take(case, candidates, root, &mut expected);
+        expected.outputs.sort();
         expected
+    }
+
+    /// What decides which candidates are kept under a bound: the least come first.
+    fn place(&self, case: &Case, path: &[u8], file: usize) -> (u8, usize, usize, Vec<u8>) {
+        let is_whole = |glob: Option<&str>| {
+            matches!(glob, Some("plots" | "plots/x.csv")) && glob.map(str::as_bytes) == Some(path)
+        };
+        let class = if is_whole(case.wanted) || is_whole(case.expected) {
+            0
+        } else if case.expected.is_some_and(|glob| is_wanted(glob, path)) {
+            1
+        } else if path == b"result.json" {
+            2
+        } else {
+            3
+        };
+        let depth = path.split(|byte| *byte == b'/').count();
+        (class, depth, self.files[file].content.len(), path.to_vec())
     }
 
     fn is_tagged(&self, dir: &[u8]) -> bool {
@@ -532,7 +567,6 @@ impl Made {
         root: bool,
         expected: &mut Expected,
     ) {
-        let mut counted = BTreeSet::new();
         for (path, number) in candidates {
             let file = &self.files[number];
             let bytes = file.content.len() as u64;
@@ -540,14 +574,11 @@ impl Made {
                 expected.remarks.insert((path, Remark::LinkedElsewhere));
                 continue;
             }
-            if !counted.contains(&number) {
-                if expected.bytes + bytes > case.bounds.total_bytes {
-                    expected.remarks.insert((path, Remark::TotalTooLarge));
-                    continue;
-                }
-                counted.insert(number);
-                expected.bytes += bytes;
+            if expected.bytes + bytes > case.bounds.total_bytes {
+                expected.remarks.insert((path, Remark::TotalTooLarge));
+                continue;
             }
+            expected.bytes += bytes;
             if file.mode & 0o6000 != 0 {
                 expected
                     .remarks

@@ -1,0 +1,54 @@
+//! Attacks on what the kernel keeps for everybody: memory that it charges to nobody, and what it tells of others.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::fd::AsRawFd;
+
+use rustix::fs::inotify::{CreateFlags, WatchFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags};
+use rustix::net::{AddressFamily, SendFlags, SocketType};
+
+use super::{Aim, Struck, any_of};
+use crate::sys::{self, Arg, Call};
+
+/// Hears of what is opened and started in a directory of the system.
+pub fn watch_system(_aim: &Aim<'_>) -> Struck {
+    const SYSTEM: &str = "/usr/bin";
+    let mut inotify = || {
+        let watch = rustix::fs::inotify::init(CreateFlags::CLOEXEC)?;
+        rustix::fs::inotify::add_watch(&watch, SYSTEM, WatchFlags::OPEN)?;
+        Ok("it is watched".into())
+    };
+    let mut notify = || {
+        let directory = rustix::fs::open(SYSTEM, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        // No event is asked for: the default for any would be to end this process.
+        let numbers = [directory.as_raw_fd(), libc::F_NOTIFY, 0];
+        sys::attempt(Call::FCNTL, &mut numbers.map(|n| Arg::Number(n.into())))?;
+        Ok("it would be told".into())
+    };
+    any_of(&mut [("inotify", &mut inotify), ("F_NOTIFY", &mut notify)])
+}
+
+/// One object of each kind that a memory cgroup is not charged for; as many as wanted could follow.
+pub fn uncharged_memory(_aim: &Aim<'_>) -> Struck {
+    let mut half_a_datagram = || {
+        let socket = rustix::net::socket(AddressFamily::INET, SocketType::DGRAM, None)?;
+        let nobody = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9);
+        rustix::net::sendto(&socket, &[0; 1 << 15], SendFlags::MORE, &nobody)?;
+        Ok("held back".into())
+    };
+    let mut huge_pages = || {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB;
+        rustix::fs::memfd_create("pages", flags)?;
+        Ok("from the host's pool".into())
+    };
+    let mut policy = || {
+        // Of no page: who may set this one may set others.
+        sys::attempt(Call::MBIND, &mut [const { Arg::Number(0) }; 6])?;
+        Ok("a policy".into())
+    };
+    any_of(&mut [
+        ("half a datagram", &mut half_a_datagram),
+        ("huge pages", &mut huge_pages),
+        ("mbind", &mut policy),
+    ])
+}

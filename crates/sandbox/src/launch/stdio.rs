@@ -1,0 +1,59 @@
+//! Descriptors 0, 1 and 2 of the program: pipes, `/dev/null`, or a terminal of the sandbox's own.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{Mode, OFlags};
+
+use super::Handed;
+use crate::channel::{During, Report, Reporter, StepError};
+use crate::spec::{Spec, Terminal};
+use crate::sys;
+
+/// A terminal of the sandbox's own devpts; its outer end goes to the runner.
+pub(super) fn open_terminal(
+    spec: &Spec,
+    report: &mut Reporter,
+) -> Result<Option<OwnedFd>, StepError> {
+    let Terminal::Own { rows, columns } = spec.terminal else {
+        return Ok(None);
+    };
+    report.step("open a terminal");
+    let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let outer =
+        rustix::fs::open("/dev/ptmx", flags, Mode::empty()).during(|| "open /dev/ptmx".into())?;
+    rustix::pty::unlockpt(&outer).during(|| "unlock the terminal".into())?;
+    let size = rustix::termios::Winsize {
+        ws_row: rows,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    rustix::termios::tcsetwinsize(&outer, size).during(|| "set the terminal's size".into())?;
+    let open_flags = rustix::pty::OpenptFlags::RDWR
+        | rustix::pty::OpenptFlags::NOCTTY
+        | rustix::pty::OpenptFlags::CLOEXEC;
+    let inner =
+        rustix::pty::ioctl_tiocgptpeer(&outer, open_flags).during(|| "open the terminal".into())?;
+    report.tell(&Report::Terminal, &[outer.as_fd()]);
+    Ok(Some(inner))
+}
+
+pub(super) fn place(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    if let Some(terminal) = terminal {
+        for number in 0..3 {
+            sys::place(terminal, number)?;
+        }
+        return sys::make_controlling_terminal(rustix::stdio::stdin());
+    }
+    match &handed.stdin {
+        Some(pipe) => sys::place(pipe.as_fd(), 0)?,
+        None => {
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            let null = rustix::fs::open("/dev/null", flags, Mode::empty())?;
+            sys::place(null.as_fd(), 0)?;
+        }
+    }
+    sys::place(handed.stdout.as_fd(), 1)?;
+    sys::place(handed.stderr.as_fd(), 2)
+}

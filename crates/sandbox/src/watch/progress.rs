@@ -1,0 +1,152 @@
+//! How far the watch has come, and what init looks at itself while the watch waits.
+//!
+//! Some files of /proc wait for the process that they tell of: `smaps_rollup` and `maps` for its memory map, which a thread
+//! of it can hold for seconds, `io` for the end of an `execve`. The program decides how long that is. So the watch notes
+//! its progress, and when none is made in time, the run counts as one that hides: init, whose loop never waits for a
+//! process, takes the growth of the file system for the run's.
+
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::disk::{OWN_BYTES, in_use};
+use super::{TICK, Watched};
+use crate::outcome::Stop;
+use crate::processes::{self, Census, Realm, Wanted};
+use crate::spec::{Limits, Spec, WorkspaceKind};
+
+/// The disk is looked at ten times a second; a machine that is busy with other things may make that half as often.
+const DISK_AT_MOST: Duration = Duration::from_millis(200);
+/// A process that holds much memory takes long to tell how much, and many of them take long together.
+const PROCESS_AT_MOST: Duration = Duration::from_secs(2);
+const LOOK_AT_MOST: Duration = Duration::from_secs(10);
+
+pub struct Progress {
+    origin: Instant,
+    /// When the disk was last judged, or a file measured, in milliseconds since the origin.
+    disk_ms: AtomicU64,
+    /// When a process last answered.
+    process_ms: AtomicU64,
+    known: Mutex<Known>,
+}
+
+/// What was measured of the run last, and what the whole file system held then: bytes, and files.
+#[derive(Clone, Copy, Default)]
+struct Known {
+    measured: (u64, u64),
+    in_use: (u64, u64),
+}
+
+impl Progress {
+    pub fn new() -> Self {
+        Progress {
+            origin: Instant::now(),
+            disk_ms: AtomicU64::new(0),
+            process_ms: AtomicU64::new(0),
+            known: Mutex::default(),
+        }
+    }
+
+    pub fn mark_disk(&self) {
+        self.disk_ms.store(self.now_ms(), Ordering::Relaxed);
+        self.mark_process();
+    }
+
+    pub fn mark_process(&self) {
+        self.process_ms.store(self.now_ms(), Ordering::Relaxed);
+    }
+
+    /// All that the run has was measured, while so much was in use.
+    pub fn measured(&self, measured: (u64, u64), in_use: (u64, u64)) {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        *known = Known { measured, in_use };
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.origin.elapsed().as_millis() as u64
+    }
+
+    fn since(&self, mark: &AtomicU64) -> Duration {
+        Duration::from_millis(self.now_ms().saturating_sub(mark.load(Ordering::Relaxed)))
+    }
+}
+
+/// The look that init takes itself: nothing in it waits for a process.
+pub struct Fallback {
+    limits: Limits,
+    watched: Watched,
+    workspace_kind: WorkspaceKind,
+    realm: Realm,
+    /// Where no counter of a cgroup tells the CPU time.
+    census: Option<Census>,
+    looked_at: Instant,
+}
+
+impl Fallback {
+    pub fn new(spec: &Spec, watched: Watched, realm: Realm, counts_cpu: bool) -> Self {
+        Fallback {
+            limits: spec.limits.clone(),
+            watched,
+            workspace_kind: spec.workspace_kind,
+            realm,
+            census: counts_cpu.then(|| Census::new(realm)),
+            looked_at: Instant::now(),
+        }
+    }
+
+    /// Which limit is passed, as far as can be told without the watch, if that has not come on in time.
+    pub fn look(&mut self, progress: &Progress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+        let disk_for = progress.since(&progress.disk_ms);
+        if disk_for < DISK_AT_MOST || self.looked_at.elapsed() < TICK {
+            return None;
+        }
+        self.looked_at = Instant::now();
+        let waits = progress.since(&progress.process_ms) >= PROCESS_AT_MOST;
+        let passed = self.judge_disk(progress, workspace);
+        passed.or_else(|| {
+            (waits || disk_for >= LOOK_AT_MOST)
+                .then(|| self.judge_processes())
+                .flatten()
+        })
+    }
+
+    fn judge_disk(&self, progress: &Progress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+        if self.workspace_kind == WorkspaceKind::Memory {
+            // The tmpfs refuses what is too much.
+            return None;
+        }
+        let known = progress.known.lock();
+        let known = *known.unwrap_or_else(PoisonError::into_inner);
+        let now = in_use(workspace);
+        let bytes = known.measured.0 + now.0.saturating_sub(known.in_use.0);
+        let files = known.measured.1 + now.1.saturating_sub(known.in_use.1);
+        if bytes > self.limits.disk_bytes.saturating_add(OWN_BYTES) {
+            return Some(Stop::Disk);
+        }
+        (files > self.limits.files).then_some(Stop::Files)
+    }
+
+    fn judge_processes(&mut self) -> Option<Stop> {
+        if self.watched.memory {
+            let bytes = processes::memory_at_most(self.realm);
+            if bytes > self.limits.memory_bytes {
+                return Some(Stop::Memory);
+            }
+        }
+        let census = self.census.as_mut()?;
+        let wanted = Wanted {
+            cpu: true,
+            tasks: self.watched.pids,
+            memory: None,
+            files_in_memory: 0,
+        };
+        census.take(wanted, &mut || true);
+        if self.watched.pids && census.tasks > self.limits.pids {
+            return Some(Stop::Pids);
+        }
+        let most = self.limits.cpu_ms;
+        most.is_some_and(|most| census.cpu_ms > most)
+            .then_some(Stop::CpuTime)
+    }
+}

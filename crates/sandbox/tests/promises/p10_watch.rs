@@ -1,0 +1,464 @@
+//! P10 once more: what a program keeps from the watch, or keeps the watch waiting with, is bounded all the same.
+//!
+//! Each of these was once a way past a limit.
+
+use std::io::Write;
+use std::path::Path;
+
+use sandbox::outcome::Stop;
+use sandbox::spec::WorkspaceKind;
+
+use crate::hood::{Hood, Ran, alone, attempts, compile, unconfined, verdict};
+use crate::p10_limits::{DISK, MIB, WRITES, files_limited, stopped, unstopped};
+use crate::p11_deadline::Fifo;
+use crate::{Entry, For, OnlyAtFull};
+
+#[rustfmt::skip]
+pub const TRIALS: &[Entry] = &[
+    ("disk_held_by_blocked_calls", For::Everyone, disk_held_by_blocked_calls),
+    ("who_rewrites_beside_a_neighbour_goes_on", For::Everyone, who_rewrites_beside_a_neighbour_goes_on),
+    ("disk_while_the_watch_waits_for_a_memory_map", For::Everyone, disk_while_the_watch_waits_for_a_memory_map),
+    ("disk_while_the_watch_waits_for_execve", For::Everyone, disk_while_the_watch_waits_for_execve),
+    ("files_unlinked_but_open", For::Everyone, files_unlinked_but_open),
+    ("a_memory_workspace_counts_as_memory", For::Everyone, a_memory_workspace_counts_as_memory),
+    ("a_memory_workspace_holds_no_more_than_memory", For::Everyone, a_memory_workspace_holds_no_more_than_memory),
+    ("memory_held_by_blocked_calls", For::Everyone, memory_held_by_blocked_calls),
+    ("memory_files_in_flight", For::Everyone, memory_files_in_flight),
+    ("memory_held_by_pipes", For::Everyone, memory_held_by_pipes),
+    (
+        "descriptors_of_a_threads_own_are_refused",
+        For::Everyone,
+        descriptors_of_a_threads_own_are_refused,
+    ),
+    ("vmsplice_is_refused", For::Everyone, vmsplice_is_refused),
+];
+
+#[rustfmt::skip]
+pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
+    ("a_memory_workspace_counts_as_memory", "there is no workspace in memory"),
+    ("a_memory_workspace_holds_no_more_than_memory", "there is no workspace in memory"),
+];
+
+/// What a watch may let through, as in `p10_limits.rs`.
+const OVERSHOOT: u64 = 1024 * MIB;
+
+/// `main` calls `attack()` first. `write_files(mib, held)` writes so many MiB in files of 16 MiB and prints a dot for
+/// each MiB; each file is unlinked and handed to `held`.
+const C_WRITES: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/sendfile.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static char mib[1 << 20];
+static void write_files(int total, void (*held)(int)) {
+    memset(mib, 'x', sizeof mib);
+    for (int n = 0; n < total; n += 16) {
+        char name[32];
+        snprintf(name, sizeof name, "f%d", n);
+        int fd = open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
+        if (fd < 0 || held && unlink(name) != 0) _exit(1);
+        for (int m = 0; m < 16; m++) {
+            if (write(fd, mib, sizeof mib) != sizeof mib) _exit(2);
+            write(1, ".", 1);
+        }
+        if (held) held(fd);
+        close(fd);
+    }
+}
+static int full_pipe(void) {
+    int ends[2];
+    pipe2(ends, O_NONBLOCK);
+    while (write(ends[1], mib, 4096) > 0) {}
+    fcntl(ends[1], F_SETFL, 0);
+    return ends[1];
+}
+static void *map_much(size_t bytes) {
+    char *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    madvise(at, bytes, MADV_NOHUGEPAGE);
+    /* Page tables for the one page of zeros: 2 MiB of them for each GiB. */
+    if (at == MAP_FAILED || madvise(at, bytes, 22 /* MADV_POPULATE_READ */) != 0) _exit(3);
+    return at;
+}
+static void map_many(int count) {
+    for (int n = 0; n < count; n++)
+        mmap(0, 4096, n % 2 ? PROT_READ : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+}
+static void attack(char **argv);
+int main(int argc, char **argv) {
+    attack(argv);
+    int total = atoi(argv[1]);
+    printf("wrote all\n");
+    fflush(stdout);
+    sleep(total > 128 ? 3 : 0);
+    _exit(0);
+}
+"#;
+
+/// Holds a file by a call that waits, while another thread closes the descriptor.
+const HELD_BY_CALL: &str = r#"
+static int pipe_end;
+static volatile int taken;
+static void *hold(void *fd) {
+    taken = 1;
+    sendfile(pipe_end, (int)(long)fd, 0, 1);
+    return 0;
+}
+static void held_by_call(int fd) {
+    pthread_t thread;
+    pthread_attr_t small;
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, 64 << 10);
+    taken = 0;
+    if (pthread_create(&thread, &small, hold, (void *)(long)fd) != 0) _exit(4);
+    while (!taken) usleep(100);
+    /* The thread is now about to be in the call. */
+    usleep(3000);
+}
+"#;
+
+fn run_c(act: &str, total_mib: u64, change: impl FnOnce(&mut Hood)) -> Ran {
+    let mut hood = Hood::new(&["/bin/true"]);
+    let program = hood.workspace().join("attack");
+    compile(&format!("{C_WRITES}{act}"), &program);
+    hood.command(&[&program, Path::new(&total_mib.to_string())]);
+    change(&mut hood);
+    hood.run()
+}
+
+fn disk_limited(act: &str, total_mib: u64, change: impl Fn(&mut Hood)) {
+    let _alone = alone();
+    let run = |total: u64, disk_bytes: u64| {
+        run_c(act, total, |hood| {
+            change(hood);
+            hood.spec.limits.disk_bytes = disk_bytes;
+        })
+    };
+    let ran = run(total_mib, DISK);
+    stopped(&ran, Stop::Disk);
+    let written = ran.stdout.matches('.').count() as u64 * MIB;
+    assert!(written <= DISK + OVERSHOOT, "{} MiB written", written / MIB);
+    let control = run(96, 1024 * MIB);
+    unstopped(&control);
+    assert!(control.stdout.contains("wrote all"), "{}", control.all());
+}
+
+fn disk_held_by_blocked_calls() {
+    let act = format!(
+        "{HELD_BY_CALL}
+static void attack(char **argv) {{
+    pipe_end = full_pipe();
+    write_files(atoi(argv[1]), held_by_call);
+}}"
+    );
+    disk_limited(&act, 2048, |_| {});
+}
+
+/// Growth that is not the run's is charged to nobody, whatever the run has written itself.
+fn who_rewrites_beside_a_neighbour_goes_on() {
+    let _alone = alone();
+    let act = format!(
+        "{WRITES}
+import threading
+go = os.open('go', os.O_RDWR)
+# Threads share descriptors, so that each might hold what another has closed.
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def rewrite(times):
+    for _ in range(times):
+        os.lseek(fd, 0, 0)
+        put(fd, 4)
+        os.fdatasync(fd)
+fd = new('x')
+rewrite(80)
+os.read(go, 1)
+rewrite(20)
+time.sleep(1.2)
+print('\\ndone')
+"
+    );
+    let hood = Hood::python(&act).limits(|l| l.disk_bytes = DISK);
+    let go = Fifo::make(hood.workspace(), "go");
+    let beside = hood.workspace().parent().unwrap();
+    let mut others = tempfile::tempfile_in(beside).unwrap();
+    let ran = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..8 * DISK / MIB {
+                others.write_all(&vec![1; MIB as usize]).unwrap();
+            }
+            go.ring();
+        });
+        hood.run()
+    });
+    unstopped(&ran);
+    assert!(ran.said("done") && ran.code() == Some(0), "{}", ran.all());
+}
+
+/// Every thread waits for its turn at the process's memory map, and so does who asks the process how large it is: anew
+/// for each of its many mappings.
+fn disk_while_the_watch_waits_for_a_memory_map() {
+    let act = "
+#define MUCH (4ul << 30)
+static pthread_barrier_t all_made;
+static void *change(void *at) {
+    /* A thread's stack is a mapping: one that began at once would keep the next from being made. */
+    pthread_barrier_wait(&all_made);
+    for (;;) {
+        mprotect(at, MUCH, PROT_NONE);
+        mprotect(at, MUCH, PROT_READ);
+    }
+    return 0;
+}
+static void attack(char **argv) {
+    int ready[2];
+    pipe(ready);
+    if (fork() == 0) {
+        void *at = map_much(MUCH);
+        pthread_t thread;
+        map_many(1000);
+        pthread_barrier_init(&all_made, 0, 65);
+        for (int n = 0; n < 64; n++) pthread_create(&thread, 0, change, at);
+        pthread_barrier_wait(&all_made);
+        write(ready[1], \"r\", 1);
+        pause();
+    }
+    read(ready[0], mib, 1);
+    sleep(1);
+    write_files(atoi(argv[1]), 0);
+}";
+    disk_limited(act, 3072, |hood| {
+        hood.with_group = false;
+        hood.spec.limits.memory_bytes = 2048 * MIB;
+    });
+}
+
+/// While a process gives up many mappings to become another program, its counters cannot be read.
+fn disk_while_the_watch_waits_for_execve() {
+    let act = "
+static void attack(char **argv) {
+    if (argv[2]) {
+        map_many(60000);
+        execv(argv[0], argv);
+        _exit(5);
+    }
+    for (int n = 0; n < 24; n++)
+        if (fork() == 0) execv(argv[0], (char *[]){argv[0], \"0\", \"again\", 0});
+    sleep(2);
+    write_files(atoi(argv[1]), 0);
+}";
+    disk_limited(act, 3072, |hood| {
+        hood.spec.limits.memory_bytes = 4096 * MIB;
+    });
+}
+
+fn files_unlinked_but_open() {
+    files_limited(
+        "
+for n in range(COUNT):
+    name = str(n)
+    new(name)
+    os.unlink(name)
+    if n % 100 == 0: time.sleep(0.1)
+",
+    );
+}
+
+fn in_memory(act: &str, memory_bytes: u64) -> Ran {
+    let mut hood = Hood::python(&format!("{WRITES}\n{act}"))
+        .limits(|l| (l.disk_bytes, l.memory_bytes) = (1024 * MIB, memory_bytes));
+    hood.spec.workspace_kind = WorkspaceKind::Memory;
+    hood.with_group = false;
+    hood.run()
+}
+
+fn a_memory_workspace_counts_as_memory() {
+    let act = "
+put(new('x'), 80)
+kept = bytearray(60 << 20)
+for at in range(0, len(kept), 4096): kept[at] = 1
+print('\\ntaken', flush=True)
+time.sleep(1.5)
+";
+    stopped(&in_memory(act, 112 * MIB), Stop::Memory);
+    let control = in_memory(act, 512 * MIB);
+    unstopped(&control);
+    assert!(control.said("taken"), "{}", control.all());
+}
+
+fn a_memory_workspace_holds_no_more_than_memory() {
+    let act = "
+try:
+    put(new('x'), 256)
+except OSError as e:
+    print(errno.errorcode[e.errno])
+";
+    let ran = in_memory(act, 96 * MIB);
+    let written = ran.stdout.matches('.').count();
+    assert!(written <= 96, "{}", ran.all());
+    let control = in_memory(act, 512 * MIB);
+    unstopped(&control);
+    assert_eq!(control.stdout.matches('.').count(), 256);
+}
+
+/// Runs it with memory that only the watch holds.
+fn memory_limited(run: impl Fn(u64) -> Ran, memory_bytes: u64) {
+    stopped(&run(memory_bytes), Stop::Memory);
+    let control = run(4096 * MIB);
+    unstopped(&control);
+    assert!(control.stdout.contains("wrote all"), "{}", control.all());
+}
+
+fn memory_held_by_blocked_calls() {
+    let act = format!(
+        "{HELD_BY_CALL}
+static void attack(char **argv) {{
+    pipe_end = full_pipe();
+    memset(mib, 'x', sizeof mib);
+    for (int n = 0; n < 768; n += 16) {{
+        int fd = memfd_create(\"x\", 0);
+        for (int m = 0; m < 16; m++) write(fd, mib, sizeof mib);
+        held_by_call(fd);
+        close(fd);
+        usleep(30000);
+    }}
+}}"
+    );
+    let run = |memory_bytes| {
+        run_c(&act, 768, |hood| {
+            hood.with_group = false;
+            hood.spec.limits.memory_bytes = memory_bytes;
+        })
+    };
+    let _alone = alone();
+    memory_limited(run, 96 * MIB);
+}
+
+fn memory_files_in_flight() {
+    let act = format!(
+        "{WRITES}
+left, right = socket.socketpair()
+for _ in range(24):
+    fd = os.memfd_create('x')
+    put(fd, PART)
+    socket.send_fds(left, [b'x'], [fd])
+    os.close(fd)
+print('wrote all', flush=True)
+time.sleep(1.5)
+"
+    );
+    let run = |memory_bytes| {
+        let mut hood = Hood::python(&act).limits(|l| l.memory_bytes = memory_bytes);
+        hood.with_group = false;
+        hood.run()
+    };
+    let _alone = alone();
+    memory_limited(run, 96 * MIB);
+}
+
+/// One byte of a large folio in each slot of each pipe; the file itself is truncated again.
+const PIN: &str = r#"
+static void pin(int folios) {
+    size_t size = 2 << 20;
+    char *bytes = malloc(size);
+    memset(bytes, 1, size);
+    int ends[2];
+    for (int n = 0; n < folios; n++) {
+        if (n % 16 == 0 && pipe(ends) != 0) _exit(3);
+        int fd = open("x", O_RDWR | O_CREAT | O_TRUNC, 0600);
+        off_t from = 0;
+        if (write(fd, bytes, size) != size || sendfile(ends[1], fd, &from, 1) != 1) _exit(4);
+        if (ftruncate(fd, 0) != 0) _exit(5);
+        close(fd);
+    }
+    free(bytes);
+}
+"#;
+
+fn memory_held_by_pipes() {
+    let _alone = alone();
+    let act = format!("{PIN}static void attack(char **argv) {{ pin(atoi(argv[1]) / 2); }}");
+    let run = |memory_bytes| {
+        run_c(&act, 768, |hood| {
+            hood.with_group = false;
+            hood.spec.limits.memory_bytes = memory_bytes;
+        })
+    };
+    if !keeps_large_folios() {
+        eprintln!("UNAVAILABLE: files here are kept in memory page by page");
+        return;
+    }
+    memory_limited(run, 256 * MIB);
+}
+
+/// Whether the file system of the workspaces keeps files in large folios: a byte in a pipe then holds much.
+fn keeps_large_folios() -> bool {
+    let dir = tempfile::tempdir_in("/tmp").unwrap();
+    let program = dir.path().join("pins");
+    let act = r#"
+static long unaccounted(void) {
+    char line[200], name[64];
+    long rest = 0, value;
+    FILE *info = fopen("/proc/meminfo", "r");
+    while (fgets(line, sizeof line, info))
+        if (sscanf(line, "%63s %ld", name, &value) == 2) {
+            if (!strcmp(name, "MemTotal:")) rest += value;
+            else if (strstr("MemFree: Buffers: Cached: SwapCached: AnonPages: Slab: KernelStack: PageTables: Percpu:", name)) rest -= value;
+        }
+    fclose(info);
+    return rest >> 10;
+}
+static void attack(char **argv) {
+    long before = unaccounted();
+    pin(64);
+    printf("%ld\n", unaccounted() - before);
+    fflush(stdout);
+    _exit(0);
+}"#;
+    compile(&format!("{C_WRITES}{PIN}{act}"), &program);
+    let grown = || -> i64 {
+        let mut command = std::process::Command::new(&program);
+        let output = command.arg("0").current_dir(dir.path()).output().unwrap();
+        let printed = String::from_utf8_lossy(&output.stdout);
+        printed.trim().parse().unwrap()
+    };
+    // Others take and give back such memory meanwhile.
+    (0..5).any(|_| grown() > 64)
+}
+
+/// A thread with descriptors of its own holds files that its process's list does not show: 300 MB under 64 MB.
+fn descriptors_of_a_threads_own_are_refused() {
+    let act = "
+import threading
+said = []
+def unshare():
+    # close_range(UINT_MAX, UINT_MAX, CLOSE_RANGE_UNSHARE)
+    try: said.append(sc(436, 2**32 - 1, 2**32 - 1, 2))
+    except OSError as e: said.append(e)
+thread = threading.Thread(target=unshare); thread.start(); thread.join()
+if isinstance(said[0], OSError): raise said[0]
+";
+    let script = attempts("", &[("close_range", act)]);
+    let ran = Hood::python(&script).run();
+    assert_eq!(verdict(&ran.stdout, "close_range"), "refused EINVAL");
+    assert_eq!(verdict(&unconfined(&script), "close_range"), "done");
+}
+
+fn vmsplice_is_refused() {
+    let act = "
+import mmap
+class Piece(ctypes.Structure):
+    _fields_ = [('base', ctypes.c_void_p), ('length', ctypes.c_size_t)]
+reader, writer = os.pipe()
+kept = ctypes.create_string_buffer(4096)
+piece = Piece(ctypes.addressof(kept), 4096)
+sc({'x86_64': 278, 'aarch64': 75}[os.uname().machine], writer, ctypes.byref(piece), 1, 0)
+";
+    let script = attempts("", &[("vmsplice", act)]);
+    let ran = Hood::python(&script).run();
+    assert_eq!(verdict(&ran.stdout, "vmsplice"), "refused ENOSYS");
+    assert_eq!(verdict(&unconfined(&script), "vmsplice"), "done");
+}

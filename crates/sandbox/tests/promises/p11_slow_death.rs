@@ -1,0 +1,85 @@
+//! P11, P17: a program whose processes take seconds to die keeps the reason for which it was stopped, and is waited for.
+
+use sandbox::outcome::Stop;
+use sandbox::spec::Bytes;
+use sandbox::supervise::Wish;
+
+use crate::hood::{Hood, Ran};
+use crate::p11_deadline::{left_of, new_marker};
+use crate::{Entry, For};
+
+pub const TRIALS: &[Entry] = &[
+    (
+        "large_page_tables_do_not_hide_a_timeout",
+        For::Everyone,
+        large_page_tables_do_not_hide_a_timeout,
+    ),
+    (
+        "large_page_tables_do_not_hide_a_cancel",
+        For::Everyone,
+        large_page_tables_do_not_hide_a_cancel,
+    ),
+    (
+        "an_end_with_slow_children_is_the_program_s_own",
+        For::Everyone,
+        an_end_with_slow_children_is_the_program_s_own,
+    ),
+];
+
+/// Forks for four seconds, each time with a copy of 262,144 page table entries that all show the kernel's one page of
+/// zeros. What takes four seconds to copy takes about as long to take down on the one CPU that all are pinned to.
+/// Memory is bounded by the tables: 2 MiB for each child.
+const SLOW_TO_DIE: &str = "
+import mmap, os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+MAP_NORESERVE, MADV_NOHUGEPAGE, MADV_POPULATE_READ = 0x4000, 15, 22
+m = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+m.madvise(MADV_NOHUGEPAGE)
+# Only a mapping that was written to has its tables copied by fork.
+m[0] = 1
+m.madvise(MADV_POPULATE_READ)
+begun = time.monotonic()
+for _ in range(200):
+    if os.fork() == 0:
+        while True:
+            signal.pause()
+    if time.monotonic() - begun > 4:
+        break
+print('up', flush=True)
+";
+
+fn slow_to_die(then: &str, wall_ms: u64, wish_at: Option<(&'static [u8], Wish)>) -> Ran {
+    let marker = new_marker();
+    let mut hood = Hood::python(&format!("{SLOW_TO_DIE}{then}")).limits(|l| {
+        (l.wall_ms, l.grace_ms, l.cpu_milli) = (wall_ms, 100, 1000);
+        (l.memory_bytes, l.pids) = (1 << 30, 400);
+    });
+    hood.spec.argv.push(Bytes::from(&marker));
+    hood.wish_at = wish_at;
+    let ran = hood.run();
+    assert!(ran.said("up"), "{}", ran.all());
+    assert!(ran.outcome.all_dead, "{}", ran.all());
+    assert_eq!(left_of(&marker), [0i32; 0]);
+    ran
+}
+
+const REST: &str = "
+while True:
+    signal.pause()
+";
+
+fn large_page_tables_do_not_hide_a_timeout() {
+    let ran = slow_to_die(REST, 12_000, None);
+    assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+}
+
+fn large_page_tables_do_not_hide_a_cancel() {
+    let ran = slow_to_die(REST, 60_000, Some((b"up", Wish::Kill)));
+    assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
+}
+
+/// The first process ends by itself; how long its children take to die is no matter.
+fn an_end_with_slow_children_is_the_program_s_own() {
+    let ran = slow_to_die("sys.exit(3)", 60_000, None);
+    assert_eq!((ran.code(), ran.stop()), (Some(3), None), "{}", ran.all());
+}
