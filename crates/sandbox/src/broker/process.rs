@@ -184,16 +184,21 @@ impl Pool {
                     valid: &|| sys::notification_valid(self.listener.as_fd(), call.id),
                 }),
             };
+            // Count this thread as waiting before it answers. The answer wakes the caller, and the caller's next call can
+            // come before this thread runs again: it would start one more thread each time, up to the last.
+            let stays = first || self.waiting.load(Ordering::Acquire) < SPARE_THREADS_MAX;
+            if stays {
+                self.waiting.fetch_add(1, Ordering::AcqRel);
+            }
             // The caller may have died meanwhile; then nobody waits for the answer.
             let _answered = self.answer(call.id, reply);
             if let Some(slot) = slot {
                 slot.store(0, Ordering::Release);
             }
-            if !first && self.waiting.load(Ordering::Acquire) >= SPARE_THREADS_MAX {
+            if !stays {
                 self.threads.fetch_sub(1, Ordering::AcqRel);
                 return;
             }
-            self.waiting.fetch_add(1, Ordering::AcqRel);
         }
     }
 

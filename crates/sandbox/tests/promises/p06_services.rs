@@ -1038,7 +1038,10 @@ listener = socket.socket(socket.AF_UNIX); listener.bind('busy'); listener.listen
 listener.setblocking(False)
 end = time.monotonic() + 3
 while time.monotonic() < end:
-    s = socket.socket(socket.AF_UNIX); s.connect('busy'); s.close(); listener.accept()[0].close()
+    s = socket.socket(socket.AF_UNIX)
+    s.connect('busy')
+    s.close()
+    listener.accept()[0].close()
 others = [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]
 ticks = [sum(map(int, open('/proc/%s/stat' % p).read().rsplit(')', 1)[1].split()[11:13])) for p in others]
 init = sum(map(int, open('/proc/1/stat').read().rsplit(')', 1)[1].split()[11:15]))
