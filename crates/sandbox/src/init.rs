@@ -338,7 +338,7 @@ impl Init {
     fn signal_all(&self, signals: &[i32]) {
         // In a pid namespace of its own, or with a uid of its own, everyone whom this process may signal is of the run,
         // and the kernel reaches them all at once, whoever forks meanwhile.
-        if self.realm == Realm::Namespace || self.spec.is_leased() {
+        if self.realm == Realm::Namespace || self.spec.own_uid().is_some() {
             for signal in signals {
                 let _none_left = sys::kill_everyone(*signal);
             }

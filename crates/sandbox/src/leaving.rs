@@ -11,7 +11,7 @@ use rustix::process::{Signal, WaitId, WaitIdOptions};
 use crate::channel::Order;
 use crate::dying::{BACKSTOP, DYING_AT_MOST};
 use crate::processes;
-use crate::spec::{Identity, Level};
+use crate::spec::Level;
 use crate::supervise::{Running, timespec};
 
 /// The kernel has this long to finish what init was in charge of, once that is killed.
@@ -96,7 +96,7 @@ impl Running<'_> {
         if let Some(group) = self.group {
             group.kill();
         }
-        if let Identity::Leased { uid, .. } = self.spec.identity {
+        if let Some(uid) = self.spec.own_uid() {
             // The guardian has the uid too, and tells the end.
             let guardian = self.init_pid.map(|pid| pid.as_raw_nonzero().get() as u32);
             let others = processes::of_user(uid).into_iter();
@@ -118,10 +118,10 @@ impl Running<'_> {
         let until = Instant::now() + LAST_WAIT;
         loop {
             self.kill_from_outside();
-            let empty = match (self.group, self.spec.identity) {
+            let empty = match (self.group, self.spec.own_uid()) {
                 (Some(group), _) => group.is_empty(),
-                (None, Identity::Leased { uid, .. }) => processes::of_user(uid).is_empty(),
-                (None, Identity::Caller { .. }) => return false,
+                (None, Some(uid)) => processes::of_user(uid).is_empty(),
+                (None, None) => return false,
             };
             if empty || Instant::now() > until {
                 return empty;

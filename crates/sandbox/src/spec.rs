@@ -461,6 +461,15 @@ impl Spec {
         matches!(self.identity, Identity::Leased { .. })
     }
 
+    /// The uid that no process outside the run has. A probe leases none: the uid `nobody`, which it takes as root, is also
+    /// that of services of the host.
+    pub fn own_uid(&self) -> Option<u32> {
+        match (self.identity, self.purpose) {
+            (Identity::Leased { uid, .. }, Purpose::Run) => Some(uid),
+            _ => None,
+        }
+    }
+
     pub fn has(&self, layer: Layer) -> bool {
         self.level.has(layer) && !self.without.contains(&layer)
     }

@@ -95,6 +95,11 @@ pub const TRIALS: &[Entry] = &[
         a_probe_leaves_nothing_behind,
     ),
     (
+        "a_probe_kills_nobodys_processes_but_its_own",
+        For::Root,
+        a_probe_kills_nobodys_processes_but_its_own,
+    ),
+    (
         "each_layer_owns_its_acts",
         For::Everyone,
         each_layer_owns_its_acts,
@@ -811,6 +816,24 @@ fn a_probe_leaves_nothing_behind() {
         assert_eq!(children().trim(), "");
         assert_eq!(descriptors(), before);
     }
+}
+
+/// As root a probe takes the uid `nobody`, which services of the host have too.
+fn a_probe_kills_nobodys_processes_but_its_own() {
+    const NOBODY: u32 = 65_534;
+    let mut service = Command::new("sleep")
+        .arg("300")
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .spawn()
+        .unwrap();
+    for level in [Level::Full, Level::Landlock] {
+        let launcher = std::path::Path::new("/proc/self/exe");
+        sandbox::probe::try_level(launcher, level).unwrap();
+        assert_eq!(service.try_wait().unwrap(), None, "{level:?}");
+    }
+    service.kill().unwrap();
+    service.wait().unwrap();
 }
 
 /// Two runs that differ in one layer: with it the act is refused, without it the act succeeds.
