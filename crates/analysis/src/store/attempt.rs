@@ -21,9 +21,12 @@ pub enum State {
     LimitExceeded,
     Cancelled,
     Error,
+    /// A word that this Fumehood does not know, as a newer one may have written. It is read and shown, never written.
+    Unknown,
 }
 
 impl State {
+    /// Those that Fumehood writes.
     pub const ALL: [State; 10] = [
         State::Queued,
         State::Running,
@@ -49,6 +52,7 @@ impl State {
             State::LimitExceeded => "limit_exceeded",
             State::Cancelled => "cancelled",
             State::Error => "error",
+            State::Unknown => "unknown",
         }
     }
 
@@ -57,7 +61,10 @@ impl State {
     }
 
     pub fn is_final(self) -> bool {
-        !matches!(self, State::Queued | State::Running | State::Collecting)
+        !matches!(
+            self,
+            State::Queued | State::Running | State::Collecting | State::Unknown
+        )
     }
 }
 

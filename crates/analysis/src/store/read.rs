@@ -32,6 +32,8 @@ pub struct Listed {
     pub id: String,
     pub attempt: u32,
     pub state: State,
+    /// As the database has it.
+    pub state_word: String,
     pub reason: Option<String>,
     pub message: Option<String>,
     pub superseded: bool,
@@ -162,19 +164,33 @@ macro_rules! everything {
 impl Store {
     /// Newest first.
     pub fn list(&mut self, filter: &Filter) -> Result<Vec<Listed>, StoreError> {
-        let sql = concat!(
-            "SELECT ",
-            listed!(),
-            " FROM attempts a
-              WHERE a.created_ms >= $1 AND a.state IN ($2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
-                AND ($12 OR (NOT a.superseded AND NOT EXISTS (
-                    SELECT 1 FROM attempts b WHERE b.id = a.id AND b.attempt > a.attempt AND NOT b.superseded)))
-              ORDER BY a.created_ms DESC, a.id DESC, a.attempt DESC LIMIT $13"
-        );
-        let mut values = vec![Value::int(filter.since_ms.unwrap_or(i64::MIN))];
-        values.extend(ten_states(filter.states).map(|state| Value::text(state.as_str())));
-        values.push(Value::bool(filter.which == Which::All));
-        values.push(Value::int(filter.limit));
+        macro_rules! listing {
+            ($of_states:literal) => {
+                concat!(
+                    "SELECT ",
+                    listed!(),
+                    " FROM attempts a WHERE a.created_ms >= $1",
+                    $of_states,
+                    " AND ($2 OR (NOT a.superseded AND NOT EXISTS (
+                        SELECT 1 FROM attempts b WHERE b.id = a.id AND b.attempt > a.attempt AND NOT b.superseded)))
+                      ORDER BY a.created_ms DESC, a.id DESC, a.attempt DESC LIMIT $3"
+                )
+            };
+        }
+        let mut values = vec![
+            Value::int(filter.since_ms.unwrap_or(i64::MIN)),
+            Value::bool(filter.which == Which::All),
+            Value::int(filter.limit),
+        ];
+        let sql = match filter.states.is_empty() {
+            // Those too whose state this Fumehood does not know.
+            true => listing!(""),
+            false => {
+                let states = ten_states(filter.states);
+                values.extend(states.map(|state| Value::text(state.as_str())));
+                listing!(" AND a.state IN ($4, $5, $6, $7, $8, $9, $10, $11, $12, $13)")
+            }
+        };
         let rows = self.db.query("list the analyses", sql, &values)?;
         // What cannot even be named, by a number that no attempt has, must not hide the others.
         let listed = rows.into_iter().filter_map(|mut row| listed(&mut row).ok());
@@ -447,7 +463,8 @@ fn listed(row: &mut Row) -> Result<Listed, StoreError> {
     let mut listed = Listed {
         id: row.text(what)?,
         attempt: row.attempt()?,
-        state: row.state()?,
+        state: State::Unknown,
+        state_word: row.text(what)?,
         reason: row.maybe_text(what)?,
         message: row.maybe_text(what)?,
         superseded: row.bool(what)?,
@@ -466,6 +483,7 @@ fn listed(row: &mut Row) -> Result<Listed, StoreError> {
         post_process_word: row.maybe_text(what)?,
         post_process: PostProcess::NotAsked,
     };
+    listed.state = State::parse(&listed.state_word).unwrap_or(State::Unknown);
     listed.post_process = PostProcess::parse(listed.post_process_word.as_deref());
     Ok(listed)
 }

@@ -31,15 +31,19 @@ fn a_row_of_unknown_words_is_listed_and_hides_no_other(lab: &Lab) {
     lab.sql("UPDATE attempts SET wall_ms = -1, exit_code = 99999999999 WHERE id = 'b'");
     lab.sql("UPDATE attempts SET state = 'dreaming' WHERE id = 'c'");
     let listed = names(&mut store, &ALL);
-    assert!(listed.iter().any(|name| name == "d/1"), "{listed:?}");
-    assert_eq!(listed[..2], ["a/1", "b/1"]);
+    assert_eq!(listed, ["a/1", "b/1", "c/1", "d/1"]);
     let listed = store.list(&ALL).unwrap();
     assert_eq!(listed[0].post_process, PostProcess::Unknown);
     assert_eq!(listed[0].post_process_word.as_deref(), Some("bygone"));
     assert_eq!(listed[0].reason.as_deref(), Some("unheard of"));
     assert_eq!((listed[1].wall_ms, listed[1].exit_code), (None, None));
+    assert_eq!(
+        (listed[2].state, listed[2].state_word.as_str()),
+        (State::Unknown, "dreaming")
+    );
     let whole = store.show("a", None).unwrap();
     assert_eq!(whole.listed.post_process, PostProcess::Unknown);
+    assert_eq!(store.show("c", None).unwrap().listed, listed[2]);
     assert!(store.post_process_due(None, 10).unwrap().is_empty());
     store.overview(10).unwrap();
 }

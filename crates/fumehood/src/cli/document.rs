@@ -14,7 +14,7 @@ use super::events::{EventEntry, PlaceEntry};
 pub struct Entry<'a> {
     pub id: &'a str,
     pub attempt: u32,
-    pub status: &'static str,
+    pub status: &'a str,
     pub reason: Option<&'a str>,
     pub message: Option<&'a str>,
     pub superseded: bool,
@@ -38,7 +38,7 @@ impl<'a> From<&'a Listed> for Entry<'a> {
         Entry {
             id: &listed.id,
             attempt: listed.attempt,
-            status: listed.state.as_str(),
+            status: &listed.state_word,
             reason: listed.reason.as_deref(),
             message: listed.message.as_deref(),
             superseded: listed.superseded,

@@ -77,7 +77,7 @@ pub fn of_stored(listed: &Listed) -> u8 {
         State::Cancelled => CANCELLED,
         State::Error if is(Reason::NotFound) => NOT_FOUND,
         State::Error if is(Reason::NotExecutable) => NOT_EXECUTABLE,
-        State::Error => COULD_NOT_RUN,
+        State::Error | State::Unknown => COULD_NOT_RUN,
     }
 }
 

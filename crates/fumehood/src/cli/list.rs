@@ -189,7 +189,7 @@ pub fn name(listed: &Listed) -> String {
 
 /// The status, and why if that says more.
 pub fn ended(listed: &Listed) -> String {
-    let status = listed.state.as_str().replace('_', " ");
+    let status = clean(&listed.state_word).replace('_', " ");
     let reason = listed.reason.as_deref().unwrap_or_default();
     let why = match (listed.state, reason, listed.exit_code, listed.signal) {
         (State::Failed, "exit", Some(code), _) => format!("exit {code}"),
@@ -226,7 +226,7 @@ fn note(listed: &Listed, here: &[Standing]) -> String {
         }
         PostProcess::NotAsked | PostProcess::Done => {}
     }
-    if !listed.state.is_final() && listed.state != State::Queued {
+    if matches!(listed.state, State::Running | State::Collecting) {
         let standing = here.iter().find(|s| s.record.id.as_str() == listed.id);
         match standing.map(Standing::next) {
             Some(Next::Runs) => {}
@@ -250,6 +250,7 @@ mod tests {
             id: "a".into(),
             attempt: 1,
             state,
+            state_word: state.as_str().into(),
             reason: Some(reason.into()),
             message: None,
             superseded: false,

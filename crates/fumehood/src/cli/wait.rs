@@ -206,7 +206,8 @@ fn look(ledger: &mut Ledger, id: &str) -> Result<Last, SettleError> {
     let since_ms = now_ms.saturating_sub(listed.committed_ms.unwrap_or(now_ms));
     let step_runs = listed.post_process == PostProcess::Pending && since_ms < step_ms;
     Ok(Last {
-        ended: listed.state.is_final() && !step_runs,
+        // A newer Fumehood may have ended it in a state of its own.
+        ended: (listed.state.is_final() || listed.committed_ms.is_some()) && !step_runs,
         listed,
     })
 }

@@ -5,10 +5,9 @@ use std::path::Path;
 
 use analysis::ledger::Ledger;
 use analysis::logs::escape_text;
-use analysis::record::{PostProcessed, Reason};
+use analysis::record::PostProcessed;
 use analysis::request::AnalysisId;
 use analysis::steps::{self, Discard, Processed, StepsError};
-use analysis::store::{Listed, PostProcess, State};
 use anyhow::Context;
 use serde::Serialize;
 
@@ -157,7 +156,7 @@ struct Stepped<'a> {
     schema: &'static str,
     id: &'a str,
     attempt: u32,
-    status: &'static str,
+    status: &'a str,
     /// `null`: there was nothing to do.
     post_process: Option<PostProcessed>,
 }
@@ -192,13 +191,16 @@ fn tell_step(
     let listed = ledger
         .with(|store| store.show(id.as_str(), attempt))?
         .listed;
-    let code = code_of(&listed);
+    let code = match listed.state.is_final() {
+        true => exit::of_stored(&listed),
+        false => exit::NOT_COMMITTED,
+    };
     if json {
         print::json(&Stepped {
             schema: "fumehood.post-processed/1",
             id: id.as_str(),
             attempt: listed.attempt,
-            status: listed.state.as_str(),
+            status: &listed.state_word,
             post_process: step,
         })?;
         return Ok(code);
@@ -217,33 +219,4 @@ fn tell_step(
         )),
     }
     Ok(code)
-}
-
-/// As [`exit::code`] would say of the run itself.
-fn code_of(listed: &Listed) -> u8 {
-    const SIGNAL_BASE: i32 = 128;
-    let reason = listed.reason.as_deref();
-    let is = |wanted: Reason| reason == Some(wanted.as_str());
-    match listed.state {
-        State::Succeeded => match listed.post_process {
-            PostProcess::Failed | PostProcess::Pending => exit::NOT_COMMITTED,
-            PostProcess::NotAsked | PostProcess::Done | PostProcess::Unknown => 0,
-        },
-        State::Failed if is(Reason::MissingOutput) => exit::MISSING_OUTPUT,
-        State::Failed => {
-            let by_signal = listed.signal.map(|n| n.saturating_add(SIGNAL_BASE));
-            let code = listed.exit_code.or(by_signal);
-            let code = code.and_then(|code| u8::try_from(code).ok());
-            // Failed is never 0, whatever was told.
-            code.filter(|code| *code != 0).unwrap_or(1)
-        }
-        State::TimedOut => exit::TIMED_OUT,
-        State::OutOfMemory => exit::OUT_OF_MEMORY,
-        State::LimitExceeded => exit::LIMIT_EXCEEDED,
-        State::Cancelled => exit::CANCELLED,
-        State::Error if is(Reason::NotFound) => exit::NOT_FOUND,
-        State::Error if is(Reason::NotExecutable) => exit::NOT_EXECUTABLE,
-        State::Error => exit::COULD_NOT_RUN,
-        State::Queued | State::Running | State::Collecting => exit::NOT_COMMITTED,
-    }
 }
