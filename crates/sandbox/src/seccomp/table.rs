@@ -122,8 +122,6 @@ const ALLOWED: &[&[c_long]] = &[
         libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4, libc::SYS_getsockname,
         libc::SYS_getpeername, libc::SYS_getsockopt, libc::SYS_shutdown, libc::SYS_recvfrom, libc::SYS_recvmsg, libc::SYS_recvmmsg,
     ],
-    // A program may confine itself further.
-    &[libc::SYS_landlock_create_ruleset, libc::SYS_landlock_add_rule, libc::SYS_landlock_restrict_self],
 ];
 
 /// The older forms that only x86_64 has; aarch64's libraries use the forms above.
@@ -227,6 +225,10 @@ const ABSENT: &[&[c_long]] = &[
     &[libc::SYS_vmsplice],
     // What is mounted where, beyond what the sandbox's own /proc tells; callers fall back to that.
     &[number::STATMOUNT, number::LISTMOUNT],
+    // A rule keeps the inode it names, and with it the file's blocks, after the last name and descriptor are gone, until the
+    // ruleset and every process in its domain are: a file that nothing in /proc shows, and so a disk that no watch
+    // bounds. Programs that confine themselves (xz, systemd's tools) take ENOSYS for a kernel without Landlock.
+    &[libc::SYS_landlock_create_ruleset, libc::SYS_landlock_add_rule, libc::SYS_landlock_restrict_self],
     // The security modules' own business; libraries fall back to /proc/self/attr.
     &[number::LSM_GET_SELF_ATTR, number::LSM_SET_SELF_ATTR, number::LSM_LIST_MODULES],
 ];

@@ -30,6 +30,7 @@ pub const TRIALS: &[Entry] = &[
         For::Everyone,
         descriptors_of_a_threads_own_are_refused,
     ),
+    ("files_held_by_landlock_rules_are_refused", For::Everyone, files_held_by_landlock_rules_are_refused),
     ("vmsplice_is_refused", For::Everyone, vmsplice_is_refused),
 ];
 
@@ -445,6 +446,20 @@ if isinstance(said[0], OSError): raise said[0]
     let ran = Hood::python(&script).run();
     assert_eq!(verdict(&ran.stdout, "close_range"), "refused EINVAL");
     assert_eq!(verdict(&unconfined(&script), "close_range"), "done");
+}
+
+/// A rule keeps the file it names after its last name and descriptor: 1 GB under 64 MB.
+fn files_held_by_landlock_rules_are_refused() {
+    let act = "
+handled = struct.pack('Q', 1 << 2)
+ruleset = sc(444, handled, len(handled), 0)
+held = os.open('.', os.O_RDONLY | os.O_CLOEXEC)
+sc(445, ruleset, 1, struct.pack('=Qi', 1 << 2, held), 0)
+";
+    let script = attempts("", &[("rule", act)]);
+    let ran = Hood::python(&script).run();
+    assert_eq!(verdict(&ran.stdout, "rule"), "refused ENOSYS");
+    assert_eq!(verdict(&unconfined(&script), "rule"), "done");
 }
 
 fn vmsplice_is_refused() {
