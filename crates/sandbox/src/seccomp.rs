@@ -749,6 +749,8 @@ mod tests {
         expect(OPEN, libc::SYS_clone, &[0x8000 | 17], EPERM); // CLONE_PARENT
         expect(OPEN, libc::SYS_clone, &[17], ALLOW); // fork
         expect(OPEN, libc::SYS_clone, &[0x003d_0f00], ALLOW); // pthread_create
+        expect(OPEN, libc::SYS_clone, &[0x003d_0d00], EPERM); // without CLONE_FS
+        expect(OPEN, libc::SYS_clone, &[0x003d_0b00], EPERM); // without CLONE_FILES
         expect(OPEN, libc::SYS_clone, &[0x4111], ALLOW); // posix_spawn
         expect(OPEN, libc::SYS_clone, &[0x80], ALLOW); // part of the exit signal here, not CLONE_NEWTIME
     }

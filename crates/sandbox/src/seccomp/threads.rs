@@ -19,9 +19,13 @@ pub(super) fn clone() -> Rule {
     let (threads, files) = (libc::CLONE_THREAD as u32, libc::CLONE_FILES as u32);
     let own_files = [has_any(0, threads), masked(0, files, &[0])];
     let shared_files = [has_any(0, files), masked(0, threads, &[0])];
+    // A thread with a working directory of its own can keep one that was removed, and that may have been large. The watch
+    // looks at one working directory for each process. The thread libraries share it.
+    let own_directory = [has_any(0, threads), masked(0, libc::CLONE_FS as u32, &[0])];
     let clauses = vec![
         when([has_any(0, refused)], DENY),
         when(own_files, DENY),
+        when(own_directory, DENY),
         when(shared_files, DENY),
     ];
     rule(clauses, Action::Allow)
