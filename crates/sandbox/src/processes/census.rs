@@ -121,7 +121,7 @@ impl Census {
             }
         }
         if let Some(limit) = wanted.memory {
-            let (apart, looked) = shared_memory(self.realm, go_on);
+            let (apart, shown, looked) = shared_memory(self.realm, go_on);
             let apart = apart + wanted.files_in_memory;
             self.memory_bytes = self.add_up(&memory, apart);
             let HostMemory {
@@ -132,7 +132,7 @@ impl Census {
                 // Now it matters to the byte: what was counted twice, and what no process shows.
                 once_each(&mut memory);
                 let unseen = match looked {
-                    Looked::All | Looked::Hidden => mapped_shared_memory(self.realm),
+                    Looked::All | Looked::Hidden => mapped_shared_memory(self.realm, &shown),
                     // Memory files may be among the descriptors that were not looked at.
                     Looked::Many => u64::MAX,
                 };
@@ -332,8 +332,9 @@ fn once_each(memory: &mut Vec<(u32, u64, u64)>) {
 
 /// How much the run's processes map of shared memory. Pages of such a mapping that were let go of (MADV_DONTNEED) stay in
 /// memory and are in nobody's resident set: the run answers for as much as it has mapped, and for no more than
-/// there has come to be on the host.
-fn mapped_shared_memory(realm: Realm) -> u64 {
+/// there has come to be on the host. A memory file of which only a part is mapped, and that no descriptor shows, may be of
+/// any size.
+fn mapped_shared_memory(realm: Realm, shown: &HashSet<u64>) -> u64 {
     let mut left = MAPS_BYTES_MAX;
     let mut sizes: HashMap<u64, u64> = HashMap::new();
     let own = std::process::id();
@@ -342,6 +343,9 @@ fn mapped_shared_memory(realm: Realm) -> u64 {
         left = left.saturating_sub(maps.len());
         for line in maps.lines() {
             if let Some((inode, bytes)) = shared_mapping(line) {
+                if line.contains(" /memfd:") && !shown.contains(&inode) {
+                    return u64::MAX;
+                }
                 *sizes.entry(inode).or_default() += bytes;
             }
         }
@@ -375,19 +379,20 @@ fn threads_of(pid: u32) -> u64 {
     threads.unwrap_or(1u64).max(1)
 }
 
-/// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files.
-fn shared_memory(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> (u64, Looked) {
-    let (mut files, mut seen) = (0, HashSet::new());
+/// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files. Also the inodes of those files.
+fn shared_memory(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> (u64, HashSet<u64>, Looked) {
+    let (mut files, mut seen, mut shown) = (0, HashSet::new(), HashSet::new());
     let looked = open_files(realm, &mut |pid, fd, stat| {
         let unlinked = stat.st_nlink == 0 && seen.insert((stat.st_dev, stat.st_ino));
         if unlinked && is_memory_file(pid, fd) {
             files += stat.st_blocks as u64 * 512;
+            shown.insert(stat.st_ino);
         }
         go_on()
     });
     if realm == Realm::Descendants {
         // Neither a /dev/shm nor segments of its own.
-        return (files, looked);
+        return (files, shown, looked);
     }
     let shm = rustix::fs::statvfs("/dev/shm");
     let shm = shm.map_or(0, |s| s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize);
@@ -397,7 +402,7 @@ fn shared_memory(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> (u64, Looked)
         fields.filter_map(|f| f.parse::<u64>().ok()).sum()
     };
     let segments: u64 = segments.lines().skip(1).map(segment).sum();
-    (shm + segments + files, looked)
+    (shm + segments + files, shown, looked)
 }
 
 /// Bytes waiting in the sockets of the run's own network.
@@ -415,7 +420,12 @@ fn socket_buffers() -> u64 {
         .sum()
 }
 
-fn is_memory_file(pid: u32, fd: &OsStr) -> bool {
-    let link = std::fs::read_link(Path::new(&format!("/proc/{pid}/fd")).join(fd));
+fn is_memory_file(pid: u32, held: &OsStr) -> bool {
+    // A running program may be a memory file, larger than what is mapped of it.
+    let dir = match held == OsStr::new("exe") {
+        true => format!("/proc/{pid}"),
+        false => format!("/proc/{pid}/fd"),
+    };
+    let link = std::fs::read_link(Path::new(&dir).join(held));
     link.is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:"))
 }

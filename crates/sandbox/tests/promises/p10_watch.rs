@@ -25,6 +25,8 @@ pub const TRIALS: &[Entry] = &[
     ("a_memory_workspace_holds_no_more_than_memory", For::Everyone, a_memory_workspace_holds_no_more_than_memory),
     ("memory_held_by_blocked_calls", For::Everyone, memory_held_by_blocked_calls),
     ("memory_files_in_flight", For::Everyone, memory_files_in_flight),
+    ("memory_files_mapped_in_part", For::Everyone, memory_files_mapped_in_part),
+    ("memory_files_that_are_running_programs", For::Everyone, memory_files_that_are_running_programs),
     ("memory_held_by_pipes", For::Everyone, memory_held_by_pipes),
     (
         "descriptors_of_a_threads_own_are_refused",
@@ -386,6 +388,71 @@ time.sleep(1.5)
     };
     let _alone = alone();
     memory_limited(run, 96 * MIB);
+}
+
+/// Runs it with 768 MiB in memory files of 16 MiB each, of which `held` keeps what it can before they are closed.
+fn memory_files_limited(held: &str) {
+    let act = format!(
+        "{held}
+static void attack(char **argv) {{
+    if (strcmp(argv[1], \"child\") == 0) for (;;) pause();
+    memset(mib, 'x', sizeof mib);
+    for (int n = 0; n < 768; n += 16) {{
+        int fd = memfd_create(\"x\", MFD_CLOEXEC);
+        begin(fd, argv[0]);
+        for (int m = 0; m < 16; m++) write(fd, mib, sizeof mib);
+        hold(fd);
+        usleep(30000);
+    }}
+}}"
+    );
+    let run = |memory_bytes| {
+        run_c(&act, 768, |hood| {
+            hood.with_group = false;
+            hood.spec.limits.memory_bytes = memory_bytes;
+        })
+    };
+    let _alone = alone();
+    memory_limited(run, 96 * MIB);
+}
+
+/// A page that is mapped keeps the whole file: 800 MB under 128 MB.
+fn memory_files_mapped_in_part() {
+    memory_files_limited(
+        "
+static void begin(int fd, char *own) {}
+static void hold(int fd) {
+    if (mmap(0, 4096, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED) _exit(3);
+    close(fd);
+}",
+    );
+}
+
+/// So does a process whose program it is, whatever follows what is mapped of it.
+fn memory_files_that_are_running_programs() {
+    memory_files_limited(
+        r#"
+static void begin(int fd, char *own) {
+    int from = open(own, O_RDONLY);
+    char part[65536];
+    ssize_t length;
+    while ((length = read(from, part, sizeof part)) > 0) write(fd, part, length);
+    close(from);
+}
+static void hold(int fd) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    int program = open(path, O_RDONLY | O_CLOEXEC);
+    if (program < 0) _exit(4);
+    close(fd);
+    if (fork() == 0) {
+        char *argv[] = {"x", "child", 0};
+        execveat(program, "", argv, argv + 2, AT_EMPTY_PATH);
+        _exit(5);
+    }
+    close(program);
+}"#,
+    );
 }
 
 /// One byte of a large folio in each slot of each pipe; the file itself is truncated again.
