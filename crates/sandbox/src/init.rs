@@ -417,15 +417,20 @@ impl Init {
     fn watch_them_die(&mut self, report: &mut Reporter) {
         let progress = self.dying.as_mut().and_then(Dying::look);
         if progress == Some(Progress::Made) {
-            report.tell(
-                &Report::Dying {
-                    exit: self.main_exit,
-                    stop: self.stop,
-                    usage: self.usage(self.wall_ms(), self.seen()),
-                },
-                &[],
-            );
+            self.tell_progress(self.wall_ms(), report);
         }
+    }
+
+    /// What is known of the end so far. The runner then has patience with init, and keeps this should init not tell more.
+    fn tell_progress(&self, wall_ms: u64, report: &mut Reporter) {
+        report.tell(
+            &Report::Dying {
+                exit: self.main_exit,
+                stop: self.stop,
+                usage: self.usage(wall_ms, self.seen()),
+            },
+            &[],
+        );
     }
 
     fn wall_ms(&self) -> u64 {
@@ -464,9 +469,11 @@ impl Init {
         }
         let seen = match self.stop {
             None => {
+                // The look may take longer than until the deadline, and a program that ended before it did not time out.
+                let mut tell = || self.tell_progress(wall_ms, report);
                 let watch = self.watch.as_ref();
                 watch
-                    .map(|watch| watch.finish(LAST_LOOK_AT_MOST))
+                    .map(|watch| watch.finish(LAST_LOOK_AT_MOST, &mut tell))
                     .unwrap_or_default()
             }
             // Late already: whoever waits for the end of this run has been promised it.

@@ -184,19 +184,22 @@ impl Watching {
         let _lost = self.orders.send(Word::Begin { in_use });
     }
 
-    /// A last look, for as long as there is time for it.
-    pub fn finish(&self, at_most: Duration) -> Seen {
+    /// A last look, for as long as there is time for it. Calls `at_each_tick` meanwhile.
+    pub fn finish(&self, at_most: Duration, at_each_tick: &mut dyn FnMut()) -> Seen {
         let _over_already = self.orders.send(Word::End);
         let until = Instant::now() + at_most;
         while !self.lock().over && Instant::now() < until {
-            let left = until.saturating_duration_since(Instant::now());
+            let left = until.saturating_duration_since(Instant::now()).min(TICK);
             let left = rustix::event::Timespec {
                 tv_sec: left.as_secs() as i64,
                 tv_nsec: left.subsec_nanos().into(),
             };
             let mut fds = [PollFd::new(&self.bell, PollFlags::IN)];
-            let _woken = rustix::event::poll(&mut fds, Some(&left));
+            let woken = rustix::event::poll(&mut fds, Some(&left));
             let _quiet_again = rustix::io::read(&self.bell, &mut [0u8; 8]);
+            if woken == Ok(0) {
+                at_each_tick();
+            }
         }
         self.seen()
     }

@@ -9,7 +9,7 @@ use sandbox::outcome::{Exit, Stop};
 use sandbox::spec::{Bytes, HostPath, Identity, InsidePath, SpecError};
 use sandbox::supervise::RunError;
 
-use crate::hood::{Hood, Ran, at_landlock, chain, host_dir, is_root, path_of};
+use crate::hood::{Hood, Ran, at_landlock, chain, compile, host_dir, is_root, path_of};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
@@ -36,6 +36,11 @@ pub const TRIALS: &[Entry] = &[
         init_cannot_be_limited,
     ),
     ("words_are_not_facts", For::Everyone, words_are_not_facts),
+    (
+        "an_end_before_the_deadline_is_no_timeout",
+        For::Root,
+        an_end_before_the_deadline_is_no_timeout,
+    ),
     (
         "others_ends_are_not_the_programs",
         For::Everyone,
@@ -331,6 +336,37 @@ os._exit(7)
     };
     assert_eq!(count("child ", answer), 4, "{}", ran.all());
     assert!(ran.said("itself too"), "{}", ran.all());
+}
+
+/// What it leaves takes longer to measure than until the deadline.
+fn an_end_before_the_deadline_is_no_timeout() {
+    const SOURCE: &str = r#"
+#include <stdio.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+int main(void) {
+    struct timespec start, now;
+    char name[64];
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    for (int n = 0;; n++) {
+        snprintf(name, sizeof name, "d%d", n / 1000);
+        if (n % 1000 == 0 && mkdir(name, 0700) != 0) _exit(1);
+        snprintf(name, sizeof name, "d%d/%d", n / 1000, n);
+        if (mkdir(name, 0700) != 0) _exit(2);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if (now.tv_sec - start.tv_sec + (now.tv_nsec - start.tv_nsec) / 1e9 >= 9.5) _exit(7);
+    }
+}
+"#;
+    let mut hood = Hood::new(&["/bin/true"])
+        .limits(|l| (l.wall_ms, l.grace_ms, l.files) = (10_000, 0, 100_000_000));
+    let program = hood.workspace().join("attack");
+    compile(SOURCE, &program);
+    hood.command(&[&program]);
+    let ran = hood.run();
+    let end = (ran.outcome.exit, ran.outcome.stop);
+    assert_eq!(end, (Some(Exit::Code(7)), None), "{}", ran.all());
 }
 
 fn words_are_not_facts() {
