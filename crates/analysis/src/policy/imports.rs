@@ -17,25 +17,32 @@ pub(super) struct Import {
     pub parts: Vec<String>,
 }
 
-/// Every module that `source` names. `from a import b` names both `a` and `a.b`, since `b` may be a module.
-pub(super) fn imports(source: &[u8]) -> Vec<Import> {
+/// Calls `found` with every module that `source` names, until it fails. `from a import b` names both `a` and `a.b`, since
+/// `b` may be a module.
+///
+/// Nothing is gathered here: a name of two bytes can stand for an [`Import`] of a thousand, and a source has millions.
+pub(super) fn imports<E>(
+    source: &[u8],
+    mut found: impl FnMut(Import) -> Result<(), E>,
+) -> Result<(), E> {
     let text = String::from_utf8_lossy(source);
-    let mut found = Vec::new();
-    for statement in statements(&text) {
-        if let Some(rest) = keyword(&statement, "import") {
+    statements(&text, |statement| {
+        if let Some(rest) = keyword(statement, "import") {
             for item in rest.split(',') {
                 let name = item.split_whitespace().next().unwrap_or_default();
-                found.extend(dotted(name).map(|parts| Import { dots: 0, parts }));
+                if let Some(parts) = dotted(name) {
+                    found(Import { dots: 0, parts })?;
+                }
             }
-        } else if let Some(rest) = keyword(&statement, "from") {
-            from(rest, &mut found);
+        } else if let Some(rest) = keyword(statement, "from") {
+            from(rest, &mut found)?;
         }
-    }
-    found
+        Ok(())
+    })
 }
 
 /// `.x import (y as z, w)`
-fn from(rest: &str, found: &mut Vec<Import>) {
+fn from<E>(rest: &str, found: &mut impl FnMut(Import) -> Result<(), E>) -> Result<(), E> {
     let rest = rest.trim_start();
     let after_dots = rest.trim_start_matches(['.', ' ', '\t']);
     let dots = rest[..rest.len() - after_dots.len()].matches('.').count();
@@ -47,7 +54,7 @@ fn from(rest: &str, found: &mut Vec<Import>) {
         Some(names) if dots > 0 => ("", names),
         _ => match keyword(after_dots[end..].trim_start(), "import") {
             Some(names) => (&after_dots[..end], names),
-            None => return,
+            None => return Ok(()),
         },
     };
     let base = match module.is_empty() {
@@ -55,12 +62,12 @@ fn from(rest: &str, found: &mut Vec<Import>) {
         false => dotted(module),
     };
     let Some(base) = base.filter(|_| dots <= PARTS_MAX) else {
-        return;
+        return Ok(());
     };
-    found.push(Import {
+    found(Import {
         dots,
         parts: base.clone(),
-    });
+    })?;
     for item in names
         .trim_matches(|c: char| c.is_whitespace() || "()".contains(c))
         .split(',')
@@ -68,9 +75,10 @@ fn from(rest: &str, found: &mut Vec<Import>) {
         let name = item.split_whitespace().next().unwrap_or_default();
         if let Some(last) = dotted(name).filter(|parts| parts.len() == 1) {
             let parts = base.iter().cloned().chain(last).collect();
-            found.push(Import { dots, parts });
+            found(Import { dots, parts })?;
         }
     }
+    Ok(())
 }
 
 /// What follows a keyword, if the statement begins with it.
@@ -93,10 +101,9 @@ fn dotted(name: &str) -> Option<Vec<String>> {
     all.then(|| parts.into_iter().map(str::to_owned).collect())
 }
 
-/// The statements of a source, trimmed, without strings and comments. A colon outside of brackets ends one too: after it
-/// stands the body of a one-line `if` or `try`.
-fn statements(text: &str) -> Vec<String> {
-    let mut all = Vec::new();
+/// Calls `each` with the statements of a source, trimmed, without strings and comments. A colon outside of brackets ends
+/// one too: after it stands the body of a one-line `if` or `try`.
+fn statements<E>(text: &str, mut each: impl FnMut(&str) -> Result<(), E>) -> Result<(), E> {
     let mut one = String::new();
     let mut depth = 0usize;
     let mut rest = text;
@@ -115,7 +122,10 @@ fn statements(text: &str) -> Vec<String> {
                 taken += line_end.map_or(0, |end| end.len());
                 one.push(' ');
             }
-            '\n' | '\r' | ';' | ':' if depth == 0 => all.push(std::mem::take(&mut one)),
+            '\n' | '\r' | ';' | ':' if depth == 0 => {
+                each(one.trim())?;
+                one.clear();
+            }
             '\n' | '\r' => one.push(' '),
             c => {
                 match c {
@@ -128,11 +138,7 @@ fn statements(text: &str) -> Vec<String> {
         }
         rest = &rest[taken..];
     }
-    all.push(one);
-    all.into_iter()
-        .map(|statement| statement.trim().to_owned())
-        .filter(|statement| statement.starts_with("import") || statement.starts_with("from"))
-        .collect()
+    each(one.trim())
 }
 
 /// The length of the string that `rest` begins with. One in single quotes that is not closed ends with its line.
@@ -163,9 +169,18 @@ mod tests {
 
     use super::*;
 
+    fn found(source: &[u8]) -> Vec<Import> {
+        let mut all = Vec::new();
+        let Ok(()) = imports(source, |import| {
+            all.push(import);
+            Ok::<(), std::convert::Infallible>(())
+        });
+        all
+    }
+
     fn names(source: &str) -> Vec<String> {
         let shown = |i: &Import| format!("{}{}", ".".repeat(i.dots), i.parts.join("."));
-        imports(source.as_bytes()).iter().map(shown).collect()
+        found(source.as_bytes()).iter().map(shown).collect()
     }
 
     #[test]
@@ -205,17 +220,27 @@ mod tests {
         assert_eq!(names(&format!("import {deep}")), [""; 0]);
     }
 
+    #[test]
+    fn the_first_failure_ends_the_scan() {
+        let mut seen = 0;
+        let ended = imports(b"import a, b\nfrom c import d, e", |_| {
+            seen += 1;
+            if seen == 3 { Err(()) } else { Ok(()) }
+        });
+        assert_eq!((ended, seen), (Err(()), 3));
+    }
+
     proptest! {
         #[test]
         fn any_bytes_give_names_that_are_no_paths(source in prop::collection::vec(any::<u8>(), 0..400)) {
-            for import in imports(&source) {
+            for import in found(&source) {
                 prop_assert!(import.parts.iter().all(|p| !p.contains(['/', '.', '\0']) && !p.is_empty()));
             }
         }
 
         #[test]
         fn pieces_of_python_never_panic(pieces in prop::collection::vec(prop::sample::select(vec!["import", "from", " ", ".", "a", ",", "(", ")", "\n", "\\", "'", "\"\"\"", "#", ":", ";", "*", "ä", "as"]), 0..60)) {
-            imports(pieces.concat().as_bytes());
+            found(pieces.concat().as_bytes());
         }
     }
 }

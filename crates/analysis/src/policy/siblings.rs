@@ -14,15 +14,18 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::PolicyError;
-use super::imports::{Import, imports};
+use super::imports::imports;
 use crate::copy_in::RESERVED_NAMES;
 
 /// Modules brought along; more is a library, which belongs in a runtime or is copied with `--input`.
 const MODULES_MAX: usize = 256;
 /// Bytes of all of them, and of the script, which is read for its imports.
 const BYTES_MAX: u64 = 16 << 20;
-/// Names looked up. A script may hold any number of import statements.
+/// Names looked up, and different names that one source imports. A script may hold any number of import statements.
 const LOOKUPS_MAX: usize = 10_000;
+/// Names that one source imports, repeated or not.
+const NAMES_MAX: usize = 100_000;
+const TOO_MANY_NAMES: &str = "their imports name too many modules";
 /// Names listed in the notice.
 const LISTED_MAX: usize = 20;
 
@@ -116,21 +119,31 @@ impl Search<'_> {
     /// Follows the imports of one source in `package`.
     fn follow(&mut self, source: &[u8], package: &[String]) -> Result<(), PolicyError> {
         let mut done = HashSet::new();
-        for import in imports(source) {
-            if !done.insert(import.clone()) {
-                continue;
+        let mut names = 0;
+        imports(source, |import| {
+            names += 1;
+            if names > NAMES_MAX {
+                return Err(self.too_much(TOO_MANY_NAMES));
             }
-            let Import { dots, parts } = import;
-            let base = match dots {
-                0 => &[],
+            if done.contains(&import) {
+                return Ok(());
+            }
+            if done.len() >= LOOKUPS_MAX {
+                return Err(self.too_much(TOO_MANY_NAMES));
+            }
+            let above = import.dots.saturating_sub(1);
+            let base = match import.dots {
+                0 => Some(&[][..]),
                 // What climbs out of the script's directory is nothing that Python would import either.
-                _ if dots - 1 > package.len() => continue,
-                _ => &package[..package.len() - (dots - 1)],
+                _ => package.len().checked_sub(above).map(|n| &package[..n]),
             };
-            let whole: Vec<String> = base.iter().cloned().chain(parts).collect();
-            self.module(&whole)?;
-        }
-        Ok(())
+            if let Some(base) = base {
+                let whole: Vec<String> = base.iter().chain(&import.parts).cloned().collect();
+                self.module(&whole)?;
+            }
+            done.insert(import);
+            Ok(())
+        })
     }
 
     /// Each package on the way to a module, and the module.
@@ -155,7 +168,7 @@ impl Search<'_> {
             return Ok(self.brought.iter().any(|known| known == name));
         }
         if self.seen.len() >= LOOKUPS_MAX {
-            return Err(self.too_much("their imports name too many modules"));
+            return Err(self.too_much(TOO_MANY_NAMES));
         }
         self.seen.insert(name.to_path_buf());
         let first = name.components().next().map(|c| c.as_os_str().to_owned());
@@ -413,5 +426,40 @@ mod tests {
         let bomb: String = (0..LOOKUPS_MAX).map(|n| format!("import m{n}\n")).collect();
         let project = Project::new(&[("pkg/main.py", &bomb)]);
         assert!(why(project.find("pkg/main.py", &[])).contains("too many"));
+
+        // Names below one that is not there are looked up once, but each would be remembered.
+        let names: Vec<String> = (0..=LOOKUPS_MAX).map(|n| format!("m{n}")).collect();
+        let deep = vec!["a"; 16].join(".");
+        let bomb = format!("from {deep} import {}", names.join(","));
+        let project = Project::new(&[("pkg/main.py", &bomb)]);
+        assert!(why(project.find("pkg/main.py", &[])).contains("too many"));
+    }
+
+    #[test]
+    fn a_source_of_names_takes_little_memory() {
+        // Each name of one byte stands for an import of 17 parts: gathered, these are half a gigabyte.
+        let deep = vec!["a"; 16].join(".");
+        let bomb = format!("from {deep} import {}", "a,".repeat(1 << 20));
+        let project = Project::new(&[("pkg/main.py", &bomb)]);
+        let before = memory_peak_bytes();
+        let error = project.find("pkg/main.py", &[]).unwrap_err().to_string();
+        assert!(error.contains("too many"), "{error}");
+        let grown = memory_peak_bytes() - before;
+        assert!(grown < 256 << 20, "{grown} bytes");
+    }
+
+    /// Of the whole process.
+    fn memory_peak_bytes() -> u64 {
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        let peak = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));
+        let kib: u64 = peak
+            .unwrap()
+            .trim()
+            .split(' ')
+            .next()
+            .unwrap()
+            .parse()
+            .unwrap();
+        kib << 10
     }
 }
