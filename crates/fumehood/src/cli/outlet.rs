@@ -1,5 +1,9 @@
 //! What the program prints on its way to one of our own streams: whole where that is a file or a pipe, made safe and with its
 //! middle left out where it is a person's terminal. Memory is bounded: who cannot be written to is not read for.
+//!
+//! Both streams may be one terminal, which can take a part of a colour sequence or of a character and then be full. What the other
+//! stream prints must not follow that part: the program chooses both, and together they would be a sequence that the
+//! filter refuses. So what is filtered is only made ready here; [`Outlet::flush_beside`] writes it.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -108,14 +112,12 @@ impl Outlet {
     pub fn say(&mut self, text: &str) {
         self.interrupt();
         self.pending.extend_from_slice(text.as_bytes());
-        self.flush();
     }
 
     /// Somebody else writes next: what is shown so far must not change how that looks.
     pub fn interrupt(&mut self) {
         if let Some(filter) = self.target.as_mut().and_then(|t| t.filter.as_mut()) {
             filter.interrupt(&mut self.pending);
-            self.flush();
         }
     }
 
@@ -131,8 +133,29 @@ impl Outlet {
         })
     }
 
-    /// Writes as much as is taken without waiting.
-    pub fn flush(&mut self) {
+    /// Writes as much as is taken without waiting. To a terminal only when the other stream does not stand within a sequence
+    /// or a character; one terminal has several names, so any two are taken for one.
+    pub fn flush_beside(&mut self, other: &mut Outlet) {
+        if self.pending.is_empty() {
+            return;
+        }
+        if other.is_cut() && self.target().is_terminal {
+            other.flush();
+            if other.is_cut() {
+                return;
+            }
+        }
+        self.flush();
+    }
+
+    /// Whether a terminal has taken only a part of a sequence or of a character.
+    fn is_cut(&self) -> bool {
+        let filtered = self.target.as_ref().is_some_and(|t| t.filter.is_some());
+        let (written, left) = self.pending.split_at(self.written);
+        filtered && cuts(written, left)
+    }
+
+    fn flush(&mut self) {
         let pending = std::mem::take(&mut self.pending);
         self.written += self.write(&pending[self.written..]);
         self.pending = pending;
@@ -168,13 +191,18 @@ impl Outlet {
         }
     }
 
+    /// What is not filtered is written at once.
     fn pass(&mut self, bytes: &[u8]) {
         if self.state != State::Open {
             return;
         }
         let mut pending = std::mem::take(&mut self.pending);
         match &mut self.target().filter {
-            Some(filter) => filter.push(bytes, &mut pending),
+            Some(filter) => {
+                filter.push(bytes, &mut pending);
+                self.pending = pending;
+                return;
+            }
             // Straight from where it was read.
             None if pending.is_empty() => {
                 let written = self.write(bytes);
@@ -265,6 +293,22 @@ impl Way {
     }
 }
 
+/// Whether `left` goes on with a character or a colour sequence that `written` begins.
+fn cuts(written: &[u8], left: &[u8]) -> bool {
+    let Some(next) = left.first().filter(|_| !written.is_empty()) else {
+        return false;
+    };
+    let is_parameter = |b: &u8| matches!(b, b'[' | b'0'..=b'9' | b';' | b':');
+    let text = written.iter().rposition(|b| !is_parameter(b));
+    let in_sequence = text.is_some_and(|at| written[at] == 0x1b);
+    in_sequence || (0x80..0xc0).contains(next)
+}
+
+/// Whether something can be written to stderr without waiting for its reader.
+pub fn stderr_is_ready() -> bool {
+    is_ready(descriptor(Stream::Stderr))
+}
+
 fn is_ready(fd: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::OUT)];
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
@@ -274,5 +318,19 @@ fn descriptor(stream: Stream) -> BorrowedFd<'static> {
     match stream {
         Stream::Stdout => rustix::stdio::stdout(),
         Stream::Stderr => rustix::stdio::stderr(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_of_a_sequence_or_of_a_character_is_known() {
+        let all = "a[1;2m\x1b[1;31m\u{db}b\x1b[Kc".as_bytes();
+        let cut: Vec<usize> = (0..=all.len())
+            .filter(|at| cuts(&all[..*at], &all[*at..]))
+            .collect();
+        assert_eq!(cut, [7, 8, 9, 10, 11, 12, 14, 17, 18]);
     }
 }

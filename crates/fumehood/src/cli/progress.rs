@@ -1,6 +1,5 @@
 //! One line on a terminal that tells how far collection has come, when it takes more than a moment.
 
-use std::io::Write;
 use std::time::{Duration, Instant};
 
 use analysis::collect::Progress;
@@ -17,12 +16,13 @@ pub struct ProgressLine {
 }
 
 impl ProgressLine {
-    pub fn show(&mut self, progress: Progress) {
+    /// What draws it anew, if it is time to.
+    pub fn show(&mut self, progress: Progress) -> Option<String> {
         let now = Instant::now();
         let began = *self.began.get_or_insert(now);
         let fresh = self.drawn.is_some_and(|drawn| now - drawn < REDRAWN);
         if now - began < MOMENT || fresh {
-            return;
+            return None;
         }
         self.drawn = Some(now);
         let text = match progress {
@@ -36,15 +36,12 @@ impl ProgressLine {
                 )
             }
         };
-        // Nobody may be listening; that is no reason to fail.
-        let _unheard = write!(std::io::stderr(), "\r\x1b[Kfumehood: collecting: {text}");
+        Some(format!("\r\x1b[Kfumehood: collecting: {text}"))
     }
 
-    /// Leaves the line as if nothing had been there.
-    pub fn clear(&mut self) {
-        if self.drawn.take().is_some() {
-            let _unheard = write!(std::io::stderr(), "\r\x1b[K");
-        }
+    /// What leaves the line as if nothing had been there, if something is.
+    pub fn clear(&mut self) -> Option<&'static str> {
         self.began = None;
+        self.drawn.take().map(|_| "\r\x1b[K")
     }
 }

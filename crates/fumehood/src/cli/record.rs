@@ -1,7 +1,7 @@
 //! `fumehood record`: results that were made without a sandbox.
 
 use std::ffi::OsString;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
 use analysis::ledger::Ledger;
@@ -116,12 +116,13 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
     };
     let mut line = std::io::stderr().is_terminal().then(ProgressLine::default);
     let done = steps::record(&home, &mut ledger, &handed, &mut |progress| {
-        if let Some(line) = &mut line {
-            line.show(progress);
+        if let Some(text) = line.as_mut().and_then(|line| line.show(progress)) {
+            // Nobody may be listening; that is no reason to fail.
+            let _unheard = std::io::stderr().write_all(text.as_bytes());
         }
     });
-    if let Some(line) = &mut line {
-        line.clear();
+    if let Some(text) = line.as_mut().and_then(ProgressLine::clear) {
+        let _unheard = std::io::stderr().write_all(text.as_bytes());
     }
     let record = match done {
         Ok(record) => record,

@@ -22,7 +22,7 @@ use sandbox::spec::Terminal;
 use sandbox::supervise::{RunError, Stream, Wish};
 
 use super::args::{RunArgs, ShellArgs};
-use super::outlet::{Outlet, View};
+use super::outlet::{self, Outlet, View};
 use super::print;
 use super::progress::ProgressLine;
 use super::{exit, ledger, show};
@@ -274,13 +274,28 @@ impl Console {
     }
 
     fn clear_progress(&mut self) {
-        if let Some(line) = &mut self.progress {
-            line.clear();
+        if let Some(text) = self.progress.as_mut().and_then(ProgressLine::clear) {
+            self.say(text);
         }
     }
 
     fn interrupt(&mut self) {
         self.outlets.iter_mut().for_each(Outlet::interrupt);
+        self.flush();
+    }
+
+    /// On stderr, behind what the program printed, and without waiting for whoever reads it.
+    fn say(&mut self, text: &str) {
+        self.interrupt();
+        self.outlets[Stream::Stderr as usize].say(text);
+        self.flush();
+    }
+
+    /// Writes what is taken without waiting.
+    fn flush(&mut self) {
+        let [stdout, stderr] = &mut self.outlets;
+        stdout.flush_beside(stderr);
+        stderr.flush_beside(stdout);
     }
 
     /// Passes on the rest, once everything else is done. Who takes nothing is waited for until then, or until a signal
@@ -288,12 +303,14 @@ impl Console {
     fn finish(&mut self, stdout: &Captured, stderr: &Captured, until: Instant) -> bool {
         self.outlets[Stream::Stdout as usize].show_end(stdout);
         self.outlets[Stream::Stderr as usize].show_end(stderr);
+        self.flush();
         while self.wait_for_readers(until) {
-            self.outlets.iter_mut().for_each(Outlet::flush);
+            self.flush();
         }
         let [stdout, stderr] = &mut self.outlets;
         let dropped = [stdout.give_up(), stderr.give_up()];
-        if dropped[1] > 0 {
+        // Both may be one terminal, which is as full for us as it was for the program.
+        if dropped[1] > 0 || dropped[0] > 0 && !outlet::stderr_is_ready() {
             return false;
         }
         if dropped[0] > 0 {
@@ -339,24 +356,23 @@ impl Audience for Console {
     fn live(&mut self, stream: Stream, live: Live<'_>) {
         if !self.json {
             self.outlets[stream as usize].show(live);
+            self.flush();
         }
     }
 
     fn notice(&mut self, text: &str) {
         self.notices += 1;
         if !self.quiet && !self.json {
-            self.interrupt();
-            // Behind what the program printed, and without waiting for whoever reads it.
-            self.outlets[Stream::Stderr as usize].say(&show::lines(text));
+            self.say(&show::lines(text));
         }
     }
 
     fn progress(&mut self, progress: Progress) {
-        if self.progress.is_some() {
-            self.interrupt();
-        }
-        if let Some(line) = &mut self.progress {
-            line.show(progress);
+        let text = self.progress.as_mut().and_then(|line| line.show(progress));
+        // A terminal that takes nothing would get a line for every tenth of a second at once.
+        let waits = self.outlets.iter().any(|o| o.blocked_on().is_some());
+        if let Some(text) = text.filter(|_| !waits) {
+            self.say(&text);
         }
     }
 
@@ -364,8 +380,8 @@ impl Audience for Console {
         self.outlets[stream as usize].blocked_on()
     }
 
-    fn unblocked(&mut self, stream: Stream) {
-        self.outlets[stream as usize].flush();
+    fn unblocked(&mut self, _stream: Stream) {
+        self.flush();
     }
 
     fn wishes(&self) -> Option<BorrowedFd<'_>> {

@@ -1,13 +1,18 @@
 //! What a program prints and who sees it: whole where our own streams are redirected, safe and bounded on a terminal, and never
 //! in the way of a deadline.
 
+use std::ffi::OsStr;
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::Read;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty::OpenptFlags;
 
 use crate::lab::{Ended, Lab, eventually, finish};
 use crate::{Entry, For};
@@ -44,6 +49,11 @@ pub const TRIALS: &[Entry] = &[
         "who_reads_nothing_delays_no_deadline",
         For::Everyone,
         deadline,
+    ),
+    (
+        "a_terminal_that_is_not_read_delays_no_end",
+        For::Everyone,
+        unread_terminal,
     ),
     ("who_reads_nothing_delays_no_cancel", For::Everyone, cancel),
     ("a_slow_reader_is_no_idleness", For::Everyone, idleness),
@@ -329,6 +339,24 @@ fn deadline() {
     let (mut child, out, err) = unread(&lab, &args);
     assert_eq!(wait_unread(&mut child), Some(124));
     drop((out, err));
+    lab.assert_nothing_left();
+}
+
+/// Both streams are one terminal: when it takes nothing of the program's, it takes nothing of ours either.
+fn unread_terminal() {
+    let lab = Lab::new();
+    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+    let master = rustix::pty::openpt(flags).unwrap();
+    rustix::pty::grantpt(&master).unwrap();
+    rustix::pty::unlockpt(&master).unwrap();
+    let name = rustix::pty::ptsname(&master, Vec::new()).unwrap();
+    let name = Path::new(OsStr::from_bytes(name.as_bytes()));
+    let side = File::options().write(true).open(name).unwrap();
+    let args = ["--timeout", "500ms", "--grace", "0", "--"];
+    let mut command = lab.run_command(args.iter().chain(&["sh", "-c", ENDLESS]));
+    command.stdout(side.try_clone().unwrap()).stderr(side);
+    let mut child = command.spawn().unwrap();
+    assert_eq!(wait_unread(&mut child), Some(124));
     lab.assert_nothing_left();
 }
 
