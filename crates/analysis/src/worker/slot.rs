@@ -13,7 +13,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 
-use crate::home::make_private;
+use crate::home::{Home, make_private};
 use crate::request::AnalysisId;
 use crate::store::{Capacity, Held};
 
@@ -191,6 +191,40 @@ fn overwrite(file: impl AsFd, bytes: &[u8]) -> io::Result<()> {
     match rustix::io::pwrite(file, bytes, 0)? == bytes.len() {
         true => Ok(()),
         false => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+/// Clears what dead workers left in their slots for attempts that are over: the order and the inputs that were laid out, both of
+/// which may hold secrets. A worker of the same name would do so when it starts, and there may never be one.
+pub fn clear_over(home: &Home, is_over: impl Fn(&Order) -> bool) -> io::Result<()> {
+    for worker in entries(&home.workers())? {
+        // One that lives looks after its slots itself.
+        if is_held(&worker.join("lock")) {
+            continue;
+        }
+        for path in entries(&worker.join("slots"))? {
+            if !peek(&path).is_some_and(|order| is_over(&order)) {
+                continue;
+            }
+            let Some(mut slot) = Slot::lock(&path)? else {
+                continue;
+            };
+            // Another may have been written before the lock was ours.
+            if slot.order()?.is_some_and(|order| is_over(&order)) {
+                match std::fs::remove_dir_all(slot.staged()) {
+                    Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                    _ => slot.clear()?,
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn entries(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    match std::fs::read_dir(dir) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        read => read?.map(|entry| Ok(entry?.path())).collect(),
     }
 }
 

@@ -12,6 +12,7 @@ use analysis::run_dir::{self, RunState};
 use analysis::steps::{self, Processed};
 use analysis::store::{Location, Lost, PostProcess, Proof, State, Unfinished, WhileRunning};
 use analysis::units::{format_size, parse_duration_ms};
+use analysis::worker::slot;
 use anyhow::Context;
 use serde::Serialize;
 
@@ -129,6 +130,7 @@ pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
         let mut in_database = || -> anyhow::Result<()> {
             give_up_lost(&home, ledger, args.dry_run, &mut done)?;
             if !args.dry_run {
+                clear_slots(&home, ledger)?;
                 take_pending_steps(&home, ledger, &mut done)?;
             }
             if let Some(older_ms) = older_ms {
@@ -154,6 +156,17 @@ pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
         true => exit::COULD_NOT_RUN,
         false => 0,
     })
+}
+
+/// What dead workers left in their slots of attempts that have ended since.
+fn clear_slots(home: &Home, ledger: &mut Ledger) -> anyhow::Result<()> {
+    let database_id = ledger.store()?.id().to_owned();
+    let unfinished = ledger.with(|store| store.unfinished(None))?;
+    let running: HashSet<&str> = unfinished.iter().map(|u| u.key.as_str()).collect();
+    slot::clear_over(home, |order| {
+        order.database_id == database_id && !running.contains(order.key.as_str())
+    })
+    .context("clear what dead workers left in their slots")
 }
 
 /// How many steps of the platform's own one pass catches up with.

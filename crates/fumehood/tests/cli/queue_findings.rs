@@ -108,6 +108,11 @@ pub const TRIALS: &[Entry] = &[
         For::Root,
         torn_record,
     ),
+    (
+        "a_secret_does_not_stay_in_a_dead_workers_slot",
+        For::Everyone,
+        secret_in_a_slot,
+    ),
 ];
 
 /// A queue that others can write to, as far as the worker knows.
@@ -910,4 +915,30 @@ fn torn_record() {
         queue.ends("good") == "succeeded|exit"
     });
     worker.kill();
+}
+
+/// Runner and worker were killed and the attempt was ended by `gc`, which erased the secret in the database. The order in the slot
+/// had it still, until a worker of the same name was started.
+fn secret_in_a_slot() {
+    let queue = Queue::new();
+    let secret = ["--env", "WORD=marker-secret", "--secret-env", "WORD"];
+    queue.submit_gated("told", &[&secret[..], &["--retries", "0"]].concat());
+    let worker = queue.worker(&[]);
+    queue.wait_until_up("told");
+    let runner = queue.runner_of("told");
+    worker.kill();
+    let order = queue.lab.home.join("workers/default/slots/0/order");
+    let holds = || {
+        std::fs::read_to_string(&order)
+            .unwrap()
+            .contains("marker-secret")
+    };
+    queue.ask(&["gc"]).good();
+    assert!(holds(), "its runner lives");
+    kill_process(runner, Signal::KILL).unwrap();
+    eventually("gc ends it", || {
+        queue.ask(&["gc"]);
+        queue.ends("told") == "error|runner_lost"
+    });
+    assert!(!holds());
 }
