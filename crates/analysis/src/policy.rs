@@ -60,7 +60,7 @@ pub enum PolicyError {
     /// What the project itself decides about is shown only from the project.
     #[error(
         "show {path:?}: it leads to {real:?}, and a project shows only a visible directory of its own that holds \
-         neither .git nor .env; if this one is meant, add this before the command:\n    {mend}"
+         neither .git nor .env at any depth, nor more than 100,000 entries; if this one is meant, add this before the command:\n    {mend}"
     )]
     LeadsElsewhere {
         path: PathBuf,

@@ -7,6 +7,9 @@ use super::PolicyError;
 /// As many links as the kernel follows.
 const LINKS_MAX: u32 = 40;
 
+/// Entries looked at below a directory that a link shows; some tenths of a second.
+const LOOKED_AT_MAX: usize = 100_000;
+
 /// Directories of a project that are never shown by a link, whatever they hold: the pages that the project serves.
 const NEVER_BY_LINK: [&str; 1] = ["site"];
 
@@ -25,16 +28,33 @@ pub(super) fn is_shown_part(real: &Path, project: &Path) -> bool {
         && !holds_secrets(real)
 }
 
-/// Whether a directory is the root of a repository or holds an environment file. What cannot be listed may hold both.
+/// Whether a repository or an environment file lies anywhere in a directory: what lies in it is shown as well. What cannot
+/// be listed, or is too much to look through, may hold both.
 fn holds_secrets(dir: &Path) -> bool {
     let secret = |name: &[u8]| name == b".git" || name.starts_with(b".env");
-    match std::fs::read_dir(dir) {
-        Ok(mut entries) => entries.any(|entry| match entry {
-            Ok(entry) => secret(entry.file_name().as_encoded_bytes()),
-            Err(_) => true,
-        }),
-        Err(_) => true,
+    let mut pending = vec![dir.to_path_buf()];
+    let mut looked_at = 0;
+    while let Some(dir) = pending.pop() {
+        let Ok(entries) = std::fs::read_dir(dir) else {
+            return true;
+        };
+        for entry in entries {
+            looked_at += 1;
+            // The kind of a link is that of the link: inside it leads to nothing that is not shown.
+            let Ok((name, kind, path)) =
+                entry.and_then(|e| Ok((e.file_name(), e.file_type()?, e.path())))
+            else {
+                return true;
+            };
+            if looked_at > LOOKED_AT_MAX || secret(name.as_encoded_bytes()) {
+                return true;
+            }
+            if kind.is_dir() {
+                pending.push(path);
+            }
+        }
     }
+    false
 }
 
 /// Whether a path leads to the same place until root changes something: it ends in no link, and leads through none but
@@ -97,4 +117,31 @@ pub(super) fn through_own_links(path: &Path) -> Result<(), PolicyError> {
         at = next;
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_found_however_deep_they_lie() {
+        for (made, shown) in [
+            ("part/a/b/table.csv", true),
+            ("part/.env", false),
+            ("part/api/.env.local", false),
+            ("part/a/b/.git/config", false),
+            ("part/a/.environment", false),
+            ("part/a/.hidden/x", true),
+        ] {
+            let project = tempfile::tempdir().unwrap();
+            let file = project.path().join(made);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, "").unwrap();
+            // Not followed, or it would not end.
+            std::os::unix::fs::symlink("..", project.path().join("part/up")).unwrap();
+            let part = project.path().join("part");
+            assert_eq!(is_shown_part(&part, project.path()), shown, "{made}");
+        }
+    }
 }
