@@ -91,7 +91,7 @@ impl Guard<'_> {
             }
             Some(named) => {
                 let real = self.real(&named.path)?;
-                if queued && !links::is_fixed(&named.path) {
+                if queued && !links::is_fixed_at(&named.path, &real) {
                     let (flag, path) = (directory.flag(), named.path.clone());
                     return Err(PolicyError::QueuedLink { flag, path });
                 }

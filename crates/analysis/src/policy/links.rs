@@ -1,6 +1,6 @@
 //! Links that decide what is shown or copied: whose they are, and where they may lead.
 
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use super::PolicyError;
 
@@ -68,6 +68,28 @@ pub(super) fn is_fixed(path: &Path) -> bool {
         && path
             .ancestors()
             .all(|part| is_link(part).is_none_or(|uid| uid == 0))
+}
+
+/// Whether a fixed path leads to `real`. The path is looked at more than once, and whoever can write on the way may put a link there
+/// for one of these looks: so `real` must be what the path says itself, but for root's links.
+pub(super) fn is_fixed_at(path: &Path, real: &Path) -> bool {
+    let is_link = |part: &&Path| part.is_symlink();
+    let (mut at, rest) = match path.ancestors().find(is_link) {
+        Some(link) => match (std::fs::canonicalize(link), path.strip_prefix(link)) {
+            (Ok(at), Ok(rest)) => (at, rest),
+            _ => return false,
+        },
+        None => (PathBuf::from("/"), path),
+    };
+    // No part of the rest is a link, so `..` is what stands before it.
+    for part in rest.components() {
+        match part {
+            Component::Normal(name) => at.push(name),
+            Component::ParentDir => drop(at.pop()),
+            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
+        }
+    }
+    is_fixed(path) && at == real
 }
 
 /// Whether every link on the way belongs to the caller or to root: whoever else can write in the project does not thereby
@@ -142,6 +164,34 @@ mod tests {
             std::os::unix::fs::symlink("..", project.path().join("part/up")).unwrap();
             let part = project.path().join("part");
             assert_eq!(is_shown_part(&part, project.path()), shown, "{made}");
+        }
+    }
+
+    #[test]
+    fn a_fixed_path_leads_where_it_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().canonicalize().unwrap();
+        std::fs::create_dir_all(top.join("a/b")).unwrap();
+        std::fs::create_dir(top.join("other")).unwrap();
+        std::os::unix::fs::symlink("other", top.join("link")).unwrap();
+        for (path, real, fixed) in [
+            ("a/b", "a/b", true),
+            ("a/b/", "a/b", true),
+            ("other/../a/./b", "a/b", true),
+            // A link was there when it was resolved, and is gone.
+            ("a/b", "other", false),
+            ("link", "other", false),
+        ] {
+            let (path, real) = (top.join(path), top.join(real));
+            assert_eq!(is_fixed_at(&path, &real), fixed, "{path:?} {real:?}");
+        }
+        // Root's own.
+        if let Ok(real) = Path::new("/bin").canonicalize()
+            && real != Path::new("/bin")
+        {
+            let below = std::fs::read_dir(&real).unwrap().next().unwrap().unwrap();
+            let path = Path::new("/bin").join(below.file_name());
+            assert_eq!(is_fixed_at(&path, &below.path()), !path.is_symlink());
         }
     }
 }
