@@ -162,13 +162,15 @@ pub fn terminal(data: &[u8]) -> bool {
 
 /// The modules that a Python file names. Anybody may have written the file.
 pub fn imports(data: &[u8]) -> bool {
-    let found = python_imports::imports(data);
-    for import in &found {
+    let mut understood = false;
+    let Ok(()) = python_imports::imports(data, |import| {
         // Each part becomes the name of a file.
         let is_name = |part: &String| !part.is_empty() && !part.contains(['/', '.', '\0']);
         assert!(import.parts.iter().all(is_name), "{import:?}");
-    }
-    !found.is_empty()
+        understood = true;
+        Ok::<(), std::convert::Infallible>(())
+    });
+    understood
 }
 
 /// What a program printed last, which it can choose to mislead a person with.
