@@ -74,7 +74,8 @@ pub(super) fn is_fixed(path: &Path) -> bool {
 /// for one of these looks: so `real` must be what the path says itself, but for root's links.
 pub(super) fn is_fixed_at(path: &Path, real: &Path) -> bool {
     let is_link = |part: &&Path| part.is_symlink();
-    let (mut at, rest) = match path.ancestors().find(is_link) {
+    // The last part is never a link, whatever it is by now.
+    let (mut at, rest) = match path.ancestors().skip(1).find(is_link) {
         Some(link) => match (std::fs::canonicalize(link), path.strip_prefix(link)) {
             (Ok(at), Ok(rest)) => (at, rest),
             _ => return false,

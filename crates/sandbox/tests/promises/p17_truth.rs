@@ -9,7 +9,7 @@ use sandbox::outcome::{Exit, Stop};
 use sandbox::spec::{Bytes, HostPath, Identity, InsidePath, SpecError};
 use sandbox::supervise::RunError;
 
-use crate::hood::{Hood, Ran, at_landlock, chain, compile, host_dir, is_root, path_of};
+use crate::hood::{Hood, Ran, alone, at_landlock, chain, compile, host_dir, is_root, path_of};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
@@ -359,6 +359,7 @@ int main(void) {
     }
 }
 "#;
+    let _alone = alone();
     let mut hood = Hood::new(&["/bin/true"])
         .limits(|l| (l.wall_ms, l.grace_ms, l.files) = (10_000, 0, 100_000_000));
     let program = hood.workspace().join("attack");
