@@ -9,6 +9,7 @@
 
 mod calls;
 mod files;
+mod hidden_files;
 mod kernel;
 mod limits;
 mod privilege;
@@ -22,6 +23,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, WaitOptions};
 
@@ -45,6 +47,8 @@ pub const SECRET_VARIABLE: &str = "PGPASSWORD";
 
 /// The variable in which the witnesses have theirs.
 pub const WITNESS_VARIABLE: &str = "WITNESS_SECRET";
+/// How every name of the hard-linked file begins.
+pub const LINKED: &str = "linked-name-";
 /// No attack has more to say.
 const DETAIL_CHARS_MAX: usize = 4000;
 /// An attack is given up after this long, which on any host is much more than it needs.
@@ -100,6 +104,7 @@ pub const ATTACKS: &[Attack] = &[
     Attack { name: "write_other_workspace", strike: files::create },
     Attack { name: "write_host_tmp", strike: files::create },
     Attack { name: "write_host_shm", strike: files::create },
+    Attack { name: "utime_device", strike: files::set_times_to_now },
     Attack { name: "postgres_tcp", strike: services::tcp },
     Attack { name: "postgres_socket", strike: services::path_socket },
     Attack { name: "postgres_abstract", strike: services::abstract_socket },
@@ -135,13 +140,18 @@ pub const ATTACKS: &[Attack] = &[
     Attack { name: "terminal_injection", strike: terminal::inject },
     Attack { name: "fork_bomb", strike: limits::fork },
     Attack { name: "memory_bomb", strike: limits::memory },
+    Attack { name: "oom_loop", strike: limits::oom_loop },
     Attack { name: "uncharged_memory", strike: kernel::uncharged_memory },
     Attack { name: "disk_bomb", strike: limits::disk },
+    Attack { name: "disk_held_by_calls", strike: hidden_files::held_by_calls },
     Attack { name: "file_bomb", strike: limits::files },
+    Attack { name: "unlinked_files", strike: hidden_files::unlinked },
     Attack { name: "log_bomb", strike: limits::log },
     Attack { name: "daemon_outlives_timeout", strike: limits::daemon },
+    Attack { name: "slow_death", strike: limits::slow_death },
     Attack { name: "daemon_outlives_runner", strike: limits::daemon },
     Attack { name: "symlink_farm", strike: files::farm },
+    Attack { name: "hard_links", strike: files::hard_links },
 ];
 
 /// What an attack is aimed at.
@@ -159,6 +169,11 @@ impl Aim<'_> {
 
     fn paths(&self) -> Vec<&Path> {
         self.parts().into_iter().map(Path::new).collect()
+    }
+
+    /// A target that is a number of milliseconds.
+    fn milliseconds(&self) -> Result<Duration, Stopped> {
+        self.number().map(Duration::from_millis)
     }
 
     fn number<T: std::str::FromStr>(&self) -> Result<T, Stopped> {

@@ -93,6 +93,7 @@ pub const ACTS: &[Act] = &[
     act("P4", "write_other_workspace", YES),
     act("P4", "write_host_tmp", &[(1, Held::ByRefusing("/tmp; TMPDIR names a place in the workspace"))]),
     act("P4", "write_host_shm", &[(1, NO_SHM)]),
+    act("P4", "utime_device", YES),
     act("P6", "postgres_tcp", &[(1, NO_NETWORK)]),
     act("P6", "postgres_socket", &[(1, NO_SOCKETS)]),
     act("P6", "postgres_abstract", &[(1, NO_SOCKETS)]),
@@ -128,13 +129,18 @@ pub const ACTS: &[Act] = &[
     act("P9", "terminal_injection", YES),
     act("P10", "fork_bomb", YES),
     act("P10", "memory_bomb", YES),
+    act("P10", "oom_loop", YES),
     act("P10", "uncharged_memory", YES),
     act("P10", "disk_bomb", YES),
+    act("P10", "disk_held_by_calls", YES),
     act("P10", "file_bomb", YES),
+    act("P10", "unlinked_files", YES),
     act("P10", "log_bomb", YES),
     act("P11", "daemon_outlives_timeout", YES),
+    act("P11", "slow_death", YES),
     act("P12", "daemon_outlives_runner", YES),
     act("P13", "symlink_farm", YES),
+    act("P13", "hard_links", YES),
 ];
 
 /// What becomes of an act at a level, on a kernel with this Landlock ABI.

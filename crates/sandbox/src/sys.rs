@@ -11,7 +11,7 @@ mod sockets;
 
 #[cfg(target_arch = "x86_64")]
 pub use battery::getpid_i386;
-pub use battery::{Arg, Call, attempt};
+pub use battery::{Arg, Call, attempt, fill_page_tables};
 pub use memory::{
     forget_beginnings, has_loader_settings, let_go_of_code, share_one_heap, written_by_reaped,
 };

@@ -40,6 +40,13 @@ pub fn signal_owner(of: BorrowedFd<'_>, pid: i32, signal: i32) -> io::Result<()>
     Ok(())
 }
 
+/// Copies from one descriptor to another, by their numbers: another thread may close either meanwhile.
+pub fn send_file(to: RawFd, from: RawFd, bytes: usize) -> io::Result<usize> {
+    let (to, from) = (Arg::Number(to.into()), Arg::Number(from.into()));
+    let args = &mut [to, from, Arg::Number(0), Arg::Number(bytes as i64)];
+    attempt(Call::SENDFILE, args).map(|n| n as usize)
+}
+
 /// Puts a byte into a terminal's input as if it had been typed.
 pub fn type_into(terminal: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     let (fd, command) = (terminal.as_raw_fd().into(), libc::TIOCSTI as i64);

@@ -6,9 +6,11 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, Timespec, Timestamps, XattrFlags};
+use rustix::fs::{
+    AtFlags, CWD, FlockOperation, Mode, OFlags, Timespec, Timestamps, UTIME_NOW, XattrFlags,
+};
 
-use super::{Aim, Stopped, Struck, any_of, beside, c_path};
+use super::{Aim, LINKED, Stopped, Struck, any_of, beside, c_path};
 use crate::sys::{self, Arg, Call};
 
 /// Every target in turn; each is another way to the same file.
@@ -136,9 +138,22 @@ pub fn change_times(aim: &Aim<'_>) -> Struck {
         tv_sec: 1,
         tv_nsec: 0,
     };
+    set_times(aim, long_ago)
+}
+
+/// Who may write to a file may do no more with its times, and everybody may write to some devices.
+pub fn set_times_to_now(aim: &Aim<'_>) -> Struck {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: UTIME_NOW,
+    };
+    set_times(aim, now)
+}
+
+fn set_times(aim: &Aim<'_>, time: Timespec) -> Struck {
     let times = Timestamps {
-        last_access: long_ago,
-        last_modification: long_ago,
+        last_access: time,
+        last_modification: time,
     };
     each(aim, |path| {
         let mut by_name = || {
@@ -274,4 +289,16 @@ pub fn farm(aim: &Aim<'_>) -> Struck {
         .open("ordinary.txt")?
         .write_all(aim.mark.as_bytes())?;
     Ok("grown".into())
+}
+
+/// One file under many names. Who counts its bytes once and copies every name copies far more than was counted.
+pub fn hard_links(_aim: &Aim<'_>) -> Struck {
+    const NAMES: usize = 16;
+    const BYTES: usize = 256 << 10;
+    let name = |n: usize| format!("{LINKED}{n}");
+    std::fs::write(name(0), vec![b'x'; BYTES])?;
+    for n in 1..NAMES {
+        std::fs::hard_link(name(0), name(n))?;
+    }
+    Ok(format!("{NAMES} names of {} KiB", BYTES >> 10))
 }

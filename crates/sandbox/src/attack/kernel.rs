@@ -46,9 +46,17 @@ pub fn uncharged_memory(_aim: &Aim<'_>) -> Struck {
         sys::attempt(Call::MBIND, &mut [const { Arg::Number(0) }; 6])?;
         Ok("a policy".into())
     };
+    let mut pages_in_pipe = || {
+        let (_reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let numbers = [writer.as_raw_fd(), 0, 0, 0];
+        // No page, as above.
+        sys::attempt(Call::VMSPLICE, &mut numbers.map(|n| Arg::Number(n.into())))?;
+        Ok("it takes pages".into())
+    };
     any_of(&mut [
         ("half a datagram", &mut half_a_datagram),
         ("huge pages", &mut huge_pages),
         ("mbind", &mut policy),
+        ("vmsplice", &mut pages_in_pipe),
     ])
 }

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, WaitOptions};
+use rustix::thread::CpuSet;
 
 use super::{Aim, Stopped, Struck, say};
 use crate::sys::{self, Forked};
@@ -19,6 +20,11 @@ const MEMORY_SHARE_BYTES: usize = 64 << 20;
 const DISK_BYTES: usize = 32 << 20;
 const FILES: usize = 800;
 const LOG_BYTES: usize = 4 << 20;
+const OOM_CHILDREN: u32 = 4;
+const OOM_CHILD_BYTES: usize = 128 << 20;
+/// Their page tables take 80 MiB in all.
+const SLOW_CHILDREN: usize = 40;
+const SLOW_CHILD_MAPS: usize = 1 << 30;
 const DAEMON_FOR: Duration = Duration::from_secs(60);
 
 /// Starts a process that dies with this one.
@@ -114,6 +120,29 @@ pub fn memory(_aim: &Aim<'_>) -> Struck {
     }
 }
 
+/// Child after child takes too much memory, also after the kernel has killed the first ones. Each kill writes dozens of
+/// lines into the host's log.
+pub fn oom_loop(aim: &Aim<'_>) -> Struck {
+    let held_for = aim.milliseconds()?;
+    let mut killed = 0;
+    for _ in 0..OOM_CHILDREN {
+        let child = start(|| {
+            let taken = std::hint::black_box(vec![1u8; OOM_CHILD_BYTES]);
+            std::thread::sleep(held_for / OOM_CHILDREN);
+            drop(taken);
+        })?;
+        let ended = rustix::process::waitpid(child, WaitOptions::empty())?;
+        killed += u32::from(ended.is_some_and(|(_, status)| status.signaled()));
+    }
+    if killed > 0 {
+        std::thread::sleep(held_for);
+    }
+    Ok(format!(
+        "went on after {OOM_CHILDREN} children of {} MiB, {killed} of them killed",
+        OOM_CHILD_BYTES >> 20
+    ))
+}
+
 pub fn disk(_aim: &Aim<'_>) -> Struck {
     let mut file = std::fs::File::create_new("bomb")?;
     let chunk = vec![b'x'; 1 << 20];
@@ -166,4 +195,30 @@ pub fn daemon(_aim: &Aim<'_>) -> Struck {
             sys::exit_now(0)
         }
     }
+}
+
+/// Processes that the kernel needs long to end, because each has many page tables, and all are on one CPU.
+pub fn slow_death(_aim: &Aim<'_>) -> Struck {
+    let allowed = rustix::thread::sched_getaffinity(None)?;
+    let mut one = CpuSet::new();
+    if let Some(first) = (0..CpuSet::MAX_CPU).find(|cpu| allowed.is_set(*cpu)) {
+        one.set(first);
+        // Refused where a limit on CPUs rests on it; then that limit leaves few.
+        let _refused = rustix::thread::sched_setaffinity(None, &one);
+    }
+    sys::fill_page_tables(SLOW_CHILD_MAPS)?;
+    for _ in 0..SLOW_CHILDREN {
+        match sys::fork_threaded() {
+            Ok(Forked::Parent { .. }) => {}
+            Ok(Forked::Child) => {
+                std::thread::sleep(DAEMON_FOR);
+                sys::exit_now(0)
+            }
+            // There is a limit on processes, which others of the user's use up too. Fewer do as well.
+            Err(_) => break,
+        }
+    }
+    say("holding\n");
+    std::thread::sleep(DAEMON_FOR);
+    Ok("was not stopped".into())
 }

@@ -25,12 +25,14 @@ impl Call {
     pub const PERF_EVENT_OPEN: Call = Call(libc::SYS_perf_event_open);
     pub const PTRACE: Call = Call(libc::SYS_ptrace);
     pub const RT_SIGQUEUEINFO: Call = Call(libc::SYS_rt_sigqueueinfo);
+    pub const SENDFILE: Call = Call(libc::SYS_sendfile);
     pub const SHMAT: Call = Call(libc::SYS_shmat);
     pub const SHMCTL: Call = Call(libc::SYS_shmctl);
     pub const SHMGET: Call = Call(libc::SYS_shmget);
     pub const TGKILL: Call = Call(libc::SYS_tgkill);
     pub const TRUNCATE: Call = Call(libc::SYS_truncate);
     pub const USERFAULTFD: Call = Call(libc::SYS_userfaultfd);
+    pub const VMSPLICE: Call = Call(libc::SYS_vmsplice);
     /// By the table of x32, the 32-bit ABI of 64-bit processors; on others no call at all.
     pub const X32_GETPID: Call = Call(0x4000_0000 | 39);
     pub const FCNTL: Call = Call(libc::SYS_fcntl);
@@ -63,6 +65,31 @@ pub fn attempt(call: Call, args: &mut [Arg<'_>]) -> io::Result<i64> {
     // of the call's own size or null; shmat with a null address maps where nothing is, and clone without CLONE_VM is
     // a fork. Descriptors that are made belong to nobody and go with the process.
     check(unsafe { libc::syscall(call.0, a, b, c, d, e, f) })
+}
+
+/// Maps memory that is never unmapped, one page of it written, and has the kernel fill in its page tables: all other
+/// entries show the one page of zeros. A fork copies the tables, 2 MiB of them for each GiB.
+pub fn fill_page_tables(bytes: usize) -> io::Result<()> {
+    // SAFETY: a new mapping where the kernel likes.
+    let memory = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            -1,
+            0,
+        )
+    };
+    if memory == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the mapping is ours alone; this advice does not change what it holds.
+    check(unsafe { libc::madvise(memory, bytes, libc::MADV_NOHUGEPAGE) }.into())?;
+    // SAFETY: the first byte of our own writable mapping. Fork copies no tables of a mapping that was never written to.
+    unsafe { memory.cast::<u8>().write_volatile(1) };
+    // SAFETY: as with the first advice.
+    check(unsafe { libc::madvise(memory, bytes, libc::MADV_POPULATE_READ) }.into()).map(drop)
 }
 
 /// `getpid` by the table of i386, as 32-bit programs call it. A kernel without it may end the process.

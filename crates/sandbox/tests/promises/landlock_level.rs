@@ -119,6 +119,7 @@ const TRIED: &[(&str, &[&str])] = &[
     ("p04_writes::files_are_made_in_its_own_directories_only", &["write_site", "write_api_py", "write_system"]),
     ("p04_writes::another_analysis_is_absent", &["write_other_workspace"]),
     ("p04_writes::shared_memory_and_tmp_are_private", &["write_host_tmp", "write_host_shm"]),
+    ("p04_writes::times_of_devices_stay", &["utime_device"]),
     ("p06_services::postgresql", &["postgres_tcp", "postgres_socket", "postgres_abstract"]),
     ("p06_services::any_service", &["unix_datagram", "tcp_fast_open", "udp", "dns"]),
     ("p06_services::kinds_of_sockets", &["vsock", "packet", "netlink"]),
@@ -138,14 +139,18 @@ const TRIED: &[(&str, &[&str])] = &[
     ("landlock_level::no_typing_into_its_terminal", &["terminal_injection"]),
     ("p11_deadline::a_fork_bomb_dies", &["fork_bomb"]),
     ("p10_limits::watched_memory_of_one", &["memory_bomb"]),
+    ("p10_limits::a_loop_of_ooms_ends_the_run", &["oom_loop"]),
     ("p10_kernel_memory::huge_pages", &["uncharged_memory"]),
     ("p10_limits::disk_of_parallel_writers", &["disk_bomb"]),
     ("p10_limits::files_in_many_directories", &["file_bomb"]),
+    ("p10_watch::disk_held_by_blocked_calls", &["disk_held_by_calls"]),
+    ("p10_watch::files_unlinked_but_open", &["unlinked_files"]),
     ("p11_deadline::a_daemon_dies", &["daemon_outlives_timeout"]),
+    ("p11_slow_death::large_page_tables_do_not_hide_a_timeout", &["slow_death"]),
     ("p12_runner_death::a_killed_runner_takes_the_analysis_with_it", &["daemon_outlives_runner"]),
 ];
 /// Tried where they are kept: by whoever reads the streams, and by whoever collects.
-const TRIED_ELSEWHERE: &[&str] = &["log_bomb", "symlink_farm"];
+const TRIED_ELSEWHERE: &[&str] = &["log_bomb", "symlink_farm", "hard_links"];
 
 fn every_act_has_its_trial() {
     for act in ACTS {

@@ -1,8 +1,9 @@
 //! The battery itself: every act unconfined, as its control, and then in real runs of the product.
 
+mod bombs;
+
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -12,40 +13,41 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use sandbox::attack::{SECRET_VARIABLE, STRIKE, STRIKE_PRIVILEGED, victims};
+use sandbox::attack::{LINKED, SECRET_VARIABLE, STRIKE, STRIKE_PRIVILEGED, victims};
 use sandbox::promises::ACTS;
 use sandbox::spec::Level;
+use serde_json::Value;
 
-use super::lab::{Confined, Lab, Live, make_open, processes_with, random_word, survivors};
+use super::lab::{
+    Confined, Lab, Live, make_open, open_terminal, processes_with, random_word, survivors,
+};
 use super::said::{Said, Word};
 use super::stage::{Side, Stage};
 
 /// Acts with runs of their own; all others share one.
-const APART: [&str; 11] = [
+const APART: [&str; 16] = [
     "signal_guardian",
     "set_user_id",
     "terminal_injection",
     "fork_bomb",
     "memory_bomb",
+    "oom_loop",
     "disk_bomb",
+    "disk_held_by_calls",
     "file_bomb",
+    "unlinked_files",
     "log_bomb",
     "daemon_outlives_timeout",
+    "slow_death",
     "daemon_outlives_runner",
     "symlink_farm",
+    "hard_links",
 ];
 /// Acts that the unprivileged can only do in namespaces of their own, where the control does them.
 const PRIVILEGED: [&str; 3] = ["write_system", "packet", "mount"];
-/// Each with a limit far below what it takes unconfined: the act, the option, and the limit's name.
-const BOMBS: [(&str, [&str; 2], &str); 4] = [
-    ("fork_bomb", ["--pids", "32"], "pids"),
-    ("memory_bomb", ["--memory", "96M"], "memory"),
-    ("disk_bomb", ["--disk", "8M"], "disk"),
-    ("file_bomb", ["--files", "200"], "files"),
-];
-const LOG_LIMIT: [&str; 2] = ["--log-limit", "64K"];
-/// Far above that limit, and below what the bomb prints.
-const LOG_TOO_LARGE: usize = 1 << 20;
+/// Below what every name of the hard-linked file comes to, and above the file itself.
+const OUTPUT_LIMIT: [&str; 2] = ["--max-output", "1M"];
+const OUTPUT_BYTES_MAX: u64 = 1 << 20;
 const SET_USER_ID_PROGRAMS: [&str; 9] = [
     "/usr/bin/su",
     "/bin/su",
@@ -116,7 +118,7 @@ pub fn run(lab: &Lab, go_on: &dyn Fn() -> anyhow::Result<()>) -> anyhow::Result<
     battery.log()?;
     battery.daemon_and_timeout()?;
     battery.daemon_and_runner()?;
-    battery.farm()?;
+    battery.collection()?;
     other.finish()?;
     Ok(Results {
         level,
@@ -301,106 +303,16 @@ impl Battery<'_> {
         Ok(())
     }
 
-    fn bombs(&mut self) -> anyhow::Result<()> {
-        (self.go_on)()?;
-        // Side by side, because they mostly wait.
-        let mut controls = Vec::new();
-        let mut confined = Vec::new();
-        for (act, limit, _) in BOMBS {
-            let dir = self.control.workspace.join(act);
-            make_open(&dir, 0o755)?;
-            let mut command = self.unconfined(STRIKE, &[act]);
-            command.current_dir(dir);
-            let fits = act != "memory_bomb" || has_free_memory();
-            controls.push(fits.then_some(command));
-            confined.push(self.confined(&limit, &[act]));
-        }
-        let lab = self.lab;
-        let finish = |command: Command| lab.finish(command);
-        let controls: Vec<_> = std::thread::scope(|scope| {
-            let started: Vec<_> = controls
-                .into_iter()
-                .map(|command| command.map(|c| scope.spawn(move || finish(c))))
-                .collect();
-            started.into_iter().map(|s| s.map(|s| s.join())).collect()
-        });
-        let finish = |command: Command| lab.finish_run(command);
-        let confined: Vec<_> = std::thread::scope(|scope| {
-            let started: Vec<_> = confined
-                .into_iter()
-                .map(|command| scope.spawn(move || finish(command)))
-                .collect();
-            started.into_iter().map(|s| s.join()).collect()
-        });
-        for (((act, limit, name), control), ran) in BOMBS.into_iter().zip(controls).zip(confined) {
-            let control = match control {
-                None => Came::Unable("too little memory is free here to try".into()),
-                Some(Ok(ended)) => told(act, &Said::new(&ended?.stdout)),
-                Some(Err(_)) => bail!("the control of {act} was lost"),
-            };
-            let Ok(ran) = ran else {
-                bail!("the run of {act} was lost");
-            };
-            let ran = ran?;
-            let inside = match ran.not_started() {
-                None => bombed(act, limit, &ran),
-                Some(_) => self.degraded(act, limit, name)?,
-            };
-            self.record(act, control, inside);
-        }
-        Ok(())
-    }
-
-    /// A limit that cannot be enforced firmly stops the run, which is what is promised. Whoever allows less gets a
-    /// watch, which must hold as well.
-    fn degraded(&self, act: &str, limit: [&str; 2], name: &str) -> anyhow::Result<Came> {
-        let options = [&limit[..], &["--allow-degraded", name]].concat();
-        let ran = self.lab.finish_run(self.confined(&options, &[act]))?;
-        Ok(match (ran.not_started(), bombed(act, limit, &ran)) {
-            (Some(why), _) => Came::Unable(why.to_owned()),
-            (None, Came::Refused(how)) => {
-                Came::Refused(format!("{how}, with --allow-degraded {name}"))
-            }
-            (None, done_or_unable) => done_or_unable,
-        })
-    }
-
-    fn log(&mut self) -> anyhow::Result<()> {
-        (self.go_on)()?;
-        let act = "log_bomb";
-        let size = |length: usize| format!("{} KiB were kept", length >> 10);
-        let came = |length: usize| match length > LOG_TOO_LARGE {
-            true => Came::Done(size(length)),
-            false => Came::Refused(size(length)),
-        };
-        let control = self.lab.finish(self.unconfined(STRIKE, &[act]))?;
-        let ran = self.lab.finish_run(self.confined(&LOG_LIMIT, &[act]))?;
-        let inside = match ran.not_started() {
-            Some(why) => Came::Unable(why.to_owned()),
-            None => came(ran.said.len()),
-        };
-        self.record(act, came(control.stdout.len()), inside);
-        Ok(())
-    }
-
-    /// The control is ended as most programs end what takes too long: the process that was started, and it alone.
     fn daemon_and_timeout(&mut self) -> anyhow::Result<()> {
         (self.go_on)()?;
         let act = "daemon_outlives_timeout";
-        let control = self.outlives_its_parent(act)?;
+        let control = outlives_its_parent(self.lab, act)?;
         let mark = self.lab.mark()?;
         let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
         let options = ["--json", "--db", "none", "--timeout", "1s", "--grace", "0s"];
         let command = self.lab.run(&self.confined.project, &options, &words);
         let ran = self.lab.finish_run(command)?;
-        // At once: when the call returns, everything is dead.
-        let left = survivors(&mark, Duration::ZERO);
-        let inside = match (ran.not_started(), left) {
-            (Some(why), _) => Came::Unable(why.to_owned()),
-            (None, 0) => Came::Refused(format!("{}, and nothing is left", ran.status())),
-            (None, n) => Came::Done(format!("{n} processes outlived the run")),
-        };
-        self.record(act, control, inside);
+        self.record(act, control, outlived_timeout(&mark, &ran));
         Ok(())
     }
 
@@ -408,7 +320,7 @@ impl Battery<'_> {
     fn daemon_and_runner(&mut self) -> anyhow::Result<()> {
         (self.go_on)()?;
         let act = "daemon_outlives_runner";
-        let control = self.outlives_its_parent(act)?;
+        let control = outlives_its_parent(self.lab, act)?;
         let mark = self.lab.mark()?;
         let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
         let options = [&["--db", "none"], &RUN_FOR[..]].concat();
@@ -425,54 +337,105 @@ impl Battery<'_> {
         Ok(())
     }
 
-    fn outlives_its_parent(&self, act: &str) -> anyhow::Result<Came> {
-        let mark = self.lab.mark()?;
-        let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
-        let mut live = Live::start(self.lab.attacker(&words))?;
-        let held = live.wait_for("holding");
-        live.kill();
-        Ok(match (held, survivors(&mark, Duration::ZERO)) {
-            (false, _) => Came::Unable("it did not start".into()),
-            (true, 0) => Came::Refused("nothing was left".into()),
-            (true, n) => Came::Done(format!("{n} processes went on")),
-        })
-    }
-
-    /// With the record on, in a database of the battery's own: what is collected must not hold the secret.
-    fn farm(&mut self) -> anyhow::Result<()> {
+    /// With the record on, in a database of the battery's own: what is collected must neither hold the secret nor be
+    /// more than is allowed.
+    fn collection(&mut self) -> anyhow::Result<()> {
         (self.go_on)()?;
-        let act = "symlink_farm";
-        let control_dir = self.control.workspace.join(act);
-        make_open(&control_dir, 0o755)?;
-        let mut command = self.unconfined(STRIKE, &[act]);
-        command.current_dir(&control_dir);
-        let said = Said::new(&self.lab.finish(command)?.stdout);
-        // A collector that follows: it carries the secret out.
-        let followed = holding(&control_dir, self.control.secret(act));
-        let control = match followed.first() {
-            Some(path) => Came::Done(format!("{} leads to the secret", path.display())),
-            None => Came::Refused(said.brief(act)),
-        };
-        let words = Self::words(&self.confined, STRIKE, &[act]);
-        let options = [&["--json"], &RUN_FOR[..]].concat();
+        let (farm, links) = ("symlink_farm", "hard_links");
+        let mut controls = Vec::new();
+        for act in [farm, links] {
+            let dir = self.control.workspace.join(act);
+            make_open(&dir, 0o755)?;
+            let mut command = self.unconfined(STRIKE, &[act]);
+            command.current_dir(&dir);
+            let said = Said::new(&self.lab.finish(command)?.stdout);
+            // A collector that follows carries the secret out; one that counts a file once copies too much.
+            let done = match act == farm {
+                true => holding(&dir, self.control.secret(act))
+                    .first()
+                    .map(|path| format!("{} leads to the secret", path.display())),
+                false => copies_beyond_count(&dir),
+            };
+            controls.push(done.map_or_else(|| Came::Refused(said.brief(act)), Came::Done));
+        }
+        let words = Self::words(&self.confined, STRIKE, &[farm, links]);
+        let options = [&["--json"], &RUN_FOR[..], &OUTPUT_LIMIT].concat();
         let ran = self
             .lab
             .finish_run(self.lab.run(&self.confined.project, &options, &words))?;
-        let kept = holding(&self.lab.home(), self.confined.secret(act));
-        let ordinary = ran.record["outputs"].as_array().map_or(0, Vec::len);
+        let kept = holding(&self.lab.home(), self.confined.secret(farm));
+        let outputs = ran.record["outputs"]
+            .as_array()
+            .map_or(&[][..], Vec::as_slice);
+        let is_link = |output: &&Value| {
+            output["path"]
+                .as_str()
+                .is_some_and(|p| p.starts_with(LINKED))
+        };
+        let (linked, ordinary): (Vec<_>, Vec<_>) = outputs.iter().partition(is_link);
         let inside = match (ran.not_started(), kept.first()) {
             (Some(why), _) => Came::Unable(why.to_owned()),
             (None, Some(path)) => Came::Done(format!("the secret is in {}", path.display())),
-            (None, None) if ordinary == 0 => {
+            (None, None) if ordinary.is_empty() => {
                 Came::Unable("nothing was collected, not even what is ordinary".into())
             }
             (None, None) => Came::Refused(format!(
-                "{ordinary} ordinary output, {} refused",
-                ran.record["collection"]["refused"]
+                "{} ordinary output, and the secret nowhere",
+                ordinary.len()
             )),
         };
-        self.record(act, control, inside);
+        let bytes: u64 = outputs.iter().filter_map(|o| o["bytes"].as_u64()).sum();
+        let told = format!(
+            "{} names, {} KiB in all, with {}",
+            linked.len(),
+            bytes >> 10,
+            OUTPUT_LIMIT.join(" ")
+        );
+        let of_links = match (ran.not_started(), linked.len()) {
+            (Some(why), _) => Came::Unable(why.to_owned()),
+            (None, 0) => Came::Unable("none of the names was collected".into()),
+            (None, _) if bytes > OUTPUT_BYTES_MAX => Came::Done(told),
+            (None, _) => Came::Refused(told),
+        };
+        let control_of_links = controls.pop().context("two controls")?;
+        let control = controls.pop().context("two controls")?;
+        self.record(farm, control, inside);
+        self.record(links, control_of_links, of_links);
         Ok(())
+    }
+}
+
+/// Ends the process that was started, and it alone, as most programs do.
+fn outlives_its_parent(lab: &Lab, act: &str) -> anyhow::Result<Came> {
+    let mark = lab.mark()?;
+    let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
+    let mut live = Live::start(lab.attacker(&words))?;
+    let held = live.wait_for("holding");
+    live.kill();
+    Ok(match (held, survivors(&mark, Duration::ZERO)) {
+        (false, _) => Came::Unable("it did not start".into()),
+        (true, 0) => Came::Refused("nothing was left".into()),
+        (true, n) => Came::Done(format!("{n} processes went on")),
+    })
+}
+
+/// Whether a run that was stopped at its deadline left a process, or was not said to have been stopped for that.
+fn outlived_timeout(mark: &str, ran: &Confined) -> Came {
+    // At once: when the call returns, everything is dead.
+    let left = survivors(mark, Duration::ZERO);
+    let unkillable = ran.record["notices"].to_string().contains("unkillable");
+    match (ran.not_started(), left, ran.status()) {
+        (Some(why), ..) => Came::Unable(why.to_owned()),
+        // It was not there any more at its deadline.
+        (None, 0, "succeeded") => Came::Unable(ran.said.trim().to_owned()),
+        (None, 0, "timed_out") if !unkillable => {
+            Came::Refused("timed_out, and nothing is left".into())
+        }
+        (None, 0, status) => Came::Done(format!(
+            "the run ended as {status}, {}",
+            ran.record["reason"].as_str().unwrap_or("without a reason")
+        )),
+        (None, n, _) => Came::Done(format!("{n} processes outlived the run")),
     }
 }
 
@@ -513,24 +476,17 @@ fn told(act: &str, said: &Said) -> Came {
     }
 }
 
-/// A bomb that was ended together with its run has no more to say.
-fn bombed(act: &str, limit: [&str; 2], ran: &Confined) -> Came {
-    let said = Said::new(&ran.said);
-    match (ran.not_started(), said.of(act), ran.status()) {
-        (Some(why), ..) => Came::Unable(why.to_owned()),
-        (None, Some(_), _) => told(act, &said),
-        (None, None, "succeeded") => Came::Unable(said.brief(act)),
-        (None, None, status) => Came::Refused(format!("{status} with {}", limit.join(" "))),
+/// Whether all names of the files here come to more than is allowed, and the files themselves do not.
+fn copies_beyond_count(dir: &Path) -> Option<String> {
+    let (mut files, mut copied) = (BTreeMap::new(), 0);
+    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+        let meta = entry.metadata().ok()?;
+        files.insert(meta.ino(), meta.len());
+        copied += meta.len();
     }
-}
-
-/// The control takes 256 MiB; there must be much more.
-fn has_free_memory() -> bool {
-    const ENOUGH_KIB: u64 = 1 << 20;
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|l| l.trim().trim_end_matches(" kB").parse().ok());
-    kib.unwrap_or(0) > ENOUGH_KIB
+    let counted: u64 = files.values().sum();
+    (counted <= OUTPUT_BYTES_MAX && copied > OUTPUT_BYTES_MAX)
+        .then(|| format!("{} KiB become {} KiB", counted >> 10, copied >> 10))
 }
 
 /// Files below a directory that hold a text, symlinks to files followed, as a careless reader would.
@@ -553,16 +509,6 @@ fn holding(dir: &Path, text: &str) -> Vec<PathBuf> {
         }
     }
     found
-}
-
-/// A new terminal: its outer end, to be kept, and its inner.
-fn open_terminal() -> anyhow::Result<(OwnedFd, OwnedFd)> {
-    use rustix::pty::OpenptFlags;
-    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
-    let outer = rustix::pty::openpt(flags).context("open a terminal")?;
-    rustix::pty::unlockpt(&outer).context("unlock the terminal")?;
-    let inner = rustix::pty::ioctl_tiocgptpeer(&outer, flags).context("open the terminal")?;
-    Ok((outer, inner))
 }
 
 /// Unconfined the attacker prints by itself; otherwise it is in the run's document.

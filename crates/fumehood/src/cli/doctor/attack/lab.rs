@@ -365,16 +365,22 @@ pub fn processes_with(mark: &str) -> Vec<(Pid, Vec<String>)> {
         let Some(pid) = number.and_then(Pid::from_raw) else {
             continue;
         };
-        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let words: Vec<String> = line
-            .split(|b| *b == 0)
-            .map(|w| String::from_utf8_lossy(w).into_owned())
-            .collect();
+        let words = words_of(pid);
         if words.iter().any(|w| w.contains(mark)) {
             found.push((pid, words));
         }
     }
     found
+}
+
+/// The command line of a process.
+fn words_of(pid: Pid) -> Vec<String> {
+    let path = format!("/proc/{}/cmdline", pid.as_raw_pid());
+    let line = std::fs::read(path).unwrap_or_default();
+    let words = line.split(|b| *b == 0);
+    words
+        .map(|w| String::from_utf8_lossy(w).into_owned())
+        .collect()
 }
 
 /// Whether processes with the mark are still there after a while; they are ended then.
@@ -388,12 +394,22 @@ pub fn survivors(mark: &str, patience: Duration) -> usize {
     for (pid, _) in &left {
         // Held first and looked at again, so that no number is taken for another process.
         if let Ok(process) = rustix::process::pidfd_open(*pid, PidfdFlags::empty())
-            && processes_with(mark).iter().any(|(still, _)| still == pid)
+            && words_of(*pid).iter().any(|w| w.contains(mark))
         {
             let _gone = rustix::process::pidfd_send_signal(process, Signal::KILL);
         }
     }
     left.len()
+}
+
+/// A new terminal: its outer end, to be kept, and its inner.
+pub fn open_terminal() -> anyhow::Result<(OwnedFd, OwnedFd)> {
+    use rustix::pty::OpenptFlags;
+    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+    let outer = rustix::pty::openpt(flags).context("open a terminal")?;
+    rustix::pty::unlockpt(&outer).context("unlock the terminal")?;
+    let inner = rustix::pty::ioctl_tiocgptpeer(&outer, flags).context("open the terminal")?;
+    Ok((outer, inner))
 }
 
 pub fn random_word() -> anyhow::Result<String> {

@@ -232,7 +232,7 @@ fn title(promise: &str) -> &'static str {
         "P10" => "every limit holds",
         "P11" => "at the deadline everything is dead",
         "P12" => "the analysis dies with its runner",
-        "P13" => "collection follows nothing",
+        "P13" => "collection follows nothing and is bounded",
         _ => "",
     }
 }

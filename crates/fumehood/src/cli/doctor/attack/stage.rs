@@ -16,7 +16,7 @@ use rustix::fs::FlockOperation;
 use sandbox::attack::victims::{Queue, Segment};
 use sandbox::attack::{BAIT, PARENT};
 
-use super::lab::{Lab, Witness, make_open, random_word, set_mode};
+use super::lab::{Lab, Witness, make_open, open_terminal, random_word, set_mode};
 use super::said::Said;
 
 /// The acts that hit a file of their own, whose every change is seen: its act, and where it lies in the project.
@@ -30,6 +30,11 @@ const CHANGES: &[(&str, &str)] = &[
     ("write_docs", "docs"),
     ("write_site", "site"),
 ];
+/// The device that the sandbox shows and nobody on a host sets the times of.
+const DEVICE: &str = "/dev/full";
+/// How long an act holds what a watch is to see, in milliseconds. The run ends as soon as it is seen; for the control
+/// nobody looks.
+const HELD_FOR: &str = "10000";
 /// Acts on processes, each with a witness of its own.
 const WITNESSED: [&str; 6] = [
     "signal_others",
@@ -66,6 +71,8 @@ pub struct Stage {
     queue: Option<Queue>,
     /// Held until the end.
     _lock: File,
+    /// The control's device is a terminal that is gone with the stage: the host's own devices stay as they are.
+    terminal: Option<(OwnedFd, OwnedFd)>,
     host_files: Vec<PathBuf>,
 }
 
@@ -176,6 +183,10 @@ impl Stage {
             other_workspace: other_workspace.join(format!("left-by-{mark}")),
             host_files: vec![host_tmp],
             _lock: lock,
+            terminal: match side {
+                Side::Control => Some(open_terminal()?),
+                Side::Confined => None,
+            },
             side,
             mark,
             secrets,
@@ -189,7 +200,10 @@ impl Stage {
             stage.host_file("write_host_tmp"),
             stage.host_file("write_host_shm"),
         ]);
-        let acts = CHANGES.iter().map(|(act, _)| *act).chain(["write_api_py"]);
+        let acts = CHANGES
+            .iter()
+            .map(|(act, _)| *act)
+            .chain(["write_api_py", "utime_device"]);
         stage.before = acts.map(|act| (act, stage.states(act))).collect();
         Ok(stage)
     }
@@ -218,6 +232,13 @@ impl Stage {
         .join(format!("fumehood-attack-{}", self.mark))
     }
 
+    fn device(&self) -> PathBuf {
+        let terminal = self.terminal.as_ref();
+        let name = terminal.and_then(|(outer, _)| rustix::pty::ptsname(outer, Vec::new()).ok());
+        let name = name.and_then(|name| name.into_string().ok());
+        name.map_or_else(|| DEVICE.into(), PathBuf::from)
+    }
+
     /// Where a change by this act would show.
     fn states(&self, act: &str) -> Vec<State> {
         let paths = match CHANGES.iter().find(|(name, _)| *name == act) {
@@ -225,6 +246,7 @@ impl Stage {
                 let dir = self.project.join(area).join(name);
                 vec![dir.join("file"), dir]
             }
+            None if act == "utime_device" => vec![self.device()],
             None => ["api.py", "api.py.new", "api.py.dir"]
                 .map(|name| self.project.join(name))
                 .to_vec(),
@@ -262,6 +284,7 @@ impl Stage {
             "write_api_py" => project("api.py"),
             "write_system" | "write_host_tmp" | "write_host_shm" => join(&[&self.host_file(act)]),
             "write_other_workspace" => join(&[&self.other_workspace]),
+            "utime_device" => join(&[&self.device()]),
             "postgres_tcp" | "netlink" => port(&self.services.tcp),
             "tcp_fast_open" => port(&self.services.fast_open),
             "postgres_socket" => join(&[
@@ -282,6 +305,10 @@ impl Stage {
             "init_memory" => self.witnesses["proc_of_others"].pid().to_string(),
             "system_v_ipc" => self.segment.as_ref().map_or(-1, Segment::id).to_string(),
             "message_queue" => format!("fumehood-attack-{}", self.mark),
+            "oom_loop" | "disk_held_by_calls" | "unlinked_files" => match self.side {
+                Side::Control => "0".into(),
+                Side::Confined => HELD_FOR.into(),
+            },
             "symlink_farm" => join(&[&self.farm_secret(), &self.outside.join("farm")]),
             _ => match self.witnesses.get(act) {
                 Some(witness) => witness.pid().to_string(),
