@@ -46,7 +46,8 @@ impl Battery<'_> {
         let mark = lab.mark()?;
         let words = [STRIKE.to_owned(), mark.clone(), format!("{SLOW_DEATH}=")];
         let options = [&["--json", "--db", "none"], &SLOW_DEATH_FOR[..]].concat();
-        confined.push(lab.run(&self.confined.project, &options, &words));
+        let slow = || lab.run(&self.confined.project, &options, &words);
+        confined.push(slow());
         let finish = |command: Command| lab.finish(command);
         let (controls, slow_control) = std::thread::scope(|scope| {
             let slow = scope.spawn(|| outlives_its_parent(lab, SLOW_DEATH));
@@ -65,10 +66,15 @@ impl Battery<'_> {
                 .collect();
             started.into_iter().map(|s| s.join()).collect()
         });
-        let (Some(Ok(slow)), Ok(control)) = (confined.pop(), slow_control) else {
+        let (Some(Ok(ran)), Ok(control)) = (confined.pop(), slow_control) else {
             bail!("a run of {SLOW_DEATH} was lost");
         };
-        self.record(SLOW_DEATH, control?, outlived_timeout(&mark, &slow?));
+        let mut inside = outlived_timeout(&mark, &ran?);
+        if !matches!(inside, Came::Refused(_)) {
+            // A busy host may have been too slow for all of them at once.
+            inside = outlived_timeout(&mark, &lab.finish_run(slow())?);
+        }
+        self.record(SLOW_DEATH, control?, inside);
         for (((act, limit, name), control), ran) in BOMBS.into_iter().zip(controls).zip(confined) {
             let control = match control {
                 None => Came::Unable("too little memory is free here to try".into()),
