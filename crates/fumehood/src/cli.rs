@@ -34,8 +34,10 @@ mod when;
 mod worker;
 mod workspace;
 
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
+use analysis::terminal_filter::TerminalFilter;
 use clap::{Args, Parser, Subcommand};
 
 /// The word by which a worker starts a runner.
@@ -110,18 +112,30 @@ fn parse_alone<A: Args>(name: &'static str) -> Option<A> {
     A::from_arg_matches(&matches).ok()
 }
 
+/// Wrong arguments are repeated in the error, and may be names of files that a program made: `fumehood run *`.
+fn print_usage_error(error: &clap::Error) {
+    let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    let text = match std::io::stderr().is_terminal() && !is_set("NO_COLOR") {
+        true => error.render().ansi().to_string(),
+        false => error.render().to_string(),
+    };
+    let (mut filter, mut shown) = (TerminalFilter::default(), Vec::new());
+    filter.push(text.as_bytes(), &mut shown);
+    filter.interrupt(&mut shown);
+    let _unheard = std::io::stderr().write_all(&shown);
+}
+
 pub fn main() -> ExitCode {
     // Wrong usage is Fumehood's 125, not clap's 2: 2 may be the program's own.
     let cli = match parse() {
         Ok(cli) => cli,
-        Err(e) => {
-            let help = !e.use_stderr();
-            let _unheard = e.print();
-            return if help {
-                ExitCode::SUCCESS
-            } else {
-                exit::COULD_NOT_RUN.into()
-            };
+        Err(e) if e.use_stderr() => {
+            print_usage_error(&e);
+            return exit::COULD_NOT_RUN.into();
+        }
+        Err(help) => {
+            let _unheard = help.print();
+            return ExitCode::SUCCESS;
         }
     };
     let ended = match cli.command {

@@ -455,8 +455,9 @@ fn not_started() {
 
 fn usage() {
     let lab = Lab::new();
-    let wrong: [&[&str]; 14] = [
+    let wrong: [&[&str]; 15] = [
         &[],
+        &["run", "--\u{1b}]0;title\u{7}", "--", "true"],
         &["run"],
         &["run", "--no-such-option", "--", "true"],
         &["run", "--timeout", "soon", "--", "true"],
@@ -478,6 +479,7 @@ fn usage() {
         assert_eq!(ended.code(), 125, "{args:?}: {}", ended.err());
         assert_eq!(ended.out(), "", "{args:?}");
         assert!(!ended.err().is_empty(), "{args:?}");
+        assert!(!ended.err().contains(['\u{1b}', '\u{7}']), "{args:?}");
     }
     lab.assert_nothing_left();
 }

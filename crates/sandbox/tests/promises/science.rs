@@ -75,7 +75,7 @@ fn told_the_level(script: &str) -> String {
 }
 
 /// The run ended by itself, with nothing to complain of, after saying `word`.
-fn went_well(ran: &Ran, word: &str) {
+pub fn went_well(ran: &Ran, word: &str) {
     assert!(
         ran.code() == Some(0) && ran.said(word) && ran.stop().is_none() && ran.outcome.all_dead,
         "{}",
@@ -83,7 +83,7 @@ fn went_well(ran: &Ran, word: &str) {
     );
 }
 
-fn roomy(hood: Hood) -> Hood {
+pub fn roomy(hood: Hood) -> Hood {
     hood.limits(|l| {
         l.memory_bytes = 2 << 30;
         l.wall_ms = 120_000;

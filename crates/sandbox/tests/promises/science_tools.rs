@@ -4,6 +4,7 @@
 use std::fs;
 
 use crate::hood::{Hood, Ran};
+use crate::science::{roomy, went_well};
 use crate::{Entry, For};
 
 pub const TRIALS: &[Entry] = &[
@@ -40,22 +41,6 @@ pub const TRIALS: &[Entry] = &[
         pipelines_of_commands,
     ),
 ];
-
-/// The run ended by itself, with nothing to complain of, after printing `word`.
-fn went_well(ran: &Ran, word: &str) {
-    assert!(
-        ran.code() == Some(0) && ran.said(word) && ran.stop().is_none() && ran.outcome.all_dead,
-        "{}",
-        ran.all()
-    );
-}
-
-fn roomy(hood: Hood) -> Hood {
-    hood.limits(|l| {
-        l.memory_bytes = 2 << 30;
-        l.wall_ms = 120_000;
-    })
-}
 
 /// Runs bash with `script`, which stops at its first failing command.
 fn bash(script: &str) -> Ran {
