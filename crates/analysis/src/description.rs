@@ -220,6 +220,14 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         let kind = hints::HintKind::Memory;
         return vec![hints::Hint { kind, text }];
     }
+    if ran.outcome.stop == Some(Stop::OpenFiles) {
+        let text = String::from(
+            "its processes together had more than a tenth of the files open that this host can have (fs.file-max); \
+             close some, start fewer processes, or have fs.file-max raised",
+        );
+        let kind = hints::HintKind::OpenFiles;
+        return vec![hints::Hint { kind, text }];
+    }
     let tail = if ran.stderr.tail.is_empty() {
         &ran.stderr.head
     } else {

@@ -49,16 +49,13 @@ pub fn resolve(asked: &AskedLimits) -> Limits {
                 .value
                 .min(half_of_users_processes(asked.pids.value)),
         },
-        open_files: match asked.open_files {
-            Asked {
-                value,
-                explicit: true,
-            } => value,
-            Asked {
-                value,
-                explicit: false,
-            } => value.min(open_files_share(open_files_of_host(), asked.pids.value)),
-        },
+        open_files: asked.open_files.value,
+        open_files_of_run: open_files_of_run(
+            number_in("/proc/sys/fs/file-max"),
+            number_in("/proc/sys/vm/max_map_count"),
+            asked.pids.value,
+            asked.open_files.value,
+        ),
         disk_bytes: asked.disk_bytes.value,
         files: asked.files.value,
         log_bytes: asked.log_bytes.value,
@@ -107,17 +104,17 @@ fn threads_of_user(uid: u32) -> u64 {
     processes.flatten().filter_map(threads).sum()
 }
 
-/// With fewer, ordinary programs do not work.
-const OPEN_FILES_MIN: u64 = 256;
-
-/// So many for each process that all of a run's have a tenth of what the host has.
-fn open_files_share(of_host: u64, pids: u64) -> u64 {
-    (of_host / 10 / pids.max(1)).max(OPEN_FILES_MIN)
+/// All processes of a run together have a tenth of what the host has, where they could have more. A process holds an open
+/// file with each descriptor and each mapping.
+fn open_files_of_run(of_host: u64, mappings_max: u64, pids: u64, open_files: u64) -> Option<u64> {
+    let share = of_host / 10;
+    let most = pids.saturating_mul(open_files.saturating_add(mappings_max));
+    (most > share).then_some(share)
 }
 
-/// The number of open files is bounded for the whole host too. Where nothing can be read there is nothing to share.
-fn open_files_of_host() -> u64 {
-    let text = std::fs::read_to_string("/proc/sys/fs/file-max");
+/// A bound of the kernel's. Where none can be read there is none.
+fn number_in(path: &str) -> u64 {
+    let text = std::fs::read_to_string(path);
     let number = text.ok().and_then(|text| text.trim().parse().ok());
     number.unwrap_or(u64::MAX)
 }
@@ -288,7 +285,10 @@ pub fn enforcement(
     hold(
         LimitName::OpenFiles,
         limits.open_files,
-        "RLIMIT_NOFILE",
+        match limits.open_files_of_run {
+            Some(_) => "RLIMIT_NOFILE, init's watch over the run's tenth of fs.file-max",
+            None => "RLIMIT_NOFILE",
+        },
         Hardness::Hard,
     );
     let (disk_by, files_by, how_hard) = match ground.storage {
@@ -383,22 +383,16 @@ mod tests {
         assert_eq!(threads_of_user(u32::MAX - 7), 0);
     }
 
-    /// All processes of a run together, and a host that sets no bound.
+    /// On a host that has few, and on one that sets no bound.
     #[test]
-    fn open_files_are_a_tenth_of_the_hosts() {
-        assert_eq!(open_files_share(2_465_780, 256), 963);
-        assert_eq!(open_files_share(2_465_780, 1024), OPEN_FILES_MIN);
-        assert!(open_files_share(i64::MAX as u64, 1024) > 4096);
-        let mut asked = AskedLimits::default();
-        asked.pids.value = 1 << 40;
-        assert_eq!(
-            resolve(&asked).open_files,
-            open_files_share(open_files_of_host(), 1 << 40).min(4096)
-        );
-        asked.open_files = Asked {
-            value: 5000,
-            explicit: true,
-        };
-        assert_eq!(resolve(&asked).open_files, 5000);
+    fn open_files_of_a_run_are_a_tenth_of_the_hosts() {
+        let of_run = |of_host| open_files_of_run(of_host, 65_530, 1024, 4096);
+        assert_eq!(of_run(2_465_780), Some(246_578));
+        assert_eq!(of_run(i64::MAX as u64), None);
+        assert_eq!(of_run(u64::MAX), None);
+        // Mapped files count too.
+        assert_eq!(open_files_of_run(1_000_000, 65_530, 8, 16), Some(100_000));
+        let limits = resolve(&AskedLimits::default());
+        assert_eq!(limits.open_files, 4096);
     }
 }

@@ -61,6 +61,8 @@ pub enum Reason {
     Files,
     /// More processes than allowed, where only the watch counts them.
     Pids,
+    /// All processes together had more files open than a run's share of what the whole host can have.
+    OpenFiles,
     Cancelled,
     /// Init was killed from outside before it could tell.
     InitLost,
@@ -99,6 +101,7 @@ impl Reason {
             Reason::FileSize => "file_size",
             Reason::Files => "files",
             Reason::Pids => "pids",
+            Reason::OpenFiles => "open_files",
             Reason::Cancelled => "cancelled",
             Reason::InitLost => "init_lost",
             Reason::Unkillable => "unkillable",
@@ -134,6 +137,7 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
         Some(Stop::Disk) => return (Status::LimitExceeded, Reason::Disk),
         Some(Stop::Files) => return (Status::LimitExceeded, Reason::Files),
         Some(Stop::Pids) => return (Status::LimitExceeded, Reason::Pids),
+        Some(Stop::OpenFiles) => return (Status::LimitExceeded, Reason::OpenFiles),
         Some(Stop::Cancelled) => return (Status::Cancelled, Reason::Cancelled),
         None => {}
     }

@@ -315,7 +315,7 @@ impl Init {
     /// Past a limit that more time would only make worse: killed at once. CPU time gets the grace.
     fn passed(&mut self, why: Stop) {
         match why {
-            Stop::Disk | Stop::Files | Stop::Memory | Stop::Pids => {
+            Stop::Disk | Stop::Files | Stop::Memory | Stop::Pids | Stop::OpenFiles => {
                 self.stop.get_or_insert(why);
                 self.kill_all();
             }

@@ -21,6 +21,8 @@ pub enum Stop {
     Disk,
     Files,
     Pids,
+    /// The run's share of the files that the whole host can have open.
+    OpenFiles,
     Cancelled,
 }
 

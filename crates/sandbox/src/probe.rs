@@ -69,6 +69,7 @@ fn miniature(level: Level) -> Spec {
             cpu_milli: 1000,
             pids: 16,
             open_files: 64,
+            open_files_of_run: None,
             disk_bytes: 1 << 20,
             files: 16,
             log_bytes: 4096,

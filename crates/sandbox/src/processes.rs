@@ -16,7 +16,8 @@ use std::path::{Path, PathBuf};
 use crate::sys;
 
 pub use census::{Census, Wanted, memory_at_most};
-pub use files::{Looked, descriptors_in_flight, map_deleted_files, open_files};
+pub use files::{Looked, descriptors_at_most, descriptors_in_flight, file_mappings};
+pub use files::{map_deleted_files, open_files};
 pub use pause::{Unexplained, Verdict, pause};
 
 /// Bytes of /proc/PID/maps read in one pass. More cannot be read in the time between two looks.

@@ -173,7 +173,10 @@ pub struct Limits {
     /// Thousandths of a CPU.
     pub cpu_milli: u64,
     pub pids: u64,
+    /// For each process.
     pub open_files: u64,
+    /// Open files of all processes together: the run's share of the host's table. `None`: the run cannot pass it.
+    pub open_files_of_run: Option<u64>,
     pub disk_bytes: u64,
     pub files: u64,
     pub log_bytes: u64,

@@ -1,4 +1,5 @@
-//! What is summed up ten times a second over all processes of the run: bytes written, files, CPU, memory.
+//! What is summed up ten times a second over all processes of the run: bytes written, files, CPU, memory,
+//! open files.
 //!
 //! The watch is a thread of init's: of the process that nothing inside can signal, and apart from the loop
 //! that keeps the deadlines, so that no amount of things to look at delays those.
@@ -18,6 +19,7 @@
 //! calls let go of it. A file of /proc may wait for the process it tells of; `progress.rs` has init look meanwhile.
 
 mod disk;
+mod file_table;
 mod progress;
 
 use std::io;
@@ -35,6 +37,7 @@ use crate::processes::{Census, Realm, Wanted};
 use crate::spec::{Limits, Spec};
 use crate::sys;
 use disk::Disk;
+use file_table::FileTable;
 use progress::{Fallback, Progress};
 
 pub const TICK: Duration = Duration::from_millis(100);
@@ -44,6 +47,7 @@ pub struct Watch {
     watched: Watched,
     census: Census,
     disk: Disk,
+    file_table: Option<FileTable>,
     progress: Arc<Progress>,
     fallback: Option<Fallback>,
     pub seen: Seen,
@@ -180,8 +184,14 @@ impl Watching {
         let in_use = disk::in_use(self.workspace.as_fd());
         self.progress.measured((0, 0), in_use);
         self.progress.mark_disk();
+        let open_on_host = file_table::open_on_host();
+        let fallback = self.fallback.iter_mut();
+        fallback.for_each(|fallback| fallback.begin(open_on_host));
         self.begun = true;
-        let _lost = self.orders.send(Word::Begin { in_use });
+        let _lost = self.orders.send(Word::Begin {
+            in_use,
+            open_on_host,
+        });
     }
 
     /// A last look, for as long as there is time for it. Calls `at_each_tick` meanwhile.
@@ -210,9 +220,10 @@ impl Watching {
 }
 
 enum Word {
-    /// With what is in use on the file system.
+    /// With what is in use on the file system, and how many files the host has open.
     Begin {
         in_use: (u64, u64),
+        open_on_host: Option<u64>,
     },
     End,
 }
@@ -225,8 +236,13 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, 
             false => inbox.recv().map_err(RecvTimeoutError::from),
         };
         let (passed, over) = match word {
-            Ok(Word::Begin { in_use }) => {
+            Ok(Word::Begin {
+                in_use,
+                open_on_host,
+            }) => {
                 watch.disk.begin(in_use);
+                let table = watch.file_table.iter_mut();
+                table.for_each(|table| table.begin(open_on_host));
                 if watch.watched.memory {
                     watch.census.begin();
                 }
@@ -267,6 +283,7 @@ impl Watch {
             watched,
             census: Census::new(realm),
             disk: Disk::new(spec, workspace, realm, Arc::clone(&progress))?,
+            file_table: FileTable::new(&spec.limits, realm),
             progress,
             seen: Seen::default(),
         })
@@ -275,7 +292,7 @@ impl Watch {
     /// One look. Says which limit was passed, if any.
     pub fn look(&mut self) -> Option<Stop> {
         self.disk.close_the_top();
-        let mut passed = self.disk.glance();
+        let mut passed = self.disk.glance().or_else(|| self.look_at_mappings());
         if passed.is_none() {
             let wanted = Wanted {
                 cpu: self.cpu_counter.is_none(),
@@ -292,6 +309,17 @@ impl Watch {
         }
         (self.seen.disk_bytes, self.seen.files) = self.disk.seen;
         passed.or_else(|| self.judge())
+    }
+
+    fn look_at_mappings(&mut self) -> Option<Stop> {
+        let (disk, progress) = (&mut self.disk, &self.progress);
+        let mut passed = None;
+        let too_many = self.file_table.as_mut()?.look_at_mappings(&mut || {
+            progress.mark_process();
+            passed = passed.or_else(|| disk.glance_in_time());
+            passed.is_none()
+        });
+        passed.or(too_many)
     }
 
     /// Whether the last census shows a limit passed.

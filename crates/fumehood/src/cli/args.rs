@@ -293,7 +293,7 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub pids: Option<OsString>,
 
-    /// Open files for each process [default: 4096, or fewer so that all processes have a tenth of fs.file-max]
+    /// Open files for each process; all together have a tenth of fs.file-max [default: 4096]
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub open_files: Option<OsString>,
 

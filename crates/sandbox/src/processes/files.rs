@@ -59,19 +59,70 @@ pub fn open_files(
 /// A process that lives and would not be looked into.
 struct Unreadable;
 
-/// `None` for one that is gone. A process that is just executing another program cannot be looked into for a moment.
 fn list_descriptors(pid: u32) -> Result<Option<std::fs::ReadDir>, Unreadable> {
+    look_into(pid, || {
+        places(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok())
+    })
+}
+
+/// `None` for a process that is gone. One that is just executing another program cannot be looked into for a moment.
+fn look_into<T>(pid: u32, look: impl Fn() -> Option<T>) -> Result<Option<T>, Unreadable> {
     const TRIES: usize = 5;
     for n in 0..TRIES {
-        let listing = places(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok());
-        if listing.is_some() || !lives(pid) {
-            return Ok(listing);
+        let found = look();
+        if found.is_some() || !lives(pid) {
+            return Ok(found);
         }
         if n + 1 < TRIES {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
     Err(Unreadable)
+}
+
+/// No fewer than the descriptors of all processes of the run: how many the table of each has room for. From files of /proc
+/// that are read without waiting for a process. A process that cannot be looked into may have any number.
+pub fn descriptors_at_most(realm: Realm) -> u64 {
+    let own = std::process::id();
+    let others = pids(realm).into_iter().filter(|pid| *pid != own);
+    let sizes = others.map(|pid| {
+        // A first thread that has ended has no table; the others have it still.
+        let statuses = places(pid).filter_map(|dir| read(dir.join("status"), SMALL));
+        let mut sizes = statuses.map(|status| field(&status, "FDSize:"));
+        let size = sizes.find(|size| *size > 0);
+        size.unwrap_or_else(|| if lives(pid) { u64::MAX } else { 0 })
+    });
+    sizes.fold(0, u64::saturating_add)
+}
+
+/// How many mappings of files the processes of the run have; each may hold an open file that has no descriptor. More than can
+/// be read between two looks, and those of a process that cannot be looked into, may be any number. Leaves off when
+/// `go_on` says no.
+pub fn file_mappings(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> u64 {
+    let mut left = MAPS_BYTES_MAX;
+    let mut count = 0;
+    let own = std::process::id();
+    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
+        if !go_on() {
+            break;
+        }
+        let maps = match look_into(pid, || read_first(pid, "maps", left)) {
+            Ok(maps) => maps.unwrap_or_default(),
+            Err(Unreadable) => return u64::MAX,
+        };
+        left = left.saturating_sub(maps.len());
+        if left == 0 {
+            return u64::MAX;
+        }
+        count += maps.lines().filter(|line| maps_file(line)).count() as u64;
+    }
+    count
+}
+
+/// Whether a line of /proc/PID/maps has the name of a file. Other memory has none, or one in brackets.
+fn maps_file(line: &str) -> bool {
+    let name = line.split_ascii_whitespace().nth(5);
+    name.is_some_and(|name| !name.starts_with('['))
 }
 
 /// Whether descriptors wait in this socket's queue: they may be files that nothing else shows.
@@ -113,8 +164,37 @@ fn has_deleted_file(maps: &str, shown: &HashSet<u64>, workspace: &str) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn descriptors_and_mapped_files_of_a_child_are_counted() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .unwrap();
+        let until = std::time::Instant::now() + Duration::from_secs(20);
+        let mut mappings = 0;
+        // Until it has become the other program, which maps its own file and the C library.
+        while mappings < 4 && std::time::Instant::now() < until {
+            mappings = file_mappings(Realm::Descendants, &mut || true);
+        }
+        let descriptors = descriptors_at_most(Realm::Descendants);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // Other tests of this program have children too.
+        assert!((4..u64::MAX).contains(&mappings), "{mappings}");
+        assert!((64..u64::MAX).contains(&descriptors), "{descriptors}");
+        assert_eq!(file_mappings(Realm::Descendants, &mut || false), 0);
+    }
+
+    #[test]
+    fn a_mapped_file_is_told_from_other_memory() {
+        let mapped = |name: &str| maps_file(&format!("7f00-7f01 rw-s 00000000 00:01 0 {name}"));
+        assert!(mapped("/tmp/x") && mapped("/SYSV00000000 (deleted)") && mapped("/dev/zero"));
+        assert!(!mapped("") && !mapped("[heap]") && !mapped("[anon: x y]"));
+    }
 
     #[test]
     fn only_deleted_files_on_disk_that_no_descriptor_shows_count() {

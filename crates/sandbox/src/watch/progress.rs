@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::disk::{OWN_BYTES, in_use};
+use super::file_table::FileTable;
 use super::{TICK, Watched};
 use crate::outcome::Stop;
 use crate::processes::{self, Census, Realm, Wanted};
@@ -80,6 +81,7 @@ pub struct Fallback {
     realm: Realm,
     /// Where no counter of a cgroup tells the CPU time.
     census: Option<Census>,
+    file_table: Option<FileTable>,
     looked_at: Instant,
 }
 
@@ -91,12 +93,27 @@ impl Fallback {
             workspace_kind: spec.workspace_kind,
             realm,
             census: counts_cpu.then(|| Census::new(realm)),
+            file_table: FileTable::new(&spec.limits, realm),
             looked_at: Instant::now(),
         }
     }
 
-    /// Which limit is passed, as far as can be told without the watch, if that has not come on in time.
+    /// The program is about to run, and the host has so many files open.
+    pub fn begin(&mut self, open_on_host: Option<u64>) {
+        self.file_table
+            .iter_mut()
+            .for_each(|table| table.begin(open_on_host));
+    }
+
+    /// Whether too many files are open; and which other limit is passed, as far as can be told without the watch, if that
+    /// has not come on in time.
     pub fn look(&mut self, progress: &Progress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+        let table = self.file_table.as_mut();
+        let passed = table.and_then(FileTable::look_at_descriptors);
+        passed.or_else(|| self.look_if_late(progress, workspace))
+    }
+
+    fn look_if_late(&mut self, progress: &Progress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         let disk_for = progress.since(&progress.disk_ms);
         if disk_for < DISK_AT_MOST || self.looked_at.elapsed() < TICK {
             return None;
@@ -133,6 +150,11 @@ impl Fallback {
             if bytes > self.limits.memory_bytes {
                 return Some(Stop::Memory);
             }
+        }
+        // Mapped files may be what the watch waits to be told of.
+        let table = self.file_table.as_mut();
+        if table.is_some_and(FileTable::has_grown) {
+            return Some(Stop::OpenFiles);
         }
         let census = self.census.as_mut()?;
         let wanted = Wanted {

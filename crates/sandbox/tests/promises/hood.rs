@@ -160,6 +160,7 @@ impl Hood {
                 cpu_milli: 2000,
                 pids: 256,
                 open_files: 1024,
+                open_files_of_run: None,
                 disk_bytes: 1 << 30,
                 files: 100_000,
                 log_bytes: 10 << 20,

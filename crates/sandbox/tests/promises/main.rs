@@ -20,6 +20,7 @@ mod p07_others;
 mod p08_privilege;
 mod p09_streams;
 mod p10_hiding;
+mod p10_host_tables;
 mod p10_kernel_memory;
 mod p10_limits;
 mod p10_watch;
@@ -90,6 +91,11 @@ const FILES: &[(&str, &[Entry], Levels)] = &[
         "p10_hiding",
         p10_hiding::TRIALS,
         Levels::Both(p10_hiding::ONLY_AT_FULL),
+    ),
+    (
+        "p10_host_tables",
+        p10_host_tables::TRIALS,
+        Levels::Both(&[]),
     ),
     (
         "p10_kernel_memory",

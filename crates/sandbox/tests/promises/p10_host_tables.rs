@@ -1,0 +1,115 @@
+//! P10: a run uses up no table that the whole host has one of.
+//!
+//! The bounds of these trials are small, so that no trial comes near to what this host has.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use sandbox::outcome::Stop;
+
+use crate::hood::{Hood, Ran, alone};
+use crate::p10_limits::{stopped, unstopped};
+use crate::p11_deadline::{new_marker, wait_for_marked};
+use crate::{Entry, For};
+
+#[rustfmt::skip]
+pub const TRIALS: &[Entry] = &[
+    ("open_files_of_all_processes", For::Everyone, open_files_of_all_processes),
+    ("open_files_that_only_mappings_hold", For::Everyone, open_files_that_only_mappings_hold),
+    ("open_files_of_others_stop_nobody", For::Everyone, open_files_of_others_stop_nobody),
+];
+
+/// The run's share: more than others are likely to open on this host during a trial.
+const SHARE: u64 = 10_000;
+
+/// `hold(n)` has so many files open that only mappings hold.
+const MAPPINGS: &str = "
+libc.mmap.restype = ctypes.c_void_p
+def hold(count):
+    PAGE, PROT_READ, MAP_PRIVATE = ctypes.c_size_t(4096), 1, 2
+    for n in range(count):
+        fd = os.open(sys.executable, os.O_RDONLY)
+        at = libc.mmap(None, PAGE, PROT_READ, MAP_PRIVATE, fd, ctypes.c_long(0))
+        assert at != ctypes.c_void_p(-1).value
+        os.close(fd)
+";
+
+fn run(act: &str, of_run: Option<u64>) -> Ran {
+    let act = format!("import signal, time\n{act}\ntime.sleep(2)\nprint('all open')");
+    let hood = Hood::python(&act).limits(|l| {
+        (l.open_files, l.open_files_of_run) = (4096, of_run);
+    });
+    hood.run()
+}
+
+fn goes_on(ran: &Ran) {
+    unstopped(ran);
+    assert!(ran.said("all open"), "{}", ran.all());
+}
+
+/// Each process has fewer than its own limit, and fewer than all may have.
+fn open_files_of_all_processes() {
+    let _the_hosts_count_is_ours = alone();
+    let act = "
+def open_files():
+    for n in range(2000): os.open('/dev/null', os.O_RDONLY)
+reader, writer = os.pipe()
+open_files()
+for _ in range(8):
+    if os.fork() == 0:
+        if EACH: open_files()
+        os.write(writer, b'x')
+        signal.pause()
+for _ in range(8): os.read(reader, 1)
+";
+    let with = |each: &str| format!("EACH = {each}\n{act}");
+    stopped(&run(&with("True"), Some(SHARE)), Stop::OpenFiles);
+    goes_on(&run(&with("True"), None));
+    goes_on(&run(&with("True"), Some(10 * SHARE)));
+    // As many descriptors of few open files, which the processes share.
+    goes_on(&run(&with("False"), Some(SHARE)));
+}
+
+/// Also of a process that cannot be looked into.
+fn open_files_that_only_mappings_hold() {
+    let _the_hosts_count_is_ours = alone();
+    let act = |hide: &str| format!("{MAPPINGS}\n{hide}\nhold(16000)");
+    let hidden = act("PR_SET_DUMPABLE = 4; libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)");
+    stopped(&run(&act(""), Some(SHARE)), Stop::OpenFiles);
+    stopped(&run(&hidden, Some(SHARE)), Stop::OpenFiles);
+    goes_on(&run(&act(""), None));
+    goes_on(&run(&hidden, Some(10 * SHARE)));
+}
+
+/// A neighbour opens more than the run's share while the run has few.
+fn open_files_of_others_stop_nobody() {
+    let _the_hosts_count_is_ours = alone();
+    let marker = new_marker();
+    let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    let act =
+        format!("# {marker}\nimport time\nsys.stdin.read()\ntime.sleep(1)\nprint('all open')");
+    let mut hood = Hood::python(&act).limits(|l| l.open_files_of_run = Some(SHARE));
+    hood.stdin = Some(read);
+    let neighbour = format!(
+        "import ctypes, os, sys\nlibc = ctypes.CDLL(None)\n{MAPPINGS}\nhold(16000)\nprint('open', flush=True)\nsys.stdin.read()"
+    );
+    std::thread::scope(|scope| {
+        let ran = scope.spawn(|| hood.run());
+        wait_for_marked(&marker, 1);
+        let mut other = Command::new("/usr/bin/python3")
+            .args(["-I", "-c", &neighbour])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let mut said = BufReader::new(other.stdout.take().unwrap());
+        said.read_line(&mut line).unwrap();
+        assert_eq!(line, "open\n");
+        drop(write);
+        let ran = ran.join().unwrap();
+        drop(other.stdin.take());
+        assert!(other.wait().unwrap().success());
+        goes_on(&ran);
+    });
+}
