@@ -56,6 +56,7 @@ pub fn resolve(asked: &AskedLimits) -> Limits {
             asked.pids.value,
             asked.open_files.value,
         ),
+        tcp_bytes: tcp_bytes_of_host() / 10,
         disk_bytes: asked.disk_bytes.value,
         files: asked.files.value,
         log_bytes: asked.log_bytes.value,
@@ -110,6 +111,21 @@ fn open_files_of_run(of_host: u64, mappings_max: u64, pids: u64, open_files: u64
     let share = of_host / 10;
     let most = pids.saturating_mul(open_files.saturating_add(mappings_max));
     (most > share).then_some(share)
+}
+
+/// What the host has for the buffers of TCP. In a network namespace that is not the first, as in a container, it cannot be read, and
+/// the kernel's default counts: nearly a tenth of the memory.
+fn tcp_bytes_of_host() -> u64 {
+    const KERNELS_SHARE: u64 = 11;
+    let text = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_mem").unwrap_or_default();
+    let pages = text.split_ascii_whitespace().nth(2);
+    let pages = pages.and_then(|pages| pages.parse::<u64>().ok());
+    let page = rustix::param::page_size() as u64;
+    let memory = || {
+        let info = rustix::system::sysinfo();
+        info.totalram.saturating_mul(u64::from(info.mem_unit)) / KERNELS_SHARE
+    };
+    pages.map_or_else(memory, |pages| pages.saturating_mul(page))
 }
 
 /// A bound of the kernel's. Where none can be read there is none.
@@ -394,5 +410,6 @@ mod tests {
         assert_eq!(open_files_of_run(1_000_000, 65_530, 8, 16), Some(100_000));
         let limits = resolve(&AskedLimits::default());
         assert_eq!(limits.open_files, 4096);
+        assert!(limits.tcp_bytes > 1 << 20);
     }
 }

@@ -89,7 +89,7 @@ pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), StepError> {
     sys::loopback_up().during(|| "bring loopback up".into())?;
     for name in ["tcp_rmem", "tcp_wmem"] {
         let path = format!("sys/net/ipv4/{name}");
-        write_proc(proc, &path, "4096 65536 262144").during(|| format!("bound {name}"))?;
+        write_proc(proc, &path, "4096 65536 131072").during(|| format!("bound {name}"))?;
     }
     Ok(())
 }

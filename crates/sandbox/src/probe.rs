@@ -70,6 +70,7 @@ fn miniature(level: Level) -> Spec {
             pids: 16,
             open_files: 64,
             open_files_of_run: None,
+            tcp_bytes: 0,
             disk_bytes: 1 << 20,
             files: 16,
             log_bytes: 4096,

@@ -18,6 +18,7 @@ use rustix::net::sockopt::{
 };
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
+use crate::spec::Limits;
 use crate::sys::Notification;
 
 /// Each is used for a moment.
@@ -30,6 +31,11 @@ const TCP_SOCKET_BYTES: u64 = 64 << 10;
 /// With both ends of a connection in the run, half as many connections.
 const TCP_SOCKETS_MAX: u64 = 4096;
 const TCP_SOCKETS_MIN: u64 = 256;
+/// What a TCP socket may hold of the host's memory for TCP, charged or not: the largest buffers that `namespaces.rs` sets, one for
+/// each direction.
+const TCP_BUFFERS_BYTES: u64 = 2 * (128 << 10);
+/// On a host with very little memory for TCP, still some connections.
+const TCP_SOCKETS_LEAST: u64 = 64;
 
 /// Makes the netlink socket that the call asks for. The filter has seen to the family and the protocol, NETLINK_ROUTE.
 pub fn netlink_socket(call: &Notification) -> io::Result<OwnedFd> {
@@ -66,17 +72,23 @@ pub fn buffer_bytes_max(socket: BorrowedFd<'_>) -> io::Result<usize> {
 }
 
 /// Refuses a connection past the run's share. Only of TCP sockets: others are charged, or hold nothing.
-pub fn check_connection(socket: BorrowedFd<'_>, memory_bytes: u64) -> io::Result<()> {
+pub fn check_connection(socket: BorrowedFd<'_>, most: u64) -> io::Result<()> {
     let internet = [AddressFamily::INET, AddressFamily::INET6].contains(&socket_domain(socket)?);
     match internet && socket_type(socket)? == SocketType::STREAM {
-        true => check_room(&["TCP", "TCPv6"], tcp_sockets_max(memory_bytes)),
+        true => check_room(&["TCP", "TCPv6"], most),
         false => Ok(()),
     }
 }
 
-/// So many that they hold no more uncharged than the run may have charged.
-fn tcp_sockets_max(memory_bytes: u64) -> u64 {
-    (memory_bytes / TCP_SOCKET_BYTES).clamp(TCP_SOCKETS_MIN, TCP_SOCKETS_MAX)
+/// So many that they hold no more uncharged than the run may have charged, and in all no more than the run's share of what the
+/// host has for TCP.
+pub fn tcp_sockets_max(limits: &Limits) -> u64 {
+    tcp_sockets_for(limits.memory_bytes, limits.tcp_bytes)
+}
+
+fn tcp_sockets_for(memory_bytes: u64, tcp_bytes: u64) -> u64 {
+    let uncharged = (memory_bytes / TCP_SOCKET_BYTES).clamp(TCP_SOCKETS_MIN, TCP_SOCKETS_MAX);
+    uncharged.min((tcp_bytes / TCP_BUFFERS_BYTES).max(TCP_SOCKETS_LEAST))
 }
 
 /// Whether there is room for one more socket of these protocols in this network namespace.
@@ -129,7 +141,9 @@ mod tests {
         assert_eq!(count(table, &["TCP", "TCPv6"]), Some(43));
         assert_eq!(count(table, &["NETLINK"]), None);
         assert_eq!(count("TCP 1\n", &["TCP"]), None);
-        let of = |mib: u64| tcp_sockets_max(mib << 20);
+        let of = |mib: u64| tcp_sockets_for(mib << 20, u64::MAX);
         assert_eq!([of(1), of(64), of(1 << 20)], [256, 1024, 4096]);
+        let of = |tcp_mib: u64| tcp_sockets_for(4 << 30, tcp_mib << 20);
+        assert_eq!([of(1), of(64), of(1 << 20)], [64, 256, 4096]);
     }
 }

@@ -177,6 +177,8 @@ pub struct Limits {
     pub open_files: u64,
     /// Open files of all processes together: the run's share of the host's table. `None`: the run cannot pass it.
     pub open_files_of_run: Option<u64>,
+    /// Buffers of all TCP sockets together: the run's share of what the host has for them.
+    pub tcp_bytes: u64,
     pub disk_bytes: u64,
     pub files: u64,
     pub log_bytes: u64,

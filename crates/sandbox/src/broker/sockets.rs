@@ -40,7 +40,7 @@ pub struct Sockets {
     /// The workspace, the private /tmp and /dev/shm. A socket in one of these mounts is the run's own.
     own_mounts: Vec<u64>,
     /// The run's limit.
-    memory_bytes: u64,
+    tcp_sockets_max: u64,
 }
 
 /// What a call comes to.
@@ -79,7 +79,7 @@ impl Sockets {
         });
         Ok(Sockets {
             own_mounts: mounts.collect::<io::Result<_>>()?,
-            memory_bytes: spec.limits.memory_bytes,
+            tcp_sockets_max: socket_share::tcp_sockets_max(&spec.limits),
         })
     }
 
@@ -114,7 +114,7 @@ impl Sockets {
         let socket = caller.descriptor(args[0])?;
         (in_hand.valid)()?;
         let target = self.target(&caller, address)?;
-        socket_share::check_connection(socket.as_fd(), self.memory_bytes)?;
+        socket_share::check_connection(socket.as_fd(), self.tcp_sockets_max)?;
         sys::connect_raw(socket.as_fd(), &target.address)?;
         Ok(Answer::Value(0))
     }

@@ -161,6 +161,7 @@ impl Hood {
                 pids: 256,
                 open_files: 1024,
                 open_files_of_run: None,
+                tcp_bytes: u64::MAX,
                 disk_bytes: 1 << 30,
                 files: 100_000,
                 log_bytes: 10 << 20,

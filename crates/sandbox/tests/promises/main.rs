@@ -95,7 +95,7 @@ const FILES: &[(&str, &[Entry], Levels)] = &[
     (
         "p10_host_tables",
         p10_host_tables::TRIALS,
-        Levels::Both(&[]),
+        Levels::Both(p10_host_tables::ONLY_AT_FULL),
     ),
     (
         "p10_kernel_memory",

@@ -1,6 +1,7 @@
 //! P10: a run uses up no table that the whole host has one of.
 //!
-//! The bounds of these trials are small, so that no trial comes near to what this host has.
+//! The bounds of these trials are small, so that no trial comes near to what this host has. `tests/vm/host_tables.py` uses up
+//! the tables of a virtual machine.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -10,13 +11,19 @@ use sandbox::outcome::Stop;
 use crate::hood::{Hood, Ran, alone};
 use crate::p10_limits::{stopped, unstopped};
 use crate::p11_deadline::{new_marker, wait_for_marked};
-use crate::{Entry, For};
+use crate::{Entry, For, OnlyAtFull};
 
 #[rustfmt::skip]
 pub const TRIALS: &[Entry] = &[
     ("open_files_of_all_processes", For::Everyone, open_files_of_all_processes),
     ("open_files_that_only_mappings_hold", For::Everyone, open_files_that_only_mappings_hold),
     ("open_files_of_others_stop_nobody", For::Everyone, open_files_of_others_stop_nobody),
+    ("memory_for_tcp", For::Everyone, memory_for_tcp),
+];
+
+#[rustfmt::skip]
+pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
+    ("memory_for_tcp", "there are no TCP sockets"),
 ];
 
 /// The run's share: more than others are likely to open on this host during a trial.
@@ -112,4 +119,32 @@ fn open_files_of_others_stop_nobody() {
         assert!(other.wait().unwrap().success());
         goes_on(&ran);
     });
+}
+
+/// As many sockets as have room in the run's share, with full buffers.
+fn memory_for_tcp() {
+    let act = "
+listener = socket.create_server(('127.0.0.1', 0), backlog=8)
+held = []
+try:
+    while len(held) < 400:
+        held.append(socket.create_connection(listener.getsockname()))
+        held.append(listener.accept()[0])
+except OSError as e: print(errno.errorcode[e.errno])
+print('sockets', len(held))
+with open('/proc/sys/net/ipv4/tcp_rmem') as file: print('buffer', file.read().split()[2])
+";
+    let run = |tcp_bytes| Hood::python(act).limits(|l| l.tcp_bytes = tcp_bytes).run();
+    const SOCKETS: u64 = 128;
+    const BUFFER_BYTES: u64 = 128 << 10;
+    let ran = run(SOCKETS * 2 * BUFFER_BYTES);
+    unstopped(&ran);
+    assert!(ran.said("ENOBUFS"), "{}", ran.all());
+    assert!(ran.said(&format!("buffer {BUFFER_BYTES}")), "{}", ran.all());
+    let count = ran.stdout.lines().find_map(|l| l.strip_prefix("sockets "));
+    let count: u64 = count.unwrap().parse().unwrap();
+    // The listener is one; a call that is served meanwhile may see one fewer.
+    assert!((SOCKETS - 4..=SOCKETS).contains(&count), "{count}");
+    let control = run(u64::MAX);
+    assert!(control.said("sockets 400"), "{}", control.all());
 }
