@@ -1,6 +1,8 @@
 //! From limits as asked for to limits as they are enforced on this host, each by a named mechanism.
 
 use std::collections::BTreeSet;
+use std::io::Read;
+use std::path::Path;
 
 use sandbox::cgroup::{self, Enforced, Group, GroupLimits, OuterLimit, OuterLimits};
 use sandbox::spec::{Enforcement, Hardness, Level, LimitName, Limits, WorkspaceKind};
@@ -66,18 +68,34 @@ pub fn resolve(asked: &AskedLimits) -> Limits {
 /// Half of the processes that the user may still start, so that a run does not use up what the user's other programs need.
 /// Root, and a run with a uid of its own, share no such count.
 ///
-/// Counting takes a walk through /proc, so a limit that is many times the default is not looked into.
+/// Counting them takes a walk through /proc, and matters only if all that run on the host would leave less than `default`.
 fn half_of_users_processes(default: u64) -> u64 {
-    const MATTERS_BELOW: u64 = 16;
     let uid = rustix::process::getuid();
     let limit = match uid.is_root() || rustix::process::geteuid().is_root() {
         true => None,
         false => rustix::process::getrlimit(rustix::process::Resource::Nproc).current,
     };
-    match limit.filter(|limit| *limit < default.saturating_mul(MATTERS_BELOW)) {
-        Some(limit) => half_of_left(limit, threads_of_user(uid.as_raw())),
-        None => u64::MAX,
+    let Some(limit) = limit else {
+        return u64::MAX;
+    };
+    match threads_of_host().map(|used| half_of_left(limit, used)) {
+        Some(at_least) if at_least >= default => at_least,
+        _ => half_of_left(limit, threads_of_user(uid.as_raw())),
     }
+}
+
+/// The threads of all users. The fourth word of the file is `running/all`.
+fn threads_of_host() -> Option<u64> {
+    let text = read_once("/proc/loadavg".as_ref())?;
+    let (_, all) = text.split_ascii_whitespace().nth(3)?.split_once('/')?;
+    all.parse().ok()
+}
+
+/// A file of /proc that is shorter than a page, by one call: they have no size to go by.
+fn read_once(path: &Path) -> Option<String> {
+    let mut bytes = [0; 4096];
+    let length = std::fs::File::open(path).ok()?.read(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes[..length]).into_owned())
 }
 
 /// The least is what `--pids` takes.
@@ -95,7 +113,7 @@ fn threads_of_user(uid: u32) -> u64 {
         if !name.as_encoded_bytes().first()?.is_ascii_digit() {
             return None;
         }
-        let status = std::fs::read_to_string(entry.path().join("status")).ok()?;
+        let status = read_once(&entry.path().join("status"))?;
         let field = |name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name))?;
             line.split_ascii_whitespace().next()?.parse::<u64>().ok()
@@ -117,7 +135,7 @@ fn open_files_of_run(of_host: u64, mappings_max: u64, pids: u64, open_files: u64
 /// the kernel's default counts: nearly a tenth of the memory.
 fn tcp_bytes_of_host() -> u64 {
     const KERNELS_SHARE: u64 = 11;
-    let text = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_mem").unwrap_or_default();
+    let text = read_once("/proc/sys/net/ipv4/tcp_mem".as_ref()).unwrap_or_default();
     let pages = text.split_ascii_whitespace().nth(2);
     let pages = pages.and_then(|pages| pages.parse::<u64>().ok());
     let page = rustix::param::page_size() as u64;
@@ -130,8 +148,7 @@ fn tcp_bytes_of_host() -> u64 {
 
 /// A bound of the kernel's. Where none can be read there is none.
 fn number_in(path: &str) -> u64 {
-    let text = std::fs::read_to_string(path);
-    let number = text.ok().and_then(|text| text.trim().parse().ok());
+    let number = read_once(path.as_ref()).and_then(|text| text.trim().parse().ok());
     number.unwrap_or(u64::MAX)
 }
 
@@ -397,6 +414,7 @@ mod tests {
         let before = threads_of_user(uid);
         assert!(before >= 1);
         assert_eq!(threads_of_user(u32::MAX - 7), 0);
+        assert!(threads_of_host().is_some_and(|all| all >= 1));
     }
 
     /// On a host that has few, and on one that sets no bound.

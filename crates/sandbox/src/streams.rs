@@ -159,8 +159,15 @@ impl Streams {
         }
     }
 
+    /// Fresh from the allocator, a page of the chunk costs nothing until it is read into. `resize` would write to all.
+    fn make_chunk(&mut self) {
+        if self.chunk.is_empty() {
+            self.chunk = vec![0; CHUNK_BYTES];
+        }
+    }
+
     fn pass_output(&mut self, stream: Stream, attendant: &mut dyn Attendant) -> bool {
-        self.chunk.resize(CHUNK_BYTES, 0);
+        self.make_chunk();
         let out = &mut self.out[stream as usize];
         let Some(fd) = out else { return false };
         match rustix::io::read(fd, &mut self.chunk) {
@@ -176,10 +183,10 @@ impl Streams {
     }
 
     fn pass_terminal(&mut self, attendant: &mut dyn Attendant) -> bool {
+        self.make_chunk();
         let Some(fd) = &self.terminal else {
             return false;
         };
-        self.chunk.resize(CHUNK_BYTES, 0);
         match rustix::io::read(fd, &mut self.chunk) {
             Ok(len) if len > 0 => {
                 attendant.output(Stream::Stdout, &self.chunk[..len]);
