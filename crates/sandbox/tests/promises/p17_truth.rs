@@ -361,7 +361,8 @@ int main(void) {
 "#;
     let _alone = alone();
     let mut hood = Hood::new(&["/bin/true"])
-        .limits(|l| (l.wall_ms, l.grace_ms, l.files) = (10_000, 0, 100_000_000));
+        .limits(|l| (l.wall_ms, l.grace_ms) = (10_000, 0))
+        .limits(|l| (l.files, l.disk_bytes) = (100_000_000, 64 << 30));
     let program = hood.workspace().join("attack");
     compile(SOURCE, &program);
     hood.command(&[&program]);
