@@ -712,6 +712,8 @@ fn fewer_slots() {
     // Its slot is among those that the next one has.
     queue.let_go("first");
     eventually("the first ends", || queue.ends("first") == "succeeded|exit");
+    // A runner cleans up after its commit, and has its slot until then.
+    eventually("its runner ends", || queue.runners().len() == 2);
     queue.submit("late", &little, &["--", "true"]);
     let worker = queue.worker(&["--slots", "1", "--until-idle"]);
     worker.wait_until_it_says("2 analyses run on from before");
