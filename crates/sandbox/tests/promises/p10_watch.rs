@@ -343,6 +343,18 @@ fn memory_limited(run: impl Fn(u64) -> Ran, memory_bytes: u64) {
     assert!(control.stdout.contains("wrote all"), "{}", control.all());
 }
 
+/// The same for an act in C that takes 768 MiB.
+fn c_memory_limited(act: &str) {
+    let run = |memory_bytes| {
+        run_c(act, 768, |hood| {
+            hood.with_group = false;
+            hood.spec.limits.memory_bytes = memory_bytes;
+        })
+    };
+    let _alone = alone();
+    memory_limited(run, 96 * MIB);
+}
+
 fn memory_held_by_blocked_calls() {
     let act = format!(
         "{HELD_BY_CALL}
@@ -358,14 +370,7 @@ static void attack(char **argv) {{
     }}
 }}"
     );
-    let run = |memory_bytes| {
-        run_c(&act, 768, |hood| {
-            hood.with_group = false;
-            hood.spec.limits.memory_bytes = memory_bytes;
-        })
-    };
-    let _alone = alone();
-    memory_limited(run, 96 * MIB);
+    c_memory_limited(&act);
 }
 
 fn memory_files_in_flight() {
@@ -406,14 +411,7 @@ static void attack(char **argv) {{
     }}
 }}"
     );
-    let run = |memory_bytes| {
-        run_c(&act, 768, |hood| {
-            hood.with_group = false;
-            hood.spec.limits.memory_bytes = memory_bytes;
-        })
-    };
-    let _alone = alone();
-    memory_limited(run, 96 * MIB);
+    c_memory_limited(&act);
 }
 
 /// A page that is mapped keeps the whole file: 800 MB under 128 MB.
