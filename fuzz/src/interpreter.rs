@@ -3,7 +3,7 @@
 use std::os::unix::ffi::OsStrExt;
 
 #[allow(dead_code)]
-#[path = "../../crates/analysis/src/runtime/shebang.rs"]
+#[path = "../../crates/engine/src/plan/runtime/shebang.rs"]
 mod shebang;
 
 use shebang::Shebang;

@@ -9,14 +9,14 @@ use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use analysis::hints::{self, Facts, HostKind, OnHost, Used};
-use analysis::logs::{self, Capture};
-use analysis::request::AnalysisId;
-use analysis::run_dir::RunRecord;
-use analysis::runtime::{self, Caller};
-use analysis::terminal_filter::TerminalFilter;
-use analysis::units;
+use engine::attempt::hints::{self, Facts, HostKind, OnHost, Used};
+use engine::attempt::log_capture::Capture;
+use engine::attempt::terminal_filter::TerminalFilter;
+use engine::plan::runtime::{self, Caller};
+use engine::request::AnalysisId;
+use engine::run_dir::RunRecord;
 use sandbox::launch::Plan;
+use store::types::{escaping, units};
 // What channel.rs calls `crate::outcome` and `crate::spec`.
 pub use sandbox::{outcome, spec};
 
@@ -27,7 +27,7 @@ mod channel;
 mod interpreter;
 
 #[allow(dead_code)]
-#[path = "../../crates/analysis/src/policy/imports.rs"]
+#[path = "../../crates/engine/src/plan/imports.rs"]
 mod python_imports;
 
 /// The target's name and the function, for whoever goes through all of them.
@@ -88,7 +88,7 @@ pub fn ids(data: &[u8]) -> bool {
         Err(e) => assert!(e.to_string().len() < 2048),
         Ok(id) => {
             assert_eq!(id.as_str(), text);
-            let path = analysis::workspace::path_for(Path::new("/r"), &id);
+            let path = engine::workspace::path_for(Path::new("/r"), &id);
             assert_eq!(path.parent(), Some(Path::new("/r")));
             assert_eq!(path.components().count(), 3);
             assert!(text.len() <= AnalysisId::LEN_MAX && text.is_ascii());
@@ -120,14 +120,14 @@ pub fn logs(data: &[u8]) -> bool {
     assert_eq!(kept + captured.dropped_bytes, bytes.len() as u64);
     assert_eq!(captured.truncated, captured.dropped_bytes > 0);
 
-    let escaped = logs::escape_text(bytes);
-    assert_eq!(logs::unescape_text(&escaped).as_deref(), Some(bytes));
-    let shown = logs::escape_terminal(bytes);
+    let escaped = escaping::escape_text(bytes);
+    assert_eq!(escaping::unescape_text(&escaped).as_deref(), Some(bytes));
+    let shown = escaping::escape_terminal(bytes);
     let harmless = |c: char| !c.is_control() || c == '\n' || c == '\t';
     assert!(shown.chars().all(harmless), "{shown:?}");
     if let Ok(text) = std::str::from_utf8(bytes) {
         // Whatever it says, it does not fall over.
-        let _any = logs::unescape_text(text);
+        let _any = escaping::unescape_text(text);
     }
     captured.truncated
 }

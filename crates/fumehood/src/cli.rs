@@ -37,8 +37,8 @@ mod workspace;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
-use analysis::terminal_filter::TerminalFilter;
 use clap::{Args, Parser, Subcommand};
+use engine::attempt::terminal_filter::TerminalFilter;
 
 /// The word by which a worker starts a runner.
 pub const RUNNER: &str = "__runner";

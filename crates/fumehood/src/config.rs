@@ -11,14 +11,14 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::PathBuf;
 
-use analysis::collect::GlobError;
-use analysis::request::{
+use engine::collect::GlobError;
+use engine::request::{
     Again, AnalysisId, Asked, AskedLimits, Asker, BadId, Command, Level, LimitName, NamedBy,
     NamedDirectory, Request, Siblings, Stdin,
 };
-use analysis::store::State;
-use analysis::submission::SubmissionError;
 use sandbox::spec::{Layer, SharedMemory};
+use store::State;
+use store::types::submission::SubmissionError;
 
 use crate::cli::args::{ArgsError, RunArgs, ShellArgs};
 

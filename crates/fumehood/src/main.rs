@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     if sandbox::attack::is_attacker() {
         sandbox::attack::main();
     }
-    analysis::timings::mark("start");
+    store::types::timings::mark("start");
     sandbox::hear_of_children();
     cli::main()
 }

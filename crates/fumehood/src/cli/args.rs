@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use analysis::request::Command;
+use engine::request::Command;
 
 use crate::config::settings::Key;
 

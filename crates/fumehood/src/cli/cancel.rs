@@ -2,13 +2,13 @@
 
 use std::ffi::OsString;
 
-use analysis::home::{self, Home};
-use analysis::ledger::Ledger;
-use analysis::provenance;
-use analysis::request::AnalysisId;
-use analysis::store::{Cancelled, State};
 use anyhow::Context;
+use engine::attempt::recorder::Ledger;
+use engine::home::{self, Home};
+use engine::provenance;
+use engine::request::AnalysisId;
 use serde::Serialize;
+use store::{Cancelled, State};
 
 use super::args::StoreArgs;
 use super::print::{self, clean};

@@ -5,12 +5,12 @@ use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::store::{Migrated, Status, Store};
-use analysis::units::format_size;
 use anyhow::Context;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
 use serde::Serialize;
+use store::types::units::format_size;
+use store::{Migrated, Status, Store};
 
 use super::args::StoreArgs;
 use super::print::{self, Align, Out, Table, clean, counted};

@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::provenance::Provenance;
-use analysis::record::LimitEntry;
-use analysis::store::{
+use engine::attempt::record::LimitEntry;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
+use engine::provenance::Provenance;
+use serde_json::value::RawValue;
+use store::types::units::{format_cpus, format_size};
+use store::{
     Attempt, Event, Listed, Place, PostProcess, RemarkCount, STREAMS, State, StoredLog,
     StoredOutput, StoredRemark,
 };
-use analysis::units::{format_cpus, format_size};
-use serde_json::value::RawValue;
 
 use super::args::StoreArgs;
 use super::list;
@@ -403,7 +403,7 @@ fn what_is_said(page: &mut Page, all: &Everything) -> anyhow::Result<()> {
         )),
     };
     page.maybe("post_process", step)?;
-    let hints: Vec<analysis::hints::Hint> = parsed(&attempt.hints_json).unwrap_or_default();
+    let hints: Vec<engine::attempt::hints::Hint> = parsed(&attempt.hints_json).unwrap_or_default();
     for (at, hint) in hints.iter().enumerate() {
         page.fact(if at == 0 { "hints" } else { "" }, &clean(&hint.text))?;
     }

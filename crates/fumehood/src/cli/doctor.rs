@@ -6,13 +6,13 @@ mod report;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use analysis::doctor::{self, Diagnosis, Finding, Remedy, Severity, Subject};
-use analysis::home::Home;
-use analysis::limits::error_chain;
-use analysis::request;
-use analysis::store::Location;
 use anyhow::Context;
+use doctor::{Diagnosis, Finding, Remedy, Severity, Subject};
+use engine::home::Home;
+use engine::plan::limits::error_chain;
+use engine::request;
 use sandbox::spec::{Level, WorkspaceKind};
+use store::Location;
 
 use super::args::{AnalysisArgs, RunArgs, TaskArgs};
 use super::{exit, ledger};

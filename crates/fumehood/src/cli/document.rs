@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use analysis::store::{Listed, StoredLog, StoredOutput, StoredRemark};
 use serde::Serialize;
 use serde_json::value::RawValue;
+use store::{Listed, StoredLog, StoredOutput, StoredRemark};
 
 use super::detail::Everything;
 use super::events::{EventEntry, PlaceEntry};

@@ -1,8 +1,8 @@
 //! An analysis's story and its place in the queue, as `show` tells them.
 
-use analysis::store::{AHEAD_MAX, Event, Place};
-use analysis::units::{format_cpus, format_size};
 use serde::Serialize;
+use store::types::units::{format_cpus, format_size};
+use store::{AHEAD_MAX, Event, Place};
 
 use super::print::{Align, Table, clean, counted};
 use super::when;
@@ -146,7 +146,7 @@ pub fn table(events: &[Event], host: (&str, &str)) -> Table {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use analysis::store::InQueue;
+    use store::InQueue;
 
     fn place(waiting: InQueue) -> Place {
         Place {

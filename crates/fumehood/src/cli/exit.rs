@@ -1,7 +1,7 @@
 //! Exit codes: fixed, documented, and only `succeeded` is 0.
 
-use analysis::record::{CommitState, Reason, Record, Status};
-use analysis::store::{Listed, PostProcess, State};
+use engine::attempt::record::{CommitState, Reason, Record, Status};
+use store::{Listed, PostProcess, State};
 
 /// The program never started, or Fumehood failed.
 pub const COULD_NOT_RUN: u8 = 125;

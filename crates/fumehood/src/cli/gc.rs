@@ -3,18 +3,18 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
-use analysis::home::{self, Home};
-use analysis::ledger::Ledger;
-use analysis::reaper::{self, Reaped};
-use analysis::record::Reason;
-use analysis::request::AnalysisId;
-use analysis::run_dir::{self, RunState};
-use analysis::steps::{self, Processed};
-use analysis::store::{Location, Lost, PostProcess, Proof, State, Unfinished, WhileRunning};
-use analysis::units::{format_size, parse_duration_ms};
-use analysis::worker::slot;
 use anyhow::Context;
+use engine::attempt::record::Reason;
+use engine::attempt::recorder::Ledger;
+use engine::home::{self, Home};
+use engine::recovery::reaper::{self, Reaped};
+use engine::recovery::staged_commands::{self, Processed};
+use engine::request::AnalysisId;
+use engine::run_dir::{self, RunState};
+use engine::worker::slot;
 use serde::Serialize;
+use store::types::units::{format_size, parse_duration_ms};
+use store::{Location, Lost, PostProcess, Proof, State, Unfinished, WhileRunning};
 
 use super::args::StoreArgs;
 use super::print::{self, clean, counted};
@@ -186,7 +186,8 @@ fn take_pending_steps(home: &Home, ledger: &mut Ledger, done: &mut Done) -> anyh
         if standing::any_of(home, &id) {
             continue;
         }
-        if let Ok(Processed::Stepped { step, .. }) = steps::post_process(home, ledger, &id)
+        if let Ok(Processed::Stepped { step, .. }) =
+            staged_commands::post_process(home, ledger, &id)
             && let Some(message) = step.message
         {
             let told = format!("the post_process command failed for {id}: {message}");

@@ -2,12 +2,12 @@
 
 use std::ffi::OsStr;
 
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::request::AnalysisId;
-use analysis::settle::SettleError;
-use analysis::store::{Attempt, StoreError};
 use anyhow::Context;
+use engine::attempt::finalize::SettleError;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
+use engine::request::AnalysisId;
+use store::{Attempt, StoreError};
 
 use super::standing;
 

@@ -4,13 +4,13 @@ use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use analysis::artifacts::{self, Artifacts, Content, Exported, Overwrite};
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::manifest::{ContentHash, OutputPath};
-use analysis::post_process::PostProcess;
-use analysis::store::{Location, Origin, StoredOutput};
 use anyhow::Context;
+use engine::attempt::post_process::PostProcess;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
+use store::artifacts::{self, Artifacts, Content, Exported, Overwrite};
+use store::types::manifest::{ContentHash, OutputPath};
+use store::{Location, Origin, StoredOutput};
 
 use super::args::StoreArgs;
 use crate::config::record::DbOrigin;

@@ -2,10 +2,10 @@
 
 use std::ffi::OsString;
 
-use analysis::home;
-use analysis::store::{Filter, Listed, PostProcess, State, Which};
 use anyhow::Context;
+use engine::home;
 use serde::Serialize;
+use store::{Filter, Listed, PostProcess, State, Which};
 
 use super::args::StoreArgs;
 use super::document::Entry;
@@ -121,7 +121,9 @@ fn as_json(standing: &Standing) -> Here<'_> {
             Next::Clean => "left_behind",
             Next::Elsewhere => "elsewhere",
         },
-        workspace: analysis::logs::escape_text(record.workspace.as_os_str().as_encoded_bytes()),
+        workspace: store::types::escaping::escape_text(
+            record.workspace.as_os_str().as_encoded_bytes(),
+        ),
     }
 }
 

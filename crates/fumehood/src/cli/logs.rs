@@ -7,17 +7,17 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::logs::Captured;
-use analysis::request::AnalysisId;
-use analysis::run_dir::Paper;
-use analysis::store::{STREAMS, State, StoredLog};
-use analysis::terminal_filter::TerminalFilter;
 use anyhow::Context;
+use engine::attempt::log_capture::Captured;
+use engine::attempt::recorder::Ledger;
+use engine::attempt::terminal_filter::TerminalFilter;
+use engine::home::Home;
+use engine::request::AnalysisId;
+use engine::run_dir::Paper;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use serde::Serialize;
+use store::{STREAMS, State, StoredLog};
 
 use super::args::StoreArgs;
 use super::print::{self, Out, clean};
@@ -364,7 +364,7 @@ fn until_it_runs(
         if let Some(standing) = here.find(runs) {
             return Ok(Some(standing));
         }
-        let taken = now.listed.host == analysis::home::machine() && now.workspace.is_none();
+        let taken = now.listed.host == engine::home::machine() && now.workspace.is_none();
         // Nothing rings when it is taken, nor when its directory is made.
         let most = match now.listed.state {
             State::Queued => QUEUED_MOMENT,
@@ -491,8 +491,8 @@ impl Runner {
 }
 
 /// The workspace is left standing, and the runner is done with it.
-fn is_over(state: &analysis::run_dir::RunState) -> bool {
-    use analysis::run_dir::RunState::{Kept, Live, Open, Quarantined, Ran, Recorded};
+fn is_over(state: &engine::run_dir::RunState) -> bool {
+    use engine::run_dir::RunState::{Kept, Live, Open, Quarantined, Ran, Recorded};
     match state {
         Kept { .. } | Quarantined | Ran | Recorded => true,
         Live | Open { .. } => false,

@@ -7,8 +7,8 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use analysis::logs::{Captured, Live};
-use analysis::terminal_filter::TerminalFilter;
+use engine::attempt::log_capture::{Captured, Live};
+use engine::attempt::terminal_filter::TerminalFilter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;

@@ -5,15 +5,15 @@ use std::io::{self, IsTerminal, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use analysis::artifacts::{self, Content, Exported, Overwrite};
-use analysis::collect::Globs;
-use analysis::ledger::Ledger;
-use analysis::logs::{escape_terminal, unescape_text};
-use analysis::manifest::{ContentHash, OutputPath};
-use analysis::store::StoredOutput;
-use analysis::units::format_size;
 use anyhow::Context;
+use engine::attempt::recorder::Ledger;
+use engine::collect::Globs;
 use serde::Serialize;
+use store::StoredOutput;
+use store::artifacts::{self, Content, Exported, Overwrite};
+use store::types::escaping::{escape_terminal, unescape_text};
+use store::types::manifest::{ContentHash, OutputPath};
+use store::types::units::format_size;
 
 use super::args::StoreArgs;
 use super::detail;

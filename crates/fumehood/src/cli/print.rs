@@ -2,11 +2,11 @@
 
 use std::io::{self, Write};
 
-use analysis::logs::escape_terminal;
-use analysis::manifest::OutputPath;
-use analysis::units::format_size;
 use anyhow::Context;
 use serde::Serialize;
+use store::types::escaping::escape_terminal;
+use store::types::manifest::OutputPath;
+use store::types::units::format_size;
 
 /// Whoever read our stdout has seen enough. Ends the command without a word, as SIGPIPE would.
 #[derive(Debug, thiserror::Error)]

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use analysis::collect::Progress;
-use analysis::units::format_size;
+use engine::collect::Progress;
+use store::types::units::format_size;
 
 /// Before this, nobody has begun to wonder.
 const MOMENT: Duration = Duration::from_millis(700);

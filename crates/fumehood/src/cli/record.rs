@@ -4,11 +4,11 @@ use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
-use analysis::ledger::Ledger;
-use analysis::record::{Reason, Status};
-use analysis::request::AnalysisId;
-use analysis::steps::{self, HandedIn};
 use anyhow::Context;
+use engine::attempt::record::{Reason, Status};
+use engine::attempt::recorder::Ledger;
+use engine::recovery::staged_commands::{self, HandedIn};
+use engine::request::AnalysisId;
 
 use super::args::{self, StoreArgs};
 use super::progress::ProgressLine;
@@ -115,7 +115,7 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
         collection,
     };
     let mut line = std::io::stderr().is_terminal().then(ProgressLine::default);
-    let done = steps::record(&home, &mut ledger, &handed, &mut |progress| {
+    let done = staged_commands::record(&home, &mut ledger, &handed, &mut |progress| {
         if let Some(text) = line.as_mut().and_then(|line| line.show(progress)) {
             // Nobody may be listening; that is no reason to fail.
             let _unheard = std::io::stderr().write_all(text.as_bytes());

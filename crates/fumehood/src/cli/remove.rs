@@ -3,13 +3,13 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::manifest::ContentHash;
-use analysis::request::AnalysisId;
-use analysis::run_dir::RunDir;
-use analysis::store::{Removed, STREAMS, State, WhileRunning};
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
+use engine::request::AnalysisId;
+use engine::run_dir::RunDir;
 use serde::Serialize;
+use store::types::manifest::ContentHash;
+use store::{Removed, STREAMS, State, WhileRunning};
 
 use super::args::StoreArgs;
 use super::print::{self, clean, counted};

@@ -2,10 +2,10 @@
 
 use std::ffi::OsString;
 
-use analysis::ledger::Ledger;
-use analysis::provenance;
-use analysis::store::StoreError;
+use engine::attempt::recorder::Ledger;
+use engine::provenance;
 use serde::Serialize;
+use store::StoreError;
 
 use super::args::StoreArgs;
 use super::print::{self, clean};

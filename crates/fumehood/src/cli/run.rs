@@ -5,21 +5,21 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use analysis::artifacts::Overwrite;
-use analysis::collect::Progress;
-use analysis::description;
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::logs::{Captured, Live};
-use analysis::pipeline::{self, Audience, Done, NotRun, PipelineError, Place, Surroundings};
-use analysis::record::{CommitState, Record, Status};
-use analysis::runtime::Caller;
-use analysis::timings;
 use anyhow::Context;
+use engine::attempt::log_capture::{Captured, Live};
+use engine::attempt::pipeline::{self, Audience, Done, NotRun, PipelineError, Place, Surroundings};
+use engine::attempt::record::{CommitState, Record, Status};
+use engine::attempt::record_builder;
+use engine::attempt::recorder::Ledger;
+use engine::collect::Progress;
+use engine::home::Home;
+use engine::plan::runtime::Caller;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios};
 use sandbox::spec::Terminal;
 use sandbox::supervise::{RunError, Stream, Wish};
+use store::artifacts::Overwrite;
+use store::types::timings;
 
 use super::args::{RunArgs, ShellArgs};
 use super::outlet::{self, Outlet, View};
@@ -109,7 +109,7 @@ fn perform(
         }) => (record, Some((stdout, stderr))),
         Err(NotRun { error, record }) => {
             let mut record = record.map_or_else(
-                || description::not_run(&resolved.request, 1, &error),
+                || record_builder::not_run(&resolved.request, 1, &error),
                 |record| *record,
             );
             if !json {

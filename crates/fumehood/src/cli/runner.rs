@@ -7,31 +7,31 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use analysis::bundle::{self, BundleError};
-use analysis::collect::Progress;
-use analysis::heart::{self, Heart, Lease, Why};
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::limits::error_chain;
-use analysis::logs::Live;
-use analysis::pipeline::{
+use anyhow::Context;
+use engine::attempt::log_capture::Live;
+use engine::attempt::pipeline::{
     self, Audience, EndedFor, NotRun, PipelineError, Place, Surroundings, Taken,
 };
-use analysis::policy::PolicyError;
-use analysis::reaper;
-use analysis::record::Reason;
-use analysis::request::{Asked, Asker, Writers};
-use analysis::run_dir;
-use analysis::runtime::Caller;
-use analysis::store::{Lost, Proof};
-use analysis::submission::Submission;
-use analysis::worker::slot::{self, Order};
-use anyhow::Context;
+use engine::attempt::record::Reason;
+use engine::attempt::recorder::Ledger;
+use engine::collect::Progress;
+use engine::home::Home;
+use engine::plan::PolicyError;
+use engine::plan::limits::error_chain;
+use engine::plan::runtime::Caller;
+use engine::recovery::reaper;
+use engine::request::bundle::{self, BundleError};
+use engine::request::{Asked, Asker, Writers};
+use engine::run_dir;
+use engine::worker::lease_renewal::{self, Heart, Lease, Why};
+use engine::worker::slot::{self, Order};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use sandbox::spec::Terminal;
 use sandbox::supervise::{Stream, Wish};
+use store::types::submission::Submission;
+use store::{Lost, Proof};
 
 use super::args::StoreArgs;
 use super::standing::{self, Standing};
@@ -54,10 +54,10 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
     let hearing = Hearing::new()?;
     let (order, held) = slot::taken().context("read the order from standard input")?;
     // Before anything else is started: a scope beside the worker's, which may be stopped.
-    let _where_we_are = analysis::scope::ensure_apart();
+    let _where_we_are = engine::attempt::systemd_scope::ensure_apart();
     let (home, mut ledger) = ledger::open(&args.store)?;
     ledger.be_patient();
-    let since = heart::now();
+    let since = lease_renewal::now();
     let lease = Lease {
         id: order.id.to_string(),
         attempt: order.attempt,
@@ -129,7 +129,7 @@ fn attempt(
             lease_ms: order.lease_ms,
         }),
     };
-    let asked = heart::now();
+    let asked = lease_renewal::now();
     let ran = loop {
         let ran = pipeline::run(&resolved.request, &around, Some(ledger), ears);
         let waits = |error: &PipelineError| match error {
@@ -141,7 +141,10 @@ fn attempt(
             Err(NotRun {
                 error,
                 record: None,
-            }) if waits(error) && !ears.is_told() && heart::now() - asked < WAY_CLEAR_WITHIN => {
+            }) if waits(error)
+                && !ears.is_told()
+                && lease_renewal::now() - asked < WAY_CLEAR_WITHIN =>
+            {
                 std::thread::sleep(LOOK_AGAIN * 10);
             }
             _ => break ran,

@@ -3,13 +3,13 @@
 
 use std::io::Write;
 
-use analysis::logs::escape_terminal;
-use analysis::record::{CommitState, LimitEntry, Record, Status};
-use analysis::request::Level;
-use analysis::timings::{Part, Timings};
-use analysis::units::{format_duration, format_size};
+use engine::attempt::record::{CommitState, LimitEntry, Record, Status};
+use engine::request::Level;
 use rustix::termios::OutputModes;
 use sandbox::spec::{Hardness, LimitName};
+use store::types::escaping::escape_terminal;
+use store::types::timings::{Part, Timings};
+use store::types::units::{format_duration, format_size};
 
 /// One line on stderr, with our name before it.
 pub fn line(text: &str) {
@@ -51,7 +51,7 @@ pub fn summary(record: &Record) {
         line(&hint.text);
     }
     if let Some(until) = record.kept_until {
-        let left = until.saturating_sub(analysis::home::unix_seconds());
+        let left = until.saturating_sub(engine::home::unix_seconds());
         line(&format!(
             "kept for {}: {}",
             format_duration(left * 1000),

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use analysis::home::{self, Home};
-use analysis::request::AnalysisId;
-use analysis::run_dir::{Paper, RunDir, RunRecord, RunState};
+use engine::home::{self, Home};
+use engine::request::AnalysisId;
+use engine::run_dir::{Paper, RunDir, RunRecord, RunState};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};

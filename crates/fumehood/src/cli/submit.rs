@@ -6,18 +6,18 @@ mod line;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use analysis::bundle::{Bundle, Pool};
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::manifest::ContentHash;
-use analysis::policy::{self, Private};
-use analysis::provenance;
-use analysis::request::{Again, Asked, Command, Stdin};
-use analysis::runtime::Caller;
-use analysis::store::{Submit, Submitted};
-use analysis::submission::{Setting, Submission, VERSION, What};
 use anyhow::Context;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
+use engine::plan::runtime::Caller;
+use engine::plan::{self, Private};
+use engine::provenance;
+use engine::request::bundle::{Bundle, Pool};
+use engine::request::{Again, Asked, Command, Stdin};
 use serde::Serialize;
+use store::types::manifest::ContentHash;
+use store::types::submission::{Setting, Submission, VERSION, What};
+use store::{Submit, Submitted};
 
 use super::args::SubmitArgs;
 use super::print::{self, Out};
@@ -131,7 +131,7 @@ impl Counter<'_> {
             home: self.home.path(),
             kept: &self.kept,
         };
-        let taken = policy::taken(&request, &self.caller, &private)?;
+        let taken = plan::taken(&request, &self.caller, &private)?;
         for (name, path) in [
             ("data", &taken.data),
             ("docs", &taken.docs),
@@ -151,7 +151,7 @@ impl Counter<'_> {
         {
             eprintln!(
                 "fumehood: {}",
-                analysis::logs::escape_terminal(notice.as_bytes())
+                store::types::escaping::escape_terminal(notice.as_bytes())
             );
         }
         let mut bundle = Bundle::default();

@@ -10,16 +10,16 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use analysis::artifacts::{Alone, Artifacts, Swept, User};
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::manifest::{ContentHash, Manifest};
-use analysis::run_dir::Paper;
-use analysis::units::format_size;
 use anyhow::Context;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
+use engine::run_dir::Paper;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use serde::Serialize;
+use store::artifacts::{Alone, Artifacts, Swept, User};
+use store::types::manifest::{ContentHash, Manifest};
+use store::types::units::format_size;
 
 use super::print::counted;
 use super::show;

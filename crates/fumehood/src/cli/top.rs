@@ -9,12 +9,12 @@ use std::ffi::OsString;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::store::{Bell, Busy, Filter, Listed, Overview, State, Waiting, Which, Worker};
-use analysis::units::{format_duration, parse_duration_ms};
 use anyhow::Context;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
 use serde::Serialize;
+use store::types::units::{format_duration, parse_duration_ms};
+use store::{Bell, Busy, Filter, Listed, Overview, State, Waiting, Which, Worker};
 
 use super::args::StoreArgs;
 use super::document::Entry;

@@ -5,14 +5,14 @@ use std::ffi::OsString;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-use analysis::artifacts::{Artifacts, Verdict};
-use analysis::home;
-use analysis::ledger::Ledger;
-use analysis::manifest::ContentHash;
-use analysis::store::STREAMS;
-use analysis::units::format_size;
 use anyhow::Context;
+use engine::attempt::recorder::Ledger;
+use engine::home;
 use serde::Serialize;
+use store::STREAMS;
+use store::artifacts::{Artifacts, Verdict};
+use store::types::manifest::ContentHash;
+use store::types::units::format_size;
 
 use super::args::StoreArgs;
 use super::print::{self, Out, clean, counted};

@@ -3,15 +3,15 @@
 use std::ffi::OsString;
 use std::time::{Duration, Instant};
 
-use analysis::home::Home;
-use analysis::ledger::Ledger;
-use analysis::request::AnalysisId;
-use analysis::settle::SettleError;
-use analysis::store::{Bell, Listed, PostProcess, StoreError};
-use analysis::units::parse_duration_ms;
 use anyhow::Context;
+use engine::attempt::finalize::SettleError;
+use engine::attempt::recorder::Ledger;
+use engine::home::Home;
+use engine::request::AnalysisId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
+use store::types::units::parse_duration_ms;
+use store::{Bell, Listed, PostProcess, StoreError};
 
 use super::args::StoreArgs;
 use super::document::Entry;
@@ -312,7 +312,7 @@ struct LostRunners {
 
 impl LostRunners {
     fn tell_of(&mut self, home: &Home, listed: &Listed) {
-        if listed.host != analysis::home::machine() || self.told.contains(&listed.id) {
+        if listed.host != engine::home::machine() || self.told.contains(&listed.id) {
             return;
         }
         let Ok(id) = AnalysisId::new(&listed.id) else {

@@ -1,6 +1,6 @@
 //! Moments and durations as people write and read them. Dates are UTC.
 
-use analysis::units::{format_duration, parse_duration_ms};
+use store::types::units::{format_duration, parse_duration_ms};
 
 const SECOND_MS: i64 = 1_000;
 const MINUTE_MS: i64 = 60 * SECOND_MS;

@@ -5,15 +5,15 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use analysis::home::Home;
-use analysis::record::Status;
-use analysis::settle::SettleError;
-use analysis::store::{Capacity, Trouble};
-use analysis::units::{format_cpus, format_size, parse_cpus, parse_duration_ms, parse_size};
-use analysis::worker::{self, News, Options, Worker};
 use anyhow::Context;
+use engine::attempt::finalize::SettleError;
+use engine::attempt::record::Status;
+use engine::home::Home;
+use engine::worker::{self, News, Options, Worker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getrlimit, setrlimit};
+use store::types::units::{format_cpus, format_size, parse_cpus, parse_duration_ms, parse_size};
+use store::{Capacity, Trouble};
 
 use super::args::StoreArgs;
 use super::notify::Notifier;

@@ -3,13 +3,13 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use analysis::ledger::Ledger;
-use analysis::logs::escape_text;
-use analysis::record::PostProcessed;
-use analysis::request::AnalysisId;
-use analysis::steps::{self, Discard, Processed, StepsError};
 use anyhow::Context;
+use engine::attempt::record::PostProcessed;
+use engine::attempt::recorder::Ledger;
+use engine::recovery::staged_commands::{self, Discard, Processed, StepsError};
+use engine::request::AnalysisId;
 use serde::Serialize;
+use store::types::escaping::escape_text;
 
 use super::args::{self, StoreArgs};
 use super::print::{self, Out};
@@ -115,7 +115,7 @@ fn create(args: &CreateArgs) -> anyhow::Result<u8> {
         config::workspace_settings(given, &Sources::from_process()?)?;
     let home = ledger::home()?;
     let mut ledger = ledger::of(&settings, &home)?;
-    let path = steps::create_workspace(&home, ledger.as_mut(), &id, &root, keep_for_ms)?;
+    let path = staged_commands::create_workspace(&home, ledger.as_mut(), &id, &root, keep_for_ms)?;
     match args.json {
         true => print_json(&id, &path, "created")?,
         false => {
@@ -134,7 +134,7 @@ fn remove(args: &RemoveArgs) -> anyhow::Result<u8> {
         true => Discard::Wanted,
         false => Discard::Refused,
     };
-    let path = steps::remove_workspace(&home, ledger.as_mut(), &id, discard)?;
+    let path = staged_commands::remove_workspace(&home, ledger.as_mut(), &id, discard)?;
     match args.json {
         true => print_json(&id, &path, "removed")?,
         false => show::line(&format!("removed {}", path.display())),
@@ -164,7 +164,7 @@ struct Stepped<'a> {
 pub fn post_process(args: &PostProcessArgs) -> anyhow::Result<u8> {
     let (home, mut ledger) = ledger::open(&args.store)?;
     let id = ids::local(&home, Some(&mut ledger), &args.id)?;
-    let (attempt, step) = match steps::post_process(&home, &mut ledger, &id) {
+    let (attempt, step) = match staged_commands::post_process(&home, &mut ledger, &id) {
         Ok(Processed::Committed(record)) => {
             match args.json {
                 true => print::json(&record)?,

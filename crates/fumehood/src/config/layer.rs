@@ -7,7 +7,7 @@ use std::fmt;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
-use analysis::units::UnitError;
+use store::types::units::UnitError;
 
 use super::post_process::{self, PostProcess, PostProcessError};
 use super::settings::{
@@ -261,7 +261,7 @@ pub fn from_variables(
 fn is_reserved(name: &OsStr) -> bool {
     name.as_bytes().starts_with(TEST_PREFIX.as_bytes())
         || RESERVED_VARIABLES.iter().any(|reserved| name == *reserved)
-        || (cfg!(debug_assertions) && name == analysis::fault::VARIABLE)
+        || (cfg!(debug_assertions) && name == store::types::crash_points::VARIABLE)
 }
 
 /// The settings given as options.

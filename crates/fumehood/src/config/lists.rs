@@ -5,8 +5,8 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
-use analysis::collect::Globs;
-use analysis::request::{Input, ReadRoot};
+use engine::collect::Globs;
+use engine::request::{Input, ReadRoot};
 
 use super::layer::{Entry, Origin, SettingError, Value, absolute};
 use super::settings::{Key, VARIABLE_PREFIX};

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
-use analysis::request::{Level, LimitName};
+use engine::request::{Level, LimitName};
 use sandbox::spec::Layer;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use analysis::units::{self, UnitError};
+use store::types::units::{self, UnitError};
 
 use super::layer::{excerpt, meant};
 use super::settings::nearest;

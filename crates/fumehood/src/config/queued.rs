@@ -8,9 +8,9 @@ use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use analysis::bundle;
-use analysis::request::{Asker, Command, Input, Level, Stdin, Writers};
-use analysis::submission::{Setting as Queued, Submission, What};
+use engine::request::bundle;
+use engine::request::{Asker, Command, Input, Level, Stdin, Writers};
+use store::types::submission::{Setting as Queued, Submission, What};
 
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
 use super::record::DbChoice;

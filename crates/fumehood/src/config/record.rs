@@ -7,7 +7,7 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use analysis::request::{Again, AnalysisId, BadId, Collection, Keep, WorkspaceKind};
+use engine::request::{Again, AnalysisId, BadId, Collection, Keep, WorkspaceKind};
 
 use super::file::{self, FileError, Privacy};
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};

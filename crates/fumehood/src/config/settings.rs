@@ -4,7 +4,7 @@
 //! A project's `fumehood.toml` may have been written by a machine, so whatever would show the program
 //! more of the host, weaken its confinement or outlive the run is closed to it (design, section 3).
 
-use analysis::units::{self, UnitError};
+use store::types::units::{self, UnitError};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use analysis::request::{Command, LimitName, ReadRoot, Request};
-use analysis::store::State;
-use analysis::submission::Setting as Queued;
+use engine::request::{Command, LimitName, ReadRoot, Request};
+use store::State;
+use store::types::submission::Setting as Queued;
 
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
 use super::settings::{Key, Rule, SETTINGS};

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use analysis::request::{Input, Keep, ReadRoot, WorkspaceKind};
+use engine::request::{Input, Keep, ReadRoot, WorkspaceKind};
 use proptest::prelude::*;
 use std::error::Error;
 use std::fs;

@@ -2,9 +2,9 @@
 
 use std::process::Command;
 
-use analysis::fault;
 use rustix::process::Signal;
 use serde_json::json;
+use store::types::crash_points;
 
 use crate::lab::{Ended, Lab, eventually, finish};
 use crate::{Entry, For};
@@ -65,7 +65,7 @@ fn traced(lab: &Lab, fault: Option<&str>, options: &[&str], script: &str) -> (En
     command.arg(crate::plain_user::binary()).arg("run");
     command.args(options).args(["--", "sh", "-c", script]);
     if let Some(fault) = fault {
-        command.env(fault::VARIABLE, fault);
+        command.env(crash_points::VARIABLE, fault);
     }
     let ended = finish(command);
     let log = std::fs::read_to_string(log).unwrap();
@@ -191,7 +191,7 @@ fn change(lab: &Lab, statements: &str) {
 fn with_fault(lab: &Lab, fault: &str, options: &[&str], script: &str) {
     let sh = ["--", "sh", "-c", script];
     let mut command = lab.run_command(options.iter().chain(&sh));
-    command.env(fault::VARIABLE, fault);
+    command.env(crash_points::VARIABLE, fault);
     finish(command);
 }
 

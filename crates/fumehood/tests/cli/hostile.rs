@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStringExt;
 use std::process::Command;
 
-use analysis::manifest::ContentHash;
 use serde_json::{Value, json};
+use store::types::manifest::ContentHash;
 
 use crate::lab::{Ended, Lab, Live, eventually, finish, status_number};
 use crate::{Entry, For};

@@ -130,7 +130,7 @@ fn dry_run() {
     killed(&lab, "dead");
     // An object that nobody refers to.
     let stray = lab.write("stray", "nobody's");
-    let hash = analysis::manifest::ContentHash::of(b"nobody's").to_string();
+    let hash = store::types::manifest::ContentHash::of(b"nobody's").to_string();
     let object = lab.object(&hash);
     std::fs::create_dir_all(object.parent().unwrap()).unwrap();
     set_mode(object.parent().unwrap(), 0o700);

@@ -4,13 +4,13 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use analysis::home;
-use analysis::store::{
+use engine::home;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use store::{
     Begin, Capacity, Claim, Claimed, Environment, Location, Lost, Origin, State, Store, Submit,
     Submitted,
 };
-use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
 
 use crate::lab::{Ended, Lab, Live, eventually, finish, fresh_id};
 use crate::postgres::Bench;
@@ -176,7 +176,7 @@ impl Desk {
             by: &fresh_key(),
             reason,
             message: "it is gone",
-            proof: analysis::store::Proof::Known,
+            proof: store::Proof::Known,
         };
         assert!(self.store.give_up(&lost).unwrap());
     }
@@ -188,7 +188,7 @@ impl Desk {
 }
 
 fn fresh_key() -> String {
-    analysis::run_dir::fresh_key()
+    engine::run_dir::fresh_key()
 }
 
 fn queued() {

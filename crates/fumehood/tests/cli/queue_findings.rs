@@ -7,10 +7,10 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use analysis::store::{Environment, Location, Origin, Store, Submit};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use store::{Environment, Location, Origin, Store, Submit};
 
 use crate::lab::{Ended, Lab, Live, eventually, finish, names_in, set_mode};
 use crate::plain_user;

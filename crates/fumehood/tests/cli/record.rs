@@ -5,8 +5,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::Command;
 
-use analysis::manifest::ContentHash;
 use serde_json::{Value, json};
+use store::types::manifest::ContentHash;
 
 use crate::lab::{Ended, Lab, eventually, finish, set_mode};
 use crate::policy;

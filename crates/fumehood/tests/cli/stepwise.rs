@@ -3,8 +3,8 @@
 
 use std::os::unix::process::ExitStatusExt;
 
-use analysis::fault;
 use serde_json::json;
+use store::types::crash_points;
 
 use crate::lab::{Lab, set_mode};
 use crate::{Entry, For};
@@ -379,7 +379,7 @@ fn no_record() {
 fn killed_in(lab: &Lab, fault: &str, options: &[&str]) {
     let program = ["--", "true"];
     let mut command = lab.run_command(["--in", "w"].iter().chain(options).chain(&program));
-    command.env(fault::VARIABLE, fault);
+    command.env(crash_points::VARIABLE, fault);
     let killed = command.output().unwrap().status;
     assert_eq!(killed.signal(), Some(9), "{killed}");
 }

@@ -5,10 +5,10 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use analysis::store::{Location, Store};
-use analysis::submission::{Item, Setting, Submission, What};
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use store::types::submission::{Item, Setting, Submission, What};
+use store::{Location, Store};
 
 use crate::lab::{Ended, Lab, Live, finish, is_root, set_mode};
 use crate::{Entry, For};
@@ -627,7 +627,7 @@ fn by_hand() {
             "inputs": inputs, "stdin": null,
         })
     };
-    let hash = analysis::manifest::ContentHash::of(b"evil");
+    let hash = store::types::manifest::ContentHash::of(b"evil");
     let file = |name: &str| json!([{"file": {"name": name, "blake3": hash.to_string(), "executable": true}}]);
     let none = json!([]);
     let requests = [
@@ -652,7 +652,7 @@ fn by_hand() {
     let mut ids = Vec::new();
     for (n, request) in requests.iter().enumerate() {
         let id = format!("h{n}");
-        let submit = analysis::store::Submit {
+        let submit = store::Submit {
             id: &id,
             submit_key: None,
             fingerprint: "f",

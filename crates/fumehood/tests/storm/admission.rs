@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use analysis::store::State;
+use store::State;
 
 use crate::lab::finish;
 use crate::witness::{Seen, What, most_at_once};

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use analysis::manifest::ContentHash;
-use analysis::store::{Location, Origin, Store};
 use serde_json::Value;
+use store::types::manifest::ContentHash;
+use store::{Location, Origin, Store};
 
 use crate::lab::{Ended, Lab, Live, cgroups_of, finish, fresh_id, names_in, processes_with};
 use crate::model::{self, Fate, Kept};

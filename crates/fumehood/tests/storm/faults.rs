@@ -1,7 +1,7 @@
 //! The disk is full, broken, or descriptors are used up at a step: the exit code and the message tell it, nothing is
 //! lost, and it can be finished.
 
-use analysis::fault::{self, Step};
+use store::types::crash_points::{self, Step};
 
 use crate::bench::{Bench, Recovery};
 use crate::lab::finish;
@@ -77,7 +77,7 @@ fn at_every_step(bench: &Bench, faults: &[&str], ways: &[Recovery]) {
         let id = bench.id(&word.replace(':', "-"));
         let mut command = bench.program(&bench.place, &id);
         let fault = faults[turn % faults.len()];
-        command.env(fault::VARIABLE, format!("{word}={fault}"));
+        command.env(crash_points::VARIABLE, format!("{word}={fault}"));
         let ended = finish(command);
         let must = verdict(step);
         if step == Step::Marked {
@@ -112,7 +112,7 @@ fn not_started() {
     let bench = Bench::sqlite("unstarted");
     let id = bench.id("begun");
     let mut command = bench.program(&bench.place, &id);
-    command.env(fault::VARIABLE, "begun=eio");
+    command.env(crash_points::VARIABLE, "begun=eio");
     assert_eq!(finish(command).code(), 125);
     bench.recover(Recovery::Gc, &id);
     bench.check(&[(id.clone(), Fate::NotRun)]);
@@ -126,7 +126,7 @@ fn marked_is_done() {
     let bench = Bench::sqlite("marked");
     let id = bench.id("marked");
     let mut command = bench.program(&bench.place, &id);
-    command.env(fault::VARIABLE, "marked=eio");
+    command.env(crash_points::VARIABLE, "marked=eio");
     let ended = finish(command);
     bench.check(&[(id, Fate::Whole)]);
     assert_eq!(ended.code(), 0, "{}", ended.err());

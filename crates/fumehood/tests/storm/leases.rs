@@ -1,8 +1,8 @@
 //! Leases on PostgreSQL: who may not know that an attempt is still its own ends it, and who does not hear of its runner any
 //! more gives it up, so that it runs in one place at most.
 
-use analysis::store::State;
 use rustix::process::Signal;
+use store::State;
 
 use crate::outages::own_server;
 use crate::rows::{number, text, truth};

@@ -24,7 +24,7 @@ mod queue;
 mod random;
 mod rows;
 #[allow(dead_code)]
-#[path = "../../../analysis/tests/store/server.rs"]
+#[path = "../../../store/tests/store/server.rs"]
 mod server;
 mod steps;
 mod witness;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use analysis::manifest::ContentHash;
+use store::types::manifest::ContentHash;
 
 use crate::rows::{Row, Rows, bytes, number, text, truth};
 

@@ -127,7 +127,7 @@ fn postgres_forbids() {
         unreachable!()
     };
     server.psql("postgres", "CREATE ROLE fumehood_runner LOGIN");
-    server.psql(&name, analysis::store::GRANTS);
+    server.psql(&name, store::GRANTS);
     bench.database = Database::Postgres {
         server,
         name: name.clone(),
@@ -139,7 +139,7 @@ fn postgres_forbids() {
     let ways = [
         (
             format!("REVOKE INSERT, UPDATE ON {tables} FROM fumehood_runner"),
-            analysis::store::GRANTS.to_owned(),
+            store::GRANTS.to_owned(),
         ),
         (
             "ALTER ROLE fumehood_runner NOLOGIN".to_owned(),

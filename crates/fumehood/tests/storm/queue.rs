@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use analysis::store::State;
 use rustix::process::Signal;
 use serde_json::json;
+use store::State;
 
 use crate::bench::{Database, Place};
 use crate::lab::names_in;

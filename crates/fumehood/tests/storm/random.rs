@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
 use std::time::{Duration, Instant};
 
-use analysis::store::Store;
 use rustix::process::Signal;
+use store::Store;
 
 use crate::bench::{Bench, Database, Place, Recovery, is_unlocked};
 use crate::lab::{Live, eventually, finish, processes_with};

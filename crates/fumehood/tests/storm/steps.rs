@@ -3,8 +3,8 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use analysis::fault::{self, Step};
 use rustix::process::Signal;
+use store::types::crash_points::{self, Step};
 
 use crate::bench::{Bench, Recovery};
 use crate::lab::{eventually, finish, processes_with};
@@ -99,7 +99,7 @@ fn fate(bench: &Bench, step: Step, id: &str) -> Fate {
 
 /// Runs to the strike, and shows that it was struck.
 fn strike(mut command: Command, word: &str) {
-    command.env(fault::VARIABLE, format!("{word}=kill"));
+    command.env(crash_points::VARIABLE, format!("{word}=kill"));
     let ended = finish(command);
     let killed = ended.status.signal() == Some(Signal::KILL.as_raw());
     assert!(killed, "{word}: {} {}", ended.status, ended.err());
@@ -146,7 +146,7 @@ fn not_reached() {
     {
         let id = bench.id(&at.to_string());
         let mut command = bench.program(&bench.place, &id);
-        command.env(fault::VARIABLE, format!("{word}=kill"));
+        command.env(crash_points::VARIABLE, format!("{word}=kill"));
         finish(command).good();
         fates.push((id, Fate::Whole));
     }

@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use analysis::store::State;
 use rustix::process::Signal;
+use store::State;
 
 use crate::witness::most_at_once;
 use crate::yard::{WAIT, Yard};

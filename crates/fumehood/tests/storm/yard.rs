@@ -6,9 +6,9 @@ use std::process::{Child, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use analysis::store::{Event, Listed, Overview, State, Store, StoreError};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::Value;
+use store::{Event, Listed, Overview, State, Store, StoreError};
 
 use crate::bench::{Bench, Place};
 use crate::lab::{Ended, all_pids, cgroups_of, finish, is_root, names_in};
@@ -381,7 +381,9 @@ impl Yard {
         if is_root() {
             for uid in self.witness.uids() {
                 // Somebody else's analysis may have it by now, for a while.
-                self.until("the uid is free", || analysis::lease::lock(uid).is_some());
+                self.until("the uid is free", || {
+                    engine::workspace::uid_pool::lock(uid).is_some()
+                });
             }
         }
     }

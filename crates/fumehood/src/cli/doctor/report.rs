@@ -2,9 +2,7 @@
 
 use std::io::IsTerminal;
 
-use analysis::doctor::{
-    Diagnosis, Facts, Finding, LevelTried, Severity, Subject, errno_name, landlock_abi,
-};
+use doctor::{Diagnosis, Facts, Finding, LevelTried, Severity, Subject, errno_name, landlock_abi};
 use sandbox::probe::acts::{Mechanism, Need, Tried, Verdict};
 use sandbox::spec::{Enforcement, Hardness, Layer, Level};
 use serde::Serialize;

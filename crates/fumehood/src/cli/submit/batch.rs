@@ -5,10 +5,10 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 
-use analysis::limits::error_chain;
-use analysis::settle::SettleError;
-use analysis::store::StoreError;
 use anyhow::Context;
+use engine::attempt::finalize::SettleError;
+use engine::plan::limits::error_chain;
+use store::StoreError;
 
 use super::line::Line;
 use super::{Counter, Queued, Reader, Ready, Refused, exit, show};

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use analysis::request::Command;
+use engine::request::Command;
 use serde::Deserialize;
 
 use crate::config::layer::{excerpt, meant};

@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use analysis::home;
-use analysis::store::{Busy, Listed, Overview, State, Waiting, Worker};
-use analysis::units::{format_cpus, format_size};
+use engine::home;
+use store::types::units::{format_cpus, format_size};
+use store::{Busy, Listed, Overview, State, Waiting, Worker};
 
 use super::Snapshot;
 use super::grid::{Grid, Ink, Line, column};

@@ -4,10 +4,10 @@ use std::io::{self, IsTerminal, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
-use analysis::store::Bell;
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{LocalModes, OptionalActions, SpecialCodeIndex, Termios};
+use store::Bell;
 
 use super::frame::Size;
 use super::grid::{Ink, Line};

@@ -5,9 +5,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use analysis::home::Home;
-use analysis::store::Busy;
+use engine::home::Home;
 use rustix::fs::{Mode, OFlags};
+use store::Busy;
 
 use crate::cli::standing::{self, Next};
 
@@ -55,7 +55,7 @@ impl Meters {
 
     pub fn of(&self, busy: &Busy) -> Used {
         // The same id may run elsewhere, too, under another number or in another database; only what is here was read.
-        let here = busy.host == analysis::home::machine();
+        let here = busy.host == engine::home::machine();
         let used = self.used.get(&(busy.id.clone(), busy.attempt));
         used.filter(|_| here).copied().unwrap_or_default()
     }

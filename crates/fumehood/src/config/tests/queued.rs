@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::cli::args::{StoreArgs, SubmitArgs};
-use analysis::request::{Asker, Writers};
-use analysis::submission::{Item, Setting as Stored, Submission, VERSION, What};
+use engine::request::{Asker, Writers};
+use store::types::submission::{Item, Setting as Stored, Submission, VERSION, What};
 
 impl Bench {
     fn submit(&self, options: &[&str]) -> Result<ToSubmit, ConfigError> {
@@ -136,10 +136,7 @@ fn a_worker_reads_what_the_client_stored() {
     let asked = bench.submit(&options).unwrap();
     assert_eq!(asked.queueing.priority, 7);
     assert_eq!(asked.queueing.retries, 0);
-    let ends = [
-        analysis::store::State::Failed,
-        analysis::store::State::TimedOut,
-    ];
+    let ends = [store::State::Failed, store::State::TimedOut];
     assert_eq!(asked.queueing.retry_on, ends);
     assert_eq!(asked.queueing.key.as_deref(), Some("k"));
     assert_eq!(asked.queueing.queue_max, 200_000);
@@ -433,7 +430,7 @@ fn a_stranger_gets_the_hosts_shared_memory_only_by_policy() {
 #[test]
 fn inputs_come_from_where_they_were_laid_out() {
     let bench = Bench::new();
-    let hash = analysis::manifest::ContentHash::of(b"x");
+    let hash = store::types::manifest::ContentHash::of(b"x");
     let file = |name: &str| Item::File {
         name: name.into(),
         blake3: hash,

@@ -1,7 +1,7 @@
 //! Where results go, who may say so, and what of a run is kept.
 
 use super::*;
-use analysis::request::{Again, Collection};
+use engine::request::{Again, Collection};
 
 use crate::cli::args::StoreArgs;
 use crate::config::record::{DbOrigin, holds_password};
@@ -502,7 +502,7 @@ fn the_shell_records_nothing() {
 /// A release knows no faults, so their variable is there as unknown as any other.
 #[test]
 fn the_tests_variable_is_known_to_builds_that_listen() {
-    let bench = Bench::new().var(analysis::fault::VARIABLE, "committed=kill");
+    let bench = Bench::new().var(store::types::crash_points::VARIABLE, "committed=kill");
     match cfg!(debug_assertions) {
         true => drop(bench.ok(&[])),
         false => bench.fails(&[], &["unknown variable FUMEHOOD_FAULT"]),

@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use analysis::fault::VARIABLE;
 use anyhow::{Context, bail};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use sandbox::attack::{self, ARGUMENT};
 use sandbox::spec::Level;
 use serde_json::Value;
+use store::types::crash_points::VARIABLE;
 
 /// Nothing in the battery takes nearly as long; a host on which something hangs is told so.
 const AT_MOST: Duration = Duration::from_secs(90);

@@ -3,11 +3,11 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use analysis::logs::escape_terminal;
 use anyhow::Context;
 use sandbox::promises::{ACTS, Held, held};
 use sandbox::spec::Level;
 use serde::Serialize;
+use store::types::escaping::escape_terminal;
 
 use super::battery::{Came, Results, Tried};
 

@@ -1,0 +1,176 @@
+//! The one transaction: what is told to the database of an attempt that has ended.
+
+use std::io::{self, Read};
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use super::{Ended, SettleError};
+use crate::attempt::record::{Commit, CommitState, Record, Status};
+use crate::attempt::recorder::Ledger;
+use crate::provenance;
+use crate::request::{Collection, Level};
+use crate::run_dir::Paper;
+use store::Committed;
+use store::artifacts::Artifacts;
+use store::types::crash_points::{self, Step};
+use store::types::manifest::{Manifest, Output};
+
+/// Of outputs that do not all have room in the database, the smallest do: they are most, and what people look at first. The
+/// size of the largest of those, and how many of that size.
+fn largest_inline(outputs: &[Output], rules: &Collection) -> (u64, usize) {
+    let mut sizes: Vec<u64> = outputs.iter().map(|output| output.bytes).collect();
+    sizes.sort_unstable();
+    let mut room = rules.inline_total_bytes_max;
+    let fits = |bytes: &u64| {
+        let fits = *bytes <= rules.inline_bytes_max.min(room);
+        room = room.saturating_sub(*bytes);
+        fits
+    };
+    let small: Vec<u64> = sizes.into_iter().take_while(fits).collect();
+    let largest = small.last().copied().unwrap_or(0);
+    let as_large = small.iter().filter(|bytes| **bytes == largest).count();
+    (largest, as_large)
+}
+
+pub(super) fn commit(
+    ended: &Ended<'_>,
+    ledger: &mut Ledger,
+    record: &mut Record,
+    manifest: &Manifest,
+    artifacts: Option<&Artifacts>,
+    logs: &[store::Log],
+) -> Result<(), SettleError> {
+    let rules = &ended.task.collection;
+    let (largest, mut as_large) = largest_inline(&manifest.collected.outputs, rules);
+    let mut content = |output: &Output| -> io::Result<Option<Vec<u8>>> {
+        let Some(artifacts) = artifacts else {
+            return Ok(None);
+        };
+        if output.bytes > largest || output.bytes == largest && as_large == 0 {
+            return Ok(None);
+        }
+        as_large -= usize::from(output.bytes == largest);
+        let mut bytes = Vec::new();
+        let object = artifacts.open_object(&output.blake3);
+        object
+            .map_err(io::Error::other)?
+            .take(output.bytes)
+            .read_to_end(&mut bytes)?;
+        Ok(Some(bytes))
+    };
+    let provenance = ended
+        .dir
+        .bytes(Paper::Provenance.name(), PROVENANCE_BYTES_MAX)?;
+    let provenance = provenance.and_then(|bytes| String::from_utf8(bytes).ok());
+    // One that a power cut tore is none, and no reason for a database to refuse the rest.
+    let provenance = provenance.filter(|text| serde_json::from_str::<&RawValue>(text).is_ok());
+    let [isolation, limits, hints, notices] = json_of(record);
+    let workspace = record.workspace.to_string_lossy().into_owned();
+    let database = ledger.location.to_string();
+    let ms = |time: u64| i64::try_from(time).ok();
+    let ran = record.isolation.level.is_some();
+    let mut commit = store::Commit {
+        begin: store::Begin {
+            id: record.id.as_str(),
+            key: &ended.task.key,
+            replace: false,
+            host: &ended.run.host,
+            boot_id: &ended.run.boot_id,
+            submitter: Some(&provenance::submitter_name()),
+            workspace: Some(&workspace),
+            provenance: provenance.as_deref(),
+        },
+        attempt: record.attempt,
+        state: state_of(record.status),
+        reason: record.reason.as_str(),
+        message: record.message.as_deref(),
+        started_ms: ran.then(|| ms(record.times.started_ms)).flatten(),
+        ended_ms: ms(record.times.ended_ms),
+        usage: ran.then(|| usage_of(record)),
+        exit_code: record.exit_code,
+        signal: record.signal,
+        isolation_level: record.isolation.level.map(Level::as_str),
+        isolation_json: Some(&isolation),
+        limits_json: Some(&limits),
+        hints_json: Some(&hints),
+        notices_json: Some(&notices),
+        complete: record.collection.complete,
+        output_bytes: manifest.collected.bytes,
+        refused_count: record.collection.refused,
+        result: manifest.result.as_deref(),
+        result_note: manifest.result_note.as_deref(),
+        post_process: match ledger.post_process {
+            Some(_) => store::PostProcess::Pending,
+            None => store::PostProcess::NotAsked,
+        },
+        outputs: &manifest.collected.outputs,
+        artifact_store: artifacts.map_or(&ended.task.artifacts_id, Artifacts::id),
+        remarks: &manifest.collected.remarks,
+        remark_counts: &manifest.collected.remark_counts,
+        logs,
+        content: &mut content,
+        before_commit: &mut || crash_points::at(Step::TransactionOpen),
+    };
+    if ledger.store()?.id() != ended.task.database_id {
+        return Err(SettleError::OtherDatabase { database });
+    }
+    let committed = ledger.with(|store| store.commit(&mut commit))?;
+    let state = match committed {
+        Committed::Now | Committed::Already => CommitState::Committed,
+        Committed::Anew { attempt } => {
+            record.attempt = attempt;
+            CommitState::Committed
+        }
+        Committed::Superseded { attempt } => {
+            record.attempt = attempt;
+            CommitState::Superseded
+        }
+    };
+    record.commit = Commit {
+        state,
+        database: Some(database),
+        message: None,
+    };
+    Ok(())
+}
+
+/// As much as the database takes of packages and inputs; more is none of ours.
+const PROVENANCE_BYTES_MAX: u64 = 64 << 20;
+
+/// What we write of our own cannot fail to be written.
+fn json_of(record: &Record) -> [String; 4] {
+    fn json<T: Serialize>(value: &T) -> String {
+        serde_json::to_string(value).unwrap_or_else(|_| String::from("null"))
+    }
+    [
+        json(&record.isolation.layers),
+        json(&record.limits),
+        json(&record.hints),
+        json(&record.notices),
+    ]
+}
+
+fn state_of(status: Status) -> store::State {
+    match status {
+        Status::Succeeded => store::State::Succeeded,
+        Status::Failed => store::State::Failed,
+        Status::TimedOut => store::State::TimedOut,
+        Status::OutOfMemory => store::State::OutOfMemory,
+        Status::LimitExceeded => store::State::LimitExceeded,
+        Status::Cancelled => store::State::Cancelled,
+        Status::Error => store::State::Error,
+    }
+}
+
+fn usage_of(record: &Record) -> store::Usage {
+    store::Usage {
+        wall_ms: record.times.wall_ms,
+        cpu_ms: record.cpu_ms,
+        memory_peak_bytes: record.memory_peak_bytes,
+        pids_peak: record.pids_peak,
+        disk_bytes: record.disk_bytes,
+        files: record.files,
+        oom_kills: record.oom_kills,
+    }
+}

@@ -1,0 +1,849 @@
+//! Guesses why a program failed, from the end of what it printed and from what it was allowed.
+//!
+//! The program wrote that text, so a hint is never the reason of a result and never goes back to
+//! the program: it is for the person who started it. It must not talk that person into showing
+//! something that should stay hidden, so paths that look like credentials, homes or the project
+//! are named as kept out, with no line to paste.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use store::types::escaping::{escape_terminal, shell_quoted};
+
+/// How much of the end of standard error is looked at.
+pub const LOOK_BYTES: usize = 64 * 1024;
+pub const HINTS_MAX: usize = 5;
+/// Paths looked up on the host. The program chose them, and a lookup may be slow.
+const LOOKUPS_MAX: usize = 32;
+const PATH_BYTES_MAX: usize = 1024;
+const NAME_CHARS_MAX: usize = 80;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HintKind {
+    /// A path that the program does not see; the text has the line that would show it.
+    HiddenPath,
+    /// A path that is hidden for good reason.
+    KeptOut,
+    Network,
+    Module,
+    Space,
+    ReadOnly,
+    Memory,
+    Processes,
+    OpenFiles,
+    /// A library or program in a tree from which nothing is executed.
+    NotExecutable,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hint {
+    pub kind: HintKind,
+    /// One line, safe for a terminal, beginning with "guess:".
+    pub text: String,
+}
+
+/// A path that exists on the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OnHost {
+    /// With every symlink resolved: what the path looks like says little about what it shows.
+    pub real: PathBuf,
+    pub kind: HostKind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostKind {
+    File,
+    Directory,
+    Other,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Used {
+    pub used_bytes: u64,
+    pub limit_bytes: u64,
+}
+
+/// What the policy allowed and the kernel counted.
+pub struct Facts<'a> {
+    /// Paths readable inside, as the program names them.
+    pub visible: &'a [PathBuf],
+    pub workspace: &'a Path,
+    pub project: &'a Path,
+    /// The host directory of the caller's own script, if one was named.
+    pub script_dir: Option<&'a Path>,
+    /// Home directories, the caller's at least.
+    pub homes: &'a [PathBuf],
+    /// Looks a path up on the host. Called at most 32 times.
+    pub on_host: &'a dyn Fn(&Path) -> Option<OnHost>,
+    pub network_off: bool,
+    pub disk: Option<Used>,
+    pub shm: Option<Used>,
+    /// The prefix of the runtime the program was started with; `None`: the system's.
+    pub runtime: Option<&'a Path>,
+    pub oom_kills: u64,
+    pub pids_denied: u64,
+}
+
+/// At most [`HINTS_MAX`] guesses. What the kernel counted comes first, then what stands nearest to
+/// the end of the text: that is where programs say what they died of.
+pub fn hints(stderr_tail: &[u8], facts: &Facts<'_>) -> Vec<Hint> {
+    let text = &stderr_tail[stderr_tail.len().saturating_sub(LOOK_BYTES)..];
+    let mut found = Found {
+        hints: Vec::new(),
+        lookups: 0,
+    };
+    counted(facts, &mut found);
+    for line in text.rsplit(|b| *b == b'\n' || *b == b'\r') {
+        if found.hints.len() >= HINTS_MAX {
+            break;
+        }
+        in_line(&plain_quotes(line), facts, &mut found);
+    }
+    found.hints.truncate(HINTS_MAX);
+    found.hints
+}
+
+struct Found {
+    hints: Vec<Hint>,
+    lookups: usize,
+}
+
+impl Found {
+    fn add(&mut self, kind: HintKind, text: String) {
+        let hint = Hint {
+            kind,
+            text: escape_terminal(format!("guess: {text}").as_bytes()),
+        };
+        // Of most kinds one is enough; several modules or paths may be missing.
+        let several = matches!(
+            kind,
+            HintKind::HiddenPath | HintKind::KeptOut | HintKind::Module
+        );
+        if !self
+            .hints
+            .iter()
+            .any(|h| h.kind == kind && (!several || h.text == hint.text))
+        {
+            self.hints.push(hint);
+        }
+    }
+}
+
+fn counted(facts: &Facts<'_>, found: &mut Found) {
+    if facts.oom_kills > 0 {
+        let n = facts.oom_kills;
+        let text = format!("the kernel killed {n} process(es) at the memory limit; raise --memory");
+        found.add(HintKind::Memory, text);
+    }
+    if facts.pids_denied > 0 {
+        let n = facts.pids_denied;
+        let text =
+            format!("{n} new process(es) or thread(s) were refused at the limit; raise --pids");
+        found.add(HintKind::Processes, text);
+    }
+}
+
+fn in_line(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
+    let has = |any: &[&str]| any.iter().any(|word| contains(line, word.as_bytes()));
+    if has(NO_SPACE) {
+        found.add(HintKind::Space, space_text(facts));
+    }
+    if has(NO_MEMORY) {
+        let text = "memory ran out; raise --memory";
+        found.add(HintKind::Memory, text.to_owned());
+    }
+    if has(NO_THREAD)
+        || has(&["Resource temporarily unavailable"])
+            && has(&["fork", "thread", "clone", "BlockingIOError"])
+    {
+        let text = "a process or thread could not be started; raise --pids, or start fewer";
+        found.add(HintKind::Processes, text.to_owned());
+    }
+    if has(&["Too many open files"]) {
+        let text = "too many files were open at once; raise --open-files, or close some";
+        found.add(HintKind::OpenFiles, text.to_owned());
+    }
+    // Only where the program has no /dev/shm can a semaphore not be made.
+    if has(&["SemLock("]) {
+        let text = "semaphores need /dev/shm, which is closed at level landlock; --shared-memory host opens the host's";
+        found.add(HintKind::KeptOut, text.to_owned());
+    }
+    if facts.network_off {
+        network(line, found);
+    }
+    // The library is there and cannot be mapped, so it is no module that is missing.
+    if has(&["failed to map segment from shared object"]) {
+        found.add(HintKind::NotExecutable, NOT_EXECUTABLE.to_owned());
+    } else if let Some(module) = missing_module(line) {
+        let beside = match has(&["No module named "]) {
+            true => beside_script(&module, facts, found),
+            false => None,
+        };
+        found.add(
+            HintKind::Module,
+            beside.unwrap_or_else(|| module_text(&module, facts)),
+        );
+    }
+    if has(&["Read-only file system", "Permission denied"]) {
+        read_only(line, facts, found);
+    }
+    if has(NOT_FOUND) {
+        for candidate in candidates(line) {
+            hidden_path(candidate, facts, found);
+        }
+    }
+}
+
+const NOT_EXECUTABLE: &str = "the library lies in data/ or docs/, or on a file system mounted noexec, and nothing is executed from \
+     there; copy it in with --input, or name its directory with --read and use that path";
+
+const NO_SPACE: &[&str] = &[
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "File size limit exceeded",
+    "insufficient shared memory",
+];
+const NO_MEMORY: &[&str] = &[
+    "MemoryError",
+    "Cannot allocate memory",
+    "cannot allocate vector of size",
+    "cannot allocate memory block",
+    "std::bad_alloc",
+    "Unable to allocate",
+    "OutOfMemoryError",
+];
+const NO_THREAD: &[&str] = &[
+    "can't start new thread",
+    "pthread_create failed",
+    "fork: retry",
+    "unable to create thread",
+];
+const NOT_FOUND: &[&str] = &[
+    "No such file or directory",
+    "FileNotFoundError",
+    "does not exist",
+    "cannot open",
+    "can't open",
+    "Cannot open",
+    "cannot find",
+    "not found",
+];
+const NETWORK: &[&str] = &[
+    "Name or service not known",
+    "Temporary failure in name resolution",
+    "Network is unreachable",
+    "No address associated with hostname",
+    "nodename nor servname provided",
+    "Could not resolve host",
+    "Couldn't resolve host",
+    "unable to resolve host address",
+    "Failed to establish a new connection",
+    "urlopen error",
+    "Could not connect to server",
+    "Couldn't connect to server",
+    "cannot open URL",
+    "InternetOpenUrl failed",
+    "getaddrinfo failed",
+    "EAI_AGAIN",
+];
+
+fn network(line: &[u8], found: &mut Found) {
+    let has = |word: &str| contains(line, word.as_bytes());
+    let refused = has("Connection refused");
+    let named = NETWORK.iter().any(|word| has(word));
+    let loopback = ["127.0.0.", "localhost", "[::1]", "\"::1\""]
+        .iter()
+        .any(|word| has(word));
+    let text = match (named, refused, loopback) {
+        (_, true, true) => {
+            "127.0.0.1 inside is the analysis's own: services of this host cannot be reached from it"
+        }
+        (true, ..) | (_, true, false) => {
+            "the network is off inside; fetch what is needed first, then show it with --read or --input"
+        }
+        _ => return,
+    };
+    found.add(HintKind::Network, text.to_owned());
+}
+
+fn space_text(facts: &Facts<'_>) -> String {
+    let full = |used: Option<Used>| {
+        used.is_some_and(|u| u.used_bytes >= u.limit_bytes.saturating_sub(u.limit_bytes / 10))
+    };
+    match (full(facts.shm), full(facts.disk)) {
+        (true, false) => {
+            "/dev/shm is full; it counts as memory: raise --memory, or share less".to_owned()
+        }
+        (false, true) => "the workspace is full; raise --disk".to_owned(),
+        _ => {
+            "the workspace (--disk), /dev/shm (--memory) or the host's own disk is full".to_owned()
+        }
+    }
+}
+
+/// The name in "No module named x" and its like.
+fn missing_module(line: &[u8]) -> Option<String> {
+    const BEFORE: &[&str] = &[
+        "No module named ",
+        "there is no package called ",
+        "Can't locate ",
+        "ArgumentError: Package ",
+        "error while loading shared libraries: ",
+    ];
+    let after = BEFORE.iter().find_map(|before| {
+        let at = find(line, before.as_bytes())?;
+        Some(&line[at + before.len()..])
+    })?;
+    let text = String::from_utf8_lossy(&after[..after.len().min(4 * NAME_CHARS_MAX)]);
+    let name: String = text
+        .trim_start_matches(['\'', '"', '`'])
+        .chars()
+        .take_while(|c| c.is_alphanumeric() || "._-/+:".contains(*c))
+        .take(NAME_CHARS_MAX)
+        .collect();
+    let name = name.trim_end_matches([':', '.']);
+    (!name.is_empty()).then(|| name.to_owned())
+}
+
+/// The line that copies in a Python module which lies beside the script.
+fn beside_script(module: &str, facts: &Facts<'_>, found: &mut Found) -> Option<String> {
+    let dir = facts.script_dir?;
+    let top = module.split('.').next()?;
+    let identifier = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    if top.is_empty() || !top.chars().all(identifier) {
+        return None;
+    }
+    let tries = [
+        (dir.join(format!("{top}.py")), HostKind::File),
+        (dir.join(top), HostKind::Directory),
+    ];
+    for (path, kind) in tries {
+        if found.lookups >= LOOKUPS_MAX {
+            return None;
+        }
+        found.lookups += 1;
+        let Some(there) = (facts.on_host)(&path).filter(|there| there.kind == kind) else {
+            continue;
+        };
+        let hidden = kept_out(&path, facts).or_else(|| kept_out(&there.real, facts));
+        if hidden.is_some() || path.as_os_str().as_bytes().contains(&b':') {
+            return None;
+        }
+        let shown = shell_quoted(path.as_os_str());
+        let all = match dir != facts.project && dir.starts_with(facts.project) {
+            true => "; --siblings brings along every module there that the imports name",
+            false => "",
+        };
+        return Some(format!(
+            "{top} lies beside the script; copy it in with: --input {shown}{all}"
+        ));
+    }
+    None
+}
+
+fn module_text(module: &str, facts: &Facts<'_>) -> String {
+    match facts.runtime {
+        Some(prefix) => {
+            let prefix = shell_quoted(prefix.as_os_str());
+            format!(
+                "the runtime {prefix} does not have {module}; install it there, or name another with --runtime"
+            )
+        }
+        None => format!(
+            "the system's runtime does not have {module}; use one that does: activate its environment, or name it with --runtime"
+        ),
+    }
+}
+
+fn read_only(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
+    let is_input = |path: &Path| {
+        let inside = path.strip_prefix(facts.workspace).unwrap_or(path);
+        let roots = ["data", "docs"].iter().any(|root| inside.starts_with(root));
+        roots || path.is_absolute() && facts.visible.iter().any(|root| path.starts_with(root))
+    };
+    if candidates(line).any(|c| is_input(Path::new(OsStr::from_bytes(c)))) {
+        let text = "what the program is shown, data/ and docs/ too, is read-only; write to the working directory";
+        found.add(HintKind::ReadOnly, text.to_owned());
+    }
+}
+
+/// Typographic quotes, as R prints them, made plain.
+fn plain_quotes(line: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(line.len());
+    let mut rest = line;
+    while let Some((first, after)) = rest.split_first() {
+        rest = match rest {
+            [0xe2, 0x80, 0x98 | 0x99 | 0x9c | 0x9d, after @ ..] => {
+                plain.push(b'\'');
+                after
+            }
+            _ => {
+                plain.push(*first);
+                after
+            }
+        };
+    }
+    plain
+}
+
+/// What in an error message may be a path: what stands in quotes, between colons, or, beginning
+/// with a slash, between blanks.
+fn candidates(line: &[u8]) -> impl Iterator<Item = &[u8]> {
+    // An apostrophe ("can't open '/x'") shifts what is inside and what is outside, so every piece
+    // between two quotes of a kind is tried.
+    let between = move |quote: u8| line.split(move |b| *b == quote).skip(1);
+    let quoted = b"'\"`".iter().flat_map(move |quote| between(*quote));
+    let by_colon = line.split(|b| *b == b':').map(<[u8]>::trim_ascii);
+    let by_blank = line
+        .split(|b| b.is_ascii_whitespace())
+        .map(|word| word.trim_ascii_end())
+        .map(|word| {
+            word.strip_suffix(b":")
+                .or(word.strip_suffix(b","))
+                .unwrap_or(word)
+        })
+        .filter(|word| word.starts_with(b"/"));
+    quoted
+        .chain(by_colon)
+        .chain(by_blank)
+        .filter(|c| !c.is_empty() && c.len() <= PATH_BYTES_MAX && !c.contains(&0))
+}
+
+fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
+    let given = Path::new(OsStr::from_bytes(candidate));
+    let plain = |c: Component<'_>| matches!(c, Component::RootDir | Component::Normal(_));
+    // `..` and `.` are not resolved here: what they lead to is not what the message says.
+    if !given.components().all(plain) || found.lookups >= LOOKUPS_MAX {
+        return;
+    }
+    let relative = given
+        .strip_prefix(facts.workspace)
+        .ok()
+        .or(given.is_relative().then_some(given));
+    let host = match relative {
+        Some(inside) => facts.project.join(inside),
+        None => given.to_path_buf(),
+    };
+    let seen = facts.visible.iter().any(|root| host.starts_with(root));
+    // Looking these up can have effects of its own, and the sandbox has its own of each.
+    let own = ["/proc", "/sys", "/dev"]
+        .iter()
+        .any(|root| host.starts_with(root));
+    if seen || own || relative.is_some_and(|r| r.as_os_str().is_empty()) {
+        return;
+    }
+    found.lookups += 1;
+    let Some(on_host) = (facts.on_host)(&host) else {
+        return;
+    };
+    let shown = shell_quoted(host.as_os_str());
+    let why = kept_out(&host, facts).or_else(|| kept_out(&on_host.real, facts));
+    let why = why.or((on_host.kind == HostKind::Other).then_some("it is no file or directory"));
+    if let Some(why) = why {
+        let text = format!("{shown} exists on this host and is kept out by design: {why}");
+        return found.add(HintKind::KeptOut, text);
+    }
+    let line = match relative {
+        // A colon would be taken for the one before the name inside.
+        _ if host.as_os_str().as_bytes().contains(&b':') => {
+            format!(
+                "{shown} is not shown inside; its name has a colon, so copy it to another name first, then use --input"
+            )
+        }
+        Some(inside) => {
+            let both = [
+                host.as_os_str().as_bytes(),
+                b":",
+                inside.as_os_str().as_bytes(),
+            ]
+            .concat();
+            let both = shell_quoted(OsStr::from_bytes(&both));
+            format!("{shown} is not in the workspace; copy it in with: --input {both}")
+        }
+        // Shown in place it would be a hole in "the rest of the project is absent".
+        None if host.starts_with(facts.project) => {
+            format!(
+                "{shown} is not shown inside; copy it in with: --input {shown}, and open the copy"
+            )
+        }
+        None => format!("{shown} is not shown inside; show it with: --read {shown}"),
+    };
+    found.add(HintKind::HiddenPath, line);
+}
+
+/// Why a path is not to be shown, if it is not. Errs on the side of hiding: the user can still
+/// name the path without having been told to.
+fn kept_out(path: &Path, facts: &Facts<'_>) -> Option<&'static str> {
+    const SYSTEM: &[&str] = &[
+        "/etc",
+        "/root",
+        "/run",
+        "/var/run",
+        "/boot",
+        "/proc",
+        "/sys",
+        "/dev",
+        "/var/lib",
+        "/var/log",
+        "/var/spool",
+        "/lost+found",
+    ];
+    const SECRET_PARTS: &[&str] = &[
+        "secret",
+        "credential",
+        "passw",
+        "token",
+        "id_rsa",
+        "id_dsa",
+        "id_ecdsa",
+        "id_ed25519",
+        "shadow",
+        "apikey",
+        "api_key",
+        "keyring",
+        "kubeconfig",
+        "private",
+    ];
+    const SECRET_ENDINGS: &[&str] = &[
+        "pem", "key", "p12", "pfx", "kdbx", "keytab", "jks", "env", "sock",
+    ];
+    const DATABASES: &[&str] = &["db", "sqlite", "sqlite3", "db-wal", "sqlite-wal"];
+
+    if path.components().count() <= 2 {
+        return Some("it is a top directory of the host");
+    }
+    if facts.project.starts_with(path) {
+        return Some("it is, or contains, the project");
+    }
+    if facts.homes.iter().any(|home| home.starts_with(path)) {
+        return Some("it is, or contains, a home directory");
+    }
+    if path.parent() == Some(Path::new("/home")) {
+        return Some("it is a home directory");
+    }
+    let in_home = facts.homes.iter().any(|home| path.starts_with(home));
+    if SYSTEM.iter().any(|root| path.starts_with(root)) && !in_home {
+        return Some("it belongs to the system");
+    }
+    for part in path.components().filter_map(|c| match c {
+        Component::Normal(part) => Some(part.as_bytes().to_ascii_lowercase()),
+        _ => None,
+    }) {
+        if part.starts_with(b".") {
+            return Some("hidden files often hold credentials");
+        }
+        if SECRET_PARTS
+            .iter()
+            .any(|word| contains(&part, word.as_bytes()))
+        {
+            return Some("it looks like a credential");
+        }
+    }
+    let ending = path.extension().map(|e| e.as_bytes().to_ascii_lowercase());
+    let ends = |list: &[&str]| list.iter().any(|e| ending.as_deref() == Some(e.as_bytes()));
+    if ends(SECRET_ENDINGS) {
+        return Some("it looks like a credential");
+    }
+    if ends(DATABASES) && path.starts_with(facts.project) {
+        return Some("it is a database of the project");
+    }
+    None
+}
+
+fn contains(text: &[u8], word: &[u8]) -> bool {
+    find(text, word).is_some()
+}
+
+fn find(text: &[u8], word: &[u8]) -> Option<usize> {
+    text.windows(word.len()).position(|w| w == word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Everything below /opt exists, some of the project does, and some dangerous things do.
+    fn on_host(path: &Path) -> Option<OnHost> {
+        let real = match path {
+            p if p == Path::new("/srv/innocent.csv") => PathBuf::from("/etc/shadow"),
+            p => p.to_path_buf(),
+        };
+        let roots = ["/opt", "/etc", "/home", "/root", "/srv", "/var"];
+        let project = [
+            "",
+            "conf/a.yml",
+            "b.py",
+            "lib/c.py",
+            "pkg/utils.py",
+            "pkg/tools",
+            "pkg/api_token.py",
+            "site.db",
+            ".git/config",
+            "data/y.csv",
+        ];
+        let project = project.map(|name| Path::new("/proj").join(name));
+        let kind = match path.extension() {
+            Some(e) if e == "socket" => HostKind::Other,
+            Some(_) => HostKind::File,
+            None => HostKind::Directory,
+        };
+        let there = path == Path::new("/")
+            || project.contains(&path.to_path_buf())
+            || roots.iter().any(|r| path.starts_with(r));
+        there.then_some(OnHost { real, kind })
+    }
+
+    fn guess(stderr: &[u8]) -> Vec<Hint> {
+        let (visible, homes) = (
+            [PathBuf::from("/usr"), "/proj/data".into()],
+            ["/home/ada".into()],
+        );
+        let facts = Facts {
+            visible: &visible,
+            workspace: Path::new("/tmp/scidex-analysis-x"),
+            project: Path::new("/proj"),
+            script_dir: Some(Path::new("/proj/pkg")),
+            homes: &homes,
+            on_host: &on_host,
+            network_off: true,
+            disk: Some(Used {
+                used_bytes: 100,
+                limit_bytes: 100,
+            }),
+            shm: None,
+            runtime: Some(Path::new("/opt/venv")),
+            oom_kills: 0,
+            pids_denied: 0,
+        };
+        hints(stderr, &facts)
+    }
+
+    fn one(stderr: &str) -> (HintKind, String) {
+        let mut all = guess(stderr.as_bytes());
+        assert_eq!(all.len(), 1, "{stderr}: {all:?}");
+        let hint = all.remove(0);
+        assert!(hint.text.starts_with("guess: "));
+        (hint.kind, hint.text)
+    }
+
+    #[test]
+    fn a_hidden_path_comes_with_the_line_that_shows_it() {
+        for (stderr, line) in [
+            (
+                "FileNotFoundError: [Errno 2] No such file or directory: '/opt/ref/hg38.fa'",
+                "--read /opt/ref/hg38.fa",
+            ),
+            (
+                "cat: /opt/ref/a b.txt: No such file or directory",
+                "--read '/opt/ref/a b.txt'",
+            ),
+            (
+                "cannot open file \u{2018}/opt/日本.csv\u{2019}: No such file or directory",
+                "--read '/opt/日本.csv'",
+            ),
+            ("Error: '/opt/it\"s' does not exist", "--read '/opt/it\"s'"),
+            (
+                "FileNotFoundError: [Errno 2] No such file or directory: 'conf/a.yml'",
+                "--input /proj/conf/a.yml:conf/a.yml",
+            ),
+            (
+                "FileNotFoundError: No such file or directory: '/tmp/scidex-analysis-x/b.py'",
+                "--input /proj/b.py:b.py",
+            ),
+            (
+                "cat: /proj/lib/c.py: No such file or directory",
+                "--input /proj/lib/c.py,",
+            ),
+        ] {
+            let all = guess(stderr.as_bytes());
+            assert!(
+                all.iter()
+                    .any(|h| h.kind == HintKind::HiddenPath && h.text.contains(line)),
+                "{stderr}: {all:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_module_beside_the_script_comes_with_the_line_that_copies_it() {
+        for (module, path) in [
+            ("utils", "/proj/pkg/utils.py"),
+            ("tools.x", "/proj/pkg/tools"),
+        ] {
+            let (kind, text) = one(&format!("ModuleNotFoundError: No module named '{module}'"));
+            assert_eq!(kind, HintKind::Module);
+            let line = format!("--input {path};");
+            assert!(
+                text.contains(&line) && text.contains("--siblings"),
+                "{text}"
+            );
+        }
+        for module in ["gone", "api_token", "../../etc", "/etc/passwd", "b"] {
+            let (_, text) = one(&format!("ModuleNotFoundError: No module named '{module}'"));
+            assert!(!text.contains("--input"), "{text}");
+        }
+    }
+
+    #[test]
+    fn nothing_dangerous_is_suggested() {
+        for path in [
+            "/",
+            "/home",
+            "/root",
+            "/etc",
+            "/etc/shadow",
+            "/etc/passwd",
+            "/home/ada",
+            "/home/bob",
+            "/home/ada/.ssh/id_rsa",
+            "/home/ada/.aws",
+            "/opt/x/.env",
+            "/opt/app/credentials.json",
+            "/opt/tls/server.key",
+            "/proj",
+            "/proj/.git/config",
+            "/proj/site.db",
+            "/var/run/postgresql",
+            "/opt/run/x.socket",
+            "/srv/innocent.csv",
+            "/opt/API_TOKEN.txt",
+        ] {
+            let all = guess(format!("cat: {path}: No such file or directory").as_bytes());
+            assert!(
+                !all.iter().any(|h| h.kind == HintKind::HiddenPath),
+                "{path}: {all:?}"
+            );
+            assert!(
+                !all.iter()
+                    .any(|h| h.text.contains("--read") || h.text.contains("--input")),
+                "{path}: {all:?}"
+            );
+            assert!(
+                all.iter().any(|h| h.kind == HintKind::KeptOut),
+                "{path}: {all:?}"
+            );
+        }
+        for path in [
+            "/opt/../etc/shadow",
+            "/proc/1/environ",
+            "/dev/sda",
+            "/usr/lib/x",
+            "/proj/data/y.csv",
+            "/nowhere/x",
+        ] {
+            let all = guess(format!("cat: {path}: No such file or directory").as_bytes());
+            assert_eq!(all, [], "{path}");
+        }
+    }
+
+    #[test]
+    fn what_goes_to_the_terminal_cannot_steer_it() {
+        let all = guess(b"cat: /opt/\x1b[2J\xe2\x80\xae'x: No such file or directory");
+        assert!(!all.is_empty());
+        assert!(
+            all.iter()
+                .all(|h| h.text.is_ascii() && !h.text.contains('\x1b')),
+            "{all:?}"
+        );
+    }
+
+    #[test]
+    fn the_other_kinds() {
+        use HintKind::*;
+        for (stderr, kind) in [
+            (
+                "socket.gaierror: [Errno -3] Temporary failure in name resolution",
+                Network,
+            ),
+            ("curl: (6) Could not resolve host: example.org", Network),
+            (
+                "requests.exceptions.ConnectionError: Failed to establish a new connection",
+                Network,
+            ),
+            ("connect to 10.0.0.1 port 80: Connection refused", Network),
+            (
+                "connection to server at \"localhost\" (127.0.0.1), port 5432 failed: Connection refused",
+                Network,
+            ),
+            ("ModuleNotFoundError: No module named 'scipy.stats'", Module),
+            (
+                "Error in library(lme4) : there is no package called \u{2018}lme4\u{2019}",
+                Module,
+            ),
+            ("OSError: [Errno 28] No space left on device", Space),
+            (
+                "OSError: [Errno 30] Read-only file system: 'data/out.csv'",
+                ReadOnly,
+            ),
+            (
+                "PermissionError: [Errno 13] Permission denied: '/proj/data/x'",
+                ReadOnly,
+            ),
+            ("MemoryError", Memory),
+            ("Error: cannot allocate vector of size 8.0 Gb", Memory),
+            ("bash: fork: Resource temporarily unavailable", Processes),
+            ("RuntimeError: can't start new thread", Processes),
+            ("OSError: [Errno 24] Too many open files", OpenFiles),
+            (
+                "ImportError: /proj/data/x.so: failed to map segment from shared object",
+                NotExecutable,
+            ),
+            (
+                "data/tool: error while loading shared libraries: libx.so: failed to map segment from shared object",
+                NotExecutable,
+            ),
+        ] {
+            let (got, text) = one(stderr);
+            assert_eq!(got, kind, "{stderr}: {text}");
+        }
+        assert!(
+            one("ModuleNotFoundError: No module named 'scipy.stats'")
+                .1
+                .contains("/opt/venv does not have scipy.stats;")
+        );
+        assert!(
+            one("127.0.0.1: Connection refused")
+                .1
+                .contains("the analysis's own")
+        );
+        assert_eq!(
+            guess(b"PermissionError: [Errno 13] Permission denied: 'out.csv'"),
+            []
+        );
+        assert_eq!(guess(b"all is well"), []);
+    }
+
+    #[test]
+    fn the_number_of_hints_and_lookups_is_bounded() {
+        let lines: String = (0..5000)
+            .map(|n| format!("cat: /opt/{n}: No such file or directory\n"))
+            .collect();
+        let all = guess(lines.as_bytes());
+        assert_eq!(all.len(), HINTS_MAX);
+        assert!(
+            all[0].text.contains("/opt/4999"),
+            "the nearest to the end comes first"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..2000)) {
+            guess(&bytes);
+        }
+
+        #[test]
+        fn hostile_paths_stay_one_line(path in prop::collection::vec(1u8.., 0..60)) {
+            let line = [b"cat: /opt/".as_slice(), &path, b": No such file or directory"].concat();
+            for hint in guess(&line) {
+                prop_assert!(!hint.text.chars().any(char::is_control));
+            }
+        }
+    }
+}

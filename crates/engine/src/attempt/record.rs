@@ -1,0 +1,437 @@
+//! How an analysis ended, in the words of the design, as the document that `--json` prints.
+//!
+//! The schema is `docs/result-v1.schema.json`. Status and reason come from the sandbox's outcome: the kernel's
+//! facts and our own timers. Nothing the program printed can change them.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use sandbox::outcome::{Exit, Outcome, Stop};
+use sandbox::spec::{Enforcement, Hardness, Layer, LimitName};
+use serde::{Deserialize, Serialize};
+
+use crate::attempt::hints::Hint;
+use crate::attempt::log_capture::Captured;
+use crate::request::{AnalysisId, Level};
+use store::types::manifest::{Collected, ContentHash, Output, OutputPath, Remark, Remarked};
+use store::types::timings::Timings;
+
+pub const SCHEMA: &str = "fumehood.result/1";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    Succeeded,
+    Failed,
+    TimedOut,
+    OutOfMemory,
+    LimitExceeded,
+    Cancelled,
+    /// Ours, never the program's.
+    Error,
+}
+
+impl Status {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Status::Succeeded => "succeeded",
+            Status::Failed => "failed",
+            Status::TimedOut => "timed_out",
+            Status::OutOfMemory => "out_of_memory",
+            Status::LimitExceeded => "limit_exceeded",
+            Status::Cancelled => "cancelled",
+            Status::Error => "error",
+        }
+    }
+}
+
+/// Tells more than the status; one word each, listed in the schema.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    Exit,
+    Signal,
+    WallTime,
+    CpuTime,
+    IdleTime,
+    OomKilled,
+    MemoryWatch,
+    Disk,
+    FileSize,
+    Files,
+    /// More processes than allowed, where only the watch counts them.
+    Pids,
+    /// All processes together had more files open than a run's share of what the whole host can have.
+    OpenFiles,
+    Cancelled,
+    /// Init was killed from outside before it could tell.
+    InitLost,
+    Unkillable,
+    /// Fumehood could not start it; the message says at which step.
+    NotStarted,
+    NotFound,
+    NotExecutable,
+    /// The runner died before the program's end was known.
+    RunnerLost,
+    /// The runner could not renew its lease in time, and ended the analysis: another may have been given it.
+    LeaseLost,
+    /// The runner was told to end, and nobody had cancelled the analysis.
+    RunnerStopped,
+    /// The policy of the worker that took it does not allow what was submitted.
+    Refused,
+    /// No worker is large enough for what it asks for.
+    DoesNotFit,
+    /// The program succeeded, but an output that `--expect` names is not there.
+    MissingOutput,
+    /// Made without a sandbox and handed in by `record`.
+    Recorded,
+}
+
+impl Reason {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Reason::Exit => "exit",
+            Reason::Signal => "signal",
+            Reason::WallTime => "wall_time",
+            Reason::CpuTime => "cpu_time",
+            Reason::IdleTime => "idle_time",
+            Reason::OomKilled => "oom_killed",
+            Reason::MemoryWatch => "memory_watch",
+            Reason::Disk => "disk",
+            Reason::FileSize => "file_size",
+            Reason::Files => "files",
+            Reason::Pids => "pids",
+            Reason::OpenFiles => "open_files",
+            Reason::Cancelled => "cancelled",
+            Reason::InitLost => "init_lost",
+            Reason::Unkillable => "unkillable",
+            Reason::NotStarted => "not_started",
+            Reason::NotFound => "not_found",
+            Reason::NotExecutable => "not_executable",
+            Reason::RunnerLost => "runner_lost",
+            Reason::LeaseLost => "lease_lost",
+            Reason::RunnerStopped => "runner_stopped",
+            Reason::Refused => "refused",
+            Reason::DoesNotFit => "does_not_fit",
+            Reason::MissingOutput => "missing_output",
+            Reason::Recorded => "recorded",
+        }
+    }
+}
+
+/// Status and reason, from facts.
+pub fn judge(outcome: &Outcome) -> (Status, Reason) {
+    // Of one that cannot be shown dead, what is known stands: why it was stopped, or how its first process ended.
+    if !outcome.all_dead && outcome.stop.is_none() && outcome.exit.is_none() {
+        return (Status::Error, Reason::Unkillable);
+    }
+    match outcome.stop {
+        Some(Stop::WallTime) => return (Status::TimedOut, Reason::WallTime),
+        Some(Stop::CpuTime) => return (Status::TimedOut, Reason::CpuTime),
+        Some(Stop::IdleTime) => return (Status::TimedOut, Reason::IdleTime),
+        // The cgroup counts kills where there is one; the watch, where there is none, kills by itself.
+        Some(Stop::Memory) if outcome.usage.oom_kills > 0 => {
+            return (Status::OutOfMemory, Reason::OomKilled);
+        }
+        Some(Stop::Memory) => return (Status::OutOfMemory, Reason::MemoryWatch),
+        Some(Stop::Disk) => return (Status::LimitExceeded, Reason::Disk),
+        Some(Stop::Files) => return (Status::LimitExceeded, Reason::Files),
+        Some(Stop::Pids) => return (Status::LimitExceeded, Reason::Pids),
+        Some(Stop::OpenFiles) => return (Status::LimitExceeded, Reason::OpenFiles),
+        Some(Stop::Cancelled) => return (Status::Cancelled, Reason::Cancelled),
+        None => {}
+    }
+    const SIGKILL: i32 = 9;
+    const SIGXCPU: i32 = 24;
+    const SIGXFSZ: i32 = 25;
+    match outcome.exit {
+        Some(Exit::Code(0)) => (Status::Succeeded, Reason::Exit),
+        Some(Exit::Code(_)) => (Status::Failed, Reason::Exit),
+        // A child's death for want of memory, and later the program's own for whatever reason, are two things.
+        Some(Exit::Signal(SIGKILL))
+            if outcome.usage.oom_kills > 0 && outcome.usage.oom_killed_main != Some(false) =>
+        {
+            (Status::OutOfMemory, Reason::OomKilled)
+        }
+        Some(Exit::Signal(SIGXFSZ)) => (Status::LimitExceeded, Reason::FileSize),
+        Some(Exit::Signal(SIGXCPU)) => (Status::TimedOut, Reason::CpuTime),
+        Some(Exit::Signal(_)) => (Status::Failed, Reason::Signal),
+        None if outcome.usage.oom_kills > 0 => (Status::OutOfMemory, Reason::OomKilled),
+        None => (Status::Error, Reason::InitLost),
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Log {
+    /// Valid UTF-8 as it is; other bytes as `\xNN`, a backslash as `\\`. A gap is marked `\[fumehood: …]`.
+    pub text: String,
+    pub bytes: u64,
+    pub truncated: bool,
+    pub dropped_bytes: u64,
+}
+
+impl Log {
+    /// The text is several times as large as the bytes, at worst; it is made where a document is printed.
+    pub fn without_text(captured: &Captured) -> Log {
+        Log {
+            text: String::new(),
+            bytes: captured.total_bytes,
+            truncated: captured.truncated,
+            dropped_bytes: captured.dropped_bytes,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Isolation {
+    pub level: Option<Level>,
+    /// The kernel's Landlock interface, where that layer was in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub landlock_abi: Option<i32>,
+    /// Each layer that the launcher reported, and how it holds.
+    pub layers: BTreeMap<Layer, String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LimitEntry {
+    /// In milliseconds, bytes, thousandths of a CPU, or a count.
+    pub asked: u64,
+    pub enforced_by: String,
+    pub how_hard: Hardness,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Times {
+    /// Unix time in milliseconds.
+    pub started_ms: u64,
+    pub ended_ms: u64,
+    pub wall_ms: u64,
+}
+
+/// An output, as people and programs read of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutputEntry {
+    pub path: OutputPath,
+    pub bytes: u64,
+    pub media_type: String,
+    pub blake3: ContentHash,
+    pub modified_ms: i64,
+}
+
+impl From<&Output> for OutputEntry {
+    fn from(output: &Output) -> OutputEntry {
+        OutputEntry {
+            path: output.path.clone(),
+            bytes: output.bytes,
+            media_type: output.media_type.clone(),
+            blake3: output.blake3,
+            modified_ms: output.modified_ms,
+        }
+    }
+}
+
+/// What was taken of what the program left, and what was not.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Collection {
+    /// The program ended by itself and well, and nothing of what it left is missing.
+    pub complete: bool,
+    pub bytes: u64,
+    pub refused: u64,
+    pub remarks: Vec<Remarked>,
+    pub remark_counts: BTreeMap<Remark, u64>,
+    pub inputs_unchanged: u64,
+    pub cached: u64,
+    pub not_asked: u64,
+    /// Patterns of `--expect` that no output matches.
+    pub missing: Vec<String>,
+    /// Why `result.json` is not in the database as JSON.
+    pub result_note: Option<String>,
+}
+
+impl Collection {
+    pub fn new(collected: &Collected, missing: &[String], result_note: Option<String>) -> Self {
+        Collection {
+            complete: false,
+            bytes: collected.bytes,
+            refused: collected.refused(),
+            remarks: collected.remarks.clone(),
+            remark_counts: collected.remark_counts.clone(),
+            inputs_unchanged: collected.inputs_unchanged,
+            cached: collected.cached,
+            not_asked: collected.not_asked,
+            missing: missing.to_vec(),
+            result_note,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CommitState {
+    /// `--db none`, or a run that never got that far.
+    Unrecorded,
+    Committed,
+    /// Somebody else ended this attempt meanwhile; what it left is stored beside that, as another attempt.
+    Superseded,
+    /// Outputs and record are safe in FUMEHOOD_HOME; the database does not have them.
+    Pending,
+    /// Not even that: the outputs are still in the workspace.
+    InWorkspace,
+    /// Ran by `run --in`: `post-process` is the next step.
+    Awaited,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commit {
+    pub state: CommitState,
+    pub database: Option<String>,
+    /// What stood in the way.
+    pub message: Option<String>,
+}
+
+/// How the platform's own step went.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PostProcessed {
+    pub done: bool,
+    pub message: Option<String>,
+}
+
+/// One attempt's result: what `--json` prints and what is committed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub schema: String,
+    pub id: AnalysisId,
+    pub attempt: u32,
+    pub status: Status,
+    pub reason: Reason,
+    /// What went wrong on our side, for `error`.
+    pub message: Option<String>,
+    pub exit_code: Option<i32>,
+    pub signal: Option<i32>,
+    pub times: Times,
+    pub cpu_ms: u64,
+    pub memory_peak_bytes: Option<u64>,
+    pub pids_peak: Option<u64>,
+    pub disk_bytes: u64,
+    pub files: u64,
+    pub oom_kills: u64,
+    pub stdout: Log,
+    pub stderr: Log,
+    pub workspace: PathBuf,
+    /// Unix seconds; `null` when the workspace is gone.
+    pub kept_until: Option<u64>,
+    pub isolation: Isolation,
+    pub limits: BTreeMap<LimitName, LimitEntry>,
+    pub outputs: Vec<OutputEntry>,
+    pub collection: Collection,
+    pub commit: Commit,
+    /// `null`: none is configured, or it is not its turn.
+    pub post_process: Option<PostProcessed>,
+    pub hints: Vec<Hint>,
+    /// Things the user should know that are no error: a runtime that was shown, a limit that is only watched.
+    pub notices: Vec<String>,
+    /// Of the run that was just made; a record that is read later has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timings: Option<Timings>,
+}
+
+pub fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {
+    let entry = |e: &Enforcement| LimitEntry {
+        asked: e.asked,
+        enforced_by: e.enforced_by.clone(),
+        how_hard: e.how_hard,
+    };
+    list.iter().map(|e| (e.limit, entry(e))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use sandbox::outcome::Usage;
+
+    use super::*;
+
+    fn outcome(exit: Option<Exit>, stop: Option<Stop>, oom_kills: u64) -> Outcome {
+        Outcome {
+            exit,
+            stop,
+            usage: Usage {
+                oom_kills,
+                ..Usage::default()
+            },
+            all_dead: true,
+        }
+    }
+
+    #[test]
+    fn a_stop_of_ours_outranks_whatever_the_program_made_of_it() {
+        let graceful = outcome(Some(Exit::Code(0)), Some(Stop::WallTime), 0);
+        assert_eq!(judge(&graceful), (Status::TimedOut, Reason::WallTime));
+    }
+
+    #[test]
+    fn an_oom_that_the_program_survived_is_not_the_status() {
+        assert_eq!(
+            judge(&outcome(Some(Exit::Code(0)), None, 3)),
+            (Status::Succeeded, Reason::Exit)
+        );
+        assert_eq!(
+            judge(&outcome(Some(Exit::Code(1)), None, 3)),
+            (Status::Failed, Reason::Exit)
+        );
+        assert_eq!(
+            judge(&outcome(Some(Exit::Signal(9)), None, 1)),
+            (Status::OutOfMemory, Reason::OomKilled)
+        );
+    }
+
+    #[test]
+    fn a_kill_long_after_a_childs_oom_is_a_signal() {
+        let mut killed = outcome(Some(Exit::Signal(9)), None, 1);
+        killed.usage.oom_killed_main = Some(false);
+        assert_eq!(judge(&killed), (Status::Failed, Reason::Signal));
+        killed.usage.oom_killed_main = Some(true);
+        assert_eq!(judge(&killed), (Status::OutOfMemory, Reason::OomKilled));
+    }
+
+    #[test]
+    fn a_stop_for_memory_is_the_kernels_where_it_killed_and_the_watchs_elsewhere() {
+        let stopped = |kills| outcome(Some(Exit::Signal(9)), Some(Stop::Memory), kills);
+        assert_eq!(judge(&stopped(3)), (Status::OutOfMemory, Reason::OomKilled));
+        assert_eq!(
+            judge(&stopped(0)),
+            (Status::OutOfMemory, Reason::MemoryWatch)
+        );
+    }
+
+    #[test]
+    fn a_kill_without_an_oom_is_a_signal() {
+        assert_eq!(
+            judge(&outcome(Some(Exit::Signal(9)), None, 0)),
+            (Status::Failed, Reason::Signal)
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_shown_dead_keeps_its_end_and_without_one_is_our_error() {
+        let stuck = |exit, stop| Outcome {
+            all_dead: false,
+            ..outcome(exit, stop, 0)
+        };
+        assert_eq!(
+            judge(&stuck(None, Some(Stop::WallTime))),
+            (Status::TimedOut, Reason::WallTime)
+        );
+        assert_eq!(
+            judge(&stuck(Some(Exit::Code(3)), None)),
+            (Status::Failed, Reason::Exit)
+        );
+        assert_eq!(
+            judge(&stuck(None, None)),
+            (Status::Error, Reason::Unkillable)
+        );
+        assert_eq!(
+            judge(&outcome(None, None, 0)),
+            (Status::Error, Reason::InitLost)
+        );
+    }
+}

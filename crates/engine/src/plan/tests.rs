@@ -1,0 +1,351 @@
+//! What a queued request is shown, tried on real files. Private ones are made, where the tests run as root, and /root and
+//! /etc/shadow are there to be asked for too.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use sandbox::spec::{Owner, SharedMemory, WorkspaceKind};
+use tempfile::TempDir;
+
+use super::*;
+use crate::request::{
+    Again, AnalysisId, AskedLimits, Asker, Collection, Input, Keep, NamedBy, NamedDirectory,
+    ReadRoot, Writers,
+};
+
+fn named(path: PathBuf) -> Option<NamedDirectory> {
+    let named_by = NamedBy::Caller;
+    Some(NamedDirectory { path, named_by })
+}
+
+/// A directory that everybody may enter, with a staged submission in it.
+struct Bench {
+    dir: TempDir,
+    at: PathBuf,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let dir = tempfile::tempdir().unwrap();
+        chmod(dir.path(), 0o755);
+        let at = dir.path().canonicalize().unwrap();
+        for name in ["home", "work", "home/staged/inputs"] {
+            fs::create_dir_all(at.join(name)).unwrap();
+        }
+        chmod(&at.join("home"), 0o700);
+        fs::write(at.join("home/staged/inputs/in.txt"), "in").unwrap();
+        fs::write(at.join("home/staged/stdin"), "in").unwrap();
+        Bench { dir, at }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.at.join(name)
+    }
+
+    fn directory(&self, name: &str, mode: u32) -> PathBuf {
+        let path = self.path(name);
+        fs::create_dir_all(&path).unwrap();
+        chmod(&path, mode);
+        path
+    }
+
+    fn file(&self, name: &str, mode: u32) -> PathBuf {
+        let path = self.path(name);
+        fs::write(&path, "x").unwrap();
+        chmod(&path, mode);
+        path
+    }
+
+    fn request(&self, writers: Writers) -> Request {
+        let staged = self.path("home/staged");
+        Request {
+            id: AnalysisId::new("q").unwrap(),
+            command: Command::Argv(vec!["/bin/true".into()]),
+            project: staged.join("inputs"),
+            data: None,
+            docs: None,
+            reads: Vec::new(),
+            inputs: vec![Input {
+                host: staged.join("inputs/in.txt"),
+                name: Some("in.txt".into()),
+            }],
+            runtime: None,
+            env: Vec::new(),
+            stdin: Stdin::File(staged.join("stdin")),
+            limits: AskedLimits::default(),
+            workspace_kind: WorkspaceKind::Disk,
+            workspace_root: self.path("work"),
+            keep: Keep::Never,
+            keep_for_ms: 1000,
+            floor: crate::request::Level::Landlock,
+            level: None,
+            shared_memory: SharedMemory::Private,
+            allow_degraded: BTreeSet::new(),
+            readable_roots: None,
+            collection: Collection::default(),
+            siblings: crate::request::Siblings::Left,
+            again: Again::Refused,
+            secret_env: Vec::new(),
+            asked_by: Asker::Queue {
+                staged,
+                writers,
+                script_from: None,
+            },
+        }
+    }
+
+    fn plan(&self, request: &Request) -> Result<Plan, PolicyError> {
+        let caller = Caller {
+            path: "/usr/bin:/bin".into(),
+            cwd: self.at.clone(),
+            env: Default::default(),
+            homes: Vec::new(),
+        };
+        let home = self.path("home");
+        let private = Private {
+            home: &home,
+            kept: &[],
+        };
+        plan(request, &caller, &private)
+    }
+
+    fn reading(&self, path: &Path) -> Request {
+        let mut request = self.request(Writers::Others);
+        request.reads = vec![ReadRoot {
+            host: path.to_path_buf(),
+            inside: Some("/mnt/shown".into()),
+        }];
+        request
+    }
+
+    #[track_caller]
+    fn refused(&self, path: &Path) {
+        match self.plan(&self.reading(path)) {
+            Err(PolicyError::NotEverybodys { .. } | PolicyError::Refused { .. }) => {}
+            other => panic!("{path:?}: {other:?}"),
+        }
+    }
+
+    fn owners(&self, plan: &Plan, source: &Path) -> Vec<Owner> {
+        let of = |view: &&View| view.source.as_path() == source;
+        plan.views.iter().filter(of).map(|v| v.owner).collect()
+    }
+}
+
+fn chmod(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+#[test]
+fn a_stranger_is_shown_what_everybody_may_read() {
+    let bench = Bench::new();
+    let open = bench.directory("open", 0o755);
+    bench.file("open/a", 0o644);
+    let plan = bench.plan(&bench.reading(&open)).unwrap();
+    // Never as the owner: a private file that comes later stays private.
+    assert_eq!(bench.owners(&plan, &open), [Owner::AsIs]);
+    let single = bench.file("single", 0o644);
+    let plan = bench.plan(&bench.reading(&single)).unwrap();
+    assert_eq!(bench.owners(&plan, &single), [Owner::AsIs]);
+    // Through a link that everybody can follow.
+    symlink("open", bench.path("link")).unwrap();
+    symlink(bench.path("link"), bench.path("link2")).unwrap();
+    let plan = bench.plan(&bench.reading(&bench.path("link2"))).unwrap();
+    assert_eq!(bench.owners(&plan, &open), [Owner::AsIs]);
+    let plan = bench.plan(&bench.reading(&bench.path("link2/../open/.")));
+    assert!(plan.is_ok());
+    // What came with it is copied.
+    let plan = plan.unwrap();
+    assert_eq!(
+        plan.inputs,
+        [(bench.path("home/staged/inputs/in.txt"), "in.txt".into())]
+    );
+    assert_eq!(plan.stdin, Some(bench.path("home/staged/stdin")));
+}
+
+#[test]
+fn a_stranger_is_refused_what_not_everybody_may_read() {
+    let bench = Bench::new();
+    let closed = [
+        bench.directory("d750", 0o750),
+        bench.directory("d711", 0o711),
+        bench.directory("d744", 0o744),
+        bench.file("f640", 0o640),
+        bench.directory("d750/open", 0o755),
+        bench.directory("d711b", 0o711),
+    ];
+    for path in &closed {
+        bench.refused(path);
+        let link = bench.path("link");
+        symlink(path, &link).unwrap();
+        bench.refused(&link);
+        let twice = bench.path("twice");
+        symlink("link", &twice).unwrap();
+        bench.refused(&twice);
+        bench.refused(&bench.path("work/..").join("twice"));
+        fs::remove_file(link).unwrap();
+        fs::remove_file(twice).unwrap();
+    }
+    // Everybody can pass through 0711 to what lies open in it.
+    let within = bench.directory("d711b/open", 0o755);
+    bench.plan(&bench.reading(&within)).unwrap();
+    for path in [
+        "/root",
+        "/root/.bashrc",
+        "/etc/shadow",
+        "/etc/ssl/private",
+        "/",
+        "/etc",
+        "/proc/1",
+    ] {
+        if Path::new(path).exists() || path.starts_with("/root") {
+            bench.refused(Path::new(path));
+        }
+    }
+    symlink("/etc/shadow", bench.path("shadow")).unwrap();
+    bench.refused(&bench.path("shadow"));
+    symlink("/root", bench.path("root")).unwrap();
+    bench.refused(&bench.path("root"));
+    bench.refused(&bench.path("root/.ssh"));
+    for (slot, name) in [(0, "data"), (1, "docs"), (2, "project"), (3, "runtime")] {
+        let mut request = bench.request(Writers::Others);
+        let path = closed[0].clone();
+        match slot {
+            0 => request.data = named(path),
+            1 => request.docs = named(path),
+            2 => request.project = path,
+            _ => request.runtime = Some(path),
+        }
+        let plan = bench.plan(&request);
+        assert!(
+            matches!(plan, Err(PolicyError::NotEverybodys { .. })),
+            "{name}: {plan:?}"
+        );
+    }
+}
+
+/// Whether it is there or not: behind a closed directory all answers are the same.
+#[test]
+fn a_stranger_does_not_learn_what_there_is() {
+    let bench = Bench::new();
+    bench.directory("closed", 0o700);
+    bench.file("closed/there", 0o644);
+    let said = |path: &str| {
+        let path = bench.path(path);
+        let mut request = bench.request(Writers::Others);
+        request.command = Command::Argv(vec![path.clone().into()]);
+        let by_command = bench.plan(&request).unwrap_err().to_string();
+        let by_read = bench.plan(&bench.reading(&path)).unwrap_err().to_string();
+        let plain = |text: String| text.replace(path.to_str().unwrap(), "PATH");
+        (plain(by_command), plain(by_read))
+    };
+    assert_eq!(said("closed/there"), said("closed/nothing"));
+    assert!(
+        said("closed/there")
+            .1
+            .contains("operator of the worker can list it")
+    );
+    // Nor by an argument, which for a run would be answered with advice.
+    let mut request = bench.request(Writers::Others);
+    let there = bench.path("closed/there");
+    request.command = Command::Argv(vec!["/bin/cat".into(), there.into()]);
+    bench.plan(&request).unwrap();
+    request.command = Command::Argv(vec!["./tool".into()]);
+    assert!(bench.plan(&request).is_err());
+}
+
+#[test]
+fn what_the_operator_lists_is_shown_as_to_its_owner() {
+    let bench = Bench::new();
+    let closed = bench.directory("closed", 0o700);
+    let inner = bench.directory("closed/inner", 0o700);
+    symlink("/usr/share", bench.path("closed/out")).unwrap();
+    let mut request = bench.reading(&inner);
+    request.readable_roots = Some(vec![closed.clone()]);
+    let plan = bench.plan(&request).unwrap();
+    assert_eq!(bench.owners(&plan, &inner), [Owner::Mapped]);
+    // A link in it does not extend it; the system is there for everybody, and shown so.
+    request.reads[0].host = bench.path("closed/out");
+    let plan = bench.plan(&request).unwrap();
+    assert_eq!(bench.owners(&plan, Path::new("/usr/share")), [Owner::AsIs]);
+    let open = bench.directory("open", 0o755);
+    request.reads[0].host = open;
+    let refused = bench.plan(&request);
+    assert!(
+        matches!(refused, Err(PolicyError::NotListed { .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn our_own_queue_is_shown_what_we_may_read() {
+    let bench = Bench::new();
+    let closed = bench.directory("closed", 0o700);
+    let mut request = bench.reading(&closed);
+    let staged = bench.path("home/staged");
+    request.asked_by = Asker::Queue {
+        staged,
+        writers: Writers::OnlyUs,
+        script_from: None,
+    };
+    let plan = bench.plan(&request).unwrap();
+    assert_eq!(bench.owners(&plan, &closed), [Owner::Mapped]);
+}
+
+#[test]
+fn nothing_but_what_was_staged_is_copied() {
+    let bench = Bench::new();
+    let open = bench.file("open", 0o644);
+    for writers in [Writers::Others, Writers::OnlyUs] {
+        let mut request = bench.request(writers);
+        request.inputs[0].host = open.clone();
+        assert!(matches!(
+            bench.plan(&request),
+            Err(PolicyError::Refused { .. })
+        ));
+        let mut request = bench.request(writers);
+        request.stdin = Stdin::File(open.clone());
+        assert!(matches!(
+            bench.plan(&request),
+            Err(PolicyError::Refused { .. })
+        ));
+        let mut request = bench.request(writers);
+        let link = bench.path("home/staged/inputs/link");
+        let _again = symlink(&open, &link);
+        request.inputs[0].host = link;
+        assert!(matches!(
+            bench.plan(&request),
+            Err(PolicyError::Refused { .. })
+        ));
+        // Our own files are still nobody's to be shown.
+        let mut request = bench.request(writers);
+        request.data = named(bench.path("home/staged/inputs"));
+        assert!(bench.plan(&request).is_err());
+    }
+}
+
+/// The program of a plain user's worker is that user, so what is private in an open directory would not be.
+#[test]
+fn a_plain_users_private_files_in_an_open_directory_are_found() {
+    let bench = Bench::new();
+    let open = bench.directory("open", 0o755);
+    bench.directory("open/sub", 0o755);
+    bench.file("open/sub/a", 0o644);
+    symlink("/etc/shadow", bench.path("open/link")).unwrap();
+    world_readable::check_nothing_private(&open).unwrap();
+    bench.file("open/sub/b", 0o600);
+    let found = world_readable::check_nothing_private(&open);
+    assert!(
+        matches!(&found, Err(PolicyError::NotEverybodys { closed, .. }) if closed.ends_with("sub/b")),
+        "{found:?}"
+    );
+    fs::remove_file(bench.path("open/sub/b")).unwrap();
+    bench.directory("open/sub/c", 0o700);
+    assert!(world_readable::check_nothing_private(&open).is_err());
+    // The control, through the plan: for root the mount does it, for others the look.
+    let plan = bench.plan(&bench.reading(&open));
+    assert_eq!(plan.is_ok(), rustix::process::geteuid().is_root());
+    drop(bench.dir);
+}

@@ -1,0 +1,651 @@
+//! The files that travel with a submission: read where it was submitted, laid out again where it runs.
+//!
+//! What is read follows the rules of `copy_in.rs`: opened once, without following links, judged by the descriptor. What
+//! is laid out was written by whoever can write to the database, so names are checked again, each is made exclusively,
+//! and content is taken only if it has the hash that it is named by.
+
+use std::collections::{HashMap, HashSet};
+use std::error::Error;
+use std::ffi::{CStr, OsStr};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+
+use crate::workspace::copy_in::{self, CopyError};
+use store::types::input_name::{self, InputNameError};
+use store::types::manifest::ContentHash;
+use store::types::submission::{
+    INPUT_BYTES_MAX, INPUT_FILES_MAX, Item, Submission, SubmissionError,
+};
+
+/// In the directory that a submission is laid out in: its inputs, and what its standard input reads.
+pub const INPUTS: &str = "inputs";
+pub const STDIN: &str = "stdin";
+
+/// Content of all submissions that are made at once.
+pub const POOL_BYTES_MAX: u64 = 1 << 30;
+
+#[derive(Debug, thiserror::Error)]
+pub enum BundleError {
+    #[error("input")]
+    Copy(#[from] CopyError),
+    #[error("input")]
+    Name(#[from] InputNameError),
+    #[error(
+        "the inputs are more than {} with {path:?}, and all of them travel with a submission; show large data with --read or --data instead",
+        store::types::units::format_size(INPUT_BYTES_MAX)
+    )]
+    TooManyBytes { path: PathBuf },
+    #[error(
+        "the inputs are more than {INPUT_FILES_MAX} files with {path:?}, and all of them travel with a submission; show large data with --read or --data instead"
+    )]
+    TooManyFiles { path: PathBuf },
+    #[error(
+        "the inputs of all lines together are more than {} with {path:?}; submit the batch in parts, or show large data with --read or --data",
+        store::types::units::format_size(POOL_BYTES_MAX)
+    )]
+    PoolFull { path: PathBuf },
+    #[error("input {path:?}: its name is not UTF-8 text, which a submission must be")]
+    NotText { path: PathBuf },
+    #[error("{name:?} is among the inputs already; give another name with --input PATH:NAME")]
+    Twice { name: PathBuf },
+    #[error("read standard input for the submission")]
+    Stdin(#[source] std::io::Error),
+    #[error(transparent)]
+    Submission(#[from] SubmissionError),
+    #[error("fetch the content {hash} of the submission")]
+    Fetch {
+        hash: ContentHash,
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+    #[error("the content {hash} of the submission is not in the database")]
+    Gone { hash: ContentHash },
+    #[error("the content {hash} of the submission is another in the database")]
+    Damaged { hash: ContentHash },
+    #[error("lay out {name:?} of the submission")]
+    LayOut {
+        name: PathBuf,
+        #[source]
+        source: Errno,
+    },
+}
+
+/// Content by its hash, each once, however many submissions have it.
+#[derive(Default)]
+pub struct Pool {
+    contents: HashMap<ContentHash, Arc<Vec<u8>>>,
+    bytes: u64,
+}
+
+impl Pool {
+    pub fn get(&self, hash: &ContentHash) -> Option<Arc<Vec<u8>>> {
+        self.contents.get(hash).cloned()
+    }
+
+    fn put(&mut self, content: Vec<u8>, path: &Path) -> Result<ContentHash, BundleError> {
+        let hash = ContentHash::of(&content);
+        if !self.contents.contains_key(&hash) {
+            self.bytes += content.len() as u64;
+            if self.bytes > POOL_BYTES_MAX {
+                return Err(BundleError::PoolFull {
+                    path: path.to_path_buf(),
+                });
+            }
+            self.contents.insert(hash, Arc::new(content));
+        }
+        Ok(hash)
+    }
+}
+
+/// The files of one submission, as they are read.
+#[derive(Default)]
+pub struct Bundle {
+    pub items: Vec<Item>,
+    pub stdin: Option<ContentHash>,
+    names: HashSet<PathBuf>,
+    bytes: u64,
+}
+
+impl Bundle {
+    /// Reads `source`, a path without symlinks, to be `name` in the workspace. Directories that `name` leads
+    /// through come before it.
+    pub fn add(&mut self, source: &Path, name: &Path, pool: &mut Pool) -> Result<(), BundleError> {
+        let name = input_name::name_for(source, Some(name))?;
+        let (file, stat) = copy_in::open_source(source)?;
+        self.add_parents(source, &name)?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => self.tree(file, source, &name, pool),
+            _ => self.file(file, stat.st_mode, source, &name, pool),
+        }
+    }
+
+    /// Reads all that the program is to read from its standard input.
+    pub fn add_stdin(&mut self, from: impl Read, pool: &mut Pool) -> Result<(), BundleError> {
+        let path = Path::new("the standard input");
+        let content = self.content(from, path, BundleError::Stdin)?;
+        self.stdin = Some(pool.put(content, path)?);
+        Ok(())
+    }
+
+    /// As standard input, a file: a path without symlinks.
+    pub fn add_stdin_file(&mut self, path: &Path, pool: &mut Pool) -> Result<(), BundleError> {
+        let (file, stat) = copy_in::open_source(path)?;
+        if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
+            let path = path.to_path_buf();
+            let source = Errno::ISDIR;
+            return Err(CopyError::Read { path, source }.into());
+        }
+        self.add_stdin(File::from(file), pool)
+    }
+
+    /// Every content that it has, each once.
+    pub fn contents(&self, pool: &Pool) -> Vec<(ContentHash, Arc<Vec<u8>>)> {
+        let mut seen = HashSet::new();
+        let files = self.items.iter().filter_map(|item| match item {
+            Item::File { blake3, .. } => Some(*blake3),
+            _ => None,
+        });
+        files
+            .chain(self.stdin)
+            .filter(|hash| seen.insert(*hash))
+            .filter_map(|hash| Some((hash, pool.get(&hash)?)))
+            .collect()
+    }
+
+    fn add_parents(&mut self, source: &Path, name: &Path) -> Result<(), BundleError> {
+        let mut above: Vec<&Path> = name.ancestors().skip(1).collect();
+        above.retain(|parent| !parent.as_os_str().is_empty());
+        for parent in above.into_iter().rev() {
+            if self.names.contains(parent) {
+                let made = |item: &Item| matches!(item, Item::Directory { name } if name == parent);
+                if !self.items.iter().any(made) {
+                    return Err(BundleError::Twice {
+                        name: parent.to_path_buf(),
+                    });
+                }
+                continue;
+            }
+            self.push(
+                Item::Directory {
+                    name: parent.to_path_buf(),
+                },
+                source,
+            )?;
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, item: Item, path: &Path) -> Result<(), BundleError> {
+        let name = item.name().to_path_buf();
+        if name.to_str().is_none() {
+            return Err(BundleError::NotText {
+                path: path.to_path_buf(),
+            });
+        }
+        if self.items.len() >= INPUT_FILES_MAX {
+            return Err(BundleError::TooManyFiles {
+                path: path.to_path_buf(),
+            });
+        }
+        if !self.names.insert(name.clone()) {
+            return Err(BundleError::Twice { name });
+        }
+        self.items.push(item);
+        Ok(())
+    }
+
+    fn file(
+        &mut self,
+        file: OwnedFd,
+        mode: u32,
+        path: &Path,
+        name: &Path,
+        pool: &mut Pool,
+    ) -> Result<(), BundleError> {
+        copy_in::check_kind(FileType::from_raw_mode(mode), path)?;
+        let content = self.content(File::from(file), path, |source| {
+            let errno = Errno::from_io_error(&source).unwrap_or(Errno::IO);
+            BundleError::Copy(CopyError::Read {
+                path: path.to_path_buf(),
+                source: errno,
+            })
+        })?;
+        let item = Item::File {
+            name: name.to_path_buf(),
+            blake3: pool.put(content, path)?,
+            executable: mode & 0o111 != 0,
+        };
+        self.push(item, path)
+    }
+
+    /// A file may grow while it is read: the bound is asked of what was read, not of what was announced.
+    fn content(
+        &mut self,
+        from: impl Read,
+        path: &Path,
+        failed: impl FnOnce(std::io::Error) -> BundleError,
+    ) -> Result<Vec<u8>, BundleError> {
+        let left = INPUT_BYTES_MAX - self.bytes;
+        let mut content = Vec::new();
+        if let Err(e) = from.take(left + 1).read_to_end(&mut content) {
+            return Err(failed(e));
+        }
+        if content.len() as u64 > left {
+            return Err(BundleError::TooManyBytes {
+                path: path.to_path_buf(),
+            });
+        }
+        self.bytes += content.len() as u64;
+        Ok(content)
+    }
+
+    fn tree(
+        &mut self,
+        top: OwnedFd,
+        path: &Path,
+        name: &Path,
+        pool: &mut Pool,
+    ) -> Result<(), BundleError> {
+        let mut levels = vec![self.enter(top, path.to_path_buf(), name.to_path_buf())?];
+        while let Some(level) = levels.last_mut() {
+            let read = |source| CopyError::Read {
+                path: level.path.clone(),
+                source,
+            };
+            let Some(entry) = level.entries.next().transpose().map_err(read)? else {
+                levels.pop();
+                continue;
+            };
+            let depth = levels.len() - 1;
+            let (entry_name, kind) = (entry.file_name(), entry.file_type());
+            if entry_name == c"." || entry_name == c".." {
+                continue;
+            }
+            let below = self.entry(&levels[depth], entry_name, kind, depth, pool)?;
+            levels.extend(below);
+        }
+        Ok(())
+    }
+
+    fn enter(&mut self, dir: OwnedFd, path: PathBuf, name: PathBuf) -> Result<Level, BundleError> {
+        self.push(Item::Directory { name: name.clone() }, &path)?;
+        let entries = Dir::read_from(&dir).map_err(|source| CopyError::Read {
+            path: path.clone(),
+            source,
+        })?;
+        Ok(Level {
+            entries,
+            dir,
+            path,
+            name,
+        })
+    }
+
+    /// Reads one entry of a directory, or, if it is a directory itself, returns it to be walked.
+    fn entry(
+        &mut self,
+        level: &Level,
+        entry: &CStr,
+        kind: FileType,
+        depth: usize,
+        pool: &mut Pool,
+    ) -> Result<Option<Level>, BundleError> {
+        let text = OsStr::from_bytes(entry.to_bytes());
+        let (path, name) = (level.path.join(text), level.name.join(text));
+        let open = |source| CopyError::Open {
+            path: path.clone(),
+            source,
+        };
+        let opened = match kind {
+            FileType::Symlink => Err(Errno::LOOP),
+            FileType::Unknown => copy_in::open_entry(level.dir.as_fd(), entry),
+            // Opening some devices does something, so what is known to be one stays closed.
+            kind => {
+                copy_in::check_kind(kind, &path)?;
+                copy_in::open_entry(level.dir.as_fd(), entry)
+            }
+        };
+        let (file, stat) = match opened {
+            Err(Errno::LOOP) => return self.link(level, entry, depth, &path, name).map(|()| None),
+            opened => opened.map_err(open)?,
+        };
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory if depth + 1 >= copy_in::DEPTH_MAX => {
+                Err(CopyError::TooDeep { path }.into())
+            }
+            FileType::Directory => self.enter(file, path, name).map(Some),
+            _ => self
+                .file(file, stat.st_mode, &path, &name, pool)
+                .map(|()| None),
+        }
+    }
+
+    fn link(
+        &mut self,
+        level: &Level,
+        entry: &CStr,
+        depth: usize,
+        path: &Path,
+        name: PathBuf,
+    ) -> Result<(), BundleError> {
+        let target = rustix::fs::readlinkat(&level.dir, entry, Vec::new()).map_err(|source| {
+            CopyError::Read {
+                path: path.to_path_buf(),
+                source,
+            }
+        })?;
+        let target = PathBuf::from(OsStr::from_bytes(target.as_bytes()));
+        if !input_name::stays_inside(&target, depth) {
+            let path = path.to_path_buf();
+            return Err(CopyError::LinkLeadsOut { path, target }.into());
+        }
+        if target.to_str().is_none() {
+            return Err(BundleError::NotText {
+                path: path.to_path_buf(),
+            });
+        }
+        self.push(Item::Link { name, target }, path)
+    }
+}
+
+/// One directory being read.
+struct Level {
+    entries: Dir,
+    dir: OwnedFd,
+    path: PathBuf,
+    name: PathBuf,
+}
+
+/// Where content comes from, by its hash; `None`: it is not there.
+pub type Fetch<'a> =
+    dyn FnMut(&ContentHash) -> Result<Option<Vec<u8>>, Box<dyn Error + Send + Sync>> + 'a;
+
+/// Lays a submission's files out in an empty directory that nobody else can reach: its inputs below [`INPUTS`], what is
+/// on standard input as [`STDIN`]. Whatever fails leaves a part of it behind: the caller removes the directory.
+pub fn lay_out(
+    submission: &Submission,
+    staged: BorrowedFd<'_>,
+    fetch: &mut Fetch<'_>,
+) -> Result<(), BundleError> {
+    submission.check()?;
+    let mut content = Contents {
+        fetch,
+        last: None,
+        left: INPUT_BYTES_MAX,
+    };
+    let failed = |name: &Path| {
+        let name = name.to_path_buf();
+        move |source| BundleError::LayOut { name, source }
+    };
+    let inputs = Path::new(INPUTS);
+    rustix::fs::mkdirat(staged, inputs, Mode::RWXU).map_err(failed(inputs))?;
+    let top = open_directory(staged, inputs).map_err(failed(inputs))?;
+    for item in &submission.inputs {
+        let name = item.name();
+        let (Some(last), parent) = (name.file_name(), name.parent().unwrap_or(Path::new("")))
+        else {
+            return Err(failed(name)(Errno::INVAL));
+        };
+        let parent = match parent.as_os_str().is_empty() {
+            true => None,
+            false => Some(open_directory(top.as_fd(), parent).map_err(failed(name))?),
+        };
+        let parent = parent.as_ref().map_or(top.as_fd(), |dir| dir.as_fd());
+        match item {
+            Item::Directory { .. } => rustix::fs::mkdirat(parent, last, Mode::RWXU),
+            Item::Link { target, .. } => rustix::fs::symlinkat(target, parent, last),
+            Item::File {
+                blake3, executable, ..
+            } => make_file(parent, last, content.get(blake3, name)?, *executable),
+        }
+        .map_err(failed(name))?;
+    }
+    if let Some(hash) = &submission.stdin {
+        let name = Path::new(STDIN);
+        make_file(staged, name.as_os_str(), content.get(hash, name)?, false)
+            .map_err(failed(name))?;
+    }
+    Ok(())
+}
+
+/// Content as it is needed. Many files of one submission may have the same, which is then fetched once in a row.
+struct Contents<'a, 'f> {
+    fetch: &'a mut Fetch<'f>,
+    last: Option<(ContentHash, Vec<u8>)>,
+    left: u64,
+}
+
+impl Contents<'_, '_> {
+    fn get(&mut self, hash: &ContentHash, name: &Path) -> Result<&[u8], BundleError> {
+        let kept = self.last.take().filter(|(last, _)| last == hash);
+        let content = match kept {
+            Some((_, content)) => content,
+            None => {
+                let fetched = (self.fetch)(hash).map_err(|source| BundleError::Fetch {
+                    hash: *hash,
+                    source,
+                })?;
+                let content = fetched.ok_or(BundleError::Gone { hash: *hash })?;
+                if ContentHash::of(&content) != *hash {
+                    return Err(BundleError::Damaged { hash: *hash });
+                }
+                content
+            }
+        };
+        // Each file takes room of its own, whatever it shares with others in the database.
+        self.left = self.left.checked_sub(content.len() as u64).ok_or_else(|| {
+            BundleError::TooManyBytes {
+                path: name.to_path_buf(),
+            }
+        })?;
+        Ok(&self.last.insert((*hash, content)).1)
+    }
+}
+
+fn open_directory(at: BorrowedFd<'_>, path: &Path) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    rustix::fs::openat2(at, path, flags, Mode::empty(), resolve)
+}
+
+fn make_file(
+    parent: BorrowedFd<'_>,
+    name: &OsStr,
+    content: &[u8],
+    executable: bool,
+) -> rustix::io::Result<()> {
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mode = match executable {
+        true => Mode::RWXU,
+        false => Mode::RUSR | Mode::WUSR,
+    };
+    let file = rustix::fs::openat(parent, name, flags, mode)?;
+    // Whatever the umask is.
+    rustix::fs::fchmod(&file, mode)?;
+    File::from(file)
+        .write_all(content)
+        .map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::IO))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::request::AnalysisId;
+    use std::collections::BTreeMap;
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use store::types::submission::{VERSION, What};
+
+    fn submission(bundle: &Bundle) -> Submission {
+        Submission {
+            version: VERSION,
+            id: AnalysisId::new("x").unwrap(),
+            command: What::Argv(vec!["true".into()]),
+            settings: BTreeMap::new(),
+            inputs: bundle.items.clone(),
+            stdin: bundle.stdin,
+        }
+    }
+
+    fn lay(
+        submission: &Submission,
+        contents: &[(ContentHash, Vec<u8>)],
+        to: &Path,
+    ) -> Result<(), BundleError> {
+        let dir = fs::File::open(to).unwrap();
+        lay_out(submission, dir.as_fd(), &mut |hash| {
+            let found = contents.iter().find(|(known, _)| known == hash);
+            Ok(found.map(|(_, content)| content.clone()))
+        })
+    }
+
+    fn owned(bundle: &Bundle, pool: &Pool) -> Vec<(ContentHash, Vec<u8>)> {
+        let contents = bundle.contents(pool).into_iter();
+        contents
+            .map(|(hash, content)| (hash, content.to_vec()))
+            .collect()
+    }
+
+    #[test]
+    fn what_was_read_is_laid_out_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        let source = dir.join("source");
+        fs::create_dir_all(source.join("sub")).unwrap();
+        fs::write(source.join("sub/tool"), "#!/bin/sh\n").unwrap();
+        fs::set_permissions(source.join("sub/tool"), fs::Permissions::from_mode(0o6755)).unwrap();
+        fs::write(source.join("text"), "one").unwrap();
+        symlink("sub/tool", source.join("link")).unwrap();
+        let (mut bundle, mut pool) = (Bundle::default(), Pool::default());
+        bundle.add(&source, Path::new("a/b"), &mut pool).unwrap();
+        bundle
+            .add(&source.join("text"), Path::new("a/c"), &mut pool)
+            .unwrap();
+        bundle.add_stdin(&b"one"[..], &mut pool).unwrap();
+        assert_eq!(
+            bundle.contents(&pool).len(),
+            2,
+            "the same content is there once"
+        );
+        // What is changed afterwards does not matter.
+        fs::write(source.join("text"), "two").unwrap();
+        let staged = dir.join("staged");
+        fs::create_dir(&staged).unwrap();
+        lay(&submission(&bundle), &owned(&bundle, &pool), &staged).unwrap();
+        let read = |name: &str| fs::read_to_string(staged.join(name)).unwrap();
+        assert_eq!(read("inputs/a/b/text"), "one");
+        assert_eq!(read("inputs/a/c"), "one");
+        assert_eq!(read("stdin"), "one");
+        let mode = |name: &str| {
+            fs::metadata(staged.join(name))
+                .unwrap()
+                .permissions()
+                .mode()
+                & 0o7777
+        };
+        assert_eq!(mode("inputs/a/b/sub/tool"), 0o700, "no set-user-id bit");
+        assert_eq!(mode("inputs/a/b/text"), 0o600);
+        assert_eq!(
+            fs::read_link(staged.join("inputs/a/b/link")).unwrap(),
+            Path::new("sub/tool")
+        );
+        // A second one finds its place taken.
+        assert!(lay(&submission(&bundle), &owned(&bundle, &pool), &staged).is_err());
+    }
+
+    #[test]
+    fn what_does_not_travel_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        let add = |source: &Path, name: &str| {
+            let (mut bundle, mut pool) = (Bundle::default(), Pool::default());
+            bundle.add(source, Path::new(name), &mut pool)
+        };
+        let tree = dir.join("tree");
+        fs::create_dir(&tree).unwrap();
+        add(&tree, "t").unwrap();
+        symlink("/etc/passwd", tree.join("l")).unwrap();
+        assert!(matches!(
+            add(&tree, "t"),
+            Err(BundleError::Copy(CopyError::LinkLeadsOut { .. }))
+        ));
+        assert!(add(&tree.join("l"), "t").is_err(), "a link is not followed");
+        fs::remove_file(tree.join("l")).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, tree.join("p"), Mode::RWXU).unwrap();
+        assert!(matches!(
+            add(&tree, "t"),
+            Err(BundleError::Copy(CopyError::Special { .. }))
+        ));
+        fs::remove_file(tree.join("p")).unwrap();
+        fs::write(tree.join(OsStr::from_bytes(b"\xff")), "").unwrap();
+        assert!(matches!(add(&tree, "t"), Err(BundleError::NotText { .. })));
+        for name in ["data", "../x", "/x", ""] {
+            assert!(add(&dir, name).is_err(), "{name:?}");
+        }
+        let large = fs::File::create(dir.join("large")).unwrap();
+        large.set_len(INPUT_BYTES_MAX).unwrap();
+        add(&dir.join("large"), "x").unwrap();
+        large.set_len(INPUT_BYTES_MAX + 1).unwrap();
+        assert!(matches!(
+            add(&dir.join("large"), "x"),
+            Err(BundleError::TooManyBytes { .. })
+        ));
+        let (mut bundle, mut pool) = (Bundle::default(), Pool::default());
+        fs::write(dir.join("f"), "").unwrap();
+        bundle
+            .add(&dir.join("f"), Path::new("f"), &mut pool)
+            .unwrap();
+        let again = bundle.add(&dir.join("f"), Path::new("f"), &mut pool);
+        assert!(matches!(again, Err(BundleError::Twice { .. })));
+        let below = bundle.add(&dir.join("f"), Path::new("f/g"), &mut pool);
+        assert!(matches!(below, Err(BundleError::Twice { .. })));
+    }
+
+    #[test]
+    fn a_hostile_database_writes_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let fresh = |name: &str| {
+            let path = dir.path().join(name);
+            fs::create_dir(&path).unwrap();
+            path
+        };
+        let (hash, other) = (ContentHash::of(b"good"), ContentHash::of(b"other"));
+        let file = |name: &str, blake3| Item::File {
+            name: name.into(),
+            blake3,
+            executable: false,
+        };
+        let with = |inputs: Vec<Item>| {
+            let mut submission = submission(&Bundle::default());
+            submission.inputs = inputs;
+            submission
+        };
+        let good = vec![(hash, b"good".to_vec())];
+        lay(&with(vec![file("a", hash)]), &good, &fresh("good")).unwrap();
+        let gone = lay(&with(vec![file("a", other)]), &good, &fresh("gone"));
+        assert!(matches!(gone, Err(BundleError::Gone { .. })));
+        let damaged = lay(
+            &with(vec![file("a", hash)]),
+            &[(hash, b"evil".to_vec())],
+            &fresh("damaged"),
+        );
+        assert!(matches!(damaged, Err(BundleError::Damaged { .. })));
+        let escape = lay(&with(vec![file("../../x", hash)]), &good, &fresh("escape"));
+        assert!(matches!(escape, Err(BundleError::Submission(_))));
+        assert!(!dir.path().join("x").exists());
+        // One content under many names takes room for each.
+        let large = vec![7u8; (INPUT_BYTES_MAX / 4) as usize];
+        let hash = ContentHash::of(&large);
+        let many = (0..5).map(|n| file(&format!("f{n}"), hash)).collect();
+        let bomb = lay(&with(many), &[(hash, large)], &fresh("bomb"));
+        assert!(matches!(bomb, Err(BundleError::TooManyBytes { .. })));
+    }
+}

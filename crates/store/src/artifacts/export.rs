@@ -1,0 +1,451 @@
+//! Writing outputs out of the store into a directory of the user's.
+//!
+//! The directory may be shared with people who put links into it. It is opened once; everything below is reached by
+//! its descriptor, one component at a time, and a symlink is never followed, nor written through. All
+//! conflicts are found before anything is written. A file appears under its name when it is whole.
+//!
+//! Outputs of equal content share their blocks where the file system can clone files. Where it cannot each is a copy of its
+//! own, since writing to one must not change another, as long as the copies stay within what the record says was collected.
+//! A record of before every name counted says less than its names add up to; beyond that its equal outputs become hard
+//! links, as they were when the program left them.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags};
+use rustix::io::Errno;
+use sha2::{Digest, Sha256};
+
+use super::files;
+use crate::types::escaping::escape_terminal;
+use crate::types::manifest::{ContentHash, OutputPath};
+
+/// How many conflicts a message lists.
+const CONFLICTS_MAX: usize = 20;
+/// umask takes from these what it takes.
+const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
+const DIR_MODE: Mode = Mode::from_raw_mode(0o755);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Overwrite {
+    Never,
+    /// Files and links that are in the way are replaced; directories are not.
+    Files,
+}
+
+/// Where an output's bytes are.
+#[derive(Debug)]
+pub enum Content {
+    /// In a store; read from its beginning, holes stay holes.
+    File(File),
+    /// In the database.
+    Bytes(Vec<u8>),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exported {
+    pub path: OutputPath,
+    pub bytes: u64,
+    /// 64 lower-case hex digits, computed from what was written.
+    pub sha256: String,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ExportError {
+    #[error("open the directory {path:?} to export to")]
+    Open { path: PathBuf, source: io::Error },
+    #[error(
+        "export to {to:?}: {} in the way; nothing was written: {}",
+        if *.count == 1 { "1 path is".to_owned() } else { format!("{} paths are", .count) },
+        .first.join("; ")
+    )]
+    Conflicts {
+        to: PathBuf,
+        /// The first of them, each with what to do.
+        first: Vec<String>,
+        count: usize,
+    },
+    #[error("look at {path:?} in the directory to export to; nothing was written")]
+    Look { path: OutputPath, source: io::Error },
+    #[error("export {path:?}; {} of the outputs were written before", .written.len())]
+    Write {
+        path: OutputPath,
+        written: Vec<Exported>,
+        source: io::Error,
+    },
+    #[error(
+        "export {path:?}: the store's content is damaged, and was not written; {} of the outputs were written before",
+        .written.len()
+    )]
+    Damaged {
+        path: OutputPath,
+        written: Vec<Exported>,
+    },
+}
+
+/// Writes outputs below `to`, which is made if it is not there. Copies at most `bytes_max`.
+pub fn export(
+    source: &mut dyn FnMut(&ContentHash) -> io::Result<Content>,
+    outputs: &[(OutputPath, u64, ContentHash)],
+    to: &Path,
+    overwrite: Overwrite,
+    bytes_max: u64,
+) -> Result<Vec<Exported>, ExportError> {
+    let failed = |source: io::Error| ExportError::Open {
+        path: to.to_path_buf(),
+        source,
+    };
+    // Its default mode is what umask leaves of 0777, like that of any directory the user makes.
+    std::fs::create_dir_all(to).map_err(failed)?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let dir = rustix::fs::open(to, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
+    find_conflicts(dir.as_fd(), outputs, to, overwrite)?;
+    // Equal contents one after the other, so that only one file is held open to be cloned.
+    let mut first: HashMap<&ContentHash, usize> = HashMap::new();
+    let mut ordered: Vec<_> = outputs.iter().enumerate().collect();
+    ordered.sort_by_cached_key(|(index, (_, _, hash))| *first.entry(hash).or_insert(*index));
+    let mut written = Vec::new();
+    let mut places = Vec::with_capacity(outputs.len());
+    let mut exporter = Exporter {
+        source,
+        overwrite,
+        room: bytes_max,
+        last: None,
+    };
+    for (index, (path, bytes, hash)) in ordered {
+        match exporter.write(dir.as_fd(), path, *bytes, hash) {
+            Ok(Some(sha256)) => {
+                places.push(index);
+                written.push(Exported {
+                    path: path.clone(),
+                    bytes: *bytes,
+                    sha256,
+                });
+            }
+            Ok(None) => {
+                return Err(ExportError::Damaged {
+                    path: path.clone(),
+                    written,
+                });
+            }
+            Err(source) => {
+                return Err(ExportError::Write {
+                    path: path.clone(),
+                    written,
+                    source,
+                });
+            }
+        }
+    }
+    let mut listed: Vec<_> = places.into_iter().zip(written).collect();
+    listed.sort_by_key(|(index, _)| *index);
+    Ok(listed.into_iter().map(|(_, exported)| exported).collect())
+}
+
+/// The file that was written last, for others of the same content.
+struct Written {
+    file: OwnedFd,
+    hash: ContentHash,
+    sha256: String,
+}
+
+struct Exporter<'a> {
+    source: &'a mut dyn FnMut(&ContentHash) -> io::Result<Content>,
+    overwrite: Overwrite,
+    /// Bytes that may still be copied.
+    room: u64,
+    last: Option<Written>,
+}
+
+impl Exporter<'_> {
+    /// Returns the sha256 of what was written, or nothing if the content is not the one that was asked for.
+    fn write(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        path: &OutputPath,
+        bytes: u64,
+        hash: &ContentHash,
+    ) -> io::Result<Option<String>> {
+        if let Some(last) = self
+            .last
+            .as_ref()
+            .filter(|last| last.hash == *hash && bytes > 0)
+        {
+            let target = Target::make(dir, path)?;
+            let equal = match target.clone_of(&last.file, self.overwrite) {
+                Err(_) if bytes > self.room => target.link_to(&last.file, self.overwrite),
+                cloned => cloned,
+            };
+            match equal {
+                Ok(()) => return Ok(Some(last.sha256.clone())),
+                Err(_) if bytes <= self.room => {}
+                Err(e) => return Err(e),
+            }
+        }
+        let Some(room) = self.room.checked_sub(bytes) else {
+            return Err(io::Error::other(
+                "the outputs are more than the record says was collected; export some of them by their paths",
+            ));
+        };
+        let content = (self.source)(hash)?;
+        let target = Target::make(dir, path)?;
+        let written = target.write(content, bytes, hash, self.overwrite)?;
+        Ok(written.map(|(file, sha256)| {
+            self.room = room;
+            self.last = Some(Written {
+                file,
+                hash: *hash,
+                sha256: sha256.clone(),
+            });
+            sha256
+        }))
+    }
+}
+
+fn find_conflicts(
+    dir: BorrowedFd<'_>,
+    outputs: &[(OutputPath, u64, ContentHash)],
+    to: &Path,
+    overwrite: Overwrite,
+) -> Result<(), ExportError> {
+    let (mut first, mut count) = (Vec::new(), 0);
+    let mut conflict = |path: &OutputPath, what: &str| {
+        count += 1;
+        if first.len() < CONFLICTS_MAX {
+            let shown = escape_terminal(path.text().as_bytes());
+            first.push(format!("{shown} {what}"));
+        }
+    };
+    let mut names: HashSet<&[u8]> = HashSet::new();
+    for (path, ..) in outputs {
+        if !names.insert(path.as_bytes()) {
+            conflict(path, "is listed twice");
+        }
+    }
+    for (path, ..) in outputs {
+        let slashes = path.as_bytes().iter().enumerate();
+        let mut above = slashes.filter_map(|(at, b)| (*b == b'/').then_some(at));
+        if above.any(|at| names.contains(&path.as_bytes()[..at])) {
+            conflict(path, "would be below another output that is a file");
+            continue;
+        }
+        let in_the_way = look(dir, path, overwrite).map_err(|e| ExportError::Look {
+            path: path.clone(),
+            source: e.into(),
+        })?;
+        if let Some(what) = in_the_way {
+            conflict(path, what);
+        }
+    }
+    match count {
+        0 => Ok(()),
+        count => Err(ExportError::Conflicts {
+            to: to.to_path_buf(),
+            first,
+            count,
+        }),
+    }
+}
+
+/// What keeps an output from being written at its path, if anything.
+fn look(
+    dir: BorrowedFd<'_>,
+    path: &OutputPath,
+    overwrite: Overwrite,
+) -> rustix::io::Result<Option<&'static str>> {
+    let mut held: Option<OwnedFd> = None;
+    let mut parts = path.components().peekable();
+    while let Some(part) = parts.next() {
+        let parent = held.as_ref().map_or(dir, |h| h.as_fd());
+        if parts.peek().is_some() {
+            held = Some(match open_below(parent, part) {
+                Err(Errno::NOENT) => return Ok(None),
+                Err(Errno::LOOP) => return Ok(Some("leads through a symlink; move that away")),
+                Err(Errno::NOTDIR) => {
+                    return Ok(Some("leads through what is no directory; move that away"));
+                }
+                below => below?,
+            });
+            continue;
+        }
+        let stat = match rustix::fs::statat(parent, part, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) => return Ok(None),
+            stat => stat?,
+        };
+        return Ok(match (FileType::from_raw_mode(stat.st_mode), overwrite) {
+            (FileType::Directory, _) => Some("is a directory; move it away"),
+            (_, Overwrite::Never) => Some("exists; move it away, or use --force"),
+            (_, Overwrite::Files) => None,
+        });
+    }
+    Ok(None)
+}
+
+/// A directory below, which is no link. Mounts are the user's own and may be entered.
+fn open_below(parent: BorrowedFd<'_>, name: &[u8]) -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
+}
+
+/// Whether a draft holds what was asked for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Filled {
+    Whole,
+    Damaged,
+}
+
+/// Where one output goes: a name of one component in a held directory.
+struct Target<'a> {
+    dir: OwnedFd,
+    name: &'a [u8],
+}
+
+impl<'a> Target<'a> {
+    /// Makes the directories that lead there.
+    fn make(top: BorrowedFd<'_>, path: &'a OutputPath) -> io::Result<Target<'a>> {
+        let mut dir = top.try_clone_to_owned()?;
+        let mut parts = path.components().peekable();
+        while let Some(part) = parts.next() {
+            if parts.peek().is_none() {
+                return Ok(Target { dir, name: part });
+            }
+            dir = match open_below(dir.as_fd(), part) {
+                Err(Errno::NOENT) => {
+                    match rustix::fs::mkdirat(&dir, part, DIR_MODE) {
+                        Ok(()) | Err(Errno::EXIST) => {}
+                        Err(e) => return Err(e.into()),
+                    }
+                    open_below(dir.as_fd(), part)?
+                }
+                below => below?,
+            };
+        }
+        Err(Errno::INVAL.into())
+    }
+
+    /// Returns the file and the sha256 of what was written, or nothing if the content is not the one that was asked for.
+    fn write(
+        &self,
+        content: Content,
+        bytes: u64,
+        hash: &ContentHash,
+        overwrite: Overwrite,
+    ) -> io::Result<Option<(OwnedFd, String)>> {
+        let mut sha256 = None;
+        let file = self.draft(overwrite, |to| {
+            sha256 = fill(to, content, bytes, hash)?;
+            Ok(match sha256 {
+                Some(_) => Filled::Whole,
+                None => Filled::Damaged,
+            })
+        })?;
+        Ok(file.zip(sha256))
+    }
+
+    /// A file of its own that shares its blocks with another.
+    fn clone_of(&self, file: &OwnedFd, overwrite: Overwrite) -> io::Result<()> {
+        let cloned = self.draft(overwrite, |to| {
+            rustix::fs::ioctl_ficlone(to, file)?;
+            Ok(Filled::Whole)
+        });
+        cloned.map(drop)
+    }
+
+    /// Another name of a file that was written before.
+    fn link_to(&self, file: &OwnedFd, overwrite: Overwrite) -> io::Result<()> {
+        let draft = format!(".fumehood-{}.part", super::random_hex()?);
+        let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let follow = AtFlags::SYMLINK_FOLLOW;
+        rustix::fs::linkat(rustix::fs::CWD, itself, &self.dir, &draft, follow)?;
+        let published = self.publish(file.as_fd(), &draft, overwrite);
+        if published.is_err() {
+            let _left = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
+        }
+        published
+    }
+
+    /// Fills a new file and gives it its name when it is whole.
+    fn draft(
+        &self,
+        overwrite: Overwrite,
+        fill: impl FnOnce(BorrowedFd<'_>) -> io::Result<Filled>,
+    ) -> io::Result<Option<OwnedFd>> {
+        let draft = format!(".fumehood-{}.part", super::random_hex()?);
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&self.dir, &draft, flags, FILE_MODE)?;
+        let done = fill(file.as_fd()).and_then(|filled| {
+            if filled == Filled::Whole {
+                self.publish(file.as_fd(), &draft, overwrite)?;
+            }
+            Ok(filled)
+        });
+        if !matches!(done, Ok(Filled::Whole)) {
+            // The first error is the one to tell.
+            let _left = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
+        }
+        Ok((done? == Filled::Whole).then_some(file))
+    }
+
+    fn publish(&self, file: BorrowedFd<'_>, draft: &str, overwrite: Overwrite) -> io::Result<()> {
+        match overwrite {
+            Overwrite::Files => rustix::fs::renameat(&self.dir, draft, &self.dir, self.name)?,
+            Overwrite::Never => self.publish_new(draft)?,
+        }
+        // Somebody who may write here could have put another file in the place of ours.
+        let named = rustix::fs::statat(&self.dir, self.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let ours = rustix::fs::fstat(file)?;
+        match (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino) {
+            true => Ok(()),
+            false => Err(io::Error::other("somebody else changed the directory")),
+        }
+    }
+
+    fn publish_new(&self, draft: &str) -> rustix::io::Result<()> {
+        let flags = RenameFlags::NOREPLACE;
+        match rustix::fs::renameat_with(&self.dir, draft, &self.dir, self.name, flags) {
+            Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
+            done => return done,
+        }
+        // NFS and others cannot do that in one step: the name is claimed by an empty file first, which is then ours to
+        // replace.
+        let claim = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        rustix::fs::openat(&self.dir, self.name, claim, FILE_MODE)?;
+        rustix::fs::renameat(&self.dir, draft, &self.dir, self.name)
+    }
+}
+
+/// Writes the content, and checks it on the way: a damaged object must not leave with a fresh checksum.
+fn fill(
+    to: BorrowedFd<'_>,
+    content: Content,
+    bytes: u64,
+    hash: &ContentHash,
+) -> io::Result<Option<String>> {
+    let (mut sha256, mut blake3) = (Sha256::new(), blake3::Hasher::new());
+    let mut see = |chunk: &[u8]| {
+        sha256.update(chunk);
+        blake3.update(chunk);
+    };
+    let length = match &content {
+        Content::Bytes(all) => {
+            see(all);
+            files::write_all_at(to, all, 0)?;
+            all.len() as u64
+        }
+        Content::File(file) => {
+            let length = files::length(file.as_fd())?;
+            if length == bytes {
+                files::read_through(file.as_fd(), Some(to), bytes, &mut see)?;
+            }
+            length
+        }
+    };
+    let found = ContentHash::from_bytes(*blake3.finalize().as_bytes());
+    let hex = |digest: &[u8]| digest.iter().map(|b| format!("{b:02x}")).collect();
+    Ok((length == bytes && found == *hash).then(|| hex(&sha256.finalize())))
+}

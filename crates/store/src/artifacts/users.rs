@@ -1,0 +1,159 @@
+//! Who refers to objects of the store: `users/`, one small file for each database and home that ever put something in.
+//!
+//! An object that one database does not refer to may be another's, or on the manifest of an attempt that waits in another
+//! home. Whoever puts objects in is noted here first, so that a sweep knows whom it has to ask.
+
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::{Alone, ArtifactError, Artifacts, Hold, files};
+use crate::types::escaping::escape_text;
+use crate::types::manifest::ContentHash;
+
+const USERS: &str = "users";
+const USER_BYTES_MAX: u64 = 16 << 10;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct User {
+    /// The database's own id.
+    pub database_id: String,
+    /// Where it was found, for people.
+    pub database: String,
+    /// The home whose run directories may hold manifests, escaped by [`escape_text`].
+    pub home: String,
+}
+
+impl User {
+    pub fn new(database_id: &str, database: &str, home: &Path) -> User {
+        let home = std::fs::canonicalize(home).unwrap_or_else(|_| home.to_path_buf());
+        User {
+            database_id: database_id.to_owned(),
+            database: database.to_owned(),
+            home: escape_text(home.as_os_str().as_encoded_bytes()),
+        }
+    }
+
+    /// Whether both mean the same database, at the same place, and the same home.
+    pub fn is(&self, other: &User) -> bool {
+        // An older copy of the same database has its id, and does not know of what came since.
+        self == other
+    }
+
+    fn file_name(&self) -> String {
+        let key = format!("{}\0{}\0{}", self.database_id, self.database, self.home);
+        ContentHash::of(key.as_bytes()).to_string()
+    }
+}
+
+impl Artifacts {
+    /// To be called before the first object is put in. Durable when it returns.
+    pub fn note_user(&self, hold: &Hold, user: &User) -> Result<(), ArtifactError> {
+        self.check_hold(hold)?;
+        let note = || -> io::Result<()> {
+            let name = user.file_name();
+            // In all runs but a user's first.
+            match files::open_object(self.dir.as_fd(), &format!("{USERS}/{name}")) {
+                Err(Errno::NOENT) => {}
+                there => return Ok(there.map(drop)?),
+            }
+            match rustix::fs::mkdirat(&self.dir, USERS, Mode::RWXU) {
+                Ok(()) => rustix::fs::fsync(&self.dir)?,
+                Err(Errno::EXIST) => {}
+                Err(e) => return Err(e.into()),
+            }
+            let users = files::open_dir(self.dir.as_fd(), USERS)?;
+            let draft = self.draft()?;
+            files::write_all_at(draft.as_fd(), &serde_json::to_vec(user)?, 0)?;
+            rustix::fs::fsync(draft.as_fd())?;
+            match files::link(draft.as_fd(), users.as_fd(), &name) {
+                Ok(()) | Err(Errno::EXIST) => Ok(rustix::fs::fsync(&users)?),
+                Err(e) => Err(e.into()),
+            }
+        };
+        note().map_err(|source| self.users_failed(source))
+    }
+
+    /// Everybody who was noted. One whom this Fumehood cannot read is an error: nobody could ask that one.
+    pub fn users(&self) -> Result<Vec<User>, ArtifactError> {
+        let read = || -> io::Result<Vec<User>> {
+            let users = match files::open_dir(self.dir.as_fd(), USERS) {
+                Err(Errno::NOENT) => return Ok(Vec::new()),
+                users => users?,
+            };
+            let mut found = Vec::new();
+            for entry in rustix::fs::Dir::read_from(&users)? {
+                let entry = entry?;
+                let name = entry.file_name().to_str().map_err(io::Error::other)?;
+                if name == "." || name == ".." {
+                    continue;
+                }
+                let mut text = Vec::new();
+                files::open_object(users.as_fd(), name)?
+                    .take(USER_BYTES_MAX)
+                    .read_to_end(&mut text)?;
+                found.push(serde_json::from_slice::<User>(&text)?);
+            }
+            found.sort_by(|a, b| (&a.database, &a.home).cmp(&(&b.database, &b.home)));
+            Ok(found)
+        };
+        read().map_err(|source| self.users_failed(source))
+    }
+
+    /// Strikes one off: it is known that it refers to nothing any more.
+    pub fn forget_user(&self, alone: &Alone, user: &User) -> Result<(), ArtifactError> {
+        self.check_alone(alone)?;
+        let forget = || -> io::Result<()> {
+            let users = files::open_dir(self.dir.as_fd(), USERS)?;
+            let flags = rustix::fs::AtFlags::empty();
+            match rustix::fs::unlinkat(&users, user.file_name(), flags) {
+                Ok(()) | Err(Errno::NOENT) => Ok(()),
+                Err(e) => Err(e.into()),
+            }
+        };
+        forget().map_err(|source| self.users_failed(source))
+    }
+
+    fn users_failed(&self, source: io::Error) -> ArtifactError {
+        ArtifactError::Users {
+            path: self.path.join(USERS),
+            source,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn users_are_noted_once_and_a_broken_note_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let artifacts = Artifacts::open(&dir.path().join("store")).unwrap();
+        assert_eq!(artifacts.users().unwrap(), []);
+        let one = User::new("aa", "sqlite:/one.db", Path::new("/nowhere/home"));
+        let moved = User::new("aa", "sqlite:/moved.db", Path::new("/nowhere/home"));
+        let other = User::new("bb", "sqlite:/two.db", Path::new("/nowhere/home"));
+        let hold = artifacts.hold().unwrap();
+        for user in [&one, &moved, &other, &one] {
+            artifacts.note_user(&hold, user).unwrap();
+        }
+        drop(hold);
+        // A copy of a database has its id, but not what came since: it is another user.
+        assert!(one.is(&one) && !one.is(&moved) && !one.is(&other));
+        let noted = artifacts.users().unwrap();
+        assert_eq!(noted.len(), 3, "{noted:?}");
+        let alone = artifacts.hold_alone(Duration::ZERO).unwrap();
+        artifacts.forget_user(&alone, &other).unwrap();
+        artifacts.forget_user(&alone, &moved).unwrap();
+        assert_eq!(artifacts.users().unwrap(), [one]);
+        std::fs::write(dir.path().join("store/users/x"), "{").unwrap();
+        assert!(artifacts.users().is_err());
+    }
+}

@@ -1,0 +1,558 @@
+//! Reading the record.
+
+use crate::Store;
+use crate::attempts::attempt::{PostProcess, State, Usage};
+use crate::database::connection::{Row, Value};
+use crate::database::error::StoreError;
+use crate::types::manifest::{ContentHash, OutputPath};
+
+/// Which attempts a listing shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Which {
+    /// Of each analysis the newest that was not superseded.
+    #[default]
+    Latest,
+    /// All, superseded ones too.
+    All,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Filter<'a> {
+    /// None means all.
+    pub states: &'a [State],
+    /// Created then or later, by the database's clock.
+    pub since_ms: Option<i64>,
+    pub which: Which,
+    pub limit: u32,
+}
+
+/// One line of a listing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    pub id: String,
+    pub attempt: u32,
+    pub state: State,
+    /// As the database has it.
+    pub state_word: String,
+    pub reason: Option<String>,
+    pub message: Option<String>,
+    pub superseded: bool,
+    pub host: String,
+    pub created_ms: i64,
+    pub started_ms: Option<i64>,
+    pub ended_ms: Option<i64>,
+    pub committed_ms: Option<i64>,
+    pub wall_ms: Option<u64>,
+    pub exit_code: Option<i32>,
+    pub signal: Option<i32>,
+    pub isolation_level: Option<String>,
+    pub complete: Option<bool>,
+    pub outputs_count: Option<u64>,
+    pub output_bytes: Option<u64>,
+    pub post_process: PostProcess,
+    /// As the database has it.
+    pub post_process_word: Option<String>,
+}
+
+/// All that is known of an attempt but its outputs, logs and remarks. `*_json` are JSON texts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attempt {
+    pub listed: Listed,
+    pub boot_id: String,
+    pub submitter: Option<String>,
+    pub workspace: Option<String>,
+    /// `None`: it has not ended, or was given up by somebody else.
+    pub usage: Option<Usage>,
+    pub isolation_json: Option<String>,
+    pub limits_json: Option<String>,
+    pub hints_json: Option<String>,
+    pub notices_json: Option<String>,
+    pub provenance_json: Option<String>,
+    pub refused_count: Option<u64>,
+    pub result_json: Option<String>,
+    pub result_note: Option<String>,
+    pub post_process_tries: u64,
+    pub post_process_message: Option<String>,
+    pub post_process_ms: Option<i64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredOutput {
+    pub path: OutputPath,
+    pub bytes: u64,
+    pub media_type: String,
+    pub blake3: ContentHash,
+    pub modified_ms: i64,
+    pub artifact_store: String,
+    pub host: String,
+    /// Whether the database has its bytes.
+    pub inline: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredLog {
+    pub stream: String,
+    pub total_bytes: u64,
+    pub dropped_bytes: u64,
+    pub head: Vec<u8>,
+    pub tail: Vec<u8>,
+    pub object: Option<ContentHash>,
+    pub artifact_store: Option<String>,
+    pub object_bytes: Option<u64>,
+    pub object_head_bytes: Option<u64>,
+}
+
+/// Words of [`crate::types::manifest::Remark`], as text: a newer Fumehood may know more of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredRemark {
+    pub path_text: String,
+    pub remark: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RemarkCount {
+    pub remark: String,
+    pub count: u64,
+}
+
+/// An attempt that has not ended as far as the database knows.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Unfinished {
+    pub id: String,
+    pub attempt: u32,
+    pub key: String,
+    pub state: State,
+    pub host: String,
+    pub boot_id: String,
+    pub created_ms: i64,
+}
+
+/// An attempt whose post-process is to be run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Due {
+    pub id: String,
+    pub attempt: u32,
+    pub host: String,
+    pub state: PostProcess,
+    pub tries: u64,
+}
+
+/// Candidates that an ambiguous prefix shows.
+const CANDIDATES_MAX: usize = 5;
+
+macro_rules! listed {
+    () => {
+        "a.id, a.attempt, a.state, a.reason, a.message, a.superseded, a.host, a.created_ms, a.started_ms, a.ended_ms,
+         a.committed_ms, a.wall_ms, a.exit_code, a.signal, a.isolation_level, a.complete, a.outputs_count,
+         a.output_bytes, a.post_process"
+    };
+}
+
+macro_rules! everything {
+    () => {
+        concat!(
+            "SELECT ",
+            listed!(),
+            ", a.boot_id, a.submitter, a.workspace, a.wall_ms, a.cpu_ms, a.memory_peak_bytes, a.pids_peak,
+             a.disk_bytes, a.files, a.oom_kills, a.isolation, a.limits, a.hints, a.notices, a.provenance,
+             a.refused_count, a.result, a.result_note, a.post_process_tries, a.post_process_message, a.post_process_ms
+             FROM attempts a WHERE a.id = $1 "
+        )
+    };
+}
+
+impl Store {
+    /// Newest first.
+    pub fn list(&mut self, filter: &Filter) -> Result<Vec<Listed>, StoreError> {
+        macro_rules! listing {
+            ($of_states:literal) => {
+                concat!(
+                    "SELECT ",
+                    listed!(),
+                    " FROM attempts a WHERE a.created_ms >= $1",
+                    $of_states,
+                    " AND ($2 OR (NOT a.superseded AND NOT EXISTS (
+                        SELECT 1 FROM attempts b WHERE b.id = a.id AND b.attempt > a.attempt AND NOT b.superseded)))
+                      ORDER BY a.created_ms DESC, a.id DESC, a.attempt DESC LIMIT $3"
+                )
+            };
+        }
+        let mut values = vec![
+            Value::int(filter.since_ms.unwrap_or(i64::MIN)),
+            Value::bool(filter.which == Which::All),
+            Value::int(filter.limit),
+        ];
+        let sql = match filter.states.is_empty() {
+            // Those too whose state this Fumehood does not know.
+            true => listing!(""),
+            false => {
+                let states = ten_states(filter.states);
+                values.extend(states.map(|state| Value::text(state.as_str())));
+                listing!(" AND a.state IN ($4, $5, $6, $7, $8, $9, $10, $11, $12, $13)")
+            }
+        };
+        let rows = self.db.query("list the analyses", sql, &values)?;
+        // What cannot even be named, by a number that no attempt has, must not hide the others.
+        let listed = rows.into_iter().filter_map(|mut row| listed(&mut row).ok());
+        Ok(listed.collect())
+    }
+
+    /// Everything about one attempt; without a number, about the one that counts.
+    pub fn show(&mut self, id: &str, attempt: Option<u32>) -> Result<Attempt, StoreError> {
+        let what = "read the attempt";
+        let id_value = Value::text(id);
+        let row = match attempt {
+            Some(attempt) => {
+                let sql = concat!(everything!(), "AND a.attempt = $2");
+                self.db
+                    .query_one(what, sql, &[id_value, Value::int(attempt)])?
+            }
+            None => {
+                let sql = concat!(
+                    everything!(),
+                    "ORDER BY a.superseded, a.attempt DESC LIMIT 1"
+                );
+                self.db.query_one(what, sql, &[id_value])?
+            }
+        };
+        let given = match attempt {
+            Some(attempt) => format!("{id} attempt {attempt}"),
+            None => id.to_owned(),
+        };
+        whole(row.ok_or(StoreError::NotFound { given })?)
+    }
+
+    /// All attempts of an analysis, first to last.
+    pub fn attempts(&mut self, id: &str) -> Result<Vec<Listed>, StoreError> {
+        let sql = concat!(
+            "SELECT ",
+            listed!(),
+            " FROM attempts a WHERE a.id = $1 ORDER BY a.attempt"
+        );
+        let rows = self
+            .db
+            .query("read the attempts", sql, &[Value::text(id)])?;
+        rows.into_iter().map(|mut row| listed(&mut row)).collect()
+    }
+
+    /// By path.
+    pub fn outputs(&mut self, id: &str, attempt: u32) -> Result<Vec<StoredOutput>, StoreError> {
+        let sql = "SELECT path, bytes, media_type, blake3, modified_ms, artifact_store, host, content IS NOT NULL
+                   FROM outputs WHERE id = $1 AND attempt = $2 ORDER BY path";
+        let rows = self.db.query(
+            "read the outputs",
+            sql,
+            &[Value::text(id), Value::int(attempt)],
+        )?;
+        rows.into_iter().map(output).collect()
+    }
+
+    /// The bytes of an output, if the database has them.
+    pub fn output_content(
+        &mut self,
+        id: &str,
+        attempt: u32,
+        path: &OutputPath,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        let what = "read an output's content";
+        let sql = "SELECT content FROM outputs WHERE id = $1 AND attempt = $2 AND path = $3";
+        let values = [
+            Value::text(id),
+            Value::int(attempt),
+            Value::bytes(path.as_bytes()),
+        ];
+        let row = self.db.query_one(what, sql, &values)?;
+        row.map_or(Ok(None), |mut row| row.maybe_bytes(what))
+    }
+
+    pub fn log(
+        &mut self,
+        id: &str,
+        attempt: u32,
+        stream: &str,
+    ) -> Result<Option<StoredLog>, StoreError> {
+        let what = "read the log";
+        let sql = "SELECT stream, total_bytes, dropped_bytes, head, tail, blake3, artifact_store, object_bytes,
+                   object_head_bytes FROM logs WHERE id = $1 AND attempt = $2 AND stream = $3";
+        let values = [Value::text(id), Value::int(attempt), Value::text(stream)];
+        let row = self.db.query_one(what, sql, &values)?;
+        let log = row.map(|mut row| {
+            Ok(StoredLog {
+                stream: row.text(what)?,
+                total_bytes: row.count(what)?,
+                dropped_bytes: row.count(what)?,
+                head: row.bytes(what)?,
+                tail: row.bytes(what)?,
+                object: row.maybe_text(what)?.map(|text| hash(&text)).transpose()?,
+                artifact_store: row.maybe_text(what)?,
+                object_bytes: row.maybe_count(what)?,
+                object_head_bytes: row.maybe_count(what)?,
+            })
+        });
+        log.transpose()
+    }
+
+    /// What was not taken, or not as it was: the first ones, and how many of each kind.
+    pub fn remarks(
+        &mut self,
+        id: &str,
+        attempt: u32,
+    ) -> Result<(Vec<StoredRemark>, Vec<RemarkCount>), StoreError> {
+        let what = "read the remarks";
+        let values = [Value::text(id), Value::int(attempt)];
+        let sql = "SELECT path_text, remark FROM remarks WHERE id = $1 AND attempt = $2 ORDER BY position";
+        let listed = self
+            .db
+            .query(what, sql, &values)?
+            .into_iter()
+            .map(|mut row| {
+                Ok(StoredRemark {
+                    path_text: row.text(what)?,
+                    remark: row.text(what)?,
+                })
+            });
+        let listed = listed.collect::<Result<_, StoreError>>()?;
+        let sql = "SELECT remark, count FROM remark_counts WHERE id = $1 AND attempt = $2 ORDER BY remark";
+        let counts = self
+            .db
+            .query(what, sql, &values)?
+            .into_iter()
+            .map(|mut row| {
+                Ok(RemarkCount {
+                    remark: row.text(what)?,
+                    count: row.count(what)?,
+                })
+            });
+        Ok((listed, counts.collect::<Result<_, StoreError>>()?))
+    }
+
+    /// The id that is meant: itself, `@last`, or the beginning of exactly one.
+    pub fn resolve(&mut self, given: &str) -> Result<String, StoreError> {
+        let what = "look for the analysis";
+        let not_found = || StoreError::NotFound {
+            given: given.chars().take(100).collect(),
+        };
+        if given == "@last" {
+            let sql = "SELECT id FROM attempts ORDER BY created_ms DESC, id DESC LIMIT 1";
+            let row = self.db.query_one(what, sql, &[])?;
+            return row.ok_or_else(not_found)?.text(what);
+        }
+        if given.is_empty() {
+            return Err(not_found());
+        }
+        // Ids are ASCII and compared by byte, so what begins with a text lies between it and it followed by DEL. A
+        // pattern would need escaping, and could not use the index everywhere.
+        let after = format!("{given}\u{7f}");
+        let sql = "SELECT id FROM analyses WHERE id >= $1 AND id < $2 ORDER BY id LIMIT $3";
+        let limit = Value::count(CANDIDATES_MAX as u64);
+        let rows = self
+            .db
+            .query(what, sql, &[Value::text(given), Value::text(&after), limit])?;
+        let found = rows.into_iter().map(|mut row| row.text(what));
+        let mut candidates = found.collect::<Result<Vec<_>, _>>()?;
+        match candidates.first() {
+            None => Err(not_found()),
+            Some(first) if first == given || candidates.len() == 1 => Ok(candidates.swap_remove(0)),
+            Some(_) => Err(StoreError::Ambiguous {
+                given: given.to_owned(),
+                candidates,
+            }),
+        }
+    }
+
+    /// What has not ended: on one host, or anywhere. Oldest first.
+    pub fn unfinished(&mut self, host: Option<&str>) -> Result<Vec<Unfinished>, StoreError> {
+        let what = "look for attempts that have not ended";
+        let sql = "SELECT id, attempt, key, state, host, boot_id, created_ms FROM attempts
+                   WHERE state IN ('running', 'collecting') AND ($1 IS NULL OR host = $1) ORDER BY created_ms, id";
+        let rows = self.db.query(what, sql, &[Value::maybe_text(host)])?;
+        let unfinished = rows.into_iter().map(|mut row| {
+            Ok(Unfinished {
+                id: row.text(what)?,
+                attempt: row.attempt()?,
+                key: row.text(what)?,
+                state: row.state()?,
+                host: row.text(what)?,
+                boot_id: row.text(what)?,
+                created_ms: row.int(what)?,
+            })
+        });
+        unfinished.collect()
+    }
+
+    /// Attempts of a host whose post-process is pending or failed, oldest first.
+    pub fn post_process_due(
+        &mut self,
+        host: Option<&str>,
+        limit: u32,
+    ) -> Result<Vec<Due>, StoreError> {
+        let what = "look for post-processing to do";
+        let sql = "SELECT id, attempt, host, post_process, post_process_tries FROM attempts
+                   WHERE post_process IN ('pending', 'failed') AND ($1 IS NULL OR host = $1)
+                   ORDER BY created_ms, id, attempt LIMIT $2";
+        let rows = self
+            .db
+            .query(what, sql, &[Value::maybe_text(host), Value::int(limit)])?;
+        let due = rows.into_iter().map(|mut row| {
+            Ok(Due {
+                id: row.text(what)?,
+                attempt: row.attempt()?,
+                host: row.text(what)?,
+                state: PostProcess::parse(row.maybe_text(what)?.as_deref()),
+                tries: row.count(what)?,
+            })
+        });
+        due.collect()
+    }
+
+    /// Notes how the platform's own step ended. `Done` and `Failed` count as a try.
+    pub fn mark_post_process(
+        &mut self,
+        id: &str,
+        attempt: u32,
+        mark: PostProcess,
+        message: Option<&str>,
+    ) -> Result<(), StoreError> {
+        let what = "note how the post-process ended";
+        let now = self.db.now_ms()?;
+        let tries = u32::from(matches!(mark, PostProcess::Done | PostProcess::Failed));
+        let sql = "UPDATE attempts SET post_process = $3, post_process_message = $4, post_process_ms = $5,
+                   post_process_tries = post_process_tries + $6 WHERE id = $1 AND attempt = $2";
+        let values = [
+            Value::text(id),
+            Value::int(attempt),
+            Value::maybe_text(mark.as_str()),
+            Value::maybe_text(message),
+            Value::int(now),
+            Value::int(tries),
+        ];
+        match self.db.execute(what, sql, &values)? {
+            0 => Err(StoreError::NotFound {
+                given: format!("{id} attempt {attempt}"),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// For ten placeholders: those asked for, the last one repeated; all ten if none is.
+pub(crate) fn ten_states(asked: &[State]) -> impl Iterator<Item = State> {
+    let mut states: Vec<State> = State::ALL
+        .into_iter()
+        .filter(|s| asked.contains(s))
+        .collect();
+    match states.last() {
+        None => states = State::ALL.to_vec(),
+        Some(last) => states.resize(State::ALL.len(), *last),
+    }
+    states.into_iter()
+}
+
+fn hash(text: &str) -> Result<ContentHash, StoreError> {
+    ContentHash::parse(text).map_err(|_| StoreError::BadValue { what: "a hash" })
+}
+
+/// A number that Fumehood does not write is as good as none: one row must not keep the others from being listed.
+fn lenient<T: TryFrom<i64>>(row: &mut Row, what: &'static str) -> Result<Option<T>, StoreError> {
+    let value = row.maybe_int(what)?;
+    Ok(value.and_then(|value| T::try_from(value).ok()))
+}
+
+fn listed(row: &mut Row) -> Result<Listed, StoreError> {
+    let what = "an attempt";
+    let mut listed = Listed {
+        id: row.text(what)?,
+        attempt: row.attempt()?,
+        state: State::Unknown,
+        state_word: row.text(what)?,
+        reason: row.maybe_text(what)?,
+        message: row.maybe_text(what)?,
+        superseded: row.bool(what)?,
+        host: row.text(what)?,
+        created_ms: row.int(what)?,
+        started_ms: row.maybe_int(what)?,
+        ended_ms: row.maybe_int(what)?,
+        committed_ms: row.maybe_int(what)?,
+        wall_ms: lenient(row, what)?,
+        exit_code: lenient(row, what)?,
+        signal: lenient(row, what)?,
+        isolation_level: row.maybe_text(what)?,
+        complete: row.maybe_bool(what)?,
+        outputs_count: lenient(row, what)?,
+        output_bytes: lenient(row, what)?,
+        post_process_word: row.maybe_text(what)?,
+        post_process: PostProcess::NotAsked,
+    };
+    listed.state = State::parse(&listed.state_word).unwrap_or(State::Unknown);
+    listed.post_process = PostProcess::parse(listed.post_process_word.as_deref());
+    Ok(listed)
+}
+
+fn whole(mut row: Row) -> Result<Attempt, StoreError> {
+    let what = "an attempt";
+    let listed = listed(&mut row)?;
+    Ok(Attempt {
+        listed,
+        boot_id: row.text(what)?,
+        submitter: row.maybe_text(what)?,
+        workspace: row.maybe_text(what)?,
+        usage: usage(&mut row)?,
+        isolation_json: row.maybe_json(what)?,
+        limits_json: row.maybe_json(what)?,
+        hints_json: row.maybe_json(what)?,
+        notices_json: row.maybe_json(what)?,
+        provenance_json: row.maybe_json(what)?,
+        refused_count: row.maybe_count(what)?,
+        result_json: row.maybe_json(what)?,
+        result_note: row.maybe_text(what)?,
+        post_process_tries: row.count(what)?,
+        post_process_message: row.maybe_text(what)?,
+        post_process_ms: row.maybe_int(what)?,
+    })
+}
+
+fn usage(row: &mut Row) -> Result<Option<Usage>, StoreError> {
+    let what = "what an attempt used";
+    let [
+        wall_ms,
+        cpu_ms,
+        memory_peak_bytes,
+        pids_peak,
+        disk_bytes,
+        files,
+        oom_kills,
+    ] = [
+        row.maybe_count(what)?,
+        row.maybe_count(what)?,
+        row.maybe_count(what)?,
+        row.maybe_count(what)?,
+        row.maybe_count(what)?,
+        row.maybe_count(what)?,
+        row.maybe_count(what)?,
+    ];
+    Ok(wall_ms.map(|wall_ms| Usage {
+        wall_ms,
+        cpu_ms: cpu_ms.unwrap_or(0),
+        memory_peak_bytes,
+        pids_peak,
+        disk_bytes: disk_bytes.unwrap_or(0),
+        files: files.unwrap_or(0),
+        oom_kills: oom_kills.unwrap_or(0),
+    }))
+}
+
+fn output(mut row: Row) -> Result<StoredOutput, StoreError> {
+    let what = "an output";
+    // Another program may have written to the database; its paths must lead nowhere either.
+    let path = OutputPath::new(row.bytes(what)?).map_err(|_| StoreError::BadValue { what })?;
+    Ok(StoredOutput {
+        path,
+        bytes: row.count(what)?,
+        media_type: row.text(what)?,
+        blake3: hash(&row.text(what)?)?,
+        modified_ms: row.int(what)?,
+        artifact_store: row.text(what)?,
+        host: row.text(what)?,
+        inline: row.bool(what)?,
+    })
+}

@@ -1,0 +1,441 @@
+//! A request as it waits in the queue: what was asked for, resolved where it was submitted, with the files that go with it.
+//!
+//! Whoever can write to the database can write one of these, so it is untrusted: the worker that runs it applies its own
+//! policy to it as to anything typed, and looks at every path again.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Component, Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::types::analysis_id::AnalysisId;
+use crate::types::input_name::{self, InputNameError};
+use crate::types::manifest::ContentHash;
+use crate::types::secret_values;
+
+pub const VERSION: u32 = 1;
+/// All files of one submission.
+pub const INPUT_BYTES_MAX: u64 = 64 << 20;
+pub const INPUT_FILES_MAX: usize = 10_000;
+/// The request itself, as JSON.
+pub const REQUEST_BYTES_MAX: usize = 4 << 20;
+
+/// Version 1.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Submission {
+    pub version: u32,
+    pub id: AnalysisId,
+    pub command: What,
+    /// Settings that somebody asked for, by the names that the configuration files have for them.
+    pub settings: BTreeMap<String, Setting>,
+    pub inputs: Vec<Item>,
+    /// The content of standard input.
+    pub stdin: Option<ContentHash>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum What {
+    /// A script among the inputs, by its name there, and where it came from, for the record.
+    Script {
+        name: PathBuf,
+        from: PathBuf,
+        args: Vec<String>,
+    },
+    Argv(Vec<String>),
+}
+
+/// A value, checked again by whoever reads it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Setting {
+    Number(u64),
+    Off,
+    /// A word, a text or an absolute path.
+    Text(String),
+    Switch(bool),
+    List(Vec<String>),
+}
+
+/// One thing in the workspace, by its name there. Parents come before what is in them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Item {
+    Directory {
+        name: PathBuf,
+    },
+    File {
+        name: PathBuf,
+        blake3: ContentHash,
+        executable: bool,
+    },
+    /// Relative, and within the same input.
+    Link {
+        name: PathBuf,
+        target: PathBuf,
+    },
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum SubmissionError {
+    #[error("the submission has {bytes} bytes, and at most {REQUEST_BYTES_MAX} are allowed")]
+    TooLong { bytes: usize },
+    #[error("read the submission")]
+    Json(#[source] serde_json::Error),
+    #[error("write the submission")]
+    Unwritable(#[source] serde_json::Error),
+    #[error(
+        "the submission is of version {version}; this Fumehood knows {VERSION}, so use a newer one"
+    )]
+    Version { version: u32 },
+    #[error("the submission is of {found}, and waits under the name {row:?}")]
+    OtherId { found: AnalysisId, row: String },
+    #[error("the submission has more than {INPUT_FILES_MAX} inputs")]
+    TooManyItems,
+    #[error("name an input of the submission")]
+    Name(#[from] InputNameError),
+    #[error("the submission's input {name:?} is there twice")]
+    Twice { name: PathBuf },
+    #[error("the submission's input {name:?} is in no directory that came before it")]
+    NoParent { name: PathBuf },
+    #[error(
+        "the submission's input {name:?} is a link to {target:?}, which leads out of the copied directory"
+    )]
+    LinkLeadsOut { name: PathBuf, target: PathBuf },
+    #[error("the submission's script {name:?} is no file at the top of its inputs")]
+    Script { name: PathBuf },
+    #[error("the submission's command is empty")]
+    NoCommand,
+    #[error("the submission's command contains a NUL byte")]
+    NulByte,
+}
+
+impl Submission {
+    /// What waits in the queue under an id, checked as far as it can be without a policy.
+    pub fn read(json: &str, row: &str) -> Result<Submission, SubmissionError> {
+        if json.len() > REQUEST_BYTES_MAX {
+            return Err(SubmissionError::TooLong { bytes: json.len() });
+        }
+        let submission: Submission = serde_json::from_str(json).map_err(SubmissionError::Json)?;
+        if submission.id.as_str() != row {
+            return Err(SubmissionError::OtherId {
+                found: submission.id,
+                row: row.chars().take(AnalysisId::LEN_MAX).collect(),
+            });
+        }
+        submission.check()?;
+        Ok(submission)
+    }
+
+    /// The text that waits in the queue; what could not be read back is refused here.
+    pub fn write(&self) -> Result<String, SubmissionError> {
+        self.check()?;
+        let json = serde_json::to_string(self).map_err(SubmissionError::Unwritable)?;
+        match json.len() > REQUEST_BYTES_MAX {
+            true => Err(SubmissionError::TooLong { bytes: json.len() }),
+            false => Ok(json),
+        }
+    }
+
+    /// What tells it from another request: everything in it, but an id that was made up for it.
+    pub fn fingerprint(&self, is_named: bool) -> Result<String, SubmissionError> {
+        let mut whole = serde_json::to_value(self).map_err(SubmissionError::Unwritable)?;
+        if let (false, Some(fields)) = (is_named, whole.as_object_mut()) {
+            fields.remove("id");
+        }
+        let text = serde_json::to_string(&whole).map_err(SubmissionError::Unwritable)?;
+        Ok(ContentHash::of(text.as_bytes()).to_string())
+    }
+
+    /// Takes out the values of the variables whose values no record keeps. Their names stay, and a worker refuses a name
+    /// alone. Whether there were any.
+    pub fn erase_secrets(&mut self) -> bool {
+        let secret_names = match self.settings.get("secret_env") {
+            Some(Setting::List(names)) => names.clone(),
+            _ => Vec::new(),
+        };
+        let mut erased = false;
+        for variable in self.env_mut() {
+            let Some((name, value)) = variable.split_once('=') else {
+                continue;
+            };
+            if secret_values::withheld(name.as_bytes(), value.as_bytes(), &secret_names).is_some() {
+                variable.truncate(name.len());
+                erased = true;
+            }
+        }
+        erased
+    }
+
+    /// The variables whose values were taken out.
+    pub fn erased(&self) -> Vec<String> {
+        let Some(Setting::List(variables)) = self.settings.get("env") else {
+            return Vec::new();
+        };
+        let names = variables.iter().filter(|variable| !variable.contains('='));
+        names.cloned().collect()
+    }
+
+    /// Gives variables their values again.
+    pub fn restore(&mut self, values: &[(String, String)]) {
+        for variable in self.env_mut() {
+            if let Some((name, value)) = values.iter().find(|(name, _)| name == variable) {
+                *variable = format!("{name}={value}");
+            }
+        }
+    }
+
+    fn env_mut(&mut self) -> impl Iterator<Item = &mut String> {
+        let variables = match self.settings.get_mut("env") {
+            Some(Setting::List(variables)) => variables.as_mut_slice(),
+            _ => &mut [],
+        };
+        variables.iter_mut()
+    }
+
+    pub fn check(&self) -> Result<(), SubmissionError> {
+        if self.version != VERSION {
+            return Err(SubmissionError::Version {
+                version: self.version,
+            });
+        }
+        if self.inputs.len() > INPUT_FILES_MAX {
+            return Err(SubmissionError::TooManyItems);
+        }
+        let mut known: HashMap<&Path, &Item> = HashMap::new();
+        for item in &self.inputs {
+            item.check(&known)?;
+            if known.insert(item.name(), item).is_some() {
+                return Err(SubmissionError::Twice {
+                    name: item.name().to_path_buf(),
+                });
+            }
+        }
+        self.check_command(&known)
+    }
+
+    fn check_command(&self, known: &HashMap<&Path, &Item>) -> Result<(), SubmissionError> {
+        let words = match &self.command {
+            What::Script { name, args, .. } => {
+                let single = name.components().count() == 1;
+                let file = matches!(known.get(name.as_path()), Some(Item::File { .. }));
+                if !single || !file {
+                    return Err(SubmissionError::Script { name: name.clone() });
+                }
+                args
+            }
+            What::Argv(words) => match words.first() {
+                Some(first) if !first.is_empty() => words,
+                _ => return Err(SubmissionError::NoCommand),
+            },
+        };
+        match words.iter().any(|word| word.contains('\0')) {
+            true => Err(SubmissionError::NulByte),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Item {
+    pub fn name(&self) -> &Path {
+        match self {
+            Item::Directory { name } | Item::File { name, .. } | Item::Link { name, .. } => name,
+        }
+    }
+
+    fn check(&self, known: &HashMap<&Path, &Item>) -> Result<(), SubmissionError> {
+        let name = input_name::name_for(self.name(), Some(self.name()))?;
+        // Only one spelling of a name, or two could be the same file.
+        let plain: PathBuf = name.components().collect();
+        if plain.as_os_str() != name.as_os_str() {
+            return Err(InputNameError::BadName { name }.into());
+        }
+        let parents: Vec<&Path> = name
+            .ancestors()
+            .skip(1)
+            .filter(|parent| !parent.as_os_str().is_empty())
+            .collect();
+        if let Some(parent) = parents.first()
+            && !matches!(known.get(parent), Some(Item::Directory { .. }))
+        {
+            return Err(SubmissionError::NoParent { name });
+        }
+        let Item::Link { target, .. } = self else {
+            return Ok(());
+        };
+        // A link at the top would be a link out of the input that it is.
+        let inside = match parents.len() {
+            0 => false,
+            depth => input_name::stays_inside(target, depth - 1),
+        };
+        let sane = target.components().next().is_some()
+            && target.components().all(|part| part != Component::RootDir)
+            && !target.as_os_str().as_encoded_bytes().contains(&0);
+        match inside && sane {
+            true => Ok(()),
+            false => Err(SubmissionError::LinkLeadsOut {
+                name,
+                target: target.clone(),
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn file(name: &str) -> Item {
+        Item::File {
+            name: name.into(),
+            blake3: ContentHash::of(b""),
+            executable: false,
+        }
+    }
+
+    fn dir(name: &str) -> Item {
+        Item::Directory { name: name.into() }
+    }
+
+    fn link(name: &str, target: &str) -> Item {
+        Item::Link {
+            name: name.into(),
+            target: target.into(),
+        }
+    }
+
+    fn with(inputs: Vec<Item>) -> Submission {
+        Submission {
+            version: VERSION,
+            id: AnalysisId::new("x").unwrap(),
+            command: What::Argv(vec!["true".into()]),
+            settings: BTreeMap::new(),
+            inputs,
+            stdin: None,
+        }
+    }
+
+    #[test]
+    fn good_items_are_taken() {
+        let good = vec![
+            file("a.py"),
+            dir("d"),
+            dir("d/e"),
+            file("d/e/f"),
+            link("d/e/up", "../g"),
+            link("d/e/here", "f"),
+            file("data.csv"),
+        ];
+        with(good).check().unwrap();
+    }
+
+    /// Each as somebody would write it who can write to the database.
+    #[test]
+    fn hostile_items_are_refused() {
+        let deep = vec!["d"; 200].join("/");
+        for bad in [
+            vec![file("../x")],
+            vec![file("/etc/passwd")],
+            vec![file("")],
+            vec![file(".")],
+            vec![file("./a")],
+            vec![file("a/")],
+            vec![dir("d"), file("d//x")],
+            vec![dir("d"), file("d/../x")],
+            vec![dir("d"), file("d/./x")],
+            vec![file("a\0b")],
+            vec![file("data")],
+            vec![dir("docs")],
+            vec![dir(".fumehood")],
+            vec![file(".fumehood/x")],
+            vec![file("a"), file("a")],
+            vec![dir("a"), file("a")],
+            vec![file("a"), file("a/b")],
+            vec![file("d/x")],
+            vec![file("d/x"), dir("d")],
+            vec![file(&deep)],
+            vec![link("l", "/etc/shadow")],
+            vec![link("l", "x")],
+            vec![dir("d"), link("d/l", "/etc/shadow")],
+            vec![dir("d"), link("d/l", "../../etc/shadow")],
+            vec![dir("d"), link("d/l", "../x")],
+            vec![dir("d"), link("d/l", "x/../../..")],
+            vec![dir("d"), link("d/l", "")],
+            vec![dir("d"), link("d/l", "a\0b")],
+            // A name behind a link would be written where the link leads.
+            vec![dir("d"), dir("d/e"), link("d/l", "e"), file("d/l/x")],
+            (0..=INPUT_FILES_MAX)
+                .map(|n| file(&format!("f{n}")))
+                .collect(),
+        ] {
+            let shown = format!("{:?}", &bad[..bad.len().min(4)]);
+            assert!(with(bad).check().is_err(), "{shown}");
+        }
+    }
+
+    #[test]
+    fn commands_are_checked() {
+        let script = |name: &str| What::Script {
+            name: name.into(),
+            from: "/a.py".into(),
+            args: Vec::new(),
+        };
+        for (bad, inputs) in [
+            (What::Argv(Vec::new()), vec![]),
+            (What::Argv(vec![String::new()]), vec![]),
+            (What::Argv(vec!["a\0".into()]), vec![]),
+            (script("a.py"), vec![]),
+            (script("a.py"), vec![dir("a.py")]),
+            (script("d/a.py"), vec![dir("d"), file("d/a.py")]),
+            (script("/etc/passwd"), vec![file("a.py")]),
+        ] {
+            let mut submission = with(inputs);
+            submission.command = bad;
+            assert!(submission.check().is_err(), "{submission:?}");
+        }
+        let mut good = with(vec![file("a.py")]);
+        good.command = script("a.py");
+        good.check().unwrap();
+    }
+
+    #[test]
+    fn text_is_read_within_bounds() {
+        let json = with(vec![file("a")]).write().unwrap();
+        assert_eq!(Submission::read(&json, "x").unwrap(), with(vec![file("a")]));
+        assert!(matches!(
+            Submission::read(&json, "y"),
+            Err(SubmissionError::OtherId { .. })
+        ));
+        for bad in [
+            json.replace("\"version\":1", "\"version\":2"),
+            json.replace("\"inputs\"", "\"more\":1,\"inputs\""),
+            json.replace("\"x\"", "\"../x\""),
+            String::from("{}"),
+            "[".repeat(100_000),
+            " ".repeat(REQUEST_BYTES_MAX + 1),
+        ] {
+            assert!(Submission::read(&bad, "x").is_err());
+        }
+    }
+
+    #[test]
+    fn a_made_up_id_tells_nothing_apart() {
+        let (mut one, mut other) = (with(Vec::new()), with(Vec::new()));
+        other.id = AnalysisId::new("other").unwrap();
+        assert_eq!(
+            one.fingerprint(false).unwrap(),
+            other.fingerprint(false).unwrap()
+        );
+        assert_ne!(
+            one.fingerprint(true).unwrap(),
+            other.fingerprint(true).unwrap()
+        );
+        one.command = What::Argv(vec!["false".into()]);
+        assert_ne!(
+            one.fingerprint(false).unwrap(),
+            other.fingerprint(false).unwrap()
+        );
+    }
+}

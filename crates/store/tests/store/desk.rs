@@ -1,0 +1,206 @@
+//! Submitting, claiming and ending made easy.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use store::types::manifest::ContentHash;
+use store::{
+    Capacity, Claim, Claimed, Committed, Held, Lost, State, Store, StoreError, Submit, Submitted,
+    Worker,
+};
+
+use crate::lab::{Sample, key};
+
+pub const GIB: u64 = 1 << 30;
+pub const PLENTY: Capacity = Capacity {
+    memory_bytes: 1 << 50,
+    cpu_milli: 1 << 40,
+};
+pub const LEASE_MS: u64 = 60_000;
+pub const QUEUE_MAX: u64 = 1_000_000;
+
+/// One submission, owned.
+#[derive(Clone)]
+pub struct Ask {
+    pub id: String,
+    pub key: Option<String>,
+    pub fingerprint: String,
+    pub request: String,
+    pub submitter: String,
+    pub priority: u32,
+    pub retries: u32,
+    pub retry_on: Vec<State>,
+    pub memory_bytes: Option<u64>,
+    pub cpu_milli: Option<u64>,
+    pub blobs: Vec<(ContentHash, Arc<Vec<u8>>)>,
+    pub replace: bool,
+}
+
+impl Ask {
+    pub fn new(id: &str) -> Ask {
+        Ask {
+            id: id.to_owned(),
+            key: None,
+            fingerprint: "f".to_owned(),
+            request: format!("{{\"id\": \"{id}\"}}"),
+            submitter: "alice".to_owned(),
+            priority: 5,
+            retries: 0,
+            retry_on: Vec::new(),
+            memory_bytes: Some(GIB),
+            cpu_milli: Some(1_000),
+            blobs: Vec::new(),
+            replace: false,
+        }
+    }
+
+    pub fn by(id: &str, submitter: &str) -> Ask {
+        Ask {
+            submitter: submitter.to_owned(),
+            ..Ask::new(id)
+        }
+    }
+
+    pub fn retried(id: &str, retries: u32) -> Ask {
+        Ask {
+            retries,
+            ..Ask::new(id)
+        }
+    }
+
+    pub fn with_file(mut self, content: &[u8]) -> Ask {
+        self.blobs
+            .push((ContentHash::of(content), Arc::new(content.to_vec())));
+        self
+    }
+
+    pub fn submit(&self) -> Submit<'_> {
+        Submit {
+            id: &self.id,
+            submit_key: self.key.as_deref(),
+            fingerprint: &self.fingerprint,
+            request_json: &self.request,
+            submitter: &self.submitter,
+            priority: self.priority,
+            retries: self.retries,
+            retry_on: &self.retry_on,
+            memory_bytes: self.memory_bytes,
+            cpu_milli: self.cpu_milli,
+            blobs: &self.blobs,
+            replace: self.replace,
+        }
+    }
+}
+
+pub fn submit(store: &mut Store, all: &[Ask]) -> Result<Vec<Submitted>, StoreError> {
+    let all: Vec<Submit> = all.iter().map(Ask::submit).collect();
+    store.submit(&all, QUEUE_MAX)
+}
+
+pub fn fresh_keys(count: usize) -> Vec<String> {
+    static LAST: AtomicU32 = AtomicU32::new(1_000_000);
+    (0..count)
+        .map(|_| key(LAST.fetch_add(1, Ordering::Relaxed)))
+        .collect()
+}
+
+pub fn claim_from(keys: &[String], free: Capacity, total: Capacity) -> Claim<'_> {
+    Claim {
+        host: "lab-1",
+        boot_id: "boot-1",
+        worker: "w1",
+        lease_ms: LEASE_MS,
+        free,
+        total,
+        memory_default_bytes: GIB,
+        keys,
+    }
+}
+
+/// With room for all.
+pub fn claim(store: &mut Store, count: usize) -> Vec<Claimed> {
+    let keys = fresh_keys(count);
+    store.claim(&claim_from(&keys, PLENTY, PLENTY)).unwrap()
+}
+
+pub fn claim_one(store: &mut Store) -> Claimed {
+    let mut claimed = claim(store, 1);
+    assert_eq!(claimed.len(), 1);
+    claimed.remove(0)
+}
+
+pub fn ids(claimed: &[Claimed]) -> Vec<&str> {
+    claimed.iter().map(|c| c.id.as_str()).collect()
+}
+
+pub fn held(claimed: &Claimed) -> Held<'_> {
+    Held {
+        id: &claimed.id,
+        attempt: claimed.attempt,
+        key: &claimed.key,
+    }
+}
+
+pub fn sample(claimed: &Claimed) -> Sample {
+    let mut sample = Sample::new(&claimed.id, &claimed.key);
+    sample.attempt = claimed.attempt;
+    sample
+}
+
+pub fn commit(
+    store: &mut Store,
+    claimed: &Claimed,
+    state: State,
+    reason: &str,
+) -> Result<Committed, StoreError> {
+    let mut sample = sample(claimed);
+    (sample.state, sample.reason) = (state, reason.to_owned());
+    sample.commit(store)
+}
+
+pub fn give_up(store: &mut Store, claimed: &Claimed) -> bool {
+    let lost = Lost {
+        id: &claimed.id,
+        attempt: claimed.attempt,
+        key: &claimed.key,
+        by: "token-of-the-reaper",
+        reason: "runner_lost",
+        message: "its runner is gone",
+        proof: store::Proof::Known,
+    };
+    store.give_up(&lost).unwrap()
+}
+
+pub fn worker(name: &str, memory_bytes: u64, cpu_milli: u64) -> Worker {
+    Worker {
+        host: "lab-1".to_owned(),
+        account: "0".to_owned(),
+        name: name.to_owned(),
+        host_name: "lab".to_owned(),
+        pid: 7,
+        version: "0.1.0".to_owned(),
+        slots: 8,
+        total: Capacity {
+            memory_bytes,
+            cpu_milli,
+        },
+        running: 0,
+        draining: false,
+        started_ms: 1_700_000_000_000,
+        seen_ms: 0,
+    }
+}
+
+/// `event` or `event(reason)`, first to last.
+pub fn story(store: &mut Store, id: &str) -> Vec<String> {
+    let events = store.events(id).unwrap().into_iter();
+    let line = |e: store::Event| match e.reason {
+        Some(reason) => format!("{} {}({reason})", e.attempt, e.event),
+        None => format!("{} {}", e.attempt, e.event),
+    };
+    events.map(line).collect()
+}
+
+pub fn state(store: &mut Store, id: &str, attempt: u32) -> State {
+    store.show(id, Some(attempt)).unwrap().listed.state
+}

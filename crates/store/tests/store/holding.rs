@@ -1,0 +1,252 @@
+//! What a runner does with an attempt that it holds, and what people wish of it: cancel, retry.
+
+use store::{Cancelled, Renewed, State, StoreError};
+
+use crate::desk::{
+    Ask, LEASE_MS, claim, claim_one, commit, give_up, held, ids, sample, story, submit,
+};
+use crate::lab::{Lab, Sample, key};
+
+on_both! {
+    a_runner_takes_up_its_attempt_once
+    a_lease_is_renewed_until_it_is_lost
+    leases_that_are_over
+    cancel_while_queued
+    cancel_while_running
+    retry_on_wish
+}
+
+fn a_runner_takes_up_its_attempt_once(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[Ask::new("a")]).unwrap();
+    let claimed = claim_one(&mut store);
+    let taken = sample(&claimed);
+    let begin = taken.beginning();
+    let mut other = begin;
+    other.key = "another";
+    assert!(!store.take_up(&other, 1, LEASE_MS).unwrap());
+    assert!(!store.take_up(&begin, 2, LEASE_MS).unwrap());
+    assert!(store.take_up(&begin, 1, LEASE_MS).unwrap());
+    assert!(store.take_up(&begin, 1, LEASE_MS).unwrap(), "repeated");
+    let mut second = begin;
+    second.workspace = Some("/tmp/of-another-runner");
+    assert!(!store.take_up(&second, 1, LEASE_MS).unwrap());
+    assert_eq!(
+        story(&mut store, "a"),
+        ["1 submitted", "1 claimed", "1 started"]
+    );
+    assert!(give_up(&mut store, &claimed));
+    assert!(!store.take_up(&begin, 1, LEASE_MS).unwrap());
+}
+
+fn a_lease_is_renewed_until_it_is_lost(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[Ask::new("a")]).unwrap();
+    let claimed = claim_one(&mut store);
+    let lease = |lab: &Lab| {
+        lab.sql("SELECT lease_ms FROM attempts")[0]
+            .parse::<i64>()
+            .unwrap()
+    };
+    let before = lease(lab);
+    assert_eq!(
+        store.renew(&held(&claimed), 2 * LEASE_MS).unwrap(),
+        Renewed::Held
+    );
+    assert!(lease(lab) > before + 50_000);
+    let mut other = held(&claimed);
+    other.key = "another";
+    assert_eq!(store.renew(&other, LEASE_MS).unwrap(), Renewed::Lost);
+    assert!(!store.collecting(&other, LEASE_MS, "x").unwrap());
+    assert!(store.collecting(&held(&claimed), LEASE_MS, "exit").unwrap());
+    assert!(
+        store.collecting(&held(&claimed), LEASE_MS, "exit").unwrap(),
+        "repeated"
+    );
+    assert_eq!(
+        store.renew(&held(&claimed), LEASE_MS).unwrap(),
+        Renewed::Held
+    );
+    assert!(give_up(&mut store, &claimed));
+    assert_eq!(
+        store.renew(&held(&claimed), LEASE_MS).unwrap(),
+        Renewed::Lost
+    );
+    assert!(!store.collecting(&held(&claimed), LEASE_MS, "exit").unwrap());
+    assert_eq!(
+        story(&mut store, "a"),
+        [
+            "1 submitted",
+            "1 claimed",
+            "1 ended(exit)",
+            "1 ended(runner_lost)",
+            "1 parked(runner_lost)"
+        ]
+    );
+}
+
+fn leases_that_are_over(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &["a", "b", "c", "d"].map(Ask::new)).unwrap();
+    let claimed = claim(&mut store, 3);
+    // Of a run, which has no lease.
+    Sample::new("run", &key(1)).begin(&mut store).unwrap();
+    assert!(store.expired(9).unwrap().is_empty());
+    store
+        .collecting(&held(&claimed[1]), LEASE_MS, "exit")
+        .unwrap();
+    lab.sql("UPDATE attempts SET lease_ms = lease_ms - 100000 WHERE id = 'a'");
+    lab.sql("UPDATE attempts SET lease_ms = lease_ms - 200000 WHERE id = 'b'");
+    let expired = store.expired(9).unwrap();
+    let found: Vec<_> = expired.iter().map(|e| (e.id.as_str(), e.state)).collect();
+    assert_eq!(found, [("b", State::Collecting), ("a", State::Running)]);
+    assert!(expired[0].expired_ms >= 140_000 && expired[0].expired_ms < 200_000);
+    assert_eq!(expired[1].key, claimed[0].key);
+    assert_eq!(store.expired(1).unwrap().len(), 1);
+    store.renew(&held(&claimed[0]), LEASE_MS).unwrap();
+    commit(&mut store, &claimed[1], State::Failed, "exit").unwrap();
+    assert!(store.expired(9).unwrap().is_empty());
+}
+
+fn cancel_while_queued(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[Ask::retried("a", 3), Ask::retried("b", 3)]).unwrap();
+    assert_eq!(
+        store.cancel("a", "bob").unwrap(),
+        Cancelled::Now { attempt: 1 }
+    );
+    let ended = Cancelled::Ended {
+        attempt: 1,
+        state: State::Cancelled,
+    };
+    assert_eq!(store.cancel("a", "bob").unwrap(), ended);
+    assert_eq!(story(&mut store, "a"), ["1 submitted", "1 cancelled"]);
+    let shown = store.show("a", None).unwrap().listed;
+    assert_eq!(shown.reason.as_deref(), Some("cancelled"));
+    assert!(shown.message.unwrap().contains("bob") && shown.committed_ms.is_some());
+    assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
+    let error = store.cancel("nothing", "bob").unwrap_err();
+    assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
+    // One that waits for its time after a failure is queued too.
+    let b = store.unfinished(None).unwrap().remove(0);
+    let lost = store::Lost {
+        id: "b",
+        attempt: 1,
+        key: &b.key,
+        by: "x",
+        reason: "runner_lost",
+        message: "",
+        proof: store::Proof::Known,
+    };
+    assert!(store.give_up(&lost).unwrap());
+    assert_eq!(
+        store.cancel("b", "bob").unwrap(),
+        Cancelled::Now { attempt: 2 }
+    );
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+}
+
+fn cancel_while_running(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[Ask::retried("a", 3), Ask::retried("b", 3)]).unwrap();
+    let claimed = claim(&mut store, 2);
+    let asked = Cancelled::Asked {
+        attempt: 1,
+        host: "lab-1".to_owned(),
+    };
+    assert_eq!(store.cancel("a", "bob").unwrap(), asked);
+    assert_eq!(
+        store.cancel("a", "carol").unwrap(),
+        asked,
+        "the first stays"
+    );
+    let by = "bob".to_owned();
+    assert_eq!(
+        store.renew(&held(&claimed[0]), LEASE_MS).unwrap(),
+        Renewed::CancelAsked { by: by.clone() }
+    );
+    assert_eq!(
+        store.cancels("lab-1").unwrap(),
+        [("a".to_owned(), 1, claimed[0].key.clone())]
+    );
+    assert!(store.cancels("lab-2").unwrap().is_empty());
+    store
+        .collecting(&held(&claimed[0]), LEASE_MS, "cancelled")
+        .unwrap();
+    assert_eq!(
+        store.cancel("a", "bob").unwrap(),
+        asked,
+        "while it is collected"
+    );
+    commit(&mut store, &claimed[0], State::Cancelled, "cancelled").unwrap();
+    assert!(store.cancels("lab-1").unwrap().is_empty());
+    assert_eq!(
+        lab.sql("SELECT cancel_by FROM analyses_v1 WHERE id = 'a'"),
+        ["bob"]
+    );
+    assert_eq!(
+        story(&mut store, "a"),
+        [
+            "1 submitted",
+            "1 claimed",
+            "1 cancelled",
+            "1 ended(cancelled)",
+            "1 committed(cancelled)"
+        ]
+    );
+    // Whoever is to be cancelled is not tried again, whatever else becomes of it.
+    store.cancel("b", "bob").unwrap();
+    assert!(give_up(&mut store, &claimed[1]));
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+}
+
+fn retry_on_wish(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[Ask::retried("a", 1)]).unwrap();
+    let error = store.retry("a", "bob", &[]).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            StoreError::NotEnded {
+                state: State::Queued,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    let claimed = claim_one(&mut store);
+    let error = store.retry("a", "bob", &[]).unwrap_err();
+    assert!(error.to_string().contains("fumehood wait a"), "{error}");
+    commit(&mut store, &claimed, State::Succeeded, "exit").unwrap();
+    assert_eq!(store.retry("a", "bob", &[]).unwrap(), 2);
+    let second = claim_one(&mut store);
+    assert_eq!(
+        (second.attempt, &second.request_json),
+        (2, &claimed.request_json)
+    );
+    assert_eq!(
+        lab.sql("SELECT retries_left FROM attempts WHERE attempt = 2"),
+        ["1"]
+    );
+    let events = store.events("a").unwrap();
+    let retried = events.iter().find(|e| e.event == "retried").unwrap();
+    assert_eq!((retried.attempt, retried.by.as_deref()), (2, Some("bob")));
+    Sample::new("run", &key(1)).record(&mut store).unwrap();
+    let error = store.retry("run", "bob", &[]).unwrap_err();
+    assert!(
+        matches!(error, StoreError::NeverSubmitted { .. }),
+        "{error}"
+    );
+    assert!(error.to_string().contains("fumehood run"), "{error}");
+    let error = store.retry("nothing", "bob", &[]).unwrap_err();
+    assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
+    // A run in place of a submitted one is not tried again by the old request.
+    commit(&mut store, &second, State::Succeeded, "exit").unwrap();
+    let mut run = Sample::new("a", &key(2));
+    (run.replace, run.attempt) = (true, 3);
+    (run.state, run.reason) = (State::Error, "runner_lost".to_owned());
+    assert_eq!(run.begin(&mut store).unwrap(), 3);
+    run.commit(&mut store).unwrap();
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+    assert_eq!(story(&mut store, "a").pop().unwrap(), "3 committed(error)");
+}

@@ -1,0 +1,298 @@
+//! One database for one test, and commits that are easy to make.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use store::types::manifest::{ContentHash, Output, OutputPath, Remark, Remarked};
+use store::{
+    Begin, Commit, Committed, Location, Log, PostProcess, State, Store, StoreError, Usage,
+};
+use tempfile::TempDir;
+
+use crate::server::Server;
+
+/// Each function becomes a test on SQLite and a test on PostgreSQL.
+macro_rules! on_both {
+    ($($name:ident)*) => {
+        mod sqlite { $(#[test] fn $name() { super::$name(&crate::lab::Lab::sqlite()); })* }
+        mod postgres {
+            $(#[test] fn $name() {
+                if let Some(lab) = crate::lab::Lab::postgres() { super::$name(&lab); }
+            })*
+        }
+    };
+}
+
+pub struct Lab {
+    pub location: Location,
+    /// Where it is PostgreSQL: the server and the database's name.
+    pub server: Option<(&'static Server, String)>,
+    pub dir: TempDir,
+}
+
+impl Lab {
+    pub fn sqlite() -> Lab {
+        let dir = tempfile::tempdir().unwrap();
+        let location = Location::Sqlite(dir.path().join("record.db"));
+        Lab {
+            location,
+            server: None,
+            dir,
+        }
+    }
+
+    /// Migrated.
+    pub fn postgres() -> Option<Lab> {
+        let lab = Lab::postgres_empty()?;
+        Store::migrate(&lab.location).unwrap();
+        Some(lab)
+    }
+
+    pub fn postgres_empty() -> Option<Lab> {
+        let server = Server::shared()?;
+        let database = server.database();
+        Some(Lab {
+            location: server.location(&database, "postgres"),
+            server: Some((server, database)),
+            dir: tempfile::tempdir().unwrap(),
+        })
+    }
+
+    pub fn store(&self) -> Store {
+        Store::open(&self.location).unwrap()
+    }
+
+    pub fn is_postgres(&self) -> bool {
+        self.server.is_some()
+    }
+
+    /// SQL from outside, as other programs would use it; each row with its columns joined by `|`.
+    pub fn sql(&self, sql: &str) -> Vec<String> {
+        self.try_sql(sql).unwrap_or_else(|e| panic!("{sql}: {e}"))
+    }
+
+    pub fn try_sql(&self, sql: &str) -> Result<Vec<String>, String> {
+        match &self.server {
+            Some((server, database)) => {
+                let path = "SET search_path = fumehood";
+                let out = server.psql_as(database, "postgres", &format!("{path}; {sql}"))?;
+                Ok(out.lines().map(str::to_owned).collect())
+            }
+            None => {
+                let Location::Sqlite(path) = &self.location else {
+                    unreachable!()
+                };
+                sqlite_sql(path, sql)
+            }
+        }
+    }
+}
+
+fn sqlite_sql(path: &std::path::Path, sql: &str) -> Result<Vec<String>, String> {
+    asked(path, sql).map_err(|e| e.to_string())
+}
+
+fn asked(path: &std::path::Path, sql: &str) -> rusqlite::Result<Vec<String>> {
+    use rusqlite::fallible_iterator::FallibleIterator as _;
+    let flags = rusqlite::OpenFlags::SQLITE_OPEN_READ_WRITE;
+    let wire = rusqlite::Connection::open_with_flags(path, flags)?;
+    wire.busy_timeout(std::time::Duration::from_secs(5))?;
+    let mut lines = Vec::new();
+    let mut statements = rusqlite::Batch::new(&wire, sql);
+    while let Some(mut statement) = statements.next()? {
+        let columns = statement.column_count();
+        let mut rows = statement.raw_query();
+        while let Some(row) = rows.next()? {
+            let cell = |at| Ok(shown(row.get_ref(at)?));
+            let cells: rusqlite::Result<Vec<String>> = (0..columns).map(cell).collect();
+            lines.push(cells?.join("|"));
+        }
+    }
+    Ok(lines)
+}
+
+fn shown(value: rusqlite::types::ValueRef) -> String {
+    use rusqlite::types::ValueRef;
+    match value {
+        ValueRef::Null => String::new(),
+        ValueRef::Integer(value) => value.to_string(),
+        ValueRef::Real(value) => value.to_string(),
+        ValueRef::Text(bytes) | ValueRef::Blob(bytes) => match str::from_utf8(bytes) {
+            Ok(text) => text.to_owned(),
+            Err(e) => e.to_string(),
+        },
+    }
+}
+
+/// What an attempt left, owned; changed as a test likes and committed as often as it likes.
+#[derive(Clone)]
+pub struct Sample {
+    pub id: String,
+    pub key: String,
+    pub replace: bool,
+    pub host: String,
+    pub attempt: u32,
+    pub state: State,
+    pub reason: String,
+    pub message: Option<String>,
+    pub result: Option<String>,
+    pub provenance: Option<String>,
+    pub notices: Option<String>,
+    pub outputs: Vec<Output>,
+    pub artifact_store: String,
+    pub remarks: Vec<Remarked>,
+    pub remark_counts: BTreeMap<Remark, u64>,
+    pub logs: Vec<Log>,
+    pub post_process: PostProcess,
+}
+
+impl Sample {
+    pub fn new(id: &str, key: &str) -> Sample {
+        Sample {
+            id: id.to_owned(),
+            key: key.to_owned(),
+            replace: false,
+            host: "lab-1".to_owned(),
+            attempt: 1,
+            state: State::Succeeded,
+            reason: "exit_0".to_owned(),
+            message: None,
+            result: Some(r#"{"p_value": 0.04, "genes": ["BRCA1"]}"#.to_owned()),
+            provenance: Some(r#"{"argv": ["python3", "gwas.py"]}"#.to_owned()),
+            notices: None,
+            outputs: vec![
+                output(b"plot.png", b"PNG"),
+                output(b"tables/a.csv", b"a,b\n"),
+            ],
+            artifact_store: "store-1".to_owned(),
+            remarks: vec![Remarked {
+                path: "link".to_owned(),
+                remark: Remark::Symlink,
+            }],
+            remark_counts: BTreeMap::from([(Remark::Symlink, 1)]),
+            logs: vec![log("stdout", b"hello\n"), log("stderr", b"")],
+            post_process: PostProcess::NotAsked,
+        }
+    }
+
+    pub fn begin(&self, store: &mut Store) -> Result<u32, StoreError> {
+        store.begin(&self.beginning())
+    }
+
+    pub fn beginning(&self) -> Begin<'_> {
+        Begin {
+            id: &self.id,
+            key: &self.key,
+            replace: self.replace,
+            host: &self.host,
+            boot_id: "boot-1",
+            submitter: Some("alice"),
+            workspace: Some("/tmp/scidex-analysis-x"),
+            provenance: self.provenance.as_deref(),
+        }
+    }
+
+    pub fn commit(&self, store: &mut Store) -> Result<Committed, StoreError> {
+        self.commit_with(store, &mut small_content, &mut || Ok(()))
+    }
+
+    pub fn commit_with(
+        &self,
+        store: &mut Store,
+        content: &mut dyn FnMut(&Output) -> io::Result<Option<Vec<u8>>>,
+        before_commit: &mut dyn FnMut() -> io::Result<()>,
+    ) -> Result<Committed, StoreError> {
+        store.commit(&mut self.whole(content, before_commit))
+    }
+
+    pub fn record(&self, store: &mut Store) -> Result<(u32, Committed), StoreError> {
+        store.record(&mut self.whole(&mut small_content, &mut || Ok(())))
+    }
+
+    fn whole<'a>(
+        &'a self,
+        content: &'a mut (dyn FnMut(&Output) -> io::Result<Option<Vec<u8>>> + 'a),
+        before_commit: &'a mut (dyn FnMut() -> io::Result<()> + 'a),
+    ) -> Commit<'a> {
+        Commit {
+            begin: self.beginning(),
+            attempt: self.attempt,
+            state: self.state,
+            reason: &self.reason,
+            message: self.message.as_deref(),
+            started_ms: Some(1_700_000_000_000),
+            ended_ms: Some(1_700_000_001_500),
+            usage: Some(usage()),
+            exit_code: Some(0),
+            signal: None,
+            isolation_level: Some("full"),
+            isolation_json: Some(r#"{"level": "full", "layers": []}"#),
+            limits_json: Some("[]"),
+            hints_json: None,
+            notices_json: self.notices.as_deref(),
+            complete: true,
+            output_bytes: self.outputs.iter().map(|o| o.bytes).sum(),
+            refused_count: 1,
+            result: self.result.as_deref(),
+            result_note: None,
+            post_process: self.post_process,
+            outputs: &self.outputs,
+            artifact_store: &self.artifact_store,
+            remarks: &self.remarks,
+            remark_counts: &self.remark_counts,
+            logs: &self.logs,
+            content,
+            before_commit,
+        }
+    }
+}
+
+pub fn usage() -> Usage {
+    Usage {
+        wall_ms: 1_500,
+        cpu_ms: 900,
+        memory_peak_bytes: Some(1 << 20),
+        pids_peak: None,
+        disk_bytes: 7,
+        files: 2,
+        oom_kills: 0,
+    }
+}
+
+pub fn output(path: &[u8], content: &[u8]) -> Output {
+    Output {
+        path: OutputPath::new(path.to_vec()).unwrap(),
+        bytes: content.len() as u64,
+        blake3: ContentHash::of(content),
+        media_type: "application/octet-stream".to_owned(),
+        modified_ms: 1_700_000_000_123,
+        inode: 1,
+    }
+}
+
+pub fn log(stream: &'static str, head: &[u8]) -> Log {
+    Log {
+        stream,
+        total_bytes: head.len() as u64,
+        dropped_bytes: 0,
+        head: head.to_vec(),
+        tail: Vec::new(),
+        object: None,
+        object_bytes: 0,
+        object_head_bytes: 0,
+    }
+}
+
+/// The bytes that [`Sample::new`]'s outputs have.
+pub fn small_content(output: &Output) -> io::Result<Option<Vec<u8>>> {
+    Ok(match output.path.as_bytes() {
+        b"plot.png" => Some(b"PNG".to_vec()),
+        b"tables/a.csv" => Some(b"a,b\n".to_vec()),
+        _ => None,
+    })
+}
+
+/// A key like those of real attempts.
+pub fn key(number: u32) -> String {
+    format!("{number:032x}")
+}

@@ -1,0 +1,553 @@
+//! The queue: what each step does, one at a time.
+
+use store::types::manifest::ContentHash;
+use store::{Capacity, Committed, State, StoreError, Submitted, Trouble, WhileRunning};
+
+use crate::desk::{
+    Ask, GIB, LEASE_MS, PLENTY, claim, claim_from, claim_one, commit, fresh_keys, give_up, held,
+    ids, sample, state, story, submit, worker,
+};
+use crate::lab::{Lab, Sample, key};
+
+on_both! {
+    from_submission_to_record
+    a_key_is_used_once
+    all_or_nothing
+    the_queue_has_a_bound
+    what_fits_nobody_is_refused
+    submitters_take_turns
+    higher_priorities_first
+    never_beyond_what_is_free
+    a_large_one_is_not_passed_over_for_ever
+    too_large_ones_do_not_hide_the_others
+    a_claim_can_be_repeated
+    a_submission_is_replaced
+    nothing_is_left_of_what_is_removed
+    workers_and_overview
+    what_fits_nobody_is_parked
+    an_old_writer_removes_what_was_submitted
+}
+
+fn from_submission_to_record(lab: &Lab) {
+    let mut store = lab.store();
+    let ask = Ask {
+        request: "{\"\u{1F9EA}\": \"a'b\\\\u0000\"}".to_owned(),
+        ..Ask::new("a")
+    };
+    let made = submit(&mut store, std::slice::from_ref(&ask)).unwrap();
+    assert_eq!(made, [Submitted::Now { attempt: 1 }]);
+    let shown = store.show("a", None).unwrap();
+    assert_eq!(shown.listed.state, State::Queued);
+    assert_eq!(shown.submitter.as_deref(), Some("alice"));
+    assert_eq!(store.submission("a").unwrap(), Some(ask.request.clone()));
+    assert_eq!(store.submission("b").unwrap(), None);
+    // Neither another submission nor a run comes between.
+    let error = submit(&mut store, &[Ask::new("a")]).unwrap_err();
+    let text = chain(&error);
+    assert!(text.contains("fumehood cancel a"), "{text}");
+    let error = Sample::new("a", &key(1)).begin(&mut store).unwrap_err();
+    assert!(matches!(error, StoreError::Running { .. }), "{error}");
+
+    let claimed = claim_one(&mut store);
+    assert_eq!(claimed.request_json, ask.request);
+    assert_eq!((claimed.attempt, claimed.submitter.as_str()), (1, "alice"));
+    assert!(claim(&mut store, 1).is_empty());
+    let taken = sample(&claimed);
+    assert!(store.take_up(&taken.beginning(), 1, LEASE_MS).unwrap());
+    assert!(
+        store
+            .collecting(&held(&claimed), LEASE_MS, "exit_0")
+            .unwrap()
+    );
+    assert_eq!(state(&mut store, "a", 1), State::Collecting);
+    assert_eq!(taken.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(taken.commit(&mut store).unwrap(), Committed::Already);
+    assert_eq!(
+        story(&mut store, "a"),
+        [
+            "1 submitted",
+            "1 claimed",
+            "1 started",
+            "1 ended(exit_0)",
+            "1 committed(succeeded)"
+        ]
+    );
+    assert_eq!(
+        lab.sql("SELECT worker, retries_left, host FROM analyses_v1"),
+        ["w1|0|lab-1"]
+    );
+    // One that was not queued has a story too, though a short one.
+    Sample::new("b", &key(2)).record(&mut store).unwrap();
+    assert_eq!(story(&mut store, "b"), ["1 committed(succeeded)"]);
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(source) = next {
+        text += &format!(": {source}");
+        next = source.source();
+    }
+    text
+}
+
+fn a_key_is_used_once(lab: &Lab) {
+    let mut store = lab.store();
+    let keyed = |id: &str, print: &str| Ask {
+        key: Some("nightly".to_owned()),
+        fingerprint: print.to_owned(),
+        ..Ask::new(id)
+    };
+    let made = submit(&mut store, &[keyed("a", "x"), keyed("b", "x")]).unwrap();
+    let already = Submitted::Already { id: "a".to_owned() };
+    assert_eq!(made, [Submitted::Now { attempt: 1 }, already.clone()]);
+    assert_eq!(submit(&mut store, &[keyed("c", "x")]).unwrap(), [already]);
+    let error = submit(&mut store, &[Ask::new("d"), keyed("e", "y")]).unwrap_err();
+    let text = chain(&error);
+    assert!(
+        matches!(&error, StoreError::Submission { at: 1, source } if matches!(**source, StoreError::KeyUsed { .. })),
+        "{text}"
+    );
+    assert!(text.contains("analysis a"), "{text}");
+    assert_eq!(lab.sql("SELECT id FROM analyses ORDER BY id"), ["a"]);
+    // The key goes with the analysis.
+    store.remove("a", WhileRunning::Remove).unwrap();
+    assert_eq!(
+        submit(&mut store, &[keyed("e", "y")]).unwrap(),
+        [Submitted::Now { attempt: 1 }]
+    );
+}
+
+fn all_or_nothing(lab: &Lab) {
+    let mut store = lab.store();
+    Sample::new("there", &key(1)).record(&mut store).unwrap();
+    let bad = [
+        vec![Ask::new("z"), Ask::new("there"), Ask::new("a")],
+        vec![Ask::new("z"), Ask::new("z")],
+    ];
+    for batch in bad {
+        let error = submit(&mut store, &batch).unwrap_err();
+        assert!(
+            matches!(error, StoreError::Submission { at: 1, .. }),
+            "{error}"
+        );
+        assert_eq!(error.trouble(), Trouble::Other);
+        assert!(error.to_string().contains("number 2"), "{error}");
+    }
+    assert_eq!(lab.sql("SELECT id FROM analyses"), ["there"]);
+    for table in ["queue", "submissions"] {
+        assert_eq!(lab.sql(&format!("SELECT COUNT(*) FROM {table}")), ["0"]);
+    }
+    // The control: the same without the bad ones, more than fit one statement.
+    let good: Vec<Ask> = (0..130).map(|n| Ask::new(&format!("n{n:03}"))).collect();
+    let made = submit(&mut store, &good).unwrap();
+    assert!(made.iter().all(|m| *m == Submitted::Now { attempt: 1 }));
+    let names: Vec<&str> = good.iter().map(|ask| ask.id.as_str()).collect();
+    assert_eq!(ids(&claim(&mut store, 200)), names);
+}
+
+fn the_queue_has_a_bound(lab: &Lab) {
+    let mut store = lab.store();
+    let three = ["a", "b", "c"].map(Ask::new);
+    let all: Vec<_> = three.iter().map(Ask::submit).collect();
+    let error = store.submit(&all, 2).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            StoreError::QueueFull {
+                queued: 0,
+                asked: 3,
+                queue_max: 2
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM analyses"), ["0"]);
+    store.submit(&all[..2], 2).unwrap();
+    store.submit(&all[2..], 2).unwrap_err();
+    claim_one(&mut store);
+    store.submit(&all[2..], 2).unwrap();
+}
+
+fn what_fits_nobody_is_refused(lab: &Lab) {
+    let mut store = lab.store();
+    let large = |id: &str| Ask {
+        memory_bytes: Some(8 * GIB),
+        cpu_milli: Some(4_000),
+        ..Ask::new(id)
+    };
+    // Nobody is there, so nobody knows.
+    submit(&mut store, &[large("early")]).unwrap();
+    store.worker_seen(&worker("w1", 16 * GIB, 1_000)).unwrap();
+    store.worker_seen(&worker("w2", GIB, 64_000)).unwrap();
+    let error = submit(&mut store, &[Ask::new("small"), large("late")]).unwrap_err();
+    let text = chain(&error);
+    assert!(
+        matches!(&error, StoreError::Submission { at: 1, source } if matches!(**source, StoreError::DoesNotFit { .. })),
+        "{text}"
+    );
+    for part in ["8GiB", "4 CPUs", "16GiB", "64 CPUs", "--memory"] {
+        assert!(
+            text.replace(' ', "").contains(&part.replace(' ', "")),
+            "{part} in {text}"
+        );
+    }
+    store.worker_seen(&worker("w1", 16 * GIB, 4_000)).unwrap();
+    submit(&mut store, &[large("late")]).unwrap();
+    // Whoever was not heard of for a minute is not there.
+    lab.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
+    let huge = Ask {
+        memory_bytes: Some(u64::MAX),
+        ..Ask::new("huge")
+    };
+    submit(&mut store, &[huge]).unwrap();
+}
+
+fn submitters_take_turns(lab: &Lab) {
+    let mut store = lab.store();
+    let many: Vec<Ask> = (0..1_000)
+        .map(|n| Ask::by(&format!("a{n:04}"), "alice"))
+        .collect();
+    submit(&mut store, &many).unwrap();
+    submit(&mut store, &[Ask::by("b0", "bob")]).unwrap();
+    let next = store.overview(3).unwrap().next;
+    let next: Vec<&str> = next.iter().map(|w| w.id.as_str()).collect();
+    assert_eq!(next, ["a0000", "b0", "a0001"]);
+    assert_eq!(
+        ids(&claim(&mut store, 4)),
+        ["a0000", "b0", "a0001", "a0002"]
+    );
+    // Whoever comes later starts where the others are, and those with several are one by one.
+    let rest = [
+        Ask::by("b1", "bob"),
+        Ask::by("b2", "bob"),
+        Ask::by("c0", "carol"),
+    ];
+    submit(&mut store, &rest).unwrap();
+    assert_eq!(
+        ids(&claim(&mut store, 7)),
+        ["a0003", "b1", "c0", "a0004", "b2", "a0005", "a0006"]
+    );
+}
+
+fn higher_priorities_first(lab: &Lab) {
+    let mut store = lab.store();
+    let with = |id: &str, priority| Ask {
+        priority,
+        ..Ask::new(id)
+    };
+    let all = [
+        with("low", 0),
+        with("mid1", 5),
+        with("high", u32::MAX),
+        with("mid2", 5),
+    ];
+    submit(&mut store, &all).unwrap();
+    assert_eq!(ids(&claim(&mut store, 9)), ["high", "mid1", "mid2", "low"]);
+}
+
+fn sized(id: &str, gib: u64, cpu_milli: u64) -> Ask {
+    Ask {
+        memory_bytes: Some(gib * GIB),
+        cpu_milli: Some(cpu_milli),
+        ..Ask::new(id)
+    }
+}
+
+fn room(gib: u64, cpu_milli: u64) -> Capacity {
+    Capacity {
+        memory_bytes: gib * GIB,
+        cpu_milli,
+    }
+}
+
+fn never_beyond_what_is_free(lab: &Lab) {
+    let mut store = lab.store();
+    let all = [
+        sized("a", 2, 1_000),
+        sized("too-large", 9, 1_000),
+        sized("b", 3, 1_000),
+        sized("c", 2, 1_000),
+        Ask {
+            memory_bytes: None,
+            cpu_milli: None,
+            ..Ask::new("d")
+        },
+        sized("e", 1, 9_000),
+    ];
+    submit(&mut store, &all).unwrap();
+    let keys = fresh_keys(9);
+    let claimed = store
+        .claim(&claim_from(&keys, room(5, 3_000), room(8, 4_000)))
+        .unwrap();
+    // b takes the last memory; what asks for no memory counts as the worker says, and for no CPU if it asks for none.
+    assert_eq!(ids(&claimed), ["a", "b"]);
+    let keys = fresh_keys(9);
+    let claimed = store
+        .claim(&claim_from(&keys, room(3, 2_000), room(8, 4_000)))
+        .unwrap();
+    assert_eq!(ids(&claimed), ["c", "d"]);
+    assert_eq!(claimed[1].counted, room(1, 0));
+    // The number of keys is a bound too, and none at all is fine.
+    assert!(
+        store
+            .claim(&claim_from(&[], PLENTY, PLENTY))
+            .unwrap()
+            .is_empty()
+    );
+    assert_eq!(ids(&claim(&mut store, 1)), ["too-large"]);
+}
+
+fn a_large_one_is_not_passed_over_for_ever(lab: &Lab) {
+    let mut store = lab.store();
+    let small = |n: u32| sized(&format!("s{n}"), 1, 1_000);
+    submit(
+        &mut store,
+        &[sized("large", 4, 1_000), small(1), small(2), small(3)],
+    )
+    .unwrap();
+    let mut take = |free: u64| {
+        let keys = fresh_keys(1);
+        let claimed = store
+            .claim(&claim_from(&keys, room(free, 8_000), room(4, 8_000)))
+            .unwrap();
+        ids(&claimed).join(" ")
+    };
+    assert_eq!(take(2), "s1");
+    lab.sql("UPDATE queue SET ready_ms = ready_ms - 61000 WHERE id = 'large'");
+    assert_eq!(take(2), "");
+    assert_eq!(take(4), "large");
+    assert_eq!(take(4), "s2");
+    // It is of no concern to a worker that it never fits.
+    lab.sql(
+        "UPDATE queue SET ready_ms = ready_ms - 61000, memory_bytes = 106300440576 WHERE id = 's3'",
+    );
+    submit(&mut store, &[small(4)]).unwrap();
+    let keys = fresh_keys(2);
+    let claimed = store
+        .claim(&claim_from(&keys, room(4, 8_000), room(4, 8_000)))
+        .unwrap();
+    assert_eq!(ids(&claimed), ["s4"]);
+}
+
+fn too_large_ones_do_not_hide_the_others(lab: &Lab) {
+    let mut store = lab.store();
+    let mut all: Vec<Ask> = (0..1_200)
+        .map(|n| sized(&format!("l{n}"), 9, 1_000))
+        .collect();
+    all.push(sized("small", 1, 1_000));
+    submit(&mut store, &all).unwrap();
+    let keys = fresh_keys(3);
+    let claimed = store
+        .claim(&claim_from(&keys, room(8, 8_000), room(8, 8_000)))
+        .unwrap();
+    assert_eq!(ids(&claimed), ["small"]);
+}
+
+fn a_claim_can_be_repeated(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &["a", "b", "c"].map(Ask::new)).unwrap();
+    let keys = fresh_keys(20);
+    let first = store
+        .claim(&claim_from(&keys[..2], PLENTY, PLENTY))
+        .unwrap();
+    assert_eq!(ids(&first), ["a", "b"]);
+    // The answer was lost, the keys are the same: what they took is not taken again, and counts.
+    let again = store
+        .claim(&claim_from(&keys, room(3, 9_000), PLENTY))
+        .unwrap();
+    let mut names = ids(&again);
+    names.sort();
+    assert_eq!(names, ["a", "b", "c"]);
+    assert!(
+        again
+            .iter()
+            .filter(|c| c.id != "c")
+            .all(|c| first.contains(c))
+    );
+    assert_eq!(story(&mut store, "a"), ["1 submitted", "1 claimed"]);
+    // Once its runner has it, it is the runner's.
+    let taken = sample(&first[0]);
+    store.take_up(&taken.beginning(), 1, LEASE_MS).unwrap();
+    let later = store.claim(&claim_from(&keys, PLENTY, PLENTY)).unwrap();
+    assert!(!ids(&later).contains(&"a"));
+}
+
+fn a_submission_is_replaced(lab: &Lab) {
+    let mut store = lab.store();
+    let first = Ask::new("a").with_file(b"old").with_file(b"both");
+    let neighbour = Ask::new("b").with_file(b"both");
+    submit(&mut store, &[first, neighbour]).unwrap();
+    commit(
+        &mut store,
+        &claim_one(&mut lab.store()),
+        State::Failed,
+        "exit",
+    )
+    .unwrap();
+    let mut second = Ask::retried("a", 7).with_file(b"new").with_file(b"both");
+    second.request = "{\"second\": true}".to_owned();
+    let error = submit(&mut store, std::slice::from_ref(&second)).unwrap_err();
+    assert!(chain(&error).contains("--replace"), "{error}");
+    second.replace = true;
+    assert_eq!(
+        submit(&mut store, std::slice::from_ref(&second)).unwrap(),
+        [Submitted::Now { attempt: 2 }]
+    );
+    assert_eq!(store.submission("a").unwrap(), Some(second.request));
+    let mut blob = |content: &[u8]| store.blob(&ContentHash::of(content)).unwrap();
+    assert_eq!(blob(b"old"), None);
+    assert_eq!(blob(b"new").as_deref(), Some(&b"new"[..]));
+    assert_eq!(blob(b"both").as_deref(), Some(&b"both"[..]));
+    lab.sql(
+        "UPDATE blobs SET content = 'x' WHERE bytes = 4"
+            .replace("'x'", if lab.is_postgres() { "'x'" } else { "x'78'" })
+            .as_str(),
+    );
+    let error = store.blob(&ContentHash::of(b"both")).unwrap_err();
+    assert_eq!(error.trouble(), Trouble::Damaged, "{error}");
+}
+
+fn nothing_is_left_of_what_is_removed(lab: &Lab) {
+    let mut store = lab.store();
+    let large = vec![7; 3 << 20];
+    let a = Ask::new("a").with_file(b"shared").with_file(&large);
+    let b = Ask::new("b").with_file(b"shared");
+    submit(&mut store, &[a, b]).unwrap();
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM blobs"), ["2"]);
+    assert_eq!(store.blob(&ContentHash::of(&large)).unwrap(), Some(large));
+    let error = store.remove("a", WhileRunning::Refuse).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            StoreError::Running {
+                state: State::Queued,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert_eq!(store.remove("a", WhileRunning::Remove).unwrap().attempts, 1);
+    assert_eq!(lab.sql("SELECT bytes FROM blobs"), ["6"]);
+    assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
+    store.remove("b", WhileRunning::Remove).unwrap();
+    for table in [
+        "analyses",
+        "attempts",
+        "submissions",
+        "blobs",
+        "submission_blobs",
+        "queue",
+        "events",
+    ] {
+        assert_eq!(
+            lab.sql(&format!("SELECT COUNT(*) FROM {table}")),
+            ["0"],
+            "{table}"
+        );
+    }
+}
+
+fn workers_and_overview(lab: &Lab) {
+    let mut store = lab.store();
+    let mut one = worker("w1", 16 * GIB, 8_000);
+    store.worker_seen(&one).unwrap();
+    (one.running, one.draining) = (3, true);
+    store.worker_seen(&one).unwrap();
+    store.worker_seen(&worker("w2", GIB, 1_000)).unwrap();
+    submit(
+        &mut store,
+        &[Ask::by("a", "bob"), Ask::retried("b", 2), Ask::new("c")],
+    )
+    .unwrap();
+    let claimed = claim(&mut store, 2);
+    assert_eq!(ids(&claimed), ["a", "b"]);
+    store
+        .take_up(&sample(&claimed[0]).beginning(), 1, LEASE_MS)
+        .unwrap();
+    store.cancel("a", "bob").unwrap();
+    assert!(give_up(&mut store, &claimed[1]));
+    let seen = store.overview(9).unwrap();
+    assert_eq!((seen.queued, seen.delayed, seen.running), (2, 1, 1));
+    let next: Vec<_> = seen
+        .next
+        .iter()
+        .map(|w| (w.id.as_str(), w.attempt))
+        .collect();
+    assert_eq!(next, [("c", 1), ("b", 2)]);
+    assert!(seen.next[1].not_before_ms.unwrap() > seen.now_ms);
+    let busy = &seen.busy[0];
+    assert_eq!(
+        (busy.id.as_str(), busy.submitter.as_deref()),
+        ("a", Some("bob"))
+    );
+    assert_eq!((busy.cancel_asked, busy.memory_bytes), (true, Some(GIB)));
+    assert!(busy.started_ms.is_some() && busy.worker.as_deref() == Some("w1"));
+    assert_eq!(seen.workers.len(), 2);
+    assert!(seen.workers[0].seen_ms >= seen.now_ms - 60_000);
+    one.seen_ms = seen.workers[0].seen_ms;
+    assert_eq!(seen.workers[0], one);
+    assert_eq!(store.overview(1).unwrap().next.len(), 1);
+    store.worker_gone(&one).unwrap();
+    assert_eq!(store.overview(0).unwrap().workers.len(), 1);
+    assert!(lab.sql("SELECT seen_at FROM workers_v1")[0].starts_with("20"));
+}
+
+fn what_fits_nobody_is_parked(lab: &Lab) {
+    let mut store = lab.store();
+    let all = [
+        sized("m", 9, 1_000),
+        sized("c", 1, 9_000),
+        sized("ok", 1, 1_000),
+    ];
+    submit(&mut store, &all).unwrap();
+    let small = worker("w1", 8 * GIB, 8_000);
+    assert!(store.park_unfit(&small, GIB, 3_600_000).unwrap().is_empty());
+    lab.sql("UPDATE queue SET ready_ms = ready_ms - 3600001");
+    // Another one that is there has room for one of them.
+    store.worker_seen(&worker("w2", 64 * GIB, 4_000)).unwrap();
+    assert_eq!(store.park_unfit(&small, GIB, 3_600_000).unwrap(), ["c"]);
+    lab.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
+    assert_eq!(store.park_unfit(&small, GIB, 3_600_000).unwrap(), ["m"]);
+    assert!(store.park_unfit(&small, GIB, 3_600_000).unwrap().is_empty());
+    let shown = store.show("m", None).unwrap().listed;
+    assert_eq!(
+        (shown.state, shown.reason.as_deref()),
+        (State::Error, Some("does_not_fit"))
+    );
+    assert_eq!(
+        story(&mut store, "m"),
+        ["1 submitted", "1 parked(does_not_fit)"]
+    );
+    assert_eq!(ids(&claim(&mut store, 9)), ["ok"]);
+    // Whoever has a larger worker now may try again.
+    assert_eq!(store.retry("m", "bob", &[]).unwrap(), 2);
+    assert_eq!(ids(&claim(&mut store, 9)), ["m"]);
+}
+
+/// What Fumehood with schema 1.2 sent to commit and to remove. Never to be changed.
+fn an_old_writer_removes_what_was_submitted(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[Ask::new("a").with_file(b"x"), Ask::new("b")]).unwrap();
+    let claimed = claim_one(&mut store);
+    drop(store);
+    crate::schema::old_commit_of_1_2(lab, "a", &claimed.key);
+    let mut store = lab.store();
+    assert_eq!(state(&mut store, "a", 1), State::Failed);
+    assert!(store.expired(9).unwrap().is_empty());
+    for table in [
+        "outputs",
+        "logs",
+        "remarks",
+        "remark_counts",
+        "attempts",
+        "analyses",
+    ] {
+        lab.sql(&format!("DELETE FROM {table} WHERE id = 'a'"));
+    }
+    for table in ["submissions", "submission_blobs", "events"] {
+        let left = lab.sql(&format!("SELECT COUNT(*) FROM {table} WHERE id = 'a'"));
+        assert_eq!(left, ["0"], "{table}");
+    }
+    assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
+}

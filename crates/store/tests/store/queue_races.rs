@@ -1,0 +1,440 @@
+//! The queue with many at it at once, how much a claim looks at, and the bell.
+
+use std::collections::HashSet;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use store::{Bell, Cancelled, Location, State, Store, StoreError, WhileRunning};
+
+use crate::desk::{
+    Ask, PLENTY, QUEUE_MAX, claim, claim_from, claim_one, commit, fresh_keys, give_up, state,
+    submit,
+};
+use crate::lab::Lab;
+use crate::server::Server;
+
+on_both! {
+    eight_claim_and_none_twice
+    cancelled_or_claimed_but_not_both
+    batches_that_overlap_do_not_wait_for_each_other
+    the_bound_holds_for_all_together
+    one_key_from_many_at_once
+    files_that_come_and_go
+    a_claim_is_not_slower_in_a_long_queue
+    the_other_questions_use_their_indexes
+    the_bell_rings
+}
+
+/// Each thread with a store of its own, all at once.
+fn together<T: Send>(
+    lab: &Lab,
+    count: usize,
+    work: impl Fn(usize, &mut Store) -> T + Sync,
+) -> Vec<T> {
+    let barrier = Barrier::new(count);
+    let (barrier, work) = (&barrier, &work);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count)
+            .map(|n| {
+                scope.spawn(move || {
+                    let mut store = lab.store();
+                    barrier.wait();
+                    work(n, &mut store)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+fn eight_claim_and_none_twice(lab: &Lab) {
+    let all: Vec<Ask> = (0..400)
+        .map(|n| Ask::by(&format!("a{n:03}"), ["alice", "bob", "carol"][n % 3]))
+        .collect();
+    submit(&mut lab.store(), &all).unwrap();
+    let taken = together(lab, 8, |n, store| {
+        let mut taken = Vec::new();
+        // An empty answer can mean that the others hold what is left, and may still let go of it.
+        while !store.overview(1).unwrap().next.is_empty() {
+            taken.extend(claim(store, 1 + n % 4));
+        }
+        taken
+    });
+    let all: Vec<_> = taken.into_iter().flatten().collect();
+    let different: HashSet<_> = all.iter().map(|c| c.id.clone()).collect();
+    assert_eq!((all.len(), different.len()), (400, 400));
+    let keys: HashSet<_> = all.iter().map(|c| &c.key).collect();
+    assert_eq!(keys.len(), 400);
+    assert_eq!(
+        lab.sql("SELECT COUNT(*) FROM events WHERE event = 'claimed'"),
+        ["400"]
+    );
+    assert_eq!(
+        lab.sql("SELECT COUNT(*) FROM attempts WHERE state = 'running'"),
+        ["400"]
+    );
+}
+
+fn cancelled_or_claimed_but_not_both(lab: &Lab) {
+    let all: Vec<Ask> = (0..200).map(|n| Ask::new(&format!("a{n:03}"))).collect();
+    submit(&mut lab.store(), &all).unwrap();
+    let done = AtomicBool::new(false);
+    let answers = together(lab, 6, |n, store| {
+        let (mut claimed, mut ended) = (Vec::new(), Vec::new());
+        if n < 3 {
+            while !done.load(Ordering::Relaxed) {
+                claimed.extend(claim(store, 2).into_iter().map(|c| c.id));
+            }
+            return (claimed, ended);
+        }
+        // From the front, where the claims are too.
+        for ask in all.iter().skip(n - 3).step_by(3) {
+            if let Cancelled::Now { .. } = store.cancel(&ask.id, "bob").unwrap() {
+                ended.push(ask.id.clone());
+            }
+        }
+        if n == 5 {
+            done.store(true, Ordering::Relaxed);
+        }
+        (claimed, ended)
+    });
+    let claimed: HashSet<_> = answers.iter().flat_map(|(c, _)| c.clone()).collect();
+    let ended: HashSet<_> = answers.iter().flat_map(|(_, e)| e.clone()).collect();
+    assert!(claimed.is_disjoint(&ended));
+    let mut store = lab.store();
+    for ask in &all {
+        let wanted = match (claimed.contains(&ask.id), ended.contains(&ask.id)) {
+            (true, _) => State::Running,
+            (_, true) => State::Cancelled,
+            _ => panic!("{} is neither", ask.id),
+        };
+        assert_eq!(state(&mut store, &ask.id, 1), wanted);
+    }
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+}
+
+fn batches_that_overlap_do_not_wait_for_each_other(lab: &Lab) {
+    // The same names from both ends: one wins, the others are told so, and none hangs in another's lock.
+    for round in 0..5 {
+        let names: Vec<Ask> = (0..40)
+            .map(|n| Ask::new(&format!("r{round}-{n}")).with_file(format!("{}", n % 7).as_bytes()))
+            .collect();
+        let answers = together(lab, 4, |n, store| {
+            let mut batch = names.clone();
+            if n % 2 == 1 {
+                batch.reverse();
+            }
+            submit(store, &batch).map_err(|e| e.trouble())
+        });
+        let won = answers.iter().filter(|a| a.is_ok()).count();
+        assert_eq!(won, 1, "{answers:?}");
+        assert!(
+            answers
+                .iter()
+                .all(|a| a.is_ok() || *a == Err(store::Trouble::Other)),
+            "{answers:?}"
+        );
+    }
+}
+
+fn the_bound_holds_for_all_together(lab: &Lab) {
+    let refused = together(lab, 8, |n, store| {
+        let mut refused = 0;
+        for m in 0..5 {
+            let ask = Ask::new(&format!("a{n}-{m}"));
+            match store.submit(&[ask.submit()], 10) {
+                Ok(_) => (),
+                Err(StoreError::QueueFull { queued, .. }) => {
+                    assert!(queued <= 10);
+                    refused += 1;
+                }
+                Err(e) => panic!("{e}"),
+            }
+        }
+        refused
+    });
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["10"]);
+    assert_eq!(refused.iter().sum::<u32>(), 30);
+}
+
+fn one_key_from_many_at_once(lab: &Lab) {
+    let answers = together(lab, 8, |n, store| {
+        let ask = Ask {
+            key: Some("the-key".to_owned()),
+            ..Ask::new(&format!("a{n}"))
+        };
+        submit(store, &[ask]).unwrap().remove(0)
+    });
+    let made = answers
+        .iter()
+        .filter(|a| matches!(a, store::Submitted::Now { .. }));
+    assert_eq!(made.count(), 1, "{answers:?}");
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM analyses"), ["1"]);
+}
+
+fn files_that_come_and_go(lab: &Lab) {
+    // All have the same two files: whoever removes the last of them removes the files, while others bring them again.
+    together(lab, 6, |n, store| {
+        for m in 0..15 {
+            let id = format!("a{n}-{m}");
+            let ask = Ask::new(&id).with_file(b"one").with_file(b"two");
+            submit(store, &[ask]).unwrap();
+            store.remove(&id, WhileRunning::Remove).unwrap();
+        }
+    });
+    for table in ["blobs", "submission_blobs", "queue", "events"] {
+        assert_eq!(
+            lab.sql(&format!("SELECT COUNT(*) FROM {table}")),
+            ["0"],
+            "{table}"
+        );
+    }
+}
+
+/// Rows as submissions would have made them, by one statement.
+fn fill(lab: &Lab, count: u32) {
+    let numbers = match lab.is_postgres() {
+        true => format!("SELECT n FROM generate_series(1, {count}) AS g (n)"),
+        false => format!(
+            "WITH RECURSIVE g (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM g WHERE n < {count}) SELECT n FROM g"
+        ),
+    };
+    let from = format!("FROM ({numbers}) AS numbers");
+    let name = "'q' || CAST(1000000 + n AS TEXT)";
+    lab.sql(&format!(
+        "INSERT INTO analyses (id, created_ms, attempt_last) SELECT {name}, n, 1 {from}"
+    ));
+    lab.sql(&format!(
+        "INSERT INTO attempts (id, attempt, key, state, host, boot_id, submitter, created_ms, retries_left)
+         SELECT {name}, 1, {name}, 'queued', '', '', 's' || CAST(n % 10 AS TEXT), n, 0 {from}"
+    ));
+    lab.sql(&format!(
+        "INSERT INTO submissions (id, fingerprint, request, submitter, priority, retries, retry_on, created_ms)
+         SELECT {name}, '', '{{}}', 's' || CAST(n % 10 AS TEXT), 5, 0, '', n {from}"
+    ));
+    lab.sql(&format!(
+        "INSERT INTO queue (id, attempt, submitter, priority, turn, queued_ms, ready_ms)
+         SELECT {name}, 1, 's' || CAST(n % 10 AS TEXT), n % 3, n / 10, n, n {from}"
+    ));
+    if lab.is_postgres() {
+        lab.sql("ANALYZE");
+    }
+}
+
+/// What a database says it does for a statement.
+fn plan(lab: &Lab, sql: &str) -> String {
+    let explain = match lab.is_postgres() {
+        true => "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF, BUFFERS OFF)",
+        false => "EXPLAIN QUERY PLAN",
+    };
+    lab.sql(&format!("{explain} {sql}")).join("\n")
+}
+
+/// The two looks of `queue.rs`, with values in them.
+const LOOKS: [&str; 2] = [
+    "SELECT id, attempt, submitter, ready_ms, COALESCE(memory_bytes, 1), COALESCE(cpu_milli, 0) FROM queue
+     WHERE not_before_ms IS NULL
+     ORDER BY priority DESC, turn, queued_ms, id LIMIT 50",
+    "SELECT id, attempt, submitter, ready_ms, COALESCE(memory_bytes, 1), COALESCE(cpu_milli, 0) FROM queue
+     WHERE not_before_ms IS NULL AND COALESCE(memory_bytes, 1) <= 10 AND COALESCE(cpu_milli, 0) <= 1000
+     ORDER BY priority DESC, turn, queued_ms, id LIMIT 1000",
+];
+
+/// The most rows that any step of a plan had to do with.
+fn rows_read(plan: &str) -> u64 {
+    let counts = plan.split("rows=").skip(1);
+    let count = |text: &str| {
+        text.split([' ', '.'])
+            .next()
+            .unwrap()
+            .parse::<u64>()
+            .unwrap()
+    };
+    counts.map(count).max().unwrap_or(0)
+}
+
+fn a_claim_is_not_slower_in_a_long_queue(lab: &Lab) {
+    for count in [1, 1_000, 100_000] {
+        let mut store = lab.store();
+        drop(store.overview(1));
+        for table in ["events", "queue", "submissions", "attempts", "analyses"] {
+            lab.sql(&format!("DELETE FROM {table}"));
+        }
+        fill(lab, count);
+        for (look, rows_max) in LOOKS.into_iter().zip([50, 1_000]) {
+            let plan = plan(lab, look);
+            match lab.is_postgres() {
+                // A short table may be read as a whole; no plan reads more than the look is for.
+                true => {
+                    assert!(rows_read(&plan) <= rows_max, "{plan}");
+                    let by_index = plan.contains("Index Scan using queue_ready");
+                    assert!(by_index || u64::from(count) <= rows_max, "{plan}");
+                }
+                false => {
+                    assert!(plan.contains("USING INDEX queue_ready"), "{plan}");
+                    assert!(!plan.contains("TEMP B-TREE"), "{plan}");
+                }
+            }
+        }
+        let keys = fresh_keys(3);
+        let claimed = store.claim(&claim_from(&keys, PLENTY, PLENTY)).unwrap();
+        assert_eq!(claimed.len(), count.min(3) as usize);
+        // A place in the queue is found by index too.
+        let place = "SELECT (SELECT MAX(turn) FROM queue WHERE submitter = 's1' AND priority = 1 AND not_before_ms IS NULL),
+            (SELECT MIN(turn) FROM queue WHERE priority = 1 AND not_before_ms IS NULL)";
+        let plan = self::plan(lab, place);
+        if !lab.is_postgres() || count > 1_000 {
+            assert!(
+                plan.contains("queue_turns") && plan.contains("queue_ready"),
+                "{plan}"
+            );
+            assert!(!plan.contains("Seq Scan"), "{plan}");
+        }
+    }
+}
+
+fn the_other_questions_use_their_indexes(lab: &Lab) {
+    drop(lab.store());
+    fill(lab, 20_000);
+    lab.sql("UPDATE attempts SET state = 'succeeded', lease_ms = 5, cancel_ms = 5");
+    if lab.is_postgres() {
+        lab.sql("ANALYZE");
+    }
+    let questions = [
+        (
+            "SELECT id, attempt, key, state, host, lease_ms FROM attempts
+             WHERE state IN ('running', 'collecting') AND lease_ms < 5 ORDER BY lease_ms, id LIMIT 9",
+            "attempts_state",
+        ),
+        (
+            "SELECT id, attempt, key FROM attempts
+             WHERE host = 'x' AND cancel_ms IS NOT NULL AND state IN ('running', 'collecting') ORDER BY id, attempt",
+            "attempts_state",
+        ),
+        (
+            "SELECT MIN(not_before_ms) FROM queue WHERE not_before_ms IS NOT NULL",
+            "queue_delayed",
+        ),
+        (
+            "SELECT id, attempt, submitter, priority FROM queue WHERE not_before_ms <= 7 ORDER BY not_before_ms LIMIT 2",
+            "queue_delayed",
+        ),
+        (
+            "SELECT attempt, ms, event, reason, by FROM events WHERE id = 'a' ORDER BY seq",
+            "events_id",
+        ),
+    ];
+    for (question, index) in questions {
+        let plan = plan(lab, question);
+        // An empty table is read whole by PostgreSQL.
+        if index != "events_id" || !lab.is_postgres() {
+            assert!(plan.contains(index), "{plan}");
+        }
+    }
+}
+
+fn rang(bell: &Bell, within: Duration) -> bool {
+    let mut fds = [PollFd::new(bell, PollFlags::IN)];
+    let timeout = within.try_into().unwrap();
+    rustix::event::poll(&mut fds, Some(&timeout)).unwrap() == 1
+}
+
+const SOON: Duration = Duration::from_secs(20);
+/// Long enough that a ring under way would have come.
+const QUIET: Duration = Duration::from_millis(300);
+
+/// Until it does not ring any more by itself.
+fn settle(bell: &mut Bell) {
+    let until = Instant::now() + SOON;
+    while rang(bell, QUIET) {
+        bell.silence();
+        assert!(Instant::now() < until, "it never stops");
+    }
+}
+
+fn the_bell_rings(lab: &Lab) {
+    let mut store = lab.store();
+    let mut bell = Bell::hang(&lab.location).unwrap();
+    if lab.is_postgres() {
+        assert!(rang(&bell, SOON), "when it begins to listen");
+    }
+    settle(&mut bell);
+    submit(
+        &mut store,
+        &[Ask::retried("a", 1), Ask::new("b"), Ask::new("c")],
+    )
+    .unwrap();
+    assert!(rang(&bell, SOON), "submit");
+    settle(&mut bell);
+    // Looking makes no noise, or two that look would wake each other for ever.
+    store.overview(9).unwrap();
+    store.expired(9).unwrap();
+    store.promote().unwrap();
+    assert!(
+        store
+            .claim(&claim_from(&[], PLENTY, PLENTY))
+            .unwrap()
+            .is_empty()
+    );
+    std::fs::write(lab.dir.path().join("something-else"), "x").unwrap();
+    assert!(!rang(&bell, QUIET), "looking");
+    let a = claim_one(&mut store);
+    let b = claim_one(&mut store);
+    settle(&mut bell);
+    let mut each = |what: &str, act: &mut dyn FnMut()| {
+        act();
+        assert!(rang(&bell, SOON), "{what}");
+        settle(&mut bell);
+    };
+    each("give up", &mut || assert!(give_up(&mut lab.store(), &a)));
+    each("cancel what runs", &mut || {
+        drop(lab.store().cancel("b", "bob").unwrap())
+    });
+    each("commit", &mut || {
+        commit(&mut lab.store(), &b, State::Cancelled, "cancelled").unwrap();
+    });
+    each("cancel what waits", &mut || {
+        drop(lab.store().cancel("c", "bob").unwrap())
+    });
+    each("retry", &mut || {
+        lab.store().retry("c", "bob", &[]).unwrap();
+    });
+    if let Location::Sqlite(path) = &lab.location {
+        // The last one to close the database removes its log; the next one makes another.
+        drop(store);
+        settle(&mut bell);
+        assert!(!path.with_file_name("record.db-wal").exists());
+        lab.store()
+            .submit(&[Ask::new("d").submit()], QUEUE_MAX)
+            .unwrap();
+        assert!(rang(&bell, SOON), "a new log");
+    }
+}
+
+#[test]
+fn the_bell_survives_the_server() {
+    let Some(server) = Server::start() else {
+        return;
+    };
+    let database = server.database();
+    let location = server.location(&database, "postgres");
+    Store::migrate(&location).unwrap();
+    let mut bell = Bell::hang(&location).unwrap();
+    assert!(rang(&bell, SOON));
+    settle(&mut bell);
+    server.kill();
+    server.start_again();
+    // What was said meanwhile is lost, so it rings when it hears again.
+    assert!(rang(&bell, SOON), "after the server came back");
+    settle(&mut bell);
+    submit(&mut Store::open(&location).unwrap(), &[Ask::new("a")]).unwrap();
+    assert!(rang(&bell, SOON), "and as ever");
+    // A bell on a server that is not there yet is hung too, and taken down at once.
+    server.kill();
+    let started = Instant::now();
+    drop(Bell::hang(&location).unwrap());
+    drop(bell);
+    assert!(started.elapsed() < SOON);
+}

@@ -1,0 +1,382 @@
+//! Listing, resolving, removing, exporting.
+
+use std::collections::BTreeSet;
+
+use store::types::manifest::ContentHash;
+use store::{Filter, PostProcess, State, Store, StoreError, Trouble, Which, WhileRunning};
+
+use crate::lab::{Lab, Sample, key, log, output};
+
+on_both! {
+    listings_are_newest_first
+    ids_are_resolved
+    removal_takes_all_of_it_and_nothing_else
+    what_may_be_removed
+    references_are_walked_in_pages
+    post_processing_is_kept_until_done
+    the_export_has_everything
+    the_status_counts
+    a_row_of_unknown_words_is_listed_and_hides_no_other
+}
+
+fn a_row_of_unknown_words_is_listed_and_hides_no_other(lab: &Lab) {
+    let mut store = lab.store();
+    for (number, id) in ["a", "b", "c", "d"].into_iter().enumerate() {
+        made(&mut store, id, number as u32 + 1, State::Succeeded);
+        age(lab, id, 1, 9 - number as i64);
+    }
+    lab.sql("UPDATE attempts SET post_process = 'bygone', reason = 'unheard of' WHERE id = 'a'");
+    lab.sql("UPDATE attempts SET wall_ms = -1, exit_code = 99999999999 WHERE id = 'b'");
+    lab.sql("UPDATE attempts SET state = 'dreaming' WHERE id = 'c'");
+    let listed = names(&mut store, &ALL);
+    assert_eq!(listed, ["a/1", "b/1", "c/1", "d/1"]);
+    let listed = store.list(&ALL).unwrap();
+    assert_eq!(listed[0].post_process, PostProcess::Unknown);
+    assert_eq!(listed[0].post_process_word.as_deref(), Some("bygone"));
+    assert_eq!(listed[0].reason.as_deref(), Some("unheard of"));
+    assert_eq!((listed[1].wall_ms, listed[1].exit_code), (None, None));
+    assert_eq!(
+        (listed[2].state, listed[2].state_word.as_str()),
+        (State::Unknown, "dreaming")
+    );
+    let whole = store.show("a", None).unwrap();
+    assert_eq!(whole.listed.post_process, PostProcess::Unknown);
+    assert_eq!(store.show("c", None).unwrap().listed, listed[2]);
+    assert!(store.post_process_due(None, 10).unwrap().is_empty());
+    store.overview(10).unwrap();
+}
+
+fn made(store: &mut Store, id: &str, number: u32, state: State) {
+    let mut sample = Sample::new(id, &key(number));
+    sample.state = state;
+    sample.replace = true;
+    sample.attempt = sample.begin(store).unwrap();
+    sample.commit(store).unwrap();
+}
+
+const ALL: Filter = Filter {
+    states: &[],
+    since_ms: None,
+    which: Which::Latest,
+    limit: 100,
+};
+
+fn names(store: &mut Store, filter: &Filter) -> Vec<String> {
+    let listed = store.list(filter).unwrap();
+    listed
+        .iter()
+        .map(|l| format!("{}/{}", l.id, l.attempt))
+        .collect()
+}
+
+/// Two attempts may fall into one millisecond, and then their order is another; so it is set.
+fn age(lab: &Lab, id: &str, attempt: u32, ms: i64) {
+    lab.sql(&format!(
+        "UPDATE attempts SET created_ms = {ms}, committed_ms = {ms} WHERE id = '{id}' AND attempt = {attempt}"
+    ));
+}
+
+fn listings_are_newest_first(lab: &Lab) {
+    let mut store = lab.store();
+    assert_eq!(names(&mut store, &ALL), Vec::<String>::new());
+    made(&mut store, "a", 1, State::Succeeded);
+    made(&mut store, "b", 2, State::Failed);
+    made(&mut store, "a", 3, State::TimedOut);
+    made(&mut store, "c", 4, State::Error);
+    for (id, attempt, ms) in [
+        ("a", 1, 1_000),
+        ("b", 1, 2_000),
+        ("a", 2, 3_000),
+        ("c", 1, 4_000),
+    ] {
+        age(lab, id, attempt, ms);
+    }
+    assert_eq!(names(&mut store, &ALL), ["c/1", "a/2", "b/1"]);
+    let all = Filter {
+        which: Which::All,
+        ..ALL
+    };
+    assert_eq!(names(&mut store, &all), ["c/1", "a/2", "b/1", "a/1"]);
+    assert_eq!(
+        names(&mut store, &Filter { limit: 2, ..ALL }),
+        ["c/1", "a/2"]
+    );
+    assert_eq!(
+        names(
+            &mut store,
+            &Filter {
+                since_ms: Some(3_000),
+                ..ALL
+            }
+        ),
+        ["c/1", "a/2"]
+    );
+    let failed = Filter {
+        states: &[State::Failed, State::TimedOut],
+        ..ALL
+    };
+    assert_eq!(names(&mut store, &failed), ["a/2", "b/1"]);
+    let succeeded = Filter {
+        states: &[State::Succeeded],
+        ..ALL
+    };
+    assert_eq!(
+        names(&mut store, &succeeded),
+        Vec::<String>::new(),
+        "an earlier attempt does not count"
+    );
+}
+
+fn ids_are_resolved(lab: &Lab) {
+    let mut store = lab.store();
+    let missing = store.resolve("@last").unwrap_err();
+    assert!(matches!(missing, StoreError::NotFound { .. }));
+    for (number, id) in ["gwas-7", "gwas-70", "gwas_7", "GWAS-7", "x.y", "x%y"]
+        .into_iter()
+        .enumerate()
+    {
+        made(&mut store, id, number as u32 + 1, State::Succeeded);
+        age(lab, id, 1, number as i64);
+    }
+    assert_eq!(
+        store.resolve("gwas-7").unwrap(),
+        "gwas-7",
+        "exact before prefix"
+    );
+    assert_eq!(store.resolve("gwas-70").unwrap(), "gwas-70");
+    assert_eq!(store.resolve("gwas_").unwrap(), "gwas_7", "no wildcard");
+    assert_eq!(store.resolve("G").unwrap(), "GWAS-7", "case counts");
+    assert_eq!(store.resolve("@last").unwrap(), "x%y");
+    match store.resolve("gwas").unwrap_err() {
+        StoreError::Ambiguous { candidates, .. } => {
+            assert_eq!(candidates, ["gwas-7", "gwas-70", "gwas_7"])
+        }
+        other => panic!("{other}"),
+    }
+    for nothing in ["", "%", "x_", "gwas-8", "' OR 1=1 --", "\0", "@first", "ü"] {
+        let error = store.resolve(nothing).unwrap_err();
+        assert!(
+            matches!(error, StoreError::NotFound { .. }),
+            "{nothing:?}: {error}"
+        );
+        assert_eq!(error.trouble(), Trouble::Other);
+    }
+}
+
+fn removal_takes_all_of_it_and_nothing_else(lab: &Lab) {
+    let mut store = lab.store();
+    made(&mut store, "a", 1, State::Succeeded);
+    made(&mut store, "a", 2, State::Failed);
+    made(&mut store, "b", 3, State::Failed);
+    let removed = store.remove("a", WhileRunning::Refuse).unwrap();
+    assert_eq!((removed.attempts, removed.outputs), (2, 4));
+    for table in [
+        "analyses",
+        "attempts",
+        "outputs",
+        "logs",
+        "remarks",
+        "remark_counts",
+    ] {
+        let left: BTreeSet<String> = lab
+            .sql(&format!("SELECT id FROM {table}"))
+            .into_iter()
+            .collect();
+        assert_eq!(left, BTreeSet::from(["b".to_owned()]), "{table}");
+    }
+    assert!(matches!(
+        store.remove("a", WhileRunning::Refuse).unwrap_err(),
+        StoreError::NotFound { .. }
+    ));
+}
+
+fn what_may_be_removed(lab: &Lab) {
+    let mut store = lab.store();
+    for (number, (id, state, ms)) in [
+        ("old", State::Succeeded, 1_000),
+        ("older", State::Failed, 500),
+        ("new", State::Succeeded, 9_000),
+        ("redone", State::Succeeded, 100),
+        ("busy", State::Failed, 100),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        made(&mut store, id, number as u32, state);
+        age(lab, id, 1, ms);
+    }
+    made(&mut store, "redone", 10, State::Failed);
+    age(lab, "redone", 2, 9_000);
+    let mut busy = Sample::new("busy", &key(11));
+    busy.replace = true;
+    busy.begin(&mut store).unwrap();
+    let mut found = |before, states: &[State]| -> Vec<String> {
+        store
+            .removable(before, states, 100)
+            .unwrap()
+            .into_iter()
+            .map(|r| r.id)
+            .collect()
+    };
+    assert_eq!(found(5_000, &[]), ["older", "old"]);
+    assert_eq!(found(5_000, &[State::Failed]), ["older"]);
+    assert_eq!(found(10_000, &[State::Failed]), ["older", "redone"]);
+    assert_eq!(found(100, &[]), Vec::<String>::new());
+    let one = store.removable(5_000, &[], 1).unwrap();
+    assert_eq!(
+        (one[0].id.as_str(), one[0].attempts, one[0].output_bytes),
+        ("older", 1, 7)
+    );
+}
+
+fn references_are_walked_in_pages(lab: &Lab) {
+    let mut store = lab.store();
+    let mut sample = Sample::new("a", &key(1));
+    sample.outputs = (0..2_500u32)
+        .map(|n| output(format!("{n}").as_bytes(), &(n % 2_400).to_le_bytes()))
+        .collect();
+    let whole_log = ContentHash::of(b"the whole log");
+    sample.logs = vec![log("stdout", b"")];
+    sample.logs[0].object = Some(whole_log);
+    sample.record(&mut store).unwrap();
+    let mut other = Sample::new("b", &key(2));
+    other.artifact_store = "store-2".to_owned();
+    other.record(&mut store).unwrap();
+    let mut seen = Vec::new();
+    store
+        .referenced("store-1", &mut |hash| {
+            seen.push(*hash);
+            Ok(())
+        })
+        .unwrap();
+    let mut wanted: Vec<ContentHash> = sample
+        .outputs
+        .iter()
+        .map(|o| o.blake3)
+        .chain([whole_log])
+        .collect();
+    wanted.sort();
+    wanted.dedup();
+    assert_eq!(seen, wanted);
+    let stop = store.referenced("store-2", &mut |_| Err(std::io::Error::other("stop")));
+    assert!(matches!(stop.unwrap_err(), StoreError::Callback(_)));
+}
+
+fn post_processing_is_kept_until_done(lab: &Lab) {
+    let mut store = lab.store();
+    for (number, (id, host)) in [("a", "lab-1"), ("b", "lab-2")].into_iter().enumerate() {
+        let mut sample = Sample::new(id, &key(number as u32));
+        sample.host = host.to_owned();
+        sample.post_process = PostProcess::Pending;
+        sample.record(&mut store).unwrap();
+        age(lab, id, 1, number as i64);
+    }
+    made(&mut store, "c", 7, State::Succeeded);
+    let ids = |store: &mut Store, host| -> Vec<String> {
+        store
+            .post_process_due(host, 10)
+            .unwrap()
+            .into_iter()
+            .map(|d| d.id)
+            .collect()
+    };
+    assert_eq!(ids(&mut store, None), ["a", "b"]);
+    assert_eq!(ids(&mut store, Some("lab-2")), ["b"]);
+    store
+        .mark_post_process("a", 1, PostProcess::Failed, Some("exit 3"))
+        .unwrap();
+    let due = store.post_process_due(Some("lab-1"), 10).unwrap();
+    assert_eq!((due[0].state, due[0].tries), (PostProcess::Failed, 1));
+    let shown = store.show("a", None).unwrap();
+    assert_eq!(shown.post_process_message.as_deref(), Some("exit 3"));
+    assert!(shown.post_process_ms.is_some());
+    store
+        .mark_post_process("a", 1, PostProcess::Done, None)
+        .unwrap();
+    assert_eq!(ids(&mut store, None), ["b"]);
+    let shown = store.show("a", None).unwrap();
+    assert_eq!(
+        (shown.listed.post_process, shown.post_process_tries),
+        (PostProcess::Done, 2)
+    );
+    let missing = store.mark_post_process("a", 9, PostProcess::Done, None);
+    assert!(matches!(missing.unwrap_err(), StoreError::NotFound { .. }));
+}
+
+fn the_export_has_everything(lab: &Lab) {
+    let mut store = lab.store();
+    for number in 0..3 {
+        let mut sample = Sample::new(&format!("a{number}"), &key(number));
+        sample
+            .outputs
+            .extend((0..205).map(|n| output(format!("f\u{e9}/{n:03}").as_bytes(), b"")));
+        sample.outputs.push(output(b"bytes-\xff\x01", b""));
+        sample.record(&mut store).unwrap();
+    }
+    let mut text = Vec::new();
+    store.export(&mut text).unwrap();
+    let lines: Vec<serde_json::Value> = String::from_utf8(text)
+        .unwrap()
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(lines[0]["database"], store.id());
+    let count = |table: &str| lines.iter().filter(|l| l["table"] == table).count();
+    assert_eq!(
+        (count("analyses"), count("attempts"), count("outputs")),
+        (3, 3, 3 * 208)
+    );
+    assert_eq!(
+        (count("logs"), count("remarks"), count("remark_counts")),
+        (6, 3, 3)
+    );
+    let attempt = &lines.iter().find(|l| l["table"] == "attempts").unwrap()["row"];
+    assert_eq!(attempt["result"]["genes"][0], "BRCA1");
+    assert_eq!(
+        (
+            &attempt["superseded"],
+            &attempt["complete"],
+            &attempt["hints"]
+        ),
+        (&false.into(), &true.into(), &serde_json::Value::Null)
+    );
+    let plot = lines
+        .iter()
+        .find(|l| l["row"]["path_text"] == "plot.png")
+        .unwrap();
+    assert_eq!(plot["row"]["content"]["hex"], "504e47");
+    let odd = lines
+        .iter()
+        .find(|l| l["row"]["path_text"] == "bytes-\\xff\u{1}")
+        .unwrap();
+    assert_eq!(odd["row"]["path"]["hex"], "62797465732dff01");
+    assert_eq!(odd["row"]["content"], serde_json::Value::Null);
+}
+
+fn the_status_counts(lab: &Lab) {
+    let mut store = lab.store();
+    assert_eq!(store.status().unwrap().oldest_ms, None);
+    made(&mut store, "a", 1, State::Succeeded);
+    made(&mut store, "b", 2, State::Failed);
+    age(lab, "b", 1, 1_000);
+    let status = store.status().unwrap();
+    assert_eq!(status.id, store.id());
+    assert!(
+        status.rows.contains(&("attempts", 2)) && status.rows.contains(&("outputs", 4)),
+        "{status:?}"
+    );
+    assert_eq!(
+        status.states,
+        [("failed".to_owned(), 1), ("succeeded".to_owned(), 1)]
+    );
+    assert_eq!(status.oldest_ms, Some(1_000));
+    assert_eq!(
+        (
+            status.output_bytes,
+            status.last_7_days_attempts,
+            status.last_7_days_output_bytes
+        ),
+        (14, 1, 7)
+    );
+    assert!(status.bytes > 10_000, "{status:?}");
+}

@@ -1,0 +1,480 @@
+//! Versions: what a database is before it is used, and that an older writer still commits.
+
+use std::os::unix::fs::PermissionsExt;
+use std::sync::Barrier;
+
+use store::types::manifest::ContentHash;
+use store::{Committed, Location, Migrated, Schema, State, Store, StoreError, Trouble};
+
+use crate::lab::{Lab, Sample, key};
+
+on_both! {
+    an_old_writer_still_commits
+    a_newer_minor_version_is_used
+    a_newer_major_version_is_refused
+    something_else_is_refused
+    eight_at_once_make_one_schema
+    earlier_records_survive_a_migration
+}
+
+const V1: Schema = Schema { major: 1, minor: 1 };
+
+#[test]
+fn a_new_file_is_made_private_and_durable() {
+    let lab = Lab::sqlite();
+    let Location::Sqlite(path) = &lab.location else {
+        unreachable!()
+    };
+    let below = lab.dir.path().join("a/b/record ?#%41.db");
+    for path in [path, &below] {
+        let store = Store::open(&Location::Sqlite(path.clone())).unwrap();
+        assert_eq!(store.id().len(), 32);
+        for name in [path.clone(), format!("{}-wal", path.display()).into()] {
+            let mode = std::fs::metadata(&name).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600, "{}", name.display());
+        }
+        drop(store);
+        assert!(
+            !std::path::Path::new(&format!("{}-wal", path.display())).exists(),
+            "the log is left behind"
+        );
+    }
+    for made in ["a", "a/b"] {
+        let mode = std::fs::metadata(lab.dir.path().join(made))
+            .unwrap()
+            .permissions()
+            .mode();
+        assert_eq!(mode & 0o777, 0o700);
+    }
+    assert_eq!(lab.sql("PRAGMA journal_mode"), ["wal"]);
+}
+
+#[test]
+fn postgresql_is_migrated_on_request_only() {
+    let Some(lab) = Lab::postgres_empty() else {
+        return;
+    };
+    let error = Store::open(&lab.location).unwrap_err();
+    assert!(
+        matches!(error, StoreError::NeedsMigration { found: None, .. }),
+        "{error}"
+    );
+    assert!(error.to_string().contains("fumehood db migrate"), "{error}");
+    assert_eq!(error.trouble(), Trouble::Schema);
+    let done = Store::migrate_to(&lab.location, V1).unwrap();
+    assert_eq!(done, Migrated { from: None, to: V1 });
+    let error = Store::open(&lab.location).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            StoreError::NeedsMigration {
+                found: Some(V1),
+                ..
+            }
+        ),
+        "{error}"
+    );
+    let done = Store::migrate(&lab.location).unwrap();
+    assert_eq!(
+        done,
+        Migrated {
+            from: Some(V1),
+            to: Schema::CURRENT
+        }
+    );
+    let id = lab.store().id().to_owned();
+    let done = Store::migrate(&lab.location).unwrap();
+    assert_eq!(
+        done,
+        Migrated {
+            from: Some(Schema::CURRENT),
+            to: Schema::CURRENT
+        }
+    );
+    assert_eq!(lab.store().id(), id);
+}
+
+#[test]
+fn a_schema_of_somebody_else_is_not_migrated() {
+    let Some(lab) = Lab::postgres_empty() else {
+        return;
+    };
+    let (server, database) = lab.server.as_ref().unwrap();
+    server.psql(
+        database,
+        "CREATE SCHEMA fumehood AUTHORIZATION fumehood_stranger",
+    );
+    server.psql(database, &format!("GRANT ALL ON SCHEMA fumehood TO fumehood_owner; GRANT CREATE ON DATABASE {database} TO fumehood_owner"));
+    let error = Store::migrate(&server.location(database, "fumehood_owner")).unwrap_err();
+    assert!(
+        matches!(&error, StoreError::SchemaOwner { owner, .. } if owner == "fumehood_stranger"),
+        "{error}"
+    );
+    // The control: once it is its own, it may, without any right to create schemas.
+    server.psql(database, &format!("ALTER SCHEMA fumehood OWNER TO fumehood_owner; REVOKE CREATE ON DATABASE {database} FROM fumehood_owner"));
+    Store::migrate(&server.location(database, "fumehood_owner")).unwrap();
+}
+
+#[test]
+fn both_databases_have_the_same_columns() {
+    let sqlite = Lab::sqlite();
+    drop(sqlite.store());
+    let Some(postgres) = Lab::postgres() else {
+        return;
+    };
+    let of_sqlite = sqlite.sql(
+        "SELECT m.name || '.' || c.name FROM sqlite_schema m, pragma_table_info(m.name) c
+         WHERE m.type IN ('table', 'view') ORDER BY m.name, c.cid",
+    );
+    let of_postgres = postgres.sql(
+        "SELECT table_name || '.' || column_name FROM information_schema.columns
+         WHERE table_schema = 'fumehood' ORDER BY table_name COLLATE \"C\", ordinal_position",
+    );
+    assert!(of_sqlite.len() > 100, "{of_sqlite:?}");
+    assert_eq!(of_sqlite, of_postgres);
+    let indexes = |lab: &Lab, sql| lab.sql(sql);
+    assert_eq!(
+        indexes(&sqlite, "SELECT name FROM sqlite_schema WHERE type = 'index' AND sql IS NOT NULL ORDER BY name"),
+        indexes(
+            &postgres,
+            "SELECT i.relname FROM pg_index x JOIN pg_class i ON i.oid = x.indexrelid JOIN pg_namespace n ON n.oid = i.relnamespace
+             WHERE n.nspname = 'fumehood' AND NOT x.indisunique ORDER BY i.relname COLLATE \"C\"",
+        ),
+    );
+}
+
+#[test]
+fn nobody_can_stand_before_our_tables() {
+    let Some(lab) = Lab::postgres() else {
+        return;
+    };
+    let (server, database) = lab.server.as_ref().unwrap();
+    server.psql(
+        database,
+        "CREATE TABLE public.attempts (x int); CREATE TABLE public.analyses (x int); CREATE TABLE public.outputs (x int);
+         CREATE FUNCTION public.pg_notify(text, text) RETURNS void LANGUAGE sql AS 'SELECT 1/0';
+         CREATE FUNCTION public.clock_timestamp() RETURNS int LANGUAGE sql AS 'SELECT 1';
+         ALTER ROLE postgres SET search_path = public, fumehood",
+    );
+    let sample = Sample::new("a", &key(1));
+    let mut store = lab.store();
+    sample.begin(&mut store).unwrap();
+    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    server.psql(database, "ALTER ROLE postgres RESET search_path");
+}
+
+fn set_version(lab: &Lab, major: u32, minor: u32) {
+    drop(lab.store());
+    lab.sql(&format!(
+        "UPDATE meta SET schema_major = {major}, schema_minor = {minor}"
+    ));
+}
+
+fn a_newer_minor_version_is_used(lab: &Lab) {
+    set_version(lab, 1, 99);
+    lab.sql("ALTER TABLE attempts ADD COLUMN of_the_future TEXT");
+    let mut store = lab.store();
+    let sample = Sample::new("a", &key(1));
+    sample.begin(&mut store).unwrap();
+    sample.commit(&mut store).unwrap();
+    assert_eq!(
+        store.show("a", None).unwrap().listed.state,
+        State::Succeeded
+    );
+    store.export(&mut Vec::new()).unwrap();
+    assert_eq!(
+        store.status().unwrap().schema,
+        Schema {
+            major: 1,
+            minor: 99
+        }
+    );
+    let done = Store::migrate(&lab.location).unwrap();
+    assert_eq!(
+        done.to,
+        Schema {
+            major: 1,
+            minor: 99
+        }
+    );
+}
+
+fn a_newer_major_version_is_refused(lab: &Lab) {
+    set_version(lab, 2, 0);
+    for error in [
+        Store::open(&lab.location).unwrap_err(),
+        Store::migrate(&lab.location).unwrap_err(),
+    ] {
+        assert!(matches!(error, StoreError::NewerSchema { .. }), "{error}");
+        assert_eq!(error.trouble(), Trouble::Schema);
+    }
+}
+
+fn something_else_is_refused(lab: &Lab) {
+    drop(lab.store());
+    lab.sql("DROP VIEW analyses_v1");
+    lab.sql("DROP TABLE meta");
+    for error in [
+        Store::open(&lab.location).unwrap_err(),
+        Store::migrate(&lab.location).unwrap_err(),
+    ] {
+        assert!(matches!(error, StoreError::NotOurs { .. }), "{error}");
+    }
+}
+
+fn eight_at_once_make_one_schema(_: &Lab) {
+    // Not the lab that was given: one without a schema.
+    for lab in [Some(Lab::sqlite()), Lab::postgres_empty()]
+        .into_iter()
+        .flatten()
+    {
+        let barrier = Barrier::new(8);
+        let ids: Vec<String> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8)
+                .map(|_| {
+                    scope.spawn(|| {
+                        barrier.wait();
+                        if lab.is_postgres() {
+                            Store::migrate(&lab.location).unwrap();
+                        }
+                        lab.store().id().to_owned()
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert!(ids.iter().all(|id| *id == ids[0]), "{ids:?}");
+        assert_eq!(lab.sql("SELECT COUNT(*) FROM meta"), ["1"]);
+    }
+}
+
+fn earlier_records_survive_a_migration(lab: &Lab) {
+    let empty = match lab.is_postgres() {
+        true => Lab::postgres_empty().unwrap(),
+        false => Lab::sqlite(),
+    };
+    Store::migrate_to(&empty.location, V1).unwrap();
+    old_writer(&empty, "before");
+    if empty.is_postgres() {
+        Store::migrate(&empty.location).unwrap();
+    }
+    read_what_the_old_writer_wrote(&empty, "before");
+}
+
+fn an_old_writer_still_commits(lab: &Lab) {
+    drop(lab.store());
+    old_writer(lab, "after");
+    read_what_the_old_writer_wrote(lab, "after");
+}
+
+/// A value of a frozen statement.
+enum Lit<'a> {
+    Int(i64),
+    Text(&'a str),
+    Bytes(&'a [u8]),
+    Bool(bool),
+    Null,
+}
+
+impl Lit<'_> {
+    fn sql(&self, postgres: bool) -> String {
+        let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
+        match self {
+            Lit::Int(value) => value.to_string(),
+            Lit::Text(text) => format!("'{text}'"),
+            Lit::Bytes(bytes) if postgres => format!("'\\x{}'", hex(bytes)),
+            Lit::Bytes(bytes) => format!("x'{}'", hex(bytes)),
+            Lit::Bool(value) => value.to_string(),
+            Lit::Null => "NULL".to_owned(),
+        }
+    }
+}
+
+/// Runs a statement as it was frozen. Values are put in from the last to the first, so that `$1` is not found in `$10`.
+fn frozen(lab: &Lab, statement: &str, values: &[Lit]) {
+    let literals: Vec<String> = values.iter().map(|v| v.sql(lab.is_postgres())).collect();
+    if lab.is_postgres() {
+        lab.sql(&format!(
+            "PREPARE frozen AS {statement}; EXECUTE frozen({})",
+            literals.join(", ")
+        ));
+        return;
+    }
+    let mut sql = statement.to_owned();
+    for (at, literal) in literals.iter().enumerate().rev() {
+        sql = sql.replace(&format!("${}", at + 1), literal);
+    }
+    lab.sql(&sql);
+}
+
+/// What Fumehood 0.1 with schema 1.1 sent, statement by statement. Never to be changed.
+fn old_writer(lab: &Lab, id: &str) {
+    use Lit::{Bool, Bytes, Int, Null, Text};
+    let hash = ContentHash::of(b"x").to_string();
+    frozen(
+        lab,
+        include_str!("old_writer/begin_analysis.sql"),
+        &[Text(id), Int(1_000)],
+    );
+    frozen(lab, include_str!("old_writer/number.sql"), &[Text(id)]);
+    let begin = [
+        Text(id),
+        Int(1),
+        Text("k1"),
+        Bool(false),
+        Text("old-host"),
+        Text("boot"),
+        Null,
+        Text("/tmp/w"),
+        Text("{}"),
+        Int(1_000),
+    ];
+    frozen(lab, include_str!("old_writer/begin_attempt.sql"), &begin);
+    let commit = [
+        Text(id),
+        Int(1),
+        Text("k1"),
+        Int(2_000),
+        Text("failed"),
+        Text("exit_code"),
+        Text("exit 3"),
+        Int(1_100),
+        Int(1_900),
+        Int(800),
+        Int(700),
+        Int(5),
+        Null,
+        Int(6),
+        Int(7),
+        Int(0),
+        Int(3),
+        Null,
+        Text("full"),
+        Text("{}"),
+        Text("[]"),
+        Null,
+        Text("[\"n\"]"),
+        Bool(true),
+        Int(1),
+        Int(1),
+        Int(2),
+        Text("{\"a\": 1}"),
+        Null,
+    ];
+    frozen(lab, include_str!("old_writer/commit.sql"), &commit);
+    let output = [
+        Text(id),
+        Int(1),
+        Bytes(b"o\xff"),
+        Text("o\\xff"),
+        Int(1),
+        Text("text/plain"),
+        Text(&hash),
+        Int(3),
+        Text("s"),
+        Text("old-host"),
+        Bytes(b"x"),
+    ];
+    frozen(lab, include_str!("old_writer/output.sql"), &output);
+    let log = [
+        Text(id),
+        Int(1),
+        Text("stdout"),
+        Int(2),
+        Int(0),
+        Bool(false),
+        Bytes(b"hi"),
+        Bytes(b""),
+        Null,
+        Null,
+        Null,
+        Null,
+    ];
+    frozen(lab, include_str!("old_writer/log.sql"), &log);
+    frozen(
+        lab,
+        include_str!("old_writer/remark.sql"),
+        &[Text(id), Int(1), Int(0), Text("f"), Text("fifo")],
+    );
+    frozen(
+        lab,
+        include_str!("old_writer/remark_count.sql"),
+        &[Text(id), Int(1), Text("fifo"), Int(2)],
+    );
+}
+
+/// What Fumehood with schema 1.2 sent to commit an attempt that somebody claimed for it. Never to be changed.
+pub fn old_commit_of_1_2(lab: &Lab, id: &str, key: &str) {
+    use Lit::{Bool, Int, Null, Text};
+    let commit = [
+        Text(id),
+        Int(1),
+        Text(key),
+        Int(2_000),
+        Text("failed"),
+        Text("exit"),
+        Text("exit 3"),
+        Int(1_100),
+        Int(1_900),
+        Int(800),
+        Int(700),
+        Int(5),
+        Null,
+        Int(6),
+        Int(7),
+        Int(0),
+        Int(3),
+        Null,
+        Text("full"),
+        Text("{}"),
+        Text("[]"),
+        Null,
+        Null,
+        Text("{}"),
+        Bool(true),
+        Int(0),
+        Int(0),
+        Int(0),
+        Null,
+        Null,
+        Null,
+    ];
+    frozen(lab, include_str!("old_writer/commit_1_2.sql"), &commit);
+}
+
+fn read_what_the_old_writer_wrote(lab: &Lab, id: &str) {
+    let mut store = lab.store();
+    let shown = store.show(id, None).unwrap();
+    assert_eq!(
+        (shown.listed.state, shown.listed.exit_code),
+        (State::Failed, Some(3))
+    );
+    assert_eq!(shown.listed.committed_ms, Some(2_000));
+    assert_eq!(
+        (shown.listed.post_process.as_str(), shown.post_process_tries),
+        (None, 0)
+    );
+    assert_eq!(shown.result_json.as_deref(), Some("{\"a\": 1}"));
+    let outputs = store.outputs(id, 1).unwrap();
+    assert_eq!(outputs[0].path.as_bytes(), b"o\xff");
+    assert_eq!(
+        store
+            .output_content(id, 1, &outputs[0].path)
+            .unwrap()
+            .as_deref(),
+        Some(&b"x"[..])
+    );
+    assert_eq!(store.log(id, 1, "stdout").unwrap().unwrap().head, b"hi");
+    assert_eq!(store.remarks(id, 1).unwrap().1[0].count, 2);
+    assert_eq!(
+        lab.sql("SELECT state, post_process_tries FROM analyses_v1"),
+        ["failed|0"]
+    );
+    // The new writer goes on where the old one stopped, and knows its key.
+    let mut sample = Sample::new(id, &key(2));
+    sample.replace = true;
+    assert_eq!(sample.begin(&mut store).unwrap(), 2);
+    let mut repeat = Sample::new(id, "k1");
+    repeat.attempt = 1;
+    assert_eq!(repeat.commit(&mut store).unwrap(), Committed::Already);
+}

@@ -1,0 +1,176 @@
+//! The values of secret variables: there while an attempt may need them, and erased in the transaction that ends the last.
+
+use store::{Cancelled, State, StoreError};
+
+use crate::desk::{Ask, GIB, claim_one, commit, give_up, submit, worker};
+use crate::lab::Lab;
+
+on_both! {
+    secrets_are_erased_with_the_last_end
+    secrets_stay_while_another_attempt_is_to_come
+    secrets_of_what_never_ran_are_erased
+    a_retry_wants_the_values_again
+    erased_secrets_are_nowhere_in_the_file
+}
+
+const SECRET: &str = "hunter2-hunter2-hunter2";
+
+fn ask(id: &str) -> Ask {
+    let request = format!(
+        r#"{{"version":1,"id":"{id}","command":{{"argv":["true"]}},"settings":{{"env":{{"list":["SEED=7","PLAIN={SECRET}","API_TOKEN={SECRET}"]}},"secret_env":{{"list":["PLA*"]}}}},"inputs":[],"stdin":null}}"#
+    );
+    Ask {
+        request,
+        ..Ask::new(id)
+    }
+}
+
+fn request(lab: &Lab, id: &str) -> String {
+    lab.sql(&format!(
+        "SELECT request FROM submissions WHERE id = '{id}'"
+    ))
+    .join("\n")
+}
+
+fn is_erased(lab: &Lab, id: &str) {
+    let request = request(lab, id);
+    assert!(!request.contains(SECRET), "{request}");
+    assert!(
+        request.contains(r#"["SEED=7","PLAIN","API_TOKEN"]"#),
+        "{request}"
+    );
+}
+
+fn secrets_are_erased_with_the_last_end(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[ask("a")]).unwrap();
+    let claimed = claim_one(&mut store);
+    assert!(claimed.request_json.contains(SECRET), "the control");
+    assert!(request(lab, "a").contains(SECRET), "it may be lost yet");
+    commit(&mut store, &claimed, State::Succeeded, "exited").unwrap();
+    is_erased(lab, "a");
+    let print = lab.sql("SELECT fingerprint FROM submissions WHERE id = 'a'");
+    assert_eq!(print, [""], "it was made of the secret");
+    // One that somebody cancelled while it ran, one that failed, and one whose runner was lost.
+    for (id, state) in [("c", State::Cancelled), ("f", State::Failed)] {
+        submit(&mut store, &[ask(id)]).unwrap();
+        let claimed = claim_one(&mut store);
+        if state == State::Cancelled {
+            let asked = store.cancel(id, "bob").unwrap();
+            assert!(matches!(asked, Cancelled::Asked { .. }));
+            assert!(request(lab, id).contains(SECRET));
+        }
+        commit(&mut store, &claimed, state, "exited").unwrap();
+        is_erased(lab, id);
+    }
+    submit(&mut store, &[ask("l")]).unwrap();
+    let claimed = claim_one(&mut store);
+    assert!(give_up(&mut store, &claimed));
+    is_erased(lab, "l");
+}
+
+fn secrets_stay_while_another_attempt_is_to_come(lab: &Lab) {
+    let mut store = lab.store();
+    let retried = Ask {
+        retries: 1,
+        ..ask("a")
+    };
+    submit(&mut store, &[retried]).unwrap();
+    let first = claim_one(&mut store);
+    assert!(give_up(&mut store, &first));
+    assert!(request(lab, "a").contains(SECRET));
+    lab.sql("UPDATE queue SET not_before_ms = 1 WHERE not_before_ms IS NOT NULL");
+    let second = claim_one(&mut store);
+    assert!(second.request_json.contains(SECRET));
+    commit(&mut store, &second, State::Failed, "exited").unwrap();
+    is_erased(lab, "a");
+    // What comes late changes nothing.
+    let _late = commit(&mut store, &first, State::Succeeded, "exited");
+    is_erased(lab, "a");
+}
+
+fn secrets_of_what_never_ran_are_erased(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[ask("q")]).unwrap();
+    let cancelled = store.cancel("q", "bob").unwrap();
+    assert!(matches!(cancelled, Cancelled::Now { .. }));
+    is_erased(lab, "q");
+    let large = Ask {
+        memory_bytes: Some(900 * GIB),
+        ..ask("p")
+    };
+    submit(&mut store, &[large]).unwrap();
+    lab.sql("UPDATE queue SET ready_ms = 1");
+    let small = worker("w1", GIB, 1_000);
+    assert_eq!(store.park_unfit(&small, GIB, 1).unwrap(), ["p"]);
+    is_erased(lab, "p");
+}
+
+fn a_retry_wants_the_values_again(lab: &Lab) {
+    let mut store = lab.store();
+    submit(&mut store, &[ask("a"), Ask::new("b")]).unwrap();
+    for _ in 0..2 {
+        let claimed = claim_one(&mut store);
+        commit(&mut store, &claimed, State::Failed, "exited").unwrap();
+    }
+    let value = |name: &str| (name.to_owned(), format!("{name}-again"));
+    let refused = |store: &mut store::Store, given: &[(String, String)]| {
+        store.retry("a", "bob", given).unwrap_err()
+    };
+    let error = refused(&mut store, &[]);
+    assert_eq!(error.code(), Some("secrets_erased"));
+    let text = error.to_string();
+    assert!(
+        text.contains("PLAIN, API_TOKEN") && text.contains("--env"),
+        "{text}"
+    );
+    let error = refused(&mut store, &[value("PLAIN")]);
+    assert!(matches!(&error, StoreError::SecretsErased { names, .. } if names == &["API_TOKEN"]));
+    let error = refused(
+        &mut store,
+        &[value("PLAIN"), value("API_TOKEN"), value("SEED")],
+    );
+    assert!(matches!(&error, StoreError::NotErased { name, .. } if name == "SEED"));
+    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+    // The controls: with all of them, and of one that had none.
+    let all = [value("PLAIN"), value("API_TOKEN")];
+    assert_eq!(store.retry("a", "bob", &all).unwrap(), 2);
+    let claimed = claim_one(&mut store);
+    let env = r#"["SEED=7","PLAIN=PLAIN-again","API_TOKEN=API_TOKEN-again"]"#;
+    assert!(
+        claimed.request_json.contains(env),
+        "{}",
+        claimed.request_json
+    );
+    commit(&mut store, &claimed, State::Succeeded, "exited").unwrap();
+    is_erased(lab, "a");
+    assert_eq!(store.retry("b", "bob", &[]).unwrap(), 2);
+}
+
+/// SQLite's file itself; of a server's files nothing is promised.
+fn erased_secrets_are_nowhere_in_the_file(lab: &Lab) {
+    if lab.is_postgres() {
+        return;
+    }
+    let mut store = lab.store();
+    let mut long = ask("a");
+    // Long enough for pages of its own, which are freed.
+    let padding = "x".repeat(30_000);
+    long.request = long.request.replace("SEED=7", &format!("SEED={padding}"));
+    submit(&mut store, &[long, ask("b")]).unwrap();
+    let file = lab.sql("SELECT file FROM pragma_database_list WHERE name = 'main'");
+    let in_file = || {
+        lab.sql("PRAGMA wal_checkpoint(TRUNCATE)");
+        let bytes = std::fs::read(&file[0]).unwrap();
+        let found = bytes
+            .windows(SECRET.len())
+            .filter(|w| *w == SECRET.as_bytes());
+        found.count()
+    };
+    assert!(in_file() >= 4, "the control");
+    for _ in 0..2 {
+        let claimed = claim_one(&mut store);
+        commit(&mut store, &claimed, State::Succeeded, "exited").unwrap();
+    }
+    assert_eq!(in_file(), 0);
+}
