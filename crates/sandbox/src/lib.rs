@@ -34,39 +34,27 @@
 #![deny(unsafe_code)]
 
 pub mod attack;
-mod broker;
-pub mod cgroup;
 mod channel;
-mod cpus;
-mod deputy;
-mod dying;
-mod feed;
-mod init;
-mod landlock;
+mod confine;
+mod inside;
 pub mod launch;
-mod leaving;
-mod mounts;
-mod namespaces;
-mod oom;
+mod layout;
 pub mod outcome;
+mod plan;
 pub mod probe;
-mod processes;
 pub mod promises;
-pub mod quota;
-mod rlimits;
-pub mod seccomp;
-mod socket_share;
+mod resources;
 pub mod spec;
-pub mod standby;
-mod streams;
+mod standby_slot;
+mod step_report;
 pub mod supervise;
-mod sweeper;
 mod sys;
-mod views;
-mod watch;
 
-pub use channel::monotonic_us;
-pub use mounts::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM};
+pub use launch::standby;
+pub use layout::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM};
+pub use plan::Plan;
+pub use resources::{cgroup, quota};
 pub use sys::{
-    block_signals, hear_of_children, landlock_abi, let_go_of_code, read_signal, signal_fd,
+    block_signals, hear_of_children, landlock_abi, let_go_of_code, monotonic_us, read_signal,
+    signal_fd,
 };

@@ -5,9 +5,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 
-use super::Handed;
-use crate::channel::{During, Report, Reporter, StepError};
+use crate::channel::Report;
+use crate::plan::Handed;
 use crate::spec::{Spec, Terminal};
+use crate::step_report::{During, Reporter, StepError};
 use crate::sys;
 
 /// A terminal of the sandbox's own devpts; its outer end goes to the runner.

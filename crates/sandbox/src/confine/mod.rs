@@ -1,0 +1,5 @@
+//! placeholder
+
+pub mod capabilities;
+pub mod landlock;
+pub mod seccomp;

@@ -1,0 +1,225 @@
+//! Stops the run's processes for a moment, so that they let go of what only a system call of theirs holds.
+//!
+//! A thread inside a system call holds the files that the call was given, also after another thread has closed
+//! their descriptors: `sendfile` into a full pipe, `flock` on a locked file, `sendmsg` of descriptors to a peer that does not
+//! read. Such a file has no name, no descriptor and no mapping, and nothing in /proc shows it. SIGSTOP makes every call that
+//! waits return to user space first (signal(7)); the file is freed on the way, and the call is made anew with a
+//! descriptor that is closed. What a file system holds less after a pause than before it was held by such calls.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::{Realm, hold_descendants, pids};
+use crate::sys;
+use crate::sys::procfs::{SMALL, hold, numbers_in, read};
+
+/// A thread that writes one large piece, or waits for a disk, stops only after that.
+const ANSWER_AT_MOST: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// A pause interrupts calls that ordinary programs make, such as epoll_wait.
+const PAUSE_EVERY: Duration = Duration::from_millis(500);
+/// After a pause that freed something: who hides writes on meanwhile.
+const PAUSE_AGAIN: Duration = Duration::from_millis(50);
+/// Others may free space during one pause, but hardly during each.
+const CERTAIN: u32 = 2;
+
+/// The processes that were stopped go on when this is dropped.
+pub struct Paused {
+    stopped: Vec<(u32, OwnedFd)>,
+    /// Every process whose threads share descriptors has stopped.
+    pub answered: bool,
+}
+
+impl Drop for Paused {
+    fn drop(&mut self) {
+        // Children first: a parent that waits for stopped children finds none.
+        self.stopped.sort_by_key(|(pid, _)| std::cmp::Reverse(*pid));
+        for (_, held) in &self.stopped {
+            let _gone = sys::signal_held(held.as_fd(), libc::SIGCONT);
+        }
+    }
+}
+
+/// Stops all processes of the run but this one, and waits for them, with a bound.
+pub fn pause(realm: Realm) -> Paused {
+    let until = Instant::now() + ANSWER_AT_MOST;
+    let mut stopped: HashMap<u32, Option<OwnedFd>> = HashMap::new();
+    let answered = loop {
+        // One that is found in this round may have been born after its parent's list was read.
+        let mut all = true;
+        for (pid, held) in held_processes(realm) {
+            if let Some(_known) = stopped.get(&pid) {
+                all &= threads(pid).is_harmless();
+                continue;
+            }
+            // One that the program itself has stopped stays so.
+            let by_us = threads(pid).running > 0;
+            if by_us {
+                all = false;
+                let _gone = sys::signal_held(held.as_fd(), libc::SIGSTOP);
+            }
+            stopped.insert(pid, by_us.then_some(held));
+        }
+        if all || Instant::now() >= until {
+            break all;
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    };
+    let by_us = |(pid, held): (u32, Option<OwnedFd>)| Some((pid, held?));
+    Paused {
+        stopped: stopped.into_iter().filter_map(by_us).collect(),
+        answered,
+    }
+}
+
+fn held_processes(realm: Realm) -> Vec<(u32, OwnedFd)> {
+    match realm {
+        Realm::Descendants => hold_descendants(),
+        Realm::Namespace => {
+            let own = std::process::id();
+            let others = pids(realm).into_iter().filter(|pid| *pid != own);
+            others.filter_map(|pid| Some((pid, hold(pid)?))).collect()
+        }
+    }
+}
+
+struct Threads {
+    all: usize,
+    /// Neither stopped nor dead.
+    running: usize,
+}
+
+impl Threads {
+    /// A single thread holds nothing that its own table does not show: nobody else can close its descriptors.
+    fn is_harmless(&self) -> bool {
+        self.running == 0 || self.all == 1
+    }
+}
+
+fn threads(pid: u32) -> Threads {
+    let dir = format!("/proc/{pid}/task");
+    let state = |tid: u32| -> Option<char> {
+        let stat = read(format!("{dir}/{tid}/stat"), SMALL)?;
+        stat.rsplit_once(')')?.1.trim_start().chars().next()
+    };
+    let states: Vec<char> = numbers_in(Path::new(&dir)).filter_map(state).collect();
+    let is_running = |state: &&char| !matches!(state, 'T' | 't' | 'Z' | 'X');
+    Threads {
+        all: states.len(),
+        running: states.iter().filter(is_running).count(),
+    }
+}
+
+/// What a whole file system, or the host's shared memory, holds beyond what was measured of the run. It is others', or
+/// held by calls of the run's; a pause tells which.
+pub struct Unexplained {
+    /// Others hold no more than this.
+    others: i64,
+    slack: u64,
+    paused_at: Option<Instant>,
+    /// What pauses have freed, and how many of them.
+    freed: u64,
+    freeing_pauses: u32,
+    unanswered_pauses: u32,
+}
+
+/// What was learnt from a pause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Nothing,
+    /// So much has been held by calls in all.
+    Hidden(u64),
+    /// Threads do not stop, and hold whatever they hold.
+    Unanswered,
+}
+
+impl Unexplained {
+    pub fn new(in_use: u64, slack: u64) -> Self {
+        Unexplained {
+            others: in_use as i64,
+            slack,
+            paused_at: None,
+            freed: 0,
+            freeing_pauses: 0,
+            unanswered_pauses: 0,
+        }
+    }
+
+    /// Whether so much has come to be in use, beyond what was measured, that it may be hidden.
+    pub fn calls_for_pause(&mut self, in_use: u64, measured: u64) -> bool {
+        let unexplained = in_use as i64 - measured as i64;
+        if unexplained <= self.others.saturating_add_unsigned(self.slack) {
+            self.others = self.others.min(unexplained);
+            return false;
+        }
+        let interval = match self.freeing_pauses {
+            0 => PAUSE_EVERY,
+            _ => PAUSE_AGAIN,
+        };
+        self.paused_at.is_none_or(|at| at.elapsed() >= interval)
+    }
+
+    /// What was in use before a pause, and in the midst of it.
+    pub fn note_pause(
+        &mut self,
+        before: u64,
+        after: u64,
+        measured: u64,
+        answered: bool,
+    ) -> Verdict {
+        self.paused_at = Some(Instant::now());
+        self.others = after as i64 - measured as i64;
+        let freed = before.saturating_sub(after);
+        if freed > self.slack / 2 {
+            self.freed += freed;
+            self.freeing_pauses += 1;
+        }
+        self.unanswered_pauses = match answered {
+            true => 0,
+            false => self.unanswered_pauses + 1,
+        };
+        if self.freeing_pauses >= CERTAIN {
+            return Verdict::Hidden(self.freed);
+        }
+        match self.unanswered_pauses >= CERTAIN {
+            true => Verdict::Unanswered,
+            false => Verdict::Nothing,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_others_hold_is_asked_about_once() {
+        let mut disk = Unexplained::new(1000, 100);
+        // The run had inputs of 200 from the start.
+        assert!(!disk.calls_for_pause(1000, 200));
+        assert!(!disk.calls_for_pause(1050, 200));
+        assert!(disk.calls_for_pause(1500, 200));
+        assert_eq!(disk.note_pause(1500, 1500, 200, true), Verdict::Nothing);
+        assert!(!disk.calls_for_pause(1580, 200));
+        assert!(!disk.calls_for_pause(1480, 100), "it deleted something");
+    }
+
+    #[test]
+    fn hidden_is_what_two_pauses_free() {
+        let mut disk = Unexplained::new(0, 100);
+        assert!(disk.calls_for_pause(500, 0));
+        assert_eq!(disk.note_pause(500, 0, 0, true), Verdict::Nothing);
+        assert_eq!(disk.note_pause(600, 20, 0, true), Verdict::Hidden(1080));
+    }
+
+    #[test]
+    fn who_does_not_stop_twice_in_a_row_hides() {
+        let mut disk = Unexplained::new(0, 100);
+        assert_eq!(disk.note_pause(500, 500, 0, false), Verdict::Nothing);
+        assert_eq!(disk.note_pause(900, 900, 0, true), Verdict::Nothing);
+        assert_eq!(disk.note_pause(1300, 1300, 0, false), Verdict::Nothing);
+        assert_eq!(disk.note_pause(1800, 1800, 0, false), Verdict::Unanswered);
+    }
+}
