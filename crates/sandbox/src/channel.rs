@@ -14,7 +14,7 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::outcome::{Exit, Stop, Usage};
+use crate::outcome::{Exit, ResourceUsage, Stop};
 use crate::spec::Layer;
 
 /// No message is longer: the spec itself travels in a memory file.
@@ -25,7 +25,7 @@ pub const DESCRIPTORS_MAX: usize = 24;
 /// From the sandbox to the runner.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Report {
+pub enum SandboxReport {
     /// The step failed; nothing of the program has run.
     Failed {
         step: String,
@@ -36,7 +36,7 @@ pub enum Report {
     Started { layers: Vec<(Layer, String)> },
     /// The host pid of the sandbox's init, now a child of the runner.
     Init { pid: i32 },
-    /// Carries the descriptor of a workspace that lives in memory; the runner fills it and says [`Order::Filled`].
+    /// Carries the descriptor of a workspace that lives in memory; the runner fills it and says [`InitOrder::Filled`].
     Workspace,
     /// Carries the outer end of the program's terminal.
     Terminal,
@@ -45,13 +45,13 @@ pub enum Report {
     Dying {
         exit: Option<Exit>,
         stop: Option<Stop>,
-        usage: Usage,
+        usage: ResourceUsage,
     },
     /// Everything is over inside.
     Ended {
         exit: Option<Exit>,
         stop: Option<Stop>,
-        usage: Usage,
+        usage: ResourceUsage,
         /// Init has no child left, and as pid 1 it would: nobody else is in there.
         alone: bool,
     },
@@ -60,7 +60,7 @@ pub enum Report {
 /// From the runner to the sandbox's init.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Order {
+pub enum InitOrder {
     /// The workspace in memory has its inputs.
     Filled,
     /// Whoever records the run knows of it: the program may be executed.
@@ -166,11 +166,11 @@ mod tests {
     #[test]
     fn last_words_are_heard_of_one_that_did_not_listen() {
         let (ours, theirs) = pair().unwrap();
-        send(ours.as_fd(), &Order::Go, &[]).unwrap();
-        send(theirs.as_fd(), &Report::Workspace, &[]).unwrap();
+        send(ours.as_fd(), &InitOrder::Go, &[]).unwrap();
+        send(theirs.as_fd(), &SandboxReport::Workspace, &[]).unwrap();
         drop(theirs);
-        let heard = || receive::<Report>(ours.as_fd(), Wait::No).unwrap();
-        assert!(matches!(heard(), Some((Report::Workspace, _))));
+        let heard = || receive::<SandboxReport>(ours.as_fd(), Wait::No).unwrap();
+        assert!(matches!(heard(), Some((SandboxReport::Workspace, _))));
         assert!(heard().is_none(), "nobody is there any more");
     }
 }

@@ -4,17 +4,17 @@
 pub const INSIDE_UID: u32 = 1000;
 pub const INSIDE_GID: u32 = 1000;
 /// The program's /tmp: private to the run, below the workspace on the host, and empty when seen there from inside.
-pub const HIDDEN: &str = ".fumehood";
+pub const HIDDEN_DIR: &str = ".fumehood";
 /// The program's home: in its private /tmp, so counted as disk and never collected.
 pub const INSIDE_HOME: &str = "/tmp/home";
 
 /// The system runtime (promise P3). A symlink on the host is the same symlink inside.
-pub const SYSTEM: [&str; 7] = [
+pub const SYSTEM_DIRS: [&str; 7] = [
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32",
 ];
 
 /// What of the host's /etc is shown, and why. Nothing here holds a credential.
-pub const ETC: &[(&str, &str)] = &[
+pub const ETC_ENTRIES: &[(&str, &str)] = &[
     ("ImageMagick-6", "policy and delegates of convert"),
     ("OpenCL", "which OpenCL drivers there are"),
     (
@@ -66,4 +66,4 @@ pub const ETC: &[(&str, &str)] = &[
 ];
 
 /// Devices that hold no state of anyone's.
-pub const DEVICES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];
+pub const DEVICE_NAMES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];

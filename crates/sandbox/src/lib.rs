@@ -26,7 +26,7 @@
 //! to be gone.
 //!
 //! That is level `full`. At level `landlock` there are no namespaces and no new root. Pid 1's place is taken by the
-//! *guardian*, the same code with another `processes::Realm`: the run's processes are its descendants, since it
+//! *guardian*, the same code with another `processes::ProcessSet`: the run's processes are its descendants, since it
 //! is their subreaper; it does not die with the runner but kills them all first; and it does for the program, on
 //! the workspace, what Landlock cannot judge (`deputy.rs`). Which level a host gives is found by building a
 //! miniature of it (`probe.rs`); what holds at each is a table (`promises.rs`).
@@ -51,10 +51,10 @@ pub mod supervise;
 mod sys;
 
 pub use launch::standby;
-pub use layout::{HIDDEN, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM};
-pub use plan::Plan;
+pub use layout::{HIDDEN_DIR, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM_DIRS};
+pub use plan::LaunchPlan;
 pub use resources::{cgroup, quota};
 pub use sys::{
-    block_signals, hear_of_children, landlock_abi, let_go_of_code, monotonic_us, read_signal,
+    block_signals, drop_code_pages, landlock_abi, monotonic_us, read_signal, reset_sigchld,
     signal_fd,
 };

@@ -11,12 +11,12 @@ use crate::spec::{Hardness, Spec};
 
 /// What the launcher is told: the spec, which descriptors come with it, and what nobody else watches.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Plan {
+pub struct LaunchPlan {
     pub spec: Spec,
     pub stdin: bool,
     pub attach_files: usize,
     /// Whether a directory comes along in which the program can be born; the first attach file is then for it.
-    pub birthplace: bool,
+    pub group_directory: bool,
     pub cpu_counter: Option<CpuUnit>,
     /// Whether the counter of kills for want of memory comes along.
     pub oom_counter: bool,
@@ -31,7 +31,7 @@ pub struct Plan {
 }
 
 /// Descriptors beside the plan, in the order in which they travel.
-pub struct Handed {
+pub struct PlanDescriptors {
     /// `None`: the sandbox's own /dev/null, which the program may also reopen.
     pub stdin: Option<OwnedFd>,
     pub stdout: OwnedFd,
@@ -40,11 +40,11 @@ pub struct Handed {
     pub cpu_counter: Option<OwnedFd>,
     pub oom_counter: Option<OwnedFd>,
     pub attach: Vec<OwnedFd>,
-    pub birthplace: Option<OwnedFd>,
+    pub group_directory: Option<OwnedFd>,
 }
 
 /// The plan as nobody can change it any more.
-pub fn plan_file(plan: &Plan) -> io::Result<OwnedFd> {
+pub fn write_sealed(plan: &LaunchPlan) -> io::Result<OwnedFd> {
     let fd = rustix::fs::memfd_create(
         c"fumehood-plan",
         MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,

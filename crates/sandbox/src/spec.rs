@@ -94,7 +94,7 @@ path_type!(
 
 /// One read-only view of a host path inside the sandbox.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct View {
+pub struct ReadOnlyView {
     pub source: HostPath,
     pub target: InsidePath,
     pub exec: Exec,
@@ -102,13 +102,13 @@ pub struct View {
     /// files only their owner may read stay readable. Only root can do so; for a plain user the
     /// program has the caller's own file permissions already.
     pub owner: Owner,
-    pub content: Content,
+    pub content: ViewContent,
 }
 
 /// What a view holds, and so whether a file in it that cannot be read stops the run before it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Content {
+pub enum ViewContent {
     /// It does: a program that skips such a file would compute a wrong result from the others.
     Data,
     /// It does not: a runtime is large, and fails visibly when it cannot load a file.
@@ -142,22 +142,22 @@ pub enum WorkspaceKind {
 /// The host identity the program runs under.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Identity {
+pub enum ProgramIdentity {
     /// The caller is root: an unprivileged uid and gid that nobody else on this host has.
     Leased { uid: u32, gid: u32 },
     /// The caller is a plain user: its own uid, in a user namespace.
     Caller { uid: u32, gid: u32 },
 }
 
-impl Identity {
+impl ProgramIdentity {
     pub fn uid(self) -> u32 {
         match self {
-            Identity::Leased { uid, .. } | Identity::Caller { uid, .. } => uid,
+            ProgramIdentity::Leased { uid, .. } | ProgramIdentity::Caller { uid, .. } => uid,
         }
     }
     pub fn gid(self) -> u32 {
         match self {
-            Identity::Leased { gid, .. } | Identity::Caller { gid, .. } => gid,
+            ProgramIdentity::Leased { gid, .. } | ProgramIdentity::Caller { gid, .. } => gid,
         }
     }
 }
@@ -297,14 +297,14 @@ impl Layer {
 /// How much the host lets us build around a program (design, section 3); later ones are stronger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Level {
+pub enum ConfinementLevel {
     /// No namespaces: Landlock and seccomp around a program that sees the host's own tree, and a guardian beside it.
     Landlock,
     /// Namespaces and a root of its own, with Landlock and seccomp on top.
     Full,
 }
 
-impl Level {
+impl ConfinementLevel {
     /// Whether the layer is one of this level's.
     pub fn has(self, layer: Layer) -> bool {
         match layer {
@@ -314,8 +314,8 @@ impl Level {
             | Layer::NetNamespace
             | Layer::IpcNamespace
             | Layer::UtsNamespace
-            | Layer::CgroupNamespace => self == Level::Full,
-            Layer::Guardian => self == Level::Landlock,
+            | Layer::CgroupNamespace => self == ConfinementLevel::Full,
+            Layer::Guardian => self == ConfinementLevel::Landlock,
             Layer::LeasedUid
             | Layer::NoNewPrivs
             | Layer::Capabilities
@@ -327,8 +327,8 @@ impl Level {
 
     pub fn as_str(self) -> &'static str {
         match self {
-            Level::Landlock => "landlock",
-            Level::Full => "full",
+            ConfinementLevel::Landlock => "landlock",
+            ConfinementLevel::Full => "full",
         }
     }
 }
@@ -346,7 +346,7 @@ pub enum SharedMemory {
 /// What a launch is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Purpose {
+pub enum LaunchPurpose {
     Run,
     /// Everything is built and nothing is executed: whether this host gives the level.
     Probe,
@@ -370,14 +370,14 @@ pub struct Spec {
     pub env: Vec<(Bytes, Bytes)>,
     pub workspace: HostPath,
     pub workspace_kind: WorkspaceKind,
-    pub views: Vec<View>,
-    pub identity: Identity,
+    pub views: Vec<ReadOnlyView>,
+    pub identity: ProgramIdentity,
     pub limits: Limits,
     pub host_name: String,
     pub terminal: Terminal,
-    pub level: Level,
+    pub level: ConfinementLevel,
     pub shared_memory: SharedMemory,
-    pub purpose: Purpose,
+    pub purpose: LaunchPurpose,
     /// The launcher stops, before anything runs, unless every one of these is in force.
     pub required: BTreeSet<Layer>,
     /// Layers left off. For the tests that show what each layer owns; no user input reaches this.
@@ -443,7 +443,7 @@ impl Spec {
 
     /// Without mounts nothing can be moved: what is shown is seen under its own path.
     fn check_level(&self) -> Result<(), SpecError> {
-        if self.level == Level::Full || self.purpose == Purpose::Probe {
+        if self.level == ConfinementLevel::Full || self.purpose == LaunchPurpose::Probe {
             return Ok(());
         }
         if self.workspace_kind == WorkspaceKind::Memory {
@@ -463,14 +463,14 @@ impl Spec {
     }
 
     pub fn is_leased(&self) -> bool {
-        matches!(self.identity, Identity::Leased { .. })
+        matches!(self.identity, ProgramIdentity::Leased { .. })
     }
 
     /// The uid that no process outside the run has. A probe leases none: the uid `nobody`, which it takes as root, is also
     /// that of services of the host.
     pub fn own_uid(&self) -> Option<u32> {
         match (self.identity, self.purpose) {
-            (Identity::Leased { uid, .. }, Purpose::Run) => Some(uid),
+            (ProgramIdentity::Leased { uid, .. }, LaunchPurpose::Run) => Some(uid),
             _ => None,
         }
     }

@@ -41,7 +41,7 @@ pub fn dismiss() {
 pub fn end((socket, pid): (OwnedFd, Pid)) {
     drop(socket);
     // Not reaped by anybody else, so the number is still its own.
-    let _gone = rustix::process::kill_process(pid, Signal::KILL);
+    let _ = rustix::process::kill_process(pid, Signal::KILL);
     while matches!(
         rustix::process::waitpid(Some(pid), WaitOptions::empty()),
         Err(rustix::io::Errno::INTR)

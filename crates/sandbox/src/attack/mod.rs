@@ -32,52 +32,52 @@ use crate::sys::{self, Forked};
 /// The word after the program's name that makes it the attacker, or one of its victims.
 pub const ARGUMENT: &str = "__attack";
 /// Then: make the attacks that follow, as `NAME=TARGET`, after the mark by which their traces are known.
-pub const STRIKE: &str = "strike";
+pub const RUN_ATTACKS: &str = "strike";
 /// The same in namespaces where the unprivileged have the privilege that an attack needs: for controls alone.
-pub const STRIKE_PRIVILEGED: &str = "strike-privileged";
+pub const RUN_ATTACKS_PRIVILEGED: &str = "strike-privileged";
 /// Where one attack has several targets, they stand between these.
-pub const BETWEEN: u8 = b'|';
+pub const TARGET_SEPARATOR: u8 = b'|';
 /// In place of a process number: whoever started the attacker, which inside is the process that holds the sandbox.
-pub const PARENT: &str = "parent";
+pub const PARENT_TARGET: &str = "parent";
 
 /// How every secret begins that is laid out for an attack to find.
-pub const BAIT: &str = "fumehood-bait-";
+pub const SECRET_PREFIX: &str = "fumehood-bait-";
 /// The variable of the caller's environment in which one stands.
 pub const SECRET_VARIABLE: &str = "PGPASSWORD";
 
 /// The variable in which the witnesses have theirs.
 pub const WITNESS_VARIABLE: &str = "WITNESS_SECRET";
 /// How every name of the hard-linked file begins.
-pub const LINKED: &str = "linked-name-";
+pub const LINKED_NAME_PREFIX: &str = "linked-name-";
 /// No attack has more to say.
 const DETAIL_CHARS_MAX: usize = 4000;
 /// An attack is given up after this long, which on any host is much more than it needs.
-const AT_MOST_SECONDS: u64 = 30;
+const ATTACK_SECONDS_MAX: u64 = 30;
 
 pub struct Attack {
     /// The name of an act in `promises::ACTS`.
     pub name: &'static str,
-    strike: fn(&Aim<'_>) -> Struck,
+    run: fn(&AttackAim<'_>) -> AttackResult,
 }
 
 /// What an attack came to: what it got, or why not.
-type Struck = Result<String, Stopped>;
+type AttackResult = Result<String, AttackFailure>;
 
-enum Stopped {
+enum AttackFailure {
     /// The system said no.
     Refused(String),
     /// The attack could not even be tried.
     Unable(String),
 }
 
-impl From<io::Error> for Stopped {
-    fn from(error: io::Error) -> Stopped {
-        Stopped::Refused(errno_name(&error))
+impl From<io::Error> for AttackFailure {
+    fn from(error: io::Error) -> AttackFailure {
+        AttackFailure::Refused(errno_name(&error))
     }
 }
 
-impl From<rustix::io::Errno> for Stopped {
-    fn from(error: rustix::io::Errno) -> Stopped {
+impl From<rustix::io::Errno> for AttackFailure {
+    fn from(error: rustix::io::Errno) -> AttackFailure {
         io::Error::from(error).into()
     }
 }
@@ -85,85 +85,85 @@ impl From<rustix::io::Errno> for Stopped {
 /// Every attack, in the order of the acts.
 #[rustfmt::skip]
 pub const ATTACKS: &[Attack] = &[
-    Attack { name: "write_data", strike: files::change },
-    Attack { name: "write_docs", strike: files::change },
-    Attack { name: "truncate_data", strike: files::truncate },
-    Attack { name: "chmod_data", strike: files::change_mode },
-    Attack { name: "utime_data", strike: files::change_times },
-    Attack { name: "xattr_data", strike: files::change_attributes },
-    Attack { name: "link_data", strike: files::link },
-    Attack { name: "read_project", strike: files::read },
-    Attack { name: "list_project", strike: files::list },
-    Attack { name: "stat_project", strike: files::size },
-    Attack { name: "lock_data", strike: files::lock },
-    Attack { name: "read_secret_file", strike: files::read },
-    Attack { name: "read_host_tmp", strike: files::read },
-    Attack { name: "write_site", strike: files::change },
-    Attack { name: "write_api_py", strike: files::change },
-    Attack { name: "write_system", strike: files::create },
-    Attack { name: "write_other_workspace", strike: files::create },
-    Attack { name: "write_host_tmp", strike: files::create },
-    Attack { name: "write_host_shm", strike: files::create },
-    Attack { name: "utime_device", strike: files::set_times_to_now },
-    Attack { name: "postgres_tcp", strike: services::tcp },
-    Attack { name: "postgres_socket", strike: services::path_socket },
-    Attack { name: "postgres_abstract", strike: services::abstract_socket },
-    Attack { name: "unix_datagram", strike: services::datagram },
-    Attack { name: "tcp_fast_open", strike: services::fast_open },
-    Attack { name: "udp", strike: services::udp },
-    Attack { name: "dns", strike: services::dns },
-    Attack { name: "vsock", strike: services::vsock },
-    Attack { name: "packet", strike: services::packet },
-    Attack { name: "netlink", strike: services::netlink },
-    Attack { name: "inherited_descriptor", strike: services::inherited },
-    Attack { name: "secret_environment", strike: services::environment },
-    Attack { name: "signal_others", strike: processes::signal },
-    Attack { name: "signal_guardian", strike: processes::signal_holder },
-    Attack { name: "signal_by_descriptor", strike: processes::signal_by_descriptor },
-    Attack { name: "ptrace_others", strike: processes::trace },
-    Attack { name: "proc_of_others", strike: processes::look_at },
-    Attack { name: "init_memory", strike: processes::memory },
-    Attack { name: "limits_of_others", strike: processes::limit },
-    Attack { name: "system_v_ipc", strike: processes::segment },
-    Attack { name: "message_queue", strike: processes::queue },
-    Attack { name: "watch_system", strike: kernel::watch_system },
-    Attack { name: "set_user_id", strike: privilege::set_user_id },
-    Attack { name: "set_user_id_file", strike: privilege::set_user_id_file },
-    Attack { name: "user_namespace", strike: privilege::user_namespace },
-    Attack { name: "mount", strike: privilege::mount },
-    Attack { name: "io_uring", strike: privilege::io_uring },
-    Attack { name: "bpf", strike: privilege::bpf },
-    Attack { name: "perf", strike: privilege::perf },
-    Attack { name: "keyring", strike: privilege::keyring },
-    Attack { name: "userfaultfd", strike: privilege::userfaultfd },
-    Attack { name: "foreign_abi", strike: privilege::foreign_abi },
-    Attack { name: "terminal_injection", strike: terminal::inject },
-    Attack { name: "fork_bomb", strike: limits::fork },
-    Attack { name: "memory_bomb", strike: limits::memory },
-    Attack { name: "oom_loop", strike: limits::oom_loop },
-    Attack { name: "uncharged_memory", strike: kernel::uncharged_memory },
-    Attack { name: "disk_bomb", strike: limits::disk },
-    Attack { name: "disk_held_by_calls", strike: hidden_files::held_by_calls },
-    Attack { name: "file_bomb", strike: limits::files },
-    Attack { name: "unlinked_files", strike: hidden_files::unlinked },
-    Attack { name: "log_bomb", strike: limits::log },
-    Attack { name: "daemon_outlives_timeout", strike: limits::daemon },
-    Attack { name: "slow_death", strike: limits::slow_death },
-    Attack { name: "daemon_outlives_runner", strike: limits::daemon },
-    Attack { name: "symlink_farm", strike: files::farm },
-    Attack { name: "hard_links", strike: files::hard_links },
+    Attack { name: "write_data", run: files::change },
+    Attack { name: "write_docs", run: files::change },
+    Attack { name: "truncate_data", run: files::truncate },
+    Attack { name: "chmod_data", run: files::change_mode },
+    Attack { name: "utime_data", run: files::change_times },
+    Attack { name: "xattr_data", run: files::change_attributes },
+    Attack { name: "link_data", run: files::link },
+    Attack { name: "read_project", run: files::read },
+    Attack { name: "list_project", run: files::list },
+    Attack { name: "stat_project", run: files::size },
+    Attack { name: "lock_data", run: files::lock },
+    Attack { name: "read_secret_file", run: files::read },
+    Attack { name: "read_host_tmp", run: files::read },
+    Attack { name: "write_site", run: files::change },
+    Attack { name: "write_api_py", run: files::change },
+    Attack { name: "write_system", run: files::create },
+    Attack { name: "write_other_workspace", run: files::create },
+    Attack { name: "write_host_tmp", run: files::create },
+    Attack { name: "write_host_shm", run: files::create },
+    Attack { name: "utime_device", run: files::set_times_to_now },
+    Attack { name: "postgres_tcp", run: services::tcp },
+    Attack { name: "postgres_socket", run: services::path_socket },
+    Attack { name: "postgres_abstract", run: services::abstract_socket },
+    Attack { name: "unix_datagram", run: services::datagram },
+    Attack { name: "tcp_fast_open", run: services::fast_open },
+    Attack { name: "udp", run: services::udp },
+    Attack { name: "dns", run: services::dns },
+    Attack { name: "vsock", run: services::vsock },
+    Attack { name: "packet", run: services::packet },
+    Attack { name: "netlink", run: services::netlink },
+    Attack { name: "inherited_descriptor", run: services::inherited },
+    Attack { name: "secret_environment", run: services::environment },
+    Attack { name: "signal_others", run: processes::signal },
+    Attack { name: "signal_guardian", run: processes::signal_holder },
+    Attack { name: "signal_by_descriptor", run: processes::signal_by_descriptor },
+    Attack { name: "ptrace_others", run: processes::trace },
+    Attack { name: "proc_of_others", run: processes::look_at },
+    Attack { name: "init_memory", run: processes::memory },
+    Attack { name: "limits_of_others", run: processes::limit },
+    Attack { name: "system_v_ipc", run: processes::segment },
+    Attack { name: "message_queue", run: processes::queue },
+    Attack { name: "watch_system", run: kernel::watch_system },
+    Attack { name: "set_user_id", run: privilege::set_user_id },
+    Attack { name: "set_user_id_file", run: privilege::set_user_id_file },
+    Attack { name: "user_namespace", run: privilege::user_namespace },
+    Attack { name: "mount", run: privilege::mount },
+    Attack { name: "io_uring", run: privilege::io_uring },
+    Attack { name: "bpf", run: privilege::bpf },
+    Attack { name: "perf", run: privilege::perf },
+    Attack { name: "keyring", run: privilege::keyring },
+    Attack { name: "userfaultfd", run: privilege::userfaultfd },
+    Attack { name: "foreign_abi", run: privilege::foreign_abi },
+    Attack { name: "terminal_injection", run: terminal::inject },
+    Attack { name: "fork_bomb", run: limits::fork },
+    Attack { name: "memory_bomb", run: limits::memory },
+    Attack { name: "oom_loop", run: limits::oom_loop },
+    Attack { name: "uncharged_memory", run: kernel::uncharged_memory },
+    Attack { name: "disk_bomb", run: limits::disk },
+    Attack { name: "disk_held_by_calls", run: hidden_files::held_by_calls },
+    Attack { name: "file_bomb", run: limits::files },
+    Attack { name: "unlinked_files", run: hidden_files::unlinked },
+    Attack { name: "log_bomb", run: limits::log },
+    Attack { name: "daemon_outlives_timeout", run: limits::daemon },
+    Attack { name: "slow_death", run: limits::slow_death },
+    Attack { name: "daemon_outlives_runner", run: limits::daemon },
+    Attack { name: "symlink_farm", run: files::farm },
+    Attack { name: "hard_links", run: files::hard_links },
 ];
 
 /// What an attack is aimed at.
-struct Aim<'a> {
+struct AttackAim<'a> {
     target: &'a OsStr,
     /// Written wherever something can be written, so that its trace is known from anybody else's.
     mark: &'a str,
 }
 
-impl Aim<'_> {
+impl AttackAim<'_> {
     fn parts(&self) -> Vec<&OsStr> {
-        let parts = self.target.as_bytes().split(|b| *b == BETWEEN);
+        let parts = self.target.as_bytes().split(|b| *b == TARGET_SEPARATOR);
         parts.map(OsStr::from_bytes).collect()
     }
 
@@ -172,13 +172,13 @@ impl Aim<'_> {
     }
 
     /// A target that is a number of milliseconds.
-    fn milliseconds(&self) -> Result<Duration, Stopped> {
+    fn milliseconds(&self) -> Result<Duration, AttackFailure> {
         self.number().map(Duration::from_millis)
     }
 
-    fn number<T: std::str::FromStr>(&self) -> Result<T, Stopped> {
+    fn number<T: std::str::FromStr>(&self) -> Result<T, AttackFailure> {
         let text = self.target.to_str().and_then(|t| t.parse().ok());
-        text.ok_or_else(|| Stopped::Unable(format!("{:?} is no number", self.target)))
+        text.ok_or_else(|| AttackFailure::Unable(format!("{:?} is no number", self.target)))
     }
 }
 
@@ -196,8 +196,8 @@ pub fn main() -> ! {
     let role = words.first().and_then(|w| w.to_str()).unwrap_or_default();
     let rest = words.get(1..).unwrap_or_default();
     let done = match role {
-        STRIKE => strike_all(rest),
-        STRIKE_PRIVILEGED => victims::gain_privilege().and_then(|()| strike_all(rest)),
+        RUN_ATTACKS => run_attacks(rest),
+        RUN_ATTACKS_PRIVILEGED => victims::gain_privilege().and_then(|()| run_attacks(rest)),
         victims::WITNESS => victims::witness(),
         victims::ON_TERMINAL => victims::on_terminal(rest),
         _ => Err(io::Error::other("this is for `fumehood doctor --attack`")),
@@ -211,7 +211,7 @@ pub fn main() -> ! {
     }
 }
 
-fn strike_all(words: &[OsString]) -> io::Result<()> {
+fn run_attacks(words: &[OsString]) -> io::Result<()> {
     let no_mark = || io::Error::other("the mark is missing");
     let (mark, aims) = words.split_first().ok_or_else(no_mark)?;
     let mark = mark.to_str().ok_or_else(no_mark)?;
@@ -223,7 +223,7 @@ fn strike_all(words: &[OsString]) -> io::Result<()> {
         let name = String::from_utf8_lossy(&bytes[..middle]).into_owned();
         let target = OsStr::from_bytes(bytes.get(middle + 1..).unwrap_or_default());
         match ATTACKS.iter().find(|a| a.name == name) {
-            Some(attack) => strike_apart(attack, &Aim { target, mark })?,
+            Some(attack) => run_in_child(attack, &AttackAim { target, mark })?,
             None => say(&format!("unable {name} there is no such attack\n")),
         }
     }
@@ -231,12 +231,13 @@ fn strike_all(words: &[OsString]) -> io::Result<()> {
 }
 
 /// In a process of its own: some of what is refused ends the process that tries, and none may end the others.
-fn strike_apart(attack: &Attack, aim: &Aim<'_>) -> io::Result<()> {
+fn run_in_child(attack: &Attack, aim: &AttackAim<'_>) -> io::Result<()> {
     let name = attack.name;
     let child = match sys::fork_threaded()? {
         Forked::Child => {
-            let _if_refused_then_unbounded = calls::alarm(AT_MOST_SECONDS);
-            say(&line(name, (attack.strike)(aim)));
+            // Refused: the attack has no bound of its own.
+            let _ = calls::alarm(ATTACK_SECONDS_MAX);
+            say(&line(name, (attack.run)(aim)));
             sys::exit_now(0)
         }
         Forked::Parent { child } => Pid::from_raw(child),
@@ -246,7 +247,7 @@ fn strike_apart(attack: &Attack, aim: &Aim<'_>) -> io::Result<()> {
     };
     match status.terminating_signal() {
         Some(n) if n == Signal::ALARM.as_raw() => say(&format!(
-            "unable {name} no answer within {AT_MOST_SECONDS} s\n"
+            "unable {name} no answer within {ATTACK_SECONDS_MAX} s\n"
         )),
         Some(n) => say(&format!("refused {name} ended by signal {n}\n")),
         None => {}
@@ -254,11 +255,11 @@ fn strike_apart(attack: &Attack, aim: &Aim<'_>) -> io::Result<()> {
     Ok(())
 }
 
-fn line(name: &str, struck: Struck) -> String {
-    let (word, detail) = match struck {
+fn line(name: &str, result: AttackResult) -> String {
+    let (word, detail) = match result {
         Ok(detail) => ("got", detail),
-        Err(Stopped::Refused(detail)) => ("refused", detail),
-        Err(Stopped::Unable(detail)) => ("unable", detail),
+        Err(AttackFailure::Refused(detail)) => ("refused", detail),
+        Err(AttackFailure::Unable(detail)) => ("unable", detail),
     };
     // One line, whatever was found in a file or a process.
     let plain = |c: char| match c.is_control() {
@@ -283,27 +284,29 @@ fn say(text: &str) {
 }
 
 /// One of several ways to do the same.
-type Way<'a> = (&'a str, &'a mut dyn FnMut() -> Struck);
+type Attempt<'a> = (&'a str, &'a mut dyn FnMut() -> AttackResult);
 
 /// Tries every way. One that leads somewhere is enough, and all that do are told.
-fn any_of(ways: &mut [Way<'_>]) -> Struck {
+fn any_of(ways: &mut [Attempt<'_>]) -> AttackResult {
     let mut got = Vec::new();
     let mut not = Vec::new();
     for (way, attempt) in ways {
         match attempt() {
             Ok(what) => got.push(format!("{way}: {what}")),
-            Err(Stopped::Refused(why) | Stopped::Unable(why)) => not.push(format!("{way} {why}")),
+            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
+                not.push(format!("{way} {why}"))
+            }
         }
     }
     match got.is_empty() {
         false => Ok(got.join("; ")),
-        true => Err(Stopped::Refused(not.join(", "))),
+        true => Err(AttackFailure::Refused(not.join(", "))),
     }
 }
 
-fn c_path(path: &Path) -> Result<std::ffi::CString, Stopped> {
+fn c_path(path: &Path) -> Result<std::ffi::CString, AttackFailure> {
     let text = std::ffi::CString::new(path.as_os_str().as_bytes());
-    text.map_err(|_| Stopped::Unable("a target contains a NUL byte".into()))
+    text.map_err(|_| AttackFailure::Unable("a target contains a NUL byte".into()))
 }
 
 fn beside(path: &Path, ending: &str) -> PathBuf {
@@ -367,11 +370,11 @@ mod tests {
 
     #[test]
     fn one_way_that_leads_somewhere_is_enough() {
-        let mut no = || Err(Stopped::Refused("EPERM".into()));
+        let mut no = || Err(AttackFailure::Refused("EPERM".into()));
         let mut yes = || Ok("in".to_owned());
         assert!(matches!(any_of(&mut [("a", &mut no), ("b", &mut yes)]), Ok(t) if t == "b: in"));
-        let mut no = || Err(Stopped::Refused("EPERM".into()));
+        let mut no = || Err(AttackFailure::Refused("EPERM".into()));
         let stopped = any_of(&mut [("a", &mut no)]);
-        assert!(matches!(stopped, Err(Stopped::Refused(t)) if t == "a EPERM"));
+        assert!(matches!(stopped, Err(AttackFailure::Refused(t)) if t == "a EPERM"));
     }
 }

@@ -2,8 +2,8 @@
 
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-use crate::spec::{Level, Spec};
-use crate::step_report::{During, StepError};
+use crate::spec::{ConfinementLevel, Spec};
+use crate::step_report::{LaunchStepError, StepContext};
 
 /// Whether the bounding set must go too. Only who has a capability over it can drop it; without it no_new_privs alone
 /// keeps file capabilities from having an effect.
@@ -20,14 +20,14 @@ impl Bounding {
     /// A plain user at level `landlock` has no namespace in which it would be allowed.
     pub fn of(spec: &Spec) -> Bounding {
         match spec.level {
-            Level::Full => Bounding::Dropped,
-            Level::Landlock => Bounding::DroppedIfAllowed,
+            ConfinementLevel::Full => Bounding::Dropped,
+            ConfinementLevel::Landlock => Bounding::DroppedIfAllowed,
         }
     }
 }
 
 /// Gives up every capability for good, in every set. Says what holds.
-pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, StepError> {
+pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, LaunchStepError> {
     let how = drop_bounding_set(bounding)?;
     rustix::thread::clear_ambient_capability_set()
         .during(|| "clear ambient capabilities".into())?;
@@ -40,7 +40,7 @@ pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, StepError> 
     Ok(how)
 }
 
-fn drop_bounding_set(bounding: Bounding) -> Result<&'static str, StepError> {
+fn drop_bounding_set(bounding: Bounding) -> Result<&'static str, LaunchStepError> {
     if bounding == Bounding::Kept {
         return Ok("none; it executes nothing");
     }

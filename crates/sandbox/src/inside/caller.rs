@@ -8,14 +8,14 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use crate::sys::procfs::thread_group;
 use crate::sys::{self, Notification};
 
-pub struct Caller {
+pub struct CallingThread {
     pub thread: u32,
     pub process: u32,
     held: OwnedFd,
 }
 
-impl Caller {
-    pub fn of(call: &Notification) -> io::Result<Caller> {
+impl CallingThread {
+    pub fn of(call: &Notification) -> io::Result<CallingThread> {
         let open = |pid: u32| {
             let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
             let number = number.ok_or_else(|| errno(libc::ESRCH))?;
@@ -24,14 +24,14 @@ impl Caller {
         // The notification names a thread; descriptors belong to its process. Only a process's first thread can be
         // held by its own number, which spares looking up whose thread it is.
         if let Ok(held) = open(call.pid) {
-            return Ok(Caller {
+            return Ok(CallingThread {
                 thread: call.pid,
                 process: call.pid,
                 held,
             });
         }
         let process = thread_group(call.pid)? as u32;
-        Ok(Caller {
+        Ok(CallingThread {
             thread: call.pid,
             process,
             held: open(process)?,

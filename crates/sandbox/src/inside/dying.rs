@@ -5,19 +5,19 @@
 
 use std::time::{Duration, Instant};
 
-use super::processes::{self, Realm};
+use super::processes::{self, ProcessSet};
 use crate::sys::procfs;
 
 /// Without progress, init has this long beyond the grace before the runner kills it.
 pub const BACKSTOP: Duration = Duration::from_millis(700);
 /// With progress, the dying are waited for no longer than this.
-pub const DYING_AT_MOST: Duration = Duration::from_secs(30);
+pub const DYING_TIME_MAX: Duration = Duration::from_secs(30);
 /// How often they are looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Processes that were sent SIGKILL.
 pub struct Dying {
-    realm: Realm,
+    process_set: ProcessSet,
     since: Instant,
     /// `None` before the first look.
     looked_at: Option<Instant>,
@@ -26,16 +26,16 @@ pub struct Dying {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum DyingProgress {
     Made,
     None,
 }
 
 impl Dying {
-    pub fn new(realm: Realm) -> Self {
+    pub fn new(process_set: ProcessSet) -> Self {
         let now = Instant::now();
         Dying {
-            realm,
+            process_set,
             since: now,
             looked_at: None,
             progress_at: now,
@@ -47,28 +47,28 @@ impl Dying {
     /// that one of them can run: no code of the program's runs any more, so that is the kernel at work on its end, or
     /// about to be. All of them may end at the same moment, at the end of a long time, so fewer is not enough. A process
     /// that cannot die waits for something, and does not run.
-    pub fn look(&mut self) -> Option<Progress> {
+    pub fn look(&mut self) -> Option<DyingProgress> {
         let before = self.looked_at.unwrap_or(self.since);
         if before.elapsed() < LOOK_EVERY {
             return None;
         }
         let own = std::process::id();
-        let mut left = processes::pids(self.realm);
+        let mut left = processes::pids(self.process_set);
         left.retain(|pid| *pid != own);
         let progress = left.len() < self.count || left.iter().any(|pid| can_run(*pid));
         self.count = left.len();
         let now = Instant::now();
         self.looked_at = Some(now);
         if !progress {
-            return Some(Progress::None);
+            return Some(DyingProgress::None);
         }
         self.progress_at = now;
-        Some(Progress::Made)
+        Some(DyingProgress::Made)
     }
 
     /// Whether there is no use in waiting any longer.
     pub fn is_hopeless(&self) -> bool {
-        self.progress_at.elapsed() >= BACKSTOP || self.since.elapsed() >= DYING_AT_MOST
+        self.progress_at.elapsed() >= BACKSTOP || self.since.elapsed() >= DYING_TIME_MAX
     }
 }
 

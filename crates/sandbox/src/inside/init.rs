@@ -18,37 +18,37 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, WaitOptions};
 use serde::{Deserialize, Serialize};
 
 use super::broker::Broker;
-use super::dying::{Dying, Progress};
-use super::kill_helper::Sweeper;
+use super::dying::{Dying, DyingProgress};
+use super::kill_helper::KillHelper;
 use super::oom::OomWatch;
-use super::processes::{self, Realm};
-use super::watch::{Seen, TICK, Watching};
-use crate::channel::{self, Order, Report, Wait};
+use super::processes::{self, ProcessSet};
+use super::watch::{PeakUsage, TICK, WatchThread};
+use crate::channel::{self, InitOrder, SandboxReport, Wait};
 use crate::confine::seccomp;
-use crate::outcome::{Exit, Stop, Usage};
-use crate::plan::Plan;
-use crate::resources::cgroup::Entrance;
+use crate::outcome::{Exit, ResourceUsage, Stop};
+use crate::plan::LaunchPlan;
+use crate::resources::cgroup::GroupAccess;
 use crate::resources::rlimits;
-use crate::spec::{Limits, Purpose, Spec};
+use crate::spec::{LaunchPurpose, Limits, Spec};
 use crate::step_report::Reporter;
 use crate::sys::{self, Instruction};
 
 /// Families that are still there after so many rounds are growing.
-const SWEEPS_BEFORE_FORBIDDING: u32 = 3;
+const KILL_ROUNDS_BEFORE_FORK_BAN: u32 = 3;
 /// After the sweeper has struck, how long the dying are left to it.
-const TIME_TO_DIE: Duration = Duration::from_millis(400);
+const HELPER_KILL_TIME: Duration = Duration::from_millis(400);
 /// How soon to look whether the broker has a hand free.
-const HANDS_FREE_AGAIN: Duration = Duration::from_millis(1);
+const BROKER_RETRY: Duration = Duration::from_millis(1);
 /// The last measuring of a large tree.
-const LAST_LOOK_AT_MOST: Duration = Duration::from_secs(10);
+const LAST_MEASURE_MAX: Duration = Duration::from_secs(10);
 /// CPU use is looked at over this long to tell idleness.
 const IDLE_SAMPLE: Duration = Duration::from_secs(1);
 
 /// What the child tells init once it has its filter. Descriptors come along, if sendmsg is still allowed: the listener, what
 /// the sweeper waits for, and the program's own files in /proc.
 #[derive(Serialize, Deserialize)]
-pub struct Filtered {
-    pub sweeper: Option<u32>,
+pub struct FilterReport {
+    pub kill_helper: Option<u32>,
     /// Where the listener is among the child's descriptors, for init to take a copy.
     pub listener: Option<i32>,
 }
@@ -60,42 +60,42 @@ pub struct Init {
     stop: Option<Stop>,
     kill_at: Option<Instant>,
     killed: bool,
-    sweeps: u32,
+    kill_rounds: u32,
     /// `None` until the program may begin: the wait for that is not its time.
     start: Option<Instant>,
     active_at: Instant,
     /// CPU time at the last sample for idleness, and when that was.
     sampled: (u64, Instant),
     /// `None` where nothing is executed.
-    watch: Option<Watching>,
+    watch: Option<WatchThread>,
     /// `None` where no cgroup counts kills for want of memory.
     oom: Option<OomWatch>,
     oom_killed_main: Option<bool>,
     broker: Option<Broker>,
     /// For the broker, once there is one.
-    entrance: Option<Entrance>,
+    group_access: Option<GroupAccess>,
     /// To the child: the word to go, and back from it the listener, once each.
     from_child: Option<OwnedFd>,
     filter: Vec<Instruction>,
-    sweeper: Option<Sweeper>,
-    struck_at: Option<Instant>,
+    kill_helper: Option<KillHelper>,
+    helper_fired_at: Option<Instant>,
     /// `Some` once every process was sent SIGKILL.
     dying: Option<Dying>,
     /// Holds what the program's rules for its own files in /proc rest on.
     _own_proc: Vec<OwnedFd>,
     children: OwnedFd,
     spec: Spec,
-    realm: Realm,
+    process_set: ProcessSet,
 }
 
 impl Init {
     pub fn new(
-        plan: &Plan,
+        plan: &LaunchPlan,
         main: i32,
-        (watch, oom): (Option<Watching>, Option<OomWatch>),
+        (watch, oom): (Option<WatchThread>, Option<OomWatch>),
         from_child: OwnedFd,
         filter: Vec<Instruction>,
-        entrance: Entrance,
+        group_access: GroupAccess,
     ) -> io::Result<Self> {
         let spec = &plan.spec;
         Ok(Init {
@@ -105,7 +105,7 @@ impl Init {
             stop: None,
             kill_at: None,
             killed: false,
-            sweeps: 0,
+            kill_rounds: 0,
             start: None,
             active_at: Instant::now(),
             sampled: (0, Instant::now()),
@@ -113,39 +113,39 @@ impl Init {
             oom,
             oom_killed_main: None,
             broker: None,
-            entrance: Some(entrance),
+            group_access: Some(group_access),
             from_child: Some(from_child),
             filter,
-            sweeper: None,
-            struck_at: None,
+            kill_helper: None,
+            helper_fired_at: None,
             dying: None,
             _own_proc: Vec::new(),
             children: sys::signal_fd(&[libc::SIGCHLD])?,
             spec: spec.clone(),
-            realm: Realm::of(spec),
+            process_set: ProcessSet::of(spec),
         })
     }
 
     pub fn run(mut self, report: &mut Reporter) -> ! {
-        let mut someone_left = true;
+        let mut processes_left = true;
         // Nothing is recorded of a probe.
-        if self.spec.purpose == Purpose::Probe {
-            self.give_the_word();
+        if self.spec.purpose == LaunchPurpose::Probe {
+            self.start_program();
         }
         // After an order to stop, the children that outlive the program have their grace too.
-        while self.main_exit.is_none() || self.stop.is_some() && someone_left && !self.killed {
+        while self.main_exit.is_none() || self.stop.is_some() && processes_left && !self.killed {
             self.wait(report);
-            someone_left = self.reap() && self.is_someone_left();
-            if self.watch.as_ref().is_some_and(Watching::is_lost) {
+            processes_left = self.reap() && self.has_program_processes();
+            if self.watch.as_ref().is_some_and(WatchThread::is_lost) {
                 // Its limits hold no more. Without an end that is told, the outcome is an error of ours.
-                self.abandon();
+                self.kill_all_and_exit();
             }
-            if let Some(passed) = self.watch.as_mut().and_then(Watching::passed) {
-                self.passed(passed);
+            if let Some(passed) = self.watch.as_mut().and_then(WatchThread::passed) {
+                self.stop_for_limit(passed);
             }
-            self.look_for_oom_kills();
+            self.check_oom_kills();
             let now = Instant::now();
-            self.look_for_idleness();
+            self.check_idle();
             let wall = Duration::from_millis(self.limits.wall_ms);
             if self.stop.is_none() && self.start.is_some_and(|start| start.elapsed() >= wall) {
                 self.begin_stop(Stop::WallTime);
@@ -153,19 +153,19 @@ impl Init {
             if self.kill_at.is_some_and(|at| now >= at) {
                 self.kill_all();
             }
-            self.watch_them_die(report);
+            self.report_dying(report);
         }
         self.finish(report)
     }
 
     /// Idle is: nothing printed, and less than one part in a hundred of a CPU used, for the whole time.
-    fn look_for_idleness(&mut self) {
+    fn check_idle(&mut self) {
         let Some(idle_ms) = self.limits.idle_ms.filter(|_| self.start.is_some()) else {
             return;
         };
         let window = self.sampled.1.elapsed();
         if window >= IDLE_SAMPLE.min(Duration::from_millis(idle_ms)) {
-            let cpu_ms = self.seen().cpu_ms;
+            let cpu_ms = self.peak_usage().cpu_ms;
             let used = Duration::from_millis(cpu_ms.saturating_sub(self.sampled.0));
             if used * 100 > window {
                 self.active_at = Instant::now();
@@ -178,18 +178,21 @@ impl Init {
     }
 
     /// A program that has ended by itself is not stopped any more.
-    fn look_for_oom_kills(&mut self) {
+    fn check_oom_kills(&mut self) {
         let runs = self.main_exit.is_none() || self.stop.is_some();
         let Some(oom) = self.oom.as_mut().filter(|_| runs) else {
             return;
         };
         if oom.look(self.main as u32) {
-            self.passed(Stop::Memory);
+            self.stop_for_limit(Stop::Memory);
         }
     }
 
-    fn seen(&self) -> Seen {
-        self.watch.as_ref().map(Watching::seen).unwrap_or_default()
+    fn peak_usage(&self) -> PeakUsage {
+        self.watch
+            .as_ref()
+            .map(WatchThread::seen)
+            .unwrap_or_default()
     }
 
     /// Sleeps until something happens or the next look is due.
@@ -199,7 +202,7 @@ impl Init {
         let full = self.broker.as_ref().is_some_and(Broker::is_full);
         let mut timeout = until.saturating_duration_since(Instant::now());
         if full {
-            timeout = timeout.min(HANDS_FREE_AGAIN);
+            timeout = timeout.min(BROKER_RETRY);
         }
         let timeout = Timespec {
             tv_sec: 0,
@@ -216,53 +219,57 @@ impl Init {
             fds.push(PollFd::new(fd, PollFlags::IN));
             fds.len() - 1
         });
-        let bell = self.watch.as_ref().map(Watching::bell);
-        fds.extend(bell.as_ref().map(|bell| PollFd::new(bell, PollFlags::IN)));
+        let event_fd = self.watch.as_ref().map(WatchThread::event_fd);
+        fds.extend(
+            event_fd
+                .as_ref()
+                .map(|event_fd| PollFd::new(event_fd, PollFlags::IN)),
+        );
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => return,
             // An init that cannot wait cannot keep its promises.
-            Err(_) => self.abandon(),
+            Err(_) => self.kill_all_and_exit(),
         }
         let ready: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
         drop(fds);
         if !ready[0].is_empty() {
-            self.obey(report);
+            self.handle_order(report);
         }
         if let Some(ready) = third_at.map(|at| ready[at]).filter(|r| !r.is_empty()) {
             self.serve_child(ready);
         }
     }
 
-    fn obey(&mut self, report: &Reporter) {
+    fn handle_order(&mut self, report: &Reporter) {
         match report.receive_order(Wait::No) {
-            Ok(Some(Order::Filled)) => {}
-            Ok(Some(Order::Go)) => self.give_the_word(),
-            Ok(Some(Order::Active)) => self.active_at = Instant::now(),
-            Ok(Some(Order::Stop(why))) => self.begin_stop(why),
-            Ok(Some(Order::Kill)) => {
+            Ok(Some(InitOrder::Filled)) => {}
+            Ok(Some(InitOrder::Go)) => self.start_program(),
+            Ok(Some(InitOrder::Active)) => self.active_at = Instant::now(),
+            Ok(Some(InitOrder::Stop(why))) => self.begin_stop(why),
+            Ok(Some(InitOrder::Kill)) => {
                 self.stop.get_or_insert(Stop::Cancelled);
                 self.kill_at = Some(Instant::now());
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
             // The runner is gone. So is the run.
-            Ok(None) | Err(_) => self.abandon(),
+            Ok(None) | Err(_) => self.kill_all_and_exit(),
         }
     }
 
-    fn give_the_word(&mut self) {
+    fn start_program(&mut self) {
         let now = Instant::now();
         (self.start, self.active_at, self.sampled.1) = (Some(now), now, now);
-        self.watch.iter_mut().for_each(Watching::begin);
+        self.watch.iter_mut().for_each(WatchThread::begin);
         let child = self.from_child.as_ref();
         // One that has died shows as that.
-        let _heard = child.map(|child| seccomp::send(child.as_fd(), &self.filter));
+        let _ = child.map(|child| seccomp::send(child.as_fd(), &self.filter));
         self.filter = Vec::new();
     }
 
     /// Nobody is left to tell anything: the kernel kills all when pid 1 leaves, the guardian does it itself.
-    fn abandon(&mut self) -> ! {
-        while self.realm == Realm::Descendants && self.reap() {
+    fn kill_all_and_exit(&mut self) -> ! {
+        while self.process_set == ProcessSet::Descendants && self.reap() {
             self.kill_all();
             self.wait_for_deaths();
         }
@@ -276,7 +283,7 @@ impl Init {
             tv_nsec: 10_000_000,
         };
         let mut fds = [PollFd::new(&self.children, PollFlags::IN)];
-        let _woken = poll(&mut fds, Some(&timeout));
+        let _ = poll(&mut fds, Some(&timeout));
     }
 
     fn serve_child(&mut self, ready: PollFlags) {
@@ -293,23 +300,24 @@ impl Init {
         let Some(socket) = self.from_child.take() else {
             return;
         };
-        let heard = channel::receive::<Filtered>(socket.as_fd(), Wait::No);
+        let heard = channel::receive::<FilterReport>(socket.as_fd(), Wait::No);
         if let Ok(Some((told, fds))) = heard {
             let mut fds = fds.into_iter();
             let listener = match told.listener {
-                Some(number) => self.take_from_child(number).ok(),
+                Some(number) => self.copy_child_descriptor(number).ok(),
                 None => fds.next(),
             };
             // The child waits for this.
             drop(socket);
             // Without a broker the listener is closed and every call handed over fails: closed, not open.
-            let entrance = self.entrance.take();
-            self.broker = listener
-                .and_then(|listener| Broker::new(listener, &self.spec, entrance, self.main).ok());
-            self.sweeper = told.sweeper.and_then(|pid| {
-                Some(Sweeper {
+            let group_access = self.group_access.take();
+            self.broker = listener.and_then(|listener| {
+                Broker::new(listener, &self.spec, group_access, self.main).ok()
+            });
+            self.kill_helper = told.kill_helper.and_then(|pid| {
+                Some(KillHelper {
                     pid,
-                    word: fds.next()?,
+                    trigger: fds.next()?,
                 })
             });
             self._own_proc = fds.collect();
@@ -317,7 +325,7 @@ impl Init {
     }
 
     /// A copy of one of the child's descriptors.
-    fn take_from_child(&self, number: i32) -> io::Result<OwnedFd> {
+    fn copy_child_descriptor(&self, number: i32) -> io::Result<OwnedFd> {
         let pid = Pid::from_raw(self.main).ok_or(io::ErrorKind::NotFound)?;
         let child = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let taken = rustix::process::pidfd_getfd(&child, number, PidfdGetfdFlags::empty())?;
@@ -325,7 +333,7 @@ impl Init {
     }
 
     /// Past a limit that more time would only make worse: killed at once. CPU time gets the grace.
-    fn passed(&mut self, why: Stop) {
+    fn stop_for_limit(&mut self, why: Stop) {
         match why {
             Stop::Disk | Stop::Files | Stop::Memory | Stop::Pids | Stop::OpenFiles => {
                 self.stop.get_or_insert(why);
@@ -350,35 +358,39 @@ impl Init {
     fn signal_all(&self, signals: &[i32]) {
         // In a pid namespace of its own, or with a uid of its own, everyone whom this process may signal is of the run,
         // and the kernel reaches them all at once, whoever forks meanwhile.
-        if self.realm == Realm::Namespace || self.spec.own_uid().is_some() {
+        if self.process_set == ProcessSet::Namespace || self.spec.own_uid().is_some() {
             for signal in signals {
-                let _none_left = sys::kill_everyone(*signal);
+                let _ = sys::kill_all(*signal);
             }
             return;
         }
-        for (pid, held) in processes::hold_descendants() {
-            if signals.contains(&libc::SIGKILL) && self.sweeps > SWEEPS_BEFORE_FORBIDDING {
+        for (pid, held) in processes::open_descendants() {
+            if signals.contains(&libc::SIGKILL) && self.kill_rounds > KILL_ROUNDS_BEFORE_FORK_BAN {
                 // Who forks faster than we look forks no more: its children inherit this.
-                let _gone = rlimits::forbid_forks(pid);
+                let _ = rlimits::forbid_forks(pid);
             }
             for signal in signals {
-                let _gone = sys::signal_held(held.as_fd(), *signal);
+                let _ = sys::signal_pidfd(held.as_fd(), *signal);
             }
         }
     }
 
     /// Again at every tick until the last is gone.
     fn kill_all(&mut self) {
-        self.sweeps = self.sweeps.saturating_add(1);
+        self.kill_rounds = self.kill_rounds.saturating_add(1);
         // It strikes when nobody holds the other end.
-        if self.sweeper.take().is_some() {
-            self.struck_at = Some(Instant::now());
+        if self.kill_helper.take().is_some() {
+            self.helper_fired_at = Some(Instant::now());
         }
         self.killed = true;
-        self.dying.get_or_insert_with(|| Dying::new(self.realm));
+        self.dying
+            .get_or_insert_with(|| Dying::new(self.process_set));
         self.kill_at = Some(Instant::now() + TICK);
         // All are hit at once; to look for those who are dying would only keep them from being reaped.
-        if self.struck_at.is_some_and(|at| at.elapsed() < TIME_TO_DIE) {
+        if self
+            .helper_fired_at
+            .is_some_and(|at| at.elapsed() < HELPER_KILL_TIME)
+        {
             return;
         }
         self.signal_all(&[libc::SIGKILL]);
@@ -412,10 +424,10 @@ impl Init {
     }
 
     /// Whether any of the children is the program's.
-    fn is_someone_left(&self) -> bool {
-        let sweeper = self.sweeper.as_ref().map(|sweeper| sweeper.pid);
+    fn has_program_processes(&self) -> bool {
+        let kill_helper = self.kill_helper.as_ref().map(|kill_helper| kill_helper.pid);
         let broker = self.broker.as_ref().and_then(Broker::process);
-        let ours = [sweeper, broker.map(|pid| pid as u32)];
+        let ours = [kill_helper, broker.map(|pid| pid as u32)];
         match self.main_exit {
             // Asked for only when the program itself has ended: a walk through all processes is not for every tick.
             Some(_) if ours.iter().any(Option::is_some) => processes::descendants()
@@ -426,20 +438,20 @@ impl Init {
     }
 
     /// After SIGKILL to all: tells the runner that they are dying, for as long as they are seen to.
-    fn watch_them_die(&mut self, report: &mut Reporter) {
+    fn report_dying(&mut self, report: &mut Reporter) {
         let progress = self.dying.as_mut().and_then(Dying::look);
-        if progress == Some(Progress::Made) {
-            self.tell_progress(self.wall_ms(), report);
+        if progress == Some(DyingProgress::Made) {
+            self.report_progress(self.wall_ms(), report);
         }
     }
 
     /// What is known of the end so far. The runner then has patience with init, and keeps this should init not tell more.
-    fn tell_progress(&self, wall_ms: u64, report: &mut Reporter) {
-        report.tell(
-            &Report::Dying {
+    fn report_progress(&self, wall_ms: u64, report: &mut Reporter) {
+        report.send(
+            &SandboxReport::Dying {
                 exit: self.main_exit,
                 stop: self.stop,
-                usage: self.usage(wall_ms, self.seen()),
+                usage: self.usage(wall_ms, self.peak_usage()),
             },
             &[],
         );
@@ -450,8 +462,8 @@ impl Init {
         wall.as_millis() as u64
     }
 
-    fn usage(&self, wall_ms: u64, seen: Seen) -> Usage {
-        Usage {
+    fn usage(&self, wall_ms: u64, seen: PeakUsage) -> ResourceUsage {
+        ResourceUsage {
             wall_ms,
             cpu_ms: seen.cpu_ms,
             memory_peak_bytes: seen.memory_bytes,
@@ -468,43 +480,43 @@ impl Init {
         let wall_ms = self.wall_ms();
         self.kill_all();
         // What is left when pid 1 leaves is killed and reaped by the kernel. The guardian waits for the last.
-        let bounded = self.realm == Realm::Namespace;
-        let mut someone_left = self.reap();
-        while someone_left {
-            self.watch_them_die(report);
+        let bounded = self.process_set == ProcessSet::Namespace;
+        let mut processes_left = self.reap();
+        while processes_left {
+            self.report_dying(report);
             if bounded && self.dying.as_ref().is_some_and(Dying::is_hopeless) {
                 break;
             }
             self.kill_all();
             self.wait_for_deaths();
-            someone_left = self.reap();
+            processes_left = self.reap();
         }
         let seen = match self.stop {
             None => {
                 // The look may take longer than until the deadline, and a program that ended before it did not time out.
-                let mut tell = || self.tell_progress(wall_ms, report);
+                let mut tell = || self.report_progress(wall_ms, report);
                 let watch = self.watch.as_ref();
                 watch
-                    .map(|watch| watch.finish(LAST_LOOK_AT_MOST, &mut tell))
+                    .map(|watch| watch.finish(LAST_MEASURE_MAX, &mut tell))
                     .unwrap_or_default()
             }
             // Late already: whoever waits for the end of this run has been promised it.
-            Some(_) => self.seen(),
+            Some(_) => self.peak_usage(),
         };
         // Past a limit between the last two looks is past it all the same.
         let by_itself = self.stop.is_none() && matches!(self.main_exit, Some(Exit::Code(_)));
         if let (true, Some(passed @ (Stop::Disk | Stop::Files))) =
-            (by_itself, self.watch.as_mut().and_then(Watching::passed))
+            (by_itself, self.watch.as_mut().and_then(WatchThread::passed))
         {
             self.stop = Some(passed);
         }
         let usage = self.usage(wall_ms, seen);
-        report.tell(
-            &Report::Ended {
+        report.send(
+            &SandboxReport::Ended {
                 exit: self.main_exit,
                 stop: self.stop,
                 usage,
-                alone: bounded && !someone_left,
+                alone: bounded && !processes_left,
             },
             &[],
         );

@@ -13,27 +13,28 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::process::DumpableBehavior;
 
 use crate::confine::landlock;
-use crate::spec::{Identity, Layer, Level, Purpose, Spec};
-use crate::step_report::{During, StepError};
+use crate::spec::{ConfinementLevel, LaunchPurpose, Layer, ProgramIdentity, Spec};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, Forked, Parentage};
 
 /// The guardian's end, and the sweeper's pid. It strikes when this is dropped.
-pub struct Sweeper {
+pub struct KillHelper {
     pub pid: u32,
-    pub word: OwnedFd,
+    pub trigger: OwnedFd,
 }
 
 /// Leaves a sweeper behind, as a child of this process's parent. To be called by the child, single-threaded, after
 /// no_new_privs and before its own Landlock domain. `None` where there is no need of one, or no way to have it.
-pub fn leave(spec: &Spec) -> Result<Option<Sweeper>, StepError> {
-    let own_uid = matches!(spec.identity, Identity::Leased { .. });
-    let wanted = spec.level == Level::Landlock && spec.purpose == Purpose::Run && !own_uid;
+pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
+    let own_uid = matches!(spec.identity, ProgramIdentity::Leased { .. });
+    let wanted =
+        spec.level == ConfinementLevel::Landlock && spec.purpose == LaunchPurpose::Run && !own_uid;
     let layers = spec.has(Layer::Landlock) && spec.has(Layer::Seccomp);
-    if !wanted || !layers || landlock::abi() < landlock::KNOWS_SIGNALS {
+    if !wanted || !layers || landlock::abi() < landlock::ABI_WITH_SIGNAL_SCOPE {
         return Ok(None);
     }
     landlock::scope_signals()?;
-    let (word, theirs) = rustix::net::socketpair(
+    let (trigger, theirs) = rustix::net::socketpair(
         rustix::net::AddressFamily::UNIX,
         rustix::net::SocketType::SEQPACKET,
         rustix::net::SocketFlags::CLOEXEC,
@@ -41,21 +42,22 @@ pub fn leave(spec: &Spec) -> Result<Option<Sweeper>, StepError> {
     )
     .during(|| "make a socket pair".into())?;
     match sys::fork(Parentage::Sibling).during(|| "clone the sweeper".into())? {
-        Forked::Parent { child } => Ok(Some(Sweeper {
+        Forked::Parent { child } => Ok(Some(KillHelper {
             pid: child as u32,
-            word,
+            trigger,
         })),
-        Forked::Child => wait_and_strike(theirs.as_fd()),
+        Forked::Child => wait_and_kill(theirs.as_fd()),
     }
 }
 
-fn wait_and_strike(word: BorrowedFd<'_>) -> ! {
+fn wait_and_kill(trigger: BorrowedFd<'_>) -> ! {
     // The guardian looks into every process of the run; this one has nothing to hide.
-    let _looked_into = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable);
+    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable);
     // Nothing of the program's stays open here, nor the other end, whose closing is the sign.
-    if sys::place(word, 0).is_ok() && sys::close_from(1).is_ok() {
-        let _told_or_left_alone = rustix::io::read(rustix::stdio::stdin(), &mut [0u8]);
-        let _nobody_left = sys::kill_everyone(libc::SIGKILL);
+    if sys::place_descriptor(trigger, 0).is_ok() && sys::close_from(1).is_ok() {
+        // Returns when the guardian writes or is gone.
+        let _ = rustix::io::read(rustix::stdio::stdin(), &mut [0u8]);
+        let _ = sys::kill_all(libc::SIGKILL);
     }
     sys::exit_now(0)
 }

@@ -39,7 +39,8 @@ impl OomWatch {
         if self.looked_at.elapsed() < TICK {
             return false;
         }
-        let _looked_at_again_soon = self.count();
+        // An unreadable counter is read again at the next tick.
+        let _ = self.count();
         if self.is_in_window() && !self.died_in_window {
             self.died_in_window = processes::is_dying_of_signal(main);
         }

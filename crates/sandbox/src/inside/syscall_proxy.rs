@@ -23,7 +23,7 @@ use crate::sys::{self, Notification};
 const PATH_BYTES_MAX: usize = 4096;
 const SIGNAL_MAX: i32 = 64;
 
-pub struct Deputy {
+pub struct SyscallProxy {
     workspace: PathBuf,
     uid: u32,
     /// No file may be made longer: RLIMIT_FSIZE is the program's, and would not hold here.
@@ -31,33 +31,33 @@ pub struct Deputy {
 }
 
 /// Which file a call means.
-enum Target {
+enum CallTarget {
     /// A path from a directory descriptor of the caller's, or from its working directory.
     Path {
         from: i32,
         at: u64,
-        links: Links,
-        empty: Empty,
+        links: SymlinkMode,
+        empty: EmptyPath,
     },
     Descriptor(i32),
 }
 
 /// What an empty path means.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Empty {
+enum EmptyPath {
     Missing,
     /// AT_EMPTY_PATH: the descriptor itself.
     Itself,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Links {
+enum SymlinkMode {
     Followed,
     Themselves,
 }
 
 /// What is to be done with it.
-enum Wish {
+enum FileChange {
     Mode(u32),
     Times(Timestamps),
     Length(u64),
@@ -67,9 +67,9 @@ fn errno(number: i32) -> io::Error {
     io::Error::from_raw_os_error(number)
 }
 
-impl Deputy {
-    pub fn new(spec: &Spec) -> Deputy {
-        Deputy {
+impl SyscallProxy {
+    pub fn new(spec: &Spec) -> SyscallProxy {
+        SyscallProxy {
             workspace: spec.workspace.to_path_buf(),
             uid: spec.identity.uid(),
             length_max: spec.limits.disk_bytes,
@@ -82,21 +82,21 @@ impl Deputy {
         call: &Notification,
         still_waits: impl Fn() -> io::Result<()>,
     ) -> io::Result<()> {
-        let (target, wish) = read_call(call)?;
+        let (target, change) = read_call(call)?;
         let object = open_target(call.pid, &target)?;
         still_waits()?;
-        self.is_own(&object, &wish)?;
-        act(&object, &wish, self.length_max)
+        self.is_own(&object, &change)?;
+        apply_change(&object, &change, self.length_max)
     }
 
     /// Where the kernel says that this very object is: below the workspace, and nobody else's. What is there cannot be
     /// moved out, nor anything else be moved or linked in: Landlock has no other place that may be written.
-    fn is_own(&self, object: &OwnedFd, wish: &Wish) -> io::Result<()> {
-        let place = std::fs::read_link(own_name(object))?;
+    fn is_own(&self, object: &OwnedFd, change: &FileChange) -> io::Result<()> {
+        let place = std::fs::read_link(proc_fd_path(object))?;
         let is_top = place == self.workspace;
         let below = place.starts_with(&self.workspace);
         // The top directory stays closed to others.
-        let allowed = below && !(is_top && matches!(wish, Wish::Mode(_)));
+        let allowed = below && !(is_top && matches!(change, FileChange::Mode(_)));
         let stat = rustix::fs::fstat(object)?;
         match allowed && stat.st_uid == self.uid {
             true => Ok(()),
@@ -105,73 +105,77 @@ impl Deputy {
     }
 }
 
-fn own_name(object: &OwnedFd) -> PathBuf {
+fn proc_fd_path(object: &OwnedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", object.as_raw_fd()))
 }
 
 /// From numbers and pointers to what is meant; everything behind a pointer is copied here, once.
-fn read_call(call: &Notification) -> io::Result<(Target, Wish)> {
+fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
     let arg = |n: usize| call.args[n];
     let number = |n: usize| call.args[n] as u32 as i32;
-    let path = |from: i32, n: usize, links: Links| Target::Path {
+    let path = |from: i32, n: usize, links: SymlinkMode| CallTarget::Path {
         from,
         at: call.args[n],
         links,
-        empty: Empty::Missing,
+        empty: EmptyPath::Missing,
     };
-    let flagged = |from: i32, n: usize, flags: i32| Target::Path {
+    let flagged = |from: i32, n: usize, flags: i32| CallTarget::Path {
         from,
         at: call.args[n],
         links: match flags & libc::AT_SYMLINK_NOFOLLOW {
-            0 => Links::Followed,
-            _ => Links::Themselves,
+            0 => SymlinkMode::Followed,
+            _ => SymlinkMode::Themselves,
         },
         empty: match flags & libc::AT_EMPTY_PATH {
-            0 => Empty::Missing,
-            _ => Empty::Itself,
+            0 => EmptyPath::Missing,
+            _ => EmptyPath::Itself,
         },
     };
-    let mode = |n: usize| Wish::Mode(call.args[n] as u32);
-    let times = |n: usize, form: Form| Ok::<_, io::Error>(Wish::Times(read_times(call, n, form)?));
+    let mode = |n: usize| FileChange::Mode(call.args[n] as u32);
+    let times = |n: usize, format: TimeFormat| {
+        Ok::<_, io::Error>(FileChange::Times(read_times(call, n, format)?))
+    };
     Ok(match call.call {
-        libc::SYS_fchmod => (Target::Descriptor(number(0)), mode(1)),
-        libc::SYS_fchmodat => (path(number(0), 1, Links::Followed), mode(2)),
+        libc::SYS_fchmod => (CallTarget::Descriptor(number(0)), mode(1)),
+        libc::SYS_fchmodat => (path(number(0), 1, SymlinkMode::Followed), mode(2)),
         number::FCHMODAT2 => (flagged(number(0), 1, number(3)), mode(2)),
         // Without a path it is the descriptor's own file.
-        libc::SYS_utimensat if arg(1) == 0 => {
-            (Target::Descriptor(number(0)), times(2, Form::Nanoseconds)?)
-        }
+        libc::SYS_utimensat if arg(1) == 0 => (
+            CallTarget::Descriptor(number(0)),
+            times(2, TimeFormat::Nanoseconds)?,
+        ),
         libc::SYS_utimensat => {
             let target = flagged(number(0), 1, number(3));
-            (target, times(2, Form::Nanoseconds)?)
+            (target, times(2, TimeFormat::Nanoseconds)?)
         }
         libc::SYS_truncate => {
             let length = u64::try_from(arg(1) as i64).map_err(|_| errno(libc::EINVAL))?;
             (
-                path(libc::AT_FDCWD, 0, Links::Followed),
-                Wish::Length(length),
+                path(libc::AT_FDCWD, 0, SymlinkMode::Followed),
+                FileChange::Length(length),
             )
         }
         #[cfg(target_arch = "x86_64")]
-        libc::SYS_chmod => (path(libc::AT_FDCWD, 0, Links::Followed), mode(1)),
+        libc::SYS_chmod => (path(libc::AT_FDCWD, 0, SymlinkMode::Followed), mode(1)),
         #[cfg(target_arch = "x86_64")]
         libc::SYS_utime => {
-            let target = path(libc::AT_FDCWD, 0, Links::Followed);
-            (target, times(1, Form::Seconds)?)
+            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Followed);
+            (target, times(1, TimeFormat::Seconds)?)
         }
         #[cfg(target_arch = "x86_64")]
         libc::SYS_utimes => {
-            let target = path(libc::AT_FDCWD, 0, Links::Followed);
-            (target, times(1, Form::Microseconds)?)
+            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Followed);
+            (target, times(1, TimeFormat::Microseconds)?)
         }
         #[cfg(target_arch = "x86_64")]
-        libc::SYS_futimesat if arg(1) == 0 => {
-            (Target::Descriptor(number(0)), times(2, Form::Microseconds)?)
-        }
+        libc::SYS_futimesat if arg(1) == 0 => (
+            CallTarget::Descriptor(number(0)),
+            times(2, TimeFormat::Microseconds)?,
+        ),
         #[cfg(target_arch = "x86_64")]
         libc::SYS_futimesat => {
-            let target = path(number(0), 1, Links::Followed);
-            (target, times(2, Form::Microseconds)?)
+            let target = path(number(0), 1, SymlinkMode::Followed);
+            (target, times(2, TimeFormat::Microseconds)?)
         }
         _ => return Err(errno(libc::ENOSYS)),
     })
@@ -179,7 +183,7 @@ fn read_call(call: &Notification) -> io::Result<(Target, Wish)> {
 
 /// How a call writes its two times.
 #[derive(Clone, Copy)]
-enum Form {
+enum TimeFormat {
     Nanoseconds,
     #[cfg(target_arch = "x86_64")]
     Microseconds,
@@ -187,7 +191,7 @@ enum Form {
     Seconds,
 }
 
-fn read_times(call: &Notification, arg: usize, form: Form) -> io::Result<Timestamps> {
+fn read_times(call: &Notification, arg: usize, format: TimeFormat) -> io::Result<Timestamps> {
     let now = Timespec {
         tv_sec: 0,
         tv_nsec: UTIME_NOW,
@@ -200,12 +204,12 @@ fn read_times(call: &Notification, arg: usize, form: Form) -> io::Result<Timesta
         });
     }
     let mut words = [0i64; 4];
-    let count = match form {
-        Form::Nanoseconds => 4,
+    let count = match format {
+        TimeFormat::Nanoseconds => 4,
         #[cfg(target_arch = "x86_64")]
-        Form::Microseconds => 4,
+        TimeFormat::Microseconds => 4,
         #[cfg(target_arch = "x86_64")]
-        Form::Seconds => 2,
+        TimeFormat::Seconds => 2,
     };
     let mut bytes = [0u8; 32];
     read_exactly(call.pid, address, &mut bytes[..count * 8])?;
@@ -216,10 +220,10 @@ fn read_times(call: &Notification, arg: usize, form: Form) -> io::Result<Timesta
         tv_sec: seconds,
         tv_nsec: nanoseconds as _,
     };
-    let (accessed, modified) = match form {
-        Form::Nanoseconds => (time(words[0], words[1]), time(words[2], words[3])),
+    let (accessed, modified) = match format {
+        TimeFormat::Nanoseconds => (time(words[0], words[1]), time(words[2], words[3])),
         #[cfg(target_arch = "x86_64")]
-        Form::Microseconds => {
+        TimeFormat::Microseconds => {
             let whole = |us: i64| match (0..1_000_000).contains(&us) {
                 true => Ok(us * 1000),
                 false => Err(errno(libc::EINVAL)),
@@ -230,7 +234,7 @@ fn read_times(call: &Notification, arg: usize, form: Form) -> io::Result<Timesta
             )
         }
         #[cfg(target_arch = "x86_64")]
-        Form::Seconds => (time(words[0], 0), time(words[1], 0)),
+        TimeFormat::Seconds => (time(words[0], 0), time(words[1], 0)),
     };
     Ok(Timestamps {
         last_access: accessed,
@@ -278,15 +282,15 @@ fn descriptor_named(path: &Path) -> Option<i32> {
 }
 
 /// Opens the object itself, without any right to it.
-fn open_target(pid: u32, target: &Target) -> io::Result<OwnedFd> {
+fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
     let held = |n: i32| {
         let path = format!("/proc/{pid}/fd/{n}");
         let opened = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         opened.map_err(|_| errno(libc::EBADF))
     };
     let (from, at, links, empty) = match target {
-        Target::Descriptor(n) => return held(*n),
-        Target::Path {
+        CallTarget::Descriptor(n) => return held(*n),
+        CallTarget::Path {
             from,
             at,
             links,
@@ -294,14 +298,14 @@ fn open_target(pid: u32, target: &Target) -> io::Result<OwnedFd> {
         } => (*from, *at, *links, *empty),
     };
     let mut path = read_path(pid, at)?;
-    if let (Some(n), Links::Followed) = (descriptor_named(&path), links) {
+    if let (Some(n), SymlinkMode::Followed) = (descriptor_named(&path), links) {
         return held(n);
     }
     if path.as_os_str().is_empty() {
         match (empty, from) {
-            (Empty::Missing, _) => return Err(errno(libc::ENOENT)),
-            (Empty::Itself, libc::AT_FDCWD) => path.push("."),
-            (Empty::Itself, n) => return held(n),
+            (EmptyPath::Missing, _) => return Err(errno(libc::ENOENT)),
+            (EmptyPath::Itself, libc::AT_FDCWD) => path.push("."),
+            (EmptyPath::Itself, n) => return held(n),
         }
     }
     let walk = OFlags::PATH | OFlags::CLOEXEC;
@@ -316,8 +320,8 @@ fn open_target(pid: u32, target: &Target) -> io::Result<OwnedFd> {
     };
     let base = base.as_ref().map_or(rustix::fs::CWD, |fd| fd.as_fd());
     let flags = match links {
-        Links::Followed => walk,
-        Links::Themselves => walk | OFlags::NOFOLLOW,
+        SymlinkMode::Followed => walk,
+        SymlinkMode::Themselves => walk | OFlags::NOFOLLOW,
     };
     // No magic links: `/proc/self/fd/N` would be a descriptor of the guardian's.
     let found = rustix::fs::openat2(
@@ -331,15 +335,15 @@ fn open_target(pid: u32, target: &Target) -> io::Result<OwnedFd> {
     Ok(found)
 }
 
-fn act(object: &OwnedFd, wish: &Wish, length_max: u64) -> io::Result<()> {
+fn apply_change(object: &OwnedFd, change: &FileChange, length_max: u64) -> io::Result<()> {
     let kind = FileType::from_raw_mode(rustix::fs::fstat(object)?.st_mode);
-    match wish {
-        Wish::Mode(_) if kind == FileType::Symlink => Err(errno(libc::EOPNOTSUPP)),
-        Wish::Mode(mode) => Ok(rustix::fs::chmod(
-            own_name(object),
+    match change {
+        FileChange::Mode(_) if kind == FileType::Symlink => Err(errno(libc::EOPNOTSUPP)),
+        FileChange::Mode(mode) => Ok(rustix::fs::chmod(
+            proc_fd_path(object),
             Mode::from_raw_mode(mode & 0o1777),
         )?),
-        Wish::Times(times) => {
+        FileChange::Times(times) => {
             let itself = Path::new("");
             Ok(rustix::fs::utimensat(
                 object,
@@ -348,12 +352,12 @@ fn act(object: &OwnedFd, wish: &Wish, length_max: u64) -> io::Result<()> {
                 AtFlags::EMPTY_PATH,
             )?)
         }
-        Wish::Length(length) if *length > length_max => Err(errno(libc::EFBIG)),
-        Wish::Length(_) if kind == FileType::Directory => Err(errno(libc::EISDIR)),
-        Wish::Length(_) if kind != FileType::RegularFile => Err(errno(libc::EINVAL)),
-        Wish::Length(length) => {
+        FileChange::Length(length) if *length > length_max => Err(errno(libc::EFBIG)),
+        FileChange::Length(_) if kind == FileType::Directory => Err(errno(libc::EISDIR)),
+        FileChange::Length(_) if kind != FileType::RegularFile => Err(errno(libc::EINVAL)),
+        FileChange::Length(length) => {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
-            let file = rustix::fs::open(own_name(object), flags, Mode::empty())?;
+            let file = rustix::fs::open(proc_fd_path(object), flags, Mode::empty())?;
             Ok(rustix::fs::ftruncate(&file, *length)?)
         }
     }
@@ -372,7 +376,7 @@ pub fn signal(call: &Notification, still_waits: impl Fn() -> io::Result<()>) -> 
     let arg = |n: usize| call.args[n] as u32 as i32;
     still_waits()?;
     if call.call == libc::SYS_kill {
-        return signal_processes(call.pid, arg(0), checked(arg(1))?);
+        return signal_processes(call.pid, arg(0), check_signal(arg(1))?);
     }
     let (process, thread, signal) = match call.call {
         libc::SYS_tkill if arg(0) <= 0 => return Err(errno(libc::EINVAL)),
@@ -382,16 +386,16 @@ pub fn signal(call: &Notification, still_waits: impl Fn() -> io::Result<()>) -> 
         }
         _ => (arg(0), arg(1), arg(2)),
     };
-    let signal = checked(signal)?;
+    let signal = check_signal(signal)?;
     if process <= 0 || thread <= 0 {
         return Err(errno(libc::EINVAL));
     }
     // Held while the signal is sent: the number cannot become another's.
-    let _held = processes::hold_descendant(process as u32).ok_or_else(|| errno(libc::ESRCH))?;
+    let _pidfd = processes::open_descendant(process as u32).ok_or_else(|| errno(libc::ESRCH))?;
     sys::signal_thread(process, thread, signal)
 }
 
-fn checked(signal: i32) -> io::Result<i32> {
+fn check_signal(signal: i32) -> io::Result<i32> {
     match (0..=SIGNAL_MAX).contains(&signal) {
         true => Ok(signal),
         false => Err(errno(libc::EINVAL)),
@@ -412,14 +416,14 @@ fn signal_processes(caller: u32, whom: i32, signal: i32) -> io::Result<()> {
         }
         group if group < 0 => Box::new(move |pid| group_of(pid) == Some(group.unsigned_abs())),
         pid => {
-            let held = processes::hold_descendant(pid as u32).ok_or_else(gone)?;
-            return sys::signal_held(held.as_fd(), signal);
+            let held = processes::open_descendant(pid as u32).ok_or_else(gone)?;
+            return sys::signal_pidfd(held.as_fd(), signal);
         }
     };
     let mut reached = Err(gone());
-    for (pid, held) in processes::hold_descendants() {
+    for (pid, held) in processes::open_descendants() {
         if is_meant(pid) {
-            let sent = sys::signal_held(held.as_fd(), signal);
+            let sent = sys::signal_pidfd(held.as_fd(), signal);
             reached = reached.or(sent);
         }
     }

@@ -11,23 +11,23 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{DumpableBehavior, Gid, Uid};
 
-use super::mounts::{self, OwnerMaps, Prepared};
+use super::mounts::{self, OwnerMaps, PreparedRoot};
 use crate::layout::{INSIDE_GID, INSIDE_UID};
-use crate::spec::{Identity, Layer, Level, Owner, Spec};
-use crate::step_report::{During, Reporter, StepError};
+use crate::spec::{ConfinementLevel, Layer, Owner, ProgramIdentity, Spec};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys::{self, Forked, Namespace, Parentage, procfs};
 
 /// What a launcher has done before it knew its plan.
-pub enum Entered {
+pub enum EarlyResult {
     Nothing,
-    /// It is pid 1 already, in the namespaces in [`EARLY`].
-    Early(Early),
+    /// It is pid 1 already, in the namespaces in [`EARLY_NAMESPACES`].
+    Entered(EarlySandbox),
     /// This step of it failed.
-    Failed(String, StepError),
+    Failed(String, LaunchStepError),
 }
 
-pub struct Early {
-    pub prepared: Prepared,
+pub struct EarlySandbox {
+    pub prepared: PreparedRoot,
     pub network: Network,
 }
 
@@ -38,20 +38,21 @@ pub enum Network {
 }
 
 /// Namespaces that are the same for every plan, beside the mounts'. The network's alone costs as much as all the rest.
-const EARLY: [(Layer, libc::c_int); 4] = [
+const EARLY_NAMESPACES: [(Layer, libc::c_int); 4] = [
     (Layer::PidNamespace, libc::CLONE_NEWPID),
     (Layer::NetNamespace, libc::CLONE_NEWNET),
     (Layer::IpcNamespace, libc::CLONE_NEWIPC),
     (Layer::UtsNamespace, libc::CLONE_NEWUTS),
 ];
 
-/// Whether a launcher that has entered [`EARLY`] can serve this plan.
+/// Whether a launcher that has entered [`EARLY_NAMESPACES`] can serve this plan.
 pub fn fits_early(spec: &Spec) -> bool {
-    spec.level == Level::Full && EARLY.iter().all(|(layer, _)| spec.has(*layer))
+    spec.level == ConfinementLevel::Full
+        && EARLY_NAMESPACES.iter().all(|(layer, _)| spec.has(*layer))
 }
 
 /// How a process is born that is to enter them.
-pub fn early_birth() -> Parentage {
+pub fn early_parentage() -> Parentage {
     let user = match rustix::process::geteuid().is_root() {
         true => Namespace::Ours,
         false => Namespace::New,
@@ -59,21 +60,27 @@ pub fn early_birth() -> Parentage {
     Parentage::First { user }
 }
 
-/// Does what every plan at level `full` needs, as pid 1, born as [`early_birth`] says. What fails is said when there is a
+/// Does what every plan at level `full` needs, as pid 1, born as [`early_parentage`] says. What fails is said when there is a
 /// plan.
-pub fn enter_early(uid: Uid, gid: Gid, report: &mut Reporter) -> Entered {
-    match early(uid, gid, report) {
-        Ok(early) => Entered::Early(early),
-        Err(error) => Entered::Failed(report.current_step().to_owned(), error),
+pub fn enter_early(uid: Uid, gid: Gid, report: &mut Reporter) -> EarlyResult {
+    match enter_early_namespaces(uid, gid, report) {
+        Ok(early) => EarlyResult::Entered(early),
+        Err(error) => EarlyResult::Failed(report.current_step().to_owned(), error),
     }
 }
 
-fn early(uid: Uid, gid: Gid, report: &mut Reporter) -> Result<Early, StepError> {
+fn enter_early_namespaces(
+    uid: Uid,
+    gid: Gid,
+    report: &mut Reporter,
+) -> Result<EarlySandbox, LaunchStepError> {
     if !uid.is_root() {
         map_user(uid.as_raw(), gid.as_raw(), report)?;
     }
-    report.step("create namespaces");
-    let all = EARLY.iter().fold(libc::CLONE_NEWNS, |all, one| all | one.1);
+    report.begin_step("create namespaces");
+    let all = EARLY_NAMESPACES
+        .iter()
+        .fold(libc::CLONE_NEWNS, |all, one| all | one.1);
     sys::unshare(all & !libc::CLONE_NEWPID).during(|| "unshare".into())?;
     let network = match set_up_network(None) {
         Ok(()) => Network::SetUp,
@@ -81,11 +88,11 @@ fn early(uid: Uid, gid: Gid, report: &mut Reporter) -> Result<Early, StepError> 
         Err(_) => Network::Bare,
     };
     let prepared = mounts::prepare(report)?;
-    Ok(Early { prepared, network })
+    Ok(EarlySandbox { prepared, network })
 }
 
 /// Loopback, and the most that one connection may hold in buffers: the kernel counts them for the whole host.
-pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), StepError> {
+pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), LaunchStepError> {
     sys::loopback_up().during(|| "bring loopback up".into())?;
     for name in ["tcp_rmem", "tcp_wmem"] {
         let path = format!("sys/net/ipv4/{name}");
@@ -97,18 +104,18 @@ pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), StepError> {
 /// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into, unless it is that already.
 pub fn enter(
     spec: &Spec,
-    entered: Entered,
+    entered: EarlyResult,
     report: &mut Reporter,
-) -> Result<Option<Early>, StepError> {
-    report.step("create namespaces");
+) -> Result<Option<EarlySandbox>, LaunchStepError> {
+    report.begin_step("create namespaces");
     let early = match entered {
-        Entered::Nothing => {
+        EarlyResult::Nothing => {
             enter_now(spec, report)?;
             None
         }
-        Entered::Early(early) => Some(early),
-        Entered::Failed(step, error) => {
-            report.step(&step);
+        EarlyResult::Entered(early) => Some(early),
+        EarlyResult::Failed(step, error) => {
+            report.begin_step(&step);
             return Err(error);
         }
     };
@@ -119,18 +126,20 @@ pub fn enter(
         (Layer::UtsNamespace, "own host name"),
     ] {
         if spec.has(layer) {
-            report.layer(layer, how);
+            report.add_layer(layer, how);
         }
     }
     Ok(early)
 }
 
-fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), StepError> {
-    let asked_for = EARLY.iter().filter(|(layer, _)| spec.has(*layer));
+fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
+    let asked_for = EARLY_NAMESPACES
+        .iter()
+        .filter(|(layer, _)| spec.has(*layer));
     let flags = asked_for.fold(libc::CLONE_NEWNS, |all, one| all | one.1);
     match spec.identity {
-        Identity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into()),
-        Identity::Caller { uid, gid } => {
+        ProgramIdentity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into()),
+        ProgramIdentity::Caller { uid, gid } => {
             sys::unshare(flags | libc::CLONE_NEWUSER)
                 .during(|| "unshare, with a user namespace".into())?;
             map_user(uid, gid, report)
@@ -138,8 +147,8 @@ fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), StepError> {
     }
 }
 
-fn map_user(uid: u32, gid: u32, report: &mut Reporter) -> Result<(), StepError> {
-    report.step("map the user");
+fn map_user(uid: u32, gid: u32, report: &mut Reporter) -> Result<(), LaunchStepError> {
+    report.begin_step("map the user");
     write_maps(None, (INSIDE_UID, uid), (INSIDE_GID, gid))
         .during(|| "write /proc/self/uid_map".into())
 }
@@ -155,7 +164,7 @@ fn write_maps(proc: Option<BorrowedFd<'_>>, uid: (u32, u32), gid: (u32, u32)) ->
 /// leased uid. The groups are left unmapped on purpose: the kernel refuses any write, also to a socket
 /// or FIFO, whose group has no name in the mount (HAS_UNMAPPED_ID in fs/namei.c), while the owner's
 /// reading goes on. A read-only mount alone would not stop a connect().
-pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, StepError> {
+pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, LaunchStepError> {
     let mut maps = OwnerMaps::new();
     if !spec.is_leased() {
         return Ok(maps);
@@ -175,9 +184,9 @@ pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, StepError> {
 }
 
 /// A group that no file has: what the one entry that a group map needs is spent on.
-const GROUP_OF_NOBODY: u32 = 0xffff_fffe;
+const UNUSED_GID: u32 = 0xffff_fffe;
 
-pub fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
+pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
     let (ours, theirs) = rustix::net::socketpair(
         rustix::net::AddressFamily::UNIX,
         rustix::net::SocketType::STREAM,
@@ -188,10 +197,12 @@ pub fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
         Forked::Child => {
             drop(ours);
             // Who has nothing to tell ends, and is heard to.
-            if let Some(name) = own_name().filter(|_| sys::unshare(libc::CLONE_NEWUSER).is_ok()) {
-                let _told = rustix::io::write(&theirs, &name);
+            if let Some(name) =
+                own_proc_name().filter(|_| sys::unshare(libc::CLONE_NEWUSER).is_ok())
+            {
+                let _ = rustix::io::write(&theirs, &name);
                 // Holds the namespace until its descriptor has been taken.
-                let _released = rustix::io::read(&theirs, &mut [0u8]);
+                let _ = rustix::io::read(&theirs, &mut [0u8]);
             }
             sys::exit_now(0);
         }
@@ -205,19 +216,19 @@ pub fn owner_map(owner: u32, identity: Identity) -> io::Result<OwnedFd> {
             };
             drop(ours);
             let pid = rustix::process::Pid::from_raw(child);
-            let _reaped = rustix::process::waitpid(pid, rustix::process::WaitOptions::empty());
+            let _ = rustix::process::waitpid(pid, rustix::process::WaitOptions::empty());
             map
         }
     }
 }
 
 /// This process's directory in the host's /proc: its number here may be another.
-fn own_name() -> Option<Vec<u8>> {
+fn own_proc_name() -> Option<Vec<u8>> {
     let name = rustix::fs::readlink("/proc/self", Vec::new()).ok()?;
     Some(name.into_bytes())
 }
 
-fn fill_owner_map(process: &str, owner: u32, identity: Identity) -> io::Result<OwnedFd> {
+fn fill_owner_map(process: &str, owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
     let base = format!("/proc/{process}");
     std::fs::write(
         format!("{base}/uid_map"),
@@ -225,7 +236,7 @@ fn fill_owner_map(process: &str, owner: u32, identity: Identity) -> io::Result<O
     )?;
     std::fs::write(
         format!("{base}/gid_map"),
-        format!("{GROUP_OF_NOBODY} {} 1", identity.gid()),
+        format!("{UNUSED_GID} {} 1", identity.gid()),
     )?;
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     Ok(rustix::fs::open(
@@ -236,11 +247,11 @@ fn fill_owner_map(process: &str, owner: u32, identity: Identity) -> io::Result<O
 }
 
 /// As root: becomes the leased uid, keeping for now the capabilities that the last steps need.
-pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), StepError> {
-    let Identity::Leased { uid, gid } = spec.identity else {
+pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
+    let ProgramIdentity::Leased { uid, gid } = spec.identity else {
         return Ok(());
     };
-    report.step("become the leased uid");
+    report.begin_step("become the leased uid");
     rustix::thread::set_keep_capabilities(true).during(|| "keep capabilities".into())?;
     rustix::thread::set_thread_groups(&[]).during(|| "drop groups".into())?;
     let gid = Gid::from_raw(gid);
@@ -250,7 +261,7 @@ pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), StepError
     let mut sets = rustix::thread::capabilities(None).during(|| "read capabilities".into())?;
     sets.effective = sets.permitted;
     rustix::thread::set_capabilities(None, sets).during(|| "raise capabilities".into())?;
-    report.layer(
+    report.add_layer(
         Layer::LeasedUid,
         &format!("host uid {}", spec.identity.uid()),
     );
@@ -261,7 +272,7 @@ pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), StepError
 pub fn ids_inside(spec: &Spec) -> (u32, u32) {
     match spec.identity {
         // Only in tests.
-        Identity::Leased { uid, gid } if !spec.has(Layer::UserNamespace) => (uid, gid),
+        ProgramIdentity::Leased { uid, gid } if !spec.has(Layer::UserNamespace) => (uid, gid),
         _ => (INSIDE_UID, INSIDE_GID),
     }
 }
@@ -271,23 +282,23 @@ pub fn enter_inner_user(
     spec: &Spec,
     proc: BorrowedFd<'_>,
     report: &mut Reporter,
-) -> Result<(), StepError> {
+) -> Result<(), LaunchStepError> {
     if !spec.has(Layer::UserNamespace) {
         return Ok(());
     }
-    report.step("enter the inner user namespace");
+    report.begin_step("enter the inner user namespace");
     // Init is not dumpable, and this child is its copy; /proc/self would be root's.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
         .during(|| "become dumpable".into())?;
     sys::unshare(libc::CLONE_NEWUSER).during(|| "unshare".into())?;
     let (uid, gid) = match spec.identity {
-        Identity::Leased { uid, gid } => (uid, gid),
-        Identity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
+        ProgramIdentity::Leased { uid, gid } => (uid, gid),
+        ProgramIdentity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
     };
     write_maps(Some(proc), (INSIDE_UID, uid), (INSIDE_GID, gid))
         .during(|| "write the maps".into())?;
     procfs::write(Some(proc), "sys/user/max_user_namespaces", "0")
         .during(|| "forbid further user namespaces".into())?;
-    report.layer(Layer::UserNamespace, "owns nothing, may hold no other");
+    report.add_layer(Layer::UserNamespace, "owns nothing, may hold no other");
     Ok(())
 }

@@ -13,94 +13,94 @@ use super::stdio;
 use crate::channel;
 use crate::confine::capabilities::{self, Bounding};
 use crate::confine::{landlock, seccomp};
-use crate::inside::init::Filtered;
-use crate::inside::kill_helper::{self, Sweeper};
-use crate::plan::{Handed, Plan};
+use crate::inside::init::FilterReport;
+use crate::inside::kill_helper::{self, KillHelper};
+use crate::plan::{LaunchPlan, PlanDescriptors};
 use crate::resources::{cpus, rlimits};
-use crate::spec::{Bytes, Layer, Level, Purpose, Spec};
-use crate::step_report::{During, Reporter, StepError};
+use crate::spec::{Bytes, ConfinementLevel, LaunchPurpose, Layer, Spec};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys::{self, Instruction, Listener};
 
 pub(super) enum Never {}
 
 /// What joins the child to those who stay beside the program.
-pub(super) struct Ways<'a> {
+pub(super) struct ChildLinks<'a> {
     pub to_init: OwnedFd,
-    pub sweeper: &'a mut Option<Sweeper>,
+    pub kill_helper: &'a mut Option<KillHelper>,
 }
 
 /// The child: from init's copy to the program.
 pub(super) fn become_program(
-    plan: &Plan,
-    handed: &Handed,
+    plan: &LaunchPlan,
+    descriptors: &PlanDescriptors,
     proc_writable: Option<BorrowedFd<'_>>,
     terminal: Option<OwnedFd>,
-    ways: Ways<'_>,
+    links: ChildLinks<'_>,
     report: &mut Reporter,
-) -> Result<Never, StepError> {
+) -> Result<Never, LaunchStepError> {
     let spec = &plan.spec;
     // First into the cgroup, so that everything below and all it starts is counted. The process attaches
     // itself: moving it from outside costs a grace period of the whole machine.
-    report.step("attach to the cgroup");
-    for file in &handed.attach {
+    report.begin_step("attach to the cgroup");
+    for file in &descriptors.attach {
         rustix::io::write(file, b"0").during(|| "write 0 to the group's file".into())?;
     }
     if plan.attach_files > 0 {
-        report.layer(Layer::Cgroup, "a group of the run's own");
+        report.add_layer(Layer::Cgroup, "a group of the run's own");
     }
     // Then the cgroup namespace, whose root is where the process is at this moment.
-    report.step("create the cgroup namespace");
+    report.begin_step("create the cgroup namespace");
     if spec.has(Layer::CgroupNamespace) {
         sys::unshare(libc::CLONE_NEWCGROUP).during(|| "unshare".into())?;
-        report.layer(Layer::CgroupNamespace, "sees its own group as the root");
+        report.add_layer(Layer::CgroupNamespace, "sees its own group as the root");
     }
     // The inner user namespace comes after the last step that needs the outer one's privilege.
     if let Some(proc_writable) = proc_writable {
         namespaces::enter_inner_user(spec, proc_writable, report)?;
     }
 
-    report.step("set up the streams");
+    report.begin_step("set up the streams");
     rustix::process::setsid().during(|| "setsid".into())?;
-    stdio::place(handed, terminal.as_ref().map(AsFd::as_fd))
+    stdio::place(descriptors, terminal.as_ref().map(AsFd::as_fd))
         .during(|| "place descriptors 0, 1, 2".into())?;
 
-    if spec.level == Level::Full || spec.purpose == Purpose::Run {
-        report.step("enter the workspace");
+    if spec.level == ConfinementLevel::Full || spec.purpose == LaunchPurpose::Run {
+        report.begin_step("enter the workspace");
         rustix::process::chdir(spec.workspace.as_path())
             .during(|| "chdir to the workspace".into())?;
     }
     rustix::process::umask(Mode::from_raw_mode(0o077));
-    report.step("leave the session keyring");
+    report.begin_step("leave the session keyring");
     leave_keyring(spec)?;
 
-    report.step("set resource limits");
+    report.begin_step("set resource limits");
     rlimits::apply(spec)?;
 
-    report.step("drop capabilities");
+    report.begin_step("drop capabilities");
     if spec.has(Layer::Capabilities) {
         let how = capabilities::drop_capabilities(Bounding::of(spec))?;
-        report.layer(Layer::Capabilities, how);
+        report.add_layer(Layer::Capabilities, how);
     }
     // Before Landlock and seccomp, which demand it of the unprivileged.
-    report.step("forbid new privileges");
+    report.begin_step("forbid new privileges");
     if spec.has(Layer::NoNewPrivs) {
         rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
-        report.layer(
+        report.add_layer(
             Layer::NoNewPrivs,
             "set-id bits and file capabilities have no effect",
         );
     }
-    report.step("leave a sweeper");
-    *ways.sweeper = kill_helper::leave(spec)?;
-    report.step("restrict with Landlock");
+    report.begin_step("start the kill helper");
+    *links.kill_helper = kill_helper::start(spec)?;
+    report.begin_step("restrict with Landlock");
     let own_proc = match spec.level {
-        Level::Full => Vec::new(),
-        Level::Landlock => landlock::own_proc(),
+        ConfinementLevel::Full => Vec::new(),
+        ConfinementLevel::Landlock => landlock::own_proc(),
     };
     if spec.has(Layer::Landlock)
         && let Some(how) = landlock::restrict(spec, &own_proc)?
     {
-        report.layer(Layer::Landlock, &how);
+        report.add_layer(Layer::Landlock, &how);
     }
     // Everything the program needs is prepared before seccomp, which comes last: it would
     // refuse the steps above.
@@ -117,28 +117,30 @@ pub(super) fn become_program(
         .map(env_entry)
         .collect::<Result<Vec<_>, _>>()?;
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
-    report.step("wait for the word to go");
-    let filter = seccomp::receive(ways.to_init.as_fd()).during(|| "listen to init".into())?;
+    report.begin_step("wait for the word to go");
+    let filter = seccomp::receive(links.to_init.as_fd()).during(|| "listen to init".into())?;
     // Init has moved this process to another CPU for the last time.
     cpus::pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
-    report.step("restrict with seccomp");
+    report.begin_step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
-        restrict_calls(spec, &filter, &ways, &own_proc).during(|| "install the filter".into())?;
-        report.layer(
+        install_filter(spec, &filter, &links, &own_proc).during(|| "install the filter".into())?;
+        report.add_layer(
             Layer::Seccomp,
             match spec.level {
-                Level::Full => "allow-list; connect() and datagrams through the broker",
-                Level::Landlock => "allow-list; modes and times of files through the guardian",
+                ConfinementLevel::Full => "allow-list; connect() and datagrams through the broker",
+                ConfinementLevel::Landlock => {
+                    "allow-list; modes and times of files through the guardian"
+                }
             },
         );
     }
-    drop(ways.to_init);
-    report.step("check what is required");
-    report.require(&spec.required)?;
+    drop(links.to_init);
+    report.begin_step("check what is required");
+    report.require_layers(&spec.required)?;
     sys::reset_signals().during(|| "reset signals".into())?;
-    report.step("execute the program");
-    report.started();
-    if spec.purpose == Purpose::Probe {
+    report.begin_step("execute the program");
+    report.send_started();
+    if spec.purpose == LaunchPurpose::Probe {
         sys::exit_now(0);
     }
     Err(sys::execve(&program, &argv, &env)).during(|| spec.program.as_path().display().to_string())
@@ -146,10 +148,10 @@ pub(super) fn become_program(
 
 /// A keyring of the caller's that stays joined is of no use to a program that may make no call on keys. Container
 /// runtimes refuse those calls to us as well.
-fn leave_keyring(spec: &Spec) -> Result<(), StepError> {
+fn leave_keyring(spec: &Spec) -> Result<(), LaunchStepError> {
     match sys::new_session_keyring() {
         Err(e)
-            if spec.level == Level::Landlock
+            if spec.level == ConfinementLevel::Landlock
                 && spec.has(Layer::Seccomp)
                 && matches!(e.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)) =>
         {
@@ -159,46 +161,46 @@ fn leave_keyring(spec: &Spec) -> Result<(), StepError> {
     }
 }
 
-fn restrict_calls(
+fn install_filter(
     spec: &Spec,
     filter: &[Instruction],
-    ways: &Ways<'_>,
+    links: &ChildLinks<'_>,
     own_proc: &[OwnedFd],
 ) -> io::Result<()> {
-    if spec.level == Level::Full {
+    if spec.level == ConfinementLevel::Full {
         // As what it becomes by execve is: init takes the listener from it.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     }
     let listener = sys::seccomp_install(filter, Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
-    let to_init = ways.to_init.as_fd();
-    if spec.level == Level::Full {
+    let to_init = links.to_init.as_fd();
+    if spec.level == ConfinementLevel::Full {
         // The filter hands sendmsg over, and only who has the listener could serve it.
-        let told = Filtered {
-            sweeper: None,
+        let told = FilterReport {
+            kill_helper: None,
             listener: Some(listener.as_raw_fd()),
         };
         channel::send(to_init, &told, &[])?;
         // Init closes its end when it has taken the listener.
-        let _closed = rustix::net::recv(to_init, &mut [0u8][..], RecvFlags::empty());
+        let _ = rustix::net::recv(to_init, &mut [0u8][..], RecvFlags::empty());
         return Ok(());
     }
     let mut fds = vec![listener.as_fd()];
-    let sweeper = ways.sweeper.as_ref();
-    fds.extend(sweeper.map(|sweeper| sweeper.word.as_fd()));
+    let kill_helper = links.kill_helper.as_ref();
+    fds.extend(kill_helper.map(|kill_helper| kill_helper.trigger.as_fd()));
     fds.extend(own_proc.iter().map(AsFd::as_fd));
-    let told = Filtered {
-        sweeper: sweeper.map(|sweeper| sweeper.pid),
+    let told = FilterReport {
+        kill_helper: kill_helper.map(|kill_helper| kill_helper.pid),
         listener: None,
     };
     channel::send(to_init, &told, &fds)
 }
 
-fn c_string(bytes: Bytes) -> Result<CString, StepError> {
-    CString::new(bytes.0).map_err(|_| StepError::new("a NUL byte in an argument"))
+fn c_string(bytes: Bytes) -> Result<CString, LaunchStepError> {
+    CString::new(bytes.0).map_err(|_| LaunchStepError::new("a NUL byte in an argument"))
 }
 
-fn env_entry((name, value): &(Bytes, Bytes)) -> Result<CString, StepError> {
+fn env_entry((name, value): &(Bytes, Bytes)) -> Result<CString, LaunchStepError> {
     c_string(Bytes(
         [name.0.as_slice(), b"=", value.0.as_slice()].concat(),
     ))

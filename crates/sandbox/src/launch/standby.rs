@@ -25,20 +25,21 @@ use crate::sys::{self, Forked};
 
 /// Forks the launcher, if the first word on the command line is one of these. To be called before anything else is done;
 /// where it fails, one is executed later.
-pub fn stand_by(words: &[&str]) {
+pub fn fork_launcher(words: &[&str]) {
     // The loader keeps copies of its own settings, which nobody could wipe.
-    if !was_told(words) || sys::has_loader_settings() {
+    if !is_first_argument(words) || sys::has_loader_settings() {
         return;
     }
     let Ok((ours, theirs)) = channel::pair() else {
         return;
     };
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
-    match sys::fork(namespaces::early_birth()) {
-        Ok(Forked::Child) => be_launcher(&theirs, uid, gid),
+    match sys::fork(namespaces::early_parentage()) {
+        Ok(Forked::Child) => run_standby_launcher(&theirs, uid, gid),
         Ok(Forked::Parent { child }) => {
             if let Some(pid) = Pid::from_raw(child) {
-                let _where_it_was_born = cpus::move_from_here(child);
+                // Refused: the child begins on this CPU.
+                let _ = cpus::move_off_this_cpu(child);
                 standby_slot::put(ours, pid);
             }
         }
@@ -48,7 +49,7 @@ pub fn stand_by(words: &[&str]) {
 
 /// Whether that is the first word that this process was started with. The standard library would leave copies of the whole
 /// command line in memory.
-fn was_told(words: &[&str]) -> bool {
+fn is_first_argument(words: &[&str]) -> bool {
     let mut line = [0u8; 4096];
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let read = rustix::fs::open("/proc/self/cmdline", flags, Mode::empty())
@@ -73,31 +74,31 @@ pub(crate) fn take(program: &Path, spec: &Spec) -> Option<(OwnedFd, Pid)> {
     matches!(ended, Ok(None)).then_some(standby)
 }
 
-fn be_launcher(socket: &OwnedFd, uid: Uid, gid: Gid) -> ! {
-    match settle_in(socket) {
+fn run_standby_launcher(socket: &OwnedFd, uid: Uid, gid: Gid) -> ! {
+    match detach_from_caller(socket) {
         Ok(socket) => {
             let mut report = Reporter::new(socket);
             let entered = namespaces::enter_early(uid, gid, &mut report);
-            launcher::work(report, entered)
+            launcher::run(report, entered)
         }
         Err(_) => sys::exit_now(125),
     }
 }
 
 /// Makes this process what an executed launcher is.
-fn settle_in(socket: &OwnedFd) -> io::Result<OwnedFd> {
+fn detach_from_caller(socket: &OwnedFd) -> io::Result<OwnedFd> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    sys::forget_beginnings()?;
+    sys::wipe_start_strings()?;
     // Not the caller's: others must be able to read what is made for them.
     rustix::process::umask(Mode::from_raw_mode(0o022));
     // The terminal's Ctrl-C is the runner's to handle.
     rustix::process::setsid()?;
     rustix::process::chdir("/")?;
     sys::set_process_name(c"fumehood-launch");
-    sys::hear_of_children();
+    sys::reset_sigchld();
     let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     for number in 0..3 {
-        sys::place(null.as_fd(), number)?;
+        sys::place_descriptor(null.as_fd(), number)?;
     }
     drop(null);
     // What whoever started the runner left open is not for us.

@@ -10,21 +10,25 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use crate::spec::{
-    HostPath, Identity, InsidePath, Layer, Level, Limits, Purpose, SharedMemory, Spec, Terminal,
-    WorkspaceKind,
+    ConfinementLevel, HostPath, InsidePath, LaunchPurpose, Layer, Limits, ProgramIdentity,
+    SharedMemory, Spec, Terminal, WorkspaceKind,
 };
-use crate::supervise::{self, Means, Nobody, RunError};
+use crate::supervise::{self, RunError, SilentHandler, SpawnResources};
 
 /// Builds a sandbox of that level, and says which layers held, or which step failed.
-pub fn try_level(launcher: &Path, level: Level) -> Result<Vec<(Layer, String)>, RunError> {
+pub fn try_level(
+    launcher: &Path,
+    level: ConfinementLevel,
+) -> Result<Vec<(Layer, String)>, RunError> {
     let spec = miniature(level);
-    let means = Means {
+    let resources = SpawnResources {
         launcher,
         workspace: None,
         stdin: None,
         group: None,
     };
-    let finished = supervise::spawn(&spec, means)?.supervise(&mut Nobody(spec.identity))?;
+    let finished =
+        supervise::spawn(&spec, resources)?.supervise(&mut SilentHandler(spec.identity))?;
     Ok(finished.layers)
 }
 
@@ -36,7 +40,7 @@ pub fn landlock_abi() -> i32 {
 /// Who owns nothing; a probe runs no program that could make use of it.
 const NOBODY: u32 = 65_534;
 
-fn miniature(level: Level) -> Spec {
+fn miniature(level: ConfinementLevel) -> Spec {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     Spec {
         program: InsidePath::new("/nothing"),
@@ -46,11 +50,11 @@ fn miniature(level: Level) -> Spec {
         workspace_kind: WorkspaceKind::Memory,
         views: Vec::new(),
         identity: match uid.is_root() {
-            true => Identity::Leased {
+            true => ProgramIdentity::Leased {
                 uid: NOBODY,
                 gid: NOBODY,
             },
-            false => Identity::Caller {
+            false => ProgramIdentity::Caller {
                 uid: uid.as_raw(),
                 gid: gid.as_raw(),
             },
@@ -74,7 +78,7 @@ fn miniature(level: Level) -> Spec {
         terminal: Terminal::None,
         level,
         shared_memory: SharedMemory::Private,
-        purpose: Purpose::Probe,
+        purpose: LaunchPurpose::Probe,
         required: BTreeSet::new(),
         without: BTreeSet::new(),
     }

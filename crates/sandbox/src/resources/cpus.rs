@@ -6,7 +6,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity}
 
 /// Has a child of ours begin on another CPU than this one, if it may use another. Kernels that keep few CPUs busy on purpose, as
 /// those of virtual machines may, leave it on ours, where it does not begin before we wait for something.
-pub fn move_from_here(child: i32) -> io::Result<()> {
+pub fn move_off_this_cpu(child: i32) -> io::Result<()> {
     let child = Pid::from_raw(child);
     let all = sched_getaffinity(child)?;
     let mut elsewhere = all;

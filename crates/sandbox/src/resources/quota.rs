@@ -62,7 +62,7 @@ pub struct ProjectQuota {
 ///
 /// # Errors
 /// [`QuotaError::Unsupported`] if the file system keeps no count of projects, or all candidates are in use.
-pub fn unused(
+pub fn unused_project(
     on: BorrowedFd<'_>,
     candidates: impl IntoIterator<Item = u32>,
 ) -> Result<u32, QuotaError> {
@@ -109,7 +109,7 @@ pub fn limit(
     let mut directories = Vec::new();
     let held = quota
         .find_directories(dir, &mut directories)
-        .and_then(|()| quota.take_in(&directories))
+        .and_then(|()| quota.join_project(&directories))
         .and_then(|()| quota.prove(dir, &directories))
         .and_then(|()| quota.set(hard_limits(dir, bytes, inodes)?));
     match held {
@@ -215,7 +215,7 @@ impl ProjectQuota {
     }
 
     /// Makes the directories members of the project, and whatever is made in them.
-    fn take_in(&self, directories: &[OwnedFd]) -> Result<(), QuotaError> {
+    fn join_project(&self, directories: &[OwnedFd]) -> Result<(), QuotaError> {
         for dir in directories {
             let before = sys::file_attributes(dir.as_fd())
                 .map_err(unsupported("read the project of a directory"))?;
@@ -317,7 +317,7 @@ impl ProjectQuota {
         for dir in directories {
             let mut attributes = match sys::file_attributes(dir.as_fd()) {
                 Ok(now) if now.project == self.project => now,
-                Ok(_never_taken_in) => continue,
+                Ok(_not_joined) => continue,
                 // A file system without projects.
                 Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTTY | libc::EOPNOTSUPP)) => {
                     continue;
@@ -404,7 +404,7 @@ mod tests {
         let fd = File::open(dir.path()).unwrap();
         let said = limit(fd.as_fd(), 1_899_999_001, MIB, 10);
         assert!(matches!(said, Err(QuotaError::Unsupported { .. })));
-        let said = unused(fd.as_fd(), [1_899_999_001]);
+        let said = unused_project(fd.as_fd(), [1_899_999_001]);
         assert!(matches!(said, Err(QuotaError::Unsupported { .. })));
         File::create(dir.path().join("x")).unwrap();
     }
@@ -416,7 +416,7 @@ mod tests {
         };
         let project = 1_899_999_002;
         // The control: it does count, so that only trying tells.
-        assert_eq!(unused(fd.as_fd(), [project]).unwrap(), project);
+        assert_eq!(unused_project(fd.as_fd(), [project]).unwrap(), project);
         let said = limit(fd.as_fd(), project, MIB, 10);
         assert!(
             matches!(&said, Err(QuotaError::Unsupported { step, .. })
@@ -513,7 +513,7 @@ mod tests {
         let (project, next) = (1_899_999_006, 1_899_999_007);
         let quota = limit(fd.as_fd(), project, 4 * MIB, 1000).unwrap();
         assert_eq!(limits_of(&fd, project), (4096, 1000));
-        assert_eq!(unused(fd.as_fd(), [project, next]).unwrap(), next);
+        assert_eq!(unused_project(fd.as_fd(), [project, next]).unwrap(), next);
         let other = tempfile::tempdir_in(dir.path().parent().unwrap()).unwrap();
         let other = File::open(other.path()).unwrap();
         let said = limit(other.as_fd(), project, MIB, 10);
@@ -525,7 +525,7 @@ mod tests {
         without_exemption(|| Ok(allocate(make_nameless(fd.as_fd())?.as_fd(), 8 * MIB)?)).unwrap();
         let on = File::open(dir.path().parent().unwrap()).unwrap();
         drop((fd, dir));
-        wait_until(|| unused(on.as_fd(), [project]).is_ok());
+        wait_until(|| unused_project(on.as_fd(), [project]).is_ok());
         release_left_behind(on.as_fd(), project).unwrap();
     }
 

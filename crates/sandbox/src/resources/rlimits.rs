@@ -2,13 +2,13 @@
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 
-use crate::spec::{Identity, Layer, Level, Spec, WorkspaceKind};
-use crate::step_report::{During, StepError};
+use crate::spec::{ConfinementLevel, Layer, ProgramIdentity, Spec, WorkspaceKind};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::procfs;
 
 /// Applied in the child after its last user namespace is entered: RLIMIT_NPROC is counted per user and
 /// namespace (since Linux 5.14), so there it counts this run's processes and nobody else's.
-pub fn apply(spec: &Spec) -> Result<(), StepError> {
+pub fn apply(spec: &Spec) -> Result<(), LaunchStepError> {
     let limits = &spec.limits;
     let mut table = vec![
         (Resource::Nofile, limits.open_files, "RLIMIT_NOFILE"),
@@ -51,10 +51,12 @@ const USERS_SHARE_MIN: u64 = 64;
 fn processes_max(spec: &Spec) -> Option<u64> {
     let pids = spec.limits.pids;
     match (spec.level, spec.identity) {
-        (Level::Full, _) => spec.has(Layer::UserNamespace).then_some(pids),
-        (Level::Landlock, Identity::Leased { .. }) => Some(pids.saturating_add(GUARDIANS_SHARE)),
+        (ConfinementLevel::Full, _) => spec.has(Layer::UserNamespace).then_some(pids),
+        (ConfinementLevel::Landlock, ProgramIdentity::Leased { .. }) => {
+            Some(pids.saturating_add(GUARDIANS_SHARE))
+        }
         // Counted with all that the user has besides: a bound against bombs, behind which the watch counts exactly.
-        (Level::Landlock, Identity::Caller { uid, .. }) => {
+        (ConfinementLevel::Landlock, ProgramIdentity::Caller { uid, .. }) => {
             let others = procfs::threads_of_user(uid);
             let share = USERS_SHARE_MIN.saturating_add(pids / 4);
             Some(pids.saturating_add(others).saturating_add(share))

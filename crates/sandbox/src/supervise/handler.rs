@@ -6,8 +6,8 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, Gid, Mode, Uid};
 
-use crate::layout::HIDDEN;
-use crate::spec::Identity;
+use crate::layout::HIDDEN_DIR;
+use crate::spec::ProgramIdentity;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
@@ -17,7 +17,7 @@ pub enum Stream {
 
 /// What whoever watches the run wants of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wish {
+pub enum Control {
     /// SIGTERM, the grace, SIGKILL.
     Cancel,
     /// SIGKILL.
@@ -27,7 +27,7 @@ pub enum Wish {
 }
 
 /// Whoever watches the run: takes its output, and may wish for its end.
-pub trait Attendant {
+pub trait SupervisorHandler {
     /// A workspace in memory is there to be filled; nothing runs yet.
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()>;
     fn output(&mut self, stream: Stream, bytes: &[u8]);
@@ -35,19 +35,19 @@ pub trait Attendant {
     fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
     fn unblocked(&mut self, stream: Stream);
     /// A descriptor that is readable when there is a wish.
-    fn wishes(&self) -> Option<BorrowedFd<'_>>;
-    fn wish(&mut self) -> Option<Wish>;
+    fn control_fd(&self) -> Option<BorrowedFd<'_>>;
+    fn next_control(&mut self) -> Option<Control>;
 }
 
 /// Listens to nothing; puts into the workspace in memory what every workspace has.
-pub struct Nobody(pub Identity);
+pub struct SilentHandler(pub ProgramIdentity);
 
-impl Attendant for Nobody {
+impl SupervisorHandler for SilentHandler {
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()> {
-        let hidden = Path::new(HIDDEN);
+        let hidden = Path::new(HIDDEN_DIR);
         for dir in [hidden.to_path_buf(), hidden.join("home")] {
             rustix::fs::mkdirat(workspace, &dir, Mode::from_raw_mode(0o700))?;
-            if let Identity::Leased { uid, gid } = self.0 {
+            if let ProgramIdentity::Leased { uid, gid } = self.0 {
                 let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
                 rustix::fs::chownat(workspace, &dir, Some(uid), Some(gid), AtFlags::empty())?;
             }
@@ -59,10 +59,10 @@ impl Attendant for Nobody {
         None
     }
     fn unblocked(&mut self, _stream: Stream) {}
-    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
-    fn wish(&mut self) -> Option<Wish> {
+    fn next_control(&mut self) -> Option<Control> {
         None
     }
 }

@@ -9,64 +9,64 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Signal, WaitId, WaitIdOptions};
 
 use super::{Running, timespec};
-use crate::channel::Order;
-use crate::inside::dying::{BACKSTOP, DYING_AT_MOST};
-use crate::spec::Level;
+use crate::channel::InitOrder;
+use crate::inside::dying::{BACKSTOP, DYING_TIME_MAX};
+use crate::spec::ConfinementLevel;
 use crate::sys::procfs;
 
 /// The kernel has this long to finish what init was in charge of, once that is killed.
-const LAST_WAIT: Duration = Duration::from_millis(280);
+const EXIT_WAIT: Duration = Duration::from_millis(280);
 /// A process that has said its last word. Dropped, it is waited for.
 #[derive(Debug)]
-pub struct Leaving(Option<OwnedFd>);
+pub struct InitExit(Option<OwnedFd>);
 
-impl Leaving {
-    pub(crate) fn new(init: Option<OwnedFd>) -> Leaving {
-        Leaving(init)
+impl InitExit {
+    pub(crate) fn new(init: Option<OwnedFd>) -> InitExit {
+        InitExit(init)
     }
 
     /// Sees it off. False: it could not be seen to end in time.
     pub fn wait(mut self) -> bool {
-        self.see_off()
+        self.wait_for_exit()
     }
 
-    fn see_off(&mut self) -> bool {
+    fn wait_for_exit(&mut self) -> bool {
         let Some(init) = self.0.take() else {
             return true;
         };
-        for (patience, then) in [(BACKSTOP, Some(Signal::KILL)), (LAST_WAIT, None)] {
+        for (patience, then) in [(BACKSTOP, Some(Signal::KILL)), (EXIT_WAIT, None)] {
             let mut fds = [PollFd::new(&init, PollFlags::IN)];
             if matches!(poll(&mut fds, Some(&timespec(patience))), Ok(1..)) {
                 let init = WaitId::PidFd(init.as_fd());
-                let _status = rustix::process::waitid(init, WaitIdOptions::EXITED);
+                let _ = rustix::process::waitid(init, WaitIdOptions::EXITED);
                 return true;
             }
-            let _gone = then.map(|signal| rustix::process::pidfd_send_signal(&init, signal));
+            let _ = then.map(|signal| rustix::process::pidfd_send_signal(&init, signal));
         }
         false
     }
 }
 
-impl Drop for Leaving {
+impl Drop for InitExit {
     fn drop(&mut self) {
-        self.see_off();
+        self.wait_for_exit();
     }
 }
 
 impl Running<'_> {
-    pub(crate) fn hurry(&mut self, within: Duration) {
+    pub(crate) fn shorten_deadline(&mut self, within: Duration) {
         self.kill_init_at = self.kill_init_at.min(Instant::now() + within);
     }
 
     /// Some are dying, and there is progress: init has time for as long as there is, within a bound.
-    pub(crate) fn wait_for_the_dying(&mut self) {
+    pub(crate) fn extend_deadline_for_dying(&mut self) {
         let now = Instant::now();
-        let last = *self.dying_since.get_or_insert(now) + DYING_AT_MOST;
+        let last = *self.dying_since.get_or_insert(now) + DYING_TIME_MAX;
         self.kill_init_at = self.kill_init_at.max(now + BACKSTOP).min(last);
     }
 
     /// Kills init when it is overdue. False when even that has not helped in time.
-    pub(crate) fn backstop(&mut self) -> bool {
+    pub(crate) fn enforce_backstop(&mut self) -> bool {
         if Instant::now() < self.kill_init_at {
             return true;
         }
@@ -74,17 +74,17 @@ impl Running<'_> {
             return false;
         }
         self.killed_init = true;
-        self.kill_init_at = Instant::now() + LAST_WAIT;
-        let _gone = self.launcher.as_mut().map(Child::kill);
+        self.kill_init_at = Instant::now() + EXIT_WAIT;
+        let _ = self.launcher.as_mut().map(Child::kill);
         match self.spec.level {
-            Level::Full => {
+            ConfinementLevel::Full => {
                 if let Some(init) = &self.init {
-                    let _gone = rustix::process::pidfd_send_signal(init, Signal::KILL);
+                    let _ = rustix::process::pidfd_send_signal(init, Signal::KILL);
                 }
             }
             // The guardian is what sweeps: it stays until nothing is left, whoever waits for that.
-            Level::Landlock => {
-                self.order(Order::Kill);
+            ConfinementLevel::Landlock => {
+                self.order(InitOrder::Kill);
                 self.kill_from_outside();
             }
         }
@@ -99,11 +99,11 @@ impl Running<'_> {
         if let Some(uid) = self.spec.own_uid() {
             // The guardian has the uid too, and tells the end.
             let guardian = self.init_pid.map(|pid| pid.as_raw_nonzero().get() as u32);
-            let others = procfs::of_user(uid).into_iter();
+            let others = procfs::pids_of_user(uid).into_iter();
             for pid in others.filter(|pid| Some(*pid) != guardian) {
                 // Nobody else is ever given the uid while it is leased.
-                let held = procfs::hold(pid);
-                let _gone = held.map(|held| rustix::process::pidfd_send_signal(held, Signal::KILL));
+                let held = procfs::open_pidfd(pid);
+                let _ = held.map(|held| rustix::process::pidfd_send_signal(held, Signal::KILL));
             }
         }
     }
@@ -111,16 +111,20 @@ impl Running<'_> {
     /// Whether every process of the run is known to be dead.
     pub(crate) fn all_dead(&self, init_dead: bool) -> bool {
         // The guardian tells the end when it has no child left. Pid 1 takes everyone with it, whatever it said.
-        if self.spec.level == Level::Full || !init_dead || self.ended.is_some() || !self.started() {
+        if self.spec.level == ConfinementLevel::Full
+            || !init_dead
+            || self.ended.is_some()
+            || !self.started()
+        {
             return init_dead;
         }
         // Somebody killed the guardian.
-        let until = Instant::now() + LAST_WAIT;
+        let until = Instant::now() + EXIT_WAIT;
         loop {
             self.kill_from_outside();
             let empty = match (self.group, self.spec.own_uid()) {
                 (Some(group), _) => group.is_empty(),
-                (None, Some(uid)) => procfs::of_user(uid).is_empty(),
+                (None, Some(uid)) => procfs::pids_of_user(uid).is_empty(),
                 (None, None) => return false,
             };
             if empty || Instant::now() > until {

@@ -12,7 +12,7 @@ use crate::channel;
 use crate::launch::launcher;
 
 /// A child of ours: nobody else reaps it, so the number cannot have been given to another process.
-pub(super) fn hold(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
+pub(super) fn open_init(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
     let pidfd = rustix::process::pidfd_open(child, PidfdFlags::empty());
     Ok((child, pidfd.map_err(|e| start("find init")(e.into()))?))
 }

@@ -21,31 +21,31 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 
-use crate::channel::{self, Order, Report, Wait};
+use crate::channel::{self, InitOrder, SandboxReport, Wait};
 use crate::inside::dying::BACKSTOP;
 use crate::launch::standby;
-use crate::outcome::{Exit, Outcome, Stop, Usage};
-use crate::plan::{self, Plan};
+use crate::outcome::{Exit, Outcome, ResourceUsage, Stop};
+use crate::plan::{self, LaunchPlan};
 use crate::resources::cgroup::Group;
-use crate::spec::{Hardness, Layer, LimitName, Purpose, Spec, Terminal, WorkspaceKind};
+use crate::spec::{Hardness, LaunchPurpose, Layer, LimitName, Spec, Terminal, WorkspaceKind};
 use crate::step_report;
 pub use error::RunError;
 use error::start;
-pub(crate) use handler::Nobody;
-pub use handler::{Attendant, Stream, Wish};
-pub use init_exit::Leaving;
-use stdio::{never_wait, pipe, stdin_pair};
+pub(crate) use handler::SilentHandler;
+pub use handler::{Control, Stream, SupervisorHandler};
+pub use init_exit::InitExit;
+use stdio::{pipe, set_nonblocking, stdin_pair};
 use streams::{StreamEvent, Streams};
 
 /// Building the sandbox is not the program's time; it gets some of its own.
-const BUILDING_AT_MOST: Duration = Duration::from_secs(30);
+const BUILD_TIME_MAX: Duration = Duration::from_secs(30);
 /// A program whose output nobody takes is not idle; init is told so this often.
-const WAITING_IS_TOLD: Duration = Duration::from_millis(250);
+const BLOCKED_REPORT_INTERVAL: Duration = Duration::from_millis(250);
 /// Init is told of activity no more often than this.
-const ACTIVITY_IS_TOLD: Duration = Duration::from_millis(50);
+const ACTIVITY_REPORT_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What a run is started with, beside its spec.
-pub struct Means<'a, 'm> {
+pub struct SpawnResources<'a, 'm> {
     /// Our own binary; `/proc/self/exe` unless a test brings another.
     pub launcher: &'m Path,
     /// The held workspace directory; not needed for one in memory.
@@ -57,18 +57,18 @@ pub struct Means<'a, 'm> {
 
 /// What came of it: how it ended, and which layers were really in force.
 #[derive(Debug)]
-pub struct Finished {
+pub struct FinishedRun {
     pub outcome: Outcome,
     pub layers: Vec<(Layer, String)>,
     /// The steps of building it, and when each was begun, by [`channel::monotonic_us`].
-    pub diary: Vec<(String, u64)>,
+    pub step_log: Vec<(String, u64)>,
     /// The workspace that lived in memory, still readable.
     pub workspace: Option<OwnedFd>,
     pub pids_denied: u64,
     /// Pid 1, which had nobody left with it, and is about to end.
-    pub leaving: Option<Leaving>,
+    pub init_exit: Option<InitExit>,
     /// The pid of init, where not every process could be shown dead: it ends after all others.
-    pub undead_init: Option<u32>,
+    pub unkilled_init: Option<u32>,
 }
 
 pub(crate) fn timespec(time: Duration) -> Timespec {
@@ -84,7 +84,7 @@ pub struct Running<'a> {
     socket: OwnedFd,
     /// One that stood by is init itself.
     pub(crate) launcher: Option<Child>,
-    diary: OwnedFd,
+    step_log: OwnedFd,
     pub(crate) init: Option<OwnedFd>,
     pub(crate) init_pid: Option<Pid>,
     streams: Streams,
@@ -93,9 +93,9 @@ pub struct Running<'a> {
     failed: Option<RunError>,
     /// `Some` once the program has been started.
     layers: Option<Vec<(Layer, String)>>,
-    pub(crate) ended: Option<(Option<Exit>, Option<Stop>, Usage)>,
+    pub(crate) ended: Option<(Option<Exit>, Option<Stop>, ResourceUsage)>,
     /// The same as far as it was known when init last told of the dying, and since when it has.
-    dying: Option<(Option<Exit>, Option<Stop>, Usage)>,
+    dying: Option<(Option<Exit>, Option<Stop>, ResourceUsage)>,
     pub(crate) dying_since: Option<Instant>,
     /// Init has told that nobody is left in there with it.
     alone: bool,
@@ -108,15 +108,18 @@ pub struct Running<'a> {
 
 /// Starts the launcher and hands it everything. The sandbox is built from then on by itself; the program waits in it
 /// for [`Running::supervise`].
-pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, RunError> {
+pub fn spawn<'a>(
+    spec: &'a Spec,
+    resources: SpawnResources<'a, '_>,
+) -> Result<Running<'a>, RunError> {
     spec.check()?;
     // Descriptors on their way over sockets are counted for the user, against the limit of whoever sends: other
     // analyses of the same user must not keep us from sending ours.
-    let _as_many_as_allowed = crate::resources::rlimits::raise_open_files();
-    let (ours, launcher, init) = match standby::take(means.launcher, spec) {
-        Some((socket, init)) => (socket, None, Some(launcher_process::hold(init)?)),
+    let _ = crate::resources::rlimits::raise_open_files();
+    let (ours, launcher, init) = match standby::take(resources.launcher, spec) {
+        Some((socket, init)) => (socket, None, Some(launcher_process::open_init(init)?)),
         None => {
-            let (socket, launcher) = launcher_process::start_launcher(means.launcher)?;
+            let (socket, launcher) = launcher_process::start_launcher(resources.launcher)?;
             (socket, Some(launcher), None)
         }
     };
@@ -125,27 +128,27 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
     let (err_read, err_write) = pipe(spec.identity)?;
     // The program owns the pipes and may read from them too: what poll promised may be gone when we read.
     for end in [&out_read, &err_read] {
-        never_wait(end)?;
+        set_nonblocking(end)?;
     }
-    let (stdin, feed) = stdin_pair(spec, means.stdin)?;
-    let cpu = means.group.and_then(Group::cpu_usage_fd);
-    let oom = means.group.and_then(Group::oom_kills_fd);
-    let attach = match means.group {
+    let (stdin, stdin_pump) = stdin_pair(spec, resources.stdin)?;
+    let cpu = resources.group.and_then(Group::cpu_usage_fd);
+    let oom = resources.group.and_then(Group::oom_kills_fd);
+    let attach = match resources.group {
         Some(group) => group
             .attach_fds()
             .map_err(|e| start("open the cgroup")(io::Error::other(e)))?,
         None => Vec::new(),
     };
-    let birthplace = means.group.and_then(Group::directory_fd);
+    let group_directory = resources.group.and_then(Group::directory_fd);
     let enforced = |limit| {
-        let held = means.group.and_then(|group| group.enforces(limit));
+        let held = resources.group.and_then(|group| group.enforces(limit));
         held.is_some_and(|held| held.how_hard == Hardness::Hard)
     };
-    let plan = Plan {
+    let plan = LaunchPlan {
         spec: spec.clone(),
         stdin: stdin.is_some(),
         attach_files: attach.len(),
-        birthplace: birthplace.is_some(),
+        group_directory: group_directory.is_some(),
         cpu_counter: cpu.as_ref().map(|(_, unit)| *unit),
         oom_counter: oom.is_some(),
         memory: if enforced(LimitName::Memory) {
@@ -162,34 +165,34 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
         pin_to_cpus: spec.limits.cpu_milli.div_ceil(1000) as usize,
         pinned_for_good: !enforced(LimitName::Cpus),
     };
-    let file = plan::plan_file(&plan).map_err(start("write the plan"))?;
-    let diary = rustix::fs::memfd_create(c"fumehood-diary", MemfdFlags::CLOEXEC)
-        .map_err(|e| start("make a diary")(e.into()))?;
-    let mut fds = vec![file.as_fd(), diary.as_fd()];
+    let file = plan::write_sealed(&plan).map_err(start("write the plan"))?;
+    let step_log = rustix::fs::memfd_create(c"fumehood-step-log", MemfdFlags::CLOEXEC)
+        .map_err(|e| start("make the step log")(e.into()))?;
+    let mut fds = vec![file.as_fd(), step_log.as_fd()];
     fds.extend(stdin.iter().map(AsFd::as_fd));
     fds.extend([out_write.as_fd(), err_write.as_fd()]);
-    if spec.workspace_kind == WorkspaceKind::Disk && spec.purpose == Purpose::Run {
+    if spec.workspace_kind == WorkspaceKind::Disk && spec.purpose == LaunchPurpose::Run {
         let missing = || start("hand over the workspace")(io::Error::other("no descriptor"));
-        fds.push(means.workspace.ok_or_else(missing)?);
+        fds.push(resources.workspace.ok_or_else(missing)?);
     }
     fds.extend(cpu.iter().map(|(fd, _)| fd.as_fd()));
     fds.extend(oom.iter().map(AsFd::as_fd));
     fds.extend(attach.iter().map(AsFd::as_fd));
-    fds.extend(birthplace);
+    fds.extend(group_directory);
     channel::send(ours.as_fd(), &fds.len(), &fds).map_err(start("send the plan"))?;
     let terminal = matches!(spec.terminal, Terminal::Own { .. });
     Ok(Running {
         spec,
-        group: means.group,
+        group: resources.group,
         socket: ours,
         launcher,
-        diary,
+        step_log,
         init,
         init_pid,
         // With a terminal the pipes lead nowhere; the program's output comes from the terminal.
         streams: match terminal {
-            true => Streams::new([None, None], feed),
-            false => Streams::new([Some(out_read), Some(err_read)], feed),
+            true => Streams::new([None, None], stdin_pump),
+            false => Streams::new([Some(out_read), Some(err_read)], stdin_pump),
         },
         active_at: Instant::now(),
         failed: None,
@@ -201,7 +204,7 @@ pub fn spawn<'a>(spec: &'a Spec, means: Means<'a, '_>) -> Result<Running<'a>, Ru
         workspace: None,
         asked_to_stop: None,
         started: Instant::now(),
-        kill_init_at: Instant::now() + BUILDING_AT_MOST + deadline(spec),
+        kill_init_at: Instant::now() + BUILD_TIME_MAX + deadline(spec),
         killed_init: false,
     })
 }
@@ -213,9 +216,9 @@ fn deadline(spec: &Spec) -> Duration {
 }
 
 /// Whether the program waits, or soon will, for somebody to take its output.
-fn is_blocked(attendant: &dyn Attendant) -> bool {
+fn is_blocked(handler: &dyn SupervisorHandler) -> bool {
     let mut both = [Stream::Stdout, Stream::Stderr].into_iter();
-    both.any(|stream| attendant.blocked_on(stream).is_some())
+    both.any(|stream| handler.blocked_on(stream).is_some())
 }
 
 /// What there is to be done after a poll.
@@ -224,83 +227,94 @@ enum Source {
     Socket,
     Init,
     Stream(StreamEvent),
-    Wishes,
+    Control,
 }
 
 impl Running<'_> {
     /// Lets the program run, and watches until every process is dead, or cannot be shown to be.
-    pub fn supervise(mut self, attendant: &mut dyn Attendant) -> Result<Finished, RunError> {
+    pub fn supervise(
+        mut self,
+        handler: &mut dyn SupervisorHandler,
+    ) -> Result<FinishedRun, RunError> {
         // Whatever was done since the plan was sent is nobody's time.
         self.started = Instant::now();
-        self.kill_init_at = Instant::now() + BUILDING_AT_MOST + deadline(self.spec);
+        self.kill_init_at = Instant::now() + BUILD_TIME_MAX + deadline(self.spec);
         if self.spec.workspace_kind == WorkspaceKind::Disk {
-            self.let_run(attendant);
+            self.send_start_order(handler);
         }
-        self.attend(attendant)
+        self.run_until_end(handler)
     }
 
     /// Unless somebody has wished otherwise meanwhile: then there is nothing that needs a grace.
-    fn let_run(&mut self, attendant: &mut dyn Attendant) {
-        let wishes = attendant.wishes();
-        let mut fds: Vec<_> = wishes
+    fn send_start_order(&mut self, handler: &mut dyn SupervisorHandler) {
+        let control_fd = handler.control_fd();
+        let mut fds: Vec<_> = control_fd
             .iter()
             .map(|fd| PollFd::new(fd, PollFlags::IN))
             .collect();
         if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
-            self.hear_wish(attendant);
+            self.handle_control(handler);
         }
         match self.asked_to_stop {
-            None => self.order(Order::Go),
-            Some(_) => self.order(Order::Kill),
+            None => self.order(InitOrder::Go),
+            Some(_) => self.order(InitOrder::Kill),
         }
     }
 
     /// Ends what nobody has let run. Whether all of it is known to be dead.
-    pub fn call_off(mut self) -> bool {
+    pub fn cancel_before_start(mut self) -> bool {
         self.asked_to_stop = Some(Stop::Cancelled);
-        self.order(Order::Kill);
-        self.hurry(BACKSTOP);
+        self.order(InitOrder::Kill);
+        self.shorten_deadline(BACKSTOP);
         let identity = self.spec.identity;
-        let ended = self.attend(&mut Nobody(identity));
+        let ended = self.run_until_end(&mut SilentHandler(identity));
         ended.is_ok_and(|ended| ended.outcome.all_dead)
     }
 
-    fn attend(mut self, attendant: &mut dyn Attendant) -> Result<Finished, RunError> {
+    fn run_until_end(
+        mut self,
+        handler: &mut dyn SupervisorHandler,
+    ) -> Result<FinishedRun, RunError> {
         let mut socket_open = true;
         let mut init_dead = false;
         self.active_at = Instant::now();
-        while (socket_open || !init_dead) && !self.has_ended_well() {
-            let ready = self.wait(attendant, socket_open, init_dead);
+        while (socket_open || !init_dead) && !self.has_ended_cleanly() {
+            let ready = self.wait(handler, socket_open, init_dead);
             for source in ready {
                 match source {
-                    Source::Socket => socket_open = self.hear_or_kill(attendant),
+                    Source::Socket => socket_open = self.handle_report_or_kill(handler),
                     Source::Init => init_dead = true,
                     Source::Stream(event) => {
-                        if self.streams.handle(event, attendant) {
-                            self.tell_activity(ACTIVITY_IS_TOLD);
+                        if self.streams.handle(event, handler) {
+                            self.report_activity(ACTIVITY_REPORT_INTERVAL);
                         }
                     }
-                    Source::Wishes => self.hear_wish(attendant),
+                    Source::Control => self.handle_control(handler),
                 }
             }
-            if is_blocked(attendant) {
-                self.tell_activity(WAITING_IS_TOLD);
+            if is_blocked(handler) {
+                self.report_activity(BLOCKED_REPORT_INTERVAL);
             }
             if !socket_open && self.init.is_none() {
                 // No init was ever born.
                 init_dead = true;
             }
-            if !init_dead && !self.has_ended_well() && !self.backstop() {
+            if !init_dead && !self.has_ended_cleanly() && !self.enforce_backstop() {
                 break;
             }
         }
-        let _ended = self.launcher.as_mut().map(Child::wait);
-        self.streams.drain(attendant);
-        self.conclude(init_dead)
+        let _ = self.launcher.as_mut().map(Child::wait);
+        self.streams.drain(handler);
+        self.into_result(init_dead)
     }
 
-    fn wait(&self, attendant: &dyn Attendant, socket_open: bool, init_dead: bool) -> Vec<Source> {
-        let wishes = attendant.wishes();
+    fn wait(
+        &self,
+        handler: &dyn SupervisorHandler,
+        socket_open: bool,
+        init_dead: bool,
+    ) -> Vec<Source> {
+        let control_fd = handler.control_fd();
         let mut list: Vec<(Source, BorrowedFd<'_>, PollFlags)> = Vec::with_capacity(8);
         if socket_open {
             list.push((Source::Socket, self.socket.as_fd(), PollFlags::IN));
@@ -308,10 +322,10 @@ impl Running<'_> {
         if let (Some(init), false) = (&self.init, init_dead) {
             list.push((Source::Init, init.as_fd(), PollFlags::IN));
         }
-        let streams = self.streams.wanted(attendant, self.started());
+        let streams = self.streams.wanted(handler, self.started());
         list.extend(streams.map(|(event, fd, flags)| (Source::Stream(event), fd, flags)));
-        list.extend(wishes.map(|fd| (Source::Wishes, fd, PollFlags::IN)));
-        let timeout = timespec(self.until_next_look(attendant));
+        list.extend(control_fd.map(|fd| (Source::Control, fd, PollFlags::IN)));
+        let timeout = timespec(self.poll_timeout(handler));
         let mut fds: Vec<PollFd<'_>> = list
             .iter()
             .map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags))
@@ -326,45 +340,45 @@ impl Running<'_> {
         ready.map(|((source, ..), _)| *source).collect()
     }
 
-    fn until_next_look(&self, attendant: &dyn Attendant) -> Duration {
+    fn poll_timeout(&self, handler: &dyn SupervisorHandler) -> Duration {
         let now = Instant::now();
         let from_now = |at: Instant| at.saturating_duration_since(now);
         let mut time = from_now(self.kill_init_at).min(Duration::from_secs(60));
         if let Some(at) = self.streams.resume_at() {
             time = time.min(from_now(at));
         }
-        if self.spec.limits.idle_ms.is_some() && is_blocked(attendant) {
-            time = time.min(WAITING_IS_TOLD);
+        if self.spec.limits.idle_ms.is_some() && is_blocked(handler) {
+            time = time.min(BLOCKED_REPORT_INTERVAL);
         }
         time
     }
 
     /// Tells init that the program is not idle, unless it was told that lately.
-    fn tell_activity(&mut self, at_most_every: Duration) {
+    fn report_activity(&mut self, at_most_every: Duration) {
         if self.spec.limits.idle_ms.is_some() && self.active_at.elapsed() > at_most_every {
             self.active_at = Instant::now();
-            self.order(Order::Active);
+            self.order(InitOrder::Active);
         }
     }
 
     /// The program ran and is dead, and init is about to end by itself. A run that failed is not left before init is dead.
-    fn has_ended_well(&self) -> bool {
+    fn has_ended_cleanly(&self) -> bool {
         self.alone && self.failed.is_none() && self.started()
     }
 
     /// Who cannot be understood is not listened to any longer, and not left alive.
-    fn hear_or_kill(&mut self, attendant: &mut dyn Attendant) -> bool {
-        self.hear(attendant).unwrap_or_else(|error| {
+    fn handle_report_or_kill(&mut self, handler: &mut dyn SupervisorHandler) -> bool {
+        self.handle_report(handler).unwrap_or_else(|error| {
             self.failed.get_or_insert(error);
-            self.order(Order::Kill);
-            self.hurry(BACKSTOP);
+            self.order(InitOrder::Kill);
+            self.shorten_deadline(BACKSTOP);
             false
         })
     }
 
     /// One report. False when nobody is left on the other side.
-    fn hear(&mut self, attendant: &mut dyn Attendant) -> Result<bool, RunError> {
-        let heard = match channel::receive::<Report>(self.socket.as_fd(), Wait::No) {
+    fn handle_report(&mut self, handler: &mut dyn SupervisorHandler) -> Result<bool, RunError> {
+        let heard = match channel::receive::<SandboxReport>(self.socket.as_fd(), Wait::No) {
             Ok(heard) => heard,
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(true),
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => None,
@@ -374,7 +388,7 @@ impl Running<'_> {
             return Ok(false);
         };
         match report {
-            Report::Failed {
+            SandboxReport::Failed {
                 step,
                 errno,
                 detail,
@@ -386,22 +400,22 @@ impl Running<'_> {
                     source,
                 });
             }
-            Report::Started { layers } => self.started_with(layers),
-            Report::Init { pid } => self.met_init(pid)?,
-            Report::Workspace => {
+            SandboxReport::Started { layers } => self.note_started(layers),
+            SandboxReport::Init { pid } => self.note_init(pid)?,
+            SandboxReport::Workspace => {
                 self.workspace = fds.pop();
-                self.fill_workspace(attendant)?;
+                self.fill_workspace(handler)?;
             }
-            Report::Terminal => {
+            SandboxReport::Terminal => {
                 let terminal = fds.pop();
-                terminal.as_ref().map(never_wait).transpose()?;
+                terminal.as_ref().map(set_nonblocking).transpose()?;
                 self.streams.terminal = terminal;
             }
-            Report::Dying { exit, stop, usage } => {
+            SandboxReport::Dying { exit, stop, usage } => {
                 self.dying = Some((exit, stop, usage));
-                self.wait_for_the_dying();
+                self.extend_deadline_for_dying();
             }
-            Report::Ended {
+            SandboxReport::Ended {
                 exit,
                 stop,
                 usage,
@@ -411,55 +425,55 @@ impl Running<'_> {
         Ok(true)
     }
 
-    fn started_with(&mut self, layers: Vec<(Layer, String)>) {
+    fn note_started(&mut self, layers: Vec<(Layer, String)>) {
         // It ended when init was born; no need to keep its corpse for the whole run.
-        let _ended = self.launcher.as_mut().map(Child::try_wait);
+        let _ = self.launcher.as_mut().map(Child::try_wait);
         self.kill_init_at = Instant::now() + deadline(self.spec);
         self.layers = Some(layers);
     }
 
-    fn met_init(&mut self, pid: i32) -> Result<(), RunError> {
+    fn note_init(&mut self, pid: i32) -> Result<(), RunError> {
         let no_init = || io::Error::other("no such pid");
         let pid = Pid::from_raw(pid)
             .ok_or_else(no_init)
             .map_err(start("find init"))?;
-        let (pid, held) = launcher_process::hold(pid)?;
+        let (pid, held) = launcher_process::open_init(pid)?;
         (self.init_pid, self.init) = (Some(pid), Some(held));
         Ok(())
     }
 
-    fn fill_workspace(&mut self, attendant: &mut dyn Attendant) -> Result<(), RunError> {
+    fn fill_workspace(&mut self, handler: &mut dyn SupervisorHandler) -> Result<(), RunError> {
         if let Some(workspace) = &self.workspace
-            && let Err(source) = attendant.fill(workspace.as_fd())
+            && let Err(source) = handler.fill(workspace.as_fd())
         {
             self.failed = Some(RunError::Fill { source });
-            self.order(Order::Kill);
+            self.order(InitOrder::Kill);
             return Ok(());
         }
-        self.order(Order::Filled);
-        self.let_run(attendant);
+        self.order(InitOrder::Filled);
+        self.send_start_order(handler);
         Ok(())
     }
 
-    pub(crate) fn order(&self, order: Order) {
+    pub(crate) fn order(&self, order: InitOrder) {
         // If init is gone there is nothing left to order.
-        let _gone = channel::send(self.socket.as_fd(), &order, &[]);
+        let _ = channel::send(self.socket.as_fd(), &order, &[]);
     }
 
-    fn hear_wish(&mut self, attendant: &mut dyn Attendant) {
-        match attendant.wish() {
+    fn handle_control(&mut self, handler: &mut dyn SupervisorHandler) {
+        match handler.next_control() {
             None => {}
-            Some(Wish::Cancel) => {
+            Some(Control::Cancel) => {
                 self.asked_to_stop.get_or_insert(Stop::Cancelled);
-                self.order(Order::Stop(Stop::Cancelled));
-                self.hurry(Duration::from_millis(self.spec.limits.grace_ms) + BACKSTOP);
+                self.order(InitOrder::Stop(Stop::Cancelled));
+                self.shorten_deadline(Duration::from_millis(self.spec.limits.grace_ms) + BACKSTOP);
             }
-            Some(Wish::Kill) => {
+            Some(Control::Kill) => {
                 self.asked_to_stop.get_or_insert(Stop::Cancelled);
-                self.order(Order::Kill);
-                self.hurry(BACKSTOP);
+                self.order(InitOrder::Kill);
+                self.shorten_deadline(BACKSTOP);
             }
-            Some(Wish::Resize { rows, columns }) => {
+            Some(Control::Resize { rows, columns }) => {
                 let size = rustix::termios::Winsize {
                     ws_row: rows,
                     ws_col: columns,
@@ -467,7 +481,7 @@ impl Running<'_> {
                     ws_ypixel: 0,
                 };
                 let terminal = self.streams.terminal.as_ref();
-                let _gone = terminal.map(|t| rustix::termios::tcsetwinsize(t, size));
+                let _ = terminal.map(|t| rustix::termios::tcsetwinsize(t, size));
             }
         }
     }
@@ -476,21 +490,20 @@ impl Running<'_> {
         self.layers.is_some()
     }
 
-    fn conclude(mut self, init_dead: bool) -> Result<Finished, RunError> {
+    fn into_result(mut self, init_dead: bool) -> Result<FinishedRun, RunError> {
         if let (Some(init), true) = (&self.init, init_dead) {
-            let _status =
-                rustix::process::waitid(WaitId::PidFd(init.as_fd()), WaitIdOptions::EXITED);
+            let _ = rustix::process::waitid(WaitId::PidFd(init.as_fd()), WaitIdOptions::EXITED);
         }
         if let Some(failed) = self.failed {
             return Err(failed);
         }
         // Stopped on request on the way is no failure of ours: nothing of the program has run.
         if !self.started() && self.asked_to_stop.is_none() {
-            let last = step_report::read_diary(self.diary.as_fd()).pop();
+            let last = step_report::read_step_log(self.step_log.as_fd()).pop();
             let step = last.map_or_else(|| String::from("start the launcher"), |(step, _)| step);
             return Err(RunError::Died { step });
         }
-        let ended_well = self.has_ended_well();
+        let ended_well = self.has_ended_cleanly();
         let all_dead = ended_well || self.all_dead(init_dead);
         // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or
         // was killed by somebody else.
@@ -500,9 +513,9 @@ impl Running<'_> {
         let (exit, stop, mut usage) = told.unwrap_or((
             None,
             self.asked_to_stop.or(overdue),
-            Usage {
+            ResourceUsage {
                 wall_ms,
-                ..Usage::default()
+                ..ResourceUsage::default()
             },
         ));
         let counters = self.group.map(|g| g.counters()).unwrap_or_default();
@@ -516,17 +529,17 @@ impl Running<'_> {
             usage,
             all_dead,
         };
-        Ok(Finished {
+        Ok(FinishedRun {
             outcome,
             layers: self.layers.unwrap_or_default(),
-            diary: step_report::read_diary(self.diary.as_fd()),
+            step_log: step_report::read_step_log(self.step_log.as_fd()),
             workspace: self.workspace,
             pids_denied: counters.pids_denied.unwrap_or(0),
-            undead_init: match self.init_pid {
+            unkilled_init: match self.init_pid {
                 Some(pid) if !all_dead => u32::try_from(pid.as_raw_nonzero().get()).ok(),
                 _ => None,
             },
-            leaving: (ended_well && !init_dead).then(|| Leaving::new(self.init.take())),
+            init_exit: (ended_well && !init_dead).then(|| InitExit::new(self.init.take())),
         })
     }
 }

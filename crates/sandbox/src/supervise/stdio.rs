@@ -3,21 +3,21 @@
 use std::os::fd::OwnedFd;
 
 use super::error::{RunError, start};
-use crate::spec::{Identity, Spec, Terminal};
+use crate::spec::{ProgramIdentity, Spec, Terminal};
 
 /// Read at once from a stream.
 pub const CHUNK_BYTES: usize = 64 * 1024;
 
 /// Bytes on their way into the program.
 #[derive(Default)]
-pub struct Feed {
+pub struct StdinPump {
     pub source: Option<OwnedFd>,
     pub sink: Option<OwnedFd>,
     pub pending: Vec<u8>,
 }
 
-impl Feed {
-    pub fn take_in(&mut self) {
+impl StdinPump {
+    pub fn read_source(&mut self) {
         let Some(source) = &self.source else { return };
         let mut chunk = vec![0u8; CHUNK_BYTES];
         match rustix::io::read(source, &mut chunk) {
@@ -27,11 +27,11 @@ impl Feed {
             }
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
             // The end: the program sees it when the sink is closed.
-            _ => *self = Feed::default(),
+            _ => *self = StdinPump::default(),
         }
     }
 
-    pub fn hand_on(&mut self, terminal: Option<&OwnedFd>) {
+    pub fn write_sink(&mut self, terminal: Option<&OwnedFd>) {
         let Some(sink) = self.sink.as_ref().or(terminal) else {
             return;
         };
@@ -45,16 +45,16 @@ impl Feed {
             Ok(len) => drop(self.pending.drain(..len)),
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
             // The program has closed its end.
-            Err(_) => *self = Feed::default(),
+            Err(_) => *self = StdinPump::default(),
         }
     }
 }
 
 /// A pipe that the program may reopen as /dev/stdout: it must own it.
-pub(crate) fn pipe(identity: Identity) -> Result<(OwnedFd, OwnedFd), RunError> {
+pub(crate) fn pipe(identity: ProgramIdentity) -> Result<(OwnedFd, OwnedFd), RunError> {
     let made = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
-        if let Identity::Leased { uid, gid } = identity {
+        if let ProgramIdentity::Leased { uid, gid } = identity {
             let (uid, gid) = (
                 rustix::fs::Uid::from_raw(uid),
                 rustix::fs::Gid::from_raw(gid),
@@ -66,7 +66,7 @@ pub(crate) fn pipe(identity: Identity) -> Result<(OwnedFd, OwnedFd), RunError> {
     made().map_err(|e| start("make a pipe")(e.into()))
 }
 
-pub(crate) fn never_wait(fd: &OwnedFd) -> Result<(), RunError> {
+pub(crate) fn set_nonblocking(fd: &OwnedFd) -> Result<(), RunError> {
     rustix::io::ioctl_fionbio(fd, true).map_err(|e| start("make a pipe")(e.into()))
 }
 
@@ -74,21 +74,21 @@ pub(crate) fn never_wait(fd: &OwnedFd) -> Result<(), RunError> {
 pub(crate) fn stdin_pair(
     spec: &Spec,
     source: Option<OwnedFd>,
-) -> Result<(Option<OwnedFd>, Feed), RunError> {
+) -> Result<(Option<OwnedFd>, StdinPump), RunError> {
     let terminal = matches!(spec.terminal, Terminal::Own { .. });
     if source.is_none() || terminal {
-        let feed = Feed {
+        let stdin_pump = StdinPump {
             source,
-            ..Feed::default()
+            ..StdinPump::default()
         };
-        return Ok((None, feed));
+        return Ok((None, stdin_pump));
     }
     let (read, write) = pipe(spec.identity)?;
-    never_wait(&write)?;
-    let feed = Feed {
+    set_nonblocking(&write)?;
+    let stdin_pump = StdinPump {
         source,
         sink: Some(write),
         pending: Vec::new(),
     };
-    Ok((Some(read), feed))
+    Ok((Some(read), stdin_pump))
 }

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
 
-use super::handler::{Attendant, Stream};
-use super::stdio::{CHUNK_BYTES, Feed};
+use super::handler::{Stream, SupervisorHandler};
+use super::stdio::{CHUNK_BYTES, StdinPump};
 
 /// Reads after the last process has died: what a pipe can hold, and no more.
 const DRAIN_READS_MAX: usize = 64;
@@ -72,7 +72,7 @@ impl Pace {
 pub(crate) struct Streams {
     out: [Option<OwnedFd>; 2],
     pub terminal: Option<OwnedFd>,
-    stdin: Feed,
+    stdin: StdinPump,
     paces: [Pace; 2],
     /// Read into; made when the first bytes arrive.
     chunk: Vec<u8>,
@@ -81,7 +81,7 @@ pub(crate) struct Streams {
 const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
 impl Streams {
-    pub fn new(out: [Option<OwnedFd>; 2], stdin: Feed) -> Streams {
+    pub fn new(out: [Option<OwnedFd>; 2], stdin: StdinPump) -> Streams {
         Streams {
             out,
             terminal: None,
@@ -94,11 +94,11 @@ impl Streams {
     /// What to poll for, each with the event that it means.
     pub fn wanted<'s>(
         &'s self,
-        attendant: &'s dyn Attendant,
+        handler: &'s dyn SupervisorHandler,
         started: bool,
     ) -> impl Iterator<Item = (StreamEvent, BorrowedFd<'s>, PollFlags)> {
         let output = BOTH.into_iter().filter_map(move |stream| {
-            if let Some(fd) = attendant.blocked_on(stream) {
+            if let Some(fd) = handler.blocked_on(stream) {
                 return Some((StreamEvent::Unblocked(stream), fd, PollFlags::OUT));
             }
             let out = self.out[stream as usize].as_ref();
@@ -106,7 +106,7 @@ impl Streams {
             Some((StreamEvent::Output(stream), out.as_fd(), PollFlags::IN))
         });
         let terminal = self.terminal.as_ref();
-        let terminal = terminal.filter(move |_| attendant.blocked_on(Stream::Stdout).is_none());
+        let terminal = terminal.filter(move |_| handler.blocked_on(Stream::Stdout).is_none());
         let terminal = terminal.map(|fd| (StreamEvent::Terminal, fd.as_fd(), PollFlags::IN));
         // Nothing is taken from the caller before there is a program to have it.
         let sink = self.stdin.sink.as_ref().or(self.terminal.as_ref());
@@ -128,7 +128,7 @@ impl Streams {
     }
 
     /// Whether the program has printed something.
-    pub fn handle(&mut self, event: StreamEvent, attendant: &mut dyn Attendant) -> bool {
+    pub fn handle(&mut self, event: StreamEvent, handler: &mut dyn SupervisorHandler) -> bool {
         match event {
             StreamEvent::Output(stream) => {
                 let other = match stream {
@@ -136,24 +136,24 @@ impl Streams {
                     Stream::Stderr => Stream::Stdout,
                 };
                 // What waits in a paced stream was most likely printed earlier, and belongs before this.
-                if self.paces[other as usize].is_paused() && attendant.blocked_on(other).is_none() {
-                    self.pass_output(other, attendant);
+                if self.paces[other as usize].is_paused() && handler.blocked_on(other).is_none() {
+                    self.pass_output(other, handler);
                 }
-                self.pass_output(stream, attendant)
+                self.pass_output(stream, handler)
             }
-            StreamEvent::Terminal => self.pass_terminal(attendant),
+            StreamEvent::Terminal => self.pass_terminal(handler),
             StreamEvent::Input => {
-                self.stdin.take_in();
+                self.stdin.read_source();
                 false
             }
             StreamEvent::Program => {
-                self.stdin.hand_on(self.terminal.as_ref());
+                self.stdin.write_sink(self.terminal.as_ref());
                 // Somebody may talk with the program, question by answer: none of these waits for a pause.
                 self.paces = Default::default();
                 false
             }
             StreamEvent::Unblocked(stream) => {
-                attendant.unblocked(stream);
+                handler.unblocked(stream);
                 false
             }
         }
@@ -166,13 +166,13 @@ impl Streams {
         }
     }
 
-    fn pass_output(&mut self, stream: Stream, attendant: &mut dyn Attendant) -> bool {
+    fn pass_output(&mut self, stream: Stream, handler: &mut dyn SupervisorHandler) -> bool {
         self.make_chunk();
         let out = &mut self.out[stream as usize];
         let Some(fd) = out else { return false };
         match rustix::io::read(fd, &mut self.chunk) {
             Ok(len) if len > 0 => {
-                attendant.output(stream, &self.chunk[..len]);
+                handler.output(stream, &self.chunk[..len]);
                 self.paces[stream as usize].after_read(len);
                 return true;
             }
@@ -182,14 +182,14 @@ impl Streams {
         false
     }
 
-    fn pass_terminal(&mut self, attendant: &mut dyn Attendant) -> bool {
+    fn pass_terminal(&mut self, handler: &mut dyn SupervisorHandler) -> bool {
         self.make_chunk();
         let Some(fd) = &self.terminal else {
             return false;
         };
         match rustix::io::read(fd, &mut self.chunk) {
             Ok(len) if len > 0 => {
-                attendant.output(Stream::Stdout, &self.chunk[..len]);
+                handler.output(Stream::Stdout, &self.chunk[..len]);
                 return true;
             }
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
@@ -200,13 +200,13 @@ impl Streams {
     }
 
     /// What is still in the pipes. Whoever else holds them is not waited for.
-    pub fn drain(&mut self, attendant: &mut dyn Attendant) {
+    pub fn drain(&mut self, handler: &mut dyn SupervisorHandler) {
         for _ in 0..DRAIN_READS_MAX {
-            self.pass_terminal(attendant);
+            self.pass_terminal(handler);
         }
         for stream in BOTH {
             for _ in 0..DRAIN_READS_MAX {
-                if !self.pass_output(stream, attendant) {
+                if !self.pass_output(stream, handler) {
                     break;
                 }
             }

@@ -38,7 +38,7 @@ pub fn close_on_exec_from(first: RawFd) -> io::Result<()> {
 }
 
 /// Puts a descriptor at a fixed number, inherited by exec.
-pub fn place(fd: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
+pub fn place_descriptor(fd: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
     if fd.as_raw_fd() == number {
         // dup2 onto itself would leave close-on-exec set.
         return rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty()).map_err(Into::into);

@@ -19,11 +19,11 @@ mod sockets;
 #[cfg(target_arch = "x86_64")]
 pub use attack_calls::getpid_i386;
 pub use attack_calls::{Arg, Call, attempt, fill_page_tables};
-pub use descriptors::{close_all_but, close_from, close_on_exec_from, place};
+pub use descriptors::{close_all_but, close_from, close_on_exec_from, place_descriptor};
 pub use host::{loopback_up, make_controlling_terminal, monotonic_us, new_session_keyring};
 pub use memory::{
-    forget_beginnings, has_loader_settings, let_go_of_code, numbers_shared_with_children,
-    share_memory, share_one_heap, written_by_reaped,
+    bytes_written_by_reaped, drop_code_pages, has_loader_settings, share_memory, shared_counters,
+    use_one_malloc_arena, wipe_start_strings,
 };
 pub use mount::{
     MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY, mount_idmap,
@@ -38,13 +38,13 @@ pub use quota::{
     set_project_limits,
 };
 pub use seccomp::{
-    Answer, Instruction, Listener, Notification, answer_with_descriptor, landlock_abi,
+    Instruction, Listener, Notification, NotificationAnswer, answer_with_descriptor, landlock_abi,
     landlock_version, notification_answer, notification_answer_with, notification_receive,
     notification_valid, seccomp_install,
 };
 pub use signals::{
-    block_signals, hear_of_children, kill_everyone, note_ignored_signals, read_signal,
-    reset_signals, signal_fd, signal_held, signal_thread,
+    block_signals, kill_all, note_ignored_signals, read_signal, reset_sigchld, reset_signals,
+    signal_fd, signal_pidfd, signal_thread,
 };
 pub use sockets::{
     PARTS_MAX, RawMessage, connect_raw, read_memory, read_memory_parts, send_message, write_memory,

@@ -7,7 +7,7 @@ use std::path::Path;
 use rustix::fs::{Mode, OFlags};
 
 /// The files of /proc that are a few lines long.
-pub const SMALL: usize = 16 << 10;
+pub const SMALL_FILE_BYTES: usize = 16 << 10;
 
 /// A file of /proc, and no more of it than was asked for: the program has a hand in how long some of them are.
 pub fn read(path: impl AsRef<Path>, bytes_max: usize) -> Option<String> {
@@ -20,9 +20,9 @@ pub fn read(path: impl AsRef<Path>, bytes_max: usize) -> Option<String> {
 }
 
 /// The processes of a user, by real uid.
-pub fn of_user(uid: u32) -> Vec<u32> {
+pub fn pids_of_user(uid: u32) -> Vec<u32> {
     let is_of = |pid: &u32| {
-        let status = read(format!("/proc/{pid}/status"), SMALL).unwrap_or_default();
+        let status = read(format!("/proc/{pid}/status"), SMALL_FILE_BYTES).unwrap_or_default();
         let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
         line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u32>().ok()) == Some(uid)
     };
@@ -31,7 +31,7 @@ pub fn of_user(uid: u32) -> Vec<u32> {
 
 /// The threads of a user's processes: what RLIMIT_NPROC counts.
 pub fn threads_of_user(uid: u32) -> u64 {
-    of_user(uid)
+    pids_of_user(uid)
         .into_iter()
         .map(|pid| threads(pid).count() as u64)
         .sum()
@@ -52,7 +52,7 @@ pub fn threads(pid: u32) -> impl Iterator<Item = u32> {
 }
 
 /// Holds whichever process has this number now.
-pub fn hold(pid: u32) -> Option<OwnedFd> {
+pub fn open_pidfd(pid: u32) -> Option<OwnedFd> {
     let number = rustix::process::Pid::from_raw(i32::try_from(pid).ok()?)?;
     rustix::process::pidfd_open(number, rustix::process::PidfdFlags::empty()).ok()
 }

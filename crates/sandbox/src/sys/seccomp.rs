@@ -125,15 +125,15 @@ pub fn notification_valid(listener: BorrowedFd<'_>, id: u64) -> io::Result<()> {
 /// Answers a notification: success with 0, or an errno.
 pub fn notification_answer(listener: BorrowedFd<'_>, id: u64, errno: i32) -> io::Result<()> {
     let answer = match errno {
-        0 => Answer::Value(0),
-        errno => Answer::Errno(errno),
+        0 => NotificationAnswer::Value(0),
+        errno => NotificationAnswer::Errno(errno),
     };
     notification_answer_with(listener, id, answer)
 }
 
 /// How a call that was handed over ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum NotificationAnswer {
     Value(i64),
     Errno(i32),
     /// The kernel makes the call itself, with the caller's memory and descriptors as they are by then.
@@ -143,16 +143,16 @@ pub enum Answer {
 pub fn notification_answer_with(
     listener: BorrowedFd<'_>,
     id: u64,
-    answer: Answer,
+    answer: NotificationAnswer,
 ) -> io::Result<()> {
     const SECCOMP_USER_NOTIF_FLAG_CONTINUE: u32 = 1;
     // SAFETY: an all-zero seccomp_notif_resp is a valid value.
     let mut raw: libc::seccomp_notif_resp = unsafe { std::mem::zeroed() };
     raw.id = id;
     match answer {
-        Answer::Value(value) => raw.val = value,
-        Answer::Errno(errno) => raw.error = -errno,
-        Answer::Continue => raw.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE,
+        NotificationAnswer::Value(value) => raw.val = value,
+        NotificationAnswer::Errno(errno) => raw.error = -errno,
+        NotificationAnswer::Continue => raw.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE,
     }
     const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
     // SAFETY: the ioctl reads the 24-byte struct it is given.

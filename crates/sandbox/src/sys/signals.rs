@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::{check, own, procfs};
 
 /// Sends a signal to every process this one may signal, itself excepted; in a pid namespace, to all in it.
-pub fn kill_everyone(signal: libc::c_int) -> io::Result<()> {
+pub fn kill_all(signal: libc::c_int) -> io::Result<()> {
     // SAFETY: kill has no memory preconditions.
     check(unsafe { libc::kill(-1, signal) } as libc::c_long).map(drop)
 }
@@ -47,7 +47,7 @@ pub fn note_ignored_signals() {
 }
 
 /// Whoever started us may have ignored it, and then no child's end could be waited for.
-pub fn hear_of_children() {
+pub fn reset_sigchld() {
     // SAFETY: SIG_DFL is a valid disposition for SIGCHLD.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
 }
@@ -98,7 +98,7 @@ pub fn read_signal(fd: BorrowedFd<'_>) -> Option<i32> {
 }
 
 /// Sends any signal, also none (0) and the real-time ones, to a held process.
-pub fn signal_held(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
+pub fn signal_pidfd(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
     // SAFETY: without an info structure the kernel makes up that of kill(2).
     check(unsafe {
         libc::syscall(

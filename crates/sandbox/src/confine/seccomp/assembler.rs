@@ -28,7 +28,7 @@ pub(super) const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
 /// Compiles the filter of these rules, sorted by number. A call that has no rule, and every call of a foreign ABI, gets `unlisted`.
 pub(super) fn assemble(rules: &[(u32, Rule)], unlisted: Action) -> Vec<Instruction> {
-    let mut code = Backwards::default();
+    let mut code = Assembler::default();
     let spans = spans(rules, unlisted, &mut code);
     let search = code.search(&spans);
     let number = code.load(DATA_NR, search);
@@ -39,7 +39,7 @@ pub(super) fn assemble(rules: &[(u32, Rule)], unlisted: Action) -> Vec<Instructi
 }
 
 /// Ranges of numbers with one target each, sorted, the first from zero and the last without an end.
-fn spans(rules: &[(u32, Rule)], unlisted: Action, code: &mut Backwards) -> Vec<(u32, Target)> {
+fn spans(rules: &[(u32, Rule)], unlisted: Action, code: &mut Assembler) -> Vec<(u32, Target)> {
     let mut compiled: Vec<(&Rule, Target)> = Vec::new();
     let mut spans = vec![(0, Target::Return(unlisted))];
     for (nr, rule) in rules {
@@ -67,7 +67,7 @@ fn spans(rules: &[(u32, Rule)], unlisted: Action, code: &mut Backwards) -> Vec<(
     kept
 }
 
-/// Where a branch leads: an answer, or an instruction by its place in [`Backwards`].
+/// Where a branch leads: an answer, or an instruction by its place in [`Assembler`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     Return(Action),
@@ -77,13 +77,13 @@ enum Target {
 /// A program under construction, last instruction first: BPF only jumps forward, so whatever a jump leads
 /// to is already there and its distance is known.
 #[derive(Default)]
-struct Backwards {
+struct Assembler {
     code: Vec<Instruction>,
     /// Where each answer was last written.
     returns: Vec<(Action, usize)>,
 }
 
-impl Backwards {
+impl Assembler {
     /// Branches reach 255 instructions; a few are left for what [`Self::branch`] puts in between.
     const REACH: usize = 250;
 

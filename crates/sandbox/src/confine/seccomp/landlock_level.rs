@@ -8,11 +8,11 @@ use libc::c_long;
 
 use super::rule::{Action, Clause, DENY, Rule, always, has_any, is, masked, rule, when};
 use super::{ioctl as all_ioctls, number, table};
-use crate::confine::landlock::KNOWS_SIGNALS;
+use crate::confine::landlock::ABI_WITH_SIGNAL_SCOPE;
 
 const CLOSED: Action = Action::Errno(libc::EACCES);
 /// The first ABI that knows of truncation.
-const KNOWS_TRUNCATION: i32 = 3;
+const ABI_WITH_TRUNCATE: i32 = 3;
 
 /// Handed to the guardian, which does it on the workspace and nowhere else.
 #[rustfmt::skip]
@@ -62,10 +62,10 @@ pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, Rul
     rules.extend(of_the_caller_itself(fixed_affinity));
     rules.push((libc::SYS_socket, socket()));
     rules.push((libc::SYS_prctl, prctl()));
-    if landlock_abi < KNOWS_TRUNCATION {
+    if landlock_abi < ABI_WITH_TRUNCATE {
         rules.extend(truncation());
     }
-    let signals_by_kernel = landlock_abi >= KNOWS_SIGNALS;
+    let signals_by_kernel = landlock_abi >= ABI_WITH_SIGNAL_SCOPE;
     if !signals_by_kernel {
         rules.extend(signals());
     }

@@ -26,22 +26,22 @@ pub use transfer::{receive, send};
 
 /// What the filter must know about the run. Everything else is the same for every run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct FilterOptions {
     pub fallocate: Fallocate,
     pub affinity: Affinity,
     pub connect: Connect,
-    pub ground: Ground,
+    pub outer: OuterConfinement,
 }
 
 /// What stands between the program and the host beside this filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ground {
+pub enum OuterConfinement {
     /// Namespaces of its own: paths, processes, sockets and segments are the run's. Init is number 1 there, and `watch` is the
     /// number of its second thread. The only ids that the program can have are these.
-    Own { watch: u32, uid: u32, gid: u32 },
+    Namespaces { watch: u32, uid: u32, gid: u32 },
     /// The host itself, seen through Landlock of this ABI: what that does not refuse is refused here, or handed to the
     /// holder of the listener.
-    Shared { landlock_abi: i32 },
+    Landlock { abi: i32 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,18 +70,18 @@ pub enum Connect {
 }
 
 /// The number of whoever is born second beside pid 1, after the program: the watch.
-pub const SECOND_BORN: u32 = 3;
+pub const WATCH_TID_DEFAULT: u32 = 3;
 
 /// The filter for one run.
-pub fn program(options: &Options) -> Vec<Instruction> {
+pub fn build_filter(options: &FilterOptions) -> Vec<Instruction> {
     assembler::assemble(&rules(options), table::UNLISTED)
 }
 
 /// Every rule of one run's filter, sorted by number.
-fn rules(options: &Options) -> Vec<(u32, Rule)> {
+fn rules(options: &FilterOptions) -> Vec<(u32, Rule)> {
     let mut rules = table::rules(options);
-    if let Ground::Shared { landlock_abi } = options.ground {
-        let replaced = landlock_level::rules(landlock_abi, options.affinity == Affinity::Fixed);
+    if let OuterConfinement::Landlock { abi } = options.outer {
+        let replaced = landlock_level::rules(abi, options.affinity == Affinity::Fixed);
         rules.retain(|(nr, _)| replaced.iter().all(|(other, _)| other != nr));
         rules.extend(replaced);
     }

@@ -13,7 +13,7 @@ use libc::c_long;
 
 use super::rule::{Action, Clause, DENY, Rule, Test};
 use super::rule::{always, has_any, is, masked, rule, when};
-use super::{Affinity, Connect, Fallocate, Ground, Options};
+use super::{Affinity, Connect, Fallocate, FilterOptions, OuterConfinement};
 use super::{ioctl, memory, number, threads};
 
 pub(super) const UNLISTED: Action = Action::Errno(libc::ENOSYS);
@@ -240,11 +240,11 @@ const ABSENT: &[&[c_long]] = &[
 const IGNORED: &[&[c_long]] = &[&[libc::SYS_sync, libc::SYS_syncfs]];
 
 /// The whole table.
-pub(super) fn rules(options: &Options) -> Vec<(c_long, Rule)> {
+pub(super) fn rules(options: &FilterOptions) -> Vec<(c_long, Rule)> {
     // The threads of the sandbox's init. Where the host's processes are seen, another rule takes the place of these.
-    let init = &match options.ground {
-        Ground::Own { watch, .. } => [1, watch],
-        Ground::Shared { .. } => [1, 1],
+    let init = &match options.outer {
+        OuterConfinement::Namespaces { watch, .. } => [1, watch],
+        OuterConfinement::Landlock { .. } => [1, 1],
     };
     let plain = [
         (ALLOWED, Action::Allow),
@@ -262,7 +262,7 @@ pub(super) fn rules(options: &Options) -> Vec<(c_long, Rule)> {
     rules.extend(by_option(options, init));
     rules.extend(set_id());
     rules.extend(memory::rules());
-    rules.extend(ids(options.ground));
+    rules.extend(ids(options.outer));
     rules.extend([
         (libc::SYS_clone, threads::clone()),
         (libc::SYS_close_range, threads::close_range()),
@@ -288,7 +288,7 @@ pub(super) fn rules(options: &Options) -> Vec<(c_long, Rule)> {
     rules
 }
 
-fn by_option(options: &Options, init: &[u32]) -> [(c_long, Rule); 8] {
+fn by_option(options: &FilterOptions, init: &[u32]) -> [(c_long, Rule); 8] {
     let fallocate = match options.fallocate {
         Fallocate::Allowed => Action::Allow,
         // Space could be taken faster than a watch can see. glibc's posix_fallocate then writes zeros.
@@ -318,14 +318,14 @@ fn by_option(options: &Options, init: &[u32]) -> [(c_long, Rule); 8] {
 
 /// Whether a broker makes sends on the program's behalf. Where the program is on the host's own ground there is none for
 /// them, and no socket that could name an address.
-fn sends_are_brokered(options: &Options) -> bool {
-    let own = matches!(options.ground, Ground::Own { .. });
+fn sends_are_brokered(options: &FilterOptions) -> bool {
+    let own = matches!(options.outer, OuterConfinement::Namespaces { .. });
     own && options.connect == Connect::Brokered
 }
 
 /// A send names an address unless its length is 0, and then on a unix datagram socket the path of any socket, even if the
 /// sender is connected or one of a pair. send() is sendto without one. The length is an int.
-fn sendto(options: &Options) -> Rule {
+fn sendto(options: &FilterOptions) -> Rule {
     let mut sendto = send_of_any_kind(3, options);
     sendto.clauses.push(when([is(5, &[0])], Action::Allow));
     sendto
@@ -333,7 +333,7 @@ fn sendto(options: &Options) -> Rule {
 
 /// The address of a message is behind a pointer. What is handed over costs a visit to the broker, also for sockets on which
 /// an address is harmless: a filter cannot tell them apart.
-fn send_of_any_kind(flags: u8, options: &Options) -> Rule {
+fn send_of_any_kind(flags: u8, options: &FilterOptions) -> Rule {
     let otherwise = match sends_are_brokered(options) {
         true => Action::Notify,
         false => Action::Allow,
@@ -343,7 +343,7 @@ fn send_of_any_kind(flags: u8, options: &Options) -> Rule {
 
 /// Which sockets can exist at all. The type shares its argument with SOCK_CLOEXEC and SOCK_NONBLOCK; the kernel
 /// takes the low four bits (SOCK_TYPE_MASK).
-fn socket(options: &Options) -> Rule {
+fn socket(options: &FilterOptions) -> Rule {
     let inet = || is(0, &[libc::AF_INET as u32, libc::AF_INET6 as u32]);
     let netlink = || is(0, &[libc::AF_NETLINK as u32]);
     let mut clauses = unix_sockets(options);
@@ -386,18 +386,18 @@ fn socket(options: &Options) -> Rule {
 }
 
 /// multiprocessing, asyncio and shells make pairs of unix sockets; no other family has them to any use.
-fn socketpair(options: &Options) -> Rule {
+fn socketpair(options: &FilterOptions) -> Rule {
     rule(unix_sockets(options), Action::Errno(libc::EAFNOSUPPORT))
 }
 
 /// On the host's own ground a unix datagram socket, also one of a pair, would name any socket by its path. SOCK_RAW is a
 /// datagram socket too (unix_create). The answer is that this family has no such type, so that syslog and loggers give
 /// up quietly.
-fn unix_sockets(options: &Options) -> Vec<Clause> {
+fn unix_sockets(options: &FilterOptions) -> Vec<Clause> {
     let unix = || is(0, &[libc::AF_UNIX as u32]);
-    match options.ground {
-        Ground::Own { .. } => vec![when([unix()], Action::Allow)],
-        Ground::Shared { .. } => vec![
+    match options.outer {
+        OuterConfinement::Namespaces { .. } => vec![when([unix()], Action::Allow)],
+        OuterConfinement::Landlock { .. } => vec![
             when(
                 [unix(), kind(&[libc::SOCK_STREAM, libc::SOCK_SEQPACKET])],
                 Action::Allow,
@@ -407,7 +407,7 @@ fn unix_sockets(options: &Options) -> Vec<Clause> {
     }
 }
 
-fn setsockopt(options: &Options) -> Rule {
+fn setsockopt(options: &FilterOptions) -> Rule {
     let bpf = [
         libc::SO_ATTACH_FILTER,
         libc::SO_ATTACH_BPF,
@@ -446,10 +446,10 @@ fn setsockopt(options: &Options) -> Rule {
 /// Calls that set a user or group id of the caller or of a file. The program has no capability, so the only ids that it can
 /// set are its own. The kernel answers EINVAL to an id that the user namespace does not map; programs that try
 /// another id expect EPERM. -1 means "leave as it is", or gets the kernel's EINVAL. setfsuid never fails.
-fn ids(ground: Ground) -> Vec<(c_long, Rule)> {
+fn ids(outer: OuterConfinement) -> Vec<(c_long, Rule)> {
     const UNCHANGED: u32 = u32::MAX;
-    let only = |of: &[(u8, u32)]| match ground {
-        Ground::Own { .. } => {
+    let only = |of: &[(u8, u32)]| match outer {
+        OuterConfinement::Namespaces { .. } => {
             let own = |(arg, id): &(u8, u32)| is(*arg, &[*id, UNCHANGED]);
             let tests = of.iter().map(own).collect();
             let clause = Clause {
@@ -459,11 +459,11 @@ fn ids(ground: Ground) -> Vec<(c_long, Rule)> {
             rule(vec![clause], DENY)
         }
         // Without a user namespace every id is mapped, and the kernel says EPERM itself.
-        Ground::Shared { .. } => always(Action::Allow),
+        OuterConfinement::Landlock { .. } => always(Action::Allow),
     };
-    let (uid, gid) = match ground {
-        Ground::Own { uid, gid, .. } => (uid, gid),
-        Ground::Shared { .. } => (UNCHANGED, UNCHANGED),
+    let (uid, gid) = match outer {
+        OuterConfinement::Namespaces { uid, gid, .. } => (uid, gid),
+        OuterConfinement::Landlock { .. } => (UNCHANGED, UNCHANGED),
     };
     vec![
         (libc::SYS_setuid, only(&[(0, uid)])),

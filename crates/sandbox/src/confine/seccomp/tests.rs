@@ -3,32 +3,32 @@ use super::rule::{Action, Rule, Test};
 use super::*;
 use proptest::prelude::*;
 
-const fn own_ground(watch: u32) -> Ground {
-    Ground::Own {
+const fn own_ground(watch: u32) -> OuterConfinement {
+    OuterConfinement::Namespaces {
         watch,
         uid: 1000,
         gid: 1001,
     }
 }
-const OPEN: Options = Options {
+const OPEN: FilterOptions = FilterOptions {
     fallocate: Fallocate::Allowed,
     affinity: Affinity::Free,
     connect: Connect::Kernel,
-    ground: own_ground(SECOND_BORN),
+    outer: own_ground(WATCH_TID_DEFAULT),
 };
-const TIGHT: Options = Options {
+const TIGHT: FilterOptions = FilterOptions {
     fallocate: Fallocate::Refused,
     affinity: Affinity::Fixed,
     connect: Connect::Brokered,
-    ground: own_ground(7),
+    outer: own_ground(7),
 };
 /// Level `landlock`, on a kernel that leaves signals and truncation to us, and on one that does not.
-const SHARED_OLD: Options = Options {
-    ground: Ground::Shared { landlock_abi: 1 },
+const SHARED_OLD: FilterOptions = FilterOptions {
+    outer: OuterConfinement::Landlock { abi: 1 },
     ..TIGHT
 };
-const SHARED: Options = Options {
-    ground: Ground::Shared { landlock_abi: 6 },
+const SHARED: FilterOptions = FilterOptions {
+    outer: OuterConfinement::Landlock { abi: 6 },
     ..TIGHT
 };
 const ALLOW: u32 = 0x7fff_0000;
@@ -106,16 +106,16 @@ fn model(rules: &[(u32, Rule)], nr: u32, args: [u64; 6]) -> u32 {
     }
 }
 
-fn every_option() -> Vec<Options> {
+fn every_option() -> Vec<FilterOptions> {
     let mut all = Vec::new();
     for fallocate in [Fallocate::Allowed, Fallocate::Refused] {
         for affinity in [Affinity::Free, Affinity::Fixed] {
             for connect in [Connect::Kernel, Connect::Brokered] {
-                all.push(Options {
+                all.push(FilterOptions {
                     fallocate,
                     affinity,
                     connect,
-                    ground: own_ground(3),
+                    outer: own_ground(3),
                 });
             }
         }
@@ -184,7 +184,7 @@ fn the_table_is_well_formed() {
 fn the_kernel_would_take_it() {
     assert_eq!(size_of::<Instruction>(), 8);
     for options in every_option() {
-        let program = program(&options);
+        let program = build_filter(&options);
         assert!(program.len() < 4096, "{} instructions", program.len());
         assert_eq!(program.last().unwrap().code, RETURN);
         for (at, i) in program.iter().enumerate() {
@@ -205,7 +205,7 @@ fn the_kernel_would_take_it() {
 #[test]
 fn every_number_agrees_with_the_table() {
     for options in every_option() {
-        let (program, rules) = (program(&options), rules(&options));
+        let (program, rules) = (build_filter(&options), rules(&options));
         for nr in (0..1024).chain([0x4000_0000, u32::MAX]) {
             for args in [[0; 6], [u64::MAX; 6], [GARBAGE; 6], [1; 6]] {
                 let ran = run(&program, NATIVE_ARCH, nr, args);
@@ -218,7 +218,7 @@ fn every_number_agrees_with_the_table() {
 #[test]
 fn every_compared_value_agrees_with_the_table() {
     for options in [OPEN, TIGHT] {
-        let (program, rules) = (program(&options), rules(&options));
+        let (program, rules) = (build_filter(&options), rules(&options));
         let values = compared_values(&rules);
         let checked = rules.iter().filter(|(_, rule)| !rule.clauses.is_empty());
         for (nr, arg) in checked.flat_map(|(nr, _)| (0..6).map(move |arg| (*nr, arg))) {
@@ -235,7 +235,7 @@ fn every_compared_value_agrees_with_the_table() {
 #[test]
 fn unconditional_calls_load_no_argument_and_take_few_steps() {
     for options in every_option() {
-        let program = program(&options);
+        let program = build_filter(&options);
         for (nr, rule) in rules(&options) {
             let ran = run(&program, NATIVE_ARCH, nr, [0; 6]);
             if rule.clauses.is_empty() {
@@ -250,7 +250,7 @@ fn unconditional_calls_load_no_argument_and_take_few_steps() {
 fn a_foreign_abi_has_no_calls() {
     const AUDIT_ARCH_I386: u32 = 0x4000_0003;
     const AUDIT_ARCH_ARM: u32 = 0x4000_0028;
-    let program = program(&OPEN);
+    let program = build_filter(&OPEN);
     for nr in 0..1024 {
         for arch in [
             AUDIT_ARCH_I386,
@@ -273,8 +273,8 @@ fn a_foreign_abi_has_no_calls() {
 
 /// Runs one call, with and without garbage in the upper halves of its arguments.
 #[track_caller]
-fn expect(options: Options, nr: libc::c_long, args: &[u64], answer: u32) {
-    let program = program(&options);
+fn expect(options: FilterOptions, nr: libc::c_long, args: &[u64], answer: u32) {
+    let program = build_filter(&options);
     for above in [0, GARBAGE] {
         let mut six = [above; 6];
         for (to, arg) in six.iter_mut().zip(args) {
@@ -789,7 +789,7 @@ proptest! {
             static COMPILED: [Compiled; 4] = [OPEN, TIGHT, SHARED_OLD, SHARED].map(|options| {
                 let rules = rules(&options);
                 let values = compared_values(&rules);
-                (program(&options), rules, values)
+                (build_filter(&options), rules, values)
             });
         }
         COMPILED.with(|compiled| {

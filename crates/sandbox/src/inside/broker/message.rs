@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use crate::inside::caller::{Caller, errno};
+use crate::inside::caller::{CallingThread, errno};
 use crate::sys;
 
 /// struct sockaddr_storage.
@@ -25,19 +25,23 @@ pub struct Message {
     pub address: Vec<u8>,
     /// Where the data is in the caller's memory, and how long each part.
     pub parts: Vec<(u64, usize)>,
-    pub control: Control,
+    pub control: ControlData,
 }
 
 /// Control data, with copies of the caller's descriptors in the place of its own.
 #[derive(Default)]
-pub struct Control {
+pub struct ControlData {
     pub bytes: Vec<u8>,
     _held: Vec<OwnedFd>,
 }
 
 impl Message {
     /// Of sendto: one part, and an address.
-    pub fn simple(caller: &Caller, data: (u64, u64), address: (u64, u64)) -> io::Result<Message> {
+    pub fn simple(
+        caller: &CallingThread,
+        data: (u64, u64),
+        address: (u64, u64),
+    ) -> io::Result<Message> {
         let length = address.1 as u32 as i32;
         let length = usize::try_from(length).map_err(|_| errno(libc::EINVAL))?;
         if length > ADDRESS_BYTES_MAX {
@@ -46,12 +50,12 @@ impl Message {
         Ok(Message {
             address: read_address(caller, address.0, length)?,
             parts: bounded(vec![(data.0, data.1)])?,
-            control: Control::default(),
+            control: ControlData::default(),
         })
     }
 
     /// Of sendmsg: the header and all it points to but the data.
-    pub fn read(caller: &Caller, header: &[u8; HEADER_BYTES]) -> io::Result<Message> {
+    pub fn read(caller: &CallingThread, header: &[u8; HEADER_BYTES]) -> io::Result<Message> {
         let number = |at: usize| {
             let bytes = header[at..at + 8].try_into().unwrap_or_default();
             u64::from_ne_bytes(bytes)
@@ -60,7 +64,7 @@ impl Message {
         let name_length = usize::try_from(name_length).map_err(|_| errno(libc::EINVAL))?;
         let address = read_address(caller, number(0), name_length.min(ADDRESS_BYTES_MAX))?;
         let parts = read_parts(caller, number(16), number(24))?;
-        let control = Control::read(caller, number(32), number(40))?;
+        let control = ControlData::read(caller, number(32), number(40))?;
         Ok(Message {
             address,
             parts,
@@ -73,7 +77,12 @@ impl Message {
     }
 
     /// Data from `start` on, at most so many bytes.
-    pub fn data(&self, caller: &Caller, start: usize, at_most: usize) -> io::Result<Vec<u8>> {
+    pub fn data(
+        &self,
+        caller: &CallingThread,
+        start: usize,
+        at_most: usize,
+    ) -> io::Result<Vec<u8>> {
         let (mut skip, mut left) = (start, at_most);
         let mut wanted = Vec::new();
         for (address, len) in &self.parts {
@@ -89,7 +98,7 @@ impl Message {
     }
 }
 
-fn read_address(caller: &Caller, at: u64, length: usize) -> io::Result<Vec<u8>> {
+fn read_address(caller: &CallingThread, at: u64, length: usize) -> io::Result<Vec<u8>> {
     match at {
         // No address, whatever its length.
         0 => Ok(Vec::new()),
@@ -97,7 +106,7 @@ fn read_address(caller: &Caller, at: u64, length: usize) -> io::Result<Vec<u8>> 
     }
 }
 
-fn read_parts(caller: &Caller, at: u64, count: u64) -> io::Result<Vec<(u64, usize)>> {
+fn read_parts(caller: &CallingThread, at: u64, count: u64) -> io::Result<Vec<(u64, usize)>> {
     if count > sys::PARTS_MAX as u64 {
         return Err(errno(libc::EMSGSIZE));
     }
@@ -128,16 +137,16 @@ fn bounded(parts: Vec<(u64, u64)>) -> io::Result<Vec<(u64, usize)>> {
     parts.into_iter().map(each).collect()
 }
 
-impl Control {
-    fn read(caller: &Caller, at: u64, length: u64) -> io::Result<Control> {
+impl ControlData {
+    fn read(caller: &CallingThread, at: u64, length: u64) -> io::Result<ControlData> {
         if at == 0 || length == 0 {
-            return Ok(Control::default());
+            return Ok(ControlData::default());
         }
         let length = usize::try_from(length).ok();
         let length = length.filter(|length| *length <= CONTROL_BYTES_MAX);
         let length = length.ok_or_else(|| errno(libc::ENOBUFS))?;
         let theirs = caller.read_parts(&[(at, length)])?;
-        let mut ours = Control::default();
+        let mut ours = ControlData::default();
         let mut rest = theirs.as_slice();
         while rest.len() >= CONTROL_HEADER_BYTES {
             let (header, _) = rest.as_chunks::<8>();
@@ -155,7 +164,7 @@ impl Control {
 
     /// Invariant: the list is built anew, with lengths of our own. The kernel must find our copies of descriptors in it, and
     /// never a number that the caller chose: that would be a descriptor of this process.
-    fn add(&mut self, caller: &Caller, kind: (i32, i32), data: &[u8]) -> io::Result<()> {
+    fn add(&mut self, caller: &CallingThread, kind: (i32, i32), data: &[u8]) -> io::Result<()> {
         match kind {
             // The kernel fills in the sender, and that is this process.
             (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => {}

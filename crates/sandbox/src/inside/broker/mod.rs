@@ -6,7 +6,7 @@
 //! a copy of the socket, decides, and makes the call itself (`sockets.rs`). A path-name socket is reached only in the
 //! workspace, the private /tmp and /dev/shm: the run's own. `SO_PEERCRED` and `SO_PASSCRED` therefore name that process.
 //!
-//! At level `landlock` connect() is refused, and other calls are handed over: see `deputy.rs`. Threads serve them: a child
+//! At level `landlock` connect() is refused, and other calls are handed over: see `proxy.rs`. Threads serve them: a child
 //! of the guardian would be taken for one of the run's processes.
 
 mod message;
@@ -18,31 +18,31 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::syscall_proxy::{self, Deputy};
-use crate::resources::cgroup::Entrance;
-use crate::spec::{Level, Spec};
+use super::syscall_proxy::{self, SyscallProxy};
+use crate::resources::cgroup::GroupAccess;
+use crate::spec::{ConfinementLevel, Spec};
 use crate::sys::{self, Notification};
-use process::Starter;
+use process::BrokerProcess;
 use sockets::Sockets;
 
 /// Calls that the deputy serves at one time.
-const IN_HAND_MAX: usize = 64;
+const CALLS_MAX: usize = 64;
 /// Enough for a path and what resolves it.
 const THREAD_STACK_BYTES: usize = 128 * 1024;
 
 pub struct Broker {
     listener: Arc<OwnedFd>,
-    duty: Duty,
+    duty: BrokerKind,
 }
 
 /// What is handed over, by level.
-enum Duty {
+enum BrokerKind {
     /// Socket calls, by a process that takes them itself once it is started.
-    Sockets(Starter),
+    Sockets(BrokerProcess),
     /// Modes, times, lengths and signals.
-    Deputy {
-        deputy: Arc<Deputy>,
-        in_hand: Arc<AtomicUsize>,
+    Proxy {
+        proxy: Arc<SyscallProxy>,
+        busy: Arc<AtomicUsize>,
     },
 }
 
@@ -50,17 +50,17 @@ impl Broker {
     pub fn new(
         listener: OwnedFd,
         spec: &Spec,
-        entrance: Option<Entrance>,
+        group_access: Option<GroupAccess>,
         main: i32,
     ) -> io::Result<Self> {
         let duty = match spec.level {
-            Level::Full => {
-                let entrance = entrance.unwrap_or_default();
-                Duty::Sockets(Starter::new(Sockets::new(spec)?, entrance, main))
+            ConfinementLevel::Full => {
+                let group_access = group_access.unwrap_or_default();
+                BrokerKind::Sockets(BrokerProcess::new(Sockets::new(spec)?, group_access, main))
             }
-            Level::Landlock => Duty::Deputy {
-                deputy: Arc::new(Deputy::new(spec)),
-                in_hand: Arc::default(),
+            ConfinementLevel::Landlock => BrokerKind::Proxy {
+                proxy: Arc::new(SyscallProxy::new(spec)),
+                busy: Arc::default(),
             },
         };
         Ok(Broker {
@@ -82,15 +82,15 @@ impl Broker {
     /// Our own process among the run's.
     pub fn process(&self) -> Option<i32> {
         match &self.duty {
-            Duty::Sockets(starter) => starter.pid(),
-            Duty::Deputy { .. } => None,
+            BrokerKind::Sockets(process) => process.pid(),
+            BrokerKind::Proxy { .. } => None,
         }
     }
 
     /// Hears of a child that init reaped.
     pub fn reaped(&mut self, pid: i32) {
-        if let Duty::Sockets(starter) = &mut self.duty {
-            starter.reaped(pid, (*self.listener).as_fd());
+        if let BrokerKind::Sockets(process) = &mut self.duty {
+            process.reaped(pid, (*self.listener).as_fd());
         }
     }
 
@@ -98,8 +98,8 @@ impl Broker {
     /// anybody, and no program expects to be told to try again.
     pub fn is_full(&self) -> bool {
         match &self.duty {
-            Duty::Sockets(_) => false,
-            Duty::Deputy { in_hand, .. } => in_hand.load(Ordering::Relaxed) >= IN_HAND_MAX,
+            BrokerKind::Sockets(_) => false,
+            BrokerKind::Proxy { busy, .. } => busy.load(Ordering::Relaxed) >= CALLS_MAX,
         }
     }
 
@@ -107,27 +107,27 @@ impl Broker {
     /// is handed over fails.
     pub fn can_serve(&self) -> bool {
         match &self.duty {
-            Duty::Sockets(starter) => starter.pid().is_some() || starter.may_start(),
-            Duty::Deputy { .. } => true,
+            BrokerKind::Sockets(process) => process.pid().is_some() || process.may_start(),
+            BrokerKind::Proxy { .. } => true,
         }
     }
 
     /// Has the call that waits served.
     pub fn serve(&mut self) -> io::Result<()> {
-        if let Duty::Sockets(starter) = &mut self.duty
-            && starter.start((*self.listener).as_fd()).is_ok()
+        if let BrokerKind::Sockets(process) = &mut self.duty
+            && process.start((*self.listener).as_fd()).is_ok()
         {
             return Ok(());
         }
         let call = sys::notification_receive(self.listener())?;
         let taken = match &self.duty {
             // Sent here and now: it never waits.
-            Duty::Deputy { .. } if syscall_proxy::is_signal(&call) => {
+            BrokerKind::Proxy { .. } if syscall_proxy::is_signal(&call) => {
                 let errno = errno_of(syscall_proxy::signal(&call, || self.valid(&call)));
                 return sys::notification_answer(self.listener(), call.id, errno);
             }
-            Duty::Deputy { deputy, in_hand } => self.in_a_thread(deputy, in_hand, call),
-            Duty::Sockets(_) => Err(io::ErrorKind::WouldBlock.into()),
+            BrokerKind::Proxy { proxy, busy } => self.serve_in_thread(proxy, busy, call),
+            BrokerKind::Sockets(_) => Err(io::ErrorKind::WouldBlock.into()),
         };
         // Whoever cannot be served is told so, rather than left waiting.
         match taken {
@@ -136,20 +136,20 @@ impl Broker {
         }
     }
 
-    fn in_a_thread(
+    fn serve_in_thread(
         &self,
-        deputy: &Arc<Deputy>,
-        in_hand: &Arc<AtomicUsize>,
+        proxy: &Arc<SyscallProxy>,
+        busy: &Arc<AtomicUsize>,
         call: Notification,
     ) -> io::Result<()> {
-        let (listener, deputy) = (Arc::clone(&self.listener), Arc::clone(deputy));
-        let hand = Hand::take(in_hand);
+        let (listener, proxy) = (Arc::clone(&self.listener), Arc::clone(proxy));
+        let slot = BusySlot::take(busy);
         let serve = move || {
-            let _until_answered = hand;
+            let _slot = slot;
             let valid = || sys::notification_valid(listener.as_fd(), call.id);
-            let errno = errno_of(deputy.perform(&call, valid));
+            let errno = errno_of(proxy.perform(&call, valid));
             // The caller may have died meanwhile; then nobody waits for the answer.
-            let _answered = sys::notification_answer(listener.as_fd(), call.id, errno);
+            let _ = sys::notification_answer(listener.as_fd(), call.id, errno);
         };
         let small = std::thread::Builder::new().stack_size(THREAD_STACK_BYTES);
         small.spawn(serve).map(drop)
@@ -162,16 +162,16 @@ impl Broker {
 }
 
 /// One of the hands that serve, counted while it does.
-struct Hand(Arc<AtomicUsize>);
+struct BusySlot(Arc<AtomicUsize>);
 
-impl Hand {
-    fn take(busy: &Arc<AtomicUsize>) -> Hand {
+impl BusySlot {
+    fn take(busy: &Arc<AtomicUsize>) -> BusySlot {
         busy.fetch_add(1, Ordering::Relaxed);
-        Hand(Arc::clone(busy))
+        BusySlot(Arc::clone(busy))
     }
 }
 
-impl Drop for Hand {
+impl Drop for BusySlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

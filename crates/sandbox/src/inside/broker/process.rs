@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{DumpableBehavior, Pid, Signal};
 
-use super::sockets::{InHand, Reply, Sockets};
-use crate::resources::cgroup::Entrance;
-use crate::sys::{self, Answer, Forked};
+use super::sockets::{CallReply, PendingCall, Sockets};
+use crate::resources::cgroup::GroupAccess;
+use crate::sys::{self, Forked, NotificationAnswer};
 
 /// Calls served at one time. More get EAGAIN, as from a full backlog.
 const THREADS_MAX: usize = 64;
@@ -29,9 +29,9 @@ const THREAD_STACK_BYTES: usize = 128 * 1024;
 const STARTS_MAX: u32 = 64;
 
 /// Init's side.
-pub struct Starter {
+pub struct BrokerProcess {
     sockets: Sockets,
-    entrance: Entrance,
+    group_access: GroupAccess,
     /// The program, whose CPUs are the run's.
     main: i32,
     pid: Option<i32>,
@@ -41,11 +41,11 @@ pub struct Starter {
     shared: Option<&'static [AtomicU64]>,
 }
 
-impl Starter {
-    pub fn new(sockets: Sockets, entrance: Entrance, main: i32) -> Starter {
-        Starter {
+impl BrokerProcess {
+    pub fn new(sockets: Sockets, group_access: GroupAccess, main: i32) -> BrokerProcess {
+        BrokerProcess {
             sockets,
-            entrance,
+            group_access,
             main,
             pid: None,
             starts: 0,
@@ -66,7 +66,7 @@ impl Starter {
         self.starts += 1;
         let shared = match self.shared {
             Some(shared) => shared,
-            None => sys::numbers_shared_with_children(1 + THREADS_MAX)?,
+            None => sys::shared_counters(1 + THREADS_MAX)?,
         };
         self.shared = Some(shared);
         match sys::fork_threaded()? {
@@ -75,7 +75,8 @@ impl Starter {
                 Ok(())
             }
             Forked::Child => {
-                let _unanswered = self.be_the_process(listener, shared);
+                // Init answers the calls that were in hand.
+                let _ = self.run_process(listener, shared);
                 sys::exit_now(1)
             }
         }
@@ -104,12 +105,12 @@ impl Starter {
         for slot in in_hand {
             let id = slot.swap(0, Ordering::AcqRel);
             if id != 0 {
-                let _gone = sys::notification_answer(listener, id, libc::EAGAIN);
+                let _ = sys::notification_answer(listener, id, libc::EAGAIN);
             }
         }
     }
 
-    fn be_the_process(
+    fn run_process(
         &self,
         listener: BorrowedFd<'_>,
         shared: &'static [AtomicU64],
@@ -118,7 +119,7 @@ impl Starter {
         let (born_in_group, in_hand) = shared
             .split_first()
             .ok_or_else(|| io::Error::other("no shared memory"))?;
-        if let Some(child) = self.entrance.enter()? {
+        if let Some(child) = self.group_access.enter()? {
             born_in_group.store(child as u64, Ordering::Release);
             sys::exit_now(0);
         }
@@ -130,7 +131,7 @@ impl Starter {
         sys::close_all_but(listener)?;
         // So that init can look into it as into the run's other processes.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
-        let pool = Arc::new(Pool {
+        let pool = Arc::new(ThreadPool {
             listener: rustix::io::fcntl_dupfd_cloexec(listener, 3)?,
             sockets: self.sockets.clone(),
             in_hand,
@@ -153,7 +154,7 @@ impl Drop for EndOnPanic {
     }
 }
 
-struct Pool {
+struct ThreadPool {
     listener: OwnedFd,
     sockets: Sockets,
     in_hand: &'static [AtomicU64],
@@ -162,10 +163,10 @@ struct Pool {
     threads: AtomicUsize,
 }
 
-impl Pool {
+impl ThreadPool {
     /// Serves one call after the other until enough other threads wait for calls; the first thread stays for good.
     fn serve_until_spare(self: Arc<Self>, first: bool) {
-        let _all_or_nothing = EndOnPanic;
+        let _guard = EndOnPanic;
         loop {
             let Ok(call) = sys::notification_receive(self.listener.as_fd()) else {
                 self.leave_if_nobody_calls();
@@ -178,8 +179,8 @@ impl Pool {
             });
             let all_busy = still_waiting == 0 && !self.add_thread();
             let reply = match all_busy {
-                true => Reply::Answer(Answer::Errno(libc::EAGAIN)),
-                false => self.sockets.perform(&InHand {
+                true => CallReply::Answer(NotificationAnswer::Errno(libc::EAGAIN)),
+                false => self.sockets.perform(&PendingCall {
                     call: &call,
                     valid: &|| sys::notification_valid(self.listener.as_fd(), call.id),
                 }),
@@ -191,7 +192,7 @@ impl Pool {
                 self.waiting.fetch_add(1, Ordering::AcqRel);
             }
             // The caller may have died meanwhile; then nobody waits for the answer.
-            let _answered = self.answer(call.id, reply);
+            let _ = self.answer(call.id, reply);
             if let Some(slot) = slot {
                 slot.store(0, Ordering::Release);
             }
@@ -202,14 +203,14 @@ impl Pool {
         }
     }
 
-    fn answer(&self, id: u64, reply: Reply) -> io::Result<()> {
+    fn answer(&self, id: u64, reply: CallReply) -> io::Result<()> {
         let listener = self.listener.as_fd();
         let answer = match reply {
-            Reply::Answer(answer) => answer,
-            Reply::Descriptor { fd, close_on_exec } => {
+            CallReply::Answer(answer) => answer,
+            CallReply::Descriptor { fd, close_on_exec } => {
                 match sys::answer_with_descriptor(listener, id, fd.as_fd(), close_on_exec) {
                     Ok(()) => return Ok(()),
-                    Err(e) => Answer::Errno(e.raw_os_error().unwrap_or(libc::EMFILE)),
+                    Err(e) => NotificationAnswer::Errno(e.raw_os_error().unwrap_or(libc::EMFILE)),
                 }
             }
         };

@@ -18,10 +18,10 @@ use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, SocketType};
 
 use super::message::{ADDRESS_BYTES_MAX, HEADER_BYTES, Message, NUMBERED_HEADER_BYTES};
-use crate::inside::caller::{Caller, errno, not_found};
+use crate::inside::caller::{CallingThread, errno, not_found};
 use crate::inside::socket_share;
 use crate::spec::Spec;
-use crate::sys::{self, Answer, Notification, RawMessage};
+use crate::sys::{self, Notification, NotificationAnswer, RawMessage};
 
 /// struct sockaddr_un.
 const UNIX_ADDRESS_BYTES_MAX: usize = 110;
@@ -44,8 +44,8 @@ pub struct Sockets {
 }
 
 /// What a call comes to.
-pub enum Reply {
-    Answer(Answer),
+pub enum CallReply {
+    Answer(NotificationAnswer),
     /// A new descriptor for the caller.
     Descriptor {
         fd: OwnedFd,
@@ -55,7 +55,7 @@ pub enum Reply {
 
 /// A call in hand. `valid` says whether its caller still waits: then its number was the caller's all the while, and nothing
 /// was read from a stranger.
-pub struct InHand<'a> {
+pub struct PendingCall<'a> {
     pub call: &'a Notification,
     pub valid: &'a dyn Fn() -> io::Result<()>,
 }
@@ -83,56 +83,57 @@ impl Sockets {
         })
     }
 
-    pub fn perform(&self, in_hand: &InHand<'_>) -> Reply {
-        let done = match in_hand.call.call {
-            libc::SYS_socket => match socket_share::netlink_socket(in_hand.call) {
+    pub fn perform(&self, pending: &PendingCall<'_>) -> CallReply {
+        let done = match pending.call.call {
+            libc::SYS_socket => match socket_share::netlink_socket(pending.call) {
                 Ok(fd) => {
-                    return Reply::Descriptor {
+                    return CallReply::Descriptor {
                         fd,
-                        close_on_exec: socket_share::is_close_on_exec(in_hand.call),
+                        close_on_exec: socket_share::is_close_on_exec(pending.call),
                     };
                 }
                 Err(e) => Err(e),
             },
-            libc::SYS_connect => self.connect(in_hand),
-            libc::SYS_sendto | libc::SYS_sendmsg | libc::SYS_sendmmsg => self.send(in_hand),
-            libc::SYS_setsockopt => set_buffer_size(in_hand),
+            libc::SYS_connect => self.connect(pending),
+            libc::SYS_sendto | libc::SYS_sendmsg | libc::SYS_sendmmsg => self.send(pending),
+            libc::SYS_setsockopt => set_buffer_size(pending),
             _ => Err(errno(libc::ENOSYS)),
         };
-        let refused = |e: io::Error| Answer::Errno(e.raw_os_error().unwrap_or(libc::EACCES));
-        Reply::Answer(done.unwrap_or_else(refused))
+        let refused =
+            |e: io::Error| NotificationAnswer::Errno(e.raw_os_error().unwrap_or(libc::EACCES));
+        CallReply::Answer(done.unwrap_or_else(refused))
     }
 
-    fn connect(&self, in_hand: &InHand<'_>) -> io::Result<Answer> {
-        let args = &in_hand.call.args;
+    fn connect(&self, pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
+        let args = &pending.call.args;
         let length = args[2] as u32 as usize;
         if !(2..=ADDRESS_BYTES_MAX).contains(&length) {
             return Err(errno(libc::EINVAL));
         }
-        let caller = Caller::of(in_hand.call)?;
+        let caller = CallingThread::of(pending.call)?;
         let address = caller.read_parts(&[(args[1], length)])?;
         let socket = caller.descriptor(args[0])?;
-        (in_hand.valid)()?;
+        (pending.valid)()?;
         let target = self.target(&caller, address)?;
         socket_share::check_connection(socket.as_fd(), self.tcp_sockets_max)?;
         sys::connect_raw(socket.as_fd(), &target.address)?;
-        Ok(Answer::Value(0))
+        Ok(NotificationAnswer::Value(0))
     }
 
-    fn send(&self, in_hand: &InHand<'_>) -> io::Result<Answer> {
-        let Notification { call, args, .. } = in_hand.call;
-        let caller = Caller::of(in_hand.call)?;
+    fn send(&self, pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
+        let Notification { call, args, .. } = pending.call;
+        let caller = CallingThread::of(pending.call)?;
         // Asked before the socket is looked at: a thread that puts another in its place and exits is then seen, and once
         // the caller is alone it waits for our answer and can make no second thread.
         let alone = caller.is_alone();
         let socket = Socket::new(caller.descriptor(args[0])?)?;
         if !socket.takes_paths && alone {
-            (in_hand.valid)()?;
-            return Ok(Answer::Continue);
+            (pending.valid)()?;
+            return Ok(NotificationAnswer::Continue);
         }
         let sending = Sending {
             sockets: self,
-            in_hand,
+            pending,
             caller: &caller,
             socket: &socket,
         };
@@ -147,11 +148,11 @@ impl Sockets {
             }
             _ => sending.send_several(args[1], args[2] as u32, args[3] as i32)?,
         };
-        Ok(Answer::Value(sent as i64))
+        Ok(NotificationAnswer::Value(sent as i64))
     }
 
     /// The address itself, unless it is a path: that is looked up here, once, and must lead to a socket of the run's own.
-    fn target(&self, caller: &Caller, address: Vec<u8>) -> io::Result<Target> {
+    fn target(&self, caller: &CallingThread, address: Vec<u8>) -> io::Result<Target> {
         // What counts is the socket's own family; an address of another makes the kernel refuse.
         let of_unix = address.starts_with(&(libc::AF_UNIX as u16).to_ne_bytes());
         if of_unix && address.len() > UNIX_ADDRESS_BYTES_MAX {
@@ -201,8 +202,8 @@ impl Socket {
 /// One call that sends.
 struct Sending<'a> {
     sockets: &'a Sockets,
-    in_hand: &'a InHand<'a>,
-    caller: &'a Caller,
+    pending: &'a PendingCall<'a>,
+    caller: &'a CallingThread,
     socket: &'a Socket,
 }
 
@@ -234,13 +235,13 @@ impl Sending<'_> {
             return Err(errno(libc::EMSGSIZE));
         }
         let target = self.sockets.target(self.caller, message.address.clone())?;
-        let patience = Patience::of(self.socket.fd.as_fd(), flags)?;
+        let timeout = SendTimeout::of(self.socket.fd.as_fd(), flags)?;
         // A wait for room is ours, so that a caller that has gone is noticed.
         let passed_on = flags & SEND_FLAGS | libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         let mut sent = 0;
         loop {
             let data = message.data(self.caller, sent, COPIED_BYTES_MAX)?;
-            (self.in_hand.valid)()?;
+            (self.pending.valid)()?;
             let raw = RawMessage {
                 data: &data,
                 address: &target.address,
@@ -254,7 +255,7 @@ impl Sending<'_> {
                 Ok(n) if !self.socket.stream => return Ok(n),
                 Ok(n) => sent += n,
                 Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => {
-                    if !patience.wait(self.socket.fd.as_fd()) {
+                    if !timeout.wait(self.socket.fd.as_fd()) {
                         return if sent > 0 { Ok(sent) } else { Err(e) };
                     }
                 }
@@ -272,35 +273,35 @@ impl Sending<'_> {
         let broken = error.raw_os_error() == Some(libc::EPIPE) && self.socket.stream;
         if broken && flags & libc::MSG_NOSIGNAL == 0 {
             let (process, thread) = (self.caller.process as i32, self.caller.thread as i32);
-            let _gone = sys::signal_thread(process, thread, libc::SIGPIPE);
+            let _ = sys::signal_thread(process, thread, libc::SIGPIPE);
         }
         error
     }
 }
 
 /// How long a send waits for room.
-enum Patience {
+enum SendTimeout {
     None,
     Until(Option<Instant>),
 }
 
-impl Patience {
-    fn of(socket: BorrowedFd<'_>, flags: i32) -> io::Result<Patience> {
+impl SendTimeout {
+    fn of(socket: BorrowedFd<'_>, flags: i32) -> io::Result<SendTimeout> {
         let nonblocking = rustix::fs::fcntl_getfl(socket)?.contains(OFlags::NONBLOCK);
         if nonblocking || flags & libc::MSG_DONTWAIT != 0 {
-            return Ok(Patience::None);
+            return Ok(SendTimeout::None);
         }
         let at_most = sockopt::socket_timeout(socket, Timeout::Send)?;
         let end = at_most.and_then(|at_most| Instant::now().checked_add(at_most));
-        Ok(Patience::Until(end))
+        Ok(SendTimeout::Until(end))
     }
 
     /// Waits a little. `false`: there is no time left for it.
     fn wait(&self, socket: BorrowedFd<'_>) -> bool {
         match self {
-            Patience::None => return false,
-            Patience::Until(Some(end)) if Instant::now() >= *end => return false,
-            Patience::Until(_) => {}
+            SendTimeout::None => return false,
+            SendTimeout::Until(Some(end)) if Instant::now() >= *end => return false,
+            SendTimeout::Until(_) => {}
         }
         let timeout = Timespec {
             tv_sec: 0,
@@ -316,22 +317,22 @@ impl Patience {
 
 /// SO_SNDBUF and SO_RCVBUF. Buffers are kernel memory that is counted for the whole host, so none becomes larger than it is
 /// from the start. A larger size is cut down without a word, as the kernel does.
-fn set_buffer_size(in_hand: &InHand<'_>) -> io::Result<Answer> {
-    let args = &in_hand.call.args;
+fn set_buffer_size(pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
+    let args = &pending.call.args;
     if (args[4] as u32 as i32) < 4 {
         return Err(errno(libc::EINVAL));
     }
-    let caller = Caller::of(in_hand.call)?;
+    let caller = CallingThread::of(pending.call)?;
     let wanted = u32::from_ne_bytes(caller.read::<4>(args[3])?);
     let socket = caller.descriptor(args[0])?;
-    (in_hand.valid)()?;
+    (pending.valid)()?;
     let bytes = (wanted as usize).min(socket_share::buffer_bytes_max(socket.as_fd())?);
     match args[2] as i32 {
         libc::SO_SNDBUF => sockopt::set_socket_send_buffer_size(&socket, bytes)?,
         libc::SO_RCVBUF => sockopt::set_socket_recv_buffer_size(&socket, bytes)?,
         _ => return Err(errno(libc::ENOPROTOOPT)),
     }
-    Ok(Answer::Value(0))
+    Ok(NotificationAnswer::Value(0))
 }
 
 /// Opens the socket that a path leads to from the caller's working directory, if it is the run's own.

@@ -5,10 +5,12 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::{Looked, MAPS_BYTES_MAX, Realm, Unexplained, Verdict, descriptors_in_flight};
+use super::{
+    MAPS_BYTES_MAX, PauseVerdict, ProcessSet, ScanResult, UnexplainedGrowth, descriptors_in_flight,
+};
 use super::{field, open_files, pause, pids, queues, read_first};
 use crate::sys;
-use crate::sys::procfs::{SMALL, read};
+use crate::sys::procfs::{SMALL_FILE_BYTES, read};
 
 /// Tables of the run's own sockets and segments.
 const TABLE_BYTES_MAX: usize = 8 << 20;
@@ -22,7 +24,7 @@ const REMEMBERED_MAX: usize = 50_000;
 
 /// What to read of each process: a thousand of them are looked at ten times a second.
 #[derive(Clone, Copy)]
-pub struct Wanted {
+pub struct CensusRequest {
     pub cpu: bool,
     /// Threads, rather than one for each process.
     pub tasks: bool,
@@ -41,7 +43,7 @@ struct HostMemory {
 
 impl HostMemory {
     fn now() -> Self {
-        let meminfo = read("/proc/meminfo", SMALL).unwrap_or_default();
+        let meminfo = read("/proc/meminfo", SMALL_FILE_BYTES).unwrap_or_default();
         HostMemory {
             shared: field(&meminfo, "Shmem:") * 1024,
             unaccounted: queues::unaccounted_memory(&meminfo),
@@ -50,8 +52,8 @@ impl HostMemory {
 }
 
 /// What the last look at the processes gave.
-pub struct Census {
-    realm: Realm,
+pub struct ProcessCensus {
+    process_set: ProcessSet,
     pub count: u64,
     /// Threads of all processes: what a limit on processes counts.
     pub tasks: u64,
@@ -65,16 +67,16 @@ pub struct Census {
     /// What waits in pipes and sockets can keep so much in memory.
     queues: Option<(u64, Instant)>,
     /// What the host has come to hold as shared memory beyond what was measured.
-    unexplained: Option<Unexplained>,
+    unexplained: Option<UnexplainedGrowth>,
     sockets: Option<(u64, Instant)>,
     own_time: HashMap<(u32, u64), u64>,
     forgotten_ms: u64,
 }
 
-impl Census {
-    pub fn new(realm: Realm) -> Self {
-        Census {
-            realm,
+impl ProcessCensus {
+    pub fn new(process_set: ProcessSet) -> Self {
+        ProcessCensus {
+            process_set,
             count: 0,
             tasks: 0,
             cpu_ms: 0,
@@ -97,12 +99,12 @@ impl Census {
     }
 
     /// Asks before each process whether to go on, and leaves off with what it had otherwise.
-    pub fn take(&mut self, wanted: Wanted, go_on: &mut dyn FnMut() -> bool) {
+    pub fn take(&mut self, wanted: CensusRequest, go_on: &mut dyn FnMut() -> bool) {
         (self.count, self.tasks) = (0, 0);
         let mut memory: Vec<(u32, u64, u64)> = Vec::new();
         let mut tree_ms = 0;
         let own = std::process::id();
-        for pid in pids(self.realm) {
+        for pid in pids(self.process_set) {
             if !go_on() {
                 return;
             }
@@ -122,7 +124,7 @@ impl Census {
             }
         }
         if let Some(limit) = wanted.memory {
-            let (apart, shown, looked) = shared_memory(self.realm, go_on);
+            let (apart, shown, looked) = shared_memory(self.process_set, go_on);
             let apart = apart + wanted.files_in_memory;
             self.memory_bytes = self.add_up(&memory, apart);
             let HostMemory {
@@ -131,11 +133,13 @@ impl Census {
             } = self.host_memory_grown();
             if self.memory_bytes.max(grown) > limit {
                 // Now it matters to the byte: what was counted twice, and what no process shows.
-                once_each(&mut memory);
+                drop_shared_copies(&mut memory);
                 let unseen = match looked {
-                    Looked::All | Looked::Hidden => mapped_shared_memory(self.realm, &shown),
+                    ScanResult::All | ScanResult::Hidden => {
+                        mapped_shared_memory(self.process_set, &shown)
+                    }
                     // Memory files may be among the descriptors that were not looked at.
-                    Looked::Many => u64::MAX,
+                    ScanResult::Many => u64::MAX,
                 };
                 let unseen = unseen.max(self.memory_in_flight());
                 let apart = apart.max(unseen.min(grown));
@@ -147,7 +151,7 @@ impl Census {
                         read_memory(*pid).map(|(its, mapped)| (*pid, its, mapped))
                     };
                     let mut memory: Vec<_> = memory.iter().filter_map(again).collect();
-                    once_each(&mut memory);
+                    drop_shared_copies(&mut memory);
                     self.memory_bytes = self.memory_bytes.min(self.add_up(&memory, apart));
                 }
             }
@@ -155,8 +159,8 @@ impl Census {
                 self.memory_bytes += self.memory_in_queues(unaccounted);
             }
             self.hidden_looks = match looked {
-                Looked::All | Looked::Many => 0,
-                Looked::Hidden => self.hidden_looks.saturating_add(1),
+                ScanResult::All | ScanResult::Many => 0,
+                ScanResult::Hidden => self.hidden_looks.saturating_add(1),
             };
         }
         if wanted.cpu {
@@ -169,7 +173,7 @@ impl Census {
     /// Memory files may be in flight over a socket, where nobody sees how large they are. For a moment that is ordinary.
     fn memory_in_flight(&mut self) -> u64 {
         let mut found = false;
-        open_files(self.realm, &mut |pid, fd, stat| {
+        open_files(self.process_set, &mut |pid, fd, stat| {
             let kind = rustix::fs::FileType::from_raw_mode(stat.st_mode);
             found = kind == rustix::fs::FileType::Socket && descriptors_in_flight(pid, fd);
             !found
@@ -188,20 +192,20 @@ impl Census {
     fn memory_held_by_calls(&mut self, grown: u64, measured: u64, limit: u64) -> u64 {
         let unexplained = self
             .unexplained
-            .get_or_insert_with(|| Unexplained::new(0, limit / 8));
-        if !unexplained.calls_for_pause(grown, measured) {
+            .get_or_insert_with(|| UnexplainedGrowth::new(0, limit / 8));
+        if !unexplained.needs_pause(grown, measured) {
             return 0;
         }
-        let paused = pause(self.realm);
+        let paused = pause(self.process_set);
         let after = self.host_memory_grown().shared;
         let verdict = self
             .unexplained
             .as_mut()
             .map(|unexplained| unexplained.note_pause(grown, after, measured, paused.answered));
         match verdict {
-            Some(Verdict::Hidden(bytes)) => bytes,
-            Some(Verdict::Unanswered) => grown,
-            Some(Verdict::Nothing) | None => 0,
+            Some(PauseVerdict::Hidden(bytes)) => bytes,
+            Some(PauseVerdict::Unanswered) => grown,
+            Some(PauseVerdict::Nothing) | None => 0,
         }
     }
 
@@ -234,7 +238,7 @@ impl Census {
             .queues
             .is_none_or(|(_, at)| at.elapsed() >= QUEUES_EVERY)
         {
-            let pages = queues::queued_pages_at_most(self.realm);
+            let pages = queues::queued_pages_at_most(self.process_set);
             // Descriptors in flight are ordinary for a moment.
             let in_flight = self.in_flight_looks > IN_FLIGHT_LOOKS_MAX;
             let known = pages.unwrap_or(if in_flight { u64::MAX } else { 0 });
@@ -246,7 +250,7 @@ impl Census {
     /// What waits in sockets. The kernel walks through large tables for this, so not at every look.
     fn socket_bytes(&mut self) -> u64 {
         // Without a network namespace there are no such sockets, and the tables are the host's.
-        if self.realm == Realm::Descendants {
+        if self.process_set == ProcessSet::Descendants {
             return 0;
         }
         if self
@@ -276,7 +280,7 @@ struct CpuTimes {
 }
 
 fn read_times(pid: u32) -> Option<CpuTimes> {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL)?;
+    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES)?;
     // The name in parentheses may hold anything; the fields follow its last parenthesis.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let number = |n: usize| fields.get(n).and_then(|f| f.parse::<u64>().ok());
@@ -292,8 +296,8 @@ fn read_times(pid: u32) -> Option<CpuTimes> {
 /// Memory of one process: what is its own and in swap, and what it maps of shared memory. Proportional
 /// shares, so that a forked pool is not counted many times over.
 fn read_memory(pid: u32) -> Option<(u64, u64)> {
-    let status = read_first(pid, "status", SMALL)?;
-    let Some(text) = read_first(pid, "smaps_rollup", SMALL) else {
+    let status = read_first(pid, "status", SMALL_FILE_BYTES)?;
+    let Some(text) = read_first(pid, "smaps_rollup", SMALL_FILE_BYTES) else {
         // It would not be looked into: all that it has in memory is then its own, shared or not.
         return Some((resident(&status), 0));
     };
@@ -304,10 +308,10 @@ fn read_memory(pid: u32) -> Option<(u64, u64)> {
 
 /// No less than the memory of all processes of the run, from files of /proc that are read without waiting for a process:
 /// memory that is shared among them is counted for each.
-pub fn memory_at_most(realm: Realm) -> u64 {
+pub fn memory_at_most(process_set: ProcessSet) -> u64 {
     let own = std::process::id();
-    let others = pids(realm).into_iter().filter(|pid| *pid != own);
-    let statuses = others.filter_map(|pid| read_first(pid, "status", SMALL));
+    let others = pids(process_set).into_iter().filter(|pid| *pid != own);
+    let statuses = others.filter_map(|pid| read_first(pid, "status", SMALL_FILE_BYTES));
     statuses.map(|status| resident(&status)).sum()
 }
 
@@ -317,7 +321,7 @@ fn resident(status: &str) -> u64 {
 }
 
 /// Between vfork and exec two processes are one in memory, and would be counted as two.
-fn once_each(memory: &mut Vec<(u32, u64, u64)>) {
+fn drop_shared_copies(memory: &mut Vec<(u32, u64, u64)>) {
     memory.sort_by_key(|(_, its, mapped)| (*its, *mapped));
     memory.dedup_by(|(pid, its, mapped), (kept, kept_its, kept_mapped)| {
         let alike = its == kept_its && mapped == kept_mapped && *its > 0;
@@ -335,11 +339,11 @@ fn once_each(memory: &mut Vec<(u32, u64, u64)>) {
 /// memory and are in nobody's resident set: the run answers for as much as it has mapped, and for no more than
 /// there has come to be on the host. A memory file of which only a part is mapped, and that no descriptor shows, may be of
 /// any size.
-fn mapped_shared_memory(realm: Realm, shown: &HashSet<u64>) -> u64 {
+fn mapped_shared_memory(process_set: ProcessSet, shown: &HashSet<u64>) -> u64 {
     let mut left = MAPS_BYTES_MAX;
     let mut sizes: HashMap<u64, u64> = HashMap::new();
     let own = std::process::id();
-    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
+    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
         let maps = read_first(pid, "maps", left).unwrap_or_default();
         left = left.saturating_sub(maps.len());
         for line in maps.lines() {
@@ -373,7 +377,7 @@ fn shared_mapping(line: &str) -> Option<(u64, u64)> {
 }
 
 fn threads_of(pid: u32) -> u64 {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL).unwrap_or_default();
+    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
     let fields = stat.rsplit_once(')').map(|(_, rest)| rest);
     let threads = fields.and_then(|rest| rest.split_ascii_whitespace().nth(17)?.parse().ok());
     // A corpse keeps its number until it is reaped.
@@ -381,9 +385,12 @@ fn threads_of(pid: u32) -> u64 {
 }
 
 /// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files. Also the inodes of those files.
-fn shared_memory(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> (u64, HashSet<u64>, Looked) {
+fn shared_memory(
+    process_set: ProcessSet,
+    go_on: &mut dyn FnMut() -> bool,
+) -> (u64, HashSet<u64>, ScanResult) {
     let (mut files, mut seen, mut shown) = (0, HashSet::new(), HashSet::new());
-    let looked = open_files(realm, &mut |pid, fd, stat| {
+    let looked = open_files(process_set, &mut |pid, fd, stat| {
         let unlinked = stat.st_nlink == 0 && seen.insert((stat.st_dev, stat.st_ino));
         if unlinked && is_memory_file(pid, fd) {
             files += stat.st_blocks as u64 * 512;
@@ -391,7 +398,7 @@ fn shared_memory(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> (u64, HashSet
         }
         go_on()
     });
-    if realm == Realm::Descendants {
+    if process_set == ProcessSet::Descendants {
         // Neither a /dev/shm nor segments of its own.
         return (files, shown, looked);
     }

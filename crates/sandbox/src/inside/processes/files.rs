@@ -5,15 +5,15 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{MAPS_BYTES_MAX, Realm, field, lives, pids, places, read_first};
-use crate::sys::procfs::{SMALL, read};
+use super::{MAPS_BYTES_MAX, ProcessSet, field, is_alive, pids, proc_dirs, read_first};
+use crate::sys::procfs::{SMALL_FILE_BYTES, read};
 
 /// Descriptors looked at in one pass. More cannot be looked at in the time between two looks.
 const DESCRIPTORS_MAX: usize = 20_000;
 
 /// How far a look at descriptors went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Looked {
+pub enum ScanResult {
     All,
     /// As many as can be looked at in the time, or were asked for.
     Many,
@@ -23,38 +23,38 @@ pub enum Looked {
 
 /// Calls `each` for every open descriptor of the run, as long as that says to go on.
 pub fn open_files(
-    realm: Realm,
+    process_set: ProcessSet,
     each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat) -> bool,
-) -> Looked {
+) -> ScanResult {
     let mut left = DESCRIPTORS_MAX;
     let own = std::process::id();
-    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
+    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
         let listing = match list_descriptors(pid) {
             Ok(Some(listing)) => listing,
             Ok(None) => continue,
-            Err(Unreadable) => return Looked::Hidden,
+            Err(Unreadable) => return ScanResult::Hidden,
         };
         // A program that was deleted while it runs is held by no descriptor.
         for held in ["exe", "cwd"] {
             if let Ok(stat) = rustix::fs::stat(format!("/proc/{pid}/{held}"))
                 && !each(pid, OsStr::new(held), &stat)
             {
-                return Looked::Many;
+                return ScanResult::Many;
             }
         }
         for entry in listing.flatten() {
             left -= 1;
             if left == 0 {
-                return Looked::Many;
+                return ScanResult::Many;
             }
             if let Ok(stat) = rustix::fs::stat(entry.path())
                 && !each(pid, &entry.file_name(), &stat)
             {
-                return Looked::Many;
+                return ScanResult::Many;
             }
         }
     }
-    Looked::All
+    ScanResult::All
 }
 
 /// A process that lives and would not be looked into.
@@ -62,7 +62,7 @@ struct Unreadable;
 
 fn list_descriptors(pid: u32) -> Result<Option<std::fs::ReadDir>, Unreadable> {
     look_into(pid, || {
-        places(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok())
+        proc_dirs(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok())
     })
 }
 
@@ -71,7 +71,7 @@ fn look_into<T>(pid: u32, look: impl Fn() -> Option<T>) -> Result<Option<T>, Unr
     const TRIES: usize = 5;
     for n in 0..TRIES {
         let found = look();
-        if found.is_some() || !lives(pid) {
+        if found.is_some() || !is_alive(pid) {
             return Ok(found);
         }
         if n + 1 < TRIES {
@@ -83,15 +83,15 @@ fn look_into<T>(pid: u32, look: impl Fn() -> Option<T>) -> Result<Option<T>, Unr
 
 /// No fewer than the descriptors of all processes of the run: how many the table of each has room for. From files of /proc
 /// that are read without waiting for a process. A process that cannot be looked into may have any number.
-pub fn descriptors_at_most(realm: Realm) -> u64 {
+pub fn descriptors_at_most(process_set: ProcessSet) -> u64 {
     let own = std::process::id();
-    let others = pids(realm).into_iter().filter(|pid| *pid != own);
+    let others = pids(process_set).into_iter().filter(|pid| *pid != own);
     let sizes = others.map(|pid| {
         // A first thread that has ended has no table; the others have it still.
-        let statuses = places(pid).filter_map(|dir| read(dir.join("status"), SMALL));
+        let statuses = proc_dirs(pid).filter_map(|dir| read(dir.join("status"), SMALL_FILE_BYTES));
         let mut sizes = statuses.map(|status| field(&status, "FDSize:"));
         let size = sizes.find(|size| *size > 0);
-        size.unwrap_or_else(|| if lives(pid) { u64::MAX } else { 0 })
+        size.unwrap_or_else(|| if is_alive(pid) { u64::MAX } else { 0 })
     });
     sizes.fold(0, u64::saturating_add)
 }
@@ -99,11 +99,11 @@ pub fn descriptors_at_most(realm: Realm) -> u64 {
 /// How many mappings of files the processes of the run have; each may hold an open file that has no descriptor. More than can
 /// be read between two looks, and those of a process that cannot be looked into, may be any number. Leaves off when
 /// `go_on` says no.
-pub fn file_mappings(realm: Realm, go_on: &mut dyn FnMut() -> bool) -> u64 {
+pub fn file_mappings(process_set: ProcessSet, go_on: &mut dyn FnMut() -> bool) -> u64 {
     let mut left = MAPS_BYTES_MAX;
     let mut count = 0;
     let own = std::process::id();
-    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
+    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
         if !go_on() {
             break;
         }
@@ -129,20 +129,20 @@ fn maps_file(line: &str) -> bool {
 /// Whether descriptors wait in this socket's queue: they may be files that nothing else shows.
 pub fn descriptors_in_flight(pid: u32, fd: &OsStr) -> bool {
     let path = Path::new(&format!("/proc/{pid}/fdinfo")).join(fd);
-    read(path, SMALL).is_some_and(|text| field(&text, "scm_fds:") > 0)
+    read(path, SMALL_FILE_BYTES).is_some_and(|text| field(&text, "scm_fds:") > 0)
 }
 
 /// Whether some process maps a deleted file of the run's that no descriptor shows: its size cannot be asked for.
 /// Also when there are more maps than can be read between two looks, or `go_on` says no.
 pub fn map_deleted_files(
-    realm: Realm,
+    process_set: ProcessSet,
     shown: &HashSet<u64>,
     workspace: &str,
     go_on: &mut dyn FnMut() -> bool,
 ) -> bool {
     let mut left = MAPS_BYTES_MAX;
     let own = std::process::id();
-    pids(realm)
+    pids(process_set)
         .into_iter()
         .filter(|pid| *pid != own)
         .any(|pid| {
@@ -179,15 +179,15 @@ mod tests {
         let mut mappings = 0;
         // Until it has become the other program, which maps its own file and the C library.
         while mappings < 4 && std::time::Instant::now() < until {
-            mappings = file_mappings(Realm::Descendants, &mut || true);
+            mappings = file_mappings(ProcessSet::Descendants, &mut || true);
         }
-        let descriptors = descriptors_at_most(Realm::Descendants);
+        let descriptors = descriptors_at_most(ProcessSet::Descendants);
         child.kill().unwrap();
         child.wait().unwrap();
         // Other tests of this program have children too.
         assert!((4..u64::MAX).contains(&mappings), "{mappings}");
         assert!((64..u64::MAX).contains(&descriptors), "{descriptors}");
-        assert_eq!(file_mappings(Realm::Descendants, &mut || false), 0);
+        assert_eq!(file_mappings(ProcessSet::Descendants, &mut || false), 0);
     }
 
     #[test]

@@ -14,19 +14,19 @@ use std::path::{Path, PathBuf};
 
 use crate::spec::{Layer, Spec};
 use crate::sys;
-use crate::sys::procfs::{SMALL, hold, numbers_in, read};
+use crate::sys::procfs::{SMALL_FILE_BYTES, numbers_in, open_pidfd, read};
 
-pub use census::{Census, Wanted, memory_at_most};
-pub use files::{Looked, descriptors_at_most, descriptors_in_flight, file_mappings};
+pub use census::{CensusRequest, ProcessCensus, memory_at_most};
+pub use files::{ScanResult, descriptors_at_most, descriptors_in_flight, file_mappings};
 pub use files::{map_deleted_files, open_files};
-pub use pause::{Unexplained, Verdict, pause};
+pub use pause::{PauseVerdict, UnexplainedGrowth, pause};
 
 /// Bytes of /proc/PID/maps read in one pass. More cannot be read in the time between two looks.
 const MAPS_BYTES_MAX: usize = 16 << 20;
 
 /// Which processes are the run's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Realm {
+pub enum ProcessSet {
     /// All that this pid namespace has.
     Namespace,
     /// This process and its descendants. It is their subreaper, so that whoever loses a parent becomes its child: none
@@ -34,19 +34,19 @@ pub enum Realm {
     Descendants,
 }
 
-impl Realm {
+impl ProcessSet {
     /// Whose processes are the run's.
-    pub fn of(spec: &Spec) -> Realm {
+    pub fn of(spec: &Spec) -> ProcessSet {
         match spec.has(Layer::PidNamespace) {
-            true => Realm::Namespace,
-            false => Realm::Descendants,
+            true => ProcessSet::Namespace,
+            false => ProcessSet::Descendants,
         }
     }
 }
 
 /// What the kernel says that the live processes, and those they or we reaped, have written.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Written {
+pub struct WrittenBytes {
     pub gross: u64,
     /// By live processes alone, without what never came to the disk, because it was deleted before.
     pub net: u64,
@@ -55,10 +55,10 @@ pub struct Written {
 }
 
 /// This process and all others of the run.
-pub fn pids(realm: Realm) -> Vec<u32> {
-    match realm {
-        Realm::Namespace => numbers_in(Path::new("/proc")).collect(),
-        Realm::Descendants => {
+pub fn pids(process_set: ProcessSet) -> Vec<u32> {
+    match process_set {
+        ProcessSet::Namespace => numbers_in(Path::new("/proc")).collect(),
+        ProcessSet::Descendants => {
             let mut all = vec![std::process::id()];
             all.extend(descendants());
             all
@@ -127,7 +127,7 @@ pub struct Relations {
 }
 
 pub fn relations(pid: u32) -> Option<Relations> {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL)?;
+    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES)?;
     // The name may hold anything; the fields follow its last parenthesis: state, parent, group.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(1);
     let mut next = || fields.next()?.parse().ok();
@@ -141,7 +141,7 @@ pub fn relations(pid: u32) -> Option<Relations> {
 pub fn is_dying_of_signal(pid: u32) -> bool {
     /// `PF_SIGNALED` in the kernel's sched.h.
     const SIGNALED: u64 = 0x400;
-    let stat = read(format!("/proc/{pid}/stat"), SMALL).unwrap_or_default();
+    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
     // After the name: state, parent, group, session, terminal, its group, flags.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
     let flags = fields.split_ascii_whitespace().nth(6);
@@ -154,8 +154,8 @@ const GENERATIONS_MAX: usize = 65_536;
 
 /// Holds a process that is below this one. What is held first and found to be of the family afterwards is either that
 /// process or gone, so a signal through the descriptor reaches nobody else.
-pub fn hold_descendant(pid: u32) -> Option<OwnedFd> {
-    let held = hold(pid)?;
+pub fn open_descendant(pid: u32) -> Option<OwnedFd> {
+    let held = open_pidfd(pid)?;
     let own = std::process::id();
     let mut at = pid;
     for _ in 0..GENERATIONS_MAX {
@@ -170,9 +170,9 @@ pub fn hold_descendant(pid: u32) -> Option<OwnedFd> {
     None
 }
 
-/// Holds every process below this one, as [`hold_descendant`] does for one, in time that grows with their number only.
-pub fn hold_descendants() -> Vec<(u32, OwnedFd)> {
-    let each = |pid: u32| Some((pid, hold(pid)?));
+/// Holds every process below this one, as [`open_descendant`] does for one, in time that grows with their number only.
+pub fn open_descendants() -> Vec<(u32, OwnedFd)> {
+    let each = |pid: u32| Some((pid, open_pidfd(pid)?));
     let mut held: Vec<(u32, OwnedFd)> = descendants().into_iter().filter_map(each).collect();
     let still: HashSet<u32> = descendants().into_iter().collect();
     held.retain(|(pid, _)| still.contains(pid));
@@ -180,10 +180,10 @@ pub fn hold_descendants() -> Vec<(u32, OwnedFd)> {
 }
 
 /// Whether a process is more than a corpse waiting to be reaped.
-fn lives(pid: u32) -> bool {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL).unwrap_or_default();
+fn is_alive(pid: u32) -> bool {
+    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
     let Some((_, rest)) = stat.rsplit_once(')') else {
-        // Not there to be read, and not gone either: hidden (see `hold_descendant`).
+        // Not there to be read, and not gone either: hidden (see `open_descendant`).
         return descendants().contains(&pid);
     };
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
@@ -191,7 +191,7 @@ fn lives(pid: u32) -> bool {
     let corpse = matches!(fields.first(), Some(&"Z" | &"X")) && threads.is_none_or(|n| n <= 1);
     // Who has given up all memory is on the way out, and cannot be looked into any more.
     let has_memory = || {
-        let sizes = places(pid).filter_map(|dir| read(dir.join("statm"), SMALL));
+        let sizes = proc_dirs(pid).filter_map(|dir| read(dir.join("statm"), SMALL_FILE_BYTES));
         sizes.into_iter().any(|text| !text.starts_with("0 "))
     };
     !corpse && has_memory()
@@ -199,7 +199,7 @@ fn lives(pid: u32) -> bool {
 
 /// The directories in which a process's files can be read: its own or, where its first thread has ended, those
 /// of its threads. Threads share their descriptors: seccomp refuses to make one that does not.
-fn places(pid: u32) -> impl Iterator<Item = PathBuf> {
+fn proc_dirs(pid: u32) -> impl Iterator<Item = PathBuf> {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let threads = process.join("task");
     let of_threads = numbers_in(&threads).map(move |tid| threads.join(tid.to_string()));
@@ -207,7 +207,7 @@ fn places(pid: u32) -> impl Iterator<Item = PathBuf> {
 }
 
 fn read_first(pid: u32, name: &str, bytes_max: usize) -> Option<String> {
-    let texts = places(pid).filter_map(|dir| read(dir.join(name), bytes_max));
+    let texts = proc_dirs(pid).filter_map(|dir| read(dir.join(name), bytes_max));
     texts.into_iter().find(|text| !text.is_empty())
 }
 
@@ -218,17 +218,17 @@ fn field(text: &str, name: &str) -> u64 {
 }
 
 /// What all processes of the run have written. Init is among them: what it reaped is credited to it.
-pub fn written(realm: Realm) -> Written {
+pub fn written(process_set: ProcessSet) -> WrittenBytes {
     // What we reaped; of its own, init writes nothing to speak of. Our own file in /proc would tell the same, and also what
     // of it was deleted again, but it is root's, as that of any process without a core dump, and closed to us.
-    let mut all = Written {
-        gross: sys::written_by_reaped(),
-        ..Written::default()
+    let mut all = WrittenBytes {
+        gross: sys::bytes_written_by_reaped(),
+        ..WrittenBytes::default()
     };
     let own = std::process::id();
-    for pid in pids(realm).into_iter().filter(|pid| *pid != own) {
-        let Some(text) = read(format!("/proc/{pid}/io"), SMALL) else {
-            all.unreadable |= lives(pid);
+    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
+        let Some(text) = read(format!("/proc/{pid}/io"), SMALL_FILE_BYTES) else {
+            all.unreadable |= is_alive(pid);
             continue;
         };
         let gross = field(&text, "write_bytes:");
@@ -246,17 +246,17 @@ mod tests {
     #[test]
     fn this_process_is_found_alive_with_its_times() {
         let own = std::process::id();
-        assert!(lives(own) && pids(Realm::Namespace).contains(&own));
-        assert!(pids(Realm::Descendants).contains(&own));
-        let mut census = Census::new(Realm::Descendants);
-        let wanted = Wanted {
+        assert!(is_alive(own) && pids(ProcessSet::Namespace).contains(&own));
+        assert!(pids(ProcessSet::Descendants).contains(&own));
+        let mut census = ProcessCensus::new(ProcessSet::Descendants);
+        let wanted = CensusRequest {
             cpu: true,
             tasks: true,
             memory: Some(u64::MAX),
             files_in_memory: 0,
         };
         census.take(wanted, &mut || true);
-        assert!(memory_at_most(Realm::Namespace) > 0);
+        assert!(memory_at_most(ProcessSet::Namespace) > 0);
     }
 
     /// Or the watch would walk through the whole tree at every look, because it cannot tell.
@@ -271,7 +271,8 @@ mod tests {
         killed.kill().unwrap();
         // Not reaped yet, so both are still there to be looked at.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-        while (lives(killed.id()) || lives(exited.id())) && std::time::Instant::now() < until {
+        while (is_alive(killed.id()) || is_alive(exited.id())) && std::time::Instant::now() < until
+        {
             std::thread::yield_now();
         }
         let found = [&killed, &exited].map(|child| is_dying_of_signal(child.id()));
@@ -289,7 +290,7 @@ mod tests {
             eprintln!("UNAVAILABLE: nothing is written to a disk here");
             return;
         }
-        let before = written(Realm::Descendants);
+        let before = written(ProcessSet::Descendants);
         let status = std::process::Command::new("dd")
             .args(["if=/dev/zero", "of=f", "bs=64k", "count=16"])
             .current_dir(dir.path())
@@ -297,7 +298,7 @@ mod tests {
             .status()
             .unwrap();
         assert!(status.success());
-        let after = written(Realm::Descendants);
+        let after = written(ProcessSet::Descendants);
         assert!(after.gross >= before.gross + (1 << 20), "{after:?}");
     }
 
@@ -310,12 +311,12 @@ mod tests {
             .unwrap();
         assert!(descendants().contains(&child.id()));
         assert!(descendants_by_parents().contains(&child.id()));
-        assert!(hold_descendant(child.id()).is_some());
+        assert!(open_descendant(child.id()).is_some());
         let parent = relations(std::process::id()).unwrap().parent;
-        assert!(hold_descendant(parent).is_none() && hold_descendant(1).is_none());
+        assert!(open_descendant(parent).is_none() && open_descendant(1).is_none());
         assert!(!descendants().contains(&parent));
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(hold_descendant(child.id()).is_none());
+        assert!(open_descendant(child.id()).is_none());
     }
 }

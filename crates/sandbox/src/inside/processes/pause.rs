@@ -11,9 +11,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::{Realm, hold_descendants, pids};
+use super::{ProcessSet, open_descendants, pids};
 use crate::sys;
-use crate::sys::procfs::{SMALL, hold, numbers_in, read};
+use crate::sys::procfs::{SMALL_FILE_BYTES, numbers_in, open_pidfd, read};
 
 /// A thread that writes one large piece, or waits for a disk, stops only after that.
 const ANSWER_AT_MOST: Duration = Duration::from_secs(1);
@@ -37,20 +37,20 @@ impl Drop for Paused {
         // Children first: a parent that waits for stopped children finds none.
         self.stopped.sort_by_key(|(pid, _)| std::cmp::Reverse(*pid));
         for (_, held) in &self.stopped {
-            let _gone = sys::signal_held(held.as_fd(), libc::SIGCONT);
+            let _ = sys::signal_pidfd(held.as_fd(), libc::SIGCONT);
         }
     }
 }
 
 /// Stops all processes of the run but this one, and waits for them, with a bound.
-pub fn pause(realm: Realm) -> Paused {
+pub fn pause(process_set: ProcessSet) -> Paused {
     let until = Instant::now() + ANSWER_AT_MOST;
     let mut stopped: HashMap<u32, Option<OwnedFd>> = HashMap::new();
     let answered = loop {
         // One that is found in this round may have been born after its parent's list was read.
         let mut all = true;
-        for (pid, held) in held_processes(realm) {
-            if let Some(_known) = stopped.get(&pid) {
+        for (pid, held) in held_processes(process_set) {
+            if stopped.contains_key(&pid) {
                 all &= threads(pid).is_harmless();
                 continue;
             }
@@ -58,7 +58,7 @@ pub fn pause(realm: Realm) -> Paused {
             let by_us = threads(pid).running > 0;
             if by_us {
                 all = false;
-                let _gone = sys::signal_held(held.as_fd(), libc::SIGSTOP);
+                let _ = sys::signal_pidfd(held.as_fd(), libc::SIGSTOP);
             }
             stopped.insert(pid, by_us.then_some(held));
         }
@@ -74,13 +74,15 @@ pub fn pause(realm: Realm) -> Paused {
     }
 }
 
-fn held_processes(realm: Realm) -> Vec<(u32, OwnedFd)> {
-    match realm {
-        Realm::Descendants => hold_descendants(),
-        Realm::Namespace => {
+fn held_processes(process_set: ProcessSet) -> Vec<(u32, OwnedFd)> {
+    match process_set {
+        ProcessSet::Descendants => open_descendants(),
+        ProcessSet::Namespace => {
             let own = std::process::id();
-            let others = pids(realm).into_iter().filter(|pid| *pid != own);
-            others.filter_map(|pid| Some((pid, hold(pid)?))).collect()
+            let others = pids(process_set).into_iter().filter(|pid| *pid != own);
+            others
+                .filter_map(|pid| Some((pid, open_pidfd(pid)?)))
+                .collect()
         }
     }
 }
@@ -101,7 +103,7 @@ impl Threads {
 fn threads(pid: u32) -> Threads {
     let dir = format!("/proc/{pid}/task");
     let state = |tid: u32| -> Option<char> {
-        let stat = read(format!("{dir}/{tid}/stat"), SMALL)?;
+        let stat = read(format!("{dir}/{tid}/stat"), SMALL_FILE_BYTES)?;
         stat.rsplit_once(')')?.1.trim_start().chars().next()
     };
     let states: Vec<char> = numbers_in(Path::new(&dir)).filter_map(state).collect();
@@ -114,7 +116,7 @@ fn threads(pid: u32) -> Threads {
 
 /// What a whole file system, or the host's shared memory, holds beyond what was measured of the run. It is others', or
 /// held by calls of the run's; a pause tells which.
-pub struct Unexplained {
+pub struct UnexplainedGrowth {
     /// Others hold no more than this.
     others: i64,
     slack: u64,
@@ -127,7 +129,7 @@ pub struct Unexplained {
 
 /// What was learnt from a pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum PauseVerdict {
     Nothing,
     /// So much has been held by calls in all.
     Hidden(u64),
@@ -135,9 +137,9 @@ pub enum Verdict {
     Unanswered,
 }
 
-impl Unexplained {
+impl UnexplainedGrowth {
     pub fn new(in_use: u64, slack: u64) -> Self {
-        Unexplained {
+        UnexplainedGrowth {
             others: in_use as i64,
             slack,
             paused_at: None,
@@ -148,7 +150,7 @@ impl Unexplained {
     }
 
     /// Whether so much has come to be in use, beyond what was measured, that it may be hidden.
-    pub fn calls_for_pause(&mut self, in_use: u64, measured: u64) -> bool {
+    pub fn needs_pause(&mut self, in_use: u64, measured: u64) -> bool {
         let unexplained = in_use as i64 - measured as i64;
         if unexplained <= self.others.saturating_add_unsigned(self.slack) {
             self.others = self.others.min(unexplained);
@@ -168,7 +170,7 @@ impl Unexplained {
         after: u64,
         measured: u64,
         answered: bool,
-    ) -> Verdict {
+    ) -> PauseVerdict {
         self.paused_at = Some(Instant::now());
         self.others = after as i64 - measured as i64;
         let freed = before.saturating_sub(after);
@@ -181,11 +183,11 @@ impl Unexplained {
             false => self.unanswered_pauses + 1,
         };
         if self.freeing_pauses >= CERTAIN {
-            return Verdict::Hidden(self.freed);
+            return PauseVerdict::Hidden(self.freed);
         }
         match self.unanswered_pauses >= CERTAIN {
-            true => Verdict::Unanswered,
-            false => Verdict::Nothing,
+            true => PauseVerdict::Unanswered,
+            false => PauseVerdict::Nothing,
         }
     }
 }
@@ -196,30 +198,39 @@ mod tests {
 
     #[test]
     fn what_others_hold_is_asked_about_once() {
-        let mut disk = Unexplained::new(1000, 100);
+        let mut disk = UnexplainedGrowth::new(1000, 100);
         // The run had inputs of 200 from the start.
-        assert!(!disk.calls_for_pause(1000, 200));
-        assert!(!disk.calls_for_pause(1050, 200));
-        assert!(disk.calls_for_pause(1500, 200));
-        assert_eq!(disk.note_pause(1500, 1500, 200, true), Verdict::Nothing);
-        assert!(!disk.calls_for_pause(1580, 200));
-        assert!(!disk.calls_for_pause(1480, 100), "it deleted something");
+        assert!(!disk.needs_pause(1000, 200));
+        assert!(!disk.needs_pause(1050, 200));
+        assert!(disk.needs_pause(1500, 200));
+        assert_eq!(
+            disk.note_pause(1500, 1500, 200, true),
+            PauseVerdict::Nothing
+        );
+        assert!(!disk.needs_pause(1580, 200));
+        assert!(!disk.needs_pause(1480, 100), "it deleted something");
     }
 
     #[test]
     fn hidden_is_what_two_pauses_free() {
-        let mut disk = Unexplained::new(0, 100);
-        assert!(disk.calls_for_pause(500, 0));
-        assert_eq!(disk.note_pause(500, 0, 0, true), Verdict::Nothing);
-        assert_eq!(disk.note_pause(600, 20, 0, true), Verdict::Hidden(1080));
+        let mut disk = UnexplainedGrowth::new(0, 100);
+        assert!(disk.needs_pause(500, 0));
+        assert_eq!(disk.note_pause(500, 0, 0, true), PauseVerdict::Nothing);
+        assert_eq!(
+            disk.note_pause(600, 20, 0, true),
+            PauseVerdict::Hidden(1080)
+        );
     }
 
     #[test]
     fn who_does_not_stop_twice_in_a_row_hides() {
-        let mut disk = Unexplained::new(0, 100);
-        assert_eq!(disk.note_pause(500, 500, 0, false), Verdict::Nothing);
-        assert_eq!(disk.note_pause(900, 900, 0, true), Verdict::Nothing);
-        assert_eq!(disk.note_pause(1300, 1300, 0, false), Verdict::Nothing);
-        assert_eq!(disk.note_pause(1800, 1800, 0, false), Verdict::Unanswered);
+        let mut disk = UnexplainedGrowth::new(0, 100);
+        assert_eq!(disk.note_pause(500, 500, 0, false), PauseVerdict::Nothing);
+        assert_eq!(disk.note_pause(900, 900, 0, true), PauseVerdict::Nothing);
+        assert_eq!(disk.note_pause(1300, 1300, 0, false), PauseVerdict::Nothing);
+        assert_eq!(
+            disk.note_pause(1800, 1800, 0, false),
+            PauseVerdict::Unanswered
+        );
     }
 }

@@ -13,8 +13,8 @@ use std::os::fd::OwnedFd;
 use rustix::fs::FileType;
 use rustix::process::PidfdGetfdFlags;
 
-use super::{Looked, Realm, descriptors_in_flight, field, open_files};
-use crate::sys::procfs::hold;
+use super::{ProcessSet, ScanResult, descriptors_in_flight, field, open_files};
+use crate::sys::procfs::open_pidfd;
 
 /// The largest piece of a file's pages that the kernel keeps together and frees only as a whole.
 const FOLIO_BYTES_MAX: u64 = 2 << 20;
@@ -44,10 +44,10 @@ pub fn unaccounted_memory(meminfo: &str) -> u64 {
 }
 
 /// The most that what waits in the run's pipes and sockets can keep in memory. `None`: descriptors are in flight.
-pub fn queued_pages_at_most(realm: Realm) -> Option<u64> {
+pub fn queued_pages_at_most(process_set: ProcessSet) -> Option<u64> {
     let (mut bytes, mut seen, mut in_flight) = (0u64, HashSet::new(), false);
     let mut process: Option<(u32, OwnedFd)> = None;
-    let looked = open_files(realm, &mut |pid, fd, stat| {
+    let looked = open_files(process_set, &mut |pid, fd, stat| {
         let kind = FileType::from_raw_mode(stat.st_mode);
         let queues = matches!(kind, FileType::Fifo | FileType::Socket);
         if !queues || !seen.insert((stat.st_dev, stat.st_ino)) {
@@ -55,14 +55,14 @@ pub fn queued_pages_at_most(realm: Realm) -> Option<u64> {
         }
         in_flight |= kind == FileType::Socket && descriptors_in_flight(pid, fd);
         if process.as_ref().is_none_or(|(held, _)| *held != pid) {
-            process = hold(pid).map(|held| (pid, held));
+            process = open_pidfd(pid).map(|held| (pid, held));
         }
         let held = process.as_ref().map(|(_, held)| held);
         let pieces = held.and_then(|held| pieces_waiting(held, fd, kind));
         bytes = bytes.saturating_add(pieces.unwrap_or(0).saturating_mul(FOLIO_BYTES_MAX));
         !in_flight
     });
-    (looked == Looked::All && !in_flight).then_some(bytes)
+    (looked == ScanResult::All && !in_flight).then_some(bytes)
 }
 
 /// How many pieces at most wait to be read.

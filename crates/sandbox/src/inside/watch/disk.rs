@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 
 use super::TICK;
-use super::progress::Progress;
-use crate::inside::processes::{self, Realm, Unexplained, Verdict, Written};
+use super::progress::WatchProgress;
+use crate::inside::processes::{self, PauseVerdict, ProcessSet, UnexplainedGrowth, WrittenBytes};
 use crate::outcome::Stop;
 use crate::spec::{Spec, WorkspaceKind};
 
@@ -38,22 +38,22 @@ pub struct Disk {
     workspace_path: String,
     workspace_kind: WorkspaceKind,
     device: u64,
-    realm: Realm,
+    process_set: ProcessSet,
     /// The workspace's files are kept in memory.
     is_tmpfs: bool,
     /// Bytes and files that were last measured.
     last: (u64, u64),
     /// Bytes and inodes of the whole file system beyond what was measured.
-    unexplained: Option<(Unexplained, Unexplained)>,
-    progress: Arc<Progress>,
+    unexplained: Option<(UnexplainedGrowth, UnexplainedGrowth)>,
+    progress: Arc<WatchProgress>,
     /// Bytes and inodes in use on the whole file system at the start.
     at_start: (u64, u64),
     /// Bytes and inodes in use when last measured: a cheap sign that something was written, or files were made.
     when_measured: (u64, u64),
-    written: Written,
+    written: WrittenBytes,
     /// All that had been written when a measuring last began.
     written_before: u64,
-    glanced_at: Instant,
+    checked_at: Instant,
     tree: Measuring,
     whole: Measuring,
     /// The most seen: bytes, and files.
@@ -68,7 +68,7 @@ struct Measuring {
 }
 
 impl Measuring {
-    fn begun(start: Instant) -> Self {
+    fn started(start: Instant) -> Self {
         Measuring {
             at: Instant::now(),
             took: start.elapsed(),
@@ -94,8 +94,8 @@ impl Disk {
     pub fn new(
         spec: &Spec,
         workspace: OwnedFd,
-        realm: Realm,
-        progress: Arc<Progress>,
+        process_set: ProcessSet,
+        progress: Arc<WatchProgress>,
     ) -> io::Result<Self> {
         let now = Measuring {
             at: Instant::now(),
@@ -109,15 +109,15 @@ impl Disk {
             workspace,
             workspace_path: spec.workspace.as_path().to_string_lossy().into_owned(),
             workspace_kind: spec.workspace_kind,
-            realm,
+            process_set,
             last: (0, 0),
             unexplained: None,
             progress,
             at_start: (0, 0),
             when_measured: (0, 0),
-            written: Written::default(),
+            written: WrittenBytes::default(),
             written_before: 0,
-            glanced_at: now.at,
+            checked_at: now.at,
             tree: now,
             whole: now,
             seen: (0, 0),
@@ -140,24 +140,24 @@ impl Disk {
     }
 
     /// The top directory is the program's, and so is its mode: opened to others, it is closed again.
-    pub fn close_the_top(&self) {
+    pub fn restrict_top_directory(&self) {
         let open = rustix::fs::fstat(&self.workspace).is_ok_and(|s| s.st_mode & 0o7777 != 0o700);
         if open {
-            let _others_keep_out = rustix::fs::fchmod(&self.workspace, Mode::from_raw_mode(0o700));
+            let _ = rustix::fs::fchmod(&self.workspace, Mode::from_raw_mode(0o700));
         }
     }
 
     /// In the midst of something else that takes long.
-    pub fn glance_in_time(&mut self) -> Option<Stop> {
-        (self.glanced_at.elapsed() >= TICK)
-            .then(|| self.glance())
+    pub fn check_if_due(&mut self) -> Option<Stop> {
+        (self.checked_at.elapsed() >= TICK)
+            .then(|| self.check())
             .flatten()
     }
 
     /// What was written, and what is there if that may be too much.
-    pub fn glance(&mut self) -> Option<Stop> {
+    pub fn check(&mut self) -> Option<Stop> {
         let passed = self.look();
-        self.glanced_at = Instant::now();
+        self.checked_at = Instant::now();
         self.progress.mark_disk();
         passed
     }
@@ -170,7 +170,7 @@ impl Disk {
             self.note(bytes, inodes);
             return None;
         }
-        self.written = processes::written(self.realm);
+        self.written = processes::written(self.process_set);
         let grown = |now: u64, before: u64, limit: u64| now.saturating_sub(before) > limit / 8;
         let near = self.written.net > self.bytes_max
             || self.written.unreadable
@@ -202,7 +202,7 @@ impl Disk {
             return self.look();
         }
         // Of what the dead have written nobody tells how much was deleted again; what there is more than at the start does.
-        self.written = Written::default();
+        self.written = WrittenBytes::default();
         let tree = self.measure_tree();
         self.judge(&tree)
     }
@@ -224,7 +224,7 @@ impl Disk {
             self.judge(&measured)
                 .or_else(|| self.look_for_hidden(&mut measured))
         });
-        self.whole = Measuring::begun(start);
+        self.whole = Measuring::started(start);
         self.when_measured = self.in_use();
         if !measured.unmeasured {
             let known = (measured.bytes, measured.files);
@@ -242,15 +242,15 @@ impl Disk {
         let now = self.in_use();
         let (bytes, files) = self.unexplained.get_or_insert_with(|| {
             (
-                Unexplained::new(self.at_start.0, self.bytes_max / 8 + NEGLIGIBLE_BYTES),
-                Unexplained::new(self.at_start.1, self.files_max / 8 + NEGLIGIBLE_FILES),
+                UnexplainedGrowth::new(self.at_start.0, self.bytes_max / 8 + NEGLIGIBLE_BYTES),
+                UnexplainedGrowth::new(self.at_start.1, self.files_max / 8 + NEGLIGIBLE_FILES),
             )
         });
-        let by_bytes = bytes.calls_for_pause(now.0, measured.bytes);
-        if !files.calls_for_pause(now.1, measured.files) && !by_bytes {
+        let by_bytes = bytes.needs_pause(now.0, measured.bytes);
+        if !files.needs_pause(now.1, measured.files) && !by_bytes {
             return None;
         }
-        let paused = processes::pause(self.realm);
+        let paused = processes::pause(self.process_set);
         let after = in_use(self.workspace.as_fd());
         let answered = paused.answered;
         drop(paused);
@@ -259,10 +259,12 @@ impl Disk {
             files.note_pause(now.1, after.1, measured.files, answered),
         ];
         match verdicts {
-            [Verdict::Hidden(hidden), _] => measured.bytes += hidden,
-            [_, Verdict::Hidden(hidden)] => measured.files += hidden,
-            [Verdict::Unanswered, _] | [_, Verdict::Unanswered] => measured.unmeasured = true,
-            [Verdict::Nothing, Verdict::Nothing] => return None,
+            [PauseVerdict::Hidden(hidden), _] => measured.bytes += hidden,
+            [_, PauseVerdict::Hidden(hidden)] => measured.files += hidden,
+            [PauseVerdict::Unanswered, _] | [_, PauseVerdict::Unanswered] => {
+                measured.unmeasured = true
+            }
+            [PauseVerdict::Nothing, PauseVerdict::Nothing] => return None,
         }
         self.judge(measured)
     }
@@ -295,7 +297,7 @@ impl Disk {
             }
             Err(_) => measured.unmeasured = true,
         }
-        self.tree = Measuring::begun(start);
+        self.tree = Measuring::started(start);
         measured
     }
 
@@ -303,7 +305,7 @@ impl Disk {
     fn measure_unlinked(&mut self, measured: &mut Measured) {
         let mut sockets = HashSet::new();
         let mut pace = Pace::new(self);
-        let looked = processes::open_files(self.realm, &mut |pid, entry, stat| {
+        let looked = processes::open_files(self.process_set, &mut |pid, entry, stat| {
             let kind = FileType::from_raw_mode(stat.st_mode);
             let unlinked = stat.st_nlink == 0 && stat.st_dev == self.device;
             if unlinked && measured.file(stat) {
@@ -314,11 +316,11 @@ impl Disk {
                 sockets.insert(stat.st_ino);
                 measured.unmeasured |= processes::descriptors_in_flight(pid, entry);
             }
-            pace.holds_at_a_file()
+            pace.may_go_on_at_file()
         });
-        measured.unmeasured |= looked != processes::Looked::All;
+        measured.unmeasured |= looked != processes::ScanResult::All;
         measured.unmeasured |= processes::map_deleted_files(
-            self.realm,
+            self.process_set,
             &measured.seen,
             &self.workspace_path,
             &mut || pace.holds(),
@@ -347,14 +349,14 @@ pub fn in_use(workspace: BorrowedFd<'_>) -> (u64, u64) {
 /// Whether measuring keeps pace with writing: what was measured at its begin says little when much was written since.
 struct Pace<'a> {
     workspace: BorrowedFd<'a>,
-    progress: &'a Progress,
-    realm: Realm,
+    progress: &'a WatchProgress,
+    process_set: ProcessSet,
     bytes_max: u64,
     before: u64,
     in_use_before: u64,
     in_use: u64,
     asked_at: Instant,
-    written: Written,
+    written: WrittenBytes,
 }
 
 impl<'a> Pace<'a> {
@@ -363,7 +365,7 @@ impl<'a> Pace<'a> {
         Pace {
             workspace: disk.workspace.as_fd(),
             progress: &disk.progress,
-            realm: disk.realm,
+            process_set: disk.process_set,
             bytes_max: disk.bytes_max,
             before: disk.written.gross,
             in_use_before: in_use,
@@ -375,7 +377,7 @@ impl<'a> Pace<'a> {
 
     fn holds(&mut self) -> bool {
         if self.asked_at.elapsed() >= TICK / 2 {
-            self.written = processes::written(self.realm);
+            self.written = processes::written(self.process_set);
             // Of what is written by children that nobody waits for only this tells.
             self.in_use = in_use(self.workspace).0;
             self.asked_at = Instant::now();
@@ -385,7 +387,7 @@ impl<'a> Pace<'a> {
     }
 
     /// The same where no file is read that waits for a process.
-    fn holds_at_a_file(&mut self) -> bool {
+    fn may_go_on_at_file(&mut self) -> bool {
         self.progress.mark_disk();
         self.holds()
     }
@@ -403,7 +405,7 @@ impl Measured {
 
     /// More than enough to know that the limit is passed, or more than can be measured.
     fn is_enough(&mut self, files_max: u64, pace: &mut Pace<'_>) -> bool {
-        let holds = pace.holds_at_a_file();
+        let holds = pace.may_go_on_at_file();
         self.unmeasured |= !holds;
         !holds || self.files > files_max.saturating_mul(2)
     }

@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::disk::{OWN_BYTES, in_use};
 use super::file_table::FileTable;
-use super::progress::Progress;
-use super::{TICK, Watched};
-use crate::inside::processes::{self, Census, Realm, Wanted};
+use super::progress::WatchProgress;
+use super::{TICK, WatchedLimits};
+use crate::inside::processes::{self, CensusRequest, ProcessCensus, ProcessSet};
 use crate::outcome::Stop;
 use crate::spec::{Limits, Spec, WorkspaceKind};
 
@@ -19,26 +19,31 @@ const PROCESS_AT_MOST: Duration = Duration::from_secs(2);
 const LOOK_AT_MOST: Duration = Duration::from_secs(10);
 
 /// The look that init takes itself: nothing in it waits for a process.
-pub struct Fallback {
+pub struct FallbackWatch {
     limits: Limits,
-    watched: Watched,
+    watched: WatchedLimits,
     workspace_kind: WorkspaceKind,
-    realm: Realm,
+    process_set: ProcessSet,
     /// Where no counter of a cgroup tells the CPU time.
-    census: Option<Census>,
+    census: Option<ProcessCensus>,
     file_table: Option<FileTable>,
     looked_at: Instant,
 }
 
-impl Fallback {
-    pub fn new(spec: &Spec, watched: Watched, realm: Realm, counts_cpu: bool) -> Self {
-        Fallback {
+impl FallbackWatch {
+    pub fn new(
+        spec: &Spec,
+        watched: WatchedLimits,
+        process_set: ProcessSet,
+        counts_cpu: bool,
+    ) -> Self {
+        FallbackWatch {
             limits: spec.limits.clone(),
             watched,
             workspace_kind: spec.workspace_kind,
-            realm,
-            census: counts_cpu.then(|| Census::new(realm)),
-            file_table: FileTable::new(&spec.limits, realm),
+            process_set,
+            census: counts_cpu.then(|| ProcessCensus::new(process_set)),
+            file_table: FileTable::new(&spec.limits, process_set),
             looked_at: Instant::now(),
         }
     }
@@ -52,13 +57,17 @@ impl Fallback {
 
     /// Whether too many files are open; and which other limit is passed, as far as can be told without the watch, if that
     /// has not come on in time.
-    pub fn look(&mut self, progress: &Progress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+    pub fn look(&mut self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         let table = self.file_table.as_mut();
         let passed = table.and_then(FileTable::look_at_descriptors);
         passed.or_else(|| self.look_if_late(progress, workspace))
     }
 
-    fn look_if_late(&mut self, progress: &Progress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+    fn look_if_late(
+        &mut self,
+        progress: &WatchProgress,
+        workspace: BorrowedFd<'_>,
+    ) -> Option<Stop> {
         let disk_for = progress.since(&progress.disk_ms);
         if disk_for < DISK_AT_MOST || self.looked_at.elapsed() < TICK {
             return None;
@@ -73,7 +82,7 @@ impl Fallback {
         })
     }
 
-    fn judge_disk(&self, progress: &Progress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+    fn judge_disk(&self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         if self.workspace_kind == WorkspaceKind::Memory {
             // The tmpfs refuses what is too much.
             return None;
@@ -91,7 +100,7 @@ impl Fallback {
 
     fn judge_processes(&mut self) -> Option<Stop> {
         if self.watched.memory {
-            let bytes = processes::memory_at_most(self.realm);
+            let bytes = processes::memory_at_most(self.process_set);
             if bytes > self.limits.memory_bytes {
                 return Some(Stop::Memory);
             }
@@ -102,7 +111,7 @@ impl Fallback {
             return Some(Stop::OpenFiles);
         }
         let census = self.census.as_mut()?;
-        let wanted = Wanted {
+        let wanted = CensusRequest {
             cpu: true,
             tasks: self.watched.pids,
             memory: None,

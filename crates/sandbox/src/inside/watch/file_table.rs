@@ -15,7 +15,7 @@
 use std::time::{Duration, Instant};
 
 use super::TICK;
-use crate::inside::processes::{self, Realm};
+use crate::inside::processes::{self, ProcessSet};
 use crate::outcome::Stop;
 use crate::spec::Limits;
 use crate::sys::procfs;
@@ -26,7 +26,7 @@ const LOOK_SHARE: u32 = 5;
 #[derive(Clone)]
 pub struct FileTable {
     share: u64,
-    realm: Realm,
+    process_set: ProcessSet,
     /// Open files of the whole host when the program began, or fewer if others have closed some since.
     before: u64,
     looked_at: Instant,
@@ -35,10 +35,10 @@ pub struct FileTable {
 
 impl FileTable {
     /// `None`: the run cannot pass its share.
-    pub fn new(limits: &Limits, realm: Realm) -> Option<Self> {
+    pub fn new(limits: &Limits, process_set: ProcessSet) -> Option<Self> {
         Some(FileTable {
             share: limits.open_files_of_run?,
-            realm,
+            process_set,
             before: 0,
             looked_at: Instant::now(),
             took: Duration::ZERO,
@@ -59,24 +59,24 @@ impl FileTable {
     }
 
     pub fn look_at_descriptors(&mut self) -> Option<Stop> {
-        self.look(&mut |realm| processes::descriptors_at_most(realm))
+        self.look(&mut |process_set| processes::descriptors_at_most(process_set))
     }
 
     /// Descriptors and mappings. Asks before each process whether to go on.
     pub fn look_at_mappings(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Stop> {
-        self.look(&mut |realm| {
-            let descriptors = processes::descriptors_at_most(realm);
-            descriptors.saturating_add(processes::file_mappings(realm, go_on))
+        self.look(&mut |process_set| {
+            let descriptors = processes::descriptors_at_most(process_set);
+            descriptors.saturating_add(processes::file_mappings(process_set, go_on))
         })
     }
 
-    fn look(&mut self, count: &mut dyn FnMut(Realm) -> u64) -> Option<Stop> {
+    fn look(&mut self, count: &mut dyn FnMut(ProcessSet) -> u64) -> Option<Stop> {
         let pause = (self.took * LOOK_SHARE).max(TICK / 2);
         if self.looked_at.elapsed() < pause {
             return None;
         }
         let start = Instant::now();
-        let passed = self.has_grown() && count(self.realm) > self.share;
+        let passed = self.has_grown() && count(self.process_set) > self.share;
         (self.looked_at, self.took) = (Instant::now(), start.elapsed());
         passed.then_some(Stop::OpenFiles)
     }
@@ -97,7 +97,7 @@ mod tests {
     fn the_run_answers_for_the_smaller_of_two_bounds() {
         let table = |share, before| FileTable {
             share,
-            realm: Realm::Descendants,
+            process_set: ProcessSet::Descendants,
             before,
             looked_at: Instant::now() - Duration::from_secs(1),
             took: Duration::ZERO,

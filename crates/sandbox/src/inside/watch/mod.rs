@@ -32,39 +32,39 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::confine::capabilities::{self, Bounding};
-use crate::inside::processes::{Census, Realm, Wanted};
+use crate::inside::processes::{CensusRequest, ProcessCensus, ProcessSet};
 use crate::outcome::Stop;
 use crate::resources::cgroup::CpuUnit;
 use crate::spec::{Limits, Spec};
 use crate::sys;
 use disk::Disk;
-use fallback::Fallback;
+use fallback::FallbackWatch;
 use file_table::FileTable;
-use progress::Progress;
+use progress::WatchProgress;
 
 pub const TICK: Duration = Duration::from_millis(100);
-pub struct Watch {
+pub struct LimitWatch {
     limits: Limits,
     cpu_counter: Option<(OwnedFd, CpuUnit)>,
-    watched: Watched,
-    census: Census,
+    watched: WatchedLimits,
+    census: ProcessCensus,
     disk: Disk,
     file_table: Option<FileTable>,
-    progress: Arc<Progress>,
-    fallback: Option<Fallback>,
-    pub seen: Seen,
+    progress: Arc<WatchProgress>,
+    fallback: Option<FallbackWatch>,
+    pub seen: PeakUsage,
 }
 
 /// What nothing else holds, so that the watch must.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Watched {
+pub struct WatchedLimits {
     pub memory: bool,
     pub pids: bool,
 }
 
 /// The largest values seen so far.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Seen {
+pub struct PeakUsage {
     pub disk_bytes: u64,
     pub files: u64,
     pub memory_bytes: Option<u64>,
@@ -73,22 +73,22 @@ pub struct Seen {
 }
 
 /// The watch at work in a thread of its own, and what it last saw.
-pub struct Watching {
+pub struct WatchThread {
     /// The thread's number inside.
     pub thread: u32,
     workspace: OwnedFd,
-    orders: Sender<Word>,
+    commands: Sender<WatchCommand>,
     shared: Arc<Mutex<Shared>>,
-    bell: OwnedFd,
-    progress: Arc<Progress>,
+    event_fd: OwnedFd,
+    progress: Arc<WatchProgress>,
     /// From the beginning of the program on.
-    fallback: Option<Fallback>,
-    begun: bool,
+    fallback: Option<FallbackWatch>,
+    started: bool,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Shared {
-    seen: Seen,
+    seen: PeakUsage,
     passed: Option<Stop>,
     over: bool,
     /// The thread is gone, though it was not told to.
@@ -96,77 +96,77 @@ struct Shared {
 }
 
 /// Rings when the watch ends in whatever way: an unwatched run must not go on.
-struct Alarm<'a> {
+struct EndNotifier<'a> {
     shared: &'a Mutex<Shared>,
-    bell: &'a OwnedFd,
+    event_fd: &'a OwnedFd,
 }
 
-impl Drop for Alarm<'_> {
+impl Drop for EndNotifier<'_> {
     fn drop(&mut self) {
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
         shared.lost = !shared.over;
         shared.over = true;
         drop(shared);
-        let _rung = rustix::io::write(self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(self.event_fd, &1u64.to_ne_bytes());
     }
 }
 
-impl Watching {
-    pub fn start(mut watch: Watch, bounding: Bounding) -> io::Result<Watching> {
-        let (orders, inbox) = std::sync::mpsc::channel();
+impl WatchThread {
+    pub fn start(mut watch: LimitWatch, bounding: Bounding) -> io::Result<WatchThread> {
+        let (commands, received) = std::sync::mpsc::channel();
         let shared = Arc::new(Mutex::new(Shared::default()));
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let bell = rustix::event::eventfd(0, flags)?;
+        let event_fd = rustix::event::eventfd(0, flags)?;
         let (theirs, ring) = (
             Arc::clone(&shared),
-            rustix::io::fcntl_dupfd_cloexec(&bell, 3)?,
+            rustix::io::fcntl_dupfd_cloexec(&event_fd, 3)?,
         );
         let workspace = rustix::io::fcntl_dupfd_cloexec(&watch.disk.workspace, 3)?;
         let (progress, fallback) = (Arc::clone(&watch.progress), watch.fallback.take());
-        let (tell, born) = std::sync::mpsc::channel();
-        sys::share_one_heap();
+        let (tell, thread_number) = std::sync::mpsc::channel();
+        sys::use_one_malloc_arena();
         std::thread::Builder::new().spawn(move || {
             // Credentials are a thread's own: what init gives up later, this thread gives up now.
             let bare = capabilities::drop_capabilities(bounding).is_ok()
                 && rustix::thread::set_no_new_privs(true).is_ok();
             let number = bare.then(|| rustix::thread::gettid().as_raw_nonzero().get() as u32);
-            let _init_waits = tell.send(number);
+            let _ = tell.send(number);
             if bare {
-                let _seen_to_end = Alarm {
+                let _notifier = EndNotifier {
                     shared: &theirs,
-                    bell: &ring,
+                    event_fd: &ring,
                 };
-                keep_watch(watch, &inbox, &theirs, &ring);
+                watch_loop(watch, &received, &theirs, &ring);
             }
         })?;
-        let number = born.recv().ok().flatten();
+        let number = thread_number.recv().ok().flatten();
         let thread = number.ok_or_else(|| io::Error::other("it kept capabilities"))?;
-        Ok(Watching {
+        Ok(WatchThread {
             thread,
             workspace,
-            orders,
+            commands,
             shared,
-            bell,
+            event_fd,
             progress,
             fallback,
-            begun: false,
+            started: false,
         })
     }
 
     /// Readable when a limit was passed, or the last look is over.
-    pub fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        self.event_fd.as_fd()
     }
 
     /// Which limit was passed, if any, since this was last asked.
     pub fn passed(&mut self) -> Option<Stop> {
-        let _quiet_again = rustix::io::read(&self.bell, &mut [0u8; 8]);
+        let _ = rustix::io::read(&self.event_fd, &mut [0u8; 8]);
         let (passed, over) = {
             let mut shared = self.lock();
             (shared.passed.take(), shared.over)
         };
         passed.or_else(|| {
-            let fallback = self.fallback.as_mut().filter(|_| self.begun && !over)?;
+            let fallback = self.fallback.as_mut().filter(|_| self.started && !over)?;
             fallback.look(&self.progress, self.workspace.as_fd())
         })
     }
@@ -176,7 +176,7 @@ impl Watching {
         self.lock().lost
     }
 
-    pub fn seen(&self) -> Seen {
+    pub fn seen(&self) -> PeakUsage {
         self.lock().seen
     }
 
@@ -189,16 +189,16 @@ impl Watching {
         let open_on_host = file_table::open_on_host();
         let fallback = self.fallback.iter_mut();
         fallback.for_each(|fallback| fallback.begin(open_on_host));
-        self.begun = true;
-        let _lost = self.orders.send(Word::Begin {
+        self.started = true;
+        let _ = self.commands.send(WatchCommand::Begin {
             in_use,
             open_on_host,
         });
     }
 
     /// A last look, for as long as there is time for it. Calls `at_each_tick` meanwhile.
-    pub fn finish(&self, at_most: Duration, at_each_tick: &mut dyn FnMut()) -> Seen {
-        let _over_already = self.orders.send(Word::End);
+    pub fn finish(&self, at_most: Duration, at_each_tick: &mut dyn FnMut()) -> PeakUsage {
+        let _ = self.commands.send(WatchCommand::End);
         let until = Instant::now() + at_most;
         while !self.lock().over && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now()).min(TICK);
@@ -206,9 +206,9 @@ impl Watching {
                 tv_sec: left.as_secs() as i64,
                 tv_nsec: left.subsec_nanos().into(),
             };
-            let mut fds = [PollFd::new(&self.bell, PollFlags::IN)];
+            let mut fds = [PollFd::new(&self.event_fd, PollFlags::IN)];
             let woken = rustix::event::poll(&mut fds, Some(&left));
-            let _quiet_again = rustix::io::read(&self.bell, &mut [0u8; 8]);
+            let _ = rustix::io::read(&self.event_fd, &mut [0u8; 8]);
             if woken == Ok(0) {
                 at_each_tick();
             }
@@ -221,7 +221,7 @@ impl Watching {
     }
 }
 
-enum Word {
+enum WatchCommand {
     /// With what is in use on the file system, and how many files the host has open.
     Begin {
         in_use: (u64, u64),
@@ -230,15 +230,20 @@ enum Word {
     End,
 }
 
-fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, bell: &OwnedFd) {
-    let mut begun = false;
+fn watch_loop(
+    mut watch: LimitWatch,
+    received: &Receiver<WatchCommand>,
+    shared: &Mutex<Shared>,
+    event_fd: &OwnedFd,
+) {
+    let mut started = false;
     loop {
-        let word = match begun {
-            true => inbox.recv_timeout(TICK),
-            false => inbox.recv().map_err(RecvTimeoutError::from),
+        let word = match started {
+            true => received.recv_timeout(TICK),
+            false => received.recv().map_err(RecvTimeoutError::from),
         };
         let (passed, over) = match word {
-            Ok(Word::Begin {
+            Ok(WatchCommand::Begin {
                 in_use,
                 open_on_host,
             }) => {
@@ -248,10 +253,10 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, 
                 if watch.watched.memory {
                     watch.census.begin();
                 }
-                begun = true;
+                started = true;
                 continue;
             }
-            Ok(Word::End) => (watch.look_at_end(), true),
+            Ok(WatchCommand::End) => (watch.look_at_end(), true),
             Err(RecvTimeoutError::Timeout) => (watch.look(), false),
             Err(RecvTimeoutError::Disconnected) => return,
         };
@@ -261,7 +266,7 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, 
         shared.over = over;
         drop(shared);
         if passed.is_some() || over {
-            let _rung = rustix::io::write(bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(event_fd, &1u64.to_ne_bytes());
         }
         if over {
             return;
@@ -269,34 +274,39 @@ fn keep_watch(mut watch: Watch, inbox: &Receiver<Word>, shared: &Mutex<Shared>, 
     }
 }
 
-impl Watch {
+impl LimitWatch {
     pub fn new(
         spec: &Spec,
         workspace: OwnedFd,
         cpu_counter: Option<(OwnedFd, CpuUnit)>,
-        watched: Watched,
-        realm: Realm,
+        watched: WatchedLimits,
+        process_set: ProcessSet,
     ) -> io::Result<Self> {
-        let progress = Arc::new(Progress::new());
-        Ok(Watch {
+        let progress = Arc::new(WatchProgress::new());
+        Ok(LimitWatch {
             limits: spec.limits.clone(),
-            fallback: Some(Fallback::new(spec, watched, realm, cpu_counter.is_none())),
+            fallback: Some(FallbackWatch::new(
+                spec,
+                watched,
+                process_set,
+                cpu_counter.is_none(),
+            )),
             cpu_counter,
             watched,
-            census: Census::new(realm),
-            disk: Disk::new(spec, workspace, realm, Arc::clone(&progress))?,
-            file_table: FileTable::new(&spec.limits, realm),
+            census: ProcessCensus::new(process_set),
+            disk: Disk::new(spec, workspace, process_set, Arc::clone(&progress))?,
+            file_table: FileTable::new(&spec.limits, process_set),
             progress,
-            seen: Seen::default(),
+            seen: PeakUsage::default(),
         })
     }
 
     /// One look. Says which limit was passed, if any.
     pub fn look(&mut self) -> Option<Stop> {
-        self.disk.close_the_top();
-        let mut passed = self.disk.glance().or_else(|| self.look_at_mappings());
+        self.disk.restrict_top_directory();
+        let mut passed = self.disk.check().or_else(|| self.look_at_mappings());
         if passed.is_none() {
-            let wanted = Wanted {
+            let wanted = CensusRequest {
                 cpu: self.cpu_counter.is_none(),
                 tasks: self.watched.pids,
                 memory: self.watched.memory.then_some(self.limits.memory_bytes),
@@ -305,7 +315,7 @@ impl Watch {
             let (disk, progress) = (&mut self.disk, &self.progress);
             self.census.take(wanted, &mut || {
                 progress.mark_process();
-                passed = passed.or_else(|| disk.glance_in_time());
+                passed = passed.or_else(|| disk.check_if_due());
                 passed.is_none()
             });
         }
@@ -318,7 +328,7 @@ impl Watch {
         let mut passed = None;
         let too_many = self.file_table.as_mut()?.look_at_mappings(&mut || {
             progress.mark_process();
-            passed = passed.or_else(|| disk.glance_in_time());
+            passed = passed.or_else(|| disk.check_if_due());
             passed.is_none()
         });
         passed.or(too_many)
@@ -355,11 +365,11 @@ impl Watch {
 
     /// At the end, when nothing lives: what is there, and the time that all of it took.
     pub fn look_at_end(&mut self) -> Option<Stop> {
-        self.disk.close_the_top();
+        self.disk.restrict_top_directory();
         let passed = self.disk.look_at_end();
         (self.seen.disk_bytes, self.seen.files) = self.disk.seen;
         if self.cpu_counter.is_none() {
-            let wanted = Wanted {
+            let wanted = CensusRequest {
                 cpu: true,
                 tasks: false,
                 memory: None,

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-pub struct Progress {
+pub struct WatchProgress {
     origin: Instant,
     /// When the disk was last judged, or a file measured, in milliseconds since the origin.
     pub(super) disk_ms: AtomicU64,
@@ -25,9 +25,9 @@ pub(super) struct Known {
     pub(super) in_use: (u64, u64),
 }
 
-impl Progress {
+impl WatchProgress {
     pub fn new() -> Self {
-        Progress {
+        WatchProgress {
             origin: Instant::now(),
             disk_ms: AtomicU64::new(0),
             process_ms: AtomicU64::new(0),

@@ -7,27 +7,31 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags};
 
-use crate::step_report::{During, StepError};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
 /// The number of terminals is bounded for the whole host (kernel.pty.max); this is the run's share.
 const TERMINALS_MAX: &str = "64";
 
 /// A host path, opened as a detached copy of its mount, restricted, waiting to be put in place.
-pub struct Piece {
+pub struct DetachedMount {
     pub mount: OwnedFd,
     pub target: PathBuf,
     pub directory: bool,
 }
 
-pub fn open_piece(source: &Path, target: &Path, attributes: u64) -> Result<Piece, StepError> {
+pub fn open_detached(
+    source: &Path,
+    target: &Path,
+    attributes: u64,
+) -> Result<DetachedMount, LaunchStepError> {
     let mount =
         clone_tree(CWD, source.as_os_str()).during(|| format!("open {}", source.display()))?;
     let directory =
         is_directory(mount.as_fd()).during(|| format!("look at {}", source.display()))?;
     sys::mount_restrict(mount.as_fd(), attributes)
         .during(|| format!("make {} read-only", source.display()))?;
-    Ok(Piece {
+    Ok(DetachedMount {
         mount,
         target: target.to_path_buf(),
         directory,
@@ -80,7 +84,7 @@ pub fn new_filesystem(
 }
 
 /// The run's own terminals.
-pub(super) fn terminals() -> Result<Piece, StepError> {
+pub(super) fn terminals() -> Result<DetachedMount, LaunchStepError> {
     let mount = new_filesystem(
         "devpts",
         &[
@@ -92,7 +96,7 @@ pub(super) fn terminals() -> Result<Piece, StepError> {
         MountAttrFlags::MOUNT_ATTR_NOEXEC,
     )
     .during(|| "make a devpts".into())?;
-    Ok(Piece {
+    Ok(DetachedMount {
         mount,
         target: PathBuf::from("/dev/pts"),
         directory: true,

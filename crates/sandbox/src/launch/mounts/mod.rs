@@ -16,13 +16,13 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::mount::{MountPropagationFlags, UnmountFlags};
 
-use crate::layout::HIDDEN;
+use crate::layout::HIDDEN_DIR;
 use crate::spec::{Layer, Spec, WorkspaceKind};
-use crate::step_report::{During, Reporter, StepError};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys;
-use detached::{Piece, attach, new_tmpfs, terminals};
+use detached::{DetachedMount, attach, new_tmpfs, terminals};
 pub use detached::{clone_tree, new_filesystem};
-use root_builder::{Skeleton, owner_here};
+use root_builder::{RootBuilder, owner_here};
 use system::System;
 
 /// Those that hold the run's own name for this machine.
@@ -49,35 +49,35 @@ pub type OwnerMaps = Vec<(u32, OwnedFd)>;
 
 /// A new root with all in it that is the same for every run, and what is to be mounted in it. It is not attached yet: no
 /// user namespace can be made where something is mounted over the root, and anywhere else it might hide a view.
-pub struct Prepared {
+pub struct PreparedRoot {
     root: OwnedFd,
-    pieces: Vec<Piece>,
+    pieces: Vec<DetachedMount>,
 }
 
 /// Makes the new root and puts the system runtime into it. In a mount namespace of our own.
-pub fn prepare(report: &mut Reporter) -> Result<Prepared, StepError> {
-    report.step("keep mounts to ourselves");
+pub fn prepare(report: &mut Reporter) -> Result<PreparedRoot, LaunchStepError> {
+    report.begin_step("keep mounts to ourselves");
     // Nothing done here may travel to the host's namespace. What the host mounts until there is a plan, because the runner
     // looked there, say, must still come to here.
     propagate(MountPropagationFlags::DOWNSTREAM)?;
 
-    report.step("open the system runtime");
+    report.begin_step("open the system runtime");
     let system = System::open()?;
 
-    report.step("make the new root");
+    report.begin_step("make the new root");
     let root = new_tmpfs(&[("size", "4m"), ("nr_inodes", "4096"), ("mode", "0755")])
         .during(|| "make a tmpfs for the new root".into())?;
-    let skeleton = Skeleton { root: root.as_fd() };
-    skeleton.fill(&system)?;
+    let builder = RootBuilder { root: root.as_fd() };
+    builder.fill(&system)?;
     let mut pieces = system.pieces;
     pieces.push(terminals()?);
     for piece in &pieces {
-        skeleton.make_point(piece)?;
+        builder.make_mount_point(piece)?;
     }
-    Ok(Prepared { root, pieces })
+    Ok(PreparedRoot { root, pieces })
 }
 
-fn propagate(how: MountPropagationFlags) -> Result<(), StepError> {
+fn propagate(how: MountPropagationFlags) -> Result<(), LaunchStepError> {
     rustix::mount::mount_change("/", how | MountPropagationFlags::REC)
         .during(|| "change how mounts propagate".into())
 }
@@ -85,55 +85,55 @@ fn propagate(how: MountPropagationFlags) -> Result<(), StepError> {
 /// Completes the new root and moves into it. Afterwards the host's tree is out of reach.
 pub fn build(
     spec: &Spec,
-    prepared: Prepared,
+    prepared: PreparedRoot,
     workspace: Option<OwnedFd>,
     owner_maps: &OwnerMaps,
     report: &mut Reporter,
-    fill: &mut dyn FnMut(BorrowedFd<'_>, &Reporter) -> Result<(), StepError>,
-) -> Result<NewRoot, StepError> {
-    report.step("make mounts private");
+    fill: &mut dyn FnMut(BorrowedFd<'_>, &Reporter) -> Result<(), LaunchStepError>,
+) -> Result<NewRoot, LaunchStepError> {
+    report.begin_step("make mounts private");
     propagate(MountPropagationFlags::PRIVATE)?;
-    report.step("open the read-only views");
+    report.begin_step("open the read-only views");
     let views = views::open(spec, owner_maps)?;
-    report.step("open the workspace");
-    let tmp = Path::new(HIDDEN);
+    report.begin_step("open the workspace");
+    let tmp = Path::new(HIDDEN_DIR);
     let (workspace_mounts, workspace_dir) = match spec.workspace_kind {
         WorkspaceKind::Disk => {
-            let dir = workspace.ok_or_else(|| StepError::new("no workspace descriptor"))?;
+            let dir = workspace.ok_or_else(|| LaunchStepError::new("no workspace descriptor"))?;
             let mounts = [tmp, Path::new("")].map(|below| on_disk(spec, dir.as_fd(), below));
             let [tmp, whole] = mounts;
             (WorkspaceMounts::Open([tmp?, whole?]), dir)
         }
         WorkspaceKind::Memory => {
             let (mount, dir) = memory_workspace(spec)?;
-            report.step("fill the workspace");
+            report.begin_step("fill the workspace");
             fill(dir.as_fd(), report)?;
             restrict_workspace(mount.as_fd())?;
             (WorkspaceMounts::InMemory(mount), dir)
         }
     };
 
-    report.step("put the system runtime in place");
+    report.begin_step("put the system runtime in place");
     let root = prepared.root;
     // Any directory will do to hang it on; this namespace's copy of the tree is thrown away below.
     attach(root.as_fd(), CWD, Path::new("/tmp"))
         .or_else(|_| attach(root.as_fd(), CWD, Path::new("/mnt")))
         .during(|| "attach the new root".into())?;
-    let skeleton = Skeleton { root: root.as_fd() };
+    let builder = RootBuilder { root: root.as_fd() };
     for piece in &prepared.pieces {
-        skeleton.place_known(piece)?;
+        builder.attach_known(piece)?;
     }
-    report.step("put the workspace in place");
+    report.begin_step("put the workspace in place");
     for (name, text) in named_after(&spec.host_name) {
-        skeleton.file(&Path::new("etc").join(name), text.as_bytes())?;
+        builder.file(&Path::new("etc").join(name), text.as_bytes())?;
     }
     let [tmp, whole] = match workspace_mounts {
         WorkspaceMounts::Open(mounts) => mounts,
-        WorkspaceMounts::InMemory(mount) => skeleton.stage(mount.as_fd(), tmp)?,
+        WorkspaceMounts::InMemory(mount) => builder.stage(mount.as_fd(), tmp)?,
     };
     // The workspace may stand below its own /tmp.
-    skeleton.place(tmp.as_fd(), Path::new("/tmp"), true)?;
-    skeleton.place(whole.as_fd(), spec.workspace.as_path(), true)?;
+    builder.place(tmp.as_fd(), Path::new("/tmp"), true)?;
+    builder.place(whole.as_fd(), spec.workspace.as_path(), true)?;
     // The run's own hidden directory is reached as /tmp only; here stands an empty, read-only one.
     let empty = clone_tree(root.as_fd(), OsStr::new("empty"))
         .during(|| "open the empty directory".into())?;
@@ -142,21 +142,25 @@ pub fn build(
         sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOEXEC,
     )
     .during(|| "restrict the empty directory".into())?;
-    skeleton.place(empty.as_fd(), &spec.workspace.as_path().join(HIDDEN), true)?;
+    builder.place(
+        empty.as_fd(),
+        &spec.workspace.as_path().join(HIDDEN_DIR),
+        true,
+    )?;
 
-    report.step("put the read-only views in place");
-    let shielded = views::place(&skeleton, views)?;
-    report.step("mount /dev/shm");
-    skeleton.shared_memory(spec)?;
-    report.step("mount /proc");
-    let proc_writable = skeleton.proc()?;
+    report.begin_step("put the read-only views in place");
+    let shielded = views::place(&builder, views)?;
+    report.begin_step("mount /dev/shm");
+    builder.shared_memory(spec)?;
+    report.begin_step("mount /proc");
+    let proc_writable = builder.proc()?;
 
-    report.step("make the new root read-only");
+    report.begin_step("make the new root read-only");
     set_root_read_only(root.as_fd()).during(|| "make / read-only".into())?;
-    report.step("change the root");
+    report.begin_step("change the root");
     pivot(root.as_fd()).during(|| "pivot_root".into())?;
     let how = format!("new root of read-only binds, pivot_root; {shielded}");
-    report.layer(Layer::MountNamespace, &how);
+    report.add_layer(Layer::MountNamespace, &how);
     Ok(NewRoot {
         proc_writable,
         workspace: workspace_dir,
@@ -170,13 +174,13 @@ enum WorkspaceMounts {
     InMemory(OwnedFd),
 }
 
-fn restrict_workspace(mount: BorrowedFd<'_>) -> Result<(), StepError> {
+fn restrict_workspace(mount: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
     sys::mount_restrict(mount, sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV)
         .during(|| "restrict the workspace's mount".into())
 }
 
 /// A mount of the workspace or of a directory in it, found by its path and shown to be the one that the runner holds.
-fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, StepError> {
+fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, LaunchStepError> {
     let path = match below.as_os_str().is_empty() {
         true => spec.workspace.as_path().to_path_buf(),
         false => spec.workspace.as_path().join(below),
@@ -193,7 +197,7 @@ fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, S
             restrict_workspace(mount.as_fd())?;
             Ok(mount)
         }
-        false => Err(StepError::new(format!(
+        false => Err(LaunchStepError::new(format!(
             "{} was replaced by another directory",
             path.display()
         ))),
@@ -201,7 +205,7 @@ fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, S
 }
 
 /// A workspace in memory: the size and the number of files are the file system's own hard limits.
-fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), StepError> {
+fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
     let (uid, gid) = owner_here(spec);
     // It counts against the memory limit too, so what that cannot hold is refused at once.
     let bytes = spec.limits.disk_bytes.min(spec.limits.memory_bytes);

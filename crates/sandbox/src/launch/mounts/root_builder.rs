@@ -8,11 +8,11 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::mount::{MountAttrFlags, UnmountFlags};
 
-use super::detached::{Piece, attach, clone_tree, new_filesystem, new_tmpfs};
+use super::detached::{DetachedMount, attach, clone_tree, new_filesystem, new_tmpfs};
 use super::system::System;
 use crate::layout::{INSIDE_GID, INSIDE_HOME, INSIDE_UID};
-use crate::spec::{Identity, Spec};
-use crate::step_report::{During, StepError};
+use crate::spec::{ProgramIdentity, Spec};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
 /// Files of /etc that are made up: the same on every host, and telling nothing of this one.
@@ -46,12 +46,12 @@ fn made_up_etc() -> [(&'static str, String); 4] {
 const MASKED_PROC: [&str; 2] = ["keys", "key-users"];
 
 /// The new root while it is being furnished. All paths are taken below its descriptor.
-pub struct Skeleton<'a> {
+pub struct RootBuilder<'a> {
     pub root: BorrowedFd<'a>,
 }
 
-impl Skeleton<'_> {
-    pub(super) fn fill(&self, system: &System) -> Result<(), StepError> {
+impl RootBuilder<'_> {
+    pub(super) fn fill(&self, system: &System) -> Result<(), LaunchStepError> {
         for dir in [
             "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run",
         ] {
@@ -86,7 +86,7 @@ impl Skeleton<'_> {
         &self,
         mount: BorrowedFd<'_>,
         tmp: &Path,
-    ) -> Result<[OwnedFd; 2], StepError> {
+    ) -> Result<[OwnedFd; 2], LaunchStepError> {
         let stage = Path::new("stage");
         self.directory(stage)?;
         self.place(mount, Path::new("/stage"), true)?;
@@ -101,7 +101,7 @@ impl Skeleton<'_> {
     }
 
     /// What a piece is mounted on, in the root, /etc or /dev.
-    pub(super) fn make_point(&self, piece: &Piece) -> Result<(), StepError> {
+    pub(super) fn make_mount_point(&self, piece: &DetachedMount) -> Result<(), LaunchStepError> {
         let target = below_root(&piece.target);
         match piece.directory {
             true => self.directory(&target),
@@ -109,25 +109,25 @@ impl Skeleton<'_> {
         }
     }
 
-    /// As [`Self::place`] on what [`Self::make_point`] made: all of that is ours, and there is no link on the way.
-    pub(super) fn place_known(&self, piece: &Piece) -> Result<(), StepError> {
+    /// As [`Self::place`] on what [`Self::make_mount_point`] made: all of that is ours, and there is no link on the way.
+    pub(super) fn attach_known(&self, piece: &DetachedMount) -> Result<(), LaunchStepError> {
         attach(piece.mount.as_fd(), self.root, &below_root(&piece.target))
             .during(|| format!("mount {}", piece.target.display()))
     }
 
-    fn directory(&self, relative: &Path) -> Result<(), StepError> {
+    fn directory(&self, relative: &Path) -> Result<(), LaunchStepError> {
         match rustix::fs::mkdirat(self.root, relative, Mode::from_raw_mode(0o755)) {
             Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
             Err(e) => Err(e).during(|| format!("make the directory /{}", relative.display())),
         }
     }
 
-    fn link(&self, to: &Path, at: &Path) -> Result<(), StepError> {
+    fn link(&self, to: &Path, at: &Path) -> Result<(), LaunchStepError> {
         rustix::fs::symlinkat(to, self.root, at)
             .during(|| format!("make the link /{}", at.display()))
     }
 
-    pub(super) fn file(&self, at: &Path, bytes: &[u8]) -> Result<(), StepError> {
+    pub(super) fn file(&self, at: &Path, bytes: &[u8]) -> Result<(), LaunchStepError> {
         let what = || format!("make the file /{}", at.display());
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -144,7 +144,7 @@ impl Skeleton<'_> {
         mount: BorrowedFd<'_>,
         target: &Path,
         directory: bool,
-    ) -> Result<(), StepError> {
+    ) -> Result<(), LaunchStepError> {
         let what = || format!("mount {}", target.display());
         let (at, name) = self.mount_point(target, directory).during(what)?;
         attach(mount, at.as_fd(), Path::new(&name)).during(what)
@@ -202,14 +202,14 @@ impl Skeleton<'_> {
         }
     }
 
-    pub fn unmount(&self, at: &Path) -> Result<(), StepError> {
+    pub fn unmount(&self, at: &Path) -> Result<(), LaunchStepError> {
         let what = || format!("unmount /{}", at.display());
         // By way of the working directory: umount takes paths only.
         rustix::process::fchdir(self.root).during(what)?;
         rustix::mount::unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).during(what)
     }
 
-    pub(super) fn shared_memory(&self, spec: &Spec) -> Result<(), StepError> {
+    pub(super) fn shared_memory(&self, spec: &Spec) -> Result<(), LaunchStepError> {
         let (uid, gid) = owner_here(spec);
         // Shared memory is memory: it may not exceed the memory limit, which it counts against too.
         let shm = new_tmpfs(&[
@@ -228,7 +228,7 @@ impl Skeleton<'_> {
 
     /// The pid namespace's own /proc. The program's is read-only as a whole: nothing in it that
     /// reaches the host, such as core_pattern or sysrq-trigger, can be written whatever its mode.
-    pub(super) fn proc(&self) -> Result<OwnedFd, StepError> {
+    pub(super) fn proc(&self) -> Result<OwnedFd, LaunchStepError> {
         let mount = new_filesystem("proc", &[], MountAttrFlags::MOUNT_ATTR_NOEXEC)
             .during(|| "make a proc for the pid namespace".into())?;
         self.place(mount.as_fd(), Path::new("/proc"), true)?;
@@ -270,7 +270,7 @@ pub fn below_root(path: &Path) -> PathBuf {
 /// The owner to give a tmpfs's root, as this mount namespace's user namespace numbers it.
 pub(super) fn owner_here(spec: &Spec) -> (u32, u32) {
     match spec.identity {
-        Identity::Leased { uid, gid } => (uid, gid),
-        Identity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
+        ProgramIdentity::Leased { uid, gid } => (uid, gid),
+        ProgramIdentity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
     }
 }

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 
-use super::detached::{Piece, open_piece};
-use crate::layout::{DEVICES, ETC, SYSTEM};
-use crate::step_report::{During, StepError};
+use super::detached::{DetachedMount, open_detached};
+use crate::layout::{DEVICE_NAMES, ETC_ENTRIES, SYSTEM_DIRS};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
 /// No larger file of /etc is copied.
@@ -16,32 +16,32 @@ const COPY_BYTES_MAX: u64 = 16 << 10;
 /// The parts of the system runtime that this host has, and what stands for each inside.
 #[derive(Default)]
 pub struct System {
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<DetachedMount>,
     pub links: Vec<(PathBuf, PathBuf)>,
     /// What everybody may read and is small: a copy costs less than a mount, which every run makes and takes down.
     pub copies: Vec<(PathBuf, Vec<u8>)>,
 }
 
 impl System {
-    pub fn open() -> Result<System, StepError> {
+    pub fn open() -> Result<System, LaunchStepError> {
         let mut system = System::default();
-        for name in SYSTEM {
+        for name in SYSTEM_DIRS {
             system.add(Path::new(name))?;
         }
-        for (name, _reason) in ETC {
+        for (name, _reason) in ETC_ENTRIES {
             system.add(&Path::new("/etc").join(name))?;
         }
-        for name in DEVICES {
+        for name in DEVICE_NAMES {
             let path = Path::new("/dev").join(name);
             // Read-only: who may write to a file may also set its times. Writing to a device asks nothing of its mount.
             let attributes =
                 sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NOEXEC;
-            system.pieces.push(open_piece(&path, &path, attributes)?);
+            system.pieces.push(open_detached(&path, &path, attributes)?);
         }
         Ok(system)
     }
 
-    fn add(&mut self, path: &Path) -> Result<(), StepError> {
+    fn add(&mut self, path: &Path) -> Result<(), LaunchStepError> {
         let Ok(found) = rustix::fs::lstat(path) else {
             return Ok(());
         };
@@ -59,7 +59,7 @@ impl System {
             return Ok(());
         }
         let attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
-        self.pieces.push(open_piece(path, path, attributes)?);
+        self.pieces.push(open_detached(path, path, attributes)?);
         Ok(())
     }
 }

@@ -16,18 +16,18 @@ use rustix::fs::{Mode, OFlags};
 use rustix::mount::MountAttrFlags;
 
 use super::OwnerMaps;
-use super::detached::{Piece, clone_tree, new_filesystem, open_piece};
-use super::root_builder::{Skeleton, below_root};
-use crate::spec::{Content, Exec, HostPath, Owner, Spec, View};
-use crate::step_report::{During, StepError};
+use super::detached::{DetachedMount, clone_tree, new_filesystem, open_detached};
+use super::root_builder::{RootBuilder, below_root};
+use crate::spec::{Exec, HostPath, Owner, ReadOnlyView, Spec, ViewContent};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
 /// Entries looked at in a tree that cannot be shielded; a larger one is refused.
 const ENTRIES_MAX: usize = 2_000_000;
 
 /// A view, opened, waiting to be put in place.
-pub struct Opened {
-    piece: Piece,
+pub struct OpenedView {
+    piece: DetachedMount,
     source: HostPath,
     exec: Exec,
     attributes: u64,
@@ -37,7 +37,7 @@ pub struct Opened {
     has_mounts: bool,
 }
 
-pub fn open(spec: &Spec, owner_maps: &OwnerMaps) -> Result<Vec<Opened>, StepError> {
+pub fn open(spec: &Spec, owner_maps: &OwnerMaps) -> Result<Vec<OpenedView>, LaunchStepError> {
     if spec.views.is_empty() {
         return Ok(Vec::new());
     }
@@ -49,20 +49,20 @@ pub fn open(spec: &Spec, owner_maps: &OwnerMaps) -> Result<Vec<Opened>, StepErro
 }
 
 fn open_view(
-    view: &View,
+    view: &ReadOnlyView,
     spec: &Spec,
     owner_maps: &OwnerMaps,
     mounts: &[PathBuf],
-) -> Result<Opened, StepError> {
+) -> Result<OpenedView, LaunchStepError> {
     let mut attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
     if view.exec == Exec::Refused {
         attributes |= sys::MOUNT_ATTR_NOEXEC;
     }
     let source = view.source.as_path();
-    let piece = open_piece(source, view.target.as_path(), attributes)?;
+    let piece = open_detached(source, view.target.as_path(), attributes)?;
     let mapped = view.owner == Owner::Mapped && spec.is_leased();
     let idmapped = mapped && show_owner(&piece, source, owner_maps)?;
-    Ok(Opened {
+    Ok(OpenedView {
         piece,
         source: view.source.clone(),
         exec: view.exec,
@@ -74,13 +74,17 @@ fn open_view(
 
 /// Whether the owner is now shown as the program. Some file systems (NFS, 9p, older overlays) cannot do that;
 /// then everything in the view must be readable to anyone.
-fn show_owner(piece: &Piece, source: &Path, owner_maps: &OwnerMaps) -> Result<bool, StepError> {
+fn show_owner(
+    piece: &DetachedMount,
+    source: &Path,
+    owner_maps: &OwnerMaps,
+) -> Result<bool, LaunchStepError> {
     let stat =
         rustix::fs::fstat(&piece.mount).during(|| format!("look at {}", source.display()))?;
     let map = owner_maps
         .iter()
         .find(|(uid, _)| *uid == stat.st_uid)
-        .ok_or_else(|| StepError::new(format!("{} changed its owner", source.display())))?;
+        .ok_or_else(|| LaunchStepError::new(format!("{} changed its owner", source.display())))?;
     let Err(refused) = sys::mount_idmap(piece.mount.as_fd(), map.1.as_fd()) else {
         return Ok(true);
     };
@@ -94,11 +98,11 @@ fn show_owner(piece: &Piece, source: &Path, owner_maps: &OwnerMaps) -> Result<bo
 }
 
 /// Puts every view in place. Says how many are shielded.
-pub fn place(skeleton: &Skeleton<'_>, views: Vec<Opened>) -> Result<String, StepError> {
+pub fn place(builder: &RootBuilder<'_>, views: Vec<OpenedView>) -> Result<String, LaunchStepError> {
     let mut placed: Vec<(HostPath, Exec, PathBuf)> = Vec::new();
     let (mut shielded, mut bare) = (0, 0);
     for view in views {
-        let Piece {
+        let DetachedMount {
             target, directory, ..
         } = &view.piece;
         let twin = placed
@@ -109,9 +113,9 @@ pub fn place(skeleton: &Skeleton<'_>, views: Vec<Opened>) -> Result<String, Step
             Some((_, _, first)) => {
                 let what = || format!("show {} twice", first.display());
                 let first = below_root(first);
-                Shield::Overlay(clone_tree(skeleton.root, first.as_os_str()).during(what)?)
+                Shield::Overlay(clone_tree(builder.root, first.as_os_str()).during(what)?)
             }
-            None => shield(skeleton, &view)?,
+            None => shield(builder, &view)?,
         };
         let (mount, count) = match &shield {
             Shield::Overlay(mount) => (mount, &mut shielded),
@@ -119,7 +123,7 @@ pub fn place(skeleton: &Skeleton<'_>, views: Vec<Opened>) -> Result<String, Step
             Shield::NotNeeded => (&view.piece.mount, &mut bare),
         };
         *count += usize::from(twin.is_none());
-        skeleton.place(mount.as_fd(), target, *directory)?;
+        builder.place(mount.as_fd(), target, *directory)?;
         if twin.is_none() {
             placed.push((view.source.clone(), view.exec, target.clone()));
         }
@@ -141,26 +145,26 @@ enum Shield {
     NotNeeded,
 }
 
-fn shield(skeleton: &Skeleton<'_>, view: &Opened) -> Result<Shield, StepError> {
+fn shield(builder: &RootBuilder<'_>, view: &OpenedView) -> Result<Shield, LaunchStepError> {
     let source = view.source.as_path();
     let what = || format!("shield {}", source.display());
     if !view.piece.directory {
         return match first(view.piece.mount.as_fd(), source, &is_special) {
             None => Ok(Shield::NotNeeded),
-            Some(_) => Err(StepError::new(format!(
+            Some(_) => Err(LaunchStepError::new(format!(
                 "{} is not a plain file",
                 source.display()
             ))),
         };
     }
     // A mount can be copied, and be a layer, only where it is attached.
-    skeleton.place(view.piece.mount.as_fd(), Path::new("/stage"), true)?;
+    builder.place(view.piece.mount.as_fd(), Path::new("/stage"), true)?;
     let overlay = match view.has_mounts {
-        false => overlay(skeleton, view),
+        false => overlay(builder, view),
         true => Err(io::ErrorKind::Unsupported.into()),
     };
-    let bind = clone_tree(skeleton.root, "stage".as_ref()).during(what)?;
-    skeleton.unmount(Path::new("stage"))?;
+    let bind = clone_tree(builder.root, "stage".as_ref()).during(what)?;
+    builder.unmount(Path::new("stage"))?;
     if let Ok(mount) = overlay {
         return Ok(Shield::Overlay(mount));
     }
@@ -170,18 +174,18 @@ fn shield(skeleton: &Skeleton<'_>, view: &Opened) -> Result<Shield, StepError> {
     // Too deep a stack of overlays, mounts inside, a kernel without: then nothing may be there to be reached.
     match first(bind.as_fd(), source, &is_special) {
         None => Ok(Shield::None(bind)),
-        Some(special) => Err(StepError::new(format!(
+        Some(special) => Err(LaunchStepError::new(format!(
             "{} is a FIFO, socket or device, and this directory cannot be shielded against writing to it; move it away",
             special.display()
         ))),
     }
 }
 
-fn overlay(skeleton: &Skeleton<'_>, view: &Opened) -> io::Result<OwnedFd> {
+fn overlay(builder: &RootBuilder<'_>, view: &OpenedView) -> io::Result<OwnedFd> {
     // Relative to the new root, where both layers stand under names of ours. Two layers, because a read-only
     // overlay must have two; user attributes, because a plain user's may not use others, and so
     // that nothing written in the data redirects a look-up.
-    rustix::process::fchdir(skeleton.root)?;
+    rustix::process::fchdir(builder.root)?;
     let options = [("lowerdir", "stage:empty"), ("userxattr", "")];
     // An overlay reads with the rights of whoever mounted it. In an idmapped view that must be the owner shown:
     // root's own rights end where a group has no name.
@@ -197,7 +201,7 @@ fn overlay(skeleton: &Skeleton<'_>, view: &Opened) -> io::Result<OwnedFd> {
 
 /// At level `landlock` nothing can be shown with another owner: whoever runs the program must be able to read all of it.
 /// Asked by the process that has the program's uid. Says which path is the first that cannot be read.
-pub fn check_readable(spec: &Spec) -> Result<(), StepError> {
+pub fn check_readable(spec: &Spec) -> Result<(), LaunchStepError> {
     for view in &spec.views {
         let source = view.source.as_path();
         let uid = spec.identity.uid();
@@ -207,11 +211,11 @@ pub fn check_readable(spec: &Spec) -> Result<(), StepError> {
             format!("without mounts nothing can be shown with another owner, and uid {uid} may not read {source}")
         })?;
         // What is shown as it is keeps to itself what its owner keeps.
-        if view.content == Content::Runtime || view.owner == Owner::AsIs {
+        if view.content == ViewContent::Runtime || view.owner == Owner::AsIs {
             continue;
         }
         if let Some(unreadable) = first(top.as_fd(), source, &is_unreadable) {
-            return Err(StepError::new(format!(
+            return Err(LaunchStepError::new(format!(
                 "without mounts nothing can be shown with another owner, and {} is not readable by everyone; \
                  make it so, or run as its owner",
                 unreadable.display()

@@ -7,12 +7,12 @@ use rustix::fs::{CWD, Mode};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags, MoveMountFlags, UnmountFlags};
 use rustix::process::{Gid, Uid};
 
-use super::{Done, Trial, Verdict, apart, works};
+use super::{ActResult, MechanismVerdict, ProbeInputs, in_child, works};
 use crate::confine::capabilities::{self, Bounding};
 use crate::launch::{mounts, namespaces};
 use crate::layout::{INSIDE_GID, INSIDE_UID};
-use crate::spec::Identity;
-use crate::step_report::{During, StepError};
+use crate::spec::ProgramIdentity;
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, procfs};
 
 fn is_root() -> bool {
@@ -21,20 +21,20 @@ fn is_root() -> bool {
 
 /// Namespaces as the launcher makes them: root's own, or in a user namespace. One call for each, so that the step that
 /// failed has a name.
-fn enter(flags: libc::c_int) -> Result<(), StepError> {
+fn enter(flags: libc::c_int) -> Result<(), LaunchStepError> {
     if !is_root() {
         own_user_namespace()?;
     }
     sys::unshare(flags).during(|| "unshare".into())
 }
 
-fn own_user_namespace() -> Result<(), StepError> {
+fn own_user_namespace() -> Result<(), LaunchStepError> {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     sys::unshare(libc::CLONE_NEWUSER).during(|| "unshare the user namespace".into())?;
     map_to_inside(uid.as_raw(), gid.as_raw())
 }
 
-fn map_to_inside(uid: u32, gid: u32) -> Result<(), StepError> {
+fn map_to_inside(uid: u32, gid: u32) -> Result<(), LaunchStepError> {
     for (file, text) in [
         ("self/setgroups", String::from("deny")),
         ("self/uid_map", format!("{INSIDE_UID} {uid} 1")),
@@ -46,7 +46,7 @@ fn map_to_inside(uid: u32, gid: u32) -> Result<(), StepError> {
 }
 
 /// As root becomes the leased uid with the capabilities that it still has at that point of a launch.
-fn become_leased(uid: u32) -> Result<(), StepError> {
+fn become_leased(uid: u32) -> Result<(), LaunchStepError> {
     rustix::thread::set_keep_capabilities(true).during(|| "keep capabilities".into())?;
     rustix::thread::set_thread_groups(&[]).during(|| "drop groups".into())?;
     let group = Gid::from_raw(uid);
@@ -60,8 +60,8 @@ fn become_leased(uid: u32) -> Result<(), StepError> {
     rustix::thread::set_capabilities(None, sets).during(|| "raise capabilities".into())
 }
 
-pub fn user_namespace(trial: &Trial) -> Done {
-    match trial.leased_uid {
+pub fn user_namespace(inputs: &ProbeInputs) -> ActResult {
+    match inputs.leased_uid {
         None => own_user_namespace()?,
         Some(uid) => {
             become_leased(uid)?;
@@ -75,9 +75,9 @@ pub fn user_namespace(trial: &Trial) -> Done {
 }
 
 /// A plain user's program lives in a second one; root's needs only the first.
-pub fn inner_user_namespace(trial: &Trial) -> Done {
-    if trial.leased_uid.is_some() {
-        return Ok(Verdict::NotUsed);
+pub fn inner_user_namespace(inputs: &ProbeInputs) -> ActResult {
+    if inputs.leased_uid.is_some() {
+        return Ok(MechanismVerdict::NotUsed);
     }
     own_user_namespace()?;
     sys::unshare(libc::CLONE_NEWUSER).during(|| "unshare inside the first".into())?;
@@ -85,7 +85,7 @@ pub fn inner_user_namespace(trial: &Trial) -> Done {
     works("made inside the first")
 }
 
-fn private_mounts() -> Result<(), StepError> {
+fn private_mounts() -> Result<(), LaunchStepError> {
     enter(libc::CLONE_NEWNS)?;
     rustix::mount::mount_change(
         "/",
@@ -95,9 +95,9 @@ fn private_mounts() -> Result<(), StepError> {
 }
 
 /// The child of a new pid namespace; what it does there is its parent's verdict.
-fn as_pid_1(act: impl FnOnce() -> Done) -> Done {
-    match apart(act) {
-        Verdict::Fails { step, errno } => Err(StepError {
+fn as_pid_1(act: impl FnOnce() -> ActResult) -> ActResult {
+    match in_child(act) {
+        MechanismVerdict::Fails { step, errno } => Err(LaunchStepError {
             errno,
             detail: step,
         }),
@@ -105,15 +105,15 @@ fn as_pid_1(act: impl FnOnce() -> Done) -> Done {
     }
 }
 
-pub fn pid_namespace() -> Done {
+pub fn pid_namespace() -> ActResult {
     enter(libc::CLONE_NEWPID)?;
     as_pid_1(|| match rustix::process::getpid().is_init() {
         true => works("made, its first process is 1"),
-        false => Err(StepError::new("the child is not the first process")),
+        false => Err(LaunchStepError::new("the child is not the first process")),
     })
 }
 
-pub fn new_proc() -> Done {
+pub fn new_proc() -> ActResult {
     private_mounts()?;
     sys::unshare(libc::CLONE_NEWPID).during(|| "unshare the pid namespace".into())?;
     as_pid_1(|| {
@@ -124,7 +124,7 @@ pub fn new_proc() -> Done {
 }
 
 /// A new tmpfs, attached and with two directories in it.
-fn on_tmpfs() -> Result<OwnedFd, StepError> {
+fn on_tmpfs() -> Result<OwnedFd, LaunchStepError> {
     let options = [("size", "64k"), ("nr_inodes", "16"), ("mode", "0755")];
     let root = mounts::new_filesystem("tmpfs", &options, MountAttrFlags::MOUNT_ATTR_NODEV)
         .during(|| "make a tmpfs".into())?;
@@ -142,7 +142,7 @@ fn on_tmpfs() -> Result<OwnedFd, StepError> {
     Ok(root)
 }
 
-pub fn overlay() -> Done {
+pub fn overlay() -> ActResult {
     private_mounts()?;
     let root = on_tmpfs()?;
     rustix::process::fchdir(&root).during(|| "enter a tmpfs".into())?;
@@ -152,7 +152,7 @@ pub fn overlay() -> Done {
     works("made, of two read-only layers")
 }
 
-pub fn read_only_mounts() -> Done {
+pub fn read_only_mounts() -> ActResult {
     private_mounts()?;
     let tree = mounts::clone_tree(CWD, OsStr::new("/usr")).during(|| "copy a mount".into())?;
     let attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
@@ -162,30 +162,30 @@ pub fn read_only_mounts() -> Done {
         .f_flag;
     match flags.contains(rustix::fs::StatVfsMountFlags::RDONLY) {
         true => works("copied and made read-only, with all that is mounted below"),
-        false => Err(StepError::new("the mount did not become read-only")),
+        false => Err(LaunchStepError::new("the mount did not become read-only")),
     }
 }
 
-pub fn idmapped_mounts(trial: &Trial) -> Done {
-    let Some(uid) = trial.leased_uid else {
-        return Ok(Verdict::NotUsed);
+pub fn idmapped_mounts(inputs: &ProbeInputs) -> ActResult {
+    let Some(uid) = inputs.leased_uid else {
+        return Ok(MechanismVerdict::NotUsed);
     };
-    let shown = || format!("look at {}", trial.shown.display());
-    let owner = rustix::fs::stat(&trial.shown).during(shown)?.st_uid;
-    let map = namespaces::owner_map(owner, Identity::Leased { uid, gid: uid })
+    let shown = || format!("look at {}", inputs.shown.display());
+    let owner = rustix::fs::stat(&inputs.shown).during(shown)?.st_uid;
+    let map = namespaces::owner_map(owner, ProgramIdentity::Leased { uid, gid: uid })
         .during(|| "make a user namespace that maps the owner".into())?;
     private_mounts()?;
-    let what = || format!("show {} with another owner", trial.shown.display());
-    let tree = mounts::clone_tree(CWD, trial.shown.as_os_str()).during(what)?;
+    let what = || format!("show {} with another owner", inputs.shown.display());
+    let tree = mounts::clone_tree(CWD, inputs.shown.as_os_str()).during(what)?;
     sys::mount_idmap(tree.as_fd(), map.as_fd()).during(what)?;
     let seen = rustix::fs::fstat(&tree).during(what)?.st_uid;
     match seen == uid {
-        true => works(format!("{} shown as the program's", trial.shown.display())),
-        false => Err(StepError::new("the owner is shown as before")),
+        true => works(format!("{} shown as the program's", inputs.shown.display())),
+        false => Err(LaunchStepError::new("the owner is shown as before")),
     }
 }
 
-pub fn pivot_root() -> Done {
+pub fn pivot_root() -> ActResult {
     private_mounts()?;
     let root = on_tmpfs()?;
     rustix::process::fchdir(&root).during(|| "enter the new root".into())?;
@@ -194,45 +194,45 @@ pub fn pivot_root() -> Done {
     works("the root changed, the old one gone")
 }
 
-pub fn leased_uid(trial: &Trial) -> Done {
-    let Some(uid) = trial.leased_uid else {
-        return Ok(Verdict::NotUsed);
+pub fn leased_uid(inputs: &ProbeInputs) -> ActResult {
+    let Some(uid) = inputs.leased_uid else {
+        return Ok(MechanismVerdict::NotUsed);
     };
     become_leased(uid)?;
     capabilities::drop_capabilities(Bounding::Dropped)?;
     works(format!("uid {uid}, no capability left"))
 }
 
-pub fn mount_namespace() -> Done {
+pub fn mount_namespace() -> ActResult {
     private_mounts()?;
     works("made, and its mounts private")
 }
 
 /// One that is worth something as it is.
-pub fn namespace(flag: libc::c_int) -> Done {
+pub fn namespace(flag: libc::c_int) -> ActResult {
     enter(flag)?;
     works("made")
 }
 
-pub fn net_namespace() -> Done {
+pub fn net_namespace() -> ActResult {
     enter(libc::CLONE_NEWNET)?;
     sys::loopback_up().during(|| "bring loopback up".into())?;
     works("made, with loopback")
 }
 
-pub fn uts_namespace() -> Done {
+pub fn uts_namespace() -> ActResult {
     enter(libc::CLONE_NEWUTS)?;
     rustix::system::sethostname(b"fumehood").during(|| "set the host name".into())?;
     works("made, with a name of its own")
 }
 
-pub fn tmpfs() -> Done {
+pub fn tmpfs() -> ActResult {
     private_mounts()?;
     on_tmpfs()?;
     works("mounted")
 }
 
-pub fn devpts() -> Done {
+pub fn devpts() -> ActResult {
     private_mounts()?;
     let attributes = MountAttrFlags::MOUNT_ATTR_NOEXEC;
     mounts::new_filesystem("devpts", &[("ptmxmode", "0666")], attributes)

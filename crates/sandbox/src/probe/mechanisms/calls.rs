@@ -7,28 +7,30 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 
-use super::{Done, die_with_parent, reap, works};
+use super::{ActResult, die_with_parent, reap, works};
 use crate::channel::{self, Wait};
-use crate::step_report::{During, StepError};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, Forked, Instruction, Listener};
 
 /// Not the number alone: an access that was fine before is refused afterwards.
-pub fn landlock() -> Done {
+pub fn landlock() -> ActResult {
     use landlock::{ABI, Access, AccessFs, Ruleset, RulesetAttr};
     let abi = sys::landlock_version().during(|| "ask for its version".into())?;
     std::fs::read_dir("/").during(|| "list / without it".into())?;
-    let failed = |e: landlock::RulesetError| StepError::new(e.to_string());
+    let failed = |e: landlock::RulesetError| LaunchStepError::new(e.to_string());
     let rules = Ruleset::default().handle_access(AccessFs::from_all(ABI::V1));
     let rules = rules.and_then(|r| r.create()).map_err(failed)?;
     rules.restrict_self().map_err(failed)?;
     match std::fs::read_dir("/").map_err(|e| e.kind()) {
         Err(io::ErrorKind::PermissionDenied) => works(format!("ABI {abi}")),
-        _ => Err(StepError::new("an access that no rule allows was allowed")),
+        _ => Err(LaunchStepError::new(
+            "an access that no rule allows was allowed",
+        )),
     }
 }
 
 /// An errno that getpgid never has, so that it can only be the filter's.
-const OF_THE_FILTER: i32 = libc::EXDEV;
+const FILTER_ERRNO: i32 = libc::EXDEV;
 
 /// A filter that answers getpgid in its own way and leaves everything else alone.
 fn filter(answer: u32) -> [Instruction; 4] {
@@ -44,28 +46,28 @@ fn filter(answer: u32) -> [Instruction; 4] {
     ]
 }
 
-fn install(answer: u32, listener: Listener) -> Result<Option<OwnedFd>, StepError> {
+fn install(answer: u32, listener: Listener) -> Result<Option<OwnedFd>, LaunchStepError> {
     rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
     sys::seccomp_install(&filter(answer), listener).during(|| "install a filter".into())
 }
 
 fn is_filtered() -> bool {
     let answer = rustix::process::getpgid(None);
-    answer.is_err_and(|e| e.raw_os_error() == OF_THE_FILTER)
+    answer.is_err_and(|e| e.raw_os_error() == FILTER_ERRNO)
 }
 
-pub fn seccomp_filter() -> Done {
+pub fn seccomp_filter() -> ActResult {
     install(
-        libc::SECCOMP_RET_ERRNO | OF_THE_FILTER as u32,
+        libc::SECCOMP_RET_ERRNO | FILTER_ERRNO as u32,
         Listener::None,
     )?;
     match is_filtered() {
         true => works("a call refused"),
-        false => Err(StepError::new("the filter did not hold")),
+        false => Err(LaunchStepError::new("the filter did not hold")),
     }
 }
 
-fn socket_pair() -> Result<(OwnedFd, OwnedFd), StepError> {
+fn socket_pair() -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
     rustix::net::socketpair(
         rustix::net::AddressFamily::UNIX,
         rustix::net::SocketType::SEQPACKET,
@@ -76,7 +78,7 @@ fn socket_pair() -> Result<(OwnedFd, OwnedFd), StepError> {
 }
 
 /// A call of the child's is answered by its parent, as init answers connect().
-pub fn seccomp_notification() -> Done {
+pub fn seccomp_notification() -> ActResult {
     let (ours, theirs) = socket_pair()?;
     let child = match sys::fork_threaded().during(|| "fork".into())? {
         Forked::Child => {
@@ -105,7 +107,7 @@ pub fn seccomp_notification() -> Done {
     let answered = answer_one(ours.as_fd());
     // One that nobody answered would wait for ever.
     if answered.is_err() {
-        let _gone = Pid::from_raw(child)
+        let _ = Pid::from_raw(child)
             .map(|pid| rustix::process::kill_process(pid, Signal::KILL))
             .transpose();
     }
@@ -114,35 +116,35 @@ pub fn seccomp_notification() -> Done {
     let exit = waited.ok().flatten().and_then(|(_, s)| s.exit_status());
     match exit {
         Some(0) => works("a call answered by another process"),
-        _ => Err(StepError::new("the answer did not arrive")),
+        _ => Err(LaunchStepError::new("the answer did not arrive")),
     }
 }
 
-fn answer_one(from: BorrowedFd<'_>) -> Result<(), StepError> {
+fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
     let told: Option<((i32, String), Vec<OwnedFd>)> =
         channel::receive(from, Wait::Block).during(|| "receive the listener".into())?;
     let Some(((errno, detail), listeners)) = told else {
-        return Err(StepError::new("the filtered process ended at once"));
+        return Err(LaunchStepError::new("the filtered process ended at once"));
     };
     let Some(listener) = listeners.first() else {
-        return Err(StepError {
+        return Err(LaunchStepError {
             errno: Some(errno),
             detail,
         });
     };
     let call = sys::notification_receive(listener.as_fd())
         .during(|| "receive a call from the filter".into())?;
-    sys::notification_answer(listener.as_fd(), call.id, OF_THE_FILTER)
+    sys::notification_answer(listener.as_fd(), call.id, FILTER_ERRNO)
         .during(|| "answer a call".into())
 }
 
 /// A child that does nothing until its parent is done with it.
-fn idle_child() -> Result<(i32, OwnedFd), StepError> {
+fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
     let (ours, theirs) = socket_pair()?;
     match sys::fork_threaded().during(|| "fork".into())? {
         Forked::Child => {
             drop(ours);
-            let _released = die_with_parent().map(|()| rustix::io::read(&theirs, &mut [0u8]));
+            let _ = die_with_parent().map(|()| rustix::io::read(&theirs, &mut [0u8]));
             sys::exit_now(0)
         }
         Forked::Parent { child } => Ok((child, ours)),
@@ -150,7 +152,7 @@ fn idle_child() -> Result<(i32, OwnedFd), StepError> {
 }
 
 /// Init reads the address that the program wants to connect to out of its memory.
-pub fn memory_of_child() -> Done {
+pub fn memory_of_child() -> ActResult {
     let secret = *b"fumehood";
     let (child, hold) = idle_child()?;
     let mut read = [0u8; 8];
@@ -161,13 +163,13 @@ pub fn memory_of_child() -> Done {
     got.during(|| "read a child's memory".into())?;
     match read == secret {
         true => works("read"),
-        false => Err(StepError::new("the child's memory was read wrongly")),
+        false => Err(LaunchStepError::new("the child's memory was read wrongly")),
     }
 }
 
-pub fn pidfd() -> Done {
+pub fn pidfd() -> ActResult {
     let (child, hold) = idle_child()?;
-    let pid = Pid::from_raw(child).ok_or_else(|| StepError::new("no pid"))?;
+    let pid = Pid::from_raw(child).ok_or_else(|| LaunchStepError::new("no pid"))?;
     let killed = rustix::process::pidfd_open(pid, PidfdFlags::empty())
         .during(|| "open a pidfd".into())
         .and_then(|fd| {
@@ -181,23 +183,23 @@ pub fn pidfd() -> Done {
     killed?;
     match signal == Some(Signal::KILL.as_raw()) {
         true => works("killed and waited for"),
-        false => Err(StepError::new("the signal had no effect")),
+        false => Err(LaunchStepError::new("the signal had no effect")),
     }
 }
 
-pub fn session_keyring() -> Done {
+pub fn session_keyring() -> ActResult {
     sys::new_session_keyring().during(|| "join a new session keyring".into())?;
     works("left")
 }
 
-pub fn openat2() -> Done {
+pub fn openat2() -> ActResult {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     rustix::fs::openat2(CWD, "/", flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)
         .during(|| "open /".into())?;
     works("opened / without links")
 }
 
-pub fn close_range() -> Done {
+pub fn close_range() -> ActResult {
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
     works("marked")
 }

@@ -20,14 +20,14 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, Signal, WaitOptions};
 use serde::{Deserialize, Serialize};
 
-use crate::step_report::{During, StepError};
+use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, Forked};
 
 /// The word after the program's name that makes it try the mechanisms.
 pub const ARGUMENT: &str = "__probe";
 
 /// All acts together take some tens of milliseconds; one that waits this long for the kernel waits for ever.
-const AT_MOST: Duration = Duration::from_secs(10);
+const TIME_MAX: Duration = Duration::from_secs(10);
 /// The answers are a few kilobytes.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 
@@ -167,7 +167,7 @@ impl Mechanism {
 /// What became of one act.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
-pub enum Verdict {
+pub enum MechanismVerdict {
     Works {
         how: String,
     },
@@ -180,24 +180,24 @@ pub enum Verdict {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Tried {
+pub struct MechanismResult {
     pub mechanism: Mechanism,
     #[serde(flatten)]
-    pub verdict: Verdict,
+    pub verdict: MechanismVerdict,
 }
 
-impl Tried {
+impl MechanismResult {
     pub fn failed(&self) -> Option<(&str, Option<i32>)> {
         match &self.verdict {
-            Verdict::Fails { step, errno } => Some((step, *errno)),
-            Verdict::Works { .. } | Verdict::NotUsed => None,
+            MechanismVerdict::Fails { step, errno } => Some((step, *errno)),
+            MechanismVerdict::Works { .. } | MechanismVerdict::NotUsed => None,
         }
     }
 }
 
 /// What the acts are tried with.
 #[derive(Clone, Debug)]
-pub struct Trial {
+pub struct ProbeInputs {
     /// For root: the uid that a run would have, leased by the caller.
     pub leased_uid: Option<u32>,
     /// A directory that a run would show: whether it can be idmapped depends on its file system.
@@ -210,21 +210,21 @@ pub enum ProbeError {
     Start { path: PathBuf, source: io::Error },
     #[error("read what was found")]
     Read(#[source] io::Error),
-    #[error("trying the mechanisms took longer than {} s", AT_MOST.as_secs())]
+    #[error("trying the mechanisms took longer than {} s", TIME_MAX.as_secs())]
     TooLong,
     #[error("understand what was found")]
-    Answer(#[source] serde_json::Error),
+    NotificationAnswer(#[source] serde_json::Error),
 }
 
 /// Tries every mechanism, in processes of our own binary.
-pub fn try_all(launcher: &Path, trial: &Trial) -> Result<Vec<Tried>, ProbeError> {
-    let uid = trial
+pub fn try_all(launcher: &Path, inputs: &ProbeInputs) -> Result<Vec<MechanismResult>, ProbeError> {
+    let uid = inputs
         .leased_uid
         .map_or(String::from("-"), |uid| uid.to_string());
     let mut child = Command::new(launcher)
         .arg(ARGUMENT)
         .arg(uid)
-        .arg(&trial.shown)
+        .arg(&inputs.shown)
         .env_clear()
         .current_dir("/")
         .process_group(0)
@@ -242,18 +242,19 @@ pub fn try_all(launcher: &Path, trial: &Trial) -> Result<Vec<Tried>, ProbeError>
     };
     if answer.is_err() {
         // The group is the child's own, and the child is not reaped yet: its number is nobody else's.
-        let _gone = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
+        let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
     }
-    let _known_from_the_answer = child.wait();
+    // The answer tells how it went.
+    let _ = child.wait();
     let answer = answer?;
     let lines = answer.split(|b| *b == b'\n').filter(|l| !l.is_empty());
     lines
-        .map(|line| serde_json::from_slice(line).map_err(ProbeError::Answer))
+        .map(|line| serde_json::from_slice(line).map_err(ProbeError::NotificationAnswer))
         .collect()
 }
 
 fn read_in_time(mut from: impl Read + AsFd) -> Result<Vec<u8>, ProbeError> {
-    let give_up = Instant::now() + AT_MOST;
+    let give_up = Instant::now() + TIME_MAX;
     let mut answer = Vec::new();
     let mut buffer = [0; 16 << 10];
     loop {
@@ -288,11 +289,12 @@ pub fn main() -> ! {
         .next()
         .and_then(|a| a.to_str().and_then(|t| t.parse().ok()));
     let shown = args.next().map_or_else(|| "/".into(), PathBuf::from);
-    let trial = Trial { leased_uid, shown };
-    let _told_by_the_answer = die_with_parent();
+    let inputs = ProbeInputs { leased_uid, shown };
+    // Refused: the mechanisms are tried all the same.
+    let _ = die_with_parent();
     for mechanism in Mechanism::ALL {
-        let verdict = apart(|| act(mechanism, &trial));
-        let line = serde_json::to_vec(&Tried { mechanism, verdict });
+        let verdict = in_child(|| act(mechanism, &inputs));
+        let line = serde_json::to_vec(&MechanismResult { mechanism, verdict });
         let told = line.map_err(io::Error::from).and_then(|mut line| {
             line.push(b'\n');
             io::stdout().write_all(&line)
@@ -304,16 +306,16 @@ pub fn main() -> ! {
     sys::exit_now(0)
 }
 
-fn die_with_parent() -> Result<(), StepError> {
+fn die_with_parent() -> Result<(), LaunchStepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .during(|| "ask to die with the parent".into())
 }
 
-type Done = Result<Verdict, StepError>;
+type ActResult = Result<MechanismVerdict, LaunchStepError>;
 
 /// Does something in a process of its own and tells how it went.
-fn apart(act: impl FnOnce() -> Done) -> Verdict {
-    let failed = |step: &str, e: io::Error| Verdict::Fails {
+fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
+    let failed = |step: &str, e: io::Error| MechanismVerdict::Fails {
         step: step.to_owned(),
         errno: e.raw_os_error(),
     };
@@ -326,7 +328,7 @@ fn apart(act: impl FnOnce() -> Done) -> Verdict {
         Ok(Forked::Child) => {
             drop(ours);
             let verdict = die_with_parent().and_then(|()| act());
-            let verdict = verdict.unwrap_or_else(|e| Verdict::Fails {
+            let verdict = verdict.unwrap_or_else(|e| MechanismVerdict::Fails {
                 step: e.detail,
                 errno: e.errno,
             });
@@ -346,7 +348,7 @@ fn apart(act: impl FnOnce() -> Done) -> Verdict {
     if let (Ok(_), Ok(verdict)) = (heard, serde_json::from_slice(&answer)) {
         return verdict;
     }
-    Verdict::Fails {
+    MechanismVerdict::Fails {
         step: match ended {
             Some(signal) => format!("killed by signal {signal}"),
             None => String::from("ended without an answer"),
@@ -364,14 +366,14 @@ fn reap(child: i32) -> Option<i32> {
         .and_then(|(_, status)| status.terminating_signal())
 }
 
-fn works(how: impl Into<String>) -> Done {
-    Ok(Verdict::Works { how: how.into() })
+fn works(how: impl Into<String>) -> ActResult {
+    Ok(MechanismVerdict::Works { how: how.into() })
 }
 
-fn act(mechanism: Mechanism, trial: &Trial) -> Done {
+fn act(mechanism: Mechanism, inputs: &ProbeInputs) -> ActResult {
     match mechanism {
-        Mechanism::UserNamespace => building::user_namespace(trial),
-        Mechanism::InnerUserNamespace => building::inner_user_namespace(trial),
+        Mechanism::UserNamespace => building::user_namespace(inputs),
+        Mechanism::InnerUserNamespace => building::inner_user_namespace(inputs),
         Mechanism::MountNamespace => building::mount_namespace(),
         Mechanism::PidNamespace => building::pid_namespace(),
         Mechanism::NetNamespace => building::net_namespace(),
@@ -383,9 +385,9 @@ fn act(mechanism: Mechanism, trial: &Trial) -> Done {
         Mechanism::Devpts => building::devpts(),
         Mechanism::Overlay => building::overlay(),
         Mechanism::ReadOnlyMounts => building::read_only_mounts(),
-        Mechanism::IdmappedMounts => building::idmapped_mounts(trial),
+        Mechanism::IdmappedMounts => building::idmapped_mounts(inputs),
         Mechanism::PivotRoot => building::pivot_root(),
-        Mechanism::LeasedUid => building::leased_uid(trial),
+        Mechanism::LeasedUid => building::leased_uid(inputs),
         Mechanism::Landlock => calls::landlock(),
         Mechanism::SeccompFilter => calls::seccomp_filter(),
         Mechanism::SeccompNotification => calls::seccomp_notification(),

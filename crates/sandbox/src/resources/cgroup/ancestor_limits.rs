@@ -4,24 +4,24 @@
 use std::fs;
 use std::path::Path;
 
-use super::host::{Site, sites_from, where_we_are};
+use super::host::{Site, mounts_and_membership, sites_from};
 use super::node::Node;
-use super::{Controller, SWAP_NOT_COUNTED, Version, host_has_swap, way_up};
+use super::{Controller, SWAP_NOT_COUNTED, Version, ancestors, host_has_swap};
 use crate::spec::Hardness;
 
 /// What holds this process from above. `None`: nothing does, or nothing that can be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct OuterLimits {
+pub struct AncestorLimits {
     /// In bytes.
-    pub memory: Option<OuterLimit>,
+    pub memory: Option<AncestorLimit>,
     /// In thousandths of a CPU.
-    pub cpus: Option<OuterLimit>,
+    pub cpus: Option<AncestorLimit>,
     /// The Slurm job this process is part of, also where its groups limit nothing.
     pub slurm_job: Option<u64>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OuterLimit {
+pub struct AncestorLimit {
     pub value: u64,
     /// Whose, and by which file: `Slurm job 7, cgroup v2 memory.max of /system.slice/slurmstepd.scope/job_7`.
     pub by: String,
@@ -30,16 +30,16 @@ pub struct OuterLimit {
 }
 
 /// Reads the limits over this process. Nothing is changed, and what cannot be read is not there.
-pub fn outer_limits() -> OuterLimits {
-    let (mountinfo, membership) = where_we_are();
+pub fn ancestor_limits() -> AncestorLimits {
+    let (mountinfo, membership) = mounts_and_membership();
     let job = std::env::var("SLURM_JOB_ID").ok();
-    outer_limits_in(&sites_from(&mountinfo, &membership), job.as_deref())
+    ancestor_limits_in(&sites_from(&mountinfo, &membership), job.as_deref())
 }
 
-fn outer_limits_in(sites: &[Site], job_in_environment: Option<&str>) -> OuterLimits {
+fn ancestor_limits_in(sites: &[Site], job_in_environment: Option<&str>) -> AncestorLimits {
     let job = sites.iter().find_map(|site| slurm_job_in(&site.own));
     let quotas = sites.iter().filter_map(quota);
-    OuterLimits {
+    AncestorLimits {
         memory: least(sites.iter().filter_map(memory)),
         cpus: least(quotas.chain(sites.iter().filter_map(cpu_set))),
         slurm_job: job.or_else(|| job_in_environment?.parse().ok()),
@@ -47,18 +47,18 @@ fn outer_limits_in(sites: &[Site], job_in_environment: Option<&str>) -> OuterLim
 }
 
 /// The tightest; of two that are equally tight, the firmer.
-fn least(limits: impl Iterator<Item = OuterLimit>) -> Option<OuterLimit> {
+fn least(limits: impl Iterator<Item = AncestorLimit>) -> Option<AncestorLimit> {
     limits.min_by_key(|limit| (limit.how_hard == Hardness::Watched, limit.value))
 }
 
-fn outer(site: &Site, group: &Path, file: &str, value: u64) -> OuterLimit {
+fn outer(site: &Site, group: &Path, file: &str, value: u64) -> AncestorLimit {
     let version = match site.version {
         Version::V1 => "v1",
         Version::V2 => "v2",
     };
     let below = group.strip_prefix(&site.mount).unwrap_or(group);
     let whose = slurm_job_in(group).map_or(String::new(), |job| format!("Slurm job {job}, "));
-    OuterLimit {
+    AncestorLimit {
         value,
         by: format!("{whose}cgroup {version} {file} of /{}", below.display()),
         how_hard: Hardness::Hard,
@@ -78,14 +78,14 @@ fn is_limit(value: &u64) -> bool {
     *value < 1 << 62
 }
 
-fn memory(site: &Site) -> Option<OuterLimit> {
+fn memory(site: &Site) -> Option<AncestorLimit> {
     let by_version = match site.version {
         Version::V1 => memory_v1,
         Version::V2 => memory_v2,
     };
     let alone = by_version(site, Swap::Free).map(|limit| match host_has_swap() {
         false => limit,
-        true => OuterLimit {
+        true => AncestorLimit {
             by: format!("{}{SWAP_NOT_COUNTED}", limit.by),
             how_hard: Hardness::Watched,
             ..limit
@@ -101,8 +101,8 @@ enum Swap {
     Free,
 }
 
-fn memory_v2(site: &Site, swap: Swap) -> Option<OuterLimit> {
-    least(way_up(site).filter_map(|node| {
+fn memory_v2(site: &Site, swap: Swap) -> Option<AncestorLimit> {
+    least(ancestors(site).filter_map(|node| {
         let memory = node.number("memory.max")?;
         let (file, more) = match swap {
             Swap::Free => ("memory.max", 0),
@@ -117,7 +117,7 @@ fn memory_v2(site: &Site, swap: Swap) -> Option<OuterLimit> {
 
 /// The kernel's own sum over the groups above is what holds: with `use_hierarchy` off a limit above means nothing, and
 /// one above a container's mount cannot be opened. Its owner is looked for only to be named.
-fn memory_v1(site: &Site, swap: Swap) -> Option<OuterLimit> {
+fn memory_v1(site: &Site, swap: Swap) -> Option<AncestorLimit> {
     if !site.controllers.contains(&Controller::Memory) {
         return None;
     }
@@ -127,18 +127,18 @@ fn memory_v1(site: &Site, swap: Swap) -> Option<OuterLimit> {
     };
     let own = Node::open(Version::V1, &site.own).ok()?;
     let value = own.keyed("memory.stat", key).filter(is_limit)?;
-    let owner = way_up(site).find(|node| node.number(file) == Some(value));
+    let owner = ancestors(site).find(|node| node.number(file) == Some(value));
     Some(match owner {
         Some(node) => outer(site, &node.path, file, value),
         None => outer(site, &own.path, &format!("memory.stat {key}"), value),
     })
 }
 
-fn quota(site: &Site) -> Option<OuterLimit> {
+fn quota(site: &Site) -> Option<AncestorLimit> {
     if site.version == Version::V1 && !site.controllers.contains(&Controller::Cpu) {
         return None;
     }
-    least(way_up(site).filter_map(|node| {
+    least(ancestors(site).filter_map(|node| {
         let (file, quota, period) = match site.version {
             Version::V1 => (
                 "cpu.cfs_quota_us",
@@ -160,7 +160,7 @@ fn quota(site: &Site) -> Option<OuterLimit> {
 }
 
 /// A set of CPUs is a limit if it is not all of them.
-fn cpu_set(site: &Site) -> Option<OuterLimit> {
+fn cpu_set(site: &Site) -> Option<AncestorLimit> {
     let files: &[&'static str] = match site.version {
         Version::V1 if !site.controllers.contains(&Controller::Cpuset) => return None,
         Version::V1 => &["cpuset.effective_cpus", "cpuset.cpus"],
@@ -169,7 +169,7 @@ fn cpu_set(site: &Site) -> Option<OuterLimit> {
     let all = fs::read_to_string("/sys/devices/system/cpu/online").ok()?;
     let all = cpus_in(&all)?;
     // Where the controller is not switched on for our group, the next one above that has it is what holds.
-    let (node, file, count) = way_up(site).find_map(|node| {
+    let (node, file, count) = ancestors(site).find_map(|node| {
         let read = |file: &&'static str| Some((*file, cpus_in(&node.read(file).ok()?)?));
         let (file, count) = files.iter().find_map(read)?;
         Some((node, file, count))
@@ -191,7 +191,7 @@ fn cpus_in(list: &str) -> Option<u64> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::node::Made;
+    use super::super::node::CreatedGroup;
     use super::super::tests::{MIB, host, limits, start};
     use super::super::{Group, GroupLimits, v1, v2};
     use super::*;
@@ -218,10 +218,10 @@ mod tests {
             assert_eq!(slurm_job_in(Path::new(group)), job, "{group}");
         }
         // The environment alone names the job, and credits it with nothing.
-        let told = outer_limits_in(&[], Some("42"));
+        let told = ancestor_limits_in(&[], Some("42"));
         assert_eq!(told.slurm_job, Some(42));
         assert!(told.memory.is_none() && told.cpus.is_none());
-        assert_eq!(outer_limits_in(&[], Some("x; rm")).slurm_job, None);
+        assert_eq!(ancestor_limits_in(&[], Some("x; rm")).slurm_job, None);
     }
 
     #[test]
@@ -240,9 +240,9 @@ mod tests {
 
     /// Only prints, for the test below, which starts this one inside a group.
     #[test]
-    fn tells_its_outer_limits() {
+    fn tells_its_ancestor_limits() {
         if std::env::var_os(TELL).is_some() {
-            println!("{:?}", outer_limits());
+            println!("{:?}", ancestor_limits());
         }
     }
 
@@ -255,7 +255,7 @@ mod tests {
         for (group, limited) in [(group, true), (free, false)] {
             let jobs = as_jobs(&group);
             let exe = std::env::current_exe().unwrap();
-            let test = "resources::cgroup::ancestor_limits::tests::tells_its_outer_limits";
+            let test = "resources::cgroup::ancestor_limits::tests::tells_its_ancestor_limits";
             let script = format!("{TELL}=1 exec {exe:?} --exact --nocapture {test}");
             let ended = start(&jobs, &[], &script).wait_with_output().unwrap();
             let told = String::from_utf8(ended.stdout).unwrap();
@@ -268,7 +268,7 @@ mod tests {
             drop(jobs);
             group.remove().unwrap();
             assert!(told.contains("slurm_job: Some(7)"), "{told}");
-            let credited = |limit: &str| told.contains(&format!("{limit}: Some(OuterLimit {{"));
+            let credited = |limit: &str| told.contains(&format!("{limit}: Some(AncestorLimit {{"));
             // A machine that is itself a container may limit us from further above, which is not Slurm's doing then.
             let by_slurm = told.matches("Slurm job 7, cgroup").count();
             assert_eq!(by_slurm, if limited { 2 } else { 0 }, "{told}");
@@ -283,7 +283,7 @@ mod tests {
     /// Makes `slurm/uid_0/job_7` below each directory of the group, moving its limits to the job, as a group that
     /// processes can enter.
     fn as_jobs(group: &Group) -> Group {
-        let nest = |part: &Made| {
+        let nest = |part: &CreatedGroup| {
             let mut node = Node::open(part.node.version, &part.node.path).unwrap();
             let mut parent = None;
             for name in ["slurm", "uid_0", "job_7"] {
@@ -301,7 +301,7 @@ mod tests {
                 mount: part.parent.path.clone(),
                 own: part.node.path.clone(),
             };
-            let made = Made {
+            let made = CreatedGroup {
                 node,
                 parent: parent.unwrap(),
                 name: "job_7".into(),

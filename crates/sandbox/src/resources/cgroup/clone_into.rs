@@ -10,7 +10,7 @@ use crate::sys::{self, Forked, Parentage};
 
 /// Whether a child was born in the group it is meant for, or has to attach itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Birth {
+pub(crate) enum GroupEntry {
     InGroup,
     /// In its parent's group; with the kernel's reason, if another one was asked for.
     Outside {
@@ -21,25 +21,25 @@ pub(crate) enum Birth {
 /// Forks, with the child born in the group of this directory (version 2) where the kernel allows it. Whoever may not
 /// write to the group, and to the one above that it shares with its own, is refused by the kernel, and the child is
 /// then born outside. Both have a single thread; the child leaves by [`sys::exit_now`].
-pub(crate) fn fork_into(group: Option<BorrowedFd<'_>>) -> io::Result<(Forked, Birth)> {
+pub(crate) fn fork_into(group: Option<BorrowedFd<'_>>) -> io::Result<(Forked, GroupEntry)> {
     let refusal = match group.map(|group| sys::fork_into_group(group, Parentage::Own)) {
-        Some(Ok(forked)) => return Ok((forked, Birth::InGroup)),
+        Some(Ok(forked)) => return Ok((forked, GroupEntry::InGroup)),
         Some(Err(e)) => Some(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
         None => None,
     };
     let forked = sys::fork(Parentage::Own)?;
-    Ok((forked, Birth::Outside { refusal }))
+    Ok((forked, GroupEntry::Outside { refusal }))
 }
 
 /// The way into the run's group for a process that init starts later.
 #[derive(Default)]
-pub(crate) struct Entrance {
+pub(crate) struct GroupAccess {
     pub directory: Option<OwnedFd>,
     /// As `Group::attach_fds` gave them; the first is for the group of `directory`.
     pub files: Vec<OwnedFd>,
 }
 
-impl Entrance {
+impl GroupAccess {
     /// Enters the group, or has a child enter that is born in it as this process's sibling: that child returns `None`, and
     /// to this process its number is returned. For a process with a single thread.
     pub fn enter(&self) -> io::Result<Option<i32>> {

@@ -5,37 +5,37 @@ use std::path::{Path, PathBuf};
 
 use super::host::{Site, lines, parse_membership, sites};
 use super::node::Node;
-use super::{Controller, Version, v2, way_up};
+use super::{Controller, Version, ancestors, v2};
 
 /// How this process stands with the groups of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum Delegation {
     /// There is no version 2 tree with the controllers, or a part of it only: nobody could move us to a better place.
     Fixed,
     /// A version 2 subtree is ours, marked as such by its manager if there is one.
     Delegated,
     /// A version 2 tree has the controllers, but no part of it is ours.
-    Undelegated(Place),
+    Undelegated(GroupLocation),
 }
 
 /// The group this process is in, by the name that the manager of the tree has for it, and what it limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct GroupLocation {
     pub group: PathBuf,
     /// From our own group up: what each limits for those below it.
-    levels: Vec<(PathBuf, Limiting)>,
+    levels: Vec<(PathBuf, LevelLimits)>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Limiting {
+struct LevelLimits {
     file: Option<&'static str>,
     pids_max: Option<u64>,
 }
 
-impl Place {
+impl GroupLocation {
     /// The nearest group below `kept`, our own included, that limits memory or CPUs, and the file that does. Who
     /// leaves for another place below `kept` is rid of that limit.
-    pub fn limit_shed(&self, kept: &Path) -> Option<(PathBuf, &'static str)> {
+    pub fn limit_lost_by_move(&self, kept: &Path) -> Option<(PathBuf, &'static str)> {
         self.levels_below(kept)
             .find_map(|(group, limiting)| Some((group.clone(), limiting.file?)))
     }
@@ -47,7 +47,10 @@ impl Place {
             .min()
     }
 
-    fn levels_below<'a>(&'a self, kept: &'a Path) -> impl Iterator<Item = &'a (PathBuf, Limiting)> {
+    fn levels_below<'a>(
+        &'a self,
+        kept: &'a Path,
+    ) -> impl Iterator<Item = &'a (PathBuf, LevelLimits)> {
         self.levels
             .iter()
             .filter(move |(group, _)| group != kept && group.starts_with(kept))
@@ -55,20 +58,20 @@ impl Place {
 }
 
 /// Reads how this process stands. Changes nothing; a host of version 1 costs two short files.
-pub fn standing() -> Standing {
+pub fn delegation() -> Delegation {
     let Some(site) = v2_site() else {
-        return Standing::Fixed;
+        return Delegation::Fixed;
     };
     if v2::is_ours(&site) {
-        return Standing::Delegated;
+        return Delegation::Delegated;
     }
-    place_in(&site).map_or(Standing::Fixed, Standing::Undelegated)
+    location_in(&site).map_or(Delegation::Fixed, Delegation::Undelegated)
 }
 
 /// Where this process is in a version 2 tree that has the controllers, whether or not it may make groups there. `None`
-/// as with [`Standing::Fixed`].
-pub fn place() -> Option<Place> {
-    v2_site().and_then(|site| place_in(&site))
+/// as with [`Delegation::Fixed`].
+pub fn group_location() -> Option<GroupLocation> {
+    v2_site().and_then(|site| location_in(&site))
 }
 
 fn v2_site() -> Option<Site> {
@@ -81,14 +84,16 @@ fn v2_site() -> Option<Site> {
     }
 }
 
-fn place_in(site: &Site) -> Option<Place> {
+fn location_in(site: &Site) -> Option<GroupLocation> {
     let membership = fs::read("/proc/self/cgroup").unwrap_or_default();
     let group = lines(&membership)
         .filter_map(parse_membership)
         .find_map(|(version, _, path)| (version == Version::V2).then_some(path))?;
     // In a container that sees a part of the tree, its names are not those of the manager outside.
-    (below(&site.mount, &group) == site.own).then(|| Place {
-        levels: way_up(site).filter_map(|node| level(site, &node)).collect(),
+    (below(&site.mount, &group) == site.own).then(|| GroupLocation {
+        levels: ancestors(site)
+            .filter_map(|node| level(site, &node))
+            .collect(),
         group,
     })
 }
@@ -100,7 +105,7 @@ fn below(mount: &Path, group: &Path) -> PathBuf {
         .collect()
 }
 
-fn level(site: &Site, node: &Node) -> Option<(PathBuf, Limiting)> {
+fn level(site: &Site, node: &Node) -> Option<(PathBuf, LevelLimits)> {
     let group = Path::new("/").join(node.path.strip_prefix(&site.mount).ok()?);
     let numbers = ["memory.max", "memory.high", "memory.swap.max"];
     let mut file = numbers.into_iter().find(|file| node.number(file).is_some());
@@ -117,20 +122,20 @@ fn level(site: &Site, node: &Node) -> Option<(PathBuf, Limiting)> {
         file = file.or(Some("cpuset.cpus"));
     }
     let pids_max = node.number("pids.max");
-    Some((group, Limiting { file, pids_max }))
+    Some((group, LevelLimits { file, pids_max }))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::names::{is_scope_name, scope_name};
-    use super::super::{CgroupError, Host, discover, left_behind};
+    use super::super::{CgroupError, Hierarchies, discover, left_behind};
     use super::*;
 
     #[test]
     fn what_a_move_would_shed_is_what_lies_below_the_place_that_is_kept() {
-        let level = |group: &str, file, pids_max| (group.into(), Limiting { file, pids_max });
-        let place = Place {
+        let level = |group: &str, file, pids_max| (group.into(), LevelLimits { file, pids_max });
+        let place = GroupLocation {
             group: "/a.slice/b.slice/c.service".into(),
             levels: vec![
                 level("/a.slice/b.slice/c.service", None, Some(50)),
@@ -139,7 +144,7 @@ mod tests {
                 level("/", None, None),
             ],
         };
-        let shed = |kept: &str| place.limit_shed(Path::new(kept));
+        let shed = |kept: &str| place.limit_lost_by_move(Path::new(kept));
         assert_eq!(shed("/a.slice/b.slice"), None);
         assert_eq!(
             shed("/a.slice"),
@@ -161,7 +166,7 @@ mod tests {
             .iter()
             .any(|s| s.controllers.contains(&Controller::Memory))
         {
-            true => assert_eq!((standing(), place()), (Standing::Fixed, None)),
+            true => assert_eq!((delegation(), group_location()), (Delegation::Fixed, None)),
             false => eprintln!(
                 "UNAVAILABLE: no version 1 hierarchy with the memory controller is mounted"
             ),
@@ -187,7 +192,7 @@ mod tests {
         // Recovery takes it for no run's group.
         let path = Path::new("/sys/fs/cgroup").join(&name);
         let mounts = b"1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
-        let answer = left_behind(&path, mounts, &Host::default());
+        let answer = left_behind(&path, mounts, &Hierarchies::default());
         assert!(
             matches!(answer, Err(CgroupError::Foreign { .. })),
             "{answer:?}"

@@ -22,12 +22,12 @@ pub(super) struct Site {
 
 /// The hierarchies this process sits in and could use.
 #[derive(Clone, Debug, Default)]
-pub struct Host {
+pub struct Hierarchies {
     pub(super) v1: Vec<Site>,
     pub(super) v2: Option<Site>,
 }
 
-impl Host {
+impl Hierarchies {
     /// True where no mounted hierarchy offers a controller that limits anything.
     pub fn is_none(&self) -> bool {
         let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
@@ -37,14 +37,14 @@ impl Host {
 }
 
 /// Every hierarchy we sit in, also one that hands no controller down to us but may limit us from above.
-pub(super) fn sites() -> Host {
-    let (mountinfo, membership) = where_we_are();
+pub(super) fn sites() -> Hierarchies {
+    let (mountinfo, membership) = mounts_and_membership();
     host_from(&mountinfo, &membership)
 }
 
 /// The mounts that this process sees, and its groups. Of a run's questions in a row only the first makes the kernel write
 /// down every mount of the host; the groups may change between two.
-pub(super) fn where_we_are() -> (Vec<u8>, Vec<u8>) {
+pub(super) fn mounts_and_membership() -> (Vec<u8>, Vec<u8>) {
     const GOOD_FOR: Duration = Duration::from_millis(250);
     static MOUNTS: Mutex<Option<(Instant, Vec<u8>)>> = Mutex::new(None);
     let mut known = MOUNTS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -58,19 +58,20 @@ pub(super) fn where_we_are() -> (Vec<u8>, Vec<u8>) {
 pub(super) fn read_proc(path: &str) -> Vec<u8> {
     use io::Read;
     let mut bytes = Vec::with_capacity(16 << 10);
-    let _what_there_is = fs::File::open(path).and_then(|mut file| file.read_to_end(&mut bytes));
+    // What cannot be read is empty.
+    let _ = fs::File::open(path).and_then(|mut file| file.read_to_end(&mut bytes));
     bytes
 }
 
-pub(super) struct Mount {
+pub(super) struct CgroupMount {
     pub(super) version: Version,
     pub(super) controllers: Vec<Controller>,
     pub(super) root: PathBuf,
     pub(super) point: PathBuf,
 }
 
-pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Host {
-    let mut host = Host::default();
+pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Hierarchies {
+    let mut host = Hierarchies::default();
     for site in sites_from(mountinfo, membership) {
         match site.version {
             // A hierarchy of cpuset alone holds nothing that we limit or count.
@@ -84,7 +85,7 @@ pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Host {
 
 /// Every hierarchy that is mounted where we can see our own place in it.
 pub(super) fn sites_from(mountinfo: &[u8], membership: &[u8]) -> Vec<Site> {
-    let mounts: Vec<Mount> = lines(mountinfo).filter_map(parse_mount).collect();
+    let mounts: Vec<CgroupMount> = lines(mountinfo).filter_map(parse_mount).collect();
     let site = |(version, controllers, path): (Version, Vec<Controller>, PathBuf)| {
         let (mount, own) = mounts
             .iter()
@@ -117,7 +118,7 @@ pub fn mount_points_in(mountinfo: &[u8]) -> Vec<PathBuf> {
 
 /// One line of mountinfo (proc_pid_mountinfo(5)): `id parent dev root point options [tags] - type
 /// source super-options`. Lines of other file systems, and lines we do not understand, give `None`.
-pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
+pub(super) fn parse_mount(line: &[u8]) -> Option<CgroupMount> {
     let fields: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
     let dash = fields.iter().skip(6).position(|f| *f == b"-")? + 6;
     let (version, controllers) = match *fields.get(dash + 1)? {
@@ -127,7 +128,7 @@ pub(super) fn parse_mount(line: &[u8]) -> Option<Mount> {
     };
     // Of version 1, a hierarchy that holds none of our controllers (name=systemd) is no use.
     (version == Version::V2 || !controllers.is_empty()).then_some(())?;
-    Some(Mount {
+    Some(CgroupMount {
         version,
         controllers,
         root: plain_absolute(unescape(fields[3]))?,
@@ -161,7 +162,7 @@ pub(super) fn controllers_in(list: &[u8]) -> Vec<Controller> {
 
 /// The directory of group `path` below a mount that shows the hierarchy from `root` downwards, as
 /// the mounts inside a container do.
-pub(super) fn locate(mount: &Mount, path: &Path) -> Option<PathBuf> {
+pub(super) fn locate(mount: &CgroupMount, path: &Path) -> Option<PathBuf> {
     let below = path.strip_prefix(&mount.root).ok()?;
     Some(match below.as_os_str().is_empty() {
         true => mount.point.clone(),

@@ -22,15 +22,15 @@ mod node;
 mod v1;
 mod v2;
 
-pub use ancestor_limits::{OuterLimit, OuterLimits, outer_limits};
-pub(crate) use clone_into::{Birth, Entrance, fork_into};
-pub use delegation::{Place, Standing, place, standing};
-pub use host::Host;
+pub use ancestor_limits::{AncestorLimit, AncestorLimits, ancestor_limits};
+pub(crate) use clone_into::{GroupAccess, GroupEntry, fork_into};
+pub use delegation::{Delegation, GroupLocation, delegation, group_location};
+pub use host::Hierarchies;
 pub(crate) use host::mount_points_in;
 use host::{Site, lines, parse_mount, plain_absolute, read_proc, sites};
 pub use names::scope_name;
 use names::{check_id, is_run_group, name_for};
-use node::{Made, Node, keyed};
+use node::{CreatedGroup, Node, keyed};
 
 use std::fs;
 use std::io;
@@ -173,7 +173,7 @@ pub struct GroupLimits {
 
 /// How a limit is held, for the record.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Enforced {
+pub struct EnforcedLimit {
     pub by: String,
     pub how_hard: Hardness,
 }
@@ -233,14 +233,18 @@ fn read_afresh(fd: BorrowedFd<'_>) -> io::Result<String> {
 /// Dropping it removes what is empty and leaves the rest to recovery.
 #[derive(Debug)]
 pub struct Group {
-    parts: Vec<Made>,
-    held: Vec<(LimitName, Result<Enforced, CgroupError>)>,
+    parts: Vec<CreatedGroup>,
+    held: Vec<(LimitName, Result<EnforcedLimit, CgroupError>)>,
 }
 
 impl Group {
     /// Makes the group of run `id` with its limits. A controller that is missing, or a limit that the
     /// kernel does not take, is not an error here: [`Group::enforces`] tells, and the caller decides.
-    pub fn create(host: &Host, id: &str, limits: &GroupLimits) -> Result<Group, CgroupError> {
+    pub fn create(
+        host: &Hierarchies,
+        id: &str,
+        limits: &GroupLimits,
+    ) -> Result<Group, CgroupError> {
         check_id(id)?;
         let name = name_for(id);
         // Whatever fails from here on, dropping the group removes the parts made so far.
@@ -277,7 +281,7 @@ impl Group {
         Ok(group)
     }
 
-    fn limit(&self, controller: Controller, value: u64) -> Result<Enforced, CgroupError> {
+    fn limit(&self, controller: Controller, value: u64) -> Result<EnforcedLimit, CgroupError> {
         let part = self.part(controller);
         match (controller, part.map(|p| (p.node.version, p))) {
             (Controller::Memory, Some((Version::V1, part))) => v1::limit_memory(part, value),
@@ -291,7 +295,7 @@ impl Group {
         }
     }
 
-    fn part(&self, controller: Controller) -> Option<&Made> {
+    fn part(&self, controller: Controller) -> Option<&CreatedGroup> {
         self.parts.iter().find(|part| part.has(controller))
     }
 
@@ -300,7 +304,7 @@ impl Group {
     /// them can attach whatever its own credentials are, so they are closed before the program runs. The one
     /// of version 2, if any, comes first: a process born in [`Group::directory_fd`] is in that part already.
     pub fn attach_fds(&self) -> Result<Vec<OwnedFd>, CgroupError> {
-        let open = |part: &Made| {
+        let open = |part: &CreatedGroup| {
             let file = match part.node.version {
                 // Writing to `tasks` spares the lock over all threads of the system that `cgroup.procs` takes.
                 Version::V1 => "tasks",
@@ -324,7 +328,7 @@ impl Group {
     }
 
     /// How `limit` is held; `None` if it was not asked for, or is not held by this group.
-    pub fn enforces(&self, limit: LimitName) -> Option<&Enforced> {
+    pub fn enforces(&self, limit: LimitName) -> Option<&EnforcedLimit> {
         let found = self.held.iter().find(|(name, _)| *name == limit);
         found.and_then(|(_, held)| held.as_ref().ok())
     }
@@ -404,32 +408,36 @@ impl Drop for Group {
 }
 
 /// Reads where this process sits. Nothing is changed, and nothing that cannot be read is an error:
-/// a host without cgroups gives a [`Host`] that is none.
-pub fn discover() -> Host {
+/// a host without cgroups gives a [`Hierarchies`] that is none.
+pub fn discover() -> Hierarchies {
     v2::with_controllers(sites())
 }
 
-impl Host {
+impl Hierarchies {
     /// Makes the version 2 subtree ready, moving this process into a leaf of its own if need be.
     /// A daemon calls this before it starts anything, so that its children are born in the leaf
     /// and none of them keeps the controllers from being switched on. [`Group::create`] does the
     /// same for a process that is alone. Without a version 2 tree there is nothing to do.
     pub fn prepare(&self) -> Result<(), CgroupError> {
         match &self.v2 {
-            Some(site) => v2::settle(site).map(|_| ()),
+            Some(site) => v2::prepare_parent(site).map(|_| ()),
             None => Ok(()),
         }
     }
 }
 
 /// Removes every part, going on past one that fails; the first error is returned.
-fn remove_all(parts: &[Made]) -> Result<(), CgroupError> {
+fn remove_all(parts: &[CreatedGroup]) -> Result<(), CgroupError> {
     let deadline = Instant::now() + REMOVE_WAIT;
     let results: Vec<_> = parts.iter().map(|part| part.remove(deadline)).collect();
     results.into_iter().collect()
 }
 
-fn limit_pids(part: &Made, version: Version, value: u64) -> Result<Enforced, CgroupError> {
+fn limit_pids(
+    part: &CreatedGroup,
+    version: Version,
+    value: u64,
+) -> Result<EnforcedLimit, CgroupError> {
     let text = value.to_string();
     part.node
         .write_kept("pids.max", &text, |found| found == text)?;
@@ -439,8 +447,8 @@ fn limit_pids(part: &Made, version: Version, value: u64) -> Result<Enforced, Cgr
     })
 }
 
-fn hard(by: impl Into<String>) -> Enforced {
-    Enforced {
+fn hard(by: impl Into<String>) -> EnforcedLimit {
+    EnforcedLimit {
         by: by.into(),
         how_hard: Hardness::Hard,
     }
@@ -449,10 +457,10 @@ fn hard(by: impl Into<String>) -> Enforced {
 const SWAP_NOT_COUNTED: &str = " (swap not counted)";
 
 /// A limit on memory that leaves swap free. Where there is swap, only a watch over both holds what was asked for.
-fn memory_alone(by: String, has_swap: bool) -> Enforced {
+fn memory_alone(by: String, has_swap: bool) -> EnforcedLimit {
     match has_swap {
         false => hard(by),
-        true => Enforced {
+        true => EnforcedLimit {
             by: format!("{by}{SWAP_NOT_COUNTED}, init's watch over both"),
             how_hard: Hardness::Watched,
         },
@@ -524,7 +532,7 @@ pub fn remove_left_behind(paths: &[PathBuf], boot_id: &str) -> Result<usize, Cgr
 
 /// Every path at which [`Group::create`] may make a directory for this id: what a record must name before
 /// anything is made, so that a crash at any moment leaves nothing unnamed.
-pub fn paths_to_be(host: &Host, id: &str) -> Vec<PathBuf> {
+pub fn planned_paths(host: &Hierarchies, id: &str) -> Vec<PathBuf> {
     let sites = host.v1.iter().chain(&host.v2);
     let places = sites.flat_map(|site| match site.version {
         Version::V1 => vec![site.own.clone()],
@@ -540,7 +548,11 @@ pub fn paths_to_be(host: &Host, id: &str) -> Vec<PathBuf> {
 }
 
 /// Opens a group that a record names, or says why it is not ours. `None`: it is gone already.
-fn left_behind(path: &Path, mountinfo: &[u8], host: &Host) -> Result<Option<Made>, CgroupError> {
+fn left_behind(
+    path: &Path,
+    mountinfo: &[u8],
+    host: &Hierarchies,
+) -> Result<Option<CreatedGroup>, CgroupError> {
     let foreign = |why| CgroupError::Foreign {
         path: path.to_path_buf(),
         why,
@@ -566,7 +578,7 @@ fn left_behind(path: &Path, mountinfo: &[u8], host: &Host) -> Result<Option<Made
     let opened =
         Node::open(mount.version, parent).and_then(|parent| Ok((parent.open_child(name)?, parent)));
     match opened {
-        Ok((node, parent)) => Ok(Some(Made {
+        Ok((node, parent)) => Ok(Some(CreatedGroup {
             node,
             parent,
             name: name.to_owned(),
@@ -592,7 +604,7 @@ pub fn memory_available_bytes() -> u64 {
 }
 
 /// Every group from our own up to the mount point.
-fn way_up(site: &Site) -> impl Iterator<Item = Node> + '_ {
+fn ancestors(site: &Site) -> impl Iterator<Item = Node> + '_ {
     site.own
         .ancestors()
         .take_while(|path| path.starts_with(&site.mount))

@@ -226,14 +226,14 @@ pub(super) fn wait_on(fd: BorrowedFd<'_>, events: PollFlags, at_most: Duration) 
 
 /// A group that we made: its directory, and its parent's, from which it is removed.
 #[derive(Debug)]
-pub(super) struct Made {
+pub(super) struct CreatedGroup {
     pub(super) node: Node,
     pub(super) parent: Node,
     pub(super) name: String,
     pub(super) controllers: Vec<Controller>,
 }
 
-impl Made {
+impl CreatedGroup {
     pub(super) fn has(&self, controller: Controller) -> bool {
         self.controllers.contains(&controller)
     }

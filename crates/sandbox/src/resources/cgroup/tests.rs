@@ -25,7 +25,7 @@ const V1: &str = "\
 41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
 ";
 
-fn own(host: &Host, controller: Controller) -> Option<PathBuf> {
+fn own(host: &Hierarchies, controller: Controller) -> Option<PathBuf> {
     let site = host.v1.iter().find(|s| s.controllers.contains(&controller));
     site.map(|s| s.own.clone())
 }
@@ -185,7 +185,7 @@ proptest! {
     fn no_bytes_make_the_parsers_panic(mounts: Vec<u8>, groups: Vec<u8>, id: String) {
         let _ = host_from(&mounts, &groups);
         let _ = unescape(&mounts);
-        let _ = left_behind(Path::new(&id), &mounts, &Host::default());
+        let _ = left_behind(Path::new(&id), &mounts, &Hierarchies::default());
         if check_id(&id).is_ok() {
             prop_assert!(!id.contains('/') && id.len() <= ID_LEN_MAX);
         }
@@ -197,7 +197,7 @@ proptest! {
 static SKIPPED: AtomicU32 = AtomicU32::new(0);
 
 /// Where the kernel has no cgroups at all there is nothing to test; anything less than that fails.
-pub(super) fn host() -> Option<Host> {
+pub(super) fn host() -> Option<Hierarchies> {
     let host = discover();
     if host.is_none() {
         let count = SKIPPED.fetch_add(1, Ordering::SeqCst) + 1;
@@ -352,7 +352,7 @@ fn plain_v2(name: &str) -> Option<Group> {
         eprintln!("UNAVAILABLE: no version 2 tree is mounted");
         return None;
     };
-    let parent = match v2::settle(&site) {
+    let parent = match v2::prepare_parent(&site) {
         Ok((parent, _)) => parent,
         Err(_) => Node::open(Version::V2, &site.own).unwrap(),
     };
@@ -364,7 +364,7 @@ fn plain_v2(name: &str) -> Option<Group> {
         }
         made => made.unwrap(),
     };
-    let part = Made {
+    let part = CreatedGroup {
         node,
         parent,
         name,
@@ -384,12 +384,12 @@ fn a_child_is_born_in_the_group() {
     };
     let none = File::open("/").unwrap();
     let asked = [
-        (group.directory_fd(), Birth::InGroup),
-        (None, Birth::Outside { refusal: None }),
+        (group.directory_fd(), GroupEntry::InGroup),
+        (None, GroupEntry::Outside { refusal: None }),
         // No group at all: the child is there all the same, and told why.
         (
             Some(none.as_fd()),
-            Birth::Outside {
+            GroupEntry::Outside {
                 refusal: Some(Errno::BADF),
             },
         ),
@@ -413,13 +413,13 @@ fn a_child_is_born_in_the_group() {
         let inside = told
             .lines()
             .any(|line| line.starts_with("0::") && line.ends_with(&group.parts[0].name));
-        assert_eq!(inside, expected == Birth::InGroup, "{told}");
+        assert_eq!(inside, expected == GroupEntry::InGroup, "{told}");
     }
     group.remove().unwrap();
 }
 
 /// 7 if a child was born as expected, and told its groups.
-fn born_in(directory: Option<BorrowedFd<'_>>, expected: Birth, to: &OwnedFd) -> i32 {
+fn born_in(directory: Option<BorrowedFd<'_>>, expected: GroupEntry, to: &OwnedFd) -> i32 {
     use crate::sys::{self, Forked};
     match fork_into(directory) {
         Ok((Forked::Child, birth)) => {
@@ -456,7 +456,7 @@ fn in_a_delegated_directory_a_plain_account_has_the_same() {
         ];
         for file in files.iter().map(|file| path.join(file)) {
             // Version 1 has but the first two, and needs but the first.
-            let _only_what_is_there = std::os::unix::fs::chown(file, Some(UID), Some(UID));
+            let _ = std::os::unix::fs::chown(file, Some(UID), Some(UID));
         }
     }
     let directory = tempfile::tempdir().unwrap();
@@ -577,7 +577,7 @@ fn a_process_of_another_uid_in_a_user_namespace_attaches_itself() {
         );
     }
     assert!(matches!(
-        Made::remove(&group.parts[0], Instant::now()),
+        CreatedGroup::remove(&group.parts[0], Instant::now()),
         Err(CgroupError::Busy(_))
     ));
     drop(child.stdin.take());

@@ -4,16 +4,16 @@
 use rustix::io::Errno;
 
 use super::host::Site;
-use super::node::{Made, Node};
+use super::node::{CreatedGroup, Node};
 use super::{
-    CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, Enforced, Version,
-    cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone, way_up,
+    CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, EnforcedLimit, Version,
+    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone,
 };
 
-pub(super) fn make(site: &Site, name: &str) -> Result<Made, CgroupError> {
+pub(super) fn make(site: &Site, name: &str) -> Result<CreatedGroup, CgroupError> {
     let parent = Node::open(Version::V1, &site.own)?;
     let node = parent.make_child(name)?;
-    let made = Made {
+    let made = CreatedGroup {
         node,
         parent,
         name: name.to_owned(),
@@ -28,7 +28,7 @@ pub(super) fn make(site: &Site, name: &str) -> Result<Made, CgroupError> {
 }
 
 /// Settings that a new group takes over wrongly, or not at all.
-fn inherit(made: &Made) -> Result<(), CgroupError> {
+fn inherit(made: &CreatedGroup) -> Result<(), CgroupError> {
     if made.has(Controller::Cpuset) {
         // A new cpuset has no CPUs and no memory nodes, and no process can enter it.
         for file in ["cpuset.cpus", "cpuset.mems"] {
@@ -49,7 +49,7 @@ const TCP_BYTES_MIN: u64 = 4 << 20;
 
 /// The limit on memory comes first: the kernel refuses a limit on memory with swap below it. Both are
 /// the same number, so that swap adds nothing.
-pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupError> {
+pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLimit, CgroupError> {
     const MEMORY: &str = "memory.limit_in_bytes";
     const WITH_SWAP: &str = "memory.memsw.limit_in_bytes";
     let text = bytes.to_string();
@@ -57,7 +57,7 @@ pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupEr
     // TCP buffers are counted apart here, and against a number for the whole host. A kernel that does not have the
     // file charges them to nobody.
     let buffers = (bytes / 8).max(TCP_BYTES_MIN);
-    let _not_everywhere = part.node.write_kept(
+    let _ = part.node.write_kept(
         "memory.kmem.tcp.limit_in_bytes",
         &buffers.to_string(),
         is_rounded(buffers),
@@ -74,7 +74,7 @@ pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupEr
     }
 }
 
-pub(super) fn limit_cpu(part: &Made, cpu_milli: u64) -> Result<Enforced, CgroupError> {
+pub(super) fn limit_cpu(part: &CreatedGroup, cpu_milli: u64) -> Result<EnforcedLimit, CgroupError> {
     const QUOTA: &str = "cpu.cfs_quota_us";
     const PERIOD: &str = "cpu.cfs_period_us";
     let period = CPU_PERIOD_US.to_string();
@@ -96,14 +96,14 @@ pub(super) fn limit_cpu(part: &Made, cpu_milli: u64) -> Result<Enforced, CgroupE
     }
 }
 
-fn tighter_above(part: &Made, quota_us: u64) -> bool {
+fn tighter_above(part: &CreatedGroup, quota_us: u64) -> bool {
     let above = Site {
         version: Version::V1,
         controllers: Vec::new(),
         mount: "/".into(),
         own: part.parent.path.clone(),
     };
-    way_up(&above).any(|node| {
+    ancestors(&above).any(|node| {
         let quota = node.number("cpu.cfs_quota_us");
         let period = node.number("cpu.cfs_period_us");
         // Compared as fractions: quota / period <= asked / CPU_PERIOD_US. No quota reads -1, which is no number here.
@@ -114,7 +114,7 @@ fn tighter_above(part: &Made, quota_us: u64) -> bool {
     })
 }
 
-pub(super) fn count(part: &Made, counters: &mut Counters) {
+pub(super) fn count(part: &CreatedGroup, counters: &mut Counters) {
     let node = &part.node;
     if part.has(Controller::Memory) {
         counters.oom_kills = node.keyed("memory.oom_control", "oom_kill");
@@ -142,7 +142,7 @@ pub(super) fn memory_limit(site: &Site) -> Option<u64> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::{Group, GroupLimits, Host, discover};
+    use super::super::{Group, GroupLimits, Hierarchies, discover};
     use super::*;
     use crate::spec::LimitName;
 
@@ -155,7 +155,7 @@ mod tests {
             eprintln!("UNAVAILABLE: no version 1 hierarchy with the cpu controller is mounted");
             return;
         };
-        let only_cpu = |own: &std::path::Path| Host {
+        let only_cpu = |own: &std::path::Path| Hierarchies {
             v1: vec![Site {
                 own: own.to_path_buf(),
                 ..site.clone()

@@ -13,12 +13,12 @@ use std::sync::{Mutex, PoisonError};
 use rustix::fs::{Access, AtFlags};
 use rustix::io::Errno;
 
-use super::host::{Host, Site};
+use super::host::{Hierarchies, Site};
 use super::names::is_scope_name;
-use super::node::{Made, Node};
+use super::node::{CreatedGroup, Node};
 use super::{
-    CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, Enforced, Version,
-    cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone, way_up,
+    CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, EnforcedLimit, Version,
+    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone,
 };
 use crate::standby_slot;
 
@@ -26,7 +26,7 @@ use crate::standby_slot;
 /// make a run's group look like a leaf, and recovery never takes a leaf for a run's group.
 const LEAF_PREFIX: &str = "fumehood_runner-";
 const LEAF_TRIES_MAX: u32 = 3;
-const SWEEP_MAX: usize = 1024;
+const LEAVES_MAX: usize = 1024;
 const WANTED: [(Controller, &str); 3] = [
     (Controller::Memory, "memory"),
     (Controller::Pids, "pids"),
@@ -34,10 +34,10 @@ const WANTED: [(Controller, &str); 3] = [
 ];
 
 /// One thread at a time moves the process and switches controllers on; the next finds it done.
-static SETTLING: Mutex<()> = Mutex::new(());
+static PREPARING: Mutex<()> = Mutex::new(());
 
 /// Fills in which controllers the version 2 tree offers to this process.
-pub(super) fn with_controllers(mut host: Host) -> Host {
+pub(super) fn with_controllers(mut host: Hierarchies) -> Hierarchies {
     if let Some(site) = &mut host.v2 {
         site.controllers = offered(site);
     }
@@ -67,10 +67,10 @@ fn listed(node: &Node, file: &'static str) -> Result<Vec<Controller>, CgroupErro
     Ok(ours.map(|(controller, _)| controller).collect())
 }
 
-pub(super) fn make(site: &Site, name: &str) -> Result<Made, CgroupError> {
-    let (parent, controllers) = settle(site)?;
+pub(super) fn make(site: &Site, name: &str) -> Result<CreatedGroup, CgroupError> {
+    let (parent, controllers) = prepare_parent(site)?;
     let node = parent.make_child(name)?;
-    let made = Made {
+    let made = CreatedGroup {
         node,
         parent,
         name: name.to_owned(),
@@ -88,8 +88,8 @@ pub(super) fn make(site: &Site, name: &str) -> Result<Made, CgroupError> {
 }
 
 /// Finds or prepares the group below which runs' groups are made, and says which controllers they get.
-pub(super) fn settle(site: &Site) -> Result<(Node, Vec<Controller>), CgroupError> {
-    let _one_at_a_time = SETTLING.lock().unwrap_or_else(PoisonError::into_inner);
+pub(super) fn prepare_parent(site: &Site) -> Result<(Node, Vec<Controller>), CgroupError> {
+    let _guard = PREPARING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(shared) = shared_parent(site)? {
         return Ok(shared);
     }
@@ -104,7 +104,7 @@ pub(super) fn settle(site: &Site) -> Result<(Node, Vec<Controller>), CgroupError
     // It would stay behind, and no controller can be switched on where a process is.
     standby_slot::dismiss();
     for _ in 0..LEAF_TRIES_MAX {
-        match through_leaf(&own) {
+        match move_into_leaf(&own) {
             Ok(on) if !on.is_empty() => return Ok((own, on)),
             Ok(_) => break,
             // Another process swept the leaf away between its making and our entering it.
@@ -147,7 +147,7 @@ fn delegated_above(site: &Site) -> Result<Option<Node>, CgroupError> {
     Ok(ours.then_some(parent))
 }
 
-/// Whether [`settle`] would find a place, and has it for itself. Nothing is changed.
+/// Whether [`prepare_parent`] would find a place, and has it for itself. Nothing is changed.
 pub(super) fn is_ours(site: &Site) -> bool {
     let alone = |node: &Node| {
         let own = [Some(std::process::id()), standby_slot::pid()];
@@ -234,8 +234,8 @@ fn switch_on(node: &Node) -> Result<Vec<Controller>, CgroupError> {
 
 /// Moves this process into a leaf and tries again. If others remain in the group, so that it was no use,
 /// the process goes back to where it was.
-fn through_leaf(own: &Node) -> Result<Vec<Controller>, CgroupError> {
-    sweep(own);
+fn move_into_leaf(own: &Node) -> Result<Vec<Controller>, CgroupError> {
+    remove_empty_leaves(own);
     let name = format!("{LEAF_PREFIX}{}", std::process::id());
     let leaf = own.make_child(&name)?;
     let go_back = || {
@@ -255,11 +255,11 @@ fn through_leaf(own: &Node) -> Result<Vec<Controller>, CgroupError> {
 }
 
 /// Removes leaves that nobody sits in any more; a leaf in use refuses to be removed.
-fn sweep(own: &Node) {
+fn remove_empty_leaves(own: &Node) {
     let Ok(entries) = std::fs::read_dir(&own.path) else {
         return;
     };
-    for entry in entries.flatten().take(SWEEP_MAX) {
+    for entry in entries.flatten().take(LEAVES_MAX) {
         let name = entry.file_name();
         if name.to_str().is_some_and(|n| n.starts_with(LEAF_PREFIX)) {
             let _ = rustix::fs::unlinkat(&own.fd, &name, AtFlags::REMOVEDIR);
@@ -268,11 +268,11 @@ fn sweep(own: &Node) {
 }
 
 /// Swap is forbidden rather than added up: memory with swap is then bounded by the one limit.
-pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupError> {
+pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLimit, CgroupError> {
     // The whole program goes at once: a pool that lost one of its workers would wait for it until the deadline. Only the
     // program is in this group, and neither its init nor the runner. If the kernel does not take it,
     // the limit holds all the same.
-    let _one_by_one_then = part.node.write("memory.oom.group", "1");
+    let _ = part.node.write("memory.oom.group", "1");
     let text = bytes.to_string();
     part.node
         .write_kept("memory.max", &text, is_rounded(bytes))?;
@@ -291,7 +291,7 @@ pub(super) fn limit_memory(part: &Made, bytes: u64) -> Result<Enforced, CgroupEr
     }
 }
 
-pub(super) fn limit_cpu(part: &Made, cpu_milli: u64) -> Result<Enforced, CgroupError> {
+pub(super) fn limit_cpu(part: &CreatedGroup, cpu_milli: u64) -> Result<EnforcedLimit, CgroupError> {
     let quota_us = cpu_quota_us(cpu_milli);
     let text = format!("{quota_us} {CPU_PERIOD_US}");
     part.node
@@ -302,7 +302,7 @@ pub(super) fn limit_cpu(part: &Made, cpu_milli: u64) -> Result<Enforced, CgroupE
     }))
 }
 
-pub(super) fn count(part: &Made, counters: &mut Counters) {
+pub(super) fn count(part: &CreatedGroup, counters: &mut Counters) {
     let node = &part.node;
     if part.has(Controller::Memory) {
         // Kills are counted with those in groups below; limits reached only where this group's own was.
@@ -320,7 +320,7 @@ pub(super) fn count(part: &Made, counters: &mut Counters) {
 }
 
 pub(super) fn memory_limit(site: &Site) -> Option<u64> {
-    way_up(site)
+    ancestors(site)
         .filter_map(|node| node.number("memory.max"))
         .min()
 }
