@@ -10,8 +10,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use crate::spec::{
-    ConfinementLevel, HostPath, InsidePath, LaunchPurpose, Layer, Limits, ProgramIdentity,
-    SharedMemory, Spec, Terminal, WorkspaceKind,
+    ConfinementLevel, DisabledLayers, HostPath, InsidePath, LaunchPurpose, Layer, Limits,
+    ProgramIdentity, SharedMemory, Spec, Terminal, WorkspaceKind,
 };
 use crate::supervise::{self, RunError, SilentHandler, SpawnResources};
 
@@ -80,6 +80,6 @@ fn miniature(level: ConfinementLevel) -> Spec {
         shared_memory: SharedMemory::Private,
         purpose: LaunchPurpose::Probe,
         required: BTreeSet::new(),
-        without: BTreeSet::new(),
+        disabled_layers: DisabledLayers::none(),
     }
 }

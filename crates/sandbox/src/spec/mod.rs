@@ -4,12 +4,16 @@
 //! sealed memory file and the launcher reads it back. Descriptors do not travel in it;
 //! they go beside it over the control socket (see `launch.rs`).
 
+mod disabled_layers;
+
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+pub use disabled_layers::DisabledLayers;
 
 /// Bytes that are usually text: a path, an argument, an environment value. Text is kept as
 /// text in JSON; anything else as a list of bytes, so that every name round-trips.
@@ -380,8 +384,8 @@ pub struct Spec {
     pub purpose: LaunchPurpose,
     /// The launcher stops, before anything runs, unless every one of these is in force.
     pub required: BTreeSet<Layer>,
-    /// Layers left off. For the tests that show what each layer owns; no user input reaches this.
-    pub without: BTreeSet<Layer>,
+    /// Layers that a test leaves off. No user input reaches this.
+    pub disabled_layers: DisabledLayers,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -476,7 +480,7 @@ impl Spec {
     }
 
     pub fn has(&self, layer: Layer) -> bool {
-        self.level.has(layer) && !self.without.contains(&layer)
+        self.level.has(layer) && !self.disabled_layers.contains(layer)
     }
 }
 
