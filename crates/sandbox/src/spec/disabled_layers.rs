@@ -16,19 +16,18 @@ compile_error!(
 );
 
 /// The layers that are left off; none without the feature `disable-layers`.
-#[cfg(feature = "disable-layers")]
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DisabledLayers(BTreeSet<Layer>);
-
-/// The layers that are left off; none without the feature `disable-layers`.
-#[cfg(not(feature = "disable-layers"))]
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DisabledLayers(());
+pub struct DisabledLayers {
+    #[cfg(feature = "disable-layers")]
+    layers: BTreeSet<Layer>,
+}
 
 #[cfg(feature = "disable-layers")]
 impl DisabledLayers {
     pub fn none() -> DisabledLayers {
-        DisabledLayers(BTreeSet::new())
+        DisabledLayers {
+            layers: BTreeSet::new(),
+        }
     }
 
     /// The layers that a test names in `FUMEHOOD_FAULT=without=seccomp,landlock`. Other words are ignored.
@@ -36,22 +35,23 @@ impl DisabledLayers {
         let text = std::env::var("FUMEHOOD_FAULT").unwrap_or_default();
         let words = text.strip_prefix("without=").unwrap_or_default();
         let layer = |word: &str| serde_json::from_value(serde_json::Value::from(word)).ok();
-        DisabledLayers(words.split(',').filter_map(layer).collect())
+        let layers = words.split(',').filter_map(layer).collect();
+        DisabledLayers { layers }
     }
 
     pub fn extend(&mut self, layers: impl IntoIterator<Item = Layer>) {
-        self.0.extend(layers);
+        self.layers.extend(layers);
     }
 
     pub(super) fn contains(&self, layer: Layer) -> bool {
-        self.0.contains(&layer)
+        self.layers.contains(&layer)
     }
 }
 
 #[cfg(not(feature = "disable-layers"))]
 impl DisabledLayers {
     pub fn none() -> DisabledLayers {
-        DisabledLayers(())
+        DisabledLayers {}
     }
 
     /// Reads nothing: see the feature `disable-layers`.

@@ -1,6 +1,6 @@
 //! From rules to classic BPF.
 
-use super::rule::{Action, Rule, Test};
+use super::rule::{Action, CallRule, Test};
 use crate::sys::Instruction;
 
 #[cfg(target_arch = "x86_64")]
@@ -27,7 +27,7 @@ pub(super) const IF_ANY_BIT: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K
 pub(super) const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
 /// Compiles the filter of these rules, sorted by number. A call that has no rule, and every call of a foreign ABI, gets `unlisted`.
-pub(super) fn assemble(rules: &[(u32, Rule)], unlisted: Action) -> Vec<Instruction> {
+pub(super) fn assemble(rules: &[(u32, CallRule)], unlisted: Action) -> Vec<Instruction> {
     let mut code = Assembler::default();
     let spans = spans(rules, unlisted, &mut code);
     let search = code.search(&spans);
@@ -39,8 +39,8 @@ pub(super) fn assemble(rules: &[(u32, Rule)], unlisted: Action) -> Vec<Instructi
 }
 
 /// Ranges of numbers with one target each, sorted, the first from zero and the last without an end.
-fn spans(rules: &[(u32, Rule)], unlisted: Action, code: &mut Assembler) -> Vec<(u32, Target)> {
-    let mut compiled: Vec<(&Rule, Target)> = Vec::new();
+fn spans(rules: &[(u32, CallRule)], unlisted: Action, code: &mut Assembler) -> Vec<(u32, Target)> {
+    let mut compiled: Vec<(&CallRule, Target)> = Vec::new();
     let mut spans = vec![(0, Target::Return(unlisted))];
     for (nr, rule) in rules {
         // Calls with equal rules share their instructions.
@@ -87,7 +87,7 @@ impl Assembler {
     /// Branches reach 255 instructions; a few are left for what [`Self::branch`] puts in between.
     const REACH: usize = 250;
 
-    fn rule(&mut self, rule: &Rule) -> Target {
+    fn rule(&mut self, rule: &CallRule) -> Target {
         let mut next = Target::Return(rule.otherwise);
         for clause in rule.clauses.iter().rev() {
             let mut holds = Target::Return(clause.action);

@@ -1,6 +1,6 @@
 //! Which ioctl commands there are.
 
-use super::rule::{self, Action, DENY, Rule, is, masked, when};
+use super::rule::{self, Action, CallRule, DENY, is, masked, when};
 
 /// An ioctl command as the kernel's _IOC composes it on both architectures; 1 writes, 2 reads.
 const fn command(direction: u32, group: u8, number: u8, size: u32) -> u32 {
@@ -12,7 +12,7 @@ const fn command(direction: u32, group: u8, number: u8, size: u32) -> u32 {
 /// btrfs subvolumes (which the reaper could not remove), space reservation past fallocate (FS_IOC_RESVSP), virtual
 /// consoles, and every device driver.
 #[rustfmt::skip]
-pub(super) fn rule() -> Rule {
+pub(super) fn rule() -> CallRule {
     const GROUP: u32 = 0xff00;
     const TERMINAL: u32 = 0x5400;
     const SOCKET: u32 = 0x8900;

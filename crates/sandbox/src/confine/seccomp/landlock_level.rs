@@ -6,7 +6,7 @@
 
 use libc::c_long;
 
-use super::rule::{Action, Clause, DENY, Rule, always, has_any, is, masked, rule, when};
+use super::rule::{Action, CallRule, Clause, DENY, always, has_any, is, masked, rule, when};
 use super::{ioctl as all_ioctls, number, table};
 use crate::confine::landlock::ABI_WITH_SIGNAL_SCOPE;
 
@@ -52,8 +52,8 @@ const REFUSED: &[(Action, &[c_long])] = &[
 ];
 
 /// Every rule that takes another's place.
-pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, Rule)> {
-    let mut rules: Vec<(c_long, Rule)> = Vec::new();
+pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
+    let mut rules: Vec<(c_long, CallRule)> = Vec::new();
     rules.extend(HANDED_OVER.iter().map(|nr| (*nr, always(Action::Notify))));
     for (action, calls) in REFUSED {
         rules.extend(calls.iter().map(|nr| (*nr, always(*action))));
@@ -74,7 +74,7 @@ pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, Rul
 }
 
 /// Set-id bits are refused as everywhere; the rest is the guardian's.
-fn modes() -> Vec<(c_long, Rule)> {
+fn modes() -> Vec<(c_long, CallRule)> {
     let mode = |arg| {
         rule(
             vec![when([has_any(arg, table::SET_ID)], DENY)],
@@ -92,7 +92,7 @@ fn modes() -> Vec<(c_long, Rule)> {
 
 /// Limits, priority and CPUs of a process: any of the same user could be named. The caller names itself by zero, as libc
 /// does; a thread of its own cannot be told from a stranger by its number.
-fn of_the_caller_itself(fixed_affinity: bool) -> Vec<(c_long, Rule)> {
+fn of_the_caller_itself(fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
     let own = || is(0, &[0]);
     let only_own = || rule(vec![when([own()], Action::Allow)], DENY);
     let one_process = |kind: u32| {
@@ -122,7 +122,7 @@ fn of_the_caller_itself(fixed_affinity: bool) -> Vec<(c_long, Rule)> {
 
 /// As everywhere, but a process stays open to the guardian, which has its uid and no capability: what it could not look
 /// into could hold memory that nobody counts.
-fn prctl() -> Rule {
+fn prctl() -> CallRule {
     let table_prctl = table::prctl();
     let hide = [is(0, &[libc::PR_SET_DUMPABLE as u32]), is(1, &[0])];
     let mut clauses = vec![when(hide, DENY)];
@@ -132,7 +132,7 @@ fn prctl() -> Rule {
 
 /// None at all: a unix socket reaches whatever listens, an internet one has the host's network, netlink lists it. Pairs
 /// are made by socketpair.
-fn socket() -> Rule {
+fn socket() -> CallRule {
     let known = [
         libc::AF_UNIX,
         libc::AF_INET,
@@ -148,7 +148,7 @@ fn socket() -> Rule {
 
 /// Landlock before ABI 3 asks for the right to write only where a file is opened for writing. O_TRUNC empties it all
 /// the same when it is opened for reading, or for neither (3).
-fn truncation() -> Vec<(c_long, Rule)> {
+fn truncation() -> Vec<(c_long, CallRule)> {
     let open = |flags: u8| {
         let mut clauses: Vec<Clause> = table::creates_set_id(flags);
         let unseen = [
@@ -168,7 +168,7 @@ fn truncation() -> Vec<(c_long, Rule)> {
 
 /// Any process of the same user could be named. kill and what raise() and abort() use go through the guardian, which
 /// knows whose child is whose; the rarer ways are refused.
-fn signals() -> Vec<(c_long, Rule)> {
+fn signals() -> Vec<(c_long, CallRule)> {
     let handed = [libc::SYS_kill, libc::SYS_tkill, libc::SYS_tgkill];
     let refused = [
         libc::SYS_rt_sigqueueinfo,
@@ -180,7 +180,7 @@ fn signals() -> Vec<(c_long, Rule)> {
     let owner = [libc::F_SETOWN as u32, F_SETOWN_EX, 10]; // F_SETSIG
     let mut fcntl = vec![when([is(1, &owner)], DENY)];
     fcntl.extend(table::fcntl().clauses);
-    let mut rules: Vec<(c_long, Rule)> = Vec::new();
+    let mut rules: Vec<(c_long, CallRule)> = Vec::new();
     rules.extend(handed.map(|nr| (nr, always(Action::Notify))));
     rules.extend(refused.map(|nr| (nr, always(DENY))));
     rules.push((libc::SYS_fcntl, rule(fcntl, Action::Allow)));
@@ -188,7 +188,7 @@ fn signals() -> Vec<(c_long, Rule)> {
 }
 
 /// Any socket, also one of a pair, answers questions about the host's interfaces, their addresses and hardware.
-fn ioctl(signals_by_kernel: bool) -> Rule {
+fn ioctl(signals_by_kernel: bool) -> CallRule {
     const SOCKETS: u32 = 0x8900;
     // FIOGETOWN, SIOCGPGRP, SIOCATMARK, SIOCGSTAMP; and FIOSETOWN, SIOCSPGRP where Landlock sees to whom they signal.
     let mut own = vec![0x8903, 0x8904, 0x8905, 0x8906];

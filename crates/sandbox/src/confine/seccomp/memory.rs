@@ -2,10 +2,10 @@
 
 use libc::c_long;
 
-use super::rule::{Action, Clause, Rule, has_any, is, rule, when};
+use super::rule::{Action, CallRule, Clause, has_any, is, rule, when};
 
 /// Calls whose flags decide where memory comes from.
-pub(super) fn rules() -> [(c_long, Rule); 5] {
+pub(super) fn rules() -> [(c_long, CallRule); 5] {
     let refused = |test, errno| {
         let clauses = vec![when([test], Action::Errno(errno))];
         rule(clauses, Action::Allow)

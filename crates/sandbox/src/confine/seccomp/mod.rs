@@ -21,7 +21,7 @@ mod threads;
 mod transfer;
 
 use crate::sys::Instruction;
-use rule::Rule;
+use rule::CallRule;
 pub use transfer::{receive, send};
 
 /// What the filter must know about the run. Everything else is the same for every run.
@@ -78,7 +78,7 @@ pub fn build_filter(options: &FilterOptions) -> Vec<Instruction> {
 }
 
 /// Every rule of one run's filter, sorted by number.
-fn rules(options: &FilterOptions) -> Vec<(u32, Rule)> {
+fn rules(options: &FilterOptions) -> Vec<(u32, CallRule)> {
     let mut rules = table::rules(options);
     if let OuterConfinement::Landlock { abi } = options.outer {
         let replaced = landlock_level::rules(abi, options.affinity == Affinity::Fixed);

@@ -35,17 +35,17 @@ pub(super) struct Clause {
 /// The first clause that holds decides. Without clauses no argument is loaded, so that the kernel can
 /// see that the call is always allowed and then skips the filter altogether.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Rule {
+pub(super) struct CallRule {
     pub(super) clauses: Vec<Clause>,
     pub(super) otherwise: Action,
 }
 
-pub(super) fn always(action: Action) -> Rule {
+pub(super) fn always(action: Action) -> CallRule {
     rule(Vec::new(), action)
 }
 
-pub(super) fn rule(clauses: Vec<Clause>, otherwise: Action) -> Rule {
-    Rule { clauses, otherwise }
+pub(super) fn rule(clauses: Vec<Clause>, otherwise: Action) -> CallRule {
+    CallRule { clauses, otherwise }
 }
 
 pub(super) fn when<const N: usize>(tests: [Test; N], action: Action) -> Clause {

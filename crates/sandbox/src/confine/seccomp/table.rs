@@ -11,7 +11,7 @@
 
 use libc::c_long;
 
-use super::rule::{Action, Clause, DENY, Rule, Test};
+use super::rule::{Action, CallRule, Clause, DENY, Test};
 use super::rule::{always, has_any, is, masked, rule, when};
 use super::{Affinity, Connect, Fallocate, FilterOptions, OuterConfinement};
 use super::{ioctl, memory, number, threads};
@@ -240,7 +240,7 @@ const ABSENT: &[&[c_long]] = &[
 const IGNORED: &[&[c_long]] = &[&[libc::SYS_sync, libc::SYS_syncfs]];
 
 /// The whole table.
-pub(super) fn rules(options: &FilterOptions) -> Vec<(c_long, Rule)> {
+pub(super) fn rules(options: &FilterOptions) -> Vec<(c_long, CallRule)> {
     // The threads of the sandbox's init. Where the host's processes are seen, another rule takes the place of these.
     let init = &match options.outer {
         OuterConfinement::Namespaces { watch, .. } => [1, watch],
@@ -254,7 +254,7 @@ pub(super) fn rules(options: &FilterOptions) -> Vec<(c_long, Rule)> {
         (ABSENT, UNLISTED),
         (IGNORED, Action::Errno(0)),
     ];
-    let mut rules: Vec<(c_long, Rule)> = Vec::new();
+    let mut rules: Vec<(c_long, CallRule)> = Vec::new();
     for (groups, action) in plain {
         let calls = groups.iter().copied().flatten();
         rules.extend(calls.map(|&nr| (nr, always(action))));
@@ -288,7 +288,7 @@ pub(super) fn rules(options: &FilterOptions) -> Vec<(c_long, Rule)> {
     rules
 }
 
-fn by_option(options: &FilterOptions, init: &[u32]) -> [(c_long, Rule); 8] {
+fn by_option(options: &FilterOptions, init: &[u32]) -> [(c_long, CallRule); 8] {
     let fallocate = match options.fallocate {
         Fallocate::Allowed => Action::Allow,
         // Space could be taken faster than a watch can see. glibc's posix_fallocate then writes zeros.
@@ -325,7 +325,7 @@ fn sends_are_brokered(options: &FilterOptions) -> bool {
 
 /// A send names an address unless its length is 0, and then on a unix datagram socket the path of any socket, even if the
 /// sender is connected or one of a pair. send() is sendto without one. The length is an int.
-fn sendto(options: &FilterOptions) -> Rule {
+fn sendto(options: &FilterOptions) -> CallRule {
     let mut sendto = send_of_any_kind(3, options);
     sendto.clauses.push(when([is(5, &[0])], Action::Allow));
     sendto
@@ -333,7 +333,7 @@ fn sendto(options: &FilterOptions) -> Rule {
 
 /// The address of a message is behind a pointer. What is handed over costs a visit to the broker, also for sockets on which
 /// an address is harmless: a filter cannot tell them apart.
-fn send_of_any_kind(flags: u8, options: &FilterOptions) -> Rule {
+fn send_of_any_kind(flags: u8, options: &FilterOptions) -> CallRule {
     let otherwise = match sends_are_brokered(options) {
         true => Action::Notify,
         false => Action::Allow,
@@ -343,7 +343,7 @@ fn send_of_any_kind(flags: u8, options: &FilterOptions) -> Rule {
 
 /// Which sockets can exist at all. The type shares its argument with SOCK_CLOEXEC and SOCK_NONBLOCK; the kernel
 /// takes the low four bits (SOCK_TYPE_MASK).
-fn socket(options: &FilterOptions) -> Rule {
+fn socket(options: &FilterOptions) -> CallRule {
     let inet = || is(0, &[libc::AF_INET as u32, libc::AF_INET6 as u32]);
     let netlink = || is(0, &[libc::AF_NETLINK as u32]);
     let mut clauses = unix_sockets(options);
@@ -386,7 +386,7 @@ fn socket(options: &FilterOptions) -> Rule {
 }
 
 /// multiprocessing, asyncio and shells make pairs of unix sockets; no other family has them to any use.
-fn socketpair(options: &FilterOptions) -> Rule {
+fn socketpair(options: &FilterOptions) -> CallRule {
     rule(unix_sockets(options), Action::Errno(libc::EAFNOSUPPORT))
 }
 
@@ -407,7 +407,7 @@ fn unix_sockets(options: &FilterOptions) -> Vec<Clause> {
     }
 }
 
-fn setsockopt(options: &FilterOptions) -> Rule {
+fn setsockopt(options: &FilterOptions) -> CallRule {
     let bpf = [
         libc::SO_ATTACH_FILTER,
         libc::SO_ATTACH_BPF,
@@ -446,7 +446,7 @@ fn setsockopt(options: &FilterOptions) -> Rule {
 /// Calls that set a user or group id of the caller or of a file. The program has no capability, so the only ids that it can
 /// set are its own. The kernel answers EINVAL to an id that the user namespace does not map; programs that try
 /// another id expect EPERM. -1 means "leave as it is", or gets the kernel's EINVAL. setfsuid never fails.
-fn ids(outer: OuterConfinement) -> Vec<(c_long, Rule)> {
+fn ids(outer: OuterConfinement) -> Vec<(c_long, CallRule)> {
     const UNCHANGED: u32 = u32::MAX;
     let only = |of: &[(u8, u32)]| match outer {
         OuterConfinement::Namespaces { .. } => {
@@ -485,7 +485,7 @@ fn ids(outer: OuterConfinement) -> Vec<(c_long, Rule)> {
 /// gets at one while the workspace lives could become that user. Nix's builders were attacked in this way and
 /// its sandbox filters the same calls since. A filter cannot know whether the path is a directory, where
 /// set-group-id would be harmless, so copying such a directory with its mode fails too.
-fn set_id() -> Vec<(c_long, Rule)> {
+fn set_id() -> Vec<(c_long, CallRule)> {
     let mode = |arg| rule(vec![when([has_any(arg, SET_ID)], DENY)], Action::Allow);
     let open = |flags| rule(creates_set_id(flags), Action::Allow);
     // Zero means a regular file. Devices are refused to anyone without CAP_MKNOD, save the whiteout, which is
@@ -531,14 +531,14 @@ pub(super) fn creates_set_id(flags: u8) -> Vec<Clause> {
 
 /// The sandbox's init, pid 1, has the program's own user id, which is all that prlimit asks for. A CPU limit set
 /// on it would have the kernel kill it, and the record would not know how the program ended.
-fn but_not_of(init: &[u32]) -> Rule {
+fn but_not_of(init: &[u32]) -> CallRule {
     rule(vec![when([is(0, init)], DENY)], Action::Allow)
 }
 
 pub(super) const IOPRIO_WHO_PROCESS: u32 = 1;
 
 /// Of one process, and not of init. A group or a user would be a way to name it too.
-fn of_one_process(one_process: u32, init: &[u32]) -> Rule {
+fn of_one_process(one_process: u32, init: &[u32]) -> CallRule {
     let clauses = vec![
         when([is(1, init)], DENY),
         when([is(0, &[one_process])], Action::Allow),
@@ -547,7 +547,7 @@ fn of_one_process(one_process: u32, init: &[u32]) -> Rule {
 }
 
 /// Never real-time: where the host's RLIMIT_RTPRIO allows it, such a task could hold a CPU against everybody else.
-fn scheduler(init: &[u32]) -> Rule {
+fn scheduler(init: &[u32]) -> CallRule {
     rule(
         vec![
             when([is(0, init)], DENY),
@@ -565,14 +565,14 @@ pub(super) fn ordinary_scheduler() -> Test {
 
 /// Asking (0xffffffff), the ordinary one, and no address randomisation, which debuggers, sanitizers and some Lisps
 /// want. Others turn protections off, READ_IMPLIES_EXEC and MMAP_PAGE_ZERO among them.
-fn personality() -> Rule {
+fn personality() -> CallRule {
     let ordinary = [0, 0xffff_ffff, libc::ADDR_NO_RANDOMIZE as u32];
     rule(vec![when([is(0, &ordinary)], Action::Allow)], DENY)
 }
 
 /// An allow-list as well: what a newer kernel adds gets the EINVAL of a kernel that does not have it.
 #[rustfmt::skip]
-pub(super) fn prctl() -> Rule {
+pub(super) fn prctl() -> CallRule {
     let allowed = [
         // Names, core dumps, ends of parents and children: libc, Python, the JVM and process supervisors.
         libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_PDEATHSIG, libc::PR_GET_PDEATHSIG, libc::PR_SET_DUMPABLE,
@@ -618,7 +618,7 @@ pub(super) fn prctl() -> Rule {
 
 /// A lease on a file lets its owner hold up anyone on the host who opens it. That can be a data file, where the
 /// program runs as its owner. Delegations (F_SETDELEG) are the same on newer kernels.
-pub(super) fn fcntl() -> Rule {
+pub(super) fn fcntl() -> CallRule {
     const F_SETDELEG: u32 = 1024 + 16;
     // How long data will live, noted on the inode through any descriptor.
     const F_SET_RW_HINT: u32 = 1024 + 12;
@@ -642,7 +642,7 @@ pub(super) fn fcntl() -> Rule {
 
 /// RENAME_WHITEOUT leaves a device node behind, and needs no privilege for it. EINVAL is the answer of a
 /// filesystem without whiteouts.
-fn renameat2() -> Rule {
+fn renameat2() -> CallRule {
     rule(
         vec![when(
             [has_any(4, libc::RENAME_WHITEOUT)],

@@ -1,5 +1,5 @@
 use super::assembler::{IF_ANY_BIT, IF_AT_LEAST, IF_EQUAL, JUMP, NATIVE_ARCH, RETURN};
-use super::rule::{Action, Rule, Test};
+use super::rule::{Action, CallRule, Test};
 use super::*;
 use proptest::prelude::*;
 
@@ -88,7 +88,7 @@ fn run(program: &[Instruction], arch: u32, nr: u32, args: [u64; 6]) -> Ran {
 }
 
 /// What the table says, read line by line without any compilation.
-fn model(rules: &[(u32, Rule)], nr: u32, args: [u64; 6]) -> u32 {
+fn model(rules: &[(u32, CallRule)], nr: u32, args: [u64; 6]) -> u32 {
     let Some((_, rule)) = rules.iter().find(|(listed, _)| *listed == nr) else {
         return ENOSYS;
     };
@@ -124,7 +124,7 @@ fn every_option() -> Vec<FilterOptions> {
 }
 
 /// Every value that some rule compares with, and its neighbours.
-fn compared_values(rules: &[(u32, Rule)]) -> Vec<u32> {
+fn compared_values(rules: &[(u32, CallRule)]) -> Vec<u32> {
     let mut values = vec![0, 1, u32::MAX];
     for test in rules
         .iter()
@@ -771,7 +771,7 @@ fn sockets_keep_nothing_outside_their_buffers() {
     }
 }
 
-type Compiled = (Vec<Instruction>, Vec<(u32, Rule)>, Vec<u32>);
+type Compiled = (Vec<Instruction>, Vec<(u32, CallRule)>, Vec<u32>);
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(10_000))]

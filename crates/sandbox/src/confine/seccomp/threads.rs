@@ -1,8 +1,8 @@
 //! Threads and processes: what a new one may share, and what it must.
 
-use super::rule::{Action, DENY, Rule, has_any, masked, rule, when};
+use super::rule::{Action, CallRule, DENY, has_any, masked, rule, when};
 
-pub(super) fn clone() -> Rule {
+pub(super) fn clone() -> CallRule {
     // CLONE_NEWTIME is not here: in clone(2) that bit belongs to the exit signal and the kernel masks it off.
     const NAMESPACES: i32 = libc::CLONE_NEWNS
         | libc::CLONE_NEWCGROUP
@@ -33,7 +33,7 @@ pub(super) fn clone() -> Rule {
 
 /// CLOSE_RANGE_UNSHARE gives a thread descriptors of its own, which `clone` refuses. The answer is that of a kernel that
 /// does not know the flag; callers then close the range without it.
-pub(super) fn close_range() -> Rule {
+pub(super) fn close_range() -> CallRule {
     let clauses = vec![when(
         [has_any(2, libc::CLOSE_RANGE_UNSHARE)],
         Action::Errno(libc::EINVAL),
