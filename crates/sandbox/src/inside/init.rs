@@ -35,9 +35,9 @@ use crate::sys::{self, Instruction};
 
 /// Families that are still there after so many rounds are growing.
 const KILL_ROUNDS_BEFORE_FORK_BAN: u32 = 3;
-/// After the sweeper has struck, how long the dying are left to it.
+/// After the kill helper was triggered, init sends no SIGKILL of its own for this long.
 const HELPER_KILL_TIME: Duration = Duration::from_millis(400);
-/// How soon to look whether the broker has a hand free.
+/// How soon to look again whether the broker can take another call.
 const BROKER_RETRY: Duration = Duration::from_millis(1);
 /// The last measuring of a large tree.
 const LAST_MEASURE_MAX: Duration = Duration::from_secs(10);
@@ -45,7 +45,7 @@ const LAST_MEASURE_MAX: Duration = Duration::from_secs(10);
 const IDLE_SAMPLE: Duration = Duration::from_secs(1);
 
 /// What the child tells init once it has its filter. Descriptors come along, if sendmsg is still allowed: the listener, what
-/// the sweeper waits for, and the program's own files in /proc.
+/// the kill helper waits for, and the program's own files in /proc.
 #[derive(Serialize, Deserialize)]
 pub struct FilterReport {
     pub kill_helper: Option<u32>,
@@ -74,7 +74,7 @@ pub struct Init {
     broker: Option<Broker>,
     /// For the broker, once there is one.
     group_access: Option<GroupAccess>,
-    /// To the child: the word to go, and back from it the listener, once each.
+    /// The socket to the child: the filter goes to the child, then the listener comes back, once each.
     from_child: Option<OwnedFd>,
     filter: Vec<Instruction>,
     kill_helper: Option<KillHelper>,
@@ -378,7 +378,7 @@ impl Init {
     /// Again at every tick until the last is gone.
     fn kill_all(&mut self) {
         self.kill_rounds = self.kill_rounds.saturating_add(1);
-        // It strikes when nobody holds the other end.
+        // The kill helper fires when nobody holds the other end of its socket.
         if self.kill_helper.take().is_some() {
             self.helper_fired_at = Some(Instant::now());
         }

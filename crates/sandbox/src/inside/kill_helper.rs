@@ -6,7 +6,7 @@
 //! signals, and leaves a process there before it goes on into its own, inner domain. From that outer domain kill(-1)
 //! reaches the two domains and nobody else, and from the inner one nothing reaches the outer.
 //!
-//! The sweeper waits for a word from the guardian, or for its death; then it strikes, once, and is gone.
+//! The kill helper waits until the guardian closes its end of a socket, or dies. It then calls kill(-1) once and exits.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -17,13 +17,13 @@ use crate::spec::{ConfinementLevel, LaunchPurpose, Layer, ProgramIdentity, Spec}
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, Forked, Parentage};
 
-/// The guardian's end, and the sweeper's pid. It strikes when this is dropped.
+/// The guardian's end of the socket, and the kill helper's pid. Dropping this makes the kill helper fire.
 pub struct KillHelper {
     pub pid: u32,
     pub trigger: OwnedFd,
 }
 
-/// Leaves a sweeper behind, as a child of this process's parent. To be called by the child, single-threaded, after
+/// Starts a kill helper, as a child of this process's parent. To be called by the child, single-threaded, after
 /// no_new_privs and before its own Landlock domain. `None` where there is no need of one, or no way to have it.
 pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
     let own_uid = matches!(spec.identity, ProgramIdentity::Leased { .. });

@@ -26,12 +26,12 @@ const NETLINK_SOCKETS_MAX: u64 = 32;
 /// What the kernel doubles for its own overhead. A question must fit, and is sent back whole with an error.
 const NETLINK_BUFFER_BYTES: usize = 16 << 10;
 
-/// What a TCP socket may hold uncharged, roughly: the receive buffer that `namespaces.rs` sets.
+/// What a TCP socket may hold uncharged, roughly: the receive buffer that `launch/namespaces.rs` sets.
 const TCP_SOCKET_BYTES: u64 = 64 << 10;
 /// With both ends of a connection in the run, half as many connections.
 const TCP_SOCKETS_MAX: u64 = 4096;
 const TCP_SOCKETS_MIN: u64 = 256;
-/// What a TCP socket may hold of the host's memory for TCP, charged or not: the largest buffers that `namespaces.rs` sets, one for
+/// What a TCP socket may hold of the host's memory for TCP, charged or not: the largest buffers that `launch/namespaces.rs` sets, one for
 /// each direction.
 const TCP_BUFFERS_BYTES: u64 = 2 * (128 << 10);
 /// On a host with very little memory for TCP, still some connections.

@@ -173,7 +173,7 @@ fn start_child(
                 descriptors.attach.remove(0);
             }
             let proc_writable = proc_writable.as_ref().map(AsFd::as_fd);
-            // Held until the failure is told: who lets go of the sweeper is struck by it.
+            // Held until the failure is reported: dropping it makes the kill helper fire, and kill this process.
             let mut kill_helper = None;
             let links = ChildLinks {
                 to_init: theirs,
@@ -193,7 +193,7 @@ fn start_child(
             drop(theirs);
             drop(terminal);
             drop(proc_writable);
-            // While the child puts its layers in force, up to the filter, which it gets from here with the word to go.
+            // While the child puts its layers in force, up to the filter, which init sends when the program may start.
             report.set_step_unlogged("start the watch");
             let watching = match workspace {
                 Some(workspace) if spec.purpose == LaunchPurpose::Run => Some(start_watch(

@@ -39,7 +39,7 @@ pub(crate) fn run(mut report: Reporter, entered: EarlyResult) -> ! {
     sys::exit_now(0)
 }
 
-/// As [`main`], with no more of Landlock than that interface has: for tests of what is held without it. No user's wish
+/// As [`main`], with no more of Landlock than that interface has: for tests of what is held without it. No option of a user
 /// leads here; the launcher that is shipped calls `main`.
 pub fn main_on_older_landlock(abi: i32) -> ! {
     landlock::cap_abi(abi);

@@ -1,16 +1,14 @@
-//! The launcher: single-threaded from birth, with an empty environment. As a rule it is forked before the runner has read
-//! anything at all (`standby.rs`), and otherwise our own binary re-executed.
+//! From the runner to the program: three processes pass through this folder, and the order of their steps is the confinement.
 //!
-//! Three processes pass through this file, and the order of their steps is the confinement:
+//! 1. The *launcher* (`launcher.rs`) is single-threaded from birth and has an empty environment. It enters the namespaces
+//!    (`namespaces.rs`), starts pid 1 as the runner's child, and exits. As a rule the launcher is forked before the runner has read
+//!    anything at all (`standby.rs`), and is then pid 1 itself; otherwise our own binary is executed again.
+//! 2. *Pid 1* (`init_setup.rs`) builds the new root (`mounts/`), gives up its privilege, forks the child, and goes on in
+//!    `inside::init`. At level `landlock` there are no namespaces and no new root: the *guardian* takes the place of pid 1 and does
+//!    the same work for its descendants.
+//! 3. The *child* (`program.rs`) confines itself step by step and executes the program. `stdio.rs` gives it its standard streams.
 //!
-//! 1. the *launcher* enters the namespaces, starts pid 1 as the runner's child, and is gone; one that was forked is pid 1;
-//! 2. *pid 1* builds the new root, gives up its privilege, and goes on in `init.rs`;
-//! 3. the *child* confines itself step by step and becomes the program.
-//!
-//! At level `landlock` there are no namespaces to enter and no root to build: the second process is the *guardian*,
-//! which stands where pid 1 stands and does the same work for its descendants.
-//!
-//! Each step is announced to the runner before it is tried, so that a failure names its step.
+//! Each process writes a step into the step log before it tries the step, so that a failure names its step.
 
 mod init_setup;
 pub(crate) mod launcher;

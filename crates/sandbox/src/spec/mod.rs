@@ -2,7 +2,7 @@
 //!
 //! A [`Spec`] crosses a process boundary: the runner writes it as JSON into a
 //! sealed memory file and the launcher reads it back. Descriptors do not travel in it;
-//! they go beside it over the control socket (see `launch.rs`).
+//! they go beside it over the control socket (see `plan.rs`).
 
 mod disabled_layers;
 
@@ -423,7 +423,7 @@ impl Spec {
         }
         for view in &self.views {
             let target = view.target.as_path();
-            // Where the new root is put together (mounts.rs).
+            // Where the new root is put together (launch/mounts).
             if ["/empty", "/stage"]
                 .iter()
                 .any(|own| target.starts_with(own))

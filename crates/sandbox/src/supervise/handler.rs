@@ -26,7 +26,7 @@ pub enum Control {
     Resize { rows: u16, columns: u16 },
 }
 
-/// Whoever watches the run: takes its output, and may wish for its end.
+/// What the caller of [`Running::supervise`](super::Running::supervise) provides: it takes the output of the run and may control the run.
 pub trait SupervisorHandler {
     /// A workspace in memory is there to be filled; nothing runs yet.
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()>;
@@ -34,7 +34,7 @@ pub trait SupervisorHandler {
     /// A descriptor that must become writable before more of a stream is wanted. Until then the program waits.
     fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
     fn unblocked(&mut self, stream: Stream);
-    /// A descriptor that is readable when there is a wish.
+    /// A descriptor that is readable when [`next_control`](Self::next_control) has something to say.
     fn control_fd(&self) -> Option<BorrowedFd<'_>>;
     fn next_control(&mut self) -> Option<Control>;
 }

@@ -16,7 +16,7 @@ use crate::sys::procfs;
 
 /// The kernel has this long to finish what init was in charge of, once that is killed.
 const EXIT_WAIT: Duration = Duration::from_millis(280);
-/// A process that has said its last word. Dropped, it is waited for.
+/// Init after its last report, on its way to its exit. Dropping this waits for the exit.
 #[derive(Debug)]
 pub struct InitExit(Option<OwnedFd>);
 
@@ -82,7 +82,7 @@ impl Running<'_> {
                     let _ = rustix::process::pidfd_send_signal(init, Signal::KILL);
                 }
             }
-            // The guardian is what sweeps: it stays until nothing is left, whoever waits for that.
+            // The guardian kills its descendants one by one, so it must stay until none is left.
             ConfinementLevel::Landlock => {
                 self.order(InitOrder::Kill);
                 self.kill_from_outside();

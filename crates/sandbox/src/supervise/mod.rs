@@ -1,6 +1,6 @@
 //! The runner's side: start the launcher, pass the streams, wait for the end, and hold the last deadline.
 //!
-//! Deadlines are init's (`init.rs`). The runner only keeps a backstop behind them: if init has not
+//! Init keeps the deadlines (`inside/init.rs`). The runner only keeps a backstop behind them: if init has not
 //! ended the run in time, it is killed, and with it the whole pid namespace; if even that cannot be
 //! shown to be done, the outcome says so.
 
@@ -60,7 +60,7 @@ pub struct SpawnResources<'a, 'm> {
 pub struct FinishedRun {
     pub outcome: Outcome,
     pub layers: Vec<(Layer, String)>,
-    /// The steps of building it, and when each was begun, by [`channel::monotonic_us`].
+    /// The steps of building it, and when each was begun, by [`monotonic_us`](crate::monotonic_us).
     pub step_log: Vec<(String, u64)>,
     /// The workspace that lived in memory, still readable.
     pub workspace: Option<OwnedFd>,
@@ -245,7 +245,8 @@ impl Running<'_> {
         self.run_until_end(handler)
     }
 
-    /// Unless somebody has wished otherwise meanwhile: then there is nothing that needs a grace.
+    /// Lets the program start. If the handler has asked for the end meanwhile, the sandbox is killed instead: nothing runs in it that
+    /// would need the grace.
     fn send_start_order(&mut self, handler: &mut dyn SupervisorHandler) {
         let control_fd = handler.control_fd();
         let mut fds: Vec<_> = control_fd

@@ -1,7 +1,7 @@
-//! The program's standard streams as the runner passes them: stdout and stderr, or its terminal, to the attendant, and
+//! The program's standard streams as the runner passes them: stdout and stderr, or its terminal, to the handler, and
 //! standard input to the program.
 //!
-//! Nothing is buffered here. While the attendant cannot take a stream, that stream is not read; its pipe fills and the
+//! Nothing is buffered here. While the handler cannot take a stream, that stream is not read; its pipe fills and the
 //! program waits in `write`, as it would without us. Deadlines are init's and go on meanwhile.
 //!
 //! An unbuffered program writes line by line. If each line woke the runner, both would spend most of their time on that, so a
@@ -37,7 +37,7 @@ pub(crate) enum StreamEvent {
     Input,
     /// The program takes input.
     Program,
-    /// The attendant can take more of a stream.
+    /// The handler can take more of a stream.
     Unblocked(Stream),
 }
 

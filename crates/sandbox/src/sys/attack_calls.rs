@@ -1,4 +1,4 @@
-//! The calls of the attack battery (`attack.rs`), which nothing else makes.
+//! The calls of the attack battery (`attack/`), which nothing else makes.
 
 use std::ffi::CStr;
 use std::io;

@@ -1,6 +1,6 @@
 //! The seccomp filter: the reviewed list in `table.rs`, compiled to classic BPF.
 //!
-//! [`program`] depends on nothing but its options; `sys.rs` installs what it returns. The program first compares the
+//! [`build_filter`] depends on nothing but its options; `sys` installs what it returns. The program first compares the
 //! architecture. Another ABI's numbers mean other calls, so a foreign one (i386 through `int 0x80` on
 //! x86_64) gets ENOSYS. x32 shares x86_64's architecture and sets bit 30 of the number; such numbers
 //! are above every number of the table and get ENOSYS with the other unlisted ones.

@@ -419,7 +419,7 @@ fn setsockopt(options: &FilterOptions) -> CallRule {
         when([is(1, &[libc::SOL_SOCKET as u32]), is(2, &options)], action)
     };
     // Buffers are counted for the whole host, and a filter cannot see how large one is to be. The broker allows what is not
-    // larger than the default. Elsewhere the call succeeds without effect: it is only a wish in any case.
+    // larger than the default. Elsewhere the call succeeds without effect: the size is only a hint in any case.
     let buffers = match sends_are_brokered(options) {
         true => Action::Notify,
         false => Action::Errno(0),

@@ -6,7 +6,7 @@
 //! a copy of the socket, decides, and makes the call itself (`sockets.rs`). A path-name socket is reached only in the
 //! workspace, the private /tmp and /dev/shm: the run's own. `SO_PEERCRED` and `SO_PASSCRED` therefore name that process.
 //!
-//! At level `landlock` connect() is refused, and other calls are handed over: see `proxy.rs`. Threads serve them: a child
+//! At level `landlock` connect() is refused, and other calls are handed over: see `syscall_proxy.rs`. Threads serve them: a child
 //! of the guardian would be taken for one of the run's processes.
 
 mod message;
@@ -25,7 +25,7 @@ use crate::sys::{self, Notification};
 use process::BrokerProcess;
 use sockets::Sockets;
 
-/// Calls that the deputy serves at one time.
+/// Calls that the syscall proxy serves at one time.
 const CALLS_MAX: usize = 64;
 /// Enough for a path and what resolves it.
 const THREAD_STACK_BYTES: usize = 128 * 1024;
@@ -73,7 +73,7 @@ impl Broker {
         (*self.listener).as_fd()
     }
 
-    /// What tells of a call for [`Broker::serve`]; nothing while somebody else takes the calls, or nobody has a hand free.
+    /// What tells of a call for [`Broker::serve`]; nothing while the broker process takes the calls itself, or all threads are busy.
     pub fn awaited(&self) -> Option<BorrowedFd<'_>> {
         let served_elsewhere = self.process().is_some() || self.is_full();
         (!served_elsewhere).then(|| self.listener())
@@ -94,7 +94,7 @@ impl Broker {
         }
     }
 
-    /// Whether a call is better left with the kernel for a moment. None of those that the deputy serves waits for
+    /// Whether a call is better left with the kernel for a moment. None of those that the syscall proxy serves waits for
     /// anybody, and no program expects to be told to try again.
     pub fn is_full(&self) -> bool {
         match &self.duty {

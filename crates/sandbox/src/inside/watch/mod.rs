@@ -16,7 +16,7 @@
 //! allows while the files are being measured has written too much.
 //!
 //! Two things are beyond what can be measured. A file that only a system call holds is in no list; `pause.rs` makes the
-//! calls let go of it. A file of /proc may wait for the process it tells of; `progress.rs` has init look meanwhile.
+//! calls let go of it. A file of /proc may wait for the process it tells of; `fallback.rs` has init look meanwhile.
 
 mod disk;
 mod fallback;
@@ -347,7 +347,7 @@ impl LimitWatch {
                 return Some(Stop::Memory);
             }
         }
-        // The sweeper is among them.
+        // The kill helper is among them.
         if self.watched.pids && self.census.tasks > self.limits.pids.saturating_add(1) {
             return Some(Stop::Pids);
         }
