@@ -476,7 +476,9 @@ fn in_a_delegated_directory_a_plain_account_has_the_same() {
         "kill_reaches_daemonised_grandchildren",
         "an_existing_group_is_not_reused_and_not_removed",
     ];
-    let names = tests.map(|name| format!("cgroup::tests::{name}")).join(" ");
+    let names = tests
+        .map(|name| format!("resources::cgroup::tests::{name}"))
+        .join(" ");
     let script = format!(
         "cd / && exec setpriv --reuid={UID} --regid={UID} --clear-groups {copy:?} --exact --test-threads=1 {names} 2>&1"
     );
@@ -492,7 +494,10 @@ fn in_a_delegated_directory_a_plain_account_has_the_same() {
             "--clear-groups",
         ])
         .arg(&copy)
-        .args(["--exact", &format!("cgroup::tests::{}", tests[0])])
+        .args([
+            "--exact",
+            &format!("resources::cgroup::tests::{}", tests[0]),
+        ])
         .current_dir("/")
         .output()
         .unwrap();
