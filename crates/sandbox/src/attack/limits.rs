@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, WaitOptions};
 use rustix::thread::CpuSet;
 
 use super::{AttackAim, AttackFailure, AttackResult, say};
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 
 /// How long what was taken must be held to count: a watch that looks ten times a second has long looked.
 const HELD_FOR: Duration = Duration::from_millis(1500);
@@ -31,8 +31,8 @@ const DAEMON_FOR: Duration = Duration::from_secs(60);
 fn start(act: impl FnOnce()) -> Result<Option<Pid>, AttackFailure> {
     let parent = rustix::process::getpid();
     match sys::fork_threaded()? {
-        Forked::Parent { child } => Ok(Pid::from_raw(child)),
-        Forked::Child => {
+        ForkSide::Parent { child } => Ok(Pid::from_raw(child)),
+        ForkSide::Child => {
             let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
             // It may have died before that was asked for.
             if rustix::process::getppid() == Some(parent) {
@@ -182,15 +182,15 @@ pub fn log(aim: &AttackAim<'_>) -> AttackResult {
 /// Leaves the process group, the session and the parent, hears no signal that can be ignored, and stays.
 pub fn daemon(_aim: &AttackAim<'_>) -> AttackResult {
     match sys::fork_threaded()? {
-        Forked::Parent { .. } => {
+        ForkSide::Parent { .. } => {
             say("holding\n");
             std::thread::sleep(DAEMON_FOR);
             Ok("was not stopped".into())
         }
-        Forked::Child => {
+        ForkSide::Child => {
             let _ = rustix::process::setsid();
             let _ = sys::block_signals(None);
-            if let Ok(Forked::Child) = sys::fork_threaded() {
+            if let Ok(ForkSide::Child) = sys::fork_threaded() {
                 let _ = rustix::process::setsid();
                 std::thread::sleep(DAEMON_FOR);
             }
@@ -211,8 +211,8 @@ pub fn slow_death(_aim: &AttackAim<'_>) -> AttackResult {
     sys::fill_page_tables(SLOW_CHILD_MAPS)?;
     for _ in 0..SLOW_CHILDREN {
         match sys::fork_threaded() {
-            Ok(Forked::Parent { .. }) => {}
-            Ok(Forked::Child) => {
+            Ok(ForkSide::Parent { .. }) => {}
+            Ok(ForkSide::Child) => {
                 std::thread::sleep(DAEMON_FOR);
                 sys::exit_now(0)
             }

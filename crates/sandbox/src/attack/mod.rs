@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, WaitOptions};
 
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 
 /// The word after the program's name that makes it the attacker, or one of its victims.
 pub const ARGUMENT: &str = "__attack";
@@ -234,13 +234,13 @@ fn run_attacks(words: &[OsString]) -> io::Result<()> {
 fn run_in_child(attack: &Attack, aim: &AttackAim<'_>) -> io::Result<()> {
     let name = attack.name;
     let child = match sys::fork_threaded()? {
-        Forked::Child => {
+        ForkSide::Child => {
             // Refused: the attack has no bound of its own.
             let _ = calls::alarm(ATTACK_SECONDS_MAX);
             say(&line(name, (attack.run)(aim)));
             sys::exit_now(0)
         }
-        Forked::Parent { child } => Pid::from_raw(child),
+        ForkSide::Parent { child } => Pid::from_raw(child),
     };
     let Some((_, status)) = rustix::process::waitpid(child, WaitOptions::empty())? else {
         return Ok(());

@@ -12,7 +12,7 @@ use rustix::mount::{FsOpenFlags, MountFlags, OpenTreeFlags, UnmountFlags};
 
 use super::calls;
 use super::{AttackAim, AttackFailure, AttackResult, any_of};
-use crate::sys::{self, Arg, Call, Forked};
+use crate::sys::{self, Arg, Call, ForkSide};
 
 /// How long the set-user-id program is kept for the host to look at.
 const SHOWN_FOR: Duration = Duration::from_millis(600);
@@ -101,9 +101,9 @@ pub fn user_namespace(_aim: &AttackAim<'_>) -> AttackResult {
         sys::unshare(libc::CLONE_NEWUSER)?;
         Ok("entered".into())
     };
-    let child = |forked: Forked| match forked {
-        Forked::Child => sys::exit_now(0),
-        Forked::Parent { .. } => "made".to_owned(),
+    let child = |forked: ForkSide| match forked {
+        ForkSide::Child => sys::exit_now(0),
+        ForkSide::Parent { .. } => "made".to_owned(),
     };
     let mut by_clone = || Ok(child(calls::clone_into(libc::CLONE_NEWUSER)?));
     let mut by_clone3 = || Ok(child(calls::clone3_into(libc::CLONE_NEWUSER)?));

@@ -16,7 +16,7 @@ pub const DYING_TIME_MAX: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Processes that were sent SIGKILL.
-pub struct Dying {
+pub struct DyingProcesses {
     process_set: ProcessSet,
     since: Instant,
     /// `None` before the first look.
@@ -31,10 +31,10 @@ pub enum DyingProgress {
     None,
 }
 
-impl Dying {
+impl DyingProcesses {
     pub fn new(process_set: ProcessSet) -> Self {
         let now = Instant::now();
-        Dying {
+        DyingProcesses {
             process_set,
             since: now,
             looked_at: None,

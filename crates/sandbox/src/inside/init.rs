@@ -18,7 +18,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, WaitOptions};
 use serde::{Deserialize, Serialize};
 
 use super::broker::Broker;
-use super::dying::{Dying, DyingProgress};
+use super::dying::{DyingProcesses, DyingProgress};
 use super::kill_helper::KillHelper;
 use super::oom::OomWatch;
 use super::processes::{self, ProcessSet};
@@ -80,7 +80,7 @@ pub struct Init {
     kill_helper: Option<KillHelper>,
     helper_fired_at: Option<Instant>,
     /// `Some` once every process was sent SIGKILL.
-    dying: Option<Dying>,
+    dying: Option<DyingProcesses>,
     /// Holds what the program's rules for its own files in /proc rest on.
     _own_proc: Vec<OwnedFd>,
     children: OwnedFd,
@@ -384,7 +384,7 @@ impl Init {
         }
         self.killed = true;
         self.dying
-            .get_or_insert_with(|| Dying::new(self.process_set));
+            .get_or_insert_with(|| DyingProcesses::new(self.process_set));
         self.kill_at = Some(Instant::now() + TICK);
         // All are hit at once; to look for those who are dying would only keep them from being reaped.
         if self
@@ -439,7 +439,7 @@ impl Init {
 
     /// After SIGKILL to all: tells the runner that they are dying, for as long as they are seen to.
     fn report_dying(&mut self, report: &mut Reporter) {
-        let progress = self.dying.as_mut().and_then(Dying::look);
+        let progress = self.dying.as_mut().and_then(DyingProcesses::look);
         if progress == Some(DyingProgress::Made) {
             self.report_progress(self.wall_ms(), report);
         }
@@ -484,7 +484,7 @@ impl Init {
         let mut processes_left = self.reap();
         while processes_left {
             self.report_dying(report);
-            if bounded && self.dying.as_ref().is_some_and(Dying::is_hopeless) {
+            if bounded && self.dying.as_ref().is_some_and(DyingProcesses::is_hopeless) {
                 break;
             }
             self.kill_all();

@@ -15,7 +15,7 @@ use rustix::process::DumpableBehavior;
 use crate::confine::landlock;
 use crate::spec::{ConfinementLevel, LaunchPurpose, Layer, ProgramIdentity, Spec};
 use crate::step_report::{LaunchStepError, StepContext};
-use crate::sys::{self, Forked, Parentage};
+use crate::sys::{self, ForkSide, Parentage};
 
 /// The guardian's end of the socket, and the kill helper's pid. Dropping this makes the kill helper fire.
 pub struct KillHelper {
@@ -42,11 +42,11 @@ pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
     )
     .during(|| "make a socket pair".into())?;
     match sys::fork(Parentage::Sibling).during(|| "clone the sweeper".into())? {
-        Forked::Parent { child } => Ok(Some(KillHelper {
+        ForkSide::Parent { child } => Ok(Some(KillHelper {
             pid: child as u32,
             trigger,
         })),
-        Forked::Child => wait_and_kill(theirs.as_fd()),
+        ForkSide::Child => wait_and_kill(theirs.as_fd()),
     }
 }
 

@@ -21,7 +21,7 @@ use crate::resources::cgroup::{self, GroupAccess, GroupEntry};
 use crate::resources::{cpus, rlimits};
 use crate::spec::{ConfinementLevel, Hardness, LaunchPurpose, Layer, Spec, WorkspaceKind};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
-use crate::sys::{self, Forked, Instruction};
+use crate::sys::{self, ForkSide, Instruction};
 
 /// Pid 1: builds the sandbox, starts the program, and stays as its init.
 pub(super) fn set_up_init(
@@ -166,7 +166,7 @@ fn start_child(
     let forked = cgroup::fork_into(group_directory.as_ref().map(AsFd::as_fd));
     let (forked, entry) = forked.during(|| "fork".into())?;
     match forked {
-        Forked::Child => {
+        ForkSide::Child => {
             drop(ours);
             if entry == GroupEntry::InGroup {
                 // Entering it once more would cost what being born there spares.
@@ -187,7 +187,7 @@ fn start_child(
             report.send_failure(error);
             sys::exit_now(125)
         }
-        Forked::Parent { child } => {
+        ForkSide::Parent { child } => {
             // Refused: the child begins on this CPU.
             let _ = cpus::move_off_this_cpu(child);
             drop(theirs);

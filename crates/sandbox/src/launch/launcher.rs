@@ -12,7 +12,7 @@ use crate::confine::landlock;
 use crate::plan::{LaunchPlan, PlanDescriptors};
 use crate::spec::{ConfinementLevel, LaunchPurpose, WorkspaceKind};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
-use crate::sys::{self, Forked, Parentage, procfs};
+use crate::sys::{self, ForkSide, Parentage, procfs};
 
 /// The word after the program's name that makes it the launcher.
 pub const ARGUMENT: &str = "__launch";
@@ -91,11 +91,11 @@ fn fork_init(
     be: impl FnOnce(&mut Reporter) -> Result<(), LaunchStepError>,
 ) -> Result<(), LaunchStepError> {
     match sys::fork(Parentage::Sibling).during(|| "clone".into())? {
-        Forked::Parent { child } => {
+        ForkSide::Parent { child } => {
             report.send(&SandboxReport::Init { pid: child }, &[]);
             Ok(())
         }
-        Forked::Child => {
+        ForkSide::Child => {
             if let Err(error) = be(report) {
                 report.send_failure(error);
             }

@@ -15,7 +15,7 @@ use super::mounts::{self, OwnerMaps, PreparedRoot};
 use crate::layout::{INSIDE_GID, INSIDE_UID};
 use crate::spec::{ConfinementLevel, Layer, Owner, ProgramIdentity, Spec};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
-use crate::sys::{self, Forked, Namespace, Parentage, procfs};
+use crate::sys::{self, ForkSide, Namespace, Parentage, procfs};
 
 /// What a launcher has done before it knew its plan.
 pub enum EarlyResult {
@@ -194,7 +194,7 @@ pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
         None,
     )?;
     match sys::fork(Parentage::Own)? {
-        Forked::Child => {
+        ForkSide::Child => {
             drop(ours);
             // Who has nothing to tell ends, and is heard to.
             if let Some(name) =
@@ -206,7 +206,7 @@ pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
             }
             sys::exit_now(0);
         }
-        Forked::Parent { child } => {
+        ForkSide::Parent { child } => {
             drop(theirs);
             let mut name = [0u8; 16];
             let len = rustix::io::read(&ours, &mut name)?;

@@ -21,7 +21,7 @@ use crate::spec::Spec;
 use crate::standby_slot;
 pub use crate::standby_slot::dismiss;
 use crate::step_report::Reporter;
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 
 /// Forks the launcher, if the first word on the command line is one of these. To be called before anything else is done;
 /// where it fails, one is executed later.
@@ -35,8 +35,8 @@ pub fn fork_launcher(words: &[&str]) {
     };
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     match sys::fork(namespaces::early_parentage()) {
-        Ok(Forked::Child) => run_standby_launcher(&theirs, uid, gid),
-        Ok(Forked::Parent { child }) => {
+        Ok(ForkSide::Child) => run_standby_launcher(&theirs, uid, gid),
+        Ok(ForkSide::Parent { child }) => {
             if let Some(pid) = Pid::from_raw(child) {
                 // Refused: the child begins on this CPU.
                 let _ = cpus::move_off_this_cpu(child);

@@ -245,7 +245,7 @@ impl ProjectQuota {
     /// One inode and some bytes too many: possible without limits, refused with them.
     fn prove(&self, dir: BorrowedFd<'_>, directories: &[OwnedFd]) -> Result<(), QuotaError> {
         let file = self.try_without_limits(dir)?;
-        self.see_all_counted(&file, directories)?;
+        self.check_all_counted(&file, directories)?;
         rustix::fs::ftruncate(&file, 0).map_err(unsupported("empty a file"))?;
         let (bytes, inodes) = self.usage().map_err(unsupported("read the use"))?;
         let block = rustix::fs::fstatvfs(dir).map_or(4096, |s| s.f_frsize);
@@ -283,7 +283,7 @@ impl ProjectQuota {
     }
 
     /// What the files occupy by their own account counts towards the project to the last byte.
-    fn see_all_counted(&self, file: &OwnedFd, directories: &[OwnedFd]) -> Result<(), QuotaError> {
+    fn check_all_counted(&self, file: &OwnedFd, directories: &[OwnedFd]) -> Result<(), QuotaError> {
         let mut occupied = 0;
         for each in directories.iter().chain([file]) {
             let stat = rustix::fs::fstat(each).map_err(unsupported("look at the workspace"))?;

@@ -30,7 +30,7 @@ pub use mount::{
     mount_restrict, set_fs_uid,
 };
 pub use process::{
-    Forked, Namespace, Parentage, execve, exit_now, fork, fork_into_group, fork_threaded,
+    ForkSide, Namespace, Parentage, execve, exit_now, fork, fork_into_group, fork_threaded,
     set_process_name, unshare,
 };
 pub use quota::{

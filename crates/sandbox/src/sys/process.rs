@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use super::check;
 
 /// Which side of a fork this is.
-pub enum Forked {
+pub enum ForkSide {
     Parent { child: i32 },
     Child,
 }
@@ -34,7 +34,7 @@ pub enum Parentage {
 ///
 /// # Errors
 /// Refuses when a second thread exists: a forked child of a threaded process may find any lock held.
-pub fn fork(parentage: Parentage) -> io::Result<Forked> {
+pub fn fork(parentage: Parentage) -> io::Result<ForkSide> {
     assert_single_threaded()?;
     let mut args = [0u64; 11];
     let flags = match parentage {
@@ -67,8 +67,8 @@ pub fn fork(parentage: Parentage) -> io::Result<Forked> {
         other => other?,
     };
     Ok(match pid {
-        0 => Forked::Child,
-        child => Forked::Parent {
+        0 => ForkSide::Child,
+        child => ForkSide::Parent {
             child: child as i32,
         },
     })
@@ -76,13 +76,13 @@ pub fn fork(parentage: Parentage) -> io::Result<Forked> {
 
 /// Forks a process that may have threads, by way of the C library, which sees to its own locks: the child may
 /// allocate, and leaves by [`exit_now`].
-pub fn fork_threaded() -> io::Result<Forked> {
+pub fn fork_threaded() -> io::Result<ForkSide> {
     // SAFETY: the child runs only code of ours that takes no lock another thread could have held at this moment,
     // save the allocator's, which the C library's fork hands over in a good state.
     let pid = check(unsafe { libc::fork() } as libc::c_long)?;
     Ok(match pid {
-        0 => Forked::Child,
-        child => Forked::Parent {
+        0 => ForkSide::Child,
+        child => ForkSide::Parent {
             child: child as i32,
         },
     })
@@ -116,7 +116,7 @@ pub fn unshare(flags: libc::c_int) -> io::Result<()> {
 }
 
 /// As [`fork`], with the child born in another control group (version 2, its directory).
-pub fn fork_into_group(group: BorrowedFd<'_>, parentage: Parentage) -> io::Result<Forked> {
+pub fn fork_into_group(group: BorrowedFd<'_>, parentage: Parentage) -> io::Result<ForkSide> {
     assert_single_threaded()?;
     const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
     // struct clone_args: the flags first, the group last.
@@ -130,8 +130,8 @@ pub fn fork_into_group(group: BorrowedFd<'_>, parentage: Parentage) -> io::Resul
     // SAFETY: as for `fork`, of which this is the same with a group.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 88usize) })? as i32;
     Ok(match pid {
-        0 => Forked::Child,
-        child => Forked::Parent { child },
+        0 => ForkSide::Child,
+        child => ForkSide::Parent { child },
     })
 }
 

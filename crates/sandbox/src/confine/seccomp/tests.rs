@@ -3,7 +3,7 @@ use super::rule::{Action, CallRule, Test};
 use super::*;
 use proptest::prelude::*;
 
-const fn own_ground(watch: u32) -> OuterConfinement {
+const fn namespaces(watch: u32) -> OuterConfinement {
     OuterConfinement::Namespaces {
         watch,
         uid: 1000,
@@ -14,13 +14,13 @@ const OPEN: FilterOptions = FilterOptions {
     fallocate: Fallocate::Allowed,
     affinity: Affinity::Free,
     connect: Connect::Kernel,
-    outer: own_ground(WATCH_TID_DEFAULT),
+    outer: namespaces(WATCH_TID_DEFAULT),
 };
 const TIGHT: FilterOptions = FilterOptions {
     fallocate: Fallocate::Refused,
     affinity: Affinity::Fixed,
     connect: Connect::Brokered,
-    outer: own_ground(7),
+    outer: namespaces(7),
 };
 /// Level `landlock`, on a kernel that leaves signals and truncation to us, and on one that does not.
 const SHARED_OLD: FilterOptions = FilterOptions {
@@ -115,7 +115,7 @@ fn every_option() -> Vec<FilterOptions> {
                     fallocate,
                     affinity,
                     connect,
-                    outer: own_ground(3),
+                    outer: namespaces(3),
                 });
             }
         }

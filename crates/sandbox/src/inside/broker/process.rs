@@ -17,7 +17,7 @@ use rustix::process::{DumpableBehavior, Pid, Signal};
 
 use super::sockets::{CallReply, PendingCall, Sockets};
 use crate::resources::cgroup::GroupAccess;
-use crate::sys::{self, Forked, NotificationAnswer};
+use crate::sys::{self, ForkSide, NotificationAnswer};
 
 /// Calls served at one time. More get EAGAIN, as from a full backlog.
 const THREADS_MAX: usize = 64;
@@ -70,11 +70,11 @@ impl BrokerProcess {
         };
         self.shared = Some(shared);
         match sys::fork_threaded()? {
-            Forked::Parent { child } => {
+            ForkSide::Parent { child } => {
                 self.pid = Some(child);
                 Ok(())
             }
-            Forked::Child => {
+            ForkSide::Child => {
                 // Init answers the calls that were in hand.
                 let _ = self.run_process(listener, shared);
                 sys::exit_now(1)

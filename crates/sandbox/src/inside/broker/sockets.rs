@@ -131,7 +131,7 @@ impl Sockets {
             (pending.valid)()?;
             return Ok(NotificationAnswer::Continue);
         }
-        let sending = Sending {
+        let sending = SendCall {
             sockets: self,
             pending,
             caller: &caller,
@@ -200,14 +200,14 @@ impl Socket {
 }
 
 /// One call that sends.
-struct Sending<'a> {
+struct SendCall<'a> {
     sockets: &'a Sockets,
     pending: &'a PendingCall<'a>,
     caller: &'a CallingThread,
     socket: &'a Socket,
 }
 
-impl Sending<'_> {
+impl SendCall<'_> {
     /// Messages one after the other, each with its length noted in the caller's memory. An error after the first is left for
     /// the next call.
     fn send_several(&self, headers: u64, count: u32, flags: i32) -> io::Result<usize> {

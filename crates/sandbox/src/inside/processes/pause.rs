@@ -26,13 +26,13 @@ const PAUSE_AGAIN: Duration = Duration::from_millis(50);
 const CERTAIN: u32 = 2;
 
 /// The processes that were stopped go on when this is dropped.
-pub struct Paused {
+pub struct PausedProcesses {
     stopped: Vec<(u32, OwnedFd)>,
     /// Every process whose threads share descriptors has stopped.
     pub answered: bool,
 }
 
-impl Drop for Paused {
+impl Drop for PausedProcesses {
     fn drop(&mut self) {
         // Children first: a parent that waits for stopped children finds none.
         self.stopped.sort_by_key(|(pid, _)| std::cmp::Reverse(*pid));
@@ -43,7 +43,7 @@ impl Drop for Paused {
 }
 
 /// Stops all processes of the run but this one, and waits for them, with a bound.
-pub fn pause(process_set: ProcessSet) -> Paused {
+pub fn pause(process_set: ProcessSet) -> PausedProcesses {
     let until = Instant::now() + ANSWER_AT_MOST;
     let mut stopped: HashMap<u32, Option<OwnedFd>> = HashMap::new();
     let answered = loop {
@@ -68,7 +68,7 @@ pub fn pause(process_set: ProcessSet) -> Paused {
         std::thread::sleep(LOOK_AGAIN);
     };
     let by_us = |(pid, held): (u32, Option<OwnedFd>)| Some((pid, held?));
-    Paused {
+    PausedProcesses {
         stopped: stopped.into_iter().filter_map(by_us).collect(),
         answered,
     }

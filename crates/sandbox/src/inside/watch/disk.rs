@@ -54,22 +54,22 @@ pub struct Disk {
     /// All that had been written when a measuring last began.
     written_before: u64,
     checked_at: Instant,
-    tree: Measuring,
-    whole: Measuring,
+    tree: MeasureTiming,
+    whole: MeasureTiming,
     /// The most seen: bytes, and files.
     pub seen: (u64, u64),
 }
 
 /// When something was last measured, and how long that took.
 #[derive(Clone, Copy)]
-struct Measuring {
+struct MeasureTiming {
     at: Instant,
     took: Duration,
 }
 
-impl Measuring {
+impl MeasureTiming {
     fn started(start: Instant) -> Self {
-        Measuring {
+        MeasureTiming {
             at: Instant::now(),
             took: start.elapsed(),
         }
@@ -97,7 +97,7 @@ impl Disk {
         process_set: ProcessSet,
         progress: Arc<WatchProgress>,
     ) -> io::Result<Self> {
-        let now = Measuring {
+        let now = MeasureTiming {
             at: Instant::now(),
             took: Duration::ZERO,
         };
@@ -224,7 +224,7 @@ impl Disk {
             self.judge(&measured)
                 .or_else(|| self.look_for_hidden(&mut measured))
         });
-        self.whole = Measuring::started(start);
+        self.whole = MeasureTiming::started(start);
         self.when_measured = self.in_use();
         if !measured.unmeasured {
             let known = (measured.bytes, measured.files);
@@ -297,7 +297,7 @@ impl Disk {
             }
             Err(_) => measured.unmeasured = true,
         }
-        self.tree = Measuring::started(start);
+        self.tree = MeasureTiming::started(start);
         measured
     }
 

@@ -10,7 +10,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 use super::{ActResult, die_with_parent, reap, works};
 use crate::channel::{self, Wait};
 use crate::step_report::{LaunchStepError, StepContext};
-use crate::sys::{self, Forked, Instruction, Listener};
+use crate::sys::{self, ForkSide, Instruction, Listener};
 
 /// Not the number alone: an access that was fine before is refused afterwards.
 pub fn landlock() -> ActResult {
@@ -81,7 +81,7 @@ fn socket_pair() -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
 pub fn seccomp_notification() -> ActResult {
     let (ours, theirs) = socket_pair()?;
     let child = match sys::fork_threaded().during(|| "fork".into())? {
-        Forked::Child => {
+        ForkSide::Child => {
             drop(ours);
             let done = die_with_parent()
                 .and_then(|()| install(libc::SECCOMP_RET_USER_NOTIF, Listener::New));
@@ -101,7 +101,7 @@ pub fn seccomp_notification() -> ActResult {
                 false => 1,
             })
         }
-        Forked::Parent { child } => child,
+        ForkSide::Parent { child } => child,
     };
     drop(theirs);
     let answered = answer_one(ours.as_fd());
@@ -142,12 +142,12 @@ fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
 fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
     let (ours, theirs) = socket_pair()?;
     match sys::fork_threaded().during(|| "fork".into())? {
-        Forked::Child => {
+        ForkSide::Child => {
             drop(ours);
             let _ = die_with_parent().map(|()| rustix::io::read(&theirs, &mut [0u8]));
             sys::exit_now(0)
         }
-        Forked::Parent { child } => Ok((child, ours)),
+        ForkSide::Parent { child } => Ok((child, ours)),
     }
 }
 

@@ -21,7 +21,7 @@ use rustix::process::{Pid, Signal, WaitOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::step_report::{LaunchStepError, StepContext};
-use crate::sys::{self, Forked};
+use crate::sys::{self, ForkSide};
 
 /// The word after the program's name that makes it try the mechanisms.
 pub const ARGUMENT: &str = "__probe";
@@ -325,7 +325,7 @@ fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
     };
     // By way of the C library, which takes the older call where clone3 is refused.
     let child = match sys::fork_threaded() {
-        Ok(Forked::Child) => {
+        Ok(ForkSide::Child) => {
             drop(ours);
             let verdict = die_with_parent().and_then(|()| act());
             let verdict = verdict.unwrap_or_else(|e| MechanismVerdict::Fails {
@@ -336,7 +336,7 @@ fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
             let told = std::fs::File::from(theirs).write_all(&line);
             sys::exit_now(i32::from(told.is_err()))
         }
-        Ok(Forked::Parent { child }) => child,
+        Ok(ForkSide::Parent { child }) => child,
         Err(e) => return failed("fork", e),
     };
     drop(theirs);

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 
-use crate::sys::{self, Forked, Parentage};
+use crate::sys::{self, ForkSide, Parentage};
 
 /// Whether a child was born in the group it is meant for, or has to attach itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub(crate) enum GroupEntry {
 /// Forks, with the child born in the group of this directory (version 2) where the kernel allows it. Whoever may not
 /// write to the group, and to the one above that it shares with its own, is refused by the kernel, and the child is
 /// then born outside. Both have a single thread; the child leaves by [`sys::exit_now`].
-pub(crate) fn fork_into(group: Option<BorrowedFd<'_>>) -> io::Result<(Forked, GroupEntry)> {
+pub(crate) fn fork_into(group: Option<BorrowedFd<'_>>) -> io::Result<(ForkSide, GroupEntry)> {
     let refusal = match group.map(|group| sys::fork_into_group(group, Parentage::Own)) {
         Some(Ok(forked)) => return Ok((forked, GroupEntry::InGroup)),
         Some(Err(e)) => Some(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
@@ -46,8 +46,8 @@ impl GroupAccess {
         let directory = self.directory.as_ref().map(AsFd::as_fd);
         let born = directory.map(|group| sys::fork_into_group(group, Parentage::Sibling));
         let files = match born {
-            Some(Ok(Forked::Parent { child })) => return Ok(Some(child)),
-            Some(Ok(Forked::Child)) => self.files.get(1..).unwrap_or_default(),
+            Some(Ok(ForkSide::Parent { child })) => return Ok(Some(child)),
+            Some(Ok(ForkSide::Child)) => self.files.get(1..).unwrap_or_default(),
             Some(Err(_)) | None => &self.files,
         };
         for file in files {

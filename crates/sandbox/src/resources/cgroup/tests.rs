@@ -378,7 +378,7 @@ fn plain_v2(name: &str) -> Option<Group> {
 
 #[test]
 fn a_child_is_born_in_the_group() {
-    use crate::sys::{self, Forked};
+    use crate::sys::{self, ForkSide};
     let Some(group) = plain_v2("born") else {
         return;
     };
@@ -399,8 +399,8 @@ fn a_child_is_born_in_the_group() {
             rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         // The tests have threads, and whoever forks into a group must have none.
         let child = match sys::fork_threaded().unwrap() {
-            Forked::Child => sys::exit_now(born_in(directory, expected, &to_us)),
-            Forked::Parent { child } => Pid::from_raw(child).unwrap(),
+            ForkSide::Child => sys::exit_now(born_in(directory, expected, &to_us)),
+            ForkSide::Parent { child } => Pid::from_raw(child).unwrap(),
         };
         drop(to_us);
         let mut told = String::new();
@@ -420,14 +420,14 @@ fn a_child_is_born_in_the_group() {
 
 /// 7 if a child was born as expected, and told its groups.
 fn born_in(directory: Option<BorrowedFd<'_>>, expected: GroupEntry, to: &OwnedFd) -> i32 {
-    use crate::sys::{self, Forked};
+    use crate::sys::{self, ForkSide};
     match fork_into(directory) {
-        Ok((Forked::Child, birth)) => {
+        Ok((ForkSide::Child, birth)) => {
             let groups = fs::read("/proc/self/cgroup").unwrap_or_default();
             let told = rustix::io::write(to, &groups).is_ok() && birth == expected;
             sys::exit_now(if told { 7 } else { 8 })
         }
-        Ok((Forked::Parent { child }, birth)) if birth == expected => {
+        Ok((ForkSide::Parent { child }, birth)) if birth == expected => {
             let options = rustix::process::WaitOptions::empty();
             let ended = rustix::process::waitpid(Pid::from_raw(child), options);
             let code = ended.ok().flatten().and_then(|(_, s)| s.exit_status());
