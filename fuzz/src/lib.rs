@@ -15,7 +15,7 @@ use engine::attempt::terminal_filter::TerminalFilter;
 use engine::plan::runtime::{self, Caller};
 use engine::request::AnalysisId;
 use engine::run_dir::RunRecord;
-use sandbox::launch::Plan;
+use sandbox::LaunchPlan;
 use store::types::{escaping, units};
 // What channel.rs calls `crate::outcome` and `crate::spec`.
 pub use sandbox::{outcome, spec};
@@ -291,24 +291,24 @@ pub fn channel(data: &[u8]) -> bool {
     if rustix::net::send(&theirs, data, SendFlags::DONTWAIT).is_err() {
         return false;
     }
-    let heard = channel::receive::<channel::Report>(ours.as_fd(), channel::Wait::No);
+    let heard = channel::receive::<channel::SandboxReport>(ours.as_fd(), channel::Wait::No);
     let understood = matches!(&heard, Ok(Some(_)));
     if let Ok(Some((report, _))) = heard {
         let text = serde_json::to_vec(&report).expect("a report is JSON");
-        let again: channel::Report = serde_json::from_slice(&text).expect("its own JSON");
+        let again: channel::SandboxReport = serde_json::from_slice(&text).expect("its own JSON");
         assert_eq!(again, report);
     }
-    let _any = serde_json::from_slice::<channel::Order>(data);
+    let _any = serde_json::from_slice::<channel::InitOrder>(data);
     understood
 }
 
 /// The plan that the launcher reads before it has given anything up.
 pub fn plan(data: &[u8]) -> bool {
-    let Ok(plan) = serde_json::from_slice::<Plan>(data) else {
+    let Ok(plan) = serde_json::from_slice::<LaunchPlan>(data) else {
         return false;
     };
     let text = serde_json::to_vec(&plan).expect("a plan is JSON");
-    let again: Plan = serde_json::from_slice(&text).expect("its own JSON");
+    let again: LaunchPlan = serde_json::from_slice(&text).expect("its own JSON");
     assert_eq!(again, plan);
     if plan.spec.check().is_ok() {
         assert_ne!(plan.spec.identity.uid(), 0);

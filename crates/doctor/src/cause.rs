@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use rustix::io::Errno;
-use sandbox::probe::acts::{Mechanism, Need, Tried};
+use sandbox::probe::mechanisms::{Mechanism, MechanismResult, Need};
 
 use super::host::{Facts, Sysctls};
 use super::{Finding, Remedy, Severity, container, errno_name};
@@ -24,8 +24,8 @@ const SINCE: [(Mechanism, &str); 7] = [
 ];
 
 /// Every cause with the mechanisms that fail for it. `severity` is what the lack of level `full` means here.
-pub fn of(tried: &[Tried], facts: &Facts, severity: Severity) -> Vec<Finding> {
-    let mut failed: Vec<&Tried> = tried.iter().filter(|t| t.failed().is_some()).collect();
+pub fn of(tried: &[MechanismResult], facts: &Facts, severity: Severity) -> Vec<Finding> {
+    let mut failed: Vec<&MechanismResult> = tried.iter().filter(|t| t.failed().is_some()).collect();
     let mut findings = Vec::new();
     // Landlock has its own switch, which no container and no sysctl is.
     if let Some(at) = failed
@@ -35,7 +35,7 @@ pub fn of(tried: &[Tried], facts: &Facts, severity: Severity) -> Vec<Finding> {
         let tried = failed.remove(at);
         findings.push(named(landlock(tried, facts, severity), &[tried]));
     }
-    let (needed, rest): (Vec<&Tried>, Vec<&Tried>) = failed
+    let (needed, rest): (Vec<&MechanismResult>, Vec<&MechanismResult>) = failed
         .iter()
         .copied()
         .partition(|t| t.mechanism.need() != Need::Neither);
@@ -48,7 +48,7 @@ pub fn of(tried: &[Tried], facts: &Facts, severity: Severity) -> Vec<Finding> {
             .or_else(|| lacking_capabilities(facts, severity)),
     };
     // What stands on something that fails anyway was not reached, and is no finding of its own.
-    let (unreached, rest): (Vec<&Tried>, Vec<&Tried>) = rest
+    let (unreached, rest): (Vec<&MechanismResult>, Vec<&MechanismResult>) = rest
         .into_iter()
         .partition(|t| !needed.is_empty() && stands_on_namespaces(t.mechanism));
     match cause {
@@ -70,7 +70,7 @@ fn stands_on_namespaces(mechanism: Mechanism) -> bool {
 }
 
 /// What runs go without, and what that means.
-fn done_without(tried: &Tried, facts: &Facts) -> Finding {
+fn done_without(tried: &MechanismResult, facts: &Facts) -> Finding {
     let instead = match tried.mechanism {
         Mechanism::Overlay => {
             "data is shown without an overlay, so a directory with a FIFO or socket in it is refused"
@@ -83,20 +83,24 @@ fn done_without(tried: &Tried, facts: &Facts) -> Finding {
     Finding { text, ..finding }
 }
 
-fn named(finding: Finding, failed: &[&Tried]) -> Finding {
+fn named(finding: Finding, failed: &[&MechanismResult]) -> Finding {
     Finding {
         mechanisms: failed.iter().map(|t| t.mechanism).collect(),
         ..finding
     }
 }
 
-fn has_errno(tried: &Tried, any: &[Errno]) -> bool {
+fn has_errno(tried: &MechanismResult, any: &[Errno]) -> bool {
     let errno = tried.failed().and_then(|(_, errno)| errno);
     errno.is_some_and(|n| any.iter().any(|e| e.raw_os_error() == n))
 }
 
 /// A switch of the host's that forbids plain users their own namespaces, where one does and the attempt failed so.
-fn user_namespaces(failed: &[&Tried], facts: &Facts, severity: Severity) -> Option<Finding> {
+fn user_namespaces(
+    failed: &[&MechanismResult],
+    facts: &Facts,
+    severity: Severity,
+) -> Option<Finding> {
     let first = failed.first()?;
     if facts.is_root {
         return None;
@@ -178,8 +182,8 @@ fn apparmor_remedy(exe: Option<&Path>) -> Remedy {
 }
 
 /// A number that is used up: ENOSPC, whatever the namespace.
-fn by_count(failed: &[&Tried], facts: &Facts, severity: Severity) -> Option<Finding> {
-    let full: Vec<&&Tried> = failed
+fn by_count(failed: &[&MechanismResult], facts: &Facts, severity: Severity) -> Option<Finding> {
+    let full: Vec<&&MechanismResult> = failed
         .iter()
         .filter(|t| has_errno(t, &[Errno::NOSPC, Errno::USERS]))
         .collect();
@@ -231,7 +235,11 @@ fn by_count(failed: &[&Tried], facts: &Facts, severity: Severity) -> Option<Find
 }
 
 /// Root of a user namespace has only the uids that were mapped into it.
-fn uids_of_a_namespace(failed: &[&Tried], facts: &Facts, severity: Severity) -> Option<Finding> {
+fn uids_of_a_namespace(
+    failed: &[&MechanismResult],
+    facts: &Facts,
+    severity: Severity,
+) -> Option<Finding> {
     let lease = failed
         .iter()
         .find(|t| t.mechanism == Mechanism::LeasedUid)?;
@@ -261,7 +269,7 @@ fn lacking_capabilities(facts: &Facts, severity: Severity) -> Option<Finding> {
     Some(Finding::new("capabilities", severity, text).with(remedy))
 }
 
-fn landlock(tried: &Tried, facts: &Facts, without_full: Severity) -> Finding {
+fn landlock(tried: &MechanismResult, facts: &Facts, without_full: Severity) -> Finding {
     // At level full it is the second lock on a door; where there is no full, nothing is left without it.
     let severity = without_full.max(Severity::Warning);
     if has_errno(tried, &[Errno::OPNOTSUPP]) {
@@ -302,7 +310,7 @@ fn landlock(tried: &Tried, facts: &Facts, without_full: Severity) -> Finding {
 }
 
 /// No file says why; what was tried and the kernel's answer is all there is.
-fn by_itself(tried: &Tried, facts: &Facts, severity: Severity) -> Finding {
+fn by_itself(tried: &MechanismResult, facts: &Facts, severity: Severity) -> Finding {
     let (step, errno) = tried.failed().unwrap_or_default();
     let answer = match errno {
         Some(n) => errno_name(n).map_or_else(|| format!(": errno {n}"), |name| format!(": {name}")),
@@ -356,13 +364,13 @@ fn by_itself(tried: &Tried, facts: &Facts, severity: Severity) -> Finding {
 mod tests {
     use super::*;
     use crate::host::Container;
-    use sandbox::probe::acts::Verdict;
+    use sandbox::probe::mechanisms::MechanismVerdict;
     use std::path::PathBuf;
 
-    fn fails(mechanism: Mechanism, errno: Errno) -> Tried {
-        Tried {
+    fn fails(mechanism: Mechanism, errno: Errno) -> MechanismResult {
+        MechanismResult {
             mechanism,
-            verdict: Verdict::Fails {
+            verdict: MechanismVerdict::Fails {
                 step: String::from("unshare"),
                 errno: Some(errno.raw_os_error()),
             },

@@ -17,8 +17,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use sandbox::probe;
-use sandbox::probe::acts::{self, Mechanism, Trial, Tried, Verdict};
-use sandbox::spec::{Enforcement, Layer, Level, LimitName, WorkspaceKind};
+use sandbox::probe::mechanisms::{self, Mechanism, MechanismResult, MechanismVerdict, ProbeInputs};
+use sandbox::spec::{ConfinementLevel, Enforcement, Layer, LimitName, WorkspaceKind};
 use serde::Serialize;
 
 use engine::plan::limits::error_chain;
@@ -41,9 +41,9 @@ pub struct Subject {
     pub workspace_kind: WorkspaceKind,
     /// What a run would show.
     pub project: PathBuf,
-    pub floor: Level,
+    pub floor: ConfinementLevel,
     /// Exactly this level, if one was asked for.
-    pub level: Option<Level>,
+    pub level: Option<ConfinementLevel>,
     pub required_layers: BTreeSet<Layer>,
     pub limits: AskedLimits,
     pub allow_degraded: BTreeSet<LimitName>,
@@ -129,7 +129,7 @@ impl Finding {
 /// A level, built in miniature.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LevelTried {
-    pub level: Level,
+    pub level: ConfinementLevel,
     pub works: bool,
     pub layers: Vec<LayerHeld>,
     /// Why it does not work.
@@ -148,9 +148,9 @@ pub struct LayerHeld {
 pub struct Diagnosis {
     pub facts: Facts,
     /// The level a run would have: the one asked for, or the strongest that this host gives to this user.
-    pub level: Option<Level>,
+    pub level: Option<ConfinementLevel>,
     pub levels: Vec<LevelTried>,
-    pub mechanisms: Vec<Tried>,
+    pub mechanisms: Vec<MechanismResult>,
     pub limits: Vec<Enforcement>,
     /// The worst first.
     pub findings: Vec<Finding>,
@@ -179,7 +179,7 @@ pub fn examine(subject: &Subject) -> Diagnosis {
         false => None,
     };
     let mechanisms = try_mechanisms(subject, lease.as_ref(), &mut findings);
-    let levels: Vec<LevelTried> = [Level::Full, Level::Landlock]
+    let levels: Vec<LevelTried> = [ConfinementLevel::Full, ConfinementLevel::Landlock]
         .into_iter()
         .map(|level| try_level(&subject.launcher, level))
         .collect();
@@ -205,19 +205,23 @@ pub fn examine(subject: &Subject) -> Diagnosis {
 
 type Leased<'a> = Option<&'a Result<Lease, LeaseError>>;
 
-fn try_mechanisms(subject: &Subject, lease: Leased<'_>, findings: &mut Vec<Finding>) -> Vec<Tried> {
-    let trial = Trial {
+fn try_mechanisms(
+    subject: &Subject,
+    lease: Leased<'_>,
+    findings: &mut Vec<Finding>,
+) -> Vec<MechanismResult> {
+    let trial = ProbeInputs {
         leased_uid: lease.and_then(|l| l.as_ref().ok()).map(|l| l.uid),
         shown: subject.project.clone(),
     };
-    acts::try_all(&subject.launcher, &trial).unwrap_or_else(|e| {
+    mechanisms::try_all(&subject.launcher, &trial).unwrap_or_else(|e| {
         let text = format!("the mechanisms could not be tried: {}", error_chain(&e));
         findings.push(Finding::new("probe", Severity::Stops, text));
         Vec::new()
     })
 }
 
-fn try_level(launcher: &Path, level: Level) -> LevelTried {
+fn try_level(launcher: &Path, level: ConfinementLevel) -> LevelTried {
     match probe::try_level(launcher, level) {
         Ok(layers) => LevelTried {
             level,
@@ -261,15 +265,15 @@ fn chosen<'a>(subject: &Subject, levels: &'a [LevelTried]) -> Option<&'a LevelTr
 fn confinement(
     subject: &Subject,
     facts: &Facts,
-    mechanisms: &[Tried],
+    mechanisms: &[MechanismResult],
     levels: &[LevelTried],
 ) -> Vec<Finding> {
     let level = chosen(subject, levels);
     let severity = match level.map(|l| l.level) {
         None => Severity::Stops,
         Some(level) if level < subject.floor => Severity::Stops,
-        Some(Level::Full) => Severity::Note,
-        Some(Level::Landlock) => Severity::Warning,
+        Some(ConfinementLevel::Full) => Severity::Note,
+        Some(ConfinementLevel::Landlock) => Severity::Warning,
     };
     let mut findings = cause::of(mechanisms, facts, severity);
     let explained = findings.iter().any(|f| f.severity >= Severity::Warning);
@@ -278,8 +282,8 @@ fn confinement(
         if wanted && !explained {
             // Every mechanism works by itself, so the whole is what fails: its own words are all there is.
             let name = match tried.level {
-                Level::Full => "level_full",
-                Level::Landlock => "level_landlock",
+                ConfinementLevel::Full => "level_full",
+                ConfinementLevel::Landlock => "level_landlock",
             };
             let why = tried.message.as_deref().unwrap_or_default();
             let text = format!("level `{}` does not start: {why}", tried.level.as_str());
@@ -339,12 +343,12 @@ pub fn errno_name(errno: i32) -> Option<&'static str> {
 }
 
 /// The Landlock ABI that refused something, if any did.
-pub fn landlock_abi(mechanisms: &[Tried]) -> Option<i32> {
+pub fn landlock_abi(mechanisms: &[MechanismResult]) -> Option<i32> {
     let found = mechanisms
         .iter()
         .find(|t| t.mechanism == Mechanism::Landlock)?;
     match &found.verdict {
-        Verdict::Works { how } => how.rsplit(' ').next()?.parse().ok(),
+        MechanismVerdict::Works { how } => how.rsplit(' ').next()?.parse().ok(),
         _ => None,
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use sandbox::cgroup::{self, CgroupError, Group};
 use sandbox::quota::{self, QuotaError};
-use sandbox::spec::{Enforcement, Hardness, Level, LimitName, Limits, WorkspaceKind};
+use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, LimitName, Limits, WorkspaceKind};
 
 use super::host::{Container, Facts};
 use super::storage::{self, Place};
@@ -16,7 +16,7 @@ use engine::plan::limits::{self, Ground, Storage, error_chain};
 pub fn examine(
     subject: &Subject,
     facts: &Facts,
-    level: Option<Level>,
+    level: Option<ConfinementLevel>,
     lease: Leased<'_>,
     findings: &mut Vec<Finding>,
 ) -> Vec<Enforcement> {
@@ -25,10 +25,10 @@ pub fn examine(
     // What a run does first; the scope ends with this process.
     let _as_a_run_would = engine::attempt::systemd_scope::ensure();
     let host = cgroup::discover();
-    let outer = cgroup::outer_limits();
+    let outer = cgroup::ancestor_limits();
     let group = Group::create(&host, "doctor", &limits::group_limits(&limits));
     let ground = Ground {
-        level: level.unwrap_or(Level::Full),
+        level: level.unwrap_or(ConfinementLevel::Full),
         leased: matches!(lease, Some(Ok(_))),
         storage: storage_of(subject, &limits, lease, findings),
     };
@@ -149,7 +149,7 @@ fn systemd(facts: &Facts) -> Remedy {
 /// cgroup version 1: a directory that belongs to the user, in each hierarchy, with the shell in it.
 fn version_1(facts: &Facts) -> Remedy {
     let host = cgroup::discover();
-    let parents: Vec<PathBuf> = cgroup::paths_to_be(&host, "doctor")
+    let parents: Vec<PathBuf> = cgroup::planned_paths(&host, "doctor")
         .iter()
         .filter_map(|p| p.parent().map(Path::to_path_buf))
         .collect();
@@ -254,7 +254,7 @@ impl Drop for Trial {
 fn try_quota(root: &Path, uid: u32, limits: &Limits) -> Result<(), String> {
     let trial = Trial::new(root)?;
     let dir = trial.dir.as_fd();
-    let project = quota::unused(dir, limits::projects(uid)).map_err(no_quota)?;
+    let project = quota::unused_project(dir, limits::projects(uid)).map_err(no_quota)?;
     let held = quota::limit(dir, project, limits.disk_bytes, limits.files).map_err(no_quota)?;
     held.release()
         .map_err(|e| format!("lift the quota again: {e}"))

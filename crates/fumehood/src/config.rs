@@ -539,10 +539,10 @@ impl Merged {
     }
 
     /// Exactly this level, if somebody asked for one; the pipeline holds it against the floor.
-    fn level(&self) -> Option<sandbox::spec::Level> {
+    fn level(&self) -> Option<sandbox::spec::ConfinementLevel> {
         Some(match self.last(Key::Level)?.value {
-            Value::Word("landlock") => sandbox::spec::Level::Landlock,
-            _ => sandbox::spec::Level::Full,
+            Value::Word("landlock") => sandbox::spec::ConfinementLevel::Landlock,
+            _ => sandbox::spec::ConfinementLevel::Full,
         })
     }
 

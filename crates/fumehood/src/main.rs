@@ -14,17 +14,17 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     // Whatever runs an analysis: before anything is read that no analysis may find in the sandbox's memory.
-    sandbox::standby::stand_by(&["run", "shell", cli::RUNNER]);
+    sandbox::standby::fork_launcher(&["run", "shell", cli::RUNNER]);
     if sandbox::launch::is_launcher() {
         sandbox::launch::main();
     }
-    if sandbox::probe::acts::is_probe() {
-        sandbox::probe::acts::main();
+    if sandbox::probe::mechanisms::is_probe() {
+        sandbox::probe::mechanisms::main();
     }
     if sandbox::attack::is_attacker() {
         sandbox::attack::main();
     }
     store::types::timings::mark("start");
-    sandbox::hear_of_children();
+    sandbox::reset_sigchld();
     cli::main()
 }

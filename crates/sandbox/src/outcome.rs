@@ -28,7 +28,7 @@ pub enum Stop {
 
 /// What was measured, summed over every process of the run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Usage {
+pub struct ResourceUsage {
     pub wall_ms: u64,
     pub cpu_ms: u64,
     pub memory_peak_bytes: Option<u64>,
@@ -48,7 +48,7 @@ pub struct Outcome {
     /// `None`: the program's end was never seen (its init was killed from outside, or cannot die).
     pub exit: Option<Exit>,
     pub stop: Option<Stop>,
-    pub usage: Usage,
+    pub usage: ResourceUsage,
     /// False: some process could not be shown dead in time. Nothing may be collected or removed yet.
     pub all_dead: bool,
 }

@@ -4,22 +4,22 @@
 //! Landlock cannot refuse is refused by seccomp, done by the guardian in the program's place, or not held. Each
 //! act is an attack of the same name in `attack/`.
 
-use crate::spec::Level;
+use crate::spec::ConfinementLevel;
 
 /// What becomes of an act.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Held {
+pub enum PromiseStatus {
     /// The act fails, and ordinary programs notice nothing.
-    Yes,
+    Kept,
     /// The act fails because a feature is gone that ordinary programs may miss: this one.
-    ByRefusing(&'static str),
+    KeptByRefusing(&'static str),
     /// The act succeeds, or may: this is why.
-    No(&'static str),
+    NotKept(&'static str),
 }
 
-impl Held {
-    pub fn is_held(self) -> bool {
-        !matches!(self, Held::No(_))
+impl PromiseStatus {
+    pub fn is_kept(self) -> bool {
+        !matches!(self, PromiseStatus::NotKept(_))
     }
 }
 
@@ -29,18 +29,19 @@ pub struct Act {
     /// The attack's name.
     pub name: &'static str,
     /// From which Landlock ABI on; the last entry that is not above the kernel's holds. The first is for ABI 1.
-    landlock: &'static [(i32, Held)],
+    landlock: &'static [(i32, PromiseStatus)],
 }
 
 impl Act {
     /// What becomes of it at level `landlock`, in words, by Landlock ABI where that matters.
     pub fn at_landlock(&self) -> String {
-        let words = |held: Held| match held {
-            Held::Yes => String::from("held"),
-            Held::ByRefusing(what) => format!("held by refusing {what}"),
-            Held::No(why) => format!("**not held**: {why}"),
+        let words = |held: PromiseStatus| match held {
+            PromiseStatus::Kept => String::from("held"),
+            PromiseStatus::KeptByRefusing(what) => format!("held by refusing {what}"),
+            PromiseStatus::NotKept(why) => format!("**not held**: {why}"),
         };
-        let row = |(n, (from, held)): (usize, &(i32, Held))| match self.landlock.get(n + 1) {
+        let row = |(n, (from, held)): (usize, &(i32, PromiseStatus))| match self.landlock.get(n + 1)
+        {
             Some((next, _)) => format!("ABI {from} to {}: {}", next - 1, words(*held)),
             None if n > 0 => format!("from ABI {from}: {}", words(*held)),
             None => words(*held),
@@ -50,20 +51,29 @@ impl Act {
     }
 }
 
-const YES: &[(i32, Held)] = &[(1, Held::Yes)];
+const KEPT: &[(i32, PromiseStatus)] = &[(1, PromiseStatus::Kept)];
 
-const NO_PROC: Held =
-    Held::ByRefusing("/proc, but for a few files and what the first process has of its own");
-const NO_NETWORK: Held = Held::ByRefusing("internet sockets, also among its own processes");
-const NO_SOCKETS: Held = Held::ByRefusing("unix sockets other than a socketpair");
-const NO_IPC: Held = Held::ByRefusing("System V IPC and POSIX message queues");
-const NO_SHM: Held = Held::ByRefusing(
+const NO_PROC: PromiseStatus = PromiseStatus::KeptByRefusing(
+    "/proc, but for a few files and what the first process has of its own",
+);
+const NO_NETWORK: PromiseStatus =
+    PromiseStatus::KeptByRefusing("internet sockets, also among its own processes");
+const NO_SOCKETS: PromiseStatus =
+    PromiseStatus::KeptByRefusing("unix sockets other than a socketpair");
+const NO_IPC: PromiseStatus =
+    PromiseStatus::KeptByRefusing("System V IPC and POSIX message queues");
+const NO_SHM: PromiseStatus = PromiseStatus::KeptByRefusing(
     "/dev/shm, and with it POSIX semaphores and Python's multiprocessing, unless asked for",
 );
-const GUARDED: Held =
-    Held::ByRefusing("sigqueue, pidfd_send_signal and F_SETOWN; kill goes through the guardian");
+const NO_FOREIGN_SIGNALS: PromiseStatus = PromiseStatus::KeptByRefusing(
+    "sigqueue, pidfd_send_signal and F_SETOWN; kill goes through the guardian",
+);
 
-const fn act(promise: &'static str, name: &'static str, landlock: &'static [(i32, Held)]) -> Act {
+const fn act(
+    promise: &'static str,
+    name: &'static str,
+    landlock: &'static [(i32, PromiseStatus)],
+) -> Act {
     Act {
         promise,
         name,
@@ -74,26 +84,26 @@ const fn act(promise: &'static str, name: &'static str, landlock: &'static [(i32
 /// Every act, in the order of the promises.
 #[rustfmt::skip]
 pub const ACTS: &[Act] = &[
-    act("P2", "write_data", YES),
-    act("P2", "write_docs", YES),
-    act("P2", "truncate_data", YES),
-    act("P2", "chmod_data", YES),
-    act("P2", "utime_data", YES),
-    act("P2", "xattr_data", &[(1, Held::ByRefusing("extended attributes, everywhere"))]),
-    act("P2", "link_data", YES),
-    act("P2", "read_project", YES),
-    act("P2", "list_project", YES),
-    act("P2", "stat_project", &[(1, Held::No("a path whose name is known can be asked for its size, owner and times"))]),
-    act("P2", "lock_data", &[(1, Held::No("advisory locks need no right to write"))]),
-    act("P3", "read_secret_file", YES),
-    act("P3", "read_host_tmp", &[(1, Held::ByRefusing("/tmp; TMPDIR names a place in the workspace"))]),
-    act("P4", "write_site", YES),
-    act("P4", "write_api_py", YES),
-    act("P4", "write_system", YES),
-    act("P4", "write_other_workspace", YES),
-    act("P4", "write_host_tmp", &[(1, Held::ByRefusing("/tmp; TMPDIR names a place in the workspace"))]),
+    act("P2", "write_data", KEPT),
+    act("P2", "write_docs", KEPT),
+    act("P2", "truncate_data", KEPT),
+    act("P2", "chmod_data", KEPT),
+    act("P2", "utime_data", KEPT),
+    act("P2", "xattr_data", &[(1, PromiseStatus::KeptByRefusing("extended attributes, everywhere"))]),
+    act("P2", "link_data", KEPT),
+    act("P2", "read_project", KEPT),
+    act("P2", "list_project", KEPT),
+    act("P2", "stat_project", &[(1, PromiseStatus::NotKept("a path whose name is known can be asked for its size, owner and times"))]),
+    act("P2", "lock_data", &[(1, PromiseStatus::NotKept("advisory locks need no right to write"))]),
+    act("P3", "read_secret_file", KEPT),
+    act("P3", "read_host_tmp", &[(1, PromiseStatus::KeptByRefusing("/tmp; TMPDIR names a place in the workspace"))]),
+    act("P4", "write_site", KEPT),
+    act("P4", "write_api_py", KEPT),
+    act("P4", "write_system", KEPT),
+    act("P4", "write_other_workspace", KEPT),
+    act("P4", "write_host_tmp", &[(1, PromiseStatus::KeptByRefusing("/tmp; TMPDIR names a place in the workspace"))]),
     act("P4", "write_host_shm", &[(1, NO_SHM)]),
-    act("P4", "utime_device", YES),
+    act("P4", "utime_device", KEPT),
     act("P6", "postgres_tcp", &[(1, NO_NETWORK)]),
     act("P6", "postgres_socket", &[(1, NO_SOCKETS)]),
     act("P6", "postgres_abstract", &[(1, NO_SOCKETS)]),
@@ -101,56 +111,58 @@ pub const ACTS: &[Act] = &[
     act("P6", "tcp_fast_open", &[(1, NO_NETWORK)]),
     act("P6", "udp", &[(1, NO_NETWORK)]),
     act("P6", "dns", &[(1, NO_NETWORK)]),
-    act("P6", "vsock", YES),
-    act("P6", "packet", YES),
-    act("P6", "netlink", &[(1, Held::ByRefusing("netlink, so no list of network interfaces"))]),
-    act("P6", "inherited_descriptor", YES),
-    act("P6", "secret_environment", YES),
-    act("P7", "signal_others", &[(1, GUARDED), (6, Held::Yes)]),
-    act("P7", "signal_guardian", &[(1, GUARDED), (6, Held::Yes)]),
-    act("P7", "signal_by_descriptor", &[(1, GUARDED), (6, Held::Yes)]),
-    act("P7", "ptrace_others", YES),
+    act("P6", "vsock", KEPT),
+    act("P6", "packet", KEPT),
+    act("P6", "netlink", &[(1, PromiseStatus::KeptByRefusing("netlink, so no list of network interfaces"))]),
+    act("P6", "inherited_descriptor", KEPT),
+    act("P6", "secret_environment", KEPT),
+    act("P7", "signal_others", &[(1, NO_FOREIGN_SIGNALS), (6, PromiseStatus::Kept)]),
+    act("P7", "signal_guardian", &[(1, NO_FOREIGN_SIGNALS), (6, PromiseStatus::Kept)]),
+    act("P7", "signal_by_descriptor", &[(1, NO_FOREIGN_SIGNALS), (6, PromiseStatus::Kept)]),
+    act("P7", "ptrace_others", KEPT),
     act("P7", "proc_of_others", &[(1, NO_PROC)]),
-    act("P7", "init_memory", YES),
-    act("P7", "limits_of_others", &[(1, Held::ByRefusing("prlimit, affinity and priority of any process but the caller"))]),
+    act("P7", "init_memory", KEPT),
+    act("P7", "limits_of_others", &[(1, PromiseStatus::KeptByRefusing("prlimit, affinity and priority of any process but the caller"))]),
     act("P7", "system_v_ipc", &[(1, NO_IPC)]),
     act("P7", "message_queue", &[(1, NO_IPC)]),
-    act("P7", "watch_system", YES),
-    act("P8", "set_user_id", YES),
-    act("P8", "set_user_id_file", YES),
-    act("P8", "user_namespace", YES),
-    act("P8", "mount", YES),
-    act("P8", "io_uring", YES),
-    act("P8", "bpf", YES),
-    act("P8", "perf", YES),
-    act("P8", "keyring", YES),
-    act("P8", "userfaultfd", YES),
-    act("P8", "foreign_abi", YES),
-    act("P9", "terminal_injection", YES),
-    act("P10", "fork_bomb", YES),
-    act("P10", "memory_bomb", YES),
-    act("P10", "oom_loop", YES),
-    act("P10", "uncharged_memory", YES),
-    act("P10", "disk_bomb", YES),
-    act("P10", "disk_held_by_calls", YES),
-    act("P10", "file_bomb", YES),
-    act("P10", "unlinked_files", YES),
-    act("P10", "log_bomb", YES),
-    act("P11", "daemon_outlives_timeout", YES),
-    act("P11", "slow_death", YES),
-    act("P12", "daemon_outlives_runner", YES),
-    act("P13", "symlink_farm", YES),
-    act("P13", "hard_links", YES),
+    act("P7", "watch_system", KEPT),
+    act("P8", "set_user_id", KEPT),
+    act("P8", "set_user_id_file", KEPT),
+    act("P8", "user_namespace", KEPT),
+    act("P8", "mount", KEPT),
+    act("P8", "io_uring", KEPT),
+    act("P8", "bpf", KEPT),
+    act("P8", "perf", KEPT),
+    act("P8", "keyring", KEPT),
+    act("P8", "userfaultfd", KEPT),
+    act("P8", "foreign_abi", KEPT),
+    act("P9", "terminal_injection", KEPT),
+    act("P10", "fork_bomb", KEPT),
+    act("P10", "memory_bomb", KEPT),
+    act("P10", "oom_loop", KEPT),
+    act("P10", "uncharged_memory", KEPT),
+    act("P10", "disk_bomb", KEPT),
+    act("P10", "disk_held_by_calls", KEPT),
+    act("P10", "file_bomb", KEPT),
+    act("P10", "unlinked_files", KEPT),
+    act("P10", "log_bomb", KEPT),
+    act("P11", "daemon_outlives_timeout", KEPT),
+    act("P11", "slow_death", KEPT),
+    act("P12", "daemon_outlives_runner", KEPT),
+    act("P13", "symlink_farm", KEPT),
+    act("P13", "hard_links", KEPT),
 ];
 
 /// What becomes of an act at a level, on a kernel with this Landlock ABI.
-pub fn held(act: &Act, level: Level, landlock_abi: i32) -> Held {
+pub fn promise_status(act: &Act, level: ConfinementLevel, landlock_abi: i32) -> PromiseStatus {
     match level {
-        Level::Full => Held::Yes,
-        Level::Landlock => {
+        ConfinementLevel::Full => PromiseStatus::Kept,
+        ConfinementLevel::Landlock => {
             let rows = act.landlock.iter().rev();
             let mut fitting = rows.filter(|(from, _)| *from <= landlock_abi.max(1));
-            fitting.next().map_or(Held::Yes, |(_, held)| *held)
+            fitting
+                .next()
+                .map_or(PromiseStatus::Kept, |(_, held)| *held)
         }
     }
 }
@@ -171,9 +183,9 @@ mod tests {
     #[test]
     fn the_row_of_the_kernel_decides() {
         let signal = ACTS.iter().find(|a| a.name == "signal_others");
-        let at = |abi| signal.map(|act| held(act, Level::Landlock, abi));
-        assert_eq!(at(5), Some(GUARDED));
-        assert_eq!(at(6), Some(Held::Yes));
-        assert_eq!(at(9), Some(Held::Yes));
+        let at = |abi| signal.map(|act| promise_status(act, ConfinementLevel::Landlock, abi));
+        assert_eq!(at(5), Some(NO_FOREIGN_SIGNALS));
+        assert_eq!(at(6), Some(PromiseStatus::Kept));
+        assert_eq!(at(9), Some(PromiseStatus::Kept));
     }
 }

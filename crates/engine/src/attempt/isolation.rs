@@ -5,7 +5,7 @@
 //! nothing that a request brings with it, a path that cannot be mounted or the like, can talk us down.
 
 use sandbox::probe;
-use sandbox::spec::{Enforcement, Layer, Level, Limits};
+use sandbox::spec::{ConfinementLevel, Enforcement, Layer, Limits};
 
 use crate::attempt::pipeline::{Audience, PipelineError, Surroundings};
 use crate::attempt::recorder::Ledger;
@@ -24,15 +24,16 @@ pub(crate) struct Errand<'a> {
 }
 
 /// The levels that may be tried, the strongest first.
-pub fn candidates(request: &Request) -> Result<Vec<Level>, PipelineError> {
-    let high_enough = |level: &Level| crate::request::Level::from(*level) >= request.floor;
+pub fn candidates(request: &Request) -> Result<Vec<ConfinementLevel>, PipelineError> {
+    let high_enough =
+        |level: &ConfinementLevel| crate::request::Level::from(*level) >= request.floor;
     match request.level {
         Some(level) if high_enough(&level) => Ok(vec![level]),
         Some(asked) => Err(PipelineError::BelowFloor {
             asked,
             floor: request.floor,
         }),
-        None => Ok([Level::Full, Level::Landlock]
+        None => Ok([ConfinementLevel::Full, ConfinementLevel::Landlock]
             .into_iter()
             .filter(high_enough)
             .collect()),
@@ -81,7 +82,7 @@ pub(crate) fn strongest(
 fn at(
     attempt: &mut Attempt,
     errand: &Errand<'_>,
-    level: Level,
+    level: ConfinementLevel,
     ledger: Option<&mut Ledger>,
     audience: &mut dyn Audience,
 ) -> Result<(Vec<Enforcement>, Ran), PipelineError> {
@@ -93,7 +94,7 @@ fn at(
 /// Whether this host does not give the level at all. Nothing of the program has run when a launch fails.
 fn not_to_be_had(error: &PipelineError, around: &Surroundings) -> bool {
     matches!(error, PipelineError::Start(_))
-        && probe::try_level(&around.launcher, Level::Full).is_err()
+        && probe::try_level(&around.launcher, ConfinementLevel::Full).is_err()
 }
 
 fn no_namespaces(why: &str) -> String {
@@ -111,8 +112,8 @@ fn weaker(ran: &Ran, stepped_down: Option<&str>) -> Vec<String> {
     // Cancelled before the program began.
     let nothing_ran = ran.layers.is_empty();
     match (ran.level, stepped_down) {
-        (Level::Landlock, Some(why)) => vec![no_namespaces(why)],
-        (Level::Full, _) if !landlock && !nothing_ran => vec![String::from(
+        (ConfinementLevel::Landlock, Some(why)) => vec![no_namespaces(why)],
+        (ConfinementLevel::Full, _) if !landlock && !nothing_ran => vec![String::from(
             "this kernel has no Landlock, or has it switched off: the run rested on the other layers",
         )],
         _ => Vec::new(),

@@ -19,11 +19,11 @@ pub mod terminal_filter;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use sandbox::cgroup::{self, Group, Host, OuterLimits};
+use sandbox::cgroup::{self, AncestorLimits, Group, Hierarchies};
 use sandbox::outcome::Outcome;
 use sandbox::quota::{self, ProjectQuota, QuotaError};
-use sandbox::spec::{Enforcement, Identity, Layer, Level, Limits, WorkspaceKind};
-use sandbox::supervise::Leaving;
+use sandbox::spec::{ConfinementLevel, Enforcement, Layer, Limits, ProgramIdentity, WorkspaceKind};
+use sandbox::supervise::InitExit;
 
 use crate::attempt::finalize::SettleError;
 use crate::attempt::log_capture::Captured;
@@ -54,9 +54,9 @@ pub(crate) struct Attempt {
     /// Why it could not be removed.
     group_stays: Option<String>,
     /// Where its groups are made.
-    groups_in: Host,
+    groups_in: Hierarchies,
     /// The sandbox's init on its way out, when all else is dead.
-    leaving: Option<Leaving>,
+    leaving: Option<InitExit>,
     /// It was not seen to end: whoever has the uid next looks for it.
     init_stays: bool,
     /// The database's connection while the program runs.
@@ -76,7 +76,7 @@ pub(crate) struct Attempt {
 /// How the sandboxed part went.
 pub(crate) struct Ran {
     pub outcome: Outcome,
-    pub level: Level,
+    pub level: ConfinementLevel,
     pub layers: Vec<(Layer, String)>,
     /// What was weaker than it might be, in words.
     pub notices: Vec<String>,
@@ -87,7 +87,7 @@ pub(crate) struct Ran {
     pub pids_denied: u64,
     /// A workspace that lived in memory.
     pub memory: Option<OwnedFd>,
-    /// See [`sandbox::supervise::Finished`].
+    /// See [`sandbox::supervise::FinishedRun`].
     pub undead_init: Option<u32>,
 }
 
@@ -169,7 +169,7 @@ impl Attempt {
         attempt.lease = lease?;
         attempt.record.uid = attempt.lease.as_ref().map(|l| l.uid);
         let id = request.id.as_str();
-        attempt.record.cgroups = cgroup::paths_to_be(&attempt.groups_in, id);
+        attempt.record.cgroups = cgroup::planned_paths(&attempt.groups_in, id);
         attempt.save()?;
         reached(Step::Claimed)?;
         Ok(attempt)
@@ -245,13 +245,13 @@ impl Attempt {
         self.lease.as_ref().map(|l| (l.uid, l.uid))
     }
 
-    fn identity(&self) -> Identity {
+    fn identity(&self) -> ProgramIdentity {
         match &self.lease {
-            Some(lease) => Identity::Leased {
+            Some(lease) => ProgramIdentity::Leased {
                 uid: lease.uid,
                 gid: lease.uid,
             },
-            None => Identity::Caller {
+            None => ProgramIdentity::Caller {
                 uid: rustix::process::geteuid().as_raw(),
                 gid: rustix::process::getegid().as_raw(),
             },
@@ -361,7 +361,8 @@ impl Attempt {
         let (Some(lease), Some(workspace)) = (&self.lease, &self.workspace) else {
             return Ok(false);
         };
-        let Ok(project) = quota::unused(workspace.dir(), limits::projects(lease.uid)) else {
+        let Ok(project) = quota::unused_project(workspace.dir(), limits::projects(lease.uid))
+        else {
             return Ok(false);
         };
         self.record.project_quota = Some(project);
@@ -393,12 +394,12 @@ impl Attempt {
         request: &Request,
         limits: &Limits,
         storage: Storage,
-        level: Level,
+        level: ConfinementLevel,
     ) -> Result<Vec<Enforcement>, PipelineError> {
         let group = self.group.as_ref().map_err(Clone::clone);
         let outer = match group.as_ref().is_ok_and(|g| limits::holds_alone(g)) {
-            true => OuterLimits::default(),
-            false => cgroup::outer_limits(),
+            true => AncestorLimits::default(),
+            false => cgroup::ancestor_limits(),
         };
         let ground = Ground {
             level,

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use sandbox::quota::QuotaError;
 use sandbox::spec::{Layer, Terminal};
-use sandbox::supervise::{RunError, Stream, Wish};
+use sandbox::supervise::{Control, RunError, Stream};
 
 use crate::attempt::Attempt;
 use crate::attempt::finalize::SettleError;
@@ -51,7 +51,7 @@ pub enum PipelineError {
         "--level {} is below the floor, {}; leave the option out, or have the operator lower the floor", asked.as_str(), floor.as_str()
     )]
     BelowFloor {
-        asked: sandbox::spec::Level,
+        asked: sandbox::spec::ConfinementLevel,
         floor: crate::request::Level,
     },
     #[error("level full cannot be had here ({full}), and level landlock neither")]
@@ -136,7 +136,7 @@ pub trait Audience {
     fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
     fn unblocked(&mut self, stream: Stream);
     fn wishes(&self) -> Option<BorrowedFd<'_>>;
-    fn wish(&mut self) -> Option<Wish>;
+    fn wish(&mut self) -> Option<Control>;
     /// Why it wished for the end, if it did. Asked once all is dead; may take its time.
     fn ended_for(&mut self) -> EndedFor {
         EndedFor::Wish

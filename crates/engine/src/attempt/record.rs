@@ -346,7 +346,7 @@ pub fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {
 
 #[cfg(test)]
 mod tests {
-    use sandbox::outcome::Usage;
+    use sandbox::outcome::ResourceUsage;
 
     use super::*;
 
@@ -354,9 +354,9 @@ mod tests {
         Outcome {
             exit,
             stop,
-            usage: Usage {
+            usage: ResourceUsage {
                 oom_kills,
-                ..Usage::default()
+                ..ResourceUsage::default()
             },
             all_dead: true,
         }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use sandbox::outcome::{Exit, Stop, Usage};
+use sandbox::outcome::{Exit, ResourceUsage, Stop};
 use sandbox::spec::{Enforcement, Limits};
 
 use crate::attempt::Ran;
@@ -118,7 +118,7 @@ fn blank(
     reason: Reason,
 ) -> Record {
     let now = unix_ms();
-    let usage = Usage::default();
+    let usage = ResourceUsage::default();
     let nothing = Captured::default();
     Record {
         schema: record::SCHEMA.into(),

@@ -62,7 +62,7 @@ impl Resting {
             // Closing puts its log in order, by name: not where that is another's by now.
             drop(self.store.take_if(|store| store.is_in_place()));
             // The program may run for hours, and nothing is to be done here but to pass its output on.
-            sandbox::let_go_of_code();
+            sandbox::drop_code_pages();
         }
         rang
     }

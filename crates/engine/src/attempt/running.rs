@@ -5,8 +5,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use sandbox::cgroup::Group;
-use sandbox::spec::{Level, Limits, SharedMemory, Spec, Terminal};
-use sandbox::supervise::{self, Attendant, Means, Stream, Wish};
+use sandbox::spec::{ConfinementLevel, Limits, SharedMemory, Spec, Terminal};
+use sandbox::supervise::{self, Control, SpawnResources, Stream, SupervisorHandler};
 
 use super::resting::Resting;
 use super::{Attempt, Ran};
@@ -27,7 +27,7 @@ impl Attempt {
     pub fn execute(
         &mut self,
         errand: &Errand<'_>,
-        level: Level,
+        level: ConfinementLevel,
         ledger: Option<&mut Ledger>,
         audience: &mut dyn Audience,
     ) -> Result<Ran, PipelineError> {
@@ -42,7 +42,7 @@ impl Attempt {
         &mut self,
         group: Option<&Group>,
         errand: &Errand<'_>,
-        level: Level,
+        level: ConfinementLevel,
         ledger: Option<&mut Ledger>,
         audience: &mut dyn Audience,
     ) -> Result<Ran, PipelineError> {
@@ -66,15 +66,15 @@ impl Attempt {
             },
         )?;
         let links = match level {
-            Level::Full => Vec::new(),
+            ConfinementLevel::Full => Vec::new(),
             // What a mount would show there is a link.
-            Level::Landlock => plan::links(plan, request)?,
+            ConfinementLevel::Landlock => plan::links(plan, request)?,
         };
         if let Some(workspace) = &self.workspace {
             workspace.link(&links, self.owner())?;
         }
         let _left_by_one_that_was_killed = self.clear_shared_memory(&spec);
-        let means = Means {
+        let means = SpawnResources {
             launcher: &around.launcher,
             workspace: self.workspace.as_ref().map(Workspace::dir),
             stdin: open_stdin(request, plan, around.terminal)?,
@@ -92,7 +92,7 @@ impl Attempt {
         };
         let begun = explained.and_then(|()| self.begin_in(ledger, request, around.taken.as_ref()));
         if let Err(error) = begun {
-            self.init_stays |= !running.call_off();
+            self.init_stays |= !running.cancel_before_start();
             return Err(error);
         }
         let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
@@ -125,9 +125,9 @@ impl Attempt {
         let [stdout, stderr] = captures.map(Capture::finish);
         self.init_stays |= finished.is_err();
         let mut finished = finished.map_err(PipelineError::Start)?;
-        self.leaving = finished.leaving.take();
+        self.leaving = finished.init_exit.take();
         timings::mark("program_and_teardown");
-        timings::built(std::mem::take(&mut finished.diary));
+        timings::built(std::mem::take(&mut finished.step_log));
         Ok(Ran {
             outcome: finished.outcome,
             level,
@@ -139,14 +139,15 @@ impl Attempt {
             ended_ms,
             pids_denied: finished.pids_denied,
             memory: finished.workspace,
-            undead_init: finished.undead_init,
+            undead_init: finished.unkilled_init,
         })
     }
 
     /// In the host's /dev/shm, what belongs to the leased uid: only this run and those before it had that uid, and the next
     /// must not find it. A plain user's own files there cannot be told from the program's, and stay.
     fn clear_shared_memory(&self, spec: &Spec) -> Result<(), TreeError> {
-        let opened = spec.level == Level::Landlock && spec.shared_memory == SharedMemory::Host;
+        let opened =
+            spec.level == ConfinementLevel::Landlock && spec.shared_memory == SharedMemory::Host;
         match &self.lease {
             Some(lease) if opened => tree::remove_owned(Path::new("/dev/shm"), lease.uid),
             _ => Ok(()),
@@ -252,7 +253,7 @@ impl Ears<'_> {
     }
 }
 
-impl Attendant for Ears<'_> {
+impl SupervisorHandler for Ears<'_> {
     fn fill(&mut self, memory: BorrowedFd<'_>) -> io::Result<()> {
         if let Some(workspace) = &self.attempt.workspace {
             workspace.furnish(memory, self.attempt.owner())?;
@@ -288,11 +289,11 @@ impl Attendant for Ears<'_> {
         self.audience.unblocked(stream);
     }
 
-    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
         self.resting.listens().or_else(|| self.audience.wishes())
     }
 
-    fn wish(&mut self) -> Option<Wish> {
+    fn next_control(&mut self) -> Option<Control> {
         // Whatever else there is is heard at the next turn.
         match self.resting.rang() {
             true => {

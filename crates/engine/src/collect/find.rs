@@ -182,7 +182,7 @@ impl Visit for Finder<'_> {
                 entries: self.entries,
             });
         }
-        if self.levels.len() == 1 && name.to_bytes() == sandbox::HIDDEN.as_bytes() {
+        if self.levels.len() == 1 && name.to_bytes() == sandbox::HIDDEN_DIR.as_bytes() {
             return Ok(Next::Done);
         }
         if self.is_too_deep() {

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use sandbox::spec::{Level, Limits};
+use sandbox::spec::{ConfinementLevel, Limits};
 
 use crate::plan::runtime::Runtime;
 use crate::request::Request;
@@ -13,13 +13,13 @@ pub(super) fn environment(
     request: &Request,
     runtime: &Runtime,
     limits: &Limits,
-    level: Level,
+    level: ConfinementLevel,
     workspace: &Path,
 ) -> Vec<(OsString, OsString)> {
     // Without a /tmp of its own, what would be in it is where it is kept.
     let tmp = match level {
-        Level::Full => PathBuf::from("/tmp"),
-        Level::Landlock => workspace.join(sandbox::HIDDEN),
+        ConfinementLevel::Full => PathBuf::from("/tmp"),
+        ConfinementLevel::Landlock => workspace.join(sandbox::HIDDEN_DIR),
     };
     let home = tmp.join("home");
     let (tmp, home) = (tmp.to_string_lossy(), home.to_string_lossy());
@@ -52,7 +52,7 @@ pub(super) fn environment(
         ("FUMEHOOD_ID", request.id.to_string()),
     ];
     env.extend(fixed.into_iter().map(|(k, v)| (k.into(), v.into())));
-    if level == Level::Landlock {
+    if level == ConfinementLevel::Landlock {
         // git ends where /etc/gitconfig exists and cannot be read. It may hold a token, so it stays closed.
         env.push(("GIT_CONFIG_NOSYSTEM".into(), "1".into()));
     }

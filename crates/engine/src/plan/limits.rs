@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::Path;
 
-use sandbox::cgroup::{self, Enforced, Group, GroupLimits, OuterLimit, OuterLimits};
-use sandbox::spec::{Enforcement, Hardness, Level, LimitName, Limits, WorkspaceKind};
+use sandbox::cgroup::{self, AncestorLimit, AncestorLimits, EnforcedLimit, Group, GroupLimits};
+use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, LimitName, Limits, WorkspaceKind};
 
 use crate::request::{Asked, AskedLimits};
 
@@ -196,7 +196,7 @@ impl Storage {
 /// What a run stands on, as far as it decides who holds its limits.
 #[derive(Clone, Copy, Debug)]
 pub struct Ground {
-    pub level: Level,
+    pub level: ConfinementLevel,
     /// The program has a uid of its own.
     pub leased: bool,
     pub storage: Storage,
@@ -206,12 +206,14 @@ impl Ground {
     /// Who counts processes where no cgroup does.
     fn pids(self) -> (&'static str, Hardness) {
         match (self.level, self.leased) {
-            (Level::Full, _) => (
+            (ConfinementLevel::Full, _) => (
                 "RLIMIT_NPROC in the run's own user namespace",
                 Hardness::Hard,
             ),
-            (Level::Landlock, true) => ("RLIMIT_NPROC of the run's own uid", Hardness::Hard),
-            (Level::Landlock, false) => (
+            (ConfinementLevel::Landlock, true) => {
+                ("RLIMIT_NPROC of the run's own uid", Hardness::Hard)
+            }
+            (ConfinementLevel::Landlock, false) => (
                 "the guardian's watch over the tree, RLIMIT_NPROC over the user's processes",
                 Hardness::Watched,
             ),
@@ -230,7 +232,7 @@ pub fn enforcement(
     asked: &AskedLimits,
     limits: &Limits,
     group: Result<&Group, String>,
-    outer: &OuterLimits,
+    outer: &AncestorLimits,
     ground: Ground,
     allow_degraded: &BTreeSet<LimitName>,
 ) -> Result<Vec<Enforcement>, LimitError> {
@@ -358,7 +360,11 @@ pub fn enforcement(
 }
 
 /// Who holds memory: the run's own group, a limit around us that is no larger than what was asked for, or the watch.
-fn memory_held(asked: u64, held: Option<&Enforced>, outer: &OuterLimits) -> (String, Hardness) {
+fn memory_held(
+    asked: u64,
+    held: Option<&EnforcedLimit>,
+    outer: &AncestorLimits,
+) -> (String, Hardness) {
     let outside = outer_holds(&outer.memory, asked);
     match (held, outside) {
         (Some(own), _) if own.how_hard == Hardness::Hard => (own.by.clone(), own.how_hard),
@@ -372,8 +378,8 @@ fn memory_held(asked: u64, held: Option<&Enforced>, outer: &OuterLimits) -> (Str
 }
 
 /// A limit of a batch job's or a container's, read from its own file, that lets no more through than was asked for.
-fn outer_holds(outer: &Option<OuterLimit>, asked: u64) -> Option<&OuterLimit> {
-    let firm = |limit: &&OuterLimit| limit.how_hard == Hardness::Hard && limit.value <= asked;
+fn outer_holds(outer: &Option<AncestorLimit>, asked: u64) -> Option<&AncestorLimit> {
+    let firm = |limit: &&AncestorLimit| limit.how_hard == Hardness::Hard && limit.value <= asked;
     outer.as_ref().filter(firm)
 }
 

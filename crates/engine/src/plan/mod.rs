@@ -3,7 +3,6 @@
 
 mod environment;
 mod imports;
-mod layers_left_off;
 pub mod limits;
 mod links;
 mod path_checks;
@@ -17,8 +16,8 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 
 use sandbox::spec::{
-    Bytes, Content, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Purpose, Spec,
-    Terminal, View, WorkspaceKind,
+    Bytes, ConfinementLevel, Exec, HostPath, InsidePath, LaunchPurpose, Layer, Limits,
+    ProgramIdentity, ReadOnlyView, Spec, Terminal, ViewContent, WorkspaceKind,
 };
 
 use crate::plan::runtime::{Caller, Runtime, RuntimeError};
@@ -110,7 +109,7 @@ pub enum PolicyError {
 pub struct Plan {
     pub program: PathBuf,
     pub argv: Vec<OsString>,
-    pub views: Vec<View>,
+    pub views: Vec<ReadOnlyView>,
     /// Source and name in the workspace of everything that is copied in.
     pub inputs: Vec<(PathBuf, PathBuf)>,
     /// Resolved: no symlink, no `..`.
@@ -210,10 +209,10 @@ pub fn plan(
 
 /// What of a run is decided only when it is about to start.
 pub struct Place<'a> {
-    pub identity: Identity,
+    pub identity: ProgramIdentity,
     pub kind: WorkspaceKind,
     pub terminal: Terminal,
-    pub level: Level,
+    pub level: ConfinementLevel,
     pub required: &'a BTreeSet<Layer>,
 }
 
@@ -226,8 +225,8 @@ pub fn spec(
 ) -> Result<Spec, PolicyError> {
     let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
     let views = match place.level {
-        Level::Full => plan.views.clone(),
-        Level::Landlock => where_they_are(&plan.views),
+        ConfinementLevel::Full => plan.views.clone(),
+        ConfinementLevel::Landlock => where_they_are(&plan.views),
     };
     let env = environment(request, &plan.runtime, limits, place.level, &workspace);
     let bytes = |text: &OsString| Bytes::from(text.as_os_str());
@@ -244,20 +243,20 @@ pub fn spec(
         terminal: place.terminal,
         level: place.level,
         shared_memory: request.shared_memory,
-        purpose: Purpose::Run,
+        purpose: LaunchPurpose::Run,
         required: place.required.clone(),
-        without: layers_left_off::layers_left_off(),
+        disabled_layers: sandbox::spec::DisabledLayers::from_environment(),
     })
 }
 
 /// Without mounts everything is seen under its own path, once.
-fn where_they_are(views: &[View]) -> Vec<View> {
-    let mut own: Vec<View> = Vec::new();
+fn where_they_are(views: &[ReadOnlyView]) -> Vec<ReadOnlyView> {
+    let mut own: Vec<ReadOnlyView> = Vec::new();
     for view in views {
         let target = InsidePath::new(view.source.as_path());
         match own.iter_mut().find(|known| known.source == view.source) {
             Some(known) => merge(known, view),
-            None => own.push(View {
+            None => own.push(ReadOnlyView {
                 target,
                 ..view.clone()
             }),
@@ -267,12 +266,12 @@ fn where_they_are(views: &[View]) -> Vec<View> {
 }
 
 /// One source under one name, asked for twice: what either may do, and the stricter check of the two.
-fn merge(known: &mut View, other: &View) {
+fn merge(known: &mut ReadOnlyView, other: &ReadOnlyView) {
     if other.exec == Exec::Allowed {
         known.exec = Exec::Allowed;
     }
-    if other.content == Content::Data {
-        known.content = Content::Data;
+    if other.content == ViewContent::Data {
+        known.content = ViewContent::Data;
     }
 }
 
@@ -322,7 +321,7 @@ fn canonical_of(path: &Path) -> Result<PathBuf, PolicyError> {
 }
 
 /// Parents before children, so that nothing covers what was put in place before it.
-fn in_mount_order(views: &mut Vec<View>) {
+fn in_mount_order(views: &mut Vec<ReadOnlyView>) {
     views.sort_by_key(|v| (v.target.as_path().components().count(), v.target.clone()));
     views.dedup_by(|later, kept| {
         let same = later.target == kept.target;
@@ -351,12 +350,12 @@ fn inside_target(inside: &Path, workspace: &Path) -> Result<PathBuf, PolicyError
     let target = plain(&workspace.join(inside))
         .ok_or_else(|| bad("it must be a plain path without `..`"))?;
     let made = ["/etc", "/proc", "/sys", "/dev"];
-    let mut taken = sandbox::SYSTEM.iter().chain(&made);
+    let mut taken = sandbox::SYSTEM_DIRS.iter().chain(&made);
     if target == Path::new("/") || taken.any(|t| target.starts_with(t)) {
         return Err(bad("the system is there"));
     }
     let own = workspace.starts_with(&target)
-        || target.starts_with(workspace.join(sandbox::HIDDEN))
+        || target.starts_with(workspace.join(sandbox::HIDDEN_DIR))
         || target == Path::new("/tmp");
     match own {
         true => Err(bad("it would cover the workspace")),
@@ -443,7 +442,7 @@ fn own_program(command: &OsStr, request: &Request) -> Option<PathBuf> {
 
 /// What the program will find under a path.
 struct Visible<'a> {
-    views: &'a [View],
+    views: &'a [ReadOnlyView],
     inputs: &'a [(PathBuf, PathBuf)],
     workspace: &'a Path,
     cwd: &'a Path,

@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use sandbox::spec::{Content, Exec, HostPath, InsidePath, Owner, View};
+use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, ViewContent};
 
 use super::links::{self, has_own_links};
 use super::{
@@ -60,7 +60,7 @@ impl Guard<'_> {
         &self,
         directory: InputDirectory,
         workspace: &Path,
-        views: &mut Vec<View>,
+        views: &mut Vec<ReadOnlyView>,
     ) -> Result<(), PolicyError> {
         let Some((given, real)) = self.find(directory)? else {
             return Ok(());
@@ -75,7 +75,7 @@ impl Guard<'_> {
         views.extend(
             targets
                 .into_iter()
-                .map(|target| self.view(&real, &target, Exec::Refused, Content::Data)),
+                .map(|target| self.view(&real, &target, Exec::Refused, ViewContent::Data)),
         );
         Ok(())
     }
@@ -156,7 +156,7 @@ impl Guard<'_> {
         &self,
         read: &ReadRoot,
         workspace: &Path,
-        views: &mut Vec<View>,
+        views: &mut Vec<ReadOnlyView>,
     ) -> Result<(), PolicyError> {
         let real = self.real(&read.host)?;
         self.may_show(&real)?;
@@ -170,7 +170,7 @@ impl Guard<'_> {
         views.extend(
             targets
                 .into_iter()
-                .map(|target| self.view(&real, &target, Exec::Allowed, Content::Data)),
+                .map(|target| self.view(&real, &target, Exec::Allowed, ViewContent::Data)),
         );
         Ok(())
     }
@@ -178,15 +178,20 @@ impl Guard<'_> {
     pub(super) fn runtime_views(
         &self,
         runtime: &Runtime,
-        views: &mut Vec<View>,
+        views: &mut Vec<ReadOnlyView>,
     ) -> Result<(), PolicyError> {
         for prefix in &runtime.prefixes {
             self.may_be_runtime(prefix)?;
-            views.push(self.view(prefix, prefix, Exec::Allowed, Content::Runtime));
+            views.push(self.view(prefix, prefix, Exec::Allowed, ViewContent::Runtime));
         }
         for alias in &runtime.aliases {
             self.everybodys(&alias.source).or_else(|e| self.untold(e))?;
-            views.push(self.view(&alias.source, &alias.at, Exec::Allowed, Content::Runtime));
+            views.push(self.view(
+                &alias.source,
+                &alias.at,
+                Exec::Allowed,
+                ViewContent::Runtime,
+            ));
         }
         Ok(())
     }
@@ -368,8 +373,8 @@ impl Guard<'_> {
         }
     }
 
-    fn view(&self, source: &Path, target: &Path, exec: Exec, content: Content) -> View {
-        View {
+    fn view(&self, source: &Path, target: &Path, exec: Exec, content: ViewContent) -> ReadOnlyView {
+        ReadOnlyView {
             source: HostPath::new(source),
             target: InsidePath::new(target),
             exec,

@@ -129,7 +129,7 @@ impl Bench {
     }
 
     fn owners(&self, plan: &Plan, source: &Path) -> Vec<Owner> {
-        let of = |view: &&View| view.source.as_path() == source;
+        let of = |view: &&ReadOnlyView| view.source.as_path() == source;
         plan.views.iter().filter(of).map(|v| v.owner).collect()
     }
 }

@@ -528,7 +528,7 @@ mod tests {
         remove_cut_off(cut_off(b"\0\0\0"), root, &mut reaped);
         assert!(workspace.exists() && !path.exists(), "{reaped:?}");
 
-        let hidden = workspace.join(sandbox::HIDDEN);
+        let hidden = workspace.join(sandbox::HIDDEN_DIR);
         std::fs::create_dir(&hidden).unwrap();
         close(&hidden);
         if rustix::process::geteuid().is_root() {

@@ -137,11 +137,11 @@ impl Level {
     }
 }
 
-impl From<sandbox::spec::Level> for Level {
-    fn from(level: sandbox::spec::Level) -> Level {
+impl From<sandbox::spec::ConfinementLevel> for Level {
+    fn from(level: sandbox::spec::ConfinementLevel) -> Level {
         match level {
-            sandbox::spec::Level::Landlock => Level::Landlock,
-            sandbox::spec::Level::Full => Level::Full,
+            sandbox::spec::ConfinementLevel::Landlock => Level::Landlock,
+            sandbox::spec::ConfinementLevel::Full => Level::Full,
         }
     }
 }
@@ -246,7 +246,7 @@ pub struct Request {
     /// The run stops rather than start below this.
     pub floor: Level,
     /// Exactly this level, or none; `None`: the strongest that this host gives.
-    pub level: Option<sandbox::spec::Level>,
+    pub level: Option<sandbox::spec::ConfinementLevel>,
     pub shared_memory: sandbox::spec::SharedMemory,
     pub allow_degraded: BTreeSet<LimitName>,
     /// From the operator's policy: if set, only paths below these may be read.

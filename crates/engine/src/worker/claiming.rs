@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use sandbox::probe;
-use sandbox::spec::Level;
+use sandbox::spec::ConfinementLevel;
 
 use super::slot::{ORDER_VERSION, Order};
 use super::slot_table::{Busy, State};
@@ -68,7 +68,7 @@ impl Worker {
     }
 
     fn can_start(&self) -> bool {
-        let levels = [Level::Full, Level::Landlock];
+        let levels = [ConfinementLevel::Full, ConfinementLevel::Landlock];
         let try_level = |level| probe::try_level(&self.options.program, level);
         levels.into_iter().any(|level| try_level(level).is_ok())
     }

@@ -153,7 +153,7 @@ impl Workspace {
         dir: BorrowedFd<'_>,
         owner: Option<(u32, u32)>,
     ) -> rustix::io::Result<()> {
-        let hidden = Path::new(sandbox::HIDDEN);
+        let hidden = Path::new(sandbox::HIDDEN_DIR);
         let owner = owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid)));
         // umask may have taken more than it should.
         rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
@@ -266,7 +266,7 @@ impl Workspace {
                 source,
             })?;
         }
-        let hidden = Path::new(sandbox::HIDDEN);
+        let hidden = Path::new(sandbox::HIDDEN_DIR);
         let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
         match rustix::fs::statat(&self.dir, hidden, flags) {
             Err(rustix::io::Errno::NOENT) => self.furnish(self.dir.as_fd(), owner),
@@ -311,7 +311,7 @@ impl Workspace {
             // Where the views were mounted; empty, unless the program made directories of these names itself.
             let _its_own = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::REMOVEDIR);
         }
-        let hidden = Path::new(sandbox::HIDDEN);
+        let hidden = Path::new(sandbox::HIDDEN_DIR);
         if let Ok(stat) =
             rustix::fs::statat(&self.dir, hidden, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
         {
@@ -389,7 +389,7 @@ pub fn without_record(root: &Path, id: &AnalysisId) -> Option<(PathBuf, Identity
         })
     };
     let is = Identity::of(&path)?;
-    (is_a_runs(&path) && is_a_runs(&path.join(sandbox::HIDDEN))).then_some((path, is))
+    (is_a_runs(&path) && is_a_runs(&path.join(sandbox::HIDDEN_DIR))).then_some((path, is))
 }
 
 /// The root and, if it can be opened, the directory itself, locked: if it is still the one meant. What is gone, or

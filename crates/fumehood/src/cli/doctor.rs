@@ -11,7 +11,7 @@ use doctor::{Diagnosis, Finding, Remedy, Severity, Subject};
 use engine::home::Home;
 use engine::plan::limits::error_chain;
 use engine::request;
-use sandbox::spec::{Level, WorkspaceKind};
+use sandbox::spec::{ConfinementLevel, WorkspaceKind};
 use store::Location;
 
 use super::args::{AnalysisArgs, RunArgs, TaskArgs};
@@ -52,7 +52,7 @@ pub struct DoctorArgs {
 
     /// Attack exactly this level, full or landlock [default: the strongest that this host gives]
     #[arg(long, value_name = "LEVEL", requires = "attack", value_parser = attack::level)]
-    pub level: Option<Level>,
+    pub level: Option<ConfinementLevel>,
 
     /// Also exit with 1 if an act is refused that the table in SECURITY.md gives up
     #[arg(long, requires = "attack", hide = true)]
@@ -92,10 +92,10 @@ pub fn doctor(args: &DoctorArgs) -> anyhow::Result<u8> {
     })
 }
 
-fn level(floor: request::Level) -> Level {
+fn level(floor: request::Level) -> ConfinementLevel {
     match floor {
-        request::Level::Full => Level::Full,
-        request::Level::Landlock | request::Level::None => Level::Landlock,
+        request::Level::Full => ConfinementLevel::Full,
+        request::Level::Landlock | request::Level::None => ConfinementLevel::Landlock,
     }
 }
 
@@ -141,7 +141,7 @@ fn subject(
         workspace_root: PathBuf::from("/tmp"),
         workspace_kind: WorkspaceKind::Disk,
         project: sources.cwd.clone(),
-        floor: Level::Landlock,
+        floor: ConfinementLevel::Landlock,
         level: None,
         required_layers: Default::default(),
         limits: Default::default(),
@@ -196,7 +196,7 @@ fn kept_at(
 }
 
 /// The operator's policy. One that is there and broken was told already: the configuration is refused.
-fn policy(sources: &Sources, floor: Option<Level>) -> Finding {
+fn policy(sources: &Sources, floor: Option<ConfinementLevel>) -> Finding {
     let path = sources.policy.display();
     let floor = floor.map_or(String::new(), |f| {
         format!("; the floor is `{}`", f.as_str())

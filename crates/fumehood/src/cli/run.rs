@@ -17,7 +17,7 @@ use engine::plan::runtime::Caller;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios};
 use sandbox::spec::Terminal;
-use sandbox::supervise::{RunError, Stream, Wish};
+use sandbox::supervise::{Control, RunError, Stream};
 use store::artifacts::Overwrite;
 use store::types::timings;
 
@@ -348,7 +348,7 @@ impl Console {
         !heard
             || self
                 .wish()
-                .is_none_or(|wish| matches!(wish, Wish::Resize { .. }))
+                .is_none_or(|wish| matches!(wish, Control::Resize { .. }))
     }
 }
 
@@ -388,11 +388,11 @@ impl Audience for Console {
         Some(self.signals.as_fd())
     }
 
-    fn wish(&mut self) -> Option<Wish> {
+    fn wish(&mut self) -> Option<Control> {
         match sandbox::read_signal(self.signals.as_fd())? {
             SIGWINCH => {
                 let size = rustix::termios::tcgetwinsize(rustix::stdio::stdin()).ok()?;
-                Some(Wish::Resize {
+                Some(Control::Resize {
                     rows: size.ws_row,
                     columns: size.ws_col,
                 })
@@ -401,9 +401,9 @@ impl Audience for Console {
                 self.stops += 1;
                 // The second one is impatient.
                 Some(if self.stops == 1 {
-                    Wish::Cancel
+                    Control::Cancel
                 } else {
-                    Wish::Kill
+                    Control::Kill
                 })
             }
         }

@@ -29,7 +29,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use sandbox::spec::Terminal;
-use sandbox::supervise::{Stream, Wish};
+use sandbox::supervise::{Control, Stream};
 use store::types::submission::Submission;
 use store::{Lost, Proof};
 
@@ -390,18 +390,18 @@ impl Audience for Ears {
         Some(self.heart.as_fd())
     }
 
-    fn wish(&mut self) -> Option<Wish> {
+    fn wish(&mut self) -> Option<Control> {
         match self.heart.why() {
-            Some(Why::LeaseLost) => return Some(Wish::Kill),
-            Some(Why::Cancelled) => return Some(Wish::Cancel),
+            Some(Why::LeaseLost) => return Some(Control::Kill),
+            Some(Why::Cancelled) => return Some(Control::Cancel),
             None => {}
         }
         // The worker, the database and whoever cancels may all tell of the same wish. Only one who is impatient says so.
         match sandbox::read_signal(self.hearing.signals.as_fd())? {
-            SIGINT => Some(Wish::Kill),
+            SIGINT => Some(Control::Kill),
             _ => {
                 self.signalled = true;
-                Some(Wish::Cancel)
+                Some(Control::Cancel)
             }
         }
     }

@@ -647,7 +647,7 @@ fn a_ceiling_refuses_an_ask_and_lowers_a_default() {
 
 #[test]
 fn an_exact_level_is_asked_for_by_the_caller_and_never_by_a_project() {
-    use sandbox::spec::Level as Exactly;
+    use sandbox::spec::ConfinementLevel as Exactly;
     assert_eq!(Bench::new().ok(&[]).level, None);
     let asked = |level| Bench::new().ok(&["--level", level]).level;
     assert_eq!(asked("landlock"), Some(Exactly::Landlock));

@@ -4,8 +4,8 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use sandbox::promises::{ACTS, Held, held};
-use sandbox::spec::Level;
+use sandbox::promises::{ACTS, PromiseStatus, promise_status};
+use sandbox::spec::ConfinementLevel;
 use serde_json::Value;
 
 use crate::lab::{Ended, Lab, finish, is_root, names_in};
@@ -50,7 +50,7 @@ fn names_with<'a>(document: &'a Value, verdict: &str) -> BTreeSet<&'a str> {
     with.map(|act| act["name"].as_str().unwrap()).collect()
 }
 
-fn table(level: Level) {
+fn table(level: ConfinementLevel) {
     let lab = Lab::new();
     let ended = attack(&lab, &["--level", level.as_str(), "--json", "--strict"], "");
     ended.good();
@@ -64,7 +64,7 @@ fn table(level: Level) {
     let unproven = names_with(&document, "unproven");
     let gaps = ACTS
         .iter()
-        .filter(|act| matches!(held(act, level, abi), Held::No(_)))
+        .filter(|act| matches!(promise_status(act, level, abi), PromiseStatus::NotKept(_)))
         .map(|act| act.name);
     assert_eq!(names_with(&document, "known_gap"), gaps.collect());
     for name in &unproven {
@@ -93,11 +93,11 @@ fn assert_nothing_of_the_battery(lab: &Lab, place: &Path) {
 }
 
 fn the_table_at_full() {
-    table(Level::Full);
+    table(ConfinementLevel::Full);
 }
 
 fn the_table_at_landlock() {
-    table(Level::Landlock);
+    table(ConfinementLevel::Landlock);
 }
 
 /// Without the layers exactly what rests on them gets out, and the exit code says so.

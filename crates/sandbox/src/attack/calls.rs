@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-use crate::sys::{Arg, Call, Forked, attempt};
+use crate::sys::{Arg, Call, ForkSide, attempt};
 
 /// SIGALRM after this long.
 pub fn alarm(seconds: u64) -> io::Result<()> {
@@ -83,12 +83,12 @@ impl OpenQueue {
 }
 
 /// A fork into namespaces of its own.
-pub fn clone_into(namespaces: libc::c_int) -> io::Result<Forked> {
+pub fn clone_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
     let flags = Arg::Number((namespaces | libc::SIGCHLD).into());
     attempt(Call::CLONE, &mut [flags]).map(forked)
 }
 
-pub fn clone3_into(namespaces: libc::c_int) -> io::Result<Forked> {
+pub fn clone3_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
     // struct clone_args: the flags first, the signal fifth, of eight.
     let mut args = [0u8; 64];
     args[..4].copy_from_slice(&namespaces.to_ne_bytes());
@@ -97,10 +97,10 @@ pub fn clone3_into(namespaces: libc::c_int) -> io::Result<Forked> {
     attempt(Call::CLONE3, args).map(forked)
 }
 
-fn forked(pid: i64) -> Forked {
+fn forked(pid: i64) -> ForkSide {
     match pid {
-        0 => Forked::Child,
-        child => Forked::Parent {
+        0 => ForkSide::Child,
+        child => ForkSide::Parent {
             child: child as i32,
         },
     }

@@ -10,29 +10,29 @@ use rustix::fs::{
     AtFlags, CWD, FlockOperation, Mode, OFlags, Timespec, Timestamps, UTIME_NOW, XattrFlags,
 };
 
-use super::{Aim, LINKED, Stopped, Struck, any_of, beside, c_path};
+use super::{AttackAim, AttackFailure, AttackResult, LINKED_NAME_PREFIX, any_of, beside, c_path};
 use crate::sys::{self, Arg, Call};
 
 /// Every target in turn; each is another way to the same file.
-fn each(aim: &Aim<'_>, mut attempt: impl FnMut(&Path) -> Struck) -> Struck {
+fn each(aim: &AttackAim<'_>, mut attempt: impl FnMut(&Path) -> AttackResult) -> AttackResult {
     let mut got = Vec::new();
     let mut not = Vec::new();
     for path in aim.paths() {
         match attempt(path) {
             Ok(what) => got.push(format!("{}: {what}", path.display())),
-            Err(Stopped::Refused(why) | Stopped::Unable(why)) => {
+            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
                 not.push(format!("{} {why}", path.display()));
             }
         }
     }
     match got.is_empty() {
         false => Ok(got.join("; ")),
-        true => Err(Stopped::Refused(not.join(", "))),
+        true => Err(AttackFailure::Refused(not.join(", "))),
     }
 }
 
 /// The content of a file, or which files there are.
-pub fn change(aim: &Aim<'_>) -> Struck {
+pub fn change(aim: &AttackAim<'_>) -> AttackResult {
     each(aim, |path| {
         let mut overwrite = || {
             let mut file = OpenOptions::new().write(true).open(path)?;
@@ -73,7 +73,7 @@ pub fn change(aim: &Aim<'_>) -> Struck {
 }
 
 /// A new file, where there was none.
-pub fn create(aim: &Aim<'_>) -> Struck {
+pub fn create(aim: &AttackAim<'_>) -> AttackResult {
     each(aim, |path| {
         let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
         file.write_all(aim.mark.as_bytes())?;
@@ -81,7 +81,7 @@ pub fn create(aim: &Aim<'_>) -> Struck {
     })
 }
 
-pub fn truncate(aim: &Aim<'_>) -> Struck {
+pub fn truncate(aim: &AttackAim<'_>) -> AttackResult {
     each(aim, |path| {
         let name = c_path(path)?;
         let mut by_name = || {
@@ -100,7 +100,7 @@ pub fn truncate(aim: &Aim<'_>) -> Struck {
     })
 }
 
-pub fn change_mode(aim: &Aim<'_>) -> Struck {
+pub fn change_mode(aim: &AttackAim<'_>) -> AttackResult {
     let mode = || std::fs::Permissions::from_mode(0o640);
     each(aim, |path| {
         let name = c_path(path)?;
@@ -133,7 +133,7 @@ pub fn change_mode(aim: &Aim<'_>) -> Struck {
     })
 }
 
-pub fn change_times(aim: &Aim<'_>) -> Struck {
+pub fn change_times(aim: &AttackAim<'_>) -> AttackResult {
     let long_ago = Timespec {
         tv_sec: 1,
         tv_nsec: 0,
@@ -142,7 +142,7 @@ pub fn change_times(aim: &Aim<'_>) -> Struck {
 }
 
 /// Who may write to a file may do no more with its times, and everybody may write to some devices.
-pub fn set_times_to_now(aim: &Aim<'_>) -> Struck {
+pub fn set_times_to_now(aim: &AttackAim<'_>) -> AttackResult {
     let now = Timespec {
         tv_sec: 0,
         tv_nsec: UTIME_NOW,
@@ -150,7 +150,7 @@ pub fn set_times_to_now(aim: &Aim<'_>) -> Struck {
     set_times(aim, now)
 }
 
-fn set_times(aim: &Aim<'_>, time: Timespec) -> Struck {
+fn set_times(aim: &AttackAim<'_>, time: Timespec) -> AttackResult {
     let times = Timestamps {
         last_access: time,
         last_modification: time,
@@ -171,7 +171,7 @@ fn set_times(aim: &Aim<'_>, time: Timespec) -> Struck {
     })
 }
 
-pub fn change_attributes(aim: &Aim<'_>) -> Struck {
+pub fn change_attributes(aim: &AttackAim<'_>) -> AttackResult {
     let (name, value) = ("user.fumehood", aim.mark.as_bytes());
     each(aim, |path| {
         let mut by_name = || {
@@ -190,7 +190,7 @@ pub fn change_attributes(aim: &Aim<'_>) -> Struck {
 }
 
 /// A name of one's own for a file of somebody else's: through it the file could be changed, or kept.
-pub fn link(aim: &Aim<'_>) -> Struck {
+pub fn link(aim: &AttackAim<'_>) -> AttackResult {
     let own = format!("linked-{}", aim.mark);
     each(aim, |path| {
         let mut by_name = || {
@@ -216,14 +216,14 @@ pub fn link(aim: &Aim<'_>) -> Struck {
     })
 }
 
-pub fn read(aim: &Aim<'_>) -> Struck {
+pub fn read(aim: &AttackAim<'_>) -> AttackResult {
     each(aim, |path| {
         let content = std::fs::read(path)?;
         Ok(String::from_utf8_lossy(&content).into_owned())
     })
 }
 
-pub fn list(aim: &Aim<'_>) -> Struck {
+pub fn list(aim: &AttackAim<'_>) -> AttackResult {
     each(aim, |path| {
         let names = std::fs::read_dir(path)?.flatten().map(|e| e.file_name());
         let names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).collect();
@@ -231,30 +231,32 @@ pub fn list(aim: &Aim<'_>) -> Struck {
     })
 }
 
-pub fn size(aim: &Aim<'_>) -> Struck {
+pub fn size(aim: &AttackAim<'_>) -> AttackResult {
     each(aim, |path| {
         Ok(format!("size {}", std::fs::metadata(path)?.size()))
     })
 }
 
 /// The caller holds the lock. Whoever meets it could as well have taken it first and kept the caller waiting.
-pub fn lock(aim: &Aim<'_>) -> Struck {
+pub fn lock(aim: &AttackAim<'_>) -> AttackResult {
     each(aim, |path| {
         let file = File::open(path)?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => Ok("met the lock that the host holds".into()),
             Err(e) => Err(e.into()),
-            Ok(()) => Err(Stopped::Refused("is locked apart from the host".into())),
+            Ok(()) => Err(AttackFailure::Refused(
+                "is locked apart from the host".into(),
+            )),
         }
     })
 }
 
 /// Everything that a collector which follows names would carry out: links to the secret, straight and roundabout,
 /// through directories and descriptors; things that stall whoever opens them; and names that lead up.
-pub fn farm(aim: &Aim<'_>) -> Struck {
+pub fn farm(aim: &AttackAim<'_>) -> AttackResult {
     let paths = aim.paths();
     let [secret, directory] = paths[..] else {
-        return Err(Stopped::Unable(
+        return Err(AttackFailure::Unable(
             "a secret file and its directory are needed".into(),
         ));
     };
@@ -279,9 +281,10 @@ pub fn farm(aim: &Aim<'_>) -> Struck {
     symlink(secret, "result.json")?;
     let owner = Mode::from_raw_mode(0o600);
     // A reader of either would wait for ever; where they cannot be made, there is nothing to wait for.
-    let _not_here = rustix::fs::mknodat(CWD, "farm/fifo", rustix::fs::FileType::Fifo, owner, 0);
-    let _not_here = std::os::unix::net::UnixListener::bind("farm/socket");
-    let _on_another_file_system = std::fs::hard_link(secret, "farm/hard.txt");
+    let _ = rustix::fs::mknodat(CWD, "farm/fifo", rustix::fs::FileType::Fifo, owner, 0);
+    let _listener = std::os::unix::net::UnixListener::bind("farm/socket");
+    // Refused across file systems.
+    let _ = std::fs::hard_link(secret, "farm/hard.txt");
     // The control of the collector: an ordinary file, which is to come out.
     let mut ordinary = OpenOptions::new();
     let ordinary = ordinary.write(true).create_new(true).mode(0o600);
@@ -292,10 +295,10 @@ pub fn farm(aim: &Aim<'_>) -> Struck {
 }
 
 /// One file under many names. Who counts its bytes once and copies every name copies far more than was counted.
-pub fn hard_links(_aim: &Aim<'_>) -> Struck {
+pub fn hard_links(_aim: &AttackAim<'_>) -> AttackResult {
     const NAMES: usize = 16;
     const BYTES: usize = 256 << 10;
-    let name = |n: usize| format!("{LINKED}{n}");
+    let name = |n: usize| format!("{LINKED_NAME_PREFIX}{n}");
     std::fs::write(name(0), vec![b'x'; BYTES])?;
     for n in 1..NAMES {
         std::fs::hard_link(name(0), name(n))?;

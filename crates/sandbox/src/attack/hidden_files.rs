@@ -9,7 +9,7 @@ use std::sync::mpsc::RecvTimeoutError;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::{Aim, Stopped, Struck, calls};
+use super::{AttackAim, AttackFailure, AttackResult, calls};
 
 /// Fewer than the descriptors that any process may have.
 const UNLINKED: usize = 200;
@@ -28,7 +28,7 @@ fn unlinked_file() -> io::Result<File> {
 }
 
 /// Files that only descriptors hold.
-pub fn unlinked(aim: &Aim<'_>) -> Struck {
+pub fn unlinked(aim: &AttackAim<'_>) -> AttackResult {
     let files: Vec<File> = (0..UNLINKED)
         .map(|_| unlinked_file())
         .collect::<Result<_, _>>()?;
@@ -38,7 +38,7 @@ pub fn unlinked(aim: &Aim<'_>) -> Struck {
 
 /// Files that only system calls hold: a thread waits in `sendfile` for a peer that does not read, and another thread
 /// closes the descriptor.
-pub fn held_by_calls(aim: &Aim<'_>) -> Struck {
+pub fn held_by_calls(aim: &AttackAim<'_>) -> AttackResult {
     const BEGINS_WITHIN: Timespec = Timespec {
         tv_sec: 10,
         tv_nsec: 0,
@@ -56,7 +56,7 @@ pub fn held_by_calls(aim: &Aim<'_>) -> Struck {
         // Once something has arrived, the call has its file; and it waits, because the socket's queue is smaller.
         let mut waiting = [PollFd::new(&peer, PollFlags::IN)];
         if rustix::event::poll(&mut waiting, Some(&BEGINS_WITHIN))? == 0 {
-            return Err(Stopped::Unable("sendfile did not begin".into()));
+            return Err(AttackFailure::Unable("sendfile did not begin".into()));
         }
         drop(file);
         sockets.push((sender, peer));
@@ -67,7 +67,7 @@ pub fn held_by_calls(aim: &Aim<'_>) -> Struck {
             (HELD * HELD_BYTES) >> 20,
             sockets.len()
         )),
-        Ok(_) | Err(RecvTimeoutError::Disconnected) => Err(Stopped::Refused(
+        Ok(_) | Err(RecvTimeoutError::Disconnected) => Err(AttackFailure::Refused(
             "the calls were interrupted and let go".into(),
         )),
     }

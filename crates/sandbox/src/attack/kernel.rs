@@ -7,19 +7,20 @@ use rustix::fs::inotify::{CreateFlags, WatchFlags};
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::net::{AddressFamily, SendFlags, SocketType};
 
-use super::{Aim, Struck, any_of};
+use super::{AttackAim, AttackResult, any_of};
 use crate::sys::{self, Arg, Call};
 
 /// Hears of what is opened and started in a directory of the system.
-pub fn watch_system(_aim: &Aim<'_>) -> Struck {
-    const SYSTEM: &str = "/usr/bin";
+pub fn watch_system(_aim: &AttackAim<'_>) -> AttackResult {
+    const SYSTEM_DIRS: &str = "/usr/bin";
     let mut inotify = || {
         let watch = rustix::fs::inotify::init(CreateFlags::CLOEXEC)?;
-        rustix::fs::inotify::add_watch(&watch, SYSTEM, WatchFlags::OPEN)?;
+        rustix::fs::inotify::add_watch(&watch, SYSTEM_DIRS, WatchFlags::OPEN)?;
         Ok("it is watched".into())
     };
     let mut notify = || {
-        let directory = rustix::fs::open(SYSTEM, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let directory =
+            rustix::fs::open(SYSTEM_DIRS, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         // No event is asked for: the default for any would be to end this process.
         let numbers = [directory.as_raw_fd(), libc::F_NOTIFY, 0];
         sys::attempt(Call::FCNTL, &mut numbers.map(|n| Arg::Number(n.into())))?;
@@ -29,7 +30,7 @@ pub fn watch_system(_aim: &Aim<'_>) -> Struck {
 }
 
 /// One object of each kind that a memory cgroup is not charged for; as many as wanted could follow.
-pub fn uncharged_memory(_aim: &Aim<'_>) -> Struck {
+pub fn uncharged_memory(_aim: &AttackAim<'_>) -> AttackResult {
     let mut half_a_datagram = || {
         let socket = rustix::net::socket(AddressFamily::INET, SocketType::DGRAM, None)?;
         let nobody = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9);

@@ -9,8 +9,8 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, WaitOptions};
 use rustix::thread::CpuSet;
 
-use super::{Aim, Stopped, Struck, say};
-use crate::sys::{self, Forked};
+use super::{AttackAim, AttackFailure, AttackResult, say};
+use crate::sys::{self, ForkSide};
 
 /// How long what was taken must be held to count: a watch that looks ten times a second has long looked.
 const HELD_FOR: Duration = Duration::from_millis(1500);
@@ -28,12 +28,12 @@ const SLOW_CHILD_MAPS: usize = 1 << 30;
 const DAEMON_FOR: Duration = Duration::from_secs(60);
 
 /// Starts a process that dies with this one.
-fn start(act: impl FnOnce()) -> Result<Option<Pid>, Stopped> {
+fn start(act: impl FnOnce()) -> Result<Option<Pid>, AttackFailure> {
     let parent = rustix::process::getpid();
     match sys::fork_threaded()? {
-        Forked::Parent { child } => Ok(Pid::from_raw(child)),
-        Forked::Child => {
-            let _asked = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+        ForkSide::Parent { child } => Ok(Pid::from_raw(child)),
+        ForkSide::Child => {
+            let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
             // It may have died before that was asked for.
             if rustix::process::getppid() == Some(parent) {
                 act();
@@ -56,12 +56,12 @@ fn ended(children: &[Pid]) -> usize {
 
 fn end(children: &[Pid]) {
     for child in children {
-        let _gone = rustix::process::kill_process(*child, Signal::KILL);
-        let _gone = rustix::process::waitpid(Some(*child), WaitOptions::empty());
+        let _ = rustix::process::kill_process(*child, Signal::KILL);
+        let _ = rustix::process::waitpid(Some(*child), WaitOptions::empty());
     }
 }
 
-pub fn fork(_aim: &Aim<'_>) -> Struck {
+pub fn fork(_aim: &AttackAim<'_>) -> AttackResult {
     let mut children = Vec::new();
     let mut refused = None;
     while children.len() < PROCESSES && refused.is_none() {
@@ -77,16 +77,18 @@ pub fn fork(_aim: &Aim<'_>) -> Struck {
     let count = children.len();
     end(&children);
     match refused {
-        Some(Stopped::Refused(why) | Stopped::Unable(why)) => {
-            Err(Stopped::Refused(format!("{why} after {count} processes")))
-        }
-        None if lost > 0 => Err(Stopped::Refused(format!("{lost} of {count} were ended"))),
+        Some(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => Err(
+            AttackFailure::Refused(format!("{why} after {count} processes")),
+        ),
+        None if lost > 0 => Err(AttackFailure::Refused(format!(
+            "{lost} of {count} were ended"
+        ))),
         None => Ok(format!("{count} processes at once")),
     }
 }
 
 /// Several processes, none of which is large by itself.
-pub fn memory(_aim: &Aim<'_>) -> Struck {
+pub fn memory(_aim: &AttackAim<'_>) -> AttackResult {
     let (mut ours, theirs) = UnixStream::pair()?;
     let mut children = Vec::new();
     for _ in 0..MEMORY_SHARES {
@@ -94,7 +96,7 @@ pub fn memory(_aim: &Aim<'_>) -> Struck {
         children.extend(start(move || {
             // Not zero, which would stay one shared page.
             let taken = vec![1u8; MEMORY_SHARE_BYTES];
-            let _told = theirs.write_all(&taken[..1]);
+            let _ = theirs.write_all(&taken[..1]);
             std::thread::sleep(DAEMON_FOR);
             drop(taken);
         })?);
@@ -114,7 +116,7 @@ pub fn memory(_aim: &Aim<'_>) -> Struck {
             "{} MiB held in {MEMORY_SHARES} processes",
             (MEMORY_SHARES * MEMORY_SHARE_BYTES) >> 20
         )),
-        false => Err(Stopped::Refused(format!(
+        false => Err(AttackFailure::Refused(format!(
             "{filled} of {MEMORY_SHARES} shares were filled, {lost} were ended"
         ))),
     }
@@ -122,7 +124,7 @@ pub fn memory(_aim: &Aim<'_>) -> Struck {
 
 /// Child after child takes too much memory, also after the kernel has killed the first ones. Each kill writes dozens of
 /// lines into the host's log.
-pub fn oom_loop(aim: &Aim<'_>) -> Struck {
+pub fn oom_loop(aim: &AttackAim<'_>) -> AttackResult {
     let held_for = aim.milliseconds()?;
     let mut killed = 0;
     for _ in 0..OOM_CHILDREN {
@@ -143,13 +145,13 @@ pub fn oom_loop(aim: &Aim<'_>) -> Struck {
     ))
 }
 
-pub fn disk(_aim: &Aim<'_>) -> Struck {
+pub fn disk(_aim: &AttackAim<'_>) -> AttackResult {
     let mut file = std::fs::File::create_new("bomb")?;
     let chunk = vec![b'x'; 1 << 20];
     for n in 0..DISK_BYTES / chunk.len() {
         if let Err(e) = file.write_all(&chunk) {
             let why = super::errno_name(&e);
-            return Err(Stopped::Refused(format!("{why} after {n} MiB")));
+            return Err(AttackFailure::Refused(format!("{why} after {n} MiB")));
         }
     }
     std::thread::sleep(HELD_FOR);
@@ -157,19 +159,19 @@ pub fn disk(_aim: &Aim<'_>) -> Struck {
     Ok(format!("{} MiB held", DISK_BYTES >> 20))
 }
 
-pub fn files(_aim: &Aim<'_>) -> Struck {
+pub fn files(_aim: &AttackAim<'_>) -> AttackResult {
     std::fs::create_dir("many")?;
     for n in 0..FILES {
         if let Err(e) = std::fs::File::create_new(format!("many/{n}")) {
             let why = super::errno_name(&e);
-            return Err(Stopped::Refused(format!("{why} after {n} files")));
+            return Err(AttackFailure::Refused(format!("{why} after {n} files")));
         }
     }
     std::thread::sleep(HELD_FOR);
     Ok(format!("{FILES} files held"))
 }
 
-pub fn log(aim: &Aim<'_>) -> Struck {
+pub fn log(aim: &AttackAim<'_>) -> AttackResult {
     let line = format!("{}\n", aim.mark.repeat(1 + 1000 / aim.mark.len().max(1)));
     for _ in 0..LOG_BYTES / line.len() {
         say(&line);
@@ -178,18 +180,18 @@ pub fn log(aim: &Aim<'_>) -> Struck {
 }
 
 /// Leaves the process group, the session and the parent, hears no signal that can be ignored, and stays.
-pub fn daemon(_aim: &Aim<'_>) -> Struck {
+pub fn daemon(_aim: &AttackAim<'_>) -> AttackResult {
     match sys::fork_threaded()? {
-        Forked::Parent { .. } => {
+        ForkSide::Parent { .. } => {
             say("holding\n");
             std::thread::sleep(DAEMON_FOR);
             Ok("was not stopped".into())
         }
-        Forked::Child => {
-            let _left = rustix::process::setsid();
-            let _deaf = sys::block_signals(None);
-            if let Ok(Forked::Child) = sys::fork_threaded() {
-                let _left = rustix::process::setsid();
+        ForkSide::Child => {
+            let _ = rustix::process::setsid();
+            let _ = sys::block_signals(None);
+            if let Ok(ForkSide::Child) = sys::fork_threaded() {
+                let _ = rustix::process::setsid();
                 std::thread::sleep(DAEMON_FOR);
             }
             sys::exit_now(0)
@@ -198,19 +200,19 @@ pub fn daemon(_aim: &Aim<'_>) -> Struck {
 }
 
 /// Processes that the kernel needs long to end, because each has many page tables, and all are on one CPU.
-pub fn slow_death(_aim: &Aim<'_>) -> Struck {
+pub fn slow_death(_aim: &AttackAim<'_>) -> AttackResult {
     let allowed = rustix::thread::sched_getaffinity(None)?;
     let mut one = CpuSet::new();
     if let Some(first) = (0..CpuSet::MAX_CPU).find(|cpu| allowed.is_set(*cpu)) {
         one.set(first);
         // Refused where a limit on CPUs rests on it; then that limit leaves few.
-        let _refused = rustix::thread::sched_setaffinity(None, &one);
+        let _ = rustix::thread::sched_setaffinity(None, &one);
     }
     sys::fill_page_tables(SLOW_CHILD_MAPS)?;
     for _ in 0..SLOW_CHILDREN {
         match sys::fork_threaded() {
-            Ok(Forked::Parent { .. }) => {}
-            Ok(Forked::Child) => {
+            Ok(ForkSide::Parent { .. }) => {}
+            Ok(ForkSide::Child) => {
                 std::thread::sleep(DAEMON_FOR);
                 sys::exit_now(0)
             }

@@ -11,19 +11,21 @@ use rustix::fs::{CWD, Mode};
 use rustix::mount::{FsOpenFlags, MountFlags, OpenTreeFlags, UnmountFlags};
 
 use super::calls;
-use super::{Aim, Stopped, Struck, any_of};
-use crate::sys::{self, Arg, Call, Forked};
+use super::{AttackAim, AttackFailure, AttackResult, any_of};
+use crate::sys::{self, Arg, Call, ForkSide};
 
 /// How long the set-user-id program is kept for the host to look at.
 const SHOWN_FOR: Duration = Duration::from_millis(600);
 
 /// Runs a set-user-id program of the system's, with the mark on its command line. It asks it for no more than its help
 /// text, and gives it nowhere to write that to: it waits, and whoever looks on from outside sees under which ids.
-pub fn set_user_id(aim: &Aim<'_>) -> Struck {
+pub fn set_user_id(aim: &AttackAim<'_>) -> AttackResult {
     let program = Path::new(aim.target);
     let metadata = std::fs::metadata(program)?;
     if metadata.mode() & 0o4000 == 0 {
-        return Err(Stopped::Unable("it is not a set-user-id program".into()));
+        return Err(AttackFailure::Unable(
+            "it is not a set-user-id program".into(),
+        ));
     }
     let (_read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     rustix::io::ioctl_fionbio(&write, true)?;
@@ -38,24 +40,24 @@ pub fn set_user_id(aim: &Aim<'_>) -> Struck {
         .spawn()?;
     std::thread::sleep(SHOWN_FOR);
     let ended = child.try_wait()?;
-    let _gone_or_not_ours_to_end = child.kill();
+    let _ = child.kill();
     let ended = match ended {
         Some(status) => status,
         None => return Ok("ran until it was stopped".into()),
     };
-    Err(Stopped::Refused(match ended.signal() {
+    Err(AttackFailure::Refused(match ended.signal() {
         Some(n) => format!("ended at once by signal {n}"),
         None => format!("ended at once with {}", ended.code().unwrap_or(-1)),
     }))
 }
 
 /// A file that would carry the attacker's identity to whoever runs it.
-pub fn set_user_id_file(aim: &Aim<'_>) -> Struck {
+pub fn set_user_id_file(aim: &AttackAim<'_>) -> AttackResult {
     const MODE: u32 = 0o4755;
     let name = |how: &str| format!("{how}-{}", aim.mark);
     rustix::process::umask(Mode::empty());
     let carries = |path: &str| match std::fs::metadata(path)?.mode() & 0o6000 {
-        0 => Err(Stopped::Refused("has no such bit".into())),
+        0 => Err(AttackFailure::Refused("has no such bit".into())),
         _ => Ok("it carries the bit".to_owned()),
     };
     let mut by_chmod = || {
@@ -94,14 +96,14 @@ pub fn set_user_id_file(aim: &Aim<'_>) -> Struck {
     ])
 }
 
-pub fn user_namespace(_aim: &Aim<'_>) -> Struck {
+pub fn user_namespace(_aim: &AttackAim<'_>) -> AttackResult {
     let mut by_unshare = || {
         sys::unshare(libc::CLONE_NEWUSER)?;
         Ok("entered".into())
     };
-    let child = |forked: Forked| match forked {
-        Forked::Child => sys::exit_now(0),
-        Forked::Parent { .. } => "made".to_owned(),
+    let child = |forked: ForkSide| match forked {
+        ForkSide::Child => sys::exit_now(0),
+        ForkSide::Parent { .. } => "made".to_owned(),
     };
     let mut by_clone = || Ok(child(calls::clone_into(libc::CLONE_NEWUSER)?));
     let mut by_clone3 = || Ok(child(calls::clone3_into(libc::CLONE_NEWUSER)?));
@@ -112,7 +114,7 @@ pub fn user_namespace(_aim: &Aim<'_>) -> Struck {
     ])
 }
 
-pub fn mount(aim: &Aim<'_>) -> Struck {
+pub fn mount(aim: &AttackAim<'_>) -> AttackResult {
     let place = format!("mount-{}", aim.mark);
     std::fs::create_dir(&place)?;
     let mut tmpfs = || {
@@ -154,14 +156,14 @@ pub fn mount(aim: &Aim<'_>) -> Struck {
     ])
 }
 
-pub fn io_uring(_aim: &Aim<'_>) -> Struck {
+pub fn io_uring(_aim: &AttackAim<'_>) -> AttackResult {
     let mut parameters = [0u8; 256];
     let args = &mut [Arg::Number(4), Arg::Bytes(&mut parameters)];
     sys::attempt(Call::IO_URING_SETUP, args)?;
     Ok("a ring".into())
 }
 
-pub fn bpf(_aim: &Aim<'_>) -> Struck {
+pub fn bpf(_aim: &AttackAim<'_>) -> AttackResult {
     const BPF_MAP_CREATE: i64 = 0;
     // An array of one 4-byte value.
     let mut map = [0u8; 128];
@@ -178,7 +180,7 @@ pub fn bpf(_aim: &Aim<'_>) -> Struck {
     Ok("a map".into())
 }
 
-pub fn perf(_aim: &Aim<'_>) -> Struck {
+pub fn perf(_aim: &AttackAim<'_>) -> AttackResult {
     // PERF_TYPE_SOFTWARE, this size, PERF_COUNT_SW_TASK_CLOCK, of this process, its own code alone.
     let mut event = [0u8; 64];
     event[..4].copy_from_slice(&1u32.to_ne_bytes());
@@ -197,11 +199,11 @@ pub fn perf(_aim: &Aim<'_>) -> Struck {
     Ok("a counter".into())
 }
 
-pub fn keyring(aim: &Aim<'_>) -> Struck {
+pub fn keyring(aim: &AttackAim<'_>) -> AttackResult {
     // Keyrings of the process, the session and the user.
     let add = |ring: i64| {
         let name = std::ffi::CString::new(aim.mark)
-            .map_err(|_| Stopped::Unable("a mark with a NUL byte".into()))?;
+            .map_err(|_| AttackFailure::Unable("a mark with a NUL byte".into()))?;
         let mut content = *b"kept";
         let args = &mut [
             Arg::Text(c"user"),
@@ -230,7 +232,7 @@ pub fn keyring(aim: &Aim<'_>) -> Struck {
     ])
 }
 
-pub fn userfaultfd(_aim: &Aim<'_>) -> Struck {
+pub fn userfaultfd(_aim: &AttackAim<'_>) -> AttackResult {
     const USER_MODE_ONLY: i64 = 1;
     let mut user_mode = || {
         sys::attempt(Call::USERFAULTFD, &mut [Arg::Number(USER_MODE_ONLY)])?;
@@ -245,7 +247,7 @@ pub fn userfaultfd(_aim: &Aim<'_>) -> Struck {
 
 /// The same kernel by another table of calls, whose numbers mean something else to a filter.
 #[cfg(target_arch = "x86_64")]
-pub fn foreign_abi(_aim: &Aim<'_>) -> Struck {
+pub fn foreign_abi(_aim: &AttackAim<'_>) -> AttackResult {
     let own = rustix::process::getpid().as_raw_pid();
     let told = |answer: i32| match answer == own {
         true => Ok("answered".to_owned()),
@@ -258,9 +260,9 @@ pub fn foreign_abi(_aim: &Aim<'_>) -> Struck {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-pub fn foreign_abi(_aim: &Aim<'_>) -> Struck {
+pub fn foreign_abi(_aim: &AttackAim<'_>) -> AttackResult {
     // 32-bit ARM can only be entered by executing a program of its own.
-    Err(Stopped::Unable(
+    Err(AttackFailure::Unable(
         "this machine has no second table of calls".into(),
     ))
 }

@@ -7,23 +7,23 @@ use std::os::unix::ffi::OsStrExt;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, WaitOptions};
 
 use super::calls::{self, OpenQueue};
-use super::{Aim, PARENT, STARTED_BY, Stopped, Struck, any_of};
+use super::{AttackAim, AttackFailure, AttackResult, PARENT_TARGET, STARTED_BY, any_of};
 use crate::sys::{self, Arg, Call};
 
 /// What ends a witness that does not expect it.
 const SIGNAL: Signal = Signal::USR1;
 
-fn process(text: &[u8]) -> Result<Pid, Stopped> {
-    let number = match text == PARENT.as_bytes() {
+fn process(text: &[u8]) -> Result<Pid, AttackFailure> {
+    let number = match text == PARENT_TARGET.as_bytes() {
         true => STARTED_BY.get().copied(),
         false => std::str::from_utf8(text).ok().and_then(|t| t.parse().ok()),
     };
-    let none = || Stopped::Unable("no process to aim at".into());
+    let none = || AttackFailure::Unable("no process to aim at".into());
     let pid = number.and_then(Pid::from_raw).ok_or_else(none)?;
     // In a namespace of its own the witness's number may be anybody's, the attacker's included.
     let own = [Some(rustix::process::getpid()), rustix::process::getppid()];
     match own.contains(&Some(pid)) {
-        true => Err(Stopped::Refused("that number is its own here".into())),
+        true => Err(AttackFailure::Refused("that number is its own here".into())),
         false => Ok(pid),
     }
 }
@@ -32,7 +32,7 @@ fn number(of: i32) -> Arg<'static> {
     Arg::Number(i64::from(of))
 }
 
-fn send(pid: Pid, signal: Signal) -> Struck {
+fn send(pid: Pid, signal: Signal) -> AttackResult {
     let raw = pid.as_raw_pid();
     let mut kill = || {
         rustix::process::kill_process(pid, signal)?;
@@ -40,7 +40,7 @@ fn send(pid: Pid, signal: Signal) -> Struck {
     };
     let mut group = || match pid {
         // To the kernel, the group of process 1 is everybody.
-        Pid::INIT => Err(Stopped::Refused("is everybody".into())),
+        Pid::INIT => Err(AttackFailure::Refused("is everybody".into())),
         _ => {
             rustix::process::kill_process_group(pid, signal)?;
             Ok("sent".into())
@@ -74,12 +74,12 @@ fn send(pid: Pid, signal: Signal) -> Struck {
     ])
 }
 
-pub fn signal(aim: &Aim<'_>) -> Struck {
+pub fn signal(aim: &AttackAim<'_>) -> AttackResult {
     send(process(aim.target.as_bytes())?, SIGNAL)
 }
 
 /// Whoever holds the sandbox: its first process, or its guardian. Whether that had an effect shows in how the run ends.
-pub fn signal_holder(aim: &Aim<'_>) -> Struck {
+pub fn signal_holder(aim: &AttackAim<'_>) -> AttackResult {
     let pid = process(aim.target.as_bytes())?;
     let signals = [
         Signal::USR1,
@@ -93,20 +93,20 @@ pub fn signal_holder(aim: &Aim<'_>) -> Struck {
     for signal in signals {
         match send(pid, signal) {
             Ok(how) => sent.push(format!("signal {} {how}", signal.as_raw())),
-            Err(Stopped::Refused(why) | Stopped::Unable(why)) => last = why,
+            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => last = why,
         }
     }
     match sent.is_empty() {
         false => Ok(sent.join("; ")),
-        true => Err(Stopped::Refused(last)),
+        true => Err(AttackFailure::Refused(last)),
     }
 }
 
 /// The kernel sends the signal, when there is something to read.
-pub fn signal_by_descriptor(aim: &Aim<'_>) -> Struck {
+pub fn signal_by_descriptor(aim: &AttackAim<'_>) -> AttackResult {
     let pid = process(aim.target.as_bytes())?;
     let (read, write) = rustix::pipe::pipe()?;
-    let own_by = |owner: i32| -> Struck {
+    let own_by = |owner: i32| -> AttackResult {
         calls::signal_owner(read.as_fd(), owner, SIGNAL.as_raw())?;
         rustix::io::write(&write, b"x")?;
         Ok("sent".into())
@@ -118,7 +118,7 @@ pub fn signal_by_descriptor(aim: &Aim<'_>) -> Struck {
     ])
 }
 
-pub fn trace(aim: &Aim<'_>) -> Struck {
+pub fn trace(aim: &AttackAim<'_>) -> AttackResult {
     const PTRACE_ATTACH: i64 = 16;
     const PTRACE_DETACH: i64 = 17;
     let pid = process(aim.target.as_bytes())?;
@@ -149,7 +149,7 @@ pub fn trace(aim: &Aim<'_>) -> Struck {
 }
 
 /// Address 1 is never mapped: being told so, rather than being refused, is to be let in.
-fn reach_memory(pid: Pid) -> Struck {
+fn reach_memory(pid: Pid) -> AttackResult {
     let mut into = [0u8; 8];
     match sys::read_memory(pid.as_raw_pid() as u32, 1, &mut into) {
         Ok(_) => Ok("read".into()),
@@ -158,16 +158,16 @@ fn reach_memory(pid: Pid) -> Struck {
     }
 }
 
-fn take_descriptor(pid: Pid) -> Struck {
+fn take_descriptor(pid: Pid) -> AttackResult {
     let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
     rustix::process::pidfd_getfd(process, 0, PidfdGetfdFlags::empty())?;
     Ok("taken".into())
 }
 
 /// What /proc tells of another process. It prints what it finds of the witness's.
-pub fn look_at(aim: &Aim<'_>) -> Struck {
+pub fn look_at(aim: &AttackAim<'_>) -> AttackResult {
     let pid = process(aim.target.as_bytes())?.as_raw_pid();
-    let read = |name: &str| -> Struck {
+    let read = |name: &str| -> AttackResult {
         let content = std::fs::read(format!("/proc/{pid}/{name}"))?;
         Ok(String::from_utf8_lossy(&content).into_owned())
     };
@@ -181,7 +181,7 @@ pub fn look_at(aim: &Aim<'_>) -> Struck {
     ])
 }
 
-fn descriptors(pid: i32) -> Struck {
+fn descriptors(pid: i32) -> AttackResult {
     let count = std::fs::read_dir(format!("/proc/{pid}/fd"))?
         .flatten()
         .count();
@@ -189,23 +189,23 @@ fn descriptors(pid: i32) -> Struck {
 }
 
 /// Memory, environment, descriptors and root of a process that holds more than the program may have.
-pub fn memory(aim: &Aim<'_>) -> Struck {
+pub fn memory(aim: &AttackAim<'_>) -> AttackResult {
     let mut got = Vec::new();
     let mut not = Vec::new();
     for part in aim.parts() {
         let pid = match process(part.as_bytes()) {
             Ok(pid) => pid,
-            Err(Stopped::Refused(why) | Stopped::Unable(why)) => {
+            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
                 not.push(why);
                 continue;
             }
         };
         let raw = pid.as_raw_pid();
-        let open = |name: &str| -> Struck {
+        let open = |name: &str| -> AttackResult {
             std::fs::File::open(format!("/proc/{raw}/{name}"))?;
             Ok("opened".into())
         };
-        let list = |name: &str| -> Struck {
+        let list = |name: &str| -> AttackResult {
             std::fs::read_dir(format!("/proc/{raw}/{name}"))?;
             Ok("listed".into())
         };
@@ -220,17 +220,19 @@ pub fn memory(aim: &Aim<'_>) -> Struck {
         ]);
         match reached {
             Ok(what) => got.push(format!("{raw}: {what}")),
-            Err(Stopped::Refused(why) | Stopped::Unable(why)) => not.push(format!("{raw}: {why}")),
+            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
+                not.push(format!("{raw}: {why}"))
+            }
         }
     }
     match got.is_empty() {
         false => Ok(got.join("; ")),
-        true => Err(Stopped::Refused(not.join("; "))),
+        true => Err(AttackFailure::Refused(not.join("; "))),
     }
 }
 
 /// Slower, fewer files: how another process can be brought to a halt without a signal.
-pub fn limit(aim: &Aim<'_>) -> Struck {
+pub fn limit(aim: &AttackAim<'_>) -> AttackResult {
     let pid = process(aim.target.as_bytes())?;
     let raw = pid.as_raw_pid();
     let mut files = || {
@@ -267,7 +269,7 @@ pub fn limit(aim: &Aim<'_>) -> Struck {
 }
 
 /// System V: the identifiers are numbers for the whole host, and anyone may try them.
-pub fn segment(aim: &Aim<'_>) -> Struck {
+pub fn segment(aim: &AttackAim<'_>) -> AttackResult {
     let id: i64 = aim.number()?;
     let args = &mut [Arg::Number(id), Arg::Number(0), Arg::Number(0)];
     sys::attempt(Call::SHMAT, args)?;
@@ -275,8 +277,8 @@ pub fn segment(aim: &Aim<'_>) -> Struck {
 }
 
 /// POSIX message queues have names like files, but no path: Landlock does not see them.
-pub fn queue(aim: &Aim<'_>) -> Struck {
-    let no_name = |_| Stopped::Unable("a name with a NUL byte".into());
+pub fn queue(aim: &AttackAim<'_>) -> AttackResult {
+    let no_name = |_| AttackFailure::Unable("a name with a NUL byte".into());
     let name = CString::new(aim.target.as_bytes()).map_err(no_name)?;
     OpenQueue::open(&name, libc::O_WRONLY)?.send(aim.mark.as_bytes())?;
     Ok("sent".into())

@@ -14,7 +14,7 @@ use rustix::net::{
 };
 
 use super::calls;
-use super::{Aim, BAIT, SECRET_VARIABLE, Stopped, Struck, any_of};
+use super::{AttackAim, AttackFailure, AttackResult, SECRET_PREFIX, SECRET_VARIABLE, any_of};
 
 /// The first bytes a client of PostgreSQL would send, then the mark.
 fn greet(mut stream: impl Write, mark: &str) -> io::Result<()> {
@@ -22,14 +22,14 @@ fn greet(mut stream: impl Write, mark: &str) -> io::Result<()> {
     stream.write_all(mark.as_bytes())
 }
 
-pub fn tcp(aim: &Aim<'_>) -> Struck {
+pub fn tcp(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
     greet(TcpStream::connect(("127.0.0.1", port))?, aim.mark)?;
     Ok("connected".into())
 }
 
-pub fn path_socket(aim: &Aim<'_>) -> Struck {
-    let mut ways: Vec<(String, Box<dyn FnMut() -> Struck>)> = Vec::new();
+pub fn path_socket(aim: &AttackAim<'_>) -> AttackResult {
+    let mut ways: Vec<(String, Box<dyn FnMut() -> AttackResult>)> = Vec::new();
     for path in aim.paths() {
         let connect = move || {
             greet(UnixStream::connect(path)?, aim.mark)?;
@@ -37,24 +37,24 @@ pub fn path_socket(aim: &Aim<'_>) -> Struck {
         };
         ways.push((path.display().to_string(), Box::new(connect)));
     }
-    let mut list: Vec<super::Way<'_>> = Vec::new();
+    let mut list: Vec<super::Attempt<'_>> = Vec::new();
     for (name, way) in &mut ways {
         list.push((name, way));
     }
     any_of(&mut list)
 }
 
-pub fn abstract_socket(aim: &Aim<'_>) -> Struck {
+pub fn abstract_socket(aim: &AttackAim<'_>) -> AttackResult {
     let address = SocketAddr::from_abstract_name(aim.target.as_bytes())?;
     greet(UnixStream::connect_addr(&address)?, aim.mark)?;
     Ok("connected".into())
 }
 
 /// To a path and to an abstract name; also from one half of a pair, which needs no socket call.
-pub fn datagram(aim: &Aim<'_>) -> Struck {
+pub fn datagram(aim: &AttackAim<'_>) -> AttackResult {
     let parts = aim.parts();
     let [path, name] = parts[..] else {
-        return Err(Stopped::Unable(
+        return Err(AttackFailure::Unable(
             "a path and an abstract name are needed".into(),
         ));
     };
@@ -94,7 +94,7 @@ pub fn datagram(aim: &Aim<'_>) -> Struck {
 }
 
 /// Data with the first packet: a send that connects.
-pub fn fast_open(aim: &Aim<'_>) -> Struck {
+pub fn fast_open(aim: &AttackAim<'_>) -> AttackResult {
     const MSG_FASTOPEN: SendFlags = SendFlags::from_bits_retain(libc::MSG_FASTOPEN as u32);
     let port: u16 = aim.number()?;
     let to = std::net::SocketAddr::from(([127, 0, 0, 1], port));
@@ -110,7 +110,7 @@ pub fn fast_open(aim: &Aim<'_>) -> Struck {
     Ok("sent".into())
 }
 
-pub fn udp(aim: &Aim<'_>) -> Struck {
+pub fn udp(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
     let mut send_to = || {
         UdpSocket::bind("127.0.0.1:0")?.send_to(aim.mark.as_bytes(), ("127.0.0.1", port))?;
@@ -127,12 +127,12 @@ pub fn udp(aim: &Aim<'_>) -> Struck {
 }
 
 /// A well-formed question, with the mark in the name: how data leaves where only names are looked up.
-pub fn dns(aim: &Aim<'_>) -> Struck {
+pub fn dns(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
     let mut question = vec![0x46, 0x48, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     for label in [aim.mark, "invalid"] {
         let length =
-            u8::try_from(label.len()).map_err(|_| Stopped::Unable("a long mark".into()))?;
+            u8::try_from(label.len()).map_err(|_| AttackFailure::Unable("a long mark".into()))?;
         question.push(length);
         question.extend(label.bytes());
     }
@@ -143,7 +143,7 @@ pub fn dns(aim: &Aim<'_>) -> Struck {
     Ok("asked".into())
 }
 
-pub fn vsock(_aim: &Aim<'_>) -> Struck {
+pub fn vsock(_aim: &AttackAim<'_>) -> AttackResult {
     let kind = |kind| {
         let flags = SocketFlags::CLOEXEC;
         rustix::net::socket_with(AddressFamily::VSOCK, kind, flags, None)?;
@@ -155,9 +155,10 @@ pub fn vsock(_aim: &Aim<'_>) -> Struck {
     ])
 }
 
-pub fn packet(_aim: &Aim<'_>) -> Struck {
+pub fn packet(_aim: &AttackAim<'_>) -> AttackResult {
     let every_protocol = Protocol::from_raw(
-        std::num::NonZeroU32::new(0x0300).ok_or_else(|| Stopped::Unable("no number".into()))?,
+        std::num::NonZeroU32::new(0x0300)
+            .ok_or_else(|| AttackFailure::Unable("no number".into()))?,
     );
     let open = |family, kind, protocol| {
         rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, protocol)?;
@@ -181,13 +182,13 @@ const NETLINK_SOCK_DIAG: u32 = 4;
 const NETLINK_UEVENT: u32 = 15;
 const NETLINK_GENERIC: u32 = 16;
 
-fn netlink_socket(protocol: u32) -> Result<OwnedFd, Stopped> {
+fn netlink_socket(protocol: u32) -> Result<OwnedFd, AttackFailure> {
     let protocol = std::num::NonZeroU32::new(protocol).map(Protocol::from_raw);
     let flags = SocketFlags::CLOEXEC;
     let socket =
         rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, protocol)?;
     let patience = Some(Duration::from_secs(2));
-    let _without = rustix::net::sockopt::set_socket_timeout(
+    let _ = rustix::net::sockopt::set_socket_timeout(
         &socket,
         rustix::net::sockopt::Timeout::Recv,
         patience,
@@ -201,7 +202,7 @@ fn dump(
     kind: u16,
     body: &[u8],
     mut look: impl FnMut(&[u8]),
-) -> Result<(), Stopped> {
+) -> Result<(), AttackFailure> {
     const REQUEST_AND_DUMP: u16 = 0x301;
     const ANSWERS_MAX: usize = 4096;
     const LAST_KINDS: [u16; 2] = [2, 3];
@@ -229,7 +230,7 @@ fn dump(
 }
 
 /// The host's sockets and interfaces as the kernel lists them, and families of netlink that lead into the kernel.
-pub fn netlink(aim: &Aim<'_>) -> Struck {
+pub fn netlink(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
     let mut sockets = || {
         // struct inet_diag_req_v2: IPv4, TCP, those that listen, any address.
@@ -242,7 +243,7 @@ pub fn netlink(aim: &Aim<'_>) -> Struck {
         dump(socket.as_fd(), 20, &body, look)?;
         match found {
             true => Ok("a socket of the host is listed".into()),
-            false => Err(Stopped::Refused("lists none of the host's".into())),
+            false => Err(AttackFailure::Refused("lists none of the host's".into())),
         }
     };
     let mut interfaces = || {
@@ -252,7 +253,7 @@ pub fn netlink(aim: &Aim<'_>) -> Struck {
         let look = |m: &[u8]| others += usize::from(m.get(4..8) != Some(&1i32.to_ne_bytes()));
         dump(socket.as_fd(), 18, &[0; 16], look)?;
         match others {
-            0 => Err(Stopped::Refused("lists only loopback".into())),
+            0 => Err(AttackFailure::Refused("lists only loopback".into())),
             _ => Ok(format!("{others} interfaces of the host are listed")),
         }
     };
@@ -267,12 +268,12 @@ pub fn netlink(aim: &Aim<'_>) -> Struck {
 
 /// What was laid out to be found, and only that: unconfined, an attack comes upon real secrets too.
 fn bait(found: &[u8]) -> Option<String> {
-    let laid_out = found.starts_with(BAIT.as_bytes());
+    let laid_out = found.starts_with(SECRET_PREFIX.as_bytes());
     laid_out.then(|| String::from_utf8_lossy(found).into_owned())
 }
 
 /// Whatever the caller left open: the content of every file that a descriptor leads to.
-pub fn inherited(_aim: &Aim<'_>) -> Struck {
+pub fn inherited(_aim: &AttackAim<'_>) -> AttackResult {
     const HIGHEST: i32 = 1023;
     let mut found = Vec::new();
     for number in 0..=HIGHEST {
@@ -285,12 +286,14 @@ pub fn inherited(_aim: &Aim<'_>) -> Struck {
     }
     match found.is_empty() {
         false => Ok(found.join("; ")),
-        true => Err(Stopped::Refused("no descriptor leads to a file".into())),
+        true => Err(AttackFailure::Refused(
+            "no descriptor leads to a file".into(),
+        )),
     }
 }
 
 /// In the attacker's own environment, and in that of every process it can look at.
-pub fn environment(_aim: &Aim<'_>) -> Struck {
+pub fn environment(_aim: &AttackAim<'_>) -> AttackResult {
     let mut found = Vec::new();
     let own = std::env::var_os(SECRET_VARIABLE).unwrap_or_default();
     found.extend(bait(own.as_bytes()).map(|value| format!("own: {value}")));
@@ -306,6 +309,6 @@ pub fn environment(_aim: &Aim<'_>) -> Struck {
     }
     match found.is_empty() {
         false => Ok(found.join("; ")),
-        true => Err(Stopped::Refused("found in no environment".into())),
+        true => Err(AttackFailure::Refused("found in no environment".into())),
     }
 }

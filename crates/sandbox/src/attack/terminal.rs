@@ -5,11 +5,11 @@ use std::os::fd::AsFd;
 use rustix::fs::{Mode, OFlags};
 
 use super::calls;
-use super::{Aim, Struck, any_of};
+use super::{AttackAim, AttackResult, any_of};
 
-pub fn inject(aim: &Aim<'_>) -> Struck {
+pub fn inject(aim: &AttackAim<'_>) -> AttackResult {
     let text = format!("{}\n", aim.mark);
-    let type_into = |terminal: std::os::fd::BorrowedFd<'_>| -> Struck {
+    let type_into = |terminal: std::os::fd::BorrowedFd<'_>| -> AttackResult {
         for byte in text.bytes() {
             calls::type_into(terminal, byte)?;
         }

@@ -24,7 +24,7 @@ pub const READY: &str = "ready";
 pub(super) fn witness() -> io::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     // Where Yama lets only ancestors trace, this lets the control: a kernel without Yama does not know it.
-    let _no_yama = rustix::process::set_ptracer(PTracer::Any);
+    let _ = rustix::process::set_ptracer(PTracer::Any);
     say(&format!("{READY}\n"));
     let mut word = [0u8; 64];
     while io::stdin().read(&mut word)? > 0 {}
@@ -142,6 +142,6 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        let _gone = sys::attempt(Call::MQ_UNLINK, &mut [Arg::Text(&self.name)]);
+        let _ = sys::attempt(Call::MQ_UNLINK, &mut [Arg::Text(&self.name)]);
     }
 }

@@ -5,20 +5,21 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 
-use super::Handed;
-use crate::channel::{During, Report, Reporter, StepError};
+use crate::channel::SandboxReport;
+use crate::plan::PlanDescriptors;
 use crate::spec::{Spec, Terminal};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys;
 
 /// A terminal of the sandbox's own devpts; its outer end goes to the runner.
 pub(super) fn open_terminal(
     spec: &Spec,
     report: &mut Reporter,
-) -> Result<Option<OwnedFd>, StepError> {
+) -> Result<Option<OwnedFd>, LaunchStepError> {
     let Terminal::Own { rows, columns } = spec.terminal else {
         return Ok(None);
     };
-    report.step("open a terminal");
+    report.begin_step("open a terminal");
     let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
     let outer =
         rustix::fs::open("/dev/ptmx", flags, Mode::empty()).during(|| "open /dev/ptmx".into())?;
@@ -35,25 +36,28 @@ pub(super) fn open_terminal(
         | rustix::pty::OpenptFlags::CLOEXEC;
     let inner =
         rustix::pty::ioctl_tiocgptpeer(&outer, open_flags).during(|| "open the terminal".into())?;
-    report.tell(&Report::Terminal, &[outer.as_fd()]);
+    report.send(&SandboxReport::Terminal, &[outer.as_fd()]);
     Ok(Some(inner))
 }
 
-pub(super) fn place(handed: &Handed, terminal: Option<BorrowedFd<'_>>) -> io::Result<()> {
+pub(super) fn place(
+    descriptors: &PlanDescriptors,
+    terminal: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
     if let Some(terminal) = terminal {
         for number in 0..3 {
-            sys::place(terminal, number)?;
+            sys::place_descriptor(terminal, number)?;
         }
         return sys::make_controlling_terminal(rustix::stdio::stdin());
     }
-    match &handed.stdin {
-        Some(pipe) => sys::place(pipe.as_fd(), 0)?,
+    match &descriptors.stdin {
+        Some(pipe) => sys::place_descriptor(pipe.as_fd(), 0)?,
         None => {
             let flags = OFlags::RDONLY | OFlags::CLOEXEC;
             let null = rustix::fs::open("/dev/null", flags, Mode::empty())?;
-            sys::place(null.as_fd(), 0)?;
+            sys::place_descriptor(null.as_fd(), 0)?;
         }
     }
-    sys::place(handed.stdout.as_fd(), 1)?;
-    sys::place(handed.stderr.as_fd(), 2)
+    sys::place_descriptor(descriptors.stdout.as_fd(), 1)?;
+    sys::place_descriptor(descriptors.stderr.as_fd(), 2)
 }

@@ -2,10 +2,13 @@
 
 use std::ffi::CStr;
 use std::io;
+use std::sync::atomic::AtomicU64;
+
+use super::{check, procfs};
 
 /// Lets go of the code and constants of this program and its libraries that happen to be mapped: they come back from the
 /// page cache when they are needed. For a process that is about to sleep for long.
-pub fn let_go_of_code() {
+pub fn drop_code_pages() {
     let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else {
         return;
     };
@@ -36,7 +39,7 @@ pub fn let_go_of_code() {
 }
 
 /// Bytes that the children which this process waited for, and theirs, have dirtied, by the kernel's count.
-pub fn written_by_reaped() -> u64 {
+pub fn bytes_written_by_reaped() -> u64 {
     // SAFETY: zeroes are a valid value of this struct of numbers.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     // SAFETY: the struct is ours, and of the kind that is written.
@@ -46,7 +49,7 @@ pub fn written_by_reaped() -> u64 {
 }
 
 /// One heap for all threads: for a process whose second thread does little, and rarely.
-pub fn share_one_heap() {
+pub fn use_one_malloc_arena() {
     #[cfg(target_env = "gnu")]
     // SAFETY: sets a number of the allocator's.
     unsafe {
@@ -58,8 +61,8 @@ pub fn share_one_heap() {
 ///
 /// # Errors
 /// Where /proc does not tell where they are.
-pub fn forget_beginnings() -> io::Result<()> {
-    let stat = crate::processes::read("/proc/self/stat", 4096).unwrap_or_default();
+pub fn wipe_start_strings() -> io::Result<()> {
+    let stat = procfs::read("/proc/self/stat", 4096).unwrap_or_default();
     // The name may hold anything; fields 48 to 51 are the bounds of the arguments and of the environment.
     let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);
     let fields = after_name.unwrap_or_default().split_ascii_whitespace();
@@ -103,4 +106,32 @@ pub fn has_loader_settings() -> bool {
         at = unsafe { at.add(1) };
     }
     false
+}
+
+/// Whether two processes are one in memory, as between vfork and exec. An error where we may not look, or not compare.
+pub fn share_memory(one: u32, other: u32) -> io::Result<bool> {
+    const KCMP_VM: libc::c_int = 1;
+    // SAFETY: kcmp compares kernel pointers of the two processes and touches no memory of ours.
+    let order = unsafe { libc::syscall(libc::SYS_kcmp, one, other, KCMP_VM, 0usize, 0usize) };
+    check(order).map(|order| order == 0)
+}
+
+/// Zeroes in memory that this process shares with those it forks from now on, for as long as it lives.
+pub fn shared_counters(count: usize) -> io::Result<&'static [AtomicU64]> {
+    // SAFETY: a new mapping where the kernel likes.
+    let memory = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            count * size_of::<AtomicU64>(),
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    if memory == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the mapping is page-aligned, zeroed, large enough, never unmapped, and all access to it is atomic.
+    Ok(unsafe { std::slice::from_raw_parts(memory.cast::<AtomicU64>(), count) })
 }

@@ -1,8 +1,7 @@
-//! What serving another process's socket calls needs: its memory, sending raw messages, and answers.
+//! What serving another process's socket calls needs: its memory, connecting, and sending raw messages.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::AtomicU64;
 
 use super::check;
 
@@ -36,6 +35,12 @@ pub fn read_memory_parts(pid: u32, parts: &[(u64, usize)], into: &mut [u8]) -> i
         )
     } as libc::c_long)?;
     Ok(n as usize)
+}
+
+/// Copies up to `into.len()` bytes out of another process's memory.
+pub fn read_memory(pid: u32, address: u64, into: &mut [u8]) -> io::Result<usize> {
+    let all = into.len();
+    read_memory_parts(pid, &[(address, all)], into)
 }
 
 /// Writes bytes into another process's memory.
@@ -88,57 +93,15 @@ pub fn send_message(
     Ok(n as usize)
 }
 
-/// How a call that was handed over ends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
-    Value(i64),
-    Errno(i32),
-    /// The kernel makes the call itself, with the caller's memory and descriptors as they are by then.
-    Continue,
-}
-
-pub fn notification_answer_with(
-    listener: BorrowedFd<'_>,
-    id: u64,
-    answer: Answer,
-) -> io::Result<()> {
-    const SECCOMP_USER_NOTIF_FLAG_CONTINUE: u32 = 1;
-    // SAFETY: an all-zero seccomp_notif_resp is a valid value.
-    let mut raw: libc::seccomp_notif_resp = unsafe { std::mem::zeroed() };
-    raw.id = id;
-    match answer {
-        Answer::Value(value) => raw.val = value,
-        Answer::Errno(errno) => raw.error = -errno,
-        Answer::Continue => raw.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE,
-    }
-    const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
-    // SAFETY: the ioctl reads the 24-byte struct it is given.
+/// Connects a socket to an address given as raw bytes.
+pub fn connect_raw(socket: BorrowedFd<'_>, address: &[u8]) -> io::Result<()> {
+    // SAFETY: the kernel copies `len` bytes from the pointer and checks their meaning itself.
     let result = unsafe {
-        libc::ioctl(
-            listener.as_raw_fd(),
-            SECCOMP_IOCTL_NOTIF_SEND as _,
-            &mut raw,
+        libc::connect(
+            socket.as_raw_fd(),
+            address.as_ptr().cast(),
+            address.len() as libc::socklen_t,
         )
     };
     check(result as libc::c_long).map(drop)
-}
-
-/// Zeroes in memory that this process shares with those it forks from now on, for as long as it lives.
-pub fn numbers_shared_with_children(count: usize) -> io::Result<&'static [AtomicU64]> {
-    // SAFETY: a new mapping where the kernel likes.
-    let memory = unsafe {
-        libc::mmap(
-            std::ptr::null_mut(),
-            count * size_of::<AtomicU64>(),
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_SHARED | libc::MAP_ANONYMOUS,
-            -1,
-            0,
-        )
-    };
-    if memory == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the mapping is page-aligned, zeroed, large enough, never unmapped, and all access to it is atomic.
-    Ok(unsafe { std::slice::from_raw_parts(memory.cast::<AtomicU64>(), count) })
 }

@@ -1,7 +1,6 @@
 //! One confined run, made easy to set up for the promise tests. Nothing is mocked: each is a real
 //! sandbox on this kernel, with a real workspace and, as root, a real cgroup.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,10 +10,12 @@ use std::path::{Path, PathBuf};
 use sandbox::cgroup::{self, Group, GroupLimits};
 use sandbox::outcome::{Exit, Outcome, Stop};
 use sandbox::spec::{
-    Bytes, Content, Exec, HostPath, Identity, InsidePath, Layer, Level, Limits, Owner, Spec,
-    Terminal, View, WorkspaceKind,
+    Bytes, ConfinementLevel, DisabledLayers, Exec, HostPath, InsidePath, Layer, Limits, Owner,
+    ProgramIdentity, ReadOnlyView, Spec, Terminal, ViewContent, WorkspaceKind,
 };
-use sandbox::supervise::{self, Attendant, Finished, Means, RunError, Running, Stream, Wish};
+use sandbox::supervise::{
+    self, Control, FinishedRun, RunError, Running, SpawnResources, Stream, SupervisorHandler,
+};
 
 /// Under root the tests use one of these uids for each run; nothing else on a host has them.
 const TEST_UID_FIRST: u32 = 1_900_100_000;
@@ -31,9 +32,9 @@ pub struct Hood {
     pub stdin: Option<OwnedFd>,
     pub with_group: bool,
     /// Bytes printed before this wish is made: `Some((marker, wish))`.
-    pub wish_at: Option<(&'static [u8], Wish)>,
+    pub wish_at: Option<(&'static [u8], Control)>,
     /// An eventfd by which another thread makes this wish, whatever was printed.
-    pub wish_by: Option<(OwnedFd, Wish)>,
+    pub wish_by: Option<(OwnedFd, Control)>,
     /// What the runner has to do first.
     pub meanwhile: Option<Box<dyn FnOnce() + Send>>,
     /// Do with this interface of Landlock, as on a kernel that has no newer one.
@@ -75,23 +76,23 @@ pub fn is_root() -> bool {
 }
 
 /// The level that this process's trials are for; those of level `landlock` each run in a process of their own.
-pub fn level() -> Level {
+pub fn level() -> ConfinementLevel {
     match std::env::var_os(LEVEL) {
-        Some(level) if level == "landlock" => Level::Landlock,
-        _ => Level::Full,
+        Some(level) if level == "landlock" => ConfinementLevel::Landlock,
+        _ => ConfinementLevel::Full,
     }
 }
 
 /// Whether this process's trials are for level `landlock`.
 pub fn at_landlock() -> bool {
-    level() == Level::Landlock
+    level() == ConfinementLevel::Landlock
 }
 
 /// The program's home, and above it its place for temporary files.
 pub fn home(workspace: &Path) -> PathBuf {
     match level() {
-        Level::Full => PathBuf::from(sandbox::INSIDE_HOME),
-        Level::Landlock => workspace.join(sandbox::HIDDEN).join("home"),
+        ConfinementLevel::Full => PathBuf::from(sandbox::INSIDE_HOME),
+        ConfinementLevel::Landlock => workspace.join(sandbox::HIDDEN_DIR).join("home"),
     }
 }
 
@@ -112,7 +113,7 @@ pub fn landlock_abi() -> i32 {
     sandbox::probe::landlock_abi()
 }
 
-fn identity() -> Identity {
+fn identity() -> ProgramIdentity {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
     if is_root() {
@@ -120,9 +121,9 @@ fn identity() -> Identity {
         let uid = TEST_UID_FIRST
             + (std::process::id() % 5000) * 100
             + NEXT.fetch_add(1, Ordering::Relaxed) % 100;
-        return Identity::Leased { uid, gid: uid };
+        return ProgramIdentity::Leased { uid, gid: uid };
     }
-    Identity::Caller {
+    ProgramIdentity::Caller {
         uid: rustix::process::geteuid().as_raw(),
         gid: rustix::process::getegid().as_raw(),
     }
@@ -170,9 +171,9 @@ impl Hood {
             terminal: Terminal::None,
             level: level(),
             shared_memory: sandbox::spec::SharedMemory::Private,
-            purpose: sandbox::spec::Purpose::Run,
+            purpose: sandbox::spec::LaunchPurpose::Run,
             required: Default::default(),
-            without: BTreeSet::new(),
+            disabled_layers: DisabledLayers::none(),
         };
         Hood {
             spec,
@@ -209,7 +210,7 @@ impl Hood {
     }
 
     pub fn without(mut self, layers: &[Layer]) -> Hood {
-        self.spec.without.extend(layers.iter().copied());
+        self.spec.disabled_layers.extend(layers.iter().copied());
         self
     }
 
@@ -233,19 +234,19 @@ impl Hood {
     pub fn view(mut self, host: &Path, name: &str) -> Hood {
         let mut targets = vec![host.to_path_buf()];
         match level() {
-            Level::Full => targets.push(self.workspace().join(name)),
+            ConfinementLevel::Full => targets.push(self.workspace().join(name)),
             // Without mounts its second name is a link.
-            Level::Landlock => {
+            ConfinementLevel::Landlock => {
                 std::os::unix::fs::symlink(host, self.workspace().join(name)).unwrap()
             }
         }
         for target in targets {
-            self.spec.views.push(View {
+            self.spec.views.push(ReadOnlyView {
                 source: HostPath::new(host),
                 target: InsidePath::new(target),
                 exec: Exec::Refused,
                 owner: Owner::Mapped,
-                content: Content::Data,
+                content: ViewContent::Data,
             });
         }
         self
@@ -291,7 +292,10 @@ impl Hood {
         let (seen, _) = self
             .with_running(|running, _| {
                 let before = look(&at);
-                assert!(running.call_off(), "not all of it is known to be dead");
+                assert!(
+                    running.cancel_before_start(),
+                    "not all of it is known to be dead"
+                );
                 [before, look(&at)]
             })
             .unwrap_or_else(|e| panic!("it was not built: {}", chain(&e)));
@@ -304,7 +308,7 @@ impl Hood {
             meanwhile.into_iter().for_each(|act| act());
             running.supervise(listener)
         })?;
-        let Finished {
+        let FinishedRun {
             outcome, layers, ..
         } = finished?;
         Ok(Ran {
@@ -319,7 +323,7 @@ impl Hood {
         &mut self,
         act: impl FnOnce(Running<'_>, &mut Listener) -> T,
     ) -> Result<(T, Listener), RunError> {
-        let hidden = self.dir.path().join(sandbox::HIDDEN);
+        let hidden = self.dir.path().join(sandbox::HIDDEN_DIR);
         for dir in [hidden.clone(), hidden.join("home")] {
             std::fs::create_dir(&dir).unwrap();
         }
@@ -340,7 +344,7 @@ impl Hood {
             (listener.bell, listener.wish_at) = (bell, Some((UNPRINTED, wish)));
         }
         let launcher = Launcher::new(self.landlock_at_most);
-        let means = Means {
+        let means = SpawnResources {
             launcher: launcher.path(),
             workspace: Some(workspace.as_fd()),
             stdin: self.stdin.take(),
@@ -392,9 +396,9 @@ fn make_group(limits: &Limits) -> Option<Group> {
     Group::create(&host, &name, &limits).ok()
 }
 
-fn own_tree(path: &Path, identity: Identity) {
+fn own_tree(path: &Path, identity: ProgramIdentity) {
     let meta = std::fs::symlink_metadata(path).unwrap();
-    if let Identity::Leased { uid, gid } = identity {
+    if let ProgramIdentity::Leased { uid, gid } = identity {
         std::os::unix::fs::lchown(path, Some(uid), Some(gid)).unwrap();
     }
     if meta.is_dir() {
@@ -413,7 +417,7 @@ fn own_tree(path: &Path, identity: Identity) {
 struct Listener {
     out: Vec<u8>,
     err: Vec<u8>,
-    wish_at: Option<(&'static [u8], Wish)>,
+    wish_at: Option<(&'static [u8], Control)>,
     bell: OwnedFd,
 }
 
@@ -429,7 +433,7 @@ impl Listener {
     }
 }
 
-impl Attendant for Listener {
+impl SupervisorHandler for Listener {
     fn fill(&mut self, _workspace: BorrowedFd<'_>) -> io::Result<()> {
         let open = rustix::fs::Mode::from_raw_mode(0o755);
         for dir in [".fumehood", ".fumehood/home"] {
@@ -464,10 +468,10 @@ impl Attendant for Listener {
         None
     }
     fn unblocked(&mut self, _stream: Stream) {}
-    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.bell.as_fd())
     }
-    fn wish(&mut self) -> Option<Wish> {
+    fn next_control(&mut self) -> Option<Control> {
         rustix::io::read(&self.bell, &mut [0u8; 8]).unwrap();
         self.wish_at.take().map(|(_, wish)| wish)
     }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use sandbox::outcome::Stop;
-use sandbox::promises::{self, ACTS, Held};
-use sandbox::spec::{Layer, Level, SharedMemory, Terminal};
+use sandbox::promises::{self, ACTS, PromiseStatus};
+use sandbox::spec::{ConfinementLevel, Layer, SharedMemory, Terminal};
 
 use crate::hood::{
     Hood, attempts, chain, host_dir, is_root, landlock_abi, shown_dir, unconfined, verdict,
@@ -166,9 +166,9 @@ fn every_act_has_its_trial() {
     }
 }
 
-fn table(name: &str) -> Held {
+fn table(name: &str) -> PromiseStatus {
     let act = ACTS.iter().find(|act| act.name == name).unwrap();
-    promises::held(act, Level::Landlock, landlock_abi())
+    promises::promise_status(act, ConfinementLevel::Landlock, landlock_abi())
 }
 
 /// The two acts that the table says are not held, and are not.
@@ -194,13 +194,13 @@ fn what_is_not_held() {
     let ran = Hood::python(&script).view(&data, "data").run();
     for (name, _) in acts {
         let done = verdict(&ran.stdout, name) == "done";
-        assert_eq!(done, !table(name).is_held(), "{name}\n{}", ran.all());
+        assert_eq!(done, !table(name).is_kept(), "{name}\n{}", ran.all());
         assert_eq!(verdict(&unconfined(&script), name), "done");
     }
     // As many as were tried here are not held, and no more.
     let open: Vec<_> = ACTS
         .iter()
-        .filter(|act| !table(act.name).is_held())
+        .filter(|act| !table(act.name).is_kept())
         .collect();
     assert_eq!(open.len(), 2);
 }
@@ -807,8 +807,8 @@ fn a_probe_leaves_nothing_behind() {
     let descriptors = || fs::read_dir("/proc/self/fd").unwrap().count();
     let before = descriptors();
     for (level, own) in [
-        (Level::Full, Layer::MountNamespace),
-        (Level::Landlock, Layer::Guardian),
+        (ConfinementLevel::Full, Layer::MountNamespace),
+        (ConfinementLevel::Landlock, Layer::Guardian),
     ] {
         let launcher = std::path::Path::new("/proc/self/exe");
         let layers = sandbox::probe::try_level(launcher, level).unwrap();
@@ -832,7 +832,7 @@ fn a_probe_kills_nobodys_processes_but_its_own() {
         .gid(NOBODY)
         .spawn()
         .unwrap();
-    for level in [Level::Full, Level::Landlock] {
+    for level in [ConfinementLevel::Full, ConfinementLevel::Landlock] {
         let launcher = std::path::Path::new("/proc/self/exe");
         sandbox::probe::try_level(launcher, level).unwrap();
         assert_eq!(service.try_wait().unwrap(), None, "{level:?}");

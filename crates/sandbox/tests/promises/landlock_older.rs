@@ -7,8 +7,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 use sandbox::outcome::{Exit, Stop};
-use sandbox::promises::{self, ACTS, Held};
-use sandbox::spec::Level;
+use sandbox::promises::{self, ACTS, PromiseStatus};
+use sandbox::spec::ConfinementLevel;
 
 use crate::hood::{Hood, Ran, attempts, is_root, landlock_abi, shown_dir, unconfined, verdict};
 use crate::p07_others::Witness;
@@ -83,8 +83,8 @@ fn the_older_interface_is_used() {
         assert!(ran.said("up"), "{}", ran.all());
     }
     let signal = ACTS.iter().find(|act| act.name == "signal_others").unwrap();
-    let held = promises::held(signal, Level::Landlock, BEFORE_SIGNALS);
-    assert!(matches!(held, Held::ByRefusing(_)), "{held:?}");
+    let held = promises::promise_status(signal, ConfinementLevel::Landlock, BEFORE_SIGNALS);
+    assert!(matches!(held, PromiseStatus::KeptByRefusing(_)), "{held:?}");
 }
 
 /// What kill(2) and its like do to processes of one's own; each prints what came of it.

@@ -18,7 +18,7 @@ use sandbox::spec::Layer::{
     self, Capabilities, CgroupNamespace, IpcNamespace, Landlock, NetNamespace, NoNewPrivs,
     PidNamespace, Seccomp, UserNamespace, UtsNamespace,
 };
-use sandbox::spec::{Content, Exec, HostPath, InsidePath, Owner, View};
+use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, ViewContent};
 
 use crate::hood::{Hood, Ran, at_landlock, attempts, is_root, shown_dir, verdict};
 use crate::p07_others::Witness;
@@ -290,12 +290,12 @@ impl Host {
             (&self.data, Exec::Refused, Owner::Mapped),
             (&self.runtime, Exec::Allowed, Owner::AsIs),
         ] {
-            hood.spec.views.push(View {
+            hood.spec.views.push(ReadOnlyView {
                 source: HostPath::new(shown.path()),
                 target: InsidePath::new(shown.path()),
                 exec,
                 owner,
-                content: Content::Runtime,
+                content: ViewContent::Runtime,
             });
         }
         hood.run()

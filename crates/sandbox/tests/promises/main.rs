@@ -33,7 +33,7 @@ mod science;
 mod science_tools;
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use sandbox::spec::Level;
+use sandbox::spec::ConfinementLevel;
 
 use plain_user::Who;
 
@@ -135,7 +135,7 @@ struct Registered {
     name: String,
     whom: For,
     act: fn(),
-    at: &'static [Level],
+    at: &'static [ConfinementLevel],
 }
 
 fn registered() -> Vec<Registered> {
@@ -147,10 +147,12 @@ fn registered() -> Vec<Registered> {
             assert!(unknown.is_none(), "{file} has no trial {unknown:?}");
         }
         for (name, whom, act) in *trials {
-            let at: &[Level] = match levels {
-                Levels::Both(only) if only.iter().any(|(n, _)| n == name) => &[Level::Full],
-                Levels::Both(_) => &[Level::Full, Level::Landlock],
-                Levels::Landlock => &[Level::Landlock],
+            let at: &[ConfinementLevel] = match levels {
+                Levels::Both(only) if only.iter().any(|(n, _)| n == name) => {
+                    &[ConfinementLevel::Full]
+                }
+                Levels::Both(_) => &[ConfinementLevel::Full, ConfinementLevel::Landlock],
+                Levels::Landlock => &[ConfinementLevel::Landlock],
             };
             all.push(Registered {
                 name: format!("{file}::{name}"),
@@ -167,7 +169,7 @@ fn registered() -> Vec<Registered> {
 pub fn is_tried_at_landlock(name: &str) -> bool {
     let all = registered();
     all.iter()
-        .any(|r| r.name == name && r.at.contains(&Level::Landlock))
+        .any(|r| r.name == name && r.at.contains(&ConfinementLevel::Landlock))
 }
 
 fn main() {
@@ -197,8 +199,8 @@ fn main() {
     {
         for level in at {
             let suffix = match level {
-                Level::Full => "",
-                Level::Landlock => "-landlock",
+                ConfinementLevel::Full => "",
+                ConfinementLevel::Landlock => "-landlock",
             };
             // A skipped trial is printed and counted as ignored; CI runs as root and permits none.
             let title = format!("root{suffix}::{name}");
@@ -213,7 +215,7 @@ fn main() {
 }
 
 /// Here, if this process is already who and where it must be; otherwise in a process that is.
-fn trial(title: String, name: &str, act: fn(), who: Who, level: Level) -> Trial {
+fn trial(title: String, name: &str, act: fn(), who: Who, level: ConfinementLevel) -> Trial {
     let is_who = hood::is_root() == (who == Who::Root);
     if is_who && level == hood::level() {
         return Trial::test(title, move || {

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use sandbox::supervise::Wish;
+use sandbox::supervise::Control;
 
 use crate::hood::{Hood, at_landlock, attempts, compile, is_root, shown_dir, unconfined, verdict};
 use crate::{Entry, For, OnlyAtFull};
@@ -1103,7 +1103,7 @@ print('MET', flush=True)
 while True: signal.pause()
 "#;
     let mut hood = Hood::python(script).limits(|limits| limits.grace_ms = 30_000);
-    hood.wish_at = Some((b"MET", Wish::Cancel));
+    hood.wish_at = Some((b"MET", Control::Cancel));
     let ran = hood.run();
     assert!(
         ran.said("MET") && !ran.stdout.contains("SEEN"),

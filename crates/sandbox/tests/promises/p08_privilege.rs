@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use sandbox::spec::{Content, Exec, HostPath, InsidePath, Owner, Spec, View};
+use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, Spec, ViewContent};
 
 use crate::hood::{
     Hood, at_landlock, attempts, compile, is_root, shown_dir, unconfined, unconfined_under, verdict,
@@ -219,12 +219,12 @@ fn set_id_programs() {
             "cd {}; ./setuid; ./setgid; ./filecap",
             dir.path().display()
         ));
-        hood.spec.views.push(View {
+        hood.spec.views.push(ReadOnlyView {
             source: HostPath::new(dir.path()),
             target: InsidePath::new(dir.path()),
             exec: Exec::Allowed,
             owner,
-            content: Content::Runtime,
+            content: ViewContent::Runtime,
         });
         let (uid, gid) = inside_ids(&hood.spec);
         let ran = hood.run();

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use sandbox::outcome::{Exit, Stop};
-use sandbox::supervise::Wish;
+use sandbox::supervise::Control;
 
 use crate::hood::{Hood, Ran, at_landlock, compile, is_root};
 use crate::{Entry, For};
@@ -589,7 +589,7 @@ up()
 rest()
 ";
 
-fn wished(wish: Option<Wish>) -> Ran {
+fn wished(wish: Option<Control>) -> Ran {
     let marker = new_marker();
     let mut hood = Hood::python(&script(&marker, HANDLES)).limits(|l| {
         l.grace_ms = 20_000;
@@ -604,7 +604,7 @@ fn wished(wish: Option<Wish>) -> Ran {
 }
 
 fn cancel_gives_the_grace() {
-    let ran = wished(Some(Wish::Cancel));
+    let ran = wished(Some(Control::Cancel));
     assert_eq!(
         (ran.stop(), ran.code()),
         (Some(Stop::Cancelled), Some(5)),
@@ -622,7 +622,7 @@ fn cancel_gives_the_grace() {
 }
 
 fn kill_gives_none() {
-    let ran = wished(Some(Wish::Kill));
+    let ran = wished(Some(Control::Kill));
     assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
     assert_eq!(
         ran.outcome.exit,
@@ -710,7 +710,7 @@ fn who_steals_from_its_pipe_is_cancelled() {
     hood.command(&[&program, Path::new(&marker)]);
     let stolen = Fifo::make(hood.workspace(), "stolen");
     let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-    hood.wish_by = Some((bell.try_clone().unwrap(), Wish::Cancel));
+    hood.wish_by = Some((bell.try_clone().unwrap(), Control::Cancel));
     std::thread::scope(|scope| {
         let wisher = scope.spawn(|| {
             let told = stolen.wait();

@@ -2,7 +2,7 @@
 
 use sandbox::outcome::Stop;
 use sandbox::spec::Bytes;
-use sandbox::supervise::Wish;
+use sandbox::supervise::Control;
 
 use crate::hood::{Hood, Ran};
 use crate::p11_deadline::{left_of, new_marker};
@@ -48,7 +48,7 @@ for _ in range(200):
 print('up', flush=True)
 ";
 
-fn slow_to_die(then: &str, wall_ms: u64, wish_at: Option<(&'static [u8], Wish)>) -> Ran {
+fn slow_to_die(then: &str, wall_ms: u64, wish_at: Option<(&'static [u8], Control)>) -> Ran {
     let marker = new_marker();
     let mut hood = Hood::python(&format!("{SLOW_TO_DIE}{then}")).limits(|l| {
         (l.wall_ms, l.grace_ms, l.cpu_milli) = (wall_ms, 100, 1000);
@@ -74,7 +74,7 @@ fn large_page_tables_do_not_hide_a_timeout() {
 }
 
 fn large_page_tables_do_not_hide_a_cancel() {
-    let ran = slow_to_die(REST, 60_000, Some((b"up", Wish::Kill)));
+    let ran = slow_to_die(REST, 60_000, Some((b"up", Control::Kill)));
     assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
 }
 

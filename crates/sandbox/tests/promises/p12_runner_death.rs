@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 
 use sandbox::outcome::Stop;
-use sandbox::supervise::Wish;
+use sandbox::supervise::Control;
 
 use crate::hood::{Hood, Ran};
 use crate::p11_deadline::{AT_MOST, kill_marked, marked, new_marker, wait_for_marked};
@@ -296,7 +296,7 @@ fn what_is_cancelled_while_it_waits_never_runs() {
     for _ in 0..20 {
         let mut hood = Hood::sh(": > ran; echo up");
         let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        hood.wish_by = Some((bell.try_clone().unwrap(), Wish::Cancel));
+        hood.wish_by = Some((bell.try_clone().unwrap(), Control::Cancel));
         hood.meanwhile = Some(Box::new(move || {
             // Not to wait for anything: to strike at different moments.
             std::thread::sleep(std::time::Duration::from_millis(50));

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use sandbox::outcome::{Exit, Stop};
-use sandbox::spec::{Bytes, HostPath, Identity, InsidePath, SpecError};
+use sandbox::spec::{Bytes, HostPath, InsidePath, ProgramIdentity, SpecError};
 use sandbox::supervise::RunError;
 
 use crate::hood::{Hood, Ran, alone, at_landlock, chain, compile, host_dir, is_root, path_of};
@@ -757,10 +757,10 @@ fn an_impossible_spec_is_refused() {
     }
     let mut hood = Hood::sh("true");
     for identity in [
-        Identity::Leased { uid: 0, gid: 0 },
-        Identity::Leased { uid: 0, gid: 1 },
-        Identity::Leased { uid: 1, gid: 0 },
-        Identity::Caller { uid: 0, gid: 1000 },
+        ProgramIdentity::Leased { uid: 0, gid: 0 },
+        ProgramIdentity::Leased { uid: 0, gid: 1 },
+        ProgramIdentity::Leased { uid: 1, gid: 0 },
+        ProgramIdentity::Caller { uid: 0, gid: 1000 },
     ] {
         hood.spec.identity = identity;
         assert!(

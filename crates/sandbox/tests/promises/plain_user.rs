@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
 
-use sandbox::spec::Level;
+use sandbox::spec::ConfinementLevel;
 
 const ACCOUNT: &str = "fumehood-test";
 const INNER: &str = "__plain_trial";
@@ -25,7 +25,7 @@ pub fn inner_trial() -> Option<String> {
 }
 
 /// Runs one trial in a process of its own; root's plain user is the test account.
-pub fn run(name: &str, who: Who, level: Level) -> Result<(), String> {
+pub fn run(name: &str, who: Who, level: ConfinementLevel) -> Result<(), String> {
     let mut command = match who {
         Who::Plain if crate::hood::is_root() => as_account(),
         Who::Plain | Who::Root => Command::new("/proc/self/exe"),

@@ -18,7 +18,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{Mode, OFlags};
-use sandbox::cgroup::{self, Place, Standing};
+use sandbox::cgroup::{self, Delegation, GroupLocation};
 
 pub use bus::BusError;
 use bus::{Connection, Peer, Value};
@@ -95,14 +95,14 @@ pub fn ensure_apart() -> Result<&'static Joined, &'static ScopeError> {
 
 fn join(wish: Wish) -> Result<Joined, ScopeError> {
     let place = match wish {
-        Wish::Apart => match cgroup::place() {
+        Wish::Apart => match cgroup::group_location() {
             None => return Ok(Joined::NotNeeded),
             Some(place) => place,
         },
-        Wish::Groups => match cgroup::standing() {
-            Standing::Fixed => return Ok(Joined::NotNeeded),
-            Standing::Delegated => return Ok(Joined::AlreadyDelegated),
-            Standing::Undelegated(place) => place,
+        Wish::Groups => match cgroup::delegation() {
+            Delegation::Fixed => return Ok(Joined::NotNeeded),
+            Delegation::Delegated => return Ok(Joined::AlreadyDelegated),
+            Delegation::Undelegated(place) => place,
         },
     };
     // sd_booted(3): there exactly where systemd is the init of what we see.
@@ -137,7 +137,7 @@ struct Asking {
     tasks_max: Option<u64>,
 }
 
-fn asking(place: &Place, uid: u32, in_job: bool, wish: Wish) -> Result<Asking, ScopeError> {
+fn asking(place: &GroupLocation, uid: u32, in_job: bool, wish: Wish) -> Result<Asking, ScopeError> {
     if in_job {
         return Err(ScopeError::InJob);
     }
@@ -145,7 +145,7 @@ fn asking(place: &Place, uid: u32, in_job: bool, wish: Wish) -> Result<Asking, S
         return Err(ScopeError::NotSystemds(place.group.clone()));
     }
     let (kept, slice) = kept(&place.group, uid);
-    match place.limit_shed(&kept) {
+    match place.limit_lost_by_move(&kept) {
         Some((group, file)) => Err(ScopeError::WouldShed {
             group,
             file,
@@ -419,8 +419,8 @@ mod tests {
 
     #[test]
     fn where_version_1_has_the_controllers_nothing_is_asked() {
-        match cgroup::standing() {
-            Standing::Fixed => {
+        match cgroup::delegation() {
+            Delegation::Fixed => {
                 assert_eq!(join(Wish::Apart).unwrap(), Joined::NotNeeded);
                 assert_eq!(ensure().unwrap(), &Joined::NotNeeded);
                 assert_eq!(ensure_apart().unwrap(), &Joined::NotNeeded);

@@ -13,7 +13,7 @@ mod stage;
 use std::os::fd::AsFd;
 
 use anyhow::{Context, bail};
-use sandbox::spec::Level;
+use sandbox::spec::ConfinementLevel;
 
 use self::lab::Lab;
 use self::report::Report;
@@ -25,7 +25,7 @@ const FOUND: u8 = 1;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Asked {
     /// Exactly this level; without it, what a run gets on this host.
-    pub level: Option<Level>,
+    pub level: Option<ConfinementLevel>,
     pub json: bool,
     /// Also fail where an act is refused that the table gives up.
     pub strict: bool,
@@ -36,8 +36,8 @@ pub struct Asked {
 pub struct UnknownLevel;
 
 /// A level by its name.
-pub fn level(name: &str) -> Result<Level, UnknownLevel> {
-    let levels = [Level::Full, Level::Landlock];
+pub fn level(name: &str) -> Result<ConfinementLevel, UnknownLevel> {
+    let levels = [ConfinementLevel::Full, ConfinementLevel::Landlock];
     let found = levels.into_iter().find(|level| level.as_str() == name);
     found.ok_or(UnknownLevel)
 }

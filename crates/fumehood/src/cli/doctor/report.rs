@@ -3,8 +3,8 @@
 use std::io::IsTerminal;
 
 use doctor::{Diagnosis, Facts, Finding, LevelTried, Severity, Subject, errno_name, landlock_abi};
-use sandbox::probe::acts::{Mechanism, Need, Tried, Verdict};
-use sandbox::spec::{Enforcement, Hardness, Layer, Level};
+use sandbox::probe::mechanisms::{Mechanism, MechanismResult, MechanismVerdict, Need};
+use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, Layer};
 use serde::Serialize;
 
 use super::is_spotless;
@@ -62,10 +62,10 @@ fn verdict(diagnosis: &Diagnosis, subject: &Subject) -> String {
             "Runs do not start, though this host gives {who} level `{}`{abi}.",
             level.as_str()
         ),
-        (Some(Level::Full), true) => {
+        (Some(ConfinementLevel::Full), true) => {
             format!("Runs start at level `full`, the strongest{but}.")
         }
-        (Some(Level::Landlock), true) => {
+        (Some(ConfinementLevel::Landlock), true) => {
             format!("Runs start at level `landlock`{abi}, not at `full`{but}.")
         }
     }
@@ -161,9 +161,9 @@ fn everything(out: &mut Out, diagnosis: &Diagnosis) -> anyhow::Result<()> {
     let mut table = print::Table::new(&[print::Align::Left, print::Align::Left]);
     for tried in &diagnosis.mechanisms {
         let how = match &tried.verdict {
-            Verdict::Works { how } => how.clone(),
-            Verdict::NotUsed => String::from("not used by this user"),
-            Verdict::Fails { step, errno } => {
+            MechanismVerdict::Works { how } => how.clone(),
+            MechanismVerdict::NotUsed => String::from("not used by this user"),
+            MechanismVerdict::Fails { step, errno } => {
                 let name = errno.map(|n| errno_name(n).map_or(format!("errno {n}"), str::to_owned));
                 format!(
                     "FAILS: {step}{}",
@@ -229,8 +229,8 @@ struct Document<'a> {
     version: &'static str,
     /// Whether a run with the present configuration would start.
     starts: bool,
-    level: Option<Level>,
-    floor: Level,
+    level: Option<ConfinementLevel>,
+    floor: ConfinementLevel,
     landlock_abi: Option<i32>,
     host: &'a Facts,
     levels: &'a [LevelTried],
@@ -261,11 +261,11 @@ struct LimitEntry<'a> {
 }
 
 impl<'a> MechanismEntry<'a> {
-    fn of(tried: &'a Tried, findings: &[Finding]) -> MechanismEntry<'a> {
+    fn of(tried: &'a MechanismResult, findings: &[Finding]) -> MechanismEntry<'a> {
         let (verdict, how) = match &tried.verdict {
-            Verdict::Works { how } => ("works", Some(how.as_str())),
-            Verdict::Fails { .. } => ("fails", None),
-            Verdict::NotUsed => ("not_used", None),
+            MechanismVerdict::Works { how } => ("works", Some(how.as_str())),
+            MechanismVerdict::Fails { .. } => ("fails", None),
+            MechanismVerdict::NotUsed => ("not_used", None),
         };
         let errno = tried.failed().and_then(|(_, errno)| errno);
         let mut because = findings.iter();

@@ -13,9 +13,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use sandbox::attack::{LINKED, SECRET_VARIABLE, STRIKE, STRIKE_PRIVILEGED, victims};
+use sandbox::attack::{
+    LINKED_NAME_PREFIX, RUN_ATTACKS, RUN_ATTACKS_PRIVILEGED, SECRET_VARIABLE, victims,
+};
 use sandbox::promises::ACTS;
-use sandbox::spec::Level;
+use sandbox::spec::ConfinementLevel;
 use serde_json::Value;
 
 use super::lab::{
@@ -84,7 +86,7 @@ pub struct Tried {
 
 pub struct Results {
     /// As the runs say it was in force.
-    pub level: Level,
+    pub level: ConfinementLevel,
     /// Where the confined targets were.
     pub place: PathBuf,
     pub acts: BTreeMap<&'static str, Tried>,
@@ -165,13 +167,13 @@ impl Battery<'_> {
     }
 
     fn confined(&self, options: &[&str], acts: &[&str]) -> Command {
-        let words = Self::words(&self.confined, STRIKE, acts);
+        let words = Self::words(&self.confined, RUN_ATTACKS, acts);
         let options = [&["--json", "--db", "none"], &RUN_FOR[..], options].concat();
         self.lab.run(&self.confined.project, &options, &words)
     }
 
     /// Everything that can share a run: one unconfined, one in the sandbox.
-    fn most(&mut self) -> anyhow::Result<Level> {
+    fn most(&mut self) -> anyhow::Result<ConfinementLevel> {
         let shared: Vec<&'static str> = ACTS
             .iter()
             .map(|act| act.name)
@@ -183,12 +185,12 @@ impl Battery<'_> {
             .filter(|name| !PRIVILEGED.contains(name))
             .chain(["signal_guardian"])
             .collect();
-        let mut command = self.unconfined(STRIKE, &ordinary);
+        let mut command = self.unconfined(RUN_ATTACKS, &ordinary);
         command.env(SECRET_VARIABLE, self.control.secret("secret_environment"));
         let handed = self.control.handed_on()?;
         let mut said = self.lab.finish(command)?.stdout;
         drop(handed);
-        let command = self.unconfined(STRIKE_PRIVILEGED, &PRIVILEGED);
+        let command = self.unconfined(RUN_ATTACKS_PRIVILEGED, &PRIVILEGED);
         let privileged = Said::new(&self.lab.finish(command)?.stdout);
         let control = Said::new(&std::mem::take(&mut said));
         (self.go_on)()?;
@@ -247,7 +249,7 @@ impl Battery<'_> {
         };
         let words = |stage: &Stage| {
             let aim = format!("{act}={program}");
-            [STRIKE.to_owned(), stage.mark.clone(), aim]
+            [RUN_ATTACKS.to_owned(), stage.mark.clone(), aim]
         };
         let mut command = self.lab.attacker(&words(&self.control));
         if rustix::process::geteuid().is_root() {
@@ -270,7 +272,10 @@ impl Battery<'_> {
     fn terminal(&mut self) -> anyhow::Result<()> {
         (self.go_on)()?;
         let act = "terminal_injection";
-        let (control, confined) = (self.unconfined(STRIKE, &[act]), self.confined(&[], &[act]));
+        let (control, confined) = (
+            self.unconfined(RUN_ATTACKS, &[act]),
+            self.confined(&[], &[act]),
+        );
         let mut came = Vec::new();
         for (inner, mark) in [
             (control, &self.control.mark),
@@ -308,7 +313,7 @@ impl Battery<'_> {
         let act = "daemon_outlives_timeout";
         let control = outlives_its_parent(self.lab, act)?;
         let mark = self.lab.mark()?;
-        let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
+        let words = [RUN_ATTACKS.to_owned(), mark.clone(), format!("{act}=")];
         let options = ["--json", "--db", "none", "--timeout", "1s", "--grace", "0s"];
         let command = self.lab.run(&self.confined.project, &options, &words);
         let ran = self.lab.finish_run(command)?;
@@ -322,7 +327,7 @@ impl Battery<'_> {
         let act = "daemon_outlives_runner";
         let control = outlives_its_parent(self.lab, act)?;
         let mark = self.lab.mark()?;
-        let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
+        let words = [RUN_ATTACKS.to_owned(), mark.clone(), format!("{act}=")];
         let options = [&["--db", "none"], &RUN_FOR[..]].concat();
         let mut live = Live::start(self.lab.run(&self.confined.project, &options, &words))?;
         let held = live.wait_for("holding");
@@ -346,7 +351,7 @@ impl Battery<'_> {
         for act in [farm, links] {
             let dir = self.control.workspace.join(act);
             make_open(&dir, 0o755)?;
-            let mut command = self.unconfined(STRIKE, &[act]);
+            let mut command = self.unconfined(RUN_ATTACKS, &[act]);
             command.current_dir(&dir);
             let said = Said::new(&self.lab.finish(command)?.stdout);
             // A collector that follows carries the secret out; one that counts a file once copies too much.
@@ -358,7 +363,7 @@ impl Battery<'_> {
             };
             controls.push(done.map_or_else(|| Came::Refused(said.brief(act)), Came::Done));
         }
-        let words = Self::words(&self.confined, STRIKE, &[farm, links]);
+        let words = Self::words(&self.confined, RUN_ATTACKS, &[farm, links]);
         let options = [&["--json"], &RUN_FOR[..], &OUTPUT_LIMIT].concat();
         let ran = self
             .lab
@@ -370,7 +375,7 @@ impl Battery<'_> {
         let is_link = |output: &&Value| {
             output["path"]
                 .as_str()
-                .is_some_and(|p| p.starts_with(LINKED))
+                .is_some_and(|p| p.starts_with(LINKED_NAME_PREFIX))
         };
         let (linked, ordinary): (Vec<_>, Vec<_>) = outputs.iter().partition(is_link);
         let inside = match (ran.not_started(), kept.first()) {
@@ -408,7 +413,7 @@ impl Battery<'_> {
 /// Ends the process that was started, and it alone, as most programs do.
 fn outlives_its_parent(lab: &Lab, act: &str) -> anyhow::Result<Came> {
     let mark = lab.mark()?;
-    let words = [STRIKE.to_owned(), mark.clone(), format!("{act}=")];
+    let words = [RUN_ATTACKS.to_owned(), mark.clone(), format!("{act}=")];
     let mut live = Live::start(lab.attacker(&words))?;
     let held = live.wait_for("holding");
     live.kill();
@@ -440,13 +445,13 @@ fn outlived_timeout(mark: &str, ran: &Confined) -> Came {
     }
 }
 
-fn level_of(ran: &Confined) -> anyhow::Result<Level> {
+fn level_of(ran: &Confined) -> anyhow::Result<ConfinementLevel> {
     if let Some(why) = ran.not_started() {
         bail!("the run that is attacked did not start: {why}");
     }
     match ran.record["isolation"]["level"].as_str() {
-        Some("full") => Ok(Level::Full),
-        Some("landlock") => Ok(Level::Landlock),
+        Some("full") => Ok(ConfinementLevel::Full),
+        Some("landlock") => Ok(ConfinementLevel::Landlock),
         other => bail!("the run says it was confined at level {other:?}"),
     }
 }

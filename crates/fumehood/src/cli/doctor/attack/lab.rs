@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use sandbox::attack::{self, ARGUMENT};
-use sandbox::spec::Level;
+use sandbox::spec::ConfinementLevel;
 use serde_json::Value;
 use store::types::crash_points::VARIABLE;
 
@@ -30,7 +30,7 @@ pub struct Lab {
     pub binary: PathBuf,
     /// As it is installed: what a host permits may hang on the path.
     installed: PathBuf,
-    pub level: Option<Level>,
+    pub level: Option<ConfinementLevel>,
 }
 
 /// How a process of the battery ended, and what it printed.
@@ -64,7 +64,7 @@ impl Confined {
 }
 
 impl Lab {
-    pub fn make(level: Option<Level>) -> anyhow::Result<Lab> {
+    pub fn make(level: Option<ConfinementLevel>) -> anyhow::Result<Lab> {
         let installed = std::env::current_exe().context("find our own binary")?;
         let mut troubles = Vec::new();
         for ground in GROUNDS {
@@ -76,7 +76,11 @@ impl Lab {
         bail!("find a place for the battery: {}", troubles.join("; "))
     }
 
-    fn make_in(ground: &Path, installed: &Path, level: Option<Level>) -> anyhow::Result<Lab> {
+    fn make_in(
+        ground: &Path,
+        installed: &Path,
+        level: Option<ConfinementLevel>,
+    ) -> anyhow::Result<Lab> {
         let word = random_word()?;
         let dir = ground.join(format!("fumehood-attack-{word}"));
         std::fs::create_dir(&dir).with_context(|| format!("make {dir:?}"))?;
@@ -93,7 +97,7 @@ impl Lab {
         std::fs::copy("/proc/self/exe", &lab.binary).context("copy our own binary")?;
         set_mode(&lab.binary, 0o755)?;
         // Also shows whether programs may be executed there.
-        let tried = lab.finish(lab.attacker(&[attack::STRIKE, "nothing"]));
+        let tried = lab.finish(lab.attacker(&[attack::RUN_ATTACKS, "nothing"]));
         tried.context("start the attacker")?;
         Ok(lab)
     }

@@ -4,8 +4,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use sandbox::promises::{ACTS, Held, held};
-use sandbox::spec::Level;
+use sandbox::promises::{ACTS, PromiseStatus, promise_status};
+use sandbox::spec::ConfinementLevel;
 use serde::Serialize;
 use store::types::escaping::escape_terminal;
 
@@ -78,7 +78,7 @@ impl Report {
                     control: missing(),
                     inside: missing(),
                 });
-            let promised = held(act, results.level, landlock_abi);
+            let promised = promise_status(act, results.level, landlock_abi);
             let verdict = judge(promised, &tried);
             *match verdict {
                 Verdict::Held => &mut counts.held,
@@ -92,9 +92,9 @@ impl Report {
                 name: act.name,
                 verdict,
                 expected: match promised {
-                    Held::Yes => "held".into(),
-                    Held::ByRefusing(what) => format!("held by refusing {what}"),
-                    Held::No(why) => format!("not held: {why}"),
+                    PromiseStatus::Kept => "held".into(),
+                    PromiseStatus::KeptByRefusing(what) => format!("held by refusing {what}"),
+                    PromiseStatus::NotKept(why) => format!("not held: {why}"),
                 },
                 control: tell(&tried.control, &results.place),
                 inside: tell(&tried.inside, &results.place),
@@ -104,8 +104,8 @@ impl Report {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION"),
             level: match results.level {
-                Level::Full => "full",
-                Level::Landlock => "landlock",
+                ConfinementLevel::Full => "full",
+                ConfinementLevel::Landlock => "landlock",
             },
             landlock_abi,
             root: rustix::process::geteuid().is_root(),
@@ -184,9 +184,9 @@ impl Report {
 
 /// An act that was done was done, whether or not its control worked; one that was refused proves something only if
 /// the control was not.
-fn judge(promised: Held, tried: &Tried) -> Verdict {
+fn judge(promised: PromiseStatus, tried: &Tried) -> Verdict {
     let works_here = matches!(tried.control, Came::Done(_));
-    match (&tried.inside, promised.is_held()) {
+    match (&tried.inside, promised.is_kept()) {
         (Came::Done(_), true) => Verdict::Escaped,
         (Came::Done(_), false) => Verdict::KnownGap,
         (Came::Refused(_), true) if works_here => Verdict::Held,
@@ -261,27 +261,33 @@ mod tests {
     fn what_got_out_got_out_whatever_the_control_says() {
         for control in [done(), refused(), unable()] {
             let both = tried(control, done());
-            assert_eq!(judge(Held::Yes, &both), Verdict::Escaped);
-            assert_eq!(judge(Held::ByRefusing("x"), &both), Verdict::Escaped);
-            assert_eq!(judge(Held::No("x"), &both), Verdict::KnownGap);
+            assert_eq!(judge(PromiseStatus::Kept, &both), Verdict::Escaped);
+            assert_eq!(
+                judge(PromiseStatus::KeptByRefusing("x"), &both),
+                Verdict::Escaped
+            );
+            assert_eq!(judge(PromiseStatus::NotKept("x"), &both), Verdict::KnownGap);
         }
     }
 
     #[test]
     fn a_refusal_counts_only_with_its_control() {
-        assert_eq!(judge(Held::Yes, &tried(done(), refused())), Verdict::Held);
         assert_eq!(
-            judge(Held::No("x"), &tried(done(), refused())),
+            judge(PromiseStatus::Kept, &tried(done(), refused())),
+            Verdict::Held
+        );
+        assert_eq!(
+            judge(PromiseStatus::NotKept("x"), &tried(done(), refused())),
             Verdict::Better
         );
         for control in [refused(), unable()] {
             assert_eq!(
-                judge(Held::Yes, &tried(control, refused())),
+                judge(PromiseStatus::Kept, &tried(control, refused())),
                 Verdict::Unproven
             );
         }
         assert_eq!(
-            judge(Held::Yes, &tried(done(), unable())),
+            judge(PromiseStatus::Kept, &tried(done(), unable())),
             Verdict::Unproven
         );
     }
@@ -289,7 +295,7 @@ mod tests {
     #[test]
     fn an_act_that_was_not_tried_is_unproven_not_held() {
         let results = Results {
-            level: Level::Full,
+            level: ConfinementLevel::Full,
             place: "/nowhere/".into(),
             acts: Default::default(),
         };

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use rustix::fs::FlockOperation;
 use sandbox::attack::victims::{Queue, Segment};
-use sandbox::attack::{BAIT, PARENT};
+use sandbox::attack::{PARENT_TARGET, SECRET_PREFIX};
 
 use super::lab::{Lab, Witness, make_open, open_terminal, random_word, set_mode};
 use super::said::Said;
@@ -151,7 +151,7 @@ impl Stage {
         ])
         .chain(["symlink_farm"])
         {
-            secrets.insert(place, format!("{BAIT}{}", random_word()?));
+            secrets.insert(place, format!("{SECRET_PREFIX}{}", random_word()?));
         }
         build_project(&project, &secrets)?;
         make_open(&outside, 0o755)?;
@@ -300,8 +300,8 @@ impl Stage {
             ),
             "udp" => udp_port(&self.services.udp),
             "dns" => udp_port(&self.services.dns),
-            "signal_guardian" if self.side == Side::Confined => PARENT.into(),
-            "init_memory" if self.side == Side::Confined => format!("{PARENT}|1"),
+            "signal_guardian" if self.side == Side::Confined => PARENT_TARGET.into(),
+            "init_memory" if self.side == Side::Confined => format!("{PARENT_TARGET}|1"),
             "init_memory" => self.witnesses["proc_of_others"].pid().to_string(),
             "system_v_ipc" => self.segment.as_ref().map_or(-1, Segment::id).to_string(),
             "message_queue" => format!("fumehood-attack-{}", self.mark),

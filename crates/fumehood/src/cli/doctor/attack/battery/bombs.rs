@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use anyhow::bail;
-use sandbox::attack::STRIKE;
+use sandbox::attack::RUN_ATTACKS;
 
 use super::super::lab::{Confined, make_open};
 use super::super::said::Said;
@@ -36,7 +36,7 @@ impl Battery<'_> {
         for (act, limit, _) in BOMBS {
             let dir = self.control.workspace.join(act);
             make_open(&dir, 0o755)?;
-            let mut command = self.unconfined(STRIKE, &[act]);
+            let mut command = self.unconfined(RUN_ATTACKS, &[act]);
             command.current_dir(dir);
             let fits = !TAKES_MEMORY.contains(&act) || has_free_memory();
             controls.push(fits.then_some(command));
@@ -44,7 +44,11 @@ impl Battery<'_> {
         }
         let lab = self.lab;
         let mark = lab.mark()?;
-        let words = [STRIKE.to_owned(), mark.clone(), format!("{SLOW_DEATH}=")];
+        let words = [
+            RUN_ATTACKS.to_owned(),
+            mark.clone(),
+            format!("{SLOW_DEATH}="),
+        ];
         let options = [&["--json", "--db", "none"], &SLOW_DEATH_FOR[..]].concat();
         let slow = || lab.run(&self.confined.project, &options, &words);
         confined.push(slow());
@@ -116,7 +120,7 @@ impl Battery<'_> {
             true => Came::Done(size(length)),
             false => Came::Refused(size(length)),
         };
-        let control = self.lab.finish(self.unconfined(STRIKE, &[act]))?;
+        let control = self.lab.finish(self.unconfined(RUN_ATTACKS, &[act]))?;
         let ran = self.lab.finish_run(self.confined(&LOG_LIMIT, &[act]))?;
         let inside = match ran.not_started() {
             Some(why) => Came::Unable(why.to_owned()),

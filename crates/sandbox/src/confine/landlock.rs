@@ -1,0 +1,281 @@
+//! Landlock: which files the program may reach, by path, and the scopes of signals and abstract sockets.
+//!
+//! At level `full` this is what the mounts give, held by a second mechanism. It owns there what mounts cannot refuse:
+//! writing into a FIFO of a read-only view, signals to processes outside its domain and, from ABI 9 on, connecting to
+//! a path-name socket there. At level `landlock` it is all that stands before the host's files.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use landlock::{
+    ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
+    RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
+};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+
+use crate::layout::{DEVICE_NAMES, ETC_ENTRIES, SYSTEM_DIRS};
+use crate::spec::{ConfinementLevel, Exec, LaunchPurpose, SharedMemory, Spec, Terminal};
+use crate::step_report::{LaunchStepError, StepContext};
+
+/// The newest interface the rules below were written for.
+const NEWEST: i32 = ABI::V9 as i32;
+
+/// Above it nothing is used; lowered by tests alone.
+static ABI_MAX: AtomicI32 = AtomicI32::new(NEWEST);
+
+/// Makes this process, and what it forks, do with an older interface, so that what is held without Landlock there can
+/// be tried on a newer kernel. Never made newer than the kernel's.
+pub(crate) fn cap_abi(abi: i32) {
+    ABI_MAX.store(abi.min(NEWEST), Ordering::Relaxed);
+}
+
+/// The interface in use; 0 where there is none.
+pub(crate) fn abi() -> i32 {
+    crate::sys::landlock_abi().min(ABI_MAX.load(Ordering::Relaxed))
+}
+
+fn all_rights() -> Rights {
+    AccessFs::from_all(ABI::from(abi()))
+}
+
+/// The first ABI that knows of signals.
+pub const ABI_WITH_SIGNAL_SCOPE: i32 = 6;
+
+/// Files of the host's /etc in whose place made-up ones stand at level `full`. Libraries give up where they exist and cannot
+/// be opened. Everybody may read them; they tell which users this host has and hold no password.
+const ETC_NAMES: &[(&str, &str)] = &[
+    ("passwd", "getpwuid, which git, R, pip and Java call"),
+    ("group", "getgrgid"),
+    ("hosts", "what localhost is"),
+    ("nsswitch.conf", "that passwd and group are files"),
+];
+
+/// Files of /proc that tell of the machine and not of its processes, which libraries and interpreters read.
+const PROC: &[&str] = &[
+    "cpuinfo",
+    "filesystems",
+    "loadavg",
+    "meminfo",
+    "stat",
+    "uptime",
+    "version",
+    "sys/kernel/cap_last_cap",
+    "sys/kernel/osrelease",
+    "sys/kernel/ostype",
+    "sys/kernel/pid_max",
+    "sys/kernel/threads-max",
+    "sys/vm/max_map_count",
+    "sys/vm/overcommit_memory",
+];
+
+/// What this process may read of itself in /proc. Not `net`, `mountinfo` and `cgroup`, which tell of the host, nor
+/// `task`, which has them again.
+const OWN_PROC: &[&str] = &[
+    "auxv",
+    "cmdline",
+    "comm",
+    "environ",
+    "fd",
+    "fdinfo",
+    "io",
+    "limits",
+    "maps",
+    "smaps",
+    "smaps_rollup",
+    "stat",
+    "statm",
+    "status",
+];
+
+/// Opens this process's own files in /proc. A rule for one holds as long as the kernel keeps this very entry, so
+/// somebody must hold it: the guardian does.
+pub fn own_proc() -> Vec<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let open = |name: &&str| rustix::fs::open(format!("/proc/self/{name}"), flags, Mode::empty());
+    // A kernel without one of them has nothing to be read there.
+    OWN_PROC.iter().filter_map(|name| open(name).ok()).collect()
+}
+
+type Rights = BitFlags<AccessFs>;
+
+/// Restricts this process and all it will start. Needs no_new_privs. Says what holds; `None` where this kernel has no
+/// Landlock and the level does not rest on it. `own_proc` is what [`own_proc`] opened.
+pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, LaunchStepError> {
+    let abi = abi();
+    if abi == 0 {
+        return match spec.level {
+            ConfinementLevel::Full => Ok(None),
+            ConfinementLevel::Landlock => Err(LaunchStepError::new(
+                "this kernel has no Landlock, or it is not enabled (lsm= on the kernel command line)",
+            )),
+        };
+    }
+    let mut rules = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(all_rights())
+        .map_err(failed)?;
+    let scopes = Scope::from_all(ABI::from(abi));
+    if !scopes.is_empty() {
+        rules = rules.scope(scopes).map_err(failed)?;
+    }
+    let rules = rules.create().map_err(failed)?;
+    let rules = match spec.level {
+        ConfinementLevel::Full => add_own_root_rules(rules, spec)?,
+        ConfinementLevel::Landlock => add_host_rules(rules, spec, own_proc)?,
+    };
+    let status = rules.restrict_self().map_err(failed)?;
+    match status.ruleset {
+        RulesetStatus::NotEnforced => Err(LaunchStepError::new(
+            "landlock: the rules were not enforced",
+        )),
+        RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => {
+            Ok(Some(format!("ABI {abi}")))
+        }
+    }
+}
+
+/// A domain that holds nothing back but signals to whoever is outside of it. Needs [`ABI_WITH_SIGNAL_SCOPE`].
+///
+/// A ruleset that does not handle REFER denies it, so that nothing in such a domain could be renamed or linked from one
+/// directory to another. This one handles REFER and grants it everywhere. A domain only takes away, so this
+/// widens nothing: which directories a file may move between is the inner domain's to say.
+pub fn scope_signals() -> Result<(), LaunchStepError> {
+    let rules = Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::Refer)
+        .map_err(failed)?
+        .scope(Scope::Signal)
+        .map_err(failed)?
+        .create()
+        .map_err(failed)?;
+    let root = PathFd::new("/").map_err(|e| LaunchStepError::new(format!("landlock: {e}")))?;
+    let rules = rules
+        .add_rule(PathBeneath::new(root, AccessFs::Refer))
+        .map_err(failed)?;
+    rules.restrict_self().map(drop).map_err(failed)
+}
+
+fn failed(error: RulesetError) -> LaunchStepError {
+    LaunchStepError::new(format!("landlock: {error}"))
+}
+
+fn allow(
+    rules: RulesetCreated,
+    what: impl AsFd,
+    rights: Rights,
+) -> Result<RulesetCreated, LaunchStepError> {
+    rules
+        .add_rule(PathBeneath::new(what, rights & all_rights()))
+        .map_err(failed)
+}
+
+/// A path that this host does not have needs no rule.
+fn allow_if_there(
+    rules: RulesetCreated,
+    path: &Path,
+    rights: Rights,
+) -> Result<RulesetCreated, LaunchStepError> {
+    match PathFd::new(path) {
+        Ok(fd) => allow(rules, fd, rights),
+        Err(_) => Ok(rules),
+    }
+}
+
+fn read_rights() -> Rights {
+    AccessFs::ReadFile | AccessFs::ReadDir
+}
+
+fn exec_rights() -> Rights {
+    read_rights() | AccessFs::Execute
+}
+
+fn device_rights() -> Rights {
+    read_rights() | AccessFs::WriteFile | AccessFs::IoctlDev | AccessFs::Truncate
+}
+
+fn view_rights(exec: Exec) -> Rights {
+    match exec {
+        Exec::Allowed => exec_rights(),
+        Exec::Refused => read_rights(),
+    }
+}
+
+/// In a root of the run's own everything that stands there may be seen.
+fn add_own_root_rules(
+    mut rules: RulesetCreated,
+    spec: &Spec,
+) -> Result<RulesetCreated, LaunchStepError> {
+    let all = all_rights();
+    let list = [
+        // So that `ls /` works; everything that stands there may be listed.
+        (Path::new("/"), AccessFs::ReadDir.into()),
+        (Path::new("/etc"), read_rights()),
+        (Path::new("/proc"), read_rights()),
+        // /dev itself cannot be written: it is on the read-only root.
+        (Path::new("/dev"), device_rights()),
+        (Path::new("/dev/shm"), all),
+        (Path::new("/tmp"), all),
+        (spec.workspace.as_path(), all),
+    ];
+    for (path, rights) in list {
+        rules = allow_if_there(rules, path, rights)?;
+    }
+    for system in SYSTEM_DIRS {
+        rules = allow_if_there(rules, Path::new(system), exec_rights())?;
+    }
+    for view in &spec.views {
+        rules = allow_if_there(rules, view.target.as_path(), view_rights(view.exec))?;
+    }
+    Ok(rules)
+}
+
+/// On the host only what is named: a rule for a directory is one for everything below it, so there is none for `/`.
+fn add_host_rules(
+    mut rules: RulesetCreated,
+    spec: &Spec,
+    own_proc: &[OwnedFd],
+) -> Result<RulesetCreated, LaunchStepError> {
+    let all = all_rights();
+    for system in SYSTEM_DIRS {
+        rules = allow_if_there(rules, Path::new(system), exec_rights())?;
+    }
+    for (name, _reason) in ETC_ENTRIES.iter().chain(ETC_NAMES) {
+        rules = allow_if_there(rules, &Path::new("/etc").join(name), read_rights())?;
+    }
+    for name in DEVICE_NAMES {
+        rules = allow_if_there(rules, &Path::new("/dev").join(name), device_rights())?;
+    }
+    for name in PROC {
+        rules = allow_if_there(
+            rules,
+            &Path::new("/proc").join(name),
+            AccessFs::ReadFile.into(),
+        )?;
+    }
+    for own in own_proc {
+        rules = allow(rules, own, read_rights())?;
+    }
+    if matches!(spec.terminal, Terminal::Own { .. }) {
+        rules = allow_if_there(rules, Path::new("/dev/tty"), device_rights())?;
+    }
+    if spec.shared_memory == SharedMemory::Host {
+        rules = allow_if_there(rules, Path::new("/dev/shm"), all)?;
+    }
+    for view in &spec.views {
+        let what = open_without_symlinks(view.source.as_path())?;
+        rules = allow(rules, what, view_rights(view.exec))?;
+    }
+    if spec.purpose == LaunchPurpose::Run {
+        rules = allow(rules, open_without_symlinks(spec.workspace.as_path())?, all)?;
+    }
+    Ok(rules)
+}
+
+/// The path was resolved when the run was planned: a link that stands there now is somebody's trick.
+fn open_without_symlinks(path: &Path) -> Result<OwnedFd, LaunchStepError> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve)
+        .during(|| format!("open {}", path.display()))
+}

@@ -1,0 +1,42 @@
+//! Threads and processes: what a new one may share, and what it must.
+
+use super::rule::{Action, CallRule, DENY, has_any, masked, rule, when};
+
+pub(super) fn clone() -> CallRule {
+    // CLONE_NEWTIME is not here: in clone(2) that bit belongs to the exit signal and the kernel masks it off.
+    const NAMESPACES: i32 = libc::CLONE_NEWNS
+        | libc::CLONE_NEWCGROUP
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWUSER
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNET;
+    // CLONE_PARENT would make children of the sandbox's own init; only container runtimes use it.
+    let refused = (NAMESPACES | libc::CLONE_PARENT) as u32;
+    // A thread with descriptors of its own would hold files that nobody sees in its process's list. A process that shares
+    // those of another could put a socket in the place of one that the broker has looked at, or have a file closed that
+    // its call still holds: the pause that tells of such files waits for threads, and not for other processes.
+    let (threads, files) = (libc::CLONE_THREAD as u32, libc::CLONE_FILES as u32);
+    let own_files = [has_any(0, threads), masked(0, files, &[0])];
+    let shared_files = [has_any(0, files), masked(0, threads, &[0])];
+    // A thread with a working directory of its own can keep one that was removed, and that may have been large. The watch
+    // looks at one working directory for each process. The thread libraries share it.
+    let own_directory = [has_any(0, threads), masked(0, libc::CLONE_FS as u32, &[0])];
+    let clauses = vec![
+        when([has_any(0, refused)], DENY),
+        when(own_files, DENY),
+        when(own_directory, DENY),
+        when(shared_files, DENY),
+    ];
+    rule(clauses, Action::Allow)
+}
+
+/// CLOSE_RANGE_UNSHARE gives a thread descriptors of its own, which `clone` refuses. The answer is that of a kernel that
+/// does not know the flag; callers then close the range without it.
+pub(super) fn close_range() -> CallRule {
+    let clauses = vec![when(
+        [has_any(2, libc::CLOSE_RANGE_UNSHARE)],
+        Action::Errno(libc::EINVAL),
+    )];
+    rule(clauses, Action::Allow)
+}

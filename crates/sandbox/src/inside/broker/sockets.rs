@@ -1,0 +1,367 @@
+//! The socket calls that are made on the program's behalf: connect, sendto, sendmsg, sendmmsg, the sizes of buffers, and socket
+//! of netlink. Connections and netlink sockets are counted: see `socket_share.rs`.
+//!
+//! Whatever is judged is judged on a copy: the address is read once, the socket is a copy of the caller's, and the
+//! call is made with both. Another thread that changes memory or descriptors meanwhile changes nothing.
+//!
+//! The kernel is told to make the call itself in one case only: a send on a socket that is not a unix datagram socket,
+//! by a process that has one thread. For such a socket no address leads out of the network namespace, so it does not
+//! matter what the memory says by then; and nobody can put another socket in its place, since the only thread waits.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{AddressFamily, SocketType};
+
+use super::message::{ADDRESS_BYTES_MAX, HEADER_BYTES, Message, NUMBERED_HEADER_BYTES};
+use crate::inside::caller::{CallingThread, errno, not_found};
+use crate::inside::socket_share;
+use crate::spec::Spec;
+use crate::sys::{self, Notification, NotificationAnswer, RawMessage};
+
+/// struct sockaddr_un.
+const UNIX_ADDRESS_BYTES_MAX: usize = 110;
+/// A longer message than the kernel's default for a buffer is refused; of a stream so much is copied at a time.
+const COPIED_BYTES_MAX: usize = 212_992;
+/// How long one wait for room lasts before the caller is looked for again.
+const ROOM_WAIT_MS: u32 = 20;
+/// A unix datagram socket does not tell when the receiver that was addressed has room: it is tried again after this.
+const ROOM_RETRY: Duration = Duration::from_millis(2);
+/// What is passed on of a send's flags. The filter refuses some of the others. MSG_ZEROCOPY is not passed on: our copy of the data is gone before the kernel is done with it.
+const SEND_FLAGS: i32 =
+    libc::MSG_OOB | libc::MSG_DONTROUTE | libc::MSG_DONTWAIT | libc::MSG_EOR | libc::MSG_CONFIRM;
+
+#[derive(Clone)]
+pub struct Sockets {
+    /// The workspace, the private /tmp and /dev/shm. A socket in one of these mounts is the run's own.
+    own_mounts: Vec<u64>,
+    /// The run's limit.
+    tcp_sockets_max: u64,
+}
+
+/// What a call comes to.
+pub enum CallReply {
+    Answer(NotificationAnswer),
+    /// A new descriptor for the caller.
+    Descriptor {
+        fd: OwnedFd,
+        close_on_exec: bool,
+    },
+}
+
+/// A call in hand. `valid` says whether its caller still waits: then its number was the caller's all the while, and nothing
+/// was read from a stranger.
+pub struct PendingCall<'a> {
+    pub call: &'a Notification,
+    pub valid: &'a dyn Fn() -> io::Result<()>,
+}
+
+/// The address to use, and the socket that it leads to while that must be held.
+struct Target {
+    address: Vec<u8>,
+    _held: Option<OwnedFd>,
+}
+
+impl Sockets {
+    pub fn new(spec: &Spec) -> io::Result<Sockets> {
+        let own = [
+            spec.workspace.as_path(),
+            "/tmp".as_ref(),
+            "/dev/shm".as_ref(),
+        ];
+        let mounts = own.iter().map(|path| {
+            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            mount_id(rustix::fs::open(*path, flags, Mode::empty())?.as_fd())
+        });
+        Ok(Sockets {
+            own_mounts: mounts.collect::<io::Result<_>>()?,
+            tcp_sockets_max: socket_share::tcp_sockets_max(&spec.limits),
+        })
+    }
+
+    pub fn perform(&self, pending: &PendingCall<'_>) -> CallReply {
+        let done = match pending.call.call {
+            libc::SYS_socket => match socket_share::netlink_socket(pending.call) {
+                Ok(fd) => {
+                    return CallReply::Descriptor {
+                        fd,
+                        close_on_exec: socket_share::is_close_on_exec(pending.call),
+                    };
+                }
+                Err(e) => Err(e),
+            },
+            libc::SYS_connect => self.connect(pending),
+            libc::SYS_sendto | libc::SYS_sendmsg | libc::SYS_sendmmsg => self.send(pending),
+            libc::SYS_setsockopt => set_buffer_size(pending),
+            _ => Err(errno(libc::ENOSYS)),
+        };
+        let refused =
+            |e: io::Error| NotificationAnswer::Errno(e.raw_os_error().unwrap_or(libc::EACCES));
+        CallReply::Answer(done.unwrap_or_else(refused))
+    }
+
+    fn connect(&self, pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
+        let args = &pending.call.args;
+        let length = args[2] as u32 as usize;
+        if !(2..=ADDRESS_BYTES_MAX).contains(&length) {
+            return Err(errno(libc::EINVAL));
+        }
+        let caller = CallingThread::of(pending.call)?;
+        let address = caller.read_parts(&[(args[1], length)])?;
+        let socket = caller.descriptor(args[0])?;
+        (pending.valid)()?;
+        let target = self.target(&caller, address)?;
+        socket_share::check_connection(socket.as_fd(), self.tcp_sockets_max)?;
+        sys::connect_raw(socket.as_fd(), &target.address)?;
+        Ok(NotificationAnswer::Value(0))
+    }
+
+    fn send(&self, pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
+        let Notification { call, args, .. } = pending.call;
+        let caller = CallingThread::of(pending.call)?;
+        // Asked before the socket is looked at: a thread that puts another in its place and exits is then seen, and once
+        // the caller is alone it waits for our answer and can make no second thread.
+        let alone = caller.is_alone();
+        let socket = Socket::new(caller.descriptor(args[0])?)?;
+        if !socket.takes_paths && alone {
+            (pending.valid)()?;
+            return Ok(NotificationAnswer::Continue);
+        }
+        let sending = SendCall {
+            sockets: self,
+            pending,
+            caller: &caller,
+            socket: &socket,
+        };
+        let sent = match *call {
+            libc::SYS_sendto => {
+                let message = Message::simple(&caller, (args[1], args[2]), (args[4], args[5]))?;
+                sending.send(message, args[3] as i32)?
+            }
+            libc::SYS_sendmsg => {
+                let header = caller.read::<HEADER_BYTES>(args[1])?;
+                sending.send(Message::read(&caller, &header)?, args[2] as i32)?
+            }
+            _ => sending.send_several(args[1], args[2] as u32, args[3] as i32)?,
+        };
+        Ok(NotificationAnswer::Value(sent as i64))
+    }
+
+    /// The address itself, unless it is a path: that is looked up here, once, and must lead to a socket of the run's own.
+    fn target(&self, caller: &CallingThread, address: Vec<u8>) -> io::Result<Target> {
+        // What counts is the socket's own family; an address of another makes the kernel refuse.
+        let of_unix = address.starts_with(&(libc::AF_UNIX as u16).to_ne_bytes());
+        if of_unix && address.len() > UNIX_ADDRESS_BYTES_MAX {
+            return Err(errno(libc::EINVAL));
+        }
+        let path = match address.get(2..) {
+            Some([first, ..]) if of_unix && *first != 0 => &address[2..],
+            _ => {
+                return Ok(Target {
+                    address,
+                    _held: None,
+                });
+            }
+        };
+        let path = path.split(|b| *b == 0).next().unwrap_or_default();
+        let found = own_socket(caller.thread, path, &self.own_mounts)?;
+        let through = format!("/proc/self/fd/{}\0", found.as_raw_fd());
+        Ok(Target {
+            address: [&address[..2], through.as_bytes()].concat(),
+            _held: Some(found),
+        })
+    }
+}
+
+/// A copy of the caller's socket.
+struct Socket {
+    fd: OwnedFd,
+    stream: bool,
+    /// Of the kind for which a send can name a path: unix datagram sockets. Streams and sequenced packets refuse or ignore
+    /// addresses (unix_stream_sendmsg, unix_seqpacket_sendmsg).
+    takes_paths: bool,
+}
+
+impl Socket {
+    fn new(fd: OwnedFd) -> io::Result<Socket> {
+        let kind = sockopt::socket_type(&fd)?;
+        let stream = kind == SocketType::STREAM;
+        let unix = sockopt::socket_domain(&fd)? == AddressFamily::UNIX;
+        Ok(Socket {
+            fd,
+            stream,
+            takes_paths: unix && !stream && kind != SocketType::SEQPACKET,
+        })
+    }
+}
+
+/// One call that sends.
+struct SendCall<'a> {
+    sockets: &'a Sockets,
+    pending: &'a PendingCall<'a>,
+    caller: &'a CallingThread,
+    socket: &'a Socket,
+}
+
+impl SendCall<'_> {
+    /// Messages one after the other, each with its length noted in the caller's memory. An error after the first is left for
+    /// the next call.
+    fn send_several(&self, headers: u64, count: u32, flags: i32) -> io::Result<usize> {
+        let count = (count as usize).min(sys::PARTS_MAX);
+        for sent in 0..count {
+            let at = headers.wrapping_add((sent * NUMBERED_HEADER_BYTES) as u64);
+            let one = || {
+                let header = self.caller.read::<HEADER_BYTES>(at)?;
+                let length = self.send(Message::read(self.caller, &header)?, flags)?;
+                let noted_at = at.wrapping_add(HEADER_BYTES as u64);
+                self.caller.write(noted_at, &(length as u32).to_ne_bytes())
+            };
+            match one() {
+                Ok(()) => {}
+                Err(_) if sent > 0 => return Ok(sent),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(count)
+    }
+
+    fn send(&self, message: Message, flags: i32) -> io::Result<usize> {
+        let length = message.length();
+        if !self.socket.stream && length > COPIED_BYTES_MAX {
+            return Err(errno(libc::EMSGSIZE));
+        }
+        let target = self.sockets.target(self.caller, message.address.clone())?;
+        let timeout = SendTimeout::of(self.socket.fd.as_fd(), flags)?;
+        // A wait for room is ours, so that a caller that has gone is noticed.
+        let passed_on = flags & SEND_FLAGS | libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        let mut sent = 0;
+        loop {
+            let data = message.data(self.caller, sent, COPIED_BYTES_MAX)?;
+            (self.pending.valid)()?;
+            let raw = RawMessage {
+                data: &data,
+                address: &target.address,
+                // Descriptors go with the first byte.
+                control: match sent {
+                    0 => &message.control.bytes,
+                    _ => &[],
+                },
+            };
+            match sys::send_message(self.socket.fd.as_fd(), &raw, passed_on) {
+                Ok(n) if !self.socket.stream => return Ok(n),
+                Ok(n) => sent += n,
+                Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => {
+                    if !timeout.wait(self.socket.fd.as_fd()) {
+                        return if sent > 0 { Ok(sent) } else { Err(e) };
+                    }
+                }
+                Err(_) if sent > 0 => return Ok(sent),
+                Err(e) => return Err(self.refused(e, flags)),
+            }
+            if sent >= length {
+                return Ok(sent);
+            }
+        }
+    }
+
+    /// To write to a stream that nobody reads raises a signal, unless the caller asked for none.
+    fn refused(&self, error: io::Error, flags: i32) -> io::Error {
+        let broken = error.raw_os_error() == Some(libc::EPIPE) && self.socket.stream;
+        if broken && flags & libc::MSG_NOSIGNAL == 0 {
+            let (process, thread) = (self.caller.process as i32, self.caller.thread as i32);
+            let _ = sys::signal_thread(process, thread, libc::SIGPIPE);
+        }
+        error
+    }
+}
+
+/// How long a send waits for room.
+enum SendTimeout {
+    None,
+    Until(Option<Instant>),
+}
+
+impl SendTimeout {
+    fn of(socket: BorrowedFd<'_>, flags: i32) -> io::Result<SendTimeout> {
+        let nonblocking = rustix::fs::fcntl_getfl(socket)?.contains(OFlags::NONBLOCK);
+        if nonblocking || flags & libc::MSG_DONTWAIT != 0 {
+            return Ok(SendTimeout::None);
+        }
+        let at_most = sockopt::socket_timeout(socket, Timeout::Send)?;
+        let end = at_most.and_then(|at_most| Instant::now().checked_add(at_most));
+        Ok(SendTimeout::Until(end))
+    }
+
+    /// Waits a little. `false`: there is no time left for it.
+    fn wait(&self, socket: BorrowedFd<'_>) -> bool {
+        match self {
+            SendTimeout::None => return false,
+            SendTimeout::Until(Some(end)) if Instant::now() >= *end => return false,
+            SendTimeout::Until(_) => {}
+        }
+        let timeout = Timespec {
+            tv_sec: 0,
+            tv_nsec: (ROOM_WAIT_MS * 1_000_000).into(),
+        };
+        let mut fds = [PollFd::new(&socket, PollFlags::OUT)];
+        if rustix::event::poll(&mut fds, Some(&timeout)).is_ok_and(|ready| ready > 0) {
+            std::thread::sleep(ROOM_RETRY);
+        }
+        true
+    }
+}
+
+/// SO_SNDBUF and SO_RCVBUF. Buffers are kernel memory that is counted for the whole host, so none becomes larger than it is
+/// from the start. A larger size is cut down without a word, as the kernel does.
+fn set_buffer_size(pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
+    let args = &pending.call.args;
+    if (args[4] as u32 as i32) < 4 {
+        return Err(errno(libc::EINVAL));
+    }
+    let caller = CallingThread::of(pending.call)?;
+    let wanted = u32::from_ne_bytes(caller.read::<4>(args[3])?);
+    let socket = caller.descriptor(args[0])?;
+    (pending.valid)()?;
+    let bytes = (wanted as usize).min(socket_share::buffer_bytes_max(socket.as_fd())?);
+    match args[2] as i32 {
+        libc::SO_SNDBUF => sockopt::set_socket_send_buffer_size(&socket, bytes)?,
+        libc::SO_RCVBUF => sockopt::set_socket_recv_buffer_size(&socket, bytes)?,
+        _ => return Err(errno(libc::ENOPROTOOPT)),
+    }
+    Ok(NotificationAnswer::Value(0))
+}
+
+/// Opens the socket that a path leads to from the caller's working directory, if it is the run's own.
+fn own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<OwnedFd> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
+    let walk = OFlags::PATH | OFlags::CLOEXEC;
+    let here = rustix::fs::open(
+        format!("/proc/{pid}/cwd"),
+        walk | OFlags::DIRECTORY,
+        Mode::empty(),
+    )?;
+    // No magic links: `/proc/self/fd/N` would be a descriptor of ours, and lead to the host.
+    let resolve = ResolveFlags::NO_MAGICLINKS;
+    let target =
+        rustix::fs::openat2(&here, path, walk, Mode::empty(), resolve).map_err(not_found)?;
+    if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
+        return Err(errno(libc::ECONNREFUSED));
+    }
+    match own_mounts.contains(&mount_id(target.as_fd())?) {
+        true => Ok(target),
+        false => Err(errno(libc::EACCES)),
+    }
+}
+
+fn mount_id(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let stat = rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID)?;
+    match stat.stx_mask & StatxFlags::MNT_ID.bits() {
+        0 => Err(errno(libc::ENOSYS)),
+        _ => Ok(stat.stx_mnt_id),
+    }
+}

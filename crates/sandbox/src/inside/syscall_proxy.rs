@@ -1,0 +1,431 @@
+//! Level `landlock`: modes, times and lengths of files, and signals, on the program's behalf.
+//!
+//! Landlock does not know of modes and times, before ABI 3 not of truncation, before ABI 6 not of signals. seccomp cannot
+//! see which file or process is meant. So these calls come to the guardian, which finds the object itself, holds
+//! it, looks whether it is the run's own (a file below the workspace, a descendant of the guardian), and acts on
+//! what it holds. Nothing of the program's memory is read twice, and no call is ever let go on.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Timespec, Timestamps, UTIME_NOW};
+
+use super::caller::not_found;
+use super::processes;
+use crate::confine::seccomp::number;
+use crate::spec::Spec;
+use crate::sys::procfs::thread_group;
+use crate::sys::{self, Notification};
+
+const PATH_BYTES_MAX: usize = 4096;
+const SIGNAL_MAX: i32 = 64;
+
+pub struct SyscallProxy {
+    workspace: PathBuf,
+    uid: u32,
+    /// No file may be made longer: RLIMIT_FSIZE is the program's, and would not hold here.
+    length_max: u64,
+}
+
+/// Which file a call means.
+enum CallTarget {
+    /// A path from a directory descriptor of the caller's, or from its working directory.
+    Path {
+        from: i32,
+        at: u64,
+        links: SymlinkMode,
+        empty: EmptyPath,
+    },
+    Descriptor(i32),
+}
+
+/// What an empty path means.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum EmptyPath {
+    Missing,
+    /// AT_EMPTY_PATH: the descriptor itself.
+    Itself,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SymlinkMode {
+    Followed,
+    Themselves,
+}
+
+/// What is to be done with it.
+enum FileChange {
+    Mode(u32),
+    Times(Timestamps),
+    Length(u64),
+}
+
+fn errno(number: i32) -> io::Error {
+    io::Error::from_raw_os_error(number)
+}
+
+impl SyscallProxy {
+    pub fn new(spec: &Spec) -> SyscallProxy {
+        SyscallProxy {
+            workspace: spec.workspace.to_path_buf(),
+            uid: spec.identity.uid(),
+            length_max: spec.limits.disk_bytes,
+        }
+    }
+
+    /// Does what was asked, if the object is the run's own. `still_waits` fails when the caller is gone.
+    pub fn perform(
+        &self,
+        call: &Notification,
+        still_waits: impl Fn() -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (target, change) = read_call(call)?;
+        let object = open_target(call.pid, &target)?;
+        still_waits()?;
+        self.is_own(&object, &change)?;
+        apply_change(&object, &change, self.length_max)
+    }
+
+    /// Where the kernel says that this very object is: below the workspace, and nobody else's. What is there cannot be
+    /// moved out, nor anything else be moved or linked in: Landlock has no other place that may be written.
+    fn is_own(&self, object: &OwnedFd, change: &FileChange) -> io::Result<()> {
+        let place = std::fs::read_link(proc_fd_path(object))?;
+        let is_top = place == self.workspace;
+        let below = place.starts_with(&self.workspace);
+        // The top directory stays closed to others.
+        let allowed = below && !(is_top && matches!(change, FileChange::Mode(_)));
+        let stat = rustix::fs::fstat(object)?;
+        match allowed && stat.st_uid == self.uid {
+            true => Ok(()),
+            false => Err(errno(libc::EPERM)),
+        }
+    }
+}
+
+fn proc_fd_path(object: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", object.as_raw_fd()))
+}
+
+/// From numbers and pointers to what is meant; everything behind a pointer is copied here, once.
+fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
+    let arg = |n: usize| call.args[n];
+    let number = |n: usize| call.args[n] as u32 as i32;
+    let path = |from: i32, n: usize, links: SymlinkMode| CallTarget::Path {
+        from,
+        at: call.args[n],
+        links,
+        empty: EmptyPath::Missing,
+    };
+    let flagged = |from: i32, n: usize, flags: i32| CallTarget::Path {
+        from,
+        at: call.args[n],
+        links: match flags & libc::AT_SYMLINK_NOFOLLOW {
+            0 => SymlinkMode::Followed,
+            _ => SymlinkMode::Themselves,
+        },
+        empty: match flags & libc::AT_EMPTY_PATH {
+            0 => EmptyPath::Missing,
+            _ => EmptyPath::Itself,
+        },
+    };
+    let mode = |n: usize| FileChange::Mode(call.args[n] as u32);
+    let times = |n: usize, format: TimeFormat| {
+        Ok::<_, io::Error>(FileChange::Times(read_times(call, n, format)?))
+    };
+    Ok(match call.call {
+        libc::SYS_fchmod => (CallTarget::Descriptor(number(0)), mode(1)),
+        libc::SYS_fchmodat => (path(number(0), 1, SymlinkMode::Followed), mode(2)),
+        number::FCHMODAT2 => (flagged(number(0), 1, number(3)), mode(2)),
+        // Without a path it is the descriptor's own file.
+        libc::SYS_utimensat if arg(1) == 0 => (
+            CallTarget::Descriptor(number(0)),
+            times(2, TimeFormat::Nanoseconds)?,
+        ),
+        libc::SYS_utimensat => {
+            let target = flagged(number(0), 1, number(3));
+            (target, times(2, TimeFormat::Nanoseconds)?)
+        }
+        libc::SYS_truncate => {
+            let length = u64::try_from(arg(1) as i64).map_err(|_| errno(libc::EINVAL))?;
+            (
+                path(libc::AT_FDCWD, 0, SymlinkMode::Followed),
+                FileChange::Length(length),
+            )
+        }
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_chmod => (path(libc::AT_FDCWD, 0, SymlinkMode::Followed), mode(1)),
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_utime => {
+            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Followed);
+            (target, times(1, TimeFormat::Seconds)?)
+        }
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_utimes => {
+            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Followed);
+            (target, times(1, TimeFormat::Microseconds)?)
+        }
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_futimesat if arg(1) == 0 => (
+            CallTarget::Descriptor(number(0)),
+            times(2, TimeFormat::Microseconds)?,
+        ),
+        #[cfg(target_arch = "x86_64")]
+        libc::SYS_futimesat => {
+            let target = path(number(0), 1, SymlinkMode::Followed);
+            (target, times(2, TimeFormat::Microseconds)?)
+        }
+        _ => return Err(errno(libc::ENOSYS)),
+    })
+}
+
+/// How a call writes its two times.
+#[derive(Clone, Copy)]
+enum TimeFormat {
+    Nanoseconds,
+    #[cfg(target_arch = "x86_64")]
+    Microseconds,
+    #[cfg(target_arch = "x86_64")]
+    Seconds,
+}
+
+fn read_times(call: &Notification, arg: usize, format: TimeFormat) -> io::Result<Timestamps> {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: UTIME_NOW,
+    };
+    let address = call.args[arg];
+    if address == 0 {
+        return Ok(Timestamps {
+            last_access: now,
+            last_modification: now,
+        });
+    }
+    let mut words = [0i64; 4];
+    let count = match format {
+        TimeFormat::Nanoseconds => 4,
+        #[cfg(target_arch = "x86_64")]
+        TimeFormat::Microseconds => 4,
+        #[cfg(target_arch = "x86_64")]
+        TimeFormat::Seconds => 2,
+    };
+    let mut bytes = [0u8; 32];
+    read_exactly(call.pid, address, &mut bytes[..count * 8])?;
+    for (word, raw) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = i64::from_ne_bytes(raw.try_into().unwrap_or_default());
+    }
+    let time = |seconds: i64, nanoseconds: i64| Timespec {
+        tv_sec: seconds,
+        tv_nsec: nanoseconds as _,
+    };
+    let (accessed, modified) = match format {
+        TimeFormat::Nanoseconds => (time(words[0], words[1]), time(words[2], words[3])),
+        #[cfg(target_arch = "x86_64")]
+        TimeFormat::Microseconds => {
+            let whole = |us: i64| match (0..1_000_000).contains(&us) {
+                true => Ok(us * 1000),
+                false => Err(errno(libc::EINVAL)),
+            };
+            (
+                time(words[0], whole(words[1])?),
+                time(words[2], whole(words[3])?),
+            )
+        }
+        #[cfg(target_arch = "x86_64")]
+        TimeFormat::Seconds => (time(words[0], 0), time(words[1], 0)),
+    };
+    Ok(Timestamps {
+        last_access: accessed,
+        last_modification: modified,
+    })
+}
+
+fn read_exactly(pid: u32, address: u64, into: &mut [u8]) -> io::Result<()> {
+    match sys::read_memory(pid, address, into) {
+        Ok(n) if n == into.len() => Ok(()),
+        _ => Err(errno(libc::EFAULT)),
+    }
+}
+
+/// A path ends at a zero byte, and the memory behind it may not be there: so page by page.
+fn read_path(pid: u32, address: u64) -> io::Result<PathBuf> {
+    const PAGE: u64 = 4096;
+    let mut path = Vec::new();
+    while path.len() < PATH_BYTES_MAX {
+        let at = address
+            .checked_add(path.len() as u64)
+            .ok_or_else(|| errno(libc::EFAULT))?;
+        let rest_of_page = (PAGE - at % PAGE) as usize;
+        let mut piece = vec![0u8; rest_of_page.min(PATH_BYTES_MAX - path.len())];
+        read_exactly(pid, at, &mut piece)?;
+        match piece.iter().position(|byte| *byte == 0) {
+            Some(end) => {
+                path.extend_from_slice(&piece[..end]);
+                return Ok(PathBuf::from(OsStr::from_bytes(&path)));
+            }
+            None => path.extend_from_slice(&piece),
+        }
+    }
+    Err(errno(libc::ENAMETOOLONG))
+}
+
+/// The caller's own descriptor by the name that the C library gives it where the kernel lacks a call: fchmodat without
+/// following links was emulated so before Linux 6.6.
+fn descriptor_named(path: &Path) -> Option<i32> {
+    let text = path.to_str()?;
+    let homes = ["/proc/self/fd/", "/proc/thread-self/fd/", "/dev/fd/"];
+    let number = homes.iter().find_map(|home| text.strip_prefix(home))?;
+    let plain = number.bytes().all(|byte| byte.is_ascii_digit());
+    plain.then(|| number.parse().ok()).flatten()
+}
+
+/// Opens the object itself, without any right to it.
+fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
+    let held = |n: i32| {
+        let path = format!("/proc/{pid}/fd/{n}");
+        let opened = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+        opened.map_err(|_| errno(libc::EBADF))
+    };
+    let (from, at, links, empty) = match target {
+        CallTarget::Descriptor(n) => return held(*n),
+        CallTarget::Path {
+            from,
+            at,
+            links,
+            empty,
+        } => (*from, *at, *links, *empty),
+    };
+    let mut path = read_path(pid, at)?;
+    if let (Some(n), SymlinkMode::Followed) = (descriptor_named(&path), links) {
+        return held(n);
+    }
+    if path.as_os_str().is_empty() {
+        match (empty, from) {
+            (EmptyPath::Missing, _) => return Err(errno(libc::ENOENT)),
+            (EmptyPath::Itself, libc::AT_FDCWD) => path.push("."),
+            (EmptyPath::Itself, n) => return held(n),
+        }
+    }
+    let walk = OFlags::PATH | OFlags::CLOEXEC;
+    let base = match from {
+        _ if path.is_absolute() => None,
+        libc::AT_FDCWD => Some(rustix::fs::open(
+            format!("/proc/{pid}/cwd"),
+            walk | OFlags::DIRECTORY,
+            Mode::empty(),
+        )?),
+        n => Some(held(n)?),
+    };
+    let base = base.as_ref().map_or(rustix::fs::CWD, |fd| fd.as_fd());
+    let flags = match links {
+        SymlinkMode::Followed => walk,
+        SymlinkMode::Themselves => walk | OFlags::NOFOLLOW,
+    };
+    // No magic links: `/proc/self/fd/N` would be a descriptor of the guardian's.
+    let found = rustix::fs::openat2(
+        base,
+        &path,
+        flags,
+        Mode::empty(),
+        ResolveFlags::NO_MAGICLINKS,
+    )
+    .map_err(not_found)?;
+    Ok(found)
+}
+
+fn apply_change(object: &OwnedFd, change: &FileChange, length_max: u64) -> io::Result<()> {
+    let kind = FileType::from_raw_mode(rustix::fs::fstat(object)?.st_mode);
+    match change {
+        FileChange::Mode(_) if kind == FileType::Symlink => Err(errno(libc::EOPNOTSUPP)),
+        FileChange::Mode(mode) => Ok(rustix::fs::chmod(
+            proc_fd_path(object),
+            Mode::from_raw_mode(mode & 0o1777),
+        )?),
+        FileChange::Times(times) => {
+            let itself = Path::new("");
+            Ok(rustix::fs::utimensat(
+                object,
+                itself,
+                times,
+                AtFlags::EMPTY_PATH,
+            )?)
+        }
+        FileChange::Length(length) if *length > length_max => Err(errno(libc::EFBIG)),
+        FileChange::Length(_) if kind == FileType::Directory => Err(errno(libc::EISDIR)),
+        FileChange::Length(_) if kind != FileType::RegularFile => Err(errno(libc::EINVAL)),
+        FileChange::Length(length) => {
+            let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
+            let file = rustix::fs::open(proc_fd_path(object), flags, Mode::empty())?;
+            Ok(rustix::fs::ftruncate(&file, *length)?)
+        }
+    }
+}
+
+/// Whether a call is about signals.
+pub fn is_signal(call: &Notification) -> bool {
+    matches!(
+        call.call,
+        libc::SYS_kill | libc::SYS_tkill | libc::SYS_tgkill
+    )
+}
+
+/// Sends a signal to descendants of this process.
+pub fn signal(call: &Notification, still_waits: impl Fn() -> io::Result<()>) -> io::Result<()> {
+    let arg = |n: usize| call.args[n] as u32 as i32;
+    still_waits()?;
+    if call.call == libc::SYS_kill {
+        return signal_processes(call.pid, arg(0), check_signal(arg(1))?);
+    }
+    let (process, thread, signal) = match call.call {
+        libc::SYS_tkill if arg(0) <= 0 => return Err(errno(libc::EINVAL)),
+        libc::SYS_tkill => {
+            let group = thread_group(arg(0) as u32).map_err(|_| errno(libc::ESRCH))?;
+            (group, arg(0), arg(1))
+        }
+        _ => (arg(0), arg(1), arg(2)),
+    };
+    let signal = check_signal(signal)?;
+    if process <= 0 || thread <= 0 {
+        return Err(errno(libc::EINVAL));
+    }
+    // Held while the signal is sent: the number cannot become another's.
+    let _pidfd = processes::open_descendant(process as u32).ok_or_else(|| errno(libc::ESRCH))?;
+    sys::signal_thread(process, thread, signal)
+}
+
+fn check_signal(signal: i32) -> io::Result<i32> {
+    match (0..=SIGNAL_MAX).contains(&signal) {
+        true => Ok(signal),
+        false => Err(errno(libc::EINVAL)),
+    }
+}
+
+/// As kill(2) means its first argument.
+fn signal_processes(caller: u32, whom: i32, signal: i32) -> io::Result<()> {
+    let gone = || errno(libc::ESRCH);
+    let leader = thread_group(caller).map_err(|_| gone())? as u32;
+    let group_of = |pid: u32| processes::relations(pid).map(|of| of.group);
+    let is_meant: Box<dyn Fn(u32) -> bool> = match whom {
+        i32::MIN => return Err(gone()),
+        -1 => Box::new(|pid| pid != leader),
+        0 => {
+            let own = group_of(leader).ok_or_else(gone)?;
+            Box::new(move |pid| group_of(pid) == Some(own))
+        }
+        group if group < 0 => Box::new(move |pid| group_of(pid) == Some(group.unsigned_abs())),
+        pid => {
+            let held = processes::open_descendant(pid as u32).ok_or_else(gone)?;
+            return sys::signal_pidfd(held.as_fd(), signal);
+        }
+    };
+    let mut reached = Err(gone());
+    for (pid, held) in processes::open_descendants() {
+        if is_meant(pid) {
+            let sent = sys::signal_pidfd(held.as_fd(), signal);
+            reached = reached.or(sent);
+        }
+    }
+    reached
+}

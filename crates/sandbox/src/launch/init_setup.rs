@@ -1,0 +1,279 @@
+//! Pid 1, or the guardian: builds what surrounds the program, starts the child, and goes on in `inside/init.rs`.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::process::{DumpableBehavior, Signal};
+
+use super::mounts::{self, views};
+use super::namespaces::{self, EarlySandbox, Network};
+use super::program::{ChildLinks, become_program};
+use super::stdio;
+use crate::channel::{self, InitOrder, SandboxReport, Wait};
+use crate::confine::capabilities::{self, Bounding};
+use crate::confine::landlock;
+use crate::confine::seccomp::{self, Affinity, Connect, Fallocate, OuterConfinement};
+use crate::inside::init::Init;
+use crate::inside::oom::OomWatch;
+use crate::inside::processes::ProcessSet;
+use crate::inside::watch::{LimitWatch, WatchThread, WatchedLimits};
+use crate::plan::{LaunchPlan, PlanDescriptors};
+use crate::resources::cgroup::{self, GroupAccess, GroupEntry};
+use crate::resources::{cpus, rlimits};
+use crate::spec::{ConfinementLevel, Hardness, LaunchPurpose, Layer, Spec, WorkspaceKind};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
+use crate::sys::{self, ForkSide, Instruction};
+
+/// Pid 1: builds the sandbox, starts the program, and stays as its init.
+pub(super) fn set_up_init(
+    plan: LaunchPlan,
+    mut descriptors: PlanDescriptors,
+    early: Option<EarlySandbox>,
+    owner_maps: mounts::OwnerMaps,
+    report: &mut Reporter,
+) -> Result<(), LaunchStepError> {
+    let spec = &plan.spec;
+    report.begin_step("set up init");
+    sys::set_process_name(c"fumehood-init");
+    // A signal from inside could only be one with a handler; there is none, and all are blocked.
+    sys::block_signals(None).during(|| "block signals".into())?;
+    if ProcessSet::of(spec) == ProcessSet::Descendants {
+        // Only in tests without a pid namespace.
+        rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
+            .during(|| "become the parent of orphans".into())?;
+    }
+
+    // As the builder (root, or master of the outer user namespace): the new root, while paths of the host can still be
+    // opened and mounts still be made.
+    let mut fill_workspace = |workspace: BorrowedFd<'_>, report: &Reporter| {
+        report.send(&SandboxReport::Workspace, &[workspace]);
+        match report
+            .receive_order(Wait::Block)
+            .during(|| "wait for the runner".into())?
+        {
+            Some(InitOrder::Filled) => Ok(()),
+            _ => Err(LaunchStepError::new("cancelled before the start")),
+        }
+    };
+    let workspace = descriptors.workspace.take();
+    let (prepared, network) = match early {
+        Some(early) => (early.prepared, early.network),
+        None => (mounts::prepare(report)?, Network::Bare),
+    };
+    let fill = &mut fill_workspace;
+    let root = mounts::build(spec, prepared, workspace, &owner_maps, report, fill)?;
+    drop(owner_maps);
+
+    report.begin_step("set up the network and the host name");
+    if spec.has(Layer::NetNamespace) && network == Network::Bare {
+        namespaces::set_up_network(Some(root.proc_writable.as_fd()))?;
+    }
+    if spec.has(Layer::UtsNamespace) {
+        rustix::system::sethostname(spec.host_name.as_bytes())
+            .during(|| "set the host name".into())?;
+    }
+
+    // From here on nothing needs the host's root. Credentials change, so what they clear is set again.
+    namespaces::become_leased(spec, report)?;
+    die_with_parent()?;
+    let inside = InsideDescriptors {
+        workspace: Some(root.workspace),
+        proc_writable: Some(root.proc_writable),
+    };
+    start_child(&plan, descriptors, inside, report)
+}
+
+/// The guardian: everyone the program leaves behind becomes its child, and it stays until none is left. It has the
+/// program's uid, so that it can look into its processes, and is in no Landlock domain, so that
+/// nothing in the program's can signal or trace it.
+pub(super) fn set_up_guardian(
+    plan: LaunchPlan,
+    mut descriptors: PlanDescriptors,
+    report: &mut Reporter,
+) -> Result<(), LaunchStepError> {
+    let spec = &plan.spec;
+    report.begin_step("set up the guardian");
+    sys::set_process_name(c"fumehood-guard");
+    rustix::process::setsid().during(|| "setsid".into())?;
+    sys::block_signals(None).during(|| "block signals".into())?;
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
+        .during(|| "become the parent of orphans".into())?;
+    namespaces::become_leased(spec, report)?;
+    capabilities::drop_capabilities(Bounding::of(spec))?;
+    let workspace = descriptors.workspace.take();
+    if let Some(workspace) = &workspace {
+        report.begin_step("look at the workspace");
+        check_workspace_unchanged(workspace.as_fd(), spec)?;
+    }
+    if spec.is_leased() {
+        report.begin_step("look at the read-only views");
+        views::check_readable(spec)?;
+    }
+    report.add_layer(
+        Layer::Guardian,
+        "out of the program's reach; orphans become its children, and it leaves last",
+    );
+    let inside = InsideDescriptors {
+        workspace,
+        proc_writable: None,
+    };
+    start_child(&plan, descriptors, inside, report)
+}
+
+/// Whether the workspace's path leads to the directory that the runner holds.
+fn check_workspace_unchanged(held: BorrowedFd<'_>, spec: &Spec) -> Result<(), LaunchStepError> {
+    let path = spec.workspace.as_path();
+    let what = || format!("look at {}", path.display());
+    let found = rustix::fs::lstat(path).during(what)?;
+    let held = rustix::fs::fstat(held).during(what)?;
+    match (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino) {
+        true => Ok(()),
+        false => Err(LaunchStepError::new(format!(
+            "{} is another directory now",
+            path.display()
+        ))),
+    }
+}
+
+/// What the process beside the program holds of the inside.
+struct InsideDescriptors {
+    /// `None` where nothing is executed.
+    workspace: Option<OwnedFd>,
+    /// See [`mounts::NewRoot`]; the host's /proc needs none.
+    proc_writable: Option<OwnedFd>,
+}
+
+/// The last steps of pid 1 and the guardian alike: the watch, the child, and then to stay.
+fn start_child(
+    plan: &LaunchPlan,
+    mut descriptors: PlanDescriptors,
+    inside: InsideDescriptors,
+    report: &mut Reporter,
+) -> Result<(), LaunchStepError> {
+    let spec = &plan.spec;
+    let terminal = stdio::open_terminal(spec, report)?;
+    // Not dumpable: /proc/1/mem, environ, fd and exe belong to nobody inside, and nothing can attach.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .during(|| "become undumpable".into())?;
+
+    let InsideDescriptors {
+        workspace,
+        proc_writable,
+    } = inside;
+
+    report.begin_step("start the child");
+    let (ours, theirs) = channel::pair().during(|| "make a socket pair".into())?;
+    let group_directory = descriptors.group_directory.take();
+    let forked = cgroup::fork_into(group_directory.as_ref().map(AsFd::as_fd));
+    let (forked, entry) = forked.during(|| "fork".into())?;
+    match forked {
+        ForkSide::Child => {
+            drop(ours);
+            if entry == GroupEntry::InGroup {
+                // Entering it once more would cost what being born there spares.
+                descriptors.attach.remove(0);
+            }
+            let proc_writable = proc_writable.as_ref().map(AsFd::as_fd);
+            // Held until the failure is reported: dropping it makes the kill helper fire, and kill this process.
+            let mut kill_helper = None;
+            let links = ChildLinks {
+                to_init: theirs,
+                kill_helper: &mut kill_helper,
+            };
+            let error =
+                match become_program(plan, &descriptors, proc_writable, terminal, links, report) {
+                    Err(error) => error,
+                    Ok(never) => match never {},
+                };
+            report.send_failure(error);
+            sys::exit_now(125)
+        }
+        ForkSide::Parent { child } => {
+            // Refused: the child begins on this CPU.
+            let _ = cpus::move_off_this_cpu(child);
+            drop(theirs);
+            drop(terminal);
+            drop(proc_writable);
+            // While the child puts its layers in force, up to the filter, which init sends when the program may start.
+            report.set_step_unlogged("start the watch");
+            let watching = match workspace {
+                Some(workspace) if spec.purpose == LaunchPurpose::Run => Some(start_watch(
+                    plan,
+                    workspace,
+                    descriptors.cpu_counter.take(),
+                )?),
+                _ => None,
+            };
+            let filter = filter(plan, watching.as_ref().map(|watching| watching.thread));
+            let group_access = GroupAccess {
+                directory: group_directory,
+                files: std::mem::take(&mut descriptors.attach),
+            };
+            let oom = descriptors.oom_counter.take().map(OomWatch::new);
+            // Init keeps nothing that it does not need: no stream of the program's, no capability.
+            drop(descriptors);
+            if spec.has(Layer::Capabilities) {
+                capabilities::drop_capabilities(Bounding::Kept)?;
+            }
+            rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
+            Init::new(plan, child, (watching, oom), ours, filter, group_access)
+                .during(|| "set up init's watch".into())?
+                .run(report)
+        }
+    }
+}
+
+/// The watch, before the child has its filter, which must know the number of this thread.
+fn start_watch(
+    plan: &LaunchPlan,
+    workspace: OwnedFd,
+    cpu_counter: Option<OwnedFd>,
+) -> Result<WatchThread, LaunchStepError> {
+    let spec = &plan.spec;
+    // It holds a directory open for every level it is down.
+    let _ = rlimits::raise_open_files();
+    let watched = WatchedLimits {
+        memory: plan.memory == Hardness::Watched,
+        pids: plan.pids == Hardness::Watched,
+    };
+    let watch = LimitWatch::new(
+        spec,
+        workspace,
+        cpu_counter.zip(plan.cpu_counter),
+        watched,
+        ProcessSet::of(spec),
+    );
+    let watch = watch.during(|| "look at the workspace".into())?;
+    WatchThread::start(watch, Bounding::Kept).during(|| "start a thread".into())
+}
+
+fn filter(plan: &LaunchPlan, watch: Option<u32>) -> Vec<Instruction> {
+    seccomp::build_filter(&seccomp::FilterOptions {
+        fallocate: match plan.spec.workspace_kind {
+            WorkspaceKind::Disk => Fallocate::Refused,
+            WorkspaceKind::Memory => Fallocate::Allowed,
+        },
+        affinity: match plan.pinned_for_good {
+            true => Affinity::Fixed,
+            false => Affinity::Free,
+        },
+        connect: Connect::Brokered,
+        outer: match plan.spec.level {
+            ConfinementLevel::Full => {
+                let (uid, gid) = namespaces::ids_inside(&plan.spec);
+                OuterConfinement::Namespaces {
+                    watch: watch.unwrap_or(seccomp::WATCH_TID_DEFAULT),
+                    uid,
+                    gid,
+                }
+            }
+            ConfinementLevel::Landlock => OuterConfinement::Landlock {
+                abi: landlock::abi(),
+            },
+        },
+    })
+}
+
+pub(super) fn die_with_parent() -> Result<(), LaunchStepError> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        .during(|| "ask to die with the runner".into())
+}

@@ -1,0 +1,168 @@
+//! The launcher: from the control socket to the start of pid 1 or of the guardian.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::fs::{Mode, OFlags};
+
+use super::init_setup::{die_with_parent, set_up_guardian, set_up_init};
+use super::namespaces::{self, EarlyResult};
+use crate::channel::{self, SandboxReport, Wait};
+use crate::confine::landlock;
+use crate::plan::{LaunchPlan, PlanDescriptors};
+use crate::spec::{ConfinementLevel, LaunchPurpose, WorkspaceKind};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
+use crate::sys::{self, ForkSide, Parentage, procfs};
+
+/// The word after the program's name that makes it the launcher.
+pub const ARGUMENT: &str = "__launch";
+
+/// Whether this process was started as the launcher. To be asked before any thread exists.
+pub fn is_launcher() -> bool {
+    std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT)
+}
+
+/// Never returns: ends as the launcher, as the sandbox's init, or as the program.
+pub fn main() -> ! {
+    match take_socket() {
+        Ok(socket) => run(Reporter::new(socket), EarlyResult::Nothing),
+        Err(_) => sys::exit_now(125),
+    }
+}
+
+pub(crate) fn run(mut report: Reporter, entered: EarlyResult) -> ! {
+    // Panics are our own bugs; say them where the runner listens, not on the program's streams.
+    if let Err(error) = launch(&mut report, entered) {
+        report.send_failure(error);
+        sys::exit_now(125);
+    }
+    sys::exit_now(0)
+}
+
+/// As [`main`], with no more of Landlock than that interface has: for tests of what is held without it. No option of a user
+/// leads here; the launcher that is shipped calls `main`.
+pub fn main_on_older_landlock(abi: i32) -> ! {
+    landlock::cap_abi(abi);
+    main()
+}
+
+/// The control socket arrives as standard input and is moved away, so that 0, 1 and 2 are free.
+fn take_socket() -> io::Result<OwnedFd> {
+    sys::close_from(3)?;
+    let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+    rustix::net::sockopt::socket_type(&socket)?;
+    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    sys::place_descriptor(null.as_fd(), 0)?;
+    Ok(socket)
+}
+
+fn launch(report: &mut Reporter, entered: EarlyResult) -> Result<(), LaunchStepError> {
+    report.begin_step("start the launcher");
+    // The runner's death is the run's. Set again after every change of credentials, which clears it.
+    die_with_parent()?;
+    rustix::process::umask(Mode::from_raw_mode(0o022));
+    sys::note_ignored_signals();
+    let (plan, descriptors) = receive_plan(report)?;
+    reset_oom_score_adj()?;
+    match plan.spec.level {
+        ConfinementLevel::Full => {
+            report.begin_step("map the owners of the views");
+            // Before the namespaces: only the host's root may write these maps.
+            let owner_maps = namespaces::owner_maps(&plan.spec)?;
+            if let Some(early) = namespaces::enter(&plan.spec, entered, report)? {
+                return set_up_init(plan, descriptors, Some(early), owner_maps, report);
+            }
+            report.begin_step("start pid 1");
+            fork_init(report, |report| {
+                leave_caller_session(report)?;
+                set_up_init(plan, descriptors, None, owner_maps, report)
+            })
+        }
+        ConfinementLevel::Landlock => {
+            report.begin_step("start the guardian");
+            fork_init(report, |report| set_up_guardian(plan, descriptors, report))
+        }
+    }
+}
+
+/// Starts the process that stays with the program, as the runner's own child.
+fn fork_init(
+    report: &mut Reporter,
+    be: impl FnOnce(&mut Reporter) -> Result<(), LaunchStepError>,
+) -> Result<(), LaunchStepError> {
+    match sys::fork(Parentage::Sibling).during(|| "clone".into())? {
+        ForkSide::Parent { child } => {
+            report.send(&SandboxReport::Init { pid: child }, &[]);
+            Ok(())
+        }
+        ForkSide::Child => {
+            if let Err(error) = be(report) {
+                report.send_failure(error);
+            }
+            sys::exit_now(125)
+        }
+    }
+}
+
+/// A service may be spared when memory runs out (OOMScoreAdjust=); what it runs for others may not: the kernel would
+/// leave it alive at the run's own limit. Asking to be spared less needs no privilege.
+fn reset_oom_score_adj() -> Result<(), LaunchStepError> {
+    let spared = std::fs::read_to_string("/proc/self/oom_score_adj")
+        .is_ok_and(|score| score.trim_start().starts_with('-'));
+    match spared {
+        true => procfs::write(None, "self/oom_score_adj", "0")
+            .during(|| "give up being spared when memory runs out".into()),
+        false => Ok(()),
+    }
+}
+
+fn receive_plan(report: &mut Reporter) -> Result<(LaunchPlan, PlanDescriptors), LaunchStepError> {
+    report.begin_step("receive the plan");
+    let (count, mut fds): (usize, Vec<OwnedFd>) = channel::receive(report.socket(), Wait::Block)
+        .during(|| "receive".into())?
+        .ok_or_else(|| LaunchStepError::new("the runner is gone"))?;
+    if fds.len() != count || count < 4 {
+        return Err(LaunchStepError::new("descriptors were lost on the way"));
+    }
+    let mut plan = Vec::new();
+    io::Read::read_to_end(&mut std::fs::File::from(fds.remove(0)), &mut plan)
+        .during(|| "read the plan".into())?;
+    report.open_log(fds.remove(0));
+    let plan: LaunchPlan = serde_json::from_slice(&plan)
+        .map_err(|e| LaunchStepError::new(format!("read the plan: {e}")))?;
+    plan.spec
+        .check()
+        .map_err(|e| LaunchStepError::new(e.to_string()))?;
+    let mut fds = fds.into_iter();
+    let mut next = || {
+        fds.next()
+            .ok_or_else(|| LaunchStepError::new("a descriptor is missing"))
+    };
+    let descriptors = PlanDescriptors {
+        stdin: plan.stdin.then(&mut next).transpose()?,
+        stdout: next()?,
+        stderr: next()?,
+        workspace: match (plan.spec.workspace_kind, plan.spec.purpose) {
+            (WorkspaceKind::Disk, LaunchPurpose::Run) => Some(next()?),
+            _ => None,
+        },
+        cpu_counter: plan.cpu_counter.map(|_| next()).transpose()?,
+        oom_counter: plan.oom_counter.then(&mut next).transpose()?,
+        attach: (0..plan.attach_files)
+            .map(|_| next())
+            .collect::<Result<_, _>>()?,
+        group_directory: plan.group_directory.then(&mut next).transpose()?,
+    };
+    Ok((plan, descriptors))
+}
+
+/// Makes a process that was just forked what the one that stands by is from its birth.
+fn leave_caller_session(report: &mut Reporter) -> Result<(), LaunchStepError> {
+    report.begin_step("leave the caller's session");
+    // Fork cleared it. A runner that died meanwhile shows as a closed control socket in init's loop.
+    die_with_parent()?;
+    // No terminal's Ctrl-C reaches in here, only the runner's order.
+    rustix::process::setsid()
+        .during(|| "setsid".into())
+        .map(drop)
+}

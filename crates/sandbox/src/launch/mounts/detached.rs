@@ -1,0 +1,123 @@
+//! Mounts that are attached nowhere yet: copies of the host's, and new file systems.
+
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags};
+
+use crate::step_report::{LaunchStepError, StepContext};
+use crate::sys;
+
+/// The number of terminals is bounded for the whole host (kernel.pty.max); this is the run's share.
+const TERMINALS_MAX: &str = "64";
+
+/// A host path, opened as a detached copy of its mount, restricted, waiting to be put in place.
+pub struct DetachedMount {
+    pub mount: OwnedFd,
+    pub target: PathBuf,
+    pub directory: bool,
+}
+
+pub fn open_detached(
+    source: &Path,
+    target: &Path,
+    attributes: u64,
+) -> Result<DetachedMount, LaunchStepError> {
+    let mount =
+        clone_tree(CWD, source.as_os_str()).during(|| format!("open {}", source.display()))?;
+    let directory =
+        is_directory(mount.as_fd()).during(|| format!("look at {}", source.display()))?;
+    sys::mount_restrict(mount.as_fd(), attributes)
+        .during(|| format!("make {} read-only", source.display()))?;
+    Ok(DetachedMount {
+        mount,
+        target: target.to_path_buf(),
+        directory,
+    })
+}
+
+/// A detached copy of the mounts at a path. The path holds no symlink: the runner resolved it once, and
+/// what was a directory then and is a link now is somebody's trick.
+pub fn clone_tree(at: BorrowedFd<'_>, path: &OsStr) -> rustix::io::Result<OwnedFd> {
+    let found = rustix::fs::openat2(
+        at,
+        path,
+        OFlags::PATH | OFlags::CLOEXEC,
+        Mode::empty(),
+        ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
+    )?;
+    rustix::mount::open_tree(
+        &found,
+        "",
+        OpenTreeFlags::OPEN_TREE_CLONE
+            | OpenTreeFlags::OPEN_TREE_CLOEXEC
+            | OpenTreeFlags::AT_RECURSIVE
+            | OpenTreeFlags::AT_EMPTY_PATH,
+    )
+}
+
+fn is_directory(fd: BorrowedFd<'_>) -> rustix::io::Result<bool> {
+    let kind = rustix::fs::FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode);
+    Ok(kind == rustix::fs::FileType::Directory)
+}
+
+pub fn new_filesystem(
+    kind: &str,
+    options: &[(&str, &str)],
+    attributes: MountAttrFlags,
+) -> rustix::io::Result<OwnedFd> {
+    let context = rustix::mount::fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
+    for (key, value) in options {
+        match value.is_empty() {
+            true => rustix::mount::fsconfig_set_flag(context.as_fd(), *key)?,
+            false => rustix::mount::fsconfig_set_string(context.as_fd(), *key, *value)?,
+        }
+    }
+    rustix::mount::fsconfig_create(context.as_fd())?;
+    rustix::mount::fsmount(
+        context.as_fd(),
+        FsMountFlags::FSMOUNT_CLOEXEC,
+        MountAttrFlags::MOUNT_ATTR_NOSUID | attributes,
+    )
+}
+
+/// The run's own terminals.
+pub(super) fn terminals() -> Result<DetachedMount, LaunchStepError> {
+    let mount = new_filesystem(
+        "devpts",
+        &[
+            ("ptmxmode", "0666"),
+            ("mode", "0620"),
+            ("max", TERMINALS_MAX),
+        ],
+        // Not nodev: terminals are devices, and the only ones that can come to be here.
+        MountAttrFlags::MOUNT_ATTR_NOEXEC,
+    )
+    .during(|| "make a devpts".into())?;
+    Ok(DetachedMount {
+        mount,
+        target: PathBuf::from("/dev/pts"),
+        directory: true,
+    })
+}
+
+pub(super) fn new_tmpfs(options: &[(&str, &str)]) -> rustix::io::Result<OwnedFd> {
+    new_filesystem("tmpfs", options, MountAttrFlags::MOUNT_ATTR_NODEV)
+}
+
+/// Attaches a mount at a path below a directory.
+pub(super) fn attach(
+    mount: BorrowedFd<'_>,
+    at: BorrowedFd<'_>,
+    target: &Path,
+) -> rustix::io::Result<()> {
+    rustix::mount::move_mount(
+        mount,
+        "",
+        at,
+        target,
+        MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH,
+    )
+}

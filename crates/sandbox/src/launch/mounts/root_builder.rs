@@ -1,0 +1,276 @@
+//! The new root while it is being furnished: directories, files, links and mounts below its descriptor.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::mount::{MountAttrFlags, UnmountFlags};
+
+use super::detached::{DetachedMount, attach, clone_tree, new_filesystem, new_tmpfs};
+use super::system::System;
+use crate::layout::{INSIDE_GID, INSIDE_HOME, INSIDE_UID};
+use crate::spec::{ProgramIdentity, Spec};
+use crate::step_report::{LaunchStepError, StepContext};
+use crate::sys;
+
+/// Files of /etc that are made up: the same on every host, and telling nothing of this one.
+fn made_up_etc() -> [(&'static str, String); 4] {
+    [
+        (
+            "passwd",
+            format!(
+                "root:x:0:0:root:/:/usr/sbin/nologin\n\
+                 analysis:x:{INSIDE_UID}:{INSIDE_GID}:analysis:{INSIDE_HOME}:/bin/sh\n\
+                 nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n"
+            ),
+        ),
+        (
+            "group",
+            format!("root:x:0:\nanalysis:x:{INSIDE_GID}:\nnogroup:x:65534:\n"),
+        ),
+        // Files only: a name that is not in them fails at once, and no library looks for a daemon.
+        (
+            "nsswitch.conf",
+            String::from(
+                "passwd: files\ngroup: files\nshadow: files\nhosts: files\nnetworks: files\n\
+                 services: files\nprotocols: files\n",
+            ),
+        ),
+        ("resolv.conf", String::new()),
+    ]
+}
+
+/// What /proc tells by uid rather than by namespace: the names of the caller's keys on the host.
+const MASKED_PROC: [&str; 2] = ["keys", "key-users"];
+
+/// The new root while it is being furnished. All paths are taken below its descriptor.
+pub struct RootBuilder<'a> {
+    pub root: BorrowedFd<'a>,
+}
+
+impl RootBuilder<'_> {
+    pub(super) fn fill(&self, system: &System) -> Result<(), LaunchStepError> {
+        for dir in [
+            "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run",
+        ] {
+            self.directory(Path::new(dir))?;
+        }
+        // Programs that insist on /var/tmp get the private /tmp.
+        self.link(Path::new("/tmp"), Path::new("var/tmp"))?;
+        for (at, to) in &system.links {
+            self.link(to, at.strip_prefix("/").unwrap_or(at))?;
+        }
+        for (at, bytes) in &system.copies {
+            self.file(at.strip_prefix("/").unwrap_or(at), bytes)?;
+        }
+        for (to, at) in [
+            ("/proc/self/fd", "dev/fd"),
+            ("/proc/self/fd/0", "dev/stdin"),
+            ("/proc/self/fd/1", "dev/stdout"),
+            ("/proc/self/fd/2", "dev/stderr"),
+            ("pts/ptmx", "dev/ptmx"),
+        ] {
+            self.link(Path::new(to), Path::new(at))?;
+        }
+        for (name, text) in made_up_etc() {
+            self.file(&Path::new("etc").join(name), text.as_bytes())?;
+        }
+        Ok(())
+    }
+
+    /// Copies of a workspace in memory and of its /tmp. A mount can only be copied where it is attached: so it waits on a
+    /// stage.
+    pub(super) fn stage(
+        &self,
+        mount: BorrowedFd<'_>,
+        tmp: &Path,
+    ) -> Result<[OwnedFd; 2], LaunchStepError> {
+        let stage = Path::new("stage");
+        self.directory(stage)?;
+        self.place(mount, Path::new("/stage"), true)?;
+        let copy = |from: &Path| {
+            clone_tree(self.root, from.as_os_str()).during(|| format!("open {}", from.display()))
+        };
+        let copies = [copy(&stage.join(tmp))?, copy(stage)?];
+        self.unmount(stage)?;
+        rustix::fs::unlinkat(self.root, stage, AtFlags::REMOVEDIR)
+            .during(|| "clear the stage".into())?;
+        Ok(copies)
+    }
+
+    /// What a piece is mounted on, in the root, /etc or /dev.
+    pub(super) fn make_mount_point(&self, piece: &DetachedMount) -> Result<(), LaunchStepError> {
+        let target = below_root(&piece.target);
+        match piece.directory {
+            true => self.directory(&target),
+            false => self.file(&target, b""),
+        }
+    }
+
+    /// As [`Self::place`] on what [`Self::make_mount_point`] made: all of that is ours, and there is no link on the way.
+    pub(super) fn attach_known(&self, piece: &DetachedMount) -> Result<(), LaunchStepError> {
+        attach(piece.mount.as_fd(), self.root, &below_root(&piece.target))
+            .during(|| format!("mount {}", piece.target.display()))
+    }
+
+    fn directory(&self, relative: &Path) -> Result<(), LaunchStepError> {
+        match rustix::fs::mkdirat(self.root, relative, Mode::from_raw_mode(0o755)) {
+            Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
+            Err(e) => Err(e).during(|| format!("make the directory /{}", relative.display())),
+        }
+    }
+
+    fn link(&self, to: &Path, at: &Path) -> Result<(), LaunchStepError> {
+        rustix::fs::symlinkat(to, self.root, at)
+            .during(|| format!("make the link /{}", at.display()))
+    }
+
+    pub(super) fn file(&self, at: &Path, bytes: &[u8]) -> Result<(), LaunchStepError> {
+        let what = || format!("make the file /{}", at.display());
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file =
+            rustix::fs::openat(self.root, at, flags, Mode::from_raw_mode(0o644)).during(what)?;
+        io::Write::write_all(&mut std::fs::File::from(file), bytes).during(what)
+    }
+
+    /// Makes the directories leading to `target` (and `target` itself), then mounts there.
+    ///
+    /// Never through a symlink: below the private /tmp and the workspace the names may be the program's.
+    pub fn place(
+        &self,
+        mount: BorrowedFd<'_>,
+        target: &Path,
+        directory: bool,
+    ) -> Result<(), LaunchStepError> {
+        let what = || format!("mount {}", target.display());
+        let (at, name) = self.mount_point(target, directory).during(what)?;
+        attach(mount, at.as_fd(), Path::new(&name)).during(what)
+    }
+
+    fn mount_point(
+        &self,
+        target: &Path,
+        directory: bool,
+    ) -> io::Result<(OwnedFd, std::ffi::OsString)> {
+        let below = below_root(target);
+        let names: Vec<&OsStr> = below
+            .components()
+            .filter_map(|c| match c {
+                Component::Normal(name) => Some(name),
+                _ => None,
+            })
+            .collect();
+        let (last, above) = names
+            .split_last()
+            .ok_or_else(|| io::Error::other("cannot mount on /"))?;
+        let walk = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut at = rustix::fs::openat(self.root, ".", walk, Mode::empty())?;
+        for name in above {
+            make_directory(at.as_fd(), name)?;
+            at = rustix::fs::openat(&at, *name, walk, Mode::empty())?;
+        }
+        match directory {
+            true => make_directory(at.as_fd(), last)?,
+            false => {
+                let flags = OFlags::WRONLY
+                    | OFlags::CREATE
+                    | OFlags::NOFOLLOW
+                    | OFlags::CLOEXEC
+                    | OFlags::NONBLOCK;
+                match rustix::fs::openat(
+                    &at,
+                    *last,
+                    flags | OFlags::EXCL,
+                    Mode::from_raw_mode(0o444),
+                ) {
+                    Ok(_) | Err(rustix::io::Errno::EXIST) => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+        }
+        let is_link = rustix::fs::statat(&at, *last, AtFlags::SYMLINK_NOFOLLOW).map(|s| {
+            rustix::fs::FileType::from_raw_mode(s.st_mode) == rustix::fs::FileType::Symlink
+        })?;
+        match is_link {
+            true => Err(io::Error::from_raw_os_error(
+                rustix::io::Errno::LOOP.raw_os_error(),
+            )),
+            false => Ok((at, last.to_os_string())),
+        }
+    }
+
+    pub fn unmount(&self, at: &Path) -> Result<(), LaunchStepError> {
+        let what = || format!("unmount /{}", at.display());
+        // By way of the working directory: umount takes paths only.
+        rustix::process::fchdir(self.root).during(what)?;
+        rustix::mount::unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).during(what)
+    }
+
+    pub(super) fn shared_memory(&self, spec: &Spec) -> Result<(), LaunchStepError> {
+        let (uid, gid) = owner_here(spec);
+        // Shared memory is memory: it may not exceed the memory limit, which it counts against too.
+        let shm = new_tmpfs(&[
+            ("size", &spec.limits.memory_bytes.to_string()),
+            (
+                "nr_inodes",
+                &spec.limits.files.saturating_add(1).to_string(),
+            ),
+            ("mode", "1777"),
+            ("uid", &uid.to_string()),
+            ("gid", &gid.to_string()),
+        ])
+        .during(|| "make a tmpfs for /dev/shm".into())?;
+        self.place(shm.as_fd(), Path::new("/dev/shm"), true)
+    }
+
+    /// The pid namespace's own /proc. The program's is read-only as a whole: nothing in it that
+    /// reaches the host, such as core_pattern or sysrq-trigger, can be written whatever its mode.
+    pub(super) fn proc(&self) -> Result<OwnedFd, LaunchStepError> {
+        let mount = new_filesystem("proc", &[], MountAttrFlags::MOUNT_ATTR_NOEXEC)
+            .during(|| "make a proc for the pid namespace".into())?;
+        self.place(mount.as_fd(), Path::new("/proc"), true)?;
+        let writable = clone_tree(self.root, OsStr::new("proc"))
+            .during(|| "copy the mount of /proc".into())?;
+        for name in MASKED_PROC {
+            let path = Path::new("proc").join(name);
+            if rustix::fs::statat(self.root, &path, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+                // An empty file of ours stands in for it.
+                let empty = clone_tree(self.root, OsStr::new("etc/resolv.conf"));
+                let empty = empty.during(|| "open an empty file".into())?;
+                self.place(empty.as_fd(), &Path::new("/").join(&path), false)?;
+            }
+        }
+        let attributes = sys::MOUNT_ATTR_RDONLY
+            | sys::MOUNT_ATTR_NOSUID
+            | sys::MOUNT_ATTR_NODEV
+            | sys::MOUNT_ATTR_NOEXEC;
+        sys::mount_restrict(mount.as_fd(), attributes).during(|| "make /proc read-only".into())?;
+        Ok(writable)
+    }
+}
+
+fn make_directory(at: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
+    match rustix::fs::mkdirat(at, name, Mode::from_raw_mode(0o755)) {
+        Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// A path of the new root, relative to it. Inside, /var/tmp is a link to the private /tmp.
+pub fn below_root(path: &Path) -> PathBuf {
+    match path.strip_prefix("/var/tmp") {
+        Ok(rest) => Path::new("tmp").join(rest),
+        Err(_) => path.strip_prefix("/").unwrap_or(path).to_path_buf(),
+    }
+}
+
+/// The owner to give a tmpfs's root, as this mount namespace's user namespace numbers it.
+pub(super) fn owner_here(spec: &Spec) -> (u32, u32) {
+    match spec.identity {
+        ProgramIdentity::Leased { uid, gid } => (uid, gid),
+        ProgramIdentity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
+    }
+}

@@ -1,0 +1,304 @@
+//! Namespaces, user and group maps, and the giving up of privilege.
+//!
+//! Two user namespaces stand between a plain user's program and the host. The outer one owns every other
+//! namespace and holds the privilege needed to build the sandbox; the program is put into an inner one that owns
+//! nothing, so that even a full set of capabilities there would command none of it. For root there is
+//! no outer one: root builds, and the program runs under a leased uid in the inner one.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{DumpableBehavior, Gid, Uid};
+
+use super::mounts::{self, OwnerMaps, PreparedRoot};
+use crate::layout::{INSIDE_GID, INSIDE_UID};
+use crate::spec::{ConfinementLevel, Layer, Owner, ProgramIdentity, Spec};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
+use crate::sys::{self, ForkSide, Namespace, Parentage, procfs};
+
+/// What a launcher has done before it knew its plan.
+pub enum EarlyResult {
+    Nothing,
+    /// It is pid 1 already, in the namespaces in [`EARLY_NAMESPACES`].
+    Entered(EarlySandbox),
+    /// This step of it failed.
+    Failed(String, LaunchStepError),
+}
+
+pub struct EarlySandbox {
+    pub prepared: PreparedRoot,
+    pub network: Network,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Network {
+    SetUp,
+    Bare,
+}
+
+/// Namespaces that are the same for every plan, beside the mounts'. The network's alone costs as much as all the rest.
+const EARLY_NAMESPACES: [(Layer, libc::c_int); 4] = [
+    (Layer::PidNamespace, libc::CLONE_NEWPID),
+    (Layer::NetNamespace, libc::CLONE_NEWNET),
+    (Layer::IpcNamespace, libc::CLONE_NEWIPC),
+    (Layer::UtsNamespace, libc::CLONE_NEWUTS),
+];
+
+/// Whether a launcher that has entered [`EARLY_NAMESPACES`] can serve this plan.
+pub fn fits_early(spec: &Spec) -> bool {
+    spec.level == ConfinementLevel::Full
+        && EARLY_NAMESPACES.iter().all(|(layer, _)| spec.has(*layer))
+}
+
+/// How a process is born that is to enter them.
+pub fn early_parentage() -> Parentage {
+    let user = match rustix::process::geteuid().is_root() {
+        true => Namespace::Ours,
+        false => Namespace::New,
+    };
+    Parentage::First { user }
+}
+
+/// Does what every plan at level `full` needs, as pid 1, born as [`early_parentage`] says. What fails is said when there is a
+/// plan.
+pub fn enter_early(uid: Uid, gid: Gid, report: &mut Reporter) -> EarlyResult {
+    match enter_early_namespaces(uid, gid, report) {
+        Ok(early) => EarlyResult::Entered(early),
+        Err(error) => EarlyResult::Failed(report.current_step().to_owned(), error),
+    }
+}
+
+fn enter_early_namespaces(
+    uid: Uid,
+    gid: Gid,
+    report: &mut Reporter,
+) -> Result<EarlySandbox, LaunchStepError> {
+    if !uid.is_root() {
+        map_user(uid.as_raw(), gid.as_raw(), report)?;
+    }
+    report.begin_step("create namespaces");
+    let all = EARLY_NAMESPACES
+        .iter()
+        .fold(libc::CLONE_NEWNS, |all, one| all | one.1);
+    sys::unshare(all & !libc::CLONE_NEWPID).during(|| "unshare".into())?;
+    let network = match set_up_network(None) {
+        Ok(()) => Network::SetUp,
+        // The host's /proc may be read-only, and ours is not there yet.
+        Err(_) => Network::Bare,
+    };
+    let prepared = mounts::prepare(report)?;
+    Ok(EarlySandbox { prepared, network })
+}
+
+/// Loopback, and the most that one connection may hold in buffers: the kernel counts them for the whole host.
+pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), LaunchStepError> {
+    sys::loopback_up().during(|| "bring loopback up".into())?;
+    for name in ["tcp_rmem", "tcp_wmem"] {
+        let path = format!("sys/net/ipv4/{name}");
+        procfs::write(proc, &path, "4096 65536 131072").during(|| format!("bound {name}"))?;
+    }
+    Ok(())
+}
+
+/// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into, unless it is that already.
+pub fn enter(
+    spec: &Spec,
+    entered: EarlyResult,
+    report: &mut Reporter,
+) -> Result<Option<EarlySandbox>, LaunchStepError> {
+    report.begin_step("create namespaces");
+    let early = match entered {
+        EarlyResult::Nothing => {
+            enter_now(spec, report)?;
+            None
+        }
+        EarlyResult::Entered(early) => Some(early),
+        EarlyResult::Failed(step, error) => {
+            report.begin_step(&step);
+            return Err(error);
+        }
+    };
+    for (layer, how) in [
+        (Layer::PidNamespace, "own init, own /proc"),
+        (Layer::NetNamespace, "loopback only"),
+        (Layer::IpcNamespace, "own SysV IPC and message queues"),
+        (Layer::UtsNamespace, "own host name"),
+    ] {
+        if spec.has(layer) {
+            report.add_layer(layer, how);
+        }
+    }
+    Ok(early)
+}
+
+fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
+    let asked_for = EARLY_NAMESPACES
+        .iter()
+        .filter(|(layer, _)| spec.has(*layer));
+    let flags = asked_for.fold(libc::CLONE_NEWNS, |all, one| all | one.1);
+    match spec.identity {
+        ProgramIdentity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into()),
+        ProgramIdentity::Caller { uid, gid } => {
+            sys::unshare(flags | libc::CLONE_NEWUSER)
+                .during(|| "unshare, with a user namespace".into())?;
+            map_user(uid, gid, report)
+        }
+    }
+}
+
+fn map_user(uid: u32, gid: u32, report: &mut Reporter) -> Result<(), LaunchStepError> {
+    report.begin_step("map the user");
+    write_maps(None, (INSIDE_UID, uid), (INSIDE_GID, gid))
+        .during(|| "write /proc/self/uid_map".into())
+}
+
+/// Writes this process's own maps: one user, one group, and no setgroups.
+fn write_maps(proc: Option<BorrowedFd<'_>>, uid: (u32, u32), gid: (u32, u32)) -> io::Result<()> {
+    procfs::write(proc, "self/setgroups", "deny")?;
+    procfs::write(proc, "self/uid_map", &format!("{} {} 1", uid.0, uid.1))?;
+    procfs::write(proc, "self/gid_map", &format!("{} {} 1", gid.0, gid.1))
+}
+
+/// For root: a user namespace for each owner among the mapped views, by which that owner is shown as the
+/// leased uid. The groups are left unmapped on purpose: the kernel refuses any write, also to a socket
+/// or FIFO, whose group has no name in the mount (HAS_UNMAPPED_ID in fs/namei.c), while the owner's
+/// reading goes on. A read-only mount alone would not stop a connect().
+pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, LaunchStepError> {
+    let mut maps = OwnerMaps::new();
+    if !spec.is_leased() {
+        return Ok(maps);
+    }
+    for view in spec.views.iter().filter(|v| v.owner == Owner::Mapped) {
+        let path = view.source.as_path();
+        let owner = rustix::fs::stat(path)
+            .during(|| format!("look at {}", path.display()))?
+            .st_uid;
+        if maps.iter().all(|(uid, _)| *uid != owner) {
+            let map = owner_map(owner, spec.identity)
+                .during(|| format!("make a user namespace for uid {owner}"))?;
+            maps.push((owner, map));
+        }
+    }
+    Ok(maps)
+}
+
+/// A group that no file has: what the one entry that a group map needs is spent on.
+const UNUSED_GID: u32 = 0xffff_fffe;
+
+pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
+    let (ours, theirs) = rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::STREAM,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )?;
+    match sys::fork(Parentage::Own)? {
+        ForkSide::Child => {
+            drop(ours);
+            // Who has nothing to tell ends, and is heard to.
+            if let Some(name) =
+                own_proc_name().filter(|_| sys::unshare(libc::CLONE_NEWUSER).is_ok())
+            {
+                let _ = rustix::io::write(&theirs, &name);
+                // Holds the namespace until its descriptor has been taken.
+                let _ = rustix::io::read(&theirs, &mut [0u8]);
+            }
+            sys::exit_now(0);
+        }
+        ForkSide::Parent { child } => {
+            drop(theirs);
+            let mut name = [0u8; 16];
+            let len = rustix::io::read(&ours, &mut name)?;
+            let map = match str::from_utf8(&name[..len]) {
+                Ok(name) if !name.is_empty() => fill_owner_map(name, owner, identity),
+                _ => Err(io::Error::from_raw_os_error(libc::EPERM)),
+            };
+            drop(ours);
+            let pid = rustix::process::Pid::from_raw(child);
+            let _ = rustix::process::waitpid(pid, rustix::process::WaitOptions::empty());
+            map
+        }
+    }
+}
+
+/// This process's directory in the host's /proc: its number here may be another.
+fn own_proc_name() -> Option<Vec<u8>> {
+    let name = rustix::fs::readlink("/proc/self", Vec::new()).ok()?;
+    Some(name.into_bytes())
+}
+
+fn fill_owner_map(process: &str, owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
+    let base = format!("/proc/{process}");
+    std::fs::write(
+        format!("{base}/uid_map"),
+        format!("{owner} {} 1", identity.uid()),
+    )?;
+    std::fs::write(
+        format!("{base}/gid_map"),
+        format!("{UNUSED_GID} {} 1", identity.gid()),
+    )?;
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    Ok(rustix::fs::open(
+        format!("{base}/ns/user"),
+        flags,
+        Mode::empty(),
+    )?)
+}
+
+/// As root: becomes the leased uid, keeping for now the capabilities that the last steps need.
+pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
+    let ProgramIdentity::Leased { uid, gid } = spec.identity else {
+        return Ok(());
+    };
+    report.begin_step("become the leased uid");
+    rustix::thread::set_keep_capabilities(true).during(|| "keep capabilities".into())?;
+    rustix::thread::set_thread_groups(&[]).during(|| "drop groups".into())?;
+    let gid = Gid::from_raw(gid);
+    rustix::thread::set_thread_res_gid(gid, gid, gid).during(|| "set the gid".into())?;
+    let uid = Uid::from_raw(uid);
+    rustix::thread::set_thread_res_uid(uid, uid, uid).during(|| "set the uid".into())?;
+    let mut sets = rustix::thread::capabilities(None).during(|| "read capabilities".into())?;
+    sets.effective = sets.permitted;
+    rustix::thread::set_capabilities(None, sets).during(|| "raise capabilities".into())?;
+    report.add_layer(
+        Layer::LeasedUid,
+        &format!("host uid {}", spec.identity.uid()),
+    );
+    Ok(())
+}
+
+/// The uid and gid that the program has in its own eyes.
+pub fn ids_inside(spec: &Spec) -> (u32, u32) {
+    match spec.identity {
+        // Only in tests.
+        ProgramIdentity::Leased { uid, gid } if !spec.has(Layer::UserNamespace) => (uid, gid),
+        _ => (INSIDE_UID, INSIDE_GID),
+    }
+}
+
+/// Puts the program into a user namespace that owns nothing and in which no further one can be made.
+pub fn enter_inner_user(
+    spec: &Spec,
+    proc: BorrowedFd<'_>,
+    report: &mut Reporter,
+) -> Result<(), LaunchStepError> {
+    if !spec.has(Layer::UserNamespace) {
+        return Ok(());
+    }
+    report.begin_step("enter the inner user namespace");
+    // Init is not dumpable, and this child is its copy; /proc/self would be root's.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
+        .during(|| "become dumpable".into())?;
+    sys::unshare(libc::CLONE_NEWUSER).during(|| "unshare".into())?;
+    let (uid, gid) = match spec.identity {
+        ProgramIdentity::Leased { uid, gid } => (uid, gid),
+        ProgramIdentity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
+    };
+    write_maps(Some(proc), (INSIDE_UID, uid), (INSIDE_GID, gid))
+        .during(|| "write the maps".into())?;
+    procfs::write(Some(proc), "sys/user/max_user_namespaces", "0")
+        .during(|| "forbid further user namespaces".into())?;
+    report.add_layer(Layer::UserNamespace, "owns nothing, may hold no other");
+    Ok(())
+}

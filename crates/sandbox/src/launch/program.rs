@@ -1,0 +1,207 @@
+//! The child: from a copy of init to the program, confining itself step by step.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::Mode;
+use rustix::net::RecvFlags;
+use rustix::process::DumpableBehavior;
+
+use super::namespaces;
+use super::stdio;
+use crate::channel;
+use crate::confine::capabilities::{self, Bounding};
+use crate::confine::{landlock, seccomp};
+use crate::inside::init::FilterReport;
+use crate::inside::kill_helper::{self, KillHelper};
+use crate::plan::{LaunchPlan, PlanDescriptors};
+use crate::resources::{cpus, rlimits};
+use crate::spec::{Bytes, ConfinementLevel, LaunchPurpose, Layer, Spec};
+use crate::step_report::{LaunchStepError, Reporter, StepContext};
+use crate::sys::{self, Instruction, Listener};
+
+pub(super) enum Never {}
+
+/// What joins the child to those who stay beside the program.
+pub(super) struct ChildLinks<'a> {
+    pub to_init: OwnedFd,
+    pub kill_helper: &'a mut Option<KillHelper>,
+}
+
+/// The child: from init's copy to the program.
+pub(super) fn become_program(
+    plan: &LaunchPlan,
+    descriptors: &PlanDescriptors,
+    proc_writable: Option<BorrowedFd<'_>>,
+    terminal: Option<OwnedFd>,
+    links: ChildLinks<'_>,
+    report: &mut Reporter,
+) -> Result<Never, LaunchStepError> {
+    let spec = &plan.spec;
+    // First into the cgroup, so that everything below and all it starts is counted. The process attaches
+    // itself: moving it from outside costs a grace period of the whole machine.
+    report.begin_step("attach to the cgroup");
+    for file in &descriptors.attach {
+        rustix::io::write(file, b"0").during(|| "write 0 to the group's file".into())?;
+    }
+    if plan.attach_files > 0 {
+        report.add_layer(Layer::Cgroup, "a group of the run's own");
+    }
+    // Then the cgroup namespace, whose root is where the process is at this moment.
+    report.begin_step("create the cgroup namespace");
+    if spec.has(Layer::CgroupNamespace) {
+        sys::unshare(libc::CLONE_NEWCGROUP).during(|| "unshare".into())?;
+        report.add_layer(Layer::CgroupNamespace, "sees its own group as the root");
+    }
+    // The inner user namespace comes after the last step that needs the outer one's privilege.
+    if let Some(proc_writable) = proc_writable {
+        namespaces::enter_inner_user(spec, proc_writable, report)?;
+    }
+
+    report.begin_step("set up the streams");
+    rustix::process::setsid().during(|| "setsid".into())?;
+    stdio::place(descriptors, terminal.as_ref().map(AsFd::as_fd))
+        .during(|| "place descriptors 0, 1, 2".into())?;
+
+    if spec.level == ConfinementLevel::Full || spec.purpose == LaunchPurpose::Run {
+        report.begin_step("enter the workspace");
+        rustix::process::chdir(spec.workspace.as_path())
+            .during(|| "chdir to the workspace".into())?;
+    }
+    rustix::process::umask(Mode::from_raw_mode(0o077));
+    report.begin_step("leave the session keyring");
+    leave_keyring(spec)?;
+
+    report.begin_step("set resource limits");
+    rlimits::apply(spec)?;
+
+    report.begin_step("drop capabilities");
+    if spec.has(Layer::Capabilities) {
+        let how = capabilities::drop_capabilities(Bounding::of(spec))?;
+        report.add_layer(Layer::Capabilities, how);
+    }
+    // Before Landlock and seccomp, which demand it of the unprivileged.
+    report.begin_step("forbid new privileges");
+    if spec.has(Layer::NoNewPrivs) {
+        rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
+        report.add_layer(
+            Layer::NoNewPrivs,
+            "set-id bits and file capabilities have no effect",
+        );
+    }
+    report.begin_step("start the kill helper");
+    *links.kill_helper = kill_helper::start(spec)?;
+    report.begin_step("restrict with Landlock");
+    let own_proc = match spec.level {
+        ConfinementLevel::Full => Vec::new(),
+        ConfinementLevel::Landlock => landlock::own_proc(),
+    };
+    if spec.has(Layer::Landlock)
+        && let Some(how) = landlock::restrict(spec, &own_proc)?
+    {
+        report.add_layer(Layer::Landlock, &how);
+    }
+    // Everything the program needs is prepared before seccomp, which comes last: it would
+    // refuse the steps above.
+    let program = c_string(spec.program.as_path().as_os_str().into())?;
+    let argv = spec
+        .argv
+        .iter()
+        .cloned()
+        .map(c_string)
+        .collect::<Result<Vec<_>, _>>()?;
+    let env = spec
+        .env
+        .iter()
+        .map(env_entry)
+        .collect::<Result<Vec<_>, _>>()?;
+    sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
+    report.begin_step("wait for the word to go");
+    let filter = seccomp::receive(links.to_init.as_fd()).during(|| "listen to init".into())?;
+    // Init has moved this process to another CPU for the last time.
+    cpus::pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
+    report.begin_step("restrict with seccomp");
+    if spec.has(Layer::Seccomp) {
+        install_filter(spec, &filter, &links, &own_proc).during(|| "install the filter".into())?;
+        report.add_layer(
+            Layer::Seccomp,
+            match spec.level {
+                ConfinementLevel::Full => "allow-list; connect() and datagrams through the broker",
+                ConfinementLevel::Landlock => {
+                    "allow-list; modes and times of files through the guardian"
+                }
+            },
+        );
+    }
+    drop(links.to_init);
+    report.begin_step("check what is required");
+    report.require_layers(&spec.required)?;
+    sys::reset_signals().during(|| "reset signals".into())?;
+    report.begin_step("execute the program");
+    report.send_started();
+    if spec.purpose == LaunchPurpose::Probe {
+        sys::exit_now(0);
+    }
+    Err(sys::execve(&program, &argv, &env)).during(|| spec.program.as_path().display().to_string())
+}
+
+/// A keyring of the caller's that stays joined is of no use to a program that may make no call on keys. Container
+/// runtimes refuse those calls to us as well.
+fn leave_keyring(spec: &Spec) -> Result<(), LaunchStepError> {
+    match sys::new_session_keyring() {
+        Err(e)
+            if spec.level == ConfinementLevel::Landlock
+                && spec.has(Layer::Seccomp)
+                && matches!(e.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)) =>
+        {
+            Ok(())
+        }
+        other => other.during(|| "join a new one".into()),
+    }
+}
+
+fn install_filter(
+    spec: &Spec,
+    filter: &[Instruction],
+    links: &ChildLinks<'_>,
+    own_proc: &[OwnedFd],
+) -> io::Result<()> {
+    if spec.level == ConfinementLevel::Full {
+        // As what it becomes by execve is: init takes the listener from it.
+        rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
+    }
+    let listener = sys::seccomp_install(filter, Listener::New)?
+        .ok_or_else(|| io::Error::other("no listener"))?;
+    let to_init = links.to_init.as_fd();
+    if spec.level == ConfinementLevel::Full {
+        // The filter hands sendmsg over, and only who has the listener could serve it.
+        let told = FilterReport {
+            kill_helper: None,
+            listener: Some(listener.as_raw_fd()),
+        };
+        channel::send(to_init, &told, &[])?;
+        // Init closes its end when it has taken the listener.
+        let _ = rustix::net::recv(to_init, &mut [0u8][..], RecvFlags::empty());
+        return Ok(());
+    }
+    let mut fds = vec![listener.as_fd()];
+    let kill_helper = links.kill_helper.as_ref();
+    fds.extend(kill_helper.map(|kill_helper| kill_helper.trigger.as_fd()));
+    fds.extend(own_proc.iter().map(AsFd::as_fd));
+    let told = FilterReport {
+        kill_helper: kill_helper.map(|kill_helper| kill_helper.pid),
+        listener: None,
+    };
+    channel::send(to_init, &told, &fds)
+}
+
+fn c_string(bytes: Bytes) -> Result<CString, LaunchStepError> {
+    CString::new(bytes.0).map_err(|_| LaunchStepError::new("a NUL byte in an argument"))
+}
+
+fn env_entry((name, value): &(Bytes, Bytes)) -> Result<CString, LaunchStepError> {
+    c_string(Bytes(
+        [name.0.as_slice(), b"=", value.0.as_slice()].concat(),
+    ))
+}

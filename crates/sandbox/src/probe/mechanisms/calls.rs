@@ -1,0 +1,205 @@
+//! Acts of single calls: Landlock, seccomp, and what the rest relies on.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
+
+use super::{ActResult, die_with_parent, reap, works};
+use crate::channel::{self, Wait};
+use crate::step_report::{LaunchStepError, StepContext};
+use crate::sys::{self, ForkSide, Instruction, Listener};
+
+/// Not the number alone: an access that was fine before is refused afterwards.
+pub fn landlock() -> ActResult {
+    use landlock::{ABI, Access, AccessFs, Ruleset, RulesetAttr};
+    let abi = sys::landlock_version().during(|| "ask for its version".into())?;
+    std::fs::read_dir("/").during(|| "list / without it".into())?;
+    let failed = |e: landlock::RulesetError| LaunchStepError::new(e.to_string());
+    let rules = Ruleset::default().handle_access(AccessFs::from_all(ABI::V1));
+    let rules = rules.and_then(|r| r.create()).map_err(failed)?;
+    rules.restrict_self().map_err(failed)?;
+    match std::fs::read_dir("/").map_err(|e| e.kind()) {
+        Err(io::ErrorKind::PermissionDenied) => works(format!("ABI {abi}")),
+        _ => Err(LaunchStepError::new(
+            "an access that no rule allows was allowed",
+        )),
+    }
+}
+
+/// An errno that getpgid never has, so that it can only be the filter's.
+const FILTER_ERRNO: i32 = libc::EXDEV;
+
+/// A filter that answers getpgid in its own way and leaves everything else alone.
+fn filter(answer: u32) -> [Instruction; 4] {
+    let one = |code: u16, jf: u8, k: u32| Instruction { code, jt: 0, jf, k };
+    const LOAD_WORD: u16 = 0x20;
+    const JUMP_IF_EQUAL: u16 = 0x15;
+    const RETURN: u16 = 0x06;
+    [
+        one(LOAD_WORD, 0, 0),
+        one(JUMP_IF_EQUAL, 1, libc::SYS_getpgid as u32),
+        one(RETURN, 0, answer),
+        one(RETURN, 0, libc::SECCOMP_RET_ALLOW),
+    ]
+}
+
+fn install(answer: u32, listener: Listener) -> Result<Option<OwnedFd>, LaunchStepError> {
+    rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
+    sys::seccomp_install(&filter(answer), listener).during(|| "install a filter".into())
+}
+
+fn is_filtered() -> bool {
+    let answer = rustix::process::getpgid(None);
+    answer.is_err_and(|e| e.raw_os_error() == FILTER_ERRNO)
+}
+
+pub fn seccomp_filter() -> ActResult {
+    install(
+        libc::SECCOMP_RET_ERRNO | FILTER_ERRNO as u32,
+        Listener::None,
+    )?;
+    match is_filtered() {
+        true => works("a call refused"),
+        false => Err(LaunchStepError::new("the filter did not hold")),
+    }
+}
+
+fn socket_pair() -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
+    rustix::net::socketpair(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )
+    .during(|| "make a socket pair".into())
+}
+
+/// A call of the child's is answered by its parent, as init answers connect().
+pub fn seccomp_notification() -> ActResult {
+    let (ours, theirs) = socket_pair()?;
+    let child = match sys::fork_threaded().during(|| "fork".into())? {
+        ForkSide::Child => {
+            drop(ours);
+            let done = die_with_parent()
+                .and_then(|()| install(libc::SECCOMP_RET_USER_NOTIF, Listener::New));
+            let told = match &done {
+                Ok(listener) => {
+                    let listener: Vec<BorrowedFd<'_>> = listener.iter().map(AsFd::as_fd).collect();
+                    channel::send(theirs.as_fd(), &(0, ""), &listener)
+                }
+                Err(e) => {
+                    let errno = e.errno.unwrap_or(libc::EIO);
+                    channel::send(theirs.as_fd(), &(errno, e.detail.as_str()), &[])
+                }
+            };
+            drop(done);
+            sys::exit_now(match told.is_ok() && is_filtered() {
+                true => 0,
+                false => 1,
+            })
+        }
+        ForkSide::Parent { child } => child,
+    };
+    drop(theirs);
+    let answered = answer_one(ours.as_fd());
+    // One that nobody answered would wait for ever.
+    if answered.is_err() {
+        let _ = Pid::from_raw(child)
+            .map(|pid| rustix::process::kill_process(pid, Signal::KILL))
+            .transpose();
+    }
+    let waited = rustix::process::waitpid(Pid::from_raw(child), WaitOptions::empty());
+    answered?;
+    let exit = waited.ok().flatten().and_then(|(_, s)| s.exit_status());
+    match exit {
+        Some(0) => works("a call answered by another process"),
+        _ => Err(LaunchStepError::new("the answer did not arrive")),
+    }
+}
+
+fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
+    let told: Option<((i32, String), Vec<OwnedFd>)> =
+        channel::receive(from, Wait::Block).during(|| "receive the listener".into())?;
+    let Some(((errno, detail), listeners)) = told else {
+        return Err(LaunchStepError::new("the filtered process ended at once"));
+    };
+    let Some(listener) = listeners.first() else {
+        return Err(LaunchStepError {
+            errno: Some(errno),
+            detail,
+        });
+    };
+    let call = sys::notification_receive(listener.as_fd())
+        .during(|| "receive a call from the filter".into())?;
+    sys::notification_answer(listener.as_fd(), call.id, FILTER_ERRNO)
+        .during(|| "answer a call".into())
+}
+
+/// A child that does nothing until its parent is done with it.
+fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
+    let (ours, theirs) = socket_pair()?;
+    match sys::fork_threaded().during(|| "fork".into())? {
+        ForkSide::Child => {
+            drop(ours);
+            let _ = die_with_parent().map(|()| rustix::io::read(&theirs, &mut [0u8]));
+            sys::exit_now(0)
+        }
+        ForkSide::Parent { child } => Ok((child, ours)),
+    }
+}
+
+/// Init reads the address that the program wants to connect to out of its memory.
+pub fn memory_of_child() -> ActResult {
+    let secret = *b"fumehood";
+    let (child, hold) = idle_child()?;
+    let mut read = [0u8; 8];
+    let address = secret.as_ptr() as usize as u64;
+    let got = sys::read_memory(child as u32, address, &mut read);
+    drop(hold);
+    reap(child);
+    got.during(|| "read a child's memory".into())?;
+    match read == secret {
+        true => works("read"),
+        false => Err(LaunchStepError::new("the child's memory was read wrongly")),
+    }
+}
+
+pub fn pidfd() -> ActResult {
+    let (child, hold) = idle_child()?;
+    let pid = Pid::from_raw(child).ok_or_else(|| LaunchStepError::new("no pid"))?;
+    let killed = rustix::process::pidfd_open(pid, PidfdFlags::empty())
+        .during(|| "open a pidfd".into())
+        .and_then(|fd| {
+            rustix::process::pidfd_send_signal(&fd, Signal::KILL)
+                .during(|| "signal through a pidfd".into())?;
+            let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)];
+            rustix::event::poll(&mut fds, None).during(|| "wait for a pidfd".into())
+        });
+    drop(hold);
+    let signal = reap(child);
+    killed?;
+    match signal == Some(Signal::KILL.as_raw()) {
+        true => works("killed and waited for"),
+        false => Err(LaunchStepError::new("the signal had no effect")),
+    }
+}
+
+pub fn session_keyring() -> ActResult {
+    sys::new_session_keyring().during(|| "join a new session keyring".into())?;
+    works("left")
+}
+
+pub fn openat2() -> ActResult {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    rustix::fs::openat2(CWD, "/", flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)
+        .during(|| "open /".into())?;
+    works("opened / without links")
+}
+
+pub fn close_range() -> ActResult {
+    sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
+    works("marked")
+}

@@ -1,0 +1,85 @@
+//! What this host can really enforce, found by doing it.
+//!
+//! A probe is a whole sandbox in miniature that executes nothing: the launcher takes every step of the level, and its
+//! report is the answer. It leaves nothing behind. The workspace is in memory or there is none, no cgroup is
+//! made, and no user's file is looked at, so that nobody's data can decide which level a host is said to have.
+
+pub mod mechanisms;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use crate::spec::{
+    ConfinementLevel, DisabledLayers, HostPath, InsidePath, LaunchPurpose, Layer, Limits,
+    ProgramIdentity, SharedMemory, Spec, Terminal, WorkspaceKind,
+};
+use crate::supervise::{self, RunError, SilentHandler, SpawnResources};
+
+/// Builds a sandbox of that level, and says which layers held, or which step failed.
+pub fn try_level(
+    launcher: &Path,
+    level: ConfinementLevel,
+) -> Result<Vec<(Layer, String)>, RunError> {
+    let spec = miniature(level);
+    let resources = SpawnResources {
+        launcher,
+        workspace: None,
+        stdin: None,
+        group: None,
+    };
+    let finished =
+        supervise::spawn(&spec, resources)?.supervise(&mut SilentHandler(spec.identity))?;
+    Ok(finished.layers)
+}
+
+/// The kernel's Landlock interface; 0 where there is none.
+pub fn landlock_abi() -> i32 {
+    crate::sys::landlock_abi()
+}
+
+/// Who owns nothing; a probe runs no program that could make use of it.
+const NOBODY: u32 = 65_534;
+
+fn miniature(level: ConfinementLevel) -> Spec {
+    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    Spec {
+        program: InsidePath::new("/nothing"),
+        argv: vec!["nothing".into()],
+        env: Vec::new(),
+        workspace: HostPath::new("/tmp/scidex-analysis-probe"),
+        workspace_kind: WorkspaceKind::Memory,
+        views: Vec::new(),
+        identity: match uid.is_root() {
+            true => ProgramIdentity::Leased {
+                uid: NOBODY,
+                gid: NOBODY,
+            },
+            false => ProgramIdentity::Caller {
+                uid: uid.as_raw(),
+                gid: gid.as_raw(),
+            },
+        },
+        limits: Limits {
+            wall_ms: 5000,
+            cpu_ms: None,
+            idle_ms: None,
+            grace_ms: 0,
+            memory_bytes: 64 << 20,
+            cpu_milli: 1000,
+            pids: 16,
+            open_files: 64,
+            open_files_of_run: None,
+            tcp_bytes: 0,
+            disk_bytes: 1 << 20,
+            files: 16,
+            log_bytes: 4096,
+        },
+        host_name: String::from("fumehood"),
+        terminal: Terminal::None,
+        level,
+        shared_memory: SharedMemory::Private,
+        purpose: LaunchPurpose::Probe,
+        required: BTreeSet::new(),
+        disabled_layers: DisabledLayers::none(),
+    }
+}

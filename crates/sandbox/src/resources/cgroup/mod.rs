@@ -1,0 +1,616 @@
+//! Control groups: one group per run, made with its limits before the first process enters it.
+//!
+//! The runner makes the group and opens the files by which processes attach; each process of the
+//! run then attaches *itself* by writing `0` to them, because moving a process from outside takes
+//! several times as long. The kernel checks the credentials of whoever opened the file, so the
+//! launcher can attach after it has dropped its own.
+//!
+//! Both versions are spoken, per controller: version 2 where its tree offers the controller to us
+//! (`v2.rs`), version 1 otherwise (`v1.rs`). What works is found by trying it and reading the
+//! value back. Only groups made here are ever written to, with one exception: a version 2
+//! subtree delegated to us must have its controllers switched on.
+//!
+//! Invariant: no path or pid is trusted for longer than it is held. Directories are held by
+//! descriptor, processes by pidfd.
+
+mod ancestor_limits;
+mod clone_into;
+mod delegation;
+mod host;
+mod names;
+mod node;
+mod v1;
+mod v2;
+
+pub use ancestor_limits::{AncestorLimit, AncestorLimits, ancestor_limits};
+pub(crate) use clone_into::{GroupAccess, GroupEntry, fork_into};
+pub use delegation::{Delegation, GroupLocation, delegation, group_location};
+pub use host::Hierarchies;
+pub(crate) use host::mount_points_in;
+use host::{Site, lines, parse_mount, plain_absolute, read_proc, sites};
+pub use names::scope_name;
+use names::{check_id, is_run_group, name_for};
+use node::{CreatedGroup, Node, keyed};
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use crate::spec::{Hardness, LimitName};
+
+/// A killed process leaves its group within milliseconds; a longer wait means it cannot die.
+const REMOVE_WAIT: Duration = Duration::from_secs(2);
+#[derive(Debug, thiserror::Error)]
+pub enum CgroupError {
+    #[error(
+        "no cgroup that this process may use: run as root, or inside a delegated subtree (systemd-run --scope -p Delegate=yes, with --user for a plain user)"
+    )]
+    Unavailable {
+        #[source]
+        refusal: Option<Box<CgroupError>>,
+    },
+    #[error("{0:?} cannot be part of a cgroup's name")]
+    BadName(String),
+    #[error("no usable cgroup hierarchy has the {0} controller")]
+    NoController(&'static str),
+    #[error("open cgroup {path:?}")]
+    Open { path: PathBuf, source: io::Error },
+    #[error("{0:?} is not on a cgroup file system")]
+    NotCgroup(PathBuf),
+    #[error("make cgroup {path:?}")]
+    Make { path: PathBuf, source: io::Error },
+    #[error("read {file} of cgroup {path:?}")]
+    Read {
+        path: PathBuf,
+        file: &'static str,
+        source: io::Error,
+    },
+    #[error("write {value:?} to {file} of cgroup {path:?}")]
+    Write {
+        path: PathBuf,
+        file: &'static str,
+        value: String,
+        source: io::Error,
+    },
+    #[error("{file} of cgroup {path:?} holds {found:?} after {wrote:?} was written")]
+    NotKept {
+        path: PathBuf,
+        file: &'static str,
+        wrote: String,
+        found: String,
+    },
+    #[error(
+        "cgroup {0:?} is not delegated to this process: use systemd-run --scope -p Delegate=yes"
+    )]
+    NotDelegated(PathBuf),
+    #[error(
+        "other processes sit in cgroup {0:?}, so its controllers cannot be switched on: start fumehood alone in its own scope or service"
+    )]
+    OthersInside(PathBuf),
+    #[error("processes remain in cgroup {0:?}")]
+    Busy(PathBuf),
+    #[error("remove cgroup {path:?}")]
+    Remove { path: PathBuf, source: io::Error },
+    #[error("read the boot id")]
+    BootId(#[source] io::Error),
+    #[error("cgroup {path:?} is left alone: {why}")]
+    Foreign { path: PathBuf, why: &'static str },
+}
+
+impl CgroupError {
+    /// Whether the error only says that this hierarchy is not for us, so that another may be tried.
+    /// Anything else, above all a group that exists already, stops the run.
+    fn means_not_ours(&self) -> bool {
+        match self {
+            CgroupError::Open { source, .. }
+            | CgroupError::Make { source, .. }
+            | CgroupError::Read { source, .. }
+            | CgroupError::Write { source, .. } => matches!(
+                Errno::from_io_error(source),
+                Some(Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::NOENT | Errno::OPNOTSUPP)
+            ),
+            CgroupError::NotCgroup(_)
+            | CgroupError::NoController(_)
+            | CgroupError::NotDelegated(_)
+            | CgroupError::OthersInside(_) => true,
+            _ => false,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+impl Version {
+    /// The file system's magic number (linux/magic.h), which no other mount can imitate.
+    fn magic(self) -> u64 {
+        match self {
+            Version::V1 => 0x0027_e0eb,
+            Version::V2 => 0x6367_7270,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Controller {
+    Memory,
+    Pids,
+    Cpu,
+    Cpuacct,
+    Cpuset,
+}
+
+impl Controller {
+    fn from_name(name: &str) -> Option<Controller> {
+        Some(match name {
+            "memory" => Controller::Memory,
+            "pids" => Controller::Pids,
+            "cpu" => Controller::Cpu,
+            "cpuacct" => Controller::Cpuacct,
+            "cpuset" => Controller::Cpuset,
+            _ => return None,
+        })
+    }
+}
+
+/// What a run's group limits. `None` leaves that resource unlimited, but still counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GroupLimits {
+    pub memory_bytes: Option<u64>,
+    pub pids: Option<u64>,
+    pub cpu_milli: Option<u64>,
+}
+
+/// How a limit is held, for the record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EnforcedLimit {
+    pub by: String,
+    pub how_hard: Hardness,
+}
+
+/// What the kernel counted. `None`: this kernel does not say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Processes of the group that the kernel killed for want of memory, for whatever reason.
+    pub oom_kills: Option<u64>,
+    /// Times this group itself was at its limit with nothing left to reclaim. Kills without any of these mean that the
+    /// memory which ran out was a group's above, or the machine's.
+    pub ooms_at_limit: Option<u64>,
+    pub memory_peak_bytes: Option<u64>,
+    pub pids_peak: Option<u64>,
+    /// Forks refused by the process limit.
+    pub pids_denied: Option<u64>,
+    pub cpu_usage_us: Option<u64>,
+}
+
+/// How the file that [`Group::cpu_usage_fd`] hands out is to be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CpuUnit {
+    /// Version 1 `cpuacct.usage`: one number, nanoseconds.
+    Nanoseconds,
+    /// Version 2 `cpu.stat`: the line `usage_usec`, microseconds.
+    UsageUsecLine,
+}
+
+impl CpuUnit {
+    /// Microseconds of CPU time used so far, read afresh from the descriptor's start.
+    pub fn read_us(self, fd: BorrowedFd<'_>) -> io::Result<u64> {
+        let text = read_afresh(fd)?;
+        match self {
+            CpuUnit::Nanoseconds => text.trim().parse::<u64>().ok().map(|ns| ns / 1000),
+            CpuUnit::UsageUsecLine => keyed(&text, "usage_usec"),
+        }
+        .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+    }
+}
+
+/// Processes killed for want of memory so far, from the file that [`Group::oom_kills_fd`] hands out.
+pub fn read_oom_kills(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    let kills = keyed(&read_afresh(fd)?, "oom_kill");
+    kills.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+}
+
+/// A counter's file, from its start.
+fn read_afresh(fd: BorrowedFd<'_>) -> io::Result<String> {
+    let mut buffer = [0; 4096];
+    let length = rustix::io::pread(fd, &mut buffer[..], 0)?;
+    Ok(String::from_utf8_lossy(&buffer[..length]).into_owned())
+}
+
+/// One run's group: a directory in each hierarchy that holds one of its controllers.
+///
+/// Dropping it removes what is empty and leaves the rest to recovery.
+#[derive(Debug)]
+pub struct Group {
+    parts: Vec<CreatedGroup>,
+    held: Vec<(LimitName, Result<EnforcedLimit, CgroupError>)>,
+}
+
+impl Group {
+    /// Makes the group of run `id` with its limits. A controller that is missing, or a limit that the
+    /// kernel does not take, is not an error here: [`Group::enforces`] tells, and the caller decides.
+    pub fn create(
+        host: &Hierarchies,
+        id: &str,
+        limits: &GroupLimits,
+    ) -> Result<Group, CgroupError> {
+        check_id(id)?;
+        let name = name_for(id);
+        // Whatever fails from here on, dropping the group removes the parts made so far.
+        let mut group = Group {
+            parts: Vec::new(),
+            held: Vec::new(),
+        };
+        let mut refusal = None;
+        let v2 = host.v2.iter().map(|site| v2::make(site, &name));
+        let v1 = host.v1.iter().map(|site| v1::make(site, &name));
+        for made in v2.chain(v1) {
+            match made {
+                Ok(made) => group.parts.push(made),
+                Err(e) if e.means_not_ours() => refusal = refusal.or(Some(e)),
+                Err(e) => return Err(e),
+            }
+        }
+        if group.parts.is_empty() {
+            return Err(CgroupError::Unavailable {
+                refusal: refusal.map(Box::new),
+            });
+        }
+        let asked = [
+            (LimitName::Memory, Controller::Memory, limits.memory_bytes),
+            (LimitName::Pids, Controller::Pids, limits.pids),
+            (LimitName::Cpus, Controller::Cpu, limits.cpu_milli),
+        ];
+        for (limit, controller, value) in asked {
+            if let Some(value) = value {
+                let held = group.limit(controller, value);
+                group.held.push((limit, held));
+            }
+        }
+        Ok(group)
+    }
+
+    fn limit(&self, controller: Controller, value: u64) -> Result<EnforcedLimit, CgroupError> {
+        let part = self.part(controller);
+        match (controller, part.map(|p| (p.node.version, p))) {
+            (Controller::Memory, Some((Version::V1, part))) => v1::limit_memory(part, value),
+            (Controller::Memory, Some((Version::V2, part))) => v2::limit_memory(part, value),
+            (Controller::Cpu, Some((Version::V1, part))) => v1::limit_cpu(part, value),
+            (Controller::Cpu, Some((Version::V2, part))) => v2::limit_cpu(part, value),
+            (Controller::Pids, Some((version, part))) => limit_pids(part, version, value),
+            (Controller::Memory, None) => Err(CgroupError::NoController("memory")),
+            (Controller::Pids, None) => Err(CgroupError::NoController("pids")),
+            (_, _) => Err(CgroupError::NoController("cpu")),
+        }
+    }
+
+    fn part(&self, controller: Controller) -> Option<&CreatedGroup> {
+        self.parts.iter().find(|part| part.has(controller))
+    }
+
+    /// Descriptors by which a process attaches itself: it writes `0` to each, once, while it has a
+    /// single thread (version 1 moves only the thread that writes). A process that was given
+    /// them can attach whatever its own credentials are, so they are closed before the program runs. The one
+    /// of version 2, if any, comes first: a process born in [`Group::directory_fd`] is in that part already.
+    pub fn attach_fds(&self) -> Result<Vec<OwnedFd>, CgroupError> {
+        let open = |part: &CreatedGroup| {
+            let file = match part.node.version {
+                // Writing to `tasks` spares the lock over all threads of the system that `cgroup.procs` takes.
+                Version::V1 => "tasks",
+                Version::V2 => "cgroup.procs",
+            };
+            let path = || part.node.path.join(file);
+            let fd = part.node.open_file(file, OFlags::WRONLY);
+            fd.map_err(|e| CgroupError::Open {
+                path: path(),
+                source: e.into(),
+            })
+        };
+        self.parts.iter().map(open).collect()
+    }
+
+    /// The version 2 directory, in which a process can be born (CLONE_INTO_CGROUP). `None`: version 1 has no such thing.
+    pub fn directory_fd(&self) -> Option<BorrowedFd<'_>> {
+        let mut parts = self.parts.iter();
+        let part = parts.find(|part| part.node.version == Version::V2);
+        part.map(|part| part.node.fd.as_fd())
+    }
+
+    /// How `limit` is held; `None` if it was not asked for, or is not held by this group.
+    pub fn enforces(&self, limit: LimitName) -> Option<&EnforcedLimit> {
+        let found = self.held.iter().find(|(name, _)| *name == limit);
+        found.and_then(|(_, held)| held.as_ref().ok())
+    }
+
+    /// Why a limit that was asked for is not held.
+    pub fn why_not(&self, limit: LimitName) -> Option<&CgroupError> {
+        let found = self.held.iter().find(|(name, _)| *name == limit);
+        found.and_then(|(_, held)| held.as_ref().err())
+    }
+
+    pub fn counters(&self) -> Counters {
+        let mut counters = Counters::default();
+        for part in &self.parts {
+            match part.node.version {
+                Version::V1 => v1::count(part, &mut counters),
+                Version::V2 => v2::count(part, &mut counters),
+            }
+        }
+        counters
+    }
+
+    /// A file that any process given the descriptor can read with [`CpuUnit::read_us`].
+    pub fn cpu_usage_fd(&self) -> Option<(OwnedFd, CpuUnit)> {
+        self.parts.iter().find_map(|part| {
+            let (file, unit) = match part.node.version {
+                Version::V1 if part.has(Controller::Cpuacct) => {
+                    ("cpuacct.usage", CpuUnit::Nanoseconds)
+                }
+                Version::V1 => return None,
+                // Version 2 counts CPU time in every group, with the controller or without.
+                Version::V2 => ("cpu.stat", CpuUnit::UsageUsecLine),
+            };
+            Some((part.node.open_file(file, OFlags::RDONLY).ok()?, unit))
+        })
+    }
+
+    /// A file that any process given the descriptor can read with [`read_oom_kills`].
+    pub fn oom_kills_fd(&self) -> Option<OwnedFd> {
+        let part = self.parts.iter().find(|p| p.has(Controller::Memory))?;
+        let file = match part.node.version {
+            Version::V1 => "memory.oom_control",
+            Version::V2 => "memory.events",
+        };
+        part.node.open_file(file, OFlags::RDONLY).ok()
+    }
+
+    /// The group's directories, for the crash record and [`remove_left_behind`].
+    pub fn paths(&self) -> Vec<PathBuf> {
+        self.parts.iter().map(|p| p.node.path.clone()).collect()
+    }
+
+    /// Kills every process in the group, whichever of its directories it is in.
+    pub fn kill(&self) {
+        self.parts.iter().for_each(|part| part.node.kill());
+    }
+
+    /// Whether every process has left. A group that cannot be read is not shown to be empty.
+    pub fn is_empty(&self) -> bool {
+        self.parts.iter().all(|part| part.node.is_empty())
+    }
+
+    /// Removes the group, waiting a bounded time for processes that are on their way out. On error
+    /// what is left is for [`remove_left_behind`].
+    pub fn remove(mut self) -> Result<(), CgroupError> {
+        let parts = std::mem::take(&mut self.parts);
+        remove_all(&parts)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        for part in &self.parts {
+            // Only an empty group can be removed at all; a group in use is left to recovery.
+            let _ = part.rmdir();
+        }
+    }
+}
+
+/// Reads where this process sits. Nothing is changed, and nothing that cannot be read is an error:
+/// a host without cgroups gives a [`Hierarchies`] that is none.
+pub fn discover() -> Hierarchies {
+    v2::with_controllers(sites())
+}
+
+impl Hierarchies {
+    /// Makes the version 2 subtree ready, moving this process into a leaf of its own if need be.
+    /// A daemon calls this before it starts anything, so that its children are born in the leaf
+    /// and none of them keeps the controllers from being switched on. [`Group::create`] does the
+    /// same for a process that is alone. Without a version 2 tree there is nothing to do.
+    pub fn prepare(&self) -> Result<(), CgroupError> {
+        match &self.v2 {
+            Some(site) => v2::prepare_parent(site).map(|_| ()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Removes every part, going on past one that fails; the first error is returned.
+fn remove_all(parts: &[CreatedGroup]) -> Result<(), CgroupError> {
+    let deadline = Instant::now() + REMOVE_WAIT;
+    let results: Vec<_> = parts.iter().map(|part| part.remove(deadline)).collect();
+    results.into_iter().collect()
+}
+
+fn limit_pids(
+    part: &CreatedGroup,
+    version: Version,
+    value: u64,
+) -> Result<EnforcedLimit, CgroupError> {
+    let text = value.to_string();
+    part.node
+        .write_kept("pids.max", &text, |found| found == text)?;
+    Ok(match version {
+        Version::V1 => hard("cgroup v1 pids.max"),
+        Version::V2 => hard("cgroup v2 pids.max"),
+    })
+}
+
+fn hard(by: impl Into<String>) -> EnforcedLimit {
+    EnforcedLimit {
+        by: by.into(),
+        how_hard: Hardness::Hard,
+    }
+}
+
+const SWAP_NOT_COUNTED: &str = " (swap not counted)";
+
+/// A limit on memory that leaves swap free. Where there is swap, only a watch over both holds what was asked for.
+fn memory_alone(by: String, has_swap: bool) -> EnforcedLimit {
+    match has_swap {
+        false => hard(by),
+        true => EnforcedLimit {
+            by: format!("{by}{SWAP_NOT_COUNTED}, init's watch over both"),
+            how_hard: Hardness::Watched,
+        },
+    }
+}
+
+/// Whether a memory limit read back is the one written: the kernel rounds down to whole pages, and
+/// the largest page in use is 64 KiB.
+fn is_rounded(asked: u64) -> impl Fn(&str) -> bool {
+    move |found| {
+        let found = found.parse::<u64>();
+        found.is_ok_and(|found| found <= asked && asked - found < 65_536)
+    }
+}
+
+/// Every 100 ms, as the kernel does by default; a shorter period costs more and throttles no better.
+const CPU_PERIOD_US: u64 = 100_000;
+/// The kernel takes no quota below a millisecond.
+const CPU_QUOTA_US_MIN: u64 = 1_000;
+
+fn cpu_quota_us(cpu_milli: u64) -> u64 {
+    cpu_milli
+        .saturating_mul(CPU_PERIOD_US / 1000)
+        .max(CPU_QUOTA_US_MIN)
+}
+
+fn host_has_swap() -> bool {
+    // Unreadable means unknown, and unknown counts as swap: the record must not promise too much.
+    let meminfo = String::from_utf8(read_proc("/proc/meminfo")).unwrap_or_default();
+    meminfo_bytes(&meminfo, "SwapTotal:") != Some(0)
+}
+
+fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
+    let value = meminfo.lines().find_map(|line| line.strip_prefix(key))?;
+    let kib: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// Kills what is left in the groups of a run whose runner died, and removes them; returns how many were
+/// removed. The caller has shown that the runner is dead (its lock is free).
+///
+/// The paths come from a record on disk, which is not believed: each must lie below a cgroup mount, be
+/// named as our groups are, and hold neither this process nor anything above it. Groups do not outlive
+/// a boot, so under another boot id there is nothing to remove, and what has that name now is not meant.
+pub fn remove_left_behind(paths: &[PathBuf], boot_id: &str) -> Result<usize, CgroupError> {
+    let now = fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(CgroupError::BootId)?;
+    if now.trim() != boot_id.trim() {
+        return Ok(0);
+    }
+    let mountinfo = fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let host = sites();
+    let mut removed = 0;
+    let mut first_error = None;
+    for path in paths {
+        let outcome = left_behind(path, &mountinfo, &host).and_then(|found| match found {
+            Some(made) => {
+                made.node.kill();
+                remove_all(std::slice::from_ref(&made)).map(|()| 1)
+            }
+            None => Ok(0),
+        });
+        match outcome {
+            Ok(count) => removed += count,
+            Err(e) => first_error = first_error.or(Some(e)),
+        }
+    }
+    first_error.map_or(Ok(removed), Err)
+}
+
+/// Every path at which [`Group::create`] may make a directory for this id: what a record must name before
+/// anything is made, so that a crash at any moment leaves nothing unnamed.
+pub fn planned_paths(host: &Hierarchies, id: &str) -> Vec<PathBuf> {
+    let sites = host.v1.iter().chain(&host.v2);
+    let places = sites.flat_map(|site| match site.version {
+        Version::V1 => vec![site.own.clone()],
+        // In a leaf of our own, the group is made beside it.
+        Version::V2 => site
+            .own
+            .ancestors()
+            .take(2)
+            .map(Path::to_path_buf)
+            .collect(),
+    });
+    places.map(|place| place.join(name_for(id))).collect()
+}
+
+/// Opens a group that a record names, or says why it is not ours. `None`: it is gone already.
+fn left_behind(
+    path: &Path,
+    mountinfo: &[u8],
+    host: &Hierarchies,
+) -> Result<Option<CreatedGroup>, CgroupError> {
+    let foreign = |why| CgroupError::Foreign {
+        path: path.to_path_buf(),
+        why,
+    };
+    let plain = plain_absolute(path.as_os_str().as_bytes().to_vec())
+        .ok_or_else(|| foreign("it is not a plain absolute path"))?;
+    let name = plain.file_name().and_then(|n| n.to_str());
+    let name = name.ok_or_else(|| foreign("it has no name"))?;
+    if !is_run_group(name) {
+        return Err(foreign("it is not named as a run's group is"));
+    }
+    let mounts = lines(mountinfo).filter_map(parse_mount);
+    let mount = mounts
+        .filter(|m| plain.starts_with(&m.point) && plain != m.point)
+        .max_by_key(|m| m.point.components().count())
+        .ok_or_else(|| foreign("it is not below a cgroup mount"))?;
+    let mut sites = host.v1.iter().chain(&host.v2);
+    if sites.any(|site| site.own.starts_with(&plain)) {
+        return Err(foreign("this process is in it"));
+    }
+    let parent = plain.parent().ok_or_else(|| foreign("it has no parent"))?;
+    let gone = |e: &CgroupError| matches!(e, CgroupError::Open { source, .. } if source.kind() == io::ErrorKind::NotFound);
+    let opened =
+        Node::open(mount.version, parent).and_then(|parent| Ok((parent.open_child(name)?, parent)));
+    match opened {
+        Ok((node, parent)) => Ok(Some(CreatedGroup {
+            node,
+            parent,
+            name: name.to_owned(),
+            controllers: mount.controllers,
+        })),
+        Err(e) if gone(&e) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// The memory this process could use at most: the least of what the machine has and of every limit on
+/// the way up from its own group. Zero only if the kernel tells nothing at all.
+pub fn memory_available_bytes() -> u64 {
+    let meminfo = String::from_utf8(read_proc("/proc/meminfo")).unwrap_or_default();
+    let total = meminfo_bytes(&meminfo, "MemTotal:").unwrap_or_else(|| {
+        let info = rustix::system::sysinfo();
+        (info.totalram as u64).saturating_mul(u64::from(info.mem_unit))
+    });
+    let host = sites();
+    let v1 = host.v1.iter().filter_map(v1::memory_limit);
+    let v2 = host.v2.iter().filter_map(v2::memory_limit);
+    v1.chain(v2).fold(total, u64::min)
+}
+
+/// Every group from our own up to the mount point.
+fn ancestors(site: &Site) -> impl Iterator<Item = Node> + '_ {
+    site.own
+        .ancestors()
+        .take_while(|path| path.starts_with(&site.mount))
+        .filter_map(|path| Node::open(site.version, path).ok())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

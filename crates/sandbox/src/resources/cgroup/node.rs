@@ -1,0 +1,284 @@
+//! One directory of a hierarchy, held by descriptor: its files, its processes, its removal.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal};
+
+use super::{CgroupError, Controller, Version};
+
+/// The kernel's own files are far smaller; a longer answer is cut, not waited for.
+const FILE_BYTES_MAX: usize = 1 << 20;
+const KILL_WAIT: Duration = Duration::from_secs(2);
+/// Descriptors held at once while killing, well below any usual RLIMIT_NOFILE.
+const KILL_CHUNK: usize = 128;
+
+/// One cgroup's directory, held open.
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) version: Version,
+    pub(super) fd: OwnedFd,
+    pub(super) path: PathBuf,
+}
+
+impl Node {
+    pub(super) fn open(version: Version, path: &Path) -> Result<Node, CgroupError> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+        let fd = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve);
+        Node::checked(version, fd, path.to_path_buf())
+    }
+
+    pub(super) fn open_child(&self, name: &str) -> Result<Node, CgroupError> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let fd = rustix::fs::openat(&self.fd, name, flags, Mode::empty());
+        Node::checked(self.version, fd, self.path.join(name))
+    }
+
+    pub(super) fn checked(
+        version: Version,
+        fd: rustix::io::Result<OwnedFd>,
+        path: PathBuf,
+    ) -> Result<Node, CgroupError> {
+        let opened = fd.and_then(|fd| Ok((rustix::fs::fstatfs(&fd)?.f_type as u64, fd)));
+        match opened {
+            Ok((magic, fd)) if magic == version.magic() => Ok(Node { version, fd, path }),
+            Ok(_) => Err(CgroupError::NotCgroup(path)),
+            Err(e) => Err(CgroupError::Open {
+                path,
+                source: e.into(),
+            }),
+        }
+    }
+
+    /// Makes a group below this one. One that exists already is an error: it may hold processes
+    /// and limits that are not ours.
+    pub(super) fn make_child(&self, name: &str) -> Result<Node, CgroupError> {
+        let mode = Mode::from_raw_mode(0o755);
+        rustix::fs::mkdirat(&self.fd, name, mode).map_err(|e| CgroupError::Make {
+            path: self.path.join(name),
+            source: e.into(),
+        })?;
+        self.open_child(name).inspect_err(|_| {
+            // It was made a moment ago and is of no use; what cannot be removed is reported by
+            // the error that is on its way already.
+            let _ = rustix::fs::unlinkat(&self.fd, name, AtFlags::REMOVEDIR);
+        })
+    }
+
+    pub(super) fn open_file(&self, file: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+        let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        rustix::fs::openat(&self.fd, file, flags, Mode::empty())
+    }
+
+    pub(super) fn read(&self, file: &'static str) -> Result<String, CgroupError> {
+        self.open_file(file, OFlags::RDONLY)
+            .map_err(io::Error::from)
+            .and_then(|fd| {
+                use io::Read;
+                // Most are a line, and none is much longer: room for all of it spares asking again and again.
+                let mut text = String::with_capacity(4096);
+                fs::File::from(fd)
+                    .take(FILE_BYTES_MAX as u64)
+                    .read_to_string(&mut text)?;
+                Ok(text)
+            })
+            .map_err(|source| CgroupError::Read {
+                path: self.path.clone(),
+                file,
+                source,
+            })
+    }
+
+    /// Writes the value in one call, as the kernel's files demand.
+    pub(super) fn write(&self, file: &'static str, value: &str) -> Result<(), CgroupError> {
+        self.open_file(file, OFlags::WRONLY)
+            .and_then(|fd| rustix::io::write(fd, value.as_bytes()))
+            .map(|_| ())
+            .map_err(|e| self.unwritten(file, value, e))
+    }
+
+    fn unwritten(&self, file: &'static str, value: &str, why: Errno) -> CgroupError {
+        CgroupError::Write {
+            path: self.path.clone(),
+            file,
+            value: value.to_owned(),
+            source: why.into(),
+        }
+    }
+
+    pub(super) fn number(&self, file: &'static str) -> Option<u64> {
+        self.read(file).ok()?.trim().parse().ok()
+    }
+
+    /// The number after `key` in a file of `key value` lines.
+    pub(super) fn keyed(&self, file: &'static str, key: &str) -> Option<u64> {
+        keyed(&self.read(file).ok()?, key)
+    }
+
+    /// Sets a limit and shows that the kernel holds it: the value read back must satisfy `kept`.
+    pub(super) fn write_kept(
+        &self,
+        file: &'static str,
+        value: &str,
+        kept: impl Fn(&str) -> bool,
+    ) -> Result<(), CgroupError> {
+        let mut found = [0; 64];
+        let length = self
+            .open_file(file, OFlags::RDWR)
+            .and_then(|fd| {
+                rustix::io::write(&fd, value.as_bytes())?;
+                rustix::io::pread(&fd, &mut found[..], 0)
+            })
+            .map_err(|e| self.unwritten(file, value, e))?;
+        let found = String::from_utf8_lossy(&found[..length]);
+        match kept(found.trim()) {
+            true => Ok(()),
+            false => Err(CgroupError::NotKept {
+                path: self.path.clone(),
+                file,
+                wrote: value.to_owned(),
+                found: found.trim().to_owned(),
+            }),
+        }
+    }
+
+    pub(super) fn pids(&self) -> Result<BTreeSet<i32>, CgroupError> {
+        Ok(pids_in(&self.read("cgroup.procs")?))
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        match self.version {
+            Version::V2 => self.keyed("cgroup.events", "populated") == Some(0),
+            Version::V1 => self.read("tasks").is_ok_and(|text| text.trim().is_empty()),
+        }
+    }
+
+    pub(super) fn kill(&self) {
+        if self.version == Version::V2 && self.write("cgroup.kill", "1").is_ok() {
+            return;
+        }
+        let deadline = Instant::now() + KILL_WAIT;
+        while Instant::now() < deadline {
+            let pids: Vec<i32> = self.pids().unwrap_or_default().into_iter().collect();
+            if pids.is_empty() {
+                return;
+            }
+            // Everything is signalled before anything is waited for, or the rest would go on forking.
+            let mut last = None;
+            for chunk in pids.chunks(KILL_CHUNK) {
+                last = self.kill_chunk(chunk).or(last);
+            }
+            if let Some(last) = last {
+                wait_on(last.as_fd(), PollFlags::IN, Duration::from_millis(20));
+            }
+        }
+    }
+
+    /// Kills those of the processes that are still members, and returns one of them to wait for. A pid
+    /// can be taken over by a stranger at any time, so each is first held by a pidfd and then looked
+    /// up once more: one that is listed after it is held is either the held process or gone, and a
+    /// signal to a process that is gone reaches nobody.
+    pub(super) fn kill_chunk(&self, pids: &[i32]) -> Option<OwnedFd> {
+        let hold = |raw: &i32| {
+            let fd = rustix::process::pidfd_open(Pid::from_raw(*raw)?, PidfdFlags::empty());
+            Some((*raw, fd.ok()?))
+        };
+        let held: Vec<(i32, OwnedFd)> = pids.iter().filter_map(hold).collect();
+        let members = self.pids().unwrap_or_default();
+        let mut signalled = None;
+        for (_, fd) in held.into_iter().filter(|(pid, _)| members.contains(pid)) {
+            if rustix::process::pidfd_send_signal(&fd, Signal::KILL).is_ok() {
+                signalled = Some(fd);
+            }
+        }
+        signalled
+    }
+}
+
+/// The pids that can be signalled. A last line without its newline was cut off in the middle of a number
+/// and would name a stranger; zero stands for a process of another pid namespace; we are not meant.
+pub(super) fn pids_in(text: &str) -> BTreeSet<i32> {
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    let pids = whole.lines().filter_map(|line| line.trim().parse().ok());
+    pids.filter(|pid| *pid > 0 && *pid != own).collect()
+}
+
+pub(super) fn keyed(text: &str, key: &str) -> Option<u64> {
+    text.lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))
+        .and_then(|value| value.trim().parse().ok())
+}
+
+/// Waits for the event, at most so long. An interruption only makes the caller look again early.
+pub(super) fn wait_on(fd: BorrowedFd<'_>, events: PollFlags, at_most: Duration) {
+    let timeout = Timespec::try_from(at_most).unwrap_or_default();
+    let _ = rustix::event::poll(&mut [PollFd::new(&fd, events)], Some(&timeout));
+}
+
+/// A group that we made: its directory, and its parent's, from which it is removed.
+#[derive(Debug)]
+pub(super) struct CreatedGroup {
+    pub(super) node: Node,
+    pub(super) parent: Node,
+    pub(super) name: String,
+    pub(super) controllers: Vec<Controller>,
+}
+
+impl CreatedGroup {
+    pub(super) fn has(&self, controller: Controller) -> bool {
+        self.controllers.contains(&controller)
+    }
+
+    pub(super) fn rmdir(&self) -> rustix::io::Result<()> {
+        match rustix::fs::unlinkat(&self.parent.fd, &self.name, AtFlags::REMOVEDIR) {
+            Err(Errno::NOENT) => Ok(()),
+            other => other,
+        }
+    }
+
+    pub(super) fn remove(&self, deadline: Instant) -> Result<(), CgroupError> {
+        let path = || self.node.path.clone();
+        let mut pause = Duration::from_millis(1);
+        loop {
+            match self.rmdir() {
+                Ok(()) => return Ok(()),
+                Err(Errno::BUSY) if Instant::now() < deadline => self.wait_for_exit(pause),
+                Err(Errno::BUSY) => return Err(CgroupError::Busy(path())),
+                Err(e) => {
+                    return Err(CgroupError::Remove {
+                        path: path(),
+                        source: e.into(),
+                    });
+                }
+            }
+            pause = (pause * 2).min(Duration::from_millis(20));
+        }
+    }
+
+    /// Version 2 tells when a group empties: a change of `cgroup.events` is an exceptional
+    /// condition for poll. Version 1 has no such event that costs less than looking again.
+    pub(super) fn wait_for_exit(&self, pause: Duration) {
+        match self.node.open_file("cgroup.events", OFlags::RDONLY) {
+            Ok(fd) if self.node.version == Version::V2 => {
+                // Reading arms the event; the first poll reports changes from here on.
+                let mut text = [0; 256];
+                let _ = rustix::io::read(&fd, &mut text[..]);
+                if !self.node.is_empty() {
+                    wait_on(fd.as_fd(), PollFlags::PRI, Duration::from_millis(100));
+                } else {
+                    std::thread::sleep(pause);
+                }
+            }
+            _ => std::thread::sleep(pause),
+        }
+    }
+}

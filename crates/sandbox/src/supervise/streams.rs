@@ -1,0 +1,216 @@
+//! The program's standard streams as the runner passes them: stdout and stderr, or its terminal, to the handler, and
+//! standard input to the program.
+//!
+//! Nothing is buffered here. While the handler cannot take a stream, that stream is not read; its pipe fills and the
+//! program waits in `write`, as it would without us. Deadlines are init's and go on meanwhile.
+//!
+//! An unbuffered program writes line by line. If each line woke the runner, both would spend most of their time on that, so a
+//! stream that brings many short reads is paced: it is left out of `poll`, where a write wakes nobody, for a millisecond
+//! between two reads.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::PollFlags;
+
+use super::handler::{Stream, SupervisorHandler};
+use super::stdio::{CHUNK_BYTES, StdinPump};
+
+/// Reads after the last process has died: what a pipe can hold, and no more.
+const DRAIN_READS_MAX: usize = 64;
+/// So many short reads in one window are made at once; after them the stream is paced until the window ends.
+const READS_AT_ONCE: u32 = 16;
+const WINDOW: Duration = Duration::from_millis(10);
+const PAUSE: Duration = Duration::from_millis(1);
+/// A read of this much is not short. A quarter of a pipe: a full pipe holds half of its size at the least, since the kernel
+/// leaves a page half empty where the next write does not fit.
+const LONG_READ_BYTES: usize = 16 * 1024;
+
+/// What `poll` has found ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamEvent {
+    /// The program has printed.
+    Output(Stream),
+    /// The program has written to its terminal.
+    Terminal,
+    /// The caller has input for the program.
+    Input,
+    /// The program takes input.
+    Program,
+    /// The handler can take more of a stream.
+    Unblocked(Stream),
+}
+
+/// How often one stream is read.
+#[derive(Default)]
+struct Pace {
+    window_began: Option<Instant>,
+    short_reads: u32,
+    resume_at: Option<Instant>,
+}
+
+impl Pace {
+    fn after_read(&mut self, len: usize) {
+        if len >= LONG_READ_BYTES {
+            self.resume_at = None;
+            return;
+        }
+        let now = Instant::now();
+        if self.window_began.is_none_or(|began| now - began > WINDOW) {
+            self.window_began = Some(now);
+            self.short_reads = 0;
+        }
+        self.short_reads += 1;
+        self.resume_at = (self.short_reads > READS_AT_ONCE).then_some(now + PAUSE);
+    }
+
+    fn is_paused(&self) -> bool {
+        self.resume_at.is_some_and(|at| Instant::now() < at)
+    }
+}
+
+pub(crate) struct Streams {
+    out: [Option<OwnedFd>; 2],
+    pub terminal: Option<OwnedFd>,
+    stdin: StdinPump,
+    paces: [Pace; 2],
+    /// Read into; made when the first bytes arrive.
+    chunk: Vec<u8>,
+}
+
+const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
+
+impl Streams {
+    pub fn new(out: [Option<OwnedFd>; 2], stdin: StdinPump) -> Streams {
+        Streams {
+            out,
+            terminal: None,
+            stdin,
+            paces: Default::default(),
+            chunk: Vec::new(),
+        }
+    }
+
+    /// What to poll for, each with the event that it means.
+    pub fn wanted<'s>(
+        &'s self,
+        handler: &'s dyn SupervisorHandler,
+        started: bool,
+    ) -> impl Iterator<Item = (StreamEvent, BorrowedFd<'s>, PollFlags)> {
+        let output = BOTH.into_iter().filter_map(move |stream| {
+            if let Some(fd) = handler.blocked_on(stream) {
+                return Some((StreamEvent::Unblocked(stream), fd, PollFlags::OUT));
+            }
+            let out = self.out[stream as usize].as_ref();
+            let out = out.filter(|_| !self.paces[stream as usize].is_paused())?;
+            Some((StreamEvent::Output(stream), out.as_fd(), PollFlags::IN))
+        });
+        let terminal = self.terminal.as_ref();
+        let terminal = terminal.filter(move |_| handler.blocked_on(Stream::Stdout).is_none());
+        let terminal = terminal.map(|fd| (StreamEvent::Terminal, fd.as_fd(), PollFlags::IN));
+        // Nothing is taken from the caller before there is a program to have it.
+        let sink = self.stdin.sink.as_ref().or(self.terminal.as_ref());
+        let input = sink.filter(|_| started).and_then(|sink| {
+            match (self.stdin.pending.is_empty(), &self.stdin.source) {
+                (false, _) => Some((StreamEvent::Program, sink.as_fd(), PollFlags::OUT)),
+                (true, Some(source)) => Some((StreamEvent::Input, source.as_fd(), PollFlags::IN)),
+                (true, None) => None,
+            }
+        });
+        output.chain(terminal).chain(input)
+    }
+
+    /// When a stream that is paced is to be read again.
+    pub fn resume_at(&self) -> Option<Instant> {
+        let open = BOTH.into_iter().map(|stream| stream as usize);
+        let open = open.filter(|n| self.out[*n].is_some() && self.paces[*n].is_paused());
+        open.filter_map(|n| self.paces[n].resume_at).min()
+    }
+
+    /// Whether the program has printed something.
+    pub fn handle(&mut self, event: StreamEvent, handler: &mut dyn SupervisorHandler) -> bool {
+        match event {
+            StreamEvent::Output(stream) => {
+                let other = match stream {
+                    Stream::Stdout => Stream::Stderr,
+                    Stream::Stderr => Stream::Stdout,
+                };
+                // What waits in a paced stream was most likely printed earlier, and belongs before this.
+                if self.paces[other as usize].is_paused() && handler.blocked_on(other).is_none() {
+                    self.pass_output(other, handler);
+                }
+                self.pass_output(stream, handler)
+            }
+            StreamEvent::Terminal => self.pass_terminal(handler),
+            StreamEvent::Input => {
+                self.stdin.read_source();
+                false
+            }
+            StreamEvent::Program => {
+                self.stdin.write_sink(self.terminal.as_ref());
+                // Somebody may talk with the program, question by answer: none of these waits for a pause.
+                self.paces = Default::default();
+                false
+            }
+            StreamEvent::Unblocked(stream) => {
+                handler.unblocked(stream);
+                false
+            }
+        }
+    }
+
+    /// Fresh from the allocator, a page of the chunk costs nothing until it is read into. `resize` would write to all.
+    fn make_chunk(&mut self) {
+        if self.chunk.is_empty() {
+            self.chunk = vec![0; CHUNK_BYTES];
+        }
+    }
+
+    fn pass_output(&mut self, stream: Stream, handler: &mut dyn SupervisorHandler) -> bool {
+        self.make_chunk();
+        let out = &mut self.out[stream as usize];
+        let Some(fd) = out else { return false };
+        match rustix::io::read(fd, &mut self.chunk) {
+            Ok(len) if len > 0 => {
+                handler.output(stream, &self.chunk[..len]);
+                self.paces[stream as usize].after_read(len);
+                return true;
+            }
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            _ => *out = None,
+        }
+        false
+    }
+
+    fn pass_terminal(&mut self, handler: &mut dyn SupervisorHandler) -> bool {
+        self.make_chunk();
+        let Some(fd) = &self.terminal else {
+            return false;
+        };
+        match rustix::io::read(fd, &mut self.chunk) {
+            Ok(len) if len > 0 => {
+                handler.output(Stream::Stdout, &self.chunk[..len]);
+                return true;
+            }
+            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+            // EIO: the last process has closed the terminal.
+            _ => self.terminal = None,
+        }
+        false
+    }
+
+    /// What is still in the pipes. Whoever else holds them is not waited for.
+    pub fn drain(&mut self, handler: &mut dyn SupervisorHandler) {
+        for _ in 0..DRAIN_READS_MAX {
+            self.pass_terminal(handler);
+        }
+        for stream in BOTH {
+            for _ in 0..DRAIN_READS_MAX {
+                if !self.pass_output(stream, handler) {
+                    break;
+                }
+            }
+            self.out[stream as usize] = None;
+        }
+    }
+}

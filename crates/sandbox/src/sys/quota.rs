@@ -1,0 +1,105 @@
+//! Project quota: the project of a file, and the limits of a project.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use super::check;
+
+/// What FS_IOC_FSGETXATTR tells of a file, and FS_IOC_FSSETXATTR changes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileAttributes {
+    pub flags: u32,
+    extent_size: u32,
+    extents: u32,
+    pub project: u32,
+    cow_extent_size: u32,
+    padding: [u8; 8],
+}
+
+/// New files in a directory with this flag belong to the directory's project.
+pub const PROJECT_INHERIT: u32 = 0x200;
+
+/// Reads a file's project and flags.
+pub fn file_attributes(file: BorrowedFd<'_>) -> io::Result<FileAttributes> {
+    const FS_IOC_FSGETXATTR: u64 = 0x801c_581f;
+    let mut attributes = FileAttributes::default();
+    // SAFETY: the ioctl fills the 28-byte struct it is given.
+    let result = unsafe {
+        libc::ioctl(
+            file.as_raw_fd(),
+            FS_IOC_FSGETXATTR as _,
+            std::ptr::from_mut(&mut attributes),
+        )
+    };
+    check(result as libc::c_long).map(|_| attributes)
+}
+
+/// Writes a file's project and flags; the rest should be as it was read.
+pub fn set_file_attributes(file: BorrowedFd<'_>, attributes: &FileAttributes) -> io::Result<()> {
+    const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
+    // SAFETY: the ioctl reads the 28-byte struct it is given.
+    let result = unsafe {
+        libc::ioctl(
+            file.as_raw_fd(),
+            FS_IOC_FSSETXATTR as _,
+            std::ptr::from_ref(attributes),
+        )
+    };
+    check(result as libc::c_long).map(drop)
+}
+
+/// The kernel's `if_dqblk`: limits and use of one project. Limits on space are in KiB, 0 is none; use is in bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QuotaBlock {
+    pub hard_kib: u64,
+    pub soft_kib: u64,
+    pub used_bytes: u64,
+    pub inodes_hard: u64,
+    pub inodes_soft: u64,
+    pub inodes_used: u64,
+    grace_ends: u64,
+    inodes_grace_ends: u64,
+    valid: u32,
+}
+
+fn quotactl_project(
+    on: BorrowedFd<'_>,
+    command: u32,
+    project: u32,
+    block: &mut QuotaBlock,
+) -> io::Result<()> {
+    const PRJQUOTA: u32 = 2;
+    // SAFETY: both commands that are passed take a pointer to an if_dqblk, whose layout `QuotaBlock` has and
+    // which is exclusively borrowed.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_quotactl_fd,
+            on.as_raw_fd(),
+            command << 8 | PRJQUOTA,
+            project,
+            std::ptr::from_mut(block),
+        )
+    };
+    check(result).map(drop)
+}
+
+/// Reads a project's quota on the file system of `on`.
+pub fn project_quota(on: BorrowedFd<'_>, project: u32) -> io::Result<QuotaBlock> {
+    const Q_GETQUOTA: u32 = 0x80_0007;
+    let mut block = QuotaBlock::default();
+    quotactl_project(on, Q_GETQUOTA, project, &mut block).map(|()| block)
+}
+
+/// Sets a project's limits, and only those, on the file system of `on`.
+pub fn set_project_limits(on: BorrowedFd<'_>, project: u32, limits: QuotaBlock) -> io::Result<()> {
+    const Q_SETQUOTA: u32 = 0x80_0008;
+    const QIF_BLIMITS: u32 = 1;
+    const QIF_ILIMITS: u32 = 4;
+    let mut block = QuotaBlock {
+        valid: QIF_BLIMITS | QIF_ILIMITS,
+        ..limits
+    };
+    quotactl_project(on, Q_SETQUOTA, project, &mut block)
+}

@@ -1,0 +1,194 @@
+//! seccomp filters and the system calls that they hand over; the version of Landlock.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
+
+use super::{check, own};
+
+/// One classic BPF instruction, laid out as the kernel's `struct sock_filter`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Instruction {
+    pub code: u16,
+    pub jt: u8,
+    pub jf: u8,
+    pub k: u32,
+}
+
+/// The Landlock ABI of this kernel; 0 where there is none. Asked for once; forked processes inherit the answer.
+pub fn landlock_abi() -> i32 {
+    static ABI: OnceLock<i32> = OnceLock::new();
+    *ABI.get_or_init(|| landlock_version().unwrap_or(0))
+}
+
+/// The Landlock ABI of this kernel. ENOSYS: it was built without; EOPNOTSUPP: it was started without.
+pub fn landlock_version() -> io::Result<i32> {
+    const LANDLOCK_CREATE_RULESET_VERSION: libc::c_long = 1;
+    // SAFETY: a null attribute of size 0 with this flag only asks for the version.
+    let version = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_create_ruleset,
+            0usize,
+            0usize,
+            LANDLOCK_CREATE_RULESET_VERSION,
+        )
+    };
+    check(version).map(|version| version as i32)
+}
+
+/// Whether a filter hands some calls to a supervisor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Listener {
+    None,
+    New,
+}
+
+/// Installs a seccomp filter on this process; with [`Listener::New`] returns the notification descriptor.
+pub fn seccomp_install(program: &[Instruction], listener: Listener) -> io::Result<Option<OwnedFd>> {
+    #[repr(C)]
+    struct Filter {
+        len: u16,
+        instructions: *const Instruction,
+    }
+    let filter = Filter {
+        len: u16::try_from(program.len())
+            .map_err(|_| io::Error::other("seccomp program too long"))?,
+        instructions: program.as_ptr(),
+    };
+    let attempt = |flags: libc::c_ulong| {
+        // SAFETY: `filter` has the layout of sock_fprog, points to `len` instructions, and outlives the call.
+        check(unsafe {
+            libc::syscall(
+                libc::SYS_seccomp,
+                libc::SECCOMP_SET_MODE_FILTER,
+                flags,
+                std::ptr::from_ref(&filter),
+            )
+        })
+    };
+    if listener == Listener::None {
+        return attempt(0).map(|_| None);
+    }
+    // Killable wait: once the broker has a call in hand, an ordinary signal no longer restarts it
+    // half done. Linux before 5.19 does not know the flag.
+    const NEW_LISTENER: libc::c_ulong = 8;
+    const WAIT_KILLABLE_RECV: libc::c_ulong = 32;
+    match attempt(NEW_LISTENER | WAIT_KILLABLE_RECV) {
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(NEW_LISTENER),
+        other => other,
+    }
+    .map(|fd| Some(own(fd)))
+}
+
+/// A system call that a filter handed over, as the kernel describes it.
+#[derive(Clone, Copy, Debug)]
+pub struct Notification {
+    pub id: u64,
+    pub pid: u32,
+    /// The system call's number.
+    pub call: libc::c_long,
+    pub args: [u64; 6],
+}
+
+/// Receives one notification.
+pub fn notification_receive(listener: BorrowedFd<'_>) -> io::Result<Notification> {
+    // SAFETY: an all-zero seccomp_notif is what the kernel demands as input.
+    let mut raw: libc::seccomp_notif = unsafe { std::mem::zeroed() };
+    const SECCOMP_IOCTL_NOTIF_RECV: u64 = 0xc050_2100;
+    // SAFETY: the ioctl fills the 80-byte struct it is given.
+    let result = unsafe {
+        libc::ioctl(
+            listener.as_raw_fd(),
+            SECCOMP_IOCTL_NOTIF_RECV as _,
+            &mut raw,
+        )
+    };
+    check(result as libc::c_long)?;
+    Ok(Notification {
+        id: raw.id,
+        pid: raw.pid,
+        call: libc::c_long::from(raw.data.nr),
+        args: raw.data.args,
+    })
+}
+
+/// Whether the process that made the call still waits for its answer: its pid has not been reused.
+pub fn notification_valid(listener: BorrowedFd<'_>, id: u64) -> io::Result<()> {
+    const SECCOMP_IOCTL_NOTIF_ID_VALID: u64 = 0x4008_2102;
+    // SAFETY: the ioctl reads the 64-bit id.
+    let result =
+        unsafe { libc::ioctl(listener.as_raw_fd(), SECCOMP_IOCTL_NOTIF_ID_VALID as _, &id) };
+    check(result as libc::c_long).map(drop)
+}
+
+/// Answers a notification: success with 0, or an errno.
+pub fn notification_answer(listener: BorrowedFd<'_>, id: u64, errno: i32) -> io::Result<()> {
+    let answer = match errno {
+        0 => NotificationAnswer::Value(0),
+        errno => NotificationAnswer::Errno(errno),
+    };
+    notification_answer_with(listener, id, answer)
+}
+
+/// How a call that was handed over ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotificationAnswer {
+    Value(i64),
+    Errno(i32),
+    /// The kernel makes the call itself, with the caller's memory and descriptors as they are by then.
+    Continue,
+}
+
+pub fn notification_answer_with(
+    listener: BorrowedFd<'_>,
+    id: u64,
+    answer: NotificationAnswer,
+) -> io::Result<()> {
+    const SECCOMP_USER_NOTIF_FLAG_CONTINUE: u32 = 1;
+    // SAFETY: an all-zero seccomp_notif_resp is a valid value.
+    let mut raw: libc::seccomp_notif_resp = unsafe { std::mem::zeroed() };
+    raw.id = id;
+    match answer {
+        NotificationAnswer::Value(value) => raw.val = value,
+        NotificationAnswer::Errno(errno) => raw.error = -errno,
+        NotificationAnswer::Continue => raw.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE,
+    }
+    const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
+    // SAFETY: the ioctl reads the 24-byte struct it is given.
+    let result = unsafe {
+        libc::ioctl(
+            listener.as_raw_fd(),
+            SECCOMP_IOCTL_NOTIF_SEND as _,
+            &mut raw,
+        )
+    };
+    check(result as libc::c_long).map(drop)
+}
+
+/// Answers a notification with a copy of a descriptor, closed on exec or not, whose number there becomes what the call
+/// returns.
+pub fn answer_with_descriptor(
+    listener: BorrowedFd<'_>,
+    id: u64,
+    fd: BorrowedFd<'_>,
+    close_on_exec: bool,
+) -> io::Result<()> {
+    // In one step with the answer: the caller cannot die in between and leave a descriptor behind (Linux 5.14).
+    const SECCOMP_ADDFD_FLAG_SEND: u32 = 2;
+    const SECCOMP_IOCTL_NOTIF_ADDFD: u64 = 0x4018_2103;
+    let raw = libc::seccomp_notif_addfd {
+        id,
+        flags: SECCOMP_ADDFD_FLAG_SEND,
+        srcfd: fd.as_raw_fd() as u32,
+        newfd: 0,
+        newfd_flags: if close_on_exec {
+            libc::O_CLOEXEC as u32
+        } else {
+            0
+        },
+    };
+    // SAFETY: the ioctl reads the 24-byte struct it is given.
+    let result = unsafe { libc::ioctl(listener.as_raw_fd(), SECCOMP_IOCTL_NOTIF_ADDFD as _, &raw) };
+    check(result as libc::c_long).map(drop)
+}
