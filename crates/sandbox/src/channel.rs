@@ -1,7 +1,9 @@
-//! The socket between the runner and the sandbox's init: one JSON message a packet, descriptors beside it.
+//! The control socket between the runner and the sandbox's init.
 //!
-//! The launcher, pid 1 and the forked child that becomes the program share one end; it is
-//! close-on-exec everywhere, so the program never holds it.
+//! Each packet carries one JSON message. Descriptors travel beside the message as `SCM_RIGHTS`.
+//!
+//! The launcher, pid 1 and the forked child that becomes the program share one end. That end is close-on-exec in each
+//! of them, so the program never holds it.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -17,63 +19,66 @@ use serde::{Deserialize, Serialize};
 use crate::outcome::{Exit, ResourceUsage, Stop};
 use crate::spec::Layer;
 
-/// No message is longer: the spec itself travels in a memory file.
+/// The longest message. The plan is larger and travels in a memory file.
 pub const MESSAGE_BYTES_MAX: usize = 16 * 1024;
-/// Spec, workspace, three streams, the attach files of every controller, and one to spare.
+/// The most descriptors in one message: plan, step log, workspace, three streams, counters, the attach files of every
+/// cgroup controller, and some to spare.
 pub const DESCRIPTORS_MAX: usize = 24;
 
-/// From the sandbox to the runner.
+/// A message from the sandbox to the runner.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SandboxReport {
-    /// The step failed; nothing of the program has run.
+    /// A launch step failed before the program was executed.
     Failed {
         step: String,
         errno: Option<i32>,
         detail: String,
     },
-    /// The program is about to be executed; the layers that are in force, and how.
+    /// The program is about to be executed. Lists the layers that are in force, each with the mechanism that holds it.
     Started { layers: Vec<(Layer, String)> },
-    /// The host pid of the sandbox's init, now a child of the runner.
+    /// The host pid of the sandbox's init, which is a child of the runner.
     Init { pid: i32 },
-    /// Carries the descriptor of a workspace that lives in memory; the runner fills it and says [`InitOrder::Filled`].
+    /// Carries the descriptor of a workspace in memory. The runner fills the workspace and answers with
+    /// [`InitOrder::Filled`].
     Workspace,
-    /// Carries the outer end of the program's terminal.
+    /// Carries the master side of the program's pseudo-terminal.
     Terminal,
-    /// Every process was sent SIGKILL, and some are not dead. Told a moment after the kill, and again while they are
-    /// dying: how the run ends is known by then, whenever the last of them is gone.
+    /// Every process was sent SIGKILL, and some are not dead yet. Init sends this report soon after the kill, and again
+    /// while it sees progress. The report already says how the run ended; only the last deaths are outstanding.
     Dying {
         exit: Option<Exit>,
         stop: Option<Stop>,
         usage: ResourceUsage,
     },
-    /// Everything is over inside.
+    /// The program has ended, and init has killed what was left.
     Ended {
         exit: Option<Exit>,
         stop: Option<Stop>,
         usage: ResourceUsage,
-        /// Init has no child left, and as pid 1 it would: nobody else is in there.
+        /// Whether init is the only process left in the pid namespace. Pid 1 inherits every orphan, so a pid 1 without
+        /// children is alone.
         alone: bool,
     },
 }
 
-/// From the runner to the sandbox's init.
+/// A message from the runner to the sandbox's init.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum InitOrder {
-    /// The workspace in memory has its inputs.
+    /// The runner has copied the inputs into the workspace in memory.
     Filled,
-    /// Whoever records the run knows of it: the program may be executed.
+    /// The caller has recorded the run, so the program may be executed.
     Go,
-    /// The program printed something: it is not idle.
+    /// The program printed something, so it is not idle.
     Active,
-    /// SIGTERM to all, the grace, then SIGKILL.
+    /// Send SIGTERM to every process, and SIGKILL when the grace has passed.
     Stop(Stop),
-    /// SIGKILL now, whatever was ordered before.
+    /// Send SIGKILL to every process now, regardless of earlier orders.
     Kill,
 }
 
-/// The two ends of such a socket.
+/// Makes a control socket and returns its two ends.
 pub fn pair() -> rustix::io::Result<(OwnedFd, OwnedFd)> {
     rustix::net::socketpair(
         rustix::net::AddressFamily::UNIX,
@@ -89,10 +94,12 @@ pub fn send<M: Serialize>(
     descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
     let bytes = serde_json::to_vec(message)?;
-    // A few small messages always fit; whoever does not take them for so long is not waited for.
+    // The socket's buffer holds many messages. A full buffer means that the peer has stopped reading, so do not wait
+    // for it.
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     if descriptors.is_empty() {
-        // Not by sendmsg: the program's filter, which this process may have by now, hands that over.
+        // Avoid sendmsg where no descriptors go along: this process may already have the program's seccomp filter,
+        // which hands sendmsg over to the broker.
         rustix::net::send(socket, &bytes, flags)?;
         return Ok(());
     }
@@ -105,14 +112,14 @@ pub fn send<M: Serialize>(
     Ok(())
 }
 
-/// Whether an empty socket is waited for.
+/// Whether [`receive`] waits for a message when the socket is empty.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     Block,
     No,
 }
 
-/// Receives one message; `None` when the other side is gone.
+/// Receives one message, or `None` when the peer has closed its end.
 pub fn receive<M: DeserializeOwned>(
     socket: BorrowedFd<'_>,
     wait: Wait,
@@ -125,14 +132,15 @@ pub fn receive<M: DeserializeOwned>(
             Wait::Block => RecvFlags::empty(),
             Wait::No => RecvFlags::DONTWAIT,
         };
-    let got = loop {
+    let received = loop {
         match rustix::net::recvmsg(
             socket,
             &mut [IoSliceMut::new(&mut bytes)],
             &mut ancillary,
             flags,
         ) {
-            // Told once, of one that ended and had not read everything; what it said before is still to be had.
+            // The kernel reports ECONNRESET once if the peer closed its end with unread messages. Messages that the
+            // peer sent are still readable, so retry.
             Err(rustix::io::Errno::INTR | rustix::io::Errno::CONNRESET) => continue,
             other => break other?,
         }
@@ -145,14 +153,14 @@ pub fn receive<M: DeserializeOwned>(
         })
         .flatten()
         .collect();
-    if got.bytes == 0 {
+    if received.bytes == 0 {
         return Ok(None);
     }
-    if got.flags.contains(ReturnFlags::TRUNC) {
+    if received.flags.contains(ReturnFlags::TRUNC) {
         return Err(io::Error::other("message too long"));
     }
     Ok(Some((
-        serde_json::from_slice(&bytes[..got.bytes])?,
+        serde_json::from_slice(&bytes[..received.bytes])?,
         descriptors,
     )))
 }
@@ -164,13 +172,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn last_words_are_heard_of_one_that_did_not_listen() {
+    fn messages_of_a_closed_peer_are_readable_after_a_connection_reset() {
         let (ours, theirs) = pair().unwrap();
         send(ours.as_fd(), &InitOrder::Go, &[]).unwrap();
         send(theirs.as_fd(), &SandboxReport::Workspace, &[]).unwrap();
         drop(theirs);
-        let heard = || receive::<SandboxReport>(ours.as_fd(), Wait::No).unwrap();
-        assert!(matches!(heard(), Some((SandboxReport::Workspace, _))));
-        assert!(heard().is_none(), "nobody is there any more");
+        let next = || receive::<SandboxReport>(ours.as_fd(), Wait::No).unwrap();
+        assert!(matches!(next(), Some((SandboxReport::Workspace, _))));
+        assert!(next().is_none(), "the peer is closed");
     }
 }

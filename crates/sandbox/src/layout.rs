@@ -1,19 +1,21 @@
-//! What is the same in every sandbox: the program's ids, its private directories, and which parts of the host it sees.
+//! Constants that are the same in every sandbox: the program's ids, its private directories, and the parts of the
+//! host it sees.
 
-/// Who the program is inside, always: the host's names and numbers are nobody's business there.
+/// The program's uid inside. It never varies, so that the program learns nothing about the host's users.
 pub const INSIDE_UID: u32 = 1000;
 pub const INSIDE_GID: u32 = 1000;
-/// The program's /tmp: private to the run, below the workspace on the host, and empty when seen there from inside.
+/// The directory in the workspace that holds the program's private /tmp. Inside, the program reaches it as /tmp;
+/// under this name it sees an empty directory.
 pub const HIDDEN_DIR: &str = ".fumehood";
-/// The program's home: in its private /tmp, so counted as disk and never collected.
+/// The program's home. It is in the private /tmp, so it counts as disk and is never collected.
 pub const INSIDE_HOME: &str = "/tmp/home";
 
-/// The system runtime (promise P3). A symlink on the host is the same symlink inside.
+/// The system runtime (promise P3). Where the host has a symlink, the sandbox has the same symlink.
 pub const SYSTEM_DIRS: [&str; 7] = [
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32",
 ];
 
-/// What of the host's /etc is shown, and why. Nothing here holds a credential.
+/// The entries of the host's /etc that the sandbox shows, each with its reason. None of them holds a credential.
 pub const ETC_ENTRIES: &[(&str, &str)] = &[
     ("ImageMagick-6", "policy and delegates of convert"),
     ("OpenCL", "which OpenCL drivers there are"),
@@ -65,5 +67,5 @@ pub const ETC_ENTRIES: &[(&str, &str)] = &[
     ("timezone", "the zone's name"),
 ];
 
-/// Devices that hold no state of anyone's.
+/// Devices through which nobody can reach another process's state.
 pub const DEVICE_NAMES: [&str; 5] = ["null", "zero", "full", "random", "urandom"];

@@ -4,31 +4,35 @@
 //!
 //! Up to five processes take part. Each holds no more privilege than its next step needs.
 //!
-//! - The *runner* calls [`supervise::spawn`]. It keeps the caller's identity, makes the pipes and the plan, and hands them to the
-//!   launcher. The launcher is either one that stands by since before the runner had read anything ([`standby`]), or our own binary
-//!   executed again with an empty environment and one socket.
-//! - The *launcher* ([`launch`]) enters the new namespaces and receives the plan and its descriptors over the socket. A launcher that
-//!   stood by is pid 1 from its birth; one that was executed starts pid 1 as a child of the runner, and exits.
+//! - The *runner* calls [`supervise::spawn`]. It keeps the caller's identity, makes the pipes and the plan, and hands
+//!   them to the launcher. Normally the launcher is a process that the runner forked as its very first act, before it
+//!   read any input ([`standby`]). Otherwise the launcher is our own binary, executed again with an empty environment
+//!   and one socket.
+//! - The *launcher* ([`launch`]) enters the new namespaces and receives the plan and its descriptors over the socket.
+//!   A standby launcher is pid 1 from its birth. An executed launcher starts pid 1 as a child of the runner, and
+//!   exits.
 //! - *Pid 1* completes the new root, gives up its privilege, makes itself unreachable, forks the child, and stays as the sandbox's
 //!   init (`inside::init`): it reaps, keeps every deadline, and watches the limits in a second thread. When pid 1 exits, the kernel
 //!   kills everything else in the pid namespace.
-//! - The *child* confines itself, layer upon layer, and executes the program.
-//! - The *broker* (`inside::broker`) is started by pid 1 at the first call that names a socket's address. It makes such calls on the
-//!   program's behalf.
+//! - The *child* confines itself, one layer after the other, and executes the program.
+//! - The *broker* (`inside::broker`) makes calls that name a socket's address on the program's behalf. Pid 1 starts it
+//!   at the first such call.
 //!
-//! The socket is the only channel between inside and outside (`channel`). It is close-on-exec, so the program never holds it. From the
-//! inside it carries the layers that hold, the step that failed, and how the run ended; from the outside it carries orders to start and
-//! to stop. Each step is written into a memory file before it is tried. How a run ended is therefore known from init's `wait` and
-//! from the cgroup's counters, never from anything the program says.
+//! The socket is the only channel between inside and outside (`channel`). It is close-on-exec, so the program never
+//! holds it. Inward it carries the orders to start and to stop. Outward it carries the layers in force, the step that
+//! failed, and how the run ended. Each process writes a step into a memory file before it tries the step, so a sudden
+//! death still names its step. How a run ended comes from init's `wait` and from the cgroup's counters, never from
+//! anything the program says.
 //!
-//! If the runner dies, init gets SIGKILL (PDEATHSIG) and an end-of-file on the socket, whichever comes first. If init dies, the kernel
-//! kills the pid namespace. Nothing else needs to be cleaned up for the processes to be gone.
+//! If the runner dies, init receives SIGKILL (PDEATHSIG) and an end-of-file on the socket, whichever comes first. If
+//! init dies, the kernel kills the pid namespace. The processes need no other clean-up.
 //!
-//! That is level `full`. At level `landlock` there are no namespaces and no new root. The *guardian* takes the place of pid 1: it runs
-//! the same code with another `ProcessSet`. The run's processes are its descendants, since it is their subreaper; it does not die with
-//! the runner but kills them all first; and it does for the program, on the workspace, what Landlock cannot judge
-//! (`inside::syscall_proxy`). Which level a host gives is found by building a miniature of it ([`probe`]); what holds at each level is
-//! a table ([`promises`]), which [`attack`] tries.
+//! All this describes level `full`. At level `landlock` there are no namespaces and no new root. The *guardian* takes
+//! the place of pid 1 and runs the same code with another `ProcessSet`. The guardian is a subreaper, so the run's
+//! processes are its descendants. When the runner dies, the guardian first kills all its descendants, and then exits.
+//! It also performs, on the program's behalf, those calls on the workspace that Landlock cannot judge
+//! (`inside::syscall_proxy`). The [`probe`] finds a host's level by building a miniature of each. A table says what
+//! holds at each level ([`promises`]), and [`attack`] tests that table.
 //!
 //! # Map
 //!
@@ -37,8 +41,8 @@
 //! | module | what it is | who runs it |
 //! |---|---|---|
 //! | `sys` | every raw system call, and /proc; the only `unsafe` | all |
-//! | [`spec`], [`outcome`] | a run as it is asked for, and how it ended | plain data |
-//! | `channel`, `step_report`, `layout`, `standby_slot` | messages on the socket; steps and layers; fixed paths and ids; the launcher that stands by | all |
+//! | [`spec`], [`outcome`] | the request for a run, and how the run ended | plain data |
+//! | `channel`, `step_report`, `layout`, `standby_slot` | messages on the socket; steps and layers; fixed paths and ids; the standby launcher's socket and pid | all |
 //! | `confine` | capabilities, Landlock, seccomp | the child |
 //! | `resources` | [`cgroup`], [`quota`], rlimits, CPUs | the runner and the child |
 //! | `plan` | what the runner hands to the launcher | the runner, the launcher |
@@ -46,11 +50,11 @@
 //! | [`launch`] | launcher, namespaces, mounts, the child's steps | the launcher, pid 1, the child |
 //! | [`supervise`] | start, streams, deadlines, outcome | the runner |
 //! | [`probe`] | which levels and mechanisms this host has | the caller |
-//! | [`attack`], [`promises`] | the escape battery, and what it must find | the attacker |
+//! | [`attack`], [`promises`] | the escape attempts, and their expected results | the attacker |
 //!
 //! # Example
 //!
-//! The caller's `main` gives the launcher its chance first, since the launcher is the same binary:
+//! The launcher is the same binary, so the caller's `main` first checks whether it was started as the launcher:
 //!
 //! ```no_run
 //! use std::os::fd::BorrowedFd;

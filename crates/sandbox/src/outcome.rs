@@ -1,8 +1,11 @@
-//! How a run ended, from kernel facts only: wait statuses, cgroup counters, our own timers.
+//! How a run ended.
+//!
+//! Every value comes from the kernel or from Fumehood's own timers (wait statuses, cgroup counters, deadlines), never
+//! from the program's output.
 
 use serde::{Deserialize, Serialize};
 
-/// How the program itself ended, exactly as the kernel told its parent.
+/// How the program itself ended, as the kernel reported it to the program's parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Exit {
@@ -10,7 +13,7 @@ pub enum Exit {
     Signal(i32),
 }
 
-/// Why Fumehood stopped the program, if it did.
+/// Why Fumehood stopped the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stop {
@@ -21,34 +24,36 @@ pub enum Stop {
     Disk,
     Files,
     Pids,
-    /// The run's share of the files that the whole host can have open.
+    /// The run passed its share of the host's table of open files.
     OpenFiles,
     Cancelled,
 }
 
-/// What was measured, summed over every process of the run.
+/// Resources that the run used, summed over all of its processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResourceUsage {
     pub wall_ms: u64,
     pub cpu_ms: u64,
     pub memory_peak_bytes: Option<u64>,
     pub pids_peak: Option<u64>,
-    /// The largest total seen by the disk watch, or the tmpfs's use at the end.
+    /// The largest total that the disk watch measured. For a workspace in memory, the largest use of the tmpfs.
     pub disk_bytes: u64,
     pub files: u64,
-    /// Processes that the kernel killed for want of memory within the run's limit.
+    /// How many processes of the run the kernel's out-of-memory killer killed at the run's own memory limit.
     pub oom_kills: u64,
-    /// Whether the program's own death by SIGKILL followed such a kill within a second. `None`: it did not die so, or
-    /// nobody saw the counter then.
+    /// Whether the program itself died of SIGKILL within a second after `oom_kills` rose. `None` if the program did not
+    /// die of SIGKILL, or if no counter could be read.
     pub oom_killed_main: Option<bool>,
 }
 
+/// How a run ended, and what it used.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
-    /// `None`: the program's end was never seen (its init was killed from outside, or cannot die).
+    /// `None` if init did not report the program's exit: init was killed from outside, or could not be killed.
     pub exit: Option<Exit>,
     pub stop: Option<Stop>,
     pub usage: ResourceUsage,
-    /// False: some process could not be shown dead in time. Nothing may be collected or removed yet.
+    /// Whether every process of the run is proved dead. While this is false, the workspace may be neither collected nor
+    /// removed.
     pub all_dead: bool,
 }

@@ -1,4 +1,4 @@
-//! What the runner hands to the launcher: the plan, and the descriptors beside it.
+//! What the runner hands to the launcher: the plan, and the descriptors that travel beside it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,30 +9,36 @@ use serde::{Deserialize, Serialize};
 use crate::resources::cgroup::CpuUnit;
 use crate::spec::{Hardness, Spec};
 
-/// What the launcher is told: the spec, which descriptors come with it, and what nobody else watches.
+/// The launcher's instructions: the spec, which optional descriptors come with it, and which limits init must watch itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchPlan {
     pub spec: Spec,
+    /// Whether a descriptor for standard input comes along.
     pub stdin: bool,
+    /// How many files come along that a process writes to in order to join the run's cgroup, one for each hierarchy.
     pub attach_files: usize,
-    /// Whether a directory comes along in which the program can be born; the first attach file is then for it.
+    /// Whether a cgroup directory comes along, for `CLONE_INTO_CGROUP`. The first attach file then belongs to the same
+    /// cgroup.
     pub group_directory: bool,
+    /// The unit of the cgroup's CPU counter, if that counter comes along.
     pub cpu_counter: Option<CpuUnit>,
-    /// Whether the counter of kills for want of memory comes along.
+    /// Whether the cgroup's counter of out-of-memory kills comes along.
     pub oom_counter: bool,
-    /// Watched: no cgroup holds it, so init sums it up.
+    /// `Watched` if no cgroup limits memory: init then sums up the memory of the run's processes.
     pub memory: Hardness,
-    /// Watched: neither a cgroup nor a user namespace holds it, so init counts.
+    /// `Watched` if neither a cgroup nor RLIMIT_NPROC limits the number of processes exactly: init then counts them.
     pub pids: Hardness,
-    /// As many CPUs as were granted, so that programs which count them count right.
+    /// To how many CPUs to pin the program. This is the number of CPUs granted, so that a program that counts its CPUs
+    /// starts as many threads as it can use.
     pub pin_to_cpus: usize,
-    /// Where no cgroup limits the CPUs, the pinning does, and cannot be undone from inside.
+    /// Whether the program may not change its CPU affinity. True where no cgroup limits the CPUs, so that the pinning
+    /// is the limit.
     pub pinned_for_good: bool,
 }
 
-/// Descriptors beside the plan, in the order in which they travel.
+/// The descriptors beside the plan, in the order in which they travel.
 pub struct PlanDescriptors {
-    /// `None`: the sandbox's own /dev/null, which the program may also reopen.
+    /// `None` for the sandbox's own /dev/null, which the program can also reopen by path.
     pub stdin: Option<OwnedFd>,
     pub stdout: OwnedFd,
     pub stderr: OwnedFd,
@@ -43,7 +49,7 @@ pub struct PlanDescriptors {
     pub group_directory: Option<OwnedFd>,
 }
 
-/// The plan as nobody can change it any more.
+/// Writes the plan into a sealed memory file, which no process can change afterwards.
 pub fn write_sealed(plan: &LaunchPlan) -> io::Result<OwnedFd> {
     let fd = rustix::fs::memfd_create(
         c"fumehood-plan",

@@ -1,19 +1,20 @@
-//! What holds at which level, act by act: the table of SECURITY.md, which the tests and `doctor --attack` assert.
+//! The table of SECURITY.md: for each forbidden act, what happens at each level. The tests and `doctor --attack`
+//! assert exactly this table.
 //!
-//! At level `full` every act below is refused. At level `landlock` the program sees the host's own tree, and what
-//! Landlock cannot refuse is refused by seccomp, done by the guardian in the program's place, or not held. Each
-//! act is an attack of the same name in `attack/`.
+//! At level `full` every act below fails. At level `landlock` the program sees the host's own tree. Where Landlock
+//! cannot refuse an act, either seccomp refuses it, or the guardian performs a harmless form of it in the program's
+//! place, or the promise is not kept. For each act there is an attack of the same name in `attack/`.
 
 use crate::spec::ConfinementLevel;
 
-/// What becomes of an act.
+/// Whether an act fails, and at what cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PromiseStatus {
     /// The act fails, and ordinary programs notice nothing.
     Kept,
-    /// The act fails because a feature is gone that ordinary programs may miss: this one.
+    /// The act fails because the sandbox refuses this feature, which ordinary programs may miss.
     KeptByRefusing(&'static str),
-    /// The act succeeds, or may: this is why.
+    /// The act succeeds, or may succeed, for this reason.
     NotKept(&'static str),
 }
 
@@ -23,29 +24,30 @@ impl PromiseStatus {
     }
 }
 
-/// One act, the promise that it would break, and what becomes of it at level `landlock`.
+/// One act, the promise that it would break, and its status at level `landlock`.
 pub struct Act {
     pub promise: &'static str,
     /// The attack's name.
     pub name: &'static str,
-    /// From which Landlock ABI on; the last entry that is not above the kernel's holds. The first is for ABI 1.
+    /// The status by Landlock ABI: each entry holds from its ABI on, up to the next entry. The first entry is for ABI
+    /// 1.
     landlock: &'static [(i32, PromiseStatus)],
 }
 
 impl Act {
-    /// What becomes of it at level `landlock`, in words, by Landlock ABI where that matters.
+    /// Describes the status at level `landlock` in words, by Landlock ABI where the ABI matters.
     pub fn at_landlock(&self) -> String {
-        let words = |held: PromiseStatus| match held {
+        let describe = |status: PromiseStatus| match status {
             PromiseStatus::Kept => String::from("held"),
             PromiseStatus::KeptByRefusing(what) => format!("held by refusing {what}"),
             PromiseStatus::NotKept(why) => format!("**not held**: {why}"),
         };
-        let row = |(n, (from, held)): (usize, &(i32, PromiseStatus))| match self.landlock.get(n + 1)
-        {
-            Some((next, _)) => format!("ABI {from} to {}: {}", next - 1, words(*held)),
-            None if n > 0 => format!("from ABI {from}: {}", words(*held)),
-            None => words(*held),
-        };
+        let row =
+            |(n, (from, status)): (usize, &(i32, PromiseStatus))| match self.landlock.get(n + 1) {
+                Some((next, _)) => format!("ABI {from} to {}: {}", next - 1, describe(*status)),
+                None if n > 0 => format!("from ABI {from}: {}", describe(*status)),
+                None => describe(*status),
+            };
         let rows: Vec<String> = self.landlock.iter().enumerate().map(row).collect();
         rows.join("; ")
     }
@@ -153,16 +155,16 @@ pub const ACTS: &[Act] = &[
     act("P13", "hard_links", KEPT),
 ];
 
-/// What becomes of an act at a level, on a kernel with this Landlock ABI.
+/// Returns the status of an act at a level, on a kernel with this Landlock ABI.
 pub fn promise_status(act: &Act, level: ConfinementLevel, landlock_abi: i32) -> PromiseStatus {
     match level {
         ConfinementLevel::Full => PromiseStatus::Kept,
         ConfinementLevel::Landlock => {
             let rows = act.landlock.iter().rev();
-            let mut fitting = rows.filter(|(from, _)| *from <= landlock_abi.max(1));
-            fitting
+            let mut applicable = rows.filter(|(from, _)| *from <= landlock_abi.max(1));
+            applicable
                 .next()
-                .map_or(PromiseStatus::Kept, |(_, held)| *held)
+                .map_or(PromiseStatus::Kept, |(_, status)| *status)
         }
     }
 }
@@ -181,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn the_row_of_the_kernel_decides() {
+    fn the_status_follows_the_kernels_landlock_abi() {
         let signal = ACTS.iter().find(|a| a.name == "signal_others");
         let at = |abi| signal.map(|act| promise_status(act, ConfinementLevel::Landlock, abi));
         assert_eq!(at(5), Some(NO_FOREIGN_SIGNALS));

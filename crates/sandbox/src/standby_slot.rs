@@ -1,35 +1,36 @@
-//! The one launcher that stands by, if there is one: the socket to it, and its pid.
+//! The standby launcher of this process, if there is one.
 //!
-//! The runner forks it (`launch/standby.rs`) and takes it for its run. It is held here, below both, because whoever moves
-//! this process into another control group must send it away first.
+//! `launch/standby.rs` forks the standby launcher before the runner does anything else, and the runner uses it for its
+//! run. The slot is a module of its own below `launch` because `resources/cgroup` also needs it: before this process
+//! moves into another cgroup it must end the standby launcher, which was forked in the old cgroup.
 
 use std::os::fd::OwnedFd;
 use std::sync::Mutex;
 
 use rustix::process::{Pid, Signal, WaitOptions};
 
-/// The one that waits, if any: the socket to it, and its pid.
+/// The control socket and the pid of the standby launcher.
 static STANDBY: Mutex<Option<(OwnedFd, Pid)>> = Mutex::new(None);
 
-/// Keeps a launcher that was just forked.
+/// Stores a launcher that was just forked.
 pub fn put(socket: OwnedFd, pid: Pid) {
     if let Ok(mut standby) = STANDBY.lock() {
         *standby = Some((socket, pid));
     }
 }
 
-/// Takes it, whether or not it still lives.
+/// Takes the launcher out of the slot. The launcher may have died.
 pub fn take() -> Option<(OwnedFd, Pid)> {
     STANDBY.lock().ok()?.take()
 }
 
-/// Its pid.
+/// The pid of the standby launcher.
 pub fn pid() -> Option<u32> {
     let standby = STANDBY.lock().ok()?;
     u32::try_from(standby.as_ref()?.1.as_raw_nonzero().get()).ok()
 }
 
-/// Sends it away: what it was born into is not where runs are to be any more.
+/// Ends the standby launcher, because the cgroup in which it was forked is no longer the one for runs.
 pub fn dismiss() {
     let standby = STANDBY.lock().ok().and_then(|mut standby| standby.take());
     if let Some(standby) = standby {
@@ -37,10 +38,10 @@ pub fn dismiss() {
     }
 }
 
-/// Also of one that somebody has stopped.
+/// Kills and reaps a launcher. SIGKILL also ends a launcher that somebody has stopped with SIGSTOP.
 pub fn end((socket, pid): (OwnedFd, Pid)) {
     drop(socket);
-    // Not reaped by anybody else, so the number is still its own.
+    // Only this process reaps the launcher, so its pid cannot have been reused.
     let _ = rustix::process::kill_process(pid, Signal::KILL);
     while matches!(
         rustix::process::waitpid(Some(pid), WaitOptions::empty()),

@@ -1,5 +1,8 @@
-//! What the processes inside tell the runner while they build the sandbox: the step they are in, the layers in force, and the
+//! How the processes that build the sandbox report to the runner: the step in progress, the layers in force, and the
 //! step that failed.
+//!
+//! Each step is written to the *step log*, a memory file that the runner shares, before it is tried. If the launcher
+//! dies without a report, the log's last line names the step it died in.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -9,19 +12,19 @@ use crate::channel::{self, InitOrder, MESSAGE_BYTES_MAX, SandboxReport, Wait};
 use crate::spec::Layer;
 use crate::sys::monotonic_us;
 
-/// Says what is being done, and what went wrong, from inside.
+/// Reports steps, layers and failures from inside the sandbox to the runner.
 pub struct Reporter {
     socket: OwnedFd,
     step: String,
-    /// Where steps are written down, once there is a plan: if nothing follows, that is where it died.
+    /// The step log. It arrives with the plan.
     step_log: Option<OwnedFd>,
-    /// Those before.
+    /// Log lines of the steps before the step log arrived.
     unsent_log: String,
-    /// Those that this process, or one that it was forked from, has put in force.
+    /// The layers that this process, or a process that it was forked from, has put in force.
     layers: Vec<(Layer, String)>,
 }
 
-/// What was written down: each step, and when it was begun, by [`monotonic_us`].
+/// Reads the step log: each step, and the [`monotonic_us`] time at which it began.
 pub fn read_step_log(step_log: BorrowedFd<'_>) -> Vec<(String, u64)> {
     const STEP_LOG_BYTES_MAX: usize = 64 << 10;
     let mut bytes = vec![0u8; STEP_LOG_BYTES_MAX];
@@ -34,7 +37,7 @@ pub fn read_step_log(step_log: BorrowedFd<'_>) -> Vec<(String, u64)> {
     text.lines().filter_map(entry).collect()
 }
 
-/// A step that failed: its errno where the kernel gave one, and what it was working on.
+/// Why a step failed: the kernel's errno, if it gave one, and what the step was doing.
 #[derive(Debug)]
 pub struct LaunchStepError {
     pub errno: Option<i32>,
@@ -50,7 +53,7 @@ impl LaunchStepError {
     }
 }
 
-/// Adds to an error what it was about.
+/// Turns an error into a [`LaunchStepError`] that says what was being done.
 pub trait StepContext<T> {
     fn during(self, what: impl FnOnce() -> String) -> Result<T, LaunchStepError>;
 }
@@ -85,8 +88,9 @@ impl Reporter {
         }
     }
 
+    /// Starts writing to the step log, with the steps so far.
     pub fn open_log(&mut self, step_log: OwnedFd) {
-        // The log is only for people; a full memory file costs nothing else.
+        // The log is only a diagnostic, so a failed write does not stop the launch.
         let _ = rustix::io::write(&step_log, self.unsent_log.as_bytes());
         self.step_log = Some(step_log);
     }
@@ -95,20 +99,21 @@ impl Reporter {
         self.socket.as_fd()
     }
 
-    /// Writes down what is about to be done. Nobody is woken by it: the runner reads it when it needs to know.
+    /// Logs the step that is about to be tried. This does not wake the runner, which reads the log only when it needs it.
     pub fn begin_step(&mut self, step: &str) {
         step.clone_into(&mut self.step);
         let entry = format!("{} {step}\n", monotonic_us());
         match &self.step_log {
             Some(step_log) => {
-                // The log is only for people; a full memory file costs nothing else.
+                // The log is only a diagnostic, so a failed write does not stop the launch.
                 let _ = rustix::io::write(step_log, entry.as_bytes());
             }
             None => self.unsent_log.push_str(&entry),
         }
     }
 
-    /// For a process beside the one that goes on with the steps.
+    /// Names the step for error reports without logging it. For a process that works in parallel to the one whose steps
+    /// are logged.
     pub fn set_step_unlogged(&mut self, step: &str) {
         step.clone_into(&mut self.step);
     }
@@ -121,15 +126,15 @@ impl Reporter {
         self.layers.push((layer, how.to_owned()));
     }
 
-    /// Everything is in force. The runner may be gone; then there is nobody to tell, and init will notice.
+    /// Reports that all layers are in force. If the runner is gone the message is lost, and init notices the closed socket.
     pub fn send_started(&self) {
         let layers = self.layers.clone();
         self.send(&SandboxReport::Started { layers }, &[]);
     }
 
-    /// The operator's floor: what has not been put in force by now is not.
+    /// Checks the operator's floor. To be called after the last layer: fails if a required layer is not in force.
     pub fn require_layers(&self, required: &BTreeSet<Layer>) -> Result<(), LaunchStepError> {
-        let missing = |layer: &&Layer| self.layers.iter().all(|(there, _)| there != *layer);
+        let missing = |layer: &&Layer| self.layers.iter().all(|(in_force, _)| in_force != *layer);
         match required.iter().find(missing) {
             None => Ok(()),
             Some(missing) => Err(LaunchStepError::new(format!(
@@ -139,13 +144,14 @@ impl Reporter {
         }
     }
 
+    /// Sends a report. An error is ignored: it means that the runner is gone, and init notices the closed socket.
     pub fn send(&self, report: &SandboxReport, descriptors: &[BorrowedFd<'_>]) {
         let _ = channel::send(self.socket(), report, descriptors);
     }
 
     pub fn send_failure(&self, error: LaunchStepError) {
         let mut detail = error.detail;
-        // As JSON each byte may become six.
+        // JSON may escape one byte as six, and the whole message must fit.
         detail.truncate(detail.floor_char_boundary(MESSAGE_BYTES_MAX / 8));
         self.send(
             &SandboxReport::Failed {

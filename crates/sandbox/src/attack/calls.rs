@@ -1,4 +1,4 @@
-//! The battery's calls that neither std nor rustix has, each with its arguments laid out as the kernel takes them.
+//! Calls of the attacks that neither std nor rustix wraps, with their arguments laid out as the kernel expects them.
 
 use std::ffi::CStr;
 use std::io;
@@ -6,9 +6,9 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use crate::sys::{Arg, Call, ForkSide, attempt};
 
-/// SIGALRM after this long.
+/// Makes the kernel send SIGALRM to this process after `seconds`.
 pub fn alarm(seconds: u64) -> io::Result<()> {
-    // struct itimerval: how often again, then how long until the first.
+    // struct itimerval: first the interval, then the time until the first signal.
     let mut timer = [0u8; 32];
     timer[16..24].copy_from_slice(&seconds.to_ne_bytes());
     attempt(
@@ -18,14 +18,14 @@ pub fn alarm(seconds: u64) -> io::Result<()> {
     .map(drop)
 }
 
-/// The beginning of whatever file stands behind a number, if one does.
+/// Reads the start of the file behind a descriptor number, if the number is open.
 pub fn read_inherited(number: RawFd, into: &mut [u8]) -> io::Result<usize> {
     let (fd, most) = (Arg::Number(number.into()), Arg::Number(into.len() as i64));
     let args = &mut [fd, Arg::Bytes(into), most, Arg::Number(0)];
     attempt(Call::PREAD, args).map(|n| n as usize)
 }
 
-/// Has the kernel send a process (below zero: a group) this signal whenever the descriptor becomes ready.
+/// Makes the kernel send this signal to a process (or group, if negative) whenever the descriptor becomes ready.
 pub fn signal_owner(of: BorrowedFd<'_>, pid: i32, signal: i32) -> io::Result<()> {
     const F_SETSIG: i32 = 10;
     for (command, value) in [
@@ -40,15 +40,16 @@ pub fn signal_owner(of: BorrowedFd<'_>, pid: i32, signal: i32) -> io::Result<()>
     Ok(())
 }
 
-/// Copies from one descriptor to another, by their numbers: another thread may close either meanwhile.
+/// Copies from one descriptor to another. Takes numbers, because another thread may close either descriptor
+/// meanwhile.
 pub fn send_file(to: RawFd, from: RawFd, bytes: usize) -> io::Result<usize> {
     let (to, from) = (Arg::Number(to.into()), Arg::Number(from.into()));
     let args = &mut [to, from, Arg::Number(0), Arg::Number(bytes as i64)];
     attempt(Call::SENDFILE, args).map(|n| n as usize)
 }
 
-/// Puts a byte into a terminal's input as if it had been typed.
-pub fn type_into(terminal: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
+/// Injects a byte into a terminal's input as if it had been typed (TIOCSTI).
+pub fn inject_byte(terminal: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     let (fd, command) = (terminal.as_raw_fd().into(), libc::TIOCSTI as i64);
     let args = &mut [
         Arg::Number(fd),
@@ -58,11 +59,11 @@ pub fn type_into(terminal: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     attempt(Call::IOCTL, args).map(drop)
 }
 
-/// An open message queue, for as long as the process lives.
+/// An open message queue. It stays open until the process exits.
 pub struct OpenQueue(i64);
 
 impl OpenQueue {
-    /// A new one is open to all.
+    /// Opens a queue. A new queue is open to all users.
     pub fn open(name: &CStr, flags: libc::c_int) -> io::Result<OpenQueue> {
         let flags = Arg::Number((flags | libc::O_CLOEXEC | libc::O_NONBLOCK).into());
         let args = &mut [Arg::Text(name), flags, Arg::Number(0o666), Arg::Number(0)];
@@ -82,22 +83,23 @@ impl OpenQueue {
     }
 }
 
-/// A fork into namespaces of its own.
+/// Forks with clone into new namespaces.
 pub fn clone_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
     let flags = Arg::Number((namespaces | libc::SIGCHLD).into());
-    attempt(Call::CLONE, &mut [flags]).map(forked)
+    attempt(Call::CLONE, &mut [flags]).map(fork_side)
 }
 
+/// Forks with clone3 into new namespaces.
 pub fn clone3_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
-    // struct clone_args: the flags first, the signal fifth, of eight.
+    // struct clone_args has eight fields: the flags are the first, the exit signal is the fifth.
     let mut args = [0u8; 64];
     args[..4].copy_from_slice(&namespaces.to_ne_bytes());
     args[32..36].copy_from_slice(&libc::SIGCHLD.to_ne_bytes());
     let args = &mut [Arg::Bytes(&mut args), Arg::Number(64)];
-    attempt(Call::CLONE3, args).map(forked)
+    attempt(Call::CLONE3, args).map(fork_side)
 }
 
-fn forked(pid: i64) -> ForkSide {
+fn fork_side(pid: i64) -> ForkSide {
     match pid {
         0 => ForkSide::Child,
         child => ForkSide::Parent {

@@ -1,4 +1,4 @@
-//! Attacks on files: change, read, list, measure and lock what is not the program's own.
+//! Attacks on files: change, read, list, measure and lock files that are not the program's own.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -10,30 +10,35 @@ use rustix::fs::{
     AtFlags, CWD, FlockOperation, Mode, OFlags, Timespec, Timestamps, UTIME_NOW, XattrFlags,
 };
 
-use super::{AttackAim, AttackFailure, AttackResult, LINKED_NAME_PREFIX, any_of, beside, c_path};
+use super::{
+    AttackAim, AttackFailure, AttackResult, LINKED_NAME_PREFIX, any_of, c_path, with_suffix,
+};
 use crate::sys::{self, Arg, Call};
 
-/// Every target in turn; each is another way to the same file.
-fn each(aim: &AttackAim<'_>, mut attempt: impl FnMut(&Path) -> AttackResult) -> AttackResult {
-    let mut got = Vec::new();
-    let mut not = Vec::new();
+/// Attempts the attack on every target. Each target is another path to the same file.
+fn try_each_path(
+    aim: &AttackAim<'_>,
+    mut attempt: impl FnMut(&Path) -> AttackResult,
+) -> AttackResult {
+    let mut successes = Vec::new();
+    let mut refusals = Vec::new();
     for path in aim.paths() {
         match attempt(path) {
-            Ok(what) => got.push(format!("{}: {what}", path.display())),
+            Ok(what) => successes.push(format!("{}: {what}", path.display())),
             Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                not.push(format!("{} {why}", path.display()));
+                refusals.push(format!("{} {why}", path.display()));
             }
         }
     }
-    match got.is_empty() {
-        false => Ok(got.join("; ")),
-        true => Err(AttackFailure::Refused(not.join(", "))),
+    match successes.is_empty() {
+        false => Ok(successes.join("; ")),
+        true => Err(AttackFailure::Refused(refusals.join(", "))),
     }
 }
 
-/// The content of a file, or which files there are.
+/// Changes the content of a file, or the entries of its directory.
 pub fn change(aim: &AttackAim<'_>) -> AttackResult {
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let mut overwrite = || {
             let mut file = OpenOptions::new().write(true).open(path)?;
             file.write_all(aim.mark.as_bytes())?;
@@ -45,16 +50,16 @@ pub fn change(aim: &AttackAim<'_>) -> AttackResult {
             Ok("written".into())
         };
         let mut create = || {
-            std::fs::write(beside(path, ".new"), aim.mark)?;
+            std::fs::write(with_suffix(path, ".new"), aim.mark)?;
             Ok("made".into())
         };
         let mut directory = || {
-            std::fs::create_dir(beside(path, ".dir"))?;
+            std::fs::create_dir(with_suffix(path, ".dir"))?;
             Ok("made".into())
         };
         let mut rename = || {
-            std::fs::rename(path, beside(path, ".moved"))?;
-            std::fs::rename(beside(path, ".moved"), path)?;
+            std::fs::rename(path, with_suffix(path, ".moved"))?;
+            std::fs::rename(with_suffix(path, ".moved"), path)?;
             Ok("done".into())
         };
         let mut remove = || {
@@ -72,9 +77,9 @@ pub fn change(aim: &AttackAim<'_>) -> AttackResult {
     })
 }
 
-/// A new file, where there was none.
+/// Makes a new file at each target.
 pub fn create(aim: &AttackAim<'_>) -> AttackResult {
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
         file.write_all(aim.mark.as_bytes())?;
         Ok("made".into())
@@ -82,7 +87,7 @@ pub fn create(aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn truncate(aim: &AttackAim<'_>) -> AttackResult {
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let name = c_path(path)?;
         let mut by_name = || {
             sys::attempt(Call::TRUNCATE, &mut [Arg::Text(&name), Arg::Number(0)])?;
@@ -102,7 +107,7 @@ pub fn truncate(aim: &AttackAim<'_>) -> AttackResult {
 
 pub fn change_mode(aim: &AttackAim<'_>) -> AttackResult {
     let mode = || std::fs::Permissions::from_mode(0o640);
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let name = c_path(path)?;
         let mut by_name = || {
             std::fs::set_permissions(path, mode())?;
@@ -141,7 +146,7 @@ pub fn change_times(aim: &AttackAim<'_>) -> AttackResult {
     set_times(aim, long_ago)
 }
 
-/// Who may write to a file may do no more with its times, and everybody may write to some devices.
+/// Sets the times to now. A process that may write to a file may do this, and everybody may write to some devices.
 pub fn set_times_to_now(aim: &AttackAim<'_>) -> AttackResult {
     let now = Timespec {
         tv_sec: 0,
@@ -155,7 +160,7 @@ fn set_times(aim: &AttackAim<'_>, time: Timespec) -> AttackResult {
         last_access: time,
         last_modification: time,
     };
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let mut by_name = || {
             rustix::fs::utimensat(CWD, path, &times, AtFlags::empty())?;
             Ok("done".into())
@@ -173,7 +178,7 @@ fn set_times(aim: &AttackAim<'_>, time: Timespec) -> AttackResult {
 
 pub fn change_attributes(aim: &AttackAim<'_>) -> AttackResult {
     let (name, value) = ("user.fumehood", aim.mark.as_bytes());
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let mut by_name = || {
             rustix::fs::setxattr(path, name, value, XattrFlags::empty())?;
             Ok("set".into())
@@ -189,10 +194,10 @@ pub fn change_attributes(aim: &AttackAim<'_>) -> AttackResult {
     })
 }
 
-/// A name of one's own for a file of somebody else's: through it the file could be changed, or kept.
+/// Gives somebody else's file a name of the attacker's own, through which the file could be changed, or kept alive.
 pub fn link(aim: &AttackAim<'_>) -> AttackResult {
     let own = format!("linked-{}", aim.mark);
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let mut by_name = || {
             std::fs::hard_link(path, &own)?;
             Ok("made".into())
@@ -217,14 +222,14 @@ pub fn link(aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn read(aim: &AttackAim<'_>) -> AttackResult {
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let content = std::fs::read(path)?;
         Ok(String::from_utf8_lossy(&content).into_owned())
     })
 }
 
 pub fn list(aim: &AttackAim<'_>) -> AttackResult {
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let names = std::fs::read_dir(path)?.flatten().map(|e| e.file_name());
         let names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).collect();
         Ok(names.join(" "))
@@ -232,14 +237,15 @@ pub fn list(aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn size(aim: &AttackAim<'_>) -> AttackResult {
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         Ok(format!("size {}", std::fs::metadata(path)?.size()))
     })
 }
 
-/// The caller holds the lock. Whoever meets it could as well have taken it first and kept the caller waiting.
+/// Tries to lock a file that the caller has locked. If the attacker sees that lock, it could also have taken the lock
+/// first and kept the caller waiting.
 pub fn lock(aim: &AttackAim<'_>) -> AttackResult {
-    each(aim, |path| {
+    try_each_path(aim, |path| {
         let file = File::open(path)?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => Ok("met the lock that the host holds".into()),
@@ -251,8 +257,8 @@ pub fn lock(aim: &AttackAim<'_>) -> AttackResult {
     })
 }
 
-/// Everything that a collector which follows names would carry out: links to the secret, straight and roundabout,
-/// through directories and descriptors; things that stall whoever opens them; and names that lead up.
+/// Makes entries that betray a collector which follows names: direct and indirect links to the secret, through
+/// directories and descriptors; files that block a reader; and names that lead upwards.
 pub fn farm(aim: &AttackAim<'_>) -> AttackResult {
     let paths = aim.paths();
     let [secret, directory] = paths[..] else {
@@ -280,12 +286,12 @@ pub fn farm(aim: &AttackAim<'_>) -> AttackResult {
     symlink("loop", "farm/loop")?;
     symlink(secret, "result.json")?;
     let owner = Mode::from_raw_mode(0o600);
-    // A reader of either would wait for ever; where they cannot be made, there is nothing to wait for.
+    // A reader of a FIFO or socket would wait forever. Where they cannot be made, this part of the attack is void.
     let _ = rustix::fs::mknodat(CWD, "farm/fifo", rustix::fs::FileType::Fifo, owner, 0);
     let _listener = std::os::unix::net::UnixListener::bind("farm/socket");
-    // Refused across file systems.
+    // The kernel refuses a hard link across file systems.
     let _ = std::fs::hard_link(secret, "farm/hard.txt");
-    // The control of the collector: an ordinary file, which is to come out.
+    // The collector's control: an ordinary file, which must be collected.
     let mut ordinary = OpenOptions::new();
     let ordinary = ordinary.write(true).create_new(true).mode(0o600);
     ordinary
@@ -294,7 +300,8 @@ pub fn farm(aim: &AttackAim<'_>) -> AttackResult {
     Ok("grown".into())
 }
 
-/// One file under many names. Who counts its bytes once and copies every name copies far more than was counted.
+/// Makes one file with many names. A collector that counts its bytes once and copies every name copies far more than
+/// it counted.
 pub fn hard_links(_aim: &AttackAim<'_>) -> AttackResult {
     const NAMES: usize = 16;
     const BYTES: usize = 256 << 10;

@@ -1,4 +1,4 @@
-//! Attacks on what the kernel keeps for everybody: memory that it charges to nobody, and what it tells of others.
+//! Attacks on kernel state that all users share: memory that is charged to nobody, and information about other users.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::AsRawFd;
@@ -10,18 +10,18 @@ use rustix::net::{AddressFamily, SendFlags, SocketType};
 use super::{AttackAim, AttackResult, any_of};
 use crate::sys::{self, Arg, Call};
 
-/// Hears of what is opened and started in a directory of the system.
+/// Watches what is opened and executed in a directory of the system.
 pub fn watch_system(_aim: &AttackAim<'_>) -> AttackResult {
-    const SYSTEM_DIRS: &str = "/usr/bin";
+    const SYSTEM_DIR: &str = "/usr/bin";
     let mut inotify = || {
         let watch = rustix::fs::inotify::init(CreateFlags::CLOEXEC)?;
-        rustix::fs::inotify::add_watch(&watch, SYSTEM_DIRS, WatchFlags::OPEN)?;
+        rustix::fs::inotify::add_watch(&watch, SYSTEM_DIR, WatchFlags::OPEN)?;
         Ok("it is watched".into())
     };
     let mut notify = || {
         let directory =
-            rustix::fs::open(SYSTEM_DIRS, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-        // No event is asked for: the default for any would be to end this process.
+            rustix::fs::open(SYSTEM_DIR, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        // Requests no event: the default action of the signal would end this process.
         let numbers = [directory.as_raw_fd(), libc::F_NOTIFY, 0];
         sys::attempt(Call::FCNTL, &mut numbers.map(|n| Arg::Number(n.into())))?;
         Ok("it would be told".into())
@@ -29,9 +29,9 @@ pub fn watch_system(_aim: &AttackAim<'_>) -> AttackResult {
     any_of(&mut [("inotify", &mut inotify), ("F_NOTIFY", &mut notify)])
 }
 
-/// One object of each kind that a memory cgroup is not charged for; as many as wanted could follow.
+/// Makes one object of each kind that is not charged to a memory cgroup. An attacker could make any number of them.
 pub fn uncharged_memory(_aim: &AttackAim<'_>) -> AttackResult {
-    let mut half_a_datagram = || {
+    let mut unfinished_datagram = || {
         let socket = rustix::net::socket(AddressFamily::INET, SocketType::DGRAM, None)?;
         let nobody = SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9);
         rustix::net::sendto(&socket, &[0; 1 << 15], SendFlags::MORE, &nobody)?;
@@ -43,7 +43,7 @@ pub fn uncharged_memory(_aim: &AttackAim<'_>) -> AttackResult {
         Ok("from the host's pool".into())
     };
     let mut policy = || {
-        // Of no page: who may set this one may set others.
+        // The range is empty: if this call is allowed, a real range is allowed too.
         sys::attempt(Call::MBIND, &mut [const { Arg::Number(0) }; 6])?;
         Ok("a policy".into())
     };
@@ -55,7 +55,7 @@ pub fn uncharged_memory(_aim: &AttackAim<'_>) -> AttackResult {
         Ok("it takes pages".into())
     };
     any_of(&mut [
-        ("half a datagram", &mut half_a_datagram),
+        ("half a datagram", &mut unfinished_datagram),
         ("huge pages", &mut huge_pages),
         ("mbind", &mut policy),
         ("vmsplice", &mut pages_in_pipe),

@@ -1,6 +1,6 @@
-//! Attacks on the host's resources, and on the end of a run. Each is bounded by itself, because unconfined nothing
-//! else bounds it, and every process that it starts dies with the one that started it, but for the daemons, which are
-//! meant to stay and give up after a minute.
+//! Attacks on the host's resources, and on the end of a run. Each attack bounds itself, because nothing else bounds
+//! it in the unconfined control. Every process that an attack starts dies with its parent, except the daemons, which
+//! are meant to stay and exit after a minute.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -9,11 +9,12 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, WaitOptions};
 use rustix::thread::CpuSet;
 
-use super::{AttackAim, AttackFailure, AttackResult, say};
+use super::{AttackAim, AttackFailure, AttackResult, print_unbuffered};
 use crate::sys::{self, ForkSide};
 
-/// How long what was taken must be held to count: a watch that looks ten times a second has long looked.
-const HELD_FOR: Duration = Duration::from_millis(1500);
+/// How long an attack must hold a resource to count as successful: a watch that checks ten times a second has checked
+/// by then.
+const HOLD_TIME: Duration = Duration::from_millis(1500);
 const PROCESSES: usize = 300;
 const MEMORY_SHARES: usize = 4;
 const MEMORY_SHARE_BYTES: usize = 64 << 20;
@@ -22,19 +23,19 @@ const FILES: usize = 800;
 const LOG_BYTES: usize = 4 << 20;
 const OOM_CHILDREN: u32 = 4;
 const OOM_CHILD_BYTES: usize = 128 << 20;
-/// Their page tables take 80 MiB in all.
+/// The page tables of all these children take 80 MiB.
 const SLOW_CHILDREN: usize = 40;
 const SLOW_CHILD_MAPS: usize = 1 << 30;
-const DAEMON_FOR: Duration = Duration::from_secs(60);
+const DAEMON_LIFETIME: Duration = Duration::from_secs(60);
 
 /// Starts a process that dies with this one.
-fn start(act: impl FnOnce()) -> Result<Option<Pid>, AttackFailure> {
+fn start_child(act: impl FnOnce()) -> Result<Option<Pid>, AttackFailure> {
     let parent = rustix::process::getpid();
     match sys::fork_threaded()? {
         ForkSide::Parent { child } => Ok(Pid::from_raw(child)),
         ForkSide::Child => {
             let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
-            // It may have died before that was asked for.
+            // The parent may have died before the death signal was set.
             if rustix::process::getppid() == Some(parent) {
                 act();
             }
@@ -43,18 +44,18 @@ fn start(act: impl FnOnce()) -> Result<Option<Pid>, AttackFailure> {
     }
 }
 
-/// How many of them somebody has ended.
-fn ended(children: &[Pid]) -> usize {
-    let gone = |child: &&Pid| {
+/// Returns how many of the children have been ended by others.
+fn count_ended(children: &[Pid]) -> usize {
+    let has_ended = |child: &&Pid| {
         matches!(
             rustix::process::waitpid(Some(**child), WaitOptions::NOHANG),
             Ok(Some(_))
         )
     };
-    children.iter().filter(gone).count()
+    children.iter().filter(has_ended).count()
 }
 
-fn end(children: &[Pid]) {
+fn kill_children(children: &[Pid]) {
     for child in children {
         let _ = rustix::process::kill_process(*child, Signal::KILL);
         let _ = rustix::process::waitpid(Some(*child), WaitOptions::empty());
@@ -65,79 +66,79 @@ pub fn fork(_aim: &AttackAim<'_>) -> AttackResult {
     let mut children = Vec::new();
     let mut refused = None;
     while children.len() < PROCESSES && refused.is_none() {
-        match start(|| std::thread::sleep(DAEMON_FOR)) {
+        match start_child(|| std::thread::sleep(DAEMON_LIFETIME)) {
             Ok(child) => children.extend(child),
             Err(stopped) => refused = Some(stopped),
         }
     }
     if refused.is_none() {
-        std::thread::sleep(HELD_FOR);
+        std::thread::sleep(HOLD_TIME);
     }
-    let lost = ended(&children);
+    let ended = count_ended(&children);
     let count = children.len();
-    end(&children);
+    kill_children(&children);
     match refused {
         Some(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => Err(
             AttackFailure::Refused(format!("{why} after {count} processes")),
         ),
-        None if lost > 0 => Err(AttackFailure::Refused(format!(
-            "{lost} of {count} were ended"
+        None if ended > 0 => Err(AttackFailure::Refused(format!(
+            "{ended} of {count} were ended"
         ))),
         None => Ok(format!("{count} processes at once")),
     }
 }
 
-/// Several processes, none of which is large by itself.
+/// Uses the memory in several processes, none of which is large by itself.
 pub fn memory(_aim: &AttackAim<'_>) -> AttackResult {
     let (mut ours, theirs) = UnixStream::pair()?;
     let mut children = Vec::new();
     for _ in 0..MEMORY_SHARES {
         let mut theirs = theirs.try_clone()?;
-        children.extend(start(move || {
-            // Not zero, which would stay one shared page.
-            let taken = vec![1u8; MEMORY_SHARE_BYTES];
-            let _ = theirs.write_all(&taken[..1]);
-            std::thread::sleep(DAEMON_FOR);
-            drop(taken);
+        children.extend(start_child(move || {
+            // Not zero: a zeroed vector leaves its pages untouched, and they use no memory.
+            let memory = vec![1u8; MEMORY_SHARE_BYTES];
+            let _ = theirs.write_all(&memory[..1]);
+            std::thread::sleep(DAEMON_LIFETIME);
+            drop(memory);
         })?);
     }
     drop(theirs);
     let mut filled = 0;
-    let mut word = [0u8; 1];
+    let mut byte = [0u8; 1];
     ours.set_read_timeout(Some(Duration::from_secs(10)))?;
-    while filled < MEMORY_SHARES && ours.read(&mut word).is_ok_and(|n| n == 1) {
+    while filled < MEMORY_SHARES && ours.read(&mut byte).is_ok_and(|n| n == 1) {
         filled += 1;
     }
-    std::thread::sleep(HELD_FOR);
-    let lost = ended(&children);
-    end(&children);
-    match filled == MEMORY_SHARES && lost == 0 {
+    std::thread::sleep(HOLD_TIME);
+    let ended = count_ended(&children);
+    kill_children(&children);
+    match filled == MEMORY_SHARES && ended == 0 {
         true => Ok(format!(
             "{} MiB held in {MEMORY_SHARES} processes",
             (MEMORY_SHARES * MEMORY_SHARE_BYTES) >> 20
         )),
         false => Err(AttackFailure::Refused(format!(
-            "{filled} of {MEMORY_SHARES} shares were filled, {lost} were ended"
+            "{filled} of {MEMORY_SHARES} shares were filled, {ended} were ended"
         ))),
     }
 }
 
-/// Child after child takes too much memory, also after the kernel has killed the first ones. Each kill writes dozens of
-/// lines into the host's log.
+/// Starts children one after the other that use too much memory, even after the kernel has killed the first ones.
+/// Each kill writes dozens of lines into the host's log.
 pub fn oom_loop(aim: &AttackAim<'_>) -> AttackResult {
-    let held_for = aim.milliseconds()?;
+    let hold_time = aim.milliseconds()?;
     let mut killed = 0;
     for _ in 0..OOM_CHILDREN {
-        let child = start(|| {
-            let taken = std::hint::black_box(vec![1u8; OOM_CHILD_BYTES]);
-            std::thread::sleep(held_for / OOM_CHILDREN);
-            drop(taken);
+        let child = start_child(|| {
+            let memory = std::hint::black_box(vec![1u8; OOM_CHILD_BYTES]);
+            std::thread::sleep(hold_time / OOM_CHILDREN);
+            drop(memory);
         })?;
         let ended = rustix::process::waitpid(child, WaitOptions::empty())?;
         killed += u32::from(ended.is_some_and(|(_, status)| status.signaled()));
     }
     if killed > 0 {
-        std::thread::sleep(held_for);
+        std::thread::sleep(hold_time);
     }
     Ok(format!(
         "went on after {OOM_CHILDREN} children of {} MiB, {killed} of them killed",
@@ -154,8 +155,8 @@ pub fn disk(_aim: &AttackAim<'_>) -> AttackResult {
             return Err(AttackFailure::Refused(format!("{why} after {n} MiB")));
         }
     }
-    std::thread::sleep(HELD_FOR);
-    // It stays: what is past the limit at the end is past it, however seldom anybody looked.
+    std::thread::sleep(HOLD_TIME);
+    // The file stays, so that the final count finds it even if the watch did not.
     Ok(format!("{} MiB held", DISK_BYTES >> 20))
 }
 
@@ -167,24 +168,24 @@ pub fn files(_aim: &AttackAim<'_>) -> AttackResult {
             return Err(AttackFailure::Refused(format!("{why} after {n} files")));
         }
     }
-    std::thread::sleep(HELD_FOR);
+    std::thread::sleep(HOLD_TIME);
     Ok(format!("{FILES} files held"))
 }
 
 pub fn log(aim: &AttackAim<'_>) -> AttackResult {
     let line = format!("{}\n", aim.mark.repeat(1 + 1000 / aim.mark.len().max(1)));
     for _ in 0..LOG_BYTES / line.len() {
-        say(&line);
+        print_unbuffered(&line);
     }
     Ok(format!("{} MiB printed", LOG_BYTES >> 20))
 }
 
-/// Leaves the process group, the session and the parent, hears no signal that can be ignored, and stays.
+/// Leaves the process group, the session and the parent, blocks every signal that can be blocked, and stays.
 pub fn daemon(_aim: &AttackAim<'_>) -> AttackResult {
     match sys::fork_threaded()? {
         ForkSide::Parent { .. } => {
-            say("holding\n");
-            std::thread::sleep(DAEMON_FOR);
+            print_unbuffered("holding\n");
+            std::thread::sleep(DAEMON_LIFETIME);
             Ok("was not stopped".into())
         }
         ForkSide::Child => {
@@ -192,35 +193,35 @@ pub fn daemon(_aim: &AttackAim<'_>) -> AttackResult {
             let _ = sys::block_signals(None);
             if let Ok(ForkSide::Child) = sys::fork_threaded() {
                 let _ = rustix::process::setsid();
-                std::thread::sleep(DAEMON_FOR);
+                std::thread::sleep(DAEMON_LIFETIME);
             }
             sys::exit_now(0)
         }
     }
 }
 
-/// Processes that the kernel needs long to end, because each has many page tables, and all are on one CPU.
+/// Starts processes that take the kernel long to end: each has many page tables, and all are on one CPU.
 pub fn slow_death(_aim: &AttackAim<'_>) -> AttackResult {
     let allowed = rustix::thread::sched_getaffinity(None)?;
-    let mut one = CpuSet::new();
+    let mut one_cpu = CpuSet::new();
     if let Some(first) = (0..CpuSet::MAX_CPU).find(|cpu| allowed.is_set(*cpu)) {
-        one.set(first);
-        // Refused where a limit on CPUs rests on it; then that limit leaves few.
-        let _ = rustix::thread::sched_setaffinity(None, &one);
+        one_cpu.set(first);
+        // Refused where the CPU limit depends on the affinity. That limit then leaves few CPUs anyway.
+        let _ = rustix::thread::sched_setaffinity(None, &one_cpu);
     }
     sys::fill_page_tables(SLOW_CHILD_MAPS)?;
     for _ in 0..SLOW_CHILDREN {
         match sys::fork_threaded() {
             Ok(ForkSide::Parent { .. }) => {}
             Ok(ForkSide::Child) => {
-                std::thread::sleep(DAEMON_FOR);
+                std::thread::sleep(DAEMON_LIFETIME);
                 sys::exit_now(0)
             }
-            // There is a limit on processes, which others of the user's use up too. Fewer do as well.
+            // The process limit may also count other processes of the user. Fewer children suffice.
             Err(_) => break,
         }
     }
-    say("holding\n");
-    std::thread::sleep(DAEMON_FOR);
+    print_unbuffered("holding\n");
+    std::thread::sleep(DAEMON_LIFETIME);
     Ok("was not stopped".into())
 }

@@ -1,11 +1,12 @@
-//! The escape battery: every act of `promises.rs`, really done by system calls, and nothing else.
+//! The attacks: every act of `promises.rs`, really tried with system calls.
 //!
-//! `doctor --attack` starts this very binary inside a sandbox, with a hidden first word, as it starts it unconfined for
-//! the control. An attack says in one line what became of it; what it says is believed only where nothing outside can
-//! show it: whether a file changed, a service heard something, or a process died, is looked up on the host.
+//! `doctor --attack` starts this binary inside a sandbox, with a hidden first argument, and starts it unconfined in
+//! the same way for the control. An attack prints its result in one line. The caller relies on this line only where
+//! nothing outside can show the result. Whether a file changed, a service received data, or a process died is checked
+//! on the host.
 //!
-//! Every attack takes its target from the caller, is made in a process of its own and within a bound of time, and
-//! does no more than the caller's own target shows: unconfined, as root, all of them succeed.
+//! Every attack takes its target from the caller, runs in a process of its own and for a bounded time, and harms
+//! nothing but the caller's target, because in the unconfined control, as root, all attacks succeed.
 
 mod calls;
 mod files;
@@ -29,29 +30,30 @@ use rustix::process::{Pid, Signal, WaitOptions};
 
 use crate::sys::{self, ForkSide};
 
-/// The word after the program's name that makes it the attacker, or one of its victims.
+/// The first argument that makes our binary the attacker, or one of its victims.
 pub const ARGUMENT: &str = "__attack";
-/// Then: make the attacks that follow, as `NAME=TARGET`, after the mark by which their traces are known.
+/// The second argument: run the attacks that follow as `NAME=TARGET`, after the mark that identifies their traces.
 pub const RUN_ATTACKS: &str = "strike";
-/// The same in namespaces where the unprivileged have the privilege that an attack needs: for controls alone.
+/// As [`RUN_ATTACKS`], in namespaces where an unprivileged user has the privilege that an attack needs. Only for
+/// controls.
 pub const RUN_ATTACKS_PRIVILEGED: &str = "strike-privileged";
-/// Where one attack has several targets, they stand between these.
+/// Separates the targets of an attack that has several.
 pub const TARGET_SEPARATOR: u8 = b'|';
-/// In place of a process number: whoever started the attacker, which inside is the process that holds the sandbox.
+/// In place of a pid: the attacker's parent, which inside the sandbox is init or the guardian.
 pub const PARENT_TARGET: &str = "parent";
 
-/// How every secret begins that is laid out for an attack to find.
+/// The prefix of every secret that the caller plants for an attack to find.
 pub const SECRET_PREFIX: &str = "fumehood-bait-";
-/// The variable of the caller's environment in which one stands.
+/// The variable of the caller's environment that holds a planted secret.
 pub const SECRET_VARIABLE: &str = "PGPASSWORD";
 
-/// The variable in which the witnesses have theirs.
+/// The variable that holds the secret of a witness process.
 pub const WITNESS_VARIABLE: &str = "WITNESS_SECRET";
-/// How every name of the hard-linked file begins.
+/// The prefix of every name of the hard-linked file.
 pub const LINKED_NAME_PREFIX: &str = "linked-name-";
-/// No attack has more to say.
+/// The maximal length of an attack's result.
 const DETAIL_CHARS_MAX: usize = 4000;
-/// An attack is given up after this long, which on any host is much more than it needs.
+/// An attack is ended after this time, which is much more than it needs on any host.
 const ATTACK_SECONDS_MAX: u64 = 30;
 
 pub struct Attack {
@@ -60,13 +62,13 @@ pub struct Attack {
     run: fn(&AttackAim<'_>) -> AttackResult,
 }
 
-/// What an attack came to: what it got, or why not.
+/// The result of an attack: what it achieved, or why it failed.
 type AttackResult = Result<String, AttackFailure>;
 
 enum AttackFailure {
-    /// The system said no.
+    /// The system refused the act.
     Refused(String),
-    /// The attack could not even be tried.
+    /// The attack could not be tried.
     Unable(String),
 }
 
@@ -154,10 +156,10 @@ pub const ATTACKS: &[Attack] = &[
     Attack { name: "hard_links", run: files::hard_links },
 ];
 
-/// What an attack is aimed at.
+/// The target of an attack.
 struct AttackAim<'a> {
     target: &'a OsStr,
-    /// Written wherever something can be written, so that its trace is known from anybody else's.
+    /// Attacks write this text wherever they can write, so that their traces can be recognised.
     mark: &'a str,
 }
 
@@ -171,7 +173,7 @@ impl AttackAim<'_> {
         self.parts().into_iter().map(Path::new).collect()
     }
 
-    /// A target that is a number of milliseconds.
+    /// Parses a target that is a number of milliseconds.
     fn milliseconds(&self) -> Result<Duration, AttackFailure> {
         self.number().map(Duration::from_millis)
     }
@@ -182,30 +184,30 @@ impl AttackAim<'_> {
     }
 }
 
-/// Whoever started the attacker. Kept before the first fork, after which it would be the attacker itself.
-static STARTED_BY: OnceLock<i32> = OnceLock::new();
+/// The pid of the attacker's parent. It is read before the first fork, after which the parent is the attacker itself.
+static ATTACKER_PARENT: OnceLock<i32> = OnceLock::new();
 
-/// Whether this process was started as the attacker or a victim. To be asked before any thread exists.
+/// Returns whether this process was started as the attacker or as a victim. Call it before any thread exists.
 pub fn is_attacker() -> bool {
     std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT)
 }
 
-/// Never returns.
+/// Runs the attacks, or a victim, and exits.
 pub fn main() -> ! {
     let words: Vec<OsString> = std::env::args_os().skip(2).collect();
     let role = words.first().and_then(|w| w.to_str()).unwrap_or_default();
     let rest = words.get(1..).unwrap_or_default();
-    let done = match role {
+    let result = match role {
         RUN_ATTACKS => run_attacks(rest),
         RUN_ATTACKS_PRIVILEGED => victims::gain_privilege().and_then(|()| run_attacks(rest)),
         victims::WITNESS => victims::witness(),
         victims::ON_TERMINAL => victims::on_terminal(rest),
         _ => Err(io::Error::other("this is for `fumehood doctor --attack`")),
     };
-    match done {
+    match result {
         Ok(()) => sys::exit_now(0),
         Err(e) => {
-            say(&format!("unable all {e}\n"));
+            print_unbuffered(&format!("unable all {e}\n"));
             sys::exit_now(125)
         }
     }
@@ -216,7 +218,7 @@ fn run_attacks(words: &[OsString]) -> io::Result<()> {
     let (mark, aims) = words.split_first().ok_or_else(no_mark)?;
     let mark = mark.to_str().ok_or_else(no_mark)?;
     let parent = rustix::process::getppid().map_or(0, Pid::as_raw_pid);
-    STARTED_BY.get_or_init(|| parent);
+    ATTACKER_PARENT.get_or_init(|| parent);
     for word in aims {
         let bytes = word.as_bytes();
         let middle = bytes.iter().position(|b| *b == b'=').unwrap_or(bytes.len());
@@ -224,20 +226,20 @@ fn run_attacks(words: &[OsString]) -> io::Result<()> {
         let target = OsStr::from_bytes(bytes.get(middle + 1..).unwrap_or_default());
         match ATTACKS.iter().find(|a| a.name == name) {
             Some(attack) => run_in_child(attack, &AttackAim { target, mark })?,
-            None => say(&format!("unable {name} there is no such attack\n")),
+            None => print_unbuffered(&format!("unable {name} there is no such attack\n")),
         }
     }
     Ok(())
 }
 
-/// In a process of its own: some of what is refused ends the process that tries, and none may end the others.
+/// Runs an attack in a child process: some refusals kill the process that tries, and must not stop the other attacks.
 fn run_in_child(attack: &Attack, aim: &AttackAim<'_>) -> io::Result<()> {
     let name = attack.name;
     let child = match sys::fork_threaded()? {
         ForkSide::Child => {
-            // Refused: the attack has no bound of its own.
+            // Without the alarm the attack merely has no time bound of its own.
             let _ = calls::alarm(ATTACK_SECONDS_MAX);
-            say(&line(name, (attack.run)(aim)));
+            print_unbuffered(&result_line(name, (attack.run)(aim)));
             sys::exit_now(0)
         }
         ForkSide::Parent { child } => Pid::from_raw(child),
@@ -246,61 +248,65 @@ fn run_in_child(attack: &Attack, aim: &AttackAim<'_>) -> io::Result<()> {
         return Ok(());
     };
     match status.terminating_signal() {
-        Some(n) if n == Signal::ALARM.as_raw() => say(&format!(
+        Some(n) if n == Signal::ALARM.as_raw() => print_unbuffered(&format!(
             "unable {name} no answer within {ATTACK_SECONDS_MAX} s\n"
         )),
-        Some(n) => say(&format!("refused {name} ended by signal {n}\n")),
+        Some(n) => print_unbuffered(&format!("refused {name} ended by signal {n}\n")),
         None => {}
     }
     Ok(())
 }
 
-fn line(name: &str, result: AttackResult) -> String {
+fn result_line(name: &str, result: AttackResult) -> String {
     let (word, detail) = match result {
         Ok(detail) => ("got", detail),
         Err(AttackFailure::Refused(detail)) => ("refused", detail),
         Err(AttackFailure::Unable(detail)) => ("unable", detail),
     };
-    // One line, whatever was found in a file or a process.
-    let plain = |c: char| match c.is_control() {
+    // Keep the result on one line, whatever an attack found in a file or a process.
+    let printable = |c: char| match c.is_control() {
         true => ' ',
         false => c,
     };
-    let detail: String = detail.chars().map(plain).take(DETAIL_CHARS_MAX).collect();
+    let detail: String = detail
+        .chars()
+        .map(printable)
+        .take(DETAIL_CHARS_MAX)
+        .collect();
     format!("{word} {name} {detail}\n")
 }
 
-/// At once and past every buffer: the next moment may be the last.
-fn say(text: &str) {
+/// Writes to standard output without a buffer, because the process may be killed at any moment.
+fn print_unbuffered(text: &str) {
     let mut rest = text.as_bytes();
     while !rest.is_empty() {
         match rustix::io::write(rustix::stdio::stdout(), rest) {
             Ok(n) => rest = &rest[n..],
             Err(rustix::io::Errno::INTR) => {}
-            // Nobody listens.
+            // Nobody reads the output.
             Err(_) => return,
         }
     }
 }
 
-/// One of several ways to do the same.
+/// One of several ways to perform the same act.
 type Attempt<'a> = (&'a str, &'a mut dyn FnMut() -> AttackResult);
 
-/// Tries every way. One that leads somewhere is enough, and all that do are told.
+/// Tries every way. Succeeds if at least one way succeeds, and reports all that do.
 fn any_of(ways: &mut [Attempt<'_>]) -> AttackResult {
-    let mut got = Vec::new();
-    let mut not = Vec::new();
+    let mut successes = Vec::new();
+    let mut refusals = Vec::new();
     for (way, attempt) in ways {
         match attempt() {
-            Ok(what) => got.push(format!("{way}: {what}")),
+            Ok(what) => successes.push(format!("{way}: {what}")),
             Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                not.push(format!("{way} {why}"))
+                refusals.push(format!("{way} {why}"))
             }
         }
     }
-    match got.is_empty() {
-        false => Ok(got.join("; ")),
-        true => Err(AttackFailure::Refused(not.join(", "))),
+    match successes.is_empty() {
+        false => Ok(successes.join("; ")),
+        true => Err(AttackFailure::Refused(refusals.join(", "))),
     }
 }
 
@@ -309,13 +315,13 @@ fn c_path(path: &Path) -> Result<std::ffi::CString, AttackFailure> {
     text.map_err(|_| AttackFailure::Unable("a target contains a NUL byte".into()))
 }
 
-fn beside(path: &Path, ending: &str) -> PathBuf {
+fn with_suffix(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);
     name.into()
 }
 
-/// The errno as people write it, for those that matter here.
+/// Returns the errno's usual name, for the errnos that matter here.
 fn errno_name(error: &io::Error) -> String {
     use rustix::io::Errno;
     let names = [
@@ -361,20 +367,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_is_one_line() {
-        let got = line("x", Ok("a\nb\u{1b}[2Jc".into()));
-        assert_eq!(got, "got x a b [2Jc\n");
-        let refused = line("x", Err(io::Error::from_raw_os_error(13).into()));
+    fn a_result_is_one_line() {
+        let text = result_line("x", Ok("a\nb\u{1b}[2Jc".into()));
+        assert_eq!(text, "got x a b [2Jc\n");
+        let refused = result_line("x", Err(io::Error::from_raw_os_error(13).into()));
         assert_eq!(refused, "refused x EACCES\n");
     }
 
     #[test]
-    fn one_way_that_leads_somewhere_is_enough() {
+    fn one_successful_way_is_enough() {
         let mut no = || Err(AttackFailure::Refused("EPERM".into()));
         let mut yes = || Ok("in".to_owned());
         assert!(matches!(any_of(&mut [("a", &mut no), ("b", &mut yes)]), Ok(t) if t == "b: in"));
         let mut no = || Err(AttackFailure::Refused("EPERM".into()));
-        let stopped = any_of(&mut [("a", &mut no)]);
-        assert!(matches!(stopped, Err(AttackFailure::Refused(t)) if t == "a EPERM"));
+        let result = any_of(&mut [("a", &mut no)]);
+        assert!(matches!(result, Err(AttackFailure::Refused(t)) if t == "a EPERM"));
     }
 }

@@ -1,4 +1,4 @@
-//! Attacks that would gain privilege, or kernel machinery that others have gained it with.
+//! Attacks that would gain privilege, or that use kernel subsystems through which others have gained it.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -14,11 +14,11 @@ use super::calls;
 use super::{AttackAim, AttackFailure, AttackResult, any_of};
 use crate::sys::{self, Arg, Call, ForkSide};
 
-/// How long the set-user-id program is kept for the host to look at.
-const SHOWN_FOR: Duration = Duration::from_millis(600);
+/// How long the set-user-id program runs so that the host can examine it.
+const OBSERVATION_TIME: Duration = Duration::from_millis(600);
 
-/// Runs a set-user-id program of the system's, with the mark on its command line. It asks it for no more than its help
-/// text, and gives it nowhere to write that to: it waits, and whoever looks on from outside sees under which ids.
+/// Runs a set-user-id program of the system with the mark on its command line. The program is only asked for its help
+/// text, and its output is a full pipe, so it blocks, and an observer outside sees under which ids it runs.
 pub fn set_user_id(aim: &AttackAim<'_>) -> AttackResult {
     let program = Path::new(aim.target);
     let metadata = std::fs::metadata(program)?;
@@ -38,7 +38,7 @@ pub fn set_user_id(aim: &AttackAim<'_>) -> AttackResult {
         .stdout(write.try_clone()?)
         .stderr(write)
         .spawn()?;
-    std::thread::sleep(SHOWN_FOR);
+    std::thread::sleep(OBSERVATION_TIME);
     let ended = child.try_wait()?;
     let _ = child.kill();
     let ended = match ended {
@@ -51,12 +51,12 @@ pub fn set_user_id(aim: &AttackAim<'_>) -> AttackResult {
     }))
 }
 
-/// A file that would carry the attacker's identity to whoever runs it.
+/// Makes a file that would give the attacker's identity to whoever executes it.
 pub fn set_user_id_file(aim: &AttackAim<'_>) -> AttackResult {
     const MODE: u32 = 0o4755;
     let name = |how: &str| format!("{how}-{}", aim.mark);
     rustix::process::umask(Mode::empty());
-    let carries = |path: &str| match std::fs::metadata(path)?.mode() & 0o6000 {
+    let check_set_id_bit = |path: &str| match std::fs::metadata(path)?.mode() & 0o6000 {
         0 => Err(AttackFailure::Refused("has no such bit".into())),
         _ => Ok("it carries the bit".to_owned()),
     };
@@ -64,13 +64,13 @@ pub fn set_user_id_file(aim: &AttackAim<'_>) -> AttackResult {
         let path = name("chmod");
         std::fs::write(&path, "")?;
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(MODE))?;
-        carries(&path)
+        check_set_id_bit(&path)
     };
     let mut by_fchmod = || {
         let path = name("fchmod");
         let file = std::fs::File::create_new(&path)?;
         file.set_permissions(std::fs::Permissions::from_mode(MODE))?;
-        carries(&path)
+        check_set_id_bit(&path)
     };
     let mut by_open = || {
         let path = name("open");
@@ -80,13 +80,13 @@ pub fn set_user_id_file(aim: &AttackAim<'_>) -> AttackResult {
             .create_new(true)
             .mode(MODE)
             .open(&path)?;
-        carries(&path)
+        check_set_id_bit(&path)
     };
     let mut by_mknod = || {
         let path = name("mknod");
         let kind = rustix::fs::FileType::RegularFile;
         rustix::fs::mknodat(CWD, &path, kind, Mode::from_raw_mode(MODE), 0)?;
-        carries(&path)
+        check_set_id_bit(&path)
     };
     any_of(&mut [
         ("chmod", &mut by_chmod),
@@ -101,12 +101,12 @@ pub fn user_namespace(_aim: &AttackAim<'_>) -> AttackResult {
         sys::unshare(libc::CLONE_NEWUSER)?;
         Ok("entered".into())
     };
-    let child = |forked: ForkSide| match forked {
+    let result_of = |forked: ForkSide| match forked {
         ForkSide::Child => sys::exit_now(0),
         ForkSide::Parent { .. } => "made".to_owned(),
     };
-    let mut by_clone = || Ok(child(calls::clone_into(libc::CLONE_NEWUSER)?));
-    let mut by_clone3 = || Ok(child(calls::clone3_into(libc::CLONE_NEWUSER)?));
+    let mut by_clone = || Ok(result_of(calls::clone_into(libc::CLONE_NEWUSER)?));
+    let mut by_clone3 = || Ok(result_of(calls::clone3_into(libc::CLONE_NEWUSER)?));
     any_of(&mut [
         ("clone", &mut by_clone),
         ("clone3", &mut by_clone3),
@@ -115,14 +115,20 @@ pub fn user_namespace(_aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn mount(aim: &AttackAim<'_>) -> AttackResult {
-    let place = format!("mount-{}", aim.mark);
-    std::fs::create_dir(&place)?;
+    let mount_point = format!("mount-{}", aim.mark);
+    std::fs::create_dir(&mount_point)?;
     let mut tmpfs = || {
-        rustix::mount::mount("none", place.as_str(), "tmpfs", MountFlags::empty(), None)?;
+        rustix::mount::mount(
+            "none",
+            mount_point.as_str(),
+            "tmpfs",
+            MountFlags::empty(),
+            None,
+        )?;
         Ok("mounted".into())
     };
     let mut bind = || {
-        rustix::mount::mount_bind("/", place.as_str())?;
+        rustix::mount::mount_bind("/", mount_point.as_str())?;
         Ok("mounted".into())
     };
     let mut remount = || {
@@ -138,11 +144,11 @@ pub fn mount(aim: &AttackAim<'_>) -> AttackResult {
         Ok("opened".into())
     };
     let mut unmount = || {
-        rustix::mount::unmount(place.as_str(), UnmountFlags::DETACH)?;
+        rustix::mount::unmount(mount_point.as_str(), UnmountFlags::DETACH)?;
         Ok("done".into())
     };
     let mut root = || {
-        rustix::process::chroot(place.as_str())?;
+        rustix::process::chroot(mount_point.as_str())?;
         Ok("changed".into())
     };
     any_of(&mut [
@@ -181,7 +187,7 @@ pub fn bpf(_aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn perf(_aim: &AttackAim<'_>) -> AttackResult {
-    // PERF_TYPE_SOFTWARE, this size, PERF_COUNT_SW_TASK_CLOCK, of this process, its own code alone.
+    // PERF_TYPE_SOFTWARE, this size, PERF_COUNT_SW_TASK_CLOCK, for this process, user-space code only.
     let mut event = [0u8; 64];
     event[..4].copy_from_slice(&1u32.to_ne_bytes());
     event[4..8].copy_from_slice(&64u32.to_ne_bytes());
@@ -200,7 +206,7 @@ pub fn perf(_aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn keyring(aim: &AttackAim<'_>) -> AttackResult {
-    // Keyrings of the process, the session and the user.
+    // Adds a key to a keyring. -2 is the process keyring.
     let add = |ring: i64| {
         let name = std::ffi::CString::new(aim.mark)
             .map_err(|_| AttackFailure::Unable("a mark with a NUL byte".into()))?;
@@ -245,23 +251,23 @@ pub fn userfaultfd(_aim: &AttackAim<'_>) -> AttackResult {
     any_of(&mut [("the call", &mut user_mode), ("the device", &mut device)])
 }
 
-/// The same kernel by another table of calls, whose numbers mean something else to a filter.
+/// Calls the kernel through another ABI, in which the numbers mean other calls to a filter.
 #[cfg(target_arch = "x86_64")]
 pub fn foreign_abi(_aim: &AttackAim<'_>) -> AttackResult {
     let own = rustix::process::getpid().as_raw_pid();
-    let told = |answer: i32| match answer == own {
+    let check_answer = |answer: i32| match answer == own {
         true => Ok("answered".to_owned()),
         false => Err(std::io::Error::from_raw_os_error(-answer).into()),
     };
-    let mut x32 = || told(sys::attempt(Call::X32_GETPID, &mut [])? as i32);
-    // Last: where it is refused, or not known, it may end the process.
-    let mut i386 = || told(sys::getpid_i386());
+    let mut x32 = || check_answer(sys::attempt(Call::X32_GETPID, &mut [])? as i32);
+    // Last: where this ABI is refused or unknown, the kernel may kill the process.
+    let mut i386 = || check_answer(sys::getpid_i386());
     any_of(&mut [("x32", &mut x32), ("i386", &mut i386)])
 }
 
 #[cfg(not(target_arch = "x86_64"))]
 pub fn foreign_abi(_aim: &AttackAim<'_>) -> AttackResult {
-    // 32-bit ARM can only be entered by executing a program of its own.
+    // A process can enter the 32-bit ARM ABI only by executing a 32-bit program.
     Err(AttackFailure::Unable(
         "this machine has no second table of calls".into(),
     ))

@@ -1,4 +1,4 @@
-//! Attacks on processes: signal, trace, read, slow or talk to those that are not the program's own.
+//! Attacks on processes that are not the program's own: signal, trace, read, slow down or communicate with them.
 
 use std::ffi::CString;
 use std::os::fd::AsFd;
@@ -7,20 +7,20 @@ use std::os::unix::ffi::OsStrExt;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, WaitOptions};
 
 use super::calls::{self, OpenQueue};
-use super::{AttackAim, AttackFailure, AttackResult, PARENT_TARGET, STARTED_BY, any_of};
+use super::{ATTACKER_PARENT, AttackAim, AttackFailure, AttackResult, PARENT_TARGET, any_of};
 use crate::sys::{self, Arg, Call};
 
-/// What ends a witness that does not expect it.
+/// A signal whose default action ends a witness.
 const SIGNAL: Signal = Signal::USR1;
 
-fn process(text: &[u8]) -> Result<Pid, AttackFailure> {
+fn parse_target(text: &[u8]) -> Result<Pid, AttackFailure> {
     let number = match text == PARENT_TARGET.as_bytes() {
-        true => STARTED_BY.get().copied(),
+        true => ATTACKER_PARENT.get().copied(),
         false => std::str::from_utf8(text).ok().and_then(|t| t.parse().ok()),
     };
     let none = || AttackFailure::Unable("no process to aim at".into());
     let pid = number.and_then(Pid::from_raw).ok_or_else(none)?;
-    // In a namespace of its own the witness's number may be anybody's, the attacker's included.
+    // In a pid namespace of its own the witness's pid may belong to any process, including the attacker.
     let own = [Some(rustix::process::getpid()), rustix::process::getppid()];
     match own.contains(&Some(pid)) {
         true => Err(AttackFailure::Refused("that number is its own here".into())),
@@ -28,7 +28,7 @@ fn process(text: &[u8]) -> Result<Pid, AttackFailure> {
     }
 }
 
-fn number(of: i32) -> Arg<'static> {
+fn number_arg(of: i32) -> Arg<'static> {
     Arg::Number(i64::from(of))
 }
 
@@ -39,7 +39,7 @@ fn send(pid: Pid, signal: Signal) -> AttackResult {
         Ok("sent".into())
     };
     let mut group = || match pid {
-        // To the kernel, the group of process 1 is everybody.
+        // kill(-1) signals every process, not a process group.
         Pid::INIT => Err(AttackFailure::Refused("is everybody".into())),
         _ => {
             rustix::process::kill_process_group(pid, signal)?;
@@ -47,20 +47,28 @@ fn send(pid: Pid, signal: Signal) -> AttackResult {
         }
     };
     let mut thread = || {
-        let args = &mut [number(raw), number(raw), number(signal.as_raw())];
+        let args = &mut [
+            number_arg(raw),
+            number_arg(raw),
+            number_arg(signal.as_raw()),
+        ];
         sys::attempt(Call::TGKILL, args)?;
         Ok("sent".into())
     };
     let mut queue = || {
-        // siginfo_t: the signal, errno, and SI_QUEUE as its origin; the rest is zero.
+        // siginfo_t: the signal, errno, and SI_QUEUE as its code. The rest is zero.
         let mut info = [0u8; 128];
         info[..4].copy_from_slice(&signal.as_raw().to_ne_bytes());
         info[8..12].copy_from_slice(&(-1i32).to_ne_bytes());
-        let args = &mut [number(raw), number(signal.as_raw()), Arg::Bytes(&mut info)];
+        let args = &mut [
+            number_arg(raw),
+            number_arg(signal.as_raw()),
+            Arg::Bytes(&mut info),
+        ];
         sys::attempt(Call::RT_SIGQUEUEINFO, args)?;
         Ok("sent".into())
     };
-    let mut held = || {
+    let mut by_pidfd = || {
         let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         rustix::process::pidfd_send_signal(process, signal)?;
         Ok("sent".into())
@@ -70,17 +78,17 @@ fn send(pid: Pid, signal: Signal) -> AttackResult {
         ("killpg", &mut group),
         ("tgkill", &mut thread),
         ("sigqueue", &mut queue),
-        ("pidfd", &mut held),
+        ("pidfd", &mut by_pidfd),
     ])
 }
 
 pub fn signal(aim: &AttackAim<'_>) -> AttackResult {
-    send(process(aim.target.as_bytes())?, SIGNAL)
+    send(parse_target(aim.target.as_bytes())?, SIGNAL)
 }
 
-/// Whoever holds the sandbox: its first process, or its guardian. Whether that had an effect shows in how the run ends.
+/// Signals init or the guardian. How the run ends shows whether a signal had an effect.
 pub fn signal_holder(aim: &AttackAim<'_>) -> AttackResult {
-    let pid = process(aim.target.as_bytes())?;
+    let pid = parse_target(aim.target.as_bytes())?;
     let signals = [
         Signal::USR1,
         Signal::TERM,
@@ -102,31 +110,31 @@ pub fn signal_holder(aim: &AttackAim<'_>) -> AttackResult {
     }
 }
 
-/// The kernel sends the signal, when there is something to read.
+/// Makes the kernel send the signal when a pipe becomes readable.
 pub fn signal_by_descriptor(aim: &AttackAim<'_>) -> AttackResult {
-    let pid = process(aim.target.as_bytes())?;
+    let pid = parse_target(aim.target.as_bytes())?;
     let (read, write) = rustix::pipe::pipe()?;
-    let own_by = |owner: i32| -> AttackResult {
+    let signal_through_pipe = |owner: i32| -> AttackResult {
         calls::signal_owner(read.as_fd(), owner, SIGNAL.as_raw())?;
         rustix::io::write(&write, b"x")?;
         Ok("sent".into())
     };
     let raw = pid.as_raw_pid();
     any_of(&mut [
-        ("to the process", &mut || own_by(raw)),
-        ("to the group", &mut || own_by(-raw)),
+        ("to the process", &mut || signal_through_pipe(raw)),
+        ("to the group", &mut || signal_through_pipe(-raw)),
     ])
 }
 
 pub fn trace(aim: &AttackAim<'_>) -> AttackResult {
     const PTRACE_ATTACH: i64 = 16;
     const PTRACE_DETACH: i64 = 17;
-    let pid = process(aim.target.as_bytes())?;
+    let pid = parse_target(aim.target.as_bytes())?;
     let raw = pid.as_raw_pid();
     let ptrace = |request: i64, data: i64| {
         let args = &mut [
             Arg::Number(request),
-            number(raw),
+            number_arg(raw),
             Arg::Number(0),
             Arg::Number(data),
         ];
@@ -137,7 +145,7 @@ pub fn trace(aim: &AttackAim<'_>) -> AttackResult {
     let mut attach = || {
         ptrace(PTRACE_ATTACH, 0)?;
         rustix::process::waitpid(Some(pid), WaitOptions::UNTRACED)?;
-        // Let go with a signal that was never sent: the witness goes on as the attacker wants it to.
+        // Detach with a signal that nobody sent, so that the attacker determines how the witness continues.
         ptrace(PTRACE_DETACH, i64::from(SIGNAL.as_raw()))?;
         Ok("attached".into())
     };
@@ -148,7 +156,7 @@ pub fn trace(aim: &AttackAim<'_>) -> AttackResult {
     ])
 }
 
-/// Address 1 is never mapped: being told so, rather than being refused, is to be let in.
+/// Tries to read address 1, which is never mapped. EFAULT instead of a refusal means that access was granted.
 fn reach_memory(pid: Pid) -> AttackResult {
     let mut into = [0u8; 8];
     match sys::read_memory(pid.as_raw_pid() as u32, 1, &mut into) {
@@ -164,9 +172,9 @@ fn take_descriptor(pid: Pid) -> AttackResult {
     Ok("taken".into())
 }
 
-/// What /proc tells of another process. It prints what it finds of the witness's.
+/// Reads what /proc shows of another process, and prints what it finds of the witness.
 pub fn look_at(aim: &AttackAim<'_>) -> AttackResult {
-    let pid = process(aim.target.as_bytes())?.as_raw_pid();
+    let pid = parse_target(aim.target.as_bytes())?.as_raw_pid();
     let read = |name: &str| -> AttackResult {
         let content = std::fs::read(format!("/proc/{pid}/{name}"))?;
         Ok(String::from_utf8_lossy(&content).into_owned())
@@ -177,26 +185,26 @@ pub fn look_at(aim: &AttackAim<'_>) -> AttackResult {
         ("its memory map", &mut || {
             read("maps").map(|_| "read".into())
         }),
-        ("its descriptors", &mut || descriptors(pid)),
+        ("its descriptors", &mut || count_descriptors(pid)),
     ])
 }
 
-fn descriptors(pid: i32) -> AttackResult {
+fn count_descriptors(pid: i32) -> AttackResult {
     let count = std::fs::read_dir(format!("/proc/{pid}/fd"))?
         .flatten()
         .count();
     Ok(format!("{count} seen"))
 }
 
-/// Memory, environment, descriptors and root of a process that holds more than the program may have.
+/// Reads memory, environment, descriptors and root of a process that holds more than the program may have.
 pub fn memory(aim: &AttackAim<'_>) -> AttackResult {
-    let mut got = Vec::new();
-    let mut not = Vec::new();
+    let mut successes = Vec::new();
+    let mut refusals = Vec::new();
     for part in aim.parts() {
-        let pid = match process(part.as_bytes()) {
+        let pid = match parse_target(part.as_bytes()) {
             Ok(pid) => pid,
             Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                not.push(why);
+                refusals.push(why);
                 continue;
             }
         };
@@ -219,29 +227,29 @@ pub fn memory(aim: &AttackAim<'_>) -> AttackResult {
             ("pidfd_getfd", &mut || take_descriptor(pid)),
         ]);
         match reached {
-            Ok(what) => got.push(format!("{raw}: {what}")),
+            Ok(what) => successes.push(format!("{raw}: {what}")),
             Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                not.push(format!("{raw}: {why}"))
+                refusals.push(format!("{raw}: {why}"))
             }
         }
     }
-    match got.is_empty() {
-        false => Ok(got.join("; ")),
-        true => Err(AttackFailure::Refused(not.join("; "))),
+    match successes.is_empty() {
+        false => Ok(successes.join("; ")),
+        true => Err(AttackFailure::Refused(refusals.join("; "))),
     }
 }
 
-/// Slower, fewer files: how another process can be brought to a halt without a signal.
+/// Limits or slows another process, which can halt it without a signal.
 pub fn limit(aim: &AttackAim<'_>) -> AttackResult {
-    let pid = process(aim.target.as_bytes())?;
+    let pid = parse_target(aim.target.as_bytes())?;
     let raw = pid.as_raw_pid();
     let mut files = || {
         let most = Some(64);
-        let few = Rlimit {
+        let limit = Rlimit {
             current: most,
             maximum: most,
         };
-        rustix::process::prlimit(Some(pid), Resource::Nofile, few)?;
+        rustix::process::prlimit(Some(pid), Resource::Nofile, limit)?;
         Ok("set".into())
     };
     let mut priority = || {
@@ -254,9 +262,13 @@ pub fn limit(aim: &AttackAim<'_>) -> AttackResult {
         Ok("set".into())
     };
     let mut input_output = || {
-        const OF_A_PROCESS: i64 = 1;
+        const IOPRIO_WHO_PROCESS: i64 = 1;
         const IDLE: i64 = 3 << 13;
-        let args = &mut [Arg::Number(OF_A_PROCESS), number(raw), Arg::Number(IDLE)];
+        let args = &mut [
+            Arg::Number(IOPRIO_WHO_PROCESS),
+            number_arg(raw),
+            Arg::Number(IDLE),
+        ];
         sys::attempt(Call::IOPRIO_SET, args)?;
         Ok("set".into())
     };
@@ -268,7 +280,7 @@ pub fn limit(aim: &AttackAim<'_>) -> AttackResult {
     ])
 }
 
-/// System V: the identifiers are numbers for the whole host, and anyone may try them.
+/// System V identifiers are numbers for the whole host, and every process may try them.
 pub fn segment(aim: &AttackAim<'_>) -> AttackResult {
     let id: i64 = aim.number()?;
     let args = &mut [Arg::Number(id), Arg::Number(0), Arg::Number(0)];
@@ -276,7 +288,7 @@ pub fn segment(aim: &AttackAim<'_>) -> AttackResult {
     Ok("attached".into())
 }
 
-/// POSIX message queues have names like files, but no path: Landlock does not see them.
+/// POSIX message queues have names like files but no path, so Landlock does not cover them.
 pub fn queue(aim: &AttackAim<'_>) -> AttackResult {
     let no_name = |_| AttackFailure::Unable("a name with a NUL byte".into());
     let name = CString::new(aim.target.as_bytes()).map_err(no_name)?;

@@ -1,5 +1,5 @@
-//! Attacks on services and on what leads to them: sockets of every kind, descriptors, credentials. What is aimed at is
-//! reachability: the targets stand in for a database and accept whatever comes.
+//! Attacks on services and on ways to reach them: sockets of every kind, descriptors, credentials. The attacks test
+//! reachability: the targets stand in for a database and accept any data.
 
 use std::io::{self, Write};
 use std::net::{TcpStream, UdpSocket};
@@ -16,15 +16,15 @@ use rustix::net::{
 use super::calls;
 use super::{AttackAim, AttackFailure, AttackResult, SECRET_PREFIX, SECRET_VARIABLE, any_of};
 
-/// The first bytes a client of PostgreSQL would send, then the mark.
-fn greet(mut stream: impl Write, mark: &str) -> io::Result<()> {
+/// Sends the first bytes of a PostgreSQL client, then the mark.
+fn send_greeting(mut stream: impl Write, mark: &str) -> io::Result<()> {
     stream.write_all(&[0, 0, 0, 8, 0x04, 0xd2, 0x16, 0x2f])?;
     stream.write_all(mark.as_bytes())
 }
 
 pub fn tcp(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
-    greet(TcpStream::connect(("127.0.0.1", port))?, aim.mark)?;
+    send_greeting(TcpStream::connect(("127.0.0.1", port))?, aim.mark)?;
     Ok("connected".into())
 }
 
@@ -32,7 +32,7 @@ pub fn path_socket(aim: &AttackAim<'_>) -> AttackResult {
     let mut ways: Vec<(String, Box<dyn FnMut() -> AttackResult>)> = Vec::new();
     for path in aim.paths() {
         let connect = move || {
-            greet(UnixStream::connect(path)?, aim.mark)?;
+            send_greeting(UnixStream::connect(path)?, aim.mark)?;
             Ok("connected".into())
         };
         ways.push((path.display().to_string(), Box::new(connect)));
@@ -46,11 +46,11 @@ pub fn path_socket(aim: &AttackAim<'_>) -> AttackResult {
 
 pub fn abstract_socket(aim: &AttackAim<'_>) -> AttackResult {
     let address = SocketAddr::from_abstract_name(aim.target.as_bytes())?;
-    greet(UnixStream::connect_addr(&address)?, aim.mark)?;
+    send_greeting(UnixStream::connect_addr(&address)?, aim.mark)?;
     Ok("connected".into())
 }
 
-/// To a path and to an abstract name; also from one half of a pair, which needs no socket call.
+/// Sends to a path and to an abstract name, also from one half of a pair, which needs no socket call.
 pub fn datagram(aim: &AttackAim<'_>) -> AttackResult {
     let parts = aim.parts();
     let [path, name] = parts[..] else {
@@ -93,7 +93,7 @@ pub fn datagram(aim: &AttackAim<'_>) -> AttackResult {
     ])
 }
 
-/// Data with the first packet: a send that connects.
+/// Sends data with the first packet (TCP fast open): a send that also connects.
 pub fn fast_open(aim: &AttackAim<'_>) -> AttackResult {
     const MSG_FASTOPEN: SendFlags = SendFlags::from_bits_retain(libc::MSG_FASTOPEN as u32);
     let port: u16 = aim.number()?;
@@ -105,7 +105,7 @@ pub fn fast_open(aim: &AttackAim<'_>) -> AttackResult {
         None,
     )?;
     rustix::net::sendto(&socket, aim.mark.as_bytes(), MSG_FASTOPEN, &to)?;
-    // Closed too early, what was sent could be lost with the connection.
+    // An early close could lose the data together with the connection.
     rustix::net::shutdown(&socket, rustix::net::Shutdown::Write)?;
     Ok("sent".into())
 }
@@ -126,7 +126,8 @@ pub fn udp(aim: &AttackAim<'_>) -> AttackResult {
     any_of(&mut [("bound", &mut send_to), ("unbound", &mut unbound)])
 }
 
-/// A well-formed question, with the mark in the name: how data leaves where only names are looked up.
+/// Sends a well-formed query with the mark in the name. Data can leave in this way where only name lookups are
+/// allowed.
 pub fn dns(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
     let mut question = vec![0x46, 0x48, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
@@ -187,16 +188,16 @@ fn netlink_socket(protocol: u32) -> Result<OwnedFd, AttackFailure> {
     let flags = SocketFlags::CLOEXEC;
     let socket =
         rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, protocol)?;
-    let patience = Some(Duration::from_secs(2));
+    let receive_timeout = Some(Duration::from_secs(2));
     let _ = rustix::net::sockopt::set_socket_timeout(
         &socket,
         rustix::net::sockopt::Timeout::Recv,
-        patience,
+        receive_timeout,
     );
     Ok(socket)
 }
 
-/// Sends a request for a whole table and looks at every message of the answer.
+/// Sends a request for a whole table and passes every message of the answer to `look`.
 fn dump(
     socket: BorrowedFd<'_>,
     kind: u16,
@@ -229,11 +230,11 @@ fn dump(
     Ok(())
 }
 
-/// The host's sockets and interfaces as the kernel lists them, and families of netlink that lead into the kernel.
+/// Lists the host's sockets and interfaces through the kernel, and opens netlink families that lead into the kernel.
 pub fn netlink(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
     let mut sockets = || {
-        // struct inet_diag_req_v2: IPv4, TCP, those that listen, any address.
+        // struct inet_diag_req_v2: IPv4, TCP, listening sockets, any address.
         let mut body = vec![2, 6, 0, 0];
         body.extend((1u32 << 10).to_ne_bytes());
         body.extend([0; 48]);
@@ -249,7 +250,7 @@ pub fn netlink(aim: &AttackAim<'_>) -> AttackResult {
     let mut interfaces = || {
         let socket = netlink_socket(NETLINK_ROUTE)?;
         let mut others = 0;
-        // struct ifinfomsg: the third field, at 4, is the interface's number; loopback is always 1.
+        // struct ifinfomsg: the field at offset 4 is the interface's index; loopback is always 1.
         let look = |m: &[u8]| others += usize::from(m.get(4..8) != Some(&1i32.to_ne_bytes()));
         dump(socket.as_fd(), 18, &[0; 16], look)?;
         match others {
@@ -266,22 +267,23 @@ pub fn netlink(aim: &AttackAim<'_>) -> AttackResult {
     ])
 }
 
-/// What was laid out to be found, and only that: unconfined, an attack comes upon real secrets too.
-fn bait(found: &[u8]) -> Option<String> {
-    let laid_out = found.starts_with(SECRET_PREFIX.as_bytes());
-    laid_out.then(|| String::from_utf8_lossy(found).into_owned())
+/// Returns the text if it is a planted secret, and nothing else: unconfined, an attack may also find real secrets.
+fn planted_secret(found: &[u8]) -> Option<String> {
+    let is_planted = found.starts_with(SECRET_PREFIX.as_bytes());
+    is_planted.then(|| String::from_utf8_lossy(found).into_owned())
 }
 
-/// Whatever the caller left open: the content of every file that a descriptor leads to.
+/// Reads every file that the caller left open.
 pub fn inherited(_aim: &AttackAim<'_>) -> AttackResult {
-    const HIGHEST: i32 = 1023;
+    const DESCRIPTOR_MAX: i32 = 1023;
     let mut found = Vec::new();
-    for number in 0..=HIGHEST {
+    for number in 0..=DESCRIPTOR_MAX {
         let mut content = [0u8; 256];
         if let Ok(n) = calls::read_inherited(number, &mut content)
             && n > 0
         {
-            found.extend(bait(&content[..n]).map(|text| format!("{number} holds {text}")));
+            found
+                .extend(planted_secret(&content[..n]).map(|text| format!("{number} holds {text}")));
         }
     }
     match found.is_empty() {
@@ -292,18 +294,20 @@ pub fn inherited(_aim: &AttackAim<'_>) -> AttackResult {
     }
 }
 
-/// In the attacker's own environment, and in that of every process it can look at.
+/// Searches the attacker's own environment, and that of every process it can inspect.
 pub fn environment(_aim: &AttackAim<'_>) -> AttackResult {
     let mut found = Vec::new();
     let own = std::env::var_os(SECRET_VARIABLE).unwrap_or_default();
-    found.extend(bait(own.as_bytes()).map(|value| format!("own: {value}")));
+    found.extend(planted_secret(own.as_bytes()).map(|value| format!("own: {value}")));
     let prefix = format!("{SECRET_VARIABLE}=");
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let environ = std::fs::read(entry.path().join("environ")).unwrap_or_default();
         for variable in environ.split(|b| *b == 0) {
             if let Some(value) = variable.strip_prefix(prefix.as_bytes()) {
                 let place = entry.path();
-                found.extend(bait(value).map(|value| format!("{}: {value}", place.display())));
+                found.extend(
+                    planted_secret(value).map(|value| format!("{}: {value}", place.display())),
+                );
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The attack on the caller's terminal: to type into it what the caller's shell will read.
+//! The attack on the caller's terminal: it types text that the caller's shell would read.
 
 use std::os::fd::AsFd;
 
@@ -9,24 +9,28 @@ use super::{AttackAim, AttackResult, any_of};
 
 pub fn inject(aim: &AttackAim<'_>) -> AttackResult {
     let text = format!("{}\n", aim.mark);
-    let type_into = |terminal: std::os::fd::BorrowedFd<'_>| -> AttackResult {
+    let inject_text = |terminal: std::os::fd::BorrowedFd<'_>| -> AttackResult {
         for byte in text.bytes() {
-            calls::type_into(terminal, byte)?;
+            calls::inject_byte(terminal, byte)?;
         }
         Ok("typed".into())
     };
     let mut controlling = || {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
         let terminal = rustix::fs::open("/dev/tty", flags, Mode::empty())?;
-        type_into(terminal.as_fd())
+        inject_text(terminal.as_fd())
     };
     any_of(&mut [
         ("/dev/tty", &mut controlling),
-        ("standard input", &mut || type_into(rustix::stdio::stdin())),
         (
-            "standard output",
-            &mut || type_into(rustix::stdio::stdout()),
+            "standard input",
+            &mut || inject_text(rustix::stdio::stdin()),
         ),
-        ("standard error", &mut || type_into(rustix::stdio::stderr())),
+        ("standard output", &mut || {
+            inject_text(rustix::stdio::stdout())
+        }),
+        ("standard error", &mut || {
+            inject_text(rustix::stdio::stderr())
+        }),
     ])
 }

@@ -1,5 +1,5 @@
-//! What attacks are aimed at where that is no file and no socket: processes, segments and queues of the host's, and a
-//! terminal; and the place where the unprivileged can show that a privileged act would work.
+//! Targets of attacks that are neither files nor sockets: processes, segments, queues and a terminal of the host.
+//! Also the namespaces in which an unprivileged user can show that a privileged act would work.
 
 use std::ffi::{CString, OsString};
 use std::io::{self, Read};
@@ -8,30 +8,31 @@ use rustix::mount::{MountFlags, MountPropagationFlags};
 use rustix::process::{PTracer, Signal};
 
 use super::calls::OpenQueue;
-use super::say;
+use super::print_unbuffered;
 use crate::sys::{self, Arg, Call};
 
-/// A process that waits, and dies of any signal it did not expect.
+/// A process that waits, and that any signal ends.
 pub const WITNESS: &str = "witness";
-/// A process that takes its standard input for its controlling terminal, and starts the command that follows on it.
+/// A process that makes its standard input its controlling terminal and starts the command that follows on it.
 pub const ON_TERMINAL: &str = "on-terminal";
-/// Before what was typed into that terminal.
+/// The word before the text that was typed into that terminal.
 pub const HEARD: &str = "heard";
-/// What a witness prints when it can be attacked.
+/// What a witness prints when it is ready to be attacked.
 pub const READY: &str = "ready";
 
-/// Goes on until its standard input ends.
+/// Waits until its standard input ends.
 pub(super) fn witness() -> io::Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // Where Yama lets only ancestors trace, this lets the control: a kernel without Yama does not know it.
+    // Where Yama allows only ancestors to trace, this allows the control. A kernel without Yama does not know the
+    // call.
     let _ = rustix::process::set_ptracer(PTracer::Any);
-    say(&format!("{READY}\n"));
+    print_unbuffered(&format!("{READY}\n"));
     let mut word = [0u8; 64];
     while io::stdin().read(&mut word)? > 0 {}
     Ok(())
 }
 
-/// Starts the command, waits for its end, and tells what has been typed meanwhile: what the caller's shell would read next.
+/// Runs the command, and then prints what was typed meanwhile: the text that the caller's shell would read next.
 pub(super) fn on_terminal(command: &[OsString]) -> io::Result<()> {
     rustix::process::setsid()?;
     let terminal = rustix::stdio::stdin();
@@ -44,11 +45,11 @@ pub(super) fn on_terminal(command: &[OsString]) -> io::Result<()> {
     let mut typed = [0u8; 4096];
     let n = rustix::io::read(terminal, &mut typed).unwrap_or(0);
     let text = String::from_utf8_lossy(&typed[..n]);
-    say(&format!("\n{HEARD} {}\n", text.trim()));
+    print_unbuffered(&format!("\n{HEARD} {}\n", text.trim()));
     Ok(())
 }
 
-/// Namespaces of this process's own in which it may mount and open any socket, with an empty file system on /usr.
+/// Enters new namespaces in which this process may mount and open any socket, with an empty file system on /usr.
 pub(super) fn gain_privilege() -> io::Result<()> {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     let spaces = libc::CLONE_NEWNS | libc::CLONE_NEWNET;
@@ -67,7 +68,7 @@ pub(super) fn gain_privilege() -> io::Result<()> {
     Ok(())
 }
 
-/// A System V segment open to all, which goes when this process does, however it ends.
+/// A System V segment open to all users. It disappears with this process, however the process ends.
 pub struct Segment {
     id: i64,
     own: i32,
@@ -79,7 +80,7 @@ impl Segment {
         let id = sys::attempt(Call::SHMGET, &mut [private, size, mode])?;
         let attach = &mut [Arg::Number(id), Arg::Number(0), Arg::Number(0)];
         let attached = sys::attempt(Call::SHMAT, attach);
-        // Removed as soon as nobody is attached to it; its number stays good until then.
+        // The kernel removes the segment when nobody is attached any more. Its id stays valid until then.
         let remove = &mut [
             Arg::Number(id),
             Arg::Number(i64::from(libc::IPC_RMID)),
@@ -96,12 +97,12 @@ impl Segment {
         self.id
     }
 
-    /// Whether anybody else has attached to it, ever.
+    /// Returns whether any other process has ever attached to the segment.
     pub fn was_reached(&self) -> io::Result<bool> {
         Ok(self.last_process()? != self.own)
     }
 
-    /// Who attached or detached last.
+    /// Returns the process that attached or detached last.
     fn last_process(&self) -> io::Result<i32> {
         const AT: usize = std::mem::offset_of!(libc::shmid_ds, shm_lpid);
         let mut state = [0u8; size_of::<libc::shmid_ds>()];
@@ -117,7 +118,7 @@ impl Segment {
     }
 }
 
-/// A POSIX message queue open to all, removed when dropped.
+/// A POSIX message queue open to all users. It is removed when dropped.
 pub struct Queue {
     name: CString,
     queue: OpenQueue,
@@ -131,7 +132,7 @@ impl Queue {
         Ok(Queue { name, queue })
     }
 
-    /// The first message that somebody has left.
+    /// Takes the first message in the queue, if there is one.
     pub fn take(&self) -> Option<Vec<u8>> {
         let mut message = vec![0u8; 8192];
         let n = self.queue.receive(&mut message).ok()?;

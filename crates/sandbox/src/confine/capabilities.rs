@@ -1,23 +1,23 @@
-//! Giving up capabilities for good.
+//! Drops capabilities for good.
 
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 use crate::spec::{ConfinementLevel, Spec};
 use crate::step_report::{LaunchStepError, StepContext};
 
-/// Whether the bounding set must go too. Only who has a capability over it can drop it; without it no_new_privs alone
-/// keeps file capabilities from having an effect.
+/// What to do with the bounding set. Dropping it needs CAP_SETPCAP. If it stays, no_new_privs alone makes file
+/// capabilities ineffective.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Bounding {
     Dropped,
     DroppedIfAllowed,
-    /// For a process that never executes another program. The bounding set limits what execve can give and nothing
-    /// else, and dropping it takes a system call for each capability.
+    /// For a process that never executes another program. The bounding set only limits what execve can grant, and
+    /// dropping it takes one system call for each capability.
     Kept,
 }
 
 impl Bounding {
-    /// A plain user at level `landlock` has no namespace in which it would be allowed.
+    /// At level `landlock` a plain user has no namespace in which the kernel would allow it to drop the bounding set.
     pub fn of(spec: &Spec) -> Bounding {
         match spec.level {
             ConfinementLevel::Full => Bounding::Dropped,
@@ -26,7 +26,7 @@ impl Bounding {
     }
 }
 
-/// Gives up every capability for good, in every set. Says what holds.
+/// Drops every capability for good, in every set, and describes the result.
 pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, LaunchStepError> {
     let how = drop_bounding_set(bounding)?;
     rustix::thread::clear_ambient_capability_set()
@@ -46,9 +46,9 @@ fn drop_bounding_set(bounding: Bounding) -> Result<&'static str, LaunchStepError
     }
     for capability in CapabilitySet::all().iter() {
         match rustix::thread::remove_capability_from_bounding_set(capability) {
-            // A capability that this kernel does not know is not there to be dropped.
+            // EINVAL: this kernel does not know the capability, so there is nothing to drop.
             Ok(()) | Err(rustix::io::Errno::INVAL) => {}
-            // Refused for want of CAP_SETPCAP, so every other one would be refused too.
+            // EPERM: this process lacks CAP_SETPCAP, so the kernel would refuse every other capability too.
             Err(rustix::io::Errno::PERM) if bounding == Bounding::DroppedIfAllowed => {
                 return Ok("none; the bounding set is the caller's");
             }

@@ -1,8 +1,8 @@
 //! Landlock: which files the program may reach, by path, and the scopes of signals and abstract sockets.
 //!
-//! At level `full` this is what the mounts give, held by a second mechanism. It owns there what mounts cannot refuse:
-//! writing into a FIFO of a read-only view, signals to processes outside its domain and, from ABI 9 on, connecting to
-//! a path-name socket there. At level `landlock` it is all that stands before the host's files.
+//! At level `full` Landlock repeats with a second mechanism what the mounts enforce. It adds what mounts cannot
+//! refuse: writing to a FIFO in a read-only view, signals to processes outside its domain and, from ABI 9 on,
+//! connecting to a path-name socket there. At level `landlock` it alone protects the host's files.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -18,19 +18,19 @@ use crate::layout::{DEVICE_NAMES, ETC_ENTRIES, SYSTEM_DIRS};
 use crate::spec::{ConfinementLevel, Exec, LaunchPurpose, SharedMemory, Spec, Terminal};
 use crate::step_report::{LaunchStepError, StepContext};
 
-/// The newest interface the rules below were written for.
-const NEWEST: i32 = ABI::V9 as i32;
+/// The newest ABI for which the rules below were written.
+const ABI_NEWEST: i32 = ABI::V9 as i32;
 
-/// Above it nothing is used; lowered by tests alone.
-static ABI_MAX: AtomicI32 = AtomicI32::new(NEWEST);
+/// The newest ABI that this process uses. Only tests lower it.
+static ABI_MAX: AtomicI32 = AtomicI32::new(ABI_NEWEST);
 
-/// Makes this process, and what it forks, do with an older interface, so that what is held without Landlock there can
-/// be tried on a newer kernel. Never made newer than the kernel's.
+/// Limits this process and its forks to an older ABI, so that tests can check on a newer kernel what holds with an
+/// older Landlock. Never raises the ABI above the kernel's.
 pub(crate) fn cap_abi(abi: i32) {
-    ABI_MAX.store(abi.min(NEWEST), Ordering::Relaxed);
+    ABI_MAX.store(abi.min(ABI_NEWEST), Ordering::Relaxed);
 }
 
-/// The interface in use; 0 where there is none.
+/// Returns the ABI in use, or 0 if there is no Landlock.
 pub(crate) fn abi() -> i32 {
     crate::sys::landlock_abi().min(ABI_MAX.load(Ordering::Relaxed))
 }
@@ -39,11 +39,11 @@ fn all_rights() -> Rights {
     AccessFs::from_all(ABI::from(abi()))
 }
 
-/// The first ABI that knows of signals.
+/// The first ABI with a scope for signals.
 pub const ABI_WITH_SIGNAL_SCOPE: i32 = 6;
 
-/// Files of the host's /etc in whose place made-up ones stand at level `full`. Libraries give up where they exist and cannot
-/// be opened. Everybody may read them; they tell which users this host has and hold no password.
+/// Files of the host's /etc that level `full` replaces by generated ones. Libraries fail if such a file exists and
+/// cannot be opened. Everybody may read these files; they list the host's users and hold no password.
 const ETC_NAMES: &[(&str, &str)] = &[
     ("passwd", "getpwuid, which git, R, pip and Java call"),
     ("group", "getgrgid"),
@@ -51,8 +51,8 @@ const ETC_NAMES: &[(&str, &str)] = &[
     ("nsswitch.conf", "that passwd and group are files"),
 ];
 
-/// Files of /proc that tell of the machine and not of its processes, which libraries and interpreters read.
-const PROC: &[&str] = &[
+/// Files of /proc that describe the machine and not its processes. Libraries and interpreters read them.
+const MACHINE_PROC_FILES: &[&str] = &[
     "cpuinfo",
     "filesystems",
     "loadavg",
@@ -69,9 +69,9 @@ const PROC: &[&str] = &[
     "sys/vm/overcommit_memory",
 ];
 
-/// What this process may read of itself in /proc. Not `net`, `mountinfo` and `cgroup`, which tell of the host, nor
-/// `task`, which has them again.
-const OWN_PROC: &[&str] = &[
+/// Files of /proc/self that the program may read. Not `net`, `mountinfo` and `cgroup`, which describe the host, nor
+/// `task`, which contains the same files again.
+const OWN_PROC_FILES: &[&str] = &[
     "auxv",
     "cmdline",
     "comm",
@@ -88,19 +88,22 @@ const OWN_PROC: &[&str] = &[
     "status",
 ];
 
-/// Opens this process's own files in /proc. A rule for one holds as long as the kernel keeps this very entry, so
-/// somebody must hold it: the guardian does.
+/// Opens this process's own files in /proc. A Landlock rule for such a file holds only while the kernel keeps this
+/// very inode, so some process must keep it open. The guardian does.
 pub fn own_proc() -> Vec<OwnedFd> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let open = |name: &&str| rustix::fs::open(format!("/proc/self/{name}"), flags, Mode::empty());
-    // A kernel without one of them has nothing to be read there.
-    OWN_PROC.iter().filter_map(|name| open(name).ok()).collect()
+    // A file that this kernel does not have needs no rule.
+    OWN_PROC_FILES
+        .iter()
+        .filter_map(|name| open(name).ok())
+        .collect()
 }
 
 type Rights = BitFlags<AccessFs>;
 
-/// Restricts this process and all it will start. Needs no_new_privs. Says what holds; `None` where this kernel has no
-/// Landlock and the level does not rest on it. `own_proc` is what [`own_proc`] opened.
+/// Restricts this process and all its future children. Needs no_new_privs. Returns a description, or `None` if this
+/// kernel has no Landlock and the level does not depend on it. `own_proc` is the result of [`own_proc`].
 pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, LaunchStepError> {
     let abi = abi();
     if abi == 0 {
@@ -135,11 +138,11 @@ pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, Lau
     }
 }
 
-/// A domain that holds nothing back but signals to whoever is outside of it. Needs [`ABI_WITH_SIGNAL_SCOPE`].
+/// Enters a domain that refuses only signals to processes outside it. Needs [`ABI_WITH_SIGNAL_SCOPE`].
 ///
-/// A ruleset that does not handle REFER denies it, so that nothing in such a domain could be renamed or linked from one
-/// directory to another. This one handles REFER and grants it everywhere. A domain only takes away, so this
-/// widens nothing: which directories a file may move between is the inner domain's to say.
+/// A ruleset that does not handle REFER denies it, so in such a domain no file could be renamed or linked from one
+/// directory to another. This ruleset therefore handles REFER and grants it everywhere. This widens nothing, because
+/// a nested domain can only restrict: the inner domain decides between which directories a file may move.
 pub fn scope_signals() -> Result<(), LaunchStepError> {
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
@@ -170,8 +173,8 @@ fn allow(
         .map_err(failed)
 }
 
-/// A path that this host does not have needs no rule.
-fn allow_if_there(
+/// Allows a path if it exists. A path that this host does not have needs no rule.
+fn allow_if_exists(
     rules: RulesetCreated,
     path: &Path,
     rights: Rights,
@@ -201,36 +204,37 @@ fn view_rights(exec: Exec) -> Rights {
     }
 }
 
-/// In a root of the run's own everything that stands there may be seen.
+/// Adds the rules for level `full`. The root is the run's own, so the program may see everything in it.
 fn add_own_root_rules(
     mut rules: RulesetCreated,
     spec: &Spec,
 ) -> Result<RulesetCreated, LaunchStepError> {
     let all = all_rights();
     let list = [
-        // So that `ls /` works; everything that stands there may be listed.
+        // So that `ls /` works. The program may list everything in its own root.
         (Path::new("/"), AccessFs::ReadDir.into()),
         (Path::new("/etc"), read_rights()),
         (Path::new("/proc"), read_rights()),
-        // /dev itself cannot be written: it is on the read-only root.
+        // /dev itself cannot be written, because it is on the read-only root.
         (Path::new("/dev"), device_rights()),
         (Path::new("/dev/shm"), all),
         (Path::new("/tmp"), all),
         (spec.workspace.as_path(), all),
     ];
     for (path, rights) in list {
-        rules = allow_if_there(rules, path, rights)?;
+        rules = allow_if_exists(rules, path, rights)?;
     }
     for system in SYSTEM_DIRS {
-        rules = allow_if_there(rules, Path::new(system), exec_rights())?;
+        rules = allow_if_exists(rules, Path::new(system), exec_rights())?;
     }
     for view in &spec.views {
-        rules = allow_if_there(rules, view.target.as_path(), view_rights(view.exec))?;
+        rules = allow_if_exists(rules, view.target.as_path(), view_rights(view.exec))?;
     }
     Ok(rules)
 }
 
-/// On the host only what is named: a rule for a directory is one for everything below it, so there is none for `/`.
+/// Adds the rules for level `landlock`: only the named paths of the host. A rule for a directory covers everything
+/// below it, so there is no rule for `/`.
 fn add_host_rules(
     mut rules: RulesetCreated,
     spec: &Spec,
@@ -238,16 +242,16 @@ fn add_host_rules(
 ) -> Result<RulesetCreated, LaunchStepError> {
     let all = all_rights();
     for system in SYSTEM_DIRS {
-        rules = allow_if_there(rules, Path::new(system), exec_rights())?;
+        rules = allow_if_exists(rules, Path::new(system), exec_rights())?;
     }
     for (name, _reason) in ETC_ENTRIES.iter().chain(ETC_NAMES) {
-        rules = allow_if_there(rules, &Path::new("/etc").join(name), read_rights())?;
+        rules = allow_if_exists(rules, &Path::new("/etc").join(name), read_rights())?;
     }
     for name in DEVICE_NAMES {
-        rules = allow_if_there(rules, &Path::new("/dev").join(name), device_rights())?;
+        rules = allow_if_exists(rules, &Path::new("/dev").join(name), device_rights())?;
     }
-    for name in PROC {
-        rules = allow_if_there(
+    for name in MACHINE_PROC_FILES {
+        rules = allow_if_exists(
             rules,
             &Path::new("/proc").join(name),
             AccessFs::ReadFile.into(),
@@ -257,10 +261,10 @@ fn add_host_rules(
         rules = allow(rules, own, read_rights())?;
     }
     if matches!(spec.terminal, Terminal::Own { .. }) {
-        rules = allow_if_there(rules, Path::new("/dev/tty"), device_rights())?;
+        rules = allow_if_exists(rules, Path::new("/dev/tty"), device_rights())?;
     }
     if spec.shared_memory == SharedMemory::Host {
-        rules = allow_if_there(rules, Path::new("/dev/shm"), all)?;
+        rules = allow_if_exists(rules, Path::new("/dev/shm"), all)?;
     }
     for view in &spec.views {
         let what = open_without_symlinks(view.source.as_path())?;
@@ -272,7 +276,8 @@ fn add_host_rules(
     Ok(rules)
 }
 
-/// The path was resolved when the run was planned: a link that stands there now is somebody's trick.
+/// Opens a path without following symlinks. The path was resolved when the run was planned, so a symlink means that
+/// somebody replaced it.
 fn open_without_symlinks(path: &Path) -> Result<OwnedFd, LaunchStepError> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;

@@ -1,7 +1,7 @@
-//! What a process does to itself, for good: give up capabilities, enter a Landlock domain, install a seccomp filter.
+//! Restrictions that a process puts on itself for good: no capabilities, a Landlock domain, a seccomp filter.
 //!
-//! The child applies all three before it executes the program (`launch/program.rs`). Init and its watch thread give up their
-//! capabilities, and the kill helper enters a Landlock domain of its own.
+//! The child applies all three before it executes the program (`launch/program.rs`). Init and its watch thread drop
+//! their capabilities, and the kill helper enters a Landlock domain of its own.
 //!
 //! - `capabilities`: drops every capability in every set.
 //! - `landlock`: which files the program may reach, and the scopes of signals and abstract sockets.

@@ -1,4 +1,4 @@
-//! The thread that made a call, and what is taken from its process: copies of memory and of descriptors.
+//! The thread that made a call which seccomp handed over. The broker copies memory and descriptors from it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -8,10 +8,11 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use crate::sys::procfs::thread_group;
 use crate::sys::{self, Notification};
 
+/// The thread that made a call, held by a pidfd of its process.
 pub struct CallingThread {
     pub thread: u32,
     pub process: u32,
-    held: OwnedFd,
+    pidfd: OwnedFd,
 }
 
 impl CallingThread {
@@ -21,43 +22,44 @@ impl CallingThread {
             let number = number.ok_or_else(|| errno(libc::ESRCH))?;
             rustix::process::pidfd_open(number, PidfdFlags::empty()).map_err(|_| errno(libc::ESRCH))
         };
-        // The notification names a thread; descriptors belong to its process. Only a process's first thread can be
-        // held by its own number, which spares looking up whose thread it is.
-        if let Ok(held) = open(call.pid) {
+        // The notification names a thread, and descriptors belong to its process. pidfd_open accepts only the first
+        // thread of a process, so if it succeeds the thread is its process, and no lookup is needed.
+        if let Ok(pidfd) = open(call.pid) {
             return Ok(CallingThread {
                 thread: call.pid,
                 process: call.pid,
-                held,
+                pidfd,
             });
         }
         let process = thread_group(call.pid)? as u32;
         Ok(CallingThread {
             thread: call.pid,
             process,
-            held: open(process)?,
+            pidfd: open(process)?,
         })
     }
 
-    /// A copy of one of its descriptors. Threads share them: seccomp refuses to make one that does not.
+    /// Copies one of the caller's descriptors. All threads of a process share their descriptors, because seccomp
+    /// refuses to make a thread that does not.
     pub fn descriptor(&self, number: u64) -> io::Result<OwnedFd> {
         let number = number as i32;
-        // rustix asserts that it gets none of these.
+        // rustix panics on a negative descriptor.
         if number < 0 {
             return Err(errno(libc::EBADF));
         }
-        rustix::process::pidfd_getfd(&self.held, number, PidfdGetfdFlags::empty())
+        rustix::process::pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())
             .map_err(|_| errno(libc::EBADF))
     }
 
-    /// Whether nobody but the thread that waits for our answer could change its descriptors. Seccomp refuses descriptors
-    /// that are shared with another process.
+    /// Whether the process has only this thread, which waits for our answer. Then nothing can change the process's
+    /// descriptors meanwhile: seccomp refuses to share them with another process.
     pub fn is_alone(&self) -> bool {
-        // Linux counts one link for each thread, beside the two of every directory.
+        // The link count of /proc/PID/task is two, as for every directory, plus one for each thread.
         let tasks = rustix::fs::stat(format!("/proc/{}/task", self.process));
         self.thread == self.process && tasks.is_ok_and(|stat| stat.st_nlink == 3)
     }
 
-    /// Exactly these parts of its memory.
+    /// Reads these parts of the caller's memory, completely or not at all.
     pub fn read_parts(&self, parts: &[(u64, usize)]) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; parts.iter().map(|(_, len)| len).sum()];
         if bytes.is_empty() {
@@ -83,7 +85,8 @@ pub fn errno(number: i32) -> io::Error {
     io::Error::from_raw_os_error(number)
 }
 
-/// What the program is told when a path led nowhere. That a magic link was met would say which descriptors we have open.
+/// Converts an error of a path lookup for the program. ELOOP becomes ENOENT: it would reveal which descriptors this
+/// process has open, because openat2 returns it for a magic link.
 pub fn not_found(error: rustix::io::Errno) -> io::Error {
     match error {
         rustix::io::Errno::LOOP => errno(libc::ENOENT),

@@ -1,19 +1,19 @@
-//! After SIGKILL: whether the run's processes come nearer to their end, and how long that is waited for.
+//! After SIGKILL: whether the run's processes make progress towards their death, and how long to wait for them.
 //!
-//! Taking down the address spaces of many processes takes the kernel seconds, and the program decides how large they
-//! are. So there is no fixed time after which a process counts as one that cannot die.
+//! The kernel may need seconds to take down the address spaces of many processes, and the program decides how large
+//! these are. So there is no fixed time after which a process counts as one that cannot die.
 
 use std::time::{Duration, Instant};
 
 use super::processes::{self, ProcessSet};
 use crate::sys::procfs;
 
-/// Without progress, init has this long beyond the grace before the runner kills it.
+/// Without progress, the runner kills init this long after the grace.
 pub const BACKSTOP: Duration = Duration::from_millis(700);
-/// With progress, the dying are waited for no longer than this.
+/// With progress, init waits at most this long for the dying processes.
 pub const DYING_TIME_MAX: Duration = Duration::from_secs(30);
-/// How often they are looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How often progress is checked.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Processes that were sent SIGKILL.
 pub struct DyingProcesses {
@@ -43,19 +43,21 @@ impl DyingProcesses {
         }
     }
 
-    /// Looks at them, if it is time to; the first look counts as progress. Otherwise progress is that they are fewer, or
-    /// that one of them can run: no code of the program's runs any more, so that is the kernel at work on its end, or
-    /// about to be. All of them may end at the same moment, at the end of a long time, so fewer is not enough. A process
-    /// that cannot die waits for something, and does not run.
+    /// Checks for progress, or returns `None` if the last check was less than [`LOOK_INTERVAL`] ago.
+    ///
+    /// The first check counts as progress. After that, progress means that there are fewer processes than before, or
+    /// that one of them is runnable: none of the program's code runs any more, so a runnable process is one that the
+    /// kernel is taking down. The number alone is not enough, because after a long time all processes may end at the
+    /// same moment. A process that cannot die waits for something, so it is not runnable.
     pub fn look(&mut self) -> Option<DyingProgress> {
         let before = self.looked_at.unwrap_or(self.since);
-        if before.elapsed() < LOOK_EVERY {
+        if before.elapsed() < LOOK_INTERVAL {
             return None;
         }
         let own = std::process::id();
         let mut left = processes::pids(self.process_set);
         left.retain(|pid| *pid != own);
-        let progress = left.len() < self.count || left.iter().any(|pid| can_run(*pid));
+        let progress = left.len() < self.count || left.iter().any(|pid| is_runnable(*pid));
         self.count = left.len();
         let now = Instant::now();
         self.looked_at = Some(now);
@@ -66,19 +68,19 @@ impl DyingProcesses {
         Some(DyingProgress::Made)
     }
 
-    /// Whether there is no use in waiting any longer.
+    /// Whether the remaining processes are not worth waiting for any longer.
     pub fn is_hopeless(&self) -> bool {
         self.progress_at.elapsed() >= BACKSTOP || self.since.elapsed() >= DYING_TIME_MAX
     }
 }
 
-/// Whether the kernel has one of its threads running, or ready to run.
-fn can_run(pid: u32) -> bool {
+/// Whether a thread of the process is running or ready to run.
+fn is_runnable(pid: u32) -> bool {
     let state = |stat: String| Some(stat.rsplit_once(')')?.1.trim_start().starts_with('R'));
     let stat = |path: String| procfs::read(path, 4096).and_then(state);
     match stat(format!("/proc/{pid}/stat")) {
         Some(true) => true,
-        // The first thread may be dead, or wait, while others end.
+        // The first thread may be dead or waiting while other threads are being taken down.
         Some(false) => procfs::threads(pid)
             .any(|thread| stat(format!("/proc/{pid}/task/{thread}/stat")) == Some(true)),
         None => false,
@@ -93,22 +95,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_waits_does_not_run_and_a_busy_one_does() {
-        let mut waits = Command::new("sleep").arg("60").spawn().unwrap();
-        let mut runs = Command::new("sh")
+    fn a_busy_process_is_runnable_and_a_sleeping_one_is_not() {
+        let mut sleeping = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut busy = Command::new("sh")
             .args(["-c", "while :; do :; done"])
             .spawn()
             .unwrap();
         let until = Instant::now() + Duration::from_secs(20);
-        while (can_run(waits.id()) || !can_run(runs.id())) && Instant::now() < until {
+        while (is_runnable(sleeping.id()) || !is_runnable(busy.id())) && Instant::now() < until {
             std::thread::yield_now();
         }
-        let found = (can_run(waits.id()), can_run(runs.id()));
-        for child in [&mut waits, &mut runs] {
+        let found = (is_runnable(sleeping.id()), is_runnable(busy.id()));
+        for child in [&mut sleeping, &mut busy] {
             child.kill().unwrap();
             child.wait().unwrap();
         }
         assert_eq!(found, (false, true));
-        assert!(!can_run(runs.id()));
+        assert!(!is_runnable(busy.id()));
     }
 }

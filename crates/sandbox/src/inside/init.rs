@@ -1,12 +1,14 @@
-//! Pid 1 of the sandbox, or at level `landlock` the guardian: reaps, keeps every deadline itself, watches the limits,
-//! serves the calls that seccomp hands over, dies last.
+//! Init: pid 1 of the sandbox, or the guardian at level `landlock`.
 //!
-//! It depends on the runner for nothing: a runner that is stopped suspends no limit, and one that is gone
-//! ends the run. It tells how the program ended over a socket that the program never holds, and it is
-//! beyond the program's reach: not dumpable, in a user namespace above, immune to signals from inside.
+//! Init reaps processes, keeps every deadline, enforces the watched limits, has the calls served that seccomp hands
+//! over, and dies last. Init does not depend on the runner: while the runner is stopped, every limit still holds, and
+//! when the runner is gone, init ends the run. Init reports how the program ended over a socket that the program never
+//! holds. The program cannot reach init, because init is not dumpable, is in a user namespace above the program's, and
+//! blocks all signals.
 //!
-//! Pid 1 leaves, and the kernel kills whatever there is. The guardian cannot leave before it has no child left: being
-//! the subreaper, it then has no descendant either, which is what proves that all are dead.
+//! When pid 1 exits, the kernel kills whatever is left in the pid namespace. The guardian may not exit before it has no
+//! child left. The guardian is the subreaper of its descendants, so without children it has no descendants either: this
+//! proves that all processes are dead.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -33,56 +35,64 @@ use crate::spec::{LaunchPurpose, Limits, Spec};
 use crate::step_report::Reporter;
 use crate::sys::{self, Instruction};
 
-/// Families that are still there after so many rounds are growing.
+/// After this many rounds of SIGKILL, init also forbids the remaining processes to fork: they fork faster than init
+/// kills them.
 const KILL_ROUNDS_BEFORE_FORK_BAN: u32 = 3;
-/// After the kill helper was triggered, init sends no SIGKILL of its own for this long.
+/// How long init sends no SIGKILL of its own after it has triggered the kill helper.
 const HELPER_KILL_TIME: Duration = Duration::from_millis(400);
-/// How soon to look again whether the broker can take another call.
+/// How soon init checks again whether a busy broker can take another call.
 const BROKER_RETRY: Duration = Duration::from_millis(1);
-/// The last measuring of a large tree.
+/// How long the last measurement of the workspace may take.
 const LAST_MEASURE_MAX: Duration = Duration::from_secs(10);
-/// CPU use is looked at over this long to tell idleness.
-const IDLE_SAMPLE: Duration = Duration::from_secs(1);
+/// The interval over which CPU use is compared to decide whether the program is idle.
+const IDLE_SAMPLE_TIME: Duration = Duration::from_secs(1);
 
-/// What the child tells init once it has its filter. Descriptors come along, if sendmsg is still allowed: the listener, what
-/// the kill helper waits for, and the program's own files in /proc.
+/// The child's message to init once it has installed its seccomp filter.
+///
+/// At level `landlock` these descriptors come along: the listener, the trigger of the kill helper if there is one, and
+/// the program's own files in /proc. At level `full` the filter already hands sendmsg over, so no descriptor can come
+/// along, and init copies the listener by its number.
 #[derive(Serialize, Deserialize)]
 pub struct FilterReport {
     pub kill_helper: Option<u32>,
-    /// Where the listener is among the child's descriptors, for init to take a copy.
+    /// The number of the listener among the child's descriptors, if init has to copy it.
     pub listener: Option<i32>,
 }
 
+/// The state of init's loop.
 pub struct Init {
     limits: Limits,
-    main: i32,
+    /// The pid of the program's first process.
+    main_pid: i32,
     main_exit: Option<Exit>,
     stop: Option<Stop>,
+    /// When to send SIGKILL: after the grace, and again at every tick once the processes were killed.
     kill_at: Option<Instant>,
     killed: bool,
     kill_rounds: u32,
-    /// `None` until the program may begin: the wait for that is not its time.
+    /// When the program was allowed to start. `None` before; that wait counts against no limit.
     start: Option<Instant>,
     active_at: Instant,
-    /// CPU time at the last sample for idleness, and when that was.
-    sampled: (u64, Instant),
-    /// `None` where nothing is executed.
+    /// The CPU time in milliseconds at the last check for idleness, and the time of that check.
+    idle_sample: (u64, Instant),
+    /// `None` for a probe, which executes no program.
     watch: Option<WatchThread>,
-    /// `None` where no cgroup counts kills for want of memory.
+    /// `None` where no cgroup counts out-of-memory kills.
     oom: Option<OomWatch>,
     oom_killed_main: Option<bool>,
     broker: Option<Broker>,
-    /// For the broker, once there is one.
+    /// The way into the run's cgroup, for the broker process.
     group_access: Option<GroupAccess>,
-    /// The socket to the child: the filter goes to the child, then the listener comes back, once each.
-    from_child: Option<OwnedFd>,
+    /// The socket to the child. Init sends the filter once, and the child answers with one [`FilterReport`].
+    child_socket: Option<OwnedFd>,
     filter: Vec<Instruction>,
     kill_helper: Option<KillHelper>,
     helper_fired_at: Option<Instant>,
-    /// `Some` once every process was sent SIGKILL.
+    /// `Some` once init has sent SIGKILL to every process.
     dying: Option<DyingProcesses>,
-    /// Holds what the program's rules for its own files in /proc rest on.
-    _own_proc: Vec<OwnedFd>,
+    /// The program's own files in /proc. A Landlock rule for such a file holds only while the kernel keeps the file's
+    /// inode, so init keeps these open.
+    _own_proc_files: Vec<OwnedFd>,
     children: OwnedFd,
     spec: Spec,
     process_set: ProcessSet,
@@ -91,16 +101,16 @@ pub struct Init {
 impl Init {
     pub fn new(
         plan: &LaunchPlan,
-        main: i32,
+        main_pid: i32,
         (watch, oom): (Option<WatchThread>, Option<OomWatch>),
-        from_child: OwnedFd,
+        child_socket: OwnedFd,
         filter: Vec<Instruction>,
         group_access: GroupAccess,
     ) -> io::Result<Self> {
         let spec = &plan.spec;
         Ok(Init {
             limits: spec.limits.clone(),
-            main,
+            main_pid,
             main_exit: None,
             stop: None,
             kill_at: None,
@@ -108,18 +118,18 @@ impl Init {
             kill_rounds: 0,
             start: None,
             active_at: Instant::now(),
-            sampled: (0, Instant::now()),
+            idle_sample: (0, Instant::now()),
             watch,
             oom,
             oom_killed_main: None,
             broker: None,
             group_access: Some(group_access),
-            from_child: Some(from_child),
+            child_socket: Some(child_socket),
             filter,
             kill_helper: None,
             helper_fired_at: None,
             dying: None,
-            _own_proc: Vec::new(),
+            _own_proc_files: Vec::new(),
             children: sys::signal_fd(&[libc::SIGCHLD])?,
             spec: spec.clone(),
             process_set: ProcessSet::of(spec),
@@ -128,20 +138,21 @@ impl Init {
 
     pub fn run(mut self, report: &mut Reporter) -> ! {
         let mut processes_left = true;
-        // Nothing is recorded of a probe.
+        // Nobody records a probe, so init does not wait for the runner's order to start.
         if self.spec.purpose == LaunchPurpose::Probe {
             self.start_program();
         }
-        // After an order to stop, the children that outlive the program have their grace too.
+        // After an order to stop, processes that outlive the program have the grace too.
         while self.main_exit.is_none() || self.stop.is_some() && processes_left && !self.killed {
             self.wait(report);
             processes_left = self.reap() && self.has_program_processes();
             if self.watch.as_ref().is_some_and(WatchThread::is_lost) {
-                // Its limits hold no more. Without an end that is told, the outcome is an error of ours.
+                // Without the watch its limits do not hold. Exit without a report, so that the outcome is an error of
+                // Fumehood's.
                 self.kill_all_and_exit();
             }
-            if let Some(passed) = self.watch.as_mut().and_then(WatchThread::passed) {
-                self.stop_for_limit(passed);
+            if let Some(limit) = self.watch.as_mut().and_then(WatchThread::take_passed_limit) {
+                self.stop_for_limit(limit);
             }
             self.check_oom_kills();
             let now = Instant::now();
@@ -158,32 +169,33 @@ impl Init {
         self.finish(report)
     }
 
-    /// Idle is: nothing printed, and less than one part in a hundred of a CPU used, for the whole time.
+    /// Stops the run if the program was idle for the whole idle limit: it printed nothing and used less than a
+    /// hundredth of a CPU.
     fn check_idle(&mut self) {
         let Some(idle_ms) = self.limits.idle_ms.filter(|_| self.start.is_some()) else {
             return;
         };
-        let window = self.sampled.1.elapsed();
-        if window >= IDLE_SAMPLE.min(Duration::from_millis(idle_ms)) {
+        let window = self.idle_sample.1.elapsed();
+        if window >= IDLE_SAMPLE_TIME.min(Duration::from_millis(idle_ms)) {
             let cpu_ms = self.peak_usage().cpu_ms;
-            let used = Duration::from_millis(cpu_ms.saturating_sub(self.sampled.0));
+            let used = Duration::from_millis(cpu_ms.saturating_sub(self.idle_sample.0));
             if used * 100 > window {
                 self.active_at = Instant::now();
             }
-            self.sampled = (cpu_ms, Instant::now());
+            self.idle_sample = (cpu_ms, Instant::now());
         }
         if self.active_at.elapsed() >= Duration::from_millis(idle_ms) {
             self.begin_stop(Stop::IdleTime);
         }
     }
 
-    /// A program that has ended by itself is not stopped any more.
+    /// Stops the run after too many out-of-memory kills, unless the program has already ended by itself.
     fn check_oom_kills(&mut self) {
-        let runs = self.main_exit.is_none() || self.stop.is_some();
-        let Some(oom) = self.oom.as_mut().filter(|_| runs) else {
+        let ended_by_itself = self.main_exit.is_some() && self.stop.is_none();
+        let Some(oom) = self.oom.as_mut().filter(|_| !ended_by_itself) else {
             return;
         };
-        if oom.look(self.main as u32) {
+        if oom.look(self.main_pid as u32) {
             self.stop_for_limit(Stop::Memory);
         }
     }
@@ -191,11 +203,11 @@ impl Init {
     fn peak_usage(&self) -> PeakUsage {
         self.watch
             .as_ref()
-            .map(WatchThread::seen)
+            .map(WatchThread::peak)
             .unwrap_or_default()
     }
 
-    /// Sleeps until something happens or the next look is due.
+    /// Waits for an event or the next tick, and handles the runner's orders and the child's calls.
     fn wait(&mut self, report: &Reporter) {
         let next_look = Instant::now() + TICK;
         let until = self.kill_at.map_or(next_look, |at| at.min(next_look));
@@ -213,9 +225,9 @@ impl Init {
             PollFd::new(&socket, PollFlags::IN),
             PollFd::new(&self.children, PollFlags::IN),
         ];
-        let listener = self.broker.as_ref().and_then(Broker::awaited);
-        let third = listener.or(self.from_child.as_ref().map(AsFd::as_fd));
-        let third_at = third.as_ref().map(|fd| {
+        let listener = self.broker.as_ref().and_then(Broker::listener_to_poll);
+        let child_fd = listener.or(self.child_socket.as_ref().map(AsFd::as_fd));
+        let child_fd_index = child_fd.as_ref().map(|fd| {
             fds.push(PollFd::new(fd, PollFlags::IN));
             fds.len() - 1
         });
@@ -228,7 +240,7 @@ impl Init {
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => return,
-            // An init that cannot wait cannot keep its promises.
+            // Init cannot keep deadlines if it cannot wait.
             Err(_) => self.kill_all_and_exit(),
         }
         let ready: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
@@ -236,7 +248,7 @@ impl Init {
         if !ready[0].is_empty() {
             self.handle_order(report);
         }
-        if let Some(ready) = third_at.map(|at| ready[at]).filter(|r| !r.is_empty()) {
+        if let Some(ready) = child_fd_index.map(|at| ready[at]).filter(|r| !r.is_empty()) {
             self.serve_child(ready);
         }
     }
@@ -252,22 +264,24 @@ impl Init {
                 self.kill_at = Some(Instant::now());
             }
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-            // The runner is gone. So is the run.
+            // The runner is gone, so end the run.
             Ok(None) | Err(_) => self.kill_all_and_exit(),
         }
     }
 
+    /// Sends the child its filter. The child has waited for it, installs it and executes the program.
     fn start_program(&mut self) {
         let now = Instant::now();
-        (self.start, self.active_at, self.sampled.1) = (Some(now), now, now);
+        (self.start, self.active_at, self.idle_sample.1) = (Some(now), now, now);
         self.watch.iter_mut().for_each(WatchThread::begin);
-        let child = self.from_child.as_ref();
-        // One that has died shows as that.
+        let child = self.child_socket.as_ref();
+        // An error means that the child has died, and init sees that when it reaps.
         let _ = child.map(|child| seccomp::send(child.as_fd(), &self.filter));
         self.filter = Vec::new();
     }
 
-    /// Nobody is left to tell anything: the kernel kills all when pid 1 leaves, the guardian does it itself.
+    /// Ends the run without a report. When pid 1 exits the kernel kills all other processes; the guardian kills them
+    /// itself first.
     fn kill_all_and_exit(&mut self) -> ! {
         while self.process_set == ProcessSet::Descendants && self.reap() {
             self.kill_all();
@@ -276,7 +290,7 @@ impl Init {
         sys::exit_now(0)
     }
 
-    /// Until a child has died, or for a moment: some may not be children yet.
+    /// Waits until a child has died, for at most 10 ms: some processes become children of init only later.
     fn wait_for_deaths(&self) {
         let timeout = Timespec {
             tv_sec: 0,
@@ -286,53 +300,56 @@ impl Init {
         let _ = poll(&mut fds, Some(&timeout));
     }
 
+    /// Handles an event on the listener or, before there is one, on the socket to the child.
     fn serve_child(&mut self, ready: PollFlags) {
         if let Some(broker) = &mut self.broker {
-            let is_wanted = ready.contains(PollFlags::IN) && broker.can_serve();
-            match is_wanted {
-                // A call whose caller died before it was taken is nobody's loss.
+            let can_serve = ready.contains(PollFlags::IN) && broker.can_serve();
+            match can_serve {
+                // An error means that the caller died before its call was received.
                 true => drop(broker.serve()),
-                // No process of the run is left to make a call; or nobody is to serve it, and it fails.
+                // Either no process with the filter is left, or the broker may not start again. Closing the listener
+                // makes further calls fail.
                 false => self.broker = None,
             }
             return;
         }
-        let Some(socket) = self.from_child.take() else {
+        let Some(socket) = self.child_socket.take() else {
             return;
         };
-        let heard = channel::receive::<FilterReport>(socket.as_fd(), Wait::No);
-        if let Ok(Some((told, fds))) = heard {
+        let received = channel::receive::<FilterReport>(socket.as_fd(), Wait::No);
+        if let Ok(Some((filter_report, fds))) = received {
             let mut fds = fds.into_iter();
-            let listener = match told.listener {
+            let listener = match filter_report.listener {
                 Some(number) => self.copy_child_descriptor(number).ok(),
                 None => fds.next(),
             };
-            // The child waits for this.
+            // The child waits for init to close the socket before it goes on.
             drop(socket);
-            // Without a broker the listener is closed and every call handed over fails: closed, not open.
+            // Fail closed: if there is no broker, the listener is dropped here, and every call that is handed over fails.
             let group_access = self.group_access.take();
             self.broker = listener.and_then(|listener| {
-                Broker::new(listener, &self.spec, group_access, self.main).ok()
+                Broker::new(listener, &self.spec, group_access, self.main_pid).ok()
             });
-            self.kill_helper = told.kill_helper.and_then(|pid| {
+            self.kill_helper = filter_report.kill_helper.and_then(|pid| {
                 Some(KillHelper {
                     pid,
                     trigger: fds.next()?,
                 })
             });
-            self._own_proc = fds.collect();
+            self._own_proc_files = fds.collect();
         }
     }
 
-    /// A copy of one of the child's descriptors.
+    /// Copies one of the child's descriptors into this process.
     fn copy_child_descriptor(&self, number: i32) -> io::Result<OwnedFd> {
-        let pid = Pid::from_raw(self.main).ok_or(io::ErrorKind::NotFound)?;
+        let pid = Pid::from_raw(self.main_pid).ok_or(io::ErrorKind::NotFound)?;
         let child = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-        let taken = rustix::process::pidfd_getfd(&child, number, PidfdGetfdFlags::empty())?;
-        Ok(taken)
+        let copy = rustix::process::pidfd_getfd(&child, number, PidfdGetfdFlags::empty())?;
+        Ok(copy)
     }
 
-    /// Past a limit that more time would only make worse: killed at once. CPU time gets the grace.
+    /// Stops the run because it has passed a limit. Where the run could use up more of the host during the grace, kills
+    /// at once; CPU time gets the grace.
     fn stop_for_limit(&mut self, why: Stop) {
         match why {
             Stop::Disk | Stop::Files | Stop::Memory | Stop::Pids | Stop::OpenFiles => {
@@ -343,42 +360,43 @@ impl Init {
         }
     }
 
-    /// SIGTERM to all; SIGKILL when the grace is over. The first reason stays the reason.
+    /// Sends SIGTERM to all processes, and schedules SIGKILL for the end of the grace. The first reason to stop is the
+    /// one reported.
     fn begin_stop(&mut self, why: Stop) {
         if self.kill_at.is_some() {
             return;
         }
         self.stop.get_or_insert(why);
         self.kill_at = Some(Instant::now() + Duration::from_millis(self.limits.grace_ms));
-        // A stopped process handles nothing until it is continued.
+        // A process that was stopped handles SIGTERM only once it is continued.
         self.signal_all(&[libc::SIGTERM, libc::SIGCONT]);
     }
 
-    /// Sends the signals, in their order, to every process of the run.
+    /// Sends the signals, in order, to every process of the run.
     fn signal_all(&self, signals: &[i32]) {
-        // In a pid namespace of its own, or with a uid of its own, everyone whom this process may signal is of the run,
-        // and the kernel reaches them all at once, whoever forks meanwhile.
+        // In a private pid namespace, or with a leased uid, this process may signal only processes of the run. kill(-1)
+        // then reaches all of them atomically, even while they fork.
         if self.process_set == ProcessSet::Namespace || self.spec.own_uid().is_some() {
             for signal in signals {
                 let _ = sys::kill_all(*signal);
             }
             return;
         }
-        for (pid, held) in processes::open_descendants() {
+        for (pid, pidfd) in processes::open_descendants() {
             if signals.contains(&libc::SIGKILL) && self.kill_rounds > KILL_ROUNDS_BEFORE_FORK_BAN {
-                // Who forks faster than we look forks no more: its children inherit this.
+                // The processes fork faster than init kills them. Forbid forks; children inherit the ban.
                 let _ = rlimits::forbid_forks(pid);
             }
             for signal in signals {
-                let _ = sys::signal_pidfd(held.as_fd(), *signal);
+                let _ = sys::signal_pidfd(pidfd.as_fd(), *signal);
             }
         }
     }
 
-    /// Again at every tick until the last is gone.
+    /// Sends SIGKILL to every process. Init repeats this at every tick until the last process is gone.
     fn kill_all(&mut self) {
         self.kill_rounds = self.kill_rounds.saturating_add(1);
-        // The kill helper fires when nobody holds the other end of its socket.
+        // Dropping the trigger makes the kill helper fire.
         if self.kill_helper.take().is_some() {
             self.helper_fired_at = Some(Instant::now());
         }
@@ -386,7 +404,7 @@ impl Init {
         self.dying
             .get_or_insert_with(|| DyingProcesses::new(self.process_set));
         self.kill_at = Some(Instant::now() + TICK);
-        // All are hit at once; to look for those who are dying would only keep them from being reaped.
+        // The kill helper kills all processes at once. A search for the dying ones would only delay reaping them.
         if self
             .helper_fired_at
             .is_some_and(|at| at.elapsed() < HELPER_KILL_TIME)
@@ -396,14 +414,14 @@ impl Init {
         self.signal_all(&[libc::SIGKILL]);
     }
 
-    /// Takes in every dead child: the program's, those it orphaned, the broker's.
+    /// Reaps every dead child: the program, its orphans, and helpers. Returns whether init still has children.
     fn reap(&mut self) -> bool {
         while sys::read_signal(self.children.as_fd()).is_some() {}
         loop {
             match rustix::process::wait(WaitOptions::NOHANG) {
                 Ok(Some((pid, status))) => {
                     let pid = pid.as_raw_nonzero().get();
-                    if pid == self.main {
+                    if pid == self.main_pid {
                         self.main_exit = status
                             .exit_status()
                             .map(Exit::Code)
@@ -414,7 +432,7 @@ impl Init {
                         }
                     }
                     if let Some(broker) = &mut self.broker {
-                        broker.reaped(pid);
+                        broker.note_reaped(pid);
                     }
                 }
                 Ok(None) => return true,
@@ -423,21 +441,21 @@ impl Init {
         }
     }
 
-    /// Whether any of the children is the program's.
+    /// Whether a process other than init's own helpers is left.
     fn has_program_processes(&self) -> bool {
         let kill_helper = self.kill_helper.as_ref().map(|kill_helper| kill_helper.pid);
         let broker = self.broker.as_ref().and_then(Broker::process);
-        let ours = [kill_helper, broker.map(|pid| pid as u32)];
+        let helpers = [kill_helper, broker.map(|pid| pid as u32)];
         match self.main_exit {
-            // Asked for only when the program itself has ended: a walk through all processes is not for every tick.
-            Some(_) if ours.iter().any(Option::is_some) => processes::descendants()
+            // Only once the program itself has ended: listing all processes is too costly for every tick.
+            Some(_) if helpers.iter().any(Option::is_some) => processes::descendants()
                 .into_iter()
-                .any(|pid| !ours.contains(&Some(pid))),
+                .any(|pid| !helpers.contains(&Some(pid))),
             _ => true,
         }
     }
 
-    /// After SIGKILL to all: tells the runner that they are dying, for as long as they are seen to.
+    /// After SIGKILL: reports to the runner that processes are dying, as long as there is progress.
     fn report_dying(&mut self, report: &mut Reporter) {
         let progress = self.dying.as_mut().and_then(DyingProcesses::look);
         if progress == Some(DyingProgress::Made) {
@@ -445,7 +463,8 @@ impl Init {
         }
     }
 
-    /// What is known of the end so far. The runner then has patience with init, and keeps this should init not tell more.
+    /// Reports what is known about the end so far. The runner then extends its deadline, and uses this report if no
+    /// further one follows.
     fn report_progress(&self, wall_ms: u64, report: &mut Reporter) {
         report.send(
             &SandboxReport::Dying {
@@ -462,61 +481,64 @@ impl Init {
         wall.as_millis() as u64
     }
 
-    fn usage(&self, wall_ms: u64, seen: PeakUsage) -> ResourceUsage {
+    fn usage(&self, wall_ms: u64, peak: PeakUsage) -> ResourceUsage {
         ResourceUsage {
             wall_ms,
-            cpu_ms: seen.cpu_ms,
-            memory_peak_bytes: seen.memory_bytes,
-            pids_peak: (seen.pids > 0).then_some(seen.pids),
-            disk_bytes: seen.disk_bytes,
-            files: seen.files,
+            cpu_ms: peak.cpu_ms,
+            memory_peak_bytes: peak.memory_bytes,
+            pids_peak: (peak.pids > 0).then_some(peak.pids),
+            disk_bytes: peak.disk_bytes,
+            files: peak.files,
             oom_kills: 0,
             oom_killed_main: self.oom_killed_main,
         }
     }
 
-    /// The program has ended: everything else ends with it.
+    /// The program has ended: kills what is left of the run, measures the workspace a last time, reports the end and exits.
     fn finish(mut self, report: &mut Reporter) -> ! {
         let wall_ms = self.wall_ms();
         self.kill_all();
-        // What is left when pid 1 leaves is killed and reaped by the kernel. The guardian waits for the last.
-        let bounded = self.process_set == ProcessSet::Namespace;
+        // The kernel kills and reaps what is left when pid 1 exits, so pid 1 gives up on processes that do not die. The
+        // guardian waits for the last one.
+        let in_namespace = self.process_set == ProcessSet::Namespace;
         let mut processes_left = self.reap();
         while processes_left {
             self.report_dying(report);
-            if bounded && self.dying.as_ref().is_some_and(DyingProcesses::is_hopeless) {
+            if in_namespace && self.dying.as_ref().is_some_and(DyingProcesses::is_hopeless) {
                 break;
             }
             self.kill_all();
             self.wait_for_deaths();
             processes_left = self.reap();
         }
-        let seen = match self.stop {
+        let peak = match self.stop {
             None => {
-                // The look may take longer than until the deadline, and a program that ended before it did not time out.
-                let mut tell = || self.report_progress(wall_ms, report);
+                // The measurement may take until after the deadline. Report the end known so far at every tick, so that
+                // the runner does not take it for a time-out.
+                let mut at_each_tick = || self.report_progress(wall_ms, report);
                 let watch = self.watch.as_ref();
                 watch
-                    .map(|watch| watch.finish(LAST_MEASURE_MAX, &mut tell))
+                    .map(|watch| watch.finish(LAST_MEASURE_MAX, &mut at_each_tick))
                     .unwrap_or_default()
             }
-            // Late already: whoever waits for the end of this run has been promised it.
+            // The run was stopped, and its deadline leaves no time for another measurement.
             Some(_) => self.peak_usage(),
         };
-        // Past a limit between the last two looks is past it all the same.
+        // The run may have passed a disk limit after the last regular measurement; that counts too.
         let by_itself = self.stop.is_none() && matches!(self.main_exit, Some(Exit::Code(_)));
-        if let (true, Some(passed @ (Stop::Disk | Stop::Files))) =
-            (by_itself, self.watch.as_mut().and_then(WatchThread::passed))
-        {
-            self.stop = Some(passed);
+        if let (true, Some(limit @ (Stop::Disk | Stop::Files))) = (
+            by_itself,
+            self.watch.as_mut().and_then(WatchThread::take_passed_limit),
+        ) {
+            self.stop = Some(limit);
         }
-        let usage = self.usage(wall_ms, seen);
+        let usage = self.usage(wall_ms, peak);
         report.send(
             &SandboxReport::Ended {
                 exit: self.main_exit,
                 stop: self.stop,
                 usage,
-                alone: bounded && !processes_left,
+                alone: in_namespace && !processes_left,
             },
             &[],
         );

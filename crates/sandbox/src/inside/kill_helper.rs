@@ -1,10 +1,10 @@
-//! Level `landlock`, for a plain user: the one process that can end all of the program's at once.
+//! Level `landlock`, for a plain user: a process that can kill all of the run's processes at once.
 //!
-//! The guardian signals its descendants one by one, and a program that forks fast enough has new ones before it is
-//! through. kill(-1) reaches everybody in one act, whoever forks meanwhile, but from the guardian it would reach all
-//! of the user's processes. So the child first enters a Landlock domain that has nothing but the scope of
-//! signals, and leaves a process there before it goes on into its own, inner domain. From that outer domain kill(-1)
-//! reaches the two domains and nobody else, and from the inner one nothing reaches the outer.
+//! The guardian signals its descendants one by one, and a program that forks fast enough has new processes before the
+//! guardian has signalled the last. kill(-1) is atomic and reaches forking processes too, but from the guardian it
+//! would reach all of the user's processes. So the child first enters an outer Landlock domain that only restricts the
+//! scope of signals, forks the kill helper there, and then enters its own, inner domain. From the outer domain kill(-1)
+//! reaches both domains and no other process. From the inner domain no signal reaches the outer one.
 //!
 //! The kill helper waits until the guardian closes its end of a socket, or dies. It then calls kill(-1) once and exits.
 
@@ -23,8 +23,9 @@ pub struct KillHelper {
     pub trigger: OwnedFd,
 }
 
-/// Starts a kill helper, as a child of this process's parent. To be called by the child, single-threaded, after
-/// no_new_privs and before its own Landlock domain. `None` where there is no need of one, or no way to have it.
+/// Starts a kill helper as a sibling of this process. To be called by the single-threaded child, after no_new_privs and
+/// before the child enters its own Landlock domain. Returns `None` if no kill helper is needed, or if Landlock cannot
+/// scope signals.
 pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
     let own_uid = matches!(spec.identity, ProgramIdentity::Leased { .. });
     let wanted =
@@ -41,7 +42,7 @@ pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
         None,
     )
     .during(|| "make a socket pair".into())?;
-    match sys::fork(Parentage::Sibling).during(|| "clone the sweeper".into())? {
+    match sys::fork(Parentage::Sibling).during(|| "clone the kill helper".into())? {
         ForkSide::Parent { child } => Ok(Some(KillHelper {
             pid: child as u32,
             trigger,
@@ -51,11 +52,12 @@ pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
 }
 
 fn wait_and_kill(trigger: BorrowedFd<'_>) -> ! {
-    // The guardian looks into every process of the run; this one has nothing to hide.
+    // The guardian's watch reads /proc of every process of the run, which needs a dumpable process.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable);
-    // Nothing of the program's stays open here, nor the other end, whose closing is the sign.
+    // Keep only the trigger. An inherited copy of the guardian's end would keep the socket open, and the kill helper
+    // would never fire.
     if sys::place_descriptor(trigger, 0).is_ok() && sys::close_from(1).is_ok() {
-        // Returns when the guardian writes or is gone.
+        // Returns when the guardian closes its end, or is dead.
         let _ = rustix::io::read(rustix::stdio::stdin(), &mut [0u8]);
         let _ = sys::kill_all(libc::SIGKILL);
     }

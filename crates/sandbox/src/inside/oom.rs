@@ -1,5 +1,5 @@
-//! Processes that the kernel killed for want of memory, as the run's cgroup counts them: whether the program was one of
-//! them, and whether they are too many.
+//! The run's out-of-memory kills, as its cgroup counts them: whether the program was one of the victims, and whether
+//! there were too many.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -8,18 +8,20 @@ use super::processes;
 use super::watch::TICK;
 use crate::resources::cgroup;
 
-/// A death by SIGKILL is the kernel's doing if the counter rose at most this long before it. The kernel counts, then
-/// sends the signal, then the victim's memory is taken down, which takes longer than a tick.
+/// A death by SIGKILL counts as an out-of-memory kill if the counter rose at most this long before. The kernel counts,
+/// then sends the signal, then takes down the victim's memory, which can take longer than a tick.
 const WINDOW: Duration = Duration::from_secs(1);
-/// Each kill writes dozens of lines into the host's log. A program that goes on after so many is not going to end well.
+/// The run is stopped after this many kills. Each kill writes dozens of lines into the host's log, and a program that
+/// has lost so many processes is unlikely to succeed.
 const KILLS_MAX: u64 = 3;
 
+/// Watches the counter of out-of-memory kills.
 pub struct OomWatch {
     counter: OwnedFd,
     kills: u64,
     rose_at: Option<Instant>,
     looked_at: Instant,
-    /// The program was seen dying of a signal within the window, however long its death then takes.
+    /// Whether the program was seen dying of a signal within the window. Its death may take much longer.
     died_in_window: bool,
 }
 
@@ -34,21 +36,21 @@ impl OomWatch {
         }
     }
 
-    /// Looks at the counter, once a tick. Says whether there were too many kills.
-    pub fn look(&mut self, main: u32) -> bool {
+    /// Reads the counter, at most once a tick. Returns whether there were too many kills.
+    pub fn look(&mut self, main_pid: u32) -> bool {
         if self.looked_at.elapsed() < TICK {
             return false;
         }
-        // An unreadable counter is read again at the next tick.
+        // If the counter cannot be read, try again at the next tick.
         let _ = self.count();
         if self.is_in_window() && !self.died_in_window {
-            self.died_in_window = processes::is_dying_of_signal(main);
+            self.died_in_window = processes::is_dying_of_signal(main_pid);
         }
         self.kills >= KILLS_MAX
     }
 
-    /// For when the program was reaped, killed by SIGKILL: whether that was for want of memory. `None`: the counter
-    /// does not say.
+    /// To be called when the program was reaped and had died of SIGKILL. Returns whether this was an out-of-memory
+    /// kill, or `None` if the counter cannot be read.
     pub fn has_killed_main(&mut self) -> Option<bool> {
         self.count()?;
         Some(self.died_in_window || self.is_in_window())

@@ -1,9 +1,9 @@
-//! Level `landlock`: modes, times and lengths of files, and signals, on the program's behalf.
+//! Level `landlock`: changes modes, times and lengths of files, and sends signals, on the program's behalf.
 //!
-//! Landlock does not know of modes and times, before ABI 3 not of truncation, before ABI 6 not of signals. seccomp cannot
-//! see which file or process is meant. So these calls come to the guardian, which finds the object itself, holds
-//! it, looks whether it is the run's own (a file below the workspace, a descendant of the guardian), and acts on
-//! what it holds. Nothing of the program's memory is read twice, and no call is ever let go on.
+//! Landlock does not control modes and times, truncation only from ABI 3, and signals only from ABI 6. seccomp cannot
+//! see which file or process a call means. So the filter hands these calls to the guardian. The guardian opens the
+//! object, checks that it belongs to the run (a file below the workspace, or a descendant of the guardian), and acts on
+//! the descriptor it holds. It reads nothing of the program's memory twice, and never lets the kernel continue a call.
 
 use std::ffi::OsStr;
 use std::io;
@@ -23,40 +23,45 @@ use crate::sys::{self, Notification};
 const PATH_BYTES_MAX: usize = 4096;
 const SIGNAL_MAX: i32 = 64;
 
+/// Serves calls that change files.
 pub struct SyscallProxy {
     workspace: PathBuf,
     uid: u32,
-    /// No file may be made longer: RLIMIT_FSIZE is the program's, and would not hold here.
+    /// The longest file that truncate may make. The program's RLIMIT_FSIZE does not apply to the guardian.
     length_max: u64,
 }
 
 /// Which file a call means.
 enum CallTarget {
-    /// A path from a directory descriptor of the caller's, or from its working directory.
+    /// A path in the caller's memory at address `at`, relative to one of its directory descriptors or to its working
+    /// directory.
     Path {
         from: i32,
         at: u64,
         links: SymlinkMode,
         empty: EmptyPath,
     },
+    /// A descriptor of the caller.
     Descriptor(i32),
 }
 
 /// What an empty path means.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum EmptyPath {
+    /// ENOENT.
     Missing,
-    /// AT_EMPTY_PATH: the descriptor itself.
-    Itself,
+    /// AT_EMPTY_PATH: the directory descriptor itself.
+    Base,
 }
 
+/// Whether a symbolic link at the end of a path is followed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum SymlinkMode {
-    Followed,
-    Themselves,
+    Follow,
+    NoFollow,
 }
 
-/// What is to be done with it.
+/// How a call changes its file.
 enum FileChange {
     Mode(u32),
     Times(Timestamps),
@@ -76,7 +81,7 @@ impl SyscallProxy {
         }
     }
 
-    /// Does what was asked, if the object is the run's own. `still_waits` fails when the caller is gone.
+    /// Makes the change, if the file belongs to the run. `still_waits` fails if the caller is gone.
     pub fn perform(
         &self,
         call: &Notification,
@@ -85,17 +90,18 @@ impl SyscallProxy {
         let (target, change) = read_call(call)?;
         let object = open_target(call.pid, &target)?;
         still_waits()?;
-        self.is_own(&object, &change)?;
+        self.check_own(&object, &change)?;
         apply_change(&object, &change, self.length_max)
     }
 
-    /// Where the kernel says that this very object is: below the workspace, and nobody else's. What is there cannot be
-    /// moved out, nor anything else be moved or linked in: Landlock has no other place that may be written.
-    fn is_own(&self, object: &OwnedFd, change: &FileChange) -> io::Result<()> {
-        let place = std::fs::read_link(proc_fd_path(object))?;
-        let is_top = place == self.workspace;
-        let below = place.starts_with(&self.workspace);
-        // The top directory stays closed to others.
+    /// Fails unless the file is below the workspace and has the program's uid. The kernel says where the opened file
+    /// is. A file in the workspace cannot be moved out, nor can another be moved or linked in, because Landlock lets
+    /// the program write nowhere else.
+    fn check_own(&self, object: &OwnedFd, change: &FileChange) -> io::Result<()> {
+        let path = std::fs::read_link(proc_fd_path(object))?;
+        let is_top = path == self.workspace;
+        let below = path.starts_with(&self.workspace);
+        // The mode of the workspace itself must keep other users out.
         let allowed = below && !(is_top && matches!(change, FileChange::Mode(_)));
         let stat = rustix::fs::fstat(object)?;
         match allowed && stat.st_uid == self.uid {
@@ -109,7 +115,7 @@ fn proc_fd_path(object: &OwnedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", object.as_raw_fd()))
 }
 
-/// From numbers and pointers to what is meant; everything behind a pointer is copied here, once.
+/// Reads which file a call means and how to change it. Everything behind a pointer, except the path, is copied here, once.
 fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
     let arg = |n: usize| call.args[n];
     let number = |n: usize| call.args[n] as u32 as i32;
@@ -119,16 +125,16 @@ fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
         links,
         empty: EmptyPath::Missing,
     };
-    let flagged = |from: i32, n: usize, flags: i32| CallTarget::Path {
+    let path_with_flags = |from: i32, n: usize, flags: i32| CallTarget::Path {
         from,
         at: call.args[n],
         links: match flags & libc::AT_SYMLINK_NOFOLLOW {
-            0 => SymlinkMode::Followed,
-            _ => SymlinkMode::Themselves,
+            0 => SymlinkMode::Follow,
+            _ => SymlinkMode::NoFollow,
         },
         empty: match flags & libc::AT_EMPTY_PATH {
             0 => EmptyPath::Missing,
-            _ => EmptyPath::Itself,
+            _ => EmptyPath::Base,
         },
     };
     let mode = |n: usize| FileChange::Mode(call.args[n] as u32);
@@ -137,34 +143,34 @@ fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
     };
     Ok(match call.call {
         libc::SYS_fchmod => (CallTarget::Descriptor(number(0)), mode(1)),
-        libc::SYS_fchmodat => (path(number(0), 1, SymlinkMode::Followed), mode(2)),
-        number::FCHMODAT2 => (flagged(number(0), 1, number(3)), mode(2)),
-        // Without a path it is the descriptor's own file.
+        libc::SYS_fchmodat => (path(number(0), 1, SymlinkMode::Follow), mode(2)),
+        number::FCHMODAT2 => (path_with_flags(number(0), 1, number(3)), mode(2)),
+        // Without a path the call means the descriptor's own file.
         libc::SYS_utimensat if arg(1) == 0 => (
             CallTarget::Descriptor(number(0)),
             times(2, TimeFormat::Nanoseconds)?,
         ),
         libc::SYS_utimensat => {
-            let target = flagged(number(0), 1, number(3));
+            let target = path_with_flags(number(0), 1, number(3));
             (target, times(2, TimeFormat::Nanoseconds)?)
         }
         libc::SYS_truncate => {
             let length = u64::try_from(arg(1) as i64).map_err(|_| errno(libc::EINVAL))?;
             (
-                path(libc::AT_FDCWD, 0, SymlinkMode::Followed),
+                path(libc::AT_FDCWD, 0, SymlinkMode::Follow),
                 FileChange::Length(length),
             )
         }
         #[cfg(target_arch = "x86_64")]
-        libc::SYS_chmod => (path(libc::AT_FDCWD, 0, SymlinkMode::Followed), mode(1)),
+        libc::SYS_chmod => (path(libc::AT_FDCWD, 0, SymlinkMode::Follow), mode(1)),
         #[cfg(target_arch = "x86_64")]
         libc::SYS_utime => {
-            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Followed);
+            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Follow);
             (target, times(1, TimeFormat::Seconds)?)
         }
         #[cfg(target_arch = "x86_64")]
         libc::SYS_utimes => {
-            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Followed);
+            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Follow);
             (target, times(1, TimeFormat::Microseconds)?)
         }
         #[cfg(target_arch = "x86_64")]
@@ -174,14 +180,14 @@ fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
         ),
         #[cfg(target_arch = "x86_64")]
         libc::SYS_futimesat => {
-            let target = path(number(0), 1, SymlinkMode::Followed);
+            let target = path(number(0), 1, SymlinkMode::Follow);
             (target, times(2, TimeFormat::Microseconds)?)
         }
         _ => return Err(errno(libc::ENOSYS)),
     })
 }
 
-/// How a call writes its two times.
+/// The format of the two times in a call.
 #[derive(Clone, Copy)]
 enum TimeFormat {
     Nanoseconds,
@@ -249,7 +255,7 @@ fn read_exactly(pid: u32, address: u64, into: &mut [u8]) -> io::Result<()> {
     }
 }
 
-/// A path ends at a zero byte, and the memory behind it may not be there: so page by page.
+/// Reads a path that ends at a zero byte. Reads page by page, because the memory after the path may not be mapped.
 fn read_path(pid: u32, address: u64) -> io::Result<PathBuf> {
     const PAGE: u64 = 4096;
     let mut path = Vec::new();
@@ -271,25 +277,25 @@ fn read_path(pid: u32, address: u64) -> io::Result<PathBuf> {
     Err(errno(libc::ENAMETOOLONG))
 }
 
-/// The caller's own descriptor by the name that the C library gives it where the kernel lacks a call: fchmodat without
-/// following links was emulated so before Linux 6.6.
+/// The number of the caller's descriptor that a path names through /proc or /dev/fd. Before Linux 6.6 the C library
+/// used such a path to emulate fchmodat without following links.
 fn descriptor_named(path: &Path) -> Option<i32> {
     let text = path.to_str()?;
-    let homes = ["/proc/self/fd/", "/proc/thread-self/fd/", "/dev/fd/"];
-    let number = homes.iter().find_map(|home| text.strip_prefix(home))?;
+    let dirs = ["/proc/self/fd/", "/proc/thread-self/fd/", "/dev/fd/"];
+    let number = dirs.iter().find_map(|dir| text.strip_prefix(dir))?;
     let plain = number.bytes().all(|byte| byte.is_ascii_digit());
     plain.then(|| number.parse().ok()).flatten()
 }
 
-/// Opens the object itself, without any right to it.
+/// Opens the file that a call means, with O_PATH, which gives no access to its content.
 fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
-    let held = |n: i32| {
+    let open_descriptor = |n: i32| {
         let path = format!("/proc/{pid}/fd/{n}");
         let opened = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         opened.map_err(|_| errno(libc::EBADF))
     };
     let (from, at, links, empty) = match target {
-        CallTarget::Descriptor(n) => return held(*n),
+        CallTarget::Descriptor(n) => return open_descriptor(*n),
         CallTarget::Path {
             from,
             at,
@@ -298,14 +304,14 @@ fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
         } => (*from, *at, *links, *empty),
     };
     let mut path = read_path(pid, at)?;
-    if let (Some(n), SymlinkMode::Followed) = (descriptor_named(&path), links) {
-        return held(n);
+    if let (Some(n), SymlinkMode::Follow) = (descriptor_named(&path), links) {
+        return open_descriptor(n);
     }
     if path.as_os_str().is_empty() {
         match (empty, from) {
             (EmptyPath::Missing, _) => return Err(errno(libc::ENOENT)),
-            (EmptyPath::Itself, libc::AT_FDCWD) => path.push("."),
-            (EmptyPath::Itself, n) => return held(n),
+            (EmptyPath::Base, libc::AT_FDCWD) => path.push("."),
+            (EmptyPath::Base, n) => return open_descriptor(n),
         }
     }
     let walk = OFlags::PATH | OFlags::CLOEXEC;
@@ -316,14 +322,14 @@ fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
             walk | OFlags::DIRECTORY,
             Mode::empty(),
         )?),
-        n => Some(held(n)?),
+        n => Some(open_descriptor(n)?),
     };
     let base = base.as_ref().map_or(rustix::fs::CWD, |fd| fd.as_fd());
     let flags = match links {
-        SymlinkMode::Followed => walk,
-        SymlinkMode::Themselves => walk | OFlags::NOFOLLOW,
+        SymlinkMode::Follow => walk,
+        SymlinkMode::NoFollow => walk | OFlags::NOFOLLOW,
     };
-    // No magic links: `/proc/self/fd/N` would be a descriptor of the guardian's.
+    // Refuse magic links: `/proc/self/fd/N` would resolve to a descriptor of the guardian.
     let found = rustix::fs::openat2(
         base,
         &path,
@@ -344,10 +350,10 @@ fn apply_change(object: &OwnedFd, change: &FileChange, length_max: u64) -> io::R
             Mode::from_raw_mode(mode & 0o1777),
         )?),
         FileChange::Times(times) => {
-            let itself = Path::new("");
+            let empty = Path::new("");
             Ok(rustix::fs::utimensat(
                 object,
-                itself,
+                empty,
                 times,
                 AtFlags::EMPTY_PATH,
             )?)
@@ -363,7 +369,7 @@ fn apply_change(object: &OwnedFd, change: &FileChange, length_max: u64) -> io::R
     }
 }
 
-/// Whether a call is about signals.
+/// Whether a call sends a signal.
 pub fn is_signal(call: &Notification) -> bool {
     matches!(
         call.call,
@@ -371,7 +377,7 @@ pub fn is_signal(call: &Notification) -> bool {
     )
 }
 
-/// Sends a signal to descendants of this process.
+/// Sends the signal of a call, but only to descendants of this process. `still_waits` fails if the caller is gone.
 pub fn signal(call: &Notification, still_waits: impl Fn() -> io::Result<()>) -> io::Result<()> {
     let arg = |n: usize| call.args[n] as u32 as i32;
     still_waits()?;
@@ -390,7 +396,7 @@ pub fn signal(call: &Notification, still_waits: impl Fn() -> io::Result<()>) -> 
     if process <= 0 || thread <= 0 {
         return Err(errno(libc::EINVAL));
     }
-    // Held while the signal is sent: the number cannot become another's.
+    // Hold the process while the signal is sent, so that its pid cannot be reused.
     let _pidfd = processes::open_descendant(process as u32).ok_or_else(|| errno(libc::ESRCH))?;
     sys::signal_thread(process, thread, signal)
 }
@@ -402,30 +408,31 @@ fn check_signal(signal: i32) -> io::Result<i32> {
     }
 }
 
-/// As kill(2) means its first argument.
-fn signal_processes(caller: u32, whom: i32, signal: i32) -> io::Result<()> {
-    let gone = || errno(libc::ESRCH);
-    let leader = thread_group(caller).map_err(|_| gone())? as u32;
+/// Sends a signal to `target`, which means what the first argument of kill(2) means.
+fn signal_processes(caller: u32, target: i32, signal: i32) -> io::Result<()> {
+    let no_such_process = || errno(libc::ESRCH);
+    let leader = thread_group(caller).map_err(|_| no_such_process())? as u32;
     let group_of = |pid: u32| processes::relations(pid).map(|of| of.group);
-    let is_meant: Box<dyn Fn(u32) -> bool> = match whom {
-        i32::MIN => return Err(gone()),
+    let is_target: Box<dyn Fn(u32) -> bool> = match target {
+        i32::MIN => return Err(no_such_process()),
         -1 => Box::new(|pid| pid != leader),
         0 => {
-            let own = group_of(leader).ok_or_else(gone)?;
+            let own = group_of(leader).ok_or_else(no_such_process)?;
             Box::new(move |pid| group_of(pid) == Some(own))
         }
         group if group < 0 => Box::new(move |pid| group_of(pid) == Some(group.unsigned_abs())),
         pid => {
-            let held = processes::open_descendant(pid as u32).ok_or_else(gone)?;
-            return sys::signal_pidfd(held.as_fd(), signal);
+            let pidfd = processes::open_descendant(pid as u32).ok_or_else(no_such_process)?;
+            return sys::signal_pidfd(pidfd.as_fd(), signal);
         }
     };
-    let mut reached = Err(gone());
-    for (pid, held) in processes::open_descendants() {
-        if is_meant(pid) {
-            let sent = sys::signal_pidfd(held.as_fd(), signal);
-            reached = reached.or(sent);
+    // As in kill(2), the call succeeds if one process was reached.
+    let mut result = Err(no_such_process());
+    for (pid, pidfd) in processes::open_descendants() {
+        if is_target(pid) {
+            let sent = sys::signal_pidfd(pidfd.as_fd(), signal);
+            result = result.or(sent);
         }
     }
-    reached
+    result
 }

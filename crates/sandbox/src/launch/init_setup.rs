@@ -1,4 +1,4 @@
-//! Pid 1, or the guardian: builds what surrounds the program, starts the child, and goes on in `inside/init.rs`.
+//! Pid 1 or the guardian: builds the sandbox around the program, starts the child, and continues in `inside/init.rs`.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -23,7 +23,7 @@ use crate::spec::{ConfinementLevel, Hardness, LaunchPurpose, Layer, Spec, Worksp
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys::{self, ForkSide, Instruction};
 
-/// Pid 1: builds the sandbox, starts the program, and stays as its init.
+/// Runs as pid 1: builds the sandbox, starts the program, and stays as the sandbox's init.
 pub(super) fn set_up_init(
     plan: LaunchPlan,
     mut descriptors: PlanDescriptors,
@@ -34,16 +34,17 @@ pub(super) fn set_up_init(
     let spec = &plan.spec;
     report.begin_step("set up init");
     sys::set_process_name(c"fumehood-init");
-    // A signal from inside could only be one with a handler; there is none, and all are blocked.
+    // The kernel delivers a signal from inside to pid 1 only if pid 1 has a handler for it. Pid 1 has none, and
+    // blocks all.
     sys::block_signals(None).during(|| "block signals".into())?;
     if ProcessSet::of(spec) == ProcessSet::Descendants {
-        // Only in tests without a pid namespace.
+        // Only tests run pid 1 without a pid namespace.
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
             .during(|| "become the parent of orphans".into())?;
     }
 
-    // As the builder (root, or master of the outer user namespace): the new root, while paths of the host can still be
-    // opened and mounts still be made.
+    // Build the new root while this process still has the builder's privilege (root, or the owner of the outer user
+    // namespace): it can still open paths of the host and still make mounts.
     let mut fill_workspace = |workspace: BorrowedFd<'_>, report: &Reporter| {
         report.send(&SandboxReport::Workspace, &[workspace]);
         match report
@@ -57,14 +58,14 @@ pub(super) fn set_up_init(
     let workspace = descriptors.workspace.take();
     let (prepared, network) = match early {
         Some(early) => (early.prepared, early.network),
-        None => (mounts::prepare(report)?, Network::Bare),
+        None => (mounts::prepare(report)?, Network::NotSetUp),
     };
     let fill = &mut fill_workspace;
     let root = mounts::build(spec, prepared, workspace, &owner_maps, report, fill)?;
     drop(owner_maps);
 
     report.begin_step("set up the network and the host name");
-    if spec.has(Layer::NetNamespace) && network == Network::Bare {
+    if spec.has(Layer::NetNamespace) && network == Network::NotSetUp {
         namespaces::set_up_network(Some(root.proc_writable.as_fd()))?;
     }
     if spec.has(Layer::UtsNamespace) {
@@ -72,7 +73,7 @@ pub(super) fn set_up_init(
             .during(|| "set the host name".into())?;
     }
 
-    // From here on nothing needs the host's root. Credentials change, so what they clear is set again.
+    // Nothing below needs the host's root. A change of credentials clears the parent death signal, so set it again.
     namespaces::become_leased(spec, report)?;
     die_with_parent()?;
     let inside = InsideDescriptors {
@@ -82,9 +83,10 @@ pub(super) fn set_up_init(
     start_child(&plan, descriptors, inside, report)
 }
 
-/// The guardian: everyone the program leaves behind becomes its child, and it stays until none is left. It has the
-/// program's uid, so that it can look into its processes, and is in no Landlock domain, so that
-/// nothing in the program's can signal or trace it.
+/// Runs as the guardian: adopts every orphan of the program, and stays until none is left.
+///
+/// The guardian has the program's uid, so that it may inspect the program's processes. It is in no Landlock domain,
+/// so nothing inside the program's domain can signal or trace it.
 pub(super) fn set_up_guardian(
     plan: LaunchPlan,
     mut descriptors: PlanDescriptors,
@@ -119,7 +121,7 @@ pub(super) fn set_up_guardian(
     start_child(&plan, descriptors, inside, report)
 }
 
-/// Whether the workspace's path leads to the directory that the runner holds.
+/// Fails unless the workspace's path still leads to the directory that the runner holds.
 fn check_workspace_unchanged(held: BorrowedFd<'_>, spec: &Spec) -> Result<(), LaunchStepError> {
     let path = spec.workspace.as_path();
     let what = || format!("look at {}", path.display());
@@ -134,15 +136,15 @@ fn check_workspace_unchanged(held: BorrowedFd<'_>, spec: &Spec) -> Result<(), La
     }
 }
 
-/// What the process beside the program holds of the inside.
+/// Descriptors of the sandbox's inside that pid 1 or the guardian holds.
 struct InsideDescriptors {
-    /// `None` where nothing is executed.
+    /// `None` for a probe, which executes nothing.
     workspace: Option<OwnedFd>,
-    /// See [`mounts::NewRoot`]; the host's /proc needs none.
+    /// See [`mounts::NewRoot`]. `None` at level `landlock`, which uses the host's /proc.
     proc_writable: Option<OwnedFd>,
 }
 
-/// The last steps of pid 1 and the guardian alike: the watch, the child, and then to stay.
+/// The last steps, the same for pid 1 and for the guardian: start the watch and the child, then run init's loop.
 fn start_child(
     plan: &LaunchPlan,
     mut descriptors: PlanDescriptors,
@@ -151,7 +153,7 @@ fn start_child(
 ) -> Result<(), LaunchStepError> {
     let spec = &plan.spec;
     let terminal = stdio::open_terminal(spec, report)?;
-    // Not dumpable: /proc/1/mem, environ, fd and exe belong to nobody inside, and nothing can attach.
+    // Not dumpable: nobody inside owns /proc/1/mem, environ, fd or exe, and no process can attach to this one.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
         .during(|| "become undumpable".into())?;
 
@@ -169,11 +171,12 @@ fn start_child(
         ForkSide::Child => {
             drop(ours);
             if entry == GroupEntry::InGroup {
-                // Entering it once more would cost what being born there spares.
+                // The first attach file names the group in which the kernel started this child. Skip it: a move costs
+                // the time that starting inside the group saves.
                 descriptors.attach.remove(0);
             }
             let proc_writable = proc_writable.as_ref().map(AsFd::as_fd);
-            // Held until the failure is reported: dropping it makes the kill helper fire, and kill this process.
+            // Keep the kill helper until the failure is reported: dropping it makes the helper kill this process.
             let mut kill_helper = None;
             let links = ChildLinks {
                 to_init: theirs,
@@ -188,14 +191,15 @@ fn start_child(
             sys::exit_now(125)
         }
         ForkSide::Parent { child } => {
-            // Refused: the child begins on this CPU.
+            // On an error the child merely starts on this CPU.
             let _ = cpus::move_off_this_cpu(child);
             drop(theirs);
             drop(terminal);
             drop(proc_writable);
-            // While the child puts its layers in force, up to the filter, which init sends when the program may start.
+            // The child meanwhile puts its layers in force, up to the seccomp filter. Init sends the filter when the
+            // program may start.
             report.set_step_unlogged("start the watch");
-            let watching = match workspace {
+            let watch = match workspace {
                 Some(workspace) if spec.purpose == LaunchPurpose::Run => Some(start_watch(
                     plan,
                     workspace,
@@ -203,33 +207,33 @@ fn start_child(
                 )?),
                 _ => None,
             };
-            let filter = filter(plan, watching.as_ref().map(|watching| watching.thread));
+            let filter = build_filter(plan, watch.as_ref().map(|watch| watch.thread));
             let group_access = GroupAccess {
                 directory: group_directory,
                 files: std::mem::take(&mut descriptors.attach),
             };
             let oom = descriptors.oom_counter.take().map(OomWatch::new);
-            // Init keeps nothing that it does not need: no stream of the program's, no capability.
+            // Init keeps only what it needs: no stream of the program, no capability.
             drop(descriptors);
             if spec.has(Layer::Capabilities) {
                 capabilities::drop_capabilities(Bounding::Kept)?;
             }
             rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
-            Init::new(plan, child, (watching, oom), ours, filter, group_access)
+            Init::new(plan, child, (watch, oom), ours, filter, group_access)
                 .during(|| "set up init's watch".into())?
                 .run(report)
         }
     }
 }
 
-/// The watch, before the child has its filter, which must know the number of this thread.
+/// Starts the watch thread. It must exist before the filter, because the filter contains its thread id.
 fn start_watch(
     plan: &LaunchPlan,
     workspace: OwnedFd,
     cpu_counter: Option<OwnedFd>,
 ) -> Result<WatchThread, LaunchStepError> {
     let spec = &plan.spec;
-    // It holds a directory open for every level it is down.
+    // The watch holds one directory open for each level of its descent.
     let _ = rlimits::raise_open_files();
     let watched = WatchedLimits {
         memory: plan.memory == Hardness::Watched,
@@ -246,7 +250,7 @@ fn start_watch(
     WatchThread::start(watch, Bounding::Kept).during(|| "start a thread".into())
 }
 
-fn filter(plan: &LaunchPlan, watch: Option<u32>) -> Vec<Instruction> {
+fn build_filter(plan: &LaunchPlan, watch_tid: Option<u32>) -> Vec<Instruction> {
     seccomp::build_filter(&seccomp::FilterOptions {
         fallocate: match plan.spec.workspace_kind {
             WorkspaceKind::Disk => Fallocate::Refused,
@@ -261,7 +265,7 @@ fn filter(plan: &LaunchPlan, watch: Option<u32>) -> Vec<Instruction> {
             ConfinementLevel::Full => {
                 let (uid, gid) = namespaces::ids_inside(&plan.spec);
                 OuterConfinement::Namespaces {
-                    watch: watch.unwrap_or(seccomp::WATCH_TID_DEFAULT),
+                    watch: watch_tid.unwrap_or(seccomp::WATCH_TID_DEFAULT),
                     uid,
                     gid,
                 }

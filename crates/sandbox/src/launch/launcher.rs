@@ -14,15 +14,15 @@ use crate::spec::{ConfinementLevel, LaunchPurpose, WorkspaceKind};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys::{self, ForkSide, Parentage, procfs};
 
-/// The word after the program's name that makes it the launcher.
+/// The first argument that makes our binary the launcher.
 pub const ARGUMENT: &str = "__launch";
 
-/// Whether this process was started as the launcher. To be asked before any thread exists.
+/// Returns whether this process was started as the launcher. Call it before any thread exists.
 pub fn is_launcher() -> bool {
     std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT)
 }
 
-/// Never returns: ends as the launcher, as the sandbox's init, or as the program.
+/// Runs the launcher. The process ends as the launcher, as the sandbox's init, or as the program.
 pub fn main() -> ! {
     match take_socket() {
         Ok(socket) => run(Reporter::new(socket), EarlyResult::Nothing),
@@ -31,7 +31,7 @@ pub fn main() -> ! {
 }
 
 pub(crate) fn run(mut report: Reporter, entered: EarlyResult) -> ! {
-    // Panics are our own bugs; say them where the runner listens, not on the program's streams.
+    // Report the failure to the runner, never on the program's streams.
     if let Err(error) = launch(&mut report, entered) {
         report.send_failure(error);
         sys::exit_now(125);
@@ -39,14 +39,14 @@ pub(crate) fn run(mut report: Reporter, entered: EarlyResult) -> ! {
     sys::exit_now(0)
 }
 
-/// As [`main`], with no more of Landlock than that interface has: for tests of what is held without it. No option of a user
-/// leads here; the launcher that is shipped calls `main`.
+/// Runs [`main`] with at most this Landlock ABI, for tests of older kernels. No user option leads here; the shipped
+/// launcher calls `main`.
 pub fn main_on_older_landlock(abi: i32) -> ! {
     landlock::cap_abi(abi);
     main()
 }
 
-/// The control socket arrives as standard input and is moved away, so that 0, 1 and 2 are free.
+/// Takes the control socket, which arrives as standard input, and moves it away so that 0, 1 and 2 are free.
 fn take_socket() -> io::Result<OwnedFd> {
     sys::close_from(3)?;
     let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
@@ -58,7 +58,7 @@ fn take_socket() -> io::Result<OwnedFd> {
 
 fn launch(report: &mut Reporter, entered: EarlyResult) -> Result<(), LaunchStepError> {
     report.begin_step("start the launcher");
-    // The runner's death is the run's. Set again after every change of credentials, which clears it.
+    // The run must die with the runner. Every change of credentials clears this setting, so it is set again later.
     die_with_parent()?;
     rustix::process::umask(Mode::from_raw_mode(0o022));
     sys::note_ignored_signals();
@@ -67,7 +67,7 @@ fn launch(report: &mut Reporter, entered: EarlyResult) -> Result<(), LaunchStepE
     match plan.spec.level {
         ConfinementLevel::Full => {
             report.begin_step("map the owners of the views");
-            // Before the namespaces: only the host's root may write these maps.
+            // Before the namespaces: only the host's root may write the maps of these user namespaces.
             let owner_maps = namespaces::owner_maps(&plan.spec)?;
             if let Some(early) = namespaces::enter(&plan.spec, entered, report)? {
                 return set_up_init(plan, descriptors, Some(early), owner_maps, report);
@@ -85,10 +85,10 @@ fn launch(report: &mut Reporter, entered: EarlyResult) -> Result<(), LaunchStepE
     }
 }
 
-/// Starts the process that stays with the program, as the runner's own child.
+/// Forks the process that stays with the program, as a child of the runner.
 fn fork_init(
     report: &mut Reporter,
-    be: impl FnOnce(&mut Reporter) -> Result<(), LaunchStepError>,
+    run_child: impl FnOnce(&mut Reporter) -> Result<(), LaunchStepError>,
 ) -> Result<(), LaunchStepError> {
     match sys::fork(Parentage::Sibling).during(|| "clone".into())? {
         ForkSide::Parent { child } => {
@@ -96,7 +96,7 @@ fn fork_init(
             Ok(())
         }
         ForkSide::Child => {
-            if let Err(error) = be(report) {
+            if let Err(error) = run_child(report) {
                 report.send_failure(error);
             }
             sys::exit_now(125)
@@ -104,14 +104,15 @@ fn fork_init(
     }
 }
 
-/// A service may be spared when memory runs out (OOMScoreAdjust=); what it runs for others may not: the kernel would
-/// leave it alive at the run's own limit. Asking to be spared less needs no privilege.
+/// Resets a negative OOM score adjustment. The operator may protect a service with `OOMScoreAdjust=`, but its
+/// analyses must not inherit the protection: the kernel would spare them at the run's own memory limit. Raising the
+/// score needs no privilege.
 fn reset_oom_score_adj() -> Result<(), LaunchStepError> {
-    let spared = std::fs::read_to_string("/proc/self/oom_score_adj")
+    let is_protected = std::fs::read_to_string("/proc/self/oom_score_adj")
         .is_ok_and(|score| score.trim_start().starts_with('-'));
-    match spared {
+    match is_protected {
         true => procfs::write(None, "self/oom_score_adj", "0")
-            .during(|| "give up being spared when memory runs out".into()),
+            .during(|| "reset the OOM score adjustment".into()),
         false => Ok(()),
     }
 }
@@ -156,12 +157,12 @@ fn receive_plan(report: &mut Reporter) -> Result<(LaunchPlan, PlanDescriptors), 
     Ok((plan, descriptors))
 }
 
-/// Makes a process that was just forked what the one that stands by is from its birth.
+/// Gives a newly forked pid 1 the state that a standby launcher has from its birth.
 fn leave_caller_session(report: &mut Reporter) -> Result<(), LaunchStepError> {
     report.begin_step("leave the caller's session");
-    // Fork cleared it. A runner that died meanwhile shows as a closed control socket in init's loop.
+    // Fork cleared the parent death signal. If the runner died meanwhile, init's loop sees the control socket closed.
     die_with_parent()?;
-    // No terminal's Ctrl-C reaches in here, only the runner's order.
+    // A new session, so that a terminal's Ctrl-C reaches only the runner.
     rustix::process::setsid()
         .during(|| "setsid".into())
         .map(drop)

@@ -1,8 +1,10 @@
-//! From the runner to the program: three processes pass through this folder, and the order of their steps is the confinement.
+//! From the runner to the program. Three processes pass through this folder; the order of their steps makes the
+//! confinement.
 //!
-//! 1. The *launcher* (`launcher.rs`) is single-threaded from birth and has an empty environment. It enters the namespaces
-//!    (`namespaces.rs`), starts pid 1 as the runner's child, and exits. As a rule the launcher is forked before the runner has read
-//!    anything at all (`standby.rs`), and is then pid 1 itself; otherwise our own binary is executed again.
+//! 1. The *launcher* (`launcher.rs`) is single-threaded from birth and has an empty environment. It enters the
+//!    namespaces (`namespaces.rs`), starts pid 1 as the runner's child, and exits. Normally the runner forks the
+//!    launcher before it has read any input (`standby.rs`), and that launcher is pid 1 itself. Otherwise the runner
+//!    executes our own binary again.
 //! 2. *Pid 1* (`init_setup.rs`) builds the new root (`mounts/`), gives up its privilege, forks the child, and goes on in
 //!    `inside::init`. At level `landlock` there are no namespaces and no new root: the *guardian* takes the place of pid 1 and does
 //!    the same work for its descendants.

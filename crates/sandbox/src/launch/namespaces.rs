@@ -1,9 +1,9 @@
-//! Namespaces, user and group maps, and the giving up of privilege.
+//! Namespaces, user and group maps, and the change to the program's identity.
 //!
-//! Two user namespaces stand between a plain user's program and the host. The outer one owns every other
-//! namespace and holds the privilege needed to build the sandbox; the program is put into an inner one that owns
-//! nothing, so that even a full set of capabilities there would command none of it. For root there is
-//! no outer one: root builds, and the program runs under a leased uid in the inner one.
+//! Two user namespaces separate a plain user's program from the host. The outer one owns every other namespace and
+//! holds the privilege that builds the sandbox. The program is in the inner one, which owns nothing, so even a full
+//! set of capabilities there has no power over the other namespaces. When root runs Fumehood there is no outer user
+//! namespace: root builds the sandbox, and the program runs under a leased uid in the inner one.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -17,12 +17,12 @@ use crate::spec::{ConfinementLevel, Layer, Owner, ProgramIdentity, Spec};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys::{self, ForkSide, Namespace, Parentage, procfs};
 
-/// What a launcher has done before it knew its plan.
+/// What a launcher has done before it received its plan.
 pub enum EarlyResult {
     Nothing,
-    /// It is pid 1 already, in the namespaces in [`EARLY_NAMESPACES`].
+    /// The launcher is already pid 1, in the namespaces of [`EARLY_NAMESPACES`].
     Entered(EarlySandbox),
-    /// This step of it failed.
+    /// The named step failed.
     Failed(String, LaunchStepError),
 }
 
@@ -34,10 +34,11 @@ pub struct EarlySandbox {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Network {
     SetUp,
-    Bare,
+    NotSetUp,
 }
 
-/// Namespaces that are the same for every plan, beside the mounts'. The network's alone costs as much as all the rest.
+/// The namespaces, beside the mount namespace, that every plan needs. Creating the network namespace costs as much as
+/// creating all the others.
 const EARLY_NAMESPACES: [(Layer, libc::c_int); 4] = [
     (Layer::PidNamespace, libc::CLONE_NEWPID),
     (Layer::NetNamespace, libc::CLONE_NEWNET),
@@ -45,23 +46,23 @@ const EARLY_NAMESPACES: [(Layer, libc::c_int); 4] = [
     (Layer::UtsNamespace, libc::CLONE_NEWUTS),
 ];
 
-/// Whether a launcher that has entered [`EARLY_NAMESPACES`] can serve this plan.
+/// Returns whether a launcher that has entered [`EARLY_NAMESPACES`] can serve this plan.
 pub fn fits_early(spec: &Spec) -> bool {
     spec.level == ConfinementLevel::Full
         && EARLY_NAMESPACES.iter().all(|(layer, _)| spec.has(*layer))
 }
 
-/// How a process is born that is to enter them.
+/// Returns how to fork a process that is to enter [`EARLY_NAMESPACES`].
 pub fn early_parentage() -> Parentage {
     let user = match rustix::process::geteuid().is_root() {
-        true => Namespace::Ours,
+        true => Namespace::Current,
         false => Namespace::New,
     };
     Parentage::First { user }
 }
 
-/// Does what every plan at level `full` needs, as pid 1, born as [`early_parentage`] says. What fails is said when there is a
-/// plan.
+/// Does what every plan at level `full` needs. Runs as pid 1, forked as [`early_parentage`] says. A failure is kept
+/// and reported when a plan has arrived.
 pub fn enter_early(uid: Uid, gid: Gid, report: &mut Reporter) -> EarlyResult {
     match enter_early_namespaces(uid, gid, report) {
         Ok(early) => EarlyResult::Entered(early),
@@ -80,18 +81,18 @@ fn enter_early_namespaces(
     report.begin_step("create namespaces");
     let all = EARLY_NAMESPACES
         .iter()
-        .fold(libc::CLONE_NEWNS, |all, one| all | one.1);
+        .fold(libc::CLONE_NEWNS, |flags, (_, flag)| flags | flag);
     sys::unshare(all & !libc::CLONE_NEWPID).during(|| "unshare".into())?;
     let network = match set_up_network(None) {
         Ok(()) => Network::SetUp,
-        // The host's /proc may be read-only, and ours is not there yet.
-        Err(_) => Network::Bare,
+        // The host's /proc may be read-only, and the sandbox's own is not mounted yet. Pid 1 tries again later.
+        Err(_) => Network::NotSetUp,
     };
     let prepared = mounts::prepare(report)?;
     Ok(EarlySandbox { prepared, network })
 }
 
-/// Loopback, and the most that one connection may hold in buffers: the kernel counts them for the whole host.
+/// Brings loopback up, and bounds the buffers of one connection: the kernel counts TCP buffers for the whole host.
 pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), LaunchStepError> {
     sys::loopback_up().during(|| "bring loopback up".into())?;
     for name in ["tcp_rmem", "tcp_wmem"] {
@@ -101,7 +102,8 @@ pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), LaunchStepErro
     Ok(())
 }
 
-/// Moves the launcher into the namespaces that its next child, the sandbox's pid 1, is born into, unless it is that already.
+/// Moves the launcher into the namespaces in which its next child, the sandbox's pid 1, starts. A standby launcher is
+/// already there.
 pub fn enter(
     spec: &Spec,
     entered: EarlyResult,
@@ -136,7 +138,7 @@ fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> 
     let asked_for = EARLY_NAMESPACES
         .iter()
         .filter(|(layer, _)| spec.has(*layer));
-    let flags = asked_for.fold(libc::CLONE_NEWNS, |all, one| all | one.1);
+    let flags = asked_for.fold(libc::CLONE_NEWNS, |flags, (_, flag)| flags | flag);
     match spec.identity {
         ProgramIdentity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into()),
         ProgramIdentity::Caller { uid, gid } => {
@@ -160,10 +162,12 @@ fn write_maps(proc: Option<BorrowedFd<'_>>, uid: (u32, u32), gid: (u32, u32)) ->
     procfs::write(proc, "self/gid_map", &format!("{} {} 1", gid.0, gid.1))
 }
 
-/// For root: a user namespace for each owner among the mapped views, by which that owner is shown as the
-/// leased uid. The groups are left unmapped on purpose: the kernel refuses any write, also to a socket
-/// or FIFO, whose group has no name in the mount (HAS_UNMAPPED_ID in fs/namei.c), while the owner's
-/// reading goes on. A read-only mount alone would not stop a connect().
+/// For root: makes a user namespace for each owner among the mapped views. The view is mounted through that
+/// namespace, which shows the owner as the leased uid.
+///
+/// The groups stay unmapped on purpose. The kernel refuses every write, also to a socket or FIFO, whose group has no
+/// id in the mount (HAS_UNMAPPED_ID in fs/namei.c), while the owner can still read. A read-only mount alone would not
+/// stop a connect().
 pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, LaunchStepError> {
     let mut maps = OwnerMaps::new();
     if !spec.is_leased() {
@@ -183,7 +187,7 @@ pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, LaunchStepError> {
     Ok(maps)
 }
 
-/// A group that no file has: what the one entry that a group map needs is spent on.
+/// A group that no file has. A group map needs one entry, and this entry maps no real group.
 const UNUSED_GID: u32 = 0xffff_fffe;
 
 pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
@@ -196,12 +200,12 @@ pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
     match sys::fork(Parentage::Own)? {
         ForkSide::Child => {
             drop(ours);
-            // Who has nothing to tell ends, and is heard to.
+            // On failure the child exits without writing, and the parent reads an end-of-file.
             if let Some(name) =
                 own_proc_name().filter(|_| sys::unshare(libc::CLONE_NEWUSER).is_ok())
             {
                 let _ = rustix::io::write(&theirs, &name);
-                // Holds the namespace until its descriptor has been taken.
+                // Keep the namespace alive until the parent has opened its descriptor.
                 let _ = rustix::io::read(&theirs, &mut [0u8]);
             }
             sys::exit_now(0);
@@ -222,7 +226,7 @@ pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
     }
 }
 
-/// This process's directory in the host's /proc: its number here may be another.
+/// Returns this process's name in the host's /proc: its pid in its own namespace may differ.
 fn own_proc_name() -> Option<Vec<u8>> {
     let name = rustix::fs::readlink("/proc/self", Vec::new()).ok()?;
     Some(name.into_bytes())
@@ -246,7 +250,7 @@ fn fill_owner_map(process: &str, owner: u32, identity: ProgramIdentity) -> io::R
     )?)
 }
 
-/// As root: becomes the leased uid, keeping for now the capabilities that the last steps need.
+/// As root: becomes the leased uid, and for now keeps the capabilities that the last steps need.
 pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
     let ProgramIdentity::Leased { uid, gid } = spec.identity else {
         return Ok(());
@@ -268,16 +272,16 @@ pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchSte
     Ok(())
 }
 
-/// The uid and gid that the program has in its own eyes.
+/// Returns the uid and gid that the program sees as its own.
 pub fn ids_inside(spec: &Spec) -> (u32, u32) {
     match spec.identity {
-        // Only in tests.
+        // Only tests run without the inner user namespace.
         ProgramIdentity::Leased { uid, gid } if !spec.has(Layer::UserNamespace) => (uid, gid),
         _ => (INSIDE_UID, INSIDE_GID),
     }
 }
 
-/// Puts the program into a user namespace that owns nothing and in which no further one can be made.
+/// Puts the program into a user namespace that owns nothing and in which no further user namespace can be made.
 pub fn enter_inner_user(
     spec: &Spec,
     proc: BorrowedFd<'_>,
@@ -287,7 +291,7 @@ pub fn enter_inner_user(
         return Ok(());
     }
     report.begin_step("enter the inner user namespace");
-    // Init is not dumpable, and this child is its copy; /proc/self would be root's.
+    // This child is a copy of init, which is not dumpable, so root would own the files of /proc/self.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
         .during(|| "become dumpable".into())?;
     sys::unshare(libc::CLONE_NEWUSER).during(|| "unshare".into())?;

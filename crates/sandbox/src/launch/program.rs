@@ -1,4 +1,4 @@
-//! The child: from a copy of init to the program, confining itself step by step.
+//! The child: starts as a copy of init, confines itself step by step, and executes the program.
 
 use std::ffi::CString;
 use std::io;
@@ -23,13 +23,13 @@ use crate::sys::{self, Instruction, Listener};
 
 pub(super) enum Never {}
 
-/// What joins the child to those who stay beside the program.
+/// The child's connections to init and to the kill helper.
 pub(super) struct ChildLinks<'a> {
     pub to_init: OwnedFd,
     pub kill_helper: &'a mut Option<KillHelper>,
 }
 
-/// The child: from init's copy to the program.
+/// Confines this process step by step and executes the program.
 pub(super) fn become_program(
     plan: &LaunchPlan,
     descriptors: &PlanDescriptors,
@@ -39,8 +39,8 @@ pub(super) fn become_program(
     report: &mut Reporter,
 ) -> Result<Never, LaunchStepError> {
     let spec = &plan.spec;
-    // First into the cgroup, so that everything below and all it starts is counted. The process attaches
-    // itself: moving it from outside costs a grace period of the whole machine.
+    // Enter the cgroup first, so that it counts all steps below and all that the program starts. The process attaches
+    // itself: moving a process from outside waits for an RCU grace period of the whole machine.
     report.begin_step("attach to the cgroup");
     for file in &descriptors.attach {
         rustix::io::write(file, b"0").during(|| "write 0 to the group's file".into())?;
@@ -48,13 +48,13 @@ pub(super) fn become_program(
     if plan.attach_files > 0 {
         report.add_layer(Layer::Cgroup, "a group of the run's own");
     }
-    // Then the cgroup namespace, whose root is where the process is at this moment.
+    // The root of a cgroup namespace is the group in which the process is when it creates the namespace.
     report.begin_step("create the cgroup namespace");
     if spec.has(Layer::CgroupNamespace) {
         sys::unshare(libc::CLONE_NEWCGROUP).during(|| "unshare".into())?;
         report.add_layer(Layer::CgroupNamespace, "sees its own group as the root");
     }
-    // The inner user namespace comes after the last step that needs the outer one's privilege.
+    // The inner user namespace comes after the last step that needs the privilege of the outer one.
     if let Some(proc_writable) = proc_writable {
         namespaces::enter_inner_user(spec, proc_writable, report)?;
     }
@@ -81,7 +81,7 @@ pub(super) fn become_program(
         let how = capabilities::drop_capabilities(Bounding::of(spec))?;
         report.add_layer(Layer::Capabilities, how);
     }
-    // Before Landlock and seccomp, which demand it of the unprivileged.
+    // Landlock and seccomp demand no_new_privs of an unprivileged process.
     report.begin_step("forbid new privileges");
     if spec.has(Layer::NoNewPrivs) {
         rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
@@ -102,8 +102,7 @@ pub(super) fn become_program(
     {
         report.add_layer(Layer::Landlock, &how);
     }
-    // Everything the program needs is prepared before seccomp, which comes last: it would
-    // refuse the steps above.
+    // Prepare everything the program needs now. seccomp comes last, because the filter would refuse the steps above.
     let program = c_string(spec.program.as_path().as_os_str().into())?;
     let argv = spec
         .argv
@@ -117,9 +116,10 @@ pub(super) fn become_program(
         .map(env_entry)
         .collect::<Result<Vec<_>, _>>()?;
     sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
-    report.begin_step("wait for the word to go");
-    let filter = seccomp::receive(links.to_init.as_fd()).during(|| "listen to init".into())?;
-    // Init has moved this process to another CPU for the last time.
+    report.begin_step("wait for the seccomp filter");
+    let filter =
+        seccomp::receive(links.to_init.as_fd()).during(|| "receive the filter from init".into())?;
+    // Pin only now: until it sends the filter, init may still move this process to another CPU.
     cpus::pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
     report.begin_step("restrict with seccomp");
     if spec.has(Layer::Seccomp) {
@@ -146,8 +146,9 @@ pub(super) fn become_program(
     Err(sys::execve(&program, &argv, &env)).during(|| spec.program.as_path().display().to_string())
 }
 
-/// A keyring of the caller's that stays joined is of no use to a program that may make no call on keys. Container
-/// runtimes refuse those calls to us as well.
+/// Joins a new session keyring, so that the program does not keep the caller's. Container runtimes refuse the keyring
+/// calls. At level `landlock` that is no loss: the seccomp filter refuses every keyring call, so the program cannot
+/// use the caller's keyring.
 fn leave_keyring(spec: &Spec) -> Result<(), LaunchStepError> {
     match sys::new_session_keyring() {
         Err(e)
@@ -168,19 +169,21 @@ fn install_filter(
     own_proc: &[OwnedFd],
 ) -> io::Result<()> {
     if spec.level == ConfinementLevel::Full {
-        // As what it becomes by execve is: init takes the listener from it.
+        // Init takes the listener out of this process, which it may do only if the process is dumpable, as it is
+        // again after execve.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
     }
     let listener = sys::seccomp_install(filter, Listener::New)?
         .ok_or_else(|| io::Error::other("no listener"))?;
     let to_init = links.to_init.as_fd();
     if spec.level == ConfinementLevel::Full {
-        // The filter hands sendmsg over, and only who has the listener could serve it.
-        let told = FilterReport {
+        // Send the descriptor's number, not the descriptor: the new filter already traps sendmsg, and nobody serves
+        // trapped calls until init has the listener.
+        let report = FilterReport {
             kill_helper: None,
             listener: Some(listener.as_raw_fd()),
         };
-        channel::send(to_init, &told, &[])?;
+        channel::send(to_init, &report, &[])?;
         // Init closes its end when it has taken the listener.
         let _ = rustix::net::recv(to_init, &mut [0u8][..], RecvFlags::empty());
         return Ok(());
@@ -189,11 +192,11 @@ fn install_filter(
     let kill_helper = links.kill_helper.as_ref();
     fds.extend(kill_helper.map(|kill_helper| kill_helper.trigger.as_fd()));
     fds.extend(own_proc.iter().map(AsFd::as_fd));
-    let told = FilterReport {
+    let report = FilterReport {
         kill_helper: kill_helper.map(|kill_helper| kill_helper.pid),
         listener: None,
     };
-    channel::send(to_init, &told, &fds)
+    channel::send(to_init, &report, &fds)
 }
 
 fn c_string(bytes: Bytes) -> Result<CString, LaunchStepError> {

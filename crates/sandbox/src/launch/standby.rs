@@ -1,10 +1,11 @@
-//! A launcher that stands by: forked by the runner as its very first act, as pid 1 of a pid namespace, and waiting for a plan.
+//! A standby launcher: a process that the runner forks as its very first act, as pid 1 of a new pid namespace, and
+//! that waits for a plan.
 //!
-//! At that moment the runner has one thread, has read no file and no variable, and its memory holds nothing but our own
-//! code and the strings it was started with, which the launcher wipes. So nothing of the caller's is to be found in any
-//! process inside, as if our binary had been executed anew with an empty environment, without what that costs. While
-//! the runner reads its configuration, the launcher makes what every plan needs: the
-//! namespaces, and a new root with the system runtime in it.
+//! At that moment the runner has one thread and has read no file and no variable. Its memory holds only our own code
+//! and the strings it was started with, which the launcher wipes. No process inside therefore holds anything of the
+//! caller's, just as if our binary had been executed again with an empty environment, but without the cost of an
+//! execve. While the runner reads its configuration, the launcher makes what every plan needs: the namespaces, and a
+//! new root with the system runtime.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,10 +24,10 @@ pub use crate::standby_slot::dismiss;
 use crate::step_report::Reporter;
 use crate::sys::{self, ForkSide};
 
-/// Forks the launcher, if the first word on the command line is one of these. To be called before anything else is done;
-/// where it fails, one is executed later.
+/// Forks the standby launcher if the first argument on the command line is one of `words`. Call this before anything
+/// else. On failure no launcher stands by, and the runner executes one later.
 pub fn fork_launcher(words: &[&str]) {
-    // The loader keeps copies of its own settings, which nobody could wipe.
+    // The dynamic loader copies its settings to memory that we cannot wipe.
     if !is_first_argument(words) || sys::has_loader_settings() {
         return;
     }
@@ -38,7 +39,7 @@ pub fn fork_launcher(words: &[&str]) {
         Ok(ForkSide::Child) => run_standby_launcher(&theirs, uid, gid),
         Ok(ForkSide::Parent { child }) => {
             if let Some(pid) = Pid::from_raw(child) {
-                // Refused: the child begins on this CPU.
+                // On an error the child merely starts on this CPU.
                 let _ = cpus::move_off_this_cpu(child);
                 standby_slot::put(ours, pid);
             }
@@ -47,29 +48,29 @@ pub fn fork_launcher(words: &[&str]) {
     }
 }
 
-/// Whether that is the first word that this process was started with. The standard library would leave copies of the whole
-/// command line in memory.
+/// Returns whether the first argument of this process is one of `words`. Reads /proc, because the standard library
+/// would leave copies of the whole command line in memory.
 fn is_first_argument(words: &[&str]) -> bool {
     let mut line = [0u8; 4096];
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let read = rustix::fs::open("/proc/self/cmdline", flags, Mode::empty())
         .and_then(|file| rustix::io::read(file, &mut line));
     let first = line.split(|byte| *byte == 0).nth(1).unwrap_or_default();
-    let told = read.is_ok() && words.iter().any(|word| word.as_bytes() == first);
+    let is_match = read.is_ok() && words.iter().any(|word| word.as_bytes() == first);
     line.fill(0);
     std::hint::black_box(&mut line);
-    told
+    is_match
 }
 
-/// The launcher that waits, if it can serve this run. It is pid 1 of the run's.
+/// Takes the standby launcher if it can serve this run. The launcher becomes the run's pid 1.
 pub(crate) fn take(program: &Path, spec: &Spec) -> Option<(OwnedFd, Pid)> {
     let standby = standby_slot::take()?;
-    // A test may bring another binary.
+    // A test may name another binary as the launcher.
     if program != Path::new("/proc/self/exe") || !namespaces::fits_early(spec) {
         standby_slot::end(standby);
         return None;
     }
-    // One that could not settle in has ended.
+    // A launcher that failed in `detach_from_caller` has exited.
     let ended = rustix::process::waitpid(Some(standby.1), WaitOptions::NOHANG);
     matches!(ended, Ok(None)).then_some(standby)
 }
@@ -85,13 +86,13 @@ fn run_standby_launcher(socket: &OwnedFd, uid: Uid, gid: Gid) -> ! {
     }
 }
 
-/// Makes this process what an executed launcher is.
+/// Gives this process the state of a newly executed launcher.
 fn detach_from_caller(socket: &OwnedFd) -> io::Result<OwnedFd> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     sys::wipe_start_strings()?;
-    // Not the caller's: others must be able to read what is made for them.
+    // Not the caller's umask: other users must be able to read the files of the new root.
     rustix::process::umask(Mode::from_raw_mode(0o022));
-    // The terminal's Ctrl-C is the runner's to handle.
+    // A new session, so that the terminal's Ctrl-C reaches only the runner.
     rustix::process::setsid()?;
     rustix::process::chdir("/")?;
     sys::set_process_name(c"fumehood-launch");
@@ -101,7 +102,7 @@ fn detach_from_caller(socket: &OwnedFd) -> io::Result<OwnedFd> {
         sys::place_descriptor(null.as_fd(), number)?;
     }
     drop(null);
-    // What whoever started the runner left open is not for us.
+    // Close every descriptor that the runner inherited.
     let socket = rustix::io::fcntl_dupfd_cloexec(socket, 3)?;
     sys::close_all_but(socket.as_fd())?;
     Ok(socket)

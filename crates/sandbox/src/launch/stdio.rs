@@ -1,4 +1,4 @@
-//! Descriptors 0, 1 and 2 of the program: pipes, `/dev/null`, or a terminal of the sandbox's own.
+//! Descriptors 0, 1 and 2 of the program: pipes, `/dev/null`, or a terminal of the sandbox's own devpts.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,7 +11,7 @@ use crate::spec::{Spec, Terminal};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys;
 
-/// A terminal of the sandbox's own devpts; its outer end goes to the runner.
+/// Opens a terminal in the sandbox's own devpts and sends its outer end to the runner.
 pub(super) fn open_terminal(
     spec: &Spec,
     report: &mut Reporter,
@@ -40,6 +40,7 @@ pub(super) fn open_terminal(
     Ok(Some(inner))
 }
 
+/// Puts the pipes or the terminal at descriptors 0, 1 and 2.
 pub(super) fn place(
     descriptors: &PlanDescriptors,
     terminal: Option<BorrowedFd<'_>>,

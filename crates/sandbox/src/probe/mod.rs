@@ -1,8 +1,8 @@
-//! What this host can really enforce, found by doing it.
+//! Finds what this host can really enforce, by doing it.
 //!
-//! A probe is a whole sandbox in miniature that executes nothing: the launcher takes every step of the level, and its
-//! report is the answer. It leaves nothing behind. The workspace is in memory or there is none, no cgroup is
-//! made, and no user's file is looked at, so that nobody's data can decide which level a host is said to have.
+//! A probe builds a miniature sandbox that executes nothing: the launcher takes every step of the level, and its
+//! report is the answer. A probe leaves nothing behind. Its workspace is in memory or absent, and it makes no cgroup.
+//! It reads no user's file, so no user's data can influence which level the host is said to have.
 
 pub mod mechanisms;
 
@@ -15,12 +15,12 @@ use crate::spec::{
 };
 use crate::supervise::{self, RunError, SilentHandler, SpawnResources};
 
-/// Builds a sandbox of that level, and says which layers held, or which step failed.
+/// Builds a sandbox of this level, and returns the layers in force or the step that failed.
 pub fn try_level(
     launcher: &Path,
     level: ConfinementLevel,
 ) -> Result<Vec<(Layer, String)>, RunError> {
-    let spec = miniature(level);
+    let spec = probe_spec(level);
     let resources = SpawnResources {
         launcher,
         workspace: None,
@@ -32,15 +32,15 @@ pub fn try_level(
     Ok(finished.layers)
 }
 
-/// The kernel's Landlock interface; 0 where there is none.
+/// Returns the kernel's Landlock ABI, or 0 if there is none.
 pub fn landlock_abi() -> i32 {
     crate::sys::landlock_abi()
 }
 
-/// Who owns nothing; a probe runs no program that could make use of it.
+/// A uid that owns nothing. A probe runs no program that could use it.
 const NOBODY: u32 = 65_534;
 
-fn miniature(level: ConfinementLevel) -> Spec {
+fn probe_spec(level: ConfinementLevel) -> Spec {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     Spec {
         program: InsidePath::new("/nothing"),

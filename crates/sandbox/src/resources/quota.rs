@@ -1,13 +1,14 @@
-//! Project quota: the workspace's bytes and inodes, held by the file system itself.
+//! Project quota: the file system itself limits the workspace's bytes and inodes.
 //!
-//! ext4 and XFS can count every inode towards a *project*, a number that new files take from their directory, and refuse
-//! what would take a project past its limits. Whether they do so depends on how the file system was made and how
-//! it was mounted, and counting without refusing looks much the same to whoever asks. So it is tried: [`limit`]
-//! says yes only after the file system has refused one inode and some bytes too many. f2fs refuses too, but does not
-//! count the block that each inode is, so that many small files would slip past: that is seen, and it does not pass.
+//! ext4 and XFS can count every inode towards a *project*, an id that new files take from their directory, and refuse
+//! operations that would exceed the project's limits. Whether they do so depends on how the file system was made and
+//! mounted. A file system that counts without refusing answers the same queries. [`limit`] therefore tries it, and
+//! succeeds only after the file system has refused one inode and some bytes too many. f2fs also refuses, but does not
+//! count the block that each inode occupies, so many small files would exceed the limit; [`limit`] detects this and
+//! reports the quota as unsupported.
 //!
-//! The program cannot leave its project. Seccomp refuses the calls that would, and the kernel allows them in no
-//! user namespace but the first.
+//! The program cannot leave its project. Seccomp refuses the calls that would change the project, and the kernel
+//! allows them only in the initial user namespace.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,14 +19,14 @@ use rustix::thread::CapabilitySet;
 
 use crate::sys::{self, QuotaBlock};
 
-/// How much is asked for when some bytes too many are tried: more than a block of any of these file systems.
+/// How many bytes the test of the limit asks for: more than a block of any of these file systems.
 const PROBE_BYTES: u64 = 256 * 1024;
-/// A workspace is put under quota when it holds a few empty directories. More is not one that was just made.
+/// A new workspace holds only a few empty directories. A workspace with more directories than this is not new.
 const DIRECTORIES_MAX: usize = 16;
 
 #[derive(Debug, thiserror::Error)]
 pub enum QuotaError {
-    /// Nothing was changed, or all of it was changed back.
+    /// Nothing was changed, or every change was undone.
     #[error("limit a project on this file system: cannot {step}")]
     Unsupported {
         step: &'static str,
@@ -38,7 +39,7 @@ pub enum QuotaError {
     InUse { project: u32 },
     #[error("count the workspace towards project {project}: it is not a new one, bare of files")]
     NotBare { project: u32 },
-    /// The workspace may be left under limits that nobody asked for: it is not to be used.
+    /// The workspace may still be under limits that nobody asked for, so it must not be used.
     #[error("take the workspace out of project {project} again")]
     Undo { project: u32, source: io::Error },
 }
@@ -50,18 +51,18 @@ fn unsupported<E: Into<io::Error>>(step: &'static str) -> impl FnOnce(E) -> Quot
     }
 }
 
-/// A workspace under quota. Dropped, the limits stay: what could still be running must not find them gone.
+/// A workspace under quota. Dropping it keeps the limits, because processes of the run may still exist.
 #[derive(Debug)]
 pub struct ProjectQuota {
-    /// Any descriptor of the file system would do.
+    /// Any descriptor on the file system.
     on: OwnedFd,
     project: u32,
 }
 
-/// The first of the candidates that nothing on the file system of `on` counts towards.
+/// Returns the first candidate towards which nothing on the file system of `on` counts.
 ///
 /// # Errors
-/// [`QuotaError::Unsupported`] if the file system keeps no count of projects, or all candidates are in use.
+/// [`QuotaError::Unsupported`] if the file system does not count projects, or if all candidates are in use.
 pub fn unused_project(
     on: BorrowedFd<'_>,
     candidates: impl IntoIterator<Item = u32>,
@@ -86,11 +87,11 @@ fn is_unused(on: BorrowedFd<'_>, project: u32) -> Result<bool, QuotaError> {
     }
 }
 
-/// Puts a workspace that was just made, bare but for a few empty directories, under `project`, which must be unused and
-/// the caller's own on this host, with hard limits. Everything made in the workspace from now on counts.
+/// Puts a new workspace, which holds only a few empty directories, under `project` with hard limits. The project must
+/// be unused and reserved for the caller on this host. Everything made in the workspace from now on counts.
 ///
 /// # Errors
-/// Whatever the error, but for [`QuotaError::Undo`], the workspace is as it was and can be used without a quota.
+/// After any error except [`QuotaError::Undo`] the workspace is unchanged and can be used without a quota.
 pub fn limit(
     dir: BorrowedFd<'_>,
     project: u32,
@@ -107,12 +108,12 @@ pub fn limit(
         project,
     };
     let mut directories = Vec::new();
-    let held = quota
+    let result = quota
         .find_directories(dir, &mut directories)
         .and_then(|()| quota.join_project(&directories))
         .and_then(|()| quota.prove(dir, &directories))
         .and_then(|()| quota.set(hard_limits(dir, bytes, inodes)?));
-    match held {
+    match result {
         Ok(()) => Ok(quota),
         Err(e) => {
             quota
@@ -123,11 +124,12 @@ pub fn limit(
     }
 }
 
-/// Frees a project of its limits after its runner died. The caller holds whatever makes the project its own, so that the
-/// limits are not those of somebody who has it now.
+/// Clears the limits of a project whose runner has died. The caller must hold the project's reservation, so that the
+/// limits are not those of a new owner.
 pub fn release_left_behind(on: BorrowedFd<'_>, project: u32) -> io::Result<()> {
     match sys::project_quota(on, project) {
-        // No quota on this file system, or switched off since, or never used: nothing to free.
+        // The file system has no quota, or quota is switched off, or the project was never used: there is nothing to
+        // clear.
         Err(e)
             if matches!(
                 e.raw_os_error(),
@@ -141,7 +143,8 @@ pub fn release_left_behind(on: BorrowedFd<'_>, project: u32) -> io::Result<()> {
     }
 }
 
-/// Limits that the file system can express exactly, no looser than asked, so that reading them back is a test.
+/// Rounds the limits down to values that the file system represents exactly, so that they can be read back and
+/// compared.
 fn hard_limits(dir: BorrowedFd<'_>, bytes: u64, inodes: u64) -> Result<QuotaBlock, QuotaError> {
     let block = rustix::fs::fstatvfs(dir)
         .map_err(unsupported("read the block size"))?
@@ -149,7 +152,7 @@ fn hard_limits(dir: BorrowedFd<'_>, bytes: u64, inodes: u64) -> Result<QuotaBloc
         .max(1024);
     let hard_kib = (bytes / block * block) / 1024;
     if hard_kib == 0 || inodes == 0 {
-        // Zero is the kernel's word for no limit at all.
+        // The kernel reads zero as no limit.
         return Err(unsupported("express a limit of less than one block")(
             Errno::RANGE,
         ));
@@ -164,18 +167,20 @@ impl ProjectQuota {
         self.project
     }
 
-    /// Bytes and inodes that count towards the limits now, those of deleted files that are still open included.
+    /// Returns the bytes and inodes that count towards the limits now, including deleted files that are still open.
     pub fn usage(&self) -> io::Result<(u64, u64)> {
         let block = sys::project_quota(self.on.as_fd(), self.project)?;
         Ok((block.used_bytes, block.inodes_used))
     }
 
-    /// Sets the limits back to none, so that the project is clean for whoever has it next. Only once nothing runs.
+    /// Clears the limits, so that the next owner of the project finds none. Call it only when no process of the run
+    /// exists.
     pub fn release(self) -> io::Result<()> {
         sys::set_project_limits(self.on.as_fd(), self.project, QuotaBlock::default())
     }
 
-    /// All directories of the workspace. A file would keep its old project, and nothing in it would count.
+    /// Finds all directories of the workspace. Fails if there is a file: it would keep its old project and would not
+    /// count.
     fn find_directories(
         &self,
         dir: BorrowedFd<'_>,
@@ -214,22 +219,23 @@ impl ProjectQuota {
         Ok(())
     }
 
-    /// Makes the directories members of the project, and whatever is made in them.
+    /// Adds the directories to the project, and marks them so that new files in them join it.
     fn join_project(&self, directories: &[OwnedFd]) -> Result<(), QuotaError> {
         for dir in directories {
             let before = sys::file_attributes(dir.as_fd())
                 .map_err(unsupported("read the project of a directory"))?;
             if before.project != 0 {
-                // Somebody limits the place where workspaces are made; a workspace must not slip out of that.
+                // The administrator limits the place where workspaces are made. A workspace must not escape that
+                // limit.
                 return Err(QuotaError::OtherProject {
                     project: self.project,
                     other: before.project,
                 });
             }
-            let mut wanted = before;
-            wanted.project = self.project;
-            wanted.flags |= sys::PROJECT_INHERIT;
-            sys::set_file_attributes(dir.as_fd(), &wanted)
+            let mut joined = before;
+            joined.project = self.project;
+            joined.flags |= sys::PROJECT_INHERIT;
+            sys::set_file_attributes(dir.as_fd(), &joined)
                 .map_err(unsupported("set the project of a directory"))?;
             let after = sys::file_attributes(dir.as_fd())
                 .map_err(unsupported("read the project of a directory"))?;
@@ -242,7 +248,7 @@ impl ProjectQuota {
         Ok(())
     }
 
-    /// One inode and some bytes too many: possible without limits, refused with them.
+    /// Tests the limits: one inode and some bytes too many must succeed without limits and fail with them.
     fn prove(&self, dir: BorrowedFd<'_>, directories: &[OwnedFd]) -> Result<(), QuotaError> {
         let file = self.try_without_limits(dir)?;
         self.check_all_counted(&file, directories)?;
@@ -250,28 +256,28 @@ impl ProjectQuota {
         let (bytes, inodes) = self.usage().map_err(unsupported("read the use"))?;
         let block = rustix::fs::fstatvfs(dir).map_or(4096, |s| s.f_frsize);
         self.set(hard_limits(dir, bytes.max(block), inodes)?)?;
-        let tried = without_exemption(|| {
+        let attempt = without_sys_resource(|| {
             Ok((
-                make_nameless(dir).err(),
+                make_unnamed_file(dir).err(),
                 allocate(file.as_fd(), PROBE_BYTES).err(),
             ))
         });
-        match tried.map_err(unsupported("give up CAP_SYS_RESOURCE to try the limits"))? {
+        match attempt.map_err(unsupported("give up CAP_SYS_RESOURCE to try the limits"))? {
             (Some(inode), Some(space)) if is_refusal(inode) && is_refusal(space) => Ok(()),
             _ => Err(unsupported("see the limits enforced")(Errno::OPNOTSUPP)),
         }
     }
 
-    /// The control: without it, a full disk would pass for a limit.
+    /// The control of the test: without it, a full disk would look like an enforced limit.
     fn try_without_limits(&self, dir: BorrowedFd<'_>) -> Result<OwnedFd, QuotaError> {
         self.set(QuotaBlock::default())?;
         let try_it = || -> rustix::io::Result<OwnedFd> {
-            let file = make_nameless(dir)?;
+            let file = make_unnamed_file(dir)?;
             allocate(file.as_fd(), PROBE_BYTES)?;
             Ok(file)
         };
-        let tried = without_exemption(|| Ok(try_it()?));
-        let file = tried.map_err(unsupported("make a file to try the limits"))?;
+        let attempt = without_sys_resource(|| Ok(try_it()?));
+        let file = attempt.map_err(unsupported("make a file to try the limits"))?;
         let attributes = sys::file_attributes(file.as_fd())
             .map_err(unsupported("read the project of a new file"))?;
         match attributes.project == self.project {
@@ -282,7 +288,7 @@ impl ProjectQuota {
         }
     }
 
-    /// What the files occupy by their own account counts towards the project to the last byte.
+    /// Checks that all space the files occupy, by their own stat, counts towards the project.
     fn check_all_counted(&self, file: &OwnedFd, directories: &[OwnedFd]) -> Result<(), QuotaError> {
         let mut occupied = 0;
         for each in directories.iter().chain([file]) {
@@ -300,7 +306,7 @@ impl ProjectQuota {
         sys::set_project_limits(self.on.as_fd(), self.project, limits)
             .map_err(unsupported("set limits"))?;
         let back = match sys::project_quota(self.on.as_fd(), self.project) {
-            // XFS has no entry for a project without limits that nothing counts towards.
+            // XFS has no entry for a project that has no limits and no usage.
             Err(e) if e.raw_os_error() == Some(libc::ENOENT) => QuotaBlock::default(),
             other => other.map_err(unsupported("read the limits"))?,
         };
@@ -317,8 +323,8 @@ impl ProjectQuota {
         for dir in directories {
             let mut attributes = match sys::file_attributes(dir.as_fd()) {
                 Ok(now) if now.project == self.project => now,
-                Ok(_not_joined) => continue,
-                // A file system without projects.
+                Ok(_) => continue,
+                // The file system has no projects.
                 Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTTY | libc::EOPNOTSUPP)) => {
                     continue;
                 }
@@ -332,7 +338,7 @@ impl ProjectQuota {
     }
 }
 
-fn make_nameless(dir: BorrowedFd<'_>) -> rustix::io::Result<OwnedFd> {
+fn make_unnamed_file(dir: BorrowedFd<'_>) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
     rustix::fs::openat(dir, ".", flags, Mode::RUSR | Mode::WUSR)
 }
@@ -341,14 +347,14 @@ fn allocate(file: BorrowedFd<'_>, bytes: u64) -> rustix::io::Result<()> {
     rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes)
 }
 
-/// XFS says "no space" where the others say "quota exceeded": a project is a small disk to it.
+/// XFS returns ENOSPC where the others return EDQUOT, because XFS treats a project as a small disk.
 fn is_refusal(error: Errno) -> bool {
     matches!(error, Errno::DQUOT | Errno::NOSPC)
 }
 
-/// Does something in a thread that has no CAP_SYS_RESOURCE, which would exempt it from every limit (except on XFS).
-/// Capabilities are a thread's own, so the caller keeps them.
-fn without_exemption<T: Send>(act: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+/// Runs `act` in a thread without CAP_SYS_RESOURCE, which exempts its holder from every limit (except on XFS).
+/// Capabilities belong to a thread, so the caller keeps its own.
+fn without_sys_resource<T: Send>(act: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().spawn_scoped(scope, || {
             let mut sets = rustix::thread::capabilities(None)?;
@@ -373,8 +379,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A directory on a file system that an environment variable names: not every machine has one. A separate
-    /// project for each test keeps them apart.
+    /// Makes a directory on the file system that an environment variable names; not every machine has one. Each test
+    /// uses a project of its own, so that the tests do not affect each other.
     fn on_file_system(variable: &str) -> Option<(tempfile::TempDir, File)> {
         let Some(place) = std::env::var_os(variable).map(PathBuf::from) else {
             eprintln!("UNAVAILABLE: {variable} does not name a directory, owned by root");
@@ -386,11 +392,11 @@ mod tests {
         Some((dir, fd))
     }
 
-    fn enforcing() -> Option<(tempfile::TempDir, File)> {
+    fn enforcing_file_system() -> Option<(tempfile::TempDir, File)> {
         on_file_system("FUMEHOOD_TEST_PROJECT_QUOTA")
     }
 
-    fn refusal(error: &io::Error) -> bool {
+    fn is_io_refusal(error: &io::Error) -> bool {
         matches!(error.raw_os_error(), Some(libc::EDQUOT | libc::ENOSPC))
     }
 
@@ -402,26 +408,26 @@ mod tests {
     fn a_file_system_without_projects_is_unsupported_and_untouched() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let fd = File::open(dir.path()).unwrap();
-        let said = limit(fd.as_fd(), 1_899_999_001, MIB, 10);
-        assert!(matches!(said, Err(QuotaError::Unsupported { .. })));
-        let said = unused_project(fd.as_fd(), [1_899_999_001]);
-        assert!(matches!(said, Err(QuotaError::Unsupported { .. })));
+        let result = limit(fd.as_fd(), 1_899_999_001, MIB, 10);
+        assert!(matches!(result, Err(QuotaError::Unsupported { .. })));
+        let result = unused_project(fd.as_fd(), [1_899_999_001]);
+        assert!(matches!(result, Err(QuotaError::Unsupported { .. })));
         File::create(dir.path().join("x")).unwrap();
     }
 
     #[test]
-    fn refusing_nothing_or_counting_in_part_is_unsupported_and_undone() {
+    fn a_file_system_that_does_not_refuse_or_counts_in_part_is_unsupported_and_undone() {
         let Some((dir, fd)) = on_file_system("FUMEHOOD_TEST_PROJECT_COUNTED") else {
             return;
         };
         let project = 1_899_999_002;
-        // The control: it does count, so that only trying tells.
+        // The control: the file system does count, so only the attempt reveals that it does not refuse.
         assert_eq!(unused_project(fd.as_fd(), [project]).unwrap(), project);
-        let said = limit(fd.as_fd(), project, MIB, 10);
+        let result = limit(fd.as_fd(), project, MIB, 10);
         assert!(
-            matches!(&said, Err(QuotaError::Unsupported { step, .. })
+            matches!(&result, Err(QuotaError::Unsupported { step, .. })
                 if step.contains("enforced") || step.contains("counted")),
-            "{said:?}"
+            "{result:?}"
         );
         for path in ["", "hidden", "hidden/tmp", "hidden/tmp/home"] {
             let now = sys::file_attributes(File::open(dir.path().join(path)).unwrap().as_fd());
@@ -433,11 +439,13 @@ mod tests {
 
     #[test]
     fn bytes_past_the_limit_are_refused_wherever_they_are_written() {
-        let Some((dir, fd)) = enforcing() else { return };
+        let Some((dir, fd)) = enforcing_file_system() else {
+            return;
+        };
         let quota = limit(fd.as_fd(), 1_899_999_003, 4 * MIB, 1000).unwrap();
         for place in ["", "hidden", "hidden/tmp", "hidden/tmp/home"] {
             let path = dir.path().join(place).join("x");
-            let written = without_exemption(|| {
+            let written = without_sys_resource(|| {
                 let mut file = File::create(&path)?;
                 let mut written = 0;
                 loop {
@@ -448,35 +456,40 @@ mod tests {
                 }
             });
             let (written, error) = written.unwrap();
-            assert!(refusal(&error), "{error}");
+            assert!(is_io_refusal(&error), "{error}");
             assert!((3 * MIB..=4 * MIB).contains(&written), "{written}");
             let (bytes, _) = quota.usage().unwrap();
             assert!((3 * MIB..=4 * MIB).contains(&bytes), "{bytes}");
             std::fs::remove_file(path).unwrap();
             wait_until(|| quota.usage().unwrap().0 < MIB);
         }
-        // The control: beside the workspace there is room for more.
+        // The control: outside the workspace there is room for more.
         let beside = tempfile::tempfile_in(dir.path().parent().unwrap()).unwrap();
-        without_exemption(|| Ok(allocate(beside.as_fd(), 8 * MIB)?)).unwrap();
+        without_sys_resource(|| Ok(allocate(beside.as_fd(), 8 * MIB)?)).unwrap();
         quota.release().unwrap();
     }
 
-    /// XFS frees what was deleted in the background.
+    /// XFS frees deleted files in the background.
     fn wait_until(done: impl Fn() -> bool) {
         let bound = std::time::Instant::now() + std::time::Duration::from_secs(60);
         while !done() {
-            assert!(std::time::Instant::now() < bound, "it never came about");
+            assert!(
+                std::time::Instant::now() < bound,
+                "the condition did not hold within 60 s"
+            );
             std::thread::yield_now();
         }
     }
 
     #[test]
-    fn space_that_is_only_reserved_counts_and_so_does_a_deleted_file() {
-        let Some((dir, fd)) = enforcing() else { return };
+    fn reserved_space_and_deleted_files_count() {
+        let Some((dir, fd)) = enforcing_file_system() else {
+            return;
+        };
         let quota = limit(fd.as_fd(), 1_899_999_004, 4 * MIB, 1000).unwrap();
-        without_exemption(|| {
-            let nameless = make_nameless(fd.as_fd())?;
-            allocate(nameless.as_fd(), 3 * MIB)?;
+        without_sys_resource(|| {
+            let unnamed = make_unnamed_file(fd.as_fd())?;
+            allocate(unnamed.as_fd(), 3 * MIB)?;
             let named = File::create(dir.path().join("x"))?;
             let error = allocate(named.as_fd(), 2 * MIB).unwrap_err();
             assert!(is_refusal(error), "{error}");
@@ -487,10 +500,12 @@ mod tests {
     }
 
     #[test]
-    fn inodes_past_the_limit_are_refused_empty_as_they_are() {
-        let Some((dir, fd)) = enforcing() else { return };
+    fn inodes_past_the_limit_are_refused_even_without_content() {
+        let Some((dir, fd)) = enforcing_file_system() else {
+            return;
+        };
         let quota = limit(fd.as_fd(), 1_899_999_005, 64 * MIB, 100).unwrap();
-        let made = without_exemption(|| {
+        let made = without_sys_resource(|| {
             let mut made = 0;
             loop {
                 match std::os::unix::fs::symlink("x", dir.path().join(made.to_string())) {
@@ -500,29 +515,35 @@ mod tests {
             }
         });
         let (made, error) = made.unwrap();
-        assert!(refusal(&error), "{error}");
-        // Four directories were there; what the probe left may take a moment to be gone on XFS.
+        assert!(is_io_refusal(&error), "{error}");
+        // Four directories exist already. XFS may take a moment to free the files of the probe.
         assert!((94..=96).contains(&made), "{made}");
         assert!(quota.usage().unwrap().1 <= 100);
         quota.release().unwrap();
     }
 
     #[test]
-    fn a_released_project_is_clean_and_one_in_use_is_passed_over() {
-        let Some((dir, fd)) = enforcing() else { return };
+    fn a_released_project_has_no_limits_and_a_project_in_use_is_skipped() {
+        let Some((dir, fd)) = enforcing_file_system() else {
+            return;
+        };
         let (project, next) = (1_899_999_006, 1_899_999_007);
         let quota = limit(fd.as_fd(), project, 4 * MIB, 1000).unwrap();
         assert_eq!(limits_of(&fd, project), (4096, 1000));
         assert_eq!(unused_project(fd.as_fd(), [project, next]).unwrap(), next);
         let other = tempfile::tempdir_in(dir.path().parent().unwrap()).unwrap();
         let other = File::open(other.path()).unwrap();
-        let said = limit(other.as_fd(), project, MIB, 10);
-        assert!(matches!(said, Err(QuotaError::InUse { .. })), "{said:?}");
+        let result = limit(other.as_fd(), project, MIB, 10);
+        assert!(
+            matches!(result, Err(QuotaError::InUse { .. })),
+            "{result:?}"
+        );
         assert_eq!(limits_of(&fd, project), (4096, 1000));
 
         quota.release().unwrap();
         assert_eq!(limits_of(&fd, project), (0, 0));
-        without_exemption(|| Ok(allocate(make_nameless(fd.as_fd())?.as_fd(), 8 * MIB)?)).unwrap();
+        without_sys_resource(|| Ok(allocate(make_unnamed_file(fd.as_fd())?.as_fd(), 8 * MIB)?))
+            .unwrap();
         let on = File::open(dir.path().parent().unwrap()).unwrap();
         drop((fd, dir));
         wait_until(|| unused_project(on.as_fd(), [project]).is_ok());
@@ -530,31 +551,36 @@ mod tests {
     }
 
     #[test]
-    fn a_workspace_with_a_file_or_in_a_project_of_the_hosts_is_left_alone() {
-        let Some((dir, fd)) = enforcing() else { return };
+    fn a_workspace_with_a_file_or_in_another_project_is_unchanged() {
+        let Some((dir, fd)) = enforcing_file_system() else {
+            return;
+        };
         File::create(dir.path().join("hidden/file")).unwrap();
-        let said = limit(fd.as_fd(), 1_899_999_008, MIB, 10);
-        assert!(matches!(said, Err(QuotaError::NotBare { .. })), "{said:?}");
+        let result = limit(fd.as_fd(), 1_899_999_008, MIB, 10);
+        assert!(
+            matches!(result, Err(QuotaError::NotBare { .. })),
+            "{result:?}"
+        );
         std::fs::remove_file(dir.path().join("hidden/file")).unwrap();
 
         let mut attributes = sys::file_attributes(fd.as_fd()).unwrap();
         attributes.project = 1_899_999_009;
         attributes.flags |= sys::PROJECT_INHERIT;
         sys::set_file_attributes(fd.as_fd(), &attributes).unwrap();
-        let said = limit(fd.as_fd(), 1_899_999_008, MIB, 10);
+        let result = limit(fd.as_fd(), 1_899_999_008, MIB, 10);
         assert!(
             matches!(
-                said,
+                result,
                 Err(QuotaError::OtherProject {
                     other: 1_899_999_009,
                     ..
                 })
             ),
-            "{said:?}"
+            "{result:?}"
         );
         let now = sys::file_attributes(fd.as_fd()).unwrap();
         assert_eq!(now.project, 1_899_999_009);
-        let said = limit(fd.as_fd(), 1_899_999_010, 100, 10);
-        assert!(said.is_err(), "less than a block cannot be a limit");
+        let result = limit(fd.as_fd(), 1_899_999_010, 100, 10);
+        assert!(result.is_err(), "less than a block cannot be a limit");
     }
 }

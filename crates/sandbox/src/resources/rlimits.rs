@@ -1,4 +1,4 @@
-//! Per-process limits: the floor under the cgroup's, and the only thing some limits have.
+//! Per-process limits (rlimits). They back up the cgroup's limits, and are the only mechanism for some limits.
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 
@@ -6,13 +6,13 @@ use crate::spec::{ConfinementLevel, Layer, ProgramIdentity, Spec, WorkspaceKind}
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::procfs;
 
-/// Applied in the child after its last user namespace is entered: RLIMIT_NPROC is counted per user and
-/// namespace (since Linux 5.14), so there it counts this run's processes and nobody else's.
+/// Sets the child's limits, after it has entered its last user namespace. Since Linux 5.14 RLIMIT_NPROC counts per
+/// user and user namespace, so there it counts only this run's processes.
 pub fn apply(spec: &Spec) -> Result<(), LaunchStepError> {
     let limits = &spec.limits;
     let mut table = vec![
         (Resource::Nofile, limits.open_files, "RLIMIT_NOFILE"),
-        // 1, not 0: the value by which the kernel also starts no core dump helper on the host.
+        // 1, not 0: at 1 the kernel also refuses to start a core dump helper on the host.
         (Resource::Core, 1, "RLIMIT_CORE"),
         (Resource::Memlock, 64 << 20, "RLIMIT_MEMLOCK"),
         (Resource::Msgqueue, 819_200, "RLIMIT_MSGQUEUE"),
@@ -32,7 +32,7 @@ pub fn apply(spec: &Spec) -> Result<(), LaunchStepError> {
         table.push((Resource::Fsize, limits.disk_bytes, "RLIMIT_FSIZE"));
     }
     if let Some(cpu_ms) = limits.cpu_ms {
-        // No single process outlives the tree's limit, should the watch be late.
+        // RLIMIT_CPU ends a single process that exceeds the run's limit, even if the watch is late.
         table.push((Resource::Cpu, cpu_ms.div_ceil(1000) + 1, "RLIMIT_CPU"));
     }
     for (resource, value, name) in table {
@@ -41,30 +41,32 @@ pub fn apply(spec: &Spec) -> Result<(), LaunchStepError> {
     Ok(())
 }
 
-/// The guardian and its watch, and what it starts to serve a call, have the program's uid too.
-const GUARDIANS_SHARE: u64 = 8;
+/// How many processes the guardian needs: itself, its watch thread, and helpers that serve a call. They have the
+/// program's uid too.
+const GUARDIAN_PROCESSES: u64 = 8;
 
-/// What the user may start besides, while the run goes on, before the run feels it: with a quarter of the run's own. More
-/// would let a bomb grow larger than can be swept in time.
-const USERS_SHARE_MIN: u64 = 64;
+/// How many threads, beside a quarter of the run's own limit, the user may start elsewhere while the run goes on,
+/// before the run's forks fail. A larger value would let a fork bomb grow too large to be killed in time.
+const OTHER_THREADS_MIN: u64 = 64;
 
 fn processes_max(spec: &Spec) -> Option<u64> {
     let pids = spec.limits.pids;
     match (spec.level, spec.identity) {
         (ConfinementLevel::Full, _) => spec.has(Layer::UserNamespace).then_some(pids),
         (ConfinementLevel::Landlock, ProgramIdentity::Leased { .. }) => {
-            Some(pids.saturating_add(GUARDIANS_SHARE))
+            Some(pids.saturating_add(GUARDIAN_PROCESSES))
         }
-        // Counted with all that the user has besides: a bound against bombs, behind which the watch counts exactly.
+        // RLIMIT_NPROC counts the user's other processes too, so the value stops only fork bombs. The watch enforces
+        // the exact limit.
         (ConfinementLevel::Landlock, ProgramIdentity::Caller { uid, .. }) => {
             let others = procfs::threads_of_user(uid);
-            let share = USERS_SHARE_MIN.saturating_add(pids / 4);
+            let share = OTHER_THREADS_MIN.saturating_add(pids / 4);
             Some(pids.saturating_add(others).saturating_add(share))
         }
     }
 }
 
-/// For another process of the same user: it starts no more.
+/// Forbids another process of the same user to fork.
 pub fn forbid_forks(pid: u32) -> rustix::io::Result<()> {
     let pid = i32::try_from(pid)
         .ok()
@@ -73,13 +75,13 @@ pub fn forbid_forks(pid: u32) -> rustix::io::Result<()> {
         current: Some(0),
         maximum: Some(0),
     };
-    // Without a number it would be ourselves.
+    // prlimit without a pid would change this process.
     pid.map_or(Ok(()), |pid| {
         rustix::process::prlimit(Some(pid), Resource::Nproc, none).map(drop)
     })
 }
 
-/// For init itself: as many descriptors as it may have.
+/// Raises this process's limit on open files to its hard limit.
 pub fn raise_open_files() -> rustix::io::Result<()> {
     let now = rustix::process::getrlimit(Resource::Nofile);
     setrlimit(
@@ -91,7 +93,7 @@ pub fn raise_open_files() -> rustix::io::Result<()> {
     )
 }
 
-/// Sets both the soft and the hard limit, never above what we have ourselves.
+/// Sets both the soft and the hard limit, never above this process's own hard limit.
 fn lower(resource: Resource, value: u64) -> rustix::io::Result<()> {
     let now = rustix::process::getrlimit(resource);
     let value = now.maximum.map_or(value, |most| most.min(value));

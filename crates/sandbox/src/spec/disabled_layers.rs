@@ -1,7 +1,8 @@
-//! Layers that a test leaves off, to show what each layer owns.
+//! Layers that a test leaves off, to show which attacks each layer stops.
 //!
-//! Only the cargo feature `disable-layers` gives this type a content. The tests of this crate and of the binary enable the feature; a
-//! build without debug assertions refuses it. In every other build the type is empty, and no code exists that could leave a layer off.
+//! The type holds layers only under the cargo feature `disable-layers`. The tests of this crate and of the binary
+//! enable that feature, and a build without debug assertions refuses it. In every other build the type is empty, and no
+//! code exists that could leave a layer off.
 
 #[cfg(feature = "disable-layers")]
 use std::collections::BTreeSet;
@@ -15,7 +16,7 @@ compile_error!(
     "the feature disable-layers is for tests: it is not part of a build without debug assertions"
 );
 
-/// The layers that are left off; none without the feature `disable-layers`.
+/// The layers to leave off. Always empty without the feature `disable-layers`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DisabledLayers {
     #[cfg(feature = "disable-layers")]
@@ -30,7 +31,7 @@ impl DisabledLayers {
         }
     }
 
-    /// The layers that a test names in `FUMEHOOD_FAULT=without=seccomp,landlock`. Other words are ignored.
+    /// Reads the layers that a test names, as in `FUMEHOOD_FAULT=without=seccomp,landlock`. Ignores other words.
     pub fn from_environment() -> DisabledLayers {
         let text = std::env::var("FUMEHOOD_FAULT").unwrap_or_default();
         let words = text.strip_prefix("without=").unwrap_or_default();
@@ -54,7 +55,7 @@ impl DisabledLayers {
         DisabledLayers {}
     }
 
-    /// Reads nothing: see the feature `disable-layers`.
+    /// Returns no layers: only the feature `disable-layers` reads the environment.
     pub fn from_environment() -> DisabledLayers {
         DisabledLayers::none()
     }

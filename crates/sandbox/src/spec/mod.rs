@@ -1,8 +1,7 @@
-//! Plain data for one confined run, validated once, when it is made.
+//! The description of one confined run, as plain data.
 //!
-//! A [`Spec`] crosses a process boundary: the runner writes it as JSON into a
-//! sealed memory file and the launcher reads it back. Descriptors do not travel in it;
-//! they go beside it over the control socket (see `plan.rs`).
+//! A [`Spec`] crosses a process boundary: the runner writes it as JSON into a sealed memory file, and the launcher
+//! reads it back. Descriptors travel beside it over the control socket (see `plan.rs`).
 
 mod disabled_layers;
 
@@ -15,8 +14,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 pub use disabled_layers::DisabledLayers;
 
-/// Bytes that are usually text: a path, an argument, an environment value. Text is kept as
-/// text in JSON; anything else as a list of bytes, so that every name round-trips.
+/// Bytes that are usually text: a path, an argument, an environment value. UTF-8 becomes a string in JSON, anything
+/// else a list of bytes, so that every name round-trips.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Bytes(pub Vec<u8>);
 
@@ -102,23 +101,25 @@ pub struct ReadOnlyView {
     pub source: HostPath,
     pub target: InsidePath,
     pub exec: Exec,
-    /// Whether the source's owner is shown to the program as itself (an idmapped mount), so that
-    /// files only their owner may read stay readable. Only root can do so; for a plain user the
-    /// program has the caller's own file permissions already.
+    /// Whether an idmapped mount maps the source's owner to the program's uid, so that the program can read files that
+    /// only their owner may read. Only root can make such a mount. For a plain user the program has the caller's own
+    /// file permissions already.
     pub owner: Owner,
     pub content: ViewContent,
 }
 
-/// What a view holds, and so whether a file in it that cannot be read stops the run before it starts.
+/// What a view holds. This decides whether an unreadable file in the view stops the run before it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ViewContent {
-    /// It does: a program that skips such a file would compute a wrong result from the others.
+    /// An unreadable file stops the run: a program that skips the file would compute a wrong result from the others.
     Data,
-    /// It does not: a runtime is large, and fails visibly when it cannot load a file.
+    /// An unreadable file does not stop the run: a runtime is too large to check, and fails visibly when it cannot load
+    /// a file.
     Runtime,
 }
 
+/// Whether files of a view may be executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Exec {
@@ -126,6 +127,7 @@ pub enum Exec {
     Refused,
 }
 
+/// Which owner the files of a view have inside the sandbox; see [`ReadOnlyView::owner`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Owner {
@@ -133,13 +135,13 @@ pub enum Owner {
     Mapped,
 }
 
-/// Where the workspace's bytes live.
+/// Where the files of the workspace are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkspaceKind {
-    /// The directory on the host, held open by the runner.
+    /// In a directory on the host, which the runner holds open.
     Disk,
-    /// A tmpfs of the sandbox's own, sized by the disk and file limits.
+    /// In a tmpfs inside the sandbox. The disk and file limits set its size.
     Memory,
 }
 
@@ -147,9 +149,9 @@ pub enum WorkspaceKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProgramIdentity {
-    /// The caller is root: an unprivileged uid and gid that nobody else on this host has.
+    /// The caller is root. The program gets an unprivileged uid and gid that no other process on this host has.
     Leased { uid: u32, gid: u32 },
-    /// The caller is a plain user: its own uid, in a user namespace.
+    /// The caller is a plain user. The program keeps the caller's uid, in a user namespace at level `full`.
     Caller { uid: u32, gid: u32 },
 }
 
@@ -166,7 +168,7 @@ impl ProgramIdentity {
     }
 }
 
-/// Every limit of a run. `None` only where the user may switch a limit off.
+/// Every limit of a run. A limit is an `Option` only where the user may switch it off.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     pub wall_ms: u64,
@@ -177,18 +179,19 @@ pub struct Limits {
     /// Thousandths of a CPU.
     pub cpu_milli: u64,
     pub pids: u64,
-    /// For each process.
+    /// The limit of each process (RLIMIT_NOFILE).
     pub open_files: u64,
-    /// Open files of all processes together: the run's share of the host's table. `None`: the run cannot pass it.
+    /// The limit of all processes together: the run's share of the host's table of open files. `None` if the other
+    /// limits already keep the run below this share.
     pub open_files_of_run: Option<u64>,
-    /// Buffers of all TCP sockets together: the run's share of what the host has for them.
+    /// Bytes in the buffers of all TCP sockets together: the run's share of the host's memory for TCP.
     pub tcp_bytes: u64,
     pub disk_bytes: u64,
     pub files: u64,
     pub log_bytes: u64,
 }
 
-/// A limit's name, the same word in the CLI, the record and the documents.
+/// The name of a limit: the same word in the CLI, the record and the documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitName {
@@ -240,22 +243,22 @@ impl LimitName {
 pub enum Hardness {
     /// The kernel refuses or kills at the limit.
     Hard,
-    /// A watch looks ten times a second and kills; what happens between two looks is the overshoot.
+    /// Init measures ten times a second and kills the run past the limit. The run can overshoot between two measurements.
     Watched,
 }
 
-/// One limit as asked for and as it is enforced: what the record says about it.
+/// One limit as requested and as enforced, for the record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Enforcement {
     pub limit: LimitName,
     /// In the limit's unit: milliseconds, bytes, thousandths of a CPU, or a count.
     pub asked: u64,
-    /// The mechanism, in words: `cgroup v1 memory.limit_in_bytes`, `RLIMIT_NOFILE`, …
+    /// The mechanism in words, such as `cgroup v1 memory.limit_in_bytes` or `RLIMIT_NOFILE`.
     pub enforced_by: String,
     pub how_hard: Hardness,
 }
 
-/// One layer of confinement. What is on is reported by the launcher, step by step.
+/// One layer of confinement. The launcher reports which layers are in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Layer {
@@ -271,9 +274,10 @@ pub enum Layer {
     Capabilities,
     Landlock,
     Seccomp,
-    /// Level `landlock`: a process out of the program's reach that all its orphans become children of.
+    /// Level `landlock` only: a process that the program cannot reach, and whose children all of the program's orphans
+    /// become.
     Guardian,
-    /// A control group of the run's own.
+    /// A control group for this run alone.
     Cgroup,
 }
 
@@ -298,18 +302,19 @@ impl Layer {
     }
 }
 
-/// How much the host lets us build around a program (design, section 3); later ones are stronger.
+/// How much confinement the host supports. Later variants are stronger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ConfinementLevel {
-    /// No namespaces: Landlock and seccomp around a program that sees the host's own tree, and a guardian beside it.
+    /// No namespaces: Landlock and seccomp confine a program that sees the host's own file tree, and a guardian process
+    /// supervises it.
     Landlock,
-    /// Namespaces and a root of its own, with Landlock and seccomp on top.
+    /// Namespaces and a private root file system, with Landlock and seccomp on top.
     Full,
 }
 
 impl ConfinementLevel {
-    /// Whether the layer is one of this level's.
+    /// Whether the layer belongs to this level.
     pub fn has(self, layer: Layer) -> bool {
         match layer {
             Layer::UserNamespace
@@ -337,13 +342,13 @@ impl ConfinementLevel {
     }
 }
 
-/// Which /dev/shm the program has: POSIX shared memory and semaphores live there.
+/// Which /dev/shm the program has. POSIX shared memory and semaphores are files there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SharedMemory {
-    /// One of its own; at level `landlock`, where there can be none, none.
+    /// A private /dev/shm. At level `landlock`, which cannot mount one, the program has no /dev/shm.
     Private,
-    /// At level `landlock`, and only if asked for: the host's, with whatever others keep there.
+    /// The host's /dev/shm, including the files of other processes. Only at level `landlock`, and only on request.
     Host,
 }
 
@@ -352,23 +357,24 @@ pub enum SharedMemory {
 #[serde(rename_all = "snake_case")]
 pub enum LaunchPurpose {
     Run,
-    /// Everything is built and nothing is executed: whether this host gives the level.
+    /// Build the sandbox and execute nothing, to find out whether this host supports the level.
     Probe,
 }
 
-/// What the program is attached to.
+/// The terminal of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Terminal {
-    /// Pipes, or /dev/null for standard input.
+    /// No terminal: standard output and error are pipes, standard input is a pipe or /dev/null.
     None,
-    /// A pseudo-terminal of the sandbox's own, its other end handed to the runner.
+    /// A pseudo-terminal made inside the sandbox. The runner gets its master side.
     Own { rows: u16, columns: u16 },
 }
 
+/// The description of one confined run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spec {
-    /// The file to execute, as the program's own view names it.
+    /// The file to execute.
     pub program: InsidePath,
     pub argv: Vec<Bytes>,
     pub env: Vec<(Bytes, Bytes)>,
@@ -382,12 +388,13 @@ pub struct Spec {
     pub level: ConfinementLevel,
     pub shared_memory: SharedMemory,
     pub purpose: LaunchPurpose,
-    /// The launcher stops, before anything runs, unless every one of these is in force.
+    /// The operator's floor: the launcher does not start the program unless all of these layers are in force.
     pub required: BTreeSet<Layer>,
-    /// Layers that a test leaves off. No user input reaches this.
+    /// Layers that a test leaves off. No user input reaches this field.
     pub disabled_layers: DisabledLayers,
 }
 
+/// Why a [`Spec`] is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
     #[error("the command is empty")]
@@ -396,37 +403,38 @@ pub enum SpecError {
     NulByte { what: &'static str },
     #[error("{0:?} is not an absolute path without `..`")]
     NotAbsolute(PathBuf),
-    #[error("{0:?} inside is a place of Fumehood's own")]
+    #[error("{0:?} inside the sandbox is reserved for Fumehood")]
     ReservedTarget(PathBuf),
     #[error("host uid 0 may not run an analysis")]
     RootIdentity,
-    #[error("a workspace in memory needs a mount of its own, which level landlock has not")]
+    #[error("a workspace in memory needs a mount, which level landlock cannot make")]
     MemoryWithoutMounts,
     #[error(
-        "level landlock cannot show {shown:?} as {target:?}: without mounts a path is seen where it is, or by a link in the workspace"
+        "level landlock cannot show {shown:?} as {target:?}: it has no mounts, so a path is visible only where it is, or by a link in the workspace"
     )]
     NoOtherName { shown: PathBuf, target: PathBuf },
 }
 
 impl Spec {
-    /// Checks what every later step relies on. Invariant: a launcher only ever sees a checked spec.
+    /// Checks what every later step relies on. Invariant: the launcher acts only on a checked spec; it repeats the
+    /// check after it has read the plan.
     pub fn check(&self) -> Result<(), SpecError> {
         if self.argv.is_empty() {
             return Err(SpecError::EmptyCommand);
         }
         for arg in &self.argv {
-            no_nul(arg, "an argument")?;
+            check_no_nul(arg, "an argument")?;
         }
         for (name, value) in &self.env {
-            no_nul(name, "an environment name")?;
-            no_nul(value, "an environment value")?;
+            check_no_nul(name, "an environment name")?;
+            check_no_nul(value, "an environment value")?;
         }
         for view in &self.views {
             let target = view.target.as_path();
-            // Where the new root is put together (launch/mounts).
+            // `launch/mounts` assembles the new root in these directories.
             if ["/empty", "/stage"]
                 .iter()
-                .any(|own| target.starts_with(own))
+                .any(|reserved| target.starts_with(reserved))
             {
                 return Err(SpecError::ReservedTarget(target.to_path_buf()));
             }
@@ -437,7 +445,7 @@ impl Spec {
             .flat_map(|v| [v.source.as_path(), v.target.as_path()])
             .chain([self.program.as_path(), self.workspace.as_path()]);
         for path in paths {
-            plain_absolute(path)?;
+            check_plain_absolute(path)?;
         }
         if self.identity.uid() == 0 || self.identity.gid() == 0 && self.is_leased() {
             return Err(SpecError::RootIdentity);
@@ -445,7 +453,7 @@ impl Spec {
         self.check_level()
     }
 
-    /// Without mounts nothing can be moved: what is shown is seen under its own path.
+    /// Level `landlock` has no mounts, so it can show a host path only under that same path.
     fn check_level(&self) -> Result<(), SpecError> {
         if self.level == ConfinementLevel::Full || self.purpose == LaunchPurpose::Probe {
             return Ok(());
@@ -470,8 +478,8 @@ impl Spec {
         matches!(self.identity, ProgramIdentity::Leased { .. })
     }
 
-    /// The uid that no process outside the run has. A probe leases none: the uid `nobody`, which it takes as root, is also
-    /// that of services of the host.
+    /// The uid that only this run's processes have, if there is one. A probe leases no uid: as root it uses `nobody`,
+    /// which services of the host may use too.
     pub fn own_uid(&self) -> Option<u32> {
         match (self.identity, self.purpose) {
             (ProgramIdentity::Leased { uid, .. }, LaunchPurpose::Run) => Some(uid),
@@ -479,19 +487,20 @@ impl Spec {
         }
     }
 
+    /// Whether this run is to have the layer.
     pub fn has(&self, layer: Layer) -> bool {
         self.level.has(layer) && !self.disabled_layers.contains(layer)
     }
 }
 
-fn no_nul(bytes: &Bytes, what: &'static str) -> Result<(), SpecError> {
+fn check_no_nul(bytes: &Bytes, what: &'static str) -> Result<(), SpecError> {
     match bytes.0.contains(&0) {
         true => Err(SpecError::NulByte { what }),
         false => Ok(()),
     }
 }
 
-fn plain_absolute(path: &Path) -> Result<(), SpecError> {
+fn check_plain_absolute(path: &Path) -> Result<(), SpecError> {
     use std::path::Component;
     let plain = path.is_absolute()
         && !path.as_os_str().as_bytes().contains(&0)

@@ -1,9 +1,10 @@
-//! Why there was no run.
+//! Why a run could not be carried out.
 
 use std::io;
 
 use crate::spec::SpecError;
 
+/// Fumehood failed to run the program. How a program itself fails is an [`Outcome`](crate::outcome::Outcome) instead.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error("the run is not possible as described")]
@@ -26,6 +27,7 @@ pub enum RunError {
     Fill { source: io::Error },
 }
 
+/// Wraps an I/O error with the action that failed.
 pub(super) fn start(action: &'static str) -> impl FnOnce(io::Error) -> RunError {
     move |source| RunError::Start { action, source }
 }

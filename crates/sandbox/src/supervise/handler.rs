@@ -1,4 +1,4 @@
-//! Whoever watches a run from the runner's side.
+//! What the caller implements to receive a run's output and to control the run.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -9,37 +9,42 @@ use rustix::fs::{AtFlags, Gid, Mode, Uid};
 use crate::layout::HIDDEN_DIR;
 use crate::spec::ProgramIdentity;
 
+/// An output stream of the program. A terminal's output counts as `Stdout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     Stdout,
     Stderr,
 }
 
-/// What whoever watches the run wants of it.
+/// A request of the caller to a run in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Control {
-    /// SIGTERM, the grace, SIGKILL.
+    /// Send SIGTERM to the program, and SIGKILL when the grace has passed.
     Cancel,
-    /// SIGKILL.
+    /// Send SIGKILL to the program at once.
     Kill,
     /// The terminal has a new size.
     Resize { rows: u16, columns: u16 },
 }
 
-/// What the caller of [`Running::supervise`](super::Running::supervise) provides: it takes the output of the run and may control the run.
+/// Callbacks for [`Running::supervise`](super::Running::supervise): they take the run's output and may control the run.
 pub trait SupervisorHandler {
-    /// A workspace in memory is there to be filled; nothing runs yet.
+    /// Fills a workspace in memory with the run's inputs. The program does not run yet.
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()>;
+    /// Takes bytes that the program wrote.
     fn output(&mut self, stream: Stream, bytes: &[u8]);
-    /// A descriptor that must become writable before more of a stream is wanted. Until then the program waits.
+    /// A descriptor that must become writable before the handler can take more of the stream. Until then the runner
+    /// does not read the stream, and the program blocks once the pipe is full.
     fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
+    /// Called when the descriptor of [`blocked_on`](Self::blocked_on) has become writable.
     fn unblocked(&mut self, stream: Stream);
-    /// A descriptor that is readable when [`next_control`](Self::next_control) has something to say.
+    /// A descriptor that is readable when [`next_control`](Self::next_control) has a request.
     fn control_fd(&self) -> Option<BorrowedFd<'_>>;
     fn next_control(&mut self) -> Option<Control>;
 }
 
-/// Listens to nothing; puts into the workspace in memory what every workspace has.
+/// A handler that discards all output and requests nothing. Into a workspace in memory it puts the directories that
+/// every workspace has.
 pub struct SilentHandler(pub ProgramIdentity);
 
 impl SupervisorHandler for SilentHandler {

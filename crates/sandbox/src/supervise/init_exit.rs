@@ -1,5 +1,5 @@
-//! The end of a run, as the runner sees it: the last deadline behind init's own, the proof that every process is dead,
-//! and the end of pid 1, when everyone else in the sandbox is dead and the rest is the kernel's to take down.
+//! The end of a run, as the runner sees it: the backstop deadline behind init's own deadlines, the proof that every
+//! process is dead, and the exit of init.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
@@ -14,9 +14,12 @@ use crate::inside::dying::{BACKSTOP, DYING_TIME_MAX};
 use crate::spec::ConfinementLevel;
 use crate::sys::procfs;
 
-/// The kernel has this long to finish what init was in charge of, once that is killed.
+/// How long the runner waits for the run's processes to be gone once it has killed init.
 const EXIT_WAIT: Duration = Duration::from_millis(280);
-/// Init after its last report, on its way to its exit. Dropping this waits for the exit.
+
+/// Init after its last report, when it is alone and about to exit. Dropping this value waits for the exit.
+///
+/// The kernel needs some time to take down pid 1 and its namespaces. The caller can do other work meanwhile.
 #[derive(Debug)]
 pub struct InitExit(Option<OwnedFd>);
 
@@ -25,7 +28,7 @@ impl InitExit {
         InitExit(init)
     }
 
-    /// Sees it off. False: it could not be seen to end in time.
+    /// Waits for init to exit, and reaps it. Returns false if init did not exit in time, even after SIGKILL.
     pub fn wait(mut self) -> bool {
         self.wait_for_exit()
     }
@@ -34,14 +37,14 @@ impl InitExit {
         let Some(init) = self.0.take() else {
             return true;
         };
-        for (patience, then) in [(BACKSTOP, Some(Signal::KILL)), (EXIT_WAIT, None)] {
+        for (timeout, signal_after) in [(BACKSTOP, Some(Signal::KILL)), (EXIT_WAIT, None)] {
             let mut fds = [PollFd::new(&init, PollFlags::IN)];
-            if matches!(poll(&mut fds, Some(&timespec(patience))), Ok(1..)) {
+            if matches!(poll(&mut fds, Some(&timespec(timeout))), Ok(1..)) {
                 let init = WaitId::PidFd(init.as_fd());
                 let _ = rustix::process::waitid(init, WaitIdOptions::EXITED);
                 return true;
             }
-            let _ = then.map(|signal| rustix::process::pidfd_send_signal(&init, signal));
+            let _ = signal_after.map(|signal| rustix::process::pidfd_send_signal(&init, signal));
         }
         false
     }
@@ -54,18 +57,19 @@ impl Drop for InitExit {
 }
 
 impl Running<'_> {
+    /// Moves the backstop deadline to at most `within` from now.
     pub(crate) fn shorten_deadline(&mut self, within: Duration) {
         self.kill_init_at = self.kill_init_at.min(Instant::now() + within);
     }
 
-    /// Some are dying, and there is progress: init has time for as long as there is, within a bound.
+    /// Init has reported that killed processes are still dying, with progress: gives init more time, up to a bound.
     pub(crate) fn extend_deadline_for_dying(&mut self) {
         let now = Instant::now();
         let last = *self.dying_since.get_or_insert(now) + DYING_TIME_MAX;
         self.kill_init_at = self.kill_init_at.max(now + BACKSTOP).min(last);
     }
 
-    /// Kills init when it is overdue. False when even that has not helped in time.
+    /// Kills init once the backstop deadline has passed. Returns false if init is still there [`EXIT_WAIT`] after the kill.
     pub(crate) fn enforce_backstop(&mut self) -> bool {
         if Instant::now() < self.kill_init_at {
             return true;
@@ -82,7 +86,7 @@ impl Running<'_> {
                     let _ = rustix::process::pidfd_send_signal(init, Signal::KILL);
                 }
             }
-            // The guardian kills its descendants one by one, so it must stay until none is left.
+            // The guardian kills its descendants one by one and must outlive them, so do not kill the guardian itself.
             ConfinementLevel::Landlock => {
                 self.order(InitOrder::Kill);
                 self.kill_from_outside();
@@ -91,26 +95,27 @@ impl Running<'_> {
         true
     }
 
-    /// Everything of the run's that can be told without the guardian: its group, or its uid.
+    /// Kills every process of the run that can be found without the guardian: by the run's cgroup, or by its uid.
     fn kill_from_outside(&self) {
         if let Some(group) = self.group {
             group.kill();
         }
         if let Some(uid) = self.spec.own_uid() {
-            // The guardian has the uid too, and tells the end.
+            // The guardian has the same uid. Spare it, because it reports the end of the run.
             let guardian = self.init_pid.map(|pid| pid.as_raw_nonzero().get() as u32);
             let others = procfs::pids_of_user(uid).into_iter();
             for pid in others.filter(|pid| Some(*pid) != guardian) {
-                // Nobody else is ever given the uid while it is leased.
-                let held = procfs::open_pidfd(pid);
-                let _ = held.map(|held| rustix::process::pidfd_send_signal(held, Signal::KILL));
+                // While the uid is leased, no process outside the run has it.
+                let pidfd = procfs::open_pidfd(pid);
+                let _ = pidfd.map(|pidfd| rustix::process::pidfd_send_signal(pidfd, Signal::KILL));
             }
         }
     }
 
-    /// Whether every process of the run is known to be dead.
+    /// Whether every process of the run is proved dead.
     pub(crate) fn all_dead(&self, init_dead: bool) -> bool {
-        // The guardian tells the end when it has no child left. Pid 1 takes everyone with it, whatever it said.
+        // At level full the death of pid 1 is the proof, since the kernel then kills its whole namespace. The guardian
+        // reports the end only once it has no child left, so its report is the proof.
         if self.spec.level == ConfinementLevel::Full
             || !init_dead
             || self.ended.is_some()
@@ -118,7 +123,7 @@ impl Running<'_> {
         {
             return init_dead;
         }
-        // Somebody killed the guardian.
+        // The guardian died without a report: somebody killed it.
         let until = Instant::now() + EXIT_WAIT;
         loop {
             self.kill_from_outside();

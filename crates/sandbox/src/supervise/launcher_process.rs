@@ -1,4 +1,4 @@
-//! The runner's hold on the processes it starts: the launcher, and init.
+//! The processes that the runner starts and holds by descriptor: the launcher, and init.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
@@ -11,14 +11,15 @@ use super::error::{RunError, start};
 use crate::channel;
 use crate::launch::launcher;
 
-/// A child of ours: nobody else reaps it, so the number cannot have been given to another process.
+/// Opens a pidfd for init. Init is a child of this process and only this process reaps it, so the pid cannot have been
+/// reused.
 pub(super) fn open_init(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
     let pidfd = rustix::process::pidfd_open(child, PidfdFlags::empty());
     Ok((child, pidfd.map_err(|e| start("find init")(e.into()))?))
 }
 
-/// Our own binary, once more. An empty environment: nothing of the caller's is to be found in any process inside. Its
-/// own process group: the terminal's Ctrl-C is the runner's to handle.
+/// Executes our own binary again, as the launcher. Its environment is empty, so that no process inside holds any of the
+/// caller's variables. It has its own process group, so that Ctrl-C at the terminal reaches only the runner.
 pub(super) fn start_launcher(program: &Path) -> Result<(OwnedFd, Child), RunError> {
     let (ours, theirs) = channel::pair().map_err(|e| start("make the control socket")(e.into()))?;
     let launcher = Command::new(program)

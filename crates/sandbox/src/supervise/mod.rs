@@ -1,8 +1,8 @@
-//! The runner's side: start the launcher, pass the streams, wait for the end, and hold the last deadline.
+//! The runner's side of a run: start the launcher, pass the streams, wait for the end, and keep the backstop deadline.
 //!
-//! Init keeps the deadlines (`inside/init.rs`). The runner only keeps a backstop behind them: if init has not
-//! ended the run in time, it is killed, and with it the whole pid namespace; if even that cannot be
-//! shown to be done, the outcome says so.
+//! Init keeps the run's deadlines (`inside/init.rs`). The runner keeps only a backstop behind them. If init has not
+//! ended the run in time, the runner kills init, and the kernel kills the whole pid namespace with it. If the runner
+//! cannot prove that all processes are dead, the outcome says so.
 
 mod error;
 mod handler;
@@ -37,37 +37,40 @@ pub use init_exit::InitExit;
 use stdio::{pipe, set_nonblocking, stdin_pair};
 use streams::{StreamEvent, Streams};
 
-/// Building the sandbox is not the program's time; it gets some of its own.
+/// How long building the sandbox may take. This time does not count against the program's limits.
 const BUILD_TIME_MAX: Duration = Duration::from_secs(30);
-/// A program whose output nobody takes is not idle; init is told so this often.
+/// How often the runner tells init that the program is active while its output is blocked: a program that waits for the
+/// handler is not idle.
 const BLOCKED_REPORT_INTERVAL: Duration = Duration::from_millis(250);
-/// Init is told of activity no more often than this.
+/// The shortest time between two reports to init that the program is active.
 const ACTIVITY_REPORT_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What a run is started with, beside its spec.
+/// The resources of the caller that [`spawn`] needs beside the spec.
 pub struct SpawnResources<'a, 'm> {
-    /// Our own binary; `/proc/self/exe` unless a test brings another.
+    /// The binary to execute as the launcher: `/proc/self/exe`, unless a test uses another.
     pub launcher: &'m Path,
-    /// The held workspace directory; not needed for one in memory.
+    /// The open workspace directory. Not needed for a workspace in memory.
     pub workspace: Option<BorrowedFd<'m>>,
-    /// Read and piped to the program; `None` is /dev/null.
+    /// The runner reads this descriptor and pipes its bytes to the program. With `None` the program gets /dev/null.
     pub stdin: Option<OwnedFd>,
     pub group: Option<&'a Group>,
 }
 
-/// What came of it: how it ended, and which layers were really in force.
+/// The result of a run: how it ended, and which layers were really in force.
 #[derive(Debug)]
 pub struct FinishedRun {
     pub outcome: Outcome,
     pub layers: Vec<(Layer, String)>,
-    /// The steps of building it, and when each was begun, by [`monotonic_us`](crate::monotonic_us).
+    /// The steps that built the sandbox, each with the [`monotonic_us`](crate::monotonic_us) time at which it began.
     pub step_log: Vec<(String, u64)>,
-    /// The workspace that lived in memory, still readable.
+    /// The workspace in memory, still readable through this descriptor.
     pub workspace: Option<OwnedFd>,
+    /// How many forks the cgroup's limit on processes refused.
     pub pids_denied: u64,
-    /// Pid 1, which had nobody left with it, and is about to end.
+    /// The exit of pid 1, if pid 1 was alone and still about to exit.
     pub init_exit: Option<InitExit>,
-    /// The pid of init, where not every process could be shown dead: it ends after all others.
+    /// The pid of init, if not every process could be proved dead. Init exits after all others, so the caller can wait
+    /// for it.
     pub unkilled_init: Option<u32>,
 }
 
@@ -78,43 +81,48 @@ pub(crate) fn timespec(time: Duration) -> Timespec {
     }
 }
 
+/// A run whose sandbox is being built, or whose program runs.
 pub struct Running<'a> {
     pub(crate) spec: &'a Spec,
     pub(crate) group: Option<&'a Group>,
     socket: OwnedFd,
-    /// One that stood by is init itself.
+    /// The launcher, if it was executed for this run. `None` for a standby launcher, which is init itself.
     pub(crate) launcher: Option<Child>,
     step_log: OwnedFd,
     pub(crate) init: Option<OwnedFd>,
     pub(crate) init_pid: Option<Pid>,
     streams: Streams,
-    /// When init was last told that the program is not idle.
+    /// When the runner last told init that the program is active.
     active_at: Instant,
     failed: Option<RunError>,
     /// `Some` once the program has been started.
     layers: Option<Vec<(Layer, String)>>,
+    /// What init reported when everything had ended.
     pub(crate) ended: Option<(Option<Exit>, Option<Stop>, ResourceUsage)>,
-    /// The same as far as it was known when init last told of the dying, and since when it has.
+    /// What init last reported while killed processes were still dying.
     dying: Option<(Option<Exit>, Option<Stop>, ResourceUsage)>,
+    /// When init first reported dying processes.
     pub(crate) dying_since: Option<Instant>,
-    /// Init has told that nobody is left in there with it.
+    /// Whether init has reported that it is the only process left inside.
     alone: bool,
     workspace: Option<OwnedFd>,
     asked_to_stop: Option<Stop>,
     started: Instant,
+    /// The backstop deadline: when to kill init.
     pub(crate) kill_init_at: Instant,
     pub(crate) killed_init: bool,
 }
 
-/// Starts the launcher and hands it everything. The sandbox is built from then on by itself; the program waits in it
-/// for [`Running::supervise`].
+/// Starts the launcher and hands it the plan and all descriptors. The launcher then builds the sandbox on its own; the
+/// program does not start before [`Running::supervise`].
 pub fn spawn<'a>(
     spec: &'a Spec,
     resources: SpawnResources<'a, '_>,
 ) -> Result<Running<'a>, RunError> {
     spec.check()?;
-    // Descriptors on their way over sockets are counted for the user, against the limit of whoever sends: other
-    // analyses of the same user must not keep us from sending ours.
+    // The kernel counts descriptors in flight over sockets per user and checks the count against the sender's
+    // RLIMIT_NOFILE. Raise the limit, so that other runs of the same user do not keep this process from sending
+    // descriptors.
     let _ = crate::resources::rlimits::raise_open_files();
     let (ours, launcher, init) = match standby::take(resources.launcher, spec) {
         Some((socket, init)) => (socket, None, Some(launcher_process::open_init(init)?)),
@@ -126,7 +134,7 @@ pub fn spawn<'a>(
     let (init_pid, init) = init.unzip();
     let (out_read, out_write) = pipe(spec.identity)?;
     let (err_read, err_write) = pipe(spec.identity)?;
-    // The program owns the pipes and may read from them too: what poll promised may be gone when we read.
+    // The program owns the pipes and may read from them too, so a read after a successful poll may find nothing.
     for end in [&out_read, &err_read] {
         set_nonblocking(end)?;
     }
@@ -141,8 +149,8 @@ pub fn spawn<'a>(
     };
     let group_directory = resources.group.and_then(Group::directory_fd);
     let enforced = |limit| {
-        let held = resources.group.and_then(|group| group.enforces(limit));
-        held.is_some_and(|held| held.how_hard == Hardness::Hard)
+        let enforcement = resources.group.and_then(|group| group.enforces(limit));
+        enforcement.is_some_and(|by_group| by_group.how_hard == Hardness::Hard)
     };
     let plan = LaunchPlan {
         spec: spec.clone(),
@@ -156,7 +164,8 @@ pub fn spawn<'a>(
         } else {
             Hardness::Watched
         },
-        // A leased uid has no other processes, and in a user namespace of its own a user has none.
+        // RLIMIT_NPROC counts a user's processes. It is exact where the uid has no processes outside the run: a leased
+        // uid, or a user namespace of its own.
         pids: match spec.has(Layer::UserNamespace) || spec.is_leased() || enforced(LimitName::Pids)
         {
             true => Hardness::Hard,
@@ -189,7 +198,7 @@ pub fn spawn<'a>(
         step_log,
         init,
         init_pid,
-        // With a terminal the pipes lead nowhere; the program's output comes from the terminal.
+        // With a terminal, the program's output comes from the terminal and the pipes are unused.
         streams: match terminal {
             true => Streams::new([None, None], stdin_pump),
             false => Streams::new([Some(out_read), Some(err_read)], stdin_pump),
@@ -209,19 +218,19 @@ pub fn spawn<'a>(
     })
 }
 
-/// By when init must have ended the run, counted from the program's start.
+/// How long after the program's start init must have ended the run.
 fn deadline(spec: &Spec) -> Duration {
     let limits = &spec.limits;
     Duration::from_millis(limits.wall_ms.saturating_add(limits.grace_ms)) + BACKSTOP
 }
 
-/// Whether the program waits, or soon will, for somebody to take its output.
+/// Whether the handler cannot take output now, so that the program waits or soon will.
 fn is_blocked(handler: &dyn SupervisorHandler) -> bool {
     let mut both = [Stream::Stdout, Stream::Stderr].into_iter();
     both.any(|stream| handler.blocked_on(stream).is_some())
 }
 
-/// What there is to be done after a poll.
+/// What `poll` found ready.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     Socket,
@@ -231,12 +240,12 @@ enum Source {
 }
 
 impl Running<'_> {
-    /// Lets the program run, and watches until every process is dead, or cannot be shown to be.
+    /// Starts the program, and supervises it until every process is proved dead or the backstop deadline has passed.
     pub fn supervise(
         mut self,
         handler: &mut dyn SupervisorHandler,
     ) -> Result<FinishedRun, RunError> {
-        // Whatever was done since the plan was sent is nobody's time.
+        // The time between `spawn` and this call counts against no limit.
         self.started = Instant::now();
         self.kill_init_at = Instant::now() + BUILD_TIME_MAX + deadline(self.spec);
         if self.spec.workspace_kind == WorkspaceKind::Disk {
@@ -245,8 +254,8 @@ impl Running<'_> {
         self.run_until_end(handler)
     }
 
-    /// Lets the program start. If the handler has asked for the end meanwhile, the sandbox is killed instead: nothing runs in it that
-    /// would need the grace.
+    /// Tells init to start the program. If the handler has already requested a stop, kills the sandbox instead: no
+    /// program runs yet that would need the grace.
     fn send_start_order(&mut self, handler: &mut dyn SupervisorHandler) {
         let control_fd = handler.control_fd();
         let mut fds: Vec<_> = control_fd
@@ -262,7 +271,7 @@ impl Running<'_> {
         }
     }
 
-    /// Ends what nobody has let run. Whether all of it is known to be dead.
+    /// Ends a run whose program was never started. Returns whether every process is proved dead.
     pub fn cancel_before_start(mut self) -> bool {
         self.asked_to_stop = Some(Stop::Cancelled);
         self.order(InitOrder::Kill);
@@ -297,7 +306,7 @@ impl Running<'_> {
                 self.report_activity(BLOCKED_REPORT_INTERVAL);
             }
             if !socket_open && self.init.is_none() {
-                // No init was ever born.
+                // The launcher ended before it started init.
                 init_dead = true;
             }
             if !init_dead && !self.has_ended_cleanly() && !self.enforce_backstop() {
@@ -354,7 +363,7 @@ impl Running<'_> {
         time
     }
 
-    /// Tells init that the program is not idle, unless it was told that lately.
+    /// Tells init that the program is active, unless the last such report is more recent than `at_most_every`.
     fn report_activity(&mut self, at_most_every: Duration) {
         if self.spec.limits.idle_ms.is_some() && self.active_at.elapsed() > at_most_every {
             self.active_at = Instant::now();
@@ -362,12 +371,14 @@ impl Running<'_> {
         }
     }
 
-    /// The program ran and is dead, and init is about to end by itself. A run that failed is not left before init is dead.
+    /// Whether the program ran, every other process is dead, and init is about to exit. After a failure the runner
+    /// waits for the death of init instead.
     fn has_ended_cleanly(&self) -> bool {
         self.alone && self.failed.is_none() && self.started()
     }
 
-    /// Who cannot be understood is not listened to any longer, and not left alive.
+    /// Handles one report. If the report cannot be received or parsed, kills the sandbox and stops reading from it.
+    /// Returns whether the socket is still open.
     fn handle_report_or_kill(&mut self, handler: &mut dyn SupervisorHandler) -> bool {
         self.handle_report(handler).unwrap_or_else(|error| {
             self.failed.get_or_insert(error);
@@ -377,15 +388,15 @@ impl Running<'_> {
         })
     }
 
-    /// One report. False when nobody is left on the other side.
+    /// Receives and handles one report. Returns false when the peer has closed the socket.
     fn handle_report(&mut self, handler: &mut dyn SupervisorHandler) -> Result<bool, RunError> {
-        let heard = match channel::receive::<SandboxReport>(self.socket.as_fd(), Wait::No) {
-            Ok(heard) => heard,
+        let received = match channel::receive::<SandboxReport>(self.socket.as_fd(), Wait::No) {
+            Ok(received) => received,
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(true),
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => None,
-            Err(e) => return Err(start("hear from the sandbox")(e)),
+            Err(e) => return Err(start("receive a report from the sandbox")(e)),
         };
-        let Some((report, mut fds)) = heard else {
+        let Some((report, mut fds)) = received else {
             return Ok(false);
         };
         match report {
@@ -427,7 +438,7 @@ impl Running<'_> {
     }
 
     fn note_started(&mut self, layers: Vec<(Layer, String)>) {
-        // It ended when init was born; no need to keep its corpse for the whole run.
+        // The launcher ended when it had started init. Reap it now, so that it is no zombie for the whole run.
         let _ = self.launcher.as_mut().map(Child::try_wait);
         self.kill_init_at = Instant::now() + deadline(self.spec);
         self.layers = Some(layers);
@@ -438,8 +449,8 @@ impl Running<'_> {
         let pid = Pid::from_raw(pid)
             .ok_or_else(no_init)
             .map_err(start("find init"))?;
-        let (pid, held) = launcher_process::open_init(pid)?;
-        (self.init_pid, self.init) = (Some(pid), Some(held));
+        let (pid, pidfd) = launcher_process::open_init(pid)?;
+        (self.init_pid, self.init) = (Some(pid), Some(pidfd));
         Ok(())
     }
 
@@ -457,7 +468,7 @@ impl Running<'_> {
     }
 
     pub(crate) fn order(&self, order: InitOrder) {
-        // If init is gone there is nothing left to order.
+        // A send fails only if init is gone, and then the order has no purpose.
         let _ = channel::send(self.socket.as_fd(), &order, &[]);
     }
 
@@ -498,20 +509,20 @@ impl Running<'_> {
         if let Some(failed) = self.failed {
             return Err(failed);
         }
-        // Stopped on request on the way is no failure of ours: nothing of the program has run.
+        // A stop on request before the program started is not an error. Anything else is: the launcher or init died.
         if !self.started() && self.asked_to_stop.is_none() {
             let last = step_report::read_step_log(self.step_log.as_fd()).pop();
             let step = last.map_or_else(|| String::from("start the launcher"), |(step, _)| step);
             return Err(RunError::Died { step });
         }
-        let ended_well = self.has_ended_cleanly();
-        let all_dead = ended_well || self.all_dead(init_dead);
-        // What init said is the whole truth. If it could say nothing, it was asked to stop, was overdue, or
-        // was killed by somebody else.
+        let ended_cleanly = self.has_ended_cleanly();
+        let all_dead = ended_cleanly || self.all_dead(init_dead);
+        // Init's report decides how the run ended. Without a report, init was asked to stop, or the runner killed it
+        // past the deadline, or somebody else killed it.
         let overdue = self.killed_init.then_some(Stop::WallTime);
         let wall_ms = self.started.elapsed().as_millis() as u64;
-        let told = self.ended.take().or(self.dying.take());
-        let (exit, stop, mut usage) = told.unwrap_or((
+        let reported = self.ended.take().or(self.dying.take());
+        let (exit, stop, mut usage) = reported.unwrap_or((
             None,
             self.asked_to_stop.or(overdue),
             ResourceUsage {
@@ -540,7 +551,7 @@ impl Running<'_> {
                 Some(pid) if !all_dead => u32::try_from(pid.as_raw_nonzero().get()).ok(),
                 _ => None,
             },
-            init_exit: (ended_well && !init_dead).then(|| InitExit::new(self.init.take())),
+            init_exit: (ended_cleanly && !init_dead).then(|| InitExit::new(self.init.take())),
         })
     }
 }

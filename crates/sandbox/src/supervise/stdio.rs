@@ -1,18 +1,21 @@
-//! The program's pipes, and its standard input: bytes on their way from the caller into a pipe or a terminal.
+//! The program's pipes, and the copying of standard input from the caller into a pipe or a terminal.
 
 use std::os::fd::OwnedFd;
 
 use super::error::{RunError, start};
 use crate::spec::{ProgramIdentity, Spec, Terminal};
 
-/// Read at once from a stream.
+/// How much is read from a stream in one call.
 pub const CHUNK_BYTES: usize = 64 * 1024;
 
-/// Bytes on their way into the program.
+/// Copies the caller's standard input to the program.
 #[derive(Default)]
 pub struct StdinPump {
+    /// The caller's standard input; `None` after its end.
     pub source: Option<OwnedFd>,
+    /// The write end of the program's pipe; `None` if the program has a terminal.
     pub sink: Option<OwnedFd>,
+    /// Bytes that were read from the source and not yet written.
     pub pending: Vec<u8>,
 }
 
@@ -26,7 +29,7 @@ impl StdinPump {
                 self.pending = chunk;
             }
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            // The end: the program sees it when the sink is closed.
+            // End of input. Dropping the sink closes the pipe, so the program sees the end too.
             _ => *self = StdinPump::default(),
         }
     }
@@ -35,24 +38,25 @@ impl StdinPump {
         let Some(sink) = self.sink.as_ref().or(terminal) else {
             return;
         };
-        // No more than one page at a time into a terminal, which may be slow to take it.
-        let most = if self.sink.is_some() {
+        // Write to a terminal in small pieces, because its buffer is small.
+        let length = if self.sink.is_some() {
             self.pending.len()
         } else {
             self.pending.len().min(1024)
         };
-        match rustix::io::write(sink, &self.pending[..most]) {
+        match rustix::io::write(sink, &self.pending[..length]) {
             Ok(len) => drop(self.pending.drain(..len)),
             Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            // The program has closed its end.
+            // The program has closed its standard input.
             Err(_) => *self = StdinPump::default(),
         }
     }
 }
 
-/// A pipe that the program may reopen as /dev/stdout: it must own it.
+/// Makes a pipe that belongs to the program's uid, because a program can reopen its pipe as /dev/stdout only if it owns
+/// the pipe.
 pub(crate) fn pipe(identity: ProgramIdentity) -> Result<(OwnedFd, OwnedFd), RunError> {
-    let made = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+    let make = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         if let ProgramIdentity::Leased { uid, gid } = identity {
             let (uid, gid) = (
@@ -63,14 +67,14 @@ pub(crate) fn pipe(identity: ProgramIdentity) -> Result<(OwnedFd, OwnedFd), RunE
         }
         Ok((read, write))
     };
-    made().map_err(|e| start("make a pipe")(e.into()))
+    make().map_err(|e| start("make a pipe")(e.into()))
 }
 
 pub(crate) fn set_nonblocking(fd: &OwnedFd) -> Result<(), RunError> {
     rustix::io::ioctl_fionbio(fd, true).map_err(|e| start("make a pipe")(e.into()))
 }
 
-/// The program's end of its standard input, if it has one, and what is to be fed into it.
+/// Makes the program's end of its standard input, if that is a pipe, and the pump that fills it.
 pub(crate) fn stdin_pair(
     spec: &Spec,
     source: Option<OwnedFd>,

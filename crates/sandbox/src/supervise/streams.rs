@@ -1,12 +1,13 @@
-//! The program's standard streams as the runner passes them: stdout and stderr, or its terminal, to the handler, and
-//! standard input to the program.
+//! Passes the program's standard streams: stdout and stderr, or the terminal, to the handler, and standard input to the
+//! program.
 //!
-//! Nothing is buffered here. While the handler cannot take a stream, that stream is not read; its pipe fills and the
-//! program waits in `write`, as it would without us. Deadlines are init's and go on meanwhile.
+//! The runner buffers no output. While the handler cannot take a stream, the runner does not read that stream. Its pipe
+//! fills, and the program blocks in `write`, as it would without Fumehood. Init keeps the deadlines, so they go on
+//! meanwhile.
 //!
-//! An unbuffered program writes line by line. If each line woke the runner, both would spend most of their time on that, so a
-//! stream that brings many short reads is paced: it is left out of `poll`, where a write wakes nobody, for a millisecond
-//! between two reads.
+//! An unbuffered program writes line by line. If each line woke the runner, both would spend most of their time on
+//! wake-ups. So a stream that brings many short reads is *paced*: for a millisecond after each read the runner leaves
+//! the stream out of `poll`, and a write then wakes nobody.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -16,32 +17,32 @@ use rustix::event::PollFlags;
 use super::handler::{Stream, SupervisorHandler};
 use super::stdio::{CHUNK_BYTES, StdinPump};
 
-/// Reads after the last process has died: what a pipe can hold, and no more.
+/// How many reads are made from a stream after the last process has died. A pipe cannot hold more.
 const DRAIN_READS_MAX: usize = 64;
-/// So many short reads in one window are made at once; after them the stream is paced until the window ends.
-const READS_AT_ONCE: u32 = 16;
+/// How many short reads in one [`WINDOW`] are made without a pause. After them the stream is paced until the window ends.
+const UNPACED_READS_MAX: u32 = 16;
 const WINDOW: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(1);
-/// A read of this much is not short. A quarter of a pipe: a full pipe holds half of its size at the least, since the kernel
-/// leaves a page half empty where the next write does not fit.
+/// A read of at least this many bytes is not short. This is a quarter of a pipe's size: a full pipe holds at least half
+/// of its size, since the kernel leaves a page half empty where the next write does not fit.
 const LONG_READ_BYTES: usize = 16 * 1024;
 
-/// What `poll` has found ready.
+/// What `poll` found ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamEvent {
-    /// The program has printed.
+    /// The program has written to its standard output or error.
     Output(Stream),
     /// The program has written to its terminal.
     Terminal,
     /// The caller has input for the program.
     Input,
-    /// The program takes input.
+    /// The program can take input.
     Program,
     /// The handler can take more of a stream.
     Unblocked(Stream),
 }
 
-/// How often one stream is read.
+/// The pacing of one stream.
 #[derive(Default)]
 struct Pace {
     window_began: Option<Instant>,
@@ -61,7 +62,7 @@ impl Pace {
             self.short_reads = 0;
         }
         self.short_reads += 1;
-        self.resume_at = (self.short_reads > READS_AT_ONCE).then_some(now + PAUSE);
+        self.resume_at = (self.short_reads > UNPACED_READS_MAX).then_some(now + PAUSE);
     }
 
     fn is_paused(&self) -> bool {
@@ -74,11 +75,11 @@ pub(crate) struct Streams {
     pub terminal: Option<OwnedFd>,
     stdin: StdinPump,
     paces: [Pace; 2],
-    /// Read into; made when the first bytes arrive.
+    /// The read buffer. Allocated when the first bytes arrive.
     chunk: Vec<u8>,
 }
 
-const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
+const OUTPUT_STREAMS: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
 impl Streams {
     pub fn new(out: [Option<OwnedFd>; 2], stdin: StdinPump) -> Streams {
@@ -91,13 +92,13 @@ impl Streams {
         }
     }
 
-    /// What to poll for, each with the event that it means.
+    /// The descriptors to poll, each with the event that its readiness means.
     pub fn wanted<'s>(
         &'s self,
         handler: &'s dyn SupervisorHandler,
         started: bool,
     ) -> impl Iterator<Item = (StreamEvent, BorrowedFd<'s>, PollFlags)> {
-        let output = BOTH.into_iter().filter_map(move |stream| {
+        let output = OUTPUT_STREAMS.into_iter().filter_map(move |stream| {
             if let Some(fd) = handler.blocked_on(stream) {
                 return Some((StreamEvent::Unblocked(stream), fd, PollFlags::OUT));
             }
@@ -108,7 +109,7 @@ impl Streams {
         let terminal = self.terminal.as_ref();
         let terminal = terminal.filter(move |_| handler.blocked_on(Stream::Stdout).is_none());
         let terminal = terminal.map(|fd| (StreamEvent::Terminal, fd.as_fd(), PollFlags::IN));
-        // Nothing is taken from the caller before there is a program to have it.
+        // Take nothing from the caller's standard input before there is a program to pass it to.
         let sink = self.stdin.sink.as_ref().or(self.terminal.as_ref());
         let input = sink.filter(|_| started).and_then(|sink| {
             match (self.stdin.pending.is_empty(), &self.stdin.source) {
@@ -120,14 +121,14 @@ impl Streams {
         output.chain(terminal).chain(input)
     }
 
-    /// When a stream that is paced is to be read again.
+    /// When the next paced stream is to be read again.
     pub fn resume_at(&self) -> Option<Instant> {
-        let open = BOTH.into_iter().map(|stream| stream as usize);
+        let open = OUTPUT_STREAMS.into_iter().map(|stream| stream as usize);
         let open = open.filter(|n| self.out[*n].is_some() && self.paces[*n].is_paused());
         open.filter_map(|n| self.paces[n].resume_at).min()
     }
 
-    /// Whether the program has printed something.
+    /// Handles one event. Returns whether the program has written something.
     pub fn handle(&mut self, event: StreamEvent, handler: &mut dyn SupervisorHandler) -> bool {
         match event {
             StreamEvent::Output(stream) => {
@@ -135,7 +136,7 @@ impl Streams {
                     Stream::Stdout => Stream::Stderr,
                     Stream::Stderr => Stream::Stdout,
                 };
-                // What waits in a paced stream was most likely printed earlier, and belongs before this.
+                // Bytes that wait in a paced stream were most likely written earlier, so pass them first.
                 if self.paces[other as usize].is_paused() && handler.blocked_on(other).is_none() {
                     self.pass_output(other, handler);
                 }
@@ -148,7 +149,7 @@ impl Streams {
             }
             StreamEvent::Program => {
                 self.stdin.write_sink(self.terminal.as_ref());
-                // Somebody may talk with the program, question by answer: none of these waits for a pause.
+                // The caller may hold a dialogue with the program. Do not delay the answers.
                 self.paces = Default::default();
                 false
             }
@@ -159,7 +160,8 @@ impl Streams {
         }
     }
 
-    /// Fresh from the allocator, a page of the chunk costs nothing until it is read into. `resize` would write to all.
+    /// Allocates the read buffer. `vec![0; n]` gets zeroed pages that cost nothing until they are read into; `resize`
+    /// would write to all of them.
     fn make_chunk(&mut self) {
         if self.chunk.is_empty() {
             self.chunk = vec![0; CHUNK_BYTES];
@@ -199,12 +201,12 @@ impl Streams {
         false
     }
 
-    /// What is still in the pipes. Whoever else holds them is not waited for.
+    /// Passes what is still in the pipes, without waiting for a process that may still hold a write end.
     pub fn drain(&mut self, handler: &mut dyn SupervisorHandler) {
         for _ in 0..DRAIN_READS_MAX {
             self.pass_terminal(handler);
         }
-        for stream in BOTH {
+        for stream in OUTPUT_STREAMS {
             for _ in 0..DRAIN_READS_MAX {
                 if !self.pass_output(stream, handler) {
                     break;

@@ -1,12 +1,12 @@
-//! The calls of the attack battery (`attack/`), which nothing else makes.
+//! Raw system calls that only the attacks (`attack/`) make.
 
 use std::ffi::CStr;
 use std::io;
 
 use super::check;
 
-/// A system call that an attack of the battery makes and that neither std nor rustix has. Only these, so that
-/// [`attempt`] can say of each what it does with its arguments.
+/// A system call that an attack makes and that neither std nor rustix wraps. The list is closed, so that the safety
+/// comment in [`attempt`] can cover every call in it.
 #[derive(Clone, Copy)]
 pub struct Call(libc::c_long);
 
@@ -33,7 +33,7 @@ impl Call {
     pub const TRUNCATE: Call = Call(libc::SYS_truncate);
     pub const USERFAULTFD: Call = Call(libc::SYS_userfaultfd);
     pub const VMSPLICE: Call = Call(libc::SYS_vmsplice);
-    /// By the table of x32, the 32-bit ABI of 64-bit processors; on others no call at all.
+    /// getpid in the numbering of x32, the 32-bit ABI of x86_64. Other architectures have no such call.
     pub const X32_GETPID: Call = Call(0x4000_0000 | 39);
     pub const FCNTL: Call = Call(libc::SYS_fcntl);
     pub const IOCTL: Call = Call(libc::SYS_ioctl);
@@ -50,27 +50,28 @@ pub enum Arg<'a> {
     Bytes(&'a mut [u8]),
 }
 
-/// Makes one of the battery's calls. Whoever passes a buffer passes one as large as the call takes it to be.
+/// Makes one of the listed calls. A caller that passes a buffer must pass one as large as the call expects.
 pub fn attempt(call: Call, args: &mut [Arg<'_>]) -> io::Result<i64> {
     let mut raw = [0 as libc::c_long; 6];
-    for (to, arg) in raw.iter_mut().zip(args) {
-        *to = match arg {
+    for (slot, arg) in raw.iter_mut().zip(args) {
+        *slot = match arg {
             Arg::Number(n) => *n as libc::c_long,
             Arg::Text(text) => text.as_ptr() as libc::c_long,
             Arg::Bytes(bytes) => bytes.as_mut_ptr() as libc::c_long,
         };
     }
     let [a, b, c, d, e, f] = raw;
-    // SAFETY: no call in the list touches memory of this process but through its pointers, which are to live buffers
-    // of the call's own size or null; shmat with a null address maps where nothing is, and clone without CLONE_VM is
-    // a fork. Descriptors that are made belong to nobody and go with the process.
+    // SAFETY: the listed calls access this process's memory only through their pointer arguments, which are null or
+    // point to live buffers of the size that the call expects. shmat with a null address maps at an unused address,
+    // and clone without CLONE_VM behaves like fork. No Rust object owns a descriptor that such a call makes; it lives
+    // until the process exits.
     check(unsafe { libc::syscall(call.0, a, b, c, d, e, f) })
 }
 
-/// Maps memory that is never unmapped, one page of it written, and has the kernel fill in its page tables: all other
-/// entries show the one page of zeros. A fork copies the tables, 2 MiB of them for each GiB.
+/// Maps memory that is never unmapped, writes one page of it, and makes the kernel populate its page tables. All
+/// other entries map the shared zero page. A fork copies the tables, 2 MiB for each GiB of memory.
 pub fn fill_page_tables(bytes: usize) -> io::Result<()> {
-    // SAFETY: a new mapping where the kernel likes.
+    // SAFETY: a new anonymous mapping at an address that the kernel chooses touches no existing memory.
     let memory = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -84,20 +85,24 @@ pub fn fill_page_tables(bytes: usize) -> io::Result<()> {
     if memory == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the mapping is ours alone; this advice does not change what it holds.
+    // SAFETY: `memory` and `bytes` describe the mapping made above, which nobody else uses. This advice keeps its
+    // content.
     check(unsafe { libc::madvise(memory, bytes, libc::MADV_NOHUGEPAGE) }.into())?;
-    // SAFETY: the first byte of our own writable mapping. Fork copies no tables of a mapping that was never written to.
+    // SAFETY: the first byte of the writable mapping made above. The write matters: fork does not copy the page
+    // tables of a mapping that was never written to.
     unsafe { memory.cast::<u8>().write_volatile(1) };
-    // SAFETY: as with the first advice.
+    // SAFETY: as for the first madvise; populating pages keeps the mapping's content.
     check(unsafe { libc::madvise(memory, bytes, libc::MADV_POPULATE_READ) }.into()).map(drop)
 }
 
-/// `getpid` by the table of i386, as 32-bit programs call it. A kernel without it may end the process.
+/// Calls `getpid` through the i386 table, as 32-bit programs do. A kernel without 32-bit support may kill the
+/// process.
 #[cfg(target_arch = "x86_64")]
 pub fn getpid_i386() -> i32 {
     const I386_GETPID: i64 = 20;
     let mut answer = I386_GETPID;
-    // SAFETY: getpid takes no argument; the kernel changes no register but the answer's, and r8 to r11 on old ones.
+    // SAFETY: getpid takes no argument. The kernel changes only rax, and r8 to r11 on old kernels, all declared as
+    // outputs.
     unsafe {
         std::arch::asm!("int 0x80", inlateout("rax") answer, out("r8") _, out("r9") _, out("r10") _, out("r11") _);
     }

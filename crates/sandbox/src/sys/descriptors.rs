@@ -1,22 +1,23 @@
-//! File descriptors by number: closing ranges of them, and placing one at a number.
+//! File descriptors by number: closes ranges of them, and places a descriptor at a number.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use super::check;
 
-/// Closes every descriptor from `first` on: what the caller's parents left open is not for us.
+/// Closes every descriptor from `first` on, so that the launcher keeps nothing that its ancestors left open.
 pub fn close_from(first: RawFd) -> io::Result<()> {
-    // SAFETY: called at the birth of the launcher, before it owns any descriptor from `first` on.
+    // SAFETY: the launcher calls this when it starts, before any Rust object owns a descriptor from `first` on.
     let result = unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, 0) };
     check(result).map(drop)
 }
 
-/// Closes every descriptor from 3 on but this one.
+/// Closes every descriptor from 3 on except this one.
 pub fn close_all_but(kept: BorrowedFd<'_>) -> io::Result<()> {
     let kept = kept.as_raw_fd();
     if kept > 3 {
-        // SAFETY: called at the birth of the launcher, which owns no descriptor but `kept` and those that it leaks on purpose.
+        // SAFETY: the launcher calls this when it starts, and owns no descriptor but `kept` and those that it leaks
+        // on purpose.
         check(unsafe { libc::syscall(libc::SYS_close_range, 3, kept - 1, 0) })?;
     }
     close_from(kept + 1)
@@ -25,7 +26,7 @@ pub fn close_all_but(kept: BorrowedFd<'_>) -> io::Result<()> {
 /// Marks every descriptor from `first` on close-on-exec.
 pub fn close_on_exec_from(first: RawFd) -> io::Result<()> {
     const CLOSE_RANGE_CLOEXEC: libc::c_uint = 4;
-    // SAFETY: only flags of descriptors change.
+    // SAFETY: the call changes only descriptor flags; no descriptor is closed.
     let result = unsafe {
         libc::syscall(
             libc::SYS_close_range,
@@ -37,12 +38,12 @@ pub fn close_on_exec_from(first: RawFd) -> io::Result<()> {
     check(result).map(drop)
 }
 
-/// Puts a descriptor at a fixed number, inherited by exec.
+/// Puts a copy of a descriptor at a fixed number, inherited by exec.
 pub fn place_descriptor(fd: BorrowedFd<'_>, number: RawFd) -> io::Result<()> {
     if fd.as_raw_fd() == number {
-        // dup2 onto itself would leave close-on-exec set.
+        // dup2 of a descriptor onto itself would keep close-on-exec set.
         return rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty()).map_err(Into::into);
     }
-    // SAFETY: callers own 0, 1 and 2 in the forked child and hold no Rust object for them.
+    // SAFETY: dup2 closes what `number` was. The callers own 0, 1 and 2 and hold no Rust object for them.
     check(unsafe { libc::dup2(fd.as_raw_fd(), number) } as libc::c_long).map(drop)
 }

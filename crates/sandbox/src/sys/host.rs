@@ -17,7 +17,8 @@ pub fn loopback_up() -> io::Result<()> {
     request[..2].copy_from_slice(b"lo");
     let flags = (libc::IFF_UP | libc::IFF_RUNNING) as i16;
     request[16..18].copy_from_slice(&flags.to_ne_bytes());
-    // SAFETY: SIOCSIFFLAGS reads a struct ifreq, 40 bytes on 64-bit Linux: 16 of name, then the flags.
+    // SAFETY: SIOCSIFFLAGS reads a struct ifreq, which has 40 bytes on 64-bit Linux (16 of name, then the flags), as
+    // `request` has.
     let result = unsafe {
         libc::ioctl(
             socket.as_raw_fd(),
@@ -30,24 +31,24 @@ pub fn loopback_up() -> io::Result<()> {
 
 /// Makes an open terminal the controlling terminal of this session.
 pub fn make_controlling_terminal(terminal: BorrowedFd<'_>) -> io::Result<()> {
-    // SAFETY: TIOCSCTTY takes an int by value.
+    // SAFETY: TIOCSCTTY takes an int by value, so no pointer is passed.
     check(unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) } as libc::c_long)
         .map(drop)
 }
 
-/// Leaves the caller's session keyring for a fresh, empty one.
+/// Replaces the caller's session keyring by a new, empty one.
 pub fn new_session_keyring() -> io::Result<()> {
     const KEYCTL_JOIN_SESSION_KEYRING: libc::c_long = 1;
-    // SAFETY: a null name asks for an anonymous keyring.
+    // SAFETY: the name pointer is null, which asks for an anonymous keyring, so no memory is read.
     let result = unsafe { libc::syscall(libc::SYS_keyctl, KEYCTL_JOIN_SESSION_KEYRING, 0) };
     match check(result) {
-        // A kernel built without keyrings has none to leave.
+        // A kernel built without keyrings has no keyring to leave.
         Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => Ok(()),
         other => other.map(drop),
     }
 }
 
-/// Microseconds of a clock that all processes of this machine share.
+/// Returns the microseconds of CLOCK_MONOTONIC, a clock that all processes of this machine share.
 pub fn monotonic_us() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000

@@ -1,4 +1,4 @@
-//! What this process itself has in memory.
+//! Memory of this process: its start-up strings, its pages, its allocator, and memory shared with its children.
 
 use std::ffi::CStr;
 use std::io;
@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicU64;
 
 use super::{check, procfs};
 
-/// Lets go of the code and constants of this program and its libraries that happen to be mapped: they come back from the
-/// page cache when they are needed. For a process that is about to sleep for long.
+/// Unmaps the resident pages of code and constants of this program and its libraries. They come back from the page
+/// cache on access. For a process that is about to sleep for long.
 pub fn drop_code_pages() {
     let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else {
         return;
@@ -20,105 +20,115 @@ pub fn drop_code_pages() {
             let bounds = usize::from_str_radix(from, 16)
                 .ok()
                 .zip(usize::from_str_radix(to, 16).ok());
-            let of_a_file = fields.nth(3).is_some_and(|name| name.starts_with('/'));
-            // Not written to, and never to be.
-            mapping = bounds.filter(|_| of_a_file && matches!(second, "r-xp" | "r--p"));
+            let is_file_backed = fields.nth(3).is_some_and(|name| name.starts_with('/'));
+            // Only mappings that are not writable.
+            mapping = bounds.filter(|_| is_file_backed && matches!(second, "r-xp" | "r--p"));
         }
-        // Not even by the loader, before it was made read-only; in memory or in swap.
+        // Skip a mapping that has private pages, in memory or in swap: the loader wrote to it before making it
+        // read-only.
         if first == "Anonymous:" && second != "0" {
             mapping = None;
         }
         if first == "Swap:"
             && let (Some((from, to)), "0") = (mapping.take(), second)
         {
-            // SAFETY: every page of this private mapping is the file's own, so letting go of it changes nothing of what
-            // is read there.
+            // SAFETY: every page of this private mapping equals the file's page, as checked above, so a later read
+            // finds the same bytes.
             unsafe { libc::madvise(from as *mut libc::c_void, to - from, libc::MADV_DONTNEED) };
         }
     }
 }
 
-/// Bytes that the children which this process waited for, and theirs, have dirtied, by the kernel's count.
+/// Returns how many bytes the reaped children, and their reaped descendants, have dirtied, by the kernel's count.
 pub fn bytes_written_by_reaped() -> u64 {
-    // SAFETY: zeroes are a valid value of this struct of numbers.
+    // SAFETY: all-zero bytes are a valid `rusage`, which holds only integers.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: the struct is ours, and of the kind that is written.
+    // SAFETY: the kernel writes one `rusage` to the pointer, which borrows a local of that type.
     unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage) };
-    // In units of 512 bytes, whatever the disk's are.
+    // The kernel counts in units of 512 bytes, whatever the disk's block size.
     (usage.ru_oublock as u64).saturating_mul(512)
 }
 
-/// One heap for all threads: for a process whose second thread does little, and rarely.
+/// Makes all threads allocate from one arena. For a process whose second thread allocates little.
 pub fn use_one_malloc_arena() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: sets a number of the allocator's.
+    // SAFETY: mallopt sets an integer inside the allocator and has no memory preconditions.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1)
     };
 }
 
-/// Wipes the strings that this process was started with, its arguments and its environment, out of its memory.
+/// Overwrites with zeroes the strings that this process was started with: its arguments and its environment.
 ///
-/// # Errors
-/// Where /proc does not tell where they are.
+/// # Errors If /proc/self/stat does not say where the strings are.
 pub fn wipe_start_strings() -> io::Result<()> {
     let stat = procfs::read("/proc/self/stat", 4096).unwrap_or_default();
-    // The name may hold anything; fields 48 to 51 are the bounds of the arguments and of the environment.
+    // The process name may contain any byte. Fields 48 to 51 are the bounds of the arguments and of the environment.
     let after_name = stat.rsplit_once(')').map(|(_, rest)| rest);
     let fields = after_name.unwrap_or_default().split_ascii_whitespace();
     let bounds: Vec<usize> = fields.skip(45).take(4).flat_map(str::parse).collect();
     let &[arguments, _, _, end] = bounds.as_slice() else {
-        return Err(io::Error::other("/proc/self/stat does not tell"));
+        return Err(io::Error::other(
+            "/proc/self/stat lacks the bounds of the arguments and environment",
+        ));
     };
     match arguments > 0 && arguments < end && end - arguments <= 64 << 20 {
-        // SAFETY: the kernel put these strings at the far end of this process's first stack, one after the other, and says
-        // where. They are writable, and nobody holds a reference to them: std copies them when it is asked.
+        // SAFETY: the kernel put these strings one after the other at the end of the initial stack, and
+        // /proc/self/stat gives their bounds. They are writable. Nobody holds a reference to them, since std copies
+        // them when asked.
         true => unsafe { std::ptr::write_bytes(arguments as *mut u8, 0, end - arguments) },
-        false => return Err(io::Error::other("/proc/self/stat tells nonsense")),
+        false => {
+            return Err(io::Error::other(
+                "/proc/self/stat has invalid bounds of the arguments and environment",
+            ));
+        }
     }
-    // SAFETY: the name under which this program was executed, which the kernel put above those strings; or null.
+    // SAFETY: getauxval has no preconditions. It returns the name under which this program was executed, which the
+    // kernel put above those strings, or null.
     let name = unsafe { libc::getauxval(libc::AT_EXECFN) } as *mut libc::c_char;
     if !name.is_null() {
-        // SAFETY: it ends with a zero.
+        // SAFETY: `name` is not null and the kernel terminates the string with a NUL.
         let length = unsafe { libc::strlen(name) };
-        // SAFETY: it is writable as they are, and is not read again.
+        // SAFETY: the string is on the same writable stack, `length` bytes long, and nobody reads it again.
         unsafe { std::ptr::write_bytes(name, 0, length) };
     }
     Ok(())
 }
 
-/// Whether this process was started with settings for the C library or its loader. Nothing is copied.
+/// Returns whether the environment has settings for the C library or its loader. Copies nothing.
 pub fn has_loader_settings() -> bool {
     unsafe extern "C" {
         static environ: *const *const libc::c_char;
     }
-    // SAFETY: the C library's own list, which nobody changes while there is one thread; null where it was cleared.
+    // SAFETY: the C library's own variable, which nobody changes while there is one thread. It is null after
+    // clearenv.
     let mut at = unsafe { environ };
-    // SAFETY: it ends with a null pointer, before which every element points to a string that ends with a zero.
+    // SAFETY: the array ends with a null pointer, and the loop stops there, so `at` points to an element.
     while let Some(entry) = unsafe { at.as_ref() }.filter(|entry| !entry.is_null()) {
-        // SAFETY: as above.
+        // SAFETY: an element that is not null points to a NUL-terminated string.
         let entry = unsafe { CStr::from_ptr(*entry) }.to_bytes();
-        let known: [&[u8]; 3] = [b"LD_", b"GLIBC_", b"MALLOC_"];
-        if known.iter().any(|start| entry.starts_with(start)) {
+        let prefixes: [&[u8]; 3] = [b"LD_", b"GLIBC_", b"MALLOC_"];
+        if prefixes.iter().any(|prefix| entry.starts_with(prefix)) {
             return true;
         }
-        // SAFETY: not the end yet, so there is another element.
+        // SAFETY: this element is not the terminating null pointer, so another element follows.
         at = unsafe { at.add(1) };
     }
     false
 }
 
-/// Whether two processes are one in memory, as between vfork and exec. An error where we may not look, or not compare.
+/// Returns whether two processes share one address space, as between vfork and exec. Fails where this process may not
+/// inspect or compare them.
 pub fn share_memory(one: u32, other: u32) -> io::Result<bool> {
     const KCMP_VM: libc::c_int = 1;
-    // SAFETY: kcmp compares kernel pointers of the two processes and touches no memory of ours.
+    // SAFETY: kcmp compares kernel pointers of the two processes and accesses no memory of this process.
     let order = unsafe { libc::syscall(libc::SYS_kcmp, one, other, KCMP_VM, 0usize, 0usize) };
     check(order).map(|order| order == 0)
 }
 
-/// Zeroes in memory that this process shares with those it forks from now on, for as long as it lives.
+/// Returns zeroed counters in memory that this process shares with its future children. The memory is never unmapped.
 pub fn shared_counters(count: usize) -> io::Result<&'static [AtomicU64]> {
-    // SAFETY: a new mapping where the kernel likes.
+    // SAFETY: a new anonymous mapping at an address that the kernel chooses touches no existing memory.
     let memory = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -132,6 +142,6 @@ pub fn shared_counters(count: usize) -> io::Result<&'static [AtomicU64]> {
     if memory == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the mapping is page-aligned, zeroed, large enough, never unmapped, and all access to it is atomic.
+    // SAFETY: the mapping is page-aligned, zeroed, large enough, and never unmapped, and all access to it is atomic.
     Ok(unsafe { std::slice::from_raw_parts(memory.cast::<AtomicU64>(), count) })
 }

@@ -1,6 +1,6 @@
-//! Every raw system call; the one folder where `unsafe` is allowed.
+//! Every raw system call, and the only folder where `unsafe` is allowed.
 //!
-//! Only what std and rustix lack is here, each wrapped thinly. `sys` uses nothing else of this crate.
+//! It holds only calls that std and rustix lack, each with a thin wrapper. `sys` uses no other module of this crate.
 
 #![allow(unsafe_code)]
 
@@ -60,7 +60,8 @@ fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     }
 }
 
-fn own(fd: libc::c_long) -> OwnedFd {
-    // SAFETY: every caller passes a descriptor that the kernel has just made and nobody else holds.
+/// Takes ownership of a descriptor that the kernel has just returned.
+fn take_ownership(fd: libc::c_long) -> OwnedFd {
+    // SAFETY: every caller passes a descriptor that the kernel has just made and that nobody else owns.
     unsafe { OwnedFd::from_raw_fd(fd as RawFd) }
 }

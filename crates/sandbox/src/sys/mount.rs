@@ -1,4 +1,4 @@
-//! Attributes of mounts, and the uid by which file systems judge.
+//! Mount attributes, and the file system uid.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -22,7 +22,7 @@ const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
 const AT_RECURSIVE: libc::c_int = 0x8000;
 
 fn mount_setattr(mount: BorrowedFd<'_>, attr: &MountAttr, flags: libc::c_int) -> io::Result<()> {
-    // SAFETY: the path is a NUL-terminated constant, `attr` has the kernel's layout and its size is passed.
+    // SAFETY: the path is a NUL-terminated constant. `attr` has the kernel's layout, and its size is passed.
     check(unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -36,7 +36,7 @@ fn mount_setattr(mount: BorrowedFd<'_>, attr: &MountAttr, flags: libc::c_int) ->
     .map(drop)
 }
 
-/// Sets attributes on a mount and everything mounted below it, and makes all of it private.
+/// Sets attributes on a mount and on everything mounted below it, and makes all these mounts private.
 pub fn mount_restrict(mount: BorrowedFd<'_>, attributes: u64) -> io::Result<()> {
     let attr = MountAttr {
         attr_set: attributes,
@@ -46,7 +46,7 @@ pub fn mount_restrict(mount: BorrowedFd<'_>, attributes: u64) -> io::Result<()> 
     mount_setattr(mount, &attr, AT_RECURSIVE)
 }
 
-/// Shows a detached mount's files with owners mapped by a user namespace.
+/// Idmaps a detached mount through a user namespace, so that its files appear with mapped owners.
 pub fn mount_idmap(mount: BorrowedFd<'_>, user_namespace: BorrowedFd<'_>) -> io::Result<()> {
     let attr = MountAttr {
         attr_set: MOUNT_ATTR_IDMAP,
@@ -56,8 +56,9 @@ pub fn mount_idmap(mount: BorrowedFd<'_>, user_namespace: BorrowedFd<'_>) -> io:
     mount_setattr(mount, &attr, AT_RECURSIVE)
 }
 
-/// Sets the uid that file systems see; away from 0 it takes the file capabilities along, and back to 0 returns them.
+/// Sets the uid that file systems check. Leaving 0 drops the effective file capabilities, and returning to 0 restores
+/// them.
 pub fn set_fs_uid(uid: u32) {
-    // SAFETY: setfsuid has no memory preconditions; it cannot fail for root, and its answer is the old value.
+    // SAFETY: setfsuid has no memory preconditions. It cannot fail for root; it returns the old value.
     unsafe { libc::syscall(libc::SYS_setfsuid, uid) };
 }

@@ -1,4 +1,4 @@
-//! Forks, namespaces of this process, execve, exit.
+//! fork, unshare, execve and exit.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -14,17 +14,17 @@ pub enum ForkSide {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Namespace {
-    Ours,
+    Current,
     New,
 }
 
-/// Whose child the new process is.
+/// Whose child the new process is, and in which namespaces it starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Parentage {
     Own,
-    /// The caller's own parent becomes the parent: the launcher makes pid 1 the runner's child.
+    /// The caller's parent becomes the parent. The launcher makes pid 1 the runner's child in this way.
     Sibling,
-    /// The caller's, and the first process of a pid namespace, which belongs to this user namespace.
+    /// A child of the caller, and the first process of a new pid namespace that belongs to the given user namespace.
     First {
         user: Namespace,
     },
@@ -33,7 +33,7 @@ pub enum Parentage {
 /// Forks a single-threaded process.
 ///
 /// # Errors
-/// Refuses when a second thread exists: a forked child of a threaded process may find any lock held.
+/// Refuses when a second thread exists: another thread might hold a lock, which would stay locked in the child.
 pub fn fork(parentage: Parentage) -> io::Result<ForkSide> {
     assert_single_threaded()?;
     let mut args = [0u64; 11];
@@ -42,26 +42,26 @@ pub fn fork(parentage: Parentage) -> io::Result<ForkSide> {
         Parentage::Sibling => libc::CLONE_PARENT as u64,
         Parentage::First { user } => {
             let user = match user {
-                Namespace::Ours => 0,
+                Namespace::Current => 0,
                 Namespace::New => libc::CLONE_NEWUSER,
             };
             (libc::CLONE_NEWPID | user) as u64
         }
     };
     args[0] = flags;
-    // The kernel wants no exit signal of its own together with CLONE_PARENT: it is inherited.
+    // With CLONE_PARENT the child inherits the exit signal, and the kernel refuses one in the arguments.
     args[4] = match parentage {
         Parentage::Own | Parentage::First { .. } => libc::SIGCHLD as u64,
         Parentage::Sibling => 0,
     };
-    // SAFETY: clone3 with no stack and no CLONE_VM behaves like fork; `args` outlives the call and its
-    // size is passed with it. The process has one thread, checked above, so no lock can be held by another.
+    // SAFETY: clone3 with no stack and no CLONE_VM behaves like fork. `args` outlives the call, and its size is
+    // passed. The check above found one thread, so no other thread can hold a lock.
     let pid = match check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 64usize) }) {
-        // Container runtimes answer so, because a filter cannot look into clone3's flags.
+        // Container runtimes answer ENOSYS, because a seccomp filter cannot inspect clone3's flags.
         Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => {
             let flags = flags | libc::SIGCHLD as u64;
-            // SAFETY: as above; with all other arguments zero their order, which differs between
-            // architectures, does not matter.
+            // SAFETY: as above. All other arguments are zero, so their order, which differs between architectures,
+            // does not matter.
             check(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })?
         }
         other => other?,
@@ -74,11 +74,11 @@ pub fn fork(parentage: Parentage) -> io::Result<ForkSide> {
     })
 }
 
-/// Forks a process that may have threads, by way of the C library, which sees to its own locks: the child may
-/// allocate, and leaves by [`exit_now`].
+/// Forks a process that may have threads through the C library, which handles its own locks. The child may allocate,
+/// and must leave by [`exit_now`].
 pub fn fork_threaded() -> io::Result<ForkSide> {
-    // SAFETY: the child runs only code of ours that takes no lock another thread could have held at this moment,
-    // save the allocator's, which the C library's fork hands over in a good state.
+    // SAFETY: the child runs only code of ours that takes no lock that another thread could hold at the time of the
+    // fork, except the allocator's, which the C library's fork leaves unlocked in the child.
     let pid = check(unsafe { libc::fork() } as libc::c_long)?;
     Ok(match pid {
         0 => ForkSide::Child,
@@ -96,13 +96,13 @@ fn assert_single_threaded() -> io::Result<()> {
     let threads = std::fs::read_dir("/proc/self/task").map(|tasks| tasks.count());
     match threads {
         Ok(1) => Ok(()),
-        // After pivot_root the old /proc may be gone; this process was single-threaded from birth.
+        // After pivot_root the old /proc may be gone. This process was single-threaded when it started.
         Err(_) => Ok(()),
         Ok(_) => Err(io::Error::other("fork from a process with several threads")),
     }
 }
 
-/// Leaves without running destructors or exit handlers: a forked child shares its parent's state.
+/// Exits without running destructors or exit handlers, because a forked child shares state with its parent.
 pub fn exit_now(code: i32) -> ! {
     // SAFETY: _exit has no preconditions.
     unsafe { libc::_exit(code) }
@@ -110,24 +110,24 @@ pub fn exit_now(code: i32) -> ! {
 
 /// `unshare(2)` with raw flags.
 pub fn unshare(flags: libc::c_int) -> io::Result<()> {
-    // SAFETY: callers are single-threaded and never pass CLONE_FILES or CLONE_VM, so no invariant of
-    // std about shared tables changes.
+    // SAFETY: the callers are single-threaded and never pass CLONE_FILES or CLONE_VM, so no table that std assumes to
+    // be shared is split.
     check(unsafe { libc::unshare(flags) } as libc::c_long).map(drop)
 }
 
-/// As [`fork`], with the child born in another control group (version 2, its directory).
+/// As [`fork`], with the child started in another cgroup (version 2), given by its directory.
 pub fn fork_into_group(group: BorrowedFd<'_>, parentage: Parentage) -> io::Result<ForkSide> {
     assert_single_threaded()?;
     const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-    // struct clone_args: the flags first, the group last.
+    // struct clone_args: the flags are the first field, the cgroup is the last.
     let mut args = [0u64; 11];
-    // With CLONE_PARENT the exit signal is inherited.
+    // With CLONE_PARENT the child inherits the exit signal.
     (args[0], args[4]) = match parentage {
         Parentage::Own | Parentage::First { .. } => (CLONE_INTO_CGROUP, libc::SIGCHLD as u64),
         Parentage::Sibling => (CLONE_INTO_CGROUP | libc::CLONE_PARENT as u64, 0),
     };
     args[10] = group.as_raw_fd() as u64;
-    // SAFETY: as for `fork`, of which this is the same with a group.
+    // SAFETY: as for `fork`; the added field names a live descriptor.
     let pid = check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 88usize) })? as i32;
     Ok(match pid {
         0 => ForkSide::Child,
@@ -144,12 +144,12 @@ pub fn execve(program: &CStr, argv: &[CString], env: &[CString]) -> io::Error {
             .collect()
     };
     let (argv, env) = (pointers(argv), pointers(env));
-    // SAFETY: both arrays are NULL-terminated, their strings are NUL-terminated, and all outlive the call.
+    // SAFETY: both arrays are NULL-terminated, their strings are NUL-terminated, and all of them outlive the call.
     unsafe { libc::execve(program.as_ptr(), argv.as_ptr(), env.as_ptr()) };
     io::Error::last_os_error()
 }
 
-/// Sets the name that lists of processes show. A failure only costs the name.
+/// Sets the name that process listings show. A failure has no other effect, so it is ignored.
 pub fn set_process_name(name: &CStr) {
     let _ = rustix::thread::set_name(name);
 }

@@ -1,11 +1,11 @@
-//! Project quota: the project of a file, and the limits of a project.
+//! Project quota: the project id of a file, and the limits of a project.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use super::check;
 
-/// What FS_IOC_FSGETXATTR tells of a file, and FS_IOC_FSSETXATTR changes.
+/// The kernel's `struct fsxattr`, which FS_IOC_FSGETXATTR reads and FS_IOC_FSSETXATTR writes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileAttributes {
@@ -17,14 +17,14 @@ pub struct FileAttributes {
     padding: [u8; 8],
 }
 
-/// New files in a directory with this flag belong to the directory's project.
+/// A directory with this flag gives its project to new files in it.
 pub const PROJECT_INHERIT: u32 = 0x200;
 
 /// Reads a file's project and flags.
 pub fn file_attributes(file: BorrowedFd<'_>) -> io::Result<FileAttributes> {
     const FS_IOC_FSGETXATTR: u64 = 0x801c_581f;
     let mut attributes = FileAttributes::default();
-    // SAFETY: the ioctl fills the 28-byte struct it is given.
+    // SAFETY: the ioctl writes a 28-byte struct, whose layout `FileAttributes` has, to an exclusively borrowed local.
     let result = unsafe {
         libc::ioctl(
             file.as_raw_fd(),
@@ -35,10 +35,10 @@ pub fn file_attributes(file: BorrowedFd<'_>) -> io::Result<FileAttributes> {
     check(result as libc::c_long).map(|_| attributes)
 }
 
-/// Writes a file's project and flags; the rest should be as it was read.
+/// Writes a file's project and flags. The other fields should be as they were read.
 pub fn set_file_attributes(file: BorrowedFd<'_>, attributes: &FileAttributes) -> io::Result<()> {
     const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
-    // SAFETY: the ioctl reads the 28-byte struct it is given.
+    // SAFETY: the ioctl reads a 28-byte struct, whose layout `FileAttributes` has, from a borrowed value.
     let result = unsafe {
         libc::ioctl(
             file.as_raw_fd(),
@@ -49,7 +49,8 @@ pub fn set_file_attributes(file: BorrowedFd<'_>, attributes: &FileAttributes) ->
     check(result as libc::c_long).map(drop)
 }
 
-/// The kernel's `if_dqblk`: limits and use of one project. Limits on space are in KiB, 0 is none; use is in bytes.
+/// The kernel's `if_dqblk`: limits and usage of one project. Space limits are in KiB, and 0 means no limit. Usage is
+/// in bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QuotaBlock {
@@ -71,8 +72,8 @@ fn quotactl_project(
     block: &mut QuotaBlock,
 ) -> io::Result<()> {
     const PRJQUOTA: u32 = 2;
-    // SAFETY: both commands that are passed take a pointer to an if_dqblk, whose layout `QuotaBlock` has and
-    // which is exclusively borrowed.
+    // SAFETY: both commands take a pointer to an `if_dqblk`, whose layout `QuotaBlock` has. `block` is exclusively
+    // borrowed for the call.
     let result = unsafe {
         libc::syscall(
             libc::SYS_quotactl_fd,
@@ -92,7 +93,7 @@ pub fn project_quota(on: BorrowedFd<'_>, project: u32) -> io::Result<QuotaBlock>
     quotactl_project(on, Q_GETQUOTA, project, &mut block).map(|()| block)
 }
 
-/// Sets a project's limits, and only those, on the file system of `on`.
+/// Sets a project's limits on the file system of `on`, and changes nothing else of the project.
 pub fn set_project_limits(on: BorrowedFd<'_>, project: u32, limits: QuotaBlock) -> io::Result<()> {
     const Q_SETQUOTA: u32 = 0x80_0008;
     const QIF_BLIMITS: u32 = 1;

@@ -1,10 +1,10 @@
-//! seccomp filters and the system calls that they hand over; the version of Landlock.
+//! seccomp filters and their user notifications, and the Landlock ABI version.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 
-use super::{check, own};
+use super::{check, take_ownership};
 
 /// One classic BPF instruction, laid out as the kernel's `struct sock_filter`.
 #[repr(C)]
@@ -16,16 +16,18 @@ pub struct Instruction {
     pub k: u32,
 }
 
-/// The Landlock ABI of this kernel; 0 where there is none. Asked for once; forked processes inherit the answer.
+/// Returns the Landlock ABI of this kernel, or 0 if there is none. Asks the kernel once; forked processes inherit the
+/// result.
 pub fn landlock_abi() -> i32 {
     static ABI: OnceLock<i32> = OnceLock::new();
     *ABI.get_or_init(|| landlock_version().unwrap_or(0))
 }
 
-/// The Landlock ABI of this kernel. ENOSYS: it was built without; EOPNOTSUPP: it was started without.
+/// Asks for the Landlock ABI. ENOSYS: the kernel was built without Landlock. EOPNOTSUPP: it was booted without
+/// Landlock.
 pub fn landlock_version() -> io::Result<i32> {
     const LANDLOCK_CREATE_RULESET_VERSION: libc::c_long = 1;
-    // SAFETY: a null attribute of size 0 with this flag only asks for the version.
+    // SAFETY: a null attribute of size 0 with this flag only queries the version; the kernel reads no memory.
     let version = unsafe {
         libc::syscall(
             libc::SYS_landlock_create_ruleset,
@@ -37,14 +39,14 @@ pub fn landlock_version() -> io::Result<i32> {
     check(version).map(|version| version as i32)
 }
 
-/// Whether a filter hands some calls to a supervisor.
+/// Whether a filter passes some calls to a supervisor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Listener {
     None,
     New,
 }
 
-/// Installs a seccomp filter on this process; with [`Listener::New`] returns the notification descriptor.
+/// Installs a seccomp filter on this process. With [`Listener::New`] returns the notification descriptor.
 pub fn seccomp_install(program: &[Instruction], listener: Listener) -> io::Result<Option<OwnedFd>> {
     #[repr(C)]
     struct Filter {
@@ -57,7 +59,7 @@ pub fn seccomp_install(program: &[Instruction], listener: Listener) -> io::Resul
         instructions: program.as_ptr(),
     };
     let attempt = |flags: libc::c_ulong| {
-        // SAFETY: `filter` has the layout of sock_fprog, points to `len` instructions, and outlives the call.
+        // SAFETY: `filter` has the layout of `sock_fprog`, points to `len` instructions, and outlives the call.
         check(unsafe {
             libc::syscall(
                 libc::SYS_seccomp,
@@ -70,18 +72,18 @@ pub fn seccomp_install(program: &[Instruction], listener: Listener) -> io::Resul
     if listener == Listener::None {
         return attempt(0).map(|_| None);
     }
-    // Killable wait: once the broker has a call in hand, an ordinary signal no longer restarts it
-    // half done. Linux before 5.19 does not know the flag.
+    // Killable wait: once the supervisor has received a call, only a fatal signal interrupts it, so an ordinary
+    // signal cannot restart a call that is half done. Linux before 5.19 does not know the flag.
     const NEW_LISTENER: libc::c_ulong = 8;
     const WAIT_KILLABLE_RECV: libc::c_ulong = 32;
     match attempt(NEW_LISTENER | WAIT_KILLABLE_RECV) {
         Err(e) if e.raw_os_error() == Some(libc::EINVAL) => attempt(NEW_LISTENER),
         other => other,
     }
-    .map(|fd| Some(own(fd)))
+    .map(|fd| Some(take_ownership(fd)))
 }
 
-/// A system call that a filter handed over, as the kernel describes it.
+/// A system call that a filter passed to the supervisor (`struct seccomp_notif`).
 #[derive(Clone, Copy, Debug)]
 pub struct Notification {
     pub id: u64,
@@ -93,10 +95,10 @@ pub struct Notification {
 
 /// Receives one notification.
 pub fn notification_receive(listener: BorrowedFd<'_>) -> io::Result<Notification> {
-    // SAFETY: an all-zero seccomp_notif is what the kernel demands as input.
+    // SAFETY: all-zero bytes are a valid `seccomp_notif`, and the kernel demands zeroes as input.
     let mut raw: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     const SECCOMP_IOCTL_NOTIF_RECV: u64 = 0xc050_2100;
-    // SAFETY: the ioctl fills the 80-byte struct it is given.
+    // SAFETY: the ioctl writes an 80-byte `seccomp_notif` to an exclusively borrowed local of that type.
     let result = unsafe {
         libc::ioctl(
             listener.as_raw_fd(),
@@ -113,10 +115,10 @@ pub fn notification_receive(listener: BorrowedFd<'_>) -> io::Result<Notification
     })
 }
 
-/// Whether the process that made the call still waits for its answer: its pid has not been reused.
+/// Fails unless the process that made the call still waits for the answer, so that its pid cannot have been reused.
 pub fn notification_valid(listener: BorrowedFd<'_>, id: u64) -> io::Result<()> {
     const SECCOMP_IOCTL_NOTIF_ID_VALID: u64 = 0x4008_2102;
-    // SAFETY: the ioctl reads the 64-bit id.
+    // SAFETY: the ioctl reads a 64-bit id from the borrowed local.
     let result =
         unsafe { libc::ioctl(listener.as_raw_fd(), SECCOMP_IOCTL_NOTIF_ID_VALID as _, &id) };
     check(result as libc::c_long).map(drop)
@@ -131,12 +133,12 @@ pub fn notification_answer(listener: BorrowedFd<'_>, id: u64, errno: i32) -> io:
     notification_answer_with(listener, id, answer)
 }
 
-/// How a call that was handed over ends.
+/// The result of a call that a filter passed to the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NotificationAnswer {
     Value(i64),
     Errno(i32),
-    /// The kernel makes the call itself, with the caller's memory and descriptors as they are by then.
+    /// The kernel makes the call itself, with the caller's memory and descriptors as they are at that time.
     Continue,
 }
 
@@ -146,7 +148,7 @@ pub fn notification_answer_with(
     answer: NotificationAnswer,
 ) -> io::Result<()> {
     const SECCOMP_USER_NOTIF_FLAG_CONTINUE: u32 = 1;
-    // SAFETY: an all-zero seccomp_notif_resp is a valid value.
+    // SAFETY: all-zero bytes are a valid `seccomp_notif_resp`.
     let mut raw: libc::seccomp_notif_resp = unsafe { std::mem::zeroed() };
     raw.id = id;
     match answer {
@@ -155,7 +157,7 @@ pub fn notification_answer_with(
         NotificationAnswer::Continue => raw.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE,
     }
     const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
-    // SAFETY: the ioctl reads the 24-byte struct it is given.
+    // SAFETY: the ioctl reads a 24-byte `seccomp_notif_resp` from a borrowed local of that type.
     let result = unsafe {
         libc::ioctl(
             listener.as_raw_fd(),
@@ -166,15 +168,16 @@ pub fn notification_answer_with(
     check(result as libc::c_long).map(drop)
 }
 
-/// Answers a notification with a copy of a descriptor, closed on exec or not, whose number there becomes what the call
-/// returns.
+/// Answers a notification with a copy of a descriptor, which is close-on-exec or not. The call returns the number of
+/// the copy in the caller.
 pub fn answer_with_descriptor(
     listener: BorrowedFd<'_>,
     id: u64,
     fd: BorrowedFd<'_>,
     close_on_exec: bool,
 ) -> io::Result<()> {
-    // In one step with the answer: the caller cannot die in between and leave a descriptor behind (Linux 5.14).
+    // Add the descriptor and answer in one step (Linux 5.14): otherwise the call could end in between and leave a
+    // descriptor behind.
     const SECCOMP_ADDFD_FLAG_SEND: u32 = 2;
     const SECCOMP_IOCTL_NOTIF_ADDFD: u64 = 0x4018_2103;
     let raw = libc::seccomp_notif_addfd {
@@ -188,7 +191,7 @@ pub fn answer_with_descriptor(
             0
         },
     };
-    // SAFETY: the ioctl reads the 24-byte struct it is given.
+    // SAFETY: the ioctl reads a 24-byte `seccomp_notif_addfd` from a borrowed local of that type.
     let result = unsafe { libc::ioctl(listener.as_raw_fd(), SECCOMP_IOCTL_NOTIF_ADDFD as _, &raw) };
     check(result as libc::c_long).map(drop)
 }

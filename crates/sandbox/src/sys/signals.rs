@@ -1,32 +1,34 @@
-//! Signals: masks, dispositions, descriptors that tell of them, and sending them.
+//! Signals: masks, dispositions, signal descriptors, and sending.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{check, own, procfs};
+use super::{check, procfs, take_ownership};
 
-/// Sends a signal to every process this one may signal, itself excepted; in a pid namespace, to all in it.
+/// Sends a signal to every process that this one may signal, except itself. In a pid namespace these are all others
+/// in it.
 pub fn kill_all(signal: libc::c_int) -> io::Result<()> {
-    // SAFETY: kill has no memory preconditions.
+    // SAFETY: kill takes two integers and accesses no memory.
     check(unsafe { libc::kill(-1, signal) } as libc::c_long).map(drop)
 }
 
-/// Blocks the given signals (all, if `None`) and returns nothing: children reset the mask themselves.
+/// Blocks the given signals (all, if `None`). Children reset the mask themselves, so the old mask is not returned.
 pub fn block_signals(signals: Option<&[libc::c_int]>) -> io::Result<()> {
     set_mask(libc::SIG_BLOCK, &signal_set(signals))
 }
 
-/// Unblocks every signal and sets every disposition to its default.
+/// Unblocks every signal and sets every ignored signal to its default disposition.
 pub fn reset_signals() -> io::Result<()> {
-    // Handlers need no call: execve resets those.
+    // execve resets handlers, so only ignored signals need a call.
     let ignored = IGNORED_SIGNALS.load(Ordering::Relaxed);
-    // The kernel's struct sigaction with every field zero: the default. Larger than it is anywhere.
+    // The kernel's struct sigaction with every field zero means the default. The array is larger than the struct on
+    // any architecture.
     let default = [0u64; 8];
     for signal in (1..=64).filter(|signal| ignored >> (signal - 1) & 1 == 1) {
-        // SAFETY: the kernel reads one struct sigaction from `default`, which outlives the call, and writes nothing. Not by
-        // way of the C library, which refuses the two signals that it keeps for itself. A signal that cannot be ignored is
-        // refused, and needs nothing.
+        // SAFETY: the kernel reads one struct sigaction from `default`, which outlives the call, and writes nothing.
+        // A raw call, because the C library refuses the two signals that it reserves. The kernel refuses SIGKILL and
+        // SIGSTOP, which cannot be ignored, so the result does not matter.
         unsafe {
             libc::syscall(libc::SYS_rt_sigaction, signal, &default, 0usize, 8usize);
         }
@@ -34,11 +36,11 @@ pub fn reset_signals() -> io::Result<()> {
     set_mask(libc::SIG_SETMASK, &signal_set(Some(&[])))
 }
 
-/// Signals that this process ignores, bit by bit; all of them until [`note_ignored_signals`] has looked.
+/// A bit mask of the signals that this process ignores. All bits are set until [`note_ignored_signals`] has run.
 static IGNORED_SIGNALS: AtomicU64 = AtomicU64::new(u64::MAX);
 
-/// Reads which signals are ignored, for [`reset_signals`] in a process that is forked from this one: one file, where
-/// asking for each signal would take sixty calls. If the file does not tell, all are reset.
+/// Reads which signals this process ignores, for [`reset_signals`] in its forked children. Reading one file replaces
+/// sixty calls of sigaction. If the file cannot be parsed, all signals are reset.
 pub fn note_ignored_signals() {
     let status = procfs::read("/proc/self/status", 16 << 10).unwrap_or_default();
     let mask = status.split_once("\nSigIgn:\t").map(|(_, rest)| rest);
@@ -46,26 +48,26 @@ pub fn note_ignored_signals() {
     IGNORED_SIGNALS.store(mask.unwrap_or(u64::MAX), Ordering::Relaxed);
 }
 
-/// Whoever started us may have ignored it, and then no child's end could be waited for.
+/// Sets SIGCHLD to its default. Our parent may have ignored it, and then waiting for a child would fail.
 pub fn reset_sigchld() {
-    // SAFETY: SIG_DFL is a valid disposition for SIGCHLD.
+    // SAFETY: SIG_DFL is a valid disposition for SIGCHLD and installs no handler.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
 }
 
 fn signal_set(signals: Option<&[libc::c_int]>) -> libc::sigset_t {
     let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: sigemptyset initialises the whole set.
+    // SAFETY: sigemptyset initialises the whole set through a pointer to a local.
     unsafe { libc::sigemptyset(set.as_mut_ptr()) };
-    // SAFETY: initialised by the line above.
+    // SAFETY: sigemptyset has initialised the set.
     let mut set = unsafe { set.assume_init() };
     match signals {
         None => {
-            // SAFETY: `set` is a valid set.
+            // SAFETY: `set` is initialised and exclusively borrowed.
             unsafe { libc::sigfillset(&mut set) };
         }
         Some(list) => {
             for signal in list {
-                // SAFETY: `set` is a valid set; an invalid number is refused by the call.
+                // SAFETY: `set` is initialised and exclusively borrowed; the call refuses an invalid number.
                 unsafe { libc::sigaddset(&mut set, *signal) };
             }
         }
@@ -74,21 +76,21 @@ fn signal_set(signals: Option<&[libc::c_int]>) -> libc::sigset_t {
 }
 
 fn set_mask(how: libc::c_int, set: &libc::sigset_t) -> io::Result<()> {
-    // SAFETY: `set` is valid and the old mask is not asked for.
+    // SAFETY: `set` is initialised, and the null pointer means that the old mask is not written.
     check(unsafe { libc::sigprocmask(how, set, std::ptr::null_mut()) } as libc::c_long).map(drop)
 }
 
-/// A descriptor that becomes readable when one of the (blocked) signals is pending.
+/// Returns a descriptor that becomes readable when one of the signals, which must be blocked, is pending.
 pub fn signal_fd(signals: &[libc::c_int]) -> io::Result<OwnedFd> {
     let set = signal_set(Some(signals));
-    // SAFETY: `set` is valid; -1 asks for a new descriptor.
+    // SAFETY: `set` is initialised; -1 asks for a new descriptor.
     let fd = check(
         unsafe { libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) } as libc::c_long,
     )?;
-    Ok(own(fd))
+    Ok(take_ownership(fd))
 }
 
-/// Takes one pending signal off a signal descriptor.
+/// Takes one pending signal from a signal descriptor.
 pub fn read_signal(fd: BorrowedFd<'_>) -> Option<i32> {
     let mut info = [0u8; size_of::<libc::signalfd_siginfo>()];
     match rustix::io::read(fd, &mut info) {
@@ -97,9 +99,9 @@ pub fn read_signal(fd: BorrowedFd<'_>) -> Option<i32> {
     }
 }
 
-/// Sends any signal, also none (0) and the real-time ones, to a held process.
+/// Sends a signal, including 0 and the real-time signals, to the process of a pidfd.
 pub fn signal_pidfd(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
-    // SAFETY: without an info structure the kernel makes up that of kill(2).
+    // SAFETY: the info pointer is null, so the kernel fills in the info as for kill(2) and reads no memory.
     check(unsafe {
         libc::syscall(
             libc::SYS_pidfd_send_signal,
@@ -114,6 +116,6 @@ pub fn signal_pidfd(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
 
 /// Sends a signal to one thread of a process.
 pub fn signal_thread(process: i32, thread: i32, signal: i32) -> io::Result<()> {
-    // SAFETY: tgkill takes three numbers and touches no memory of ours.
+    // SAFETY: tgkill takes three integers and accesses no memory.
     check(unsafe { libc::syscall(libc::SYS_tgkill, process, thread, signal) }).map(drop)
 }

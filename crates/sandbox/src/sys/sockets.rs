@@ -1,15 +1,15 @@
-//! What serving another process's socket calls needs: its memory, connecting, and sending raw messages.
+//! What serving another process's socket calls needs: access to its memory, connecting, and sending raw messages.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use super::check;
 
-/// As many parts as one call of the kernel's takes (UIO_MAXIOV).
+/// The maximal number of parts that one system call takes (UIO_MAXIOV).
 pub const PARTS_MAX: usize = 1024;
 
-/// Copies parts of another process's memory, addresses and lengths, one after the other into `into`. Returns how many bytes
-/// could be read before the first that could not.
+/// Copies parts of another process's memory, given as (address, length), one after the other into `into`. Returns the
+/// number of bytes before the first unreadable one.
 pub fn read_memory_parts(pid: u32, parts: &[(u64, usize)], into: &mut [u8]) -> io::Result<usize> {
     let local = libc::iovec {
         iov_base: into.as_mut_ptr().cast(),
@@ -22,8 +22,8 @@ pub fn read_memory_parts(pid: u32, parts: &[(u64, usize)], into: &mut [u8]) -> i
             iov_len: *len,
         })
         .collect();
-    // SAFETY: `local` describes `into`, which is exclusively borrowed and bounds what is written; the remote addresses are
-    // only read, and checked by the kernel.
+    // SAFETY: `local` describes `into`, which is exclusively borrowed and bounds the write. The kernel only reads the
+    // remote addresses, and checks them.
     let n = check(unsafe {
         libc::process_vm_readv(
             pid as i32,
@@ -53,7 +53,7 @@ pub fn write_memory(pid: u32, address: u64, bytes: &[u8]) -> io::Result<()> {
         iov_base: address as usize as *mut libc::c_void,
         iov_len: bytes.len(),
     };
-    // SAFETY: `local` is only read; the other process's memory is none of ours, and the kernel checks its address.
+    // SAFETY: the kernel only reads `local`. It writes to the other process's memory, whose address it checks.
     let n = check(
         unsafe { libc::process_vm_writev(pid as i32, &local, 1, &remote, 1, 0) } as libc::c_long,
     )?;
@@ -63,11 +63,11 @@ pub fn write_memory(pid: u32, address: u64, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// One message, with an address and control data that may be empty.
+/// One message. Its address and its control data may be empty.
 pub struct RawMessage<'a> {
     pub data: &'a [u8],
     pub address: &'a [u8],
-    /// Laid out as the kernel's list of `cmsghdr`.
+    /// In the layout of the kernel's list of `cmsghdr`.
     pub control: &'a [u8],
 }
 
@@ -80,7 +80,7 @@ pub fn send_message(
         iov_base: message.data.as_ptr().cast_mut().cast(),
         iov_len: message.data.len(),
     };
-    // SAFETY: zeroes are a valid msghdr: no address, no data, no control.
+    // SAFETY: all-zero bytes are a valid msghdr: no address, no data, no control data.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_name = message.address.as_ptr().cast_mut().cast();
     header.msg_namelen = message.address.len() as libc::socklen_t;
@@ -88,14 +88,15 @@ pub fn send_message(
     header.msg_iovlen = 1;
     header.msg_control = message.control.as_ptr().cast_mut().cast();
     header.msg_controllen = message.control.len() as _;
-    // SAFETY: every pointer is to a slice that outlives the call and comes with its length; the kernel only reads them.
+    // SAFETY: every pointer refers to a slice that outlives the call and comes with its length. The kernel only reads
+    // them.
     let n = check(unsafe { libc::sendmsg(socket.as_raw_fd(), &header, flags) } as libc::c_long)?;
     Ok(n as usize)
 }
 
 /// Connects a socket to an address given as raw bytes.
 pub fn connect_raw(socket: BorrowedFd<'_>, address: &[u8]) -> io::Result<()> {
-    // SAFETY: the kernel copies `len` bytes from the pointer and checks their meaning itself.
+    // SAFETY: the kernel copies `address.len()` bytes from a live slice and checks their meaning itself.
     let result = unsafe {
         libc::connect(
             socket.as_raw_fd(),

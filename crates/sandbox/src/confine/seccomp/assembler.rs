@@ -1,4 +1,4 @@
-//! From rules to classic BPF.
+//! Compiles rules to classic BPF.
 
 use super::rule::{Action, CallRule, Test};
 use crate::sys::Instruction;
@@ -26,29 +26,31 @@ pub(super) const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K
 pub(super) const IF_ANY_BIT: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 pub(super) const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// Compiles the filter of these rules, sorted by number. A call that has no rule, and every call of a foreign ABI, gets `unlisted`.
+/// Compiles these rules, which are sorted by number. A call without a rule, and every call of a foreign ABI, gets
+/// `unlisted`.
 pub(super) fn assemble(rules: &[(u32, CallRule)], unlisted: Action) -> Vec<Instruction> {
     let mut code = Assembler::default();
     let spans = spans(rules, unlisted, &mut code);
-    let search = code.search(&spans);
-    let number = code.load(DATA_NR, search);
-    let foreign = Target::Return(unlisted);
-    let check = code.branch(IF_EQUAL, NATIVE_ARCH, number, foreign);
-    code.load(DATA_ARCH, check);
+    let search = code.emit_search(&spans);
+    let number = code.emit_load(DATA_NR, search);
+    let foreign_abi = Target::Return(unlisted);
+    let check = code.emit_branch(IF_EQUAL, NATIVE_ARCH, number, foreign_abi);
+    code.emit_load(DATA_ARCH, check);
     code.finish()
 }
 
-/// Ranges of numbers with one target each, sorted, the first from zero and the last without an end.
+/// Returns ranges of call numbers with one target each, as (first number, target). They are sorted, start at zero,
+/// and the last has no end.
 fn spans(rules: &[(u32, CallRule)], unlisted: Action, code: &mut Assembler) -> Vec<(u32, Target)> {
     let mut compiled: Vec<(&CallRule, Target)> = Vec::new();
     let mut spans = vec![(0, Target::Return(unlisted))];
     for (nr, rule) in rules {
         // Calls with equal rules share their instructions.
-        let known = compiled.iter().find(|(other, _)| *other == rule);
-        let target = match known {
+        let shared = compiled.iter().find(|(other, _)| *other == rule);
+        let target = match shared {
             Some((_, target)) => *target,
             None => {
-                let target = code.rule(rule);
+                let target = code.emit_rule(rule);
                 compiled.push((rule, target));
                 target
             }
@@ -56,7 +58,7 @@ fn spans(rules: &[(u32, CallRule)], unlisted: Action, code: &mut Assembler) -> V
         spans.push((*nr, target));
         spans.push((nr + 1, Target::Return(unlisted)));
     }
-    // Where two ranges begin at one number, the first is empty; the listed call replaces the gap before it.
+    // Where two ranges start at the same number, the first is empty: the listed call replaces the gap before it.
     let mut kept: Vec<(u32, Target)> = Vec::new();
     for span in spans {
         kept.pop_if(|last| last.0 == span.0);
@@ -67,120 +69,121 @@ fn spans(rules: &[(u32, CallRule)], unlisted: Action, code: &mut Assembler) -> V
     kept
 }
 
-/// Where a branch leads: an answer, or an instruction by its place in [`Assembler`].
+/// Where a branch leads: to a return, or to an instruction by its index in [`Assembler`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     Return(Action),
     At(usize),
 }
 
-/// A program under construction, last instruction first: BPF only jumps forward, so whatever a jump leads
-/// to is already there and its distance is known.
+/// A program under construction, last instruction first. BPF only jumps forward, so the target of a jump already
+/// exists and its distance is known.
 #[derive(Default)]
 struct Assembler {
     code: Vec<Instruction>,
-    /// Where each answer was last written.
+    /// The index of the latest return instruction for each action.
     returns: Vec<(Action, usize)>,
 }
 
 impl Assembler {
-    /// Branches reach 255 instructions; a few are left for what [`Self::branch`] puts in between.
+    /// A branch reaches 255 instructions. A few are reserved for the jumps that [`Self::emit_branch`] inserts.
     const REACH: usize = 250;
 
-    fn rule(&mut self, rule: &CallRule) -> Target {
+    fn emit_rule(&mut self, rule: &CallRule) -> Target {
         let mut next = Target::Return(rule.otherwise);
         for clause in rule.clauses.iter().rev() {
-            let mut holds = Target::Return(clause.action);
+            let mut if_true = Target::Return(clause.action);
             for test in clause.tests.iter().rev() {
-                holds = self.test(test, holds, next);
+                if_true = self.emit_test(test, if_true, next);
             }
-            next = holds;
+            next = if_true;
         }
         next
     }
 
-    fn test(&mut self, test: &Test, holds: Target, fails: Target) -> Target {
+    fn emit_test(&mut self, test: &Test, if_true: Target, if_false: Target) -> Target {
         match test {
             Test::AnyBit { arg, bits } => {
-                let branch = self.branch(IF_ANY_BIT, *bits, holds, fails);
-                self.load(argument(*arg), branch)
+                let branch = self.emit_branch(IF_ANY_BIT, *bits, if_true, if_false);
+                self.emit_load(argument_offset(*arg), branch)
             }
             Test::OneOf { arg, mask, values } => {
-                let mut first = fails;
+                let mut first = if_false;
                 for value in values.iter().rev() {
-                    first = self.branch(IF_EQUAL, *value, holds, first);
+                    first = self.emit_branch(IF_EQUAL, *value, if_true, first);
                 }
                 if *mask != u32::MAX {
-                    first = self.before(AND, *mask, first);
+                    first = self.emit_before(AND, *mask, first);
                 }
-                self.load(argument(*arg), first)
+                self.emit_load(argument_offset(*arg), first)
             }
         }
     }
 
-    /// The number is in the accumulator; halves the spans until one is left.
-    fn search(&mut self, spans: &[(u32, Target)]) -> Target {
+    /// Emits a binary search of the ranges for the call number, which is in the accumulator.
+    fn emit_search(&mut self, spans: &[(u32, Target)]) -> Target {
         if let [(_, target)] = spans {
             return *target;
         }
         let (below, above) = spans.split_at(spans.len() / 2);
         let start = above[0].0;
-        let above = self.search(above);
-        let below = self.search(below);
-        self.branch(IF_AT_LEAST, start, above, below)
+        let above = self.emit_search(above);
+        let below = self.emit_search(below);
+        self.emit_branch(IF_AT_LEAST, start, above, below)
     }
 
-    fn load(&mut self, offset: u32, then: Target) -> Target {
-        self.before(LOAD, offset, then)
+    fn emit_load(&mut self, offset: u32, then: Target) -> Target {
+        self.emit_before(LOAD, offset, then)
     }
 
-    /// An instruction that runs on into `then`.
-    fn before(&mut self, code: u16, k: u32, then: Target) -> Target {
-        let next = self.place(then);
+    /// Emits an instruction that continues with `then`.
+    fn emit_before(&mut self, code: u16, k: u32, then: Target) -> Target {
+        let next = self.index_of(then);
         if next + 1 != self.code.len() {
             self.push(JUMP, 0, 0, distance(self.code.len(), next));
         }
         Target::At(self.push(code, 0, 0, k))
     }
 
-    fn branch(&mut self, code: u16, k: u32, yes: Target, no: Target) -> Target {
-        let no = self.near(no);
-        let yes = self.near(yes);
+    fn emit_branch(&mut self, code: u16, k: u32, yes: Target, no: Target) -> Target {
+        let no = self.index_in_reach(no);
+        let yes = self.index_in_reach(yes);
         let here = self.code.len();
         let short = |to| {
             u8::try_from(distance(here, to))
-                .expect("near() keeps a branch's targets within its reach")
+                .expect("index_in_reach() keeps a branch's targets within its reach")
         };
         let (jt, jf) = (short(yes), short(no));
         Target::At(self.push(code, jt, jf, k))
     }
 
-    /// A place that a branch can reach and that leads to the target.
-    fn near(&mut self, target: Target) -> usize {
-        let place = self.place(target);
-        match self.code.len() - place < Self::REACH {
-            true => place,
-            false => self.push(JUMP, 0, 0, distance(self.code.len(), place)),
+    /// Returns an index within a branch's reach that leads to the target.
+    fn index_in_reach(&mut self, target: Target) -> usize {
+        let index = self.index_of(target);
+        match self.code.len() - index < Self::REACH {
+            true => index,
+            false => self.push(JUMP, 0, 0, distance(self.code.len(), index)),
         }
     }
 
-    /// Where the target is; an answer that is out of reach is written anew, which is cheaper than a jump to it.
-    fn place(&mut self, target: Target) -> usize {
+    /// Returns the target's index. A return that is out of reach is emitted again, which is cheaper than a jump to
+    /// it.
+    fn index_of(&mut self, target: Target) -> usize {
         let action = match target {
-            Target::At(place) => return place,
+            Target::At(index) => return index,
             Target::Return(action) => action,
         };
-        let written = self
+        let emitted = self
             .returns
             .iter()
             .rev()
             .find(|(other, _)| *other == action);
-        match written {
-            Some((_, place)) if self.code.len() - place < Self::REACH => *place,
+        match emitted {
+            Some((_, index)) if self.code.len() - index < Self::REACH => *index,
             _ => {
-                let place = self.push(RETURN, 0, 0, answer(action));
-                self.returns.push((action, place));
-                place
+                let index = self.push(RETURN, 0, 0, return_value(action));
+                self.returns.push((action, index));
+                index
             }
         }
     }
@@ -196,17 +199,17 @@ impl Assembler {
     }
 }
 
-/// How many instructions a jump at `from` skips to land on `to`, both counted from the program's end.
+/// Returns how many instructions a jump at `from` skips to land on `to`. Both are counted from the program's end.
 fn distance(from: usize, to: usize) -> u32 {
     u32::try_from(from - to - 1).expect("a filter has at most 4096 instructions")
 }
 
-/// The offset of an argument's low half.
-fn argument(arg: u8) -> u32 {
+/// Returns the offset of an argument's low half.
+fn argument_offset(arg: u8) -> u32 {
     DATA_ARGS + 8 * u32::from(arg)
 }
 
-fn answer(action: Action) -> u32 {
+fn return_value(action: Action) -> u32 {
     match action {
         Action::Allow => libc::SECCOMP_RET_ALLOW,
         Action::Errno(errno) => libc::SECCOMP_RET_ERRNO | errno as u32,

@@ -1,8 +1,9 @@
-//! What the list must refuse, or hand over, where the program stands on the host's own ground (level `landlock`).
+//! Rules for level `landlock`, where the program sees the host's own files, processes and network.
 //!
-//! Landlock decides which files can be opened, made, linked and removed. It does not know of modes, owners, times and
-//! attributes, of sockets other than TCP, of System V IPC, of other processes' limits; before ABI 3 not of
-//! truncation, before ABI 6 not of signals. Each rule here replaces the one of `table.rs` for the same call.
+//! Landlock decides which files can be opened, made, linked and removed. It does not cover modes, owners, times and
+//! attributes, sockets other than TCP, System V IPC, or the limits of other processes; before ABI 3 truncation, and
+//! before ABI 6 signals. Each rule here replaces the rule of `table.rs` for the same call, and refuses it or passes
+//! it to the guardian.
 
 use libc::c_long;
 
@@ -10,14 +11,14 @@ use super::rule::{Action, CallRule, Clause, DENY, always, has_any, is, masked, r
 use super::{ioctl as all_ioctls, number, table};
 use crate::confine::landlock::ABI_WITH_SIGNAL_SCOPE;
 
-const CLOSED: Action = Action::Errno(libc::EACCES);
-/// The first ABI that knows of truncation.
+const DENY_ACCESS: Action = Action::Errno(libc::EACCES);
+/// The first ABI that covers truncation.
 const ABI_WITH_TRUNCATE: i32 = 3;
 
-/// Handed to the guardian, which does it on the workspace and nowhere else.
+/// Calls that the guardian makes in the program's place, on files of the workspace only.
 #[rustfmt::skip]
-const HANDED_OVER: &[c_long] = &[
-    // A descriptor that was opened for reading is enough to change its file's times.
+const PROXIED: &[c_long] = &[
+    // A descriptor opened for reading is enough to change its file's times.
     libc::SYS_utimensat,
     #[cfg(target_arch = "x86_64")] libc::SYS_utime,
     #[cfg(target_arch = "x86_64")] libc::SYS_utimes,
@@ -26,23 +27,24 @@ const HANDED_OVER: &[c_long] = &[
 
 #[rustfmt::skip]
 const REFUSED: &[(Action, &[c_long])] = &[
-    // To another group of the caller's; a descriptor opened for reading is enough. Copying programs take EPERM for what
-    // anyone without privilege gets.
+    // Changing a file's group to another group of the caller needs only a descriptor opened for reading. Copying
+    // programs accept EPERM, which any unprivileged process gets.
     (DENY, &[
         libc::SYS_fchown, libc::SYS_fchownat,
         #[cfg(target_arch = "x86_64")] libc::SYS_chown,
         #[cfg(target_arch = "x86_64")] libc::SYS_lchown,
     ]),
-    // Attributes of any file by its name. As on a file system without them: cp, ls and tar go on.
+    // Attributes of any file by its name. EOPNOTSUPP is the answer of a file system without attributes: cp, ls and
+    // tar continue.
     (Action::Errno(libc::EOPNOTSUPP), &[
         libc::SYS_setxattr, libc::SYS_lsetxattr, libc::SYS_fsetxattr, libc::SYS_getxattr, libc::SYS_lgetxattr,
         libc::SYS_fgetxattr, libc::SYS_listxattr, libc::SYS_llistxattr, libc::SYS_flistxattr, libc::SYS_removexattr,
         libc::SYS_lremovexattr, libc::SYS_fremovexattr, number::SETXATTRAT, number::GETXATTRAT, number::LISTXATTRAT,
         number::REMOVEXATTRAT,
     ]),
-    // No address leads anywhere: the only sockets are pairs.
-    (CLOSED, &[libc::SYS_connect, libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4]),
-    // Keys and names that all of the host shares.
+    // No socket needs an address: the only sockets are pairs.
+    (DENY_ACCESS, &[libc::SYS_connect, libc::SYS_bind, libc::SYS_listen, libc::SYS_accept, libc::SYS_accept4]),
+    // IPC keys and names that the whole host shares.
     (Action::Errno(libc::ENOSYS), &[
         libc::SYS_shmget, libc::SYS_shmat, libc::SYS_shmdt, libc::SYS_shmctl, libc::SYS_semget, libc::SYS_semop,
         libc::SYS_semtimedop, libc::SYS_semctl, libc::SYS_msgget, libc::SYS_msgsnd, libc::SYS_msgrcv,
@@ -51,30 +53,30 @@ const REFUSED: &[(Action, &[c_long])] = &[
     ]),
 ];
 
-/// Every rule that takes another's place.
+/// Returns every rule that replaces a rule of `table.rs`.
 pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
     let mut rules: Vec<(c_long, CallRule)> = Vec::new();
-    rules.extend(HANDED_OVER.iter().map(|nr| (*nr, always(Action::Notify))));
+    rules.extend(PROXIED.iter().map(|nr| (*nr, always(Action::Notify))));
     for (action, calls) in REFUSED {
         rules.extend(calls.iter().map(|nr| (*nr, always(*action))));
     }
-    rules.extend(modes());
-    rules.extend(of_the_caller_itself(fixed_affinity));
+    rules.extend(mode_rules());
+    rules.extend(self_only_rules(fixed_affinity));
     rules.push((libc::SYS_socket, socket()));
     rules.push((libc::SYS_prctl, prctl()));
     if landlock_abi < ABI_WITH_TRUNCATE {
-        rules.extend(truncation());
+        rules.extend(truncation_rules());
     }
-    let signals_by_kernel = landlock_abi >= ABI_WITH_SIGNAL_SCOPE;
-    if !signals_by_kernel {
-        rules.extend(signals());
+    let landlock_scopes_signals = landlock_abi >= ABI_WITH_SIGNAL_SCOPE;
+    if !landlock_scopes_signals {
+        rules.extend(signal_rules());
     }
-    rules.push((libc::SYS_ioctl, ioctl(signals_by_kernel)));
+    rules.push((libc::SYS_ioctl, ioctl(landlock_scopes_signals)));
     rules
 }
 
-/// Set-id bits are refused as everywhere; the rest is the guardian's.
-fn modes() -> Vec<(c_long, CallRule)> {
+/// Refuses set-id bits, as at every level. The guardian handles all other modes.
+fn mode_rules() -> Vec<(c_long, CallRule)> {
     let mode = |arg| {
         rule(
             vec![when([has_any(arg, table::SET_ID)], DENY)],
@@ -90,11 +92,12 @@ fn modes() -> Vec<(c_long, CallRule)> {
     ]
 }
 
-/// Limits, priority and CPUs of a process: any of the same user could be named. The caller names itself by zero, as libc
-/// does; a thread of its own cannot be told from a stranger by its number.
-fn of_the_caller_itself(fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
-    let own = || is(0, &[0]);
-    let only_own = || rule(vec![when([own()], Action::Allow)], DENY);
+/// Limits, priority and CPUs of a process: the caller could name any process of the same user. Only the number zero,
+/// by which libc names the caller itself, is allowed. A filter cannot distinguish the caller's own threads from
+/// foreign ones by number.
+fn self_only_rules(fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
+    let is_self = || is(0, &[0]);
+    let self_only = || rule(vec![when([is_self()], Action::Allow)], DENY);
     let one_process = |kind: u32| {
         rule(
             vec![when([is(0, &[kind]), is(1, &[0])], Action::Allow)],
@@ -104,34 +107,34 @@ fn of_the_caller_itself(fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
     let ordinary = table::ordinary_scheduler();
     let affinity = match fixed_affinity {
         true => always(DENY),
-        false => only_own(),
+        false => self_only(),
     };
     vec![
-        (libc::SYS_prlimit64, only_own()),
-        (libc::SYS_sched_setparam, only_own()),
-        (libc::SYS_move_pages, only_own()),
+        (libc::SYS_prlimit64, self_only()),
+        (libc::SYS_sched_setparam, self_only()),
+        (libc::SYS_move_pages, self_only()),
         (libc::SYS_sched_setaffinity, affinity),
         (
             libc::SYS_sched_setscheduler,
-            rule(vec![when([own(), ordinary], Action::Allow)], DENY),
+            rule(vec![when([is_self(), ordinary], Action::Allow)], DENY),
         ),
         (libc::SYS_setpriority, one_process(libc::PRIO_PROCESS)),
         (libc::SYS_ioprio_set, one_process(table::IOPRIO_WHO_PROCESS)),
     ]
 }
 
-/// As everywhere, but a process stays open to the guardian, which has its uid and no capability: what it could not look
-/// into could hold memory that nobody counts.
+/// The table's prctl rule, but a process must stay dumpable. The guardian has the program's uid and no capability: it
+/// could not inspect a process that is not dumpable, whose memory would then go uncounted.
 fn prctl() -> CallRule {
     let table_prctl = table::prctl();
-    let hide = [is(0, &[libc::PR_SET_DUMPABLE as u32]), is(1, &[0])];
-    let mut clauses = vec![when(hide, DENY)];
+    let become_undumpable = [is(0, &[libc::PR_SET_DUMPABLE as u32]), is(1, &[0])];
+    let mut clauses = vec![when(become_undumpable, DENY)];
     clauses.extend(table_prctl.clauses);
     rule(clauses, table_prctl.otherwise)
 }
 
-/// None at all: a unix socket reaches whatever listens, an internet one has the host's network, netlink lists it. Pairs
-/// are made by socketpair.
+/// Refuses every socket. A unix socket can reach any listener, an internet socket has the host's network, and netlink
+/// lists that network. socketpair makes pairs.
 fn socket() -> CallRule {
     let known = [
         libc::AF_UNIX,
@@ -141,21 +144,21 @@ fn socket() -> CallRule {
     ]
     .map(|f| f as u32);
     rule(
-        vec![when([is(0, &known)], CLOSED)],
+        vec![when([is(0, &known)], DENY_ACCESS)],
         Action::Errno(libc::EAFNOSUPPORT),
     )
 }
 
-/// Landlock before ABI 3 asks for the right to write only where a file is opened for writing. O_TRUNC empties it all
-/// the same when it is opened for reading, or for neither (3).
-fn truncation() -> Vec<(c_long, CallRule)> {
+/// Before ABI 3 Landlock checks the right to write only when a file is opened for writing. O_TRUNC also truncates a
+/// file that is opened for reading, or with access mode 3, which is neither.
+fn truncation_rules() -> Vec<(c_long, CallRule)> {
     let open = |flags: u8| {
         let mut clauses: Vec<Clause> = table::creates_set_id(flags);
-        let unseen = [
+        let read_only_truncation = [
             has_any(flags, libc::O_TRUNC as u32),
             masked(flags, libc::O_ACCMODE as u32, &[libc::O_RDONLY as u32, 3]),
         ];
-        clauses.push(when(unseen, CLOSED));
+        clauses.push(when(read_only_truncation, DENY_ACCESS));
         rule(clauses, Action::Allow)
     };
     vec![
@@ -166,33 +169,34 @@ fn truncation() -> Vec<(c_long, CallRule)> {
     ]
 }
 
-/// Any process of the same user could be named. kill and what raise() and abort() use go through the guardian, which
-/// knows whose child is whose; the rarer ways are refused.
-fn signals() -> Vec<(c_long, CallRule)> {
-    let handed = [libc::SYS_kill, libc::SYS_tkill, libc::SYS_tgkill];
+/// The caller could signal any process of the same user. kill and the calls of raise() and abort() go to the
+/// guardian, which knows the program's descendants. The rarer calls are refused.
+fn signal_rules() -> Vec<(c_long, CallRule)> {
+    let proxied = [libc::SYS_kill, libc::SYS_tkill, libc::SYS_tgkill];
     let refused = [
         libc::SYS_rt_sigqueueinfo,
         libc::SYS_rt_tgsigqueueinfo,
         libc::SYS_pidfd_send_signal,
     ];
-    // Input and output can be made to raise a signal, in whichever process was named for it.
+    // fcntl can make input and output raise a signal in any process that it names.
     const F_SETOWN_EX: u32 = 15;
     let owner = [libc::F_SETOWN as u32, F_SETOWN_EX, 10]; // F_SETSIG
     let mut fcntl = vec![when([is(1, &owner)], DENY)];
     fcntl.extend(table::fcntl().clauses);
     let mut rules: Vec<(c_long, CallRule)> = Vec::new();
-    rules.extend(handed.map(|nr| (nr, always(Action::Notify))));
+    rules.extend(proxied.map(|nr| (nr, always(Action::Notify))));
     rules.extend(refused.map(|nr| (nr, always(DENY))));
     rules.push((libc::SYS_fcntl, rule(fcntl, Action::Allow)));
     rules
 }
 
-/// Any socket, also one of a pair, answers questions about the host's interfaces, their addresses and hardware.
-fn ioctl(signals_by_kernel: bool) -> CallRule {
+/// Any socket, even one of a pair, answers queries about the host's interfaces, their addresses and hardware.
+fn ioctl(landlock_scopes_signals: bool) -> CallRule {
     const SOCKETS: u32 = 0x8900;
-    // FIOGETOWN, SIOCGPGRP, SIOCATMARK, SIOCGSTAMP; and FIOSETOWN, SIOCSPGRP where Landlock sees to whom they signal.
+    // FIOGETOWN, SIOCGPGRP, SIOCATMARK, SIOCGSTAMP. FIOSETOWN and SIOCSPGRP only where Landlock checks whom they
+    // signal.
     let mut own = vec![0x8903, 0x8904, 0x8905, 0x8906];
-    if signals_by_kernel {
+    if landlock_scopes_signals {
         own.extend([0x8901, 0x8902]);
     }
     let table_ioctl = all_ioctls::rule();

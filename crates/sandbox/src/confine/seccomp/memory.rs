@@ -1,4 +1,4 @@
-//! Memory that the kernel would give a program without charging its cgroup, or share with others.
+//! Rules against memory that the kernel does not charge to a cgroup, or that it shares with other processes.
 
 use libc::c_long;
 
@@ -6,46 +6,48 @@ use super::rule::{Action, CallRule, Clause, has_any, is, rule, when};
 
 /// Calls whose flags decide where memory comes from.
 pub(super) fn rules() -> [(c_long, CallRule); 5] {
-    let refused = |test, errno| {
+    let refuse_if = |test, errno| {
         let clauses = vec![when([test], Action::Errno(errno))];
         rule(clauses, Action::Allow)
     };
     [
-        // Pages from the host's reserved pool of huge pages are charged to no memory cgroup. The answers are those of an
-        // empty pool, of a kernel without it, and of a caller who may not use it: allocators and the JVM fall back to
-        // ordinary pages. Transparent huge pages are charged, and remain.
+        // Pages from the host's reserved pool of huge pages are charged to no memory cgroup. The errnos are those of
+        // an empty pool, of a kernel without one, and of a caller who may not use it. Allocators and the JVM fall
+        // back to ordinary pages. Transparent huge pages are charged, and stay allowed.
         (
             libc::SYS_mmap,
-            refused(has_any(3, libc::MAP_HUGETLB as u32), libc::ENOMEM),
+            refuse_if(has_any(3, libc::MAP_HUGETLB as u32), libc::ENOMEM),
         ),
         (
             libc::SYS_memfd_create,
-            refused(has_any(1, libc::MFD_HUGETLB), libc::EINVAL),
+            refuse_if(has_any(1, libc::MFD_HUGETLB), libc::EINVAL),
         ),
         (
             libc::SYS_shmget,
-            refused(has_any(2, libc::SHM_HUGETLB as u32), libc::EPERM),
+            refuse_if(has_any(2, libc::SHM_HUGETLB as u32), libc::EPERM),
         ),
-        // Merging equal pages tells by its timing what others hold in memory; PR_SET_MEMORY_MERGE is refused too. The
-        // answer is that of a kernel without it.
+        // The timing of merged pages reveals what other processes hold in memory. `table.rs` refuses
+        // PR_SET_MEMORY_MERGE for the same reason. EINVAL is the answer of a kernel without page merging.
         (
             libc::SYS_madvise,
-            refused(is(2, &[libc::MADV_MERGEABLE as u32]), libc::EINVAL),
+            refuse_if(is(2, &[libc::MADV_MERGEABLE as u32]), libc::EINVAL),
         ),
-        // As MSG_MORE, for a splice into a socket. A caller takes the answer for descriptors that cannot be spliced, and
-        // writes instead.
+        // As MSG_MORE, for a splice into a socket. A caller takes EINVAL to mean that the descriptors cannot be
+        // spliced, and writes instead.
         (
             libc::SYS_splice,
-            refused(has_any(5, libc::SPLICE_F_MORE), libc::EINVAL),
+            refuse_if(has_any(5, libc::SPLICE_F_MORE), libc::EINVAL),
         ),
     ]
 }
 
-/// Flags of a send that leave something with the socket outside its two buffers, which are what a cgroup is charged for.
-pub(super) fn sends(flags: u8) -> Vec<Clause> {
-    // A datagram that is not yet whole: 64 kB for each socket, charged to nobody. For TCP it is a hint that hardly anybody gives.
+/// Refuses the flags of a send that store data outside the socket's two buffers. A cgroup is charged only for these
+/// buffers.
+pub(super) fn send_clauses(flags: u8) -> Vec<Clause> {
+    // An unfinished datagram: 64 kB for each socket, charged to nobody. For TCP the flag is a hint that hardly any
+    // program gives.
     const MSG_MORE: u32 = libc::MSG_MORE as u32;
-    // A connection that no broker has seen.
+    // Connects without passing the broker.
     const MSG_FASTOPEN: u32 = libc::MSG_FASTOPEN as u32;
     vec![when(
         [has_any(flags, MSG_MORE | MSG_FASTOPEN)],
@@ -53,9 +55,10 @@ pub(super) fn sends(flags: u8) -> Vec<Clause> {
     )]
 }
 
-/// Options of a socket that do the same. The answers are those of a kernel or an interface without them.
+/// Refuses socket options that store data in the same way. The errnos are those of a kernel or an interface without
+/// the option.
 #[rustfmt::skip]
-pub(super) fn socket_options() -> Vec<Clause> {
+pub(super) fn socket_option_clauses() -> Vec<Clause> {
     const UNKNOWN: Action = Action::Errno(libc::ENOPROTOOPT);
     const MCAST_JOIN_GROUP: i32 = 42;
     const MCAST_JOIN_SOURCE_GROUP: i32 = 46;
@@ -65,15 +68,15 @@ pub(super) fn socket_options() -> Vec<Clause> {
         when([is(1, &[level as u32]), is(2, &names)], action)
     };
     vec![
-        // A notice for each packet sent, with the packet, kept until read.
+        // The kernel queues a notice for each packet sent, with the packet, until it is read.
         options(libc::SOL_SOCKET, &[libc::SO_TIMESTAMPING, 65], UNKNOWN), // SO_TIMESTAMPING_NEW
         options(libc::SOL_SOCKET, &[libc::SO_ZEROCOPY], Action::Errno(libc::EOPNOTSUPP)),
-        // An error for each packet refused, with the packet. It succeeds without effect: resolvers ask for it, and a
-        // connected socket learns of a refusal without it.
+        // The kernel queues an error for each packet refused, with the packet. The option succeeds without effect,
+        // because resolvers set it, and a connected socket learns of a refusal without it.
         options(libc::IPPROTO_IP, &[libc::IP_RECVERR], Action::Errno(0)),
         options(libc::IPPROTO_IPV6, &[libc::IPV6_RECVERR], Action::Errno(0)),
-        // Memberships without number. Only the loopback is there to be a member on, and without a route to it the
-        // kernel gives this answer already.
+        // The number of memberships is unbounded. Only the loopback could be joined, and without a route to it the
+        // kernel already answers ENODEV.
         options(libc::IPPROTO_IP, &[
             libc::IP_ADD_MEMBERSHIP, libc::IP_ADD_SOURCE_MEMBERSHIP, libc::IP_MSFILTER, MCAST_JOIN_GROUP,
             MCAST_JOIN_SOURCE_GROUP, MCAST_MSFILTER,
@@ -81,15 +84,15 @@ pub(super) fn socket_options() -> Vec<Clause> {
         options(libc::IPPROTO_IPV6, &[
             libc::IPV6_ADD_MEMBERSHIP, libc::IPV6_JOIN_ANYCAST, MCAST_JOIN_GROUP, MCAST_JOIN_SOURCE_GROUP, MCAST_MSFILTER,
         ], Action::Errno(libc::ENODEV)),
-        // Keys for signed segments, 128 kB of them for each socket; and a connection that no broker has seen.
+        // Keys for signed segments, 128 kB of them for each socket, and a connection that does not pass the broker.
         options(libc::IPPROTO_TCP, &[
             libc::TCP_MD5SIG, 32, 38,               // TCP_MD5SIG_EXT, TCP_AO_ADD_KEY
             libc::TCP_FASTOPEN_CONNECT,
         ], UNKNOWN),
-        // As MSG_MORE; and packets handed to IPsec.
+        // As MSG_MORE; and packets passed to IPsec.
         options(libc::IPPROTO_UDP, &[libc::UDP_CORK, libc::UDP_ENCAP], UNKNOWN),
         // `sendfile` may leave a datagram unfinished too. Its pages are charged, but not the header of each of its
-        // fragments. The loopback's packets are so large that there is one, unless a smaller size is asked for.
+        // fragments. The loopback's MTU is so large that there is one fragment, unless a smaller MTU is set.
         options(libc::IPPROTO_IPV6, &[libc::IPV6_MTU], UNKNOWN),
     ]
 }

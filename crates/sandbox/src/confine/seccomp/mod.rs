@@ -1,14 +1,13 @@
 //! The seccomp filter: the reviewed list in `table.rs`, compiled to classic BPF.
 //!
-//! [`build_filter`] depends on nothing but its options; `sys` installs what it returns. The program first compares the
-//! architecture. Another ABI's numbers mean other calls, so a foreign one (i386 through `int 0x80` on
-//! x86_64) gets ENOSYS. x32 shares x86_64's architecture and sets bit 30 of the number; such numbers
-//! are above every number of the table and get ENOSYS with the other unlisted ones.
+//! [`build_filter`] depends only on its options, and `sys` installs its result. The filter first compares the
+//! architecture, because the numbers of another ABI mean other calls: a foreign ABI (i386 through `int 0x80` on
+//! x86_64) gets ENOSYS. x32 shares x86_64's architecture and sets bit 30 of the number. Such numbers are above every
+//! number of the table, so they get ENOSYS with the other unlisted ones.
 //!
-//! Then a balanced binary search over ranges of numbers finds the call's rule in about eight
-//! comparisons. A call that is always allowed is reached without loading an argument: the kernel
-//! (seccomp_cache_prepare, since 5.11) proves that when the filter is installed, and from then on
-//! does not run the filter for that call at all.
+//! Then a balanced binary search over ranges of numbers finds the call's rule in about eight comparisons. For a call
+//! that is always allowed the filter loads no argument. The kernel proves this when the filter is installed
+//! (seccomp_cache_prepare, since 5.11), and from then on does not run the filter for that call at all.
 
 mod assembler;
 mod ioctl;
@@ -24,7 +23,7 @@ use crate::sys::Instruction;
 use rule::CallRule;
 pub use transfer::{receive, send};
 
-/// What the filter must know about the run. Everything else is the same for every run.
+/// What the filter depends on. Everything else is the same for every run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FilterOptions {
     pub fallocate: Fallocate,
@@ -33,21 +32,21 @@ pub struct FilterOptions {
     pub outer: OuterConfinement,
 }
 
-/// What stands between the program and the host beside this filter.
+/// What separates the program from the host beside this filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OuterConfinement {
-    /// Namespaces of its own: paths, processes, sockets and segments are the run's. Init is number 1 there, and `watch` is the
-    /// number of its second thread. The only ids that the program can have are these.
+    /// Namespaces of the run's own, so that paths, processes, sockets and IPC objects are the run's. Init is pid 1
+    /// there, and `watch` is the thread id of its second thread. The program can have only this uid and gid.
     Namespaces { watch: u32, uid: u32, gid: u32 },
-    /// The host itself, seen through Landlock of this ABI: what that does not refuse is refused here, or handed to the
-    /// holder of the listener.
+    /// The host itself, seen through Landlock of this ABI. The filter refuses what Landlock does not, or passes it to
+    /// the holder of the listener.
     Landlock { abi: i32 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fallocate {
     Allowed,
-    /// EOPNOTSUPP, where the disk limit is watched and not enforced by the kernel.
+    /// EOPNOTSUPP, where the watch and not the kernel enforces the disk limit.
     Refused,
 }
 
@@ -60,24 +59,24 @@ pub enum Affinity {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Connect {
-    /// The kernel makes connect(2) itself. Only the tests ask for this, as the control of the other.
+    /// The kernel makes connect(2) itself. Only tests use this, as the control for `Brokered`.
     #[cfg_attr(not(test), allow(dead_code))]
     Kernel,
-    /// connect(2), and a send that may name an address, is not made but handed to the holder of the filter's listener. The
-    /// holder must make the call itself and not answer CONTINUE where an address matters: it could change between the
-    /// holder's look and the call.
+    /// The filter passes connect(2), and a send that may name an address, to the holder of the filter's listener. The
+    /// holder must make the call itself. It must not answer CONTINUE where an address matters, because the program
+    /// could change the address between the holder's check and the call.
     Brokered,
 }
 
-/// The number of whoever is born second beside pid 1, after the program: the watch.
+/// The thread id that init's watch thread gets: init is 1 and the program is 2.
 pub const WATCH_TID_DEFAULT: u32 = 3;
 
-/// The filter for one run.
+/// Compiles the filter for one run.
 pub fn build_filter(options: &FilterOptions) -> Vec<Instruction> {
     assembler::assemble(&rules(options), table::UNLISTED)
 }
 
-/// Every rule of one run's filter, sorted by number.
+/// Returns every rule of one run's filter, sorted by number.
 fn rules(options: &FilterOptions) -> Vec<(u32, CallRule)> {
     let mut rules = table::rules(options);
     if let OuterConfinement::Landlock { abi } = options.outer {
@@ -87,14 +86,14 @@ fn rules(options: &FilterOptions) -> Vec<(u32, CallRule)> {
     }
     let mut rules: Vec<_> = rules
         .into_iter()
-        .map(|(nr, rule)| (low(nr), rule))
+        .map(|(nr, rule)| (call_number(nr), rule))
         .collect();
     rules.sort_by_key(|(nr, _)| *nr);
     rules
 }
 
-/// System call numbers are small and positive; libc types them as long.
-fn low(nr: libc::c_long) -> u32 {
+/// Converts a call number, which libc types as long, to the kernel's 32 bits.
+fn call_number(nr: libc::c_long) -> u32 {
     u32::try_from(nr).expect("a system call number is positive and fits 32 bits")
 }
 

@@ -1,21 +1,21 @@
-//! What a rule for one system call is made of.
+//! The parts of a rule for one system call.
 
-/// The answer to a call that is known and refused.
+/// The action for a known call that is refused.
 pub(super) const DENY: Action = Action::Errno(libc::EPERM);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Allow,
-    /// The call is not made. `Errno(0)` makes it succeed without effect.
+    /// The kernel does not make the call and returns this errno. `Errno(0)` makes the call succeed without effect.
     Errno(i32),
-    /// The call is not made; whoever holds the listener answers in its place.
+    /// The kernel does not make the call; the holder of the listener answers it.
     Notify,
 }
 
-/// One question about the low half of one argument.
+/// One condition on the low half of one argument.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Test {
-    /// The argument, after the mask, is one of these. Invariant: there is at least one.
+    /// The argument, after the mask, is one of these values. Invariant: there is at least one value.
     OneOf {
         arg: u8,
         mask: u32,
@@ -25,15 +25,15 @@ pub(super) enum Test {
     AnyBit { arg: u8, bits: u32 },
 }
 
-/// When every test holds, the action.
+/// An action that applies when every test holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Clause {
     pub(super) tests: Vec<Test>,
     pub(super) action: Action,
 }
 
-/// The first clause that holds decides. Without clauses no argument is loaded, so that the kernel can
-/// see that the call is always allowed and then skips the filter altogether.
+/// The rule for one call. The first clause that holds decides. A rule without clauses loads no argument, so the
+/// kernel can prove that the call is always allowed and skips the filter for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct CallRule {
     pub(super) clauses: Vec<Clause>,

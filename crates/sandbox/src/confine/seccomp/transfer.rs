@@ -1,4 +1,4 @@
-//! A filter on its way from init, which compiles it, to the child, which installs it.
+//! Transfers a filter from init, which compiles it, to the child, which installs it.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -7,10 +7,10 @@ use rustix::net::{RecvFlags, SendFlags};
 
 use crate::sys::Instruction;
 
-/// As many as the kernel takes.
+/// The maximal number of instructions that the kernel accepts.
 const INSTRUCTIONS_MAX: usize = 4096;
 
-/// Sends a filter to the process that is to install it, over a socket that keeps messages apart.
+/// Sends a filter to the process that is to install it, over a socket that preserves message boundaries.
 pub fn send(to: BorrowedFd<'_>, filter: &[Instruction]) -> io::Result<()> {
     let bytes = |i: &Instruction| -> [u8; 8] {
         let ([a, b], [e, f, g, h]) = (i.code.to_ne_bytes(), i.k.to_ne_bytes());
@@ -21,16 +21,15 @@ pub fn send(to: BorrowedFd<'_>, filter: &[Instruction]) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for one.
+/// Waits for a filter.
 ///
-/// # Errors
-/// When there is nobody who could send one, and of what cannot be one.
+/// # Errors Fails if the sender has closed the socket, or if the message is not a filter.
 pub fn receive(from: BorrowedFd<'_>) -> io::Result<Vec<Instruction>> {
     let mut message = vec![0; 8 * INSTRUCTIONS_MAX];
     let (_, len) = rustix::net::recv(from, &mut message, RecvFlags::TRUNC)?;
     let (instructions, rest) = message.get(..len).unwrap_or_default().as_chunks();
     if instructions.is_empty() || !rest.is_empty() {
-        return Err(io::Error::other("no filter came"));
+        return Err(io::Error::other("no valid filter was received"));
     }
     let read = |[a, b, jt, jf, e, f, g, h]: &[u8; 8]| Instruction {
         code: u16::from_ne_bytes([*a, *b]),

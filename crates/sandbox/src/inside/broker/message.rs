@@ -1,4 +1,5 @@
-//! A message as the caller's memory describes it: copied once, with every length bounded, before anything is decided.
+//! A message that the caller wants to send, copied from the caller's memory once, with every length bounded, before the
+//! broker decides anything.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -6,38 +7,41 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use crate::inside::caller::{CallingThread, errno};
 use crate::sys;
 
-/// struct sockaddr_storage.
+/// The size of struct sockaddr_storage.
 pub const ADDRESS_BYTES_MAX: usize = 128;
-/// More than the descriptors of one message take, and than any other control data needs.
+/// More than the descriptors of one message take, and more than any other control data needs.
 const CONTROL_BYTES_MAX: usize = 16 << 10;
-/// SCM_MAX_FD.
+/// The kernel's SCM_MAX_FD.
 const DESCRIPTORS_MAX: usize = 253;
-/// MAX_RW_COUNT: what the kernel moves in one call.
+/// The kernel's MAX_RW_COUNT: the most bytes that it moves in one call.
 const DATA_BYTES_MAX: usize = 0x7fff_f000;
-/// struct cmsghdr: the whole length, a level and a type.
+/// The size of struct cmsghdr: the whole length, a level and a type.
 const CONTROL_HEADER_BYTES: usize = 16;
 
-/// struct user_msghdr, and struct mmsghdr, in which a length follows it.
+/// The size of struct user_msghdr.
 pub const HEADER_BYTES: usize = 56;
-pub const NUMBERED_HEADER_BYTES: usize = 64;
+/// The size of struct mmsghdr: a user_msghdr, and the length that was sent.
+pub const MULTI_HEADER_BYTES: usize = 64;
 
+/// A message to send. The data itself stays in the caller's memory until it is sent.
 pub struct Message {
     pub address: Vec<u8>,
-    /// Where the data is in the caller's memory, and how long each part.
+    /// The address and the length of each part of the data in the caller's memory.
     pub parts: Vec<(u64, usize)>,
     pub control: ControlData,
 }
 
-/// Control data, with copies of the caller's descriptors in the place of its own.
+/// Control data in which the numbers of the caller's descriptors are replaced by those of our copies.
 #[derive(Default)]
 pub struct ControlData {
     pub bytes: Vec<u8>,
-    _held: Vec<OwnedFd>,
+    /// The copies of the caller's descriptors, open for as long as `bytes` names them.
+    descriptors: Vec<OwnedFd>,
 }
 
 impl Message {
-    /// Of sendto: one part, and an address.
-    pub fn simple(
+    /// The message of a sendto call: one part of data, and an address.
+    pub fn from_sendto(
         caller: &CallingThread,
         data: (u64, u64),
         address: (u64, u64),
@@ -49,13 +53,13 @@ impl Message {
         }
         Ok(Message {
             address: read_address(caller, address.0, length)?,
-            parts: bounded(vec![(data.0, data.1)])?,
+            parts: bound_parts(vec![(data.0, data.1)])?,
             control: ControlData::default(),
         })
     }
 
-    /// Of sendmsg: the header and all it points to but the data.
-    pub fn read(caller: &CallingThread, header: &[u8; HEADER_BYTES]) -> io::Result<Message> {
+    /// The message of a sendmsg call: reads everything that the header points to except the data.
+    pub fn from_header(caller: &CallingThread, header: &[u8; HEADER_BYTES]) -> io::Result<Message> {
         let number = |at: usize| {
             let bytes = header[at..at + 8].try_into().unwrap_or_default();
             u64::from_ne_bytes(bytes)
@@ -76,8 +80,8 @@ impl Message {
         self.parts.iter().map(|(_, len)| len).sum()
     }
 
-    /// Data from `start` on, at most so many bytes.
-    pub fn data(
+    /// Reads the data from `start` on, at most `at_most` bytes.
+    pub fn read_data(
         &self,
         caller: &CallingThread,
         start: usize,
@@ -100,7 +104,7 @@ impl Message {
 
 fn read_address(caller: &CallingThread, at: u64, length: usize) -> io::Result<Vec<u8>> {
     match at {
-        // No address, whatever its length.
+        // A null pointer means no address, whatever the length says.
         0 => Ok(Vec::new()),
         at => caller.read_parts(&[(at, length)]),
     }
@@ -113,7 +117,7 @@ fn read_parts(caller: &CallingThread, at: u64, count: u64) -> io::Result<Vec<(u6
     let bytes = caller.read_parts(&[(at, 16 * count as usize)])?;
     let (pairs, _) = bytes.as_chunks::<8>();
     let numbers: Vec<u64> = pairs.iter().map(|b| u64::from_ne_bytes(*b)).collect();
-    bounded(
+    bound_parts(
         numbers
             .as_chunks::<2>()
             .0
@@ -123,8 +127,8 @@ fn read_parts(caller: &CallingThread, at: u64, count: u64) -> io::Result<Vec<(u6
     )
 }
 
-/// Cut off where the kernel would.
-fn bounded(parts: Vec<(u64, u64)>) -> io::Result<Vec<(u64, usize)>> {
+/// Cuts the parts off after [`DATA_BYTES_MAX`], as the kernel does.
+fn bound_parts(parts: Vec<(u64, u64)>) -> io::Result<Vec<(u64, usize)>> {
     let mut left = DATA_BYTES_MAX;
     let each = |(address, length): (u64, u64)| {
         if i64::try_from(length).is_err() {
@@ -162,26 +166,28 @@ impl ControlData {
         Ok(ours)
     }
 
-    /// Invariant: the list is built anew, with lengths of our own. The kernel must find our copies of descriptors in it, and
-    /// never a number that the caller chose: that would be a descriptor of this process.
+    /// Adds one control message.
+    ///
+    /// Invariant: the list is built anew, with our own lengths. The kernel must find only our copies of descriptors in
+    /// it, never a number that the caller chose: such a number would be a descriptor of this process.
     fn add(&mut self, caller: &CallingThread, kind: (i32, i32), data: &[u8]) -> io::Result<()> {
         match kind {
-            // The kernel fills in the sender, and that is this process.
+            // Drop the credentials: the kernel fills in those of the sender, which is this process.
             (libc::SOL_SOCKET, libc::SCM_CREDENTIALS) => {}
             (libc::SOL_SOCKET, libc::SCM_RIGHTS) => {
                 let (numbers, _) = data.as_chunks::<4>();
-                if self._held.len() + numbers.len() > DESCRIPTORS_MAX {
+                if self.descriptors.len() + numbers.len() > DESCRIPTORS_MAX {
                     return Err(errno(libc::EINVAL));
                 }
                 let mut copies = Vec::new();
                 for number in numbers {
                     let copy = caller.descriptor(u64::from(u32::from_ne_bytes(*number)))?;
                     copies.extend(copy.as_raw_fd().to_ne_bytes());
-                    self._held.push(copy);
+                    self.descriptors.push(copy);
                 }
                 self.push(kind, &copies);
             }
-            // The other kinds of this level and the other levels hold plain values.
+            // All other kinds of control messages hold plain values.
             _ => self.push(kind, data),
         }
         Ok(())

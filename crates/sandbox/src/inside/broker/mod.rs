@@ -1,13 +1,14 @@
-//! Calls that the filter hands over, made on the program's behalf.
+//! The broker: makes the calls that the seccomp filter hands over, on the program's behalf.
 //!
-//! At level `full` these are socket calls. A read-only mount does not stop a connect(), or a datagram, to a path-name
-//! socket that lies in it, and seccomp cannot see the address behind the pointer. So the filter hands every connect() to a
-//! process of ours (`process.rs`), and every send that may name an address, which copies the address once, takes
-//! a copy of the socket, decides, and makes the call itself (`sockets.rs`). A path-name socket is reached only in the
-//! workspace, the private /tmp and /dev/shm: the run's own. `SO_PEERCRED` and `SO_PASSCRED` therefore name that process.
+//! At level `full` these are socket calls. A read-only mount does not stop a connect() or a datagram to a path-name
+//! socket in it, and seccomp cannot see the address behind a pointer. So the filter hands every connect(), and every
+//! send that may name an address, to a separate process (`process.rs`). That process copies the address once, copies
+//! the socket, decides, and makes the call itself (`sockets.rs`). The program can reach path-name sockets only in the
+//! workspace, the private /tmp and /dev/shm, which belong to the run. Since the broker process makes the call,
+//! `SO_PEERCRED` and `SO_PASSCRED` name that process.
 //!
-//! At level `landlock` connect() is refused, and other calls are handed over: see `syscall_proxy.rs`. Threads serve them: a child
-//! of the guardian would be taken for one of the run's processes.
+//! At level `landlock` the filter refuses connect() and hands other calls over; see `syscall_proxy.rs`. Threads of the
+//! guardian serve these calls, because a child process of the guardian would count as one of the run's processes.
 
 mod message;
 mod process;
@@ -25,21 +26,22 @@ use crate::sys::{self, Notification};
 use process::BrokerProcess;
 use sockets::Sockets;
 
-/// Calls that the syscall proxy serves at one time.
+/// How many calls the syscall proxy serves at one time.
 const CALLS_MAX: usize = 64;
-/// Enough for a path and what resolves it.
+/// Enough for a path and its resolution.
 const THREAD_STACK_BYTES: usize = 128 * 1024;
 
+/// Serves the calls of one seccomp listener.
 pub struct Broker {
     listener: Arc<OwnedFd>,
-    duty: BrokerKind,
+    kind: BrokerKind,
 }
 
-/// What is handed over, by level.
+/// Which calls are handed over, and who serves them.
 enum BrokerKind {
-    /// Socket calls, by a process that takes them itself once it is started.
+    /// Level `full`: socket calls. A separate process receives and serves them once it is started.
     Sockets(BrokerProcess),
-    /// Modes, times, lengths and signals.
+    /// Level `landlock`: calls that change modes, times and lengths of files, or send signals. Threads serve them.
     Proxy {
         proxy: Arc<SyscallProxy>,
         busy: Arc<AtomicUsize>,
@@ -51,12 +53,16 @@ impl Broker {
         listener: OwnedFd,
         spec: &Spec,
         group_access: Option<GroupAccess>,
-        main: i32,
+        main_pid: i32,
     ) -> io::Result<Self> {
-        let duty = match spec.level {
+        let kind = match spec.level {
             ConfinementLevel::Full => {
                 let group_access = group_access.unwrap_or_default();
-                BrokerKind::Sockets(BrokerProcess::new(Sockets::new(spec)?, group_access, main))
+                BrokerKind::Sockets(BrokerProcess::new(
+                    Sockets::new(spec)?,
+                    group_access,
+                    main_pid,
+                ))
             }
             ConfinementLevel::Landlock => BrokerKind::Proxy {
                 proxy: Arc::new(SyscallProxy::new(spec)),
@@ -65,7 +71,7 @@ impl Broker {
         };
         Ok(Broker {
             listener: Arc::new(listener),
-            duty,
+            kind,
         })
     }
 
@@ -73,55 +79,57 @@ impl Broker {
         (*self.listener).as_fd()
     }
 
-    /// What tells of a call for [`Broker::serve`]; nothing while the broker process takes the calls itself, or all threads are busy.
-    pub fn awaited(&self) -> Option<BorrowedFd<'_>> {
+    /// The descriptor that is readable when there is a call for [`Broker::serve`]. `None` while the broker process
+    /// receives the calls itself, or while all threads are busy.
+    pub fn listener_to_poll(&self) -> Option<BorrowedFd<'_>> {
         let served_elsewhere = self.process().is_some() || self.is_full();
         (!served_elsewhere).then(|| self.listener())
     }
 
-    /// Our own process among the run's.
+    /// The pid of the broker process, if it runs.
     pub fn process(&self) -> Option<i32> {
-        match &self.duty {
+        match &self.kind {
             BrokerKind::Sockets(process) => process.pid(),
             BrokerKind::Proxy { .. } => None,
         }
     }
 
-    /// Hears of a child that init reaped.
-    pub fn reaped(&mut self, pid: i32) {
-        if let BrokerKind::Sockets(process) = &mut self.duty {
-            process.reaped(pid, (*self.listener).as_fd());
+    /// Records that init has reaped a child, which may be the broker process.
+    pub fn note_reaped(&mut self, pid: i32) {
+        if let BrokerKind::Sockets(process) = &mut self.kind {
+            process.note_reaped(pid, (*self.listener).as_fd());
         }
     }
 
-    /// Whether a call is better left with the kernel for a moment. None of those that the syscall proxy serves waits for
-    /// anybody, and no program expects to be told to try again.
+    /// Whether the syscall proxy serves as many calls as it may, so that further calls are left with the kernel for a
+    /// moment. The proxy's calls never wait for another process, so this passes soon. EAGAIN is no alternative, because
+    /// no program expects it from these calls.
     pub fn is_full(&self) -> bool {
-        match &self.duty {
+        match &self.kind {
             BrokerKind::Sockets(_) => false,
             BrokerKind::Proxy { busy, .. } => busy.load(Ordering::Relaxed) >= CALLS_MAX,
         }
     }
 
-    /// Whether there can be calls that this will have served. Without it the listener is to be closed, and every call that
-    /// is handed over fails.
+    /// Whether calls can still be served. If not, the caller must close the listener, so that every call that is handed
+    /// over fails.
     pub fn can_serve(&self) -> bool {
-        match &self.duty {
+        match &self.kind {
             BrokerKind::Sockets(process) => process.pid().is_some() || process.may_start(),
             BrokerKind::Proxy { .. } => true,
         }
     }
 
-    /// Has the call that waits served.
+    /// Has one waiting call served: starts the broker process, or a thread.
     pub fn serve(&mut self) -> io::Result<()> {
-        if let BrokerKind::Sockets(process) = &mut self.duty
+        if let BrokerKind::Sockets(process) = &mut self.kind
             && process.start((*self.listener).as_fd()).is_ok()
         {
             return Ok(());
         }
         let call = sys::notification_receive(self.listener())?;
-        let taken = match &self.duty {
-            // Sent here and now: it never waits.
+        let served = match &self.kind {
+            // Send a signal without a thread, because this never waits.
             BrokerKind::Proxy { .. } if syscall_proxy::is_signal(&call) => {
                 let errno = errno_of(syscall_proxy::signal(&call, || self.valid(&call)));
                 return sys::notification_answer(self.listener(), call.id, errno);
@@ -129,8 +137,8 @@ impl Broker {
             BrokerKind::Proxy { proxy, busy } => self.serve_in_thread(proxy, busy, call),
             BrokerKind::Sockets(_) => Err(io::ErrorKind::WouldBlock.into()),
         };
-        // Whoever cannot be served is told so, rather than left waiting.
-        match taken {
+        // If the call cannot be served, answer it rather than leave the caller waiting.
+        match served {
             Ok(()) => Ok(()),
             Err(_) => sys::notification_answer(self.listener(), call.id, libc::EAGAIN),
         }
@@ -148,20 +156,21 @@ impl Broker {
             let _slot = slot;
             let valid = || sys::notification_valid(listener.as_fd(), call.id);
             let errno = errno_of(proxy.perform(&call, valid));
-            // The caller may have died meanwhile; then nobody waits for the answer.
+            // An error means that the caller has died meanwhile and waits for no answer.
             let _ = sys::notification_answer(listener.as_fd(), call.id, errno);
         };
         let small = std::thread::Builder::new().stack_size(THREAD_STACK_BYTES);
         small.spawn(serve).map(drop)
     }
 
-    /// The pid was the caller's all the while: nothing was read from a stranger.
+    /// Fails if the caller no longer waits. If this succeeds, the pid has belonged to the caller all the time, so
+    /// nothing was read from another process.
     fn valid(&self, call: &Notification) -> io::Result<()> {
         sys::notification_valid(self.listener(), call.id)
     }
 }
 
-/// One of the hands that serve, counted while it does.
+/// Counts a serving thread for as long as this value lives.
 struct BusySlot(Arc<AtomicUsize>);
 
 impl BusySlot {

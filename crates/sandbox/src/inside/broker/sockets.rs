@@ -1,12 +1,13 @@
-//! The socket calls that are made on the program's behalf: connect, sendto, sendmsg, sendmmsg, the sizes of buffers, and socket
-//! of netlink. Connections and netlink sockets are counted: see `socket_share.rs`.
+//! The socket calls that the broker makes on the program's behalf: connect, sendto, sendmsg, sendmmsg, setsockopt of
+//! buffer sizes, and socket for netlink. `socket_share.rs` bounds the number of connections and netlink sockets.
 //!
-//! Whatever is judged is judged on a copy: the address is read once, the socket is a copy of the caller's, and the
-//! call is made with both. Another thread that changes memory or descriptors meanwhile changes nothing.
+//! Every decision is made on copies: the address is read once, the socket is a copy of the caller's, and the call is
+//! made with both. So another thread that changes memory or descriptors meanwhile changes nothing.
 //!
-//! The kernel is told to make the call itself in one case only: a send on a socket that is not a unix datagram socket,
-//! by a process that has one thread. For such a socket no address leads out of the network namespace, so it does not
-//! matter what the memory says by then; and nobody can put another socket in its place, since the only thread waits.
+//! The broker tells the kernel to continue the program's own call in one case only: a send on a socket that is not a
+//! unix datagram socket, by a process with one thread. For such a socket no address leads out of the network namespace,
+//! so it does not matter what the memory holds by then. No other thread can replace the socket, since the only thread
+//! waits.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -17,33 +18,36 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, SocketType};
 
-use super::message::{ADDRESS_BYTES_MAX, HEADER_BYTES, Message, NUMBERED_HEADER_BYTES};
+use super::message::{ADDRESS_BYTES_MAX, HEADER_BYTES, MULTI_HEADER_BYTES, Message};
 use crate::inside::caller::{CallingThread, errno, not_found};
 use crate::inside::socket_share;
 use crate::spec::Spec;
 use crate::sys::{self, Notification, NotificationAnswer, RawMessage};
 
-/// struct sockaddr_un.
+/// The size of struct sockaddr_un.
 const UNIX_ADDRESS_BYTES_MAX: usize = 110;
-/// A longer message than the kernel's default for a buffer is refused; of a stream so much is copied at a time.
+/// The longest datagram, and how much of a stream is copied at a time: the kernel's default buffer size.
 const COPIED_BYTES_MAX: usize = 212_992;
-/// How long one wait for room lasts before the caller is looked for again.
+/// How long the broker waits for room before it checks again that the caller still waits.
 const ROOM_WAIT_MS: u32 = 20;
-/// A unix datagram socket does not tell when the receiver that was addressed has room: it is tried again after this.
+/// How long the broker waits before it tries again. Polling a unix datagram socket does not show whether the addressed
+/// receiver has room.
 const ROOM_RETRY: Duration = Duration::from_millis(2);
-/// What is passed on of a send's flags. The filter refuses some of the others. MSG_ZEROCOPY is not passed on: our copy of the data is gone before the kernel is done with it.
+/// The flags of a send that are passed on. The filter refuses some of the others. MSG_ZEROCOPY is not passed on,
+/// because our copy of the data is freed before the kernel is done with it.
 const SEND_FLAGS: i32 =
     libc::MSG_OOB | libc::MSG_DONTROUTE | libc::MSG_DONTWAIT | libc::MSG_EOR | libc::MSG_CONFIRM;
 
+/// Makes socket calls, with what it needs to judge them.
 #[derive(Clone)]
 pub struct Sockets {
-    /// The workspace, the private /tmp and /dev/shm. A socket in one of these mounts is the run's own.
+    /// The mount ids of the workspace, the private /tmp and /dev/shm. A socket in one of these mounts belongs to the run.
     own_mounts: Vec<u64>,
-    /// The run's limit.
+    /// How many TCP sockets the run may have.
     tcp_sockets_max: u64,
 }
 
-/// What a call comes to.
+/// How to answer a call.
 pub enum CallReply {
     Answer(NotificationAnswer),
     /// A new descriptor for the caller.
@@ -53,17 +57,17 @@ pub enum CallReply {
     },
 }
 
-/// A call in hand. `valid` says whether its caller still waits: then its number was the caller's all the while, and nothing
-/// was read from a stranger.
+/// A call to serve. `valid` fails if the caller no longer waits. If it succeeds, the pid has belonged to the caller all
+/// the time, so nothing was read from another process.
 pub struct PendingCall<'a> {
     pub call: &'a Notification,
     pub valid: &'a dyn Fn() -> io::Result<()>,
 }
 
-/// The address to use, and the socket that it leads to while that must be held.
+/// The address to use. If it names a path-name socket, it does so by `/proc/self/fd`, so the descriptor must stay open.
 struct Target {
     address: Vec<u8>,
-    _held: Option<OwnedFd>,
+    _socket: Option<OwnedFd>,
 }
 
 impl Sockets {
@@ -84,7 +88,7 @@ impl Sockets {
     }
 
     pub fn perform(&self, pending: &PendingCall<'_>) -> CallReply {
-        let done = match pending.call.call {
+        let result = match pending.call.call {
             libc::SYS_socket => match socket_share::netlink_socket(pending.call) {
                 Ok(fd) => {
                     return CallReply::Descriptor {
@@ -101,7 +105,7 @@ impl Sockets {
         };
         let refused =
             |e: io::Error| NotificationAnswer::Errno(e.raw_os_error().unwrap_or(libc::EACCES));
-        CallReply::Answer(done.unwrap_or_else(refused))
+        CallReply::Answer(result.unwrap_or_else(refused))
     }
 
     fn connect(&self, pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
@@ -123,8 +127,8 @@ impl Sockets {
     fn send(&self, pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
         let Notification { call, args, .. } = pending.call;
         let caller = CallingThread::of(pending.call)?;
-        // Asked before the socket is looked at: a thread that puts another in its place and exits is then seen, and once
-        // the caller is alone it waits for our answer and can make no second thread.
+        // Check this before the socket is copied, so that a second thread which replaces the socket and exits is
+        // noticed. A caller that is alone waits for our answer and cannot start a second thread.
         let alone = caller.is_alone();
         let socket = Socket::new(caller.descriptor(args[0])?)?;
         if !socket.takes_paths && alone {
@@ -139,21 +143,22 @@ impl Sockets {
         };
         let sent = match *call {
             libc::SYS_sendto => {
-                let message = Message::simple(&caller, (args[1], args[2]), (args[4], args[5]))?;
+                let message =
+                    Message::from_sendto(&caller, (args[1], args[2]), (args[4], args[5]))?;
                 sending.send(message, args[3] as i32)?
             }
             libc::SYS_sendmsg => {
                 let header = caller.read::<HEADER_BYTES>(args[1])?;
-                sending.send(Message::read(&caller, &header)?, args[2] as i32)?
+                sending.send(Message::from_header(&caller, &header)?, args[2] as i32)?
             }
             _ => sending.send_several(args[1], args[2] as u32, args[3] as i32)?,
         };
         Ok(NotificationAnswer::Value(sent as i64))
     }
 
-    /// The address itself, unless it is a path: that is looked up here, once, and must lead to a socket of the run's own.
+    /// The address to use for a call. A path is looked up here, once, and must lead to a socket that belongs to the run.
     fn target(&self, caller: &CallingThread, address: Vec<u8>) -> io::Result<Target> {
-        // What counts is the socket's own family; an address of another makes the kernel refuse.
+        // Only the family in the address matters here: the kernel refuses an address of another family than the socket's.
         let of_unix = address.starts_with(&(libc::AF_UNIX as u16).to_ne_bytes());
         if of_unix && address.len() > UNIX_ADDRESS_BYTES_MAX {
             return Err(errno(libc::EINVAL));
@@ -163,16 +168,16 @@ impl Sockets {
             _ => {
                 return Ok(Target {
                     address,
-                    _held: None,
+                    _socket: None,
                 });
             }
         };
         let path = path.split(|b| *b == 0).next().unwrap_or_default();
-        let found = own_socket(caller.thread, path, &self.own_mounts)?;
-        let through = format!("/proc/self/fd/{}\0", found.as_raw_fd());
+        let socket = open_own_socket(caller.thread, path, &self.own_mounts)?;
+        let fd_path = format!("/proc/self/fd/{}\0", socket.as_raw_fd());
         Ok(Target {
-            address: [&address[..2], through.as_bytes()].concat(),
-            _held: Some(found),
+            address: [&address[..2], fd_path.as_bytes()].concat(),
+            _socket: Some(socket),
         })
     }
 }
@@ -181,8 +186,8 @@ impl Sockets {
 struct Socket {
     fd: OwnedFd,
     stream: bool,
-    /// Of the kind for which a send can name a path: unix datagram sockets. Streams and sequenced packets refuse or ignore
-    /// addresses (unix_stream_sendmsg, unix_seqpacket_sendmsg).
+    /// Whether a send on this socket can name a path: only on a unix datagram socket. Unix streams and sequenced
+    /// packets refuse or ignore addresses (unix_stream_sendmsg, unix_seqpacket_sendmsg).
     takes_paths: bool,
 }
 
@@ -199,7 +204,7 @@ impl Socket {
     }
 }
 
-/// One call that sends.
+/// One sendto, sendmsg or sendmmsg call.
 struct SendCall<'a> {
     sockets: &'a Sockets,
     pending: &'a PendingCall<'a>,
@@ -208,19 +213,19 @@ struct SendCall<'a> {
 }
 
 impl SendCall<'_> {
-    /// Messages one after the other, each with its length noted in the caller's memory. An error after the first is left for
-    /// the next call.
+    /// Sends the messages of a sendmmsg call, and writes the length of each into the caller's memory. After the first
+    /// message an error only ends the call, as in the kernel.
     fn send_several(&self, headers: u64, count: u32, flags: i32) -> io::Result<usize> {
         let count = (count as usize).min(sys::PARTS_MAX);
         for sent in 0..count {
-            let at = headers.wrapping_add((sent * NUMBERED_HEADER_BYTES) as u64);
-            let one = || {
+            let at = headers.wrapping_add((sent * MULTI_HEADER_BYTES) as u64);
+            let send_one = || {
                 let header = self.caller.read::<HEADER_BYTES>(at)?;
-                let length = self.send(Message::read(self.caller, &header)?, flags)?;
-                let noted_at = at.wrapping_add(HEADER_BYTES as u64);
-                self.caller.write(noted_at, &(length as u32).to_ne_bytes())
+                let length = self.send(Message::from_header(self.caller, &header)?, flags)?;
+                let length_at = at.wrapping_add(HEADER_BYTES as u64);
+                self.caller.write(length_at, &(length as u32).to_ne_bytes())
             };
-            match one() {
+            match send_one() {
                 Ok(()) => {}
                 Err(_) if sent > 0 => return Ok(sent),
                 Err(e) => return Err(e),
@@ -236,16 +241,16 @@ impl SendCall<'_> {
         }
         let target = self.sockets.target(self.caller, message.address.clone())?;
         let timeout = SendTimeout::of(self.socket.fd.as_fd(), flags)?;
-        // A wait for room is ours, so that a caller that has gone is noticed.
+        // Never block in the kernel. The broker waits for room itself, so that it notices when the caller is gone.
         let passed_on = flags & SEND_FLAGS | libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
         let mut sent = 0;
         loop {
-            let data = message.data(self.caller, sent, COPIED_BYTES_MAX)?;
+            let data = message.read_data(self.caller, sent, COPIED_BYTES_MAX)?;
             (self.pending.valid)()?;
             let raw = RawMessage {
                 data: &data,
                 address: &target.address,
-                // Descriptors go with the first byte.
+                // Control data goes with the first bytes only.
                 control: match sent {
                     0 => &message.control.bytes,
                     _ => &[],
@@ -260,7 +265,10 @@ impl SendCall<'_> {
                     }
                 }
                 Err(_) if sent > 0 => return Ok(sent),
-                Err(e) => return Err(self.refused(e, flags)),
+                Err(e) => {
+                    self.raise_sigpipe(&e, flags);
+                    return Err(e);
+                }
             }
             if sent >= length {
                 return Ok(sent);
@@ -268,18 +276,18 @@ impl SendCall<'_> {
         }
     }
 
-    /// To write to a stream that nobody reads raises a signal, unless the caller asked for none.
-    fn refused(&self, error: io::Error, flags: i32) -> io::Error {
+    /// Sends SIGPIPE to the caller after EPIPE on a stream, as the kernel does, unless the caller passed MSG_NOSIGNAL.
+    fn raise_sigpipe(&self, error: &io::Error, flags: i32) {
         let broken = error.raw_os_error() == Some(libc::EPIPE) && self.socket.stream;
         if broken && flags & libc::MSG_NOSIGNAL == 0 {
             let (process, thread) = (self.caller.process as i32, self.caller.thread as i32);
+            // An error means that the caller is gone.
             let _ = sys::signal_thread(process, thread, libc::SIGPIPE);
         }
-        error
     }
 }
 
-/// How long a send waits for room.
+/// How long a send may wait for room.
 enum SendTimeout {
     None,
     Until(Option<Instant>),
@@ -296,7 +304,7 @@ impl SendTimeout {
         Ok(SendTimeout::Until(end))
     }
 
-    /// Waits a little. `false`: there is no time left for it.
+    /// Waits a little. Returns false if the time is over.
     fn wait(&self, socket: BorrowedFd<'_>) -> bool {
         match self {
             SendTimeout::None => return false,
@@ -315,8 +323,8 @@ impl SendTimeout {
     }
 }
 
-/// SO_SNDBUF and SO_RCVBUF. Buffers are kernel memory that is counted for the whole host, so none becomes larger than it is
-/// from the start. A larger size is cut down without a word, as the kernel does.
+/// Serves setsockopt of SO_SNDBUF and SO_RCVBUF. Buffers are kernel memory that counts for the whole host, so no buffer
+/// may become larger than its initial size. A larger size is reduced silently, as the kernel does.
 fn set_buffer_size(pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> {
     let args = &pending.call.args;
     if (args[4] as u32 as i32) < 4 {
@@ -335,20 +343,20 @@ fn set_buffer_size(pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> 
     Ok(NotificationAnswer::Value(0))
 }
 
-/// Opens the socket that a path leads to from the caller's working directory, if it is the run's own.
-fn own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<OwnedFd> {
+/// Opens the socket that a path leads to from the caller's working directory, if the socket belongs to the run.
+fn open_own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<OwnedFd> {
     use std::os::unix::ffi::OsStrExt;
     let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
     let walk = OFlags::PATH | OFlags::CLOEXEC;
-    let here = rustix::fs::open(
+    let cwd = rustix::fs::open(
         format!("/proc/{pid}/cwd"),
         walk | OFlags::DIRECTORY,
         Mode::empty(),
     )?;
-    // No magic links: `/proc/self/fd/N` would be a descriptor of ours, and lead to the host.
+    // Refuse magic links: `/proc/self/fd/N` would resolve to a descriptor of this process, and could lead to the host.
     let resolve = ResolveFlags::NO_MAGICLINKS;
     let target =
-        rustix::fs::openat2(&here, path, walk, Mode::empty(), resolve).map_err(not_found)?;
+        rustix::fs::openat2(&cwd, path, walk, Mode::empty(), resolve).map_err(not_found)?;
     if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
         return Err(errno(libc::ECONNREFUSED));
     }

@@ -1,4 +1,4 @@
-//! What the run's processes use: how many they are, their CPU time, their memory.
+//! A census of the run's processes: their number, their CPU time and their memory.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
@@ -6,35 +6,40 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::{
-    MAPS_BYTES_MAX, PauseVerdict, ProcessSet, ScanResult, UnexplainedGrowth, descriptors_in_flight,
+    MAPS_BYTES_MAX, PauseVerdict, ProcessSet, ScanResult, UnexplainedGrowth,
+    has_descriptors_in_flight,
 };
-use super::{field, open_files, pause, pids, queues, read_first};
+use super::{field, for_each_open_file, pause, pids, queues, read_first};
 use crate::sys;
 use crate::sys::procfs::{SMALL_FILE_BYTES, read};
 
-/// Tables of the run's own sockets and segments.
+/// How much is read of a table of the run's sockets or shared memory segments.
 const TABLE_BYTES_MAX: usize = 8 << 20;
-const SOCKETS_EVERY: Duration = Duration::from_secs(1);
-/// A process may be hidden while it starts another program; one that stays so answers for the most there is.
+/// How often the socket tables are read.
+const SOCKETS_INTERVAL: Duration = Duration::from_secs(1);
+/// For how many looks in a row a process may be unreadable. A process is unreadable for a moment while it executes
+/// another program; one that stays unreadable may hold any amount of memory.
 const HIDDEN_LOOKS_MAX: u32 = 20;
-const QUEUES_EVERY: Duration = Duration::from_millis(300);
+/// How often the data in pipes and sockets is measured.
+const QUEUES_INTERVAL: Duration = Duration::from_millis(300);
+/// For how many looks in a row descriptors may be in flight while memory is short. For a moment they are ordinary.
 const IN_FLIGHT_LOOKS_MAX: u32 = 5;
-/// Ended processes remembered for their CPU time before they are summed up.
-const REMEMBERED_MAX: usize = 50_000;
+/// How many processes are remembered by their CPU time before these times are summed up.
+const PROCESS_TIMES_MAX: usize = 50_000;
 
-/// What to read of each process: a thousand of them are looked at ten times a second.
+/// What to read of each process. Reading less matters: there may be a thousand processes, and a look ten times a second.
 #[derive(Clone, Copy)]
 pub struct CensusRequest {
     pub cpu: bool,
-    /// Threads, rather than one for each process.
+    /// Whether to count threads rather than processes.
     pub tasks: bool,
-    /// The limit that is held by watching, where it is.
+    /// The memory limit, if the watch enforces it.
     pub memory: Option<u64>,
-    /// Bytes of the run's files that are kept in memory: a workspace in a tmpfs.
+    /// Bytes of the run's files that are in memory, because the workspace is in a tmpfs.
     pub files_in_memory: u64,
 }
 
-/// What the host's memory holds that no process need show.
+/// Memory of the whole host that processes can hold without showing it in /proc.
 #[derive(Clone, Copy)]
 struct HostMemory {
     shared: u64,
@@ -51,26 +56,29 @@ impl HostMemory {
     }
 }
 
-/// What the last look at the processes gave.
+/// The results of the last census, and what is remembered between two of them.
 pub struct ProcessCensus {
     process_set: ProcessSet,
     pub count: u64,
-    /// Threads of all processes: what a limit on processes counts.
+    /// The threads of all processes. A limit on processes counts threads.
     pub tasks: u64,
     pub cpu_ms: u64,
     pub memory_bytes: u64,
-    /// For how many looks in a row some process would not have its descriptors looked at.
+    /// For how many looks in a row the descriptors of some process could not be read.
     hidden_looks: u32,
-    /// For how many looks in a row descriptors have waited in a socket while it mattered.
+    /// For how many looks in a row descriptors were in flight over a socket while memory was short.
     in_flight_looks: u32,
     at_start: Option<HostMemory>,
-    /// What waits in pipes and sockets can keep so much in memory.
+    /// How much memory the data in pipes and sockets can keep, and when that was measured.
     queues: Option<(u64, Instant)>,
-    /// What the host has come to hold as shared memory beyond what was measured.
+    /// The growth of the host's shared memory beyond what was measured of the run.
     unexplained: Option<UnexplainedGrowth>,
+    /// The bytes in socket buffers, and when they were measured.
     sockets: Option<(u64, Instant)>,
+    /// The CPU time in milliseconds of each process, by pid and start time.
     own_time: HashMap<(u32, u64), u64>,
-    forgotten_ms: u64,
+    /// The sum of the CPU times that were removed from `own_time`.
+    summed_up_ms: u64,
 }
 
 impl ProcessCensus {
@@ -88,94 +96,98 @@ impl ProcessCensus {
             unexplained: None,
             sockets: None,
             own_time: HashMap::new(),
-            forgotten_ms: 0,
+            summed_up_ms: 0,
         }
     }
 
-    /// Whether somebody hides from us for good. Memory files that are held and not mapped are seen in no other way than
-    /// among descriptors, so who shows none may have taken any amount.
+    /// Whether a process stays unreadable. A memory file that is open but not mapped shows only among descriptors, so a
+    /// process whose descriptors cannot be read may hold any amount of memory.
     pub fn hides_memory(&self) -> bool {
         self.hidden_looks > HIDDEN_LOOKS_MAX
     }
 
-    /// Asks before each process whether to go on, and leaves off with what it had otherwise.
-    pub fn take(&mut self, wanted: CensusRequest, go_on: &mut dyn FnMut() -> bool) {
+    /// Takes a census. Asks before each process whether to continue; if not, keeps the previous memory and CPU time.
+    pub fn take(&mut self, request: CensusRequest, should_continue: &mut dyn FnMut() -> bool) {
         (self.count, self.tasks) = (0, 0);
         let mut memory: Vec<(u32, u64, u64)> = Vec::new();
         let mut tree_ms = 0;
         let own = std::process::id();
         for pid in pids(self.process_set) {
-            if !go_on() {
+            if !should_continue() {
                 return;
             }
             if pid == own {
-                // Its own time is ours, not the run's; that of whom it reaped is the run's.
-                let reaped = wanted.cpu.then(|| read_times(pid)).flatten();
+                // The time of this process, init, is not the run's. The time of the children it reaped is.
+                let reaped = request.cpu.then(|| read_times(pid)).flatten();
                 tree_ms += reaped.map_or(0, |times| times.children_ms);
                 continue;
             }
-            if wanted.cpu {
+            if request.cpu {
                 tree_ms += self.note_time(pid).unwrap_or(0);
             }
             self.count += 1;
-            self.tasks += if wanted.tasks { threads_of(pid) } else { 1 };
-            if wanted.memory.is_some() {
-                memory.extend(read_memory(pid).map(|(its, mapped)| (pid, its, mapped)));
+            self.tasks += if request.tasks { threads_of(pid) } else { 1 };
+            if request.memory.is_some() {
+                memory.extend(read_memory(pid).map(|(private, mapped)| (pid, private, mapped)));
             }
         }
-        if let Some(limit) = wanted.memory {
-            let (apart, shown, looked) = shared_memory(self.process_set, go_on);
-            let apart = apart + wanted.files_in_memory;
-            self.memory_bytes = self.add_up(&memory, apart);
+        if let Some(limit) = request.memory {
+            let (shared, shown, scanned) = shared_memory(self.process_set, should_continue);
+            let shared = shared + request.files_in_memory;
+            self.memory_bytes = self.add_up(&memory, shared);
             let HostMemory {
                 shared: grown,
                 unaccounted,
             } = self.host_memory_grown();
             if self.memory_bytes.max(grown) > limit {
-                // Now it matters to the byte: what was counted twice, and what no process shows.
+                // The cheap sum may pass the limit, so be exact: remove what was counted twice, and add what no process
+                // shows.
                 drop_shared_copies(&mut memory);
-                let unseen = match looked {
+                let unseen = match scanned {
                     ScanResult::All | ScanResult::Hidden => {
                         mapped_shared_memory(self.process_set, &shown)
                     }
-                    // Memory files may be among the descriptors that were not looked at.
+                    // Memory files may be among the descriptors that were not examined.
                     ScanResult::Many => u64::MAX,
                 };
                 let unseen = unseen.max(self.memory_in_flight());
-                let apart = apart.max(unseen.min(grown));
-                let apart = apart.max(self.memory_held_by_calls(grown, apart, limit));
-                self.memory_bytes = self.add_up(&memory, apart);
+                let shared = shared.max(unseen.min(grown));
+                let shared = shared.max(self.memory_held_by_calls(grown, shared, limit));
+                self.memory_bytes = self.add_up(&memory, shared);
                 if self.memory_bytes > limit {
-                    // Two that were one, and changed between our looks at either, were counted as two. Seen twice, it is so.
+                    // Two processes that share their memory (vfork) count as two if the memory changed between the two
+                    // reads. Read again and take the smaller sum.
                     let again = |(pid, ..): &(u32, u64, u64)| {
-                        read_memory(*pid).map(|(its, mapped)| (*pid, its, mapped))
+                        read_memory(*pid).map(|(private, mapped)| (*pid, private, mapped))
                     };
                     let mut memory: Vec<_> = memory.iter().filter_map(again).collect();
                     drop_shared_copies(&mut memory);
-                    self.memory_bytes = self.memory_bytes.min(self.add_up(&memory, apart));
+                    self.memory_bytes = self.memory_bytes.min(self.add_up(&memory, shared));
                 }
             }
             if unaccounted > limit / 8 && self.memory_bytes + unaccounted > limit {
                 self.memory_bytes += self.memory_in_queues(unaccounted);
             }
-            self.hidden_looks = match looked {
+            self.hidden_looks = match scanned {
                 ScanResult::All | ScanResult::Many => 0,
                 ScanResult::Hidden => self.hidden_looks.saturating_add(1),
             };
         }
-        if wanted.cpu {
-            // Of children that nobody waited for only the second sum knows, of short-lived ones only the first.
-            let seen_ms = self.forgotten_ms + self.own_time.values().sum::<u64>();
+        if request.cpu {
+            // The first sum misses children that were never waited for, the second one short-lived processes. Take the
+            // larger.
+            let seen_ms = self.summed_up_ms + self.own_time.values().sum::<u64>();
             self.cpu_ms = self.cpu_ms.max(tree_ms).max(seen_ms);
         }
     }
 
-    /// Memory files may be in flight over a socket, where nobody sees how large they are. For a moment that is ordinary.
+    /// An upper bound on memory files that are in flight over a socket, whose size cannot be read: 0 if descriptors are
+    /// in flight only for a moment, which is ordinary, and else `u64::MAX`.
     fn memory_in_flight(&mut self) -> u64 {
         let mut found = false;
-        open_files(self.process_set, &mut |pid, fd, stat| {
+        for_each_open_file(self.process_set, &mut |pid, fd, stat| {
             let kind = rustix::fs::FileType::from_raw_mode(stat.st_mode);
-            found = kind == rustix::fs::FileType::Socket && descriptors_in_flight(pid, fd);
+            found = kind == rustix::fs::FileType::Socket && has_descriptors_in_flight(pid, fd);
             !found
         });
         self.in_flight_looks = match found {
@@ -188,7 +200,7 @@ impl ProcessCensus {
         }
     }
 
-    /// Memory files that only a system call holds (see `pause.rs`).
+    /// The size of memory files that only a system call in progress holds (see `pause.rs`).
     fn memory_held_by_calls(&mut self, grown: u64, measured: u64, limit: u64) -> u64 {
         let unexplained = self
             .unexplained
@@ -201,30 +213,32 @@ impl ProcessCensus {
         let verdict = self
             .unexplained
             .as_mut()
-            .map(|unexplained| unexplained.note_pause(grown, after, measured, paused.answered));
+            .map(|unexplained| unexplained.note_pause(grown, after, measured, paused.all_stopped));
         match verdict {
             Some(PauseVerdict::Hidden(bytes)) => bytes,
-            Some(PauseVerdict::Unanswered) => grown,
+            Some(PauseVerdict::NotStopped) => grown,
             Some(PauseVerdict::Nothing) | None => 0,
         }
     }
 
-    fn add_up(&mut self, memory: &[(u32, u64, u64)], apart: u64) -> u64 {
-        let private: u64 = memory.iter().map(|(_, its, _)| its).sum();
-        let shared: u64 = memory.iter().map(|(_, _, mapped)| mapped).sum();
-        private + shared.max(apart) + self.socket_bytes()
+    /// The memory of the run: private memory, socket buffers, and the larger of the shared memory that processes map
+    /// and the `shared` memory that was found otherwise.
+    fn add_up(&mut self, memory: &[(u32, u64, u64)], shared: u64) -> u64 {
+        let private: u64 = memory.iter().map(|(_, private, _)| private).sum();
+        let mapped: u64 = memory.iter().map(|(_, _, mapped)| mapped).sum();
+        private + mapped.max(shared) + self.socket_bytes()
     }
 
-    /// The program is about to run: what the host's memory holds now is not the run's.
+    /// The program is about to run: what the host's memory holds now does not count against the run.
     pub fn begin(&mut self) {
         self.at_start = Some(HostMemory::now());
     }
 
-    /// By how much the host's memory has grown since the program began.
+    /// By how much the host's memory use has grown since the program started.
     fn host_memory_grown(&mut self) -> HostMemory {
         let now = HostMemory::now();
         let at_start = self.at_start.get_or_insert(now);
-        // Others may give back what was there at the start.
+        // Other processes may have released memory that was in use at the start.
         at_start.unaccounted = at_start.unaccounted.min(now.unaccounted);
         HostMemory {
             shared: now.shared.saturating_sub(at_start.shared),
@@ -232,41 +246,42 @@ impl ProcessCensus {
         }
     }
 
-    /// How much of the host's memory that nothing accounts for can be in the run's pipes and sockets.
+    /// How much of the host's unaccounted memory the data in the run's pipes and sockets can explain (see `queues.rs`).
     fn memory_in_queues(&mut self, unaccounted: u64) -> u64 {
         if self
             .queues
-            .is_none_or(|(_, at)| at.elapsed() >= QUEUES_EVERY)
+            .is_none_or(|(_, at)| at.elapsed() >= QUEUES_INTERVAL)
         {
             let pages = queues::queued_pages_at_most(self.process_set);
-            // Descriptors in flight are ordinary for a moment.
+            // For a moment, descriptors in flight are ordinary.
             let in_flight = self.in_flight_looks > IN_FLIGHT_LOOKS_MAX;
-            let known = pages.unwrap_or(if in_flight { u64::MAX } else { 0 });
-            self.queues = Some((known, Instant::now()));
+            let bytes = pages.unwrap_or(if in_flight { u64::MAX } else { 0 });
+            self.queues = Some((bytes, Instant::now()));
         }
-        self.queues.map_or(0, |(pages, _)| pages.min(unaccounted))
+        self.queues.map_or(0, |(bytes, _)| bytes.min(unaccounted))
     }
 
-    /// What waits in sockets. The kernel walks through large tables for this, so not at every look.
+    /// The bytes in socket buffers. Not read at every look, because the kernel walks large tables for this.
     fn socket_bytes(&mut self) -> u64 {
-        // Without a network namespace there are no such sockets, and the tables are the host's.
+        // Without a network namespace the tables are the host's. The run has no such sockets there, since seccomp
+        // refuses them.
         if self.process_set == ProcessSet::Descendants {
             return 0;
         }
         if self
             .sockets
-            .is_none_or(|(_, at)| at.elapsed() >= SOCKETS_EVERY)
+            .is_none_or(|(_, at)| at.elapsed() >= SOCKETS_INTERVAL)
         {
             self.sockets = Some((socket_buffers(), Instant::now()));
         }
         self.sockets.map_or(0, |(bytes, _)| bytes)
     }
 
-    /// Notes the process's own time; returns that and the time of the children it waited for.
+    /// Records the CPU time of a process. Returns the sum of this time and the time of the children it waited for.
     fn note_time(&mut self, pid: u32) -> Option<u64> {
         let times = read_times(pid)?;
-        if self.own_time.len() >= REMEMBERED_MAX {
-            self.forgotten_ms += self.own_time.drain().map(|(_, ms)| ms).sum::<u64>();
+        if self.own_time.len() >= PROCESS_TIMES_MAX {
+            self.summed_up_ms += self.own_time.drain().map(|(_, ms)| ms).sum::<u64>();
         }
         self.own_time.insert((pid, times.started), times.own_ms);
         Some(times.own_ms + times.children_ms)
@@ -281,7 +296,7 @@ struct CpuTimes {
 
 fn read_times(pid: u32) -> Option<CpuTimes> {
     let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES)?;
-    // The name in parentheses may hold anything; the fields follow its last parenthesis.
+    // The process name in parentheses may contain anything, so search for the last parenthesis.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let number = |n: usize| fields.get(n).and_then(|f| f.parse::<u64>().ok());
     let per_second = rustix::param::clock_ticks_per_second().max(1);
@@ -293,21 +308,21 @@ fn read_times(pid: u32) -> Option<CpuTimes> {
     })
 }
 
-/// Memory of one process: what is its own and in swap, and what it maps of shared memory. Proportional
-/// shares, so that a forked pool is not counted many times over.
+/// The memory of one process in bytes: its private memory with swap, and the shared memory that it maps. Both are
+/// proportional shares (PSS), so that the memory of a forked pool is not counted several times.
 fn read_memory(pid: u32) -> Option<(u64, u64)> {
     let status = read_first(pid, "status", SMALL_FILE_BYTES)?;
     let Some(text) = read_first(pid, "smaps_rollup", SMALL_FILE_BYTES) else {
-        // It would not be looked into: all that it has in memory is then its own, shared or not.
+        // The shares cannot be read. Count all of its resident memory as private.
         return Some((resident(&status), 0));
     };
-    // Page tables are memory too, and can be most of it.
+    // Page tables are memory too, and can be the largest part.
     let own = field(&text, "Pss_Anon:") + field(&text, "SwapPss:") + field(&status, "VmPTE:");
     Some((own * 1024, field(&text, "Pss_Shmem:") * 1024))
 }
 
-/// No less than the memory of all processes of the run, from files of /proc that are read without waiting for a process:
-/// memory that is shared among them is counted for each.
+/// An upper bound on the memory of all processes of the run: memory that processes share counts for each of them. Reads
+/// only files of /proc that never block on a process.
 pub fn memory_at_most(process_set: ProcessSet) -> u64 {
     let own = std::process::id();
     let others = pids(process_set).into_iter().filter(|pid| *pid != own);
@@ -320,25 +335,31 @@ fn resident(status: &str) -> u64 {
     parts.iter().map(|name| field(status, name)).sum::<u64>() * 1024
 }
 
-/// Between vfork and exec two processes are one in memory, and would be counted as two.
+/// Removes processes that share all their memory with another one, as between vfork and exec, so that it is not counted
+/// twice.
 fn drop_shared_copies(memory: &mut Vec<(u32, u64, u64)>) {
-    memory.sort_by_key(|(_, its, mapped)| (*its, *mapped));
-    memory.dedup_by(|(pid, its, mapped), (kept, kept_its, kept_mapped)| {
-        let alike = its == kept_its && mapped == kept_mapped && *its > 0;
-        if alike && !sys::share_memory(*pid, *kept).unwrap_or(false) {
-            // They may have been one when they were looked at: then one of them has become another program since.
-            (*its, *mapped) = read_memory(*pid).unwrap_or_default();
-            (*kept_its, *kept_mapped) = read_memory(*kept).unwrap_or_default();
-            return false;
-        }
-        alike
-    });
+    memory.sort_by_key(|(_, private, mapped)| (*private, *mapped));
+    memory.dedup_by(
+        |(pid, private, mapped), (kept, kept_private, kept_mapped)| {
+            let equal = private == kept_private && mapped == kept_mapped && *private > 0;
+            if equal && !sys::share_memory(*pid, *kept).unwrap_or(false) {
+                // They may have shared their memory when it was read, and one of them has executed another program since.
+                // Read again.
+                (*private, *mapped) = read_memory(*pid).unwrap_or_default();
+                (*kept_private, *kept_mapped) = read_memory(*kept).unwrap_or_default();
+                return false;
+            }
+            equal
+        },
+    );
 }
 
-/// How much the run's processes map of shared memory. Pages of such a mapping that were let go of (MADV_DONTNEED) stay in
-/// memory and are in nobody's resident set: the run answers for as much as it has mapped, and for no more than
-/// there has come to be on the host. A memory file of which only a part is mapped, and that no descriptor shows, may be of
-/// any size.
+/// How much shared memory the run's processes have mapped.
+///
+/// Pages of a shared mapping that a process has dropped (MADV_DONTNEED) stay in memory and are in no resident set. So
+/// the run answers for all that it has mapped, but for no more than the growth of the host's shared memory; the caller
+/// applies this bound. Returns `u64::MAX` for a mapped memory file that is not among `shown`, the inodes found by
+/// descriptor: only a part may be mapped, and the file may have any size.
 fn mapped_shared_memory(process_set: ProcessSet, shown: &HashSet<u64>) -> u64 {
     let mut left = MAPS_BYTES_MAX;
     let mut sizes: HashMap<u64, u64> = HashMap::new();
@@ -355,22 +376,23 @@ fn mapped_shared_memory(process_set: ProcessSet, shown: &HashSet<u64>) -> u64 {
             }
         }
         if left == 0 {
-            // More than can be read: it answers for all there is.
+            // There are more mappings than can be read, so the run answers for all growth.
             return u64::MAX;
         }
     }
     sizes.values().sum()
 }
 
+/// The inode and the length of a shared memory mapping, if this line of /proc/PID/maps is one.
 fn shared_mapping(line: &str) -> Option<(u64, u64)> {
     let mut fields = line.split_ascii_whitespace();
     let (from, to) = fields.next()?.split_once('-')?;
     let mut fields = fields.skip(3);
     let inode = fields.next()?.parse().ok()?;
     let name = fields.next()?;
-    let of_memory = ["/dev/zero", "/memfd:", "/SYSV", "/dev/shm/"];
+    let memory_names = ["/dev/zero", "/memfd:", "/SYSV", "/dev/shm/"];
     let number = |hex| u64::from_str_radix(hex, 16).ok();
-    of_memory
+    memory_names
         .iter()
         .any(|start| name.starts_with(start))
         .then(|| Some((inode, number(to)?.saturating_sub(number(from)?))))?
@@ -380,27 +402,28 @@ fn threads_of(pid: u32) -> u64 {
     let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
     let fields = stat.rsplit_once(')').map(|(_, rest)| rest);
     let threads = fields.and_then(|rest| rest.split_ascii_whitespace().nth(17)?.parse().ok());
-    // A corpse keeps its number until it is reaped.
+    // A zombie keeps its pid until it is reaped, so it counts as one.
     threads.unwrap_or(1u64).max(1)
 }
 
-/// Shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files. Also the inodes of those files.
+/// The shared memory of the run, mapped or not: its /dev/shm, SysV segments, and memory files that a descriptor shows.
+/// Also returns the inodes of these files, and how far the scan of descriptors went.
 fn shared_memory(
     process_set: ProcessSet,
-    go_on: &mut dyn FnMut() -> bool,
+    should_continue: &mut dyn FnMut() -> bool,
 ) -> (u64, HashSet<u64>, ScanResult) {
     let (mut files, mut seen, mut shown) = (0, HashSet::new(), HashSet::new());
-    let looked = open_files(process_set, &mut |pid, fd, stat| {
+    let scanned = for_each_open_file(process_set, &mut |pid, fd, stat| {
         let unlinked = stat.st_nlink == 0 && seen.insert((stat.st_dev, stat.st_ino));
         if unlinked && is_memory_file(pid, fd) {
             files += stat.st_blocks as u64 * 512;
             shown.insert(stat.st_ino);
         }
-        go_on()
+        should_continue()
     });
     if process_set == ProcessSet::Descendants {
-        // Neither a /dev/shm nor segments of its own.
-        return (files, shown, looked);
+        // Without namespaces the run has neither a /dev/shm nor SysV segments of its own.
+        return (files, shown, scanned);
     }
     let shm = rustix::fs::statvfs("/dev/shm");
     let shm = shm.map_or(0, |s| s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize);
@@ -410,13 +433,13 @@ fn shared_memory(
         fields.filter_map(|f| f.parse::<u64>().ok()).sum()
     };
     let segments: u64 = segments.lines().skip(1).map(segment).sum();
-    (shm + segments + files, shown, looked)
+    (shm + segments + files, shown, scanned)
 }
 
-/// Bytes waiting in the sockets of the run's own network.
+/// The bytes in the buffers of all TCP and UDP sockets of the run's network namespace.
 fn socket_buffers() -> u64 {
     let queued = |line: &str| -> Option<u64> {
-        // `tx_queue:rx_queue`, in hexadecimal.
+        // The fifth field is `tx_queue:rx_queue`, in hexadecimal.
         let (sending, receiving) = line.split_ascii_whitespace().nth(4)?.split_once(':')?;
         let number = |hex| u64::from_str_radix(hex, 16).ok();
         Some(number(sending)? + number(receiving)?)
@@ -428,12 +451,13 @@ fn socket_buffers() -> u64 {
         .sum()
 }
 
-fn is_memory_file(pid: u32, held: &OsStr) -> bool {
-    // A running program may be a memory file, larger than what is mapped of it.
-    let dir = match held == OsStr::new("exe") {
+/// Whether a descriptor, or `exe`, of a process is a memory file.
+fn is_memory_file(pid: u32, link: &OsStr) -> bool {
+    // A program can run from a memory file that is larger than what is mapped of it.
+    let dir = match link == OsStr::new("exe") {
         true => format!("/proc/{pid}"),
         false => format!("/proc/{pid}/fd"),
     };
-    let link = std::fs::read_link(Path::new(&dir).join(held));
-    link.is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:"))
+    let target = std::fs::read_link(Path::new(&dir).join(link));
+    target.is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:"))
 }

@@ -1,4 +1,4 @@
-//! Which files the run's processes hold: among their descriptors, in flight over their sockets, in their maps.
+//! Which files the run's processes hold: by descriptor, in flight over a socket, or by a mapping.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -8,21 +8,23 @@ use std::time::Duration;
 use super::{MAPS_BYTES_MAX, ProcessSet, field, is_alive, pids, proc_dirs, read_first};
 use crate::sys::procfs::{SMALL_FILE_BYTES, read};
 
-/// Descriptors looked at in one pass. More cannot be looked at in the time between two looks.
+/// How many descriptors one look of the watch examines. More cannot be examined in the time between two looks.
 const DESCRIPTORS_MAX: usize = 20_000;
 
-/// How far a look at descriptors went.
+/// How far a scan of all descriptors went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScanResult {
+    /// All descriptors were examined.
     All,
-    /// As many as can be looked at in the time, or were asked for.
+    /// The scan ended at the bound, or because the callback asked it to.
     Many,
-    /// Until a process would not be looked into.
+    /// The scan ended at a live process that could not be read.
     Hidden,
 }
 
-/// Calls `each` for every open descriptor of the run, as long as that says to go on.
-pub fn open_files(
+/// Calls `each` for every open descriptor of the run, as long as `each` returns true. Also for the `exe` and `cwd` of
+/// each process.
+pub fn for_each_open_file(
     process_set: ProcessSet,
     each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat) -> bool,
 ) -> ScanResult {
@@ -34,10 +36,10 @@ pub fn open_files(
             Ok(None) => continue,
             Err(Unreadable) => return ScanResult::Hidden,
         };
-        // A program that was deleted while it runs is held by no descriptor.
-        for held in ["exe", "cwd"] {
-            if let Ok(stat) = rustix::fs::stat(format!("/proc/{pid}/{held}"))
-                && !each(pid, OsStr::new(held), &stat)
+        // A process holds its executable and its working directory without a descriptor. Either may be deleted.
+        for link in ["exe", "cwd"] {
+            if let Ok(stat) = rustix::fs::stat(format!("/proc/{pid}/{link}"))
+                && !each(pid, OsStr::new(link), &stat)
             {
                 return ScanResult::Many;
             }
@@ -57,20 +59,21 @@ pub fn open_files(
     ScanResult::All
 }
 
-/// A process that lives and would not be looked into.
+/// The process is alive, and its files in /proc cannot be read.
 struct Unreadable;
 
 fn list_descriptors(pid: u32) -> Result<Option<std::fs::ReadDir>, Unreadable> {
-    look_into(pid, || {
+    read_with_retries(pid, || {
         proc_dirs(pid).find_map(|dir| std::fs::read_dir(dir.join("fd")).ok())
     })
 }
 
-/// `None` for a process that is gone. One that is just executing another program cannot be looked into for a moment.
-fn look_into<T>(pid: u32, look: impl Fn() -> Option<T>) -> Result<Option<T>, Unreadable> {
+/// Reads something of a process. Returns `None` for a process that is gone. Tries several times, because a process is
+/// unreadable for a moment while it executes another program.
+fn read_with_retries<T>(pid: u32, read: impl Fn() -> Option<T>) -> Result<Option<T>, Unreadable> {
     const TRIES: usize = 5;
     for n in 0..TRIES {
-        let found = look();
+        let found = read();
         if found.is_some() || !is_alive(pid) {
             return Ok(found);
         }
@@ -81,13 +84,13 @@ fn look_into<T>(pid: u32, look: impl Fn() -> Option<T>) -> Result<Option<T>, Unr
     Err(Unreadable)
 }
 
-/// No fewer than the descriptors of all processes of the run: how many the table of each has room for. From files of /proc
-/// that are read without waiting for a process. A process that cannot be looked into may have any number.
+/// An upper bound on the descriptors of all processes of the run: the sizes of their descriptor tables. Reads only
+/// files of /proc that never block on a process. An unreadable process counts as having any number.
 pub fn descriptors_at_most(process_set: ProcessSet) -> u64 {
     let own = std::process::id();
     let others = pids(process_set).into_iter().filter(|pid| *pid != own);
     let sizes = others.map(|pid| {
-        // A first thread that has ended has no table; the others have it still.
+        // A first thread that has ended has no table, but the other threads still do.
         let statuses = proc_dirs(pid).filter_map(|dir| read(dir.join("status"), SMALL_FILE_BYTES));
         let mut sizes = statuses.map(|status| field(&status, "FDSize:"));
         let size = sizes.find(|size| *size > 0);
@@ -96,18 +99,21 @@ pub fn descriptors_at_most(process_set: ProcessSet) -> u64 {
     sizes.fold(0, u64::saturating_add)
 }
 
-/// How many mappings of files the processes of the run have; each may hold an open file that has no descriptor. More than can
-/// be read between two looks, and those of a process that cannot be looked into, may be any number. Leaves off when
-/// `go_on` says no.
-pub fn file_mappings(process_set: ProcessSet, go_on: &mut dyn FnMut() -> bool) -> u64 {
+/// Counts the mappings of files in all processes of the run. Each may hold an open file that has no descriptor. Returns
+/// `u64::MAX` if there are more than can be read between two looks, or if a process is unreadable. Stops early when
+/// `should_continue` returns false.
+pub fn count_file_mappings(
+    process_set: ProcessSet,
+    should_continue: &mut dyn FnMut() -> bool,
+) -> u64 {
     let mut left = MAPS_BYTES_MAX;
     let mut count = 0;
     let own = std::process::id();
     for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
-        if !go_on() {
+        if !should_continue() {
             break;
         }
-        let maps = match look_into(pid, || read_first(pid, "maps", left)) {
+        let maps = match read_with_retries(pid, || read_first(pid, "maps", left)) {
             Ok(maps) => maps.unwrap_or_default(),
             Err(Unreadable) => return u64::MAX,
         };
@@ -115,30 +121,31 @@ pub fn file_mappings(process_set: ProcessSet, go_on: &mut dyn FnMut() -> bool) -
         if left == 0 {
             return u64::MAX;
         }
-        count += maps.lines().filter(|line| maps_file(line)).count() as u64;
+        count += maps.lines().filter(|line| is_file_mapping(line)).count() as u64;
     }
     count
 }
 
-/// Whether a line of /proc/PID/maps has the name of a file. Other memory has none, or one in brackets.
-fn maps_file(line: &str) -> bool {
+/// Whether a line of /proc/PID/maps is a mapping of a file. Other memory has no name, or a name in brackets.
+fn is_file_mapping(line: &str) -> bool {
     let name = line.split_ascii_whitespace().nth(5);
     name.is_some_and(|name| !name.starts_with('['))
 }
 
-/// Whether descriptors wait in this socket's queue: they may be files that nothing else shows.
-pub fn descriptors_in_flight(pid: u32, fd: &OsStr) -> bool {
+/// Whether descriptors wait in the queue of this socket. They may be of files that nothing else shows.
+pub fn has_descriptors_in_flight(pid: u32, fd: &OsStr) -> bool {
     let path = Path::new(&format!("/proc/{pid}/fdinfo")).join(fd);
     read(path, SMALL_FILE_BYTES).is_some_and(|text| field(&text, "scm_fds:") > 0)
 }
 
-/// Whether some process maps a deleted file of the run's that no descriptor shows: its size cannot be asked for.
-/// Also when there are more maps than can be read between two looks, or `go_on` says no.
-pub fn map_deleted_files(
+/// Whether a process maps a deleted file of the run that is not among `shown`, the inodes found by descriptor. The size
+/// of such a file cannot be read. Also returns true if there are more mappings than can be read between two looks, or
+/// if `should_continue` returns false.
+pub fn maps_deleted_file(
     process_set: ProcessSet,
     shown: &HashSet<u64>,
     workspace: &str,
-    go_on: &mut dyn FnMut() -> bool,
+    should_continue: &mut dyn FnMut() -> bool,
 ) -> bool {
     let mut left = MAPS_BYTES_MAX;
     let own = std::process::id();
@@ -148,7 +155,7 @@ pub fn map_deleted_files(
         .any(|pid| {
             let maps = read_first(pid, "maps", left).unwrap_or_default();
             left = left.saturating_sub(maps.len());
-            left == 0 || has_deleted_file(&maps, shown, workspace) || !go_on()
+            left == 0 || has_deleted_file(&maps, shown, workspace) || !should_continue()
         })
 }
 
@@ -158,7 +165,7 @@ fn has_deleted_file(maps: &str, shown: &HashSet<u64>, workspace: &str) -> bool {
         let mut fields = line.split_ascii_whitespace().skip(4);
         let inode = fields.next().and_then(|i| i.parse::<u64>().ok());
         let name = fields.next().unwrap_or_default();
-        // Elsewhere it is memory, or a library of the host's that was replaced meanwhile.
+        // Elsewhere a deleted file is memory, or a library of the host that was replaced meanwhile.
         let own = name.starts_with("/tmp/") || name.starts_with(workspace);
         own && inode.is_some_and(|i| !shown.contains(&i))
     })
@@ -170,29 +177,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptors_and_mapped_files_of_a_child_are_counted() {
+    fn descriptors_and_file_mappings_of_a_child_are_counted() {
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()
             .unwrap();
         let until = std::time::Instant::now() + Duration::from_secs(20);
         let mut mappings = 0;
-        // Until it has become the other program, which maps its own file and the C library.
+        // Wait until the child has executed `sleep`, which maps its own file and the C library.
         while mappings < 4 && std::time::Instant::now() < until {
-            mappings = file_mappings(ProcessSet::Descendants, &mut || true);
+            mappings = count_file_mappings(ProcessSet::Descendants, &mut || true);
         }
         let descriptors = descriptors_at_most(ProcessSet::Descendants);
         child.kill().unwrap();
         child.wait().unwrap();
-        // Other tests of this program have children too.
+        // Children of other tests in this process count too, so only bounds can be checked.
         assert!((4..u64::MAX).contains(&mappings), "{mappings}");
         assert!((64..u64::MAX).contains(&descriptors), "{descriptors}");
-        assert_eq!(file_mappings(ProcessSet::Descendants, &mut || false), 0);
+        assert_eq!(
+            count_file_mappings(ProcessSet::Descendants, &mut || false),
+            0
+        );
     }
 
     #[test]
-    fn a_mapped_file_is_told_from_other_memory() {
-        let mapped = |name: &str| maps_file(&format!("7f00-7f01 rw-s 00000000 00:01 0 {name}"));
+    fn a_file_mapping_is_distinguished_from_other_memory() {
+        let mapped =
+            |name: &str| is_file_mapping(&format!("7f00-7f01 rw-s 00000000 00:01 0 {name}"));
         assert!(mapped("/tmp/x") && mapped("/SYSV00000000 (deleted)") && mapped("/dev/zero"));
         assert!(!mapped("") && !mapped("[heap]") && !mapped("[anon: x y]"));
     }

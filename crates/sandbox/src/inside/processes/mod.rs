@@ -1,7 +1,7 @@
-//! The run's processes as /proc tells of them: which they are, what each wrote, used and holds.
+//! The run's processes as /proc shows them: which they are, and what each has written, uses and holds.
 //!
-//! Everything is read with a bound, and what cannot be read is said to be so: a process may make itself
-//! unreadable, lose its first thread, or be gone after a moment.
+//! Every read is bounded. The functions report what they could not read, because a process may make itself unreadable,
+//! lose its first thread, or disappear at any moment.
 
 mod census;
 mod files;
@@ -17,25 +17,25 @@ use crate::sys;
 use crate::sys::procfs::{SMALL_FILE_BYTES, numbers_in, open_pidfd, read};
 
 pub use census::{CensusRequest, ProcessCensus, memory_at_most};
-pub use files::{ScanResult, descriptors_at_most, descriptors_in_flight, file_mappings};
-pub use files::{map_deleted_files, open_files};
+pub use files::{ScanResult, count_file_mappings, descriptors_at_most, has_descriptors_in_flight};
+pub use files::{for_each_open_file, maps_deleted_file};
 pub use pause::{PauseVerdict, UnexplainedGrowth, pause};
 
-/// Bytes of /proc/PID/maps read in one pass. More cannot be read in the time between two looks.
+/// How many bytes of /proc/PID/maps one look of the watch reads. More cannot be read in the time between two looks.
 const MAPS_BYTES_MAX: usize = 16 << 20;
 
-/// Which processes are the run's.
+/// Which processes belong to the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessSet {
-    /// All that this pid namespace has.
+    /// All processes of this pid namespace.
     Namespace,
-    /// This process and its descendants. It is their subreaper, so that whoever loses a parent becomes its child: none
-    /// leaves the tree, and the tree is empty when this process has no child.
+    /// This process and its descendants. This process is their subreaper, so a descendant that loses its parent becomes
+    /// a child of this process. No process leaves the tree, and the tree is empty when this process has no child.
     Descendants,
 }
 
 impl ProcessSet {
-    /// Whose processes are the run's.
+    /// The process set for a run of this spec.
     pub fn of(spec: &Spec) -> ProcessSet {
         match spec.has(Layer::PidNamespace) {
             true => ProcessSet::Namespace,
@@ -44,17 +44,18 @@ impl ProcessSet {
     }
 }
 
-/// What the kernel says that the live processes, and those they or we reaped, have written.
+/// How many bytes the live processes, and the processes that they or this process reaped, have written by the kernel's
+/// count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WrittenBytes {
     pub gross: u64,
-    /// By live processes alone, without what never came to the disk, because it was deleted before.
+    /// Bytes of live processes only, less the bytes that never reached the disk because they were deleted first.
     pub net: u64,
-    /// Some process would not be looked into.
+    /// Whether the counter of a live process could not be read.
     pub unreadable: bool,
 }
 
-/// This process and all others of the run.
+/// The pids of this process and of all others of the run.
 pub fn pids(process_set: ProcessSet) -> Vec<u32> {
     match process_set {
         ProcessSet::Namespace => numbers_in(Path::new("/proc")).collect(),
@@ -66,7 +67,8 @@ pub fn pids(process_set: ProcessSet) -> Vec<u32> {
     }
 }
 
-/// The processes below this one. One that is being born may be missing: whoever must have them all asks again.
+/// The pids of all descendants of this process. A process that is being forked may be missing, so a caller that needs
+/// all of them must ask again.
 pub fn descendants() -> Vec<u32> {
     let mut found = Vec::new();
     let mut pending = vec![std::process::id()];
@@ -80,7 +82,7 @@ pub fn descendants() -> Vec<u32> {
     found
 }
 
-/// `None`: this kernel does not list children (CONFIG_PROC_CHILDREN).
+/// The children of a process, or `None` if this kernel does not list children (CONFIG_PROC_CHILDREN).
 fn children_of(pid: u32) -> Option<Vec<u32>> {
     let tasks = PathBuf::from(format!("/proc/{pid}/task"));
     let mut children = Vec::new();
@@ -98,7 +100,7 @@ fn children_of(pid: u32) -> Option<Vec<u32>> {
     Some(children)
 }
 
-/// The same by asking every process of the host for its parent.
+/// As [`descendants`], by reading the parent of every process of the host.
 fn descendants_by_parents() -> Vec<u32> {
     let all: Vec<(u32, u32)> = numbers_in(Path::new("/proc"))
         .filter_map(|pid| Some((pid, relations(pid)?.parent)))
@@ -119,7 +121,7 @@ fn descendants_by_parents() -> Vec<u32> {
     found.into_iter().collect()
 }
 
-/// Whom a process belongs to.
+/// The parent and the process group of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Relations {
     pub parent: u32,
@@ -128,7 +130,8 @@ pub struct Relations {
 
 pub fn relations(pid: u32) -> Option<Relations> {
     let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES)?;
-    // The name may hold anything; the fields follow its last parenthesis: state, parent, group.
+    // The process name may contain anything, so search for the last parenthesis. The fields after it are state, parent,
+    // group.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(1);
     let mut next = || fields.next()?.parse().ok();
     Some(Relations {
@@ -137,68 +140,72 @@ pub fn relations(pid: u32) -> Option<Relations> {
     })
 }
 
-/// Whether a signal has ended it and the kernel is taking it down: its first thread, which is not one that left earlier.
+/// Whether a signal has killed the process, and the kernel is taking it down. Reads the flags of the first thread, and
+/// so ignores other threads that exited earlier.
 pub fn is_dying_of_signal(pid: u32) -> bool {
     /// `PF_SIGNALED` in the kernel's sched.h.
-    const SIGNALED: u64 = 0x400;
+    const PF_SIGNALED: u64 = 0x400;
     let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
-    // After the name: state, parent, group, session, terminal, its group, flags.
+    // The fields after the name are state, parent, group, session, terminal, terminal group, flags.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
     let flags = fields.split_ascii_whitespace().nth(6);
     let flags = flags.and_then(|flags| flags.parse::<u64>().ok());
-    flags.is_some_and(|flags| flags & SIGNALED != 0)
+    flags.is_some_and(|flags| flags & PF_SIGNALED != 0)
 }
 
-/// Deeper families are nobody's; a chain that long has changed under our eyes.
+/// The longest chain of parents that is followed. A longer one must have changed while it was read.
 const GENERATIONS_MAX: usize = 65_536;
 
-/// Holds a process that is below this one. What is held first and found to be of the family afterwards is either that
-/// process or gone, so a signal through the descriptor reaches nobody else.
+/// Opens a pidfd for a descendant of this process. The pidfd is opened before the check that the pid is a descendant.
+/// So it refers to that descendant or to a process that is gone, and a signal through it reaches no other process.
 pub fn open_descendant(pid: u32) -> Option<OwnedFd> {
-    let held = open_pidfd(pid)?;
+    let pidfd = open_pidfd(pid)?;
     let own = std::process::id();
     let mut at = pid;
     for _ in 0..GENERATIONS_MAX {
         match relations(at).map(|of| of.parent) {
-            Some(parent) if parent == own => return Some(held),
+            Some(parent) if parent == own => return Some(pidfd),
             Some(0 | 1) => return None,
             Some(parent) => at = parent,
-            // Gone; or not dumpable, and so not in /proc at all where that is mounted with hidepid=2. Its parent lists it.
-            None => return descendants().contains(&pid).then_some(held),
+            // The process is gone, or /proc hides it: with hidepid=2, /proc does not show a process that is not
+            // dumpable. Its parent still lists it as a child.
+            None => return descendants().contains(&pid).then_some(pidfd),
         }
     }
     None
 }
 
-/// Holds every process below this one, as [`open_descendant`] does for one, in time that grows with their number only.
+/// Opens a pidfd for every descendant of this process, as [`open_descendant`] does for one, in time linear in their number.
 pub fn open_descendants() -> Vec<(u32, OwnedFd)> {
     let each = |pid: u32| Some((pid, open_pidfd(pid)?));
-    let mut held: Vec<(u32, OwnedFd)> = descendants().into_iter().filter_map(each).collect();
-    let still: HashSet<u32> = descendants().into_iter().collect();
-    held.retain(|(pid, _)| still.contains(pid));
-    held
+    let mut opened: Vec<(u32, OwnedFd)> = descendants().into_iter().filter_map(each).collect();
+    let still_there: HashSet<u32> = descendants().into_iter().collect();
+    opened.retain(|(pid, _)| still_there.contains(pid));
+    opened
 }
 
-/// Whether a process is more than a corpse waiting to be reaped.
+/// Whether a process is alive: neither a zombie nor about to become one.
 fn is_alive(pid: u32) -> bool {
     let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
     let Some((_, rest)) = stat.rsplit_once(')') else {
-        // Not there to be read, and not gone either: hidden (see `open_descendant`).
+        // /proc may hide a live process (see `open_descendant`).
         return descendants().contains(&pid);
     };
     let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
     let threads = fields.get(17).and_then(|n| n.parse::<u32>().ok());
-    let corpse = matches!(fields.first(), Some(&"Z" | &"X")) && threads.is_none_or(|n| n <= 1);
-    // Who has given up all memory is on the way out, and cannot be looked into any more.
+    // The first thread of a live process may be a zombie while other threads run.
+    let zombie = matches!(fields.first(), Some(&"Z" | &"X")) && threads.is_none_or(|n| n <= 1);
+    // A process that has released all its memory is exiting, and its files in /proc cannot be read any more.
     let has_memory = || {
         let sizes = proc_dirs(pid).filter_map(|dir| read(dir.join("statm"), SMALL_FILE_BYTES));
         sizes.into_iter().any(|text| !text.starts_with("0 "))
     };
-    !corpse && has_memory()
+    !zombie && has_memory()
 }
 
-/// The directories in which a process's files can be read: its own or, where its first thread has ended, those
-/// of its threads. Threads share their descriptors: seccomp refuses to make one that does not.
+/// The directories in which a process's files may be readable: the process's own and, for the case that its first
+/// thread has ended, those of its threads. Threads share their descriptors, because seccomp refuses to make a thread
+/// that does not.
 fn proc_dirs(pid: u32) -> impl Iterator<Item = PathBuf> {
     let process = PathBuf::from(format!("/proc/{pid}"));
     let threads = process.join("task");
@@ -206,21 +213,23 @@ fn proc_dirs(pid: u32) -> impl Iterator<Item = PathBuf> {
     [process].into_iter().chain(of_threads)
 }
 
+/// Reads a file of a process from the first of its [`proc_dirs`] in which it is not empty.
 fn read_first(pid: u32, name: &str, bytes_max: usize) -> Option<String> {
     let texts = proc_dirs(pid).filter_map(|dir| read(dir.join(name), bytes_max));
     texts.into_iter().find(|text| !text.is_empty())
 }
 
+/// The number after `name` in a file with one field in each line; 0 if there is none.
 fn field(text: &str, name: &str) -> u64 {
     let line = text.lines().find_map(|l| l.strip_prefix(name));
     let number = line.map(|n| n.trim().trim_end_matches("kB").trim_end());
     number.and_then(|n| n.parse().ok()).unwrap_or(0)
 }
 
-/// What all processes of the run have written. Init is among them: what it reaped is credited to it.
-pub fn written(process_set: ProcessSet) -> WrittenBytes {
-    // What we reaped; of its own, init writes nothing to speak of. Our own file in /proc would tell the same, and also what
-    // of it was deleted again, but it is root's, as that of any process without a core dump, and closed to us.
+/// Sums up what all processes of the run have written, including those that this process, init, has reaped.
+pub fn written_bytes(process_set: ProcessSet) -> WrittenBytes {
+    // Take the reaped processes from getrusage. /proc/self/io would also say how much was deleted again, but it belongs
+    // to root, since init is not dumpable. What init itself writes is negligible.
     let mut all = WrittenBytes {
         gross: sys::bytes_written_by_reaped(),
         ..WrittenBytes::default()
@@ -244,24 +253,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_process_is_found_alive_with_its_times() {
+    fn this_process_is_alive_and_its_census_can_be_taken() {
         let own = std::process::id();
         assert!(is_alive(own) && pids(ProcessSet::Namespace).contains(&own));
         assert!(pids(ProcessSet::Descendants).contains(&own));
         let mut census = ProcessCensus::new(ProcessSet::Descendants);
-        let wanted = CensusRequest {
+        let request = CensusRequest {
             cpu: true,
             tasks: true,
             memory: Some(u64::MAX),
             files_in_memory: 0,
         };
-        census.take(wanted, &mut || true);
+        census.take(request, &mut || true);
         assert!(memory_at_most(ProcessSet::Namespace) > 0);
     }
 
-    /// Or the watch would walk through the whole tree at every look, because it cannot tell.
     #[test]
-    fn a_death_by_a_signal_is_told_from_life_and_from_an_exit() {
+    fn a_process_killed_by_a_signal_is_distinguished_from_live_and_exited_ones() {
         let mut killed = std::process::Command::new("sleep")
             .arg("60")
             .spawn()
@@ -269,7 +277,7 @@ mod tests {
         let mut exited = std::process::Command::new("true").spawn().unwrap();
         assert!(!is_dying_of_signal(killed.id()));
         killed.kill().unwrap();
-        // Not reaped yet, so both are still there to be looked at.
+        // Neither is reaped yet, so /proc still shows both.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while (is_alive(killed.id()) || is_alive(exited.id())) && std::time::Instant::now() < until
         {
@@ -281,16 +289,17 @@ mod tests {
         assert_eq!(found, [true, false]);
     }
 
+    /// Without this count the watch would have to measure the whole tree at every look.
     #[test]
-    fn what_a_dead_child_has_written_is_known() {
+    fn bytes_written_by_a_reaped_child_are_counted() {
         const TMPFS_MAGIC: u64 = 0x0102_1994;
         let dir = tempfile::tempdir_in(".").unwrap();
         let kind = rustix::fs::statfs(dir.path()).unwrap().f_type as u64;
         if kind == TMPFS_MAGIC {
-            eprintln!("UNAVAILABLE: nothing is written to a disk here");
+            eprintln!("UNAVAILABLE: the test directory is on a tmpfs, not on a disk");
             return;
         }
-        let before = written(ProcessSet::Descendants);
+        let before = written_bytes(ProcessSet::Descendants);
         let status = std::process::Command::new("dd")
             .args(["if=/dev/zero", "of=f", "bs=64k", "count=16"])
             .current_dir(dir.path())
@@ -298,12 +307,12 @@ mod tests {
             .status()
             .unwrap();
         assert!(status.success());
-        let after = written(ProcessSet::Descendants);
+        let after = written_bytes(ProcessSet::Descendants);
         assert!(after.gross >= before.gross + (1 << 20), "{after:?}");
     }
 
     #[test]
-    fn a_child_is_found_held_and_told_from_a_stranger() {
+    fn open_descendant_finds_a_child_and_no_other_process() {
         let mut child = std::process::Command::new("/bin/sh")
             .args(["-c", "read line"])
             .stdin(std::process::Stdio::piped())

@@ -1,10 +1,11 @@
-//! Stops the run's processes for a moment, so that they let go of what only a system call of theirs holds.
+//! Stops the run's processes for a moment, so that they release files that only a system call in progress holds.
 //!
-//! A thread inside a system call holds the files that the call was given, also after another thread has closed
-//! their descriptors: `sendfile` into a full pipe, `flock` on a locked file, `sendmsg` of descriptors to a peer that does not
-//! read. Such a file has no name, no descriptor and no mapping, and nothing in /proc shows it. SIGSTOP makes every call that
-//! waits return to user space first (signal(7)); the file is freed on the way, and the call is made anew with a
-//! descriptor that is closed. What a file system holds less after a pause than before it was held by such calls.
+//! A thread inside a system call holds the files that the call was given, even after another thread has closed their
+//! descriptors: `sendfile` into a full pipe, `flock` on a locked file, `sendmsg` of descriptors to a peer that does not
+//! read. Such a file has no name, no descriptor and no mapping, and nothing in /proc shows it. SIGSTOP makes every
+//! waiting call return to user space (signal(7)). The kernel frees the file on the way, and restarts the call with a
+//! descriptor that is closed by then. So if a file system holds less after a pause than before, such calls held the
+//! difference.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,66 +16,69 @@ use super::{ProcessSet, open_descendants, pids};
 use crate::sys;
 use crate::sys::procfs::{SMALL_FILE_BYTES, numbers_in, open_pidfd, read};
 
-/// A thread that writes one large piece, or waits for a disk, stops only after that.
-const ANSWER_AT_MOST: Duration = Duration::from_secs(1);
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
-/// A pause interrupts calls that ordinary programs make, such as epoll_wait.
-const PAUSE_EVERY: Duration = Duration::from_millis(500);
-/// After a pause that freed something: who hides writes on meanwhile.
-const PAUSE_AGAIN: Duration = Duration::from_millis(50);
-/// Others may free space during one pause, but hardly during each.
-const CERTAIN: u32 = 2;
+/// How long to wait for all threads to stop. A thread that writes one large block, or waits for a disk, stops only
+/// afterwards.
+const STOP_WAIT_MAX: Duration = Duration::from_secs(1);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// The shortest time between two pauses. A pause interrupts calls that ordinary programs make, such as epoll_wait.
+const PAUSE_INTERVAL: Duration = Duration::from_millis(500);
+/// The same after a pause that freed something: a program that hides files goes on writing meanwhile.
+const PAUSE_INTERVAL_AFTER_FREEING: Duration = Duration::from_millis(50);
+/// How many pauses must agree before the run is judged. Other processes of the host may free space during one pause,
+/// but hardly during each.
+const PAUSES_FOR_VERDICT: u32 = 2;
 
-/// The processes that were stopped go on when this is dropped.
+/// The processes that were stopped. Dropping this value continues them.
 pub struct PausedProcesses {
     stopped: Vec<(u32, OwnedFd)>,
-    /// Every process whose threads share descriptors has stopped.
-    pub answered: bool,
+    /// Whether every process with several threads has stopped.
+    pub all_stopped: bool,
 }
 
 impl Drop for PausedProcesses {
     fn drop(&mut self) {
-        // Children first: a parent that waits for stopped children finds none.
+        // Continue children first, so that a parent that waits for stopped children (WUNTRACED) finds none.
         self.stopped.sort_by_key(|(pid, _)| std::cmp::Reverse(*pid));
-        for (_, held) in &self.stopped {
-            let _ = sys::signal_pidfd(held.as_fd(), libc::SIGCONT);
+        for (_, pidfd) in &self.stopped {
+            let _ = sys::signal_pidfd(pidfd.as_fd(), libc::SIGCONT);
         }
     }
 }
 
-/// Stops all processes of the run but this one, and waits for them, with a bound.
+/// Stops all processes of the run except this one, and waits for them, at most [`STOP_WAIT_MAX`].
 pub fn pause(process_set: ProcessSet) -> PausedProcesses {
-    let until = Instant::now() + ANSWER_AT_MOST;
+    let until = Instant::now() + STOP_WAIT_MAX;
     let mut stopped: HashMap<u32, Option<OwnedFd>> = HashMap::new();
-    let answered = loop {
-        // One that is found in this round may have been born after its parent's list was read.
+    let all_stopped = loop {
+        // A process that is new in this round may have forked another one since, so go through the list again.
         let mut all = true;
-        for (pid, held) in held_processes(process_set) {
+        for (pid, pidfd) in open_processes(process_set) {
             if stopped.contains_key(&pid) {
-                all &= threads(pid).is_harmless();
+                all &= thread_counts(pid).hides_nothing();
                 continue;
             }
-            // One that the program itself has stopped stays so.
-            let by_us = threads(pid).running > 0;
+            // Do not continue a process later that the program itself has stopped.
+            let by_us = thread_counts(pid).running > 0;
             if by_us {
                 all = false;
-                let _ = sys::signal_pidfd(held.as_fd(), libc::SIGSTOP);
+                let _ = sys::signal_pidfd(pidfd.as_fd(), libc::SIGSTOP);
             }
-            stopped.insert(pid, by_us.then_some(held));
+            stopped.insert(pid, by_us.then_some(pidfd));
         }
         if all || Instant::now() >= until {
             break all;
         }
-        std::thread::sleep(LOOK_AGAIN);
+        std::thread::sleep(STOP_POLL_INTERVAL);
     };
-    let by_us = |(pid, held): (u32, Option<OwnedFd>)| Some((pid, held?));
+    let by_us = |(pid, pidfd): (u32, Option<OwnedFd>)| Some((pid, pidfd?));
     PausedProcesses {
         stopped: stopped.into_iter().filter_map(by_us).collect(),
-        answered,
+        all_stopped,
     }
 }
 
-fn held_processes(process_set: ProcessSet) -> Vec<(u32, OwnedFd)> {
+/// Opens a pidfd for every process of the run except this one.
+fn open_processes(process_set: ProcessSet) -> Vec<(u32, OwnedFd)> {
     match process_set {
         ProcessSet::Descendants => open_descendants(),
         ProcessSet::Namespace => {
@@ -87,20 +91,22 @@ fn held_processes(process_set: ProcessSet) -> Vec<(u32, OwnedFd)> {
     }
 }
 
-struct Threads {
+/// How many threads a process has.
+struct ThreadCounts {
     all: usize,
-    /// Neither stopped nor dead.
+    /// Threads that are neither stopped nor dead.
     running: usize,
 }
 
-impl Threads {
-    /// A single thread holds nothing that its own table does not show: nobody else can close its descriptors.
-    fn is_harmless(&self) -> bool {
+impl ThreadCounts {
+    /// Whether the process cannot hold a hidden file: all threads have stopped, or there is only one. No other thread
+    /// can close a descriptor that a single thread uses.
+    fn hides_nothing(&self) -> bool {
         self.running == 0 || self.all == 1
     }
 }
 
-fn threads(pid: u32) -> Threads {
+fn thread_counts(pid: u32) -> ThreadCounts {
     let dir = format!("/proc/{pid}/task");
     let state = |tid: u32| -> Option<char> {
         let stat = read(format!("{dir}/{tid}/stat"), SMALL_FILE_BYTES)?;
@@ -108,33 +114,34 @@ fn threads(pid: u32) -> Threads {
     };
     let states: Vec<char> = numbers_in(Path::new(&dir)).filter_map(state).collect();
     let is_running = |state: &&char| !matches!(state, 'T' | 't' | 'Z' | 'X');
-    Threads {
+    ThreadCounts {
         all: states.len(),
         running: states.iter().filter(is_running).count(),
     }
 }
 
-/// What a whole file system, or the host's shared memory, holds beyond what was measured of the run. It is others', or
-/// held by calls of the run's; a pause tells which.
+/// What a whole file system, or the host's shared memory, holds beyond what was measured of the run. It belongs to
+/// other processes of the host, or system calls of the run hold it. A pause shows which.
 pub struct UnexplainedGrowth {
-    /// Others hold no more than this.
+    /// What the rest of the host holds, as far as known. Signed, because the run's inputs may have been there at the start.
     others: i64,
+    /// Growth up to this amount is ignored.
     slack: u64,
     paused_at: Option<Instant>,
-    /// What pauses have freed, and how many of them.
+    /// How much all pauses together have freed.
     freed: u64,
     freeing_pauses: u32,
-    unanswered_pauses: u32,
+    incomplete_pauses: u32,
 }
 
-/// What was learnt from a pause.
+/// What the pauses so far have shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PauseVerdict {
     Nothing,
-    /// So much has been held by calls in all.
+    /// System calls have held this much in all.
     Hidden(u64),
-    /// Threads do not stop, and hold whatever they hold.
-    Unanswered,
+    /// Threads do not stop, so what they hold is unknown.
+    NotStopped,
 }
 
 impl UnexplainedGrowth {
@@ -145,11 +152,11 @@ impl UnexplainedGrowth {
             paused_at: None,
             freed: 0,
             freeing_pauses: 0,
-            unanswered_pauses: 0,
+            incomplete_pauses: 0,
         }
     }
 
-    /// Whether so much has come to be in use, beyond what was measured, that it may be hidden.
+    /// Whether so much more is in use than was measured that the run may hide it, and a pause is due.
     pub fn needs_pause(&mut self, in_use: u64, measured: u64) -> bool {
         let unexplained = in_use as i64 - measured as i64;
         if unexplained <= self.others.saturating_add_unsigned(self.slack) {
@@ -157,19 +164,19 @@ impl UnexplainedGrowth {
             return false;
         }
         let interval = match self.freeing_pauses {
-            0 => PAUSE_EVERY,
-            _ => PAUSE_AGAIN,
+            0 => PAUSE_INTERVAL,
+            _ => PAUSE_INTERVAL_AFTER_FREEING,
         };
         self.paused_at.is_none_or(|at| at.elapsed() >= interval)
     }
 
-    /// What was in use before a pause, and in the midst of it.
+    /// Records what was in use before a pause and during it, and judges.
     pub fn note_pause(
         &mut self,
         before: u64,
         after: u64,
         measured: u64,
-        answered: bool,
+        all_stopped: bool,
     ) -> PauseVerdict {
         self.paused_at = Some(Instant::now());
         self.others = after as i64 - measured as i64;
@@ -178,15 +185,15 @@ impl UnexplainedGrowth {
             self.freed += freed;
             self.freeing_pauses += 1;
         }
-        self.unanswered_pauses = match answered {
+        self.incomplete_pauses = match all_stopped {
             true => 0,
-            false => self.unanswered_pauses + 1,
+            false => self.incomplete_pauses + 1,
         };
-        if self.freeing_pauses >= CERTAIN {
+        if self.freeing_pauses >= PAUSES_FOR_VERDICT {
             return PauseVerdict::Hidden(self.freed);
         }
-        match self.unanswered_pauses >= CERTAIN {
-            true => PauseVerdict::Unanswered,
+        match self.incomplete_pauses >= PAUSES_FOR_VERDICT {
+            true => PauseVerdict::NotStopped,
             false => PauseVerdict::Nothing,
         }
     }
@@ -197,9 +204,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_others_hold_is_asked_about_once() {
+    fn growth_that_a_pause_does_not_free_needs_no_second_pause() {
         let mut disk = UnexplainedGrowth::new(1000, 100);
-        // The run had inputs of 200 from the start.
+        // The run's inputs took 200 from the start.
         assert!(!disk.needs_pause(1000, 200));
         assert!(!disk.needs_pause(1050, 200));
         assert!(disk.needs_pause(1500, 200));
@@ -212,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn hidden_is_what_two_pauses_free() {
+    fn two_pauses_that_free_something_show_hidden_files() {
         let mut disk = UnexplainedGrowth::new(0, 100);
         assert!(disk.needs_pause(500, 0));
         assert_eq!(disk.note_pause(500, 0, 0, true), PauseVerdict::Nothing);
@@ -223,14 +230,14 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_stop_twice_in_a_row_hides() {
+    fn two_incomplete_pauses_in_a_row_show_threads_that_do_not_stop() {
         let mut disk = UnexplainedGrowth::new(0, 100);
         assert_eq!(disk.note_pause(500, 500, 0, false), PauseVerdict::Nothing);
         assert_eq!(disk.note_pause(900, 900, 0, true), PauseVerdict::Nothing);
         assert_eq!(disk.note_pause(1300, 1300, 0, false), PauseVerdict::Nothing);
         assert_eq!(
             disk.note_pause(1800, 1800, 0, false),
-            PauseVerdict::Unanswered
+            PauseVerdict::NotStopped
         );
     }
 }

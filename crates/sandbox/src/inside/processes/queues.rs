@@ -1,10 +1,10 @@
-//! Memory that data waiting in pipes and sockets keeps from being freed.
+//! Memory that data in pipes and sockets keeps from being freed.
 //!
-//! `sendfile` and `splice` put no copy into a pipe or a socket but the page itself. The page stays in memory when its
-//! file is truncated, and with it the whole of a large folio: one byte in a pipe can hold 2 MiB. Such a page is in no
-//! process's account, and the kernel has no counter for it. What it leaves is a difference: memory of the host that is not
-//! free and in none of the categories of /proc/meminfo. Others have such memory too (drivers, ZFS), so the run answers for
-//! the growth of that difference only as far as what waits in its own pipes and sockets can account for it.
+//! `sendfile` and `splice` put the page of a file into a pipe or a socket, not a copy. The page stays in memory when
+//! its file is truncated, and so does the whole large folio that it belongs to: one byte in a pipe can keep 2 MiB. Such
+//! a page is charged to no process, and the kernel has no counter for it. It shows only as a difference: memory of the
+//! host that is neither free nor in any category of /proc/meminfo. Drivers and ZFS have such memory too. So the run
+//! answers for the growth of this difference only as far as the data in its own pipes and sockets can explain it.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -13,16 +13,16 @@ use std::os::fd::OwnedFd;
 use rustix::fs::FileType;
 use rustix::process::PidfdGetfdFlags;
 
-use super::{ProcessSet, ScanResult, descriptors_in_flight, field, open_files};
+use super::{ProcessSet, ScanResult, field, for_each_open_file, has_descriptors_in_flight};
 use crate::sys::procfs::open_pidfd;
 
-/// The largest piece of a file's pages that the kernel keeps together and frees only as a whole.
+/// The largest folio: pages of a file that the kernel frees only together.
 const FOLIO_BYTES_MAX: u64 = 2 << 20;
 const PAGE: u64 = 4096;
-/// A socket's queue is bounded in bytes; so many pieces fit at most.
+/// The most pages in one socket's queue, which is bounded in bytes.
 const SOCKET_PIECES_MAX: u64 = 4096;
 
-/// Memory of the host that is neither free nor in any category.
+/// The memory of the host that is neither free nor in any category of /proc/meminfo.
 pub fn unaccounted_memory(meminfo: &str) -> u64 {
     const ACCOUNTED: [&str; 13] = [
         "MemFree:",
@@ -43,32 +43,33 @@ pub fn unaccounted_memory(meminfo: &str) -> u64 {
     field(meminfo, "MemTotal:").saturating_sub(accounted) * 1024
 }
 
-/// The most that what waits in the run's pipes and sockets can keep in memory. `None`: descriptors are in flight.
+/// An upper bound on the memory that the data in the run's pipes and sockets can keep. Returns `None` if descriptors
+/// are in flight or the scan was incomplete.
 pub fn queued_pages_at_most(process_set: ProcessSet) -> Option<u64> {
     let (mut bytes, mut seen, mut in_flight) = (0u64, HashSet::new(), false);
     let mut process: Option<(u32, OwnedFd)> = None;
-    let looked = open_files(process_set, &mut |pid, fd, stat| {
+    let scanned = for_each_open_file(process_set, &mut |pid, fd, stat| {
         let kind = FileType::from_raw_mode(stat.st_mode);
-        let queues = matches!(kind, FileType::Fifo | FileType::Socket);
-        if !queues || !seen.insert((stat.st_dev, stat.st_ino)) {
+        let is_queue = matches!(kind, FileType::Fifo | FileType::Socket);
+        if !is_queue || !seen.insert((stat.st_dev, stat.st_ino)) {
             return true;
         }
-        in_flight |= kind == FileType::Socket && descriptors_in_flight(pid, fd);
-        if process.as_ref().is_none_or(|(held, _)| *held != pid) {
-            process = open_pidfd(pid).map(|held| (pid, held));
+        in_flight |= kind == FileType::Socket && has_descriptors_in_flight(pid, fd);
+        if process.as_ref().is_none_or(|(last, _)| *last != pid) {
+            process = open_pidfd(pid).map(|pidfd| (pid, pidfd));
         }
-        let held = process.as_ref().map(|(_, held)| held);
-        let pieces = held.and_then(|held| pieces_waiting(held, fd, kind));
+        let pidfd = process.as_ref().map(|(_, pidfd)| pidfd);
+        let pieces = pidfd.and_then(|pidfd| queued_pieces_max(pidfd, fd, kind));
         bytes = bytes.saturating_add(pieces.unwrap_or(0).saturating_mul(FOLIO_BYTES_MAX));
         !in_flight
     });
-    (looked == ScanResult::All && !in_flight).then_some(bytes)
+    (scanned == ScanResult::All && !in_flight).then_some(bytes)
 }
 
-/// How many pieces at most wait to be read.
-fn pieces_waiting(process: &OwnedFd, fd: &OsStr, kind: FileType) -> Option<u64> {
+/// An upper bound on the pieces that wait to be read: each byte may be one, up to the slots of the queue.
+fn queued_pieces_max(process: &OwnedFd, fd: &OsStr, kind: FileType) -> Option<u64> {
     let number = fd.to_str()?.parse().ok()?;
-    // The same description: opening a pipe anew would make its ends believe in one more reader.
+    // Copy the descriptor. Opening the pipe through /proc would add a reader, which its users could notice.
     let theirs = rustix::process::pidfd_getfd(process, number, PidfdGetfdFlags::empty()).ok()?;
     let waiting = rustix::io::ioctl_fionread(&theirs).ok()?;
     let pieces_max = match kind {
@@ -84,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_no_category_is_the_rest() {
+    fn unaccounted_memory_is_the_total_less_all_categories() {
         let meminfo = "MemTotal: 100 kB\nMemFree: 10 kB\nCached: 20 kB\nAnonPages: 30 kB\n";
         assert_eq!(unaccounted_memory(meminfo), 40 << 10);
         let host = std::fs::read_to_string("/proc/meminfo").unwrap();

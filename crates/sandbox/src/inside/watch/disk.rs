@@ -1,4 +1,4 @@
-//! What the run has on disk: the tree below its workspace, and files without a name that some process holds.
+//! The run's disk use: the tree below its workspace, and unlinked files that a process still holds.
 
 use std::collections::HashSet;
 use std::io;
@@ -14,53 +14,57 @@ use crate::inside::processes::{self, PauseVerdict, ProcessSet, UnexplainedGrowth
 use crate::outcome::Stop;
 use crate::spec::{Spec, WorkspaceKind};
 
-/// Files are measured at least this often, whatever the counters say.
-const MEASURE_AT_LEAST: Duration = Duration::from_secs(1);
-/// Measuring takes at most one part in so many of the watch's time; half of it, when a limit may have been passed.
+/// The longest time between two measurements, whatever the counters say.
+const MEASURE_INTERVAL_MAX: Duration = Duration::from_secs(1);
+/// Measuring takes at most one part in this many of the watch's time, or half of its time when a limit may have been
+/// passed.
 const MEASURE_SHARE: u32 = 5;
-/// A tree that takes no more than this part of it is measured at every look: two milliseconds.
-const SOON_SHARE: u32 = 50;
-/// What our own directories in the workspace take: not the program's.
-pub const OWN_BYTES: u64 = 64 << 10;
-/// Growth of a file system that is not worth a pause: directories, extents, what is reserved for a moment.
+/// A tree that takes no more than one part in this many of the time is measured at every look: two milliseconds of a tick.
+const QUICK_TREE_SHARE: u32 = 50;
+/// What Fumehood's own directories in the workspace take. This does not count against the program.
+pub const OWN_DIRECTORIES_BYTES: u64 = 64 << 10;
+/// Growth of a file system that is not worth a pause of the run's processes: directories, extents, short-lived
+/// reservations.
 const NEGLIGIBLE_BYTES: u64 = 4 << 20;
 const NEGLIGIBLE_FILES: u64 = 100;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
-/// Directories held open at once while measuring; deeper ones count as unmeasured.
+/// How many directories may be open at once while measuring. Deeper ones count as unmeasured.
 const DEPTH_MAX: usize = 512;
 
-/// What the run has on disk.
+/// Measures the run's disk use and judges its limits. Pairs of numbers are bytes and files, or bytes and inodes.
 pub struct Disk {
     bytes_max: u64,
     files_max: u64,
     pub workspace: OwnedFd,
-    /// As the program names it.
+    /// The workspace's path inside the sandbox.
     workspace_path: String,
     workspace_kind: WorkspaceKind,
     device: u64,
     process_set: ProcessSet,
-    /// The workspace's files are kept in memory.
+    /// Whether the workspace's files are in a tmpfs, and so in memory.
     is_tmpfs: bool,
-    /// Bytes and files that were last measured.
+    /// The bytes and files that were last measured.
     last: (u64, u64),
-    /// Bytes and inodes of the whole file system beyond what was measured.
+    /// The growth, in bytes and in inodes, of the whole file system beyond what was measured.
     unexplained: Option<(UnexplainedGrowth, UnexplainedGrowth)>,
     progress: Arc<WatchProgress>,
-    /// Bytes and inodes in use on the whole file system at the start.
+    /// Bytes and inodes in use on the whole file system when the program started.
     at_start: (u64, u64),
-    /// Bytes and inodes in use when last measured: a cheap sign that something was written, or files were made.
+    /// Bytes and inodes in use at the last measurement. A difference is a cheap sign that bytes were written or files made.
     when_measured: (u64, u64),
     written: WrittenBytes,
-    /// All that had been written when a measuring last began.
+    /// How many bytes had been written when the last whole measurement began.
     written_before: u64,
     checked_at: Instant,
+    /// The last measurement of the named files.
     tree: MeasureTiming,
+    /// The last measurement that included unlinked files.
     whole: MeasureTiming,
-    /// The most seen: bytes, and files.
-    pub seen: (u64, u64),
+    /// The most bytes and files measured so far.
+    pub peak: (u64, u64),
 }
 
-/// When something was last measured, and how long that took.
+/// When a measurement ended, and how long it took.
 #[derive(Clone, Copy)]
 struct MeasureTiming {
     at: Instant,
@@ -68,25 +72,28 @@ struct MeasureTiming {
 }
 
 impl MeasureTiming {
-    fn started(start: Instant) -> Self {
+    fn ending_now(start: Instant) -> Self {
         MeasureTiming {
             at: Instant::now(),
             took: start.elapsed(),
         }
     }
 
-    /// Whether enough time has passed since for this to take no more than one part in `share` of it.
+    /// Whether enough time has passed since then that another measurement takes no more than one part in `share` of the
+    /// time.
     fn is_affordable(&self, share: u32) -> bool {
         self.at.elapsed() >= self.took * share
     }
 }
 
+/// A measurement in progress, or its result.
 #[derive(Default)]
 struct Measured {
     bytes: u64,
     files: u64,
+    /// Whether something could not be measured.
     unmeasured: bool,
-    /// Inodes with several names, or none, counted once.
+    /// The inodes with several names, or with none, that were counted already.
     seen: HashSet<u64>,
 }
 
@@ -120,26 +127,26 @@ impl Disk {
             checked_at: now.at,
             tree: now,
             whole: now,
-            seen: (0, 0),
+            peak: (0, 0),
         };
         let now = disk.in_use();
         disk.begin(now);
         Ok(disk)
     }
 
-    /// The program is about to run, and this is in use.
+    /// The program is about to run, and this is in use on the file system.
     pub fn begin(&mut self, in_use: (u64, u64)) {
         (self.at_start, self.when_measured) = (in_use, in_use);
         self.unexplained = None;
-        self.progress.measured((0, 0), in_use);
+        self.progress.set_measured((0, 0), in_use);
     }
 
-    /// What the workspace's files take of memory.
+    /// How much memory the workspace's files take.
     pub fn bytes_in_memory(&self) -> u64 {
         if self.is_tmpfs { self.last.0 } else { 0 }
     }
 
-    /// The top directory is the program's, and so is its mode: opened to others, it is closed again.
+    /// Restores mode 0700 of the workspace. The program owns the directory and could open it to other users of the host.
     pub fn restrict_top_directory(&self) {
         let open = rustix::fs::fstat(&self.workspace).is_ok_and(|s| s.st_mode & 0o7777 != 0o700);
         if open {
@@ -147,14 +154,14 @@ impl Disk {
         }
     }
 
-    /// In the midst of something else that takes long.
+    /// Checks the disk if the last check is a tick ago. To be called during anything that takes long.
     pub fn check_if_due(&mut self) -> Option<Stop> {
         (self.checked_at.elapsed() >= TICK)
             .then(|| self.check())
             .flatten()
     }
 
-    /// What was written, and what is there if that may be too much.
+    /// Reads how much was written and, if that may be too much, measures. Returns which limit was passed, if any.
     pub fn check(&mut self) -> Option<Stop> {
         let passed = self.look();
         self.checked_at = Instant::now();
@@ -165,24 +172,24 @@ impl Disk {
     fn look(&mut self) -> Option<Stop> {
         let (bytes, inodes) = self.in_use();
         if self.workspace_kind == WorkspaceKind::Memory {
-            // The tmpfs refuses what is too much; here it is only noted.
+            // The tmpfs itself refuses to exceed its size, so only record the peak.
             self.last = (bytes, inodes);
-            self.note(bytes, inodes);
+            self.update_peak(bytes, inodes);
             return None;
         }
-        self.written = processes::written(self.process_set);
+        self.written = processes::written_bytes(self.process_set);
         let grown = |now: u64, before: u64, limit: u64| now.saturating_sub(before) > limit / 8;
         let near = self.written.net > self.bytes_max
             || self.written.unreadable
             || grown(bytes, self.when_measured.0, self.bytes_max)
             || grown(inodes, self.when_measured.1, self.files_max);
-        let due = self.whole.at.elapsed() >= MEASURE_AT_LEAST || near;
-        if !due && self.tree.is_affordable(SOON_SHARE) {
+        let due = self.whole.at.elapsed() >= MEASURE_INTERVAL_MAX || near;
+        if !due && self.tree.is_affordable(QUICK_TREE_SHARE) {
             let tree = self.measure_tree();
             return self.judge(&tree);
         }
         let share = if near { 1 } else { MEASURE_SHARE };
-        // What has names is soon measured, and is as a rule all there is.
+        // Named files are quick to measure, and are usually all there is. So measure at least the tree.
         if !due || !self.tree.is_affordable(share) {
             return None;
         }
@@ -196,12 +203,13 @@ impl Disk {
         }
     }
 
-    /// When nobody is left who could hold a file without a name.
+    /// Measures when no process is left that could hold an unlinked file.
     pub fn look_at_end(&mut self) -> Option<Stop> {
         if self.workspace_kind == WorkspaceKind::Memory {
             return self.look();
         }
-        // Of what the dead have written nobody tells how much was deleted again; what there is more than at the start does.
+        // The kernel does not say how much of what dead processes wrote was deleted again. Judge by the growth of the
+        // file system instead.
         self.written = WrittenBytes::default();
         let tree = self.measure_tree();
         self.judge(&tree)
@@ -211,10 +219,12 @@ impl Disk {
         self.written.gross.saturating_sub(before)
     }
 
-    fn note(&mut self, bytes: u64, files: u64) {
-        self.seen = (self.seen.0.max(bytes), self.seen.1.max(files));
+    fn update_peak(&mut self, bytes: u64, files: u64) {
+        self.peak = (self.peak.0.max(bytes), self.peak.1.max(files));
     }
 
+    /// Measures everything: named files, unlinked files and, where the file system's growth is unexplained, files that
+    /// only system calls hold.
     fn measure(&mut self) -> Option<Stop> {
         let start = Instant::now();
         self.written_before = self.written.gross;
@@ -224,19 +234,20 @@ impl Disk {
             self.judge(&measured)
                 .or_else(|| self.look_for_hidden(&mut measured))
         });
-        self.whole = MeasureTiming::started(start);
+        self.whole = MeasureTiming::ending_now(start);
         self.when_measured = self.in_use();
         if !measured.unmeasured {
-            let known = (measured.bytes, measured.files);
-            self.progress.measured(known, self.when_measured);
+            let complete = (measured.bytes, measured.files);
+            self.progress.set_measured(complete, self.when_measured);
         }
         passed
     }
 
-    /// Files that only a system call holds (see `pause.rs`). The file system shows them, and nothing else does.
+    /// Looks for files that only a system call in progress holds (see `processes/pause.rs`). Only the growth of the
+    /// file system shows them.
     fn look_for_hidden(&mut self, measured: &mut Measured) -> Option<Stop> {
         if measured.unmeasured {
-            // It answers for all growth already.
+            // The run answers for all growth already.
             return None;
         }
         let now = self.in_use();
@@ -252,16 +263,16 @@ impl Disk {
         }
         let paused = processes::pause(self.process_set);
         let after = in_use(self.workspace.as_fd());
-        let answered = paused.answered;
+        let all_stopped = paused.all_stopped;
         drop(paused);
         let verdicts = [
-            bytes.note_pause(now.0, after.0, measured.bytes, answered),
-            files.note_pause(now.1, after.1, measured.files, answered),
+            bytes.note_pause(now.0, after.0, measured.bytes, all_stopped),
+            files.note_pause(now.1, after.1, measured.files, all_stopped),
         ];
         match verdicts {
             [PauseVerdict::Hidden(hidden), _] => measured.bytes += hidden,
             [_, PauseVerdict::Hidden(hidden)] => measured.files += hidden,
-            [PauseVerdict::Unanswered, _] | [_, PauseVerdict::Unanswered] => {
+            [PauseVerdict::NotStopped, _] | [_, PauseVerdict::NotStopped] => {
                 measured.unmeasured = true
             }
             [PauseVerdict::Nothing, PauseVerdict::Nothing] => return None,
@@ -269,6 +280,8 @@ impl Disk {
         self.judge(measured)
     }
 
+    /// Compares a measurement with the limits. If something could not be measured, the run answers for what it wrote
+    /// and for all growth of the file system.
     fn judge(&mut self, measured: &Measured) -> Option<Stop> {
         let (mut bytes, mut files) = (measured.bytes, measured.files);
         if measured.unmeasured {
@@ -278,56 +291,57 @@ impl Disk {
             files = files.max(now.1.saturating_sub(self.at_start.1));
         }
         self.last = (bytes, files);
-        self.note(bytes, files);
-        if bytes > self.bytes_max.saturating_add(OWN_BYTES) {
+        self.update_peak(bytes, files);
+        if bytes > self.bytes_max.saturating_add(OWN_DIRECTORIES_BYTES) {
             return Some(Stop::Disk);
         }
         (files > self.files_max).then_some(Stop::Files)
     }
 
+    /// Measures the named files below the workspace.
     fn measure_tree(&mut self) -> Measured {
         let start = Instant::now();
         let mut measured = Measured::default();
         let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         match rustix::fs::openat(&self.workspace, ".", open, Mode::empty()) {
             Ok(top) => {
-                let mut pace = Pace::new(self);
-                measured.directory(top, self.device, DEPTH_MAX, self.files_max, &mut pace);
-                self.written = pace.written;
+                let mut write_rate = WriteRate::new(self);
+                measured.directory(top, self.device, DEPTH_MAX, self.files_max, &mut write_rate);
+                self.written = write_rate.written;
             }
             Err(_) => measured.unmeasured = true,
         }
-        self.tree = MeasureTiming::started(start);
+        self.tree = MeasureTiming::ending_now(start);
         measured
     }
 
-    /// Files without a name that some process still holds.
+    /// Adds the unlinked files that a process still holds.
     fn measure_unlinked(&mut self, measured: &mut Measured) {
         let mut sockets = HashSet::new();
-        let mut pace = Pace::new(self);
-        let looked = processes::open_files(self.process_set, &mut |pid, entry, stat| {
+        let mut write_rate = WriteRate::new(self);
+        let scanned = processes::for_each_open_file(self.process_set, &mut |pid, entry, stat| {
             let kind = FileType::from_raw_mode(stat.st_mode);
             let unlinked = stat.st_nlink == 0 && stat.st_dev == self.device;
             if unlinked && measured.file(stat) {
-                // It takes an inode like any other.
+                // An unlinked file takes an inode like any other.
                 measured.files += 1;
             }
             if kind == FileType::Socket {
                 sockets.insert(stat.st_ino);
-                measured.unmeasured |= processes::descriptors_in_flight(pid, entry);
+                measured.unmeasured |= processes::has_descriptors_in_flight(pid, entry);
             }
-            pace.may_go_on_at_file()
+            write_rate.is_acceptable_after_file()
         });
-        measured.unmeasured |= looked != processes::ScanResult::All;
-        measured.unmeasured |= processes::map_deleted_files(
+        measured.unmeasured |= scanned != processes::ScanResult::All;
+        measured.unmeasured |= processes::maps_deleted_file(
             self.process_set,
             &measured.seen,
             &self.workspace_path,
-            &mut || pace.holds(),
+            &mut || write_rate.is_acceptable(),
         );
-        self.written = pace.written;
-        // A bound socket keeps the inode of its name after that is gone, and nothing tells which sockets do: as many of them
-        // as the file system has inodes beyond those that were found.
+        self.written = write_rate.written;
+        // A bound socket keeps the inode of its name after the name is removed, and nothing shows which sockets do. So
+        // count as many sockets as the file system has unexplained inodes.
         let grown = self.in_use().1.saturating_sub(self.at_start.1);
         let unexplained = grown.saturating_sub(measured.files);
         measured.files += unexplained.min(sockets.len() as u64);
@@ -346,23 +360,26 @@ pub fn in_use(workspace: BorrowedFd<'_>) -> (u64, u64) {
     })
 }
 
-/// Whether measuring keeps pace with writing: what was measured at its begin says little when much was written since.
-struct Pace<'a> {
+/// Checks that a measurement is faster than the program's writes: if much is written during a measurement, its result
+/// is worthless.
+struct WriteRate<'a> {
     workspace: BorrowedFd<'a>,
     progress: &'a WatchProgress,
     process_set: ProcessSet,
     bytes_max: u64,
+    /// Bytes written when the measurement began.
     before: u64,
+    /// Bytes in use when the measurement began.
     in_use_before: u64,
     in_use: u64,
     asked_at: Instant,
     written: WrittenBytes,
 }
 
-impl<'a> Pace<'a> {
+impl<'a> WriteRate<'a> {
     fn new(disk: &'a Disk) -> Self {
         let in_use = disk.in_use().0;
-        Pace {
+        WriteRate {
             workspace: disk.workspace.as_fd(),
             progress: &disk.progress,
             process_set: disk.process_set,
@@ -375,10 +392,11 @@ impl<'a> Pace<'a> {
         }
     }
 
-    fn holds(&mut self) -> bool {
+    /// Whether the run has written less than its limit since the measurement began.
+    fn is_acceptable(&mut self) -> bool {
         if self.asked_at.elapsed() >= TICK / 2 {
-            self.written = processes::written(self.process_set);
-            // Of what is written by children that nobody waits for only this tells.
+            self.written = processes::written_bytes(self.process_set);
+            // Only this shows what was written by children that were never waited for.
             self.in_use = in_use(self.workspace).0;
             self.asked_at = Instant::now();
         }
@@ -386,15 +404,16 @@ impl<'a> Pace<'a> {
             && self.in_use.saturating_sub(self.in_use_before) <= self.bytes_max
     }
 
-    /// The same where no file is read that waits for a process.
-    fn may_go_on_at_file(&mut self) -> bool {
+    /// As [`is_acceptable`](Self::is_acceptable), and records progress of the disk watch. Not to be used between reads
+    /// from /proc, which can block on a process.
+    fn is_acceptable_after_file(&mut self) -> bool {
         self.progress.mark_disk();
-        self.holds()
+        self.is_acceptable()
     }
 }
 
 impl Measured {
-    /// Counts what it takes, once for each inode, and tells whether this was the first time.
+    /// Adds the size of a file, once for each inode. Returns whether this was the first time.
     fn file(&mut self, stat: &rustix::fs::Stat) -> bool {
         let new = stat.st_nlink == 1 || self.seen.insert(stat.st_ino);
         if new {
@@ -403,20 +422,21 @@ impl Measured {
         new
     }
 
-    /// More than enough to know that the limit is passed, or more than can be measured.
-    fn is_enough(&mut self, files_max: u64, pace: &mut Pace<'_>) -> bool {
-        let holds = pace.may_go_on_at_file();
-        self.unmeasured |= !holds;
-        !holds || self.files > files_max.saturating_mul(2)
+    /// Whether to stop measuring: enough files were found to know that the limit is passed, or the program writes too fast.
+    fn is_enough(&mut self, files_max: u64, write_rate: &mut WriteRate<'_>) -> bool {
+        let acceptable = write_rate.is_acceptable_after_file();
+        self.unmeasured |= !acceptable;
+        !acceptable || self.files > files_max.saturating_mul(2)
     }
 
+    /// Adds a directory and everything below it.
     fn directory(
         &mut self,
         dir: OwnedFd,
         device: u64,
         depth: usize,
         files_max: u64,
-        pace: &mut Pace<'_>,
+        write_rate: &mut WriteRate<'_>,
     ) {
         let mut space = Vec::with_capacity(32 * 1024);
         let mut below = Vec::new();
@@ -434,7 +454,7 @@ impl Measured {
             let stat = match rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(stat) => stat,
                 Err(rustix::io::Errno::NOENT) => continue,
-                // Listed, and not to be looked at: a directory without the right to search it.
+                // The directory can be listed but not searched.
                 Err(_) => {
                     self.unmeasured = true;
                     continue;
@@ -444,22 +464,22 @@ impl Measured {
             if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
                 below.push(name.to_owned());
             }
-            if self.is_enough(files_max, pace) {
+            if self.is_enough(files_max, write_rate) {
                 return;
             }
         }
         for name in below {
             let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
             match rustix::fs::openat(&dir, name, open, Mode::empty()) {
-                // Never into another file system, should one be mounted there.
+                // Do not descend into another file system that is mounted there.
                 Ok(child) if rustix::fs::fstat(&child).is_ok_and(|s| s.st_dev != device) => {}
                 Ok(child) if depth > 0 => {
-                    self.directory(child, device, depth - 1, files_max, pace);
+                    self.directory(child, device, depth - 1, files_max, write_rate);
                 }
                 Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => {}
                 Ok(_) | Err(_) => self.unmeasured = true,
             }
-            if self.is_enough(files_max, pace) {
+            if self.is_enough(files_max, write_rate) {
                 return;
             }
         }

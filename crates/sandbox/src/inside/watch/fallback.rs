@@ -1,10 +1,10 @@
-//! What init looks at itself while the watch waits for a process.
+//! The checks that init makes itself while the watch thread is blocked on a process.
 
 use std::os::fd::BorrowedFd;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use super::disk::{OWN_BYTES, in_use};
+use super::disk::{OWN_DIRECTORIES_BYTES, in_use};
 use super::file_table::FileTable;
 use super::progress::WatchProgress;
 use super::{TICK, WatchedLimits};
@@ -12,19 +12,24 @@ use crate::inside::processes::{self, CensusRequest, ProcessCensus, ProcessSet};
 use crate::outcome::Stop;
 use crate::spec::{Limits, Spec, WorkspaceKind};
 
-/// The disk is looked at ten times a second; a machine that is busy with other things may make that half as often.
-const DISK_AT_MOST: Duration = Duration::from_millis(200);
-/// A process that holds much memory takes long to tell how much, and many of them take long together.
-const PROCESS_AT_MOST: Duration = Duration::from_secs(2);
-const LOOK_AT_MOST: Duration = Duration::from_secs(10);
+/// How long the watch thread may go without judging the disk before init does. The thread judges the disk ten times a
+/// second, and half as often on a busy machine.
+const DISK_GAP_MAX: Duration = Duration::from_millis(200);
+/// How long the watch thread may wait for one read from /proc before init judges the processes. Such a read takes long
+/// for a process that holds much memory.
+const PROCESS_GAP_MAX: Duration = Duration::from_secs(2);
+/// How long the watch thread may go without judging the disk before init judges the processes too. Many processes with
+/// much memory take long together.
+const LOOK_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// The look that init takes itself: nothing in it waits for a process.
+/// The checks that init makes itself. None of them waits for a process, so they count what the exact measurement would
+/// rule out.
 pub struct FallbackWatch {
     limits: Limits,
     watched: WatchedLimits,
     workspace_kind: WorkspaceKind,
     process_set: ProcessSet,
-    /// Where no counter of a cgroup tells the CPU time.
+    /// For the CPU time, where no cgroup counts it.
     census: Option<ProcessCensus>,
     file_table: Option<FileTable>,
     looked_at: Instant,
@@ -48,15 +53,15 @@ impl FallbackWatch {
         }
     }
 
-    /// The program is about to run, and the host has so many files open.
+    /// The program is about to run, and the host has this many files open.
     pub fn begin(&mut self, open_on_host: Option<u64>) {
         self.file_table
             .iter_mut()
             .for_each(|table| table.begin(open_on_host));
     }
 
-    /// Whether too many files are open; and which other limit is passed, as far as can be told without the watch, if that
-    /// has not come on in time.
+    /// Checks the number of open files. If the watch thread has made no progress in time, also checks the other limits.
+    /// Returns which limit was passed, if any.
     pub fn look(&mut self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         let table = self.file_table.as_mut();
         let passed = table.and_then(FileTable::look_at_descriptors);
@@ -68,31 +73,32 @@ impl FallbackWatch {
         progress: &WatchProgress,
         workspace: BorrowedFd<'_>,
     ) -> Option<Stop> {
-        let disk_for = progress.since(&progress.disk_ms);
-        if disk_for < DISK_AT_MOST || self.looked_at.elapsed() < TICK {
+        let disk_gap = progress.since(&progress.disk_ms);
+        if disk_gap < DISK_GAP_MAX || self.looked_at.elapsed() < TICK {
             return None;
         }
         self.looked_at = Instant::now();
-        let waits = progress.since(&progress.process_ms) >= PROCESS_AT_MOST;
+        let is_blocked = progress.since(&progress.process_ms) >= PROCESS_GAP_MAX;
         let passed = self.judge_disk(progress, workspace);
         passed.or_else(|| {
-            (waits || disk_for >= LOOK_AT_MOST)
+            (is_blocked || disk_gap >= LOOK_TIME_MAX)
                 .then(|| self.judge_processes())
                 .flatten()
         })
     }
 
+    /// Adds all growth of the file system since the last measurement to what was measured then.
     fn judge_disk(&self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         if self.workspace_kind == WorkspaceKind::Memory {
-            // The tmpfs refuses what is too much.
+            // The tmpfs itself refuses to exceed its size.
             return None;
         }
-        let known = progress.known.lock();
-        let known = *known.unwrap_or_else(PoisonError::into_inner);
+        let last = progress.last.lock();
+        let last = *last.unwrap_or_else(PoisonError::into_inner);
         let now = in_use(workspace);
-        let bytes = known.measured.0 + now.0.saturating_sub(known.in_use.0);
-        let files = known.measured.1 + now.1.saturating_sub(known.in_use.1);
-        if bytes > self.limits.disk_bytes.saturating_add(OWN_BYTES) {
+        let bytes = last.measured.0 + now.0.saturating_sub(last.in_use.0);
+        let files = last.measured.1 + now.1.saturating_sub(last.in_use.1);
+        if bytes > self.limits.disk_bytes.saturating_add(OWN_DIRECTORIES_BYTES) {
             return Some(Stop::Disk);
         }
         (files > self.limits.files).then_some(Stop::Files)
@@ -105,24 +111,25 @@ impl FallbackWatch {
                 return Some(Stop::Memory);
             }
         }
-        // Mapped files may be what the watch waits to be told of.
+        // The watch thread may be blocked on the list of mapped files, so judge by the growth of the host's count alone.
         let table = self.file_table.as_mut();
         if table.is_some_and(FileTable::has_grown) {
             return Some(Stop::OpenFiles);
         }
         let census = self.census.as_mut()?;
-        let wanted = CensusRequest {
+        let request = CensusRequest {
             cpu: true,
             tasks: self.watched.pids,
             memory: None,
             files_in_memory: 0,
         };
-        census.take(wanted, &mut || true);
+        census.take(request, &mut || true);
         if self.watched.pids && census.tasks > self.limits.pids {
             return Some(Stop::Pids);
         }
-        let most = self.limits.cpu_ms;
-        most.is_some_and(|most| census.cpu_ms > most)
+        let limit = self.limits.cpu_ms;
+        limit
+            .is_some_and(|limit| census.cpu_ms > limit)
             .then_some(Stop::CpuTime)
     }
 }

@@ -1,16 +1,18 @@
-//! The run's share of the table of open files that the whole host has one of (`fs.file-max`).
+//! The run's share of the host's table of open files (`fs.file-max`).
 //!
-//! The kernel counts open files for the host, and for nobody in particular. So there are two upper bounds, and the run answers
-//! for the smaller: by how much the host's count has grown since the program began, and how many files the run can hold. It can
-//! hold one for each place in its processes' tables of descriptors and one for each mapping of a file, since a mapping keeps its
-//! file open after the descriptor is closed. What processes share after a fork counts for each of them: that stops a
-//! run only if the host's count has grown too.
+//! The kernel counts open files for the whole host only. So there are two upper bounds on the run's open files, and the
+//! run answers for the smaller one:
 //!
-//! Neither bound has the files that only wait in a unix socket (RLIMIT_NOFILE bounds them for the user) or that only a
-//! system call holds (a few for each thread).
+//! - by how much the host's count has grown since the program started;
+//! - how many files the run can hold: one for each slot in its processes' descriptor tables, and one for each mapping
+//!   of a file, since a mapping keeps its file open after the descriptor is closed. Files that processes share after a
+//!   fork count for each of them; this stops a run only if the host's count has grown too.
 //!
-//! Init counts descriptors itself, at every turn of its loop: no file that it reads for this waits for a process. Mappings
-//! are in files that do, so the watch counts these.
+//! The second bound does not include files that are only in flight over a unix socket (RLIMIT_NOFILE bounds these for
+//! each user), nor files that only a system call in progress holds (a few for each thread).
+//!
+//! Init counts descriptors itself, in every turn of its loop, because the files of /proc that it reads for this never
+//! block on a process. The list of mappings can block, so the watch thread counts mappings.
 
 use std::time::{Duration, Instant};
 
@@ -20,21 +22,22 @@ use crate::outcome::Stop;
 use crate::spec::Limits;
 use crate::sys::procfs;
 
-/// A look takes at most one part in so many of the time.
+/// Counting takes at most one part in this many of the time.
 const LOOK_SHARE: u32 = 5;
 
+/// Checks the run against its share of the host's open files.
 #[derive(Clone)]
 pub struct FileTable {
     share: u64,
     process_set: ProcessSet,
-    /// Open files of the whole host when the program began, or fewer if others have closed some since.
+    /// The smallest number of open files that the whole host has had since the program started.
     before: u64,
     looked_at: Instant,
     took: Duration,
 }
 
 impl FileTable {
-    /// `None`: the run cannot pass its share.
+    /// Returns `None` if the run's other limits already keep it below its share.
     pub fn new(limits: &Limits, process_set: ProcessSet) -> Option<Self> {
         Some(FileTable {
             share: limits.open_files_of_run?,
@@ -45,28 +48,29 @@ impl FileTable {
         })
     }
 
-    /// The program is about to run, and the host has so many files open.
+    /// The program is about to run, and the host has this many files open.
     pub fn begin(&mut self, open: Option<u64>) {
         self.before = open.unwrap_or(0);
     }
 
     /// Whether the host's count has grown by more than the run's share.
     pub fn has_grown(&mut self) -> bool {
-        // One that cannot be read may be any.
+        // If the count cannot be read, assume the worst.
         let now = open_on_host().unwrap_or(u64::MAX);
         self.before = self.before.min(now);
         now - self.before > self.share
     }
 
+    /// Compares the number of descriptors with the share. Never blocks on a process.
     pub fn look_at_descriptors(&mut self) -> Option<Stop> {
         self.look(&mut |process_set| processes::descriptors_at_most(process_set))
     }
 
-    /// Descriptors and mappings. Asks before each process whether to go on.
-    pub fn look_at_mappings(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Stop> {
+    /// Compares the number of descriptors and mappings with the share. Asks before each process whether to continue.
+    pub fn look_at_mappings(&mut self, should_continue: &mut dyn FnMut() -> bool) -> Option<Stop> {
         self.look(&mut |process_set| {
             let descriptors = processes::descriptors_at_most(process_set);
-            descriptors.saturating_add(processes::file_mappings(process_set, go_on))
+            descriptors.saturating_add(processes::count_file_mappings(process_set, should_continue))
         })
     }
 
@@ -104,11 +108,11 @@ mod tests {
         };
         let open = open_on_host().unwrap();
         assert!(open > 0);
-        let held = |mut table: FileTable, held| table.look(&mut |_| held);
-        // Others of this host open and close some meanwhile.
-        assert_eq!(held(table(0, 0), 1), Some(Stop::OpenFiles));
-        assert_eq!(held(table(10, 0), 10), None);
-        assert_eq!(held(table(1 << 40, 0), u64::MAX), None);
+        let look = |mut table: FileTable, held_files| table.look(&mut |_| held_files);
+        // Other processes of this host open and close files meanwhile.
+        assert_eq!(look(table(0, 0), 1), Some(Stop::OpenFiles));
+        assert_eq!(look(table(10, 0), 10), None);
+        assert_eq!(look(table(1 << 40, 0), u64::MAX), None);
         let mut closed_since = table(1 << 40, u64::MAX);
         assert!(!closed_since.has_grown());
         assert!(closed_since.before < u64::MAX);

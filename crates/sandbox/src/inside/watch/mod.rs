@@ -1,22 +1,28 @@
-//! What is summed up ten times a second over all processes of the run: bytes written, files, CPU, memory,
-//! open files.
+//! The watch: measures the run's disk use, files, CPU time, memory, processes and open files ten times a second, and
+//! says which limit was passed.
 //!
-//! The watch is a thread of init's: of the process that nothing inside can signal, and apart from the loop
-//! that keeps the deadlines, so that no amount of things to look at delays those.
+//! The watch is a thread of init, because no process inside can signal init. It is separate from init's loop, so that a
+//! long measurement does not delay the deadlines. One pass of the watch is called a *look*.
 //!
-//! The disk watch must not be outrun. It rests on three readings. *Written* is what the kernel says the live
-//! processes (and those they reaped) have dirtied. *In use* is what the whole file system holds, which also tells of
-//! what nobody who lives has written. Once either has grown enough to matter, and at least once a second in any case, the
-//! tree is *measured*: every file below the workspace, and every file that was unlinked and is still open. As long as the files
-//! with names are soon walked through, that is done at every look: names cost no byte. What cannot be measured in bounded time (a directory or
-//! process we may not read, a depth or a number of descriptors nobody needs, a deleted file that is only
-//! mapped, a descriptor in flight on a socket) makes the run answer for all it has written, and for
-//! all that the file system has grown by. Time is bounded by what is written in it: a look that takes long, at
-//! memory too, is broken off for a glance at the disk every tick, and who writes as much as the limit
-//! allows while the files are being measured has written too much.
+//! The program must not be able to write faster than the disk watch measures. The disk watch uses three readings:
 //!
-//! Two things are beyond what can be measured. A file that only a system call holds is in no list; `pause.rs` makes the
-//! calls let go of it. A file of /proc may wait for the process it tells of; `fallback.rs` has init look meanwhile.
+//! - *written*: the bytes that the kernel says the live processes, and the children they reaped, have dirtied;
+//! - *in use*: what the whole file system holds, which also shows bytes written by processes that are gone;
+//! - *measured*: the size of every file below the workspace, and of every file that was unlinked and is still open.
+//!
+//! Measuring is the slowest. It is done once *written* or *in use* has grown enough to matter, and at least once a
+//! second. While the named files can be walked quickly, they are measured at every look, because an empty file costs no
+//! bytes but counts as a file.
+//!
+//! Some things cannot be measured in bounded time: a directory or process that init may not read, an excessive depth or
+//! number of descriptors, a deleted file that is only mapped, a descriptor in flight over a socket. The run then
+//! answers for all bytes it has written and for all growth of the file system. The time of a look is bounded by what is
+//! written during it. A long look, also at memory, is interrupted at every tick to check the disk, and a run that
+//! writes as much as its limit while its files are being measured has passed the limit.
+//!
+//! Two cases need other means. A file that only a system call in progress holds is in no list; `processes/pause.rs`
+//! makes such calls release it. Reading a file of /proc may block on the process that it describes; `fallback.rs` lets
+//! init check the limits meanwhile.
 
 mod disk;
 mod fallback;
@@ -42,7 +48,10 @@ use fallback::FallbackWatch;
 use file_table::FileTable;
 use progress::WatchProgress;
 
+/// The time between two looks.
 pub const TICK: Duration = Duration::from_millis(100);
+
+/// Everything the watch thread needs to measure the run and judge its limits.
 pub struct LimitWatch {
     limits: Limits,
     cpu_counter: Option<(OwnedFd, CpuUnit)>,
@@ -52,17 +61,17 @@ pub struct LimitWatch {
     file_table: Option<FileTable>,
     progress: Arc<WatchProgress>,
     fallback: Option<FallbackWatch>,
-    pub seen: PeakUsage,
+    pub peak: PeakUsage,
 }
 
-/// What nothing else holds, so that the watch must.
+/// Which limits nothing else enforces, so that the watch must.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WatchedLimits {
     pub memory: bool,
     pub pids: bool,
 }
 
-/// The largest values seen so far.
+/// The largest values measured so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PeakUsage {
     pub disk_bytes: u64,
@@ -72,30 +81,32 @@ pub struct PeakUsage {
     pub cpu_ms: u64,
 }
 
-/// The watch at work in a thread of its own, and what it last saw.
+/// Init's handle to the watch thread.
 pub struct WatchThread {
-    /// The thread's number inside.
+    /// The thread's id in the sandbox's pid namespace. The seccomp filter needs it, to protect the thread.
     pub thread: u32,
     workspace: OwnedFd,
     commands: Sender<WatchCommand>,
     shared: Arc<Mutex<Shared>>,
     event_fd: OwnedFd,
     progress: Arc<WatchProgress>,
-    /// From the beginning of the program on.
+    /// What init checks itself while the watch thread is blocked. Used from the program's start on.
     fallback: Option<FallbackWatch>,
     started: bool,
 }
 
+/// What the watch thread tells init.
 #[derive(Clone, Copy, Default)]
 struct Shared {
-    seen: PeakUsage,
+    peak: PeakUsage,
     passed: Option<Stop>,
+    /// Whether the thread has ended.
     over: bool,
-    /// The thread is gone, though it was not told to.
+    /// Whether the thread has ended although init did not order it to.
     lost: bool,
 }
 
-/// Rings when the watch ends in whatever way: an unwatched run must not go on.
+/// Tells init when the thread ends, even by a panic: a run without a watch must not go on.
 struct EndNotifier<'a> {
     shared: &'a Mutex<Shared>,
     event_fd: &'a OwnedFd,
@@ -117,30 +128,31 @@ impl WatchThread {
         let shared = Arc::new(Mutex::new(Shared::default()));
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let event_fd = rustix::event::eventfd(0, flags)?;
-        let (theirs, ring) = (
+        let (thread_shared, thread_event_fd) = (
             Arc::clone(&shared),
             rustix::io::fcntl_dupfd_cloexec(&event_fd, 3)?,
         );
         let workspace = rustix::io::fcntl_dupfd_cloexec(&watch.disk.workspace, 3)?;
         let (progress, fallback) = (Arc::clone(&watch.progress), watch.fallback.take());
-        let (tell, thread_number) = std::sync::mpsc::channel();
+        let (send_id, thread_id) = std::sync::mpsc::channel();
         sys::use_one_malloc_arena();
         std::thread::Builder::new().spawn(move || {
-            // Credentials are a thread's own: what init gives up later, this thread gives up now.
-            let bare = capabilities::drop_capabilities(bounding).is_ok()
+            // Credentials belong to a thread. Init drops its own later, so this thread must drop its copy itself.
+            let unprivileged = capabilities::drop_capabilities(bounding).is_ok()
                 && rustix::thread::set_no_new_privs(true).is_ok();
-            let number = bare.then(|| rustix::thread::gettid().as_raw_nonzero().get() as u32);
-            let _ = tell.send(number);
-            if bare {
+            let id = unprivileged.then(|| rustix::thread::gettid().as_raw_nonzero().get() as u32);
+            // The receiver is in this function and waits.
+            let _ = send_id.send(id);
+            if unprivileged {
                 let _notifier = EndNotifier {
-                    shared: &theirs,
-                    event_fd: &ring,
+                    shared: &thread_shared,
+                    event_fd: &thread_event_fd,
                 };
-                watch_loop(watch, &received, &theirs, &ring);
+                watch_loop(watch, &received, &thread_shared, &thread_event_fd);
             }
         })?;
-        let number = thread_number.recv().ok().flatten();
-        let thread = number.ok_or_else(|| io::Error::other("it kept capabilities"))?;
+        let id = thread_id.recv().ok().flatten();
+        let thread = id.ok_or_else(|| io::Error::other("the thread kept capabilities"))?;
         Ok(WatchThread {
             thread,
             workspace,
@@ -153,13 +165,13 @@ impl WatchThread {
         })
     }
 
-    /// Readable when a limit was passed, or the last look is over.
+    /// A descriptor that is readable when a limit was passed, or when the thread has ended.
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         self.event_fd.as_fd()
     }
 
-    /// Which limit was passed, if any, since this was last asked.
-    pub fn passed(&mut self) -> Option<Stop> {
+    /// Which limit was passed, if any, since the last call. Runs the fallback checks too.
+    pub fn take_passed_limit(&mut self) -> Option<Stop> {
         let _ = rustix::io::read(&self.event_fd, &mut [0u8; 8]);
         let (passed, over) = {
             let mut shared = self.lock();
@@ -171,20 +183,23 @@ impl WatchThread {
         })
     }
 
-    /// Whether nobody watches any more, though somebody should.
+    /// Whether the thread has ended although init did not order it to.
     pub fn is_lost(&self) -> bool {
         self.lock().lost
     }
 
-    pub fn seen(&self) -> PeakUsage {
-        self.lock().seen
+    pub fn peak(&self) -> PeakUsage {
+        self.lock().peak
     }
 
-    /// The program is about to run. Before that nothing is looked at: what is to become it cannot be looked into, like
-    /// somebody who hides. What others have written by now is not its own.
+    /// Starts the looks, because the program is about to run. What is in use on the file system and open on the host by
+    /// now does not count against the run.
+    ///
+    /// There are no looks before this: the child that becomes the program is still unreadable, and a run with an
+    /// unreadable process answers for all growth.
     pub fn begin(&mut self) {
         let in_use = disk::in_use(self.workspace.as_fd());
-        self.progress.measured((0, 0), in_use);
+        self.progress.set_measured((0, 0), in_use);
         self.progress.mark_disk();
         let open_on_host = file_table::open_on_host();
         let fallback = self.fallback.iter_mut();
@@ -196,7 +211,7 @@ impl WatchThread {
         });
     }
 
-    /// A last look, for as long as there is time for it. Calls `at_each_tick` meanwhile.
+    /// Orders a last look, and waits for it at most this long. Calls `at_each_tick` meanwhile.
     pub fn finish(&self, at_most: Duration, at_each_tick: &mut dyn FnMut()) -> PeakUsage {
         let _ = self.commands.send(WatchCommand::End);
         let until = Instant::now() + at_most;
@@ -213,7 +228,7 @@ impl WatchThread {
                 at_each_tick();
             }
         }
-        self.seen()
+        self.peak()
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Shared> {
@@ -222,7 +237,7 @@ impl WatchThread {
 }
 
 enum WatchCommand {
-    /// With what is in use on the file system, and how many files the host has open.
+    /// The program is about to run. Carries what is in use on the file system, and how many files the host has open.
     Begin {
         in_use: (u64, u64),
         open_on_host: Option<u64>,
@@ -238,11 +253,11 @@ fn watch_loop(
 ) {
     let mut started = false;
     loop {
-        let word = match started {
+        let command = match started {
             true => received.recv_timeout(TICK),
             false => received.recv().map_err(RecvTimeoutError::from),
         };
-        let (passed, over) = match word {
+        let (passed, over) = match command {
             Ok(WatchCommand::Begin {
                 in_use,
                 open_on_host,
@@ -261,7 +276,7 @@ fn watch_loop(
             Err(RecvTimeoutError::Disconnected) => return,
         };
         let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.seen = watch.seen;
+        shared.peak = watch.peak;
         shared.passed = shared.passed.or(passed);
         shared.over = over;
         drop(shared);
@@ -297,32 +312,33 @@ impl LimitWatch {
             disk: Disk::new(spec, workspace, process_set, Arc::clone(&progress))?,
             file_table: FileTable::new(&spec.limits, process_set),
             progress,
-            seen: PeakUsage::default(),
+            peak: PeakUsage::default(),
         })
     }
 
-    /// One look. Says which limit was passed, if any.
+    /// Takes one look. Returns which limit was passed, if any.
     pub fn look(&mut self) -> Option<Stop> {
         self.disk.restrict_top_directory();
         let mut passed = self.disk.check().or_else(|| self.look_at_mappings());
         if passed.is_none() {
-            let wanted = CensusRequest {
+            let request = CensusRequest {
                 cpu: self.cpu_counter.is_none(),
                 tasks: self.watched.pids,
                 memory: self.watched.memory.then_some(self.limits.memory_bytes),
                 files_in_memory: self.disk.bytes_in_memory(),
             };
             let (disk, progress) = (&mut self.disk, &self.progress);
-            self.census.take(wanted, &mut || {
+            self.census.take(request, &mut || {
                 progress.mark_process();
                 passed = passed.or_else(|| disk.check_if_due());
                 passed.is_none()
             });
         }
-        (self.seen.disk_bytes, self.seen.files) = self.disk.seen;
+        (self.peak.disk_bytes, self.peak.files) = self.disk.peak;
         passed.or_else(|| self.judge())
     }
 
+    /// Checks the run's share of the host's open files. Interrupts itself to check the disk.
     fn look_at_mappings(&mut self) -> Option<Stop> {
         let (disk, progress) = (&mut self.disk, &self.progress);
         let mut passed = None;
@@ -334,50 +350,51 @@ impl LimitWatch {
         passed.or(too_many)
     }
 
-    /// Whether the last census shows a limit passed.
+    /// Which limit the last census shows as passed, if any.
     fn judge(&mut self) -> Option<Stop> {
-        self.seen.pids = self.seen.pids.max(self.census.count);
-        self.seen.cpu_ms = self.cpu_ms();
+        self.peak.pids = self.peak.pids.max(self.census.count);
+        self.peak.cpu_ms = self.cpu_ms();
         if self.watched.memory {
             let bytes = self.census.memory_bytes;
-            // A run shorter than a look has no peak, rather than one of nothing.
+            // A run that ends before the first look has no known peak, rather than a peak of zero.
             let measured = (bytes > 0).then_some(bytes);
-            self.seen.memory_bytes = self.seen.memory_bytes.max(measured);
+            self.peak.memory_bytes = self.peak.memory_bytes.max(measured);
             if bytes > self.limits.memory_bytes || self.census.hides_memory() {
                 return Some(Stop::Memory);
             }
         }
-        // The kill helper is among them.
+        // Allow one more: the kill helper is counted too.
         if self.watched.pids && self.census.tasks > self.limits.pids.saturating_add(1) {
             return Some(Stop::Pids);
         }
-        let most = self.limits.cpu_ms;
-        most.is_some_and(|most| self.seen.cpu_ms > most)
+        let limit = self.limits.cpu_ms;
+        limit
+            .is_some_and(|limit| self.peak.cpu_ms > limit)
             .then_some(Stop::CpuTime)
     }
 
-    /// CPU time of the whole run: the cgroup's counter where there is one.
+    /// The CPU time of the whole run: from the cgroup's counter if there is one, else from the last census.
     fn cpu_ms(&self) -> u64 {
         let counter = self.cpu_counter.as_ref();
         let counted = counter.and_then(|(fd, unit)| unit.read_us(fd.as_fd()).ok());
         counted.map_or(self.census.cpu_ms, |us| us / 1000)
     }
 
-    /// At the end, when nothing lives: what is there, and the time that all of it took.
+    /// Takes the last look, when no process is left: at the size of the workspace, and at the CPU time of the whole run.
     pub fn look_at_end(&mut self) -> Option<Stop> {
         self.disk.restrict_top_directory();
         let passed = self.disk.look_at_end();
-        (self.seen.disk_bytes, self.seen.files) = self.disk.seen;
+        (self.peak.disk_bytes, self.peak.files) = self.disk.peak;
         if self.cpu_counter.is_none() {
-            let wanted = CensusRequest {
+            let request = CensusRequest {
                 cpu: true,
                 tasks: false,
                 memory: None,
                 files_in_memory: 0,
             };
-            self.census.take(wanted, &mut || true);
+            self.census.take(request, &mut || true);
         }
-        self.seen.cpu_ms = self.cpu_ms();
+        self.peak.cpu_ms = self.cpu_ms();
         passed
     }
 }

@@ -1,26 +1,28 @@
-//! How far the watch has come, and what init looks at itself while the watch waits.
+//! The progress of the watch thread, which init checks.
 //!
-//! Some files of /proc wait for the process that they tell of: `smaps_rollup` and `maps` for its memory map, which a thread
-//! of it can hold for seconds, `io` for the end of an `execve`. The program decides how long that is. So the watch notes
-//! its progress, and when none is made in time, the run counts as one that hides: init, whose loop never waits for a
-//! process, takes the growth of the file system for the run's.
+//! Reading some files of /proc blocks on the process that they describe: `smaps_rollup` and `maps` on its memory-map
+//! lock, which one of its threads can hold for seconds, and `io` on the end of an `execve`. The program decides how
+//! long that takes. So the watch thread records its progress here. If it makes none in time, init, whose loop never
+//! waits for a process, attributes all growth of the file system to the run (`fallback.rs`).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+/// When the watch thread last made progress, and what it last measured.
 pub struct WatchProgress {
     origin: Instant,
-    /// When the disk was last judged, or a file measured, in milliseconds since the origin.
+    /// When the disk limits were last judged, or a file was last measured, in milliseconds since the origin.
     pub(super) disk_ms: AtomicU64,
-    /// When a process last answered.
+    /// When a read from /proc last returned, in milliseconds since the origin.
     pub(super) process_ms: AtomicU64,
-    pub(super) known: Mutex<Known>,
+    pub(super) last: Mutex<LastMeasurement>,
 }
 
-/// What was measured of the run last, and what the whole file system held then: bytes, and files.
+/// The last complete measurement: the bytes and files of the run, and the bytes and inodes in use on the whole file
+/// system at that time.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Known {
+pub(super) struct LastMeasurement {
     pub(super) measured: (u64, u64),
     pub(super) in_use: (u64, u64),
 }
@@ -31,29 +33,32 @@ impl WatchProgress {
             origin: Instant::now(),
             disk_ms: AtomicU64::new(0),
             process_ms: AtomicU64::new(0),
-            known: Mutex::default(),
+            last: Mutex::default(),
         }
     }
 
+    /// Records that the disk limits were judged, or a file measured.
     pub fn mark_disk(&self) {
         self.disk_ms.store(self.now_ms(), Ordering::Relaxed);
         self.mark_process();
     }
 
+    /// Records that a read from /proc has returned.
     pub fn mark_process(&self) {
         self.process_ms.store(self.now_ms(), Ordering::Relaxed);
     }
 
-    /// All that the run has was measured, while so much was in use.
-    pub fn measured(&self, measured: (u64, u64), in_use: (u64, u64)) {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        *known = Known { measured, in_use };
+    /// Records a complete measurement of the run, and what was in use on the file system at that time.
+    pub fn set_measured(&self, measured: (u64, u64), in_use: (u64, u64)) {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        *last = LastMeasurement { measured, in_use };
     }
 
     fn now_ms(&self) -> u64 {
         self.origin.elapsed().as_millis() as u64
     }
 
+    /// The time since one of the two marks.
     pub(super) fn since(&self, mark: &AtomicU64) -> Duration {
         Duration::from_millis(self.now_ms().saturating_sub(mark.load(Ordering::Relaxed)))
     }

@@ -1,4 +1,4 @@
-//! Mounts that are attached nowhere yet: copies of the host's, and new file systems.
+//! Detached mounts: copies of the host's mounts, and new file systems, before they are attached anywhere.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,10 +10,10 @@ use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, O
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
-/// The number of terminals is bounded for the whole host (kernel.pty.max); this is the run's share.
+/// The kernel bounds the number of terminals for the whole host (kernel.pty.max). This is the run's share.
 const TERMINALS_MAX: &str = "64";
 
-/// A host path, opened as a detached copy of its mount, restricted, waiting to be put in place.
+/// A detached copy of a host path's mount, with its restrictions set, to be attached at `target`.
 pub struct DetachedMount {
     pub mount: OwnedFd,
     pub target: PathBuf,
@@ -38,8 +38,8 @@ pub fn open_detached(
     })
 }
 
-/// A detached copy of the mounts at a path. The path holds no symlink: the runner resolved it once, and
-/// what was a directory then and is a link now is somebody's trick.
+/// Makes a detached copy of the mounts at a path. The path must hold no symlink: the runner resolved it once, so a
+/// symlink means that somebody replaced a directory.
 pub fn clone_tree(at: BorrowedFd<'_>, path: &OsStr) -> rustix::io::Result<OwnedFd> {
     let found = rustix::fs::openat2(
         at,
@@ -83,8 +83,8 @@ pub fn new_filesystem(
     )
 }
 
-/// The run's own terminals.
-pub(super) fn terminals() -> Result<DetachedMount, LaunchStepError> {
+/// Makes a devpts for the run's own terminals.
+pub(super) fn new_devpts() -> Result<DetachedMount, LaunchStepError> {
     let mount = new_filesystem(
         "devpts",
         &[
@@ -92,7 +92,7 @@ pub(super) fn terminals() -> Result<DetachedMount, LaunchStepError> {
             ("mode", "0620"),
             ("max", TERMINALS_MAX),
         ],
-        // Not nodev: terminals are devices, and the only ones that can come to be here.
+        // Not nodev: terminals are devices, and devpts can hold no other devices.
         MountAttrFlags::MOUNT_ATTR_NOEXEC,
     )
     .during(|| "make a devpts".into())?;

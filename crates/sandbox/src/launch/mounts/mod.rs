@@ -1,7 +1,7 @@
 //! The program's view of the file system: a new root of read-only, private binds.
 //!
-//! Everything is opened by descriptor before the new root is put together, so that no path is resolved
-//! twice. What is not listed here, or in the spec's views, does not exist inside.
+//! Every source is opened by descriptor before the new root is put together, so no path is resolved twice. A path
+//! that neither this module nor the spec's views list does not exist inside.
 
 mod detached;
 mod root_builder;
@@ -20,13 +20,13 @@ use crate::layout::HIDDEN_DIR;
 use crate::spec::{Layer, Spec, WorkspaceKind};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys;
-use detached::{DetachedMount, attach, new_tmpfs, terminals};
+use detached::{DetachedMount, attach, new_devpts, new_tmpfs};
 pub use detached::{clone_tree, new_filesystem};
 use root_builder::{RootBuilder, owner_here};
-use system::System;
+use system::SystemRuntime;
 
-/// Those that hold the run's own name for this machine.
-fn named_after(host_name: &str) -> [(&'static str, String); 2] {
+/// The files of /etc that hold the run's host name.
+fn etc_files_with_host_name(host_name: &str) -> [(&'static str, String); 2] {
     [
         (
             "hosts",
@@ -36,45 +36,47 @@ fn named_after(host_name: &str) -> [(&'static str, String); 2] {
     ]
 }
 
-/// What the rest of init needs of the new root.
+/// What the rest of init needs from the new root.
 pub struct NewRoot {
-    /// A writable instance of the sandbox's own /proc, attached nowhere: only init and the child before
-    /// its exec hold it. The one that the program sees is read-only.
+    /// A writable instance of the sandbox's own /proc, attached nowhere. Only init, and the child before its execve,
+    /// hold it. The instance that the program sees is read-only.
     pub proc_writable: OwnedFd,
     pub workspace: OwnedFd,
 }
 
-/// User namespaces by which views are shown with their owner as the program, one for each owner.
+/// Pairs of an owner's uid and a user namespace. A view that is idmapped through the namespace shows that owner as
+/// the program's uid.
 pub type OwnerMaps = Vec<(u32, OwnedFd)>;
 
-/// A new root with all in it that is the same for every run, and what is to be mounted in it. It is not attached yet: no
-/// user namespace can be made where something is mounted over the root, and anywhere else it might hide a view.
+/// A new root that holds everything that is the same for every run, and the mounts to attach in it. The root is not
+/// attached yet: the kernel refuses to make a user namespace where something is mounted over the root, and attached
+/// anywhere else the new root might hide a view.
 pub struct PreparedRoot {
     root: OwnedFd,
-    pieces: Vec<DetachedMount>,
+    mounts: Vec<DetachedMount>,
 }
 
-/// Makes the new root and puts the system runtime into it. In a mount namespace of our own.
+/// Makes the new root and puts the system runtime into it. The caller is in a mount namespace of its own.
 pub fn prepare(report: &mut Reporter) -> Result<PreparedRoot, LaunchStepError> {
     report.begin_step("keep mounts to ourselves");
-    // Nothing done here may travel to the host's namespace. What the host mounts until there is a plan, because the runner
-    // looked there, say, must still come to here.
+    // No mount made here may propagate to the host's namespace. Mounts that the host makes until the plan arrives
+    // must still propagate to this one: the runner's own look at a path may trigger an automount.
     propagate(MountPropagationFlags::DOWNSTREAM)?;
 
     report.begin_step("open the system runtime");
-    let system = System::open()?;
+    let system = SystemRuntime::open()?;
 
     report.begin_step("make the new root");
     let root = new_tmpfs(&[("size", "4m"), ("nr_inodes", "4096"), ("mode", "0755")])
         .during(|| "make a tmpfs for the new root".into())?;
     let builder = RootBuilder { root: root.as_fd() };
     builder.fill(&system)?;
-    let mut pieces = system.pieces;
-    pieces.push(terminals()?);
-    for piece in &pieces {
-        builder.make_mount_point(piece)?;
+    let mut mounts = system.mounts;
+    mounts.push(new_devpts()?);
+    for mount in &mounts {
+        builder.make_mount_point(mount)?;
     }
-    Ok(PreparedRoot { root, pieces })
+    Ok(PreparedRoot { root, mounts })
 }
 
 fn propagate(how: MountPropagationFlags) -> Result<(), LaunchStepError> {
@@ -82,7 +84,7 @@ fn propagate(how: MountPropagationFlags) -> Result<(), LaunchStepError> {
         .during(|| "change how mounts propagate".into())
 }
 
-/// Completes the new root and moves into it. Afterwards the host's tree is out of reach.
+/// Completes the new root and pivots into it. Afterwards the host's tree is out of reach.
 pub fn build(
     spec: &Spec,
     prepared: PreparedRoot,
@@ -115,26 +117,26 @@ pub fn build(
 
     report.begin_step("put the system runtime in place");
     let root = prepared.root;
-    // Any directory will do to hang it on; this namespace's copy of the tree is thrown away below.
+    // Attach the new root to any directory: this namespace's copy of the host's tree is dropped below.
     attach(root.as_fd(), CWD, Path::new("/tmp"))
         .or_else(|_| attach(root.as_fd(), CWD, Path::new("/mnt")))
         .during(|| "attach the new root".into())?;
     let builder = RootBuilder { root: root.as_fd() };
-    for piece in &prepared.pieces {
-        builder.attach_known(piece)?;
+    for mount in &prepared.mounts {
+        builder.attach_known(mount)?;
     }
     report.begin_step("put the workspace in place");
-    for (name, text) in named_after(&spec.host_name) {
-        builder.file(&Path::new("etc").join(name), text.as_bytes())?;
+    for (name, text) in etc_files_with_host_name(&spec.host_name) {
+        builder.make_file(&Path::new("etc").join(name), text.as_bytes())?;
     }
     let [tmp, whole] = match workspace_mounts {
         WorkspaceMounts::Open(mounts) => mounts,
         WorkspaceMounts::InMemory(mount) => builder.stage(mount.as_fd(), tmp)?,
     };
-    // The workspace may stand below its own /tmp.
+    // First /tmp, then the workspace, because the workspace's path may be below /tmp.
     builder.place(tmp.as_fd(), Path::new("/tmp"), true)?;
     builder.place(whole.as_fd(), spec.workspace.as_path(), true)?;
-    // The run's own hidden directory is reached as /tmp only; here stands an empty, read-only one.
+    // The program reaches its hidden directory as /tmp only. Cover its other name with an empty, read-only directory.
     let empty = clone_tree(root.as_fd(), OsStr::new("empty"))
         .during(|| "open the empty directory".into())?;
     sys::mount_restrict(
@@ -151,9 +153,9 @@ pub fn build(
     report.begin_step("put the read-only views in place");
     let shielded = views::place(&builder, views)?;
     report.begin_step("mount /dev/shm");
-    builder.shared_memory(spec)?;
+    builder.mount_shared_memory(spec)?;
     report.begin_step("mount /proc");
-    let proc_writable = builder.proc()?;
+    let proc_writable = builder.mount_proc()?;
 
     report.begin_step("make the new root read-only");
     set_root_read_only(root.as_fd()).during(|| "make / read-only".into())?;
@@ -170,7 +172,7 @@ pub fn build(
 /// The mounts of /tmp and of the workspace.
 enum WorkspaceMounts {
     Open([OwnedFd; 2]),
-    /// One file system of its own, not yet attached, so that no part of it can be copied.
+    /// A new tmpfs that is not attached yet. The kernel copies parts of a mount only where it is attached.
     InMemory(OwnedFd),
 }
 
@@ -179,7 +181,8 @@ fn restrict_workspace(mount: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
         .during(|| "restrict the workspace's mount".into())
 }
 
-/// A mount of the workspace or of a directory in it, found by its path and shown to be the one that the runner holds.
+/// Opens a mount of the workspace, or of a directory in it, by path, and checks that it is the directory that the
+/// runner holds.
 fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, LaunchStepError> {
     let path = match below.as_os_str().is_empty() {
         true => spec.workspace.as_path().to_path_buf(),
@@ -204,14 +207,14 @@ fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, L
     }
 }
 
-/// A workspace in memory: the size and the number of files are the file system's own hard limits.
+/// Makes a workspace in memory. The size and the number of files are hard limits of the file system.
 fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
     let (uid, gid) = owner_here(spec);
-    // It counts against the memory limit too, so what that cannot hold is refused at once.
+    // The tmpfs counts against the memory limit too, so it need not be larger than that limit.
     let bytes = spec.limits.disk_bytes.min(spec.limits.memory_bytes);
     let mount = new_tmpfs(&[
         ("size", &bytes.to_string()),
-        // The root, data/, docs/ and the hidden directories are ours, not the program's.
+        // The extra inodes are for the root, data/, docs/ and the hidden directories, which the program did not make.
         (
             "nr_inodes",
             &spec.limits.files.saturating_add(16).to_string(),
@@ -231,7 +234,7 @@ fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), LaunchStepError> 
     Ok((mount, dir))
 }
 
-/// Only the root itself: what is mounted on it keeps its own attributes.
+/// Makes only the root's own file system read-only. The mounts on it keep their own attributes.
 fn set_root_read_only(root: BorrowedFd<'_>) -> io::Result<()> {
     let context = rustix::mount::fspick(
         root,
@@ -244,7 +247,8 @@ fn set_root_read_only(root: BorrowedFd<'_>) -> io::Result<()> {
 
 fn pivot(root: BorrowedFd<'_>) -> io::Result<()> {
     rustix::process::fchdir(root)?;
-    // The old root ends up stacked on the new one and is then taken off: no directory for it is needed.
+    // pivot_root stacks the old root on the new one, and unmount takes it off. No directory for the old root is
+    // needed.
     rustix::process::pivot_root(".", ".")?;
     rustix::mount::unmount(".", UnmountFlags::DETACH)?;
     rustix::process::chdir("/")?;

@@ -1,4 +1,4 @@
-//! The new root while it is being furnished: directories, files, links and mounts below its descriptor.
+//! Makes directories, files, links and mounts in the new root, below its descriptor.
 
 use std::ffi::OsStr;
 use std::io;
@@ -9,14 +9,14 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::mount::{MountAttrFlags, UnmountFlags};
 
 use super::detached::{DetachedMount, attach, clone_tree, new_filesystem, new_tmpfs};
-use super::system::System;
+use super::system::SystemRuntime;
 use crate::layout::{INSIDE_GID, INSIDE_HOME, INSIDE_UID};
 use crate::spec::{ProgramIdentity, Spec};
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
-/// Files of /etc that are made up: the same on every host, and telling nothing of this one.
-fn made_up_etc() -> [(&'static str, String); 4] {
+/// Generated files of /etc: the same on every host, so they reveal nothing about this host.
+fn generated_etc_files() -> [(&'static str, String); 4] {
     [
         (
             "passwd",
@@ -30,7 +30,7 @@ fn made_up_etc() -> [(&'static str, String); 4] {
             "group",
             format!("root:x:0:\nanalysis:x:{INSIDE_GID}:\nnogroup:x:65534:\n"),
         ),
-        // Files only: a name that is not in them fails at once, and no library looks for a daemon.
+        // Files only: the lookup of an unknown name fails at once, and no library looks for a daemon.
         (
             "nsswitch.conf",
             String::from(
@@ -42,28 +42,28 @@ fn made_up_etc() -> [(&'static str, String); 4] {
     ]
 }
 
-/// What /proc tells by uid rather than by namespace: the names of the caller's keys on the host.
+/// Files of /proc that the kernel filters by uid and not by namespace: they list the caller's keys on the host.
 const MASKED_PROC: [&str; 2] = ["keys", "key-users"];
 
-/// The new root while it is being furnished. All paths are taken below its descriptor.
+/// The new root under construction. All paths are relative to its descriptor.
 pub struct RootBuilder<'a> {
     pub root: BorrowedFd<'a>,
 }
 
 impl RootBuilder<'_> {
-    pub(super) fn fill(&self, system: &System) -> Result<(), LaunchStepError> {
+    pub(super) fn fill(&self, system: &SystemRuntime) -> Result<(), LaunchStepError> {
         for dir in [
             "etc", "dev", "proc", "tmp", "var", "empty", "home", "root", "run",
         ] {
-            self.directory(Path::new(dir))?;
+            self.make_directory(Path::new(dir))?;
         }
         // Programs that insist on /var/tmp get the private /tmp.
-        self.link(Path::new("/tmp"), Path::new("var/tmp"))?;
+        self.make_link(Path::new("/tmp"), Path::new("var/tmp"))?;
         for (at, to) in &system.links {
-            self.link(to, at.strip_prefix("/").unwrap_or(at))?;
+            self.make_link(to, at.strip_prefix("/").unwrap_or(at))?;
         }
         for (at, bytes) in &system.copies {
-            self.file(at.strip_prefix("/").unwrap_or(at), bytes)?;
+            self.make_file(at.strip_prefix("/").unwrap_or(at), bytes)?;
         }
         for (to, at) in [
             ("/proc/self/fd", "dev/fd"),
@@ -72,23 +72,23 @@ impl RootBuilder<'_> {
             ("/proc/self/fd/2", "dev/stderr"),
             ("pts/ptmx", "dev/ptmx"),
         ] {
-            self.link(Path::new(to), Path::new(at))?;
+            self.make_link(Path::new(to), Path::new(at))?;
         }
-        for (name, text) in made_up_etc() {
-            self.file(&Path::new("etc").join(name), text.as_bytes())?;
+        for (name, text) in generated_etc_files() {
+            self.make_file(&Path::new("etc").join(name), text.as_bytes())?;
         }
         Ok(())
     }
 
-    /// Copies of a workspace in memory and of its /tmp. A mount can only be copied where it is attached: so it waits on a
-    /// stage.
+    /// Makes copies of a workspace in memory and of its /tmp. The kernel copies a mount only where it is attached, so
+    /// the workspace is attached at `/stage` for the time of the copy.
     pub(super) fn stage(
         &self,
         mount: BorrowedFd<'_>,
         tmp: &Path,
     ) -> Result<[OwnedFd; 2], LaunchStepError> {
         let stage = Path::new("stage");
-        self.directory(stage)?;
+        self.make_directory(stage)?;
         self.place(mount, Path::new("/stage"), true)?;
         let copy = |from: &Path| {
             clone_tree(self.root, from.as_os_str()).during(|| format!("open {}", from.display()))
@@ -96,38 +96,42 @@ impl RootBuilder<'_> {
         let copies = [copy(&stage.join(tmp))?, copy(stage)?];
         self.unmount(stage)?;
         rustix::fs::unlinkat(self.root, stage, AtFlags::REMOVEDIR)
-            .during(|| "clear the stage".into())?;
+            .during(|| "remove the staging directory".into())?;
         Ok(copies)
     }
 
-    /// What a piece is mounted on, in the root, /etc or /dev.
-    pub(super) fn make_mount_point(&self, piece: &DetachedMount) -> Result<(), LaunchStepError> {
-        let target = below_root(&piece.target);
-        match piece.directory {
-            true => self.directory(&target),
-            false => self.file(&target, b""),
+    /// Makes the directory or file on which a mount of the system runtime is attached, in the root, /etc or /dev.
+    pub(super) fn make_mount_point(&self, detached: &DetachedMount) -> Result<(), LaunchStepError> {
+        let target = below_root(&detached.target);
+        match detached.directory {
+            true => self.make_directory(&target),
+            false => self.make_file(&target, b""),
         }
     }
 
-    /// As [`Self::place`] on what [`Self::make_mount_point`] made: all of that is ours, and there is no link on the way.
-    pub(super) fn attach_known(&self, piece: &DetachedMount) -> Result<(), LaunchStepError> {
-        attach(piece.mount.as_fd(), self.root, &below_root(&piece.target))
-            .during(|| format!("mount {}", piece.target.display()))
+    /// As [`Self::place`], at a target that [`Self::make_mount_point`] made. That path is ours and holds no symlink.
+    pub(super) fn attach_known(&self, detached: &DetachedMount) -> Result<(), LaunchStepError> {
+        attach(
+            detached.mount.as_fd(),
+            self.root,
+            &below_root(&detached.target),
+        )
+        .during(|| format!("mount {}", detached.target.display()))
     }
 
-    fn directory(&self, relative: &Path) -> Result<(), LaunchStepError> {
+    fn make_directory(&self, relative: &Path) -> Result<(), LaunchStepError> {
         match rustix::fs::mkdirat(self.root, relative, Mode::from_raw_mode(0o755)) {
             Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
             Err(e) => Err(e).during(|| format!("make the directory /{}", relative.display())),
         }
     }
 
-    fn link(&self, to: &Path, at: &Path) -> Result<(), LaunchStepError> {
+    fn make_link(&self, to: &Path, at: &Path) -> Result<(), LaunchStepError> {
         rustix::fs::symlinkat(to, self.root, at)
             .during(|| format!("make the link /{}", at.display()))
     }
 
-    pub(super) fn file(&self, at: &Path, bytes: &[u8]) -> Result<(), LaunchStepError> {
+    pub(super) fn make_file(&self, at: &Path, bytes: &[u8]) -> Result<(), LaunchStepError> {
         let what = || format!("make the file /{}", at.display());
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -136,9 +140,9 @@ impl RootBuilder<'_> {
         io::Write::write_all(&mut std::fs::File::from(file), bytes).during(what)
     }
 
-    /// Makes the directories leading to `target` (and `target` itself), then mounts there.
+    /// Makes the directories leading to `target` (and `target` itself), then attaches the mount there.
     ///
-    /// Never through a symlink: below the private /tmp and the workspace the names may be the program's.
+    /// Never follows a symlink: below the private /tmp and the workspace the program may have chosen the names.
     pub fn place(
         &self,
         mount: BorrowedFd<'_>,
@@ -204,14 +208,14 @@ impl RootBuilder<'_> {
 
     pub fn unmount(&self, at: &Path) -> Result<(), LaunchStepError> {
         let what = || format!("unmount /{}", at.display());
-        // By way of the working directory: umount takes paths only.
+        // umount takes a path only, so change to the new root and pass a relative path.
         rustix::process::fchdir(self.root).during(what)?;
         rustix::mount::unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).during(what)
     }
 
-    pub(super) fn shared_memory(&self, spec: &Spec) -> Result<(), LaunchStepError> {
+    pub(super) fn mount_shared_memory(&self, spec: &Spec) -> Result<(), LaunchStepError> {
         let (uid, gid) = owner_here(spec);
-        // Shared memory is memory: it may not exceed the memory limit, which it counts against too.
+        // /dev/shm counts against the memory limit, so it need not be larger than that limit.
         let shm = new_tmpfs(&[
             ("size", &spec.limits.memory_bytes.to_string()),
             (
@@ -226,9 +230,10 @@ impl RootBuilder<'_> {
         self.place(shm.as_fd(), Path::new("/dev/shm"), true)
     }
 
-    /// The pid namespace's own /proc. The program's is read-only as a whole: nothing in it that
-    /// reaches the host, such as core_pattern or sysrq-trigger, can be written whatever its mode.
-    pub(super) fn proc(&self) -> Result<OwnedFd, LaunchStepError> {
+    /// Mounts the pid namespace's own /proc and returns a writable copy. The mount that the program sees is read-only
+    /// as a whole, so the program cannot write any file that reaches the host, such as core_pattern or sysrq-trigger,
+    /// whatever its mode.
+    pub(super) fn mount_proc(&self) -> Result<OwnedFd, LaunchStepError> {
         let mount = new_filesystem("proc", &[], MountAttrFlags::MOUNT_ATTR_NOEXEC)
             .during(|| "make a proc for the pid namespace".into())?;
         self.place(mount.as_fd(), Path::new("/proc"), true)?;
@@ -237,7 +242,7 @@ impl RootBuilder<'_> {
         for name in MASKED_PROC {
             let path = Path::new("proc").join(name);
             if rustix::fs::statat(self.root, &path, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
-                // An empty file of ours stands in for it.
+                // Cover the file with an empty file of ours.
                 let empty = clone_tree(self.root, OsStr::new("etc/resolv.conf"));
                 let empty = empty.during(|| "open an empty file".into())?;
                 self.place(empty.as_fd(), &Path::new("/").join(&path), false)?;
@@ -259,7 +264,7 @@ fn make_directory(at: BorrowedFd<'_>, name: &OsStr) -> io::Result<()> {
     }
 }
 
-/// A path of the new root, relative to it. Inside, /var/tmp is a link to the private /tmp.
+/// Returns a path of the new root relative to that root. Inside, /var/tmp is a link to the private /tmp.
 pub fn below_root(path: &Path) -> PathBuf {
     match path.strip_prefix("/var/tmp") {
         Ok(rest) => Path::new("tmp").join(rest),
@@ -267,7 +272,7 @@ pub fn below_root(path: &Path) -> PathBuf {
     }
 }
 
-/// The owner to give a tmpfs's root, as this mount namespace's user namespace numbers it.
+/// Returns the owner for a tmpfs's root directory, as the user namespace of this mount namespace numbers it.
 pub(super) fn owner_here(spec: &Spec) -> (u32, u32) {
     match spec.identity {
         ProgramIdentity::Leased { uid, gid } => (uid, gid),

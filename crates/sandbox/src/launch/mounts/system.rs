@@ -1,4 +1,4 @@
-//! The system runtime: which parts of the host every run sees, why, and what stands for each inside.
+//! The system runtime: the parts of the host that every run sees, and how each part appears inside.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,21 +10,21 @@ use crate::layout::{DEVICE_NAMES, ETC_ENTRIES, SYSTEM_DIRS};
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
-/// No larger file of /etc is copied.
+/// A larger file of /etc is mounted, not copied.
 const COPY_BYTES_MAX: u64 = 16 << 10;
 
-/// The parts of the system runtime that this host has, and what stands for each inside.
+/// The parts of the system runtime that this host has.
 #[derive(Default)]
-pub struct System {
-    pub pieces: Vec<DetachedMount>,
+pub struct SystemRuntime {
+    pub mounts: Vec<DetachedMount>,
     pub links: Vec<(PathBuf, PathBuf)>,
-    /// What everybody may read and is small: a copy costs less than a mount, which every run makes and takes down.
+    /// Small files that everybody may read. A copy costs less than a mount, which every run makes and takes down.
     pub copies: Vec<(PathBuf, Vec<u8>)>,
 }
 
-impl System {
-    pub fn open() -> Result<System, LaunchStepError> {
-        let mut system = System::default();
+impl SystemRuntime {
+    pub fn open() -> Result<SystemRuntime, LaunchStepError> {
+        let mut system = SystemRuntime::default();
         for name in SYSTEM_DIRS {
             system.add(Path::new(name))?;
         }
@@ -33,10 +33,11 @@ impl System {
         }
         for name in DEVICE_NAMES {
             let path = Path::new("/dev").join(name);
-            // Read-only: who may write to a file may also set its times. Writing to a device asks nothing of its mount.
+            // Read-only, because a process that may write to a file may also set its times. The kernel does not check
+            // the mount's read-only flag for writes to a device.
             let attributes =
                 sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NOEXEC;
-            system.pieces.push(open_detached(&path, &path, attributes)?);
+            system.mounts.push(open_detached(&path, &path, attributes)?);
         }
         Ok(system)
     }
@@ -52,29 +53,29 @@ impl System {
             self.links.push((path.to_path_buf(), to));
             return Ok(());
         }
-        if is_small_and_open(&found)
+        if is_small_and_world_readable(&found)
             && let Some(bytes) = read_small(path).during(what)?
         {
             self.copies.push((path.to_path_buf(), bytes));
             return Ok(());
         }
         let attributes = sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV;
-        self.pieces.push(open_detached(path, path, attributes)?);
+        self.mounts.push(open_detached(path, path, attributes)?);
         Ok(())
     }
 }
 
-fn is_small_and_open(stat: &rustix::fs::Stat) -> bool {
+fn is_small_and_world_readable(stat: &rustix::fs::Stat) -> bool {
     rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::RegularFile
         && stat.st_mode & 0o004 != 0
         && (0..=COPY_BYTES_MAX as i64).contains(&stat.st_size)
 }
 
-/// `None`: it is another file by now.
+/// Returns `None` if the file has been replaced since its lstat.
 fn read_small(path: &Path) -> io::Result<Option<Vec<u8>>> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = rustix::fs::open(path, flags, Mode::empty())?;
-    if !is_small_and_open(&rustix::fs::fstat(&file)?) {
+    if !is_small_and_world_readable(&rustix::fs::fstat(&file)?) {
         return Ok(None);
     }
     let mut bytes = Vec::with_capacity(COPY_BYTES_MAX as usize);

@@ -1,11 +1,11 @@
-//! Read-only views of host directories: data, docs, whatever else is to be read, and runtimes.
+//! Read-only views of host directories: data, docs, other paths to read, and runtimes.
 //!
-//! A read-only bind keeps content and metadata, and that is not enough. A FIFO in it can still be written, a socket
-//! connected to, and a lock taken on a file that a program of the host then waits for. So a view is a
-//! read-only overlay over the bind: its files are read through, while FIFOs, sockets and locks are the
-//! overlay's own and nobody's outside. Where the host's root runs us, the bind below is also idmapped: the
-//! owner of the data is shown as the program, and its groups as nobody, upon which the kernel refuses
-//! every write, also one into a FIFO or socket (see `namespaces::owner_maps`).
+//! A read-only bind protects content and metadata, but that is not enough. Through it a program can still write to a
+//! FIFO, connect to a socket, or take a lock on a file that a host program then waits for. A view is therefore a
+//! read-only overlay over the bind. File contents are read through the overlay, while FIFOs, sockets and locks belong
+//! to the overlay alone. When root runs Fumehood, the bind below is also idmapped: the data's owner appears as the
+//! program, and its groups have no id. The kernel then refuses every write, also to a FIFO or socket (see
+//! `namespaces::owner_maps`).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,18 +22,19 @@ use crate::spec::{Exec, HostPath, Owner, ReadOnlyView, Spec, ViewContent};
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys;
 
-/// Entries looked at in a tree that cannot be shielded; a larger one is refused.
+/// How many entries to check in a tree that cannot be shielded by an overlay. A larger tree is refused.
 const ENTRIES_MAX: usize = 2_000_000;
 
-/// A view, opened, waiting to be put in place.
+/// A view that is open and not yet attached.
 pub struct OpenedView {
     piece: DetachedMount,
     source: HostPath,
     exec: Exec,
     attributes: u64,
-    /// Idmapped: whom its owner is shown as. Writes are then refused whatever the mount's own flags.
+    /// If the view is idmapped: the uid as which its owner appears. The kernel then refuses writes whatever the
+    /// mount's flags.
     shown_owner: Option<u32>,
-    /// File systems are mounted in it, which an overlay would hide.
+    /// Whether other file systems are mounted in the view. An overlay would hide them.
     has_mounts: bool,
 }
 
@@ -72,8 +73,8 @@ fn open_view(
     })
 }
 
-/// Whether the owner is now shown as the program. Some file systems (NFS, 9p, older overlays) cannot do that;
-/// then everything in the view must be readable to anyone.
+/// Idmaps the view so that its owner appears as the program, and returns whether that worked. Some file systems (NFS,
+/// 9p, older overlays) cannot be idmapped; then everything in the view must be readable by everyone.
 fn show_owner(
     piece: &DetachedMount,
     source: &Path,
@@ -88,7 +89,7 @@ fn show_owner(
     let Err(refused) = sys::mount_idmap(piece.mount.as_fd(), map.1.as_fd()) else {
         return Ok(true);
     };
-    match first(piece.mount.as_fd(), source, &is_unreadable) {
+    match find_first(piece.mount.as_fd(), source, &is_unreadable) {
         None => Ok(false),
         Some(unreadable) => Err(refused).during(|| {
             let unreadable = unreadable.display();
@@ -97,7 +98,7 @@ fn show_owner(
     }
 }
 
-/// Puts every view in place. Says how many are shielded.
+/// Attaches every view, and describes how many are overlays.
 pub fn place(builder: &RootBuilder<'_>, views: Vec<OpenedView>) -> Result<String, LaunchStepError> {
     let mut placed: Vec<(HostPath, Exec, PathBuf)> = Vec::new();
     let (mut shielded, mut bare) = (0, 0);
@@ -109,7 +110,7 @@ pub fn place(builder: &RootBuilder<'_>, views: Vec<OpenedView>) -> Result<String
             .iter()
             .find(|(source, exec, _)| *source == view.source && *exec == view.exec);
         let shield = match twin {
-            // The same directory under a second name: one overlay, seen twice.
+            // The same directory under a second name: show the same overlay twice.
             Some((_, _, first)) => {
                 let what = || format!("show {} twice", first.display());
                 let first = below_root(first);
@@ -136,12 +137,12 @@ pub fn place(builder: &RootBuilder<'_>, views: Vec<OpenedView>) -> Result<String
     })
 }
 
-/// What is put in place of a view's bind.
+/// What is attached in place of a view's bind.
 enum Shield {
     Overlay(OwnedFd),
-    /// There can be no overlay, and this copy of the bind alone will do.
+    /// An overlay is impossible, and this copy of the bind suffices.
     None(OwnedFd),
-    /// A plain file: there is nothing in it to be reached.
+    /// A regular file: it holds no FIFO or socket.
     NotNeeded,
 }
 
@@ -149,7 +150,7 @@ fn shield(builder: &RootBuilder<'_>, view: &OpenedView) -> Result<Shield, Launch
     let source = view.source.as_path();
     let what = || format!("shield {}", source.display());
     if !view.piece.directory {
-        return match first(view.piece.mount.as_fd(), source, &is_special) {
+        return match find_first(view.piece.mount.as_fd(), source, &is_special) {
             None => Ok(Shield::NotNeeded),
             Some(_) => Err(LaunchStepError::new(format!(
                 "{} is not a plain file",
@@ -157,7 +158,7 @@ fn shield(builder: &RootBuilder<'_>, view: &OpenedView) -> Result<Shield, Launch
             ))),
         };
     }
-    // A mount can be copied, and be a layer, only where it is attached.
+    // The kernel can copy a mount, or use it as an overlay's layer, only where it is attached.
     builder.place(view.piece.mount.as_fd(), Path::new("/stage"), true)?;
     let overlay = match view.has_mounts {
         false => overlay(builder, view),
@@ -171,8 +172,9 @@ fn shield(builder: &RootBuilder<'_>, view: &OpenedView) -> Result<Shield, Launch
     if view.shown_owner.is_some() {
         return Ok(Shield::None(bind));
     }
-    // Too deep a stack of overlays, mounts inside, a kernel without: then nothing may be there to be reached.
-    match first(bind.as_fd(), source, &is_special) {
+    // The overlay failed: too deep a stack of overlays, mounts inside, or a kernel without overlayfs. Then the tree
+    // must hold nothing that the program could write to.
+    match find_first(bind.as_fd(), source, &is_special) {
         None => Ok(Shield::None(bind)),
         Some(special) => Err(LaunchStepError::new(format!(
             "{} is a FIFO, socket or device, and this directory cannot be shielded against writing to it; move it away",
@@ -182,25 +184,25 @@ fn shield(builder: &RootBuilder<'_>, view: &OpenedView) -> Result<Shield, Launch
 }
 
 fn overlay(builder: &RootBuilder<'_>, view: &OpenedView) -> io::Result<OwnedFd> {
-    // Relative to the new root, where both layers stand under names of ours. Two layers, because a read-only
-    // overlay must have two; user attributes, because a plain user's may not use others, and so
-    // that nothing written in the data redirects a look-up.
+    // The layers' paths are relative to the new root, where both have names of ours. A read-only overlay needs two
+    // layers. `userxattr`, because a plain user's overlay may use no other attributes, and so that no attribute in
+    // the data redirects a lookup.
     rustix::process::fchdir(builder.root)?;
     let options = [("lowerdir", "stage:empty"), ("userxattr", "")];
-    // An overlay reads with the rights of whoever mounted it. In an idmapped view that must be the owner shown:
-    // root's own rights end where a group has no name.
+    // An overlay reads with the credentials of the process that mounted it. For an idmapped view these must be the
+    // shown owner's: root's override does not extend to a file whose group has no id in the mount.
     let as_owner = view.shown_owner.inspect(|uid| sys::set_fs_uid(*uid));
-    let made = new_filesystem("overlay", &options, MountAttrFlags::MOUNT_ATTR_NODEV);
+    let created = new_filesystem("overlay", &options, MountAttrFlags::MOUNT_ATTR_NODEV);
     if as_owner.is_some() {
         sys::set_fs_uid(0);
     }
-    let mount = made?;
+    let mount = created?;
     sys::mount_restrict(mount.as_fd(), view.attributes)?;
     Ok(mount)
 }
 
-/// At level `landlock` nothing can be shown with another owner: whoever runs the program must be able to read all of it.
-/// Asked by the process that has the program's uid. Says which path is the first that cannot be read.
+/// Checks at level `landlock`, where no view can be idmapped, that the program can read every view. The caller has
+/// the program's uid. The error names the first path that is not readable.
 pub fn check_readable(spec: &Spec) -> Result<(), LaunchStepError> {
     for view in &spec.views {
         let source = view.source.as_path();
@@ -210,11 +212,11 @@ pub fn check_readable(spec: &Spec) -> Result<(), LaunchStepError> {
             let source = source.display();
             format!("without mounts nothing can be shown with another owner, and uid {uid} may not read {source}")
         })?;
-        // What is shown as it is keeps to itself what its owner keeps.
+        // A runtime, or a view with `Owner::AsIs`, may hold files that only their owner can read.
         if view.content == ViewContent::Runtime || view.owner == Owner::AsIs {
             continue;
         }
-        if let Some(unreadable) = first(top.as_fd(), source, &is_unreadable) {
+        if let Some(unreadable) = find_first(top.as_fd(), source, &is_unreadable) {
             return Err(LaunchStepError::new(format!(
                 "without mounts nothing can be shown with another owner, and {} is not readable by everyone; \
                  make it so, or run as its owner",
@@ -225,13 +227,13 @@ pub fn check_readable(spec: &Spec) -> Result<(), LaunchStepError> {
     Ok(())
 }
 
-/// Where this mount namespace has something mounted.
+/// Lists the mount points of this mount namespace.
 fn mount_points() -> io::Result<Vec<PathBuf>> {
     let text = std::fs::read("/proc/self/mountinfo")?;
     Ok(crate::cgroup::mount_points_in(&text))
 }
 
-type Test = dyn Fn(&std::fs::Metadata) -> bool;
+type Predicate = dyn Fn(&std::fs::Metadata) -> bool;
 
 fn is_unreadable(meta: &std::fs::Metadata) -> bool {
     let mode = std::os::unix::fs::PermissionsExt::mode(&meta.permissions());
@@ -243,9 +245,9 @@ fn is_special(meta: &std::fs::Metadata) -> bool {
     kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device()
 }
 
-/// The first path in a tree that a test finds, or that could not be looked at; past a bounded number of
-/// entries, the place that was reached.
-fn first(root: BorrowedFd<'_>, name: &Path, test: &Test) -> Option<PathBuf> {
+/// Returns the first path in a tree that satisfies the predicate or cannot be examined. If the tree has more than
+/// `ENTRIES_MAX` entries, returns the path reached.
+fn find_first(root: BorrowedFd<'_>, name: &Path, test: &Predicate) -> Option<PathBuf> {
     let base = PathBuf::from(format!(
         "/proc/self/fd/{}",
         std::os::fd::AsRawFd::as_raw_fd(&root)
@@ -254,13 +256,13 @@ fn first(root: BorrowedFd<'_>, name: &Path, test: &Test) -> Option<PathBuf> {
     let mut seen = 0;
     while let Some(relative) = pending.pop() {
         seen += 1;
-        // Joining nothing would add a slash, behind which a plain file is not found.
+        // Joining an empty path would append a slash, and a regular file's path with a slash is not found.
         let join = |to: &Path| match relative.as_os_str().is_empty() {
             true => to.to_path_buf(),
             false => to.join(&relative),
         };
         let (here, shown) = (join(&base), join(name));
-        // The top itself is a link in /proc.
+        // The top itself is a symlink in /proc, so follow it.
         let meta = match seen {
             1 => std::fs::metadata(&here),
             _ => std::fs::symlink_metadata(&here),

@@ -1,4 +1,4 @@
-//! Acts of building: namespaces, mounts and uids.
+//! Mechanisms that build the sandbox: namespaces, mounts and uids.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,8 +19,8 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Namespaces as the launcher makes them: root's own, or in a user namespace. One call for each, so that the step that
-/// failed has a name.
+/// Creates namespaces as the launcher does: as root directly, otherwise in a new user namespace. One call for each,
+/// so that a failure names its step.
 fn enter(flags: libc::c_int) -> Result<(), LaunchStepError> {
     if !is_root() {
         own_user_namespace()?;
@@ -45,7 +45,7 @@ fn map_to_inside(uid: u32, gid: u32) -> Result<(), LaunchStepError> {
     Ok(())
 }
 
-/// As root becomes the leased uid with the capabilities that it still has at that point of a launch.
+/// As root, becomes the leased uid and keeps the capabilities that a launch still has at that point.
 fn become_leased(uid: u32) -> Result<(), LaunchStepError> {
     rustix::thread::set_keep_capabilities(true).during(|| "keep capabilities".into())?;
     rustix::thread::set_thread_groups(&[]).during(|| "drop groups".into())?;
@@ -74,7 +74,7 @@ pub fn user_namespace(inputs: &ProbeInputs) -> ActResult {
     works("made, one user mapped")
 }
 
-/// A plain user's program lives in a second one; root's needs only the first.
+/// A plain user's program runs in a second, inner user namespace. Root's program needs only the first.
 pub fn inner_user_namespace(inputs: &ProbeInputs) -> ActResult {
     if inputs.leased_uid.is_some() {
         return Ok(MechanismVerdict::NotUsed);
@@ -94,14 +94,14 @@ fn private_mounts() -> Result<(), LaunchStepError> {
     .during(|| "make / private".into())
 }
 
-/// The child of a new pid namespace; what it does there is its parent's verdict.
+/// Runs `act` in a child, as pid 1 of the new pid namespace, and returns the child's result.
 fn as_pid_1(act: impl FnOnce() -> ActResult) -> ActResult {
     match in_child(act) {
         MechanismVerdict::Fails { step, errno } => Err(LaunchStepError {
             errno,
             detail: step,
         }),
-        fine => Ok(fine),
+        verdict => Ok(verdict),
     }
 }
 
@@ -123,8 +123,8 @@ pub fn new_proc() -> ActResult {
     })
 }
 
-/// A new tmpfs, attached and with two directories in it.
-fn on_tmpfs() -> Result<OwnedFd, LaunchStepError> {
+/// Makes a tmpfs, attaches it, and makes two directories in it.
+fn attach_tmpfs() -> Result<OwnedFd, LaunchStepError> {
     let options = [("size", "64k"), ("nr_inodes", "16"), ("mode", "0755")];
     let root = mounts::new_filesystem("tmpfs", &options, MountAttrFlags::MOUNT_ATTR_NODEV)
         .during(|| "make a tmpfs".into())?;
@@ -144,7 +144,7 @@ fn on_tmpfs() -> Result<OwnedFd, LaunchStepError> {
 
 pub fn overlay() -> ActResult {
     private_mounts()?;
-    let root = on_tmpfs()?;
+    let root = attach_tmpfs()?;
     rustix::process::fchdir(&root).during(|| "enter a tmpfs".into())?;
     let options = [("lowerdir", "one:two"), ("userxattr", "")];
     mounts::new_filesystem("overlay", &options, MountAttrFlags::MOUNT_ATTR_NODEV)
@@ -170,8 +170,8 @@ pub fn idmapped_mounts(inputs: &ProbeInputs) -> ActResult {
     let Some(uid) = inputs.leased_uid else {
         return Ok(MechanismVerdict::NotUsed);
     };
-    let shown = || format!("look at {}", inputs.shown.display());
-    let owner = rustix::fs::stat(&inputs.shown).during(shown)?.st_uid;
+    let what = || format!("look at {}", inputs.shown.display());
+    let owner = rustix::fs::stat(&inputs.shown).during(what)?.st_uid;
     let map = namespaces::owner_map(owner, ProgramIdentity::Leased { uid, gid: uid })
         .during(|| "make a user namespace that maps the owner".into())?;
     private_mounts()?;
@@ -187,7 +187,7 @@ pub fn idmapped_mounts(inputs: &ProbeInputs) -> ActResult {
 
 pub fn pivot_root() -> ActResult {
     private_mounts()?;
-    let root = on_tmpfs()?;
+    let root = attach_tmpfs()?;
     rustix::process::fchdir(&root).during(|| "enter the new root".into())?;
     rustix::process::pivot_root(".", ".").during(|| "pivot_root".into())?;
     rustix::mount::unmount(".", UnmountFlags::DETACH).during(|| "let go of the old root".into())?;
@@ -208,7 +208,7 @@ pub fn mount_namespace() -> ActResult {
     works("made, and its mounts private")
 }
 
-/// One that is worth something as it is.
+/// Creates one namespace that needs no further setup.
 pub fn namespace(flag: libc::c_int) -> ActResult {
     enter(flag)?;
     works("made")
@@ -228,7 +228,7 @@ pub fn uts_namespace() -> ActResult {
 
 pub fn tmpfs() -> ActResult {
     private_mounts()?;
-    on_tmpfs()?;
+    attach_tmpfs()?;
     works("mounted")
 }
 

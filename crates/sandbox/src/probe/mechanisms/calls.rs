@@ -1,4 +1,4 @@
-//! Acts of single calls: Landlock, seccomp, and what the rest relies on.
+//! Mechanisms that are single system calls: Landlock, seccomp, and calls that other code relies on.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,7 +12,7 @@ use crate::channel::{self, Wait};
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, ForkSide, Instruction, Listener};
 
-/// Not the number alone: an access that was fine before is refused afterwards.
+/// Checks Landlock's effect, not only its version: an access that was allowed before is refused afterwards.
 pub fn landlock() -> ActResult {
     use landlock::{ABI, Access, AccessFs, Ruleset, RulesetAttr};
     let abi = sys::landlock_version().during(|| "ask for its version".into())?;
@@ -29,20 +29,20 @@ pub fn landlock() -> ActResult {
     }
 }
 
-/// An errno that getpgid never has, so that it can only be the filter's.
+/// An errno that getpgid never returns, so it can come only from the filter.
 const FILTER_ERRNO: i32 = libc::EXDEV;
 
-/// A filter that answers getpgid in its own way and leaves everything else alone.
+/// A filter that answers getpgid with `answer` and allows every other call.
 fn filter(answer: u32) -> [Instruction; 4] {
-    let one = |code: u16, jf: u8, k: u32| Instruction { code, jt: 0, jf, k };
+    let instruction = |code: u16, jf: u8, k: u32| Instruction { code, jt: 0, jf, k };
     const LOAD_WORD: u16 = 0x20;
     const JUMP_IF_EQUAL: u16 = 0x15;
     const RETURN: u16 = 0x06;
     [
-        one(LOAD_WORD, 0, 0),
-        one(JUMP_IF_EQUAL, 1, libc::SYS_getpgid as u32),
-        one(RETURN, 0, answer),
-        one(RETURN, 0, libc::SECCOMP_RET_ALLOW),
+        instruction(LOAD_WORD, 0, 0),
+        instruction(JUMP_IF_EQUAL, 1, libc::SYS_getpgid as u32),
+        instruction(RETURN, 0, answer),
+        instruction(RETURN, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
 
@@ -77,15 +77,15 @@ fn socket_pair() -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
     .during(|| "make a socket pair".into())
 }
 
-/// A call of the child's is answered by its parent, as init answers connect().
+/// Makes the parent answer a call of its child, as init answers connect().
 pub fn seccomp_notification() -> ActResult {
     let (ours, theirs) = socket_pair()?;
     let child = match sys::fork_threaded().during(|| "fork".into())? {
         ForkSide::Child => {
             drop(ours);
-            let done = die_with_parent()
+            let installed = die_with_parent()
                 .and_then(|()| install(libc::SECCOMP_RET_USER_NOTIF, Listener::New));
-            let told = match &done {
+            let sent = match &installed {
                 Ok(listener) => {
                     let listener: Vec<BorrowedFd<'_>> = listener.iter().map(AsFd::as_fd).collect();
                     channel::send(theirs.as_fd(), &(0, ""), &listener)
@@ -95,8 +95,8 @@ pub fn seccomp_notification() -> ActResult {
                     channel::send(theirs.as_fd(), &(errno, e.detail.as_str()), &[])
                 }
             };
-            drop(done);
-            sys::exit_now(match told.is_ok() && is_filtered() {
+            drop(installed);
+            sys::exit_now(match sent.is_ok() && is_filtered() {
                 true => 0,
                 false => 1,
             })
@@ -105,7 +105,7 @@ pub fn seccomp_notification() -> ActResult {
     };
     drop(theirs);
     let answered = answer_one(ours.as_fd());
-    // One that nobody answered would wait for ever.
+    // A call that nobody answers would wait forever.
     if answered.is_err() {
         let _ = Pid::from_raw(child)
             .map(|pid| rustix::process::kill_process(pid, Signal::KILL))
@@ -121,9 +121,9 @@ pub fn seccomp_notification() -> ActResult {
 }
 
 fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
-    let told: Option<((i32, String), Vec<OwnedFd>)> =
+    let message: Option<((i32, String), Vec<OwnedFd>)> =
         channel::receive(from, Wait::Block).during(|| "receive the listener".into())?;
-    let Some(((errno, detail), listeners)) = told else {
+    let Some(((errno, detail), listeners)) = message else {
         return Err(LaunchStepError::new("the filtered process ended at once"));
     };
     let Some(listener) = listeners.first() else {
@@ -138,7 +138,7 @@ fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
         .during(|| "answer a call".into())
 }
 
-/// A child that does nothing until its parent is done with it.
+/// Forks a child that waits until its parent closes the returned descriptor.
 fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
     let (ours, theirs) = socket_pair()?;
     match sys::fork_threaded().during(|| "fork".into())? {
@@ -151,16 +151,16 @@ fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
     }
 }
 
-/// Init reads the address that the program wants to connect to out of its memory.
+/// Init reads the address of a connect() from the program's memory.
 pub fn memory_of_child() -> ActResult {
     let secret = *b"fumehood";
     let (child, hold) = idle_child()?;
     let mut read = [0u8; 8];
     let address = secret.as_ptr() as usize as u64;
-    let got = sys::read_memory(child as u32, address, &mut read);
+    let read_result = sys::read_memory(child as u32, address, &mut read);
     drop(hold);
     reap(child);
-    got.during(|| "read a child's memory".into())?;
+    read_result.during(|| "read a child's memory".into())?;
     match read == secret {
         true => works("read"),
         false => Err(LaunchStepError::new("the child's memory was read wrongly")),

@@ -1,10 +1,10 @@
-//! Every mechanism that confinement is made of, tried for real and one by one.
+//! Tries every mechanism of the confinement for real, one by one.
 //!
-//! A level that is tried as a whole names the first step that failed; what lies behind that step stays unknown until it
-//! is mended. So each mechanism is also tried by itself, in a process that is thrown away: our own binary started
-//! again, single-threaded from birth, forks once for each act and waits. Whatever an act changes (namespaces, mounts,
-//! filters, its uid) ends with its process, and an act that is killed, as some filters do, is told apart from one that
-//! is refused.
+//! An attempt to build a whole level names the first step that failed, and says nothing about the steps behind it.
+//! Each mechanism is therefore also tried by itself, in a process of its own: our own binary, executed again and
+//! single-threaded from birth, forks once for each mechanism and waits. Everything an attempt changes (namespaces,
+//! mounts, filters, its uid) ends with its process. A child that is killed, as some filters do, is distinguished from
+//! a call that is refused.
 
 mod building;
 mod calls;
@@ -23,15 +23,15 @@ use serde::{Deserialize, Serialize};
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, ForkSide};
 
-/// The word after the program's name that makes it try the mechanisms.
+/// The first argument that makes our binary try the mechanisms.
 pub const ARGUMENT: &str = "__probe";
 
-/// All acts together take some tens of milliseconds; one that waits this long for the kernel waits for ever.
+/// All attempts together take some tens of milliseconds. One that takes this long will never end.
 const TIME_MAX: Duration = Duration::from_secs(10);
 /// The answers are a few kilobytes.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 
-/// One thing the kernel is asked for.
+/// One feature of the kernel that a sandbox uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mechanism {
@@ -61,17 +61,17 @@ pub enum Mechanism {
     CloseRange,
 }
 
-/// What rests on a mechanism.
+/// Which levels need a mechanism.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Need {
     /// Level `full` does not start without it.
     Full,
-    /// Level `landlock` does not start without it; `full` does, one layer thinner.
+    /// Level `landlock` does not start without it. Level `full` does, with one layer less.
     Landlock,
     /// Neither level starts without it.
     Both,
-    /// Something weaker takes its place.
+    /// A weaker mechanism takes its place.
     Neither,
 }
 
@@ -103,7 +103,7 @@ impl Mechanism {
         Mechanism::CloseRange,
     ];
 
-    /// The word in documents.
+    /// Returns the name of the mechanism in documents.
     pub fn as_str(self) -> &'static str {
         match self {
             Mechanism::UserNamespace => "user_namespace",
@@ -158,13 +158,13 @@ impl Mechanism {
             | Mechanism::Pidfd
             | Mechanism::Openat2
             | Mechanism::CloseRange => Need::Both,
-            // Views are then plain binds, and data must be readable by everyone.
+            // Without these, views are plain binds, and data must be readable by everyone.
             Mechanism::Overlay | Mechanism::IdmappedMounts => Need::Neither,
         }
     }
 }
 
-/// What became of one act.
+/// The result of trying one mechanism.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
 pub enum MechanismVerdict {
@@ -175,7 +175,7 @@ pub enum MechanismVerdict {
         step: String,
         errno: Option<i32>,
     },
-    /// Only root would use it, and this is not root.
+    /// Only root would use the mechanism, and this process is not root.
     NotUsed,
 }
 
@@ -195,12 +195,12 @@ impl MechanismResult {
     }
 }
 
-/// What the acts are tried with.
+/// Inputs of the attempts.
 #[derive(Clone, Debug)]
 pub struct ProbeInputs {
-    /// For root: the uid that a run would have, leased by the caller.
+    /// For root: the uid that a run would have. The caller has leased it.
     pub leased_uid: Option<u32>,
-    /// A directory that a run would show: whether it can be idmapped depends on its file system.
+    /// A directory that a run would show. Its file system decides whether it can be idmapped.
     pub shown: PathBuf,
 }
 
@@ -213,7 +213,7 @@ pub enum ProbeError {
     #[error("trying the mechanisms took longer than {} s", TIME_MAX.as_secs())]
     TooLong,
     #[error("understand what was found")]
-    NotificationAnswer(#[source] serde_json::Error),
+    InvalidAnswer(#[source] serde_json::Error),
 }
 
 /// Tries every mechanism, in processes of our own binary.
@@ -241,15 +241,15 @@ pub fn try_all(launcher: &Path, inputs: &ProbeInputs) -> Result<Vec<MechanismRes
         None => Err(ProbeError::Read(io::ErrorKind::BrokenPipe.into())),
     };
     if answer.is_err() {
-        // The group is the child's own, and the child is not reaped yet: its number is nobody else's.
+        // The child leads this process group and is not reaped yet, so no other process has the number.
         let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
     }
-    // The answer tells how it went.
+    // The answer says how the attempts went, so the exit status does not matter.
     let _ = child.wait();
     let answer = answer?;
     let lines = answer.split(|b| *b == b'\n').filter(|l| !l.is_empty());
     lines
-        .map(|line| serde_json::from_slice(line).map_err(ProbeError::NotificationAnswer))
+        .map(|line| serde_json::from_slice(line).map_err(ProbeError::InvalidAnswer))
         .collect()
 }
 
@@ -258,10 +258,10 @@ fn read_in_time(mut from: impl Read + AsFd) -> Result<Vec<u8>, ProbeError> {
     let mut answer = Vec::new();
     let mut buffer = [0; 16 << 10];
     loop {
-        let left = give_up.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).map_err(|_| ProbeError::TooLong)?;
+        let time_left = give_up.saturating_duration_since(Instant::now());
+        let time_left = Timespec::try_from(time_left).map_err(|_| ProbeError::TooLong)?;
         let mut fds = [PollFd::from_borrowed_fd(from.as_fd(), PollFlags::IN)];
-        match rustix::event::poll(&mut fds, Some(&left)) {
+        match rustix::event::poll(&mut fds, Some(&time_left)) {
             Ok(0) => return Err(ProbeError::TooLong),
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
@@ -277,12 +277,12 @@ fn read_in_time(mut from: impl Read + AsFd) -> Result<Vec<u8>, ProbeError> {
     }
 }
 
-/// Whether this process was started to try the mechanisms. To be asked before any thread exists.
+/// Returns whether this process was started to try the mechanisms. Call it before any thread exists.
 pub fn is_probe() -> bool {
     std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT)
 }
 
-/// Never returns. One line of JSON for each act goes to standard output.
+/// Tries every mechanism and writes one line of JSON for each to standard output. Never returns.
 pub fn main() -> ! {
     let mut args = std::env::args_os().skip(2);
     let leased_uid = args
@@ -290,16 +290,16 @@ pub fn main() -> ! {
         .and_then(|a| a.to_str().and_then(|t| t.parse().ok()));
     let shown = args.next().map_or_else(|| "/".into(), PathBuf::from);
     let inputs = ProbeInputs { leased_uid, shown };
-    // Refused: the mechanisms are tried all the same.
+    // Try the mechanisms even if this fails.
     let _ = die_with_parent();
     for mechanism in Mechanism::ALL {
-        let verdict = in_child(|| act(mechanism, &inputs));
+        let verdict = in_child(|| try_mechanism(mechanism, &inputs));
         let line = serde_json::to_vec(&MechanismResult { mechanism, verdict });
-        let told = line.map_err(io::Error::from).and_then(|mut line| {
+        let written = line.map_err(io::Error::from).and_then(|mut line| {
             line.push(b'\n');
             io::stdout().write_all(&line)
         });
-        if told.is_err() {
+        if written.is_err() {
             sys::exit_now(125);
         }
     }
@@ -313,7 +313,7 @@ fn die_with_parent() -> Result<(), LaunchStepError> {
 
 type ActResult = Result<MechanismVerdict, LaunchStepError>;
 
-/// Does something in a process of its own and tells how it went.
+/// Runs `act` in a child process and returns its verdict.
 fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
     let failed = |step: &str, e: io::Error| MechanismVerdict::Fails {
         step: step.to_owned(),
@@ -323,7 +323,7 @@ fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
         Ok(pipe) => pipe,
         Err(e) => return failed("make a pipe", e.into()),
     };
-    // By way of the C library, which takes the older call where clone3 is refused.
+    // The C library's fork falls back to the older call where clone3 is refused.
     let child = match sys::fork_threaded() {
         Ok(ForkSide::Child) => {
             drop(ours);
@@ -333,19 +333,19 @@ fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
                 errno: e.errno,
             });
             let line = serde_json::to_vec(&verdict).unwrap_or_default();
-            let told = std::fs::File::from(theirs).write_all(&line);
-            sys::exit_now(i32::from(told.is_err()))
+            let written = std::fs::File::from(theirs).write_all(&line);
+            sys::exit_now(i32::from(written.is_err()))
         }
         Ok(ForkSide::Parent { child }) => child,
         Err(e) => return failed("fork", e),
     };
     drop(theirs);
     let mut answer = Vec::new();
-    let heard = std::fs::File::from(ours)
+    let read = std::fs::File::from(ours)
         .take(ANSWER_BYTES_MAX)
         .read_to_end(&mut answer);
     let ended = reap(child);
-    if let (Ok(_), Ok(verdict)) = (heard, serde_json::from_slice(&answer)) {
+    if let (Ok(_), Ok(verdict)) = (read, serde_json::from_slice(&answer)) {
         return verdict;
     }
     MechanismVerdict::Fails {
@@ -357,7 +357,7 @@ fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
     }
 }
 
-/// Waits for a child; gives the signal that ended it.
+/// Waits for a child, and returns the signal that killed it, if any.
 fn reap(child: i32) -> Option<i32> {
     let waited = rustix::process::waitpid(Pid::from_raw(child), WaitOptions::empty());
     waited
@@ -370,7 +370,7 @@ fn works(how: impl Into<String>) -> ActResult {
     Ok(MechanismVerdict::Works { how: how.into() })
 }
 
-fn act(mechanism: Mechanism, inputs: &ProbeInputs) -> ActResult {
+fn try_mechanism(mechanism: Mechanism, inputs: &ProbeInputs) -> ActResult {
     match mechanism {
         Mechanism::UserNamespace => building::user_namespace(inputs),
         Mechanism::InnerUserNamespace => building::inner_user_namespace(inputs),

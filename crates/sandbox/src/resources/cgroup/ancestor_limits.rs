@@ -1,5 +1,5 @@
-//! The limits over this process that others set: a batch system's job, a container, a service. A run without a group
-//! of its own is held by them all the same, and may say so, but only by a number that was read.
+//! Limits that others set above this process: a batch system's job, a container, a service. They also bind a run that
+//! has no group of its own, and the record may name them, but only with a value that was read.
 
 use std::fs;
 use std::path::Path;
@@ -9,27 +9,27 @@ use super::node::Node;
 use super::{Controller, SWAP_NOT_COUNTED, Version, ancestors, host_has_swap};
 use crate::spec::Hardness;
 
-/// What holds this process from above. `None`: nothing does, or nothing that can be read.
+/// The limits that apply to this process from above. `None`: there is no limit, or none that can be read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AncestorLimits {
     /// In bytes.
     pub memory: Option<AncestorLimit>,
     /// In thousandths of a CPU.
     pub cpus: Option<AncestorLimit>,
-    /// The Slurm job this process is part of, also where its groups limit nothing.
+    /// The Slurm job of this process, even if its groups limit nothing.
     pub slurm_job: Option<u64>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AncestorLimit {
     pub value: u64,
-    /// Whose, and by which file: `Slurm job 7, cgroup v2 memory.max of /system.slice/slurmstepd.scope/job_7`.
+    /// The owner and the file: `Slurm job 7, cgroup v2 memory.max of /system.slice/slurmstepd.scope/job_7`.
     pub by: String,
-    /// Watched, where memory goes on growing in swap when this limit is reached.
+    /// `Watched` if memory can continue to grow in swap when this limit is reached.
     pub how_hard: Hardness,
 }
 
-/// Reads the limits over this process. Nothing is changed, and what cannot be read is not there.
+/// Reads the limits above this process. Changes nothing, and treats what cannot be read as absent.
 pub fn ancestor_limits() -> AncestorLimits {
     let (mountinfo, membership) = mounts_and_membership();
     let job = std::env::var("SLURM_JOB_ID").ok();
@@ -40,33 +40,33 @@ fn ancestor_limits_in(sites: &[Site], job_in_environment: Option<&str>) -> Ances
     let job = sites.iter().find_map(|site| slurm_job_in(&site.own));
     let quotas = sites.iter().filter_map(quota);
     AncestorLimits {
-        memory: least(sites.iter().filter_map(memory)),
-        cpus: least(quotas.chain(sites.iter().filter_map(cpu_set))),
+        memory: tightest(sites.iter().filter_map(memory)),
+        cpus: tightest(quotas.chain(sites.iter().filter_map(cpu_set))),
         slurm_job: job.or_else(|| job_in_environment?.parse().ok()),
     }
 }
 
-/// The tightest; of two that are equally tight, the firmer.
-fn least(limits: impl Iterator<Item = AncestorLimit>) -> Option<AncestorLimit> {
+/// Returns the tightest limit. A hard limit comes before a watched one.
+fn tightest(limits: impl Iterator<Item = AncestorLimit>) -> Option<AncestorLimit> {
     limits.min_by_key(|limit| (limit.how_hard == Hardness::Watched, limit.value))
 }
 
-fn outer(site: &Site, group: &Path, file: &str, value: u64) -> AncestorLimit {
+fn ancestor_limit(site: &Site, group: &Path, file: &str, value: u64) -> AncestorLimit {
     let version = match site.version {
         Version::V1 => "v1",
         Version::V2 => "v2",
     };
     let below = group.strip_prefix(&site.mount).unwrap_or(group);
-    let whose = slurm_job_in(group).map_or(String::new(), |job| format!("Slurm job {job}, "));
+    let owner = slurm_job_in(group).map_or(String::new(), |job| format!("Slurm job {job}, "));
     AncestorLimit {
         value,
-        by: format!("{whose}cgroup {version} {file} of /{}", below.display()),
+        by: format!("{owner}cgroup {version} {file} of /{}", below.display()),
         how_hard: Hardness::Hard,
     }
 }
 
-/// The number after `job_`, below a directory of Slurm's: `slurm/uid_1000/job_7/step_0` or, with version 2,
-/// `slurmstepd.scope/job_7/step_0/user/task_0`. A directory above the job is not the job's.
+/// Returns the number after `job_`, below a directory of Slurm: `slurm/uid_1000/job_7/step_0` or, with version 2,
+/// `slurmstepd.scope/job_7/step_0/user/task_0`. A directory above the job does not belong to the job.
 fn slurm_job_in(group: &Path) -> Option<u64> {
     let mut names = group.components().filter_map(|c| c.as_os_str().to_str());
     names.find(|name| name.starts_with("slurm"))?;
@@ -83,7 +83,7 @@ fn memory(site: &Site) -> Option<AncestorLimit> {
         Version::V1 => memory_v1,
         Version::V2 => memory_v2,
     };
-    let alone = by_version(site, Swap::Free).map(|limit| match host_has_swap() {
+    let without_swap = by_version(site, Swap::Free).map(|limit| match host_has_swap() {
         false => limit,
         true => AncestorLimit {
             by: format!("{}{SWAP_NOT_COUNTED}", limit.by),
@@ -91,10 +91,14 @@ fn memory(site: &Site) -> Option<AncestorLimit> {
             ..limit
         },
     });
-    least(by_version(site, Swap::Counted).into_iter().chain(alone))
+    tightest(
+        by_version(site, Swap::Counted)
+            .into_iter()
+            .chain(without_swap),
+    )
 }
 
-/// Whether a limit is to cover swap too.
+/// Whether a limit has to cover swap too.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Swap {
     Counted,
@@ -102,7 +106,7 @@ enum Swap {
 }
 
 fn memory_v2(site: &Site, swap: Swap) -> Option<AncestorLimit> {
-    least(ancestors(site).filter_map(|node| {
+    tightest(ancestors(site).filter_map(|node| {
         let memory = node.number("memory.max")?;
         let (file, more) = match swap {
             Swap::Free => ("memory.max", 0),
@@ -111,12 +115,18 @@ fn memory_v2(site: &Site, swap: Swap) -> Option<AncestorLimit> {
                 more => ("memory.max and memory.swap.max", more),
             },
         };
-        Some(outer(site, &node.path, file, memory.saturating_add(more)))
+        Some(ancestor_limit(
+            site,
+            &node.path,
+            file,
+            memory.saturating_add(more),
+        ))
     }))
 }
 
-/// The kernel's own sum over the groups above is what holds: with `use_hierarchy` off a limit above means nothing, and
-/// one above a container's mount cannot be opened. Its owner is looked for only to be named.
+/// The kernel's own minimum over the groups above is the effective limit: with `use_hierarchy` off a limit above has
+/// no effect, and a group above a container's mount cannot be opened. The owner of the limit is looked up only to
+/// name it.
 fn memory_v1(site: &Site, swap: Swap) -> Option<AncestorLimit> {
     if !site.controllers.contains(&Controller::Memory) {
         return None;
@@ -129,8 +139,8 @@ fn memory_v1(site: &Site, swap: Swap) -> Option<AncestorLimit> {
     let value = own.keyed("memory.stat", key).filter(is_limit)?;
     let owner = ancestors(site).find(|node| node.number(file) == Some(value));
     Some(match owner {
-        Some(node) => outer(site, &node.path, file, value),
-        None => outer(site, &own.path, &format!("memory.stat {key}"), value),
+        Some(node) => ancestor_limit(site, &node.path, file, value),
+        None => ancestor_limit(site, &own.path, &format!("memory.stat {key}"), value),
     })
 }
 
@@ -138,7 +148,7 @@ fn quota(site: &Site) -> Option<AncestorLimit> {
     if site.version == Version::V1 && !site.controllers.contains(&Controller::Cpu) {
         return None;
     }
-    least(ancestors(site).filter_map(|node| {
+    tightest(ancestors(site).filter_map(|node| {
         let (file, quota, period) = match site.version {
             Version::V1 => (
                 "cpu.cfs_quota_us",
@@ -151,15 +161,15 @@ fn quota(site: &Site) -> Option<AncestorLimit> {
                 ("cpu.max", quota.parse().ok()?, period.parse().ok()?)
             }
         };
-        // Rounded up: what is credited to it must not be less than what it lets through.
+        // Round up, so that the recorded limit is not below the real one.
         let milli = u64::checked_mul(quota, 1000)?
             .checked_add(u64::checked_sub(period, 1)?)?
             .checked_div(period)?;
-        Some(outer(site, &node.path, file, milli))
+        Some(ancestor_limit(site, &node.path, file, milli))
     }))
 }
 
-/// A set of CPUs is a limit if it is not all of them.
+/// A set of CPUs is a limit if it does not contain all CPUs.
 fn cpu_set(site: &Site) -> Option<AncestorLimit> {
     let files: &[&'static str] = match site.version {
         Version::V1 if !site.controllers.contains(&Controller::Cpuset) => return None,
@@ -168,16 +178,16 @@ fn cpu_set(site: &Site) -> Option<AncestorLimit> {
     };
     let all = fs::read_to_string("/sys/devices/system/cpu/online").ok()?;
     let all = cpus_in(&all)?;
-    // Where the controller is not switched on for our group, the next one above that has it is what holds.
+    // If the controller is off for our group, the set of the nearest group above that has it applies.
     let (node, file, count) = ancestors(site).find_map(|node| {
         let read = |file: &&'static str| Some((*file, cpus_in(&node.read(file).ok()?)?));
         let (file, count) = files.iter().find_map(read)?;
         Some((node, file, count))
     })?;
-    (count < all).then(|| outer(site, &node.path, file, count * 1000))
+    (count < all).then(|| ancestor_limit(site, &node.path, file, count * 1000))
 }
 
-/// How many CPUs a list like `0-3,8` names; `None` if it is no such list or empty.
+/// Returns how many CPUs a list like `0-3,8` names, or `None` if the text is empty or not such a list.
 fn cpus_in(list: &str) -> Option<u64> {
     let mut count = 0u64;
     for part in list.trim().split(',') {
@@ -196,7 +206,7 @@ mod tests {
     use super::super::{Group, GroupLimits, v1, v2};
     use super::*;
 
-    const TELL: &str = "FUMEHOOD_TEST_TELL_OUTER_LIMITS";
+    const PRINT_LIMITS_VARIABLE: &str = "FUMEHOOD_TEST_TELL_OUTER_LIMITS";
 
     #[test]
     fn a_job_is_named_only_at_or_below_its_directory() {
@@ -217,15 +227,15 @@ mod tests {
         ] {
             assert_eq!(slurm_job_in(Path::new(group)), job, "{group}");
         }
-        // The environment alone names the job, and credits it with nothing.
-        let told = ancestor_limits_in(&[], Some("42"));
-        assert_eq!(told.slurm_job, Some(42));
-        assert!(told.memory.is_none() && told.cpus.is_none());
+        // The environment alone names the job, but gives it no limit.
+        let output = ancestor_limits_in(&[], Some("42"));
+        assert_eq!(output.slurm_job, Some(42));
+        assert!(output.memory.is_none() && output.cpus.is_none());
         assert_eq!(ancestor_limits_in(&[], Some("x; rm")).slurm_job, None);
     }
 
     #[test]
-    fn lists_of_cpus() {
+    fn lists_of_cpus_are_counted() {
         for (list, count) in [
             ("0-3,8\n", Some(5)),
             ("0", Some(1)),
@@ -238,27 +248,28 @@ mod tests {
         }
     }
 
-    /// Only prints, for the test below, which starts this one inside a group.
+    /// Only prints. The test below starts this test inside a group.
     #[test]
-    fn tells_its_ancestor_limits() {
-        if std::env::var_os(TELL).is_some() {
+    fn prints_its_ancestor_limits() {
+        if std::env::var_os(PRINT_LIMITS_VARIABLE).is_some() {
             println!("{:?}", ancestor_limits());
         }
     }
 
-    /// A directory as Slurm names them, with real limits on it, and this very program run inside.
+    /// Makes a directory with a name as Slurm's, sets real limits on it, and runs this program inside.
     #[test]
-    fn a_limit_is_credited_to_the_job_that_really_has_it() {
+    fn a_limit_is_attributed_to_the_job_that_really_has_it() {
         let Some(host) = host() else { return };
         let group = Group::create(&host, "slurm", &limits(64 * MIB, 64, 500)).unwrap();
         let free = Group::create(&host, "slurm-free", &GroupLimits::default()).unwrap();
         for (group, limited) in [(group, true), (free, false)] {
-            let jobs = as_jobs(&group);
+            let jobs = nest_as_jobs(&group);
             let exe = std::env::current_exe().unwrap();
-            let test = "resources::cgroup::ancestor_limits::tests::tells_its_ancestor_limits";
-            let script = format!("{TELL}=1 exec {exe:?} --exact --nocapture {test}");
-            let ended = start(&jobs, &[], &script).wait_with_output().unwrap();
-            let told = String::from_utf8(ended.stdout).unwrap();
+            let test = "resources::cgroup::ancestor_limits::tests::prints_its_ancestor_limits";
+            let script =
+                format!("{PRINT_LIMITS_VARIABLE}=1 exec {exe:?} --exact --nocapture {test}");
+            let finished = start(&jobs, &[], &script).wait_with_output().unwrap();
+            let output = String::from_utf8(finished.stdout).unwrap();
             for part in &jobs.parts {
                 part.rmdir().unwrap();
                 let above = part.parent.path.clone();
@@ -267,22 +278,23 @@ mod tests {
             }
             drop(jobs);
             group.remove().unwrap();
-            assert!(told.contains("slurm_job: Some(7)"), "{told}");
-            let credited = |limit: &str| told.contains(&format!("{limit}: Some(AncestorLimit {{"));
-            // A machine that is itself a container may limit us from further above, which is not Slurm's doing then.
-            let by_slurm = told.matches("Slurm job 7, cgroup").count();
-            assert_eq!(by_slurm, if limited { 2 } else { 0 }, "{told}");
+            assert!(output.contains("slurm_job: Some(7)"), "{output}");
+            let is_listed =
+                |limit: &str| output.contains(&format!("{limit}: Some(AncestorLimit {{"));
+            // If this machine is itself a container, a limit from further above may apply, which is not Slurm's.
+            let by_slurm = output.matches("Slurm job 7, cgroup").count();
+            assert_eq!(by_slurm, if limited { 2 } else { 0 }, "{output}");
             if limited {
-                assert!(credited("memory") && credited("cpus"), "{told}");
-                assert!(told.contains(&format!("value: {}", 64 * MIB)), "{told}");
-                assert!(told.contains("value: 500"), "{told}");
+                assert!(is_listed("memory") && is_listed("cpus"), "{output}");
+                assert!(output.contains(&format!("value: {}", 64 * MIB)), "{output}");
+                assert!(output.contains("value: 500"), "{output}");
             }
         }
     }
 
-    /// Makes `slurm/uid_0/job_7` below each directory of the group, moving its limits to the job, as a group that
-    /// processes can enter.
-    fn as_jobs(group: &Group) -> Group {
+    /// Makes `slurm/uid_0/job_7` below each directory of the group and moves the limits to the job. Returns the jobs
+    /// as a group that processes can enter.
+    fn nest_as_jobs(group: &Group) -> Group {
         let nest = |part: &CreatedGroup| {
             let mut node = Node::open(part.node.version, &part.node.path).unwrap();
             let mut parent = None;
@@ -301,29 +313,31 @@ mod tests {
                 mount: part.parent.path.clone(),
                 own: part.node.path.clone(),
             };
-            let made = CreatedGroup {
+            let created = CreatedGroup {
                 node,
                 parent: parent.unwrap(),
                 name: "job_7".into(),
                 controllers: part.controllers.clone(),
             };
-            if made.has(Controller::Memory) && memory(&above).is_some_and(|m| m.value == 64 * MIB) {
-                match made.node.version {
-                    Version::V1 => v1::limit_memory(&made, 64 * MIB).unwrap(),
-                    Version::V2 => v2::limit_memory(&made, 64 * MIB).unwrap(),
+            if created.has(Controller::Memory)
+                && memory(&above).is_some_and(|m| m.value == 64 * MIB)
+            {
+                match created.node.version {
+                    Version::V1 => v1::limit_memory(&created, 64 * MIB).unwrap(),
+                    Version::V2 => v2::limit_memory(&created, 64 * MIB).unwrap(),
                 };
             }
-            if made.has(Controller::Cpu) && quota(&above).is_some_and(|q| q.value == 500) {
-                match made.node.version {
-                    Version::V1 => v1::limit_cpu(&made, 500).unwrap(),
-                    Version::V2 => v2::limit_cpu(&made, 500).unwrap(),
+            if created.has(Controller::Cpu) && quota(&above).is_some_and(|q| q.value == 500) {
+                match created.node.version {
+                    Version::V1 => v1::limit_cpu(&created, 500).unwrap(),
+                    Version::V2 => v2::limit_cpu(&created, 500).unwrap(),
                 };
             }
-            made
+            created
         };
         Group {
             parts: group.parts.iter().map(nest).collect(),
-            held: Vec::new(),
+            enforcement: Vec::new(),
         }
     }
 }

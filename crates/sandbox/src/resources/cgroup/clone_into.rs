@@ -1,5 +1,5 @@
-//! Processes that are born in a group. Entering a version 2 group later costs a grace period of the whole machine, ten
-//! milliseconds or so; being born there costs nothing.
+//! Starts processes inside a cgroup. Moving a process into a version 2 group later waits for an RCU grace period of
+//! the whole machine, about ten milliseconds; starting it there costs nothing.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,19 +8,19 @@ use rustix::io::Errno;
 
 use crate::sys::{self, ForkSide, Parentage};
 
-/// Whether a child was born in the group it is meant for, or has to attach itself.
+/// Whether a child started in its group, or has to attach itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum GroupEntry {
     InGroup,
-    /// In its parent's group; with the kernel's reason, if another one was asked for.
+    /// The child is in its parent's group. `refusal` is the kernel's reason, if another group was asked for.
     Outside {
         refusal: Option<Errno>,
     },
 }
 
-/// Forks, with the child born in the group of this directory (version 2) where the kernel allows it. Whoever may not
-/// write to the group, and to the one above that it shares with its own, is refused by the kernel, and the child is
-/// then born outside. Both have a single thread; the child leaves by [`sys::exit_now`].
+/// Forks a child in the group of this version 2 directory, where the kernel allows it. The kernel requires write
+/// access to the group and to the nearest ancestor that it shares with the caller's group; otherwise the child starts
+/// in the caller's group. Both processes have a single thread, and the child must leave by [`sys::exit_now`].
 pub(crate) fn fork_into(group: Option<BorrowedFd<'_>>) -> io::Result<(ForkSide, GroupEntry)> {
     let refusal = match group.map(|group| sys::fork_into_group(group, Parentage::Own)) {
         Some(Ok(forked)) => return Ok((forked, GroupEntry::InGroup)),
@@ -31,21 +31,21 @@ pub(crate) fn fork_into(group: Option<BorrowedFd<'_>>) -> io::Result<(ForkSide, 
     Ok((forked, GroupEntry::Outside { refusal }))
 }
 
-/// The way into the run's group for a process that init starts later.
+/// How a process that init starts later enters the run's group.
 #[derive(Default)]
 pub(crate) struct GroupAccess {
     pub directory: Option<OwnedFd>,
-    /// As `Group::attach_fds` gave them; the first is for the group of `directory`.
+    /// The descriptors of `Group::attach_fds`. The first belongs to the group of `directory`.
     pub files: Vec<OwnedFd>,
 }
 
 impl GroupAccess {
-    /// Enters the group, or has a child enter that is born in it as this process's sibling: that child returns `None`, and
-    /// to this process its number is returned. For a process with a single thread.
+    /// Moves this process into the group, or forks a sibling of this process inside the group. The sibling gets
+    /// `None`, and this process gets the sibling's pid. The caller must have a single thread.
     pub fn enter(&self) -> io::Result<Option<i32>> {
         let directory = self.directory.as_ref().map(AsFd::as_fd);
-        let born = directory.map(|group| sys::fork_into_group(group, Parentage::Sibling));
-        let files = match born {
+        let forked = directory.map(|group| sys::fork_into_group(group, Parentage::Sibling));
+        let files = match forked {
             Some(Ok(ForkSide::Parent { child })) => return Ok(Some(child)),
             Some(Ok(ForkSide::Child)) => self.files.get(1..).unwrap_or_default(),
             Some(Err(_)) | None => &self.files,

@@ -1,4 +1,5 @@
-//! Whether this process may make groups where it is or would first have to be moved, and what a move would leave behind.
+//! Finds whether this process may make groups where it is, or must be moved first, and which limits a move would
+//! lose.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,22 +8,22 @@ use super::host::{Site, lines, parse_membership, sites};
 use super::node::Node;
 use super::{Controller, Version, ancestors, v2};
 
-/// How this process stands with the groups of this host.
+/// Whether this process may make version 2 groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Delegation {
-    /// There is no version 2 tree with the controllers, or a part of it only: nobody could move us to a better place.
+    /// There is no version 2 tree with the controllers, or only a part of one is visible. No move could improve this.
     Fixed,
-    /// A version 2 subtree is ours, marked as such by its manager if there is one.
+    /// This process owns a version 2 subtree, and the tree's manager, if there is one, has marked it as delegated.
     Delegated,
-    /// A version 2 tree has the controllers, but no part of it is ours.
+    /// A version 2 tree has the controllers, but no part of it is delegated to this process.
     Undelegated(GroupLocation),
 }
 
-/// The group this process is in, by the name that the manager of the tree has for it, and what it limits.
+/// The group of this process, by the name that the tree's manager uses, and the limits on the way up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupLocation {
     pub group: PathBuf,
-    /// From our own group up: what each limits for those below it.
+    /// The limits of each group, from our own group up.
     levels: Vec<(PathBuf, LevelLimits)>,
 }
 
@@ -33,17 +34,17 @@ struct LevelLimits {
 }
 
 impl GroupLocation {
-    /// The nearest group below `kept`, our own included, that limits memory or CPUs, and the file that does. Who
-    /// leaves for another place below `kept` is rid of that limit.
+    /// Returns the nearest group below `kept`, including our own, that limits memory or CPUs, and the file that sets
+    /// the limit. A process that moves elsewhere below `kept` escapes this limit.
     pub fn limit_lost_by_move(&self, kept: &Path) -> Option<(PathBuf, &'static str)> {
         self.levels_below(kept)
-            .find_map(|(group, limiting)| Some((group.clone(), limiting.file?)))
+            .find_map(|(group, limits)| Some((group.clone(), limits.file?)))
     }
 
-    /// The least number of processes that a group below `kept` allows.
+    /// Returns the lowest process limit of the groups below `kept`.
     pub fn pids_max(&self, kept: &Path) -> Option<u64> {
         self.levels_below(kept)
-            .filter_map(|(_, limiting)| limiting.pids_max)
+            .filter_map(|(_, limits)| limits.pids_max)
             .min()
     }
 
@@ -57,7 +58,7 @@ impl GroupLocation {
     }
 }
 
-/// Reads how this process stands. Changes nothing; a host of version 1 costs two short files.
+/// Reads whether this process may make groups. Changes nothing; on a version 1 host it reads two short files.
 pub fn delegation() -> Delegation {
     let Some(site) = v2_site() else {
         return Delegation::Fixed;
@@ -68,8 +69,8 @@ pub fn delegation() -> Delegation {
     location_in(&site).map_or(Delegation::Fixed, Delegation::Undelegated)
 }
 
-/// Where this process is in a version 2 tree that has the controllers, whether or not it may make groups there. `None`
-/// as with [`Delegation::Fixed`].
+/// Returns the group of this process in a version 2 tree that has the controllers, whether or not it may make groups
+/// there. Returns `None` in the cases of [`Delegation::Fixed`].
 pub fn group_location() -> Option<GroupLocation> {
     v2_site().and_then(|site| location_in(&site))
 }
@@ -89,23 +90,23 @@ fn location_in(site: &Site) -> Option<GroupLocation> {
     let group = lines(&membership)
         .filter_map(parse_membership)
         .find_map(|(version, _, path)| (version == Version::V2).then_some(path))?;
-    // In a container that sees a part of the tree, its names are not those of the manager outside.
-    (below(&site.mount, &group) == site.own).then(|| GroupLocation {
+    // In a container that sees a part of the tree, the names differ from those of the manager outside.
+    (path_below(&site.mount, &group) == site.own).then(|| GroupLocation {
         levels: ancestors(site)
-            .filter_map(|node| level(site, &node))
+            .filter_map(|node| level_limits(site, &node))
             .collect(),
         group,
     })
 }
 
-fn below(mount: &Path, group: &Path) -> PathBuf {
+fn path_below(mount: &Path, group: &Path) -> PathBuf {
     let names = group.components().skip(1);
     std::iter::once(mount.as_os_str())
         .chain(names.map(|name| name.as_os_str()))
         .collect()
 }
 
-fn level(site: &Site, node: &Node) -> Option<(PathBuf, LevelLimits)> {
+fn level_limits(site: &Site, node: &Node) -> Option<(PathBuf, LevelLimits)> {
     let group = Path::new("/").join(node.path.strip_prefix(&site.mount).ok()?);
     let numbers = ["memory.max", "memory.high", "memory.swap.max"];
     let mut file = numbers.into_iter().find(|file| node.number(file).is_some());
@@ -133,9 +134,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_move_would_shed_is_what_lies_below_the_place_that_is_kept() {
+    fn a_move_loses_the_limits_below_the_kept_group() {
         let level = |group: &str, file, pids_max| (group.into(), LevelLimits { file, pids_max });
-        let place = GroupLocation {
+        let location = GroupLocation {
             group: "/a.slice/b.slice/c.service".into(),
             levels: vec![
                 level("/a.slice/b.slice/c.service", None, Some(50)),
@@ -144,22 +145,22 @@ mod tests {
                 level("/", None, None),
             ],
         };
-        let shed = |kept: &str| place.limit_lost_by_move(Path::new(kept));
-        assert_eq!(shed("/a.slice/b.slice"), None);
+        let lost = |kept: &str| location.limit_lost_by_move(Path::new(kept));
+        assert_eq!(lost("/a.slice/b.slice"), None);
         assert_eq!(
-            shed("/a.slice"),
+            lost("/a.slice"),
             Some(("/a.slice/b.slice".into(), "memory.max"))
         );
-        assert_eq!(shed("/").unwrap().1, "memory.max");
-        // Names that merely begin alike.
-        assert_eq!(shed("/a"), None);
-        assert_eq!(place.pids_max(Path::new("/a.slice/b.slice")), Some(50));
-        assert_eq!(place.pids_max(Path::new("/a.slice")), Some(20));
-        assert_eq!(place.pids_max(Path::new("/")), Some(10));
+        assert_eq!(lost("/").unwrap().1, "memory.max");
+        // Names that only share a prefix.
+        assert_eq!(lost("/a"), None);
+        assert_eq!(location.pids_max(Path::new("/a.slice/b.slice")), Some(50));
+        assert_eq!(location.pids_max(Path::new("/a.slice")), Some(20));
+        assert_eq!(location.pids_max(Path::new("/")), Some(10));
     }
 
     #[test]
-    fn with_version_1_there_is_nothing_to_ask_for() {
+    fn with_version_1_delegation_is_fixed() {
         let host = discover();
         match host
             .v1
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scope_of_ours_is_known_by_its_name() {
+    fn our_scopes_are_recognised_by_name() {
         let name = scope_name(7);
         assert!(is_scope_name(&name), "{name}");
         let (rest, _) = name.split_once(".scope").unwrap();
@@ -189,7 +190,7 @@ mod tests {
         ] {
             assert!(!is_scope_name(other), "{other}");
         }
-        // Recovery takes it for no run's group.
+        // Recovery does not mistake a scope for a run's group.
         let path = Path::new("/sys/fs/cgroup").join(&name);
         let mounts = b"1 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
         let answer = left_behind(&path, mounts, &Hierarchies::default());
@@ -202,7 +203,7 @@ mod tests {
     #[test]
     fn names_of_groups_are_put_below_the_mount() {
         let mount = Path::new("/sys/fs/cgroup");
-        assert_eq!(below(mount, Path::new("/")), mount);
-        assert_eq!(below(mount, Path::new("/a/b")), mount.join("a/b"));
+        assert_eq!(path_below(mount, Path::new("/")), mount);
+        assert_eq!(path_below(mount, Path::new("/a/b")), mount.join("a/b"));
     }
 }

@@ -1,4 +1,4 @@
-//! Where this process sits: the mounted hierarchies and its own place in each, from /proc.
+//! Finds the mounted cgroup hierarchies and this process's group in each, from /proc.
 
 use std::fs;
 use std::io;
@@ -9,18 +9,18 @@ use std::time::{Duration, Instant};
 
 use super::{Controller, Version};
 
-/// Where this process sits in one mounted hierarchy.
+/// This process's group in one mounted hierarchy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Site {
     pub(super) version: Version,
     pub(super) controllers: Vec<Controller>,
-    /// Where the hierarchy is mounted: nothing above it is ours to see.
+    /// The mount point of the hierarchy. This process cannot see groups above it.
     pub(super) mount: PathBuf,
     /// The directory of the group this process is in.
     pub(super) own: PathBuf,
 }
 
-/// The hierarchies this process sits in and could use.
+/// The hierarchies that this process is in and could use.
 #[derive(Clone, Debug, Default)]
 pub struct Hierarchies {
     pub(super) v1: Vec<Site>,
@@ -28,7 +28,7 @@ pub struct Hierarchies {
 }
 
 impl Hierarchies {
-    /// True where no mounted hierarchy offers a controller that limits anything.
+    /// Returns true if no mounted hierarchy offers a controller that limits anything.
     pub fn is_none(&self) -> bool {
         let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
         let mut sites = self.v1.iter().chain(&self.v2);
@@ -36,29 +36,30 @@ impl Hierarchies {
     }
 }
 
-/// Every hierarchy we sit in, also one that hands no controller down to us but may limit us from above.
+/// Returns every hierarchy of this process, even one that offers it no controller but may limit it from above.
 pub(super) fn sites() -> Hierarchies {
     let (mountinfo, membership) = mounts_and_membership();
     host_from(&mountinfo, &membership)
 }
 
-/// The mounts that this process sees, and its groups. Of a run's questions in a row only the first makes the kernel write
-/// down every mount of the host; the groups may change between two.
+/// Returns the mounts that this process sees, and its groups. The mounts are cached for a short time, because the
+/// kernel has to list every mount of the host for each read. The groups are read each time, because they may change.
 pub(super) fn mounts_and_membership() -> (Vec<u8>, Vec<u8>) {
-    const GOOD_FOR: Duration = Duration::from_millis(250);
+    const CACHE_TIME: Duration = Duration::from_millis(250);
     static MOUNTS: Mutex<Option<(Instant, Vec<u8>)>> = Mutex::new(None);
-    let mut known = MOUNTS.lock().unwrap_or_else(PoisonError::into_inner);
-    let fresh = known.take().filter(|(at, _)| at.elapsed() < GOOD_FOR);
+    let mut cached = MOUNTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let fresh = cached.take().filter(|(at, _)| at.elapsed() < CACHE_TIME);
     let (at, mounts) = fresh.unwrap_or_else(|| (Instant::now(), read_proc("/proc/self/mountinfo")));
-    *known = Some((at, mounts.clone()));
+    *cached = Some((at, mounts.clone()));
     (mounts, read_proc("/proc/self/cgroup"))
 }
 
-/// A file of /proc, in two calls as a rule: it has no size that tells how much room to make.
+/// Reads a file of /proc, usually in two calls. Such a file reports no size, so the buffer has room for a typical
+/// file.
 pub(super) fn read_proc(path: &str) -> Vec<u8> {
     use io::Read;
     let mut bytes = Vec::with_capacity(16 << 10);
-    // What cannot be read is empty.
+    // A file that cannot be read counts as empty.
     let _ = fs::File::open(path).and_then(|mut file| file.read_to_end(&mut bytes));
     bytes
 }
@@ -74,7 +75,7 @@ pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Hierarchies {
     let mut host = Hierarchies::default();
     for site in sites_from(mountinfo, membership) {
         match site.version {
-            // A hierarchy of cpuset alone holds nothing that we limit or count.
+            // A hierarchy with only cpuset has nothing that we limit or count.
             Version::V1 if site.controllers == [Controller::Cpuset] => {}
             Version::V1 => host.v1.push(site),
             Version::V2 => host.v2 = Some(site),
@@ -83,7 +84,7 @@ pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Hierarchies {
     host
 }
 
-/// Every hierarchy that is mounted where we can see our own place in it.
+/// Returns every hierarchy whose mount shows our own group.
 pub(super) fn sites_from(mountinfo: &[u8], membership: &[u8]) -> Vec<Site> {
     let mounts: Vec<CgroupMount> = lines(mountinfo).filter_map(parse_mount).collect();
     let site = |(version, controllers, path): (Version, Vec<Controller>, PathBuf)| {
@@ -108,7 +109,7 @@ pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|b| *b == b'\n').filter(|line| !line.is_empty())
 }
 
-/// Every mount point in a mountinfo text, of whatever file system.
+/// Returns every mount point in a mountinfo text, of any file system.
 pub fn mount_points_in(mountinfo: &[u8]) -> Vec<PathBuf> {
     let points = lines(mountinfo).filter_map(|line| line.split(|b| *b == b' ').nth(4));
     points
@@ -116,8 +117,8 @@ pub fn mount_points_in(mountinfo: &[u8]) -> Vec<PathBuf> {
         .collect()
 }
 
-/// One line of mountinfo (proc_pid_mountinfo(5)): `id parent dev root point options [tags] - type
-/// source super-options`. Lines of other file systems, and lines we do not understand, give `None`.
+/// Parses one line of mountinfo (proc_pid_mountinfo(5)): `id parent dev root point options [tags] - type source
+/// super-options`. Returns `None` for a line of another file system, and for a line that cannot be parsed.
 pub(super) fn parse_mount(line: &[u8]) -> Option<CgroupMount> {
     let fields: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
     let dash = fields.iter().skip(6).position(|f| *f == b"-")? + 6;
@@ -126,7 +127,7 @@ pub(super) fn parse_mount(line: &[u8]) -> Option<CgroupMount> {
         b"cgroup2" => (Version::V2, Vec::new()),
         _ => return None,
     };
-    // Of version 1, a hierarchy that holds none of our controllers (name=systemd) is no use.
+    // A version 1 hierarchy with none of our controllers (name=systemd) is of no use.
     (version == Version::V2 || !controllers.is_empty()).then_some(())?;
     Some(CgroupMount {
         version,
@@ -136,8 +137,8 @@ pub(super) fn parse_mount(line: &[u8]) -> Option<CgroupMount> {
     })
 }
 
-/// One line of /proc/self/cgroup: `id:controllers:path`, where version 2 is `0::path`. The path may
-/// itself contain colons.
+/// Parses one line of /proc/self/cgroup: `id:controllers:path`, where version 2 is `0::path`. The path may itself
+/// contain colons.
 pub(super) fn parse_membership(line: &[u8]) -> Option<(Version, Vec<Controller>, PathBuf)> {
     let mut fields = line.splitn(3, |b| *b == b':');
     let (id, names, path) = (fields.next()?, fields.next()?, fields.next()?);
@@ -151,7 +152,7 @@ pub(super) fn parse_membership(line: &[u8]) -> Option<(Version, Vec<Controller>,
     }
 }
 
-/// Our controllers in a comma-separated list, in a fixed order so that two lists compare.
+/// Returns our controllers in a comma-separated list, in a fixed order so that two lists can be compared.
 pub(super) fn controllers_in(list: &[u8]) -> Vec<Controller> {
     let all = ["memory", "pids", "cpu", "cpuacct", "cpuset"];
     all.into_iter()
@@ -160,8 +161,8 @@ pub(super) fn controllers_in(list: &[u8]) -> Vec<Controller> {
         .collect()
 }
 
-/// The directory of group `path` below a mount that shows the hierarchy from `root` downwards, as
-/// the mounts inside a container do.
+/// Returns the directory of group `path` below a mount that shows the hierarchy from `root` downwards, as the mounts
+/// inside a container do.
 pub(super) fn locate(mount: &CgroupMount, path: &Path) -> Option<PathBuf> {
     let below = path.strip_prefix(&mount.root).ok()?;
     Some(match below.as_os_str().is_empty() {
@@ -170,7 +171,8 @@ pub(super) fn locate(mount: &CgroupMount, path: &Path) -> Option<PathBuf> {
     })
 }
 
-/// The kernel writes space, tab, newline, backslash and `#` as a backslash and three octal digits.
+/// Decodes mountinfo's escapes: the kernel writes space, tab, newline, backslash and `#` as a backslash and three
+/// octal digits.
 pub(super) fn unescape(field: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -195,8 +197,8 @@ pub(super) fn unescape(field: &[u8]) -> Vec<u8> {
     out
 }
 
-/// An absolute path of plain names. A group outside our cgroup namespace shows as `/../x`, which
-/// must never be joined to a mount point.
+/// Returns an absolute path of plain names. A group outside our cgroup namespace appears as `/../x`, which must never
+/// be joined to a mount point.
 pub(super) fn plain_absolute(bytes: Vec<u8>) -> Option<PathBuf> {
     let path = PathBuf::from(std::ffi::OsString::from_vec(bytes));
     let plain = path

@@ -1,17 +1,15 @@
 //! Control groups: one group per run, made with its limits before the first process enters it.
 //!
-//! The runner makes the group and opens the files by which processes attach; each process of the
-//! run then attaches *itself* by writing `0` to them, because moving a process from outside takes
-//! several times as long. The kernel checks the credentials of whoever opened the file, so the
-//! launcher can attach after it has dropped its own.
+//! The runner makes the group and opens the files through which processes attach. Each process of the run then
+//! attaches *itself* by writing `0` to them, because moving a process from outside takes several times as long. The
+//! kernel checks the credentials of the process that opened the file, so the launcher can attach after it has dropped
+//! its own.
 //!
-//! Both versions are spoken, per controller: version 2 where its tree offers the controller to us
-//! (`v2.rs`), version 1 otherwise (`v1.rs`). What works is found by trying it and reading the
-//! value back. Only groups made here are ever written to, with one exception: a version 2
-//! subtree delegated to us must have its controllers switched on.
+//! Each controller uses version 2 where its tree offers the controller to us (`v2.rs`), and version 1 otherwise
+//! (`v1.rs`). What works is found by trying it and reading the value back. Only groups made here are ever written to,
+//! with one exception: in a version 2 subtree delegated to us the controllers must be switched on.
 //!
-//! Invariant: no path or pid is trusted for longer than it is held. Directories are held by
-//! descriptor, processes by pidfd.
+//! Invariant: a path or pid is trusted only while it is held. Directories are held by descriptor, processes by pidfd.
 
 mod ancestor_limits;
 mod clone_into;
@@ -45,7 +43,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::spec::{Hardness, LimitName};
 
-/// A killed process leaves its group within milliseconds; a longer wait means it cannot die.
+/// A killed process leaves its group within milliseconds. A longer wait means that it cannot die.
 const REMOVE_WAIT: Duration = Duration::from_secs(2);
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
@@ -105,8 +103,8 @@ pub enum CgroupError {
 }
 
 impl CgroupError {
-    /// Whether the error only says that this hierarchy is not for us, so that another may be tried.
-    /// Anything else, above all a group that exists already, stops the run.
+    /// Returns whether the error only means that we may not use this hierarchy, so that another may be tried. Any
+    /// other error, above all a group that already exists, stops the run.
     fn means_not_ours(&self) -> bool {
         match self {
             CgroupError::Open { source, .. }
@@ -132,7 +130,7 @@ enum Version {
 }
 
 impl Version {
-    /// The file system's magic number (linux/magic.h), which no other mount can imitate.
+    /// The file system's magic number (linux/magic.h), which no other file system can imitate.
     fn magic(self) -> u64 {
         match self {
             Version::V1 => 0x0027_e0eb,
@@ -163,7 +161,7 @@ impl Controller {
     }
 }
 
-/// What a run's group limits. `None` leaves that resource unlimited, but still counted.
+/// The limits of a run's group. `None` leaves that resource unlimited, but still counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupLimits {
     pub memory_bytes: Option<u64>,
@@ -171,20 +169,20 @@ pub struct GroupLimits {
     pub cpu_milli: Option<u64>,
 }
 
-/// How a limit is held, for the record.
+/// The mechanism that enforces a limit, for the record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EnforcedLimit {
     pub by: String,
     pub how_hard: Hardness,
 }
 
-/// What the kernel counted. `None`: this kernel does not say.
+/// The kernel's counters. `None`: this kernel does not provide the value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
-    /// Processes of the group that the kernel killed for want of memory, for whatever reason.
+    /// Processes of the group that the kernel's OOM killer killed, for any reason.
     pub oom_kills: Option<u64>,
-    /// Times this group itself was at its limit with nothing left to reclaim. Kills without any of these mean that the
-    /// memory which ran out was a group's above, or the machine's.
+    /// How often this group itself was at its limit with nothing left to reclaim. Kills without any of these mean
+    /// that a group above, or the machine, ran out of memory.
     pub ooms_at_limit: Option<u64>,
     pub memory_peak_bytes: Option<u64>,
     pub pids_peak: Option<u64>,
@@ -193,7 +191,7 @@ pub struct Counters {
     pub cpu_usage_us: Option<u64>,
 }
 
-/// How the file that [`Group::cpu_usage_fd`] hands out is to be read.
+/// How to read the file of [`Group::cpu_usage_fd`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CpuUnit {
@@ -204,9 +202,9 @@ pub enum CpuUnit {
 }
 
 impl CpuUnit {
-    /// Microseconds of CPU time used so far, read afresh from the descriptor's start.
+    /// Reads the microseconds of CPU time used so far, from the start of the file.
     pub fn read_us(self, fd: BorrowedFd<'_>) -> io::Result<u64> {
-        let text = read_afresh(fd)?;
+        let text = read_from_start(fd)?;
         match self {
             CpuUnit::Nanoseconds => text.trim().parse::<u64>().ok().map(|ns| ns / 1000),
             CpuUnit::UsageUsecLine => keyed(&text, "usage_usec"),
@@ -215,31 +213,31 @@ impl CpuUnit {
     }
 }
 
-/// Processes killed for want of memory so far, from the file that [`Group::oom_kills_fd`] hands out.
+/// Reads from the file of [`Group::oom_kills_fd`] how many processes the OOM killer has killed so far.
 pub fn read_oom_kills(fd: BorrowedFd<'_>) -> io::Result<u64> {
-    let kills = keyed(&read_afresh(fd)?, "oom_kill");
+    let kills = keyed(&read_from_start(fd)?, "oom_kill");
     kills.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
-/// A counter's file, from its start.
-fn read_afresh(fd: BorrowedFd<'_>) -> io::Result<String> {
+/// Reads a counter's file from its start.
+fn read_from_start(fd: BorrowedFd<'_>) -> io::Result<String> {
     let mut buffer = [0; 4096];
     let length = rustix::io::pread(fd, &mut buffer[..], 0)?;
     Ok(String::from_utf8_lossy(&buffer[..length]).into_owned())
 }
 
-/// One run's group: a directory in each hierarchy that holds one of its controllers.
+/// One run's group: a directory in each hierarchy that has one of its controllers.
 ///
-/// Dropping it removes what is empty and leaves the rest to recovery.
+/// Dropping it removes the directories that are empty and leaves the others to recovery.
 #[derive(Debug)]
 pub struct Group {
     parts: Vec<CreatedGroup>,
-    held: Vec<(LimitName, Result<EnforcedLimit, CgroupError>)>,
+    enforcement: Vec<(LimitName, Result<EnforcedLimit, CgroupError>)>,
 }
 
 impl Group {
-    /// Makes the group of run `id` with its limits. A controller that is missing, or a limit that the
-    /// kernel does not take, is not an error here: [`Group::enforces`] tells, and the caller decides.
+    /// Makes the group of run `id` with its limits. A missing controller, or a limit that the kernel refuses, is not
+    /// an error here: [`Group::enforces`] reports it, and the caller decides.
     pub fn create(
         host: &Hierarchies,
         id: &str,
@@ -247,17 +245,17 @@ impl Group {
     ) -> Result<Group, CgroupError> {
         check_id(id)?;
         let name = name_for(id);
-        // Whatever fails from here on, dropping the group removes the parts made so far.
+        // If a later step fails, dropping the group removes the parts made so far.
         let mut group = Group {
             parts: Vec::new(),
-            held: Vec::new(),
+            enforcement: Vec::new(),
         };
         let mut refusal = None;
         let v2 = host.v2.iter().map(|site| v2::make(site, &name));
         let v1 = host.v1.iter().map(|site| v1::make(site, &name));
-        for made in v2.chain(v1) {
-            match made {
-                Ok(made) => group.parts.push(made),
+        for created in v2.chain(v1) {
+            match created {
+                Ok(created) => group.parts.push(created),
                 Err(e) if e.means_not_ours() => refusal = refusal.or(Some(e)),
                 Err(e) => return Err(e),
             }
@@ -267,15 +265,15 @@ impl Group {
                 refusal: refusal.map(Box::new),
             });
         }
-        let asked = [
+        let requested = [
             (LimitName::Memory, Controller::Memory, limits.memory_bytes),
             (LimitName::Pids, Controller::Pids, limits.pids),
             (LimitName::Cpus, Controller::Cpu, limits.cpu_milli),
         ];
-        for (limit, controller, value) in asked {
+        for (limit, controller, value) in requested {
             if let Some(value) = value {
-                let held = group.limit(controller, value);
-                group.held.push((limit, held));
+                let enforcement = group.limit(controller, value);
+                group.enforcement.push((limit, enforcement));
             }
         }
         Ok(group)
@@ -299,14 +297,14 @@ impl Group {
         self.parts.iter().find(|part| part.has(controller))
     }
 
-    /// Descriptors by which a process attaches itself: it writes `0` to each, once, while it has a
-    /// single thread (version 1 moves only the thread that writes). A process that was given
-    /// them can attach whatever its own credentials are, so they are closed before the program runs. The one
-    /// of version 2, if any, comes first: a process born in [`Group::directory_fd`] is in that part already.
+    /// Returns descriptors through which a process attaches itself: it writes `0` to each, once, while it has a
+    /// single thread (version 1 moves only the thread that writes). A process that holds them can attach whatever its
+    /// credentials, so they are closed before the program runs. The version 2 descriptor, if any, comes first: a
+    /// process that started in [`Group::directory_fd`] is in that part already.
     pub fn attach_fds(&self) -> Result<Vec<OwnedFd>, CgroupError> {
         let open = |part: &CreatedGroup| {
             let file = match part.node.version {
-                // Writing to `tasks` spares the lock over all threads of the system that `cgroup.procs` takes.
+                // A write to `tasks` avoids the lock over all threads of the system that `cgroup.procs` takes.
                 Version::V1 => "tasks",
                 Version::V2 => "cgroup.procs",
             };
@@ -320,23 +318,23 @@ impl Group {
         self.parts.iter().map(open).collect()
     }
 
-    /// The version 2 directory, in which a process can be born (CLONE_INTO_CGROUP). `None`: version 1 has no such thing.
+    /// Returns the version 2 directory, in which a process can start (CLONE_INTO_CGROUP). Version 1 has no such call.
     pub fn directory_fd(&self) -> Option<BorrowedFd<'_>> {
         let mut parts = self.parts.iter();
         let part = parts.find(|part| part.node.version == Version::V2);
         part.map(|part| part.node.fd.as_fd())
     }
 
-    /// How `limit` is held; `None` if it was not asked for, or is not held by this group.
+    /// Returns how `limit` is enforced, or `None` if it was not asked for or this group does not enforce it.
     pub fn enforces(&self, limit: LimitName) -> Option<&EnforcedLimit> {
-        let found = self.held.iter().find(|(name, _)| *name == limit);
-        found.and_then(|(_, held)| held.as_ref().ok())
+        let found = self.enforcement.iter().find(|(name, _)| *name == limit);
+        found.and_then(|(_, enforcement)| enforcement.as_ref().ok())
     }
 
-    /// Why a limit that was asked for is not held.
+    /// Returns why a limit that was asked for is not enforced.
     pub fn why_not(&self, limit: LimitName) -> Option<&CgroupError> {
-        let found = self.held.iter().find(|(name, _)| *name == limit);
-        found.and_then(|(_, held)| held.as_ref().err())
+        let found = self.enforcement.iter().find(|(name, _)| *name == limit);
+        found.and_then(|(_, enforcement)| enforcement.as_ref().err())
     }
 
     pub fn counters(&self) -> Counters {
@@ -350,7 +348,7 @@ impl Group {
         counters
     }
 
-    /// A file that any process given the descriptor can read with [`CpuUnit::read_us`].
+    /// Returns a file that any process that holds the descriptor can read with [`CpuUnit::read_us`].
     pub fn cpu_usage_fd(&self) -> Option<(OwnedFd, CpuUnit)> {
         self.parts.iter().find_map(|part| {
             let (file, unit) = match part.node.version {
@@ -358,14 +356,14 @@ impl Group {
                     ("cpuacct.usage", CpuUnit::Nanoseconds)
                 }
                 Version::V1 => return None,
-                // Version 2 counts CPU time in every group, with the controller or without.
+                // Version 2 counts CPU time in every group, even without the controller.
                 Version::V2 => ("cpu.stat", CpuUnit::UsageUsecLine),
             };
             Some((part.node.open_file(file, OFlags::RDONLY).ok()?, unit))
         })
     }
 
-    /// A file that any process given the descriptor can read with [`read_oom_kills`].
+    /// Returns a file that any process that holds the descriptor can read with [`read_oom_kills`].
     pub fn oom_kills_fd(&self) -> Option<OwnedFd> {
         let part = self.parts.iter().find(|p| p.has(Controller::Memory))?;
         let file = match part.node.version {
@@ -375,23 +373,23 @@ impl Group {
         part.node.open_file(file, OFlags::RDONLY).ok()
     }
 
-    /// The group's directories, for the crash record and [`remove_left_behind`].
+    /// Returns the group's directories, for the crash record and [`remove_left_behind`].
     pub fn paths(&self) -> Vec<PathBuf> {
         self.parts.iter().map(|p| p.node.path.clone()).collect()
     }
 
-    /// Kills every process in the group, whichever of its directories it is in.
+    /// Kills every process in the group, in all of its directories.
     pub fn kill(&self) {
         self.parts.iter().for_each(|part| part.node.kill());
     }
 
-    /// Whether every process has left. A group that cannot be read is not shown to be empty.
+    /// Returns whether every process has left. A group that cannot be read counts as not empty.
     pub fn is_empty(&self) -> bool {
         self.parts.iter().all(|part| part.node.is_empty())
     }
 
-    /// Removes the group, waiting a bounded time for processes that are on their way out. On error
-    /// what is left is for [`remove_left_behind`].
+    /// Removes the group, and waits a bounded time for processes that are exiting. On error [`remove_left_behind`]
+    /// can remove the rest later.
     pub fn remove(mut self) -> Result<(), CgroupError> {
         let parts = std::mem::take(&mut self.parts);
         remove_all(&parts)
@@ -401,23 +399,23 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         for part in &self.parts {
-            // Only an empty group can be removed at all; a group in use is left to recovery.
+            // Only an empty group can be removed. A group in use is left to recovery.
             let _ = part.rmdir();
         }
     }
 }
 
-/// Reads where this process sits. Nothing is changed, and nothing that cannot be read is an error:
-/// a host without cgroups gives a [`Hierarchies`] that is none.
+/// Reads the groups of this process. Changes nothing, and treats what cannot be read as absent: for a host without
+/// cgroups [`Hierarchies::is_none`] is true.
 pub fn discover() -> Hierarchies {
     v2::with_controllers(sites())
 }
 
 impl Hierarchies {
-    /// Makes the version 2 subtree ready, moving this process into a leaf of its own if need be.
-    /// A daemon calls this before it starts anything, so that its children are born in the leaf
-    /// and none of them keeps the controllers from being switched on. [`Group::create`] does the
-    /// same for a process that is alone. Without a version 2 tree there is nothing to do.
+    /// Prepares the version 2 subtree, and moves this process into a leaf of its own if needed. A daemon calls this
+    /// before it starts anything: its children then start in the leaf, and none of them prevents the controllers from
+    /// being switched on. [`Group::create`] does the same for a process that is alone. Without a version 2 tree there
+    /// is nothing to do.
     pub fn prepare(&self) -> Result<(), CgroupError> {
         match &self.v2 {
             Some(site) => v2::prepare_parent(site).map(|_| ()),
@@ -426,7 +424,7 @@ impl Hierarchies {
     }
 }
 
-/// Removes every part, going on past one that fails; the first error is returned.
+/// Removes every part, continues after a failure, and returns the first error.
 fn remove_all(parts: &[CreatedGroup]) -> Result<(), CgroupError> {
     let deadline = Instant::now() + REMOVE_WAIT;
     let results: Vec<_> = parts.iter().map(|part| part.remove(deadline)).collect();
@@ -456,8 +454,9 @@ fn hard(by: impl Into<String>) -> EnforcedLimit {
 
 const SWAP_NOT_COUNTED: &str = " (swap not counted)";
 
-/// A limit on memory that leaves swap free. Where there is swap, only a watch over both holds what was asked for.
-fn memory_alone(by: String, has_swap: bool) -> EnforcedLimit {
+/// Describes a memory limit that does not limit swap. On a host with swap only the watch over both enforces the
+/// requested limit.
+fn limit_without_swap(by: String, has_swap: bool) -> EnforcedLimit {
     match has_swap {
         false => hard(by),
         true => EnforcedLimit {
@@ -467,8 +466,8 @@ fn memory_alone(by: String, has_swap: bool) -> EnforcedLimit {
     }
 }
 
-/// Whether a memory limit read back is the one written: the kernel rounds down to whole pages, and
-/// the largest page in use is 64 KiB.
+/// Checks that a memory limit read back is the one written. The kernel rounds down to whole pages, and the largest
+/// page in use is 64 KiB.
 fn is_rounded(asked: u64) -> impl Fn(&str) -> bool {
     move |found| {
         let found = found.parse::<u64>();
@@ -476,9 +475,9 @@ fn is_rounded(asked: u64) -> impl Fn(&str) -> bool {
     }
 }
 
-/// Every 100 ms, as the kernel does by default; a shorter period costs more and throttles no better.
+/// 100 ms, the kernel's default. A shorter period costs more and throttles no better.
 const CPU_PERIOD_US: u64 = 100_000;
-/// The kernel takes no quota below a millisecond.
+/// The kernel accepts no quota below a millisecond.
 const CPU_QUOTA_US_MIN: u64 = 1_000;
 
 fn cpu_quota_us(cpu_milli: u64) -> u64 {
@@ -488,7 +487,7 @@ fn cpu_quota_us(cpu_milli: u64) -> u64 {
 }
 
 fn host_has_swap() -> bool {
-    // Unreadable means unknown, and unknown counts as swap: the record must not promise too much.
+    // If it cannot be read, assume that there is swap: the record must not promise too much.
     let meminfo = String::from_utf8(read_proc("/proc/meminfo")).unwrap_or_default();
     meminfo_bytes(&meminfo, "SwapTotal:") != Some(0)
 }
@@ -499,12 +498,12 @@ fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// Kills what is left in the groups of a run whose runner died, and removes them; returns how many were
-/// removed. The caller has shown that the runner is dead (its lock is free).
+/// Kills the remaining processes in the groups of a run whose runner died, and removes the groups. Returns how many
+/// groups were removed. The caller has verified that the runner is dead (its lock is free).
 ///
-/// The paths come from a record on disk, which is not believed: each must lie below a cgroup mount, be
-/// named as our groups are, and hold neither this process nor anything above it. Groups do not outlive
-/// a boot, so under another boot id there is nothing to remove, and what has that name now is not meant.
+/// The paths come from a record on disk, which is not trusted: each must lie below a cgroup mount, have the name of a
+/// run's group, and contain neither this process nor an ancestor of its group. Groups do not outlive a boot, so under
+/// another boot id there is nothing to remove, and a group that has the name now belongs to somebody else.
 pub fn remove_left_behind(paths: &[PathBuf], boot_id: &str) -> Result<usize, CgroupError> {
     let now = fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(CgroupError::BootId)?;
     if now.trim() != boot_id.trim() {
@@ -516,9 +515,9 @@ pub fn remove_left_behind(paths: &[PathBuf], boot_id: &str) -> Result<usize, Cgr
     let mut first_error = None;
     for path in paths {
         let outcome = left_behind(path, &mountinfo, &host).and_then(|found| match found {
-            Some(made) => {
-                made.node.kill();
-                remove_all(std::slice::from_ref(&made)).map(|()| 1)
+            Some(created) => {
+                created.node.kill();
+                remove_all(std::slice::from_ref(&created)).map(|()| 1)
             }
             None => Ok(0),
         });
@@ -530,13 +529,13 @@ pub fn remove_left_behind(paths: &[PathBuf], boot_id: &str) -> Result<usize, Cgr
     first_error.map_or(Ok(removed), Err)
 }
 
-/// Every path at which [`Group::create`] may make a directory for this id: what a record must name before
-/// anything is made, so that a crash at any moment leaves nothing unnamed.
+/// Returns every path at which [`Group::create`] may make a directory for this id. The record must name them before
+/// any of them is made, so that a crash at any moment leaves nothing unrecorded.
 pub fn planned_paths(host: &Hierarchies, id: &str) -> Vec<PathBuf> {
     let sites = host.v1.iter().chain(&host.v2);
-    let places = sites.flat_map(|site| match site.version {
+    let parents = sites.flat_map(|site| match site.version {
         Version::V1 => vec![site.own.clone()],
-        // In a leaf of our own, the group is made beside it.
+        // If this process is in a leaf of its own, the group is made beside the leaf.
         Version::V2 => site
             .own
             .ancestors()
@@ -544,10 +543,10 @@ pub fn planned_paths(host: &Hierarchies, id: &str) -> Vec<PathBuf> {
             .map(Path::to_path_buf)
             .collect(),
     });
-    places.map(|place| place.join(name_for(id))).collect()
+    parents.map(|parent| parent.join(name_for(id))).collect()
 }
 
-/// Opens a group that a record names, or says why it is not ours. `None`: it is gone already.
+/// Opens a group that a record names, or says why it is not ours. Returns `None` if the group is already gone.
 fn left_behind(
     path: &Path,
     mountinfo: &[u8],
@@ -574,7 +573,7 @@ fn left_behind(
         return Err(foreign("this process is in it"));
     }
     let parent = plain.parent().ok_or_else(|| foreign("it has no parent"))?;
-    let gone = |e: &CgroupError| matches!(e, CgroupError::Open { source, .. } if source.kind() == io::ErrorKind::NotFound);
+    let is_not_found = |e: &CgroupError| matches!(e, CgroupError::Open { source, .. } if source.kind() == io::ErrorKind::NotFound);
     let opened =
         Node::open(mount.version, parent).and_then(|parent| Ok((parent.open_child(name)?, parent)));
     match opened {
@@ -584,13 +583,13 @@ fn left_behind(
             name: name.to_owned(),
             controllers: mount.controllers,
         })),
-        Err(e) if gone(&e) => Ok(None),
+        Err(e) if is_not_found(&e) => Ok(None),
         Err(e) => Err(e),
     }
 }
 
-/// The memory this process could use at most: the least of what the machine has and of every limit on
-/// the way up from its own group. Zero only if the kernel tells nothing at all.
+/// Returns the maximal memory that this process could use: the minimum of the machine's memory and of every limit
+/// from its own group upwards. Returns zero only if the kernel provides no value at all.
 pub fn memory_available_bytes() -> u64 {
     let meminfo = String::from_utf8(read_proc("/proc/meminfo")).unwrap_or_default();
     let total = meminfo_bytes(&meminfo, "MemTotal:").unwrap_or_else(|| {
@@ -603,7 +602,7 @@ pub fn memory_available_bytes() -> u64 {
     v1.chain(v2).fold(total, u64::min)
 }
 
-/// Every group from our own up to the mount point.
+/// Returns every group from our own up to the mount point.
 fn ancestors(site: &Site) -> impl Iterator<Item = Node> + '_ {
     site.own
         .ancestors()

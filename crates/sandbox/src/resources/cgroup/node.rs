@@ -14,13 +14,13 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{CgroupError, Controller, Version};
 
-/// The kernel's own files are far smaller; a longer answer is cut, not waited for.
+/// The kernel's own files are far smaller. A longer text is cut off.
 const FILE_BYTES_MAX: usize = 1 << 20;
 const KILL_WAIT: Duration = Duration::from_secs(2);
-/// Descriptors held at once while killing, well below any usual RLIMIT_NOFILE.
+/// How many pidfds to hold at once while killing, well below any usual RLIMIT_NOFILE.
 const KILL_CHUNK: usize = 128;
 
-/// One cgroup's directory, held open.
+/// The directory of one cgroup, held open.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) version: Version,
@@ -58,8 +58,8 @@ impl Node {
         }
     }
 
-    /// Makes a group below this one. One that exists already is an error: it may hold processes
-    /// and limits that are not ours.
+    /// Makes a group below this one. An existing group is an error: it may hold processes and limits that are not
+    /// ours.
     pub(super) fn make_child(&self, name: &str) -> Result<Node, CgroupError> {
         let mode = Mode::from_raw_mode(0o755);
         rustix::fs::mkdirat(&self.fd, name, mode).map_err(|e| CgroupError::Make {
@@ -67,8 +67,7 @@ impl Node {
             source: e.into(),
         })?;
         self.open_child(name).inspect_err(|_| {
-            // It was made a moment ago and is of no use; what cannot be removed is reported by
-            // the error that is on its way already.
+            // The new directory is of no use. If it cannot be removed, the error that is returned names it already.
             let _ = rustix::fs::unlinkat(&self.fd, name, AtFlags::REMOVEDIR);
         })
     }
@@ -83,7 +82,7 @@ impl Node {
             .map_err(io::Error::from)
             .and_then(|fd| {
                 use io::Read;
-                // Most are a line, and none is much longer: room for all of it spares asking again and again.
+                // Most files are one line and none is much longer. A large buffer avoids repeated reads.
                 let mut text = String::with_capacity(4096);
                 fs::File::from(fd)
                     .take(FILE_BYTES_MAX as u64)
@@ -102,10 +101,10 @@ impl Node {
         self.open_file(file, OFlags::WRONLY)
             .and_then(|fd| rustix::io::write(fd, value.as_bytes()))
             .map(|_| ())
-            .map_err(|e| self.unwritten(file, value, e))
+            .map_err(|e| self.write_error(file, value, e))
     }
 
-    fn unwritten(&self, file: &'static str, value: &str, why: Errno) -> CgroupError {
+    fn write_error(&self, file: &'static str, value: &str, why: Errno) -> CgroupError {
         CgroupError::Write {
             path: self.path.clone(),
             file,
@@ -118,12 +117,12 @@ impl Node {
         self.read(file).ok()?.trim().parse().ok()
     }
 
-    /// The number after `key` in a file of `key value` lines.
+    /// Returns the number after `key` in a file of `key value` lines.
     pub(super) fn keyed(&self, file: &'static str, key: &str) -> Option<u64> {
         keyed(&self.read(file).ok()?, key)
     }
 
-    /// Sets a limit and shows that the kernel holds it: the value read back must satisfy `kept`.
+    /// Sets a limit and checks that the kernel keeps it: the value read back must satisfy `kept`.
     pub(super) fn write_kept(
         &self,
         file: &'static str,
@@ -137,7 +136,7 @@ impl Node {
                 rustix::io::write(&fd, value.as_bytes())?;
                 rustix::io::pread(&fd, &mut found[..], 0)
             })
-            .map_err(|e| self.unwritten(file, value, e))?;
+            .map_err(|e| self.write_error(file, value, e))?;
         let found = String::from_utf8_lossy(&found[..length]);
         match kept(found.trim()) {
             true => Ok(()),
@@ -171,7 +170,7 @@ impl Node {
             if pids.is_empty() {
                 return;
             }
-            // Everything is signalled before anything is waited for, or the rest would go on forking.
+            // Signal all processes before waiting for any, or the others would go on forking.
             let mut last = None;
             for chunk in pids.chunks(KILL_CHUNK) {
                 last = self.kill_chunk(chunk).or(last);
@@ -182,16 +181,17 @@ impl Node {
         }
     }
 
-    /// Kills those of the processes that are still members, and returns one of them to wait for. A pid
-    /// can be taken over by a stranger at any time, so each is first held by a pidfd and then looked
-    /// up once more: one that is listed after it is held is either the held process or gone, and a
-    /// signal to a process that is gone reaches nobody.
+    /// Kills those of the processes that are still members, and returns a pidfd of one of them to wait for.
+    ///
+    /// Another process may take over a pid at any time. Each pid is therefore first held by a pidfd and then looked
+    /// up again: a pid that is listed after it is held belongs to the held process, or the held process is gone, and
+    /// then the signal reaches nobody.
     pub(super) fn kill_chunk(&self, pids: &[i32]) -> Option<OwnedFd> {
-        let hold = |raw: &i32| {
+        let open_pidfd = |raw: &i32| {
             let fd = rustix::process::pidfd_open(Pid::from_raw(*raw)?, PidfdFlags::empty());
             Some((*raw, fd.ok()?))
         };
-        let held: Vec<(i32, OwnedFd)> = pids.iter().filter_map(hold).collect();
+        let held: Vec<(i32, OwnedFd)> = pids.iter().filter_map(open_pidfd).collect();
         let members = self.pids().unwrap_or_default();
         let mut signalled = None;
         for (_, fd) in held.into_iter().filter(|(pid, _)| members.contains(pid)) {
@@ -203,12 +203,16 @@ impl Node {
     }
 }
 
-/// The pids that can be signalled. A last line without its newline was cut off in the middle of a number
-/// and would name a stranger; zero stands for a process of another pid namespace; we are not meant.
+/// Returns the pids that can be signalled. A last line without its newline was cut off inside a number and would name
+/// another process. Zero stands for a process of another pid namespace. Our own pid is left out.
 pub(super) fn pids_in(text: &str) -> BTreeSet<i32> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
-    let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
-    let pids = whole.lines().filter_map(|line| line.trim().parse().ok());
+    let complete_lines = text
+        .rsplit_once('\n')
+        .map_or("", |(complete_lines, _)| complete_lines);
+    let pids = complete_lines
+        .lines()
+        .filter_map(|line| line.trim().parse().ok());
     pids.filter(|pid| *pid > 0 && *pid != own).collect()
 }
 
@@ -218,13 +222,13 @@ pub(super) fn keyed(text: &str, key: &str) -> Option<u64> {
         .and_then(|value| value.trim().parse().ok())
 }
 
-/// Waits for the event, at most so long. An interruption only makes the caller look again early.
+/// Waits for the event, at most `at_most`. An interruption only makes the caller check again earlier.
 pub(super) fn wait_on(fd: BorrowedFd<'_>, events: PollFlags, at_most: Duration) {
     let timeout = Timespec::try_from(at_most).unwrap_or_default();
     let _ = rustix::event::poll(&mut [PollFd::new(&fd, events)], Some(&timeout));
 }
 
-/// A group that we made: its directory, and its parent's, from which it is removed.
+/// A group that we made: its directory, and its parent's directory, from which it is removed.
 #[derive(Debug)]
 pub(super) struct CreatedGroup {
     pub(super) node: Node,
@@ -264,12 +268,12 @@ impl CreatedGroup {
         }
     }
 
-    /// Version 2 tells when a group empties: a change of `cgroup.events` is an exceptional
-    /// condition for poll. Version 1 has no such event that costs less than looking again.
+    /// Waits until the group may be empty. Version 2 reports that a group becomes empty: a change of `cgroup.events`
+    /// is an exceptional condition for poll. Version 1 has no event that is cheaper than polling.
     pub(super) fn wait_for_exit(&self, pause: Duration) {
         match self.node.open_file("cgroup.events", OFlags::RDONLY) {
             Ok(fd) if self.node.version == Version::V2 => {
-                // Reading arms the event; the first poll reports changes from here on.
+                // Reading arms the event: the first poll reports changes from here on.
                 let mut text = [0; 256];
                 let _ = rustix::io::read(&fd, &mut text[..]);
                 if !self.node.is_empty() {

@@ -1,3 +1,5 @@
+//! Tests of the cgroup code: parsers on fixed and random text, then groups on the real kernel.
+
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::Component;
@@ -13,7 +15,7 @@ use super::names::ID_LEN_MAX;
 use super::node::pids_in;
 use super::*;
 
-// --- what the kernel's text files say ---
+// --- parsers of the kernel's text files ---
 
 const V1: &str = "\
 31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
@@ -71,13 +73,13 @@ fn a_container_that_sees_a_part_of_the_hierarchy() {
         own(&below, Controller::Memory).unwrap(),
         Path::new("/sys/fs/cgroup/memory/x")
     );
-    // A sibling whose name merely begins alike is not below it.
+    // A sibling whose name only has the same prefix is not below it.
     assert!(host_from(mounts, b"4:memory:/docker/abcdef\n").is_none());
     assert!(host_from(mounts, b"4:memory:/\n").is_none());
 }
 
 #[test]
-fn of_several_mounts_the_one_that_shows_us_is_taken() {
+fn the_mount_that_shows_our_group_is_chosen() {
     let mounts = b"1 1 0:1 /other /a rw - cgroup cgroup rw,memory\n2 1 0:1 / /b rw - cgroup cgroup rw,memory\n";
     let host = host_from(mounts, b"4:memory:/mine\n");
     assert_eq!(
@@ -99,7 +101,7 @@ fn octal_escapes_are_decoded_once() {
 }
 
 #[test]
-fn hostile_lines_are_passed_over() {
+fn hostile_lines_are_skipped() {
     for mounts in [
         &b"1 1 0:1 / /x rw - fuse.cgroup cgroup rw,memory"[..],
         b"1 1 0:1 / /x rw - ext4 cgroup rw,memory",
@@ -154,7 +156,7 @@ fn only_whole_positive_pids_of_others_are_signalled() {
 }
 
 #[test]
-fn numbers() {
+fn numbers_are_parsed_and_rounded() {
     assert_eq!(keyed("oom 1\noom_kill 3\n", "oom_kill"), Some(3));
     assert_eq!(keyed("oom_kill_disable 0\n", "oom_kill"), None);
     assert_eq!(
@@ -170,7 +172,7 @@ fn numbers() {
 
 proptest! {
     #[test]
-    fn no_text_makes_the_parsers_panic_or_leave_the_mount(
+    fn no_text_makes_the_parsers_panic_or_escape_the_mount(
         mounts in "([0-9/ a-z.\\\\:,\\-\n]|cgroup2?|memory| - | / ){0,60}",
         groups in "([0-9/ a-z.:,\n]|memory|:/|\\.\\.){0,40}",
     ) {
@@ -192,11 +194,12 @@ proptest! {
     }
 }
 
-// --- what the kernel does ---
+// --- behaviour of the kernel ---
 
 static SKIPPED: AtomicU32 = AtomicU32::new(0);
 
-/// Where the kernel has no cgroups at all there is nothing to test; anything less than that fails.
+/// Returns `None` if the kernel has no cgroups at all, so that there is nothing to test. A partial setup makes the
+/// tests fail.
 pub(super) fn host() -> Option<Hierarchies> {
     let host = discover();
     if host.is_none() {
@@ -217,8 +220,8 @@ pub(super) fn limits(memory_bytes: u64, pids: u64, cpu_milli: u64) -> GroupLimit
     }
 }
 
-/// Starts a shell that attaches itself to the group before it runs the script. `prefix` may change its
-/// credentials first: the descriptors stay those of this process.
+/// Starts a shell that attaches itself to the group before it runs the script. `prefix` may change its credentials
+/// first; the descriptors are still those that this process opened.
 pub(super) fn start(group: &Group, prefix: &[&str], script: &str) -> Child {
     let fds = group.attach_fds().unwrap();
     let mut attach = String::new();
@@ -257,8 +260,8 @@ fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap()
 }
 
-/// Holds more memory than any limit here, but never more than 200 MiB of the host's.
-const HOG: &str = "head -c 200M /dev/zero | tail -c 200M | wc -c";
+/// Uses more memory than any limit here, but never more than 200 MiB of the host's.
+const USE_200_MIB: &str = "head -c 200M /dev/zero | tail -c 200M | wc -c";
 
 #[test]
 fn every_limit_is_held_and_says_how() {
@@ -286,12 +289,12 @@ fn every_limit_is_held_and_says_how() {
 }
 
 #[test]
-fn what_is_not_asked_for_is_not_limited_but_counted() {
+fn a_resource_without_a_limit_is_still_counted() {
     let Some(host) = host() else { return };
     let group = Group::create(&host, "free", &GroupLimits::default()).unwrap();
     assert!(group.enforces(LimitName::Memory).is_none());
     assert!(group.why_not(LimitName::Memory).is_none());
-    let (status, out) = run(&group, &[], HOG);
+    let (status, out) = run(&group, &[], USE_200_MIB);
     assert!(status.success());
     assert_eq!(out.trim(), (200 * MIB).to_string());
     assert!(group.counters().oom_kills == Some(0));
@@ -313,7 +316,7 @@ fn a_limit_the_kernel_refuses_is_reported_as_not_held() {
 fn over_the_memory_limit_one_process_dies_or_with_version_2_all() {
     let Some(host) = host() else { return };
     let group = Group::create(&host, "oom", &limits(48 * MIB, 32, 2000)).unwrap();
-    let script = format!("{HOG} >/dev/null; echo ${{PIPESTATUS[*]}}; echo alive");
+    let script = format!("{USE_200_MIB} >/dev/null; echo ${{PIPESTATUS[*]}}; echo alive");
     let script = script.replace("| wc -c", "");
     let (status, out) = run(&group, &[], &script);
     let counters = group.counters();
@@ -338,15 +341,16 @@ fn over_the_memory_limit_one_process_dies_or_with_version_2_all() {
 }
 
 #[test]
-fn where_swap_is_not_counted_the_limit_on_memory_is_not_firm() {
-    let with_swap = memory_alone("cgroup v1 memory.limit_in_bytes".into(), true);
+fn a_memory_limit_that_does_not_count_swap_is_not_hard() {
+    let with_swap = limit_without_swap("cgroup v1 memory.limit_in_bytes".into(), true);
     assert_eq!(with_swap.how_hard, Hardness::Watched);
     assert!(with_swap.by.contains("(swap not counted)"));
-    let without = memory_alone("cgroup v1 memory.limit_in_bytes".into(), false);
+    let without = limit_without_swap("cgroup v1 memory.limit_in_bytes".into(), false);
     assert_eq!(without, hard("cgroup v1 memory.limit_in_bytes"));
 }
 
-/// A plain version 2 directory: also a hybrid host, whose version 2 tree has no controllers, has these.
+/// Makes a version 2 directory without controllers. A hybrid host, whose version 2 tree has no controllers, can do
+/// this too.
 fn plain_v2(name: &str) -> Option<Group> {
     let Some(site) = sites().v2 else {
         eprintln!("UNAVAILABLE: no version 2 tree is mounted");
@@ -372,21 +376,21 @@ fn plain_v2(name: &str) -> Option<Group> {
     };
     Some(Group {
         parts: vec![part],
-        held: Vec::new(),
+        enforcement: Vec::new(),
     })
 }
 
 #[test]
-fn a_child_is_born_in_the_group() {
+fn a_child_starts_in_the_group() {
     use crate::sys::{self, ForkSide};
     let Some(group) = plain_v2("born") else {
         return;
     };
     let none = File::open("/").unwrap();
-    let asked = [
+    let cases = [
         (group.directory_fd(), GroupEntry::InGroup),
         (None, GroupEntry::Outside { refusal: None }),
-        // No group at all: the child is there all the same, and told why.
+        // Not a group at all: the child starts all the same, and learns the reason.
         (
             Some(none.as_fd()),
             GroupEntry::Outside {
@@ -394,40 +398,44 @@ fn a_child_is_born_in_the_group() {
             },
         ),
     ];
-    for (directory, expected) in asked {
+    for (directory, expected) in cases {
         let (from_child, to_us) =
             rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-        // The tests have threads, and whoever forks into a group must have none.
+        // The test process has threads, and a process that forks into a group must have a single one.
         let child = match sys::fork_threaded().unwrap() {
-            ForkSide::Child => sys::exit_now(born_in(directory, expected, &to_us)),
+            ForkSide::Child => sys::exit_now(fork_and_report_groups(directory, expected, &to_us)),
             ForkSide::Parent { child } => Pid::from_raw(child).unwrap(),
         };
         drop(to_us);
-        let mut told = String::new();
-        io::Read::read_to_string(&mut File::from(from_child), &mut told).unwrap();
+        let mut report = String::new();
+        io::Read::read_to_string(&mut File::from(from_child), &mut report).unwrap();
         let (_, status) =
             rustix::process::waitpid(Some(child), rustix::process::WaitOptions::empty())
                 .unwrap()
                 .unwrap();
-        assert_eq!(status.exit_status(), Some(7), "{told}");
-        let inside = told
+        assert_eq!(status.exit_status(), Some(7), "{report}");
+        let inside = report
             .lines()
             .any(|line| line.starts_with("0::") && line.ends_with(&group.parts[0].name));
-        assert_eq!(inside, expected == GroupEntry::InGroup, "{told}");
+        assert_eq!(inside, expected == GroupEntry::InGroup, "{report}");
     }
     group.remove().unwrap();
 }
 
-/// 7 if a child was born as expected, and told its groups.
-fn born_in(directory: Option<BorrowedFd<'_>>, expected: GroupEntry, to: &OwnedFd) -> i32 {
+/// Returns 7 if a child started as expected and reported its groups.
+fn fork_and_report_groups(
+    directory: Option<BorrowedFd<'_>>,
+    expected: GroupEntry,
+    to: &OwnedFd,
+) -> i32 {
     use crate::sys::{self, ForkSide};
     match fork_into(directory) {
-        Ok((ForkSide::Child, birth)) => {
+        Ok((ForkSide::Child, entry)) => {
             let groups = fs::read("/proc/self/cgroup").unwrap_or_default();
-            let told = rustix::io::write(to, &groups).is_ok() && birth == expected;
-            sys::exit_now(if told { 7 } else { 8 })
+            let report = rustix::io::write(to, &groups).is_ok() && entry == expected;
+            sys::exit_now(if report { 7 } else { 8 })
         }
-        Ok((ForkSide::Parent { child }, birth)) if birth == expected => {
+        Ok((ForkSide::Parent { child }, entry)) if entry == expected => {
             let options = rustix::process::WaitOptions::empty();
             let ended = rustix::process::waitpid(Pid::from_raw(child), options);
             let code = ended.ok().flatten().and_then(|(_, s)| s.exit_status());
@@ -437,9 +445,9 @@ fn born_in(directory: Option<BorrowedFd<'_>>, expected: GroupEntry, to: &OwnedFd
     }
 }
 
-/// As on a cluster or in an old container: root has handed a plain account a directory in every hierarchy.
+/// As on a cluster or in an old container: root has delegated a directory in every hierarchy to a plain account.
 #[test]
-fn in_a_delegated_directory_a_plain_account_has_the_same() {
+fn a_plain_account_has_the_same_limits_in_a_delegated_directory() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("UNAVAILABLE: only root can delegate");
         return;
@@ -455,7 +463,7 @@ fn in_a_delegated_directory_a_plain_account_has_the_same() {
             "cgroup.threads",
         ];
         for file in files.iter().map(|file| path.join(file)) {
-            // Version 1 has but the first two, and needs but the first.
+            // Version 1 has only the first two files, and needs only the first.
             let _ = std::os::unix::fs::chown(file, Some(UID), Some(UID));
         }
     }
@@ -463,7 +471,7 @@ fn in_a_delegated_directory_a_plain_account_has_the_same() {
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     fs::set_permissions(directory.path(), open).unwrap();
     let copy = directory.path().join("tests");
-    // By another process: see the promise tests' own copy.
+    // Another process makes the copy, for the reason given at the promise tests' own copy.
     let copied = Command::new("cp")
         .arg(std::env::current_exe().unwrap())
         .arg(&copy)
@@ -486,7 +494,7 @@ fn in_a_delegated_directory_a_plain_account_has_the_same() {
     assert!(status.success(), "{out}");
     assert!(out.contains(&format!("{} passed", tests.len())), "{out}");
     assert!(!out.contains("SKIPPED"), "{out}");
-    // Control: the same account where nothing was handed to it.
+    // Control: the same account where nothing was delegated to it.
     let control = Command::new("setpriv")
         .args([
             &format!("--reuid={UID}"),
@@ -519,7 +527,7 @@ fn forks_beyond_the_process_limit_are_refused() {
     let script =
         "for i in {1..20}; do sleep 60 & done 2>/dev/null; jobs -p | wc -l; kill $(jobs -p); wait";
     let group = Group::create(&host, "forks", &limits(64 * MIB, 6, 2000)).unwrap();
-    // A shell that cannot fork tries again for long; its group is killed instead of awaited.
+    // A shell that cannot fork retries for long. Its group is killed instead of awaited.
     let child = start(&group, &[], "for i in {1..20}; do sleep 60 & done");
     let deadline = Instant::now() + Duration::from_secs(20);
     while group.counters().pids_denied == Some(0) && Instant::now() < deadline {
@@ -532,7 +540,7 @@ fn forks_beyond_the_process_limit_are_refused() {
     assert!(counters.pids_denied.unwrap() > 0);
     assert!(counters.pids_peak.is_none_or(|peak| peak <= 6));
     group.remove().unwrap();
-    // Control: the same forks with room for them.
+    // Control: the same forks with a limit that allows them.
     let group = Group::create(&host, "forks2", &limits(64 * MIB, 60, 2000)).unwrap();
     let (_, out) = run(&group, &[], script);
     assert_eq!(out.trim(), "20");
@@ -628,8 +636,8 @@ fn two_hundred_groups_leave_nothing() {
         let entries = fs::read_dir(parent).unwrap();
         let name = |e: &fs::DirEntry| e.file_name().to_string_lossy().into_owned();
         let ours = format!("-{}", std::process::id());
-        let made = |n: &String| n.starts_with("fumehood-cycle") && n.ends_with(&ours);
-        entries.flatten().map(|e| name(&e)).filter(made).count()
+        let is_ours = |n: &String| n.starts_with("fumehood-cycle") && n.ends_with(&ours);
+        entries.flatten().map(|e| name(&e)).filter(is_ours).count()
     };
     for round in 0..200 {
         let group = Group::create(&host, &format!("cycle{round}"), &limits(64 * MIB, 8, 1000));
@@ -655,7 +663,7 @@ fn left_behind_groups_are_killed_and_removed_only_in_their_own_boot() {
     );
     assert_eq!(read_line(&mut child), "ready");
     let paths = group.paths();
-    // Dropping the group is what the death of its runner looks like: it is in use and stays.
+    // Dropping the group looks like the death of its runner: the group is in use and stays.
     drop(group);
     assert!(paths.iter().all(|path| path.exists()));
     assert_eq!(remove_left_behind(&paths, "another boot").unwrap(), 0);
@@ -663,7 +671,7 @@ fn left_behind_groups_are_killed_and_removed_only_in_their_own_boot() {
     assert_eq!(remove_left_behind(&paths, &boot_id()).unwrap(), paths.len());
     assert!(!child.wait().unwrap().success());
     assert!(paths.iter().all(|path| !path.exists()));
-    // Repeating it changes nothing.
+    // Repeating the removal changes nothing.
     assert_eq!(remove_left_behind(&paths, &boot_id()).unwrap(), 0);
 }
 
@@ -703,14 +711,14 @@ fn recovery_refuses_what_is_not_a_runs_group() {
         assert!(refused, "{path:?}: {answer:?}");
     }
     assert!(outside.exists() && target.exists());
-    // One bad path does not keep the others from being cleaned up.
+    // One bad path does not prevent the removal of the others.
     let both = [vec![outside.clone()], group.paths()].concat();
     assert!(remove_left_behind(&both, &boot_id()).is_err());
     assert!(outside.exists() && !target.exists());
 }
 
 #[test]
-fn the_memory_we_may_use_is_bounded_by_the_machine() {
+fn available_memory_is_bounded_by_the_machine() {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
     let total = meminfo_bytes(&meminfo, "MemTotal:").unwrap();
     let available = memory_available_bytes();
@@ -718,7 +726,7 @@ fn the_memory_we_may_use_is_bounded_by_the_machine() {
 }
 
 #[test]
-fn a_limit_above_us_bounds_the_memory_we_may_use() {
+fn a_limit_above_this_process_bounds_its_available_memory() {
     let Some(host) = host() else { return };
     let group = Group::create(&host, "above", &limits(64 * MIB, 8, 1000)).unwrap();
     let part = group.part(Controller::Memory).unwrap();

@@ -1,5 +1,5 @@
-//! Version 1: one hierarchy per controller, or per set of controllers mounted together. A group is a
-//! directory in each, below the one this process sits in, so that limits set above still hold.
+//! Version 1: one hierarchy per controller, or per set of controllers mounted together. A group is a directory in
+//! each hierarchy, below this process's own group, so that limits set above still apply.
 
 use rustix::io::Errno;
 
@@ -7,55 +7,58 @@ use super::host::Site;
 use super::node::{CreatedGroup, Node};
 use super::{
     CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, EnforcedLimit, Version,
-    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone,
+    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, limit_without_swap,
 };
 
 pub(super) fn make(site: &Site, name: &str) -> Result<CreatedGroup, CgroupError> {
     let parent = Node::open(Version::V1, &site.own)?;
     let node = parent.make_child(name)?;
-    let made = CreatedGroup {
+    let created = CreatedGroup {
         node,
         parent,
         name: name.to_owned(),
         controllers: site.controllers.clone(),
     };
-    let inherited = inherit(&made);
+    let inherited = fix_inherited_settings(&created);
     if inherited.is_err() {
-        // Made a moment ago and empty; the error that is on its way names the directory.
-        let _ = made.rmdir();
+        // The group is new and empty. The returned error names the directory.
+        let _ = created.rmdir();
     }
-    inherited.map(|()| made)
+    inherited.map(|()| created)
 }
 
-/// Settings that a new group takes over wrongly, or not at all.
-fn inherit(made: &CreatedGroup) -> Result<(), CgroupError> {
-    if made.has(Controller::Cpuset) {
-        // A new cpuset has no CPUs and no memory nodes, and no process can enter it.
+/// Corrects settings that a new group inherits wrongly, or does not inherit.
+fn fix_inherited_settings(created: &CreatedGroup) -> Result<(), CgroupError> {
+    if created.has(Controller::Cpuset) {
+        // A new cpuset has no CPUs and no memory nodes, so no process can enter it.
         for file in ["cpuset.cpus", "cpuset.mems"] {
-            let above = made.parent.read(file)?;
-            made.node.write(file, above.trim())?;
+            let above = created.parent.read(file)?;
+            created.node.write(file, above.trim())?;
         }
     }
     let oom_control = "memory.oom_control";
-    if made.has(Controller::Memory) && made.node.keyed(oom_control, "oom_kill_disable") == Some(1) {
-        // Inherited from above. At its limit the program would hang for ever instead of being killed.
-        made.node.write(oom_control, "0")?;
+    if created.has(Controller::Memory)
+        && created.node.keyed(oom_control, "oom_kill_disable") == Some(1)
+    {
+        // oom_kill_disable is inherited. With it, the program would hang forever at its limit instead of being
+        // killed.
+        created.node.write(oom_control, "0")?;
     }
     Ok(())
 }
 
-/// What a program that talks to itself over loopback needs at least.
+/// What a program that communicates with itself over loopback needs at least.
 const TCP_BYTES_MIN: u64 = 4 << 20;
 
-/// The limit on memory comes first: the kernel refuses a limit on memory with swap below it. Both are
-/// the same number, so that swap adds nothing.
+/// Sets the limit on memory first: the kernel refuses a limit on memory plus swap that is below it. Both have the
+/// same value, so that swap adds nothing.
 pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLimit, CgroupError> {
     const MEMORY: &str = "memory.limit_in_bytes";
     const WITH_SWAP: &str = "memory.memsw.limit_in_bytes";
     let text = bytes.to_string();
     part.node.write_kept(MEMORY, &text, is_rounded(bytes))?;
-    // TCP buffers are counted apart here, and against a number for the whole host. A kernel that does not have the
-    // file charges them to nobody.
+    // Version 1 counts TCP buffers separately, and against a number for the whole host. A kernel without this file
+    // charges them to nobody.
     let buffers = (bytes / 8).max(TCP_BYTES_MIN);
     let _ = part.node.write_kept(
         "memory.kmem.tcp.limit_in_bytes",
@@ -64,11 +67,14 @@ pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLi
     );
     match part.node.write_kept(WITH_SWAP, &text, is_rounded(bytes)) {
         Ok(()) => Ok(hard(format!("cgroup v1 {MEMORY} and {WITH_SWAP}"))),
-        // Kernels started without swap accounting do not have the file.
+        // Kernels booted without swap accounting do not have the file.
         Err(CgroupError::Write { source, .. })
             if Errno::from_io_error(&source) == Some(Errno::NOENT) =>
         {
-            Ok(memory_alone(format!("cgroup v1 {MEMORY}"), host_has_swap()))
+            Ok(limit_without_swap(
+                format!("cgroup v1 {MEMORY}"),
+                host_has_swap(),
+            ))
         }
         Err(e) => Err(e),
     }
@@ -87,16 +93,16 @@ pub(super) fn limit_cpu(part: &CreatedGroup, cpu_milli: u64) -> Result<EnforcedL
             true => format!("cgroup v1 {QUOTA}"),
             false => format!("cgroup v1 {QUOTA} (raised to the kernel's least, 0.01 CPU)"),
         })),
-        // The kernel refuses a quota above that of a group above ours. Ours then has none of its own
-        // and the one above holds, which is tighter than what was asked for.
-        Err(e) => match tighter_above(part, quota_us) {
+        // The kernel refuses a quota above that of a group above ours. Ours then has no quota of its own, and the one
+        // above applies, which is tighter than the request.
+        Err(e) => match is_tighter_above(part, quota_us) {
             true => Ok(hard(format!("cgroup v1 {QUOTA} of a group above"))),
             false => Err(e),
         },
     }
 }
 
-fn tighter_above(part: &CreatedGroup, quota_us: u64) -> bool {
+fn is_tighter_above(part: &CreatedGroup, quota_us: u64) -> bool {
     let above = Site {
         version: Version::V1,
         controllers: Vec::new(),
@@ -106,7 +112,8 @@ fn tighter_above(part: &CreatedGroup, quota_us: u64) -> bool {
     ancestors(&above).any(|node| {
         let quota = node.number("cpu.cfs_quota_us");
         let period = node.number("cpu.cfs_period_us");
-        // Compared as fractions: quota / period <= asked / CPU_PERIOD_US. No quota reads -1, which is no number here.
+        // Compare as fractions: quota / period <= asked / CPU_PERIOD_US. "No quota" reads -1, which does not parse
+        // here.
         quota.zip(period).is_some_and(|(quota, period)| {
             u128::from(quota) * u128::from(CPU_PERIOD_US)
                 <= u128::from(quota_us) * u128::from(period)
@@ -129,7 +136,7 @@ pub(super) fn count(part: &CreatedGroup, counters: &mut Counters) {
     }
 }
 
-/// The least memory limit over this process. `hierarchical_memory_limit` also covers groups above a
+/// Returns the lowest memory limit above this process. `hierarchical_memory_limit` also covers groups above a
 /// container's mount, which cannot be opened from inside.
 pub(super) fn memory_limit(site: &Site) -> Option<u64> {
     if !site.controllers.contains(&Controller::Memory) {
@@ -146,9 +153,9 @@ mod tests {
     use super::*;
     use crate::spec::LimitName;
 
-    /// The kernel refuses a child more than its parent has; the parent's quota then is the limit.
+    /// The kernel refuses a child more than its parent has. The parent's quota is then the limit.
     #[test]
-    fn a_tighter_cpu_quota_above_is_what_holds() {
+    fn a_tighter_cpu_quota_above_is_the_limit() {
         let host = discover();
         let cpu = |site: &&Site| site.controllers.contains(&Controller::Cpu);
         let Some(site) = host.v1.iter().find(cpu) else {

@@ -1,11 +1,11 @@
-//! Version 2: one tree for all controllers, with two rules that shape this file.
+//! Version 2: one tree for all controllers. Two rules of the kernel shape this file.
 //!
-//! A controller works in a group only if the group above has switched it on, and a group that has
-//! processes of its own cannot do so (the root excepted). So a process that is alone in its delegated
-//! group first moves into a leaf below it, and the run's group becomes the leaf's sibling.
+//! A controller works in a group only if the group above has switched it on, and a group that has processes of its
+//! own cannot do so (except the root). A process that is alone in its delegated group therefore first moves into a
+//! leaf below it, and the run's group becomes the leaf's sibling.
 //!
-//! A group may be written to only by whom it was delegated to. A plain user owns the directories that were
-//! delegated to it. Root owns them all, so under systemd the manager's own mark is asked for.
+//! Only the owner of a delegation may write to a group. A plain user owns the directories that were delegated to it.
+//! Root owns all of them, so under systemd the manager's own mark decides.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -18,38 +18,38 @@ use super::names::is_scope_name;
 use super::node::{CreatedGroup, Node};
 use super::{
     CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, EnforcedLimit, Version,
-    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, memory_alone,
+    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, limit_without_swap,
 };
 use crate::standby_slot;
 
-/// The leaf a process moves itself into. An underscore, where groups of runs have a hyphen: no id can
-/// make a run's group look like a leaf, and recovery never takes a leaf for a run's group.
+/// The name prefix of the leaf into which a process moves itself. It has an underscore where groups of runs have a
+/// hyphen, so no id can make a run's group look like a leaf, and recovery never mistakes a leaf for a run's group.
 const LEAF_PREFIX: &str = "fumehood_runner-";
 const LEAF_TRIES_MAX: u32 = 3;
 const LEAVES_MAX: usize = 1024;
-const WANTED: [(Controller, &str); 3] = [
+const CONTROLLERS: [(Controller, &str); 3] = [
     (Controller::Memory, "memory"),
     (Controller::Pids, "pids"),
     (Controller::Cpu, "cpu"),
 ];
 
-/// One thread at a time moves the process and switches controllers on; the next finds it done.
-static PREPARING: Mutex<()> = Mutex::new(());
+/// One thread at a time moves the process and switches controllers on. The next thread finds both done.
+static PREPARE_LOCK: Mutex<()> = Mutex::new(());
 
 /// Fills in which controllers the version 2 tree offers to this process.
 pub(super) fn with_controllers(mut host: Hierarchies) -> Hierarchies {
     if let Some(site) = &mut host.v2 {
-        site.controllers = offered(site);
+        site.controllers = offered_controllers(site);
     }
-    // A hybrid host mounts version 2 beside version 1 with no controllers: that one is no use.
+    // A hybrid host mounts version 2 beside version 1 without controllers. Such a tree is of no use.
     host.v2 = host.v2.filter(|site| !site.controllers.is_empty());
     host
 }
 
-/// The controllers that the group this process is in could hand down. Where it sits in a leaf of a delegated group, those
-/// of that group: none is switched on for the leaf before somebody has asked for it.
-fn offered(site: &Site) -> Vec<Controller> {
-    let has = |node: Node| listed(&node, "cgroup.controllers").unwrap_or_default();
+/// Returns the controllers that the group of this process could pass on. In a leaf of a delegated group these are the
+/// controllers of the delegated group, because the leaf itself has none until they are switched on.
+fn offered_controllers(site: &Site) -> Vec<Controller> {
+    let has = |node: Node| listed_controllers(&node, "cgroup.controllers").unwrap_or_default();
     let own = Node::open(Version::V2, &site.own).map_or_else(|_| Vec::new(), has);
     match own.is_empty() {
         false => own,
@@ -60,36 +60,36 @@ fn offered(site: &Site) -> Vec<Controller> {
     }
 }
 
-fn listed(node: &Node, file: &'static str) -> Result<Vec<Controller>, CgroupError> {
+fn listed_controllers(node: &Node, file: &'static str) -> Result<Vec<Controller>, CgroupError> {
     let text = node.read(file)?;
     let on = |name: &str| text.split_ascii_whitespace().any(|word| word == name);
-    let ours = WANTED.into_iter().filter(|(_, name)| on(name));
+    let ours = CONTROLLERS.into_iter().filter(|(_, name)| on(name));
     Ok(ours.map(|(controller, _)| controller).collect())
 }
 
 pub(super) fn make(site: &Site, name: &str) -> Result<CreatedGroup, CgroupError> {
     let (parent, controllers) = prepare_parent(site)?;
     let node = parent.make_child(name)?;
-    let made = CreatedGroup {
+    let created = CreatedGroup {
         node,
         parent,
         name: name.to_owned(),
         controllers,
     };
-    let kind = made.node.read("cgroup.type");
+    let kind = created.node.read("cgroup.type");
     match kind.as_deref().map(str::trim) {
-        Ok("domain") => Ok(made),
-        // In a threaded subtree no process can enter it. Made a moment ago, it is empty.
+        Ok("domain") => Ok(created),
+        // In a threaded subtree no process can enter the new group. It is empty, so remove it.
         _ => {
-            let _ = made.rmdir();
-            Err(CgroupError::OthersInside(made.parent.path))
+            let _ = created.rmdir();
+            Err(CgroupError::OthersInside(created.parent.path))
         }
     }
 }
 
-/// Finds or prepares the group below which runs' groups are made, and says which controllers they get.
+/// Finds or prepares the group below which runs' groups are made, and returns the controllers that they get.
 pub(super) fn prepare_parent(site: &Site) -> Result<(Node, Vec<Controller>), CgroupError> {
-    let _guard = PREPARING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = PREPARE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(shared) = shared_parent(site)? {
         return Ok(shared);
     }
@@ -97,17 +97,17 @@ pub(super) fn prepare_parent(site: &Site) -> Result<(Node, Vec<Controller>), Cgr
     if !is_delegated(&own) {
         return Err(CgroupError::NotDelegated(own.path));
     }
-    let on = switch_on(&own)?;
+    let on = switch_controllers_on(&own)?;
     if !on.is_empty() {
         return Ok((own, on));
     }
-    // It would stay behind, and no controller can be switched on where a process is.
+    // A standby launcher would stay behind in the group, and the kernel switches no controller on where a process is.
     standby_slot::dismiss();
     for _ in 0..LEAF_TRIES_MAX {
         match move_into_leaf(&own) {
             Ok(on) if !on.is_empty() => return Ok((own, on)),
             Ok(_) => break,
-            // Another process swept the leaf away between its making and our entering it.
+            // Another process removed the empty leaf before this process entered it. Try again.
             Err(CgroupError::Write { source, .. })
                 if matches!(
                     Errno::from_io_error(&source),
@@ -119,13 +119,13 @@ pub(super) fn prepare_parent(site: &Site) -> Result<(Node, Vec<Controller>), Cgr
     Err(CgroupError::OthersInside(own.path))
 }
 
-/// The group above ours, if it is the delegated one: this process then sits in a leaf already, its own,
-/// its daemon's, or one that the service manager made (DelegateSubgroup=).
+/// Returns the group above ours, if it is the delegated one. This process is then in a leaf already: its own, its
+/// daemon's, or one that the service manager made (DelegateSubgroup=).
 fn shared_parent(site: &Site) -> Result<Option<(Node, Vec<Controller>)>, CgroupError> {
     let Some(parent) = delegated_above(site)? else {
         return Ok(None);
     };
-    let on = switch_on(&parent)?;
+    let on = switch_controllers_on(&parent)?;
     Ok((!on.is_empty()).then_some((parent, on)))
 }
 
@@ -140,14 +140,14 @@ fn delegated_above(site: &Site) -> Result<Option<Node>, CgroupError> {
     };
     let parent = Node::open(Version::V2, above)?;
     let ours = match in_leaf {
-        // Whoever made the leaf had asked whether the group above is delegated.
+        // The process that made the leaf has checked that the group above is delegated.
         true => is_writable(&parent),
-        false => is_writable(&parent) && is_marked(&parent),
+        false => is_writable(&parent) && is_marked_delegated(&parent),
     };
     Ok(ours.then_some(parent))
 }
 
-/// Whether [`prepare_parent`] would find a place, and has it for itself. Nothing is changed.
+/// Returns whether [`prepare_parent`] would find a group that no other process uses. Changes nothing.
 pub(super) fn is_ours(site: &Site) -> bool {
     let alone = |node: &Node| {
         let own = [Some(std::process::id()), standby_slot::pid()];
@@ -164,16 +164,17 @@ fn is_delegated(node: &Node) -> bool {
     let is_root = rustix::process::geteuid().is_root();
     // Without systemd nobody else manages the tree: a container, or a host with a plain init.
     let managed = Path::new("/run/systemd/system").exists();
-    let manager_says = match is_root {
-        true => !managed || is_marked(node),
+    let manager_agrees = match is_root {
+        true => !managed || is_marked_delegated(node),
         false => !managed || !is_unit_of_user_manager(&node.path) || is_scope(&node.path),
     };
-    is_writable(node) && manager_says
+    is_writable(node) && manager_agrees
 }
 
-/// A user's manager owns its units' groups as the user owns everything there; but one that it did not delegate it
-/// may set up anew at any time, and then the limits of the groups below are gone. It marks nothing. So of its
-/// units only a scope that was asked for as delegated is known to be.
+/// Whether the group is a unit of a user's systemd manager. The user owns the groups of all these units, but the
+/// manager may reconfigure a unit that it did not delegate at any time, and then the limits of the groups below are
+/// lost. The user's manager sets no mark. Of its units, only a scope that was requested as delegated is therefore
+/// known to be delegated.
 fn is_unit_of_user_manager(path: &Path) -> bool {
     let is_manager = |name: &str| name.starts_with("user@") && name.ends_with(".service");
     let is_unit = |name: &str| {
@@ -192,7 +193,7 @@ fn name_of(path: &Path) -> Option<&str> {
     path.file_name().and_then(|name| name.to_str())
 }
 
-/// Whether the directory is ours and its controlling files can be written, as delegation demands.
+/// Whether the directory is ours and its control files are writable, as delegation demands.
 fn is_writable(node: &Node) -> bool {
     let owned = rustix::fs::fstat(&node.fd)
         .is_ok_and(|stat| stat.st_uid == rustix::process::geteuid().as_raw());
@@ -202,8 +203,8 @@ fn is_writable(node: &Node) -> bool {
     owned && writable("cgroup.procs") && writable("cgroup.subtree_control")
 }
 
-/// systemd marks what it delegates; only root can read the older of the two attributes.
-fn is_marked(node: &Node) -> bool {
+/// Whether systemd has marked the group as delegated. Only root can read the older of the two attributes.
+fn is_marked_delegated(node: &Node) -> bool {
     ["user.delegate", "trusted.delegate"].iter().any(|name| {
         let mut value = [0; 8];
         rustix::fs::fgetxattr(&node.fd, *name, &mut value[..])
@@ -211,35 +212,35 @@ fn is_marked(node: &Node) -> bool {
     })
 }
 
-/// Switches on what the group has of our controllers and says which are on; none while processes sit in
-/// the group itself. The kernel would take cpu and pids even then, but make the group the root of a
-/// threaded subtree, in which no process of ours could enter a new group.
-fn switch_on(node: &Node) -> Result<Vec<Controller>, CgroupError> {
+/// Switches on those of our controllers that the group has, and returns which are on. Switches none on while
+/// processes are in the group itself. The kernel would accept cpu and pids even then, but would make the group the
+/// root of a threaded subtree, in which no process of ours could enter a new group.
+fn switch_controllers_on(node: &Node) -> Result<Vec<Controller>, CgroupError> {
     const FILE: &str = "cgroup.subtree_control";
-    // Only the root of the whole tree has no type, and only the root may have both.
+    // Only the root of the whole tree has no type. Only the root may have both processes and controllers switched on.
     let is_root = node.read("cgroup.type").is_err();
     if !is_root && !node.read("cgroup.procs")?.trim().is_empty() {
         return Ok(Vec::new());
     }
-    let has = listed(node, "cgroup.controllers")?;
-    let on = listed(node, FILE)?;
-    // One by one: a controller that this group cannot have must not cost us the others.
-    for (controller, name) in WANTED {
+    let has = listed_controllers(node, "cgroup.controllers")?;
+    let on = listed_controllers(node, FILE)?;
+    // One by one: a controller that this group cannot have must not prevent the others.
+    for (controller, name) in CONTROLLERS {
         if has.contains(&controller) && !on.contains(&controller) {
             let _ = node.write(FILE, &format!("+{name}"));
         }
     }
-    listed(node, FILE)
+    listed_controllers(node, FILE)
 }
 
-/// Moves this process into a leaf and tries again. If others remain in the group, so that it was no use,
-/// the process goes back to where it was.
+/// Moves this process into a leaf and switches the controllers on. If others remain in the group, so that the move
+/// does not help, the process moves back.
 fn move_into_leaf(own: &Node) -> Result<Vec<Controller>, CgroupError> {
     remove_empty_leaves(own);
     let name = format!("{LEAF_PREFIX}{}", std::process::id());
     let leaf = own.make_child(&name)?;
     let go_back = || {
-        // If it cannot go back, the leaf stays in use and costs nothing.
+        // If the process cannot move back, the leaf stays in use, which costs nothing.
         let _ = own.write("cgroup.procs", "0");
         let _ = rustix::fs::unlinkat(&own.fd, &name, AtFlags::REMOVEDIR);
     };
@@ -247,14 +248,14 @@ fn move_into_leaf(own: &Node) -> Result<Vec<Controller>, CgroupError> {
         go_back();
         return Err(e);
     }
-    let on = switch_on(own);
+    let on = switch_controllers_on(own);
     if !on.as_ref().is_ok_and(|on| !on.is_empty()) {
         go_back();
     }
     on
 }
 
-/// Removes leaves that nobody sits in any more; a leaf in use refuses to be removed.
+/// Removes leaves that hold no process. The kernel refuses to remove a leaf in use.
 fn remove_empty_leaves(own: &Node) {
     let Ok(entries) = std::fs::read_dir(&own.path) else {
         return;
@@ -267,11 +268,11 @@ fn remove_empty_leaves(own: &Node) {
     }
 }
 
-/// Swap is forbidden rather than added up: memory with swap is then bounded by the one limit.
+/// Sets swap to zero, so that the one limit bounds memory plus swap.
 pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLimit, CgroupError> {
-    // The whole program goes at once: a pool that lost one of its workers would wait for it until the deadline. Only the
-    // program is in this group, and neither its init nor the runner. If the kernel does not take it,
-    // the limit holds all the same.
+    // At the limit the kernel kills the whole program: a pool that lost one worker would wait for it until the
+    // deadline. Only the program is in this group, neither its init nor the runner. If the kernel refuses this
+    // setting, the limit still holds.
     let _ = part.node.write("memory.oom.group", "1");
     let text = bytes.to_string();
     part.node
@@ -281,11 +282,14 @@ pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLi
         .write_kept("memory.swap.max", "0", |found| found == "0");
     match swap {
         Ok(()) => Ok(hard("cgroup v2 memory.max, memory.swap.max=0")),
-        // Kernels started without swap accounting do not have the file.
+        // Kernels booted without swap accounting do not have the file.
         Err(CgroupError::Write { source, .. })
             if Errno::from_io_error(&source) == Some(Errno::NOENT) =>
         {
-            Ok(memory_alone("cgroup v2 memory.max".into(), host_has_swap()))
+            Ok(limit_without_swap(
+                "cgroup v2 memory.max".into(),
+                host_has_swap(),
+            ))
         }
         Err(e) => Err(e),
     }
@@ -305,11 +309,11 @@ pub(super) fn limit_cpu(part: &CreatedGroup, cpu_milli: u64) -> Result<EnforcedL
 pub(super) fn count(part: &CreatedGroup, counters: &mut Counters) {
     let node = &part.node;
     if part.has(Controller::Memory) {
-        // Kills are counted with those in groups below; limits reached only where this group's own was.
+        // `oom_kill` includes kills in groups below. `oom` of the local file counts only this group's own limit.
         counters.oom_kills = node.keyed("memory.events", "oom_kill");
         let local = node.keyed("memory.events.local", "oom");
         counters.ooms_at_limit = local.or_else(|| node.keyed("memory.events", "oom"));
-        // Linux before 5.19 does not know its peak.
+        // Linux before 5.19 does not have this file.
         counters.memory_peak_bytes = node.number("memory.peak");
     }
     if part.has(Controller::Pids) {
