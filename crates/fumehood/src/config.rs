@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 use engine::collect::GlobError;
 use engine::request::{
-    Again, AnalysisId, Asked, AskedLimits, Asker, BadId, Command, Level, LimitName, NamedBy,
-    NamedDirectory, Request, Siblings, Stdin,
+    Again, AnalysisId, AnalysisIdError, Asked, AskedLimits, Asker, Command, Level, LimitName,
+    NamedBy, NamedDirectory, Request, Siblings, Stdin,
 };
 use sandbox::spec::{Layer, SharedMemory};
 use store::State;
@@ -141,7 +141,7 @@ pub enum ConfigError {
     )]
     BadKey { place: Place },
     #[error("read --id")]
-    Id(#[source] BadId),
+    Id(#[source] AnalysisIdError),
     #[error("the project {0:?} is not a directory")]
     NoProject(PathBuf),
     #[error(

@@ -508,9 +508,9 @@ fn every_step_of_an_attempt_is_in_the_table_of_crashes() {
         .skip(2)
         .take_while(|line| line.starts_with('|'));
     let documented: Vec<&str> = rows.filter_map(|row| row.split('`').nth(1)).collect();
-    let steps: Vec<&str> = store::types::crash_points::Step::ALL
+    let steps: Vec<&str> = store::types::crash_points::CrashPoint::ALL
         .iter()
-        .map(|step| step.word())
+        .map(|step| step.name())
         .collect();
     assert_eq!(documented, steps);
 }

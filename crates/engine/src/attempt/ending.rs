@@ -19,8 +19,8 @@ use crate::plan::limits::error_chain;
 use crate::request::{Keep, Request};
 use crate::run_dir::{ProcessIdentity, RunState};
 use crate::workspace::{Receipt, Workspace};
-use store::artifacts::{Transfer, Trust};
-use store::types::crash_points::{self, Step};
+use store::artifacts::{ContentCheck, TransferMode};
+use store::types::crash_points::{self, CrashPoint};
 
 impl Attempt {
     /// Fumehood could not start it. If the database knows of the attempt, it learns of its end.
@@ -101,7 +101,7 @@ impl Attempt {
             None => record,
             Some(ledger) => {
                 ledger.take_back(self.lent.take());
-                let written = finalize::reached(Step::Ended)
+                let written = finalize::reached(CrashPoint::Ended)
                     .and(self.write_ending(&record, &stdout, &stderr));
                 match (ran.outcome.all_dead, around.place) {
                     (false, _) => {
@@ -138,13 +138,14 @@ impl Attempt {
         let (Some(taken), Some(task)) = (&around.taken, &self.record.task) else {
             return;
         };
-        let held = store::Held {
+        let held = store::LeasedAttempt {
             id: self.record.id.as_str(),
             attempt: self.record.attempt,
             key: &task.key,
         };
         let reason = record.reason.as_str();
-        let _learns_it_later = ledger.with(|store| store.collecting(&held, taken.lease_ms, reason));
+        let _learns_it_later =
+            ledger.with(|store| store.mark_collecting(&held, taken.lease_ms, reason));
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -207,8 +208,8 @@ impl Attempt {
             return Err(SettleError::NoOutcome);
         };
         let transfer = |record: &Record| match keeps(keep, record.status) {
-            true => Transfer::Copy,
-            false => Transfer::Move,
+            true => TransferMode::Copy,
+            false => TransferMode::Move,
         };
         let ended = Ended {
             dir,
@@ -216,7 +217,7 @@ impl Attempt {
             task,
             left,
             transfer: &transfer,
-            trust: Trust::Manifest,
+            trust: ContentCheck::TrustManifest,
             modes: Modes::Override,
         };
         finalize::settle(&ended, ledger, progress)
@@ -237,8 +238,8 @@ impl Attempt {
                 run: &self.record,
                 task,
                 left,
-                transfer: &|_| Transfer::Move,
-                trust: Trust::Manifest,
+                transfer: &|_| TransferMode::Move,
+                trust: ContentCheck::TrustManifest,
                 modes: Modes::Override,
             });
             return CommitState::Pending;
@@ -248,8 +249,8 @@ impl Attempt {
             run: &self.record,
             task,
             left,
-            transfer: &|_| Transfer::Move,
-            trust: Trust::Manifest,
+            transfer: &|_| TransferMode::Move,
+            trust: ContentCheck::TrustManifest,
             modes: Modes::Override,
         };
         match finalize::set_aside(&ended) {
@@ -347,7 +348,7 @@ impl Attempt {
         }
         if !keep {
             record.notices.extend(self.remove_workspace());
-            record.notices.extend(told(Step::WorkspaceRemoved));
+            record.notices.extend(told(CrashPoint::WorkspaceRemoved));
         }
         if let (Some(ledger), Some(dir)) = (ledger, &self.dir) {
             let (id, attempt) = (record.id.as_str(), record.attempt);
@@ -360,7 +361,7 @@ impl Attempt {
             return;
         }
         record.notices.extend(self.undo(Receipt::Settled));
-        record.notices.extend(told(Step::Finished));
+        record.notices.extend(told(CrashPoint::Finished));
     }
 
     /// The workspace stays, everything in it ours: the leased uid will be another's tomorrow.
@@ -490,7 +491,7 @@ fn unfinished(mut record: Record, error: Option<SettleError>, state: CommitState
 }
 
 /// A failure after the commit changes nothing about it; it is only said.
-fn told(step: Step) -> Option<String> {
-    let e = crash_points::at(step).err()?;
-    Some(format!("after the step `{}`: {e}", step.word()))
+fn told(step: CrashPoint) -> Option<String> {
+    let e = crash_points::reach(step).err()?;
+    Some(format!("after the step `{}`: {e}", step.name()))
 }

@@ -11,7 +11,7 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use store::types::escaping::{escape_terminal, shell_quoted};
+use store::types::escaping::{escape_terminal, quote_for_shell};
 
 /// How much of the end of standard error is looked at.
 pub const LOOK_BYTES: usize = 64 * 1024;
@@ -334,7 +334,7 @@ fn beside_script(module: &str, facts: &Facts<'_>, found: &mut Found) -> Option<S
         if hidden.is_some() || path.as_os_str().as_bytes().contains(&b':') {
             return None;
         }
-        let shown = shell_quoted(path.as_os_str());
+        let shown = quote_for_shell(path.as_os_str());
         let all = match dir != facts.project && dir.starts_with(facts.project) {
             true => "; --siblings brings along every module there that the imports name",
             false => "",
@@ -349,7 +349,7 @@ fn beside_script(module: &str, facts: &Facts<'_>, found: &mut Found) -> Option<S
 fn module_text(module: &str, facts: &Facts<'_>) -> String {
     match facts.runtime {
         Some(prefix) => {
-            let prefix = shell_quoted(prefix.as_os_str());
+            let prefix = quote_for_shell(prefix.as_os_str());
             format!(
                 "the runtime {prefix} does not have {module}; install it there, or name another with --runtime"
             )
@@ -441,7 +441,7 @@ fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
     let Some(on_host) = (facts.on_host)(&host) else {
         return;
     };
-    let shown = shell_quoted(host.as_os_str());
+    let shown = quote_for_shell(host.as_os_str());
     let why = kept_out(&host, facts).or_else(|| kept_out(&on_host.real, facts));
     let why = why.or((on_host.kind == HostKind::Other).then_some("it is no file or directory"));
     if let Some(why) = why {
@@ -462,7 +462,7 @@ fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
                 inside.as_os_str().as_bytes(),
             ]
             .concat();
-            let both = shell_quoted(OsStr::from_bytes(&both));
+            let both = quote_for_shell(OsStr::from_bytes(&both));
             format!("{shown} is not in the workspace; copy it in with: --input {both}")
         }
         // Shown in place it would be a hole in "the rest of the project is absent".

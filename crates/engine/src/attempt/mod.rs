@@ -41,7 +41,7 @@ use crate::workspace::{Patience, Workspace};
 use running::fill;
 use store::Store;
 use store::artifacts::Artifacts;
-use store::types::crash_points::{self, Step};
+use store::types::crash_points::{self, CrashPoint};
 
 /// What has been made so far. Dropped early, it is undone; what cannot be is left to the reaper.
 pub(crate) struct Attempt {
@@ -171,7 +171,7 @@ impl Attempt {
         let id = request.id.as_str();
         attempt.record.cgroups = cgroup::planned_paths(&attempt.groups_in, id);
         attempt.save()?;
-        reached(Step::Claimed)?;
+        reached(CrashPoint::Claimed)?;
         Ok(attempt)
     }
 
@@ -225,7 +225,7 @@ impl Attempt {
             ..task
         });
         self.save()?;
-        reached(Step::Begun)?;
+        reached(CrashPoint::Begun)?;
         ledger.ends_soon();
         self.lent = ledger.lend();
         Ok(())
@@ -270,7 +270,7 @@ impl Attempt {
             Place::Fresh => self.make_new_workspace()?,
             Place::Prepared => self.take_up_workspace()?,
         }
-        reached(Step::WorkspaceMade)?;
+        reached(CrashPoint::WorkspaceMade)?;
         if !are_soon_copied(&plan.inputs) {
             self.begin_in(ledger, request, around.taken.as_ref())?;
         }
@@ -289,7 +289,7 @@ impl Attempt {
             fill(workspace.dir(), &plan.inputs, self.owner(), limits)?;
             self.unexplained = Some(self.note_puts(workspace.dir(), plan)?);
         }
-        reached(Step::Filled)?;
+        reached(CrashPoint::Filled)?;
         Ok(storage)
     }
 
@@ -417,8 +417,8 @@ impl Attempt {
     }
 }
 
-fn reached(step: Step) -> Result<(), PipelineError> {
-    crash_points::at(step).map_err(|source| PipelineError::Step { step, source })
+fn reached(step: CrashPoint) -> Result<(), PipelineError> {
+    crash_points::reach(step).map_err(|source| PipelineError::Step { step, source })
 }
 
 /// A bad pattern is found before anything runs.
@@ -441,7 +441,7 @@ fn are_soon_copied(inputs: &[(PathBuf, PathBuf)]) -> bool {
 
 /// The number that the next attempt of this id gets, unless another is faster.
 fn next_number(ledger: &mut Ledger, request: &Request) -> Result<u32, PipelineError> {
-    Ok(ledger.with(|store| store.next_attempt(request.id.as_str()))?)
+    Ok(ledger.with(|store| store.next_attempt_number(request.id.as_str()))?)
 }
 
 fn task(
@@ -598,7 +598,7 @@ fn take_up(
 ) -> Result<(), PipelineError> {
     let workspace = run.workspace.to_string_lossy();
     let begin = row(run, task, &workspace);
-    let ours = ledger.with(|store| store.take_up(&begin, taken.attempt, taken.lease_ms))?;
+    let ours = ledger.with(|store| store.start_claimed(&begin, taken.attempt, taken.lease_ms))?;
     match ours {
         true => Ok(()),
         false => Err(PipelineError::TakenAway {
@@ -608,8 +608,8 @@ fn take_up(
     }
 }
 
-fn row<'a>(run: &'a RunRecord, task: &'a Task, workspace: &'a str) -> store::Begin<'a> {
-    store::Begin {
+fn row<'a>(run: &'a RunRecord, task: &'a Task, workspace: &'a str) -> store::NewAttempt<'a> {
+    store::NewAttempt {
         id: run.id.as_str(),
         key: &task.key,
         replace: false,
@@ -638,7 +638,7 @@ pub(crate) fn check_room(
         });
     }
     if let Some(quota) = store_quota_bytes {
-        let used = artifacts.used().map_err(SettleError::from)?.bytes;
+        let used = artifacts.usage().map_err(SettleError::from)?.bytes;
         if used >= quota {
             return Err(PipelineError::StoreFull {
                 used: store::types::units::format_size(used),

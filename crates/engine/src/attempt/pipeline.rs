@@ -26,7 +26,7 @@ use crate::request::{AnalysisId, Request};
 use crate::workspace::WorkspaceError;
 use crate::workspace::copy_in::CopyError;
 use crate::workspace::uid_pool::LeaseError;
-use store::types::crash_points::Step;
+use store::types::crash_points::CrashPoint;
 use store::types::timings;
 
 #[derive(Debug, thiserror::Error)]
@@ -85,8 +85,8 @@ pub enum PipelineError {
         "the artifact store holds {used}, and its quota is {quota}; remove analyses with `fumehood rm` or `fumehood gc --older-than`, or raise store_quota"
     )]
     StoreFull { used: String, quota: String },
-    #[error("after the step `{}`", step.word())]
-    Step { step: Step, source: io::Error },
+    #[error("after the step `{}`", step.name())]
+    Step { step: CrashPoint, source: io::Error },
 }
 
 impl PipelineError {

@@ -24,10 +24,10 @@ use crate::attempt::record::{OutputEntry, PostProcessed};
 use crate::attempt::recorder::Ledger;
 use crate::plan::limits::error_chain;
 use store::artifacts::Artifacts;
-use store::types::crash_points::Step;
+use store::types::crash_points::CrashPoint;
 use store::types::escaping::escape_terminal;
 use store::types::manifest::ContentHash;
-use store::{Attempt, PostProcess as Due, StoredOutput};
+use store::{AttemptRow, PostProcessState as Due, StoredOutput};
 
 /// From the user's own configuration or the operator's policy; never from a project.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -118,13 +118,13 @@ fn take_turn(
 ) -> Result<Option<Result<(), StepError>>, SettleError> {
     let artifacts = ledger.artifacts()?;
     let known = ledger.with(|store| store.show(id, Some(attempt)))?;
-    match known.listed.post_process {
+    match known.summary.post_process {
         Due::Pending | Due::Failed => {}
         Due::NotAsked | Due::Done | Due::Unknown => return Ok(None),
     }
     let outputs = ledger.with(|store| store.outputs(id, attempt))?;
     let ended = perform(step, &known, &outputs, &artifacts, scratch);
-    reached(Step::PostProcessed)?;
+    reached(CrashPoint::PostProcessed)?;
     let message = ended.as_ref().err().map(|e| error_chain(e));
     let state = match ended {
         Ok(()) => Due::Done,
@@ -132,14 +132,14 @@ fn take_turn(
     };
     ledger.with(|store| store.mark_post_process(id, attempt, state, message.as_deref()))?;
     // Only to be killed here: it is marked.
-    let _marked = reached(Step::Marked);
+    let _marked = reached(CrashPoint::Marked);
     Ok(Some(ended))
 }
 
 /// Runs the step once. `scratch` is a directory of ours in which the outputs are laid out.
 fn perform(
     step: &PostProcess,
-    known: &Attempt,
+    known: &AttemptRow,
     outputs: &[StoredOutput],
     artifacts: &Artifacts,
     scratch: &Path,
@@ -149,7 +149,7 @@ fn perform(
         path: dir.clone(),
         source,
     })?;
-    let listed = &known.listed;
+    let listed = &known.summary;
     let entry = |output: &StoredOutput| OutputEntry {
         path: output.path.clone(),
         bytes: output.bytes,

@@ -13,7 +13,9 @@ use serde::{Deserialize, Serialize};
 use crate::attempt::hints::Hint;
 use crate::attempt::log_capture::Captured;
 use crate::request::{AnalysisId, Level};
-use store::types::manifest::{Collected, ContentHash, Output, OutputPath, Remark, Remarked};
+use store::types::manifest::{
+    CollectedOutputs, ContentHash, Output, OutputPath, Remark, RemarkedPath,
+};
 use store::types::timings::Timings;
 
 pub const SCHEMA: &str = "fumehood.result/1";
@@ -237,7 +239,7 @@ pub struct Collection {
     pub complete: bool,
     pub bytes: u64,
     pub refused: u64,
-    pub remarks: Vec<Remarked>,
+    pub remarks: Vec<RemarkedPath>,
     pub remark_counts: BTreeMap<Remark, u64>,
     pub inputs_unchanged: u64,
     pub cached: u64,
@@ -249,11 +251,15 @@ pub struct Collection {
 }
 
 impl Collection {
-    pub fn new(collected: &Collected, missing: &[String], result_note: Option<String>) -> Self {
+    pub fn new(
+        collected: &CollectedOutputs,
+        missing: &[String],
+        result_note: Option<String>,
+    ) -> Self {
         Collection {
             complete: false,
             bytes: collected.bytes,
-            refused: collected.refused(),
+            refused: collected.refused_count(),
             remarks: collected.remarks.clone(),
             remark_counts: collected.remark_counts.clone(),
             inputs_unchanged: collected.inputs_unchanged,

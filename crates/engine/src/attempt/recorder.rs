@@ -31,7 +31,7 @@ pub struct Ledger {
 
 fn open(location: &Location, lock_wait_ms: Option<u64>) -> Result<Store, StoreError> {
     match lock_wait_ms {
-        Some(ms) => Store::open_waiting(location, ms),
+        Some(ms) => Store::open_with_lock_wait(location, ms),
         None => Store::open(location),
     }
 }
@@ -39,7 +39,7 @@ fn open(location: &Location, lock_wait_ms: Option<u64>) -> Result<Store, StoreEr
 impl Drop for Ledger {
     fn drop(&mut self) {
         if let Some(store) = self.store.take().filter(|_| self.ends_soon) {
-            store.leave();
+            store.leak_until_exit();
         }
     }
 }
@@ -87,7 +87,7 @@ impl Ledger {
         {
             // Nothing is written to a file that somebody put away, nor removed of the one in its place. Where only its log or
             // locks are gone, another connection of this process does not help: SQLite would go on with what it has.
-            store.leave();
+            store.leak_until_exit();
             self.put_away = self.was_lent;
         }
         if self.put_away {
@@ -186,13 +186,13 @@ impl Ledger {
     /// The connection, for as long as a program runs.
     pub(crate) fn lend(&mut self) -> Option<Store> {
         let mut store = self.store.take();
-        store.iter_mut().for_each(Store::note_place);
+        store.iter_mut().for_each(Store::note_files);
         store
     }
 
     /// Whether the connection, if there is one, is to the database that has the name.
     pub(crate) fn is_in_place(&self) -> bool {
-        self.store.as_ref().is_none_or(Store::is_in_place)
+        self.store.as_ref().is_none_or(Store::files_in_place)
     }
 
     pub(crate) fn was_lent(&self) -> bool {

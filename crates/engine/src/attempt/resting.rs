@@ -60,7 +60,7 @@ impl Resting {
         if rang {
             self.clock = None;
             // Closing puts its log in order, by name: not where that is another's by now.
-            drop(self.store.take_if(|store| store.is_in_place()));
+            drop(self.store.take_if(|store| store.files_in_place()));
             // The program may run for hours, and nothing is to be done here but to pass its output on.
             sandbox::drop_code_pages();
         }

@@ -127,7 +127,7 @@ impl Attempt {
         let mut finished = finished.map_err(PipelineError::Start)?;
         self.leaving = finished.init_exit.take();
         timings::mark("program_and_teardown");
-        timings::built(std::mem::take(&mut finished.step_log));
+        timings::note_sandbox_steps(std::mem::take(&mut finished.step_log));
         Ok(Ran {
             outcome: finished.outcome,
             level,

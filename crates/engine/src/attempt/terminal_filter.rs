@@ -4,7 +4,7 @@
 //! over lines that were printed before, or write the clipboard. [`TerminalFilter`] passes the few that programs need to show
 //! colours and progress bars, and spells out every other one.
 
-use store::types::escaping::misleads;
+use store::types::escaping::is_misleading;
 
 /// The longest colour sequence that passes. Programs send some forty bytes at most (both colours as RGB, and attributes).
 const SEQUENCE_BYTES_MAX: usize = 64;
@@ -145,7 +145,7 @@ fn character(bytes: &[u8]) -> Token {
     };
     match valid.chars().next() {
         // Two that join or part letters belong to the spelling of several languages, and to many emoji.
-        Some(c) if misleads(c) && !matches!(c, '\u{200c}' | '\u{200d}') => {
+        Some(c) if is_misleading(c) && !matches!(c, '\u{200c}' | '\u{200d}') => {
             Token::Character(c, c.len_utf8())
         }
         Some(c) => Token::Pass(c.len_utf8()),
@@ -256,7 +256,7 @@ mod tests {
                 rest = after.unwrap_or_default().trim_start_matches(|c: char| "0123456789;:".contains(c));
                 prop_assert!(rest.starts_with(['m', 'K']), "{whole:?}");
             }
-            let hidden = whole.chars().find(|c| misleads(*c) && !"\u{200c}\u{200d}".contains(*c));
+            let hidden = whole.chars().find(|c| is_misleading(*c) && !"\u{200c}\u{200d}".contains(*c));
             prop_assert_eq!(hidden, None);
         }
     }

@@ -11,8 +11,8 @@ use super::media::{self, Look};
 use super::{Modes, Progress};
 use crate::workspace::tree::Fault;
 use crate::workspace::tree::walk::{chmod_pinned, open_beneath};
-use store::artifacts::files::{self, Holes};
-use store::artifacts::hashing::{LARGE_BYTES, Large, Threads};
+use store::artifacts::files::{self, HoleHandling};
+use store::artifacts::hashing::{HashThreads, LARGE_BYTES, LargeFile};
 use store::types::manifest::{ContentHash, Remark};
 
 /// Device and inode number.
@@ -193,12 +193,16 @@ pub(super) struct Reader<'a> {
     /// Where `hashed` will be when the present file is done, were it read or not.
     until: u64,
     of: u64,
-    threads: Threads,
+    threads: HashThreads,
 }
 
 impl<'a> Reader<'a> {
     /// `of` bytes are to be hashed in all.
-    pub(super) fn new(of: u64, threads: Threads, progress: &'a mut dyn FnMut(Progress)) -> Self {
+    pub(super) fn new(
+        of: u64,
+        threads: HashThreads,
+        progress: &'a mut dyn FnMut(Progress),
+    ) -> Self {
         Reader {
             buffer: Vec::new(),
             head: Vec::new(),
@@ -228,8 +232,8 @@ impl<'a> Reader<'a> {
             .unwrap_or(0)
             .saturating_mul(512);
         let holes = match stored_bytes < bytes {
-            true => Holes::Sought,
-            false => Holes::None,
+            true => HoleHandling::Skip,
+            false => HoleHandling::ReadAsZeros,
         };
         self.head.clear();
         let hash = match bytes >= LARGE_BYTES {
@@ -247,13 +251,13 @@ impl<'a> Reader<'a> {
         &mut self,
         file: BorrowedFd<'_>,
         bytes: u64,
-        holes: Holes,
+        holes: HoleHandling,
     ) -> io::Result<ContentHash> {
         let head = 0..media::HEAD_BYTES as u64;
         let mut keep = |piece: &[u8]| self.head.extend_from_slice(piece);
-        files::read_stretch(file, None, head, holes, &mut self.buffer, &mut keep)?;
+        files::read_range(file, None, head, holes, &mut self.buffer, &mut keep)?;
         let (before, until) = (self.hashed, self.until);
-        let large = Large {
+        let large = LargeFile {
             from: file,
             to: None,
             bytes,
@@ -272,7 +276,7 @@ impl<'a> Reader<'a> {
         &mut self,
         file: BorrowedFd<'_>,
         bytes: u64,
-        holes: Holes,
+        holes: HoleHandling,
     ) -> io::Result<ContentHash> {
         let mut hasher = blake3::Hasher::new();
         let mut buffer = std::mem::take(&mut self.buffer);
@@ -287,7 +291,7 @@ impl<'a> Reader<'a> {
                 of: self.of,
             });
         };
-        let read = files::read_stretch(file, None, 0..bytes, holes, &mut buffer, &mut feed);
+        let read = files::read_range(file, None, 0..bytes, holes, &mut buffer, &mut feed);
         self.buffer = buffer;
         read?;
         Ok(ContentHash::from_bytes(*hasher.finalize().as_bytes()))

@@ -13,7 +13,7 @@ use super::{COMPONENT_BYTES_MAX, CollectError, Modes, PATH_BYTES_MAX, Progress, 
 use crate::workspace::tree::Fault;
 use crate::workspace::tree::walk::{LevelsFull, Next, OPEN_DIR, Visit, Walk};
 use crate::workspace::tree::walk::{chmod_pinned, open_beneath, open_unlocked};
-use store::types::manifest::{Collected, ContentHash, Remark};
+use store::types::manifest::{CollectedOutputs, ContentHash, Remark};
 
 /// Directories that hold what a program can make again; files below them are counted, not taken.
 ///
@@ -59,7 +59,7 @@ pub(super) struct Found {
     /// Suspects whose modes had to be changed; under another name they may be outputs.
     pub(super) overridden: HashSet<Inode>,
     /// The counts of what is no output; nothing else is filled in.
-    pub(super) counts: Collected,
+    pub(super) counts: CollectedOutputs,
 }
 
 pub(super) fn find(
@@ -83,7 +83,7 @@ pub(super) fn find(
             suspects: Vec::new(),
             remarks: Remarks::default(),
             overridden: HashSet::new(),
-            counts: Collected::default(),
+            counts: CollectedOutputs::default(),
         },
         progress,
     };

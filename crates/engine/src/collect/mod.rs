@@ -46,9 +46,9 @@ use serde::{Deserialize, Serialize};
 use content::{Content, Inode, Pinned, Reader, Refusal};
 use find::{Caches, Found, Linked};
 use shortlist::{Candidate, Remarks, shown};
-use store::artifacts::hashing::Threads;
+use store::artifacts::hashing::HashThreads;
 pub use store::types::manifest::{COMPONENT_BYTES_MAX, PATH_BYTES_MAX};
-use store::types::manifest::{Collected, ContentHash, Output, OutputPath, Remark};
+use store::types::manifest::{CollectedOutputs, ContentHash, Output, OutputPath, Remark};
 
 /// Inputs that can be listed before a run, which are then held in memory to its end.
 pub const PUTS_MAX: u64 = 100_000;
@@ -133,8 +133,14 @@ pub fn collect(
     dir: BorrowedFd<'_>,
     rules: &Rules<'_>,
     progress: &mut dyn FnMut(Progress),
-) -> Result<Collected, CollectError> {
-    run(dir, rules, Caches::LeftOut, Threads::Several, progress)
+) -> Result<CollectedOutputs, CollectError> {
+    run(
+        dir,
+        rules,
+        Caches::LeftOut,
+        HashThreads::PerProcessor,
+        progress,
+    )
 }
 
 /// What was put there before the start, caches too, sorted by path. What is no regular file of the owner is no input to
@@ -154,7 +160,7 @@ pub fn puts(dir: BorrowedFd<'_>, owner_uid: u32) -> Result<Vec<Put>, CollectErro
         modes: Modes::Override,
     };
     // The program is started next, by a fork: no thread of ours may be about then.
-    let collected = run(dir, &rules, Caches::Taken, Threads::One, &mut |_| {})?;
+    let collected = run(dir, &rules, Caches::Taken, HashThreads::One, &mut |_| {})?;
     if collected.remark_counts.contains_key(&Remark::TooMany) {
         return Err(CollectError::TooManyPuts);
     }
@@ -170,9 +176,9 @@ fn run(
     dir: BorrowedFd<'_>,
     rules: &Rules<'_>,
     caches: Caches,
-    threads: Threads,
+    threads: HashThreads,
     progress: &mut dyn FnMut(Progress),
-) -> Result<Collected, CollectError> {
+) -> Result<CollectedOutputs, CollectError> {
     let mut found = find::find(dir, rules, caches, progress)?;
     let suspects = std::mem::take(&mut found.suspects);
     let to_hash = suspects.iter().map(|s| &s.0).chain(found.shortlist.iter());

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use super::content::Inode;
 use super::{Globs, Rules};
 use store::types::escaping::escape_text;
-use store::types::manifest::{REMARKS_MAX, Remark, Remarked};
+use store::types::manifest::{REMARKS_MAX, Remark, RemarkedPath};
 
 /// Of a path in a remark.
 const SHOWN_BYTES_MAX: usize = 4096;
@@ -165,7 +165,7 @@ impl Shortlist {
 /// The first are listed, all are counted.
 #[derive(Default)]
 pub(super) struct Remarks {
-    pub(super) listed: Vec<Remarked>,
+    pub(super) listed: Vec<RemarkedPath>,
     pub(super) counts: BTreeMap<Remark, u64>,
 }
 
@@ -173,7 +173,7 @@ impl Remarks {
     pub(super) fn add(&mut self, path: &[u8], remark: Remark) {
         *self.counts.entry(remark).or_default() += 1;
         if self.listed.len() < REMARKS_MAX {
-            self.listed.push(Remarked {
+            self.listed.push(RemarkedPath {
                 path: shown(path),
                 remark,
             });

@@ -49,15 +49,15 @@ fn rules(bounds: Bounds) -> Rules<'static> {
     }
 }
 
-fn collect_below(path: &Path, bounds: Bounds) -> Collected {
+fn collect_below(path: &Path, bounds: Bounds) -> CollectedOutputs {
     collect(open(path).as_fd(), &rules(bounds), &mut |_| {}).unwrap()
 }
 
-fn names(collected: &Collected) -> Vec<String> {
+fn names(collected: &CollectedOutputs) -> Vec<String> {
     collected.outputs.iter().map(|o| o.path.text()).collect()
 }
 
-fn remarks(collected: &Collected) -> BTreeMap<String, Remark> {
+fn remarks(collected: &CollectedOutputs) -> BTreeMap<String, Remark> {
     let listed = collected.remarks.iter();
     listed.map(|r| (r.path.clone(), r.remark)).collect()
 }
@@ -425,7 +425,7 @@ fn only_the_first_thousand_are_listed_and_all_are_counted() {
     assert_eq!(collected.remarks.len(), 1000);
     let counts = [(Remark::Symlink, 1500), (Remark::TooMany, 1493)];
     assert_eq!(collected.remark_counts, BTreeMap::from(counts));
-    assert_eq!(collected.refused(), 2993);
+    assert_eq!(collected.refused_count(), 2993);
 }
 
 /// The program may lock its own working directory behind itself.

@@ -26,7 +26,7 @@ use crate::workspace::copy_in::CopyError;
 use environment::environment;
 use links::through_own_links;
 use path_checks::{Guard, InputDirectory};
-use store::types::escaping::shell_quoted;
+use store::types::escaping::quote_for_shell;
 use store::types::input_name::{self, InputNameError};
 pub use submit_inputs::{Taken, taken};
 
@@ -470,7 +470,7 @@ impl Visible<'_> {
             if !meant || self.shows(path) {
                 continue;
             }
-            let quoted = shell_quoted(arg);
+            let quoted = quote_for_shell(arg);
             let mend = self.mending_line(path);
             return Err(PolicyError::NotInside { arg: quoted, mend });
         }
@@ -490,12 +490,12 @@ impl Visible<'_> {
             let real = canonical(&self.cwd.join(path)).unwrap_or_else(|_| self.cwd.join(path));
             with_colon(&real, &without_parents(&self.workspace.join(path)))
         } else if plain.components().count() == 1 {
-            return format!("--input {}", shell_quoted(plain.as_os_str()));
+            return format!("--input {}", quote_for_shell(plain.as_os_str()));
         } else {
             // `sub/file.csv` would arrive as `file.csv`; the argument names `sub/file.csv`.
-            return format!("--input {}", shell_quoted(&with_colon(&plain, &plain)));
+            return format!("--input {}", quote_for_shell(&with_colon(&plain, &plain)));
         };
-        format!("--read {}", shell_quoted(&option))
+        format!("--read {}", quote_for_shell(&option))
     }
 
     fn shows(&self, path: &Path) -> bool {

@@ -13,7 +13,7 @@ use crate::plan::runtime::{Runtime, RuntimeError};
 use crate::request::{
     Asker, Command, NamedBy, NamedDirectory, ReadRoot, Request, Siblings, Writers,
 };
-use store::types::escaping::shell_quoted;
+use store::types::escaping::quote_for_shell;
 
 /// The two directories of a project that an analysis reads.
 #[derive(Clone, Copy)]
@@ -141,7 +141,7 @@ impl Guard<'_> {
         match real == own || links::is_shown_part(&real, &project) && has_own_links(path)? {
             true => Ok(real),
             false => {
-                let named = shell_quoted(real.as_os_str());
+                let named = quote_for_shell(real.as_os_str());
                 Err(PolicyError::LeadsElsewhere {
                     path: path.to_path_buf(),
                     mend: format!("{} {named}", directory.flag()),

@@ -24,7 +24,7 @@ use packages::Finder;
 pub use packages::{Library, LibraryKind, PACKAGES_MAX, Package};
 use store::types::escaping::escape_text;
 use store::types::manifest::ContentHash;
-use store::types::secret_values::{Withheld, withheld};
+use store::types::secret_values::{SecretReason, secret_reason};
 
 pub const VERSION: u32 = 1;
 /// Inputs that are listed; the rest is in the counts and the hash.
@@ -120,7 +120,7 @@ pub struct Variable {
     /// `None` if it is withheld.
     pub value: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub withheld: Option<Withheld>,
+    pub withheld: Option<SecretReason>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -318,7 +318,7 @@ fn inputs(all: &[(String, u64, ContentHash)]) -> Inputs {
 }
 
 fn variable(name: &OsStr, value: &OsStr, secret_names: &[String]) -> Variable {
-    let withheld = withheld(name.as_bytes(), value.as_bytes(), secret_names);
+    let withheld = secret_reason(name.as_bytes(), value.as_bytes(), secret_names);
     let value = || bounded(value.as_bytes(), STRING_BYTES_MAX);
     Variable {
         name: bounded(name.as_bytes(), PATH_BYTES_MAX),

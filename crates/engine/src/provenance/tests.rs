@@ -912,12 +912,12 @@ fn secrets_are_withheld() {
             &["MY_*".into(), "HUSH".into()],
         )
     };
-    assert_eq!(made("MY_X", "v").withheld, Some(Withheld::Policy));
-    assert_eq!(made("HUSH", "v").withheld, Some(Withheld::Policy));
+    assert_eq!(made("MY_X", "v").withheld, Some(SecretReason::Policy));
+    assert_eq!(made("HUSH", "v").withheld, Some(SecretReason::Policy));
     assert_eq!(made("HUSHED", "v").value.as_deref(), Some("v"));
     assert_eq!(
         made("DB", "postgres://u:p@h/d").withheld,
-        Some(Withheld::Value)
+        Some(SecretReason::Value)
     );
     assert_eq!(made("DB", "postgres://u@h:5432/d?x=a@b:c").withheld, None);
     let withheld = serde_json::to_value(made("TOKEN", "hunter2")).unwrap();

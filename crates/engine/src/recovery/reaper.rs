@@ -17,7 +17,7 @@ use crate::plan::limits::{self, error_chain};
 use crate::request::AnalysisId;
 use crate::run_dir::{RunDir, RunRecord, RunState, Task};
 use crate::workspace::{self, Patience, Workspace, WorkspaceError};
-use store::artifacts::{Transfer, Trust, refuse_network_fs};
+use store::artifacts::{ContentCheck, TransferMode, refuse_network_fs};
 
 /// What one pass did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -251,7 +251,7 @@ fn number_of(task: &Task, ledger: Option<&mut Ledger>) -> Result<Option<u32>, St
     if let Some(ledger) = ledger
         && ledger.store().map_err(said)?.id() == task.database_id
     {
-        let found = ledger.with(|store| store.attempt_of(&task.key));
+        let found = ledger.with(|store| store.attempt_with_key(&task.key));
         return found.map_err(said);
     }
     Err(format!(
@@ -302,7 +302,7 @@ fn finish(
         .map_err(|e| error_chain(&e))?
         .is_none()
     {
-        let begun = ledger.with(|store| store.attempt_of(&task.key));
+        let begun = ledger.with(|store| store.attempt_with_key(&task.key));
         match (begun.map_err(said)?, task.begun) {
             (None, false) => return Ok(Finished::NeverBegun),
             // The database is an older copy of itself: it gets the attempt anew.
@@ -364,8 +364,8 @@ pub(crate) fn settle_left(
         _ => Left::Gone,
     };
     let transfer = |_: &Record| match run.state {
-        RunState::Ran => Transfer::Copy,
-        _ => Transfer::Move,
+        RunState::Ran => TransferMode::Copy,
+        _ => TransferMode::Move,
     };
     let ended = Ended {
         dir,
@@ -373,7 +373,7 @@ pub(crate) fn settle_left(
         task,
         left,
         transfer: &transfer,
-        trust: Trust::Nothing,
+        trust: ContentCheck::Rehash,
         modes: Modes::Override,
     };
     ledger.with_artifacts_of(task, |ledger| finalize::settle(&ended, ledger, &mut |_| {}))

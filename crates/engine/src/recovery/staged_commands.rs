@@ -18,8 +18,8 @@ use crate::request::{Again, AnalysisId, Collection, Level};
 use crate::run_dir::{Durable, Paper, RunDir, RunRecord, RunState, Task};
 use crate::workspace::{Receipt, Workspace, WorkspaceError};
 use store::State;
-use store::artifacts::{Artifacts, Transfer, Trust};
-use store::types::manifest::{self, BadPath, Manifest, Output, OutputPath};
+use store::artifacts::{Artifacts, ContentCheck, TransferMode};
+use store::types::manifest::{self, Manifest, Output, OutputPath, OutputPathError};
 use store::types::result_value;
 
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +60,7 @@ pub enum StepsError {
     #[error("read what is in the directory")]
     Collect(#[from] CollectError),
     #[error(transparent)]
-    Path(#[from] BadPath),
+    Path(#[from] OutputPathError),
 }
 
 /// A result that is handed in is read into memory.
@@ -110,7 +110,7 @@ pub fn create_workspace(
 }
 
 fn next_number(ledger: &mut Ledger, id: &AnalysisId) -> Result<u32, StepsError> {
-    Ok(ledger.with(|store| store.next_attempt(id.as_str()))?)
+    Ok(ledger.with(|store| store.next_attempt_number(id.as_str()))?)
 }
 
 /// How a workspace's uncommitted end is treated when it is removed.
@@ -155,7 +155,7 @@ fn give_up(
     task: &Task,
     ledger: &mut Ledger,
 ) -> Result<(), StepsError> {
-    let known = ledger.with(|store| store.attempt_of(&task.key))?;
+    let known = ledger.with(|store| store.attempt_with_key(&task.key))?;
     if known.is_none() && !task.begun {
         return Ok(());
     }
@@ -226,13 +226,13 @@ fn finish_dead(home: &Home, ledger: &mut Ledger, id: &AnalysisId) -> Result<Proc
 
 fn repeat_step(home: &Home, ledger: &mut Ledger, id: &AnalysisId) -> Result<Processed, StepsError> {
     let latest = ledger.with(|store| store.show(id.as_str(), None))?;
-    let attempt = latest.listed.attempt;
-    if !latest.listed.state.is_final() {
+    let attempt = latest.summary.attempt;
+    if !latest.summary.state.is_final() {
         return Err(StepsError::NotHere {
             id: id.clone(),
             attempt,
-            state: latest.listed.state,
-            host: latest.listed.host,
+            state: latest.summary.state,
+            host: latest.summary.host,
         });
     }
     // The lock keeps a second caller out, and the directory is where the outputs are laid out.
@@ -342,8 +342,8 @@ fn record_in(
         run: &before,
         task: &task,
         left,
-        transfer: &|_| Transfer::Copy,
-        trust: Trust::Manifest,
+        transfer: &|_| TransferMode::Copy,
+        trust: ContentCheck::TrustManifest,
         modes: Modes::Respect,
     };
     let mut manifest = finalize::gather(&ended, progress)?;
@@ -417,7 +417,7 @@ fn add_result(
         Err(at) => at,
     };
     let aside = Artifacts::open(&dir.objects()).map_err(SettleError::from)?;
-    let hold = aside.hold().map_err(SettleError::from)?;
+    let hold = aside.lock_shared().map_err(SettleError::from)?;
     let blake3 = aside.put(&hold, &bytes).map_err(SettleError::from)?;
     aside.make_durable().map_err(SettleError::from)?;
     let output = Output {

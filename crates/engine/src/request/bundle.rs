@@ -21,7 +21,7 @@ use crate::workspace::copy_in::{self, CopyError};
 use store::types::input_name::{self, InputNameError};
 use store::types::manifest::ContentHash;
 use store::types::submission::{
-    INPUT_BYTES_MAX, INPUT_FILES_MAX, Item, Submission, SubmissionError,
+    INPUT_BYTES_MAX, INPUT_FILES_MAX, InputItem, Submission, SubmissionError,
 };
 
 /// In the directory that a submission is laid out in: its inputs, and what its standard input reads.
@@ -107,7 +107,7 @@ impl Pool {
 /// The files of one submission, as they are read.
 #[derive(Default)]
 pub struct Bundle {
-    pub items: Vec<Item>,
+    pub items: Vec<InputItem>,
     pub stdin: Option<ContentHash>,
     names: HashSet<PathBuf>,
     bytes: u64,
@@ -149,7 +149,7 @@ impl Bundle {
     pub fn contents(&self, pool: &Pool) -> Vec<(ContentHash, Arc<Vec<u8>>)> {
         let mut seen = HashSet::new();
         let files = self.items.iter().filter_map(|item| match item {
-            Item::File { blake3, .. } => Some(*blake3),
+            InputItem::File { blake3, .. } => Some(*blake3),
             _ => None,
         });
         files
@@ -164,7 +164,7 @@ impl Bundle {
         above.retain(|parent| !parent.as_os_str().is_empty());
         for parent in above.into_iter().rev() {
             if self.names.contains(parent) {
-                let made = |item: &Item| matches!(item, Item::Directory { name } if name == parent);
+                let made = |item: &InputItem| matches!(item, InputItem::Directory { name } if name == parent);
                 if !self.items.iter().any(made) {
                     return Err(BundleError::Twice {
                         name: parent.to_path_buf(),
@@ -173,7 +173,7 @@ impl Bundle {
                 continue;
             }
             self.push(
-                Item::Directory {
+                InputItem::Directory {
                     name: parent.to_path_buf(),
                 },
                 source,
@@ -182,7 +182,7 @@ impl Bundle {
         Ok(())
     }
 
-    fn push(&mut self, item: Item, path: &Path) -> Result<(), BundleError> {
+    fn push(&mut self, item: InputItem, path: &Path) -> Result<(), BundleError> {
         let name = item.name().to_path_buf();
         if name.to_str().is_none() {
             return Err(BundleError::NotText {
@@ -217,7 +217,7 @@ impl Bundle {
                 source: errno,
             })
         })?;
-        let item = Item::File {
+        let item = InputItem::File {
             name: name.to_path_buf(),
             blake3: pool.put(content, path)?,
             executable: mode & 0o111 != 0,
@@ -275,7 +275,7 @@ impl Bundle {
     }
 
     fn enter(&mut self, dir: OwnedFd, path: PathBuf, name: PathBuf) -> Result<Level, BundleError> {
-        self.push(Item::Directory { name: name.clone() }, &path)?;
+        self.push(InputItem::Directory { name: name.clone() }, &path)?;
         let entries = Dir::read_from(&dir).map_err(|source| CopyError::Read {
             path: path.clone(),
             source,
@@ -351,7 +351,7 @@ impl Bundle {
                 path: path.to_path_buf(),
             });
         }
-        self.push(Item::Link { name, target }, path)
+        self.push(InputItem::Link { name, target }, path)
     }
 }
 
@@ -399,9 +399,9 @@ pub fn lay_out(
         };
         let parent = parent.as_ref().map_or(top.as_fd(), |dir| dir.as_fd());
         match item {
-            Item::Directory { .. } => rustix::fs::mkdirat(parent, last, Mode::RWXU),
-            Item::Link { target, .. } => rustix::fs::symlinkat(target, parent, last),
-            Item::File {
+            InputItem::Directory { .. } => rustix::fs::mkdirat(parent, last, Mode::RWXU),
+            InputItem::Link { target, .. } => rustix::fs::symlinkat(target, parent, last),
+            InputItem::File {
                 blake3, executable, ..
             } => make_file(parent, last, content.get(blake3, name)?, *executable),
         }
@@ -482,13 +482,13 @@ mod tests {
     use std::collections::BTreeMap;
     use std::fs;
     use std::os::unix::fs::{PermissionsExt, symlink};
-    use store::types::submission::{VERSION, What};
+    use store::types::submission::{SubmittedCommand, VERSION};
 
     fn submission(bundle: &Bundle) -> Submission {
         Submission {
             version: VERSION,
             id: AnalysisId::new("x").unwrap(),
-            command: What::Argv(vec!["true".into()]),
+            command: SubmittedCommand::Argv(vec!["true".into()]),
             settings: BTreeMap::new(),
             inputs: bundle.items.clone(),
             stdin: bundle.stdin,
@@ -618,12 +618,12 @@ mod tests {
             path
         };
         let (hash, other) = (ContentHash::of(b"good"), ContentHash::of(b"other"));
-        let file = |name: &str, blake3| Item::File {
+        let file = |name: &str, blake3| InputItem::File {
             name: name.into(),
             blake3,
             executable: false,
         };
-        let with = |inputs: Vec<Item>| {
+        let with = |inputs: Vec<InputItem>| {
             let mut submission = submission(&Bundle::default());
             submission.inputs = inputs;
             submission

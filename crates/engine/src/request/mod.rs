@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 pub use sandbox::spec::{LimitName, WorkspaceKind};
 use serde::{Deserialize, Serialize};
-pub use store::types::analysis_id::{AnalysisId, BadId};
+pub use store::types::analysis_id::{AnalysisId, AnalysisIdError};
 
 /// What to run.
 #[derive(Clone, Debug, PartialEq, Eq)]

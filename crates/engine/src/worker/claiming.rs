@@ -18,7 +18,7 @@ use crate::attempt::record::Reason;
 use crate::plan::limits::error_chain;
 use crate::request::AnalysisId;
 use crate::run_dir;
-use store::{Capacity, Claim, Claimed, Lost, Proof, Store, StoreError};
+use store::{Capacity, ClaimRequest, GrantedClaim, LossProof, LostAttempt, Store, StoreError};
 
 /// A machine on which nothing starts must not use up the queue: after so many in a row it pauses.
 const UNSTARTED_MAX: u32 = 3;
@@ -85,7 +85,7 @@ impl Worker {
             }
             let keys = self.keys.clone();
             let worker = format!("{}@{}", self.options.name, name::host_name());
-            let claim = Claim {
+            let claim = ClaimRequest {
                 host: &self.host,
                 boot_id: &self.boot_id,
                 worker: &worker,
@@ -145,7 +145,7 @@ impl Worker {
         free
     }
 
-    fn start(&mut self, at: usize, claimed: Claimed, database_id: &str) -> io::Result<()> {
+    fn start(&mut self, at: usize, claimed: GrantedClaim, database_id: &str) -> io::Result<()> {
         let Ok(id) = AnalysisId::new(&claimed.id) else {
             self.refuse(&claimed, "its id is none that Fumehood gives");
             return Err(io::Error::other("the database gave an id that is none"));
@@ -200,15 +200,15 @@ impl Worker {
     }
 
     /// Ends an attempt that no runner can be given.
-    fn refuse(&mut self, claimed: &Claimed, message: &str) {
-        let lost = Lost {
+    fn refuse(&mut self, claimed: &GrantedClaim, message: &str) {
+        let lost = LostAttempt {
             id: &claimed.id,
             attempt: claimed.attempt,
             key: &claimed.key,
             by: &claimed.key,
             reason: Reason::Refused.as_str(),
             message,
-            proof: Proof::Known,
+            proof: LossProof::RunnerGone,
         };
         // Otherwise its lease ends, and with it the attempt.
         let _given_up_later = self.ledger.with(|store| store.give_up(&lost));
@@ -216,7 +216,10 @@ impl Worker {
 }
 
 /// What was taken; or, where nothing was there to be taken, how many are queued that cannot be yet.
-fn claim_next(store: &mut Store, claim: &Claim) -> Result<Result<Vec<Claimed>, u64>, StoreError> {
+fn claim_next(
+    store: &mut Store,
+    claim: &ClaimRequest,
+) -> Result<Result<Vec<GrantedClaim>, u64>, StoreError> {
     let claimed = store.claim(claim)?;
     match claimed.is_empty() {
         false => Ok(Ok(claimed)),

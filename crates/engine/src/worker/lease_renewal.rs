@@ -21,7 +21,7 @@ use rustix::time::{
 use crate::attempt::recorder::Ledger;
 use crate::home;
 use crate::worker::slot;
-use store::{Held, Location, Renewed};
+use store::{LeasedAttempt, Location, RenewOutcome};
 
 /// How often the thread looks around, at most.
 const LOOK: Duration = Duration::from_secs(1);
@@ -38,8 +38,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    fn held(&self) -> Held<'_> {
-        Held {
+    fn held(&self) -> LeasedAttempt<'_> {
+        LeasedAttempt {
             id: &self.id,
             attempt: self.attempt,
             key: &self.key,
@@ -176,9 +176,9 @@ impl Heart {
             return true;
         }
         let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
-        let answer = self.ledger.with(|store| store.renew(&held, lease_ms));
+        let answer = self.ledger.with(|store| store.renew_lease(&held, lease_ms));
         self.ledger.rest();
-        matches!(answer, Ok(Renewed::CancelAsked { .. }))
+        matches!(answer, Ok(RenewOutcome::CancelRequested { .. }))
     }
 
     pub fn is_lost(&self) -> bool {
@@ -258,15 +258,15 @@ impl Beating {
 
     fn renew(&mut self, asked: Duration) {
         let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
-        let answer = self.ledger.with(|store| store.renew(&held, lease_ms));
+        let answer = self.ledger.with(|store| store.renew_lease(&held, lease_ms));
         self.ledger.rest();
         match answer {
-            Ok(Renewed::Held) => self.renewed_at(asked),
-            Ok(Renewed::CancelAsked { .. }) => {
+            Ok(RenewOutcome::Renewed) => self.renewed_at(asked),
+            Ok(RenewOutcome::CancelRequested { .. }) => {
                 self.renewed_at(asked);
                 self.tell_of_cancel();
             }
-            Ok(Renewed::Lost) => {
+            Ok(RenewOutcome::Lost) => {
                 self.said.lost.store(true, Ordering::SeqCst);
                 self.ring();
             }
@@ -280,7 +280,7 @@ impl Beating {
             return;
         }
         let (host, key) = (home::machine(), self.lease.key.clone());
-        let wanted = self.ledger.with(|store| store.cancels(&host));
+        let wanted = self.ledger.with(|store| store.requested_cancels(&host));
         self.ledger.rest();
         if wanted.is_ok_and(|wanted| wanted.iter().any(|(_, _, other)| *other == key)) {
             self.tell_of_cancel();

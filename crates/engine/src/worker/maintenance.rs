@@ -19,7 +19,7 @@ use crate::home::Home;
 use crate::plan::limits::error_chain;
 use crate::recovery::reaper;
 use crate::run_dir;
-use store::{Expired, Lost, Proof, State, Worker as Row};
+use store::{ExpiredLease, LossProof, LostAttempt, State, WorkerRow as Row};
 
 /// An attempt of another machine's is given up when its lease has been over for this long while we looked: the database
 /// may have been away for everybody, and then its runner is about to be heard of again.
@@ -214,14 +214,14 @@ impl Thread {
             return Ok(());
         }
         let by = run_dir::fresh_key();
-        let lost = Lost {
+        let lost = LostAttempt {
             id: order.id.as_str(),
             attempt: order.attempt,
             key: &order.key,
             by: &by,
             reason: Reason::RunnerLost.as_str(),
             message: "its runner died before it began",
-            proof: Proof::Known,
+            proof: LossProof::RunnerGone,
         };
         let given_up = match self.ledger.with(|store| store.give_up(&lost)) {
             // It will be asked again.
@@ -285,15 +285,17 @@ impl Thread {
     }
 
     fn give_up_expired(&mut self, sweep: &Sweep) -> Result<(), SettleError> {
-        let expired = self.ledger.with(|store| store.expired(EXPIRED_AT_ONCE))?;
+        let expired = self
+            .ledger
+            .with(|store| store.expired_leases(EXPIRED_AT_ONCE))?;
         // Whatever has a directory here is the reaper's, who has the lock to go by.
-        let elsewhere = |one: &&Expired| {
+        let elsewhere = |one: &&ExpiredLease| {
             let id = crate::request::AnalysisId::new(&one.id);
             // What is no id has no directory.
             let held = id.is_ok_and(|id| run_dir::holds(&self.home, &id, one.attempt, &one.key));
             !sweep.busy.contains(&one.key) && !held
         };
-        let expired: Vec<&Expired> = expired.iter().filter(elsewhere).collect();
+        let expired: Vec<&ExpiredLease> = expired.iter().filter(elsewhere).collect();
         let still: HashSet<&str> = expired.iter().map(|one| one.key.as_str()).collect();
         self.expired.retain(|key, _| still.contains(key.as_str()));
         for one in expired {
@@ -309,14 +311,14 @@ impl Thread {
                 continue;
             }
             let by = run_dir::fresh_key();
-            let lost = Lost {
+            let lost = LostAttempt {
                 id: &one.id,
                 attempt: one.attempt,
                 key: &one.key,
                 by: &by,
                 reason: Reason::RunnerLost.as_str(),
                 message: "its runner did not renew its lease",
-                proof: Proof::Lease,
+                proof: LossProof::LeaseExpired,
             };
             if self.ledger.with(|store| store.give_up(&lost))? {
                 self.news(News::GaveUp {

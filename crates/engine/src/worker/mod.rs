@@ -31,7 +31,7 @@ use maintenance::{Chore, Done, Keeper, Left, Sweep};
 pub use name::holder;
 use slot::Slot;
 use slot_table::{Place, State};
-use store::{Bell, Capacity};
+use store::{Capacity, ChangeListener};
 
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerError {
@@ -124,7 +124,7 @@ pub struct Worker {
     lock: PathBuf,
     _locked: OwnedFd,
     slots: Vec<Place>,
-    bell: Option<Bell>,
+    bell: Option<ChangeListener>,
     keeper: Keeper,
     draining: bool,
     away_until: Option<Instant>,
@@ -332,7 +332,7 @@ impl Worker {
         if let Some(bell) = &mut self.bell
             && is_ready(bell.as_fd())
         {
-            bell.silence();
+            bell.consume();
             self.sated = false;
             self.cancels_at = Instant::now();
         }
@@ -421,12 +421,12 @@ impl Worker {
 
     fn ask_the_database(&mut self, tell: &mut dyn FnMut(News)) -> Result<(), SettleError> {
         if self.bell.is_none() {
-            let bell = Bell::hang(&self.ledger.location);
+            let bell = ChangeListener::subscribe(&self.ledger.location);
             self.bell = Some(bell.map_err(|e| self.ledger.trouble(e))?);
         }
         if self.seen_at <= Instant::now() {
             let row = self.row();
-            self.ledger.with(|store| store.worker_seen(&row))?;
+            self.ledger.with(|store| store.record_worker(&row))?;
             self.seen_at = Instant::now() + SEEN_EVERY;
         }
         if self.living() > 0 && self.cancels_at <= Instant::now() {
@@ -441,7 +441,7 @@ impl Worker {
 
     fn pass_on_cancels(&mut self) -> Result<(), SettleError> {
         let host = self.host.clone();
-        let wanted = self.ledger.with(|store| store.cancels(&host))?;
+        let wanted = self.ledger.with(|store| store.requested_cancels(&host))?;
         for (_, _, key) in wanted {
             let of_it = |place: &&mut Place| matches!(&place.state, State::Busy(b) if b.key == key && !b.told);
             if let Some(place) = self.slots.iter_mut().find(of_it)
@@ -473,8 +473,8 @@ impl Worker {
         self.keeper.give(Chore::Sweep(sweep))
     }
 
-    fn row(&self) -> store::Worker {
-        store::Worker {
+    fn row(&self) -> store::WorkerRow {
+        store::WorkerRow {
             host: self.host.clone(),
             account: self.account.clone(),
             name: self.options.name.clone(),
@@ -494,7 +494,7 @@ impl Worker {
     pub fn leave(mut self) {
         let row = self.row();
         // Nobody waits for it: who is not seen any more is gone as well.
-        let _gone_all_the_same = self.ledger.with(|store| store.worker_gone(&row));
+        let _gone_all_the_same = self.ledger.with(|store| store.remove_worker(&row));
     }
 }
 

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::home::{Home, make_private};
 use crate::request::AnalysisId;
-use store::{Capacity, Held};
+use store::{Capacity, LeasedAttempt};
 
 pub const ORDER_VERSION: u32 = 1;
 const ORDER_BYTES_MAX: u64 = 16 << 20;
@@ -60,8 +60,8 @@ impl Order {
         }
     }
 
-    pub fn held(&self) -> Held<'_> {
-        Held {
+    pub fn held(&self) -> LeasedAttempt<'_> {
+        LeasedAttempt {
             id: self.id.as_str(),
             attempt: self.attempt,
             key: &self.key,

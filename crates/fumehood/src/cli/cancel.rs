@@ -8,7 +8,7 @@ use engine::home::{self, Home};
 use engine::provenance;
 use engine::request::AnalysisId;
 use serde::Serialize;
-use store::{Cancelled, State};
+use store::{CancelOutcome, State};
 
 use super::args::StoreArgs;
 use super::print::{self, clean};
@@ -187,16 +187,16 @@ fn recorded(home: &Home, ledger: &mut Ledger, id: &str, hurry: Hurry) -> anyhow:
         recorded: true,
     };
     match cancelled.map_err(ids::plainly)? {
-        Cancelled::Now { attempt } => {
+        CancelOutcome::Now { attempt } => {
             done.attempt = attempt;
             done.came_of_it = CameOfIt::Cancelled;
             done.status = Some(State::Cancelled.as_str());
         }
-        Cancelled::Ended { attempt, state } => {
+        CancelOutcome::AlreadyEnded { attempt, state } => {
             done.attempt = attempt;
             done.status = Some(state.as_str());
         }
-        Cancelled::Asked { attempt, host } => {
+        CancelOutcome::Requested { attempt, host } => {
             done.attempt = attempt;
             done.came_of_it = CameOfIt::Asked;
             if let Some(standing) = here(home, ledger, id, attempt)? {

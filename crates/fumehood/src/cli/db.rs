@@ -10,7 +10,7 @@ use engine::attempt::recorder::Ledger;
 use engine::home::Home;
 use serde::Serialize;
 use store::types::units::format_size;
-use store::{Migrated, Status, Store};
+use store::{MigrationResult, Store, StoreStatus};
 
 use super::args::StoreArgs;
 use super::print::{self, Align, Out, Table, clean, counted};
@@ -93,7 +93,7 @@ struct MigrateDocument {
 fn migrate(args: &MigrateArgs) -> anyhow::Result<u8> {
     let (_, ledger) = ledger::open(&args.store)?;
     let migrated = Store::migrate(&ledger.location).map_err(|e| ledger.trouble(e))?;
-    let Migrated { from, to } = migrated;
+    let MigrationResult { from, to } = migrated;
     if args.json {
         print::json(&MigrateDocument {
             schema: "fumehood.db-migrate/1",
@@ -169,7 +169,7 @@ fn free_bytes(path: &Path) -> Option<u64> {
 fn artifacts_place(ledger: &Ledger) -> anyhow::Result<Place> {
     let path = &ledger.artifacts_at;
     let used = match path.join("store.json").exists() {
-        true => Some(ledger.artifacts()?.used()?),
+        true => Some(ledger.artifacts()?.usage()?),
         false => None,
     };
     Ok(Place {
@@ -181,7 +181,7 @@ fn artifacts_place(ledger: &Ledger) -> anyhow::Result<Place> {
 }
 
 fn status_document(
-    status: &Status,
+    status: &StoreStatus,
     ledger: &Ledger,
     home: &Home,
     artifacts: Place,
@@ -213,7 +213,7 @@ fn status_document(
 }
 
 fn print_status(
-    status: &Status,
+    status: &StoreStatus,
     ledger: &Ledger,
     artifacts: &Place,
     waiting: u64,

@@ -10,8 +10,8 @@ use engine::provenance::Provenance;
 use serde_json::value::RawValue;
 use store::types::units::{format_cpus, format_size};
 use store::{
-    Attempt, Event, Listed, Place, PostProcess, RemarkCount, STREAMS, State, StoredLog,
-    StoredOutput, StoredRemark,
+    AnalysisEvent, AttemptRow, AttemptSummary, PostProcessState, QueuePosition, RemarkCount,
+    STREAMS, State, StoredLog, StoredOutput, StoredRemark,
 };
 
 use super::args::StoreArgs;
@@ -49,16 +49,16 @@ const LINE_CHARS_MAX: usize = 120;
 
 /// All that the database has of an attempt but the content of outputs and logs.
 pub struct Everything {
-    pub attempt: Attempt,
-    pub attempts: Vec<Listed>,
+    pub attempt: AttemptRow,
+    pub attempts: Vec<AttemptSummary>,
     pub outputs: Vec<StoredOutput>,
     pub remarks: Vec<StoredRemark>,
     pub remark_counts: Vec<RemarkCount>,
     pub logs: Vec<StoredLog>,
     /// Of all attempts.
-    pub events: Vec<Event>,
+    pub events: Vec<AnalysisEvent>,
     /// `None`: it was never submitted.
-    pub place: Option<Place>,
+    pub place: Option<QueuePosition>,
     pub now_ms: i64,
 }
 
@@ -73,8 +73,8 @@ pub fn show(args: &ShowArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-fn gather(ledger: &mut Ledger, attempt: Attempt) -> anyhow::Result<Everything> {
-    let (id, number) = (attempt.listed.id.clone(), attempt.listed.attempt);
+fn gather(ledger: &mut Ledger, attempt: AttemptRow) -> anyhow::Result<Everything> {
+    let (id, number) = (attempt.summary.id.clone(), attempt.summary.attempt);
     let (remarks, remark_counts) = ledger.with(|store| store.remarks(&id, number))?;
     let mut logs = Vec::new();
     for stream in STREAMS {
@@ -87,7 +87,7 @@ fn gather(ledger: &mut Ledger, attempt: Attempt) -> anyhow::Result<Everything> {
         remark_counts,
         logs,
         events: ledger.with(|store| store.events(&id))?,
-        place: ledger.with(|store| store.place(&id, number))?,
+        place: ledger.with(|store| store.queue_position(&id, number))?,
         now_ms: ledger.with(|store| store.now_ms())?,
         attempt,
     })
@@ -127,7 +127,7 @@ fn print_all(all: &Everything, home: &Home, with_events: bool) -> anyhow::Result
     what_is_said(&mut page, all)?;
     if with_events {
         let from = parsed::<Provenance>(&all.attempt.provenance_json);
-        let host = &all.attempt.listed.host;
+        let host = &all.attempt.summary.host;
         let name = from.map_or(host.clone(), |from| from.host.name);
         let table = events::table(&all.events, (host, &name));
         for (at, line) in table.lines().iter().enumerate() {
@@ -139,7 +139,7 @@ fn print_all(all: &Everything, home: &Home, with_events: bool) -> anyhow::Result
 
 fn how_it_ended(page: &mut Page, all: &Everything, home: &Home) -> anyhow::Result<()> {
     let attempt = &all.attempt;
-    let listed = &attempt.listed;
+    let listed = &attempt.summary;
     page.fact("id", &list::name(listed))?;
     let superseded = if listed.superseded {
         ", superseded"
@@ -198,7 +198,7 @@ fn how_it_waits(page: &mut Page, all: &Everything) -> anyhow::Result<()> {
     let Some(place) = &all.place else {
         return Ok(());
     };
-    let listed = &all.attempt.listed;
+    let listed = &all.attempt.summary;
     page.maybe("waits", events::waits(place, all.now_ms))?;
     if !listed.state.is_final() {
         let asks = events::asks(place.memory_bytes, place.cpu_milli);
@@ -218,8 +218,8 @@ fn how_it_waits(page: &mut Page, all: &Everything) -> anyhow::Result<()> {
     page.maybe("retries", events::retries(place))
 }
 
-fn what_held_it(page: &mut Page, attempt: &Attempt) -> anyhow::Result<()> {
-    let level = attempt.listed.isolation_level.as_deref();
+fn what_held_it(page: &mut Page, attempt: &AttemptRow) -> anyhow::Result<()> {
+    let level = attempt.summary.isolation_level.as_deref();
     let layers: BTreeMap<String, String> = parsed(&attempt.isolation_json).unwrap_or_default();
     let names: Vec<String> = layers.keys().map(|name| clean(name)).collect();
     let text = match (level, names.is_empty()) {
@@ -262,7 +262,7 @@ fn amount(name: &str, asked: u64) -> String {
     }
 }
 
-fn what_it_was(page: &mut Page, attempt: &Attempt) -> anyhow::Result<()> {
+fn what_it_was(page: &mut Page, attempt: &AttemptRow) -> anyhow::Result<()> {
     let Some(from) = parsed::<Provenance>(&attempt.provenance_json) else {
         return Ok(());
     };
@@ -323,7 +323,7 @@ fn what_it_was(page: &mut Page, attempt: &Attempt) -> anyhow::Result<()> {
 }
 
 fn what_it_left(page: &mut Page, all: &Everything) -> anyhow::Result<()> {
-    let listed = &all.attempt.listed;
+    let listed = &all.attempt.summary;
     let whole = match listed.complete {
         Some(true) => ", complete",
         Some(false) => ", incomplete",
@@ -390,16 +390,16 @@ pub fn output_cells(output: &StoredOutput) -> [String; 3] {
 
 fn what_is_said(page: &mut Page, all: &Everything) -> anyhow::Result<()> {
     let attempt = &all.attempt;
-    let step = match attempt.listed.post_process {
-        PostProcess::NotAsked => None,
-        PostProcess::Done => Some("done".to_owned()),
-        PostProcess::Pending => Some("pending".to_owned()),
-        PostProcess::Unknown => attempt.listed.post_process_word.as_deref().map(clean),
-        PostProcess::Failed => Some(format!(
+    let step = match attempt.summary.post_process {
+        PostProcessState::NotAsked => None,
+        PostProcessState::Done => Some("done".to_owned()),
+        PostProcessState::Pending => Some("pending".to_owned()),
+        PostProcessState::Unknown => attempt.summary.post_process_word.as_deref().map(clean),
+        PostProcessState::Failed => Some(format!(
             "failed {}: {}; repeat it with `fumehood post-process {}`",
             counted(attempt.post_process_tries, "time", "times"),
             clean(attempt.post_process_message.as_deref().unwrap_or_default()),
-            clean(&attempt.listed.id)
+            clean(&attempt.summary.id)
         )),
     };
     page.maybe("post_process", step)?;

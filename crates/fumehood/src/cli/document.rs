@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use serde_json::value::RawValue;
-use store::{Listed, StoredLog, StoredOutput, StoredRemark};
+use store::{AttemptSummary, StoredLog, StoredOutput, StoredRemark};
 
 use super::detail::Everything;
 use super::events::{EventEntry, PlaceEntry};
@@ -33,8 +33,8 @@ pub struct Entry<'a> {
     pub post_process: Option<&'a str>,
 }
 
-impl<'a> From<&'a Listed> for Entry<'a> {
-    fn from(listed: &'a Listed) -> Entry<'a> {
+impl<'a> From<&'a AttemptSummary> for Entry<'a> {
+    fn from(listed: &'a AttemptSummary) -> Entry<'a> {
         Entry {
             id: &listed.id,
             attempt: listed.attempt,
@@ -165,7 +165,7 @@ pub fn of(all: &Everything) -> Document<'_> {
     };
     Document {
         schema: "fumehood.show/1",
-        entry: Entry::from(&attempt.listed),
+        entry: Entry::from(&attempt.summary),
         boot_id: &attempt.boot_id,
         submitter: attempt.submitter.as_deref(),
         workspace: attempt.workspace.as_deref(),

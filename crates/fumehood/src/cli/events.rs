@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use store::types::units::{format_cpus, format_size};
-use store::{AHEAD_MAX, Event, Place};
+use store::{AHEAD_MAX, AnalysisEvent, QueuePosition};
 
 use super::print::{Align, Table, clean, counted};
 use super::when;
@@ -17,8 +17,8 @@ pub struct EventEntry<'a> {
     by: Option<&'a str>,
 }
 
-impl<'a> From<&'a Event> for EventEntry<'a> {
-    fn from(event: &'a Event) -> EventEntry<'a> {
+impl<'a> From<&'a AnalysisEvent> for EventEntry<'a> {
+    fn from(event: &'a AnalysisEvent) -> EventEntry<'a> {
         EventEntry {
             attempt: event.attempt,
             ms: event.ms,
@@ -47,8 +47,8 @@ pub struct PlaceEntry<'a> {
     ahead: Option<u64>,
 }
 
-impl<'a> From<&'a Place> for PlaceEntry<'a> {
-    fn from(place: &'a Place) -> PlaceEntry<'a> {
+impl<'a> From<&'a QueuePosition> for PlaceEntry<'a> {
+    fn from(place: &'a QueuePosition) -> PlaceEntry<'a> {
         let waiting = place.waiting.as_ref();
         PlaceEntry {
             priority: place.priority,
@@ -75,7 +75,7 @@ fn words(list: &str) -> impl Iterator<Item = &str> {
 }
 
 /// Where it waits, in words: `since 12m, priority 5, 3 before it`.
-pub fn waits(place: &Place, now_ms: i64) -> Option<String> {
+pub fn waits(place: &QueuePosition, now_ms: i64) -> Option<String> {
     let waiting = place.waiting.as_ref()?;
     let since = when::age(now_ms, waiting.queued_ms);
     let turn = match (waiting.not_before_ms, waiting.ahead) {
@@ -106,7 +106,7 @@ pub fn asks(memory_bytes: Option<u64>, cpu_milli: Option<u64>) -> String {
 }
 
 /// How often it is tried again, and after what.
-pub fn retries(place: &Place) -> Option<String> {
+pub fn retries(place: &QueuePosition) -> Option<String> {
     let left = place.retries_left.unwrap_or(0);
     if place.retries == 0 && left == 0 {
         return None;
@@ -123,7 +123,7 @@ pub fn retries(place: &Place) -> Option<String> {
 }
 
 /// The story, first to last. Machines are told apart by an id that nobody knows by heart; `host` is one, and its name.
-pub fn table(events: &[Event], host: (&str, &str)) -> Table {
+pub fn table(events: &[AnalysisEvent], host: (&str, &str)) -> Table {
     let columns = [Align::Left; 5];
     let mut table = Table::new(&columns);
     for event in events {
@@ -146,10 +146,10 @@ pub fn table(events: &[Event], host: (&str, &str)) -> Table {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use store::InQueue;
+    use store::QueueWait;
 
-    fn place(waiting: InQueue) -> Place {
-        Place {
+    fn place(waiting: QueueWait) -> QueuePosition {
+        QueuePosition {
             priority: 5,
             retries: 2,
             retry_on: "failed,timed_out".into(),
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn a_place_is_told_in_words() {
-        let waiting = |not_before_ms, ahead| InQueue {
+        let waiting = |not_before_ms, ahead| QueueWait {
             queued_ms: 0,
             not_before_ms,
             ahead,
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(asks(Some(4 << 30), Some(1_500)), "4 GiB, 1.5 CPUs");
         assert_eq!(asks(Some(1 << 20), Some(1_000)), "1 MiB, 1 CPU");
         assert_eq!(asks(None, None), "the worker's default of memory");
-        let mut place = place(InQueue {
+        let mut place = place(QueueWait {
             queued_ms: 0,
             not_before_ms: None,
             ahead: 0,
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_story_cannot_speak_to_the_terminal() {
-        let event = Event {
+        let event = AnalysisEvent {
             attempt: 1,
             ms: 0,
             event: "cancelled".into(),

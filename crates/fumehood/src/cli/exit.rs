@@ -1,7 +1,7 @@
 //! Exit codes: fixed, documented, and only `succeeded` is 0.
 
 use engine::attempt::record::{CommitState, Reason, Record, Status};
-use store::{Listed, PostProcess, State};
+use store::{AttemptSummary, PostProcessState, State};
 
 /// The program never started, or Fumehood failed.
 pub const COULD_NOT_RUN: u8 = 125;
@@ -58,10 +58,10 @@ pub fn code(record: &Record) -> u8 {
 }
 
 /// What `run` would have exited with, from an attempt that has ended and was recorded.
-pub fn of_stored(listed: &Listed) -> u8 {
+pub fn of_stored(listed: &AttemptSummary) -> u8 {
     let unprocessed = matches!(
         listed.post_process,
-        PostProcess::Pending | PostProcess::Failed
+        PostProcessState::Pending | PostProcessState::Failed
     );
     let reason = listed.reason.as_deref().unwrap_or_default();
     let is = |expected: Reason| reason == expected.as_str();

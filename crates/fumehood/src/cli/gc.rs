@@ -14,7 +14,9 @@ use engine::run_dir::{self, RunState};
 use engine::worker::slot;
 use serde::Serialize;
 use store::types::units::{format_size, parse_duration_ms};
-use store::{Location, Lost, PostProcess, Proof, State, Unfinished, WhileRunning};
+use store::{
+    Location, LossProof, LostAttempt, PostProcessState, State, UnfinishedAttempt, UnfinishedPolicy,
+};
 
 use super::args::StoreArgs;
 use super::print::{self, clean, counted};
@@ -180,7 +182,10 @@ fn take_pending_steps(home: &Home, ledger: &mut Ledger, done: &mut Done) -> anyh
     }
     let machine = home::machine();
     let due = ledger.with(|store| store.post_process_due(Some(&machine), STEPS_MAX))?;
-    for due in due.iter().filter(|due| due.state == PostProcess::Pending) {
+    for due in due
+        .iter()
+        .filter(|due| due.state == PostProcessState::Pending)
+    {
         let id = AnalysisId::new(&due.id).context("read an id from the database")?;
         // Its runner may be at it right now.
         if standing::any_of(home, &id) {
@@ -287,14 +292,14 @@ fn give_up_lost(
         .filter_map(|standing| standing.record.task.map(|task| task.key))
         .collect();
     let unfinished = ledger.with(|store| store.unfinished(Some(&machine)))?;
-    let lost = |attempt: &&Unfinished| {
+    let lost = |attempt: &&UnfinishedAttempt| {
         attempt.boot_id != boot_id && attempt.created_ms < boot_ms && !here.contains(&attempt.key)
     };
     let by = run_dir::fresh_key();
     for attempt in unfinished.iter().filter(lost) {
         let given_up = dry_run
             || ledger.with(|store| {
-                store.give_up(&Lost {
+                store.give_up(&LostAttempt {
                     id: &attempt.id,
                     attempt: attempt.attempt,
                     key: &attempt.key,
@@ -302,7 +307,7 @@ fn give_up_lost(
                     reason: Reason::RunnerLost.as_str(),
                     message: "the machine was started anew while it ran, and nothing of it is left",
                     // Of what came from the queue the lease has the last word: machines that were cloned share an id.
-                    proof: Proof::Lease,
+                    proof: LossProof::LeaseExpired,
                 })
             })?;
         if given_up {
@@ -342,7 +347,7 @@ fn remove_old(
                 continue;
             }
             if !dry_run {
-                ledger.with(|store| store.remove(&old.id, WhileRunning::Refuse))?;
+                ledger.with(|store| store.remove(&old.id, UnfinishedPolicy::Refuse))?;
                 progress = true;
             }
             done.analyses.push(Old {

@@ -7,7 +7,7 @@ use engine::attempt::finalize::SettleError;
 use engine::attempt::recorder::Ledger;
 use engine::home::Home;
 use engine::request::AnalysisId;
-use store::{Attempt, StoreError};
+use store::{AttemptRow, StoreError};
 
 use super::standing;
 
@@ -42,7 +42,11 @@ pub fn analysis(ledger: &mut Ledger, given: &OsStr) -> anyhow::Result<String> {
 }
 
 /// The attempt in the database that is meant; without a number the one that counts.
-pub fn attempt(ledger: &mut Ledger, given: &OsStr, number: Option<u32>) -> anyhow::Result<Attempt> {
+pub fn attempt(
+    ledger: &mut Ledger,
+    given: &OsStr,
+    number: Option<u32>,
+) -> anyhow::Result<AttemptRow> {
     let (text, named) = split(given)?;
     anyhow::ensure!(
         named.is_none() || number.is_none() || named == number,

@@ -8,9 +8,9 @@ use anyhow::Context;
 use engine::attempt::post_process::PostProcess;
 use engine::attempt::recorder::Ledger;
 use engine::home::Home;
-use store::artifacts::{self, Artifacts, Content, Exported, Overwrite};
+use store::artifacts::{self, Artifacts, ExportContent, ExportedFile, Overwrite};
 use store::types::manifest::{ContentHash, OutputPath};
-use store::{Location, Origin, StoredOutput};
+use store::{Location, LocationOrigin, StoredOutput};
 
 use super::args::StoreArgs;
 use crate::config::record::DbOrigin;
@@ -54,9 +54,9 @@ pub fn location(settings: &RecordSettings, home: &Home) -> anyhow::Result<Locati
         None => Location::Sqlite(home.database()),
         Some(choice) => {
             let origin = match choice.origin {
-                DbOrigin::CommandLine => Origin::CommandLine,
-                DbOrigin::Environment => Origin::Environment,
-                DbOrigin::File | DbOrigin::Policy => Origin::File,
+                DbOrigin::CommandLine => LocationOrigin::CommandLine,
+                DbOrigin::Environment => LocationOrigin::Environment,
+                DbOrigin::File | DbOrigin::Policy => LocationOrigin::File,
             };
             // The operator's address is completed by nothing that could lead it elsewhere or weaken it.
             let is_ours = choice.origin != DbOrigin::Policy;
@@ -101,7 +101,7 @@ pub fn export(
     to: &Path,
     overwrite: Overwrite,
     bytes_max: u64,
-) -> anyhow::Result<Vec<Exported>> {
+) -> anyhow::Result<Vec<ExportedFile>> {
     let stored = ledger.with(|store| store.outputs(id, attempt))?;
     let named: HashSet<&OutputPath> = named.iter().collect();
     let wanted = |output: &&StoredOutput| named.is_empty() || named.contains(&output.path);
@@ -135,15 +135,15 @@ pub fn content(
     artifacts: Option<&Artifacts>,
     (id, attempt): (&str, u32),
     output: &StoredOutput,
-) -> io::Result<Content> {
+) -> io::Result<ExportContent> {
     let here = artifacts.filter(|a| a.id() == output.artifact_store);
     let object = here.map(|artifacts| artifacts.open_object(&output.blake3));
     if let Some(Ok(file)) = object {
-        return Ok(Content::File(file));
+        return Ok(ExportContent::File(file));
     }
     let bytes = ledger.with(|store| store.output_content(id, attempt, &output.path));
     match (bytes.map_err(io::Error::other)?, object) {
-        (Some(bytes), _) => Ok(Content::Bytes(bytes)),
+        (Some(bytes), _) => Ok(ExportContent::Bytes(bytes)),
         (None, Some(Err(e))) => Err(io::Error::other(e)),
         (None, _) => Err(io::Error::other(format!(
             "it is in the artifact store {} of the host {}, and too large to be in the database; fetch it there",

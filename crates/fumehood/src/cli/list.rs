@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use anyhow::Context;
 use engine::home;
 use serde::Serialize;
-use store::{Filter, Listed, PostProcess, State, Which};
+use store::{AttemptFilter, AttemptSelection, AttemptSummary, PostProcessState, State};
 
 use super::args::StoreArgs;
 use super::document::Entry;
@@ -71,10 +71,14 @@ pub fn list(args: &ListArgs) -> anyhow::Result<u8> {
         }
         None => None,
     };
-    let filter = Filter {
+    let filter = AttemptFilter {
         states: &states,
         since_ms,
-        which: if args.all { Which::All } else { Which::Latest },
+        which: if args.all {
+            AttemptSelection::All
+        } else {
+            AttemptSelection::Latest
+        },
         // One more, to know whether there are more.
         limit: args.limit + 1,
     };
@@ -127,7 +131,12 @@ fn as_json(standing: &Standing) -> Here<'_> {
     }
 }
 
-fn print_table(found: &[Listed], here: &[Standing], now_ms: i64, more: bool) -> anyhow::Result<()> {
+fn print_table(
+    found: &[AttemptSummary],
+    here: &[Standing],
+    now_ms: i64,
+    more: bool,
+) -> anyhow::Result<()> {
     let mut out = print::Out::new();
     if !found.is_empty() {
         let mut table = Table::new(&[
@@ -163,7 +172,7 @@ fn print_table(found: &[Listed], here: &[Standing], now_ms: i64, more: bool) -> 
 }
 
 /// What stands in this home and is not in the table, or awaits somebody.
-fn tell_of(found: &[Listed], here: &[Standing]) {
+fn tell_of(found: &[AttemptSummary], here: &[Standing]) {
     const TOLD_MAX: usize = 8;
     let told: Vec<&Standing> = here
         .iter()
@@ -182,7 +191,7 @@ fn tell_of(found: &[Listed], here: &[Standing]) {
 }
 
 /// As `show` and the others take it.
-pub fn name(listed: &Listed) -> String {
+pub fn name(listed: &AttemptSummary) -> String {
     match listed.attempt {
         1 => clean(&listed.id),
         n => format!("{}@{n}", clean(&listed.id)),
@@ -190,7 +199,7 @@ pub fn name(listed: &Listed) -> String {
 }
 
 /// The status, and why if that says more.
-pub fn ended(listed: &Listed) -> String {
+pub fn ended(listed: &AttemptSummary) -> String {
     let status = clean(&listed.state_word).replace('_', " ");
     let reason = listed.reason.as_deref().unwrap_or_default();
     let why = match (listed.state, reason, listed.exit_code, listed.signal) {
@@ -203,7 +212,7 @@ pub fn ended(listed: &Listed) -> String {
     format!("{status} ({why})")
 }
 
-fn outputs(listed: &Listed) -> String {
+fn outputs(listed: &AttemptSummary) -> String {
     match (listed.outputs_count, listed.output_bytes) {
         (Some(count), bytes) => print::outputs_and_size(count, bytes.unwrap_or(0)),
         (None, _) => String::new(),
@@ -211,7 +220,7 @@ fn outputs(listed: &Listed) -> String {
 }
 
 /// What somebody should know who only looks at the list.
-fn note(listed: &Listed, here: &[Standing]) -> String {
+fn note(listed: &AttemptSummary, here: &[Standing]) -> String {
     let mut notes = Vec::new();
     if listed.superseded {
         notes.push("superseded".to_owned());
@@ -220,13 +229,13 @@ fn note(listed: &Listed, here: &[Standing]) -> String {
         notes.push("incomplete".to_owned());
     }
     match listed.post_process {
-        PostProcess::Failed => notes.push("post_process failed".to_owned()),
-        PostProcess::Pending => notes.push("post_process pending".to_owned()),
-        PostProcess::Unknown => {
+        PostProcessState::Failed => notes.push("post_process failed".to_owned()),
+        PostProcessState::Pending => notes.push("post_process pending".to_owned()),
+        PostProcessState::Unknown => {
             let word = listed.post_process_word.as_deref().unwrap_or_default();
             notes.push(format!("post_process {}", clean(word)));
         }
-        PostProcess::NotAsked | PostProcess::Done => {}
+        PostProcessState::NotAsked | PostProcessState::Done => {}
     }
     if matches!(listed.state, State::Running | State::Collecting) {
         let standing = here.iter().find(|s| s.record.id.as_str() == listed.id);
@@ -247,8 +256,8 @@ fn note(listed: &Listed, here: &[Standing]) -> String {
 mod tests {
     use super::*;
 
-    fn listed(state: State, reason: &str) -> Listed {
-        Listed {
+    fn listed(state: State, reason: &str) -> AttemptSummary {
+        AttemptSummary {
             id: "a".into(),
             attempt: 1,
             state,
@@ -268,7 +277,7 @@ mod tests {
             complete: Some(true),
             outputs_count: Some(0),
             output_bytes: Some(0),
-            post_process: PostProcess::NotAsked,
+            post_process: PostProcessState::NotAsked,
             post_process_word: None,
         }
     }

@@ -91,7 +91,7 @@ pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
         follow(&home, &mut ledger, standing, &streams, args.raw)?;
         return Ok(0);
     }
-    let listed = ids::attempt(&mut ledger, &args.id, None)?.listed;
+    let listed = ids::attempt(&mut ledger, &args.id, None)?.summary;
     let key = (listed.id.as_str(), listed.attempt);
     if args.json {
         let mut entries = Vec::new();
@@ -348,8 +348,8 @@ fn until_it_runs(
     args: &LogsArgs,
 ) -> anyhow::Result<Option<Standing>> {
     let mut now = ids::attempt(ledger, &args.id, None)?;
-    let (id, attempt) = (now.listed.id.clone(), now.listed.attempt);
-    if now.listed.state == State::Queued {
+    let (id, attempt) = (now.summary.id.clone(), now.summary.attempt);
+    if now.summary.state == State::Queued {
         let id = clean(&id);
         show::line(&format!("{id} is queued; waiting for it to start"));
     }
@@ -364,9 +364,9 @@ fn until_it_runs(
         if let Some(standing) = here.find(runs) {
             return Ok(Some(standing));
         }
-        let taken = now.listed.host == engine::home::machine() && now.workspace.is_none();
+        let taken = now.summary.host == engine::home::machine() && now.workspace.is_none();
         // Nothing rings when it is taken, nor when its directory is made.
-        let most = match now.listed.state {
+        let most = match now.summary.state {
             State::Queued => QUEUED_MOMENT,
             State::Running if taken => Duration::ZERO,
             _ => return Ok(None),
@@ -510,7 +510,9 @@ fn finish(
     let key = record.task.as_ref().map(|task| task.key.clone());
     let attempt = match key {
         // Its number may be another than it was told at first.
-        Some(key) => ledger.with(|store| store.attempt_of(&key)).unwrap_or(None),
+        Some(key) => ledger
+            .with(|store| store.attempt_with_key(&key))
+            .unwrap_or(None),
         None => None,
     };
     let left = || -> Option<PathBuf> {

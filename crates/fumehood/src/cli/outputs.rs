@@ -10,7 +10,7 @@ use engine::attempt::recorder::Ledger;
 use engine::collect::Globs;
 use serde::Serialize;
 use store::StoredOutput;
-use store::artifacts::{self, Content, Exported, Overwrite};
+use store::artifacts::{self, ExportContent, ExportedFile, Overwrite};
 use store::types::escaping::{escape_terminal, unescape_text};
 use store::types::manifest::{ContentHash, OutputPath};
 use store::types::units::format_size;
@@ -92,7 +92,7 @@ pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
         "--force lets -o and --to overwrite; give one of them with it"
     );
     let (_, mut ledger) = ledger::open(&args.store)?;
-    let listed = ids::attempt(&mut ledger, &args.id, None)?.listed;
+    let listed = ids::attempt(&mut ledger, &args.id, None)?.summary;
     let key = (listed.id.as_str(), listed.attempt);
     let mut stored = ledger.with(|store| store.outputs(key.0, key.1))?;
     if !args.paths.is_empty() {
@@ -222,9 +222,9 @@ fn write_out(
         .with_context(|| format!("read the output {name}"))?;
     // Before the first byte is written: nobody could take back what a pipe has taken.
     let sound = match (&content, &artifacts) {
-        (Content::Bytes(bytes), _) => ContentHash::of(bytes) == output.blake3,
-        (Content::File(_), Some(a)) => a.verify(&output.blake3, output.bytes)?.has_content(),
-        (Content::File(_), None) => false,
+        (ExportContent::Bytes(bytes), _) => ContentHash::of(bytes) == output.blake3,
+        (ExportContent::File(_), Some(a)) => a.verify(&output.blake3, output.bytes)?.has_content(),
+        (ExportContent::File(_), None) => false,
     };
     anyhow::ensure!(
         sound,
@@ -232,8 +232,8 @@ fn write_out(
         key.0
     );
     let mut source: Box<dyn Read> = match content {
-        Content::File(file) => Box::new(file),
-        Content::Bytes(bytes) => Box::new(io::Cursor::new(bytes)),
+        ExportContent::File(file) => Box::new(file),
+        ExportContent::Bytes(bytes) => Box::new(io::Cursor::new(bytes)),
     };
     if io::stdout().is_terminal() && !force {
         let refused = || {
@@ -297,12 +297,12 @@ fn write_file(
 
 fn print_exported(
     key: (&str, u32),
-    exported: &[Exported],
+    exported: &[ExportedFile],
     to: &Path,
     json: bool,
 ) -> anyhow::Result<()> {
     if json {
-        let entry = |exported: &Exported| ExportEntry {
+        let entry = |exported: &ExportedFile| ExportEntry {
             path: exported.path.text(),
             bytes: exported.bytes,
             sha256: exported.sha256.clone(),

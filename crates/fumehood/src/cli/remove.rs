@@ -9,7 +9,7 @@ use engine::request::AnalysisId;
 use engine::run_dir::RunDir;
 use serde::Serialize;
 use store::types::manifest::ContentHash;
-use store::{Removed, STREAMS, State, WhileRunning};
+use store::{RemovalCounts, STREAMS, State, UnfinishedPolicy};
 
 use super::args::StoreArgs;
 use super::print::{self, clean, counted};
@@ -67,8 +67,8 @@ pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
         }
     }
     let running = match args.force {
-        true => WhileRunning::Remove,
-        false => WhileRunning::Refuse,
+        true => UnfinishedPolicy::Remove,
+        false => UnfinishedPolicy::Refuse,
     };
     if !args.force {
         for id in &wanted {
@@ -79,7 +79,8 @@ pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
     let mut removed = Vec::new();
     for id in wanted {
         objects_of(&mut ledger, &id, &mut objects)?;
-        let Removed { attempts, outputs } = ledger.with(|store| store.remove(&id, running))?;
+        let RemovalCounts { attempts, outputs } =
+            ledger.with(|store| store.remove(&id, running))?;
         removed.push(RemovedEntry {
             id,
             attempts,

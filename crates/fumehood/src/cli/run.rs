@@ -132,7 +132,7 @@ fn perform(
         (0, Err(())) => exit::COULD_NOT_RUN,
         (code, _) => code,
     };
-    let timings = timings::so_far();
+    let timings = timings::measured();
     if json {
         record.timings = Some(timings);
         if let Some((stdout, stderr)) = &logs {

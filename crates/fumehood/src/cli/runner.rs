@@ -31,7 +31,7 @@ use rustix::io::Errno;
 use sandbox::spec::Terminal;
 use sandbox::supervise::{Control, Stream};
 use store::types::submission::Submission;
-use store::{Lost, Proof};
+use store::{LossProof, LostAttempt};
 
 use super::args::StoreArgs;
 use super::standing::{self, Standing};
@@ -245,7 +245,7 @@ fn lay_out(submission: &Submission, staged: &Path, ledger: &mut Ledger) -> Resul
     let deadline = Instant::now() + WAY_CLEAR_WITHIN;
     let laid_out = bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
         loop {
-            match ledger.with(|store| store.blob(hash)) {
+            match ledger.with(|store| store.submitted_file(hash)) {
                 Err(e) if e.is_passing() && Instant::now() < deadline => {
                     std::thread::sleep(LOOK_AGAIN * 10);
                 }
@@ -315,7 +315,7 @@ fn give_up(
         .chars()
         .take(MESSAGE_CHARS_MAX)
         .collect();
-    let lost = Lost {
+    let lost = LostAttempt {
         id: order.id.as_str(),
         attempt: order.attempt,
         key: &order.key,
@@ -323,7 +323,7 @@ fn give_up(
         by: &order.key,
         reason: reason.as_str(),
         message: &message,
-        proof: Proof::Known,
+        proof: LossProof::RunnerGone,
     };
     // A database that is away for a moment is asked again; then the worker does it, with fewer words.
     let deadline = Instant::now() + WAY_CLEAR_WITHIN;

@@ -8,7 +8,7 @@ use engine::request::Level;
 use rustix::termios::OutputModes;
 use sandbox::spec::{Hardness, LimitName};
 use store::types::escaping::escape_terminal;
-use store::types::timings::{Part, Timings};
+use store::types::timings::{TimedPart, Timings};
 use store::types::units::{format_duration, format_size};
 
 /// One line on stderr, with our name before it.
@@ -65,7 +65,7 @@ const LISTED_MAX: usize = 20;
 
 /// How long each part took; what building the sandbox consisted of stands below it.
 pub fn timings(timings: &Timings) {
-    let one = |indent: &str, part: &Part| {
+    let one = |indent: &str, part: &TimedPart| {
         let ms = part.us as f64 / 1000.0;
         let name = format!("{indent}{}", part.name.replace('_', " "));
         line(&format!("{name:<44}{ms:>10.3} ms"));
@@ -76,7 +76,7 @@ pub fn timings(timings: &Timings) {
             timings.sandbox.iter().for_each(|part| one("  ", part));
         }
     }
-    let total = Part {
+    let total = TimedPart {
         name: String::from("total"),
         us: timings.total_us,
     };
@@ -149,7 +149,7 @@ fn not_taken(record: &Record) {
     let counts: Vec<String> = collection
         .remark_counts
         .iter()
-        .filter(|(remark, _)| !remark.taken())
+        .filter(|(remark, _)| !remark.is_taken())
         .map(|(remark, count)| format!("{count} {}", remark.as_str().replace('_', " ")))
         .collect();
     if !counts.is_empty() {

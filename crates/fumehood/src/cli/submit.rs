@@ -16,8 +16,8 @@ use engine::request::bundle::{Bundle, Pool};
 use engine::request::{Again, Asked, Command, Stdin};
 use serde::Serialize;
 use store::types::manifest::ContentHash;
-use store::types::submission::{Setting, Submission, VERSION, What};
-use store::{Submit, Submitted};
+use store::types::submission::{Submission, SubmittedCommand, SubmittedSetting, VERSION};
+use store::{NewSubmission, SubmitOutcome};
 
 use super::args::SubmitArgs;
 use super::print::{self, Out};
@@ -141,7 +141,7 @@ impl Counter<'_> {
                 let path = path
                     .to_str()
                     .with_context(|| not_text(name, path.as_os_str()))?;
-                settings.insert(name.to_owned(), Setting::Text(path.to_owned()));
+                settings.insert(name.to_owned(), SubmittedSetting::Text(path.to_owned()));
             }
         }
         if let Some(notice) = taken
@@ -191,19 +191,20 @@ impl Counter<'_> {
 
     /// Queues all of them, or none.
     fn queue(&mut self, all: &[Ready]) -> anyhow::Result<Vec<Queued>> {
-        let submits: Vec<Submit<'_>> = all.iter().map(|ready| ready.submit(&self.by)).collect();
+        let submits: Vec<NewSubmission<'_>> =
+            all.iter().map(|ready| ready.submit(&self.by)).collect();
         let queue_max = self.submitter.queue_max()?;
         let came_of_it = self
             .ledger
             .with(|store| store.submit(&submits, queue_max))?;
         let queued = all.iter().zip(came_of_it).map(|(ready, came)| match came {
-            Submitted::Now { attempt } => Queued {
+            SubmitOutcome::Now { attempt } => Queued {
                 line: ready.line,
                 id: ready.submission.id.to_string(),
                 attempt: Some(attempt),
                 already: false,
             },
-            Submitted::Already { id } => Queued {
+            SubmitOutcome::Already { id } => Queued {
                 line: ready.line,
                 id,
                 attempt: None,
@@ -230,8 +231,8 @@ impl Counter<'_> {
 }
 
 impl Ready {
-    fn submit<'a>(&'a self, by: &'a str) -> Submit<'a> {
-        Submit {
+    fn submit<'a>(&'a self, by: &'a str) -> NewSubmission<'a> {
+        NewSubmission {
             id: self.submission.id.as_str(),
             submit_key: self.queueing.key.as_deref(),
             fingerprint: &self.fingerprint,
@@ -253,7 +254,7 @@ fn not_text(what: &str, given: &std::ffi::OsStr) -> String {
 }
 
 /// The command as it waits, and for a script where it came from.
-fn what(taken: &Command, asked: &Command) -> anyhow::Result<What> {
+fn what(taken: &Command, asked: &Command) -> anyhow::Result<SubmittedCommand> {
     let texts = |words: &[std::ffi::OsString]| -> anyhow::Result<Vec<String>> {
         let text = |word: &std::ffi::OsString| match word.to_str() {
             Some(text) => Ok(text.to_owned()),
@@ -267,13 +268,13 @@ fn what(taken: &Command, asked: &Command) -> anyhow::Result<What> {
                 path.to_str()
                     .with_context(|| not_text("the script's path", path.as_os_str()))?;
             }
-            Ok(What::Script {
+            Ok(SubmittedCommand::Script {
                 name: script.clone(),
                 from: from.clone(),
                 args: texts(args)?,
             })
         }
-        (Command::Argv(words), _) => Ok(What::Argv(texts(words)?)),
+        (Command::Argv(words), _) => Ok(SubmittedCommand::Argv(texts(words)?)),
         _ => anyhow::bail!("a shell cannot be queued"),
     }
 }

@@ -17,7 +17,7 @@ use engine::run_dir::Paper;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use serde::Serialize;
-use store::artifacts::{Alone, Artifacts, Swept, User};
+use store::artifacts::{Artifacts, ExclusiveLock, StoreUser, SweepTotals};
 use store::types::manifest::{ContentHash, Manifest};
 use store::types::units::format_size;
 
@@ -107,13 +107,13 @@ pub fn sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> Sweep {
     }
 }
 
-fn try_sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> anyhow::Result<Swept> {
+fn try_sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> anyhow::Result<SweepTotals> {
     if !ledger.artifacts_at.join("store.json").exists() {
         // Opening would make it, and there is nothing to sweep.
-        return Ok(Swept::default());
+        return Ok(SweepTotals::default());
     }
     let artifacts = ledger.artifacts()?;
-    let alone = artifacts.hold_alone(PATIENCE)?;
+    let alone = artifacts.lock_exclusive(PATIENCE)?;
     let (dry_run, others) = match scope {
         Scope::All(sweeping) => (sweeping.dry_run, sweeping.others),
         Scope::Only(_) => (false, Others::Respected),
@@ -130,15 +130,18 @@ fn try_sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> anyhow::Result<
 /// Fails unless we are the store's only user.
 fn check_users(
     artifacts: &Artifacts,
-    alone: &Alone,
+    alone: &ExclusiveLock,
     (home, ledger): (&Home, &mut Ledger),
     dry_run: bool,
     others: Others,
 ) -> anyhow::Result<()> {
     let database = ledger.location.to_string();
-    let us = User::new(ledger.store()?.id(), &database, home.path());
+    let us = StoreUser::new(ledger.store()?.id(), &database, home.path());
     let users = artifacts.users()?;
-    let strangers: Vec<&User> = users.iter().filter(|user| !user.is(&us)).collect();
+    let strangers: Vec<&StoreUser> = users
+        .iter()
+        .filter(|user| !user.is_same_user(&us))
+        .collect();
     if others == Others::Forgotten {
         if !dry_run {
             for user in strangers {
@@ -159,7 +162,7 @@ fn check_users(
     }
     // Nobody noted, and yet objects: then we do not know whose they are.
     anyhow::ensure!(
-        !users.is_empty() || artifacts.used()?.objects == 0,
+        !users.is_empty() || artifacts.usage()?.objects == 0,
         "nobody is noted in {} as having used it; if no other database needs them, `fumehood gc --forget-others`",
         artifacts.path().display()
     );
@@ -192,7 +195,7 @@ fn referenced(
     }
     let id = artifacts.id().to_owned();
     ledger.with(|store| {
-        store.referenced(&id, &mut |hash| {
+        store.for_each_referenced_object(&id, &mut |hash| {
             keep(hash);
             Ok(())
         })

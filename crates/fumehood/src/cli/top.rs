@@ -14,7 +14,10 @@ use engine::attempt::recorder::Ledger;
 use engine::home::Home;
 use serde::Serialize;
 use store::types::units::{format_duration, parse_duration_ms};
-use store::{Bell, Busy, Filter, Listed, Overview, State, Waiting, Which, Worker};
+use store::{
+    ActiveAttempt, AttemptFilter, AttemptSelection, AttemptSummary, ChangeListener, QueueOverview,
+    State, WaitingAttempt, WorkerRow,
+};
 
 use super::args::StoreArgs;
 use super::document::Entry;
@@ -54,9 +57,9 @@ const ENDED_MAX: u32 = 100;
 
 /// Everything that is shown, at one moment.
 pub struct Snapshot {
-    pub overview: Overview,
+    pub overview: QueueOverview,
     /// The last first.
-    pub ended: Vec<Listed>,
+    pub ended: Vec<AttemptSummary>,
     pub meters: Meters,
 }
 
@@ -96,10 +99,10 @@ fn gather(home: &Home, ledger: &mut Ledger, mut meters: Meters) -> anyhow::Resul
         State::Cancelled,
         State::Error,
     ];
-    let filter = Filter {
+    let filter = AttemptFilter {
         states: &FINAL,
         since_ms: None,
-        which: Which::All,
+        which: AttemptSelection::All,
         limit: ENDED_MAX,
     };
     let overview = ledger.with(|store| store.overview(ROWS_MAX))?;
@@ -118,7 +121,7 @@ fn watch(args: &TopArgs, interval: Duration) -> anyhow::Result<u8> {
     // Before any thread exists, so that none is interrupted in our place.
     let mut screen = Screen::open()?;
     let (home, mut ledger) = ledger::open(&args.store)?;
-    let mut bell = Bell::hang(&ledger.location).ok();
+    let mut bell = ChangeListener::subscribe(&ledger.location).ok();
     let mut now = gather(&home, &mut ledger, Meters::default())?;
     let mut trouble = None;
     screen.enter()?;
@@ -146,13 +149,13 @@ fn watch(args: &TopArgs, interval: Duration) -> anyhow::Result<u8> {
             }
         }
         if let Some(bell) = &mut bell {
-            bell.silence();
+            bell.consume();
         }
         match gather(&home, &mut ledger, now.meters.clone()) {
             Ok(new) => {
                 now = new;
                 if trouble.take().is_some() {
-                    bell = Bell::hang(&ledger.location).ok();
+                    bell = ChangeListener::subscribe(&ledger.location).ok();
                 }
             }
             Err(e) => {
@@ -225,7 +228,7 @@ struct WaitingEntry<'a> {
 }
 
 fn document(now: &Snapshot) -> Document<'_> {
-    let Overview {
+    let QueueOverview {
         now_ms,
         queued,
         delayed,
@@ -250,8 +253,8 @@ fn document(now: &Snapshot) -> Document<'_> {
     }
 }
 
-impl<'a> From<&'a Worker> for WorkerEntry<'a> {
-    fn from(worker: &'a Worker) -> WorkerEntry<'a> {
+impl<'a> From<&'a WorkerRow> for WorkerEntry<'a> {
+    fn from(worker: &'a WorkerRow) -> WorkerEntry<'a> {
         WorkerEntry {
             host: &worker.host,
             host_name: &worker.host_name,
@@ -271,7 +274,7 @@ impl<'a> From<&'a Worker> for WorkerEntry<'a> {
 }
 
 impl<'a> BusyEntry<'a> {
-    fn of(busy: &'a Busy, used: Used) -> BusyEntry<'a> {
+    fn of(busy: &'a ActiveAttempt, used: Used) -> BusyEntry<'a> {
         BusyEntry {
             id: &busy.id,
             attempt: busy.attempt,
@@ -290,8 +293,8 @@ impl<'a> BusyEntry<'a> {
     }
 }
 
-impl<'a> From<&'a Waiting> for WaitingEntry<'a> {
-    fn from(waiting: &'a Waiting) -> WaitingEntry<'a> {
+impl<'a> From<&'a WaitingAttempt> for WaitingEntry<'a> {
+    fn from(waiting: &'a WaitingAttempt) -> WaitingEntry<'a> {
         WaitingEntry {
             id: &waiting.id,
             attempt: waiting.attempt,

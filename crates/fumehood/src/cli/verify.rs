@@ -10,7 +10,7 @@ use engine::attempt::recorder::Ledger;
 use engine::home;
 use serde::Serialize;
 use store::STREAMS;
-use store::artifacts::{Artifacts, Verdict};
+use store::artifacts::{Artifacts, ObjectCondition};
 use store::types::manifest::ContentHash;
 use store::types::units::format_size;
 
@@ -122,7 +122,7 @@ struct Check<'a> {
 
 impl Check<'_> {
     fn all(&mut self, ledger: &mut Ledger) -> anyhow::Result<()> {
-        let faults = ledger.with(|store| store.faults())?;
+        let faults = ledger.with(|store| store.integrity_faults())?;
         self.report.database_faults = faults;
         let here = self.artifacts.id().to_owned();
         let stores = ledger.with(|store| store.artifact_stores())?;
@@ -131,7 +131,7 @@ impl Check<'_> {
             self.report.beside |= store.host == home::machine();
         }
         ledger.with(|store| {
-            store.objects(&here, &mut |hash, bytes| {
+            store.for_each_object(&here, &mut |hash, bytes| {
                 self.object(hash, bytes).map_err(io::Error::other)
             })
         })?;
@@ -188,7 +188,7 @@ impl Check<'_> {
         self.clear();
         let here = self.artifacts.id().to_owned();
         for (hash, bytes, what) in std::mem::take(&mut self.bad) {
-            let users = ledger.with(|store| store.users_of(&here, &hash, USERS_MAX))?;
+            let users = ledger.with(|store| store.attempts_using(&here, &hash, USERS_MAX))?;
             if users.is_empty() {
                 continue;
             }
@@ -226,17 +226,17 @@ impl Check<'_> {
 }
 
 /// What is wrong, in a few words.
-fn described(verdict: &Verdict, bytes: u64) -> Option<String> {
+fn described(verdict: &ObjectCondition, bytes: u64) -> Option<String> {
     Some(match verdict {
-        Verdict::Sound => return None,
-        Verdict::Missing => "missing".to_owned(),
-        Verdict::NotAFile => "no file".to_owned(),
-        Verdict::WrongLength { found } => format!("{found} bytes long instead of {bytes}"),
-        Verdict::WrongContent { .. } => "changed: its content has another hash".to_owned(),
-        Verdict::WrongMode { found } => {
+        ObjectCondition::Sound => return None,
+        ObjectCondition::Missing => "missing".to_owned(),
+        ObjectCondition::NotAFile => "no file".to_owned(),
+        ObjectCondition::WrongLength { found } => format!("{found} bytes long instead of {bytes}"),
+        ObjectCondition::WrongContent { .. } => "changed: its content has another hash".to_owned(),
+        ObjectCondition::WrongMode { found } => {
             format!("mode {found:04o}, which lets it be changed or not be read")
         }
-        Verdict::WrongOwner { found } => format!("owned by uid {found}"),
+        ObjectCondition::WrongOwner { found } => format!("owned by uid {found}"),
     })
 }
 

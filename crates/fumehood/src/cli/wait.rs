@@ -11,7 +11,7 @@ use engine::request::AnalysisId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 use store::types::units::parse_duration_ms;
-use store::{Bell, Listed, PostProcess, StoreError};
+use store::{AttemptSummary, ChangeListener, PostProcessState, StoreError};
 
 use super::args::StoreArgs;
 use super::document::Entry;
@@ -87,7 +87,7 @@ pub fn wait(args: &WaitArgs) -> anyhow::Result<u8> {
             wanted.push(id);
         }
     }
-    let mut tell = |listed: &Listed| match args.quiet || args.json {
+    let mut tell = |listed: &AttemptSummary| match args.quiet || args.json {
         true => Ok(()),
         false => tell(listed),
     };
@@ -116,7 +116,7 @@ pub fn wait(args: &WaitArgs) -> anyhow::Result<u8> {
     Ok(codes.into_iter().find(|code| *code != 0).unwrap_or(0))
 }
 
-fn tell(listed: &Listed) -> anyhow::Result<()> {
+fn tell(listed: &AttemptSummary) -> anyhow::Result<()> {
     let mut out = Out::new();
     out.line(&format!("{} {}", list::name(listed), list::ended(listed)))?;
     out.finish()
@@ -135,7 +135,7 @@ fn shortened(ids: &[&str]) -> String {
 pub struct Last {
     pub ended: bool,
     /// The attempt that counts.
-    pub listed: Listed,
+    pub listed: AttemptSummary,
 }
 
 impl Last {
@@ -160,7 +160,7 @@ pub fn until_ended(
     ledger: &mut Ledger,
     ids: &[String],
     deadline: Option<Instant>,
-    tell: &mut dyn FnMut(&Listed) -> anyhow::Result<()>,
+    tell: &mut dyn FnMut(&AttemptSummary) -> anyhow::Result<()>,
 ) -> anyhow::Result<Vec<Last>> {
     let mut watch = Watch::over(ledger);
     let mut found: Vec<Option<Last>> = ids.iter().map(|_| None).collect();
@@ -204,7 +204,7 @@ fn look(ledger: &mut Ledger, id: &str) -> Result<Last, SettleError> {
     let step_ms = ledger.post_process.as_ref().map(|step| step.timeout_ms);
     let step_ms = i64::try_from(step_ms.unwrap_or(STEP_MS)).unwrap_or(i64::MAX);
     let since_ms = now_ms.saturating_sub(listed.committed_ms.unwrap_or(now_ms));
-    let step_runs = listed.post_process == PostProcess::Pending && since_ms < step_ms;
+    let step_runs = listed.post_process == PostProcessState::Pending && since_ms < step_ms;
     Ok(Last {
         // A newer Fumehood may have ended it in a state of its own.
         ended: (listed.state.is_final() || listed.committed_ms.is_some()) && !step_runs,
@@ -214,7 +214,7 @@ fn look(ledger: &mut Ledger, id: &str) -> Result<Last, SettleError> {
 
 /// Looking again when there may be news, and from time to time.
 pub struct Watch {
-    bell: Option<Bell>,
+    bell: Option<ChangeListener>,
     away_since: Option<Instant>,
 }
 
@@ -222,7 +222,7 @@ impl Watch {
     /// Without a bell it is only slower.
     pub fn over(ledger: &Ledger) -> Watch {
         Watch {
-            bell: Bell::hang(&ledger.location).ok(),
+            bell: ChangeListener::subscribe(&ledger.location).ok(),
             away_since: None,
         }
     }
@@ -239,7 +239,7 @@ impl Watch {
                 Ok(answer) => {
                     if self.away_since.take().is_some() {
                         show::line("the database is back");
-                        self.bell = Bell::hang(&ledger.location).ok();
+                        self.bell = ChangeListener::subscribe(&ledger.location).ok();
                     }
                     return Ok(Some(answer));
                 }
@@ -293,7 +293,7 @@ impl Watch {
         let mut fds = [PollFd::new(bell, PollFlags::IN)];
         match poll(&mut fds, Some(&timeout)) {
             Ok(0) | Err(rustix::io::Errno::INTR) => {}
-            Ok(_) => bell.silence(),
+            Ok(_) => bell.consume(),
             Err(e) => return Err(e).context("wait for news"),
         }
         Ok(())
@@ -301,7 +301,7 @@ impl Watch {
 }
 
 fn is_away(error: &SettleError) -> bool {
-    matches!(error, SettleError::Database { source, .. } if source.is_away())
+    matches!(error, SettleError::Database { source, .. } if source.is_database_fault())
 }
 
 /// Attempts whose runner died here, and that nobody finishes while we wait.
@@ -311,7 +311,7 @@ struct LostRunners {
 }
 
 impl LostRunners {
-    fn tell_of(&mut self, home: &Home, listed: &Listed) {
+    fn tell_of(&mut self, home: &Home, listed: &AttemptSummary) {
         if listed.host != engine::home::machine() || self.told.contains(&listed.id) {
             return;
         }

@@ -13,7 +13,7 @@ use engine::worker::{self, News, Options, Worker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use store::types::units::{format_cpus, format_size, parse_cpus, parse_duration_ms, parse_size};
-use store::{Capacity, Trouble};
+use store::{Capacity, FaultKind};
 
 use super::args::StoreArgs;
 use super::notify::Notifier;
@@ -89,7 +89,8 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
     let (home, mut ledger) = ledger::open(&args.store)?;
     // A wrong database is told before anything is taken up; one that is away for now is waited for.
     match ledger.store() {
-        Err(SettleError::Database { source, .. }) if source.trouble() == Trouble::Away => {}
+        Err(SettleError::Database { source, .. })
+            if source.fault_kind() == FaultKind::Unreachable => {}
         opened => drop(opened?),
     }
     if args.drain {

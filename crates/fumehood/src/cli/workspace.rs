@@ -190,7 +190,7 @@ fn tell_step(
 ) -> anyhow::Result<u8> {
     let listed = ledger
         .with(|store| store.show(id.as_str(), attempt))?
-        .listed;
+        .summary;
     let code = match listed.state.is_final() {
         true => exit::of_stored(&listed),
         false => exit::NOT_COMMITTED,

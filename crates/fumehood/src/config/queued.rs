@@ -10,7 +10,7 @@ use std::path::Path;
 
 use engine::request::bundle;
 use engine::request::{Asker, Command, Input, Level, Stdin, Writers};
-use store::types::submission::{Setting as Queued, Submission, What};
+use store::types::submission::{Submission, SubmittedCommand, SubmittedSetting as Queued};
 
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
 use super::record::DbChoice;
@@ -61,11 +61,11 @@ pub fn queued(
     let writers = writers(merged.db(sources)?.as_ref(), sources.uid);
     merged.check_strangers(writers)?;
     let command = match &submission.command {
-        What::Script { name, args, .. } => Command::Script {
+        SubmittedCommand::Script { name, args, .. } => Command::Script {
             script: inputs.join(name),
             args: args.iter().map(OsString::from).collect(),
         },
-        What::Argv(words) => Command::Argv(words.iter().map(OsString::from).collect()),
+        SubmittedCommand::Argv(words) => Command::Argv(words.iter().map(OsString::from).collect()),
     };
     let mut resolved = merged.resolve(command, sources)?;
     let request = &mut resolved.request;
@@ -84,8 +84,8 @@ pub fn queued(
         staged: staged.to_owned(),
         writers,
         script_from: match &submission.command {
-            What::Script { from, .. } => Some(from.clone()),
-            What::Argv(_) => None,
+            SubmittedCommand::Script { from, .. } => Some(from.clone()),
+            SubmittedCommand::Argv(_) => None,
         },
     };
     Ok(resolved)
@@ -94,8 +94,8 @@ pub fn queued(
 /// What lies at the top of the inputs, the script excepted, which is copied as such.
 fn tops(submission: &Submission, inputs: &Path) -> Vec<Input> {
     let script = match &submission.command {
-        What::Script { name, .. } => Some(name.as_path()),
-        What::Argv(_) => None,
+        SubmittedCommand::Script { name, .. } => Some(name.as_path()),
+        SubmittedCommand::Argv(_) => None,
     };
     let names = submission.inputs.iter().map(|item| item.name());
     names

@@ -7,7 +7,7 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use engine::request::{Again, AnalysisId, BadId, Collection, Keep, WorkspaceKind};
+use engine::request::{Again, AnalysisId, AnalysisIdError, Collection, Keep, WorkspaceKind};
 
 use super::file::{self, FileError, Privacy};
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
@@ -118,7 +118,7 @@ pub enum RecordError {
     #[error("--force says that --to may overwrite; give --to DIR with it")]
     ForceWithoutTo,
     #[error("read --in")]
-    In(#[source] BadId),
+    In(#[source] AnalysisIdError),
     #[error(
         "--in runs in a workspace that is there already, made by `fumehood workspace create`; leave out {flag}: {why}"
     )]

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use engine::request::{Command, LimitName, ReadRoot, Request};
 use store::State;
-use store::types::submission::Setting as Queued;
+use store::types::submission::SubmittedSetting as Queued;
 
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
 use super::settings::{Key, Rule, SETTINGS};

@@ -8,8 +8,8 @@ use engine::home;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use store::{
-    Begin, Capacity, Claim, Claimed, Environment, Location, Lost, Origin, State, Store, Submit,
-    Submitted,
+    Capacity, ClaimRequest, Environment, GrantedClaim, Location, LocationOrigin, LostAttempt,
+    NewAttempt, NewSubmission, State, Store, SubmitOutcome,
 };
 
 use crate::lab::{Ended, Lab, Live, eventually, finish, fresh_id};
@@ -99,7 +99,7 @@ impl Desk {
     fn postgresql() -> Desk {
         let Bench { lab, url, .. } = Bench::new();
         let env: Environment = &|_| None;
-        let location = Location::parse(&url, Origin::Environment, env).unwrap();
+        let location = Location::parse(&url, LocationOrigin::Environment, env).unwrap();
         Desk {
             store: Store::open(&location).unwrap(),
             lab,
@@ -128,7 +128,7 @@ impl Desk {
     }
 
     fn submit(&mut self, id: &str, submitter: &str, priority: u32, retries: u32) {
-        let submit = Submit {
+        let submit = NewSubmission {
             id,
             submit_key: None,
             fingerprint: "f",
@@ -143,17 +143,20 @@ impl Desk {
             replace: false,
         };
         let queued = self.store.submit(&[submit], 1_000).unwrap();
-        assert!(matches!(queued[..], [Submitted::Now { .. }]), "{queued:?}");
+        assert!(
+            matches!(queued[..], [SubmitOutcome::Now { .. }]),
+            "{queued:?}"
+        );
     }
 
     /// Takes the next one, as a worker on some machine would.
-    fn claim(&mut self, host: &str) -> Claimed {
+    fn claim(&mut self, host: &str) -> GrantedClaim {
         let all = Capacity {
             memory_bytes: 64 << 30,
             cpu_milli: 64_000,
         };
         let keys = [fresh_key()];
-        let claim = Claim {
+        let claim = ClaimRequest {
             host,
             boot_id: &home::boot_id(),
             worker: "bench",
@@ -168,15 +171,15 @@ impl Desk {
         claimed.remove(0)
     }
 
-    fn lose(&mut self, claimed: &Claimed, reason: &str) {
-        let lost = Lost {
+    fn lose(&mut self, claimed: &GrantedClaim, reason: &str) {
+        let lost = LostAttempt {
             id: &claimed.id,
             attempt: claimed.attempt,
             key: &claimed.key,
             by: &fresh_key(),
             reason,
             message: "it is gone",
-            proof: store::Proof::Known,
+            proof: store::LossProof::RunnerGone,
         };
         assert!(self.store.give_up(&lost).unwrap());
     }
@@ -278,7 +281,7 @@ fn claimed() {
     told.good();
     let words = "marked to be cancelled; its runner on another-machine will hear of it";
     assert!(told.err().contains(words), "{}", told.err());
-    let held = desk.store.cancels("another-machine").unwrap();
+    let held = desk.store.requested_cancels("another-machine").unwrap();
     assert_eq!(held, [("far".to_owned(), 1, claimed.key.clone())]);
     desk.ask(&["cancel", "far"]).good();
     let shown = desk.ask(&["show", "far"]).good();
@@ -380,7 +383,7 @@ fn forged_runner() {
     let other = fresh_id("other");
     let location = Location::Sqlite(lab.home.join("fumehood.db"));
     let mut store = Store::open(&location).unwrap();
-    let begun = store.begin(&Begin {
+    let begun = store.begin(&NewAttempt {
         id: &other,
         key: &fresh_key(),
         replace: false,

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use store::{Environment, Location, Origin, Store, Submit};
+use store::{Environment, Location, LocationOrigin, NewSubmission, Store};
 
 use crate::lab::{Ended, Lab, Live, eventually, finish, names_in, set_mode};
 use crate::plain_user;
@@ -146,8 +146,8 @@ impl Queue {
     /// As somebody would who has a login there and no client.
     fn submit_by_hand(&self, id: &str, request: &Value) {
         let env: Environment = &|_| None;
-        let location = Location::parse(&self.url, Origin::Environment, env).unwrap();
-        let submit = Submit {
+        let location = Location::parse(&self.url, LocationOrigin::Environment, env).unwrap();
+        let submit = NewSubmission {
             id,
             submit_key: None,
             fingerprint: "f",

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use store::types::submission::{Item, Setting, Submission, What};
+use store::types::submission::{InputItem, Submission, SubmittedCommand, SubmittedSetting};
 use store::{Location, Store};
 
 use crate::lab::{Ended, Lab, Live, finish, is_root, set_mode};
@@ -42,7 +42,7 @@ fn store(lab: &Lab) -> Store {
 }
 
 fn stored(lab: &Lab, id: &str) -> Submission {
-    let json = store(lab).submission(id).unwrap().unwrap();
+    let json = store(lab).submission_request(id).unwrap().unwrap();
     Submission::read(&json, id).unwrap()
 }
 
@@ -66,7 +66,10 @@ fn prints_the_id() {
     let said = submit(&lab, &["--", "true"]).good();
     let id = said.trim_end();
     assert_eq!(said, format!("{id}\n"));
-    assert_eq!(stored(&lab, id).command, What::Argv(vec!["true".into()]));
+    assert_eq!(
+        stored(&lab, id).command,
+        SubmittedCommand::Argv(vec!["true".into()])
+    );
     let named = submit(
         &lab,
         &["--id", "x", "--memory", "64M", "--", "sh", "-c", "exit 3"],
@@ -74,7 +77,7 @@ fn prints_the_id() {
     .good();
     assert_eq!(named, "x\n");
     let settings = stored(&lab, "x").settings;
-    assert_eq!(settings["memory"], Setting::Number(64 << 20));
+    assert_eq!(settings["memory"], SubmittedSetting::Number(64 << 20));
     let twice = submit(&lab, &["--id", "x", "--", "true"]);
     twice.refused(125, "x");
     assert_eq!(twice.out(), "");
@@ -137,7 +140,7 @@ fn inputs() {
     lab.write("project/dir/x", "two");
     std::fs::remove_file(lab.path("project/a.py")).unwrap();
     let submission = stored(&lab, "x");
-    let What::Script { name, from, args } = &submission.command else {
+    let SubmittedCommand::Script { name, from, args } = &submission.command else {
         panic!("{submission:?}");
     };
     assert_eq!(
@@ -147,14 +150,14 @@ fn inputs() {
     assert_eq!(from, &lab.project.join("a.py"));
     let content = |wanted: &str| {
         let hash = submission.inputs.iter().find_map(|item| match item {
-            Item::File { name, blake3, .. } if name == Path::new(wanted) => Some(*blake3),
+            InputItem::File { name, blake3, .. } if name == Path::new(wanted) => Some(*blake3),
             _ => None,
         });
-        store(&lab).blob(&hash.unwrap()).unwrap().unwrap()
+        store(&lab).submitted_file(&hash.unwrap()).unwrap().unwrap()
     };
     assert_eq!(content("a.py"), b"print(1)\n");
     assert_eq!(content("d/e/x"), b"one");
-    let tool = |item: &Item| matches!(item, Item::File { name, executable: true, .. } if name == Path::new("d/e/tool"));
+    let tool = |item: &InputItem| matches!(item, InputItem::File { name, executable: true, .. } if name == Path::new("d/e/tool"));
     assert!(submission.inputs.iter().any(tool));
 }
 
@@ -167,11 +170,17 @@ fn stdin() {
     child.stdin.take().unwrap().write_all(b"typed").unwrap();
     assert!(child.wait().unwrap().success());
     let hash = stored(&lab, "x").stdin.unwrap();
-    assert_eq!(store(&lab).blob(&hash).unwrap().unwrap(), b"typed");
+    assert_eq!(
+        store(&lab).submitted_file(&hash).unwrap().unwrap(),
+        b"typed"
+    );
     lab.write("project/in", "from a file");
     submit(&lab, &["--id", "y", "--stdin", "in", "--", "cat"]).good();
     let hash = stored(&lab, "y").stdin.unwrap();
-    assert_eq!(store(&lab).blob(&hash).unwrap().unwrap(), b"from a file");
+    assert_eq!(
+        store(&lab).submitted_file(&hash).unwrap().unwrap(),
+        b"from a file"
+    );
 }
 
 fn refusals() {
@@ -234,20 +243,20 @@ fn batch() {
     assert_eq!((ids.len(), ids[0], ids[2]), (3, "one", "three"));
     assert_eq!(
         stored(&lab, "one").settings["memory"],
-        Setting::Number(64 << 20)
+        SubmittedSetting::Number(64 << 20)
     );
     let second = stored(&lab, ids[1]).settings;
     assert_eq!(
         second["memory"],
-        Setting::Number(16 << 20),
+        SubmittedSetting::Number(16 << 20),
         "the option is the default"
     );
     assert_eq!(
         second["env"],
-        Setting::List(vec!["A=b".into()]),
+        SubmittedSetting::List(vec!["A=b".into()]),
         "the line wins"
     );
-    let both = Setting::List(vec!["A=a".into(), "B=c".into()]);
+    let both = SubmittedSetting::List(vec!["A=a".into(), "B=c".into()]);
     assert_eq!(stored(&lab, "three").settings["env"], both);
 
     let mixed = [
@@ -652,7 +661,7 @@ fn by_hand() {
     let mut ids = Vec::new();
     for (n, request) in requests.iter().enumerate() {
         let id = format!("h{n}");
-        let submit = store::Submit {
+        let submit = store::NewSubmission {
             id: &id,
             submit_key: None,
             fingerprint: "f",

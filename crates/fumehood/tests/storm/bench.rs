@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use serde_json::Value;
 use store::types::manifest::ContentHash;
-use store::{Location, Origin, Store};
+use store::{Location, LocationOrigin, Store};
 
 use crate::lab::{Ended, Lab, Live, cgroups_of, finish, fresh_id, names_in, processes_with};
 use crate::model::{self, Fate, Kept};
@@ -135,7 +135,7 @@ impl Bench {
     }
 
     pub fn location(&self) -> Location {
-        Location::parse(&self.address(), Origin::CommandLine, &|_| None).unwrap()
+        Location::parse(&self.address(), LocationOrigin::CommandLine, &|_| None).unwrap()
     }
 
     pub fn fumehood<S: AsRef<OsStr>>(

@@ -1,7 +1,7 @@
 //! The disk is full, broken, or descriptors are used up at a step: the exit code and the message tell it, nothing is
 //! lost, and it can be finished.
 
-use store::types::crash_points::{self, Step};
+use store::types::crash_points::{self, CrashPoint};
 
 use crate::bench::{Bench, Recovery};
 use crate::lab::finish;
@@ -48,18 +48,18 @@ struct Verdict {
     said: &'static [&'static str],
 }
 
-fn verdict(step: Step) -> Verdict {
+fn verdict(step: CrashPoint) -> Verdict {
     let (code, fate, said): (i32, Fate, &[&str]) = match step {
         // From here on there is something to be told of, and the database hears of it.
-        Step::Claimed => (125, Fate::Unknown, &["error: ", "claimed"]),
-        step if is_before(step, Step::Ended) => (125, Fate::NotRun, &["error: "]),
-        step if is_before(step, Step::Committed) => (
+        CrashPoint::Claimed => (125, Fate::Unknown, &["error: ", "claimed"]),
+        step if is_before(step, CrashPoint::Ended) => (125, Fate::NotRun, &["error: "]),
+        step if is_before(step, CrashPoint::Committed) => (
             121,
             Fate::Whole,
             &["NOT COMMITTED: ", "fumehood post-process "],
         ),
         // The platform's step ran, but nobody will know: it is repeated.
-        Step::PostProcessed => (
+        CrashPoint::PostProcessed => (
             121,
             Fate::Whole,
             &["post_process failed: ", "fumehood post-process "],
@@ -80,7 +80,7 @@ fn at_every_step(bench: &Bench, faults: &[&str], ways: &[Recovery]) {
         command.env(crash_points::VARIABLE, format!("{word}={fault}"));
         let ended = finish(command);
         let must = verdict(step);
-        if step == Step::Marked {
+        if step == CrashPoint::Marked {
             // All is done, whatever is said about it: see the trial on that.
             fates.push((id, must.fate));
             bench.check(&fates);
@@ -97,7 +97,7 @@ fn at_every_step(bench: &Bench, faults: &[&str], ways: &[Recovery]) {
         fates.push((id.clone(), must.fate));
         match (must.code, step) {
             // A step of the platform's that is not known to have been taken is repeated by whoever is told to, only.
-            (121, Step::PostProcessed) => drop(bench.recover(Recovery::PostProcess, &id)),
+            (121, CrashPoint::PostProcessed) => drop(bench.recover(Recovery::PostProcess, &id)),
             (121, _) => drop(bench.recover(ways[turn % ways.len()], &id)),
             // Nothing was left to be done.
             _ => {}

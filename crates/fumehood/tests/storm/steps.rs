@@ -4,7 +4,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 use rustix::process::Signal;
-use store::types::crash_points::{self, Step};
+use store::types::crash_points::{self, CrashPoint};
 
 use crate::bench::{Bench, Recovery};
 use crate::lab::{eventually, finish, processes_with};
@@ -63,34 +63,34 @@ pub const TRIALS: &[Entry] = &[
 ];
 
 /// Every step, and the times it is reached that matter.
-pub fn strikes() -> Vec<(Step, String)> {
-    let times = |step: &Step| match step {
-        Step::ObjectMoved => vec![
-            step.word().to_owned(),
-            format!("{}:2", step.word()),
-            format!("{}:{OBJECTS}", step.word()),
+pub fn strikes() -> Vec<(CrashPoint, String)> {
+    let times = |step: &CrashPoint| match step {
+        CrashPoint::ObjectMoved => vec![
+            step.name().to_owned(),
+            format!("{}:2", step.name()),
+            format!("{}:{OBJECTS}", step.name()),
         ],
-        _ => vec![step.word().to_owned()],
+        _ => vec![step.name().to_owned()],
     };
-    let each = |step: &Step| {
+    let each = |step: &CrashPoint| {
         times(step)
             .into_iter()
             .map(|word| (*step, word))
             .collect::<Vec<_>>()
     };
-    Step::ALL.iter().flat_map(each).collect()
+    CrashPoint::ALL.iter().flat_map(each).collect()
 }
 
 /// Whether one step comes before another in an attempt.
-pub fn is_before(step: Step, other: Step) -> bool {
-    let position = |step| Step::ALL.iter().position(|s| *s == step);
+pub fn is_before(step: CrashPoint, other: CrashPoint) -> bool {
+    let position = |step| CrashPoint::ALL.iter().position(|s| *s == step);
     position(step) < position(other)
 }
 
-fn fate(bench: &Bench, step: Step, id: &str) -> Fate {
+fn fate(bench: &Bench, step: CrashPoint, id: &str) -> Fate {
     match step {
-        step if is_before(step, Step::Begun) => Fate::Unknown,
-        step if is_before(step, Step::OutcomeWritten) => {
+        step if is_before(step, CrashPoint::Begun) => Fate::Unknown,
+        step if is_before(step, CrashPoint::OutcomeWritten) => {
             Fate::Lost(model::left_in(&bench.place.workspace(id), id))
         }
         _ => Fate::Whole,
@@ -113,7 +113,7 @@ fn at_every_step(bench: &Bench, how: Recovery) {
         eventually("its program is dead", || processes_with(&id).is_empty());
         let fate = fate(bench, step, &id);
         match &fate {
-            Fate::Lost(left) if !is_before(step, Step::Ended) => {
+            Fate::Lost(left) if !is_before(step, CrashPoint::Ended) => {
                 assert_eq!(*left, model::outputs(&id), "{word}");
             }
             Fate::Lost(left) => assert!(left.is_empty(), "{word}"),
@@ -155,21 +155,21 @@ fn not_reached() {
 
 /// The steps that somebody comes through who takes an attempt up after one of them. Each move is killed once: what has
 /// moved need not move again.
-fn steps_after(first: Step, objects: u32) -> Vec<Step> {
+fn steps_after(first: CrashPoint, objects: u32) -> Vec<CrashPoint> {
     let done_by_the_runner = [
-        Step::Ended,
-        Step::LogsKept,
-        Step::WorkspaceRemoved,
-        Step::Finished,
+        CrashPoint::Ended,
+        CrashPoint::LogsKept,
+        CrashPoint::WorkspaceRemoved,
+        CrashPoint::Finished,
     ];
-    let times = |step: &Step| match step {
-        Step::ObjectMoved => objects as usize,
+    let times = |step: &CrashPoint| match step {
+        CrashPoint::ObjectMoved => objects as usize,
         step if is_before(first, *step) && !done_by_the_runner.contains(step) => 1,
         _ => 0,
     };
-    let later = Step::ALL
+    let later = CrashPoint::ALL
         .iter()
-        .filter(|step| !is_before(**step, Step::Ended));
+        .filter(|step| !is_before(**step, CrashPoint::Ended));
     later
         .flat_map(|step| std::iter::repeat_n(*step, times(step)))
         .collect()
@@ -180,18 +180,18 @@ fn recovery_killed() {
     let bench = Bench::sqlite("again");
     let mut fates = Vec::new();
     let firsts = [
-        (Step::Begun, 0),
-        (Step::Ended, OBJECTS),
-        (Step::OutcomeWritten, OBJECTS),
-        (Step::ObjectMoved, OBJECTS - 1),
+        (CrashPoint::Begun, 0),
+        (CrashPoint::Ended, OBJECTS),
+        (CrashPoint::OutcomeWritten, OBJECTS),
+        (CrashPoint::ObjectMoved, OBJECTS - 1),
     ];
     for (first, objects) in firsts {
-        let id = bench.id(first.word());
-        strike(bench.program(&bench.place, &id), first.word());
+        let id = bench.id(first.name());
+        strike(bench.program(&bench.place, &id), first.name());
         eventually("its program is dead", || processes_with(&id).is_empty());
         fates.push((id.clone(), fate(&bench, first, &id)));
         for step in steps_after(first, objects) {
-            strike(bench.recovery(&bench.place, Recovery::Gc, &id), step.word());
+            strike(bench.recovery(&bench.place, Recovery::Gc, &id), step.name());
         }
         bench.recover(Recovery::Gc, &id);
         bench.check(&fates);
@@ -204,7 +204,7 @@ fn nothing_lost() {
     let bench = Bench::sqlite("early");
     let mut fates = Vec::new();
     let id = bench.id("begun");
-    strike(bench.program(&bench.place, &id), Step::Begun.word());
+    strike(bench.program(&bench.place, &id), CrashPoint::Begun.name());
     fates.push((id, Fate::Lost(Files::new())));
     // Where much is to be copied, the database knows of it before.
     let large = bench.place.root.join("large");
@@ -212,7 +212,7 @@ fn nothing_lost() {
     let id = bench.id("filled");
     let mut command = bench.fumehood(&bench.place, ["run", "-q", "--id", &id, "--input"]);
     command.arg(&large).args(["--", "true"]);
-    strike(command, Step::Filled.word());
+    strike(command, CrashPoint::Filled.name());
     std::fs::remove_file(&large).unwrap();
     fates.push((id, Fate::Lost(Files::new())));
     bench.recover(Recovery::Gc, "");
@@ -229,22 +229,22 @@ fn made_up() {
     let bench = Bench::sqlite("made-up");
     let mut fates = Vec::new();
     let early = [
-        Step::Claimed,
-        Step::WorkspaceMade,
-        Step::Filled,
-        Step::Begun,
+        CrashPoint::Claimed,
+        CrashPoint::WorkspaceMade,
+        CrashPoint::Filled,
+        CrashPoint::Begun,
     ];
     for step in early {
         strike(
             bench.fumehood(&bench.place, ["run", "-q", "--", "true"]),
-            step.word(),
+            step.name(),
         );
         let runs = std::fs::read_dir(bench.place.home.join("runs")).unwrap();
         let ids: Vec<_> = runs.map(|run| run.unwrap().file_name()).collect();
         let [id] = &ids[..] else {
-            panic!("{}: {ids:?}", step.word());
+            panic!("{}: {ids:?}", step.name());
         };
-        if step == Step::Begun {
+        if step == CrashPoint::Begun {
             let lost = Fate::Lost(Files::new());
             fates.push((id.to_str().unwrap().to_owned(), lost));
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde_json::Value;
-use store::{Event, Listed, Overview, State, Store, StoreError};
+use store::{AnalysisEvent, AttemptSummary, QueueOverview, State, Store, StoreError};
 
 use crate::bench::{Bench, Place};
 use crate::lab::{Ended, all_pids, cgroups_of, finish, is_root, names_in};
@@ -139,7 +139,7 @@ impl Yard {
     }
 
     /// All attempts of an analysis, the first first.
-    pub fn attempts(&self, id: &str) -> Vec<Listed> {
+    pub fn attempts(&self, id: &str) -> Vec<AttemptSummary> {
         let mut all = Vec::new();
         self.until("the database answers", || {
             let answer = self.read(|store| store.attempts(id));
@@ -151,7 +151,7 @@ impl Yard {
         all
     }
 
-    pub fn events(&self, id: &str) -> Vec<Event> {
+    pub fn events(&self, id: &str) -> Vec<AnalysisEvent> {
         self.read(|store| store.events(id)).unwrap()
     }
 
@@ -164,7 +164,7 @@ impl Yard {
             .collect()
     }
 
-    pub fn overview(&self) -> Option<Overview> {
+    pub fn overview(&self) -> Option<QueueOverview> {
         self.read(|store| store.overview(1))
     }
 

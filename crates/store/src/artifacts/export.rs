@@ -1,13 +1,14 @@
-//! Writing outputs out of the store into a directory of the user's.
+//! Exports outputs from the store into a directory of the user.
 //!
-//! The directory may be shared with people who put links into it. It is opened once; everything below is reached by
-//! its descriptor, one component at a time, and a symlink is never followed, nor written through. All
-//! conflicts are found before anything is written. A file appears under its name when it is whole.
+//! Other people may have write access to the directory and may put links into it. The export opens the directory once
+//! and reaches everything below through descriptors, one component at a time. It never follows a symlink and never
+//! writes through one. It finds all conflicts before it writes anything. A file gets its name only when it is
+//! complete.
 //!
-//! Outputs of equal content share their blocks where the file system can clone files. Where it cannot each is a copy of its
-//! own, since writing to one must not change another, as long as the copies stay within what the record says was collected.
-//! A record of before every name counted says less than its names add up to; beyond that its equal outputs become hard
-//! links, as they were when the program left them.
+//! Outputs with equal content share their blocks if the file system can clone files. Otherwise each output is a copy
+//! of its own, because a later write to one must not change another, as long as the copies do not exceed the size
+//! that the record gives. In old records, which counted a hard-linked file once, the names add up to more than that
+//! size. Beyond it, equal outputs become hard links, as they were in the workspace.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -22,34 +23,35 @@ use sha2::{Digest, Sha256};
 use super::files;
 use crate::types::escaping::escape_terminal;
 use crate::types::manifest::{ContentHash, OutputPath};
+use crate::types::random_hex::random_hex;
 
-/// How many conflicts a message lists.
+/// How many conflicts an error message lists.
 const CONFLICTS_MAX: usize = 20;
-/// umask takes from these what it takes.
+/// The modes of new files and directories, before the user's umask.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
 const DIR_MODE: Mode = Mode::from_raw_mode(0o755);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overwrite {
     Never,
-    /// Files and links that are in the way are replaced; directories are not.
+    /// Replaces files and links that are in the way, but not directories.
     Files,
 }
 
-/// Where an output's bytes are.
+/// The bytes of an output.
 #[derive(Debug)]
-pub enum Content {
-    /// In a store; read from its beginning, holes stay holes.
+pub enum ExportContent {
+    /// A file of an artifact store. It is read from its beginning, and holes stay holes.
     File(File),
-    /// In the database.
+    /// Bytes from the database.
     Bytes(Vec<u8>),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Exported {
+pub struct ExportedFile {
     pub path: OutputPath,
     pub bytes: u64,
-    /// 64 lower-case hex digits, computed from what was written.
+    /// 64 lower-case hex digits, computed from the bytes that were written.
     pub sha256: String,
 }
 
@@ -64,7 +66,7 @@ pub enum ExportError {
     )]
     Conflicts {
         to: PathBuf,
-        /// The first of them, each with what to do.
+        /// The first conflicts, each with advice.
         first: Vec<String>,
         count: usize,
     },
@@ -73,7 +75,7 @@ pub enum ExportError {
     #[error("export {path:?}; {} of the outputs were written before", .written.len())]
     Write {
         path: OutputPath,
-        written: Vec<Exported>,
+        written: Vec<ExportedFile>,
         source: io::Error,
     },
     #[error(
@@ -82,28 +84,28 @@ pub enum ExportError {
     )]
     Damaged {
         path: OutputPath,
-        written: Vec<Exported>,
+        written: Vec<ExportedFile>,
     },
 }
 
-/// Writes outputs below `to`, which is made if it is not there. Copies at most `bytes_max`.
+/// Writes outputs below `to`, which is created if necessary. Copies at most `bytes_max` bytes.
 pub fn export(
-    source: &mut dyn FnMut(&ContentHash) -> io::Result<Content>,
+    source: &mut dyn FnMut(&ContentHash) -> io::Result<ExportContent>,
     outputs: &[(OutputPath, u64, ContentHash)],
     to: &Path,
     overwrite: Overwrite,
     bytes_max: u64,
-) -> Result<Vec<Exported>, ExportError> {
+) -> Result<Vec<ExportedFile>, ExportError> {
     let failed = |source: io::Error| ExportError::Open {
         path: to.to_path_buf(),
         source,
     };
-    // Its default mode is what umask leaves of 0777, like that of any directory the user makes.
+    // The directory gets the default mode, 0777 less the umask, like any directory that the user creates.
     std::fs::create_dir_all(to).map_err(failed)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = rustix::fs::open(to, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
     find_conflicts(dir.as_fd(), outputs, to, overwrite)?;
-    // Equal contents one after the other, so that only one file is held open to be cloned.
+    // Sort equal contents next to each other, so that only one file has to stay open for cloning.
     let mut first: HashMap<&ContentHash, usize> = HashMap::new();
     let mut ordered: Vec<_> = outputs.iter().enumerate().collect();
     ordered.sort_by_cached_key(|(index, (_, _, hash))| *first.entry(hash).or_insert(*index));
@@ -112,14 +114,14 @@ pub fn export(
     let mut exporter = Exporter {
         source,
         overwrite,
-        room: bytes_max,
+        bytes_left: bytes_max,
         last: None,
     };
     for (index, (path, bytes, hash)) in ordered {
         match exporter.write(dir.as_fd(), path, *bytes, hash) {
             Ok(Some(sha256)) => {
                 places.push(index);
-                written.push(Exported {
+                written.push(ExportedFile {
                     path: path.clone(),
                     bytes: *bytes,
                     sha256,
@@ -145,23 +147,23 @@ pub fn export(
     Ok(listed.into_iter().map(|(_, exported)| exported).collect())
 }
 
-/// The file that was written last, for others of the same content.
-struct Written {
+/// The file that was written last, for further outputs with the same content.
+struct WrittenFile {
     file: OwnedFd,
     hash: ContentHash,
     sha256: String,
 }
 
 struct Exporter<'a> {
-    source: &'a mut dyn FnMut(&ContentHash) -> io::Result<Content>,
+    source: &'a mut dyn FnMut(&ContentHash) -> io::Result<ExportContent>,
     overwrite: Overwrite,
-    /// Bytes that may still be copied.
-    room: u64,
-    last: Option<Written>,
+    /// How many bytes may still be copied.
+    bytes_left: u64,
+    last: Option<WrittenFile>,
 }
 
 impl Exporter<'_> {
-    /// Returns the sha256 of what was written, or nothing if the content is not the one that was asked for.
+    /// Writes one output. Returns the sha256 of what was written, or `None` if the content does not match `hash`.
     fn write(
         &mut self,
         dir: BorrowedFd<'_>,
@@ -174,28 +176,28 @@ impl Exporter<'_> {
             .as_ref()
             .filter(|last| last.hash == *hash && bytes > 0)
         {
-            let target = Target::make(dir, path)?;
+            let target = Target::open(dir, path)?;
             let equal = match target.clone_of(&last.file, self.overwrite) {
-                Err(_) if bytes > self.room => target.link_to(&last.file, self.overwrite),
+                Err(_) if bytes > self.bytes_left => target.link_to(&last.file, self.overwrite),
                 cloned => cloned,
             };
             match equal {
                 Ok(()) => return Ok(Some(last.sha256.clone())),
-                Err(_) if bytes <= self.room => {}
+                Err(_) if bytes <= self.bytes_left => {}
                 Err(e) => return Err(e),
             }
         }
-        let Some(room) = self.room.checked_sub(bytes) else {
+        let Some(bytes_left) = self.bytes_left.checked_sub(bytes) else {
             return Err(io::Error::other(
                 "the outputs are more than the record says was collected; export some of them by their paths",
             ));
         };
         let content = (self.source)(hash)?;
-        let target = Target::make(dir, path)?;
+        let target = Target::open(dir, path)?;
         let written = target.write(content, bytes, hash, self.overwrite)?;
         Ok(written.map(|(file, sha256)| {
-            self.room = room;
-            self.last = Some(Written {
+            self.bytes_left = bytes_left;
+            self.last = Some(WrittenFile {
                 file,
                 hash: *hash,
                 sha256: sha256.clone(),
@@ -232,7 +234,7 @@ fn find_conflicts(
             conflict(path, "would be below another output that is a file");
             continue;
         }
-        let in_the_way = look(dir, path, overwrite).map_err(|e| ExportError::Look {
+        let in_the_way = find_obstacle(dir, path, overwrite).map_err(|e| ExportError::Look {
             path: path.clone(),
             source: e.into(),
         })?;
@@ -250,8 +252,8 @@ fn find_conflicts(
     }
 }
 
-/// What keeps an output from being written at its path, if anything.
-fn look(
+/// What keeps an output from being written to its path, if anything.
+fn find_obstacle(
     dir: BorrowedFd<'_>,
     path: &OutputPath,
     overwrite: Overwrite,
@@ -284,29 +286,29 @@ fn look(
     Ok(None)
 }
 
-/// A directory below, which is no link. Mounts are the user's own and may be entered.
+/// Opens a subdirectory that is not a link. The user's own mounts may be entered.
 fn open_below(parent: BorrowedFd<'_>, name: &[u8]) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
 }
 
-/// Whether a draft holds what was asked for.
+/// Whether a draft holds the expected content.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Filled {
+enum DraftContent {
     Whole,
     Damaged,
 }
 
-/// Where one output goes: a name of one component in a held directory.
+/// The place of one output: a name in an open directory.
 struct Target<'a> {
     dir: OwnedFd,
     name: &'a [u8],
 }
 
 impl<'a> Target<'a> {
-    /// Makes the directories that lead there.
-    fn make(top: BorrowedFd<'_>, path: &'a OutputPath) -> io::Result<Target<'a>> {
+    /// Creates the directories that lead to the output.
+    fn open(top: BorrowedFd<'_>, path: &'a OutputPath) -> io::Result<Target<'a>> {
         let mut dir = top.try_clone_to_owned()?;
         let mut parts = path.components().peekable();
         while let Some(part) = parts.next() {
@@ -327,68 +329,68 @@ impl<'a> Target<'a> {
         Err(Errno::INVAL.into())
     }
 
-    /// Returns the file and the sha256 of what was written, or nothing if the content is not the one that was asked for.
+    /// Writes the content. Returns the file and its sha256, or `None` if the content does not match `hash`.
     fn write(
         &self,
-        content: Content,
+        content: ExportContent,
         bytes: u64,
         hash: &ContentHash,
         overwrite: Overwrite,
     ) -> io::Result<Option<(OwnedFd, String)>> {
         let mut sha256 = None;
         let file = self.draft(overwrite, |to| {
-            sha256 = fill(to, content, bytes, hash)?;
+            sha256 = write_checked(to, content, bytes, hash)?;
             Ok(match sha256 {
-                Some(_) => Filled::Whole,
-                None => Filled::Damaged,
+                Some(_) => DraftContent::Whole,
+                None => DraftContent::Damaged,
             })
         })?;
         Ok(file.zip(sha256))
     }
 
-    /// A file of its own that shares its blocks with another.
+    /// Creates a file that shares its blocks with another.
     fn clone_of(&self, file: &OwnedFd, overwrite: Overwrite) -> io::Result<()> {
         let cloned = self.draft(overwrite, |to| {
             rustix::fs::ioctl_ficlone(to, file)?;
-            Ok(Filled::Whole)
+            Ok(DraftContent::Whole)
         });
         cloned.map(drop)
     }
 
-    /// Another name of a file that was written before.
+    /// Creates another name for a file that was written before.
     fn link_to(&self, file: &OwnedFd, overwrite: Overwrite) -> io::Result<()> {
-        let draft = format!(".fumehood-{}.part", super::random_hex()?);
+        let draft = format!(".fumehood-{}.part", random_hex()?);
         let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
         let follow = AtFlags::SYMLINK_FOLLOW;
         rustix::fs::linkat(rustix::fs::CWD, itself, &self.dir, &draft, follow)?;
         let published = self.publish(file.as_fd(), &draft, overwrite);
         if published.is_err() {
-            let _left = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
+            let _ = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
         }
         published
     }
 
-    /// Fills a new file and gives it its name when it is whole.
+    /// Fills a new file and gives it its name when it is complete.
     fn draft(
         &self,
         overwrite: Overwrite,
-        fill: impl FnOnce(BorrowedFd<'_>) -> io::Result<Filled>,
+        fill: impl FnOnce(BorrowedFd<'_>) -> io::Result<DraftContent>,
     ) -> io::Result<Option<OwnedFd>> {
-        let draft = format!(".fumehood-{}.part", super::random_hex()?);
+        let draft = format!(".fumehood-{}.part", random_hex()?);
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.dir, &draft, flags, FILE_MODE)?;
         let done = fill(file.as_fd()).and_then(|filled| {
-            if filled == Filled::Whole {
+            if filled == DraftContent::Whole {
                 self.publish(file.as_fd(), &draft, overwrite)?;
             }
             Ok(filled)
         });
-        if !matches!(done, Ok(Filled::Whole)) {
-            // The first error is the one to tell.
-            let _left = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
+        if !matches!(done, Ok(DraftContent::Whole)) {
+            // Ignore a failure here: the first error is the one to report.
+            let _ = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());
         }
-        Ok((done? == Filled::Whole).then_some(file))
+        Ok((done? == DraftContent::Whole).then_some(file))
     }
 
     fn publish(&self, file: BorrowedFd<'_>, draft: &str, overwrite: Overwrite) -> io::Result<()> {
@@ -396,7 +398,7 @@ impl<'a> Target<'a> {
             Overwrite::Files => rustix::fs::renameat(&self.dir, draft, &self.dir, self.name)?,
             Overwrite::Never => self.publish_new(draft)?,
         }
-        // Somebody who may write here could have put another file in the place of ours.
+        // Another user with write access may have replaced our file.
         let named = rustix::fs::statat(&self.dir, self.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let ours = rustix::fs::fstat(file)?;
         match (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino) {
@@ -411,18 +413,18 @@ impl<'a> Target<'a> {
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {}
             done => return done,
         }
-        // NFS and others cannot do that in one step: the name is claimed by an empty file first, which is then ours to
-        // replace.
+        // NFS and some other file systems cannot rename without replacing in one step. Claim the name with an empty
+        // file, which is then ours to replace.
         let claim = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         rustix::fs::openat(&self.dir, self.name, claim, FILE_MODE)?;
         rustix::fs::renameat(&self.dir, draft, &self.dir, self.name)
     }
 }
 
-/// Writes the content, and checks it on the way: a damaged object must not leave with a fresh checksum.
-fn fill(
+/// Writes the content and checks its hash on the way, so that a damaged object is never exported with a new checksum.
+fn write_checked(
     to: BorrowedFd<'_>,
-    content: Content,
+    content: ExportContent,
     bytes: u64,
     hash: &ContentHash,
 ) -> io::Result<Option<String>> {
@@ -432,12 +434,12 @@ fn fill(
         blake3.update(chunk);
     };
     let length = match &content {
-        Content::Bytes(all) => {
+        ExportContent::Bytes(all) => {
             see(all);
             files::write_all_at(to, all, 0)?;
             all.len() as u64
         }
-        Content::File(file) => {
+        ExportContent::File(file) => {
             let length = files::length(file.as_fd())?;
             if length == bytes {
                 files::read_through(file.as_fd(), Some(to), bytes, &mut see)?;

@@ -1,4 +1,4 @@
-//! On which file systems Fumehood keeps what it must not lose.
+//! Refuses file systems on which locks or syncs cannot be relied on.
 
 use std::path::Path;
 
@@ -6,8 +6,8 @@ use rustix::io::Errno;
 
 use super::ArtifactError;
 
-/// Refuses what SQLite and the store cannot trust: file systems where a lock or an fsync may mean nothing. The path
-/// need not exist yet.
+/// Refuses a path on a network file system, where a lock or an fsync may have no effect. SQLite and the artifact
+/// store need both. The path need not exist yet.
 pub fn refuse_network_fs(path: &Path) -> Result<(), ArtifactError> {
     let found = path
         .ancestors()
@@ -25,7 +25,7 @@ pub fn refuse_network_fs(path: &Path) -> Result<(), ArtifactError> {
         path: path.to_path_buf(),
         source: e.into(),
     })?;
-    // The numbers are 32 bits wide, whatever the width and sign of the field.
+    // The magic numbers have 32 bits, whatever the width and sign of the field.
     let magic = stat.f_type as u32;
     match NETWORK_FS.iter().find(|(number, _)| *number == magic) {
         None => Ok(()),
@@ -36,7 +36,7 @@ pub fn refuse_network_fs(path: &Path) -> Result<(), ArtifactError> {
     }
 }
 
-/// From linux/magic.h, and for those outside the kernel's tree from their own sources.
+/// From linux/magic.h, and for file systems outside the kernel's tree from their own sources.
 pub(super) const NETWORK_FS: &[(u32, &str)] = &[
     (0x6969, "NFS"),
     (0x0bd0_0bd0, "Lustre"),

@@ -1,4 +1,4 @@
-//! What the store and the export do with single files, all of it by descriptor.
+//! Operations on single files, all by descriptor.
 
 use std::fs::File;
 use std::io;
@@ -8,20 +8,20 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::hashing::{LARGE_BYTES, Large, Threads};
-use crate::types::manifest::ContentHash;
+use crate::types::random_hex::random_hex;
 
 const BUFFER_BYTES: usize = 256 * 1024;
 static ZEROS: [u8; BUFFER_BYTES] = [0; BUFFER_BYTES];
 
-/// A directory of the store, never through a link and never into a mount: linking would fail there.
+/// Opens a directory of the store. Does not follow links and does not enter mounts, since hard links across mounts
+/// would fail.
 pub fn open_dir(parent: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
 }
 
-/// A regular file of the store. NONBLOCK, so that something else in its place does not hold us up.
+/// Opens a regular file of the store. NONBLOCK, so that a FIFO or device in its place cannot block us.
 pub fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
@@ -33,7 +33,7 @@ pub fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> 
     }
 }
 
-/// Where a descriptor can be named. What is reached through it is the very file that the descriptor pins.
+/// A path that leads to the very file behind the descriptor.
 pub fn proc_path(file: BorrowedFd<'_>) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
@@ -41,7 +41,7 @@ pub fn proc_path(file: BorrowedFd<'_>) -> String {
 /// Gives the file behind a descriptor another name, which must be free.
 pub fn link(file: BorrowedFd<'_>, dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<()> {
     match rustix::fs::linkat(file, c"", dir, name, AtFlags::EMPTY_PATH) {
-        // Before Linux 6.10 only root may say it that way.
+        // Before Linux 6.10 only root may link a descriptor with AT_EMPTY_PATH.
         Err(Errno::NOENT) => link_by_proc(file, dir, name),
         done => done,
     }
@@ -56,8 +56,9 @@ pub fn link_by_proc(
     rustix::fs::linkat(CWD, path, dir, name, AtFlags::SYMLINK_FOLLOW)
 }
 
-/// A new file that is not an object yet. Without a name where the file system can do that, so that a crash leaves
-/// nothing; else with one in `staging`, which goes when this is dropped, or by the garbage collector.
+/// A new file that is not an object yet. It has no name if the file system supports that, so a crash leaves nothing
+/// behind. Otherwise it has a name in `staging`, which is removed on drop or, after a crash, by the garbage
+/// collector.
 pub struct Draft<'a> {
     staging: BorrowedFd<'a>,
     file: OwnedFd,
@@ -79,7 +80,7 @@ impl<'a> Draft<'a> {
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOSYS) => {}
             Err(e) => return Err(e.into()),
         }
-        let name = super::random_hex()?;
+        let name = random_hex()?;
         let named = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
         let file = rustix::fs::openat(staging, &name, named, mode)?;
         Ok(Draft {
@@ -99,21 +100,9 @@ impl AsFd for Draft<'_> {
 impl Drop for Draft<'_> {
     fn drop(&mut self) {
         if let Some(name) = &self.name {
-            // What stays behind is the garbage collector's.
-            let _left = rustix::fs::unlinkat(self.staging, name, AtFlags::empty());
+            // If this fails, the garbage collector removes the file later.
+            let _ = rustix::fs::unlinkat(self.staging, name, AtFlags::empty());
         }
-    }
-}
-
-/// Whether a file is the content of that hash and length. Reads all of it.
-pub fn is_content(file: BorrowedFd<'_>, hash: &ContentHash, bytes: u64) -> io::Result<bool> {
-    if length(file)? != bytes {
-        return Ok(false);
-    }
-    match hash_of(file, bytes) {
-        Ok(found) => Ok(found == *hash),
-        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
-        Err(e) => Err(e),
     }
 }
 
@@ -121,35 +110,8 @@ pub fn length(file: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0))
 }
 
-pub fn hash_of(file: BorrowedFd<'_>, bytes: u64) -> io::Result<ContentHash> {
-    read_hashed(file, None, bytes)
-}
-
-/// Hashes the first `bytes` of a file and writes the data, without the holes, to the same places of `to`. A file that
-/// ends before is an error.
-pub fn read_hashed(
-    from: BorrowedFd<'_>,
-    to: Option<BorrowedFd<'_>>,
-    bytes: u64,
-) -> io::Result<ContentHash> {
-    if bytes >= LARGE_BYTES {
-        let large = Large {
-            from,
-            to,
-            bytes,
-            holes: Holes::Sought,
-        };
-        return large.hash(Threads::Several, &mut |_| {});
-    }
-    let mut hasher = blake3::Hasher::new();
-    read_through(from, to, bytes, &mut |chunk| {
-        hasher.update(chunk);
-    })?;
-    Ok(ContentHash::from_bytes(*hasher.finalize().as_bytes()))
-}
-
-/// Reads the first `bytes` of a file, shows every byte to `see`, those of holes too, and writes the data, without the
-/// holes, to the same places of `to`. A file that ends before is an error.
+/// Reads the first `bytes` of a file and passes every byte to `see`, including the zeros of holes. If `to` is given,
+/// writes the data to the same offsets there, without the holes. A file that is too short is an error.
 pub fn read_through(
     from: BorrowedFd<'_>,
     to: Option<BorrowedFd<'_>>,
@@ -159,23 +121,23 @@ pub fn read_through(
     if let Some(to) = to {
         rustix::fs::ftruncate(to, bytes)?;
     }
-    read_stretch(from, to, 0..bytes, Holes::Sought, &mut Vec::new(), see)
+    read_range(from, to, 0..bytes, HoleHandling::Skip, &mut Vec::new(), see)
 }
 
-/// Whether the file system is asked for holes: two calls for each stretch of data.
+/// How to treat holes of a sparse file. Looking for them costs two system calls for each range of data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Holes {
-    Sought,
-    /// There are none, or they may be read as zeros.
-    None,
+pub enum HoleHandling {
+    Skip,
+    /// The file has no holes, or they may be read as zeros.
+    ReadAsZeros,
 }
 
-/// What [`read_through`] does, for a part of the file, with a buffer that can be used again.
-pub fn read_stretch(
+/// Like [`read_through`], for a part of the file, with a buffer that the caller can reuse.
+pub fn read_range(
     from: BorrowedFd<'_>,
     to: Option<BorrowedFd<'_>>,
     stretch: Range<u64>,
-    holes: Holes,
+    holes: HoleHandling,
     buffer: &mut Vec<u8>,
     see: &mut dyn FnMut(&[u8]),
 ) -> io::Result<()> {
@@ -189,8 +151,8 @@ pub fn read_stretch(
     }
     while offset < stop {
         let (start, end) = match holes {
-            Holes::Sought => next_data(from, offset, stop)?,
-            Holes::None => (offset, stop),
+            HoleHandling::Skip => next_data(from, offset, stop)?,
+            HoleHandling::ReadAsZeros => (offset, stop),
         };
         while offset < start {
             let length = clamp(start - offset);
@@ -218,20 +180,21 @@ fn clamp(bytes: u64) -> usize {
     usize::try_from(bytes).map_or(BUFFER_BYTES, |n| n.min(BUFFER_BYTES))
 }
 
-/// The next stretch of data at or after `offset`, an empty one at `end` if there is none.
+/// The next range of data at or after `offset`. Returns an empty range at `end` if there is none.
 pub fn next_data(file: BorrowedFd<'_>, offset: u64, end: u64) -> rustix::io::Result<(u64, u64)> {
     let start = match rustix::fs::seek(file, SeekFrom::Data(offset)) {
-        // A hole up to the end of the file; which may be before `end`, and then there is nothing to read.
+        // There is a hole up to the end of the file. If the file ends before `end`, return a range that cannot be
+        // read, which becomes an error.
         Err(Errno::NXIO) if rustix::fs::seek(file, SeekFrom::End(0))? < end => {
             return Ok((offset, end));
         }
         Err(Errno::NXIO) => return Ok((end, end)),
-        // The file system knows nothing of holes.
+        // The file system does not support holes.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok((offset, end)),
         start => start?.min(end),
     };
     let stop = rustix::fs::seek(file, SeekFrom::Hole(start)).map_or(end, |stop| stop.min(end));
-    // Whatever the file system answers, there is progress.
+    // Make progress whatever the file system answers.
     Ok((start, if stop > start { stop } else { end }))
 }
 

@@ -1,12 +1,12 @@
-//! The hash of a large file, by several threads.
+//! Hashes files, large ones with several threads.
 //!
-//! blake3 is a tree of hashes, so that pieces of a file can be hashed apart and put together: the result is the very
-//! hash that one thread would have found, which the tests compare. What `blake3` itself offers for this wants the whole file
-//! mapped (one that is cut short meanwhile would kill us by SIGBUS) or a pool of threads that stays; here each thread reads its
-//! own pieces, and is gone when the file is done.
+//! blake3 is a tree of hashes, so pieces of a file can be hashed separately and combined. The result is the same hash
+//! that one thread would compute; the tests compare them. The `blake3` crate's own functions for this need the whole
+//! file mapped into memory (if the file is truncated meanwhile, SIGBUS kills the process) or a permanent thread pool.
+//! Here each thread reads its own pieces and ends with the file.
 //!
-//! Invariant: a piece is a power of two of blake3's chunks, and only the last may be shorter. Cut in this way every piece is
-//! one whole subtree.
+//! Invariant: the length of a piece is a power of two of blake3's chunks, and only the last piece may be shorter. So
+//! every piece is one whole subtree.
 
 use std::io;
 use std::num::NonZeroU64;
@@ -19,51 +19,56 @@ use blake3::hazmat::{
     ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root,
 };
 
-use super::files::{self, Holes};
+use super::files::{self, HoleHandling};
 use crate::types::manifest::ContentHash;
 
 const PIECE_BYTES: u64 = 1 << 20;
-/// From here on it is worth starting threads, which costs as much as hashing about 100 kB each.
+/// From this size on, threads are worth their cost: starting one costs as much as hashing about 100 kB.
 pub const LARGE_BYTES: u64 = 4 << 20;
-/// The threads are started anew for so much of the file, which bounds what is remembered of its pieces.
+/// Threads are started anew for each window of the file, which limits how many piece hashes are in memory.
 const WINDOW_BYTES: u64 = 4096 * PIECE_BYTES;
-/// What was copied is sent to the disk in parts of so much, so that the sync that follows does not find all of it still to do.
-const SEND_BYTES: u64 = 16 * PIECE_BYTES;
-/// More would not be faster than memory is, and the host has other work.
+/// While copying, writeback to disk starts after every part of this size, so that the later sync has less left to do.
+const WRITEBACK_BYTES: u64 = 16 * PIECE_BYTES;
+/// More threads would exceed the bandwidth of memory, and the host has other work.
 const THREADS_MAX: usize = 8;
 
-/// How many threads may be at it.
+/// How many threads to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Threads {
-    /// For who must not have others, since it is about to fork.
+pub enum HashThreads {
+    /// For a process that is about to fork and must have no other threads.
     One,
-    /// As many as there are processors, within a bound.
-    Several,
+    /// As many as there are processors, up to a bound.
+    PerProcessor,
 }
 
-impl Threads {
+impl HashThreads {
     fn count(self) -> usize {
         match self {
-            Threads::One => 1,
-            Threads::Several => {
+            HashThreads::One => 1,
+            HashThreads::PerProcessor => {
                 std::thread::available_parallelism().map_or(1, |n| n.get().min(THREADS_MAX))
             }
         }
     }
 }
 
-/// A file of which the first `bytes` are read, and written to the same places of `to`, without the holes.
+/// A file whose first `bytes` are hashed and, if `to` is given, copied to the same offsets there, without the holes.
 #[derive(Clone, Copy)]
-pub struct Large<'a> {
+pub struct LargeFile<'a> {
     pub from: BorrowedFd<'a>,
     pub to: Option<BorrowedFd<'a>>,
     pub bytes: u64,
-    pub holes: Holes,
+    pub holes: HoleHandling,
 }
 
-impl Large<'_> {
-    /// Tells now and then, on the caller's thread, how many bytes are done. At least [`LARGE_BYTES`] must be there to do.
-    pub fn hash(&self, threads: Threads, told: &mut dyn FnMut(u64)) -> io::Result<ContentHash> {
+impl LargeFile<'_> {
+    /// Hashes the file. Calls `progress` from time to time, on the caller's thread, with the number of bytes done.
+    /// `bytes` must be at least [`LARGE_BYTES`].
+    pub fn hash(
+        &self,
+        threads: HashThreads,
+        progress: &mut dyn FnMut(u64),
+    ) -> io::Result<ContentHash> {
         if let Some(to) = self.to {
             rustix::fs::ftruncate(to, self.bytes)?;
         }
@@ -71,25 +76,25 @@ impl Large<'_> {
         let mut at = 0;
         while at < self.bytes {
             let end = self.bytes.min(at.saturating_add(WINDOW_BYTES));
-            for value in self.hash_window(at..end, threads.count(), told)? {
+            for value in self.hash_window(at..end, threads.count(), progress)? {
                 subtrees.push(value);
             }
             at = end;
-            told(at);
+            progress(at);
         }
         subtrees
             .root()
             .ok_or_else(|| io::ErrorKind::InvalidInput.into())
     }
 
-    /// The pieces of a part of the file, in their order.
+    /// The hashes of the pieces of a window, in order.
     fn hash_window(
         &self,
         window: Range<u64>,
         threads: usize,
-        told: &mut dyn FnMut(u64),
+        progress: &mut dyn FnMut(u64),
     ) -> io::Result<Vec<ChainingValue>> {
-        let shared = Shared {
+        let shared = WindowProgress {
             next: AtomicU64::new(window.start),
             done: AtomicU64::new(window.start),
             end: window.end,
@@ -99,12 +104,12 @@ impl Large<'_> {
         let helpers = (threads as u64).min(pieces).saturating_sub(1);
         let mut hashed = std::thread::scope(|scope| -> io::Result<Vec<(u64, ChainingValue)>> {
             let help = |_| {
-                let work = || self.work(&shared, &mut |_| {});
-                // A host that grants no more threads is merely slower.
+                let work = || self.hash_pieces(&shared, &mut |_| {});
+                // If the host refuses another thread, hashing is merely slower.
                 std::thread::Builder::new().spawn_scoped(scope, work).ok()
             };
             let helpers: Vec<_> = (0..helpers).filter_map(help).collect();
-            let mut hashed = self.work(&shared, told);
+            let mut hashed = self.hash_pieces(&shared, progress);
             for helper in helpers {
                 let helped = helper.join().unwrap_or_else(|panic| {
                     std::panic::resume_unwind(panic);
@@ -120,12 +125,12 @@ impl Large<'_> {
         Ok(hashed.into_iter().map(|(_, value)| value).collect())
     }
 
-    /// Whether holes have to be looked for in this piece. A file system in memory walks through all pages up to the next hole:
-    /// asked for each piece, of a large file without holes, that took longer than all the rest. So what is known to be data is
+    /// Whether to look for holes in this piece. On tmpfs the kernel walks all pages up to the next hole. Doing that
+    /// for each piece of a large file without holes took longer than all the rest, so the last range of data is
     /// remembered.
-    fn holes_in(&self, piece: &Range<u64>, shared: &Shared) -> Holes {
-        if self.holes == Holes::None {
-            return Holes::None;
+    fn holes_in(&self, piece: &Range<u64>, shared: &WindowProgress) -> HoleHandling {
+        if self.holes == HoleHandling::ReadAsZeros {
+            return HoleHandling::ReadAsZeros;
         }
         let within = |data: &Range<u64>| data.start <= piece.start && piece.end <= data.end;
         let mut data = shared.data.lock().unwrap_or_else(PoisonError::into_inner);
@@ -135,28 +140,29 @@ impl Large<'_> {
             *data = start..end;
         }
         match within(&data) {
-            true => Holes::None,
-            false => Holes::Sought,
+            true => HoleHandling::ReadAsZeros,
+            false => HoleHandling::Skip,
         }
     }
 
-    /// Has the kernel begin to write the part that ends here. Other threads may not be through with theirs of it, and then
-    /// that is written by the sync.
-    fn send_off(&self, end: u64) {
+    /// Asks the kernel to start writing the part that ends here. Data that other threads have not written yet is
+    /// written by the later sync.
+    fn start_writeback(&self, end: u64) {
         if let Some(to) = self.to
-            && end.is_multiple_of(SEND_BYTES)
+            && end.is_multiple_of(WRITEBACK_BYTES)
         {
-            let length = NonZeroU64::new(SEND_BYTES);
+            let length = NonZeroU64::new(WRITEBACK_BYTES);
             let advice = rustix::fs::Advice::DontNeed;
-            let _sooner_or_later = rustix::fs::fadvise(to, end - SEND_BYTES, length, advice);
+            let _ = rustix::fs::fadvise(to, end - WRITEBACK_BYTES, length, advice);
         }
     }
 
-    /// Hashes one free piece after the other. A failure leaves none to the others, so that it is known soon.
-    fn work(
+    /// Hashes one free piece after another. After a failure no pieces are left for the other threads, so that they
+    /// end soon.
+    fn hash_pieces(
         &self,
-        shared: &Shared,
-        told: &mut dyn FnMut(u64),
+        shared: &WindowProgress,
+        progress: &mut dyn FnMut(u64),
     ) -> io::Result<Vec<(u64, ChainingValue)>> {
         let mut buffer = Vec::new();
         let mut hashed = Vec::new();
@@ -173,29 +179,68 @@ impl Large<'_> {
                 hasher.update(chunk);
             };
             let holes = self.holes_in(&piece, shared);
-            let read = files::read_stretch(self.from, self.to, piece, holes, &mut buffer, &mut see);
+            let read = files::read_range(self.from, self.to, piece, holes, &mut buffer, &mut see);
             if let Err(error) = read {
                 shared.next.store(shared.end, Ordering::Relaxed);
                 return Err(error);
             }
             hashed.push((start, hasher.finalize_non_root()));
-            self.send_off(start + bytes);
-            told(shared.done.fetch_add(bytes, Ordering::Relaxed) + bytes);
+            self.start_writeback(start + bytes);
+            progress(shared.done.fetch_add(bytes, Ordering::Relaxed) + bytes);
         }
     }
 }
 
-/// What the threads share of one window.
-struct Shared {
-    /// Where the next free piece begins; at or behind `end` there is none.
+/// Whether a file has this length and hash. Reads the whole file.
+pub fn is_content(file: BorrowedFd<'_>, hash: &ContentHash, bytes: u64) -> io::Result<bool> {
+    if files::length(file)? != bytes {
+        return Ok(false);
+    }
+    match hash_of(file, bytes) {
+        Ok(found) => Ok(found == *hash),
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+pub fn hash_of(file: BorrowedFd<'_>, bytes: u64) -> io::Result<ContentHash> {
+    read_hashed(file, None, bytes)
+}
+
+/// Hashes the first `bytes` of a file. If `to` is given, writes the data to the same offsets there, without the
+/// holes. A file that is too short is an error.
+pub fn read_hashed(
+    from: BorrowedFd<'_>,
+    to: Option<BorrowedFd<'_>>,
+    bytes: u64,
+) -> io::Result<ContentHash> {
+    if bytes >= LARGE_BYTES {
+        let large = LargeFile {
+            from,
+            to,
+            bytes,
+            holes: HoleHandling::Skip,
+        };
+        return large.hash(HashThreads::PerProcessor, &mut |_| {});
+    }
+    let mut hasher = blake3::Hasher::new();
+    files::read_through(from, to, bytes, &mut |chunk| {
+        hasher.update(chunk);
+    })?;
+    Ok(ContentHash::from_bytes(*hasher.finalize().as_bytes()))
+}
+
+/// What the threads of one window share.
+struct WindowProgress {
+    /// The start of the next free piece. At or beyond `end` there is none.
     next: AtomicU64,
     done: AtomicU64,
     end: u64,
-    /// A stretch that is known to have no hole.
+    /// A range that is known to have no hole.
     data: Mutex<Range<u64>>,
 }
 
-/// The left edge of the tree: what was pushed, put together as far as more pieces cannot change it.
+/// The left edge of the tree: the hashes so far, merged as far as further pieces cannot change the result.
 #[derive(Default)]
 struct Subtrees {
     stack: Vec<ChainingValue>,
@@ -204,8 +249,8 @@ struct Subtrees {
 
 impl Subtrees {
     fn push(&mut self, value: ChainingValue) {
-        // A full binary tree for each one bit of their number. Not sooner than the next piece is here: the last two
-        // that are put together make the root, which is hashed in another way.
+        // After n pieces the stack holds one full binary tree for each one bit of n. Merge only when the next piece
+        // arrives: the last merge makes the root, which is hashed differently.
         while self.stack.len() > self.pieces.count_ones() as usize {
             let (right, left) = (self.stack.pop(), self.stack.pop());
             if let (Some(left), Some(right)) = (left, right) {
@@ -251,24 +296,24 @@ mod tests {
         (file, content)
     }
 
-    fn large(from: &File, bytes: u64) -> Large<'_> {
-        Large {
+    fn large(from: &File, bytes: u64) -> LargeFile<'_> {
+        LargeFile {
             from: from.as_fd(),
             to: None,
             bytes,
-            holes: Holes::Sought,
+            holes: HoleHandling::Skip,
         }
     }
 
     #[test]
     fn pieces_make_the_hash_that_one_pass_makes() {
         const PIECE: usize = PIECE_BYTES as usize;
-        // Every shape of the tree up to nine pieces, and lengths about each of their ends.
+        // Every shape of the tree up to nine pieces, with lengths near the boundaries of pieces.
         for pieces in 1..=9 {
             for extra in [1, 1023, 1024, 1025, PIECE / 2 + 7, PIECE - 1, PIECE] {
                 let bytes = pieces * PIECE + extra;
                 let (file, content) = filled(bytes);
-                for threads in [Threads::One, Threads::Several] {
+                for threads in [HashThreads::One, HashThreads::PerProcessor] {
                     let found = large(&file, bytes as u64).hash(threads, &mut |_| {});
                     assert_eq!(found.unwrap(), ContentHash::of(&content), "{bytes}");
                 }
@@ -302,12 +347,12 @@ mod tests {
         from.write_all_at(b"middle", LENGTH / 2 - 3).unwrap();
         from.write_all_at(b"ends", LENGTH - 4).unwrap();
         let to = tempfile::tempfile().unwrap();
-        let job = Large {
+        let job = LargeFile {
             to: Some(to.as_fd()),
             ..large(&from, LENGTH)
         };
         let mut told = Vec::new();
-        let found = job.hash(Threads::Several, &mut |bytes| told.push(bytes));
+        let found = job.hash(HashThreads::PerProcessor, &mut |bytes| told.push(bytes));
         let mut content = vec![0; LENGTH as usize];
         from.read_exact_at(&mut content, 0).unwrap();
         assert_eq!(found.unwrap(), ContentHash::of(&content));
@@ -322,7 +367,7 @@ mod tests {
     fn a_file_that_is_shorter_than_told_is_an_error() {
         let (file, _) = filled(9 << 20);
         for bytes in [(9 << 20) + 1, 64 << 20] {
-            for threads in [Threads::One, Threads::Several] {
+            for threads in [HashThreads::One, HashThreads::PerProcessor] {
                 let found = large(&file, bytes).hash(threads, &mut |_| {});
                 assert_eq!(found.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
             }

@@ -1,4 +1,4 @@
-//! Which store this is: `store.json`.
+//! The identity of a store: the file `store.json`.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -7,7 +7,8 @@ use std::path::Path;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::{ArtifactError, files, random_hex};
+use super::{ArtifactError, files};
+use crate::types::random_hex::random_hex;
 
 pub(super) const VERSION: u32 = 1;
 pub(super) const IDENTITY: &str = "store.json";
@@ -19,8 +20,9 @@ struct Identity {
     id: String,
 }
 
-/// Reads who the store is, or makes it somebody. Of several who do so at the same time one wins, and all read the same.
-pub(super) fn find(
+/// Reads the identity of the store, or creates one. If several processes create it at the same time, one wins and all
+/// read the same identity.
+pub(super) fn read_or_create(
     path: &Path,
     dir: BorrowedFd<'_>,
     staging: BorrowedFd<'_>,
@@ -57,7 +59,8 @@ fn read_identity(dir: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(text))
 }
 
-/// Durable before it has its name, and the name before anything refers to the store.
+/// Writes a new identity. The file is durable before it gets its name, and the name is durable before anything refers
+/// to the store.
 fn make_identity(dir: BorrowedFd<'_>, staging: BorrowedFd<'_>) -> io::Result<()> {
     let identity = Identity {
         version: VERSION,

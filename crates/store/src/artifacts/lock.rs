@@ -1,4 +1,4 @@
-//! Who may do what in the store: many put objects in, or one collects garbage.
+//! The lock of a store: many processes may add objects at the same time, or one may collect garbage.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -7,60 +7,63 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::cache::Objects;
+use super::page_cache::ObjectDirectory;
 use super::{ArtifactError, Artifacts};
 
 const LOCK: &str = "lock";
-/// How long one who puts objects in waits for the garbage collector.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// How long a process that adds objects waits for the garbage collector.
+const SHARED_LOCK_WAIT: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// While it exists no object is collected. Goes with the process, however that ends.
+/// While this value exists, no object is collected. The kernel releases the lock when the process ends, however it
+/// ends.
 ///
-/// It is held until nobody needs to read the objects any more, so that when it goes what was made durable leaves memory.
+/// The holder keeps the lock until nobody has to read the new objects again, so dropping it also drops their pages
+/// from the page cache.
 #[derive(Debug)]
-pub struct Hold {
+pub struct SharedLock {
     store: String,
-    objects: Arc<Objects>,
+    objects: Arc<ObjectDirectory>,
     _lock: OwnedFd,
 }
 
-impl Drop for Hold {
+impl Drop for SharedLock {
     fn drop(&mut self) {
-        self.objects.leave_memory();
+        self.objects.drop_page_cache();
     }
 }
 
-/// While it exists nobody puts anything in.
+/// While this value exists, nobody adds objects.
 #[derive(Debug)]
-pub struct Alone {
+pub struct ExclusiveLock {
     store: String,
     _lock: OwnedFd,
 }
 
 impl Artifacts {
-    /// To be held from before the first object is put in until the transaction that refers to it is committed.
-    pub fn hold(&self) -> Result<Hold, ArtifactError> {
-        Ok(Hold {
-            _lock: self.lock(FlockOperation::NonBlockingLockShared, PATIENCE)?,
+    /// Locks the store for adding objects. Hold the lock from before the first object is added until the transaction
+    /// that refers to the objects is committed.
+    pub fn lock_shared(&self) -> Result<SharedLock, ArtifactError> {
+        Ok(SharedLock {
+            _lock: self.lock(FlockOperation::NonBlockingLockShared, SHARED_LOCK_WAIT)?,
             store: self.id.clone(),
             objects: Arc::clone(&self.objects),
         })
     }
 
-    /// For the garbage collector; says after `patience` which processes are in the way.
-    pub fn hold_alone(&self, patience: Duration) -> Result<Alone, ArtifactError> {
-        Ok(Alone {
-            _lock: self.lock(FlockOperation::NonBlockingLockExclusive, patience)?,
+    /// Locks the store for the garbage collector. After `wait` the error names the processes that hold the lock.
+    pub fn lock_exclusive(&self, wait: Duration) -> Result<ExclusiveLock, ArtifactError> {
+        Ok(ExclusiveLock {
+            _lock: self.lock(FlockOperation::NonBlockingLockExclusive, wait)?,
             store: self.id.clone(),
         })
     }
 
-    pub(super) fn check_hold(&self, hold: &Hold) -> Result<(), ArtifactError> {
+    pub(super) fn check_shared(&self, hold: &SharedLock) -> Result<(), ArtifactError> {
         self.check_store(&hold.store)
     }
 
-    pub(super) fn check_alone(&self, alone: &Alone) -> Result<(), ArtifactError> {
+    pub(super) fn check_exclusive(&self, alone: &ExclusiveLock) -> Result<(), ArtifactError> {
         self.check_store(&alone.store)
     }
 
@@ -73,8 +76,8 @@ impl Artifacts {
         }
     }
 
-    /// Asks again and again instead of waiting in the kernel, so that the wait has a bound.
-    fn lock(&self, how: FlockOperation, patience: Duration) -> Result<OwnedFd, ArtifactError> {
+    /// Polls instead of blocking in the kernel, so that the wait has a limit.
+    fn lock(&self, how: FlockOperation, wait: Duration) -> Result<OwnedFd, ArtifactError> {
         let failed = |e: Errno| ArtifactError::Lock {
             path: self.path.join(LOCK),
             source: e.into(),
@@ -87,7 +90,7 @@ impl Artifacts {
             match rustix::fs::flock(&file, how) {
                 Ok(()) => return Ok(file),
                 Err(Errno::INTR) => {}
-                Err(Errno::WOULDBLOCK) if began.elapsed() < patience => std::thread::sleep(PAUSE),
+                Err(Errno::WOULDBLOCK) if began.elapsed() < wait => std::thread::sleep(PAUSE),
                 Err(Errno::WOULDBLOCK) => {
                     return Err(ArtifactError::Busy {
                         path: self.path.clone(),
@@ -100,8 +103,8 @@ impl Artifacts {
     }
 }
 
-/// The processes that the kernel lists as holding a lock on this file. Only for the message: those in other pid
-/// namespaces are missing.
+/// The processes that hold a lock on this file, according to the kernel. Used only in the message: processes in other
+/// pid namespaces are missing.
 fn holders(file: &OwnedFd) -> Vec<u32> {
     let Ok(stat) = rustix::fs::fstat(file.as_fd()) else {
         return Vec::new();
@@ -113,7 +116,7 @@ fn holders(file: &OwnedFd) -> Vec<u32> {
     let place = format!("{major:02x}:{minor:02x}:{}", stat.st_ino);
     let text = std::fs::read_to_string("/proc/locks").unwrap_or_default();
     let pid = |line: &str| -> Option<u32> {
-        // "1: FLOCK  ADVISORY  WRITE 4711 fe:00:1234 0 EOF"; one who waits has "->" before FLOCK.
+        // A line reads "1: FLOCK  ADVISORY  WRITE 4711 fe:00:1234 0 EOF". A waiting process has "->" before FLOCK.
         let words: Vec<&str> = line.split_whitespace().collect();
         let is_holder = words.get(1) == Some(&"FLOCK") && words.get(5) == Some(&place.as_str());
         is_holder.then(|| words.get(4)?.parse().ok()).flatten()

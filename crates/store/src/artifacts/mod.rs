@@ -1,23 +1,33 @@
-//! The content-addressed store of outputs and logs.
+//! The artifact store: outputs and logs as objects, named by the hash of their content.
 //!
-//! An object is a file at `objects/ab/cdef…`, named by the blake3 of its content, ours, without write permission and
-//! without extended attributes. It gets its name only when it is whole, by a link from a descriptor: no name that a
-//! program chose is used for anything but opening the file once, and there is no instant at which a crash leaves half
-//! an object, or an output that is neither in the workspace nor in the store.
+//! An object is a file at `objects/ab/cdef…`, named by the blake3 hash of its content. It belongs to us and has no
+//! write permission and no extended attributes. An object gets its name only when it is complete, by a link from a
+//! descriptor. A name that a program chose is used only once, to open the file. A crash at any moment leaves no
+//! incomplete object, and no output that is neither in the workspace nor in the store.
 //!
-//! Its mode says whether it is durable. 0400: in place, but a power cut may yet tear it, so whoever finds it and did
-//! not put it there reads it before believing it. 0444: it was synced, its directory too.
+//! The mode of an object says whether it is durable. 0400: the object is in place, but a power cut may still damage
+//! it, so whoever finds it and did not place it reads it before relying on it. 0444: the object and its directory
+//! were synced.
 //!
-//! `lock` keeps the garbage collector apart from whoever puts objects in: those hold it together from the first object
-//! until the transaction that refers to it is committed, the collector holds it alone.
+//! The file `lock` separates the garbage collector from processes that add objects. Those hold a shared lock from the
+//! first object until the transaction that refers to it is committed; the collector holds an exclusive lock.
+//!
+//! In reading order:
+//!
+//! - this file: the store, placing objects, making them durable
+//! - `lock`, `identity`, `users`: who may do what, which store this is, which databases refer to it
+//! - `transfer`: moving outputs from a workspace into the store
+//! - `files`, `hashing`, `page_cache`, `file_system`: operations on single files and on the file system
+//! - `export`: writing outputs into a directory of the user
+//! - `sweep`: verifying, counting and removing objects
 
-mod cache;
 mod export;
 mod file_system;
 pub mod files;
 pub mod hashing;
 mod identity;
 mod lock;
+mod page_cache;
 mod sweep;
 #[cfg(test)]
 mod tests;
@@ -36,24 +46,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use cache::Objects;
+use page_cache::ObjectDirectory;
 
 use crate::types::manifest::{ContentHash, OutputPath};
+use crate::types::random_hex::random_hex;
 
-pub use export::{Content, ExportError, Exported, Overwrite, export};
+pub use export::{ExportContent, ExportError, ExportedFile, Overwrite, export};
 pub use file_system::refuse_network_fs;
-pub use lock::{Alone, Hold};
-pub use sweep::{Swept, Used, Verdict};
-pub use transfer::{Source, Taken, Transfer, Trust};
-pub use users::User;
+pub use lock::{ExclusiveLock, SharedLock};
+pub use sweep::{ObjectCondition, StoreUsage, SweepTotals};
+pub use transfer::{ContentCheck, TransferMethod, TransferMode, TransferSource};
+pub use users::StoreUser;
 
-/// Placed, not known to be durable.
+/// In place, not known to be durable.
 const PLACED: Mode = Mode::RUSR;
 /// Durable.
 const DURABLE: Mode = Mode::RUSR.union(Mode::RGRP).union(Mode::ROTH);
-/// Up to so many objects are synced one by one, which leaves what other programs write alone; more by one syncfs.
-const FEW: usize = 16;
-/// So many are remembered until they are made durable; then that is done at once. Bounds the memory.
+/// Up to this many objects are synced one by one, which does not force out the data of other programs. More are
+/// synced by one syncfs.
+const SYNC_EACH_MAX: usize = 16;
+/// When this many objects wait to be made durable, they are made durable at once. Limits memory.
 const UNSYNCED_MAX: usize = 65_536;
 
 #[derive(Debug, thiserror::Error)]
@@ -69,7 +81,7 @@ pub enum ArtifactError {
     #[error(
         "the artifact store {path:?} belongs to another user or can be written by others; chmod 700 it, or choose another"
     )]
-    NotOurs { path: PathBuf },
+    NotPrivate { path: PathBuf },
     #[error("read the identity of the artifact store, {path:?}")]
     Identity { path: PathBuf, source: io::Error },
     #[error(
@@ -120,12 +132,12 @@ pub enum ArtifactError {
 
 /// How objects were made durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Durable {
-    /// There was nothing that was not durable already.
+pub enum SyncMethod {
+    /// All objects were durable already.
     Already,
-    /// One by one.
+    /// Synced one by one.
     Each { objects: usize },
-    /// By one sync of the whole file system.
+    /// Synced together with the whole file system.
     FileSystem { objects: usize },
 }
 
@@ -135,27 +147,27 @@ pub struct Artifacts {
     path: PathBuf,
     id: String,
     dir: OwnedFd,
-    objects: Arc<Objects>,
+    objects: Arc<ObjectDirectory>,
     staging: OwnedFd,
-    /// Which of the 256 fan-out directories are known to be there; none is ever removed.
+    /// Which of the 256 fan-out directories are known to exist. None is ever removed.
     fans: [AtomicBool; 256],
-    /// Put in place by us, or found in place and read, and not synced since.
+    /// Objects that we placed, or found and read, and that are not synced since.
     unsynced: Mutex<HashSet<ContentHash>>,
 }
 
-/// What stands at an object's name.
+/// What exists at an object's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Found {
+enum ExistingObject {
     Nothing,
     Durable,
-    /// Whole, but a power cut may still tear it.
+    /// Complete, but a power cut may still damage it.
     Whole,
-    /// Torn, or no object at all.
+    /// Damaged, or not a regular file of ours.
     Bad,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Placed {
+enum Placement {
     New,
     WasThere,
 }
@@ -163,7 +175,7 @@ enum Placed {
 #[derive(Debug)]
 enum PlaceFault {
     Errno(Errno),
-    /// What should have replaced a bad object is no better.
+    /// The file that should replace a bad object is damaged as well.
     Damaged,
 }
 
@@ -174,7 +186,7 @@ impl From<Errno> for PlaceFault {
 }
 
 impl Artifacts {
-    /// Opens the store, and makes it if there is none. Any number of processes may do so at the same time.
+    /// Opens the store, and creates it if necessary. Any number of processes may do so at the same time.
     pub fn open(path: &Path) -> Result<Artifacts, ArtifactError> {
         refuse_network_fs(path)?;
         let failed = |source: io::Error| ArtifactError::Make {
@@ -183,7 +195,7 @@ impl Artifacts {
         };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let open = || rustix::fs::open(path, flags, Mode::empty());
-        // It is made once and opened in every run.
+        // Try to open first: the store is created once and opened in every run.
         let dir = match open() {
             Err(Errno::NOENT) => {
                 let mut builder = std::fs::DirBuilder::new();
@@ -195,7 +207,7 @@ impl Artifacts {
         };
         let dir = dir.map_err(|e| failed(e.into()))?;
         if !is_private(dir.as_fd()).map_err(|e| failed(e.into()))? {
-            return Err(ArtifactError::NotOurs {
+            return Err(ArtifactError::NotPrivate {
                 path: path.to_path_buf(),
             });
         }
@@ -203,24 +215,24 @@ impl Artifacts {
             let made = open_or_make(dir.as_fd(), name).map_err(|e| failed(e.into()))?;
             match is_private(made.as_fd()).map_err(|e| failed(e.into()))? {
                 true => Ok(made),
-                false => Err(ArtifactError::NotOurs {
+                false => Err(ArtifactError::NotPrivate {
                     path: path.join(name),
                 }),
             }
         };
         let (objects, staging) = (below("objects")?, below("staging")?);
         Ok(Artifacts {
-            id: identity::find(path, dir.as_fd(), staging.as_fd())?,
+            id: identity::read_or_create(path, dir.as_fd(), staging.as_fd())?,
             path: path.to_path_buf(),
             dir,
-            objects: Arc::new(Objects::new(objects)),
+            objects: Arc::new(ObjectDirectory::new(objects)),
             staging,
             fans: [const { AtomicBool::new(false) }; 256],
             unsynced: Mutex::default(),
         })
     }
 
-    /// Made once, random, of 32 hex digits: what the database calls this store by, wherever it is mounted.
+    /// A random id of 32 hex digits. The database refers to the store by it, wherever the store is mounted.
     pub fn id(&self) -> &str {
         &self.id
     }
@@ -229,37 +241,37 @@ impl Artifacts {
         &self.path
     }
 
-    /// Puts in what we made ourselves, such as logs.
-    pub fn put(&self, hold: &Hold, bytes: &[u8]) -> Result<ContentHash, ArtifactError> {
-        self.check_hold(hold)?;
+    /// Adds content that Fumehood itself made, such as logs.
+    pub fn put(&self, hold: &SharedLock, bytes: &[u8]) -> Result<ContentHash, ArtifactError> {
+        self.check_shared(hold)?;
         let hash = ContentHash::of(bytes);
         let length = bytes.len() as u64;
         let failed = |source| ArtifactError::Place { hash, source };
-        if !self.has(&hash, length)? {
+        if !self.has_object(&hash, length)? {
             let draft = self.draft().map_err(failed)?;
             files::write_all_at(draft.as_fd(), bytes, 0).map_err(|e| failed(e.into()))?;
             self.place_draft(draft, &hash, length)?;
-            self.note(hash)?;
+            self.note_unsynced(hash)?;
         }
         Ok(hash)
     }
 
-    /// Brings an object over from another store, such as one of the pending ones, which keeps it until it is removed
-    /// as a whole: before this store is durable there must not be only one of them.
-    pub fn adopt(
+    /// Copies or links an object from another store, such as that of a pending attempt. The other store keeps the
+    /// object until the whole store is removed, because this store is not durable yet.
+    pub fn import_object(
         &self,
-        hold: &Hold,
+        hold: &SharedLock,
         other: &Artifacts,
         hash: &ContentHash,
         bytes: u64,
-    ) -> Result<Taken, ArtifactError> {
-        self.check_hold(hold)?;
-        if self.has(hash, bytes)? {
-            return Ok(Taken::Present);
+    ) -> Result<TransferMethod, ArtifactError> {
+        self.check_shared(hold)?;
+        if self.has_object(hash, bytes)? {
+            return Ok(TransferMethod::Present);
         }
         let file = other.open_object(hash)?;
-        // A store may be recovered after a power cut: its objects are believed only when they were read.
-        match files::is_content(file.as_fd(), hash, bytes) {
+        // The other store may have survived a power cut, so check its objects before relying on them.
+        match hashing::is_content(file.as_fd(), hash, bytes) {
             Ok(true) => {}
             Ok(false) => return Err(ArtifactError::Damaged { hash: *hash }),
             Err(source) => {
@@ -270,20 +282,20 @@ impl Artifacts {
                 });
             }
         }
-        self.bring(file.as_fd(), hash, bytes, Transfer::Move)
+        self.place_file(file.as_fd(), hash, bytes, TransferMode::Move)
     }
 
-    /// Makes everything durable that was taken, put, adopted or found here since the last time.
-    pub fn make_durable(&self) -> Result<Durable, ArtifactError> {
+    /// Makes all objects durable that were added or found here since the last call.
+    pub fn make_durable(&self) -> Result<SyncMethod, ArtifactError> {
         let unsynced = std::mem::take(&mut *self.unsynced());
         let done = match unsynced.len() {
-            0 => Ok(Durable::Already),
-            objects @ ..=FEW => self
+            0 => Ok(SyncMethod::Already),
+            objects @ ..=SYNC_EACH_MAX => self
                 .sync_each(&unsynced)
-                .map(|()| Durable::Each { objects }),
+                .map(|()| SyncMethod::Each { objects }),
             objects => self
                 .sync_all(&unsynced)
-                .map(|()| Durable::FileSystem { objects }),
+                .map(|()| SyncMethod::FileSystem { objects }),
         };
         match done {
             Ok(durable) => {
@@ -300,7 +312,7 @@ impl Artifacts {
         }
     }
 
-    /// fsync and not fdatasync: that the file is ours and that nobody may write to it must be durable, too.
+    /// Uses fsync, not fdatasync, because owner and mode must be durable as well.
     fn sync_each(&self, hashes: &HashSet<ContentHash>) -> rustix::io::Result<()> {
         let mut synced = Vec::with_capacity(hashes.len());
         for hash in hashes {
@@ -312,13 +324,13 @@ impl Artifacts {
         for fan in fans {
             rustix::fs::fsync(files::open_dir(self.objects.as_fd(), &fan)?)?;
         }
-        // The fan-out directory may be new, by us or by somebody who has not synced it yet.
+        // The fan-out directory may be new, created by us or by a process that has not synced it yet.
         rustix::fs::fsync(&self.objects)?;
         let mark = |file: &File| rustix::fs::fchmod(file, DURABLE);
         synced.iter().try_for_each(mark)
     }
 
-    /// The kernel reports here what failed to be written since the descriptor was opened, with the store.
+    /// syncfs reports write errors since the descriptor was opened, which was when the store was opened.
     fn sync_all(&self, hashes: &HashSet<ContentHash>) -> rustix::io::Result<()> {
         rustix::fs::syncfs(&self.objects)?;
         let mark = |hash: &ContentHash| {
@@ -327,7 +339,7 @@ impl Artifacts {
         hashes.iter().try_for_each(mark)
     }
 
-    /// For reading. It stays readable through the descriptor whatever the garbage collector does.
+    /// Opens an object for reading. The descriptor stays readable even if the garbage collector removes the object.
     pub fn open_object(&self, hash: &ContentHash) -> Result<File, ArtifactError> {
         let opened = files::open_object(self.objects.as_fd(), &object_name(hash));
         opened.map_err(|e| ArtifactError::Object {
@@ -337,101 +349,106 @@ impl Artifacts {
         })
     }
 
-    /// Where an object is, to be shown, or linked to by what never writes to it.
+    /// The path of an object, for display or for links by programs that never write to it.
     pub fn object_path(&self, hash: &ContentHash) -> PathBuf {
         self.path.join("objects").join(object_name(hash))
     }
 
-    /// Whether there is an object of this name and length. Says nothing about its content: see [`Artifacts::verify`].
+    /// Whether there is an object with this name and length. Does not check the content: see [`Artifacts::verify`].
     pub fn contains(&self, hash: &ContentHash, bytes: u64) -> bool {
         let file = files::open_object(self.objects.as_fd(), &object_name(hash));
         file.and_then(rustix::fs::fstat)
             .is_ok_and(|stat| u64::try_from(stat.st_size) == Ok(bytes))
     }
 
-    /// Whether an object is there and sound: one that is not durable is read. If its maker, who may be at it right now,
-    /// has not made it durable, our next [`Artifacts::make_durable`] does.
-    pub fn has(&self, hash: &ContentHash, bytes: u64) -> Result<bool, ArtifactError> {
-        let found = self.find(hash, bytes).map_err(|e| ArtifactError::Object {
-            path: self.path.clone(),
-            hash: *hash,
-            source: e.into(),
-        })?;
+    /// Whether an intact object exists. Reads it if it is not durable. If the process that placed it has not made it
+    /// durable yet, our next [`Artifacts::make_durable`] does.
+    pub fn has_object(&self, hash: &ContentHash, bytes: u64) -> Result<bool, ArtifactError> {
+        let found = self
+            .find_existing(hash, bytes)
+            .map_err(|e| ArtifactError::Object {
+                path: self.path.clone(),
+                hash: *hash,
+                source: e.into(),
+            })?;
         match found {
-            Found::Nothing | Found::Bad => Ok(false),
-            Found::Durable => Ok(true),
-            Found::Whole => self.note(*hash).map(|()| true),
+            ExistingObject::Nothing | ExistingObject::Bad => Ok(false),
+            ExistingObject::Durable => Ok(true),
+            ExistingObject::Whole => self.note_unsynced(*hash).map(|()| true),
         }
     }
 
-    /// What stands at an object's name. What is durable was checked by whoever marked it so; what is not is read.
-    fn find(&self, hash: &ContentHash, bytes: u64) -> rustix::io::Result<Found> {
+    /// Examines an object's name. A durable object was checked by the process that marked it; any other object is
+    /// read.
+    fn find_existing(&self, hash: &ContentHash, bytes: u64) -> rustix::io::Result<ExistingObject> {
         let name = object_name(hash);
         let stat = match rustix::fs::statat(&self.objects, &name, AtFlags::SYMLINK_NOFOLLOW) {
-            Err(Errno::NOENT) => return Ok(Found::Nothing),
+            Err(Errno::NOENT) => return Ok(ExistingObject::Nothing),
             stat => stat?,
         };
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
             || u64::try_from(stat.st_size) != Ok(bytes)
             || stat.st_uid != rustix::process::geteuid().as_raw()
         {
-            return Ok(Found::Bad);
+            return Ok(ExistingObject::Bad);
         }
         if Mode::from_raw_mode(stat.st_mode) == DURABLE {
-            return Ok(Found::Durable);
+            return Ok(ExistingObject::Durable);
         }
         if self.unsynced().contains(hash) {
-            return Ok(Found::Whole);
+            return Ok(ExistingObject::Whole);
         }
         let same = files::open_object(self.objects.as_fd(), &name)
-            .and_then(|file| files::is_content(file.as_fd(), hash, bytes).map_err(errno_of));
+            .and_then(|file| hashing::is_content(file.as_fd(), hash, bytes).map_err(errno_of));
         match same {
-            Ok(true) => Ok(Found::Whole),
-            // Without its mode it cannot be read, and it is none of ours.
-            Ok(false) | Err(Errno::ACCESS) => Ok(Found::Bad),
+            Ok(true) => Ok(ExistingObject::Whole),
+            // An object that its owner cannot read has a wrong mode, so we did not place it.
+            Ok(false) | Err(Errno::ACCESS) => Ok(ExistingObject::Bad),
             Err(e) => Err(e),
         }
     }
 
-    /// Gives a whole file, ours and closed to changes, its object name.
+    /// Gives a complete file its object name. The file is ours and read-only.
     fn place(
         &self,
         file: BorrowedFd<'_>,
         hash: &ContentHash,
         bytes: u64,
-    ) -> Result<Placed, PlaceFault> {
-        // Another may put the same object in at the same time, and the collector may not: so few turns are enough.
+    ) -> Result<Placement, PlaceFault> {
+        // Other processes may place the same object at the same time, but the garbage collector is locked out, so a
+        // few turns are enough.
         const TURNS: u32 = 8;
         let name = object_name(hash);
-        self.make_fan(hash)?;
+        self.make_fan_out_dir(hash)?;
         for _ in 0..TURNS {
             match files::link(file, self.objects.as_fd(), &name) {
-                Ok(()) => return Ok(Placed::New),
+                Ok(()) => return Ok(Placement::New),
                 Err(Errno::EXIST) => {}
                 Err(e) => return Err(e.into()),
             }
-            match self.find(hash, bytes)? {
-                Found::Durable | Found::Whole => return Ok(Placed::WasThere),
-                Found::Nothing => continue,
-                Found::Bad => {}
+            match self.find_existing(hash, bytes)? {
+                ExistingObject::Durable | ExistingObject::Whole => return Ok(Placement::WasThere),
+                ExistingObject::Nothing => continue,
+                ExistingObject::Bad => {}
             }
-            // A power cut that tore the object may have torn this file as well: they may even be the same.
-            match files::is_content(file, hash, bytes).map_err(errno_of)? {
+            // The power cut that damaged the object may have damaged this file as well. They may even be the same
+            // file.
+            match hashing::is_content(file, hash, bytes).map_err(errno_of)? {
                 true => self.replace(file, &name)?,
                 false => return Err(PlaceFault::Damaged),
             }
-            return Ok(Placed::New);
+            return Ok(Placement::New);
         }
         Err(Errno::BUSY.into())
     }
 
-    /// In one step: whoever opens the object gets the old one or the new one.
+    /// Replaces an object in one step: whoever opens it gets the old one or the new one.
     fn replace(&self, file: BorrowedFd<'_>, object: &str) -> rustix::io::Result<()> {
         let name = random_hex().map_err(errno_of)?;
         files::link(file, self.staging.as_fd(), &name)?;
         let renamed = rustix::fs::renameat(&self.staging, &name, &self.objects, object);
-        // Still there if the rename failed, or if both names were of the same file.
-        let _gone = rustix::fs::unlinkat(&self.staging, &name, AtFlags::empty());
+        // The name still exists if the rename failed or if both names are of the same file.
+        let _ = rustix::fs::unlinkat(&self.staging, &name, AtFlags::empty());
         renamed
     }
 
@@ -440,7 +457,7 @@ impl Artifacts {
         draft: files::Draft<'_>,
         hash: &ContentHash,
         bytes: u64,
-    ) -> Result<Placed, ArtifactError> {
+    ) -> Result<Placement, ArtifactError> {
         let placed = rustix::fs::fchmod(draft.as_fd(), PLACED)
             .map_err(PlaceFault::from)
             .and_then(|()| self.place(draft.as_fd(), hash, bytes));
@@ -457,7 +474,7 @@ impl Artifacts {
         files::Draft::new(self.staging.as_fd())
     }
 
-    fn make_fan(&self, hash: &ContentHash) -> rustix::io::Result<()> {
+    fn make_fan_out_dir(&self, hash: &ContentHash) -> rustix::io::Result<()> {
         let name = fan_name(hash);
         let index = usize::from_str_radix(&name, 16).expect("a hash is written in hex digits");
         if !self.fans[index].load(Ordering::Relaxed) {
@@ -471,7 +488,7 @@ impl Artifacts {
     }
 
     /// Remembers an object that is to be made durable.
-    fn note(&self, hash: ContentHash) -> Result<(), ArtifactError> {
+    fn note_unsynced(&self, hash: ContentHash) -> Result<(), ArtifactError> {
         let full = {
             let mut unsynced = self.unsynced();
             unsynced.insert(hash);
@@ -483,7 +500,7 @@ impl Artifacts {
         }
     }
 
-    /// The set is whole after every single operation, so a panic elsewhere does not spoil it.
+    /// Each operation leaves the set consistent, so a panic elsewhere does not damage it.
     fn unsynced(&self) -> MutexGuard<'_, HashSet<ContentHash>> {
         self.unsynced.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -500,7 +517,7 @@ fn open_or_make(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> 
     }
 }
 
-/// Ours, and nobody else may write there.
+/// Whether the directory belongs to us and nobody else may write to it.
 fn is_private(dir: BorrowedFd<'_>) -> rustix::io::Result<bool> {
     let stat = rustix::fs::fstat(dir)?;
     Ok(stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o022 == 0)
@@ -510,20 +527,11 @@ fn fan_name(hash: &ContentHash) -> String {
     hash.to_string()[..2].to_owned()
 }
 
-/// Below `objects`.
+/// The object's path below `objects`.
 fn object_name(hash: &ContentHash) -> String {
     let mut name = hash.to_string();
     name.insert(2, '/');
     name
-}
-
-fn random_hex() -> io::Result<String> {
-    let mut noise = [0u8; 16];
-    let got = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty())?;
-    match got == noise.len() {
-        true => Ok(format!("{:032x}", u128::from_ne_bytes(noise))),
-        false => Err(io::ErrorKind::UnexpectedEof.into()),
-    }
 }
 
 fn errno_of(error: io::Error) -> Errno {

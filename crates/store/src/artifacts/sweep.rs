@@ -1,19 +1,21 @@
-//! Looking through the whole store, one entry at a time: what is sound, what it takes, what nobody refers to.
+//! Goes through the whole store: verifies objects, counts them, and removes those that nobody refers to.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::{AtFlags, Dir, FileType, Stat};
 use rustix::io::Errno;
 
-use super::{Alone, ArtifactError, Artifacts, DURABLE, PLACED, files, object_name};
+use super::{
+    ArtifactError, Artifacts, DURABLE, ExclusiveLock, PLACED, files, hashing, object_name,
+};
 use crate::types::manifest::ContentHash;
 
-/// What is known of one object.
+/// The condition of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum ObjectCondition {
     Sound,
     Missing,
-    /// A directory, a link or something else stands at its name.
+    /// Its name belongs to a directory, a link or something else.
     NotAFile,
     WrongLength {
         found: u64,
@@ -21,7 +23,7 @@ pub enum Verdict {
     WrongContent {
         found: ContentHash,
     },
-    /// The content is right, but somebody may write to it, or we may not read it.
+    /// Others may write to it, or we may not read it.
     WrongMode {
         found: u32,
     },
@@ -30,37 +32,40 @@ pub enum Verdict {
     },
 }
 
-impl Verdict {
-    /// Whether it can be read and is what it should be, whatever its owner and mode.
+impl ObjectCondition {
+    /// Whether the object can be read and has the right content, whatever its owner and mode.
     pub fn has_content(&self) -> bool {
-        matches!(self, Verdict::Sound | Verdict::WrongOwner { .. })
+        matches!(
+            self,
+            ObjectCondition::Sound | ObjectCondition::WrongOwner { .. }
+        )
     }
 }
 
-/// What was removed, or with a dry run would have been.
+/// What was removed, or in a dry run would be removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Swept {
+pub struct SweepTotals {
     pub objects: u64,
-    /// As the disk counts them.
+    /// Space on disk.
     pub bytes: u64,
-    /// Names in `staging`, which only a crash leaves.
+    /// Files in `staging`, which only a crash leaves behind.
     pub stale: u64,
-    /// Could not be removed or looked at; the sweep went on.
+    /// Entries that could not be removed or examined. The sweep continued.
     pub failed: u64,
-    /// In the store under names that no object has; left alone.
+    /// Files whose names are not names of objects. They are left alone.
     pub foreign: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Used {
+pub struct StoreUsage {
     pub objects: u64,
-    /// As the disk counts them: less than the lengths where files are sparse.
+    /// Space on disk, which is less than the length for sparse files.
     pub bytes: u64,
 }
 
 impl Artifacts {
-    /// Reads a whole object, and compares it with what it should be.
-    pub fn verify(&self, hash: &ContentHash, bytes: u64) -> Result<Verdict, ArtifactError> {
+    /// Reads a whole object and compares it with its name and length.
+    pub fn verify(&self, hash: &ContentHash, bytes: u64) -> Result<ObjectCondition, ArtifactError> {
         let failed = |source: std::io::Error| ArtifactError::Object {
             path: self.path.clone(),
             hash: *hash,
@@ -68,49 +73,50 @@ impl Artifacts {
         };
         let name = object_name(hash);
         let stat = match rustix::fs::statat(&self.objects, &name, AtFlags::SYMLINK_NOFOLLOW) {
-            Err(Errno::NOENT) => return Ok(Verdict::Missing),
+            Err(Errno::NOENT) => return Ok(ObjectCondition::Missing),
             stat => stat.map_err(|e| failed(e.into()))?,
         };
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Ok(Verdict::NotAFile);
+            return Ok(ObjectCondition::NotAFile);
         }
-        let mode = Verdict::WrongMode {
+        let mode = ObjectCondition::WrongMode {
             found: stat.st_mode & 0o7777,
         };
         let file = match files::open_object(self.objects.as_fd(), &name) {
             Err(Errno::ACCESS) => return Ok(mode),
-            Err(Errno::NOENT) => return Ok(Verdict::Missing),
+            Err(Errno::NOENT) => return Ok(ObjectCondition::Missing),
             file => file.map_err(|e| failed(e.into()))?,
         };
         let found = files::length(file.as_fd()).map_err(failed)?;
         if found != bytes {
-            return Ok(Verdict::WrongLength { found });
+            return Ok(ObjectCondition::WrongLength { found });
         }
-        let found = files::hash_of(file.as_fd(), bytes).map_err(failed)?;
+        let found = hashing::hash_of(file.as_fd(), bytes).map_err(failed)?;
         if found != *hash {
-            // No longer believed: the next output of this content takes its place.
-            let _by_its_owner = rustix::fs::fchmod(&file, PLACED);
-            return Ok(Verdict::WrongContent { found });
+            // Mark the object as not durable, so that the next output with this content replaces it. Fails if another
+            // user owns it.
+            let _ = rustix::fs::fchmod(&file, PLACED);
+            return Ok(ObjectCondition::WrongContent { found });
         }
-        // A power cut may have lost the mark that it is durable, and nothing else.
+        // A power cut may have lost the mode that marks a durable object, so both modes are right.
         let allowed = [DURABLE.as_raw_mode(), PLACED.as_raw_mode()];
         Ok(match stat.st_uid == rustix::process::geteuid().as_raw() {
-            false => Verdict::WrongOwner { found: stat.st_uid },
-            true if allowed.contains(&(stat.st_mode & 0o7777)) => Verdict::Sound,
+            false => ObjectCondition::WrongOwner { found: stat.st_uid },
+            true if allowed.contains(&(stat.st_mode & 0o7777)) => ObjectCondition::Sound,
             true => mode,
         })
     }
 
-    /// Removes the objects that nobody refers to. `referenced` speaks for the database and also for every manifest
-    /// whose attempt is not committed: after a crash its objects may be here already.
+    /// Removes the objects that nobody refers to. `referenced` must answer for the databases and for the manifests of
+    /// attempts that are not committed, since after a crash their objects may already be here.
     pub fn remove_unreferenced(
         &self,
-        alone: &Alone,
+        alone: &ExclusiveLock,
         referenced: &dyn Fn(&ContentHash) -> bool,
         dry_run: bool,
-    ) -> Result<Swept, ArtifactError> {
-        self.check_alone(alone)?;
-        let mut swept = Swept::default();
+    ) -> Result<SweepTotals, ArtifactError> {
+        self.check_exclusive(alone)?;
+        let mut swept = SweepTotals::default();
         let mut foreign = 0;
         let mut failed = 0;
         foreign += self.each_object(&mut |fan, name, hash| {
@@ -122,10 +128,11 @@ impl Artifacts {
                     swept.objects += 1;
                     swept.bytes += freed(&stat);
                 }
-                Err(_left) => failed += 1,
+                Err(_) => failed += 1,
             }
         })?;
-        // Nobody else is at work, so whoever had these is dead, and none of them is the only name of an output.
+        // We hold the exclusive lock, so the processes that created these files are dead. None of the files is the
+        // only name of an output.
         each_entry(self.staging.as_fd(), &mut |name| match remove(
             self.staging.as_fd(),
             name,
@@ -135,18 +142,18 @@ impl Artifacts {
                 swept.stale += 1;
                 swept.bytes += freed(&stat);
             }
-            Err(_left) => failed += 1,
+            Err(_) => failed += 1,
         })
         .map_err(|e| self.list_failed(e))?;
         (swept.failed, swept.foreign) = (failed, foreign);
         Ok(swept)
     }
 
-    /// Counts everything, in memory that does not grow with it.
-    pub fn used(&self) -> Result<Used, ArtifactError> {
-        let mut used = Used::default();
+    /// Counts all objects, with constant memory.
+    pub fn usage(&self) -> Result<StoreUsage, ArtifactError> {
+        let mut used = StoreUsage::default();
         self.each_object(&mut |fan, name, _hash| {
-            // One that went since it was listed takes nothing.
+            // An object that was removed since it was listed takes no space.
             if let Ok(stat) = rustix::fs::statat(fan, name, AtFlags::SYMLINK_NOFOLLOW) {
                 used.objects += 1;
                 used.bytes += allocated(&stat);
@@ -155,7 +162,7 @@ impl Artifacts {
         Ok(used)
     }
 
-    /// Shows every object, and counts what is none.
+    /// Calls `see` for every object. Returns how many other files there are.
     fn each_object(
         &self,
         see: &mut dyn FnMut(BorrowedFd<'_>, &str, &ContentHash),
@@ -171,7 +178,7 @@ impl Artifacts {
                 let name = std::str::from_utf8(name).unwrap_or_default();
                 match ContentHash::parse(&format!("{fan_name}{name}")) {
                     Ok(hash) => see(fan.as_fd(), name, &hash),
-                    Err(_no_object) => foreign += 1,
+                    Err(_) => foreign += 1,
                 }
             });
             listed.map_err(|e| self.list_failed(e))?;
@@ -216,7 +223,7 @@ fn allocated(stat: &Stat) -> u64 {
         .saturating_mul(512)
 }
 
-/// A file with other names takes what it takes until the last one goes.
+/// A file with further names frees no space until the last name is removed.
 fn freed(stat: &Stat) -> u64 {
     match stat.st_nlink {
         0 | 1 => allocated(stat),

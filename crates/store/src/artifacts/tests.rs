@@ -1,6 +1,6 @@
 #![allow(clippy::unwrap_used)]
 
-//! As root the outputs belong to a leased uid, as in a real run; and the whole file is run once more as a plain user.
+//! As root, the outputs belong to a leased uid, as in a real run. The whole file then runs once more as a plain user.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -29,17 +29,17 @@ fn own_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Who the program ran as.
+/// The uid that the program ran with.
 fn program_uid() -> u32 {
     if is_root() { LEASED_UID } else { own_uid() }
 }
 
-/// A store, and the workspace of a program that is dead.
+/// A store, and the workspace of a program that has ended.
 struct Scene {
     _dirs: Vec<TempDir>,
     workspace: PathBuf,
     store: Artifacts,
-    hold: Hold,
+    hold: SharedLock,
 }
 
 impl Scene {
@@ -49,8 +49,8 @@ impl Scene {
         Scene::with(vec![dir], workspace, store)
     }
 
-    /// The workspace on disk, the store in memory.
-    fn across() -> Scene {
+    /// The workspace on disk, the store on tmpfs.
+    fn across_file_systems() -> Scene {
         let dir = tempfile::tempdir().unwrap();
         let memory = tempfile::tempdir_in("/dev/shm").unwrap();
         let (workspace, store) = (dir.path().join("workspace"), memory.path().join("store"));
@@ -61,9 +61,9 @@ impl Scene {
 
     fn with(dirs: Vec<TempDir>, workspace: PathBuf, store: PathBuf) -> Scene {
         std::fs::create_dir(&workspace).unwrap();
-        give(&workspace);
+        give_to_program(&workspace);
         let store = Artifacts::open(&store).unwrap();
-        let hold = store.hold().unwrap();
+        let hold = store.lock_shared().unwrap();
         Scene {
             _dirs: dirs,
             workspace,
@@ -72,12 +72,12 @@ impl Scene {
         }
     }
 
-    /// A file as the program leaves it, and what the collector says of it.
+    /// Creates a file as the program would, and returns its entry in the manifest.
     fn file(&self, name: &[u8], content: &[u8]) -> Output {
         let path = self.workspace.join(OsStr::from_bytes(name));
         make_parents(&self.workspace, &path);
         std::fs::write(&path, content).unwrap();
-        give(&path);
+        give_to_program(&path);
         self.output(name)
     }
 
@@ -91,29 +91,33 @@ impl Scene {
             .join(OsStr::from_bytes(output.path.as_bytes()))
     }
 
-    fn take(&self, output: &Output, transfer: Transfer) -> Result<Taken, ArtifactError> {
-        self.take_with(output, transfer, Trust::Manifest)
+    fn take(
+        &self,
+        output: &Output,
+        transfer: TransferMode,
+    ) -> Result<TransferMethod, ArtifactError> {
+        self.take_with(output, transfer, ContentCheck::TrustManifest)
     }
 
     fn take_with(
         &self,
         output: &Output,
-        transfer: Transfer,
-        trust: Trust,
-    ) -> Result<Taken, ArtifactError> {
+        transfer: TransferMode,
+        check: ContentCheck,
+    ) -> Result<TransferMethod, ArtifactError> {
         let dir = File::open(&self.workspace).unwrap();
-        let source = Source::new(dir.as_fd(), program_uid(), transfer, trust);
-        self.store.take(&self.hold, &source, output)
+        let source = TransferSource::new(dir.as_fd(), program_uid(), transfer, check);
+        self.store.take_output(&self.hold, &source, output)
     }
 
     fn object(&self, output: &Output) -> PathBuf {
         self.store.object_path(&output.blake3)
     }
 
-    /// In place, ours, whole.
+    /// Asserts that the object is in place, ours and complete.
     fn assert_kept(&self, output: &Output) {
         let verdict = self.store.verify(&output.blake3, output.bytes).unwrap();
-        assert_eq!(verdict, Verdict::Sound, "{:?}", output.path);
+        assert_eq!(verdict, ObjectCondition::Sound, "{:?}", output.path);
         let staged = self.store.path.join("staging").read_dir().unwrap();
         assert_eq!(staged.count(), 0, "nothing is left in staging");
     }
@@ -122,11 +126,11 @@ impl Scene {
 fn make_parents(top: &Path, path: &Path) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     for dir in path.ancestors().skip(1).take_while(|p| *p != top) {
-        give(dir);
+        give_to_program(dir);
     }
 }
 
-fn give(path: &Path) {
+fn give_to_program(path: &Path) {
     if is_root() {
         std::os::unix::fs::lchown(path, Some(LEASED_UID), Some(LEASED_UID)).unwrap();
     }
@@ -138,7 +142,7 @@ fn output_of(path: &Path, name: &[u8]) -> Output {
     Output {
         path: OutputPath::new(name.to_vec()).unwrap(),
         bytes: meta.len(),
-        blake3: files::hash_of(file.as_fd(), meta.len()).unwrap(),
+        blake3: hashing::hash_of(file.as_fd(), meta.len()).unwrap(),
         media_type: String::new(),
         modified_ms: meta.mtime() * 1_000 + meta.mtime_nsec() / 1_000_000,
         inode: meta.ino(),
@@ -160,21 +164,27 @@ fn noise<const N: usize>() -> [u8; N] {
 }
 
 fn count_objects(store: &Artifacts) -> u64 {
-    store.used().unwrap().objects
+    store.usage().unwrap().objects
 }
 
 #[test]
 fn a_moved_file_is_the_object_itself() {
     let scene = Scene::new();
     let output = scene.file(b"deep/er/plot \xff\n.png", b"content");
-    assert_eq!(scene.take(&output, Transfer::Move).unwrap(), Taken::Linked);
+    assert_eq!(
+        scene.take(&output, TransferMode::Move).unwrap(),
+        TransferMethod::Linked
+    );
     let meta = scene.object(&output).metadata().unwrap();
     assert_eq!(meta.ino(), output.inode, "no byte was copied");
     assert_eq!(meta.uid(), own_uid());
     assert_eq!(mode(&scene.object(&output)), 0o400, "not durable yet");
     scene.store.make_durable().unwrap();
     assert_eq!(mode(&scene.object(&output)), 0o444);
-    assert_eq!(scene.take(&output, Transfer::Move).unwrap(), Taken::Present);
+    assert_eq!(
+        scene.take(&output, TransferMode::Move).unwrap(),
+        TransferMethod::Present
+    );
     assert_eq!(mode(&scene.object(&output)), 0o444);
     scene.assert_kept(&output);
     let mut text = String::new();
@@ -185,16 +195,19 @@ fn a_moved_file_is_the_object_itself() {
 
 #[test]
 fn a_copy_leaves_the_workspace_as_it_is() {
-    for scene in [Scene::new(), Scene::across()] {
+    for scene in [Scene::new(), Scene::across_file_systems()] {
         let output = scene.file(b"a", b"content");
         set_mode(&scene.path(&output), 0o640);
         let before = scene.path(&output).metadata().unwrap();
-        let taken = scene.take(&output, Transfer::Copy).unwrap();
-        assert!(matches!(taken, Taken::Copied | Taken::Reflinked));
+        let taken = scene.take(&output, TransferMode::Copy).unwrap();
+        assert!(matches!(
+            taken,
+            TransferMethod::Copied | TransferMethod::Reflinked
+        ));
         let after = scene.path(&output).metadata().unwrap();
         let facts = |m: &std::fs::Metadata| (m.ino(), m.uid(), m.mode(), m.nlink(), m.ctime_nsec());
         assert_eq!(facts(&before), facts(&after));
-        // Whoever works in the kept workspace does not change the object.
+        // A user who works in the kept workspace does not change the object.
         std::fs::write(scene.path(&output), "changed").unwrap();
         scene.assert_kept(&output);
     }
@@ -202,9 +215,12 @@ fn a_copy_leaves_the_workspace_as_it_is() {
 
 #[test]
 fn a_move_to_another_file_system_is_a_copy() {
-    let scene = Scene::across();
+    let scene = Scene::across_file_systems();
     let output = scene.file(b"a/b", b"content");
-    assert_eq!(scene.take(&output, Transfer::Move).unwrap(), Taken::Copied);
+    assert_eq!(
+        scene.take(&output, TransferMode::Move).unwrap(),
+        TransferMethod::Copied
+    );
     scene.store.make_durable().unwrap();
     scene.assert_kept(&output);
     assert_eq!(mode(&scene.object(&output)), 0o444);
@@ -212,10 +228,10 @@ fn a_move_to_another_file_system_is_a_copy() {
 
 #[test]
 fn a_copy_whose_content_is_not_what_was_hashed_is_refused() {
-    let scene = Scene::across();
+    let scene = Scene::across_file_systems();
     let mut output = scene.file(b"a", b"content");
     output.blake3 = ContentHash::of(b"CONTENT");
-    let taken = scene.take(&output, Transfer::Move);
+    let taken = scene.take(&output, TransferMode::Move);
     assert!(matches!(taken, Err(ArtifactError::Damaged { .. })));
     assert_eq!(count_objects(&scene.store), 0);
 }
@@ -223,14 +239,14 @@ fn a_copy_whose_content_is_not_what_was_hashed_is_refused() {
 #[test]
 fn sparse_files_stay_sparse() {
     const LENGTH: u64 = 64 << 20;
-    for scene in [Scene::new(), Scene::across()] {
+    for scene in [Scene::new(), Scene::across_file_systems()] {
         let path = scene.workspace.join("sparse");
         let file = File::create(&path).unwrap();
         files::write_all_at(file.as_fd(), b"middle", LENGTH / 2).unwrap();
         file.set_len(LENGTH).unwrap();
-        give(&path);
+        give_to_program(&path);
         let output = scene.output(b"sparse");
-        for transfer in [Transfer::Copy, Transfer::Move] {
+        for transfer in [TransferMode::Copy, TransferMode::Move] {
             scene.take(&output, transfer).unwrap();
             scene.assert_kept(&output);
             let meta = scene.object(&output).metadata().unwrap();
@@ -240,7 +256,7 @@ fn sparse_files_stay_sparse() {
             scene.store.unsynced().clear();
         }
         let to = scene.workspace.join("exported");
-        scene.take(&output, Transfer::Copy).unwrap();
+        scene.take(&output, TransferMode::Copy).unwrap();
         export_all(&scene.store, &[output], &to, Overwrite::Never).unwrap();
         let meta = to.join("sparse").metadata().unwrap();
         assert_eq!(meta.len(), LENGTH);
@@ -250,7 +266,7 @@ fn sparse_files_stay_sparse() {
 
 #[test]
 fn attributes_access_lists_and_set_id_bits_are_gone() {
-    // An access list as the kernel keeps it: version 2, then tag, permissions and id of each entry.
+    // An access control list in the kernel's format: version 2, then tag, permissions and id of each entry.
     let entry = |tag: u16, permissions: u16, id: u32| {
         let mut bytes = tag.to_le_bytes().to_vec();
         bytes.extend(permissions.to_le_bytes());
@@ -282,9 +298,12 @@ fn attributes_access_lists_and_set_id_bits_are_gone() {
     set_mode(&path, 0o6755);
     assert_eq!(mode(&path), 0o6755, "the control");
     assert!(rustix::fs::listxattr_query(&path).unwrap() > 0);
-    // As its owner may have done, which keeps a plain user from removing the user's attributes.
+    // The program may remove write permission, which keeps a plain user from removing `user.` attributes.
     set_mode(&path, 0o6455);
-    assert_eq!(scene.take(&output, Transfer::Move).unwrap(), Taken::Linked);
+    assert_eq!(
+        scene.take(&output, TransferMode::Move).unwrap(),
+        TransferMethod::Linked
+    );
     scene.store.make_durable().unwrap();
     let object = scene.object(&output);
     let mut names = [0u8; 1_000];
@@ -296,8 +315,8 @@ fn attributes_access_lists_and_set_id_bits_are_gone() {
 
 #[test]
 fn a_file_that_its_mode_forbids_to_read_is_taken() {
-    for scene in [Scene::new(), Scene::across()] {
-        for transfer in [Transfer::Copy, Transfer::Move] {
+    for scene in [Scene::new(), Scene::across_file_systems()] {
+        for transfer in [TransferMode::Copy, TransferMode::Move] {
             let content = noise::<32>();
             let output = scene.file(b"closed/too/a", &content);
             set_mode(&scene.path(&output), 0);
@@ -307,7 +326,7 @@ fn a_file_that_its_mode_forbids_to_read_is_taken() {
             assert_eq!(mode(&scene.workspace.join("closed")), 0);
             set_mode(&scene.workspace.join("closed"), 0o700);
             set_mode(&scene.workspace.join("closed/too"), 0o700);
-            if transfer == Transfer::Copy {
+            if transfer == TransferMode::Copy {
                 assert_eq!(mode(&scene.path(&output)), 0);
             }
             scene.assert_kept(&output);
@@ -324,11 +343,20 @@ fn hard_links_and_equal_content_are_kept_once() {
     let two = scene.output(b"two");
     assert_eq!(one.inode, two.inode);
     let equal = scene.file(b"three", b"content");
-    assert_eq!(scene.take(&one, Transfer::Move).unwrap(), Taken::Linked);
-    assert_eq!(scene.take(&two, Transfer::Move).unwrap(), Taken::Present);
-    assert_eq!(scene.take(&equal, Transfer::Move).unwrap(), Taken::Present);
+    assert_eq!(
+        scene.take(&one, TransferMode::Move).unwrap(),
+        TransferMethod::Linked
+    );
+    assert_eq!(
+        scene.take(&two, TransferMode::Move).unwrap(),
+        TransferMethod::Present
+    );
+    assert_eq!(
+        scene.take(&equal, TransferMode::Move).unwrap(),
+        TransferMethod::Present
+    );
     assert_eq!(count_objects(&scene.store), 1);
-    // The names that are left are no way to write to the object: not for the uid that the program had.
+    // The remaining names in the workspace do not let the program's uid write to the object.
     let left = scene.path(&two).metadata().unwrap();
     assert_eq!((left.uid(), left.mode() & 0o7777), (own_uid(), 0o400));
     scene.assert_kept(&one);
@@ -350,7 +378,10 @@ fn a_file_with_more_links_than_the_file_system_allows_is_copied() {
         println!("UNAVAILABLE: this file system allows more than 70,000 links");
         return;
     }
-    assert_eq!(scene.take(&output, Transfer::Move).unwrap(), Taken::Copied);
+    assert_eq!(
+        scene.take(&output, TransferMode::Move).unwrap(),
+        TransferMethod::Copied
+    );
     scene.assert_kept(&output);
 }
 
@@ -397,14 +428,14 @@ fn what_is_not_what_the_manifest_says_is_refused_and_left() {
                 let path = s.workspace.join("a/b");
                 match is_root() {
                     true => std::os::unix::fs::chown(&path, Some(PLAIN_UID), None).unwrap(),
-                    // Only root can give a file away.
+                    // Only root can give a file to another user.
                     false => o.inode += 1,
                 }
             }),
         ),
     ];
     for (what, change) in changes {
-        for transfer in [Transfer::Move, Transfer::Copy] {
+        for transfer in [TransferMode::Move, TransferMode::Copy] {
             let scene = Scene::new();
             let control = scene.file(b"a/control", b"control");
             let mut output = scene.file(b"a/b", b"content");
@@ -430,7 +461,7 @@ fn in_recovery_the_content_is_read_again() {
     let output = scene.file(b"a", b"content");
     let path = scene.path(&output);
     let time = path.metadata().unwrap().modified().unwrap();
-    // A power cut: everything is as it was, but the content is not.
+    // Simulates a power cut: everything is as it was, except for the content.
     std::fs::write(&path, [0; 7]).unwrap();
     File::options()
         .write(true)
@@ -438,13 +469,13 @@ fn in_recovery_the_content_is_read_again() {
         .unwrap()
         .set_modified(time)
         .unwrap();
-    let taken = scene.take_with(&output, Transfer::Move, Trust::Nothing);
+    let taken = scene.take_with(&output, TransferMode::Move, ContentCheck::Rehash);
     assert!(matches!(taken, Err(ArtifactError::Changed { .. })));
     assert_eq!(count_objects(&scene.store), 0);
     std::fs::write(&path, "content").unwrap();
     let output = scene.output(b"a");
-    let taken = scene.take_with(&output, Transfer::Move, Trust::Nothing);
-    assert_eq!(taken.unwrap(), Taken::Linked);
+    let taken = scene.take_with(&output, TransferMode::Move, ContentCheck::Rehash);
+    assert_eq!(taken.unwrap(), TransferMethod::Linked);
 }
 
 #[test]
@@ -455,27 +486,30 @@ fn a_torn_object_is_replaced_and_one_that_is_not_durable_is_read_before_it_is_be
         (b"\0\0\0\0\0\0\0", 0o400),
         (b"CONTENT", 0o600),
     ] {
-        for scene in [Scene::new(), Scene::across()] {
+        for scene in [Scene::new(), Scene::across_file_systems()] {
             let output = scene.file(b"a", b"content");
             let object = scene.object(&output);
             std::fs::create_dir_all(object.parent().unwrap()).unwrap();
             std::fs::write(&object, torn).unwrap();
             set_mode(&object, mode);
-            let taken = scene.take(&output, Transfer::Move).unwrap();
-            assert_ne!(taken, Taken::Present, "{torn:?}");
+            let taken = scene.take(&output, TransferMode::Move).unwrap();
+            assert_ne!(taken, TransferMethod::Present, "{torn:?}");
             scene.assert_kept(&output);
         }
     }
-    // What is whole stays, though its maker never came to mark it.
+    // A complete object stays, although the process that placed it never marked it as durable.
     let scene = Scene::new();
     let output = scene.file(b"a", b"content");
     let object = scene.object(&output);
     std::fs::create_dir_all(object.parent().unwrap()).unwrap();
     std::fs::write(&object, "content").unwrap();
     set_mode(&object, 0o400);
-    assert_eq!(scene.take(&output, Transfer::Move).unwrap(), Taken::Present);
+    assert_eq!(
+        scene.take(&output, TransferMode::Move).unwrap(),
+        TransferMethod::Present
+    );
     let durable = scene.store.make_durable().unwrap();
-    assert_eq!(durable, Durable::Each { objects: 1 });
+    assert_eq!(durable, SyncMethod::Each { objects: 1 });
     assert_eq!(self::mode(&object), 0o444);
 }
 
@@ -483,7 +517,7 @@ fn a_torn_object_is_replaced_and_one_that_is_not_durable_is_read_before_it_is_be
 fn a_torn_object_that_is_the_file_itself_is_no_replacement_for_itself() {
     let scene = Scene::new();
     let output = scene.file(b"a", b"content");
-    scene.take(&output, Transfer::Move).unwrap();
+    scene.take(&output, TransferMode::Move).unwrap();
     scene.store.unsynced().clear();
     let path = scene.path(&output);
     set_mode(&path, 0o600);
@@ -491,14 +525,14 @@ fn a_torn_object_that_is_the_file_itself_is_no_replacement_for_itself() {
     std::fs::write(&path, "CONTENT").unwrap();
     let file = File::options().write(true).open(&path).unwrap();
     file.set_modified(time).unwrap();
-    let taken = scene.take(&output, Transfer::Move);
+    let taken = scene.take(&output, TransferMode::Move);
     assert!(
         matches!(taken, Err(ArtifactError::Damaged { .. })),
         "{taken:?}"
     );
 }
 
-/// Whether its first byte can be had without waiting for a disk.
+/// Whether the first byte can be read without waiting for a disk.
 fn is_in_memory(object: &std::fs::File) -> bool {
     let mut byte = [0];
     let mut buffers = [std::io::IoSliceMut::new(&mut byte)];
@@ -510,7 +544,7 @@ fn is_in_memory(object: &std::fs::File) -> bool {
     }
 }
 
-/// How many of as many objects are still in memory when the hold on them has gone.
+/// How many of `number` objects are still in the page cache after the lock is dropped.
 fn stay_in_memory(number: u32) -> usize {
     const TMPFS_MAGIC: u32 = 0x0102_1994;
     let scene = Scene::new();
@@ -518,7 +552,7 @@ fn stay_in_memory(number: u32) -> usize {
         .map(|n| scene.file(format!("output-{n}").as_bytes(), &vec![n as u8; 10_000]))
         .collect();
     for output in &outputs {
-        scene.take(output, Transfer::Move).unwrap();
+        scene.take(output, TransferMode::Move).unwrap();
     }
     scene.store.make_durable().unwrap();
     let open = |output: &Output| scene.store.open_object(&output.blake3).unwrap();
@@ -527,7 +561,7 @@ fn stay_in_memory(number: u32) -> usize {
     let on_tmpfs = rustix::fs::fstatfs(&objects[0]).unwrap().f_type as u32 == TMPFS_MAGIC;
     drop(scene.hold);
     let stay = objects.iter().filter(|object| is_in_memory(object)).count();
-    // What a file system in memory holds is nowhere else.
+    // tmpfs keeps its content only in memory.
     if on_tmpfs {
         assert_eq!(stay, objects.len());
         return 0;
@@ -537,10 +571,10 @@ fn stay_in_memory(number: u32) -> usize {
 
 #[test]
 fn what_is_durable_leaves_memory_with_the_hold() {
-    // Regression: page cache that a program had written kept its memory cgroup in the kernel after every run.
-    for number in [2, FEW as u32 + 1] {
-        // The kernel keeps a page that it has in its hands at that moment, which it often does on a busy machine: a quarter of
-        // all single pages where three processes did nothing else.
+    // Regression: pages that a program had written kept its memory cgroup in the kernel after every run.
+    for number in [2, SYNC_EACH_MAX as u32 + 1] {
+        // The kernel does not drop a page that it is using at that moment, which is frequent on a busy machine: a
+        // quarter of all single pages while three processes did nothing else.
         let all_went = (0..50).any(|_| stay_in_memory(number) == 0);
         assert!(all_went, "of {number} some stayed, every time");
     }
@@ -549,26 +583,26 @@ fn what_is_durable_leaves_memory_with_the_hold() {
 #[test]
 fn few_are_synced_one_by_one_and_many_at_once() {
     let scene = Scene::new();
-    assert_eq!(scene.store.make_durable().unwrap(), Durable::Already);
-    for objects in [1, FEW, FEW + 1, 300] {
+    assert_eq!(scene.store.make_durable().unwrap(), SyncMethod::Already);
+    for objects in [1, SYNC_EACH_MAX, SYNC_EACH_MAX + 1, 300] {
         let taken: Vec<Output> = (0..objects)
             .map(|n| {
                 let name = format!("{objects}-{n}");
                 let output = scene.file(name.as_bytes(), &noise::<16>());
-                scene.take(&output, Transfer::Move).unwrap();
+                scene.take(&output, TransferMode::Move).unwrap();
                 output
             })
             .collect();
         let expected = match objects {
-            ..=FEW => Durable::Each { objects },
-            _ => Durable::FileSystem { objects },
+            ..=SYNC_EACH_MAX => SyncMethod::Each { objects },
+            _ => SyncMethod::FileSystem { objects },
         };
         assert_eq!(scene.store.make_durable().unwrap(), expected);
         for output in &taken {
             assert_eq!(mode(&scene.object(output)), 0o444);
-            scene.take(output, Transfer::Move).unwrap();
+            scene.take(output, TransferMode::Move).unwrap();
         }
-        assert_eq!(scene.store.make_durable().unwrap(), Durable::Already);
+        assert_eq!(scene.store.make_durable().unwrap(), SyncMethod::Already);
     }
 }
 
@@ -576,14 +610,14 @@ fn few_are_synced_one_by_one_and_many_at_once() {
 fn what_could_not_be_made_durable_is_tried_again() {
     let scene = Scene::new();
     let output = scene.file(b"a", b"content");
-    scene.take(&output, Transfer::Move).unwrap();
+    scene.take(&output, TransferMode::Move).unwrap();
     let aside = scene.store.path.join("aside");
     std::fs::rename(scene.object(&output), &aside).unwrap();
     let synced = scene.store.make_durable();
     assert!(matches!(synced, Err(ArtifactError::Sync { .. })));
     std::fs::rename(&aside, scene.object(&output)).unwrap();
     let synced = scene.store.make_durable().unwrap();
-    assert_eq!(synced, Durable::Each { objects: 1 });
+    assert_eq!(synced, SyncMethod::Each { objects: 1 });
 }
 
 #[test]
@@ -591,7 +625,7 @@ fn a_store_that_vanished_is_told_and_the_outputs_stay() {
     let scene = Scene::new();
     let output = scene.file(b"a", b"content");
     std::fs::remove_dir_all(&scene.store.path).unwrap();
-    let taken = scene.take(&output, Transfer::Move);
+    let taken = scene.take(&output, TransferMode::Move);
     assert!(
         matches!(taken, Err(ArtifactError::Place { .. })),
         "{taken:?}"
@@ -599,7 +633,7 @@ fn a_store_that_vanished_is_told_and_the_outputs_stay() {
     assert_eq!(std::fs::read(scene.path(&output)).unwrap(), b"content");
 }
 
-/// The way round for plain users of older kernels, for a file with a name and for one without.
+/// The fallback for plain users of older kernels, for a file with a name and for one without.
 #[test]
 fn a_file_is_linked_by_its_descriptor_in_proc_too() {
     let scene = Scene::new();
@@ -627,34 +661,40 @@ fn logs_are_put_in_once() {
         assert!(scene.store.contains(&hash, length));
         assert!(!scene.store.contains(&hash, length + 1));
         let verdict = scene.store.verify(&hash, length).unwrap();
-        assert_eq!(verdict, Verdict::Sound);
+        assert_eq!(verdict, ObjectCondition::Sound);
     }
     assert_eq!(count_objects(&scene.store), 2);
 }
 
 #[test]
 fn objects_are_adopted_from_another_store_which_keeps_them() {
-    for scene in [Scene::new(), Scene::across()] {
+    for scene in [Scene::new(), Scene::across_file_systems()] {
         let pending = Artifacts::open(&scene.workspace.join("pending")).unwrap();
-        let theirs = pending.hold().unwrap();
+        let theirs = pending.lock_shared().unwrap();
         let hash = pending.put(&theirs, b"content").unwrap();
-        let adopt = || scene.store.adopt(&scene.hold, &pending, &hash, 7);
-        assert!(matches!(adopt().unwrap(), Taken::Linked | Taken::Copied));
-        assert_eq!(adopt().unwrap(), Taken::Present);
-        assert_eq!(pending.verify(&hash, 7).unwrap(), Verdict::Sound);
+        let adopt = || scene.store.import_object(&scene.hold, &pending, &hash, 7);
+        assert!(matches!(
+            adopt().unwrap(),
+            TransferMethod::Linked | TransferMethod::Copied
+        ));
+        assert_eq!(adopt().unwrap(), TransferMethod::Present);
+        assert_eq!(pending.verify(&hash, 7).unwrap(), ObjectCondition::Sound);
         std::fs::remove_dir_all(pending.path()).unwrap();
-        assert_eq!(scene.store.verify(&hash, 7).unwrap(), Verdict::Sound);
+        assert_eq!(
+            scene.store.verify(&hash, 7).unwrap(),
+            ObjectCondition::Sound
+        );
 
         let pending = Artifacts::open(&scene.workspace.join("pending")).unwrap();
-        let theirs = pending.hold().unwrap();
+        let theirs = pending.lock_shared().unwrap();
         let hash = pending.put(&theirs, b"another").unwrap();
         let path = pending.object_path(&hash);
         set_mode(&path, 0o600);
         std::fs::write(&path, "ANOTHER").unwrap();
-        let adopted = scene.store.adopt(&scene.hold, &pending, &hash, 7);
+        let adopted = scene.store.import_object(&scene.hold, &pending, &hash, 7);
         assert!(matches!(adopted, Err(ArtifactError::Damaged { .. })));
-        // A lock on one store says nothing about another.
-        let adopted = scene.store.adopt(&theirs, &pending, &hash, 7);
+        // A lock on one store does not permit changes of another.
+        let adopted = scene.store.import_object(&theirs, &pending, &hash, 7);
         assert!(matches!(adopted, Err(ArtifactError::OtherStore { .. })));
     }
 }
@@ -665,30 +705,30 @@ fn damage_is_seen() {
     let hash = scene.store.put(&scene.hold, b"content").unwrap();
     let path = scene.store.object_path(&hash);
     let verdict = || scene.store.verify(&hash, 7).unwrap();
-    assert_eq!(verdict(), Verdict::Sound);
+    assert_eq!(verdict(), ObjectCondition::Sound);
     scene.store.make_durable().unwrap();
-    assert_eq!(verdict(), Verdict::Sound);
+    assert_eq!(verdict(), ObjectCondition::Sound);
     set_mode(&path, 0o644);
-    assert_eq!(verdict(), Verdict::WrongMode { found: 0o644 });
+    assert_eq!(verdict(), ObjectCondition::WrongMode { found: 0o644 });
     std::fs::write(&path, "CONTENT").unwrap();
     let found = ContentHash::of(b"CONTENT");
-    assert_eq!(verdict(), Verdict::WrongContent { found });
-    // From then on it is not believed, and the content itself takes its place when it comes again.
+    assert_eq!(verdict(), ObjectCondition::WrongContent { found });
+    // The damaged object is not relied on any more, and the next output with this content replaces it.
     assert_eq!(scene.store.put(&scene.hold, b"content").unwrap(), hash);
     scene.store.make_durable().unwrap();
-    assert_eq!(verdict(), Verdict::Sound);
+    assert_eq!(verdict(), ObjectCondition::Sound);
     set_mode(&path, 0o644);
     if is_root() {
         std::os::unix::fs::chown(&path, Some(LEASED_UID), None).unwrap();
         let found = LEASED_UID;
-        assert_eq!(verdict(), Verdict::WrongOwner { found });
+        assert_eq!(verdict(), ObjectCondition::WrongOwner { found });
     }
     std::fs::write(&path, "con").unwrap();
-    assert_eq!(verdict(), Verdict::WrongLength { found: 3 });
+    assert_eq!(verdict(), ObjectCondition::WrongLength { found: 3 });
     std::fs::remove_file(&path).unwrap();
-    assert_eq!(verdict(), Verdict::Missing);
+    assert_eq!(verdict(), ObjectCondition::Missing);
     symlink("/etc/passwd", &path).unwrap();
-    assert_eq!(verdict(), Verdict::NotAFile);
+    assert_eq!(verdict(), ObjectCondition::NotAFile);
     assert!(scene.store.open_object(&hash).is_err());
 }
 
@@ -721,7 +761,7 @@ fn a_store_that_is_not_ours_or_not_known_is_refused() {
     drop(Artifacts::open(&path).unwrap());
     set_mode(&path, 0o770);
     let opened = Artifacts::open(&path);
-    assert!(matches!(opened, Err(ArtifactError::NotOurs { .. })));
+    assert!(matches!(opened, Err(ArtifactError::NotPrivate { .. })));
     set_mode(&path, 0o700);
     Artifacts::open(&path).unwrap();
     let identity = path.join(IDENTITY);
@@ -752,7 +792,7 @@ fn local_file_systems_pass_and_others_are_named() {
     refuse_network_fs(Path::new("/dev/shm")).unwrap();
     refuse_network_fs(&std::env::temp_dir().join("not/there/yet")).unwrap();
     refuse_network_fs(Path::new("not-there-yet")).unwrap();
-    // One that is mounted on every Linux stands for the rest: the same look, with its number in the table.
+    // /proc, which is mounted on every Linux, shows that `f_type` and the table use the same numbers.
     let proc = rustix::fs::statfs("/proc").unwrap().f_type as u32;
     assert_eq!(proc, 0x9fa0, "the numbers are those of statfs");
     let numbers: HashSet<u32> = NETWORK_FS.iter().map(|(n, _)| *n).collect();
@@ -765,7 +805,7 @@ fn the_collector_waits_for_everyone_and_removes_only_what_nobody_refers_to() {
     let kept = scene.file(b"kept", b"kept");
     let other = scene.file(b"other", &[7; 10_000]);
     for output in [&kept, &other] {
-        scene.take(output, Transfer::Copy).unwrap();
+        scene.take(output, TransferMode::Copy).unwrap();
     }
     let strange = scene.store.path.join("objects/00/strange");
     std::fs::create_dir_all(strange.parent().unwrap()).unwrap();
@@ -773,12 +813,12 @@ fn the_collector_waits_for_everyone_and_removes_only_what_nobody_refers_to() {
     let stale = scene.store.path.join("staging/stale");
     std::fs::write(&stale, "x").unwrap();
 
-    let busy = scene.store.hold_alone(Duration::from_millis(20));
+    let busy = scene.store.lock_exclusive(Duration::from_millis(20));
     let Err(ArtifactError::Busy { pids, .. }) = &busy else {
         panic!("{busy:?}");
     };
     assert_eq!(*pids, [std::process::id()]);
-    let second = scene.store.hold().unwrap();
+    let second = scene.store.lock_shared().unwrap();
     let Scene { store, hold, .. } = &scene;
     store.put(hold, b"while others hold it, too").unwrap();
     let Scene {
@@ -788,10 +828,10 @@ fn the_collector_waits_for_everyone_and_removes_only_what_nobody_refers_to() {
         _dirs,
     } = scene;
     drop(hold);
-    assert!(store.hold_alone(Duration::ZERO).is_err(), "one is left");
+    assert!(store.lock_exclusive(Duration::ZERO).is_err(), "one is left");
     drop(second);
-    // Another test that forks just now has the lock, too, until it executes.
-    let alone = store.hold_alone(Duration::from_secs(30)).unwrap();
+    // Another test that has just forked also holds the lock until it calls execve.
+    let alone = store.lock_exclusive(Duration::from_secs(30)).unwrap();
     let referenced = |hash: &ContentHash| *hash == kept.blake3;
     let would = store
         .remove_unreferenced(&alone, &referenced, true)
@@ -806,7 +846,10 @@ fn the_collector_waits_for_everyone_and_removes_only_what_nobody_refers_to() {
     assert_eq!(swept.foreign, 1);
     assert!(strange.exists() && !stale.exists());
     assert_eq!(count_objects(&store), 1);
-    assert_eq!(store.verify(&kept.blake3, 4).unwrap(), Verdict::Sound);
+    assert_eq!(
+        store.verify(&kept.blake3, 4).unwrap(),
+        ObjectCondition::Sound
+    );
     let again = store.remove_unreferenced(&alone, &referenced, false);
     assert_eq!(again.unwrap().objects, 0);
     let elsewhere = Artifacts::open(&store.path.join("elsewhere")).unwrap();

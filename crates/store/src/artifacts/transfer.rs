@@ -1,17 +1,18 @@
-//! Moving one output from a workspace into the store.
+//! Moves one output from a workspace into the store.
 //!
-//! Who wrote the workspace is hostile, and dead: that was proved before the manifest was made. So no name is read
-//! twice. The file is pinned by a descriptor, compared with the manifest, and everything else goes by the descriptor.
+//! The program that wrote the workspace is hostile, and it is dead: that was proved before the manifest was made. No
+//! name is looked up twice. The file is opened once, compared with the manifest, and everything else is done through
+//! its descriptor.
 //!
-//! A move is a link. The file becomes ours, loses its attributes and its write permission, and gets its object name;
-//! its name in the workspace stays until the workspace is removed. So a crash at any instant leaves every output in
-//! the workspace, whole, and the repeat finds either the object or the file. It needs no permission in the workspace's
-//! directories either, and no name there is trusted.
+//! A move is a link. The file becomes ours, loses its extended attributes and its write permission, and gets its
+//! object name. Its name in the workspace stays until the workspace is removed. So a crash at any moment leaves every
+//! output complete in the workspace, and a repeat finds either the object or the file. A link also needs no
+//! permission in the workspace's directories, and trusts no name there.
 //!
-//! Invariant: a workspace that was moved from is removed, not kept. Until then its remaining names, also those that
-//! the program linked itself, lead to objects. Nobody writes through them: every process that could hold a writable
-//! descriptor or a mapping is dead, the file is ours and read-only so that no later owner of the leased uid could open it
-//! for writing, and removal only takes names away. A kept workspace is for people to work in, so it is copied from.
+//! Invariant: after a move the workspace is removed, not kept. Until then its remaining names, including hard links
+//! that the program made, lead to objects. Nobody writes through them: every process that could hold a writable
+//! descriptor or a mapping is dead, the file is ours and read-only, so a later user of the leased uid cannot open it
+//! for writing, and removal only removes names. People may work in a kept workspace, so its files are copied.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,64 +21,64 @@ use std::sync::OnceLock;
 use rustix::fs::{FileType, Gid, Mode, OFlags, ResolveFlags, Stat, Uid};
 use rustix::io::Errno;
 
-use super::{ArtifactError, Artifacts, Hold, PLACED, PlaceFault, Placed, files};
-use crate::types::crash_points::{self, Step};
+use super::{ArtifactError, Artifacts, PLACED, PlaceFault, Placement, SharedLock, files, hashing};
+use crate::types::crash_points::{self, CrashPoint};
 use crate::types::manifest::{ContentHash, Output, OutputPath};
 
-/// What becomes of the file in the workspace.
+/// What happens to the file in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Transfer {
-    /// It becomes the object where the file system allows; the workspace is to be removed.
+pub enum TransferMode {
+    /// The file becomes the object if the file system allows it. The workspace must be removed afterwards.
     Move,
-    /// It stays as it is, apart from the object; the workspace may be kept.
+    /// The file stays as it is, separate from the object. The workspace may be kept.
     Copy,
 }
 
-/// Whether the manifest's hash is believed.
+/// Whether to rely on the hash in the manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trust {
-    /// It was computed in this start of the machine, after every process was dead: what could change the content since
-    /// would be a fault of ours, which inode, owner, length and time show. Reading all of it again would double the
-    /// cost of every run to find nothing.
-    Manifest,
-    /// It is computed again. For recovery: the manifest is durable, but the file never was synced, and a
-    /// power cut leaves length and times right where content is missing.
-    Nothing,
+pub enum ContentCheck {
+    /// The hash was computed since the last boot, after every process was dead. Only a fault of ours could have
+    /// changed the file since, which inode, owner, length and time would show. Reading every file again would double
+    /// the cost of every run.
+    TrustManifest,
+    /// Compute the hash again. For recovery: the manifest is durable, but the file was never synced, and a power cut
+    /// can lose content while length and times are right.
+    Rehash,
 }
 
-/// Where outputs come from.
+/// The workspace that outputs come from.
 #[derive(Debug)]
-pub struct Source<'a> {
+pub struct TransferSource<'a> {
     workspace: BorrowedFd<'a>,
     owner_uid: u32,
-    transfer: Transfer,
-    trust: Trust,
-    /// Found out for the first file: most runs leave none.
-    in_project: OnceLock<bool>,
+    transfer: TransferMode,
+    check: ContentCheck,
+    /// Determined with the first file, since most runs have no outputs.
+    under_project_quota: OnceLock<bool>,
 }
 
-impl<'a> Source<'a> {
-    /// `owner_uid` is the uid that the program ran as, on the host.
+impl<'a> TransferSource<'a> {
+    /// `owner_uid` is the host uid that the program ran with.
     pub fn new(
         workspace: BorrowedFd<'a>,
         owner_uid: u32,
-        transfer: Transfer,
-        trust: Trust,
-    ) -> Source<'a> {
-        Source {
+        transfer: TransferMode,
+        check: ContentCheck,
+    ) -> TransferSource<'a> {
+        TransferSource {
             workspace,
             owner_uid,
             transfer,
-            trust,
-            in_project: OnceLock::new(),
+            check,
+            under_project_quota: OnceLock::new(),
         }
     }
 }
 
 /// How an output came into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taken {
-    /// The object was there already; nothing was done.
+pub enum TransferMethod {
+    /// The object existed already. Nothing was done.
     Present,
     /// The file itself became the object.
     Linked,
@@ -87,17 +88,17 @@ pub enum Taken {
 }
 
 impl Artifacts {
-    /// Takes one output of the manifest. Repeating it changes nothing.
-    pub fn take(
+    /// Takes one output of the manifest into the store. Repeating the call is safe.
+    pub fn take_output(
         &self,
-        hold: &Hold,
-        source: &Source<'_>,
+        hold: &SharedLock,
+        source: &TransferSource<'_>,
         output: &Output,
-    ) -> Result<Taken, ArtifactError> {
-        self.check_hold(hold)?;
+    ) -> Result<TransferMethod, ArtifactError> {
+        self.check_shared(hold)?;
         let hash = &output.blake3;
-        if self.has(hash, output.bytes)? {
-            return Ok(Taken::Present);
+        if self.has_object(hash, output.bytes)? {
+            return Ok(TransferMethod::Present);
         }
         let file = pin(source.workspace, &output.path).map_err(|e| ArtifactError::Open {
             path: output.path.clone(),
@@ -112,67 +113,67 @@ impl Artifacts {
             source,
         };
         let stat = rustix::fs::fstat(&file).map_err(|e| read(e.into()))?;
-        check(&stat, source.owner_uid, output, source.trust).map_err(changed)?;
-        if source.trust == Trust::Nothing
-            && !files::is_content(file.as_fd(), hash, output.bytes).map_err(read)?
+        compare_with_manifest(&stat, source.owner_uid, output, source.check).map_err(changed)?;
+        if source.check == ContentCheck::Rehash
+            && !hashing::is_content(file.as_fd(), hash, output.bytes).map_err(read)?
         {
             return Err(changed("its content"));
         }
-        let in_project = || is_in_project(source.workspace);
-        let transfer = match *source.in_project.get_or_init(in_project) {
-            // The object would count towards the quota of whoever has the project next.
-            true => Transfer::Copy,
+        let under_project_quota = || is_under_project_quota(source.workspace);
+        let transfer = match *source.under_project_quota.get_or_init(under_project_quota) {
+            // As a link, the object would count towards the quota of whoever gets the project id next.
+            true => TransferMode::Copy,
             false => source.transfer,
         };
-        self.bring(file.as_fd(), hash, output.bytes, transfer)
+        self.place_file(file.as_fd(), hash, output.bytes, transfer)
     }
 
-    /// Makes an object of a pinned file, in the cheapest way that works.
-    pub(super) fn bring(
+    /// Makes an object of an open file, in the cheapest way that works.
+    pub(super) fn place_file(
         &self,
         file: BorrowedFd<'_>,
         hash: &ContentHash,
         bytes: u64,
-        transfer: Transfer,
-    ) -> Result<Taken, ArtifactError> {
+        transfer: TransferMode,
+    ) -> Result<TransferMethod, ArtifactError> {
         let failed = |source: io::Error| ArtifactError::Place {
             hash: *hash,
             source,
         };
         let linked = match transfer {
-            Transfer::Copy => None,
-            Transfer::Move => self.link_in(file, hash, bytes)?,
+            TransferMode::Copy => None,
+            TransferMode::Move => self.link_in(file, hash, bytes)?,
         };
         let (placed, how) = match linked {
-            Some(placed) => (placed, Taken::Linked),
+            Some(placed) => (placed, TransferMethod::Linked),
             None => self.copy_in(file, hash, bytes)?,
         };
-        self.note(*hash)?;
-        if placed == Placed::WasThere {
-            return Ok(Taken::Present);
+        self.note_unsynced(*hash)?;
+        if placed == Placement::WasThere {
+            return Ok(TransferMethod::Present);
         }
-        crash_points::at(Step::ObjectMoved).map_err(failed)?;
+        crash_points::reach(CrashPoint::ObjectMoved).map_err(failed)?;
         Ok(how)
     }
 
-    /// `None` where that cannot be and a copy can.
+    /// Returns `None` if the file cannot be linked, but could be copied.
     fn link_in(
         &self,
         file: BorrowedFd<'_>,
         hash: &ContentHash,
         bytes: u64,
-    ) -> Result<Option<Placed>, ArtifactError> {
-        let placed = make_ours(file)
+    ) -> Result<Option<Placement>, ArtifactError> {
+        let placed = take_ownership(file)
             .map_err(PlaceFault::from)
             .and_then(|()| self.place(file, hash, bytes));
         match placed {
             Ok(placed) => Ok(Some(placed)),
-            // Another file system, or another project's quota.
+            // The store is on another file system or under another project quota.
             Err(PlaceFault::Errno(Errno::XDEV)) => Ok(None),
-            // More names than the file system allows: the program may have made all but one of them.
+            // The file already has as many names as the file system allows. The program may have made them.
             Err(PlaceFault::Errno(Errno::MLINK)) => Ok(None),
-            // The file has something that cannot be taken from it, or the file system has no links. A new file has
-            // nothing that we did not give it.
+            // The file has an attribute that cannot be removed, or the file system has no hard links. A copy has only
+            // what we give it.
             Err(PlaceFault::Errno(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP)) => Ok(None),
             Err(PlaceFault::Damaged) => Err(ArtifactError::Damaged { hash: *hash }),
             Err(PlaceFault::Errno(e)) => Err(ArtifactError::Place {
@@ -187,20 +188,20 @@ impl Artifacts {
         file: BorrowedFd<'_>,
         hash: &ContentHash,
         bytes: u64,
-    ) -> Result<(Placed, Taken), ArtifactError> {
+    ) -> Result<(Placement, TransferMethod), ArtifactError> {
         let failed = |source| ArtifactError::Place {
             hash: *hash,
             source,
         };
         let draft = self.draft().map_err(failed)?;
         let how = match rustix::fs::ioctl_ficlone(draft.as_fd(), file) {
-            Ok(()) => Taken::Reflinked,
-            Err(_not_here) => {
-                let copied = files::read_hashed(file, Some(draft.as_fd()), bytes);
+            Ok(()) => TransferMethod::Reflinked,
+            Err(_) => {
+                let copied = hashing::read_hashed(file, Some(draft.as_fd()), bytes);
                 if copied.map_err(failed)? != *hash {
                     return Err(ArtifactError::Damaged { hash: *hash });
                 }
-                Taken::Copied
+                TransferMethod::Copied
             }
         };
         if files::length(draft.as_fd()).map_err(failed)? != bytes {
@@ -210,24 +211,25 @@ impl Artifacts {
     }
 }
 
-/// Opens the file at a path of the workspace, whatever it is, for reading.
+/// Opens the regular file at a path of the workspace for reading.
 fn pin(workspace: BorrowedFd<'_>, path: &OutputPath) -> rustix::io::Result<OwnedFd> {
     let resolve = ResolveFlags::BENEATH
         | ResolveFlags::NO_SYMLINKS
         | ResolveFlags::NO_MAGICLINKS
         | ResolveFlags::NO_XDEV;
-    // O_PATH: nothing happens to what is opened, be it a FIFO or a device.
+    // O_PATH has no side effects, even on a FIFO or a device.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let open = |dir: BorrowedFd<'_>, path: &[u8]| {
         rustix::fs::openat2(dir, path, flags, Mode::empty(), resolve)
     };
     let held = match open(workspace, path.as_bytes()) {
-        // A directory on the way is closed to us, its owner: step by step each can be opened.
+        // We own the directories, but the mode of one of them denies us access. Open them one by one and change modes
+        // on the way.
         Err(Errno::ACCESS) => {
             let mut held: Option<OwnedFd> = None;
             for part in path.components() {
                 let parent = held.as_ref().map_or(workspace, |h| h.as_fd());
-                held = Some(with_access(parent, || open(parent, part))?);
+                held = Some(with_owner_access(parent, || open(parent, part))?);
             }
             held.ok_or(Errno::NOENT)?
         }
@@ -237,15 +239,16 @@ fn pin(workspace: BorrowedFd<'_>, path: &OutputPath) -> rustix::io::Result<Owned
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(Errno::INVAL);
     }
-    // The very file that was looked at, now that it is known to be one that can be opened.
+    // Open the same file for reading, now that it is known to be a regular file.
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    with_access(held.as_fd(), || {
+    with_owner_access(held.as_fd(), || {
         rustix::fs::open(files::proc_path(held.as_fd()), flags, Mode::empty())
     })
 }
 
-/// Does something that `at` must permit, and if its mode forbids that to us, its owner, changes it for that long.
-fn with_access<T>(
+/// Calls `act`, which needs access to `at`. If the mode of `at` denies access to us, its owner, changes the mode for
+/// the duration of the call.
+fn with_owner_access<T>(
     at: BorrowedFd<'_>,
     act: impl Fn() -> rustix::io::Result<T>,
 ) -> rustix::io::Result<T> {
@@ -261,14 +264,19 @@ fn with_access<T>(
     done
 }
 
-/// Compares a pinned file with what the manifest says of it; says what differs.
-fn check(stat: &Stat, owner_uid: u32, output: &Output, trust: Trust) -> Result<(), &'static str> {
-    // A take that was interrupted has made it ours already. The program had no way to: the manifest lists only what
-    // belonged to the program's uid, and this inode is the one it lists.
+/// Compares an open file with its entry in the manifest. The error says what differs.
+fn compare_with_manifest(
+    stat: &Stat,
+    owner_uid: u32,
+    output: &Output,
+    check: ContentCheck,
+) -> Result<(), &'static str> {
+    // An interrupted move may have made the file ours already. The program could not fake that: the manifest lists
+    // only files that the program's uid owned, and the inode is the listed one.
     let owners = [owner_uid, rustix::process::geteuid().as_raw()];
-    // Where its content is read again, that decides.
-    let read_again = trust == Trust::Nothing;
-    let told = [
+    // If the content is hashed again, inode and time need not match.
+    let read_again = check == ContentCheck::Rehash;
+    let facts = [
         (
             read_again || stat.st_ino == output.inode,
             "which file it is",
@@ -283,45 +291,45 @@ fn check(stat: &Stat, owner_uid: u32, output: &Output, trust: Trust) -> Result<(
             "its time of change",
         ),
     ];
-    match told.iter().find(|(same, _)| !same) {
+    match facts.iter().find(|(same, _)| !same) {
         None => Ok(()),
         Some((_, what)) => Err(what),
     }
 }
 
-/// As the manifest has it. The program may have set a time that no number of milliseconds can tell.
+/// The time in milliseconds, as in the manifest. The program may have set a time that does not fit, so saturate.
 fn modified_ms(stat: &Stat) -> i64 {
     let below = i64::try_from(stat.st_mtime_nsec / 1_000_000).unwrap_or(0);
     stat.st_mtime.saturating_mul(1_000).saturating_add(below)
 }
 
-/// Owner, attributes, mode. Its time of change stays, so that a repeat still knows the file.
-fn make_ours(file: BorrowedFd<'_>) -> rustix::io::Result<()> {
+/// Changes owner, attributes and mode. The modification time stays, so that a repeat recognizes the file.
+fn take_ownership(file: BorrowedFd<'_>) -> rustix::io::Result<()> {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     let stat = rustix::fs::fstat(file)?;
     if (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid)) != (uid, gid) {
         rustix::fs::fchown(file, Some(uid), Some(gid))?;
     }
     remove_attributes(file)?;
-    // Last: set-id bits go, and what an access list had made of the group's bits.
+    // Set the mode last: this removes set-id bits, and group bits that an access list had set.
     rustix::fs::fchmod(file, PLACED)
 }
 
-/// Access lists, capabilities and whatever the program attached.
+/// Removes access lists, capabilities and all other extended attributes that the program may have set.
 fn remove_attributes(file: BorrowedFd<'_>) -> rustix::io::Result<()> {
-    /// The kernel lists no more.
+    /// The kernel's limit for the list of names.
     const LIST_BYTES_MAX: usize = 65_536;
     let length = match rustix::fs::flistxattr_query(file) {
-        // The file system has none.
+        // There are no attributes, or the file system does not support them.
         Ok(0) | Err(Errno::OPNOTSUPP) => return Ok(()),
         length => length?.min(LIST_BYTES_MAX),
     };
-    // Without write permission the kernel removes none of the user's, not even for the owner.
+    // Without write permission the kernel does not let even the owner remove `user.` attributes.
     rustix::fs::fchmod(file, Mode::RUSR | Mode::WUSR)?;
     let mut names = vec![0u8; length];
     let length = rustix::fs::flistxattr(file, &mut names[..])?;
     for name in names[..length].split(|b| *b == 0) {
-        // Labels are the security module's, which keeps its own; where none is in force, a program can have made them up.
+        // A security module protects its own labels. If none is active, the program may have set them.
         let label = [
             &b"security.selinux"[..],
             b"security.SMACK64",
@@ -339,9 +347,9 @@ fn remove_attributes(file: BorrowedFd<'_>) -> rustix::io::Result<()> {
     Ok(())
 }
 
-/// Whether the workspace's files count towards a project's quota, and would go on to do so in the store.
-fn is_in_project(workspace: BorrowedFd<'_>) -> bool {
-    /// FS_PROJINHERIT_FL: a workspace under quota has it on every directory.
+/// Whether the workspace is under a project quota, which linked files would still count towards in the store.
+fn is_under_project_quota(workspace: BorrowedFd<'_>) -> bool {
+    /// FS_PROJINHERIT_FL. Every directory of a workspace under quota has it.
     const PROJECT_INHERIT: u32 = 0x2000_0000;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::openat(workspace, ".", flags, Mode::empty())

@@ -1,7 +1,8 @@
-//! Who refers to objects of the store: `users/`, one small file for each database and home that ever put something in.
+//! The users of a store: `users/` has one small file for each pair of database and home that ever added objects.
 //!
-//! An object that one database does not refer to may be another's, or on the manifest of an attempt that waits in another
-//! home. Whoever puts objects in is noted here first, so that a sweep knows whom it has to ask.
+//! An object that one database does not refer to may be referred to by another database, or by the manifest of a
+//! pending attempt in another home. Whoever adds objects is noted here first, so that the garbage collector knows
+//! whom to ask.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -11,7 +12,7 @@ use rustix::fs::Mode;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::{Alone, ArtifactError, Artifacts, Hold, files};
+use super::{ArtifactError, Artifacts, ExclusiveLock, SharedLock, files};
 use crate::types::escaping::escape_text;
 use crate::types::manifest::ContentHash;
 
@@ -19,28 +20,28 @@ const USERS: &str = "users";
 const USER_BYTES_MAX: u64 = 16 << 10;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct User {
-    /// The database's own id.
+pub struct StoreUser {
+    /// The id of the database.
     pub database_id: String,
-    /// Where it was found, for people.
+    /// The address of the database, for people.
     pub database: String,
     /// The home whose run directories may hold manifests, escaped by [`escape_text`].
     pub home: String,
 }
 
-impl User {
-    pub fn new(database_id: &str, database: &str, home: &Path) -> User {
+impl StoreUser {
+    pub fn new(database_id: &str, database: &str, home: &Path) -> StoreUser {
         let home = std::fs::canonicalize(home).unwrap_or_else(|_| home.to_path_buf());
-        User {
+        StoreUser {
             database_id: database_id.to_owned(),
             database: database.to_owned(),
             home: escape_text(home.as_os_str().as_encoded_bytes()),
         }
     }
 
-    /// Whether both mean the same database, at the same place, and the same home.
-    pub fn is(&self, other: &User) -> bool {
-        // An older copy of the same database has its id, and does not know of what came since.
+    /// Whether both have the same database at the same address, and the same home.
+    pub fn is_same_user(&self, other: &StoreUser) -> bool {
+        // The id alone is not enough: an older copy of a database has the same id, but not the newer attempts.
         self == other
     }
 
@@ -51,12 +52,12 @@ impl User {
 }
 
 impl Artifacts {
-    /// To be called before the first object is put in. Durable when it returns.
-    pub fn note_user(&self, hold: &Hold, user: &User) -> Result<(), ArtifactError> {
-        self.check_hold(hold)?;
+    /// Notes a user. Call before adding the first object. The note is durable on return.
+    pub fn note_user(&self, hold: &SharedLock, user: &StoreUser) -> Result<(), ArtifactError> {
+        self.check_shared(hold)?;
         let note = || -> io::Result<()> {
             let name = user.file_name();
-            // In all runs but a user's first.
+            // True in all runs but a user's first.
             match files::open_object(self.dir.as_fd(), &format!("{USERS}/{name}")) {
                 Err(Errno::NOENT) => {}
                 there => return Ok(there.map(drop)?),
@@ -78,9 +79,9 @@ impl Artifacts {
         note().map_err(|source| self.users_failed(source))
     }
 
-    /// Everybody who was noted. One whom this Fumehood cannot read is an error: nobody could ask that one.
-    pub fn users(&self) -> Result<Vec<User>, ArtifactError> {
-        let read = || -> io::Result<Vec<User>> {
+    /// All users. A note that cannot be read is an error, since its user could not be asked.
+    pub fn users(&self) -> Result<Vec<StoreUser>, ArtifactError> {
+        let read = || -> io::Result<Vec<StoreUser>> {
             let users = match files::open_dir(self.dir.as_fd(), USERS) {
                 Err(Errno::NOENT) => return Ok(Vec::new()),
                 users => users?,
@@ -96,7 +97,7 @@ impl Artifacts {
                 files::open_object(users.as_fd(), name)?
                     .take(USER_BYTES_MAX)
                     .read_to_end(&mut text)?;
-                found.push(serde_json::from_slice::<User>(&text)?);
+                found.push(serde_json::from_slice::<StoreUser>(&text)?);
             }
             found.sort_by(|a, b| (&a.database, &a.home).cmp(&(&b.database, &b.home)));
             Ok(found)
@@ -104,9 +105,13 @@ impl Artifacts {
         read().map_err(|source| self.users_failed(source))
     }
 
-    /// Strikes one off: it is known that it refers to nothing any more.
-    pub fn forget_user(&self, alone: &Alone, user: &User) -> Result<(), ArtifactError> {
-        self.check_alone(alone)?;
+    /// Removes a user that is known to refer to nothing any more.
+    pub fn forget_user(
+        &self,
+        alone: &ExclusiveLock,
+        user: &StoreUser,
+    ) -> Result<(), ArtifactError> {
+        self.check_exclusive(alone)?;
         let forget = || -> io::Result<()> {
             let users = files::open_dir(self.dir.as_fd(), USERS)?;
             let flags = rustix::fs::AtFlags::empty();
@@ -137,19 +142,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let artifacts = Artifacts::open(&dir.path().join("store")).unwrap();
         assert_eq!(artifacts.users().unwrap(), []);
-        let one = User::new("aa", "sqlite:/one.db", Path::new("/nowhere/home"));
-        let moved = User::new("aa", "sqlite:/moved.db", Path::new("/nowhere/home"));
-        let other = User::new("bb", "sqlite:/two.db", Path::new("/nowhere/home"));
-        let hold = artifacts.hold().unwrap();
+        let one = StoreUser::new("aa", "sqlite:/one.db", Path::new("/nowhere/home"));
+        let moved = StoreUser::new("aa", "sqlite:/moved.db", Path::new("/nowhere/home"));
+        let other = StoreUser::new("bb", "sqlite:/two.db", Path::new("/nowhere/home"));
+        let hold = artifacts.lock_shared().unwrap();
         for user in [&one, &moved, &other, &one] {
             artifacts.note_user(&hold, user).unwrap();
         }
         drop(hold);
-        // A copy of a database has its id, but not what came since: it is another user.
-        assert!(one.is(&one) && !one.is(&moved) && !one.is(&other));
+        // A copy of a database has the same id, but not the newer attempts, so it is another user.
+        assert!(one.is_same_user(&one) && !one.is_same_user(&moved) && !one.is_same_user(&other));
         let noted = artifacts.users().unwrap();
         assert_eq!(noted.len(), 3, "{noted:?}");
-        let alone = artifacts.hold_alone(Duration::ZERO).unwrap();
+        let alone = artifacts.lock_exclusive(Duration::ZERO).unwrap();
         artifacts.forget_user(&alone, &other).unwrap();
         artifacts.forget_user(&alone, &moved).unwrap();
         assert_eq!(artifacts.users().unwrap(), [one]);

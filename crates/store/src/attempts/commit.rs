@@ -1,51 +1,22 @@
-//! Beginning an attempt and committing it: the two transactions that everything else rests on.
+//! Commits attempts, exactly once each.
 
 use crate::Store;
-use crate::attempts::attempt::{Begin, Commit, Committed, Lost, Proof, State};
-use crate::attempts::events::{self, Told};
+use crate::analyses::analysis_row::{allocate_attempt_number, lock_analysis};
+use crate::analyses::events::{self, EventKind, EventRecord};
+use crate::analyses::notifications::notify_commit;
+use crate::attempts::begin::{begin_next, find_key, insert_running};
+use crate::attempts::commit_rows::{write_logs, write_outputs, write_remarks};
 use crate::database::connection::{
-    Connection, Dialect, First, Purpose, Row, Value, postgres_now, sqlite_now,
+    Connection, DialectSql, TransactionKind, postgres_now, sqlite_now,
 };
 use crate::database::error::StoreError;
-use crate::database::rows::{self, Rows};
-use crate::queue::queue_types::Happened;
-use crate::queue::retry::{self, Ended, Left};
+use crate::database::value::{Row, SqlValue};
+use crate::queue::retry::{self, AttemptEnd, RetryBudget};
+use crate::types::attempt::{Commit, CommitOutcome};
 use crate::types::result_value;
 
-/// The first attempt of an analysis that nobody knew, which is nearly every one: in one exchange. Does nothing, and
-/// returns no row, if the analysis is known, or the key. `changes()` are those of the statement before.
-const BEGIN_FIRST: First = First {
-    sqlite: concat!(
-        "PRAGMA synchronous = NORMAL;
-         BEGIN IMMEDIATE;
-         INSERT INTO analyses (id, created_ms, attempt_last) SELECT $1, ",
-        sqlite_now!(),
-        ", 1 WHERE NOT EXISTS (SELECT 1 FROM attempts WHERE key = $2) ON CONFLICT (id) DO NOTHING;
-         INSERT INTO attempts (id, attempt, key, state, superseded, host, boot_id, submitter, workspace, provenance, created_ms)
-         SELECT $1, 1, $2, 'running', FALSE, $3, $4, $5, $6, $7, ",
-        sqlite_now!(),
-        " WHERE changes() = 1
-         RETURNING attempt;
-         COMMIT;
-         PRAGMA synchronous = FULL"
-    ),
-    // The setting is this transaction's alone.
-    postgres: concat!(
-        "WITH analysis AS (
-             INSERT INTO analyses (id, created_ms, attempt_last) SELECT $1, ",
-        postgres_now!(),
-        ", 1 WHERE NOT EXISTS (SELECT 1 FROM attempts WHERE key = $2)
-             ON CONFLICT (id) DO NOTHING RETURNING id, created_ms
-         ), begun AS (
-             INSERT INTO attempts (id, attempt, key, state, superseded, host, boot_id, submitter, workspace, provenance, created_ms)
-             SELECT id, 1, $2, 'running', FALSE, $3, $4, $5, $6, $7, created_ms FROM analysis
-             RETURNING attempt
-         )
-         SELECT attempt, set_config('synchronous_commit', 'off', true) FROM begun"
-    ),
-};
-
-/// The guarded change of state. No row: the attempt is not there, not ours, or ended.
+/// Changes the state of an attempt if number, key and old state match. Returns no row if the attempt does not exist,
+/// has another key, or has ended.
 macro_rules! finish {
     ($now:expr, $from:literal, $and:literal) => {
         concat!(
@@ -65,14 +36,14 @@ macro_rules! finish {
     };
 }
 
-const FINISH: First = First {
+const FINISH: DialectSql = DialectSql {
     sqlite: finish!(sqlite_now!(), "", ""),
     postgres: finish!(postgres_now!(), "", ""),
 };
 
-/// The same as the first statement of a transaction. On PostgreSQL the analysis is locked first, as always: the attempt
-/// is looked for by what that gives back.
-const COMMIT_FIRST: First = First {
+/// [`FINISH`] as the first statement of a transaction. On PostgreSQL the statement locks the analysis first, like
+/// every transaction, because the attempt is found by the id that the lock returns.
+const COMMIT_FIRST: DialectSql = DialectSql {
     sqlite: concat!("BEGIN IMMEDIATE; ", finish!(sqlite_now!(), "", "")),
     postgres: concat!(
         "WITH locked AS (
@@ -83,141 +54,54 @@ const COMMIT_FIRST: First = First {
 };
 
 impl Store {
-    /// Makes the next attempt of an analysis, in the state `running`. Repeated with the same key it returns the same number.
-    ///
-    /// A power cut may undo it: nobody was told of anything yet that would be lost with it, and whoever finds the run
-    /// directory of such an attempt commits that it came to nothing. Killing the runner undoes nothing.
-    pub fn begin(&mut self, begin: &Begin) -> Result<u32, StoreError> {
-        let rows = self
-            .db
-            .undurably("begin the attempt", &BEGIN_FIRST, &running(begin))?;
-        if let Some(mut row) = rows.into_iter().next() {
-            return row.attempt();
-        }
-        // The analysis is known: what follows depends on what became of its earlier attempts.
-        self.db
-            .transaction("begin the attempt", Purpose::Write, |db| {
-                let found = find_key(db, begin.key)?;
-                if let Some(found) = found {
-                    return match found.id == begin.id && !found.state.is_final() {
-                        true => Ok(found.attempt),
-                        false => Err(found.wrong(begin.id)),
-                    };
-                }
-                claim(db, begin)
-            })
-    }
-
-    /// What the next attempt would be called.
-    pub fn next_attempt(&mut self, id: &str) -> Result<u32, StoreError> {
-        let sql = "SELECT attempt_last + 1 FROM analyses WHERE id = $1";
-        let row = self
-            .db
-            .query_one("look for the analysis", sql, &[Value::text(id)])?;
-        row.map_or(Ok(1), |mut row| row.attempt())
-    }
-
-    /// The number of the attempt that was begun with this key, if one was.
-    pub fn attempt_of(&mut self, key: &str) -> Result<Option<u32>, StoreError> {
-        Ok(find_key(&mut self.db, key)?.map(|holder| holder.attempt))
-    }
-
-    /// Commits an attempt that was begun, exactly once.
-    pub fn commit(&mut self, commit: &mut Commit) -> Result<Committed, StoreError> {
+    /// Commits an attempt that was begun. Repeating the call is safe.
+    pub fn commit(&mut self, commit: &mut Commit) -> Result<CommitOutcome, StoreError> {
         must_be_final(commit)?;
-        let refusal = refusal(commit);
-        let values = ending(commit, commit.attempt, commit.begin.key, refusal.as_deref());
+        let refusal = result_refusal(commit);
+        let values = finish_values(commit, commit.attempt, commit.begin.key, refusal.as_deref());
         let what = "commit the attempt";
         self.db
             .transaction_with(what, &COMMIT_FIRST, &values, |db, rows| {
-                let claim = match rows.into_iter().next() {
-                    Some(row) => Claim::Write {
+                let target = match rows.into_iter().next() {
+                    Some(row) => CommitTarget::Write {
                         attempt: commit.attempt,
-                        committed: Committed::Now,
-                        finished: Finished::read(row)?,
+                        outcome: CommitOutcome::Now,
+                        finished: FinishedRow::read(row)?,
                     },
-                    None => claim_late(db, commit)?,
+                    None => find_late_target(db, commit)?,
                 };
-                match claim {
-                    Claim::Write {
+                match target {
+                    CommitTarget::Write {
                         attempt,
-                        committed,
+                        outcome,
                         finished,
                     } => {
-                        write(db, commit, attempt, committed, &finished)?;
-                        Ok(committed)
+                        write_dependent_rows(db, commit, attempt, outcome, &finished)?;
+                        Ok(outcome)
                     }
-                    Claim::Written(committed) => Ok(committed),
+                    CommitTarget::AlreadyWritten(outcome) => Ok(outcome),
                 }
             })
     }
 
-    /// Begins and commits in one transaction, for results that were made without a sandbox. With the number it got.
-    pub fn record(&mut self, commit: &mut Commit) -> Result<(u32, Committed), StoreError> {
+    /// Begins and commits an attempt in one transaction, for results that were made without a sandbox. Returns the
+    /// attempt's number.
+    pub fn record(&mut self, commit: &mut Commit) -> Result<(u32, CommitOutcome), StoreError> {
         must_be_final(commit)?;
         self.db
-            .transaction("record the results", Purpose::Write, |db| {
+            .transaction("record the results", TransactionKind::Write, |db| {
                 let key = commit.begin.key;
                 if let Some(found) = find_key(db, key)? {
                     return match found.id == commit.begin.id && found.state.is_final() {
-                        true => Ok((found.attempt, Committed::Already)),
-                        false => Err(found.wrong(commit.begin.id)),
+                        true => Ok((found.attempt, CommitOutcome::Already)),
+                        false => Err(found.wrong_key_error(commit.begin.id)),
                     };
                 }
-                let attempt = claim(db, &commit.begin)?;
+                let attempt = begin_next(db, &commit.begin)?;
                 let finished = finish(db, commit, attempt, key)?;
-                write(db, commit, attempt, Committed::Now, &finished)?;
-                Ok((attempt, Committed::Now))
+                write_dependent_rows(db, commit, attempt, CommitOutcome::Now, &finished)?;
+                Ok((attempt, CommitOutcome::Now))
             })
-    }
-
-    /// Ends an attempt whose runner is gone, as `error`, and queues the next one where there is to be one. False: it is not
-    /// running any more.
-    pub fn give_up(&mut self, lost: &Lost) -> Result<bool, StoreError> {
-        let what = "give up the attempt";
-        self.db.transaction(what, Purpose::Write, |db| {
-            lock(db, lost.id)?;
-            let now = db.now_ms()?;
-            let values = [
-                Value::text(lost.id),
-                Value::int(lost.attempt),
-                Value::text(lost.key),
-                Value::text(lost.by),
-                Value::text(lost.reason),
-                Value::text(lost.message),
-                Value::int(now),
-                Value::bool(lost.proof == Proof::Known),
-            ];
-            // What somebody had cancelled, and of which nothing more is known, is cancelled.
-            let sql = "
-                UPDATE attempts SET state = CASE WHEN cancel_ms IS NULL THEN 'error' ELSE 'cancelled' END,
-                    committed_by = $4, reason = $5, message = $6, committed_ms = $7, complete = FALSE
-                WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')
-                    AND ($8 OR lease_ms IS NULL OR lease_ms < $7)
-                RETURNING state";
-            let row = db.query_one(what, sql, &values)?;
-            let done = row.is_some();
-            if let Some(mut row) = row {
-                let state = row.state()?;
-                // Not by whom: that is a token.
-                let told = Told {
-                    happened: Happened::Ended,
-                    reason: Some(lost.reason),
-                    by: None,
-                };
-                events::tell(db, lost.id, lost.attempt, &told)?;
-                let ended = Ended {
-                    id: lost.id,
-                    attempt: lost.attempt,
-                    state,
-                    reason: lost.reason,
-                };
-                let left = retry::left(db, &ended)?;
-                retry::after_end(db, &ended, &left)?;
-                notify(db, lost.id, lost.attempt, state)?;
-            }
-            Ok(done)
-        })
     }
 }
 
@@ -231,225 +115,84 @@ fn must_be_final(commit: &Commit) -> Result<(), StoreError> {
     }
 }
 
-struct Holder {
-    id: String,
-    attempt: u32,
-    state: State,
-    superseded: bool,
-    committed_by: Option<String>,
-}
-
-impl Holder {
-    fn wrong(self, id: &str) -> StoreError {
-        StoreError::WrongKey {
-            id: id.to_owned(),
-            other: self.id,
-            attempt: self.attempt,
-        }
-    }
-}
-
-fn find_key(db: &mut Connection, key: &str) -> Result<Option<Holder>, StoreError> {
-    let what = "look for the attempt's key";
-    let sql = "SELECT id, attempt, state, superseded, committed_by FROM attempts WHERE key = $1";
-    let row = db.query_one(what, sql, &[Value::text(key)])?;
-    let holder = row.map(|mut row| {
-        Ok(Holder {
-            id: row.text(what)?,
-            attempt: row.attempt()?,
-            state: row.state()?,
-            superseded: row.bool(what)?,
-            committed_by: row.maybe_text(what)?,
-        })
-    });
-    holder.transpose()
-}
-
-/// Whoever changes attempts of an analysis does it alone until the end of the transaction. Always the first lock that is
-/// taken, so that no two transactions wait for each other.
-pub(crate) fn lock(db: &mut Connection, id: &str) -> Result<(), StoreError> {
-    let sql = "UPDATE analyses SET attempt_last = attempt_last WHERE id = $1";
-    db.execute("lock the analysis", sql, &[Value::text(id)])
-        .map(drop)
-}
-
-/// How often an analysis may vanish between making and numbering it before we say that something is wrong.
-const REMOVALS_MAX: usize = 5;
-
-/// The next number, with the analysis locked.
-pub(crate) fn allocate(db: &mut Connection, id: &str) -> Result<u32, StoreError> {
-    let what = "number the attempt";
-    for _ in 0..REMOVALS_MAX {
-        let now = db.now_ms()?;
-        let sql = "INSERT INTO analyses (id, created_ms, attempt_last) VALUES ($1, $2, 0) ON CONFLICT (id) DO NOTHING";
-        db.execute(what, sql, &[Value::text(id), Value::int(now)])?;
-        // A number that nobody could read is not given out.
-        let sql = "UPDATE analyses SET attempt_last = attempt_last + 1
-                   WHERE id = $1 AND attempt_last BETWEEN 0 AND 4294967294 RETURNING attempt_last";
-        if let Some(mut row) = db.query_one(what, sql, &[Value::text(id)])? {
-            return row.attempt();
-        }
-    }
-    Err(StoreError::BadValue {
-        what: "the analysis",
-    })
-}
-
-/// A new attempt, if the analysis may have one.
-fn claim(db: &mut Connection, begin: &Begin) -> Result<u32, StoreError> {
-    let attempt = allocate(db, begin.id)?;
-    refuse_another(db, begin.id, begin.replace)?;
-    insert_running(db, begin, attempt, begin.key, false)?;
-    Ok(attempt)
-}
-
-/// Refuses an attempt beside one that has not ended, and, unless it is to be replaced, after one that has.
-pub(crate) fn refuse_another(
-    db: &mut Connection,
-    id: &str,
-    replace: bool,
-) -> Result<(), StoreError> {
-    let what = "look for earlier attempts";
-    // Unfinished ones first, then those that count, then the newest.
-    let sql = "
-        SELECT attempt, state, committed_ms, host FROM attempts WHERE id = $1
-        ORDER BY CASE WHEN state IN ('queued', 'running', 'collecting') THEN 0 ELSE 1 END, superseded, attempt DESC
-        LIMIT 1";
-    if let Some(mut row) = db.query_one(what, sql, &[Value::text(id)])? {
-        let (id, attempt) = (id.to_owned(), row.attempt()?);
-        let (state, committed_ms) = (row.state()?, row.maybe_int(what)?);
-        let host = row.text(what)?;
-        match state.is_final() {
-            false => {
-                return Err(StoreError::Running {
-                    id,
-                    attempt,
-                    state,
-                    host,
-                });
-            }
-            true if !replace => {
-                return Err(StoreError::Exists {
-                    id,
-                    attempt,
-                    state,
-                    committed_ms,
-                });
-            }
-            true => (),
-        }
-    }
-    Ok(())
-}
-
-fn insert_running(
-    db: &mut Connection,
-    begin: &Begin,
-    attempt: u32,
-    key: &str,
-    superseded: bool,
-) -> Result<(), StoreError> {
-    let now = db.now_ms()?;
-    let sql = "
-        INSERT INTO attempts (id, key, state, host, boot_id, submitter, workspace, provenance, attempt, superseded, created_ms)
-        VALUES ($1, $2, 'running', $3, $4, $5, $6, $7, $8, $9, $10)";
-    let begin = Begin { key, ..*begin };
-    let more = [
-        Value::int(attempt),
-        Value::bool(superseded),
-        Value::int(now),
-    ];
-    let values: Vec<Value> = running(&begin).into_iter().chain(more).collect();
-    db.execute("begin the attempt", sql, &values).map(drop)
-}
-
-/// The values of [`BEGIN_FIRST`].
-fn running<'a>(begin: &Begin<'a>) -> [Value<'a>; 7] {
-    [
-        Value::text(begin.id),
-        Value::text(begin.key),
-        Value::text(begin.host),
-        Value::text(begin.boot_id),
-        Value::maybe_text(begin.submitter),
-        Value::maybe_text(begin.workspace),
-        Value::json(begin.provenance),
-    ]
-}
-
-/// What a commit finds.
-enum Claim {
+/// What a commit has to do.
+enum CommitTarget {
     Write {
         attempt: u32,
-        committed: Committed,
-        finished: Finished,
+        outcome: CommitOutcome,
+        finished: FinishedRow,
     },
-    Written(Committed),
+    AlreadyWritten(CommitOutcome),
 }
 
-/// An attempt that has just become final.
-struct Finished {
+/// An attempt that this transaction made final.
+struct FinishedRow {
     now_ms: i64,
-    left: Left,
+    retry_budget: RetryBudget,
 }
 
-impl Finished {
-    fn read(mut row: Row) -> Result<Finished, StoreError> {
+impl FinishedRow {
+    fn read(mut row: Row) -> Result<FinishedRow, StoreError> {
         let what = "commit the attempt";
-        Ok(Finished {
+        Ok(FinishedRow {
             now_ms: row.int(what)?,
-            left: Left::read(&mut row, what)?,
+            retry_budget: RetryBudget::read(&mut row, what)?,
         })
     }
 }
 
-/// The attempt was not ours to end. Finds out why, and stores it beside whatever stands there.
-fn claim_late(db: &mut Connection, commit: &Commit) -> Result<Claim, StoreError> {
+/// Handles a commit whose attempt could not be changed. Finds out why. If somebody else ended or removed the attempt,
+/// writes a new row for the late result.
+fn find_late_target(db: &mut Connection, commit: &Commit) -> Result<CommitTarget, StoreError> {
     let key = commit.begin.key;
-    lock(db, commit.begin.id)?;
+    lock_analysis(db, commit.begin.id)?;
     let late_key = match find_key(db, key)? {
-        // Removed. Its key is free, and makes a repeat of this commit known.
+        // The attempt was removed, so its key is free. The new row uses it, which makes a repeat of this commit
+        // recognizable.
         None => key.to_owned(),
         Some(found) if found.id != commit.begin.id || !found.state.is_final() => {
-            return Err(found.wrong(commit.begin.id));
+            return Err(found.wrong_key_error(commit.begin.id));
         }
         Some(found) if found.committed_by.as_deref() == Some(key) => {
-            return Ok(Claim::Written(match found.superseded {
-                true => Committed::Superseded {
+            return Ok(CommitTarget::AlreadyWritten(match found.superseded {
+                true => CommitOutcome::Superseded {
                     attempt: found.attempt,
                 },
-                false => Committed::Already,
+                false => CommitOutcome::Already,
             }));
         }
-        // Ended by somebody else.
+        // Somebody else ended the attempt.
         Some(_) => late_key(key),
     };
     if let Some(found) = find_key(db, &late_key)? {
         let attempt = found.attempt;
-        return Ok(Claim::Written(Committed::Superseded { attempt }));
+        return Ok(CommitTarget::AlreadyWritten(CommitOutcome::Superseded {
+            attempt,
+        }));
     }
-    // The row is gone, and nobody else's stands for the analysis: this one does, as it would have.
-    let counts = late_key == key && !has_one_that_counts(db, commit.begin.id)?;
-    let attempt = allocate(db, commit.begin.id)?;
-    insert_running(db, &commit.begin, attempt, &late_key, !counts)?;
+    // If the attempt was removed and no other attempt is current, the new row becomes the current one.
+    let is_current = late_key == key && !has_current_attempt(db, commit.begin.id)?;
+    let attempt = allocate_attempt_number(db, commit.begin.id)?;
+    insert_running(db, &commit.begin, attempt, &late_key, !is_current)?;
     let finished = finish(db, commit, attempt, &late_key)?;
-    let committed = match counts {
-        true => Committed::Anew { attempt },
-        false => Committed::Superseded { attempt },
+    let outcome = match is_current {
+        true => CommitOutcome::Recreated { attempt },
+        false => CommitOutcome::Superseded { attempt },
     };
-    Ok(Claim::Write {
+    Ok(CommitTarget::Write {
         attempt,
-        committed,
+        outcome,
         finished,
     })
 }
 
-fn has_one_that_counts(db: &mut Connection, id: &str) -> Result<bool, StoreError> {
+fn has_current_attempt(db: &mut Connection, id: &str) -> Result<bool, StoreError> {
     let sql = "SELECT attempt FROM attempts WHERE id = $1 AND NOT superseded LIMIT 1";
-    let row = db.query_one("look for other attempts", sql, &[Value::text(id)])?;
+    let row = db.query_one("look for other attempts", sql, &[SqlValue::text(id)])?;
     Ok(row.is_some())
 }
 
-/// The same for every repeat, so that a late attempt too is stored once.
+/// The key for the row of a late result. It is the same for every repeat, so a late result is stored only once.
 fn late_key(key: &str) -> String {
     let hash = blake3::derive_key(
         "fumehood 2026-11 key of a superseded attempt",
@@ -458,184 +201,101 @@ fn late_key(key: &str) -> String {
     hash[..16].iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Why what it calls its result is not stored, if it is not.
-fn refusal(commit: &Commit) -> Option<String> {
+/// Why `result.json` is not stored as JSON, if it is refused.
+fn result_refusal(commit: &Commit) -> Option<String> {
     let judged = commit
         .result
         .map(|text| result_value::check(text.as_bytes()))?;
     judged.err().map(|e| e.to_string())
 }
 
-/// The change of state of an attempt that this transaction has made, or has found to be its own.
+/// Makes an attempt final that this transaction has created.
 fn finish(
     db: &mut Connection,
     commit: &Commit,
     attempt: u32,
     key: &str,
-) -> Result<Finished, StoreError> {
+) -> Result<FinishedRow, StoreError> {
     let what = "commit the attempt";
-    let refusal = refusal(commit);
-    let sql = db.either(FINISH.sqlite, FINISH.postgres);
-    let row = db.query_one(what, sql, &ending(commit, attempt, key, refusal.as_deref()))?;
-    row.map_or(Err(StoreError::BadValue { what }), Finished::read)
+    let refusal = result_refusal(commit);
+    let sql = db.for_dialect(FINISH.sqlite, FINISH.postgres);
+    let row = db.query_one(
+        what,
+        sql,
+        &finish_values(commit, attempt, key, refusal.as_deref()),
+    )?;
+    row.map_or(Err(StoreError::BadValue { what }), FinishedRow::read)
 }
 
 /// The values of [`FINISH`].
-fn ending<'v, 'a: 'v>(
+fn finish_values<'v, 'a: 'v>(
     commit: &Commit<'a>,
     attempt: u32,
     key: &'v str,
     refusal: Option<&'v str>,
-) -> [Value<'v>; 30] {
+) -> [SqlValue<'v>; 30] {
     let result = commit.result.filter(|_| refusal.is_none());
     let usage = commit.usage.as_ref();
     [
-        Value::text(commit.begin.id),
-        Value::int(attempt),
-        Value::text(key),
-        Value::text(commit.state.as_str()),
-        Value::text(commit.reason),
-        Value::maybe_text(commit.message),
-        Value::Int(commit.started_ms),
-        Value::Int(commit.ended_ms),
-        Value::maybe_count(usage.map(|u| u.wall_ms)),
-        Value::maybe_count(usage.map(|u| u.cpu_ms)),
-        Value::maybe_count(usage.and_then(|u| u.memory_peak_bytes)),
-        Value::maybe_count(usage.and_then(|u| u.pids_peak)),
-        Value::maybe_count(usage.map(|u| u.disk_bytes)),
-        Value::maybe_count(usage.map(|u| u.files)),
-        Value::maybe_count(usage.map(|u| u.oom_kills)),
-        Value::Int(commit.exit_code.map(i64::from)),
-        Value::Int(commit.signal.map(i64::from)),
-        Value::maybe_text(commit.isolation_level),
-        Value::json(commit.isolation_json),
-        Value::json(commit.limits_json),
-        Value::json(commit.hints_json),
-        Value::json(commit.notices_json),
-        Value::json(commit.begin.provenance),
-        Value::bool(commit.complete),
-        Value::count(commit.outputs.len() as u64),
-        Value::count(commit.output_bytes),
-        Value::count(commit.refused_count),
-        Value::json(result),
-        Value::maybe_text(refusal.or(commit.result_note)),
-        Value::maybe_text(commit.post_process.as_str()),
+        SqlValue::text(commit.begin.id),
+        SqlValue::int(attempt),
+        SqlValue::text(key),
+        SqlValue::text(commit.state.as_str()),
+        SqlValue::text(commit.reason),
+        SqlValue::maybe_text(commit.message),
+        SqlValue::Int(commit.started_ms),
+        SqlValue::Int(commit.ended_ms),
+        SqlValue::maybe_count(usage.map(|u| u.wall_ms)),
+        SqlValue::maybe_count(usage.map(|u| u.cpu_ms)),
+        SqlValue::maybe_count(usage.and_then(|u| u.memory_peak_bytes)),
+        SqlValue::maybe_count(usage.and_then(|u| u.pids_peak)),
+        SqlValue::maybe_count(usage.map(|u| u.disk_bytes)),
+        SqlValue::maybe_count(usage.map(|u| u.files)),
+        SqlValue::maybe_count(usage.map(|u| u.oom_kills)),
+        SqlValue::Int(commit.exit_code.map(i64::from)),
+        SqlValue::Int(commit.signal.map(i64::from)),
+        SqlValue::maybe_text(commit.isolation_level),
+        SqlValue::json(commit.isolation_json),
+        SqlValue::json(commit.limits_json),
+        SqlValue::json(commit.hints_json),
+        SqlValue::json(commit.notices_json),
+        SqlValue::json(commit.begin.provenance),
+        SqlValue::bool(commit.complete),
+        SqlValue::count(commit.outputs.len() as u64),
+        SqlValue::count(commit.output_bytes),
+        SqlValue::count(commit.refused_count),
+        SqlValue::json(result),
+        SqlValue::maybe_text(refusal.or(commit.result_note)),
+        SqlValue::maybe_text(commit.post_process.as_str()),
     ]
 }
 
-/// Everything that hangs on the attempt, and the next one where there is to be one: that is never after one that is late.
-fn write(
+/// Writes everything that belongs to the attempt. Queues a retry if one is due, but never after a late result.
+fn write_dependent_rows(
     db: &mut Connection,
     commit: &mut Commit,
     attempt: u32,
-    committed: Committed,
-    finished: &Finished,
+    outcome: CommitOutcome,
+    finished: &FinishedRow,
 ) -> Result<(), StoreError> {
     write_outputs(db, commit, attempt)?;
     write_remarks(db, commit, attempt)?;
     write_logs(db, commit, attempt)?;
-    let told = Told {
-        happened: Happened::Committed,
+    let event = EventRecord {
+        kind: EventKind::Committed,
         reason: Some(commit.state.as_str()),
         by: Some(commit.begin.host),
     };
-    events::tell_at(db, commit.begin.id, attempt, finished.now_ms, &told)?;
-    if committed == Committed::Now {
-        let ended = Ended {
+    events::record_event_at(db, commit.begin.id, attempt, finished.now_ms, &event)?;
+    if outcome == CommitOutcome::Now {
+        let end = AttemptEnd {
             id: commit.begin.id,
             attempt,
             state: commit.state,
             reason: commit.reason,
         };
-        retry::after_end(db, &ended, &finished.left)?;
+        retry::retry_or_finish(db, &end, &finished.retry_budget)?;
     }
-    notify(db, commit.begin.id, attempt, commit.state)?;
+    notify_commit(db, commit.begin.id, attempt, commit.state)?;
     (commit.before_commit)().map_err(StoreError::BeforeCommit)
-}
-
-fn write_outputs(db: &mut Connection, commit: &mut Commit, attempt: u32) -> Result<(), StoreError> {
-    let mut rows = Rows::new(db, "write the outputs", &rows::OUTPUTS);
-    for output in commit.outputs {
-        let content = (commit.content)(output).map_err(|source| StoreError::Content {
-            path: output.path.text(),
-            source,
-        })?;
-        rows.push([
-            Value::text(commit.begin.id),
-            Value::int(attempt),
-            Value::bytes(output.path.as_bytes()),
-            Value::Text(Some(output.path.text().into())),
-            Value::count(output.bytes),
-            Value::text(&output.media_type),
-            Value::Text(Some(output.blake3.to_string().into())),
-            Value::int(output.modified_ms),
-            Value::text(commit.artifact_store),
-            Value::text(commit.begin.host),
-            Value::Bytes(content.map(Into::into)),
-        ])?;
-    }
-    rows.finish()
-}
-
-fn write_remarks(db: &mut Connection, commit: &Commit, attempt: u32) -> Result<(), StoreError> {
-    let mut rows = Rows::new(db, "write the remarks", &rows::REMARKS);
-    for (position, remarked) in commit.remarks.iter().enumerate() {
-        rows.push([
-            Value::text(commit.begin.id),
-            Value::int(attempt),
-            Value::count(position as u64),
-            Value::text(&remarked.path),
-            Value::text(remarked.remark.as_str()),
-        ])?;
-    }
-    rows.finish()?;
-    let mut rows = Rows::new(db, "count the remarks", &rows::REMARK_COUNTS);
-    for (remark, count) in commit.remark_counts {
-        rows.push([
-            Value::text(commit.begin.id),
-            Value::int(attempt),
-            Value::text(remark.as_str()),
-            Value::count(*count),
-        ])?;
-    }
-    rows.finish()
-}
-
-fn write_logs(db: &mut Connection, commit: &Commit, attempt: u32) -> Result<(), StoreError> {
-    let mut rows = Rows::new(db, "write the logs", &rows::LOGS);
-    for log in commit.logs {
-        let object = log.object.as_ref();
-        rows.push([
-            Value::text(commit.begin.id),
-            Value::int(attempt),
-            Value::text(log.stream),
-            Value::count(log.total_bytes),
-            Value::count(log.dropped_bytes),
-            Value::bool(log.dropped_bytes > 0),
-            Value::bytes(&log.head),
-            Value::bytes(&log.tail),
-            Value::Text(object.map(|hash| hash.to_string().into())),
-            Value::maybe_text(object.map(|_| commit.artifact_store)),
-            Value::maybe_count(object.map(|_| log.object_bytes)),
-            Value::maybe_count(object.map(|_| log.object_head_bytes)),
-        ])?;
-    }
-    rows.finish()
-}
-
-/// Heard by whoever listens on `fumehood_commit`, when the transaction is through. SQLite has nothing of the kind.
-pub(crate) fn notify(
-    db: &mut Connection,
-    id: &str,
-    attempt: u32,
-    state: State,
-) -> Result<(), StoreError> {
-    if db.dialect() != Dialect::Postgres {
-        return Ok(());
-    }
-    let payload = serde_json::json!({"id": id, "attempt": attempt, "state": state.as_str()});
-    let sql = "SELECT pg_notify('fumehood_commit', $1)";
-    let payload = payload.to_string();
-    db.execute("tell of the commit", sql, &[Value::text(&payload)])
-        .map(drop)
 }

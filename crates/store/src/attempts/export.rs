@@ -1,46 +1,49 @@
-//! The record as a whole: its size, and all of it as JSON lines.
+//! The size of the database, and its whole content as JSON lines.
 
 use std::io::{self, Write};
 
 use serde_json::{Map, Value as Json};
 
 use crate::Store;
-use crate::database::connection::{Cell, Connection, Purpose, Row, Value};
+use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
 use crate::database::location::Location;
+use crate::database::migrations::SchemaVersion;
 use crate::database::open;
-use crate::database::schema::{self, Found, Schema};
+use crate::database::schema::{self, DatabaseContent};
+use crate::database::value::{Cell, Row, SqlValue};
 
-/// How large the record is and how it grows.
+/// How large the database is and how it grows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Status {
-    pub schema: Schema,
+pub struct StoreStatus {
+    pub schema: SchemaVersion,
     pub id: String,
-    /// Rows of each table.
+    /// The number of rows of each table.
     pub rows: Vec<(&'static str, u64)>,
-    /// On the database's disk.
+    /// The size on disk.
     pub bytes: u64,
-    /// Attempts in each state that occurs.
+    /// The number of attempts in each state that occurs.
     pub states: Vec<(String, u64)>,
     pub oldest_ms: Option<i64>,
     pub newest_ms: Option<i64>,
-    /// Sum of the lengths of all outputs, wherever they are.
+    /// Sum of the lengths of all outputs, wherever they are stored.
     pub output_bytes: u64,
     pub last_7_days_attempts: u64,
     pub last_7_days_output_bytes: u64,
-    /// Post-processing that is pending or failed.
+    /// Attempts whose post-process is pending or failed.
     pub post_process_due: u64,
 }
 
 const WEEK_MS: i64 = 7 * 24 * 3_600_000;
-/// Rows in memory at a time; contents come one by one.
+/// How many rows are in memory at a time. Contents of outputs are read one by one.
 const PAGE: u32 = 200;
 /// Log excerpts may be a mebibyte each.
 const LOGS_PAGE: u32 = 8;
-/// Requests may be four.
+/// Requests may be four mebibytes each.
 const REQUESTS_PAGE: u32 = 4;
 
-/// What is text and 0 or 1 to SQLite is JSON and a boolean to PostgreSQL. The export is the same from both.
+/// SQLite stores JSON as text and booleans as 0 or 1. The export converts them, so that it is the same for both
+/// databases.
 const JSON_COLUMNS: [&str; 6] = [
     "isolation",
     "limits",
@@ -51,140 +54,140 @@ const JSON_COLUMNS: [&str; 6] = [
 ];
 const BOOL_COLUMNS: [&str; 4] = ["superseded", "complete", "truncated", "draining"];
 
-/// A table, how to count it, how to page through it, and by which leading columns.
-struct Paged {
+/// How to count the rows of a table and how to page through them.
+struct ExportTable {
     table: &'static str,
     count: &'static str,
     page: &'static str,
     page_rows: u32,
-    /// Of the key that the next page starts after.
-    key: &'static [Key],
+    /// The types of the leading columns that form the key. The next page starts after the last key.
+    key: &'static [KeyType],
 }
 
 #[derive(Clone, Copy)]
-enum Key {
+enum KeyType {
     Text,
     Int,
     Bytes,
 }
 
-/// `content` is left out of outputs here, and asked for row by row.
-const TABLES: [Paged; 12] = [
-    Paged {
+/// The column `content` of `outputs` is left out here and read row by row.
+const TABLES: [ExportTable; 12] = [
+    ExportTable {
         table: "analyses",
         count: "SELECT COUNT(*) FROM analyses",
         page: "SELECT * FROM analyses WHERE id > $1 ORDER BY id LIMIT $2",
         page_rows: PAGE,
-        key: &[Key::Text],
+        key: &[KeyType::Text],
     },
-    Paged {
+    ExportTable {
         table: "attempts",
         count: "SELECT COUNT(*) FROM attempts",
         page: "SELECT * FROM attempts WHERE (id, attempt) > ($1, $2) ORDER BY id, attempt LIMIT $3",
         page_rows: PAGE,
-        key: &[Key::Text, Key::Int],
+        key: &[KeyType::Text, KeyType::Int],
     },
-    Paged {
+    ExportTable {
         table: "outputs",
         count: "SELECT COUNT(*) FROM outputs",
         page: "SELECT id, attempt, path, path_text, bytes, media_type, blake3, modified_ms, artifact_store, host
                FROM outputs WHERE (id, attempt, path) > ($1, $2, $3) ORDER BY id, attempt, path LIMIT $4",
         page_rows: PAGE,
-        key: &[Key::Text, Key::Int, Key::Bytes],
+        key: &[KeyType::Text, KeyType::Int, KeyType::Bytes],
     },
-    Paged {
+    ExportTable {
         table: "logs",
         count: "SELECT COUNT(*) FROM logs",
         page: "SELECT id, attempt, stream, total_bytes, dropped_bytes, truncated, head, tail, blake3, artifact_store,
                object_bytes, object_head_bytes
                FROM logs WHERE (id, attempt, stream) > ($1, $2, $3) ORDER BY id, attempt, stream LIMIT $4",
         page_rows: LOGS_PAGE,
-        key: &[Key::Text, Key::Int, Key::Text],
+        key: &[KeyType::Text, KeyType::Int, KeyType::Text],
     },
-    Paged {
+    ExportTable {
         table: "remarks",
         count: "SELECT COUNT(*) FROM remarks",
         page: "SELECT * FROM remarks WHERE (id, attempt, position) > ($1, $2, $3)
                ORDER BY id, attempt, position LIMIT $4",
         page_rows: PAGE,
-        key: &[Key::Text, Key::Int, Key::Int],
+        key: &[KeyType::Text, KeyType::Int, KeyType::Int],
     },
-    Paged {
+    ExportTable {
         table: "remark_counts",
         count: "SELECT COUNT(*) FROM remark_counts",
         page: "SELECT id, attempt, remark, count FROM remark_counts WHERE (id, attempt, remark) > ($1, $2, $3)
                ORDER BY id, attempt, remark LIMIT $4",
         page_rows: PAGE,
-        key: &[Key::Text, Key::Int, Key::Text],
+        key: &[KeyType::Text, KeyType::Int, KeyType::Text],
     },
-    Paged {
+    ExportTable {
         table: "submissions",
         count: "SELECT COUNT(*) FROM submissions",
         page: "SELECT * FROM submissions WHERE id > $1 ORDER BY id LIMIT $2",
         page_rows: REQUESTS_PAGE,
-        key: &[Key::Text],
+        key: &[KeyType::Text],
     },
-    Paged {
+    ExportTable {
         table: "blobs",
         count: "SELECT COUNT(*) FROM blobs",
         page: "SELECT blake3, bytes, content FROM blobs WHERE blake3 > $1 ORDER BY blake3 LIMIT $2",
         page_rows: 1,
-        key: &[Key::Text],
+        key: &[KeyType::Text],
     },
-    Paged {
+    ExportTable {
         table: "submission_blobs",
         count: "SELECT COUNT(*) FROM submission_blobs",
         page: "SELECT id, blake3 FROM submission_blobs WHERE (id, blake3) > ($1, $2) ORDER BY id, blake3 LIMIT $3",
         page_rows: PAGE,
-        key: &[Key::Text, Key::Text],
+        key: &[KeyType::Text, KeyType::Text],
     },
-    Paged {
+    ExportTable {
         table: "queue",
         count: "SELECT COUNT(*) FROM queue",
         page: "SELECT * FROM queue WHERE (id, attempt) > ($1, $2) ORDER BY id, attempt LIMIT $3",
         page_rows: PAGE,
-        key: &[Key::Text, Key::Int],
+        key: &[KeyType::Text, KeyType::Int],
     },
-    Paged {
+    ExportTable {
         table: "workers",
         count: "SELECT COUNT(*) FROM workers",
         page: "SELECT * FROM workers WHERE (host, account, name) > ($1, $2, $3) ORDER BY host, account, name LIMIT $4",
         page_rows: PAGE,
-        key: &[Key::Text, Key::Text, Key::Text],
+        key: &[KeyType::Text, KeyType::Text, KeyType::Text],
     },
-    Paged {
+    ExportTable {
         table: "events",
         count: "SELECT COUNT(*) FROM events",
         page: "SELECT * FROM events WHERE seq > $1 ORDER BY seq LIMIT $2",
         page_rows: PAGE,
-        key: &[Key::Int],
+        key: &[KeyType::Int],
     },
 ];
 
 impl Store {
-    pub fn status(&mut self) -> Result<Status, StoreError> {
+    pub fn status(&mut self) -> Result<StoreStatus, StoreError> {
         let what = "look at the record";
-        let bytes = self.bytes()?;
-        self.db.transaction(what, Purpose::Snapshot, |db| {
+        let bytes = self.size_bytes()?;
+        self.db.transaction(what, TransactionKind::Snapshot, |db| {
             let location = db.location().to_string();
-            let Found::Ours { schema, id } = schema::find(db)? else {
-                return Err(StoreError::NotOurs { location });
+            let DatabaseContent::Fumehood { schema, id } = schema::inspect(db)? else {
+                return Err(StoreError::ForeignDatabase { location });
             };
             let mut rows = Vec::new();
             for table in &TABLES {
-                rows.push((table.table, one(db, table.count, &[])?.count(what)?));
+                rows.push((table.table, query_single(db, table.count, &[])?.count(what)?));
             }
             let sql = "SELECT state, COUNT(*) FROM attempts GROUP BY state ORDER BY state";
             let states = db.query(what, sql, &[])?.into_iter();
             let states = states.map(|mut row| Ok((row.text(what)?, row.count(what)?)));
             let states = states.collect::<Result<_, StoreError>>()?;
             let sql = "SELECT MIN(created_ms), MAX(created_ms), CAST(COALESCE(SUM(output_bytes), 0) AS BIGINT) FROM attempts";
-            let mut all = one(db, sql, &[])?;
+            let mut all = query_single(db, sql, &[])?;
             let since = db.now_ms()? - WEEK_MS;
             let sql = "SELECT COUNT(*), CAST(COALESCE(SUM(output_bytes), 0) AS BIGINT) FROM attempts WHERE created_ms >= $1";
-            let mut recent = one(db, sql, &[Value::int(since)])?;
+            let mut recent = query_single(db, sql, &[SqlValue::int(since)])?;
             let sql = "SELECT COUNT(*) FROM attempts WHERE post_process IN ('pending', 'failed')";
-            Ok(Status {
+            Ok(StoreStatus {
                 schema,
                 id,
                 rows,
@@ -195,36 +198,36 @@ impl Store {
                 output_bytes: all.count(what)?,
                 last_7_days_attempts: recent.count(what)?,
                 last_7_days_output_bytes: recent.count(what)?,
-                post_process_due: one(db, sql, &[])?.count(what)?,
+                post_process_due: query_single(db, sql, &[])?.count(what)?,
             })
         })
     }
 
-    fn bytes(&mut self) -> Result<u64, StoreError> {
+    fn size_bytes(&mut self) -> Result<u64, StoreError> {
         if let Location::Sqlite(path) = self.db.location() {
-            return Ok(open::sqlite_bytes(path));
+            return Ok(open::sqlite_size_bytes(path));
         }
         let sql = "SELECT CAST(COALESCE(SUM(pg_total_relation_size(c.oid)), 0) AS BIGINT)
                    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
                    WHERE n.nspname = 'fumehood' AND c.relkind = 'r'";
-        one(&mut self.db, sql, &[])?.count("the size of the tables")
+        query_single(&mut self.db, sql, &[])?.count("the size of the tables")
     }
 
-    /// All of it, as it was at one moment: a line `{"table": …, "row": {…}}` for each row, the tables in an order in which
-    /// they can be read back in. Bytes are `{"hex": …}`. Keys of attempts and whole requests are in it: keep it as private as
-    /// the database.
+    /// Writes the whole database, as of one moment: a line `{"table": …, "row": {…}}` for each row, with tables in an
+    /// order in which they can be imported. Bytes become `{"hex": …}`. The export contains the keys of attempts and
+    /// whole requests, so keep it as private as the database.
     pub fn export(&mut self, to: &mut dyn Write) -> Result<(), StoreError> {
         let what = "export the record";
         let (id, schema) = (self.id.clone(), self.schema()?);
         let allow_time = self
             .db
-            .either("SELECT 1", "SET LOCAL statement_timeout = '1h'");
-        self.db.transaction(what, Purpose::Snapshot, |db| {
-            db.script(what, allow_time)?;
+            .for_dialect("SELECT 1", "SET LOCAL statement_timeout = '1h'");
+        self.db.transaction(what, TransactionKind::Snapshot, |db| {
+            db.execute_script(what, allow_time)?;
             let first = serde_json::json!({
                 "export_version": 1, "database": id, "schema": schema.to_string()
             });
-            line(to, &first)?;
+            write_line(to, &first)?;
             for table in &TABLES {
                 export_table(db, table, to)?;
             }
@@ -232,52 +235,60 @@ impl Store {
         })
     }
 
-    pub fn schema(&mut self) -> Result<Schema, StoreError> {
-        match schema::find(&mut self.db)? {
-            Found::Ours { schema, .. } => Ok(schema),
-            _ => Err(StoreError::NotOurs {
+    pub fn schema(&mut self) -> Result<SchemaVersion, StoreError> {
+        match schema::inspect(&mut self.db)? {
+            DatabaseContent::Fumehood { schema, .. } => Ok(schema),
+            _ => Err(StoreError::ForeignDatabase {
                 location: self.db.location().to_string(),
             }),
         }
     }
 }
 
-fn one(db: &mut Connection, sql: &'static str, values: &[Value]) -> Result<Row, StoreError> {
+fn query_single(
+    db: &mut Connection,
+    sql: &'static str,
+    values: &[SqlValue],
+) -> Result<Row, StoreError> {
     let what = "look at the record";
     db.query_one(what, sql, values)?
         .ok_or(StoreError::BadValue { what })
 }
 
-fn line(to: &mut dyn Write, value: &Json) -> Result<(), StoreError> {
+fn write_line(to: &mut dyn Write, value: &Json) -> Result<(), StoreError> {
     let written = serde_json::to_writer(&mut *to, value).map_err(io::Error::from);
     written
         .and_then(|()| to.write_all(b"\n"))
         .map_err(StoreError::Callback)
 }
 
-fn export_table(db: &mut Connection, paged: &Paged, to: &mut dyn Write) -> Result<(), StoreError> {
+fn export_table(
+    db: &mut Connection,
+    table: &ExportTable,
+    to: &mut dyn Write,
+) -> Result<(), StoreError> {
     let what = "export the record";
-    // Before every key: no id is empty, no attempt is 0, and no position is below 0.
-    let mut after: Vec<Cell> = paged.key.iter().map(Key::lowest).collect();
+    // Start before every key: no id is empty, no attempt is 0, and no position is below 0.
+    let mut after: Vec<Cell> = table.key.iter().map(KeyType::lowest).collect();
     loop {
-        let mut values: Vec<Value> = after.iter().map(cell_value).collect::<Result<_, _>>()?;
-        values.push(Value::int(paged.page_rows));
-        let table = db.table(what, paged.page, &values)?;
+        let mut values: Vec<SqlValue> = after.iter().map(cell_value).collect::<Result<_, _>>()?;
+        values.push(SqlValue::int(table.page_rows));
+        let page = db.table(what, table.page, &values)?;
         drop(values);
-        let is_last = table.rows.len() < paged.page_rows as usize;
-        for row in table.rows {
+        let is_last = page.rows.len() < table.page_rows as usize;
+        for row in page.rows {
             let cells: Vec<Cell> = row.cells().collect();
             let mut object = Map::new();
-            for (name, cell) in table.columns.iter().zip(&cells) {
+            for (name, cell) in page.columns.iter().zip(&cells) {
                 object.insert(name.clone(), named_json(name, cell)?);
             }
-            after = cells.into_iter().take(paged.key.len()).collect();
-            if paged.table == "outputs" {
+            after = cells.into_iter().take(table.key.len()).collect();
+            if table.table == "outputs" {
                 object.insert("content".to_owned(), content(db, &after)?);
             }
-            line(
+            write_line(
                 to,
-                &serde_json::json!({"table": paged.table, "row": object}),
+                &serde_json::json!({"table": table.table, "row": object}),
             )?;
         }
         if is_last {
@@ -288,26 +299,26 @@ fn export_table(db: &mut Connection, paged: &Paged, to: &mut dyn Write) -> Resul
 
 fn content(db: &mut Connection, key: &[Cell]) -> Result<Json, StoreError> {
     let sql = "SELECT content FROM outputs WHERE id = $1 AND attempt = $2 AND path = $3";
-    let key: Vec<Value> = key.iter().map(cell_value).collect::<Result<_, _>>()?;
-    let mut cells = one(db, sql, &key)?.cells();
+    let key: Vec<SqlValue> = key.iter().map(cell_value).collect::<Result<_, _>>()?;
+    let mut cells = query_single(db, sql, &key)?.cells();
     cells.next().map_or(Ok(Json::Null), |cell| cell_json(&cell))
 }
 
-impl Key {
+impl KeyType {
     fn lowest(&self) -> Cell {
         match self {
-            Key::Text => Cell::Text(String::new()),
-            Key::Int => Cell::Int(-1),
-            Key::Bytes => Cell::Bytes(Vec::new()),
+            KeyType::Text => Cell::Text(String::new()),
+            KeyType::Int => Cell::Int(-1),
+            KeyType::Bytes => Cell::Bytes(Vec::new()),
         }
     }
 }
 
-fn cell_value(cell: &Cell) -> Result<Value<'_>, StoreError> {
+fn cell_value(cell: &Cell) -> Result<SqlValue<'_>, StoreError> {
     match cell {
-        Cell::Int(value) => Ok(Value::int(*value)),
-        Cell::Text(text) => Ok(Value::text(text)),
-        Cell::Bytes(bytes) => Ok(Value::bytes(bytes)),
+        Cell::Int(value) => Ok(SqlValue::int(*value)),
+        Cell::Text(text) => Ok(SqlValue::text(text)),
+        Cell::Bytes(bytes) => Ok(SqlValue::bytes(bytes)),
         _ => Err(StoreError::BadValue { what: "a key" }),
     }
 }

@@ -1,10 +1,17 @@
-//! Attempts as rows: begun, committed in one transaction, read, exported, removed.
+//! Attempts: begun, committed in one transaction, read, exported, removed.
+//!
+//! In reading order:
+//!
+//! - `begin`, `commit`, `commit_rows`: the two transactions that everything else relies on
+//! - `give_up`: ending the attempt of a runner that is gone
+//! - `read`, `objects`, `export`: what users and other commands read
+//! - `remove`: removing analyses, and what the garbage collector must keep
 
-pub(crate) mod attempt;
+pub(crate) mod begin;
 pub(crate) mod commit;
-pub(crate) mod events;
+mod commit_rows;
 pub(crate) mod export;
+pub(crate) mod give_up;
 pub(crate) mod objects;
 pub(crate) mod read;
 pub(crate) mod remove;
-pub(crate) mod secrets;

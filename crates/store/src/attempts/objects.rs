@@ -1,34 +1,36 @@
-//! Objects of artifact stores as the record knows them, and whether the record itself is sound.
+//! Which objects of artifact stores the database refers to, and whether the database itself is intact.
 
 use std::io;
 
 use crate::Store;
-use crate::database::connection::{Dialect, Value};
+use crate::database::connection::Dialect;
 use crate::database::error::StoreError;
+use crate::database::value::SqlValue;
 use crate::types::manifest::ContentHash;
 
-/// How many objects are in which artifact store, as far as the record knows.
+/// How many objects of an artifact store the database refers to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct InStore {
+pub struct ArtifactStoreUse {
     pub artifact_store: String,
-    /// The machine whose runner put them there.
+    /// The machine whose runner stored the objects.
     pub host: String,
     pub objects: u64,
 }
 
-/// Rows per question, so that memory does not grow with the record.
+/// Rows per query, so that memory does not grow with the database.
 const PAGE: u32 = 1_000;
-/// What SQLite lists before it stops looking.
+/// How many faults are returned.
 const FAULTS_MAX: usize = 100;
 
 impl Store {
-    /// The time by the database's own clock, by which everything in it is dated.
+    /// The database's clock, which dates everything in the database.
     pub fn now_ms(&mut self) -> Result<i64, StoreError> {
         self.db.now_ms()
     }
 
-    /// Every object that the record refers to in one artifact store, with its length, in order, each once.
-    pub fn objects(
+    /// Calls `each` for every object of an artifact store that the database refers to, with its length. Objects come
+    /// in order, each once.
+    pub fn for_each_object(
         &mut self,
         artifact_store: &str,
         each: &mut dyn FnMut(&ContentHash, u64) -> io::Result<()>,
@@ -44,9 +46,9 @@ impl Store {
         let mut after = String::new();
         loop {
             let values = [
-                Value::text(artifact_store),
-                Value::text(&after),
-                Value::int(PAGE),
+                SqlValue::text(artifact_store),
+                SqlValue::text(&after),
+                SqlValue::int(PAGE),
             ];
             let rows = self.db.query(what, sql, &values)?;
             let is_last = rows.len() < PAGE as usize;
@@ -63,7 +65,7 @@ impl Store {
     }
 
     /// The first attempts that refer to an object.
-    pub fn users_of(
+    pub fn attempts_using(
         &mut self,
         artifact_store: &str,
         object: &ContentHash,
@@ -78,9 +80,9 @@ impl Store {
             ) AS users ORDER BY id, attempt LIMIT $3";
         let object = object.to_string();
         let values = [
-            Value::text(artifact_store),
-            Value::text(&object),
-            Value::int(limit),
+            SqlValue::text(artifact_store),
+            SqlValue::text(&object),
+            SqlValue::int(limit),
         ];
         let rows = self.db.query(what, sql, &values)?;
         rows.into_iter()
@@ -88,8 +90,8 @@ impl Store {
             .collect()
     }
 
-    /// The artifact stores that the record refers to.
-    pub fn artifact_stores(&mut self) -> Result<Vec<InStore>, StoreError> {
+    /// The artifact stores that the database refers to.
+    pub fn artifact_stores(&mut self) -> Result<Vec<ArtifactStoreUse>, StoreError> {
         let what = "look for artifact stores";
         let sql = "
             SELECT artifact_store, host, COUNT(*) FROM (
@@ -101,7 +103,7 @@ impl Store {
             ) AS objects GROUP BY artifact_store, host ORDER BY artifact_store, host";
         let rows = self.db.query(what, sql, &[])?;
         let stores = rows.into_iter().map(|mut row| {
-            Ok(InStore {
+            Ok(ArtifactStoreUse {
                 artifact_store: row.text(what)?,
                 host: row.text(what)?,
                 objects: row.count(what)?,
@@ -110,9 +112,9 @@ impl Store {
         stores.collect()
     }
 
-    /// What SQLite finds wrong with its file: nothing, if all is well. `None`: PostgreSQL keeps its own house
-    /// (`pg_amcheck`, data checksums).
-    pub fn faults(&mut self) -> Result<Option<Vec<String>>, StoreError> {
+    /// Runs SQLite's integrity checks and returns what they report; empty if all is well. `None` for PostgreSQL,
+    /// which has tools of its own (`pg_amcheck`, data checksums).
+    pub fn integrity_faults(&mut self) -> Result<Option<Vec<String>>, StoreError> {
         let what = "check the database";
         if self.db.dialect() != Dialect::Sqlite {
             return Ok(None);
@@ -120,7 +122,7 @@ impl Store {
         let mut faults = Vec::new();
         for sql in ["PRAGMA integrity_check", "PRAGMA foreign_key_check"] {
             for row in self.db.query(what, sql, &[])? {
-                let words: Vec<String> = row.cells().map(|cell| cell.shown()).collect();
+                let words: Vec<String> = row.cells().map(|cell| cell.into_text()).collect();
                 faults.push(words.join(" "));
             }
         }

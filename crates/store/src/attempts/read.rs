@@ -1,38 +1,38 @@
-//! Reading the record.
+//! Reads attempts, outputs, logs and remarks.
 
 use crate::Store;
-use crate::attempts::attempt::{PostProcess, State, Usage};
-use crate::database::connection::{Row, Value};
 use crate::database::error::StoreError;
+use crate::database::value::{Row, SqlValue};
+use crate::types::attempt::{AttemptUsage, PostProcessState, State};
 use crate::types::manifest::{ContentHash, OutputPath};
 
 /// Which attempts a listing shows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Which {
-    /// Of each analysis the newest that was not superseded.
+pub enum AttemptSelection {
+    /// For each analysis the newest attempt that is not superseded.
     #[default]
     Latest,
-    /// All, superseded ones too.
+    /// All attempts, including superseded ones.
     All,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Filter<'a> {
-    /// None means all.
+pub struct AttemptFilter<'a> {
+    /// Empty means all states.
     pub states: &'a [State],
-    /// Created then or later, by the database's clock.
+    /// Only attempts created at this time or later, by the database's clock.
     pub since_ms: Option<i64>,
-    pub which: Which,
+    pub which: AttemptSelection,
     pub limit: u32,
 }
 
 /// One line of a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct AttemptSummary {
     pub id: String,
     pub attempt: u32,
     pub state: State,
-    /// As the database has it.
+    /// The state as stored, which may be one that [`State`] does not know.
     pub state_word: String,
     pub reason: Option<String>,
     pub message: Option<String>,
@@ -49,20 +49,20 @@ pub struct Listed {
     pub complete: Option<bool>,
     pub outputs_count: Option<u64>,
     pub output_bytes: Option<u64>,
-    pub post_process: PostProcess,
-    /// As the database has it.
+    pub post_process: PostProcessState,
+    /// The state of the post-process as stored.
     pub post_process_word: Option<String>,
 }
 
-/// All that is known of an attempt but its outputs, logs and remarks. `*_json` are JSON texts.
+/// Everything about an attempt except its outputs, logs and remarks. Fields ending in `_json` hold JSON text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Attempt {
-    pub listed: Listed,
+pub struct AttemptRow {
+    pub summary: AttemptSummary,
     pub boot_id: String,
     pub submitter: Option<String>,
     pub workspace: Option<String>,
-    /// `None`: it has not ended, or was given up by somebody else.
-    pub usage: Option<Usage>,
+    /// `None` if the attempt has not ended or was given up by somebody else.
+    pub usage: Option<AttemptUsage>,
     pub isolation_json: Option<String>,
     pub limits_json: Option<String>,
     pub hints_json: Option<String>,
@@ -85,7 +85,7 @@ pub struct StoredOutput {
     pub modified_ms: i64,
     pub artifact_store: String,
     pub host: String,
-    /// Whether the database has its bytes.
+    /// Whether the database holds the bytes.
     pub inline: bool,
 }
 
@@ -102,7 +102,8 @@ pub struct StoredLog {
     pub object_head_bytes: Option<u64>,
 }
 
-/// Words of [`crate::types::manifest::Remark`], as text: a newer Fumehood may know more of them.
+/// A remark on a path. The remark is text, because a newer Fumehood may know more of them than
+/// [`crate::types::manifest::Remark`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredRemark {
     pub path_text: String,
@@ -115,9 +116,9 @@ pub struct RemarkCount {
     pub count: u64,
 }
 
-/// An attempt that has not ended as far as the database knows.
+/// An attempt that has not ended as far as the database knows. Has no `Debug`, because it holds the key.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Unfinished {
+pub struct UnfinishedAttempt {
     pub id: String,
     pub attempt: u32,
     pub key: String,
@@ -127,20 +128,20 @@ pub struct Unfinished {
     pub created_ms: i64,
 }
 
-/// An attempt whose post-process is to be run.
+/// An attempt whose post-process is still to be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Due {
+pub struct DuePostProcess {
     pub id: String,
     pub attempt: u32,
     pub host: String,
-    pub state: PostProcess,
+    pub state: PostProcessState,
     pub tries: u64,
 }
 
-/// Candidates that an ambiguous prefix shows.
+/// How many ids the error about an ambiguous prefix lists.
 const CANDIDATES_MAX: usize = 5;
 
-macro_rules! listed {
+macro_rules! summary_columns {
     () => {
         "a.id, a.attempt, a.state, a.reason, a.message, a.superseded, a.host, a.created_ms, a.started_ms, a.ended_ms,
          a.committed_ms, a.wall_ms, a.exit_code, a.signal, a.isolation_level, a.complete, a.outputs_count,
@@ -148,11 +149,11 @@ macro_rules! listed {
     };
 }
 
-macro_rules! everything {
+macro_rules! attempt_columns {
     () => {
         concat!(
             "SELECT ",
-            listed!(),
+            summary_columns!(),
             ", a.boot_id, a.submitter, a.workspace, a.wall_ms, a.cpu_ms, a.memory_peak_bytes, a.pids_peak,
              a.disk_bytes, a.files, a.oom_kills, a.isolation, a.limits, a.hints, a.notices, a.provenance,
              a.refused_count, a.result, a.result_note, a.post_process_tries, a.post_process_message, a.post_process_ms
@@ -162,13 +163,13 @@ macro_rules! everything {
 }
 
 impl Store {
-    /// Newest first.
-    pub fn list(&mut self, filter: &Filter) -> Result<Vec<Listed>, StoreError> {
+    /// Lists attempts, newest first.
+    pub fn list(&mut self, filter: &AttemptFilter) -> Result<Vec<AttemptSummary>, StoreError> {
         macro_rules! listing {
             ($of_states:literal) => {
                 concat!(
                     "SELECT ",
-                    listed!(),
+                    summary_columns!(),
                     " FROM attempts a WHERE a.created_ms >= $1",
                     $of_states,
                     " AND ($2 OR (NOT a.superseded AND NOT EXISTS (
@@ -178,38 +179,40 @@ impl Store {
             };
         }
         let mut values = vec![
-            Value::int(filter.since_ms.unwrap_or(i64::MIN)),
-            Value::bool(filter.which == Which::All),
-            Value::int(filter.limit),
+            SqlValue::int(filter.since_ms.unwrap_or(i64::MIN)),
+            SqlValue::bool(filter.which == AttemptSelection::All),
+            SqlValue::int(filter.limit),
         ];
         let sql = match filter.states.is_empty() {
-            // Those too whose state this Fumehood does not know.
+            // Without a filter, also list attempts in states that this Fumehood does not know.
             true => listing!(""),
             false => {
                 let states = ten_states(filter.states);
-                values.extend(states.map(|state| Value::text(state.as_str())));
+                values.extend(states.map(|state| SqlValue::text(state.as_str())));
                 listing!(" AND a.state IN ($4, $5, $6, $7, $8, $9, $10, $11, $12, $13)")
             }
         };
         let rows = self.db.query("list the analyses", sql, &values)?;
-        // What cannot even be named, by a number that no attempt has, must not hide the others.
-        let listed = rows.into_iter().filter_map(|mut row| listed(&mut row).ok());
-        Ok(listed.collect())
+        // Skip a row whose attempt number is invalid, so that it does not hide the others.
+        let summaries = rows
+            .into_iter()
+            .filter_map(|mut row| summary(&mut row).ok());
+        Ok(summaries.collect())
     }
 
-    /// Everything about one attempt; without a number, about the one that counts.
-    pub fn show(&mut self, id: &str, attempt: Option<u32>) -> Result<Attempt, StoreError> {
+    /// Reads one attempt. Without a number, the newest one that is not superseded.
+    pub fn show(&mut self, id: &str, attempt: Option<u32>) -> Result<AttemptRow, StoreError> {
         let what = "read the attempt";
-        let id_value = Value::text(id);
+        let id_value = SqlValue::text(id);
         let row = match attempt {
             Some(attempt) => {
-                let sql = concat!(everything!(), "AND a.attempt = $2");
+                let sql = concat!(attempt_columns!(), "AND a.attempt = $2");
                 self.db
-                    .query_one(what, sql, &[id_value, Value::int(attempt)])?
+                    .query_one(what, sql, &[id_value, SqlValue::int(attempt)])?
             }
             None => {
                 let sql = concat!(
-                    everything!(),
+                    attempt_columns!(),
                     "ORDER BY a.superseded, a.attempt DESC LIMIT 1"
                 );
                 self.db.query_one(what, sql, &[id_value])?
@@ -219,35 +222,35 @@ impl Store {
             Some(attempt) => format!("{id} attempt {attempt}"),
             None => id.to_owned(),
         };
-        whole(row.ok_or(StoreError::NotFound { given })?)
+        attempt_row(row.ok_or(StoreError::NotFound { given })?)
     }
 
-    /// All attempts of an analysis, first to last.
-    pub fn attempts(&mut self, id: &str) -> Result<Vec<Listed>, StoreError> {
+    /// All attempts of an analysis, oldest first.
+    pub fn attempts(&mut self, id: &str) -> Result<Vec<AttemptSummary>, StoreError> {
         let sql = concat!(
             "SELECT ",
-            listed!(),
+            summary_columns!(),
             " FROM attempts a WHERE a.id = $1 ORDER BY a.attempt"
         );
         let rows = self
             .db
-            .query("read the attempts", sql, &[Value::text(id)])?;
-        rows.into_iter().map(|mut row| listed(&mut row)).collect()
+            .query("read the attempts", sql, &[SqlValue::text(id)])?;
+        rows.into_iter().map(|mut row| summary(&mut row)).collect()
     }
 
-    /// By path.
+    /// The outputs of an attempt, sorted by path.
     pub fn outputs(&mut self, id: &str, attempt: u32) -> Result<Vec<StoredOutput>, StoreError> {
         let sql = "SELECT path, bytes, media_type, blake3, modified_ms, artifact_store, host, content IS NOT NULL
                    FROM outputs WHERE id = $1 AND attempt = $2 ORDER BY path";
         let rows = self.db.query(
             "read the outputs",
             sql,
-            &[Value::text(id), Value::int(attempt)],
+            &[SqlValue::text(id), SqlValue::int(attempt)],
         )?;
         rows.into_iter().map(output).collect()
     }
 
-    /// The bytes of an output, if the database has them.
+    /// The bytes of an output, if the database holds them.
     pub fn output_content(
         &mut self,
         id: &str,
@@ -257,9 +260,9 @@ impl Store {
         let what = "read an output's content";
         let sql = "SELECT content FROM outputs WHERE id = $1 AND attempt = $2 AND path = $3";
         let values = [
-            Value::text(id),
-            Value::int(attempt),
-            Value::bytes(path.as_bytes()),
+            SqlValue::text(id),
+            SqlValue::int(attempt),
+            SqlValue::bytes(path.as_bytes()),
         ];
         let row = self.db.query_one(what, sql, &values)?;
         row.map_or(Ok(None), |mut row| row.maybe_bytes(what))
@@ -274,7 +277,11 @@ impl Store {
         let what = "read the log";
         let sql = "SELECT stream, total_bytes, dropped_bytes, head, tail, blake3, artifact_store, object_bytes,
                    object_head_bytes FROM logs WHERE id = $1 AND attempt = $2 AND stream = $3";
-        let values = [Value::text(id), Value::int(attempt), Value::text(stream)];
+        let values = [
+            SqlValue::text(id),
+            SqlValue::int(attempt),
+            SqlValue::text(stream),
+        ];
         let row = self.db.query_one(what, sql, &values)?;
         let log = row.map(|mut row| {
             Ok(StoredLog {
@@ -292,14 +299,14 @@ impl Store {
         log.transpose()
     }
 
-    /// What was not taken, or not as it was: the first ones, and how many of each kind.
+    /// The remarks about an attempt: the first ones in full, and the number of each kind.
     pub fn remarks(
         &mut self,
         id: &str,
         attempt: u32,
     ) -> Result<(Vec<StoredRemark>, Vec<RemarkCount>), StoreError> {
         let what = "read the remarks";
-        let values = [Value::text(id), Value::int(attempt)];
+        let values = [SqlValue::text(id), SqlValue::int(attempt)];
         let sql = "SELECT path_text, remark FROM remarks WHERE id = $1 AND attempt = $2 ORDER BY position";
         let listed = self
             .db
@@ -326,7 +333,7 @@ impl Store {
         Ok((listed, counts.collect::<Result<_, StoreError>>()?))
     }
 
-    /// The id that is meant: itself, `@last`, or the beginning of exactly one.
+    /// Finds an id from what the user typed: the id itself, `@last`, or a prefix of exactly one id.
     pub fn resolve(&mut self, given: &str) -> Result<String, StoreError> {
         let what = "look for the analysis";
         let not_found = || StoreError::NotFound {
@@ -340,14 +347,16 @@ impl Store {
         if given.is_empty() {
             return Err(not_found());
         }
-        // Ids are ASCII and compared by byte, so what begins with a text lies between it and it followed by DEL. A
-        // pattern would need escaping, and could not use the index everywhere.
+        // Ids are ASCII and compared by bytes, so all ids with a prefix lie between the prefix and the prefix
+        // followed by DEL. A LIKE pattern would need escaping, and could not use the index on both databases.
         let after = format!("{given}\u{7f}");
         let sql = "SELECT id FROM analyses WHERE id >= $1 AND id < $2 ORDER BY id LIMIT $3";
-        let limit = Value::count(CANDIDATES_MAX as u64);
-        let rows = self
-            .db
-            .query(what, sql, &[Value::text(given), Value::text(&after), limit])?;
+        let limit = SqlValue::count(CANDIDATES_MAX as u64);
+        let rows = self.db.query(
+            what,
+            sql,
+            &[SqlValue::text(given), SqlValue::text(&after), limit],
+        )?;
         let found = rows.into_iter().map(|mut row| row.text(what));
         let mut candidates = found.collect::<Result<Vec<_>, _>>()?;
         match candidates.first() {
@@ -360,14 +369,14 @@ impl Store {
         }
     }
 
-    /// What has not ended: on one host, or anywhere. Oldest first.
-    pub fn unfinished(&mut self, host: Option<&str>) -> Result<Vec<Unfinished>, StoreError> {
+    /// Running and collecting attempts of one host, or of all, oldest first.
+    pub fn unfinished(&mut self, host: Option<&str>) -> Result<Vec<UnfinishedAttempt>, StoreError> {
         let what = "look for attempts that have not ended";
         let sql = "SELECT id, attempt, key, state, host, boot_id, created_ms FROM attempts
                    WHERE state IN ('running', 'collecting') AND ($1 IS NULL OR host = $1) ORDER BY created_ms, id";
-        let rows = self.db.query(what, sql, &[Value::maybe_text(host)])?;
+        let rows = self.db.query(what, sql, &[SqlValue::maybe_text(host)])?;
         let unfinished = rows.into_iter().map(|mut row| {
-            Ok(Unfinished {
+            Ok(UnfinishedAttempt {
                 id: row.text(what)?,
                 attempt: row.attempt()?,
                 key: row.text(what)?,
@@ -385,46 +394,51 @@ impl Store {
         &mut self,
         host: Option<&str>,
         limit: u32,
-    ) -> Result<Vec<Due>, StoreError> {
+    ) -> Result<Vec<DuePostProcess>, StoreError> {
         let what = "look for post-processing to do";
         let sql = "SELECT id, attempt, host, post_process, post_process_tries FROM attempts
                    WHERE post_process IN ('pending', 'failed') AND ($1 IS NULL OR host = $1)
                    ORDER BY created_ms, id, attempt LIMIT $2";
-        let rows = self
-            .db
-            .query(what, sql, &[Value::maybe_text(host), Value::int(limit)])?;
+        let rows = self.db.query(
+            what,
+            sql,
+            &[SqlValue::maybe_text(host), SqlValue::int(limit)],
+        )?;
         let due = rows.into_iter().map(|mut row| {
-            Ok(Due {
+            Ok(DuePostProcess {
                 id: row.text(what)?,
                 attempt: row.attempt()?,
                 host: row.text(what)?,
-                state: PostProcess::parse(row.maybe_text(what)?.as_deref()),
+                state: PostProcessState::parse(row.maybe_text(what)?.as_deref()),
                 tries: row.count(what)?,
             })
         });
         due.collect()
     }
 
-    /// Notes how the platform's own step ended. `Done` and `Failed` count as a try.
+    /// Records how a post-process ended. `Done` and `Failed` count as a try.
     pub fn mark_post_process(
         &mut self,
         id: &str,
         attempt: u32,
-        mark: PostProcess,
+        mark: PostProcessState,
         message: Option<&str>,
     ) -> Result<(), StoreError> {
         let what = "note how the post-process ended";
         let now = self.db.now_ms()?;
-        let tries = u32::from(matches!(mark, PostProcess::Done | PostProcess::Failed));
+        let tries = u32::from(matches!(
+            mark,
+            PostProcessState::Done | PostProcessState::Failed
+        ));
         let sql = "UPDATE attempts SET post_process = $3, post_process_message = $4, post_process_ms = $5,
                    post_process_tries = post_process_tries + $6 WHERE id = $1 AND attempt = $2";
         let values = [
-            Value::text(id),
-            Value::int(attempt),
-            Value::maybe_text(mark.as_str()),
-            Value::maybe_text(message),
-            Value::int(now),
-            Value::int(tries),
+            SqlValue::text(id),
+            SqlValue::int(attempt),
+            SqlValue::maybe_text(mark.as_str()),
+            SqlValue::maybe_text(message),
+            SqlValue::int(now),
+            SqlValue::int(tries),
         ];
         match self.db.execute(what, sql, &values)? {
             0 => Err(StoreError::NotFound {
@@ -435,7 +449,7 @@ impl Store {
     }
 }
 
-/// For ten placeholders: those asked for, the last one repeated; all ten if none is.
+/// Fills ten placeholders with the given states. Repeats the last one; uses all ten states if none is given.
 pub(crate) fn ten_states(asked: &[State]) -> impl Iterator<Item = State> {
     let mut states: Vec<State> = State::ALL
         .into_iter()
@@ -452,15 +466,15 @@ fn hash(text: &str) -> Result<ContentHash, StoreError> {
     ContentHash::parse(text).map_err(|_| StoreError::BadValue { what: "a hash" })
 }
 
-/// A number that Fumehood does not write is as good as none: one row must not keep the others from being listed.
+/// Treats a number that Fumehood would not write as missing, so that one bad row does not make a listing fail.
 fn lenient<T: TryFrom<i64>>(row: &mut Row, what: &'static str) -> Result<Option<T>, StoreError> {
     let value = row.maybe_int(what)?;
     Ok(value.and_then(|value| T::try_from(value).ok()))
 }
 
-fn listed(row: &mut Row) -> Result<Listed, StoreError> {
+fn summary(row: &mut Row) -> Result<AttemptSummary, StoreError> {
     let what = "an attempt";
-    let mut listed = Listed {
+    let mut summary = AttemptSummary {
         id: row.text(what)?,
         attempt: row.attempt()?,
         state: State::Unknown,
@@ -481,18 +495,18 @@ fn listed(row: &mut Row) -> Result<Listed, StoreError> {
         outputs_count: lenient(row, what)?,
         output_bytes: lenient(row, what)?,
         post_process_word: row.maybe_text(what)?,
-        post_process: PostProcess::NotAsked,
+        post_process: PostProcessState::NotAsked,
     };
-    listed.state = State::parse(&listed.state_word).unwrap_or(State::Unknown);
-    listed.post_process = PostProcess::parse(listed.post_process_word.as_deref());
-    Ok(listed)
+    summary.state = State::parse(&summary.state_word).unwrap_or(State::Unknown);
+    summary.post_process = PostProcessState::parse(summary.post_process_word.as_deref());
+    Ok(summary)
 }
 
-fn whole(mut row: Row) -> Result<Attempt, StoreError> {
+fn attempt_row(mut row: Row) -> Result<AttemptRow, StoreError> {
     let what = "an attempt";
-    let listed = listed(&mut row)?;
-    Ok(Attempt {
-        listed,
+    let summary = summary(&mut row)?;
+    Ok(AttemptRow {
+        summary,
         boot_id: row.text(what)?,
         submitter: row.maybe_text(what)?,
         workspace: row.maybe_text(what)?,
@@ -511,7 +525,7 @@ fn whole(mut row: Row) -> Result<Attempt, StoreError> {
     })
 }
 
-fn usage(row: &mut Row) -> Result<Option<Usage>, StoreError> {
+fn usage(row: &mut Row) -> Result<Option<AttemptUsage>, StoreError> {
     let what = "what an attempt used";
     let [
         wall_ms,
@@ -530,7 +544,7 @@ fn usage(row: &mut Row) -> Result<Option<Usage>, StoreError> {
         row.maybe_count(what)?,
         row.maybe_count(what)?,
     ];
-    Ok(wall_ms.map(|wall_ms| Usage {
+    Ok(wall_ms.map(|wall_ms| AttemptUsage {
         wall_ms,
         cpu_ms: cpu_ms.unwrap_or(0),
         memory_peak_bytes,
@@ -543,7 +557,7 @@ fn usage(row: &mut Row) -> Result<Option<Usage>, StoreError> {
 
 fn output(mut row: Row) -> Result<StoredOutput, StoreError> {
     let what = "an output";
-    // Another program may have written to the database; its paths must lead nowhere either.
+    // Another program may have written the row. Its path must not lead out of a directory either.
     let path = OutputPath::new(row.bytes(what)?).map_err(|_| StoreError::BadValue { what })?;
     Ok(StoredOutput {
         path,

@@ -1,90 +1,96 @@
-//! Removing analyses, and finding out what the artifact store still has to keep.
+//! Removes analyses, and finds the objects that the artifact store must keep.
 
 use std::io;
 
 use crate::Store;
-use crate::attempts::attempt::State;
+use crate::analyses::submitted_files;
 use crate::attempts::read::ten_states;
-use crate::database::connection::{Connection, Purpose, Value};
+use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::queue::submit;
+use crate::database::value::SqlValue;
+use crate::types::attempt::State;
 use crate::types::manifest::ContentHash;
 
-/// What to do about an attempt that has not ended.
+/// What to do with an attempt that has not ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WhileRunning {
+pub enum UnfinishedPolicy {
     Refuse,
-    /// Its runner will find it gone, and store what it has as superseded.
+    /// Remove it. Its runner finds the row gone and stores its result under a new number.
     Remove,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Removed {
+pub struct RemovalCounts {
     pub attempts: u64,
     pub outputs: u64,
 }
 
-/// An analysis that has ended and is old enough.
+/// A finished analysis that is old enough to be removed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Removable {
+pub struct RemovableAnalysis {
     pub id: String,
-    /// Of the attempt that counts.
+    /// The state of the current attempt.
     pub state: State,
     pub attempts: u64,
-    /// Of the newest attempt.
+    /// When the newest attempt was committed.
     pub committed_ms: i64,
     pub output_bytes: u64,
 }
 
-/// Hashes per question, so that memory does not grow with the record.
+/// Hashes per query, so that memory does not grow with the database.
 const PAGE: u32 = 1_000;
 
 impl Store {
-    /// Removes an analysis with all its attempts. What they left in the artifact store is for garbage collection.
-    pub fn remove(&mut self, id: &str, running: WhileRunning) -> Result<Removed, StoreError> {
+    /// Removes an analysis with all its attempts. The garbage collector later removes their objects.
+    pub fn remove(
+        &mut self,
+        id: &str,
+        unfinished: UnfinishedPolicy,
+    ) -> Result<RemovalCounts, StoreError> {
         let what =
             "remove the analysis (on PostgreSQL the role needs DELETE: see docs/database.md)";
-        self.db.transaction(what, Purpose::Write, |db| {
+        self.db.transaction(what, TransactionKind::Write, |db| {
             let lock = "UPDATE analyses SET attempt_last = attempt_last WHERE id = $1";
-            if db.execute(what, lock, &[Value::text(id)])? == 0 {
+            if db.execute(what, lock, &[SqlValue::text(id)])? == 0 {
                 let given = id.to_owned();
                 return Err(StoreError::NotFound { given });
             }
-            // First what a claim holds, so that it is through before we look: see `queue.rs`.
-            match running {
-                WhileRunning::Refuse => refuse_running(db, id)?,
-                WhileRunning::Remove => {
+            // `Remove` deletes the rows of `queue` first. A claim locks these rows, so it has ended before we
+            // continue: see `queue/claim.rs`.
+            match unfinished {
+                UnfinishedPolicy::Refuse => refuse_unfinished(db, id)?,
+                UnfinishedPolicy::Remove => {
                     let sql = "DELETE FROM queue WHERE id = $1";
-                    db.execute(what, sql, &[Value::text(id)])?;
+                    db.execute(what, sql, &[SqlValue::text(id)])?;
                 }
             }
-            let files = submit::blobs_of(db, id)?;
+            let files = submitted_files::list_files_of(db, id)?;
             for hash in &files {
-                submit::lock_blob(db, hash)?;
+                submitted_files::lock_file(db, hash)?;
             }
-            let mut delete = |sql: &'static str| db.execute(what, sql, &[Value::text(id)]);
+            let mut delete = |sql: &'static str| db.execute(what, sql, &[SqlValue::text(id)]);
             let outputs = delete("DELETE FROM outputs WHERE id = $1")?;
             delete("DELETE FROM logs WHERE id = $1")?;
             delete("DELETE FROM remarks WHERE id = $1")?;
             delete("DELETE FROM remark_counts WHERE id = $1")?;
             let attempts = delete("DELETE FROM attempts WHERE id = $1")?;
-            // Submission and events go with it.
+            // The foreign keys also remove the submission and the events.
             delete("DELETE FROM analyses WHERE id = $1")?;
             for hash in &files {
-                submit::drop_blob(db, hash)?;
+                submitted_files::remove_unused_file(db, hash)?;
             }
-            Ok(Removed { attempts, outputs })
+            Ok(RemovalCounts { attempts, outputs })
         })
     }
 
-    /// Analyses all of whose attempts ended before a time of the database's clock, and the last of which is in one of
-    /// the states (none means any). Oldest first.
+    /// Analyses whose attempts all ended before `before_ms`, by the database's clock, and whose current attempt is in
+    /// one of the given states (empty means any). Oldest first.
     pub fn removable(
         &mut self,
         before_ms: i64,
         states: &[State],
         limit: u32,
-    ) -> Result<Vec<Removable>, StoreError> {
+    ) -> Result<Vec<RemovableAnalysis>, StoreError> {
         let what = "look for analyses to remove";
         let sql = "
             SELECT a.id, a.state, s.attempts, s.committed_ms, s.output_bytes
@@ -100,12 +106,12 @@ impl Store {
                         (a.superseded AND NOT b.superseded)
                         OR (a.superseded = b.superseded AND b.attempt > a.attempt)))
             ORDER BY s.committed_ms, a.id LIMIT $12";
-        let mut values = vec![Value::int(before_ms)];
-        values.extend(ten_states(states).map(|state| Value::text(state.as_str())));
-        values.push(Value::int(limit));
+        let mut values = vec![SqlValue::int(before_ms)];
+        values.extend(ten_states(states).map(|state| SqlValue::text(state.as_str())));
+        values.push(SqlValue::int(limit));
         let rows = self.db.query(what, sql, &values)?;
         let removable = rows.into_iter().map(|mut row| {
-            Ok(Removable {
+            Ok(RemovableAnalysis {
                 id: row.text(what)?,
                 state: row.state()?,
                 attempts: row.count(what)?,
@@ -116,15 +122,17 @@ impl Store {
         removable.collect()
     }
 
-    /// Every object that the record refers to in one artifact store, in order, each once. What is committed meanwhile may
-    /// be left out: a sweep must spare what is younger than itself, or hold the store.
-    pub fn referenced(
+    /// Calls `each` for every object of an artifact store that the database refers to, in order, each once. May miss
+    /// objects that are committed meanwhile, so a garbage collector must either lock the artifact store or keep
+    /// objects that are newer than its start.
+    pub fn for_each_referenced_object(
         &mut self,
         artifact_store: &str,
         each: &mut dyn FnMut(&ContentHash) -> io::Result<()>,
     ) -> Result<(), StoreError> {
         let what = "look for objects that are referred to";
-        // Each half is cut to a page by its index before they are joined, or every page would read all that is left.
+        // Cut each half to a page by its index before joining them; otherwise every page would read all remaining
+        // rows.
         let sql = "
             SELECT blake3 FROM (
                 SELECT DISTINCT blake3 FROM outputs WHERE artifact_store = $1 AND blake3 > $2 ORDER BY blake3 LIMIT $3
@@ -138,9 +146,9 @@ impl Store {
         let mut after = String::new();
         loop {
             let values = [
-                Value::text(artifact_store),
-                Value::text(&after),
-                Value::int(PAGE),
+                SqlValue::text(artifact_store),
+                SqlValue::text(&after),
+                SqlValue::int(PAGE),
             ];
             let rows = self.db.query(what, sql, &values)?;
             let is_last = rows.len() < PAGE as usize;
@@ -157,11 +165,11 @@ impl Store {
     }
 }
 
-fn refuse_running(db: &mut Connection, id: &str) -> Result<(), StoreError> {
+fn refuse_unfinished(db: &mut Connection, id: &str) -> Result<(), StoreError> {
     let what = "look for attempts that have not ended";
     let sql = "SELECT attempt, state, host FROM attempts WHERE id = $1
                AND state IN ('queued', 'running', 'collecting') ORDER BY attempt LIMIT 1";
-    match db.query_one(what, sql, &[Value::text(id)])? {
+    match db.query_one(what, sql, &[SqlValue::text(id)])? {
         None => Ok(()),
         Some(mut row) => Err(StoreError::Running {
             id: id.to_owned(),

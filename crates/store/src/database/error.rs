@@ -1,153 +1,15 @@
-//! What went wrong with the record, and what to do about it.
+//! Errors of the store, each with advice on what to do.
 
-use std::borrow::Cow;
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
 use crate::artifacts::ArtifactError;
-use crate::attempts::attempt::State;
-use crate::database::connection::DriverError;
-use crate::database::schema::Schema;
-use crate::queue::queue_types::Capacity;
-use crate::types::escaping::escape_terminal;
+use crate::database::fault::{DriverError, Fault, FaultKind, io_fault_kind};
+use crate::database::location::Location;
+use crate::database::migrations::SchemaVersion;
+use crate::types::attempt::State;
+use crate::types::capacity::Capacity;
 use crate::types::submission::SubmissionError;
-
-/// The kinds of trouble that a caller treats differently; everything finer is for people to read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Trouble {
-    /// It cannot be reached, or went away. Whether the last transaction was committed is not known: repeat it.
-    Away,
-    ReadOnly,
-    /// Somebody else holds it, for longer than we wait.
-    Busy,
-    Full,
-    Permission,
-    /// Another version of the schema, or none.
-    Schema,
-    Damaged,
-    Other,
-}
-
-impl Trouble {
-    pub fn advice(self) -> &'static str {
-        match self {
-            Trouble::Away => {
-                "see that the database runs and can be reached, then repeat the command"
-            }
-            Trouble::ReadOnly => {
-                "make the database writable (its disk, its file, or the server's role), then repeat"
-            }
-            Trouble::Busy => {
-                "another program holds the database; wait for it or stop it, then repeat"
-            }
-            Trouble::Full => "make room on the database's disk, then repeat",
-            Trouble::Permission => {
-                "check user and password (PGUSER, PGPASSFILE with mode 0600, PGSERVICE) and the grants in docs/database.md"
-            }
-            Trouble::Schema => "run `fumehood db migrate`",
-            Trouble::Damaged => "the database is damaged; restore it from a backup",
-            Trouble::Other => "see docs/database.md",
-        }
-    }
-}
-
-/// What the database or its driver said: bounded, free of control characters, and free of the password.
-#[derive(Debug)]
-pub struct Fault {
-    pub trouble: Trouble,
-    text: String,
-}
-
-const FAULT_TEXT_MAX: usize = 500;
-
-impl Fault {
-    pub(crate) fn new(trouble: Trouble, text: &str) -> Fault {
-        // Constraint messages may repeat a value that an attacker chose.
-        let text = escape_terminal(text.as_bytes());
-        let text = text.chars().take(FAULT_TEXT_MAX).collect();
-        Fault { trouble, text }
-    }
-
-    pub(crate) fn from_driver(error: &DriverError, secret: Option<&str>) -> Fault {
-        let (trouble, text) = match error {
-            DriverError::Sqlite(e) => from_sqlite(e),
-            DriverError::Postgres(e) => from_postgres(e),
-        };
-        // No driver is known to repeat the password; this makes it impossible.
-        match secret.filter(|s| !s.is_empty() && text.contains(s)) {
-            Some(secret) => Fault::new(trouble, &text.replace(secret, "(withheld)")),
-            None => Fault::new(trouble, &text),
-        }
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
-    }
-}
-
-impl std::error::Error for Fault {}
-
-/// A server that closes the connection shows as any of several errors; a full disk or missing right does not.
-fn io_trouble(e: &io::Error) -> Trouble {
-    match e.kind() {
-        io::ErrorKind::PermissionDenied => Trouble::Permission,
-        io::ErrorKind::ReadOnlyFilesystem => Trouble::ReadOnly,
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Trouble::Full,
-        _ => Trouble::Away,
-    }
-}
-
-fn from_sqlite(error: &rusqlite::Error) -> (Trouble, String) {
-    let Some(code) = error.sqlite_extended_error_code() else {
-        return (Trouble::Other, error.to_string());
-    };
-    (sqlite_trouble(code), format!("{error} (code {code})"))
-}
-
-fn from_postgres(error: &sqlx::Error) -> (Trouble, String) {
-    match error {
-        sqlx::Error::Database(e) => {
-            let code = e.code().unwrap_or(Cow::Borrowed(""));
-            let text = format!("{} (code {code})", e.message());
-            (postgres_trouble(&code), text)
-        }
-        sqlx::Error::Io(e) => (io_trouble(e), e.to_string()),
-        sqlx::Error::Tls(_) | sqlx::Error::Protocol(_) => (Trouble::Away, error.to_string()),
-        other => (Trouble::Other, other.to_string()),
-    }
-}
-
-/// <https://www.sqlite.org/rescode.html>; the low byte is the primary code.
-fn sqlite_trouble(code: i32) -> Trouble {
-    match code & 0xff {
-        5 | 6 => Trouble::Busy,
-        8 => Trouble::ReadOnly,
-        13 => Trouble::Full,
-        3 | 23 => Trouble::Permission,
-        11 | 26 => Trouble::Damaged,
-        10 | 14 => Trouble::Away,
-        _ => Trouble::Other,
-    }
-}
-
-/// <https://www.postgresql.org/docs/current/errcodes-appendix.html>
-fn postgres_trouble(code: &str) -> Trouble {
-    match code {
-        "57P01" | "57P02" | "57P03" | "57P05" | "25P03" | "3D000" => Trouble::Away,
-        "53100" => Trouble::Full,
-        "53300" | "55P03" | "57014" | "40001" | "40P01" => Trouble::Busy,
-        "25006" => Trouble::ReadOnly,
-        "42501" => Trouble::Permission,
-        "42P01" | "42703" | "3F000" => Trouble::Schema,
-        "XX001" | "XX002" => Trouble::Damaged,
-        code if code.starts_with("08") => Trouble::Away,
-        code if code.starts_with("28") => Trouble::Permission,
-        _ => Trouble::Other,
-    }
-}
 
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -157,7 +19,7 @@ pub enum StoreError {
     NoDatabase,
     #[error("start the database connection's runtime")]
     Runtime(#[source] io::Error),
-    #[error("open the database {location}: {}", .source.trouble.advice())]
+    #[error("open the database {location}: {}", .source.kind.advice())]
     Open {
         location: String,
         #[source]
@@ -177,7 +39,7 @@ pub enum StoreError {
     #[error(
         "use {location}: it holds something else than Fumehood's tables; name another file or database"
     )]
-    NotOurs { location: String },
+    ForeignDatabase { location: String },
     #[error(
         "use {location}: its encoding is {encoding}, and names of files need UTF8; make the database with ENCODING 'UTF8'"
     )]
@@ -189,14 +51,17 @@ pub enum StoreError {
     #[error("use {location}: {}; run `fumehood db migrate --db …` as the owner of the schema", found_schema(.found))]
     NeedsMigration {
         location: String,
-        found: Option<Schema>,
+        found: Option<SchemaVersion>,
     },
     #[error(
         "use {location}: its schema is {found}, this Fumehood knows {}; use a newer Fumehood",
-        Schema::CURRENT
+        SchemaVersion::CURRENT
     )]
-    NewerSchema { location: String, found: Schema },
-    #[error("{what}: {}", .source.trouble.advice())]
+    NewerSchema {
+        location: String,
+        found: SchemaVersion,
+    },
+    #[error("{what}: {}", .source.kind.advice())]
     Statement {
         what: &'static str,
         #[source]
@@ -245,7 +110,7 @@ pub enum StoreError {
     },
     #[error("hand on what was read from the database")]
     Callback(#[source] io::Error),
-    /// One of several that were to be queued together; counted from 0.
+    /// The error of one of several submissions that were to be queued together. `at` counts from 0.
     #[error("queue submission number {}, and none of the others", .at + 1)]
     Submission {
         at: usize,
@@ -253,7 +118,7 @@ pub enum StoreError {
         source: Box<StoreError>,
     },
     #[error("queue {id}: it is there twice; give each its own --id")]
-    Twice { id: String },
+    DuplicateId { id: String },
     #[error(
         "queue {asked} more: {queued} wait already, and the queue holds at most {queue_max}; wait until some have run, or cancel some"
     )]
@@ -322,18 +187,25 @@ fn capacity(capacity: &Capacity) -> String {
     format!("{memory} of memory and {cpus} CPUs")
 }
 
-fn found_schema(found: &Option<Schema>) -> String {
+fn found_schema(found: &Option<SchemaVersion>) -> String {
     match found {
         Some(found) => format!(
             "its schema is {found}, this Fumehood needs {}",
-            Schema::CURRENT
+            SchemaVersion::CURRENT
         ),
         None => "it has no schema `fumehood` yet".to_owned(),
     }
 }
 
 impl StoreError {
-    /// A word for programs, where they can do something about it.
+    pub(crate) fn opening(location: &Location, e: impl Into<DriverError>) -> StoreError {
+        StoreError::Open {
+            location: location.to_string(),
+            source: Fault::from_driver(&e.into(), location.secret()),
+        }
+    }
+
+    /// A stable word for programs that can react to this error.
     pub fn code(&self) -> Option<&'static str> {
         match self {
             StoreError::SecretsErased { .. } => Some("secrets_erased"),
@@ -341,25 +213,26 @@ impl StoreError {
         }
     }
 
-    pub fn trouble(&self) -> Trouble {
+    pub fn fault_kind(&self) -> FaultKind {
         match self {
-            StoreError::Open { source, .. } | StoreError::Statement { source, .. } => {
-                source.trouble
-            }
-            StoreError::File { source, .. } => match io_trouble(source) {
-                Trouble::Away if source.kind() == io::ErrorKind::NotFound => Trouble::Away,
-                trouble => trouble,
+            StoreError::Open { source, .. } | StoreError::Statement { source, .. } => source.kind,
+            StoreError::File { source, .. } => match io_fault_kind(source) {
+                FaultKind::Unreachable if source.kind() == io::ErrorKind::NotFound => {
+                    FaultKind::Unreachable
+                }
+                kind => kind,
             },
-            StoreError::UnsafeFile { .. } | StoreError::SchemaOwner { .. } => Trouble::Permission,
-            StoreError::NeedsMigration { .. } | StoreError::NewerSchema { .. } => Trouble::Schema,
-            StoreError::BadValue { .. } => Trouble::Damaged,
-            StoreError::Submission { source, .. } => source.trouble(),
-            _ => Trouble::Other,
+            StoreError::UnsafeFile { .. } | StoreError::SchemaOwner { .. } => FaultKind::Permission,
+            StoreError::NeedsMigration { .. } | StoreError::NewerSchema { .. } => FaultKind::Schema,
+            StoreError::BadValue { .. } => FaultKind::Damaged,
+            StoreError::Submission { source, .. } => source.fault_kind(),
+            _ => FaultKind::Other,
         }
     }
 
-    /// Whether it is the database's condition and not the request: what was collected must then wait in `pending`.
-    pub fn is_away(&self) -> bool {
-        self.trouble() != Trouble::Other
+    /// Whether the database caused the error, not the request. The caller then keeps the collected outputs in
+    /// `pending` and commits them later.
+    pub fn is_database_fault(&self) -> bool {
+        self.fault_kind() != FaultKind::Other
     }
 }

@@ -1,8 +1,7 @@
-//! JSON that Fumehood itself wrote around somebody else's strings. What a program wrote as JSON is judged by
-//! `result_value` before.
+//! Cleans JSON that Fumehood wrote around untrusted strings. JSON that a program wrote is checked by `result_value`.
 
-/// An escaped NUL, which PostgreSQL's `jsonb` refuses, becomes the four characters `\x00`, as in every other text, so
-/// that the transaction cannot fail on it.
+/// Replaces an escaped NUL by the four characters `\x00`, as in every other text. PostgreSQL's `jsonb` refuses
+/// `\u0000`, which would fail the transaction.
 pub(crate) fn without_nul(text: &str) -> String {
     if !text.contains("\\u0000") {
         return text.to_owned();

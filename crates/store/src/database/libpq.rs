@@ -1,5 +1,6 @@
-//! The rules by which PostgreSQL's own programs complete an address: what is given, then a service file, then the
-//! environment, then defaults; the password last, from a password file. The driver knows only part of them.
+//! Completes a PostgreSQL address by libpq's rules: explicit settings first, then a service file, then environment
+//! variables, then defaults; the password last, from a password file. The Rust driver implements only a part of these
+//! rules.
 //!
 //! <https://www.postgresql.org/docs/current/libpq-connect.html>, libpq-pgservice.html, libpq-pgpass.html
 
@@ -8,85 +9,13 @@ use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use crate::database::location::{Environment, LocationError, Secret, SslMode};
+use crate::database::libpq_settings::{Environment, Secret, Settings, SslMode, VARIABLES};
+use crate::database::location_error::LocationError;
 
-/// Service and password files are short; one that is not is a mistake or an attack.
+/// Service and password files are short. A longer file is a mistake or an attack.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// The settings that Fumehood takes, as they were written.
-#[derive(Clone, Default)]
-pub(crate) struct Settings {
-    pub host: Option<String>,
-    pub port: Option<String>,
-    pub user: Option<String>,
-    pub dbname: Option<String>,
-    pub password: Option<Secret>,
-    pub passfile: Option<String>,
-    pub sslmode: Option<String>,
-    pub sslrootcert: Option<String>,
-    pub sslcert: Option<String>,
-    pub sslkey: Option<String>,
-    pub connect_timeout: Option<String>,
-    pub service: Option<String>,
-}
-
-/// A setting's name and the variable that gives its default.
-const VARIABLES: [(&str, &str); 12] = [
-    ("host", "PGHOST"),
-    ("port", "PGPORT"),
-    ("user", "PGUSER"),
-    ("dbname", "PGDATABASE"),
-    ("password", "PGPASSWORD"),
-    ("passfile", "PGPASSFILE"),
-    ("sslmode", "PGSSLMODE"),
-    ("sslrootcert", "PGSSLROOTCERT"),
-    ("sslcert", "PGSSLCERT"),
-    ("sslkey", "PGSSLKEY"),
-    ("connect_timeout", "PGCONNECT_TIMEOUT"),
-    ("service", "PGSERVICE"),
-];
-
-impl Settings {
-    pub const NAMES: [&str; 12] = {
-        let mut names = [""; 12];
-        let mut at = 0;
-        while at < names.len() {
-            names[at] = VARIABLES[at].0;
-            at += 1;
-        }
-        names
-    };
-
-    /// The first one to say something is heard. An empty value says nothing, as with libpq's variables.
-    fn offer(&mut self, name: &str, value: String) -> Result<(), LocationError> {
-        let slot = match name {
-            "password" => {
-                if self.password.is_none() && !value.is_empty() {
-                    self.password = Some(Secret(value));
-                }
-                return Ok(());
-            }
-            "host" => &mut self.host,
-            "port" => &mut self.port,
-            "user" => &mut self.user,
-            "dbname" => &mut self.dbname,
-            "passfile" => &mut self.passfile,
-            "sslmode" => &mut self.sslmode,
-            "sslrootcert" => &mut self.sslrootcert,
-            "sslcert" => &mut self.sslcert,
-            "sslkey" => &mut self.sslkey,
-            "connect_timeout" => &mut self.connect_timeout,
-            "service" => &mut self.service,
-            _ => return Err(LocationError::UnknownSetting),
-        };
-        if slot.is_none() && !value.is_empty() {
-            *slot = Some(value);
-        }
-        Ok(())
-    }
-}
-
-/// `[USER[:PASSWORD]@][HOST][:PORT][/DATABASE][?NAME=VALUE[&…]]`, the scheme already off.
+/// Parses `[USER[:PASSWORD]@][HOST][:PORT][/DATABASE][?NAME=VALUE[&…]]`, without the scheme.
 pub(crate) fn parse_url(text: &str) -> Result<Settings, LocationError> {
     let (before, query) = text.split_once('?').unwrap_or((text, ""));
     let (authority, database) = before.split_once('/').unwrap_or((before, ""));
@@ -95,7 +24,8 @@ pub(crate) fn parse_url(text: &str) -> Result<Settings, LocationError> {
     if place.contains(',') {
         return Err(LocationError::SeveralHosts);
     }
-    // A password with a bare slash in it would end up here, and be shown as the database's name.
+    // The slash of a password that is not percent-encoded would end here, and messages would show the rest of the
+    // password as the database's name.
     if database.contains(['@', ':', '/']) {
         return Err(LocationError::Form);
     }
@@ -111,10 +41,10 @@ pub(crate) fn parse_url(text: &str) -> Result<Settings, LocationError> {
         None => place.split_once(':').unwrap_or((place, "")),
     };
     let mut settings = Settings::default();
-    // In the query a later setting overrules an earlier part, so it is asked first.
+    // A setting in the query overrides the same setting in the rest of the address, so read the query first.
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (name, value) = pair.split_once('=').ok_or(LocationError::Form)?;
-        settings.offer(&percent_decode(name)?, percent_decode(value)?)?;
+        settings.set_if_unset(&percent_decode(name)?, percent_decode(value)?)?;
     }
     for (name, value) in [
         ("user", user),
@@ -123,7 +53,7 @@ pub(crate) fn parse_url(text: &str) -> Result<Settings, LocationError> {
         ("port", port),
         ("dbname", database),
     ] {
-        settings.offer(name, percent_decode(value)?)?;
+        settings.set_if_unset(name, percent_decode(value)?)?;
     }
     Ok(settings)
 }
@@ -159,7 +89,7 @@ fn percent_decode(text: &str) -> Result<String, LocationError> {
     }
 }
 
-/// All but what every part of an address may hold, and what the caller says this part may.
+/// Percent-encodes every byte that is not a letter, a digit, `.`, `_`, `-` or in `also`.
 pub(crate) fn percent_encode(text: &str, also: &[u8]) -> String {
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {
@@ -172,7 +102,7 @@ pub(crate) fn percent_encode(text: &str, also: &[u8]) -> String {
     encoded
 }
 
-/// Fills in from the service, if one is named, then from the environment.
+/// Adds settings from the service, if one is named, then from the environment.
 pub(crate) fn complete(
     mut settings: Settings,
     env: Environment,
@@ -186,7 +116,7 @@ pub(crate) fn complete(
     }
     for (name, variable_name) in VARIABLES {
         if let Some(value) = variable(variable_name, env)? {
-            settings.offer(name, value)?;
+            settings.set_if_unset(name, value)?;
         }
     }
     Ok(settings)
@@ -208,7 +138,7 @@ fn home(env: Environment) -> Option<PathBuf> {
         .map(PathBuf::from)
 }
 
-/// The user's file first, then the system's; the first that has the service is the one.
+/// Reads the user's service file, then the system's. The first file with the service counts.
 fn read_service(
     service: &str,
     settings: &mut Settings,
@@ -228,7 +158,7 @@ fn read_service(
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             Err(source) => return Err(LocationError::Read { path, source }),
         };
-        if offer_service(&text, service, settings, &path)? {
+        if read_service_section(&text, service, settings, &path)? {
             return Ok(());
         }
     }
@@ -237,7 +167,7 @@ fn read_service(
     })
 }
 
-fn offer_service(
+fn read_service_section(
     text: &str,
     service: &str,
     settings: &mut Settings,
@@ -260,16 +190,16 @@ fn offer_service(
             found = name.strip_suffix(']').ok_or_else(bad)? == service;
         } else if found {
             let (name, value) = line.split_once('=').ok_or_else(bad)?;
-            // A service cannot name another one.
+            // A service must not name another service.
             let known = name != "service" && !value.contains('\0');
-            let offered = known.then(|| settings.offer(name, value.to_owned()));
-            offered.ok_or_else(bad)?.map_err(|_| bad())?;
+            let result = known.then(|| settings.set_if_unset(name, value.to_owned()));
+            result.ok_or_else(bad)?.map_err(|_| bad())?;
         }
     }
     Ok(found)
 }
 
-/// A file's text and mode, from one descriptor.
+/// The text and the mode of a file, read through one descriptor.
 fn read_bounded(path: &Path) -> io::Result<(String, u32)> {
     let file = std::fs::File::open(path)?;
     let found = file.metadata()?;
@@ -284,7 +214,7 @@ fn read_bounded(path: &Path) -> io::Result<(String, u32)> {
     }
 }
 
-/// The first line that matches, of a file that nobody else can read.
+/// The password from the first matching line of the password file. The file must not be readable for others.
 pub(crate) fn password_from_file(
     host: &str,
     port: u16,
@@ -303,18 +233,18 @@ pub(crate) fn password_from_file(
     };
     let (text, mode) = match read_bounded(&path) {
         Ok(read) => read,
-        // The usual place may well be empty or closed; a file that was named is meant.
+        // The default file may be missing or unreadable. A file that the user named must work.
         Err(_) if named.is_none() => return Ok(None),
         Err(source) => return Err(LocationError::Read { path, source }),
     };
     if mode & 0o077 != 0 {
         return match named {
-            // As libpq: not used. The server then says that a password is missing.
+            // Like libpq, ignore the file. The server then reports the missing password.
             None => Ok(None),
             Some(path) => Err(LocationError::PasswordFileMode { path }),
         };
     }
-    // The default socket directory goes by the name of localhost.
+    // In password files the default socket directory is called localhost.
     let host = match host == SOCKET_DIR {
         true => "localhost",
         false => host,
@@ -327,7 +257,7 @@ pub(crate) fn password_from_file(
         .map(Secret))
 }
 
-/// `host:port:database:user:password`, `*` for any, `\:` and `\\` for themselves.
+/// Parses a line `host:port:database:user:password`. `*` matches anything; `\:` and `\\` are escapes.
 fn line_password(line: &str, wanted: &[&str; 4]) -> Option<String> {
     if line.starts_with('#') {
         return None;
@@ -344,7 +274,7 @@ fn line_password(line: &str, wanted: &[&str; 4]) -> Option<String> {
     Some(unescape(password)).filter(|password| !password.is_empty())
 }
 
-/// Up to the next colon without a backslash before it.
+/// Splits at the first colon that has no backslash before it.
 fn split_field(text: &str) -> Option<(&str, &str)> {
     let mut escaped = false;
     for (at, c) in text.char_indices() {
@@ -369,10 +299,11 @@ fn unescape(text: &str) -> String {
     plain
 }
 
-/// Debian's default. PostgreSQL's own is /tmp, where anybody could have put a socket: it has to be named.
+/// Debian's default. PostgreSQL's own default is /tmp, where anybody could have created a socket, so the user has to
+/// name it.
 const SOCKET_DIR: &str = "/var/run/postgresql";
 
-/// A socket that is there, else TCP to this machine.
+/// The default socket directory if it has a socket for this port, otherwise TCP to this machine.
 pub(crate) fn default_host(port: u16) -> String {
     let socket = format!("{}/.s.PGSQL.{port}", SOCKET_DIR);
     match Path::new(&socket).exists() {
@@ -381,14 +312,15 @@ pub(crate) fn default_host(port: u16) -> String {
     }
 }
 
-/// The name of the account, as the driver finds it.
+/// The name of the user's account, as the driver determines it.
 pub(crate) fn default_user() -> String {
     sqlx::postgres::PgConnectOptions::new_without_pgpass()
         .get_username()
         .to_owned()
 }
 
-/// `system` and nothing both mean the system's authorities, unless the usual file is there and verification was asked for.
+/// The file with root certificates. `system` means the system's certificate authorities. Without a setting the
+/// default file is used if it exists and the mode asks for verification.
 pub(crate) fn root_certificate(
     settings: &Settings,
     mode: SslMode,

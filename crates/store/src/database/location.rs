@@ -1,103 +1,32 @@
-//! Where the record is kept: `none`, `sqlite:PATH`, or `postgres://…` completed the way libpq completes it.
+//! The address of the database: `none`, `sqlite:PATH`, or `postgres://…`, completed by libpq's rules.
 //!
-//! The password is in one private field that nothing prints: not Display, not Debug, and no error made here repeats any
-//! part of a connection string, since nobody knows which part of a mistyped one is the password.
+//! The password is in a private field that neither Display nor Debug prints. No error repeats any part of an address,
+//! since any part of a mistyped address may be the password.
 
-use std::ffi::OsString;
 use std::fmt;
-use std::io;
 use std::path::PathBuf;
 
-use crate::database::libpq::{self, Settings};
+use crate::database::libpq;
+use crate::database::libpq_settings::{Environment, Secret, Settings, SslMode};
+use crate::database::location_error::LocationError;
 
-/// A connection that does not come about must not keep a run waiting.
+/// The longest wait for a connection, so that a run does not wait for an unreachable server.
 const CONNECT_LIMIT_MS: u64 = 10_000;
 const CONNECT_LIMIT_S_MAX: u64 = 300;
 
-/// Who wrote the text.
+/// Where the text of the address comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// Every user of the machine can read it in the list of processes.
+pub enum LocationOrigin {
+    /// Every user of the machine can read a command line in the process list.
     CommandLine,
     Environment,
     File,
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum LocationError {
-    #[error("a database is `none`, `sqlite:PATH` or `postgres://USER@HOST:PORT/DATABASE`")]
-    Form,
-    #[error("`sqlite:` needs the path of a file")]
-    NoPath,
-    #[error(
-        "a password on the command line can be read by every user of this machine; put it into a file named by PGPASSFILE (mode 0600), or the whole address into FUMEHOOD_DB or a file named by FUMEHOOD_DB_FILE"
-    )]
-    PasswordOnCommandLine,
-    #[error("the PostgreSQL address has a part that is not percent-encoded UTF-8 without NUL")]
-    Encoding,
-    #[error("the PostgreSQL address names several hosts; name one")]
-    SeveralHosts,
-    #[error("the PostgreSQL setting `{name}` has a value that is not one of its own")]
-    Setting { name: &'static str },
-    #[error("the PostgreSQL address has a setting that Fumehood does not know; it knows {}", Settings::NAMES.join(", "))]
-    UnknownSetting,
-    #[error("the environment variable {name} is not UTF-8")]
-    Variable { name: &'static str },
-    #[error(
-        "the PostgreSQL service {service:?} is in none of the service files (PGSERVICEFILE, ~/.pg_service.conf)"
-    )]
-    NoService { service: String },
-    #[error("line {line} of {} is not a comment, a [service] or a setting that Fumehood knows", .path.display())]
-    ServiceLine { path: PathBuf, line: usize },
-    #[error("the password file {} may be read by others, so it is not used; give it mode 0600 with chmod", .path.display())]
-    PasswordFileMode { path: PathBuf },
-    #[error("read {}", .path.display())]
-    Read {
-        path: PathBuf,
-        #[source]
-        source: io::Error,
-    },
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SslMode {
-    Disable,
-    Allow,
-    #[default]
-    Prefer,
-    Require,
-    VerifyCa,
-    VerifyFull,
-}
-
-impl SslMode {
-    fn parse(text: &str) -> Result<SslMode, LocationError> {
-        Ok(match text {
-            "disable" => SslMode::Disable,
-            "allow" => SslMode::Allow,
-            "prefer" => SslMode::Prefer,
-            "require" => SslMode::Require,
-            "verify-ca" => SslMode::VerifyCa,
-            "verify-full" => SslMode::VerifyFull,
-            _ => return Err(LocationError::Setting { name: "sslmode" }),
-        })
-    }
-}
-
-/// A string that prints as nothing.
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct Secret(pub(crate) String);
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("(withheld)")
-    }
-}
-
-/// A PostgreSQL server and database, complete.
+/// A PostgreSQL server and database, with all settings complete.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Server {
-    /// A name, an address, or the directory of a socket.
+pub struct PostgresAddress {
+    /// A host name, an IP address, or the directory of a socket.
     pub host: String,
     pub port: u16,
     pub user: String,
@@ -110,7 +39,7 @@ pub struct Server {
     password: Option<Secret>,
 }
 
-impl Server {
+impl PostgresAddress {
     pub(crate) fn password(&self) -> Option<&str> {
         self.password.as_ref().map(|p| p.0.as_str())
     }
@@ -118,17 +47,18 @@ impl Server {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// No record at all.
+    /// Keep no record.
     None,
     Sqlite(PathBuf),
-    Postgres(Box<Server>),
+    Postgres(Box<PostgresAddress>),
 }
 
-/// How the environment is looked at, so that a test can have its own.
-pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
-
 impl Location {
-    pub fn parse(text: &str, origin: Origin, env: Environment) -> Result<Location, LocationError> {
+    pub fn parse(
+        text: &str,
+        origin: LocationOrigin,
+        env: Environment,
+    ) -> Result<Location, LocationError> {
         let text = text.trim();
         if text == "none" {
             return Ok(Location::None);
@@ -140,7 +70,7 @@ impl Location {
             .into_iter()
             .find_map(|p| text.strip_prefix(p));
         let given = libpq::parse_url(rest.ok_or(LocationError::Form)?)?;
-        if given.password.is_some() && origin == Origin::CommandLine {
+        if given.password.is_some() && origin == LocationOrigin::CommandLine {
             return Err(LocationError::PasswordOnCommandLine);
         }
         let completed = libpq::complete(given, env)?;
@@ -156,14 +86,14 @@ impl Location {
 }
 
 fn sqlite(path: &str) -> Result<Location, LocationError> {
-    // What SQLite itself would take for a database in memory is a mistake here: a record is to last.
+    // SQLite would open a database in memory, but the record must outlive the process.
     match path.is_empty() || path == ":memory:" || path.contains('\0') {
         true => Err(LocationError::NoPath),
         false => Ok(Location::Sqlite(PathBuf::from(path))),
     }
 }
 
-fn server(settings: Settings, env: Environment) -> Result<Server, LocationError> {
+fn server(settings: Settings, env: Environment) -> Result<PostgresAddress, LocationError> {
     let bad = |name| LocationError::Setting { name };
     let port = match &settings.port {
         Some(port) => port
@@ -184,7 +114,7 @@ fn server(settings: Settings, env: Environment) -> Result<Server, LocationError>
     let database = settings.dbname.clone().unwrap_or_else(|| user.clone());
     let connect_limit_ms = match &settings.connect_timeout {
         None => CONNECT_LIMIT_MS,
-        // Zero and below mean "for ever" to libpq, which nobody can have here.
+        // For libpq zero and negative values mean "wait for ever", which Fumehood does not offer.
         Some(text) => match text.parse::<i64>().map_err(|_| bad("connect_timeout"))? {
             seconds if seconds <= 0 => CONNECT_LIMIT_MS,
             seconds => seconds.unsigned_abs().min(CONNECT_LIMIT_S_MAX) * 1000,
@@ -197,8 +127,9 @@ fn server(settings: Settings, env: Environment) -> Result<Server, LocationError>
     let ssl_mode = settings
         .sslmode
         .as_deref()
-        .map_or(Ok(SslMode::default()), SslMode::parse)?;
-    Ok(Server {
+        .map_or(Some(SslMode::default()), SslMode::parse)
+        .ok_or(bad("sslmode"))?;
+    Ok(PostgresAddress {
         ssl_root_cert: libpq::root_certificate(&settings, ssl_mode, env),
         ssl_cert: settings.sslcert.map(PathBuf::from),
         ssl_key: settings.sslkey.map(PathBuf::from),

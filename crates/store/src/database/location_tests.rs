@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use super::*;
 
-/// Appears in no output of any test.
+/// A password that must not appear in any output.
 const MARKER: &str = "hunter2-the-marker";
 
 fn parse_with(
     text: &str,
-    origin: Origin,
+    origin: LocationOrigin,
     variables: &[(&str, &str)],
 ) -> Result<Location, LocationError> {
     let find = |name: &str| {
@@ -20,8 +20,8 @@ fn parse_with(
     Location::parse(text, origin, &find)
 }
 
-fn server_of(text: &str, variables: &[(&str, &str)]) -> Server {
-    match parse_with(text, Origin::Environment, variables) {
+fn server_of(text: &str, variables: &[(&str, &str)]) -> PostgresAddress {
+    match parse_with(text, LocationOrigin::Environment, variables) {
         Ok(Location::Postgres(server)) => *server,
         other => panic!("{text}: {other:?}"),
     }
@@ -36,7 +36,7 @@ fn write(dir: &Path, name: &str, text: &str, mode: u32) -> String {
 
 #[test]
 fn none_and_files() {
-    let parse = |text| parse_with(text, Origin::CommandLine, &[]);
+    let parse = |text| parse_with(text, LocationOrigin::CommandLine, &[]);
     assert_eq!(parse("none").unwrap(), Location::None);
     assert_eq!(parse(" none\n").unwrap(), Location::None);
     for (text, path) in [
@@ -114,15 +114,15 @@ fn a_password_on_the_command_line_is_refused_with_the_remedy() {
         format!("postgres://h/db?password={MARKER}"),
         format!("postgres://h/db?pass%77ord={MARKER}"),
     ] {
-        let error = parse_with(&text, Origin::CommandLine, &[]).unwrap_err();
+        let error = parse_with(&text, LocationOrigin::CommandLine, &[]).unwrap_err();
         let shown = format!("{error} {error:?}");
         assert!(
             shown.contains("PGPASSFILE") && shown.contains("FUMEHOOD_DB_FILE"),
             "{shown}"
         );
         assert!(!shown.contains(MARKER));
-        // The control: elsewhere the same text is taken.
-        for origin in [Origin::Environment, Origin::File] {
+        // The control: from another origin the same text is accepted.
+        for origin in [LocationOrigin::Environment, LocationOrigin::File] {
             let location = parse_with(&text, origin, &[]).unwrap();
             assert_eq!(location.secret(), Some(MARKER));
             assert!(!format!("{location} {location:?} {location:#?}").contains(MARKER));
@@ -145,7 +145,7 @@ fn no_error_repeats_a_mistyped_address() {
         format!("postgres://u:{MARKER}@h1,h2/db"),
         format!("postgres://u:{MARKER}%00@h/db"),
     ] {
-        let error = parse_with(&text, Origin::Environment, &[]).unwrap_err();
+        let error = parse_with(&text, LocationOrigin::Environment, &[]).unwrap_err();
         assert!(!format!("{error} {error:?}").contains(MARKER), "{error:?}");
     }
 }
@@ -175,7 +175,7 @@ fn given_before_service_before_environment_before_default() {
     assert_eq!(server.ssl_mode, SslMode::Require);
     assert_eq!(server.ssl_root_cert, Some(PathBuf::from("/ca.pem")));
     assert_eq!(server.password(), Some(MARKER));
-    // By name in the address, and from the usual places.
+    // The service is named in the address, and its file is in a default place.
     let server = server_of("postgres://?service=after", &variables[..1]);
     assert_eq!(server.database, "wrong");
     fs::rename(&path, dir.path().join(".pg_service.conf")).unwrap();
@@ -204,7 +204,7 @@ fn a_service_that_is_missing_or_misspelt_is_said() {
             ("PGSERVICE", service),
             ("PGSYSCONFDIR", "/nonexistent"),
         ];
-        let error = parse_with("postgres://", Origin::Environment, &variables).unwrap_err();
+        let error = parse_with("postgres://", LocationOrigin::Environment, &variables).unwrap_err();
         assert!(!format!("{error} {error:?}").contains(MARKER));
     }
 }
@@ -237,7 +237,7 @@ fn password_files_follow_libpq() {
     );
     assert_eq!(password("postgres:///db?host=/elsewhere&user=u"), None);
     assert_eq!(password("postgres://empty@z/db"), None);
-    // A password that is given goes before the file.
+    // An explicit password overrides the file.
     assert_eq!(
         password("postgres://u:given@h:1/db").as_deref(),
         Some("given")
@@ -251,7 +251,7 @@ fn a_password_file_that_others_may_read_is_not_used() {
         let path = write(dir.path(), ".pgpass", &format!("*:*:*:*:{MARKER}\n"), mode);
         let error = parse_with(
             "postgres://h",
-            Origin::Environment,
+            LocationOrigin::Environment,
             &[("PGPASSFILE", &path)],
         )
         .unwrap_err();
@@ -260,7 +260,7 @@ fn a_password_file_that_others_may_read_is_not_used() {
             "{error}"
         );
         assert!(!format!("{error} {error:?}").contains(MARKER));
-        // In its usual place it is passed over, as by libpq.
+        // In its default place such a file is ignored, as libpq does.
         let server = server_of("postgres://h", &[("HOME", dir.path().to_str().unwrap())]);
         assert_eq!(server.password(), None);
     }
@@ -269,7 +269,7 @@ fn a_password_file_that_others_may_read_is_not_used() {
     assert_eq!(server.password(), Some(MARKER));
     let missing = parse_with(
         "postgres://h",
-        Origin::Environment,
+        LocationOrigin::Environment,
         &[("PGPASSFILE", "/nonexistent")],
     );
     assert!(matches!(missing.unwrap_err(), LocationError::Read { .. }));

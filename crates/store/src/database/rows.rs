@@ -1,29 +1,32 @@
-//! Many rows into one table in few statements. The texts are made once, from constants, and hold placeholders only.
+//! Inserts many rows into a table with few statements. The statements are built once from constants and contain only
+//! placeholders.
 
 use std::fmt::Write as _;
 use std::sync::LazyLock;
 
-use crate::database::connection::{Connection, Value};
+use crate::database::connection::Connection;
 use crate::database::error::StoreError;
+use crate::database::value::SqlValue;
 
-/// A table that takes many rows.
-pub(crate) struct Insert {
-    /// One for each of [`SIZES`].
+/// An INSERT statement for one table.
+pub(crate) struct InsertStatement {
+    /// The text for each number of rows in [`SIZES`].
     texts: [LazyLock<String>; SIZES.len()],
     columns: usize,
 }
 
-/// Enough that a server a millisecond away does not matter, and few enough that the placeholders stay far below both
-/// databases' bounds.
-const ROWS: usize = 64;
-/// How many rows one statement takes: what waits goes in few of them, and there are few texts to make.
-const SIZES: [usize; 4] = [ROWS, 8, 2, 1];
-/// What waits may hold so much beside its last row; outputs are up to a mebibyte each.
-const WAITING_BYTES_MAX: usize = 1 << 20;
+/// Enough rows that a round trip of a millisecond does not matter, and few enough that the placeholders stay far
+/// below both databases' bounds.
+const ROWS_MAX: usize = 64;
+/// How many rows a statement can take. A batch is split into these sizes, so that few statements are sent and few
+/// texts are built.
+const SIZES: [usize; 4] = [ROWS_MAX, 8, 2, 1];
+/// When the pending rows hold more than this, they are written. An output may hold up to a mebibyte.
+const PENDING_BYTES_MAX: usize = 1 << 20;
 
 macro_rules! insert {
     ($name:ident, $columns:literal, $into:literal) => {
-        pub(crate) static $name: Insert = Insert {
+        pub(crate) static $name: InsertStatement = InsertStatement {
             texts: [
                 LazyLock::new(|| text($into, $columns, SIZES[0])),
                 LazyLock::new(|| text($into, $columns, SIZES[1])),
@@ -95,35 +98,35 @@ fn text(into: &'static str, columns: usize, rows: usize) -> String {
     text
 }
 
-/// Rows on their way into one table.
-pub(crate) struct Rows<'a, 'd> {
+/// Collects rows for one table and writes them in batches.
+pub(crate) struct RowInserter<'a, 'd> {
     db: &'d mut Connection,
     what: &'static str,
-    insert: &'static Insert,
-    waiting: Vec<Value<'a>>,
-    waiting_bytes: usize,
+    insert: &'static InsertStatement,
+    pending: Vec<SqlValue<'a>>,
+    pending_bytes: usize,
 }
 
-impl<'a, 'd> Rows<'a, 'd> {
+impl<'a, 'd> RowInserter<'a, 'd> {
     pub fn new(
         db: &'d mut Connection,
         what: &'static str,
-        insert: &'static Insert,
-    ) -> Rows<'a, 'd> {
-        Rows {
+        insert: &'static InsertStatement,
+    ) -> RowInserter<'a, 'd> {
+        RowInserter {
             db,
             what,
             insert,
-            waiting: Vec::new(),
-            waiting_bytes: 0,
+            pending: Vec::new(),
+            pending_bytes: 0,
         }
     }
 
-    pub fn push<const N: usize>(&mut self, row: [Value<'a>; N]) -> Result<(), StoreError> {
-        self.waiting_bytes += row.iter().map(Value::size).sum::<usize>();
-        self.waiting.extend(row);
-        let full = self.waiting.len() == ROWS * self.insert.columns;
-        match full || self.waiting_bytes > WAITING_BYTES_MAX {
+    pub fn push<const N: usize>(&mut self, row: [SqlValue<'a>; N]) -> Result<(), StoreError> {
+        self.pending_bytes += row.iter().map(SqlValue::size).sum::<usize>();
+        self.pending.extend(row);
+        let full = self.pending.len() == ROWS_MAX * self.insert.columns;
+        match full || self.pending_bytes > PENDING_BYTES_MAX {
             true => self.flush(),
             false => Ok(()),
         }
@@ -134,7 +137,7 @@ impl<'a, 'd> Rows<'a, 'd> {
     }
 
     fn flush(&mut self) -> Result<(), StoreError> {
-        let mut rest = self.waiting.as_slice();
+        let mut rest = self.pending.as_slice();
         for (size, text) in SIZES.iter().zip(&self.insert.texts) {
             let values = size * self.insert.columns;
             while let Some((these, others)) = rest.split_at_checked(values) {
@@ -143,8 +146,8 @@ impl<'a, 'd> Rows<'a, 'd> {
                 rest = others;
             }
         }
-        self.waiting.clear();
-        self.waiting_bytes = 0;
+        self.pending.clear();
+        self.pending_bytes = 0;
         Ok(())
     }
 }

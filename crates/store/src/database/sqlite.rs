@@ -1,4 +1,4 @@
-//! SQLite: a file that is opened and asked in the caller's own thread.
+//! SQLite: a file that the calling thread itself reads and writes.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -8,14 +8,14 @@ use rusqlite::fallible_iterator::FallibleIterator as _;
 use rusqlite::types::ValueRef;
 use rusqlite::{Batch, Connection, Error, OpenFlags, Statement};
 
-use crate::database::connection::{Cell, Row, Table, Value, without_nul};
 use crate::database::json;
+use crate::database::value::{Cell, Row, RowSet, SqlValue, without_nul};
 
-/// - The write-ahead log outlives its writers, who do not wait for a checkpoint when they end. Whoever opens the database
-///   when nobody else has it open reads all of the log, so it must stay short; and a checkpoint costs two syncs, so it must
-///   not come with every run, which writes about sixteen pages.
-/// - `secure_delete`: what was erased or removed, such as the values of secret variables, is overwritten, not only unlinked.
-/// - `trusted_schema`: a function or virtual table that somebody put into the file's schema is not run.
+/// - `wal_autocheckpoint`: writers exit without a checkpoint, so the write-ahead log outlives them. The first process
+///   to open the database reads the whole log, so the log must stay short. But a checkpoint costs two syncs, so it
+///   must not happen in every run, which writes about sixteen pages.
+/// - `secure_delete`: deleted data, such as the values of secret variables, is overwritten.
+/// - `trusted_schema`: SQLite does not run a function or virtual table that somebody put into the file's schema.
 const SESSION: &str = "
     PRAGMA journal_mode = WAL;
     PRAGMA foreign_keys = ON;
@@ -26,28 +26,28 @@ const SESSION: &str = "
     PRAGMA cell_size_check = ON;
 ";
 
-/// The path is absolute: SQLite gives `:memory:`, the empty name and `file:…` meanings of their own.
+/// The path must be absolute, because SQLite gives `:memory:`, the empty name and `file:…` meanings of their own.
 pub(crate) fn open(path: &Path, lock_wait: Duration) -> Result<Connection, Error> {
     let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
         | OpenFlags::SQLITE_OPEN_NO_MUTEX
         | OpenFlags::SQLITE_OPEN_PRIVATE_CACHE;
-    let mut wire = Connection::open_with_flags(path, flags)?;
-    wire.busy_handler(Some(patient(lock_wait)))?;
-    run(&wire, SESSION, &[])?;
-    Ok(wire)
+    let mut connection = Connection::open_with_flags(path, flags)?;
+    connection.busy_handler(Some(busy_handler(lock_wait)))?;
+    run(&connection, SESSION, &[])?;
+    Ok(connection)
 }
 
-/// Waits for another's lock, of which most are held for less than a millisecond: SQLite's own way of waiting soon sleeps for
-/// tens of them, while nobody holds the lock at all.
-fn patient(lock_wait: Duration) -> impl FnMut(i32) -> bool + Send + 'static {
+/// Waits for another connection's lock. Most locks are held for less than a millisecond, but SQLite's own handler
+/// soon sleeps for tens of milliseconds, longer than the lock is held.
+fn busy_handler(lock_wait: Duration) -> impl FnMut(i32) -> bool + Send + 'static {
     const STEP: Duration = Duration::from_micros(250);
     const STEPS_MAX: u32 = 20;
-    /// SQLite does not begin to count anew for every wait.
-    const APART: Duration = Duration::from_millis(100);
+    /// SQLite does not restart the count for every wait. A pause of this length between calls means a new wait.
+    const NEW_WAIT_AFTER: Duration = Duration::from_millis(100);
     let (mut since, mut asked) = (Instant::now(), Instant::now());
     move |count| {
         let count = u32::try_from(count).unwrap_or(0);
-        if count == 0 || asked.elapsed() > APART {
+        if count == 0 || asked.elapsed() > NEW_WAIT_AFTER {
             since = Instant::now();
         }
         asked = Instant::now();
@@ -57,16 +57,20 @@ fn patient(lock_wait: Duration) -> impl FnMut(i32) -> bool + Send + 'static {
     }
 }
 
-/// Every statement of the text in its turn, all with the same values. The rows of all of them, and how many the last that
-/// writes has changed.
-pub(crate) fn run(wire: &Connection, sql: &str, values: &[Value]) -> Result<(Table, u64), Error> {
-    let mut table = Table {
+/// Runs every statement of the text, all with the same values. Returns the rows of all statements, and how many rows
+/// the last writing statement changed.
+pub(crate) fn run(
+    connection: &Connection,
+    sql: &str,
+    values: &[SqlValue],
+) -> Result<(RowSet, u64), Error> {
+    let mut table = RowSet {
         columns: Vec::new(),
         rows: Vec::new(),
     };
     let mut changed = 0;
-    let sql = numbered(sql);
-    let mut statements = Batch::new(wire, &sql);
+    let sql = with_numbered_parameters(sql);
+    let mut statements = Batch::new(connection, &sql);
     while let Some(mut statement) = statements.next()? {
         bind(&mut statement, values)?;
         if statement.column_count() > 0 && table.rows.is_empty() {
@@ -83,15 +87,15 @@ pub(crate) fn run(wire: &Connection, sql: &str, values: &[Value]) -> Result<(Tab
         }
         drop(rows);
         if !statement.readonly() {
-            changed = wire.changes();
+            changed = connection.changes();
         }
     }
     Ok((table, changed))
 }
 
-/// `$2` is a name to SQLite, which looks for it among all others each time, and `?2` the second value. No text of ours has
-/// a dollar before a digit for any other reason.
-fn numbered(sql: &str) -> Cow<'_, str> {
+/// Replaces `$2` by `?2`. SQLite treats `$2` as a name, which it searches for among all parameters, and `?2` as the
+/// second parameter. Our statements have a dollar before a digit for no other reason.
+fn with_numbered_parameters(sql: &str) -> Cow<'_, str> {
     if !sql.contains('$') {
         return Cow::Borrowed(sql);
     }
@@ -103,18 +107,18 @@ fn numbered(sql: &str) -> Cow<'_, str> {
     Cow::Owned(sql.chars().map(number).collect())
 }
 
-fn bind(statement: &mut Statement, values: &[Value]) -> Result<(), Error> {
+fn bind(statement: &mut Statement, values: &[SqlValue]) -> Result<(), Error> {
     for at in 1..=statement.parameter_count() {
         let missing = || Error::InvalidParameterCount(values.len(), at);
         let value = values.get(at - 1).ok_or_else(missing)?;
         match value {
-            Value::Int(v) => statement.raw_bind_parameter(at, v)?,
-            Value::Bool(v) => statement.raw_bind_parameter(at, v)?,
-            Value::Text(v) => statement.raw_bind_parameter(at, v.as_deref().map(without_nul))?,
-            Value::Json(v) => {
+            SqlValue::Int(v) => statement.raw_bind_parameter(at, v)?,
+            SqlValue::Bool(v) => statement.raw_bind_parameter(at, v)?,
+            SqlValue::Text(v) => statement.raw_bind_parameter(at, v.as_deref().map(without_nul))?,
+            SqlValue::Json(v) => {
                 statement.raw_bind_parameter(at, v.as_deref().map(json::without_nul))?;
             }
-            Value::Bytes(v) => statement.raw_bind_parameter(at, v.as_deref())?,
+            SqlValue::Bytes(v) => statement.raw_bind_parameter(at, v.as_deref())?,
         }
     }
     Ok(())

@@ -1,9 +1,9 @@
-//! Being told that something was queued, cancelled or ended, without asking over and over.
+//! Wakes up whoever waits for changes of the queue or for commits, without polling the database.
 //!
-//! A thread listens and writes to an event descriptor that its owner polls. On PostgreSQL it has a connection of its own,
-//! where notifications arrive when a transaction is through. SQLite tells nobody, but every transaction is a write to the
-//! log beside the file, and the kernel tells of those. The log is deleted and made again as connections come and go, so
-//! what is watched is the directory.
+//! A thread listens for changes and signals an event descriptor, which the owner polls. On PostgreSQL the thread has
+//! a connection of its own, on which notifications arrive after each commit. SQLite has no notifications, but every
+//! transaction writes to the log beside the file, and the kernel reports such writes through inotify. The thread
+//! watches the directory, because SQLite deletes and recreates the log as connections come and go.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,41 +22,44 @@ use tokio::runtime::Runtime;
 use tokio::task::AbortHandle;
 
 use crate::database::error::StoreError;
-use crate::database::location::{Location, Server};
-use crate::database::open;
+use crate::database::location::{Location, PostgresAddress};
+use crate::database::postgres;
 
-/// What is listened to.
+/// The PostgreSQL channels to listen on.
 const CHANNELS: [&str; 2] = ["fumehood_queue", "fumehood_commit"];
-/// Between attempts to reach the server again; each is twice the one before.
-const PAUSE_MS: u64 = 250;
-const PAUSE_MS_MAX: u64 = 30_000;
-/// A transaction is many writes, and rings once: a moment after the first of them. While there is much going on, more of them
-/// are taken together, so that who listens gets to do something else.
-const GATHER: Duration = Duration::from_millis(1);
-const GATHER_WHEN_BUSY: Duration = Duration::from_millis(5);
-/// The log is written before what it says can be read: once more when that must be over. Then, on a slow disk, again.
-const AGAIN_MS: [i64; 2] = [50, 500];
-/// Room for many events at a time; one has at most a name of 255 bytes.
+/// The first pause before reconnecting to the server. Each pause is twice the one before.
+const RECONNECT_PAUSE_MS: u64 = 250;
+const RECONNECT_PAUSE_MS_MAX: u64 = 30_000;
+/// A transaction consists of many writes. The thread waits this long after the first write, so that a transaction
+/// causes one signal. Under load it waits longer and signals for several transactions at once, so that the owner gets
+/// to do other work.
+const COALESCE: Duration = Duration::from_millis(1);
+const COALESCE_WHEN_BUSY: Duration = Duration::from_millis(5);
+/// A write to the log comes before its transaction is visible to readers. Signal again after the first pause, when
+/// the transaction should be visible, and once more for slow disks.
+const REPEAT_SIGNAL_MS: [i64; 2] = [50, 500];
+/// Room for many inotify events. An event carries a name of at most 255 bytes.
 const EVENTS_BYTES: usize = 16 << 10;
 
-/// Rings when the database may have news. Rings too often rather than too rarely; whoever listens looks for itself, and
-/// looks from time to time even if it never rings. On PostgreSQL it rings once whenever the connection is there again,
-/// because what was said meanwhile is lost; so also at the beginning.
-pub struct Bell {
-    rung: Arc<OwnedFd>,
-    stop: Stop,
+/// Signals that the database may have changed. There may be more signals than changes, so the owner must check for
+/// itself. Signals may also be missing (for example if the watch fails), so the owner must also check from time to
+/// time. On PostgreSQL the listener signals after every connect, the first included, because notifications sent
+/// meanwhile are lost.
+pub struct ChangeListener {
+    signal_fd: Arc<OwnedFd>,
+    stop: StopHandle,
     thread: Option<JoinHandle<()>>,
 }
 
-/// How the thread is ended.
-enum Stop {
-    /// Readable: end.
+/// How to end the thread.
+enum StopHandle {
+    /// The thread ends when this descriptor is readable.
     Descriptor(Arc<OwnedFd>),
     Task(AbortHandle),
 }
 
-impl Bell {
-    pub fn hang(location: &Location) -> Result<Bell, StoreError> {
+impl ChangeListener {
+    pub fn subscribe(location: &Location) -> Result<ChangeListener, StoreError> {
         match location {
             Location::None => Err(StoreError::NoDatabase),
             Location::Sqlite(path) => watch(path),
@@ -64,29 +67,29 @@ impl Bell {
         }
     }
 
-    /// Takes all rings so far.
-    pub fn silence(&mut self) {
-        // It does not block; when nothing rang there is nothing to take.
+    /// Consumes all signals so far.
+    pub fn consume(&mut self) {
+        // The descriptor does not block. An error means that there was no signal.
         let mut count = [0; 8];
-        let _ = rustix::io::read(&*self.rung, &mut count);
+        let _ = rustix::io::read(&*self.signal_fd, &mut count);
     }
 }
 
-/// Readable: it rang.
-impl AsFd for Bell {
+/// The descriptor is readable after a signal.
+impl AsFd for ChangeListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.rung.as_fd()
+        self.signal_fd.as_fd()
     }
 }
 
-impl Drop for Bell {
+impl Drop for ChangeListener {
     fn drop(&mut self) {
         match &self.stop {
-            Stop::Descriptor(stop) => ring(stop),
-            Stop::Task(task) => task.abort(),
+            StopHandle::Descriptor(stop) => signal(stop),
+            StopHandle::Task(task) => task.abort(),
         }
         if let Some(thread) = self.thread.take() {
-            // It cannot have panicked with anything of ours.
+            // The thread owns nothing of the caller, so a panic in it needs no handling.
             let _ = thread.join();
         }
     }
@@ -99,16 +102,16 @@ fn event_descriptor() -> Result<Arc<OwnedFd>, StoreError> {
         .map_err(|e| StoreError::Runtime(e.into()))
 }
 
-/// Fails only when it rang so often that it is readable anyway.
-fn ring(rung: &OwnedFd) {
-    let _ = rustix::io::write(rung, &1_u64.to_ne_bytes());
+/// Fails only if the counter is full, and then the descriptor is readable anyway.
+fn signal(signal_fd: &OwnedFd) {
+    let _ = rustix::io::write(signal_fd, &1_u64.to_ne_bytes());
 }
 
-fn named(thread: &str) -> std::thread::Builder {
+fn thread_named(thread: &str) -> std::thread::Builder {
     std::thread::Builder::new().name(thread.to_owned())
 }
 
-fn watch(path: &Path) -> Result<Bell, StoreError> {
+fn watch(path: &Path) -> Result<ChangeListener, StoreError> {
     let failed = |what, source: std::io::Error| StoreError::File {
         what,
         path: path.to_owned(),
@@ -117,79 +120,87 @@ fn watch(path: &Path) -> Result<Bell, StoreError> {
     let path = std::path::absolute(path).map_err(|e| failed("find", e))?;
     let name = path.file_name().unwrap_or(OsStr::new("")).to_owned();
     let parent = path.parent().unwrap_or(Path::new("/"));
-    let watched = rustix::fs::inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)
+    let inotify = rustix::fs::inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK)
         .map_err(|e| failed("watch the database", e.into()))?;
-    // Whoever closes the log has committed.
+    // A process that closes the log has committed.
     let flags =
         WatchFlags::MODIFY | WatchFlags::CLOSE_WRITE | WatchFlags::CREATE | WatchFlags::MOVED_TO;
-    rustix::fs::inotify::add_watch(&watched, parent, flags | WatchFlags::ONLYDIR)
+    rustix::fs::inotify::add_watch(&inotify, parent, flags | WatchFlags::ONLYDIR)
         .map_err(|e| failed("watch the directory of the database", e.into()))?;
     let mut log = name.clone();
     log.push("-wal");
-    let (rung, stop) = (event_descriptor()?, event_descriptor()?);
+    let (signal_fd, stop) = (event_descriptor()?, event_descriptor()?);
     let watcher = Watcher {
-        watched,
+        inotify,
         names: [name, log],
-        rung: rung.clone(),
+        signal_fd: signal_fd.clone(),
         stop: stop.clone(),
     };
-    let thread = named("bell").spawn(move || watcher.run());
-    Ok(Bell {
-        rung,
-        stop: Stop::Descriptor(stop),
+    let thread = thread_named("change-listener").spawn(move || watcher.run());
+    Ok(ChangeListener {
+        signal_fd,
+        stop: StopHandle::Descriptor(stop),
         thread: Some(thread.map_err(StoreError::Runtime)?),
     })
 }
 
 struct Watcher {
-    watched: OwnedFd,
-    /// The database and its log.
+    inotify: OwnedFd,
+    /// The names of the database and its log.
     names: [OsString; 2],
-    rung: Arc<OwnedFd>,
+    signal_fd: Arc<OwnedFd>,
     stop: Arc<OwnedFd>,
 }
 
 impl Watcher {
-    /// Until it is told to stop. When the watch itself fails it ends: then only the looks from time to time are left.
+    /// Runs until the stop descriptor is readable. If the watch fails, the thread ends; the owner then relies on its
+    /// periodic checks.
     fn run(self) {
-        let mut room = [std::mem::MaybeUninit::uninit(); EVENTS_BYTES];
-        // How often it is still to ring without being told.
-        let mut again = AGAIN_MS.iter();
-        let mut rang_at: Option<Instant> = None;
+        let mut buffer = [std::mem::MaybeUninit::uninit(); EVENTS_BYTES];
+        // The repeated signals that are still due.
+        let mut repeats = REPEAT_SIGNAL_MS.iter();
+        let mut signalled_at: Option<Instant> = None;
         loop {
             let mut fds = [
-                PollFd::new(&self.watched, PollFlags::IN),
+                PollFd::new(&self.inotify, PollFlags::IN),
                 PollFd::new(&*self.stop, PollFlags::IN),
             ];
-            let wait = again.clone().next().map(|ms| Timespec {
+            let wait = repeats.clone().next().map(|ms| Timespec {
                 tv_sec: 0,
                 tv_nsec: ms * 1_000_000,
             });
             match rustix::event::poll(&mut fds, wait.as_ref()) {
                 Ok(0) => {
-                    again.next();
-                    ring(&self.rung);
+                    repeats.next();
+                    signal(&self.signal_fd);
                     continue;
                 }
                 Ok(_) | Err(Errno::INTR) => (),
-                Err(_) => return ring(&self.rung),
+                Err(_) => return signal(&self.signal_fd),
             }
             if !fds[1].revents().is_empty() {
                 return;
             }
-            let is_busy = rang_at.is_some_and(|at| at.elapsed() < 4 * GATHER_WHEN_BUSY);
-            std::thread::sleep(if is_busy { GATHER_WHEN_BUSY } else { GATHER });
-            match self.hear(&mut room) {
-                Some(true) => (again, rang_at) = (AGAIN_MS.iter(), Some(Instant::now())),
+            let is_busy = signalled_at.is_some_and(|at| at.elapsed() < 4 * COALESCE_WHEN_BUSY);
+            std::thread::sleep(if is_busy {
+                COALESCE_WHEN_BUSY
+            } else {
+                COALESCE
+            });
+            match self.read_events(&mut buffer) {
+                Some(true) => {
+                    (repeats, signalled_at) = (REPEAT_SIGNAL_MS.iter(), Some(Instant::now()))
+                }
                 Some(false) => {}
-                None => return ring(&self.rung),
+                None => return signal(&self.signal_fd),
             }
         }
     }
 
-    /// Whether it was about the database; `None`: the watch is broken.
-    fn hear(&self, room: &mut [std::mem::MaybeUninit<u8>]) -> Option<bool> {
-        let mut reader = Reader::new(&self.watched, room);
+    /// Reads all pending events and signals if one concerns the database. Returns whether one did; `None` if the
+    /// watch failed.
+    fn read_events(&self, buffer: &mut [std::mem::MaybeUninit<u8>]) -> Option<bool> {
+        let mut reader = Reader::new(&self.inotify, buffer);
         let mut is_ours = false;
         loop {
             match reader.next() {
@@ -197,7 +208,8 @@ impl Watcher {
                     let name = event
                         .file_name()
                         .map(|name| OsStr::from_bytes(name.to_bytes()));
-                    // Events without a name are about the directory, such as that some were lost.
+                    // An event without a name concerns the directory itself, such as a queue overflow, which means
+                    // lost events.
                     is_ours |= name.is_none_or(|name| self.names.iter().any(|ours| ours == name));
                 }
                 Err(Errno::AGAIN | Errno::INTR) => break,
@@ -205,78 +217,79 @@ impl Watcher {
             }
         }
         if is_ours {
-            ring(&self.rung);
+            signal(&self.signal_fd);
         }
         Some(is_ours)
     }
 }
 
-fn listen(server: &Server) -> Result<Bell, StoreError> {
-    let rung = event_descriptor()?;
+fn listen(server: &PostgresAddress) -> Result<ChangeListener, StoreError> {
+    let signal_fd = event_descriptor()?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(StoreError::Runtime)?;
-    let (tell, told) = mpsc::sync_channel(1);
-    let (server, ringer) = (server.clone(), rung.clone());
-    let thread = named("bell").spawn(move || run_listener(&runtime, server, ringer, &tell));
+    let (send_handle, receive_handle) = mpsc::sync_channel(1);
+    let (server, thread_signal_fd) = (server.clone(), signal_fd.clone());
+    let thread = thread_named("change-listener")
+        .spawn(move || run_listener(&runtime, server, thread_signal_fd, &send_handle));
     let thread = thread.map_err(StoreError::Runtime)?;
-    let task = told
+    let task = receive_handle
         .recv()
         .map_err(|e| StoreError::Runtime(std::io::Error::other(e)))?;
-    Ok(Bell {
-        rung,
-        stop: Stop::Task(task),
+    Ok(ChangeListener {
+        signal_fd,
+        stop: StopHandle::Task(task),
         thread: Some(thread),
     })
 }
 
 fn run_listener(
     runtime: &Runtime,
-    server: Server,
-    rung: Arc<OwnedFd>,
-    tell: &mpsc::SyncSender<AbortHandle>,
+    server: PostgresAddress,
+    signal_fd: Arc<OwnedFd>,
+    send_handle: &mpsc::SyncSender<AbortHandle>,
 ) {
     let task = runtime.spawn(async move {
-        let mut pause_ms = PAUSE_MS;
+        let mut pause_ms = RECONNECT_PAUSE_MS;
         loop {
-            if hear_until_lost(&server, &rung).await == Heard::Something {
-                pause_ms = PAUSE_MS;
+            if listen_until_disconnected(&server, &signal_fd).await == ListenResult::Connected {
+                pause_ms = RECONNECT_PAUSE_MS;
             }
             tokio::time::sleep(Duration::from_millis(pause_ms)).await;
-            pause_ms = (pause_ms * 2).min(PAUSE_MS_MAX);
+            pause_ms = (pause_ms * 2).min(RECONNECT_PAUSE_MS_MAX);
         }
     });
-    let _ = tell.send(task.abort_handle());
-    // Ended by the one who hung the bell.
+    let _ = send_handle.send(task.abort_handle());
+    // Dropping the listener aborts the task.
     let _ = runtime.block_on(task);
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Heard {
-    /// The server was there.
-    Something,
-    Nothing,
+enum ListenResult {
+    /// The connection was established.
+    Connected,
+    NotConnected,
 }
 
-/// Returns when the connection is lost, or was never made.
-async fn hear_until_lost(server: &Server, rung: &OwnedFd) -> Heard {
+/// Listens until the connection is lost, or returns at once if it cannot be made.
+async fn listen_until_disconnected(server: &PostgresAddress, signal_fd: &OwnedFd) -> ListenResult {
     let pool = PgPoolOptions::new()
         .max_connections(1)
         .max_lifetime(None)
         .idle_timeout(None)
         .acquire_timeout(Duration::from_millis(server.connect_limit_ms))
-        .connect_lazy_with(open::postgres_options(server));
+        .connect_lazy_with(postgres::connect_options(server));
     let Ok(mut listener) = PgListener::connect_with(&pool).await else {
-        return Heard::Nothing;
+        return ListenResult::NotConnected;
     };
     listener.eager_reconnect(false);
     if listener.listen_all(CHANNELS).await.is_err() {
-        return Heard::Nothing;
+        return ListenResult::NotConnected;
     }
-    ring(rung);
+    signal(signal_fd);
     while let Ok(Some(_)) = listener.try_recv().await {
-        ring(rung);
+        signal(signal_fd);
     }
-    Heard::Something
+    ListenResult::Connected
 }

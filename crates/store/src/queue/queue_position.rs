@@ -1,45 +1,49 @@
-//! Where one attempt stands in the queue, and what it was submitted with.
+//! The position of one attempt in the queue, and the parameters of its submission.
 
 use crate::Store;
-use crate::database::connection::Value;
 use crate::database::error::StoreError;
+use crate::database::value::SqlValue;
 
-/// What the queue knows of one attempt. Whoever never submitted it has none of this.
+/// What the queue knows about an attempt. An attempt that was not submitted has none of this.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct QueuePosition {
     pub priority: u64,
     pub retries: u64,
     /// States, separated by commas.
     pub retry_on: String,
     pub retries_left: Option<u64>,
-    /// What admission counts; `None`: the worker's own default.
+    /// What admission counts. `None`: the worker's default applies.
     pub memory_bytes: Option<u64>,
     pub cpu_milli: Option<u64>,
-    /// The worker that took it.
+    /// The worker that claimed the attempt.
     pub worker: Option<String>,
-    /// Until when its runner holds it.
+    /// When the runner's lease expires.
     pub lease_ms: Option<i64>,
-    /// Since when somebody wants it cancelled, and who.
+    /// When somebody first requested cancellation, and who.
     pub cancel_ms: Option<i64>,
     pub cancel_by: Option<String>,
-    /// `None`: it does not wait.
-    pub waiting: Option<InQueue>,
+    /// `None` if the attempt is not waiting.
+    pub waiting: Option<QueueWait>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct InQueue {
+pub struct QueueWait {
     pub queued_ms: i64,
-    /// Not before this time, after a failure.
+    /// After a failure, the attempt waits until this time.
     pub not_before_ms: Option<i64>,
-    /// How many are taken before it, if none is passed over; counted up to [`AHEAD_MAX`].
+    /// How many attempts are claimed before this one, if none is passed over. Counted up to [`AHEAD_MAX`].
     pub ahead: u64,
 }
 
-/// Counting further would only cost time.
+/// The largest number that is counted. Counting further would only cost time.
 pub const AHEAD_MAX: u64 = 10_000;
 
 impl Store {
-    pub fn place(&mut self, id: &str, attempt: u32) -> Result<Option<Place>, StoreError> {
+    pub fn queue_position(
+        &mut self,
+        id: &str,
+        attempt: u32,
+    ) -> Result<Option<QueuePosition>, StoreError> {
         let what = "look for the attempt's place in the queue";
         let sql = "
             SELECT s.priority, s.retries, s.retry_on, a.retries_left, s.memory_bytes, s.cpu_milli, a.worker, a.lease_ms,
@@ -47,11 +51,11 @@ impl Store {
             FROM attempts a JOIN submissions s ON s.id = a.id
                 LEFT JOIN queue q ON q.id = a.id AND q.attempt = a.attempt
             WHERE a.id = $1 AND a.attempt = $2";
-        let values = [Value::text(id), Value::int(attempt)];
+        let values = [SqlValue::text(id), SqlValue::int(attempt)];
         let Some(mut row) = self.db.query_one(what, sql, &values)? else {
             return Ok(None);
         };
-        let mut place = Place {
+        let mut position = QueuePosition {
             priority: row.count(what)?,
             retries: row.count(what)?,
             retry_on: row.text(what)?,
@@ -66,17 +70,17 @@ impl Store {
         };
         let (queued_ms, not_before_ms) = (row.maybe_int(what)?, row.maybe_int(what)?);
         if let Some(queued_ms) = queued_ms {
-            place.waiting = Some(InQueue {
+            position.waiting = Some(QueueWait {
                 queued_ms,
                 not_before_ms,
-                ahead: self.ahead(id, attempt)?,
+                ahead: self.count_ahead(id, attempt)?,
             });
         }
-        Ok(Some(place))
+        Ok(Some(position))
     }
 
-    /// Those before it in the order in which they are claimed; none if it waits for its time.
-    fn ahead(&mut self, id: &str, attempt: u32) -> Result<u64, StoreError> {
+    /// Counts the attempts before this one in claim order. Zero if it is delayed.
+    fn count_ahead(&mut self, id: &str, attempt: u32) -> Result<u64, StoreError> {
         let what = "count what is queued before the attempt";
         let sql = "
             SELECT COUNT(*) FROM (
@@ -88,9 +92,9 @@ impl Store {
                 LIMIT $3
             ) AS before_it";
         let values = [
-            Value::text(id),
-            Value::int(attempt),
-            Value::count(AHEAD_MAX),
+            SqlValue::text(id),
+            SqlValue::int(attempt),
+            SqlValue::count(AHEAD_MAX),
         ];
         let row = self.db.query_one(what, sql, &values)?;
         row.map_or(Ok(0), |mut row| row.count(what))

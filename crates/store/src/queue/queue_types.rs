@@ -1,133 +1,131 @@
-//! What the queue holds, as it is handed to the record and back. The statements are in `queue.rs`.
+//! The data that callers pass to the queue and get from it.
 
 use std::sync::Arc;
 
-use crate::attempts::attempt::State;
+use crate::types::attempt::State;
+use crate::types::capacity::Capacity;
 use crate::types::manifest::ContentHash;
 
-/// One analysis to be queued. Not for printing: the request may hold secrets.
+/// What a request without a CPU limit counts for: it may use all CPUs, and the kernel divides them.
+pub(crate) const CPU_DEFAULT_MILLI: u64 = 0;
+
+/// An analysis to be queued. Has no `Debug`, because the request may hold secrets.
 #[derive(Clone, Copy)]
-pub struct Submit<'a> {
+pub struct NewSubmission<'a> {
     pub id: &'a str,
-    /// `--key`: whoever submits with the same key again is told of the first submission.
+    /// `--key`: another submission with the same key returns the first one.
     pub submit_key: Option<&'a str>,
-    /// A hash of what was asked for: the same key with another request is a mistake.
+    /// A hash of the request. The same key with another request is an error.
     pub fingerprint: &'a str,
-    /// JSON of [`crate::types::submission::Submission`].
+    /// JSON of a [`crate::types::submission::Submission`].
     pub request_json: &'a str,
     pub submitter: &'a str,
-    /// Higher ones first.
+    /// Higher priorities run first.
     pub priority: u32,
-    /// How often it is tried again.
+    /// How often a failed attempt is retried.
     pub retries: u32,
-    /// Ends of the program's own after which it is tried again; lost runners and our own errors always are.
+    /// Final states of the program after which it is retried. Lost runners and our own errors are always retried.
     pub retry_on: &'a [State],
-    /// What admission counts; `None`: the worker's own default.
+    /// What admission counts. `None`: the worker's default applies.
     pub memory_bytes: Option<u64>,
     pub cpu_milli: Option<u64>,
-    /// Files that the request refers to, by hash.
+    /// The files that the request refers to, with their hashes.
     pub blobs: &'a [(ContentHash, Arc<Vec<u8>>)],
-    /// Whether an analysis of this id that has ended gets another attempt, by this request from now on.
+    /// Whether a finished analysis with this id gets another attempt. This request then replaces the earlier one.
     pub replace: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Submitted {
+pub enum SubmitOutcome {
     Now {
         attempt: u32,
     },
-    /// The key was used before, for the same request: this is the id that it got.
+    /// The key was used before, for the same request, which has this id.
     Already {
         id: String,
     },
 }
 
-/// What may be used, or is asked for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Capacity {
-    pub memory_bytes: u64,
-    pub cpu_milli: u64,
-}
-
-/// Who takes work, and how much of it. Not for printing: it has keys.
+/// A worker's request for work. Has no `Debug`, because it holds keys.
 #[derive(Clone, Copy)]
-pub struct Claim<'a> {
+pub struct ClaimRequest<'a> {
     pub host: &'a str,
     pub boot_id: &'a str,
     pub worker: &'a str,
     pub lease_ms: u64,
-    /// What is free now; what the worker has in all.
+    /// The worker's free capacity and its total capacity.
     pub free: Capacity,
     pub total: Capacity,
-    /// What a request counts for that asks for no memory.
+    /// What a request without a memory limit counts for.
     pub memory_default_bytes: u64,
-    /// One for each attempt that may be taken; the attempt's key from now on.
+    /// One key for each attempt that may be claimed. It becomes that attempt's key.
     pub keys: &'a [String],
 }
 
-/// An attempt that is ours to run. Not for printing: it has the key, and the request may hold secrets.
+/// A claimed attempt, which the caller now runs. Has no `Debug`, because it holds the key and the request may hold
+/// secrets.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Claimed {
+pub struct GrantedClaim {
     pub id: String,
     pub attempt: u32,
     pub key: String,
     pub request_json: String,
     pub submitter: String,
-    /// As admission counted it.
+    /// What admission counted for the attempt.
     pub counted: Capacity,
 }
 
-/// The attempt that a runner holds. Not for printing: it has the key.
+/// An attempt that a runner holds by a lease. Has no `Debug`, because it holds the key.
 #[derive(Clone, Copy)]
-pub struct Held<'a> {
+pub struct LeasedAttempt<'a> {
     pub id: &'a str,
     pub attempt: u32,
     pub key: &'a str,
 }
 
-/// What a runner learns when it renews its lease.
+/// The answer to a lease renewal.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Renewed {
-    Held,
-    /// Somebody wants it cancelled; who.
-    CancelAsked {
+pub enum RenewOutcome {
+    Renewed,
+    /// Somebody requested cancellation. The lease is renewed.
+    CancelRequested {
         by: String,
     },
-    /// It is not this runner's any more: somebody else ended it, or it is gone.
+    /// The runner has lost the attempt: somebody else ended it, or its row is gone.
     Lost,
 }
 
-/// What came of the wish to cancel.
+/// The result of a cancel request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Cancelled {
-    /// It was still queued, and has ended now.
+pub enum CancelOutcome {
+    /// The attempt was queued, and has ended now.
     Now { attempt: u32 },
-    /// Its runner is told.
-    Asked { attempt: u32, host: String },
-    /// It had ended before.
-    Ended { attempt: u32, state: State },
+    /// The attempt is running. Its runner is asked to end it.
+    Requested { attempt: u32, host: String },
+    /// The attempt had already ended.
+    AlreadyEnded { attempt: u32, state: State },
 }
 
-/// An attempt whose lease is over by the database's clock. Not for printing: it has the key.
+/// An attempt whose lease has expired by the database's clock. Has no `Debug`, because it holds the key.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Expired {
+pub struct ExpiredLease {
     pub id: String,
     pub attempt: u32,
     pub key: String,
     pub state: State,
     pub host: String,
-    /// For how long.
+    /// How long ago the lease expired.
     pub expired_ms: u64,
 }
 
-/// A worker as others see it.
+/// A worker, as other machines see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Worker {
+pub struct WorkerRow {
     pub host: String,
-    /// The user it runs as, and its home: two of a host are told apart by it.
+    /// The user that the worker runs as and its home, which tell two workers of a host apart.
     pub account: String,
     pub name: String,
-    /// The machine's name, for people.
+    /// The name of the machine, for people.
     pub host_name: String,
     pub pid: u32,
     pub version: String,
@@ -136,76 +134,27 @@ pub struct Worker {
     pub running: u32,
     pub draining: bool,
     pub started_ms: i64,
-    /// When it last told of itself, by the database's clock; ignored when written.
+    /// When the worker last reported, by the database's clock. Ignored on write.
     pub seen_ms: i64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Happened {
-    Submitted,
-    Claimed,
-    Started,
-    Ended,
-    Committed,
-    Cancelled,
-    Retried,
-    Parked,
-}
-
-impl Happened {
-    pub const ALL: [Happened; 8] = [
-        Happened::Submitted,
-        Happened::Claimed,
-        Happened::Started,
-        Happened::Ended,
-        Happened::Committed,
-        Happened::Cancelled,
-        Happened::Retried,
-        Happened::Parked,
-    ];
-
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Happened::Submitted => "submitted",
-            Happened::Claimed => "claimed",
-            Happened::Started => "started",
-            Happened::Ended => "ended",
-            Happened::Committed => "committed",
-            Happened::Cancelled => "cancelled",
-            Happened::Retried => "retried",
-            Happened::Parked => "parked",
-        }
-    }
-}
-
-/// One line of an analysis's story. Words as text: a newer Fumehood may know more of them.
+/// A queued attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
-    pub attempt: u32,
-    pub ms: i64,
-    pub event: String,
-    pub reason: Option<String>,
-    /// Who did it: a user, a worker, a runner.
-    pub by: Option<String>,
-}
-
-/// One that waits.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Waiting {
+pub struct WaitingAttempt {
     pub id: String,
     pub attempt: u32,
     pub submitter: String,
     pub priority: u32,
     pub queued_ms: i64,
-    /// Not before this time, after a failure.
+    /// After a failure, the attempt waits until this time.
     pub not_before_ms: Option<i64>,
     pub memory_bytes: Option<u64>,
     pub cpu_milli: Option<u64>,
 }
 
-/// One that runs.
+/// A running or collecting attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Busy {
+pub struct ActiveAttempt {
     pub id: String,
     pub attempt: u32,
     pub state: State,
@@ -219,16 +168,16 @@ pub struct Busy {
     pub cancel_asked: bool,
 }
 
-/// The queue at one moment.
+/// The state of the queue at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Overview {
+pub struct QueueOverview {
     pub now_ms: i64,
     pub queued: u64,
-    /// Of these, waiting for their time after a failure.
+    /// How many of the queued attempts are delayed after a failure.
     pub delayed: u64,
-    /// In the order in which they would be taken.
-    pub next: Vec<Waiting>,
+    /// Queued attempts in claim order.
+    pub next: Vec<WaitingAttempt>,
     pub running: u64,
-    pub busy: Vec<Busy>,
-    pub workers: Vec<Worker>,
+    pub busy: Vec<ActiveAttempt>,
+    pub workers: Vec<WorkerRow>,
 }

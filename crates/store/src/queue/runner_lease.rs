@@ -1,37 +1,38 @@
-//! What the runner of a claimed attempt does to its row, and what others see of it. Every change is guarded by number, key
-//! and state, and says the same when it is repeated after an answer that was lost.
+//! What the runner of a claimed attempt does with its row. Every change is guarded by attempt number, key and state.
+//! A repeat after a lost answer gives the same answer.
 
 use crate::Store;
-use crate::attempts::attempt::Begin;
-use crate::attempts::commit::lock;
-use crate::attempts::events::{self, Told};
-use crate::database::connection::Purpose;
-use crate::database::connection::{Connection, Row, Value};
+use crate::analyses::analysis_row::lock_analysis;
+use crate::analyses::events::{self, EventKind, EventRecord};
+use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::queue::queue_types::{Expired, Happened, Held, Renewed};
+use crate::database::value::{Row, SqlValue};
+use crate::queue::queue_types::{ExpiredLease, LeasedAttempt, RenewOutcome};
+use crate::types::attempt::NewAttempt;
 
 impl Store {
-    /// The runner that was started for a claimed attempt takes it up, once: notes its workspace, event `started`. False: it
-    /// is not its own any more, or another runner with the same key, but another workspace, took it up before.
-    pub fn take_up(
+    /// Marks a claimed attempt as started by its runner: stores the workspace and writes the event `started`. Returns
+    /// false if the runner has lost the attempt, or if another runner with the same key but another workspace has
+    /// started it.
+    pub fn start_claimed(
         &mut self,
-        begin: &Begin,
+        begin: &NewAttempt,
         attempt: u32,
         lease_ms: u64,
     ) -> Result<bool, StoreError> {
         let what = "take up the attempt";
-        self.db.transaction(what, Purpose::Write, |db| {
-            lock(db, begin.id)?;
+        self.db.transaction(what, TransactionKind::Write, |db| {
+            lock_analysis(db, begin.id)?;
             let sql = "SELECT workspace FROM attempts WHERE id = $1 AND attempt = $2 AND key = $3 AND state = 'running'";
             let of = [
-                Value::text(begin.id),
-                Value::int(attempt),
-                Value::text(begin.key),
+                SqlValue::text(begin.id),
+                SqlValue::int(attempt),
+                SqlValue::text(begin.key),
             ];
             let Some(mut row) = db.query_one(what, sql, &of)? else {
                 return Ok(false);
             };
-            // It may be empty, but not NULL any more, so that the second one sees that there was a first.
+            // Store an empty text rather than NULL, so that a second runner sees that there was a first.
             let workspace = begin.workspace.unwrap_or("");
             let is_new = match row.maybe_text(what)? {
                 None => true,
@@ -47,25 +48,30 @@ impl Store {
                 id,
                 number,
                 key,
-                Value::text(workspace),
-                Value::json(begin.provenance),
-                Value::int(until),
+                SqlValue::text(workspace),
+                SqlValue::json(begin.provenance),
+                SqlValue::int(until),
             ];
             db.execute(what, sql, &values)?;
             if is_new {
-                let told = Told {
-                    happened: Happened::Started,
+                let event = EventRecord {
+                    kind: EventKind::Started,
                     reason: None,
                     by: Some(begin.host),
                 };
-                events::tell(db, begin.id, attempt, &told)?;
+                events::record_event(db, begin.id, attempt, &event)?;
             }
             Ok(true)
         })
     }
 
-    /// Without the lock of the analysis: a runner must learn soon whether it may go on, whoever else is at work there.
-    pub fn renew(&mut self, held: &Held, lease_ms: u64) -> Result<Renewed, StoreError> {
+    /// Renews the lease. Takes no lock on the analysis: a runner must learn soon whether it may continue, whatever
+    /// other transactions do.
+    pub fn renew_lease(
+        &mut self,
+        leased: &LeasedAttempt,
+        lease_ms: u64,
+    ) -> Result<RenewOutcome, StoreError> {
         let what = "renew the lease";
         let until = lease_until(&mut self.db, lease_ms)?;
         let sql = "
@@ -73,49 +79,50 @@ impl Store {
             WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')
             RETURNING cancel_ms, cancel_by";
         let values = [
-            Value::text(held.id),
-            Value::int(held.attempt),
-            Value::text(held.key),
-            Value::int(until),
+            SqlValue::text(leased.id),
+            SqlValue::int(leased.attempt),
+            SqlValue::text(leased.key),
+            SqlValue::int(until),
         ];
         let Some(mut row) = self.db.query_one(what, sql, &values)? else {
-            return Ok(Renewed::Lost);
+            return Ok(RenewOutcome::Lost);
         };
         Ok(match row.maybe_int(what)? {
-            None => Renewed::Held,
-            Some(_) => Renewed::CancelAsked {
+            None => RenewOutcome::Renewed,
+            Some(_) => RenewOutcome::CancelRequested {
                 by: row.maybe_text(what)?.unwrap_or_default(),
             },
         })
     }
 
-    /// The program has ended: `running` becomes `collecting`, with a fresh lease; event `ended`. False: not its own any more.
-    pub fn collecting(
+    /// Marks the program as ended: `running` becomes `collecting`, with a new lease and the event `ended`. Returns
+    /// false if the runner has lost the attempt.
+    pub fn mark_collecting(
         &mut self,
-        held: &Held,
+        leased: &LeasedAttempt,
         lease_ms: u64,
         reason: &str,
     ) -> Result<bool, StoreError> {
         let what = "note that the program has ended";
-        self.db.transaction(what, Purpose::Write, |db| {
-            lock(db, held.id)?;
+        self.db.transaction(what, TransactionKind::Write, |db| {
+            lock_analysis(db, leased.id)?;
             let until = lease_until(db, lease_ms)?;
             let values = [
-                Value::text(held.id),
-                Value::int(held.attempt),
-                Value::text(held.key),
-                Value::int(until),
+                SqlValue::text(leased.id),
+                SqlValue::int(leased.attempt),
+                SqlValue::text(leased.key),
+                SqlValue::int(until),
             ];
             let sql = "
                 UPDATE attempts SET state = 'collecting', lease_ms = $4
                 WHERE id = $1 AND attempt = $2 AND key = $3 AND state = 'running'";
             if db.execute(what, sql, &values)? == 1 {
-                let told = Told {
-                    happened: Happened::Ended,
+                let event = EventRecord {
+                    kind: EventKind::Ended,
                     reason: Some(reason),
                     by: None,
                 };
-                events::tell(db, held.id, held.attempt, &told)?;
+                events::record_event(db, leased.id, leased.attempt, &event)?;
                 return Ok(true);
             }
             let sql = "
@@ -125,23 +132,29 @@ impl Store {
         })
     }
 
-    /// Attempts of a host that somebody wants cancelled: id, attempt, key.
-    pub fn cancels(&mut self, host: &str) -> Result<Vec<(String, u32, String)>, StoreError> {
+    /// The attempts of a host for which cancellation is requested: id, attempt, key.
+    pub fn requested_cancels(
+        &mut self,
+        host: &str,
+    ) -> Result<Vec<(String, u32, String)>, StoreError> {
         let what = "look for attempts to cancel";
         let sql = "
             SELECT id, attempt, key FROM attempts
             WHERE host = $1 AND cancel_ms IS NOT NULL AND state IN ('running', 'collecting')
             ORDER BY id, attempt";
-        let rows = self.db.query(what, sql, &[Value::text(host)])?;
-        let wish = |mut row: Row| -> Result<_, StoreError> {
+        let rows = self.db.query(what, sql, &[SqlValue::text(host)])?;
+        let cancel = |mut row: Row| -> Result<_, StoreError> {
             Ok((row.text(what)?, row.attempt()?, row.text(what)?))
         };
-        // One that cannot be read is nobody's, and must not hide the others.
-        Ok(rows.into_iter().filter_map(|row| wish(row).ok()).collect())
+        // Skip a row that cannot be read: no runner has such an attempt, and the row must not hide the others.
+        Ok(rows
+            .into_iter()
+            .filter_map(|row| cancel(row).ok())
+            .collect())
     }
 
-    /// Running or collecting attempts whose lease is over, oldest first, at most `limit`.
-    pub fn expired(&mut self, limit: u32) -> Result<Vec<Expired>, StoreError> {
+    /// Running or collecting attempts whose lease has expired, oldest first, at most `limit`.
+    pub fn expired_leases(&mut self, limit: u32) -> Result<Vec<ExpiredLease>, StoreError> {
         let what = "look for leases that are over";
         let now = self.db.now_ms()?;
         let sql = "
@@ -149,9 +162,9 @@ impl Store {
             WHERE state IN ('running', 'collecting') AND lease_ms < $1 ORDER BY lease_ms, id LIMIT $2";
         let rows = self
             .db
-            .query(what, sql, &[Value::int(now), Value::int(limit)])?;
+            .query(what, sql, &[SqlValue::int(now), SqlValue::int(limit)])?;
         let expired = |mut row: Row| -> Result<_, StoreError> {
-            Ok(Expired {
+            Ok(ExpiredLease {
                 id: row.text(what)?,
                 attempt: row.attempt()?,
                 key: row.text(what)?,
@@ -167,7 +180,7 @@ impl Store {
     }
 }
 
-/// By the database's clock, whatever the runner's says.
+/// The end of a new lease, by the database's clock. The runner's clock does not matter.
 fn lease_until(db: &mut Connection, lease_ms: u64) -> Result<i64, StoreError> {
     let lease = i64::try_from(lease_ms).unwrap_or(i64::MAX);
     Ok(db.now_ms()?.saturating_add(lease))

@@ -1,41 +1,46 @@
-//! Submitting: all of a batch or nothing of it, and the files that go with it.
+//! Queues a batch of requests with their files, all or none.
 //!
-//! On PostgreSQL locks are taken in one order, in which no two submissions can wait for each other: keys, analyses, files,
-//! each sorted, and the bound of the queue last.
+//! On PostgreSQL every submission takes its locks in the same order, so no two of them can deadlock: submit keys,
+//! analyses, files, each sorted, and the lock of the queue's bound last.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::Store;
-use crate::attempts::commit::{allocate, refuse_another};
-use crate::attempts::events::{self, Told};
-use crate::database::connection::{Connection, Dialect, Purpose, Value};
+use crate::analyses::analysis_row::{allocate_attempt_number, refuse_conflicting_attempt};
+use crate::analyses::events::{self, EventKind, EventRecord};
+use crate::analyses::notifications::notify_queue;
+use crate::analyses::submitted_files::{list_files_of, lock_file, remove_unused_file, store_file};
+use crate::database::connection::{Connection, Dialect, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::rows::{self, Rows};
-use crate::database::schema::random_hex;
-use crate::queue::claim::{self, Place, Queued, Turns, fits};
-use crate::queue::queue_types::{Capacity, Happened, Submit, Submitted};
-use crate::types::manifest::ContentHash;
-use crate::types::submission::INPUT_BYTES_MAX;
+use crate::database::rows::{self, RowInserter};
+use crate::database::value::SqlValue;
+use crate::queue::queue_row::{NewQueueRow, QueuedAttempt, TurnCounter};
+use crate::queue::queue_types::{NewSubmission, SubmitOutcome};
+use crate::queue::workers::live_workers;
+use crate::types::capacity::Capacity;
+use crate::types::random_hex::random_hex;
 
-/// Numbers that no other program is likely to use for its locks. Keys share a few, because a server has room for so many
-/// locks only, and a batch may have thousands of keys.
-const LOCK_OF_BOUND: i64 = 7_310_025_461_900;
-const LOCKS_OF_KEYS: i64 = 7_310_025_462_000;
-const LOCKS_OF_KEYS_COUNT: u8 = 64;
-/// How often a file may vanish between looking and writing before we say that something is wrong.
-const REMOVALS_MAX: usize = 5;
-
+/// Numbers of advisory locks that no other program is likely to use. Submit keys share a few locks, because a server
+/// has room for a limited number and a batch may have thousands of keys.
+const QUEUE_BOUND_LOCK: i64 = 7_310_025_461_900;
+const SUBMIT_KEY_LOCKS: i64 = 7_310_025_462_000;
+const SUBMIT_KEY_LOCKS_COUNT: u8 = 64;
 impl Store {
-    /// Queues all of them, or none: in one transaction. An error names which (`StoreError::Submission { at, .. }`).
-    pub fn submit(&mut self, all: &[Submit], queue_max: u64) -> Result<Vec<Submitted>, StoreError> {
+    /// Queues all submissions or none, in one transaction. An error names the submission that caused it
+    /// (`StoreError::Submission { at, .. }`).
+    pub fn submit(
+        &mut self,
+        all: &[NewSubmission],
+        queue_max: u64,
+    ) -> Result<Vec<SubmitOutcome>, StoreError> {
         let what = "queue the analyses";
-        self.db.transaction(what, Purpose::Write, |db| {
+        self.db.transaction(what, TransactionKind::Write, |db| {
             lock_keys(db, all)?;
             let known = known_keys(db, all)?;
             let fresh: Vec<usize> = (0..all.len()).filter(|at| known[*at].is_none()).collect();
             let now = db.now_ms()?;
-            refuse_unfit(db, all, &fresh, now)?;
-            let numbers = number(db, all, &fresh)?;
+            refuse_unrunnable(db, all, &fresh, now)?;
+            let numbers = number_attempts(db, all, &fresh)?;
             let batch = Batch {
                 all,
                 fresh: &fresh,
@@ -44,15 +49,15 @@ impl Store {
             };
             batch.write(db)?;
             if !fresh.is_empty() {
-                keep_bound(db, fresh.len() as u64, queue_max)?;
-                claim::notify_queue(db)?;
+                check_queue_bound(db, fresh.len() as u64, queue_max)?;
+                notify_queue(db)?;
             }
             let submitted = known
                 .into_iter()
                 .enumerate()
                 .map(|(at, known)| match known {
-                    Some(id) => Submitted::Already { id },
-                    None => Submitted::Now {
+                    Some(id) => SubmitOutcome::Already { id },
+                    None => SubmitOutcome::Now {
                         attempt: numbers.get(&at).copied().unwrap_or(1),
                     },
                 });
@@ -60,41 +65,19 @@ impl Store {
         })
     }
 
-    /// A file of a submission. What does not have its hash is damaged, or was put there by somebody.
-    pub fn blob(&mut self, hash: &ContentHash) -> Result<Option<Vec<u8>>, StoreError> {
-        let what = "read a submitted file";
-        // What is too long was not submitted by us, and is not even fetched.
-        let sql = self.db.either(
-            "SELECT content FROM blobs WHERE blake3 = $1 AND LENGTH(content) <= $2",
-            "SELECT content FROM blobs WHERE blake3 = $1 AND OCTET_LENGTH(content) <= $2",
-        );
-        let name = hash.to_string();
-        let of = [Value::text(&name), Value::count(INPUT_BYTES_MAX)];
-        let Some(mut row) = self.db.query_one(what, sql, &of)? else {
-            return Ok(None);
-        };
-        let content = row.bytes(what)?;
-        match ContentHash::of(&content) == *hash {
-            true => Ok(Some(content)),
-            false => Err(StoreError::BadValue {
-                what: "a submitted file",
-            }),
-        }
-    }
-
-    /// The request that an analysis was submitted with; `None`: it never was.
-    pub fn submission(&mut self, id: &str) -> Result<Option<String>, StoreError> {
+    /// The request that an analysis was submitted with. `None` if it was not submitted.
+    pub fn submission_request(&mut self, id: &str) -> Result<Option<String>, StoreError> {
         let what = "read the submission";
         let sql = "SELECT request FROM submissions WHERE id = $1";
-        let row = self.db.query_one(what, sql, &[Value::text(id)])?;
+        let row = self.db.query_one(what, sql, &[SqlValue::text(id)])?;
         row.map(|mut row| row.text(what)).transpose()
     }
 }
 
-fn at(at: usize) -> impl FnOnce(StoreError) -> StoreError {
+fn in_submission(at: usize) -> impl FnOnce(StoreError) -> StoreError {
     move |source| match source {
-        // The database's condition is nobody's in particular.
-        source if source.is_away() => source,
+        // An error of the database belongs to no single submission.
+        source if source.is_database_fault() => source,
         source => StoreError::Submission {
             at,
             source: Box::new(source),
@@ -102,28 +85,32 @@ fn at(at: usize) -> impl FnOnce(StoreError) -> StoreError {
     }
 }
 
-/// Whoever submits with a key does it alone, so that the second finds what the first made. SQLite has one writer anyway.
-fn lock_keys(db: &mut Connection, all: &[Submit]) -> Result<(), StoreError> {
+/// Locks the submit keys, so that of two submissions with the same key the second finds the first. SQLite has only
+/// one writer anyway.
+fn lock_keys(db: &mut Connection, all: &[NewSubmission]) -> Result<(), StoreError> {
     if db.dialect() != Dialect::Postgres {
         return Ok(());
     }
     let keys = all.iter().filter_map(|submit| submit.submit_key);
-    let bucket = |key: &str| blake3::hash(key.as_bytes()).as_bytes()[0] % LOCKS_OF_KEYS_COUNT;
+    let bucket = |key: &str| blake3::hash(key.as_bytes()).as_bytes()[0] % SUBMIT_KEY_LOCKS_COUNT;
     let buckets: BTreeSet<u8> = keys.map(bucket).collect();
     for bucket in buckets {
-        advisory_lock(db, LOCKS_OF_KEYS + i64::from(bucket))?;
+        advisory_lock(db, SUBMIT_KEY_LOCKS + i64::from(bucket))?;
     }
     Ok(())
 }
 
 fn advisory_lock(db: &mut Connection, number: i64) -> Result<(), StoreError> {
     let sql = "SELECT 1::bigint FROM pg_advisory_xact_lock($1)";
-    db.query("wait for other submissions", sql, &[Value::int(number)])
+    db.query("wait for other submissions", sql, &[SqlValue::int(number)])
         .map(drop)
 }
 
-/// For each submission the id that its key got before, in the database or in this batch.
-fn known_keys(db: &mut Connection, all: &[Submit]) -> Result<Vec<Option<String>>, StoreError> {
+/// For each submission, the id that its key already has, in the database or earlier in this batch.
+fn known_keys(
+    db: &mut Connection,
+    all: &[NewSubmission],
+) -> Result<Vec<Option<String>>, StoreError> {
     let what = "look for the submission's key";
     let mut here: HashMap<&str, (&str, &str)> = HashMap::new();
     let mut known = Vec::new();
@@ -133,7 +120,7 @@ fn known_keys(db: &mut Connection, all: &[Submit]) -> Result<Vec<Option<String>>
             continue;
         };
         let sql = "SELECT id, fingerprint FROM submissions WHERE submit_key = $1";
-        let found = match db.query_one(what, sql, &[Value::text(key)])? {
+        let found = match db.query_one(what, sql, &[SqlValue::text(key)])? {
             Some(mut row) => Some((row.text(what)?, row.text(what)?)),
             None => here
                 .insert(key, (submit.id, submit.fingerprint))
@@ -144,21 +131,21 @@ fn known_keys(db: &mut Connection, all: &[Submit]) -> Result<Vec<Option<String>>
             Some((id, print)) if print == submit.fingerprint => Some(id),
             Some((id, _)) => {
                 let key = key.to_owned();
-                return Err(at(i)(StoreError::KeyUsed { key, id }));
+                return Err(in_submission(i)(StoreError::KeyUsed { key, id }));
             }
         });
     }
     Ok(known)
 }
 
-/// Where it is known that nobody could ever run it, nobody has to wait to learn that.
-fn refuse_unfit(
+/// Refuses a request that is too large for every live worker, so that it does not wait in vain.
+fn refuse_unrunnable(
     db: &mut Connection,
-    all: &[Submit],
+    all: &[NewSubmission],
     fresh: &[usize],
     now: i64,
 ) -> Result<(), StoreError> {
-    let live = claim::live_workers(db, now)?;
+    let live = live_workers(db, now)?;
     if live.is_empty() {
         return Ok(());
     }
@@ -168,8 +155,8 @@ fn refuse_unfit(
             memory_bytes: submit.memory_bytes.unwrap_or(0),
             cpu_milli: submit.cpu_milli.unwrap_or(0),
         };
-        if !live.iter().any(|total| fits(asked, *total)) {
-            return Err(at(*i)(StoreError::DoesNotFit {
+        if !live.iter().any(|total| asked.fits_in(*total)) {
+            return Err(in_submission(*i)(StoreError::DoesNotFit {
                 id: submit.id.to_owned(),
                 asked,
                 largest: Capacity {
@@ -182,10 +169,10 @@ fn refuse_unfit(
     Ok(())
 }
 
-/// Locks every analysis and gives it its next number. By index of the submission.
-fn number(
+/// Locks every analysis and allocates its next attempt number. The result is keyed by the index of the submission.
+fn number_attempts(
     db: &mut Connection,
-    all: &[Submit],
+    all: &[NewSubmission],
     fresh: &[usize],
 ) -> Result<HashMap<usize, u32>, StoreError> {
     let mut order = fresh.to_vec();
@@ -196,67 +183,67 @@ fn number(
         let submit = &all[i];
         if before == Some(submit.id) {
             let id = submit.id.to_owned();
-            return Err(at(i)(StoreError::Twice { id }));
+            return Err(in_submission(i)(StoreError::DuplicateId { id }));
         }
         before = Some(submit.id);
-        let attempt = allocate(db, submit.id)?;
+        let attempt = allocate_attempt_number(db, submit.id)?;
         if attempt > 1 {
-            refuse_another(db, submit.id, submit.replace).map_err(at(i))?;
+            refuse_conflicting_attempt(db, submit.id, submit.replace).map_err(in_submission(i))?;
         }
         numbers.insert(i, attempt);
     }
     Ok(numbers)
 }
 
-/// Those that are new, numbered, with their analyses locked.
+/// The new submissions, with numbers. Their analyses are locked.
 struct Batch<'a> {
-    all: &'a [Submit<'a>],
+    all: &'a [NewSubmission<'a>],
     fresh: &'a [usize],
     numbers: &'a HashMap<usize, u32>,
     now: i64,
 }
 
 impl<'a> Batch<'a> {
-    fn each(&self) -> impl Iterator<Item = (&'a Submit<'a>, u32)> + use<'a> {
+    fn each(&self) -> impl Iterator<Item = (&'a NewSubmission<'a>, u32)> + use<'a> {
         let (all, numbers) = (self.all, self.numbers);
         let fresh = self.fresh.iter();
         fresh.map(move |i| (&all[*i], numbers.get(i).copied().unwrap_or(1)))
     }
 
     fn write(&self, db: &mut Connection) -> Result<(), StoreError> {
-        let old = self.forget_replaced(db)?;
+        let old = self.remove_replaced(db)?;
         self.write_submissions(db)?;
         self.write_blobs(db, &old)?;
         self.write_queue(db)
     }
 
-    /// What an analysis was submitted with before is nobody's any more. The files that it had.
-    fn forget_replaced(&self, db: &mut Connection) -> Result<BTreeSet<String>, StoreError> {
+    /// Removes the earlier submissions of the same analyses. Returns the hashes of their files.
+    fn remove_replaced(&self, db: &mut Connection) -> Result<BTreeSet<String>, StoreError> {
         let mut old = BTreeSet::new();
         for (submit, _) in self.each().filter(|(_, attempt)| *attempt > 1) {
-            old.extend(blobs_of(db, submit.id)?);
+            old.extend(list_files_of(db, submit.id)?);
             let sql = "DELETE FROM submissions WHERE id = $1";
-            db.execute("replace the submission", sql, &[Value::text(submit.id)])?;
+            db.execute("replace the submission", sql, &[SqlValue::text(submit.id)])?;
         }
         Ok(old)
     }
 
     fn write_submissions(&self, db: &mut Connection) -> Result<(), StoreError> {
-        let mut rows = Rows::new(db, "write the submissions", &rows::SUBMISSIONS);
+        let mut rows = RowInserter::new(db, "write the submissions", &rows::SUBMISSIONS);
         for (submit, _) in self.each() {
             let retry_on: Vec<&str> = submit.retry_on.iter().map(|s| s.as_str()).collect();
             rows.push([
-                Value::text(submit.id),
-                Value::maybe_text(submit.submit_key),
-                Value::text(submit.fingerprint),
-                Value::text(submit.request_json),
-                Value::text(submit.submitter),
-                Value::int(submit.priority),
-                Value::int(submit.retries),
-                Value::Text(Some(retry_on.join(",").into())),
-                Value::maybe_count(submit.memory_bytes),
-                Value::maybe_count(submit.cpu_milli),
-                Value::int(self.now),
+                SqlValue::text(submit.id),
+                SqlValue::maybe_text(submit.submit_key),
+                SqlValue::text(submit.fingerprint),
+                SqlValue::text(submit.request_json),
+                SqlValue::text(submit.submitter),
+                SqlValue::int(submit.priority),
+                SqlValue::int(submit.retries),
+                SqlValue::Text(Some(retry_on.join(",").into())),
+                SqlValue::maybe_count(submit.memory_bytes),
+                SqlValue::maybe_count(submit.cpu_milli),
+                SqlValue::int(self.now),
             ])?;
         }
         rows.finish()
@@ -275,25 +262,25 @@ impl<'a> Batch<'a> {
         }
         for (hash, content) in &wanted {
             match content {
-                Some(content) => have_blob(db, hash, content)?,
-                None => lock_blob(db, hash)?,
+                Some(content) => store_file(db, hash, content)?,
+                None => lock_file(db, hash)?,
             }
         }
-        let mut rows = Rows::new(
+        let mut rows = RowInserter::new(
             db,
             "note the files of the submissions",
             &rows::SUBMISSION_BLOBS,
         );
         for (id, hash) in &refers {
-            rows.push([Value::text(id), Value::text(hash)])?;
+            rows.push([SqlValue::text(id), SqlValue::text(hash)])?;
         }
         rows.finish()?;
-        old.iter().try_for_each(|hash| drop_blob(db, hash))
+        old.iter().try_for_each(|hash| remove_unused_file(db, hash))
     }
 
     fn write_queue(&self, db: &mut Connection) -> Result<(), StoreError> {
         let what = "queue the analyses";
-        let place = |submit: &'a Submit<'a>, attempt: u32| Place {
+        let entry = |submit: &'a NewSubmission<'a>, attempt: u32| NewQueueRow {
             id: submit.id,
             attempt,
             submitter: submit.submitter,
@@ -305,45 +292,45 @@ impl<'a> Batch<'a> {
         };
         let mut queued = Vec::new();
         for (submit, _) in self.each() {
-            queued.push(Queued {
+            queued.push(QueuedAttempt {
                 retries_left: submit.retries,
                 key: random_hex().map_err(StoreError::Runtime)?,
             });
         }
-        let mut rows = Rows::new(db, what, &rows::QUEUED_ATTEMPTS);
+        let mut rows = RowInserter::new(db, what, &rows::QUEUED_ATTEMPTS);
         for ((submit, attempt), queued) in self.each().zip(&queued) {
-            rows.push(place(submit, attempt).attempt_row(queued))?;
+            rows.push(entry(submit, attempt).attempt_row(queued))?;
         }
         rows.finish()?;
-        let mut turns = Turns::default();
-        let mut places = Vec::new();
+        let mut turns = TurnCounter::default();
+        let mut queue_rows = Vec::new();
         for (submit, attempt) in self.each() {
-            places.push(place(submit, attempt).row(db, &mut turns)?);
+            queue_rows.push(entry(submit, attempt).queue_row(db, &mut turns)?);
         }
-        let mut rows = Rows::new(db, what, &rows::QUEUE);
-        for place in places {
-            rows.push(place)?;
+        let mut rows = RowInserter::new(db, what, &rows::QUEUE);
+        for row in queue_rows {
+            rows.push(row)?;
         }
         rows.finish()?;
-        let mut rows = Rows::new(db, what, &rows::EVENTS);
+        let mut rows = RowInserter::new(db, what, &rows::EVENTS);
         for (submit, attempt) in self.each() {
-            let told = Told {
-                happened: Happened::Submitted,
+            let event = EventRecord {
+                kind: EventKind::Submitted,
                 reason: None,
                 by: Some(submit.submitter),
             };
-            rows.push(events::row(submit.id, attempt, self.now, &told))?;
+            rows.push(events::event_row(submit.id, attempt, self.now, &event))?;
         }
         rows.finish()
     }
 }
 
-/// Counted when all is written, by one at a time until the end of its transaction, so that many who submit at once do not
-/// get past it together.
-fn keep_bound(db: &mut Connection, asked: u64, queue_max: u64) -> Result<(), StoreError> {
+/// Checks the bound of the queue after all rows are written. The lock makes concurrent submissions count one after
+/// the other, so that they cannot exceed the bound together.
+fn check_queue_bound(db: &mut Connection, asked: u64, queue_max: u64) -> Result<(), StoreError> {
     let what = "count what waits";
     if db.dialect() == Dialect::Postgres {
-        advisory_lock(db, LOCK_OF_BOUND)?;
+        advisory_lock(db, QUEUE_BOUND_LOCK)?;
     }
     let none = StoreError::BadValue { what };
     let mut row = db
@@ -358,54 +345,4 @@ fn keep_bound(db: &mut Connection, asked: u64, queue_max: u64) -> Result<(), Sto
             queue_max,
         }),
     }
-}
-
-/// In order.
-pub(crate) fn blobs_of(db: &mut Connection, id: &str) -> Result<Vec<String>, StoreError> {
-    let what = "look for the submission's files";
-    let sql = "SELECT blake3 FROM submission_blobs WHERE id = $1 ORDER BY blake3";
-    let rows = db.query(what, sql, &[Value::text(id)])?;
-    rows.into_iter().map(|mut row| row.text(what)).collect()
-}
-
-/// Afterwards the file is there, and stays until the end of the transaction.
-fn have_blob(db: &mut Connection, hash: &str, content: &[u8]) -> Result<(), StoreError> {
-    let what = "store a submitted file";
-    let hold = db.either(
-        "SELECT bytes FROM blobs WHERE blake3 = $1",
-        "SELECT bytes FROM blobs WHERE blake3 = $1 FOR KEY SHARE",
-    );
-    for _ in 0..REMOVALS_MAX {
-        if db.query_one(what, hold, &[Value::text(hash)])?.is_some() {
-            return Ok(());
-        }
-        let sql = "INSERT INTO blobs (blake3, bytes, content) VALUES ($1, $2, $3) ON CONFLICT (blake3) DO NOTHING";
-        let values = [
-            Value::text(hash),
-            Value::count(content.len() as u64),
-            Value::bytes(content),
-        ];
-        db.execute(what, sql, &values)?;
-    }
-    Err(StoreError::BadValue {
-        what: "a submitted file",
-    })
-}
-
-/// Whoever refers to it is through, and nobody begins to until the end of the transaction.
-pub(crate) fn lock_blob(db: &mut Connection, hash: &str) -> Result<(), StoreError> {
-    let sql = db.either(
-        "SELECT bytes FROM blobs WHERE blake3 = $1",
-        "SELECT bytes FROM blobs WHERE blake3 = $1 FOR UPDATE",
-    );
-    db.query("hold a submitted file", sql, &[Value::text(hash)])
-        .map(drop)
-}
-
-/// Removes a file that is locked, unless somebody refers to it.
-pub(crate) fn drop_blob(db: &mut Connection, hash: &str) -> Result<(), StoreError> {
-    let sql = "DELETE FROM blobs WHERE blake3 = $1
-               AND NOT EXISTS (SELECT 1 FROM submission_blobs s WHERE s.blake3 = $1)";
-    db.execute("remove a submitted file", sql, &[Value::text(hash)])
-        .map(drop)
 }

@@ -2,21 +2,22 @@
 
 use serde::{Deserialize, Serialize};
 
-/// `[A-Za-z0-9][A-Za-z0-9._-]{0,63}`. Names a directory, so nothing else is let through.
+/// An id of the form `[A-Za-z0-9][A-Za-z0-9._-]{0,63}`. The id becomes the name of a directory, so no other character
+/// is allowed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct AnalysisId(String);
 
 #[derive(Debug, thiserror::Error)]
 #[error("analysis id {given:?} is not of the form [A-Za-z0-9][A-Za-z0-9._-]{{0,63}}")]
-pub struct BadId {
+pub struct AnalysisIdError {
     given: String,
 }
 
 impl AnalysisId {
     pub const LEN_MAX: usize = 64;
 
-    pub fn new(text: &str) -> Result<Self, BadId> {
+    pub fn new(text: &str) -> Result<Self, AnalysisIdError> {
         let bytes = text.as_bytes();
         let good = !bytes.is_empty()
             && bytes.len() <= Self::LEN_MAX
@@ -26,13 +27,13 @@ impl AnalysisId {
                 .all(|b| b.is_ascii_alphanumeric() || b"._-".contains(b));
         match good {
             true => Ok(AnalysisId(text.to_owned())),
-            false => Err(BadId {
+            false => Err(AnalysisIdError {
                 given: text.chars().take(200).collect(),
             }),
         }
     }
 
-    /// A fresh id: the time, so that a listing sorts, and enough chance that two never meet.
+    /// Makes a new id from the time, so that ids sort by age, and 40 random bits, so that two never collide.
     pub fn generate() -> Self {
         let mut noise = [0u8; 5];
         let got = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty());
@@ -56,8 +57,8 @@ impl std::fmt::Display for AnalysisId {
 }
 
 impl TryFrom<String> for AnalysisId {
-    type Error = BadId;
-    fn try_from(text: String) -> Result<Self, BadId> {
+    type Error = AnalysisIdError;
+    fn try_from(text: String) -> Result<Self, AnalysisIdError> {
         AnalysisId::new(&text)
     }
 }

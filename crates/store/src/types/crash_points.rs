@@ -1,77 +1,78 @@
-//! Named steps of an attempt at which the tests kill the runner or let the system fail.
+//! Named points in the course of an attempt at which tests kill the runner or make a system call fail.
 //!
-//! Only builds with debug assertions listen: `FUMEHOOD_FAULT=STEP=kill` or `=enospc`, `=eio`, `=emfile`, and
-//! `STEP:3=kill` for the third time it is reached. In a release build [`at`] only notes the time. ARCHITECTURE.md lists for each step what a crash there leaves, and
-//! who repairs it; the tidy test holds that table equal to [`Step::ALL`].
+//! The points are active only in builds with debug assertions. `FUMEHOOD_FAULT=POINT=kill` kills the process;
+//! `=enospc`, `=eio` and `=emfile` return that error; `POINT:3=kill` acts when the point is reached for the third
+//! time. In a release build [`reach`] only records the time. ARCHITECTURE.md lists for each point what a crash there
+//! leaves behind and who repairs it. The tidy test checks that its table agrees with [`CrashPoint::ALL`].
 
 use std::io;
 
 use crate::types::timings;
 
-macro_rules! steps {
-    ($($name:ident $word:literal $why:literal;)*) => {
-        /// In the order in which an attempt comes through them.
+macro_rules! crash_points {
+    ($($name:ident $point_name:literal $why:literal;)*) => {
+        /// The points, in the order in which an attempt reaches them.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum Step { $(#[doc = $why] $name,)* }
+        pub enum CrashPoint { $(#[doc = $why] $name,)* }
 
-        impl Step {
-            pub const ALL: &[Step] = &[$(Step::$name,)*];
+        impl CrashPoint {
+            pub const ALL: &[CrashPoint] = &[$(CrashPoint::$name,)*];
 
-            pub fn word(self) -> &'static str {
-                match self { $(Step::$name => $word,)* }
+            pub fn name(self) -> &'static str {
+                match self { $(CrashPoint::$name => $point_name,)* }
             }
         }
     };
 }
 
-steps! {
+crash_points! {
     Claimed "claimed" "The run directory is locked and its record written; the database knows nothing yet.";
     WorkspaceMade "workspace_made" "The workspace has its name; nothing is in it.";
     Filled "filled" "The inputs are in the workspace and listed in the run directory.";
     Begun "begun" "The attempt is a row in the database, state `running`; the sandbox is being built, and nothing runs in it.";
     Ended "ended" "Every process is dead; nothing is written about it yet.";
-    LogsKept "logs_kept" "The logs are whole in the run directory.";
-    OutcomeWritten "outcome_written" "How it ended is written in the run directory.";
+    LogsKept "logs_kept" "The logs are complete in the run directory.";
+    OutcomeWritten "outcome_written" "The outcome is written in the run directory.";
     Collected "collected" "The workspace was walked and hashed; nothing is written about it yet.";
-    ManifestWritten "manifest_written" "What is to be taken is known, and durable if there is any; no file has moved.";
+    ManifestWritten "manifest_written" "The manifest is written, and durable if it lists any file; no file has moved.";
     ObjectMoved "object_moved" "One file has moved into the artifact store.";
     ObjectsDurable "objects_durable" "Every file is durable in the artifact store.";
     TransactionOpen "transaction_open" "Everything is written in the transaction, which is not committed.";
-    Committed "committed" "The transaction is committed; the workspace stands.";
-    WorkspaceRemoved "workspace_removed" "The workspace is gone; the run directory stands.";
-    PostProcessed "post_processed" "The platform's own step has ended; the database does not know yet.";
-    Marked "marked" "The database knows; the run directory stands.";
-    Finished "finished" "Nothing is left but the record.";
+    Committed "committed" "The transaction is committed; the workspace still exists.";
+    WorkspaceRemoved "workspace_removed" "The workspace is removed; the run directory still exists.";
+    PostProcessed "post_processed" "The post-process has ended; the database has not recorded it yet.";
+    Marked "marked" "The database has recorded the post-process; the run directory still exists.";
+    Finished "finished" "Only the record is left.";
 }
 
-/// Notes the time, and comes back at once, with an error, or not at all, as the tests wish.
-pub fn at(step: Step) -> io::Result<()> {
-    // There may be any number of those.
-    if step != Step::ObjectMoved {
-        timings::mark(step.word());
+/// Records the time. In debug builds then kills the process or returns an error, if `FUMEHOOD_FAULT` says so.
+pub fn reach(point: CrashPoint) -> io::Result<()> {
+    // An attempt may reach `ObjectMoved` any number of times, so it is not timed.
+    if point != CrashPoint::ObjectMoved {
+        timings::mark(point.name());
     }
-    as_wished(step)
+    inject_fault(point)
 }
 
 #[cfg(debug_assertions)]
-fn as_wished(step: Step) -> io::Result<()> {
+fn inject_fault(point: CrashPoint) -> io::Result<()> {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU32, Ordering};
-    static WISH: OnceLock<Option<(String, u32, String)>> = OnceLock::new();
+    static FAULT: OnceLock<Option<(String, u32, String)>> = OnceLock::new();
     static REACHED: AtomicU32 = AtomicU32::new(0);
-    let wish = WISH.get_or_init(|| {
+    let fault = FAULT.get_or_init(|| {
         let text = std::env::var(VARIABLE).ok()?;
-        let (at, what) = text.split_once('=')?;
-        let (step, time) = at.split_once(':').unwrap_or((at, "1"));
-        Some((step.to_owned(), time.parse().ok()?, what.to_owned()))
+        let (place, action) = text.split_once('=')?;
+        let (point, time) = place.split_once(':').unwrap_or((place, "1"));
+        Some((point.to_owned(), time.parse().ok()?, action.to_owned()))
     });
-    let Some((_, time, what)) = wish.as_ref().filter(|(s, _, _)| s == step.word()) else {
+    let Some((_, time, action)) = fault.as_ref().filter(|(s, _, _)| s == point.name()) else {
         return Ok(());
     };
     if REACHED.fetch_add(1, Ordering::Relaxed) + 1 != *time {
         return Ok(());
     }
-    let errno = match what.as_str() {
+    let errno = match action.as_str() {
         "kill" => {
             let ourselves = rustix::process::getpid();
             rustix::process::kill_process(ourselves, rustix::process::Signal::KILL)?;
@@ -87,9 +88,9 @@ fn as_wished(step: Step) -> io::Result<()> {
 }
 
 #[cfg(not(debug_assertions))]
-fn as_wished(_step: Step) -> io::Result<()> {
+fn inject_fault(_step: CrashPoint) -> io::Result<()> {
     Ok(())
 }
 
-/// The variable that the tests set; not a setting.
+/// The environment variable that tests set. It is not a setting for users.
 pub const VARIABLE: &str = "FUMEHOOD_FAULT";

@@ -1,11 +1,11 @@
-//! Bytes that somebody else wrote, made safe to store, to print or to paste into a shell.
+//! Makes untrusted bytes safe to store, to print, or to paste into a shell.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::os::unix::ffi::OsStrExt as _;
 
-/// Bytes as text without loss: UTF-8 stays as it is, but a backslash becomes `\\`, and a NUL (which
-/// some databases do not take) and every byte that is not UTF-8 become `\xNN`.
+/// Converts bytes to text without loss. UTF-8 stays as it is, except that a backslash becomes `\\`. A NUL, which
+/// PostgreSQL refuses in text, and every byte that is not UTF-8 become `\xNN`.
 pub fn escape_text(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for chunk in bytes.utf8_chunks() {
@@ -21,7 +21,7 @@ pub fn escape_text(bytes: &[u8]) -> String {
     text
 }
 
-/// The bytes that [`escape_text`] was given; `None` if it cannot have made this text.
+/// Reverses [`escape_text`]. Returns `None` if `escape_text` cannot have made this text.
 pub fn unescape_text(text: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -47,9 +47,9 @@ pub fn unescape_text(text: &str) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// A name or a message for one line of a terminal. Control characters (line feeds and escape
-/// sequences among them), bytes that are not UTF-8, and characters that are invisible or turn the
-/// direction of writing are spelled out; everything else stays.
+/// Makes a name or a message safe for one line of a terminal. Escapes control characters (line feeds and escape
+/// sequences among them), bytes that are not UTF-8, and characters that are invisible or change the direction of
+/// writing. Everything else stays.
 pub fn escape_terminal(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for chunk in bytes.utf8_chunks() {
@@ -60,7 +60,7 @@ pub fn escape_terminal(bytes: &[u8]) -> String {
                 '\t' => text.push_str("\\t"),
                 c if c.is_ascii_control() => push_hex(&mut text, &[c as u8]),
                 // Writing to a String cannot fail.
-                c if misleads(c) => {
+                c if is_misleading(c) => {
                     let _ = write!(text, "\\u{{{:x}}}", u32::from(c));
                 }
                 c => text.push(c),
@@ -78,12 +78,12 @@ fn push_hex(text: &mut String, bytes: &[u8]) {
     }
 }
 
-/// Characters that a terminal acts on, hides, or lets change the order of what is read.
-pub fn misleads(c: char) -> bool {
+/// Whether a terminal acts on this character, hides it, or lets it change the order of the text around it.
+pub fn is_misleading(c: char) -> bool {
     matches!(c,
         // C1 controls: on some terminals U+009B begins an escape sequence.
         '\u{80}'..='\u{9f}'
-        // Soft hyphen, Arabic letter mark, Hangul and Mongolian fillers: shown as nothing.
+        // Soft hyphen, Arabic letter mark, Hangul and Mongolian fillers: terminals show nothing for them.
         | '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}'
         | '\u{180b}'..='\u{180f}' | '\u{3164}' | '\u{ffa0}'
         // Zero width, direction marks, line and paragraph separators, overrides and isolates.
@@ -93,8 +93,8 @@ pub fn misleads(c: char) -> bool {
         | '\u{e0000}'..='\u{e0fff}')
 }
 
-/// One word for a POSIX shell; with bytes a terminal might act on, for bash (`$'...'`).
-pub fn shell_quoted(word: &OsStr) -> String {
+/// Quotes a word for a POSIX shell. A word with bytes that a terminal might act on is quoted for bash (`$'...'`).
+pub fn quote_for_shell(word: &OsStr) -> String {
     let bytes = word.as_bytes();
     let plain = |b: &u8| b.is_ascii_alphanumeric() || b"/._-+,:@%=".contains(b);
     if !bytes.is_empty() && bytes[0] != b'=' && bytes.iter().all(plain) {
@@ -153,13 +153,13 @@ mod tests {
         #[test]
         fn terminal_text_is_harmless_and_stable(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let text = escape_terminal(&bytes);
-            prop_assert!(!text.chars().any(|c| c.is_control() || misleads(c)));
+            prop_assert!(!text.chars().any(|c| c.is_control() || is_misleading(c)));
             prop_assert_eq!(escape_terminal(text.as_bytes()), text);
         }
 
         #[test]
         fn quoting_survives_a_shell(word in prop::collection::vec(1u8.., 1..40)) {
-            let quoted = shell_quoted(OsStr::from_bytes(&word));
+            let quoted = quote_for_shell(OsStr::from_bytes(&word));
             let script = format!("printf %s {quoted}");
             let out = std::process::Command::new("bash").arg("-c").arg(script).output();
             prop_assert_eq!(out.map(|o| o.stdout).ok(), Some(word));

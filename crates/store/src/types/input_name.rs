@@ -1,14 +1,13 @@
-//! The names that inputs have in a workspace.
+//! The names of inputs in a workspace.
 
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
 
-/// Names at the top of the workspace that belong to Fumehood: the two read-only mounts and its
-/// own hidden directory.
+/// Names at the top of the workspace that Fumehood reserves: the two read-only mounts and its own hidden directory.
 pub const RESERVED_NAMES: [&str; 3] = ["data", "docs", ".fumehood"];
 
-/// A name has at most this many parts.
+/// The largest number of components in a name.
 pub const DEPTH_MAX: usize = 128;
 
 #[derive(Debug, thiserror::Error)]
@@ -26,7 +25,7 @@ pub enum InputNameError {
     NoName { path: PathBuf },
 }
 
-/// The name an input gets inside: the one given, else the last component of its path.
+/// The name of an input in the workspace: the given name, or the last component of its path.
 pub fn name_for(source: &Path, given: Option<&Path>) -> Result<PathBuf, InputNameError> {
     let name = match (given, source.file_name()) {
         (Some(name), _) => name.to_path_buf(),
@@ -41,7 +40,7 @@ pub fn name_for(source: &Path, given: Option<&Path>) -> Result<PathBuf, InputNam
     Ok(name)
 }
 
-/// The parts of a name below the workspace.
+/// Checks a name and splits it into components below the workspace.
 pub fn check_name(name: &Path) -> Result<Vec<CString>, InputNameError> {
     let bad = || InputNameError::BadName {
         name: name.to_path_buf(),
@@ -67,9 +66,9 @@ pub fn check_name(name: &Path) -> Result<Vec<CString>, InputNameError> {
     }
 }
 
-/// Whether a link's target stays inside the copied tree, for a link `depth` directories below
-/// its top. `..` counts only at the beginning: after a name it may climb out of wherever that name,
-/// itself a link perhaps, has led to.
+/// Whether the target of a link stays inside the copied tree. The link is `depth` directories below the top of the
+/// tree. `..` is accepted only at the beginning of the target: after a name, which may itself be a link to anywhere,
+/// `..` could leave the tree.
 pub fn stays_inside(target: &Path, depth: usize) -> bool {
     let mut climbed = 0;
     let mut named = false;

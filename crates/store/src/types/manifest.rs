@@ -1,5 +1,5 @@
-//! What an analysis left, as data: the manifest. Written by collection, durable before the first file moves, read by
-//! the store and by recovery, which therefore never walk a half-moved tree.
+//! The manifest: the list of outputs that an attempt left. Collection writes it before the first file moves and makes
+//! it durable, so the store and recovery read the manifest and never walk a half-moved tree.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,34 +8,34 @@ use serde::{Deserialize, Serialize};
 
 use crate::types::escaping::{escape_text, unescape_text};
 
-/// The longest path. The kernel would take 4,095 bytes in one call, but a path is part of a key, for which PostgreSQL
-/// has 2,704 bytes in all, and other programs put directories before it.
+/// The longest path. The kernel accepts 4,095 bytes per call, but a path is part of a database key, for which
+/// PostgreSQL has 2,704 bytes in all, and other programs put directories before it.
 pub const PATH_BYTES_MAX: usize = 2047;
-/// What nearly every file system allows, and what an artifact can be exported under.
+/// The longest component, which nearly every file system supports. An export can therefore use the same names.
 pub const COMPONENT_BYTES_MAX: usize = 255;
 
 pub const VERSION: u32 = 1;
-/// How many entries that were not taken as they were are listed; the rest is counted.
+/// How many remarks are listed. Further remarks are only counted.
 pub const REMARKS_MAX: usize = 1_000;
 
-/// A path below the workspace: any bytes, in components that lead nowhere else. As text (JSON, SQL, terminal) it is
-/// escaped by [`escape_text`], which round-trips.
+/// A relative path below the workspace. Its components may hold any bytes but `/` and NUL, and none of them is `.` or
+/// `..`. As text (JSON, SQL, terminal) the path is escaped by [`escape_text`], which is reversible.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct OutputPath(Vec<u8>);
 
 #[derive(Debug, thiserror::Error)]
 #[error("{given:?} is not a relative path of plain components")]
-pub struct BadPath {
+pub struct OutputPathError {
     given: String,
 }
 
 impl OutputPath {
-    pub fn new(bytes: Vec<u8>) -> Result<OutputPath, BadPath> {
+    pub fn new(bytes: Vec<u8>) -> Result<OutputPath, OutputPathError> {
         let plain = |part: &[u8]| !part.is_empty() && part != b"." && part != b"..";
         match !bytes.contains(&0) && bytes.split(|b| *b == b'/').all(plain) {
             true => Ok(OutputPath(bytes)),
-            false => Err(BadPath {
+            false => Err(OutputPathError {
                 given: escape_text(&bytes).chars().take(200).collect(),
             }),
         }
@@ -45,7 +45,7 @@ impl OutputPath {
         &self.0
     }
 
-    /// Escaped; what is stored and shown.
+    /// The path as it is stored and shown: escaped.
     pub fn text(&self) -> String {
         escape_text(&self.0)
     }
@@ -62,11 +62,11 @@ impl fmt::Debug for OutputPath {
 }
 
 impl TryFrom<String> for OutputPath {
-    type Error = BadPath;
-    fn try_from(text: String) -> Result<OutputPath, BadPath> {
+    type Error = OutputPathError;
+    fn try_from(text: String) -> Result<OutputPath, OutputPathError> {
         match unescape_text(&text) {
             Some(bytes) => OutputPath::new(bytes),
-            None => Err(BadPath { given: text }),
+            None => Err(OutputPathError { given: text }),
         }
     }
 }
@@ -77,14 +77,15 @@ impl From<OutputPath> for String {
     }
 }
 
-/// The blake3 of some content; names its object in the store. 64 lower-case hex digits as text.
+/// The blake3 hash of some content. It names the content's object in the artifact store. As text it has 64 lower-case
+/// hex digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ContentHash([u8; 32]);
 
 #[derive(Debug, thiserror::Error)]
 #[error("{given:?} is not a hash of 64 lower-case hex digits")]
-pub struct BadHash {
+pub struct ContentHashError {
     given: String,
 }
 
@@ -97,8 +98,8 @@ impl ContentHash {
         ContentHash(bytes)
     }
 
-    pub fn parse(text: &str) -> Result<ContentHash, BadHash> {
-        let bad = || BadHash {
+    pub fn parse(text: &str) -> Result<ContentHash, ContentHashError> {
+        let bad = || ContentHashError {
             given: text.chars().take(100).collect(),
         };
         let digits: Vec<u8> = text
@@ -133,8 +134,8 @@ impl fmt::Debug for ContentHash {
 }
 
 impl TryFrom<String> for ContentHash {
-    type Error = BadHash;
-    fn try_from(text: String) -> Result<ContentHash, BadHash> {
+    type Error = ContentHashError;
+    fn try_from(text: String) -> Result<ContentHash, ContentHashError> {
         ContentHash::parse(&text)
     }
 }
@@ -145,22 +146,22 @@ impl From<ContentHash> for String {
     }
 }
 
-/// One file that was taken.
+/// One collected file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Output {
     pub path: OutputPath,
-    /// Its length; of a sparse file too.
+    /// The length of the file; also for a sparse file.
     pub bytes: u64,
     pub blake3: ContentHash,
-    /// Guessed from the first bytes and the ending; says nothing about safety.
+    /// Guessed from the first bytes and the file's extension. Says nothing about safety.
     pub media_type: String,
-    /// Unix time in milliseconds, as the program left it; so it proves nothing.
+    /// Unix time in milliseconds. The program can set it, so it proves nothing.
     pub modified_ms: i64,
-    /// The inode it was when it was hashed: several outputs with the same one are hard links of each other.
+    /// The inode at the time of hashing. Outputs with the same inode are hard links of each other.
     pub inode: u64,
 }
 
-/// Why something was not taken, or not taken as it was.
+/// Why a file was not collected, or was changed when it was collected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Remark {
@@ -168,26 +169,27 @@ pub enum Remark {
     Fifo,
     Socket,
     Device,
-    /// Another file system, or a bind of the same one, is mounted there.
+    /// Another file system, or a bind mount, is mounted there.
     MountPoint,
-    /// A hard link whose other name is outside the workspace.
+    /// A hard link with another name outside the workspace.
     LinkedElsewhere,
-    /// Owned by another than the run.
+    /// Another user than the program's owns it.
     NotOwned,
     NameTooLong,
     TooDeep,
     TooMany,
     FileTooLarge,
     TotalTooLarge,
-    /// It changed while it was read: somebody is alive.
+    /// The file changed while it was read, so some process still writes to it.
     Changed,
-    /// The kernel would not let it be read.
+    /// The kernel refused to read it.
     Unreadable,
-    /// It was on the list, and was gone before it could be taken (/tmp emptied after a crash).
+    /// The manifest lists the file, but it was gone before it could be moved (for example, /tmp was emptied after a
+    /// crash).
     Lost,
-    /// Taken, and its set-id bits were dropped.
+    /// Collected; its set-uid and set-gid bits were dropped.
     SetIdDropped,
-    /// Taken, though its mode forbade reading.
+    /// Collected, although its mode forbade reading.
     ModeOverridden,
 }
 
@@ -214,47 +216,48 @@ impl Remark {
         }
     }
 
-    /// Whether the file is among the outputs all the same.
-    pub fn taken(self) -> bool {
+    /// Whether the file is among the outputs in spite of the remark.
+    pub fn is_taken(self) -> bool {
         matches!(self, Remark::SetIdDropped | Remark::ModeOverridden)
     }
 
-    /// Whether content may be missing because of it. What never was a file has none.
+    /// Whether the remark means that content may be missing. Links, FIFOs, sockets and devices have no content to
+    /// lose.
     pub fn loses_content(self) -> bool {
         use Remark::{Device, Fifo, Socket, Symlink};
-        !self.taken() && !matches!(self, Symlink | Fifo | Socket | Device)
+        !self.is_taken() && !matches!(self, Symlink | Fifo | Socket | Device)
     }
 }
 
-/// One of the listed ones. The path may be too long or too deep to be an [`OutputPath`] of ours; it is then cut.
+/// A path and the remark about it. A path that is too long or too deep to be an [`OutputPath`] is cut.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Remarked {
-    /// Escaped by [`escape_text`]; at most 4,096 bytes of it, from the end.
+pub struct RemarkedPath {
+    /// Escaped by [`escape_text`]; at most the last 4,096 bytes.
     pub path: String,
     pub remark: Remark,
 }
 
-/// Everything that collection found out.
+/// The result of collection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Collected {
+pub struct CollectedOutputs {
     /// Sorted by path.
     pub outputs: Vec<Output>,
-    /// Sum of the lengths, each hard-linked file once.
+    /// Sum of the lengths. Each hard-linked file counts once.
     pub bytes: u64,
-    /// The first [`REMARKS_MAX`] in the order of the walk.
-    pub remarks: Vec<Remarked>,
+    /// The first [`REMARKS_MAX`] remarks, in the order of the walk.
+    pub remarks: Vec<RemarkedPath>,
     pub remark_counts: BTreeMap<Remark, u64>,
-    /// Inputs that are as they were put there.
+    /// Inputs that the program did not change.
     pub inputs_unchanged: u64,
-    /// Files in caches.
+    /// Files in cache directories.
     pub cached: u64,
-    /// Files that no `--output` asked for.
+    /// Files that match no `--output` pattern.
     pub not_asked: u64,
 }
 
-impl Collected {
-    pub fn refused(&self) -> u64 {
-        let refused = |(remark, count): (&Remark, &u64)| (!remark.taken()).then_some(*count);
+impl CollectedOutputs {
+    pub fn refused_count(&self) -> u64 {
+        let refused = |(remark, count): (&Remark, &u64)| (!remark.is_taken()).then_some(*count);
         self.remark_counts.iter().filter_map(refused).sum()
     }
 
@@ -263,15 +266,15 @@ impl Collected {
     }
 }
 
-/// What is committed of what an attempt left. Durable before the first file moves.
+/// What is to be committed of an attempt's workspace. Durable before the first file moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     pub version: u32,
-    pub collected: Collected,
-    /// Patterns of `--expect` that nothing matches.
+    pub collected: CollectedOutputs,
+    /// Patterns of `--expect` that no output matches.
     pub missing: Vec<String>,
-    /// `result.json`, where both databases take it.
+    /// The text of `result.json`, if both databases accept it.
     pub result: Option<String>,
-    /// Why it is not taken, where there is one.
+    /// Why `result.json` is not stored as JSON, if it exists and is not.
     pub result_note: Option<String>,
 }

@@ -1,35 +1,37 @@
-//! Which environment variables hold secrets, whose values no record keeps.
+//! Decides which environment variables hold secrets. The record never keeps their values.
 
 use serde::{Deserialize, Serialize};
 
-/// Why a value is not stored.
+/// Why a value counts as secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Withheld {
-    /// The operator's policy names it.
+pub enum SecretReason {
+    /// The operator's policy names the variable.
     Policy,
-    /// Its name is that of a secret.
+    /// The variable's name contains a word for a secret.
     Name,
-    /// It is an address with a password in it.
+    /// The value is a URL with a password.
     Value,
 }
 
-/// Why a variable's value is not to be kept, if it is not. A name with a star at its end is the beginning of names.
-pub fn withheld(name: &[u8], value: &[u8], secret_names: &[String]) -> Option<Withheld> {
+/// Why a variable's value counts as secret, if it does. A name in `secret_names` that ends in `*` stands for every
+/// name with that beginning.
+pub fn secret_reason(name: &[u8], value: &[u8], secret_names: &[String]) -> Option<SecretReason> {
     let named = |pattern: &String| match pattern.strip_suffix('*') {
         Some(beginning) => name.starts_with(beginning.as_bytes()),
         None => name == pattern.as_bytes(),
     };
     match () {
-        () if secret_names.iter().any(named) => Some(Withheld::Policy),
-        () if names_a_secret(name) => Some(Withheld::Name),
-        () if has_password(value) => Some(Withheld::Value),
+        () if secret_names.iter().any(named) => Some(SecretReason::Policy),
+        () if names_a_secret(name) => Some(SecretReason::Name),
+        () if has_password(value) => Some(SecretReason::Value),
         () => None,
     }
 }
 
-/// Whether a word of the name says so. Words are parted by anything but letters and digits, or by a capital after a small
-/// letter; the end of a word is enough (PGPASSWORD), the beginning is not (TOKENIZERS_PARALLELISM).
+/// Whether a word of the name is a word for a secret. Anything but letters and digits separates words, and so does a
+/// capital after a small letter. The end of a word is enough (PGPASSWORD); the beginning is not
+/// (TOKENIZERS_PARALLELISM).
 fn names_a_secret(name: &[u8]) -> bool {
     const WORDS: [&[u8]; 10] = [
         b"TOKEN",
@@ -57,7 +59,7 @@ fn names_a_secret(name: &[u8]) -> bool {
         before = *byte;
     }
     words.iter().any(|word| {
-        // KEY1 and TOKENS, too.
+        // Also match KEY1 and TOKENS.
         let word = word.trim_ascii_end();
         let digits = word.iter().rev().take_while(|b| b.is_ascii_digit()).count();
         let word = &word[..word.len() - digits];
@@ -68,7 +70,7 @@ fn names_a_secret(name: &[u8]) -> bool {
     })
 }
 
-/// `scheme://user:password@host`.
+/// Whether the value contains `scheme://user:password@host`.
 fn has_password(value: &[u8]) -> bool {
     let schemes = value
         .windows(3)

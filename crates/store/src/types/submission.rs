@@ -1,7 +1,7 @@
-//! A request as it waits in the queue: what was asked for, resolved where it was submitted, with the files that go with it.
+//! A request in the queue: what the user asked for, resolved on the submitting machine, with the hashes of its files.
 //!
-//! Whoever can write to the database can write one of these, so it is untrusted: the worker that runs it applies its own
-//! policy to it as to anything typed, and looks at every path again.
+//! Anybody who can write to the database can write a submission, so it is untrusted. The worker that runs it applies
+//! its own policy, as to a command line, and checks every path again.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Component, Path, PathBuf};
@@ -14,30 +14,30 @@ use crate::types::manifest::ContentHash;
 use crate::types::secret_values;
 
 pub const VERSION: u32 = 1;
-/// All files of one submission.
+/// The largest total size of the files of one submission.
 pub const INPUT_BYTES_MAX: u64 = 64 << 20;
 pub const INPUT_FILES_MAX: usize = 10_000;
-/// The request itself, as JSON.
+/// The largest size of the request itself, as JSON.
 pub const REQUEST_BYTES_MAX: usize = 4 << 20;
 
-/// Version 1.
+/// A submission of version 1.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Submission {
     pub version: u32,
     pub id: AnalysisId,
-    pub command: What,
-    /// Settings that somebody asked for, by the names that the configuration files have for them.
-    pub settings: BTreeMap<String, Setting>,
-    pub inputs: Vec<Item>,
-    /// The content of standard input.
+    pub command: SubmittedCommand,
+    /// The settings that the user gave, under their names in the configuration files.
+    pub settings: BTreeMap<String, SubmittedSetting>,
+    pub inputs: Vec<InputItem>,
+    /// The hash of the content of standard input.
     pub stdin: Option<ContentHash>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum What {
-    /// A script among the inputs, by its name there, and where it came from, for the record.
+pub enum SubmittedCommand {
+    /// A script among the inputs. `from` is the path that it was submitted from, for the record.
     Script {
         name: PathBuf,
         from: PathBuf,
@@ -46,10 +46,10 @@ pub enum What {
     Argv(Vec<String>),
 }
 
-/// A value, checked again by whoever reads it.
+/// The value of a setting. The worker checks it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Setting {
+pub enum SubmittedSetting {
     Number(u64),
     Off,
     /// A word, a text or an absolute path.
@@ -58,10 +58,10 @@ pub enum Setting {
     List(Vec<String>),
 }
 
-/// One thing in the workspace, by its name there. Parents come before what is in them.
+/// An entry of the workspace, by its name there. A directory comes before its entries.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Item {
+pub enum InputItem {
     Directory {
         name: PathBuf,
     },
@@ -70,7 +70,7 @@ pub enum Item {
         blake3: ContentHash,
         executable: bool,
     },
-    /// Relative, and within the same input.
+    /// The target is relative and within the same input.
     Link {
         name: PathBuf,
         target: PathBuf,
@@ -96,7 +96,7 @@ pub enum SubmissionError {
     #[error("name an input of the submission")]
     Name(#[from] InputNameError),
     #[error("the submission's input {name:?} is there twice")]
-    Twice { name: PathBuf },
+    DuplicateName { name: PathBuf },
     #[error("the submission's input {name:?} is in no directory that came before it")]
     NoParent { name: PathBuf },
     #[error(
@@ -112,7 +112,7 @@ pub enum SubmissionError {
 }
 
 impl Submission {
-    /// What waits in the queue under an id, checked as far as it can be without a policy.
+    /// Parses the request that is queued under the id `row`, and checks everything that needs no policy.
     pub fn read(json: &str, row: &str) -> Result<Submission, SubmissionError> {
         if json.len() > REQUEST_BYTES_MAX {
             return Err(SubmissionError::TooLong { bytes: json.len() });
@@ -128,7 +128,7 @@ impl Submission {
         Ok(submission)
     }
 
-    /// The text that waits in the queue; what could not be read back is refused here.
+    /// The JSON text for the queue. Refuses a submission that [`Submission::read`] would refuse.
     pub fn write(&self) -> Result<String, SubmissionError> {
         self.check()?;
         let json = serde_json::to_string(self).map_err(SubmissionError::Unwritable)?;
@@ -138,7 +138,7 @@ impl Submission {
         }
     }
 
-    /// What tells it from another request: everything in it, but an id that was made up for it.
+    /// A hash that tells this request from others. It covers everything except an id that Fumehood generated.
     pub fn fingerprint(&self, is_named: bool) -> Result<String, SubmissionError> {
         let mut whole = serde_json::to_value(self).map_err(SubmissionError::Unwritable)?;
         if let (false, Some(fields)) = (is_named, whole.as_object_mut()) {
@@ -148,11 +148,11 @@ impl Submission {
         Ok(ContentHash::of(text.as_bytes()).to_string())
     }
 
-    /// Takes out the values of the variables whose values no record keeps. Their names stay, and a worker refuses a name
-    /// alone. Whether there were any.
+    /// Removes the values of secret variables and keeps their names. A worker refuses to run with a name alone.
+    /// Returns whether there was any value to remove.
     pub fn erase_secrets(&mut self) -> bool {
         let secret_names = match self.settings.get("secret_env") {
-            Some(Setting::List(names)) => names.clone(),
+            Some(SubmittedSetting::List(names)) => names.clone(),
             _ => Vec::new(),
         };
         let mut erased = false;
@@ -160,7 +160,9 @@ impl Submission {
             let Some((name, value)) = variable.split_once('=') else {
                 continue;
             };
-            if secret_values::withheld(name.as_bytes(), value.as_bytes(), &secret_names).is_some() {
+            if secret_values::secret_reason(name.as_bytes(), value.as_bytes(), &secret_names)
+                .is_some()
+            {
                 variable.truncate(name.len());
                 erased = true;
             }
@@ -168,17 +170,17 @@ impl Submission {
         erased
     }
 
-    /// The variables whose values were taken out.
-    pub fn erased(&self) -> Vec<String> {
-        let Some(Setting::List(variables)) = self.settings.get("env") else {
+    /// The names of the variables whose values were removed.
+    pub fn erased_names(&self) -> Vec<String> {
+        let Some(SubmittedSetting::List(variables)) = self.settings.get("env") else {
             return Vec::new();
         };
         let names = variables.iter().filter(|variable| !variable.contains('='));
         names.cloned().collect()
     }
 
-    /// Gives variables their values again.
-    pub fn restore(&mut self, values: &[(String, String)]) {
+    /// Puts the values of variables back.
+    pub fn restore_secrets(&mut self, values: &[(String, String)]) {
         for variable in self.env_mut() {
             if let Some((name, value)) = values.iter().find(|(name, _)| name == variable) {
                 *variable = format!("{name}={value}");
@@ -188,7 +190,7 @@ impl Submission {
 
     fn env_mut(&mut self) -> impl Iterator<Item = &mut String> {
         let variables = match self.settings.get_mut("env") {
-            Some(Setting::List(variables)) => variables.as_mut_slice(),
+            Some(SubmittedSetting::List(variables)) => variables.as_mut_slice(),
             _ => &mut [],
         };
         variables.iter_mut()
@@ -203,11 +205,11 @@ impl Submission {
         if self.inputs.len() > INPUT_FILES_MAX {
             return Err(SubmissionError::TooManyItems);
         }
-        let mut known: HashMap<&Path, &Item> = HashMap::new();
+        let mut known: HashMap<&Path, &InputItem> = HashMap::new();
         for item in &self.inputs {
             item.check(&known)?;
             if known.insert(item.name(), item).is_some() {
-                return Err(SubmissionError::Twice {
+                return Err(SubmissionError::DuplicateName {
                     name: item.name().to_path_buf(),
                 });
             }
@@ -215,17 +217,17 @@ impl Submission {
         self.check_command(&known)
     }
 
-    fn check_command(&self, known: &HashMap<&Path, &Item>) -> Result<(), SubmissionError> {
+    fn check_command(&self, known: &HashMap<&Path, &InputItem>) -> Result<(), SubmissionError> {
         let words = match &self.command {
-            What::Script { name, args, .. } => {
+            SubmittedCommand::Script { name, args, .. } => {
                 let single = name.components().count() == 1;
-                let file = matches!(known.get(name.as_path()), Some(Item::File { .. }));
+                let file = matches!(known.get(name.as_path()), Some(InputItem::File { .. }));
                 if !single || !file {
                     return Err(SubmissionError::Script { name: name.clone() });
                 }
                 args
             }
-            What::Argv(words) => match words.first() {
+            SubmittedCommand::Argv(words) => match words.first() {
                 Some(first) if !first.is_empty() => words,
                 _ => return Err(SubmissionError::NoCommand),
             },
@@ -237,16 +239,18 @@ impl Submission {
     }
 }
 
-impl Item {
+impl InputItem {
     pub fn name(&self) -> &Path {
         match self {
-            Item::Directory { name } | Item::File { name, .. } | Item::Link { name, .. } => name,
+            InputItem::Directory { name }
+            | InputItem::File { name, .. }
+            | InputItem::Link { name, .. } => name,
         }
     }
 
-    fn check(&self, known: &HashMap<&Path, &Item>) -> Result<(), SubmissionError> {
+    fn check(&self, known: &HashMap<&Path, &InputItem>) -> Result<(), SubmissionError> {
         let name = input_name::name_for(self.name(), Some(self.name()))?;
-        // Only one spelling of a name, or two could be the same file.
+        // Accept only one spelling of a name; otherwise two names could mean the same file.
         let plain: PathBuf = name.components().collect();
         if plain.as_os_str() != name.as_os_str() {
             return Err(InputNameError::BadName { name }.into());
@@ -257,14 +261,14 @@ impl Item {
             .filter(|parent| !parent.as_os_str().is_empty())
             .collect();
         if let Some(parent) = parents.first()
-            && !matches!(known.get(parent), Some(Item::Directory { .. }))
+            && !matches!(known.get(parent), Some(InputItem::Directory { .. }))
         {
             return Err(SubmissionError::NoParent { name });
         }
-        let Item::Link { target, .. } = self else {
+        let InputItem::Link { target, .. } = self else {
             return Ok(());
         };
-        // A link at the top would be a link out of the input that it is.
+        // A link at the top of the workspace is an input of its own, so any target is outside of it.
         let inside = match parents.len() {
             0 => false,
             depth => input_name::stays_inside(target, depth - 1),
@@ -287,30 +291,30 @@ impl Item {
 mod tests {
     use super::*;
 
-    fn file(name: &str) -> Item {
-        Item::File {
+    fn file(name: &str) -> InputItem {
+        InputItem::File {
             name: name.into(),
             blake3: ContentHash::of(b""),
             executable: false,
         }
     }
 
-    fn dir(name: &str) -> Item {
-        Item::Directory { name: name.into() }
+    fn dir(name: &str) -> InputItem {
+        InputItem::Directory { name: name.into() }
     }
 
-    fn link(name: &str, target: &str) -> Item {
-        Item::Link {
+    fn link(name: &str, target: &str) -> InputItem {
+        InputItem::Link {
             name: name.into(),
             target: target.into(),
         }
     }
 
-    fn with(inputs: Vec<Item>) -> Submission {
+    fn with(inputs: Vec<InputItem>) -> Submission {
         Submission {
             version: VERSION,
             id: AnalysisId::new("x").unwrap(),
-            command: What::Argv(vec!["true".into()]),
+            command: SubmittedCommand::Argv(vec!["true".into()]),
             settings: BTreeMap::new(),
             inputs,
             stdin: None,
@@ -331,7 +335,7 @@ mod tests {
         with(good).check().unwrap();
     }
 
-    /// Each as somebody would write it who can write to the database.
+    /// What an attacker with write access to the database could submit.
     #[test]
     fn hostile_items_are_refused() {
         let deep = vec!["d"; 200].join("/");
@@ -364,7 +368,7 @@ mod tests {
             vec![dir("d"), link("d/l", "x/../../..")],
             vec![dir("d"), link("d/l", "")],
             vec![dir("d"), link("d/l", "a\0b")],
-            // A name behind a link would be written where the link leads.
+            // A file below a link would be written to the link's target.
             vec![dir("d"), dir("d/e"), link("d/l", "e"), file("d/l/x")],
             (0..=INPUT_FILES_MAX)
                 .map(|n| file(&format!("f{n}")))
@@ -377,15 +381,15 @@ mod tests {
 
     #[test]
     fn commands_are_checked() {
-        let script = |name: &str| What::Script {
+        let script = |name: &str| SubmittedCommand::Script {
             name: name.into(),
             from: "/a.py".into(),
             args: Vec::new(),
         };
         for (bad, inputs) in [
-            (What::Argv(Vec::new()), vec![]),
-            (What::Argv(vec![String::new()]), vec![]),
-            (What::Argv(vec!["a\0".into()]), vec![]),
+            (SubmittedCommand::Argv(Vec::new()), vec![]),
+            (SubmittedCommand::Argv(vec![String::new()]), vec![]),
+            (SubmittedCommand::Argv(vec!["a\0".into()]), vec![]),
             (script("a.py"), vec![]),
             (script("a.py"), vec![dir("a.py")]),
             (script("d/a.py"), vec![dir("d"), file("d/a.py")]),
@@ -432,7 +436,7 @@ mod tests {
             one.fingerprint(true).unwrap(),
             other.fingerprint(true).unwrap()
         );
-        one.command = What::Argv(vec!["false".into()]);
+        one.command = SubmittedCommand::Argv(vec!["false".into()]);
         assert_ne!(
             one.fingerprint(false).unwrap(),
             other.fingerprint(false).unwrap()

@@ -1,69 +1,69 @@
-//! How long each part of a run took, as the runner itself saw it.
+//! How long each part of a run took, as measured by the runner.
 //!
-//! One process makes one run, so there is one list. A mark says what has just been done; the named steps of `fault.rs`
-//! are marks, and the steps of building the sandbox come from its diary.
+//! A process makes one run at a time, so there is one global list. A mark names the part that has just ended. The
+//! crash points of `crash_points.rs` are marks; the steps of building the sandbox come from the launcher.
 
 use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-type Moments = Vec<(String, u64)>;
+type TimePoints = Vec<(String, u64)>;
 
-static MARKS: Mutex<Moments> = Mutex::new(Vec::new());
-static DIARY: Mutex<Moments> = Mutex::new(Vec::new());
+static MARKS: Mutex<TimePoints> = Mutex::new(Vec::new());
+static SANDBOX_STEPS: Mutex<TimePoints> = Mutex::new(Vec::new());
 
-/// The parts of a run in their order, and how long each took.
+/// The parts of a run in order, and how long each took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timings {
     pub total_us: u64,
-    pub steps: Vec<Part>,
-    /// What building the sandbox consisted of.
-    pub sandbox: Vec<Part>,
+    pub steps: Vec<TimedPart>,
+    /// The steps of building the sandbox.
+    pub sandbox: Vec<TimedPart>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct TimedPart {
     pub name: String,
     pub us: u64,
 }
 
-/// Microseconds of the monotonic clock, which the sandbox uses for its own steps too.
+/// Microseconds of the monotonic clock, the clock that the launcher uses for its steps.
 fn monotonic_us() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000
 }
 
-/// Notes that something is done; the first one, that the clock runs.
+/// Records that the part `what` has just ended. The first mark starts the clock.
 pub fn mark(what: &str) {
-    let moment = (what.to_owned(), monotonic_us());
+    let point = (what.to_owned(), monotonic_us());
     MARKS
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
-        .push(moment);
+        .push(point);
 }
 
-/// What the sandbox wrote down while it was built; of the last one, should several have been tried.
-pub fn built(diary: Vec<(String, u64)>) {
-    *DIARY.lock().unwrap_or_else(PoisonError::into_inner) = diary;
+/// Records the steps that the launcher reported. If several sandboxes were tried, the last one counts.
+pub fn note_sandbox_steps(sandbox_steps: Vec<(String, u64)>) {
+    *SANDBOX_STEPS.lock().unwrap_or_else(PoisonError::into_inner) = sandbox_steps;
 }
 
-pub fn so_far() -> Timings {
-    let of = |moments: &Mutex<Moments>| {
-        let moments = moments.lock().unwrap_or_else(PoisonError::into_inner);
-        moments.clone()
+pub fn measured() -> Timings {
+    let of = |points: &Mutex<TimePoints>| {
+        let points = points.lock().unwrap_or_else(PoisonError::into_inner);
+        points.clone()
     };
-    add_up(of(&MARKS), &of(&DIARY))
+    compute(of(&MARKS), &of(&SANDBOX_STEPS))
 }
 
-/// The diary says when each step was begun; a mark, when something was done.
-fn add_up(mut done: Moments, diary: &Moments) -> Timings {
-    // With its last step the sandbox is built; from there on the program runs.
-    if let Some((_, last)) = diary.last() {
+/// Computes durations. A time in `sandbox_steps` says when a step began; a mark says when a part ended.
+fn compute(mut done: TimePoints, sandbox_steps: &TimePoints) -> Timings {
+    // The launcher's last step ends the building of the sandbox. From then on the program runs.
+    if let Some((_, last)) = sandbox_steps.last() {
         let at = done.partition_point(|(_, us)| us <= last);
         done.insert(at, (String::from("sandbox"), *last));
     }
     let took = |pair: &[(String, u64)]| pair[1].1.saturating_sub(pair[0].1);
-    let part = |name: &str, us| Part {
+    let part = |name: &str, us| TimedPart {
         name: name.to_owned(),
         us,
     };
@@ -71,7 +71,10 @@ fn add_up(mut done: Moments, diary: &Moments) -> Timings {
     Timings {
         total_us: ends.map_or(0, |(first, last)| last.1.saturating_sub(first.1)),
         steps: done.windows(2).map(|p| part(&p[1].0, took(p))).collect(),
-        sandbox: diary.windows(2).map(|p| part(&p[0].0, took(p))).collect(),
+        sandbox: sandbox_steps
+            .windows(2)
+            .map(|p| part(&p[0].0, took(p)))
+            .collect(),
     }
 }
 
@@ -79,13 +82,13 @@ fn add_up(mut done: Moments, diary: &Moments) -> Timings {
 mod tests {
     use super::*;
 
-    fn list(all: &[(&str, u64)]) -> Moments {
+    fn list(all: &[(&str, u64)]) -> TimePoints {
         all.iter()
             .map(|(name, us)| ((*name).to_owned(), *us))
             .collect()
     }
 
-    fn parts(parts: &[Part]) -> Moments {
+    fn parts(parts: &[TimedPart]) -> TimePoints {
         parts.iter().map(|p| (p.name.clone(), p.us)).collect()
     }
 
@@ -97,8 +100,8 @@ mod tests {
             ("program", 60),
             ("finished", 70),
         ]);
-        let diary = list(&[("unshare", 20), ("mount", 30), ("execute", 45)]);
-        let timings = add_up(marks, &diary);
+        let sandbox_steps = list(&[("unshare", 20), ("mount", 30), ("execute", 45)]);
+        let timings = compute(marks, &sandbox_steps);
         assert_eq!(timings.total_us, 60);
         let steps = [
             ("plan", 5),
@@ -109,6 +112,6 @@ mod tests {
         assert_eq!(parts(&timings.steps), list(&steps));
         let building = [("unshare", 10), ("mount", 15)];
         assert_eq!(parts(&timings.sandbox), list(&building));
-        assert_eq!(add_up(Vec::new(), &Vec::new()), Timings::default());
+        assert_eq!(compute(Vec::new(), &Vec::new()), Timings::default());
     }
 }

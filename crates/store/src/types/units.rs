@@ -1,15 +1,14 @@
-//! Sizes, durations and counts: how people write them, and back.
+//! Sizes, durations, CPUs and counts: parsing what people write, and formatting.
 //!
-//! Everything is computed in integers, so that `0.1h` is the same number on every machine and
-//! nothing is ever NaN. What does not come out whole is cut off, never rounded up: a limit may
-//! become stricter than it was written, never looser.
+//! All arithmetic is in integers, so `0.1h` is the same number on every machine and nothing is ever NaN. Fractions
+//! are cut off, never rounded up: a limit may become stricter than it was written, never looser.
 
 const SECOND_MS: u64 = 1000;
 const MINUTE_MS: u64 = 60 * SECOND_MS;
 const HOUR_MS: u64 = 60 * MINUTE_MS;
 const DAY_MS: u64 = 24 * HOUR_MS;
 
-/// Largest first: the order in which a duration names them, each at most once.
+/// Largest first. A duration must name units in this order, each at most once.
 const DURATION_UNITS: [(&str, u64); 5] = [
     ("d", DAY_MS),
     ("h", HOUR_MS),
@@ -25,10 +24,10 @@ const SIZE_UNITS: [(&str, u64); 4] = [
     ("K", 1 << 10),
 ];
 
-/// Nobody writes more digits by hand; a bound keeps all the arithmetic below within `u128`.
+/// People do not write more digits by hand. The bound keeps the arithmetic below within `u128`.
 const DIGITS_MAX: usize = 20;
 
-/// How much of a wrong value an error repeats.
+/// How much of a wrong value an error message repeats.
 const GIVEN_CHARS_MAX: usize = 80;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -51,14 +50,14 @@ pub enum UnitError {
     TooLarge { given: String },
 }
 
-/// Reads a size in bytes: `4096`, `64K`, `512MiB`, `1.5G`. Units are powers of 1024, in either case.
+/// Parses a size in bytes: `4096`, `64K`, `512MiB`, `1.5G`. Units are powers of 1024, in either case.
 pub fn parse_size(text: &str) -> Result<u64, UnitError> {
     let bad = || UnitError::Size {
         given: excerpt(text),
     };
     let (number, unit) = Decimal::take(text.trim_ascii()).ok_or_else(bad)?;
     let unit = unit.trim_ascii_start().to_ascii_uppercase();
-    // `B`, `iB` and nothing at all mean the same after a letter; `iB` alone means nothing.
+    // After a letter, `B`, `iB` and nothing mean the same. `iB` without a letter is an error.
     let letter = match unit.strip_suffix("IB") {
         Some(letter) if !letter.is_empty() => letter,
         Some(_) => return Err(bad()),
@@ -74,7 +73,7 @@ pub fn parse_size(text: &str) -> Result<u64, UnitError> {
     })
 }
 
-/// Reads a duration in milliseconds: `30` (seconds), `1.5h`, `1h30m`, `250ms`, `2d`.
+/// Parses a duration in milliseconds: `30` (seconds), `1.5h`, `1h30m`, `250ms`, `2d`.
 pub fn parse_duration_ms(text: &str) -> Result<u64, UnitError> {
     let bad = || UnitError::Duration {
         given: excerpt(text),
@@ -94,7 +93,7 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, UnitError> {
         let after = after.trim_ascii_start();
         let word_len = after.bytes().take_while(u8::is_ascii_alphabetic).count();
         let (word, after) = after.split_at(word_len);
-        // The iterator only moves on, so a unit out of order or given twice is not found.
+        // The iterator only moves forward, so it does not find a unit that is out of order or given twice.
         let (_, scale) = units.find(|(name, _)| *name == word).ok_or_else(bad)?;
         let part_ms = number.times(*scale).ok_or_else(too_large)?;
         total_ms = total_ms.checked_add(part_ms).ok_or_else(too_large)?;
@@ -103,7 +102,7 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, UnitError> {
     Ok(total_ms)
 }
 
-/// Reads a number of CPUs in thousandths: `2` is 2000, `1.5` is 1500.
+/// Parses a number of CPUs in thousandths: `2` is 2000, `1.5` is 1500.
 pub fn parse_cpus(text: &str) -> Result<u64, UnitError> {
     match Decimal::take(text.trim_ascii()) {
         Some((number, "")) => number.times(1000).ok_or_else(|| UnitError::TooLarge {
@@ -115,7 +114,7 @@ pub fn parse_cpus(text: &str) -> Result<u64, UnitError> {
     }
 }
 
-/// Reads a whole number.
+/// Parses a whole number.
 pub fn parse_count(text: &str) -> Result<u64, UnitError> {
     match Decimal::take(text.trim_ascii()) {
         Some((number, "")) if number.is_whole() => {
@@ -129,7 +128,7 @@ pub fn parse_count(text: &str) -> Result<u64, UnitError> {
     }
 }
 
-/// For reading: `512 B`, `4 GiB`, `1.5 MiB`; at most one decimal, cut off.
+/// Formats a size for people: `512 B`, `4 GiB`, `1.5 MiB`. At most one decimal, cut off.
 pub fn format_size(bytes: u64) -> String {
     match SIZE_UNITS.iter().find(|(_, scale)| bytes >= *scale) {
         None => format!("{bytes} B"),
@@ -144,7 +143,7 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
-/// Exactly, as `parse_duration_ms` reads it: `1h30m`, `2.345s`, `250ms`, `0s`.
+/// Formats a duration exactly, in a form that [`parse_duration_ms`] reads: `1h30m`, `2.345s`, `250ms`, `0s`.
 pub fn format_duration(ms: u64) -> String {
     if ms == 0 {
         return "0s".to_owned();
@@ -171,7 +170,7 @@ pub fn format_duration(ms: u64) -> String {
     text
 }
 
-/// `1.5` for 1500 thousandths.
+/// Formats thousandths of a CPU: `1.5` for 1500.
 pub fn format_cpus(milli: u64) -> String {
     match milli % 1000 {
         0 => format!("{}", milli / 1000),
@@ -190,8 +189,8 @@ struct Decimal {
 }
 
 impl Decimal {
-    /// Takes `12` or `12.5` off the front. No sign, no exponent, no digits but ASCII's, and a digit
-    /// on either side of the point: what is odd is more likely a mistake than a wish.
+    /// Splits `12` or `12.5` off the front. Refuses a sign, an exponent, digits outside ASCII, and a point without a
+    /// digit on both sides: such input is more likely a mistake.
     fn take(text: &str) -> Option<(Decimal, &str)> {
         let whole_len = digits_len(text);
         let (whole, rest) = text.split_at(whole_len);
@@ -203,7 +202,7 @@ impl Decimal {
         if whole.is_empty() || point_alone {
             return None;
         }
-        // Leading and trailing zeros say nothing and must not count against the bound.
+        // Leading and trailing zeros do not change the value and must not count against the bound.
         let whole = whole.trim_start_matches('0');
         let fraction = fraction.trim_end_matches('0');
         if fraction.len() > 9 {
@@ -235,7 +234,7 @@ impl Decimal {
         self.places == 0
     }
 
-    /// The product, cut off to a whole number; `None` when it does not fit.
+    /// The product, cut off to a whole number. `None` if it does not fit.
     fn times(self, scale: u64) -> Option<u64> {
         let product = self.digits.checked_mul(u128::from(scale))?;
         u64::try_from(product / 10u128.pow(self.places)).ok()

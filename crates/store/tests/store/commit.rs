@@ -4,7 +4,10 @@ use std::io;
 use std::sync::Barrier;
 
 use store::types::manifest::OutputPath;
-use store::{Committed, Lost, PostProcess, State, Store, StoreError, Trouble, WhileRunning};
+use store::{
+    CommitOutcome, FaultKind, LostAttempt, PostProcessState, State, Store, StoreError,
+    UnfinishedPolicy,
+};
 
 use crate::lab::{Lab, Sample, key, output, usage};
 
@@ -35,22 +38,22 @@ fn everything_comes_back(lab: &Lab) {
     sample.logs[0].object = Some(sample.outputs[0].blake3);
     sample.logs[0].object_bytes = 6;
     sample.logs[0].object_head_bytes = 4;
-    assert_eq!(store.next_attempt("gwas-7").unwrap(), 1);
+    assert_eq!(store.next_attempt_number("gwas-7").unwrap(), 1);
     assert_eq!(sample.begin(&mut store).unwrap(), 1);
-    assert_eq!(store.next_attempt("gwas-7").unwrap(), 2);
+    assert_eq!(store.next_attempt_number("gwas-7").unwrap(), 2);
     let running = store.show("gwas-7", None).unwrap();
     assert_eq!(
-        (running.listed.state, running.usage),
+        (running.summary.state, running.usage),
         (State::Running, None)
     );
     assert_eq!(store.unfinished(Some("lab-1")).unwrap().len(), 1);
     assert_eq!(store.unfinished(Some("lab-2")).unwrap().len(), 0);
 
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
     assert_eq!(store.unfinished(None).unwrap().len(), 0);
     let shown = store.show("gwas-7", Some(1)).unwrap();
     assert_eq!(store.show("gwas-7", None).unwrap(), shown);
-    let listed = &shown.listed;
+    let listed = &shown.summary;
     assert_eq!(
         (listed.id.as_str(), listed.attempt, listed.state),
         ("gwas-7", 1, State::Succeeded)
@@ -143,7 +146,7 @@ fn a_repeat_changes_nothing(lab: &Lab) {
             },
             &mut || Ok(()),
         );
-        assert_eq!(committed.unwrap(), Committed::Already);
+        assert_eq!(committed.unwrap(), CommitOutcome::Already);
         assert_eq!(asked, 0, "content is read again for nothing");
         assert_eq!(
             before,
@@ -173,12 +176,12 @@ fn an_id_is_taken_once(lab: &Lab) {
         panic!("{error}");
     };
     assert!(error.to_string().contains("--replace"), "{error}");
-    assert_eq!(error.trouble(), Trouble::Other);
+    assert_eq!(error.fault_kind(), FaultKind::Other);
     second.replace = true;
     assert_eq!(second.begin(&mut store).unwrap(), 2);
     second.attempt = 2;
     second.state = State::Failed;
-    assert_eq!(second.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(second.commit(&mut store).unwrap(), CommitOutcome::Now);
     let states: Vec<State> = store
         .attempts("a")
         .unwrap()
@@ -186,7 +189,7 @@ fn an_id_is_taken_once(lab: &Lab) {
         .map(|a| a.state)
         .collect();
     assert_eq!(states, [State::Succeeded, State::Failed]);
-    assert_eq!(store.show("a", None).unwrap().listed.attempt, 2);
+    assert_eq!(store.show("a", None).unwrap().summary.attempt, 2);
     assert_eq!(
         store.outputs("a", 1).unwrap().len(),
         2,
@@ -210,7 +213,7 @@ fn begin_can_be_repeated(lab: &Lab) {
         store.show("b", None).unwrap_err(),
         StoreError::NotFound { .. }
     ));
-    assert_eq!(store.next_attempt("b").unwrap(), 1);
+    assert_eq!(store.next_attempt_number("b").unwrap(), 1);
 }
 
 fn a_running_attempt_is_not_replaced(lab: &Lab) {
@@ -232,7 +235,7 @@ fn eight_committers_make_one_record(lab: &Lab) {
     let sample = Sample::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     let barrier = Barrier::new(8);
-    let committed: Vec<Committed> = std::thread::scope(|scope| {
+    let committed: Vec<CommitOutcome> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..8)
             .map(|_| {
                 scope.spawn(|| {
@@ -245,14 +248,17 @@ fn eight_committers_make_one_record(lab: &Lab) {
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
     assert_eq!(
-        committed.iter().filter(|c| **c == Committed::Now).count(),
+        committed
+            .iter()
+            .filter(|c| **c == CommitOutcome::Now)
+            .count(),
         1,
         "{committed:?}"
     );
     assert_eq!(
         committed
             .iter()
-            .filter(|c| **c == Committed::Already)
+            .filter(|c| **c == CommitOutcome::Already)
             .count(),
         7,
         "{committed:?}"
@@ -292,21 +298,21 @@ fn eight_replacers_make_one_attempt(lab: &Lab) {
         .filter(|b| matches!(b, Err(StoreError::Running { attempt: 2, .. })));
     assert_eq!(refused.count(), 7, "{begun:?}");
     assert_eq!(
-        store.next_attempt("a").unwrap(),
+        store.next_attempt_number("a").unwrap(),
         3,
         "a refused attempt used up a number"
     );
 }
 
 fn lose(store: &mut Store, id: &str, attempt_key: &str) -> bool {
-    let lost = Lost {
+    let lost = LostAttempt {
         id,
         attempt: 1,
         key: attempt_key,
         by: &key(99),
         reason: "runner_lost",
         message: "its host does not answer",
-        proof: store::Proof::Known,
+        proof: store::LossProof::RunnerGone,
     };
     store.give_up(&lost).unwrap()
 }
@@ -324,7 +330,7 @@ fn one_who_was_given_up_is_stored_beside(lab: &Lab) {
     for _ in 0..3 {
         assert_eq!(
             sample.commit(&mut store).unwrap(),
-            Committed::Superseded { attempt: 2 }
+            CommitOutcome::Superseded { attempt: 2 }
         );
     }
     let attempts = store.attempts("a").unwrap();
@@ -344,7 +350,7 @@ fn one_who_was_given_up_is_stored_beside(lab: &Lab) {
     assert_eq!(store.outputs("a", 1).unwrap().len(), 0);
     let counts = store.show("a", None).unwrap();
     assert_eq!(
-        (counts.listed.attempt, counts.listed.reason.as_deref()),
+        (counts.summary.attempt, counts.summary.reason.as_deref()),
         (1, Some("runner_lost"))
     );
     assert_eq!(lab.sql("SELECT attempt FROM analyses_v1"), ["1"]);
@@ -358,15 +364,21 @@ fn one_who_was_removed_is_stored_again(lab: &Lab) {
     let mut store = lab.store();
     let sample = Sample::new("a", &key(1));
     sample.begin(&mut store).unwrap();
-    let refused = store.remove("a", WhileRunning::Refuse).unwrap_err();
+    let refused = store.remove("a", UnfinishedPolicy::Refuse).unwrap_err();
     assert!(matches!(refused, StoreError::Running { .. }), "{refused}");
-    assert_eq!(store.remove("a", WhileRunning::Remove).unwrap().attempts, 1);
+    assert_eq!(
+        store
+            .remove("a", UnfinishedPolicy::Remove)
+            .unwrap()
+            .attempts,
+        1
+    );
     // Nobody else stands for the analysis, so this one does, as after the restore of an older copy of the database.
     assert_eq!(
         sample.commit(&mut store).unwrap(),
-        Committed::Anew { attempt: 1 }
+        CommitOutcome::Recreated { attempt: 1 }
     );
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Already);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Already);
     let attempts = store.attempts("a").unwrap();
     assert_eq!(
         (attempts.len(), attempts[0].superseded, attempts[0].state),
@@ -376,15 +388,15 @@ fn one_who_was_removed_is_stored_again(lab: &Lab) {
     // Also when somebody has taken the id since.
     let second = Sample::new("b", &key(2));
     second.begin(&mut store).unwrap();
-    store.remove("b", WhileRunning::Remove).unwrap();
+    store.remove("b", UnfinishedPolicy::Remove).unwrap();
     let usurper = Sample::new("b", &key(3));
     usurper.begin(&mut store).unwrap();
     assert_eq!(
         second.commit(&mut store).unwrap(),
-        Committed::Superseded { attempt: 2 }
+        CommitOutcome::Superseded { attempt: 2 }
     );
-    assert_eq!(usurper.commit(&mut store).unwrap(), Committed::Now);
-    assert_eq!(store.show("b", None).unwrap().listed.attempt, 1);
+    assert_eq!(usurper.commit(&mut store).unwrap(), CommitOutcome::Now);
+    assert_eq!(store.show("b", None).unwrap().summary.attempt, 1);
 }
 
 fn a_wrong_key_commits_nothing(lab: &Lab) {
@@ -404,14 +416,14 @@ fn a_wrong_key_commits_nothing(lab: &Lab) {
         misnumbered.commit(&mut store).unwrap_err(),
         StoreError::WrongKey { .. }
     ));
-    assert_eq!(store.show("a", None).unwrap().listed.state, State::Running);
-    assert_eq!(store.show("b", None).unwrap().listed.state, State::Running);
+    assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
+    assert_eq!(store.show("b", None).unwrap().summary.state, State::Running);
     assert_eq!(lab.sql("SELECT COUNT(*) FROM outputs"), ["0"]);
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
 }
 
 fn still_running(lab: &Lab, store: &mut Store) {
-    assert_eq!(store.show("a", None).unwrap().listed.state, State::Running);
+    assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
     for table in ["outputs", "logs", "remarks", "remark_counts"] {
         assert_eq!(
             lab.sql(&format!("SELECT COUNT(*) FROM {table}")),
@@ -439,9 +451,9 @@ fn a_failing_content_undoes_everything(lab: &Lab) {
         matches!(&error, StoreError::Content { path, .. } if path == "0250"),
         "{error}"
     );
-    assert!(!error.is_away());
+    assert!(!error.is_database_fault());
     still_running(lab, &mut store);
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
     assert_eq!(store.outputs("a", 1).unwrap().len(), 300);
 }
 
@@ -463,16 +475,19 @@ fn a_failure_before_the_commit_undoes_everything(lab: &Lab) {
     assert_eq!(store.attempts("a").unwrap().len(), 1);
     assert_eq!(
         sample.commit(&mut store).unwrap(),
-        Committed::Superseded { attempt: 2 }
+        CommitOutcome::Superseded { attempt: 2 }
     );
 }
 
 fn results_without_a_sandbox_are_one_transaction(lab: &Lab) {
     let mut store = lab.store();
     let mut sample = Sample::new("a", &key(1));
-    sample.post_process = PostProcess::Pending;
-    assert_eq!(sample.record(&mut store).unwrap(), (1, Committed::Now));
-    assert_eq!(sample.record(&mut store).unwrap(), (1, Committed::Already));
+    sample.post_process = PostProcessState::Pending;
+    assert_eq!(sample.record(&mut store).unwrap(), (1, CommitOutcome::Now));
+    assert_eq!(
+        sample.record(&mut store).unwrap(),
+        (1, CommitOutcome::Already)
+    );
     assert_eq!(store.outputs("a", 1).unwrap().len(), 2);
     let mut second = Sample::new("a", &key(2));
     assert!(matches!(
@@ -480,7 +495,7 @@ fn results_without_a_sandbox_are_one_transaction(lab: &Lab) {
         StoreError::Exists { .. }
     ));
     second.replace = true;
-    assert_eq!(second.record(&mut store).unwrap(), (2, Committed::Now));
+    assert_eq!(second.record(&mut store).unwrap(), (2, CommitOutcome::Now));
 }
 
 fn ten_thousand_outputs(lab: &Lab) {
@@ -496,7 +511,7 @@ fn ten_thousand_outputs(lab: &Lab) {
         sample
             .commit_with(&mut store, &mut { small }, &mut || Ok(()))
             .unwrap(),
-        Committed::Now
+        CommitOutcome::Now
     );
     eprintln!("10,000 outputs committed in {:?}", started.elapsed());
     let outputs = store.outputs("a", 1).unwrap();

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use store::types::manifest::ContentHash;
 use store::{
-    Capacity, Claim, Claimed, Committed, Held, Lost, State, Store, StoreError, Submit, Submitted,
-    Worker,
+    Capacity, ClaimRequest, CommitOutcome, GrantedClaim, LeasedAttempt, LostAttempt, NewSubmission,
+    State, Store, StoreError, SubmitOutcome, WorkerRow,
 };
 
 use crate::lab::{Sample, key};
@@ -74,8 +74,8 @@ impl Ask {
         self
     }
 
-    pub fn submit(&self) -> Submit<'_> {
-        Submit {
+    pub fn submit(&self) -> NewSubmission<'_> {
+        NewSubmission {
             id: &self.id,
             submit_key: self.key.as_deref(),
             fingerprint: &self.fingerprint,
@@ -92,8 +92,8 @@ impl Ask {
     }
 }
 
-pub fn submit(store: &mut Store, all: &[Ask]) -> Result<Vec<Submitted>, StoreError> {
-    let all: Vec<Submit> = all.iter().map(Ask::submit).collect();
+pub fn submit(store: &mut Store, all: &[Ask]) -> Result<Vec<SubmitOutcome>, StoreError> {
+    let all: Vec<NewSubmission> = all.iter().map(Ask::submit).collect();
     store.submit(&all, QUEUE_MAX)
 }
 
@@ -104,8 +104,8 @@ pub fn fresh_keys(count: usize) -> Vec<String> {
         .collect()
 }
 
-pub fn claim_from(keys: &[String], free: Capacity, total: Capacity) -> Claim<'_> {
-    Claim {
+pub fn claim_from(keys: &[String], free: Capacity, total: Capacity) -> ClaimRequest<'_> {
+    ClaimRequest {
         host: "lab-1",
         boot_id: "boot-1",
         worker: "w1",
@@ -118,30 +118,30 @@ pub fn claim_from(keys: &[String], free: Capacity, total: Capacity) -> Claim<'_>
 }
 
 /// With room for all.
-pub fn claim(store: &mut Store, count: usize) -> Vec<Claimed> {
+pub fn claim(store: &mut Store, count: usize) -> Vec<GrantedClaim> {
     let keys = fresh_keys(count);
     store.claim(&claim_from(&keys, PLENTY, PLENTY)).unwrap()
 }
 
-pub fn claim_one(store: &mut Store) -> Claimed {
+pub fn claim_one(store: &mut Store) -> GrantedClaim {
     let mut claimed = claim(store, 1);
     assert_eq!(claimed.len(), 1);
     claimed.remove(0)
 }
 
-pub fn ids(claimed: &[Claimed]) -> Vec<&str> {
+pub fn ids(claimed: &[GrantedClaim]) -> Vec<&str> {
     claimed.iter().map(|c| c.id.as_str()).collect()
 }
 
-pub fn held(claimed: &Claimed) -> Held<'_> {
-    Held {
+pub fn held(claimed: &GrantedClaim) -> LeasedAttempt<'_> {
+    LeasedAttempt {
         id: &claimed.id,
         attempt: claimed.attempt,
         key: &claimed.key,
     }
 }
 
-pub fn sample(claimed: &Claimed) -> Sample {
+pub fn sample(claimed: &GrantedClaim) -> Sample {
     let mut sample = Sample::new(&claimed.id, &claimed.key);
     sample.attempt = claimed.attempt;
     sample
@@ -149,30 +149,30 @@ pub fn sample(claimed: &Claimed) -> Sample {
 
 pub fn commit(
     store: &mut Store,
-    claimed: &Claimed,
+    claimed: &GrantedClaim,
     state: State,
     reason: &str,
-) -> Result<Committed, StoreError> {
+) -> Result<CommitOutcome, StoreError> {
     let mut sample = sample(claimed);
     (sample.state, sample.reason) = (state, reason.to_owned());
     sample.commit(store)
 }
 
-pub fn give_up(store: &mut Store, claimed: &Claimed) -> bool {
-    let lost = Lost {
+pub fn give_up(store: &mut Store, claimed: &GrantedClaim) -> bool {
+    let lost = LostAttempt {
         id: &claimed.id,
         attempt: claimed.attempt,
         key: &claimed.key,
         by: "token-of-the-reaper",
         reason: "runner_lost",
         message: "its runner is gone",
-        proof: store::Proof::Known,
+        proof: store::LossProof::RunnerGone,
     };
     store.give_up(&lost).unwrap()
 }
 
-pub fn worker(name: &str, memory_bytes: u64, cpu_milli: u64) -> Worker {
-    Worker {
+pub fn worker(name: &str, memory_bytes: u64, cpu_milli: u64) -> WorkerRow {
+    WorkerRow {
         host: "lab-1".to_owned(),
         account: "0".to_owned(),
         name: name.to_owned(),
@@ -194,7 +194,7 @@ pub fn worker(name: &str, memory_bytes: u64, cpu_milli: u64) -> Worker {
 /// `event` or `event(reason)`, first to last.
 pub fn story(store: &mut Store, id: &str) -> Vec<String> {
     let events = store.events(id).unwrap().into_iter();
-    let line = |e: store::Event| match e.reason {
+    let line = |e: store::AnalysisEvent| match e.reason {
         Some(reason) => format!("{} {}({reason})", e.attempt, e.event),
         None => format!("{} {}", e.attempt, e.event),
     };
@@ -202,5 +202,5 @@ pub fn story(store: &mut Store, id: &str) -> Vec<String> {
 }
 
 pub fn state(store: &mut Store, id: &str, attempt: u32) -> State {
-    store.show(id, Some(attempt)).unwrap().listed.state
+    store.show(id, Some(attempt)).unwrap().summary.state
 }

@@ -1,6 +1,6 @@
 //! What a runner does with an attempt that it holds, and what people wish of it: cancel, retry.
 
-use store::{Cancelled, Renewed, State, StoreError};
+use store::{CancelOutcome, RenewOutcome, State, StoreError};
 
 use crate::desk::{
     Ask, LEASE_MS, claim, claim_one, commit, give_up, held, ids, sample, story, submit,
@@ -24,19 +24,22 @@ fn a_runner_takes_up_its_attempt_once(lab: &Lab) {
     let begin = taken.beginning();
     let mut other = begin;
     other.key = "another";
-    assert!(!store.take_up(&other, 1, LEASE_MS).unwrap());
-    assert!(!store.take_up(&begin, 2, LEASE_MS).unwrap());
-    assert!(store.take_up(&begin, 1, LEASE_MS).unwrap());
-    assert!(store.take_up(&begin, 1, LEASE_MS).unwrap(), "repeated");
+    assert!(!store.start_claimed(&other, 1, LEASE_MS).unwrap());
+    assert!(!store.start_claimed(&begin, 2, LEASE_MS).unwrap());
+    assert!(store.start_claimed(&begin, 1, LEASE_MS).unwrap());
+    assert!(
+        store.start_claimed(&begin, 1, LEASE_MS).unwrap(),
+        "repeated"
+    );
     let mut second = begin;
     second.workspace = Some("/tmp/of-another-runner");
-    assert!(!store.take_up(&second, 1, LEASE_MS).unwrap());
+    assert!(!store.start_claimed(&second, 1, LEASE_MS).unwrap());
     assert_eq!(
         story(&mut store, "a"),
         ["1 submitted", "1 claimed", "1 started"]
     );
     assert!(give_up(&mut store, &claimed));
-    assert!(!store.take_up(&begin, 1, LEASE_MS).unwrap());
+    assert!(!store.start_claimed(&begin, 1, LEASE_MS).unwrap());
 }
 
 fn a_lease_is_renewed_until_it_is_lost(lab: &Lab) {
@@ -50,29 +53,42 @@ fn a_lease_is_renewed_until_it_is_lost(lab: &Lab) {
     };
     let before = lease(lab);
     assert_eq!(
-        store.renew(&held(&claimed), 2 * LEASE_MS).unwrap(),
-        Renewed::Held
+        store.renew_lease(&held(&claimed), 2 * LEASE_MS).unwrap(),
+        RenewOutcome::Renewed
     );
     assert!(lease(lab) > before + 50_000);
     let mut other = held(&claimed);
     other.key = "another";
-    assert_eq!(store.renew(&other, LEASE_MS).unwrap(), Renewed::Lost);
-    assert!(!store.collecting(&other, LEASE_MS, "x").unwrap());
-    assert!(store.collecting(&held(&claimed), LEASE_MS, "exit").unwrap());
+    assert_eq!(
+        store.renew_lease(&other, LEASE_MS).unwrap(),
+        RenewOutcome::Lost
+    );
+    assert!(!store.mark_collecting(&other, LEASE_MS, "x").unwrap());
     assert!(
-        store.collecting(&held(&claimed), LEASE_MS, "exit").unwrap(),
+        store
+            .mark_collecting(&held(&claimed), LEASE_MS, "exit")
+            .unwrap()
+    );
+    assert!(
+        store
+            .mark_collecting(&held(&claimed), LEASE_MS, "exit")
+            .unwrap(),
         "repeated"
     );
     assert_eq!(
-        store.renew(&held(&claimed), LEASE_MS).unwrap(),
-        Renewed::Held
+        store.renew_lease(&held(&claimed), LEASE_MS).unwrap(),
+        RenewOutcome::Renewed
     );
     assert!(give_up(&mut store, &claimed));
     assert_eq!(
-        store.renew(&held(&claimed), LEASE_MS).unwrap(),
-        Renewed::Lost
+        store.renew_lease(&held(&claimed), LEASE_MS).unwrap(),
+        RenewOutcome::Lost
     );
-    assert!(!store.collecting(&held(&claimed), LEASE_MS, "exit").unwrap());
+    assert!(
+        !store
+            .mark_collecting(&held(&claimed), LEASE_MS, "exit")
+            .unwrap()
+    );
     assert_eq!(
         story(&mut store, "a"),
         [
@@ -91,21 +107,21 @@ fn leases_that_are_over(lab: &Lab) {
     let claimed = claim(&mut store, 3);
     // Of a run, which has no lease.
     Sample::new("run", &key(1)).begin(&mut store).unwrap();
-    assert!(store.expired(9).unwrap().is_empty());
+    assert!(store.expired_leases(9).unwrap().is_empty());
     store
-        .collecting(&held(&claimed[1]), LEASE_MS, "exit")
+        .mark_collecting(&held(&claimed[1]), LEASE_MS, "exit")
         .unwrap();
     lab.sql("UPDATE attempts SET lease_ms = lease_ms - 100000 WHERE id = 'a'");
     lab.sql("UPDATE attempts SET lease_ms = lease_ms - 200000 WHERE id = 'b'");
-    let expired = store.expired(9).unwrap();
+    let expired = store.expired_leases(9).unwrap();
     let found: Vec<_> = expired.iter().map(|e| (e.id.as_str(), e.state)).collect();
     assert_eq!(found, [("b", State::Collecting), ("a", State::Running)]);
     assert!(expired[0].expired_ms >= 140_000 && expired[0].expired_ms < 200_000);
     assert_eq!(expired[1].key, claimed[0].key);
-    assert_eq!(store.expired(1).unwrap().len(), 1);
-    store.renew(&held(&claimed[0]), LEASE_MS).unwrap();
+    assert_eq!(store.expired_leases(1).unwrap().len(), 1);
+    store.renew_lease(&held(&claimed[0]), LEASE_MS).unwrap();
     commit(&mut store, &claimed[1], State::Failed, "exit").unwrap();
-    assert!(store.expired(9).unwrap().is_empty());
+    assert!(store.expired_leases(9).unwrap().is_empty());
 }
 
 fn cancel_while_queued(lab: &Lab) {
@@ -113,15 +129,15 @@ fn cancel_while_queued(lab: &Lab) {
     submit(&mut store, &[Ask::retried("a", 3), Ask::retried("b", 3)]).unwrap();
     assert_eq!(
         store.cancel("a", "bob").unwrap(),
-        Cancelled::Now { attempt: 1 }
+        CancelOutcome::Now { attempt: 1 }
     );
-    let ended = Cancelled::Ended {
+    let ended = CancelOutcome::AlreadyEnded {
         attempt: 1,
         state: State::Cancelled,
     };
     assert_eq!(store.cancel("a", "bob").unwrap(), ended);
     assert_eq!(story(&mut store, "a"), ["1 submitted", "1 cancelled"]);
-    let shown = store.show("a", None).unwrap().listed;
+    let shown = store.show("a", None).unwrap().summary;
     assert_eq!(shown.reason.as_deref(), Some("cancelled"));
     assert!(shown.message.unwrap().contains("bob") && shown.committed_ms.is_some());
     assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
@@ -129,19 +145,19 @@ fn cancel_while_queued(lab: &Lab) {
     assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
     // One that waits for its time after a failure is queued too.
     let b = store.unfinished(None).unwrap().remove(0);
-    let lost = store::Lost {
+    let lost = store::LostAttempt {
         id: "b",
         attempt: 1,
         key: &b.key,
         by: "x",
         reason: "runner_lost",
         message: "",
-        proof: store::Proof::Known,
+        proof: store::LossProof::RunnerGone,
     };
     assert!(store.give_up(&lost).unwrap());
     assert_eq!(
         store.cancel("b", "bob").unwrap(),
-        Cancelled::Now { attempt: 2 }
+        CancelOutcome::Now { attempt: 2 }
     );
     assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
 }
@@ -150,7 +166,7 @@ fn cancel_while_running(lab: &Lab) {
     let mut store = lab.store();
     submit(&mut store, &[Ask::retried("a", 3), Ask::retried("b", 3)]).unwrap();
     let claimed = claim(&mut store, 2);
-    let asked = Cancelled::Asked {
+    let asked = CancelOutcome::Requested {
         attempt: 1,
         host: "lab-1".to_owned(),
     };
@@ -162,16 +178,16 @@ fn cancel_while_running(lab: &Lab) {
     );
     let by = "bob".to_owned();
     assert_eq!(
-        store.renew(&held(&claimed[0]), LEASE_MS).unwrap(),
-        Renewed::CancelAsked { by: by.clone() }
+        store.renew_lease(&held(&claimed[0]), LEASE_MS).unwrap(),
+        RenewOutcome::CancelRequested { by: by.clone() }
     );
     assert_eq!(
-        store.cancels("lab-1").unwrap(),
+        store.requested_cancels("lab-1").unwrap(),
         [("a".to_owned(), 1, claimed[0].key.clone())]
     );
-    assert!(store.cancels("lab-2").unwrap().is_empty());
+    assert!(store.requested_cancels("lab-2").unwrap().is_empty());
     store
-        .collecting(&held(&claimed[0]), LEASE_MS, "cancelled")
+        .mark_collecting(&held(&claimed[0]), LEASE_MS, "cancelled")
         .unwrap();
     assert_eq!(
         store.cancel("a", "bob").unwrap(),
@@ -179,7 +195,7 @@ fn cancel_while_running(lab: &Lab) {
         "while it is collected"
     );
     commit(&mut store, &claimed[0], State::Cancelled, "cancelled").unwrap();
-    assert!(store.cancels("lab-1").unwrap().is_empty());
+    assert!(store.requested_cancels("lab-1").unwrap().is_empty());
     assert_eq!(
         lab.sql("SELECT cancel_by FROM analyses_v1 WHERE id = 'a'"),
         ["bob"]

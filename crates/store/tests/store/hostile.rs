@@ -1,7 +1,7 @@
 //! Everything that a program can choose is data: names, messages, logs, JSON, times.
 
-use store::Committed;
-use store::types::manifest::{Remark, Remarked};
+use store::CommitOutcome;
+use store::types::manifest::{Remark, RemarkedPath};
 
 use crate::lab::{Lab, Sample, key, log, output};
 
@@ -37,7 +37,7 @@ fn text_that_would_be_sql_is_text(lab: &Lab) {
         sample.artifact_store = word.to_owned();
         sample.outputs = vec![output(word.replace('/', "_").as_bytes(), b"")];
         sample.outputs[0].media_type = word.to_owned();
-        sample.remarks = vec![Remarked {
+        sample.remarks = vec![RemarkedPath {
             path: word.to_owned(),
             remark: Remark::Fifo,
         }];
@@ -47,13 +47,13 @@ fn text_that_would_be_sql_is_text(lab: &Lab) {
         sample.notices = Some(json.clone());
         sample.result = Some(json);
         sample.begin(&mut store).unwrap();
-        assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
-        assert_eq!(sample.commit(&mut store).unwrap(), Committed::Already);
+        assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
+        assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Already);
 
         let shown = store.show(&id, None).unwrap();
-        assert_eq!(shown.listed.message.as_deref(), Some(word));
-        assert_eq!(shown.listed.reason.as_deref(), Some(word));
-        assert_eq!(shown.listed.host, word);
+        assert_eq!(shown.summary.message.as_deref(), Some(word));
+        assert_eq!(shown.summary.reason.as_deref(), Some(word));
+        assert_eq!(shown.summary.host, word);
         for json in [shown.result_json, shown.provenance_json, shown.notices_json] {
             let json: serde_json::Value = serde_json::from_str(&json.unwrap()).unwrap();
             assert_eq!(json[word][0], word);
@@ -76,7 +76,7 @@ fn text_that_would_be_sql_is_text(lab: &Lab) {
         assert!(store.show(word, None).is_err());
         let mut referenced = 0;
         store
-            .referenced(word, &mut |_| {
+            .for_each_referenced_object(word, &mut |_| {
                 referenced += 1;
                 Ok(())
             })
@@ -104,10 +104,10 @@ fn nul_and_odd_characters_are_kept_or_escaped(lab: &Lab) {
         sample
             .commit_with(&mut store, &mut content, &mut || Ok(()))
             .unwrap(),
-        Committed::Now
+        CommitOutcome::Now
     );
     let shown = store.show("a", None).unwrap();
-    assert_eq!(shown.listed.message.as_deref(), Some("a\\x00b"));
+    assert_eq!(shown.summary.message.as_deref(), Some("a\\x00b"));
     let provenance: serde_json::Value =
         serde_json::from_str(&shown.provenance_json.unwrap()).unwrap();
     assert_eq!(
@@ -144,7 +144,7 @@ fn the_longest_path_that_is_collected_fits_the_key(lab: &Lab) {
     }
     sample.outputs = vec![output(&path, b"x")];
     sample.begin(&mut store).unwrap();
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
     assert_eq!(store.outputs(&id, 1).unwrap()[0].path.as_bytes(), path);
 }
 
@@ -165,7 +165,7 @@ fn results_that_a_database_refuses_cost_nothing(lab: &Lab) {
         sample.result = Some(result.to_owned());
         assert_eq!(
             sample.record(&mut store).unwrap().1,
-            Committed::Now,
+            CommitOutcome::Now,
             "{result:.20}"
         );
         let shown = store.show(&sample.id, None).unwrap();
@@ -202,9 +202,9 @@ fn huge_values_are_kept(lab: &Lab) {
         small
             .commit_with(&mut store, &mut content, &mut || Ok(()))
             .unwrap(),
-        Committed::Now
+        CommitOutcome::Now
     );
-    assert_eq!(store.show("a", None).unwrap().listed.message, Some(long));
+    assert_eq!(store.show("a", None).unwrap().summary.message, Some(long));
     assert_eq!(
         store.log("a", 1, "stdout").unwrap().unwrap().head.len(),
         5 << 20

@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::io;
 
-use store::types::manifest::{ContentHash, Output, OutputPath, Remark, Remarked};
+use store::types::manifest::{ContentHash, Output, OutputPath, Remark, RemarkedPath};
 use store::{
-    Begin, Commit, Committed, Location, Log, PostProcess, State, Store, StoreError, Usage,
+    AttemptUsage, Commit, CommitOutcome, Location, LogRow, NewAttempt, PostProcessState, State,
+    Store, StoreError,
 };
 use tempfile::TempDir;
 
@@ -140,10 +141,10 @@ pub struct Sample {
     pub notices: Option<String>,
     pub outputs: Vec<Output>,
     pub artifact_store: String,
-    pub remarks: Vec<Remarked>,
+    pub remarks: Vec<RemarkedPath>,
     pub remark_counts: BTreeMap<Remark, u64>,
-    pub logs: Vec<Log>,
-    pub post_process: PostProcess,
+    pub logs: Vec<LogRow>,
+    pub post_process: PostProcessState,
 }
 
 impl Sample {
@@ -165,13 +166,13 @@ impl Sample {
                 output(b"tables/a.csv", b"a,b\n"),
             ],
             artifact_store: "store-1".to_owned(),
-            remarks: vec![Remarked {
+            remarks: vec![RemarkedPath {
                 path: "link".to_owned(),
                 remark: Remark::Symlink,
             }],
             remark_counts: BTreeMap::from([(Remark::Symlink, 1)]),
             logs: vec![log("stdout", b"hello\n"), log("stderr", b"")],
-            post_process: PostProcess::NotAsked,
+            post_process: PostProcessState::NotAsked,
         }
     }
 
@@ -179,8 +180,8 @@ impl Sample {
         store.begin(&self.beginning())
     }
 
-    pub fn beginning(&self) -> Begin<'_> {
-        Begin {
+    pub fn beginning(&self) -> NewAttempt<'_> {
+        NewAttempt {
             id: &self.id,
             key: &self.key,
             replace: self.replace,
@@ -192,7 +193,7 @@ impl Sample {
         }
     }
 
-    pub fn commit(&self, store: &mut Store) -> Result<Committed, StoreError> {
+    pub fn commit(&self, store: &mut Store) -> Result<CommitOutcome, StoreError> {
         self.commit_with(store, &mut small_content, &mut || Ok(()))
     }
 
@@ -201,11 +202,11 @@ impl Sample {
         store: &mut Store,
         content: &mut dyn FnMut(&Output) -> io::Result<Option<Vec<u8>>>,
         before_commit: &mut dyn FnMut() -> io::Result<()>,
-    ) -> Result<Committed, StoreError> {
+    ) -> Result<CommitOutcome, StoreError> {
         store.commit(&mut self.whole(content, before_commit))
     }
 
-    pub fn record(&self, store: &mut Store) -> Result<(u32, Committed), StoreError> {
+    pub fn record(&self, store: &mut Store) -> Result<(u32, CommitOutcome), StoreError> {
         store.record(&mut self.whole(&mut small_content, &mut || Ok(())))
     }
 
@@ -247,8 +248,8 @@ impl Sample {
     }
 }
 
-pub fn usage() -> Usage {
-    Usage {
+pub fn usage() -> AttemptUsage {
+    AttemptUsage {
         wall_ms: 1_500,
         cpu_ms: 900,
         memory_peak_bytes: Some(1 << 20),
@@ -270,8 +271,8 @@ pub fn output(path: &[u8], content: &[u8]) -> Output {
     }
 }
 
-pub fn log(stream: &'static str, head: &[u8]) -> Log {
-    Log {
+pub fn log(stream: &'static str, head: &[u8]) -> LogRow {
+    LogRow {
         stream,
         total_bytes: head.len() as u64,
         dropped_bytes: 0,

@@ -1,7 +1,9 @@
 //! The queue: what each step does, one at a time.
 
 use store::types::manifest::ContentHash;
-use store::{Capacity, Committed, State, StoreError, Submitted, Trouble, WhileRunning};
+use store::{
+    Capacity, CommitOutcome, FaultKind, State, StoreError, SubmitOutcome, UnfinishedPolicy,
+};
 
 use crate::desk::{
     Ask, GIB, LEASE_MS, PLENTY, claim, claim_from, claim_one, commit, fresh_keys, give_up, held,
@@ -35,12 +37,15 @@ fn from_submission_to_record(lab: &Lab) {
         ..Ask::new("a")
     };
     let made = submit(&mut store, std::slice::from_ref(&ask)).unwrap();
-    assert_eq!(made, [Submitted::Now { attempt: 1 }]);
+    assert_eq!(made, [SubmitOutcome::Now { attempt: 1 }]);
     let shown = store.show("a", None).unwrap();
-    assert_eq!(shown.listed.state, State::Queued);
+    assert_eq!(shown.summary.state, State::Queued);
     assert_eq!(shown.submitter.as_deref(), Some("alice"));
-    assert_eq!(store.submission("a").unwrap(), Some(ask.request.clone()));
-    assert_eq!(store.submission("b").unwrap(), None);
+    assert_eq!(
+        store.submission_request("a").unwrap(),
+        Some(ask.request.clone())
+    );
+    assert_eq!(store.submission_request("b").unwrap(), None);
     // Neither another submission nor a run comes between.
     let error = submit(&mut store, &[Ask::new("a")]).unwrap_err();
     let text = chain(&error);
@@ -53,15 +58,19 @@ fn from_submission_to_record(lab: &Lab) {
     assert_eq!((claimed.attempt, claimed.submitter.as_str()), (1, "alice"));
     assert!(claim(&mut store, 1).is_empty());
     let taken = sample(&claimed);
-    assert!(store.take_up(&taken.beginning(), 1, LEASE_MS).unwrap());
     assert!(
         store
-            .collecting(&held(&claimed), LEASE_MS, "exit_0")
+            .start_claimed(&taken.beginning(), 1, LEASE_MS)
+            .unwrap()
+    );
+    assert!(
+        store
+            .mark_collecting(&held(&claimed), LEASE_MS, "exit_0")
             .unwrap()
     );
     assert_eq!(state(&mut store, "a", 1), State::Collecting);
-    assert_eq!(taken.commit(&mut store).unwrap(), Committed::Now);
-    assert_eq!(taken.commit(&mut store).unwrap(), Committed::Already);
+    assert_eq!(taken.commit(&mut store).unwrap(), CommitOutcome::Now);
+    assert_eq!(taken.commit(&mut store).unwrap(), CommitOutcome::Already);
     assert_eq!(
         story(&mut store, "a"),
         [
@@ -99,8 +108,8 @@ fn a_key_is_used_once(lab: &Lab) {
         ..Ask::new(id)
     };
     let made = submit(&mut store, &[keyed("a", "x"), keyed("b", "x")]).unwrap();
-    let already = Submitted::Already { id: "a".to_owned() };
-    assert_eq!(made, [Submitted::Now { attempt: 1 }, already.clone()]);
+    let already = SubmitOutcome::Already { id: "a".to_owned() };
+    assert_eq!(made, [SubmitOutcome::Now { attempt: 1 }, already.clone()]);
     assert_eq!(submit(&mut store, &[keyed("c", "x")]).unwrap(), [already]);
     let error = submit(&mut store, &[Ask::new("d"), keyed("e", "y")]).unwrap_err();
     let text = chain(&error);
@@ -111,10 +120,10 @@ fn a_key_is_used_once(lab: &Lab) {
     assert!(text.contains("analysis a"), "{text}");
     assert_eq!(lab.sql("SELECT id FROM analyses ORDER BY id"), ["a"]);
     // The key goes with the analysis.
-    store.remove("a", WhileRunning::Remove).unwrap();
+    store.remove("a", UnfinishedPolicy::Remove).unwrap();
     assert_eq!(
         submit(&mut store, &[keyed("e", "y")]).unwrap(),
-        [Submitted::Now { attempt: 1 }]
+        [SubmitOutcome::Now { attempt: 1 }]
     );
 }
 
@@ -131,7 +140,7 @@ fn all_or_nothing(lab: &Lab) {
             matches!(error, StoreError::Submission { at: 1, .. }),
             "{error}"
         );
-        assert_eq!(error.trouble(), Trouble::Other);
+        assert_eq!(error.fault_kind(), FaultKind::Other);
         assert!(error.to_string().contains("number 2"), "{error}");
     }
     assert_eq!(lab.sql("SELECT id FROM analyses"), ["there"]);
@@ -141,7 +150,7 @@ fn all_or_nothing(lab: &Lab) {
     // The control: the same without the bad ones, more than fit one statement.
     let good: Vec<Ask> = (0..130).map(|n| Ask::new(&format!("n{n:03}"))).collect();
     let made = submit(&mut store, &good).unwrap();
-    assert!(made.iter().all(|m| *m == Submitted::Now { attempt: 1 }));
+    assert!(made.iter().all(|m| *m == SubmitOutcome::Now { attempt: 1 }));
     let names: Vec<&str> = good.iter().map(|ask| ask.id.as_str()).collect();
     assert_eq!(ids(&claim(&mut store, 200)), names);
 }
@@ -178,8 +187,8 @@ fn what_fits_nobody_is_refused(lab: &Lab) {
     };
     // Nobody is there, so nobody knows.
     submit(&mut store, &[large("early")]).unwrap();
-    store.worker_seen(&worker("w1", 16 * GIB, 1_000)).unwrap();
-    store.worker_seen(&worker("w2", GIB, 64_000)).unwrap();
+    store.record_worker(&worker("w1", 16 * GIB, 1_000)).unwrap();
+    store.record_worker(&worker("w2", GIB, 64_000)).unwrap();
     let error = submit(&mut store, &[Ask::new("small"), large("late")]).unwrap_err();
     let text = chain(&error);
     assert!(
@@ -192,7 +201,7 @@ fn what_fits_nobody_is_refused(lab: &Lab) {
             "{part} in {text}"
         );
     }
-    store.worker_seen(&worker("w1", 16 * GIB, 4_000)).unwrap();
+    store.record_worker(&worker("w1", 16 * GIB, 4_000)).unwrap();
     submit(&mut store, &[large("late")]).unwrap();
     // Whoever was not heard of for a minute is not there.
     lab.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
@@ -368,7 +377,9 @@ fn a_claim_can_be_repeated(lab: &Lab) {
     assert_eq!(story(&mut store, "a"), ["1 submitted", "1 claimed"]);
     // Once its runner has it, it is the runner's.
     let taken = sample(&first[0]);
-    store.take_up(&taken.beginning(), 1, LEASE_MS).unwrap();
+    store
+        .start_claimed(&taken.beginning(), 1, LEASE_MS)
+        .unwrap();
     let later = store.claim(&claim_from(&keys, PLENTY, PLENTY)).unwrap();
     assert!(!ids(&later).contains(&"a"));
 }
@@ -392,10 +403,10 @@ fn a_submission_is_replaced(lab: &Lab) {
     second.replace = true;
     assert_eq!(
         submit(&mut store, std::slice::from_ref(&second)).unwrap(),
-        [Submitted::Now { attempt: 2 }]
+        [SubmitOutcome::Now { attempt: 2 }]
     );
-    assert_eq!(store.submission("a").unwrap(), Some(second.request));
-    let mut blob = |content: &[u8]| store.blob(&ContentHash::of(content)).unwrap();
+    assert_eq!(store.submission_request("a").unwrap(), Some(second.request));
+    let mut blob = |content: &[u8]| store.submitted_file(&ContentHash::of(content)).unwrap();
     assert_eq!(blob(b"old"), None);
     assert_eq!(blob(b"new").as_deref(), Some(&b"new"[..]));
     assert_eq!(blob(b"both").as_deref(), Some(&b"both"[..]));
@@ -404,8 +415,8 @@ fn a_submission_is_replaced(lab: &Lab) {
             .replace("'x'", if lab.is_postgres() { "'x'" } else { "x'78'" })
             .as_str(),
     );
-    let error = store.blob(&ContentHash::of(b"both")).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Damaged, "{error}");
+    let error = store.submitted_file(&ContentHash::of(b"both")).unwrap_err();
+    assert_eq!(error.fault_kind(), FaultKind::Damaged, "{error}");
 }
 
 fn nothing_is_left_of_what_is_removed(lab: &Lab) {
@@ -415,8 +426,11 @@ fn nothing_is_left_of_what_is_removed(lab: &Lab) {
     let b = Ask::new("b").with_file(b"shared");
     submit(&mut store, &[a, b]).unwrap();
     assert_eq!(lab.sql("SELECT COUNT(*) FROM blobs"), ["2"]);
-    assert_eq!(store.blob(&ContentHash::of(&large)).unwrap(), Some(large));
-    let error = store.remove("a", WhileRunning::Refuse).unwrap_err();
+    assert_eq!(
+        store.submitted_file(&ContentHash::of(&large)).unwrap(),
+        Some(large)
+    );
+    let error = store.remove("a", UnfinishedPolicy::Refuse).unwrap_err();
     assert!(
         matches!(
             error,
@@ -427,10 +441,16 @@ fn nothing_is_left_of_what_is_removed(lab: &Lab) {
         ),
         "{error}"
     );
-    assert_eq!(store.remove("a", WhileRunning::Remove).unwrap().attempts, 1);
+    assert_eq!(
+        store
+            .remove("a", UnfinishedPolicy::Remove)
+            .unwrap()
+            .attempts,
+        1
+    );
     assert_eq!(lab.sql("SELECT bytes FROM blobs"), ["6"]);
     assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
-    store.remove("b", WhileRunning::Remove).unwrap();
+    store.remove("b", UnfinishedPolicy::Remove).unwrap();
     for table in [
         "analyses",
         "attempts",
@@ -451,10 +471,10 @@ fn nothing_is_left_of_what_is_removed(lab: &Lab) {
 fn workers_and_overview(lab: &Lab) {
     let mut store = lab.store();
     let mut one = worker("w1", 16 * GIB, 8_000);
-    store.worker_seen(&one).unwrap();
+    store.record_worker(&one).unwrap();
     (one.running, one.draining) = (3, true);
-    store.worker_seen(&one).unwrap();
-    store.worker_seen(&worker("w2", GIB, 1_000)).unwrap();
+    store.record_worker(&one).unwrap();
+    store.record_worker(&worker("w2", GIB, 1_000)).unwrap();
     submit(
         &mut store,
         &[Ask::by("a", "bob"), Ask::retried("b", 2), Ask::new("c")],
@@ -463,7 +483,7 @@ fn workers_and_overview(lab: &Lab) {
     let claimed = claim(&mut store, 2);
     assert_eq!(ids(&claimed), ["a", "b"]);
     store
-        .take_up(&sample(&claimed[0]).beginning(), 1, LEASE_MS)
+        .start_claimed(&sample(&claimed[0]).beginning(), 1, LEASE_MS)
         .unwrap();
     store.cancel("a", "bob").unwrap();
     assert!(give_up(&mut store, &claimed[1]));
@@ -488,7 +508,7 @@ fn workers_and_overview(lab: &Lab) {
     one.seen_ms = seen.workers[0].seen_ms;
     assert_eq!(seen.workers[0], one);
     assert_eq!(store.overview(1).unwrap().next.len(), 1);
-    store.worker_gone(&one).unwrap();
+    store.remove_worker(&one).unwrap();
     assert_eq!(store.overview(0).unwrap().workers.len(), 1);
     assert!(lab.sql("SELECT seen_at FROM workers_v1")[0].starts_with("20"));
 }
@@ -505,12 +525,12 @@ fn what_fits_nobody_is_parked(lab: &Lab) {
     assert!(store.park_unfit(&small, GIB, 3_600_000).unwrap().is_empty());
     lab.sql("UPDATE queue SET ready_ms = ready_ms - 3600001");
     // Another one that is there has room for one of them.
-    store.worker_seen(&worker("w2", 64 * GIB, 4_000)).unwrap();
+    store.record_worker(&worker("w2", 64 * GIB, 4_000)).unwrap();
     assert_eq!(store.park_unfit(&small, GIB, 3_600_000).unwrap(), ["c"]);
     lab.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
     assert_eq!(store.park_unfit(&small, GIB, 3_600_000).unwrap(), ["m"]);
     assert!(store.park_unfit(&small, GIB, 3_600_000).unwrap().is_empty());
-    let shown = store.show("m", None).unwrap().listed;
+    let shown = store.show("m", None).unwrap().summary;
     assert_eq!(
         (shown.state, shown.reason.as_deref()),
         (State::Error, Some("does_not_fit"))
@@ -534,7 +554,7 @@ fn an_old_writer_removes_what_was_submitted(lab: &Lab) {
     crate::schema::old_commit_of_1_2(lab, "a", &claimed.key);
     let mut store = lab.store();
     assert_eq!(state(&mut store, "a", 1), State::Failed);
-    assert!(store.expired(9).unwrap().is_empty());
+    assert!(store.expired_leases(9).unwrap().is_empty());
     for table in [
         "outputs",
         "logs",

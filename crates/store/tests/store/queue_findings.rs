@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use store::types::manifest::ContentHash;
 use store::types::submission::{INPUT_BYTES_MAX, REQUEST_BYTES_MAX};
-use store::{Capacity, Committed, Lost, Proof, State, Store};
+use store::{Capacity, CommitOutcome, LossProof, LostAttempt, State, Store};
 
 use crate::desk::{
     Ask, GIB, LEASE_MS, PLENTY, claim, claim_from, claim_one, commit, fresh_keys, give_up, held,
@@ -36,21 +36,25 @@ fn a_renewed_lease_is_not_given_up(lab: &Lab) {
     submit(&mut store, &[Ask::retried("a", 1)]).unwrap();
     let claimed = claim_one(&mut store);
     let by_lease = |store: &mut Store| {
-        let lost = Lost {
+        let lost = LostAttempt {
             id: &claimed.id,
             attempt: claimed.attempt,
             key: &claimed.key,
             by: "token-of-another-worker",
             reason: "runner_lost",
             message: "its runner did not renew its lease",
-            proof: Proof::Lease,
+            proof: LossProof::LeaseExpired,
         };
         store.give_up(&lost).unwrap()
     };
     assert!(!by_lease(&mut store), "it has never been over");
     lab.sql("UPDATE attempts SET lease_ms = 1000");
-    assert_eq!(store.expired(9).unwrap().len(), 1, "it is seen to be over");
-    store.renew(&held(&claimed), LEASE_MS).unwrap();
+    assert_eq!(
+        store.expired_leases(9).unwrap().len(),
+        1,
+        "it is seen to be over"
+    );
+    store.renew_lease(&held(&claimed), LEASE_MS).unwrap();
     assert!(!by_lease(&mut store), "and was renewed then");
     assert_eq!(state(&mut store, "a", 1), State::Running);
     assert_eq!(story(&mut store, "a"), ["1 submitted", "1 claimed"]);
@@ -98,7 +102,7 @@ fn an_attempt_ends_though_there_is_no_next_number(lab: &Lab) {
         lab.sql(&format!("UPDATE analyses SET attempt_last = {last}"));
         assert!(give_up(&mut store, &claimed[0]), "{last}");
         let committed = commit(&mut store, &claimed[1], State::Failed, "exit");
-        assert_eq!(committed.unwrap(), Committed::Now, "{last}");
+        assert_eq!(committed.unwrap(), CommitOutcome::Now, "{last}");
         assert_eq!(state(&mut store, &ids[0], 1), State::Error);
         assert_eq!(state(&mut store, &ids[1], 1), State::Failed);
         assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"], "{last}");
@@ -115,7 +119,7 @@ fn an_attempt_ends_though_there_is_no_next_number(lab: &Lab) {
 fn a_row_that_fumehood_would_not_write_cannot_be_written(lab: &Lab) {
     let mut store = lab.store();
     submit(&mut store, &[Ask::new("a"), Ask::new("b")]).unwrap();
-    store.worker_seen(&worker("w1", GIB, 1_000)).unwrap();
+    store.record_worker(&worker("w1", GIB, 1_000)).unwrap();
     let (most, least) = (i64::MAX, "-9223372036854775807");
     let rows = [
         "queue SET memory_bytes = -1".to_owned(),
@@ -158,8 +162,8 @@ fn an_attempt_that_cannot_be_read_hides_no_other(lab: &Lab) {
     store.cancel("b", "bob").unwrap();
     lab.sql("UPDATE attempts SET lease_ms = 1000 WHERE id = 'b'");
     let wish = ("b".to_owned(), 1, claimed[1].key.clone());
-    assert_eq!(store.cancels("lab-1").unwrap(), [wish]);
-    let expired = store.expired(9).unwrap();
+    assert_eq!(store.requested_cancels("lab-1").unwrap(), [wish]);
+    let expired = store.expired_leases(9).unwrap();
     let found: Vec<_> = expired.iter().map(|one| one.id.as_str()).collect();
     assert_eq!(found, ["b"]);
 }
@@ -250,9 +254,9 @@ fn a_file_that_is_too_long_is_not_fetched(lab: &Lab) {
     lab.sql(&format!(
         "INSERT INTO blobs (blake3, bytes, content) VALUES ('{hash}', 1, {content})"
     ));
-    assert!(store.blob(&hash).unwrap().is_none());
+    assert!(store.submitted_file(&hash).unwrap().is_none());
     // The control: one that is not too long is fetched.
     submit(&mut store, &[Ask::new("a").with_file(b"short")]).unwrap();
-    let short = store.blob(&ContentHash::of(b"short")).unwrap();
+    let short = store.submitted_file(&ContentHash::of(b"short")).unwrap();
     assert_eq!(short.as_deref(), Some(&b"short"[..]));
 }

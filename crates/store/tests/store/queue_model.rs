@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 use store::{
-    Cancelled, Capacity, Claimed, Committed, Filter, Renewed, State, Store, StoreError, Submitted,
-    Which, WhileRunning,
+    AttemptFilter, AttemptSelection, CancelOutcome, Capacity, CommitOutcome, GrantedClaim,
+    RenewOutcome, State, Store, StoreError, SubmitOutcome, UnfinishedPolicy,
 };
 
 use crate::desk::{
@@ -50,7 +50,7 @@ enum Step {
     Retry(u8),
     TimePasses,
     Promote,
-    Remove(u8, WhileRunning),
+    Remove(u8, UnfinishedPolicy),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -64,7 +64,7 @@ fn step() -> impl Strategy<Value = Step> {
         State::Cancelled,
         State::Error,
     ]);
-    let modes = prop::sample::select(vec![WhileRunning::Refuse, WhileRunning::Remove]);
+    let modes = prop::sample::select(vec![UnfinishedPolicy::Refuse, UnfinishedPolicy::Remove]);
     let submit = (
         id.clone(),
         0..3_u8,
@@ -130,7 +130,7 @@ struct Model {
     queue: Vec<Entry>,
     /// Key of a late attempt to the number that its late commit got.
     late: BTreeMap<String, (String, u32)>,
-    claims: Vec<Claimed>,
+    claims: Vec<GrantedClaim>,
 }
 
 fn name(id: u8) -> String {
@@ -248,17 +248,17 @@ impl Model {
     }
 
     /// The attempt of a claim, if it is still the claim's.
-    fn held(&mut self, claimed: &Claimed) -> Option<&mut Try> {
+    fn held(&mut self, claimed: &GrantedClaim) -> Option<&mut Try> {
         let found = self.tries.get_mut(&claimed.id)?.get_mut(&claimed.attempt)?;
         (found.key == claimed.key && !found.state.is_final()).then_some(found)
     }
 
-    fn commit(&mut self, claimed: &Claimed, state: State) -> Committed {
+    fn commit(&mut self, claimed: &GrantedClaim, state: State) -> CommitOutcome {
         let id = claimed.id.as_str();
         if let Some(held) = self.held(claimed) {
             (held.state, held.by_itself) = (state, true);
             self.ended(id, claimed.attempt);
-            return Committed::Now;
+            return CommitOutcome::Now;
         }
         let found = self.of(id).find(|(_, t)| t.key == claimed.key);
         let found = found.map(|(number, t)| (number, t.by_itself, t.superseded));
@@ -272,23 +272,23 @@ impl Model {
             taken_up: true,
         };
         match found {
-            Some((_, true, false)) => Committed::Already,
-            Some((attempt, true, true)) => Committed::Superseded { attempt },
+            Some((_, true, false)) => CommitOutcome::Already,
+            Some((attempt, true, true)) => CommitOutcome::Superseded { attempt },
             Some((_, false, _)) => {
                 if let Some((_, attempt)) = self.late.get(&claimed.key) {
-                    return Committed::Superseded { attempt: *attempt };
+                    return CommitOutcome::Superseded { attempt: *attempt };
                 }
                 let attempt = self.add(id, row(true, "of a late one"));
                 self.late
                     .insert(claimed.key.clone(), (id.to_owned(), attempt));
-                Committed::Superseded { attempt }
+                CommitOutcome::Superseded { attempt }
             }
             None => {
                 let counts = self.of(id).all(|(_, t)| t.superseded);
                 let attempt = self.add(id, row(!counts, &claimed.key));
                 match counts {
-                    true => Committed::Anew { attempt },
-                    false => Committed::Superseded { attempt },
+                    true => CommitOutcome::Recreated { attempt },
+                    false => CommitOutcome::Superseded { attempt },
                 }
             }
         }
@@ -310,7 +310,7 @@ struct Trial<'a> {
 
 impl Trial<'_> {
     fn try_step(&mut self, step: &Step) {
-        let claim = |n: &usize, claims: &[Claimed]| {
+        let claim = |n: &usize, claims: &[GrantedClaim]| {
             (!claims.is_empty()).then(|| claims[claims.len() - 1 - n % claims.len()].clone())
         };
         match step {
@@ -324,20 +324,23 @@ impl Trial<'_> {
             Step::Renew(n) => {
                 if let Some(claimed) = claim(n, &self.model.claims) {
                     let wanted = match self.model.held(&claimed) {
-                        None => Renewed::Lost,
-                        Some(held) if held.cancelled => Renewed::CancelAsked {
+                        None => RenewOutcome::Lost,
+                        Some(held) if held.cancelled => RenewOutcome::CancelRequested {
                             by: "bob".to_owned(),
                         },
-                        Some(_) => Renewed::Held,
+                        Some(_) => RenewOutcome::Renewed,
                     };
-                    assert_eq!(self.store.renew(&held(&claimed), LEASE_MS).unwrap(), wanted);
+                    assert_eq!(
+                        self.store.renew_lease(&held(&claimed), LEASE_MS).unwrap(),
+                        wanted
+                    );
                 }
             }
             Step::Collecting(n) => {
                 if let Some(claimed) = claim(n, &self.model.claims) {
                     let said = self
                         .store
-                        .collecting(&held(&claimed), LEASE_MS, "exit")
+                        .mark_collecting(&held(&claimed), LEASE_MS, "exit")
                         .unwrap();
                     let held = self.model.held(&claimed);
                     assert_eq!(said, held.is_some());
@@ -374,7 +377,7 @@ impl Trial<'_> {
                 delayed.for_each(|entry| entry.due = true);
             }
             Step::Promote => {
-                let said = self.store.promote().unwrap();
+                let said = self.store.promote_delayed().unwrap();
                 self.model.promote();
                 let wait = self.model.queue.iter().any(|e| e.delayed);
                 assert_eq!(said.is_some(), wait);
@@ -429,7 +432,7 @@ impl Trial<'_> {
         };
         self.model.asked.insert(id.to_owned(), asked);
         let attempt = self.model.enqueue(id, *retries, false);
-        assert_eq!(said.unwrap(), [Submitted::Now { attempt }]);
+        assert_eq!(said.unwrap(), [SubmitOutcome::Now { attempt }]);
     }
 
     fn claim(&mut self, count: usize, free_gib: u64) {
@@ -466,11 +469,11 @@ impl Trial<'_> {
         }
     }
 
-    fn take_up(&mut self, claimed: &Claimed) {
+    fn take_up(&mut self, claimed: &GrantedClaim) {
         let begun = sample(claimed);
         let said = self
             .store
-            .take_up(&begun.beginning(), claimed.attempt, LEASE_MS)
+            .start_claimed(&begun.beginning(), claimed.attempt, LEASE_MS)
             .unwrap();
         let held = self
             .model
@@ -492,9 +495,9 @@ impl Trial<'_> {
                     State::Queued => {
                         tries.get_mut(&attempt).unwrap().state = State::Cancelled;
                         self.model.queue.retain(|entry| entry.id != id);
-                        Cancelled::Now { attempt }
+                        CancelOutcome::Now { attempt }
                     }
-                    _ => Cancelled::Asked {
+                    _ => CancelOutcome::Requested {
                         attempt,
                         host: "lab-1".to_owned(),
                     },
@@ -502,7 +505,10 @@ impl Trial<'_> {
                 assert_eq!(said.unwrap(), wanted);
             }
             (None, Some((attempt, state))) => {
-                assert_eq!(said.unwrap(), Cancelled::Ended { attempt, state });
+                assert_eq!(
+                    said.unwrap(),
+                    CancelOutcome::AlreadyEnded { attempt, state }
+                );
             }
             (None, None) => assert!(matches!(said, Err(StoreError::NotFound { .. }))),
         }
@@ -523,12 +529,12 @@ impl Trial<'_> {
         }
     }
 
-    fn remove(&mut self, id: &str, mode: WhileRunning) {
+    fn remove(&mut self, id: &str, mode: UnfinishedPolicy) {
         let said = self.store.remove(id, mode);
         let open = self.model.unfinished(id).is_some();
         if self.model.newest(id).is_none() {
             assert!(matches!(said, Err(StoreError::NotFound { .. })));
-        } else if open && mode == WhileRunning::Refuse {
+        } else if open && mode == UnfinishedPolicy::Refuse {
             assert!(matches!(said, Err(StoreError::Running { .. })));
         } else {
             let attempts = self.model.of(id).count() as u64;
@@ -556,10 +562,10 @@ impl Trial<'_> {
         assert_eq!(seen.queued as usize, self.model.queue.len());
         let delayed = self.model.queue.iter().filter(|e| e.delayed).count();
         assert_eq!(seen.delayed as usize, delayed);
-        let all = Filter {
+        let all = AttemptFilter {
             states: &[],
             since_ms: None,
-            which: Which::All,
+            which: AttemptSelection::All,
             limit: 10_000,
         };
         let found = self.store.list(&all).unwrap().into_iter();
@@ -611,7 +617,7 @@ fn the_queue_is_as_its_model(lab: &Lab) {
         let mut store = lab.store();
         for id in (0..IDS).map(name) {
             // What the last case left; nothing is fine too.
-            let _ = store.remove(&id, WhileRunning::Remove);
+            let _ = store.remove(&id, UnfinishedPolicy::Remove);
         }
         let mut trial = Trial {
             lab,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use store::{Bell, Cancelled, Location, State, Store, StoreError, WhileRunning};
+use store::{CancelOutcome, ChangeListener, Location, State, Store, StoreError, UnfinishedPolicy};
 
 use crate::desk::{
     Ask, PLENTY, QUEUE_MAX, claim, claim_from, claim_one, commit, fresh_keys, give_up, state,
@@ -91,7 +91,7 @@ fn cancelled_or_claimed_but_not_both(lab: &Lab) {
         }
         // From the front, where the claims are too.
         for ask in all.iter().skip(n - 3).step_by(3) {
-            if let Cancelled::Now { .. } = store.cancel(&ask.id, "bob").unwrap() {
+            if let CancelOutcome::Now { .. } = store.cancel(&ask.id, "bob").unwrap() {
                 ended.push(ask.id.clone());
             }
         }
@@ -126,14 +126,14 @@ fn batches_that_overlap_do_not_wait_for_each_other(lab: &Lab) {
             if n % 2 == 1 {
                 batch.reverse();
             }
-            submit(store, &batch).map_err(|e| e.trouble())
+            submit(store, &batch).map_err(|e| e.fault_kind())
         });
         let won = answers.iter().filter(|a| a.is_ok()).count();
         assert_eq!(won, 1, "{answers:?}");
         assert!(
             answers
                 .iter()
-                .all(|a| a.is_ok() || *a == Err(store::Trouble::Other)),
+                .all(|a| a.is_ok() || *a == Err(store::FaultKind::Other)),
             "{answers:?}"
         );
     }
@@ -169,7 +169,7 @@ fn one_key_from_many_at_once(lab: &Lab) {
     });
     let made = answers
         .iter()
-        .filter(|a| matches!(a, store::Submitted::Now { .. }));
+        .filter(|a| matches!(a, store::SubmitOutcome::Now { .. }));
     assert_eq!(made.count(), 1, "{answers:?}");
     assert_eq!(lab.sql("SELECT COUNT(*) FROM analyses"), ["1"]);
 }
@@ -181,7 +181,7 @@ fn files_that_come_and_go(lab: &Lab) {
             let id = format!("a{n}-{m}");
             let ask = Ask::new(&id).with_file(b"one").with_file(b"two");
             submit(store, &[ask]).unwrap();
-            store.remove(&id, WhileRunning::Remove).unwrap();
+            store.remove(&id, UnfinishedPolicy::Remove).unwrap();
         }
     });
     for table in ["blobs", "submission_blobs", "queue", "events"] {
@@ -335,7 +335,7 @@ fn the_other_questions_use_their_indexes(lab: &Lab) {
     }
 }
 
-fn rang(bell: &Bell, within: Duration) -> bool {
+fn rang(bell: &ChangeListener, within: Duration) -> bool {
     let mut fds = [PollFd::new(bell, PollFlags::IN)];
     let timeout = within.try_into().unwrap();
     rustix::event::poll(&mut fds, Some(&timeout)).unwrap() == 1
@@ -346,17 +346,17 @@ const SOON: Duration = Duration::from_secs(20);
 const QUIET: Duration = Duration::from_millis(300);
 
 /// Until it does not ring any more by itself.
-fn settle(bell: &mut Bell) {
+fn settle(bell: &mut ChangeListener) {
     let until = Instant::now() + SOON;
     while rang(bell, QUIET) {
-        bell.silence();
+        bell.consume();
         assert!(Instant::now() < until, "it never stops");
     }
 }
 
 fn the_bell_rings(lab: &Lab) {
     let mut store = lab.store();
-    let mut bell = Bell::hang(&lab.location).unwrap();
+    let mut bell = ChangeListener::subscribe(&lab.location).unwrap();
     if lab.is_postgres() {
         assert!(rang(&bell, SOON), "when it begins to listen");
     }
@@ -370,8 +370,8 @@ fn the_bell_rings(lab: &Lab) {
     settle(&mut bell);
     // Looking makes no noise, or two that look would wake each other for ever.
     store.overview(9).unwrap();
-    store.expired(9).unwrap();
-    store.promote().unwrap();
+    store.expired_leases(9).unwrap();
+    store.promote_delayed().unwrap();
     assert!(
         store
             .claim(&claim_from(&[], PLENTY, PLENTY))
@@ -421,7 +421,7 @@ fn the_bell_survives_the_server() {
     let database = server.database();
     let location = server.location(&database, "postgres");
     Store::migrate(&location).unwrap();
-    let mut bell = Bell::hang(&location).unwrap();
+    let mut bell = ChangeListener::subscribe(&location).unwrap();
     assert!(rang(&bell, SOON));
     settle(&mut bell);
     server.kill();
@@ -434,7 +434,7 @@ fn the_bell_survives_the_server() {
     // A bell on a server that is not there yet is hung too, and taken down at once.
     server.kill();
     let started = Instant::now();
-    drop(Bell::hang(&location).unwrap());
+    drop(ChangeListener::subscribe(&location).unwrap());
     drop(bell);
     assert!(started.elapsed() < SOON);
 }

@@ -3,7 +3,10 @@
 use std::collections::BTreeSet;
 
 use store::types::manifest::ContentHash;
-use store::{Filter, PostProcess, State, Store, StoreError, Trouble, Which, WhileRunning};
+use store::{
+    AttemptFilter, AttemptSelection, FaultKind, PostProcessState, State, Store, StoreError,
+    UnfinishedPolicy,
+};
 
 use crate::lab::{Lab, Sample, key, log, output};
 
@@ -31,7 +34,7 @@ fn a_row_of_unknown_words_is_listed_and_hides_no_other(lab: &Lab) {
     let listed = names(&mut store, &ALL);
     assert_eq!(listed, ["a/1", "b/1", "c/1", "d/1"]);
     let listed = store.list(&ALL).unwrap();
-    assert_eq!(listed[0].post_process, PostProcess::Unknown);
+    assert_eq!(listed[0].post_process, PostProcessState::Unknown);
     assert_eq!(listed[0].post_process_word.as_deref(), Some("bygone"));
     assert_eq!(listed[0].reason.as_deref(), Some("unheard of"));
     assert_eq!((listed[1].wall_ms, listed[1].exit_code), (None, None));
@@ -40,8 +43,8 @@ fn a_row_of_unknown_words_is_listed_and_hides_no_other(lab: &Lab) {
         (State::Unknown, "dreaming")
     );
     let whole = store.show("a", None).unwrap();
-    assert_eq!(whole.listed.post_process, PostProcess::Unknown);
-    assert_eq!(store.show("c", None).unwrap().listed, listed[2]);
+    assert_eq!(whole.summary.post_process, PostProcessState::Unknown);
+    assert_eq!(store.show("c", None).unwrap().summary, listed[2]);
     assert!(store.post_process_due(None, 10).unwrap().is_empty());
     store.overview(10).unwrap();
 }
@@ -54,14 +57,14 @@ fn made(store: &mut Store, id: &str, number: u32, state: State) {
     sample.commit(store).unwrap();
 }
 
-const ALL: Filter = Filter {
+const ALL: AttemptFilter = AttemptFilter {
     states: &[],
     since_ms: None,
-    which: Which::Latest,
+    which: AttemptSelection::Latest,
     limit: 100,
 };
 
-fn names(store: &mut Store, filter: &Filter) -> Vec<String> {
+fn names(store: &mut Store, filter: &AttemptFilter) -> Vec<String> {
     let listed = store.list(filter).unwrap();
     listed
         .iter()
@@ -92,31 +95,31 @@ fn listings_are_newest_first(lab: &Lab) {
         age(lab, id, attempt, ms);
     }
     assert_eq!(names(&mut store, &ALL), ["c/1", "a/2", "b/1"]);
-    let all = Filter {
-        which: Which::All,
+    let all = AttemptFilter {
+        which: AttemptSelection::All,
         ..ALL
     };
     assert_eq!(names(&mut store, &all), ["c/1", "a/2", "b/1", "a/1"]);
     assert_eq!(
-        names(&mut store, &Filter { limit: 2, ..ALL }),
+        names(&mut store, &AttemptFilter { limit: 2, ..ALL }),
         ["c/1", "a/2"]
     );
     assert_eq!(
         names(
             &mut store,
-            &Filter {
+            &AttemptFilter {
                 since_ms: Some(3_000),
                 ..ALL
             }
         ),
         ["c/1", "a/2"]
     );
-    let failed = Filter {
+    let failed = AttemptFilter {
         states: &[State::Failed, State::TimedOut],
         ..ALL
     };
     assert_eq!(names(&mut store, &failed), ["a/2", "b/1"]);
-    let succeeded = Filter {
+    let succeeded = AttemptFilter {
         states: &[State::Succeeded],
         ..ALL
     };
@@ -159,7 +162,7 @@ fn ids_are_resolved(lab: &Lab) {
             matches!(error, StoreError::NotFound { .. }),
             "{nothing:?}: {error}"
         );
-        assert_eq!(error.trouble(), Trouble::Other);
+        assert_eq!(error.fault_kind(), FaultKind::Other);
     }
 }
 
@@ -168,7 +171,7 @@ fn removal_takes_all_of_it_and_nothing_else(lab: &Lab) {
     made(&mut store, "a", 1, State::Succeeded);
     made(&mut store, "a", 2, State::Failed);
     made(&mut store, "b", 3, State::Failed);
-    let removed = store.remove("a", WhileRunning::Refuse).unwrap();
+    let removed = store.remove("a", UnfinishedPolicy::Refuse).unwrap();
     assert_eq!((removed.attempts, removed.outputs), (2, 4));
     for table in [
         "analyses",
@@ -185,7 +188,7 @@ fn removal_takes_all_of_it_and_nothing_else(lab: &Lab) {
         assert_eq!(left, BTreeSet::from(["b".to_owned()]), "{table}");
     }
     assert!(matches!(
-        store.remove("a", WhileRunning::Refuse).unwrap_err(),
+        store.remove("a", UnfinishedPolicy::Refuse).unwrap_err(),
         StoreError::NotFound { .. }
     ));
 }
@@ -244,7 +247,7 @@ fn references_are_walked_in_pages(lab: &Lab) {
     other.record(&mut store).unwrap();
     let mut seen = Vec::new();
     store
-        .referenced("store-1", &mut |hash| {
+        .for_each_referenced_object("store-1", &mut |hash| {
             seen.push(*hash);
             Ok(())
         })
@@ -258,7 +261,8 @@ fn references_are_walked_in_pages(lab: &Lab) {
     wanted.sort();
     wanted.dedup();
     assert_eq!(seen, wanted);
-    let stop = store.referenced("store-2", &mut |_| Err(std::io::Error::other("stop")));
+    let stop =
+        store.for_each_referenced_object("store-2", &mut |_| Err(std::io::Error::other("stop")));
     assert!(matches!(stop.unwrap_err(), StoreError::Callback(_)));
 }
 
@@ -267,7 +271,7 @@ fn post_processing_is_kept_until_done(lab: &Lab) {
     for (number, (id, host)) in [("a", "lab-1"), ("b", "lab-2")].into_iter().enumerate() {
         let mut sample = Sample::new(id, &key(number as u32));
         sample.host = host.to_owned();
-        sample.post_process = PostProcess::Pending;
+        sample.post_process = PostProcessState::Pending;
         sample.record(&mut store).unwrap();
         age(lab, id, 1, number as i64);
     }
@@ -283,23 +287,23 @@ fn post_processing_is_kept_until_done(lab: &Lab) {
     assert_eq!(ids(&mut store, None), ["a", "b"]);
     assert_eq!(ids(&mut store, Some("lab-2")), ["b"]);
     store
-        .mark_post_process("a", 1, PostProcess::Failed, Some("exit 3"))
+        .mark_post_process("a", 1, PostProcessState::Failed, Some("exit 3"))
         .unwrap();
     let due = store.post_process_due(Some("lab-1"), 10).unwrap();
-    assert_eq!((due[0].state, due[0].tries), (PostProcess::Failed, 1));
+    assert_eq!((due[0].state, due[0].tries), (PostProcessState::Failed, 1));
     let shown = store.show("a", None).unwrap();
     assert_eq!(shown.post_process_message.as_deref(), Some("exit 3"));
     assert!(shown.post_process_ms.is_some());
     store
-        .mark_post_process("a", 1, PostProcess::Done, None)
+        .mark_post_process("a", 1, PostProcessState::Done, None)
         .unwrap();
     assert_eq!(ids(&mut store, None), ["b"]);
     let shown = store.show("a", None).unwrap();
     assert_eq!(
-        (shown.listed.post_process, shown.post_process_tries),
-        (PostProcess::Done, 2)
+        (shown.summary.post_process, shown.post_process_tries),
+        (PostProcessState::Done, 2)
     );
-    let missing = store.mark_post_process("a", 9, PostProcess::Done, None);
+    let missing = store.mark_post_process("a", 9, PostProcessState::Done, None);
     assert!(matches!(missing.unwrap_err(), StoreError::NotFound { .. }));
 }
 

@@ -1,6 +1,6 @@
 //! What comes after an attempt: another one or none, in the transaction that ended it.
 
-use store::{Committed, State};
+use store::{CommitOutcome, State};
 
 use crate::desk::{Ask, claim, claim_one, commit, give_up, ids, sample, state, story, submit};
 use crate::lab::Lab;
@@ -29,7 +29,7 @@ fn a_lost_runner_is_followed_by_another(lab: &Lab) {
     assert_eq!(state(&mut store, "a", 1), State::Error);
     assert_eq!(state(&mut store, "a", 2), State::Queued);
     assert!(claim(&mut store, 1).is_empty(), "not at once");
-    let wait = store.promote().unwrap().unwrap();
+    let wait = store.promote_delayed().unwrap().unwrap();
     assert!((1_000..=2_500).contains(&wait), "{wait}");
     let_time_pass(lab);
     let second = claim_one(&mut store);
@@ -71,9 +71,9 @@ fn the_next_attempt_is_made_with_the_end_of_the_last(lab: &Lab) {
     undone.unwrap_err();
     assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
     assert_eq!(lab.sql("SELECT COUNT(*) FROM attempts"), ["1"]);
-    assert_eq!(ended.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(ended.commit(&mut store).unwrap(), CommitOutcome::Now);
     assert_eq!(lab.sql("SELECT attempt FROM queue"), ["2"]);
-    assert_eq!(ended.commit(&mut store).unwrap(), Committed::Already);
+    assert_eq!(ended.commit(&mut store).unwrap(), CommitOutcome::Already);
     assert_eq!(lab.sql("SELECT COUNT(*) FROM attempts"), ["2"]);
     assert_eq!(
         story(&mut store, "a")[2..],
@@ -107,7 +107,7 @@ fn the_pause_grows_and_has_a_bound(lab: &Lab) {
 
 fn whoever_waits_becomes_ready(lab: &Lab) {
     let mut store = lab.store();
-    assert_eq!(store.promote().unwrap(), None);
+    assert_eq!(store.promote_delayed().unwrap(), None);
     submit(&mut store, &[Ask::retried("a", 3), Ask::retried("b", 3)]).unwrap();
     for claimed in claim(&mut store, 2) {
         give_up(&mut store, &claimed);
@@ -115,13 +115,13 @@ fn whoever_waits_becomes_ready(lab: &Lab) {
     let many: Vec<Ask> = (0..5).map(|n| Ask::by(&format!("x{n}"), "bob")).collect();
     submit(&mut store, &many).unwrap();
     lab.sql("UPDATE queue SET not_before_ms = 1 WHERE id = 'b'");
-    assert!(store.promote().unwrap().unwrap() > 0);
+    assert!(store.promote_delayed().unwrap().unwrap() > 0);
     assert_eq!(
         lab.sql("SELECT id FROM queue WHERE not_before_ms IS NOT NULL"),
         ["a"]
     );
     let_time_pass(lab);
-    assert_eq!(store.promote().unwrap(), None);
+    assert_eq!(store.promote_delayed().unwrap(), None);
     // While it waited the others moved on, but it lost no turn by it: the turns are given out when it is ready.
     let order = ids(&claim(&mut store, 9)).join(" ");
     assert_eq!(order, "b x0 a x1 x2 x3 x4");
@@ -200,17 +200,17 @@ fn a_late_attempt_does_not_count(lab: &Lab) {
     assert!(give_up(&mut store, &late));
     // While the next one waits, and again when it runs.
     let committed = commit(&mut store, &late, State::Succeeded, "exit").unwrap();
-    assert_eq!(committed, Committed::Superseded { attempt: 3 });
+    assert_eq!(committed, CommitOutcome::Superseded { attempt: 3 });
     assert_eq!(state(&mut store, "a", 2), State::Queued);
     assert_eq!(store.outputs("a", 3).unwrap().len(), 2, "kept");
     let_time_pass(lab);
     let second = claim_one(&mut store);
     assert_eq!(second.attempt, 2);
     let committed = commit(&mut store, &late, State::Succeeded, "exit").unwrap();
-    assert_eq!(committed, Committed::Superseded { attempt: 3 });
+    assert_eq!(committed, CommitOutcome::Superseded { attempt: 3 });
     assert_eq!(
         commit(&mut store, &second, State::Failed, "exit").unwrap(),
-        Committed::Now
+        CommitOutcome::Now
     );
     assert_eq!(
         lab.sql("SELECT attempt, state FROM analyses_v1"),

@@ -5,8 +5,8 @@ use std::process::{Command, Stdio};
 
 use store::types::manifest::ContentHash;
 use store::{
-    Committed, Filter, GRANTS, GRANTS_TO_READ, GRANTS_TO_REMOVE, Lost, PostProcess, Store,
-    StoreError, Trouble, Which, WhileRunning,
+    AttemptFilter, AttemptSelection, CommitOutcome, FaultKind, GRANTS, GRANTS_TO_READ,
+    GRANTS_TO_REMOVE, LostAttempt, PostProcessState, Store, StoreError, UnfinishedPolicy,
 };
 
 use crate::desk::{Ask, GIB, LEASE_MS, claim_one, give_up, held, sample, submit, worker};
@@ -20,39 +20,39 @@ fn a_runner_needs_the_grants_and_no_more() {
     let (server, database) = lab.server.as_ref().unwrap();
     let runner = server.location(database, "fumehood_runner");
     let without = Store::open(&runner).unwrap_err();
-    assert_eq!(without.trouble(), Trouble::Permission, "{without}");
+    assert_eq!(without.fault_kind(), FaultKind::Permission, "{without}");
     server.psql(database, GRANTS);
 
     let mut store = Store::open(&runner).unwrap();
     let sample = Sample::new("a", &key(1));
     sample.begin(&mut store).unwrap();
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Already);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Already);
     let lost = Sample::new("b", &key(2));
     lost.begin(&mut store).unwrap();
-    let given_up = Lost {
+    let given_up = LostAttempt {
         id: "b",
         attempt: 1,
         key: &key(2),
         by: &key(9),
         reason: "runner_lost",
         message: "",
-        proof: store::Proof::Known,
+        proof: store::LossProof::RunnerGone,
     };
     assert!(store.give_up(&given_up).unwrap());
     assert_eq!(
         lost.commit(&mut store).unwrap(),
-        Committed::Superseded { attempt: 2 }
+        CommitOutcome::Superseded { attempt: 2 }
     );
     Sample::new("c", &key(3)).record(&mut store).unwrap();
     store
-        .mark_post_process("a", 1, PostProcess::Done, None)
+        .mark_post_process("a", 1, PostProcessState::Done, None)
         .unwrap();
     store
-        .list(&Filter {
+        .list(&AttemptFilter {
             states: &[],
             since_ms: None,
-            which: Which::All,
+            which: AttemptSelection::All,
             limit: 9,
         })
         .unwrap();
@@ -64,12 +64,14 @@ fn a_runner_needs_the_grants_and_no_more() {
     store.unfinished(None).unwrap();
     store.post_process_due(None, 9).unwrap();
     store.removable(i64::MAX, &[], 9).unwrap();
-    store.referenced("store-1", &mut |_| Ok(())).unwrap();
+    store
+        .for_each_referenced_object("store-1", &mut |_| Ok(()))
+        .unwrap();
     store.export(&mut Vec::new()).unwrap();
     store.status().unwrap();
 
-    let error = store.remove("a", WhileRunning::Refuse).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Permission, "{error}");
+    let error = store.remove("a", UnfinishedPolicy::Refuse).unwrap_err();
+    assert_eq!(error.fault_kind(), FaultKind::Permission, "{error}");
     assert!(error.to_string().contains("DELETE"), "{error}");
     store.show("a", None).unwrap();
     let error = Store::migrate(&runner).unwrap_err();
@@ -90,7 +92,13 @@ fn a_runner_needs_the_grants_and_no_more() {
         );
     }
     server.psql(database, GRANTS_TO_REMOVE);
-    assert_eq!(store.remove("a", WhileRunning::Refuse).unwrap().attempts, 1);
+    assert_eq!(
+        store
+            .remove("a", UnfinishedPolicy::Refuse)
+            .unwrap()
+            .attempts,
+        1
+    );
 }
 
 #[test]
@@ -154,23 +162,30 @@ fn a_runner_has_the_whole_queue() {
     let (server, database) = lab.server.as_ref().unwrap();
     server.psql(database, GRANTS);
     let mut store = Store::open(&server.location(database, "fumehood_runner")).unwrap();
-    store.worker_seen(&worker("w1", 64 * GIB, 8_000)).unwrap();
+    store.record_worker(&worker("w1", 64 * GIB, 8_000)).unwrap();
     let ask = Ask::retried("a", 1).with_file(b"x");
     submit(&mut store, &[ask, Ask::new("b"), Ask::new("c")]).unwrap();
     let a = claim_one(&mut store);
     let taken = sample(&a);
-    assert!(store.take_up(&taken.beginning(), 1, LEASE_MS).unwrap());
-    store.renew(&held(&a), LEASE_MS).unwrap();
-    assert!(store.collecting(&held(&a), LEASE_MS, "exit").unwrap());
+    assert!(
+        store
+            .start_claimed(&taken.beginning(), 1, LEASE_MS)
+            .unwrap()
+    );
+    store.renew_lease(&held(&a), LEASE_MS).unwrap();
+    assert!(store.mark_collecting(&held(&a), LEASE_MS, "exit").unwrap());
     assert!(give_up(&mut store, &a));
-    store.promote().unwrap();
+    store.promote_delayed().unwrap();
     store.cancel("a", "bob").unwrap();
     store.retry("a", "bob", &[]).unwrap();
-    store.cancels("lab-1").unwrap();
-    store.expired(9).unwrap();
+    store.requested_cancels("lab-1").unwrap();
+    store.expired_leases(9).unwrap();
     store.overview(9).unwrap();
     store.events("a").unwrap();
-    store.blob(&ContentHash::of(b"x")).unwrap().unwrap();
+    store
+        .submitted_file(&ContentHash::of(b"x"))
+        .unwrap()
+        .unwrap();
     store.cancel("a", "bob").unwrap();
     let again = Ask {
         replace: true,
@@ -183,7 +198,7 @@ fn a_runner_has_the_whole_queue() {
     );
     let parked = store.park_unfit(&worker("w1", GIB, 8_000), GIB, 1_000);
     assert_eq!(parked.unwrap(), ["b"]);
-    store.worker_gone(&worker("w1", GIB, 8_000)).unwrap();
+    store.remove_worker(&worker("w1", GIB, 8_000)).unwrap();
     for forbidden in [
         "DELETE FROM fumehood.events",
         "UPDATE fumehood.events SET by = 'somebody else'",
@@ -193,7 +208,7 @@ fn a_runner_has_the_whole_queue() {
     }
     server.psql(database, GRANTS_TO_REMOVE);
     for id in ["a", "b", "c"] {
-        store.remove(id, WhileRunning::Remove).unwrap();
+        store.remove(id, UnfinishedPolicy::Remove).unwrap();
     }
     assert_eq!(lab.sql("SELECT COUNT(*) FROM events"), ["0"]);
     assert_eq!(lab.sql("SELECT COUNT(*) FROM blobs"), ["0"]);

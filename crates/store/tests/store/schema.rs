@@ -4,7 +4,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::sync::Barrier;
 
 use store::types::manifest::ContentHash;
-use store::{Committed, Location, Migrated, Schema, State, Store, StoreError, Trouble};
+use store::{
+    CommitOutcome, FaultKind, Location, MigrationResult, SchemaVersion, State, Store, StoreError,
+};
 
 use crate::lab::{Lab, Sample, key};
 
@@ -17,7 +19,7 @@ on_both! {
     earlier_records_survive_a_migration
 }
 
-const V1: Schema = Schema { major: 1, minor: 1 };
+const V1: SchemaVersion = SchemaVersion { major: 1, minor: 1 };
 
 #[test]
 fn a_new_file_is_made_private_and_durable() {
@@ -60,9 +62,9 @@ fn postgresql_is_migrated_on_request_only() {
         "{error}"
     );
     assert!(error.to_string().contains("fumehood db migrate"), "{error}");
-    assert_eq!(error.trouble(), Trouble::Schema);
+    assert_eq!(error.fault_kind(), FaultKind::Schema);
     let done = Store::migrate_to(&lab.location, V1).unwrap();
-    assert_eq!(done, Migrated { from: None, to: V1 });
+    assert_eq!(done, MigrationResult { from: None, to: V1 });
     let error = Store::open(&lab.location).unwrap_err();
     assert!(
         matches!(
@@ -77,18 +79,18 @@ fn postgresql_is_migrated_on_request_only() {
     let done = Store::migrate(&lab.location).unwrap();
     assert_eq!(
         done,
-        Migrated {
+        MigrationResult {
             from: Some(V1),
-            to: Schema::CURRENT
+            to: SchemaVersion::CURRENT
         }
     );
     let id = lab.store().id().to_owned();
     let done = Store::migrate(&lab.location).unwrap();
     assert_eq!(
         done,
-        Migrated {
-            from: Some(Schema::CURRENT),
-            to: Schema::CURRENT
+        MigrationResult {
+            from: Some(SchemaVersion::CURRENT),
+            to: SchemaVersion::CURRENT
         }
     );
     assert_eq!(lab.store().id(), id);
@@ -159,7 +161,7 @@ fn nobody_can_stand_before_our_tables() {
     let sample = Sample::new("a", &key(1));
     let mut store = lab.store();
     sample.begin(&mut store).unwrap();
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
     server.psql(database, "ALTER ROLE postgres RESET search_path");
 }
 
@@ -178,13 +180,13 @@ fn a_newer_minor_version_is_used(lab: &Lab) {
     sample.begin(&mut store).unwrap();
     sample.commit(&mut store).unwrap();
     assert_eq!(
-        store.show("a", None).unwrap().listed.state,
+        store.show("a", None).unwrap().summary.state,
         State::Succeeded
     );
     store.export(&mut Vec::new()).unwrap();
     assert_eq!(
         store.status().unwrap().schema,
-        Schema {
+        SchemaVersion {
             major: 1,
             minor: 99
         }
@@ -192,7 +194,7 @@ fn a_newer_minor_version_is_used(lab: &Lab) {
     let done = Store::migrate(&lab.location).unwrap();
     assert_eq!(
         done.to,
-        Schema {
+        SchemaVersion {
             major: 1,
             minor: 99
         }
@@ -206,7 +208,7 @@ fn a_newer_major_version_is_refused(lab: &Lab) {
         Store::migrate(&lab.location).unwrap_err(),
     ] {
         assert!(matches!(error, StoreError::NewerSchema { .. }), "{error}");
-        assert_eq!(error.trouble(), Trouble::Schema);
+        assert_eq!(error.fault_kind(), FaultKind::Schema);
     }
 }
 
@@ -218,7 +220,10 @@ fn something_else_is_refused(lab: &Lab) {
         Store::open(&lab.location).unwrap_err(),
         Store::migrate(&lab.location).unwrap_err(),
     ] {
-        assert!(matches!(error, StoreError::NotOurs { .. }), "{error}");
+        assert!(
+            matches!(error, StoreError::ForeignDatabase { .. }),
+            "{error}"
+        );
     }
 }
 
@@ -446,12 +451,15 @@ fn read_what_the_old_writer_wrote(lab: &Lab, id: &str) {
     let mut store = lab.store();
     let shown = store.show(id, None).unwrap();
     assert_eq!(
-        (shown.listed.state, shown.listed.exit_code),
+        (shown.summary.state, shown.summary.exit_code),
         (State::Failed, Some(3))
     );
-    assert_eq!(shown.listed.committed_ms, Some(2_000));
+    assert_eq!(shown.summary.committed_ms, Some(2_000));
     assert_eq!(
-        (shown.listed.post_process.as_str(), shown.post_process_tries),
+        (
+            shown.summary.post_process.as_str(),
+            shown.post_process_tries
+        ),
         (None, 0)
     );
     assert_eq!(shown.result_json.as_deref(), Some("{\"a\": 1}"));
@@ -476,5 +484,5 @@ fn read_what_the_old_writer_wrote(lab: &Lab, id: &str) {
     assert_eq!(sample.begin(&mut store).unwrap(), 2);
     let mut repeat = Sample::new(id, "k1");
     repeat.attempt = 1;
-    assert_eq!(repeat.commit(&mut store).unwrap(), Committed::Already);
+    assert_eq!(repeat.commit(&mut store).unwrap(), CommitOutcome::Already);
 }

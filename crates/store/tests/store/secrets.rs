@@ -1,6 +1,6 @@
 //! The values of secret variables: there while an attempt may need them, and erased in the transaction that ends the last.
 
-use store::{Cancelled, State, StoreError};
+use store::{CancelOutcome, State, StoreError};
 
 use crate::desk::{Ask, GIB, claim_one, commit, give_up, submit, worker};
 use crate::lab::Lab;
@@ -57,7 +57,7 @@ fn secrets_are_erased_with_the_last_end(lab: &Lab) {
         let claimed = claim_one(&mut store);
         if state == State::Cancelled {
             let asked = store.cancel(id, "bob").unwrap();
-            assert!(matches!(asked, Cancelled::Asked { .. }));
+            assert!(matches!(asked, CancelOutcome::Requested { .. }));
             assert!(request(lab, id).contains(SECRET));
         }
         commit(&mut store, &claimed, state, "exited").unwrap();
@@ -93,7 +93,7 @@ fn secrets_of_what_never_ran_are_erased(lab: &Lab) {
     let mut store = lab.store();
     submit(&mut store, &[ask("q")]).unwrap();
     let cancelled = store.cancel("q", "bob").unwrap();
-    assert!(matches!(cancelled, Cancelled::Now { .. }));
+    assert!(matches!(cancelled, CancelOutcome::Now { .. }));
     is_erased(lab, "q");
     let large = Ask {
         memory_bytes: Some(900 * GIB),

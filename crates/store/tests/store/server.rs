@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use store::{Location, Origin};
+use store::{Location, LocationOrigin};
 
 /// Makes the cluster, says `ready`, and waits for its standard input to end, which happens however the tests end.
 /// Passwords are asked of the role `fumehood_secret` alone.
@@ -113,9 +113,11 @@ impl Server {
     }
 
     pub fn location(&self, database: &str, user: &str) -> Location {
-        Location::parse(&self.address(database, user), Origin::CommandLine, &|_| {
-            None
-        })
+        Location::parse(
+            &self.address(database, user),
+            LocationOrigin::CommandLine,
+            &|_| None,
+        )
         .unwrap()
     }
 

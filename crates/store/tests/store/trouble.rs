@@ -8,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Command;
 
-use store::{Committed, Location, Origin, State, Store, StoreError, Trouble};
+use store::{CommitOutcome, FaultKind, Location, LocationOrigin, State, Store, StoreError};
 
 use crate::lab::{Lab, Sample, key};
 use crate::server::Server;
@@ -29,7 +29,7 @@ fn all_of(error: &StoreError) -> String {
 
 fn refused(path: &Path, says: &str) {
     let error = Store::open(&Location::Sqlite(path.to_owned())).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Permission, "{error}");
+    assert_eq!(error.fault_kind(), FaultKind::Permission, "{error}");
     assert!(error.to_string().contains(says), "{error}");
 }
 
@@ -79,23 +79,23 @@ fn a_damaged_file_is_said_to_be() {
     .unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
     let error = Store::open(&lab.location).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Damaged, "{}", all_of(&error));
-    assert!(error.is_away());
+    assert_eq!(error.fault_kind(), FaultKind::Damaged, "{}", all_of(&error));
+    assert!(error.is_database_fault());
 }
 
 #[test]
 fn a_locked_file_is_busy_and_then_not() {
     let lab = Lab::sqlite();
-    let mut store = Store::open_waiting(&lab.location, 50).unwrap();
+    let mut store = Store::open_with_lock_wait(&lab.location, 50).unwrap();
     let sample = Sample::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     let holder = rusqlite::Connection::open(lab.dir.path().join("record.db")).unwrap();
     holder.execute_batch("BEGIN IMMEDIATE").unwrap();
     let error = sample.commit(&mut store).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Busy, "{}", all_of(&error));
+    assert_eq!(error.fault_kind(), FaultKind::Busy, "{}", all_of(&error));
     store.show("a", None).unwrap();
     holder.close().unwrap();
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn a_locked_row_is_busy_and_then_not() {
     let Some(lab) = Lab::postgres() else {
         return;
     };
-    let mut store = Store::open_waiting(&lab.location, 50).unwrap();
+    let mut store = Store::open_with_lock_wait(&lab.location, 50).unwrap();
     let sample = Sample::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     let mut other = lab.store();
@@ -116,8 +116,8 @@ fn a_locked_row_is_busy_and_then_not() {
         .commit_with(&mut other, &mut |_| Ok(None), &mut while_held)
         .unwrap_err();
     let busy = busy.unwrap();
-    assert_eq!(busy.trouble(), Trouble::Busy, "{}", all_of(&busy));
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
+    assert_eq!(busy.fault_kind(), FaultKind::Busy, "{}", all_of(&busy));
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
 }
 
 /// A file system of its own, as only root can make one.
@@ -162,14 +162,14 @@ fn a_full_disk_loses_nothing_and_is_repeated() {
     let error = sample
         .commit_with(&mut store, &mut large, &mut || Ok(()))
         .unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Full, "{}", all_of(&error));
-    assert_eq!(store.show("a", None).unwrap().listed.state, State::Running);
+    assert_eq!(error.fault_kind(), FaultKind::Full, "{}", all_of(&error));
+    assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
     disk.mount(&["-o", "remount,size=64m"]);
     assert_eq!(
         sample
             .commit_with(&mut store, &mut large, &mut || Ok(()))
             .unwrap(),
-        Committed::Now
+        CommitOutcome::Now
     );
 }
 
@@ -185,9 +185,19 @@ fn a_read_only_disk_is_said_to_be() {
     let error = opened
         .and_then(|mut store| Sample::new("a", &key(1)).begin(&mut store))
         .unwrap_err();
-    assert_eq!(error.trouble(), Trouble::ReadOnly, "{}", all_of(&error));
+    assert_eq!(
+        error.fault_kind(),
+        FaultKind::ReadOnly,
+        "{}",
+        all_of(&error)
+    );
     let error = Store::open(&Location::Sqlite(disk.0.path().join("new.db"))).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::ReadOnly, "{}", all_of(&error));
+    assert_eq!(
+        error.fault_kind(),
+        FaultKind::ReadOnly,
+        "{}",
+        all_of(&error)
+    );
 }
 
 #[test]
@@ -204,7 +214,12 @@ fn a_read_only_server_is_said_to_be() {
     );
     let sample = Sample::new("a", &key(1));
     let error = sample.begin(&mut lab.store()).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::ReadOnly, "{}", all_of(&error));
+    assert_eq!(
+        error.fault_kind(),
+        FaultKind::ReadOnly,
+        "{}",
+        all_of(&error)
+    );
     // The control: a session from before may write.
     sample.begin(&mut store).unwrap();
 }
@@ -218,21 +233,29 @@ fn a_server_that_is_away_is_away_and_tells_no_password() {
             "postgres://alice:{MARKER}@/db?host={}&port={port}&connect_timeout=1",
             dir.path().display()
         );
-        let location = Location::parse(&address, Origin::File, &|_| None).unwrap();
+        let location = Location::parse(&address, LocationOrigin::File, &|_| None).unwrap();
         let error = Store::open(&location).unwrap_err();
-        assert_eq!(error.trouble(), Trouble::Away, "{}", all_of(&error));
-        assert!(error.is_away());
+        assert_eq!(
+            error.fault_kind(),
+            FaultKind::Unreachable,
+            "{}",
+            all_of(&error)
+        );
+        assert!(error.is_database_fault());
         assert!(!all_of(&error).contains(MARKER), "{error}");
         assert!(all_of(&error).contains("alice"));
     }
     drop(silent);
     let location = Location::parse(
         "postgres://localhost:1/db?sslmode=disable",
-        Origin::File,
+        LocationOrigin::File,
         &|_| None,
     )
     .unwrap();
-    assert_eq!(Store::open(&location).unwrap_err().trouble(), Trouble::Away);
+    assert_eq!(
+        Store::open(&location).unwrap_err().fault_kind(),
+        FaultKind::Unreachable
+    );
     assert!(matches!(
         Store::open(&Location::None).unwrap_err(),
         StoreError::NoDatabase
@@ -255,11 +278,16 @@ fn passwords_come_from_the_password_file_and_are_never_shown() {
         fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
         let env = |name: &str| (name == "PGPASSFILE").then(|| file.clone().into_os_string());
         let address = server.address("postgres", "fumehood_secret");
-        Location::parse(&address, Origin::CommandLine, &env).unwrap()
+        Location::parse(&address, LocationOrigin::CommandLine, &env).unwrap()
     };
     let wrong = parse(&format!("*:*:*:*:{MARKER}\n"));
     let error = Store::open(&wrong).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Permission, "{}", all_of(&error));
+    assert_eq!(
+        error.fault_kind(),
+        FaultKind::Permission,
+        "{}",
+        all_of(&error)
+    );
     assert!(!all_of(&error).contains(MARKER) && !format!("{wrong} {wrong:?}").contains(MARKER));
     let right = parse("*:*:*:fumehood_secret:s3cr\\:et\\\\x\n");
     Store::migrate(&right).unwrap();
@@ -309,12 +337,22 @@ fn a_server_that_is_killed_loses_nothing() {
     let error = sample
         .commit_with(&mut store, &mut content, &mut || Ok(()))
         .unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Away, "{}", all_of(&error));
+    assert_eq!(
+        error.fault_kind(),
+        FaultKind::Unreachable,
+        "{}",
+        all_of(&error)
+    );
     let error = store.show("a", None).unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Away, "{}", all_of(&error));
+    assert_eq!(
+        error.fault_kind(),
+        FaultKind::Unreachable,
+        "{}",
+        all_of(&error)
+    );
     server.start_again();
     // The same store finds its server again.
-    assert_eq!(store.show("a", None).unwrap().listed.state, State::Running);
+    assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
     let mut kill = || {
         server.kill();
         Ok(())
@@ -322,12 +360,17 @@ fn a_server_that_is_killed_loses_nothing() {
     let error = sample
         .commit_with(&mut store, &mut |_| Ok(None), &mut kill)
         .unwrap_err();
-    assert_eq!(error.trouble(), Trouble::Away, "{}", all_of(&error));
+    assert_eq!(
+        error.fault_kind(),
+        FaultKind::Unreachable,
+        "{}",
+        all_of(&error)
+    );
     server.start_again();
-    assert_eq!(store.show("a", None).unwrap().listed.state, State::Running);
+    assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
     assert_eq!(store.outputs("a", 1).unwrap().len(), 0);
-    assert_eq!(sample.commit(&mut store).unwrap(), Committed::Now);
-    assert_eq!(kept.commit(&mut store).unwrap(), Committed::Already);
+    assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
+    assert_eq!(kept.commit(&mut store).unwrap(), CommitOutcome::Already);
 }
 
 /// Between us and the server: passes everything on until the client says COMMIT, and then the server's answers no more.
@@ -368,15 +411,20 @@ fn a_commit_whose_answer_is_lost_is_found_by_a_repeat() {
         "postgres:///{database}?host={}&user=postgres",
         lab.dir.path().display()
     );
-    let through = Location::parse(&address, Origin::File, &|_| None).unwrap();
+    let through = Location::parse(&address, LocationOrigin::File, &|_| None).unwrap();
     std::thread::scope(|scope| {
         let proxy = scope.spawn(|| forgetful(&listener, &server.socket()));
         let mut store = Store::open(&through).unwrap();
         let error = sample.commit(&mut store).unwrap_err();
-        assert_eq!(error.trouble(), Trouble::Away, "{}", all_of(&error));
+        assert_eq!(
+            error.fault_kind(),
+            FaultKind::Unreachable,
+            "{}",
+            all_of(&error)
+        );
         drop(store);
         proxy.join().unwrap();
     });
-    assert_eq!(sample.commit(&mut direct).unwrap(), Committed::Already);
+    assert_eq!(sample.commit(&mut direct).unwrap(), CommitOutcome::Already);
     assert_eq!(direct.outputs("a", 1).unwrap().len(), 2);
 }

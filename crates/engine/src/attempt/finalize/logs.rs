@@ -5,7 +5,7 @@ use crate::attempt::log_capture::Captured;
 use crate::attempt::record::Record;
 use crate::home::HomeError;
 use crate::run_dir::{RunDir, tail_name};
-use store::artifacts::{Artifacts, Hold};
+use store::artifacts::{Artifacts, SharedLock};
 
 /// Writes down what was heard, as far as it is not there yet.
 pub(super) fn write(dir: &RunDir, logs: [&Captured; 2]) -> Result<(), SettleError> {
@@ -52,8 +52,8 @@ pub(super) fn keep(
     ended: &Ended<'_>,
     record: &Record,
     texts: Vec<Text>,
-    store: Option<(&Artifacts, &Hold)>,
-) -> Result<Vec<store::Log>, SettleError> {
+    store: Option<(&Artifacts, &SharedLock)>,
+) -> Result<Vec<store::LogRow>, SettleError> {
     let of = [&record.stdout, &record.stderr];
     let mut logs = Vec::new();
     for ((stream, facts), text) in store::STREAMS.into_iter().zip(of).zip(texts) {
@@ -74,7 +74,7 @@ pub(super) fn keep(
             head.truncate(half);
             head.shrink_to_fit();
         }
-        logs.push(store::Log {
+        logs.push(store::LogRow {
             stream,
             total_bytes,
             dropped_bytes: total_bytes - whole,

@@ -27,9 +27,13 @@ use crate::home::HomeError;
 use crate::request::AnalysisId;
 use crate::run_dir::{Durable, Paper, RunDir, RunRecord, Task};
 use store::StoreError;
-use store::artifacts::{ArtifactError, Artifacts, Hold, Source, Transfer, Trust, User};
-use store::types::crash_points::{self, Step};
-use store::types::manifest::{self, Collected, ContentHash, Manifest, Output, Remark, Remarked};
+use store::artifacts::{
+    ArtifactError, Artifacts, ContentCheck, SharedLock, StoreUser, TransferMode, TransferSource,
+};
+use store::types::crash_points::{self, CrashPoint};
+use store::types::manifest::{
+    self, CollectedOutputs, ContentHash, Manifest, Output, Remark, RemarkedPath,
+};
 use store::types::result_value;
 
 #[derive(Debug, thiserror::Error)]
@@ -48,8 +52,8 @@ pub enum SettleError {
         #[source]
         source: StoreError,
     },
-    #[error("after the step `{}`", step.word())]
-    Step { step: Step, source: io::Error },
+    #[error("after the step `{}`", step.name())]
+    Step { step: CrashPoint, source: io::Error },
     #[error("how the attempt ended was not written down")]
     NoOutcome,
     #[error("{outputs} of its outputs, which were in memory, found no room and are lost")]
@@ -73,23 +77,23 @@ pub enum SettleError {
 impl SettleError {
     /// Whether somebody else has only held the database for longer than we wait.
     pub fn is_busy(&self) -> bool {
-        matches!(self, SettleError::Database { source, .. } if source.trouble() == store::Trouble::Busy)
+        matches!(self, SettleError::Database { source, .. } if source.fault_kind() == store::FaultKind::Busy)
     }
 
     /// Whether the database did not answer.
     pub fn is_away(&self) -> bool {
-        matches!(self, SettleError::Database { source, .. } if source.trouble() == store::Trouble::Away)
+        matches!(self, SettleError::Database { source, .. } if source.fault_kind() == store::FaultKind::Unreachable)
     }
 
     /// Whether it is the database's condition, which may be another in a moment.
     pub fn is_passing(&self) -> bool {
         let passing = [
-            store::Trouble::Away,
-            store::Trouble::Busy,
-            store::Trouble::Full,
-            store::Trouble::ReadOnly,
+            store::FaultKind::Unreachable,
+            store::FaultKind::Busy,
+            store::FaultKind::Full,
+            store::FaultKind::ReadOnly,
         ];
-        matches!(self, SettleError::Database { source, .. } if passing.contains(&source.trouble()))
+        matches!(self, SettleError::Database { source, .. } if passing.contains(&source.fault_kind()))
     }
 
     /// Whether the outputs are safe in the artifact store, and only the database lacks them.
@@ -103,8 +107,8 @@ impl SettleError {
     }
 }
 
-pub(crate) fn reached(step: Step) -> Result<(), SettleError> {
-    crash_points::at(step).map_err(|source| SettleError::Step { step, source })
+pub(crate) fn reached(step: CrashPoint) -> Result<(), SettleError> {
+    crash_points::reach(step).map_err(|source| SettleError::Step { step, source })
 }
 
 /// How an attempt ended, as it stands in the run directory. The logs are beside it.
@@ -124,7 +128,7 @@ pub fn write_ending(
     record: &Record,
     logs: [&Captured; 2],
 ) -> Result<(), SettleError> {
-    let kept = logs::write(dir, logs).and(reached(Step::LogsKept));
+    let kept = logs::write(dir, logs).and(reached(CrashPoint::LogsKept));
     kept.and(write_outcome(dir, record))
 }
 
@@ -141,7 +145,7 @@ pub(crate) fn write_outcome(dir: &RunDir, record: &Record) -> Result<(), SettleE
         record: record.clone(),
     };
     dir.put(Paper::Outcome, &ending, Durable::No)?;
-    reached(Step::OutcomeWritten)
+    reached(CrashPoint::OutcomeWritten)
 }
 
 /// One that a power cut tore is as good as none.
@@ -172,9 +176,9 @@ pub struct Ended<'a> {
     pub task: &'a Task,
     pub left: Left<'a>,
     /// Decided by the final status: a workspace that is to be kept is copied from.
-    pub transfer: &'a dyn Fn(&Record) -> Transfer,
+    pub transfer: &'a dyn Fn(&Record) -> TransferMode,
     /// Whether the manifest, if there is one, is our own of a moment ago.
-    pub trust: Trust,
+    pub trust: ContentCheck,
     pub modes: Modes,
 }
 
@@ -193,7 +197,7 @@ pub fn settle(
                 ended.dir.make_durable()?;
             }
             let manifest = gather(ended, progress)?;
-            reached(Step::Collected)?;
+            reached(CrashPoint::Collected)?;
             (manifest, false)
         }
     };
@@ -209,7 +213,7 @@ pub fn settle(
     if moves {
         ended.dir.make_durable()?;
     }
-    reached(Step::ManifestWritten)?;
+    reached(CrashPoint::ManifestWritten)?;
     // Held until the transaction is through: no sweep takes an object for forgotten in between. It goes when the record is
     // told, since then all that was kept leaves memory, and nobody need wait for that.
     let mut hold = None;
@@ -217,7 +221,7 @@ pub fn settle(
         true => take_and_commit(ended, ledger, &record, &mut manifest, texts, &mut hold),
         false => {
             let logs = logs::keep(ended, &record, texts, None)?;
-            reached(Step::ObjectsDurable)?;
+            reached(CrashPoint::ObjectsDurable)?;
             conclude_and_commit(ended, ledger, &record, &manifest, None, &logs)
         }
     };
@@ -227,7 +231,7 @@ pub fn settle(
     }
     let record = done?;
     // Only to be killed here: nothing that fails now could undo it.
-    let _committed = reached(Step::Committed);
+    let _committed = reached(CrashPoint::Committed);
     drop(hold);
     Ok(record)
 }
@@ -245,16 +249,16 @@ fn take_and_commit(
     record: &Record,
     manifest: &mut Manifest,
     texts: Vec<logs::Text>,
-    hold: &mut Option<Hold>,
+    hold: &mut Option<SharedLock>,
 ) -> Result<Record, SettleError> {
     let transfer = (ended.transfer)(&conclude(record, manifest));
     let artifacts = ledger.artifacts()?;
-    let hold = hold.insert(artifacts.hold()?);
+    let hold = hold.insert(artifacts.lock_shared()?);
     artifacts.note_user(hold, &user(ended))?;
     take_all(ended, manifest, (&artifacts, hold), transfer)?;
     let logs = logs::keep(ended, record, texts, Some((&artifacts, hold)))?;
     artifacts.make_durable()?;
-    reached(Step::ObjectsDurable)?;
+    reached(CrashPoint::ObjectsDurable)?;
     conclude_and_commit(ended, ledger, record, manifest, Some(&artifacts), &logs)
 }
 
@@ -264,7 +268,7 @@ fn conclude_and_commit(
     record: &Record,
     manifest: &Manifest,
     artifacts: Option<&Artifacts>,
-    logs: &[store::Log],
+    logs: &[store::LogRow],
 ) -> Result<Record, SettleError> {
     let mut record = conclude(record, manifest);
     let mut done = transaction::commit(ended, ledger, &mut record, manifest, artifacts, logs);
@@ -292,18 +296,18 @@ fn read_manifest(ended: &Ended<'_>) -> Result<Option<Manifest>, HomeError> {
 pub fn set_aside(ended: &Ended<'_>) -> Result<(), SettleError> {
     let aside = Artifacts::open(&ended.dir.objects())?;
     if !ended.task.memory {
-        return keep_in(ended, (&aside, &aside.hold()?), Transfer::Move);
+        return keep_in(ended, (&aside, &aside.lock_shared()?), TransferMode::Move);
     }
     // What does not fit dies with its memory; what does fit need not.
     let manifest: Option<Manifest> = ended.dir.get(Paper::Manifest)?;
     let manifest = manifest.ok_or(SettleError::NoOutcome)?;
-    let hold = aside.hold()?;
+    let hold = aside.lock_shared()?;
     let Left::Directory { dir, owner_uid } = ended.left else {
         return Err(SettleError::NoOutcome);
     };
-    let source = Source::new(dir, owner_uid, Transfer::Move, ended.trust);
+    let source = TransferSource::new(dir, owner_uid, TransferMode::Move, ended.trust);
     let outputs = manifest.collected.outputs.iter();
-    let taken = outputs.map(|output| aside.take(&hold, &source, output));
+    let taken = outputs.map(|output| aside.take_output(&hold, &source, output));
     let lost = taken.filter(Result::is_err).count();
     aside.make_durable()?;
     match lost {
@@ -315,23 +319,23 @@ pub fn set_aside(ended: &Ended<'_>) -> Result<(), SettleError> {
 /// Copies everything on the manifest into the artifact store, without a word to the database.
 pub(crate) fn keep_copy(ended: &Ended<'_>, ledger: &Ledger) -> Result<(), SettleError> {
     let artifacts = ledger.artifacts()?;
-    let hold = artifacts.hold()?;
+    let hold = artifacts.lock_shared()?;
     artifacts.note_user(&hold, &user(ended))?;
-    keep_in(ended, (&artifacts, &hold), Transfer::Copy)
+    keep_in(ended, (&artifacts, &hold), TransferMode::Copy)
 }
 
 /// On whose behalf objects are put into the store: a sweep must ask this database, and look through this home.
-fn user(ended: &Ended<'_>) -> User {
+fn user(ended: &Ended<'_>) -> StoreUser {
     // HOME/runs/ID/ATTEMPT, or HOME/pending/ID/ATTEMPT.
     let path = ended.dir.path();
     let home = path.ancestors().nth(3).unwrap_or(path);
-    User::new(&ended.task.database_id, &ended.task.database, home)
+    StoreUser::new(&ended.task.database_id, &ended.task.database, home)
 }
 
 fn keep_in(
     ended: &Ended<'_>,
-    (artifacts, hold): (&Artifacts, &Hold),
-    transfer: Transfer,
+    (artifacts, hold): (&Artifacts, &SharedLock),
+    transfer: TransferMode,
 ) -> Result<(), SettleError> {
     let manifest: Option<Manifest> = ended.dir.get(Paper::Manifest)?;
     let mut manifest = manifest.ok_or(SettleError::NoOutcome)?;
@@ -390,10 +394,10 @@ pub(crate) fn gather(
 }
 
 /// What is committed of a workspace that is gone, or given up.
-pub(crate) fn all_lost() -> Collected {
-    let mut collected = Collected::default();
+pub(crate) fn all_lost() -> CollectedOutputs {
+    let mut collected = CollectedOutputs::default();
     collected.remark_counts.insert(Remark::Lost, 1);
-    collected.remarks.push(Remarked {
+    collected.remarks.push(RemarkedPath {
         path: String::from("."),
         remark: Remark::Lost,
     });
@@ -405,7 +409,9 @@ fn result_text(dir: BorrowedFd<'_>, outputs: &[Output]) -> Option<Result<String,
     let output = outputs.iter().find(|o| o.path.as_bytes() == RESULT)?;
     if output.bytes > result_value::BYTES_MAX as u64 {
         let bytes = usize::try_from(output.bytes).unwrap_or(usize::MAX);
-        return Some(Err(result_value::NotStored::TooLarge { bytes }.to_string()));
+        return Some(Err(
+            result_value::ResultRejection::TooLarge { bytes }.to_string()
+        ));
     }
     let read = || -> io::Result<Vec<u8>> {
         let flags =
@@ -448,12 +454,12 @@ fn conclude(record: &Record, manifest: &Manifest) -> Record {
 fn take_all(
     ended: &Ended<'_>,
     manifest: &mut Manifest,
-    (artifacts, hold): (&Artifacts, &Hold),
-    transfer: Transfer,
+    (artifacts, hold): (&Artifacts, &SharedLock),
+    transfer: TransferMode,
 ) -> Result<(), SettleError> {
     let source = match ended.left {
         Left::Directory { dir, owner_uid } => {
-            Some(Source::new(dir, owner_uid, transfer, ended.trust))
+            Some(TransferSource::new(dir, owner_uid, transfer, ended.trust))
         }
         Left::Nothing | Left::Gone => None,
     };
@@ -466,13 +472,16 @@ fn take_all(
         if let Some(aside) = &aside
             && aside.contains(&output.blake3, output.bytes)
         {
-            artifacts.adopt(hold, aside, &output.blake3, output.bytes)?;
+            artifacts.import_object(hold, aside, &output.blake3, output.bytes)?;
             continue;
         }
-        if artifacts.has(&output.blake3, output.bytes)? {
+        if artifacts.has_object(&output.blake3, output.bytes)? {
             continue;
         }
-        match source.as_ref().map(|s| artifacts.take(hold, s, output)) {
+        match source
+            .as_ref()
+            .map(|s| artifacts.take_output(hold, s, output))
+        {
             Some(Ok(_)) => {}
             Some(Err(e)) if !is_lost(&e, ended.trust) => return Err(e.into()),
             Some(Err(_)) | None => drop(lost.insert(output.path.clone())),
@@ -493,10 +502,12 @@ fn take_all(
 }
 
 /// It is gone; or, in recovery, it is not what was hashed: a power cut took what was never synced.
-fn is_lost(error: &ArtifactError, trust: Trust) -> bool {
+fn is_lost(error: &ArtifactError, trust: ContentCheck) -> bool {
     match error {
         ArtifactError::Open { source, .. } => source.kind() == io::ErrorKind::NotFound,
-        ArtifactError::Changed { .. } | ArtifactError::Damaged { .. } => trust == Trust::Nothing,
+        ArtifactError::Changed { .. } | ArtifactError::Damaged { .. } => {
+            trust == ContentCheck::Rehash
+        }
         _ => false,
     }
 }
@@ -518,7 +529,7 @@ fn strike_off(
     collected.bytes = collected.outputs.iter().map(|o| o.bytes).sum();
     *collected.remark_counts.entry(Remark::Lost).or_default() += lost.len() as u64;
     let room = manifest::REMARKS_MAX.saturating_sub(collected.remarks.len());
-    let remarked = lost.iter().take(room).map(|path| Remarked {
+    let remarked = lost.iter().take(room).map(|path| RemarkedPath {
         path: path.text(),
         remark: Remark::Lost,
     });

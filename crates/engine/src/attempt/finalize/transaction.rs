@@ -11,9 +11,9 @@ use crate::attempt::recorder::Ledger;
 use crate::provenance;
 use crate::request::{Collection, Level};
 use crate::run_dir::Paper;
-use store::Committed;
+use store::CommitOutcome;
 use store::artifacts::Artifacts;
-use store::types::crash_points::{self, Step};
+use store::types::crash_points::{self, CrashPoint};
 use store::types::manifest::{Manifest, Output};
 
 /// Of outputs that do not all have room in the database, the smallest do: they are most, and what people look at first. The
@@ -39,7 +39,7 @@ pub(super) fn commit(
     record: &mut Record,
     manifest: &Manifest,
     artifacts: Option<&Artifacts>,
-    logs: &[store::Log],
+    logs: &[store::LogRow],
 ) -> Result<(), SettleError> {
     let rules = &ended.task.collection;
     let (largest, mut as_large) = largest_inline(&manifest.collected.outputs, rules);
@@ -71,7 +71,7 @@ pub(super) fn commit(
     let ms = |time: u64| i64::try_from(time).ok();
     let ran = record.isolation.level.is_some();
     let mut commit = store::Commit {
-        begin: store::Begin {
+        begin: store::NewAttempt {
             id: record.id.as_str(),
             key: &ended.task.key,
             replace: false,
@@ -101,8 +101,8 @@ pub(super) fn commit(
         result: manifest.result.as_deref(),
         result_note: manifest.result_note.as_deref(),
         post_process: match ledger.post_process {
-            Some(_) => store::PostProcess::Pending,
-            None => store::PostProcess::NotAsked,
+            Some(_) => store::PostProcessState::Pending,
+            None => store::PostProcessState::NotAsked,
         },
         outputs: &manifest.collected.outputs,
         artifact_store: artifacts.map_or(&ended.task.artifacts_id, Artifacts::id),
@@ -110,19 +110,19 @@ pub(super) fn commit(
         remark_counts: &manifest.collected.remark_counts,
         logs,
         content: &mut content,
-        before_commit: &mut || crash_points::at(Step::TransactionOpen),
+        before_commit: &mut || crash_points::reach(CrashPoint::TransactionOpen),
     };
     if ledger.store()?.id() != ended.task.database_id {
         return Err(SettleError::OtherDatabase { database });
     }
     let committed = ledger.with(|store| store.commit(&mut commit))?;
     let state = match committed {
-        Committed::Now | Committed::Already => CommitState::Committed,
-        Committed::Anew { attempt } => {
+        CommitOutcome::Now | CommitOutcome::Already => CommitState::Committed,
+        CommitOutcome::Recreated { attempt } => {
             record.attempt = attempt;
             CommitState::Committed
         }
-        Committed::Superseded { attempt } => {
+        CommitOutcome::Superseded { attempt } => {
             record.attempt = attempt;
             CommitState::Superseded
         }
@@ -163,8 +163,8 @@ fn state_of(status: Status) -> store::State {
     }
 }
 
-fn usage_of(record: &Record) -> store::Usage {
-    store::Usage {
+fn usage_of(record: &Record) -> store::AttemptUsage {
+    store::AttemptUsage {
         wall_ms: record.times.wall_ms,
         cpu_ms: record.cpu_ms,
         memory_peak_bytes: record.memory_peak_bytes,

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use engine::home;
 use store::types::units::{format_cpus, format_size};
-use store::{Busy, Listed, Overview, State, Waiting, Worker};
+use store::{ActiveAttempt, AttemptSummary, QueueOverview, State, WaitingAttempt, WorkerRow};
 
 use super::Snapshot;
 use super::grid::{Grid, Ink, Line, column};
@@ -75,7 +75,7 @@ pub fn page(now: &Snapshot, screen: Option<Size>, trouble: Option<&str>) -> Vec<
     lines
 }
 
-fn bar(overview: &Overview, width: Option<usize>) -> Line {
+fn bar(overview: &QueueOverview, width: Option<usize>) -> Line {
     let live = overview
         .workers
         .iter()
@@ -165,12 +165,12 @@ fn short(text: &str) -> String {
     }
 }
 
-fn is_live(worker: &Worker, now_ms: i64) -> bool {
+fn is_live(worker: &WorkerRow, now_ms: i64) -> bool {
     now_ms.saturating_sub(worker.seen_ms) < SEEN_MS
 }
 
 /// Machines are told apart by an id that nobody knows by heart.
-fn host_names(overview: &Overview) -> HashMap<String, String> {
+fn host_names(overview: &QueueOverview) -> HashMap<String, String> {
     let known = overview.workers.iter();
     let mut names: HashMap<String, String> = known
         .map(|worker| (worker.host.clone(), short(&worker.host_name)))
@@ -187,13 +187,13 @@ fn host_name(names: &HashMap<String, String>, host: &str) -> String {
 }
 
 /// An attempt names its worker with its host behind an at sign.
-fn is_of(busy: &Busy, worker: &Worker) -> bool {
+fn is_of(busy: &ActiveAttempt, worker: &WorkerRow) -> bool {
     let name = busy.worker.as_deref().unwrap_or_default();
     let plain = name.split_once('@').map_or(name, |(plain, _)| plain);
     busy.host == worker.host && plain == worker.name
 }
 
-fn workers(overview: &Overview) -> Section {
+fn workers(overview: &QueueOverview) -> Section {
     let mut grid = Grid::new(vec![
         column("WORKER", Left, 0),
         column("HOST", Left, 3),
@@ -204,7 +204,7 @@ fn workers(overview: &Overview) -> Section {
         column("", Left, 2),
     ]);
     for worker in &overview.workers {
-        let its: Vec<&Busy> = overview.busy.iter().filter(|b| is_of(b, worker)).collect();
+        let its: Vec<&ActiveAttempt> = overview.busy.iter().filter(|b| is_of(b, worker)).collect();
         // What it last told of itself is older than what it has; but of very many not all were fetched.
         let all_fetched = overview.busy.len() as u64 == overview.running;
         let running = match all_fetched {
@@ -305,7 +305,7 @@ fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
 }
 
 /// Since we looked before; at the first look, on average since it began.
-fn cpus_used(used: Used, busy: &Busy, now_ms: i64) -> String {
+fn cpus_used(used: Used, busy: &ActiveAttempt, now_ms: i64) -> String {
     let average = || {
         let ran_ms = now_ms.checked_sub(busy.started_ms?)?;
         let ran_ms = u64::try_from(ran_ms).ok().filter(|ms| *ms > 0)?;
@@ -340,7 +340,7 @@ fn name(id: &str, attempt: u32) -> String {
     }
 }
 
-fn queued(overview: &Overview) -> Section {
+fn queued(overview: &QueueOverview) -> Section {
     let mut grid = Grid::new(vec![
         column("QUEUED", Left, 0),
         column("FOR", Right, 0),
@@ -367,7 +367,7 @@ fn queued(overview: &Overview) -> Section {
     }
 }
 
-fn delay(waiting: &Waiting, now_ms: i64) -> String {
+fn delay(waiting: &WaitingAttempt, now_ms: i64) -> String {
     let left = waiting.not_before_ms.map(|ms| ms.saturating_sub(now_ms));
     match left.and_then(|left| u64::try_from(left).ok()) {
         Some(left) if left > 0 => format!("tried again in {}", when::brief(left)),
@@ -375,7 +375,7 @@ fn delay(waiting: &Waiting, now_ms: i64) -> String {
     }
 }
 
-fn ended(now_ms: i64, ended: &[Listed]) -> Section {
+fn ended(now_ms: i64, ended: &[AttemptSummary]) -> Section {
     let mut grid = Grid::new(vec![
         column("ENDED", Left, 0),
         column("", Left, 0),

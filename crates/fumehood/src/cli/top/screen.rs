@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{LocalModes, OptionalActions, SpecialCodeIndex, Termios};
-use store::Bell;
+use store::ChangeListener;
 
 use super::frame::Size;
 use super::grid::{Ink, Line};
@@ -126,7 +126,7 @@ impl Screen {
     }
 
     /// Until something happens, or the time has come.
-    pub fn listen(&self, bell: Option<&Bell>, until: Instant) -> anyhow::Result<Heard> {
+    pub fn listen(&self, bell: Option<&ChangeListener>, until: Instant) -> anyhow::Result<Heard> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let timeout = Timespec {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use engine::home::Home;
 use rustix::fs::{Mode, OFlags};
-use store::Busy;
+use store::ActiveAttempt;
 
 use crate::cli::standing::{self, Next};
 
@@ -53,7 +53,7 @@ impl Meters {
         self.taken = Some(now);
     }
 
-    pub fn of(&self, busy: &Busy) -> Used {
+    pub fn of(&self, busy: &ActiveAttempt) -> Used {
         // The same id may run elsewhere, too, under another number or in another database; only what is here was read.
         let here = busy.host == engine::home::machine();
         let used = self.used.get(&(busy.id.clone(), busy.attempt));

@@ -3,7 +3,9 @@
 use super::*;
 use crate::cli::args::{StoreArgs, SubmitArgs};
 use engine::request::{Asker, Writers};
-use store::types::submission::{Item, Setting as Stored, Submission, VERSION, What};
+use store::types::submission::{
+    InputItem, Submission, SubmittedCommand, SubmittedSetting as Stored, VERSION,
+};
 
 impl Bench {
     fn submit(&self, options: &[&str]) -> Result<ToSubmit, ConfigError> {
@@ -55,7 +57,7 @@ fn submission<const N: usize>(settings: [(&str, Stored); N]) -> Submission {
     Submission {
         version: VERSION,
         id: AnalysisId::new("q").unwrap(),
-        command: What::Argv(vec!["true".into()]),
+        command: SubmittedCommand::Argv(vec!["true".into()]),
         settings: settings
             .map(|(name, value)| (name.to_owned(), value))
             .into(),
@@ -431,7 +433,7 @@ fn a_stranger_gets_the_hosts_shared_memory_only_by_policy() {
 fn inputs_come_from_where_they_were_laid_out() {
     let bench = Bench::new();
     let hash = store::types::manifest::ContentHash::of(b"x");
-    let file = |name: &str| Item::File {
+    let file = |name: &str| InputItem::File {
         name: name.into(),
         blake3: hash,
         executable: false,
@@ -439,10 +441,10 @@ fn inputs_come_from_where_they_were_laid_out() {
     let mut submission = submission([]);
     submission.inputs = vec![
         file("a.py"),
-        Item::Directory { name: "d".into() },
+        InputItem::Directory { name: "d".into() },
         file("d/x"),
     ];
-    submission.command = What::Script {
+    submission.command = SubmittedCommand::Script {
         name: "a.py".into(),
         from: "/home/me/a.py".into(),
         args: vec!["1".into()],

@@ -1,4 +1,4 @@
-//! What leaves the store, and where it must not go.
+//! Tests of the export: what it writes, and where it must not write.
 
 use super::*;
 
@@ -7,14 +7,14 @@ pub(super) fn export_all(
     outputs: &[Output],
     to: &Path,
     overwrite: Overwrite,
-) -> Result<Vec<Exported>, ExportError> {
+) -> Result<Vec<ExportedFile>, ExportError> {
     let outputs: Vec<_> = outputs
         .iter()
         .map(|o| (o.path.clone(), o.bytes, o.blake3))
         .collect();
     let mut source = |hash: &ContentHash| {
         let file = store.open_object(hash).map_err(io::Error::other)?;
-        Ok(Content::File(file))
+        Ok(ExportContent::File(file))
     };
     export(&mut source, &outputs, to, overwrite, u64::MAX)
 }
@@ -28,7 +28,7 @@ fn to_export() -> (Scene, Vec<Output>, PathBuf) {
         scene.file(b"dir/deeper/c", b""),
     ];
     for output in &outputs {
-        scene.take(output, Transfer::Move).unwrap();
+        scene.take(output, TransferMode::Move).unwrap();
     }
     let to = scene._dirs[0].path().join("to");
     (scene, outputs, to)
@@ -58,16 +58,16 @@ fn an_export_writes_everything_with_its_sha256() {
     );
     let name = to.join(OsStr::from_bytes(b"dir/b \xff"));
     assert_eq!(std::fs::read(&name).unwrap(), b"content of b");
-    // Asking by setting it would change what other tests make meanwhile.
+    // umask can only be read by setting it, which would affect files of other tests.
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let umask = status.lines().find_map(|line| line.strip_prefix("Umask:"));
     let umask = u32::from_str_radix(umask.unwrap().trim(), 8).unwrap();
     assert_eq!(mode(&name), 0o644 & !umask);
     assert_eq!(mode(&to.join("dir")), 0o755 & !umask);
     assert_eq!(list(&to).len(), 5, "and nothing else");
-    // What comes from the database instead.
+    // The same from bytes in the database.
     let bytes = [(outputs[0].path.clone(), 12, outputs[0].blake3)];
-    let mut source = |_: &ContentHash| Ok(Content::Bytes(b"content of a".to_vec()));
+    let mut source = |_: &ContentHash| Ok(ExportContent::Bytes(b"content of a".to_vec()));
     let again = export(
         &mut source,
         &bytes,
@@ -98,7 +98,7 @@ fn an_export_overwrites_nothing_and_finds_all_conflicts_before_it_writes() {
     assert_eq!(std::fs::read(to.join("dir/deeper/c")).unwrap(), b"");
     assert_eq!(std::fs::read(to.join("a")).unwrap(), b"content of a");
 
-    // Not even with force does a directory go.
+    // Not even `--force` replaces a directory.
     std::fs::remove_file(to.join("a")).unwrap();
     std::fs::create_dir(to.join("a")).unwrap();
     for overwrite in [Overwrite::Never, Overwrite::Files] {
@@ -151,7 +151,7 @@ fn an_export_never_goes_through_a_link() {
     }
 }
 
-/// Somebody swaps the directory for a link and back, all the time.
+/// Another thread exchanges the directory and a link all the time.
 #[test]
 fn an_export_never_goes_through_a_link_that_appears_meanwhile() {
     let (scene, outputs, to) = to_export();
@@ -185,7 +185,7 @@ fn an_export_never_goes_through_a_link_that_appears_meanwhile() {
     assert_eq!(list(&outside).len(), 0);
 }
 
-/// What comes after the look for conflicts is not lost either.
+/// A file that appears after the check for conflicts is not overwritten either.
 #[test]
 fn an_export_overwrites_nothing_that_appears_meanwhile() {
     let (scene, outputs, to) = to_export();
@@ -197,7 +197,7 @@ fn an_export_overwrites_nothing_that_appears_meanwhile() {
         if *hash == outputs[0].blake3 {
             std::fs::write(to.join("a"), "mine").unwrap();
         }
-        Ok(Content::File(scene.store.open_object(hash).unwrap()))
+        Ok(ExportContent::File(scene.store.open_object(hash).unwrap()))
     };
     let exported = export(&mut source, &all, &to, Overwrite::Never, u64::MAX);
     assert!(matches!(exported, Err(ExportError::Write { .. })));
@@ -208,7 +208,7 @@ fn an_export_overwrites_nothing_that_appears_meanwhile() {
         if *hash == outputs[1].blake3 {
             symlink(&outside, to.join("dir")).unwrap();
         }
-        Ok(Content::File(scene.store.open_object(hash).unwrap()))
+        Ok(ExportContent::File(scene.store.open_object(hash).unwrap()))
     };
     let exported = export(&mut source, &all, &to, Overwrite::Files, u64::MAX);
     let Err(ExportError::Write { path, written, .. }) = exported else {
@@ -236,19 +236,19 @@ fn a_damaged_object_is_not_exported_and_what_was_written_is_told() {
     assert!(matches!(exported, Err(ExportError::Write { .. })));
 }
 
-/// One content under many names: written to within the bound, and no more. What is written to one is not in another.
+/// One content under many names: copies within the bound, and no more. A write to one file does not change another.
 #[test]
 fn equal_outputs_are_files_of_their_own_within_the_bound() {
     let scene = Scene::new();
     let one = scene.file(b"a", &[7; 100_000]);
-    scene.take(&one, Transfer::Move).unwrap();
+    scene.take(&one, TransferMode::Move).unwrap();
     let names: Vec<_> = ["a", "b", "dir/c", "d"]
         .map(|name| OutputPath::new(name.into()).unwrap())
         .map(|path| (path, one.bytes, one.blake3))
         .into();
     let export_within = |to: &Path, bytes_max: u64| {
         let mut source =
-            |hash: &ContentHash| Ok(Content::File(scene.store.open_object(hash).unwrap()));
+            |hash: &ContentHash| Ok(ExportContent::File(scene.store.open_object(hash).unwrap()));
         export(&mut source, &names, to, Overwrite::Never, bytes_max)
     };
     let inodes = |to: &Path| -> HashSet<u64> {
@@ -266,7 +266,7 @@ fn equal_outputs_are_files_of_their_own_within_the_bound() {
     std::fs::write(to.join("a"), "changed").unwrap();
     assert_eq!(std::fs::read(to.join("b")).unwrap(), [7; 100_000]);
 
-    // A record of before every name counted.
+    // A record from before every name counted towards the size.
     let old = scene._dirs[0].path().join("old");
     let exported = export_within(&old, 200_000).unwrap();
     assert_eq!(exported.len(), 4);

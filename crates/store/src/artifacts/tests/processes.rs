@@ -1,10 +1,10 @@
-//! Tests with real processes that die, real file systems, and another user.
+//! Tests with processes that are killed, other file systems, and another user.
 
 use super::*;
 
 const JOB: &str = "FUMEHOOD_TEST_ARTIFACTS";
 
-/// This binary, to run one test of this module, or some: as itself whatever became of its path.
+/// Runs tests of this module in a new process of this binary. /proc/self/exe works even if the file was replaced.
 fn ourselves(test: &str) -> Command {
     let module = module_path!().split_once("::").unwrap().1;
     let mut command = Command::new("/proc/self/exe");
@@ -21,7 +21,7 @@ fn taker(workspace: &Path, store: &Path) -> Child {
     pipes.spawn().unwrap()
 }
 
-/// In a process of its own: takes all files of a workspace, after a line on stdin. Says when it is ready.
+/// Runs in a process of its own: prints `ready`, waits for a line on stdin, then takes all files of a workspace.
 #[test]
 fn takes_everything_when_asked() {
     let Ok(job) = std::env::var(JOB) else {
@@ -31,13 +31,18 @@ fn takes_everything_when_asked() {
     let workspace = Path::new(workspace);
     let outputs = outputs_in(workspace);
     let store = Artifacts::open(Path::new(store)).unwrap();
-    let hold = store.hold().unwrap();
+    let hold = store.lock_shared().unwrap();
     let dir = File::open(workspace).unwrap();
-    let source = Source::new(dir.as_fd(), program_uid(), Transfer::Move, Trust::Nothing);
+    let source = TransferSource::new(
+        dir.as_fd(),
+        program_uid(),
+        TransferMode::Move,
+        ContentCheck::Rehash,
+    );
     println!("\nready");
     std::io::stdin().read_line(&mut String::new()).unwrap();
     for output in &outputs {
-        store.take(&hold, &source, output).unwrap();
+        store.take_output(&hold, &source, output).unwrap();
     }
     store.make_durable().unwrap();
 }
@@ -64,7 +69,7 @@ fn start(child: &mut Child) {
     child.stdin.take().unwrap().write_all(b"go\n").unwrap();
 }
 
-/// After a kill at any instant the repeat ends where an undisturbed run ends.
+/// After a kill at any moment, a repeat gives the same result as an undisturbed run.
 #[test]
 fn a_kill_at_any_instant_is_repaired_by_the_repeat() {
     const FILES: usize = 120;
@@ -72,7 +77,7 @@ fn a_kill_at_any_instant_is_repaired_by_the_repeat() {
     let mut midway = 0;
     for round in 0..ROUNDS {
         let scene = match round % 4 {
-            3 => Scene::across(),
+            3 => Scene::across_file_systems(),
             _ => Scene::new(),
         };
         let Scene {
@@ -84,13 +89,13 @@ fn a_kill_at_any_instant_is_repaired_by_the_repeat() {
         drop(hold);
         for n in 0..FILES {
             let path = workspace.join(format!("{n:04}"));
-            // Some are equal, some are links of each other.
+            // Some files have equal content, some are hard links.
             match n % 10 {
                 8 => std::fs::write(&path, "equal").unwrap(),
                 9 => std::fs::hard_link(workspace.join(format!("{:04}", n - 9)), &path).unwrap(),
                 _ => std::fs::write(&path, format!("{n}").repeat(1_000)).unwrap(),
             }
-            give(&path);
+            give_to_program(&path);
         }
         let outputs = outputs_in(&workspace);
         let distinct: HashSet<ContentHash> = outputs.iter().map(|o| o.blake3).collect();
@@ -98,7 +103,7 @@ fn a_kill_at_any_instant_is_repaired_by_the_repeat() {
         wait_until_ready(&mut child);
         let kill_at = count_to_wait_for(distinct.len());
         start(&mut child);
-        // The instant is chosen by what has been done, and by chance within that.
+        // Kill after a chosen number of objects, plus a random delay.
         let deadline = std::time::Instant::now() + Duration::from_secs(60);
         while count_objects(&store) < kill_at && std::time::Instant::now() < deadline {}
         for _ in 0..u16::from_ne_bytes(noise()) {
@@ -109,19 +114,24 @@ fn a_kill_at_any_instant_is_repaired_by_the_repeat() {
         let found = count_objects(&store) as usize;
         midway += u32::from(found > 0 && found < distinct.len());
 
-        // Whoever died holds nothing.
-        let hold = store.hold().unwrap();
+        // The lock of the killed process is gone.
+        let hold = store.lock_shared().unwrap();
         let dir = File::open(&workspace).unwrap();
-        let source = Source::new(dir.as_fd(), program_uid(), Transfer::Move, Trust::Nothing);
+        let source = TransferSource::new(
+            dir.as_fd(),
+            program_uid(),
+            TransferMode::Move,
+            ContentCheck::Rehash,
+        );
         for output in &outputs {
-            store.take(&hold, &source, output).unwrap();
+            store.take_output(&hold, &source, output).unwrap();
         }
         store.make_durable().unwrap();
         assert_eq!(count_objects(&store) as usize, distinct.len());
         assert_eq!(store.path.join("staging").read_dir().unwrap().count(), 0);
         for output in &outputs {
             let verdict = store.verify(&output.blake3, output.bytes).unwrap();
-            assert_eq!(verdict, Verdict::Sound);
+            assert_eq!(verdict, ObjectCondition::Sound);
             assert_eq!(mode(&store.object_path(&output.blake3)), 0o444);
         }
     }
@@ -132,7 +142,7 @@ fn count_to_wait_for(objects: usize) -> u64 {
     u64::from(u16::from_ne_bytes(noise())) % objects as u64
 }
 
-/// Eight processes with equal files, and eight threads each in a process of its own, and no more than one object each.
+/// Eight processes, and then eight threads, add equal files at the same time. Each content becomes one object.
 #[test]
 fn equal_content_is_kept_once_however_many_bring_it() {
     const FILES: usize = 100;
@@ -143,7 +153,7 @@ fn equal_content_is_kept_once_however_many_bring_it() {
         for n in 0..FILES {
             let path = workspace.join(format!("{n:04}"));
             std::fs::write(&path, format!("{n}").repeat(5_000)).unwrap();
-            give(&path);
+            give_to_program(&path);
         }
     }
     let store = Artifacts::open(&dir.path().join("store")).unwrap();
@@ -159,17 +169,17 @@ fn equal_content_is_kept_once_however_many_bring_it() {
     assert_eq!(count_objects(&store), FILES as u64);
 
     let threads = Artifacts::open(&dir.path().join("threads")).unwrap();
-    let hold = threads.hold().unwrap();
+    let hold = threads.lock_shared().unwrap();
     std::thread::scope(|scope| {
         for workspace in &workspaces {
             let (threads, hold) = (&threads, &hold);
             scope.spawn(move || {
                 let dir = File::open(workspace).unwrap();
-                let (how, trust) = (Transfer::Copy, Trust::Manifest);
-                // They are the store's own now, where they became objects.
-                let source = Source::new(dir.as_fd(), program_uid(), how, trust);
+                let (how, check) = (TransferMode::Copy, ContentCheck::TrustManifest);
+                // Files that became objects now belong to the store.
+                let source = TransferSource::new(dir.as_fd(), program_uid(), how, check);
                 for output in outputs_in(workspace) {
-                    threads.take(hold, &source, &output).unwrap();
+                    threads.take_output(hold, &source, &output).unwrap();
                 }
                 threads.make_durable().unwrap();
             });
@@ -179,19 +189,19 @@ fn equal_content_is_kept_once_however_many_bring_it() {
     for output in outputs_in(&workspaces[0]) {
         for store in [&store, &threads] {
             let verdict = store.verify(&output.blake3, output.bytes).unwrap();
-            assert_eq!(verdict, Verdict::Sound);
+            assert_eq!(verdict, ObjectCondition::Sound);
         }
     }
 }
 
-/// A file system that is mounted while this lives.
+/// A file system that stays mounted as long as this value lives.
 struct Image {
     at: PathBuf,
     _dir: TempDir,
 }
 
 impl Image {
-    /// In a file, made by a command.
+    /// A file system in an image file, made by the command `make`.
     fn new(make: &[&str], options: &str) -> Option<Image> {
         let dir = tempfile::tempdir().unwrap();
         let (image, at) = (dir.path().join("image"), dir.path().join("at"));
@@ -217,7 +227,7 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // Lazily, since another test that forks just now holds our descriptors until it executes.
+        // Unmount lazily: another test that has just forked holds our descriptors until it calls execve.
         run(Command::new("umount").arg("-l").arg(&self.at));
     }
 }
@@ -240,12 +250,15 @@ fn a_file_system_with_reflinks_shares_the_blocks_of_a_copy() {
     let at = image.at();
     let scene = Scene::with(Vec::new(), at.join("workspace"), at.join("store"));
     let output = scene.file(b"a", &[1; 1 << 20]);
-    let taken = scene.take(&output, Transfer::Copy).unwrap();
-    assert_eq!(taken, Taken::Reflinked);
+    let taken = scene.take(&output, TransferMode::Copy).unwrap();
+    assert_eq!(taken, TransferMethod::Reflinked);
     std::fs::write(scene.path(&output), "changed").unwrap();
     scene.assert_kept(&output);
     let moved = scene.file(b"b", &[2; 1 << 20]);
-    assert_eq!(scene.take(&moved, Transfer::Move).unwrap(), Taken::Linked);
+    assert_eq!(
+        scene.take(&moved, TransferMode::Move).unwrap(),
+        TransferMethod::Linked
+    );
     scene.assert_kept(&moved);
     drop(scene);
 }
@@ -256,7 +269,7 @@ fn an_object_leaves_the_project_whose_quota_held_the_workspace() {
         println!("UNAVAILABLE: only root can mount a file system to try this on");
         return;
     }
-    // XFS keeps a file's project whether or not the kernel can limit it.
+    // XFS records a file's project even if the kernel cannot enforce project quotas.
     let Some(image) = Image::new(&["mkfs.xfs", "-q"], "loop") else {
         println!("UNAVAILABLE: no XFS can be made and mounted here");
         return;
@@ -272,7 +285,7 @@ fn an_object_leaves_the_project_whose_quota_held_the_workspace() {
     };
     let output = scene.file(b"a", b"content");
     assert_eq!(project(&scene.path(&output)), "4711", "the control");
-    scene.take(&output, Transfer::Move).unwrap();
+    scene.take(&output, TransferMode::Move).unwrap();
     scene.assert_kept(&output);
     assert_eq!(project(&scene.object(&output)), "0");
     drop(scene);
@@ -293,16 +306,16 @@ fn a_full_disk_is_told_and_leaves_nothing_behind() {
     let workspace = disk.path().join("workspace");
     let scene = Scene::with(vec![disk], workspace, small.at().join("store"));
     let control = scene.file(b"control", &[1; 1 << 20]);
-    scene.take(&control, Transfer::Move).unwrap();
+    scene.take(&control, TransferMode::Move).unwrap();
     let output = scene.file(b"a", &[2; 8 << 20]);
-    let taken = scene.take(&output, Transfer::Move);
+    let taken = scene.take(&output, TransferMode::Move);
     let Err(ArtifactError::Place { source, .. }) = &taken else {
         panic!("{taken:?}");
     };
     assert_eq!(source.kind(), io::ErrorKind::StorageFull);
     scene.assert_kept(&control);
     assert_eq!(count_objects(&scene.store), 1);
-    // Another test that forks just now holds the nameless file, too, until it executes.
+    // Another test that has just forked also holds the nameless file until it calls execve.
     let deadline = std::time::Instant::now() + Duration::from_secs(30);
     let free = || rustix::fs::statvfs(small.at()).map(|s| s.f_bfree * s.f_frsize);
     while free().unwrap() < 2 << 20 {
@@ -312,7 +325,7 @@ fn a_full_disk_is_told_and_leaves_nothing_behind() {
     drop(scene);
 }
 
-/// Everything above and in the parent module, as a user who is not root.
+/// Runs all tests above and in the parent module as a user who is not root.
 #[test]
 fn all_of_this_as_a_plain_user() {
     if !is_root() {

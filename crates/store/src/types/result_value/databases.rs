@@ -1,5 +1,5 @@
-//! The judge's judges: a real PostgreSQL and a real SQLite are given everything that `check` accepts, and must take it
-//! and read it alike; for what the databases are the reason to refuse, one of them is shown to do so.
+//! Compares `check` with real databases. PostgreSQL and SQLite must accept everything that `check` accepts, and read
+//! it alike. For documents that `check` refuses because of a database, at least one database must refuse them too.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -14,14 +14,14 @@ use super::tests::{bad, good};
 
 const PYTHON: &str = "/usr/bin/python3";
 
-/// A PostgreSQL of the test's own, without TCP, gone with the value.
+/// A private PostgreSQL server without TCP. Stopped and removed on drop.
 struct Cluster {
     dir: tempfile::TempDir,
     bin: PathBuf,
 }
 
 impl Cluster {
-    /// `None` if there is no PostgreSQL on this host.
+    /// `None` if PostgreSQL is not installed.
     fn start() -> Option<Cluster> {
         let versions = fs::read_dir("/usr/lib/postgresql").ok()?;
         let bins = versions.map(|entry| entry.unwrap().path().join("bin"));
@@ -87,7 +87,7 @@ impl Cluster {
         command
     }
 
-    /// For each document what jsonb makes of it, or nothing if it refuses.
+    /// For each document the text that jsonb returns, or `None` if PostgreSQL refuses the document.
     fn read(&self, docs: &[Vec<u8>]) -> Vec<Option<Vec<u8>>> {
         let mut sql = String::from(
             r"create function pg_temp.judge(doc bytea) returns text language plpgsql as $$
@@ -119,7 +119,7 @@ impl Cluster {
         lines.iter().map(read).collect()
     }
 
-    /// For each document whether PostgreSQL or SQLite will not have it.
+    /// For each document whether PostgreSQL or SQLite refuses it.
     fn either_refuses(&self, docs: &[&[u8]]) -> Vec<bool> {
         let docs: Vec<Vec<u8>> = docs.iter().map(|doc| doc.to_vec()).collect();
         let postgres = self.read(&docs);
@@ -139,8 +139,8 @@ impl Drop for Cluster {
     }
 }
 
-/// What SQLite says of each document: `refused`, `same` as the text PostgreSQL gave, `differs`, or `accepted`
-/// where there is no such text. Numbers are compared as doubles.
+/// Prints SQLite's answer for each document: `refused`, `same` as the text from PostgreSQL, `differs`, or `accepted`
+/// if there is no text from PostgreSQL. Numbers are compared as doubles.
 const SQLITE: &str = r"
 import json, sqlite3, sys
 db = sqlite3.connect(':memory:')
@@ -196,7 +196,8 @@ fn unhex(text: &str) -> Vec<u8> {
     pairs.map(|p| digit(p[0]) << 4 | digit(p[1])).collect()
 }
 
-/// Documents made of what is dangerous: escapes at every border, numbers at every bound, keys that nearly meet.
+/// Generates documents from dangerous parts: escapes at every boundary, numbers at every bound, keys that are nearly
+/// equal.
 fn made_up() -> Vec<Vec<u8>> {
     use proptest::collection::vec;
     use proptest::prelude::{Just, any, prop_oneof};
@@ -271,7 +272,8 @@ fn both_databases_take_what_is_accepted_and_read_it_alike() {
         assert_eq!(ours, "same", "SQLite on {shown}");
     }
 
-    // The control: these are refused because of the databases, and would have been discovered in the transaction.
+    // The control: the databases are the reason to refuse these. Without the check they would fail inside the
+    // transaction.
     let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
     let named: [&[u8]; 10] = [
         br#""\u0000""#,

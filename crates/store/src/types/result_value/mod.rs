@@ -1,39 +1,42 @@
-//! `result.json` as a value that SQL can ask about: whether both databases would take it, and answer alike.
+//! Decides whether `result.json` can be stored as a JSON value that both databases accept and read alike.
 //!
-//! The file was written by the analysis, so it is judged before the transaction, where a refusal would cost the whole
-//! record. One pass over the bytes, no recursion, no tree: memory is the text, a stack of at most [`NESTING_MAX`] frames,
-//! and sixteen bytes for each key of the objects that are open.
+//! The analysis wrote the file, so it is checked before the transaction, where a refusal by the database would undo
+//! the whole commit. The check makes one pass over the bytes, without recursion and without building a tree. It needs
+//! memory for the text, a stack of at most [`NESTING_MAX`] frames, and sixteen bytes for each key of the objects that
+//! are open.
 //!
-//! Refused are what PostgreSQL's jsonb refuses (`\u0000`, lone surrogates, numbers beyond its numeric), what SQLite
-//! refuses (deep nesting), and what the two would read differently: a repeated key (jsonb keeps the last value, SQLite
-//! finds the first) and a number that is no finite double (SQLite would say infinity, or zero). What is accepted is
-//! stored as it stands. The database must be UTF-8, which the store demands of PostgreSQL.
+//! The check refuses what PostgreSQL's jsonb refuses (`\u0000`, lone surrogates, numbers beyond its numeric), what
+//! SQLite refuses (deep nesting), and what the two databases would read differently: a repeated key (jsonb keeps the
+//! last value, SQLite finds the first) and a number that is not a finite double (SQLite reads infinity or zero).
+//! Accepted text is stored unchanged. The database must be UTF-8, which the store requires of PostgreSQL.
 
 #[cfg(test)]
 mod databases;
 
-/// Larger results belong in a file of their own, which is kept in any case. PostgreSQL's own bounds (256 MiB for the
-/// elements of one container, for one string, and for one key) cannot be reached below it.
+/// Larger results belong in a file of their own, and every file is kept anyway. Text of this size cannot reach
+/// PostgreSQL's own bounds (256 MiB for the elements of one container, for one string, and for one key).
 pub const BYTES_MAX: usize = 4 << 20;
-/// SQLite stops at 1,000 and PostgreSQL when its stack is full (at some thousands), but serde_json, with which we and
-/// others read the value back, at 128.
+/// SQLite stops at 1,000, PostgreSQL when its stack is full (some thousands), and serde_json, which reads the value
+/// back, at 128.
 pub const NESTING_MAX: usize = 100;
-/// What a parser pays for each value is more than its text; two million zeros are 4 MiB, and 64 MiB in PostgreSQL.
+/// A parsed value costs more memory than its text: two million zeros are 4 MiB of text and 64 MiB in PostgreSQL.
 pub const VALUES_MAX: usize = 1_000_000;
-/// Keys of the objects that are open at one time: what the search for repeated ones has to remember.
+/// The largest number of keys in all objects that are open at one time. The search for repeated keys has to remember
+/// them.
 pub const KEYS_MAX: usize = 250_000;
-/// Keys are names; indexes and column headers are made of them.
+/// Keys are names; people build indexes and column headers from them.
 pub const KEY_BYTES_MAX: usize = 1 << 10;
-/// Digits before the exponent. A double has 17; PostgreSQL takes 131,072 before the point and 16,383 after it.
+/// Digits before the exponent. A double needs 17; PostgreSQL accepts 131,072 before the point and 16,383 after it.
 pub const DIGITS_MAX: usize = 1_000;
-/// As written. With [`DIGITS_MAX`] it stays far below PostgreSQL's bounds, and no double needs more than 324.
+/// The largest exponent, as written. Together with [`DIGITS_MAX`] it keeps numbers far below PostgreSQL's bounds; no
+/// double needs more than 324.
 pub const EXPONENT_MAX: u32 = 400;
-/// jsonb has no exponents: `1e300` comes back as 301 digits. The text it gives back may be so long.
+/// The largest size of the text that jsonb returns. jsonb has no exponents: it returns `1e300` as 301 digits.
 pub const EXPANDED_BYTES_MAX: usize = 4 * BYTES_MAX;
 
-/// Why `result.json` is kept as a file only. Offsets count bytes from 0.
+/// Why `result.json` is kept only as a file. Offsets count bytes from 0.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotStored {
+pub enum ResultRejection {
     #[error("it has {bytes} bytes; up to {BYTES_MAX} are stored as JSON")]
     TooLarge { bytes: usize },
     #[error("it begins with a byte order mark, which JSON does not allow")]
@@ -74,16 +77,16 @@ pub enum NotStored {
     TooLongWrittenOut,
 }
 
-/// The text to store, if both databases will take it and read it alike.
-pub fn check(bytes: &[u8]) -> Result<String, NotStored> {
+/// Returns the text to store, if both databases accept it and read it alike.
+pub fn check(bytes: &[u8]) -> Result<String, ResultRejection> {
     if bytes.len() > BYTES_MAX {
         let bytes = bytes.len();
-        return Err(NotStored::TooLarge { bytes });
+        return Err(ResultRejection::TooLarge { bytes });
     }
     if bytes.starts_with(b"\xef\xbb\xbf") {
-        return Err(NotStored::ByteOrderMark);
+        return Err(ResultRejection::ByteOrderMark);
     }
-    let text = std::str::from_utf8(bytes).map_err(|error| NotStored::NotUtf8 {
+    let text = std::str::from_utf8(bytes).map_err(|error| ResultRejection::NotUtf8 {
         at: error.valid_up_to(),
     })?;
     let mut reader = Reader {
@@ -99,16 +102,16 @@ pub fn check(bytes: &[u8]) -> Result<String, NotStored> {
     Ok(text.to_owned())
 }
 
-/// A container that has begun and not ended.
-enum Open {
+/// A container that has begun and not yet ended.
+enum OpenContainer {
     Array,
-    /// Its keys are the hashes from `keys_from` on.
+    /// The hashes of the object's keys start at `keys_from` in `Reader::keys`.
     Object {
         keys_from: usize,
     },
 }
 
-/// What stands after something complete.
+/// What follows a complete value.
 enum Next {
     Value,
     End,
@@ -123,22 +126,23 @@ enum Role {
 struct Reader<'a> {
     text: &'a str,
     at: usize,
-    /// Invariant: at most `NESTING_MAX` long.
-    open: Vec<Open>,
-    /// The first 16 bytes of the blake3 of each key, escapes undone: `"a"` and `"\u0061"` are one key. Equal
-    /// keys are never missed; a collision would take somebody years and lose only their own result.
+    /// Invariant: holds at most `NESTING_MAX` entries.
+    open: Vec<OpenContainer>,
+    /// The first 16 bytes of the blake3 hash of each key. Escapes are decoded first, so `"a"` and `"\u0061"` are one
+    /// key. Equal keys always have equal hashes. To find a collision would take an attacker years and cost only the
+    /// attacker's own result.
     keys: Vec<u128>,
     values: usize,
     expanded: usize,
-    /// The key being read, kept so that its memory is used again.
+    /// The key that is being read. Kept here to reuse its memory.
     key: Vec<u8>,
 }
 
 impl Reader<'_> {
-    fn document(&mut self) -> Result<(), NotStored> {
-        self.blanks();
+    fn document(&mut self) -> Result<(), ResultRejection> {
+        self.skip_blanks();
         if self.peek().is_none() {
-            return Err(NotStored::Empty);
+            return Err(ResultRejection::Empty);
         }
         loop {
             if self.value()? {
@@ -150,24 +154,24 @@ impl Reader<'_> {
         }
     }
 
-    /// Reads a scalar, or the beginning of a container. True if another value must follow at once, which is
-    /// the first of a container that is not empty.
-    fn value(&mut self) -> Result<bool, NotStored> {
+    /// Reads a scalar or the beginning of a container. Returns true if another value must follow at once: the first
+    /// value of a container that is not empty.
+    fn value(&mut self) -> Result<bool, ResultRejection> {
         self.values += 1;
         if self.values > VALUES_MAX {
-            return Err(NotStored::TooManyValues);
+            return Err(ResultRejection::TooManyValues);
         }
-        self.blanks();
-        match self.peek().ok_or(NotStored::CutShort)? {
+        self.skip_blanks();
+        match self.peek().ok_or(ResultRejection::CutShort)? {
             b'[' => {
-                self.enter(Open::Array)?;
-                self.blanks();
+                self.enter(OpenContainer::Array)?;
+                self.skip_blanks();
                 Ok(self.peek() != Some(b']'))
             }
             b'{' => {
                 let keys_from = self.keys.len();
-                self.enter(Open::Object { keys_from })?;
-                self.blanks();
+                self.enter(OpenContainer::Object { keys_from })?;
+                self.skip_blanks();
                 match self.peek() {
                     Some(b'}') => Ok(false),
                     _ => self.member_name().map(|()| true),
@@ -175,87 +179,89 @@ impl Reader<'_> {
             }
             b'"' => self.string(Role::Value).map(|()| false),
             b'-' | b'0'..=b'9' => self.number().map(|()| false),
-            b't' => self.word("true").map(|()| false),
-            b'f' => self.word("false").map(|()| false),
-            b'n' => self.word("null").map(|()| false),
-            b'N' | b'I' => Err(NotStored::NotANumber { at: self.at }),
-            _ => Err(self.syntax()),
+            b't' => self.literal("true").map(|()| false),
+            b'f' => self.literal("false").map(|()| false),
+            b'n' => self.literal("null").map(|()| false),
+            b'N' | b'I' => Err(ResultRejection::NotANumber { at: self.at }),
+            _ => Err(self.syntax_error()),
         }
     }
 
-    /// Closes what ends here. A value follows, or nothing does.
-    fn after_value(&mut self) -> Result<Next, NotStored> {
+    /// Closes every container that ends here, and says whether another value follows.
+    fn after_value(&mut self) -> Result<Next, ResultRejection> {
         loop {
-            self.blanks();
+            self.skip_blanks();
             let next = self.peek();
             let Some(top) = self.open.last() else {
                 return match next {
                     None => Ok(Next::End),
-                    Some(_) => Err(self.syntax()),
+                    Some(_) => Err(self.syntax_error()),
                 };
             };
-            match (top, next.ok_or(NotStored::CutShort)?) {
-                (Open::Array, b',') => {
+            match (top, next.ok_or(ResultRejection::CutShort)?) {
+                (OpenContainer::Array, b',') => {
                     self.at += 1;
                     return Ok(Next::Value);
                 }
-                (Open::Object { .. }, b',') => {
+                (OpenContainer::Object { .. }, b',') => {
                     self.at += 1;
-                    self.blanks();
+                    self.skip_blanks();
                     self.member_name()?;
                     return Ok(Next::Value);
                 }
-                (Open::Array, b']') => {}
-                (&Open::Object { keys_from }, b'}') => self.keys_differ(keys_from)?,
-                _ => return Err(self.syntax()),
+                (OpenContainer::Array, b']') => {}
+                (&OpenContainer::Object { keys_from }, b'}') => {
+                    self.check_keys_distinct(keys_from)?
+                }
+                _ => return Err(self.syntax_error()),
             }
             self.open.pop();
             self.at += 1;
         }
     }
 
-    fn enter(&mut self, container: Open) -> Result<(), NotStored> {
+    fn enter(&mut self, container: OpenContainer) -> Result<(), ResultRejection> {
         if self.open.len() == NESTING_MAX {
-            return Err(NotStored::TooDeep { at: self.at });
+            return Err(ResultRejection::TooDeep { at: self.at });
         }
         self.open.push(container);
         self.at += 1;
         Ok(())
     }
 
-    /// `"name" :`
-    fn member_name(&mut self) -> Result<(), NotStored> {
-        match self.peek().ok_or(NotStored::CutShort)? {
+    /// Reads `"name" :`.
+    fn member_name(&mut self) -> Result<(), ResultRejection> {
+        match self.peek().ok_or(ResultRejection::CutShort)? {
             b'"' => self.string(Role::Key)?,
-            _ => return Err(self.syntax()),
+            _ => return Err(self.syntax_error()),
         }
         if self.keys.len() == KEYS_MAX {
-            return Err(NotStored::TooManyKeys);
+            return Err(ResultRejection::TooManyKeys);
         }
         let mut first = [0; 16];
         first.copy_from_slice(&blake3::hash(&self.key).as_bytes()[..16]);
         self.keys.push(u128::from_ne_bytes(first));
-        self.blanks();
-        match self.peek().ok_or(NotStored::CutShort)? {
+        self.skip_blanks();
+        match self.peek().ok_or(ResultRejection::CutShort)? {
             b':' => self.at += 1,
-            _ => return Err(self.syntax()),
+            _ => return Err(self.syntax_error()),
         }
         Ok(())
     }
 
-    /// Checks and forgets the keys of the object that ends here.
-    fn keys_differ(&mut self, keys_from: usize) -> Result<(), NotStored> {
+    /// Checks that the keys of the object that ends here differ, and removes them from the list.
+    fn check_keys_distinct(&mut self, keys_from: usize) -> Result<(), ResultRejection> {
         let keys = &mut self.keys[keys_from..];
         keys.sort_unstable();
         if keys.windows(2).any(|pair| pair[0] == pair[1]) {
-            return Err(NotStored::RepeatedKey { at: self.at });
+            return Err(ResultRejection::RepeatedKey { at: self.at });
         }
         self.keys.truncate(keys_from);
         Ok(())
     }
 
-    /// A string, from its quotation mark to after the other one. A key is left in `key`.
-    fn string(&mut self, role: Role) -> Result<(), NotStored> {
+    /// Reads a string, including both quotation marks. Leaves a key in `self.key`.
+    fn string(&mut self, role: Role) -> Result<(), ResultRejection> {
         let start = self.at;
         self.at += 1;
         self.key.clear();
@@ -263,13 +269,13 @@ impl Reader<'_> {
             let plain = self.rest().iter().take_while(|b| is_plain(**b)).count();
             self.keep(role, start, self.at..self.at + plain)?;
             self.at += plain;
-            match self.peek().ok_or(NotStored::CutShort)? {
+            match self.peek().ok_or(ResultRejection::CutShort)? {
                 b'"' => break,
                 b'\\' => {
                     let c = self.escape()?;
                     self.keep_char(role, start, c)?;
                 }
-                _ => return Err(self.syntax()),
+                _ => return Err(self.syntax_error()),
             }
         }
         self.at += 1;
@@ -281,34 +287,34 @@ impl Reader<'_> {
         role: Role,
         start: usize,
         range: std::ops::Range<usize>,
-    ) -> Result<(), NotStored> {
+    ) -> Result<(), ResultRejection> {
         if role == Role::Value {
             return Ok(());
         }
         if self.key.len() + range.len() > KEY_BYTES_MAX {
-            return Err(NotStored::KeyTooLong { at: start });
+            return Err(ResultRejection::KeyTooLong { at: start });
         }
         self.key.extend_from_slice(&self.text.as_bytes()[range]);
         Ok(())
     }
 
-    fn keep_char(&mut self, role: Role, start: usize, c: char) -> Result<(), NotStored> {
+    fn keep_char(&mut self, role: Role, start: usize, c: char) -> Result<(), ResultRejection> {
         if role == Role::Key {
             let mut utf8 = [0; 4];
             self.key
                 .extend_from_slice(c.encode_utf8(&mut utf8).as_bytes());
             if self.key.len() > KEY_BYTES_MAX {
-                return Err(NotStored::KeyTooLong { at: start });
+                return Err(ResultRejection::KeyTooLong { at: start });
             }
         }
         Ok(())
     }
 
-    /// The character an escape stands for; a pair of surrogates is one.
-    fn escape(&mut self) -> Result<char, NotStored> {
+    /// Decodes one escape. A pair of surrogates is one character.
+    fn escape(&mut self) -> Result<char, ResultRejection> {
         let start = self.at;
         self.at += 1;
-        let c = match self.peek().ok_or(NotStored::CutShort)? {
+        let c = match self.peek().ok_or(ResultRejection::CutShort)? {
             b'u' => return self.unicode_escape(start),
             b'b' => '\u{8}',
             b'f' => '\u{c}',
@@ -316,17 +322,17 @@ impl Reader<'_> {
             b'r' => '\r',
             b't' => '\t',
             c @ (b'"' | b'\\' | b'/') => char::from(c),
-            _ => return Err(self.syntax()),
+            _ => return Err(self.syntax_error()),
         };
         self.at += 1;
         Ok(c)
     }
 
-    fn unicode_escape(&mut self, start: usize) -> Result<char, NotStored> {
-        let lone = NotStored::LoneSurrogate { at: start };
+    fn unicode_escape(&mut self, start: usize) -> Result<char, ResultRejection> {
+        let lone = ResultRejection::LoneSurrogate { at: start };
         let first = self.four_digits()?;
         let code = match first {
-            0 => return Err(NotStored::NulCharacter { at: start }),
+            0 => return Err(ResultRejection::NulCharacter { at: start }),
             0xd800..=0xdbff => {
                 if !self.rest().starts_with(b"\\u") {
                     return Err(lone);
@@ -344,53 +350,55 @@ impl Reader<'_> {
         char::from_u32(code).ok_or(lone)
     }
 
-    /// From the `u` to after its digits.
-    fn four_digits(&mut self) -> Result<u32, NotStored> {
+    /// Reads the four digits after `u`, starting at the `u`.
+    fn four_digits(&mut self) -> Result<u32, ResultRejection> {
         self.at += 1;
         let mut code = 0;
         for _ in 0..4 {
-            let byte = self.peek().ok_or(NotStored::CutShort)?;
-            let digit = char::from(byte).to_digit(16).ok_or_else(|| self.syntax())?;
+            let byte = self.peek().ok_or(ResultRejection::CutShort)?;
+            let digit = char::from(byte)
+                .to_digit(16)
+                .ok_or_else(|| self.syntax_error())?;
             code = code << 4 | digit;
             self.at += 1;
         }
         Ok(code)
     }
 
-    fn number(&mut self) -> Result<(), NotStored> {
+    fn number(&mut self) -> Result<(), ResultRejection> {
         let start = self.at;
         if self.peek() == Some(b'-') {
             self.at += 1;
         }
         let whole_at = self.at;
         let mut digits = match self.peek() {
-            // -Infinity
-            Some(b'I') => return Err(NotStored::NotANumber { at: start }),
+            // The number is `-Infinity`.
+            Some(b'I') => return Err(ResultRejection::NotANumber { at: start }),
             _ => self.digits()?,
         };
         if digits > 1 && self.text.as_bytes()[whole_at] == b'0' {
-            return Err(NotStored::Syntax { at: whole_at });
+            return Err(ResultRejection::Syntax { at: whole_at });
         }
         if self.peek() == Some(b'.') {
             self.at += 1;
             digits += self.digits()?;
         }
         if digits > DIGITS_MAX {
-            return Err(NotStored::TooManyDigits { at: start });
+            return Err(ResultRejection::TooManyDigits { at: start });
         }
         let mantissa = start..self.at;
         if let Some(b'e' | b'E') = self.peek() {
             self.exponent(start)?;
         }
         let zero = !self.text[mantissa].contains(|c: char| ('1'..='9').contains(&c));
-        // What JSON calls a number, Rust reads as one.
+        // Every JSON number is also a Rust floating-point literal.
         match self.text[start..self.at].parse::<f64>() {
             Ok(double) if double.is_finite() && (double != 0.0 || zero) => Ok(()),
-            _ => Err(NotStored::NumberRange { at: start }),
+            _ => Err(ResultRejection::NumberRange { at: start }),
         }
     }
 
-    fn exponent(&mut self, number_at: usize) -> Result<(), NotStored> {
+    fn exponent(&mut self, number_at: usize) -> Result<(), ResultRejection> {
         self.at += 1;
         if let Some(b'+' | b'-') = self.peek() {
             self.at += 1;
@@ -398,24 +406,24 @@ impl Reader<'_> {
         let from = self.at;
         self.digits()?;
         let written = &self.text[from..self.at];
-        // Leading zeros may be many; more than fits is too much anyway.
+        // Skip leading zeros. A number that then does not fit 32 bits is too large anyway.
         match written.trim_start_matches('0') {
             "" => Ok(()),
             text => match text.parse::<u32>() {
                 Ok(exponent) if exponent <= EXPONENT_MAX => {
                     self.expanded += exponent as usize;
                     match self.expanded > EXPANDED_BYTES_MAX {
-                        true => Err(NotStored::TooLongWrittenOut),
+                        true => Err(ResultRejection::TooLongWrittenOut),
                         false => Ok(()),
                     }
                 }
-                _ => Err(NotStored::NumberRange { at: number_at }),
+                _ => Err(ResultRejection::NumberRange { at: number_at }),
             },
         }
     }
 
-    /// At least one.
-    fn digits(&mut self) -> Result<usize, NotStored> {
+    /// Skips digits, at least one.
+    fn digits(&mut self) -> Result<usize, ResultRejection> {
         let count = self
             .rest()
             .iter()
@@ -423,26 +431,26 @@ impl Reader<'_> {
             .count();
         self.at += count;
         match (count, self.peek()) {
-            (0, None) => Err(NotStored::CutShort),
-            (0, Some(_)) => Err(self.syntax()),
+            (0, None) => Err(ResultRejection::CutShort),
+            (0, Some(_)) => Err(self.syntax_error()),
             _ => Ok(count),
         }
     }
 
-    fn word(&mut self, word: &str) -> Result<(), NotStored> {
+    fn literal(&mut self, word: &str) -> Result<(), ResultRejection> {
         let there = self.rest();
         if there.starts_with(word.as_bytes()) {
             self.at += word.len();
             return Ok(());
         }
         match word.as_bytes().starts_with(there) {
-            true => Err(NotStored::CutShort),
-            false if there.starts_with(b"nan") => Err(NotStored::NotANumber { at: self.at }),
-            false => Err(self.syntax()),
+            true => Err(ResultRejection::CutShort),
+            false if there.starts_with(b"nan") => Err(ResultRejection::NotANumber { at: self.at }),
+            false => Err(self.syntax_error()),
         }
     }
 
-    fn blanks(&mut self) {
+    fn skip_blanks(&mut self) {
         let blank = |b: &&u8| matches!(**b, b' ' | b'\t' | b'\n' | b'\r');
         self.at += self.rest().iter().take_while(blank).count();
     }
@@ -455,12 +463,12 @@ impl Reader<'_> {
         &self.text.as_bytes()[self.at..]
     }
 
-    fn syntax(&self) -> NotStored {
-        NotStored::Syntax { at: self.at }
+    fn syntax_error(&self) -> ResultRejection {
+        ResultRejection::Syntax { at: self.at }
     }
 }
 
-/// What stands for itself in a string. Control characters must be escaped.
+/// Whether the byte stands for itself in a string. Control characters must be escaped.
 fn is_plain(byte: u8) -> bool {
     byte >= 0x20 && byte != b'"' && byte != b'\\'
 }
@@ -469,9 +477,9 @@ fn is_plain(byte: u8) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use NotStored::*;
+    use ResultRejection::*;
 
-    /// Documents that must be stored, strange as they are.
+    /// Unusual documents that must be stored.
     pub(super) fn good() -> Vec<Vec<u8>> {
         let nested = |open: &str, value: &str, close: &str| {
             let depth = NESTING_MAX;
@@ -524,9 +532,9 @@ mod tests {
         all
     }
 
-    /// Documents that must not, and why.
-    pub(super) fn bad() -> Vec<(Vec<u8>, NotStored)> {
-        let table: &[(&[u8], NotStored)] = &[
+    /// Documents that must be refused, each with the reason.
+    pub(super) fn bad() -> Vec<(Vec<u8>, ResultRejection)> {
+        let table: &[(&[u8], ResultRejection)] = &[
             (b"", Empty),
             (b" \n", Empty),
             (b"\xef\xbb\xbf1", ByteOrderMark),
@@ -611,14 +619,14 @@ mod tests {
             ),
             (b"{\"\":1,\"\":1}", RepeatedKey { at: 10 }),
         ];
-        let mut all: Vec<(Vec<u8>, NotStored)> = table
+        let mut all: Vec<(Vec<u8>, ResultRejection)> = table
             .iter()
             .map(|(doc, why)| (doc.to_vec(), why.clone()))
             .collect();
         let depth = NESTING_MAX + 1;
         let deep = format!("{}{}", "[".repeat(depth), "]".repeat(depth));
         all.push((deep.into_bytes(), TooDeep { at: NESTING_MAX }));
-        // No amount of opening brackets may cost a stack.
+        // Many opening brackets must not overflow the stack.
         all.push((vec![b'['; BYTES_MAX], TooDeep { at: NESTING_MAX }));
         all.push((
             vec![b' '; BYTES_MAX + 1],
@@ -686,7 +694,8 @@ mod tests {
             let _ = check(&doc);
         }
 
-        /// An independent reader as judge: what is accepted is JSON to it, what it refuses is refused.
+        /// serde_json as an independent judge: everything that `check` accepts is JSON, and everything that is not
+        /// JSON is refused.
         #[test]
         fn never_more_than_another_parser(doc in "[\\[\\]{},:\" \\\\u0d8cAe1.+\\-]{0,24}") {
             let theirs = serde_json::from_str::<serde_json::Value>(&doc);
@@ -699,7 +708,7 @@ mod tests {
             }
         }
 
-        /// The same for documents that are whole, by cutting and by changing one byte.
+        /// The same for valid documents that are cut short or changed in one byte.
         #[test]
         fn damage_is_seen_as_another_parser_sees_it(at in 0usize..90, byte in 0u8..128) {
             let whole = br#"{"a":[1,-2.5e3,{"b":"\ud83d\ude00x\n"},true,false,null],"c":{},"d":[[]], "e" : 0}"#;

@@ -1,20 +1,21 @@
-//! The values of secret variables among what was submitted: kept until the last attempt has ended, and no longer.
+//! The values of secret variables in a submission. They are kept until the last attempt has ended, and no longer.
 
-use crate::database::connection::{Connection, Value};
+use crate::database::connection::Connection;
 use crate::database::error::StoreError;
+use crate::database::value::SqlValue;
 use crate::types::submission::Submission;
 
-/// Takes the values of secret variables out of what was submitted, once no attempt can need them any more. In the
-/// transaction that ended the last one, so that no crash leaves them; the analysis is locked.
+/// Removes the values of secret variables from the submission, if no attempt can need them any more. Runs in the
+/// transaction that ended the last attempt, so no crash leaves them behind. The analysis is locked.
 pub(crate) fn erase_secrets(db: &mut Connection, id: &str) -> Result<(), StoreError> {
     let sql = "
         SELECT request FROM submissions WHERE id = $1 AND request LIKE '%\"env\"%' AND NOT EXISTS
             (SELECT 1 FROM attempts WHERE id = $1 AND state IN ('queued', 'running', 'collecting'))";
     let what = "look for the secrets of the submission";
-    let Some(mut row) = db.query_one(what, sql, &[Value::text(id)])? else {
+    let Some(mut row) = db.query_one(what, sql, &[SqlValue::text(id)])? else {
         return Ok(());
     };
-    // What cannot be read as a submission holds no variables for any worker.
+    // No worker can run a request that cannot be parsed, so its secrets are never used.
     let Ok(mut submission) = Submission::read(&row.text(what)?, id) else {
         return Ok(());
     };
@@ -24,16 +25,17 @@ pub(crate) fn erase_secrets(db: &mut Connection, id: &str) -> Result<(), StoreEr
     let Ok(request) = submission.write() else {
         return Ok(());
     };
-    // The fingerprint was made of the secrets, too, and could be used to guess a weak one. Only a key needs it.
+    // The fingerprint also covers the secrets, and could be used to guess a weak one. Only submissions with a key
+    // need it.
     let sql = "
         UPDATE submissions SET request = $2, fingerprint = CASE WHEN submit_key IS NULL THEN '' ELSE fingerprint END
         WHERE id = $1";
-    let values = [Value::text(id), Value::text(&request)];
+    let values = [SqlValue::text(id), SqlValue::text(&request)];
     db.execute("erase the secrets of the submission", sql, &values)
         .map(drop)
 }
 
-/// Puts the values of secret variables back that were erased. All of them must be given, and no others.
+/// Puts erased values of secret variables back. The caller must give all erased variables and no others.
 pub(crate) fn restore_secrets(
     db: &mut Connection,
     id: &str,
@@ -41,14 +43,14 @@ pub(crate) fn restore_secrets(
 ) -> Result<(), StoreError> {
     let what = "look for the secrets of the submission";
     let sql = "SELECT request FROM submissions WHERE id = $1";
-    let Some(mut row) = db.query_one(what, sql, &[Value::text(id)])? else {
+    let Some(mut row) = db.query_one(what, sql, &[SqlValue::text(id)])? else {
         return Ok(());
     };
-    // A worker tells better what is wrong with what cannot be read.
+    // If the request cannot be parsed, the worker reports that better than we could.
     let Ok(mut submission) = Submission::read(&row.text(what)?, id) else {
         return Ok(());
     };
-    let erased = submission.erased();
+    let erased = submission.erased_names();
     if let Some((name, _)) = given.iter().find(|(name, _)| !erased.contains(name)) {
         let (id, name) = (id.to_owned(), name.clone());
         return Err(StoreError::NotErased { id, name });
@@ -62,13 +64,13 @@ pub(crate) fn restore_secrets(
     if given.is_empty() {
         return Ok(());
     }
-    submission.restore(given);
+    submission.restore_secrets(given);
     let request = submission.write().map_err(|source| StoreError::Request {
         id: id.to_owned(),
         source,
     })?;
     let sql = "UPDATE submissions SET request = $2 WHERE id = $1";
-    let values = [Value::text(id), Value::text(&request)];
+    let values = [SqlValue::text(id), SqlValue::text(&request)];
     db.execute("write the secrets of the submission", sql, &values)
         .map(drop)
 }

@@ -1,4 +1,4 @@
-//! The objects' directory, and which of its objects the kernel still holds in memory on our account.
+//! The directory of objects, and which objects still have pages in the page cache because of us.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -8,19 +8,19 @@ use rustix::fs::{Advice, Mode, OFlags};
 use super::object_name;
 use crate::types::manifest::ContentHash;
 
-/// So many are remembered; then the first of them leave memory at once.
+/// When this many objects are remembered, their pages are dropped at once.
 const SYNCED_MAX: usize = 65_536;
 
 #[derive(Debug)]
-pub(super) struct Objects {
+pub(super) struct ObjectDirectory {
     dir: OwnedFd,
-    /// Made durable, and perhaps still to be read once for the transaction that refers to them.
+    /// Durable objects, which the transaction that refers to them may still read once.
     synced: Mutex<Vec<ContentHash>>,
 }
 
-impl Objects {
-    pub(super) fn new(dir: OwnedFd) -> Objects {
-        Objects {
+impl ObjectDirectory {
+    pub(super) fn new(dir: OwnedFd) -> ObjectDirectory {
+        ObjectDirectory {
             dir,
             synced: Mutex::default(),
         }
@@ -31,36 +31,37 @@ impl Objects {
             let mut synced = self.synced();
             if synced.len() >= SYNCED_MAX {
                 drop(synced);
-                self.leave_memory();
+                self.drop_page_cache();
                 synced = self.synced();
             }
             synced.push(hash);
         }
     }
 
-    /// Takes the content of what was made durable out of the page cache.
+    /// Drops the pages of durable objects from the page cache.
     ///
-    /// A page that the program wrote is charged to its memory cgroup for as long as it is cached. The kernel keeps such a cgroup
-    /// after it was removed, and walks through all of them when memory is short: without this each run with an output leaves one,
-    /// and the host grows slower with every run. Only clean pages go, so this comes after the sync.
-    pub(super) fn leave_memory(&self) {
+    /// A page that the program wrote is charged to the program's memory cgroup as long as it is cached. The kernel
+    /// keeps such a cgroup after its removal and walks all of them when memory is short. Without this call each run
+    /// with an output would leave one, and the host would get slower with every run. The kernel drops only clean
+    /// pages, so call this after the sync.
+    pub(super) fn drop_page_cache(&self) {
         let synced = std::mem::take(&mut *self.synced());
         for hash in synced {
             let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
             let opened = rustix::fs::openat(&self.dir, object_name(&hash), flags, Mode::empty());
-            // What stays in memory costs a little time, no more.
-            let _advised =
+            // Pages that stay cached cost a little time and nothing else.
+            let _ =
                 opened.and_then(|object| rustix::fs::fadvise(&object, 0, None, Advice::DontNeed));
         }
     }
 
-    /// The list is whole after every single operation, so a panic elsewhere does not spoil it.
+    /// Each operation leaves the list consistent, so a panic elsewhere does not damage it.
     fn synced(&self) -> MutexGuard<'_, Vec<ContentHash>> {
         self.synced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl AsFd for Objects {
+impl AsFd for ObjectDirectory {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.dir.as_fd()
     }

@@ -1,12 +1,12 @@
-//! What an attempt is, as it is handed to the record.
+//! One attempt of an analysis, as callers pass it to the store.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 
-use crate::types::manifest::{ContentHash, Output, Remark, Remarked};
+use crate::types::manifest::{ContentHash, Output, Remark, RemarkedPath};
 
-/// What the two logs are called, in this order.
+/// The names of the two logs.
 pub const STREAMS: [&str; 2] = ["stdout", "stderr"];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,12 +21,12 @@ pub enum State {
     LimitExceeded,
     Cancelled,
     Error,
-    /// A word that this Fumehood does not know, as a newer one may have written. It is read and shown, never written.
+    /// A state that this version of Fumehood does not know; a newer version may have written it. Never written.
     Unknown,
 }
 
 impl State {
-    /// Those that Fumehood writes.
+    /// The states that Fumehood writes.
     pub const ALL: [State; 10] = [
         State::Queued,
         State::Running,
@@ -74,24 +74,24 @@ impl fmt::Display for State {
     }
 }
 
-/// Who makes an attempt of what. Not for printing: it has the key.
+/// A new attempt: which analysis, and who runs it. Has no `Debug`, because it holds the key.
 #[derive(Clone, Copy)]
-pub struct Begin<'a> {
+pub struct NewAttempt<'a> {
     pub id: &'a str,
-    /// The attempt's token: 128 random bits in hex, known to its runner and run directory alone.
+    /// The attempt's token: 128 random bits in hex, known only to the attempt's runner and its run directory.
     pub key: &'a str,
-    /// Whether an analysis of this id that has ended gets another attempt.
+    /// Whether a finished analysis with this id gets another attempt.
     pub replace: bool,
     pub host: &'a str,
     pub boot_id: &'a str,
     pub submitter: Option<&'a str>,
     pub workspace: Option<&'a str>,
-    /// JSON.
+    /// JSON text.
     pub provenance: Option<&'a str>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct AttemptUsage {
     pub wall_ms: u64,
     pub cpu_ms: u64,
     pub memory_peak_bytes: Option<u64>,
@@ -101,70 +101,73 @@ pub struct Usage {
     pub oom_kills: u64,
 }
 
-/// One standard stream. `head` and `tail` are excerpts; `object` is all that was kept, where that is more.
+/// The log of one standard stream. `head` and `tail` are excerpts; `object` is everything that was kept, if that is
+/// more.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Log {
+pub struct LogRow {
     /// One of [`STREAMS`].
     pub stream: &'static str,
     pub total_bytes: u64,
-    /// Written by the program and kept nowhere.
+    /// Bytes that the program wrote and that were not kept.
     pub dropped_bytes: u64,
     pub head: Vec<u8>,
     pub tail: Vec<u8>,
     pub object: Option<ContentHash>,
     pub object_bytes: u64,
-    /// How many bytes of the object come before what was dropped.
+    /// How many bytes of the object come before the gap that was dropped.
     pub object_head_bytes: u64,
 }
 
-/// Whether the platform's own step is still to come.
+/// The state of an attempt's post-process, the command that the site runs after the commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PostProcess {
+pub enum PostProcessState {
     NotAsked,
     Pending,
     Done,
     Failed,
-    /// A word that this Fumehood does not write. Whoever lists attempts shows it; one row must not keep the others away.
+    /// A state that this version of Fumehood does not know. Listings show it, so that one row does not hide the
+    /// others.
     Unknown,
 }
 
-impl PostProcess {
+impl PostProcessState {
     pub fn as_str(self) -> Option<&'static str> {
         match self {
-            PostProcess::NotAsked => None,
-            PostProcess::Pending => Some("pending"),
-            PostProcess::Done => Some("done"),
-            PostProcess::Failed => Some("failed"),
-            PostProcess::Unknown => Some("unknown"),
+            PostProcessState::NotAsked => None,
+            PostProcessState::Pending => Some("pending"),
+            PostProcessState::Done => Some("done"),
+            PostProcessState::Failed => Some("failed"),
+            PostProcessState::Unknown => Some("unknown"),
         }
     }
 
-    pub(crate) fn parse(text: Option<&str>) -> PostProcess {
+    pub(crate) fn parse(text: Option<&str>) -> PostProcessState {
         let all = [
-            PostProcess::NotAsked,
-            PostProcess::Pending,
-            PostProcess::Done,
-            PostProcess::Failed,
+            PostProcessState::NotAsked,
+            PostProcessState::Pending,
+            PostProcessState::Done,
+            PostProcessState::Failed,
         ];
         let known = all.into_iter().find(|p| p.as_str() == text);
-        known.unwrap_or(PostProcess::Unknown)
+        known.unwrap_or(PostProcessState::Unknown)
     }
 }
 
-/// The bytes of an output that is to be readable from the database itself; `None` for the others.
-pub type Content<'a> = dyn FnMut(&Output) -> io::Result<Option<Vec<u8>>> + 'a;
+/// Returns the bytes of an output that is also stored in the database; `None` for outputs that are only in the
+/// artifact store.
+pub type OutputContentFn<'a> = dyn FnMut(&Output) -> io::Result<Option<Vec<u8>>> + 'a;
 
-/// Everything about an attempt that has ended. Names ending in `_json` hold JSON text that Fumehood wrote.
+/// Everything about an attempt that has ended. Fields ending in `_json` hold JSON text that Fumehood wrote.
 pub struct Commit<'a> {
-    /// As it was begun; used again if the row is gone.
-    pub begin: Begin<'a>,
+    /// The values that the attempt was begun with. The commit needs them again if the row is gone.
+    pub begin: NewAttempt<'a>,
     pub attempt: u32,
     pub state: State,
     pub reason: &'a str,
     pub message: Option<&'a str>,
     pub started_ms: Option<i64>,
     pub ended_ms: Option<i64>,
-    pub usage: Option<Usage>,
+    pub usage: Option<AttemptUsage>,
     pub exit_code: Option<i32>,
     pub signal: Option<i32>,
     pub isolation_level: Option<&'a str>,
@@ -175,57 +178,59 @@ pub struct Commit<'a> {
     pub complete: bool,
     pub output_bytes: u64,
     pub refused_count: u64,
-    /// `result.json`, judged by [`crate::types::result_value::check`]; judged again here, because it must not fail in the transaction.
+    /// `result.json`, which [`crate::types::result_value::check`] has accepted. The commit checks it again, because a
+    /// refusal by the database would undo the whole transaction.
     pub result: Option<&'a str>,
     pub result_note: Option<&'a str>,
-    pub post_process: PostProcess,
+    pub post_process: PostProcessState,
     pub outputs: &'a [Output],
-    /// The id of the artifact store that holds outputs and whole logs.
+    /// The id of the artifact store that holds the outputs and the whole logs.
     pub artifact_store: &'a str,
-    pub remarks: &'a [Remarked],
+    pub remarks: &'a [RemarkedPath],
     pub remark_counts: &'a BTreeMap<Remark, u64>,
-    pub logs: &'a [Log],
-    /// Asked for one output at a time.
-    pub content: &'a mut Content<'a>,
-    /// Called when everything is written and nothing is committed.
+    pub logs: &'a [LogRow],
+    /// Called once for each output.
+    pub content: &'a mut OutputContentFn<'a>,
+    /// Called after everything is written and before the transaction is committed.
     pub before_commit: &'a mut dyn FnMut() -> io::Result<()>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Committed {
+pub enum CommitOutcome {
     Now,
-    /// It was committed before; nothing was changed.
+    /// The attempt was committed before. Nothing was changed.
     Already,
-    /// Somebody else ended or removed the attempt; this one is stored beside it, under another number.
+    /// Somebody else ended or removed the attempt. This result is stored beside it, under another number.
     Superseded {
         attempt: u32,
     },
-    /// Its row was gone (an older copy of the database, or `rm --force`); it was made again, under this number.
-    Anew {
+    /// The attempt's row was gone (an older copy of the database, or `rm --force`), so the commit wrote a new row
+    /// with this number.
+    Recreated {
         attempt: u32,
     },
 }
 
-/// An attempt that somebody else gives up. Not for printing: it has keys.
+/// An attempt whose runner is gone and that somebody else ends. Has no `Debug`, because it holds keys.
 #[derive(Clone, Copy)]
-pub struct Lost<'a> {
+pub struct LostAttempt<'a> {
     pub id: &'a str,
     pub attempt: u32,
-    /// The attempt's own, so that no newer one is meant by mistake.
+    /// The attempt's key, so that the call cannot end a newer attempt by mistake.
     pub key: &'a str,
-    /// A token of the one who gives it up.
+    /// A token of the caller.
     pub by: &'a str,
     pub reason: &'a str,
     pub message: &'a str,
-    /// Whose word it is that its runner is gone.
-    pub proof: Proof,
+    /// How the caller knows that the runner is gone.
+    pub proof: LossProof,
 }
 
-/// How it is known that the runner of an attempt is gone.
+/// How somebody knows that the runner of an attempt is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Proof {
-    /// A lock, a boot, or the runner itself says so.
-    Known,
-    /// Only its lease: should that have been renewed meanwhile, nothing is done.
-    Lease,
+pub enum LossProof {
+    /// A free lock, another boot id, or the runner itself proves it.
+    RunnerGone,
+    /// Only the lease has expired. If the runner renews the lease meanwhile, nothing is done.
+    LeaseExpired,
 }

@@ -1,0 +1,129 @@
+//! The events of an analysis, from submission to commit.
+
+use crate::Store;
+use crate::database::connection::Connection;
+use crate::database::error::StoreError;
+use crate::database::rows::{self, RowInserter};
+use crate::database::value::{Row, SqlValue};
+
+/// A reason is a word or a sentence of ours. The bound keeps it short, whatever it may be one day.
+const REASON_CHARS_MAX: usize = 500;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventKind {
+    Submitted,
+    Claimed,
+    Started,
+    Ended,
+    Committed,
+    Cancelled,
+    Retried,
+    Parked,
+}
+
+impl EventKind {
+    pub const ALL: [EventKind; 8] = [
+        EventKind::Submitted,
+        EventKind::Claimed,
+        EventKind::Started,
+        EventKind::Ended,
+        EventKind::Committed,
+        EventKind::Cancelled,
+        EventKind::Retried,
+        EventKind::Parked,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            EventKind::Submitted => "submitted",
+            EventKind::Claimed => "claimed",
+            EventKind::Started => "started",
+            EventKind::Ended => "ended",
+            EventKind::Committed => "committed",
+            EventKind::Cancelled => "cancelled",
+            EventKind::Retried => "retried",
+            EventKind::Parked => "parked",
+        }
+    }
+}
+
+/// One event of an analysis. The event is text, because a newer Fumehood may know more kinds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AnalysisEvent {
+    pub attempt: u32,
+    pub ms: i64,
+    pub event: String,
+    pub reason: Option<String>,
+    /// Who caused the event: a user, a worker, or a runner.
+    pub by: Option<String>,
+}
+
+/// An event to be written.
+pub(crate) struct EventRecord<'a> {
+    pub kind: EventKind,
+    pub reason: Option<&'a str>,
+    pub by: Option<&'a str>,
+}
+
+/// Writes an event, in the transaction of the change that it describes, so that neither exists without the other.
+pub(crate) fn record_event(
+    db: &mut Connection,
+    id: &str,
+    attempt: u32,
+    event: &EventRecord,
+) -> Result<(), StoreError> {
+    let now = db.now_ms()?;
+    record_event_at(db, id, attempt, now, event)
+}
+
+/// Like [`record_event`], for callers that have already read the database's clock.
+pub(crate) fn record_event_at(
+    db: &mut Connection,
+    id: &str,
+    attempt: u32,
+    now: i64,
+    event: &EventRecord,
+) -> Result<(), StoreError> {
+    let mut rows = RowInserter::new(db, "note what happened", &rows::EVENTS);
+    rows.push(event_row(id, attempt, now, event))?;
+    rows.finish()
+}
+
+pub(crate) fn event_row<'a>(
+    id: &'a str,
+    attempt: u32,
+    now: i64,
+    event: &EventRecord<'a>,
+) -> [SqlValue<'a>; 6] {
+    let cut = |text: &'a str| match text.char_indices().nth(REASON_CHARS_MAX) {
+        Some((at, _)) => &text[..at],
+        None => text,
+    };
+    [
+        SqlValue::text(id),
+        SqlValue::int(attempt),
+        SqlValue::int(now),
+        SqlValue::text(event.kind.as_str()),
+        SqlValue::maybe_text(event.reason.map(cut)),
+        SqlValue::maybe_text(event.by.map(cut)),
+    ]
+}
+
+impl Store {
+    /// The events of an analysis, oldest first.
+    pub fn events(&mut self, id: &str) -> Result<Vec<AnalysisEvent>, StoreError> {
+        let what = "read what happened";
+        let sql = "SELECT attempt, ms, event, reason, by FROM events WHERE id = $1 ORDER BY seq";
+        let rows = self.db.query(what, sql, &[SqlValue::text(id)])?;
+        let event = |mut row: Row| {
+            Ok(AnalysisEvent {
+                attempt: row.attempt()?,
+                ms: row.int(what)?,
+                event: row.text(what)?,
+                reason: row.maybe_text(what)?,
+                by: row.maybe_text(what)?,
+            })
+        };
+        rows.into_iter().map(event).collect()
+    }
+}
