@@ -9,10 +9,10 @@ use std::os::fd::AsFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use engine::attempt::hints::{self, Facts, HostKind, OnHost, Used};
-use engine::attempt::log_capture::Capture;
+use engine::attempt::hints::{self, HintFacts, HostPathKind, HostPath, SpaceUsage};
+use engine::attempt::log_capture::LogCapture;
 use engine::attempt::terminal_filter::TerminalFilter;
-use engine::plan::runtime::{self, Caller};
+use engine::plan::runtime::{self, CallerEnvironment};
 use engine::request::AnalysisId;
 use engine::run_dir::RunRecord;
 use sandbox::LaunchPlan;
@@ -105,7 +105,7 @@ pub fn logs(data: &[u8]) -> bool {
         return false;
     };
     let limit = 1 + usize::from(seed);
-    let mut capture = Capture::new(limit);
+    let mut capture = LogCapture::new(limit);
     let mut head = Vec::new();
     for piece in bytes.chunks(1 + usize::from(seed % 7)) {
         let live = capture.push(piece);
@@ -179,12 +179,12 @@ pub fn hints(data: &[u8]) -> bool {
     let on_host = |path: &Path| {
         lookups.set(lookups.get() + 1);
         let even = path.as_os_str().len().is_multiple_of(2);
-        even.then(|| OnHost {
+        even.then(|| HostPath {
             real: path.to_path_buf(),
-            kind: HostKind::File,
+            kind: HostPathKind::File,
         })
     };
-    let facts = Facts {
+    let facts = HintFacts {
         visible: &[PathBuf::from("/usr"), PathBuf::from("/srv/data")],
         workspace: Path::new("/tmp/scidex-analysis-x"),
         project: Path::new("/srv/project"),
@@ -192,7 +192,7 @@ pub fn hints(data: &[u8]) -> bool {
         homes: &[PathBuf::from("/home/ada")],
         on_host: &on_host,
         network_off: true,
-        disk: Some(Used {
+        disk: Some(SpaceUsage {
             used_bytes: 10,
             limit_bytes: 10,
         }),
@@ -253,7 +253,7 @@ fn resolve_in(host: &Path, data: &[u8]) -> bool {
     write(script.clone(), &placed(next()));
     write(project.join(".venv/pyvenv.cfg"), &placed(next()));
     write(project.join(".python-version"), &placed(next()));
-    let caller = Caller {
+    let caller = CallerEnvironment {
         path: std::env::join_paths([venv.as_path(), Path::new("/usr/bin")]).expect("plain paths"),
         cwd: project.clone(),
         env: Default::default(),

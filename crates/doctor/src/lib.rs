@@ -22,8 +22,8 @@ use sandbox::spec::{ConfinementLevel, Enforcement, Layer, LimitName, WorkspaceKi
 use serde::Serialize;
 
 use engine::plan::limits::error_chain;
-use engine::request::AskedLimits;
-use engine::workspace::uid_pool::{Lease, LeaseError};
+use engine::request::RequestedLimits;
+use engine::workspace::uid_pool::{UidLease, UidLeaseError};
 pub use host::Facts;
 
 /// The run that is asked about: what the present configuration would make of `fumehood run`.
@@ -45,7 +45,7 @@ pub struct Subject {
     /// Exactly this level, if one was asked for.
     pub level: Option<ConfinementLevel>,
     pub required_layers: BTreeSet<Layer>,
-    pub limits: AskedLimits,
+    pub limits: RequestedLimits,
     pub allow_degraded: BTreeSet<LimitName>,
     pub free_reserve_bytes: u64,
 }
@@ -175,7 +175,7 @@ pub fn examine(subject: &Subject) -> Diagnosis {
     let facts = Facts::read();
     let mut findings = Vec::new();
     let lease = match facts.is_root {
-        true => Some(Lease::take()),
+        true => Some(UidLease::acquire()),
         false => None,
     };
     let mechanisms = try_mechanisms(subject, lease.as_ref(), &mut findings);
@@ -190,7 +190,7 @@ pub fn examine(subject: &Subject) -> Diagnosis {
     findings.extend(surroundings::examine(subject, &limits, lease.as_ref()));
     if let Some(Ok(lease)) = lease {
         // Every process that had it was waited for.
-        lease.give_back_clean();
+        lease.release_clean();
     }
     findings.sort_by_key(|f| std::cmp::Reverse(f.severity));
     Diagnosis {
@@ -203,7 +203,7 @@ pub fn examine(subject: &Subject) -> Diagnosis {
     }
 }
 
-type Leased<'a> = Option<&'a Result<Lease, LeaseError>>;
+type Leased<'a> = Option<&'a Result<UidLease, UidLeaseError>>;
 
 fn try_mechanisms(
     subject: &Subject,

@@ -11,7 +11,7 @@ use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, LimitName, Limits, 
 use super::host::{Container, Facts};
 use super::storage::{self, Place};
 use super::{Finding, Leased, Remedy, Severity, Subject};
-use engine::plan::limits::{self, Ground, Storage, error_chain};
+use engine::plan::limits::{self, EnforcementContext, WorkspaceStorage, error_chain};
 
 pub fn examine(
     subject: &Subject,
@@ -23,13 +23,13 @@ pub fn examine(
     let asked = &subject.limits;
     let limits = limits::resolve(asked);
     // What a run does first; the scope ends with this process.
-    let _as_a_run_would = engine::attempt::systemd_scope::ensure();
+    let _as_a_run_would = engine::attempt::systemd_scope::ensure_delegated();
     let host = cgroup::discover();
     let outer = cgroup::ancestor_limits();
     let group = Group::create(&host, "doctor", &limits::group_limits(&limits));
-    let ground = Ground {
+    let ground = EnforcementContext {
         level: level.unwrap_or(ConfinementLevel::Full),
-        leased: matches!(lease, Some(Ok(_))),
+        has_own_uid: matches!(lease, Some(Ok(_))),
         storage: storage_of(subject, &limits, lease, findings),
     };
     let told = group.as_ref().map_err(why_none);
@@ -180,16 +180,16 @@ fn storage_of(
     limits: &Limits,
     lease: Leased<'_>,
     findings: &mut Vec<Finding>,
-) -> Storage {
+) -> WorkspaceStorage {
     if subject.workspace_kind == WorkspaceKind::Memory {
-        return Storage::Memory;
+        return WorkspaceStorage::Memory;
     }
     let root = &subject.workspace_root;
     let place = Place::of(root);
     let on_tmpfs = place.as_ref().is_some_and(Place::is_tmpfs);
     let storage = match on_tmpfs {
-        true => Storage::DiskOnTmpfs,
-        false => Storage::Disk,
+        true => WorkspaceStorage::DiskOnTmpfs,
+        false => WorkspaceStorage::Disk,
     };
     let Some(Ok(lease)) = lease else {
         return storage;
@@ -198,7 +198,7 @@ fn storage_of(
         Ok(()) => {
             let text = format!("{} holds a project to its quota", root.display());
             findings.push(Finding::fine("quota", text));
-            Storage::Quota
+            WorkspaceStorage::Quota
         }
         Err(why) => {
             let text = format!(
@@ -254,7 +254,7 @@ impl Drop for Trial {
 fn try_quota(root: &Path, uid: u32, limits: &Limits) -> Result<(), String> {
     let trial = Trial::new(root)?;
     let dir = trial.dir.as_fd();
-    let project = quota::unused_project(dir, limits::projects(uid)).map_err(no_quota)?;
+    let project = quota::unused_project(dir, limits::quota_project_ids(uid)).map_err(no_quota)?;
     let held = quota::limit(dir, project, limits.disk_bytes, limits.files).map_err(no_quota)?;
     held.release()
         .map_err(|e| format!("lift the quota again: {e}"))

@@ -14,7 +14,7 @@ use sandbox::spec::{Enforcement, LimitName};
 use super::host::text;
 use super::{Finding, Leased, Remedy, Severity, Subject};
 use engine::plan::limits::{self, error_chain};
-use engine::workspace::uid_pool::{self, Lease};
+use engine::workspace::uid_pool::{self, UidLease};
 
 /// Another program's answer is waited for this long: a directory service may be far away.
 const ASK_AT_MOST: Duration = Duration::from_millis(400);
@@ -39,7 +39,7 @@ pub fn examine(subject: &Subject, limits: &[Enforcement], lease: Leased<'_>) -> 
 }
 
 /// Root's analyses run under uids of a range that should be nobody's.
-fn uids(lease: &Lease) -> Vec<Finding> {
+fn uids(lease: &UidLease) -> Vec<Finding> {
     let range = uid_pool::RANGE;
     let mut taken = Vec::new();
     for (file, field) in [("/etc/passwd", 2), ("/etc/group", 2)] {
@@ -131,7 +131,7 @@ fn foreign_processes(ours: u32) -> BTreeSet<u32> {
         );
     }
     // Whose lock is free is leased to nobody.
-    found.retain(|uid| *uid != ours && uid_pool::lock(*uid).is_some());
+    found.retain(|uid| *uid != ours && uid_pool::lock_uid(*uid).is_some());
     found
 }
 

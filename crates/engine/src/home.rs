@@ -1,11 +1,11 @@
-//! Where Fumehood keeps its own files: run directories, what awaits its commit, and by default the database and the
-//! artifact store.
+//! The directory in which Fumehood keeps its own files: run directories, attempts that await their commit, and by
+//! default the database and the artifact store. Also: which machine and which boot this is.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use crate::request::AnalysisId;
+use store::types::analysis_id::AnalysisId;
 
 #[derive(Debug, thiserror::Error)]
 pub enum HomeError {
@@ -18,7 +18,7 @@ pub enum HomeError {
     #[error(
         "{path:?} belongs to another user or can be written by others; chmod 700 it, or set FUMEHOOD_HOME to a directory of your own"
     )]
-    NotOurs { path: PathBuf },
+    NotPrivate { path: PathBuf },
     #[error(
         "analysis {id} is running already, or its directory is being cleaned up; choose another --id, or wait for it"
     )]
@@ -50,14 +50,15 @@ pub enum HomeError {
 }
 
 impl HomeError {
-    /// Whether what was read is no document of ours at all: a power cut tore it, or somebody wrote over it.
+    /// Whether the file is not a document of ours: a power cut tore it, or somebody overwrote it.
     pub fn is_torn(&self) -> bool {
         let torn = [io::ErrorKind::UnexpectedEof, io::ErrorKind::InvalidData];
         matches!(self, HomeError::Read { source, .. } if torn.contains(&source.kind()))
     }
 }
 
-/// `$FUMEHOOD_HOME`, else `/var/lib/fumehood` for root and the user's data directory for others.
+/// Fumehood's home directory: `$FUMEHOOD_HOME`, else `/var/lib/fumehood` for root and a directory in the user's data
+/// directory for everybody else.
 #[derive(Clone, Debug)]
 pub struct Home {
     path: PathBuf,
@@ -86,11 +87,11 @@ impl Home {
         Ok(Home { path })
     }
 
-    /// Makes the directory, closed to everyone else, and refuses one that is not.
+    /// Creates the directory with mode 0700. Fails if it exists and another user owns it or may write to it.
     pub fn open(self) -> Result<Home, HomeError> {
-        make_private(&self.path)?;
-        make_private(&self.runs())?;
-        make_private(&self.pending())?;
+        create_private_dir(&self.path)?;
+        create_private_dir(&self.runs())?;
+        create_private_dir(&self.pending())?;
         Ok(self)
     }
 
@@ -102,12 +103,13 @@ impl Home {
         self.path.join("runs")
     }
 
-    /// Attempts that ended and could not be committed. Not below the workspace root: /tmp is emptied at boot.
+    /// Attempts that ended and could not be committed. They are not below the workspace root, because /tmp is emptied
+    /// at boot.
     pub fn pending(&self) -> PathBuf {
         self.path.join("pending")
     }
 
-    /// What workers keep of their runners.
+    /// The workers' slots and locks.
     pub fn workers(&self) -> PathBuf {
         self.path.join("workers")
     }
@@ -121,7 +123,7 @@ impl Home {
     }
 }
 
-pub(crate) fn make_private(path: &Path) -> Result<(), HomeError> {
+pub(crate) fn create_private_dir(path: &Path) -> Result<(), HomeError> {
     let failed = |source| HomeError::Make {
         path: path.to_path_buf(),
         source,
@@ -130,22 +132,22 @@ pub(crate) fn make_private(path: &Path) -> Result<(), HomeError> {
         Ok(meta) if meta.is_dir() => meta,
         _ => {
             let mut builder = std::fs::DirBuilder::new();
-            let made = builder.recursive(true).mode(0o700).create(path);
-            made.map_err(failed)?;
+            let created = builder.recursive(true).mode(0o700).create(path);
+            created.map_err(failed)?;
             std::fs::metadata(path).map_err(failed)?
         }
     };
-    let ours = meta.uid() == rustix::process::geteuid().as_raw() && meta.mode() & 0o022 == 0;
-    match ours {
+    let is_private = meta.uid() == rustix::process::geteuid().as_raw() && meta.mode() & 0o022 == 0;
+    match is_private {
         true => Ok(()),
-        false => Err(HomeError::NotOurs {
+        false => Err(HomeError::NotPrivate {
             path: path.to_path_buf(),
         }),
     }
 }
 
-/// Which machine this is: its id, which a change of name does not change.
-pub fn machine() -> String {
+/// The id of this machine. It does not change when the host name changes.
+pub fn machine_id() -> String {
     let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
     match id.trim() {
         "" => rustix::system::uname()
@@ -156,18 +158,23 @@ pub fn machine() -> String {
     }
 }
 
-/// Distinguishes this start of the machine from every other.
+/// Distinguishes this boot of the machine from every other boot.
 pub fn boot_id() -> String {
     static READ: std::sync::OnceLock<String> = std::sync::OnceLock::new();
     let read = || std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     READ.get_or_init(|| read().trim().to_owned()).clone()
 }
 
-/// When this machine was started, in Unix seconds.
+/// When this machine was booted, in Unix seconds.
 pub fn boot_seconds() -> Option<i64> {
     let text = std::fs::read_to_string("/proc/stat").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("btime "))?;
     line.trim().parse().ok()
+}
+
+pub fn unix_ms() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |d| d.as_millis() as u64)
 }
 
 pub fn unix_seconds() -> u64 {
@@ -181,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_relative_home_is_refused_and_not_replaced_by_another() {
+    fn a_relative_home_is_refused() {
         let find = |given: &'static str| {
             Home::find(&move |name| match name {
                 "FUMEHOOD_HOME" => Some(given.into()),

@@ -1,13 +1,38 @@
-//! One analysis from request to committed record, and the worker that runs queued ones.
+//! One analysis from request to committed record, and the worker that runs queued analyses.
 //!
-//! The sandbox crate confines and runs the program; the store crate keeps the record. `attempt/pipeline.rs` shows the whole
-//! sequence; every other module is one stage or one thing that a stage needs.
+//! # Theory of operation
+//!
+//! One process, the *runner*, makes one attempt. [`pipeline::run`] shows the whole sequence on one screen:
+//!
+//! - [`request`] says what to run, within which limits. It comes from the command line or from the queue.
+//! - [`plan`] turns the request into a plan: which paths the program sees, which runtime and environment it gets, which
+//!   limits hold.
+//! - [`attempt`] claims a run directory, creates the workspace and the cgroup, begins the database row, and runs the
+//!   program in the sandbox. The sandbox crate confines the program; the program never shares a process with this
+//!   crate.
+//! - When every process of the program is dead, [`collect`] walks the workspace and lists the outputs, and
+//!   `attempt::finalize` moves them into the artifact store and commits one transaction. The workspace is removed after
+//!   that.
+//!
+//! [`run_dir`] keeps, in files that only we can write, everything that finishing the attempt needs. Each file is
+//! written before the thing it describes is made. The runner holds a lock on the run directory for as long as it lives.
+//! So whoever gets that lock knows that the runner is dead, and [`recovery`] finishes or removes what it left.
+//! `fumehood run` does that before each run, `fumehood gc` and the worker do it now and then.
+//!
+//! [`worker`] claims queued analyses and starts one runner process for each. A runner renews its own lease and commits
+//! its own result, so the worker may die or be upgraded while runners go on.
+//!
+//! [`home`] says where all of this is kept, and [`workspace`] and [`provenance`] serve the stages above.
+//!
+//! Only the sandbox crate uses `unsafe` code and raw system calls. All SQL is in the store crate. Everything here is
+//! blocking code.
 
 #![forbid(unsafe_code)]
 
 pub mod attempt;
 pub mod collect;
 pub mod home;
+pub mod pipeline;
 pub mod plan;
 pub mod provenance;
 pub mod recovery;

@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 use engine::collect::GlobError;
 use engine::request::{
-    Again, AnalysisId, AnalysisIdError, Asked, AskedLimits, Asker, Command, Level, LimitName,
-    NamedBy, NamedDirectory, Request, Siblings, Stdin,
+    AnalysisId, AnalysisIdError, Command, IdReuse, IsolationLevel, LimitName, NamedBy,
+    NamedDirectory, Request, RequestOrigin, RequestedLimit, RequestedLimits, SiblingModules, Stdin,
 };
 use sandbox::spec::{Layer, SharedMemory};
 use store::State;
@@ -341,8 +341,8 @@ impl Merged {
             reads: self.reads()?,
             inputs: self.inputs()?,
             siblings: match self.switch(Key::Siblings) {
-                true => Siblings::Brought,
-                false => Siblings::Left,
+                true => SiblingModules::Include,
+                false => SiblingModules::Exclude,
             },
             runtime: self.path(Key::Runtime),
             env: self.env(&sources.env)?,
@@ -361,15 +361,17 @@ impl Merged {
                 .and_then(|policy| policy.readable_roots.clone()),
             collection: self.collection(limits.disk_bytes.value)?,
             limits,
-            again: match self.again() {
+            id_reuse: match self.again() {
                 // An id that is made up here is nobody else's.
-                Again::Refused if record.in_workspace.is_none() && self.last(Key::Id).is_none() => {
-                    Again::New
+                IdReuse::Refuse
+                    if record.in_workspace.is_none() && self.last(Key::Id).is_none() =>
+                {
+                    IdReuse::Generated
                 }
                 again => again,
             },
             secret_env: self.secret_env()?,
-            asked_by: Asker::Caller,
+            asked_by: RequestOrigin::Caller,
         };
         Ok(Resolved {
             request,
@@ -456,9 +458,9 @@ impl Merged {
         }
     }
 
-    fn limits(&self) -> Result<AskedLimits, ConfigError> {
-        let default = AskedLimits::default();
-        Ok(AskedLimits {
+    fn limits(&self) -> Result<RequestedLimits, ConfigError> {
+        let default = RequestedLimits::default();
+        Ok(RequestedLimits {
             wall_ms: self.limit(Key::Timeout, default.wall_ms.value)?,
             cpu_ms: self.optional_limit(Key::CpuTime, u64::MAX)?,
             idle_ms: self.optional_limit(Key::IdleTimeout, u64::MAX)?,
@@ -474,13 +476,13 @@ impl Merged {
     }
 
     /// A limit that always holds. A default is not an ask, so one above the ceiling is lowered in silence.
-    fn limit(&self, key: Key, default: u64) -> Result<Asked<u64>, ConfigError> {
+    fn limit(&self, key: Key, default: u64) -> Result<RequestedLimit<u64>, ConfigError> {
         Ok(match self.asked(key)? {
-            Some(Value::Number(value)) => Asked {
+            Some(Value::Number(value)) => RequestedLimit {
                 value,
                 explicit: true,
             },
-            _ => Asked {
+            _ => RequestedLimit {
                 value: default.min(self.ceiling(key).unwrap_or(u64::MAX)),
                 explicit: false,
             },
@@ -492,13 +494,13 @@ impl Merged {
         &self,
         key: Key,
         default_max: u64,
-    ) -> Result<Option<Asked<u64>>, ConfigError> {
+    ) -> Result<Option<RequestedLimit<u64>>, ConfigError> {
         Ok(match (self.asked(key)?, self.ceiling(key)) {
-            (Some(Value::Number(value)), _) => Some(Asked {
+            (Some(Value::Number(value)), _) => Some(RequestedLimit {
                 value,
                 explicit: true,
             }),
-            (_, Some(ceiling)) => Some(Asked {
+            (_, Some(ceiling)) => Some(RequestedLimit {
                 value: ceiling.min(default_max),
                 explicit: false,
             }),
@@ -565,10 +567,10 @@ impl Merged {
 
     /// The highest floor that anybody set. Without a policy, the lowest there is: the strongest level that the host
     /// gives is tried first in any case.
-    fn floor(&self) -> Result<Level, ConfigError> {
+    fn floor(&self) -> Result<IsolationLevel, ConfigError> {
         let level = |entry: &Entry| match entry.value {
-            Value::Word("landlock") => Level::Landlock,
-            _ => Level::Full,
+            Value::Word("landlock") => IsolationLevel::Landlock,
+            _ => IsolationLevel::Full,
         };
         let asked = self
             .entries
@@ -584,7 +586,7 @@ impl Merged {
             }
             (Some(entry), _) => Ok(level(entry)),
             (None, Some(policy)) => Ok(policy.floor),
-            (None, None) => Ok(Level::Landlock),
+            (None, None) => Ok(IsolationLevel::Landlock),
         }
     }
 

@@ -1,9 +1,8 @@
 //! Guesses why a program failed, from the end of what it printed and from what it was allowed.
 //!
-//! The program wrote that text, so a hint is never the reason of a result and never goes back to
-//! the program: it is for the person who started it. It must not talk that person into showing
-//! something that should stay hidden, so paths that look like credentials, homes or the project
-//! are named as kept out, with no line to paste.
+//! The program wrote that text. So a hint never decides the reason of a result, and never goes back to the program: it
+//! is for the person who started it. A hint must not persuade that person to show something that should stay hidden. So
+//! a path that looks like a credential, a home or the project is only named as kept out, with no option to paste.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -13,10 +12,10 @@ use serde::{Deserialize, Serialize};
 
 use store::types::escaping::{escape_terminal, quote_for_shell};
 
-/// How much of the end of standard error is looked at.
+/// How much of the end of standard error is searched.
 pub const LOOK_BYTES: usize = 64 * 1024;
 pub const HINTS_MAX: usize = 5;
-/// Paths looked up on the host. The program chose them, and a lookup may be slow.
+/// How many paths are looked up on the host. The program chose the paths, and a lookup may be slow.
 const LOOKUPS_MAX: usize = 32;
 const PATH_BYTES_MAX: usize = 1024;
 const NAME_CHARS_MAX: usize = 80;
@@ -24,9 +23,9 @@ const NAME_CHARS_MAX: usize = 80;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HintKind {
-    /// A path that the program does not see; the text has the line that would show it.
+    /// A path that the program does not see. The text has the option that would show it.
     HiddenPath,
-    /// A path that is hidden for good reason.
+    /// A path that is hidden for a good reason.
     KeptOut,
     Network,
     Module,
@@ -35,90 +34,90 @@ pub enum HintKind {
     Memory,
     Processes,
     OpenFiles,
-    /// A library or program in a tree from which nothing is executed.
+    /// A library or program in a tree from which nothing may be executed.
     NotExecutable,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hint {
     pub kind: HintKind,
-    /// One line, safe for a terminal, beginning with "guess:".
+    /// One line, safe for a terminal, that starts with "guess:".
     pub text: String,
 }
 
 /// A path that exists on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OnHost {
-    /// With every symlink resolved: what the path looks like says little about what it shows.
+pub struct HostPath {
+    /// The path with every symlink resolved: a link with a harmless name may lead anywhere.
     pub real: PathBuf,
-    pub kind: HostKind,
+    pub kind: HostPathKind,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HostKind {
+pub enum HostPathKind {
     File,
     Directory,
     Other,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Used {
+pub struct SpaceUsage {
     pub used_bytes: u64,
     pub limit_bytes: u64,
 }
 
-/// What the policy allowed and the kernel counted.
-pub struct Facts<'a> {
+/// What the plan allowed and what the kernel counted.
+pub struct HintFacts<'a> {
     /// Paths readable inside, as the program names them.
     pub visible: &'a [PathBuf],
     pub workspace: &'a Path,
     pub project: &'a Path,
-    /// The host directory of the caller's own script, if one was named.
+    /// The host directory of the caller's own script, if one was given.
     pub script_dir: Option<&'a Path>,
-    /// Home directories, the caller's at least.
+    /// Home directories, at least the caller's.
     pub homes: &'a [PathBuf],
-    /// Looks a path up on the host. Called at most 32 times.
-    pub on_host: &'a dyn Fn(&Path) -> Option<OnHost>,
+    /// Looks up a path on the host. Called at most 32 times.
+    pub on_host: &'a dyn Fn(&Path) -> Option<HostPath>,
     pub network_off: bool,
-    pub disk: Option<Used>,
-    pub shm: Option<Used>,
-    /// The prefix of the runtime the program was started with; `None`: the system's.
+    pub disk: Option<SpaceUsage>,
+    pub shm: Option<SpaceUsage>,
+    /// The prefix of the runtime that runs the program. `None`: the system's.
     pub runtime: Option<&'a Path>,
     pub oom_kills: u64,
     pub pids_denied: u64,
 }
 
-/// At most [`HINTS_MAX`] guesses. What the kernel counted comes first, then what stands nearest to
-/// the end of the text: that is where programs say what they died of.
-pub fn hints(stderr_tail: &[u8], facts: &Facts<'_>) -> Vec<Hint> {
+/// At most [`HINTS_MAX`] guesses. Hints from what the kernel counted come first, then the lines nearest to the end of
+/// the text: programs say there why they died.
+pub fn hints(stderr_tail: &[u8], facts: &HintFacts<'_>) -> Vec<Hint> {
     let text = &stderr_tail[stderr_tail.len().saturating_sub(LOOK_BYTES)..];
-    let mut found = Found {
+    let mut found = HintList {
         hints: Vec::new(),
         lookups: 0,
     };
-    counted(facts, &mut found);
+    add_counted(facts, &mut found);
     for line in text.rsplit(|b| *b == b'\n' || *b == b'\r') {
         if found.hints.len() >= HINTS_MAX {
             break;
         }
-        in_line(&plain_quotes(line), facts, &mut found);
+        add_from_line(&plain_quotes(line), facts, &mut found);
     }
     found.hints.truncate(HINTS_MAX);
     found.hints
 }
 
-struct Found {
+struct HintList {
     hints: Vec<Hint>,
     lookups: usize,
 }
 
-impl Found {
+impl HintList {
     fn add(&mut self, kind: HintKind, text: String) {
         let hint = Hint {
             kind,
             text: escape_terminal(format!("guess: {text}").as_bytes()),
         };
-        // Of most kinds one is enough; several modules or paths may be missing.
+        // One hint is enough for most kinds, but several modules or paths may be missing.
         let several = matches!(
             kind,
             HintKind::HiddenPath | HintKind::KeptOut | HintKind::Module
@@ -133,7 +132,7 @@ impl Found {
     }
 }
 
-fn counted(facts: &Facts<'_>, found: &mut Found) {
+fn add_counted(facts: &HintFacts<'_>, found: &mut HintList) {
     if facts.oom_kills > 0 {
         let n = facts.oom_kills;
         let text = format!("the kernel killed {n} process(es) at the memory limit; raise --memory");
@@ -147,7 +146,7 @@ fn counted(facts: &Facts<'_>, found: &mut Found) {
     }
 }
 
-fn in_line(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
+fn add_from_line(line: &[u8], facts: &HintFacts<'_>, found: &mut HintList) {
     let has = |any: &[&str]| any.iter().any(|word| contains(line, word.as_bytes()));
     if has(NO_SPACE) {
         found.add(HintKind::Space, space_text(facts));
@@ -167,7 +166,7 @@ fn in_line(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
         let text = "too many files were open at once; raise --open-files, or close some";
         found.add(HintKind::OpenFiles, text.to_owned());
     }
-    // Only where the program has no /dev/shm can a semaphore not be made.
+    // Creating a semaphore fails only where the program has no /dev/shm.
     if has(&["SemLock("]) {
         let text = "semaphores need /dev/shm, which is closed at level landlock; --shared-memory host opens the host's";
         found.add(HintKind::KeptOut, text.to_owned());
@@ -175,12 +174,12 @@ fn in_line(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
     if facts.network_off {
         network(line, found);
     }
-    // The library is there and cannot be mapped, so it is no module that is missing.
+    // The library exists and cannot be mapped, so no module is missing.
     if has(&["failed to map segment from shared object"]) {
         found.add(HintKind::NotExecutable, NOT_EXECUTABLE.to_owned());
     } else if let Some(module) = missing_module(line) {
         let beside = match has(&["No module named "]) {
-            true => beside_script(&module, facts, found),
+            true => script_module_text(&module, facts, found),
             false => None,
         };
         found.add(
@@ -252,7 +251,7 @@ const NETWORK: &[&str] = &[
     "EAI_AGAIN",
 ];
 
-fn network(line: &[u8], found: &mut Found) {
+fn network(line: &[u8], found: &mut HintList) {
     let has = |word: &str| contains(line, word.as_bytes());
     let refused = has("Connection refused");
     let named = NETWORK.iter().any(|word| has(word));
@@ -271,8 +270,8 @@ fn network(line: &[u8], found: &mut Found) {
     found.add(HintKind::Network, text.to_owned());
 }
 
-fn space_text(facts: &Facts<'_>) -> String {
-    let full = |used: Option<Used>| {
+fn space_text(facts: &HintFacts<'_>) -> String {
+    let full = |used: Option<SpaceUsage>| {
         used.is_some_and(|u| u.used_bytes >= u.limit_bytes.saturating_sub(u.limit_bytes / 10))
     };
     match (full(facts.shm), full(facts.disk)) {
@@ -286,7 +285,7 @@ fn space_text(facts: &Facts<'_>) -> String {
     }
 }
 
-/// The name in "No module named x" and its like.
+/// The name in "No module named x" and similar messages.
 fn missing_module(line: &[u8]) -> Option<String> {
     const BEFORE: &[&str] = &[
         "No module named ",
@@ -310,8 +309,8 @@ fn missing_module(line: &[u8]) -> Option<String> {
     (!name.is_empty()).then(|| name.to_owned())
 }
 
-/// The line that copies in a Python module which lies beside the script.
-fn beside_script(module: &str, facts: &Facts<'_>, found: &mut Found) -> Option<String> {
+/// The hint for a Python module that lies beside the script, with the option that copies it in.
+fn script_module_text(module: &str, facts: &HintFacts<'_>, found: &mut HintList) -> Option<String> {
     let dir = facts.script_dir?;
     let top = module.split('.').next()?;
     let identifier = |c: char| c.is_ascii_alphanumeric() || c == '_';
@@ -319,8 +318,8 @@ fn beside_script(module: &str, facts: &Facts<'_>, found: &mut Found) -> Option<S
         return None;
     }
     let tries = [
-        (dir.join(format!("{top}.py")), HostKind::File),
-        (dir.join(top), HostKind::Directory),
+        (dir.join(format!("{top}.py")), HostPathKind::File),
+        (dir.join(top), HostPathKind::Directory),
     ];
     for (path, kind) in tries {
         if found.lookups >= LOOKUPS_MAX {
@@ -346,7 +345,7 @@ fn beside_script(module: &str, facts: &Facts<'_>, found: &mut Found) -> Option<S
     None
 }
 
-fn module_text(module: &str, facts: &Facts<'_>) -> String {
+fn module_text(module: &str, facts: &HintFacts<'_>) -> String {
     match facts.runtime {
         Some(prefix) => {
             let prefix = quote_for_shell(prefix.as_os_str());
@@ -360,7 +359,7 @@ fn module_text(module: &str, facts: &Facts<'_>) -> String {
     }
 }
 
-fn read_only(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
+fn read_only(line: &[u8], facts: &HintFacts<'_>, found: &mut HintList) {
     let is_input = |path: &Path| {
         let inside = path.strip_prefix(facts.workspace).unwrap_or(path);
         let roots = ["data", "docs"].iter().any(|root| inside.starts_with(root));
@@ -372,7 +371,7 @@ fn read_only(line: &[u8], facts: &Facts<'_>, found: &mut Found) {
     }
 }
 
-/// Typographic quotes, as R prints them, made plain.
+/// Replaces typographic quotes, which R prints, by plain ones.
 fn plain_quotes(line: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(line.len());
     let mut rest = line;
@@ -391,11 +390,10 @@ fn plain_quotes(line: &[u8]) -> Vec<u8> {
     plain
 }
 
-/// What in an error message may be a path: what stands in quotes, between colons, or, beginning
-/// with a slash, between blanks.
+/// The parts of an error message that may be a path: in quotes, between colons, or, if it starts with a slash, between
+/// blanks.
 fn candidates(line: &[u8]) -> impl Iterator<Item = &[u8]> {
-    // An apostrophe ("can't open '/x'") shifts what is inside and what is outside, so every piece
-    // between two quotes of a kind is tried.
+    // An apostrophe ("can't open '/x'") swaps inside and outside, so try every piece between two quotes of a kind.
     let between = move |quote: u8| line.split(move |b| *b == quote).skip(1);
     let quoted = b"'\"`".iter().flat_map(move |quote| between(*quote));
     let by_colon = line.split(|b| *b == b':').map(<[u8]>::trim_ascii);
@@ -414,10 +412,10 @@ fn candidates(line: &[u8]) -> impl Iterator<Item = &[u8]> {
         .filter(|c| !c.is_empty() && c.len() <= PATH_BYTES_MAX && !c.contains(&0))
 }
 
-fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
+fn hidden_path(candidate: &[u8], facts: &HintFacts<'_>, found: &mut HintList) {
     let given = Path::new(OsStr::from_bytes(candidate));
     let plain = |c: Component<'_>| matches!(c, Component::RootDir | Component::Normal(_));
-    // `..` and `.` are not resolved here: what they lead to is not what the message says.
+    // Skip `..` and `.`: resolved, they lead to another path than the message names.
     if !given.components().all(plain) || found.lookups >= LOOKUPS_MAX {
         return;
     }
@@ -430,7 +428,7 @@ fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
         None => given.to_path_buf(),
     };
     let seen = facts.visible.iter().any(|root| host.starts_with(root));
-    // Looking these up can have effects of its own, and the sandbox has its own of each.
+    // Looking these up can have side effects, and the sandbox has its own of each.
     let own = ["/proc", "/sys", "/dev"]
         .iter()
         .any(|root| host.starts_with(root));
@@ -443,13 +441,13 @@ fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
     };
     let shown = quote_for_shell(host.as_os_str());
     let why = kept_out(&host, facts).or_else(|| kept_out(&on_host.real, facts));
-    let why = why.or((on_host.kind == HostKind::Other).then_some("it is no file or directory"));
+    let why = why.or((on_host.kind == HostPathKind::Other).then_some("it is no file or directory"));
     if let Some(why) = why {
         let text = format!("{shown} exists on this host and is kept out by design: {why}");
         return found.add(HintKind::KeptOut, text);
     }
     let line = match relative {
-        // A colon would be taken for the one before the name inside.
+        // A colon would be taken for the separator before the name inside.
         _ if host.as_os_str().as_bytes().contains(&b':') => {
             format!(
                 "{shown} is not shown inside; its name has a colon, so copy it to another name first, then use --input"
@@ -465,7 +463,7 @@ fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
             let both = quote_for_shell(OsStr::from_bytes(&both));
             format!("{shown} is not in the workspace; copy it in with: --input {both}")
         }
-        // Shown in place it would be a hole in "the rest of the project is absent".
+        // The rest of the project is absent inside, so offer a copy instead of showing the path in place.
         None if host.starts_with(facts.project) => {
             format!(
                 "{shown} is not shown inside; copy it in with: --input {shown}, and open the copy"
@@ -476,9 +474,8 @@ fn hidden_path(candidate: &[u8], facts: &Facts<'_>, found: &mut Found) {
     found.add(HintKind::HiddenPath, line);
 }
 
-/// Why a path is not to be shown, if it is not. Errs on the side of hiding: the user can still
-/// name the path without having been told to.
-fn kept_out(path: &Path, facts: &Facts<'_>) -> Option<&'static str> {
+/// Why a path must not be suggested, if so. In doubt the path is kept out: the user can still name it without a hint.
+fn kept_out(path: &Path, facts: &HintFacts<'_>) -> Option<&'static str> {
     const SYSTEM: &[&str] = &[
         "/etc",
         "/root",
@@ -568,8 +565,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Everything below /opt exists, some of the project does, and some dangerous things do.
-    fn on_host(path: &Path) -> Option<OnHost> {
+    /// Everything below /opt exists, and some of the project, and some dangerous paths.
+    fn on_host(path: &Path) -> Option<HostPath> {
         let real = match path {
             p if p == Path::new("/srv/innocent.csv") => PathBuf::from("/etc/shadow"),
             p => p.to_path_buf(),
@@ -589,14 +586,14 @@ mod tests {
         ];
         let project = project.map(|name| Path::new("/proj").join(name));
         let kind = match path.extension() {
-            Some(e) if e == "socket" => HostKind::Other,
-            Some(_) => HostKind::File,
-            None => HostKind::Directory,
+            Some(e) if e == "socket" => HostPathKind::Other,
+            Some(_) => HostPathKind::File,
+            None => HostPathKind::Directory,
         };
         let there = path == Path::new("/")
             || project.contains(&path.to_path_buf())
             || roots.iter().any(|r| path.starts_with(r));
-        there.then_some(OnHost { real, kind })
+        there.then_some(HostPath { real, kind })
     }
 
     fn guess(stderr: &[u8]) -> Vec<Hint> {
@@ -604,7 +601,7 @@ mod tests {
             [PathBuf::from("/usr"), "/proj/data".into()],
             ["/home/ada".into()],
         );
-        let facts = Facts {
+        let facts = HintFacts {
             visible: &visible,
             workspace: Path::new("/tmp/scidex-analysis-x"),
             project: Path::new("/proj"),
@@ -612,7 +609,7 @@ mod tests {
             homes: &homes,
             on_host: &on_host,
             network_off: true,
-            disk: Some(Used {
+            disk: Some(SpaceUsage {
                 used_bytes: 100,
                 limit_bytes: 100,
             }),
@@ -633,7 +630,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hidden_path_comes_with_the_line_that_shows_it() {
+    fn a_hidden_path_comes_with_the_option_that_shows_it() {
         for (stderr, line) in [
             (
                 "FileNotFoundError: [Errno 2] No such file or directory: '/opt/ref/hg38.fa'",
@@ -671,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn a_module_beside_the_script_comes_with_the_line_that_copies_it() {
+    fn a_module_beside_the_script_comes_with_the_option_that_copies_it() {
         for (module, path) in [
             ("utils", "/proj/pkg/utils.py"),
             ("tools.x", "/proj/pkg/tools"),
@@ -743,7 +740,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_to_the_terminal_cannot_steer_it() {
+    fn hints_contain_no_terminal_control_characters() {
         let all = guess(b"cat: /opt/\x1b[2J\xe2\x80\xae'x: No such file or directory");
         assert!(!all.is_empty());
         assert!(
@@ -754,7 +751,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_kinds() {
+    fn each_kind_of_message_gives_its_hint() {
         use HintKind::*;
         for (stderr, kind) in [
             (

@@ -1,35 +1,28 @@
-//! Which level a run gets: exactly the one asked for, or the strongest that this host gives, never below the floor.
+//! Chooses the level of confinement: exactly the one that was asked for, or the strongest that this host supports, and
+//! never below the floor.
 //!
-//! The run itself is the first attempt. Should it not come about at level `full`, a miniature sandbox that has nothing of
-//! the request in it is tried: only if that fails too can this host not give the level, and the next is tried. So
-//! nothing that a request brings with it, a path that cannot be mounted or the like, can talk us down.
+//! The run itself is the first try. If the launch fails at level `full`, a small sandbox that contains nothing of the
+//! request is tried. Only if that fails too does the host not support the level, and the next level is tried. So
+//! nothing in a request, such as a path that cannot be mounted, can lower the level.
 
 use sandbox::probe;
-use sandbox::spec::{ConfinementLevel, Enforcement, Layer, Limits};
+use sandbox::spec::{ConfinementLevel, Enforcement, Layer};
 
-use crate::attempt::pipeline::{Audience, PipelineError, Surroundings};
-use crate::attempt::recorder::Ledger;
-use crate::attempt::{Attempt, Ran};
-use crate::plan::Plan;
-use crate::plan::limits::{Storage, error_chain};
+use crate::attempt::context::{LaunchRequest, RunContext};
+use crate::attempt::error::AttemptError;
+use crate::attempt::observer::RunObserver;
+use crate::attempt::recorder::Recorder;
+use crate::attempt::state::{Attempt, ProgramRun};
+use crate::plan::limits::error_chain;
 use crate::request::Request;
 
-/// One run, ready to start.
-pub(crate) struct Errand<'a> {
-    pub request: &'a Request,
-    pub around: &'a Surroundings,
-    pub plan: &'a Plan,
-    pub limits: &'a Limits,
-    pub storage: Storage,
-}
-
 /// The levels that may be tried, the strongest first.
-pub fn candidates(request: &Request) -> Result<Vec<ConfinementLevel>, PipelineError> {
+pub fn allowed_levels(request: &Request) -> Result<Vec<ConfinementLevel>, AttemptError> {
     let high_enough =
-        |level: &ConfinementLevel| crate::request::Level::from(*level) >= request.floor;
+        |level: &ConfinementLevel| crate::request::IsolationLevel::from(*level) >= request.floor;
     match request.level {
         Some(level) if high_enough(&level) => Ok(vec![level]),
-        Some(asked) => Err(PipelineError::BelowFloor {
+        Some(asked) => Err(AttemptError::BelowFloor {
             asked,
             floor: request.floor,
         }),
@@ -40,35 +33,35 @@ pub fn candidates(request: &Request) -> Result<Vec<ConfinementLevel>, PipelineEr
     }
 }
 
-/// Runs at the strongest of the levels that may be tried.
-pub(crate) fn strongest(
+/// Runs the program at the strongest allowed level that this host supports.
+pub(crate) fn run_at_strongest_level(
     attempt: &mut Attempt,
-    errand: &Errand<'_>,
-    mut ledger: Option<&mut Ledger>,
-    audience: &mut dyn Audience,
-) -> Result<(Vec<Enforcement>, Ran), PipelineError> {
-    let levels = candidates(errand.request)?;
+    launch: &LaunchRequest<'_>,
+    mut recorder: Option<&mut Recorder>,
+    observer: &mut dyn RunObserver,
+) -> Result<(Vec<Enforcement>, ProgramRun), AttemptError> {
+    let levels = allowed_levels(launch.request)?;
     let mut stepped_down: Option<String> = None;
     for level in &levels {
         let last = levels.last() == Some(level);
-        match at(attempt, errand, *level, ledger.as_deref_mut(), audience) {
+        match run_at(attempt, launch, *level, recorder.as_deref_mut(), observer) {
             Ok((enforcement, mut ran)) => {
-                ran.notices = weaker(&ran, stepped_down.as_deref());
-                // The reason for stepping down was told before the program ran.
+                ran.notices = confinement_notices(&ran, stepped_down.as_deref());
+                // The notice about a lower level was given before the program ran.
                 if stepped_down.is_none() {
-                    ran.notices.iter().for_each(|text| audience.notice(text));
+                    ran.notices.iter().for_each(|text| observer.notice(text));
                 }
                 return Ok((enforcement, ran));
             }
-            Err(error) if !last && not_to_be_had(&error, errand.around) => {
+            Err(error) if !last && is_level_unavailable(&error, launch.context) => {
                 let why = error_chain(&error);
-                audience.notice(&no_namespaces(&why));
+                observer.notice(&step_down_notice(&why));
                 stepped_down = Some(why);
             }
             Err(error) => {
                 return Err(match stepped_down {
                     None => error,
-                    Some(full) => PipelineError::NoLevel {
+                    Some(full) => AttemptError::NoLevel {
                         full,
                         landlock: Box::new(error),
                     },
@@ -76,45 +69,45 @@ pub(crate) fn strongest(
             }
         }
     }
-    Err(PipelineError::Cancelled)
+    Err(AttemptError::Cancelled)
 }
 
-fn at(
+fn run_at(
     attempt: &mut Attempt,
-    errand: &Errand<'_>,
+    launch: &LaunchRequest<'_>,
     level: ConfinementLevel,
-    ledger: Option<&mut Ledger>,
-    audience: &mut dyn Audience,
-) -> Result<(Vec<Enforcement>, Ran), PipelineError> {
-    let enforcement = attempt.enforcement(errand.request, errand.limits, errand.storage, level)?;
-    let ran = attempt.execute(errand, level, ledger, audience)?;
+    recorder: Option<&mut Recorder>,
+    observer: &mut dyn RunObserver,
+) -> Result<(Vec<Enforcement>, ProgramRun), AttemptError> {
+    let enforcement = attempt.enforcement(launch.request, launch.limits, launch.storage, level)?;
+    let ran = attempt.execute(launch, level, recorder, observer)?;
     Ok((enforcement, ran))
 }
 
-/// Whether this host does not give the level at all. Nothing of the program has run when a launch fails.
-fn not_to_be_had(error: &PipelineError, around: &Surroundings) -> bool {
-    matches!(error, PipelineError::Start(_))
-        && probe::try_level(&around.launcher, ConfinementLevel::Full).is_err()
+/// Whether this host does not support the level at all. When a launch fails, nothing of the program has run.
+fn is_level_unavailable(error: &AttemptError, context: &RunContext) -> bool {
+    matches!(error, AttemptError::Start(_))
+        && probe::try_level(&context.launcher, ConfinementLevel::Full).is_err()
 }
 
-fn no_namespaces(why: &str) -> String {
+fn step_down_notice(why: &str) -> String {
     format!(
         "level full cannot be had here ({why}); this run has level landlock. `fumehood doctor` says how to get more"
     )
 }
 
-/// What the result must say about confinement that is less than it might be.
-fn weaker(ran: &Ran, stepped_down: Option<&str>) -> Vec<String> {
+/// What the result must say where the confinement is weaker than it might be.
+fn confinement_notices(ran: &ProgramRun, stepped_down: Option<&str>) -> Vec<String> {
     let landlock = ran
         .layers
         .iter()
         .any(|(layer, _)| *layer == Layer::Landlock);
-    // Cancelled before the program began.
+    // The run was cancelled before the program started.
     let nothing_ran = ran.layers.is_empty();
     match (ran.level, stepped_down) {
-        (ConfinementLevel::Landlock, Some(why)) => vec![no_namespaces(why)],
+        (ConfinementLevel::Landlock, Some(why)) => vec![step_down_notice(why)],
         (ConfinementLevel::Full, _) if !landlock && !nothing_ran => vec![String::from(
-            "this kernel has no Landlock, or has it switched off: the run rested on the other layers",
+            "this kernel has no Landlock, or has it switched off; the other layers confined the run",
         )],
         _ => Vec::new(),
     }

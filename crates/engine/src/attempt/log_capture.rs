@@ -1,34 +1,35 @@
-//! Bounded capture of what a program prints.
+//! Captures what a program prints, within a bound.
 //!
-//! A stream keeps its beginning and its end: the first half of the limit is the head,
-//! what follows goes through a ring that holds the rest of the limit, and what falls out of the
-//! ring is counted. An endless line or gigabytes of output cost no more than the limit.
+//! A stream keeps its beginning and its end. The first half of the limit is the head. What follows goes through a ring
+//! buffer that holds the rest of the limit, and bytes that fall out of the ring are counted. So an endless line or
+//! gigabytes of output cost no more than the limit.
 
 use store::types::escaping::escape_text;
 
-/// One stream being captured.
+/// One stream while it is captured.
 #[derive(Debug)]
-pub struct Capture {
+pub struct LogCapture {
     limit_bytes: usize,
     head: Vec<u8>,
     head_open: bool,
     ring: Vec<u8>,
-    /// Where the oldest byte of a full ring stands, and the next one goes.
+    /// In a full ring, the position of the oldest byte, which the next byte replaces.
     ring_start: usize,
     total_bytes: u64,
 }
 
 /// Bytes that a program has just printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Live<'a> {
+pub struct OutputChunk<'a> {
     pub bytes: &'a [u8],
-    /// Those of them that belong to the head. Of what comes later only the end is kept, and that is known at the end.
+    /// The part of `bytes` that belongs to the head. Of later bytes only the end is kept, and which bytes those are is
+    /// known at the end.
     pub head: &'a [u8],
 }
 
-/// One stream at its end. `head`, then `dropped_bytes` that are gone, then `tail`.
+/// One stream after its end: `head`, then `dropped_bytes` that are gone, then `tail`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Captured {
+pub struct CapturedLog {
     pub head: Vec<u8>,
     pub dropped_bytes: u64,
     pub tail: Vec<u8>,
@@ -36,10 +37,10 @@ pub struct Captured {
     pub truncated: bool,
 }
 
-impl Capture {
-    /// Invariant: never more than `limit_bytes` of the stream are kept.
+impl LogCapture {
+    /// Invariant: at most `limit_bytes` of the stream are kept.
     pub fn new(limit_bytes: usize) -> Self {
-        Capture {
+        LogCapture {
             limit_bytes,
             head: Vec::new(),
             head_open: true,
@@ -49,7 +50,7 @@ impl Capture {
         }
     }
 
-    pub fn push<'a>(&mut self, bytes: &'a [u8]) -> Live<'a> {
+    pub fn push<'a>(&mut self, bytes: &'a [u8]) -> OutputChunk<'a> {
         self.total_bytes += bytes.len() as u64;
         let (head, rest) = bytes.split_at(self.head_share(bytes));
         self.head.extend_from_slice(head);
@@ -57,15 +58,15 @@ impl Capture {
             self.head_open = false;
             self.ring_push(rest);
         }
-        Live { bytes, head }
+        OutputChunk { bytes, head }
     }
 
-    pub fn finish(mut self) -> Captured {
+    pub fn finish(mut self) -> CapturedLog {
         self.ring.rotate_left(self.ring_start);
         let kept = self.head.len() as u64 + self.ring.len() as u64;
         let truncated = self.total_bytes > kept;
         if truncated {
-            // The end of a character whose beginning is gone would only show as damage.
+            // Drop the end of a character whose beginning is gone: it would show as damage.
             let broken = self
                 .ring
                 .iter()
@@ -75,7 +76,7 @@ impl Capture {
             self.ring.drain(..broken);
         }
         let kept = self.head.len() as u64 + self.ring.len() as u64;
-        Captured {
+        CapturedLog {
             head: self.head,
             dropped_bytes: self.total_bytes - kept,
             tail: self.ring,
@@ -84,8 +85,8 @@ impl Capture {
         }
     }
 
-    /// How many of `bytes` belong to the head: what is left of its half, and the end of a
-    /// character that the border would cut, as long as the limit allows for it.
+    /// How many of `bytes` belong to the head: the rest of the head's half, and the end of a character that would be
+    /// cut there, if the limit allows.
     fn head_share(&self, bytes: &[u8]) -> usize {
         if !self.head_open {
             return 0;
@@ -119,7 +120,7 @@ impl Capture {
         let bytes = &bytes[bytes.len().saturating_sub(ring_max)..];
         let (growing, wrapping) = bytes.split_at(bytes.len().min(ring_max - self.ring.len()));
         self.ring.extend_from_slice(growing);
-        // Twice at most: up to the end of the ring, then from its beginning.
+        // At most two rounds: up to the end of the ring, then from its start.
         let mut left = wrapping;
         while !left.is_empty() {
             let room = left.len().min(ring_max - self.ring_start);
@@ -131,16 +132,16 @@ impl Capture {
     }
 }
 
-impl Captured {
-    /// The line that stands for what was dropped, if anything was.
+impl CapturedLog {
+    /// The line that stands for the dropped bytes, if there are any.
     pub fn note(&self, stream: &str) -> Option<String> {
         let bytes = grouped(self.dropped_bytes);
         self.truncated
             .then(|| format!("[fumehood: {bytes} bytes of {stream} not shown]"))
     }
 
-    /// The stream for a JSON document, see [`escape_text`]. A gap is marked by the note with a
-    /// backslash before it; a program cannot forge that, for its own backslashes are doubled.
+    /// The stream for a JSON document, see [`escape_text`]. A gap is marked by the note with a backslash before it. A
+    /// program cannot forge that, because its own backslashes are doubled.
     pub fn text(&self, stream: &str) -> String {
         match self.note(stream) {
             None => escape_text(&[self.head.as_slice(), &self.tail].concat()),
@@ -159,7 +160,7 @@ fn is_continuation(byte: u8) -> bool {
     byte & 0xc0 == 0x80
 }
 
-/// How many bytes the last character still lacks; 0 if it is whole or was none.
+/// How many bytes the last character still lacks; 0 if it is complete or not a character.
 fn missing_continuations(bytes: &[u8]) -> usize {
     let after = bytes
         .iter()
@@ -198,8 +199,8 @@ mod tests {
     use proptest::prelude::*;
     use store::types::escaping::unescape_text;
 
-    fn capture(limit_bytes: usize, chunks: &[Vec<u8>]) -> (Vec<u8>, Captured) {
-        let mut capture = Capture::new(limit_bytes);
+    fn capture(limit_bytes: usize, chunks: &[Vec<u8>]) -> (Vec<u8>, CapturedLog) {
+        let mut capture = LogCapture::new(limit_bytes);
         let live = chunks
             .iter()
             .flat_map(|c| capture.push(c).head)
@@ -265,7 +266,7 @@ mod tests {
 
     #[test]
     fn endless_output_costs_bounded_memory() {
-        let mut capture = Capture::new(1 << 16);
+        let mut capture = LogCapture::new(1 << 16);
         let chunk = vec![b'x'; 1 << 20];
         for _ in 0..1000 {
             capture.push(&chunk);
@@ -305,7 +306,7 @@ mod tests {
         }
 
         #[test]
-        fn how_it_is_cut_into_chunks_changes_nothing(
+        fn the_division_into_chunks_changes_nothing(
             text in "[a-zé日😀]{0,60}", limit_bytes in 0usize..64, chunk in 1usize..9,
         ) {
             let chunks: Vec<_> = text.as_bytes().chunks(chunk).map(<[u8]>::to_vec).collect();

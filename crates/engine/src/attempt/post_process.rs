@@ -1,9 +1,8 @@
-//! The platform's own, trusted step after the commit: `[post_process] command`.
+//! Runs the operator's own, trusted command after the commit: `[post_process] command`.
 //!
-//! It is started with one JSON document on its standard input and, as its working directory, a read-only directory of
-//! the collected outputs. It runs at least once for each (id, attempt): after a crash it may run again, so it must be
-//! ready to see the same key twice. It works from the database and the artifact store alone, so it can be repeated
-//! whenever somebody wants.
+//! The command gets one JSON document on its standard input. Its working directory is a read-only directory with the
+//! collected outputs. It runs at least once for each (id, attempt): after a crash it may run again, so it must accept
+//! the same key twice. It needs only the database and the artifact store, so it can be repeated at any time.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -19,55 +18,47 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use crate::attempt::finalize::{SettleError, reached};
-use crate::attempt::record::{OutputEntry, PostProcessed};
-use crate::attempt::recorder::Ledger;
+use crate::attempt::error::{CommitError, pass_crash_point};
+use crate::attempt::record::{OutputSummary, PostProcessReport};
+use crate::attempt::recorder::{PostProcessCommand, Recorder};
 use crate::plan::limits::error_chain;
 use store::artifacts::Artifacts;
 use store::types::crash_points::CrashPoint;
 use store::types::escaping::escape_terminal;
 use store::types::manifest::ContentHash;
-use store::{AttemptRow, PostProcessState as Due, StoredOutput};
-
-/// From the user's own configuration or the operator's policy; never from a project.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PostProcess {
-    /// The program, an absolute path, and its arguments.
-    pub command: Vec<String>,
-    pub timeout_ms: u64,
-}
+use store::{AttemptRow, PostProcessState, StoredOutput};
 
 pub const SCHEMA: &str = "fumehood.post-process/1";
-/// What is kept of what a failed step printed.
-const SAID_BYTES_MAX: usize = 4096;
+/// How much is kept of a failed command's standard error.
+const STDERR_BYTES_MAX: usize = 4096;
 
 #[derive(Debug, thiserror::Error)]
-pub enum StepError {
+pub enum PostProcessRunError {
     #[error("lay out the outputs in {path:?}")]
     LayOut { path: PathBuf, source: io::Error },
     #[error("start {program:?}")]
     Start { program: String, source: io::Error },
-    #[error("tell {program:?} about the analysis")]
-    Tell { program: String, source: io::Error },
-    #[error("{program:?} did not end within {seconds} s and was killed{said}")]
+    #[error("write the document to the standard input of {program:?}")]
+    WriteInput { program: String, source: io::Error },
+    #[error("{program:?} did not end within {seconds} s and was killed{stderr_tail}")]
     TimedOut {
         program: String,
         seconds: u64,
-        said: String,
+        stderr_tail: String,
     },
-    #[error("{program:?} ended with {status}{said}")]
+    #[error("{program:?} ended with {status}{stderr_tail}")]
     Failed {
         program: String,
         status: String,
-        said: String,
+        stderr_tail: String,
     },
 }
 
-/// What the step is told.
+/// The document on the standard input of the command.
 #[derive(Serialize)]
-struct Told<'a> {
+struct PostProcessDocument<'a> {
     schema: &'static str,
-    /// The same at every repeat.
+    /// The same in every repetition.
     key: String,
     id: &'a str,
     attempt: u32,
@@ -77,88 +68,90 @@ struct Told<'a> {
     exit_code: Option<i32>,
     signal: Option<i32>,
     complete: Option<bool>,
-    /// `result.json`, where both databases take it.
+    /// The content of `result.json`, if both databases accept it.
     result: Option<&'a RawValue>,
-    /// Its working directory, too. Paths below are relative to it.
+    /// Also the working directory. The paths of the outputs are relative to it.
     outputs_dir: &'a Path,
-    outputs: Vec<OutputEntry>,
+    outputs: Vec<OutputSummary>,
 }
 
-/// Runs the step if one is configured and this attempt awaits it, and notes how it went. `scratch` is a directory of
-/// ours, gone or empty of outputs afterwards.
-pub fn if_due(
-    ledger: &mut Ledger,
+/// Runs the command if one is configured and this attempt awaits it, and stores how it went. `scratch` is a directory
+/// of ours; afterwards it has no outputs in it.
+pub fn run_if_due(
+    recorder: &mut Recorder,
     (id, attempt): (&str, u32),
     scratch: &Path,
-) -> Option<PostProcessed> {
-    let step = ledger.post_process.clone()?;
-    match take_turn(&step, ledger, (id, attempt), scratch) {
+) -> Option<PostProcessReport> {
+    let command = recorder.post_process.clone()?;
+    match run_and_mark(&command, recorder, (id, attempt), scratch) {
         Ok(None) => None,
-        Ok(Some(Ok(()))) => Some(PostProcessed {
+        Ok(Some(Ok(()))) => Some(PostProcessReport {
             done: true,
             message: None,
         }),
-        Ok(Some(Err(e))) => Some(PostProcessed {
+        Ok(Some(Err(e))) => Some(PostProcessReport {
             done: false,
             message: Some(error_chain(&e)),
         }),
-        Err(e) => Some(PostProcessed {
+        Err(e) => Some(PostProcessReport {
             done: false,
             message: Some(error_chain(&e)),
         }),
     }
 }
 
-/// The inner result is the step's, the outer one ours. `None`: it is not due.
-fn take_turn(
-    step: &PostProcess,
-    ledger: &mut Ledger,
+/// Returns `None` if the command is not due. The inner error is the command's, the outer one is Fumehood's.
+fn run_and_mark(
+    command: &PostProcessCommand,
+    recorder: &mut Recorder,
     (id, attempt): (&str, u32),
     scratch: &Path,
-) -> Result<Option<Result<(), StepError>>, SettleError> {
-    let artifacts = ledger.artifacts()?;
-    let known = ledger.with(|store| store.show(id, Some(attempt)))?;
-    match known.summary.post_process {
-        Due::Pending | Due::Failed => {}
-        Due::NotAsked | Due::Done | Due::Unknown => return Ok(None),
+) -> Result<Option<Result<(), PostProcessRunError>>, CommitError> {
+    let artifacts = recorder.artifacts()?;
+    let stored = recorder.with(|store| store.show(id, Some(attempt)))?;
+    match stored.summary.post_process {
+        PostProcessState::Pending | PostProcessState::Failed => {}
+        PostProcessState::NotAsked | PostProcessState::Done | PostProcessState::Unknown => {
+            return Ok(None);
+        }
     }
-    let outputs = ledger.with(|store| store.outputs(id, attempt))?;
-    let ended = perform(step, &known, &outputs, &artifacts, scratch);
-    reached(CrashPoint::PostProcessed)?;
-    let message = ended.as_ref().err().map(|e| error_chain(e));
-    let state = match ended {
-        Ok(()) => Due::Done,
-        Err(_) => Due::Failed,
+    let outputs = recorder.with(|store| store.outputs(id, attempt))?;
+    let result = run_once(command, &stored, &outputs, &artifacts, scratch);
+    pass_crash_point(CrashPoint::PostProcessed)?;
+    let message = result.as_ref().err().map(|e| error_chain(e));
+    let state = match result {
+        Ok(()) => PostProcessState::Done,
+        Err(_) => PostProcessState::Failed,
     };
-    ledger.with(|store| store.mark_post_process(id, attempt, state, message.as_deref()))?;
-    // Only to be killed here: it is marked.
-    let _marked = reached(CrashPoint::Marked);
-    Ok(Some(ended))
+    recorder.with(|store| store.mark_post_process(id, attempt, state, message.as_deref()))?;
+    // Only to be killed here: the result is stored.
+    let _ = pass_crash_point(CrashPoint::Marked);
+    Ok(Some(result))
 }
 
-/// Runs the step once. `scratch` is a directory of ours in which the outputs are laid out.
-fn perform(
-    step: &PostProcess,
-    known: &AttemptRow,
+/// Runs the command once. The outputs are laid out in `scratch`, a directory of ours.
+fn run_once(
+    command: &PostProcessCommand,
+    stored: &AttemptRow,
     outputs: &[StoredOutput],
     artifacts: &Artifacts,
     scratch: &Path,
-) -> Result<(), StepError> {
+) -> Result<(), PostProcessRunError> {
     let dir = scratch.join("outputs");
-    lay_out(&dir, outputs, artifacts).map_err(|source| StepError::LayOut {
+    lay_out(&dir, outputs, artifacts).map_err(|source| PostProcessRunError::LayOut {
         path: dir.clone(),
         source,
     })?;
-    let listed = &known.summary;
-    let entry = |output: &StoredOutput| OutputEntry {
+    let listed = &stored.summary;
+    let entry = |output: &StoredOutput| OutputSummary {
         path: output.path.clone(),
         bytes: output.bytes,
         media_type: output.media_type.clone(),
         blake3: output.blake3,
         modified_ms: output.modified_ms,
     };
-    let result = known.result_json.as_deref();
-    let told = Told {
+    let result = stored.result_json.as_deref();
+    let document = PostProcessDocument {
         schema: SCHEMA,
         key: format!("{}/{}", listed.id, listed.attempt),
         id: &listed.id,
@@ -173,13 +166,15 @@ fn perform(
         outputs_dir: &dir,
         outputs: outputs.iter().map(entry).collect(),
     };
-    let ended = call(step, &told, &dir);
-    let _left_to_the_run_directory = clear(&dir);
-    ended
+    let result = call(command, &document, &dir);
+    // If this fails, the directory goes with the run directory.
+    let _ = clear(&dir);
+    result
 }
 
-/// Hard links to the objects, which are read-only themselves. Root writes to read-only files too, so for root, and where
-/// the file system allows no link, copies that share their blocks where that is possible.
+/// Creates hard links to the objects, which are read-only. Root can write to read-only files, so root gets copies. So
+/// does everybody where the file system allows no link. Copies share their blocks with the object where that is
+/// possible.
 fn lay_out(outputs: &Path, items: &[StoredOutput], artifacts: &Artifacts) -> io::Result<()> {
     clear(outputs)?;
     make_dir(outputs)?;
@@ -205,7 +200,7 @@ fn lay_out(outputs: &Path, items: &[StoredOutput], artifacts: &Artifacts) -> io:
         if !root && rustix::fs::linkat(cwd, itself, cwd, &at, follow).is_ok() {
             continue;
         }
-        // However many names a content has, it is copied once.
+        // Copy a content once, however many outputs have it.
         if let Some(copy) = copies.get(&item.blake3)
             && std::fs::hard_link(copy, &at).is_ok()
         {
@@ -224,7 +219,7 @@ fn lay_out(outputs: &Path, items: &[StoredOutput], artifacts: &Artifacts) -> io:
     Ok(())
 }
 
-/// Holes stay holes: a sparse file may be far longer than the disk is large.
+/// Copies only data, and leaves holes as holes: a sparse file may be far longer than the disk.
 fn copy_data(from: &std::fs::File, to: &std::fs::File) -> io::Result<()> {
     use rustix::fs::SeekFrom;
     let length = from.metadata()?.len();
@@ -249,7 +244,7 @@ fn make_dir(path: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().mode(0o755).create(path)
 }
 
-/// Removes what an earlier turn laid out.
+/// Removes what an earlier call laid out.
 fn clear(outputs: &Path) -> io::Result<()> {
     let (Some(parent), Some(name)) = (outputs.parent(), outputs.file_name()) else {
         return Ok(());
@@ -269,12 +264,16 @@ fn clear(outputs: &Path) -> io::Result<()> {
     }
 }
 
-fn call(step: &PostProcess, told: &Told<'_>, outputs: &Path) -> Result<(), StepError> {
-    let (program, arguments) = match step.command.split_first() {
+fn call(
+    command: &PostProcessCommand,
+    document: &PostProcessDocument<'_>,
+    outputs: &Path,
+) -> Result<(), PostProcessRunError> {
+    let (program, arguments) = match command.command.split_first() {
         Some((program, arguments)) => (program.clone(), arguments),
         None => return Ok(()),
     };
-    let document = serde_json::to_vec(told).map_err(|e| StepError::Tell {
+    let json = serde_json::to_vec(document).map_err(|e| PostProcessRunError::WriteInput {
         program: program.clone(),
         source: e.into(),
     })?;
@@ -286,46 +285,50 @@ fn call(step: &PostProcess, told: &Told<'_>, outputs: &Path) -> Result<(), StepE
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn();
-    let mut child = started.map_err(|source| StepError::Start {
+    let mut child = started.map_err(|source| PostProcessRunError::Start {
         program: program.clone(),
         source,
     })?;
     let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
-    // Neither a step that reads nothing nor one that prints much may hold us up.
+    // Two threads, so that neither a command that reads nothing nor one that prints much can block us.
     std::thread::scope(|scope| {
-        let telling = scope.spawn(move || match stdin {
-            // A step that needs nothing need not read.
-            Some(mut stdin) => match stdin.write_all(&document) {
+        let writer = scope.spawn(move || match stdin {
+            // A command may end without reading its input.
+            Some(mut stdin) => match stdin.write_all(&json) {
                 Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(e),
                 _ => Ok(()),
             },
             None => Ok(()),
         });
-        let hearing = scope.spawn(move || last_words(stderr));
-        let status = wait(&mut child, Duration::from_millis(step.timeout_ms));
-        // Whatever it started and left behind holds our pipes.
+        let reader = scope.spawn(move || read_stderr_tail(stderr));
+        let status = wait(&mut child, Duration::from_millis(command.timeout_ms));
+        // Processes that the command left behind would keep the pipes open, so kill its process group.
         if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
-            let _none_left = kill_process_group(group, Signal::KILL);
+            // It fails if no process is left.
+            let _ = kill_process_group(group, Signal::KILL);
         }
-        let _reaped = child.wait();
-        let said = hearing.join().unwrap_or_default();
-        let told = telling.join().unwrap_or(Ok(()));
+        // `wait` above has the status; this only reaps a command that was killed just now.
+        let _ = child.wait();
+        let stderr_tail = reader.join().unwrap_or_default();
+        let written = writer.join().unwrap_or(Ok(()));
         match status {
-            Ok(Some(status)) if status.success() => told.map_err(|source| StepError::Tell {
-                program: program.clone(),
-                source,
-            }),
-            Ok(Some(status)) => Err(StepError::Failed {
+            Ok(Some(status)) if status.success() => {
+                written.map_err(|source| PostProcessRunError::WriteInput {
+                    program: program.clone(),
+                    source,
+                })
+            }
+            Ok(Some(status)) => Err(PostProcessRunError::Failed {
                 program: program.clone(),
                 status: status.to_string(),
-                said,
+                stderr_tail,
             }),
-            Ok(None) => Err(StepError::TimedOut {
+            Ok(None) => Err(PostProcessRunError::TimedOut {
                 program: program.clone(),
-                seconds: step.timeout_ms / 1000,
-                said,
+                seconds: command.timeout_ms / 1000,
+                stderr_tail,
             }),
-            Err(source) => Err(StepError::Start {
+            Err(source) => Err(PostProcessRunError::Start {
                 program: program.clone(),
                 source,
             }),
@@ -333,7 +336,7 @@ fn call(step: &PostProcess, told: &Told<'_>, outputs: &Path) -> Result<(), StepE
     })
 }
 
-/// `None`: its time is over.
+/// Waits for the command. `None`: it did not end in time.
 fn wait(child: &mut Child, at_most: Duration) -> io::Result<Option<std::process::ExitStatus>> {
     let give_up = Instant::now() + at_most;
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
@@ -358,8 +361,8 @@ fn wait(child: &mut Child, at_most: Duration) -> io::Result<Option<std::process:
     }
 }
 
-/// The end of what it printed, for the message.
-fn last_words(stderr: Option<impl Read>) -> String {
+/// The end of what the command printed to standard error, for the message.
+fn read_stderr_tail(stderr: Option<impl Read>) -> String {
     let mut kept: Vec<u8> = Vec::new();
     let mut buffer = [0u8; 8192];
     let Some(mut stderr) = stderr else {
@@ -370,7 +373,7 @@ fn last_words(stderr: Option<impl Read>) -> String {
             break;
         }
         kept.extend_from_slice(&buffer[..n]);
-        let over = kept.len().saturating_sub(SAID_BYTES_MAX);
+        let over = kept.len().saturating_sub(STDERR_BYTES_MAX);
         kept.drain(..over);
     }
     let text = kept.trim_ascii();

@@ -1,7 +1,7 @@
-//! How an analysis ended, in the words of the design, as the document that `--json` prints.
+//! The result of an attempt: the document that `--json` prints and that is committed.
 //!
-//! The schema is `docs/result-v1.schema.json`. Status and reason come from the sandbox's outcome: the kernel's
-//! facts and our own timers. Nothing the program printed can change them.
+//! The schema is `docs/result-v1.schema.json`. Status and reason come from the outcome of the sandbox: facts from the
+//! kernel and our own timers. Nothing that the program prints can change them.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,8 +11,9 @@ use sandbox::spec::{Enforcement, Hardness, Layer, LimitName};
 use serde::{Deserialize, Serialize};
 
 use crate::attempt::hints::Hint;
-use crate::attempt::log_capture::Captured;
-use crate::request::{AnalysisId, Level};
+use crate::attempt::log_capture::CapturedLog;
+use crate::request::IsolationLevel;
+use store::types::analysis_id::AnalysisId;
 use store::types::manifest::{
     CollectedOutputs, ContentHash, Output, OutputPath, Remark, RemarkedPath,
 };
@@ -29,7 +30,7 @@ pub enum Status {
     OutOfMemory,
     LimitExceeded,
     Cancelled,
-    /// Ours, never the program's.
+    /// Fumehood's error, never the program's.
     Error,
 }
 
@@ -47,7 +48,7 @@ impl Status {
     }
 }
 
-/// Tells more than the status; one word each, listed in the schema.
+/// Says more than the status. One word each, listed in the schema.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
@@ -61,31 +62,32 @@ pub enum Reason {
     Disk,
     FileSize,
     Files,
-    /// More processes than allowed, where only the watch counts them.
+    /// More processes than allowed, on a host where only the watch counts them.
     Pids,
-    /// All processes together had more files open than a run's share of what the whole host can have.
+    /// All processes together had more files open than one run's share of what the host allows.
     OpenFiles,
     Cancelled,
-    /// Init was killed from outside before it could tell.
+    /// Something outside killed init before it could report the outcome.
     InitLost,
     Unkillable,
-    /// Fumehood could not start it; the message says at which step.
+    /// Fumehood could not start the program. The message names the step that failed.
     NotStarted,
     NotFound,
     NotExecutable,
-    /// The runner died before the program's end was known.
+    /// The runner died before the outcome of the program was known.
     RunnerLost,
-    /// The runner could not renew its lease in time, and ended the analysis: another may have been given it.
+    /// The runner could not renew its lease in time and ended the analysis, because another runner may have been given
+    /// it.
     LeaseLost,
-    /// The runner was told to end, and nobody had cancelled the analysis.
+    /// The runner was told to stop, and nobody had cancelled the analysis.
     RunnerStopped,
-    /// The policy of the worker that took it does not allow what was submitted.
+    /// The policy of the worker does not allow what was submitted.
     Refused,
-    /// No worker is large enough for what it asks for.
+    /// No worker is large enough for the analysis.
     DoesNotFit,
-    /// The program succeeded, but an output that `--expect` names is not there.
+    /// The program succeeded, but an output that `--expect` names is missing.
     MissingOutput,
-    /// Made without a sandbox and handed in by `record`.
+    /// The results were made without a sandbox; `record` stored them.
     Recorded,
 }
 
@@ -121,9 +123,10 @@ impl Reason {
     }
 }
 
-/// Status and reason, from facts.
-pub fn judge(outcome: &Outcome) -> (Status, Reason) {
-    // Of one that cannot be shown dead, what is known stands: why it was stopped, or how its first process ended.
+/// Status and reason, from the outcome of the sandbox.
+pub fn status_of(outcome: &Outcome) -> (Status, Reason) {
+    // If some process cannot be shown dead, keep what is known: why the run was stopped, or how its first process
+    // ended.
     if !outcome.all_dead && outcome.stop.is_none() && outcome.exit.is_none() {
         return (Status::Error, Reason::Unkillable);
     }
@@ -131,7 +134,7 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
         Some(Stop::WallTime) => return (Status::TimedOut, Reason::WallTime),
         Some(Stop::CpuTime) => return (Status::TimedOut, Reason::CpuTime),
         Some(Stop::IdleTime) => return (Status::TimedOut, Reason::IdleTime),
-        // The cgroup counts kills where there is one; the watch, where there is none, kills by itself.
+        // The cgroup, if there is one, counts the kernel's kills. Without a cgroup the watch kills, and counts none.
         Some(Stop::Memory) if outcome.usage.oom_kills > 0 => {
             return (Status::OutOfMemory, Reason::OomKilled);
         }
@@ -149,7 +152,7 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
     match outcome.exit {
         Some(Exit::Code(0)) => (Status::Succeeded, Reason::Exit),
         Some(Exit::Code(_)) => (Status::Failed, Reason::Exit),
-        // A child's death for want of memory, and later the program's own for whatever reason, are two things.
+        // If the kernel killed only a child for memory, a later SIGKILL of the program is not an out-of-memory kill.
         Some(Exit::Signal(SIGKILL))
             if outcome.usage.oom_kills > 0 && outcome.usage.oom_killed_main != Some(false) =>
         {
@@ -164,7 +167,7 @@ pub fn judge(outcome: &Outcome) -> (Status, Reason) {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Log {
+pub struct LogSummary {
     /// Valid UTF-8 as it is; other bytes as `\xNN`, a backslash as `\\`. A gap is marked `\[fumehood: …]`.
     pub text: String,
     pub bytes: u64,
@@ -172,10 +175,11 @@ pub struct Log {
     pub dropped_bytes: u64,
 }
 
-impl Log {
-    /// The text is several times as large as the bytes, at worst; it is made where a document is printed.
-    pub fn without_text(captured: &Captured) -> Log {
-        Log {
+impl LogSummary {
+    /// Leaves the text out: it may be several times as large as the bytes, so it is made only where a document is
+    /// printed.
+    pub fn without_text(captured: &CapturedLog) -> LogSummary {
+        LogSummary {
             text: String::new(),
             bytes: captured.total_bytes,
             truncated: captured.truncated,
@@ -186,11 +190,11 @@ impl Log {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Isolation {
-    pub level: Option<Level>,
-    /// The kernel's Landlock interface, where that layer was in force.
+    pub level: Option<IsolationLevel>,
+    /// The ABI version of Landlock, if that layer was in force.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub landlock_abi: Option<i32>,
-    /// Each layer that the launcher reported, and how it holds.
+    /// Each layer that the launcher reported, and what enforces it.
     pub layers: BTreeMap<Layer, String>,
 }
 
@@ -210,9 +214,9 @@ pub struct Times {
     pub wall_ms: u64,
 }
 
-/// An output, as people and programs read of it.
+/// An output, as documents list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OutputEntry {
+pub struct OutputSummary {
     pub path: OutputPath,
     pub bytes: u64,
     pub media_type: String,
@@ -220,9 +224,9 @@ pub struct OutputEntry {
     pub modified_ms: i64,
 }
 
-impl From<&Output> for OutputEntry {
-    fn from(output: &Output) -> OutputEntry {
-        OutputEntry {
+impl From<&Output> for OutputSummary {
+    fn from(output: &Output) -> OutputSummary {
+        OutputSummary {
             path: output.path.clone(),
             bytes: output.bytes,
             media_type: output.media_type.clone(),
@@ -232,10 +236,10 @@ impl From<&Output> for OutputEntry {
     }
 }
 
-/// What was taken of what the program left, and what was not.
+/// What collection took of the files that the program left, and what it did not take.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Collection {
-    /// The program ended by itself and well, and nothing of what it left is missing.
+pub struct CollectionSummary {
+    /// The program succeeded, and no content that it left is missing.
     pub complete: bool,
     pub bytes: u64,
     pub refused: u64,
@@ -250,13 +254,13 @@ pub struct Collection {
     pub result_note: Option<String>,
 }
 
-impl Collection {
+impl CollectionSummary {
     pub fn new(
         collected: &CollectedOutputs,
         missing: &[String],
         result_note: Option<String>,
     ) -> Self {
-        Collection {
+        CollectionSummary {
             complete: false,
             bytes: collected.bytes,
             refused: collected.refused_count(),
@@ -274,30 +278,30 @@ impl Collection {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CommitState {
-    /// `--db none`, or a run that never got that far.
+    /// Nothing is recorded, because of `--db none` or because the run did not get that far.
     Unrecorded,
     Committed,
-    /// Somebody else ended this attempt meanwhile; what it left is stored beside that, as another attempt.
+    /// Another process ended this attempt meanwhile. The outputs are stored as another attempt beside it.
     Superseded,
     /// Outputs and record are safe in FUMEHOOD_HOME; the database does not have them.
     Pending,
-    /// Not even that: the outputs are still in the workspace.
+    /// The outputs are still in the workspace and nowhere else.
     InWorkspace,
-    /// Ran by `run --in`: `post-process` is the next step.
+    /// The program ran by `run --in`; `post-process` commits it.
     Awaited,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Commit {
+pub struct CommitSummary {
     pub state: CommitState,
     pub database: Option<String>,
-    /// What stood in the way.
+    /// What prevented the commit.
     pub message: Option<String>,
 }
 
-/// How the platform's own step went.
+/// How the configured post_process command went.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PostProcessed {
+pub struct PostProcessReport {
     pub done: bool,
     pub message: Option<String>,
 }
@@ -310,7 +314,7 @@ pub struct Record {
     pub attempt: u32,
     pub status: Status,
     pub reason: Reason,
-    /// What went wrong on our side, for `error`.
+    /// What went wrong on Fumehood's side, for status `error`.
     pub message: Option<String>,
     pub exit_code: Option<i32>,
     pub signal: Option<i32>,
@@ -321,22 +325,23 @@ pub struct Record {
     pub disk_bytes: u64,
     pub files: u64,
     pub oom_kills: u64,
-    pub stdout: Log,
-    pub stderr: Log,
+    pub stdout: LogSummary,
+    pub stderr: LogSummary,
     pub workspace: PathBuf,
     /// Unix seconds; `null` when the workspace is gone.
     pub kept_until: Option<u64>,
     pub isolation: Isolation,
     pub limits: BTreeMap<LimitName, LimitEntry>,
-    pub outputs: Vec<OutputEntry>,
-    pub collection: Collection,
-    pub commit: Commit,
-    /// `null`: none is configured, or it is not its turn.
-    pub post_process: Option<PostProcessed>,
+    pub outputs: Vec<OutputSummary>,
+    pub collection: CollectionSummary,
+    pub commit: CommitSummary,
+    /// `null`: no command is configured, or it has not run yet.
+    pub post_process: Option<PostProcessReport>,
     pub hints: Vec<Hint>,
-    /// Things the user should know that are no error: a runtime that was shown, a limit that is only watched.
+    /// What the user should know and is not an error: for example a runtime that was shown, or a limit that is only
+    /// watched.
     pub notices: Vec<String>,
-    /// Of the run that was just made; a record that is read later has none.
+    /// Only in the record of a run that was just made. A record that is read later has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timings: Option<Timings>,
 }
@@ -369,23 +374,23 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_of_ours_outranks_whatever_the_program_made_of_it() {
+    fn our_stop_outranks_the_exit_code_of_the_program() {
         let graceful = outcome(Some(Exit::Code(0)), Some(Stop::WallTime), 0);
-        assert_eq!(judge(&graceful), (Status::TimedOut, Reason::WallTime));
+        assert_eq!(status_of(&graceful), (Status::TimedOut, Reason::WallTime));
     }
 
     #[test]
     fn an_oom_that_the_program_survived_is_not_the_status() {
         assert_eq!(
-            judge(&outcome(Some(Exit::Code(0)), None, 3)),
+            status_of(&outcome(Some(Exit::Code(0)), None, 3)),
             (Status::Succeeded, Reason::Exit)
         );
         assert_eq!(
-            judge(&outcome(Some(Exit::Code(1)), None, 3)),
+            status_of(&outcome(Some(Exit::Code(1)), None, 3)),
             (Status::Failed, Reason::Exit)
         );
         assert_eq!(
-            judge(&outcome(Some(Exit::Signal(9)), None, 1)),
+            status_of(&outcome(Some(Exit::Signal(9)), None, 1)),
             (Status::OutOfMemory, Reason::OomKilled)
         );
     }
@@ -394,17 +399,20 @@ mod tests {
     fn a_kill_long_after_a_childs_oom_is_a_signal() {
         let mut killed = outcome(Some(Exit::Signal(9)), None, 1);
         killed.usage.oom_killed_main = Some(false);
-        assert_eq!(judge(&killed), (Status::Failed, Reason::Signal));
+        assert_eq!(status_of(&killed), (Status::Failed, Reason::Signal));
         killed.usage.oom_killed_main = Some(true);
-        assert_eq!(judge(&killed), (Status::OutOfMemory, Reason::OomKilled));
+        assert_eq!(status_of(&killed), (Status::OutOfMemory, Reason::OomKilled));
     }
 
     #[test]
-    fn a_stop_for_memory_is_the_kernels_where_it_killed_and_the_watchs_elsewhere() {
+    fn a_memory_stop_is_an_oom_kill_only_if_the_kernel_killed() {
         let stopped = |kills| outcome(Some(Exit::Signal(9)), Some(Stop::Memory), kills);
-        assert_eq!(judge(&stopped(3)), (Status::OutOfMemory, Reason::OomKilled));
         assert_eq!(
-            judge(&stopped(0)),
+            status_of(&stopped(3)),
+            (Status::OutOfMemory, Reason::OomKilled)
+        );
+        assert_eq!(
+            status_of(&stopped(0)),
             (Status::OutOfMemory, Reason::MemoryWatch)
         );
     }
@@ -412,31 +420,31 @@ mod tests {
     #[test]
     fn a_kill_without_an_oom_is_a_signal() {
         assert_eq!(
-            judge(&outcome(Some(Exit::Signal(9)), None, 0)),
+            status_of(&outcome(Some(Exit::Signal(9)), None, 0)),
             (Status::Failed, Reason::Signal)
         );
     }
 
     #[test]
-    fn what_cannot_be_shown_dead_keeps_its_end_and_without_one_is_our_error() {
+    fn an_unkillable_run_keeps_its_known_outcome_and_is_an_error_without_one() {
         let stuck = |exit, stop| Outcome {
             all_dead: false,
             ..outcome(exit, stop, 0)
         };
         assert_eq!(
-            judge(&stuck(None, Some(Stop::WallTime))),
+            status_of(&stuck(None, Some(Stop::WallTime))),
             (Status::TimedOut, Reason::WallTime)
         );
         assert_eq!(
-            judge(&stuck(Some(Exit::Code(3)), None)),
+            status_of(&stuck(Some(Exit::Code(3)), None)),
             (Status::Failed, Reason::Exit)
         );
         assert_eq!(
-            judge(&stuck(None, None)),
+            status_of(&stuck(None, None)),
             (Status::Error, Reason::Unkillable)
         );
         assert_eq!(
-            judge(&outcome(None, None, 0)),
+            status_of(&outcome(None, None, 0)),
             (Status::Error, Reason::InitLost)
         );
     }

@@ -1,39 +1,42 @@
-//! The record of a run in words and numbers: from what was asked, planned and measured.
+//! Builds the record of an attempt from what was requested, planned and measured.
 
 use std::path::{Path, PathBuf};
 
 use sandbox::outcome::{Exit, ResourceUsage, Stop};
 use sandbox::spec::{Enforcement, Limits};
 
-use crate::attempt::Ran;
-use crate::attempt::hints::{self, Facts, HostKind, OnHost, Used};
-use crate::attempt::log_capture::Captured;
-use crate::attempt::pipeline::{Audience, EndedFor, PipelineError, unix_ms};
+use crate::attempt::error::AttemptError;
+use crate::attempt::hints::{self, HintFacts, HostPath, HostPathKind, SpaceUsage};
+use crate::attempt::log_capture::CapturedLog;
+use crate::attempt::observer::{CancelCause, RunObserver};
 use crate::attempt::record::{
-    self, Commit, CommitState, Isolation, Log, Reason, Record, Status, Times,
+    self, CommitState, CommitSummary, Isolation, LogSummary, Reason, Record, Status, Times,
 };
+use crate::attempt::state::ProgramRun;
+use crate::home::unix_ms;
 use crate::plan::limits::error_chain;
 use crate::plan::{self, Plan};
-use crate::request::{AnalysisId, Asker, Command, Request};
+use crate::request::{Command, Request, RequestOrigin};
 use crate::run_dir::RunRecord;
+use store::types::analysis_id::AnalysisId;
 
-/// The record of a run that took place.
-pub(crate) fn describe(
+/// The record of a program that ran.
+pub(crate) fn program_record(
     request: &Request,
     attempt: u32,
     plan: &Plan,
     limits: &Limits,
     enforcement: &[Enforcement],
-    ran: &Ran,
+    ran: &ProgramRun,
 ) -> Record {
-    let (status, reason) = record::judge(&ran.outcome);
+    let (status, reason) = record::status_of(&ran.outcome);
     let guesses = match status {
         Status::Failed | Status::OutOfMemory | Status::LimitExceeded => {
-            guess(request, plan, limits, ran)
+            guess_hints(request, plan, limits, ran)
         }
         _ => Vec::new(),
     };
-    let mut record = blank(
+    let mut record = empty_record(
         &request.id,
         attempt,
         plan.workspace_root.as_path(),
@@ -60,8 +63,8 @@ pub(crate) fn describe(
     record.disk_bytes = usage.disk_bytes;
     record.files = usage.files;
     record.oom_kills = usage.oom_kills;
-    record.stdout = Log::without_text(&ran.stdout);
-    record.stderr = Log::without_text(&ran.stderr);
+    record.stdout = LogSummary::without_text(&ran.stdout);
+    record.stderr = LogSummary::without_text(&ran.stderr);
     record.isolation = Isolation {
         level: Some(ran.level.into()),
         landlock_abi: ran.landlock_abi(),
@@ -76,13 +79,13 @@ pub(crate) fn describe(
     record
 }
 
-/// Stored with the record: the outputs were collected later than the run ended.
+/// Stored with the record of a quarantined run.
 const QUARANTINED: &str = "unkillable: not every process could be shown dead in time, so the workspace was quarantined; the next run or `fumehood gc` collects and commits it once they are gone";
 
 /// The record of a run that Fumehood could not start.
-pub fn not_run(request: &Request, attempt: u32, error: &PipelineError) -> Record {
-    let (status, reason) = error.verdict();
-    let mut record = blank(
+pub fn start_failure_record(request: &Request, attempt: u32, error: &AttemptError) -> Record {
+    let (status, reason) = error.status_and_reason();
+    let mut record = empty_record(
         &request.id,
         attempt,
         &request.workspace_root,
@@ -93,24 +96,29 @@ pub fn not_run(request: &Request, attempt: u32, error: &PipelineError) -> Record
     record
 }
 
-/// The record of an attempt whose runner died before it could tell how the program ended.
-pub(crate) fn runner_lost(run: &RunRecord) -> Record {
+/// The record of an attempt whose runner died before the outcome of the program was known.
+pub(crate) fn runner_lost_record(run: &RunRecord) -> Record {
     let root = run.workspace.parent().unwrap_or(Path::new("/"));
     let (status, reason) = (Status::Error, Reason::RunnerLost);
-    let mut record = blank(&run.id, run.attempt, root, status, reason);
+    let mut record = empty_record(&run.id, run.attempt, root, status, reason);
     record.message =
         Some("the runner died before the program's end was known; the program died with it".into());
     record
 }
 
-/// A record of results that were made without a sandbox.
-pub(crate) fn handed_in(id: &AnalysisId, attempt: u32, dir: &Path, status: Status) -> Record {
-    let mut record = blank(id, attempt, dir, status, Reason::Recorded);
+/// The record of results that were made without a sandbox.
+pub(crate) fn external_result_record(
+    id: &AnalysisId,
+    attempt: u32,
+    dir: &Path,
+    status: Status,
+) -> Record {
+    let mut record = empty_record(id, attempt, dir, status, Reason::Recorded);
     record.workspace = dir.to_path_buf();
     record
 }
 
-fn blank(
+fn empty_record(
     id: &AnalysisId,
     attempt: u32,
     workspace_root: &Path,
@@ -119,7 +127,7 @@ fn blank(
 ) -> Record {
     let now = unix_ms();
     let usage = ResourceUsage::default();
-    let nothing = Captured::default();
+    let nothing = CapturedLog::default();
     Record {
         schema: record::SCHEMA.into(),
         id: id.clone(),
@@ -140,8 +148,8 @@ fn blank(
         disk_bytes: 0,
         files: 0,
         oom_kills: 0,
-        stdout: Log::without_text(&nothing),
-        stderr: Log::without_text(&nothing),
+        stdout: LogSummary::without_text(&nothing),
+        stderr: LogSummary::without_text(&nothing),
         workspace: crate::workspace::path_for(workspace_root, id),
         kept_until: None,
         isolation: Isolation {
@@ -152,7 +160,7 @@ fn blank(
         limits: Default::default(),
         outputs: Vec::new(),
         collection: Default::default(),
-        commit: Commit {
+        commit: CommitSummary {
             state: CommitState::Unrecorded,
             database: None,
             message: None,
@@ -164,20 +172,21 @@ fn blank(
     }
 }
 
-/// The program was ended for its runner's sake, not for anybody's wish. One that had ended by itself is what it was.
-pub(crate) fn ended_for(record: &mut Record, audience: &mut dyn Audience) {
+/// Changes the status of a cancelled program to `error` if nobody asked for the cancellation: the runner lost its lease
+/// or was stopped. A program that ended by itself keeps its status.
+pub(crate) fn apply_cancel_cause(record: &mut Record, observer: &mut dyn RunObserver) {
     if record.reason != Reason::Cancelled {
         return;
     }
-    let (reason, message) = match audience.ended_for() {
-        EndedFor::Wish => return,
-        EndedFor::LeaseLost => (
+    let (reason, message) = match observer.cancel_cause() {
+        CancelCause::Requested => return,
+        CancelCause::LeaseLost => (
             Reason::LeaseLost,
             "the database could not be reached to renew the lease, or had given the attempt up; the analysis was ended",
         ),
-        EndedFor::Stopped => (
+        CancelCause::RunnerStopped => (
             Reason::RunnerStopped,
-            "its runner was told to end, as when a machine is shut down, and nobody had cancelled it",
+            "its runner was told to stop, as when a machine is shut down, and nobody had cancelled the analysis",
         ),
     };
     record.status = Status::Error;
@@ -185,7 +194,12 @@ pub(crate) fn ended_for(record: &mut Record, audience: &mut dyn Audience) {
     record.message = Some(String::from(message));
 }
 
-fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hints::Hint> {
+fn guess_hints(
+    request: &Request,
+    plan: &Plan,
+    limits: &Limits,
+    ran: &ProgramRun,
+) -> Vec<hints::Hint> {
     let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
     visible.extend(
         [
@@ -194,20 +208,20 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         .map(PathBuf::from),
     );
     let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
-    // What a queue's worker has in its place is a copy of what lay where it was submitted.
+    // A queue's worker runs a copy of the script, so the directory of the script says nothing to the submitter.
     let script_dir = match (&request.command, &request.asked_by) {
-        (Command::Script { .. }, Asker::Caller) => plan.inputs.first(),
+        (Command::Script { .. }, RequestOrigin::Caller) => plan.inputs.first(),
         _ => None,
     };
-    let facts = Facts {
+    let facts = HintFacts {
         visible: &visible,
         workspace: &workspace,
         project: &plan.project,
         script_dir: script_dir.and_then(|(script, _)| script.parent()),
         homes: &plan.homes,
-        on_host: &|path| on_host(path).filter(|_| plan::may_tell(request, path)),
+        on_host: &|path| look_up_on_host(path).filter(|_| plan::may_reveal_path(request, path)),
         network_off: true,
-        disk: Some(Used {
+        disk: Some(SpaceUsage {
             used_bytes: ran.outcome.usage.disk_bytes,
             limit_bytes: limits.disk_bytes,
         }),
@@ -217,7 +231,7 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
         pids_denied: ran.pids_denied,
     };
     if ran.outcome.stop == Some(Stop::Memory) && facts.oom_kills == 0 {
-        // Nothing was printed, and the kernel killed nobody: the watch did.
+        // The program printed nothing and the kernel killed nothing: the memory watch stopped the program.
         let text = String::from("guess: it needs more than the memory limit; raise --memory");
         let kind = hints::HintKind::Memory;
         return vec![hints::Hint { kind, text }];
@@ -238,13 +252,13 @@ fn guess(request: &Request, plan: &Plan, limits: &Limits, ran: &Ran) -> Vec<hint
     hints::hints(tail, &facts)
 }
 
-fn on_host(path: &Path) -> Option<OnHost> {
+fn look_up_on_host(path: &Path) -> Option<HostPath> {
     let real = std::fs::canonicalize(path).ok()?;
     let meta = std::fs::metadata(&real).ok()?;
     let kind = match (meta.is_file(), meta.is_dir()) {
-        (true, _) => HostKind::File,
-        (_, true) => HostKind::Directory,
-        _ => HostKind::Other,
+        (true, _) => HostPathKind::File,
+        (_, true) => HostPathKind::Directory,
+        _ => HostPathKind::Other,
     };
-    Some(OnHost { real, kind })
+    Some(HostPath { real, kind })
 }

@@ -1,130 +1,141 @@
-//! Where attempts are recorded: a database, and an artifact store beside it.
+//! Where attempts are recorded: a database, and the artifact store that goes with it.
 
 use std::path::PathBuf;
 use std::thread::JoinHandle;
 
-use crate::attempt::finalize::SettleError;
-use crate::attempt::post_process::PostProcess;
-use crate::request::Collection;
-use crate::run_dir::{self, Task};
+use crate::attempt::error::CommitError;
+use crate::request::CollectionSettings;
+use crate::run_dir::{self, CommitPlan};
 use store::artifacts::Artifacts;
 use store::{Location, Store, StoreError};
 
-/// The database and the artifact store that an attempt is recorded in. Each is opened when it is needed: a connection
-/// is not held while a program runs for hours.
-pub struct Ledger {
+/// The database and the artifact store of an attempt. Each is opened when it is needed. The connection is not kept
+/// while a program runs for hours.
+pub struct Recorder {
     pub location: Location,
     pub artifacts_at: PathBuf,
-    pub post_process: Option<PostProcess>,
-    /// How long a statement waits for somebody else's lock; `None`: as long as the store sees fit.
+    pub post_process: Option<PostProcessCommand>,
+    /// How long a statement waits for another process's lock. `None`: the store's default.
     pub lock_wait_ms: Option<u64>,
     store: Option<Store>,
-    /// Where one is being opened meanwhile.
-    ahead: Option<JoinHandle<Result<Store, StoreError>>>,
-    /// The process has little left to do when it drops this.
-    ends_soon: bool,
-    /// The connection rested while a program ran.
-    was_lent: bool,
+    /// A thread that opens the connection in the background.
+    opening: Option<JoinHandle<Result<Store, StoreError>>>,
+    /// The process ends soon after it drops this.
+    process_ends_soon: bool,
+    /// The connection was taken out while a program ran.
+    was_detached: bool,
     /// Files of the database were moved or removed while this process used it.
-    put_away: bool,
+    file_replaced: bool,
 }
 
-fn open(location: &Location, lock_wait_ms: Option<u64>) -> Result<Store, StoreError> {
+/// The command to run after each commit. It comes from the user's own configuration or the operator's policy, never
+/// from a project.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PostProcessCommand {
+    /// The absolute path of the program, and its arguments.
+    pub command: Vec<String>,
+    pub timeout_ms: u64,
+}
+
+fn open_store(location: &Location, lock_wait_ms: Option<u64>) -> Result<Store, StoreError> {
     match lock_wait_ms {
         Some(ms) => Store::open_with_lock_wait(location, ms),
         None => Store::open(location),
     }
 }
 
-impl Drop for Ledger {
+impl Drop for Recorder {
     fn drop(&mut self) {
-        if let Some(store) = self.store.take().filter(|_| self.ends_soon) {
+        if let Some(store) = self.store.take().filter(|_| self.process_ends_soon) {
             store.leak_until_exit();
         }
     }
 }
 
-impl Ledger {
+impl Recorder {
     pub fn new(
         location: Location,
         artifacts_at: PathBuf,
-        post_process: Option<PostProcess>,
-    ) -> Ledger {
-        Ledger {
+        post_process: Option<PostProcessCommand>,
+    ) -> Recorder {
+        Recorder {
             location,
             artifacts_at,
             post_process,
             lock_wait_ms: None,
             store: None,
-            ahead: None,
-            ends_soon: false,
-            was_lent: false,
-            put_away: false,
+            opening: None,
+            process_ends_soon: false,
+            was_detached: false,
+            file_replaced: false,
         }
     }
 
-    /// The same record, on a connection of its own: for another thread.
-    pub fn another(&self) -> Ledger {
+    /// A recorder for the same database with a connection of its own, for another thread.
+    pub fn new_connection(&self) -> Recorder {
         let (location, artifacts_at) = (self.location.clone(), self.artifacts_at.clone());
-        let mut another = Ledger::new(location, artifacts_at, self.post_process.clone());
-        another.lock_wait_ms = self.lock_wait_ms;
-        another
+        let mut new_connection = Recorder::new(location, artifacts_at, self.post_process.clone());
+        new_connection.lock_wait_ms = self.lock_wait_ms;
+        new_connection
     }
 
-    /// For who has time, and would lose more by giving up: SQLite has one writer at a time, lets many wait in no order,
-    /// and each may take as long as a disk that is full of work.
-    pub fn be_patient(&mut self) {
+    /// Lets statements wait ten minutes for a lock, for callers that lose more by giving up. SQLite has one writer at a
+    /// time and lets the others wait in no order, and each write may be slow on a busy disk.
+    pub fn wait_long_for_locks(&mut self) {
         const PATIENT_MS: u64 = 10 * 60 * 1000;
         if let Location::Sqlite(_) = self.location {
             self.lock_wait_ms = Some(PATIENT_MS);
-            self.rest();
+            self.disconnect();
         }
     }
 
-    pub fn store(&mut self) -> Result<&mut Store, SettleError> {
+    pub fn store(&mut self) -> Result<&mut Store, CommitError> {
         if !self.is_in_place()
             && let Some(store) = self.store.take()
         {
-            // Nothing is written to a file that somebody put away, nor removed of the one in its place. Where only its log or
-            // locks are gone, another connection of this process does not help: SQLite would go on with what it has.
+            // Leave the old file and the file that took its name as they are. If only the log or the locks are gone, a
+            // second connection in this process does not help: SQLite would keep using the old ones.
             store.leak_until_exit();
-            self.put_away = self.was_lent;
+            self.file_replaced = self.was_detached;
         }
-        if self.put_away {
+        if self.file_replaced {
             let database = self.location.to_string();
-            return Err(SettleError::PutAway { database });
+            return Err(CommitError::DatabaseReplaced { database });
         }
         let store = match self.store.take() {
             Some(store) => store,
-            None => match self.ahead.take().map(JoinHandle::join) {
+            None => match self.opening.take().map(JoinHandle::join) {
                 Some(Ok(opened)) => opened,
-                _ => open(&self.location, self.lock_wait_ms),
+                _ => open_store(&self.location, self.lock_wait_ms),
             }
-            .map_err(|e| self.trouble(e))?,
+            .map_err(|e| self.database_error(e))?,
         };
         Ok(self.store.insert(store))
     }
 
-    /// It will be needed soon. A server has to make a process for whoever connects, and meanwhile there is something else
-    /// to be done; a file is opened before a thread would be there.
-    pub(crate) fn open_ahead(&mut self) {
-        if let (Location::Postgres(_), None, None) = (&self.location, &self.store, &self.ahead) {
+    /// Starts to open the connection in a thread, because it is needed soon. A PostgreSQL server takes a while to start
+    /// a process for a client. A SQLite file is open sooner than a thread starts.
+    pub(crate) fn open_in_background(&mut self) {
+        if let (Location::Postgres(_), None, None) = (&self.location, &self.store, &self.opening) {
             let (location, lock_wait_ms) = (self.location.clone(), self.lock_wait_ms);
             let thread = std::thread::Builder::new();
-            // Without a thread it is opened when it is needed.
-            self.ahead = thread.spawn(move || open(&location, lock_wait_ms)).ok();
+            // If no thread can be started, `store` opens the connection when it is needed.
+            self.opening = thread
+                .spawn(move || open_store(&location, lock_wait_ms))
+                .ok();
         }
     }
 
-    /// What an attempt that is to be recorded here needs to be finished. Whose database is known is not opened for it.
-    pub(crate) fn task(
+    /// What finishing an attempt needs, for an attempt that is recorded here. If the caller knows the database's id,
+    /// the database is not opened.
+    pub(crate) fn new_commit_plan(
         &mut self,
-        collection: &Collection,
+        collection: &CollectionSettings,
         artifacts: &Artifacts,
         database_id: Option<&str>,
-    ) -> Result<Task, SettleError> {
-        Ok(Task {
-            key: run_dir::fresh_key(),
+    ) -> Result<CommitPlan, CommitError> {
+        Ok(CommitPlan {
+            key: run_dir::new_attempt_key(),
             database_id: match database_id {
                 Some(id) => id.to_owned(),
                 None => self.store()?.id().to_owned(),
@@ -135,37 +146,37 @@ impl Ledger {
             artifacts_id: artifacts.id().to_owned(),
             begun: false,
             memory: false,
-            taken_over: false,
+            workspace_reowned: false,
         })
     }
 
-    /// Does something with the artifact store that an attempt was begun with, which need not be ours.
-    pub(crate) fn with_artifacts_of<T>(
+    /// Runs `action` with the artifact store that the attempt was begun with, which may differ from this recorder's.
+    pub(crate) fn with_artifact_store_of<T>(
         &mut self,
-        task: &Task,
-        act: impl FnOnce(&mut Ledger) -> T,
+        commit_plan: &CommitPlan,
+        action: impl FnOnce(&mut Recorder) -> T,
     ) -> T {
-        let ours = std::mem::replace(&mut self.artifacts_at, task.artifacts.clone());
-        let done = act(self);
-        self.artifacts_at = ours;
-        done
+        let own_path = std::mem::replace(&mut self.artifacts_at, commit_plan.artifacts.clone());
+        let result = action(self);
+        self.artifacts_at = own_path;
+        result
     }
 
-    /// One question or order to the database.
+    /// Runs one query or command on the database.
     pub fn with<T>(
         &mut self,
-        ask: impl FnOnce(&mut Store) -> Result<T, StoreError>,
-    ) -> Result<T, SettleError> {
-        let answer = ask(self.store()?);
-        answer.map_err(|e| self.trouble(e))
+        query: impl FnOnce(&mut Store) -> Result<T, StoreError>,
+    ) -> Result<T, CommitError> {
+        let answer = query(self.store()?);
+        answer.map_err(|e| self.database_error(e))
     }
 
-    pub fn artifacts(&self) -> Result<Artifacts, SettleError> {
+    pub fn artifacts(&self) -> Result<Artifacts, CommitError> {
         Ok(Artifacts::open(&self.artifacts_at)?)
     }
 
-    /// What no view may show.
-    pub fn kept_at(&self) -> Vec<PathBuf> {
+    /// The paths that no view may show to a program.
+    pub fn private_paths(&self) -> Vec<PathBuf> {
         let mut kept = vec![self.artifacts_at.clone()];
         if let Location::Sqlite(file) = &self.location {
             kept.push(file.clone());
@@ -173,41 +184,41 @@ impl Ledger {
         kept
     }
 
-    /// Lets the connection go until it is needed again.
-    pub fn rest(&mut self) {
+    /// Closes the connection. The next call of [`store`](Self::store) opens a new one.
+    pub fn disconnect(&mut self) {
         self.store = None;
     }
 
-    /// This process makes one attempt and ends: nobody need wait for the database to be put in order.
-    pub(crate) fn ends_soon(&mut self) {
-        self.ends_soon = true;
+    /// Says that this process makes one attempt and ends, so it need not wait for the database to be checkpointed.
+    pub(crate) fn set_process_ends_soon(&mut self) {
+        self.process_ends_soon = true;
     }
 
-    /// The connection, for as long as a program runs.
-    pub(crate) fn lend(&mut self) -> Option<Store> {
+    /// Takes the connection out while a program runs.
+    pub(crate) fn detach(&mut self) -> Option<Store> {
         let mut store = self.store.take();
         store.iter_mut().for_each(Store::note_files);
         store
     }
 
-    /// Whether the connection, if there is one, is to the database that has the name.
+    /// Whether the connection, if there is one, still belongs to the file at the location.
     pub(crate) fn is_in_place(&self) -> bool {
         self.store.as_ref().is_none_or(Store::files_in_place)
     }
 
-    pub(crate) fn was_lent(&self) -> bool {
-        self.was_lent
+    pub(crate) fn was_detached(&self) -> bool {
+        self.was_detached
     }
 
-    /// The connection that was lent, if it was not let go meanwhile.
-    pub(crate) fn take_back(&mut self, lent: Option<Store>) {
-        if lent.is_some() {
-            (self.store, self.was_lent) = (lent, true);
+    /// Puts back a connection that [`detach`](Self::detach) returned, unless it was closed meanwhile.
+    pub(crate) fn reattach(&mut self, store: Option<Store>) {
+        if store.is_some() {
+            (self.store, self.was_detached) = (store, true);
         }
     }
 
-    pub fn trouble(&self, source: StoreError) -> SettleError {
-        SettleError::Database {
+    pub fn database_error(&self, source: StoreError) -> CommitError {
+        CommitError::Database {
             database: self.location.to_string(),
             source,
         }

@@ -1,41 +1,42 @@
-//! What a program printed, made safe for a person's terminal as it arrives.
+//! Makes program output safe for a terminal as it arrives.
 //!
-//! A terminal acts on what it is sent: escape sequences set its title, answer as if somebody had typed, move the cursor
-//! over lines that were printed before, or write the clipboard. [`TerminalFilter`] passes the few that programs need to show
-//! colours and progress bars, and spells out every other one.
+//! A terminal acts on what it receives: escape sequences set its title, send input as if somebody typed, move the
+//! cursor over earlier lines, or write the clipboard. [`TerminalFilter`] passes the few sequences that programs need
+//! for colours and progress bars, and spells out all others.
 
 use store::types::escaping::is_misleading;
 
-/// The longest colour sequence that passes. Programs send some forty bytes at most (both colours as RGB, and attributes).
+/// The longest colour sequence that passes. Programs send at most about forty bytes (both colours as RGB, and
+/// attributes).
 const SEQUENCE_BYTES_MAX: usize = 64;
 const ESCAPE: u8 = 0x1b;
 const RESET: &[u8] = b"\x1b[0m";
 
-/// The filter of one stream. What passes: text, line feed, carriage return, tab, backspace, colours (`CSI … m` with digits,
-/// `;` and `:`), and erasing in the line (`CSI K`). Of everything else the bytes are spelled out, as
+/// The filter of one stream. These pass: text, line feed, carriage return, tab, backspace, colours (`CSI … m` with
+/// digits, `;` and `:`), and erasing in the line (`CSI K`). The bytes of everything else are spelled out, as
 /// [`escape_terminal`](store::types::escaping::escape_terminal) does.
 ///
 /// Invariant: how the stream is cut into pieces does not change what is shown, and at most `SEQUENCE_BYTES_MAX` bytes
 /// wait for the piece that completes them.
 #[derive(Debug, Default)]
 pub struct TerminalFilter {
-    /// The beginning of a character or of a sequence whose end has not come yet.
+    /// The start of a character or sequence whose end has not arrived.
     held: Vec<u8>,
-    /// The last colour sequence was no reset.
+    /// Whether the last colour sequence set a colour or attribute.
     coloured: bool,
 }
 
-/// What stands at the beginning of some bytes.
+/// What some bytes start with.
 enum Token {
-    /// So many bytes that pass as they are.
+    /// This many bytes pass unchanged.
     Pass(usize),
-    /// The same, and they set colours, or set them back.
+    /// This many bytes pass unchanged. They set colours, or reset them.
     Colour { len: usize, set: bool },
-    /// So many bytes to be spelled out one by one.
+    /// This many bytes are spelled out one by one.
     Bytes(usize),
-    /// A character of so many bytes to be spelled out.
+    /// A character of this many bytes is spelled out.
     Character(char, usize),
-    /// It cannot be told before more has come.
+    /// More bytes are needed to decide.
     Incomplete,
 }
 
@@ -50,7 +51,7 @@ impl TerminalFilter {
         self.filter(&all, shown);
     }
 
-    /// Somebody else writes to the terminal next: what was held is spelled out, and colours are set back.
+    /// To be called before another writer uses the terminal: spells out the held bytes and resets the colours.
     pub fn interrupt(&mut self, shown: &mut Vec<u8>) {
         for byte in std::mem::take(&mut self.held) {
             spell_byte(byte, shown);
@@ -108,7 +109,8 @@ fn passes_alone(byte: u8) -> bool {
     matches!(byte, b' '..=b'~' | b'\n' | b'\r' | b'\t' | 0x08)
 }
 
-/// `bytes` begins with ESC. Of a sequence that does not pass only the ESC is spelled out; without it the rest is text.
+/// `bytes` starts with ESC. If a sequence does not pass, only its ESC is spelled out; without it the rest is plain
+/// text.
 fn sequence(bytes: &[u8]) -> Token {
     match bytes.get(1) {
         None => return Token::Incomplete,
@@ -132,7 +134,7 @@ fn sequence(bytes: &[u8]) -> Token {
     }
 }
 
-/// `bytes` begins with a byte that is not ASCII.
+/// `bytes` starts with a byte that is not ASCII.
 fn character(bytes: &[u8]) -> Token {
     let first = &bytes[..bytes.len().min(4)];
     let valid = match std::str::from_utf8(first) {
@@ -144,7 +146,7 @@ fn character(bytes: &[u8]) -> Token {
         },
     };
     match valid.chars().next() {
-        // Two that join or part letters belong to the spelling of several languages, and to many emoji.
+        // The zero-width joiner and non-joiner belong to the spelling of several languages and to many emoji.
         Some(c) if is_misleading(c) && !matches!(c, '\u{200c}' | '\u{200d}') => {
             Token::Character(c, c.len_utf8())
         }
@@ -205,7 +207,7 @@ mod tests {
                 "\u{202a}\u{202e}\u{2066}\u{2069}\u{200e}\u{200f}\u{61c}".as_bytes(),
                 "\\u{202a}\\u{202e}\\u{2066}\\u{2069}\\u{200e}\\u{200f}\\u{61c}",
             ),
-            // A character that is cut, too long, or a surrogate.
+            // A character that is cut or too long, or a surrogate.
             (b"\xe2\x82", "\\xe2\\x82"),
             (b"\xc0\x9b \xed\xa0\x80", "\\xc0\\x9b \\xed\\xa0\\x80"),
             (b"\xe2\x82\x1b[2J", "\\xe2\\x82\\x1b[2J"),
@@ -230,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn colours_are_set_back_where_they_were_left() {
+    fn open_colours_are_reset_at_the_end() {
         assert_eq!(shown(&[b"\x1b[31mred"]), "\x1b[31mred\x1b[0m");
         assert_eq!(shown(&[b"\x1b[31mred\x1b[m"]), "\x1b[31mred\x1b[m");
         assert_eq!(shown(&[b"\x1b[31m\x1b[0;1m"]), "\x1b[31m\x1b[0;1m\x1b[0m");
@@ -238,7 +240,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pieces_change_nothing_and_nothing_else_passes(
+        fn the_division_into_pieces_changes_nothing_and_only_allowed_sequences_pass(
             parts in prop::collection::vec(prop_oneof![
                 any::<Vec<u8>>(), Just(b"\x1b[".to_vec()), Just(b"\x1b[3".to_vec()), Just(b"\x1b[31m".to_vec()), Just(b"K".to_vec()),
                 Just("\u{9b}\u{202e}é日".as_bytes().to_vec()),

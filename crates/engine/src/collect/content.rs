@@ -1,4 +1,4 @@
-//! One regular file below the workspace: opened as exactly the file that was judged, and hashed.
+//! Opens one regular file below the workspace, checks that it is the file that was judged, and hashes it.
 
 use std::ffi::CStr;
 use std::io;
@@ -7,9 +7,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{FileType, OFlags, Stat};
 use rustix::io::Errno;
 
-use super::media::{self, Look};
-use super::{Modes, Progress};
-use crate::workspace::tree::Fault;
+use super::media::{self, ContentGuess};
+use super::{CollectProgress, ModePolicy};
+use crate::workspace::tree::EntryFault;
 use crate::workspace::tree::walk::{chmod_pinned, open_beneath};
 use store::artifacts::files::{self, HoleHandling};
 use store::artifacts::hashing::{HashThreads, LARGE_BYTES, LargeFile};
@@ -18,103 +18,103 @@ use store::types::manifest::{ContentHash, Remark};
 /// Device and inode number.
 pub(super) type Inode = (u64, u64);
 
-/// Why an entry is not taken.
+/// Why an entry is not collected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Refusal {
-    /// It lies in the entry.
+pub(super) enum EntryRefusal {
+    /// Because of the entry itself.
     Entry(Remark),
-    /// It lies with us: the same entry would be fine on a host that is not short of something.
-    Starved(Errno),
+    /// Because this host is short of descriptors or memory. The entry could be collected otherwise.
+    OutOfResources(Errno),
 }
 
-impl From<Remark> for Refusal {
-    fn from(remark: Remark) -> Refusal {
-        Refusal::Entry(remark)
+impl From<Remark> for EntryRefusal {
+    fn from(remark: Remark) -> EntryRefusal {
+        EntryRefusal::Entry(remark)
     }
 }
 
-impl From<&Fault> for Refusal {
-    fn from(fault: &Fault) -> Refusal {
-        Refusal::Entry(match fault {
-            Fault::MountPoint => Remark::MountPoint,
-            Fault::Foreign(_) => Remark::NotOwned,
-            Fault::TooDeep => Remark::TooDeep,
-            Fault::Moved => Remark::Changed,
-            Fault::Immutable => Remark::Unreadable,
-            Fault::Open(e)
-            | Fault::Stat(e)
-            | Fault::Read(e)
-            | Fault::Unlink(e)
-            | Fault::RemoveDir(e)
-            | Fault::ChangeMode(e)
-            | Fault::ChangeOwner(e) => return Refusal::from(*e),
+impl From<&EntryFault> for EntryRefusal {
+    fn from(fault: &EntryFault) -> EntryRefusal {
+        EntryRefusal::Entry(match fault {
+            EntryFault::MountPoint => Remark::MountPoint,
+            EntryFault::Foreign(_) => Remark::NotOwned,
+            EntryFault::TooDeep => Remark::TooDeep,
+            EntryFault::Moved => Remark::Changed,
+            EntryFault::Immutable => Remark::Unreadable,
+            EntryFault::Open(e)
+            | EntryFault::Stat(e)
+            | EntryFault::Read(e)
+            | EntryFault::Unlink(e)
+            | EntryFault::RemoveDir(e)
+            | EntryFault::ChangeMode(e)
+            | EntryFault::ChangeOwner(e) => return EntryRefusal::from(*e),
         })
     }
 }
 
-impl From<Fault> for Refusal {
-    fn from(fault: Fault) -> Refusal {
-        Refusal::from(&fault)
+impl From<EntryFault> for EntryRefusal {
+    fn from(fault: EntryFault) -> EntryRefusal {
+        EntryRefusal::from(&fault)
     }
 }
 
-impl From<Errno> for Refusal {
-    fn from(errno: Errno) -> Refusal {
+impl From<Errno> for EntryRefusal {
+    fn from(errno: Errno) -> EntryRefusal {
         match errno {
-            Errno::MFILE | Errno::NFILE | Errno::NOMEM => Refusal::Starved(errno),
-            // It was there a moment ago, and as something else (a socket cannot be opened at all); or somebody
-            // renames, or holds a lease on it.
+            Errno::MFILE | Errno::NFILE | Errno::NOMEM => EntryRefusal::OutOfResources(errno),
+            // The entry was removed or replaced meanwhile (opening a socket fails with ENXIO), or somebody renames it
+            // or holds a lease on it.
             Errno::NOENT
             | Errno::NOTDIR
             | Errno::LOOP
             | Errno::NXIO
             | Errno::AGAIN
-            | Errno::STALE => Refusal::Entry(Remark::Changed),
-            _ => Refusal::Entry(Remark::Unreadable),
+            | Errno::STALE => EntryRefusal::Entry(Remark::Changed),
+            _ => EntryRefusal::Entry(Remark::Unreadable),
         }
     }
 }
 
-/// A file that was looked at and cannot be swapped any more, though nothing can be read from it yet: a FIFO, socket
-/// or device held in this way was not opened, so that nothing came of it.
-pub(super) struct Pinned {
+/// A file held by an O_PATH descriptor, so that it cannot be replaced any more. O_PATH does not open a FIFO, socket
+/// or device, so pinning one has no side effects.
+pub(super) struct PinnedFile {
     pin: OwnedFd,
     pub(super) stat: Stat,
 }
 
-/// Its times and length: if any of them changes, so may its content have done.
+/// Length and times of a file. If any of them changes, the content may have changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stamp {
+pub(super) struct FileStamp {
     pub(super) bytes: u64,
     modified: (i64, u64),
     changed: (i64, u64),
 }
 
-/// What a file held.
+/// The content of a file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Content {
+pub(super) struct FileContent {
     pub(super) hash: ContentHash,
-    pub(super) look: Look,
-    pub(super) stamp: Stamp,
-    /// Its mode had to be changed before it could be read.
+    pub(super) guess: ContentGuess,
+    pub(super) stamp: FileStamp,
+    /// The mode had to be changed before the file could be read.
     pub(super) overridden: bool,
 }
 
-impl Pinned {
-    /// `path` leads from the top. The file must still be the regular file of that inode and owner.
+impl PinnedFile {
+    /// Pins the file at `path`, relative to `top`. It must still be the regular file with that inode and owner.
     pub(super) fn new(
         top: BorrowedFd<'_>,
         path: &CStr,
         inode: Inode,
         owner_uid: u32,
-    ) -> Result<Pinned, Refusal> {
+    ) -> Result<PinnedFile, EntryRefusal> {
         let pin = open_beneath(top, path, OFlags::PATH | OFlags::NOFOLLOW)?;
         let stat = rustix::fs::fstat(&pin)?;
-        check(&stat, inode, owner_uid)?;
-        Ok(Pinned { pin, stat })
+        check_same_file(&stat, inode, owner_uid)?;
+        Ok(PinnedFile { pin, stat })
     }
 
-    pub(super) fn stamp(&self) -> Stamp {
+    pub(super) fn stamp(&self) -> FileStamp {
         stamp(&self.stat)
     }
 
@@ -127,36 +127,36 @@ impl Pinned {
             .saturating_add(millis)
     }
 
-    /// Reads it by the path again and makes sure that what was opened is what is pinned.
+    /// Opens the path again, checks that it leads to the pinned file, and hashes the file.
     pub(super) fn read(
         &self,
         top: BorrowedFd<'_>,
         path: &CStr,
-        modes: Modes,
-        reader: &mut Reader<'_>,
-    ) -> Result<Content, Refusal> {
-        // Non-blocking, and never the terminal of this process: for what may stand there by now.
+        modes: ModePolicy,
+        reader: &mut HashingReader<'_>,
+    ) -> Result<FileContent, EntryRefusal> {
+        // Non-blocking and without a controlling terminal, in case the entry is another file by now.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY;
         let (file, overridden) = match open_beneath(top, path, flags) {
-            Err(Fault::Open(Errno::ACCESS)) if modes == Modes::Override => {
-                // Set-id bits stay as they are, so that its other names are remarked too.
+            Err(EntryFault::Open(Errno::ACCESS)) if modes == ModePolicy::Override => {
+                // Keep the set-id bits, so that the file's other names get their remark too.
                 chmod_pinned(self.pin.as_fd(), self.stat.st_mode & 0o7777 | 0o400)?;
                 (open_beneath(top, path, flags)?, true)
             }
             opened => (opened?, false),
         };
         let before = rustix::fs::fstat(&file)?;
-        check(
+        check_same_file(
             &before,
             (self.stat.st_dev, self.stat.st_ino),
             self.stat.st_uid,
         )?;
-        let (hash, look) = reader.hash(file.as_fd(), &before)?;
+        let (hash, guess) = reader.hash(file.as_fd(), &before)?;
         let after = rustix::fs::fstat(&file)?;
         match stamp(&before) == stamp(&after) {
-            true => Ok(Content {
+            true => Ok(FileContent {
                 hash,
-                look,
+                guess,
                 stamp: stamp(&after),
                 overridden,
             }),
@@ -165,7 +165,7 @@ impl Pinned {
     }
 }
 
-fn check(stat: &Stat, inode: Inode, owner_uid: u32) -> Result<(), Refusal> {
+fn check_same_file(stat: &Stat, inode: Inode, owner_uid: u32) -> Result<(), EntryRefusal> {
     let regular = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
     if !regular || (stat.st_dev, stat.st_ino) != inode {
         return Err(Remark::Changed.into());
@@ -176,57 +176,61 @@ fn check(stat: &Stat, inode: Inode, owner_uid: u32) -> Result<(), Refusal> {
     }
 }
 
-fn stamp(stat: &Stat) -> Stamp {
-    Stamp {
+fn stamp(stat: &Stat) -> FileStamp {
+    FileStamp {
         bytes: u64::try_from(stat.st_size).unwrap_or(u64::MAX),
         modified: (stat.st_mtime, stat.st_mtime_nsec),
         changed: (stat.st_ctime, stat.st_ctime_nsec),
     }
 }
 
-/// Hashes one file after the other with the same buffer, and tells how far it is.
-pub(super) struct Reader<'a> {
+/// Hashes files one after the other with the same buffer, and reports progress.
+pub(super) struct HashingReader<'a> {
     buffer: Vec<u8>,
     head: Vec<u8>,
-    pub(super) progress: &'a mut dyn FnMut(Progress),
+    pub(super) progress: &'a mut dyn FnMut(CollectProgress),
     hashed: u64,
-    /// Where `hashed` will be when the present file is done, were it read or not.
-    until: u64,
-    of: u64,
+    /// The value of `hashed` after the current file, whether or not the file is read.
+    file_end: u64,
+    total_bytes: u64,
     threads: HashThreads,
 }
 
-impl<'a> Reader<'a> {
-    /// `of` bytes are to be hashed in all.
+impl<'a> HashingReader<'a> {
+    /// `total_bytes` is the number of bytes to hash in all files.
     pub(super) fn new(
-        of: u64,
+        total_bytes: u64,
         threads: HashThreads,
-        progress: &'a mut dyn FnMut(Progress),
+        progress: &'a mut dyn FnMut(CollectProgress),
     ) -> Self {
-        Reader {
+        HashingReader {
             buffer: Vec::new(),
             head: Vec::new(),
             progress,
             hashed: 0,
-            until: 0,
-            of,
+            file_end: 0,
+            total_bytes,
             threads,
         }
     }
 
-    /// The next file, of this length.
-    pub(super) fn turn_to(&mut self, bytes: u64) {
-        self.hashed = self.until;
-        self.until = self.until.saturating_add(bytes);
+    /// Starts the next file, of this length.
+    pub(super) fn begin_file(&mut self, bytes: u64) {
+        self.hashed = self.file_end;
+        self.file_end = self.file_end.saturating_add(bytes);
     }
 
-    /// One that was read already will be read once more.
-    pub(super) fn expect_more(&mut self, bytes: u64) {
-        self.of = self.of.saturating_add(bytes);
+    /// A file that was read before will be read once more.
+    pub(super) fn add_expected_bytes(&mut self, bytes: u64) {
+        self.total_bytes = self.total_bytes.saturating_add(bytes);
     }
 
-    /// Exactly the length it had when it was opened; a file that ends before that has changed.
-    fn hash(&mut self, file: BorrowedFd<'_>, stat: &Stat) -> Result<(ContentHash, Look), Refusal> {
+    /// Hashes exactly the length that the file had when it was opened. A file that ends earlier has changed.
+    fn hash(
+        &mut self,
+        file: BorrowedFd<'_>,
+        stat: &Stat,
+    ) -> Result<(ContentHash, ContentGuess), EntryRefusal> {
         let bytes = stamp(stat).bytes;
         let stored_bytes = u64::try_from(stat.st_blocks)
             .unwrap_or(0)
@@ -241,10 +245,10 @@ impl<'a> Reader<'a> {
             false => self.hash_small(file, bytes, holes),
         };
         let hash = hash.map_err(|e| match e.kind() {
-            io::ErrorKind::UnexpectedEof => Refusal::from(Remark::Changed),
-            _ => Refusal::from(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
+            io::ErrorKind::UnexpectedEof => EntryRefusal::from(Remark::Changed),
+            _ => EntryRefusal::from(Errno::from_io_error(&e).unwrap_or(Errno::IO)),
         })?;
-        Ok((hash, media::look(&self.head, bytes)))
+        Ok((hash, media::guess_content(&self.head, bytes)))
     }
 
     fn hash_large(
@@ -256,7 +260,7 @@ impl<'a> Reader<'a> {
         let head = 0..media::HEAD_BYTES as u64;
         let mut keep = |piece: &[u8]| self.head.extend_from_slice(piece);
         files::read_range(file, None, head, holes, &mut self.buffer, &mut keep)?;
-        let (before, until) = (self.hashed, self.until);
+        let (before, file_end) = (self.hashed, self.file_end);
         let large = LargeFile {
             from: file,
             to: None,
@@ -264,10 +268,10 @@ impl<'a> Reader<'a> {
             holes,
         };
         large.hash(self.threads, &mut |done| {
-            self.hashed = before.saturating_add(done).min(until);
-            (self.progress)(Progress::Hashed {
+            self.hashed = before.saturating_add(done).min(file_end);
+            (self.progress)(CollectProgress::Hashed {
                 bytes: self.hashed,
-                of: self.of,
+                of: self.total_bytes,
             });
         })
     }
@@ -285,10 +289,10 @@ impl<'a> Reader<'a> {
             self.head
                 .extend_from_slice(&piece[..wanted.min(piece.len())]);
             hasher.update(piece);
-            self.hashed = (self.hashed + piece.len() as u64).min(self.until);
-            (self.progress)(Progress::Hashed {
+            self.hashed = (self.hashed + piece.len() as u64).min(self.file_end);
+            (self.progress)(CollectProgress::Hashed {
                 bytes: self.hashed,
-                of: self.of,
+                of: self.total_bytes,
             });
         };
         let read = files::read_range(file, None, 0..bytes, holes, &mut buffer, &mut feed);

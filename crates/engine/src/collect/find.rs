@@ -1,4 +1,4 @@
-//! The two walks of a collection: one finds the candidates, one counts the names of files that have several.
+//! The two walks of a collection: one finds candidates, one counts the names of files with several hard links.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::CStr;
@@ -7,24 +7,27 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 
-use super::content::{Content, Inode, Refusal};
-use super::shortlist::{Candidate, Rank, Remarks, Shortlist, shown};
-use super::{COMPONENT_BYTES_MAX, CollectError, Modes, PATH_BYTES_MAX, Progress, Put, Rules};
-use crate::workspace::tree::Fault;
-use crate::workspace::tree::walk::{LevelsFull, Next, OPEN_DIR, Visit, Walk};
+use super::content::{EntryRefusal, FileContent, Inode};
+use super::shortlist::{Candidate, Rank, RemarkList, Shortlist, shown};
+use super::{
+    COMPONENT_BYTES_MAX, CollectError, CollectProgress, CollectionRules, ModePolicy,
+    PATH_BYTES_MAX, StagedInput,
+};
+use crate::workspace::tree::EntryFault;
+use crate::workspace::tree::walk::{DepthOverflow, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction};
 use crate::workspace::tree::walk::{chmod_pinned, open_beneath, open_unlocked};
 use store::types::manifest::{CollectedOutputs, ContentHash, Remark};
 
-/// Directories that hold what a program can make again; files below them are counted, not taken.
+/// Directories whose content a program can produce again. Files below them are counted, not collected.
 ///
-/// | directory | made by |
+/// | directory | created by |
 /// |---|---|
-/// | `__pycache__` | Python, beside every module that is imported |
-/// | `.ipynb_checkpoints` | Jupyter, beside every notebook that is saved |
-/// | `.pytest_cache`, `.mypy_cache`, `.ruff_cache` | these tools, where they are started |
-/// | `.cache` | what follows the XDG rules and was told that this is home |
-/// | any below the top with a `CACHEDIR.TAG` | whoever says so by <https://bford.info/cachedir/> |
-const CACHES: [&[u8]; 6] = [
+/// | `__pycache__` | Python, beside each imported module |
+/// | `.ipynb_checkpoints` | Jupyter, beside each saved notebook |
+/// | `.pytest_cache`, `.mypy_cache`, `.ruff_cache` | these tools, in their working directory |
+/// | `.cache` | programs that follow the XDG rules, if HOME is the workspace |
+/// | any below the top with a `CACHEDIR.TAG` | any program, see <https://bford.info/cachedir/> |
+const CACHE_NAMES: [&[u8]; 6] = [
     b"__pycache__",
     b".ipynb_checkpoints",
     b".pytest_cache",
@@ -35,103 +38,107 @@ const CACHES: [&[u8]; 6] = [
 const CACHE_TAG: &CStr = c"CACHEDIR.TAG";
 const CACHE_SIGNATURE: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
 
-/// Where the read-only views are mounted during the run, so that empty directories are left there. Whatever the
-/// program puts into directories of these names when there is no such view is its own.
+/// Where the read-only views are mounted during the run, which leaves empty directories behind. If there is no such
+/// view, the program may use these names for its own outputs.
 const VIEWS: [&[u8]; 2] = [b"data", b"docs"];
 
-/// How often the caller hears of the walk.
+/// Report progress once per this many entries.
 const ENTRIES_PER_PROGRESS: u64 = 256;
 
-/// Whether files in caches are left out.
+/// What to do with files in caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Caches {
-    LeftOut,
-    Taken,
+pub(super) enum CachePolicy {
+    Skip,
+    Include,
 }
 
-/// What the first walk found.
-pub(super) struct Found {
+/// The result of the first walk.
+pub(super) struct FoundFiles {
     pub(super) shortlist: Shortlist,
-    /// At the path of an input and of its length: only the content, of which the hash is given, can tell whether it
-    /// is that input.
-    pub(super) suspects: Vec<(Candidate, ContentHash)>,
-    pub(super) remarks: Remarks,
-    /// Suspects whose modes had to be changed; under another name they may be outputs.
+    /// Files with the path and length of an input. Only the content shows whether a file is that input, whose hash is
+    /// given.
+    pub(super) possible_inputs: Vec<(Candidate, ContentHash)>,
+    pub(super) remarks: RemarkList,
+    /// Possible inputs whose mode had to be changed. Under another name they may be outputs.
     pub(super) overridden: HashSet<Inode>,
-    /// The counts of what is no output; nothing else is filled in.
+    /// Counts of files that are not outputs; the other fields are empty.
     pub(super) counts: CollectedOutputs,
 }
 
-pub(super) fn find(
+pub(super) fn find_candidates(
     top: BorrowedFd<'_>,
-    rules: &Rules<'_>,
-    caches: Caches,
-    progress: &mut dyn FnMut(Progress),
-) -> Result<Found, CollectError> {
-    let mut finder = Finder {
+    rules: &CollectionRules<'_>,
+    cache_policy: CachePolicy,
+    progress: &mut dyn FnMut(CollectProgress),
+) -> Result<FoundFiles, CollectError> {
+    let mut finder = CandidateFinder {
         rules,
-        caches,
-        puts: rules.puts.iter().map(|p| (p.path.as_bytes(), p)).collect(),
+        cache_policy,
+        staged_inputs: rules
+            .staged_inputs
+            .iter()
+            .map(|p| (p.path.as_bytes(), p))
+            .collect(),
         top_device: 0,
         path: Vec::new(),
         levels: Vec::new(),
         entries: 0,
         overridden: false,
-        broken: None,
-        found: Found {
+        fatal_error: None,
+        found: FoundFiles {
             shortlist: Shortlist::new(rules.bounds.outputs),
-            suspects: Vec::new(),
-            remarks: Remarks::default(),
+            possible_inputs: Vec::new(),
+            remarks: RemarkList::default(),
             overridden: HashSet::new(),
             counts: CollectedOutputs::default(),
         },
         progress,
     };
-    Walk::new().run(top, &mut finder, LevelsFull::Fail);
-    (finder.progress)(Progress::Walked {
+    TreeWalk::new().run(top, &mut finder, DepthOverflow::Fail);
+    (finder.progress)(CollectProgress::Walked {
         entries: finder.entries,
     });
-    match finder.broken {
+    match finder.fatal_error {
         None => Ok(finder.found),
         Some(error) => Err(error),
     }
 }
 
-struct Finder<'a> {
-    rules: &'a Rules<'a>,
-    caches: Caches,
-    puts: HashMap<&'a [u8], &'a Put>,
+struct CandidateFinder<'a> {
+    rules: &'a CollectionRules<'a>,
+    cache_policy: CachePolicy,
+    staged_inputs: HashMap<&'a [u8], &'a StagedInput>,
     top_device: u64,
-    /// Of the directory that the walk is in, with the name of the entry looked at behind it.
+    /// The path of the current directory, followed by the name of the current entry.
     path: Vec<u8>,
-    levels: Vec<Level>,
+    levels: Vec<OpenDirectory>,
     entries: u64,
-    /// The directory opened last had no permissions for us before.
+    /// The directory that was opened last had no permissions for us.
     overridden: bool,
-    /// Why the collection as a whole cannot be believed.
-    broken: Option<CollectError>,
-    found: Found,
-    progress: &'a mut dyn FnMut(Progress),
+    /// Why the collection as a whole fails.
+    fatal_error: Option<CollectError>,
+    found: FoundFiles,
+    progress: &'a mut dyn FnMut(CollectProgress),
 }
 
-/// A directory on the way from the top, which is the first.
-struct Level {
+/// A directory on the way from the top. The top is the first.
+struct OpenDirectory {
     path_bytes: usize,
     in_cache: bool,
-    /// Nothing in it can be an output, because of its depth, and that has been said.
-    said_too_deep: bool,
+    /// The remark that the directory is too deep for outputs has been made.
+    depth_reported: bool,
 }
 
-impl Visit for Finder<'_> {
-    fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
+impl TreeVisitor for CandidateFinder<'_> {
+    fn open_directory(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault> {
         let opened = open_beneath(dir, name, OPEN_DIR);
-        self.overridden = self.rules.modes == Modes::Override
-            && matches!(opened, Err(Fault::Open(Errno::ACCESS)));
+        self.overridden = self.rules.modes == ModePolicy::Override
+            && matches!(opened, Err(EntryFault::Open(Errno::ACCESS)));
         match self.overridden {
             false => opened,
-            // Without permission to search it, `.` cannot be looked up in the top; but it is held open.
+            // Without search permission `.` cannot be looked up in the top, but the descriptor is open.
             true if self.levels.is_empty() => {
-                let stat = rustix::fs::fstat(dir).map_err(Fault::Stat)?;
+                let stat = rustix::fs::fstat(dir).map_err(EntryFault::Stat)?;
                 chmod_pinned(dir, stat.st_mode & 0o1777 | 0o700)?;
                 open_beneath(dir, name, OPEN_DIR)
             }
@@ -139,7 +146,12 @@ impl Visit for Finder<'_> {
         }
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>, name: &CStr, stat: &Statx) -> Result<(), Fault> {
+    fn enter_directory(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: &CStr,
+        stat: &Statx,
+    ) -> Result<(), EntryFault> {
         let name = name.to_bytes();
         let is_top = self.levels.is_empty();
         let in_cache = self.levels.last().is_some_and(|level| level.in_cache);
@@ -149,129 +161,138 @@ impl Visit for Finder<'_> {
         if is_top {
             self.top_device = device;
         } else if device != self.top_device {
-            // A subvolume is no mount, yet has inode numbers of its own.
-            return Err(Fault::MountPoint);
+            // A btrfs subvolume is not a mount, but has inode numbers of its own.
+            return Err(EntryFault::MountPoint);
         } else if foreign && !in_cache && !self.is_view(name) {
-            return Err(Fault::Foreign(stat.stx_uid));
+            return Err(EntryFault::Foreign(stat.stx_uid));
         }
         self.overridden |= grant_search(dir, stat, self.rules.modes)?;
         let within_depth = self.levels.len() < self.depth_max();
-        let may_be_tagged = !is_top && within_depth && self.caches == Caches::LeftOut;
+        let may_be_tagged = !is_top && within_depth && self.cache_policy == CachePolicy::Skip;
         let in_cache = in_cache || (may_be_tagged && self.has_cache_tag(dir)?);
         if !is_top {
-            self.push(name);
+            self.push_name(name);
         }
         if self.overridden && !in_cache {
             self.found.remarks.add(&self.path, Remark::ModeOverridden);
         }
-        self.levels.push(Level {
+        self.levels.push(OpenDirectory {
             path_bytes: self.path.len(),
             in_cache,
-            said_too_deep: false,
+            depth_reported: false,
         });
         Ok(())
     }
 
-    fn entry(&mut self, dir: BorrowedFd<'_>, name: &CStr, _: FileType) -> Result<Next, Fault> {
-        if self.broken.is_some() {
-            return Ok(Next::Stop);
+    fn visit_entry(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: &CStr,
+        _: FileType,
+    ) -> Result<VisitAction, EntryFault> {
+        if self.fatal_error.is_some() {
+            return Ok(VisitAction::Stop);
         }
         self.entries += 1;
         if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
-            (self.progress)(Progress::Walked {
+            (self.progress)(CollectProgress::Walked {
                 entries: self.entries,
             });
         }
         if self.levels.len() == 1 && name.to_bytes() == sandbox::HIDDEN_DIR.as_bytes() {
-            return Ok(Next::Done);
+            return Ok(VisitAction::Done);
         }
         if self.is_too_deep() {
-            return Ok(Next::Done);
+            return Ok(VisitAction::Done);
         }
-        match look_at(dir, name)? {
-            None => Ok(Next::Done),
-            Some(stat) => Ok(self.judge(name.to_bytes(), &stat)),
+        match stat_entry(dir, name)? {
+            None => Ok(VisitAction::Done),
+            Some(stat) => Ok(self.judge_entry(name.to_bytes(), &stat)),
         }
     }
 
-    fn left(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
+    fn leave_directory(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), EntryFault> {
         self.levels.pop();
-        self.back();
+        self.reset_path();
         Ok(())
     }
 
-    fn failed(&mut self, name: &CStr, fault: &Fault) {
+    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) {
         let itself = name == c".";
-        let refusal = Refusal::from(fault);
+        let refusal = EntryRefusal::from(fault);
         match (self.levels.as_slice(), refusal) {
-            ([], Refusal::Entry(_)) => self.broken = Some(top_error(fault)),
-            ([_], Refusal::Entry(_)) if itself => self.broken = Some(top_error(fault)),
-            (levels, Refusal::Entry(remark)) => {
-                // The way back up is lost, and with it all that was still to be walked, also outside the cache.
-                let lost = itself && !matches!(fault, Fault::Read(_));
+            ([], EntryRefusal::Entry(_)) => self.fatal_error = Some(top_error(fault)),
+            ([_], EntryRefusal::Entry(_)) if itself => self.fatal_error = Some(top_error(fault)),
+            (levels, EntryRefusal::Entry(remark)) => {
+                // The walk cannot go back up, so everything that was still to be walked is lost, also outside the
+                // cache.
+                let lost = itself && !matches!(fault, EntryFault::Read(_));
                 let in_cache = levels.last().is_some_and(|level| level.in_cache);
                 if !lost && (in_cache || self.is_cache_name(name.to_bytes())) {
                     return;
                 }
                 if !itself {
-                    self.push(name.to_bytes());
+                    self.push_name(name.to_bytes());
                 }
                 self.found.remarks.add(&self.path, remark);
-                self.back();
+                self.reset_path();
             }
-            (_, Refusal::Starved(source)) => {
+            (_, EntryRefusal::OutOfResources(source)) => {
                 let path = shown(&self.path);
-                self.broken
-                    .get_or_insert(CollectError::Starved { path, source });
+                self.fatal_error
+                    .get_or_insert(CollectError::OutOfResources { path, source });
             }
         }
     }
 }
 
-impl Finder<'_> {
+impl CandidateFinder<'_> {
     fn depth_max(&self) -> usize {
         usize::try_from(self.rules.bounds.depth).unwrap_or(usize::MAX)
     }
 
-    /// In the directory that the walk is in.
+    /// Whether a name in the current directory is a mount point of a view.
     fn is_view(&self, name: &[u8]) -> bool {
         self.levels.len() == 1 && VIEWS.contains(&name)
     }
 
     fn is_cache_name(&self, name: &[u8]) -> bool {
-        self.caches == Caches::LeftOut && CACHES.contains(&name)
+        self.cache_policy == CachePolicy::Skip && CACHE_NAMES.contains(&name)
     }
 
-    /// Whether the directory that the walk is in lies too deep to hold outputs. Said once, and only of one that is
-    /// not empty.
+    /// Whether the current directory lies too deep for outputs. Adds a remark once, when the first entry is found.
     fn is_too_deep(&mut self) -> bool {
         let depth_max = self.depth_max();
         let depth = self.levels.len().saturating_sub(1);
         let Some(level) = self.levels.last_mut().filter(|_| depth >= depth_max) else {
             return false;
         };
-        if !level.said_too_deep && !level.in_cache {
+        if !level.depth_reported && !level.in_cache {
             self.found.remarks.add(&self.path, Remark::TooDeep);
         }
-        level.said_too_deep = true;
+        level.depth_reported = true;
         true
     }
 
-    fn judge(&mut self, name: &[u8], stat: &Statx) -> Next {
+    fn judge_entry(&mut self, name: &[u8], stat: &Statx) -> VisitAction {
         let kind = FileType::from_raw_mode(stat.stx_mode.into());
         let is_dir = kind == FileType::Directory;
         let parent_in_cache = self.levels.last().is_some_and(|level| level.in_cache);
         if parent_in_cache || (is_dir && self.is_cache_name(name)) {
-            // Below a cache nothing is worth a remark, so there is nothing to see beyond the depth either.
+            // Nothing below a cache gets a remark, so there is no need to walk deeper than outputs may lie.
             let enter = is_dir && self.levels.len() < self.depth_max();
             self.found.counts.cached += u64::from(!is_dir);
-            return if enter { Next::Enter } else { Next::Done };
+            return if enter {
+                VisitAction::Enter
+            } else {
+                VisitAction::Done
+            };
         }
         let is_view = is_dir && self.is_view(name);
-        self.push(name);
+        self.push_name(name);
         let judged = match (self.judge_path(name, is_view, stat), kind) {
             (Some(remark), _) => Err(remark),
-            (None, FileType::Directory) => Ok(Next::Enter),
+            (None, FileType::Directory) => Ok(VisitAction::Enter),
             (None, FileType::RegularFile) => self.judge_file(stat),
             (None, FileType::Symlink) => Err(Remark::Symlink),
             (None, FileType::Fifo) => Err(Remark::Fifo),
@@ -283,9 +304,9 @@ impl Finder<'_> {
             if !(is_view && remark == Remark::MountPoint) {
                 self.found.remarks.add(&self.path, remark);
             }
-            Next::Done
+            VisitAction::Done
         });
-        self.back();
+        self.reset_path();
         next
     }
 
@@ -303,23 +324,23 @@ impl Finder<'_> {
         }
     }
 
-    fn judge_file(&mut self, stat: &Statx) -> Result<Next, Remark> {
+    fn judge_file(&mut self, stat: &Statx) -> Result<VisitAction, Remark> {
         let found = &mut self.found;
         let wanted = self.rules.wanted;
         if wanted.is_some_and(|globs| !globs.matches_bytes(&self.path)) {
             found.counts.not_asked += 1;
-            return Ok(Next::Done);
+            return Ok(VisitAction::Done);
         }
         if stat.stx_uid != self.rules.owner_uid {
             return Err(Remark::NotOwned);
         }
-        let put = self.puts.get(self.path.as_slice());
-        let put = put.filter(|put| put.bytes == stat.stx_size);
-        if put.is_none() && stat.stx_size > self.rules.bounds.file_bytes {
+        let staged_input = self.staged_inputs.get(self.path.as_slice());
+        let staged_input = staged_input.filter(|staged_input| staged_input.bytes == stat.stx_size);
+        if staged_input.is_none() && stat.stx_size > self.rules.bounds.file_bytes {
             return Err(Remark::FileTooLarge);
         }
         let rank = Rank::of(&self.path, stat.stx_size, self.rules);
-        if put.is_none() && found.shortlist.refuses(&rank) {
+        if staged_input.is_none() && found.shortlist.refuses(&rank) {
             return Err(Remark::TooMany);
         }
         let candidate = Candidate {
@@ -329,29 +350,29 @@ impl Finder<'_> {
             inode: inode(stat),
             linked: stat.stx_nlink > 1,
         };
-        match put {
-            Some(put) => found.suspects.push((candidate, put.blake3)),
+        match staged_input {
+            Some(staged_input) => found.possible_inputs.push((candidate, staged_input.blake3)),
             None => found.shortlist.offer(candidate, &mut found.remarks),
         }
-        Ok(Next::Done)
+        Ok(VisitAction::Done)
     }
 
-    fn push(&mut self, name: &[u8]) {
+    fn push_name(&mut self, name: &[u8]) {
         if !self.path.is_empty() {
             self.path.push(b'/');
         }
         self.path.extend_from_slice(name);
     }
 
-    /// Makes the path that of the directory again.
-    fn back(&mut self) {
+    /// Shortens the path to that of the current directory.
+    fn reset_path(&mut self) {
         let bytes = self.levels.last().map_or(0, |level| level.path_bytes);
         self.path.truncate(bytes);
     }
 
-    /// Whether a directory says of itself that it is a cache. Its tag is opened like any other file: only when it
-    /// was seen to be a regular one, and believed only if it still is.
-    fn has_cache_tag(&self, dir: BorrowedFd<'_>) -> Result<bool, Fault> {
+    /// Whether a directory has a CACHEDIR.TAG. The tag is opened like any other file: it is checked to be a regular
+    /// file before and after opening.
+    fn has_cache_tag(&self, dir: BorrowedFd<'_>) -> Result<bool, EntryFault> {
         let ours = |file: &OwnedFd| {
             rustix::fs::fstat(file).is_ok_and(|stat| {
                 FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
@@ -362,9 +383,9 @@ impl Finder<'_> {
         for flags in [OFlags::PATH | OFlags::NOFOLLOW, OFlags::RDONLY | plain] {
             let file = match open_beneath(dir, CACHE_TAG, flags) {
                 Ok(file) => file,
-                Err(fault) => match Refusal::from(&fault) {
-                    Refusal::Starved(_) => return Err(fault),
-                    Refusal::Entry(_) => return Ok(false),
+                Err(fault) => match EntryRefusal::from(&fault) {
+                    EntryRefusal::OutOfResources(_) => return Err(fault),
+                    EntryRefusal::Entry(_) => return Ok(false),
                 },
             };
             if !ours(&file) {
@@ -381,10 +402,13 @@ impl Finder<'_> {
     }
 }
 
-fn top_error(fault: &Fault) -> CollectError {
+fn top_error(fault: &EntryFault) -> CollectError {
     let source = match fault {
-        Fault::Open(e) | Fault::Stat(e) | Fault::Read(e) | Fault::ChangeMode(e) => *e,
-        // Nothing else happens to a directory that is held open.
+        EntryFault::Open(e)
+        | EntryFault::Stat(e)
+        | EntryFault::Read(e)
+        | EntryFault::ChangeMode(e) => *e,
+        // A directory that is held open has no other faults.
         _ => Errno::XDEV,
     };
     CollectError::Top { source }
@@ -395,113 +419,123 @@ fn inode(stat: &Statx) -> Inode {
     (device, stat.stx_ino)
 }
 
-/// `None` if it is gone.
-fn look_at(dir: BorrowedFd<'_>, name: &CStr) -> Result<Option<Statx>, Fault> {
+/// `None` if the entry is gone.
+fn stat_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<Option<Statx>, EntryFault> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     match rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS) {
         Ok(stat) => Ok(Some(stat)),
         Err(Errno::NOENT) => Ok(None),
-        Err(e) => Err(Fault::Stat(e)),
+        Err(e) => Err(EntryFault::Stat(e)),
     }
 }
 
-/// Lets the owner search a directory, and says whether that was needed: the kernel is asked, since root may do what
-/// the mode forbids.
-fn grant_search(dir: BorrowedFd<'_>, stat: &Statx, modes: Modes) -> Result<bool, Fault> {
+/// Gives the owner search permission on a directory. Returns whether that was necessary. This asks the kernel, since
+/// root may search a directory despite its mode.
+fn grant_search(dir: BorrowedFd<'_>, stat: &Statx, modes: ModePolicy) -> Result<bool, EntryFault> {
     let mode = u32::from(stat.stx_mode);
-    if mode & 0o100 != 0 || modes == Modes::Respect {
+    if mode & 0o100 != 0 || modes == ModePolicy::Respect {
         return Ok(false);
     }
     match rustix::fs::accessat(dir, c".", Access::EXEC_OK, AtFlags::EACCESS) {
         Ok(()) => Ok(false),
         Err(Errno::ACCESS) => {
             let mode = Mode::from_raw_mode(mode & 0o1777 | 0o700);
-            rustix::fs::fchmod(dir, mode).map_err(Fault::ChangeMode)?;
+            rustix::fs::fchmod(dir, mode).map_err(EntryFault::ChangeMode)?;
             Ok(true)
         }
-        Err(e) => Err(Fault::Stat(e)),
+        Err(e) => Err(EntryFault::Stat(e)),
     }
 }
 
-/// A file with several names.
+/// A file with several hard links.
 #[derive(Default)]
-pub(super) struct Linked {
-    /// How many of them are in the workspace.
+pub(super) struct LinkedFile {
+    /// The number of its names in the workspace.
     pub(super) names: u64,
-    /// What it held, once one of them was read.
-    pub(super) content: Option<Content>,
+    /// The content, once the file was read under one of its names.
+    pub(super) content: Option<FileContent>,
 }
 
-/// How deep names are counted: beyond this each level costs memory, and no path leads there.
+/// How deep names are counted. Beyond this depth each level costs memory, and no path leads there.
 const COUNTED_DEPTH_MAX: usize = 4095;
 
-/// Counts the names that the given files have anywhere in the workspace, be it in a cache, in the hidden directory or
-/// deeper than outputs may lie. What cannot be reached is not counted, so that its files count as linked elsewhere.
+/// Counts the names of the given files anywhere in the workspace: also in caches, in the hidden directory, and deeper
+/// than outputs may lie. Names that cannot be reached are not counted, so such files count as linked elsewhere.
 pub(super) fn count_names(
     top: BorrowedFd<'_>,
-    modes: Modes,
-    files: &mut HashMap<Inode, Linked>,
-    progress: &mut dyn FnMut(Progress),
+    modes: ModePolicy,
+    files: &mut HashMap<Inode, LinkedFile>,
+    progress: &mut dyn FnMut(CollectProgress),
 ) -> Result<(), CollectError> {
-    let mut counter = Counter {
+    let mut counter = NameCounter {
         modes,
         files,
         depth: 0,
         entries: 0,
-        starved: None,
+        out_of_resources: None,
         progress,
     };
-    Walk::new().run(top, &mut counter, LevelsFull::Fail);
-    match counter.starved {
+    TreeWalk::new().run(top, &mut counter, DepthOverflow::Fail);
+    match counter.out_of_resources {
         None => Ok(()),
-        Some((path, source)) => Err(CollectError::Starved { path, source }),
+        Some((path, source)) => Err(CollectError::OutOfResources { path, source }),
     }
 }
 
-struct Counter<'a> {
-    modes: Modes,
-    files: &'a mut HashMap<Inode, Linked>,
+struct NameCounter<'a> {
+    modes: ModePolicy,
+    files: &'a mut HashMap<Inode, LinkedFile>,
     depth: usize,
     entries: u64,
-    starved: Option<(String, Errno)>,
-    progress: &'a mut dyn FnMut(Progress),
+    out_of_resources: Option<(String, Errno)>,
+    progress: &'a mut dyn FnMut(CollectProgress),
 }
 
-impl Visit for Counter<'_> {
-    fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
+impl TreeVisitor for NameCounter<'_> {
+    fn open_directory(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault> {
         match self.modes {
-            Modes::Override => open_unlocked(dir, name),
-            Modes::Respect => open_beneath(dir, name, OPEN_DIR),
+            ModePolicy::Override => open_unlocked(dir, name),
+            ModePolicy::Respect => open_beneath(dir, name, OPEN_DIR),
         }
     }
 
-    fn entered(&mut self, dir: BorrowedFd<'_>, _: &CStr, stat: &Statx) -> Result<(), Fault> {
+    fn enter_directory(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        _: &CStr,
+        stat: &Statx,
+    ) -> Result<(), EntryFault> {
         grant_search(dir, stat, self.modes)?;
         self.depth += 1;
         Ok(())
     }
 
-    fn entry(&mut self, dir: BorrowedFd<'_>, name: &CStr, kind: FileType) -> Result<Next, Fault> {
-        if self.starved.is_some() {
-            return Ok(Next::Stop);
+    fn visit_entry(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: &CStr,
+        kind: FileType,
+    ) -> Result<VisitAction, EntryFault> {
+        if self.out_of_resources.is_some() {
+            return Ok(VisitAction::Stop);
         }
         self.entries += 1;
         if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
-            (self.progress)(Progress::Walked {
+            (self.progress)(CollectProgress::Walked {
                 entries: self.entries,
             });
         }
         let enter = match self.depth < COUNTED_DEPTH_MAX {
-            true => Next::Enter,
-            false => Next::Done,
+            true => VisitAction::Enter,
+            false => VisitAction::Done,
         };
         match kind {
             FileType::Directory => return Ok(enter),
             FileType::RegularFile | FileType::Unknown => {}
-            _ => return Ok(Next::Done),
+            _ => return Ok(VisitAction::Done),
         }
-        let Some(stat) = look_at(dir, name)? else {
-            return Ok(Next::Done);
+        let Some(stat) = stat_entry(dir, name)? else {
+            return Ok(VisitAction::Done);
         };
         if FileType::from_raw_mode(stat.stx_mode.into()) == FileType::Directory {
             return Ok(enter);
@@ -509,18 +543,18 @@ impl Visit for Counter<'_> {
         if let Some(linked) = self.files.get_mut(&inode(&stat)) {
             linked.names += 1;
         }
-        Ok(Next::Done)
+        Ok(VisitAction::Done)
     }
 
-    fn left(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), Fault> {
+    fn leave_directory(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), EntryFault> {
         self.depth -= 1;
         Ok(())
     }
 
-    fn failed(&mut self, name: &CStr, fault: &Fault) {
-        if let Refusal::Starved(source) = Refusal::from(fault) {
+    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) {
+        if let EntryRefusal::OutOfResources(source) = EntryRefusal::from(fault) {
             let path = shown(name.to_bytes());
-            self.starved.get_or_insert((path, source));
+            self.out_of_resources.get_or_insert((path, source));
         }
     }
 }

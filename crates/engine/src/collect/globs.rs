@@ -1,4 +1,4 @@
-//! `--output` and `--expect`: which paths are meant, decided on their bytes.
+//! The patterns of `--output` and `--expect`, matched against the bytes of paths.
 
 use std::collections::HashSet;
 
@@ -6,11 +6,11 @@ use globset::{Candidate, GlobBuilder, GlobSet, GlobSetBuilder};
 
 use store::types::manifest::{Output, OutputPath};
 
-/// How many patterns may be given, and how long one may be: what they compile to is memory.
+/// The most patterns, and the most bytes in one: compiled patterns take memory.
 pub const GLOBS_MAX: usize = 64;
 pub const GLOB_BYTES_MAX: usize = 512;
-/// Wildcards, classes and alternatives of all patterns together: what they compile to, and how long each path takes,
-/// grows with them, and a project's file may name patterns.
+/// The most wildcards, classes and alternatives in all patterns together. Memory and matching time grow with them,
+/// and a project's file may contain patterns.
 pub const WILDCARDS_MAX: usize = 256;
 
 #[derive(Debug, thiserror::Error)]
@@ -22,7 +22,7 @@ pub enum GlobError {
     #[error(
         "the patterns have more than {WILDCARDS_MAX} wildcards and alternatives together; use fewer, or take everything"
     )]
-    TooWild,
+    TooManyWildcards,
     #[error(
         "the pattern {glob:?} names no path below the working directory; write it as `plots/*.png`"
     )]
@@ -30,22 +30,22 @@ pub enum GlobError {
     #[error(
         "the pattern {glob:?} cannot be understood; put a backslash before a plain `[`, `{{`, `*` or `?`"
     )]
-    Bad {
+    Invalid {
         glob: String,
         #[source]
         source: globset::Error,
     },
 }
 
-/// Patterns, compiled once. `*` and `?` stay within a component (`?` is one byte), `**` does not. A pattern that
-/// names a directory takes everything below it; with a `/` at its end it takes only that.
+/// Compiled patterns. `*` and `?` match within a component (`?` matches one byte); `**` also matches slashes. A
+/// pattern that names a directory matches everything below it; with a trailing `/` it matches only that.
 #[derive(Clone, Debug)]
 pub struct Globs {
     set: GlobSet,
     given: Vec<String>,
-    /// Which of `given` each pattern of the set was made from.
+    /// For each pattern of the set, the index in `given` from which it was made.
     made_from: Vec<usize>,
-    /// The patterns that can mean one path only.
+    /// The patterns that match exactly one path.
     names: HashSet<Vec<u8>>,
 }
 
@@ -57,7 +57,7 @@ impl Globs {
         let wild = |byte: &u8| b"*?[{,".contains(byte);
         let wildcards = globs.iter().flat_map(|glob| glob.bytes()).filter(wild);
         if wildcards.count() > WILDCARDS_MAX {
-            return Err(GlobError::TooWild);
+            return Err(GlobError::TooManyWildcards);
         }
         let mut builder = GlobSetBuilder::new();
         let mut made_from = Vec::new();
@@ -67,14 +67,16 @@ impl Globs {
                     .literal_separator(true)
                     .backslash_escape(true)
                     .build()
-                    .map_err(|source| bad(glob, source))?;
+                    .map_err(|source| invalid_pattern(glob, source))?;
                 builder.add(compiled);
                 made_from.push(index);
             }
         }
         let shown = globs.first().map_or("", |glob| glob);
         Ok(Globs {
-            set: builder.build().map_err(|source| bad(shown, source))?,
+            set: builder
+                .build()
+                .map_err(|source| invalid_pattern(shown, source))?,
             given: globs.to_vec(),
             made_from,
             names: globs.iter().filter_map(|glob| whole_path(glob)).collect(),
@@ -89,12 +91,12 @@ impl Globs {
         self.set.is_match_candidate(&Candidate::from_bytes(path))
     }
 
-    /// Whether one of them is this path, without a wildcard.
+    /// Whether one of the patterns is this path, without a wildcard.
     pub(super) fn names(&self, path: &[u8]) -> bool {
         !self.names.is_empty() && self.names.contains(path)
     }
 
-    /// The patterns, as given, that none of the outputs matches.
+    /// The given patterns that match none of the outputs.
     pub fn unmatched(&self, outputs: &[Output]) -> Vec<String> {
         let mut missing = vec![true; self.given.len()];
         let mut matched = Vec::new();
@@ -111,7 +113,7 @@ impl Globs {
     }
 }
 
-/// The path that a pattern without wildcards is.
+/// The path that a pattern without wildcards names.
 fn whole_path(glob: &str) -> Option<Vec<u8>> {
     let mut path = glob;
     while let Some(after) = path.strip_prefix("./") {
@@ -122,14 +124,14 @@ fn whole_path(glob: &str) -> Option<Vec<u8>> {
     plain.then(|| path.as_bytes().to_vec())
 }
 
-fn bad(glob: &str, source: globset::Error) -> GlobError {
-    GlobError::Bad {
+fn invalid_pattern(glob: &str, source: globset::Error) -> GlobError {
+    GlobError::Invalid {
         glob: glob.to_owned(),
         source,
     }
 }
 
-/// What one pattern means: itself, and everything below the directory it may name.
+/// The globs for one pattern: the pattern itself, and everything below a directory of that name.
 fn patterns(glob: &str) -> Result<Vec<String>, GlobError> {
     if glob.len() > GLOB_BYTES_MAX {
         return Err(GlobError::TooLong {
@@ -145,7 +147,7 @@ fn patterns(glob: &str) -> Result<Vec<String>, GlobError> {
     }
     let plain = rest.trim_end_matches('/');
     let nowhere = |part: &str| part.is_empty() || part == "." || part == "..";
-    // `\` before the slash that was cut would escape the one put there instead.
+    // A trailing `\` would escape the slash that is appended below.
     if plain.split('/').any(nowhere) || plain.contains('\0') || plain.ends_with('\\') {
         return Err(no_path());
     }
@@ -220,7 +222,7 @@ mod tests {
         for glob in ["[a", "{a", "a}", "[z-a]"] {
             let error = globs(&["ok", glob]).unwrap_err();
             assert!(
-                matches!(&error, GlobError::Bad { glob: g, .. } if g == glob),
+                matches!(&error, GlobError::Invalid { glob: g, .. } if g == glob),
                 "{error}"
             );
         }
@@ -229,7 +231,7 @@ mod tests {
         let wild = "*a".repeat(WILDCARDS_MAX / 2 + 1);
         assert!(matches!(
             globs(&[&wild, &wild]),
-            Err(GlobError::TooWild | GlobError::TooLong { .. })
+            Err(GlobError::TooManyWildcards | GlobError::TooLong { .. })
         ));
         let half = "*a".repeat(WILDCARDS_MAX / 2);
         globs(&[&half, &half]).unwrap();
@@ -247,7 +249,7 @@ mod tests {
                 _ => stars.clone(),
             })
             .collect();
-        // A pattern set too large to compile may be refused; it must not hang or exhaust memory.
+        // A set that is too large may be refused, but must not hang or exhaust memory.
         if let Ok(globs) = Globs::new(&many) {
             assert!(!globs.matches(&path(&[b'z'; 4000])));
         }

@@ -1,8 +1,8 @@
-//! What a file seems to be, for people and for the header it is served with. Nothing is parsed: the first bytes are
-//! compared with known ones, else the ending of the name decides among kinds of text. It says nothing about safety,
-//! except that what a browser would run as HTML or SVG is never called something tamer.
+//! Guesses the media type of a file, for people and for the header with which it is served. Nothing is parsed: known
+//! first bytes decide, or else the file name extension chooses among text types. The type says nothing about safety,
+//! except that content which a browser would run as HTML or SVG never gets a harmless type.
 
-/// How many of the first bytes are looked at.
+/// The number of first bytes to look at.
 pub(super) const HEAD_BYTES: usize = 512;
 
 const UNKNOWN: &str = "application/octet-stream";
@@ -12,7 +12,7 @@ const HTML: &str = "text/html";
 const SVG: &str = "image/svg+xml";
 const R_DATA: &str = "application/x-r-data";
 
-/// Bytes at an offset.
+/// (offset, bytes at that offset, media type).
 const MAGIC: &[(usize, &[u8], &str)] = &[
     (0, b"\x89PNG\r\n\x1a\n", "image/png"),
     (0, b"\xff\xd8\xff", "image/jpeg"),
@@ -49,11 +49,11 @@ const MAGIC: &[(usize, &[u8], &str)] = &[
     (0, b"\x7fELF", "application/x-elf"),
 ];
 
-/// What stands before some bytes of [`MAGIC`] that do not begin at 0.
+/// Bytes at the start of the file that must accompany the entries of [`MAGIC`] with these offsets.
 const CONTAINERS: &[(usize, &[u8])] = &[(8, b"RIFF"), (4, b"BZh")];
 
-/// A container's content by the ending of the name.
-const INSIDE: &[(&str, &str, &str)] = &[
+/// (media type of a container, file name extension, media type of the content).
+const CONTAINER_CONTENT: &[(&str, &str, &str)] = &[
     (ZIP, "npz", "application/x-npz"),
     (
         ZIP,
@@ -75,14 +75,14 @@ const INSIDE: &[(&str, &str, &str)] = &[
     (GZIP, "rds", R_DATA),
     (GZIP, "rda", R_DATA),
     (GZIP, "rdata", R_DATA),
-    // A browser unpacks it and runs what is inside.
+    // A browser decompresses it and runs the content.
     (GZIP, "svgz", SVG),
     ("application/x-bzip2", "rdata", R_DATA),
     ("application/x-xz", "rdata", R_DATA),
 ];
 
-/// By ending, if the content is text.
-const TEXT: &[(&str, &str)] = &[
+/// (file name extension, media type) for content that is text.
+const TEXT_BY_EXTENSION: &[(&str, &str)] = &[
     ("csv", "text/csv"),
     ("tsv", "text/tab-separated-values"),
     ("json", "application/json"),
@@ -107,15 +107,16 @@ const TEXT: &[(&str, &str)] = &[
     ("txt", "text/plain"),
 ];
 
-/// By ending, whatever the content: browsers run these in any encoding, and with anything before the first tag.
-const ACTIVE: &[(&str, &str)] = &[
+/// (file name extension, media type) for any content: browsers run these in any encoding, and with anything before
+/// the first tag.
+const ACTIVE_BY_EXTENSION: &[(&str, &str)] = &[
     ("html", HTML),
     ("htm", HTML),
     ("xhtml", "application/xhtml+xml"),
     ("svg", SVG),
 ];
 
-/// Tags whose presence makes a browser that guesses guess HTML.
+/// Tags that make a browser which guesses the type guess HTML.
 const HTML_TAGS: &[&[u8]] = &[
     b"<!doctype html",
     b"<html",
@@ -136,9 +137,9 @@ const HTML_TAGS: &[&[u8]] = &[
     b"<font",
 ];
 
-/// What the beginning of some content looks like, without its name.
+/// What the first bytes of a file look like, regardless of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Look {
+pub(super) enum ContentGuess {
     Magic(&'static str),
     Markup(&'static str),
     Text,
@@ -146,36 +147,49 @@ pub(super) enum Look {
     Binary,
 }
 
-/// `head` is the beginning of the content, up to [`HEAD_BYTES`] of it; `whole_bytes` is how long the content is.
-pub(super) fn look(head: &[u8], whole_bytes: u64) -> Look {
+/// `head` is the beginning of the content, up to [`HEAD_BYTES`]; `whole_bytes` is the length of the content.
+pub(super) fn guess_content(head: &[u8], whole_bytes: u64) -> ContentGuess {
     let head = &head[..head.len().min(HEAD_BYTES)];
     match (by_magic(head), by_tag(head)) {
-        (Some(kind), _) => Look::Magic(kind),
-        _ if !is_text(head, whole_bytes) => Look::Binary,
-        (None, Some(kind)) => Look::Markup(kind),
-        _ if head.is_empty() => Look::Empty,
-        _ => Look::Text,
+        (Some(kind), _) => ContentGuess::Magic(kind),
+        _ if !is_text(head, whole_bytes) => ContentGuess::Binary,
+        (None, Some(kind)) => ContentGuess::Markup(kind),
+        _ if head.is_empty() => ContentGuess::Empty,
+        _ => ContentGuess::Text,
     }
 }
 
-pub(super) fn media_type(path: &[u8], look: Look) -> &'static str {
-    let ending = ending(path);
-    let active = || ACTIVE.iter().find(|row| row.0 == ending).map(|row| row.1);
-    let text = || TEXT.iter().find(|row| row.0 == ending).map(|row| row.1);
-    match look {
-        Look::Magic(kind) => {
-            let inside = |row: &&(&str, &str, &str)| row.0 == kind && row.1 == ending;
-            INSIDE.iter().find(inside).map_or(kind, |row| row.2)
+pub(super) fn media_type(path: &[u8], guess: ContentGuess) -> &'static str {
+    let extension = extension(path);
+    let active = || {
+        ACTIVE_BY_EXTENSION
+            .iter()
+            .find(|row| row.0 == extension)
+            .map(|row| row.1)
+    };
+    let text = || {
+        TEXT_BY_EXTENSION
+            .iter()
+            .find(|row| row.0 == extension)
+            .map(|row| row.1)
+    };
+    match guess {
+        ContentGuess::Magic(kind) => {
+            let inside = |row: &&(&str, &str, &str)| row.0 == kind && row.1 == extension;
+            CONTAINER_CONTENT
+                .iter()
+                .find(inside)
+                .map_or(kind, |row| row.2)
         }
-        Look::Markup(kind) => active().unwrap_or(kind),
-        Look::Text => active().or_else(text).unwrap_or("text/plain"),
-        Look::Empty => active().or_else(text).unwrap_or(UNKNOWN),
-        Look::Binary => active().unwrap_or(UNKNOWN),
+        ContentGuess::Markup(kind) => active().unwrap_or(kind),
+        ContentGuess::Text => active().or_else(text).unwrap_or("text/plain"),
+        ContentGuess::Empty => active().or_else(text).unwrap_or(UNKNOWN),
+        ContentGuess::Binary => active().unwrap_or(UNKNOWN),
     }
 }
 
-/// In lower case; empty if there is none, or one too long to be known.
-fn ending(path: &[u8]) -> String {
+/// The file name extension in lower case. Empty if there is none, or if it is too long to be known.
+fn extension(path: &[u8]) -> String {
     let name = path.rsplit(|b| *b == b'/').next().unwrap_or_default();
     match name.iter().rposition(|b| *b == b'.') {
         Some(dot) if dot > 0 && name.len() - dot <= 12 => {
@@ -195,8 +209,8 @@ fn by_magic(head: &[u8]) -> Option<&'static str> {
     Some(kind)
 }
 
-/// UTF-8 without control characters other than those of texts and terminals. A character cut off at the end of the
-/// head, but not at the end of the content, is no fault.
+/// Whether the head is UTF-8 without control characters other than those of texts and terminals. A character may be
+/// cut off at the end of the head, but not at the end of the content.
 fn is_text(head: &[u8], whole_bytes: u64) -> bool {
     let control = |b: &u8| {
         *b < 0x20 && !matches!(b, b'\t' | b'\n' | b'\r' | 0x0c | 0x08 | 0x1b) || *b == 0x7f
@@ -216,7 +230,7 @@ fn by_tag(head: &[u8]) -> Option<&'static str> {
         .unwrap_or(head)
         .to_ascii_lowercase();
     let start = lower.trim_ascii_start();
-    // Only what begins as markup: a table of text that mentions a tag stays a table.
+    // Only content that begins as markup counts: a table that mentions a tag stays a table.
     if !start.starts_with(b"<") {
         return None;
     }
@@ -235,7 +249,10 @@ mod tests {
     use super::*;
 
     fn kind(path: &str, content: &[u8]) -> &'static str {
-        media_type(path.as_bytes(), look(content, content.len() as u64))
+        media_type(
+            path.as_bytes(),
+            guess_content(content, content.len() as u64),
+        )
     }
 
     #[test]
@@ -310,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_browser_would_run_is_said() {
+    fn content_that_a_browser_would_run_is_typed_as_such() {
         for (path, content, want) in [
             ("x.txt", "  \n<!DOCTYPE HTML><p>", HTML),
             ("x.csv", "<script>alert(1)</script>", HTML),
@@ -346,7 +363,7 @@ mod tests {
             path in proptest::collection::vec(proptest::num::u8::ANY, 0..40),
             head in proptest::collection::vec(proptest::num::u8::ANY, 0..600),
         ) {
-            let kind = media_type(&path, look(&head, head.len() as u64));
+            let kind = media_type(&path, guess_content(&head, head.len() as u64));
             proptest::prop_assert!(kind.contains('/') && kind.is_ascii());
         }
     }

@@ -1,29 +1,38 @@
-//! From a workspace in which every process is proved dead to a bounded, hashed list of what to keep.
+//! From a workspace in which every process is proved dead to a bounded, hashed list of outputs.
 //!
-//! Everything in it was written by an attacker. Nothing is moved here, and nothing changed but modes that forbid
-//! reading; nothing is executed, parsed or believed:
+//! Assume that an attacker wrote everything in the workspace. Collection moves nothing, changes only modes that
+//! forbid reading, and executes or parses nothing:
 //!
-//! - The walk is that of [`crate::workspace::tree`]: from the held directory, one component at a time, through no symlink and
-//!   into no mount. Only a regular file of the run's own is ever opened, by `openat2` with the same rules and
-//!   without blocking, after it was pinned and found to be one; it is found to be the same one after it was opened, and unchanged
-//!   after it was hashed.
-//! - What is not taken is listed with its reason, and the rest goes on. Only what is our own trouble (no descriptors,
-//!   no memory, a top that cannot be read) is an error: as a remark it would blame the program for ever.
+//! - The walk is that of [`crate::workspace::tree`]: it starts from the held directory, uses one component at a time,
+//!   follows no symlink and enters no mount. Only regular files that belong to the run are opened, with `openat2`
+//!   under the same rules and without blocking. Each file is pinned and checked before it is opened, checked to be
+//!   the same file after it was opened, and checked to be unchanged after it was hashed.
+//! - An entry that is not collected gets a remark with the reason, and the collection goes on. Only problems of our
+//!   own (no descriptors, no memory, a top directory that cannot be read) are errors: as remarks they would blame the
+//!   program permanently.
 //!
-//! What is taken does not depend on the order in which a file system lists its names, so that a repeat finds the same:
+//! The result does not depend on the order in which a file system lists names, so a repeated collection finds the
+//! same:
 //!
-//! 1. A regular file is a candidate if its path is within the bounds, it is in no cache, a pattern asks for it, the run
-//!    owns it, it is no unchanged input, and its length is within `file_bytes`; the first of these that it fails is
-//!    what is counted or remarked.
-//! 2. The candidates are put in order, so that many files of no interest cannot displace a result: first those that
-//!    `--expect` or `--output` names by their whole path, then those that a pattern of `--expect` means, then `result.json` at the top, then all
-//!    others; among equals the less deep, then the shorter, then the first in the byte order of their paths. The first `outputs` are kept, and
-//!    only so many that their paths together stay within 256 bytes each on average (or within 1 MiB in all, where that is more).
-//! 3. In that order each is refused if it has names outside the workspace or if its length does not fit into what is left of
-//!    `total_bytes`; later ones may still fit. A file with several names is hashed once and counted with each name: whoever
-//!    exports the outputs may have to write each.
+//! 1. A regular file is a candidate if its path is within the bounds, it is in no cache, a pattern selects it, the
+//!    run owns it, it is not an unchanged input, and its length is within `file_bytes`. The first condition that
+//!    fails decides what is counted or remarked.
+//! 2. Candidates are sorted, so that many files of no interest cannot displace a result: first those whose whole path
+//!    `--expect` or `--output` names, then those that match a pattern of `--expect`, then `result.json` at the top,
+//!    then all others; among equals the less deep, then the smaller, then the first in byte order of paths. The first
+//!    `outputs` are kept, as long as their paths take no more than 256 bytes each on average, or 1 MiB in total if
+//!    that is more.
+//! 3. In that order, a candidate is refused if it has names outside the workspace, or if its length exceeds what is
+//!    left of `total_bytes`; later candidates may still fit. A file with several names is hashed once and counted
+//!    with each name, because an export may have to write each.
 //!
-//! Memory: about 300 bytes and its path for each output, nothing for any other file.
+//! Memory: about 300 bytes and the path for each output, nothing for any other file.
+//!
+//! - `find.rs`: the walks that find candidates and count names.
+//! - `shortlist.rs`: the order of candidates, and the remarks.
+//! - `content.rs`: opens and hashes one file.
+//! - `globs.rs`: the patterns of `--output` and `--expect`.
+//! - `media.rs`: guesses media types.
 
 mod content;
 mod find;
@@ -43,61 +52,61 @@ pub use globs::{GLOB_BYTES_MAX, GLOBS_MAX, GlobError, Globs};
 
 use serde::{Deserialize, Serialize};
 
-use content::{Content, Inode, Pinned, Reader, Refusal};
-use find::{Caches, Found, Linked};
-use shortlist::{Candidate, Remarks, shown};
+use content::{EntryRefusal, FileContent, HashingReader, Inode, PinnedFile};
+use find::{CachePolicy, FoundFiles, LinkedFile};
+use shortlist::{Candidate, RemarkList, shown};
 use store::artifacts::hashing::HashThreads;
 pub use store::types::manifest::{COMPONENT_BYTES_MAX, PATH_BYTES_MAX};
 use store::types::manifest::{CollectedOutputs, ContentHash, Output, OutputPath, Remark};
 
-/// Inputs that can be listed before a run, which are then held in memory to its end.
-pub const PUTS_MAX: u64 = 100_000;
+/// The most inputs that can be listed before a run. They are held in memory until it ends.
+pub const STAGED_INPUTS_MAX: u64 = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
-    /// Of all outputs together, by length, whether or not they are names of one file.
+pub struct CollectionBounds {
+    /// The length of all outputs together. Each name of a file counts.
     pub total_bytes: u64,
     pub file_bytes: u64,
-    /// How many.
+    /// The number of outputs.
     pub outputs: u64,
-    /// Components of a path.
+    /// The number of components of a path.
     pub depth: u32,
 }
 
-/// An input as it was put there.
+/// An input as it was before the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Put {
+pub struct StagedInput {
     pub path: OutputPath,
     pub bytes: u64,
     pub blake3: ContentHash,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Rules<'a> {
-    pub bounds: Bounds,
-    /// Whose files are taken.
+pub struct CollectionRules<'a> {
+    pub bounds: CollectionBounds,
+    /// Only files of this user are collected.
     pub owner_uid: u32,
-    /// `None` takes all.
+    /// The patterns of `--output`. `None` selects every file.
     pub wanted: Option<&'a Globs>,
-    /// What `--expect` names, which is taken before all else.
+    /// The patterns of `--expect`, which take precedence over all other files.
     pub expected: Option<&'a Globs>,
-    pub puts: &'a [Put],
-    pub modes: Modes,
+    pub staged_inputs: &'a [StagedInput],
+    pub modes: ModePolicy,
 }
 
-/// What is done about a mode that forbids reading.
+/// What to do about a mode that forbids reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Modes {
-    /// It is changed: the workspace is ours, and will be removed.
+pub enum ModePolicy {
+    /// Change it: the workspace is ours and will be removed.
     Override,
-    /// It is respected: somebody only lends us the directory.
+    /// Leave it: the directory belongs to somebody else.
     Respect,
 }
 
-/// Told often; the caller decides how much of it anybody sees.
+/// Progress of a collection. Reported often; the caller decides what to show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
-    /// It may begin again once, when files have several names.
+pub enum CollectProgress {
+    /// Entries looked at. The count starts again once if files have several names.
     Walked {
         entries: u64,
     },
@@ -117,89 +126,101 @@ pub enum CollectError {
     #[error(
         "look at {path:?} in the working directory: this host is short of memory or descriptors; repeat it when it is not"
     )]
-    Starved {
+    OutOfResources {
         path: String,
         #[source]
         source: Errno,
     },
     #[error(
-        "the inputs are more than {PUTS_MAX} files, or have very long paths; show them with --read instead of copying them"
+        "the inputs are more than {STAGED_INPUTS_MAX} files, or have very long paths; show them with --read instead of copying them"
     )]
-    TooManyPuts,
+    TooManyInputs,
 }
 
-/// What to keep of the directory. Every process that could write in it must be dead.
+/// Lists what to keep of the directory. Every process that could write to it must be dead.
 pub fn collect(
     dir: BorrowedFd<'_>,
-    rules: &Rules<'_>,
-    progress: &mut dyn FnMut(Progress),
+    rules: &CollectionRules<'_>,
+    progress: &mut dyn FnMut(CollectProgress),
 ) -> Result<CollectedOutputs, CollectError> {
-    run(
+    run_collection(
         dir,
         rules,
-        Caches::LeftOut,
+        CachePolicy::Skip,
         HashThreads::PerProcessor,
         progress,
     )
 }
 
-/// What was put there before the start, caches too, sorted by path. What is no regular file of the owner is no input to
-/// subtract: if it is still there at the end it is remarked then.
-pub fn puts(dir: BorrowedFd<'_>, owner_uid: u32) -> Result<Vec<Put>, CollectError> {
-    let rules = Rules {
-        bounds: Bounds {
+/// Lists the inputs before the program starts, including caches, sorted by path. Entries other than regular files of
+/// the owner are not listed; if they still exist at the end, they get a remark then.
+pub fn list_staged_inputs(
+    dir: BorrowedFd<'_>,
+    owner_uid: u32,
+) -> Result<Vec<StagedInput>, CollectError> {
+    let rules = CollectionRules {
+        bounds: CollectionBounds {
             total_bytes: u64::MAX,
             file_bytes: u64::MAX,
-            outputs: PUTS_MAX,
+            outputs: STAGED_INPUTS_MAX,
             depth: u32::MAX,
         },
         owner_uid,
         wanted: None,
         expected: None,
-        puts: &[],
-        modes: Modes::Override,
+        staged_inputs: &[],
+        modes: ModePolicy::Override,
     };
-    // The program is started next, by a fork: no thread of ours may be about then.
-    let collected = run(dir, &rules, Caches::Taken, HashThreads::One, &mut |_| {})?;
+    // The program is started next, by a fork, so this process must have no other threads.
+    let collected = run_collection(
+        dir,
+        &rules,
+        CachePolicy::Include,
+        HashThreads::One,
+        &mut |_| {},
+    )?;
     if collected.remark_counts.contains_key(&Remark::TooMany) {
-        return Err(CollectError::TooManyPuts);
+        return Err(CollectError::TooManyInputs);
     }
-    let put = |output: Output| Put {
+    let staged_input = |output: Output| StagedInput {
         path: output.path,
         bytes: output.bytes,
         blake3: output.blake3,
     };
-    Ok(collected.outputs.into_iter().map(put).collect())
+    Ok(collected.outputs.into_iter().map(staged_input).collect())
 }
 
-fn run(
+fn run_collection(
     dir: BorrowedFd<'_>,
-    rules: &Rules<'_>,
-    caches: Caches,
+    rules: &CollectionRules<'_>,
+    cache_policy: CachePolicy,
     threads: HashThreads,
-    progress: &mut dyn FnMut(Progress),
+    progress: &mut dyn FnMut(CollectProgress),
 ) -> Result<CollectedOutputs, CollectError> {
-    let mut found = find::find(dir, rules, caches, progress)?;
-    let suspects = std::mem::take(&mut found.suspects);
-    let to_hash = suspects.iter().map(|s| &s.0).chain(found.shortlist.iter());
+    let mut found = find::find_candidates(dir, rules, cache_policy, progress)?;
+    let possible_inputs = std::mem::take(&mut found.possible_inputs);
+    let to_hash = possible_inputs
+        .iter()
+        .map(|s| &s.0)
+        .chain(found.shortlist.iter());
     let of = to_hash.fold(0, |sum: u64, c| sum.saturating_add(c.bytes));
-    let mut reader = Reader::new(of, threads, progress);
-    for suspect in suspects {
-        subtract(dir, rules, suspect, &mut found, &mut reader)?;
+    let mut reader = HashingReader::new(of, threads, progress);
+    for possible_input in possible_inputs {
+        subtract_input(dir, rules, possible_input, &mut found, &mut reader)?;
     }
     let several = found.shortlist.iter().filter(|c| c.linked);
-    let mut linked: HashMap<_, _> = several.map(|c| (c.inode, Linked::default())).collect();
+    let mut linked: HashMap<_, _> = several.map(|c| (c.inode, LinkedFile::default())).collect();
     if !linked.is_empty() {
         find::count_names(dir, rules.modes, &mut linked, reader.progress)?;
     }
-    let Found {
+    let FoundFiles {
         shortlist,
         remarks,
         overridden,
         mut counts,
         ..
     } = found;
-    let mut taker = Taker {
+    let mut collector = OutputCollector {
         dir,
         rules,
         linked,
@@ -210,78 +231,85 @@ fn run(
     let candidates = shortlist.into_sorted();
     counts.outputs.reserve_exact(candidates.len());
     for candidate in candidates {
-        let output = taker.take(candidate, &mut reader)?;
+        let output = collector.collect(candidate, &mut reader)?;
         counts.outputs.extend(output);
     }
     counts.outputs.sort_unstable_by(|a, b| a.path.cmp(&b.path));
-    counts.bytes = taker.total_bytes;
-    counts.remarks = taker.remarks.listed;
-    counts.remark_counts = taker.remarks.counts;
+    counts.bytes = collector.total_bytes;
+    counts.remarks = collector.remarks.listed;
+    counts.remark_counts = collector.remarks.counts;
     Ok(counts)
 }
 
-/// Counts an input that is as it was put there; another becomes a candidate. One that cannot be read does too, and is
-/// refused when its turn comes.
-fn subtract(
+/// Counts an input that is unchanged. A changed one becomes a candidate. One that cannot be read does too, and is
+/// refused later.
+fn subtract_input(
     dir: BorrowedFd<'_>,
-    rules: &Rules<'_>,
-    (suspect, put): (Candidate, ContentHash),
-    found: &mut Found,
-    reader: &mut Reader<'_>,
+    rules: &CollectionRules<'_>,
+    (possible_input, staged_input): (Candidate, ContentHash),
+    found: &mut FoundFiles,
+    reader: &mut HashingReader<'_>,
 ) -> Result<(), CollectError> {
-    reader.turn_to(suspect.bytes);
-    let path = c_path(&suspect.path);
-    let read = Pinned::new(dir, &path, suspect.inode, rules.owner_uid)
+    reader.begin_file(possible_input.bytes);
+    let path = c_path(&possible_input.path);
+    let read = PinnedFile::new(dir, &path, possible_input.inode, rules.owner_uid)
         .and_then(|pinned| pinned.read(dir, &path, rules.modes, reader));
     match read {
-        Err(Refusal::Starved(source)) => return Err(starved(&suspect.path, source)),
-        Err(Refusal::Entry(_)) => {}
+        Err(EntryRefusal::OutOfResources(source)) => {
+            return Err(out_of_resources(&possible_input.path, source));
+        }
+        Err(EntryRefusal::Entry(_)) => {}
         Ok(content) => {
             if content.overridden {
-                found.overridden.insert(suspect.inode);
+                found.overridden.insert(possible_input.inode);
             }
-            if (content.stamp.bytes, content.hash) == (suspect.bytes, put) {
+            if (content.stamp.bytes, content.hash) == (possible_input.bytes, staged_input) {
                 found.counts.inputs_unchanged += 1;
                 return Ok(());
             }
         }
     }
-    if suspect.bytes > rules.bounds.file_bytes {
-        found.remarks.add(&suspect.path, Remark::FileTooLarge);
+    if possible_input.bytes > rules.bounds.file_bytes {
+        found
+            .remarks
+            .add(&possible_input.path, Remark::FileTooLarge);
         return Ok(());
     }
-    reader.expect_more(suspect.bytes);
-    found.shortlist.offer(suspect, &mut found.remarks);
+    reader.add_expected_bytes(possible_input.bytes);
+    found.shortlist.offer(possible_input, &mut found.remarks);
     Ok(())
 }
 
-/// Turns candidates into outputs, the most wanted first.
-struct Taker<'a> {
+/// Turns candidates into outputs, in the order of their rank.
+struct OutputCollector<'a> {
     dir: BorrowedFd<'a>,
-    rules: &'a Rules<'a>,
-    linked: HashMap<Inode, Linked>,
+    rules: &'a CollectionRules<'a>,
+    linked: HashMap<Inode, LinkedFile>,
     overridden: HashSet<Inode>,
-    remarks: Remarks,
+    remarks: RemarkList,
     total_bytes: u64,
 }
 
-impl Taker<'_> {
-    fn take(
+impl OutputCollector<'_> {
+    fn collect(
         &mut self,
         candidate: Candidate,
-        reader: &mut Reader<'_>,
+        reader: &mut HashingReader<'_>,
     ) -> Result<Option<Output>, CollectError> {
-        reader.turn_to(candidate.bytes);
+        reader.begin_file(candidate.bytes);
         let path = c_path(&candidate.path);
         let owner_uid = self.rules.owner_uid;
-        let taken = Pinned::new(self.dir, &path, candidate.inode, owner_uid).and_then(|pinned| {
-            let content = self.content(&candidate, &path, &pinned, reader)?;
-            Ok((pinned, content))
-        });
+        let taken =
+            PinnedFile::new(self.dir, &path, candidate.inode, owner_uid).and_then(|pinned| {
+                let content = self.content(&candidate, &path, &pinned, reader)?;
+                Ok((pinned, content))
+            });
         let (pinned, content) = match taken {
             Ok(taken) => taken,
-            Err(Refusal::Starved(source)) => return Err(starved(&candidate.path, source)),
-            Err(Refusal::Entry(remark)) => {
+            Err(EntryRefusal::OutOfResources(source)) => {
+                return Err(out_of_resources(&candidate.path, source));
+            }
+            Err(EntryRefusal::Entry(remark)) => {
                 self.remarks.add(&candidate.path, remark);
                 return Ok(None);
             }
@@ -292,9 +320,9 @@ impl Taker<'_> {
         if content.overridden || self.overridden.contains(&candidate.inode) {
             self.remarks.add(&candidate.path, Remark::ModeOverridden);
         }
-        let media_type = media::media_type(&candidate.path, content.look).to_owned();
+        let media_type = media::media_type(&candidate.path, content.guess).to_owned();
         let Ok(path) = OutputPath::new(candidate.path.into_vec()) else {
-            // The kernel gives no name that is empty, `.`, `..` or has a slash in it.
+            // The kernel returns no name that is empty, `.`, `..` or contains a slash.
             return Ok(None);
         };
         Ok(Some(Output {
@@ -307,14 +335,14 @@ impl Taker<'_> {
         }))
     }
 
-    /// What it holds, if that fits; read only under the first of its names.
+    /// The content of a candidate, if it fits the bounds. A file with several names is read once.
     fn content(
         &mut self,
         candidate: &Candidate,
         path: &CStr,
-        pinned: &Pinned,
-        reader: &mut Reader<'_>,
-    ) -> Result<Content, Refusal> {
+        pinned: &PinnedFile,
+        reader: &mut HashingReader<'_>,
+    ) -> Result<FileContent, EntryRefusal> {
         let linked = self.linked.get_mut(&candidate.inode);
         let names = linked.as_ref().map_or(1, |linked| linked.names);
         let bytes = pinned.stamp().bytes;
@@ -350,8 +378,8 @@ fn c_path(path: &[u8]) -> CString {
     CString::new(path).expect("names that the kernel gave hold no NUL")
 }
 
-fn starved(path: &[u8], source: Errno) -> CollectError {
-    CollectError::Starved {
+fn out_of_resources(path: &[u8], source: Errno) -> CollectError {
+    CollectError::OutOfResources {
         path: shown(path),
         source,
     }

@@ -1,46 +1,46 @@
-//! What is kept in memory of a tree of any size: the files to take, and what is to be said about the others.
+//! What is kept in memory of a tree of any size: the best candidates, and remarks about other entries.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
 use super::content::Inode;
-use super::{Globs, Rules};
+use super::{CollectionRules, Globs};
 use store::types::escaping::escape_text;
 use store::types::manifest::{REMARKS_MAX, Remark, RemarkedPath};
 
-/// Of a path in a remark.
+/// The most bytes of a path in a remark.
 const SHOWN_BYTES_MAX: usize = 4096;
-/// The paths of all candidates together: this much for each that may be kept, and no less than that.
+/// The most bytes of all candidates' paths: this much per output, but no less than the second number.
 const PATH_BYTES_EACH: u64 = 256;
 const PATH_BYTES_LEAST: u64 = 1 << 20;
 
 /// The output that is also stored as JSON.
 const RESULT: &[u8] = b"result.json";
 
-/// Which files are taken first where there are more than may be kept.
+/// Which files come first if there are more than may be kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Priority {
     /// `--expect` or `--output` names its whole path.
     Named,
-    /// A pattern of `--expect` means it.
+    /// A pattern of `--expect` matches it.
     Expected,
     /// `result.json` at the top.
     Result,
     Other,
 }
 
-/// A candidate's place in the order in which candidates are kept, the most wanted first.
+/// The order in which candidates are kept; the smallest rank comes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank<'a> {
     pub(super) priority: Priority,
-    /// How many directories lead to it.
+    /// The number of directories on its path.
     depth: usize,
     bytes: u64,
     path: &'a [u8],
 }
 
 impl<'a> Rank<'a> {
-    pub(super) fn of(path: &'a [u8], bytes: u64, rules: &Rules<'_>) -> Rank<'a> {
+    pub(super) fn of(path: &'a [u8], bytes: u64, rules: &CollectionRules<'_>) -> Rank<'a> {
         let named = |globs: &&Globs| globs.names(path);
         let priority = if rules.expected.iter().chain(&rules.wanted).any(named) {
             Priority::Named
@@ -67,14 +67,14 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// A file that will be an output if nothing comes up when it is read. Ordered by its rank.
+/// A file that becomes an output if it can be read. Ordered by its rank.
 #[derive(Clone, Debug)]
 pub(super) struct Candidate {
     pub(super) path: Box<[u8]>,
     pub(super) bytes: u64,
     pub(super) priority: Priority,
     pub(super) inode: Inode,
-    /// It had more than one name.
+    /// The file has more than one hard link.
     pub(super) linked: bool,
 }
 
@@ -104,10 +104,10 @@ impl PartialEq for Candidate {
 
 impl Eq for Candidate {}
 
-/// The most wanted candidates, as many as fit, in whatever order they come.
+/// The first candidates by rank, as many as fit, whatever the order in which they are offered.
 ///
-/// Invariant: everything that was ever offered and lies before `refused_from` is in the heap. What is kept is
-/// therefore the longest beginning of the sorted list that fits, whatever the order of the directory.
+/// Invariant: the heap holds every candidate offered so far that sorts before `refused_from`. Therefore the kept
+/// candidates are the longest prefix of the sorted list that fits, whatever the order of the directory.
 pub(super) struct Shortlist {
     heap: BinaryHeap<Candidate>,
     path_bytes: u64,
@@ -129,14 +129,15 @@ impl Shortlist {
         }
     }
 
-    /// Whether a candidate of this rank would not be kept: asked first, it saves making one.
+    /// Whether a candidate of this rank would not be kept. Asking first avoids building the candidate.
     pub(super) fn refuses(&self, rank: &Rank<'_>) -> bool {
         let from = self.refused_from.as_ref();
         from.is_some_and(|from| *rank >= from.rank())
     }
 
-    /// Takes it and says of each that falls out for it, it itself perhaps, that there are too many.
-    pub(super) fn offer(&mut self, candidate: Candidate, remarks: &mut Remarks) {
+    /// Adds a candidate. Each candidate that no longer fits, perhaps this one, gets the remark that there are too
+    /// many.
+    pub(super) fn offer(&mut self, candidate: Candidate, remarks: &mut RemarkList) {
         if self.refuses(&candidate.rank()) {
             return remarks.add(&candidate.path, Remark::TooMany);
         }
@@ -156,20 +157,20 @@ impl Shortlist {
         self.heap.iter()
     }
 
-    /// The most wanted first.
+    /// The candidates in the order of their rank.
     pub(super) fn into_sorted(self) -> Vec<Candidate> {
         self.heap.into_sorted_vec()
     }
 }
 
-/// The first are listed, all are counted.
+/// Remarks: the first are listed, all are counted.
 #[derive(Default)]
-pub(super) struct Remarks {
+pub(super) struct RemarkList {
     pub(super) listed: Vec<RemarkedPath>,
     pub(super) counts: BTreeMap<Remark, u64>,
 }
 
-impl Remarks {
+impl RemarkList {
     pub(super) fn add(&mut self, path: &[u8], remark: Remark) {
         *self.counts.entry(remark).or_default() += 1;
         if self.listed.len() < REMARKS_MAX {
@@ -181,7 +182,7 @@ impl Remarks {
     }
 }
 
-/// The end of a path, escaped, cut between bytes and never within an escape.
+/// The end of a path, escaped. The cut is between bytes and never within an escape sequence.
 pub(super) fn shown(path: &[u8]) -> String {
     let mut from = path.len().saturating_sub(SHOWN_BYTES_MAX);
     loop {
@@ -194,7 +195,7 @@ pub(super) fn shown(path: &[u8]) -> String {
                     text
                 };
             }
-            // A byte becomes four at most, so this never cuts more than it must by much.
+            // Escaping turns a byte into at most four, so this cuts little more than necessary.
             Some(over) => from += over.div_ceil(4),
         }
     }
@@ -217,7 +218,7 @@ mod tests {
     }
 
     proptest! {
-        /// The order of the directory must not decide what is kept, or a repeat would give another record.
+        /// The order of the directory must not decide what is kept; otherwise a repetition would give another record.
         #[test]
         fn the_order_of_arrival_does_not_matter(
             sizes in prop::collection::vec(1usize..60_000, 0..80),
@@ -232,7 +233,7 @@ mod tests {
             let mut shuffled: Vec<&Vec<u8>> = paths.iter().collect();
             shuffled.sort_by_key(|p| blake3::hash(&[&p[..3], &order.to_le_bytes()].concat()).as_bytes()[..8].to_vec());
             let mut list = Shortlist::new(count_max);
-            let mut remarks = Remarks::default();
+            let mut remarks = RemarkList::default();
             for path in shuffled {
                 list.offer(candidate(path), &mut remarks);
             }

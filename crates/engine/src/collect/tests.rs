@@ -1,4 +1,4 @@
-//! Against the real file system, as root and as a plain user.
+//! Tests on the real file system, as root and as a plain user.
 
 #![allow(clippy::unwrap_used)]
 
@@ -23,14 +23,14 @@ const PLAIN_ID: u32 = 54_321;
 const OTHER_UID: u32 = 54_399;
 const FAST: &str = "/dev/shm";
 const SIGNATURE: &[u8] = b"Signature: 8a477f597d28d172789f06886806bc55";
-const PLENTY: Bounds = Bounds {
+const AMPLE_BOUNDS: CollectionBounds = CollectionBounds {
     total_bytes: u64::MAX,
     file_bytes: u64::MAX,
     outputs: 10_000,
     depth: 64,
 };
 
-fn me() -> u32 {
+fn current_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
@@ -38,18 +38,18 @@ fn open(path: &Path) -> OwnedFd {
     File::open(path).unwrap().into()
 }
 
-fn rules(bounds: Bounds) -> Rules<'static> {
-    Rules {
+fn rules(bounds: CollectionBounds) -> CollectionRules<'static> {
+    CollectionRules {
         bounds,
-        owner_uid: me(),
+        owner_uid: current_uid(),
         wanted: None,
         expected: None,
-        puts: &[],
-        modes: Modes::Override,
+        staged_inputs: &[],
+        modes: ModePolicy::Override,
     }
 }
 
-fn collect_below(path: &Path, bounds: Bounds) -> CollectedOutputs {
+fn collect_below(path: &Path, bounds: CollectionBounds) -> CollectedOutputs {
     collect(open(path).as_fd(), &rules(bounds), &mut |_| {}).unwrap()
 }
 
@@ -62,8 +62,8 @@ fn remarks(collected: &CollectedOutputs) -> BTreeMap<String, Remark> {
     listed.map(|r| (r.path.clone(), r.remark)).collect()
 }
 
-/// Runs one test of this file again in another process, as another user, in namespaces or under limits of its
-/// own. Returns whether this is that process, where the test's work is to be done.
+/// Runs one test of this file again in another process, as another user, in namespaces or under limits of its own.
+/// Returns whether this is that process, in which the test does its work.
 fn inside(test: &str, wrapper: &[&str]) -> bool {
     const VARIABLE: &str = "FUMEHOOD_TEST_INSIDE";
     if std::env::var_os(VARIABLE).is_some() {
@@ -86,46 +86,47 @@ fn inside(test: &str, wrapper: &[&str]) -> bool {
     false
 }
 
-/// Whether this process is a plain user's, where the work is to be done; root runs it again as one.
+/// Whether this process belongs to a plain user and the test does its work here. Root runs the test again as a plain
+/// user.
 fn as_plain_user(test: &str) -> bool {
     let uid = format!("--reuid={PLAIN_ID}");
     let gid = format!("--regid={PLAIN_ID}");
-    me() != 0 || inside(test, &["setpriv", &uid, &gid, "--clear-groups"])
+    current_uid() != 0 || inside(test, &["setpriv", &uid, &gid, "--clear-groups"])
 }
 
-/// The collector against the model, on one generated tree.
-fn check_case(case: &model::Case) -> Result<(), TestCaseError> {
-    let root = me() == 0;
+/// Compares the collector with the model on one generated tree.
+fn check_case(case: &model::TreeCase) -> Result<(), TestCaseError> {
+    let root = current_uid() == 0;
     let dir = tempfile::tempdir_in(FAST).unwrap();
     let (top, outside) = (dir.path().join("top"), dir.path().join("outside"));
     fs::create_dir(&top).unwrap();
     fs::create_dir(&outside).unwrap();
     let made = model::make(case, &top, &outside, root);
-    let put = |(path, (bytes, hash)): (Vec<u8>, (u64, blake3::Hash))| Put {
+    let staged_input = |(path, (bytes, hash)): (Vec<u8>, (u64, blake3::Hash))| StagedInput {
         path: OutputPath::new(path).unwrap(),
         bytes,
         blake3: ContentHash::from_bytes(*hash.as_bytes()),
     };
-    let puts: Vec<Put> = made.inputs(case).into_iter().map(put).collect();
+    let staged_inputs: Vec<StagedInput> = made.inputs(case).into_iter().map(staged_input).collect();
     let wanted = case.wanted.map(|g| Globs::new(&[g.to_owned()]).unwrap());
     let expected_globs = case.expected.map(|g| Globs::new(&[g.to_owned()]).unwrap());
-    let rules = Rules {
+    let rules = CollectionRules {
         bounds: case.bounds,
-        owner_uid: me(),
+        owner_uid: current_uid(),
         wanted: wanted.as_ref(),
         expected: expected_globs.as_ref(),
-        puts: &puts,
-        modes: Modes::Override,
+        staged_inputs: &staged_inputs,
+        modes: ModePolicy::Override,
     };
     let collected = collect(open(&top).as_fd(), &rules, &mut |_| {}).unwrap();
     let expected = made.expected(case, root);
 
-    // The same inode of ours must be the same file of the model, and the other way round.
+    // Equal inodes of the collector must be equal files of the model, and the other way round.
     let ours = collected.outputs.iter().map(|o| o.inode);
     let pairs: BTreeSet<_> = ours.zip(expected.outputs.iter().map(|o| o.3)).collect();
     let files: BTreeSet<usize> = expected.outputs.iter().map(|o| o.3).collect();
     prop_assert_eq!(pairs.len(), files.len());
-    let got = model::Expected {
+    let got = model::ExpectedCollection {
         outputs: std::iter::zip(&collected.outputs, &expected.outputs)
             .map(|(o, e)| {
                 (
@@ -158,7 +159,7 @@ fn check_case(case: &model::Case) -> Result<(), TestCaseError> {
         collected.remark_counts.values().sum::<u64>()
     );
     prop_assert_eq!(got, expected);
-    // A repeat says the same, but that what had to be unlocked is unlocked.
+    // A repetition gives the same result, except that modes were already changed.
     let mut again = collect(open(&top).as_fd(), &rules, &mut |_| {}).unwrap();
     let mut first = collected;
     for c in [&mut again, &mut first] {
@@ -206,9 +207,9 @@ fn an_output_is_described() {
         .unwrap();
     let time = std::time::UNIX_EPOCH + std::time::Duration::from_millis(1_234_567);
     file.set_modified(time).unwrap();
-    let mut told = Vec::new();
-    let collected = collect(open(dir.path()).as_fd(), &rules(PLENTY), &mut |p| {
-        told.push(p)
+    let mut reports = Vec::new();
+    let collected = collect(open(dir.path()).as_fd(), &rules(AMPLE_BOUNDS), &mut |p| {
+        reports.push(p)
     })
     .unwrap();
     assert_eq!(names(&collected), ["plots/a.png", "result.json"]);
@@ -227,26 +228,32 @@ fn an_output_is_described() {
         json.inode,
         fs::metadata(dir.path().join("result.json")).unwrap().ino()
     );
-    assert!(told.contains(&Progress::Walked { entries: 3 }), "{told:?}");
-    assert_eq!(told.last(), Some(&Progress::Hashed { bytes: 14, of: 14 }));
+    assert!(
+        reports.contains(&CollectProgress::Walked { entries: 3 }),
+        "{reports:?}"
+    );
+    assert_eq!(
+        reports.last(),
+        Some(&CollectProgress::Hashed { bytes: 14, of: 14 })
+    );
 }
 
 #[test]
-fn what_was_put_there_is_subtracted() {
+fn unchanged_inputs_are_subtracted() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir_all(dir.path().join("lib/__pycache__")).unwrap();
     for name in ["a.py", "b.csv", "c.csv", "d.csv", "lib/__pycache__/x.pyc"] {
         fs::write(dir.path().join(name), format!("content of {name}")).unwrap();
     }
-    let puts = puts(open(dir.path()).as_fd(), me()).unwrap();
-    assert_eq!(puts.len(), 5);
-    assert_eq!(puts[0].blake3, ContentHash::of(b"content of a.py"));
+    let staged_inputs = list_staged_inputs(open(dir.path()).as_fd(), current_uid()).unwrap();
+    assert_eq!(staged_inputs.len(), 5);
+    assert_eq!(staged_inputs[0].blake3, ContentHash::of(b"content of a.py"));
     fs::write(dir.path().join("b.csv"), "CONTENT of b.csv").unwrap();
     fs::write(dir.path().join("c.csv"), "longer than it was before").unwrap();
     fs::rename(dir.path().join("d.csv"), dir.path().join("e.csv")).unwrap();
-    let rules = Rules {
-        puts: &puts,
-        ..rules(PLENTY)
+    let rules = CollectionRules {
+        staged_inputs: &staged_inputs,
+        ..rules(AMPLE_BOUNDS)
     };
     let collected = collect(open(dir.path()).as_fd(), &rules, &mut |_| {}).unwrap();
     assert_eq!(names(&collected), ["b.csv", "c.csv", "e.csv"]);
@@ -268,7 +275,7 @@ fn holes_are_hashed_as_zeros_without_being_read() {
         .unwrap()
         .set_len(1 << 28)
         .unwrap();
-    let collected = collect_below(dir.path(), PLENTY);
+    let collected = collect_below(dir.path(), AMPLE_BOUNDS);
     assert_eq!(collected.bytes, (1 << 28) + content.len() as u64);
     assert_eq!(collected.outputs[1].blake3, ContentHash::of(&content));
     let mut zeros = blake3::Hasher::new();
@@ -281,7 +288,7 @@ fn holes_are_hashed_as_zeros_without_being_read() {
 }
 
 #[test]
-fn a_file_that_lengths_lie_about_is_refused_before_it_is_read() {
+fn a_sparse_file_is_refused_by_its_length_before_it_is_read() {
     let dir = tempfile::tempdir_in(FAST).unwrap();
     for n in 0..20 {
         File::create(dir.path().join(n.to_string()))
@@ -289,15 +296,15 @@ fn a_file_that_lengths_lie_about_is_refused_before_it_is_read() {
             .set_len(1 << 50)
             .unwrap();
     }
-    let bounds = Bounds {
+    let bounds = CollectionBounds {
         file_bytes: 1 << 40,
-        ..PLENTY
+        ..AMPLE_BOUNDS
     };
     let collected = collect_below(dir.path(), bounds);
     assert_eq!(collected.remark_counts[&Remark::FileTooLarge], 20);
-    let bounds = Bounds {
+    let bounds = CollectionBounds {
         total_bytes: 1 << 40,
-        ..PLENTY
+        ..AMPLE_BOUNDS
     };
     let collected = collect_below(dir.path(), bounds);
     assert_eq!(collected.remark_counts[&Remark::TotalTooLarge], 20);
@@ -324,7 +331,7 @@ fn the_longest_path_is_taken_and_a_longer_one_is_not() {
     at = rustix::fs::openat(&at, &long, flags, Mode::empty()).unwrap();
     make(&at, "f");
     rustix::fs::mkdirat(&at, "sub", Mode::RWXU).unwrap();
-    let collected = collect_below(dir.path(), PLENTY);
+    let collected = collect_below(dir.path(), AMPLE_BOUNDS);
     let lengths: Vec<usize> = collected
         .outputs
         .iter()
@@ -351,7 +358,7 @@ fn hidden_places_and_views_are_not_outputs_but_a_data_directory_of_its_own_is() 
     for name in [".fumehood/tmp/f", "data/sub/f", "x/.fumehood/f", "x/data/f"] {
         fs::write(dir.path().join(name), "f").unwrap();
     }
-    let collected = collect_below(dir.path(), PLENTY);
+    let collected = collect_below(dir.path(), AMPLE_BOUNDS);
     assert_eq!(
         names(&collected),
         ["data/sub/f", "x/.fumehood/f", "x/data/f"]
@@ -373,14 +380,14 @@ fn a_name_in_the_hidden_place_is_no_name_elsewhere() {
         .unwrap();
     }
     fs::hard_link(dir.path().join("b"), outside.path().join("b")).unwrap();
-    let collected = collect_below(dir.path(), PLENTY);
+    let collected = collect_below(dir.path(), AMPLE_BOUNDS);
     assert_eq!(names(&collected), ["a"]);
     assert_eq!(remarks(&collected)["b"], Remark::LinkedElsewhere);
 }
 
 #[test]
 fn mounts_are_not_entered() {
-    if me() != 0 {
+    if current_uid() != 0 {
         return;
     }
     let wrapper = ["unshare", "-m", "--propagation", "private"];
@@ -392,13 +399,13 @@ fn mounts_are_not_entered() {
     fs::write(other.path().join("f"), "not ours to take").unwrap();
     for name in ["data", "docs", "mnt", "sub/data"] {
         fs::create_dir_all(dir.path().join(name)).unwrap();
-        // The same file system: device numbers would not tell.
+        // The same file system, so device numbers do not differ.
         rustix::mount::mount_bind(other.path(), dir.path().join(name)).unwrap();
     }
     fs::write(dir.path().join("file"), "covered").unwrap();
     rustix::mount::mount_bind(other.path().join("f"), dir.path().join("file")).unwrap();
     fs::write(dir.path().join("mine"), "mine").unwrap();
-    let collected = collect_below(dir.path(), PLENTY);
+    let collected = collect_below(dir.path(), AMPLE_BOUNDS);
     assert_eq!(names(&collected), ["mine"]);
     let expected = ["file", "mnt", "sub/data"].map(|n| (n.to_owned(), Remark::MountPoint));
     assert_eq!(remarks(&collected), BTreeMap::from(expected));
@@ -415,9 +422,9 @@ fn only_the_first_thousand_are_listed_and_all_are_counted() {
         symlink("/etc/passwd", dir.path().join(format!("link{n}"))).unwrap();
         File::create(dir.path().join(format!("file{n:04}"))).unwrap();
     }
-    let bounds = Bounds {
+    let bounds = CollectionBounds {
         outputs: 7,
-        ..PLENTY
+        ..AMPLE_BOUNDS
     };
     let collected = collect_below(dir.path(), bounds);
     let kept: Vec<String> = (0..7).map(|n| format!("file{n:04}")).collect();
@@ -428,7 +435,7 @@ fn only_the_first_thousand_are_listed_and_all_are_counted() {
     assert_eq!(collected.refused_count(), 2993);
 }
 
-/// The program may lock its own working directory behind itself.
+/// The program may remove the permissions of its own working directory.
 #[test]
 fn a_top_without_permissions_is_read_all_the_same() {
     if !as_plain_user("a_top_without_permissions_is_read_all_the_same") {
@@ -445,7 +452,7 @@ fn a_top_without_permissions_is_read_all_the_same() {
                 .is_err(),
             "the control"
         );
-        let collected = collect(held.as_fd(), &rules(PLENTY), &mut |_| {}).unwrap();
+        let collected = collect(held.as_fd(), &rules(AMPLE_BOUNDS), &mut |_| {}).unwrap();
         assert_eq!(names(&collected), ["f"]);
         assert_eq!(remarks(&collected)["."], Remark::ModeOverridden);
     }
@@ -454,14 +461,14 @@ fn a_top_without_permissions_is_read_all_the_same() {
 #[test]
 fn a_top_that_is_no_directory_is_an_error() {
     let file = tempfile::tempfile().unwrap();
-    let error = collect(file.as_fd(), &rules(PLENTY), &mut |_| {}).unwrap_err();
+    let error = collect(file.as_fd(), &rules(AMPLE_BOUNDS), &mut |_| {}).unwrap_err();
     assert!(matches!(error, CollectError::Top { .. }), "{error:?}");
 }
 
-/// With only so many descriptors left the answer is right or there is none: never a file that is called bad.
+/// With few descriptors left the result is either right or an error. No file gets a remark because of it.
 #[test]
-fn being_short_of_descriptors_is_our_trouble() {
-    let test = "being_short_of_descriptors_is_our_trouble";
+fn lack_of_descriptors_is_an_error_of_ours() {
+    let test = "lack_of_descriptors_is_an_error_of_ours";
     if !inside(test, &["prlimit", "--nofile=64"]) {
         return;
     }
@@ -472,31 +479,34 @@ fn being_short_of_descriptors_is_our_trouble() {
     }
     fs::hard_link(dir.path().join("g"), dir.path().join("h")).unwrap();
     let held = open(dir.path());
-    let whole = collect(held.as_fd(), &rules(PLENTY), &mut |_| {}).unwrap();
+    let whole = collect(held.as_fd(), &rules(AMPLE_BOUNDS), &mut |_| {}).unwrap();
     assert_eq!(whole.outputs.len(), 5);
     let mut hogs: Vec<OwnedFd> = Vec::new();
     while let Ok(hog) = held.try_clone() {
         hogs.push(hog);
     }
-    let (mut starved, mut fine) = (0, 0);
+    let (mut out_of_resources, mut fine) = (0, 0);
     for _ in 0..20 {
-        match collect(held.as_fd(), &rules(PLENTY), &mut |_| {}) {
+        match collect(held.as_fd(), &rules(AMPLE_BOUNDS), &mut |_| {}) {
             Ok(collected) => {
                 assert_eq!(collected, whole);
                 fine += 1;
             }
-            Err(CollectError::Starved { source, .. }) => {
+            Err(CollectError::OutOfResources { source, .. }) => {
                 assert_eq!(source, Errno::MFILE);
-                starved += 1;
+                out_of_resources += 1;
             }
             Err(other) => panic!("{other:?}"),
         }
         hogs.pop();
     }
-    assert!(starved >= 3 && fine >= 3, "{starved} {fine}");
+    assert!(
+        out_of_resources >= 3 && fine >= 3,
+        "{out_of_resources} {fine}"
+    );
 }
 
-/// What is held in memory is what is kept, not what is found.
+/// Memory depends on what is kept, not on what is found.
 #[test]
 fn many_files_cost_little_memory() {
     if !inside("many_files_cost_little_memory", &["env"]) {
@@ -516,9 +526,9 @@ fn many_files_cost_little_memory() {
         line.split_whitespace().nth(1).unwrap().parse().unwrap()
     };
     let before = peak_kib();
-    let bounds = Bounds {
+    let bounds = CollectionBounds {
         outputs: 1000,
-        ..PLENTY
+        ..AMPLE_BOUNDS
     };
     let collected = collect_below(dir.path(), bounds);
     let more = peak_kib() - before;
@@ -532,8 +542,8 @@ fn many_files_cost_little_memory() {
     assert!(more < 16 * 1024, "{more} KiB");
 }
 
-/// Does `act` over and over in a second thread while `work` runs; it has begun before `work` does, and ends with it,
-/// also when it fails.
+/// Calls `act` repeatedly in a second thread while `work` runs. `act` has run once before `work` starts, and stops
+/// when `work` ends or panics.
 fn while_racing<T>(act: impl Fn() + Sync, work: impl FnOnce() -> T) -> T {
     struct Stop<'a>(&'a AtomicBool);
     impl Drop for Stop<'_> {
@@ -557,9 +567,9 @@ fn while_racing<T>(act: impl Fn() + Sync, work: impl FnOnce() -> T) -> T {
     })
 }
 
-/// As if death had not been proved: every name is swapped for a link to a secret, a FIFO, a socket, or another file,
-/// and directories for links to one that holds secrets of the same names. All swaps are atomic, so that each name is
-/// a good file when it is listed and, often, something else when it is opened.
+/// As if processes were still alive: every name is swapped with a symlink to a secret, a FIFO, a socket or another
+/// file, and directories with symlinks to a directory that holds secrets of the same names. All swaps are atomic, so
+/// each name is a good file when it is listed and often something else when it is opened.
 #[test]
 fn swapping_brings_in_no_secret_and_never_blocks() {
     let dir = tempfile::tempdir_in(FAST).unwrap();
@@ -598,16 +608,16 @@ fn swapping_brings_in_no_secret_and_never_blocks() {
             let _ = rustix::fs::renameat_with(&top, &name, &aside, &name, RenameFlags::EXCHANGE);
         }
     };
-    let files = collect_below(&hidden, PLENTY).outputs;
+    let files = collect_below(&hidden, AMPLE_BOUNDS).outputs;
     let mut allowed: BTreeSet<_> = files.iter().map(|o| (o.inode, o.blake3)).collect();
-    let files = collect_below(dir.path(), PLENTY).outputs;
+    let files = collect_below(dir.path(), AMPLE_BOUNDS).outputs;
     allowed.extend(files.iter().map(|o| (o.inode, o.blake3)));
     assert_eq!(allowed.len(), 65, "each file holds what it was given");
     let mut seen: BTreeMap<Remark, u64> = BTreeMap::new();
     let mut taken = 0;
     while_racing(swap, || {
         for _ in 0..400 {
-            let collected = collect(top.as_fd(), &rules(PLENTY), &mut |_| {}).unwrap();
+            let collected = collect(top.as_fd(), &rules(AMPLE_BOUNDS), &mut |_| {}).unwrap();
             taken += collected.outputs.len();
             for output in &collected.outputs {
                 assert!(
@@ -620,7 +630,7 @@ fn swapping_brings_in_no_secret_and_never_blocks() {
             }
         }
     });
-    // The race was a race: swaps were met both when listing and after.
+    // The race took place: swaps were found both when listing and later.
     assert!(
         taken > 0 && seen.contains_key(&Remark::Symlink),
         "{taken} {seen:?}"
@@ -635,9 +645,9 @@ fn swapping_brings_in_no_secret_and_never_blocks() {
     assert!(seen.keys().all(|r| known.contains(r)), "{seen:?}");
 }
 
-/// The same with content: one file grows and shrinks, one is written over and keeps its length.
+/// The same for content: one file grows and shrinks, one is overwritten and keeps its length.
 #[test]
-fn a_file_that_changes_under_the_hash_is_said_to() {
+fn a_file_that_changes_while_it_is_hashed_gets_a_remark() {
     let dir = tempfile::tempdir_in(FAST).unwrap();
     let grown = File::create(dir.path().join("grown")).unwrap();
     let written = File::create(dir.path().join("written")).unwrap();
@@ -650,7 +660,7 @@ fn a_file_that_changes_under_the_hash_is_said_to() {
     let mut changed = BTreeSet::new();
     while_racing(write, || {
         for _ in 0..300 {
-            let collected = collect_below(dir.path(), PLENTY);
+            let collected = collect_below(dir.path(), AMPLE_BOUNDS);
             assert!(names(&collected).contains(&"good".to_owned()));
             changed.extend(remarks(&collected));
         }
@@ -659,8 +669,8 @@ fn a_file_that_changes_under_the_hash_is_said_to() {
     assert_eq!(changed, BTreeSet::from(expected));
 }
 
-/// The directory that the walk is deep down in moves out of the workspace and back: going up by `..` would lead to
-/// where secrets have the names that are still to be entered.
+/// The directory in which the walk is deep down moves out of the workspace and back. Its `..` then leads to a
+/// directory where secrets have the names that are still to be entered.
 #[test]
 fn moving_a_directory_out_does_not_take_the_collection_along() {
     let dir = tempfile::tempdir_in(FAST).unwrap();
@@ -684,7 +694,7 @@ fn moving_a_directory_out_does_not_take_the_collection_along() {
     };
     while_racing(there_and_back, || {
         for _ in 0..400 {
-            let collected = collect(top.as_fd(), &rules(PLENTY), &mut |_| {}).unwrap();
+            let collected = collect(top.as_fd(), &rules(AMPLE_BOUNDS), &mut |_| {}).unwrap();
             for output in &collected.outputs {
                 assert_eq!(output.blake3, ContentHash::of(b"good"), "{output:?}");
             }
@@ -692,9 +702,9 @@ fn moving_a_directory_out_does_not_take_the_collection_along() {
     });
 }
 
-/// What is only lent is not changed, whatever its mode; root reads it all the same.
+/// With `ModePolicy::Respect` no mode is changed. Root reads the files anyway.
 #[test]
-fn a_lent_directory_keeps_its_modes() {
+fn respected_modes_are_not_changed() {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("shut")).unwrap();
     fs::write(dir.path().join("shut/in"), "in").unwrap();
@@ -710,9 +720,9 @@ fn a_lent_directory_keeps_its_modes() {
     };
     set("closed", 0);
     set("shut", 0);
-    let lent = Rules {
-        modes: Modes::Respect,
-        ..rules(PLENTY)
+    let lent = CollectionRules {
+        modes: ModePolicy::Respect,
+        ..rules(AMPLE_BOUNDS)
     };
     let collected = collect(open(dir.path()).as_fd(), &lent, &mut |_| {}).unwrap();
     assert_eq!((mode("closed"), mode("shut")), (0, 0));
@@ -721,7 +731,7 @@ fn a_lent_directory_keeps_its_modes() {
         assert_eq!(names(&collected), ["open"]);
         assert_eq!(remarks(&collected)["closed"], Remark::Unreadable);
         assert_eq!(remarks(&collected)["shut"], Remark::Unreadable);
-        collect_below(dir.path(), PLENTY);
+        collect_below(dir.path(), AMPLE_BOUNDS);
         assert_ne!((mode("closed"), mode("shut")), (0, 0), "the control");
     }
     set("shut", 0o700);

@@ -1,4 +1,4 @@
-//! The program's environment: nothing of the caller's but what was asked for.
+//! The environment of the program. Nothing is inherited from the caller; only requested variables pass.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use sandbox::spec::{ConfinementLevel, Limits};
 use crate::plan::runtime::Runtime;
 use crate::request::Request;
 
-/// Built from nothing. What the user set comes last and wins.
+/// Builds the environment from nothing. Variables that the user set come last and win.
 pub(super) fn environment(
     request: &Request,
     runtime: &Runtime,
@@ -16,7 +16,7 @@ pub(super) fn environment(
     level: ConfinementLevel,
     workspace: &Path,
 ) -> Vec<(OsString, OsString)> {
-    // Without a /tmp of its own, what would be in it is where it is kept.
+    // At level landlock there is no private /tmp mount, so point the program at the hidden directory itself.
     let tmp = match level {
         ConfinementLevel::Full => PathBuf::from("/tmp"),
         ConfinementLevel::Landlock => workspace.join(sandbox::HIDDEN_DIR),
@@ -44,16 +44,16 @@ pub(super) fn environment(
         ("XDG_DATA_HOME", format!("{home}/.local/share")),
         ("XDG_RUNTIME_DIR", tmp.to_string()),
         ("MPLCONFIGDIR", format!("{home}/.config/matplotlib")),
-        // Lines arrive when they are printed, and are not lost with a killed process.
+        // Printed lines arrive at once, and are not lost when the process is killed.
         ("PYTHONUNBUFFERED", "1".into()),
-        // Shared-memory copies between processes use calls that are refused here.
+        // Open MPI's single-copy shared memory uses system calls that the seccomp filter refuses.
         ("OMPI_MCA_btl_vader_single_copy_mechanism", "none".into()),
         ("OMPI_MCA_smsc", "^cma".into()),
         ("FUMEHOOD_ID", request.id.to_string()),
     ];
     env.extend(fixed.into_iter().map(|(k, v)| (k.into(), v.into())));
     if level == ConfinementLevel::Landlock {
-        // git ends where /etc/gitconfig exists and cannot be read. It may hold a token, so it stays closed.
+        // git stops if /etc/gitconfig exists and cannot be read. That file may hold a token, so it stays unreadable.
         env.push(("GIT_CONFIG_NOSYSTEM".into(), "1".into()));
     }
     for name in [

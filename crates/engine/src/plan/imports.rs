@@ -1,26 +1,27 @@
-//! Which modules a Python source names in its import statements, found without executing anything.
+//! Finds the modules that a Python source names in its import statements, without executing anything.
 //!
-//! This is a scanner and no parser: it leaves out strings and comments, joins continued lines, and looks at each
-//! statement that begins with `import` or `from`. It may find a name that is never imported; the caller only takes
-//! files that exist. It does not find what a program imports by computed names.
+//! This is a scanner, not a parser. It drops strings and comments, joins continued lines, and looks at each statement
+//! that begins with `import` or `from`. It may find a name that the program never imports; the caller only takes
+//! files that exist. It does not find imports with computed names.
 
-/// Longer names are no modules that anybody keeps in a directory.
+/// The longest name of a module; longer names are ignored.
 const NAME_BYTES_MAX: usize = 128;
-/// Parts of a dotted name, and leading dots.
+/// The most parts of a dotted name, and the most leading dots.
 const PARTS_MAX: usize = 16;
 
 /// One module that an import statement names.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Import {
-    /// Leading dots: how far above the importing module the name begins; 0 for an absolute import.
+    /// The number of leading dots: how far above the importing module the name begins. 0 for an absolute import.
     pub dots: usize,
     pub parts: Vec<String>,
 }
 
-/// Calls `found` with every module that `source` names, until it fails. `from a import b` names both `a` and `a.b`, since
-/// `b` may be a module.
+/// Calls `found` with every module that `source` names, until a call fails. `from a import b` names both `a` and
+/// `a.b`, since `b` may be a module.
 ///
-/// Nothing is gathered here: a name of two bytes can stand for an [`Import`] of a thousand, and a source has millions.
+/// Nothing is collected here: a name of two bytes can stand for an [`Import`] of a thousand bytes, and a source may
+/// hold millions of names.
 pub(super) fn imports<E>(
     source: &[u8],
     mut found: impl FnMut(Import) -> Result<(), E>,
@@ -41,7 +42,7 @@ pub(super) fn imports<E>(
     })
 }
 
-/// `.x import (y as z, w)`
+/// Parses what follows `from`, for example `.x import (y as z, w)`.
 fn from<E>(rest: &str, found: &mut impl FnMut(Import) -> Result<(), E>) -> Result<(), E> {
     let rest = rest.trim_start();
     let after_dots = rest.trim_start_matches(['.', ' ', '\t']);
@@ -81,14 +82,14 @@ fn from<E>(rest: &str, found: &mut impl FnMut(Import) -> Result<(), E>) -> Resul
     Ok(())
 }
 
-/// What follows a keyword, if the statement begins with it.
+/// The text after `word`, if the statement begins with that keyword.
 fn keyword<'a>(statement: &'a str, word: &str) -> Option<&'a str> {
     let rest = statement.strip_prefix(word)?;
     let ends = |c: char| c.is_whitespace() || c == '(' || c == '.' || c == '*';
     rest.starts_with(ends).then_some(rest)
 }
 
-/// The parts of a dotted name; `None` unless each is an identifier, so that none is a path.
+/// The parts of a dotted name. `None` unless each part is an identifier, so that no part is a path.
 fn dotted(name: &str) -> Option<Vec<String>> {
     let good = |part: &str| {
         !part.is_empty()
@@ -101,8 +102,8 @@ fn dotted(name: &str) -> Option<Vec<String>> {
     all.then(|| parts.into_iter().map(str::to_owned).collect())
 }
 
-/// Calls `each` with the statements of a source, trimmed, without strings and comments. A colon outside of brackets ends
-/// one too: after it stands the body of a one-line `if` or `try`.
+/// Calls `each` with the statements of a source, trimmed and without strings and comments. A colon outside of
+/// brackets also ends a statement: the body of a one-line `if` or `try` follows it.
 fn statements<E>(text: &str, mut each: impl FnMut(&str) -> Result<(), E>) -> Result<(), E> {
     let mut one = String::new();
     let mut depth = 0usize;
@@ -141,7 +142,7 @@ fn statements<E>(text: &str, mut each: impl FnMut(&str) -> Result<(), E>) -> Res
     each(one.trim())
 }
 
-/// The length of the string that `rest` begins with. One in single quotes that is not closed ends with its line.
+/// The length of the string literal that `rest` begins with. An unclosed literal in single quotes ends with its line.
 fn string_bytes(rest: &str, quote: char) -> usize {
     let triple: String = [quote; 3].iter().collect();
     let (open, close) = match rest.starts_with(&triple) {

@@ -1,4 +1,4 @@
-//! From limits as asked for to limits as they are enforced on this host, each by a named mechanism.
+//! From requested limits to enforced limits, each with the mechanism that enforces it.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -7,7 +7,7 @@ use std::path::Path;
 use sandbox::cgroup::{self, AncestorLimit, AncestorLimits, EnforcedLimit, Group, GroupLimits};
 use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, LimitName, Limits, WorkspaceKind};
 
-use crate::request::{Asked, AskedLimits};
+use crate::request::{RequestedLimit, RequestedLimits};
 
 const MEMORY_DEFAULT_MAX: u64 = 4 << 30;
 
@@ -21,17 +21,17 @@ pub enum LimitError {
     NotEnforceable { limit: LimitName, why: String },
 }
 
-/// The numbers that hold for this run: what was asked for, or a default that suits the host.
-pub fn resolve(asked: &AskedLimits) -> Limits {
+/// The values that hold for this run: the requested ones, or defaults that suit the host.
+pub fn resolve(asked: &RequestedLimits) -> Limits {
     let memory_default = || MEMORY_DEFAULT_MAX.min(cgroup::memory_available_bytes() / 2);
     let cpus_default = cpus_usable() * 1000;
-    // An ask that is not explicit is the operator's ceiling over our default.
-    let or_default = |asked: Option<Asked<u64>>, default: &dyn Fn() -> u64| match asked {
-        Some(Asked {
+    // A value that is not explicit is the operator's ceiling on our default.
+    let or_default = |asked: Option<RequestedLimit<u64>>, default: &dyn Fn() -> u64| match asked {
+        Some(RequestedLimit {
             value,
             explicit: true,
         }) => value,
-        Some(Asked {
+        Some(RequestedLimit {
             value,
             explicit: false,
         }) => value.min(default()),
@@ -49,7 +49,7 @@ pub fn resolve(asked: &AskedLimits) -> Limits {
             false => asked
                 .pids
                 .value
-                .min(half_of_users_processes(asked.pids.value)),
+                .min(half_of_free_processes(asked.pids.value)),
         },
         open_files: asked.open_files.value,
         open_files_of_run: open_files_of_run(
@@ -65,11 +65,12 @@ pub fn resolve(asked: &AskedLimits) -> Limits {
     }
 }
 
-/// Half of the processes that the user may still start, so that a run does not use up what the user's other programs need.
-/// Root, and a run with a uid of its own, share no such count.
+/// Half of the processes that the user may still start, so that a run leaves enough for the user's other programs.
+/// Root, and a run with a uid of its own, have no shared process count.
 ///
-/// Counting them takes a walk through /proc, and matters only if all that run on the host would leave less than `default`.
-fn half_of_users_processes(default: u64) -> u64 {
+/// Counting the user's processes takes a walk through /proc. Skip the walk if even all threads of the host would
+/// leave at least `default`.
+fn half_of_free_processes(default: u64) -> u64 {
     let uid = rustix::process::getuid();
     let limit = match uid.is_root() || rustix::process::geteuid().is_root() {
         true => None,
@@ -78,32 +79,33 @@ fn half_of_users_processes(default: u64) -> u64 {
     let Some(limit) = limit else {
         return u64::MAX;
     };
-    match threads_of_host().map(|used| half_of_left(limit, used)) {
+    match threads_of_host().map(|used| half_of_remaining(limit, used)) {
         Some(at_least) if at_least >= default => at_least,
-        _ => half_of_left(limit, threads_of_user(uid.as_raw())),
+        _ => half_of_remaining(limit, threads_of_user(uid.as_raw())),
     }
 }
 
-/// The threads of all users. The fourth word of the file is `running/all`.
+/// The threads of all users. The fourth word of /proc/loadavg is `running/all`.
 fn threads_of_host() -> Option<u64> {
     let text = read_once("/proc/loadavg".as_ref())?;
     let (_, all) = text.split_ascii_whitespace().nth(3)?.split_once('/')?;
     all.parse().ok()
 }
 
-/// A file of /proc that is shorter than a page, by one call: they have no size to go by.
+/// Reads a file of /proc that is shorter than a page with one call. Such files report size 0.
 fn read_once(path: &Path) -> Option<String> {
     let mut bytes = [0; 4096];
     let length = std::fs::File::open(path).ok()?.read(&mut bytes).ok()?;
     Some(String::from_utf8_lossy(&bytes[..length]).into_owned())
 }
 
-/// The least is what `--pids` takes.
-fn half_of_left(limit: u64, used: u64) -> u64 {
+/// 8 is the smallest value that `--pids` accepts.
+fn half_of_remaining(limit: u64, used: u64) -> u64 {
     (limit.saturating_sub(used) / 2).max(8)
 }
 
-/// As the kernel counts them: threads, by the real uid. What hides its processes from us hides from the count.
+/// The user's threads, as the kernel counts them for RLIMIT_NPROC: by real uid. Processes that are hidden from us are
+/// not counted.
 fn threads_of_user(uid: u32) -> u64 {
     let Ok(processes) = std::fs::read_dir("/proc") else {
         return 0;
@@ -123,30 +125,30 @@ fn threads_of_user(uid: u32) -> u64 {
     processes.flatten().filter_map(threads).sum()
 }
 
-/// All processes of a run together have a tenth of what the host has, where they could have more. A process holds an open
-/// file with each descriptor and each mapping.
+/// The bound on open files of all processes of a run together: a tenth of the host's, if the other limits would allow
+/// more. A process holds an open file with each descriptor and each mapping.
 fn open_files_of_run(of_host: u64, mappings_max: u64, pids: u64, open_files: u64) -> Option<u64> {
     let share = of_host / 10;
     let most = pids.saturating_mul(open_files.saturating_add(mappings_max));
     (most > share).then_some(share)
 }
 
-/// What the host has for the buffers of TCP. In a network namespace that is not the first, as in a container, it cannot be read, and
-/// the kernel's default counts: nearly a tenth of the memory.
+/// The host's memory for TCP buffers. The file cannot be read outside the initial network namespace, for example in a
+/// container. Then assume the kernel's default, nearly a tenth of the memory.
 fn tcp_bytes_of_host() -> u64 {
-    const KERNELS_SHARE: u64 = 11;
+    const KERNEL_SHARE: u64 = 11;
     let text = read_once("/proc/sys/net/ipv4/tcp_mem".as_ref()).unwrap_or_default();
     let pages = text.split_ascii_whitespace().nth(2);
     let pages = pages.and_then(|pages| pages.parse::<u64>().ok());
     let page = rustix::param::page_size() as u64;
     let memory = || {
         let info = rustix::system::sysinfo();
-        info.totalram.saturating_mul(u64::from(info.mem_unit)) / KERNELS_SHARE
+        info.totalram.saturating_mul(u64::from(info.mem_unit)) / KERNEL_SHARE
     };
     pages.map_or_else(memory, |pages| pages.saturating_mul(page))
 }
 
-/// A bound of the kernel's. Where none can be read there is none.
+/// A limit of the kernel. If the file cannot be read, there is no limit.
 fn number_in(path: &str) -> u64 {
     let number = read_once(path.as_ref()).and_then(|text| text.trim().parse().ok());
     number.unwrap_or(u64::MAX)
@@ -156,7 +158,7 @@ fn cpus_usable() -> u64 {
     rustix::thread::sched_getaffinity(None).map_or(1, |set| u64::from(set.count()).max(1))
 }
 
-/// What is put on the run's cgroup.
+/// The limits to set on the run's cgroup.
 pub fn group_limits(limits: &Limits) -> GroupLimits {
     GroupLimits {
         memory_bytes: Some(limits.memory_bytes),
@@ -165,47 +167,49 @@ pub fn group_limits(limits: &Limits) -> GroupLimits {
     }
 }
 
-/// The project ids that go with a leased uid and are its holder's alone, since leased uids lie closer together than the
-/// step. A kept workspace keeps its project, so the next run with the same uid takes another.
-pub fn projects(uid: u32) -> impl Iterator<Item = u32> {
+/// The quota project ids that belong to a leased uid. Leased uids span less than `STEP`, so no other uid has the same
+/// ids. A kept workspace keeps its project id, so the next run with the same uid takes the next one.
+pub fn quota_project_ids(uid: u32) -> impl Iterator<Item = u32> {
     const STEP: usize = 65_536;
     const COUNT: usize = 1024;
     (uid..=i32::MAX as u32).step_by(STEP).take(COUNT)
 }
 
-/// Where the workspace's bytes are, for the record's sake.
+/// Where the bytes of the workspace are. The record says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Storage {
+pub enum WorkspaceStorage {
     Disk,
-    /// On a file system that refuses what is too much.
+    /// A file system with project quotas.
     Quota,
-    /// `--workspace disk` on a tmpfs: it counts as memory as well.
+    /// `--workspace disk` on a tmpfs: its bytes count as memory too.
     DiskOnTmpfs,
     Memory,
 }
 
-impl Storage {
+impl WorkspaceStorage {
     pub fn kind(self) -> WorkspaceKind {
         match self {
-            Storage::Disk | Storage::Quota | Storage::DiskOnTmpfs => WorkspaceKind::Disk,
-            Storage::Memory => WorkspaceKind::Memory,
+            WorkspaceStorage::Disk | WorkspaceStorage::Quota | WorkspaceStorage::DiskOnTmpfs => {
+                WorkspaceKind::Disk
+            }
+            WorkspaceStorage::Memory => WorkspaceKind::Memory,
         }
     }
 }
 
-/// What a run stands on, as far as it decides who holds its limits.
+/// The properties of a run that decide which mechanism enforces its limits.
 #[derive(Clone, Copy, Debug)]
-pub struct Ground {
+pub struct EnforcementContext {
     pub level: ConfinementLevel,
-    /// The program has a uid of its own.
-    pub leased: bool,
-    pub storage: Storage,
+    /// The program runs with a leased uid.
+    pub has_own_uid: bool,
+    pub storage: WorkspaceStorage,
 }
 
-impl Ground {
-    /// Who counts processes where no cgroup does.
+impl EnforcementContext {
+    /// What limits the number of processes without a cgroup.
     fn pids(self) -> (&'static str, Hardness) {
-        match (self.level, self.leased) {
+        match (self.level, self.has_own_uid) {
             (ConfinementLevel::Full, _) => (
                 "RLIMIT_NPROC in the run's own user namespace",
                 Hardness::Hard,
@@ -221,154 +225,206 @@ impl Ground {
     }
 }
 
-/// Whether the run's own group holds what a limit around us might hold in its stead.
-pub fn holds_alone(group: &Group) -> bool {
+/// Whether the run's own cgroup firmly enforces memory and CPUs, so that limits of outer cgroups need not be read.
+pub fn group_suffices(group: &Group) -> bool {
     let firm = |name| group.enforces(name).map(|e| e.how_hard) == Some(Hardness::Hard);
     firm(LimitName::Memory) && firm(LimitName::Cpus)
 }
 
-/// Who holds each limit, and how firmly. Stops the run if one that was asked for would not be held firmly.
+/// Lists what enforces each limit, and how firmly. Fails if a requested limit would not be enforced firmly and
+/// `allow_degraded` does not name it.
 pub fn enforcement(
-    asked: &AskedLimits,
+    asked: &RequestedLimits,
     limits: &Limits,
     group: Result<&Group, String>,
     outer: &AncestorLimits,
-    ground: Ground,
+    context: EnforcementContext,
     allow_degraded: &BTreeSet<LimitName>,
 ) -> Result<Vec<Enforcement>, LimitError> {
-    let held = |name| group.as_ref().ok().and_then(|g| g.enforces(name));
-    let firmly =
-        |limit: LimitName, explicit: bool| match explicit && !allow_degraded.contains(&limit) {
-            false => Ok(()),
-            true => Err(LimitError::NotEnforceable {
-                limit,
-                why: why_not(&group, limit),
-            }),
-        };
-    let mut list = Vec::new();
-    let mut hold = |limit, asked: u64, by: &str, how_hard| {
-        list.push(Enforcement {
-            limit,
-            asked,
-            enforced_by: by.to_owned(),
-            how_hard,
-        });
+    let mut list = EnforcementList {
+        asked,
+        limits,
+        group,
+        allow_degraded,
+        entries: Vec::new(),
     };
-    hold(
-        LimitName::WallTime,
-        limits.wall_ms,
-        "init's timer, the runner's behind it",
-        Hardness::Hard,
-    );
-    if let Some(cpu_ms) = limits.cpu_ms {
-        if group.as_ref().ok().and_then(|g| g.cpu_usage_fd()).is_none() {
-            // Only a cgroup counts the time of children that nobody waits for.
-            firmly(LimitName::CpuTime, asked.cpu_ms.is_some_and(|a| a.explicit))?;
-        }
-        hold(
-            LimitName::CpuTime,
-            cpu_ms,
-            "init's watch over the tree, RLIMIT_CPU per process",
-            Hardness::Watched,
-        );
-    }
-    if let Some(idle_ms) = limits.idle_ms {
-        hold(
-            LimitName::IdleTime,
-            idle_ms,
-            "init's watch over output and CPU time",
-            Hardness::Watched,
-        );
-    }
-    let (by, how_hard) = memory_held(limits.memory_bytes, held(LimitName::Memory), outer);
-    if how_hard == Hardness::Watched {
-        firmly(
-            LimitName::Memory,
-            asked.memory_bytes.is_some_and(|a| a.explicit),
-        )?;
-    }
-    hold(LimitName::Memory, limits.memory_bytes, &by, how_hard);
-    let job = outer_holds(&outer.cpus, limits.cpu_milli);
-    match (held(LimitName::Cpus), job) {
-        (Some(e), _) => hold(LimitName::Cpus, limits.cpu_milli, &e.by, e.how_hard),
-        (None, Some(job)) => hold(LimitName::Cpus, limits.cpu_milli, &job.by, job.how_hard),
-        (None, None) => {
-            // Whole CPUs can be pinned for good; a fraction of one cannot.
-            let explicit = asked.cpu_milli.is_some_and(|a| a.explicit);
-            firmly(
-                LimitName::Cpus,
-                explicit && !limits.cpu_milli.is_multiple_of(1000),
-            )?;
-            hold(
-                LimitName::Cpus,
-                limits.cpu_milli,
-                "CPU affinity, fixed by seccomp",
-                Hardness::Hard,
-            );
-        }
-    }
-    match held(LimitName::Pids) {
-        Some(e) => hold(LimitName::Pids, limits.pids, &e.by, e.how_hard),
-        None => {
-            let (by, how_hard) = ground.pids();
-            if how_hard == Hardness::Watched {
-                firmly(LimitName::Pids, asked.pids.explicit)?;
-            }
-            hold(LimitName::Pids, limits.pids, by, how_hard);
-        }
-    }
-    hold(
-        LimitName::OpenFiles,
-        limits.open_files,
-        match limits.open_files_of_run {
-            Some(_) => "RLIMIT_NOFILE, init's watch over the run's tenth of fs.file-max",
-            None => "RLIMIT_NOFILE",
-        },
-        Hardness::Hard,
-    );
-    let (disk_by, files_by, how_hard) = match ground.storage {
-        Storage::Memory => (
-            "size of the run's own tmpfs",
-            "inodes of the run's own tmpfs",
-            Hardness::Hard,
-        ),
-        Storage::Quota => (
-            "project quota of the file system, init's watch behind it",
-            "project quota of the file system, init's watch behind it",
-            Hardness::Hard,
-        ),
-        Storage::DiskOnTmpfs => (
-            "init's watch over the tree (on a tmpfs: counts as memory too), RLIMIT_FSIZE per file",
-            "init's watch over the tree",
-            Hardness::Watched,
-        ),
-        Storage::Disk => (
-            "init's watch over the tree, RLIMIT_FSIZE per file",
-            "init's watch over the tree",
-            Hardness::Watched,
-        ),
-    };
-    hold(LimitName::Disk, limits.disk_bytes, disk_by, how_hard);
-    hold(LimitName::Files, limits.files, files_by, how_hard);
-    hold(
+    list.add_times()?;
+    list.add_memory(outer)?;
+    list.add_cpus(outer)?;
+    list.add_pids(context)?;
+    list.add_files(context.storage);
+    list.add(
         LimitName::Logs,
         limits.log_bytes,
         "the runner keeps head and tail of each stream",
         Hardness::Hard,
     );
-    Ok(list)
+    Ok(list.entries)
 }
 
-/// Who holds memory: the run's own group, a limit around us that is no larger than what was asked for, or the watch.
-fn memory_held(
+/// Collects what enforces each limit of one run.
+struct EnforcementList<'a> {
+    asked: &'a RequestedLimits,
+    limits: &'a Limits,
+    group: Result<&'a Group, String>,
+    allow_degraded: &'a BTreeSet<LimitName>,
+    entries: Vec<Enforcement>,
+}
+
+impl EnforcementList<'_> {
+    fn add(&mut self, limit: LimitName, asked: u64, by: &str, how_hard: Hardness) {
+        self.entries.push(Enforcement {
+            limit,
+            asked,
+            enforced_by: by.to_owned(),
+            how_hard,
+        });
+    }
+
+    /// What the run's own cgroup enforces of this limit.
+    fn by_group(&self, limit: LimitName) -> Option<EnforcedLimit> {
+        self.group.as_ref().ok()?.enforces(limit).cloned()
+    }
+
+    /// Fails if the limit was explicitly requested and must be enforced firmly. Called where it would not be.
+    fn require_firm(&self, limit: LimitName, explicit: bool) -> Result<(), LimitError> {
+        match explicit && !self.allow_degraded.contains(&limit) {
+            false => Ok(()),
+            true => Err(LimitError::NotEnforceable {
+                limit,
+                why: why_not(&self.group, limit),
+            }),
+        }
+    }
+
+    fn add_times(&mut self) -> Result<(), LimitError> {
+        self.add(
+            LimitName::WallTime,
+            self.limits.wall_ms,
+            "init's timer, the runner's behind it",
+            Hardness::Hard,
+        );
+        if let Some(cpu_ms) = self.limits.cpu_ms {
+            let group = self.group.as_ref().ok();
+            if group.and_then(|g| g.cpu_usage_fd()).is_none() {
+                // Only a cgroup counts the CPU time of children that nobody waits for.
+                let explicit = self.asked.cpu_ms.is_some_and(|a| a.explicit);
+                self.require_firm(LimitName::CpuTime, explicit)?;
+            }
+            self.add(
+                LimitName::CpuTime,
+                cpu_ms,
+                "init's watch over the tree, RLIMIT_CPU per process",
+                Hardness::Watched,
+            );
+        }
+        if let Some(idle_ms) = self.limits.idle_ms {
+            self.add(
+                LimitName::IdleTime,
+                idle_ms,
+                "init's watch over output and CPU time",
+                Hardness::Watched,
+            );
+        }
+        Ok(())
+    }
+
+    fn add_memory(&mut self, outer: &AncestorLimits) -> Result<(), LimitError> {
+        let bytes = self.limits.memory_bytes;
+        let group = self.by_group(LimitName::Memory);
+        let (by, how_hard) = memory_enforcement(bytes, group.as_ref(), outer);
+        if how_hard == Hardness::Watched {
+            let explicit = self.asked.memory_bytes.is_some_and(|a| a.explicit);
+            self.require_firm(LimitName::Memory, explicit)?;
+        }
+        self.add(LimitName::Memory, bytes, &by, how_hard);
+        Ok(())
+    }
+
+    fn add_cpus(&mut self, outer: &AncestorLimits) -> Result<(), LimitError> {
+        let (limit, milli) = (LimitName::Cpus, self.limits.cpu_milli);
+        match (self.by_group(limit), firm_outer_limit(&outer.cpus, milli)) {
+            (Some(own), _) => self.add(limit, milli, &own.by, own.how_hard),
+            (None, Some(outer)) => self.add(limit, milli, &outer.by, outer.how_hard),
+            (None, None) => {
+                // Affinity can pin whole CPUs firmly, but not a fraction of one.
+                let explicit = self.asked.cpu_milli.is_some_and(|a| a.explicit);
+                self.require_firm(limit, explicit && !milli.is_multiple_of(1000))?;
+                self.add(
+                    limit,
+                    milli,
+                    "CPU affinity, fixed by seccomp",
+                    Hardness::Hard,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn add_pids(&mut self, context: EnforcementContext) -> Result<(), LimitError> {
+        let (limit, pids) = (LimitName::Pids, self.limits.pids);
+        match self.by_group(limit) {
+            Some(own) => self.add(limit, pids, &own.by, own.how_hard),
+            None => {
+                let (by, how_hard) = context.pids();
+                if how_hard == Hardness::Watched {
+                    self.require_firm(limit, self.asked.pids.explicit)?;
+                }
+                self.add(limit, pids, by, how_hard);
+            }
+        }
+        Ok(())
+    }
+
+    fn add_files(&mut self, storage: WorkspaceStorage) {
+        let by = match self.limits.open_files_of_run {
+            Some(_) => "RLIMIT_NOFILE, init's watch over the run's tenth of fs.file-max",
+            None => "RLIMIT_NOFILE",
+        };
+        self.add(
+            LimitName::OpenFiles,
+            self.limits.open_files,
+            by,
+            Hardness::Hard,
+        );
+        let (disk_by, files_by, how_hard) = match storage {
+            WorkspaceStorage::Memory => (
+                "size of the run's own tmpfs",
+                "inodes of the run's own tmpfs",
+                Hardness::Hard,
+            ),
+            WorkspaceStorage::Quota => (
+                "project quota of the file system, init's watch behind it",
+                "project quota of the file system, init's watch behind it",
+                Hardness::Hard,
+            ),
+            WorkspaceStorage::DiskOnTmpfs => (
+                "init's watch over the tree (on a tmpfs: counts as memory too), RLIMIT_FSIZE per file",
+                "init's watch over the tree",
+                Hardness::Watched,
+            ),
+            WorkspaceStorage::Disk => (
+                "init's watch over the tree, RLIMIT_FSIZE per file",
+                "init's watch over the tree",
+                Hardness::Watched,
+            ),
+        };
+        self.add(LimitName::Disk, self.limits.disk_bytes, disk_by, how_hard);
+        self.add(LimitName::Files, self.limits.files, files_by, how_hard);
+    }
+}
+
+/// What enforces the memory limit: the run's own cgroup, an outer limit that is no larger than the requested one, or
+/// init's watch.
+fn memory_enforcement(
     asked: u64,
     held: Option<&EnforcedLimit>,
     outer: &AncestorLimits,
 ) -> (String, Hardness) {
-    let outside = outer_holds(&outer.memory, asked);
+    let outside = firm_outer_limit(&outer.memory, asked);
     match (held, outside) {
         (Some(own), _) if own.how_hard == Hardness::Hard => (own.by.clone(), own.how_hard),
-        (_, Some(job)) => (job.by.clone(), job.how_hard),
+        (_, Some(outer_limit)) => (outer_limit.by.clone(), outer_limit.how_hard),
         (Some(own), None) => (own.by.clone(), own.how_hard),
         (None, None) => (
             String::from("init's watch over the tree's proportional memory"),
@@ -377,8 +433,8 @@ fn memory_held(
     }
 }
 
-/// A limit of a batch job's or a container's, read from its own file, that lets no more through than was asked for.
-fn outer_holds(outer: &Option<AncestorLimit>, asked: u64) -> Option<&AncestorLimit> {
+/// A limit of the batch job or container around us that enforces the requested value firmly.
+fn firm_outer_limit(outer: &Option<AncestorLimit>, asked: u64) -> Option<&AncestorLimit> {
     let firm = |limit: &&AncestorLimit| limit.how_hard == Hardness::Hard && limit.value <= asked;
     outer.as_ref().filter(firm)
 }
@@ -392,7 +448,7 @@ fn why_not(group: &Result<&Group, String>, limit: LimitName) -> String {
     }
 }
 
-/// An error and what caused it, in one line.
+/// An error with all its causes, in one line.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -408,10 +464,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn half_of_what_is_left_and_never_too_few() {
-        assert_eq!(half_of_left(1000, 200), 400);
-        assert_eq!(half_of_left(1000, 999), 8);
-        assert_eq!(half_of_left(1000, 5000), 8);
+    fn half_of_the_remaining_processes_but_at_least_eight() {
+        assert_eq!(half_of_remaining(1000, 200), 400);
+        assert_eq!(half_of_remaining(1000, 999), 8);
+        assert_eq!(half_of_remaining(1000, 5000), 8);
     }
 
     #[test]
@@ -423,7 +479,7 @@ mod tests {
         assert!(threads_of_host().is_some_and(|all| all >= 1));
     }
 
-    /// On a host that has few, and on one that sets no bound.
+    /// On a host with a small file-max, and on one without a bound.
     #[test]
     fn open_files_of_a_run_are_a_tenth_of_the_hosts() {
         let of_run = |of_host| open_files_of_run(of_host, 65_530, 1024, 4096);
@@ -432,7 +488,7 @@ mod tests {
         assert_eq!(of_run(u64::MAX), None);
         // Mapped files count too.
         assert_eq!(open_files_of_run(1_000_000, 65_530, 8, 16), Some(100_000));
-        let limits = resolve(&AskedLimits::default());
+        let limits = resolve(&RequestedLimits::default());
         assert_eq!(limits.open_files, 4096);
         assert!(limits.tcp_bytes > 1 << 20);
     }

@@ -1,21 +1,22 @@
-//! Links that decide what is shown or copied: whose they are, and where they may lead.
+//! Symlinks that decide what is shown or copied: who owns them, and where they may lead.
 
 use std::path::{Component, Path, PathBuf};
 
-use super::PolicyError;
+use super::error::PlanError;
 
-/// As many links as the kernel follows.
+/// The kernel follows at most this many symlinks in one path.
 const LINKS_MAX: u32 = 40;
 
-/// Entries looked at below a directory that a link shows; some tenths of a second.
+/// The most entries to look at below a directory that a symlink selects. Looking takes some tenths of a second.
 const LOOKED_AT_MAX: usize = 100_000;
 
-/// Directories of a project that are never shown by a link, whatever they hold: the pages that the project serves.
+/// Top-level directories of a project that a symlink may never select: the pages that the project serves.
 const NEVER_BY_LINK: [&str; 1] = ["site"];
 
-/// Whether a resolved path is a part of the project that the project may choose to show in place of `data/` or `docs/`:
-/// strictly below its root, through nothing hidden, and not a directory of code and secrets itself.
-pub(super) fn is_shown_part(real: &Path, project: &Path) -> bool {
+/// Whether the project may choose to show the resolved path `real` in place of `data/` or `docs/`. It must lie
+/// strictly below the project's root, with no hidden directory on the way, and must hold no repository or environment
+/// file.
+pub(super) fn may_project_show(real: &Path, project: &Path) -> bool {
     let Ok(below) = real.strip_prefix(project) else {
         return false;
     };
@@ -25,12 +26,12 @@ pub(super) fn is_shown_part(real: &Path, project: &Path) -> bool {
     };
     !below.components().any(hidden)
         && !NEVER_BY_LINK.iter().any(|name| top.as_os_str() == *name)
-        && !holds_secrets(real)
+        && !may_hold_secrets(real)
 }
 
-/// Whether a repository or an environment file lies anywhere in a directory: what lies in it is shown as well. What cannot
-/// be listed, or is too much to look through, may hold both.
-fn holds_secrets(dir: &Path) -> bool {
+/// Whether a `.git` or `.env*` lies anywhere below the directory. A directory that cannot be listed or is too large
+/// may hold one.
+fn may_hold_secrets(dir: &Path) -> bool {
     let secret = |name: &[u8]| name == b".git" || name.starts_with(b".env");
     let mut pending = vec![dir.to_path_buf()];
     let mut looked_at = 0;
@@ -40,7 +41,7 @@ fn holds_secrets(dir: &Path) -> bool {
         };
         for entry in entries {
             looked_at += 1;
-            // The kind of a link is that of the link: inside it leads to nothing that is not shown.
+            // `file_type` does not follow symlinks. Inside, a symlink leads only to what is visible anyway.
             let Ok((name, kind, path)) =
                 entry.and_then(|e| Ok((e.file_name(), e.file_type()?, e.path())))
             else {
@@ -57,9 +58,9 @@ fn holds_secrets(dir: &Path) -> bool {
     false
 }
 
-/// Whether a path leads to the same place until root changes something: it ends in no link, and leads through none but
-/// root's. A path that does not exist is fixed.
-pub(super) fn is_fixed(path: &Path) -> bool {
+/// Whether only root can change where a path leads: the path does not end in a symlink, and every symlink on the way
+/// belongs to root. A path that does not exist counts as stable.
+pub(super) fn is_stable_path(path: &Path) -> bool {
     let is_link = |part: &Path| match std::fs::symlink_metadata(part) {
         Ok(meta) if meta.is_symlink() => Some(std::os::unix::fs::MetadataExt::uid(&meta)),
         _ => None,
@@ -70,11 +71,12 @@ pub(super) fn is_fixed(path: &Path) -> bool {
             .all(|part| is_link(part).is_none_or(|uid| uid == 0))
 }
 
-/// Whether a fixed path leads to `real`. The path is looked at more than once, and whoever can write on the way may put a link there
-/// for one of these looks: so `real` must be what the path says itself, but for root's links.
-pub(super) fn is_fixed_at(path: &Path, real: &Path) -> bool {
+/// Whether a stable path leads to `real`. The path is examined more than once, and somebody who can write to a
+/// directory on the way may create a symlink for only one of these looks. Therefore `real` must be the path itself,
+/// apart from root's symlinks.
+pub(super) fn is_stable_path_to(path: &Path, real: &Path) -> bool {
     let is_link = |part: &&Path| part.is_symlink();
-    // The last part is never a link, whatever it is by now.
+    // Ignore the last component: [`is_stable_path`] refuses a symlink there.
     let (mut at, rest) = match path.ancestors().skip(1).find(is_link) {
         Some(link) => match (std::fs::canonicalize(link), path.strip_prefix(link)) {
             (Ok(at), Ok(rest)) => (at, rest),
@@ -82,7 +84,7 @@ pub(super) fn is_fixed_at(path: &Path, real: &Path) -> bool {
         },
         None => (PathBuf::from("/"), path),
     };
-    // No part of the rest is a link, so `..` is what stands before it.
+    // The rest holds no symlink, so `..` removes the component before it.
     for part in rest.components() {
         match part {
             Component::Normal(name) => at.push(name),
@@ -90,22 +92,22 @@ pub(super) fn is_fixed_at(path: &Path, real: &Path) -> bool {
             Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
         }
     }
-    is_fixed(path) && at == real
+    is_stable_path(path) && at == real
 }
 
-/// Whether every link on the way belongs to the caller or to root: whoever else can write in the project does not thereby
-/// choose what is read with the caller's rights.
-pub(super) fn has_own_links(path: &Path) -> Result<bool, PolicyError> {
-    match through_own_links(path) {
-        Err(PolicyError::Refused { .. }) => Ok(false),
+/// Whether every symlink on the way belongs to the caller or to root. Other users who can write to the project must
+/// not choose what is read with the caller's rights.
+pub(super) fn links_are_own(path: &Path) -> Result<bool, PlanError> {
+    match check_links_are_own(path) {
+        Err(PlanError::Refused { .. }) => Ok(false),
         other => other.map(|()| true),
     }
 }
 
-/// A script is copied with the caller's rights. Whoever can write beside it must not choose, by a link on the way to
-/// it, which file of the caller's that is.
-pub(super) fn through_own_links(path: &Path) -> Result<(), PolicyError> {
-    let unreachable = |source| PolicyError::Unreachable {
+/// Fails if a symlink on the way to `path` belongs to somebody else than the caller or root. A script is copied with
+/// the caller's rights; another user who can write beside it must not choose the file by a symlink.
+pub(super) fn check_links_are_own(path: &Path) -> Result<(), PlanError> {
+    let unreachable = |source| PlanError::Unreachable {
         path: path.to_path_buf(),
         source,
     };
@@ -119,7 +121,7 @@ pub(super) fn through_own_links(path: &Path) -> Result<(), PolicyError> {
             let owner = std::os::unix::fs::MetadataExt::uid(&meta);
             if meta.is_symlink() {
                 if ![0, rustix::process::geteuid().as_raw()].contains(&owner) {
-                    return Err(PolicyError::Refused {
+                    return Err(PlanError::Refused {
                         path: path.to_path_buf(),
                         why: "it leads through a link that another user made; name the file itself",
                     });
@@ -161,10 +163,10 @@ mod tests {
             let file = project.path().join(made);
             std::fs::create_dir_all(file.parent().unwrap()).unwrap();
             std::fs::write(file, "").unwrap();
-            // Not followed, or it would not end.
+            // Following this symlink would never end.
             std::os::unix::fs::symlink("..", project.path().join("part/up")).unwrap();
             let part = project.path().join("part");
-            assert_eq!(is_shown_part(&part, project.path()), shown, "{made}");
+            assert_eq!(may_project_show(&part, project.path()), shown, "{made}");
         }
     }
 
@@ -179,20 +181,20 @@ mod tests {
             ("a/b", "a/b", true),
             ("a/b/", "a/b", true),
             ("other/../a/./b", "a/b", true),
-            // A link was there when it was resolved, and is gone.
+            // A symlink was there when the path was resolved, and is gone.
             ("a/b", "other", false),
             ("link", "other", false),
         ] {
             let (path, real) = (top.join(path), top.join(real));
-            assert_eq!(is_fixed_at(&path, &real), fixed, "{path:?} {real:?}");
+            assert_eq!(is_stable_path_to(&path, &real), fixed, "{path:?} {real:?}");
         }
-        // Root's own.
+        // A symlink of root.
         if let Ok(real) = Path::new("/bin").canonicalize()
             && real != Path::new("/bin")
         {
             let below = std::fs::read_dir(&real).unwrap().next().unwrap().unwrap();
             let path = Path::new("/bin").join(below.file_name());
-            assert_eq!(is_fixed_at(&path, &below.path()), !path.is_symlink());
+            assert_eq!(is_stable_path_to(&path, &below.path()), !path.is_symlink());
         }
     }
 }

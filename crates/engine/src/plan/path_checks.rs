@@ -1,21 +1,22 @@
-//! What may be shown or copied at all, and to whom.
+//! Which host paths may be shown or copied, depending on who asks.
 
 use std::path::{Component, Path, PathBuf};
 
 use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, ViewContent};
 
-use super::links::{self, has_own_links};
-use super::{
-    PolicyError, Private, canonical, canonical_of, inside_target, own_program, plain, siblings,
-    world_readable,
-};
+use super::command::own_program;
+use super::error::PlanError;
+use super::links::{self, links_are_own};
+use super::paths::{canonical, canonical_of, inside_target, plain};
+use super::{siblings, world_readable};
 use crate::plan::runtime::{Runtime, RuntimeError};
 use crate::request::{
-    Asker, Command, NamedBy, NamedDirectory, ReadRoot, Request, Siblings, Writers,
+    Command, NamedBy, NamedDirectory, QueueWriters, ReadRoot, Request, RequestOrigin,
+    SiblingModules,
 };
 use store::types::escaping::quote_for_shell;
 
-/// The two directories of a project that an analysis reads.
+/// The two directories of a project that an analysis may read.
 #[derive(Clone, Copy)]
 pub(super) enum InputDirectory {
     Data,
@@ -47,31 +48,38 @@ impl InputDirectory {
     }
 }
 
-/// What may be shown at all.
-pub(super) struct Guard<'a> {
-    pub(super) request: &'a Request,
-    pub(super) workspace_root: &'a Path,
-    pub(super) private: &'a Private<'a>,
+/// Fumehood's own paths, which no view may show.
+pub struct PrivatePaths<'a> {
+    pub home: &'a Path,
+    /// The artifact store and, if it is a file, the database. They need not be below the home.
+    pub records: &'a [PathBuf],
 }
 
-impl Guard<'_> {
-    /// `data/` or `docs/`: at its host path, and by its name in the working directory.
-    pub(super) fn input_directory(
+/// The checks for one request.
+pub(super) struct PathChecks<'a> {
+    pub(super) request: &'a Request,
+    pub(super) workspace_root: &'a Path,
+    pub(super) private: &'a PrivatePaths<'a>,
+}
+
+impl PathChecks<'_> {
+    /// Adds the views of `data/` or `docs/`: at its host path, and by its name in the working directory.
+    pub(super) fn add_input_directory(
         &self,
         directory: InputDirectory,
         workspace: &Path,
         views: &mut Vec<ReadOnlyView>,
-    ) -> Result<(), PolicyError> {
-        let Some((given, real)) = self.find(directory)? else {
+    ) -> Result<(), PlanError> {
+        let Some((given, real)) = self.find_directory(directory)? else {
             return Ok(());
         };
         if !real.is_dir() {
             let flag = directory.flag();
-            return Err(PolicyError::NotADirectory { flag, path: given });
+            return Err(PlanError::NotADirectory { flag, path: given });
         }
-        self.may_show(&real)?;
+        self.check_may_show(&real)?;
         let mut targets = vec![real.clone(), workspace.join(directory.name())];
-        targets.extend(plain(&given).filter(|p| *p != real && !self.below_workspaces(p)));
+        targets.extend(plain(&given).filter(|p| *p != real && !self.is_in_workspace(p)));
         views.extend(
             targets
                 .into_iter()
@@ -80,86 +88,99 @@ impl Guard<'_> {
         Ok(())
     }
 
-    /// The directory that somebody named, or the project's own, as given and resolved. It is resolved once: what is
-    /// checked is what is shown. A queued request has what was found when it was submitted.
-    fn find(&self, directory: InputDirectory) -> Result<Option<(PathBuf, PathBuf)>, PolicyError> {
-        let queued = self.request.asked_by != Asker::Caller;
+    /// Finds the directory that somebody named, or the project's own; returns it as given and resolved. It is
+    /// resolved once, so the checked path is the shown path. A queued request already names what was found when it
+    /// was submitted.
+    fn find_directory(
+        &self,
+        directory: InputDirectory,
+    ) -> Result<Option<(PathBuf, PathBuf)>, PlanError> {
+        let queued = self.request.asked_by != RequestOrigin::Caller;
         match directory.named(self.request) {
             Some(named) if named.named_by == NamedBy::ProjectFile => {
-                let real = self.of_project(&named.path, directory)?;
+                let real = self.resolve_in_project(&named.path, directory)?;
                 Ok(Some((named.path.clone(), real)))
             }
             Some(named) => {
-                let real = self.real(&named.path)?;
-                if queued && !links::is_fixed_at(&named.path, &real) {
+                let real = self.resolve(&named.path)?;
+                if queued && !links::is_stable_path_to(&named.path, &real) {
                     let (flag, path) = (directory.flag(), named.path.clone());
-                    return Err(PolicyError::QueuedLink { flag, path });
+                    return Err(PlanError::QueuedLink { flag, path });
                 }
                 Ok(Some((named.path.clone(), real)))
             }
             None if queued => Ok(None),
             None => {
                 let usual = self.request.project.join(directory.name());
-                // A project without it is fine; one where it is a plain file has no such directory either.
+                // A project may lack the directory. A regular file of that name counts as lacking it.
                 match usual.is_dir() {
-                    true => Ok(Some((usual.clone(), self.of_project(&usual, directory)?))),
+                    true => Ok(Some((
+                        usual.clone(),
+                        self.resolve_in_project(&usual, directory)?,
+                    ))),
                     false => Ok(None),
                 }
             }
         }
     }
 
-    /// What a submission asks a worker to show. A link that can be changed before the worker looks is followed here.
-    pub(super) fn to_submit(
+    /// The directory that a submission names for the worker. If the path leads through a symlink that could change
+    /// before the worker looks, submit the resolved path.
+    pub(super) fn directory_to_submit(
         &self,
         directory: InputDirectory,
-    ) -> Result<Option<PathBuf>, PolicyError> {
+    ) -> Result<Option<PathBuf>, PlanError> {
         match directory.named(self.request) {
-            // It may exist for the worker only.
+            // The directory may exist on the worker only.
             Some(named) if named.named_by == NamedBy::Caller => {
                 let here = canonical(&named.path).ok();
                 let given = || named.path.clone();
-                Ok(Some(match links::is_fixed(&named.path) {
+                Ok(Some(match links::is_stable_path(&named.path) {
                     true => given(),
                     false => here.unwrap_or_else(given),
                 }))
             }
-            _ => Ok(self
-                .find(directory)?
-                .map(|(given, real)| match links::is_fixed(&given) {
+            _ => Ok(self.find_directory(directory)?.map(
+                |(given, real)| match links::is_stable_path(&given) {
                     true => given,
                     false => real,
-                })),
+                },
+            )),
         }
     }
 
-    /// What the project decides to show, by a link or in its file. A clone makes every link the caller's, so the links'
-    /// owner says nothing about who meant it, and the rest of the project is to stay out of sight (P2).
-    fn of_project(&self, path: &Path, directory: InputDirectory) -> Result<PathBuf, PolicyError> {
+    /// Resolves a directory that the project chose, by a symlink or in its configuration file. After `git clone` all
+    /// symlinks belong to the caller, so ownership does not show who chose the target. The rest of the project must
+    /// stay hidden (promise P2).
+    fn resolve_in_project(
+        &self,
+        path: &Path,
+        directory: InputDirectory,
+    ) -> Result<PathBuf, PlanError> {
         let (real, project) = (canonical_of(path)?, canonical_of(&self.request.project)?);
         let own = project.join(directory.name());
-        match real == own || links::is_shown_part(&real, &project) && has_own_links(path)? {
+        match real == own || links::may_project_show(&real, &project) && links_are_own(path)? {
             true => Ok(real),
             false => {
                 let named = quote_for_shell(real.as_os_str());
-                Err(PolicyError::LeadsElsewhere {
+                Err(PlanError::ProjectLinkRefused {
                     path: path.to_path_buf(),
-                    mend: format!("{} {named}", directory.flag()),
+                    suggestion: format!("{} {named}", directory.flag()),
                     real,
                 })
             }
         }
     }
 
-    /// A tree that the caller names may be executed: a tool or an environment can lie in it.
-    pub(super) fn read_root(
+    /// Adds the views of a `--read` path. The tree may be executed, since it can hold a tool or an environment.
+    pub(super) fn add_read_root(
         &self,
         read: &ReadRoot,
         workspace: &Path,
         views: &mut Vec<ReadOnlyView>,
-    ) -> Result<(), PolicyError> {
-        let real = self.real(&read.host)?;
-        self.may_show(&real)?;
+    ) -> Result<(), PlanError> {
+        let real = self.resolve(&read.host)?;
+        self.check_may_show(&real)?;
         let targets = match &read.inside {
             Some(inside) => vec![inside_target(inside, workspace)?],
             None => {
@@ -175,17 +196,18 @@ impl Guard<'_> {
         Ok(())
     }
 
-    pub(super) fn runtime_views(
+    pub(super) fn add_runtime_views(
         &self,
         runtime: &Runtime,
         views: &mut Vec<ReadOnlyView>,
-    ) -> Result<(), PolicyError> {
+    ) -> Result<(), PlanError> {
         for prefix in &runtime.prefixes {
-            self.may_be_runtime(prefix)?;
+            self.check_runtime_prefix(prefix)?;
             views.push(self.view(prefix, prefix, Exec::Allowed, ViewContent::Runtime));
         }
         for alias in &runtime.aliases {
-            self.everybodys(&alias.source).or_else(|e| self.untold(e))?;
+            self.check_world_readable(&alias.source)
+                .or_else(|e| self.hide_from_other_users(e))?;
             views.push(self.view(
                 &alias.source,
                 &alias.at,
@@ -196,18 +218,19 @@ impl Guard<'_> {
         Ok(())
     }
 
-    fn may_be_runtime(&self, prefix: &Path) -> Result<(), PolicyError> {
+    fn check_runtime_prefix(&self, prefix: &Path) -> Result<(), PlanError> {
         let may = self
-            .listed(prefix)
-            .and_then(|()| self.apart_from_ours(prefix))
-            .and_then(|()| self.everybodys(prefix));
-        may.or_else(|e| self.untold(e))
+            .check_readable_roots(prefix)
+            .and_then(|()| self.check_not_private(prefix))
+            .and_then(|()| self.check_world_readable(prefix));
+        may.or_else(|e| self.hide_from_other_users(e))
     }
 
-    /// Where an interpreter leads to that a stranger did not name is not told: it would tell what lies there.
-    fn untold(&self, error: PolicyError) -> Result<(), PolicyError> {
-        match self.is_strangers() && self.request.runtime.is_none() {
-            true => Err(PolicyError::Runtime(RuntimeError::NotFound {
+    /// Replaces an error about an interpreter path that the other user did not name: the original message would
+    /// reveal what lies on this host.
+    fn hide_from_other_users(&self, error: PlanError) -> Result<(), PlanError> {
+        match self.is_from_other_users() && self.request.runtime.is_none() {
+            true => Err(PlanError::Runtime(RuntimeError::NotFound {
                 command: Default::default(),
                 searched: Vec::new(),
             })),
@@ -215,9 +238,9 @@ impl Guard<'_> {
         }
     }
 
-    fn may_show(&self, real: &Path) -> Result<(), PolicyError> {
+    fn check_may_show(&self, real: &Path) -> Result<(), PlanError> {
         let refuse = |why| {
-            Err(PolicyError::Refused {
+            Err(PlanError::Refused {
                 path: real.to_path_buf(),
                 why,
             })
@@ -230,56 +253,58 @@ impl Guard<'_> {
         if !real.is_dir() && !real.is_file() {
             return refuse("it is neither a directory nor a plain file");
         }
-        // The made-up files there keep their place, and accounts and keys stay out.
+        // Fumehood puts generated files in /etc, and the host's accounts and keys must stay hidden.
         if Path::new("/etc").starts_with(real) {
             return refuse(
                 "it contains the system's accounts and keys; show single files or directories in it",
             );
         }
-        self.apart_from_ours(real)?;
-        self.listed(real)?;
-        self.everybodys(real)
+        self.check_not_private(real)?;
+        self.check_readable_roots(real)?;
+        self.check_world_readable(real)
     }
 
-    /// A source that is read by the runner itself, resolved.
-    pub(super) fn may_copy(&self, source: &Path) -> Result<PathBuf, PolicyError> {
-        if let Asker::Queue { staged, .. } = &self.request.asked_by {
-            return staged_source(source, staged);
+    /// Checks and resolves a file that the runner itself reads and copies.
+    pub(super) fn resolve_copied_source(&self, source: &Path) -> Result<PathBuf, PlanError> {
+        if let RequestOrigin::Queue { staged, .. } = &self.request.asked_by {
+            return resolve_staged_source(source, staged);
         }
         let real = canonical_of(source)?;
-        self.apart_from_ours(&real)?;
-        self.listed(&real)?;
+        self.check_not_private(&real)?;
+        self.check_readable_roots(&real)?;
         Ok(real)
     }
 
-    /// Adds to `inputs`, whose first is the script, the modules that it imports, if that was asked for. Says which.
-    pub(super) fn siblings(
+    /// With `--siblings`, adds the modules that the script imports to `inputs`, of which the script is the first.
+    /// Returns a message that lists them.
+    pub(super) fn add_siblings(
         &self,
         project: &Path,
         inputs: &mut Vec<(PathBuf, PathBuf)>,
-    ) -> Result<Option<String>, PolicyError> {
-        if self.request.siblings == Siblings::Left {
+    ) -> Result<Option<String>, PlanError> {
+        if self.request.siblings == SiblingModules::Exclude {
             return Ok(None);
         }
         let (Command::Script { .. }, Some((script, _))) = (&self.request.command, inputs.first())
         else {
-            return Err(PolicyError::SiblingsOfCommand);
+            return Err(PlanError::SiblingsOfCommand);
         };
         let named: Vec<PathBuf> = inputs.iter().map(|(_, name)| name.clone()).collect();
-        let found = siblings::siblings(script, project, &named)?;
-        // Found without links below a resolved directory: resolved again, a link put there meanwhile would be followed.
+        let found = siblings::find_siblings(script, project, &named)?;
+        // The search found these paths without following links, below a resolved directory. Do not resolve them
+        // again: that would follow a link created meanwhile.
         for (source, _) in &found.inputs {
-            self.apart_from_ours(source)?;
-            self.listed(source)?;
+            self.check_not_private(source)?;
+            self.check_readable_roots(source)?;
         }
         inputs.extend(found.inputs);
         Ok(found.notice)
     }
 
-    /// Neither the workspaces nor Fumehood's own files may be seen through a view, from above or within.
-    fn apart_from_ours(&self, real: &Path) -> Result<(), PolicyError> {
+    /// Refuses a path that contains, or lies in, the workspaces or Fumehood's own files.
+    fn check_not_private(&self, real: &Path) -> Result<(), PlanError> {
         let refuse = |why| {
-            Err(PolicyError::Refused {
+            Err(PlanError::Refused {
                 path: real.to_path_buf(),
                 why,
             })
@@ -287,11 +312,11 @@ impl Guard<'_> {
         if self.workspace_root.starts_with(real) {
             return refuse("it contains the workspaces of other analyses");
         }
-        if self.below_workspaces(real) {
+        if self.is_in_workspace(real) {
             return refuse("it is the workspace of an analysis");
         }
-        let kept = self.private.kept.iter().map(PathBuf::as_path);
-        for own in [self.private.home].into_iter().chain(kept) {
+        let records = self.private.records.iter().map(PathBuf::as_path);
+        for own in [self.private.home].into_iter().chain(records) {
             let own = canonical(own).unwrap_or_else(|_| own.to_path_buf());
             if own.starts_with(real) || real.starts_with(&own) {
                 return refuse(
@@ -302,71 +327,75 @@ impl Guard<'_> {
         Ok(())
     }
 
-    /// Whatever root they are under: the name is ours.
-    fn below_workspaces(&self, path: &Path) -> bool {
+    /// Whether a path lies in a workspace. Workspaces are recognised by name, below any root.
+    fn is_in_workspace(&self, path: &Path) -> bool {
         let names = path.components().map(|c| c.as_os_str().as_encoded_bytes());
         let mut names = names.map(|n| n.strip_prefix(b".").unwrap_or(n));
         names.any(|name| name.starts_with(b"scidex-analysis-"))
     }
 
-    fn listed(&self, real: &Path) -> Result<(), PolicyError> {
+    fn check_readable_roots(&self, real: &Path) -> Result<(), PlanError> {
         if self.request.readable_roots.is_none() {
             return Ok(());
         }
         let system = ["/usr", "/bin", "/lib", "/lib64", "/sbin"];
-        let listed = self.operator_lists(real) || system.iter().any(|root| real.starts_with(root));
+        let listed =
+            self.is_in_readable_roots(real) || system.iter().any(|root| real.starts_with(root));
         match listed {
             true => Ok(()),
-            false => Err(PolicyError::NotListed {
+            false => Err(PlanError::NotInReadableRoots {
                 path: real.to_path_buf(),
             }),
         }
     }
 
-    /// Whether the operator named a directory above it: then it may be read whoever asks.
-    fn operator_lists(&self, real: &Path) -> bool {
+    /// Whether the operator lists a directory above the path. Then every requester may read it.
+    fn is_in_readable_roots(&self, real: &Path) -> bool {
         let mut roots = self.request.readable_roots.iter().flatten();
         roots.any(|root| canonical(root).is_ok_and(|root| real.starts_with(root)))
     }
 
-    /// Whether our own rights are more than whoever asked may have.
-    fn is_strangers(&self) -> bool {
+    /// Whether the requester may have fewer rights than this process.
+    fn is_from_other_users(&self) -> bool {
         let asked_by = &self.request.asked_by;
-        matches!(asked_by, Asker::Queue { writers, .. } if *writers == Writers::Others)
+        matches!(asked_by, RequestOrigin::Queue { writers, .. } if *writers == QueueWriters::OtherUsers)
     }
 
-    /// What a path leads to. A stranger does not learn by it what is where not world_readable may look.
-    fn real(&self, path: &Path) -> Result<PathBuf, PolicyError> {
-        if !self.is_strangers() {
+    /// Resolves a path. A requester with fewer rights must not learn about directories that are not world-readable.
+    fn resolve(&self, path: &Path) -> Result<PathBuf, PlanError> {
+        if !self.is_from_other_users() {
             return canonical_of(path);
         }
-        // What the operator lists is found with our rights; what leads out of it, by a link or by `..`, is not.
+        // Below a directory that the operator lists, resolve with our own rights. A link or `..` that leads out of it
+        // does not qualify.
         let mut roots = self.request.readable_roots.iter().flatten();
         let is_plain = !path.components().any(|part| part == Component::ParentDir);
         let listed = is_plain && roots.any(|root| path.starts_with(root));
         match canonical(path) {
-            Ok(real) if listed && self.operator_lists(&real) => Ok(real),
-            // It leads to where world_readable may look, so that it does tells nothing.
-            Ok(real) if listed && world_readable::find(&real).is_ok_and(|open| open == real) => {
+            Ok(real) if listed && self.is_in_readable_roots(&real) => Ok(real),
+            // The target is world-readable, so nothing is revealed.
+            Ok(real) if listed && world_readable::resolve(&real).is_ok_and(|open| open == real) => {
                 Ok(real)
             }
-            _ => world_readable::find(path),
+            _ => world_readable::resolve(path),
         }
     }
 
-    /// A stranger is shown what world_readable may read, or what the operator lists.
-    fn everybodys(&self, real: &Path) -> Result<(), PolicyError> {
-        if !self.is_strangers() || self.operator_lists(real) {
+    /// For a requester with fewer rights: fails unless every user of the host may read the path, or the operator
+    /// lists it.
+    fn check_world_readable(&self, real: &Path) -> Result<(), PlanError> {
+        if !self.is_from_other_users() || self.is_in_readable_roots(real) {
             return Ok(());
         }
-        // The path is resolved, so a link in it is new, and leads elsewhere.
-        if world_readable::find(real)? != real {
-            return Err(PolicyError::Refused {
+        // The path was resolved before, so a symlink in it is new.
+        if world_readable::resolve(real)? != real {
+            return Err(PlanError::Refused {
                 path: real.to_path_buf(),
                 why: "it changed while it was looked at",
             });
         }
-        // The program runs as our own user, and reads what we read; root's runs as nobody else does.
+        // Without root the program runs as our own user and reads what we can read. Under root it runs with a uid
+        // that owns nothing.
         match real.is_dir() && !rustix::process::geteuid().is_root() {
             true => world_readable::check_nothing_private(real),
             false => Ok(()),
@@ -379,30 +408,31 @@ impl Guard<'_> {
             target: InsidePath::new(target),
             exec,
             content,
-            // To a stranger the owner's private files stay so: inside, the program is not the owner but one of world_readable.
-            owner: match self.is_strangers() && !self.operator_lists(source) {
+            // For a requester with fewer rights, do not map ownership: the owner's private files stay unreadable
+            // inside.
+            owner: match self.is_from_other_users() && !self.is_in_readable_roots(source) {
                 true => Owner::AsIs,
                 false => Owner::Mapped,
             },
         }
     }
 
-    pub(super) fn project(&self) -> Result<PathBuf, PolicyError> {
+    pub(super) fn resolve_project(&self) -> Result<PathBuf, PlanError> {
         let path = &self.request.project;
-        if self.is_strangers() && !self.is_staged(path) {
-            let real = self.real(path)?;
-            self.everybodys(&real)?;
+        if self.is_from_other_users() && !self.is_staged(path) {
+            let real = self.resolve(path)?;
+            self.check_world_readable(&real)?;
             return Ok(real);
         }
-        canonical(path).map_err(|source| PolicyError::Project {
+        canonical(path).map_err(|source| PlanError::Project {
             path: path.clone(),
             source,
         })
     }
 
-    /// What a queued request names to be executed, before it is looked for.
-    pub(super) fn check_command(&self) -> Result<(), PolicyError> {
-        if self.request.asked_by == Asker::Caller {
+    /// Checks the program and the runtime that a queued request names, before searching for them.
+    pub(super) fn check_command(&self) -> Result<(), PlanError> {
+        if self.request.asked_by == RequestOrigin::Caller {
             return Ok(());
         }
         if let Command::Argv(words) = &self.request.command
@@ -412,33 +442,34 @@ impl Guard<'_> {
         {
             let path = Path::new(first);
             if !path.is_absolute() {
-                return Err(PolicyError::Refused {
+                return Err(PlanError::Refused {
                     path: path.to_path_buf(),
                     why: "a queued analysis has no directory but its workspace; name the program among its inputs, or from / on",
                 });
             }
-            self.everybodys(&self.real(path)?)?;
+            self.check_world_readable(&self.resolve(path)?)?;
         }
         match &self.request.runtime {
-            Some(runtime) => self.everybodys(&self.real(runtime)?),
+            Some(runtime) => self.check_world_readable(&self.resolve(runtime)?),
             None => Ok(()),
         }
     }
 
     fn is_staged(&self, path: &Path) -> bool {
         match &self.request.asked_by {
-            Asker::Queue { staged, .. } => staged_source(path, staged).is_ok(),
-            Asker::Caller => false,
+            RequestOrigin::Queue { staged, .. } => resolve_staged_source(path, staged).is_ok(),
+            RequestOrigin::Caller => false,
         }
     }
 }
 
-/// What came with a submission lies where we laid it out, and nothing else is copied for it.
-fn staged_source(source: &Path, staged: &Path) -> Result<PathBuf, PolicyError> {
+/// Resolves a file of a submission. Nothing outside the directory in which Fumehood laid the submission out is
+/// copied.
+fn resolve_staged_source(source: &Path, staged: &Path) -> Result<PathBuf, PlanError> {
     let (real, staged) = (canonical_of(source)?, canonical_of(staged)?);
     match real.starts_with(&staged) {
         true => Ok(real),
-        false => Err(PolicyError::Refused {
+        false => Err(PlanError::Refused {
             path: source.to_path_buf(),
             why: "it did not come with the submission, and nothing else is copied for a queued analysis",
         }),

@@ -1,8 +1,8 @@
-//! `--siblings`: the Python modules beside a script that its imports name, and those that they name in turn.
+//! `--siblings`: the Python modules beside a script that the script imports, directly or through other such modules.
 //!
-//! Nothing is executed. Modules come from the script's own directory and from packages in it, as regular files that
-//! are opened without following a link. That directory must lie below the project's root: at the root lie the platform's
-//! own modules and settings, which a name in an untrusted script must not bring in.
+//! Nothing is executed. Modules come from the script's directory and from packages in it. They must be regular files
+//! and are opened without following symlinks. The directory must lie below the project's root: the root holds the
+//! platform's own modules and settings, which a name in an untrusted script must not bring in.
 
 use std::collections::{HashSet, VecDeque};
 use std::fs::File;
@@ -13,38 +13,38 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-use super::PolicyError;
+use super::error::PlanError;
 use super::imports::imports;
 use store::types::input_name::RESERVED_NAMES;
 
-/// Modules brought along; more is a library, which belongs in a runtime or is copied with `--input`.
+/// The most modules. A larger set is a library, which belongs in a runtime or is copied with `--input`.
 const MODULES_MAX: usize = 256;
-/// Bytes of all of them, and of the script, which is read for its imports.
+/// The most bytes of the script and all modules together.
 const BYTES_MAX: u64 = 16 << 20;
-/// Names looked up, and different names that one source imports. A script may hold any number of import statements.
+/// The most file names to look up, and the most distinct names that one source may import.
 const LOOKUPS_MAX: usize = 10_000;
-/// Names that one source imports, repeated or not.
+/// The most names that one source may import, counting repetitions.
 const NAMES_MAX: usize = 100_000;
 const TOO_MANY_NAMES: &str = "their imports name too many modules";
-/// Names listed in the notice.
+/// The most names that the notice lists.
 const LISTED_MAX: usize = 20;
 
-/// What is brought along, and what the caller is told about it.
+/// The modules that were found, and a message about them.
 #[derive(Debug, Default)]
-pub(super) struct Siblings {
-    /// Source, without links, and name in the workspace.
+pub(super) struct SiblingInputs {
+    /// Source (a path without symlinks) and name in the workspace.
     pub inputs: Vec<(PathBuf, PathBuf)>,
     pub notice: Option<String>,
 }
 
-/// Finds the modules. `script` and `project` are resolved paths; `named` are the names in the workspace that the
-/// caller's own inputs have, which win.
-pub(super) fn siblings(
+/// Finds the modules. `script` and `project` are resolved paths. `input_names` are the workspace names of the
+/// caller's own inputs, which take precedence.
+pub(super) fn find_siblings(
     script: &Path,
     project: &Path,
-    named: &[PathBuf],
-) -> Result<Siblings, PolicyError> {
-    let refuse = |why| PolicyError::Siblings {
+    input_names: &[PathBuf],
+) -> Result<SiblingInputs, PlanError> {
+    let refuse = |why| PlanError::Siblings {
         script: script.to_path_buf(),
         why,
     };
@@ -57,7 +57,7 @@ pub(super) fn siblings(
              settings lie; move the script and its modules into a directory of their own, or name each module with --input",
         ));
     }
-    let unreachable = |source: Errno| PolicyError::Unreachable {
+    let unreachable = |source: Errno| PlanError::Unreachable {
         path: script.to_path_buf(),
         source: source.into(),
     };
@@ -65,17 +65,17 @@ pub(super) fn siblings(
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = rustix::fs::openat2(rustix::fs::CWD, top, flags, Mode::empty(), resolve)
         .map_err(unreachable)?;
-    let mut search = Search {
+    let mut search = ImportSearch {
         dir,
         script,
-        named,
+        input_names,
         bytes_left: BYTES_MAX,
         seen: HashSet::new(),
         pending: VecDeque::new(),
-        brought: Vec::new(),
-        left_out: Vec::new(),
+        found: Vec::new(),
+        skipped: Vec::new(),
     };
-    let source = search.read(Path::new(own))?;
+    let source = search.read_source(Path::new(own))?;
     let source = source.ok_or_else(|| refuse("it is not a regular file"))?;
     if !is_python(Path::new(own), &source) {
         return Err(refuse(
@@ -83,13 +83,13 @@ pub(super) fn siblings(
         ));
     }
     search.seen.insert(PathBuf::from(own));
-    search.follow(&source, &[])?;
+    search.follow_imports(&source, &[])?;
     while let Some((source, package)) = search.pending.pop_front() {
-        search.follow(&source, &package)?;
+        search.follow_imports(&source, &package)?;
     }
     let notice = search.notice();
-    let inputs = search.brought.into_iter();
-    Ok(Siblings {
+    let inputs = search.found.into_iter();
+    Ok(SiblingInputs {
         inputs: inputs.map(|name| (top.join(&name), name)).collect(),
         notice,
     })
@@ -101,106 +101,106 @@ fn is_python(name: &Path, source: &[u8]) -> bool {
     ending || first.starts_with(b"#!") && first.windows(6).any(|w| w == b"python")
 }
 
-struct Search<'a> {
-    /// The script's directory. Everything is opened below it.
+struct ImportSearch<'a> {
+    /// The script's directory. All files are opened relative to it.
     dir: OwnedFd,
     script: &'a Path,
-    named: &'a [PathBuf],
+    input_names: &'a [PathBuf],
     bytes_left: u64,
-    /// Files looked up, by their names in the workspace.
+    /// The names that were looked up, relative to the workspace.
     seen: HashSet<PathBuf>,
-    /// Sources whose imports are still to be followed, and the package that each belongs to.
+    /// Sources whose imports are still to be followed, each with its package.
     pending: VecDeque<(Vec<u8>, Vec<String>)>,
-    brought: Vec<PathBuf>,
-    left_out: Vec<PathBuf>,
+    found: Vec<PathBuf>,
+    skipped: Vec<PathBuf>,
 }
 
-impl Search<'_> {
-    /// Follows the imports of one source in `package`.
-    fn follow(&mut self, source: &[u8], package: &[String]) -> Result<(), PolicyError> {
+impl ImportSearch<'_> {
+    /// Follows the imports of one source that belongs to `package`.
+    fn follow_imports(&mut self, source: &[u8], package: &[String]) -> Result<(), PlanError> {
         let mut done = HashSet::new();
         let mut names = 0;
         imports(source, |import| {
             names += 1;
             if names > NAMES_MAX {
-                return Err(self.too_much(TOO_MANY_NAMES));
+                return Err(self.too_many(TOO_MANY_NAMES));
             }
             if done.contains(&import) {
                 return Ok(());
             }
             if done.len() >= LOOKUPS_MAX {
-                return Err(self.too_much(TOO_MANY_NAMES));
+                return Err(self.too_many(TOO_MANY_NAMES));
             }
             let above = import.dots.saturating_sub(1);
             let base = match import.dots {
                 0 => Some(&[][..]),
-                // What climbs out of the script's directory is nothing that Python would import either.
+                // Python refuses a relative import that leads above the script's directory, too.
                 _ => package.len().checked_sub(above).map(|n| &package[..n]),
             };
             if let Some(base) = base {
                 let whole: Vec<String> = base.iter().chain(&import.parts).cloned().collect();
-                self.module(&whole)?;
+                self.add_module(&whole)?;
             }
             done.insert(import);
             Ok(())
         })
     }
 
-    /// Each package on the way to a module, and the module.
-    fn module(&mut self, parts: &[String]) -> Result<(), PolicyError> {
+    /// Adds the packages on the way to a module, and the module itself.
+    fn add_module(&mut self, parts: &[String]) -> Result<(), PlanError> {
         for end in 1..=parts.len() {
             let (above, here) = (&parts[..end - 1], &parts[..end]);
             let place: PathBuf = here.iter().collect();
-            if self.take(&place.join("__init__.py"), here)? {
+            if self.add_file(&place.join("__init__.py"), here)? {
                 continue;
             }
             let mut file = place.into_os_string();
             file.push(".py");
-            self.take(Path::new(&file), above)?;
+            self.add_file(Path::new(&file), above)?;
             return Ok(());
         }
         Ok(())
     }
 
-    /// Whether the file is there; it is read and queued the first time.
-    fn take(&mut self, name: &Path, package: &[String]) -> Result<bool, PolicyError> {
+    /// Whether the module file exists. The first call for a name reads the file and queues its imports.
+    fn add_file(&mut self, name: &Path, package: &[String]) -> Result<bool, PlanError> {
         if self.seen.contains(name) {
-            return Ok(self.brought.iter().any(|known| known == name));
+            return Ok(self.found.iter().any(|known| known == name));
         }
         if self.seen.len() >= LOOKUPS_MAX {
-            return Err(self.too_much(TOO_MANY_NAMES));
+            return Err(self.too_many(TOO_MANY_NAMES));
         }
         self.seen.insert(name.to_path_buf());
         let first = name.components().next().map(|c| c.as_os_str().to_owned());
         let reserved = RESERVED_NAMES
             .iter()
             .any(|r| first.as_deref() == Some(r.as_ref()));
-        // What the caller names comes in as the caller says.
-        if reserved || self.named.iter().any(|given| name.starts_with(given)) {
+        // An input that the caller named takes precedence.
+        if reserved || self.input_names.iter().any(|given| name.starts_with(given)) {
             return Ok(false);
         }
-        let Some(source) = self.read(name)? else {
+        let Some(source) = self.read_source(name)? else {
             return Ok(false);
         };
-        if self.brought.len() >= MODULES_MAX {
-            return Err(self.too_much("there are more than 256 of them"));
+        if self.found.len() >= MODULES_MAX {
+            return Err(self.too_many("there are more than 256 of them"));
         }
-        self.brought.push(name.to_path_buf());
+        self.found.push(name.to_path_buf());
         self.pending.push_back((source, package.to_vec()));
         Ok(true)
     }
 
-    /// The content of a regular file below the directory. `None` where there is none, or no link-free way to it.
-    fn read(&mut self, name: &Path) -> Result<Option<Vec<u8>>, PolicyError> {
-        let unreachable = |source: std::io::Error| PolicyError::Unreachable {
+    /// Reads a regular file below the script's directory. `None` if there is none, or if a symlink leads to it.
+    fn read_source(&mut self, name: &Path) -> Result<Option<Vec<u8>>, PlanError> {
+        let unreachable = |source: std::io::Error| PlanError::Unreachable {
             path: self.script.with_file_name(name),
             source,
         };
-        // Opening some devices does something, so the kind is looked at first; the descriptor decides.
+        // Opening some devices has side effects, so look at the type first; the check of the descriptor decides.
         match rustix::fs::statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile => {}
             Ok(_) => {
-                self.left_out.push(name.to_path_buf());
+                self.skipped.push(name.to_path_buf());
                 return Ok(None);
             }
             Err(_) => return Ok(None),
@@ -211,7 +211,7 @@ impl Search<'_> {
         let file = match rustix::fs::openat2(&self.dir, name, flags, Mode::empty(), resolve) {
             Ok(file) => File::from(file),
             Err(Errno::LOOP | Errno::NOENT) => {
-                self.left_out.push(name.to_path_buf());
+                self.skipped.push(name.to_path_buf());
                 return Ok(None);
             }
             Err(errno) => return Err(unreachable(errno.into())),
@@ -224,13 +224,13 @@ impl Search<'_> {
         bounded.read_to_end(&mut source).map_err(unreachable)?;
         match self.bytes_left.checked_sub(source.len() as u64) {
             Some(left) => self.bytes_left = left,
-            None => return Err(self.too_much("they are larger than 16 MiB")),
+            None => return Err(self.too_many("they are larger than 16 MiB")),
         }
         Ok(Some(source))
     }
 
-    fn too_much(&self, why: &'static str) -> PolicyError {
-        PolicyError::TooManySiblings {
+    fn too_many(&self, why: &'static str) -> PlanError {
+        PlanError::TooManySiblings {
             script: self.script.to_path_buf(),
             why,
         }
@@ -245,21 +245,21 @@ impl Search<'_> {
                 more => format!("{} and {more} more", shown.join(", ")),
             }
         };
-        let left_out = match self.left_out.is_empty() {
+        let skipped = match self.skipped.is_empty() {
             true => String::new(),
             false => format!(
                 "; left out, as links are not followed: {}",
-                list(&self.left_out)
+                list(&self.skipped)
             ),
         };
-        match (self.brought.is_empty(), left_out.is_empty()) {
+        match (self.found.is_empty(), skipped.is_empty()) {
             (true, true) => None,
             (true, false) => Some(format!(
-                "no modules beside the script were copied in{left_out}"
+                "no modules beside the script were copied in{skipped}"
             )),
             _ => Some(format!(
-                "modules beside the script, copied in: {}{left_out}",
-                list(&self.brought)
+                "modules beside the script, copied in: {}{skipped}",
+                list(&self.found)
             )),
         }
     }
@@ -290,13 +290,13 @@ mod tests {
             self.0.path().canonicalize().unwrap().join(name)
         }
 
-        fn find(&self, script: &str, named: &[&str]) -> Result<Siblings, PolicyError> {
-            let named: Vec<PathBuf> = named.iter().map(PathBuf::from).collect();
-            siblings(&self.path(script), &self.path(""), &named)
+        fn find(&self, script: &str, input_names: &[&str]) -> Result<SiblingInputs, PlanError> {
+            let input_names: Vec<PathBuf> = input_names.iter().map(PathBuf::from).collect();
+            find_siblings(&self.path(script), &self.path(""), &input_names)
         }
 
-        fn names(&self, script: &str, named: &[&str]) -> Vec<String> {
-            let found = self.find(script, named).unwrap();
+        fn names(&self, script: &str, input_names: &[&str]) -> Vec<String> {
+            let found = self.find(script, input_names).unwrap();
             for (source, name) in &found.inputs {
                 assert_eq!(*source, self.path(script).parent().unwrap().join(name));
             }
@@ -344,7 +344,7 @@ mod tests {
             .chain(["other.py", "utils.py"])
             .collect();
         assert_eq!(project.names("pkg/main.py", &[]), all);
-        // What the caller names itself is not copied twice.
+        // Modules that the caller names as inputs are not copied twice.
         assert_eq!(project.names("pkg/main.py", &["lib", "utils.py"]), [""; 0]);
         let notice = project.find("pkg/main.py", &[]).unwrap().notice.unwrap();
         assert!(
@@ -367,7 +367,7 @@ mod tests {
             "{error}"
         );
         let other = Project::new(&[("a/main.py", "")]);
-        let outside = siblings(&other.path("a/main.py"), &project.path(""), &[]);
+        let outside = find_siblings(&other.path("a/main.py"), &project.path(""), &[]);
         assert!(outside.is_err());
         let error = project.find("pkg/x.sh", &[]).unwrap_err().to_string();
         assert!(error.contains("Python"), "{error}");
@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     fn number_bytes_and_lookups_are_bounded() {
-        let why = |result: Result<Siblings, PolicyError>| result.unwrap_err().to_string();
+        let why = |result: Result<SiblingInputs, PlanError>| result.unwrap_err().to_string();
         let names: Vec<String> = (0..=MODULES_MAX).map(|n| format!("pkg/m{n}.py")).collect();
         let bomb: String = (0..=MODULES_MAX)
             .map(|n| format!("import m{n}\n"))
@@ -427,7 +427,7 @@ mod tests {
         let project = Project::new(&[("pkg/main.py", &bomb)]);
         assert!(why(project.find("pkg/main.py", &[])).contains("too many"));
 
-        // Names below one that is not there are looked up once, but each would be remembered.
+        // Each name below a missing package is looked up only once, but each would be remembered.
         let names: Vec<String> = (0..=LOOKUPS_MAX).map(|n| format!("m{n}")).collect();
         let deep = vec!["a"; 16].join(".");
         let bomb = format!("from {deep} import {}", names.join(","));
@@ -437,7 +437,7 @@ mod tests {
 
     #[test]
     fn a_source_of_names_takes_little_memory() {
-        // Each name of one byte stands for an import of 17 parts: gathered, these are half a gigabyte.
+        // Each name of one byte stands for an import of 17 parts. Collected, these would take half a gigabyte.
         let deep = vec!["a"; 16].join(".");
         let bomb = format!("from {deep} import {}", "a,".repeat(1 << 20));
         let project = Project::new(&[("pkg/main.py", &bomb)]);
@@ -448,7 +448,7 @@ mod tests {
         assert!(grown < 256 << 20, "{grown} bytes");
     }
 
-    /// Of the whole process.
+    /// Peak memory of the whole process.
     fn memory_peak_bytes() -> u64 {
         let status = fs::read_to_string("/proc/self/status").unwrap();
         let peak = status.lines().find_map(|l| l.strip_prefix("VmHWM:"));

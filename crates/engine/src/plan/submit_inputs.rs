@@ -1,41 +1,45 @@
-//! What a submission takes with it from where it is submitted, by the rules that hold for a run there.
+//! Which files travel with a submission. The rules are those of a run on the submitting host.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use super::links::through_own_links;
-use super::path_checks::{Guard, InputDirectory};
-use super::{PolicyError, Private, Visible, canonical, own_program};
-use crate::plan::runtime::Caller;
-use crate::request::{Command, Request, Siblings, Stdin};
+use super::command::own_program;
+use super::error::PlanError;
+use super::links::check_links_are_own;
+use super::path_checks::{InputDirectory, PathChecks, PrivatePaths};
+use super::paths::canonical;
+use super::visible_paths::VisiblePaths;
+use crate::plan::runtime::CallerEnvironment;
+use crate::request::{Command, Request, SiblingModules, Stdin};
 use store::types::input_name;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Taken {
-    /// With the script's words the first is its name in the workspace, where it is the first of the inputs.
+pub struct SubmitInputs {
+    /// For a script, its path is the name in the workspace; the script is the first of `inputs`.
     pub command: Command,
-    /// Source, resolved, and name in the workspace of everything that is copied.
+    /// The files to copy: resolved source, and name in the workspace.
     pub inputs: Vec<(PathBuf, PathBuf)>,
     pub stdin: Option<PathBuf>,
-    /// Where the project has them, its own.
+    /// The directory that was named, or the project's own.
     pub data: Option<PathBuf>,
     pub docs: Option<PathBuf>,
-    /// What was asked for, or what the caller has active.
+    /// The runtime that was requested, or the environment that the caller has activated.
     pub runtime: Option<PathBuf>,
-    /// What the caller should know: which modules were brought along.
+    /// A message for the caller: which sibling modules are included.
     pub notice: Option<String>,
 }
 
-/// Decides what is read for a submission, and reads none of it. Whether the worker may show the rest is the worker's to say.
-pub fn taken(
+/// Decides which files travel with a submission, without reading their content. The worker decides later whether it
+/// may show the other paths.
+pub fn resolve_submit_inputs(
     request: &Request,
-    caller: &Caller,
-    private: &Private<'_>,
-) -> Result<Taken, PolicyError> {
-    // Where workspaces are made here is nobody's input either.
+    caller: &CallerEnvironment,
+    private: &PrivatePaths<'_>,
+) -> Result<SubmitInputs, PlanError> {
+    // The local workspace root may not be an input either.
     let workspace_root =
         canonical(&request.workspace_root).unwrap_or_else(|_| request.workspace_root.clone());
-    let guard = Guard {
+    let checks = PathChecks {
         request,
         workspace_root: &workspace_root,
         private,
@@ -45,14 +49,14 @@ pub fn taken(
         Command::Script { script, args } => {
             let name = input_name::name_for(script, None)?;
             let script = caller.cwd.join(script);
-            through_own_links(&script)?;
+            check_links_are_own(&script)?;
             inputs.push((script, name.clone()));
             Command::Script {
                 script: name,
                 args: args.clone(),
             }
         }
-        Command::Argv(words) => Command::Argv(from_here(words, request, &caller.cwd)),
+        Command::Argv(words) => Command::Argv(absolute_program(words, request, &caller.cwd)),
         Command::Shell => Command::Shell,
     };
     for input in &request.inputs {
@@ -60,31 +64,31 @@ pub fn taken(
         inputs.push((input.host.clone(), name));
     }
     for (source, _) in &mut inputs {
-        *source = guard.may_copy(source)?;
+        *source = checks.resolve_copied_source(source)?;
     }
     let notice = match request.siblings {
-        Siblings::Left => None,
-        Siblings::Brought => guard.siblings(&guard.project()?, &mut inputs)?,
+        SiblingModules::Exclude => None,
+        SiblingModules::Include => checks.add_siblings(&checks.resolve_project()?, &mut inputs)?,
     };
     let stdin = match &request.stdin {
-        Stdin::File(path) => Some(guard.may_copy(path)?),
+        Stdin::File(path) => Some(checks.resolve_copied_source(path)?),
         Stdin::Null | Stdin::Caller => None,
     };
-    let taken = Taken {
-        data: guard.to_submit(InputDirectory::Data)?,
-        docs: guard.to_submit(InputDirectory::Docs)?,
-        runtime: request.runtime.clone().or_else(|| active(caller)),
+    let submit_inputs = SubmitInputs {
+        data: checks.directory_to_submit(InputDirectory::Data)?,
+        docs: checks.directory_to_submit(InputDirectory::Docs)?,
+        runtime: request.runtime.clone().or_else(|| active_prefix(caller)),
         command,
         inputs,
         stdin,
         notice,
     };
-    check_arguments(request, &taken, &workspace_root, caller)?;
-    Ok(taken)
+    check_arguments(request, &submit_inputs, &workspace_root, caller)?;
+    Ok(submit_inputs)
 }
 
-/// A program named relative to the current directory is named from / on, unless it is among the inputs.
-fn from_here(words: &[OsString], request: &Request, cwd: &Path) -> Vec<OsString> {
+/// Makes a program path absolute if it is relative to the current directory, unless the program is one of the inputs.
+fn absolute_program(words: &[OsString], request: &Request, cwd: &Path) -> Vec<OsString> {
     let mut words = words.to_vec();
     if let Some(first) = words.first_mut()
         && first.as_encoded_bytes().contains(&b'/')
@@ -95,7 +99,7 @@ fn from_here(words: &[OsString], request: &Request, cwd: &Path) -> Vec<OsString>
     words
 }
 
-fn active(caller: &Caller) -> Option<PathBuf> {
+fn active_prefix(caller: &CallerEnvironment) -> Option<PathBuf> {
     let names = ["VIRTUAL_ENV", "CONDA_PREFIX"];
     names.iter().find_map(|name| {
         let prefix = PathBuf::from(caller.env.get(std::ffi::OsStr::new(name))?);
@@ -103,25 +107,25 @@ fn active(caller: &Caller) -> Option<PathBuf> {
     })
 }
 
-/// As a run would, but only for what is named relative to the current directory, which the worker has not: what is named
-/// from / on may well be there.
+/// Checks the arguments as for a run, but only relative paths: the worker does not have the current directory. An
+/// absolute path may exist on the worker.
 fn check_arguments(
     request: &Request,
-    taken: &Taken,
+    submit_inputs: &SubmitInputs,
     workspace_root: &Path,
-    caller: &Caller,
-) -> Result<(), PolicyError> {
+    caller: &CallerEnvironment,
+) -> Result<(), PlanError> {
     let workspace = crate::workspace::path_for(workspace_root, &request.id);
-    let mut inputs = taken.inputs.clone();
-    for (name, dir) in [("data", &taken.data), ("docs", &taken.docs)] {
+    let mut inputs = submit_inputs.inputs.clone();
+    for (name, dir) in [("data", &submit_inputs.data), ("docs", &submit_inputs.docs)] {
         inputs.extend(dir.clone().map(|dir| (dir, PathBuf::from(name))));
     }
-    let args = match &taken.command {
+    let args = match &submit_inputs.command {
         Command::Argv(words) => words.get(1..).unwrap_or_default(),
         Command::Script { args, .. } => args,
         Command::Shell => &[],
     };
-    let visible = Visible {
+    let visible = VisiblePaths {
         views: &[],
         inputs: &inputs,
         workspace: &workspace,

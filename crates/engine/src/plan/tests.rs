@@ -1,5 +1,5 @@
-//! What a queued request is shown, tried on real files. Private ones are made, where the tests run as root, and /root and
-//! /etc/shadow are there to be asked for too.
+//! What a queued request is shown, checked on real files. Where the tests run as root, /root and /etc/shadow serve as
+//! private files too.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,10 +9,13 @@ use std::path::{Path, PathBuf};
 use sandbox::spec::{Owner, SharedMemory, WorkspaceKind};
 use tempfile::TempDir;
 
+use sandbox::spec::ReadOnlyView;
+
 use super::*;
+use crate::plan::runtime::CallerEnvironment;
 use crate::request::{
-    Again, AnalysisId, AskedLimits, Asker, Collection, Input, Keep, NamedBy, NamedDirectory,
-    ReadRoot, Writers,
+    AnalysisId, CollectionSettings, Command, IdReuse, Input, KeepPolicy, NamedBy, NamedDirectory,
+    QueueWriters, ReadRoot, Request, RequestOrigin, RequestedLimits, Stdin,
 };
 
 fn named(path: PathBuf) -> Option<NamedDirectory> {
@@ -58,7 +61,7 @@ impl Bench {
         path
     }
 
-    fn request(&self, writers: Writers) -> Request {
+    fn request(&self, writers: QueueWriters) -> Request {
         let staged = self.path("home/staged");
         Request {
             id: AnalysisId::new("q").unwrap(),
@@ -74,45 +77,45 @@ impl Bench {
             runtime: None,
             env: Vec::new(),
             stdin: Stdin::File(staged.join("stdin")),
-            limits: AskedLimits::default(),
+            limits: RequestedLimits::default(),
             workspace_kind: WorkspaceKind::Disk,
             workspace_root: self.path("work"),
-            keep: Keep::Never,
+            keep: KeepPolicy::Never,
             keep_for_ms: 1000,
-            floor: crate::request::Level::Landlock,
+            floor: crate::request::IsolationLevel::Landlock,
             level: None,
             shared_memory: SharedMemory::Private,
             allow_degraded: BTreeSet::new(),
             readable_roots: None,
-            collection: Collection::default(),
-            siblings: crate::request::Siblings::Left,
-            again: Again::Refused,
+            collection: CollectionSettings::default(),
+            siblings: crate::request::SiblingModules::Exclude,
+            id_reuse: IdReuse::Refuse,
             secret_env: Vec::new(),
-            asked_by: Asker::Queue {
+            asked_by: RequestOrigin::Queue {
                 staged,
                 writers,
-                script_from: None,
+                submitted_script: None,
             },
         }
     }
 
-    fn plan(&self, request: &Request) -> Result<Plan, PolicyError> {
-        let caller = Caller {
+    fn plan(&self, request: &Request) -> Result<Plan, PlanError> {
+        let caller = CallerEnvironment {
             path: "/usr/bin:/bin".into(),
             cwd: self.at.clone(),
             env: Default::default(),
             homes: Vec::new(),
         };
         let home = self.path("home");
-        let private = Private {
+        let private = PrivatePaths {
             home: &home,
-            kept: &[],
+            records: &[],
         };
         plan(request, &caller, &private)
     }
 
     fn reading(&self, path: &Path) -> Request {
-        let mut request = self.request(Writers::Others);
+        let mut request = self.request(QueueWriters::OtherUsers);
         request.reads = vec![ReadRoot {
             host: path.to_path_buf(),
             inside: Some("/mnt/shown".into()),
@@ -123,7 +126,7 @@ impl Bench {
     #[track_caller]
     fn refused(&self, path: &Path) {
         match self.plan(&self.reading(path)) {
-            Err(PolicyError::NotEverybodys { .. } | PolicyError::Refused { .. }) => {}
+            Err(PlanError::NotWorldReadable { .. } | PlanError::Refused { .. }) => {}
             other => panic!("{path:?}: {other:?}"),
         }
     }
@@ -144,19 +147,19 @@ fn a_stranger_is_shown_what_everybody_may_read() {
     let open = bench.directory("open", 0o755);
     bench.file("open/a", 0o644);
     let plan = bench.plan(&bench.reading(&open)).unwrap();
-    // Never as the owner: a private file that comes later stays private.
+    // Never with mapped ownership: a private file that appears later stays private.
     assert_eq!(bench.owners(&plan, &open), [Owner::AsIs]);
     let single = bench.file("single", 0o644);
     let plan = bench.plan(&bench.reading(&single)).unwrap();
     assert_eq!(bench.owners(&plan, &single), [Owner::AsIs]);
-    // Through a link that everybody can follow.
+    // Through symlinks that everybody can follow.
     symlink("open", bench.path("link")).unwrap();
     symlink(bench.path("link"), bench.path("link2")).unwrap();
     let plan = bench.plan(&bench.reading(&bench.path("link2"))).unwrap();
     assert_eq!(bench.owners(&plan, &open), [Owner::AsIs]);
     let plan = bench.plan(&bench.reading(&bench.path("link2/../open/.")));
     assert!(plan.is_ok());
-    // What came with it is copied.
+    // The submitted files are copied.
     let plan = plan.unwrap();
     assert_eq!(
         plan.inputs,
@@ -188,7 +191,7 @@ fn a_stranger_is_refused_what_not_everybody_may_read() {
         fs::remove_file(link).unwrap();
         fs::remove_file(twice).unwrap();
     }
-    // Everybody can pass through 0711 to what lies open in it.
+    // Everybody can pass through a 0711 directory to what is readable in it.
     let within = bench.directory("d711b/open", 0o755);
     bench.plan(&bench.reading(&within)).unwrap();
     for path in [
@@ -210,7 +213,7 @@ fn a_stranger_is_refused_what_not_everybody_may_read() {
     bench.refused(&bench.path("root"));
     bench.refused(&bench.path("root/.ssh"));
     for (slot, name) in [(0, "data"), (1, "docs"), (2, "project"), (3, "runtime")] {
-        let mut request = bench.request(Writers::Others);
+        let mut request = bench.request(QueueWriters::OtherUsers);
         let path = closed[0].clone();
         match slot {
             0 => request.data = named(path),
@@ -220,13 +223,13 @@ fn a_stranger_is_refused_what_not_everybody_may_read() {
         }
         let plan = bench.plan(&request);
         assert!(
-            matches!(plan, Err(PolicyError::NotEverybodys { .. })),
+            matches!(plan, Err(PlanError::NotWorldReadable { .. })),
             "{name}: {plan:?}"
         );
     }
 }
 
-/// Whether it is there or not: behind a closed directory all answers are the same.
+/// Behind a directory that is not world-readable, the answers for existing and missing files are the same.
 #[test]
 fn a_stranger_does_not_learn_what_there_is() {
     let bench = Bench::new();
@@ -234,7 +237,7 @@ fn a_stranger_does_not_learn_what_there_is() {
     bench.file("closed/there", 0o644);
     let said = |path: &str| {
         let path = bench.path(path);
-        let mut request = bench.request(Writers::Others);
+        let mut request = bench.request(QueueWriters::OtherUsers);
         request.command = Command::Argv(vec![path.clone().into()]);
         let by_command = bench.plan(&request).unwrap_err().to_string();
         let by_read = bench.plan(&bench.reading(&path)).unwrap_err().to_string();
@@ -247,8 +250,8 @@ fn a_stranger_does_not_learn_what_there_is() {
             .1
             .contains("operator of the worker can list it")
     );
-    // Nor by an argument, which for a run would be answered with advice.
-    let mut request = bench.request(Writers::Others);
+    // Nor through an argument, for which a direct run would get a suggestion.
+    let mut request = bench.request(QueueWriters::OtherUsers);
     let there = bench.path("closed/there");
     request.command = Command::Argv(vec!["/bin/cat".into(), there.into()]);
     bench.plan(&request).unwrap();
@@ -266,7 +269,7 @@ fn what_the_operator_lists_is_shown_as_to_its_owner() {
     request.readable_roots = Some(vec![closed.clone()]);
     let plan = bench.plan(&request).unwrap();
     assert_eq!(bench.owners(&plan, &inner), [Owner::Mapped]);
-    // A link in it does not extend it; the system is there for everybody, and shown so.
+    // A symlink in a listed directory does not extend the list. /usr/share is world-readable, and shown as such.
     request.reads[0].host = bench.path("closed/out");
     let plan = bench.plan(&request).unwrap();
     assert_eq!(bench.owners(&plan, Path::new("/usr/share")), [Owner::AsIs]);
@@ -274,7 +277,7 @@ fn what_the_operator_lists_is_shown_as_to_its_owner() {
     request.reads[0].host = open;
     let refused = bench.plan(&request);
     assert!(
-        matches!(refused, Err(PolicyError::NotListed { .. })),
+        matches!(refused, Err(PlanError::NotInReadableRoots { .. })),
         "{refused:?}"
     );
 }
@@ -285,10 +288,10 @@ fn our_own_queue_is_shown_what_we_may_read() {
     let closed = bench.directory("closed", 0o700);
     let mut request = bench.reading(&closed);
     let staged = bench.path("home/staged");
-    request.asked_by = Asker::Queue {
+    request.asked_by = RequestOrigin::Queue {
         staged,
-        writers: Writers::OnlyUs,
-        script_from: None,
+        writers: QueueWriters::OnlyThisUser,
+        submitted_script: None,
     };
     let plan = bench.plan(&request).unwrap();
     assert_eq!(bench.owners(&plan, &closed), [Owner::Mapped]);
@@ -298,35 +301,36 @@ fn our_own_queue_is_shown_what_we_may_read() {
 fn nothing_but_what_was_staged_is_copied() {
     let bench = Bench::new();
     let open = bench.file("open", 0o644);
-    for writers in [Writers::Others, Writers::OnlyUs] {
+    for writers in [QueueWriters::OtherUsers, QueueWriters::OnlyThisUser] {
         let mut request = bench.request(writers);
         request.inputs[0].host = open.clone();
         assert!(matches!(
             bench.plan(&request),
-            Err(PolicyError::Refused { .. })
+            Err(PlanError::Refused { .. })
         ));
         let mut request = bench.request(writers);
         request.stdin = Stdin::File(open.clone());
         assert!(matches!(
             bench.plan(&request),
-            Err(PolicyError::Refused { .. })
+            Err(PlanError::Refused { .. })
         ));
         let mut request = bench.request(writers);
         let link = bench.path("home/staged/inputs/link");
-        let _again = symlink(&open, &link);
+        // The second round finds the symlink of the first.
+        let _ = symlink(&open, &link);
         request.inputs[0].host = link;
         assert!(matches!(
             bench.plan(&request),
-            Err(PolicyError::Refused { .. })
+            Err(PlanError::Refused { .. })
         ));
-        // Our own files are still nobody's to be shown.
+        // Fumehood's own files are still not shown to anybody.
         let mut request = bench.request(writers);
         request.data = named(bench.path("home/staged/inputs"));
         assert!(bench.plan(&request).is_err());
     }
 }
 
-/// The program of a plain user's worker is that user, so what is private in an open directory would not be.
+/// A plain user's worker runs programs as that user, so private files in an open directory would be readable.
 #[test]
 fn a_plain_users_private_files_in_an_open_directory_are_found() {
     let bench = Bench::new();
@@ -338,13 +342,13 @@ fn a_plain_users_private_files_in_an_open_directory_are_found() {
     bench.file("open/sub/b", 0o600);
     let found = world_readable::check_nothing_private(&open);
     assert!(
-        matches!(&found, Err(PolicyError::NotEverybodys { closed, .. }) if closed.ends_with("sub/b")),
+        matches!(&found, Err(PlanError::NotWorldReadable { closed, .. }) if closed.ends_with("sub/b")),
         "{found:?}"
     );
     fs::remove_file(bench.path("open/sub/b")).unwrap();
     bench.directory("open/sub/c", 0o700);
     assert!(world_readable::check_nothing_private(&open).is_err());
-    // The control, through the plan: for root the mount does it, for others the look.
+    // The control, through the plan: for root the mount keeps the files private, for others the check refuses.
     let plan = bench.plan(&bench.reading(&open));
     assert_eq!(plan.is_ok(), rustix::process::geteuid().is_root());
     drop(bench.dir);

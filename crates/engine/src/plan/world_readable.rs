@@ -1,5 +1,5 @@
-//! What everybody on this host may read. A queued request may come from somebody with fewer rights than the worker has, so
-//! the worker's own rights must not decide what it is shown, nor tell what else there is.
+//! What every user of this host may read. A queued request may come from a user with fewer rights than the worker.
+//! The worker's rights must then neither decide what is shown nor reveal what else exists.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -10,26 +10,26 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{Access, AtFlags, Dir, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use super::PolicyError;
+use super::error::PlanError;
 
-/// As many links as the kernel follows.
+/// The kernel follows at most this many symlinks in one path.
 const LINKS_MAX: u32 = 40;
-/// Directories that are looked through hold no more than this, nor lie deeper in each other.
+/// Bounds on the entries that [`check_nothing_private`] looks at, and on the depth.
 const ENTRIES_MAX: u32 = 100_000;
 const DEPTH_MAX: usize = 64;
 
 const OTHERS_READ: u32 = 0o004;
 const OTHERS_ENTER: u32 = 0o001;
 
-/// What the path leads to, resolved as the kernel would for somebody who has no rights but those that everybody has: one
-/// name at a time, each by the descriptor of the directory before, which everybody must be able to enter.
-pub(super) fn find(path: &Path) -> Result<PathBuf, PolicyError> {
-    let failed = |source: Errno| PolicyError::Unreachable {
+/// Resolves a path as the kernel would for a user with no rights but those of "others": one name at a time, each
+/// relative to the descriptor of the directory before, which others must be able to enter.
+pub(super) fn resolve(path: &Path) -> Result<PathBuf, PlanError> {
+    let failed = |source: Errno| PlanError::Unreachable {
         path: path.to_path_buf(),
         source: source.into(),
     };
     let mut ahead: VecDeque<OsString> = names(path);
-    let mut at = vec![Step::root().map_err(failed)?];
+    let mut at = vec![PathStep::root().map_err(failed)?];
     let mut links = 0;
     while let Some(name) = ahead.pop_front() {
         let here = at.last().ok_or_else(|| failed(Errno::NOENT))?;
@@ -42,8 +42,8 @@ pub(super) fn find(path: &Path) -> Result<PathBuf, PolicyError> {
         if here.kind() != FileType::Directory {
             return Err(failed(Errno::NOTDIR));
         }
-        if !here.lets_everybody(OTHERS_ENTER) {
-            return Err(closed(path, &at));
+        if !here.allows_everybody(OTHERS_ENTER) {
+            return Err(not_world_readable(path, &at));
         }
         let next = here.below(&name).map_err(failed)?;
         if next.kind() != FileType::Symlink {
@@ -63,20 +63,20 @@ pub(super) fn find(path: &Path) -> Result<PathBuf, PolicyError> {
             ahead.push_front(name);
         }
     }
-    let wanted = match at.last().map(Step::kind) {
+    let wanted = match at.last().map(PathStep::kind) {
         Some(FileType::Directory) => OTHERS_READ | OTHERS_ENTER,
         _ => OTHERS_READ,
     };
-    match at.last().is_some_and(|last| last.lets_everybody(wanted)) {
+    match at.last().is_some_and(|last| last.allows_everybody(wanted)) {
         true => Ok(path_of(&at)),
-        false => Err(closed(path, &at)),
+        false => Err(not_world_readable(path, &at)),
     }
 }
 
-/// Something below a directory that we can read and not everybody can. Where the program runs as our own user, a
-/// directory that is open to everybody would show it that.
-pub(super) fn check_nothing_private(directory: &Path) -> Result<(), PolicyError> {
-    let failed = |source: Errno| PolicyError::Unreachable {
+/// Fails if anything below `directory` is readable for us but not for everybody. This matters where the program runs
+/// as our own user: a directory that is open to everybody may hold our private files.
+pub(super) fn check_nothing_private(directory: &Path) -> Result<(), PlanError> {
+    let failed = |source: Errno| PlanError::Unreachable {
         path: directory.to_path_buf(),
         source: source.into(),
     };
@@ -102,7 +102,7 @@ pub(super) fn check_nothing_private(directory: &Path) -> Result<(), PolicyError>
             continue;
         }
         let Some(fewer) = left.checked_sub(1) else {
-            return Err(PolicyError::TooLarge {
+            return Err(PlanError::TooLargeToCheck {
                 path: directory.to_path_buf(),
             });
         };
@@ -115,15 +115,15 @@ pub(super) fn check_nothing_private(directory: &Path) -> Result<(), PolicyError>
             FileType::Directory => OTHERS_READ | OTHERS_ENTER,
             _ => OTHERS_READ,
         };
-        if stat.st_mode & wanted != wanted && ours_to_read(dir.as_fd(), name) {
-            return Err(PolicyError::NotEverybodys {
+        if stat.st_mode & wanted != wanted && may_we_read(dir.as_fd(), name) {
+            return Err(PlanError::NotWorldReadable {
                 path: directory.to_path_buf(),
                 closed: path,
             });
         }
         if kind == FileType::Directory && stat.st_mode & wanted == wanted {
             if depth >= DEPTH_MAX {
-                return Err(PolicyError::TooLarge {
+                return Err(PlanError::TooLargeToCheck {
                     path: directory.to_path_buf(),
                 });
             }
@@ -133,12 +133,12 @@ pub(super) fn check_nothing_private(directory: &Path) -> Result<(), PolicyError>
     }
 }
 
-fn ours_to_read(dir: BorrowedFd<'_>, name: &std::ffi::CStr) -> bool {
+fn may_we_read(dir: BorrowedFd<'_>, name: &std::ffi::CStr) -> bool {
     let may = |access| rustix::fs::accessat(dir, name, access, AtFlags::EACCESS).is_ok();
     may(Access::READ_OK) || may(Access::EXEC_OK)
 }
 
-/// The names that a path consists of, `..` included.
+/// The names that a path consists of, including `..`.
 fn names(path: &Path) -> VecDeque<OsString> {
     let name = |part: Component<'_>| match part {
         Component::Normal(_) | Component::ParentDir => Some(part.as_os_str().to_owned()),
@@ -147,48 +147,48 @@ fn names(path: &Path) -> VecDeque<OsString> {
     path.components().filter_map(name).collect()
 }
 
-fn closed(path: &Path, at: &[Step]) -> PolicyError {
-    PolicyError::NotEverybodys {
+fn not_world_readable(path: &Path, at: &[PathStep]) -> PlanError {
+    PlanError::NotWorldReadable {
         path: path.to_path_buf(),
         closed: path_of(at),
     }
 }
 
-fn path_of(at: &[Step]) -> PathBuf {
+fn path_of(at: &[PathStep]) -> PathBuf {
     let mut path = PathBuf::from("/");
     path.extend(at.iter().skip(1).map(|step| &step.name));
     path
 }
 
-/// One component on the way, held open, so that what was looked at is what is gone through.
-struct Step {
+/// One component of a path, held open, so that the directory that was checked is the directory that is used.
+struct PathStep {
     fd: OwnedFd,
     stat: Stat,
     name: OsString,
 }
 
-impl Step {
-    fn root() -> rustix::io::Result<Step> {
+impl PathStep {
+    fn root() -> rustix::io::Result<PathStep> {
         let fd = rustix::fs::open("/", OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        Step::of(fd, OsString::from("/"))
+        PathStep::of(fd, OsString::from("/"))
     }
 
-    fn below(&self, name: &OsStr) -> rustix::io::Result<Step> {
+    fn below(&self, name: &OsStr) -> rustix::io::Result<PathStep> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = rustix::fs::openat(&self.fd, name, flags, Mode::empty())?;
-        Step::of(fd, name.to_owned())
+        PathStep::of(fd, name.to_owned())
     }
 
-    fn of(fd: OwnedFd, name: OsString) -> rustix::io::Result<Step> {
+    fn of(fd: OwnedFd, name: OsString) -> rustix::io::Result<PathStep> {
         let stat = rustix::fs::fstat(&fd)?;
-        Ok(Step { fd, stat, name })
+        Ok(PathStep { fd, stat, name })
     }
 
     fn kind(&self) -> FileType {
         FileType::from_raw_mode(self.stat.st_mode)
     }
 
-    fn lets_everybody(&self, wanted: u32) -> bool {
+    fn allows_everybody(&self, wanted: u32) -> bool {
         self.stat.st_mode & wanted == wanted
     }
 }

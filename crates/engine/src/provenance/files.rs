@@ -1,7 +1,8 @@
-//! Looking at files that the code to be confined may have put there: a venv, a library, a `.git`.
+//! Reads files that the code to be confined may have written: a venv, a library, a `.git`.
 //!
-//! Everything is opened from a held directory, through no symlink, and only if it is a regular file: a FIFO must not make us
-//! wait, a device must not act, a symlink must not bring somebody's secret into the record. Every read has a bound.
+//! Everything is opened relative to a held directory, without following symlinks, and only if it is a regular file. A
+//! FIFO must not block, a device must not have side effects, and a symlink must not bring another file's content into
+//! the record. Every read is bounded.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -12,15 +13,15 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Stat};
 
-/// Longer ones are no names of anything that we look for.
+/// The longest path. Nothing that this module looks for has a longer one.
 const NAME_BYTES_MAX: usize = 4096;
-/// A directory may hold millions, and looking through it is paid by every run.
+/// The most entries of a directory to look at. A directory may hold millions, and every run pays for the look.
 const ENTRIES_MAX: usize = 100_000;
 
-pub(super) struct Dir(OwnedFd);
+pub(super) struct InspectedDir(OwnedFd);
 
-/// The first bytes of a file, and whether that is all of it.
-pub(super) struct Head {
+/// The first bytes of a file, and whether that is the whole file.
+pub(super) struct FileHead {
     pub(super) bytes: Vec<u8>,
     pub(super) whole: bool,
 }
@@ -32,26 +33,26 @@ pub(super) struct Listing {
     pub(super) more: bool,
 }
 
-impl Dir {
-    /// A directory by its canonical path.
-    pub(super) fn open(path: &Path) -> io::Result<Dir> {
+impl InspectedDir {
+    /// Opens a directory by its canonical path.
+    pub(super) fn open(path: &Path) -> io::Result<InspectedDir> {
         let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-        open(CWD, path.as_os_str().as_bytes(), OFlags::DIRECTORY, resolve).map(Dir)
+        open(CWD, path.as_os_str().as_bytes(), OFlags::DIRECTORY, resolve).map(InspectedDir)
     }
 
-    /// A directory by a path written down somewhere, which may begin with `/` or lead upwards. Symlinks on the way
-    /// are the host's own business, but it must not be one itself.
-    pub(super) fn stated(&self, path: &[u8]) -> io::Result<Dir> {
+    /// Opens a directory by a path that a file states. The path may be absolute or lead upwards. Symlinks on the way
+    /// are followed, but the last component must not be one.
+    pub(super) fn open_stated(&self, path: &[u8]) -> io::Result<InspectedDir> {
         let resolve = ResolveFlags::NO_MAGICLINKS;
         let fd = open(&self.0, path, OFlags::DIRECTORY | OFlags::NOFOLLOW, resolve)?;
-        Ok(Dir(fd))
+        Ok(InspectedDir(fd))
     }
 
-    pub(super) fn sub(&self, path: &[u8]) -> io::Result<Dir> {
-        open(&self.0, path, OFlags::DIRECTORY, inside()).map(Dir)
+    pub(super) fn open_dir(&self, path: &[u8]) -> io::Result<InspectedDir> {
+        open(&self.0, path, OFlags::DIRECTORY, inside_only()).map(InspectedDir)
     }
 
-    /// `None` if there is nothing by that name. A single name, so that no symlink is followed.
+    /// `None` if there is no entry of that name. Takes a single component, so that no symlink is followed.
     pub(super) fn stat(&self, name: &[u8]) -> io::Result<Option<Stat>> {
         debug_assert!(!name.contains(&b'/'));
         match rustix::fs::statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW) {
@@ -61,40 +62,41 @@ impl Dir {
         }
     }
 
-    /// The user to whom the directory belongs.
+    /// The uid of the directory's owner.
     pub(super) fn owner(&self) -> io::Result<u32> {
         Ok(rustix::fs::fstat(&self.0)?.st_uid)
     }
 
     /// The target of a symlink, as written.
-    pub(super) fn link(&self, name: &[u8]) -> io::Result<Vec<u8>> {
+    pub(super) fn read_link(&self, name: &[u8]) -> io::Result<Vec<u8>> {
         Ok(rustix::fs::readlinkat(&self.0, name, Vec::new())?.into_bytes())
     }
 
-    /// A regular file, opened for reading.
-    pub(super) fn file(&self, path: &[u8]) -> io::Result<File> {
-        // Looked at before it is opened, because opening some devices acts; and after, because it may be another.
-        let path = cut(path)?;
-        regular(&rustix::fs::statat(
+    /// Opens a regular file for reading.
+    pub(super) fn open_file(&self, path: &[u8]) -> io::Result<File> {
+        // Check the type before opening, because opening some devices has side effects, and after, because the entry
+        // may have been replaced.
+        let path = check_name_length(path)?;
+        check_regular(&rustix::fs::statat(
             &self.0,
             path,
             AtFlags::SYMLINK_NOFOLLOW,
         )?)?;
-        let file = open(&self.0, path, OFlags::empty(), inside())?;
-        regular(&rustix::fs::fstat(&file)?)?;
+        let file = open(&self.0, path, OFlags::empty(), inside_only())?;
+        check_regular(&rustix::fs::fstat(&file)?)?;
         Ok(File::from(file))
     }
 
-    pub(super) fn read(&self, path: &[u8], bytes_max: usize) -> io::Result<Head> {
-        let file = self.file(path)?;
+    pub(super) fn read(&self, path: &[u8], bytes_max: usize) -> io::Result<FileHead> {
+        let file = self.open_file(path)?;
         let mut bytes = Vec::with_capacity(bytes_max.min(4096));
         file.take(bytes_max as u64 + 1).read_to_end(&mut bytes)?;
         let whole = bytes.len() <= bytes_max;
         bytes.truncate(bytes_max);
-        Ok(Head { bytes, whole })
+        Ok(FileHead { bytes, whole })
     }
 
-    /// The whole of a small file; an error if it is larger.
+    /// Reads a whole file; fails if it is larger than `bytes_max`.
     pub(super) fn read_whole(&self, path: &[u8], bytes_max: usize) -> io::Result<Vec<u8>> {
         let head = self.read(path, bytes_max)?;
         match head.whole {
@@ -103,7 +105,7 @@ impl Dir {
         }
     }
 
-    /// At most so many of the names that are `wanted`, among the first [`ENTRIES_MAX`].
+    /// Lists at most `names_max` names that are `wanted`, among the first [`ENTRIES_MAX`] entries.
     pub(super) fn list(
         &self,
         names_max: usize,
@@ -134,7 +136,7 @@ impl Dir {
     }
 }
 
-fn inside() -> ResolveFlags {
+fn inside_only() -> ResolveFlags {
     ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS
 }
 
@@ -145,18 +147,18 @@ fn open(
     resolve: ResolveFlags,
 ) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | more;
-    let fd = rustix::fs::openat2(at, cut(path)?, flags, Mode::empty(), resolve)?;
+    let fd = rustix::fs::openat2(at, check_name_length(path)?, flags, Mode::empty(), resolve)?;
     Ok(fd)
 }
 
-fn cut(path: &[u8]) -> io::Result<&[u8]> {
+fn check_name_length(path: &[u8]) -> io::Result<&[u8]> {
     match path.len() <= NAME_BYTES_MAX {
         true => Ok(path),
         false => Err(io::ErrorKind::InvalidFilename.into()),
     }
 }
 
-fn regular(stat: &Stat) -> io::Result<()> {
+fn check_regular(stat: &Stat) -> io::Result<()> {
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => Ok(()),
         _ => Err(io::Error::new(

@@ -1,9 +1,13 @@
-//! Where a result comes from: everything that is stored with an attempt because it cannot be found out afterwards.
+//! Where a result comes from: everything that is stored with an attempt because it cannot be found out later.
 //!
-//! Gathering never fails. What could not be found out is null, and `notes` says why. Nothing is executed for it, and every
-//! part has a bound, since much of what is looked at (a venv, a `.git`) may have been written by the code to be confined.
-//! All text went through [`escape_text`], so it has no NUL and is UTF-8 for every database; where it was too long, it
-//! ends in [`CUT`], which escaped text cannot hold otherwise.
+//! Gathering never fails. A value that could not be found is null, and `notes` says why. Nothing is executed and
+//! every part is bounded, since the code to be confined may have written much of what is read (a venv, a `.git`). All
+//! text goes through [`escape_text`], so it has no NUL and is UTF-8 for every database. Text that was too long ends
+//! in [`CUT`], which escaped text cannot contain otherwise.
+//!
+//! - `git/`: the commit of the project, read without git.
+//! - `packages.rs`: the installed packages of a runtime.
+//! - `files.rs`: bounded reads of untrusted files.
 
 mod files;
 mod git;
@@ -19,21 +23,21 @@ use std::time::Duration;
 use rustix::system::Uname;
 use serde::{Deserialize, Serialize};
 
-use files::Dir;
-use packages::Finder;
+use files::InspectedDir;
+use packages::PackageFinder;
 pub use packages::{Library, LibraryKind, PACKAGES_MAX, Package};
 use store::types::escaping::escape_text;
 use store::types::manifest::ContentHash;
 use store::types::secret_values::{SecretReason, secret_reason};
 
 pub const VERSION: u32 = 1;
-/// Inputs that are listed; the rest is in the counts and the hash.
+/// The most inputs that are listed. The rest is included in the counts and the hash.
 pub const INPUTS_MAX: usize = 1_000;
-/// Arguments, and variables, that are listed.
+/// The most arguments, and the most variables, that are listed.
 pub const STRINGS_MAX: usize = 1_000;
-/// Of one argument or value: a program given with `-c` should fit.
+/// The most bytes of one argument or value. A program given with `-c` should fit.
 pub const STRING_BYTES_MAX: usize = 64 << 10;
-/// Of all arguments, and of all variables.
+/// The most bytes of all arguments, and of all variables.
 pub const STRINGS_BYTES_MAX: usize = 512 << 10;
 const PATH_BYTES_MAX: usize = 4096;
 const NOTES_MAX: usize = 50;
@@ -42,28 +46,28 @@ pub const CUT: &str = "\\[cut]";
 
 /// What the caller knows. Paths are canonical.
 #[derive(Clone, Copy, Debug)]
-pub struct Facts<'a> {
-    /// As the program gets it.
+pub struct ProvenanceFacts<'a> {
+    /// The arguments as the program gets them.
     pub argv: &'a [OsString],
-    pub rights: Rights,
-    /// Where the script lay, and what it was.
+    pub rights: InspectionRights,
+    /// The path of the script, and the hash of its content.
     pub script: Option<(&'a Path, Option<ContentHash>)>,
     /// Path in the workspace (escaped), bytes, hash.
     pub inputs: &'a [(String, u64, ContentHash)],
-    /// As the user gave it, with `--env`.
+    /// The variables that the user gave with `--env`.
     pub env: &'a [(OsString, OsString)],
-    /// Names whose values are withheld: a name, or the beginning of one and a star.
+    /// Names of variables whose values are withheld; a name may end in `*`.
     pub secret_names: &'a [String],
-    /// What is executed: `Plan::program`.
+    /// The program that is executed: `Plan::program`.
     pub program: &'a Path,
-    /// Shown for the runtime besides the system: `Runtime::prefixes`.
+    /// The directories shown for the runtime besides the system: `Runtime::prefixes`.
     pub prefixes: &'a [PathBuf],
-    /// The environment inside: `Plan::env`. Only R_LIBS, R_LIBS_USER and R_LIBS_SITE are looked at.
+    /// The environment of the program. Only R_LIBS, R_LIBS_USER and R_LIBS_SITE are used.
     pub inside_env: &'a [(OsString, OsString)],
     pub project: &'a Path,
     pub data: Option<&'a Path>,
     pub docs: Option<&'a Path>,
-    /// `--read`: where on the host, where inside.
+    /// `--read`: path on the host, path inside.
     pub reads: &'a [(PathBuf, PathBuf)],
 }
 
@@ -72,20 +76,20 @@ pub struct Provenance {
     pub version: u32,
     pub fumehood: String,
     pub argv: Vec<String>,
-    /// How many arguments are not listed.
+    /// The number of arguments that are not listed.
     pub argv_left_out: u64,
     pub script: Option<Script>,
-    pub inputs: Inputs,
+    pub inputs: InputSummary,
     pub env: Vec<Variable>,
     pub env_left_out: u64,
-    pub runtime: Runtime,
+    pub runtime: ProvenanceRuntime,
     pub project: String,
     pub data: Option<String>,
     pub docs: Option<String>,
-    pub reads: Vec<Read>,
-    pub git: Option<Git>,
-    pub host: Host,
-    pub submitter: Submitter,
+    pub reads: Vec<ReadMapping>,
+    pub git: Option<GitState>,
+    pub host: ProvenanceHost,
+    pub submitter: ProvenanceSubmitter,
     /// What could not be found out, and why.
     pub notes: Vec<String>,
 }
@@ -97,13 +101,13 @@ pub struct Script {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Inputs {
+pub struct InputSummary {
     /// The first [`INPUTS_MAX`] by path.
     pub files: Vec<InputFile>,
     pub count: u64,
     pub bytes: u64,
-    /// Of all of them in the order of their paths: the length of the path (8 bytes, little end first), the path, the
-    /// bytes (likewise), the hash (64 hex digits).
+    /// The hash of all inputs in the order of their paths. For each: the length of the path (8 bytes, little-endian),
+    /// the path, the length of the file (likewise), the hash (64 hex digits).
     pub blake3: ContentHash,
 }
 
@@ -117,22 +121,22 @@ pub struct InputFile {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Variable {
     pub name: String,
-    /// `None` if it is withheld.
+    /// `None` if the value is withheld.
     pub value: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub withheld: Option<SecretReason>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Runtime {
-    /// What is executed.
+pub struct ProvenanceRuntime {
+    /// The program that is executed.
     pub program: String,
-    /// The file behind it, all symlinks followed.
+    /// The file behind the program, with all symlinks followed.
     pub interpreter: Option<String>,
-    /// The prefix that the program lies in.
+    /// The prefix that contains the program.
     pub prefix: Option<String>,
     pub kind: RuntimeKind,
-    /// In full where that can be found out, else `3.11`.
+    /// The full version if it can be found, else a short one such as `3.11`.
     pub version: Option<String>,
     pub libraries: Vec<Library>,
 }
@@ -142,68 +146,68 @@ pub struct Runtime {
 pub enum RuntimeKind {
     Python,
     R,
-    /// A shell, say: the libraries of all runtimes that it could start are listed.
+    /// Another program, such as a shell: the libraries of all runtimes that it could start are listed.
     Other,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Read {
+pub struct ReadMapping {
     pub host: String,
     pub inside: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Git {
-    /// The project, or a directory above it.
+pub struct GitState {
+    /// The directory that holds `.git`: the project, or a directory above it.
     pub top: String,
-    /// In hex.
+    /// In hexadecimal.
     pub commit: Option<String>,
-    /// `None` if HEAD is detached or not known.
+    /// `None` if HEAD is detached or unknown.
     pub branch: Option<String>,
-    /// Whether tracked files differ from the commit anywhere below `top`. `None`: not known.
+    /// Whether tracked files anywhere below `top` differ from the commit. `None` if unknown.
     pub dirty: Option<bool>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Host {
+pub struct ProvenanceHost {
     pub name: String,
     pub kernel: String,
     pub architecture: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Submitter {
+pub struct ProvenanceSubmitter {
     pub uid: u32,
     pub name: Option<String>,
-    /// Who became root with sudo, as sudo says.
+    /// The user who became root with sudo, as sudo reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sudo_user: Option<String>,
 }
 
-/// With whose rights the host is looked at.
+/// Whose rights this process has when it looks at the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rights {
-    /// Of whoever asked, too.
-    Callers,
-    /// Ours, which whoever asked may not have: nothing is looked at that only the request names.
-    Ours,
+pub enum InspectionRights {
+    /// Rights that the requester has too.
+    SharedWithCaller,
+    /// Rights that the requester may not have. Nothing is read that only the request names.
+    WorkerOnly,
 }
 
-pub fn gather(facts: &Facts<'_>) -> Provenance {
+pub fn gather(facts: &ProvenanceFacts<'_>) -> Provenance {
     let mut notes = Notes::default();
     let (argv, argv_left_out) = bounded_list(facts.argv, |arg| {
-        let text = bounded(arg.as_bytes(), STRING_BYTES_MAX);
+        let text = bounded_text(arg.as_bytes(), STRING_BYTES_MAX);
         (text.len(), text)
     });
     let (env, env_left_out) = bounded_list(facts.env, |(name, value)| {
-        let variable = variable(name, value, facts.secret_names);
+        let variable = record_variable(name, value, facts.secret_names);
         let value_bytes = variable.value.as_ref().map_or(0, String::len);
         (variable.name.len() + value_bytes, variable)
     });
     let (reads, reads_left_out) = bounded_list(facts.reads, |(host, inside)| {
-        let read = Read {
-            host: shown_path(host),
-            inside: shown_path(inside),
+        let read = ReadMapping {
+            host: path_text(host),
+            inside: path_text(inside),
         };
         (read.host.len() + read.inside.len(), read)
     });
@@ -216,24 +220,26 @@ pub fn gather(facts: &Facts<'_>) -> Provenance {
         argv,
         argv_left_out,
         script: facts.script.map(|(path, blake3)| Script {
-            path: shown_path(path),
+            path: path_text(path),
             blake3,
         }),
-        inputs: inputs(facts.inputs),
+        inputs: summarize_inputs(facts.inputs),
         env,
         env_left_out,
-        runtime: runtime(facts, &mut notes),
-        project: shown_path(facts.project),
-        data: facts.data.map(shown_path),
-        docs: facts.docs.map(shown_path),
+        runtime: inspect_runtime(facts, &mut notes),
+        project: path_text(facts.project),
+        data: facts.data.map(path_text),
+        docs: facts.docs.map(path_text),
         reads,
         git: match facts.rights {
             _ if facts.project.as_os_str().is_empty() => None,
-            Rights::Callers => git_state(facts.project, git::TIME_MAX, &mut notes),
-            Rights::Ours => None,
+            InspectionRights::SharedWithCaller => {
+                inspect_git(facts.project, git::TIME_MAX, &mut notes)
+            }
+            InspectionRights::WorkerOnly => None,
         },
-        host: host(),
-        submitter: submitter(&mut notes),
+        host: inspect_host(),
+        submitter: find_submitter(&mut notes),
         notes: notes.0,
     }
 }
@@ -249,8 +255,8 @@ impl Notes {
     }
 }
 
-/// Escaped; if it is longer than the bound, its beginning and [`CUT`].
-fn bounded(bytes: &[u8], bytes_max: usize) -> String {
+/// Escapes text. If it is longer than the bound, keeps the beginning and appends [`CUT`].
+fn bounded_text(bytes: &[u8], bytes_max: usize) -> String {
     match bytes.len() <= bytes_max {
         true => escape_text(bytes),
         false => escape_text(&bytes[..bytes_max]) + CUT,
@@ -258,7 +264,7 @@ fn bounded(bytes: &[u8], bytes_max: usize) -> String {
 }
 
 /// The same for text that is escaped already.
-fn cut(text: &str) -> String {
+fn cut_escaped(text: &str) -> String {
     match text.char_indices().nth(PATH_BYTES_MAX) {
         Some((end, _)) => format!("{}{CUT}", &text[..end]),
         None => text.to_owned(),
@@ -266,15 +272,16 @@ fn cut(text: &str) -> String {
 }
 
 /// A path for the record.
-fn shown(bytes: &[u8]) -> String {
-    bounded(bytes, PATH_BYTES_MAX)
+fn bounded_path_text(bytes: &[u8]) -> String {
+    bounded_text(bytes, PATH_BYTES_MAX)
 }
 
-fn shown_path(path: &Path) -> String {
-    shown(path.as_os_str().as_bytes())
+fn path_text(path: &Path) -> String {
+    bounded_path_text(path.as_os_str().as_bytes())
 }
 
-/// As many as the bounds allow, each with what it costs, and how many were left out.
+/// Converts as many items as the bounds allow. `make` returns the size and the item. Also returns how many were left
+/// out.
 fn bounded_list<T, U>(all: &[T], make: impl Fn(&T) -> (usize, U)) -> (Vec<U>, u64) {
     let mut room = STRINGS_BYTES_MAX;
     let mut list = Vec::new();
@@ -290,7 +297,7 @@ fn bounded_list<T, U>(all: &[T], make: impl Fn(&T) -> (usize, U)) -> (Vec<U>, u6
     (list, left_out)
 }
 
-fn inputs(all: &[(String, u64, ContentHash)]) -> Inputs {
+fn summarize_inputs(all: &[(String, u64, ContentHash)]) -> InputSummary {
     let mut sorted: Vec<&(String, u64, ContentHash)> = all.iter().collect();
     sorted.sort();
     let mut hasher = blake3::Hasher::new();
@@ -301,10 +308,10 @@ fn inputs(all: &[(String, u64, ContentHash)]) -> Inputs {
         hasher.update(hash.to_string().as_bytes());
     }
     let listed = sorted.iter().take(INPUTS_MAX);
-    Inputs {
+    InputSummary {
         files: listed
             .map(|(path, bytes, blake3)| InputFile {
-                path: cut(path),
+                path: cut_escaped(path),
                 bytes: *bytes,
                 blake3: *blake3,
             })
@@ -317,17 +324,17 @@ fn inputs(all: &[(String, u64, ContentHash)]) -> Inputs {
     }
 }
 
-fn variable(name: &OsStr, value: &OsStr, secret_names: &[String]) -> Variable {
+fn record_variable(name: &OsStr, value: &OsStr, secret_names: &[String]) -> Variable {
     let withheld = secret_reason(name.as_bytes(), value.as_bytes(), secret_names);
-    let value = || bounded(value.as_bytes(), STRING_BYTES_MAX);
+    let value = || bounded_text(value.as_bytes(), STRING_BYTES_MAX);
     Variable {
-        name: bounded(name.as_bytes(), PATH_BYTES_MAX),
+        name: bounded_text(name.as_bytes(), PATH_BYTES_MAX),
         value: withheld.is_none().then(value),
         withheld,
     }
 }
 
-fn runtime(facts: &Facts<'_>, notes: &mut Notes) -> Runtime {
+fn inspect_runtime(facts: &ProvenanceFacts<'_>, notes: &mut Notes) -> ProvenanceRuntime {
     let name = facts
         .program
         .file_name()
@@ -340,22 +347,22 @@ fn runtime(facts: &Facts<'_>, notes: &mut Notes) -> Runtime {
     };
     let prefix = facts.program.parent().and_then(Path::parent);
     let mut version = None;
-    let mut finder = Finder::new(notes);
+    let mut finder = PackageFinder::new(notes);
     match (kind, prefix) {
         (RuntimeKind::Python, Some(prefix)) => {
             version = packages::python_version(facts.program, prefix);
-            python(&mut finder, facts, prefix, version.as_deref());
+            add_python_libraries(&mut finder, facts, prefix, version.as_deref());
         }
         (RuntimeKind::R, Some(prefix)) => {
-            r(&mut finder, facts, prefix);
+            add_r_libraries(&mut finder, facts, prefix);
             version = packages::r_version(&finder.libraries);
         }
         _ => {
             let all = facts.prefixes.iter().map(PathBuf::as_path).chain(prefix);
             for prefix in all {
-                finder.python(prefix, None);
-                finder.conda(prefix);
-                r(&mut finder, facts, prefix);
+                finder.add_python(prefix, None);
+                finder.add_conda(prefix);
+                add_r_libraries(&mut finder, facts, prefix);
             }
         }
     }
@@ -364,45 +371,50 @@ fn runtime(facts: &Facts<'_>, notes: &mut Notes) -> Runtime {
         notes
             .add("runtime: its version is written nowhere that it can be read without starting it");
     }
-    Runtime {
-        program: shown_path(facts.program),
+    ProvenanceRuntime {
+        program: path_text(facts.program),
         interpreter: facts
             .program
             .canonicalize()
             .ok()
-            .map(|path| shown_path(&path)),
-        prefix: prefix.map(shown_path),
+            .map(|path| path_text(&path)),
+        prefix: prefix.map(path_text),
         kind,
         version,
         libraries,
     }
 }
 
-/// The libraries of a Python, and those of the Python below a venv that asks for them.
-fn python(finder: &mut Finder<'_>, facts: &Facts<'_>, prefix: &Path, version: Option<&str>) {
+/// Adds the libraries of a Python. If a venv includes the system's packages, also adds those of its base.
+fn add_python_libraries(
+    finder: &mut PackageFinder<'_>,
+    facts: &ProvenanceFacts<'_>,
+    prefix: &Path,
+    version: Option<&str>,
+) {
     let short = version.and_then(packages::short_version);
-    finder.python(prefix, short.as_deref());
-    finder.conda(prefix);
-    let setting = |key: &[u8]| packages::venv_setting(&Dir::open(prefix).ok()?, &[key]);
+    finder.add_python(prefix, short.as_deref());
+    finder.add_conda(prefix);
+    let setting = |key: &[u8]| packages::venv_setting(&InspectedDir::open(prefix).ok()?, &[key]);
     let shared = setting(b"include-system-site-packages");
     if !shared.is_some_and(|value| value.eq_ignore_ascii_case(b"true")) {
         return;
     }
     let home = setting(b"home").map(|home| PathBuf::from(OsStr::from_bytes(&home)));
     let base = home.as_deref().and_then(Path::parent);
-    // pyvenv.cfg may be hostile: only what is shown to the program anyway is looked at.
+    // pyvenv.cfg may be hostile, so look only at directories that the program sees anyway.
     let visible = |base: &&Path| {
         base.starts_with("/usr") || facts.prefixes.iter().any(|prefix| base.starts_with(prefix))
     };
     if let Some(base) = base.filter(visible) {
-        finder.python(base, short.as_deref());
-        finder.conda(base);
+        finder.add_python(base, short.as_deref());
+        finder.add_conda(base);
     }
 }
 
-/// R's libraries: its own, and those that the environment inside names.
-fn r(finder: &mut Finder<'_>, facts: &Facts<'_>, prefix: &Path) {
-    finder.r(prefix);
+/// Adds R's own libraries, and those that the program's environment names.
+fn add_r_libraries(finder: &mut PackageFinder<'_>, facts: &ProvenanceFacts<'_>, prefix: &Path) {
+    finder.add_r(prefix);
     let named = |name: &OsStr| {
         ["R_LIBS", "R_LIBS_USER", "R_LIBS_SITE"]
             .iter()
@@ -414,28 +426,28 @@ fn r(finder: &mut Finder<'_>, facts: &Facts<'_>, prefix: &Path) {
             .split(|b| *b == b':')
             .filter(|p| p.starts_with(b"/"))
         {
-            finder.library(Path::new(OsStr::from_bytes(path)), LibraryKind::R);
+            finder.add_library(Path::new(OsStr::from_bytes(path)), LibraryKind::R);
         }
     }
 }
 
-fn git_state(project: &Path, time_max: Duration, notes: &mut Notes) -> Option<Git> {
-    let found = match git::look(project, time_max) {
+fn inspect_git(project: &Path, time_max: Duration, notes: &mut Notes) -> Option<GitState> {
+    let found = match git::inspect(project, time_max) {
         Ok(found) => found?,
         Err(why) => {
             notes.add(format!("git: {why}"));
             return None;
         }
     };
-    let mut state = Git {
-        top: shown_path(&found.top),
+    let mut state = GitState {
+        top: path_text(&found.top),
         commit: None,
         branch: None,
         dirty: None,
     };
     match found.head {
         Ok(head) => {
-            state.branch = head.branch.map(|name| bounded(&name, PATH_BYTES_MAX));
+            state.branch = head.branch.map(|name| bounded_text(&name, PATH_BYTES_MAX));
             state.commit = head.commit.ok().map(|id| git::hex(&id));
         }
         Err(why) => {
@@ -445,37 +457,37 @@ fn git_state(project: &Path, time_max: Duration, notes: &mut Notes) -> Option<Gi
     }
     match found.dirty {
         Ok(dirty) => state.dirty = Some(dirty),
-        Err(why @ git::Unknown::NoCommit) => notes.add(format!("git: {why}")),
+        Err(why @ git::GitUnknown::NoCommit) => notes.add(format!("git: {why}")),
         Err(why) => notes.add(format!("git: whether it is clean is not known: {why}")),
     }
     Some(state)
 }
 
-fn host() -> Host {
+fn inspect_host() -> ProvenanceHost {
     let uname = rustix::system::uname();
-    let text = |part: fn(&Uname) -> &std::ffi::CStr| bounded(part(&uname).to_bytes(), 256);
-    Host {
+    let text = |part: fn(&Uname) -> &std::ffi::CStr| bounded_text(part(&uname).to_bytes(), 256);
+    ProvenanceHost {
         name: text(Uname::nodename),
         kernel: text(Uname::release),
         architecture: text(Uname::machine),
     }
 }
 
-/// Large sites list many people; beyond this a file is not a list of users.
+/// The most bytes of /etc/passwd to read. Large sites list many people.
 const PASSWD_BYTES_MAX: usize = 16 << 20;
 
-/// Who asks, in a word: by name where there is one.
+/// The name of the requesting user, or the uid if there is no name.
 pub fn submitter_name() -> String {
-    let who = submitter(&mut Notes::default());
+    let who = find_submitter(&mut Notes::default());
     let name = who.sudo_user.or(who.name);
     name.unwrap_or_else(|| who.uid.to_string())
 }
 
-fn submitter(notes: &mut Notes) -> Submitter {
+fn find_submitter(notes: &mut Notes) -> ProvenanceSubmitter {
     static NAME: std::sync::OnceLock<Option<String>> = std::sync::OnceLock::new();
     let uid = rustix::process::getuid().as_raw();
     let read = || {
-        let etc = Dir::open(Path::new("/etc"));
+        let etc = InspectedDir::open(Path::new("/etc"));
         let passwd = etc.and_then(|etc| etc.read_whole(b"passwd", PASSWD_BYTES_MAX));
         user_name(&passwd.unwrap_or_default(), uid)
     };
@@ -484,10 +496,10 @@ fn submitter(notes: &mut Notes) -> Submitter {
         notes.add("submitter: /etc/passwd has no name for it");
     }
     let sudo_user = std::env::var_os("SUDO_USER").filter(|_| uid == 0);
-    Submitter {
+    ProvenanceSubmitter {
         uid,
         name,
-        sudo_user: sudo_user.map(|name| bounded(name.as_bytes(), 256)),
+        sudo_user: sudo_user.map(|name| bounded_text(name.as_bytes(), 256)),
     }
 }
 
@@ -496,7 +508,7 @@ fn user_name(passwd: &[u8], uid: u32) -> Option<String> {
     let mut users = passwd.split(|b| *b == b'\n').filter_map(|line| {
         let mut fields = line.split(|b| *b == b':');
         let name = fields.next()?;
-        (fields.nth(1)? == uid.as_bytes()).then(|| bounded(name, 256))
+        (fields.nth(1)? == uid.as_bytes()).then(|| bounded_text(name, 256))
     });
     users.next()
 }

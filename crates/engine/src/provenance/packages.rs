@@ -1,8 +1,9 @@
-//! The packages of a runtime, from what their installers wrote down; nothing is executed.
+//! The packages of a runtime, from the files that their installers wrote. Nothing is executed.
 //!
-//! Cheap, because every run pays for it: `NAME-VERSION.dist-info` says both, and so do the names of eggs and of conda's records, so that
-//! a file is opened only for what does not (and for R, whose directories bear no versions). A name can lie as well as
-//! a file can; whoever writes a runtime decides what it claims to be.
+//! Every run pays for this, so it must be cheap. The names of `NAME-VERSION.dist-info` directories, of eggs and of
+//! conda's records contain name and version. A file is opened only if its name lacks them, and for R, whose
+//! directories have no versions in their names. Names can lie as files can: whoever writes a runtime decides what it
+//! claims to be.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -10,19 +11,19 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::files::Dir;
-use super::{Notes, shown};
+use super::files::InspectedDir;
+use super::{Notes, bounded_path_text};
 
-/// In all libraries of a run.
+/// The most packages in all libraries of a run.
 pub const PACKAGES_MAX: usize = 10_000;
-/// The headers of METADATA come first; what follows is the readme.
+/// The most bytes of METADATA to read. The headers come first; the readme follows.
 const METADATA_BYTES_MAX: usize = 64 << 10;
-/// Of all files opened for their headers.
+/// The most bytes of all files that are opened for their headers.
 const METADATA_ALL_BYTES_MAX: usize = 32 << 20;
 const NAME_BYTES_MAX: usize = 256;
 const LIBRARIES_MAX: usize = 64;
 
-/// One directory in which packages are installed.
+/// A directory in which packages are installed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Library {
     pub path: String,
@@ -42,38 +43,39 @@ pub enum LibraryKind {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Package {
     pub name: String,
-    /// `None` if the package does not say.
+    /// `None` if the package does not state a version.
     pub version: Option<String>,
-    /// Conda's.
+    /// Conda's build string.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub build: Option<String>,
 }
 
-/// What is found while looking, and what is left of the bound.
-pub(super) struct Finder<'n> {
+/// Collects libraries, and keeps track of the bounds.
+pub(super) struct PackageFinder<'n> {
     pub(super) libraries: Vec<Library>,
-    pub(super) left: usize,
+    pub(super) packages_left: usize,
     bytes_left: usize,
-    /// Of what is listed, which is kept and stored: names are the prefix's, which an attacker may have made.
+    /// How many bytes of text may still be listed. The record stores this text, and an attacker may have chosen the
+    /// names.
     text_left: usize,
     notes: &'n mut Notes,
 }
 
 const TEXT_BYTES_MAX: usize = 1 << 20;
 
-impl<'n> Finder<'n> {
-    pub(super) fn new(notes: &'n mut Notes) -> Finder<'n> {
-        Finder {
+impl<'n> PackageFinder<'n> {
+    pub(super) fn new(notes: &'n mut Notes) -> PackageFinder<'n> {
+        PackageFinder {
             libraries: Vec::new(),
-            left: PACKAGES_MAX,
+            packages_left: PACKAGES_MAX,
             bytes_left: METADATA_ALL_BYTES_MAX,
             text_left: TEXT_BYTES_MAX,
             notes,
         }
     }
 
-    /// Python's libraries below a prefix; of one version (`3.11`) if that is known, else of all.
-    pub(super) fn python(&mut self, prefix: &Path, version: Option<&str>) {
+    /// Adds Python's libraries below a prefix: those of one version (`3.11`) if it is known, else of all.
+    pub(super) fn add_python(&mut self, prefix: &Path, version: Option<&str>) {
         let mut places = Vec::new();
         for lib in ["lib", "lib64"] {
             let dir = prefix.join(lib);
@@ -86,35 +88,35 @@ impl<'n> Finder<'n> {
             }
         }
         if prefix == Path::new("/usr") {
-            // Debian's own packages serve every version; what the administrator adds lies in /usr/local.
+            // Debian's own packages serve every version. The administrator's packages are in /usr/local.
             places.push(PathBuf::from("/usr/lib/python3/dist-packages"));
-            self.python(Path::new("/usr/local"), version);
+            self.add_python(Path::new("/usr/local"), version);
         }
         for place in places {
-            self.library(&place, LibraryKind::Python);
+            self.add_library(&place, LibraryKind::Python);
         }
     }
 
-    pub(super) fn conda(&mut self, prefix: &Path) {
-        self.library(&prefix.join("conda-meta"), LibraryKind::Conda);
+    pub(super) fn add_conda(&mut self, prefix: &Path) {
+        self.add_library(&prefix.join("conda-meta"), LibraryKind::Conda);
     }
 
-    pub(super) fn r(&mut self, prefix: &Path) {
+    pub(super) fn add_r(&mut self, prefix: &Path) {
         for lib in ["lib", "lib64"] {
             for library in ["library", "site-library"] {
-                self.library(&prefix.join(lib).join("R").join(library), LibraryKind::R);
+                self.add_library(&prefix.join(lib).join("R").join(library), LibraryKind::R);
             }
         }
         if prefix == Path::new("/usr") {
-            self.library(Path::new("/usr/local/lib/R/site-library"), LibraryKind::R);
+            self.add_library(Path::new("/usr/local/lib/R/site-library"), LibraryKind::R);
         }
     }
 
-    /// One library, if it is there and not listed yet.
-    pub(super) fn library(&mut self, path: &Path, kind: LibraryKind) {
-        let said = shown(path.as_os_str().as_bytes());
-        let listed = self.libraries.iter().any(|library| library.path == said);
-        let Ok(dir) = Dir::open(path) else {
+    /// Adds one library, if it exists and is not listed yet.
+    pub(super) fn add_library(&mut self, path: &Path, kind: LibraryKind) {
+        let shown = bounded_path_text(path.as_os_str().as_bytes());
+        let listed = self.libraries.iter().any(|library| library.path == shown);
+        let Ok(dir) = InspectedDir::open(path) else {
             return;
         };
         if listed {
@@ -130,15 +132,16 @@ impl<'n> Finder<'n> {
             LibraryKind::Conda => name.ends_with(b".json"),
             LibraryKind::R => !name.starts_with(b"."),
         };
-        let Ok(listing) = dir.list(self.left, wanted) else {
-            self.notes.add(format!("packages: {said} cannot be listed"));
+        let Ok(listing) = dir.list(self.packages_left, wanted) else {
+            self.notes
+                .add(format!("packages: {shown} cannot be listed"));
             return;
         };
         if listing.more {
             self.notes
-                .add(format!("packages: {said} holds more than are listed"));
+                .add(format!("packages: {shown} holds more than are listed"));
         }
-        self.left -= listing.names.len();
+        self.packages_left -= listing.names.len();
         let bytes_left = &mut self.bytes_left;
         let mut head = |path: &[u8]| {
             let head = dir.read(path, METADATA_BYTES_MAX.min(*bytes_left)).ok()?;
@@ -170,12 +173,12 @@ impl<'n> Finder<'n> {
         });
         if packages.len() < found {
             self.notes.add(format!(
-                "packages: {said} has names so long that not all are listed"
+                "packages: {shown} has names so long that not all are listed"
             ));
         }
         if !packages.is_empty() {
             self.libraries.push(Library {
-                path: said,
+                path: shown,
                 kind,
                 packages,
             });
@@ -183,14 +186,14 @@ impl<'n> Finder<'n> {
     }
 }
 
-/// `lib/python3.11`: the name, and the version in it.
+/// A directory such as `lib/python3.11`: its name, and the version in the name.
 pub(super) struct PythonDir {
     pub(super) name: String,
     pub(super) version: String,
 }
 
 pub(super) fn python_dirs(lib: &Path) -> Vec<PythonDir> {
-    let Ok(dir) = Dir::open(lib) else {
+    let Ok(dir) = InspectedDir::open(lib) else {
         return Vec::new();
     };
     let wanted = |name: &[u8]| name.starts_with(b"python") || name.starts_with(b"pypy");
@@ -207,7 +210,7 @@ pub(super) fn python_dirs(lib: &Path) -> Vec<PythonDir> {
     dirs.collect()
 }
 
-/// `3.11` of `python3.11`, `pypy3.10` or `python3.13t`; nothing of `python3`.
+/// `3.11` for `python3.11`, `3.10` for `pypy3.10`, `3.13` for `python3.13t`; none for `python3`.
 pub(super) fn version_in(name: &str) -> Option<&str> {
     let version = name
         .strip_prefix("python")
@@ -218,13 +221,13 @@ pub(super) fn version_in(name: &str) -> Option<&str> {
     (number(major) && number(minor)).then_some(numbers)
 }
 
-/// `head` gives the beginning of a file of the library.
+/// `head` reads the beginning of a file in the library.
 fn python_package(entry: &[u8], head: &mut dyn FnMut(&[u8]) -> Option<Vec<u8>>) -> Option<Package> {
     let (stem, file) = match entry.strip_suffix(b".dist-info") {
         Some(stem) => (stem, "METADATA"),
         None => (entry.strip_suffix(b".egg-info")?, "PKG-INFO"),
     };
-    // Eggs may say for which Python they were made.
+    // The name of an egg may end with the version of Python for which it was made.
     let python = |part: &[u8]| part.starts_with(b"-py") && part[3].is_ascii_digit();
     let named = match stem.windows(4).position(python) {
         Some(python) if file == "PKG-INFO" => &stem[..python],
@@ -243,7 +246,7 @@ fn python_package(entry: &[u8], head: &mut dyn FnMut(&[u8]) -> Option<Vec<u8>>) 
     Some(package(name, header(&bytes, b"Version")))
 }
 
-/// `NAME-VERSION-BUILD.json`; neither version nor build has a dash in it.
+/// Parses `NAME-VERSION-BUILD.json`. Neither version nor build contains a dash.
 fn conda_package(entry: &[u8]) -> Option<Package> {
     let stem = entry.strip_suffix(b".json")?;
     let mut parts = stem.rsplitn(3, |b| *b == b'-');
@@ -271,10 +274,10 @@ fn package(name: &[u8], version: Option<&[u8]>) -> Package {
 }
 
 fn shown_name(bytes: &[u8]) -> String {
-    super::bounded(bytes, NAME_BYTES_MAX)
+    super::bounded_text(bytes, NAME_BYTES_MAX)
 }
 
-/// The value of `Name: value` before the first empty line.
+/// The value of a `Name: value` header before the first empty line.
 fn header<'a>(bytes: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     let lines = bytes.split(|b| *b == b'\n');
     let headers = lines.take_while(|line| !line.trim_ascii().is_empty());
@@ -286,10 +289,10 @@ fn header<'a>(bytes: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     values.find(|value| !value.is_empty())
 }
 
-/// What a Python says of its own version, in full where it can be found: the settings of a venv, the record of conda, the
-/// header for C, else the name of the interpreter or of the only library.
+/// The version of a Python, in full if it can be found: from pyvenv.cfg, conda's record or the C header, else from
+/// the name of the interpreter or of the only library.
 pub(super) fn python_version(program: &Path, prefix: &Path) -> Option<String> {
-    let dir = Dir::open(prefix).ok()?;
+    let dir = InspectedDir::open(prefix).ok()?;
     if let Some(version) = venv_setting(&dir, &[b"version", b"version_info"]) {
         return Some(shown_name(&version));
     }
@@ -314,7 +317,7 @@ pub(super) fn python_version(program: &Path, prefix: &Path) -> Option<String> {
     Some(full.unwrap_or(short))
 }
 
-/// The two numbers with which the library's directory is named.
+/// The two numbers in the name of the library's directory.
 pub(super) fn short_version(version: &str) -> Option<String> {
     let mut numbers = version.split('.');
     let (major, minor) = (numbers.next()?, numbers.next()?);
@@ -322,8 +325,8 @@ pub(super) fn short_version(version: &str) -> Option<String> {
     Some(format!("{major}.{minor}"))
 }
 
-fn conda_python(prefix: &Dir) -> Option<String> {
-    let meta = prefix.sub(b"conda-meta").ok()?;
+fn conda_python(prefix: &InspectedDir) -> Option<String> {
+    let meta = prefix.open_dir(b"conda-meta").ok()?;
     let records = meta.list(100, |name| name.starts_with(b"python-")).ok()?;
     let mut found = records.names.iter().filter_map(|name| {
         let package = conda_package(name.to_bytes())?;
@@ -332,16 +335,16 @@ fn conda_python(prefix: &Dir) -> Option<String> {
     found.next()
 }
 
-/// `3.11` of a program called `python3.11`, or of what `python3` leads to in its own directory.
+/// `3.11` for a program called `python3.11`, or for a `python3` that is a symlink to such a program.
 fn named_version(program: &Path) -> Option<String> {
     const LINKS_MAX: usize = 4;
-    let dir = Dir::open(program.parent()?).ok()?;
+    let dir = InspectedDir::open(program.parent()?).ok()?;
     let mut name = program.file_name()?.as_bytes().to_vec();
     for _ in 0..LINKS_MAX {
         if let Some(version) = std::str::from_utf8(&name).ok().and_then(version_in) {
             return Some(version.to_owned());
         }
-        name = dir.link(&name).ok()?;
+        name = dir.read_link(&name).ok()?;
         if name.contains(&b'/') {
             let last = Path::new(OsStr::from_bytes(&name)).file_name()?;
             return version_in(last.to_str()?).map(str::to_owned);
@@ -351,7 +354,7 @@ fn named_version(program: &Path) -> Option<String> {
 }
 
 /// The first value of one of these keys in pyvenv.cfg.
-pub(super) fn venv_setting(prefix: &Dir, keys: &[&[u8]]) -> Option<Vec<u8>> {
+pub(super) fn venv_setting(prefix: &InspectedDir, keys: &[&[u8]]) -> Option<Vec<u8>> {
     let text = prefix.read_whole(b"pyvenv.cfg", METADATA_BYTES_MAX).ok()?;
     let mut lines = text.split(|b| *b == b'\n');
     lines.find_map(|line| {
@@ -363,7 +366,7 @@ pub(super) fn venv_setting(prefix: &Dir, keys: &[&[u8]]) -> Option<Vec<u8>> {
     })
 }
 
-/// Of R: the version of its package `base`.
+/// The version of R: that of its package `base`.
 pub(super) fn r_version(libraries: &[Library]) -> Option<String> {
     let r = libraries.iter().filter(|l| l.kind == LibraryKind::R);
     let mut packages = r.flat_map(|library| &library.packages);

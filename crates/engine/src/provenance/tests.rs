@@ -1,4 +1,4 @@
-//! Real repositories made by git, real and hostile libraries, and what the record says of them.
+//! Real repositories made by git, real and hostile libraries, and what the record says about them.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,25 +9,25 @@ use std::process::Command;
 
 use super::*;
 
-/// Other tests keep the machine busy; a real run is less patient.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Longer than a real run allows, because other tests keep the machine busy.
+const TEST_TIME_MAX: Duration = Duration::from_secs(60);
 
-/// A directory of its own, and git in it without anybody's settings.
-struct Place {
+/// A temporary directory, in which git runs without any user's configuration.
+struct TestDirectory {
     dir: tempfile::TempDir,
 }
 
-impl Place {
-    fn new() -> Place {
+impl TestDirectory {
+    fn new() -> TestDirectory {
         let dir = tempfile::tempdir().unwrap();
         let real = dir.path().canonicalize().unwrap();
         assert_eq!(real, dir.path(), "the tests need a canonical TMPDIR");
-        Place { dir }
+        TestDirectory { dir }
     }
 
-    /// With a repository of three files in it, committed.
-    fn repository() -> Place {
-        let place = Place::new();
+    /// A directory with a repository of three committed files.
+    fn repository() -> TestDirectory {
+        let place = TestDirectory::new();
         place.git(&["init", "-q", "-b", "main", "."]);
         place.write("a.py", "print(1)\n");
         place.write("src/deep/b.py", "print(2)\n");
@@ -73,17 +73,17 @@ impl Place {
         self.git(&["commit", "-q", "-m", "x"]);
     }
 
-    fn look(&self) -> (Git, Vec<String>) {
+    fn inspect(&self) -> (GitState, Vec<String>) {
         state(self.dir.path())
     }
 
-    /// What we say, after it was held against what git says.
-    fn agrees(&self, dirty: bool) -> Git {
+    /// Compares our result with git's own, and returns ours.
+    fn agrees(&self, dirty: bool) -> GitState {
         agrees(self, self.dir.path(), dirty)
     }
 }
 
-fn agrees(place: &Place, dir: &Path, dirty: bool) -> Git {
+fn agrees(place: &TestDirectory, dir: &Path, dirty: bool) -> GitState {
     let (git, notes) = state(dir);
     let head = place.git_in(dir, &["rev-parse", "HEAD"]);
     assert_eq!(git.commit, Some(head), "{notes:?}");
@@ -93,15 +93,15 @@ fn agrees(place: &Place, dir: &Path, dirty: bool) -> Git {
     git
 }
 
-fn state(project: &Path) -> (Git, Vec<String>) {
+fn state(project: &Path) -> (GitState, Vec<String>) {
     let mut notes = Notes::default();
-    let git = git_state(project, PATIENCE, &mut notes);
+    let git = inspect_git(project, TEST_TIME_MAX, &mut notes);
     (git.unwrap_or_else(|| panic!("{notes:?}")), notes.0)
 }
 
-fn nothing(project: &Path) -> String {
+fn notes_without_repository(project: &Path) -> String {
     let mut notes = Notes::default();
-    assert_eq!(git_state(project, PATIENCE, &mut notes), None);
+    assert_eq!(inspect_git(project, TEST_TIME_MAX, &mut notes), None);
     notes.0.join("\n")
 }
 
@@ -112,23 +112,23 @@ fn fifo(path: &Path) {
 
 #[test]
 fn a_clean_repository_is_proved_clean() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     let git = place.agrees(false);
     assert_eq!(git.branch.as_deref(), Some("main"));
     assert_eq!(git.top, place.dir.path().to_str().unwrap());
-    // Files that are not tracked do not count.
+    // Untracked files do not count.
     place.write("new.txt", "x");
     place.agrees(false);
 }
 
 #[test]
 fn a_changed_file_is_dirty_and_changing_it_back_is_clean() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.write("src/deep/b.py", "print(3)\n");
     place.agrees(true);
     place.write("src/deep/b.py", "print(2)\n");
-    // The times are others now, so the content itself is compared.
-    assert_eq!(place.look().0.dirty, Some(false));
+    // The times differ now, so the content is compared.
+    assert_eq!(place.inspect().0.dirty, Some(false));
     place.agrees(false);
     place.write("a.py", "print(1000)\n");
     place.agrees(true);
@@ -136,7 +136,7 @@ fn a_changed_file_is_dirty_and_changing_it_back_is_clean() {
 
 #[test]
 fn same_size_and_time_do_not_hide_a_change() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     let meta = fs::metadata(place.path("a.py")).unwrap();
     place.write("a.py", "print(7)\n");
     let file = File::options()
@@ -144,14 +144,13 @@ fn same_size_and_time_do_not_hide_a_change() {
         .open(place.path("a.py"))
         .unwrap();
     file.set_modified(meta.modified().unwrap()).unwrap();
-    assert_eq!(place.look().0.dirty, Some(true));
+    assert_eq!(place.inspect().0.dirty, Some(true));
 }
 
-/// A file written after git looked at it, but in the same tick of the clock: the index has its times, and
-/// another content.
+/// A file that was written after git read it, but in the same clock tick: the index has its times, but other content.
 #[test]
 fn a_file_as_young_as_the_index_is_compared() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.write("a.py", "print(7)\n");
     let meta = fs::metadata(place.path("a.py")).unwrap();
     let mut index = fs::read(place.path(".git/index")).unwrap();
@@ -175,15 +174,15 @@ fn a_file_as_young_as_the_index_is_compared() {
         .unwrap();
     let written = meta.modified().unwrap();
     file.set_modified(written).unwrap();
-    assert_eq!(place.look().0.dirty, Some(true));
-    // The control: were the index younger, git and we would both believe it.
+    assert_eq!(place.inspect().0.dirty, Some(true));
+    // The control: if the index were younger, both git and Fumehood would trust it.
     file.set_modified(written + Duration::from_secs(1)).unwrap();
-    assert_eq!(place.look().0.dirty, Some(false));
+    assert_eq!(place.inspect().0.dirty, Some(false));
 }
 
 #[test]
 fn deleted_replaced_and_made_executable() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     fs::set_permissions(place.path("run.sh"), fs::Permissions::from_mode(0o755)).unwrap();
     place.agrees(true);
     place.commit();
@@ -204,7 +203,7 @@ fn deleted_replaced_and_made_executable() {
 
 #[test]
 fn staged_changes_are_dirty_until_they_are_taken_back() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.write("src/deep/b.py", "print(9)\n");
     place.git(&["add", "-A"]);
     place.agrees(true);
@@ -226,7 +225,7 @@ fn staged_changes_are_dirty_until_they_are_taken_back() {
 
 #[test]
 fn a_merge_that_is_not_finished_is_dirty() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.git(&["checkout", "-q", "-b", "other"]);
     place.write("a.py", "other\n");
     place.commit();
@@ -248,10 +247,10 @@ fn a_merge_that_is_not_finished_is_dirty() {
     place.agrees(true);
 }
 
-/// Many commits packed with deltas, so that commits, trees and blobs come out of chains.
+/// Many commits packed with deltas, so that commits, trees and blobs come from delta chains.
 #[test]
 fn packed_objects_and_references_are_read() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     for n in 0..12 {
         let lines = (0..400).map(|line| format!("{} x\n", line * line));
         let lines: String = lines.chain([format!("{n}\n")]).collect();
@@ -277,7 +276,7 @@ fn packed_objects_and_references_are_read() {
     let at = ids.lines().position(|line| line == id).unwrap();
     let base = bases.lines().nth(at).unwrap();
     assert!(!base.starts_with("00000000"), "a.py is not kept as a delta");
-    // Without git's own shortcut, and with other times: every tree and blob is read from the pack.
+    // Without git's cached trees and with other times, every tree and blob is read from the pack.
     place.git(&["rm", "-rq", "--cached", "."]);
     place.agrees(true);
     place.git(&["add", "-A"]);
@@ -285,7 +284,7 @@ fn packed_objects_and_references_are_read() {
         let file = File::options().write(true).open(place.path(name)).unwrap();
         file.set_modified(std::time::UNIX_EPOCH).unwrap();
     }
-    let (git, notes) = place.look();
+    let (git, notes) = place.inspect();
     assert_eq!(git.dirty, Some(false), "{notes:?}");
     place.write("src/f3.py", "3 x2\n");
     place.agrees(true);
@@ -294,12 +293,12 @@ fn packed_objects_and_references_are_read() {
 #[test]
 fn every_version_of_the_index_is_read() {
     for version in ["2", "3", "4"] {
-        let place = Place::repository();
+        let place = TestDirectory::repository();
         place.write("src/deep/besides.py", "x\n");
         place.commit();
         place.git(&["update-index", "--index-version", version]);
         place.agrees(false);
-        // An entry with more flags makes version 3 of version 2.
+        // An entry with extended flags turns version 2 into version 3.
         place.write("later.py", "x");
         place.git(&["add", "-N", "later.py"]);
         place.agrees(true);
@@ -308,30 +307,30 @@ fn every_version_of_the_index_is_read() {
 
 #[test]
 fn what_is_not_understood_is_not_called_clean() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.git(&["update-index", "--split-index"]);
-    let (git, notes) = place.look();
+    let (git, notes) = place.inspect();
     assert_eq!(git.dirty, None);
     assert!(notes[0].contains("index"), "{notes:?}");
 
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.git(&["sparse-checkout", "set", "--cone", "--sparse-index", "src"]);
-    assert_ne!(place.look().0.dirty, Some(true));
+    assert_ne!(place.inspect().0.dirty, Some(true));
 
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.git(&["rm", "-q", "--cached", "a.py"]);
     place.git(&["add", "a.py"]);
     fs::remove_dir_all(place.path(".git/objects")).unwrap();
-    let (git, notes) = place.look();
+    let (git, notes) = place.inspect();
     assert_eq!((git.dirty, git.commit.is_some()), (None, true), "{notes:?}");
 }
 
 #[test]
 fn no_repository_takes_longer_than_it_may() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.write("a.py", "print(3)\n");
     let mut notes = Notes::default();
-    let git = git_state(place.dir.path(), Duration::ZERO, &mut notes).unwrap();
+    let git = inspect_git(place.dir.path(), Duration::ZERO, &mut notes).unwrap();
     assert!(git.commit.is_some() && git.dirty.is_none());
     assert!(notes.0[0].contains("time"), "{notes:?}");
     place.agrees(true);
@@ -339,7 +338,7 @@ fn no_repository_takes_longer_than_it_may() {
 
 #[test]
 fn a_sparse_checkout_without_a_sparse_index_is_clean() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.write("other/x.py", "x");
     place.commit();
     place.git(&[
@@ -355,7 +354,7 @@ fn a_sparse_checkout_without_a_sparse_index_is_clean() {
 
 #[test]
 fn a_filter_is_not_taken_for_a_change_nor_for_none() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     place.write(".gitattributes", "*.txt text eol=crlf\n");
     place.write("t.txt", "one\r\ntwo\r\n");
     place.commit();
@@ -365,14 +364,14 @@ fn a_filter_is_not_taken_for_a_change_nor_for_none() {
         .open(place.path("t.txt"))
         .unwrap();
     file.set_modified(std::time::UNIX_EPOCH).unwrap();
-    let (git, notes) = place.look();
+    let (git, notes) = place.inspect();
     assert_eq!(git.dirty, None);
     assert!(notes[0].contains("filter"), "{notes:?}");
 }
 
 #[test]
-fn detached_unborn_and_below() {
-    let place = Place::repository();
+fn detached_heads_new_branches_and_subdirectories() {
+    let place = TestDirectory::repository();
     let below = place.path("src/deep");
     assert_eq!(
         agrees(&place, &below, false).top,
@@ -381,18 +380,21 @@ fn detached_unborn_and_below() {
     place.git(&["checkout", "-q", "--detach"]);
     assert_eq!(place.agrees(false).branch, None);
 
-    let new = Place::new();
+    let new = TestDirectory::new();
     new.git(&["init", "-q", "-b", "m\u{e9}", "."]);
-    let (git, notes) = new.look();
+    let (git, notes) = new.inspect();
     assert_eq!((git.commit, git.dirty), (None, None));
     assert_eq!(git.branch.as_deref(), Some("m\u{e9}"));
     assert_eq!(notes.len(), 1);
-    assert_eq!(nothing(Place::new().dir.path()), "");
+    assert_eq!(
+        notes_without_repository(TestDirectory::new().dir.path()),
+        ""
+    );
 }
 
 #[test]
 fn a_repository_of_sha256() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     place.git(&["init", "-q", "--object-format=sha256", "."]);
     place.write("a", "x\n");
     place.commit();
@@ -406,9 +408,9 @@ fn a_repository_of_sha256() {
 }
 
 #[test]
-fn worktrees() {
-    let place = Place::repository();
-    let other = Place::new();
+fn worktrees_are_read() {
+    let place = TestDirectory::repository();
+    let other = TestDirectory::new();
     let at = other.path("tree");
     place.git(&[
         "worktree",
@@ -431,8 +433,8 @@ fn worktrees() {
 
 #[test]
 fn submodules_are_looked_into() {
-    let inner = Place::repository();
-    let place = Place::repository();
+    let inner = TestDirectory::repository();
+    let place = TestDirectory::repository();
     place.git(&[
         "submodule",
         "--quiet",
@@ -452,13 +454,13 @@ fn submodules_are_looked_into() {
     place.agrees(false);
 }
 
-/// Nothing of the secret may come into the record, and nothing may make us wait.
+/// No part of the secret may enter the record, and nothing may block.
 #[test]
 fn hostile_heads() {
-    let secret = Place::new();
+    let secret = TestDirectory::new();
     secret.write("secret", &"5ec4e7".repeat(7)[..40]);
-    type Make<'a> = &'a dyn Fn(&Place);
-    let head = |place: &Place| place.path(".git/HEAD");
+    type Make<'a> = &'a dyn Fn(&TestDirectory);
+    let head = |place: &TestDirectory| place.path(".git/HEAD");
     let makes: [(&str, Make<'_>); 9] = [
         ("a symlink", &|p| {
             symlink(secret.path("secret"), head(p)).unwrap()
@@ -482,10 +484,10 @@ fn hostile_heads() {
         ("missing", &|_| {}),
     ];
     for (name, make) in makes {
-        let place = Place::repository();
+        let place = TestDirectory::repository();
         fs::remove_file(head(&place)).unwrap();
         make(&place);
-        let (git, notes) = place.look();
+        let (git, notes) = place.inspect();
         assert_eq!((git.commit, git.dirty), (None, None), "{name}");
         assert!(notes[0].contains("HEAD"), "{name}: {notes:?}");
     }
@@ -493,9 +495,9 @@ fn hostile_heads() {
 
 #[test]
 fn hostile_references() {
-    type Make<'a> = &'a dyn Fn(&Place);
-    let at = |place: &Place| place.path(".git/refs/heads/main");
-    let secret = Place::new();
+    type Make<'a> = &'a dyn Fn(&TestDirectory);
+    let at = |place: &TestDirectory| place.path(".git/refs/heads/main");
+    let secret = TestDirectory::new();
     secret.write("secret", &"5ec4e7".repeat(7)[..40]);
     let makes: [(&str, Make<'_>); 7] = [
         ("a loop", &|p| {
@@ -524,33 +526,33 @@ fn hostile_references() {
         }),
     ];
     for (name, make) in makes {
-        let place = Place::repository();
+        let place = TestDirectory::repository();
         fs::remove_file(at(&place)).unwrap();
         make(&place);
-        let (git, notes) = place.look();
+        let (git, notes) = place.inspect();
         assert_eq!((git.commit, git.dirty), (None, None), "{name}");
         assert_eq!(git.branch.as_deref(), Some("main"), "{name}: {notes:?}");
     }
     // The control: a packed reference within the bounds is found.
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     fs::remove_file(at(&place)).unwrap();
     place.write(
         ".git/packed-refs",
         &format!("# x\n{} refs/heads/main\n^{0}\n", "b".repeat(40)),
     );
-    assert_eq!(place.look().0.commit, Some("b".repeat(40)));
+    assert_eq!(place.inspect().0.commit, Some("b".repeat(40)));
 }
 
 #[test]
 fn hostile_git_directories() {
-    let victim = Place::repository();
-    let place = Place::new();
+    let victim = TestDirectory::repository();
+    let place = TestDirectory::new();
     symlink(victim.path(".git"), place.path(".git")).unwrap();
-    assert!(nothing(place.dir.path()).contains(".git"));
+    assert!(notes_without_repository(place.dir.path()).contains(".git"));
 
-    let place = Place::new();
+    let place = TestDirectory::new();
     fifo(&place.path(".git"));
-    assert!(nothing(place.dir.path()).contains(".git"));
+    assert!(notes_without_repository(place.dir.path()).contains(".git"));
 
     for text in [
         "",
@@ -559,26 +561,29 @@ fn hostile_git_directories() {
         "gitdir: /etc/passwd",
         "nonsense",
     ] {
-        let place = Place::new();
+        let place = TestDirectory::new();
         place.write(".git", text);
-        assert!(nothing(place.dir.path()).contains(".git"), "{text:?}");
+        assert!(
+            notes_without_repository(place.dir.path()).contains(".git"),
+            "{text:?}"
+        );
     }
 
-    // Somebody else's repository, to which the project points, or which lies above it.
+    // Another user's repository, to which the project points, or which lies above it.
     if rustix::process::geteuid().is_root() {
         let chown = |path: &Path| std::os::unix::fs::chown(path, Some(54_321), None).unwrap();
-        let place = Place::new();
+        let place = TestDirectory::new();
         place.write(
             ".git",
             &format!("gitdir: {}\n", victim.path(".git").display()),
         );
-        assert_eq!(place.look().0.branch.as_deref(), Some("main"));
+        assert_eq!(place.inspect().0.branch.as_deref(), Some("main"));
         chown(&victim.path(".git"));
-        assert!(nothing(place.dir.path()).contains("somebody else"));
-        let place = Place::repository();
+        assert!(notes_without_repository(place.dir.path()).contains("somebody else"));
+        let place = TestDirectory::repository();
         fs::create_dir(place.path("theirs")).unwrap();
         chown(&place.path("theirs"));
-        assert!(nothing(&place.path("theirs")).contains("somebody else"));
+        assert!(notes_without_repository(&place.path("theirs")).contains("somebody else"));
     }
 }
 
@@ -597,47 +602,48 @@ fn hostile_indexes() {
         ("a symlink", &|at| symlink("/etc/passwd", at).unwrap()),
     ];
     for (name, make) in makes {
-        let place = Place::repository();
+        let place = TestDirectory::repository();
         let at = place.path(".git/index");
         fs::remove_file(&at).unwrap();
         make(&at);
-        let (git, notes) = place.look();
+        let (git, notes) = place.inspect();
         assert_eq!(git.dirty, None, "{name}");
         assert!(
             git.commit.is_some() && notes[0].contains("index"),
             "{name}: {notes:?}"
         );
     }
-    // Every byte of a real one changed in turn: never a wait, never a panic, and the paths in it lead nowhere.
-    let place = Place::repository();
+    // Each byte of a real index is changed in turn. Nothing blocks or panics, and the paths in the index lead
+    // nowhere.
+    let place = TestDirectory::repository();
     let index = fs::read(place.path(".git/index")).unwrap();
     for at in 0..index.len() {
         let mut damaged = index.clone();
         damaged[at] ^= 0x2e;
         fs::write(place.path(".git/index"), damaged).unwrap();
-        place.look();
+        place.inspect();
     }
     let name = index.windows(4).position(|part| part == b"a.py").unwrap();
     for path in [b"../x", b"/etc", b"a/..", b".///"] {
         let mut evil = index.clone();
         evil[name..name + 4].copy_from_slice(path);
         fs::write(place.path(".git/index"), evil).unwrap();
-        assert_ne!(place.look().0.dirty, Some(false));
+        assert_ne!(place.inspect().0.dirty, Some(false));
     }
 }
 
-/// A tracked file that is a FIFO now, and a file tracked as a link to a secret.
+/// A tracked file that has become a FIFO.
 #[test]
 fn hostile_files() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     fs::remove_file(place.path("a.py")).unwrap();
     fifo(&place.path("a.py"));
-    assert_eq!(place.look().0.dirty, Some(true));
+    assert_eq!(place.inspect().0.dirty, Some(true));
 }
 
-fn facts<'a>(program: &'a Path, project: &'a Path) -> Facts<'a> {
-    Facts {
-        rights: Rights::Callers,
+fn facts<'a>(program: &'a Path, project: &'a Path) -> ProvenanceFacts<'a> {
+    ProvenanceFacts {
+        rights: InspectionRights::SharedWithCaller,
         argv: &[],
         script: None,
         inputs: &[],
@@ -653,7 +659,7 @@ fn facts<'a>(program: &'a Path, project: &'a Path) -> Facts<'a> {
     }
 }
 
-fn listed(runtime: &Runtime) -> Vec<(String, String)> {
+fn listed(runtime: &ProvenanceRuntime) -> Vec<(String, String)> {
     let packages = runtime
         .libraries
         .iter()
@@ -663,20 +669,20 @@ fn listed(runtime: &Runtime) -> Vec<(String, String)> {
         .collect()
 }
 
-fn looked(program: &Path) -> (Runtime, Vec<String>) {
+fn inspect_program(program: &Path) -> (ProvenanceRuntime, Vec<String>) {
     let mut notes = Notes::default();
-    let runtime = runtime(&facts(program, Path::new("/")), &mut notes);
+    let runtime = inspect_runtime(&facts(program, Path::new("/")), &mut notes);
     (runtime, notes.0)
 }
 
-/// `3.11` of `Python 3.11.2`.
+/// `3.11` for `Python 3.11.2`.
 fn python_of(said: &str) -> String {
     packages::short_version(said.trim_start_matches("Python ")).unwrap()
 }
 
 #[test]
 fn the_system_python_and_a_real_venv() {
-    let (system, notes) = looked(Path::new("/usr/bin/python3"));
+    let (system, notes) = inspect_program(Path::new("/usr/bin/python3"));
     let version = Command::new("/usr/bin/python3").arg("-V").output().unwrap();
     let version = String::from_utf8(version.stdout).unwrap();
     let said = system.version.clone().unwrap();
@@ -685,7 +691,7 @@ fn the_system_python_and_a_real_venv() {
         "{said} {version} {notes:?}"
     );
     assert_eq!(system.kind, RuntimeKind::Python);
-    // What Python itself says is installed there.
+    // The packages that Python itself reports.
     let ask = "import importlib.metadata as m\nfor d in m.distributions(path=['/usr/lib/python3/dist-packages']):\n print(d.metadata['Name'])";
     let theirs = Command::new("/usr/bin/python3")
         .args(["-I", "-c", ask])
@@ -702,7 +708,7 @@ fn the_system_python_and_a_real_venv() {
         assert!(ours.contains(&plain(name)), "{name} is missing");
     }
 
-    let place = Place::new();
+    let place = TestDirectory::new();
     let venv = place.path("venv");
     let made = Command::new("/usr/bin/python3")
         .args(["-m", "venv", "--without-pip"])
@@ -719,7 +725,7 @@ fn the_system_python_and_a_real_venv() {
         &site("demo_x-1.5.dist-info/METADATA"),
         "Name: demo-x\nVersion: 1.5\n",
     );
-    let (runtime, notes) = looked(&venv.join("bin/python3"));
+    let (runtime, notes) = inspect_program(&venv.join("bin/python3"));
     assert_eq!(
         format!("Python {}", runtime.version.clone().unwrap()),
         version.trim()
@@ -737,17 +743,20 @@ fn the_system_python_and_a_real_venv() {
             .unwrap()
             .starts_with("/usr/bin/python3.")
     );
-    // And with the system's packages.
+    // Now with the system's packages.
     let config = fs::read_to_string(venv.join("pyvenv.cfg")).unwrap();
     let config = config.replace("packages = false", "packages = true");
     fs::write(venv.join("pyvenv.cfg"), &config).unwrap();
-    assert!(looked(&venv.join("bin/python3")).0.libraries.len() > 1);
+    assert!(inspect_program(&venv.join("bin/python3")).0.libraries.len() > 1);
     fs::write(
         venv.join("pyvenv.cfg"),
         config.replace("/usr/bin", "/home/ada/secret/bin"),
     )
     .unwrap();
-    assert_eq!(looked(&venv.join("bin/python3")).0.libraries.len(), 1);
+    assert_eq!(
+        inspect_program(&venv.join("bin/python3")).0.libraries.len(),
+        1
+    );
 }
 
 #[test]
@@ -756,7 +765,7 @@ fn the_packages_of_r() {
         eprintln!("SKIPPED: R is not installed");
         return;
     }
-    let place = Place::new();
+    let place = TestDirectory::new();
     place.write(
         "mine/fits/DESCRIPTION",
         "Package: fits\nTitle: X\nVersion: 0.3-1\n",
@@ -764,11 +773,11 @@ fn the_packages_of_r() {
     place.write("mine/empty/other", "");
     let env = [("R_LIBS_USER".into(), place.path("mine").into_os_string())];
     let program = Path::new("/usr/bin/Rscript");
-    let facts = Facts {
+    let facts = ProvenanceFacts {
         inside_env: &env,
         ..facts(program, Path::new("/"))
     };
-    let runtime = runtime(&facts, &mut Notes::default());
+    let runtime = inspect_runtime(&facts, &mut Notes::default());
     let names = listed(&runtime);
     let version = runtime.version.unwrap();
     assert!(
@@ -784,10 +793,10 @@ fn the_packages_of_r() {
     assert!(String::from_utf8_lossy(&said).contains(&version));
 }
 
-/// A prefix of every kind of package, good and hostile.
+/// A prefix with every kind of package, good and hostile.
 #[test]
 fn hostile_libraries() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     place.write("secret", "Name: stolen\nVersion: 6.6\n");
     fs::create_dir_all(place.path("p/bin")).unwrap();
     fs::write(place.path("p/bin/python3.12"), "").unwrap();
@@ -834,7 +843,7 @@ fn hostile_libraries() {
     let bytes = OsString::from_vec(b"\xff\\\x01-1.dist-info".to_vec());
     fs::create_dir(place.path(site).join(bytes)).unwrap();
 
-    let (runtime, notes) = looked(&place.path("p/bin/python3"));
+    let (runtime, notes) = inspect_program(&place.path("p/bin/python3"));
     assert_eq!(runtime.version.as_deref(), Some("3.12.9"));
     let names = listed(&runtime);
     let expected = [
@@ -864,7 +873,7 @@ fn hostile_libraries() {
 
 #[test]
 fn libraries_have_a_bound() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     fs::create_dir_all(place.path("bin")).unwrap();
     let site = place.path("lib/python3.9/site-packages");
     fs::create_dir_all(&site).unwrap();
@@ -873,29 +882,29 @@ fn libraries_have_a_bound() {
     }
     for (bound, listed, noted) in [(PACKAGES_MAX, 25, 0), (25, 25, 0), (20, 20, 1), (0, 0, 1)] {
         let mut notes = Notes::default();
-        let mut finder = Finder::new(&mut notes);
-        finder.left = bound;
-        finder.python(place.dir.path(), None);
+        let mut finder = PackageFinder::new(&mut notes);
+        finder.packages_left = bound;
+        finder.add_python(place.dir.path(), None);
         let found: usize = finder.libraries.iter().map(|l| l.packages.len()).sum();
         assert_eq!((found, notes.0.len()), (listed, noted));
     }
-    // A library behind a symlink is somebody else's.
-    let other = Place::new();
+    // A library behind a symlink is not listed.
+    let other = TestDirectory::new();
     fs::create_dir_all(other.path("bin")).unwrap();
     symlink(place.path("lib"), other.path("lib")).unwrap();
-    assert_eq!(looked(&other.path("bin/python3")).0.libraries, []);
+    assert_eq!(inspect_program(&other.path("bin/python3")).0.libraries, []);
 }
 
 #[test]
 fn a_shell_gets_the_libraries_of_what_it_could_start() {
-    let place = Place::new();
+    let place = TestDirectory::new();
     fs::create_dir_all(place.path("venv/lib/python3.11/site-packages/x-1.dist-info")).unwrap();
     let prefixes = [place.path("venv")];
-    let facts = Facts {
+    let facts = ProvenanceFacts {
         prefixes: &prefixes,
         ..facts(Path::new("/usr/bin/bash"), Path::new("/"))
     };
-    let runtime = runtime(&facts, &mut Notes::default());
+    let runtime = inspect_runtime(&facts, &mut Notes::default());
     assert_eq!(
         (runtime.kind, runtime.version.as_deref()),
         (RuntimeKind::Other, None)
@@ -906,7 +915,7 @@ fn a_shell_gets_the_libraries_of_what_it_could_start() {
 #[test]
 fn secrets_are_withheld() {
     let made = |name: &str, value: &str| {
-        variable(
+        record_variable(
             name.as_ref(),
             value.as_ref(),
             &["MY_*".into(), "HUSH".into()],
@@ -929,7 +938,7 @@ fn secrets_are_withheld() {
 
 #[test]
 fn everything_is_bounded_and_comes_back_from_json() {
-    let place = Place::repository();
+    let place = TestDirectory::repository();
     let long = OsString::from_vec(vec![0xff; STRING_BYTES_MAX + 1]);
     let mut argv = vec![OsString::from_vec(b"a\x00\xff\\".to_vec()), long];
     argv.extend((0..5_000).map(|n| OsString::from(n.to_string())));
@@ -941,7 +950,7 @@ fn everything_is_bounded_and_comes_back_from_json() {
     let reads = [(PathBuf::from("/srv/x"), PathBuf::from("/srv/y"))];
     let program = Path::new("/usr/bin/python3");
     let whole = |inputs: &[(String, u64, ContentHash)]| {
-        gather(&Facts {
+        gather(&ProvenanceFacts {
             argv: &argv,
             script: Some((Path::new("/p/s.py"), Some(hash))),
             inputs,
@@ -971,7 +980,7 @@ fn everything_is_bounded_and_comes_back_from_json() {
     assert_ne!(made.git.as_ref().unwrap().dirty, Some(true));
     assert!(!made.host.name.is_empty() && !made.host.kernel.is_empty());
     assert_eq!(made.submitter.uid, rustix::process::getuid().as_raw());
-    // The hash is of the set, not of the order it came in, and of all of it.
+    // The hash covers the whole set, independent of the order.
     inputs.reverse();
     assert_eq!(whole(&inputs).inputs, made.inputs);
     inputs[0].1 += 1;

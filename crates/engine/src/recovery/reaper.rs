@@ -1,4 +1,4 @@
-//! Finishes or removes what the dead left: cgroups with whatever is still in them, attempts that are not committed,
+//! Finishes or removes what dead runners left: cgroups with processes in them, attempts that are not committed,
 //! workspaces, run directories.
 
 use std::os::fd::AsFd;
@@ -6,69 +6,72 @@ use std::path::{Path, PathBuf};
 
 use sandbox::{cgroup, quota};
 
-use crate::attempt::finalize::{self, Ended, Left, SettleError};
+use crate::attempt::error::CommitError;
+use crate::attempt::finalize;
+use crate::attempt::finalize::ended_attempt::{EndedAttempt, Leftovers};
+use crate::attempt::finalize::outcome_file;
 use crate::attempt::post_process;
-use crate::attempt::record::{PostProcessed, Record};
+use crate::attempt::record::{PostProcessReport, Record};
 use crate::attempt::record_builder;
-use crate::attempt::recorder::Ledger;
-use crate::collect::Modes;
+use crate::attempt::recorder::Recorder;
+use crate::collect::ModePolicy;
 use crate::home::{self, Home};
 use crate::plan::limits::{self, error_chain};
-use crate::request::AnalysisId;
-use crate::run_dir::{RunDir, RunRecord, RunState, Task};
-use crate::workspace::{self, Patience, Workspace, WorkspaceError};
+use crate::run_dir::{CommitPlan, RunDir, RunRecord, RunState};
+use crate::workspace::{self, LockWait, Workspace, WorkspaceError};
 use store::artifacts::{ContentCheck, TransferMode, refuse_network_fs};
+use store::types::analysis_id::AnalysisId;
 
 /// What one pass did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Reaped {
+pub struct ReapReport {
     pub removed: Vec<PathBuf>,
     pub kept: Vec<(PathBuf, u64)>,
-    /// Attempts whose runner had died, or whose database had been away, and that are committed now.
+    /// Attempts that are committed now. Their runner had died, or the database had been unavailable.
     pub finished: Vec<Record>,
-    /// Attempts that await something else than us, and what.
+    /// Attempts that wait for something that the reaper cannot do, and for what.
     pub waiting: Vec<String>,
     pub problems: Vec<String>,
 }
 
-/// Looks at every run directory whose runner is gone. Called before each run, so it must cost
-/// nothing when there is nothing: two directory listings, and one lock tried for each living run.
-/// Without a ledger, attempts that are to be recorded are left alone.
-pub fn reap(home: &Home, ledger: Option<&mut Ledger>) -> Reaped {
-    reap_some(home, ledger, &|record| match record.state {
+/// Handles every run directory whose runner is dead. It runs before each run, so it must be cheap if there is nothing
+/// to do: two directory listings, and one try of a lock for each live run. Without a recorder it leaves attempts alone
+/// that are to be recorded.
+pub fn reap(home: &Home, recorder: Option<&mut Recorder>) -> ReapReport {
+    reap_some(home, recorder, &|record| match record.state {
         RunState::Kept { until } | RunState::Open { until } => until <= home::unix_seconds(),
         RunState::Live | RunState::Quarantined => true,
         RunState::Ran | RunState::Recorded => false,
     })
 }
 
-/// As [`reap`], and a kept workspace goes before its time.
-pub fn reap_kept(home: &Home, ledger: Option<&mut Ledger>, id: Option<&str>) -> Reaped {
-    reap_some(home, ledger, &|record| match record.state {
+/// As [`reap`], and removes kept workspaces before their time.
+pub fn reap_kept(home: &Home, recorder: Option<&mut Recorder>, id: Option<&str>) -> ReapReport {
+    reap_some(home, recorder, &|record| match record.state {
         RunState::Ran | RunState::Open { .. } => false,
         _ => id.is_none_or(|id| record.id.as_str() == id),
     })
 }
 
-/// Everything that can be finished of one id.
-pub fn reap_one(home: &Home, ledger: &mut Ledger, id: &AnalysisId) -> Reaped {
-    let mut reaped = Reaped::default();
+/// Finishes everything of one id that can be finished.
+pub fn reap_one(home: &Home, recorder: &mut Recorder, id: &AnalysisId) -> ReapReport {
+    let mut reaped = ReapReport::default();
     let due = |record: &RunRecord| matches!(record.state, RunState::Live | RunState::Quarantined);
     for base in [home.runs(), home.pending()] {
-        reap_id(&base.join(id.as_str()), Some(ledger), &due, &mut reaped);
+        reap_id(&base.join(id.as_str()), Some(recorder), &due, &mut reaped);
     }
     reaped
 }
 
 fn reap_some(
     home: &Home,
-    mut ledger: Option<&mut Ledger>,
+    mut recorder: Option<&mut Recorder>,
     due: &dyn Fn(&RunRecord) -> bool,
-) -> Reaped {
-    let mut reaped = Reaped::default();
+) -> ReapReport {
+    let mut reaped = ReapReport::default();
     for base in [home.runs(), home.pending()] {
         for id in std::fs::read_dir(base).into_iter().flatten().flatten() {
-            reap_id(&id.path(), ledger.as_deref_mut(), due, &mut reaped);
+            reap_id(&id.path(), recorder.as_deref_mut(), due, &mut reaped);
         }
     }
     reaped
@@ -76,32 +79,32 @@ fn reap_some(
 
 fn reap_id(
     id: &Path,
-    mut ledger: Option<&mut Ledger>,
+    mut recorder: Option<&mut Recorder>,
     due: &dyn Fn(&RunRecord) -> bool,
-    reaped: &mut Reaped,
+    reaped: &mut ReapReport,
 ) {
     let mut living = false;
     for attempt in std::fs::read_dir(id).into_iter().flatten().flatten() {
-        match lock_of_the_dead(&attempt.path()) {
-            Some(dir) => look_at(dir, due, ledger.as_deref_mut(), reaped),
+        match lock_if_runner_dead(&attempt.path()) {
+            Some(dir) => reap_dir(dir, due, recorder.as_deref_mut(), reaped),
             None => living = true,
         }
     }
     if !living {
-        // Made and abandoned before its first attempt was.
-        let _not_empty = std::fs::remove_dir(id);
+        // The directory of an id whose runner died before it created its first attempt. Fails if it is not empty.
+        let _ = std::fs::remove_dir(id);
     }
 }
 
-/// The run directory, if its runner is dead. One that was killed while it started its launcher leaves the lock
-/// with that for a moment.
-fn lock_of_the_dead(path: &Path) -> Option<RunDir> {
+/// Locks the run directory if its runner is dead. If a runner is killed while it starts its launcher, the launcher
+/// holds the lock for another moment.
+fn lock_if_runner_dead(path: &Path) -> Option<RunDir> {
     const TRIES: u32 = 20;
     for _ in 0..TRIES {
         if let Some(dir) = RunDir::try_lock(path).ok()? {
             return Some(dir);
         }
-        let runner = RunDir::runner_named_in(path)?;
+        let runner = RunDir::recorded_runner_pid(path)?;
         if Path::new(&format!("/proc/{runner}")).exists() {
             return None;
         }
@@ -110,24 +113,26 @@ fn lock_of_the_dead(path: &Path) -> Option<RunDir> {
     None
 }
 
-fn look_at(
+fn reap_dir(
     dir: RunDir,
     due: &dyn Fn(&RunRecord) -> bool,
-    ledger: Option<&mut Ledger>,
-    reaped: &mut Reaped,
+    recorder: Option<&mut Recorder>,
+    reaped: &mut ReapReport,
 ) {
-    let record = match dir.read() {
+    let record = match dir.read_record() {
         Ok(Some(record)) => record,
-        // Claimed, and its runner died before it made anything.
+        // The runner died after the claim, before it created anything.
         Ok(None) => return drop(dir.remove()),
-        Err(_) if dir.was_cut_off() => return remove_cut_off(dir, Path::new(ROOT), reaped),
+        Err(_) if dir.is_record_lost() => {
+            return remove_unrecorded_run(dir, Path::new(ROOT), reaped);
+        }
         Err(e) => return reaped.problems.push(error_chain(&e)),
     };
-    // Another machine's (a home on a shared disk): its processes cannot be seen from here. On a local disk it is this
-    // machine's, under another name, since we have its lock.
-    if record.host != home::machine() && refuse_network_fs(dir.path()).is_err() {
-        let waits = format!("{} is the machine {}'s", record.id, record.host);
-        return reaped.waiting.push(waits);
+    // If the home is on a shared disk, the attempt belongs to another machine, whose processes cannot be seen from
+    // here. On a local disk it is this machine under another name, because we have the lock.
+    if record.host != home::machine_id() && refuse_network_fs(dir.path()).is_err() {
+        let message = format!("{} belongs to the machine {}", record.id, record.host);
+        return reaped.waiting.push(message);
     }
     if !due(&record) {
         match record.state {
@@ -141,44 +146,51 @@ fn look_at(
         return;
     }
     let unsettled = matches!(record.state, RunState::Live | RunState::Quarantined);
-    match (&record.task, ledger) {
-        (_, ledger) if unsettled && record.prepared => give_back(&dir, record, ledger, reaped),
-        (Some(task), Some(ledger)) if unsettled => match finish(&dir, &record, task, ledger) {
-            Ok(Finished::Committed(done)) => {
-                reaped.finished.push(*done);
-                let made = record.workspace_is.is_some();
-                reaped.removed.extend(made.then_some(record.workspace));
-                reaped
-                    .problems
-                    .extend(dir.remove().err().map(|e| error_chain(&e)));
+    match (&record.commit_plan, recorder) {
+        (_, recorder) if unsettled && record.prepared => {
+            return_prepared_workspace(&dir, record, recorder, reaped)
+        }
+        (Some(commit_plan), Some(recorder)) if unsettled => {
+            match finish_attempt(&dir, &record, commit_plan, recorder) {
+                Ok(FinishResult::Committed(done)) => {
+                    reaped.finished.push(*done);
+                    let had_workspace = record.workspace_identity.is_some();
+                    reaped
+                        .removed
+                        .extend(had_workspace.then_some(record.workspace));
+                    reaped
+                        .problems
+                        .extend(dir.remove().err().map(|e| error_chain(&e)));
+                }
+                Ok(FinishResult::NeverBegun) => remove_run(dir, record, reaped),
+                Ok(FinishResult::OtherDatabase) => reaped.waiting.push(format!(
+                    "{} belongs to the database {}; `fumehood gc --db …` with that one finishes it",
+                    record.id, commit_plan.database
+                )),
+                Err(problem) => reaped.problems.push(problem),
             }
-            Ok(Finished::NeverBegun) => remove_all(dir, record, reaped),
-            Ok(Finished::OtherDatabase) => reaped.waiting.push(format!(
-                "{} belongs to the database {}; `fumehood gc --db …` with that one finishes it",
-                record.id, task.database
-            )),
-            Err(problem) => reaped.problems.push(problem),
-        },
-        (Some(task), None) if unsettled => reaped.waiting.push(format!(
+        }
+        (Some(commit_plan), None) if unsettled => reaped.waiting.push(format!(
             "{} awaits its commit to {}",
-            record.id, task.database
+            record.id, commit_plan.database
         )),
-        _ => remove_all(dir, record, reaped),
+        _ => remove_run(dir, record, reaped),
     }
 }
 
-/// Where a workspace stands, unless somebody wanted it elsewhere.
+/// The default directory for workspaces.
 const ROOT: &str = "/tmp";
 
-/// The machine stopped before it was known what the run had made. Its attempt, if the database has it, is given up by `gc`.
-fn remove_cut_off(dir: RunDir, root: &Path, reaped: &mut Reaped) {
+/// The machine stopped before the record reached the disk, so it is unknown what the run had created. Removes the
+/// workspace if it is in the default place. `gc` gives up the attempt in the database.
+fn remove_unrecorded_run(dir: RunDir, root: &Path, reaped: &mut ReapReport) {
     let id = dir.path().parent().and_then(Path::file_name);
     let id = id.and_then(|id| AnalysisId::new(id.to_str()?).ok());
-    let left = id
+    let leftovers = id
         .as_ref()
-        .and_then(|id| workspace::without_record(root, id));
-    if let Some((path, is)) = left {
-        match workspace::remove_left_behind(&path, is, Patience::AMoment) {
+        .and_then(|id| workspace::find_unrecorded(root, id));
+    if let Some((path, identity)) = leftovers {
+        match workspace::remove_abandoned(&path, identity, LockWait::Brief) {
             Ok(()) => reaped.removed.push(path),
             Err(e) => return reaped.problems.push(error_chain(&e)),
         }
@@ -189,85 +201,97 @@ fn remove_cut_off(dir: RunDir, root: &Path, reaped: &mut Reaped) {
         .extend(removed.err().map(|e| error_chain(&e)));
 }
 
-/// The workspace is one that `workspace create` made: it is not ours to remove. What ran in it awaits `post-process`; if
-/// nothing did, it can be run in.
-fn give_back(
+/// `workspace create` made this workspace, so it is the user's to remove. If a program ran in it, it awaits
+/// `post-process`. If not, it can be used again.
+fn return_prepared_workspace(
     dir: &RunDir,
     mut record: RunRecord,
-    ledger: Option<&mut Ledger>,
-    reaped: &mut Reaped,
+    recorder: Option<&mut Recorder>,
+    reaped: &mut ReapReport,
 ) {
-    if let Some(task) = record.task.as_mut().filter(|task| !task.begun) {
-        match number_of(task, ledger) {
+    if let Some(commit_plan) = record
+        .commit_plan
+        .as_mut()
+        .filter(|commit_plan| !commit_plan.begun)
+    {
+        match attempt_number_in_database(commit_plan, recorder) {
             Ok(None) => {}
-            // The runner died before it could write that down.
-            Ok(Some(number)) => (task.begun, record.attempt) = (true, number),
+            // The runner died before it could save that the row exists.
+            Ok(Some(number)) => (commit_plan.begun, record.attempt) = (true, number),
             Err(why) => {
-                let waits = format!("{} waits in its workspace: {why}", record.id);
-                return reaped.waiting.push(waits);
+                let message = format!("{} waits in its workspace: {why}", record.id);
+                return reaped.waiting.push(message);
             }
         }
     }
-    let mut back = || -> Result<(), String> {
-        end_processes(&record)?;
-        if let Some(workspace) = reopen(&record).map_err(|e| error_chain(&e))? {
-            workspace.take_back().map_err(|e| error_chain(&e))?;
+    let mut give_back = || -> Result<(), String> {
+        kill_processes(&record)?;
+        if let Some(workspace) = reopen_workspace(&record).map_err(|e| error_chain(&e))? {
+            workspace.reclaim_ownership().map_err(|e| error_chain(&e))?;
         }
         release_quota(&record)?;
-        let began = record.task.as_ref().is_some_and(|task| task.begun);
+        let began = record
+            .commit_plan
+            .as_ref()
+            .is_some_and(|commit_plan| commit_plan.begun);
         if began
-            && finalize::ending(dir)
+            && outcome_file::read(dir)
                 .map_err(|e| error_chain(&e))?
                 .is_none()
         {
-            let lost = record_builder::runner_lost(&record);
-            finalize::write_lost(dir, &lost).map_err(|e| error_chain(&e))?;
+            let lost = record_builder::runner_lost_record(&record);
+            outcome_file::write_durably(dir, &lost).map_err(|e| error_chain(&e))?;
         }
         record.cgroups.clear();
-        match (&mut record.task, began) {
-            (Some(task), true) => {
-                task.taken_over = true;
+        match (&mut record.commit_plan, began) {
+            (Some(commit_plan), true) => {
+                commit_plan.workspace_reowned = true;
                 record.state = RunState::Ran;
             }
             _ => {
-                let until = home::unix_seconds() + PREPARED_AGAIN_S;
-                (record.task, record.state) = (None, RunState::Open { until });
+                let until = home::unix_seconds() + REOPENED_FOR_S;
+                (record.commit_plan, record.state) = (None, RunState::Open { until });
             }
         }
-        dir.write(&record).map_err(|e| error_chain(&e))
+        dir.write_record(&record).map_err(|e| error_chain(&e))
     };
-    match back() {
+    match give_back() {
         Ok(()) => reaped.waiting.push(format!(
-            "{} is back in its workspace as it was left",
+            "the workspace of {} is as its runner left it",
             record.id
         )),
         Err(problem) => reaped.problems.push(problem),
     }
 }
 
-/// Which attempt the database has with the task's key, if any.
-fn number_of(task: &Task, ledger: Option<&mut Ledger>) -> Result<Option<u32>, String> {
-    let said = |e: SettleError| error_chain(&e);
-    if let Some(ledger) = ledger
-        && ledger.store().map_err(said)?.id() == task.database_id
+/// The number of the attempt that has the plan's key in the database, if there is one.
+fn attempt_number_in_database(
+    commit_plan: &CommitPlan,
+    recorder: Option<&mut Recorder>,
+) -> Result<Option<u32>, String> {
+    let to_text = |e: CommitError| error_chain(&e);
+    if let Some(recorder) = recorder
+        && recorder.store().map_err(to_text)?.id() == commit_plan.database_id
     {
-        let found = ledger.with(|store| store.attempt_with_key(&task.key));
-        return found.map_err(said);
+        let found = recorder.with(|store| store.attempt_with_key(&commit_plan.key));
+        return found.map_err(to_text);
     }
     Err(format!(
         "`fumehood gc --db …` with the database {} finishes it",
-        task.database
+        commit_plan.database
     ))
 }
 
-/// For how long a workspace stands that was prepared, and whose runner died before it began.
-const PREPARED_AGAIN_S: u64 = 24 * 3600;
+/// How long a prepared workspace is kept after its runner died before the row was begun.
+const REOPENED_FOR_S: u64 = 24 * 3600;
 
-fn remove_all(dir: RunDir, record: RunRecord, reaped: &mut Reaped) {
-    match remove(&record) {
+fn remove_run(dir: RunDir, record: RunRecord, reaped: &mut ReapReport) {
+    match remove_leftovers(&record) {
         Ok(()) => {
-            let made = record.workspace_is.is_some();
-            reaped.removed.extend(made.then_some(record.workspace));
+            let had_workspace = record.workspace_identity.is_some();
+            reaped
+                .removed
+                .extend(had_workspace.then_some(record.workspace));
             reaped
                 .problems
                 .extend(dir.remove().err().map(|e| error_chain(&e)));
@@ -276,123 +300,128 @@ fn remove_all(dir: RunDir, record: RunRecord, reaped: &mut Reaped) {
     }
 }
 
-enum Finished {
+enum FinishResult {
     Committed(Box<Record>),
-    /// The database never heard of it: nothing ran.
+    /// The database has no row, so nothing ran.
     NeverBegun,
     OtherDatabase,
 }
 
-/// Takes up an attempt where its runner stopped, to its commit and the end of its workspace. The run directory
-/// is left to be removed.
-fn finish(
+/// Continues an attempt where its runner stopped: commits it and removes its workspace. The caller removes the run
+/// directory.
+fn finish_attempt(
     dir: &RunDir,
     run: &RunRecord,
-    task: &Task,
-    ledger: &mut Ledger,
-) -> Result<Finished, String> {
-    let said = |e: SettleError| error_chain(&e);
-    if ledger.store().map_err(said)?.id() != task.database_id {
-        return Ok(Finished::OtherDatabase);
+    commit_plan: &CommitPlan,
+    recorder: &mut Recorder,
+) -> Result<FinishResult, String> {
+    let to_text = |e: CommitError| error_chain(&e);
+    if recorder.store().map_err(to_text)?.id() != commit_plan.database_id {
+        return Ok(FinishResult::OtherDatabase);
     }
-    // First the processes: nothing is read or removed under a living one.
-    end_processes(run)?;
+    // Kill the processes first: nothing is read or removed under a live one.
+    kill_processes(run)?;
     let mut run = run.clone();
-    if finalize::ending(dir)
+    if outcome_file::read(dir)
         .map_err(|e| error_chain(&e))?
         .is_none()
     {
-        let begun = ledger.with(|store| store.attempt_with_key(&task.key));
-        match (begun.map_err(said)?, task.begun) {
-            (None, false) => return Ok(Finished::NeverBegun),
-            // The database is an older copy of itself: it gets the attempt anew.
+        let number = recorder.with(|store| store.attempt_with_key(&commit_plan.key));
+        match (number.map_err(to_text)?, commit_plan.begun) {
+            (None, false) => return Ok(FinishResult::NeverBegun),
+            // The database is an older copy of itself. The commit inserts the attempt again.
             (None, true) => {}
             (Some(number), _) => run.attempt = number,
         }
-        let lost = record_builder::runner_lost(&run);
-        finalize::write_outcome(dir, &lost).map_err(said)?;
+        let lost = record_builder::runner_lost_record(&run);
+        outcome_file::write_unsynced(dir, &lost).map_err(to_text)?;
     }
-    let workspace = reopen(&run).map_err(|e| error_chain(&e))?;
-    let mut record = settle_left(dir, &run, task, workspace.as_ref(), ledger).map_err(said)?;
-    // The directory itself, its draft and its quota.
+    let workspace = reopen_workspace(&run).map_err(|e| error_chain(&e))?;
+    let mut record = finalize_leftovers(dir, &run, commit_plan, workspace.as_ref(), recorder)
+        .map_err(to_text)?;
+    // Removes the directory itself, its draft and its quota.
     drop(workspace);
-    remove(&run)?;
-    record.post_process = step_due(ledger, task, &record, dir);
-    Ok(Finished::Committed(Box::new(record)))
+    remove_leftovers(&run)?;
+    record.post_process = run_post_process(recorder, commit_plan, &record, dir);
+    Ok(FinishResult::Committed(Box::new(record)))
 }
 
-/// The platform's own step, with the artifact store that the attempt was taken into.
-pub(crate) fn step_due(
-    ledger: &mut Ledger,
-    task: &Task,
+/// Runs the configured post_process command, if it is due, with the attempt's own artifact store.
+pub(crate) fn run_post_process(
+    recorder: &mut Recorder,
+    commit_plan: &CommitPlan,
     record: &Record,
     dir: &RunDir,
-) -> Option<PostProcessed> {
+) -> Option<PostProcessReport> {
     let key = (record.id.as_str(), record.attempt);
-    ledger.with_artifacts_of(task, |ledger| post_process::if_due(ledger, key, dir.path()))
+    recorder.with_artifact_store_of(commit_plan, |recorder| {
+        post_process::run_if_due(recorder, key, dir.path())
+    })
 }
 
-/// The workspace of a dead runner, if it still stands.
-pub(crate) fn reopen(run: &RunRecord) -> Result<Option<Workspace>, WorkspaceError> {
-    match run.workspace_is {
-        Some(is) => Workspace::reopen(run.workspace.clone(), is, patience(run)),
+/// The workspace of a dead runner, if it still exists.
+pub(crate) fn reopen_workspace(run: &RunRecord) -> Result<Option<Workspace>, WorkspaceError> {
+    match run.workspace_identity {
+        Some(identity) => Workspace::reopen(run.workspace.clone(), identity, lock_wait(run)),
         None => Ok(None),
     }
 }
 
-/// Settles what a workspace holds that nobody runs in any more.
-pub(crate) fn settle_left(
+/// Commits what a workspace holds in which nothing runs any more.
+pub(crate) fn finalize_leftovers(
     dir: &RunDir,
     run: &RunRecord,
-    task: &Task,
+    commit_plan: &CommitPlan,
     workspace: Option<&Workspace>,
-    ledger: &mut Ledger,
-) -> Result<Record, SettleError> {
-    let ours = rustix::process::geteuid().as_raw();
-    let owner_uid = match (task.taken_over, run.uid) {
+    recorder: &mut Recorder,
+) -> Result<Record, CommitError> {
+    let own_uid = rustix::process::geteuid().as_raw();
+    let owner_uid = match (commit_plan.workspace_reowned, run.uid) {
         (false, Some(uid)) => uid,
-        _ => ours,
+        _ => own_uid,
     };
-    let left = match workspace {
-        // What a workspace in memory held died with its runner; the directory on disk is empty.
-        Some(workspace) if !task.memory => Left::Directory {
+    let leftovers = match workspace {
+        // The content of a workspace in memory disappeared with its runner; its directory on disk is empty.
+        Some(workspace) if !commit_plan.memory => Leftovers::Directory {
             dir: workspace.dir(),
             owner_uid,
         },
-        // It never had one.
-        _ if run.workspace_is.is_none() => Left::Nothing,
-        _ => Left::Gone,
+        // The attempt never had a workspace.
+        _ if run.workspace_identity.is_none() => Leftovers::Nothing,
+        _ => Leftovers::Gone,
     };
     let transfer = |_: &Record| match run.state {
         RunState::Ran => TransferMode::Copy,
         _ => TransferMode::Move,
     };
-    let ended = Ended {
+    let ended = EndedAttempt {
         dir,
         run,
-        task,
-        left,
+        commit_plan,
+        leftovers,
         transfer: &transfer,
         trust: ContentCheck::Rehash,
-        modes: Modes::Override,
+        modes: ModePolicy::Override,
     };
-    ledger.with_artifacts_of(task, |ledger| finalize::settle(&ended, ledger, &mut |_| {}))
+    recorder.with_artifact_store_of(commit_plan, |recorder| {
+        finalize::finalize_attempt(&ended, recorder, &mut |_| {})
+    })
 }
 
-/// What could not be killed is not waited for at every start.
-fn patience(record: &RunRecord) -> Patience {
+/// Do not wait, at every start, for a run that could not be killed.
+fn lock_wait(record: &RunRecord) -> LockWait {
     match record.state {
-        RunState::Quarantined => Patience::None,
-        _ => Patience::AMoment,
+        RunState::Quarantined => LockWait::NoWait,
+        _ => LockWait::Brief,
     }
 }
 
-/// Kills what is left of the run, as far as it can be told from others, and refuses while some of it may live.
-fn end_processes(record: &RunRecord) -> Result<(), String> {
+/// Kills the processes that are known to belong to the run. Fails while some of them may be alive.
+fn kill_processes(record: &RunRecord) -> Result<(), String> {
     cgroup::remove_left_behind(&record.cgroups, &record.boot_id).map_err(|e| error_chain(&e))?;
     let same_boot = record.boot_id.trim() == home::boot_id().trim();
     match record.init.filter(|_| same_boot) {
-        Some(init) if init.lives() => Err(format!(
+        Some(init) if init.is_alive() => Err(format!(
             "{} has processes that cannot be killed; its workspace stays until they are gone",
             record.id
         )),
@@ -400,34 +429,40 @@ fn end_processes(record: &RunRecord) -> Result<(), String> {
     }
 }
 
-pub(crate) fn remove(record: &RunRecord) -> Result<(), String> {
-    // First the processes: nothing is removed under a living one.
-    end_processes(record)?;
-    // Made and not yet noted, it can only stand under its draft name, which nobody else knew.
-    let unnoted = match record.workspace_is {
+pub(crate) fn remove_leftovers(record: &RunRecord) -> Result<(), String> {
+    // Kill the processes first: nothing is removed under a live one.
+    kill_processes(record)?;
+    // If the runner died before it saved the identity, the workspace can only have the draft name, which nobody else
+    // knew.
+    let draft_identity = match record.workspace_identity {
         Some(_) => None,
-        None => workspace::Identity::of(&record.draft),
+        None => workspace::DirectoryIdentity::of(&record.draft),
     };
     let paths = [record.draft.as_path(), record.workspace.as_path()];
-    let found = paths.map(|path| (path, record.workspace_is.or(unnoted)));
-    for (path, is) in found.into_iter().filter_map(|(path, is)| Some((path, is?))) {
-        workspace::remove_left_behind(path, is, patience(record)).map_err(|e| error_chain(&e))?;
+    let found = paths.map(|path| (path, record.workspace_identity.or(draft_identity)));
+    for (path, identity) in found
+        .into_iter()
+        .filter_map(|(path, identity)| Some((path, identity?)))
+    {
+        workspace::remove_abandoned(path, identity, lock_wait(record))
+            .map_err(|e| error_chain(&e))?;
     }
     release_quota(record)
 }
 
-/// Whoever has leased the uid has its projects: limits are freed only while the lease's lock is ours, lest they be those
-/// of a living run. Without the lock they are left: they are replaced when the project is used next.
+/// Frees the quota project of the run. The project belongs to whoever leases the uid, so it is freed only under the
+/// lock of the uid: otherwise the limits could be those of a live run. Without the lock they stay, and the next use of
+/// the project replaces them.
 fn release_quota(record: &RunRecord) -> Result<(), String> {
     let (Some(project), Some(uid)) = (record.project_quota, record.uid) else {
         return Ok(());
     };
     let root = record.workspace.parent().map(std::fs::File::open);
-    let (Some(Ok(root)), Some(_lock)) = (root, crate::workspace::uid_pool::lock(uid)) else {
+    let (Some(Ok(root)), Some(_lock)) = (root, crate::workspace::uid_pool::lock_uid(uid)) else {
         return Ok(());
     };
-    // A number that does not go with the uid is none that we gave.
-    if !limits::projects(uid).any(|p| p == project) {
+    // A project that does not go with the uid was not set by us.
+    if !limits::quota_project_ids(uid).any(|p| p == project) {
         return Ok(());
     }
     quota::release_left_behind(root.as_fd(), project)
@@ -438,10 +473,9 @@ fn release_quota(record: &RunRecord) -> Result<(), String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::request::AnalysisId;
 
-    /// Whoever can write a record cannot have the reaper remove what is no workspace of that id, though the record
-    /// tells the truth about it.
+    /// A forged record cannot make the reaper remove a directory that is not a workspace of that id, even if the record
+    /// states the identity of the directory correctly.
     #[test]
     fn a_forged_record_removes_nothing() {
         let dir = tempfile::tempdir().unwrap();
@@ -460,26 +494,26 @@ mod tests {
             version: crate::run_dir::RECORD_VERSION,
             id: id.clone(),
             attempt: 1,
-            host: home::machine(),
+            host: home::machine_id(),
             boot_id: home::boot_id(),
             runner_pid: u32::MAX,
             workspace: workspace.to_path_buf(),
             draft: root.join(".scidex-analysis-mine-1"),
-            workspace_is: workspace::Identity::of(workspace),
+            workspace_identity: workspace::DirectoryIdentity::of(workspace),
             uid: None,
             project_quota: None,
             cgroups: Vec::new(),
             init: None,
             state: RunState::Live,
             prepared: false,
-            task: None,
+            commit_plan: None,
         };
         let run = RunDir::claim(&home, &id, 1).unwrap();
         let path = run.path().to_path_buf();
         drop(run);
         for forged in [&others, &victim] {
             let run = RunDir::try_lock(&path).unwrap().unwrap();
-            run.write(&naming(forged)).unwrap();
+            run.write_record(&naming(forged)).unwrap();
             drop(run);
             let reaped = reap_kept(&home, None, None);
             assert!(reaped.removed.is_empty(), "{reaped:?}");
@@ -487,15 +521,15 @@ mod tests {
             assert!(forged.exists());
         }
         let run = RunDir::try_lock(&path).unwrap().unwrap();
-        run.write(&naming(&own)).unwrap();
+        run.write_record(&naming(&own)).unwrap();
         drop(run);
         assert_eq!(reap(&home, None).problems, [""; 0]);
         assert!(!own.exists() && !path.exists(), "the control");
     }
 
-    /// As a power cut leaves it: the name of the record is there, and nothing in it.
+    /// A power cut leaves the name of the record, and no content.
     #[test]
-    fn a_run_that_was_cut_off_is_cleared_away() {
+    fn a_run_without_a_durable_record_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("home");
         let env = |name: &str| (name == "FUMEHOOD_HOME").then(|| at.clone());
@@ -515,17 +549,17 @@ mod tests {
             record.set_modified(std::time::UNIX_EPOCH).unwrap();
             RunDir::try_lock(&path).unwrap().unwrap()
         };
-        // Of this start of the machine, or with something in it: to be looked at by somebody.
+        // A record of this boot, or one with content, is left for a person to look at.
         std::fs::write(path.join("run.json"), "").unwrap();
         assert_eq!(reap(&home, None).problems.len(), 1);
-        assert!(!cut_off(b"{").was_cut_off() && !cut_off(b"{}").was_cut_off());
+        assert!(!cut_off(b"{").is_record_lost() && !cut_off(b"{}").is_record_lost());
         assert_eq!(reap(&home, None).problems.len(), 1);
 
-        // A directory of that name that is none of ours stays.
+        // A directory of that name that is not a workspace of ours stays.
         std::fs::create_dir(&workspace).unwrap();
         close(&workspace);
-        let mut reaped = Reaped::default();
-        remove_cut_off(cut_off(b"\0\0\0"), root, &mut reaped);
+        let mut reaped = ReapReport::default();
+        remove_unrecorded_run(cut_off(b"\0\0\0"), root, &mut reaped);
         assert!(workspace.exists() && !path.exists(), "{reaped:?}");
 
         let hidden = workspace.join(sandbox::HIDDEN_DIR);
@@ -533,13 +567,13 @@ mod tests {
         close(&hidden);
         if rustix::process::geteuid().is_root() {
             let leased = Some(crate::workspace::uid_pool::RANGE.start);
-            assert_eq!(workspace::without_record(root, &id), None, "root's own");
+            assert_eq!(workspace::find_unrecorded(root, &id), None, "root's own");
             std::os::unix::fs::chown(&workspace, leased, leased).unwrap();
-            assert_eq!(workspace::without_record(root, &id), None);
+            assert_eq!(workspace::find_unrecorded(root, &id), None);
             std::os::unix::fs::chown(&hidden, leased, leased).unwrap();
         }
         std::fs::create_dir_all(&path).unwrap();
-        remove_cut_off(cut_off(b""), root, &mut reaped);
+        remove_unrecorded_run(cut_off(b""), root, &mut reaped);
         assert_eq!(reaped.removed, std::slice::from_ref(&workspace));
         assert!(!workspace.exists() && !path.exists() && reaped.problems.is_empty());
     }

@@ -1,35 +1,41 @@
-//! The same life step by step: `workspace create`, `run --in`, `post-process`, `workspace remove`; and `record`, for
-//! results that were made without a sandbox.
+//! The stages of an attempt as separate commands: `workspace create`, `run --in`, `post-process`, `workspace remove`.
+//! Also `record`, which stores results that were made without a sandbox.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use crate::attempt;
-use crate::attempt::finalize::{self, Ended, Left, SettleError};
+use crate::attempt::begin::begin_row;
+use crate::attempt::error::CommitError;
+use crate::attempt::finalize;
+use crate::attempt::finalize::ended_attempt::{EndedAttempt, Leftovers};
+use crate::attempt::finalize::manifest_builder::{all_outputs_lost, build_manifest};
+use crate::attempt::finalize::outcome_file;
+use crate::attempt::finalize::output_transfer;
 use crate::attempt::post_process;
-use crate::attempt::record::{PostProcessed, Record, Status};
+use crate::attempt::record::{PostProcessReport, Record, Status};
 use crate::attempt::record_builder;
-use crate::attempt::recorder::Ledger;
-use crate::collect::{self, CollectError, Modes};
+use crate::attempt::recorder::Recorder;
+use crate::collect::{self, CollectError, ModePolicy};
 use crate::home::{self, Home, HomeError};
 use crate::recovery::reaper;
-use crate::request::{Again, AnalysisId, Collection, Level};
-use crate::run_dir::{Durable, Paper, RunDir, RunRecord, RunState, Task};
+use crate::request::{CollectionSettings, IdReuse, IsolationLevel};
+use crate::run_dir::{CommitPlan, Durability, RunDir, RunRecord, RunState, StateFile};
 use crate::workspace::{Receipt, Workspace, WorkspaceError};
 use store::State;
 use store::artifacts::{Artifacts, ContentCheck, TransferMode};
+use store::types::analysis_id::AnalysisId;
 use store::types::manifest::{self, Manifest, Output, OutputPath, OutputPathError};
 use store::types::result_value;
 
 #[derive(Debug, thiserror::Error)]
-pub enum StepsError {
+pub enum StagedCommandError {
     #[error(transparent)]
     Home(#[from] HomeError),
     #[error(transparent)]
     Workspace(#[from] WorkspaceError),
     #[error(transparent)]
-    Settle(#[from] SettleError),
+    Commit(#[from] CommitError),
     #[error("remove its workspace: {0}")]
     Remove(String),
     #[error(
@@ -63,19 +69,19 @@ pub enum StepsError {
     Path(#[from] OutputPathError),
 }
 
-/// A result that is handed in is read into memory.
+/// The result file of `record` is read into memory, so it is bounded.
 const RESULT_BYTES_MAX: u64 = 64 << 20;
 
-/// Makes a workspace in which `run --in` will run, and in which the caller may put what it likes before.
+/// Creates a workspace for a later `run --in`. The caller may put files into it first.
 pub fn create_workspace(
     home: &Home,
-    ledger: Option<&mut Ledger>,
+    recorder: Option<&mut Recorder>,
     id: &AnalysisId,
     root: &Path,
     keep_for_ms: u64,
-) -> Result<PathBuf, StepsError> {
-    let number = match ledger {
-        Some(ledger) => next_number(ledger, id)?,
+) -> Result<PathBuf, StagedCommandError> {
+    let number = match recorder {
+        Some(recorder) => next_number(recorder, id)?,
         None => 1,
     };
     let root = std::fs::canonicalize(root).map_err(|source| WorkspaceError::Root {
@@ -83,290 +89,311 @@ pub fn create_workspace(
         source,
     })?;
     let dir = RunDir::claim(home, id, number)?;
-    let mut record = attempt::fresh_record(id, &root, number);
-    dir.write(&record)?;
-    let made = || -> Result<PathBuf, StepsError> {
-        let mut made = Workspace::draft(record.workspace.clone(), &record.draft, None)?;
-        record.workspace_is = Some(made.is());
-        dir.write(&record)?;
-        if let Err(e) = made.publish() {
-            let _left_to_the_reaper = made.remove(Receipt::NothingRan);
+    let mut record = RunRecord::new(id, &root, number);
+    dir.write_record(&record)?;
+    let mut create = || -> Result<PathBuf, StagedCommandError> {
+        let mut workspace = Workspace::draft(record.workspace.clone(), &record.draft, None)?;
+        record.workspace_identity = Some(workspace.identity());
+        dir.write_record(&record)?;
+        if let Err(e) = workspace.publish() {
+            // On failure the reaper removes it.
+            let _ = workspace.remove(Receipt::NothingRan);
             return Err(e.into());
         }
         record.state = RunState::Open {
             until: home::unix_seconds() + keep_for_ms.div_ceil(1000),
         };
-        dir.write(&record)?;
+        dir.write_record(&record)?;
         Ok(record.workspace.clone())
     };
-    let mut made = made;
-    match made() {
+    match create() {
         Ok(path) => Ok(path),
         Err(e) => {
-            let _left_to_the_reaper = dir.remove();
+            // On failure the reaper removes it.
+            let _ = dir.remove();
             Err(e)
         }
     }
 }
 
-fn next_number(ledger: &mut Ledger, id: &AnalysisId) -> Result<u32, StepsError> {
-    Ok(ledger.with(|store| store.next_attempt_number(id.as_str()))?)
+fn next_number(recorder: &mut Recorder, id: &AnalysisId) -> Result<u32, StagedCommandError> {
+    Ok(recorder.with(|store| store.next_attempt_number(id.as_str()))?)
 }
 
-/// How a workspace's uncommitted end is treated when it is removed.
+/// Whether `workspace remove` may discard results that are not committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Discard {
-    Refused,
-    Wanted,
+pub enum DiscardPolicy {
+    Refuse,
+    Discard,
 }
 
-/// Removes the workspace of an id. What ran in it and is not committed is only discarded on request; its end is then
+/// Removes the workspace of an id. Results that are not committed are only discarded on request; the outcome is then
 /// committed without outputs.
 pub fn remove_workspace(
     home: &Home,
-    ledger: Option<&mut Ledger>,
+    recorder: Option<&mut Recorder>,
     id: &AnalysisId,
-    discard: Discard,
-) -> Result<PathBuf, StepsError> {
+    discard: DiscardPolicy,
+) -> Result<PathBuf, StagedCommandError> {
     let found = RunDir::find(home, id)?;
     let (dir, record) = found.ok_or(HomeError::NoWorkspace { id: id.clone() })?;
     let unsettled = matches!(
         record.state,
         RunState::Ran | RunState::Live | RunState::Quarantined
     );
-    if let Some(task) = record.task.as_ref().filter(|_| unsettled) {
-        let Some(ledger) = ledger.filter(|_| discard == Discard::Wanted) else {
-            return Err(StepsError::Uncommitted { id: id.clone() });
+    if let Some(commit_plan) = record.commit_plan.as_ref().filter(|_| unsettled) {
+        let Some(recorder) = recorder.filter(|_| discard == DiscardPolicy::Discard) else {
+            return Err(StagedCommandError::Uncommitted { id: id.clone() });
         };
-        // A database that is gone for good must not hold on to it for ever.
-        if ledger.store()?.id() == task.database_id {
-            give_up(&dir, &record, task, ledger)?;
+        // If the database was replaced by another, remove the workspace without a commit.
+        if recorder.store()?.id() == commit_plan.database_id {
+            commit_without_outputs(&dir, &record, commit_plan, recorder)?;
         }
     }
-    reaper::remove(&record).map_err(StepsError::Remove)?;
+    reaper::remove_leftovers(&record).map_err(StagedCommandError::Remove)?;
     dir.remove()?;
     Ok(record.workspace)
 }
 
-/// Commits how it ended, without what it left. What never began has nothing to commit.
-fn give_up(
+/// Commits the outcome without outputs. If the row was never begun, there is nothing to commit.
+fn commit_without_outputs(
     dir: &RunDir,
     run: &RunRecord,
-    task: &Task,
-    ledger: &mut Ledger,
-) -> Result<(), StepsError> {
-    let known = ledger.with(|store| store.attempt_with_key(&task.key))?;
-    if known.is_none() && !task.begun {
+    commit_plan: &CommitPlan,
+    recorder: &mut Recorder,
+) -> Result<(), StagedCommandError> {
+    let known = recorder.with(|store| store.attempt_with_key(&commit_plan.key))?;
+    if known.is_none() && !commit_plan.begun {
         return Ok(());
     }
-    if finalize::ending(dir)?.is_none() {
-        finalize::write_lost(dir, &record_builder::runner_lost(run))?;
+    if outcome_file::read(dir)?.is_none() {
+        outcome_file::write_durably(dir, &record_builder::runner_lost_record(run))?;
     }
     let nothing = Manifest {
         version: manifest::VERSION,
-        collected: finalize::all_lost(),
+        collected: all_outputs_lost(),
         ..Manifest::default()
     };
-    dir.put(Paper::Manifest, &nothing, Durable::Yes)?;
-    reaper::settle_left(dir, run, task, None, ledger)?;
+    dir.write_file(StateFile::Manifest, &nothing, Durability::Synced)?;
+    reaper::finalize_leftovers(dir, run, commit_plan, None, recorder)?;
     Ok(())
 }
 
 /// What `post-process` did.
-pub enum Processed {
-    /// The attempt was committed now.
+pub enum PostProcessResult {
+    /// It committed the attempt.
     Committed(Box<Record>),
-    /// It was committed before; only the platform's own step was due.
-    Stepped { attempt: u32, step: PostProcessed },
+    /// The attempt was committed before. Only the configured post_process command was due, and was run.
+    CommandRun {
+        attempt: u32,
+        report: PostProcessReport,
+    },
 }
 
-/// Collects and commits what ran by `run --in`; finishes what could not be committed before; repeats the platform's own
-/// step where it failed.
+/// Collects and commits what ran by `run --in`, or finishes an attempt that could not be committed, or repeats the
+/// configured post_process command if it failed.
 pub fn post_process(
     home: &Home,
-    ledger: &mut Ledger,
+    recorder: &mut Recorder,
     id: &AnalysisId,
-) -> Result<Processed, StepsError> {
+) -> Result<PostProcessResult, StagedCommandError> {
     let Some((dir, mut run)) = RunDir::find(home, id)? else {
-        return repeat_step(home, ledger, id);
+        return repeat_post_process(home, recorder, id);
     };
-    let Some(task) = run.task.clone() else {
-        return Err(StepsError::NotRun { id: id.clone() });
+    let Some(commit_plan) = run.commit_plan.clone() else {
+        return Err(StagedCommandError::NotRun { id: id.clone() });
     };
     match run.state {
-        RunState::Open { .. } => return Err(StepsError::NotRun { id: id.clone() }),
-        RunState::Kept { .. } | RunState::Recorded => return repeat_in(ledger, &dir, &run),
+        RunState::Open { .. } => return Err(StagedCommandError::NotRun { id: id.clone() }),
+        RunState::Kept { .. } | RunState::Recorded => return repeat_in_dir(recorder, &dir, &run),
         RunState::Live | RunState::Quarantined | RunState::Ran => {}
     }
-    same_database(ledger, &run, &task)?;
+    check_database(recorder, &run, &commit_plan)?;
     if run.state != RunState::Ran {
         drop(dir);
-        return finish_dead(home, ledger, id);
+        return finish_dead(home, recorder, id);
     }
-    let workspace = reaper::reopen(&run)?;
-    let mut record = reaper::settle_left(&dir, &run, &task, workspace.as_ref(), ledger)?;
+    let workspace = reaper::reopen_workspace(&run)?;
+    let mut record =
+        reaper::finalize_leftovers(&dir, &run, &commit_plan, workspace.as_ref(), recorder)?;
     run.state = RunState::Recorded;
-    dir.write(&run)?;
-    record.post_process = reaper::step_due(ledger, &task, &record, &dir);
-    Ok(Processed::Committed(Box::new(record)))
+    dir.write_record(&run)?;
+    record.post_process = reaper::run_post_process(recorder, &commit_plan, &record, &dir);
+    Ok(PostProcessResult::Committed(Box::new(record)))
 }
 
-/// The reaper's work for one id, with its problem told.
-fn finish_dead(home: &Home, ledger: &mut Ledger, id: &AnalysisId) -> Result<Processed, StepsError> {
-    let mut reaped = reaper::reap_one(home, ledger, id);
+/// Lets the reaper finish one id, and returns its problem as an error.
+fn finish_dead(
+    home: &Home,
+    recorder: &mut Recorder,
+    id: &AnalysisId,
+) -> Result<PostProcessResult, StagedCommandError> {
+    let mut reaped = reaper::reap_one(home, recorder, id);
     match (reaped.finished.pop(), reaped.problems.pop()) {
-        (Some(record), _) => Ok(Processed::Committed(Box::new(record))),
-        (None, Some(problem)) => Err(StepsError::Read {
+        (Some(record), _) => Ok(PostProcessResult::Committed(Box::new(record))),
+        (None, Some(problem)) => Err(StagedCommandError::Read {
             path: home.pending().join(id.as_str()),
             source: io::Error::other(problem),
         }),
-        (None, None) => Err(StepsError::NothingDue { id: id.clone() }),
+        (None, None) => Err(StagedCommandError::NothingDue { id: id.clone() }),
     }
 }
 
-fn repeat_step(home: &Home, ledger: &mut Ledger, id: &AnalysisId) -> Result<Processed, StepsError> {
-    let latest = ledger.with(|store| store.show(id.as_str(), None))?;
+fn repeat_post_process(
+    home: &Home,
+    recorder: &mut Recorder,
+    id: &AnalysisId,
+) -> Result<PostProcessResult, StagedCommandError> {
+    let latest = recorder.with(|store| store.show(id.as_str(), None))?;
     let attempt = latest.summary.attempt;
     if !latest.summary.state.is_final() {
-        return Err(StepsError::NotHere {
+        return Err(StagedCommandError::NotHere {
             id: id.clone(),
             attempt,
             state: latest.summary.state,
             host: latest.summary.host,
         });
     }
-    // The lock keeps a second caller out, and the directory is where the outputs are laid out.
+    // The lock keeps other callers out, and the outputs are laid out in the directory.
     let dir = RunDir::claim(home, id, attempt)?;
-    let step = post_process::if_due(ledger, (id.as_str(), attempt), dir.path());
+    let report = post_process::run_if_due(recorder, (id.as_str(), attempt), dir.path());
     dir.remove()?;
-    stepped(id, attempt, step)
+    command_result(id, attempt, report)
 }
 
-fn repeat_in(ledger: &mut Ledger, dir: &RunDir, run: &RunRecord) -> Result<Processed, StepsError> {
-    let step = post_process::if_due(ledger, (run.id.as_str(), run.attempt), dir.path());
-    stepped(&run.id, run.attempt, step)
+fn repeat_in_dir(
+    recorder: &mut Recorder,
+    dir: &RunDir,
+    run: &RunRecord,
+) -> Result<PostProcessResult, StagedCommandError> {
+    let report = post_process::run_if_due(recorder, (run.id.as_str(), run.attempt), dir.path());
+    command_result(&run.id, run.attempt, report)
 }
 
-fn stepped(
+fn command_result(
     id: &AnalysisId,
     attempt: u32,
-    step: Option<PostProcessed>,
-) -> Result<Processed, StepsError> {
-    match step {
-        Some(step) => Ok(Processed::Stepped { attempt, step }),
-        None => Err(StepsError::NothingDue { id: id.clone() }),
+    report: Option<PostProcessReport>,
+) -> Result<PostProcessResult, StagedCommandError> {
+    match report {
+        Some(report) => Ok(PostProcessResult::CommandRun { attempt, report }),
+        None => Err(StagedCommandError::NothingDue { id: id.clone() }),
     }
 }
 
-fn same_database(ledger: &mut Ledger, run: &RunRecord, task: &Task) -> Result<(), StepsError> {
-    match ledger.store()?.id() == task.database_id {
+fn check_database(
+    recorder: &mut Recorder,
+    run: &RunRecord,
+    commit_plan: &CommitPlan,
+) -> Result<(), StagedCommandError> {
+    match recorder.store()?.id() == commit_plan.database_id {
         true => Ok(()),
-        false => Err(StepsError::OtherDatabase {
+        false => Err(StagedCommandError::OtherDatabase {
             id: run.id.clone(),
-            database: task.database.clone(),
+            database: commit_plan.database.clone(),
         }),
     }
 }
 
-/// Results to be recorded that were made elsewhere.
-pub struct HandedIn<'a> {
+/// Results that were made elsewhere and are to be recorded.
+pub struct ExternalResult<'a> {
     pub id: &'a AnalysisId,
-    pub again: Again,
+    pub id_reuse: IdReuse,
     pub status: Status,
-    /// Becomes `result.json`.
+    /// This file becomes the output `result.json`.
     pub result: Option<&'a Path>,
-    /// Everything in it becomes outputs; it is only read.
+    /// Everything in this directory becomes an output. The directory is only read.
     pub dir: Option<&'a Path>,
-    pub collection: Collection,
+    pub collection: CollectionSettings,
 }
 
-/// Commits results made without a sandbox, marked as such. What is handed in is read by the same rules as what a
-/// program left.
+/// Commits results that were made without a sandbox, and marks them as such. The files are collected by the same rules
+/// as the outputs of a program.
 pub fn record(
     home: &Home,
-    ledger: &mut Ledger,
-    handed: &HandedIn<'_>,
-    progress: &mut dyn FnMut(collect::Progress),
-) -> Result<Record, StepsError> {
-    let number = next_number(ledger, handed.id)?;
-    let dir = RunDir::claim(home, handed.id, number)?;
-    let mut begun = Begun::Not;
-    let done = record_in(&dir, ledger, handed, number, &mut begun, progress);
-    match (&done, begun) {
-        (Ok(_), _) | (Err(_), Begun::Not) => dir.remove()?,
+    recorder: &mut Recorder,
+    external: &ExternalResult<'_>,
+    progress: &mut dyn FnMut(collect::CollectProgress),
+) -> Result<Record, StagedCommandError> {
+    let number = next_number(recorder, external.id)?;
+    let dir = RunDir::claim(home, external.id, number)?;
+    let mut row = RowState::Absent;
+    let done = record_in(&dir, recorder, external, number, &mut row, progress);
+    match (&done, row) {
+        (Ok(_), _) | (Err(_), RowState::Absent) => dir.remove()?,
         // The reaper finishes it: everything is in the artifact store.
-        (Err(_), Begun::InDatabase) => drop(dir),
+        (Err(_), RowState::Begun) => drop(dir),
     }
     done
 }
 
 #[derive(Clone, Copy)]
-enum Begun {
-    Not,
-    InDatabase,
+enum RowState {
+    Absent,
+    Begun,
 }
 
 fn record_in(
     dir: &RunDir,
-    ledger: &mut Ledger,
-    handed: &HandedIn<'_>,
+    recorder: &mut Recorder,
+    external: &ExternalResult<'_>,
     number: u32,
-    begun: &mut Begun,
-    progress: &mut dyn FnMut(collect::Progress),
-) -> Result<Record, StepsError> {
-    let mut run = attempt::fresh_record(handed.id, Path::new("/tmp"), number);
-    let artifacts = ledger.artifacts()?;
-    let mut task = ledger.task(&handed.collection, &artifacts, None)?;
-    task.taken_over = true;
-    run.task = Some(task.clone());
-    dir.write(&run)?;
-    let mut record = record_builder::handed_in(
-        handed.id,
+    row: &mut RowState,
+    progress: &mut dyn FnMut(collect::CollectProgress),
+) -> Result<Record, StagedCommandError> {
+    let mut run = RunRecord::new(external.id, Path::new("/tmp"), number);
+    let artifacts = recorder.artifacts()?;
+    let mut commit_plan = recorder.new_commit_plan(&external.collection, &artifacts, None)?;
+    commit_plan.workspace_reowned = true;
+    run.commit_plan = Some(commit_plan.clone());
+    dir.write_record(&run)?;
+    let mut record = record_builder::external_result_record(
+        external.id,
         number,
-        handed.dir.unwrap_or(Path::new("/")),
-        handed.status,
+        external.dir.unwrap_or(Path::new("/")),
+        external.status,
     );
-    record.isolation.level = Some(Level::None);
-    let opened = handed.dir.map(open_dir).transpose()?;
-    let left = match &opened {
-        // Everything in it must belong to whom it belongs itself.
-        Some((dir, owner_uid)) => Left::Directory {
+    record.isolation.level = Some(IsolationLevel::None);
+    let opened = external.dir.map(open_dir).transpose()?;
+    let leftovers = match &opened {
+        // Every file must have the same owner as the directory.
+        Some((dir, owner_uid)) => Leftovers::Directory {
             dir: dir.as_fd(),
             owner_uid: *owner_uid,
         },
-        None => Left::Nothing,
+        None => Leftovers::Nothing,
     };
     let before = run.clone();
-    let ended = Ended {
+    let ended = EndedAttempt {
         dir,
         run: &before,
-        task: &task,
-        left,
+        commit_plan: &commit_plan,
+        leftovers,
         transfer: &|_| TransferMode::Copy,
         trust: ContentCheck::TrustManifest,
-        modes: Modes::Respect,
+        modes: ModePolicy::Respect,
     };
-    let mut manifest = finalize::gather(&ended, progress)?;
-    if let Some(path) = handed.result {
-        add_result(dir, &mut manifest, path, handed.dir)?;
+    let mut manifest = build_manifest(&ended, progress)?;
+    if let Some(path) = external.result {
+        add_result(dir, &mut manifest, path, external.dir)?;
     }
-    dir.put(Paper::Manifest, &manifest, Durable::Yes)?;
-    // Everything is in the store before the database hears of it, so the reaper could finish it without the directory.
-    finalize::keep_copy(&ended, ledger)?;
-    run.attempt = attempt::begin_row(ledger, &run, &task, handed.again)?;
-    *begun = Begun::InDatabase;
+    dir.write_file(StateFile::Manifest, &manifest, Durability::Synced)?;
+    // Everything is in the store before the row exists, so the reaper can finish the attempt without the directory.
+    output_transfer::copy_outputs(&ended, recorder)?;
+    run.attempt = begin_row(recorder, &run, &commit_plan, external.id_reuse)?;
+    *row = RowState::Begun;
     record.attempt = run.attempt;
-    finalize::write_lost(dir, &record)?;
-    let ended = Ended { run: &run, ..ended };
-    let mut record = finalize::settle(&ended, ledger, progress)?;
-    let key = (handed.id.as_str(), record.attempt);
-    record.post_process = post_process::if_due(ledger, key, dir.path());
+    outcome_file::write_durably(dir, &record)?;
+    let ended = EndedAttempt { run: &run, ..ended };
+    let mut record = finalize::finalize_attempt(&ended, recorder, progress)?;
+    let key = (external.id.as_str(), record.attempt);
+    record.post_process = post_process::run_if_due(recorder, key, dir.path());
     Ok(record)
 }
 
-fn open_dir(path: &Path) -> Result<(std::os::fd::OwnedFd, u32), StepsError> {
+fn open_dir(path: &Path) -> Result<(std::os::fd::OwnedFd, u32), StagedCommandError> {
     use rustix::fs::{Mode, OFlags};
-    let failed = |e: rustix::io::Errno| StepsError::Read {
+    let failed = |e: rustix::io::Errno| StagedCommandError::Read {
         path: path.to_path_buf(),
         source: e.into(),
     };
@@ -376,7 +403,7 @@ fn open_dir(path: &Path) -> Result<(std::os::fd::OwnedFd, u32), StepsError> {
     Ok((dir, owner))
 }
 
-/// Never waits for the other end of a FIFO.
+/// Opens a regular file. Never waits for the other end of a FIFO.
 fn open_file(path: &Path) -> io::Result<std::fs::File> {
     use rustix::fs::{Mode, OFlags};
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
@@ -387,14 +414,14 @@ fn open_file(path: &Path) -> io::Result<std::fs::File> {
     }
 }
 
-/// The file that was named becomes the output `result.json`.
+/// Adds the file as the output `result.json`.
 fn add_result(
     dir: &RunDir,
     manifest: &mut Manifest,
     path: &Path,
     beside: Option<&Path>,
-) -> Result<(), StepsError> {
-    let failed = |source| StepsError::Read {
+) -> Result<(), StagedCommandError> {
+    let failed = |source| StagedCommandError::Read {
         path: path.to_path_buf(),
         source,
     };
@@ -405,27 +432,27 @@ fn add_result(
         .map_err(failed)?;
     if bytes.len() as u64 > RESULT_BYTES_MAX {
         let path = path.to_path_buf();
-        return Err(StepsError::ResultTooLarge { path });
+        return Err(StagedCommandError::ResultTooLarge { path });
     }
     let name = OutputPath::new(b"result.json".to_vec())?;
     let outputs = &mut manifest.collected.outputs;
     let at = match outputs.binary_search_by(|o| o.path.cmp(&name)) {
         Ok(_) => {
             let dir = beside.unwrap_or(Path::new("")).to_path_buf();
-            return Err(StepsError::TwoResults { dir });
+            return Err(StagedCommandError::TwoResults { dir });
         }
         Err(at) => at,
     };
-    let aside = Artifacts::open(&dir.objects()).map_err(SettleError::from)?;
-    let hold = aside.lock_shared().map_err(SettleError::from)?;
-    let blake3 = aside.put(&hold, &bytes).map_err(SettleError::from)?;
-    aside.make_durable().map_err(SettleError::from)?;
+    let aside = Artifacts::open(&dir.objects()).map_err(CommitError::from)?;
+    let hold = aside.lock_shared().map_err(CommitError::from)?;
+    let blake3 = aside.put(&hold, &bytes).map_err(CommitError::from)?;
+    aside.make_durable().map_err(CommitError::from)?;
     let output = Output {
         path: name,
         bytes: bytes.len() as u64,
         blake3,
         media_type: String::from("application/json"),
-        modified_ms: i64::try_from(crate::attempt::pipeline::unix_ms()).unwrap_or(i64::MAX),
+        modified_ms: i64::try_from(home::unix_ms()).unwrap_or(i64::MAX),
         inode: 0,
     };
     outputs.insert(at, output);

@@ -1,8 +1,9 @@
-//! The files that travel with a submission: read where it was submitted, laid out again where it runs.
+//! The files that travel with a submission: [`Bundle`] reads them where the submission is made, [`lay_out`] writes
+//! them where it runs.
 //!
-//! What is read follows the rules of `copy_in.rs`: opened once, without following links, judged by the descriptor. What
-//! is laid out was written by whoever can write to the database, so names are checked again, each is made exclusively,
-//! and content is taken only if it has the hash that it is named by.
+//! Reading follows the rules of `workspace/copy_in.rs`: open each file once, do not follow links, and judge the file
+//! by its descriptor. Whoever can write to the database controls what [`lay_out`] gets. Therefore [`lay_out`] checks
+//! all names again, creates each file exclusively, and accepts content only if its hash matches.
 
 use std::collections::{HashMap, HashSet};
 use std::error::Error;
@@ -24,11 +25,12 @@ use store::types::submission::{
     INPUT_BYTES_MAX, INPUT_FILES_MAX, InputItem, Submission, SubmissionError,
 };
 
-/// In the directory that a submission is laid out in: its inputs, and what its standard input reads.
+/// Names in the directory in which a submission is laid out: the directory of inputs, and the file that becomes
+/// standard input.
 pub const INPUTS: &str = "inputs";
 pub const STDIN: &str = "stdin";
 
-/// Content of all submissions that are made at once.
+/// The most bytes in one [`ContentPool`], which holds the content of a whole batch of submissions.
 pub const POOL_BYTES_MAX: u64 = 1 << 30;
 
 #[derive(Debug, thiserror::Error)]
@@ -54,7 +56,7 @@ pub enum BundleError {
     #[error("input {path:?}: its name is not UTF-8 text, which a submission must be")]
     NotText { path: PathBuf },
     #[error("{name:?} is among the inputs already; give another name with --input PATH:NAME")]
-    Twice { name: PathBuf },
+    DuplicateName { name: PathBuf },
     #[error("read standard input for the submission")]
     Stdin(#[source] std::io::Error),
     #[error(transparent)]
@@ -66,9 +68,9 @@ pub enum BundleError {
         source: Box<dyn Error + Send + Sync>,
     },
     #[error("the content {hash} of the submission is not in the database")]
-    Gone { hash: ContentHash },
-    #[error("the content {hash} of the submission is another in the database")]
-    Damaged { hash: ContentHash },
+    ContentMissing { hash: ContentHash },
+    #[error("the content {hash} of the submission does not match its hash in the database")]
+    ContentMismatch { hash: ContentHash },
     #[error("lay out {name:?} of the submission")]
     LayOut {
         name: PathBuf,
@@ -77,19 +79,19 @@ pub enum BundleError {
     },
 }
 
-/// Content by its hash, each once, however many submissions have it.
+/// File contents by hash. Submissions with the same content share one copy.
 #[derive(Default)]
-pub struct Pool {
+pub struct ContentPool {
     contents: HashMap<ContentHash, Arc<Vec<u8>>>,
     bytes: u64,
 }
 
-impl Pool {
+impl ContentPool {
     pub fn get(&self, hash: &ContentHash) -> Option<Arc<Vec<u8>>> {
         self.contents.get(hash).cloned()
     }
 
-    fn put(&mut self, content: Vec<u8>, path: &Path) -> Result<ContentHash, BundleError> {
+    fn insert(&mut self, content: Vec<u8>, path: &Path) -> Result<ContentHash, BundleError> {
         let hash = ContentHash::of(&content);
         if !self.contents.contains_key(&hash) {
             self.bytes += content.len() as u64;
@@ -104,7 +106,7 @@ impl Pool {
     }
 }
 
-/// The files of one submission, as they are read.
+/// The files of one submission.
 #[derive(Default)]
 pub struct Bundle {
     pub items: Vec<InputItem>,
@@ -114,28 +116,41 @@ pub struct Bundle {
 }
 
 impl Bundle {
-    /// Reads `source`, a path without symlinks, to be `name` in the workspace. Directories that `name` leads
-    /// through come before it.
-    pub fn add(&mut self, source: &Path, name: &Path, pool: &mut Pool) -> Result<(), BundleError> {
+    /// Adds the file or directory `source`, a path without symlinks, as `name` in the workspace. Also adds the parent
+    /// directories of `name`, before it.
+    pub fn add(
+        &mut self,
+        source: &Path,
+        name: &Path,
+        pool: &mut ContentPool,
+    ) -> Result<(), BundleError> {
         let name = input_name::name_for(source, Some(name))?;
         let (file, stat) = copy_in::open_source(source)?;
         self.add_parents(source, &name)?;
         match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Directory => self.tree(file, source, &name, pool),
-            _ => self.file(file, stat.st_mode, source, &name, pool),
+            FileType::Directory => self.add_tree(file, source, &name, pool),
+            _ => self.add_file(file, stat.st_mode, source, &name, pool),
         }
     }
 
-    /// Reads all that the program is to read from its standard input.
-    pub fn add_stdin(&mut self, from: impl Read, pool: &mut Pool) -> Result<(), BundleError> {
+    /// Adds everything that can be read from `from` as standard input.
+    pub fn add_stdin(
+        &mut self,
+        from: impl Read,
+        pool: &mut ContentPool,
+    ) -> Result<(), BundleError> {
         let path = Path::new("the standard input");
-        let content = self.content(from, path, BundleError::Stdin)?;
-        self.stdin = Some(pool.put(content, path)?);
+        let content = self.read_content(from, path, BundleError::Stdin)?;
+        self.stdin = Some(pool.insert(content, path)?);
         Ok(())
     }
 
-    /// As standard input, a file: a path without symlinks.
-    pub fn add_stdin_file(&mut self, path: &Path, pool: &mut Pool) -> Result<(), BundleError> {
+    /// Adds a file, given by a path without symlinks, as standard input.
+    pub fn add_stdin_file(
+        &mut self,
+        path: &Path,
+        pool: &mut ContentPool,
+    ) -> Result<(), BundleError> {
         let (file, stat) = copy_in::open_source(path)?;
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             let path = path.to_path_buf();
@@ -145,8 +160,8 @@ impl Bundle {
         self.add_stdin(File::from(file), pool)
     }
 
-    /// Every content that it has, each once.
-    pub fn contents(&self, pool: &Pool) -> Vec<(ContentHash, Arc<Vec<u8>>)> {
+    /// All contents of the bundle, without duplicates.
+    pub fn contents(&self, pool: &ContentPool) -> Vec<(ContentHash, Arc<Vec<u8>>)> {
         let mut seen = HashSet::new();
         let files = self.items.iter().filter_map(|item| match item {
             InputItem::File { blake3, .. } => Some(*blake3),
@@ -166,13 +181,13 @@ impl Bundle {
             if self.names.contains(parent) {
                 let made = |item: &InputItem| matches!(item, InputItem::Directory { name } if name == parent);
                 if !self.items.iter().any(made) {
-                    return Err(BundleError::Twice {
+                    return Err(BundleError::DuplicateName {
                         name: parent.to_path_buf(),
                     });
                 }
                 continue;
             }
-            self.push(
+            self.push_item(
                 InputItem::Directory {
                     name: parent.to_path_buf(),
                 },
@@ -182,7 +197,7 @@ impl Bundle {
         Ok(())
     }
 
-    fn push(&mut self, item: InputItem, path: &Path) -> Result<(), BundleError> {
+    fn push_item(&mut self, item: InputItem, path: &Path) -> Result<(), BundleError> {
         let name = item.name().to_path_buf();
         if name.to_str().is_none() {
             return Err(BundleError::NotText {
@@ -195,22 +210,22 @@ impl Bundle {
             });
         }
         if !self.names.insert(name.clone()) {
-            return Err(BundleError::Twice { name });
+            return Err(BundleError::DuplicateName { name });
         }
         self.items.push(item);
         Ok(())
     }
 
-    fn file(
+    fn add_file(
         &mut self,
         file: OwnedFd,
         mode: u32,
         path: &Path,
         name: &Path,
-        pool: &mut Pool,
+        pool: &mut ContentPool,
     ) -> Result<(), BundleError> {
         copy_in::check_kind(FileType::from_raw_mode(mode), path)?;
-        let content = self.content(File::from(file), path, |source| {
+        let content = self.read_content(File::from(file), path, |source| {
             let errno = Errno::from_io_error(&source).unwrap_or(Errno::IO);
             BundleError::Copy(CopyError::Read {
                 path: path.to_path_buf(),
@@ -219,25 +234,26 @@ impl Bundle {
         })?;
         let item = InputItem::File {
             name: name.to_path_buf(),
-            blake3: pool.put(content, path)?,
+            blake3: pool.insert(content, path)?,
             executable: mode & 0o111 != 0,
         };
-        self.push(item, path)
+        self.push_item(item, path)
     }
 
-    /// A file may grow while it is read: the bound is asked of what was read, not of what was announced.
-    fn content(
+    /// Reads a whole file. A file may grow meanwhile, so the bound applies to the bytes read and not to the size that
+    /// fstat reported.
+    fn read_content(
         &mut self,
         from: impl Read,
         path: &Path,
         failed: impl FnOnce(std::io::Error) -> BundleError,
     ) -> Result<Vec<u8>, BundleError> {
-        let left = INPUT_BYTES_MAX - self.bytes;
+        let bytes_left = INPUT_BYTES_MAX - self.bytes;
         let mut content = Vec::new();
-        if let Err(e) = from.take(left + 1).read_to_end(&mut content) {
+        if let Err(e) = from.take(bytes_left + 1).read_to_end(&mut content) {
             return Err(failed(e));
         }
-        if content.len() as u64 > left {
+        if content.len() as u64 > bytes_left {
             return Err(BundleError::TooManyBytes {
                 path: path.to_path_buf(),
             });
@@ -246,14 +262,14 @@ impl Bundle {
         Ok(content)
     }
 
-    fn tree(
+    fn add_tree(
         &mut self,
         top: OwnedFd,
         path: &Path,
         name: &Path,
-        pool: &mut Pool,
+        pool: &mut ContentPool,
     ) -> Result<(), BundleError> {
-        let mut levels = vec![self.enter(top, path.to_path_buf(), name.to_path_buf())?];
+        let mut levels = vec![self.enter_directory(top, path.to_path_buf(), name.to_path_buf())?];
         while let Some(level) = levels.last_mut() {
             let read = |source| CopyError::Read {
                 path: level.path.clone(),
@@ -268,19 +284,24 @@ impl Bundle {
             if entry_name == c"." || entry_name == c".." {
                 continue;
             }
-            let below = self.entry(&levels[depth], entry_name, kind, depth, pool)?;
+            let below = self.add_entry(&levels[depth], entry_name, kind, depth, pool)?;
             levels.extend(below);
         }
         Ok(())
     }
 
-    fn enter(&mut self, dir: OwnedFd, path: PathBuf, name: PathBuf) -> Result<Level, BundleError> {
-        self.push(InputItem::Directory { name: name.clone() }, &path)?;
+    fn enter_directory(
+        &mut self,
+        dir: OwnedFd,
+        path: PathBuf,
+        name: PathBuf,
+    ) -> Result<OpenDirectory, BundleError> {
+        self.push_item(InputItem::Directory { name: name.clone() }, &path)?;
         let entries = Dir::read_from(&dir).map_err(|source| CopyError::Read {
             path: path.clone(),
             source,
         })?;
-        Ok(Level {
+        Ok(OpenDirectory {
             entries,
             dir,
             path,
@@ -288,15 +309,15 @@ impl Bundle {
         })
     }
 
-    /// Reads one entry of a directory, or, if it is a directory itself, returns it to be walked.
-    fn entry(
+    /// Adds one directory entry. Returns a subdirectory for the caller to walk.
+    fn add_entry(
         &mut self,
-        level: &Level,
+        level: &OpenDirectory,
         entry: &CStr,
         kind: FileType,
         depth: usize,
-        pool: &mut Pool,
-    ) -> Result<Option<Level>, BundleError> {
+        pool: &mut ContentPool,
+    ) -> Result<Option<OpenDirectory>, BundleError> {
         let text = OsStr::from_bytes(entry.to_bytes());
         let (path, name) = (level.path.join(text), level.name.join(text));
         let open = |source| CopyError::Open {
@@ -306,30 +327,34 @@ impl Bundle {
         let opened = match kind {
             FileType::Symlink => Err(Errno::LOOP),
             FileType::Unknown => copy_in::open_entry(level.dir.as_fd(), entry),
-            // Opening some devices does something, so what is known to be one stays closed.
+            // Opening some devices has side effects, so check the type that the directory reports first.
             kind => {
                 copy_in::check_kind(kind, &path)?;
                 copy_in::open_entry(level.dir.as_fd(), entry)
             }
         };
         let (file, stat) = match opened {
-            Err(Errno::LOOP) => return self.link(level, entry, depth, &path, name).map(|()| None),
+            Err(Errno::LOOP) => {
+                return self
+                    .add_link(level, entry, depth, &path, name)
+                    .map(|()| None);
+            }
             opened => opened.map_err(open)?,
         };
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory if depth + 1 >= copy_in::DEPTH_MAX => {
                 Err(CopyError::TooDeep { path }.into())
             }
-            FileType::Directory => self.enter(file, path, name).map(Some),
+            FileType::Directory => self.enter_directory(file, path, name).map(Some),
             _ => self
-                .file(file, stat.st_mode, &path, &name, pool)
+                .add_file(file, stat.st_mode, &path, &name, pool)
                 .map(|()| None),
         }
     }
 
-    fn link(
+    fn add_link(
         &mut self,
-        level: &Level,
+        level: &OpenDirectory,
         entry: &CStr,
         depth: usize,
         path: &Path,
@@ -351,34 +376,34 @@ impl Bundle {
                 path: path.to_path_buf(),
             });
         }
-        self.push(InputItem::Link { name, target }, path)
+        self.push_item(InputItem::Link { name, target }, path)
     }
 }
 
-/// One directory being read.
-struct Level {
+/// A directory that is being read.
+struct OpenDirectory {
     entries: Dir,
     dir: OwnedFd,
     path: PathBuf,
     name: PathBuf,
 }
 
-/// Where content comes from, by its hash; `None`: it is not there.
-pub type Fetch<'a> =
+/// Fetches content by its hash; `None` if there is no such content.
+pub type FetchContent<'a> =
     dyn FnMut(&ContentHash) -> Result<Option<Vec<u8>>, Box<dyn Error + Send + Sync>> + 'a;
 
-/// Lays a submission's files out in an empty directory that nobody else can reach: its inputs below [`INPUTS`], what is
-/// on standard input as [`STDIN`]. Whatever fails leaves a part of it behind: the caller removes the directory.
+/// Writes a submission's files to `staged`, an empty directory that nobody else can reach: inputs below [`INPUTS`],
+/// standard input as [`STDIN`]. On failure part of the files remain; the caller removes the directory.
 pub fn lay_out(
     submission: &Submission,
     staged: BorrowedFd<'_>,
-    fetch: &mut Fetch<'_>,
+    fetch: &mut FetchContent<'_>,
 ) -> Result<(), BundleError> {
     submission.check()?;
-    let mut content = Contents {
+    let mut content = ContentFetcher {
         fetch,
         last: None,
-        left: INPUT_BYTES_MAX,
+        bytes_left: INPUT_BYTES_MAX,
     };
     let failed = |name: &Path| {
         let name = name.to_path_buf();
@@ -415,14 +440,14 @@ pub fn lay_out(
     Ok(())
 }
 
-/// Content as it is needed. Many files of one submission may have the same, which is then fetched once in a row.
-struct Contents<'a, 'f> {
-    fetch: &'a mut Fetch<'f>,
+/// Fetches contents on demand. Keeps the last content, because many files of a submission may be the same.
+struct ContentFetcher<'a, 'f> {
+    fetch: &'a mut FetchContent<'f>,
     last: Option<(ContentHash, Vec<u8>)>,
-    left: u64,
+    bytes_left: u64,
 }
 
-impl Contents<'_, '_> {
+impl ContentFetcher<'_, '_> {
     fn get(&mut self, hash: &ContentHash, name: &Path) -> Result<&[u8], BundleError> {
         let kept = self.last.take().filter(|(last, _)| last == hash);
         let content = match kept {
@@ -432,19 +457,20 @@ impl Contents<'_, '_> {
                     hash: *hash,
                     source,
                 })?;
-                let content = fetched.ok_or(BundleError::Gone { hash: *hash })?;
+                let content = fetched.ok_or(BundleError::ContentMissing { hash: *hash })?;
                 if ContentHash::of(&content) != *hash {
-                    return Err(BundleError::Damaged { hash: *hash });
+                    return Err(BundleError::ContentMismatch { hash: *hash });
                 }
                 content
             }
         };
-        // Each file takes room of its own, whatever it shares with others in the database.
-        self.left = self.left.checked_sub(content.len() as u64).ok_or_else(|| {
-            BundleError::TooManyBytes {
+        // Each file uses disk space of its own, even if files share their content in the database.
+        self.bytes_left = self
+            .bytes_left
+            .checked_sub(content.len() as u64)
+            .ok_or_else(|| BundleError::TooManyBytes {
                 path: name.to_path_buf(),
-            }
-        })?;
+            })?;
         Ok(&self.last.insert((*hash, content)).1)
     }
 }
@@ -467,7 +493,7 @@ fn make_file(
         false => Mode::RUSR | Mode::WUSR,
     };
     let file = rustix::fs::openat(parent, name, flags, mode)?;
-    // Whatever the umask is.
+    // The umask may have cleared bits.
     rustix::fs::fchmod(&file, mode)?;
     File::from(file)
         .write_all(content)
@@ -478,10 +504,10 @@ fn make_file(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::request::AnalysisId;
     use std::collections::BTreeMap;
     use std::fs;
     use std::os::unix::fs::{PermissionsExt, symlink};
+    use store::types::analysis_id::AnalysisId;
     use store::types::submission::{SubmittedCommand, VERSION};
 
     fn submission(bundle: &Bundle) -> Submission {
@@ -495,7 +521,7 @@ mod tests {
         }
     }
 
-    fn lay(
+    fn lay_out_in(
         submission: &Submission,
         contents: &[(ContentHash, Vec<u8>)],
         to: &Path,
@@ -507,7 +533,7 @@ mod tests {
         })
     }
 
-    fn owned(bundle: &Bundle, pool: &Pool) -> Vec<(ContentHash, Vec<u8>)> {
+    fn owned_contents(bundle: &Bundle, pool: &ContentPool) -> Vec<(ContentHash, Vec<u8>)> {
         let contents = bundle.contents(pool).into_iter();
         contents
             .map(|(hash, content)| (hash, content.to_vec()))
@@ -515,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_is_laid_out_again() {
+    fn submitted_files_are_laid_out_as_read() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().canonicalize().unwrap();
         let source = dir.join("source");
@@ -524,7 +550,7 @@ mod tests {
         fs::set_permissions(source.join("sub/tool"), fs::Permissions::from_mode(0o6755)).unwrap();
         fs::write(source.join("text"), "one").unwrap();
         symlink("sub/tool", source.join("link")).unwrap();
-        let (mut bundle, mut pool) = (Bundle::default(), Pool::default());
+        let (mut bundle, mut pool) = (Bundle::default(), ContentPool::default());
         bundle.add(&source, Path::new("a/b"), &mut pool).unwrap();
         bundle
             .add(&source.join("text"), Path::new("a/c"), &mut pool)
@@ -535,11 +561,16 @@ mod tests {
             2,
             "the same content is there once"
         );
-        // What is changed afterwards does not matter.
+        // A later change of the source does not matter.
         fs::write(source.join("text"), "two").unwrap();
         let staged = dir.join("staged");
         fs::create_dir(&staged).unwrap();
-        lay(&submission(&bundle), &owned(&bundle, &pool), &staged).unwrap();
+        lay_out_in(
+            &submission(&bundle),
+            &owned_contents(&bundle, &pool),
+            &staged,
+        )
+        .unwrap();
         let read = |name: &str| fs::read_to_string(staged.join(name)).unwrap();
         assert_eq!(read("inputs/a/b/text"), "one");
         assert_eq!(read("inputs/a/c"), "one");
@@ -557,16 +588,23 @@ mod tests {
             fs::read_link(staged.join("inputs/a/b/link")).unwrap(),
             Path::new("sub/tool")
         );
-        // A second one finds its place taken.
-        assert!(lay(&submission(&bundle), &owned(&bundle, &pool), &staged).is_err());
+        // The names exist now, so laying out again fails.
+        assert!(
+            lay_out_in(
+                &submission(&bundle),
+                &owned_contents(&bundle, &pool),
+                &staged
+            )
+            .is_err()
+        );
     }
 
     #[test]
-    fn what_does_not_travel_is_refused() {
+    fn files_that_cannot_be_submitted_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let dir = dir.path().canonicalize().unwrap();
         let add = |source: &Path, name: &str| {
-            let (mut bundle, mut pool) = (Bundle::default(), Pool::default());
+            let (mut bundle, mut pool) = (Bundle::default(), ContentPool::default());
             bundle.add(source, Path::new(name), &mut pool)
         };
         let tree = dir.join("tree");
@@ -598,15 +636,15 @@ mod tests {
             add(&dir.join("large"), "x"),
             Err(BundleError::TooManyBytes { .. })
         ));
-        let (mut bundle, mut pool) = (Bundle::default(), Pool::default());
+        let (mut bundle, mut pool) = (Bundle::default(), ContentPool::default());
         fs::write(dir.join("f"), "").unwrap();
         bundle
             .add(&dir.join("f"), Path::new("f"), &mut pool)
             .unwrap();
         let again = bundle.add(&dir.join("f"), Path::new("f"), &mut pool);
-        assert!(matches!(again, Err(BundleError::Twice { .. })));
+        assert!(matches!(again, Err(BundleError::DuplicateName { .. })));
         let below = bundle.add(&dir.join("f"), Path::new("f/g"), &mut pool);
-        assert!(matches!(below, Err(BundleError::Twice { .. })));
+        assert!(matches!(below, Err(BundleError::DuplicateName { .. })));
     }
 
     #[test]
@@ -629,23 +667,23 @@ mod tests {
             submission
         };
         let good = vec![(hash, b"good".to_vec())];
-        lay(&with(vec![file("a", hash)]), &good, &fresh("good")).unwrap();
-        let gone = lay(&with(vec![file("a", other)]), &good, &fresh("gone"));
-        assert!(matches!(gone, Err(BundleError::Gone { .. })));
-        let damaged = lay(
+        lay_out_in(&with(vec![file("a", hash)]), &good, &fresh("good")).unwrap();
+        let gone = lay_out_in(&with(vec![file("a", other)]), &good, &fresh("gone"));
+        assert!(matches!(gone, Err(BundleError::ContentMissing { .. })));
+        let damaged = lay_out_in(
             &with(vec![file("a", hash)]),
             &[(hash, b"evil".to_vec())],
             &fresh("damaged"),
         );
-        assert!(matches!(damaged, Err(BundleError::Damaged { .. })));
-        let escape = lay(&with(vec![file("../../x", hash)]), &good, &fresh("escape"));
+        assert!(matches!(damaged, Err(BundleError::ContentMismatch { .. })));
+        let escape = lay_out_in(&with(vec![file("../../x", hash)]), &good, &fresh("escape"));
         assert!(matches!(escape, Err(BundleError::Submission(_))));
         assert!(!dir.path().join("x").exists());
-        // One content under many names takes room for each.
+        // One content under many names counts once per name.
         let large = vec![7u8; (INPUT_BYTES_MAX / 4) as usize];
         let hash = ContentHash::of(&large);
         let many = (0..5).map(|n| file(&format!("f{n}"), hash)).collect();
-        let bomb = lay(&with(many), &[(hash, large)], &fresh("bomb"));
+        let bomb = lay_out_in(&with(many), &[(hash, large)], &fresh("bomb"));
         assert!(matches!(bomb, Err(BundleError::TooManyBytes { .. })));
     }
 }

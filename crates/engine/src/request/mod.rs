@@ -1,4 +1,7 @@
-//! Untrusted input becomes a [`Request`]; every bound is applied here.
+//! What a caller asks for. A [`Request`] is the result of merging options, variables, files and the operator's
+//! policy; whoever builds one applies every bound while doing so.
+//!
+//! - `bundle.rs`: the input files that travel with a queued submission.
 
 pub mod bundle;
 
@@ -10,21 +13,22 @@ pub use sandbox::spec::{LimitName, WorkspaceKind};
 use serde::{Deserialize, Serialize};
 pub use store::types::analysis_id::{AnalysisId, AnalysisIdError};
 
-/// What to run.
+/// The command to run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// `run SCRIPT ARGS`: the script is an input; its interpreter comes from `#!`, else its ending.
+    /// `run SCRIPT ARGS`: the script is an input. Its `#!` line names the interpreter, or else its file name
+    /// extension does.
     Script {
         script: PathBuf,
         args: Vec<OsString>,
     },
-    /// `run -- CMD ARGS`: as given.
+    /// `run -- CMD ARGS`: the words as given.
     Argv(Vec<OsString>),
-    /// `shell`: an interactive shell on a terminal of the sandbox's own.
+    /// `shell`: an interactive shell on a pseudo-terminal that belongs to the sandbox.
     Shell,
 }
 
-/// What is shown as `data` or `docs`, where somebody named it.
+/// A directory to show as `data` or `docs`, named explicitly by somebody.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedDirectory {
     pub path: PathBuf,
@@ -33,67 +37,67 @@ pub struct NamedDirectory {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NamedBy {
-    /// An option, a variable, the user's own configuration or a submission.
+    /// An option, an environment variable, the user's own configuration file or a submission.
     Caller,
-    /// The project's own file, which does not decide what is shown outside the project.
+    /// The project's own configuration file. It may choose only directories inside the project.
     ProjectFile,
 }
 
-/// `--read PATH[:INSIDE]`.
+/// `--read PATH[:INSIDE]`: a host path to show read-only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadRoot {
     pub host: PathBuf,
     pub inside: Option<PathBuf>,
 }
 
-/// `--input PATH[:NAME]`; the name is relative to the workspace.
+/// `--input PATH[:NAME]`: a host path to copy in. `name` is relative to the workspace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Input {
     pub host: PathBuf,
     pub name: Option<PathBuf>,
 }
 
-/// `--siblings`: whether the modules beside a script come along that its imports name.
+/// `--siblings`: whether to copy in the Python modules beside the script that the script imports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Siblings {
-    Left,
-    Brought,
+pub enum SiblingModules {
+    Exclude,
+    Include,
 }
 
-/// A limit's value, and whether somebody asked for it or it is our default: a limit that was asked
-/// for and cannot be enforced hard stops the run, a default may step down to a watch, said aloud.
+/// The value of a limit, and whether somebody asked for it or it is our default. If a limit that was asked for cannot
+/// be enforced firmly, the run stops. A default may be enforced by a weaker watch; the record then says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked<T> {
+pub struct RequestedLimit<T> {
     pub value: T,
     pub explicit: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AskedLimits {
-    pub wall_ms: Asked<u64>,
-    pub cpu_ms: Option<Asked<u64>>,
-    pub idle_ms: Option<Asked<u64>>,
-    pub grace_ms: Asked<u64>,
-    /// `None`: the default, which depends on the host.
-    pub memory_bytes: Option<Asked<u64>>,
-    /// Thousandths of a CPU. `None`: the CPUs this process may run on.
-    pub cpu_milli: Option<Asked<u64>>,
-    pub pids: Asked<u64>,
-    pub open_files: Asked<u64>,
-    pub disk_bytes: Asked<u64>,
-    pub files: Asked<u64>,
-    pub log_bytes: Asked<u64>,
+pub struct RequestedLimits {
+    pub wall_ms: RequestedLimit<u64>,
+    pub cpu_ms: Option<RequestedLimit<u64>>,
+    pub idle_ms: Option<RequestedLimit<u64>>,
+    pub grace_ms: RequestedLimit<u64>,
+    /// `None`: use the default, which depends on the host.
+    pub memory_bytes: Option<RequestedLimit<u64>>,
+    /// Thousandths of a CPU. `None`: all CPUs that this process may run on.
+    pub cpu_milli: Option<RequestedLimit<u64>>,
+    pub pids: RequestedLimit<u64>,
+    pub open_files: RequestedLimit<u64>,
+    pub disk_bytes: RequestedLimit<u64>,
+    pub files: RequestedLimit<u64>,
+    pub log_bytes: RequestedLimit<u64>,
 }
 
-impl Default for AskedLimits {
+impl Default for RequestedLimits {
     fn default() -> Self {
-        fn default(value: u64) -> Asked<u64> {
-            Asked {
+        fn default(value: u64) -> RequestedLimit<u64> {
+            RequestedLimit {
                 value,
                 explicit: false,
             }
         }
-        AskedLimits {
+        RequestedLimits {
             wall_ms: default(3_600_000),
             cpu_ms: None,
             idle_ms: None,
@@ -111,72 +115,72 @@ impl Default for AskedLimits {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Keep {
+pub enum KeepPolicy {
     Never,
     OnFailure,
     Always,
 }
 
-/// A level of confinement; later ones are stronger.
+/// A level of confinement. Later variants are stronger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Level {
-    /// Not of a run of ours: results that `record` was handed.
+pub enum IsolationLevel {
+    /// The results come from outside: `fumehood record` stored them, and Fumehood confined nothing.
     None,
     Landlock,
     Full,
 }
 
-impl Level {
+impl IsolationLevel {
     pub fn as_str(self) -> &'static str {
         match self {
-            Level::None => "none",
-            Level::Landlock => "landlock",
-            Level::Full => "full",
+            IsolationLevel::None => "none",
+            IsolationLevel::Landlock => "landlock",
+            IsolationLevel::Full => "full",
         }
     }
 }
 
-impl From<sandbox::spec::ConfinementLevel> for Level {
-    fn from(level: sandbox::spec::ConfinementLevel) -> Level {
+impl From<sandbox::spec::ConfinementLevel> for IsolationLevel {
+    fn from(level: sandbox::spec::ConfinementLevel) -> IsolationLevel {
         match level {
-            sandbox::spec::ConfinementLevel::Landlock => Level::Landlock,
-            sandbox::spec::ConfinementLevel::Full => Level::Full,
+            sandbox::spec::ConfinementLevel::Landlock => IsolationLevel::Landlock,
+            sandbox::spec::ConfinementLevel::Full => IsolationLevel::Full,
         }
     }
 }
 
-/// Where standard input comes from. It is always a pipe or /dev/null inside.
+/// Where standard input comes from. Inside the sandbox it is always a pipe or /dev/null.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Stdin {
     Null,
     File(PathBuf),
-    /// `--stdin -`: the caller's own standard input, piped.
+    /// `--stdin -`: the caller's own standard input, through a pipe.
     Caller,
 }
 
-/// What is taken of what an analysis leaves, and within which bounds. Kept in the run directory, so that whoever finishes
-/// the attempt takes the same.
+/// Which outputs to collect, and within which bounds. The run directory keeps these settings, so that whoever
+/// finishes the attempt collects the same outputs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Collection {
-    /// `--output`: globs that narrow what is an output; none: everything.
+pub struct CollectionSettings {
+    /// `--output`: globs that select the outputs. If there are none, every file is an output.
     pub outputs: Vec<String>,
-    /// `--expect`: globs that must each match an output.
+    /// `--expect`: globs, each of which must match an output.
     pub expects: Vec<String>,
     pub total_bytes_max: u64,
     pub file_bytes_max: u64,
     pub outputs_max: u64,
     pub depth_max: u32,
-    /// Content up to this size also goes into the database.
+    /// Outputs up to this size are also stored in the database.
     pub inline_bytes_max: u64,
-    /// All content of one attempt in the database.
+    /// The most bytes that the outputs of one attempt may take up in the database.
     pub inline_total_bytes_max: u64,
 }
 
-impl Default for Collection {
+impl Default for CollectionSettings {
     fn default() -> Self {
-        let disk_bytes = AskedLimits::default().disk_bytes.value;
-        Collection {
+        let disk_bytes = RequestedLimits::default().disk_bytes.value;
+        CollectionSettings {
             outputs: Vec::new(),
             expects: Vec::new(),
             total_bytes_max: disk_bytes,
@@ -189,71 +193,73 @@ impl Default for Collection {
     }
 }
 
-/// Whether an id that is in the database already may be run again, as a new attempt.
+/// What to do if the database already holds an analysis with the requested id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Again {
-    /// It cannot be there: it was made up for this run.
-    New,
-    Refused,
+pub enum IdReuse {
+    /// The id was generated for this run, so the database cannot hold it.
+    Generated,
+    Refuse,
     Replace,
 }
 
-/// Who asked, and so what may be shown: a queue is written to by others than whoever takes from it.
+/// Who made the request. This decides what the run may be shown: other users than the worker's own may write to a
+/// queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Asker {
-    /// Whoever started this process, whose own rights decide.
+pub enum RequestOrigin {
+    /// The user who started this process. That user's own rights decide.
     Caller,
-    /// Somebody who can write to the queue. What is copied in lies below `staged`, laid out by ourselves.
+    /// Somebody who can write to the queue. Fumehood has laid out the submitted files below `staged`; inputs are
+    /// copied only from there.
     Queue {
         staged: PathBuf,
-        writers: Writers,
-        /// Where the script lay when it was submitted, for the record.
-        script_from: Option<PathBuf>,
+        writers: QueueWriters,
+        /// The path of the script when it was submitted, for the record.
+        submitted_script: Option<PathBuf>,
     },
 }
 
 /// Who can write to a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Writers {
-    /// Nobody but this process's own user, who is not root: the kernel's own check of what it may read suffices.
-    OnlyUs,
-    /// Perhaps people with fewer rights than this process: what not everybody may read is not shown, unless the operator
-    /// lists it.
-    Others,
+pub enum QueueWriters {
+    /// Only the user of this process, who is not root. The kernel's permission checks on this process suffice.
+    OnlyThisUser,
+    /// Perhaps users with fewer rights than this process. The run is shown only what every user of the host may read,
+    /// and what the operator lists.
+    OtherUsers,
 }
 
-/// One analysis as asked for, after settings, environment and flags were merged under the
-/// operator's policy. Nothing in it has touched the file system yet.
+/// One requested analysis, after options, environment and configuration files were merged under the operator's
+/// policy. Building it does not touch the files that it names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     pub id: AnalysisId,
     pub command: Command,
     pub project: PathBuf,
-    /// `None`: `data` in the project, if it is there.
+    /// `None`: the project's own `data` directory, if it has one.
     pub data: Option<NamedDirectory>,
     pub docs: Option<NamedDirectory>,
     pub reads: Vec<ReadRoot>,
     pub inputs: Vec<Input>,
-    pub siblings: Siblings,
+    pub siblings: SiblingModules,
     pub runtime: Option<PathBuf>,
     pub env: Vec<(OsString, OsString)>,
     pub stdin: Stdin,
-    pub limits: AskedLimits,
+    pub limits: RequestedLimits,
     pub workspace_kind: WorkspaceKind,
     pub workspace_root: PathBuf,
-    pub keep: Keep,
+    pub keep: KeepPolicy,
     pub keep_for_ms: u64,
-    /// The run stops rather than start below this.
-    pub floor: Level,
-    /// Exactly this level, or none; `None`: the strongest that this host gives.
+    /// The weakest acceptable level. The run stops rather than start below it.
+    pub floor: IsolationLevel,
+    /// Use exactly this level, or stop. `None`: use the strongest level that this host supports.
     pub level: Option<sandbox::spec::ConfinementLevel>,
     pub shared_memory: sandbox::spec::SharedMemory,
     pub allow_degraded: BTreeSet<LimitName>,
-    /// From the operator's policy: if set, only paths below these may be read.
+    /// From the operator's policy. If set, only paths below these directories may be read.
     pub readable_roots: Option<Vec<PathBuf>>,
-    pub collection: Collection,
-    pub again: Again,
-    /// Names of variables, or their beginnings and a star, whose values are not stored.
+    pub collection: CollectionSettings,
+    pub id_reuse: IdReuse,
+    /// Names of environment variables whose values are not stored; a name may end in `*`.
     pub secret_env: Vec<String>,
-    pub asked_by: Asker,
+    pub asked_by: RequestOrigin,
 }

@@ -1,8 +1,8 @@
-//! A runner's hold on its attempt: the lease, renewed while it lives, and the end of the analysis when it cannot be.
+//! A runner's hold on its attempt: renews the lease while the runner lives, and ends the analysis if it cannot.
 //!
-//! A thread renews the lease and learns of a wish to cancel. What ends the analysis before the lease does is not that
-//! thread, which may be waiting for a server that does not answer, but a timer of the kernel's that every renewal puts
-//! off. It goes by the time since boot, suspensions included: the machine's clock may be wrong.
+//! A thread renews the lease and looks for a cancellation. That thread may hang in a call to a server that does not
+//! answer. So a kernel timer ends the analysis before the lease ends, and each renewal moves the timer. The timer
+//! counts the time since boot, including suspension, because the clock of the machine may be wrong.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -18,26 +18,26 @@ use rustix::time::{
     timerfd_create, timerfd_settime,
 };
 
-use crate::attempt::recorder::Ledger;
+use crate::attempt::recorder::Recorder;
 use crate::home;
 use crate::worker::slot;
 use store::{LeasedAttempt, Location, RenewOutcome};
 
-/// How often the thread looks around, at most.
-const LOOK: Duration = Duration::from_secs(1);
+/// How often the thread checks what is due.
+const CHECK_EVERY: Duration = Duration::from_secs(1);
 
-/// Whose lease it is. Not for printing: it has the key.
+/// The lease of an attempt. It has no `Debug`, because the key must not be printed.
 #[derive(Clone)]
-pub struct Lease {
+pub struct AttemptLease {
     pub id: String,
     pub attempt: u32,
     pub key: String,
     pub lease_ms: u64,
-    /// Held locked by the worker while it lives, and then it tells of cancels at once.
+    /// The file that the worker keeps locked while it lives. A live worker forwards cancellations at once.
     pub worker: PathBuf,
 }
 
-impl Lease {
+impl AttemptLease {
     fn held(&self) -> LeasedAttempt<'_> {
         LeasedAttempt {
             id: &self.id,
@@ -46,173 +46,177 @@ impl Lease {
         }
     }
 
-    /// Renewed this often, and the analysis ended this long after the last renewal: a quarter of the lease is left for it
-    /// to die in.
+    /// How often to renew the lease.
     fn renew_every(&self, location: &Location) -> Duration {
-        // Twice at least before anybody who sees it expired gives it up. Where nothing hangs on it, a little more rarely.
+        // At least two renewals before another worker gives up a lease that it sees expired. On one machine, where the
+        // lock counts, a little less often.
         let (part, at_most) = match location {
             Location::Postgres(_) => (6, Duration::from_secs(10)),
             _ => (4, Duration::from_secs(15)),
         };
         let part = Duration::from_millis(self.lease_ms / part);
-        part.min(at_most).max(LOOK)
+        part.min(at_most).max(CHECK_EVERY)
     }
 
-    fn fatal_after(&self) -> Duration {
+    /// How long after the last renewal the analysis is ended. A quarter of the lease is left for its processes to die.
+    fn kill_after(&self) -> Duration {
         Duration::from_millis(self.lease_ms - self.lease_ms / 4)
     }
 }
 
-/// What the thread has to say.
+/// What the renewal thread tells the runner.
 #[derive(Default)]
-struct Said {
+struct RenewalSignals {
     cancel: AtomicBool,
     was_cancelled: AtomicBool,
-    /// Somebody else has ended the attempt.
+    /// Another process has ended the attempt.
     lost: AtomicBool,
     stop: Mutex<bool>,
     stopped: Condvar,
 }
 
-pub struct Heart {
-    ledger: Ledger,
-    lease: Lease,
-    said: Arc<Said>,
+pub struct LeaseKeeper {
+    recorder: Recorder,
+    lease: AttemptLease,
+    signals: Arc<RenewalSignals>,
     thread: Option<JoinHandle<()>>,
-    /// Fires when the lease is about to end; `None` where the lock on the run directory is what counts.
+    /// Expires when the analysis must end. `None` with SQLite, where the lock on the run directory counts.
     timer: Option<Arc<OwnedFd>>,
-    news: Arc<OwnedFd>,
-    /// Readable when there is something to be told: the two above, and whatever the runner listens to besides.
-    all: OwnedFd,
+    wake_event: Arc<OwnedFd>,
+    /// An epoll descriptor: readable if one of the two above is, or the runner's own control descriptor.
+    wait_set: OwnedFd,
 }
 
 /// Why the analysis should end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum EndCause {
     Cancelled,
     LeaseLost,
 }
 
-impl Heart {
-    /// Starts with a lease that was renewed at `since`, by [`now`], and listens to `besides` as well.
+impl LeaseKeeper {
+    /// Starts the thread for a lease that was renewed at `since` (see [`now`]). `control_fd` is polled as well.
     pub fn start(
-        ledger: Ledger,
-        lease: Lease,
+        recorder: Recorder,
+        lease: AttemptLease,
         since: Duration,
-        besides: BorrowedFd<'_>,
-    ) -> io::Result<Heart> {
-        let news = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        // SQLite is one machine's, where a lock tells whether a runner lives.
-        let timer = match ledger.location {
+        control_fd: BorrowedFd<'_>,
+    ) -> io::Result<LeaseKeeper> {
+        let wake_event = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        // A SQLite database belongs to one machine, where a lock shows whether a runner lives.
+        let timer = match recorder.location {
             Location::Postgres(_) => Some(Arc::new(timerfd_create(
                 TimerfdClockId::Boottime,
                 TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
             )?)),
             _ => None,
         };
-        let all = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let wait_set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let watch = |fd: BorrowedFd<'_>| {
             epoll::add(
-                &all,
+                &wait_set,
                 fd,
                 epoll::EventData::new_u64(0),
                 epoll::EventFlags::IN,
             )
         };
-        watch(news.as_fd().as_fd())?;
-        watch(besides)?;
+        watch(wake_event.as_fd().as_fd())?;
+        watch(control_fd)?;
         if let Some(timer) = &timer {
-            put_off(timer, since + lease.fatal_after())?;
+            set_timer(timer, since + lease.kill_after())?;
             watch(timer.as_fd().as_fd())?;
         }
-        let said = Arc::new(Said::default());
-        let beating = Beating {
-            ledger: ledger.another(),
+        let signals = Arc::new(RenewalSignals::default());
+        let renewal = RenewalThread {
+            recorder: recorder.new_connection(),
             lease: lease.clone(),
             timer: timer.clone(),
-            news: news.clone(),
-            said: said.clone(),
+            wake_event: wake_event.clone(),
+            signals: signals.clone(),
             renewed: since,
-            told: false,
+            cancel_reported: false,
         };
         let thread = std::thread::Builder::new()
-            .name("heart".into())
-            .spawn(move || beating.beat())?;
-        Ok(Heart {
-            ledger,
+            .name("lease-renewal".into())
+            .spawn(move || renewal.run())?;
+        Ok(LeaseKeeper {
+            recorder,
             lease,
-            said,
+            signals,
             thread: Some(thread),
             timer,
-            news,
-            all,
+            wake_event,
+            wait_set,
         })
     }
 
-    pub fn why(&self) -> Option<Why> {
+    pub fn end_cause(&self) -> Option<EndCause> {
         let expired = self.timer.as_ref().is_some_and(|timer| {
             let mut count = [0u8; 8];
-            // It stays expired: nobody puts it off after this.
+            // Nobody moves the timer after this, so the lease stays lost.
             match rustix::io::read(timer.as_ref(), &mut count) {
                 Ok(_) => {
-                    self.said.lost.store(true, Ordering::SeqCst);
+                    self.signals.lost.store(true, Ordering::SeqCst);
                     true
                 }
                 Err(_) => false,
             }
         });
         let mut count = [0u8; 8];
-        let _none = rustix::io::read(self.news.as_ref(), &mut count);
-        if expired || self.said.lost.load(Ordering::SeqCst) {
-            return Some(Why::LeaseLost);
+        // Fails if the thread had nothing to tell.
+        let _ = rustix::io::read(self.wake_event.as_ref(), &mut count);
+        if expired || self.signals.lost.load(Ordering::SeqCst) {
+            return Some(EndCause::LeaseLost);
         }
-        let cancel = self.said.cancel.swap(false, Ordering::SeqCst);
-        cancel.then_some(Why::Cancelled)
+        let cancel = self.signals.cancel.swap(false, Ordering::SeqCst);
+        cancel.then_some(EndCause::Cancelled)
     }
 
-    /// Whether somebody has cancelled it, as far as the database can be asked right now.
+    /// Whether somebody has cancelled the analysis, as far as the database answers right now.
     pub fn is_cancelled(&mut self) -> bool {
-        if self.said.was_cancelled.load(Ordering::SeqCst) {
+        if self.signals.was_cancelled.load(Ordering::SeqCst) {
             return true;
         }
         let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
-        let answer = self.ledger.with(|store| store.renew_lease(&held, lease_ms));
-        self.ledger.rest();
+        let answer = self
+            .recorder
+            .with(|store| store.renew_lease(&held, lease_ms));
+        self.recorder.disconnect();
         matches!(answer, Ok(RenewOutcome::CancelRequested { .. }))
     }
 
     pub fn is_lost(&self) -> bool {
-        self.said.lost.load(Ordering::SeqCst)
+        self.signals.lost.load(Ordering::SeqCst)
     }
 }
 
-impl AsFd for Heart {
+impl AsFd for LeaseKeeper {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.all.as_fd()
+        self.wait_set.as_fd()
     }
 }
 
-impl Drop for Heart {
+impl Drop for LeaseKeeper {
     fn drop(&mut self) {
         *self
-            .said
+            .signals
             .stop
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = true;
-        self.said.stopped.notify_all();
-        // It may be waiting for a server; everything is done, so it is not waited for.
+        self.signals.stopped.notify_all();
+        // The thread may hang in a call to a server, and everything is done, so do not join it.
         drop(self.thread.take());
     }
 }
 
-/// Time since boot, suspensions included.
+/// Time since boot, including suspension.
 pub fn now() -> Duration {
     let now = clock_gettime(ClockId::Boottime);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     Duration::new(seconds, u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
-fn put_off(timer: &OwnedFd, until: Duration) -> io::Result<()> {
+fn set_timer(timer: &OwnedFd, until: Duration) -> io::Result<()> {
     let at = Itimerspec {
         it_interval: Timespec {
             tv_sec: 0,
@@ -227,30 +231,31 @@ fn put_off(timer: &OwnedFd, until: Duration) -> io::Result<()> {
     Ok(())
 }
 
-struct Beating {
-    ledger: Ledger,
-    lease: Lease,
+struct RenewalThread {
+    recorder: Recorder,
+    lease: AttemptLease,
     timer: Option<Arc<OwnedFd>>,
-    news: Arc<OwnedFd>,
-    said: Arc<Said>,
+    wake_event: Arc<OwnedFd>,
+    signals: Arc<RenewalSignals>,
     renewed: Duration,
-    /// The wish to cancel was passed on.
-    told: bool,
+    /// The cancellation was reported to the runner.
+    cancel_reported: bool,
 }
 
-impl Beating {
-    fn beat(mut self) {
+impl RenewalThread {
+    fn run(mut self) {
         let mut tried = self.renewed;
-        while !self.is_over() {
-            let due = now().saturating_sub(tried) >= self.lease.renew_every(&self.ledger.location);
+        while !self.wait_or_stop() {
+            let due =
+                now().saturating_sub(tried) >= self.lease.renew_every(&self.recorder.location);
             if due {
                 tried = now();
                 self.renew(tried);
-            } else if !worker_lives(&self.lease.worker) {
-                // Nobody else would tell us of a wish to cancel.
-                self.look();
+            } else if !is_worker_alive(&self.lease.worker) {
+                // Without a worker nobody else forwards a cancellation.
+                self.check_cancel();
             }
-            if self.said.lost.load(Ordering::SeqCst) {
+            if self.signals.lost.load(Ordering::SeqCst) {
                 return;
             }
         }
@@ -258,72 +263,75 @@ impl Beating {
 
     fn renew(&mut self, asked: Duration) {
         let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
-        let answer = self.ledger.with(|store| store.renew_lease(&held, lease_ms));
-        self.ledger.rest();
+        let answer = self
+            .recorder
+            .with(|store| store.renew_lease(&held, lease_ms));
+        self.recorder.disconnect();
         match answer {
-            Ok(RenewOutcome::Renewed) => self.renewed_at(asked),
+            Ok(RenewOutcome::Renewed) => self.note_renewal(asked),
             Ok(RenewOutcome::CancelRequested { .. }) => {
-                self.renewed_at(asked);
-                self.tell_of_cancel();
+                self.note_renewal(asked);
+                self.report_cancel();
             }
             Ok(RenewOutcome::Lost) => {
-                self.said.lost.store(true, Ordering::SeqCst);
-                self.ring();
+                self.signals.lost.store(true, Ordering::SeqCst);
+                self.wake();
             }
-            // Away for now. The timer runs.
+            // The database is unavailable for now. The timer runs.
             Err(_) => {}
         }
     }
 
-    fn look(&mut self) {
-        if self.told {
+    fn check_cancel(&mut self) {
+        if self.cancel_reported {
             return;
         }
-        let (host, key) = (home::machine(), self.lease.key.clone());
-        let wanted = self.ledger.with(|store| store.requested_cancels(&host));
-        self.ledger.rest();
-        if wanted.is_ok_and(|wanted| wanted.iter().any(|(_, _, other)| *other == key)) {
-            self.tell_of_cancel();
+        let (host, key) = (home::machine_id(), self.lease.key.clone());
+        let cancels = self.recorder.with(|store| store.requested_cancels(&host));
+        self.recorder.disconnect();
+        if cancels.is_ok_and(|cancels| cancels.iter().any(|(_, _, other)| *other == key)) {
+            self.report_cancel();
         }
     }
 
-    /// Once: what it does not obey the grace ends.
-    fn tell_of_cancel(&mut self) {
-        if !std::mem::replace(&mut self.told, true) {
-            self.said.cancel.store(true, Ordering::SeqCst);
-            self.said.was_cancelled.store(true, Ordering::SeqCst);
-            self.ring();
+    /// Reports a cancellation once. If the program ignores it, the grace timer kills it.
+    fn report_cancel(&mut self) {
+        if !std::mem::replace(&mut self.cancel_reported, true) {
+            self.signals.cancel.store(true, Ordering::SeqCst);
+            self.signals.was_cancelled.store(true, Ordering::SeqCst);
+            self.wake();
         }
     }
 
-    /// Counted from before the question: the database may have answered late.
-    fn renewed_at(&mut self, asked: Duration) {
+    /// The lease counts from before the call, because the answer may have taken long.
+    fn note_renewal(&mut self, asked: Duration) {
         self.renewed = asked;
         if let Some(timer) = &self.timer {
-            // Should the kernel refuse, it fires as it was set.
-            let _as_it_was = put_off(timer, asked + self.lease.fatal_after());
+            // If the kernel refuses, the timer expires at the earlier time.
+            let _ = set_timer(timer, asked + self.lease.kill_after());
         }
     }
 
-    fn ring(&self) {
-        let _full_is_rung = rustix::io::write(self.news.as_ref(), &1u64.to_ne_bytes());
+    fn wake(&self) {
+        // Fails if the counter is at its maximum, which wakes the runner just as well.
+        let _ = rustix::io::write(self.wake_event.as_ref(), &1u64.to_ne_bytes());
     }
 
-    /// Waits a moment; true if there is nothing left to hold.
-    fn is_over(&self) -> bool {
+    /// Waits for a moment. True if the runner is done and the thread must end.
+    fn wait_or_stop(&self) -> bool {
         let stop = self
-            .said
+            .signals
             .stop
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let waited = self
-            .said
+            .signals
             .stopped
-            .wait_timeout_while(stop, LOOK, |stop| !*stop);
+            .wait_timeout_while(stop, CHECK_EVERY, |stop| !*stop);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
 
-fn worker_lives(lock: &Path) -> bool {
-    slot::is_held(lock)
+fn is_worker_alive(lock: &Path) -> bool {
+    slot::is_locked(lock)
 }

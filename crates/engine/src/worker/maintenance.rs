@@ -1,5 +1,5 @@
-//! What may take long, in threads of its own: closing slots whose runner has ended, finishing what dead runners left,
-//! giving up what other machines have lost.
+//! Work that may take long, in threads: closes slots whose runner has ended, finishes what dead runners left, and gives
+//! up attempts whose runners on other machines are lost.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,177 +10,185 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::slot::{Order, Slot};
-use super::{News, WorkerError};
-use crate::attempt::finalize::SettleError;
+use super::error::WorkerError;
+use super::event::WorkerEvent;
+use super::slot::{RunnerOrder, Slot};
+use crate::attempt::error::CommitError;
 use crate::attempt::record::Reason;
-use crate::attempt::recorder::Ledger;
+use crate::attempt::recorder::Recorder;
 use crate::home::Home;
 use crate::plan::limits::error_chain;
 use crate::recovery::reaper;
 use crate::run_dir;
+use store::types::analysis_id::AnalysisId;
 use store::{ExpiredLease, LossProof, LostAttempt, State, WorkerRow as Row};
 
-/// An attempt of another machine's is given up when its lease has been over for this long while we looked: the database
-/// may have been away for everybody, and then its runner is about to be heard of again.
-const EXPIRED_FOR: Duration = Duration::from_secs(30);
-/// One that had ended is finished by its own machine, if that is ever heard of again.
-const COLLECTING_FOR_MS: u64 = 15 * 60 * 1000;
-const EXPIRED_AT_ONCE: u32 = 1_000;
-/// Looking for what fits no worker looks at the whole queue.
+/// An attempt of another machine is given up if this worker has seen its lease expired for this long. If the database
+/// was unavailable for everybody, the runner will renew the lease soon.
+const EXPIRED_GRACE: Duration = Duration::from_secs(30);
+/// For this long an attempt that has ended is left to its own machine, which has the outputs.
+const COLLECTING_GRACE_MS: u64 = 15 * 60 * 1000;
+const EXPIRED_BATCH_MAX: u32 = 1_000;
+/// Parking looks at the whole queue, so it is rare.
 const PARK_EVERY: Duration = Duration::from_secs(60);
 
-pub(super) enum Chore {
-    /// The runner of this slot is dead.
+pub(super) enum MaintenanceJob {
+    /// Close this slot, whose runner is dead.
     Close(usize, Slot),
-    Sweep(Sweep),
+    Sweep(SweepRequest),
 }
 
 /// What a sweep must know of the worker.
-pub(super) struct Sweep {
-    /// Keys of attempts whose runners live, or are being looked after.
-    pub busy: HashSet<String>,
-    /// What the worker had seen when it asked.
+pub(super) struct SweepRequest {
+    /// The keys of attempts whose runner is alive or whose slot is being closed.
+    pub busy_keys: HashSet<String>,
+    /// The worker's change count when it asked for the sweep.
     pub at: u64,
     pub row: Row,
     pub memory_default_bytes: u64,
     pub park_after_ms: u64,
 }
 
-pub(super) enum Done {
-    /// Free again, or, with a reason, to be tried again later.
+pub(super) enum MaintenanceReport {
+    /// The slot is free again, or could not be closed for this reason.
     Closed(usize, Result<Slot, (Slot, String)>),
     Swept {
         at: u64,
-        left: Left,
+        result: SweepResult,
     },
-    News(News),
+    Event(WorkerEvent),
 }
 
-/// What dead runners left in this home.
+/// Whether a sweep finished everything that dead runners left in this home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Left {
-    Nothing,
-    /// To be tried again.
-    Something,
+pub(super) enum SweepResult {
+    Clean,
+    /// Something is left, and the next sweep tries again.
+    Unfinished,
 }
 
-/// Closings at the same time: the platform's own step after a commit may be slow.
-const CLOSERS: usize = 4;
+/// Several slots are closed at the same time, because the post_process command may be slow.
+const CLOSING_THREADS: usize = 4;
 
-/// The threads, seen from the worker: some that close slots, and one that sweeps.
-pub(super) struct Keeper {
-    closings: Sender<Chore>,
-    sweeps: Sender<Chore>,
-    done: Receiver<Done>,
-    rung: Arc<OwnedFd>,
+/// The threads, as the worker sees them: some close slots, one sweeps.
+pub(super) struct Maintenance {
+    closings: Sender<MaintenanceJob>,
+    sweeps: Sender<MaintenanceJob>,
+    reports: Receiver<MaintenanceReport>,
+    wake_event: Arc<OwnedFd>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Keeper {
-    pub fn start(home: Home, ledger: Ledger) -> Result<Keeper, WorkerError> {
+impl Maintenance {
+    pub fn start(home: Home, recorder: Recorder) -> Result<Maintenance, WorkerError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let rung = Arc::new(eventfd(0, flags).map_err(|e| WorkerError::Start(e.into()))?);
+        let wake_event = Arc::new(eventfd(0, flags).map_err(|e| WorkerError::Start(e.into()))?);
         let (closings, to_close) = channel();
         let (sweeps, to_sweep) = channel();
-        let (tell, done) = channel();
+        let (report_sender, reports) = channel();
         let (to_close, to_sweep) = (
             Arc::new(Mutex::new(to_close)),
             Arc::new(Mutex::new(to_sweep)),
         );
         let mut threads = Vec::new();
-        for number in 0..=CLOSERS {
-            let thread = Thread {
+        for number in 0..=CLOSING_THREADS {
+            let thread = MaintenanceThread {
                 home: home.clone(),
-                ledger: ledger.another(),
-                tell: tell.clone(),
-                rung: rung.clone(),
+                recorder: recorder.new_connection(),
+                reports: report_sender.clone(),
+                wake_event: wake_event.clone(),
                 expired: HashMap::new(),
-                park_at: Instant::now(),
-                told: HashSet::new(),
+                next_park: Instant::now(),
+                reported_problems: HashSet::new(),
             };
-            let to_do = match number {
+            let jobs = match number {
                 0 => to_sweep.clone(),
                 _ => to_close.clone(),
             };
             let started = std::thread::Builder::new()
-                .name("keeper".into())
-                .spawn(move || thread.work(&to_do));
+                .name("maintenance".into())
+                .spawn(move || thread.work(&jobs));
             threads.push(started.map_err(WorkerError::Start)?);
         }
-        Ok(Keeper {
+        Ok(Maintenance {
             closings,
             sweeps,
-            done,
-            rung,
+            reports,
+            wake_event,
             threads,
         })
     }
 
-    pub fn give(&self, chore: Chore) -> Result<(), WorkerError> {
-        let sent = match chore {
-            Chore::Close(..) => self.closings.send(chore),
-            Chore::Sweep(_) => self.sweeps.send(chore),
+    pub fn submit(&self, job: MaintenanceJob) -> Result<(), WorkerError> {
+        let sent = match job {
+            MaintenanceJob::Close(..) => self.closings.send(job),
+            MaintenanceJob::Sweep(_) => self.sweeps.send(job),
         };
-        sent.map_err(|_| WorkerError::KeeperGone)
+        sent.map_err(|_| WorkerError::ThreadEnded)
     }
 
-    /// None of the threads ends while we live, unless it panicked.
-    pub fn done(&self) -> Result<Vec<Done>, WorkerError> {
+    /// The reports that arrived. Fails if a thread has ended: a thread ends only by a panic while the worker lives.
+    pub fn take_reports(&self) -> Result<Vec<MaintenanceReport>, WorkerError> {
         let mut count = [0u8; 8];
-        let _none = rustix::io::read(self.rung.as_ref(), &mut count);
+        // Fails if no report has arrived.
+        let _ = rustix::io::read(self.wake_event.as_ref(), &mut count);
         match self.threads.iter().any(JoinHandle::is_finished) {
-            true => Err(WorkerError::KeeperGone),
-            false => Ok(self.done.try_iter().collect()),
+            true => Err(WorkerError::ThreadEnded),
+            false => Ok(self.reports.try_iter().collect()),
         }
     }
 }
 
-impl AsFd for Keeper {
+impl AsFd for Maintenance {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.rung.as_ref().as_fd()
+        self.wake_event.as_ref().as_fd()
     }
 }
 
-struct Thread {
+struct MaintenanceThread {
     home: Home,
-    ledger: Ledger,
-    tell: Sender<Done>,
-    rung: Arc<OwnedFd>,
-    /// Since when we have seen whose lease over, by key. Only of those that still are.
+    recorder: Recorder,
+    reports: Sender<MaintenanceReport>,
+    wake_event: Arc<OwnedFd>,
+    /// Since when this worker has seen which leases expired, by key. Contains only leases that still are.
     expired: HashMap<String, Instant>,
-    park_at: Instant,
-    /// Problems that were told of.
-    told: HashSet<String>,
+    next_park: Instant,
+    /// Problems that were reported already.
+    reported_problems: HashSet<String>,
 }
 
-impl Thread {
-    fn work(mut self, to_do: &Mutex<Receiver<Chore>>) {
-        // The lock is let go before the chore is done.
-        let next = || to_do.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        while let Ok(chore) = next() {
-            let done = match chore {
-                Chore::Close(at, slot) => Done::Closed(at, self.close(slot)),
-                Chore::Sweep(sweep) => {
-                    let left = self.sweep(&sweep);
-                    Done::Swept { at: sweep.at, left }
+impl MaintenanceThread {
+    fn work(mut self, jobs: &Mutex<Receiver<MaintenanceJob>>) {
+        // The lock is released before the job is done.
+        let next = || jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        while let Ok(job) = next() {
+            let report = match job {
+                MaintenanceJob::Close(at, slot) => MaintenanceReport::Closed(at, self.close(slot)),
+                MaintenanceJob::Sweep(sweep) => {
+                    let result = self.sweep(&sweep);
+                    MaintenanceReport::Swept {
+                        at: sweep.at,
+                        result,
+                    }
                 }
             };
-            if self.say(done).is_none() {
+            if self.send(report).is_none() {
                 return;
             }
         }
     }
 
     /// `None`: the worker is gone.
-    fn say(&self, done: Done) -> Option<()> {
-        self.tell.send(done).ok()?;
-        let _full_is_rung = rustix::io::write(self.rung.as_ref(), &1u64.to_ne_bytes());
+    fn send(&self, report: MaintenanceReport) -> Option<()> {
+        self.reports.send(report).ok()?;
+        // Fails if the counter is at its maximum, which wakes the worker just as well.
+        let _ = rustix::io::write(self.wake_event.as_ref(), &1u64.to_ne_bytes());
         Some(())
     }
 
-    fn news(&self, news: News) {
-        let _nobody_listens = self.say(Done::News(news));
+    fn send_event(&self, event: WorkerEvent) {
+        // Without a worker nobody needs the event.
+        let _ = self.send(MaintenanceReport::Event(event));
     }
 
     fn close(&mut self, mut slot: Slot) -> Result<Slot, (Slot, String)> {
@@ -191,29 +199,29 @@ impl Thread {
     }
 
     fn try_close(&mut self, slot: &mut Slot) -> Result<(), String> {
-        remove_staged(slot).map_err(|e| format!("remove {:?}: {e}", slot.staged()))?;
+        remove_inputs_dir(slot).map_err(|e| format!("remove {:?}: {e}", slot.inputs_dir()))?;
         if let Some(order) = slot.order().map_err(|e| e.to_string())? {
-            self.settle(&order)?;
+            self.finish_dead_runner(&order)?;
         }
         slot.clear().map_err(|e| e.to_string())
     }
 
-    /// The runner is dead: what it left is finished, and the attempt ended if that was not done.
-    fn settle(&mut self, order: &Order) -> Result<(), String> {
-        let reaped = reaper::reap_one(&self.home, &mut self.ledger, &order.id);
+    /// The runner is dead. Finishes what it left, and gives up the attempt if that did not end it.
+    fn finish_dead_runner(&mut self, order: &RunnerOrder) -> Result<(), String> {
+        let reaped = reaper::reap_one(&self.home, &mut self.recorder, &order.id);
         for record in &reaped.finished {
-            self.news(News::Finished {
+            self.send_event(WorkerEvent::Recovered {
                 id: record.id.to_string(),
                 attempt: record.attempt,
                 status: record.status,
             });
         }
-        if run_dir::stands(&self.home, &order.id, order.attempt) {
-            // The database is away, or something of it cannot be killed: the next sweep tries again, and the directory
-            // keeps everything that is needed.
+        if run_dir::attempt_exists(&self.home, &order.id, order.attempt) {
+            // The database is unavailable, or some process cannot be killed. The run directory keeps everything that is
+            // needed, and the next sweep tries again.
             return Ok(());
         }
-        let by = run_dir::fresh_key();
+        let by = run_dir::new_attempt_key();
         let lost = LostAttempt {
             id: order.id.as_str(),
             attempt: order.attempt,
@@ -223,18 +231,19 @@ impl Thread {
             message: "its runner died before it began",
             proof: LossProof::RunnerGone,
         };
-        let given_up = match self.ledger.with(|store| store.give_up(&lost)) {
-            // It will be asked again.
-            Err(e) if e.is_passing() => return Err(error_chain(&e)),
-            // It would be the same every time, and the slot is wanted. What its lease ends is given up once more then.
+        let given_up = match self.recorder.with(|store| store.give_up(&lost)) {
+            // The worker tries to close the slot again later.
+            Err(e) if e.is_transient() => return Err(error_chain(&e)),
+            // A repetition would fail in the same way, and the slot is needed. The attempt is given up when its lease
+            // expires.
             Err(e) => {
-                self.news(News::Trouble(error_chain(&e)));
+                self.send_event(WorkerEvent::Problem(error_chain(&e)));
                 false
             }
             Ok(given_up) => given_up,
         };
         if given_up {
-            self.news(News::GaveUp {
+            self.send_event(WorkerEvent::GivenUp {
                 id: order.id.to_string(),
                 attempt: order.attempt,
             });
@@ -242,60 +251,62 @@ impl Thread {
         Ok(())
     }
 
-    fn sweep(&mut self, sweep: &Sweep) -> Left {
-        let reaped = reaper::reap(&self.home, Some(&mut self.ledger));
+    fn sweep(&mut self, sweep: &SweepRequest) -> SweepResult {
+        let reaped = reaper::reap(&self.home, Some(&mut self.recorder));
         for record in &reaped.finished {
-            self.news(News::Finished {
+            self.send_event(WorkerEvent::Recovered {
                 id: record.id.to_string(),
                 attempt: record.attempt,
                 status: record.status,
             });
         }
-        let left = match reaped.problems.is_empty() {
-            true => Left::Nothing,
-            false => Left::Something,
+        let result = match reaped.problems.is_empty() {
+            true => SweepResult::Clean,
+            false => SweepResult::Unfinished,
         };
-        // Each is told once, for as long as it lasts.
+        // Report each problem once for as long as it lasts.
         let problems: HashSet<String> = reaped.problems.into_iter().collect();
-        for problem in problems.difference(&self.told) {
-            self.news(News::Trouble(problem.clone()));
+        for problem in problems.difference(&self.reported_problems) {
+            self.send_event(WorkerEvent::Problem(problem.clone()));
         }
-        self.told = problems;
+        self.reported_problems = problems;
         if let Err(e) = self.give_up_expired(sweep) {
-            // Nobody's lease is judged by what we saw before the database was away.
+            // What was seen before the database became unavailable says nothing about the leases.
             self.expired.clear();
-            self.news(News::Away(error_chain(&e)));
-            return Left::Something;
+            self.send_event(WorkerEvent::DatabaseUnavailable(error_chain(&e)));
+            return SweepResult::Unfinished;
         }
         self.park(sweep);
-        left
+        result
     }
 
-    fn park(&mut self, sweep: &Sweep) {
-        if self.park_at > Instant::now() {
+    fn park(&mut self, sweep: &SweepRequest) {
+        if self.next_park > Instant::now() {
             return;
         }
-        self.park_at = Instant::now() + PARK_EVERY;
-        let parked = self.ledger.with(|store| {
+        self.next_park = Instant::now() + PARK_EVERY;
+        let parked = self.recorder.with(|store| {
             store.park_unfit(&sweep.row, sweep.memory_default_bytes, sweep.park_after_ms)
         });
         for id in parked.unwrap_or_default() {
-            self.news(News::Parked { id });
+            self.send_event(WorkerEvent::Parked { id });
         }
     }
 
-    fn give_up_expired(&mut self, sweep: &Sweep) -> Result<(), SettleError> {
+    fn give_up_expired(&mut self, sweep: &SweepRequest) -> Result<(), CommitError> {
         let expired = self
-            .ledger
-            .with(|store| store.expired_leases(EXPIRED_AT_ONCE))?;
-        // Whatever has a directory here is the reaper's, who has the lock to go by.
-        let elsewhere = |one: &&ExpiredLease| {
-            let id = crate::request::AnalysisId::new(&one.id);
-            // What is no id has no directory.
-            let held = id.is_ok_and(|id| run_dir::holds(&self.home, &id, one.attempt, &one.key));
-            !sweep.busy.contains(&one.key) && !held
+            .recorder
+            .with(|store| store.expired_leases(EXPIRED_BATCH_MAX))?;
+        // If the attempt has a directory here, the reaper finishes it: the lock shows whether its runner is alive.
+        let is_elsewhere = |one: &&ExpiredLease| {
+            let id = AnalysisId::new(&one.id);
+            // A text that is not a valid id has no directory.
+            let held = id.is_ok_and(|id| {
+                run_dir::attempt_exists_with_key(&self.home, &id, one.attempt, &one.key)
+            });
+            !sweep.busy_keys.contains(&one.key) && !held
         };
-        let expired: Vec<&ExpiredLease> = expired.iter().filter(elsewhere).collect();
+        let expired: Vec<&ExpiredLease> = expired.iter().filter(is_elsewhere).collect();
         let still: HashSet<&str> = expired.iter().map(|one| one.key.as_str()).collect();
         self.expired.retain(|key, _| still.contains(key.as_str()));
         for one in expired {
@@ -303,14 +314,14 @@ impl Thread {
                 .expired
                 .entry(one.key.clone())
                 .or_insert_with(Instant::now);
-            let patience_is_over = match one.state {
-                State::Collecting => one.expired_ms >= COLLECTING_FOR_MS,
+            let grace_is_over = match one.state {
+                State::Collecting => one.expired_ms >= COLLECTING_GRACE_MS,
                 _ => true,
             };
-            if since.elapsed() < EXPIRED_FOR || !patience_is_over {
+            if since.elapsed() < EXPIRED_GRACE || !grace_is_over {
                 continue;
             }
-            let by = run_dir::fresh_key();
+            let by = run_dir::new_attempt_key();
             let lost = LostAttempt {
                 id: &one.id,
                 attempt: one.attempt,
@@ -320,8 +331,8 @@ impl Thread {
                 message: "its runner did not renew its lease",
                 proof: LossProof::LeaseExpired,
             };
-            if self.ledger.with(|store| store.give_up(&lost))? {
-                self.news(News::GaveUp {
+            if self.recorder.with(|store| store.give_up(&lost))? {
+                self.send_event(WorkerEvent::GivenUp {
                     id: one.id.clone(),
                     attempt: one.attempt,
                 });
@@ -331,9 +342,10 @@ impl Thread {
     }
 }
 
-/// Made by the runner from the database, and copied from: nobody but us was ever in it.
-fn remove_staged(slot: &Slot) -> std::io::Result<()> {
-    match std::fs::remove_dir_all(slot.staged()) {
+/// The runner created these files from the database, and no program ever had access to them, so no careful walk is
+/// needed.
+fn remove_inputs_dir(slot: &Slot) -> std::io::Result<()> {
+    match std::fs::remove_dir_all(slot.inputs_dir()) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
         _ => Ok(()),
     }

@@ -1,233 +1,183 @@
-//! Takes analyses from the queue and starts a runner for each.
+//! Claims analyses from the queue and starts a runner process for each.
 //!
-//! The worker itself runs nothing. Each attempt has a process of its own, the runner, that holds its lease and commits its
-//! result; the worker may be killed, upgraded or started anew at any time, and finds its runners as they are (`slot.rs`).
-//! What it decides is what is taken, and never more at once than it was given: slots, and the sums of memory and CPUs.
-//! What may take long is done in a thread beside it (`keeper.rs`), so that a wish to cancel never waits for that.
+//! The worker itself runs no program. Each attempt has its own process, the runner, which renews its lease and commits
+//! its result. So the worker may be killed, upgraded or restarted at any time, and finds its runners where they were.
+//! The worker decides what to claim, and never claims more than it was given: a number of slots, and a sum of memory
+//! and of CPUs. Work that may take long happens in threads, so that a cancellation never waits for it.
+//!
+//! The caller runs the loop: it calls [`Worker::run_once`], then waits for [`Worker::wake_fds`], a signal or the
+//! returned time.
+//!
+//! In reading order: `options`, `event` and `error` (the interface), `slot` (a slot on disk, and the order for its
+//! runner), `slot_table` (the slots of a worker), this file (one round of the loop), `claiming` (claims work and starts
+//! runners), `maintenance` (the threads), `lease_renewal` (the runner's side), `name` (the lock on a worker's name).
 
 mod claiming;
+mod error;
+mod event;
 pub mod lease_renewal;
 mod maintenance;
 mod name;
+mod options;
 pub mod slot;
 mod slot_table;
 
 use std::collections::HashSet;
-use std::ffi::OsString;
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::attempt::finalize::SettleError;
-use crate::attempt::record::Status;
-use crate::attempt::recorder::Ledger;
-use crate::home::{self, Home, HomeError, make_private};
+use crate::attempt::error::CommitError;
+use crate::attempt::recorder::Recorder;
+use crate::home::{self, Home, create_private_dir};
 use crate::plan::limits::error_chain;
-use crate::request::AnalysisId;
-use maintenance::{Chore, Done, Keeper, Left, Sweep};
-pub use name::holder;
+pub use error::WorkerError;
+use error::slot_error;
+pub use event::WorkerEvent;
+use maintenance::{Maintenance, MaintenanceJob, MaintenanceReport, SweepRequest, SweepResult};
+pub use name::lock_holder;
+pub use options::WorkerOptions;
 use slot::Slot;
-use slot_table::{Place, State};
-use store::{Capacity, ChangeListener};
+use slot_table::{SlotEntry, SlotState};
+use store::ChangeListener;
+use store::types::analysis_id::AnalysisId;
 
-#[derive(Debug, thiserror::Error)]
-pub enum WorkerError {
-    #[error(transparent)]
-    Home(#[from] HomeError),
-    #[error("{0:?} is no name for a worker: [A-Za-z0-9][A-Za-z0-9._-]{{0,63}}")]
-    Name(String),
-    #[error(
-        "a worker named {name} is running already in {home:?}; stop it, or give this one another --name"
-    )]
-    Running { name: String, home: PathBuf },
-    #[error("lock {path:?}")]
-    Lock { path: PathBuf, source: io::Error },
-    #[error("use the slot {path:?}")]
-    Slot { path: PathBuf, source: io::Error },
-    #[error("start the worker's threads")]
-    Start(#[source] io::Error),
-    #[error("a thread of the worker's has ended; this is a bug in Fumehood")]
-    KeeperGone,
-}
-
-pub struct Options {
-    pub name: String,
-    pub slots: u32,
-    pub total: Capacity,
-    /// What a request counts for, and gets, that asks for no memory.
-    pub memory_default_bytes: u64,
-    pub lease_ms: u64,
-    /// How long something waits for a worker that is large enough, while others are there.
-    pub park_after_ms: u64,
-    /// Nothing is taken that could not be kept.
-    pub free_reserve_bytes: u64,
-    pub store_quota_bytes: Option<u64>,
-    /// Our own binary and its arguments, to be started as a runner.
-    pub program: PathBuf,
-    pub args: Vec<OsString>,
-}
-
-/// What the worker has to tell whoever watches it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum News {
-    Took {
-        id: String,
-        attempt: u32,
-    },
-    /// A runner of this worker has ended, whatever came of its attempt.
-    Ended {
-        id: String,
-        attempt: u32,
-    },
-    /// Something that a dead runner had left is committed.
-    Finished {
-        id: String,
-        attempt: u32,
-        status: Status,
-    },
-    GaveUp {
-        id: String,
-        attempt: u32,
-    },
-    Parked {
-        id: String,
-    },
-    /// The database cannot be used for now. What runs goes on.
-    Away(String),
-    Back,
-    Trouble(String),
-}
-
-/// When things are looked at that nothing tells us of.
-const CANCELS_EVERY: Duration = Duration::from_secs(1);
+/// How often the worker looks for changes that nothing announces.
+const CANCEL_CHECK_EVERY: Duration = Duration::from_secs(1);
 const SWEEP_EVERY: Duration = Duration::from_secs(5);
-const SEEN_EVERY: Duration = Duration::from_secs(15);
+const HEARTBEAT_EVERY: Duration = Duration::from_secs(15);
 const IDLE_WAIT: Duration = Duration::from_secs(5);
 const LOCK_WAIT_MS: u64 = 1000;
-/// After a failure of the database.
-const AWAY_WAIT: Duration = Duration::from_secs(2);
+/// How long to wait after a failure of the database.
+const DATABASE_RETRY_WAIT: Duration = Duration::from_secs(2);
 const BUSY_WAIT: Duration = Duration::from_millis(50);
-/// What a runner exits with that could not start its analysis.
+/// The exit code of a runner that could not start its analysis.
 const COULD_NOT_RUN: i32 = 125;
 
 pub struct Worker {
-    options: Options,
-    ledger: Ledger,
+    options: WorkerOptions,
+    recorder: Recorder,
     host: String,
     boot_id: String,
     account: String,
     started_ms: i64,
-    /// Locked while we live; runners look at it.
+    /// Locked while the worker lives. Runners check that.
     lock: PathBuf,
-    _locked: OwnedFd,
-    slots: Vec<Place>,
-    bell: Option<ChangeListener>,
-    keeper: Keeper,
+    _lock_file: OwnedFd,
+    slots: Vec<SlotEntry>,
+    change_listener: Option<ChangeListener>,
+    maintenance: Maintenance,
     draining: bool,
-    away_until: Option<Instant>,
-    is_away: bool,
-    sweeping: bool,
-    cancels_at: Instant,
-    sweep_at: Instant,
-    seen_at: Instant,
-    /// Nothing was there to be taken when we last looked, and nothing has rung since.
-    sated: bool,
+    retry_database_at: Option<Instant>,
+    database_unavailable: bool,
+    sweep_running: bool,
+    next_cancel_check: Instant,
+    next_sweep: Instant,
+    next_heartbeat: Instant,
+    /// At the last claim nothing was left to claim, and no change was announced since.
+    queue_seen_empty: bool,
     nothing_queued: bool,
-    /// Counts what was begun and ended here; as it was when a sweep began that left nothing unfinished.
-    changes: u64,
-    swept_at: Option<u64>,
-    /// Of a claim whose answer did not arrive: with the same keys it is told again what it took.
-    keys: Vec<String>,
-    /// Runners in a row that could not start their analysis.
-    unstarted: u32,
-    /// Nothing is taken before.
-    pause_until: Option<Instant>,
-    /// Told that there is no room.
-    no_room: bool,
+    /// Counts the attempts that began and ended here; and the count at the start of the last sweep that left nothing
+    /// unfinished.
+    change_count: u64,
+    swept_at_change: Option<u64>,
+    /// The keys of a claim whose answer did not arrive. A claim with the same keys returns the same attempts again.
+    claim_keys: Vec<String>,
+    /// How many runners in a row could not start their analysis.
+    failed_starts: u32,
+    /// Nothing is claimed before this time.
+    paused_until: Option<Instant>,
+    /// The lack of space was reported already.
+    no_space_reported: bool,
 }
 
 impl Worker {
-    /// Locks the worker's name and takes up what runs in its slots.
-    pub fn open(home: Home, mut ledger: Ledger, options: Options) -> Result<Worker, WorkerError> {
-        // The name becomes a directory's.
+    /// Locks the worker's name, and takes over the runners in its slots.
+    pub fn open(
+        home: Home,
+        mut recorder: Recorder,
+        options: WorkerOptions,
+    ) -> Result<Worker, WorkerError> {
+        // The name becomes the name of a directory, so it follows the rules for ids.
         let name = AnalysisId::new(&options.name);
         let name = name.map_err(|_| WorkerError::Name(options.name.clone()))?;
         let base = home.workers().join(name.as_str());
         let slots_at = base.join("slots");
         for dir in [&home.workers(), &base, &slots_at] {
-            make_private(dir)?;
+            create_private_dir(dir)?;
         }
         let lock = base.join("lock");
-        let locked = name::hold(&lock)?.ok_or_else(|| WorkerError::Running {
+        let locked = name::lock_name(&lock)?.ok_or_else(|| WorkerError::Running {
             name: options.name.clone(),
             home: home.path().to_path_buf(),
         })?;
-        let mut patient = ledger.another();
-        patient.be_patient();
-        let keeper = Keeper::start(home.clone(), patient)?;
-        // Here a wish to cancel must not wait for somebody else's writing.
-        ledger.lock_wait_ms = Some(LOCK_WAIT_MS);
-        ledger.rest();
+        let mut patient = recorder.new_connection();
+        patient.wait_long_for_locks();
+        let maintenance = Maintenance::start(home.clone(), patient)?;
+        // On this connection a cancellation must not wait long for another process's write.
+        recorder.lock_wait_ms = Some(LOCK_WAIT_MS);
+        recorder.disconnect();
         let now = Instant::now();
         let mut worker = Worker {
-            slots: slot_table::take_up(&slots_at, options.slots)?,
+            slots: slot_table::open_slots(&slots_at, options.slots)?,
             options,
-            host: home::machine(),
+            host: home::machine_id(),
             boot_id: home::boot_id(),
             account: name::account(&home),
             started_ms: i64::try_from(home::unix_seconds() * 1000).unwrap_or(i64::MAX),
-            ledger,
+            recorder,
             lock,
-            _locked: locked,
-            bell: None,
-            keeper,
+            _lock_file: locked,
+            change_listener: None,
+            maintenance,
             draining: false,
-            away_until: None,
-            is_away: false,
-            sweeping: false,
-            cancels_at: now,
-            sweep_at: now,
-            seen_at: now,
-            sated: false,
+            retry_database_at: None,
+            database_unavailable: false,
+            sweep_running: false,
+            next_cancel_check: now,
+            next_sweep: now,
+            next_heartbeat: now,
+            queue_seen_empty: false,
             nothing_queued: false,
-            changes: 0,
-            swept_at: None,
-            keys: Vec::new(),
-            unstarted: 0,
-            pause_until: None,
-            no_room: false,
+            change_count: 0,
+            swept_at_change: None,
+            claim_keys: Vec::new(),
+            failed_starts: 0,
+            paused_until: None,
+            no_space_reported: false,
         };
-        worker.close_free()?;
+        worker.close_free_slots()?;
         Ok(worker)
     }
 
-    /// Takes no more work.
+    /// Stops claiming work.
     pub fn drain(&mut self) {
         self.draining = true;
-        self.seen_at = Instant::now();
+        self.next_heartbeat = Instant::now();
     }
 
-    /// How many attempts it has in hand.
-    pub fn running(&self) -> usize {
-        let busy = |place: &&Place| !matches!(place.state, State::Free(_));
+    /// How many slots are not free.
+    pub fn busy_slots(&self) -> usize {
+        let busy = |entry: &&SlotEntry| !matches!(entry.state, SlotState::Free(_));
         self.slots.iter().filter(busy).count()
     }
 
-    /// How many runners it looks after that live.
-    pub fn living(&self) -> usize {
-        let busy = |place: &&Place| matches!(place.state, State::Busy(_));
+    /// How many runners are alive in its slots.
+    pub fn live_runners(&self) -> usize {
+        let busy = |entry: &&SlotEntry| matches!(entry.state, SlotState::Busy(_));
         self.slots.iter().filter(busy).count()
     }
 
-    /// Nothing runs, and everything that ran here is finished.
+    /// Whether nothing runs here, and everything that ran here is finished.
     pub fn is_drained(&self) -> bool {
-        self.running() == 0 && !self.is_away && self.swept_at == Some(self.changes)
+        self.busy_slots() == 0
+            && !self.database_unavailable
+            && self.swept_at_change == Some(self.change_count)
     }
 
-    /// That, and since then nothing was queued, not even for later.
+    /// Whether the worker is drained, and since then nothing is queued, not even for later.
     pub fn is_idle(&self) -> bool {
         self.is_drained() && self.nothing_queued
     }
@@ -236,244 +186,254 @@ impl Worker {
         self.options.slots
     }
 
-    /// What to wait for between two turns, besides time and signals.
-    pub fn wakers(&self) -> Vec<BorrowedFd<'_>> {
-        let mut wakers = vec![self.keeper.as_fd()];
-        wakers.extend(self.bell.as_ref().map(AsFd::as_fd));
-        wakers
+    /// The descriptors to wait for between two rounds, besides time and signals.
+    pub fn wake_fds(&self) -> Vec<BorrowedFd<'_>> {
+        let mut wake_fds = vec![self.maintenance.as_fd()];
+        wake_fds.extend(self.change_listener.as_ref().map(AsFd::as_fd));
+        wake_fds
     }
 
-    /// Does whatever is to be done now. How long to wait until the next turn, if nothing else happens.
-    pub fn turn(&mut self, tell: &mut dyn FnMut(News)) -> Result<Duration, WorkerError> {
-        self.hear(tell)?;
-        self.look_at_runners(tell)?;
-        if self.away_until.is_none_or(|until| until <= Instant::now()) {
-            self.away_until = None;
-            if let Err(e) = self.ask_the_database(tell) {
-                self.away(&e, tell);
-            } else if self.is_away {
-                self.is_away = false;
-                tell(News::Back);
+    /// Does everything that is due now. Returns how long to wait until the next round if nothing else happens.
+    pub fn run_once(
+        &mut self,
+        on_event: &mut dyn FnMut(WorkerEvent),
+    ) -> Result<Duration, WorkerError> {
+        self.handle_reports(on_event)?;
+        self.check_runners(on_event)?;
+        if self
+            .retry_database_at
+            .is_none_or(|until| until <= Instant::now())
+        {
+            self.retry_database_at = None;
+            if let Err(e) = self.use_database(on_event) {
+                self.database_failed(&e, on_event);
+            } else if self.database_unavailable {
+                self.database_unavailable = false;
+                on_event(WorkerEvent::DatabaseAvailable);
             }
         }
         self.sweep()?;
-        Ok(self.until_next())
+        Ok(self.next_wait())
     }
 
-    fn away(&mut self, error: &SettleError, tell: &mut dyn FnMut(News)) {
+    fn database_failed(&mut self, error: &CommitError, on_event: &mut dyn FnMut(WorkerEvent)) {
         if error.is_busy() {
-            // Others are writing. There is another turn in a moment.
-            self.away_until = Some(Instant::now() + BUSY_WAIT);
+            // Other processes are writing. Try again in a moment.
+            self.retry_database_at = Some(Instant::now() + BUSY_WAIT);
             return;
         }
-        self.ledger.rest();
-        self.bell = None;
-        self.sated = false;
-        self.away_until = Some(Instant::now() + AWAY_WAIT);
-        if !std::mem::replace(&mut self.is_away, true) {
-            tell(News::Away(error_chain(error)));
+        self.recorder.disconnect();
+        self.change_listener = None;
+        self.queue_seen_empty = false;
+        self.retry_database_at = Some(Instant::now() + DATABASE_RETRY_WAIT);
+        if !std::mem::replace(&mut self.database_unavailable, true) {
+            on_event(WorkerEvent::DatabaseUnavailable(error_chain(error)));
         }
     }
 
-    fn until_next(&self) -> Duration {
+    fn next_wait(&self) -> Duration {
         let now = Instant::now();
-        let mut at = vec![now + IDLE_WAIT, self.sweep_at, self.seen_at];
-        if self.living() > 0 {
-            at.push(self.cancels_at);
+        let mut at = vec![now + IDLE_WAIT, self.next_sweep, self.next_heartbeat];
+        if self.live_runners() > 0 {
+            at.push(self.next_cancel_check);
         }
-        if let Some(until) = self.away_until {
-            // Nothing else can be done before.
-            at = vec![until, now + CANCELS_EVERY];
+        if let Some(until) = self.retry_database_at {
+            // Until then the database cannot be used, so only runners are checked.
+            at = vec![until, now + CANCEL_CHECK_EVERY];
         }
         let next = at.into_iter().min().unwrap_or(now);
-        // A moment at least: what is overdue is waited for.
+        // Wait a moment at least, even if something is overdue.
         next.saturating_duration_since(now)
             .max(Duration::from_millis(5))
     }
 
-    /// What the keeper and the bell have to say.
-    fn hear(&mut self, tell: &mut dyn FnMut(News)) -> Result<(), WorkerError> {
-        for done in self.keeper.done()? {
-            match done {
-                Done::Closed(at, Ok(slot)) => {
-                    self.slots[at].state = State::Free(slot);
-                    self.changed();
+    /// Handles the reports of the maintenance threads, and announced changes.
+    fn handle_reports(&mut self, on_event: &mut dyn FnMut(WorkerEvent)) -> Result<(), WorkerError> {
+        for report in self.maintenance.take_reports()? {
+            match report {
+                MaintenanceReport::Closed(at, Ok(slot)) => {
+                    self.slots[at].state = SlotState::Free(slot);
+                    self.note_change();
                 }
-                Done::Closed(at, Err((slot, why))) => {
-                    tell(News::Trouble(why));
-                    let until = Instant::now() + AWAY_WAIT;
-                    self.slots[at].state = State::Stuck { slot, until };
+                MaintenanceReport::Closed(at, Err((slot, why))) => {
+                    on_event(WorkerEvent::Problem(why));
+                    let until = Instant::now() + DATABASE_RETRY_WAIT;
+                    self.slots[at].state = SlotState::Stuck { slot, until };
                 }
-                Done::Swept { at, left } => {
-                    self.swept_at = (left == Left::Nothing).then_some(at);
+                MaintenanceReport::Swept { at, result } => {
+                    self.swept_at_change = (result == SweepResult::Clean).then_some(at);
                     self.nothing_queued = false;
-                    self.sweeping = false;
-                    self.sweep_at = Instant::now() + SWEEP_EVERY;
-                    // What it finished may be queued again.
-                    self.sated = false;
+                    self.sweep_running = false;
+                    self.next_sweep = Instant::now() + SWEEP_EVERY;
+                    // Attempts that the sweep finished may be queued again.
+                    self.queue_seen_empty = false;
                 }
-                Done::News(News::Away(_)) if self.is_away => {}
-                Done::News(news) => tell(news),
+                MaintenanceReport::Event(WorkerEvent::DatabaseUnavailable(_))
+                    if self.database_unavailable => {}
+                MaintenanceReport::Event(event) => on_event(event),
             }
         }
-        // What is over the number we were given goes when it is free.
+        // After a restart with fewer slots, remove each slot beyond that number when it is free.
         let slots = self.options.slots as usize;
         while self.slots.len() > slots
             && matches!(
-                self.slots.last().map(|place| &place.state),
-                Some(State::Free(_))
+                self.slots.last().map(|entry| &entry.state),
+                Some(SlotState::Free(_))
             )
         {
-            if let Some(place) = self.slots.pop() {
-                drop(place.state);
-                let _empty = std::fs::remove_dir_all(&place.path);
+            if let Some(entry) = self.slots.pop() {
+                drop(entry.state);
+                // A directory that stays is empty, and does no harm.
+                let _ = std::fs::remove_dir_all(&entry.path);
             }
         }
-        if let Some(bell) = &mut self.bell
-            && is_ready(bell.as_fd())
+        if let Some(change_listener) = &mut self.change_listener
+            && is_ready(change_listener.as_fd())
         {
-            bell.consume();
-            self.sated = false;
-            self.cancels_at = Instant::now();
+            change_listener.consume();
+            self.queue_seen_empty = false;
+            self.next_cancel_check = Instant::now();
         }
         Ok(())
     }
 
-    /// Whatever was seen before may be otherwise now.
-    fn changed(&mut self) {
-        self.changes += 1;
-        self.sated = false;
+    /// Notes that an attempt began or ended: what was seen of the queue before may be outdated.
+    fn note_change(&mut self) {
+        self.change_count += 1;
+        self.queue_seen_empty = false;
         self.nothing_queued = false;
-        if self.running() == 0 {
-            self.sweep_at = Instant::now();
+        if self.busy_slots() == 0 {
+            self.next_sweep = Instant::now();
         }
     }
 
-    /// Which runners have ended.
-    fn look_at_runners(&mut self, tell: &mut dyn FnMut(News)) -> Result<(), WorkerError> {
+    /// Finds runners that have ended, and closes their slots.
+    fn check_runners(&mut self, on_event: &mut dyn FnMut(WorkerEvent)) -> Result<(), WorkerError> {
         for at in 0..self.slots.len() {
-            let place = &mut self.slots[at];
-            let slot = match &mut place.state {
-                State::Busy(busy) => {
+            let entry = &mut self.slots[at];
+            let slot = match &mut entry.state {
+                SlotState::Busy(busy) => {
                     if let Some(child) = &mut busy.child {
                         let code = match child.try_wait() {
                             Ok(None) => continue,
                             Ok(Some(status)) => status.code(),
-                            // Somebody else waited for it; the lock tells.
+                            // Something else reaped the child; the lock on the slot shows whether it has ended.
                             Err(_) => None,
                         };
-                        self.unstarted = match code {
-                            Some(COULD_NOT_RUN) => self.unstarted + 1,
+                        self.failed_starts = match code {
+                            Some(COULD_NOT_RUN) => self.failed_starts + 1,
                             _ => 0,
                         };
                         busy.child = None;
                     }
-                    let locked = Slot::lock(&place.path);
-                    let Some(slot) = locked.map_err(|e| of_slot(&place.path, e))? else {
+                    let locked = Slot::lock(&entry.path);
+                    let Some(slot) = locked.map_err(|e| slot_error(&entry.path, e))? else {
                         continue;
                     };
-                    tell(News::Ended {
+                    on_event(WorkerEvent::RunnerEnded {
                         id: busy.id.clone(),
                         attempt: busy.attempt,
                     });
                     slot
                 }
-                State::Stuck { until, .. } if *until <= Instant::now() => {
-                    let taken = std::mem::replace(&mut place.state, State::Closing { key: None });
-                    match taken {
-                        State::Stuck { slot, .. } => slot,
+                SlotState::Stuck { until, .. } if *until <= Instant::now() => {
+                    let stuck =
+                        std::mem::replace(&mut entry.state, SlotState::Closing { key: None });
+                    match stuck {
+                        SlotState::Stuck { slot, .. } => slot,
                         _ => continue,
                     }
                 }
                 _ => continue,
             };
-            self.close(at, slot)?;
+            self.close_slot(at, slot)?;
         }
         Ok(())
     }
 
-    fn close(&mut self, at: usize, mut slot: Slot) -> Result<(), WorkerError> {
-        let order = slot.order().map_err(|e| of_slot(slot.path(), e))?;
-        if order.is_none() && !slot.staged().exists() {
-            // Its runner left nothing to be done.
-            slot.clear().map_err(|e| of_slot(slot.path(), e))?;
-            self.slots[at].state = State::Free(slot);
-            self.changed();
+    fn close_slot(&mut self, at: usize, mut slot: Slot) -> Result<(), WorkerError> {
+        let order = slot.order().map_err(|e| slot_error(slot.path(), e))?;
+        if order.is_none() && !slot.inputs_dir().exists() {
+            // The runner left nothing to finish.
+            slot.clear().map_err(|e| slot_error(slot.path(), e))?;
+            self.slots[at].state = SlotState::Free(slot);
+            self.note_change();
             return Ok(());
         }
-        self.slots[at].state = State::Closing {
+        self.slots[at].state = SlotState::Closing {
             key: order.map(|order| order.key),
         };
-        self.keeper.give(Chore::Close(at, slot))
+        self.maintenance.submit(MaintenanceJob::Close(at, slot))
     }
 
-    /// Slots that were free when we came, whose last runner may have left something.
-    fn close_free(&mut self) -> Result<(), WorkerError> {
+    /// Closes the slots that are free at the start: their last runner may have left something to finish.
+    fn close_free_slots(&mut self) -> Result<(), WorkerError> {
         for at in 0..self.slots.len() {
-            let closing = State::Closing { key: None };
+            let closing = SlotState::Closing { key: None };
             match std::mem::replace(&mut self.slots[at].state, closing) {
-                State::Free(slot) => self.close(at, slot)?,
+                SlotState::Free(slot) => self.close_slot(at, slot)?,
                 other => self.slots[at].state = other,
             }
         }
         Ok(())
     }
 
-    fn ask_the_database(&mut self, tell: &mut dyn FnMut(News)) -> Result<(), SettleError> {
-        if self.bell.is_none() {
-            let bell = ChangeListener::subscribe(&self.ledger.location);
-            self.bell = Some(bell.map_err(|e| self.ledger.trouble(e))?);
+    fn use_database(&mut self, on_event: &mut dyn FnMut(WorkerEvent)) -> Result<(), CommitError> {
+        if self.change_listener.is_none() {
+            let change_listener = ChangeListener::subscribe(&self.recorder.location);
+            self.change_listener =
+                Some(change_listener.map_err(|e| self.recorder.database_error(e))?);
         }
-        if self.seen_at <= Instant::now() {
-            let row = self.row();
-            self.ledger.with(|store| store.record_worker(&row))?;
-            self.seen_at = Instant::now() + SEEN_EVERY;
+        if self.next_heartbeat <= Instant::now() {
+            let row = self.worker_row();
+            self.recorder.with(|store| store.record_worker(&row))?;
+            self.next_heartbeat = Instant::now() + HEARTBEAT_EVERY;
         }
-        if self.living() > 0 && self.cancels_at <= Instant::now() {
-            self.pass_on_cancels()?;
-            self.cancels_at = Instant::now() + CANCELS_EVERY;
+        if self.live_runners() > 0 && self.next_cancel_check <= Instant::now() {
+            self.forward_cancels()?;
+            self.next_cancel_check = Instant::now() + CANCEL_CHECK_EVERY;
         }
-        if !self.draining && self.may_take(tell) {
-            self.take(tell)?;
+        if !self.draining && self.can_claim(on_event) {
+            self.claim(on_event)?;
         }
         Ok(())
     }
 
-    fn pass_on_cancels(&mut self) -> Result<(), SettleError> {
+    fn forward_cancels(&mut self) -> Result<(), CommitError> {
         let host = self.host.clone();
-        let wanted = self.ledger.with(|store| store.requested_cancels(&host))?;
-        for (_, _, key) in wanted {
-            let of_it = |place: &&mut Place| matches!(&place.state, State::Busy(b) if b.key == key && !b.told);
-            if let Some(place) = self.slots.iter_mut().find(of_it)
-                && let State::Busy(busy) = &mut place.state
+        let cancels = self.recorder.with(|store| store.requested_cancels(&host))?;
+        for (_, _, key) in cancels {
+            let of_it = |entry: &&mut SlotEntry| matches!(&entry.state, SlotState::Busy(b) if b.key == key && !b.cancel_sent);
+            if let Some(entry) = self.slots.iter_mut().find(of_it)
+                && let SlotState::Busy(busy) = &mut entry.state
             {
-                busy.told = slot::signal(&place.path);
+                busy.cancel_sent = slot::signal_runner(&entry.path);
             }
         }
         Ok(())
     }
 
     fn sweep(&mut self) -> Result<(), WorkerError> {
-        if self.sweeping || self.sweep_at > Instant::now() {
+        if self.sweep_running || self.next_sweep > Instant::now() {
             return Ok(());
         }
-        let keys = self.slots.iter().filter_map(|place| match &place.state {
-            State::Busy(busy) => Some(busy.key.clone()),
-            State::Closing { key } => key.clone(),
-            State::Free(_) | State::Stuck { .. } => None,
+        let keys = self.slots.iter().filter_map(|entry| match &entry.state {
+            SlotState::Busy(busy) => Some(busy.key.clone()),
+            SlotState::Closing { key } => key.clone(),
+            SlotState::Free(_) | SlotState::Stuck { .. } => None,
         });
-        let sweep = Sweep {
-            busy: keys.collect::<HashSet<String>>(),
-            at: self.changes,
-            row: self.row(),
+        let sweep = SweepRequest {
+            busy_keys: keys.collect::<HashSet<String>>(),
+            at: self.change_count,
+            row: self.worker_row(),
             memory_default_bytes: self.options.memory_default_bytes,
             park_after_ms: self.options.park_after_ms,
         };
-        self.sweeping = true;
-        self.keeper.give(Chore::Sweep(sweep))
+        self.sweep_running = true;
+        self.maintenance.submit(MaintenanceJob::Sweep(sweep))
     }
 
-    fn row(&self) -> store::WorkerRow {
+    fn worker_row(&self) -> store::WorkerRow {
         store::WorkerRow {
             host: self.host.clone(),
             account: self.account.clone(),
@@ -483,18 +443,18 @@ impl Worker {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             slots: self.options.slots,
             total: self.options.total,
-            running: u32::try_from(self.running()).unwrap_or(u32::MAX),
+            running: u32::try_from(self.busy_slots()).unwrap_or(u32::MAX),
             draining: self.draining,
             started_ms: self.started_ms,
             seen_ms: 0,
         }
     }
 
-    /// Says goodbye. Runners that live go on without us.
-    pub fn leave(mut self) {
-        let row = self.row();
-        // Nobody waits for it: who is not seen any more is gone as well.
-        let _gone_all_the_same = self.ledger.with(|store| store.remove_worker(&row));
+    /// Removes the worker from the database. Live runners go on without it.
+    pub fn deregister(mut self) {
+        let row = self.worker_row();
+        // If this fails, the missing heartbeat shows that the worker is gone.
+        let _ = self.recorder.with(|store| store.remove_worker(&row));
     }
 }
 
@@ -505,11 +465,4 @@ fn is_ready(fd: BorrowedFd<'_>) -> bool {
         tv_nsec: 0,
     };
     matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
-}
-
-fn of_slot(path: &Path, source: io::Error) -> WorkerError {
-    WorkerError::Slot {
-        path: path.to_path_buf(),
-        source,
-    }
 }

@@ -1,4 +1,4 @@
-//! A worker's name, held by a lock: two with one name would share their slots.
+//! The lock on a worker's name: two workers with one name would share their slots.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -7,15 +7,16 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
 
-use super::{WorkerError, slot};
+use super::error::WorkerError;
+use super::slot;
 use crate::home::Home;
 
-/// A runner that finds no worker looks at the lock for a moment now and then.
+/// A runner without a worker tests this lock for a moment now and then, so try more than once.
 const LOCK_TRIES: u32 = 100;
 const LOCK_WAIT: Duration = Duration::from_millis(20);
 
-/// The lock of a worker's name; `None`: another has it.
-pub(super) fn hold(path: &Path) -> Result<Option<OwnedFd>, WorkerError> {
+/// Locks a worker's name. `None`: another worker has it.
+pub(super) fn lock_name(path: &Path) -> Result<Option<OwnedFd>, WorkerError> {
     let failed = |source: io::Error| WorkerError::Lock {
         path: path.to_path_buf(),
         source,
@@ -38,15 +39,15 @@ pub(super) fn hold(path: &Path) -> Result<Option<OwnedFd>, WorkerError> {
     Ok(None)
 }
 
-/// The process that holds a worker's name, if one does.
-pub fn holder(home: &Home, name: &str) -> Option<u32> {
+/// The pid of the worker that has this name, if one is running.
+pub fn lock_holder(home: &Home, name: &str) -> Option<u32> {
     let lock = home.workers().join(name).join("lock");
     let text = std::fs::read_to_string(&lock).ok()?;
     let pid = text.trim().parse().ok()?;
-    slot::is_held(&lock).then_some(pid)
+    slot::is_locked(&lock).then_some(pid)
 }
 
-/// Tells workers of one machine apart that have the same name in different homes.
+/// Distinguishes workers of one machine that have the same name in different homes.
 pub(super) fn account(home: &Home) -> String {
     let hash = blake3::hash(home.path().as_os_str().as_encoded_bytes());
     let uid = rustix::process::geteuid().as_raw();

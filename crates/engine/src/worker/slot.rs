@@ -1,8 +1,8 @@
-//! A worker's slots. Each is a directory with an order in it: which attempt is to be run.
+//! A worker's slots. Each is a directory that contains an order: the attempt that its runner makes.
 //!
-//! The runner's standard input is the order, opened and locked by the worker, so the lock lives from the runner's birth to
-//! its death, whatever becomes of the worker. Whoever gets the lock knows that the runner is dead, and reads in the
-//! order what it was doing. A worker that is started anew finds its slots as they are.
+//! The worker opens and locks the order, and the runner gets it as its standard input. So the lock lasts from the start
+//! of the runner to its end, whatever happens to the worker. A process that gets the lock knows that the runner is
+//! dead, and reads in the order what it was doing. A worker that is restarted finds its slots as they are.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -13,46 +13,46 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 
-use crate::home::{Home, make_private};
-use crate::request::AnalysisId;
+use crate::home::{Home, create_private_dir};
+use store::types::analysis_id::AnalysisId;
 use store::{Capacity, LeasedAttempt};
 
 pub const ORDER_VERSION: u32 = 1;
 const ORDER_BYTES_MAX: u64 = 16 << 20;
 const ORDER: &str = "order";
-/// What an order ends with. JSON on one line has none, and behind it there may be the rest of a longer one.
+/// Ends an order. JSON on one line does not contain it. The rest of a longer, earlier order may follow it.
 const END: u8 = b'\n';
 const PID: &str = "pid";
-/// In the place of a runner's number, as long as any: there is no runner.
-const NOBODY: &[u8] = b"          ";
-const STAGED: &str = "inputs";
+/// Stands in the pid file if there is no runner. It is as long as any pid.
+const NO_PID: &[u8] = b"          ";
+const INPUTS: &str = "inputs";
 
-/// What a runner is to do. Not for printing: it has the attempt's key, and the request may hold secrets.
+/// What a runner is to do. It has no `Debug`: it contains the key of the attempt, and the request may contain secrets.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Order {
+pub struct RunnerOrder {
     pub version: u32,
     pub id: AnalysisId,
     pub attempt: u32,
     pub key: String,
-    /// Which database has it; of a worker before this one it may be unknown.
+    /// The database that has the attempt. Empty in the order of an older worker.
     #[serde(default)]
     pub database_id: String,
     /// JSON of [`store::types::submission::Submission`].
     pub request: String,
     pub submitter: String,
     pub lease_ms: u64,
-    /// What it counts for in the worker's sums.
+    /// What the attempt counts for in the worker's sums.
     pub memory_bytes: u64,
     pub cpu_milli: u64,
-    /// All CPUs that the worker has: what a request may use that asks for none.
+    /// All CPUs that the worker has. A request that asks for no number may use them.
     pub cpu_milli_max: u64,
-    /// The slot's own directory.
+    /// The directory of the slot.
     pub slot: PathBuf,
     /// The file that the worker keeps locked while it lives.
     pub worker: PathBuf,
 }
 
-impl Order {
+impl RunnerOrder {
     pub fn counted(&self) -> Capacity {
         Capacity {
             memory_bytes: self.memory_bytes,
@@ -68,13 +68,13 @@ impl Order {
         }
     }
 
-    /// Where the runner lays out the inputs before they are copied into the workspace.
-    pub fn staged(&self) -> PathBuf {
-        self.slot.join(STAGED)
+    /// Where the runner puts the submitted inputs before they are copied into the workspace.
+    pub fn inputs_dir(&self) -> PathBuf {
+        self.slot.join(INPUTS)
     }
 }
 
-/// A slot whose runner is dead, or which has none: its order is locked by us.
+/// A slot without a live runner. This process holds the lock on its order.
 #[derive(Debug)]
 pub struct Slot {
     path: PathBuf,
@@ -82,9 +82,9 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// `None`: a runner lives in it.
+    /// Locks a slot. `None`: a live runner has it.
     pub fn lock(path: &Path) -> io::Result<Option<Slot>> {
-        make_private(path).map_err(io::Error::other)?;
+        create_private_dir(path).map_err(io::Error::other)?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let order = rustix::fs::open(path.join(ORDER), flags, Mode::RUSR | Mode::WUSR)?;
         match rustix::fs::flock(&order, FlockOperation::NonBlockingLockExclusive) {
@@ -101,79 +101,81 @@ impl Slot {
         &self.path
     }
 
-    /// What its runner was doing. An order that was not written to its end was never handed to anybody.
-    pub fn order(&mut self) -> io::Result<Option<Order>> {
-        read(&mut self.order)
+    /// The order of the last runner. An order that was not written completely was never given to a runner.
+    pub fn order(&mut self) -> io::Result<Option<RunnerOrder>> {
+        parse_order(&mut self.order)
     }
 
-    pub fn write(&mut self, order: &Order) -> io::Result<()> {
+    pub fn write(&mut self, order: &RunnerOrder) -> io::Result<()> {
         self.clear()?;
         let mut text = serde_json::to_vec(order).map_err(io::Error::other)?;
         text.push(END);
         self.order.write_all(&text)?;
-        // The runner reads from the same place.
+        // The runner shares the file offset.
         self.order.rewind()
     }
 
-    /// Nothing is to be done here any more.
+    /// Removes the order: nothing is left to do in this slot.
     pub fn clear(&mut self) -> io::Result<()> {
         match open_pid(&self.path, OFlags::empty()) {
-            Ok(pid) => overwrite(&pid, NOBODY)?,
+            Ok(pid) => overwrite(&pid, NO_PID)?,
             Err(rustix::io::Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }
-        wipe(self.order.as_fd())?;
+        overwrite_order(self.order.as_fd())?;
         self.order.rewind()
     }
 
-    pub fn staged(&self) -> PathBuf {
-        self.path.join(STAGED)
+    pub fn inputs_dir(&self) -> PathBuf {
+        self.path.join(INPUTS)
     }
 
-    /// What the runner gets as its standard input: the lock goes with it.
+    /// The standard input for the runner. The lock goes with it.
     pub fn order_for_runner(&self) -> io::Result<OwnedFd> {
         self.order.try_clone().map(OwnedFd::from)
     }
 }
 
-/// The order of a slot that may be somebody else's: only to be told what it says.
-pub fn peek(path: &Path) -> Option<Order> {
+/// Reads the order of a slot without its lock.
+pub fn read_order(path: &Path) -> Option<RunnerOrder> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let order = rustix::fs::open(path.join(ORDER), flags, Mode::empty()).ok()?;
-    read(&mut File::from(order)).ok()?
+    parse_order(&mut File::from(order)).ok()?
 }
 
-fn read(order: &mut File) -> io::Result<Option<Order>> {
+fn parse_order(order: &mut File) -> io::Result<Option<RunnerOrder>> {
     let mut text = Vec::with_capacity(4096);
     order.rewind()?;
     order.take(ORDER_BYTES_MAX).read_to_end(&mut text)?;
     let text = text.split(|byte| *byte == END).next().unwrap_or_default();
-    let read: Option<Order> = serde_json::from_slice(text).ok();
+    let read: Option<RunnerOrder> = serde_json::from_slice(text).ok();
     Ok(read.filter(|order| order.version == ORDER_VERSION))
 }
 
-/// The runner's side: its order, and the lock, which must be held until the end.
-pub fn taken() -> io::Result<(Order, OwnedFd)> {
+/// For the runner: reads the order from standard input. The runner must keep the returned descriptor, which holds the
+/// lock, until its end.
+pub fn receive_order() -> io::Result<(RunnerOrder, OwnedFd)> {
     let held = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
     let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-    // Whatever the runner starts must not keep the lock alive.
+    // Processes that the runner starts must not keep the lock.
     rustix::stdio::dup2_stdin(&null)?;
     let mut file = File::from(held);
-    let order = read(&mut file)?;
+    let order = parse_order(&mut file)?;
     let order = order.ok_or_else(|| io::Error::other("standard input is no order of a worker"))?;
-    let pid = format!("{:<width$}", std::process::id(), width = NOBODY.len());
+    let pid = format!("{:<width$}", std::process::id(), width = NO_PID.len());
     overwrite(&open_pid(&order.slot, OFlags::CREATE)?, pid.as_bytes())?;
     Ok((order, file.into()))
 }
 
-/// The runner's side: nothing is left to be done about it.
-pub fn done(held: &OwnedFd) -> io::Result<()> {
-    wipe(held.as_fd())
+/// For the runner: nothing is left to do for this order.
+pub fn clear_order(held: &OwnedFd) -> io::Result<()> {
+    overwrite_order(held.as_fd())
 }
 
-/// Makes an order be none. It may hold secrets: what was written is written over, and takes no room if that was much. Of a
-/// short one the room is kept for the next, since to cut a file and fill it again makes some file systems write at once.
-fn wipe(order: BorrowedFd<'_>) -> io::Result<()> {
+/// Makes the file contain no order. An order may contain secrets, so its bytes are overwritten, and a long file is
+/// truncated. A short file keeps its length for the next order, because truncating and refilling a file makes some file
+/// systems write at once.
+fn overwrite_order(order: BorrowedFd<'_>) -> io::Result<()> {
     const KEPT_BYTES: usize = 64 << 10;
     let length = usize::try_from(rustix::fs::fstat(order)?.st_size).unwrap_or(usize::MAX);
     match length <= KEPT_BYTES {
@@ -194,24 +196,27 @@ fn overwrite(file: impl AsFd, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Clears what dead workers left in their slots for attempts that are over: the order and the inputs that were laid out, both of
-/// which may hold secrets. A worker of the same name would do so when it starts, and there may never be one.
-pub fn clear_over(home: &Home, is_over: impl Fn(&Order) -> bool) -> io::Result<()> {
+/// Clears what dead workers left in their slots for attempts that are over: the order and the inputs, which may contain
+/// secrets. A worker of the same name would do that when it starts, but it may never be started again.
+pub fn clear_finished_orders(
+    home: &Home,
+    is_over: impl Fn(&RunnerOrder) -> bool,
+) -> io::Result<()> {
     for worker in entries(&home.workers())? {
-        // One that lives looks after its slots itself.
-        if is_held(&worker.join("lock")) {
+        // A live worker takes care of its own slots.
+        if is_locked(&worker.join("lock")) {
             continue;
         }
         for path in entries(&worker.join("slots"))? {
-            if !peek(&path).is_some_and(|order| is_over(&order)) {
+            if !read_order(&path).is_some_and(|order| is_over(&order)) {
                 continue;
             }
             let Some(mut slot) = Slot::lock(&path)? else {
                 continue;
             };
-            // Another may have been written before the lock was ours.
+            // Another order may have been written before we got the lock.
             if slot.order()?.is_some_and(|order| is_over(&order)) {
-                match std::fs::remove_dir_all(slot.staged()) {
+                match std::fs::remove_dir_all(slot.inputs_dir()) {
                     Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
                     _ => slot.clear()?,
                 }
@@ -228,26 +233,27 @@ fn entries(dir: &Path) -> io::Result<Vec<PathBuf>> {
     }
 }
 
-/// Whether somebody holds this file locked.
-pub fn is_held(path: &Path) -> bool {
+/// Whether some process holds a lock on this file.
+pub fn is_locked(path: &Path) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) else {
         return false;
     };
-    // Shared, so that two who ask do not see each other.
+    // Try a shared lock, so that two processes that test at the same time do not see each other.
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err()
 }
 
-/// Asks the slot's runner to end its analysis. False: there is none to be asked.
-pub fn signal(path: &Path) -> bool {
+/// Asks the slot's runner to end its analysis. False: there is no runner.
+pub fn signal_runner(path: &Path) -> bool {
     let pid = std::fs::read_to_string(path.join(PID)).ok();
     let pid = pid.and_then(|text| Pid::from_raw(text.trim().parse().ok()?));
     let Some(Ok(process)) = pid.map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()))
     else {
         return false;
     };
-    // The descriptor was had before: if the lock is held now, the number was the runner's own then.
-    is_held(&path.join(ORDER))
+    // The pidfd was opened before this test. So if the lock is held now, the pid was the runner's when the pidfd was
+    // opened.
+    is_locked(&path.join(ORDER))
         && rustix::process::pidfd_send_signal(process.as_fd(), Signal::TERM).is_ok()
 }
 
@@ -256,8 +262,8 @@ pub fn signal(path: &Path) -> bool {
 mod tests {
     use super::*;
 
-    fn order(slot: &Path, request: String) -> Order {
-        Order {
+    fn order(slot: &Path, request: String) -> RunnerOrder {
+        RunnerOrder {
             version: ORDER_VERSION,
             id: AnalysisId::new("mine").unwrap(),
             attempt: 1,
@@ -274,7 +280,7 @@ mod tests {
         }
     }
 
-    /// Of one that is done nothing is left to be read, and the next is read whole, whatever its length.
+    /// After an order is cleared nothing of it can be read, and the next order is read whole, whatever its length.
     #[test]
     fn an_order_is_written_over_the_one_before() {
         let dir = tempfile::tempdir().unwrap();
@@ -285,19 +291,19 @@ mod tests {
             let written = order(&path, "secret\n".repeat(length));
             slot.write(&written).unwrap();
             assert!(slot.order().unwrap().is_some_and(|read| read == written));
-            assert!(peek(&path).is_some_and(|read| read == written));
+            assert!(read_order(&path).is_some_and(|read| read == written));
             if length != 5000 {
-                done(&slot.order_for_runner().unwrap()).unwrap();
-                assert!(slot.order().unwrap().is_none() && peek(&path).is_none());
+                clear_order(&slot.order_for_runner().unwrap()).unwrap();
+                assert!(slot.order().unwrap().is_none() && read_order(&path).is_none());
                 let left = std::fs::read_to_string(path.join(ORDER)).unwrap();
                 assert!(!left.contains("secret"));
             }
         }
     }
 
-    /// A number that stood there before is nobody's.
+    /// A pid from an earlier runner must not be signalled.
     #[test]
-    fn nobody_is_signalled_by_a_number_that_is_no_longer_the_runners() {
+    fn a_stale_pid_is_not_signalled() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("slot");
         let mut slot = Slot::lock(&path).unwrap().unwrap();
@@ -305,13 +311,16 @@ mod tests {
             .arg("60")
             .spawn()
             .unwrap();
-        let pid = format!("{:<width$}", sleeper.id(), width = NOBODY.len());
+        let pid = format!("{:<width$}", sleeper.id(), width = NO_PID.len());
         overwrite(open_pid(&path, OFlags::CREATE).unwrap(), pid.as_bytes()).unwrap();
         slot.clear().unwrap();
-        assert!(!signal(&path), "the slot is locked, and has no runner");
+        assert!(
+            !signal_runner(&path),
+            "the slot is locked, and has no runner"
+        );
         assert!(sleeper.try_wait().unwrap().is_none());
         overwrite(open_pid(&path, OFlags::CREATE).unwrap(), pid.as_bytes()).unwrap();
-        assert!(signal(&path), "the control");
+        assert!(signal_runner(&path), "the control");
         sleeper.wait().unwrap();
     }
 }

@@ -1,81 +1,81 @@
-//! The slots as the worker sees them.
+//! The slots of a worker, and what is in each.
 
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::Instant;
 
+use super::error::{WorkerError, slot_error};
 use super::slot::{self, Slot};
-use super::{WorkerError, of_slot};
 use store::Capacity;
 
-/// A slot as the worker sees it.
-pub(super) struct Place {
+/// One slot of the worker.
+pub(super) struct SlotEntry {
     pub path: PathBuf,
-    pub state: State,
+    pub state: SlotState,
 }
 
-pub(super) enum State {
+pub(super) enum SlotState {
     Free(Slot),
-    /// A runner lives in it: our child, or a predecessor's.
-    Busy(Busy),
-    /// The keeper has it.
+    /// A live runner has it: a child of this process, or one that an earlier worker started.
+    Busy(BusySlot),
+    /// A maintenance thread finishes what its runner left.
     Closing {
         key: Option<String>,
     },
-    /// Could not be closed; tried again then.
+    /// It could not be closed. The worker tries again at this time.
     Stuck {
         slot: Slot,
         until: Instant,
     },
 }
 
-pub(super) struct Busy {
+pub(super) struct BusySlot {
     pub id: String,
     pub attempt: u32,
     pub key: String,
     pub counted: Capacity,
     pub child: Option<Child>,
-    /// Told to end already.
-    pub told: bool,
+    /// The runner was told to cancel already.
+    pub cancel_sent: bool,
 }
 
-/// Every slot that is there, and as many more as we were given.
-pub(super) fn take_up(slots_at: &Path, slots: u32) -> Result<Vec<Place>, WorkerError> {
+/// Opens every slot directory that exists, and creates more until there are `slots`.
+pub(super) fn open_slots(slots_at: &Path, slots: u32) -> Result<Vec<SlotEntry>, WorkerError> {
     let there = std::fs::read_dir(slots_at).into_iter().flatten().flatten();
     let numbers = there.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let count = numbers.map(|n| n.saturating_add(1)).max().unwrap_or(0);
-    let mut places = Vec::new();
+    let mut entries = Vec::new();
     for n in 0..count.max(slots) {
         let path = slots_at.join(n.to_string());
-        let locked = Slot::lock(&path).map_err(|e| of_slot(&path, e))?;
+        let locked = Slot::lock(&path).map_err(|e| slot_error(&path, e))?;
         let state = match locked {
-            Some(slot) => State::Free(slot),
-            None => State::Busy(adopted(&path)),
+            Some(slot) => SlotState::Free(slot),
+            None => SlotState::Busy(adopted_runner(&path)),
         };
-        places.push(Place { path, state });
+        entries.push(SlotEntry { path, state });
     }
-    Ok(places)
+    Ok(entries)
 }
 
-/// A runner that another worker started.
-fn adopted(path: &Path) -> Busy {
-    match slot::peek(path) {
-        Some(order) => Busy {
+/// A runner that an earlier worker started.
+fn adopted_runner(path: &Path) -> BusySlot {
+    match slot::read_order(path) {
+        Some(order) => BusySlot {
             id: order.id.to_string(),
             attempt: order.attempt,
             counted: order.counted(),
             key: order.key,
             child: None,
-            told: false,
+            cancel_sent: false,
         },
-        // About to end: it has nothing more to do.
-        None => Busy {
+        // The runner has cleared its order and is about to end.
+        None => BusySlot {
             id: String::new(),
             attempt: 0,
             counted: Capacity::default(),
             key: String::new(),
             child: None,
-            told: false,
+            cancel_sent: false,
         },
     }
 }

@@ -1,9 +1,8 @@
-//! `--input PATH[:NAME]`: copying a file or a directory into the workspace.
+//! `--input PATH[:NAME]`: copies a file or a directory into the workspace.
 //!
-//! The source may be hostile (a cloned repository, say), so everything is opened once, without
-//! following links, and judged by its descriptor. The workspace is written to only by names of one
-//! component below a held descriptor, each made exclusively. Whatever fails leaves a partial copy
-//! behind: the caller removes the workspace.
+//! The source may be hostile, for example a cloned repository. Therefore everything is opened once, without following
+//! symlinks, and judged by its descriptor. In the workspace each name is a single component below a held descriptor
+//! and is created exclusively. On failure a partial copy remains; the caller removes the workspace.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,25 +15,25 @@ use rustix::fs::{
 use rustix::io::Errno;
 use store::types::input_name::{self, InputNameError, check_name, stays_inside};
 
-/// A copied directory may be this deep. Three descriptors are held a level, which this keeps well
-/// below the usual limit of 1024.
+/// The greatest depth of a copied directory. Copying holds three descriptors per level, so this stays well below the
+/// usual limit of 1024.
 pub(crate) const DEPTH_MAX: usize = input_name::DEPTH_MAX;
-/// One step of copying; the budget is asked before each.
+/// Bytes per copy step. The budget is checked before each step.
 const STEP_BYTES: u64 = 16 << 20;
 const BUFFER_BYTES: usize = 256 * 1024;
 
-/// What may still be copied. Copying counts it down.
+/// What may still be copied. Copying reduces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
+pub struct CopyBudget {
     pub bytes: u64,
-    /// Files, directories and symlinks alike.
+    /// Files, directories and symlinks.
     pub files: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Copied {
+pub struct CopyTotals {
     pub files: u64,
-    /// Data written; holes in sparse files are not counted.
+    /// Data written, without the holes of sparse files.
     pub bytes: u64,
 }
 
@@ -88,28 +87,28 @@ pub enum CopyError {
     TooManyFiles { path: PathBuf },
 }
 
-/// Copies `source`, a path without symlinks, to `name` in the workspace. Directories
-/// that `name` leads through are made. With `owner`, everything made is given to it.
+/// Copies `source`, a path without symlinks, to `name` in the workspace. Creates the parent directories of `name`.
+/// Gives everything that it creates to `owner`.
 pub fn copy_in(
     source: &Path,
     workspace: BorrowedFd<'_>,
     name: &Path,
     owner: Option<(u32, u32)>,
-    budget: &mut Budget,
-) -> Result<Copied, CopyError> {
+    budget: &mut CopyBudget,
+) -> Result<CopyTotals, CopyError> {
     let parts = check_name(name)?;
     let top = rustix::fs::fstat(workspace).map_err(|source| CopyError::Create {
         name: name.to_path_buf(),
         source,
     })?;
-    let mut copy = Copy {
+    let mut copy = InputCopy {
         owner: owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid))),
         budget,
-        copied: Copied::default(),
+        copied: CopyTotals::default(),
         workspace: (top.st_dev, top.st_ino),
         buffer: Vec::new(),
     };
-    let at = Place {
+    let at = CopyPath {
         from: source.to_path_buf(),
         to: name.to_path_buf(),
     };
@@ -121,14 +120,14 @@ pub fn copy_in(
     let parent = copy.make_parents(workspace, above, &at)?;
     let parent = parent.as_ref().map_or(workspace, |p| p.as_fd());
     match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory => copy.tree(file, stat, parent, last, &at)?,
-        _ => copy.file(file.as_fd(), &stat, parent, last, &at)?,
+        FileType::Directory => copy.copy_tree(file, stat, parent, last, &at)?,
+        _ => copy.copy_file(file.as_fd(), &stat, parent, last, &at)?,
     }
     Ok(copy.copied)
 }
 
-/// Opens what the user named. Its kind is looked at first, because merely opening some devices
-/// does something; what counts is the look at the descriptor afterwards.
+/// Opens a source that the user named. Looks at its type first, because opening some devices has side effects; the
+/// check of the descriptor afterwards decides.
 pub(crate) fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
     let failed = |e| CopyError::Open {
         path: source.to_path_buf(),
@@ -136,7 +135,7 @@ pub(crate) fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
     };
     let stat = rustix::fs::stat(source).map_err(failed)?;
     check_kind(FileType::from_raw_mode(stat.st_mode), source)?;
-    // The path was resolved, and checked against the policy, before: a link that stands in it now is not followed.
+    // The path was resolved and checked against the policy before, so do not follow a symlink that is there now.
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     let file = rustix::fs::openat2(rustix::fs::CWD, source, READ, Mode::empty(), resolve)
         .map_err(failed)?;
@@ -145,7 +144,7 @@ pub(crate) fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
     Ok((file, stat))
 }
 
-/// NONBLOCK, so that a FIFO put in the file's place does not hold us up.
+/// NONBLOCK, so that a FIFO in place of the file does not block.
 const READ: OFlags = OFlags::RDONLY
     .union(OFlags::CLOEXEC)
     .union(OFlags::NONBLOCK)
@@ -165,16 +164,16 @@ pub(crate) fn check_kind(kind: FileType, path: &Path) -> Result<(), CopyError> {
     })
 }
 
-/// Where copying is, for messages only.
+/// The source and target that are being copied, for messages only.
 #[derive(Clone)]
-struct Place {
+struct CopyPath {
     from: PathBuf,
     to: PathBuf,
 }
 
-impl Place {
-    fn join(&self, name: &OsStr) -> Place {
-        Place {
+impl CopyPath {
+    fn join(&self, name: &OsStr) -> CopyPath {
+        CopyPath {
             from: self.from.join(name),
             to: self.to.join(name),
         }
@@ -210,35 +209,35 @@ impl Place {
     }
 }
 
-/// One directory being copied.
-struct Level {
+/// A directory that is being copied.
+struct OpenDirectory {
     entries: Dir,
     from: OwnedFd,
     to: OwnedFd,
-    at: Place,
+    at: CopyPath,
 }
 
-struct Copy<'a> {
+struct InputCopy<'a> {
     owner: Option<(Uid, Gid)>,
-    budget: &'a mut Budget,
-    copied: Copied,
+    budget: &'a mut CopyBudget,
+    copied: CopyTotals,
     workspace: (u64, u64),
     buffer: Vec<u8>,
 }
 
-impl Copy<'_> {
+impl InputCopy<'_> {
     fn make_parents(
         &mut self,
         workspace: BorrowedFd<'_>,
         parts: &[CString],
-        at: &Place,
+        at: &CopyPath,
     ) -> Result<Option<OwnedFd>, CopyError> {
         let mut parent: Option<OwnedFd> = None;
         for part in parts {
             let dir = parent.as_ref().map_or(workspace, |p| p.as_fd());
-            parent = Some(match open_made(dir, part) {
+            parent = Some(match open_workspace_dir(dir, part) {
                 Err(Errno::NOENT) => self.make_dir(dir, part, at)?,
-                // A file or a link of an earlier input stands in the way.
+                // An earlier input has put a file or a symlink there.
                 Err(Errno::NOTDIR | Errno::LOOP) => {
                     return Err(CopyError::Exists {
                         name: at.to.clone(),
@@ -254,32 +253,37 @@ impl Copy<'_> {
         &mut self,
         parent: BorrowedFd<'_>,
         name: &CStr,
-        at: &Place,
+        at: &CopyPath,
     ) -> Result<OwnedFd, CopyError> {
         self.charge_file(at)?;
         rustix::fs::mkdirat(parent, name, Mode::RWXU).map_err(at.create())?;
-        let dir = open_made(parent, name).map_err(at.create())?;
-        self.give(dir.as_fd(), Mode::RWXU, at)?;
+        let dir = open_workspace_dir(parent, name).map_err(at.create())?;
+        self.set_owner_and_mode(dir.as_fd(), Mode::RWXU, at)?;
         Ok(dir)
     }
 
-    /// Owner first: changing it drops mode bits.
-    fn give(&self, file: BorrowedFd<'_>, mode: Mode, at: &Place) -> Result<(), CopyError> {
+    /// Sets the owner first, because changing the owner clears mode bits.
+    fn set_owner_and_mode(
+        &self,
+        file: BorrowedFd<'_>,
+        mode: Mode,
+        at: &CopyPath,
+    ) -> Result<(), CopyError> {
         if let Some((uid, gid)) = self.owner {
             rustix::fs::fchown(file, Some(uid), Some(gid)).map_err(at.write())?;
         }
         rustix::fs::fchmod(file, mode).map_err(at.write())
     }
 
-    fn tree(
+    fn copy_tree(
         &mut self,
         from: OwnedFd,
         stat: Stat,
         parent: BorrowedFd<'_>,
         name: &CStr,
-        at: &Place,
+        at: &CopyPath,
     ) -> Result<(), CopyError> {
-        let mut levels = vec![self.enter(from, &stat, parent, name, at.clone())?];
+        let mut levels = vec![self.enter_directory(from, &stat, parent, name, at.clone())?];
         while let Some(level) = levels.last_mut() {
             let next = level.entries.next().transpose().map_err(level.at.read())?;
             let Some(entry) = next else {
@@ -287,19 +291,19 @@ impl Copy<'_> {
                 continue;
             };
             let depth = levels.len() - 1;
-            let below = self.entry(&levels[depth], &entry, depth)?;
+            let below = self.copy_entry(&levels[depth], &entry, depth)?;
             levels.extend(below);
         }
         Ok(())
     }
 
-    /// Copies one entry of a directory, or, if it is a directory itself, returns it to be walked.
-    fn entry(
+    /// Copies one directory entry. Returns a subdirectory for the caller to walk.
+    fn copy_entry(
         &mut self,
-        level: &Level,
+        level: &OpenDirectory,
         entry: &DirEntry,
         depth: usize,
-    ) -> Result<Option<Level>, CopyError> {
+    ) -> Result<Option<OpenDirectory>, CopyError> {
         let (from, to, name) = (level.from.as_fd(), level.to.as_fd(), entry.file_name());
         if name == c"." || name == c".." {
             return Ok(None);
@@ -308,37 +312,39 @@ impl Copy<'_> {
         let opened = match entry.file_type() {
             FileType::Symlink => Err(Errno::LOOP),
             FileType::Unknown => open_entry(from, name),
-            // Opening some devices does something, so what is known to be one stays closed.
+            // Opening some devices has side effects, so check the type that the directory reports first.
             kind => check_kind(kind, &at.from).map(|()| open_entry(from, name))?,
         };
         let (file, stat) = match opened {
-            Err(Errno::LOOP) => return self.link(from, to, name, depth, &at).map(|()| None),
+            Err(Errno::LOOP) => return self.copy_link(from, to, name, depth, &at).map(|()| None),
             opened => opened.map_err(at.open())?,
         };
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory if depth + 1 >= DEPTH_MAX => {
                 Err(CopyError::TooDeep { path: at.from })
             }
-            FileType::Directory => self.enter(file, &stat, to, name, at).map(Some),
-            _ => self.file(file.as_fd(), &stat, to, name, &at).map(|()| None),
+            FileType::Directory => self.enter_directory(file, &stat, to, name, at).map(Some),
+            _ => self
+                .copy_file(file.as_fd(), &stat, to, name, &at)
+                .map(|()| None),
         }
     }
 
-    fn enter(
+    fn enter_directory(
         &mut self,
         from: OwnedFd,
         stat: &Stat,
         parent: BorrowedFd<'_>,
         name: &CStr,
-        at: Place,
-    ) -> Result<Level, CopyError> {
-        // Copying the workspace into itself would end only with the budget.
+        at: CopyPath,
+    ) -> Result<OpenDirectory, CopyError> {
+        // Copying the workspace into itself would end only when the budget is used up.
         if (stat.st_dev, stat.st_ino) == self.workspace {
             return Err(CopyError::ContainsWorkspace { path: at.from });
         }
         let to = self.make_dir(parent, name, &at)?;
         let entries = Dir::read_from(&from).map_err(at.read())?;
-        Ok(Level {
+        Ok(OpenDirectory {
             entries,
             from,
             to,
@@ -346,14 +352,15 @@ impl Copy<'_> {
         })
     }
 
-    /// Copies a symlink, `depth` directories below the copied one, if it stays inside.
-    fn link(
+    /// Copies a symlink that lies `depth` directories below the copied one, if it does not lead out of the copied
+    /// directory.
+    fn copy_link(
         &mut self,
         from: BorrowedFd<'_>,
         to: BorrowedFd<'_>,
         name: &CStr,
         depth: usize,
-        at: &Place,
+        at: &CopyPath,
     ) -> Result<(), CopyError> {
         let target = rustix::fs::readlinkat(from, name, Vec::new()).map_err(at.read())?;
         if !stays_inside(Path::new(OsStr::from_bytes(target.as_bytes())), depth) {
@@ -372,13 +379,13 @@ impl Copy<'_> {
         Ok(())
     }
 
-    fn file(
+    fn copy_file(
         &mut self,
         from: BorrowedFd<'_>,
         stat: &Stat,
         parent: BorrowedFd<'_>,
         name: &CStr,
-        at: &Place,
+        at: &CopyPath,
     ) -> Result<(), CopyError> {
         check_kind(FileType::from_raw_mode(stat.st_mode), &at.from)?;
         self.charge_file(at)?;
@@ -387,29 +394,29 @@ impl Copy<'_> {
         let to =
             rustix::fs::openat(parent, name, flags | OFlags::CLOEXEC, mode).map_err(at.create())?;
         let size = u64::try_from(stat.st_size).unwrap_or(0);
-        self.content(from, to.as_fd(), size, at)?;
-        // A file that shrank meanwhile ends where it now ends, and is not padded with zeros.
+        self.copy_content(from, to.as_fd(), size, at)?;
+        // If the file shrank meanwhile, shorten the copy, so that it is not padded with zeros.
         let now = rustix::fs::fstat(from).map_err(at.read())?;
         let size = size.min(u64::try_from(now.st_size).unwrap_or(0));
         rustix::fs::ftruncate(&to, size).map_err(at.write())?;
-        // Executable or not is all that is kept of the mode: set-id bits and other people's
-        // permissions have no business in the workspace.
+        // Keep only whether the file is executable. Set-id bits and permissions of other users do not belong in the
+        // workspace.
         let mode = match stat.st_mode & 0o111 {
             0 => mode,
             _ => mode | Mode::XUSR,
         };
-        self.give(to.as_fd(), mode, at)
+        self.set_owner_and_mode(to.as_fd(), mode, at)
     }
 
-    /// Copies the data among the first `size` bytes; holes stay holes.
-    fn content(
+    /// Copies the data of the first `size` bytes. Holes stay holes.
+    fn copy_content(
         &mut self,
         from: BorrowedFd<'_>,
         to: BorrowedFd<'_>,
         size: u64,
-        at: &Place,
+        at: &CopyPath,
     ) -> Result<(), CopyError> {
-        // A clone shares the blocks, but they count: writing to them would use them up.
+        // A clone shares the blocks but counts in full: writing to it would use up that space.
         if size <= self.budget.bytes && rustix::fs::ioctl_ficlone(to, from).is_ok() {
             return self.charge_bytes(size, at);
         }
@@ -422,7 +429,7 @@ impl Copy<'_> {
             while offset < end {
                 let step = STEP_BYTES.min(end - offset);
                 self.charge_bytes(step, at)?;
-                let done = self.range(from, to, offset, step, at)?;
+                let done = self.copy_range(from, to, offset, step, at)?;
                 offset += done;
                 if done < step {
                     return Ok(());
@@ -432,14 +439,14 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Copies up to `length` bytes at `offset`; fewer only if the file has ended.
-    fn range(
+    /// Copies up to `length` bytes at `offset`; fewer only if the file ends.
+    fn copy_range(
         &mut self,
         from: BorrowedFd<'_>,
         to: BorrowedFd<'_>,
         offset: u64,
         length: u64,
-        at: &Place,
+        at: &CopyPath,
     ) -> Result<u64, CopyError> {
         let mut done = 0;
         while done < length {
@@ -448,7 +455,7 @@ impl Copy<'_> {
             let copied =
                 rustix::fs::copy_file_range(from, Some(&mut off_in), to, Some(&mut off_out), left);
             match copied {
-                // Some file systems answer 0 where a read would give data: the read decides.
+                // Some file systems return 0 where a read would return data, so let the read below decide.
                 Ok(0) => break,
                 Ok(n) => done += n as u64,
                 Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => {
@@ -473,7 +480,7 @@ impl Copy<'_> {
         Ok(done)
     }
 
-    fn charge_file(&mut self, at: &Place) -> Result<(), CopyError> {
+    fn charge_file(&mut self, at: &CopyPath) -> Result<(), CopyError> {
         match self.budget.files.checked_sub(1) {
             None => Err(CopyError::TooManyFiles {
                 path: at.from.clone(),
@@ -486,7 +493,7 @@ impl Copy<'_> {
         }
     }
 
-    fn charge_bytes(&mut self, bytes: u64, at: &Place) -> Result<(), CopyError> {
+    fn charge_bytes(&mut self, bytes: u64, at: &CopyPath) -> Result<(), CopyError> {
         match self.budget.bytes.checked_sub(bytes) {
             None => Err(CopyError::TooManyBytes {
                 path: at.from.clone(),
@@ -500,15 +507,15 @@ impl Copy<'_> {
     }
 }
 
-/// Opens a directory in the workspace, never through a link or into a mount.
-fn open_made(parent: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Errno> {
+/// Opens a directory in the workspace, without following a symlink or entering a mount.
+fn open_workspace_dir(parent: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
 }
 
-/// Opens an entry of a source directory. Mounts in it are copied like the rest; links are not
-/// followed, whatever they may have been swapped for.
+/// Opens an entry of a source directory. Mounts are entered; symlinks are not followed, even if one has replaced the
+/// entry meanwhile.
 pub(crate) fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, Stat), Errno> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     let file = rustix::fs::openat2(dir, name, READ | OFlags::NOFOLLOW, Mode::empty(), resolve)?;
@@ -516,12 +523,12 @@ pub(crate) fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, S
     Ok((file, stat))
 }
 
-/// The next stretch of data at or after `offset` and before `size`.
+/// The next range of data at or after `offset` and before `size`.
 fn next_data(file: BorrowedFd<'_>, offset: u64, size: u64) -> Result<Option<(u64, u64)>, Errno> {
     let start = match rustix::fs::seek(file, SeekFrom::Data(offset)) {
         Ok(start) => start,
         Err(Errno::NXIO) => return Ok(None),
-        // The file system knows nothing of holes.
+        // The file system does not report holes.
         Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Some((offset, size))),
         Err(e) => return Err(e),
     };
@@ -554,7 +561,7 @@ mod tests {
     use std::fs::{self, File};
     use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 
-    const PLENTY: Budget = Budget {
+    const AMPLE_BUDGET: CopyBudget = CopyBudget {
         bytes: 1 << 40,
         files: 1000,
     };
@@ -577,15 +584,15 @@ mod tests {
         fn to(&self, name: &str) -> PathBuf {
             self.workspace.path().join(name)
         }
-        fn copy(&self, from: &str, name: &str) -> Result<Copied, CopyError> {
-            self.copy_within(from, name, &mut PLENTY.clone())
+        fn copy(&self, from: &str, name: &str) -> Result<CopyTotals, CopyError> {
+            self.copy_within(from, name, &mut AMPLE_BUDGET.clone())
         }
         fn copy_within(
             &self,
             from: &str,
             name: &str,
-            budget: &mut Budget,
-        ) -> Result<Copied, CopyError> {
+            budget: &mut CopyBudget,
+        ) -> Result<CopyTotals, CopyError> {
             let workspace = File::open(self.workspace.path()).unwrap();
             copy_in(
                 &self.from(from),
@@ -615,7 +622,7 @@ mod tests {
             let copied = dirs.copy(name, name).unwrap();
             assert_eq!(
                 copied,
-                Copied {
+                CopyTotals {
                     files: 1,
                     bytes: 3_000_000
                 }
@@ -652,7 +659,7 @@ mod tests {
         symlink("../../top", dirs.from("t/a/b/up")).unwrap();
         symlink("a/b", dirs.from("t/down")).unwrap();
         let copied = dirs.copy("t", "t").unwrap();
-        assert_eq!(copied, Copied { files: 6, bytes: 1 });
+        assert_eq!(copied, CopyTotals { files: 6, bytes: 1 });
         assert_eq!(
             fs::read_link(dirs.to("t/a/b/up")).unwrap(),
             Path::new("../../top")
@@ -698,7 +705,7 @@ mod tests {
             let _ = fs::remove_dir_all(dirs.to("x"));
         }
         let workspace = File::open(dirs.workspace.path()).unwrap();
-        let mut budget = PLENTY;
+        let mut budget = AMPLE_BUDGET;
         let zero = copy_in(
             Path::new("/dev/zero"),
             workspace.as_fd(),
@@ -740,7 +747,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_already_is_neither_replaced_nor_gone_through() {
+    fn existing_entries_are_neither_replaced_nor_followed() {
         let dirs = Dirs::new();
         fs::write(dirs.from("f"), "new").unwrap();
         fs::write(dirs.to("old"), "old").unwrap();
@@ -767,7 +774,7 @@ mod tests {
             .copy_within(
                 "t",
                 "a",
-                &mut Budget {
+                &mut CopyBudget {
                     bytes: 5500,
                     files: 100,
                 },
@@ -778,19 +785,19 @@ mod tests {
             .copy_within(
                 "t",
                 "b",
-                &mut Budget {
+                &mut CopyBudget {
                     bytes: 1 << 20,
                     files: 5,
                 },
             )
             .unwrap_err();
         assert!(error.to_string().contains("--files"), "{error}");
-        let mut budget = Budget {
+        let mut budget = CopyBudget {
             bytes: 10_000,
             files: 11,
         };
         dirs.copy_within("t", "c", &mut budget).unwrap();
-        assert_eq!(budget, Budget { bytes: 0, files: 0 });
+        assert_eq!(budget, CopyBudget { bytes: 0, files: 0 });
     }
 
     #[test]
@@ -815,7 +822,7 @@ mod tests {
     }
 
     #[test]
-    fn across_file_systems_too() {
+    fn files_are_copied_across_file_systems() {
         let mut dirs = Dirs::new();
         dirs.workspace = tempfile::tempdir_in("/dev/shm").unwrap();
         let content: Vec<u8> = (0..1_000_003u32).map(|n| (n >> 3) as u8).collect();
@@ -829,7 +836,7 @@ mod tests {
         let dirs = Dirs::new();
         fs::create_dir(dirs.to("inner")).unwrap();
         let workspace = File::open(dirs.to("inner")).unwrap();
-        let mut budget = PLENTY;
+        let mut budget = AMPLE_BUDGET;
         let error = copy_in(
             dirs.workspace.path(),
             workspace.as_fd(),
@@ -866,7 +873,7 @@ mod tests {
         fs::set_permissions(dirs.from("t/x.sh"), fs::Permissions::from_mode(0o755)).unwrap();
         symlink("x.sh", dirs.from("t/l")).unwrap();
         let workspace = File::open(dirs.workspace.path()).unwrap();
-        let (name, mut budget) = (Path::new("p/t"), PLENTY);
+        let (name, mut budget) = (Path::new("p/t"), AMPLE_BUDGET);
         copy_in(
             &dirs.from("t"),
             workspace.as_fd(),
@@ -882,8 +889,8 @@ mod tests {
         assert_eq!(mode(&dirs.to("p/t/x.sh")), 0o700);
     }
 
-    /// The file is swapped for a FIFO and back, and truncated and grown: the copy always comes
-    /// back, with at most what the file had when it was opened.
+    /// The file is swapped with a FIFO, truncated and extended while it is copied. Each copy returns, with at most
+    /// the bytes that the file had when it was opened.
     #[test]
     fn a_file_that_changes_meanwhile_does_not_hang_the_copy() {
         let dirs = Dirs::new();

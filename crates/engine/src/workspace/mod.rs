@@ -1,4 +1,9 @@
-//! The private directory of one analysis: made exclusively, held by descriptor, removed by descriptor.
+//! The private directory of one analysis. It is created exclusively, and held and removed by descriptor.
+//!
+//! - `copy_in.rs`: copies input files into a workspace.
+//! - `tree/`: walks directory trees that a hostile program wrote: to remove them, to change their owner, to measure
+//!   them.
+//! - `uid_pool.rs`: leases an unprivileged uid to each analysis that root runs.
 
 pub mod copy_in;
 pub mod tree;
@@ -12,8 +17,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FileType, FlockOperation, Gid, Mode, OFlags, StatxFlags, Uid};
 use serde::{Deserialize, Serialize};
 
-use crate::request::AnalysisId;
 use crate::workspace::tree::TreeError;
+use store::types::analysis_id::AnalysisId;
 
 #[derive(Debug, thiserror::Error)]
 pub enum WorkspaceError {
@@ -29,7 +34,7 @@ pub enum WorkspaceError {
     InUse { path: PathBuf },
     #[error("make the workspace {path:?}")]
     Make { path: PathBuf, source: io::Error },
-    #[error("make the link {name:?} in the workspace; an input of that name is in its way")]
+    #[error("make the link {name:?} in the workspace; an input has the same name")]
     Link { name: PathBuf, source: io::Error },
     #[error("remove the workspace {path:?}")]
     Remove { path: PathBuf, source: TreeError },
@@ -37,27 +42,28 @@ pub enum WorkspaceError {
     TakeOver { path: PathBuf, source: TreeError },
 }
 
-/// Which directory it is. Inode numbers are used again; the time of birth tells the next holder apart.
+/// Identifies a directory. Inode numbers are reused, so the birth time tells a directory from a later one with the
+/// same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct DirectoryIdentity {
     pub device: u64,
     pub inode: u64,
-    /// Seconds and nanoseconds; `None` where the file system does not say.
+    /// Seconds and nanoseconds; `None` if the file system does not report a birth time.
     pub born: Option<(i64, u32)>,
 }
 
-impl Identity {
-    /// Of what stands at a path, itself not followed.
-    pub fn of(path: &Path) -> Option<Identity> {
-        Identity::at(rustix::fs::CWD, path).ok()
+impl DirectoryIdentity {
+    /// The identity of the directory at a path. The last component is not followed if it is a symlink.
+    pub fn of(path: &Path) -> Option<DirectoryIdentity> {
+        DirectoryIdentity::at(rustix::fs::CWD, path).ok()
     }
 
-    fn at(dir: BorrowedFd<'_>, name: &Path) -> rustix::io::Result<Identity> {
+    fn at(dir: BorrowedFd<'_>, name: &Path) -> rustix::io::Result<DirectoryIdentity> {
         let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW | rustix::fs::AtFlags::EMPTY_PATH;
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
         let stat = rustix::fs::statx(dir, name, flags, wanted)?;
         let born = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
-        Ok(Identity {
+        Ok(DirectoryIdentity {
             device: rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor),
             inode: stat.stx_ino,
             born: born.then_some((stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec)),
@@ -69,14 +75,14 @@ impl Identity {
     }
 }
 
-/// A workspace that this process made and holds locked.
+/// A workspace that this process created, or reopened, and holds locked.
 #[derive(Debug)]
 pub struct Workspace {
     path: PathBuf,
     name: OsString,
     root: OwnedFd,
     dir: OwnedFd,
-    is: Identity,
+    identity: DirectoryIdentity,
 }
 
 /// The host path of an analysis's workspace.
@@ -84,11 +90,12 @@ pub fn path_for(root: &Path, id: &AnalysisId) -> PathBuf {
     root.join(format!("scidex-analysis-{id}"))
 }
 
-/// A name that only this run knows: what stands under it is ours whatever happens to us.
-pub fn draft_for(root: &Path, id: &AnalysisId) -> PathBuf {
+/// A random name for a workspace that is being prepared. Only this run knows the name, so a directory of that name is
+/// ours even if this process dies.
+pub fn draft_path_for(root: &Path, id: &AnalysisId) -> PathBuf {
     let mut noise = [0u8; 16];
-    // Without randomness the name is merely guessable, and making it exclusive still.
-    let _filled = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty());
+    // Without randomness the name is guessable, but mkdir still fails if the name exists.
+    let _ = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty());
     root.join(format!(
         ".scidex-analysis-{id}-{:032x}",
         u128::from_ne_bytes(noise)
@@ -96,7 +103,8 @@ pub fn draft_for(root: &Path, id: &AnalysisId) -> PathBuf {
 }
 
 impl Workspace {
-    /// Makes it under its draft name, mode 0700, for `owner` if given. It is not an analysis's workspace yet.
+    /// Creates the directory under its draft name with mode 0700, and gives it to `owner`. [`Workspace::publish`]
+    /// gives it its final name.
     pub fn draft(
         path: PathBuf,
         draft: &Path,
@@ -111,24 +119,24 @@ impl Workspace {
         rustix::fs::mkdirat(&root_fd, &name, Mode::from_raw_mode(0o700)).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = rustix::fs::openat(&root_fd, &name, flags, Mode::empty()).map_err(failed)?;
-        let is = Identity::at(dir.as_fd(), Path::new("")).map_err(failed)?;
+        let identity = DirectoryIdentity::at(dir.as_fd(), Path::new("")).map_err(failed)?;
         let workspace = Workspace {
             path: path.clone(),
             name,
             root: root_fd,
             dir,
-            is,
+            identity,
         };
-        // Tmp cleaners leave a locked directory alone, and nobody else takes it for abandoned.
+        // Tmp cleaners leave a locked directory alone, and no other process takes it for abandoned.
         rustix::fs::flock(&workspace.dir, FlockOperation::NonBlockingLockExclusive)
             .map_err(failed)?;
         workspace
-            .furnish(workspace.dir.as_fd(), owner)
+            .create_private_dirs(workspace.dir.as_fd(), owner)
             .map_err(failed)?;
         Ok(workspace)
     }
 
-    /// Gives it its name. Whatever stands there already, of whatever kind, is left alone.
+    /// Renames the draft to the workspace's path. Fails if anything exists there.
     pub fn publish(&mut self) -> Result<(), WorkspaceError> {
         let name = self.path.file_name().unwrap_or_default().to_os_string();
         let flags = rustix::fs::RenameFlags::NOREPLACE;
@@ -147,15 +155,16 @@ impl Workspace {
         }
     }
 
-    /// The hidden place for the private /tmp and home. Also done in a workspace that lives in memory.
-    pub fn furnish(
+    /// Creates the hidden directory that holds the private /tmp and home. `dir` is this workspace or the tmpfs of a
+    /// workspace in memory.
+    pub fn create_private_dirs(
         &self,
         dir: BorrowedFd<'_>,
         owner: Option<(u32, u32)>,
     ) -> rustix::io::Result<()> {
         let hidden = Path::new(sandbox::HIDDEN_DIR);
         let owner = owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid)));
-        // umask may have taken more than it should.
+        // The umask may have cleared bits.
         rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
         for name in [hidden.to_path_buf(), hidden.join("home")] {
             rustix::fs::mkdirat(dir, &name, Mode::from_raw_mode(0o700))?;
@@ -175,7 +184,8 @@ impl Workspace {
         Ok(())
     }
 
-    /// Makes links in it, by name and target. An empty directory in a link's place is what an attempt with mounts left.
+    /// Creates symlinks, given as (name, target). First removes an empty directory of the same name: an earlier
+    /// attempt with mounts leaves such directories behind.
     pub fn link(
         &self,
         links: &[(PathBuf, PathBuf)],
@@ -187,7 +197,7 @@ impl Workspace {
                 name: name.clone(),
                 source: e.into(),
             };
-            let _none_there = rustix::fs::unlinkat(&self.dir, name, AtFlags::REMOVEDIR);
+            let _ = rustix::fs::unlinkat(&self.dir, name, AtFlags::REMOVEDIR);
             rustix::fs::symlinkat(target, &self.dir, name).map_err(failed)?;
             if let Some((uid, gid)) = owner {
                 let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
@@ -199,14 +209,14 @@ impl Workspace {
         Ok(())
     }
 
-    /// Takes away those of the links that are still as they were made: they are no outputs.
+    /// Removes the symlinks that are unchanged, so that they are not collected as outputs.
     pub fn unlink(&self, links: &[(PathBuf, PathBuf)]) {
         for (name, target) in links {
             let is_ours = rustix::fs::readlinkat(&self.dir, name, Vec::new())
                 .is_ok_and(|to| to.as_bytes() == target.as_os_str().as_encoded_bytes());
             if is_ours {
-                // One that stays is listed as a link that was not taken.
-                let _stays = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::empty());
+                // A symlink that cannot be removed is listed as not collected.
+                let _ = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::empty());
             }
         }
     }
@@ -219,24 +229,24 @@ impl Workspace {
         self.dir.as_fd()
     }
 
-    /// What proves later that a path still is this directory.
-    pub fn is(&self) -> Identity {
-        self.is
+    /// Identifies the directory later, by path.
+    pub fn identity(&self) -> DirectoryIdentity {
+        self.identity
     }
 
-    /// Whether its bytes are memory, whatever was asked for.
+    /// Whether the workspace is stored in memory, even if a disk was asked for.
     pub fn is_on_tmpfs(&self) -> bool {
         const TMPFS_MAGIC: i64 = 0x0102_1994;
         rustix::fs::fstatfs(&self.dir).is_ok_and(|s| s.f_type == TMPFS_MAGIC)
     }
 
-    /// Takes up a workspace that Fumehood made before and no process holds any more: `None` if it is gone.
+    /// Opens a workspace that Fumehood created before and that no process holds any more. `None` if it is gone.
     pub fn reopen(
         path: PathBuf,
-        is: Identity,
-        patience: Patience,
+        identity: DirectoryIdentity,
+        wait: LockWait,
     ) -> Result<Option<Workspace>, WorkspaceError> {
-        patience.until_free(|| match held_again(&path, is)? {
+        wait.retry(|| match lock_existing(&path, identity)? {
             None => Ok(None),
             Some((root, dir)) => {
                 let dir = dir.map_err(|e| WorkspaceError::Make {
@@ -250,14 +260,14 @@ impl Workspace {
                     name,
                     root,
                     dir,
-                    is,
+                    identity,
                 }))
             }
         })
     }
 
-    /// For a program that is to run in it: everything becomes the leased uid's, and what an earlier keeping took
-    /// away is there again.
+    /// Prepares the workspace for a program: gives everything to the leased uid, and creates the hidden directory
+    /// again if an earlier [`Workspace::keep`] removed it.
     pub fn prepare(&self, owner: Option<(u32, u32)>) -> Result<(), WorkspaceError> {
         if let Some((uid, gid)) = owner {
             let taken = tree::take_over(self.dir.as_fd(), uid, gid);
@@ -269,7 +279,7 @@ impl Workspace {
         let hidden = Path::new(sandbox::HIDDEN_DIR);
         let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
         match rustix::fs::statat(&self.dir, hidden, flags) {
-            Err(rustix::io::Errno::NOENT) => self.furnish(self.dir.as_fd(), owner),
+            Err(rustix::io::Errno::NOENT) => self.create_private_dirs(self.dir.as_fd(), owner),
             found => found.map(drop),
         }
         .map_err(|e| WorkspaceError::Make {
@@ -278,45 +288,50 @@ impl Workspace {
         })
     }
 
-    /// Removing it demands to know that what the program left is safe.
+    /// Removes the workspace. The receipt states why nothing is lost.
     pub fn remove(self, _safe: Receipt) -> Result<(), WorkspaceError> {
-        tree::remove(self.root.as_fd(), &self.name, self.is.device_and_inode())
-            .map(drop)
-            .map_err(|source| WorkspaceError::Remove {
-                path: self.path.clone(),
-                source,
-            })
+        tree::remove(
+            self.root.as_fd(),
+            &self.name,
+            self.identity.device_and_inode(),
+        )
+        .map(drop)
+        .map_err(|source| WorkspaceError::Remove {
+            path: self.path.clone(),
+            source,
+        })
     }
 
-    /// For a kept workspace: everything becomes the caller's, since the leased uid will be another's tomorrow.
+    /// Keeps the workspace: everything in it becomes ours, since another analysis may lease the uid later.
     pub fn keep(self) -> Result<PathBuf, WorkspaceError> {
-        self.take_back()?;
+        self.reclaim_ownership()?;
         Ok(self.path)
     }
 
-    /// What [`Workspace::keep`] does, still holding it.
-    pub fn take_back(&self) -> Result<(), WorkspaceError> {
+    /// Does what [`Workspace::keep`] does, and keeps holding the workspace.
+    pub fn reclaim_ownership(&self) -> Result<(), WorkspaceError> {
         let (uid, gid) = (
             rustix::process::geteuid().as_raw(),
             rustix::process::getegid().as_raw(),
         );
-        // Whatever the program made of it.
-        let _reset = rustix::fs::fchmod(&self.dir, Mode::from_raw_mode(0o700));
+        // The program may have changed the mode.
+        let _ = rustix::fs::fchmod(&self.dir, Mode::from_raw_mode(0o700));
         let failed = |source| WorkspaceError::TakeOver {
             path: self.path.clone(),
             source,
         };
         tree::take_over(self.dir.as_fd(), uid, gid).map_err(failed)?;
         for name in ["data", "docs"] {
-            // Where the views were mounted; empty, unless the program made directories of these names itself.
-            let _its_own = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::REMOVEDIR);
+            // The mount points of the views. rmdir fails if the program created directories of these names and filled
+            // them.
+            let _ = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::REMOVEDIR);
         }
         let hidden = Path::new(sandbox::HIDDEN_DIR);
         if let Ok(stat) =
             rustix::fs::statat(&self.dir, hidden, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
         {
-            // The private /tmp and home are nobody's results.
-            let _left = tree::remove(
+            // The private /tmp and home are not results.
+            let _ = tree::remove(
                 self.dir.as_fd(),
                 hidden.as_os_str(),
                 (stat.st_dev, stat.st_ino),
@@ -326,42 +341,43 @@ impl Workspace {
     }
 }
 
-/// Why nothing is lost with a workspace.
+/// Why a workspace may be removed without losing anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Receipt {
     /// Outputs and record are durable, in the database or in `pending/`.
-    Settled,
-    /// No program ever ran in it.
+    OutputsDurable,
+    /// No program ever ran in the workspace.
     NothingRan,
     /// The user wants no record.
     Unrecorded,
 }
 
-/// For how long a dead runner's init may still be dying.
+/// Whether to wait for the init process of a dead runner, which may still hold the lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Patience {
-    None,
-    AMoment,
+pub enum LockWait {
+    NoWait,
+    Brief,
 }
 
-/// Removes what a dead runner left, if it is still the directory that its record names.
+/// Removes the workspace of a dead runner, if the directory is still the one that the run record names.
 ///
-/// The runner's lock on it is init's too, who got the same open directory: while it is held, something lives.
-pub fn remove_left_behind(
+/// init inherited the runner's open directory and with it the lock. While the lock is held, a process of the analysis
+/// is alive.
+pub fn remove_abandoned(
     path: &Path,
-    is: Identity,
-    patience: Patience,
+    identity: DirectoryIdentity,
+    wait: LockWait,
 ) -> Result<(), WorkspaceError> {
-    patience.until_free(|| try_remove(path, is))
+    wait.retry(|| try_remove(path, identity))
 }
 
-impl Patience {
-    fn until_free<T>(
+impl LockWait {
+    fn retry<T>(
         self,
         mut attempt: impl FnMut() -> Result<T, WorkspaceError>,
     ) -> Result<T, WorkspaceError> {
         const PAUSE: std::time::Duration = std::time::Duration::from_millis(10);
-        let tries = if self == Patience::None { 1 } else { 100 };
+        let tries = if self == LockWait::NoWait { 1 } else { 100 };
         for _ in 1..tries {
             match attempt() {
                 Err(_) => std::thread::sleep(PAUSE),
@@ -372,15 +388,15 @@ impl Patience {
     }
 }
 
-/// The workspace of an id whose record was lost, if one stands in that root and is a run's beyond doubt: what every workspace
-/// has hidden in it is there, and both belong to a uid that only runs have or, for a plain user, to the user alone.
-pub fn without_record(root: &Path, id: &AnalysisId) -> Option<(PathBuf, Identity)> {
+/// The workspace of an id whose run record is lost, if it certainly belongs to a run: the hidden directory exists,
+/// and both directories belong to a uid of [`uid_pool::RANGE`] or, without root, to this user.
+pub fn find_unrecorded(root: &Path, id: &AnalysisId) -> Option<(PathBuf, DirectoryIdentity)> {
     let path = root.join(format!("scidex-analysis-{id}"));
     let own = rustix::process::geteuid();
     let is_a_runs = |path: &Path| {
         rustix::fs::lstat(path).is_ok_and(|stat| {
             let owner = match own.is_root() {
-                true => crate::workspace::uid_pool::RANGE.contains(&stat.st_uid),
+                true => uid_pool::RANGE.contains(&stat.st_uid),
                 false => stat.st_uid == own.as_raw(),
             };
             owner
@@ -388,16 +404,16 @@ pub fn without_record(root: &Path, id: &AnalysisId) -> Option<(PathBuf, Identity
                 && stat.st_mode & 0o777 == 0o700
         })
     };
-    let is = Identity::of(&path)?;
-    (is_a_runs(&path) && is_a_runs(&path.join(sandbox::HIDDEN_DIR))).then_some((path, is))
+    let identity = DirectoryIdentity::of(&path)?;
+    (is_a_runs(&path) && is_a_runs(&path.join(sandbox::HIDDEN_DIR))).then_some((path, identity))
 }
 
-/// The root and, if it can be opened, the directory itself, locked: if it is still the one meant. What is gone, or
-/// somebody else's by now, is `None`.
+/// Opens and locks the directory at `path` if it is still the expected one. Returns its root and, if it can be
+/// opened, the directory. `None` if it is gone or is another directory.
 #[allow(clippy::type_complexity)]
-fn held_again(
+fn lock_existing(
     path: &Path,
-    is: Identity,
+    identity: DirectoryIdentity,
 ) -> Result<Option<(OwnedFd, rustix::io::Result<OwnedFd>)>, WorkspaceError> {
     let (Some(root), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(None);
@@ -409,14 +425,14 @@ fn held_again(
         }
         Err(e) => return Err(e),
     };
-    match Identity::at(root_fd.as_fd(), Path::new(name)) {
-        Ok(found) if found == is => {}
+    match DirectoryIdentity::at(root_fd.as_fd(), Path::new(name)) {
+        Ok(found) if found == identity => {}
         _ => return Ok(None),
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut held = rustix::fs::openat(&root_fd, name, flags, Mode::empty());
     if held.as_ref().err() == Some(&rustix::io::Errno::ACCESS) {
-        // The program closed its own directory.
+        // The program removed the permissions of its own directory.
         let pin = flags | OFlags::PATH;
         held = rustix::fs::openat(&root_fd, name, pin, Mode::empty())
             .and_then(|pin| {
@@ -436,13 +452,13 @@ fn held_again(
     Ok(Some((root_fd, held)))
 }
 
-fn try_remove(path: &Path, is: Identity) -> Result<(), WorkspaceError> {
-    // What cannot be opened is not locked by us; the removal has its own ways.
-    let Some((root_fd, _held)) = held_again(path, is)? else {
+fn try_remove(path: &Path, identity: DirectoryIdentity) -> Result<(), WorkspaceError> {
+    // A directory that cannot be opened is not locked; the removal can deal with it.
+    let Some((root_fd, _held)) = lock_existing(path, identity)? else {
         return Ok(());
     };
     let name = path.file_name().unwrap_or_default();
-    match tree::remove(root_fd.as_fd(), name, is.device_and_inode()) {
+    match tree::remove(root_fd.as_fd(), name, identity.device_and_inode()) {
         Ok(_) | Err(TreeError::Absent { .. } | TreeError::NotExpected { .. }) => Ok(()),
         Err(source) => Err(WorkspaceError::Remove {
             path: path.to_path_buf(),
@@ -451,7 +467,8 @@ fn try_remove(path: &Path, is: Identity) -> Result<(), WorkspaceError> {
     }
 }
 
-/// A directory in which a name, once ours, stays ours: ours or root's, and either closed to others or sticky.
+/// Opens a workspace root. Nobody else must be able to replace a name in it: the root belongs to us or to root, and
+/// is either writable by its owner only or sticky.
 fn open_root(root: &Path) -> Result<OwnedFd, WorkspaceError> {
     let failed = |e: rustix::io::Errno| WorkspaceError::Root {
         root: root.to_path_buf(),
@@ -477,7 +494,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     /// A root, and in it a workspace with a file that must not be lost.
-    fn left_behind() -> (tempfile::TempDir, PathBuf) {
+    fn abandoned_workspace() -> (tempfile::TempDir, PathBuf) {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("scidex-analysis-mine");
         std::fs::create_dir(&path).unwrap();
@@ -487,88 +504,91 @@ mod tests {
 
     #[test]
     fn another_directory_of_the_same_name_is_left_alone() {
-        let (_root, path) = left_behind();
-        let is = Identity::of(&path).unwrap();
-        let (seconds, nanoseconds) = is.born.unwrap();
+        let (_root, path) = abandoned_workspace();
+        let identity = DirectoryIdentity::of(&path).unwrap();
+        let (seconds, nanoseconds) = identity.born.unwrap();
         let others = [
-            Identity {
+            DirectoryIdentity {
                 born: Some((seconds, nanoseconds ^ 1)),
-                ..is
+                ..identity
             },
-            Identity {
+            DirectoryIdentity {
                 born: Some((seconds - 1, nanoseconds)),
-                ..is
+                ..identity
             },
-            Identity { born: None, ..is },
-            Identity {
-                inode: is.inode + 1,
-                ..is
+            DirectoryIdentity {
+                born: None,
+                ..identity
             },
-            Identity {
-                device: is.device + 1,
-                ..is
+            DirectoryIdentity {
+                inode: identity.inode + 1,
+                ..identity
+            },
+            DirectoryIdentity {
+                device: identity.device + 1,
+                ..identity
             },
         ];
         for other in others {
-            remove_left_behind(&path, other, Patience::None).unwrap();
+            remove_abandoned(&path, other, LockWait::NoWait).unwrap();
             assert!(path.join("precious").exists(), "{other:?}");
         }
-        remove_left_behind(&path, is, Patience::None).unwrap();
+        remove_abandoned(&path, identity, LockWait::NoWait).unwrap();
         assert!(!path.exists(), "the control");
     }
 
     #[test]
     fn a_directory_that_somebody_holds_is_left_alone() {
-        let (_root, path) = left_behind();
-        let is = Identity::of(&path).unwrap();
+        let (_root, path) = abandoned_workspace();
+        let identity = DirectoryIdentity::of(&path).unwrap();
         let holder = std::fs::File::open(&path).unwrap();
         rustix::fs::flock(&holder, FlockOperation::NonBlockingLockExclusive).unwrap();
-        for patience in [Patience::None, Patience::AMoment] {
-            let removed = remove_left_behind(&path, is, patience);
+        for wait in [LockWait::NoWait, LockWait::Brief] {
+            let removed = remove_abandoned(&path, identity, wait);
             assert!(matches!(removed, Err(WorkspaceError::InUse { .. })));
             assert!(path.join("precious").exists());
         }
         drop(holder);
-        remove_left_behind(&path, is, Patience::None).unwrap();
+        remove_abandoned(&path, identity, LockWait::NoWait).unwrap();
         assert!(!path.exists(), "the control");
     }
 
     #[test]
     fn an_unsafe_root_is_reported_and_nothing_is_removed() {
-        let (root, path) = left_behind();
-        let is = Identity::of(&path).unwrap();
+        let (root, path) = abandoned_workspace();
+        let identity = DirectoryIdentity::of(&path).unwrap();
         let open = |mode| {
             let mode = std::fs::Permissions::from_mode(mode);
             std::fs::set_permissions(root.path(), mode).unwrap();
         };
         for mode in [0o777, 0o770, 0o707] {
             open(mode);
-            let removed = remove_left_behind(&path, is, Patience::None);
+            let removed = remove_abandoned(&path, identity, LockWait::NoWait);
             let told = matches!(removed, Err(WorkspaceError::RootNotSafe { .. }));
             assert!(told, "{mode:o}: {removed:?}");
             assert!(path.join("precious").exists());
         }
         open(0o1777);
-        remove_left_behind(&path, is, Patience::None).unwrap();
+        remove_abandoned(&path, identity, LockWait::NoWait).unwrap();
         assert!(!path.exists(), "the control");
     }
 
     #[test]
     fn a_root_that_is_gone_has_nothing_left() {
-        let (root, path) = left_behind();
-        let is = Identity::of(&path).unwrap();
+        let (root, path) = abandoned_workspace();
+        let identity = DirectoryIdentity::of(&path).unwrap();
         drop(root);
-        remove_left_behind(&path, is, Patience::None).unwrap();
+        remove_abandoned(&path, identity, LockWait::NoWait).unwrap();
     }
 
     #[test]
     fn a_link_in_the_place_of_a_workspace_is_not_followed() {
-        let (root, path) = left_behind();
-        let is = Identity::of(&path).unwrap();
+        let (root, path) = abandoned_workspace();
+        let identity = DirectoryIdentity::of(&path).unwrap();
         let moved = root.path().join("moved");
         std::fs::rename(&path, &moved).unwrap();
         std::os::unix::fs::symlink(&moved, &path).unwrap();
-        remove_left_behind(&path, is, Patience::None).unwrap();
+        remove_abandoned(&path, identity, LockWait::NoWait).unwrap();
         assert!(moved.join("precious").exists());
     }
 

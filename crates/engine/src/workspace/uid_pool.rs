@@ -1,7 +1,7 @@
-//! For root: an unprivileged uid and gid for each running analysis, leased host-wide.
+//! Leases an unprivileged uid and gid, unique on the host, to each analysis that root runs.
 //!
-//! The lease is a lock on a file in a directory of root's that all of root's Fumehoods share, whatever
-//! their home. A uid is never one that an account, a subordinate range or a process has.
+//! A lease is a lock on a file in a directory that all of root's Fumehood processes share, independent of
+//! FUMEHOOD_HOME. A leased uid never belongs to an account, to a subordinate range or to a process.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,51 +12,54 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 
 /// Above every range that systemd, shadow and container tools hand out (systemd's UIDS-GIDS document ends its
-/// container range at 1879048191), below the sign bit.
+/// container range at 1879048191), and below the sign bit.
 const FIRST: u32 = 1_900_000_000;
 const COUNT: u32 = 65_536;
-/// Every uid that an analysis of root's may get.
+/// Every uid that can be leased.
 pub const RANGE: std::ops::Range<u32> = FIRST..FIRST + COUNT;
 const DIRECTORY: &str = "/run/fumehood/uids";
-/// What a lease begins with while it is held. No boot id does.
+/// The content of a lease file begins with this while the lease is held. No boot id begins with it.
 const IN_USE: &str = "-";
 
 #[derive(Debug, thiserror::Error)]
-pub enum LeaseError {
+pub enum UidLeaseError {
     #[error("make the directory {path:?} for uid leases")]
     Directory { path: PathBuf, source: io::Error },
-    #[error("{path:?} must belong to root and be closed to others")]
+    #[error("{path:?} must belong to root and be writable by root only")]
     NotOurs { path: PathBuf },
     #[error("open the lease {path:?}")]
     Open { path: PathBuf, source: io::Error },
-    #[error("all {COUNT} uids for analyses are leased or taken; end some analyses")]
+    #[error("all {COUNT} uids for analyses are in use; end some analyses")]
     NoneFree,
 }
 
-/// A uid (and the gid of the same number) that is this run's alone until dropped.
+/// A uid, and the gid of the same number, that no other run has until this is dropped.
 #[derive(Debug)]
-pub struct Lease {
+pub struct UidLease {
     pub uid: u32,
     file: OwnedFd,
     boot_id: String,
 }
 
-impl Lease {
-    pub fn take() -> Result<Lease, LeaseError> {
-        Lease::take_in(Path::new(DIRECTORY), RANGE)
+impl UidLease {
+    pub fn acquire() -> Result<UidLease, UidLeaseError> {
+        UidLease::acquire_in(Path::new(DIRECTORY), RANGE)
     }
 
-    fn take_in(directory: &Path, range: std::ops::Range<u32>) -> Result<Lease, LeaseError> {
-        prepare(directory)?;
-        let reserved = Reserved::read();
+    fn acquire_in(
+        directory: &Path,
+        range: std::ops::Range<u32>,
+    ) -> Result<UidLease, UidLeaseError> {
+        prepare_directory(directory)?;
+        let reserved = ReservedIds::read();
         let boot_id = crate::home::boot_id();
         let mut holders = None;
         for uid in range.clone() {
-            if reserved.holds(uid) {
+            if reserved.contains(uid) {
                 continue;
             }
             let path = directory.join(uid.to_string());
-            let opened = |source: rustix::io::Errno| LeaseError::Open {
+            let opened = |source: rustix::io::Errno| UidLeaseError::Open {
                 path: path.clone(),
                 source: source.into(),
             };
@@ -68,41 +71,45 @@ impl Lease {
                 Err(rustix::io::Errno::WOULDBLOCK) => continue,
                 Err(e) => return Err(opened(e)),
             }
-            let lease = Lease {
+            let lease = UidLease {
                 uid,
                 file,
                 boot_id: boot_id.clone(),
             };
-            let text = lease.text();
-            // Given back with everything dead, in this boot: nobody can have it. Otherwise look.
+            let text = lease.read_text();
+            // If a lease was released clean in this boot, no process can have the uid. Otherwise look for such
+            // processes.
             if !lease.is_clean(&text) {
-                // As a rule that is who was found when somebody last walked through all processes.
-                if noted_holder(&text).is_some_and(|pid| has_id(pid, uid)) {
+                // The process that was found at the last walk through /proc usually still has the uid.
+                if recorded_holder(&text).is_some_and(|pid| has_id(pid, uid)) {
                     continue;
                 }
-                // One walk tells of all uids.
+                // One walk through /proc covers all uids.
                 let holders = holders.get_or_insert_with(|| holders_of(&range));
                 let holder = holders.as_ref().map(|holders| holders.get(&uid));
                 match holder {
                     Some(None) => {}
                     Some(Some(pid)) => {
-                        let _only_a_hint = lease.mark(&format!("{IN_USE}{pid}\n"));
+                        // Only a hint for the next caller, so ignore an error.
+                        let _ = lease.write_text(&format!("{IN_USE}{pid}\n"));
                         continue;
                     }
-                    // Without /proc nothing is known, so every uid may be held.
+                    // Without /proc any uid may be in use.
                     None => continue,
                 }
             }
-            lease.mark(IN_USE).map_err(|source| LeaseError::Open {
-                path: path.clone(),
-                source,
-            })?;
+            lease
+                .write_text(IN_USE)
+                .map_err(|source| UidLeaseError::Open {
+                    path: path.clone(),
+                    source,
+                })?;
             return Ok(lease);
         }
-        Err(LeaseError::NoneFree)
+        Err(UidLeaseError::NoneFree)
     }
 
-    fn text(&self) -> Vec<u8> {
+    fn read_text(&self) -> Vec<u8> {
         let mut text = [0u8; 64];
         let n = rustix::io::pread(&self.file, &mut text, 0).unwrap_or(0);
         text[..n].to_vec()
@@ -112,22 +119,23 @@ impl Lease {
         !self.boot_id.is_empty() && text == self.boot_id.as_bytes()
     }
 
-    /// In place: a file that is cut short and written again makes some file systems write to the disk at once.
-    fn mark(&self, text: &str) -> io::Result<()> {
+    /// Writes in place. Truncating and rewriting a file makes some file systems write to disk at once.
+    fn write_text(&self, text: &str) -> io::Result<()> {
         rustix::io::pwrite(&self.file, text.as_bytes(), 0)?;
         Ok(())
     }
 
-    /// Gives the uid back knowing that no process has it any more. A lease that is merely dropped, or whose
-    /// runner died, is looked at again before it is given out.
-    pub fn give_back_clean(self) {
-        let _looked_at_again = self.mark(&self.boot_id);
+    /// Releases the uid when no process has it any more. If a lease is dropped without this call, or its runner died,
+    /// the next lease of the uid searches for processes first.
+    pub fn release_clean(self) {
+        // If the write fails, the next lease of the uid searches for processes.
+        let _ = self.write_text(&self.boot_id);
     }
 }
 
-/// The lock by which a uid is given to one run at a time, held until dropped. Nothing is written: the next to
-/// lease the uid still looks whether some process has it.
-pub fn lock(uid: u32) -> Option<OwnedFd> {
+/// Takes the lock of a uid until it is dropped. The file is not changed, so the next lease of the uid still searches
+/// for processes.
+pub fn lock_uid(uid: u32) -> Option<OwnedFd> {
     let path = Path::new(DIRECTORY).join(uid.to_string());
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600)).ok()?;
@@ -135,8 +143,8 @@ pub fn lock(uid: u32) -> Option<OwnedFd> {
     Some(file)
 }
 
-fn prepare(directory: &Path) -> Result<(), LeaseError> {
-    let failed = |source| LeaseError::Directory {
+fn prepare_directory(directory: &Path) -> Result<(), UidLeaseError> {
+    let failed = |source| UidLeaseError::Directory {
         path: directory.to_path_buf(),
         source,
     };
@@ -148,20 +156,20 @@ fn prepare(directory: &Path) -> Result<(), LeaseError> {
     let meta = std::fs::symlink_metadata(directory).map_err(failed)?;
     match meta.is_dir() && meta.uid() == 0 && meta.mode() & 0o022 == 0 {
         true => Ok(()),
-        false => Err(LeaseError::NotOurs {
+        false => Err(UidLeaseError::NotOurs {
             path: directory.to_path_buf(),
         }),
     }
 }
 
-/// Numbers that belong to someone by the host's own files.
-struct Reserved {
+/// Ids that the host's own files assign to somebody.
+struct ReservedIds {
     accounts: Vec<u32>,
     ranges: Vec<(u64, u64)>,
 }
 
-impl Reserved {
-    fn read() -> Reserved {
+impl ReservedIds {
+    fn read() -> ReservedIds {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let number = |line: &str, field: usize| line.split(':').nth(field)?.parse::<u32>().ok();
         let mut accounts = Vec::new();
@@ -183,10 +191,10 @@ impl Reserved {
                 }
             }
         }
-        Reserved { accounts, ranges }
+        ReservedIds { accounts, ranges }
     }
 
-    fn holds(&self, uid: u32) -> bool {
+    fn contains(&self, uid: u32) -> bool {
         self.accounts.contains(&uid)
             || self
                 .ranges
@@ -195,8 +203,8 @@ impl Reserved {
     }
 }
 
-/// The process that a lease names as having its uid.
-fn noted_holder(text: &[u8]) -> Option<u32> {
+/// The process that a lease file names as having the uid.
+fn recorded_holder(text: &[u8]) -> Option<u32> {
     let text = std::str::from_utf8(text).ok()?.strip_prefix(IN_USE)?;
     text.split_once('\n')?.0.parse().ok()
 }
@@ -216,8 +224,8 @@ fn ids_of(pid: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Looks through every process for uids and gids of the range: for each that some process has, one such process.
-/// `None`: there is no /proc to look through.
+/// Searches all processes for uids and gids of the range. Maps each id that is in use to one process that has it.
+/// `None` if there is no /proc.
 fn holders_of(range: &std::ops::Range<u32>) -> Option<HashMap<u32, u32>> {
     let mut holders = HashMap::new();
     for entry in std::fs::read_dir("/proc").ok()?.flatten() {
@@ -247,15 +255,15 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let directory = dir.path().join("uids");
-        let take = || Lease::take_in(&directory, 1_899_999_990..1_899_999_993);
-        let first = take().unwrap();
-        let second = take().unwrap();
-        let third = take().unwrap();
+        let acquire = || UidLease::acquire_in(&directory, 1_899_999_990..1_899_999_993);
+        let first = acquire().unwrap();
+        let second = acquire().unwrap();
+        let third = acquire().unwrap();
         assert!(first.uid != second.uid && second.uid != third.uid && first.uid != third.uid);
-        assert!(matches!(take(), Err(LeaseError::NoneFree)));
+        assert!(matches!(acquire(), Err(UidLeaseError::NoneFree)));
         let uid = second.uid;
-        second.give_back_clean();
-        assert_eq!(take().unwrap().uid, uid);
+        second.release_clean();
+        assert_eq!(acquire().unwrap().uid, uid);
     }
 
     #[test]
@@ -268,40 +276,40 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let directory = dir.path().join("uids");
         let taken = 1_899_999_980;
-        let take = || Lease::take_in(&directory, taken..taken + 1);
-        assert_eq!(take().unwrap().uid, taken);
+        let acquire = || UidLease::acquire_in(&directory, taken..taken + 1);
+        assert_eq!(acquire().unwrap().uid, taken);
         let mut holder = std::process::Command::new("sleep")
             .arg("60")
             .uid(taken)
             .spawn()
             .unwrap();
-        assert!(matches!(take(), Err(LeaseError::NoneFree)));
-        // The next to ask finds who has it without a walk through all processes.
+        assert!(matches!(acquire(), Err(UidLeaseError::NoneFree)));
+        // The next caller finds the process without a walk through /proc.
         let text = std::fs::read(directory.join(taken.to_string())).unwrap();
-        assert_eq!(noted_holder(&text), Some(holder.id()));
-        assert!(matches!(take(), Err(LeaseError::NoneFree)));
+        assert_eq!(recorded_holder(&text), Some(holder.id()));
+        assert!(matches!(acquire(), Err(UidLeaseError::NoneFree)));
         holder.kill().unwrap();
         holder.wait().unwrap();
-        assert_eq!(take().unwrap().uid, taken);
+        assert_eq!(acquire().unwrap().uid, taken);
     }
 
-    /// What stays of a longer text behind a shorter one names nobody.
+    /// The rest of a longer text after a shorter one does not name a process.
     #[test]
     fn a_holder_is_read_from_its_own_line_alone() {
-        assert_eq!(noted_holder(b"-1234\n-4f1b-9d1d"), Some(1234));
+        assert_eq!(recorded_holder(b"-1234\n-4f1b-9d1d"), Some(1234));
         for text in [&b"-"[..], b"-234-5678", b"1234\n", b"", b"-x\n"] {
-            assert_eq!(noted_holder(text), None, "{text:?}");
+            assert_eq!(recorded_holder(text), None, "{text:?}");
         }
     }
 
     #[test]
     fn accounts_and_subordinate_ranges_are_reserved() {
-        let reserved = Reserved {
+        let reserved = ReservedIds {
             accounts: vec![7],
             ranges: vec![(100_000, 165_536)],
         };
-        assert!(reserved.holds(7) && reserved.holds(100_000) && reserved.holds(165_535));
-        assert!(!reserved.holds(8) && !reserved.holds(165_536));
-        assert!(Reserved::read().holds(0));
+        assert!(reserved.contains(7) && reserved.contains(100_000) && reserved.contains(165_535));
+        assert!(!reserved.contains(8) && !reserved.contains(165_536));
+        assert!(ReservedIds::read().contains(0));
     }
 }

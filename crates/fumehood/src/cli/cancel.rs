@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use anyhow::Context;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::{self, Home};
 use engine::provenance;
 use engine::request::AnalysisId;
@@ -127,7 +127,7 @@ enum Which {
 
 fn which(
     home: &Home,
-    ledger: Option<&mut Ledger>,
+    ledger: Option<&mut Recorder>,
     given: &std::ffi::OsStr,
 ) -> anyhow::Result<Which> {
     let exact = given.to_str().and_then(|text| AnalysisId::new(text).ok());
@@ -146,7 +146,7 @@ fn which(
 }
 
 fn is_begun(standing: &Standing) -> bool {
-    let task = standing.record.task.as_ref();
+    let task = standing.record.commit_plan.as_ref();
     task.is_some_and(|task| task.begun)
 }
 
@@ -166,14 +166,14 @@ fn unrecorded(home: &Home, id: &str, hurry: Hurry) -> anyhow::Result<Done> {
         attempt: standing.record.attempt,
         came_of_it: CameOfIt::Asked,
         status: None,
-        host: Some(home::machine()),
+        host: Some(home::machine_id()),
         told,
         why_not_told: None,
         recorded: false,
     })
 }
 
-fn recorded(home: &Home, ledger: &mut Ledger, id: &str, hurry: Hurry) -> anyhow::Result<Done> {
+fn recorded(home: &Home, ledger: &mut Recorder, id: &str, hurry: Hurry) -> anyhow::Result<Done> {
     let by = provenance::submitter_name();
     let cancelled = ledger.with(|store| store.cancel(id, &by));
     let mut done = Done {
@@ -211,13 +211,13 @@ fn recorded(home: &Home, ledger: &mut Ledger, id: &str, hurry: Hurry) -> anyhow:
 /// Where that very attempt runs, if it is in this home. The same id may be in another database, too.
 fn here(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     id: &str,
     attempt: u32,
 ) -> anyhow::Result<Option<Standing>> {
     let database_id = ledger.store()?.id().to_owned();
     let is_it = |standing: &Standing| {
-        let task = standing.record.task.as_ref();
+        let task = standing.record.commit_plan.as_ref();
         standing.record.attempt == attempt && task.is_some_and(|t| t.database_id == database_id)
     };
     let id = AnalysisId::new(id).context("read an id from the database")?;
@@ -251,7 +251,7 @@ impl Done {
             CameOfIt::Asked if self.told => format!("{id} is being cancelled"),
             CameOfIt::Asked => match (&self.why_not_told, &self.host) {
                 (Some(why), _) => format!("{id} is marked to be cancelled; its runner {why}"),
-                (None, Some(host)) if *host != home::machine() => {
+                (None, Some(host)) if *host != home::machine_id() => {
                     let host = clean(host);
                     format!(
                         "{id} is marked to be cancelled; its runner on {host} will hear of it if a worker started it"
@@ -267,7 +267,7 @@ impl Done {
 
 fn await_ends(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     all: &mut [Done],
     tell: &dyn Fn(&Done),
 ) -> anyhow::Result<()> {

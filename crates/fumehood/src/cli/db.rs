@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use serde::Serialize;
 use store::types::units::format_size;
@@ -92,7 +92,7 @@ struct MigrateDocument {
 
 fn migrate(args: &MigrateArgs) -> anyhow::Result<u8> {
     let (_, ledger) = ledger::open(&args.store)?;
-    let migrated = Store::migrate(&ledger.location).map_err(|e| ledger.trouble(e))?;
+    let migrated = Store::migrate(&ledger.location).map_err(|e| ledger.database_error(e))?;
     let MigrationResult { from, to } = migrated;
     if args.json {
         print::json(&MigrateDocument {
@@ -166,7 +166,7 @@ fn free_bytes(path: &Path) -> Option<u64> {
 }
 
 /// Of the artifact store, which looking at does not make.
-fn artifacts_place(ledger: &Ledger) -> anyhow::Result<Place> {
+fn artifacts_place(ledger: &Recorder) -> anyhow::Result<Place> {
     let path = &ledger.artifacts_at;
     let used = match path.join("store.json").exists() {
         true => Some(ledger.artifacts()?.usage()?),
@@ -182,7 +182,7 @@ fn artifacts_place(ledger: &Ledger) -> anyhow::Result<Place> {
 
 fn status_document(
     status: &StoreStatus,
-    ledger: &Ledger,
+    ledger: &Recorder,
     home: &Home,
     artifacts: Place,
     awaiting_commit: u64,
@@ -214,7 +214,7 @@ fn status_document(
 
 fn print_status(
     status: &StoreStatus,
-    ledger: &Ledger,
+    ledger: &Recorder,
     artifacts: &Place,
     waiting: u64,
     now_ms: i64,
@@ -305,7 +305,7 @@ fn export(args: &ExportArgs) -> anyhow::Result<u8> {
 }
 
 /// Under a name of its own until it is whole.
-fn export_to(ledger: &mut Ledger, path: &Path, force: bool) -> anyhow::Result<()> {
+fn export_to(ledger: &mut Recorder, path: &Path, force: bool) -> anyhow::Result<()> {
     let there = std::fs::symlink_metadata(path);
     match &there {
         Ok(meta) if !meta.is_file() => {
@@ -317,7 +317,7 @@ fn export_to(ledger: &mut Ledger, path: &Path, force: bool) -> anyhow::Result<()
     let mut draft = path.as_os_str().to_owned();
     draft.push(format!(".{}.part", std::process::id()));
     let draft = PathBuf::from(draft);
-    let write = |ledger: &mut Ledger| -> anyhow::Result<()> {
+    let write = |ledger: &mut Recorder| -> anyhow::Result<()> {
         let file = std::fs::OpenOptions::new()
             .write(true)
             .create_new(true)

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 
 use engine::attempt::record::LimitEntry;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use engine::provenance::Provenance;
 use serde_json::value::RawValue;
@@ -73,7 +73,7 @@ pub fn show(args: &ShowArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-fn gather(ledger: &mut Ledger, attempt: AttemptRow) -> anyhow::Result<Everything> {
+fn gather(ledger: &mut Recorder, attempt: AttemptRow) -> anyhow::Result<Everything> {
     let (id, number) = (attempt.summary.id.clone(), attempt.summary.attempt);
     let (remarks, remark_counts) = ledger.with(|store| store.remarks(&id, number))?;
     let mut logs = Vec::new();

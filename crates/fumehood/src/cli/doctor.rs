@@ -92,10 +92,12 @@ pub fn doctor(args: &DoctorArgs) -> anyhow::Result<u8> {
     })
 }
 
-fn level(floor: request::Level) -> ConfinementLevel {
+fn level(floor: request::IsolationLevel) -> ConfinementLevel {
     match floor {
-        request::Level::Full => ConfinementLevel::Full,
-        request::Level::Landlock | request::Level::None => ConfinementLevel::Landlock,
+        request::IsolationLevel::Full => ConfinementLevel::Full,
+        request::IsolationLevel::Landlock | request::IsolationLevel::None => {
+            ConfinementLevel::Landlock
+        }
     }
 }
 

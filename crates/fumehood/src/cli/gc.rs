@@ -5,10 +5,10 @@ use std::ffi::OsString;
 
 use anyhow::Context;
 use engine::attempt::record::Reason;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::{self, Home};
-use engine::recovery::reaper::{self, Reaped};
-use engine::recovery::staged_commands::{self, Processed};
+use engine::recovery::reaper::{self, ReapReport};
+use engine::recovery::staged_commands::{self, PostProcessResult};
 use engine::request::AnalysisId;
 use engine::run_dir::{self, RunState};
 use engine::worker::slot;
@@ -161,11 +161,11 @@ pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
 }
 
 /// What dead workers left in their slots of attempts that have ended since.
-fn clear_slots(home: &Home, ledger: &mut Ledger) -> anyhow::Result<()> {
+fn clear_slots(home: &Home, ledger: &mut Recorder) -> anyhow::Result<()> {
     let database_id = ledger.store()?.id().to_owned();
     let unfinished = ledger.with(|store| store.unfinished(None))?;
     let running: HashSet<&str> = unfinished.iter().map(|u| u.key.as_str()).collect();
-    slot::clear_over(home, |order| {
+    slot::clear_finished_orders(home, |order| {
         order.database_id == database_id && !running.contains(order.key.as_str())
     })
     .context("clear what dead workers left in their slots")
@@ -176,11 +176,11 @@ const STEPS_MAX: u32 = 1000;
 
 /// The platform's own step for attempts whose runner could not note that it ran, or did not get that far. One that
 /// failed is repeated only when somebody asks for it.
-fn take_pending_steps(home: &Home, ledger: &mut Ledger, done: &mut Done) -> anyhow::Result<()> {
+fn take_pending_steps(home: &Home, ledger: &mut Recorder, done: &mut Done) -> anyhow::Result<()> {
     if ledger.post_process.is_none() {
         return Ok(());
     }
-    let machine = home::machine();
+    let machine = home::machine_id();
     let due = ledger.with(|store| store.post_process_due(Some(&machine), STEPS_MAX))?;
     for due in due
         .iter()
@@ -191,7 +191,7 @@ fn take_pending_steps(home: &Home, ledger: &mut Ledger, done: &mut Done) -> anyh
         if standing::any_of(home, &id) {
             continue;
         }
-        if let Ok(Processed::Stepped { step, .. }) =
+        if let Ok(PostProcessResult::CommandRun { report: step, .. }) =
             staged_commands::post_process(home, ledger, &id)
             && let Some(message) = step.message
         {
@@ -203,15 +203,15 @@ fn take_pending_steps(home: &Home, ledger: &mut Ledger, done: &mut Done) -> anyh
 }
 
 /// A dry run does not even make an empty database.
-fn exists(ledger: &Ledger) -> bool {
+fn exists(ledger: &Recorder) -> bool {
     match &ledger.location {
         Location::Sqlite(path) => path.exists(),
         _ => true,
     }
 }
 
-fn reap(home: &Home, ledger: Option<&mut Ledger>, args: &GcArgs, done: &mut Done) {
-    let Reaped {
+fn reap(home: &Home, ledger: Option<&mut Recorder>, args: &GcArgs, done: &mut Done) {
+    let ReapReport {
         removed,
         kept,
         finished,
@@ -236,7 +236,7 @@ fn reap(home: &Home, ledger: Option<&mut Ledger>, args: &GcArgs, done: &mut Done
 }
 
 /// What [`reap`] would look at, without a lock or a write.
-fn would_reap(home: &Home, ledger: Option<&Ledger>, args: &GcArgs, done: &mut Done) {
+fn would_reap(home: &Home, ledger: Option<&Recorder>, args: &GcArgs, done: &mut Done) {
     let named = |id: &str| match &args.kept {
         None => false,
         Some(None) => true,
@@ -278,24 +278,24 @@ fn would_reap(home: &Home, ledger: Option<&Ledger>, args: &GcArgs, done: &mut Do
 /// in another home after all, it is still committed from there, beside this one, as superseded.
 fn give_up_lost(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     dry_run: bool,
     done: &mut Done,
 ) -> anyhow::Result<()> {
-    let (machine, boot_id) = (home::machine(), home::boot_id());
+    let (machine, boot_id) = (home::machine_id(), home::boot_id());
     let boot_ms = home::boot_seconds().and_then(|seconds| seconds.checked_mul(1_000));
     let Some(boot_ms) = boot_ms.filter(|_| !boot_id.is_empty() && !machine.is_empty()) else {
         return Ok(());
     };
     let here: HashSet<String> = standing::all(home)
         .into_iter()
-        .filter_map(|standing| standing.record.task.map(|task| task.key))
+        .filter_map(|standing| standing.record.commit_plan.map(|task| task.key))
         .collect();
     let unfinished = ledger.with(|store| store.unfinished(Some(&machine)))?;
     let lost = |attempt: &&UnfinishedAttempt| {
         attempt.boot_id != boot_id && attempt.created_ms < boot_ms && !here.contains(&attempt.key)
     };
-    let by = run_dir::fresh_key();
+    let by = run_dir::new_attempt_key();
     for attempt in unfinished.iter().filter(lost) {
         let given_up = dry_run
             || ledger.with(|store| {
@@ -322,7 +322,7 @@ fn give_up_lost(
 
 fn remove_old(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     (older_ms, states): (i64, &[State]),
     dry_run: bool,
     done: &mut Done,
@@ -363,7 +363,7 @@ fn remove_old(
     }
 }
 
-fn sweep_all(home: &Home, ledger: &mut Ledger, args: &GcArgs) -> Sweep {
+fn sweep_all(home: &Home, ledger: &mut Recorder, args: &GcArgs) -> Sweep {
     let sweeping = Sweeping {
         dry_run: args.dry_run,
         others: match args.forget_others {

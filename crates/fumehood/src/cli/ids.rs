@@ -3,8 +3,8 @@
 use std::ffi::OsStr;
 
 use anyhow::Context;
-use engine::attempt::finalize::SettleError;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::error::CommitError;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use engine::request::AnalysisId;
 use store::{AttemptRow, StoreError};
@@ -32,7 +32,7 @@ pub fn split(given: &OsStr) -> anyhow::Result<(String, Option<u32>)> {
 }
 
 /// The analysis in the database that is meant.
-pub fn analysis(ledger: &mut Ledger, given: &OsStr) -> anyhow::Result<String> {
+pub fn analysis(ledger: &mut Recorder, given: &OsStr) -> anyhow::Result<String> {
     let (text, attempt) = split(given)?;
     anyhow::ensure!(
         attempt.is_none(),
@@ -43,7 +43,7 @@ pub fn analysis(ledger: &mut Ledger, given: &OsStr) -> anyhow::Result<String> {
 
 /// The attempt in the database that is meant; without a number the one that counts.
 pub fn attempt(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     given: &OsStr,
     number: Option<u32>,
 ) -> anyhow::Result<AttemptRow> {
@@ -57,15 +57,15 @@ pub fn attempt(
     found.map_err(plainly)
 }
 
-fn resolve(ledger: &mut Ledger, text: &str) -> anyhow::Result<String> {
+fn resolve(ledger: &mut Recorder, text: &str) -> anyhow::Result<String> {
     let found = ledger.with(|store| store.resolve(text));
     found.map_err(plainly)
 }
 
 /// A wrong id, or one that is not meant for this, is no trouble of the database's, and needs no mention of it.
-pub fn plainly(error: SettleError) -> anyhow::Error {
+pub fn plainly(error: CommitError) -> anyhow::Error {
     match error {
-        SettleError::Database {
+        CommitError::Database {
             source:
                 source @ (StoreError::NotFound { .. }
                 | StoreError::Ambiguous { .. }
@@ -84,7 +84,7 @@ pub fn plainly(error: SettleError) -> anyhow::Error {
 /// database knows it.
 pub fn local(
     home: &Home,
-    ledger: Option<&mut Ledger>,
+    ledger: Option<&mut Recorder>,
     given: &OsStr,
 ) -> anyhow::Result<AnalysisId> {
     let exact = given.to_str().map(AnalysisId::new);

@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use engine::attempt::post_process::PostProcess;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::PostProcessCommand;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use store::artifacts::{self, Artifacts, ExportContent, ExportedFile, Overwrite};
 use store::types::manifest::{ContentHash, OutputPath};
@@ -17,7 +17,7 @@ use crate::config::record::DbOrigin;
 use crate::config::{self, RecordSettings, Sources};
 
 /// For commands that read or mend the record: without one they have nothing to do.
-pub fn open(args: &StoreArgs) -> anyhow::Result<(Home, Ledger)> {
+pub fn open(args: &StoreArgs) -> anyhow::Result<(Home, Recorder)> {
     let (home, ledger) = open_if_any(args)?;
     let ledger = ledger.context(
         "there is no record with --db none; name a database with --db, FUMEHOOD_DB or FUMEHOOD_DB_FILE",
@@ -26,7 +26,7 @@ pub fn open(args: &StoreArgs) -> anyhow::Result<(Home, Ledger)> {
 }
 
 /// For commands that can do something without a record, too.
-pub fn open_if_any(args: &StoreArgs) -> anyhow::Result<(Home, Option<Ledger>)> {
+pub fn open_if_any(args: &StoreArgs) -> anyhow::Result<(Home, Option<Recorder>)> {
     let settings = config::record_settings(args, &Sources::from_process()?)?;
     let home = home()?;
     let ledger = of(&settings, &home)?;
@@ -75,17 +75,20 @@ pub fn location(settings: &RecordSettings, home: &Home) -> anyhow::Result<Locati
 }
 
 /// `None` where nothing is recorded (`--db none`).
-pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Ledger>> {
+pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Recorder>> {
     let location = location(settings, home)?;
     if location == Location::None {
         return Ok(None);
     }
     let artifacts_at = settings.artifacts.clone();
-    let step = settings.post_process.as_ref().map(|step| PostProcess {
-        command: step.command.clone(),
-        timeout_ms: step.timeout_ms,
-    });
-    Ok(Some(Ledger::new(
+    let step = settings
+        .post_process
+        .as_ref()
+        .map(|step| PostProcessCommand {
+            command: step.command.clone(),
+            timeout_ms: step.timeout_ms,
+        });
+    Ok(Some(Recorder::new(
         location,
         artifacts_at.unwrap_or_else(|| home.artifacts()),
         step,
@@ -95,7 +98,7 @@ pub fn of(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Ledge
 /// Writes outputs of an attempt below a directory: those named, or all. From the artifact store of this machine, else
 /// from the database. Copies at most `bytes_max`: what the record says was collected.
 pub fn export(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     (id, attempt): (&str, u32),
     named: &[OutputPath],
     to: &Path,
@@ -131,7 +134,7 @@ pub fn export(
 
 /// An output's bytes, wherever they can be had from here.
 pub fn content(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     artifacts: Option<&Artifacts>,
     (id, attempt): (&str, u32),
     output: &StoredOutput,

@@ -242,7 +242,7 @@ fn note(listed: &AttemptSummary, here: &[Standing]) -> String {
         match standing.map(Standing::next) {
             Some(Next::Runs) => {}
             Some(Next::Finish | Next::PostProcess) => notes.push("awaits its commit".to_owned()),
-            _ if listed.host != home::machine() => {
+            _ if listed.host != home::machine_id() => {
                 notes.push(format!("on {}", clean(&listed.host)));
             }
             _ => notes.push("its runner is not in this home".to_owned()),
@@ -265,7 +265,7 @@ mod tests {
             reason: Some(reason.into()),
             message: None,
             superseded: false,
-            host: home::machine(),
+            host: home::machine_id(),
             created_ms: 0,
             started_ms: None,
             ended_ms: None,

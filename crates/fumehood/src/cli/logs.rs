@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
-use engine::attempt::log_capture::Captured;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::log_capture::CapturedLog;
+use engine::attempt::recorder::Recorder;
 use engine::attempt::terminal_filter::TerminalFilter;
 use engine::home::Home;
 use engine::request::AnalysisId;
-use engine::run_dir::Paper;
+use engine::run_dir::StateFile;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use serde::Serialize;
@@ -160,10 +160,10 @@ fn entry(log: StoredLog) -> Entry {
 }
 
 /// The excerpts, with everything that is not in them as the gap.
-fn captured(log: &StoredLog) -> Captured {
+fn captured(log: &StoredLog) -> CapturedLog {
     let shown = (log.head.len() + log.tail.len()) as u64;
     let dropped_bytes = log.total_bytes.saturating_sub(shown);
-    Captured {
+    CapturedLog {
         head: log.head.clone(),
         tail: log.tail.clone(),
         dropped_bytes,
@@ -236,7 +236,7 @@ const PRINT: &str = "print the log";
 
 /// A committed log from some byte on: whole if its object is here.
 fn print_stored(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     log: &StoredLog,
     seen: u64,
     sink: &mut Sink,
@@ -257,16 +257,16 @@ fn print_object(log: &StoredLog, mut file: File, seen: u64, sink: &mut Sink) -> 
     let from = seen.min(head_bytes);
     file.seek(SeekFrom::Start(from)).context("read the log")?;
     copy(&mut (&file).take(head_bytes - from), sink)?;
-    let gap = Captured {
+    let gap = CapturedLog {
         dropped_bytes: log.dropped_bytes,
         truncated: log.dropped_bytes > 0,
-        ..Captured::default()
+        ..CapturedLog::default()
     };
     note(&gap, &log.stream, sink)?;
     copy(&mut file, sink)
 }
 
-fn print_parts(log: &Captured, stream: &str, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
+fn print_parts(log: &CapturedLog, stream: &str, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
     let seen = usize::try_from(seen)
         .unwrap_or(usize::MAX)
         .min(log.head.len());
@@ -276,7 +276,7 @@ fn print_parts(log: &Captured, stream: &str, seen: u64, sink: &mut Sink) -> anyh
 }
 
 /// A line of our own where something is missing.
-fn note(log: &Captured, stream: &str, sink: &mut Sink) -> anyhow::Result<()> {
+fn note(log: &CapturedLog, stream: &str, sink: &mut Sink) -> anyhow::Result<()> {
     match log.note(stream) {
         Some(note) => sink.say(&format!("\n{note}\n")),
         None => Ok(()),
@@ -317,7 +317,7 @@ fn open(dir: &Path, name: &str) -> Option<File> {
 /// The attempt of this home that is meant, if it is one that runs.
 fn running_here(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     args: &LogsArgs,
 ) -> anyhow::Result<Option<Standing>> {
     let (given, number) = ids::split(&args.id)?;
@@ -344,7 +344,7 @@ fn running_here(
 /// has ended, or runs elsewhere; then the caller tells what there is.
 fn until_it_runs(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     args: &LogsArgs,
 ) -> anyhow::Result<Option<Standing>> {
     let mut now = ids::attempt(ledger, &args.id, None)?;
@@ -364,7 +364,7 @@ fn until_it_runs(
         if let Some(standing) = here.find(runs) {
             return Ok(Some(standing));
         }
-        let taken = now.summary.host == engine::home::machine() && now.workspace.is_none();
+        let taken = now.summary.host == engine::home::machine_id() && now.workspace.is_none();
         // Nothing rings when it is taken, nor when its directory is made.
         let most = match now.summary.state {
             State::Queued => QUEUED_MOMENT,
@@ -387,7 +387,7 @@ fn until_it_runs(
 /// Prints what arrives until the runner has ended or let go of the directory, then the rest from wherever it is now.
 fn follow(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     standing: Standing,
     streams: &[&'static str],
     raw: bool,
@@ -403,7 +403,7 @@ fn follow(
         })
         .collect();
     // A connection is not held while a program runs for hours.
-    ledger.rest();
+    ledger.disconnect();
     let runner = Runner::of(&standing);
     loop {
         let gone = !runner.is_at_it(&standing.path);
@@ -502,12 +502,12 @@ fn is_over(state: &engine::run_dir::RunState) -> bool {
 /// What was held back until the end, from the database, or from where it awaits that.
 fn finish(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     standing: &Standing,
     followed: Vec<Followed>,
 ) -> anyhow::Result<()> {
     let record = &standing.record;
-    let key = record.task.as_ref().map(|task| task.key.clone());
+    let key = record.commit_plan.as_ref().map(|task| task.key.clone());
     let attempt = match key {
         // Its number may be another than it was told at first.
         Some(key) => ledger
@@ -520,7 +520,7 @@ fn finish(
         let found = here.find(|s| s.record.attempt == record.attempt)?;
         found
             .path
-            .join(Paper::Outcome.name())
+            .join(StateFile::Outcome.name())
             .exists()
             .then_some(found.path)
     };
@@ -538,7 +538,7 @@ fn finish(
         one.sink.finish()?;
     }
     if !ended {
-        show::line(&match &record.task {
+        show::line(&match &record.commit_plan {
             Some(_) => format!(
                 "the runner of {} is gone; `fumehood gc` finishes it",
                 record.id

@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use engine::attempt::log_capture::{Captured, Live};
+use engine::attempt::log_capture::{CapturedLog, OutputChunk};
 use engine::attempt::terminal_filter::TerminalFilter;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags};
@@ -82,7 +82,7 @@ impl Outlet {
     }
 
     /// What the program has just printed.
-    pub fn show(&mut self, live: Live<'_>) {
+    pub fn show(&mut self, live: OutputChunk<'_>) {
         let whole = self.view == View::Session || !self.target().is_terminal;
         if whole {
             return self.pass(live.bytes);
@@ -98,7 +98,7 @@ impl Outlet {
     }
 
     /// The end of what was held back.
-    pub fn show_end(&mut self, captured: &Captured) {
+    pub fn show_end(&mut self, captured: &CapturedLog) {
         if self.held_back {
             if let Some(note) = captured.note(self.name()) {
                 self.say(&format!("{note}\n"));

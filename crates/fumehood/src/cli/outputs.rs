@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::collect::Globs;
 use serde::Serialize;
 use store::StoredOutput;
@@ -210,7 +210,7 @@ fn print_list(stored: &[StoredOutput], ended: bool) -> anyhow::Result<()> {
 
 /// To stdout, unchanged. A terminal is not a place for bytes that it may act on.
 fn write_out(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     key: (&str, u32),
     output: &StoredOutput,
     force: bool,
@@ -268,7 +268,7 @@ pub fn is_harmless(bytes: &[u8]) -> bool {
 
 /// As an export of one output under another name: checked on the way, there under its name only when it is whole.
 fn write_file(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     key: (&str, u32),
     output: &StoredOutput,
     file: &Path,

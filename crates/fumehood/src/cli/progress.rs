@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use engine::collect::Progress;
+use engine::collect::CollectProgress;
 use store::types::units::format_size;
 
 /// Before this, nobody has begun to wonder.
@@ -17,7 +17,7 @@ pub struct ProgressLine {
 
 impl ProgressLine {
     /// What draws it anew, if it is time to.
-    pub fn show(&mut self, progress: Progress) -> Option<String> {
+    pub fn show(&mut self, progress: CollectProgress) -> Option<String> {
         let now = Instant::now();
         let began = *self.began.get_or_insert(now);
         let fresh = self.drawn.is_some_and(|drawn| now - drawn < REDRAWN);
@@ -26,8 +26,8 @@ impl ProgressLine {
         }
         self.drawn = Some(now);
         let text = match progress {
-            Progress::Walked { entries } => format!("looked at {entries} entries"),
-            Progress::Hashed { bytes, of } => {
+            CollectProgress::Walked { entries } => format!("looked at {entries} entries"),
+            CollectProgress::Hashed { bytes, of } => {
                 let percent = bytes.saturating_mul(100) / of.max(1);
                 format!(
                     "{} of {} ({percent} %)",

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use engine::attempt::record::{Reason, Status};
-use engine::attempt::recorder::Ledger;
-use engine::recovery::staged_commands::{self, HandedIn};
+use engine::attempt::recorder::Recorder;
+use engine::recovery::staged_commands::{self, ExternalResult};
 use engine::request::AnalysisId;
 
 use super::args::{self, StoreArgs};
@@ -101,11 +101,11 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
     let (settings, collection, again) = config::handed_in_settings(args.given(), &sources)?;
     let home = ledger::home()?;
-    let mut ledger: Ledger = ledger::of(&settings, &home)?
+    let mut ledger: Recorder = ledger::of(&settings, &home)?
         .context("--db none keeps no record; name a database, or leave it out")?;
-    let handed = HandedIn {
+    let handed = ExternalResult {
         id: &id,
-        again,
+        id_reuse: again,
         status: match args.status.as_str() {
             "failed" => Status::Failed,
             _ => Status::Succeeded,

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::ffi::OsString;
 
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use engine::request::AnalysisId;
 use engine::run_dir::RunDir;
@@ -125,7 +125,7 @@ pub fn refuse_standing(home: &Home, id: &str) -> anyhow::Result<()> {
 }
 
 /// Before anything is removed. The removal itself checks again, in its transaction.
-fn refuse_running(ledger: &mut Ledger, id: &str) -> anyhow::Result<()> {
+fn refuse_running(ledger: &mut Recorder, id: &str) -> anyhow::Result<()> {
     let attempts = ledger.with(|store| store.attempts(id))?;
     if let Some(queued) = attempts.iter().find(|a| a.state == State::Queued) {
         anyhow::bail!(
@@ -146,7 +146,7 @@ fn refuse_running(ledger: &mut Ledger, id: &str) -> anyhow::Result<()> {
 
 /// The objects that nobody may refer to any more when this analysis is gone.
 fn objects_of(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     id: &str,
     objects: &mut HashSet<ContentHash>,
 ) -> anyhow::Result<()> {

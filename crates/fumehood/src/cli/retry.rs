@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::provenance;
 use serde::Serialize;
 use store::StoreError;
@@ -101,7 +101,7 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
 }
 
 fn again(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     id: &str,
     by: &str,
     secrets: &[(String, String)],

@@ -6,14 +6,16 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use engine::attempt::log_capture::{Captured, Live};
-use engine::attempt::pipeline::{self, Audience, Done, NotRun, PipelineError, Place, Surroundings};
+use engine::attempt::log_capture::{CapturedLog, OutputChunk};
 use engine::attempt::record::{CommitState, Record, Status};
 use engine::attempt::record_builder;
-use engine::attempt::recorder::Ledger;
-use engine::collect::Progress;
+use engine::attempt::recorder::Recorder;
+use engine::collect::CollectProgress;
 use engine::home::Home;
-use engine::plan::runtime::Caller;
+use engine::pipeline::{
+    self, AttemptError, CompletedRun, RunContext, RunObserver, StartFailure, WorkspaceSource,
+};
+use engine::plan::runtime::CallerEnvironment;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios};
 use sandbox::spec::Terminal;
@@ -72,19 +74,19 @@ fn perform(
 ) -> anyhow::Result<u8> {
     let Presentation { json, quiet } = resolved.presentation;
     let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let around = Surroundings {
+    let around = RunContext {
         home: Home::find(&env)?.open()?,
-        caller: Caller::from_process(),
+        caller: CallerEnvironment::from_process(),
         launcher: PathBuf::from("/proc/self/exe"),
         terminal,
         required_layers: resolved.required_layers.clone(),
-        place: match resolved.record.in_workspace {
-            Some(_) => Place::Prepared,
-            None => Place::Fresh,
+        workspace_source: match resolved.record.in_workspace {
+            Some(_) => WorkspaceSource::Prepared,
+            None => WorkspaceSource::Fresh,
         },
         free_reserve_bytes: resolved.record.free_reserve_bytes,
         store_quota_bytes: resolved.record.store_quota_bytes,
-        taken: None,
+        claimed: None,
     };
     let mut ledger = match &raw {
         // Somebody looking around is no analysis.
@@ -102,14 +104,14 @@ fn perform(
     // What follows is ours to say, on a terminal that starts a new line when told to.
     drop(raw);
     let (mut record, logs) = match result {
-        Ok(Done {
+        Ok(CompletedRun {
             record,
             stdout,
             stderr,
         }) => (record, Some((stdout, stderr))),
-        Err(NotRun { error, record }) => {
+        Err(StartFailure { error, record }) => {
             let mut record = record.map_or_else(
-                || record_builder::not_run(&resolved.request, 1, &error),
+                || record_builder::start_failure_record(&resolved.request, 1, &error),
                 |record| *record,
             );
             if !json {
@@ -180,7 +182,12 @@ fn perform(
 }
 
 /// `--to`: after the commit, so whatever goes wrong here loses nothing.
-fn export(ledger: &mut Ledger, record: &Record, to: &Path, resolved: &Resolved) -> Result<(), ()> {
+fn export(
+    ledger: &mut Recorder,
+    record: &Record,
+    to: &Path,
+    resolved: &Resolved,
+) -> Result<(), ()> {
     if !matches!(
         record.commit.state,
         CommitState::Committed | CommitState::Superseded
@@ -207,11 +214,11 @@ fn export(ledger: &mut Ledger, record: &Record, to: &Path, resolved: &Resolved) 
 const DOCTOR: &str = "this host does not give what that takes; `fumehood doctor` says what is missing, and what to type to get it";
 
 /// What to do about a host that does not let us.
-fn remedy(error: &PipelineError) -> Option<&'static str> {
-    if let PipelineError::NoLevel { .. } = error {
+fn remedy(error: &AttemptError) -> Option<&'static str> {
+    if let AttemptError::NoLevel { .. } = error {
         return Some(DOCTOR);
     }
-    let PipelineError::Start(RunError::Step { step, source, .. }) = error else {
+    let AttemptError::Start(RunError::Step { step, source, .. }) = error else {
         return None;
     };
     let errno = source.as_ref().and_then(std::io::Error::raw_os_error);
@@ -300,7 +307,7 @@ impl Console {
 
     /// Passes on the rest, once everything else is done. Who takes nothing is waited for until then, or until a signal
     /// comes. Whether there is still somebody to talk to on stderr.
-    fn finish(&mut self, stdout: &Captured, stderr: &Captured, until: Instant) -> bool {
+    fn finish(&mut self, stdout: &CapturedLog, stderr: &CapturedLog, until: Instant) -> bool {
         self.outlets[Stream::Stdout as usize].show_end(stdout);
         self.outlets[Stream::Stderr as usize].show_end(stderr);
         self.flush();
@@ -347,13 +354,13 @@ impl Console {
         drop(fds);
         !heard
             || self
-                .wish()
+                .next_control()
                 .is_none_or(|wish| matches!(wish, Control::Resize { .. }))
     }
 }
 
-impl Audience for Console {
-    fn live(&mut self, stream: Stream, live: Live<'_>) {
+impl RunObserver for Console {
+    fn output(&mut self, stream: Stream, live: OutputChunk<'_>) {
         if !self.json {
             self.outlets[stream as usize].show(live);
             self.flush();
@@ -367,7 +374,7 @@ impl Audience for Console {
         }
     }
 
-    fn progress(&mut self, progress: Progress) {
+    fn progress(&mut self, progress: CollectProgress) {
         let text = self.progress.as_mut().and_then(|line| line.show(progress));
         // A terminal that takes nothing would get a line for every tenth of a second at once.
         let waits = self.outlets.iter().any(|o| o.blocked_on().is_some());
@@ -384,11 +391,11 @@ impl Audience for Console {
         self.flush();
     }
 
-    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.signals.as_fd())
     }
 
-    fn wish(&mut self) -> Option<Control> {
+    fn next_control(&mut self) -> Option<Control> {
         match sandbox::read_signal(self.signals.as_fd())? {
             SIGWINCH => {
                 let size = rustix::termios::tcgetwinsize(rustix::stdio::stdin()).ok()?;

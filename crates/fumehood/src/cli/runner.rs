@@ -8,23 +8,24 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use engine::attempt::log_capture::Live;
-use engine::attempt::pipeline::{
-    self, Audience, EndedFor, NotRun, PipelineError, Place, Surroundings, Taken,
-};
+use engine::attempt::log_capture::OutputChunk;
 use engine::attempt::record::Reason;
-use engine::attempt::recorder::Ledger;
-use engine::collect::Progress;
+use engine::attempt::recorder::Recorder;
+use engine::collect::CollectProgress;
 use engine::home::Home;
-use engine::plan::PolicyError;
+use engine::pipeline::{
+    self, AttemptError, CancelCause, ClaimedAttempt, RunContext, RunObserver, StartFailure,
+    WorkspaceSource,
+};
+use engine::plan::PlanError;
 use engine::plan::limits::error_chain;
-use engine::plan::runtime::Caller;
+use engine::plan::runtime::CallerEnvironment;
 use engine::recovery::reaper;
 use engine::request::bundle::{self, BundleError};
-use engine::request::{Asked, Asker, Writers};
+use engine::request::{QueueWriters, RequestOrigin, RequestedLimit};
 use engine::run_dir;
-use engine::worker::lease_renewal::{self, Heart, Lease, Why};
-use engine::worker::slot::{self, Order};
+use engine::worker::lease_renewal::{self, AttemptLease, EndCause, LeaseKeeper};
+use engine::worker::slot::{self, RunnerOrder};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -52,21 +53,26 @@ pub struct RunnerArgs {
 pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
     // First: from the moment that our number is known somebody may tell us to end.
     let hearing = Hearing::new()?;
-    let (order, held) = slot::taken().context("read the order from standard input")?;
+    let (order, held) = slot::receive_order().context("read the order from standard input")?;
     // Before anything else is started: a scope beside the worker's, which may be stopped.
-    let _where_we_are = engine::attempt::systemd_scope::ensure_apart();
+    let _where_we_are = engine::attempt::systemd_scope::ensure_own_scope();
     let (home, mut ledger) = ledger::open(&args.store)?;
-    ledger.be_patient();
+    ledger.wait_long_for_locks();
     let since = lease_renewal::now();
-    let lease = Lease {
+    let lease = AttemptLease {
         id: order.id.to_string(),
         attempt: order.attempt,
         key: order.key.clone(),
         lease_ms: order.lease_ms,
         worker: order.worker.clone(),
     };
-    let heart = Heart::start(ledger.another(), lease, since, hearing.signals.as_fd())
-        .context("hold the lease")?;
+    let heart = LeaseKeeper::start(
+        ledger.new_connection(),
+        lease,
+        since,
+        hearing.signals.as_fd(),
+    )
+    .context("hold the lease")?;
     let mut ears = Ears {
         hearing,
         heart,
@@ -77,10 +83,10 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
     if let Err(e) = &finished {
         show::error(e);
     }
-    if std::fs::remove_dir_all(order.staged()).is_ok() || !order.staged().exists() {
+    if std::fs::remove_dir_all(order.inputs_dir()).is_ok() || !order.inputs_dir().exists() {
         // The worker need not look whether anything is left to be done.
         if matches!(finished, Ok(Finished::Entirely | Finished::WithoutStart)) {
-            slot::done(&held).context("clear the order")?;
+            slot::clear_order(&held).context("clear the order")?;
         }
     }
     Ok(match finished {
@@ -102,9 +108,9 @@ enum Finished {
 
 fn attempt(
     args: &RunnerArgs,
-    order: &Order,
+    order: &RunnerOrder,
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     ears: &mut Ears,
 ) -> anyhow::Result<Finished> {
     let resolved = match prepare(args, order, ledger) {
@@ -113,16 +119,16 @@ fn attempt(
         Err(Unprepared::Failed(e)) => return give_up(order, ledger, Reason::NotStarted, &e),
     };
     clear_the_way(home, ledger, order, ears);
-    let around = Surroundings {
+    let around = RunContext {
         home: home.clone(),
-        caller: Caller::from_process(),
+        caller: CallerEnvironment::from_process(),
         launcher: PathBuf::from("/proc/self/exe"),
         terminal: Terminal::None,
         required_layers: resolved.required_layers.clone(),
-        place: Place::Fresh,
+        workspace_source: WorkspaceSource::Fresh,
         free_reserve_bytes: resolved.record.free_reserve_bytes,
         store_quota_bytes: resolved.record.store_quota_bytes,
-        taken: Some(Taken {
+        claimed: Some(ClaimedAttempt {
             attempt: order.attempt,
             key: order.key.clone(),
             database_id: order.database_id.clone(),
@@ -132,13 +138,13 @@ fn attempt(
     let asked = lease_renewal::now();
     let ran = loop {
         let ran = pipeline::run(&resolved.request, &around, Some(ledger), ears);
-        let waits = |error: &PipelineError| match error {
-            PipelineError::Ledger(e) => e.is_passing(),
+        let waits = |error: &AttemptError| match error {
+            AttemptError::Commit(e) => e.is_transient(),
             _ => false,
         };
         match &ran {
             // Nothing was begun, and the attempt is still ours: a database that is restarted costs nobody a try.
-            Err(NotRun {
+            Err(StartFailure {
                 error,
                 record: None,
             }) if waits(error)
@@ -152,20 +158,20 @@ fn attempt(
     };
     match ran {
         Ok(_) => {}
-        Err(NotRun {
+        Err(StartFailure {
             error,
             record: Some(_),
         }) => {
-            if !error.is_refusal() && !run_dir::stands(home, &order.id, order.attempt) {
+            if !error.is_refusal() && !run_dir::attempt_exists(home, &order.id, order.attempt) {
                 return Ok(Finished::WithoutStart);
             }
         }
         // The database has it as running, and nothing of it is here.
-        Err(NotRun {
+        Err(StartFailure {
             error,
             record: None,
         }) => {
-            if let (true, PipelineError::Policy(PolicyError::Runtime(_))) =
+            if let (true, AttemptError::Plan(PlanError::Runtime(_))) =
                 (is_strangers(&resolved), &error)
             {
                 return give_up(
@@ -177,15 +183,17 @@ fn attempt(
             }
             let reason = match error.is_refusal() {
                 true => Reason::Refused,
-                false => error.verdict().1,
+                false => error.status_and_reason().1,
             };
             return give_up(order, ledger, reason, &anyhow::Error::new(error));
         }
     }
-    Ok(match run_dir::stands(home, &order.id, order.attempt) {
-        true => Finished::Later,
-        false => Finished::Entirely,
-    })
+    Ok(
+        match run_dir::attempt_exists(home, &order.id, order.attempt) {
+            true => Finished::Later,
+            false => Finished::Entirely,
+        },
+    )
 }
 
 /// Whether a program is there, or could be executed, by whom and why not: a stranger would learn from that what is where not
@@ -194,7 +202,7 @@ const NOT_FOR_STRANGERS: &str = "the command, or an interpreter that it needs, i
 
 fn is_strangers(resolved: &Resolved) -> bool {
     let asked_by = &resolved.request.asked_by;
-    matches!(asked_by, Asker::Queue { writers, .. } if *writers == Writers::Others)
+    matches!(asked_by, RequestOrigin::Queue { writers, .. } if *writers == QueueWriters::OtherUsers)
 }
 
 /// Why there is nothing to be run.
@@ -204,17 +212,21 @@ enum Unprepared {
     Failed(anyhow::Error),
 }
 
-fn prepare(args: &RunnerArgs, order: &Order, ledger: &mut Ledger) -> Result<Resolved, Unprepared> {
+fn prepare(
+    args: &RunnerArgs,
+    order: &RunnerOrder,
+    ledger: &mut Recorder,
+) -> Result<Resolved, Unprepared> {
     let submission = Submission::read(&order.request, order.id.as_str())
         .context("read the submission")
         .map_err(Unprepared::Refused)?;
-    let staged = order.staged();
+    let staged = order.inputs_dir();
     lay_out(&submission, &staged, ledger)?;
     let sources = Sources::from_process().map_err(|e| Unprepared::Failed(e.into()))?;
     let resolved = config::queued(&submission, &staged, &args.store, &sources);
     let mut resolved = resolved.map_err(|e| Unprepared::Refused(e.into()))?;
     // What it asks for is what the worker counted for it, whatever else the queue said of it.
-    let more = |asked: Option<Asked<u64>>, counted: u64| {
+    let more = |asked: Option<RequestedLimit<u64>>, counted: u64| {
         asked.is_some_and(|asked| asked.explicit && asked.value > counted)
     };
     let asked = &resolved.request.limits;
@@ -224,11 +236,11 @@ fn prepare(args: &RunnerArgs, order: &Order, ledger: &mut Ledger) -> Result<Reso
     }
     // What it did not ask for is what the worker counted for it, or all that the worker has.
     let limits = &mut resolved.request.limits;
-    let counted = |value| Asked {
+    let counted = |value| RequestedLimit {
         value,
         explicit: false,
     };
-    let least = |asked: &mut Option<Asked<u64>>, value: u64| match asked {
+    let least = |asked: &mut Option<RequestedLimit<u64>>, value: u64| match asked {
         Some(asked) if asked.explicit => {}
         Some(asked) => asked.value = asked.value.min(value),
         None => *asked = Some(counted(value)),
@@ -238,7 +250,11 @@ fn prepare(args: &RunnerArgs, order: &Order, ledger: &mut Ledger) -> Result<Reso
     Ok(resolved)
 }
 
-fn lay_out(submission: &Submission, staged: &Path, ledger: &mut Ledger) -> Result<(), Unprepared> {
+fn lay_out(
+    submission: &Submission,
+    staged: &Path,
+    ledger: &mut Recorder,
+) -> Result<(), Unprepared> {
     let failed = |e: anyhow::Error| Unprepared::Failed(e.context("lay out the inputs"));
     let _left_by_a_dead_one = std::fs::remove_dir_all(staged);
     let dir = make_directory(staged).map_err(|e| failed(e.into()))?;
@@ -246,7 +262,7 @@ fn lay_out(submission: &Submission, staged: &Path, ledger: &mut Ledger) -> Resul
     let laid_out = bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
         loop {
             match ledger.with(|store| store.submitted_file(hash)) {
-                Err(e) if e.is_passing() && Instant::now() < deadline => {
+                Err(e) if e.is_transient() && Instant::now() < deadline => {
                     std::thread::sleep(LOOK_AGAIN * 10);
                 }
                 answer => return Ok(answer?),
@@ -273,7 +289,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// An earlier attempt of the same analysis has the same workspace: what is left of it goes first, also one that was kept for
 /// somebody to look at. What is another's, by the same id, is not touched, and stops this attempt.
-fn clear_the_way(home: &Home, ledger: &mut Ledger, order: &Order, ears: &mut Ears) {
+fn clear_the_way(home: &Home, ledger: &mut Recorder, order: &RunnerOrder, ears: &mut Ears) {
     if !standing::any_of(home, &order.id) {
         return;
     }
@@ -281,7 +297,7 @@ fn clear_the_way(home: &Home, ledger: &mut Ledger, order: &Order, ears: &mut Ear
         return;
     };
     let is_ours = |standing: &Standing| {
-        let task = standing.record.task.as_ref();
+        let task = standing.record.commit_plan.as_ref();
         task.is_some_and(|task| task.database_id == database)
             && standing.record.attempt < order.attempt
     };
@@ -306,8 +322,8 @@ const MESSAGE_CHARS_MAX: usize = 4_000;
 
 /// Ends the attempt in the database: nothing of it ran.
 fn give_up(
-    order: &Order,
-    ledger: &mut Ledger,
+    order: &RunnerOrder,
+    ledger: &mut Recorder,
     reason: Reason,
     error: &anyhow::Error,
 ) -> anyhow::Result<Finished> {
@@ -356,7 +372,7 @@ impl Hearing {
 /// from the database.
 struct Ears {
     hearing: Hearing,
-    heart: Heart,
+    heart: LeaseKeeper,
     /// Somebody told this process to end, as whoever cancels does, and whoever shuts a machine down.
     signalled: bool,
 }
@@ -373,12 +389,12 @@ impl Ears {
     }
 }
 
-impl Audience for Ears {
-    fn live(&mut self, _: Stream, _: Live<'_>) {}
+impl RunObserver for Ears {
+    fn output(&mut self, _: Stream, _: OutputChunk<'_>) {}
 
     fn notice(&mut self, _: &str) {}
 
-    fn progress(&mut self, _: Progress) {}
+    fn progress(&mut self, _: CollectProgress) {}
 
     fn blocked_on(&self, _: Stream) -> Option<BorrowedFd<'_>> {
         None
@@ -386,14 +402,14 @@ impl Audience for Ears {
 
     fn unblocked(&mut self, _: Stream) {}
 
-    fn wishes(&self) -> Option<BorrowedFd<'_>> {
+    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.heart.as_fd())
     }
 
-    fn wish(&mut self) -> Option<Control> {
-        match self.heart.why() {
-            Some(Why::LeaseLost) => return Some(Control::Kill),
-            Some(Why::Cancelled) => return Some(Control::Cancel),
+    fn next_control(&mut self) -> Option<Control> {
+        match self.heart.end_cause() {
+            Some(EndCause::LeaseLost) => return Some(Control::Kill),
+            Some(EndCause::Cancelled) => return Some(Control::Cancel),
             None => {}
         }
         // The worker, the database and whoever cancels may all tell of the same wish. Only one who is impatient says so.
@@ -406,11 +422,11 @@ impl Audience for Ears {
         }
     }
 
-    fn ended_for(&mut self) -> EndedFor {
+    fn cancel_cause(&mut self) -> CancelCause {
         match (self.heart.is_lost(), self.signalled) {
-            (true, _) => EndedFor::LeaseLost,
-            (false, true) if !self.heart.is_cancelled() => EndedFor::Stopped,
-            (false, _) => EndedFor::Wish,
+            (true, _) => CancelCause::LeaseLost,
+            (false, true) if !self.heart.is_cancelled() => CancelCause::RunnerStopped,
+            (false, _) => CancelCause::Requested,
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::io::Write;
 
 use engine::attempt::record::{CommitState, LimitEntry, Record, Status};
-use engine::request::Level;
+use engine::request::IsolationLevel;
 use rustix::termios::OutputModes;
 use sandbox::spec::{Hardness, LimitName};
 use store::types::escaping::escape_terminal;
@@ -33,7 +33,7 @@ pub fn error(error: &anyhow::Error) {
 
 /// How it ended, in a line or two.
 pub fn summary(record: &Record) {
-    if record.isolation.level == Some(Level::None) {
+    if record.isolation.level == Some(IsolationLevel::None) {
         line(&format!(
             "{} recorded as {}, made without a sandbox (isolation: none)",
             record.id,
@@ -211,7 +211,10 @@ fn held(record: &Record) -> String {
     let memory_by = memory.map_or("", |entry| entry.enforced_by.as_str());
     format!(
         "isolation {} ({} layers); enforced: {}; watched: {}; memory by {memory_by}",
-        record.isolation.level.map_or("none", Level::as_str),
+        record
+            .isolation
+            .level
+            .map_or("none", IsolationLevel::as_str),
         record.isolation.layers.len(),
         words(Hardness::Hard),
         words(Hardness::Watched),

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use engine::home::{self, Home};
 use engine::request::AnalysisId;
-use engine::run_dir::{Paper, RunDir, RunRecord, RunState};
+use engine::run_dir::{RunDir, RunRecord, RunState, StateFile};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -47,12 +47,12 @@ pub enum Next {
 impl Standing {
     pub fn next(&self) -> Next {
         let record = &self.record;
-        if record.host != home::machine() {
+        if record.host != home::machine_id() {
             return Next::Elsewhere;
         }
         match record.state {
             _ if self.alive => Next::Runs,
-            RunState::Live | RunState::Quarantined if record.task.is_some() => Next::Finish,
+            RunState::Live | RunState::Quarantined if record.commit_plan.is_some() => Next::Finish,
             RunState::Live | RunState::Quarantined => Next::Clean,
             RunState::Open { .. } => Next::Run,
             RunState::Ran => Next::PostProcess,
@@ -127,7 +127,7 @@ impl Standing {
         let Some(runner) = self.runner() else {
             return Ok(Told::Unreachable);
         };
-        if self.path.join(Paper::Outcome.name()).exists() {
+        if self.path.join(StateFile::Outcome.name()).exists() {
             return Ok(Told::HasEnded);
         }
         let first = match std::fs::File::create_new(self.path.join(TOLD)) {
@@ -211,7 +211,7 @@ pub fn read(dir: &Path) -> Option<RunRecord> {
 }
 
 fn is_alive(record: &RunRecord) -> bool {
-    let here = record.host == home::machine() && record.boot_id == home::boot_id();
+    let here = record.host == home::machine_id() && record.boot_id == home::boot_id();
     let runs = matches!(record.state, RunState::Live | RunState::Quarantined);
     here && runs && Process::of(record).is_some_and(|runner| !runner.has_ended())
 }

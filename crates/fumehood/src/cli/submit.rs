@@ -7,13 +7,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
-use engine::plan::runtime::Caller;
-use engine::plan::{self, Private};
+use engine::plan::runtime::CallerEnvironment;
+use engine::plan::{self, PrivatePaths};
 use engine::provenance;
-use engine::request::bundle::{Bundle, Pool};
-use engine::request::{Again, Asked, Command, Stdin};
+use engine::request::bundle::{Bundle, ContentPool};
+use engine::request::{Command, IdReuse, RequestedLimit, Stdin};
 use serde::Serialize;
 use store::types::manifest::ContentHash;
 use store::types::submission::{Submission, SubmittedCommand, SubmittedSetting, VERSION};
@@ -33,11 +33,11 @@ pub fn submit(args: &SubmitArgs) -> anyhow::Result<u8> {
     )?;
     let mut counter = Counter {
         by: provenance::submitter_name(),
-        kept: ledger.kept_at(),
-        caller: Caller::from_process(),
+        kept: ledger.private_paths(),
+        caller: CallerEnvironment::from_process(),
         json: submitter.presentation().json,
         submitter,
-        pool: Pool::default(),
+        pool: ContentPool::default(),
         ledger,
         home,
     };
@@ -70,9 +70,9 @@ enum Reader {
 /// Where submissions are made.
 struct Counter<'a> {
     submitter: Submitter<'a>,
-    caller: Caller,
-    pool: Pool,
-    ledger: Ledger,
+    caller: CallerEnvironment,
+    pool: ContentPool,
+    ledger: Recorder,
     home: Home,
     kept: Vec<PathBuf>,
     by: String,
@@ -127,11 +127,11 @@ impl Counter<'_> {
             mut settings,
             queueing,
         } = asked;
-        let private = Private {
+        let private = PrivatePaths {
             home: self.home.path(),
-            kept: &self.kept,
+            records: &self.kept,
         };
-        let taken = plan::taken(&request, &self.caller, &private)?;
+        let taken = plan::resolve_submit_inputs(&request, &self.caller, &private)?;
         for (name, path) in [
             ("data", &taken.data),
             ("docs", &taken.docs),
@@ -175,7 +175,8 @@ impl Counter<'_> {
             inputs: bundle.items,
             stdin: bundle.stdin,
         };
-        let explicit = |limit: Option<Asked<u64>>| limit.filter(|l| l.explicit).map(|l| l.value);
+        let explicit =
+            |limit: Option<RequestedLimit<u64>>| limit.filter(|l| l.explicit).map(|l| l.value);
         Ok(Ready {
             line: None,
             json: submission.write()?,
@@ -183,7 +184,7 @@ impl Counter<'_> {
             submission,
             blobs,
             queueing,
-            replace: request.again == Again::Replace,
+            replace: request.id_reuse == IdReuse::Replace,
             memory_bytes: explicit(request.limits.memory_bytes),
             cpu_milli: explicit(request.limits.cpu_milli),
         })

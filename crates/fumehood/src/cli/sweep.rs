@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
-use engine::run_dir::Paper;
+use engine::run_dir::StateFile;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use serde::Serialize;
@@ -87,7 +87,7 @@ impl Sweep {
 }
 
 /// Never fails: what could not be done is said, and done by the next `gc`.
-pub fn sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> Sweep {
+pub fn sweep(home: &Home, ledger: &mut Recorder, scope: &Scope) -> Sweep {
     let dry_run = matches!(scope, Scope::All(Sweeping { dry_run: true, .. }));
     match try_sweep(home, ledger, scope) {
         Ok(swept) => Sweep {
@@ -107,7 +107,7 @@ pub fn sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> Sweep {
     }
 }
 
-fn try_sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> anyhow::Result<SweepTotals> {
+fn try_sweep(home: &Home, ledger: &mut Recorder, scope: &Scope) -> anyhow::Result<SweepTotals> {
     if !ledger.artifacts_at.join("store.json").exists() {
         // Opening would make it, and there is nothing to sweep.
         return Ok(SweepTotals::default());
@@ -131,7 +131,7 @@ fn try_sweep(home: &Home, ledger: &mut Ledger, scope: &Scope) -> anyhow::Result<
 fn check_users(
     artifacts: &Artifacts,
     alone: &ExclusiveLock,
-    (home, ledger): (&Home, &mut Ledger),
+    (home, ledger): (&Home, &mut Recorder),
     dry_run: bool,
     others: Others,
 ) -> anyhow::Result<()> {
@@ -173,7 +173,7 @@ fn check_users(
 /// be remembered.
 fn referenced(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     artifacts: &Artifacts,
     scope: &Scope,
 ) -> anyhow::Result<Vec<ContentHash>> {
@@ -228,7 +228,7 @@ fn entries(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
 /// `None`: there is none. A directory that is gone was committed, or moved to where we look next.
 fn read_manifest(dir: &Path) -> anyhow::Result<Option<Manifest>> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let path = dir.join(Paper::Manifest.name());
+    let path = dir.join(StateFile::Manifest.name());
     let file = match rustix::fs::open(path, flags, Mode::empty()) {
         Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
         file => file?,

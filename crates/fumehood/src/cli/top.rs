@@ -10,7 +10,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use serde::Serialize;
 use store::types::units::{format_duration, parse_duration_ms};
@@ -89,7 +89,7 @@ pub fn top(args: &TopArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-fn gather(home: &Home, ledger: &mut Ledger, mut meters: Meters) -> anyhow::Result<Snapshot> {
+fn gather(home: &Home, ledger: &mut Recorder, mut meters: Meters) -> anyhow::Result<Snapshot> {
     const FINAL: [State; 7] = [
         State::Succeeded,
         State::Failed,
@@ -159,7 +159,7 @@ fn watch(args: &TopArgs, interval: Duration) -> anyhow::Result<u8> {
                 }
             }
             Err(e) => {
-                ledger.rest();
+                ledger.disconnect();
                 bell = None;
                 trouble = Some(format!("{e:#}"));
             }

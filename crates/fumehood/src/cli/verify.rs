@@ -6,7 +6,7 @@ use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::recorder::Recorder;
 use engine::home;
 use serde::Serialize;
 use store::STREAMS;
@@ -121,14 +121,14 @@ struct Check<'a> {
 }
 
 impl Check<'_> {
-    fn all(&mut self, ledger: &mut Ledger) -> anyhow::Result<()> {
+    fn all(&mut self, ledger: &mut Recorder) -> anyhow::Result<()> {
         let faults = ledger.with(|store| store.integrity_faults())?;
         self.report.database_faults = faults;
         let here = self.artifacts.id().to_owned();
         let stores = ledger.with(|store| store.artifact_stores())?;
         for store in stores.iter().filter(|store| store.artifact_store != here) {
             self.report.elsewhere += store.objects;
-            self.report.beside |= store.host == home::machine();
+            self.report.beside |= store.host == home::machine_id();
         }
         ledger.with(|store| {
             store.for_each_object(&here, &mut |hash, bytes| {
@@ -138,11 +138,11 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn one(&mut self, ledger: &mut Ledger, id: &str) -> anyhow::Result<()> {
+    fn one(&mut self, ledger: &mut Recorder, id: &str) -> anyhow::Result<()> {
         let mut objects = BTreeMap::new();
         let mut elsewhere = BTreeMap::new();
         let here = self.artifacts.id();
-        let machine = home::machine();
+        let machine = home::machine_id();
         for listed in ledger.with(|store| store.attempts(id))? {
             for output in ledger.with(|store| store.outputs(id, listed.attempt))? {
                 self.report.beside |= output.artifact_store != here && output.host == machine;
@@ -184,7 +184,7 @@ impl Check<'_> {
     }
 
     /// What nobody refers to by now was removed while we looked, and is not missing.
-    fn name_users(&mut self, ledger: &mut Ledger) -> anyhow::Result<()> {
+    fn name_users(&mut self, ledger: &mut Recorder) -> anyhow::Result<()> {
         self.clear();
         let here = self.artifacts.id().to_owned();
         for (hash, bytes, what) in std::mem::take(&mut self.bad) {

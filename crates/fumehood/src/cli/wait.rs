@@ -4,8 +4,8 @@ use std::ffi::OsString;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use engine::attempt::finalize::SettleError;
-use engine::attempt::recorder::Ledger;
+use engine::attempt::error::CommitError;
+use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use engine::request::AnalysisId;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -157,7 +157,7 @@ impl<'a> From<&'a Last> for Awaited<'a> {
 /// Waits for all of them, and tells of each as it ends. In the order given; if the time is over, some have not ended.
 pub fn until_ended(
     home: &Home,
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     ids: &[String],
     deadline: Option<Instant>,
     tell: &mut dyn FnMut(&AttemptSummary) -> anyhow::Result<()>,
@@ -191,14 +191,14 @@ pub fn until_ended(
 }
 
 /// How an analysis stands. One that nobody has any more will never end.
-fn look(ledger: &mut Ledger, id: &str) -> Result<Last, SettleError> {
+fn look(ledger: &mut Recorder, id: &str) -> Result<Last, CommitError> {
     let (mut attempts, now_ms) = ledger.with(|store| Ok((store.attempts(id)?, store.now_ms()?)))?;
     // Superseded ones came too late, and have numbers of their own.
     let counts = attempts.iter().rposition(|attempt| !attempt.superseded);
     let counts = counts.or(attempts.len().checked_sub(1));
     let Some(at) = counts else {
         let given = id.to_owned();
-        return Err(ledger.trouble(StoreError::NotFound { given }));
+        return Err(ledger.database_error(StoreError::NotFound { given }));
     };
     let listed = attempts.swap_remove(at);
     let step_ms = ledger.post_process.as_ref().map(|step| step.timeout_ms);
@@ -220,7 +220,7 @@ pub struct Watch {
 
 impl Watch {
     /// Without a bell it is only slower.
-    pub fn over(ledger: &Ledger) -> Watch {
+    pub fn over(ledger: &Recorder) -> Watch {
         Watch {
             bell: ChangeListener::subscribe(&ledger.location).ok(),
             away_since: None,
@@ -230,8 +230,8 @@ impl Watch {
     /// Asks the database, again and again while it is away. `None`: the time is over.
     pub fn ask<T>(
         &mut self,
-        ledger: &mut Ledger,
-        mut question: impl FnMut(&mut Ledger) -> Result<T, SettleError>,
+        ledger: &mut Recorder,
+        mut question: impl FnMut(&mut Recorder) -> Result<T, CommitError>,
         deadline: Option<Instant>,
     ) -> anyhow::Result<Option<T>> {
         loop {
@@ -245,7 +245,7 @@ impl Watch {
                 }
                 Err(error) => error,
             };
-            ledger.rest();
+            ledger.disconnect();
             let since = match (is_away(&error), self.away_since) {
                 (false, _) => return Err(ids::plainly(error)),
                 (true, Some(since)) => since,
@@ -300,8 +300,8 @@ impl Watch {
     }
 }
 
-fn is_away(error: &SettleError) -> bool {
-    matches!(error, SettleError::Database { source, .. } if source.is_database_fault())
+fn is_away(error: &CommitError) -> bool {
+    matches!(error, CommitError::Database { source, .. } if source.is_database_fault())
 }
 
 /// Attempts whose runner died here, and that nobody finishes while we wait.
@@ -312,7 +312,7 @@ struct LostRunners {
 
 impl LostRunners {
     fn tell_of(&mut self, home: &Home, listed: &AttemptSummary) {
-        if listed.host != engine::home::machine() || self.told.contains(&listed.id) {
+        if listed.host != engine::home::machine_id() || self.told.contains(&listed.id) {
             return;
         }
         let Ok(id) = AnalysisId::new(&listed.id) else {

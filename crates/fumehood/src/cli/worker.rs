@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
-use engine::attempt::finalize::SettleError;
+use engine::attempt::error::CommitError;
 use engine::attempt::record::Status;
 use engine::home::Home;
-use engine::worker::{self, News, Options, Worker};
+use engine::worker::{self, Worker, WorkerEvent, WorkerOptions};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use store::types::units::{format_cpus, format_size, parse_cpus, parse_duration_ms, parse_size};
@@ -89,7 +89,7 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
     let (home, mut ledger) = ledger::open(&args.store)?;
     // A wrong database is told before anything is taken up; one that is away for now is waited for.
     match ledger.store() {
-        Err(SettleError::Database { source, .. })
+        Err(CommitError::Database { source, .. })
             if source.fault_kind() == FaultKind::Unreachable => {}
         opened => drop(opened?),
     }
@@ -112,7 +112,7 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
         worker.drain();
         duty.draining = true;
     }
-    match worker.living() {
+    match worker.live_runners() {
         0 => duty.say(&format!("worker {} is ready: {given}", args.name)),
         n => duty.say(&format!(
             "worker {} is ready: {given}; {} from before",
@@ -122,7 +122,7 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
     }
     notifier.ready(&status(&worker, false))?;
     loop {
-        let wait = worker.turn(&mut |news| duty.tell(&news))?;
+        let wait = worker.run_once(&mut |news| duty.tell(&news))?;
         notifier.watchdog();
         notifier.status(&status(&worker, duty.draining));
         let idle = args.until_idle && worker.is_idle();
@@ -130,7 +130,7 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
             break;
         }
         let beat = notifier.watchdog_interval().unwrap_or(Duration::MAX);
-        let mut fds = worker.wakers();
+        let mut fds = worker.wake_fds();
         fds.push(signals.fd.as_fd());
         sleep_until_woken(&fds, wait.min(beat));
         while let Some(signal) = signals.next() {
@@ -138,13 +138,13 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
         }
     }
     notifier.stopping(&status(&worker, duty.draining));
-    if worker.living() > 0 {
+    if worker.live_runners() > 0 {
         duty.say(&format!(
             "left {} running; they commit by themselves",
-            counted(worker.living() as u64, "analysis", "analyses")
+            counted(worker.live_runners() as u64, "analysis", "analyses")
         ));
     }
-    worker.leave();
+    worker.deregister();
     Ok(0)
 }
 
@@ -162,12 +162,12 @@ fn status(worker: &Worker, draining: bool) -> String {
     let draining = if draining { ", draining" } else { "" };
     format!(
         "{} of {} slots busy{draining}",
-        worker.running(),
+        worker.busy_slots(),
         worker.slots()
     )
 }
 
-fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Options> {
+fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<WorkerOptions> {
     let cpus = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
     let number = |given: &Option<OsString>, parse: &dyn Fn(&str) -> anyhow::Result<u64>| {
         let text = given.as_ref().map(|text| text.to_string_lossy());
@@ -209,7 +209,7 @@ fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Optio
             runner.extend([OsString::from(flag), absolute(flag, value)?]);
         }
     }
-    Ok(Options {
+    Ok(WorkerOptions {
         name: args.name.clone(),
         slots,
         total,
@@ -240,12 +240,12 @@ fn absolute(flag: &str, value: &OsString) -> anyhow::Result<OsString> {
 
 /// The running worker of this name is told, and its place taken once it is gone.
 fn ask_to_drain(home: &Home, name: &str) -> anyhow::Result<()> {
-    while let Some(pid) = worker::holder(home, name) {
+    while let Some(pid) = worker::lock_holder(home, name) {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let process =
             pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
         // The descriptor was had before: if the name is still held, the number was its holder's.
-        let Some(process) = process.filter(|_| worker::holder(home, name).is_some()) else {
+        let Some(process) = process.filter(|_| worker::lock_holder(home, name).is_some()) else {
             continue;
         };
         rustix::process::pidfd_send_signal(&process, Signal::TERM)
@@ -277,7 +277,7 @@ impl Duty<'_> {
             SIGTERM if !self.draining => {
                 self.draining = true;
                 worker.drain();
-                let n = worker.running();
+                let n = worker.busy_slots();
                 self.say(&format!(
                     "draining: no more work is taken, and {} waited for; once more to leave at once",
                     counted(n as u64, "analysis is", "analyses are")
@@ -289,15 +289,17 @@ impl Duty<'_> {
         }
     }
 
-    fn tell(&self, news: &News) {
+    fn tell(&self, news: &WorkerEvent) {
         let name = |id: &str, attempt: u32| match attempt {
             1 => id.to_owned(),
             n => format!("{id}@{n}"),
         };
         match news {
-            News::Took { id, attempt } => self.say(&format!("took {}", name(id, *attempt))),
-            News::Ended { .. } => {}
-            News::Finished {
+            WorkerEvent::Claimed { id, attempt } => {
+                self.say(&format!("took {}", name(id, *attempt)))
+            }
+            WorkerEvent::RunnerEnded { .. } => {}
+            WorkerEvent::Recovered {
                 id,
                 attempt,
                 status,
@@ -308,20 +310,20 @@ impl Duty<'_> {
                 };
                 self.say(&format!("{} {how}", name(id, *attempt)));
             }
-            News::GaveUp { id, attempt } => {
+            WorkerEvent::GivenUp { id, attempt } => {
                 self.say(&format!(
                     "gave up {}: its runner is lost",
                     name(id, *attempt)
                 ));
             }
-            News::Parked { id } => {
+            WorkerEvent::Parked { id } => {
                 self.say(&format!("parked {id}: no worker is large enough for it"));
             }
-            News::Away(why) => show::line(&format!(
+            WorkerEvent::DatabaseUnavailable(why) => show::line(&format!(
                 "the database cannot be used for now; what runs goes on: {why}"
             )),
-            News::Back => self.say("the database is back"),
-            News::Trouble(what) => show::line(what),
+            WorkerEvent::DatabaseAvailable => self.say("the database is back"),
+            WorkerEvent::Problem(what) => show::line(what),
         }
     }
 }

@@ -4,9 +4,11 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use anyhow::Context;
-use engine::attempt::record::PostProcessed;
-use engine::attempt::recorder::Ledger;
-use engine::recovery::staged_commands::{self, Discard, Processed, StepsError};
+use engine::attempt::record::PostProcessReport;
+use engine::attempt::recorder::Recorder;
+use engine::recovery::staged_commands::{
+    self, DiscardPolicy, PostProcessResult, StagedCommandError,
+};
 use engine::request::AnalysisId;
 use serde::Serialize;
 use store::types::escaping::escape_text;
@@ -131,8 +133,8 @@ fn remove(args: &RemoveArgs) -> anyhow::Result<u8> {
     let (home, mut ledger) = ledger::open_if_any(&args.store)?;
     let id = ids::local(&home, ledger.as_mut(), &args.id)?;
     let discard = match args.discard {
-        true => Discard::Wanted,
-        false => Discard::Refused,
+        true => DiscardPolicy::Discard,
+        false => DiscardPolicy::Refuse,
     };
     let path = staged_commands::remove_workspace(&home, ledger.as_mut(), &id, discard)?;
     match args.json {
@@ -158,23 +160,26 @@ struct Stepped<'a> {
     attempt: u32,
     status: &'a str,
     /// `null`: there was nothing to do.
-    post_process: Option<PostProcessed>,
+    post_process: Option<PostProcessReport>,
 }
 
 pub fn post_process(args: &PostProcessArgs) -> anyhow::Result<u8> {
     let (home, mut ledger) = ledger::open(&args.store)?;
     let id = ids::local(&home, Some(&mut ledger), &args.id)?;
     let (attempt, step) = match staged_commands::post_process(&home, &mut ledger, &id) {
-        Ok(Processed::Committed(record)) => {
+        Ok(PostProcessResult::Committed(record)) => {
             match args.json {
                 true => print::json(&record)?,
                 false => show::summary(&record),
             }
             return Ok(exit::code(&record));
         }
-        Ok(Processed::Stepped { attempt, step }) => (Some(attempt), Some(step)),
+        Ok(PostProcessResult::CommandRun {
+            attempt,
+            report: step,
+        }) => (Some(attempt), Some(step)),
         // Whoever repeats the command is answered the same.
-        Err(StepsError::NothingDue { .. }) => (None, None),
+        Err(StagedCommandError::NothingDue { .. }) => (None, None),
         Err(e) => return Err(e.into()),
     };
     tell_step(&mut ledger, &id, attempt, step, args.json)
@@ -182,10 +187,10 @@ pub fn post_process(args: &PostProcessArgs) -> anyhow::Result<u8> {
 
 /// For what was committed before.
 fn tell_step(
-    ledger: &mut Ledger,
+    ledger: &mut Recorder,
     id: &AnalysisId,
     attempt: Option<u32>,
-    step: Option<PostProcessed>,
+    step: Option<PostProcessReport>,
     json: bool,
 ) -> anyhow::Result<u8> {
     let listed = ledger
@@ -210,10 +215,10 @@ fn tell_step(
         None => show::line(&format!(
             "{id} is committed ({ended}), and no post_process command awaits it"
         )),
-        Some(PostProcessed { done: true, .. }) => {
+        Some(PostProcessReport { done: true, .. }) => {
             show::line(&format!("{id} ({ended}): post-processed"));
         }
-        Some(PostProcessed { message, .. }) => show::line(&format!(
+        Some(PostProcessReport { message, .. }) => show::line(&format!(
             "post_process failed: {}\nnothing is lost; repeat it with `fumehood post-process {id}`",
             message.unwrap_or_default()
         )),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
-use engine::request::{Level, LimitName};
+use engine::request::{IsolationLevel, LimitName};
 use sandbox::spec::Layer;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
@@ -24,7 +24,7 @@ const ENTRIES_MAX: usize = 10_000;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
     pub path: PathBuf,
-    pub floor: Level,
+    pub floor: IsolationLevel,
     /// Layers without which a run may not start, whatever its level.
     pub layers: BTreeSet<Layer>,
     /// Whether a run at level `landlock` may have the host's /dev/shm.
@@ -254,12 +254,12 @@ impl Reader<'_> {
     }
 
     /// An operator who wrote a policy and named no floor has not lowered it.
-    fn level(&self, value: Option<&toml::Value>) -> Result<Level, PolicyError> {
+    fn level(&self, value: Option<&toml::Value>) -> Result<IsolationLevel, PolicyError> {
         match value.map(toml::Value::as_str) {
-            None => Ok(Level::Full),
+            None => Ok(IsolationLevel::Full),
             Some(None) => Err(self.wrong_type("floor.level", "a string")),
-            Some(Some("full")) => Ok(Level::Full),
-            Some(Some("landlock")) => Ok(Level::Landlock),
+            Some(Some("full")) => Ok(IsolationLevel::Full),
+            Some(Some("landlock")) => Ok(IsolationLevel::Landlock),
             Some(Some(other)) => Err(PolicyError::UnknownWord {
                 path: self.path.to_owned(),
                 key: "floor.level",

@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use engine::request::bundle;
-use engine::request::{Asker, Command, Input, Level, Stdin, Writers};
+use engine::request::{Command, Input, IsolationLevel, QueueWriters, RequestOrigin, Stdin};
 use store::types::submission::{Submission, SubmittedCommand, SubmittedSetting as Queued};
 
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
@@ -71,8 +71,8 @@ pub fn queued(
     let request = &mut resolved.request;
     // The weaker level tells a program more of the machine that it runs on. Who typed a request accepts that for himself; for
     // strangers the operator must, by a policy or by the worker's own `isolation`.
-    if writers == Writers::Others && !has_floor {
-        request.floor = Level::Full;
+    if writers == QueueWriters::OtherUsers && !has_floor {
+        request.floor = IsolationLevel::Full;
     }
     request.id = submission.id.clone();
     request.inputs = tops(submission, &inputs);
@@ -80,10 +80,10 @@ pub fn queued(
         Some(_) => Stdin::File(staged.join(bundle::STDIN)),
         None => Stdin::Null,
     };
-    request.asked_by = Asker::Queue {
+    request.asked_by = RequestOrigin::Queue {
         staged: staged.to_owned(),
         writers,
-        script_from: match &submission.command {
+        submitted_script: match &submission.command {
             SubmittedCommand::Script { from, .. } => Some(from.clone()),
             SubmittedCommand::Argv(_) => None,
         },
@@ -171,7 +171,7 @@ fn words(value: &Queued, place: &Place) -> Result<Vec<OsString>, SettingError> {
 
 /// Who can write to the queue that this worker takes from. Root takes from nobody's queue without looking, since whoever
 /// can write to it need not be root.
-fn writers(db: Option<&DbChoice>, uid: u32) -> Writers {
+fn writers(db: Option<&DbChoice>, uid: u32) -> QueueWriters {
     let only_ours = match db {
         _ if uid == 0 => false,
         // Below FUMEHOOD_HOME, which is refused where others can reach it.
@@ -181,8 +181,8 @@ fn writers(db: Option<&DbChoice>, uid: u32) -> Writers {
         }
     };
     match only_ours {
-        true => Writers::OnlyUs,
-        false => Writers::Others,
+        true => QueueWriters::OnlyThisUser,
+        false => QueueWriters::OtherUsers,
     }
 }
 
@@ -208,8 +208,8 @@ fn is_ours_alone(path: &str, uid: u32) -> bool {
 
 impl Merged {
     /// Without a policy `run` lends the host's /dev/shm to whoever asks; to a stranger only a policy does.
-    fn check_strangers(&self, writers: Writers) -> Result<(), ConfigError> {
-        if writers == Writers::OnlyUs || self.policy.is_some() {
+    fn check_strangers(&self, writers: QueueWriters) -> Result<(), ConfigError> {
+        if writers == QueueWriters::OnlyThisUser || self.policy.is_some() {
             // An operator's policy has ceilings for all of these.
             return Ok(());
         }

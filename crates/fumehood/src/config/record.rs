@@ -7,7 +7,9 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use engine::request::{Again, AnalysisId, AnalysisIdError, Collection, Keep, WorkspaceKind};
+use engine::request::{
+    AnalysisId, AnalysisIdError, CollectionSettings, IdReuse, KeepPolicy, WorkspaceKind,
+};
 
 use super::file::{self, FileError, Privacy};
 use super::layer::{self, Entry, Origin, Place, SettingError, Value};
@@ -152,7 +154,7 @@ pub fn workspace_settings(
 pub fn handed_in_settings(
     given: Vec<(Key, Vec<OsString>)>,
     sources: &Sources,
-) -> Result<(RecordSettings, Collection, Again), ConfigError> {
+) -> Result<(RecordSettings, CollectionSettings, IdReuse), ConfigError> {
     let merged = Merged::gather(given, sources, Project::Unheard)?;
     let db = merged.db(sources)?;
     let collection = merged.collection(merged.limits()?.disk_bytes.value)?;
@@ -197,12 +199,12 @@ struct AskedDb {
 
 impl Merged {
     /// What is taken of what the program leaves. The room that it has is the default for what may be kept.
-    pub(super) fn collection(&self, disk_bytes: u64) -> Result<Collection, ConfigError> {
-        let default = Collection::default();
+    pub(super) fn collection(&self, disk_bytes: u64) -> Result<CollectionSettings, ConfigError> {
+        let default = CollectionSettings::default();
         let total_bytes_max = self.limit(Key::MaxOutput, disk_bytes)?.value;
         let depth_max = self.limit(Key::MaxDepth, default.depth_max.into())?.value;
         let inline_bytes_max = self.limit(Key::InlineMax, default.inline_bytes_max)?.value;
-        Ok(Collection {
+        Ok(CollectionSettings {
             outputs: self.globs(Key::Output)?,
             expects: self.globs(Key::Expect)?,
             total_bytes_max,
@@ -215,10 +217,10 @@ impl Merged {
         })
     }
 
-    pub(super) fn again(&self) -> Again {
+    pub(super) fn again(&self) -> IdReuse {
         match self.switch(Key::Replace) {
-            true => Again::Replace,
-            false => Again::Refused,
+            true => IdReuse::Replace,
+            false => IdReuse::Refuse,
         }
     }
 
@@ -278,12 +280,12 @@ impl Merged {
         }
     }
 
-    pub(super) fn keep(&self) -> Keep {
+    pub(super) fn keep(&self) -> KeepPolicy {
         match self.word(Key::Keep) {
-            _ if self.last(Key::In).is_some() => Keep::Never,
-            Some("always") => Keep::Always,
-            Some("on-failure") => Keep::OnFailure,
-            _ => Keep::Never,
+            _ if self.last(Key::In).is_some() => KeepPolicy::Never,
+            Some("always") => KeepPolicy::Always,
+            Some("on-failure") => KeepPolicy::OnFailure,
+            _ => KeepPolicy::Never,
         }
     }
 

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use engine::request::{Input, Keep, ReadRoot, WorkspaceKind};
+use engine::request::{Input, KeepPolicy, ReadRoot, WorkspaceKind};
 use proptest::prelude::*;
 use std::error::Error;
 use std::fs;
@@ -118,8 +118,8 @@ fn chain(error: &dyn Error) -> String {
     }
 }
 
-fn asked(value: u64) -> Asked<u64> {
-    Asked {
+fn asked(value: u64) -> RequestedLimit<u64> {
+    RequestedLimit {
         value,
         explicit: true,
     }
@@ -130,10 +130,10 @@ fn defaults_are_those_documented() {
     let bench = Bench::new();
     let resolved = bench.run(&[]).unwrap();
     let request = resolved.request;
-    assert_eq!(request.limits, AskedLimits::default());
+    assert_eq!(request.limits, RequestedLimits::default());
     assert_eq!(request.project, bench.sources.cwd);
-    assert_eq!(request.floor, Level::Landlock);
-    assert_eq!(request.keep, Keep::Never);
+    assert_eq!(request.floor, IsolationLevel::Landlock);
+    assert_eq!(request.keep, KeepPolicy::Never);
     assert_eq!(request.keep_for_ms, 86_400_000);
     assert_eq!(request.workspace_root, Path::new("/tmp"));
     assert_eq!(request.workspace_kind, WorkspaceKind::Disk);
@@ -615,7 +615,7 @@ fn a_ceiling_refuses_an_ask_and_lowers_a_default() {
         "[ceilings]\ntimeout = \"10m\"\nmemory = \"2G\"\ncpus = 2\nidle_timeout = \"5m\"\ncpu_time = \"1h\"\nkeep_for = \"1h\"",
     );
     let request = bench.ok(&[]);
-    let default = |value| Asked {
+    let default = |value| RequestedLimit {
         value,
         explicit: false,
     };
@@ -674,13 +674,16 @@ fn the_hosts_shared_memory_is_the_operators_to_open() {
 fn the_floor_only_rises() {
     assert_eq!(
         Bench::new().ok(&["--isolation", "landlock"]).floor,
-        Level::Landlock
+        IsolationLevel::Landlock
     );
     let bench = Bench::new().user("isolation = \"full\"");
-    assert_eq!(bench.ok(&["--isolation", "landlock"]).floor, Level::Full);
+    assert_eq!(
+        bench.ok(&["--isolation", "landlock"]).floor,
+        IsolationLevel::Full
+    );
     for policy in ["", "[floor]\nlevel = \"full\""] {
         let bench = Bench::new().policy(policy);
-        assert_eq!(bench.ok(&[]).floor, Level::Full);
+        assert_eq!(bench.ok(&[]).floor, IsolationLevel::Full);
         bench.fails(
             &["--isolation", "landlock"],
             &["--isolation", "floor", "policy.toml"],
@@ -691,8 +694,11 @@ fn the_floor_only_rises() {
     }
     let bench = Bench::new()
         .policy("[floor]\nlevel = \"landlock\"\nlayers = [\"seccomp\", \"net_namespace\"]");
-    assert_eq!(bench.ok(&[]).floor, Level::Landlock);
-    assert_eq!(bench.ok(&["--isolation", "full"]).floor, Level::Full);
+    assert_eq!(bench.ok(&[]).floor, IsolationLevel::Landlock);
+    assert_eq!(
+        bench.ok(&["--isolation", "full"]).floor,
+        IsolationLevel::Full
+    );
     let layers = bench.run(&[]).unwrap().required_layers;
     assert_eq!(
         layers,
@@ -837,7 +843,7 @@ proptest! {
         let flag_text = flag.map(|n| n.to_string());
         let options: Vec<&str> = flag_text.iter().flat_map(|n| ["--pids", n.as_str()]).collect();
         let strongest = flag.or(env).or(project).or(user);
-        let expected = strongest.map_or(Asked { value: 1024, explicit: false }, asked);
+        let expected = strongest.map_or(RequestedLimit { value: 1024, explicit: false }, asked);
         prop_assert_eq!(bench.ok(&options).limits.pids, expected);
     }
 
@@ -885,12 +891,12 @@ proptest! {
         let limits = &request.limits;
         let got = [Some(limits.wall_ms), limits.cpu_ms, limits.idle_ms, Some(limits.grace_ms), limits.memory_bytes,
             limits.cpu_milli, Some(limits.pids), Some(limits.open_files), Some(limits.disk_bytes), Some(limits.files),
-            Some(limits.log_bytes), Some(Asked { value: request.keep_for_ms, explicit: false })];
+            Some(limits.log_bytes), Some(RequestedLimit { value: request.keep_for_ms, explicit: false })];
         for (at, n) in ceilings {
             let scale = match NAMES[at].1 { "s" => 1000, "M" => 1 << 20, "K" => 1 << 10, _ if at == 5 => 1000, _ => 1 };
             prop_assert!(got[at].is_some_and(|limit| limit.value <= n * scale), "{}", NAMES[at].0);
         }
-        if floor != Some("landlock") { prop_assert_eq!(request.floor, Level::Full); }
+        if floor != Some("landlock") { prop_assert_eq!(request.floor, IsolationLevel::Full); }
         prop_assert_eq!(resolved.required_layers.contains(&Layer::Seccomp), floor.is_some());
         prop_assert_eq!(request.readable_roots, Some(vec![PathBuf::from("/srv")]));
         prop_assert!(request.allow_degraded.iter().all(|limit| *limit == LimitName::Disk));

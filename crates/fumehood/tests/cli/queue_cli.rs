@@ -191,7 +191,7 @@ impl Desk {
 }
 
 fn fresh_key() -> String {
-    engine::run_dir::fresh_key()
+    engine::run_dir::new_attempt_key()
 }
 
 fn queued() {
@@ -387,7 +387,7 @@ fn forged_runner() {
         id: &other,
         key: &fresh_key(),
         replace: false,
-        host: &home::machine(),
+        host: &home::machine_id(),
         boot_id: &home::boot_id(),
         submitter: Some("ada"),
         workspace: None,

@@ -382,7 +382,7 @@ impl Yard {
             for uid in self.witness.uids() {
                 // Somebody else's analysis may have it by now, for a while.
                 self.until("the uid is free", || {
-                    engine::workspace::uid_pool::lock(uid).is_some()
+                    engine::workspace::uid_pool::lock_uid(uid).is_some()
                 });
             }
         }

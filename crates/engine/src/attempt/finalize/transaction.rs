@@ -1,24 +1,25 @@
-//! The one transaction: what is told to the database of an attempt that has ended.
+//! The one transaction that commits an attempt.
 
 use std::io::{self, Read};
 
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::{Ended, SettleError};
-use crate::attempt::record::{Commit, CommitState, Record, Status};
-use crate::attempt::recorder::Ledger;
+use crate::attempt::error::CommitError;
+use crate::attempt::finalize::ended_attempt::EndedAttempt;
+use crate::attempt::record::{CommitState, CommitSummary, Record, Status};
+use crate::attempt::recorder::Recorder;
 use crate::provenance;
-use crate::request::{Collection, Level};
-use crate::run_dir::Paper;
+use crate::request::{CollectionSettings, IsolationLevel};
+use crate::run_dir::StateFile;
 use store::CommitOutcome;
 use store::artifacts::Artifacts;
 use store::types::crash_points::{self, CrashPoint};
 use store::types::manifest::{Manifest, Output};
 
-/// Of outputs that do not all have room in the database, the smallest do: they are most, and what people look at first. The
-/// size of the largest of those, and how many of that size.
-fn largest_inline(outputs: &[Output], rules: &Collection) -> (u64, usize) {
+/// If not all outputs fit into the database, the smallest are stored there: they are the most, and people look at them
+/// first. Returns the size of the largest of those, and how many of that size fit.
+fn largest_inline(outputs: &[Output], rules: &CollectionSettings) -> (u64, usize) {
     let mut sizes: Vec<u64> = outputs.iter().map(|output| output.bytes).collect();
     sizes.sort_unstable();
     let mut room = rules.inline_total_bytes_max;
@@ -34,14 +35,14 @@ fn largest_inline(outputs: &[Output], rules: &Collection) -> (u64, usize) {
 }
 
 pub(super) fn commit(
-    ended: &Ended<'_>,
-    ledger: &mut Ledger,
+    ended: &EndedAttempt<'_>,
+    recorder: &mut Recorder,
     record: &mut Record,
     manifest: &Manifest,
     artifacts: Option<&Artifacts>,
     logs: &[store::LogRow],
-) -> Result<(), SettleError> {
-    let rules = &ended.task.collection;
+) -> Result<(), CommitError> {
+    let rules = &ended.commit_plan.collection;
     let (largest, mut as_large) = largest_inline(&manifest.collected.outputs, rules);
     let mut content = |output: &Output| -> io::Result<Option<Vec<u8>>> {
         let Some(artifacts) = artifacts else {
@@ -61,19 +62,19 @@ pub(super) fn commit(
     };
     let provenance = ended
         .dir
-        .bytes(Paper::Provenance.name(), PROVENANCE_BYTES_MAX)?;
+        .read_bytes(StateFile::Provenance.name(), PROVENANCE_BYTES_MAX)?;
     let provenance = provenance.and_then(|bytes| String::from_utf8(bytes).ok());
-    // One that a power cut tore is none, and no reason for a database to refuse the rest.
+    // Leave out provenance that a power cut tore, so that the database does not refuse the rest.
     let provenance = provenance.filter(|text| serde_json::from_str::<&RawValue>(text).is_ok());
     let [isolation, limits, hints, notices] = json_of(record);
     let workspace = record.workspace.to_string_lossy().into_owned();
-    let database = ledger.location.to_string();
+    let database = recorder.location.to_string();
     let ms = |time: u64| i64::try_from(time).ok();
     let ran = record.isolation.level.is_some();
     let mut commit = store::Commit {
         begin: store::NewAttempt {
             id: record.id.as_str(),
-            key: &ended.task.key,
+            key: &ended.commit_plan.key,
             replace: false,
             host: &ended.run.host,
             boot_id: &ended.run.boot_id,
@@ -90,7 +91,7 @@ pub(super) fn commit(
         usage: ran.then(|| usage_of(record)),
         exit_code: record.exit_code,
         signal: record.signal,
-        isolation_level: record.isolation.level.map(Level::as_str),
+        isolation_level: record.isolation.level.map(IsolationLevel::as_str),
         isolation_json: Some(&isolation),
         limits_json: Some(&limits),
         hints_json: Some(&hints),
@@ -100,22 +101,22 @@ pub(super) fn commit(
         refused_count: record.collection.refused,
         result: manifest.result.as_deref(),
         result_note: manifest.result_note.as_deref(),
-        post_process: match ledger.post_process {
+        post_process: match recorder.post_process {
             Some(_) => store::PostProcessState::Pending,
             None => store::PostProcessState::NotAsked,
         },
         outputs: &manifest.collected.outputs,
-        artifact_store: artifacts.map_or(&ended.task.artifacts_id, Artifacts::id),
+        artifact_store: artifacts.map_or(&ended.commit_plan.artifacts_id, Artifacts::id),
         remarks: &manifest.collected.remarks,
         remark_counts: &manifest.collected.remark_counts,
         logs,
         content: &mut content,
         before_commit: &mut || crash_points::reach(CrashPoint::TransactionOpen),
     };
-    if ledger.store()?.id() != ended.task.database_id {
-        return Err(SettleError::OtherDatabase { database });
+    if recorder.store()?.id() != ended.commit_plan.database_id {
+        return Err(CommitError::OtherDatabase { database });
     }
-    let committed = ledger.with(|store| store.commit(&mut commit))?;
+    let committed = recorder.with(|store| store.commit(&mut commit))?;
     let state = match committed {
         CommitOutcome::Now | CommitOutcome::Already => CommitState::Committed,
         CommitOutcome::Recreated { attempt } => {
@@ -127,7 +128,7 @@ pub(super) fn commit(
             CommitState::Superseded
         }
     };
-    record.commit = Commit {
+    record.commit = CommitSummary {
         state,
         database: Some(database),
         message: None,
@@ -135,10 +136,10 @@ pub(super) fn commit(
     Ok(())
 }
 
-/// As much as the database takes of packages and inputs; more is none of ours.
+/// More than the database takes of packages and inputs. A larger file was not written by us.
 const PROVENANCE_BYTES_MAX: u64 = 64 << 20;
 
-/// What we write of our own cannot fail to be written.
+/// Serializing our own types cannot fail.
 fn json_of(record: &Record) -> [String; 4] {
     fn json<T: Serialize>(value: &T) -> String {
         serde_json::to_string(value).unwrap_or_else(|_| String::from("null"))

@@ -1,7 +1,8 @@
-//! As much of D-Bus as asking systemd for one thing takes: authenticate as who we are, call, read the answer.
+//! The part of D-Bus that one request to systemd takes: authenticate, call a method, read the reply.
 //!
-//! By hand, because the one call is a few hundred bytes and a library for it would be seventeen more crates and an
-//! event loop. Everything that comes in is bounded in size and time; what is not understood ends the talk.
+//! Written by hand, because the one call is a few hundred bytes, and a library would bring seventeen more crates and an
+//! event loop. Everything that is received is bounded in size and time. A message that cannot be parsed ends the
+//! connection.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,10 +14,10 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::time::Timespec;
 
-/// No answer that we wait for is near as large; a signal of the manager's that is larger is not worth the memory.
+/// No expected reply is nearly as large. A larger signal of the manager is not worth the memory.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
 const LINE_BYTES_MAX: usize = 256;
-/// Messages that are not the answer we wait for.
+/// How many messages may arrive before the reply.
 const OTHERS_MAX: usize = 1000;
 
 #[derive(Debug, thiserror::Error)]
@@ -28,66 +29,70 @@ pub enum BusError {
     #[error("receive from the service manager")]
     Receive(#[source] io::Error),
     #[error("the service manager did not answer in time")]
-    TooLate,
-    #[error("the service manager does not take us for uid {0}")]
+    TimedOut,
+    #[error("the service manager does not accept this process as uid {0}")]
     NotAuthenticated(u32),
-    #[error("the service manager sent what is not D-Bus")]
-    Garbled,
+    #[error("the service manager sent something that is not D-Bus")]
+    Malformed,
     #[error("the service manager refused: {message} ({name})")]
     Refused { name: String, message: String },
 }
 
-/// A value of one of the types that a unit's properties have here.
+/// A value of one of the types that the properties here have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Value {
+pub enum PropertyValue {
     Text(String),
     Flag(bool),
     Number(u64),
-    /// A list with this one process in it.
+    /// A list that contains this one process.
     Process(u32),
 }
 
-/// Who listens at the other end.
+/// What is at the other end of the socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Peer {
+pub enum BusPeer {
     /// The manager itself, at its private socket.
     Manager,
-    /// A message bus, which wants to be greeted first.
+    /// A message bus, which expects a Hello first.
     Bus,
 }
 
 /// A connection that is authenticated and ready for calls.
 #[derive(Debug)]
-pub struct Connection {
+pub struct BusConnection {
     stream: UnixStream,
     deadline: Instant,
     serial: u32,
 }
 
-impl Connection {
-    pub fn open(path: &Path, peer: Peer, deadline: Instant) -> Result<Connection, BusError> {
+impl BusConnection {
+    pub fn open(path: &Path, peer: BusPeer, deadline: Instant) -> Result<BusConnection, BusError> {
         let connect = || {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket =
                 rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-            // Without blocking: who accepts nobody must not hold us up.
+            // Do not block: a server that accepts no connections must not delay us.
             rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
             rustix::io::ioctl_fionbio(&socket, false)?;
             Ok(UnixStream::from(socket))
         };
         let stream = connect().map_err(|e: Errno| BusError::Connect(e.into()))?;
-        Connection::over(stream, peer, deadline)
+        BusConnection::from_stream(stream, peer, deadline)
     }
 
-    fn over(stream: UnixStream, peer: Peer, deadline: Instant) -> Result<Connection, BusError> {
-        let mut connection = Connection {
+    fn from_stream(
+        stream: UnixStream,
+        peer: BusPeer,
+        deadline: Instant,
+    ) -> Result<BusConnection, BusError> {
+        let mut connection = BusConnection {
             stream,
             deadline,
             serial: 0,
         };
         connection.authenticate()?;
-        if peer == Peer::Bus {
-            connection.call(&Call {
+        if peer == BusPeer::Bus {
+            connection.call(&MethodCall {
                 destination: "org.freedesktop.DBus",
                 path: "/org/freedesktop/DBus",
                 interface: "org.freedesktop.DBus",
@@ -99,7 +104,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// EXTERNAL: the kernel tells the other end who we are, and we say the same in words.
+    /// EXTERNAL: the kernel tells the other end our uid, and we state the same uid as text.
     fn authenticate(&mut self) -> Result<(), BusError> {
         let uid = rustix::process::geteuid().as_raw();
         let hex: String = uid
@@ -114,7 +119,7 @@ impl Connection {
             self.fill(&mut byte)?;
             line.push(byte[0]);
             if line.len() > LINE_BYTES_MAX {
-                return Err(BusError::Garbled);
+                return Err(BusError::Malformed);
             }
         }
         match line.starts_with(b"OK ") {
@@ -123,15 +128,15 @@ impl Connection {
         }
     }
 
-    /// Asks the manager to start a unit that exists only as long as it runs. The answer means that it will try.
+    /// Asks the manager to start a transient unit. A reply means that the manager will try.
     pub fn start_transient_unit(
         &mut self,
         name: &str,
-        properties: &[(&str, Value)],
+        properties: &[(&str, PropertyValue)],
     ) -> Result<(), BusError> {
-        let mut body = Body::default();
+        let mut body = MessageBuilder::default();
         body.text(name);
-        // `fail`: a job that is queued for the same name already is not to be replaced by ours.
+        // `fail`: if a job for the same name is queued already, do not replace it.
         body.text("fail");
         body.array(8, |body| {
             for (name, value) in properties {
@@ -140,9 +145,9 @@ impl Connection {
                 body.variant(value);
             }
         });
-        // Units to be made along with it: none.
+        // No auxiliary units.
         body.array(8, |_| {});
-        self.call(&Call {
+        self.call(&MethodCall {
             destination: "org.freedesktop.systemd1",
             path: "/org/freedesktop/systemd1",
             interface: "org.freedesktop.systemd1.Manager",
@@ -152,7 +157,7 @@ impl Connection {
         })
     }
 
-    fn call(&mut self, call: &Call<'_>) -> Result<(), BusError> {
+    fn call(&mut self, call: &MethodCall<'_>) -> Result<(), BusError> {
         self.serial += 1;
         self.send(&call.message(self.serial))?;
         for _ in 0..OTHERS_MAX {
@@ -167,10 +172,10 @@ impl Connection {
                 };
             }
         }
-        Err(BusError::Garbled)
+        Err(BusError::Malformed)
     }
 
-    /// Waits for the manager to say something, whatever it is, at most so long.
+    /// Waits until the manager sends some message, but not longer than `at_most`.
     pub fn wait(&mut self, at_most: Duration) -> Result<(), BusError> {
         let timeout = Timespec::try_from(at_most).unwrap_or_default();
         let mut ready = [PollFd::new(&self.stream, PollFlags::IN)];
@@ -184,18 +189,18 @@ impl Connection {
     fn receive(&mut self) -> Result<Message, BusError> {
         let mut head = [0u8; 16];
         self.fill(&mut head)?;
-        let rest = bytes_after(&head).ok_or(BusError::Garbled)?;
+        let rest = bytes_after(&head).ok_or(BusError::Malformed)?;
         let mut message = head.to_vec();
         message.resize(16 + rest, 0);
         self.fill(&mut message[16..])?;
-        parse(&message).ok_or(BusError::Garbled)
+        parse(&message).ok_or(BusError::Malformed)
     }
 
     fn send(&mut self, bytes: &[u8]) -> Result<(), BusError> {
         let left = left(self.deadline)?;
         let sent = self.stream.set_write_timeout(Some(left));
         sent.and_then(|()| self.stream.write_all(bytes))
-            .map_err(|e| late_or(e, BusError::Send))
+            .map_err(|e| timeout_or(e, BusError::Send))
     }
 
     fn fill(&mut self, mut into: &mut [u8]) -> Result<(), BusError> {
@@ -210,7 +215,7 @@ impl Connection {
                 }
                 Ok(n) => into = &mut into[n..],
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(late_or(e, BusError::Receive)),
+                Err(e) => return Err(timeout_or(e, BusError::Receive)),
             }
         }
         Ok(())
@@ -220,19 +225,19 @@ impl Connection {
 fn left(until: Instant) -> Result<Duration, BusError> {
     let left = until.saturating_duration_since(Instant::now());
     match left.is_zero() {
-        true => Err(BusError::TooLate),
+        true => Err(BusError::TimedOut),
         false => Ok(left),
     }
 }
 
-fn late_or(e: io::Error, otherwise: fn(io::Error) -> BusError) -> BusError {
+fn timeout_or(e: io::Error, otherwise: fn(io::Error) -> BusError) -> BusError {
     match e.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => BusError::TooLate,
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => BusError::TimedOut,
         _ => otherwise(e),
     }
 }
 
-struct Call<'a> {
+struct MethodCall<'a> {
     destination: &'a str,
     path: &'a str,
     interface: &'a str,
@@ -241,11 +246,11 @@ struct Call<'a> {
     body: Vec<u8>,
 }
 
-impl Call<'_> {
-    /// A method call, little-endian, by the D-Bus specification's "Message Format".
+impl MethodCall<'_> {
+    /// A method call, little-endian, as in "Message Format" of the D-Bus specification.
     fn message(&self, serial: u32) -> Vec<u8> {
-        // Little-endian; a call; nothing is to be started for it; protocol 1.
-        let mut out = Body(vec![b'l', 1, 2, 1]);
+        // Little-endian; method call; flag NO_AUTO_START; protocol version 1.
+        let mut out = MessageBuilder(vec![b'l', 1, 2, 1]);
         out.number(self.body.len() as u32);
         out.number(serial);
         let fields = [
@@ -274,11 +279,11 @@ impl Call<'_> {
     }
 }
 
-/// A message's bytes as they are put together. Everything is aligned from the message's start; a body starts aligned.
+/// The bytes of a message while it is built. Alignment counts from the start of the message; a body starts aligned.
 #[derive(Default)]
-struct Body(Vec<u8>);
+struct MessageBuilder(Vec<u8>);
 
-impl Body {
+impl MessageBuilder {
     fn align(&mut self, to: usize) {
         self.0.resize(self.0.len().next_multiple_of(to), 0);
     }
@@ -300,10 +305,10 @@ impl Body {
         self.0.push(0);
     }
 
-    fn array(&mut self, align: usize, elements: impl FnOnce(&mut Body)) {
+    fn array(&mut self, align: usize, elements: impl FnOnce(&mut MessageBuilder)) {
         self.number(0);
         let length_at = self.0.len() - 4;
-        // The padding before the first element is not part of the length, and is there without elements too.
+        // The padding before the first element is not part of the length. It is there even if the array is empty.
         self.align(align);
         let start = self.0.len();
         elements(self);
@@ -311,22 +316,22 @@ impl Body {
         self.0[length_at..length_at + 4].copy_from_slice(&length.to_le_bytes());
     }
 
-    fn variant(&mut self, value: &Value) {
+    fn variant(&mut self, value: &PropertyValue) {
         match value {
-            Value::Text(text) => {
+            PropertyValue::Text(text) => {
                 self.signature("s");
                 self.text(text);
             }
-            Value::Flag(flag) => {
+            PropertyValue::Flag(flag) => {
                 self.signature("b");
                 self.number(u32::from(*flag));
             }
-            Value::Number(number) => {
+            PropertyValue::Number(number) => {
                 self.signature("t");
                 self.align(8);
                 self.0.extend(number.to_le_bytes());
             }
-            Value::Process(pid) => {
+            PropertyValue::Process(pid) => {
                 self.signature("au");
                 self.array(4, |body| body.number(*pid));
             }
@@ -334,12 +339,12 @@ impl Body {
     }
 }
 
-/// What we want to know of a message.
+/// What we need to know of a message.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Message {
     answers: Option<u32>,
     error: Option<String>,
-    /// The first argument, if it is text.
+    /// The first argument, if it is a string.
     text: String,
 }
 
@@ -349,7 +354,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<usize> {
     usize::try_from(value).ok()
 }
 
-/// How much follows the first 16 bytes of a message.
+/// How many bytes follow the first 16 bytes of a message.
 fn bytes_after(head: &[u8; 16]) -> Option<usize> {
     let (body, fields) = (u32_at(head, 4)?, u32_at(head, 12)?);
     let rest = fields.checked_next_multiple_of(8)?.checked_add(body)?;
@@ -359,7 +364,7 @@ fn bytes_after(head: &[u8; 16]) -> Option<usize> {
 fn text_at(bytes: &[u8], at: usize) -> Option<(String, usize)> {
     let length = u32_at(bytes, at)?;
     let text = bytes.get(at + 4..(at + 4).checked_add(length)?)?;
-    // It is shown to people: no control characters of whoever answers.
+    // People see this text, so remove control characters.
     let shown = String::from_utf8_lossy(text);
     let shown = shown
         .chars()
@@ -378,7 +383,7 @@ fn parse(bytes: &[u8]) -> Option<Message> {
     let mut at = 16usize;
     while at < fields_end {
         at = at.checked_next_multiple_of(8)?;
-        // code, length of the signature, one letter, NUL.
+        // Field code, length of the signature, one letter, NUL.
         let head = bytes.get(at..at + 4)?;
         let (code, kind) = (head[0], head[2]);
         at += 4;
@@ -421,10 +426,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Every byte of a short call, as the specification's rules give them: the real thing is asked in `bin/vm-systemd`.
+    /// Compares every byte of a short call with the rules of the specification. `bin/vm-systemd` asks a real systemd.
     #[test]
     fn a_call_has_the_form_of_the_specification() {
-        let call = Call {
+        let call = MethodCall {
             destination: "d",
             path: "/p",
             interface: "i",
@@ -447,19 +452,19 @@ mod tests {
 
     #[test]
     fn values_are_aligned() {
-        let mut body = Body::default();
-        body.variant(&Value::Number(5));
+        let mut body = MessageBuilder::default();
+        body.variant(&PropertyValue::Number(5));
         assert_eq!(body.0, b"\x01t\0\0\0\0\0\0\x05\0\0\0\0\0\0\0");
-        let mut body = Body::default();
-        body.variant(&Value::Process(7));
+        let mut body = MessageBuilder::default();
+        body.variant(&PropertyValue::Process(7));
         assert_eq!(body.0, b"\x02au\0\x04\0\0\0\x07\0\0\0");
-        let mut body = Body::default();
+        let mut body = MessageBuilder::default();
         body.array(8, |_| {});
         assert_eq!(body.0, [0; 8]);
     }
 
-    fn message(kind: u8, fields: impl FnOnce(&mut Body), body: &[u8]) -> Vec<u8> {
-        let mut out = Body(vec![b'l', kind, 0, 1]);
+    fn message(kind: u8, fields: impl FnOnce(&mut MessageBuilder), body: &[u8]) -> Vec<u8> {
+        let mut out = MessageBuilder(vec![b'l', kind, 0, 1]);
         out.number(body.len() as u32);
         out.number(77);
         out.array(8, fields);
@@ -469,7 +474,7 @@ mod tests {
     }
 
     fn error_to(serial: u32) -> Vec<u8> {
-        let fields = |out: &mut Body| {
+        let fields = |out: &mut MessageBuilder| {
             out.0.extend(b"\x05\x01u\0");
             out.number(serial);
             out.align(8);
@@ -481,16 +486,18 @@ mod tests {
         message(3, fields, b"\x06\0\0\0no\x1b[m!\0")
     }
 
-    /// What the other end does after it has let us in. The stream is held until we have given up.
+    /// Runs a call against a server that does this after the client has connected. The server keeps the stream open
+    /// until the client has closed its end.
     fn served(answer: impl FnOnce(&mut UnixStream) + Send + 'static) -> Result<(), BusError> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let deadline = Instant::now() + Duration::from_millis(300);
         let server = std::thread::spawn(move || {
             answer(&mut theirs);
             let mut rest = Vec::new();
-            let _until_we_leave = theirs.read_to_end(&mut rest);
+            // Returns when the client closes its end.
+            let _ = theirs.read_to_end(&mut rest);
         });
-        let answer = Connection::over(ours, Peer::Manager, deadline)
+        let answer = BusConnection::from_stream(ours, BusPeer::Manager, deadline)
             .and_then(|mut connection| connection.start_transient_unit("a.scope", &[]));
         server.join().unwrap();
         answer
@@ -501,18 +508,18 @@ mod tests {
     }
 
     #[test]
-    fn whatever_the_other_end_does_the_talk_ends() {
+    fn every_misbehaving_server_ends_the_connection() {
         let silent = served(|_| {});
-        assert!(matches!(silent, Err(BusError::TooLate)), "{silent:?}");
+        assert!(matches!(silent, Err(BusError::TimedOut)), "{silent:?}");
         let rejected = served(|s| s.write_all(b"REJECTED EXTERNAL\r\n").unwrap());
         assert!(
             matches!(rejected, Err(BusError::NotAuthenticated(_))),
             "{rejected:?}"
         );
         let endless = served(|s| s.write_all(&[b'x'; 1000]).unwrap());
-        assert!(matches!(endless, Err(BusError::Garbled)), "{endless:?}");
+        assert!(matches!(endless, Err(BusError::Malformed)), "{endless:?}");
         let mute = served(let_in);
-        assert!(matches!(mute, Err(BusError::TooLate)), "{mute:?}");
+        assert!(matches!(mute, Err(BusError::TimedOut)), "{mute:?}");
         let gone = served(|s| {
             let_in(s);
             s.shutdown(std::net::Shutdown::Write).unwrap();
@@ -523,18 +530,18 @@ mod tests {
             s.write_all(b"l\x02\0\x01\xff\xff\xff\xff\x01\0\0\0\xff\xff\xff\xff")
                 .unwrap();
         });
-        assert!(matches!(huge, Err(BusError::Garbled)), "{huge:?}");
+        assert!(matches!(huge, Err(BusError::Malformed)), "{huge:?}");
         let others = served(|s| {
             let_in(s);
-            // Signals without end, until we hang up.
+            // Signals without end, until the client disconnects.
             let signal = message(4, |_| {}, b"");
             while s.write_all(&signal).is_ok() {}
         });
-        assert!(matches!(others, Err(BusError::Garbled)), "{others:?}");
+        assert!(matches!(others, Err(BusError::Malformed)), "{others:?}");
     }
 
     #[test]
-    fn answers_are_told_from_other_messages() {
+    fn replies_are_distinguished_from_other_messages() {
         let refused = served(|s| {
             let_in(s);
             s.write_all(&message(4, |_| {}, b"")).unwrap();
@@ -552,7 +559,7 @@ mod tests {
         }
         let taken = served(|s| {
             let_in(s);
-            let fields = |out: &mut Body| {
+            let fields = |out: &mut MessageBuilder| {
                 out.0.extend(b"\x05\x01u\0");
                 out.number(1);
             };
@@ -570,7 +577,7 @@ mod tests {
         }
 
         #[test]
-        fn nor_does_one_changed_byte(at in 0usize..100, to: u8) {
+        fn one_changed_byte_does_not_make_the_parser_panic(at in 0usize..100, to: u8) {
             let mut bytes = error_to(1);
             let length = bytes.len();
             bytes[at % length] = to;

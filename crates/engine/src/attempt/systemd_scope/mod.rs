@@ -1,13 +1,15 @@
-//! A control group from systemd: where no part of the version 2 tree is ours, its manager is asked to move this process
-//! into a scope of its own that is delegated to it, as `systemd-run --scope -p Delegate=yes` does.
+//! Gets a delegated cgroup from systemd. If no part of the cgroup v2 tree belongs to this process, it asks the service
+//! manager to move it into a scope of its own, as `systemd-run --scope -p Delegate=yes` does.
 //!
-//! A move leaves a group behind, and with it whatever limits it had. So it is not made out of a batch system's job, out
-//! of a group that somebody else than systemd manages, or out of one that limits memory or CPUs: who set those
-//! limits meant us. What cannot be had is no error of the run's; the reason is for the record.
+//! A process that moves leaves its group, and with it the limits of that group. So this process does not move out of a
+//! batch job, out of a group that something other than systemd manages, or out of a group that limits memory or CPUs:
+//! those limits were meant for it. A failure to get a scope is not an error of the run. The record states the reason.
 //!
-//! A runner of a worker's goes into a scope also where the worker's unit is delegated: what systemd does to that unit
-//! when it is restarted then does not reach the runner. Where it cannot have one, it stays in the unit, whose
-//! KillMode=process leaves it alive; so it is with version 1 of cgroups, where systemd kills by a hierarchy of its own.
+//! A worker's runner moves into a scope even if the worker's unit is delegated, so that what systemd does to the unit
+//! on a restart does not reach the runner. If the runner cannot get a scope, it stays in the unit, whose
+//! KillMode=process leaves it alive. The same holds for cgroup v1, where systemd kills by its own hierarchy.
+//!
+//! `bus` speaks as much D-Bus as that one request takes.
 
 mod bus;
 
@@ -21,21 +23,21 @@ use rustix::fs::{Mode, OFlags};
 use sandbox::cgroup::{self, Delegation, GroupLocation};
 
 pub use bus::BusError;
-use bus::{Connection, Peer, Value};
+use bus::{BusConnection, BusPeer, PropertyValue};
 
-/// Both take milliseconds. A manager that is busy for longer does not hold up a run; one that has agreed to move us is
-/// about to.
+/// Each normally takes milliseconds. A manager that takes longer to answer must not delay a run. A manager that has
+/// agreed to move this process will do so soon, so that wait is longer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 const MOVE_WITHIN: Duration = Duration::from_secs(5);
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
-/// How this process comes to groups of its own.
+/// How this process gets its own cgroups.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Joined {
-    /// cgroup version 1, or no cgroups: systemd has nothing to give that we do not have.
+pub enum ScopeMembership {
+    /// The host has cgroup v1 or no cgroups, so systemd cannot help.
     NotNeeded,
     AlreadyDelegated,
-    /// Moved into this scope, which ends with this process.
+    /// The manager moved this process into this scope, which ends with the process.
     Scope(String),
 }
 
@@ -45,18 +47,20 @@ pub enum ScopeError {
     NoSystemd,
     #[error("this process is part of a Slurm job and stays in it")]
     InJob,
-    #[error("cgroup {0:?} is no unit of systemd's, so this process stays in it")]
+    #[error("cgroup {0:?} is not a unit of systemd, so this process stays in it")]
     NotSystemds(PathBuf),
     #[error(
-        "cgroup {group:?} limits this process by its {file}, and a scope of its own would not: {instead}"
+        "cgroup {group:?} limits this process by its {file}, and a new scope would not have that limit: {instead}"
     )]
-    WouldShed {
+    WouldLoseLimit {
         group: PathBuf,
         file: &'static str,
-        /// What whoever set that limit can do.
+        /// What the person who set that limit can do instead.
         instead: &'static str,
     },
-    #[error("{0:?} is not a directory of this user's alone, so no manager is looked for in it")]
+    #[error(
+        "{0:?} is not private to this user, so Fumehood does not look for a service manager in it"
+    )]
     RuntimeDirectory(PathBuf),
     #[error("open the runtime directory {path:?}")]
     OpenRuntimeDirectory { path: PathBuf, source: io::Error },
@@ -68,115 +72,127 @@ pub enum ScopeError {
     Random(#[source] io::Error),
 }
 
-/// What a process wants a scope for.
+/// Why a process wants a scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wish {
-    /// To make groups. Where it can already, it stays.
+enum ScopePurpose {
+    /// To create cgroups. A process that can do so already stays where it is.
     Groups,
-    /// To be no part of the unit that it was started in.
-    Apart,
+    /// To leave the unit in which it was started.
+    OwnScope,
 }
 
-/// The first who asks decides, since a process moves once and everything it starts then is where it is.
-static JOINED: OnceLock<Result<Joined, ScopeError>> = OnceLock::new();
+/// The first call decides: a process moves once, and the processes it starts afterwards are in the same group.
+static MEMBERSHIP: OnceLock<Result<ScopeMembership, ScopeError>> = OnceLock::new();
 
-/// Sees to it, once in a process, that this process is where it can make groups, if systemd can help with that. To be
-/// called before anything is started: only this process is moved.
-pub fn ensure() -> Result<&'static Joined, &'static ScopeError> {
-    JOINED.get_or_init(|| join(Wish::Groups)).as_ref()
+/// Puts this process where it can create cgroups, if systemd can help with that. Only the first call does something. It
+/// must come before anything is started, because only this process is moved.
+pub fn ensure_delegated() -> Result<&'static ScopeMembership, &'static ScopeError> {
+    MEMBERSHIP
+        .get_or_init(|| join(ScopePurpose::Groups))
+        .as_ref()
 }
 
-/// The same for a process that is to outlive the unit it is in: it gets a scope of its own in the same slice even where
-/// it could make groups already. What it returns, [`ensure`] returns from then on. An error means that the process has
-/// stayed in the unit, with whatever groups it may make there.
-pub fn ensure_apart() -> Result<&'static Joined, &'static ScopeError> {
-    JOINED.get_or_init(|| join(Wish::Apart)).as_ref()
+/// The same for a process that must outlive its unit: it gets a scope in the same slice even if it can create cgroups
+/// already. [`ensure_delegated`] returns the same result from then on. On an error the process has stayed in the unit,
+/// and may still be able to create cgroups there.
+pub fn ensure_own_scope() -> Result<&'static ScopeMembership, &'static ScopeError> {
+    MEMBERSHIP
+        .get_or_init(|| join(ScopePurpose::OwnScope))
+        .as_ref()
 }
 
-fn join(wish: Wish) -> Result<Joined, ScopeError> {
-    let place = match wish {
-        Wish::Apart => match cgroup::group_location() {
-            None => return Ok(Joined::NotNeeded),
+fn join(purpose: ScopePurpose) -> Result<ScopeMembership, ScopeError> {
+    let place = match purpose {
+        ScopePurpose::OwnScope => match cgroup::group_location() {
+            None => return Ok(ScopeMembership::NotNeeded),
             Some(place) => place,
         },
-        Wish::Groups => match cgroup::delegation() {
-            Delegation::Fixed => return Ok(Joined::NotNeeded),
-            Delegation::Delegated => return Ok(Joined::AlreadyDelegated),
+        ScopePurpose::Groups => match cgroup::delegation() {
+            Delegation::Fixed => return Ok(ScopeMembership::NotNeeded),
+            Delegation::Delegated => return Ok(ScopeMembership::AlreadyDelegated),
             Delegation::Undelegated(place) => place,
         },
     };
-    // sd_booted(3): there exactly where systemd is the init of what we see.
+    // sd_booted(3): this directory exists exactly if systemd is the init of this host or container.
     if !Path::new("/run/systemd/system").is_dir() {
         return Err(ScopeError::NoSystemd);
     }
     let uid = rustix::process::geteuid().as_raw();
     let in_job = std::env::var_os("SLURM_JOB_ID").is_some();
-    let asking = asking(&place, uid, in_job, wish)?;
+    let request = scope_request(&place, uid, in_job, purpose)?;
     let mut connection = connect(uid, Instant::now() + ANSWER_WITHIN)?;
-    // It would stay behind.
+    // The standby launcher is a process of its own, and would stay in the old group.
     sandbox::standby::dismiss();
-    let name = ask(&mut connection, &asking)?;
+    let name = start_scope(&mut connection, &request)?;
     let deadline = Instant::now() + MOVE_WITHIN;
     while !is_in(&name) {
         if Instant::now() >= deadline {
             return Err(ScopeError::NotMoved(name));
         }
-        // What it says is not needed, only that something has happened; if it is gone, time alone tells.
+        // The content of the message does not matter, only that something happened. If the connection is gone, sleep
+        // instead.
         if connection.wait(LOOK_AGAIN).is_err() {
             std::thread::sleep(LOOK_AGAIN);
         }
     }
-    Ok(Joined::Scope(name))
+    Ok(ScopeMembership::Scope(name))
 }
 
-/// What is asked for, beside the name.
+/// The properties of the scope, besides its name.
 #[derive(Debug, PartialEq, Eq)]
-struct Asking {
-    /// Of the slices we are in, the innermost: what it limits goes on holding.
+struct ScopeRequest {
+    /// The innermost slice that contains this process. Its limits continue to hold.
     slice: Option<String>,
     tasks_max: Option<u64>,
 }
 
-fn asking(place: &GroupLocation, uid: u32, in_job: bool, wish: Wish) -> Result<Asking, ScopeError> {
+fn scope_request(
+    place: &GroupLocation,
+    uid: u32,
+    in_job: bool,
+    purpose: ScopePurpose,
+) -> Result<ScopeRequest, ScopeError> {
     if in_job {
         return Err(ScopeError::InJob);
     }
-    if !is_systemds(&place.group, wish) {
+    if !is_systemd_unit(&place.group, purpose) {
         return Err(ScopeError::NotSystemds(place.group.clone()));
     }
-    let (kept, slice) = kept(&place.group, uid);
+    let (kept, slice) = kept_ancestor(&place.group, uid);
     match place.limit_lost_by_move(&kept) {
-        Some((group, file)) => Err(ScopeError::WouldShed {
+        Some((group, file)) => Err(ScopeError::WouldLoseLimit {
             group,
             file,
-            instead: match wish {
-                Wish::Groups => "set Delegate=yes for that unit instead",
-                Wish::Apart => "set that limit for the slice of the worker's unit instead",
+            instead: match purpose {
+                ScopePurpose::Groups => "set Delegate=yes for that unit instead",
+                ScopePurpose::OwnScope => {
+                    "set that limit for the slice of the worker's unit instead"
+                }
             },
         }),
-        None => Ok(Asking {
+        None => Ok(ScopeRequest {
             slice,
-            // systemd sets this for every unit, so it is no reason to stay; it is taken along.
+            // systemd sets this limit for every unit, so it is no reason to stay. The scope gets the same limit.
             tasks_max: place.pids_max(&kept),
         }),
     }
 }
 
-/// Whether systemd put us into this group. Somebody else's would miss us.
-fn is_systemds(group: &Path, wish: Wish) -> bool {
+/// Whether systemd put this process into the group. Another manager would lose track of a process that moves.
+fn is_systemd_unit(group: &Path, purpose: ScopePurpose) -> bool {
     let is_unit = |group: &Path| {
         let name = group.file_name().and_then(|name| name.to_str());
         name.is_some_and(|name| name.ends_with(".scope") || name.ends_with(".service"))
     };
-    match wish {
-        Wish::Groups => is_unit(group),
-        // Where DelegateSubgroup= is set, the worker that started us is one level below its unit.
-        Wish::Apart => is_unit(group) || group.parent().is_some_and(is_unit),
+    match purpose {
+        ScopePurpose::Groups => is_unit(group),
+        // With DelegateSubgroup=, the worker that started this process is one level below its unit.
+        ScopePurpose::OwnScope => is_unit(group) || group.parent().is_some_and(is_unit),
     }
 }
 
-/// The group that we stay below, and the slice that the manager we ask has for it, if it has.
-fn kept(group: &Path, uid: u32) -> (PathBuf, Option<String>) {
+/// The ancestor group that this process stays below, and the slice for it, if the manager that is asked has one.
+fn kept_ancestor(group: &Path, uid: u32) -> (PathBuf, Option<String>) {
     let of_user = format!("/user.slice/user-{uid}.slice");
     let (mut kept, asked) = match uid {
         0 => (PathBuf::from("/"), PathBuf::from("/")),
@@ -186,7 +202,7 @@ fn kept(group: &Path, uid: u32) -> (PathBuf, Option<String>) {
         }
     };
     if !group.starts_with(&asked) {
-        // Out of the system's part of the tree into the user's: what they have in common stays.
+        // The move goes from the system's part of the tree to the user's: only their common ancestor stays.
         while !group.starts_with(&kept) && kept.pop() {}
         return (kept, None);
     }
@@ -201,29 +217,36 @@ fn kept(group: &Path, uid: u32) -> (PathBuf, Option<String>) {
     (kept, slice)
 }
 
-/// Asks the manager for the scope, and returns its name.
-fn ask(connection: &mut Connection, asking: &Asking) -> Result<String, ScopeError> {
+/// Asks the manager to start the scope, and returns its name.
+fn start_scope(
+    connection: &mut BusConnection,
+    request: &ScopeRequest,
+) -> Result<String, ScopeError> {
     let pid = std::process::id();
     let mut properties = vec![
         (
             "Description",
-            Value::Text(format!("Fumehood, process {pid}")),
+            PropertyValue::Text(format!("Fumehood, process {pid}")),
         ),
-        ("Delegate", Value::Flag(true)),
-        ("CollectMode", Value::Text("inactive-or-failed".into())),
-        // Zero is who asks, by what the kernel says of the socket: our own number may be another in systemd's eyes.
-        ("PIDs", Value::Process(0)),
+        ("Delegate", PropertyValue::Flag(true)),
+        (
+            "CollectMode",
+            PropertyValue::Text("inactive-or-failed".into()),
+        ),
+        // Zero means the sender, by the credentials of the socket: this process may have another pid in the pid
+        // namespace of systemd.
+        ("PIDs", PropertyValue::Process(0)),
     ];
-    if let Some(slice) = &asking.slice {
-        properties.push(("Slice", Value::Text(slice.clone())));
+    if let Some(slice) = &request.slice {
+        properties.push(("Slice", PropertyValue::Text(slice.clone())));
     }
-    if let Some(tasks_max) = asking.tasks_max {
-        properties.push(("TasksMax", Value::Number(tasks_max)));
+    if let Some(tasks_max) = request.tasks_max {
+        properties.push(("TasksMax", PropertyValue::Number(tasks_max)));
     }
-    // An analysis that is out of memory must not take the runner with it. systemd before 253 has no such property
-    // for scopes, and refuses the whole call.
+    // An analysis that runs out of memory must not take the runner with it. systemd before 253 does not have this
+    // property for scopes and refuses the whole call.
     let mut with_policy = properties.clone();
-    with_policy.push(("OOMPolicy", Value::Text("continue".into())));
+    with_policy.push(("OOMPolicy", PropertyValue::Text("continue".into())));
     let name = new_name()?;
     match connection.start_transient_unit(&name, &with_policy) {
         Ok(()) => return Ok(name),
@@ -250,8 +273,9 @@ fn is_in(scope: &str) -> bool {
         .any(|line| line.starts_with("0::") && line.ends_with(&tail))
 }
 
-/// Root asks the system's manager, a plain user its own. Each has a private socket, which works without a message bus.
-fn connect(uid: u32, deadline: Instant) -> Result<Connection, ScopeError> {
+/// Root asks the system's manager, a plain user the user's own. Each has a private socket, which works without a
+/// message bus.
+fn connect(uid: u32, deadline: Instant) -> Result<BusConnection, ScopeError> {
     let held;
     let (private, bus) = match uid {
         0 => (
@@ -260,20 +284,20 @@ fn connect(uid: u32, deadline: Instant) -> Result<Connection, ScopeError> {
         ),
         _ => {
             held = runtime_directory(uid)?;
-            // By the descriptor: the directory that was looked at is the one that is used.
+            // Go through the descriptor, so that the directory that was checked is the one that is used.
             let directory = PathBuf::from(format!("/proc/self/fd/{}", held.as_raw_fd()));
             (directory.join("systemd/private"), directory.join("bus"))
         }
     };
-    match Connection::open(&private, Peer::Manager, deadline) {
-        Err(BusError::Connect(_)) => Connection::open(&bus, Peer::Bus, deadline),
+    match BusConnection::open(&private, BusPeer::Manager, deadline) {
+        Err(BusError::Connect(_)) => BusConnection::open(&bus, BusPeer::Bus, deadline),
         other => other,
     }
     .map_err(ScopeError::Ask)
 }
 
-/// The user's runtime directory. The environment names it, and is not believed: nobody but this user may be able to put
-/// a socket there that we would talk to. After `su` it may be another user's.
+/// The user's runtime directory. The environment names it and is not trusted: only this user may be able to put a
+/// socket there. After `su`, the variable may name another user's directory.
 fn runtime_directory(uid: u32) -> Result<OwnedFd, ScopeError> {
     let named = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let usual = PathBuf::from(format!("/run/user/{uid}"));
@@ -304,7 +328,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn what_is_kept_is_the_innermost_slice_of_the_manager_that_is_asked() {
+    fn the_process_stays_in_the_innermost_slice_of_its_manager() {
         for (group, uid, expected, slice) in [
             (
                 "/system.slice/cron.service",
@@ -318,7 +342,7 @@ mod tests {
                 "/user.slice/user-0.slice",
                 Some("user-0.slice"),
             ),
-            // Below a user's manager there are slices that the system's does not know.
+            // A user's manager has slices that the system's manager does not know.
             (
                 "/user.slice/user-0.slice/user@0.service/app.slice/a.scope",
                 0,
@@ -352,7 +376,7 @@ mod tests {
                 None,
             ),
         ] {
-            let (kept, found) = kept(Path::new(group), uid);
+            let (kept, found) = kept_ancestor(Path::new(group), uid);
             assert_eq!(
                 (kept.as_path(), found.as_deref()),
                 (Path::new(expected), slice),
@@ -362,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_systemd_put_somewhere_asks_to_be_moved() {
+    fn only_a_process_in_a_systemd_unit_asks_to_be_moved() {
         for (group, groups, apart) in [
             ("/fumehood.slice/fumehood-worker.service", true, true),
             ("/fumehood.slice/fumehood-worker.service/main", false, true),
@@ -375,8 +399,8 @@ mod tests {
             let group = Path::new(group);
             assert_eq!(
                 (
-                    is_systemds(group, Wish::Groups),
-                    is_systemds(group, Wish::Apart)
+                    is_systemd_unit(group, ScopePurpose::Groups),
+                    is_systemd_unit(group, ScopePurpose::OwnScope)
                 ),
                 (groups, apart),
                 "{group:?}"
@@ -385,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_directory_of_ones_own_is_looked_into() {
+    fn only_a_private_runtime_directory_is_used() {
         let uid = rustix::process::geteuid().as_raw();
         let directory = tempfile::tempdir().unwrap();
         let mode = |mode| {
@@ -418,12 +442,15 @@ mod tests {
     }
 
     #[test]
-    fn where_version_1_has_the_controllers_nothing_is_asked() {
+    fn with_cgroup_v1_systemd_is_not_asked() {
         match cgroup::delegation() {
             Delegation::Fixed => {
-                assert_eq!(join(Wish::Apart).unwrap(), Joined::NotNeeded);
-                assert_eq!(ensure().unwrap(), &Joined::NotNeeded);
-                assert_eq!(ensure_apart().unwrap(), &Joined::NotNeeded);
+                assert_eq!(
+                    join(ScopePurpose::OwnScope).unwrap(),
+                    ScopeMembership::NotNeeded
+                );
+                assert_eq!(ensure_delegated().unwrap(), &ScopeMembership::NotNeeded);
+                assert_eq!(ensure_own_scope().unwrap(), &ScopeMembership::NotNeeded);
             }
             other => eprintln!("UNAVAILABLE: this host has version 2 alone: {other:?}"),
         }

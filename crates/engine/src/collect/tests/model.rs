@@ -1,5 +1,5 @@
-//! Hostile trees from a description, and what collection should make of them, worked out from the description
-//! alone: nothing here is shared with the collector, and the directory is never read.
+//! Generates hostile trees from a description, and computes from the description what a collection should find. The
+//! model shares no code with the collector and never reads the directory.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -13,11 +13,11 @@ use proptest::sample::Index;
 use rustix::fs::{CWD, FileType, Mode, makedev};
 
 use super::{OTHER_UID, SIGNATURE};
-use crate::collect::Bounds;
+use crate::collect::CollectionBounds;
 use store::types::manifest::Remark;
 
 #[derive(Clone, Debug)]
-pub(super) enum Kind {
+pub(super) enum EntryKind {
     File {
         seed: u8,
         bytes: usize,
@@ -33,44 +33,44 @@ pub(super) enum Kind {
     Fifo,
     Socket,
     Device,
-    /// Another name of a file made before.
+    /// Another name of a file that was created before.
     LinkTo(Index),
-    /// A file that has a name outside too.
+    /// A file that also has a name outside the tree.
     LinkOutside {
         bytes: usize,
     },
-    /// Another user's.
+    /// A file of another user.
     Foreign {
         bytes: usize,
     },
     ForeignDir,
-    /// A CACHEDIR.TAG, whatever the name says.
+    /// A CACHEDIR.TAG, whatever the entry's name.
     Tag {
         valid: bool,
     },
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Entry {
+pub(super) struct EntryDescription {
     parent: Index,
     name: Vec<u8>,
-    kind: Kind,
+    kind: EntryKind,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Input {
+pub(super) enum InputChange {
     Unchanged,
     OtherContent,
     OtherLength,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Case {
-    pub(super) entries: Vec<Entry>,
-    pub(super) inputs: Vec<(Index, Input)>,
-    pub(super) bounds: Bounds,
+pub(super) struct TreeCase {
+    pub(super) entries: Vec<EntryDescription>,
+    pub(super) inputs: Vec<(Index, InputChange)>,
+    pub(super) bounds: CollectionBounds,
     pub(super) wanted: Option<&'static str>,
-    /// What `--expect` names.
+    /// The pattern of `--expect`.
     pub(super) expected: Option<&'static str>,
 }
 
@@ -131,7 +131,7 @@ const EXPECTED: &[Option<&str>] = &[
     Some("plots/x.csv"),
 ];
 
-/// What each pattern of [`WANTED`] and [`EXPECTED`] means, said in another way.
+/// What each pattern of [`WANTED`] and [`EXPECTED`] means, computed in another way.
 fn is_wanted(glob: &str, path: &[u8]) -> bool {
     let parts: Vec<&[u8]> = path.split(|b| *b == b'/').collect();
     match glob {
@@ -153,7 +153,7 @@ fn name() -> impl Strategy<Value = Vec<u8>> {
     prop_oneof![8 => known, 2 => odd]
 }
 
-fn kind() -> impl Strategy<Value = Kind> {
+fn kind() -> impl Strategy<Value = EntryKind> {
     let bytes = || prop_oneof![Just(0usize), 1usize..200, Just(5000)];
     let file_mode = prop::sample::select(vec![
         0o644, 0o600, 0o600, 0o000, 0o200, 0o4755, 0o2711, 0o6000, 0o1644,
@@ -162,28 +162,28 @@ fn kind() -> impl Strategy<Value = Kind> {
         0o755, 0o700, 0o700, 0o700, 0o000, 0o100, 0o400, 0o200, 0o2500,
     ]);
     prop_oneof![
-        12 => (0u8..3, bytes(), file_mode).prop_map(|(seed, bytes, mode)| Kind::File { seed, bytes, mode }),
-        2 => (1usize..20_000).prop_map(|bytes| Kind::Sparse { bytes }),
-        12 => dir_mode.prop_map(|mode| Kind::Dir { mode }),
-        2 => prop::sample::select(TARGETS).prop_map(Kind::Symlink),
-        1 => Just(Kind::Fifo),
-        1 => Just(Kind::Socket),
-        1 => Just(Kind::Device),
-        4 => any::<Index>().prop_map(Kind::LinkTo),
-        1 => bytes().prop_map(|bytes| Kind::LinkOutside { bytes }),
-        1 => bytes().prop_map(|bytes| Kind::Foreign { bytes }),
-        1 => Just(Kind::ForeignDir),
-        1 => any::<bool>().prop_map(|valid| Kind::Tag { valid }),
+        12 => (0u8..3, bytes(), file_mode).prop_map(|(seed, bytes, mode)| EntryKind::File { seed, bytes, mode }),
+        2 => (1usize..20_000).prop_map(|bytes| EntryKind::Sparse { bytes }),
+        12 => dir_mode.prop_map(|mode| EntryKind::Dir { mode }),
+        2 => prop::sample::select(TARGETS).prop_map(EntryKind::Symlink),
+        1 => Just(EntryKind::Fifo),
+        1 => Just(EntryKind::Socket),
+        1 => Just(EntryKind::Device),
+        4 => any::<Index>().prop_map(EntryKind::LinkTo),
+        1 => bytes().prop_map(|bytes| EntryKind::LinkOutside { bytes }),
+        1 => bytes().prop_map(|bytes| EntryKind::Foreign { bytes }),
+        1 => Just(EntryKind::ForeignDir),
+        1 => any::<bool>().prop_map(|valid| EntryKind::Tag { valid }),
     ]
 }
 
-pub(super) fn case() -> impl Strategy<Value = Case> {
+pub(super) fn case() -> impl Strategy<Value = TreeCase> {
     let entry = (any::<Index>(), name(), kind());
-    let entry = entry.prop_map(|(parent, name, kind)| Entry { parent, name, kind });
+    let entry = entry.prop_map(|(parent, name, kind)| EntryDescription { parent, name, kind });
     let input = prop::sample::select(vec![
-        Input::Unchanged,
-        Input::OtherContent,
-        Input::OtherLength,
+        InputChange::Unchanged,
+        InputChange::OtherContent,
+        InputChange::OtherLength,
     ]);
     let bounds = (
         prop_oneof![Just(u64::MAX), 0u64..6000],
@@ -199,10 +199,10 @@ pub(super) fn case() -> impl Strategy<Value = Case> {
     )
         .prop_map(
             |(entries, inputs, (total_bytes, file_bytes, outputs, depth), (wanted, expected))| {
-                Case {
+                TreeCase {
                     entries,
                     inputs,
-                    bounds: Bounds {
+                    bounds: CollectionBounds {
                         total_bytes,
                         file_bytes,
                         outputs,
@@ -225,7 +225,7 @@ struct File {
 
 #[derive(Clone, Debug)]
 enum Node {
-    /// Which of the files.
+    /// The index in `files`.
     File(usize),
     Dir {
         mode: u32,
@@ -234,9 +234,9 @@ enum Node {
     Special(Remark),
 }
 
-/// A tree that was made.
+/// A tree that was created.
 #[derive(Default)]
-pub(super) struct Made {
+pub(super) struct CreatedTree {
     nodes: BTreeMap<Vec<u8>, Node>,
     files: Vec<File>,
 }
@@ -245,14 +245,14 @@ fn below(top: &Path, path: &[u8]) -> PathBuf {
     top.join(OsStr::from_bytes(path))
 }
 
-/// Makes the tree. What only root can make is left out if we are not.
-pub(super) fn make(case: &Case, top: &Path, outside: &Path, root: bool) -> Made {
-    let mut made = Made::default();
+/// Creates the tree. Without root, leaves out what only root can create.
+pub(super) fn make(case: &TreeCase, top: &Path, outside: &Path, root: bool) -> CreatedTree {
+    let mut made = CreatedTree::default();
     let mut dirs = vec![Vec::new()];
     for entry in &case.entries {
         let parent: &Vec<u8> = entry.parent.get(&dirs);
         let name: &[u8] = match &entry.kind {
-            Kind::Tag { .. } => b"CACHEDIR.TAG",
+            EntryKind::Tag { .. } => b"CACHEDIR.TAG",
             _ => &entry.name,
         };
         let path = match parent.is_empty() {
@@ -270,7 +270,7 @@ pub(super) fn make(case: &Case, top: &Path, outside: &Path, root: bool) -> Made 
             made.nodes.insert(path, node);
         }
     }
-    // The deepest first, since afterwards nobody gets in.
+    // The deepest first, since their parents may become inaccessible.
     for (path, node) in made.nodes.iter().rev() {
         if let Node::Dir { mode, .. } = node {
             fs::set_permissions(below(top, path), fs::Permissions::from_mode(*mode)).unwrap();
@@ -279,10 +279,10 @@ pub(super) fn make(case: &Case, top: &Path, outside: &Path, root: bool) -> Made 
     made
 }
 
-impl Made {
+impl CreatedTree {
     fn make_one(
         &mut self,
-        kind: &Kind,
+        kind: &EntryKind,
         at: &Path,
         path: &[u8],
         top: &Path,
@@ -292,20 +292,20 @@ impl Made {
         let node = |kind| rustix::fs::mknodat(CWD, at, kind, Mode::RUSR, makedev(1, 5)).unwrap();
         let own = || std::os::unix::fs::lchown(at, Some(OTHER_UID), Some(OTHER_UID)).unwrap();
         Some(match kind {
-            Kind::File { seed, bytes, mode } => self.file(at, vec![*seed; *bytes], *mode),
-            Kind::Sparse { bytes } => {
+            EntryKind::File { seed, bytes, mode } => self.file(at, vec![*seed; *bytes], *mode),
+            EntryKind::Sparse { bytes } => {
                 let file = fs::File::create(at).unwrap();
                 file.set_len(*bytes as u64).unwrap();
                 fs::set_permissions(at, fs::Permissions::from_mode(0o600)).unwrap();
                 self.add(vec![0; *bytes], 0o600)
             }
-            Kind::Tag { valid } => {
+            EntryKind::Tag { valid } => {
                 let mut content = SIGNATURE.to_vec();
                 content[20] ^= u8::from(!valid);
                 content.extend(b"\n# made by a test\n");
                 self.file(at, content, 0o600)
             }
-            Kind::LinkTo(index) => {
+            EntryKind::LinkTo(index) => {
                 let is_file = |n: &(&Vec<u8>, &Node)| matches!(n.1, Node::File(_));
                 let files: Vec<_> = self.nodes.iter().filter(is_file).collect();
                 if files.is_empty() {
@@ -316,30 +316,30 @@ impl Made {
                 if foreign || path == other.as_slice() {
                     return None;
                 }
-                // The kernel may forbid links to what the linker could not read and write, or to set-id files.
+                // The kernel may forbid hard links to set-id files and to files that the user cannot read and write.
                 fs::hard_link(below(top, other), at).ok()?;
                 node.clone()
             }
-            Kind::LinkOutside { bytes } => {
+            EntryKind::LinkOutside { bytes } => {
                 let made = self.file(at, vec![7; *bytes], 0o600);
                 fs::hard_link(at, outside.join(self.files.len().to_string())).unwrap();
                 self.files.last_mut().unwrap().outside = true;
                 made
             }
-            Kind::Foreign { bytes } if root => {
+            EntryKind::Foreign { bytes } if root => {
                 let made = self.file(at, vec![9; *bytes], 0o644);
                 own();
                 self.files.last_mut().unwrap().foreign = true;
                 made
             }
-            Kind::Dir { mode } => {
+            EntryKind::Dir { mode } => {
                 fs::create_dir(at).unwrap();
                 Node::Dir {
                     mode: *mode,
                     foreign: false,
                 }
             }
-            Kind::ForeignDir if root => {
+            EntryKind::ForeignDir if root => {
                 fs::create_dir(at).unwrap();
                 own();
                 Node::Dir {
@@ -347,24 +347,24 @@ impl Made {
                     foreign: true,
                 }
             }
-            Kind::Symlink(target) => {
+            EntryKind::Symlink(target) => {
                 symlink(target, at).unwrap();
                 Node::Special(Remark::Symlink)
             }
-            Kind::Fifo => {
+            EntryKind::Fifo => {
                 node(FileType::Fifo);
                 Node::Special(Remark::Fifo)
             }
-            Kind::Socket => {
+            EntryKind::Socket => {
                 node(FileType::Socket);
                 Node::Special(Remark::Socket)
             }
-            Kind::Device if root => {
+            EntryKind::Device if root => {
                 let kinds = [FileType::CharacterDevice, FileType::BlockDevice];
                 node(kinds[path.len() % 2]);
                 Node::Special(Remark::Device)
             }
-            Kind::Foreign { .. } | Kind::ForeignDir | Kind::Device => return None,
+            EntryKind::Foreign { .. } | EntryKind::ForeignDir | EntryKind::Device => return None,
         })
     }
 
@@ -384,8 +384,8 @@ impl Made {
         Node::File(self.files.len() - 1)
     }
 
-    /// The inputs of the case as (path, length, hash), each path once.
-    pub(super) fn inputs(&self, case: &Case) -> BTreeMap<Vec<u8>, (u64, blake3::Hash)> {
+    /// The inputs of the case: path, length and hash.
+    pub(super) fn inputs(&self, case: &TreeCase) -> BTreeMap<Vec<u8>, (u64, blake3::Hash)> {
         let files: Vec<(&Vec<u8>, &File)> = self
             .nodes
             .iter()
@@ -400,9 +400,9 @@ impl Made {
             let bytes = file.content.len() as u64;
             let hash = blake3::hash(&file.content);
             let was = match input {
-                Input::Unchanged => (bytes, hash),
-                Input::OtherContent => (bytes, blake3::hash(b"something else")),
-                Input::OtherLength => (bytes + 1, hash),
+                InputChange::Unchanged => (bytes, hash),
+                InputChange::OtherContent => (bytes, blake3::hash(b"something else")),
+                InputChange::OtherLength => (bytes + 1, hash),
             };
             inputs.insert(path.clone(), was);
         }
@@ -410,10 +410,10 @@ impl Made {
     }
 }
 
-/// What collection should say.
+/// The expected result of a collection.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Expected {
-    /// Path, length, hash, and which file it is.
+pub(super) struct ExpectedCollection {
+    /// Path, length, hash, and index of the file.
     pub(super) outputs: Vec<(Vec<u8>, u64, String, usize)>,
     pub(super) bytes: u64,
     pub(super) remarks: BTreeSet<(Vec<u8>, Remark)>,
@@ -423,20 +423,20 @@ pub(super) struct Expected {
 }
 
 #[derive(Clone, Copy)]
-struct Walked {
+struct WalkedDirectory {
     in_cache: bool,
     depth: u32,
 }
 
-impl Made {
-    pub(super) fn expected(&self, case: &Case, root: bool) -> Expected {
+impl CreatedTree {
+    pub(super) fn expected(&self, case: &TreeCase, root: bool) -> ExpectedCollection {
         let inputs = self.inputs(case);
-        let mut expected = Expected::default();
+        let mut expected = ExpectedCollection::default();
         let mut candidates = Vec::new();
-        let mut walked: HashMap<&[u8], Walked> = HashMap::new();
+        let mut walked: HashMap<&[u8], WalkedDirectory> = HashMap::new();
         walked.insert(
             b"",
-            Walked {
+            WalkedDirectory {
                 in_cache: false,
                 depth: 0,
             },
@@ -462,7 +462,7 @@ impl Made {
                     if deeper < case.bounds.depth {
                         walked.insert(
                             path,
-                            Walked {
+                            WalkedDirectory {
                                 in_cache: true,
                                 depth: deeper,
                             },
@@ -484,7 +484,7 @@ impl Made {
                     }
                     walked.insert(
                         path,
-                        Walked {
+                        WalkedDirectory {
                             in_cache,
                             depth: deeper,
                         },
@@ -498,7 +498,7 @@ impl Made {
                 }
             }
         }
-        candidates.sort_by_key(|(path, file)| self.place(case, path, *file));
+        candidates.sort_by_key(|(path, file)| self.sort_key(case, path, *file));
         for (path, _) in candidates.iter().skip(case.bounds.outputs as usize) {
             expected.remarks.insert((path.clone(), Remark::TooMany));
         }
@@ -508,8 +508,8 @@ impl Made {
         expected
     }
 
-    /// What decides which candidates are kept under a bound: the least come first.
-    fn place(&self, case: &Case, path: &[u8], file: usize) -> (u8, usize, usize, Vec<u8>) {
+    /// The sort key of a candidate; the smallest keys are kept.
+    fn sort_key(&self, case: &TreeCase, path: &[u8], file: usize) -> (u8, usize, usize, Vec<u8>) {
         let is_whole = |glob: Option<&str>| {
             matches!(glob, Some("plots" | "plots/x.csv")) && glob.map(str::as_bytes) == Some(path)
         };
@@ -536,11 +536,11 @@ impl Made {
 
     fn judge(
         &self,
-        case: &Case,
+        case: &TreeCase,
         inputs: &BTreeMap<Vec<u8>, (u64, blake3::Hash)>,
         path: &[u8],
         file: usize,
-        expected: &mut Expected,
+        expected: &mut ExpectedCollection,
         candidates: &mut Vec<(Vec<u8>, usize)>,
     ) {
         let (content, foreign) = (&self.files[file].content, self.files[file].foreign);
@@ -562,10 +562,10 @@ impl Made {
 
     fn take(
         &self,
-        case: &Case,
+        case: &TreeCase,
         candidates: Vec<(Vec<u8>, usize)>,
         root: bool,
-        expected: &mut Expected,
+        expected: &mut ExpectedCollection,
     ) {
         for (path, number) in candidates {
             let file = &self.files[number];

@@ -1,66 +1,68 @@
-//! From a file to every directory that must be visible for it to start.
+//! From a file to every directory that must be visible for the file to start.
 //!
-//! A program in a venv is a symlink to a symlink to an interpreter in some other prefix, whose library lies
-//! beside it; a console script begins with the path of another program. The chain walks these
-//! pointers one by one without executing anything and admits the prefix of each step, or
-//! stops with an error that names the step.
+//! A program in a venv is a symlink to a symlink to an interpreter in another prefix, with its library beside it. A
+//! console script begins with the path of another program. [`InterpreterChain`] follows these pointers one by one
+//! without executing anything. It admits the prefix of each step, or stops with an error that names the step.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 
-use super::prefix::{self, Kind, Links};
+use super::RuntimeAlias;
+use super::caller::CallerEnvironment;
+use super::error::RuntimeError;
+use super::host_files::{self, LinkPolicy};
+use super::prefix::{self, PrefixKind};
 use super::python;
-use super::search::{self, Search};
+use super::search::{self, CommandSearch};
 use super::shebang::{self, Shebang};
-use super::{Alias, Caller, RuntimeError};
 
-/// Symlinks and interpreters followed for one runtime, all together; the kernel allows 40 in one path.
+/// The most symlinks and interpreters to follow for one runtime in total. The kernel allows 40 symlinks in one path.
 const STEPS_MAX: usize = 64;
 
-/// An interpreter may be a script itself; the kernel gives up after four.
+/// An interpreter may be a script itself. The kernel gives up after four.
 const SCRIPTS_MAX: usize = 4;
 
-pub(super) struct Chain<'a> {
-    search: Search<'a>,
+pub(super) struct InterpreterChain<'a> {
+    search: CommandSearch<'a>,
     project: PathBuf,
     cwd: PathBuf,
-    /// As written and canonical: either form of a refused directory must be recognised.
+    /// As written and canonical, so that either form of a home is recognised.
     homes: Vec<PathBuf>,
-    /// Prefixes that the caller chose: active, named, or with their bin on PATH.
+    /// Prefixes that the caller chose: activated, named, or with their bin on PATH.
     chosen: Vec<PathBuf>,
-    /// The canonical directories of the caller's PATH, those written relative left out.
+    /// The canonical directories of the caller's PATH, without relative entries.
     path_dirs: Vec<PathBuf>,
-    shown: Vec<(PathBuf, Kind)>,
-    aliases: Vec<Alias>,
+    admitted: Vec<(PathBuf, PrefixKind)>,
+    aliases: Vec<RuntimeAlias>,
     /// What `#!/usr/bin/env NAME` lines were resolved to: the name and its directory.
     env_dirs: Vec<(OsString, PathBuf)>,
     steps: usize,
 }
 
-/// Whether a file is where the caller's command starts, or where something on disk points.
+/// Where a path comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    /// A leading symlink in a directory that is no runtime is replaced by its target, so that the
-    /// directory need not be shown.
-    Start,
-    /// The path is written down somewhere, so it must exist inside exactly as written.
-    Inner,
+pub(super) enum PathOrigin {
+    /// The caller's command. A leading symlink in a directory that is no runtime is replaced by its target, so that
+    /// the directory need not be shown.
+    Command,
+    /// A file on disk names the path, so the path must exist inside exactly as written.
+    Pointer,
 }
 
-enum Standing {
+enum Visibility {
     Visible,
     Unknown,
 }
 
-/// One step: a file by its canonical directory, and where it leads if it is a symlink.
-struct Step {
+/// One step of the chain: a file in its canonical directory, and its target if it is a symlink.
+struct ChainStep {
     dir: PathBuf,
     file: PathBuf,
     target: Option<PathBuf>,
 }
 
-impl<'a> Chain<'a> {
-    pub fn new(caller: &'a Caller, named: Option<&'a Path>, project: &Path) -> Self {
+impl<'a> InterpreterChain<'a> {
+    pub fn new(caller: &'a CallerEnvironment, named: Option<&'a Path>, project: &Path) -> Self {
         let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         let entries = std::env::split_paths(&caller.path).filter(|dir| dir.is_absolute());
         let path_dirs: Vec<PathBuf> = entries.filter_map(|dir| dir.canonicalize().ok()).collect();
@@ -82,29 +84,29 @@ impl<'a> Chain<'a> {
             .chain(caller.home().as_ref())
             .flat_map(|home| [home.clone(), real(home)])
             .collect();
-        Chain {
-            search: Search { caller, named },
+        InterpreterChain {
+            search: CommandSearch { caller, named },
             project: real(project),
             cwd: real(&caller.cwd),
             homes,
             chosen,
             path_dirs,
-            shown: Vec::new(),
+            admitted: Vec::new(),
             aliases: Vec::new(),
             env_dirs: Vec::new(),
             steps: 0,
         }
     }
 
-    pub fn search(&self) -> &Search<'a> {
+    pub fn search(&self) -> &CommandSearch<'a> {
         &self.search
     }
 
     /// The kind under which a prefix was admitted.
-    pub fn kind_of(&self, prefix: &Path) -> Option<Kind> {
-        self.shown
+    pub fn kind_of(&self, prefix: &Path) -> Option<PrefixKind> {
+        self.admitted
             .iter()
-            .find(|(shown, _)| shown == prefix)
+            .find(|(admitted, _)| admitted == prefix)
             .map(|(_, kind)| *kind)
     }
 
@@ -112,15 +114,15 @@ impl<'a> Chain<'a> {
         &self.env_dirs
     }
 
-    /// Admits everything that `start` needs; gives the path to execute, its directory canonical.
-    pub fn follow(&mut self, start: &Path, place: Place) -> Result<PathBuf, RuntimeError> {
-        self.follow_script(start, place, 0)
+    /// Admits everything that `start` needs. Returns the path to execute, with a canonical directory.
+    pub fn follow(&mut self, start: &Path, origin: PathOrigin) -> Result<PathBuf, RuntimeError> {
+        self.follow_script(start, origin, 0)
     }
 
     fn follow_script(
         &mut self,
         start: &Path,
-        place: Place,
+        origin: PathOrigin,
         depth: usize,
     ) -> Result<PathBuf, RuntimeError> {
         let mut path = plain(start)?;
@@ -132,11 +134,11 @@ impl<'a> Chain<'a> {
                     path: start.to_path_buf(),
                 });
             }
-            let step = Step::at(&path, start)?;
-            let leading = place == Place::Start && program.is_none();
-            match self.stand(&step.dir)? {
-                Standing::Unknown if leading && step.may_be_skipped() => {}
-                Standing::Unknown if !self.stand_on_path(&step.dir) => {
+            let step = ChainStep::at(&path, start)?;
+            let leading = origin == PathOrigin::Command && program.is_none();
+            match self.admit_directory(&step.dir)? {
+                Visibility::Unknown if leading && step.may_be_skipped() => {}
+                Visibility::Unknown if !self.admit_path_directory(&step.dir) => {
                     return Err(match leading {
                         true => self.unknown_start(start),
                         false => RuntimeError::NotARuntime {
@@ -145,9 +147,13 @@ impl<'a> Chain<'a> {
                         },
                     });
                 }
-                Standing::Visible | Standing::Unknown => {
-                    let place = if leading { Place::Start } else { Place::Inner };
-                    self.add_alias(path.parent().unwrap_or(&path), &step.dir, place)?;
+                Visibility::Visible | Visibility::Unknown => {
+                    let origin = if leading {
+                        PathOrigin::Command
+                    } else {
+                        PathOrigin::Pointer
+                    };
+                    self.add_alias(path.parent().unwrap_or(&path), &step.dir, origin)?;
                     program.get_or_insert_with(|| step.program(&path));
                 }
             }
@@ -161,27 +167,27 @@ impl<'a> Chain<'a> {
         }
     }
 
-    fn check_file(&self, step: &Step) -> Result<(), RuntimeError> {
-        if !prefix::is_executable(&step.file) {
+    fn check_file(&self, step: &ChainStep) -> Result<(), RuntimeError> {
+        if !host_files::is_executable(&step.file) {
             return Err(RuntimeError::NotExecutable {
                 path: step.file.clone(),
             });
         }
-        // These start what their own settings name, which are not there inside.
+        // These launchers start what their own configuration names, which does not exist inside.
         let launcher = step.file.file_name() == Some(OsStr::new("julialauncher"));
         match launcher || python::pyenv_root(&step.dir).is_some() {
-            true => Err(RuntimeError::Shim {
+            true => Err(RuntimeError::VersionManagerShim {
                 path: step.file.clone(),
             }),
             false => Ok(()),
         }
     }
 
-    /// The kernel starts a script's interpreter by the path in its first line.
+    /// Follows the interpreter in a script's first line, as the kernel would.
     fn follow_interpreter(&mut self, file: &Path, depth: usize) -> Result<(), RuntimeError> {
-        // A program that may be executed but not read is no script.
-        let head =
-            prefix::read_head(file, Links::Followed, shebang::HEAD_BYTES).unwrap_or_default();
+        // A program that may be executed but not read is not a script.
+        let head = host_files::read_head(file, LinkPolicy::Follow, shebang::HEAD_BYTES)
+            .unwrap_or_default();
         match shebang::parse(&head) {
             None => Ok(()),
             Some(Shebang::Unsupported { line }) => Err(RuntimeError::InterpreterLine {
@@ -201,12 +207,12 @@ impl<'a> Chain<'a> {
                         pointed_by: file.to_path_buf(),
                     });
                 }
-                self.follow_script(&interpreter, Place::Inner, depth + 1)
+                self.follow_script(&interpreter, PathOrigin::Pointer, depth + 1)
                     .map(drop)
             }
             Some(Shebang::Env { name, .. }) => {
                 let found = self.search.locate(&name)?;
-                let program = self.follow_script(&found, Place::Inner, depth + 1)?;
+                let program = self.follow_script(&found, PathOrigin::Pointer, depth + 1)?;
                 if let Some(dir) = program.parent() {
                     self.env_dirs.push((name, dir.to_path_buf()));
                 }
@@ -215,36 +221,40 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Whether a canonical directory is visible inside; admits its prefix if that is a runtime.
-    fn stand(&mut self, dir: &Path) -> Result<Standing, RuntimeError> {
+    /// Whether a canonical directory is visible inside. Admits its prefix if that is a runtime.
+    fn admit_directory(&mut self, dir: &Path) -> Result<Visibility, RuntimeError> {
         let prefix = dir.parent().filter(|_| is_bin(dir));
         if prefix.is_some_and(|prefix| self.kind_of(prefix).is_some()) {
-            return Ok(Standing::Visible);
+            return Ok(Visibility::Visible);
         }
         if prefix::is_system(dir) {
             // A venv below /usr/local is visible already, but its base may lie elsewhere.
             if let Some(prefix) = prefix.filter(|prefix| prefix.join("pyvenv.cfg").exists())
-                && prefix::kind(prefix) == Some(Kind::Venv)
+                && prefix::kind(prefix) == Some(PrefixKind::Venv)
             {
-                self.shown.push((prefix.to_path_buf(), Kind::Venv));
+                self.admitted.push((prefix.to_path_buf(), PrefixKind::Venv));
                 self.follow_venv(prefix)?;
             }
-            return Ok(Standing::Visible);
+            return Ok(Visibility::Visible);
         }
         if let Some((prefix, kind)) =
             prefix.and_then(|prefix| Some((prefix, prefix::kind(prefix)?)))
         {
             self.admit(prefix, kind)?;
-            return Ok(Standing::Visible);
+            return Ok(Visibility::Visible);
         }
-        if self.shown.iter().any(|(shown, _)| dir.starts_with(shown)) {
-            return Ok(Standing::Visible);
+        if self
+            .admitted
+            .iter()
+            .any(|(admitted, _)| dir.starts_with(admitted))
+        {
+            return Ok(Visibility::Visible);
         }
-        Ok(Standing::Unknown)
+        Ok(Visibility::Unknown)
     }
 
-    /// A directory without the marks of a runtime is shown only because the caller's own PATH names it.
-    fn stand_on_path(&mut self, dir: &Path) -> bool {
+    /// Admits a directory that does not look like a runtime, but only if the caller's own PATH names it.
+    fn admit_path_directory(&mut self, dir: &Path) -> bool {
         let in_project = dir.starts_with(&self.project);
         let on_path = self.path_dirs.iter().any(|entry| entry == dir);
         if in_project || self.cwd.starts_with(dir) || !on_path {
@@ -254,23 +264,24 @@ impl<'a> Chain<'a> {
         let prefix = dir.parent().filter(|_| is_bin(dir));
         let found = match prefix {
             Some(prefix) if prefix::is_installation(prefix) && allowed(prefix) => {
-                (prefix, Kind::Installation)
+                (prefix, PrefixKind::Installation)
             }
-            _ if allowed(dir) => (dir, Kind::Programs),
+            _ if allowed(dir) => (dir, PrefixKind::Programs),
             _ => return false,
         };
-        self.shown.push((found.0.to_path_buf(), found.1));
+        self.admitted.push((found.0.to_path_buf(), found.1));
         true
     }
 
-    /// Admits a canonical directory that bears the marks of a runtime.
-    fn admit(&mut self, prefix: &Path, kind: Kind) -> Result<(), RuntimeError> {
+    /// Admits a canonical directory that looks like a runtime.
+    fn admit(&mut self, prefix: &Path, kind: PrefixKind) -> Result<(), RuntimeError> {
         self.refuse(prefix)?;
         if !self.chosen.iter().any(|chosen| chosen == prefix) {
-            // Marks can be forged where untrusted code can write, that is, in the project; and a venv's
-            // mark is one small file. What nobody chose must hold nothing but a venv.
+            // Untrusted code can forge the marks of a runtime where it can write, that is, in the project, and a
+            // venv's mark is one small file. A prefix that the caller did not choose must therefore hold nothing but
+            // a venv.
             match kind {
-                Kind::Venv => {
+                PrefixKind::Venv => {
                     if let Some(entry) = prefix::foreign_to_venv(prefix) {
                         return Err(RuntimeError::MoreThanVenv {
                             prefix: prefix.to_path_buf(),
@@ -286,16 +297,16 @@ impl<'a> Chain<'a> {
                 _ => {}
             }
         }
-        // Invariant: shown before its pointers are followed, so that a venv pointing at itself ends.
-        self.shown.push((prefix.to_path_buf(), kind));
+        // Invariant: record the prefix before following its pointers, so that a venv that points at itself ends.
+        self.admitted.push((prefix.to_path_buf(), kind));
         match kind {
-            Kind::Venv => self.follow_venv(prefix),
+            PrefixKind::Venv => self.follow_venv(prefix),
             _ => Ok(()),
         }
     }
 
-    /// Admits a prefix that the caller named, with `--runtime` or by activating it: any directory with
-    /// programs in its bin. Gives its canonical path.
+    /// Admits a prefix that the caller named with `--runtime` or activated: any directory with programs in its bin.
+    /// Returns its canonical path.
     pub fn admit_named(&mut self, written: &Path) -> Result<PathBuf, RuntimeError> {
         let no_programs = || RuntimeError::NamedHasNoPrograms {
             prefix: written.to_path_buf(),
@@ -311,21 +322,22 @@ impl<'a> Chain<'a> {
             .flatten()
             .take(4096)
             .flatten();
-        if !prefix::is_real_dir(&bin) || !programs.any(|entry| prefix::is_executable(&entry.path()))
+        if !host_files::is_real_dir(&bin)
+            || !programs.any(|entry| host_files::is_executable(&entry.path()))
         {
             return Err(no_programs());
         }
-        self.admit(&real, prefix::kind(&real).unwrap_or(Kind::Named))?;
-        // Its scripts may begin with the path as it was written.
-        self.add_alias(&plain(written)?.join("bin"), &bin, Place::Start)?;
+        self.admit(&real, prefix::kind(&real).unwrap_or(PrefixKind::Named))?;
+        // Scripts in the prefix may name the path as it was written.
+        self.add_alias(&plain(written)?.join("bin"), &bin, PathOrigin::Command)?;
         Ok(real)
     }
 
-    /// A directory of R packages: the caller's environment names it, so it needs no marks.
+    /// Admits a directory of R packages. The caller's environment names it, so it need not look like a runtime.
     pub fn admit_library(&mut self, dir: &Path) -> Result<(), RuntimeError> {
         if !prefix::is_system(dir) {
             self.refuse(dir)?;
-            self.shown.push((dir.to_path_buf(), Kind::Named));
+            self.admitted.push((dir.to_path_buf(), PrefixKind::Named));
         }
         Ok(())
     }
@@ -337,16 +349,17 @@ impl<'a> Chain<'a> {
         })
     }
 
-    /// A venv needs its base: the interpreter its links lead to, and the one pyvenv.cfg names.
+    /// Admits the base of a venv: the interpreter that its symlinks lead to, and the one that pyvenv.cfg names.
     fn follow_venv(&mut self, venv: &Path) -> Result<(), RuntimeError> {
-        let text = prefix::read_text(&venv.join("pyvenv.cfg"), Links::Refused).unwrap_or_default();
-        let config = python::parse_config(&text);
+        let text =
+            host_files::read_text(&venv.join("pyvenv.cfg"), LinkPolicy::Refuse).unwrap_or_default();
+        let config = python::parse_venv_config(&text);
         let bin = venv.join("bin");
         if let Some(name) = python::NAMES
             .iter()
             .find(|name| bin.join(name).symlink_metadata().is_ok())
         {
-            self.follow(&bin.join(name), Place::Inner)?;
+            self.follow(&bin.join(name), PathOrigin::Pointer)?;
         }
         if let Some(home) = config.home {
             self.follow_home(venv, &home)?;
@@ -362,7 +375,7 @@ impl<'a> Chain<'a> {
             venv: venv.to_path_buf(),
             home: home.to_path_buf(),
         };
-        if !prefix::is_plain_absolute(home) {
+        if !host_files::is_plain_absolute(home) {
             return Err(no_python());
         }
         let real = home.canonicalize().map_err(|_| no_python())?;
@@ -385,8 +398,8 @@ impl<'a> Chain<'a> {
         let names = python::NAMES.iter().map(OsString::from).chain(versioned);
         let program = names
             .map(|name| home.join(name))
-            .find(|path| prefix::is_executable(path));
-        self.follow(&program.ok_or_else(no_python)?, Place::Inner)
+            .find(|path| host_files::is_executable(path));
+        self.follow(&program.ok_or_else(no_python)?, PathOrigin::Pointer)
             .map(drop)
     }
 
@@ -394,7 +407,12 @@ impl<'a> Chain<'a> {
         let Ok(real) = base.canonicalize() else {
             return Ok(());
         };
-        if prefix::is_system(&real) || self.shown.iter().any(|(shown, _)| real.starts_with(shown)) {
+        if prefix::is_system(&real)
+            || self
+                .admitted
+                .iter()
+                .any(|(admitted, _)| real.starts_with(admitted))
+        {
             return Ok(());
         }
         match prefix::kind(&real) {
@@ -406,9 +424,14 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// A path written through a symlinked directory (`versions/paper`, `cpython-3.12`) must exist inside as
-    /// written too, for the symlink itself lies in a directory that is not shown.
-    fn add_alias(&mut self, written: &Path, dir: &Path, place: Place) -> Result<(), RuntimeError> {
+    /// A path through a symlinked directory (`versions/paper`, `cpython-3.12`) must also exist inside as written,
+    /// because the symlink itself lies in a directory that is not shown.
+    fn add_alias(
+        &mut self,
+        written: &Path,
+        dir: &Path,
+        origin: PathOrigin,
+    ) -> Result<(), RuntimeError> {
         if written == dir || prefix::is_system(written) {
             return Ok(());
         }
@@ -424,12 +447,12 @@ impl<'a> Chain<'a> {
         };
         let (at, source) = whole.unwrap_or((written, dir));
         match self.refuse(at) {
-            Ok(()) => self.aliases.push(Alias {
+            Ok(()) => self.aliases.push(RuntimeAlias {
                 at: at.to_path_buf(),
                 source: source.to_path_buf(),
             }),
-            // The program is executed by its canonical path; only what is written down needs this one.
-            Err(_) if place == Place::Start => {}
+            // The program is executed by its canonical path. Only a path that a file names is needed as written.
+            Err(_) if origin == PathOrigin::Command => {}
             Err(error) => return Err(error),
         }
         Ok(())
@@ -451,20 +474,20 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// What to show: canonical directories, none below another; and the other paths they appear under.
-    pub fn finish(mut self) -> (Vec<PathBuf>, Vec<Alias>) {
+    /// The canonical directories to show, none below another, and the further paths at which they appear.
+    pub fn finish(mut self) -> (Vec<PathBuf>, Vec<RuntimeAlias>) {
         let mut prefixes: Vec<PathBuf> = Vec::new();
-        // In order of paths a directory comes before what lies below it.
-        self.shown.sort_by(|a, b| a.0.cmp(&b.0));
-        for (dir, _) in self.shown {
+        // In path order a directory precedes the directories below it.
+        self.admitted.sort_by(|a, b| a.0.cmp(&b.0));
+        for (dir, _) in self.admitted {
             if !prefix::is_system(&dir) && !prefixes.iter().any(|kept| dir.starts_with(kept)) {
                 prefixes.push(dir);
             }
         }
-        let mut aliases: Vec<Alias> = Vec::new();
+        let mut aliases: Vec<RuntimeAlias> = Vec::new();
         self.aliases.sort();
         for alias in self.aliases {
-            // Below something shown, the symlink is visible itself and leads to the right place.
+            // Below a shown directory the symlink itself is visible and leads to the right place.
             let below = |top: &PathBuf| alias.at.starts_with(top);
             if !prefixes.iter().any(below) && !aliases.iter().map(|kept| &kept.at).any(below) {
                 aliases.push(alias);
@@ -474,8 +497,8 @@ impl<'a> Chain<'a> {
     }
 }
 
-impl Step {
-    fn at(path: &Path, start: &Path) -> Result<Step, RuntimeError> {
+impl ChainStep {
+    fn at(path: &Path, start: &Path) -> Result<ChainStep, RuntimeError> {
         let missing = || RuntimeError::Missing {
             path: path.to_path_buf(),
             pointed_by: start.to_path_buf(),
@@ -493,11 +516,11 @@ impl Step {
             }
             false => None,
         };
-        Ok(Step { dir, file, target })
+        Ok(ChainStep { dir, file, target })
     }
 
-    /// Whether starting the target is the same as starting this symlink: an interpreter finds its
-    /// prefix from the target anyway; a program of many names needs its own.
+    /// Whether starting the target is the same as starting this symlink. An interpreter finds its prefix from the
+    /// target anyway; a program with many names depends on its own name.
     fn may_be_skipped(&self) -> bool {
         let name = self.file.file_name();
         match &self.target {
@@ -506,8 +529,8 @@ impl Step {
         }
     }
 
-    /// The path to execute: as written for the system's programs, else with its directory canonical, so
-    /// that relative symlinks mean inside what they mean here.
+    /// The path to execute. System programs keep the path as written. Others get a canonical directory, so that
+    /// relative symlinks mean the same inside as on the host.
     fn program(&self, written: &Path) -> PathBuf {
         match prefix::is_system(written) && prefix::is_system(&self.dir) {
             true => written.to_path_buf(),
@@ -520,8 +543,8 @@ fn is_bin(dir: &Path) -> bool {
     dir.file_name() == Some(OsStr::new("bin"))
 }
 
-/// An absolute path without `.` and `..`, meaning the same file: what lies before a `..` is made
-/// canonical first, because the kernel follows a symlink before it goes up.
+/// The same file as an absolute path without `.` and `..`. The part before each `..` is made canonical first, because
+/// the kernel follows a symlink before it goes up.
 fn plain(path: &Path) -> Result<PathBuf, RuntimeError> {
     let mut plain = PathBuf::new();
     for part in path.components() {

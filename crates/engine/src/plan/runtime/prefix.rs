@@ -1,48 +1,42 @@
-//! What a runtime looks like on disk, and which directories are never shown as one.
+//! How a runtime is recognised on disk, and which directories are never shown as one.
 //!
-//! A directory is shown to an analysis because it is a runtime, never because something points at
-//! it: the pointers (symlinks, `#!` lines, pyvenv.cfg, .python-version) may have been written by the very
-//! code that is about to be confined. So the marks looked for here are ones that a directory
-//! of documents, keys or data does not carry, and none of them is believed through a symlink
-//! that leaves the directory.
+//! A directory is shown to an analysis because it is a runtime, never because something points at it: the code that
+//! is about to be confined may have written the pointers (symlinks, `#!` lines, pyvenv.cfg, .python-version).
+//! Therefore the marks looked for here are ones that a directory of documents, keys or data does not have. A mark
+//! behind a symlink that leaves the directory does not count.
 
 use std::ffi::OsStr;
-use std::fs::File;
-use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
-
+use super::error::PrefixRefusal;
+use super::host_files::{LinkPolicy, is_executable, is_plain_absolute, is_real_dir, read_text};
 use super::python;
 
-/// Every small text file read here (pyvenv.cfg, .python-version, Renviron) is bounded by this.
-pub(super) const TEXT_BYTES_MAX: usize = 64 << 10;
-
-/// The most directory entries looked at when a directory is searched for a mark.
+/// The most directory entries to look at when searching a directory for a mark.
 const ENTRIES_MAX: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// pyvenv.cfg and bin/python: needs its base Python as well.
+pub(super) enum PrefixKind {
+    /// A directory with pyvenv.cfg and bin/python. It needs its base Python as well.
     Venv,
     /// A conda, mamba or pixi environment.
     Conda,
-    /// A whole Python: pyenv, uv, python-build-standalone, a build of one's own.
+    /// A complete Python: from pyenv, uv, python-build-standalone, or built by the user.
     Python,
     /// Another language that keeps its library beside its program.
     Language,
-    /// A plain installation prefix (bin, lib, share, …) that the caller put on PATH.
+    /// A plain installation prefix (bin, lib, share, …) whose bin the caller put on PATH.
     Installation,
-    /// Only a directory of programs, itself on the caller's PATH.
+    /// A directory of programs that is itself on the caller's PATH.
     Programs,
     /// Named with `--runtime`.
     Named,
 }
 
-/// The system runtime, shown by the policy anyway. /etc/alternatives is part of it: Debian's
-/// /usr/bin leads through it, and it holds nothing but symlinks.
-const SYSTEM: [&str; 8] = [
+/// The system runtime, which every run may see. It includes /etc/alternatives: Debian's /usr/bin leads through it,
+/// and it holds only symlinks.
+const SYSTEM_DIRS: [&str; 8] = [
     "/usr",
     "/bin",
     "/sbin",
@@ -54,10 +48,10 @@ const SYSTEM: [&str; 8] = [
 ];
 
 pub(super) fn is_system(path: &Path) -> bool {
-    SYSTEM.iter().any(|top| path.starts_with(top))
+    SYSTEM_DIRS.iter().any(|top| path.starts_with(top))
 }
 
-/// Programs whose library lies at a fixed place beside them: (bin/program, library).
+/// Programs whose library lies at a fixed place beside them: (program in bin, library).
 const LANGUAGES: [(&str, &str); 9] = [
     ("Rscript", "lib/R/library/base/DESCRIPTION"),
     ("Rscript", "lib64/R/library/base/DESCRIPTION"),
@@ -70,8 +64,8 @@ const LANGUAGES: [(&str, &str); 9] = [
     ("ghc", "lib/ghc"),
 ];
 
-/// What a venv has at its top, tools' receipts included. One that the caller did not choose must
-/// hold nothing else, or a pyvenv.cfg dropped beside private files would show them.
+/// The top-level entries of a venv, including files of packaging tools. A venv that the caller did not choose must
+/// hold nothing else; otherwise a pyvenv.cfg placed beside private files would show them.
 const VENV_ENTRIES: [&str; 18] = [
     "bin",
     "lib",
@@ -93,34 +87,34 @@ const VENV_ENTRIES: [&str; 18] = [
     ".Python",
 ];
 
-/// What an installation prefix has at its top, besides notices in capitals.
+/// The top-level entries of an installation prefix, besides notices in capitals such as LICENSE.
 const INSTALLATION_ENTRIES: [&str; 15] = [
     "bin", "sbin", "lib", "lib32", "lib64", "libexec", "include", "share", "man", "doc", "docs",
     "etc", "licenses", "plugins", "manifest",
 ];
 
-/// What `dir`, a canonical path, is by its own marks; `None` for a directory that is no runtime.
-pub(super) fn kind(dir: &Path) -> Option<Kind> {
+/// The kind of runtime that `dir`, a canonical path, is by its own marks. `None` if it is no runtime.
+pub(super) fn kind(dir: &Path) -> Option<PrefixKind> {
     if !is_real_dir(&dir.join("bin")) {
         return None;
     }
     if is_real_dir(&dir.join("conda-meta")) {
-        return Some(Kind::Conda);
+        return Some(PrefixKind::Conda);
     }
     if is_venv(dir) {
-        return Some(Kind::Venv);
+        return Some(PrefixKind::Venv);
     }
     if is_python(dir) {
-        return Some(Kind::Python);
+        return Some(PrefixKind::Python);
     }
     let language = LANGUAGES
         .iter()
         .any(|(program, library)| is_own_program(dir, program) && is_own(dir, library));
-    language.then_some(Kind::Language)
+    language.then_some(PrefixKind::Language)
 }
 
-/// A prefix with a library beside its programs and nothing foreign in it. Weak marks, so the caller
-/// must have put its bin on PATH as well.
+/// Whether a prefix has a library beside its programs and no unknown entries. These marks are weak, so the caller
+/// must also have put its bin on PATH.
 pub(super) fn is_installation(dir: &Path) -> bool {
     let library = ["lib", "lib64", "libexec"]
         .iter()
@@ -141,13 +135,12 @@ pub(super) fn is_installation(dir: &Path) -> bool {
     library && is_real_dir(&dir.join("bin")) && foreign_entry(dir, known).is_none()
 }
 
-/// The first entry of a venv that does not belong in one.
+/// The first entry that does not belong in a venv.
 pub(super) fn foreign_to_venv(dir: &Path) -> Option<PathBuf> {
     foreign_entry(dir, |name| VENV_ENTRIES.iter().any(|known| name == *known))
 }
 
-/// The first entry that is not `known`. A directory that cannot be listed, or is too large to look
-/// through, counts as foreign itself.
+/// The first entry that is not `known`. A directory that cannot be listed or is too large counts as unknown itself.
 fn foreign_entry(dir: &Path, known: impl Fn(&OsStr) -> bool) -> Option<PathBuf> {
     let Ok(entries) = std::fs::read_dir(dir) else {
         return Some(dir.to_path_buf());
@@ -163,15 +156,15 @@ fn foreign_entry(dir: &Path, known: impl Fn(&OsStr) -> bool) -> Option<PathBuf> 
 }
 
 fn is_venv(dir: &Path) -> bool {
-    let has_home = read_text(&dir.join("pyvenv.cfg"), Links::Refused)
-        .is_some_and(|text| python::parse_config(&text).home.is_some());
+    let has_home = read_text(&dir.join("pyvenv.cfg"), LinkPolicy::Refuse)
+        .is_some_and(|text| python::parse_venv_config(&text).home.is_some());
     has_home
         && python::NAMES
             .iter()
             .any(|name| dir.join("bin").join(name).symlink_metadata().is_ok())
 }
 
-/// A Python that could run by itself: a standard library and an interpreter, both its own.
+/// Whether this is a Python that can run by itself: with a standard library and an interpreter of its own.
 fn is_python(dir: &Path) -> bool {
     for lib in ["lib", "lib64"] {
         let Ok(entries) = std::fs::read_dir(dir.join(lib)) else {
@@ -187,7 +180,7 @@ fn is_python(dir: &Path) -> bool {
             if !versioned || !is_own(dir, Path::new(lib).join(&name).join("os.py")) {
                 continue;
             }
-            // python3.13t's library is lib/python3.13t, pypy's is lib/pypy3.10: the same name in bin.
+            // python3.13t has lib/python3.13t, pypy has lib/pypy3.10: the same name as the program.
             let program = name.to_string_lossy();
             if is_own_program(dir, &program) || python::NAMES.iter().any(|n| is_own_program(dir, n))
             {
@@ -207,92 +200,23 @@ fn is_own_program(dir: &Path, name: &str) -> bool {
     is_executable(&path) && is_own(dir, Path::new("bin").join(name))
 }
 
-/// Whether `inner` exists and, every symlink followed, still lies in `dir`.
+/// Whether `inner` exists and still lies in `dir` after all symlinks are followed.
 fn is_own(dir: &Path, inner: impl AsRef<Path>) -> bool {
     dir.join(inner)
         .canonicalize()
         .is_ok_and(|real| real.starts_with(dir))
 }
 
-pub(super) fn is_real_dir(path: &Path) -> bool {
-    path.symlink_metadata().is_ok_and(|meta| meta.is_dir())
-}
-
-/// A regular file that the caller could execute.
-pub(super) fn is_executable(path: &Path) -> bool {
-    let regular = path.metadata().is_ok_and(|meta| meta.is_file());
-    regular && rustix::fs::accessat(CWD, path, Access::EXEC_OK, AtFlags::EACCESS).is_ok()
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Links {
-    Followed,
-    /// For files that untrusted code may have put there: a symlink would make us read, and quote in a
-    /// message, a file of somebody else's choosing.
-    Refused,
-}
-
-/// The whole of a small regular file; `None` if it is anything else, or larger than the bound.
-pub(super) fn read_text(path: &Path, links: Links) -> Option<Vec<u8>> {
-    let text = read_head(path, links, TEXT_BYTES_MAX + 1).ok()?;
-    (text.len() <= TEXT_BYTES_MAX).then_some(text)
-}
-
-/// The first bytes of a regular file. Opening a FIFO must not block and opening a device must not act,
-/// so the file is looked at before and after it is opened.
-pub(super) fn read_head(path: &Path, links: Links, bytes_max: usize) -> std::io::Result<Vec<u8>> {
-    let not_regular = || std::io::Error::from(std::io::ErrorKind::InvalidInput);
-    let meta = match links {
-        Links::Followed => path.metadata()?,
-        Links::Refused => path.symlink_metadata()?,
-    };
-    if !meta.is_file() {
-        return Err(not_regular());
-    }
-    let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
-    flags.set(OFlags::NOFOLLOW, links == Links::Refused);
-    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
-    let opened = file.metadata()?;
-    if !opened.is_file() {
-        return Err(not_regular());
-    }
-    // With room for all of it and more, as its end is told by a read of nothing.
-    let mut head = Vec::with_capacity(bytes_max.min(opened.len() as usize + 64));
-    file.take(bytes_max as u64).read_to_end(&mut head)?;
-    Ok(head)
-}
-
-/// Why a directory is never shown, whatever it looks like.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    #[error("it is or contains the home directory {0:?}")]
-    Home(PathBuf),
-    #[error("it is or contains the project {0:?}")]
-    Project(PathBuf),
-    #[error("it is or contains {0:?}, which belongs to the whole system")]
-    Shared(PathBuf),
-    #[error("it lies in {0:?}, where no runtime belongs")]
-    Foreign(PathBuf),
-    #[error("it is, contains or lies in {0:?}, where private files are kept")]
-    Private(PathBuf),
-    #[error("it lies in the workspace of an analysis")]
-    Workspace,
-    #[error("it is the root of the file system")]
-    Root,
-    #[error("its path is relative, or has `..` or a NUL byte in it")]
-    Path,
-}
-
-/// Never shown whole, though a runtime may lie somewhere below.
-const SHARED: [&str; 9] = [
+/// Directories that are never shown as a whole, though a runtime may lie below them.
+const SHARED_DIRS: [&str; 9] = [
     "/home", "/root", "/var", "/var/lib", "/tmp", "/var/tmp", "/srv", "/mnt", "/media",
 ];
 
-/// Nothing below these is a runtime: kernel views, sockets, settings and credentials.
-const FOREIGN: [&str; 6] = ["/proc", "/sys", "/dev", "/run", "/etc", "/boot"];
+/// Directories below which no runtime is: kernel views, sockets, configuration and credentials.
+const NEVER_RUNTIME_DIRS: [&str; 6] = ["/proc", "/sys", "/dev", "/run", "/etc", "/boot"];
 
-/// Places in a home that hold credentials.
-const PRIVATE: [&str; 13] = [
+/// Paths in a home that hold credentials.
+const CREDENTIAL_PATHS: [&str; 13] = [
     ".ssh",
     ".gnupg",
     ".aws",
@@ -308,8 +232,8 @@ const PRIVATE: [&str; 13] = [
     ".config/gh",
 ];
 
-/// Places in a home that hold credentials among other things: runtimes do live below them.
-const MIXED: [&str; 5] = [
+/// Paths in a home that hold credentials among other things. Runtimes do live below them.
+const PARTLY_PRIVATE_PATHS: [&str; 5] = [
     ".local",
     ".local/share",
     ".local/state",
@@ -317,59 +241,53 @@ const MIXED: [&str; 5] = [
     ".cache",
 ];
 
-/// Invariant: called for every directory before it is shown, with its canonical path and with every
-/// other path under which it is to appear.
-pub(super) fn refuse(dir: &Path, homes: &[PathBuf], project: &Path) -> Result<(), Refusal> {
+/// Refuses directories that must never be shown. Invariant: called for every directory before it is shown, with its
+/// canonical path and with every other path at which it will appear.
+pub(super) fn refuse(dir: &Path, homes: &[PathBuf], project: &Path) -> Result<(), PrefixRefusal> {
     if !is_plain_absolute(dir) {
-        return Err(Refusal::Path);
+        return Err(PrefixRefusal::Path);
     }
     if dir.parent().is_none() {
-        return Err(Refusal::Root);
+        return Err(PrefixRefusal::Root);
     }
     if project.starts_with(dir) {
-        return Err(Refusal::Project(project.to_path_buf()));
+        return Err(PrefixRefusal::Project(project.to_path_buf()));
     }
-    // Not every user is in /etc/passwd: whatever lies directly in /home is a home.
+    // Not every user is in /etc/passwd, so treat each directory in /home as a home.
     if dir.parent() == Some(Path::new("/home")) {
-        return Err(Refusal::Home(dir.to_path_buf()));
+        return Err(PrefixRefusal::Home(dir.to_path_buf()));
     }
     for home in homes {
         if home.starts_with(dir) {
-            return Err(Refusal::Home(home.clone()));
+            return Err(PrefixRefusal::Home(home.clone()));
         }
-        let private = PRIVATE.iter().map(|part| home.join(part));
+        let private = CREDENTIAL_PATHS.iter().map(|part| home.join(part));
         if let Some(place) = private
             .into_iter()
             .find(|place| place.starts_with(dir) || dir.starts_with(place))
         {
-            return Err(Refusal::Private(place));
+            return Err(PrefixRefusal::Private(place));
         }
-        if let Some(place) = MIXED
+        if let Some(place) = PARTLY_PRIVATE_PATHS
             .iter()
             .map(|part| home.join(part))
             .find(|place| place.starts_with(dir))
         {
-            return Err(Refusal::Private(place));
+            return Err(PrefixRefusal::Private(place));
         }
     }
-    if let Some(top) = FOREIGN.iter().find(|top| dir.starts_with(top)) {
-        return Err(Refusal::Foreign(top.into()));
+    if let Some(top) = NEVER_RUNTIME_DIRS.iter().find(|top| dir.starts_with(top)) {
+        return Err(PrefixRefusal::Foreign(top.into()));
     }
-    if let Some(top) = SHARED.iter().find(|top| Path::new(top).starts_with(dir)) {
-        return Err(Refusal::Shared(top.into()));
+    if let Some(top) = SHARED_DIRS
+        .iter()
+        .find(|top| Path::new(top).starts_with(dir))
+    {
+        return Err(PrefixRefusal::Shared(top.into()));
     }
     let workspace = |part: &OsStr| part.as_bytes().starts_with(b"scidex-analysis-");
     match dir.iter().any(workspace) {
-        true => Err(Refusal::Workspace),
+        true => Err(PrefixRefusal::Workspace),
         false => Ok(()),
     }
-}
-
-pub(super) fn is_plain_absolute(path: &Path) -> bool {
-    use std::path::Component;
-    path.is_absolute()
-        && !path.as_os_str().as_bytes().contains(&0)
-        && path
-            .components()
-            .all(|c| matches!(c, Component::RootDir | Component::Normal(_)))
 }

@@ -1,33 +1,34 @@
-//! Python's own ways of pointing elsewhere: pyvenv.cfg, and pyenv's shims.
+//! How Python installations point elsewhere: pyvenv.cfg, and pyenv's shims.
 //!
-//! A shim is a shell script that asks pyenv which version is meant and starts that one. Nothing is
-//! executed here: the same questions are put to the same files, in pyenv's order.
+//! A shim is a shell script that asks pyenv which version is meant and starts that version. Nothing is executed here;
+//! this module reads the same files in pyenv's order.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 
-use super::prefix::{self, Links};
-use super::{Caller, RuntimeError};
+use super::caller::CallerEnvironment;
+use super::error::RuntimeError;
+use super::host_files::{self, LinkPolicy};
 
-/// Names under which a prefix offers its Python, the usual one first.
+/// The names of a Python interpreter, the usual one first.
 pub(super) const NAMES: [&str; 5] = ["python3", "python", "pypy3", "pypy", "python2"];
 
-/// The most versions one .python-version may list.
+/// The most versions that one .python-version may list.
 const VERSIONS_MAX: usize = 64;
 
-/// The part of pyvenv.cfg that names other directories.
+/// The directories that a pyvenv.cfg names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Config {
+pub(super) struct VenvConfig {
     /// The directory of the base interpreter.
     pub home: Option<PathBuf>,
-    /// Written by virtualenv: the prefix of the base interpreter.
+    /// The prefix of the base interpreter; virtualenv writes it.
     pub base_prefix: Option<PathBuf>,
 }
 
-/// Reads `key = value` lines as Python does: keys in any case, blanks trimmed, the first `home` counts.
-pub(super) fn parse_config(text: &[u8]) -> Config {
-    let mut config = Config::default();
+/// Parses `key = value` lines as Python does: keys in any case, blanks trimmed, the first `home` counts.
+pub(super) fn parse_venv_config(text: &[u8]) -> VenvConfig {
+    let mut config = VenvConfig::default();
     for line in text.split(|b| *b == b'\n') {
         let Some(equals) = line.iter().position(|b| *b == b'=') else {
             continue;
@@ -48,38 +49,38 @@ pub(super) fn parse_config(text: &[u8]) -> Config {
 
 /// Where a shim leads.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Shim {
-    /// The program itself.
+pub(super) enum ShimTarget {
+    /// This program.
     Program(PathBuf),
-    /// pyenv's `system`: the search goes on behind the shims.
+    /// pyenv's `system`: search the rest of PATH.
     System,
 }
 
-/// The root of pyenv if `dir`, a directory on PATH, is its directory of shims.
+/// The root of pyenv if `dir`, a directory on PATH, is pyenv's directory of shims.
 pub(super) fn pyenv_root(dir: &Path) -> Option<PathBuf> {
     let root = dir.canonicalize().ok()?.parent()?.to_path_buf();
     (dir.file_name() == Some(OsStr::new("shims")) && root.join("versions").is_dir()).then_some(root)
 }
 
-/// What the shim for `command` would start.
+/// Finds what the shim for `command` would start.
 pub(super) fn resolve_shim(
     root: &Path,
     command: &OsStr,
-    caller: &Caller,
-) -> Result<Shim, RuntimeError> {
+    caller: &CallerEnvironment,
+) -> Result<ShimTarget, RuntimeError> {
     let (versions, origin) = wanted_versions(root, caller)?;
     let mut missing = None;
     for version in &versions {
         if version == "system" {
-            return Ok(Shim::System);
+            return Ok(ShimTarget::System);
         }
-        let Some(dir) = installed(root, version) else {
+        let Some(dir) = find_version_dir(root, version) else {
             missing.get_or_insert(version);
             continue;
         };
         let program = dir.join("bin").join(command);
-        if prefix::is_executable(&program) {
-            return Ok(Shim::Program(program));
+        if host_files::is_executable(&program) {
+            return Ok(ShimTarget::Program(program));
         }
     }
     Err(match missing {
@@ -96,9 +97,12 @@ pub(super) fn resolve_shim(
     })
 }
 
-/// The versions in force and where they were said: PYENV_VERSION, else the nearest .python-version, else
-/// the version file of pyenv itself, else `system`.
-fn wanted_versions(root: &Path, caller: &Caller) -> Result<(Vec<String>, PathBuf), RuntimeError> {
+/// The versions in force, and where they are set: PYENV_VERSION, else the nearest .python-version, else pyenv's own
+/// version file, else `system`.
+fn wanted_versions(
+    root: &Path,
+    caller: &CallerEnvironment,
+) -> Result<(Vec<String>, PathBuf), RuntimeError> {
     if let Some(value) = caller
         .env
         .get(OsStr::new("PYENV_VERSION"))
@@ -116,21 +120,21 @@ fn wanted_versions(root: &Path, caller: &Caller) -> Result<(Vec<String>, PathBuf
     }
     for dir in caller.cwd.ancestors() {
         let file = dir.join(".python-version");
-        // The project may have been written by a machine. A symlink here would have us quote the first
-        // word of any file in a message.
+        // A machine may have written the project. Following a symlink here would quote the first word of any file in
+        // a message.
         match file.symlink_metadata() {
             Ok(meta) if meta.is_file() => {}
             Ok(meta) if meta.is_dir() => continue,
             Ok(_) => return Err(RuntimeError::VersionFile { path: file }),
             Err(_) => continue,
         }
-        return match prefix::read_text(&file, Links::Refused) {
+        return match host_files::read_text(&file, LinkPolicy::Refuse) {
             Some(text) => Ok((or_system(parse_versions(&text)), file)),
             None => Err(RuntimeError::VersionFile { path: file }),
         };
     }
     let file = root.join("version");
-    let text = prefix::read_text(&file, Links::Followed).unwrap_or_default();
+    let text = host_files::read_text(&file, LinkPolicy::Follow).unwrap_or_default();
     Ok((or_system(parse_versions(&text)), file))
 }
 
@@ -141,8 +145,8 @@ fn or_system(versions: Vec<String>) -> Vec<String> {
     }
 }
 
-/// The first word of each line, comments and what cannot name a directory of `versions` left out, as
-/// pyenv does since CVE-2022-35861.
+/// The first word of each line, without comments and without words that cannot name a directory in `versions`. pyenv
+/// does the same since CVE-2022-35861.
 pub(super) fn parse_versions(text: &[u8]) -> Vec<String> {
     let words = text.split(|b| *b == b'\n').filter_map(|line| {
         let line = std::str::from_utf8(line).ok()?;
@@ -153,7 +157,7 @@ pub(super) fn parse_versions(text: &[u8]) -> Vec<String> {
     words.take(VERSIONS_MAX).collect()
 }
 
-/// A path that stays below the directory it is joined to: `3.12.1`, `3.12.1/envs/paper`.
+/// Whether the word is a path that stays below the directory it is joined to: `3.12.1`, `3.12.1/envs/paper`.
 fn is_inner_path(word: &str) -> bool {
     !word.is_empty()
         && !word.contains(|c: char| c.is_control())
@@ -162,26 +166,27 @@ fn is_inner_path(word: &str) -> bool {
             .all(|c| matches!(c, Component::Normal(_)))
 }
 
-/// The directory of a version: by its name, without `python-`, or the newest that completes it (`3.12`).
-fn installed(root: &Path, version: &str) -> Option<PathBuf> {
+/// The directory of a version: by its full name, without the prefix `python-`, or the newest release of a series
+/// (`3.12`).
+fn find_version_dir(root: &Path, version: &str) -> Option<PathBuf> {
     let versions = root.join("versions");
     let short = version.strip_prefix("python-").unwrap_or(version);
     let named = [version, short]
         .into_iter()
         .map(|name| versions.join(name))
         .find(|dir| {
-            // One symlink directly in `versions` is pyenv-virtualenv's or the user's own doing; a longer
-            // path must not be led out of it.
+            // A symlink directly in `versions` was created by pyenv-virtualenv or by the user. A longer path must not
+            // lead out of `versions`.
             let inside = || match (dir.canonicalize(), versions.canonicalize()) {
                 (Ok(dir), Ok(versions)) => dir.starts_with(versions),
                 _ => false,
             };
             dir.is_dir() && (dir.parent() == Some(&versions) || inside())
         });
-    named.or_else(|| newest(&versions, short))
+    named.or_else(|| newest_version_dir(&versions, short))
 }
 
-fn newest(versions: &Path, stem: &str) -> Option<PathBuf> {
+fn newest_version_dir(versions: &Path, stem: &str) -> Option<PathBuf> {
     let stem = format!("{stem}.");
     let complete = |name: OsString| -> Option<Vec<u64>> {
         let rest = name.to_str()?.strip_prefix(&stem)?.to_owned();
@@ -203,10 +208,13 @@ mod tests {
     #[test]
     fn config_is_read_as_python_reads_it() {
         let config =
-            parse_config(b"HOME = /a/bin\r\nhome = /b/bin\nbase-prefix=/a\nnonsense\n = x\n");
+            parse_venv_config(b"HOME = /a/bin\r\nhome = /b/bin\nbase-prefix=/a\nnonsense\n = x\n");
         assert_eq!(config.home.unwrap(), Path::new("/a/bin"));
         assert_eq!(config.base_prefix.unwrap(), Path::new("/a"));
-        assert_eq!(parse_config(b"home =\nhome = \n"), Config::default());
+        assert_eq!(
+            parse_venv_config(b"home =\nhome = \n"),
+            VenvConfig::default()
+        );
     }
 
     #[test]
@@ -217,9 +225,9 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_bytes_are_survived(text in proptest::collection::vec(proptest::num::u8::ANY, 0..400)) {
-            parse_config(&text);
-            parse_config(&[b"home = ".as_slice(), &text].concat());
+        fn any_bytes_do_not_panic(text in proptest::collection::vec(proptest::num::u8::ANY, 0..400)) {
+            parse_venv_config(&text);
+            parse_venv_config(&[b"home = ".as_slice(), &text].concat());
             for version in parse_versions(&text) {
                 proptest::prop_assert!(is_inner_path(&version));
             }

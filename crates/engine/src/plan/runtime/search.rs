@@ -1,25 +1,27 @@
-//! From a command's name to a file: the caller's PATH, an active environment, pyenv's shims, `--runtime`.
+//! From a command name to a file: on the caller's PATH, in an active environment, behind pyenv's shims, in the
+//! `--runtime` prefix.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use super::prefix::is_executable;
-use super::python::{self, Shim};
-use super::{Caller, RuntimeError};
+use super::caller::CallerEnvironment;
+use super::error::RuntimeError;
+use super::host_files::is_executable;
+use super::python::{self, ShimTarget};
 
-/// The most directories of PATH that are searched.
+/// The most directories of PATH to search.
 const PATH_DIRS_MAX: usize = 512;
 
-/// How to look: on whose PATH, and in which named runtime first.
-pub(super) struct Search<'a> {
-    pub caller: &'a Caller,
+/// A search on the caller's PATH, and first in a named runtime.
+pub(super) struct CommandSearch<'a> {
+    pub caller: &'a CallerEnvironment,
     /// The canonical prefix given with `--runtime`.
     pub named: Option<&'a Path>,
 }
 
-impl Search<'_> {
-    /// The file a command means. With a slash it is a path; a shim is replaced by what it stands for.
+impl CommandSearch<'_> {
+    /// Finds the file that a command means. A command with a slash is a path. A shim is replaced by its target.
     pub fn locate(&self, command: &OsStr) -> Result<PathBuf, RuntimeError> {
         if command.is_empty() || command.as_bytes().contains(&0) {
             return Err(RuntimeError::NotFound {
@@ -32,13 +34,13 @@ impl Search<'_> {
         }
         let path = self.caller.cwd.join(command);
         if !is_executable(&path) {
-            return Err(absent(command, &path));
+            return Err(not_executable(command, &path));
         }
         let root = path.parent().and_then(python::pyenv_root);
         match (root, path.file_name()) {
             (Some(root), Some(name)) => match python::resolve_shim(&root, name, self.caller)? {
-                Shim::Program(program) => Ok(program),
-                Shim::System => self.by_name(name),
+                ShimTarget::Program(program) => Ok(program),
+                ShimTarget::System => self.by_name(name),
             },
             _ => Ok(path),
         }
@@ -53,7 +55,7 @@ impl Search<'_> {
         for dir in &searched {
             let path = dir.join(name);
             if !is_executable(&path) {
-                // Like a shell, go on past what may not be executed, but remember it.
+                // Like a shell, continue after a file that may not be executed, but remember it for the error.
                 if path.metadata().is_ok_and(|meta| meta.is_file()) {
                     denied.get_or_insert(path);
                 }
@@ -61,12 +63,12 @@ impl Search<'_> {
             }
             match python::pyenv_root(dir) {
                 Some(root) => match python::resolve_shim(&root, name, self.caller)? {
-                    Shim::Program(program) => return Ok(program),
-                    Shim::System => continue,
+                    ShimTarget::Program(program) => return Ok(program),
+                    ShimTarget::System => continue,
                 },
-                // Another version manager's: it would ask files that are not there inside.
+                // A shim of another version manager would read files that do not exist inside.
                 None if dir.file_name() == Some(OsStr::new("shims")) => {
-                    return Err(RuntimeError::Shim { path });
+                    return Err(RuntimeError::VersionManagerShim { path });
                 }
                 None => return Ok(path),
             }
@@ -80,8 +82,8 @@ impl Search<'_> {
         })
     }
 
-    /// A named runtime comes first. It need not bring a shell, but a language it lacks is an error:
-    /// another interpreter is never substituted silently.
+    /// Looks in the named runtime. It need not provide a shell, but if it lacks a language interpreter, fail: another
+    /// interpreter is never substituted silently.
     pub fn in_named(&self, name: &OsStr) -> Result<Option<PathBuf>, RuntimeError> {
         let Some(prefix) = self.named else {
             return Ok(None);
@@ -97,8 +99,8 @@ impl Search<'_> {
         }
     }
 
-    /// PATH as the caller has it. An environment that is active but not on PATH (a service's unit, sudo)
-    /// leads, for otherwise the system's interpreter would step in for it.
+    /// The caller's PATH. An environment that is active but not on PATH (in a systemd unit, under sudo) comes first;
+    /// otherwise the system's interpreter would replace it.
     fn dirs(&self) -> Vec<PathBuf> {
         let mut dirs: Vec<PathBuf> = std::env::split_paths(&self.caller.path)
             .map(|dir| self.caller.cwd.join(dir))
@@ -118,7 +120,7 @@ impl Search<'_> {
     }
 }
 
-/// Commands that are an interpreter of some installation, so that which one runs matters.
+/// Whether a command is a language interpreter, for which it matters which installation runs.
 pub(super) fn is_language(name: &OsStr) -> bool {
     let Some(name) = name.to_str() else {
         return false;
@@ -130,8 +132,8 @@ pub(super) fn is_language(name: &OsStr) -> bool {
         || name == "Rscript"
 }
 
-/// Why a path that was given cannot be executed.
-pub(super) fn absent(command: &OsStr, path: &Path) -> RuntimeError {
+/// Why a given path cannot be executed.
+pub(super) fn not_executable(command: &OsStr, path: &Path) -> RuntimeError {
     match path.metadata() {
         Ok(_) => RuntimeError::NotExecutable {
             path: path.to_path_buf(),

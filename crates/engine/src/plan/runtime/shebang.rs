@@ -1,17 +1,16 @@
-//! The first line of a script: which interpreter it asks for, with which arguments.
+//! Parses the first line of a script: which interpreter it names, and with which arguments.
 //!
-//! The line is untrusted text. Parsing never fails loudly on odd bytes: what cannot be an
-//! interpreter line is no interpreter line, and what asks for something we would have to guess is
-//! reported as such.
+//! The line is untrusted text. Odd bytes are no error: a line that cannot name an interpreter counts as no
+//! interpreter line. A line whose meaning would have to be guessed is [`Shebang::Unsupported`].
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-/// The kernel looks at 256 bytes; the trampoline that pip writes for longer paths needs its second line too.
+/// The kernel reads 256 bytes. More is needed for the second line of the launcher that pip writes for longer paths.
 pub(super) const HEAD_BYTES: usize = 8192;
 
-/// The most arguments `env -S` may split into, so that a line cannot grow an argument list without end.
+/// The most arguments that `env -S` may split into, so that a line cannot create an unbounded argument list.
 const ARGS_MAX: usize = 64;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,11 +22,11 @@ pub(super) enum Shebang {
     },
     /// `#!/usr/bin/env [-S] name args`: the name is looked up on PATH.
     Env { name: OsString, args: Vec<OsString> },
-    /// A line that asks `env` for something other than starting a program by name.
+    /// A line that asks `env` for anything else than starting a program by name.
     Unsupported { line: String },
 }
 
-/// What the head of a file says; `None` for a file that is not an interpreter script.
+/// Parses the first bytes of a file. `None` if the file is not an interpreter script.
 pub(super) fn parse(head: &[u8]) -> Option<Shebang> {
     let mut lines = head.strip_prefix(b"#!")?.split(|b| *b == b'\n');
     let line = lines.next()?.trim_ascii();
@@ -70,13 +69,13 @@ fn env_line(rest: &[u8], line: &[u8]) -> Shebang {
             Some(words) => words,
             None => return unsupported(),
         },
-        // Without -S the kernel hands everything after `env ` over as one word.
+        // Without -S the kernel passes everything after `env ` as one word.
         None => vec![rest.to_vec()],
     };
     let mut words = words.into_iter();
     match words.next() {
-        // Options and NAME=VALUE change the environment that we build from nothing; a name with a
-        // blank in it is a line that does not work without -S either.
+        // Options and NAME=VALUE would change the environment, which Fumehood builds from nothing. A name with a
+        // blank does not work without -S either.
         Some(name)
             if !name.is_empty()
                 && !name.starts_with(b"-")
@@ -91,8 +90,8 @@ fn env_line(rest: &[u8], line: &[u8]) -> Shebang {
     }
 }
 
-/// Splits as `env -S` does for plain words and quotes. Escapes and `${NAME}` would need the
-/// caller's environment, which does not pass; they make the line unsupported.
+/// Splits plain words and quotes as `env -S` does. Escapes and `${NAME}` would need the caller's environment, which
+/// is not passed on; they make the line unsupported.
 fn split_string(text: &[u8]) -> Option<Vec<Vec<u8>>> {
     let mut words: Vec<Vec<u8>> = Vec::new();
     let mut word: Option<Vec<u8>> = None;
@@ -114,15 +113,15 @@ fn split_string(text: &[u8]) -> Option<Vec<Vec<u8>>> {
     (quote.is_none() && words.len() <= ARGS_MAX).then_some(words)
 }
 
-/// `'''exec' "/long path/bin/python" "$0" "$@"`: what pip writes on the second line when the
-/// interpreter's path is too long, or has blanks in it, for a `#!` line.
+/// Parses `'''exec' "/long path/bin/python" "$0" "$@"`. pip writes this on the second line if the interpreter's path
+/// is too long for a `#!` line or has blanks in it.
 fn trampoline(line: &[u8]) -> Option<PathBuf> {
     let rest = line.strip_prefix(b"'''exec' ")?.trim_ascii_start();
     let path = match rest.strip_prefix(b"\"") {
         Some(quoted) => quoted.split(|b| *b == b'"').next()?,
         None => split_word(rest).0,
     };
-    // A relocatable script computes its interpreter from its own place: that one is its neighbour.
+    // A relocatable script computes the interpreter's path from its own. Treat such a script as a plain shell script.
     let plain = path.starts_with(b"/") && !path.iter().any(|b| b"$`\\\0".contains(b));
     plain.then(|| to_path(path))
 }
@@ -202,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn never_guesses_at_env() {
+    fn unclear_env_lines_are_unsupported() {
         for rest in [
             "",
             "-i python3",
@@ -229,7 +228,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_bytes_are_survived(tail in proptest::collection::vec(proptest::num::u8::ANY, 0..600), lead in 0usize..4) {
+        fn any_bytes_do_not_panic(tail in proptest::collection::vec(proptest::num::u8::ANY, 0..600), lead in 0usize..4) {
             let leads: [&[u8]; 4] = [b"", b"#!", b"#!/usr/bin/env -S ", b"#!/bin/sh\n'''exec' "];
             let head = [leads[lead], &tail].concat();
             if let Some(Shebang::Path { interpreter, .. }) = parse(&head) {

@@ -1,5 +1,5 @@
-//! Real directories, real symlinks, and real tools where the host has them; nothing is executed by the
-//! code under test. The attacks come with a control: the same shape, honest, is accepted.
+//! Real directories, real symlinks, and real tools where the host has them. The code under test executes nothing.
+//! Each attack has a control: the same layout without the attack is accepted.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,9 +7,10 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::Command;
 
+use super::caller::homes_of;
 use super::*;
 
-/// A host of its own: a home, a project in it, and directories for runtimes.
+/// A test host: a home, a project in it, another user's home, and directories for runtimes.
 struct Host {
     _dir: tempfile::TempDir,
     home: PathBuf,
@@ -34,9 +35,9 @@ impl Host {
         }
     }
 
-    fn caller(&self, path_dirs: &[PathBuf]) -> Caller {
+    fn caller(&self, path_dirs: &[PathBuf]) -> CallerEnvironment {
         let system = [PathBuf::from("/usr/bin"), PathBuf::from("/bin")];
-        Caller {
+        CallerEnvironment {
             path: std::env::join_paths(path_dirs.iter().chain(&system)).unwrap(),
             cwd: self.project.clone(),
             env: [("HOME".into(), self.home.clone().into())].into(),
@@ -44,11 +45,20 @@ impl Host {
         }
     }
 
-    fn run(&self, command: impl AsRef<OsStr>, caller: &Caller) -> Result<Runtime, RuntimeError> {
+    fn run(
+        &self,
+        command: impl AsRef<OsStr>,
+        caller: &CallerEnvironment,
+    ) -> Result<Runtime, RuntimeError> {
         for_command(command.as_ref(), caller, None, &self.project)
     }
 
-    fn script(&self, name: &str, text: &str, caller: &Caller) -> Result<Runtime, RuntimeError> {
+    fn script(
+        &self,
+        name: &str,
+        text: &str,
+        caller: &CallerEnvironment,
+    ) -> Result<Runtime, RuntimeError> {
         write(&self.project.join(name), text);
         for_script(Path::new(name), caller, None, &self.project)
     }
@@ -69,7 +79,7 @@ fn link(target: impl AsRef<Path>, at: &Path) {
     symlink(target, at).unwrap();
 }
 
-/// The shape of a relocatable Python: interpreter, links beside it, standard library.
+/// Makes the files of a relocatable Python: interpreter, symlinks beside it, standard library.
 fn python(prefix: &Path) -> PathBuf {
     program(&prefix.join("bin/python3.12"), b"\x7fELF");
     link("python3.12", &prefix.join("bin/python3"));
@@ -78,7 +88,7 @@ fn python(prefix: &Path) -> PathBuf {
     prefix.to_path_buf()
 }
 
-/// The shape of `python -m venv`, based on an interpreter.
+/// Makes the files of `python -m venv`, based on an interpreter.
 fn venv(dir: &Path, base: &Path) -> PathBuf {
     write(
         &dir.join("pyvenv.cfg"),
@@ -99,7 +109,7 @@ fn env_of<'a>(runtime: &'a Runtime, name: &str) -> Option<&'a OsStr> {
 }
 
 #[test]
-fn the_systems_programs_need_nothing() {
+fn system_programs_need_no_prefix() {
     let host = Host::new();
     let runtime = host.run("sh", &host.caller(&[])).unwrap();
     assert_eq!(runtime.program, Path::new("/usr/bin/sh"));
@@ -160,7 +170,7 @@ fn a_file_of_the_callers_own_is_an_input() {
         matches!(relative, RuntimeError::InCallerTree { .. }),
         "{relative}"
     );
-    // Neither a relative entry of PATH nor one in the project makes it a runtime.
+    // Neither a relative entry of PATH nor one in the project makes the file a runtime.
     for entry in [
         PathBuf::from("bin"),
         host.project.join("bin"),
@@ -172,7 +182,7 @@ fn a_file_of_the_callers_own_is_an_input() {
             "{error}"
         );
     }
-    // Control: a directory of programs that the caller's PATH names is shown, and only it.
+    // The control: a directory of programs on the caller's PATH is shown, and only that directory.
     let runtime = host
         .run("tool", &host.caller(std::slice::from_ref(&elsewhere)))
         .unwrap();
@@ -222,12 +232,12 @@ fn a_venv_in_the_project_works_without_showing_the_project() {
         let runtime = host.run(command, &host.caller(&[dir.join("bin")])).unwrap();
         assert_eq!(runtime.prefixes, [dir.clone(), base.clone()]);
     }
-    // Not active, but nothing else than a venv.
+    // The venv is not active, but holds nothing else than a venv.
     assert!(host.run(".venv/bin/python3", &host.caller(&[])).is_ok());
 }
 
 #[test]
-fn active_but_not_on_path_still_leads() {
+fn an_active_environment_not_on_path_comes_first() {
     let host = Host::new();
     let dir = venv(&host.home.join("v"), Path::new("/usr/bin/python3"));
     let mut caller = host.caller(&[]);
@@ -236,16 +246,16 @@ fn active_but_not_on_path_still_leads() {
         host.run("python3", &caller).unwrap().program,
         dir.join("bin/python3")
     );
-    // A shell script's `python` is the caller's too.
+    // `python` in a shell script is the caller's too.
     let shell = host.script("a.sh", "python x.py", &caller).unwrap();
     assert_eq!(
         (shell.prefixes, shell.path_dirs),
         (vec![dir.clone()], vec![dir.join("bin")])
     );
-    // Passing over it is said.
+    // A notice says that the active venv is not used.
     let other = host.run("/usr/bin/python3", &caller).unwrap();
     assert!(other.notice.unwrap().contains("not the active venv"));
-    // An active environment that may not be shown does not stop a shell, and is said too.
+    // An active environment that may not be shown does not stop a shell, and a notice says so.
     caller
         .env
         .insert("VIRTUAL_ENV".into(), host.home.clone().into());
@@ -268,13 +278,13 @@ fn uv_managed_python_behind_a_symlinked_directory() {
     assert_eq!(runtime.prefixes, [full.clone(), dir]);
     assert_eq!(
         runtime.aliases,
-        [Alias {
+        [RuntimeAlias {
             at: minor,
             source: full.clone()
         }]
     );
 
-    // `uv python install` puts a symlink into ~/.local/bin: its target is run, the directory stays hidden.
+    // `uv python install` puts a symlink into ~/.local/bin. Its target is run, and the directory stays hidden.
     let bin = host.home.join(".local/bin");
     link(full.join("bin/python3.12"), &bin.join("python3.12"));
     write(
@@ -329,7 +339,7 @@ fn a_program_of_many_names_keeps_its_name() {
         .run("one", &host.caller(std::slice::from_ref(&bin)))
         .unwrap();
     assert_eq!(runtime.program, bin.join("one"));
-    // A plain installation is shown whole if its bin is on PATH and nothing else lies in it.
+    // A plain installation is shown whole if its bin is on PATH and it has no unknown entries.
     program(&opt.join("many"), b"\x7fELF");
     fs::create_dir_all(host.home.join("opt/many/lib")).unwrap();
     let caller = host.caller(std::slice::from_ref(&opt));
@@ -342,7 +352,7 @@ fn a_program_of_many_names_keeps_its_name() {
     assert_eq!(host.run("many", &caller).unwrap().prefixes, [opt]);
 }
 
-/// The shape of pyenv: shims, versions, a global version and one environment of pyenv-virtualenv.
+/// Makes the files of pyenv: shims, versions, a global version and one environment of pyenv-virtualenv.
 fn pyenv(host: &Host) -> PathBuf {
     let root = host.home.join(".pyenv");
     for version in ["3.12.1", "3.12.10", "3.11.7"] {
@@ -368,7 +378,7 @@ fn pyenv_shims_are_asked_in_pyenvs_order() {
     let root = pyenv(&host);
     let version = |name: &str| root.join("versions").join(name);
     let mut caller = host.caller(&[root.join("shims")]);
-    let prefixes = |caller: &Caller| host.run("python3", caller).unwrap().prefixes;
+    let prefixes = |caller: &CallerEnvironment| host.run("python3", caller).unwrap().prefixes;
     assert_eq!(prefixes(&caller), [version("3.12.1")], "the global version");
     assert_eq!(
         host.run(root.join("shims/python3"), &caller)
@@ -411,7 +421,7 @@ fn pyenv_shims_are_asked_in_pyenvs_order() {
     );
     assert_eq!(
         runtime.aliases,
-        [Alias {
+        [RuntimeAlias {
             at: version("paper"),
             source: version("3.11.7/envs/paper")
         }]
@@ -429,7 +439,7 @@ fn a_python_version_file_cannot_lead_out_of_pyenv() {
         &file,
         format!("../../../victim/py\n{}\n", host.victim.join("py").display()),
     );
-    // Both lines are left out, which for pyenv means `system`.
+    // Both lines are ignored, which for pyenv means `system`.
     assert_eq!(
         host.run("python3", &caller).unwrap().program,
         Path::new("/usr/bin/python3")
@@ -444,10 +454,10 @@ fn a_python_version_file_cannot_lead_out_of_pyenv() {
     );
 }
 
-/// The pyenv of whoever runs the tests, if there is one; below root's home it lies in a 0700 directory.
+/// The pyenv of the user who runs the tests, if there is one. Root's pyenv lies in a 0700 directory.
 #[test]
 fn the_hosts_own_pyenv() {
-    let mut caller = Caller::from_process();
+    let mut caller = CallerEnvironment::from_process();
     let shims = std::env::split_paths(&caller.path).find(|dir| python::pyenv_root(dir).is_some());
     let Some(shims) = shims else {
         eprintln!(
@@ -488,12 +498,18 @@ fn other_version_managers_are_named_not_guessed() {
         "#!/usr/bin/env bash\nexec asdf exec python3\n",
     );
     let error = host.run("python3", &host.caller(&[shims])).unwrap_err();
-    assert!(matches!(error, RuntimeError::Shim { .. }), "{error}");
+    assert!(
+        matches!(error, RuntimeError::VersionManagerShim { .. }),
+        "{error}"
+    );
     let juliaup = host.home.join(".juliaup/bin");
     program(&juliaup.join("julialauncher"), b"\x7fELF");
     link("julialauncher", &juliaup.join("julia"));
     let error = host.run("julia", &host.caller(&[juliaup])).unwrap_err();
-    assert!(matches!(error, RuntimeError::Shim { .. }), "{error}");
+    assert!(
+        matches!(error, RuntimeError::VersionManagerShim { .. }),
+        "{error}"
+    );
 }
 
 #[test]
@@ -600,7 +616,7 @@ fn scripts_by_their_first_line_else_by_their_ending() {
     ] {
         assert_eq!(program(name, text).unwrap_err().exit_code(), code, "{name}");
     }
-    // A FIFO must not hang the reader.
+    // A FIFO must not block the reader.
     let fifo = host.project.join("fifo.py");
     assert!(
         Command::new("mkfifo")
@@ -614,7 +630,7 @@ fn scripts_by_their_first_line_else_by_their_ending() {
 }
 
 #[test]
-fn a_named_runtime_leads_and_nothing_steps_in_for_it() {
+fn a_named_runtime_comes_first_and_is_never_substituted() {
     let host = Host::new();
     let base = python(&host.home.join("py"));
     let caller = host.caller(&[]);
@@ -631,14 +647,14 @@ fn a_named_runtime_leads_and_nothing_steps_in_for_it() {
         (vec![base.clone()], vec![base.join("bin")])
     );
     assert_eq!(named("Rscript", &base).unwrap_err().exit_code(), 127);
-    // It also stands for the python3 that a script's first line names.
+    // The named runtime also replaces the python3 that a script's first line names.
     write(&host.project.join("a.py"), "#!/usr/bin/python3 -u\n");
     let runtime = for_script(Path::new("a.py"), &caller, Some(&base), &host.project).unwrap();
     assert_eq!(
         (runtime.program, runtime.leading_args),
         (base.join("bin/python3"), vec!["-u".into()])
     );
-    // Named through a symlink it appears at both paths.
+    // A runtime named through a symlink appears at both paths.
     let alias = host.home.join("current");
     link(&base, &alias);
     let runtime = named("python3", &alias).unwrap();
@@ -646,7 +662,7 @@ fn a_named_runtime_leads_and_nothing_steps_in_for_it() {
         (runtime.prefixes, runtime.aliases),
         (
             vec![base.clone()],
-            vec![Alias {
+            vec![RuntimeAlias {
                 at: alias,
                 source: base
             }]
@@ -706,7 +722,7 @@ fn r_brings_its_user_library() {
     assert_eq!(env_of(&runtime, "R_LIBS_USER"), Some(library.as_os_str()));
 }
 
-/// Untrusted pointers at private places, each against the same shape made honestly.
+/// Untrusted pointers to private paths. Each has a control with the same layout and a harmless target.
 #[test]
 fn no_pointer_shows_what_is_no_runtime() {
     let host = Host::new();
@@ -728,7 +744,7 @@ fn no_pointer_shows_what_is_no_runtime() {
         assert!(host.run(dir.join("bin/python3"), &host.caller(&[])).is_ok());
         fs::remove_file(dir.join("bin/python3")).unwrap();
         link(target, &dir.join("bin/python3"));
-        // Active or not makes no difference: the venv was chosen, what it points at was not.
+        // It makes no difference whether the venv is active: the caller chose the venv, not what it points at.
         for caller in [host.caller(&[]), host.caller(&[dir.join("bin")])] {
             let error = host.run(dir.join("bin/python3"), &caller).unwrap_err();
             assert!(
@@ -778,7 +794,7 @@ fn a_pyvenv_cfg_cannot_name_a_home() {
             write(&dir.join("pyvenv.cfg"), format!("{key} = {home}\n"));
             match host.run("python3", &caller) {
                 Err(_) => {}
-                // A base-prefix that is not there, or leads to the system, shows nothing.
+                // A base-prefix that does not exist, or leads to the system, shows nothing.
                 Ok(runtime) => assert_eq!(runtime.prefixes, std::slice::from_ref(&dir), "{home}"),
             }
         }
@@ -940,13 +956,13 @@ fn homes_are_those_of_people() {
         homes_of(passwd),
         [Path::new("/root"), Path::new("/home/ada")]
     );
-    assert!(!Caller::from_process().homes.is_empty());
+    assert!(!CallerEnvironment::from_process().homes.is_empty());
 }
 
 proptest::proptest! {
     #![proptest_config(proptest::prelude::ProptestConfig::with_cases(64))]
 
-    /// Whatever the untrusted files say, nothing panics and nothing of the victim's is shown.
+    /// Whatever the untrusted files say, nothing panics and nothing of the other user is shown.
     #[test]
     fn arbitrary_files_show_nothing_foreign(
         config in "(home|base-prefix|HOME)? ?=? ?[/.a-z\\PC\\x00]{0,60}\n?(home = /usr/bin)?",

@@ -1,25 +1,26 @@
-//! Whether tracked files differ from the commit: the index from the commit's tree (staged), and the files from the index.
+//! Whether tracked files differ from the commit: the index from the commit's tree (staged changes), and the files
+//! from the index.
 //!
-//! As git does it, a file that has the size, times and inode that the index remembers is the file git read, unless it was written
-//! so late that the index could not tell (its time is not before the index's own). Any other is compared with its blob, byte by byte,
-//! so that no hash has to be made. Files that are not tracked do not count.
+//! As in git, a file whose size, times and inode match the index is unchanged, unless its time is not before the
+//! index's own: then it may have been written after git read it. Any other file is compared with its blob byte by
+//! byte, so that no hash is needed. Untracked files do not count.
 
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{FileType, Stat};
 
-use super::index::{self, Entry, Index, Time};
-use super::objects::{self, Kind, Objects};
-use super::{Budget, Dir, Repository, Unknown};
+use super::index::{self, GitIndex, IndexEntry, IndexTime};
+use super::objects::{self, GitObjects, ObjectKind};
+use super::{GitUnknown, InspectedDir, ReadBudget, Repository};
 
-/// Of submodules in submodules.
+/// The greatest nesting depth of submodules.
 const REPOSITORY_DEPTH_MAX: usize = 4;
-/// Of directories below each other.
+/// The greatest depth of directories.
 const TREE_DEPTH_MAX: usize = 128;
-/// Larger files are not compared byte by byte.
+/// Larger files are not compared.
 const FILE_BYTES_MAX: usize = 4 << 20;
-/// The clock is looked at once for so many files.
+/// Check the clock once per this many files.
 const STRIDE: usize = 128;
 
 const TYPE: u32 = 0o170_000;
@@ -28,30 +29,30 @@ const SYMLINK: u32 = 0o120_000;
 const SUBMODULE: u32 = 0o160_000;
 const DIRECTORY: u32 = 0o040_000;
 
-pub(super) fn any(
+pub(super) fn has_changes(
     repository: &Repository,
     commit: &[u8],
-    budget: &mut Budget,
-) -> Result<bool, Unknown> {
-    any_at(repository, commit, budget, REPOSITORY_DEPTH_MAX)
+    budget: &mut ReadBudget,
+) -> Result<bool, GitUnknown> {
+    has_changes_at(repository, commit, budget, REPOSITORY_DEPTH_MAX)
 }
 
-fn any_at(
+fn has_changes_at(
     repository: &Repository,
     commit: &[u8],
-    budget: &mut Budget,
+    budget: &mut ReadBudget,
     depth: usize,
-) -> Result<bool, Unknown> {
-    let (index, written) = read_index(repository, commit.len()).ok_or(Unknown::Index)?;
-    let mut objects = Objects::of(&repository.common, commit.len());
+) -> Result<bool, GitUnknown> {
+    let (index, written) = read_index(repository, commit.len()).ok_or(GitUnknown::Index)?;
+    let mut objects = GitObjects::open(&repository.common, commit.len());
     if index.entries.iter().any(|e| e.conflict || e.to_be_added) {
         return Ok(true);
     }
-    let staged = staged(&index, &mut objects, commit, budget);
+    let staged = differs_from_commit(&index, &mut objects, commit, budget);
     if let Ok(true) = staged {
         return Ok(true);
     }
-    let mut files = Files {
+    let mut files = FileChecker {
         repository,
         index: &index,
         written,
@@ -59,17 +60,17 @@ fn any_at(
         dir: None,
         depth,
     };
-    // One proof of a change outweighs everything that could not be found out.
-    let changed = files.changed(budget)?;
+    // One proven change outweighs everything that could not be found out.
+    let changed = files.any_changed(budget)?;
     match changed {
         true => Ok(true),
         false => staged,
     }
 }
 
-/// The index, and when it was written.
-fn read_index(repository: &Repository, id_bytes: usize) -> Option<(Index, Time)> {
-    let file = repository.git.file(b"index").ok()?;
+/// Reads the index, and the time when it was written.
+fn read_index(repository: &Repository, id_bytes: usize) -> Option<(GitIndex, IndexTime)> {
+    let file = repository.git.open_file(b"index").ok()?;
     let meta = file.metadata().ok()?;
     let written = time(meta.mtime(), meta.mtime_nsec() as u64);
     let mut data = Vec::new();
@@ -79,55 +80,55 @@ fn read_index(repository: &Repository, id_bytes: usize) -> Option<(Index, Time)>
     if data.len() > index::BYTES_MAX {
         return None;
     }
-    Some((Index::parse(data, id_bytes)?, written))
+    Some((GitIndex::parse(data, id_bytes)?, written))
 }
 
-fn time(seconds: i64, nanos: u64) -> Time {
-    Time {
+fn time(seconds: i64, nanos: u64) -> IndexTime {
+    IndexTime {
         seconds: seconds as u32,
         nanos: nanos as u32,
     }
 }
 
 /// Whether the index differs from the commit's tree.
-fn staged(
-    index: &Index,
-    objects: &mut Objects,
+fn differs_from_commit(
+    index: &GitIndex,
+    objects: &mut GitObjects,
     commit: &[u8],
-    budget: &mut Budget,
-) -> Result<bool, Unknown> {
+    budget: &mut ReadBudget,
+) -> Result<bool, GitUnknown> {
     let mut compare = || {
-        let commit = objects.read(commit, Kind::Commit, budget)?;
-        let tree = objects::tree_of(&commit)?;
+        let commit = objects.read(commit, ObjectKind::Commit, budget)?;
+        let tree = objects::tree_id_of_commit(&commit)?;
         let mut prefix = Vec::new();
         same_tree(index, &index.entries, &tree, &mut prefix, objects, budget)
     };
     match compare() {
         Some(same) => Ok(!same),
-        None if budget.left() => Err(Unknown::Tree),
-        None => Err(Unknown::TooLarge),
+        None if budget.has_time() => Err(GitUnknown::Tree),
+        None => Err(GitUnknown::TooLarge),
     }
 }
 
-/// Whether `entries`, which are all of the index below `prefix`, are what the tree holds.
+/// Whether `entries`, which are all entries of the index below `prefix`, match the tree.
 fn same_tree(
-    index: &Index,
-    entries: &[Entry],
+    index: &GitIndex,
+    entries: &[IndexEntry],
     tree: &[u8],
     prefix: &mut Vec<u8>,
-    objects: &mut Objects,
-    budget: &mut Budget,
+    objects: &mut GitObjects,
+    budget: &mut ReadBudget,
 ) -> Option<bool> {
-    // What git has worked out itself need not be worked out again.
-    if let Some(made) = index.trees.get(prefix)
-        && made.entries == entries.len()
+    // Use the tree id that git has cached in the index.
+    if let Some(cached) = index.trees.get(prefix)
+        && cached.entries == entries.len()
     {
-        return Some(made.id == tree);
+        return Some(cached.id == tree);
     }
     if prefix.iter().filter(|b| **b == b'/').count() > TREE_DEPTH_MAX {
         return None;
     }
-    let content = objects.read(tree, Kind::Tree, budget)?;
+    let content = objects.read(tree, ObjectKind::Tree, budget)?;
     let mut rest = entries;
     let length = prefix.len();
     for part in objects::tree_entries(&content, tree.len())? {
@@ -136,7 +137,7 @@ fn same_tree(
         let run = match part.mode & TYPE {
             DIRECTORY => {
                 prefix.push(b'/');
-                let below = |e: &&Entry| index.path(e).starts_with(prefix);
+                let below = |e: &&IndexEntry| index.path(e).starts_with(prefix);
                 let run = rest.iter().take_while(below).count();
                 if run == 0 || !same_tree(index, &rest[..run], part.id, prefix, objects, budget)? {
                     return Some(false);
@@ -161,45 +162,50 @@ fn same_tree(
     Some(rest.is_empty())
 }
 
-/// Of the permissions git keeps only whether a file is executable; very old trees hold more.
+/// Git keeps only whether a file is executable; very old trees hold more permission bits.
 fn plain_mode(mode: u32) -> (u32, bool) {
     (mode & TYPE, mode & TYPE == REGULAR && mode & 0o100 != 0)
 }
 
-/// What one file turned out to be.
-enum Verdict {
+/// The result of checking one file.
+enum FileState {
     Same,
     Changed,
 }
 
-struct Files<'a> {
+struct FileChecker<'a> {
     repository: &'a Repository,
-    index: &'a Index,
-    written: Time,
-    objects: Objects,
-    /// The directory of the file before, which most often is that of the next as well; `None` in it if it is gone.
-    dir: Option<(&'a [u8], Option<Dir>)>,
+    index: &'a GitIndex,
+    written: IndexTime,
+    objects: GitObjects,
+    /// The directory of the previous file, which usually is that of the next too. The inner `None` means that it does
+    /// not exist.
+    dir: Option<(&'a [u8], Option<InspectedDir>)>,
     depth: usize,
 }
 
-impl<'a> Files<'a> {
+impl<'a> FileChecker<'a> {
     /// Whether any file differs from the index.
-    fn changed(&mut self, budget: &mut Budget) -> Result<bool, Unknown> {
+    fn any_changed(&mut self, budget: &mut ReadBudget) -> Result<bool, GitUnknown> {
         let mut unknown = None;
         for (n, entry) in self.index.entries.iter().enumerate() {
-            if n % STRIDE == 0 && !budget.left() {
-                return Err(Unknown::TooLarge);
+            if n % STRIDE == 0 && !budget.has_time() {
+                return Err(GitUnknown::TooLarge);
             }
-            match self.verdict(entry, budget) {
-                Ok(Verdict::Same) => {}
-                Ok(Verdict::Changed) => return Ok(true),
+            match self.check_file(entry, budget) {
+                Ok(FileState::Same) => {}
+                Ok(FileState::Changed) => return Ok(true),
                 Err(why) => unknown = unknown.or(Some(why)),
             }
         }
         unknown.map_or(Ok(false), Err)
     }
 
-    fn verdict(&mut self, entry: &Entry, budget: &mut Budget) -> Result<Verdict, Unknown> {
+    fn check_file(
+        &mut self,
+        entry: &IndexEntry,
+        budget: &mut ReadBudget,
+    ) -> Result<FileState, GitUnknown> {
         let index = self.index;
         let path = index.path(entry);
         let (above, name) = match path.iter().rposition(|b| *b == b'/') {
@@ -207,116 +213,119 @@ impl<'a> Files<'a> {
             None => (b".".as_slice(), path),
         };
         if matches!(name, b"" | b"." | b"..") {
-            return Err(Unknown::Index);
+            return Err(GitUnknown::Index);
         }
         let gone = match entry.not_checked_out {
-            true => Ok(Verdict::Same),
-            false => Ok(Verdict::Changed),
+            true => Ok(FileState::Same),
+            false => Ok(FileState::Changed),
         };
-        self.enter(above)?;
+        self.open_parent(above)?;
         let Some((_, Some(dir))) = &self.dir else {
             return gone;
         };
-        let Some(stat) = dir.stat(name).map_err(Unknown::Unreadable)? else {
+        let Some(stat) = dir.stat(name).map_err(GitUnknown::Unreadable)? else {
             return gone;
         };
         let kind = FileType::from_raw_mode(stat.st_mode);
         match (entry.mode & TYPE, kind) {
             (REGULAR, FileType::RegularFile) => {
                 if (entry.mode ^ stat.st_mode) & 0o100 != 0 {
-                    return Ok(Verdict::Changed);
+                    return Ok(FileState::Changed);
                 }
             }
             (SYMLINK, FileType::Symlink) => {}
-            (SUBMODULE, FileType::Directory) => return self.submodule(entry, name, budget),
-            (REGULAR | SYMLINK | SUBMODULE, _) => return Ok(Verdict::Changed),
-            _ => return Err(Unknown::Index),
+            (SUBMODULE, FileType::Directory) => return self.check_submodule(entry, name, budget),
+            (REGULAR | SYMLINK | SUBMODULE, _) => return Ok(FileState::Changed),
+            _ => return Err(GitUnknown::Index),
         }
-        // A size of 0 is also git's own mark for a file that it could not be sure of.
+        // Git also uses size 0 to mark an entry as uncertain.
         if stat.st_size as u32 != entry.size && entry.size != 0 {
-            return Ok(Verdict::Changed);
+            return Ok(FileState::Changed);
         }
-        match as_remembered(entry, &stat, self.written) {
-            true => Ok(Verdict::Same),
+        match matches_index(entry, &stat, self.written) {
+            true => Ok(FileState::Same),
             false => self.compare(entry, name, &stat, budget),
         }
     }
 
-    /// Holds the directory, through no symlink: git, too, takes what lies behind one as gone.
-    fn enter(&mut self, above: &'a [u8]) -> Result<(), Unknown> {
+    /// Opens the directory of a file, without following symlinks: git too treats a file behind a symlink as missing.
+    fn open_parent(&mut self, above: &'a [u8]) -> Result<(), GitUnknown> {
         use std::io::ErrorKind::{NotADirectory, NotFound};
         if self.dir.as_ref().is_some_and(|(path, _)| *path == above) {
             return Ok(());
         }
-        let dir = match self.repository.work.sub(above) {
+        let dir = match self.repository.work.open_dir(above) {
             Ok(dir) => Some(dir),
             Err(error) if matches!(error.kind(), NotFound | NotADirectory) => None,
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
                 None
             }
-            Err(error) => return Err(Unknown::Unreadable(error)),
+            Err(error) => return Err(GitUnknown::Unreadable(error)),
         };
         self.dir = Some((above, dir));
         Ok(())
     }
 
-    /// The file against its blob.
+    /// Compares a file with its blob.
     fn compare(
         &mut self,
-        entry: &Entry,
+        entry: &IndexEntry,
         name: &[u8],
         stat: &Stat,
-        budget: &mut Budget,
-    ) -> Result<Verdict, Unknown> {
+        budget: &mut ReadBudget,
+    ) -> Result<FileState, GitUnknown> {
         let Some((_, Some(dir))) = &self.dir else {
-            return Err(Unknown::Index);
+            return Err(GitUnknown::Index);
         };
         let file = match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Symlink => dir.link(name),
+            FileType::Symlink => dir.read_link(name),
             _ => dir.read_whole(name, FILE_BYTES_MAX),
         };
-        let file = file.map_err(|_| Unknown::Content)?;
-        budget.spend(file.len()).ok_or(Unknown::TooLarge)?;
+        let file = file.map_err(|_| GitUnknown::Content)?;
+        budget.spend(file.len()).ok_or(GitUnknown::TooLarge)?;
         let id = self.index.id(entry);
-        let blob = self.objects.read(id, Kind::Blob, budget);
-        match blob.ok_or(Unknown::Content)? {
-            blob if blob == file => Ok(Verdict::Same),
-            // Of another length though the file kept its own: line ends or a large-file store may be why.
-            blob if blob.len() != file.len() => Err(Unknown::Filter),
-            _ => Ok(Verdict::Changed),
+        let blob = self.objects.read(id, ObjectKind::Blob, budget);
+        match blob.ok_or(GitUnknown::Content)? {
+            blob if blob == file => Ok(FileState::Same),
+            // The file has the size in the index, but the blob another: a line-ending conversion or a large-file
+            // filter may be the reason.
+            blob if blob.len() != file.len() => Err(GitUnknown::Filter),
+            _ => Ok(FileState::Changed),
         }
     }
 
-    /// One that was never fetched has not changed; any other must stand at the commit that is recorded, unchanged.
-    fn submodule(
+    /// A submodule that was never fetched is unchanged. Any other must be at the recorded commit and unchanged
+    /// itself.
+    fn check_submodule(
         &self,
-        entry: &Entry,
+        entry: &IndexEntry,
         name: &[u8],
-        budget: &mut Budget,
-    ) -> Result<Verdict, Unknown> {
+        budget: &mut ReadBudget,
+    ) -> Result<FileState, GitUnknown> {
         let Some((_, Some(dir))) = &self.dir else {
-            return Err(Unknown::Index);
+            return Err(GitUnknown::Index);
         };
-        let work = dir.sub(name).map_err(|_| Unknown::Submodule)?;
-        let found = Repository::of(work, self.repository.owner).map_err(|_| Unknown::Submodule)?;
+        let work = dir.open_dir(name).map_err(|_| GitUnknown::Submodule)?;
+        let found =
+            Repository::open(work, self.repository.owner).map_err(|_| GitUnknown::Submodule)?;
         let Some(inner) = found else {
-            return Ok(Verdict::Same);
+            return Ok(FileState::Same);
         };
-        let head = inner.head().map_err(|_| Unknown::Submodule)?;
-        let commit = head.commit.map_err(|_| Unknown::Submodule)?;
+        let head = inner.head().map_err(|_| GitUnknown::Submodule)?;
+        let commit = head.commit.map_err(|_| GitUnknown::Submodule)?;
         if commit != self.index.id(entry) {
-            return Ok(Verdict::Changed);
+            return Ok(FileState::Changed);
         }
-        let depth = self.depth.checked_sub(1).ok_or(Unknown::Submodule)?;
-        match any_at(&inner, &commit, budget, depth)? {
-            true => Ok(Verdict::Changed),
-            false => Ok(Verdict::Same),
+        let depth = self.depth.checked_sub(1).ok_or(GitUnknown::Submodule)?;
+        match has_changes_at(&inner, &commit, budget, depth)? {
+            true => Ok(FileState::Changed),
+            false => Ok(FileState::Same),
         }
     }
 }
 
 /// Whether the file is the one that git read when it wrote the index at `written`.
-fn as_remembered(entry: &Entry, stat: &Stat, written: Time) -> bool {
+fn matches_index(entry: &IndexEntry, stat: &Stat, written: IndexTime) -> bool {
     let (modified, changed) = (
         time(stat.st_mtime, stat.st_mtime_nsec),
         time(stat.st_ctime, stat.st_ctime_nsec),
@@ -332,7 +341,7 @@ fn as_remembered(entry: &Entry, stat: &Stat, written: Time) -> bool {
         && same_time(entry.changed, changed)
 }
 
-/// Some programs that write an index keep no nanoseconds.
-fn same_time(remembered: Time, now: Time) -> bool {
+/// Some programs write no nanoseconds to an index.
+fn same_time(remembered: IndexTime, now: IndexTime) -> bool {
     remembered.seconds == now.seconds && (remembered.nanos == now.nanos || remembered.nanos == 0)
 }

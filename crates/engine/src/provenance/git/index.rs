@@ -1,66 +1,67 @@
-//! Git's index: what is tracked, how each file looked when git last read it, and which trees that would make.
+//! Git's index: the tracked files, the state of each when git last read it, and the ids of trees that git has cached.
 //!
-//! Versions 2, 3 and 4. What an unknown extension with a small letter says cannot be left aside (git's own rule), so an index with
-//! one (split, sparse) is not understood.
+//! Supports versions 2, 3 and 4. By git's rule a reader must understand an extension whose name begins with a
+//! lower-case letter; an index with such an extension (split, sparse) is refused.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Together with the next two it keeps the runner, which must stay small, below 50 MiB for the worst index.
+/// This and the next two bounds keep the runner below 50 MiB for the worst index. The runner must stay small.
 pub(super) const BYTES_MAX: usize = 16 << 20;
 const ENTRIES_MAX: usize = 100_000;
-/// Paths of an index of version 4 share their beginnings, so that a small file can hold very much.
+/// Paths in an index of version 4 share prefixes, so a small file can contain very long paths.
 const PATHS_BYTES_MAX: usize = 12 << 20;
-/// Trees remembered beyond the first, and how deep they lie: a shortcut only, so a bound loses nothing.
+/// Bounds on the cached trees: their number, depth and path length. The cache is only a shortcut, so the bounds lose
+/// nothing.
 const TREES_MAX: usize = 50_000;
 const TREE_DEPTH_MAX: usize = 32;
 const TREE_PATH_BYTES_MAX: usize = 1024;
 
-/// Seconds and nanoseconds, each as git keeps them: the low 32 bits.
+/// Seconds and nanoseconds as git stores them: the low 32 bits of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Time {
+pub(super) struct IndexTime {
     pub(super) seconds: u32,
     pub(super) nanos: u32,
 }
 
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct IndexEntry {
     path: Range<usize>,
     id: Range<usize>,
-    pub(super) changed: Time,
-    pub(super) modified: Time,
+    pub(super) changed: IndexTime,
+    pub(super) modified: IndexTime,
     pub(super) inode: u32,
     pub(super) mode: u32,
     pub(super) size: u32,
-    /// More than one version of it, of a merge that is not finished.
+    /// One of several versions of the file, from an unfinished merge.
     pub(super) conflict: bool,
-    /// Promised to git with `add -N`, in no tree yet.
+    /// Announced with `git add -N`, in no tree yet.
     pub(super) to_be_added: bool,
     /// Left out of a sparse checkout.
     pub(super) not_checked_out: bool,
 }
 
-/// A tree that the entries below a directory would make, and how many those are.
+/// The tree id that git has cached for a directory, and the number of entries below the directory.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Made {
+pub(super) struct CachedTree {
     pub(super) entries: usize,
     pub(super) id: Vec<u8>,
 }
 
 #[derive(Debug)]
-pub(super) struct Index {
+pub(super) struct GitIndex {
     data: Vec<u8>,
     paths: Vec<u8>,
-    /// In the order of their paths.
-    pub(super) entries: Vec<Entry>,
-    /// By directory, `""` for the top, each other with a slash at its end.
-    pub(super) trees: HashMap<Vec<u8>, Made>,
+    /// Sorted by path.
+    pub(super) entries: Vec<IndexEntry>,
+    /// By directory: `""` for the top, others with a trailing slash.
+    pub(super) trees: HashMap<Vec<u8>, CachedTree>,
 }
 
-impl Index {
-    /// `None` if it is damaged, too large or of a kind that is not known.
-    pub(super) fn parse(data: Vec<u8>, id_bytes: usize) -> Option<Index> {
-        let mut reader = Reader { data: &data, at: 0 };
+impl GitIndex {
+    /// `None` if the index is damaged, too large or of an unsupported kind.
+    pub(super) fn parse(data: Vec<u8>, id_bytes: usize) -> Option<GitIndex> {
+        let mut reader = IndexReader { data: &data, at: 0 };
         if reader.take(4)? != b"DIRC" {
             return None;
         }
@@ -77,12 +78,13 @@ impl Index {
             last = entry.path.clone();
             entries.push(entry);
         }
-        let sorted = |pair: &[Entry]| paths[pair[0].path.clone()] <= paths[pair[1].path.clone()];
+        let sorted =
+            |pair: &[IndexEntry]| paths[pair[0].path.clone()] <= paths[pair[1].path.clone()];
         if !entries.windows(2).all(sorted) {
             return None;
         }
         let mut trees = HashMap::new();
-        // The checksum at the end is as long as an id.
+        // The trailing checksum is as long as an id.
         while reader.at + id_bytes < data.len() {
             let name = reader.take(4)?;
             let length = reader.number()? as usize;
@@ -93,7 +95,7 @@ impl Index {
                 _ => return None,
             }
         }
-        Some(Index {
+        Some(GitIndex {
             data,
             paths,
             entries,
@@ -101,21 +103,21 @@ impl Index {
         })
     }
 
-    pub(super) fn path(&self, entry: &Entry) -> &[u8] {
+    pub(super) fn path(&self, entry: &IndexEntry) -> &[u8] {
         &self.paths[entry.path.clone()]
     }
 
-    pub(super) fn id(&self, entry: &Entry) -> &[u8] {
+    pub(super) fn id(&self, entry: &IndexEntry) -> &[u8] {
         &self.data[entry.id.clone()]
     }
 }
 
-struct Reader<'a> {
+struct IndexReader<'a> {
     data: &'a [u8],
     at: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> IndexReader<'a> {
     fn take(&mut self, count: usize) -> Option<&'a [u8]> {
         let end = self.at.checked_add(count)?;
         let bytes = self.data.get(self.at..end)?;
@@ -133,8 +135,8 @@ impl<'a> Reader<'a> {
         Some(u16::from_be_bytes(bytes.try_into().ok()?))
     }
 
-    fn time(&mut self) -> Option<Time> {
-        Some(Time {
+    fn time(&mut self) -> Option<IndexTime> {
+        Some(IndexTime {
             seconds: self.number()?,
             nanos: self.number()?,
         })
@@ -146,7 +148,7 @@ impl<'a> Reader<'a> {
         id_bytes: usize,
         paths: &mut Vec<u8>,
         last: Range<usize>,
-    ) -> Option<Entry> {
+    ) -> Option<IndexEntry> {
         let start = self.at;
         let (changed, modified) = (self.time()?, self.time()?);
         let _device = self.number()?;
@@ -169,7 +171,7 @@ impl<'a> Reader<'a> {
                 path
             }
         };
-        Some(Entry {
+        Some(IndexEntry {
             path,
             id,
             changed,
@@ -183,7 +185,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Up to and with its NUL.
+    /// Reads a path with its NUL.
     fn path(&mut self, paths: &mut Vec<u8>) -> Option<Range<usize>> {
         let rest = self.data.get(self.at..)?;
         let length = rest.iter().position(|b| *b == 0)?;
@@ -193,7 +195,7 @@ impl<'a> Reader<'a> {
         (paths.len() <= PATHS_BYTES_MAX).then_some(from..paths.len())
     }
 
-    /// How many bytes to drop from the end of the path before, and what to put there instead.
+    /// Reads a path of version 4: how many bytes to drop from the end of the previous path, and what to append.
     fn shared_path(&mut self, paths: &mut Vec<u8>, last: Range<usize>) -> Option<Range<usize>> {
         let mut drop = 0usize;
         for n in 0.. {
@@ -220,10 +222,14 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Trees come before those below them: a name, how many entries and how many trees below, and the id. A
-/// count of -1 stands for one that has to be made anew.
-fn read_trees(body: &[u8], id_bytes: usize, trees: &mut HashMap<Vec<u8>, Made>) -> Option<()> {
-    /// A tree whose trees are being read.
+/// Parses the TREE extension. Each tree precedes its subtrees: name, number of entries, number of subtrees, id. A
+/// count of -1 marks an invalid tree without an id.
+fn read_trees(
+    body: &[u8],
+    id_bytes: usize,
+    trees: &mut HashMap<Vec<u8>, CachedTree>,
+) -> Option<()> {
+    /// A tree whose subtrees are being read.
     struct Above {
         path: Vec<u8>,
         left: usize,
@@ -246,7 +252,7 @@ fn read_trees(body: &[u8], id_bytes: usize, trees: &mut HashMap<Vec<u8>, Made>) 
         if let Ok(entries) = usize::try_from(entries) {
             let (id, after) = rest.split_at_checked(id_bytes)?;
             let id = id.to_vec();
-            trees.insert(path.clone(), Made { entries, id });
+            trees.insert(path.clone(), CachedTree { entries, id });
             rest = after;
         }
         if above.len() == TREE_DEPTH_MAX || path.len() > TREE_PATH_BYTES_MAX {
@@ -280,15 +286,15 @@ mod tests {
         read_trees(&body, 20, &mut trees).unwrap();
         assert_eq!(trees.len(), TREE_DEPTH_MAX + 1);
         let id = vec![9; 20];
-        assert_eq!(trees[b"".as_slice()], Made { entries: 1, id });
+        assert_eq!(trees[b"".as_slice()], CachedTree { entries: 1, id });
     }
 
     proptest::proptest! {
         #[test]
-        fn any_bytes_are_survived(body in proptest::collection::vec(proptest::num::u8::ANY, 0..600)) {
-            let _ = Index::parse(sample(&body), 20);
+        fn any_bytes_do_not_panic(body in proptest::collection::vec(proptest::num::u8::ANY, 0..600)) {
+            let _ = GitIndex::parse(sample(&body), 20);
             let _ = read_trees(&body, 20, &mut HashMap::new());
-            let _ = Index::parse(body, 20);
+            let _ = GitIndex::parse(body, 20);
         }
     }
 }

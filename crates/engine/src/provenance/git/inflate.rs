@@ -1,9 +1,9 @@
-//! Git keeps its objects compressed (RFC 1950 and 1951). This unpacks them: input from anywhere, a bound on the output, no
-//! tables larger than the format's own, so that nothing of git need be executed and no library be added.
+//! Decompresses git's objects (RFC 1950 and 1951). The input is untrusted, the output is bounded, and no table is
+//! larger than the format requires. This avoids executing git and adding a library.
 
-/// The bytes that `packed`, a zlib stream, begins with: all of them, or the first `bytes_max`. `None` if it is damaged.
-pub(super) fn unzip(packed: &[u8], bytes_max: usize) -> Option<Vec<u8>> {
-    // The method must be 8 and the check divisible, and no preset dictionary is known here.
+/// Decompresses a zlib stream: all of it, or the first `bytes_max` bytes. `None` if it is damaged.
+pub(super) fn decompress(packed: &[u8], bytes_max: usize) -> Option<Vec<u8>> {
+    // The method must be 8, the header divisible by 31, and no preset dictionary in use.
     let head = u16::from_be_bytes([*packed.first()?, *packed.get(1)?]);
     if head >> 8 & 15 != 8 || head % 31 != 0 || head & 0x20 != 0 {
         return None;
@@ -17,14 +17,14 @@ pub(super) fn unzip(packed: &[u8], bytes_max: usize) -> Option<Vec<u8>> {
     loop {
         let last = bits.take(1)? == 1;
         match bits.take(2)? {
-            0 => stored(&mut bits, &mut out, bytes_max)?,
+            0 => read_stored_block(&mut bits, &mut out, bytes_max)?,
             1 => {
-                let (literals, distances) = fixed()?;
-                compressed(&mut bits, &mut out, bytes_max, &literals, &distances)?;
+                let (literals, distances) = fixed_codes()?;
+                read_compressed_block(&mut bits, &mut out, bytes_max, &literals, &distances)?;
             }
             2 => {
-                let (literals, distances) = dynamic(&mut bits)?;
-                compressed(&mut bits, &mut out, bytes_max, &literals, &distances)?;
+                let (literals, distances) = dynamic_codes(&mut bits)?;
+                read_compressed_block(&mut bits, &mut out, bytes_max, &literals, &distances)?;
             }
             _ => return None,
         }
@@ -34,7 +34,7 @@ pub(super) fn unzip(packed: &[u8], bytes_max: usize) -> Option<Vec<u8>> {
     }
 }
 
-/// Bits come from the low end of each byte.
+/// Reads bits, starting at the low end of each byte.
 struct Bits<'a> {
     bytes: &'a [u8],
     held: u32,
@@ -42,7 +42,7 @@ struct Bits<'a> {
 }
 
 impl Bits<'_> {
-    /// At most 16.
+    /// Reads at most 16 bits.
     fn take(&mut self, count: u32) -> Option<u32> {
         while self.count < count {
             let (first, rest) = self.bytes.split_first()?;
@@ -57,8 +57,8 @@ impl Bits<'_> {
     }
 }
 
-fn stored(bits: &mut Bits<'_>, out: &mut Vec<u8>, bytes_max: usize) -> Option<()> {
-    // What is left of the byte is padding. Never more than a byte is held, so nothing is lost.
+fn read_stored_block(bits: &mut Bits<'_>, out: &mut Vec<u8>, bytes_max: usize) -> Option<()> {
+    // The rest of the byte is padding. Fewer than eight bits are held, so nothing is lost.
     bits.take(bits.count % 8)?;
     let length = bits.take(16)?;
     if bits.take(16)? != length ^ 0xffff {
@@ -74,14 +74,14 @@ fn stored(bits: &mut Bits<'_>, out: &mut Vec<u8>, bytes_max: usize) -> Option<()
 
 const CODE_BITS_MAX: usize = 15;
 
-/// A canonical Huffman code: how many codes each length has, and the symbols in the order of their codes.
+/// A canonical Huffman code: the number of codes of each length, and the symbols in the order of their codes.
 struct Code {
     counts: [u16; CODE_BITS_MAX + 1],
     symbols: Vec<u16>,
 }
 
 impl Code {
-    /// `None` if more codes are asked for than there are. Fewer are allowed: a code of one symbol is.
+    /// `None` if the lengths need more codes than exist. Fewer are allowed, as in a code of one symbol.
     fn new(lengths: &[u8]) -> Option<Code> {
         let mut counts = [0u16; CODE_BITS_MAX + 1];
         for length in lengths {
@@ -124,15 +124,15 @@ impl Code {
     }
 }
 
-fn fixed() -> Option<(Code, Code)> {
+fn fixed_codes() -> Option<(Code, Code)> {
     let mut lengths = [8u8; 288];
     lengths[144..256].fill(9);
     lengths[256..280].fill(7);
     Some((Code::new(&lengths)?, Code::new(&[5; 30])?))
 }
 
-fn dynamic(bits: &mut Bits<'_>) -> Option<(Code, Code)> {
-    /// The order in which the lengths of the code for lengths come.
+fn dynamic_codes(bits: &mut Bits<'_>) -> Option<(Code, Code)> {
+    /// The order in which the code lengths of the code-length code are stored.
     const ORDER: [usize; 19] = [
         16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15,
     ];
@@ -157,7 +157,7 @@ fn dynamic(bits: &mut Bits<'_>) -> Option<(Code, Code)> {
         };
         lengths.extend(std::iter::repeat_n(length, times as usize));
     }
-    // A run may cross from the one to the other, but not beyond both.
+    // A run may cross from the literal lengths to the distance lengths, but not go beyond both.
     let all = lengths.len() == literals + distances;
     let (first, second) = lengths.split_at(literals);
     match all {
@@ -166,7 +166,7 @@ fn dynamic(bits: &mut Bits<'_>) -> Option<(Code, Code)> {
     }
 }
 
-fn compressed(
+fn read_compressed_block(
     bits: &mut Bits<'_>,
     out: &mut Vec<u8>,
     bytes_max: usize,
@@ -183,7 +183,7 @@ fn compressed(
                 let symbol = usize::from(distances.symbol(bits)?);
                 let distance = run_distance(bits, symbol)?;
                 let from = out.len().checked_sub(distance)?;
-                // The run may overlap what it makes.
+                // The run may overlap its own output.
                 for at in from..from + length.min(bytes_max - out.len()) {
                     out.push(out[at]);
                 }
@@ -225,8 +225,8 @@ mod tests {
     use std::io::Write as _;
     use std::process::{Command, Stdio};
 
-    /// zlib itself, as Python has it.
-    fn zip(bytes: &[u8], level: u32, strategy: u32) -> Vec<u8> {
+    /// Compresses with zlib itself, through Python.
+    fn compress(bytes: &[u8], level: u32, strategy: u32) -> Vec<u8> {
         let program = format!(
             "import sys, zlib\nc = zlib.compressobj({level}, strategy={strategy})\n\
              sys.stdout.buffer.write(c.compress(sys.stdin.buffer.read()) + c.flush())"
@@ -256,11 +256,11 @@ mod tests {
         for bytes in &kinds {
             // Stored, fast and best; the default strategy, Huffman only, and fixed codes.
             for (level, strategy) in [(0, 0), (1, 0), (9, 0), (9, 2), (9, 4)] {
-                let packed = zip(bytes, level, strategy);
-                assert_eq!(unzip(&packed, 1 << 20).as_ref(), Some(bytes));
+                let packed = compress(bytes, level, strategy);
+                assert_eq!(decompress(&packed, 1 << 20).as_ref(), Some(bytes));
                 let some = bytes.len() / 3;
-                assert_eq!(unzip(&packed, some).as_deref(), Some(&bytes[..some]));
-                if let Some(cut) = unzip(&packed[..packed.len() / 2], 1 << 20) {
+                assert_eq!(decompress(&packed, some).as_deref(), Some(&bytes[..some]));
+                if let Some(cut) = decompress(&packed[..packed.len() / 2], 1 << 20) {
                     assert!(bytes.starts_with(&cut));
                 }
             }
@@ -269,10 +269,10 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_bytes_are_survived(body in proptest::collection::vec(proptest::num::u8::ANY, 0..400)) {
+        fn any_bytes_do_not_panic(body in proptest::collection::vec(proptest::num::u8::ANY, 0..400)) {
             let packed = [&[0x78, 0x9c], body.as_slice()].concat();
-            proptest::prop_assert!(unzip(&packed, 5_000).is_none_or(|out| out.len() <= 5_000));
-            let _ = unzip(&body, 5_000);
+            proptest::prop_assert!(decompress(&packed, 5_000).is_none_or(|out| out.len() <= 5_000));
+            let _ = decompress(&body, 5_000);
         }
     }
 }

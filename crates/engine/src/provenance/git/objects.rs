@@ -1,55 +1,61 @@
-//! Git's objects, loose and in packs, read without git: a commit for its tree, a tree for its entries, a blob to be compared with
-//! a file. What is damaged, too large or kept elsewhere (`objects/info/alternates`) is simply not known.
+//! Reads git's objects, loose and packed: a commit for its tree, a tree for its entries, a blob to compare with a
+//! file. Objects that are damaged, too large or stored elsewhere (`objects/info/alternates`) count as unknown.
 //!
-//! Ids are not verified against content: whoever writes a project's `.git` can commit what they like anyway.
+//! Ids are not verified against content: whoever writes a project's `.git` can commit anything anyway.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use super::inflate::unzip;
-use super::{Budget, Dir};
+use super::inflate::decompress;
+use super::{InspectedDir, ReadBudget};
 
-/// A pack is found by its name's ending; more than these belong to no tended repository.
+/// The most packs. A maintained repository has fewer.
 const PACKS_MAX: usize = 200;
-/// Git itself makes chains of 50.
+/// The longest delta chain. Git itself creates chains of up to 50.
 const CHAIN_MAX: usize = 64;
-/// Of one object, and of the deltas that lead to it. Commits and trees are far smaller; larger blobs are not compared.
+/// The most bytes of one object, and of the deltas that lead to it. Commits and trees are far smaller; larger blobs
+/// are not compared.
 const OBJECT_BYTES_MAX: usize = 4 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ObjectKind {
     Commit,
     Tree,
     Blob,
     Tag,
 }
 
-pub(super) struct Objects {
-    dir: Option<Dir>,
+pub(super) struct GitObjects {
+    dir: Option<InspectedDir>,
     packs: Option<Vec<Pack>>,
     id_bytes: usize,
 }
 
-impl Objects {
-    /// Of the repository whose common directory this is.
-    pub(super) fn of(common: &Dir, id_bytes: usize) -> Objects {
-        Objects {
-            dir: common.sub(b"objects").ok(),
+impl GitObjects {
+    /// The objects of a repository, given its common directory.
+    pub(super) fn open(common: &InspectedDir, id_bytes: usize) -> GitObjects {
+        GitObjects {
+            dir: common.open_dir(b"objects").ok(),
             packs: None,
             id_bytes,
         }
     }
 
-    /// The object, if it is of this kind.
-    pub(super) fn read(&mut self, id: &[u8], kind: Kind, budget: &mut Budget) -> Option<Vec<u8>> {
-        let (found, bytes) = match self.loose(id, budget) {
+    /// Reads an object, if it is of this kind.
+    pub(super) fn read(
+        &mut self,
+        id: &[u8],
+        kind: ObjectKind,
+        budget: &mut ReadBudget,
+    ) -> Option<Vec<u8>> {
+        let (found, bytes) = match self.read_loose(id, budget) {
             Some(object) => object,
-            None => self.packed(id, budget)?,
+            None => self.read_packed(id, budget)?,
         };
         (found == kind).then_some(bytes)
     }
 
-    fn loose(&self, id: &[u8], budget: &mut Budget) -> Option<(Kind, Vec<u8>)> {
+    fn read_loose(&self, id: &[u8], budget: &mut ReadBudget) -> Option<(ObjectKind, Vec<u8>)> {
         let name = super::hex(id);
         let path = format!("{}/{}", &name[..2], &name[2..]);
         let packed = self
@@ -57,15 +63,15 @@ impl Objects {
             .as_ref()?
             .read_whole(path.as_bytes(), OBJECT_BYTES_MAX)
             .ok()?;
-        let mut bytes = unzip(&packed, OBJECT_BYTES_MAX + 32)?;
+        let mut bytes = decompress(&packed, OBJECT_BYTES_MAX + 32)?;
         budget.spend(bytes.len())?;
         let head = bytes.iter().take(32).position(|b| *b == 0)?;
         let (kind, length) = std::str::from_utf8(&bytes[..head]).ok()?.split_once(' ')?;
         let kind = match kind {
-            "commit" => Kind::Commit,
-            "tree" => Kind::Tree,
-            "blob" => Kind::Blob,
-            "tag" => Kind::Tag,
+            "commit" => ObjectKind::Commit,
+            "tree" => ObjectKind::Tree,
+            "blob" => ObjectKind::Blob,
+            "tag" => ObjectKind::Tag,
             _ => return None,
         };
         let length: usize = length.parse().ok()?;
@@ -73,27 +79,27 @@ impl Objects {
         (bytes.len() == length).then_some((kind, bytes))
     }
 
-    fn packed(&mut self, id: &[u8], budget: &mut Budget) -> Option<(Kind, Vec<u8>)> {
+    fn read_packed(&mut self, id: &[u8], budget: &mut ReadBudget) -> Option<(ObjectKind, Vec<u8>)> {
         let dir = self.dir.as_ref()?;
         let id_bytes = self.id_bytes;
-        let packs = self.packs.get_or_insert_with(|| packs(dir, id_bytes));
+        let packs = self.packs.get_or_insert_with(|| open_packs(dir, id_bytes));
         let mut found = packs.iter().filter_map(|pack| Some((pack, pack.find(id)?)));
         let (pack, mut offset) = found.next()?;
-        // From the entry to the whole object it is made from, then back.
+        // Go from the entry to the whole object on which it is based, then apply the deltas in reverse.
         let mut deltas: Vec<Vec<u8>> = Vec::new();
         let mut held = 0;
         for _ in 0..CHAIN_MAX {
             let entry = pack.entry(offset, budget)?;
             offset = match entry.base {
-                Base::Whole(kind) => {
+                DeltaBase::Whole(kind) => {
                     let whole = deltas.iter().rev().try_fold(entry.bytes, |base, delta| {
-                        apply(&base, delta).filter(|made| budget.spend(made.len()).is_some())
+                        apply_delta(&base, delta).filter(|made| budget.spend(made.len()).is_some())
                     })?;
                     return Some((kind, whole));
                 }
-                Base::At(offset) => offset,
-                // Within one pack; only packs sent over a wire are thin.
-                Base::Id(base) => pack.find(&base)?,
+                DeltaBase::At(offset) => offset,
+                // The base is in the same pack; only packs sent over a network refer to other packs.
+                DeltaBase::Id(base) => pack.find(&base)?,
             };
             held += entry.bytes.len();
             if held > OBJECT_BYTES_MAX {
@@ -105,14 +111,14 @@ impl Objects {
     }
 }
 
-fn packs(dir: &Dir, id_bytes: usize) -> Vec<Pack> {
+fn open_packs(dir: &InspectedDir, id_bytes: usize) -> Vec<Pack> {
     let open = || {
-        let dir = dir.sub(b"pack").ok()?;
+        let dir = dir.open_dir(b"pack").ok()?;
         let listing = dir.list(PACKS_MAX, |name| name.ends_with(b".idx")).ok()?;
         let packs = listing.names.iter().filter_map(|name| {
             let stem = name.to_bytes().strip_suffix(b".idx")?;
-            let index = dir.file(name.to_bytes()).ok()?;
-            let pack = dir.file(&[stem, b".pack"].concat()).ok()?;
+            let index = dir.open_file(name.to_bytes()).ok()?;
+            let pack = dir.open_file(&[stem, b".pack"].concat()).ok()?;
             Pack::new(index, pack, id_bytes)
         });
         Some(packs.collect())
@@ -120,7 +126,7 @@ fn packs(dir: &Dir, id_bytes: usize) -> Vec<Pack> {
     open().unwrap_or_default()
 }
 
-/// A pack and its index, of which only version 2 is written since 2007.
+/// A pack and its index. Git writes only version 2 of the index since 2007.
 struct Pack {
     index: File,
     pack: File,
@@ -128,15 +134,15 @@ struct Pack {
     count: u64,
 }
 
-enum Base {
-    Whole(Kind),
+enum DeltaBase {
+    Whole(ObjectKind),
     At(u64),
     Id(Vec<u8>),
 }
 
-/// The object or, if it has a base, the delta from that.
-struct Entry {
-    base: Base,
+/// A whole object or, if it has a base, the delta to that base.
+struct PackEntry {
+    base: DeltaBase,
     bytes: Vec<u8>,
 }
 
@@ -145,10 +151,11 @@ const IDS_AT: u64 = FANOUT_AT + 256 * 4;
 
 impl Pack {
     fn new(index: File, pack: File, id_bytes: usize) -> Option<Pack> {
-        if at::<8>(&index, 0)? != *b"\xfftOc\0\0\0\x02" || at::<4>(&pack, 0)? != *b"PACK" {
+        if read_at::<8>(&index, 0)? != *b"\xfftOc\0\0\0\x02" || read_at::<4>(&pack, 0)? != *b"PACK"
+        {
             return None;
         }
-        let count = u64::from(u32::from_be_bytes(at(&index, IDS_AT - 4)?));
+        let count = u64::from(u32::from_be_bytes(read_at(&index, IDS_AT - 4)?));
         Some(Pack {
             index,
             pack,
@@ -157,11 +164,11 @@ impl Pack {
         })
     }
 
-    /// Where in the pack the object begins.
+    /// The offset of the object in the pack.
     fn find(&self, id: &[u8]) -> Option<u64> {
         let first = u64::from(*id.first()?);
         let bound = |n: u64| {
-            Some(u64::from(u32::from_be_bytes(at(
+            Some(u64::from(u32::from_be_bytes(read_at(
                 &self.index,
                 FANOUT_AT + n * 4,
             )?)))
@@ -188,19 +195,22 @@ impl Pack {
     }
 
     fn offset(&self, n: u64) -> Option<u64> {
-        // After the ids come their checksums, then the offsets, then those that need 64 bits.
+        // After the ids come their checksums, then the offsets, then the 64-bit offsets.
         let offsets_at = IDS_AT + self.count * (self.id_bytes as u64 + 4);
-        let short = u64::from(u32::from_be_bytes(at(&self.index, offsets_at + n * 4)?));
+        let short = u64::from(u32::from_be_bytes(read_at(
+            &self.index,
+            offsets_at + n * 4,
+        )?));
         match short >> 31 {
             0 => Some(short),
             _ => {
                 let long_at = offsets_at + self.count * 4 + (short & 0x7fff_ffff) * 8;
-                Some(u64::from_be_bytes(at(&self.index, long_at)?))
+                Some(u64::from_be_bytes(read_at(&self.index, long_at)?))
             }
         }
     }
 
-    fn entry(&self, offset: u64, budget: &mut Budget) -> Option<Entry> {
+    fn entry(&self, offset: u64, budget: &mut ReadBudget) -> Option<PackEntry> {
         let mut head = [0; 64];
         let got = self.pack.read_at(&mut head, offset).ok()?;
         let mut bytes = head[..got].iter().copied();
@@ -213,35 +223,36 @@ impl Pack {
             (shift, more) = (shift + 7, byte & 0x80 != 0);
         }
         let base = match first >> 4 & 7 {
-            1 => Base::Whole(Kind::Commit),
-            2 => Base::Whole(Kind::Tree),
-            3 => Base::Whole(Kind::Blob),
-            4 => Base::Whole(Kind::Tag),
-            6 => Base::At(offset.checked_sub(backwards(&mut bytes)?)?),
-            7 => Base::Id(bytes.by_ref().take(self.id_bytes).collect()),
+            1 => DeltaBase::Whole(ObjectKind::Commit),
+            2 => DeltaBase::Whole(ObjectKind::Tree),
+            3 => DeltaBase::Whole(ObjectKind::Blob),
+            4 => DeltaBase::Whole(ObjectKind::Tag),
+            6 => DeltaBase::At(offset.checked_sub(read_base_distance(&mut bytes)?)?),
+            7 => DeltaBase::Id(bytes.by_ref().take(self.id_bytes).collect()),
             _ => return None,
         };
         if size > OBJECT_BYTES_MAX {
             return None;
         }
         let begins = offset + (got - bytes.len()) as u64;
-        // What does not shrink is stored with 5 bytes for each 64 KiB, or less, and 6 around it.
+        // Incompressible data is stored with at most 5 extra bytes per 64 KiB, and 6 around it.
         let mut packed = vec![0; size + size / 1024 + 64];
         let got = self.pack.read_at(&mut packed, begins).ok()?;
-        let bytes = unzip(&packed[..got], size)?;
+        let bytes = decompress(&packed[..got], size)?;
         budget.spend(bytes.len())?;
-        (bytes.len() == size).then_some(Entry { base, bytes })
+        (bytes.len() == size).then_some(PackEntry { base, bytes })
     }
 }
 
-fn at<const N: usize>(file: &File, offset: u64) -> Option<[u8; N]> {
+fn read_at<const N: usize>(file: &File, offset: u64) -> Option<[u8; N]> {
     let mut bytes = [0; N];
     file.read_exact_at(&mut bytes, offset).ok()?;
     Some(bytes)
 }
 
-/// The distance to a base in the same pack: seven bits at a time, the highest first, each but the last plus one.
-fn backwards(bytes: &mut impl Iterator<Item = u8>) -> Option<u64> {
+/// Reads the distance to a base in the same pack: seven bits at a time, the highest first, with one added to each but
+/// the last.
+fn read_base_distance(bytes: &mut impl Iterator<Item = u8>) -> Option<u64> {
     let mut distance = 0u64;
     for _ in 0..9 {
         let byte = bytes.next()?;
@@ -254,13 +265,13 @@ fn backwards(bytes: &mut impl Iterator<Item = u8>) -> Option<u64> {
     None
 }
 
-/// What `delta` makes from `base`.
-fn apply(base: &[u8], delta: &[u8]) -> Option<Vec<u8>> {
+/// Applies a delta to its base.
+fn apply_delta(base: &[u8], delta: &[u8]) -> Option<Vec<u8>> {
     let mut rest = delta;
-    if size(&mut rest)? != base.len() {
+    if read_size(&mut rest)? != base.len() {
         return None;
     }
-    let length = size(&mut rest)?;
+    let length = read_size(&mut rest)?;
     if length > OBJECT_BYTES_MAX {
         return None;
     }
@@ -299,7 +310,7 @@ fn apply(base: &[u8], delta: &[u8]) -> Option<Vec<u8>> {
     (made.len() == length).then_some(made)
 }
 
-fn size(bytes: &mut &[u8]) -> Option<usize> {
+fn read_size(bytes: &mut &[u8]) -> Option<usize> {
     let mut size = 0;
     for shift in (0..35).step_by(7) {
         let (first, rest) = bytes.split_first()?;
@@ -319,7 +330,7 @@ pub(super) struct TreeEntry<'a> {
     pub(super) id: &'a [u8],
 }
 
-/// The entries of a tree in its order; `None` for one that is damaged.
+/// The entries of a tree in their order; `None` if the tree is damaged.
 pub(super) fn tree_entries(tree: &[u8], id_bytes: usize) -> Option<Vec<TreeEntry<'_>>> {
     let mut entries = Vec::new();
     let mut rest = tree;
@@ -339,7 +350,7 @@ pub(super) fn tree_entries(tree: &[u8], id_bytes: usize) -> Option<Vec<TreeEntry
 }
 
 /// The tree of a commit: its first line.
-pub(super) fn tree_of(commit: &[u8]) -> Option<Vec<u8>> {
+pub(super) fn tree_id_of_commit(commit: &[u8]) -> Option<Vec<u8>> {
     let line = commit.split(|b| *b == b'\n').next()?;
     super::unhex(line.strip_prefix(b"tree ")?)
 }
@@ -352,7 +363,7 @@ mod tests {
     #[test]
     fn a_delta_copies_and_inserts() {
         let base = b"hello wonderful world";
-        // 21 to 18 bytes: copy 6 from 0, insert "small", copy 6 from 15.
+        // From 21 to 17 bytes: copy 6 from 0, insert "small", copy 6 from 15.
         let delta = [
             21,
             17,
@@ -368,22 +379,22 @@ mod tests {
             15,
             6,
         ];
-        assert_eq!(apply(base, &delta).unwrap(), b"hello small world");
+        assert_eq!(apply_delta(base, &delta).unwrap(), b"hello small world");
         for end in 0..delta.len() {
-            assert_eq!(apply(base, &delta[..end]), None);
+            assert_eq!(apply_delta(base, &delta[..end]), None);
         }
-        assert_eq!(apply(b"other", &delta), None);
+        assert_eq!(apply_delta(b"other", &delta), None);
     }
 
     proptest::proptest! {
         #[test]
-        fn any_bytes_are_survived(base in proptest::collection::vec(proptest::num::u8::ANY, 0..40),
+        fn any_bytes_do_not_panic(base in proptest::collection::vec(proptest::num::u8::ANY, 0..40),
                                   delta in proptest::collection::vec(proptest::num::u8::ANY, 0..80)) {
-            let _ = apply(&base, &delta);
-            let _ = apply(&base, &[&[base.len() as u8, 50], delta.as_slice()].concat());
+            let _ = apply_delta(&base, &delta);
+            let _ = apply_delta(&base, &[&[base.len() as u8, 50], delta.as_slice()].concat());
             let _ = tree_entries(&delta, 20);
-            let _ = tree_of(&delta);
-            let _ = backwards(&mut delta.iter().copied());
+            let _ = tree_id_of_commit(&delta);
+            let _ = read_base_distance(&mut delta.iter().copied());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Against the real file system, as root and as a plain user.
+//! Tests on the real file system, as root and as a plain user.
 
 #![allow(clippy::unwrap_used)]
 
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 
-/// Where a rename costs no journal, so that races have many turns in little time.
+/// A tmpfs: renames need no journal, so a race gets many tries in little time.
 const FAST: &str = "/dev/shm";
 /// An id that no account has.
 const PLAIN_ID: u32 = 54_321;
@@ -21,7 +21,7 @@ fn open(path: &Path) -> OwnedFd {
     File::open(path).unwrap().into()
 }
 
-fn remove_below(path: &Path) -> Result<Removed, TreeError> {
+fn remove_below(path: &Path) -> Result<RemovedEntries, TreeError> {
     remove_contents(open(path).as_fd())
 }
 
@@ -29,7 +29,7 @@ fn is_empty(path: &Path) -> bool {
     fs::read_dir(path).unwrap().next().is_none()
 }
 
-/// A chain of directories, made by descriptor because its path is too long for the kernel.
+/// Makes a chain of directories by descriptor, because its path is too long for the kernel.
 fn make_chain(top: &Path, levels: usize, name: &str) {
     let mut dir = open(top);
     for _ in 0..levels {
@@ -38,8 +38,8 @@ fn make_chain(top: &Path, levels: usize, name: &str) {
     }
 }
 
-/// Runs one test of this file again in another process, as another user or in namespaces of its
-/// own. Returns whether this is that process, where the test's work is to be done.
+/// Runs one test of this file again in another process, as another user or in namespaces of its own. Returns whether
+/// this is that process, in which the test does its work.
 fn inside(test: &str, wrapper: &[&str]) -> bool {
     if std::env::var_os("FUMEHOOD_TEST_INSIDE").is_some() {
         return true;
@@ -108,7 +108,7 @@ fn twelve_thousand_levels_cost_a_constant_number_of_descriptors() {
 #[test]
 fn wide_directories_are_read_in_batches() {
     let dir = tempfile::tempdir().unwrap();
-    // More subdirectories than one batch puts off, so that reading is resumed by position.
+    // More subdirectories than one batch may defer, so that reading resumes at a position.
     for n in 0..1500 {
         let sub = dir.path().join(format!("{n:0>100}"));
         fs::create_dir(&sub).unwrap();
@@ -192,7 +192,7 @@ fn make_locked(top: &Path) {
     }
 }
 
-/// Deeper than the directories held open, so that the way up goes through `..` too.
+/// Deeper than the number of directories held open, so that the way up also uses `..`.
 #[test]
 fn a_plain_user_removes_and_takes_over_what_has_no_permissions() {
     let id = format!("--reuid={PLAIN_ID}");
@@ -303,7 +303,7 @@ fn a_mount_inside_is_reported_and_not_entered() {
     let on = dir.path().join("sub/mnt");
     fs::create_dir_all(&on).unwrap();
     fs::write(dir.path().join("sub/file"), "x").unwrap();
-    // The same file system: device numbers would not tell.
+    // The same file system, so device numbers do not differ.
     rustix::mount::mount_bind(victim.path(), &on).unwrap();
 
     let measured = measure(open(dir.path()).as_fd(), u64::MAX);
@@ -331,7 +331,7 @@ fn an_immutable_file_is_named_and_the_rest_removed() {
     let fixed = dir.path().join("sub/fixed");
     let file = File::create(&fixed).unwrap();
     fs::write(dir.path().join("sub/other"), "x").unwrap();
-    // Only a privileged user on some file systems can set the attribute.
+    // Only a privileged user can set the attribute, and only on some file systems.
     if rustix::fs::ioctl_setflags(&file, rustix::fs::IFlags::IMMUTABLE).is_err() {
         return;
     }
@@ -346,7 +346,7 @@ fn an_immutable_file_is_named_and_the_rest_removed() {
     assert_eq!(remove_below(dir.path()).unwrap().entries, 2);
 }
 
-/// Does `act` over and over in a second thread while `work` runs; it has begun before `work` does.
+/// Calls `act` repeatedly in a second thread while `work` runs. `act` has run once before `work` starts.
 fn while_racing<T>(act: impl Fn() + Sync, work: impl FnOnce() -> T) -> T {
     let stop = AtomicBool::new(false);
     let begun = std::sync::Barrier::new(2);
@@ -365,8 +365,8 @@ fn while_racing<T>(act: impl Fn() + Sync, work: impl FnOnce() -> T) -> T {
     })
 }
 
-/// The swap is atomic (RENAME_EXCHANGE), so each name is a directory or a link at every instant:
-/// a directory when it is listed and, often, a link when it is entered.
+/// The swap is atomic (RENAME_EXCHANGE), so each name is always a directory or a symlink: a directory when it is
+/// listed and often a symlink when it is entered.
 #[test]
 fn swapping_in_symlinks_leads_nowhere() {
     let dir = tempfile::tempdir_in(FAST).unwrap();
@@ -387,7 +387,7 @@ fn swapping_in_symlinks_leads_nowhere() {
             fs::create_dir_all(dir.path().join(format!("{n}/x/y"))).unwrap();
             symlink(victim.path(), stash.path().join(n.to_string())).unwrap();
         }
-        // What is swapped at the wrong moment in every round may be reported as left.
+        // An entry that is swapped at the wrong moment in every round may be reported as remaining.
         let _ = while_racing(swap, || remove_below(dir.path()));
         for place in [&dir, &stash] {
             remove_below(place.path()).unwrap();
@@ -397,8 +397,8 @@ fn swapping_in_symlinks_leads_nowhere() {
     assert_eq!(fs::read_dir(victim.path()).unwrap().count(), 50);
 }
 
-/// The directory in which the walk is deep down moves out of the tree: going up by `..` would
-/// now lead into the victim's directory, where a directory has a name that is still to be entered.
+/// The directory in which the walk is deep down moves out of the tree. Its `..` is then the victim's directory, which
+/// holds a directory with a name that the walk has yet to enter.
 #[test]
 fn moving_a_directory_out_does_not_take_the_walk_along() {
     let dir = tempfile::tempdir_in(FAST).unwrap();
@@ -428,12 +428,12 @@ fn an_unexpected_parent_is_not_believed() {
     fs::create_dir_all(dir.path().join("a/b")).unwrap();
     fs::create_dir(dir.path().join("c")).unwrap();
     let (a, b) = (open(&dir.path().join("a")), open(&dir.path().join("a/b")));
-    let id = walk::Identity::of(a.as_fd()).unwrap();
+    let id = walk::DirectoryKey::of(a.as_fd()).unwrap();
     assert!(walk::open_parent(b.as_fd(), id).is_ok(), "the control");
     fs::rename(dir.path().join("a/b"), dir.path().join("c/b")).unwrap();
     assert!(matches!(
         walk::open_parent(b.as_fd(), id),
-        Err(Fault::Moved)
+        Err(EntryFault::Moved)
     ));
 }
 
@@ -447,9 +447,11 @@ fn a_racing_creator_does_not_hold_the_removal_for_ever() {
             }
         };
         let result = while_racing(create, || {
-            remove_at_most(open(dir.path()).as_fd(), 20_000, &mut || Ok(Standing::Yes))
+            remove_at_most(open(dir.path()).as_fd(), 20_000, &mut || {
+                Ok(TopState::Present)
+            })
         });
-        // Either it won between two acts of the creator, or it gave up; it came back.
+        // The removal either finished between two calls of the creator, or gave up. In both cases it returned.
         assert!(
             matches!(result, Ok(_) | Err(TreeError::Busy { .. })),
             "{result:?}"

@@ -1,4 +1,4 @@
-//! The walk itself: down, up and along, knowing nothing of what it is for.
+//! The walk itself: it goes down, up and along a tree, and calls a [`TreeVisitor`] for what it finds.
 
 use std::collections::VecDeque;
 use std::ffi::{CStr, CString, OsString};
@@ -11,80 +11,95 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::{Fault, TreeError};
+use super::{EntryFault, TreeError};
 
-/// Directories held open at once. Trees no deeper than this never need `..`.
+/// The most directories held open. Trees no deeper than this never need `..`.
 const OPEN_MAX: usize = 16;
-/// Levels remembered at once: with the longest names, about 24 MB.
+/// The most levels remembered: about 24 MB with the longest names.
 pub(crate) const LEVELS_MAX: usize = 65_536;
-/// One read of a directory, and the smaller one used once many names are waiting already.
+/// The size of one read of a directory, and the smaller size used once many names are deferred.
 const READ_BYTES: usize = 256 * 1024;
 const READ_BYTES_SMALL: usize = 4096;
-/// A batch: names and their number.
+/// The most bytes and names in one batch.
 const BATCH_BYTES_MAX: usize = 4 << 20;
 const BATCH_ENTRIES_MAX: usize = 65_536;
-/// Names of subdirectories one batch may put off until later, and all levels together. Beyond the
-/// latter each level puts off one at a time, so that a tree both wide and deep stays affordable.
-const PUT_OFF_BYTES_MAX: usize = 64 * 1024;
-const PUT_OFF_TOTAL_MAX: usize = 8 << 20;
+/// The most bytes of subdirectory names that one batch may defer, and all levels together. Beyond the latter each
+/// level defers one at a time, so that a tree that is both wide and deep stays affordable.
+const DEFERRED_BYTES_MAX: usize = 64 * 1024;
+const DEFERRED_TOTAL_MAX: usize = 8 << 20;
 /// How much of a path an error shows, counted from its end.
 const SHOWN_BYTES_MAX: usize = 1024;
 
-/// What a walk does with what it meets.
-pub(crate) trait Visit {
+/// What a walk does with the entries that it finds.
+pub(crate) trait TreeVisitor {
     /// Opens a subdirectory.
-    fn open(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault>;
-    /// A directory was opened, the top one (as `.`) included, and found to be `stat`. If this fails it is not entered.
-    fn entered(&mut self, dir: BorrowedFd<'_>, name: &CStr, stat: &Statx) -> Result<(), Fault>;
-    fn entry(&mut self, dir: BorrowedFd<'_>, name: &CStr, kind: FileType) -> Result<Next, Fault>;
-    /// A subdirectory was walked to its end.
-    fn left(&mut self, parent: BorrowedFd<'_>, name: &CStr) -> Result<(), Fault>;
-    /// Something in the directory that the walk is in failed; `.` is that directory itself.
-    fn failed(&mut self, _name: &CStr, _fault: &Fault) {}
+    fn open_directory(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault>;
+    /// Called when a directory was opened and examined; the top directory is `.`. If this fails, the walk does not
+    /// enter it.
+    fn enter_directory(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: &CStr,
+        stat: &Statx,
+    ) -> Result<(), EntryFault>;
+    fn visit_entry(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: &CStr,
+        kind: FileType,
+    ) -> Result<VisitAction, EntryFault>;
+    /// Called when a subdirectory was walked completely.
+    fn leave_directory(&mut self, parent: BorrowedFd<'_>, name: &CStr) -> Result<(), EntryFault>;
+    /// Called when an entry of the current directory failed; `.` is that directory itself.
+    fn report_fault(&mut self, _name: &CStr, _fault: &EntryFault) {}
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Next {
+pub(crate) enum VisitAction {
     Done,
     Enter,
     Stop,
 }
 
-/// What to do when the tree is deeper than [`LEVELS_MAX`].
+/// What to do if the tree is deeper than [`LEVELS_MAX`].
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LevelsFull {
-    /// Forget the oldest level. Only for a removal, whose next round has less left to do.
+pub(crate) enum DepthOverflow {
+    /// Drop the oldest level. Only for a removal, whose next round has less left to do.
     Forget,
     Fail,
 }
 
-/// One directory on the way from the top to where the walk is.
+/// One directory on the way from the top to the current directory.
 struct Level {
-    id: Identity,
+    id: DirectoryKey,
     name: CString,
     /// Invariant: the deepest level is open.
     fd: Option<OwnedFd>,
     position: Position,
-    /// Subdirectories of the batch read last that are still to be entered, the next one last.
-    put_off: Vec<CString>,
+    /// Subdirectories of the last batch that are still to be entered, in reverse order.
+    deferred: Vec<CString>,
 }
 
 impl Level {
-    fn enter(dir: BorrowedFd<'_>, name: &CStr, visitor: &mut impl Visit) -> Result<Self, Fault> {
-        let fd = visitor.open(dir, name)?;
-        let stat = look_at_dir(fd.as_fd())?;
-        visitor.entered(fd.as_fd(), name, &stat)?;
+    fn enter(
+        dir: BorrowedFd<'_>,
+        name: &CStr,
+        visitor: &mut impl TreeVisitor,
+    ) -> Result<Self, EntryFault> {
+        let fd = visitor.open_directory(dir, name)?;
+        let stat = stat_dir(fd.as_fd())?;
+        visitor.enter_directory(fd.as_fd(), name, &stat)?;
         Ok(Level {
-            id: Identity::from(&stat),
+            id: DirectoryKey::from(&stat),
             name: name.to_owned(),
             fd: Some(fd),
             position: Position::Start,
-            put_off: Vec::new(),
+            deferred: Vec::new(),
         })
     }
 
-    fn put_off_bytes(&self) -> usize {
-        self.put_off
+    fn deferred_bytes(&self) -> usize {
+        self.deferred
             .iter()
             .map(|n| n.as_bytes_with_nul().len())
             .sum()
@@ -98,26 +113,25 @@ enum Position {
     End,
 }
 
-/// What tells one directory from every other. The birth time tells a directory from one that was
-/// given its inode number after it was deleted.
+/// Identifies a directory. The birth time tells a directory from a later one with the same inode number.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Identity {
+pub(crate) struct DirectoryKey {
     dev: (u32, u32),
     ino: u64,
     born: Option<(i64, u32)>,
     mount: Option<u64>,
 }
 
-impl Identity {
-    pub(crate) fn of(dir: BorrowedFd<'_>) -> Result<Self, Fault> {
-        Ok(Identity::from(&look_at_dir(dir)?))
+impl DirectoryKey {
+    pub(crate) fn of(dir: BorrowedFd<'_>) -> Result<Self, EntryFault> {
+        Ok(DirectoryKey::from(&stat_dir(dir)?))
     }
 }
 
-impl From<&Statx> for Identity {
+impl From<&Statx> for DirectoryKey {
     fn from(stat: &Statx) -> Self {
         let has = |flag: StatxFlags| stat.stx_mask & flag.bits() != 0;
-        Identity {
+        DirectoryKey {
             dev: (stat.stx_dev_major, stat.stx_dev_minor),
             ino: stat.stx_ino,
             born: has(StatxFlags::BTIME).then_some((stat.stx_btime.tv_sec, stat.stx_btime.tv_nsec)),
@@ -126,62 +140,67 @@ impl From<&Statx> for Identity {
     }
 }
 
-/// All that the walk and its visitors ask about a directory, in one call.
-fn look_at_dir(dir: BorrowedFd<'_>) -> Result<Statx, Fault> {
+/// Everything that the walk and its visitors need to know about a directory, in one call.
+fn stat_dir(dir: BorrowedFd<'_>) -> Result<Statx, EntryFault> {
     let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID;
-    rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, wanted).map_err(Fault::Stat)
+    rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, wanted).map_err(EntryFault::Stat)
 }
 
-pub(crate) struct Walk {
+pub(crate) struct TreeWalk {
     levels: VecDeque<Level>,
     batch: Batch,
-    put_off_bytes: usize,
+    deferred_bytes: usize,
     pub(crate) failed: u64,
     pub(crate) first: Option<TreeError>,
 }
 
-impl Walk {
+impl TreeWalk {
     pub(crate) fn new() -> Self {
-        Walk {
+        TreeWalk {
             levels: VecDeque::new(),
             batch: Batch::default(),
-            put_off_bytes: 0,
+            deferred_bytes: 0,
             failed: 0,
             first: None,
         }
     }
 
-    /// One walk from the top. It ends early if the way back is lost or the visitor says so.
-    pub(crate) fn run(&mut self, top: BorrowedFd<'_>, visitor: &mut impl Visit, full: LevelsFull) {
+    /// Walks once from the top. Ends early if the way back is lost or the visitor stops it.
+    pub(crate) fn run(
+        &mut self,
+        top: BorrowedFd<'_>,
+        visitor: &mut impl TreeVisitor,
+        full: DepthOverflow,
+    ) {
         self.levels.clear();
-        (self.put_off_bytes, self.failed, self.first) = (0, 0, None);
+        (self.deferred_bytes, self.failed, self.first) = (0, 0, None);
         match Level::enter(top, c".", visitor) {
             Ok(level) => self.levels.push_back(level),
             Err(fault) => self.fail(c".", fault, visitor),
         }
         while let Some(level) = self.levels.back_mut() {
-            if let Some(name) = level.put_off.pop() {
-                self.put_off_bytes -= name.as_bytes_with_nul().len();
+            if let Some(name) = level.deferred.pop() {
+                self.deferred_bytes -= name.as_bytes_with_nul().len();
                 self.step_down(&name, visitor, full);
             } else if let Position::End = level.position {
                 if let Err((name, fault)) = self.ascend(visitor) {
-                    visitor.failed(c".", &fault);
+                    visitor.report_fault(c".", &fault);
                     self.note(&name, fault);
                     return;
                 }
-            } else if self.work_off_batch(visitor) == Next::Stop {
+            } else if self.visit_batch(visitor) == VisitAction::Stop {
                 return;
             }
         }
     }
 
-    fn step_down(&mut self, name: &CStr, visitor: &mut impl Visit, full: LevelsFull) {
+    fn step_down(&mut self, name: &CStr, visitor: &mut impl TreeVisitor, full: DepthOverflow) {
         if self.levels.len() >= LEVELS_MAX {
             match full {
-                LevelsFull::Fail => return self.fail(name, Fault::TooDeep, visitor),
-                LevelsFull::Forget => {
+                DepthOverflow::Fail => return self.fail(name, EntryFault::TooDeep, visitor),
+                DepthOverflow::Forget => {
                     let forgotten = self.levels.pop_front();
-                    self.put_off_bytes -= forgotten.map_or(0, |l| l.put_off_bytes());
+                    self.deferred_bytes -= forgotten.map_or(0, |l| l.deferred_bytes());
                 }
             }
         }
@@ -190,7 +209,7 @@ impl Walk {
         };
         match Level::enter(dir.as_fd(), name, visitor) {
             Ok(level) => self.levels.push_back(level),
-            Err(Fault::Open(Errno::NOENT)) => {}
+            Err(EntryFault::Open(Errno::NOENT)) => {}
             Err(fault) => self.fail(name, fault, visitor),
         }
         if let Some(shed) = self.levels.len().checked_sub(OPEN_MAX + 1) {
@@ -198,24 +217,24 @@ impl Walk {
         }
     }
 
-    fn ascend(&mut self, visitor: &mut impl Visit) -> Result<(), (CString, Fault)> {
+    fn ascend(&mut self, visitor: &mut impl TreeVisitor) -> Result<(), (CString, EntryFault)> {
         let Some(child) = self.levels.pop_back() else {
             return Ok(());
         };
-        // Nothing above: the top is done, or what lay above was forgotten.
+        // No parent: the top is done, or the levels above were dropped.
         let Some(parent) = self.levels.back_mut() else {
             return Ok(());
         };
         let fd = match (parent.fd.take(), &child.fd) {
             (Some(fd), _) => Ok(fd),
             (None, Some(below)) => open_parent(below.as_fd(), parent.id),
-            (None, None) => Err(Fault::Moved),
+            (None, None) => Err(EntryFault::Moved),
         };
         match fd {
             Err(fault) => Err((child.name, fault)),
             Ok(fd) => {
                 let fd = parent.fd.insert(fd);
-                let left = visitor.left(fd.as_fd(), &child.name);
+                let left = visitor.leave_directory(fd.as_fd(), &child.name);
                 if let Err(fault) = left {
                     self.fail(&child.name, fault, visitor);
                 }
@@ -224,14 +243,14 @@ impl Walk {
         }
     }
 
-    /// Reads the next batch of the deepest directory and shows it to the visitor.
-    fn work_off_batch(&mut self, visitor: &mut impl Visit) -> Next {
-        let crowded = self.put_off_bytes > PUT_OFF_TOTAL_MAX;
+    /// Reads the next batch of the deepest directory and passes it to the visitor.
+    fn visit_batch(&mut self, visitor: &mut impl TreeVisitor) -> VisitAction {
+        let crowded = self.deferred_bytes > DEFERRED_TOTAL_MAX;
         let Some(level) = self.levels.back_mut() else {
-            return Next::Stop;
+            return VisitAction::Stop;
         };
         let Some(dir) = level.fd.take() else {
-            return Next::Stop;
+            return VisitAction::Stop;
         };
         let filled = self.batch.fill(dir.as_fd(), level.position, crowded);
         level.position = match filled {
@@ -239,40 +258,40 @@ impl Walk {
             Err(_) => Position::End,
         };
         let batch = std::mem::take(&mut self.batch);
-        let mut put_off = Vec::new();
-        let mut next = Next::Done;
-        for (name, kind) in batch.names_in_order() {
-            match visitor.entry(dir.as_fd(), name, kind) {
-                Ok(Next::Done) => {}
-                Ok(Next::Enter) => put_off.push(name.to_owned()),
-                Ok(Next::Stop) => {
-                    next = Next::Stop;
+        let mut deferred = Vec::new();
+        let mut next = VisitAction::Done;
+        for (name, kind) in batch.names_by_inode() {
+            match visitor.visit_entry(dir.as_fd(), name, kind) {
+                Ok(VisitAction::Done) => {}
+                Ok(VisitAction::Enter) => deferred.push(name.to_owned()),
+                Ok(VisitAction::Stop) => {
+                    next = VisitAction::Stop;
                     break;
                 }
                 Err(fault) => self.fail(name, fault, visitor),
             }
         }
         self.batch = batch;
-        put_off.reverse();
+        deferred.reverse();
         if let Some(level) = self.levels.back_mut() {
-            level.put_off = put_off;
+            level.deferred = deferred;
             level.fd = Some(dir);
-            self.put_off_bytes += level.put_off_bytes();
+            self.deferred_bytes += level.deferred_bytes();
         }
         match filled {
-            // A directory that somebody else deleted under us reads as absent: nothing is left.
+            // If another process deleted the directory, reading it returns ENOENT, and nothing is left in it.
             Ok(_) | Err(Errno::NOENT) => {}
-            Err(e) => self.fail(c".", Fault::Read(e), visitor),
+            Err(e) => self.fail(c".", EntryFault::Read(e), visitor),
         }
         next
     }
 
-    fn fail(&mut self, name: &CStr, fault: Fault, visitor: &mut impl Visit) {
-        visitor.failed(name, &fault);
+    fn fail(&mut self, name: &CStr, fault: EntryFault, visitor: &mut impl TreeVisitor) {
+        visitor.report_fault(name, &fault);
         self.note(name, fault);
     }
 
-    fn note(&mut self, name: &CStr, fault: Fault) {
+    fn note(&mut self, name: &CStr, fault: EntryFault) {
         self.failed += 1;
         if self.first.is_none() {
             self.first = Some(TreeError::At {
@@ -290,7 +309,7 @@ impl Walk {
         }
     }
 
-    /// The end of the path to `name`, for people; nothing is ever opened by it.
+    /// The end of the path to `name`, for messages. It is never opened.
     fn shown_path(&self, name: &CStr) -> PathBuf {
         let above = self.levels.iter().skip(1).rev().map(|l| l.name.as_bytes());
         let mut parts: Vec<&[u8]> = Vec::new();
@@ -311,7 +330,7 @@ impl Walk {
 #[derive(Default)]
 struct Batch {
     raw: Vec<u8>,
-    /// Names one after the other, each with its NUL.
+    /// The names one after the other, each with its NUL.
     names: Vec<u8>,
     entries: Vec<BatchEntry>,
 }
@@ -340,18 +359,18 @@ impl Batch {
         if let Position::At(cookie) = position {
             rustix::fs::seek(dir, SeekFrom::Start(cookie))?;
         }
-        let (read_bytes, put_off_max) = match crowded {
+        let (read_bytes, deferred_max) = match crowded {
             true => (READ_BYTES_SMALL, 0),
-            false => (READ_BYTES, PUT_OFF_BYTES_MAX),
+            false => (READ_BYTES, DEFERRED_BYTES_MAX),
         };
         raw.reserve(READ_BYTES);
         let mut reader = RawDir::new(dir, &mut raw.spare_capacity_mut()[..read_bytes]);
-        let mut put_off_bytes = 0;
+        let mut deferred_bytes = 0;
         let mut end = Ok(Position::End);
         while let Some(entry) = reader.next() {
             let entry = match entry {
                 Ok(entry) => entry,
-                // Only what was read before the error is worked off.
+                // Names read before the error are still visited.
                 Err(e) => {
                     end = Err(e);
                     break;
@@ -363,7 +382,7 @@ impl Batch {
             }
             let kind = entry.file_type();
             if matches!(kind, FileType::Directory | FileType::Unknown) {
-                put_off_bytes += name.to_bytes_with_nul().len();
+                deferred_bytes += name.to_bytes_with_nul().len();
             }
             entries.push(BatchEntry {
                 ino: entry.ino(),
@@ -372,7 +391,7 @@ impl Batch {
             });
             names.extend_from_slice(name.to_bytes_with_nul());
             let full = names.len() > BATCH_BYTES_MAX || entries.len() >= BATCH_ENTRIES_MAX;
-            if full || put_off_bytes > put_off_max {
+            if full || deferred_bytes > deferred_max {
                 end = Ok(Position::At(entry.next_entry_cookie()));
                 break;
             }
@@ -381,7 +400,7 @@ impl Batch {
         end
     }
 
-    fn names_in_order(&self) -> impl Iterator<Item = (&CStr, FileType)> {
+    fn names_by_inode(&self) -> impl Iterator<Item = (&CStr, FileType)> {
         self.entries.iter().filter_map(|entry| {
             let name = CStr::from_bytes_until_nul(&self.names[entry.start..]).ok()?;
             Some((name, entry.kind))
@@ -394,12 +413,12 @@ pub(crate) const OPEN_DIR: OFlags = OFlags::RDONLY
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NONBLOCK);
 
-/// Opens a name in `dir`, or a path below it, never through a symlink, never into another mount.
+/// Opens a name in `dir`, or a path below it, without following a symlink or entering another mount.
 pub(crate) fn open_beneath(
     dir: BorrowedFd<'_>,
     name: &CStr,
     flags: OFlags,
-) -> Result<OwnedFd, Fault> {
+) -> Result<OwnedFd, EntryFault> {
     let resolve = ResolveFlags::BENEATH
         | ResolveFlags::NO_SYMLINKS
         | ResolveFlags::NO_MAGICLINKS
@@ -407,14 +426,17 @@ pub(crate) fn open_beneath(
     open_resolved(dir, name, flags, resolve)
 }
 
-/// Opens `..` of a directory and makes sure it is the one the walk came from.
-pub(crate) fn open_parent(dir: BorrowedFd<'_>, expect: Identity) -> Result<OwnedFd, Fault> {
-    // BENEATH would refuse `..`; the identity is what keeps the walk inside.
+/// Opens `..` of a directory and checks that it is the directory from which the walk came.
+pub(crate) fn open_parent(
+    dir: BorrowedFd<'_>,
+    expect: DirectoryKey,
+) -> Result<OwnedFd, EntryFault> {
+    // BENEATH would refuse `..`; the identity check keeps the walk inside.
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     let parent = open_resolved(dir, c"..", OPEN_DIR, resolve)?;
-    match Identity::of(parent.as_fd())? == expect {
+    match DirectoryKey::of(parent.as_fd())? == expect {
         true => Ok(parent),
-        false => Err(Fault::Moved),
+        false => Err(EntryFault::Moved),
     }
 }
 
@@ -423,23 +445,23 @@ fn open_resolved(
     name: &CStr,
     flags: OFlags,
     resolve: ResolveFlags,
-) -> Result<OwnedFd, Fault> {
-    // The kernel answers EAGAIN when a rename elsewhere made it unsure about `..`.
+) -> Result<OwnedFd, EntryFault> {
+    // The kernel returns EAGAIN if a concurrent rename makes it unsure about `..`.
     for _ in 0..1000 {
         match rustix::fs::openat2(dir, name, flags | OFlags::CLOEXEC, Mode::empty(), resolve) {
             Ok(fd) => return Ok(fd),
             Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(Errno::XDEV) => return Err(Fault::MountPoint),
-            Err(e) => return Err(Fault::Open(e)),
+            Err(Errno::XDEV) => return Err(EntryFault::MountPoint),
+            Err(e) => return Err(EntryFault::Open(e)),
         }
     }
-    Err(Fault::Open(Errno::AGAIN))
+    Err(EntryFault::Open(Errno::AGAIN))
 }
 
-/// Opens a subdirectory, giving its owner the permissions first if they are missing.
-pub(crate) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Fault> {
+/// Opens a subdirectory, first giving its owner the permissions if they are missing.
+pub(crate) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault> {
     match open_beneath(dir, name, OPEN_DIR) {
-        Err(Fault::Open(Errno::ACCESS)) => {}
+        Err(EntryFault::Open(Errno::ACCESS)) => {}
         done => return done,
     }
     let pin = open_beneath(
@@ -447,15 +469,15 @@ pub(crate) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd,
         name,
         OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW,
     )?;
-    let stat = rustix::fs::fstat(&pin).map_err(Fault::Stat)?;
+    let stat = rustix::fs::fstat(&pin).map_err(EntryFault::Stat)?;
     chmod_pinned(pin.as_fd(), stat.st_mode & 0o1777 | 0o700)?;
     open_beneath(pin.as_fd(), c".", OPEN_DIR)
 }
 
-/// Changes the mode of exactly the file that an O_PATH descriptor holds. Such a descriptor takes
-/// no fchmod, and fchmodat2 is younger than the kernels supported: /proc names the open file
-/// itself, not its path, so nothing is looked up again.
-pub(crate) fn chmod_pinned(pin: BorrowedFd<'_>, mode: u32) -> Result<(), Fault> {
+/// Changes the mode of exactly the file that an O_PATH descriptor holds. fchmod refuses such a descriptor, and
+/// fchmodat2 is newer than the oldest supported kernels. /proc/self/fd names the open file itself and not its path,
+/// so nothing is looked up again.
+pub(crate) fn chmod_pinned(pin: BorrowedFd<'_>, mode: u32) -> Result<(), EntryFault> {
     let path = format!("/proc/self/fd/{}", pin.as_raw_fd());
-    rustix::fs::chmod(path, Mode::from_raw_mode(mode)).map_err(Fault::ChangeMode)
+    rustix::fs::chmod(path, Mode::from_raw_mode(mode)).map_err(EntryFault::ChangeMode)
 }

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 
 use anyhow::Context;
-use engine::attempt::finalize::SettleError;
+use engine::attempt::error::CommitError;
 use engine::plan::limits::error_chain;
 use store::StoreError;
 
@@ -170,8 +170,8 @@ fn unfinished(error: anyhow::Error, queued: &[Queued], counter: &Counter<'_>) ->
 
 /// Which submission of several it was, and why, if the database took offence at one.
 pub(super) fn refused_at(error: &anyhow::Error) -> Option<(usize, String)> {
-    match error.downcast_ref::<SettleError>() {
-        Some(SettleError::Database {
+    match error.downcast_ref::<CommitError>() {
+        Some(CommitError::Database {
             source: StoreError::Submission { at, source },
             ..
         }) => Some((*at, error_chain(&**source))),

@@ -177,7 +177,9 @@ fn host_names(overview: &QueueOverview) -> HashMap<String, String> {
         .collect();
     let own = rustix::system::uname();
     let own = own.nodename().to_string_lossy().into_owned();
-    names.entry(home::machine()).or_insert_with(|| short(&own));
+    names
+        .entry(home::machine_id())
+        .or_insert_with(|| short(&own));
     names
 }
 

@@ -55,7 +55,7 @@ impl Meters {
 
     pub fn of(&self, busy: &ActiveAttempt) -> Used {
         // The same id may run elsewhere, too, under another number or in another database; only what is here was read.
-        let here = busy.host == engine::home::machine();
+        let here = busy.host == engine::home::machine_id();
         let used = self.used.get(&(busy.id.clone(), busy.attempt));
         used.filter(|_| here).copied().unwrap_or_default()
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::cli::args::{StoreArgs, SubmitArgs};
-use engine::request::{Asker, Writers};
+use engine::request::{QueueWriters, RequestOrigin};
 use store::types::submission::{
     InputItem, Submission, SubmittedCommand, SubmittedSetting as Stored, VERSION,
 };
@@ -317,7 +317,7 @@ fn no_variable_of_the_workers_is_lent() {
     let request = bench.take(&submission([])).unwrap().request;
     assert!(request.env.is_empty());
     // Nor its files' nor its variables' say in what a submission may set.
-    assert_eq!(request.limits, AskedLimits::default());
+    assert_eq!(request.limits, RequestedLimits::default());
     let bench = Bench::new().user("memory = \"1G\"\nread = [\"/root\"]\nenv = [\"A=1\"]\n");
     let request = bench.take(&submission([])).unwrap().request;
     assert_eq!(request.limits.memory_bytes, None);
@@ -336,7 +336,7 @@ fn what_is_the_workers_own_holds() {
     assert_eq!(taken.record.free_reserve_bytes, 2 << 30);
     assert_eq!(taken.record.db.unwrap().text, "sqlite:/srv/x.db");
     assert_eq!(taken.request.secret_env, ["A"]);
-    assert_eq!(taken.request.floor, Level::Full);
+    assert_eq!(taken.request.floor, IsolationLevel::Full);
     // A project's file, which the submitter could have written, is not heard.
     let bench = Bench::new().project("pids = 99\n");
     let project = bench.path("project").to_str().unwrap().to_owned();
@@ -369,7 +369,7 @@ fn the_workers_policy_bounds_a_submission() {
         .request;
     assert_eq!(request.limits.memory_bytes.unwrap().value, 1 << 30);
     assert_eq!(request.readable_roots, Some(vec!["/srv/data".into()]));
-    assert_eq!(request.floor, Level::Full);
+    assert_eq!(request.floor, IsolationLevel::Full);
     let message = chain(&bench.submit(&["--priority", "6"]).unwrap_err());
     assert!(message.contains("above the ceiling of 5"), "{message}");
 }
@@ -378,39 +378,43 @@ fn the_workers_policy_bounds_a_submission() {
 fn only_a_private_file_is_our_own_queue() {
     let bench = Bench::new();
     let writers = |bench: &Bench| match bench.take(&submission([])).unwrap().request.asked_by {
-        Asker::Queue { writers, .. } => writers,
-        Asker::Caller => panic!("not queued"),
+        RequestOrigin::Queue { writers, .. } => writers,
+        RequestOrigin::Caller => panic!("not queued"),
     };
     let mut plain = Bench::new();
     plain.sources.uid = rustix::process::geteuid().as_raw().max(1);
     plain.sources.user_config = None;
-    assert_eq!(writers(&plain), Writers::OnlyUs);
+    assert_eq!(writers(&plain), QueueWriters::OnlyThisUser);
     let plain = plain.var("FUMEHOOD_DB", "postgres://me@db.example/x");
-    assert_eq!(writers(&plain), Writers::Others);
+    assert_eq!(writers(&plain), QueueWriters::OtherUsers);
     let file = bench.write("project/x.db", "");
     let url = format!("sqlite:{}", file.display());
     let uid = plain.sources.uid;
     if rustix::process::geteuid().is_root() {
         assert_eq!(
             writers(&bench),
-            Writers::Others,
+            QueueWriters::OtherUsers,
             "root's own file, and root"
         );
         std::os::unix::fs::chown(&file, Some(uid), None).unwrap();
     }
     let plain = Bench { ..plain }.var("FUMEHOOD_DB", &url);
-    assert_eq!(writers(&plain), Writers::OnlyUs);
+    assert_eq!(writers(&plain), QueueWriters::OnlyThisUser);
     chmod(&file, 0o664);
-    assert_eq!(writers(&plain), Writers::Others, "its group writes it");
+    assert_eq!(
+        writers(&plain),
+        QueueWriters::OtherUsers,
+        "its group writes it"
+    );
     chmod(&file, 0o644);
     chmod(file.parent().unwrap(), 0o777);
     assert_eq!(
         writers(&plain),
-        Writers::Others,
+        QueueWriters::OtherUsers,
         "anybody puts another in its place"
     );
     let gone = plain.var("FUMEHOOD_DB", "sqlite:/nowhere/x.db");
-    assert_eq!(writers(&gone), Writers::Others);
+    assert_eq!(writers(&gone), QueueWriters::OtherUsers);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Where results go, who may say so, and what of a run is kept.
 
 use super::*;
-use engine::request::{Again, Collection};
+use engine::request::{CollectionSettings, IdReuse};
 
 use crate::cli::args::StoreArgs;
 use crate::config::record::{DbOrigin, holds_password};
@@ -57,8 +57,8 @@ fn defaults_of_the_record_are_those_documented() {
             required: false,
         }
     );
-    assert_eq!(resolved.request.collection, Collection::default());
-    assert_eq!(resolved.request.again, Again::New);
+    assert_eq!(resolved.request.collection, CollectionSettings::default());
+    assert_eq!(resolved.request.id_reuse, IdReuse::Generated);
     assert!(resolved.request.secret_env.is_empty());
 }
 
@@ -258,13 +258,13 @@ fn the_collection_follows_the_limits_and_the_ceilings() {
     let collection = bench.ok(&["--max-output-file", "0"]).collection;
     assert_eq!(
         collection,
-        Collection {
+        CollectionSettings {
             total_bytes_max: 1 << 30,
             file_bytes_max: 0,
             outputs_max: 7,
             depth_max: 256,
             inline_bytes_max: 0,
-            ..Collection::default()
+            ..CollectionSettings::default()
         }
     );
     let large = Bench::new().ok(&["--inline-max", "64M"]).collection;
@@ -285,13 +285,13 @@ fn the_collection_follows_the_limits_and_the_ceilings() {
     let resolved = bench.run(&[]).unwrap();
     assert_eq!(
         resolved.request.collection,
-        Collection {
+        CollectionSettings {
             total_bytes_max: 1 << 30,
             file_bytes_max: 1 << 20,
             outputs_max: 9,
             depth_max: 3,
             inline_bytes_max: 1 << 10,
-            ..Collection::default()
+            ..CollectionSettings::default()
         }
     );
     assert_eq!(resolved.record.store_quota_bytes, Some(5 << 30));
@@ -378,8 +378,8 @@ fn secret_names_add_up() {
 #[test]
 fn export_and_repetition_belong_to_one_run() {
     let bench = Bench::new();
-    assert_eq!(bench.ok(&["--replace"]).again, Again::Replace);
-    assert_eq!(bench.ok(&["--id", "mine"]).again, Again::Refused);
+    assert_eq!(bench.ok(&["--replace"]).id_reuse, IdReuse::Replace);
+    assert_eq!(bench.ok(&["--id", "mine"]).id_reuse, IdReuse::Refuse);
     let record = bench.record(&["--to", "results", "--force"]);
     assert_eq!(record.to, Some(bench.path("project/results")));
     assert!(record.force);
@@ -407,10 +407,10 @@ fn a_workspace_that_is_there_names_the_run() {
         .var("FUMEHOOD_KEEP", "always");
     let request = bench.ok(&["--in", "a"]);
     assert_eq!(request.workspace_kind, WorkspaceKind::Disk);
-    assert_eq!(request.keep, Keep::Never);
+    assert_eq!(request.keep, KeepPolicy::Never);
     let request = bench.ok(&[]);
     assert_eq!(request.workspace_kind, WorkspaceKind::Memory);
-    assert_eq!(request.keep, Keep::Always);
+    assert_eq!(request.keep, KeepPolicy::Always);
 }
 
 #[test]

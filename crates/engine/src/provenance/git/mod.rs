@@ -1,9 +1,14 @@
-//! The commit a project stands at, and whether its files are that commit's: read from `.git` by hand.
+//! The commit of a project, and whether its files match the commit, read from `.git` without git.
 //!
-//! Git is never started: a project's `.git/config` can name programs that git runs, and the project may have been written by the
-//! code to be confined. For the same reason no symlink in `.git` is followed, a `.git` that points elsewhere (worktrees,
-//! submodules) counts only if it belongs to the owner of the project, and everything read has a bound. What this cannot find out
-//! it says; that a project is clean it says only when it has proved it.
+//! Git is never started: a project's `.git/config` can name programs that git runs, and the code to be confined may
+//! have written the project. For the same reason no symlink in `.git` is followed, a `.git` that points elsewhere
+//! (worktrees, submodules) counts only if it belongs to the owner of the project, and every read is bounded. A
+//! project is reported clean only if that is proved; otherwise the result says what is unknown.
+//!
+//! - `changes.rs`: whether tracked files differ from the commit.
+//! - `index.rs`: the index.
+//! - `objects.rs`: loose and packed objects.
+//! - `inflate.rs`: zlib decompression.
 
 mod changes;
 mod index;
@@ -16,20 +21,20 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FileType;
 
-use super::files::Dir;
+use super::files::InspectedDir;
 
-/// Every run pays for this, and a large repository must not hold it up.
+/// Every run pays for this, and a large repository must not delay it.
 pub(super) const TIME_MAX: Duration = Duration::from_millis(300);
-/// Of objects unpacked and files compared with them.
+/// The most bytes of decompressed objects and of files compared with them.
 const CONTENT_BYTES_MAX: usize = 64 << 20;
 const ANCESTORS_MAX: usize = 32;
 const LINKS_MAX: usize = 5;
-/// HEAD, a reference, or where a git directory lies.
+/// The most bytes of HEAD, of a reference, and of a file that names a git directory.
 const LINE_BYTES_MAX: usize = 4096;
 const PACKED_REFS_BYTES_MAX: u64 = 16 << 20;
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Unknown {
+pub(super) enum GitUnknown {
     #[error("the project cannot be opened")]
     Project(#[source] std::io::Error),
     #[error(".git is neither a directory nor a file")]
@@ -40,88 +45,91 @@ pub(super) enum Unknown {
     NotOwned,
     #[error(".git points to a directory that cannot be opened")]
     Elsewhere(#[source] std::io::Error),
-    #[error("HEAD is not one that can be read")]
+    #[error("HEAD cannot be read or understood")]
     Head,
-    #[error("the branch has no commit that can be found")]
+    #[error("no commit of the branch can be found")]
     NoCommit,
-    #[error("the index cannot be read, or is of a kind that is not known")]
+    #[error("the index cannot be read, or is of an unsupported kind")]
     Index,
     #[error("the commit's tree cannot be read")]
     Tree,
-    #[error(
-        "some files have other times than git remembers, and what git has of them cannot be read"
-    )]
+    #[error("the times of some files differ from the index, and their blobs cannot be read")]
     Content,
     #[error("some files may have passed through a filter")]
     Filter,
     #[error("a submodule cannot be looked into")]
     Submodule,
-    #[error("it is too large to be looked through in the time there is")]
+    #[error("the repository is too large to be checked within the time limit")]
     TooLarge,
 }
 
-/// What was found out.
+/// What was found out about a repository.
 #[derive(Debug)]
-pub(super) struct Found {
-    /// Where `.git` is: the project, or a directory above it.
+pub(super) struct RepositoryState {
+    /// The directory that holds `.git`: the project, or a directory above it.
     pub(super) top: PathBuf,
-    pub(super) head: Result<Head, Unknown>,
-    pub(super) dirty: Result<bool, Unknown>,
+    pub(super) head: Result<GitHead, GitUnknown>,
+    pub(super) dirty: Result<bool, GitUnknown>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Head {
+pub(super) struct GitHead {
     pub(super) commit: Result<Vec<u8>, NoCommit>,
-    /// `None` if HEAD names a commit.
+    /// `None` if HEAD names a commit directly.
     pub(super) branch: Option<Vec<u8>>,
 }
 
-/// A branch without a commit: a new repository, or references that cannot be read.
+/// A branch without a commit: in a new repository, or if its references cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NoCommit;
 
-/// What may be spent on one project.
-pub(super) struct Budget {
-    until: Instant,
+/// How much time and data may still be spent on one project.
+pub(super) struct ReadBudget {
+    deadline: Instant,
     bytes: usize,
 }
 
-impl Budget {
-    fn new(time_max: Duration) -> Budget {
-        Budget {
-            until: Instant::now() + time_max,
+impl ReadBudget {
+    fn new(time_max: Duration) -> ReadBudget {
+        ReadBudget {
+            deadline: Instant::now() + time_max,
             bytes: CONTENT_BYTES_MAX,
         }
     }
 
     fn spend(&mut self, bytes: usize) -> Option<()> {
         self.bytes = self.bytes.checked_sub(bytes)?;
-        self.left().then_some(())
+        self.has_time().then_some(())
     }
 
-    fn left(&self) -> bool {
-        Instant::now() < self.until
+    fn has_time(&self) -> bool {
+        Instant::now() < self.deadline
     }
 }
 
-/// The repository that `project`, a canonical path, lies in; `None` if it lies in none. After `time_max` it is
-/// given up to find out whether that is clean.
-pub(super) fn look(project: &Path, time_max: Duration) -> Result<Option<Found>, Unknown> {
-    let owner = Dir::open(project)
+/// The repository that contains `project`, a canonical path; `None` if there is none. Whether it is clean stays
+/// unknown if that takes longer than `time_max`.
+pub(super) fn inspect(
+    project: &Path,
+    time_max: Duration,
+) -> Result<Option<RepositoryState>, GitUnknown> {
+    let owner = InspectedDir::open(project)
         .and_then(|dir| dir.owner())
-        .map_err(Unknown::Project)?;
+        .map_err(GitUnknown::Project)?;
     for top in project.ancestors().take(ANCESTORS_MAX) {
-        let Ok(work) = Dir::open(top) else {
+        let Ok(work) = InspectedDir::open(top) else {
             continue;
         };
-        if let Some(repository) = Repository::of(work, owner)? {
+        if let Some(repository) = Repository::open(work, owner)? {
             let head = repository.head();
             let commit = head.as_ref().map(|head| head.commit.clone());
             let dirty = match commit {
-                Ok(Ok(commit)) => changes::any(&repository, &commit, &mut Budget::new(time_max)),
-                _ => Err(Unknown::NoCommit),
+                Ok(Ok(commit)) => {
+                    changes::has_changes(&repository, &commit, &mut ReadBudget::new(time_max))
+                }
+                _ => Err(GitUnknown::NoCommit),
             };
-            return Ok(Some(Found {
+            return Ok(Some(RepositoryState {
                 top: top.to_path_buf(),
                 head,
                 dirty,
@@ -132,42 +140,43 @@ pub(super) fn look(project: &Path, time_max: Duration) -> Result<Option<Found>, 
 }
 
 struct Repository {
-    /// The files.
-    work: Dir,
-    /// HEAD and index.
-    git: Dir,
-    /// References and objects: `git` itself, unless this is one of several worktrees.
-    common: Dir,
-    /// To whom all of it must belong.
+    /// The working tree.
+    work: InspectedDir,
+    /// The directory with HEAD and index.
+    git: InspectedDir,
+    /// The directory with references and objects: the same as `git`, except in an additional worktree.
+    common: InspectedDir,
+    /// The uid to which all three directories must belong.
     owner: u32,
 }
 
 impl Repository {
-    /// `None` if there is no `.git` in the directory.
-    fn of(work: Dir, owner: u32) -> Result<Option<Repository>, Unknown> {
-        let Some(stat) = work.stat(b".git").map_err(Unknown::Unreadable)? else {
+    /// Opens the repository of a working tree. `None` if the directory has no `.git`.
+    fn open(work: InspectedDir, owner: u32) -> Result<Option<Repository>, GitUnknown> {
+        let Some(stat) = work.stat(b".git").map_err(GitUnknown::Unreadable)? else {
             return Ok(None);
         };
         let git = match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Directory => work.sub(b".git").map_err(Unknown::Unreadable)?,
+            FileType::Directory => work.open_dir(b".git").map_err(GitUnknown::Unreadable)?,
             FileType::RegularFile => {
                 let text = work
                     .read_whole(b".git", LINE_BYTES_MAX)
-                    .map_err(Unknown::Unreadable)?;
-                let path = text.strip_prefix(b"gitdir:").ok_or(Unknown::Special)?;
-                work.stated(path.trim_ascii()).map_err(Unknown::Elsewhere)?
+                    .map_err(GitUnknown::Unreadable)?;
+                let path = text.strip_prefix(b"gitdir:").ok_or(GitUnknown::Special)?;
+                work.open_stated(path.trim_ascii())
+                    .map_err(GitUnknown::Elsewhere)?
             }
-            _ => return Err(Unknown::Special),
+            _ => return Err(GitUnknown::Special),
         };
         let common = match git.read_whole(b"commondir", LINE_BYTES_MAX) {
-            Ok(path) => git.stated(path.trim_ascii()),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => git.stated(b"."),
+            Ok(path) => git.open_stated(path.trim_ascii()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => git.open_stated(b"."),
             Err(error) => Err(error),
         };
-        let common = common.map_err(Unknown::Elsewhere)?;
+        let common = common.map_err(GitUnknown::Elsewhere)?;
         for dir in [&work, &git, &common] {
-            if dir.owner().map_err(Unknown::Unreadable)? != owner {
-                return Err(Unknown::NotOwned);
+            if dir.owner().map_err(GitUnknown::Unreadable)? != owner {
+                return Err(GitUnknown::NotOwned);
             }
         }
         Ok(Some(Repository {
@@ -178,31 +187,31 @@ impl Repository {
         }))
     }
 
-    fn head(&self) -> Result<Head, Unknown> {
+    fn head(&self) -> Result<GitHead, GitUnknown> {
         let text = self
             .git
             .read_whole(b"HEAD", LINE_BYTES_MAX)
-            .map_err(|_| Unknown::Head)?;
+            .map_err(|_| GitUnknown::Head)?;
         let Some(name) = text.strip_prefix(b"ref:") else {
-            let commit = unhex(text.trim_ascii()).ok_or(Unknown::Head)?;
+            let commit = unhex(text.trim_ascii()).ok_or(GitUnknown::Head)?;
             let branch = None;
-            return Ok(Head {
+            return Ok(GitHead {
                 commit: Ok(commit),
                 branch,
             });
         };
         let name = name.trim_ascii();
         if !is_reference(name) {
-            return Err(Unknown::Head);
+            return Err(GitUnknown::Head);
         }
         let branch = name.strip_prefix(b"refs/heads/").unwrap_or(name).to_vec();
-        Ok(Head {
+        Ok(GitHead {
             commit: self.resolve(name.to_vec()).ok_or(NoCommit),
             branch: Some(branch),
         })
     }
 
-    /// The commit that a reference leads to.
+    /// The commit to which a reference leads.
     fn resolve(&self, mut name: Vec<u8>) -> Option<Vec<u8>> {
         for _ in 0..LINKS_MAX {
             let own = [
@@ -216,7 +225,7 @@ impl Repository {
             };
             let text = match dir.read_whole(&name, LINE_BYTES_MAX) {
                 Ok(text) => text,
-                Err(_) => return self.packed(&name),
+                Err(_) => return self.find_packed(&name),
             };
             match text.strip_prefix(b"ref:") {
                 None => return unhex(text.trim_ascii()),
@@ -229,16 +238,16 @@ impl Repository {
         None
     }
 
-    /// A reference kept in `packed-refs`, one to a line.
-    fn packed(&self, name: &[u8]) -> Option<Vec<u8>> {
-        let file = self.common.file(b"packed-refs").ok()?;
+    /// Finds a reference in `packed-refs`, which holds one per line.
+    fn find_packed(&self, name: &[u8]) -> Option<Vec<u8>> {
+        let file = self.common.open_file(b"packed-refs").ok()?;
         let mut lines = BufReader::with_capacity(1 << 16, file.take(PACKED_REFS_BYTES_MAX));
         let mut line = Vec::new();
         loop {
             line.clear();
             let mut bounded = lines.by_ref().take(2 * LINE_BYTES_MAX as u64);
             let got = bounded.read_until(b'\n', &mut line).ok()?;
-            // A line without an end is the last, or longer than any reference.
+            // A line without a newline is the last, or longer than any reference.
             if got == 0 || !line.ends_with(b"\n") {
                 return None;
             }
@@ -250,7 +259,7 @@ impl Repository {
     }
 }
 
-/// `refs/…` of plain components. Stricter than git in nothing that git makes.
+/// Whether this is `refs/…` with plain components. Every reference that git creates passes.
 fn is_reference(name: &[u8]) -> bool {
     let plain = |part: &[u8]| !part.is_empty() && part != b"." && part != b"..";
     name.starts_with(b"refs/")
@@ -265,7 +274,7 @@ pub(super) fn hex(id: &[u8]) -> String {
     pairs.flatten().collect()
 }
 
-/// An id: SHA-1, or SHA-256 in repositories that use it.
+/// Parses an id: SHA-1, or SHA-256 in repositories that use it.
 fn unhex(text: &[u8]) -> Option<Vec<u8>> {
     if !matches!(text.len(), 40 | 64) {
         return None;

@@ -1,13 +1,13 @@
-//! R's user libraries: where an R that lies in the system looks for the packages its user installed.
+//! R's user libraries: where R looks for packages that its user installed.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use super::Caller;
-use super::prefix::{self, Links};
+use super::caller::CallerEnvironment;
+use super::host_files::{self, LinkPolicy};
 
-/// The most directories one variable may list.
+/// The most directories that one variable may list.
 const LIBRARIES_MAX: usize = 64;
 
 pub(super) fn is_r(program: &Path) -> bool {
@@ -17,20 +17,23 @@ pub(super) fn is_r(program: &Path) -> bool {
     )
 }
 
-/// What R calls `%v` and `%p`.
+/// The values of R's `%v`, `%V` and `%p`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Version {
-    /// `4.2`
+    /// For example `4.2`.
     short: String,
-    /// `4.2.2`
+    /// For example `4.2.2`.
     full: String,
-    /// `x86_64-pc-linux-gnu`
+    /// For example `x86_64-pc-linux-gnu`.
     platform: String,
 }
 
-/// The variables to set and the existing directories they name. R_LIBS_USER is always set to what was
-/// found: inside, `~` is another directory.
-pub(super) fn libraries(program: &Path, caller: &Caller) -> Vec<(OsString, Vec<PathBuf>)> {
+/// The variables to set, each with the existing directories that it names. R_LIBS_USER is set explicitly, because `~`
+/// is another directory inside.
+pub(super) fn libraries(
+    program: &Path,
+    caller: &CallerEnvironment,
+) -> Vec<(OsString, Vec<PathBuf>)> {
     let version = version(program);
     let home = caller.home();
     let mut found = Vec::new();
@@ -57,8 +60,8 @@ pub(super) fn libraries(program: &Path, caller: &Caller) -> Vec<(OsString, Vec<P
     found
 }
 
-/// Expands `~` and R's `%` conversions. `None` for what R would not find either: a relative path, or a
-/// conversion that we cannot know without starting R.
+/// Expands `~` and R's `%` conversions. `None` for a relative path, which R would not find either, and for a
+/// conversion that cannot be known without starting R.
 fn expand(part: &[u8], home: Option<&Path>, version: Option<&Version>) -> Option<PathBuf> {
     let part = match part {
         b"%U" => b"~/R/%p-library/%v".as_slice(),
@@ -90,10 +93,10 @@ fn expand(part: &[u8], home: Option<&Path>, version: Option<&Version>) -> Option
         _ => out,
     };
     let path = PathBuf::from(OsString::from_vec(path));
-    prefix::is_plain_absolute(&path).then_some(path)
+    host_files::is_plain_absolute(&path).then_some(path)
 }
 
-/// Read from R's own base package and settings, which lie beside the program.
+/// Reads R's version from its base package and its configuration, which lie beside the program.
 fn version(program: &Path) -> Option<Version> {
     let top = program
         .canonicalize()
@@ -105,7 +108,7 @@ fn version(program: &Path) -> Option<Version> {
         .iter()
         .map(|dir| top.join(dir))
         .find(|dir| dir.join("library/base").is_dir())?;
-    let text = prefix::read_text(&home.join("library/base/DESCRIPTION"), Links::Followed)?;
+    let text = host_files::read_text(&home.join("library/base/DESCRIPTION"), LinkPolicy::Follow)?;
     let text = String::from_utf8_lossy(&text).into_owned();
     let full = text
         .lines()
@@ -133,9 +136,9 @@ fn plain_number(text: &str) -> Option<&str> {
     (!text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())).then_some(text)
 }
 
-/// `R_PLATFORM=${R_PLATFORM-'x86_64-pc-linux-gnu'}` in R's etc/Renviron.
+/// Parses `R_PLATFORM=${R_PLATFORM-'x86_64-pc-linux-gnu'}` in R's etc/Renviron.
 fn platform(home: &Path) -> Option<String> {
-    let text = prefix::read_text(&home.join("etc/Renviron"), Links::Followed)?;
+    let text = host_files::read_text(&home.join("etc/Renviron"), LinkPolicy::Follow)?;
     let text = String::from_utf8_lossy(&text).into_owned();
     let value = text
         .lines()
@@ -183,7 +186,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn any_bytes_are_survived(part in proptest::collection::vec(proptest::num::u8::ANY, 0..80)) {
+        fn any_bytes_do_not_panic(part in proptest::collection::vec(proptest::num::u8::ANY, 0..80)) {
             expand(&part, Some(Path::new("/home/ada")), None);
         }
     }

@@ -1,134 +1,141 @@
-//! The program's time: from the spec to its end, with its output heard and its logs kept within their bounds.
+//! The third transition: starts the program in the sandbox, supervises it to its end, and captures its output within
+//! the bounds of the logs.
 
 use std::io::{self, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use sandbox::cgroup::Group;
 use sandbox::spec::{ConfinementLevel, Limits, SharedMemory, Spec, Terminal};
 use sandbox::supervise::{self, Control, SpawnResources, Stream, SupervisorHandler};
 
-use super::resting::Resting;
-use super::{Attempt, Ran};
-use crate::attempt::isolation::Errand;
-use crate::attempt::log_capture::Capture;
-use crate::attempt::pipeline::{Audience, PipelineError, unix_ms};
-use crate::attempt::recorder::Ledger;
+use crate::attempt::context::LaunchRequest;
+use crate::attempt::error::AttemptError;
+use crate::attempt::idle_connection::IdleConnection;
+use crate::attempt::input_copy::copy_inputs;
+use crate::attempt::log_capture::LogCapture;
+use crate::attempt::observer::RunObserver;
+use crate::attempt::recorder::Recorder;
+use crate::attempt::state::{Attempt, ProgramRun};
+use crate::home::unix_ms;
 use crate::plan::limits::error_chain;
-use crate::plan::{self, Place, Plan};
+use crate::plan::{self, Plan, StartParameters};
 use crate::request::{Request, Stdin};
 use crate::run_dir::RunDir;
 use crate::workspace::Workspace;
-use crate::workspace::copy_in::{self, Budget, CopyError};
 use crate::workspace::tree::{self, TreeError};
 use store::types::timings;
 
 impl Attempt {
     pub fn execute(
         &mut self,
-        errand: &Errand<'_>,
+        launch: &LaunchRequest<'_>,
         level: ConfinementLevel,
-        ledger: Option<&mut Ledger>,
-        audience: &mut dyn Audience,
-    ) -> Result<Ran, PipelineError> {
-        // Held beside everything else, which changes while the sandbox is being built.
+        recorder: Option<&mut Recorder>,
+        observer: &mut dyn RunObserver,
+    ) -> Result<ProgramRun, AttemptError> {
+        // Take the group out of `self`: `execute_in_group` needs it while it changes the rest of `self`.
         let group = std::mem::replace(&mut self.group, Err(String::new()));
-        let ran = self.execute_in(group.as_ref().ok(), errand, level, ledger, audience);
+        let ran = self.execute_in_group(group.as_ref().ok(), launch, level, recorder, observer);
         self.group = group;
         ran
     }
 
-    fn execute_in(
+    fn execute_in_group(
         &mut self,
         group: Option<&Group>,
-        errand: &Errand<'_>,
+        launch: &LaunchRequest<'_>,
         level: ConfinementLevel,
-        ledger: Option<&mut Ledger>,
-        audience: &mut dyn Audience,
-    ) -> Result<Ran, PipelineError> {
-        let Errand {
+        recorder: Option<&mut Recorder>,
+        observer: &mut dyn RunObserver,
+    ) -> Result<ProgramRun, AttemptError> {
+        let LaunchRequest {
             request,
-            around,
+            context,
             plan,
             limits,
             storage,
-        } = *errand;
-        let spec = plan::spec(
+        } = *launch;
+        let spec = plan::build_spec(
             plan,
             request,
             limits,
-            Place {
+            StartParameters {
                 identity: self.identity(),
                 kind: storage.kind(),
-                terminal: around.terminal,
+                terminal: context.terminal,
                 level,
-                required: &around.required_layers,
+                required: &context.required_layers,
             },
         )?;
         let links = match level {
             ConfinementLevel::Full => Vec::new(),
-            // What a mount would show there is a link.
-            ConfinementLevel::Landlock => plan::links(plan, request)?,
+            // Without a mount namespace, links in the workspace stand in for the mounts.
+            ConfinementLevel::Landlock => plan::workspace_links(plan, request)?,
         };
         if let Some(workspace) = &self.workspace {
             workspace.link(&links, self.owner())?;
         }
-        let _left_by_one_that_was_killed = self.clear_shared_memory(&spec);
+        // A run that was killed may have left files there.
+        let _ = self.clear_shared_memory(&spec);
         let means = SpawnResources {
-            launcher: &around.launcher,
+            launcher: &context.launcher,
             workspace: self.workspace.as_ref().map(Workspace::dir),
-            stdin: open_stdin(request, plan, around.terminal)?,
+            stdin: open_stdin(request, plan, context.terminal)?,
             group,
         };
-        // What could not be started may not be dead either.
+        // A failed spawn does not prove that init is dead.
         let running = supervise::spawn(&spec, means).map_err(|error| {
-            self.init_stays = true;
-            PipelineError::Start(error)
+            self.init_may_live = true;
+            AttemptError::Start(error)
         })?;
         timings::mark("plan_sent");
-        let explained = match self.unexplained.take() {
-            Some(puts) => self.note_provenance(request, plan, &puts),
+        let provenance = match self.unrecorded_inputs.take() {
+            Some(staged_inputs) => self.record_provenance(request, plan, &staged_inputs),
             None => Ok(()),
         };
-        let begun = explained.and_then(|()| self.begin_in(ledger, request, around.taken.as_ref()));
+        let begun =
+            provenance.and_then(|()| self.ensure_row(recorder, request, context.claimed.as_ref()));
         if let Err(error) = begun {
-            self.init_stays |= !running.cancel_before_start();
+            self.init_may_live |= !running.cancel_before_start();
             return Err(error);
         }
         let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
-        let resting = Resting::new(self.lent.take(), audience.wishes());
-        let mut ears = Ears {
-            audience,
-            captures: [Capture::new(log_bytes), Capture::new(log_bytes)],
+        let idle_connection =
+            IdleConnection::new(self.detached_store.take(), observer.control_fd());
+        let mut bridge = ObserverBridge {
+            observer,
+            captures: [LogCapture::new(log_bytes), LogCapture::new(log_bytes)],
             files: self.log_files(),
             attempt: self,
-            resting,
+            idle_connection,
             request,
             plan,
             limits,
             fill_error: None,
         };
         let started_ms = unix_ms();
-        let finished = running.supervise(&mut ears);
+        let finished = running.supervise(&mut bridge);
         let ended_ms = unix_ms();
         if let (Some(workspace), Ok(finished)) = (&self.workspace, &finished)
             && finished.outcome.all_dead
         {
             workspace.unlink(&links);
-            let _the_next_tries_again = self.clear_shared_memory(&spec);
+            // A failure is no loss: the next run with this uid clears it too.
+            let _ = self.clear_shared_memory(&spec);
         }
-        let (captures, fill_error) = (ears.captures, ears.fill_error.take());
-        self.lent = ears.resting.wake();
+        let (captures, fill_error) = (bridge.captures, bridge.fill_error.take());
+        self.detached_store = bridge.idle_connection.into_store();
         if let Some(e) = fill_error {
             return Err(e);
         }
-        let [stdout, stderr] = captures.map(Capture::finish);
-        self.init_stays |= finished.is_err();
-        let mut finished = finished.map_err(PipelineError::Start)?;
-        self.leaving = finished.init_exit.take();
+        let [stdout, stderr] = captures.map(LogCapture::finish);
+        self.init_may_live |= finished.is_err();
+        let mut finished = finished.map_err(AttemptError::Start)?;
+        self.init_exit = finished.init_exit.take();
         timings::mark("program_and_teardown");
         timings::note_sandbox_steps(std::mem::take(&mut finished.step_log));
-        Ok(Ran {
+        Ok(ProgramRun {
             outcome: finished.outcome,
             level,
             notices: Vec::new(),
@@ -143,8 +150,9 @@ impl Attempt {
         })
     }
 
-    /// In the host's /dev/shm, what belongs to the leased uid: only this run and those before it had that uid, and the next
-    /// must not find it. A plain user's own files there cannot be told from the program's, and stay.
+    /// Removes the files of the leased uid from the host's /dev/shm. Only this run and earlier ones had that uid, and
+    /// the next run must not find them. A plain user's own files cannot be distinguished from the program's, so they
+    /// stay.
     fn clear_shared_memory(&self, spec: &Spec) -> Result<(), TreeError> {
         let opened =
             spec.level == ConfinementLevel::Landlock && spec.shared_memory == SharedMemory::Host;
@@ -154,9 +162,9 @@ impl Attempt {
         }
     }
 
-    /// Where the logs go as they arrive, for `logs -f` and for whoever finds us dead.
+    /// The files to which the logs are written as they arrive, for `logs -f` and for recovery.
     fn log_files(&self) -> [LogFile; 2] {
-        match (&self.dir, &self.record.task) {
+        match (&self.dir, &self.record.commit_plan) {
             (Some(_), Some(_)) => [LogFile::Unmade, LogFile::Unmade],
             _ => [LogFile::None, LogFile::None],
         }
@@ -171,42 +179,27 @@ impl Attempt {
     }
 }
 
-/// A log as it arrives. Most programs that end well print little, and many nothing.
+/// A log file. It is created when the first output arrives, because many programs print nothing.
 enum LogFile {
-    /// There is none, or the disk is full: the log is in memory too, and written whole at the end.
+    /// No file is written, because nothing is recorded or the disk is full. The log is also in memory, and the end of
+    /// the attempt writes it whole.
     None,
-    /// Nothing has arrived.
+    /// No output has arrived yet.
     Unmade,
     Open(std::fs::File),
-}
-
-pub(super) fn fill(
-    workspace: BorrowedFd<'_>,
-    inputs: &[(PathBuf, PathBuf)],
-    owner: Option<(u32, u32)>,
-    limits: &Limits,
-) -> Result<(), CopyError> {
-    let mut budget = Budget {
-        bytes: limits.disk_bytes,
-        files: limits.files,
-    };
-    for (source, name) in inputs {
-        copy_in::copy_in(source, workspace, name, owner, &mut budget)?;
-    }
-    Ok(())
 }
 
 fn open_stdin(
     request: &Request,
     plan: &Plan,
     terminal: Terminal,
-) -> Result<Option<OwnedFd>, PipelineError> {
+) -> Result<Option<OwnedFd>, AttemptError> {
     let shell = matches!(terminal, Terminal::Own { .. });
     if shell || request.stdin == Stdin::Caller {
         return Ok(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).ok());
     }
     let opened = plan.stdin.as_ref().map(|path| {
-        open_plainly(path).map_err(|source| PipelineError::Stdin {
+        open_input_file(path).map_err(|source| AttemptError::Stdin {
             path: path.clone(),
             source,
         })
@@ -214,9 +207,9 @@ fn open_stdin(
     opened.transpose()
 }
 
-/// Opens a file to be piped in. Its path was resolved and checked when the plan was made; a link that stands there now
-/// is somebody's trick. Never waits for the other end of a FIFO.
-fn open_plainly(path: &Path) -> io::Result<OwnedFd> {
+/// Opens a file to be piped to standard input. The plan resolved and checked the path, so a symlink that is there now
+/// is an attack. The call never waits for the other end of a FIFO.
+fn open_input_file(path: &Path) -> io::Result<OwnedFd> {
     use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
     let file = rustix::fs::openat2(
         rustix::fs::CWD,
@@ -232,33 +225,34 @@ fn open_plainly(path: &Path) -> io::Result<OwnedFd> {
     }
 }
 
-/// Between the sandbox and the audience: keeps the logs within their bounds.
-struct Ears<'a> {
-    audience: &'a mut dyn Audience,
-    captures: [Capture; 2],
+/// Passes events from the sandbox to the observer, and keeps the logs within their bounds.
+struct ObserverBridge<'a> {
+    observer: &'a mut dyn RunObserver,
+    captures: [LogCapture; 2],
     files: [LogFile; 2],
     attempt: &'a Attempt,
-    resting: Resting,
+    idle_connection: IdleConnection,
     request: &'a Request,
     plan: &'a Plan,
     limits: &'a Limits,
-    fill_error: Option<PipelineError>,
+    fill_error: Option<AttemptError>,
 }
 
-impl Ears<'_> {
-    fn fill_memory(&self, memory: BorrowedFd<'_>) -> Result<(), PipelineError> {
-        fill(memory, &self.plan.inputs, self.attempt.owner(), self.limits)?;
-        let puts = self.attempt.note_puts(memory, self.plan)?;
-        self.attempt.note_provenance(self.request, self.plan, &puts)
+impl ObserverBridge<'_> {
+    fn fill_memory_workspace(&self, memory: BorrowedFd<'_>) -> Result<(), AttemptError> {
+        copy_inputs(memory, &self.plan.inputs, self.attempt.owner(), self.limits)?;
+        let staged_inputs = self.attempt.record_staged_inputs(memory, self.plan)?;
+        self.attempt
+            .record_provenance(self.request, self.plan, &staged_inputs)
     }
 }
 
-impl SupervisorHandler for Ears<'_> {
+impl SupervisorHandler for ObserverBridge<'_> {
     fn fill(&mut self, memory: BorrowedFd<'_>) -> io::Result<()> {
         if let Some(workspace) = &self.attempt.workspace {
-            workspace.furnish(memory, self.attempt.owner())?;
+            workspace.create_private_dirs(memory, self.attempt.owner())?;
         }
-        self.fill_memory(memory).map_err(|e| {
+        self.fill_memory_workspace(memory).map_err(|e| {
             let text = error_chain(&e);
             self.fill_error = Some(e);
             io::Error::other(text)
@@ -278,29 +272,31 @@ impl SupervisorHandler for Ears<'_> {
         {
             *file = LogFile::None;
         }
-        self.audience.live(stream, live);
+        self.observer.output(stream, live);
     }
 
     fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>> {
-        self.audience.blocked_on(stream)
+        self.observer.blocked_on(stream)
     }
 
     fn unblocked(&mut self, stream: Stream) {
-        self.audience.unblocked(stream);
+        self.observer.unblocked(stream);
     }
 
     fn control_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.resting.listens().or_else(|| self.audience.wishes())
+        self.idle_connection
+            .wait_fd()
+            .or_else(|| self.observer.control_fd())
     }
 
     fn next_control(&mut self) -> Option<Control> {
-        // Whatever else there is is heard at the next turn.
-        match self.resting.rang() {
+        // If another event is pending too, the next call handles it.
+        match self.idle_connection.release_if_due() {
             true => {
-                self.attempt.dir.iter().for_each(RunDir::send_off);
+                self.attempt.dir.iter().for_each(RunDir::start_writeback);
                 None
             }
-            false => self.audience.wish(),
+            false => self.observer.next_control(),
         }
     }
 }

@@ -1,0 +1,56 @@
+//! What a run needs besides its request: [`RunContext`] from the caller, and [`LaunchRequest`] for the launch itself.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use sandbox::spec::{Layer, Limits, Terminal};
+
+use crate::home::Home;
+use crate::plan::Plan;
+use crate::plan::limits::WorkspaceStorage;
+use crate::plan::runtime::CallerEnvironment;
+use crate::request::Request;
+
+/// What a run needs besides its request.
+pub struct RunContext {
+    pub home: Home,
+    pub caller: CallerEnvironment,
+    /// Our own binary. It is executed again as the launcher.
+    pub launcher: PathBuf,
+    pub terminal: Terminal,
+    pub required_layers: BTreeSet<Layer>,
+    pub workspace_source: WorkspaceSource,
+    /// How much space must stay free where outputs are stored, and how much the artifact store may hold in total.
+    pub free_reserve_bytes: u64,
+    pub store_quota_bytes: Option<u64>,
+    /// The attempt that a worker claimed. `None`: this process begins the attempt itself.
+    pub claimed: Option<ClaimedAttempt>,
+}
+
+/// An attempt that a worker claimed in the database for this process to run. It has no `Debug`, because the key must
+/// not be printed.
+#[derive(Clone)]
+pub struct ClaimedAttempt {
+    pub attempt: u32,
+    pub key: String,
+    pub database_id: String,
+    pub lease_ms: u64,
+}
+
+/// Which workspace the program runs in, and who commits its outputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WorkspaceSource {
+    /// A new workspace. The run commits its outputs and removes it at the end.
+    Fresh,
+    /// A workspace that `workspace create` made. `post-process` commits its outputs.
+    Prepared,
+}
+
+/// Everything that is needed to launch the program at some level.
+pub(crate) struct LaunchRequest<'a> {
+    pub request: &'a Request,
+    pub context: &'a RunContext,
+    pub plan: &'a Plan,
+    pub limits: &'a Limits,
+    pub storage: WorkspaceStorage,
+}

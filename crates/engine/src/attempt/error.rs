@@ -1,0 +1,202 @@
+//! What can fail on Fumehood's side: [`AttemptError`] before the program has run, [`CommitError`] from then on. What
+//! the program does is never an error here.
+
+use std::io;
+use std::path::PathBuf;
+
+use sandbox::quota::QuotaError;
+use sandbox::supervise::RunError;
+
+use crate::attempt::record::{Reason, Status};
+use crate::collect::{CollectError, GlobError};
+use crate::home::HomeError;
+use crate::plan::PlanError;
+use crate::plan::limits::LimitError;
+use crate::workspace::WorkspaceError;
+use crate::workspace::copy_in::CopyError;
+use crate::workspace::uid_pool::UidLeaseError;
+use store::StoreError;
+use store::artifacts::ArtifactError;
+use store::types::analysis_id::AnalysisId;
+use store::types::crash_points::{self, CrashPoint};
+
+#[derive(Debug, thiserror::Error)]
+pub enum AttemptError {
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    #[error(transparent)]
+    Home(#[from] HomeError),
+    #[error(transparent)]
+    Lease(#[from] UidLeaseError),
+    #[error(transparent)]
+    Workspace(#[from] WorkspaceError),
+    #[error(transparent)]
+    Input(#[from] CopyError),
+    #[error(transparent)]
+    Limit(#[from] LimitError),
+    #[error(transparent)]
+    Quota(#[from] QuotaError),
+    #[error("open {path:?} for standard input")]
+    Stdin { path: PathBuf, source: io::Error },
+    #[error(
+        "--level {} is below the floor, {}; leave the option out, or have the operator lower the floor", asked.as_str(), floor.as_str()
+    )]
+    BelowFloor {
+        asked: sandbox::spec::ConfinementLevel,
+        floor: crate::request::IsolationLevel,
+    },
+    #[error("level full cannot be had here ({full}), and level landlock neither")]
+    NoLevel {
+        full: String,
+        #[source]
+        landlock: Box<AttemptError>,
+    },
+    #[error("start the sandbox")]
+    Start(#[source] RunError),
+    #[error("cancelled before the start")]
+    Cancelled,
+    #[error("attempt {attempt} of {id} no longer belongs to this runner")]
+    ClaimLost { id: AnalysisId, attempt: u32 },
+    #[error(transparent)]
+    Glob(#[from] GlobError),
+    #[error("list the inputs in the workspace")]
+    StagedInputs(#[from] CollectError),
+    /// The database or the artifact store cannot be used, so the record would have nowhere to go.
+    #[error(transparent)]
+    Commit(#[from] CommitError),
+    #[error(
+        "{what} has {free} free, and {reserve} is to stay free; make room, or lower free_reserve"
+    )]
+    TooLittleSpace {
+        what: PathBuf,
+        free: String,
+        reserve: String,
+    },
+    #[error(
+        "the artifact store holds {used}, and its quota is {quota}; remove analyses with `fumehood rm` or `fumehood gc --older-than`, or raise store_quota"
+    )]
+    StoreFull { used: String, quota: String },
+    #[error(transparent)]
+    CrashPoint(#[from] CrashPointError),
+}
+
+impl AttemptError {
+    /// Whether the request itself is not allowed, so that every repetition fails in the same way whatever the host is
+    /// doing.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            AttemptError::Plan(PlanError::Runtime(_)) => false,
+            AttemptError::Plan(_)
+            | AttemptError::BelowFloor { .. }
+            | AttemptError::Glob(_)
+            | AttemptError::Input(_)
+            | AttemptError::Limit(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Status and reason of a run that could not be started.
+    pub fn status_and_reason(&self) -> (Status, Reason) {
+        match self {
+            AttemptError::Plan(PlanError::Runtime(e)) => match e.exit_code() {
+                127 => (Status::Error, Reason::NotFound),
+                126 => (Status::Error, Reason::NotExecutable),
+                _ => (Status::Error, Reason::NotStarted),
+            },
+            AttemptError::Start(RunError::Step {
+                step,
+                source: Some(e),
+                ..
+            }) if step == "execute the program" => match e.kind() {
+                io::ErrorKind::NotFound => (Status::Error, Reason::NotFound),
+                _ => (Status::Error, Reason::NotExecutable),
+            },
+            AttemptError::Cancelled => (Status::Cancelled, Reason::Cancelled),
+            _ => (Status::Error, Reason::NotStarted),
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum CommitError {
+    #[error(transparent)]
+    Home(#[from] HomeError),
+    #[error("collect what the program left")]
+    Collect(#[from] CollectError),
+    #[error(transparent)]
+    Glob(#[from] GlobError),
+    #[error("keep its outputs")]
+    Artifacts(#[from] ArtifactError),
+    #[error("use the database {database}")]
+    Database {
+        database: String,
+        #[source]
+        source: StoreError,
+    },
+    #[error(transparent)]
+    CrashPoint(#[from] CrashPointError),
+    #[error("the run directory does not say how the attempt ended")]
+    NoOutcome,
+    #[error("{outputs} of its outputs, which were in memory, did not fit on the disk and are lost")]
+    LostWithMemory { outputs: usize },
+    #[error("the attempt was begun in another database than the one that is now at {database}")]
+    OtherDatabase { database: String },
+    #[error(
+        "files of the database {database} were moved or removed while it was in use, so this process writes nothing more there"
+    )]
+    DatabaseReplaced { database: String },
+    #[error(
+        "{outputs} of its outputs were in an artifact store that is not at {path:?} any more; bring it back, or give them up with `fumehood workspace remove {id} --discard`"
+    )]
+    ArtifactStoreMissing {
+        id: AnalysisId,
+        path: PathBuf,
+        outputs: usize,
+    },
+}
+
+impl CommitError {
+    /// Whether another process held a lock in the database for longer than we wait.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, CommitError::Database { source, .. } if source.fault_kind() == store::FaultKind::Busy)
+    }
+
+    /// Whether the database did not answer.
+    pub fn is_unavailable(&self) -> bool {
+        matches!(self, CommitError::Database { source, .. } if source.fault_kind() == store::FaultKind::Unreachable)
+    }
+
+    /// Whether the condition of the database is the cause, so that a repetition may succeed.
+    pub fn is_transient(&self) -> bool {
+        let passing = [
+            store::FaultKind::Unreachable,
+            store::FaultKind::Busy,
+            store::FaultKind::Full,
+            store::FaultKind::ReadOnly,
+        ];
+        matches!(self, CommitError::Database { source, .. } if passing.contains(&source.fault_kind()))
+    }
+
+    /// Whether the outputs are safe in the artifact store and only the commit to the database is missing.
+    pub fn is_database_error(&self) -> bool {
+        matches!(
+            self,
+            CommitError::Database { .. }
+                | CommitError::OtherDatabase { .. }
+                | CommitError::DatabaseReplaced { .. }
+        )
+    }
+}
+
+/// A failure that a test injects at a named crash point.
+#[derive(Debug, thiserror::Error)]
+#[error("after the step `{}`", step.name())]
+pub struct CrashPointError {
+    step: CrashPoint,
+    source: io::Error,
+}
+
+/// Passes a named crash point. It fails, or kills this process, only if a test asks for that.
+pub(crate) fn pass_crash_point(step: CrashPoint) -> Result<(), CrashPointError> {
+    crash_points::reach(step).map_err(|source| CrashPointError { step, source })
+}

@@ -1,0 +1,39 @@
+//! How the caller follows a run and controls it.
+
+use std::os::fd::BorrowedFd;
+
+use sandbox::supervise::{Control, Stream};
+
+use crate::attempt::log_capture::OutputChunk;
+use crate::collect::CollectProgress;
+
+/// Receives what happens during a run, and tells the run when to stop.
+pub trait RunObserver {
+    /// Called with everything that the program prints, including bytes that the log does not keep.
+    fn output(&mut self, stream: Stream, chunk: OutputChunk<'_>);
+    fn notice(&mut self, text: &str);
+    /// How far collection has come. Called often.
+    fn progress(&mut self, progress: CollectProgress);
+    /// This and the next three methods answer the methods of the same meaning that `sandbox::supervise` calls.
+    fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
+    fn unblocked(&mut self, stream: Stream);
+    fn control_fd(&self) -> Option<BorrowedFd<'_>>;
+    fn next_control(&mut self) -> Option<Control>;
+    /// Why the observer asked for the end, if it did. The run calls this after every process is dead. The call may take
+    /// long.
+    fn cancel_cause(&mut self) -> CancelCause {
+        CancelCause::Requested
+    }
+}
+
+/// Why the observer cancelled a program that was still running.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CancelCause {
+    /// A person asked for it.
+    Requested,
+    /// The lease ended or is about to end, so another runner may have been given the attempt.
+    LeaseLost,
+    /// The runner was told to stop and nobody cancelled the analysis, for example because the machine is being shut
+    /// down.
+    RunnerStopped,
+}

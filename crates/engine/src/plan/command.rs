@@ -1,0 +1,88 @@
+//! From the command of a request to the runtime and the argument list.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Component, Path, PathBuf};
+
+use store::types::input_name;
+
+use super::error::PlanError;
+use super::links::check_links_are_own;
+use crate::plan::runtime::{self, CallerEnvironment, Runtime, RuntimeError};
+use crate::request::{Command, Input, Request};
+
+/// The runtime, the inputs (source, name) that the command needs, and the arguments including argument zero.
+pub(super) type ResolvedCommand = (Runtime, Vec<(PathBuf, PathBuf)>, Vec<OsString>);
+
+pub(super) fn resolve_command(
+    request: &Request,
+    caller: &CallerEnvironment,
+    project: &Path,
+    workspace: &Path,
+) -> Result<ResolvedCommand, PlanError> {
+    let named = request.runtime.as_deref();
+    match &request.command {
+        Command::Script { script, args } => {
+            let runtime = runtime::for_script(script, caller, named, project)?;
+            let name = input_name::name_for(script, None)?;
+            let mut argv = vec![runtime.program.clone().into_os_string()];
+            argv.extend(runtime.leading_args.iter().cloned());
+            argv.push(name.clone().into_os_string());
+            argv.extend(args.iter().cloned());
+            let script = caller.cwd.join(script);
+            check_links_are_own(&script)?;
+            Ok((runtime, vec![(script, name)], argv))
+        }
+        Command::Argv(words) => {
+            let (first, rest) = words.split_first().ok_or_else(|| {
+                PlanError::Runtime(RuntimeError::NotFound {
+                    command: OsString::new(),
+                    searched: Vec::new(),
+                })
+            })?;
+            let runtime = match own_program(first, request) {
+                Some(name) => {
+                    // The program still gets the runtime that the caller named or activated, as a shell would.
+                    let shell = runtime::for_command(OsStr::new("sh"), caller, named, project)?;
+                    Runtime {
+                        program: workspace.join(name),
+                        leading_args: Vec::new(),
+                        ..shell
+                    }
+                }
+                None => runtime::for_command(first, caller, named, project)?,
+            };
+            let mut argv = vec![runtime.program.clone().into_os_string()];
+            argv.extend(rest.iter().cloned());
+            Ok((runtime, Vec::new(), argv))
+        }
+        Command::Shell => {
+            let runtime = runtime::for_command(OsStr::new("bash"), caller, named, project)
+                .or_else(|_| runtime::for_command(OsStr::new("sh"), caller, named, project))?;
+            let mut argv = vec![runtime.program.clone().into_os_string()];
+            // /etc/bash.bashrc is not shown. At level landlock it can be seen but not read, and bash would complain.
+            if runtime.program.ends_with("bash") {
+                argv.push("--norc".into());
+            }
+            Ok((runtime, Vec::new(), argv))
+        }
+    }
+}
+
+/// The workspace path of a program that is itself an input, as in `run --input tool -- ./tool`.
+pub(super) fn own_program(command: &OsStr, request: &Request) -> Option<PathBuf> {
+    let relative = Path::new(command);
+    if relative.is_absolute() || !command.as_encoded_bytes().contains(&b'/') {
+        return None;
+    }
+    let name: PathBuf = relative
+        .components()
+        .filter(|c| *c != Component::CurDir)
+        .collect();
+    let first = name.components().next()?;
+    let copied = |input: &Input| {
+        let given = input_name::name_for(&input.host, input.name.as_deref()).ok();
+        given.is_some_and(|n| n.components().next() == Some(first))
+    };
+    let plain = name.components().all(|c| matches!(c, Component::Normal(_)));
+    (plain && request.inputs.iter().any(copied)).then_some(name)
+}

@@ -1,0 +1,125 @@
+//! The plan of a run: everything that is decided before anything is created.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use sandbox::spec::ReadOnlyView;
+use store::types::input_name;
+
+use super::command::resolve_command;
+use super::error::PlanError;
+use super::path_checks::{InputDirectory, PathChecks, PrivatePaths};
+use super::paths::canonical;
+use super::views::sort_for_mounting;
+use super::visible_paths::VisiblePaths;
+use super::world_readable;
+use crate::plan::runtime::{CallerEnvironment, Runtime};
+use crate::request::{QueueWriters, Request, RequestOrigin, Stdin};
+
+/// Everything about a run that is decided before anything is created.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub program: PathBuf,
+    pub argv: Vec<OsString>,
+    pub views: Vec<ReadOnlyView>,
+    /// The files to copy in: source, and name in the workspace.
+    pub inputs: Vec<(PathBuf, PathBuf)>,
+    /// Resolved: without symlinks and `..`.
+    pub workspace_root: PathBuf,
+    pub project: PathBuf,
+    /// The home directories of this host. Hints use them to recognise private paths.
+    pub homes: Vec<PathBuf>,
+    /// The file to pipe to standard input, resolved.
+    pub stdin: Option<PathBuf>,
+    pub runtime: Runtime,
+    pub notices: Vec<String>,
+}
+
+pub fn plan(
+    request: &Request,
+    caller: &CallerEnvironment,
+    private: &PrivatePaths<'_>,
+) -> Result<Plan, PlanError> {
+    let workspace_root =
+        canonical(&request.workspace_root).map_err(|source| PlanError::WorkspaceRoot {
+            path: request.workspace_root.clone(),
+            source,
+        })?;
+    if ["/dev", "/proc", "/sys"]
+        .iter()
+        .any(|dir| workspace_root.starts_with(dir))
+    {
+        let why = "it is the kernel's; choose a directory on a disk, or --workspace memory";
+        return Err(PlanError::Refused {
+            path: workspace_root,
+            why,
+        });
+    }
+    let workspace = crate::workspace::path_for(&workspace_root, &request.id);
+    let checks = PathChecks {
+        request,
+        workspace_root: &workspace_root,
+        private,
+    };
+    let project = checks.resolve_project()?;
+    checks.check_command()?;
+    let mut views = Vec::new();
+    for directory in InputDirectory::BOTH {
+        checks.add_input_directory(directory, &workspace, &mut views)?;
+    }
+    for read in &request.reads {
+        checks.add_read_root(read, &workspace, &mut views)?;
+    }
+    let (runtime, mut inputs, argv) = resolve_command(request, caller, &project, &workspace)?;
+    for input in &request.inputs {
+        inputs.push((
+            input.host.clone(),
+            input_name::name_for(&input.host, input.name.as_deref())?,
+        ));
+    }
+    // Resolve each source once: the path that is checked here is the path that is opened later.
+    for (source, _) in &mut inputs {
+        *source = checks.resolve_copied_source(source)?;
+    }
+    let brought = checks.add_siblings(&project, &mut inputs)?;
+    let stdin = match &request.stdin {
+        Stdin::File(path) => Some(checks.resolve_copied_source(path)?),
+        Stdin::Null | Stdin::Caller => None,
+    };
+    checks.add_runtime_views(&runtime, &mut views)?;
+    let visible = VisiblePaths {
+        views: &views,
+        inputs: &inputs,
+        workspace: &workspace,
+        cwd: &caller.cwd,
+    };
+    // Skip this check for queued requests: their arguments refer to the submitter's files, and an error would reveal
+    // which files the worker has.
+    if request.asked_by == RequestOrigin::Caller {
+        visible.check_arguments(argv.get(1..).unwrap_or_default())?;
+    }
+    sort_for_mounting(&mut views);
+    Ok(Plan {
+        program: runtime.program.clone(),
+        argv,
+        views,
+        inputs,
+        workspace_root,
+        project,
+        homes: caller.homes.clone(),
+        stdin,
+        notices: runtime.notice.iter().cloned().chain(brought).collect(),
+        runtime,
+    })
+}
+
+/// Whether the requester may learn that a path exists on this host.
+pub fn may_reveal_path(request: &Request, path: &Path) -> bool {
+    match &request.asked_by {
+        RequestOrigin::Queue {
+            writers: QueueWriters::OtherUsers,
+            ..
+        } => world_readable::resolve(path).is_ok(),
+        _ => true,
+    }
+}
