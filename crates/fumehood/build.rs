@@ -1,4 +1,5 @@
-//! Links the unwinder into the binary where the compiler has it as an archive: one shared library less to load at each start.
+//! Links the unwinder (libgcc_eh) statically where the compiler has it as an archive, so that each start of the binary
+//! loads one shared library less.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +10,7 @@ fn main() {
     if target("OS") != "linux" || target("ENV") != "gnu" || target("ARCH") != "x86_64" {
         return;
     }
-    // An archive that the compiler knows is told with its path, any other by its name alone.
+    // The compiler prints the path of an archive that it has, and the bare name of one that it does not have.
     let found = Command::new("cc")
         .arg("-print-file-name=libgcc_eh.a")
         .output();

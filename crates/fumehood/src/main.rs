@@ -1,5 +1,10 @@
-//! The one binary. Dispatch only; the hidden `__launch`, `__probe` and `__attack` are
-//! handled first, before any thread exists.
+//! The `fumehood` binary: the command line in, text or JSON out. The work is done by the crates `engine`, `store`,
+//! `sandbox` and `doctor`.
+//!
+//! The same binary also plays the launcher, the probe and the attacker (`__launch`, `__probe`, `__attack`). `main`
+//! handles these first, before any thread exists. Every other command goes to [`cli::main`]:
+//! - `config` merges options, variables, files and the operator's policy into one request.
+//! - `cli` parses the command line, calls the library and prints the result.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +18,8 @@ mod config;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    // Whatever runs an analysis: before anything is read that no analysis may find in the sandbox's memory.
+    // Commands that run an analysis fork the launcher here, before this process reads anything that an analysis must
+    // not find in the sandbox's memory.
     sandbox::standby::fork_launcher(&["run", "shell", cli::RUNNER]);
     if sandbox::launch::is_launcher() {
         sandbox::launch::main();

@@ -1,21 +1,21 @@
-//! What may be typed after `run`, `submit` and `shell`. Only what was typed is kept here, as it was typed;
-//! what it means, together with files, environment and policy, is decided in `config.rs`.
+//! The options of `run`, `submit` and `shell`, as typed. `config` decides what they mean, together with files,
+//! variables and the policy.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use engine::request::Command;
 
-use crate::config::settings::Key;
+use crate::config::settings::{GivenSettings, Key};
 
 /// Run one analysis in full confinement and report how it ended.
 ///
-/// A SCRIPT is copied into the workspace and run by the interpreter that its `#!` line names, else
-/// by its ending (.py, .R, .sh, .jl). After `--` stands a command, run as given. Everything after
-/// SCRIPT or CMD belongs to the program.
+/// A SCRIPT is copied into the workspace and run by the interpreter that its `#!` line names, or else by its extension
+/// (.py, .R, .sh, .jl). After `--` follows a command, run as given. Everything after SCRIPT or CMD belongs to the
+/// program.
 ///
-/// Every option but --id, --in, --input, --siblings, --stdin, --replace, --to, --force and --timings can also be set in a file or by a
-/// FUMEHOOD_* variable, as docs/configuration.md tells; options given here win, and the operator's
+/// Every option except --id, --in, --input, --siblings, --stdin, --replace, --to, --force and --timings can also be set
+/// in a file or by a FUMEHOOD_* variable; see docs/configuration.md. Options given here win, and the operator's
 /// /etc/fumehood/policy.toml bounds them all.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(
@@ -30,16 +30,16 @@ pub struct RunArgs {
     #[arg(long = "in", value_name = "ID", help_heading = "Workspace")]
     pub in_workspace: Option<OsString>,
 
-    /// Tell on stderr how long each part of the run took; --json has it always
+    /// Print on stderr how long each part of the run took; --json always includes it
     #[arg(long, help_heading = "Report")]
     pub timings: bool,
 
-    /// Leave control sequences that the program prints as they are on a terminal, too: only for programs that you trust. By
-    /// default colours, erasing in the line, carriage return and backspace pass, and all others are spelled out
+    /// Do not escape control sequences that the program prints on a terminal: only for programs that you trust. By
+    /// default colours, erasing in the line, carriage return and backspace pass, and all others are escaped
     #[arg(long, help_heading = "Report")]
     pub raw: bool,
 
-    /// The script or command with its arguments; the usage line shows it better than clap would.
+    /// The script or command with its arguments. The usage line above describes it.
     #[arg(
         value_name = "SCRIPT or -- CMD",
         required = true,
@@ -49,14 +49,14 @@ pub struct RunArgs {
     pub words: Vec<OsString>,
 }
 
-/// Queue an analysis, for a worker to run, and print its id.
+/// Queue an analysis for a worker to run, and print its id.
 ///
-/// SCRIPT, CMD and the options are as for `run`. What --input, --stdin and SCRIPT name is read now, and travels with the
-/// submission, up to 64M; larger data are shown with --data or --read, where the worker is.
+/// SCRIPT, CMD and the options are as for `run`. The files that --input, --stdin and SCRIPT name are read now and
+/// stored with the submission, up to 64M; show larger data with --data or --read, at its path on the worker's machine.
 ///
-/// With --from each line of a file is one analysis, a JSON object as docs/submission-v1.schema.json describes; options given
-/// here hold for every line that does not say otherwise, and lists add up. All are queued or none, unless --continue is
-/// given. Relative paths are relative to the current directory.
+/// With --from each line of a file is one analysis, a JSON object as docs/submission-v1.schema.json describes. Options
+/// given here apply to every line that does not say otherwise, and lists add up. Either all are queued or none, unless
+/// --continue is given. Relative paths are relative to the current directory.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(
     override_usage = "fumehood submit [OPTIONS] SCRIPT [ARGS]...\n       fumehood submit [OPTIONS] -- CMD [ARGS]...\n       fumehood submit [OPTIONS] --from FILE"
@@ -65,24 +65,24 @@ pub struct SubmitArgs {
     #[command(flatten)]
     pub task: TaskArgs,
 
-    /// Taken before those of lower priority, from 0 to 100 [default: 0]
+    /// Runs before analyses of lower priority, from 0 to 100 [default: 0]
     #[arg(long, value_name = "N", help_heading = "Queue")]
     pub priority: Option<OsString>,
 
-    /// How often it is tried again after its runner was lost or Fumehood failed, at most 20 [default: 2]
+    /// How often to try again after the runner was lost or Fumehood failed, at most 20 [default: 2]
     #[arg(long, value_name = "N", help_heading = "Queue")]
     pub retries: Option<OsString>,
 
-    /// Try again also after these ends of the program's own: failed, timed_out, out_of_memory, limit_exceeded; separated by
+    /// Also try again after the program ended as: failed, timed_out, out_of_memory, limit_exceeded; separated by
     /// commas. Repeatable [default: none]
     #[arg(long, value_name = "END", help_heading = "Queue")]
     pub retry_on: Vec<OsString>,
 
-    /// Submit only once: whoever submits the same again with the same key is told the first one's id
+    /// Submit only once: submitting the same request again with the same key returns the id of the first
     #[arg(long, value_name = "TEXT", help_heading = "Queue")]
     pub key: Option<OsString>,
 
-    /// Refuse if so many are queued already [default: 200000]
+    /// Refuse if this many are queued already [default: 200000]
     #[arg(long, value_name = "N", help_heading = "Queue")]
     pub queue_max: Option<OsString>,
 
@@ -90,16 +90,16 @@ pub struct SubmitArgs {
     #[arg(long, value_name = "FILE|-", help_heading = "Queue")]
     pub from: Option<OsString>,
 
-    /// With --from: queue the good lines where others are wrong, and end with 125
+    /// With --from: queue the valid lines even if others are invalid, and exit with 125
     #[arg(
         long = "continue",
         requires = "from",
         conflicts_with = "words",
         help_heading = "Queue"
     )]
-    pub go_on: bool,
+    pub continue_on_error: bool,
 
-    /// The script or command with its arguments; the usage line shows it better than clap would.
+    /// The script or command with its arguments. The usage line above describes it.
     #[arg(
         value_name = "SCRIPT or -- CMD",
         required_unless_present = "from",
@@ -110,19 +110,19 @@ pub struct SubmitArgs {
     pub words: Vec<OsString>,
 }
 
-/// What `run` and `submit` share.
+/// The options that `run` and `submit` share.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct TaskArgs {
     #[command(flatten)]
     pub analysis: AnalysisArgs,
 
-    /// The program's standard input: a file, or `-` for Fumehood's own. It is piped, so the program
-    /// never holds the file itself [default: empty]
+    /// The program's standard input: a file, or `-` for Fumehood's own. The program reads it through a pipe and never
+    /// holds the file itself [default: empty]
     #[arg(long, value_name = "FILE|-", help_heading = "What it sees")]
     pub stdin: Option<OsString>,
 
-    /// Also copy the Python modules beside SCRIPT that its imports name, and those that they name in turn: at
-    /// most 256 and 16M, listed, and only where SCRIPT lies in a directory below the project's own
+    /// Also copy the Python modules beside SCRIPT that its imports name, and those that these import in turn: at most
+    /// 256 and 16M, listed, and only if SCRIPT is in a directory below the project
     #[arg(long, help_heading = "What it sees")]
     pub siblings: bool,
 
@@ -132,7 +132,7 @@ pub struct TaskArgs {
     #[command(flatten)]
     pub store: StoreArgs,
 
-    /// Refuse to start when the artifact store holds more than this, or off [default: off]
+    /// Refuse to start if the artifact store is larger than this, or off [default: off]
     #[arg(long, value_name = "SIZE", help_heading = "Record")]
     pub store_quota: Option<OsString>,
 
@@ -140,12 +140,12 @@ pub struct TaskArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Record")]
     pub free_reserve: Option<OsString>,
 
-    /// Do not record the value of this variable, nor of any whose name begins so where a star ends it
-    /// (AWS_*). Repeatable
+    /// Do not record the value of this variable; a star at the end matches every name that begins so (AWS_*).
+    /// Repeatable
     #[arg(long, value_name = "NAME", help_heading = "Record")]
     pub secret_env: Vec<OsString>,
 
-    /// Run an id that is recorded already again, as a new attempt; earlier ones stay in its history
+    /// Run an id again that is recorded already, as a new attempt; earlier attempts stay in its history
     #[arg(long, help_heading = "Record")]
     pub replace: bool,
 
@@ -154,42 +154,41 @@ pub struct TaskArgs {
     pub json: bool,
 }
 
-/// What is taken of what the program leaves in its workspace.
+/// Which files of the workspace are kept as outputs.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct OutputArgs {
-    /// Take only files whose path in the workspace matches, such as 'figures/**' or '*.csv'. Repeatable
-    /// [default: every file but inputs left as they were and caches]
+    /// Take only files whose path in the workspace matches, such as 'figures/**' or '*.csv'. Repeatable [default: every
+    /// file except unchanged inputs and caches]
     #[arg(long, value_name = "GLOB", help_heading = "Outputs")]
     pub output: Vec<OsString>,
 
-    /// A file that must be among the outputs; else the run has failed, and everything it left is kept all the
+    /// A file that must be among the outputs; otherwise the run counts as failed, and all its outputs are kept all the
     /// same. Repeatable
     #[arg(long, value_name = "GLOB", help_heading = "Outputs")]
     pub expect: Vec<OsString>,
 
-    /// Bytes that all outputs may have; what fits is kept, the rest is refused and counted [default: as --disk]
+    /// Total size of the outputs; files beyond it are refused and counted [default: as --disk]
     #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
     pub max_output: Option<OsString>,
 
-    /// Bytes that one output may have [default: as --max-output]
+    /// Size of one output [default: as --max-output]
     #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
     pub max_output_file: Option<OsString>,
 
-    /// How many outputs are kept, at most 1000000 [default: 10000]
+    /// Number of outputs, at most 1000000 [default: 10000]
     #[arg(long, value_name = "N", help_heading = "Outputs")]
     pub max_outputs: Option<OsString>,
 
-    /// How deep in the workspace an output may lie, from 1 to 256 [default: 32]
+    /// How deep in the workspace an output may be, from 1 to 256 [default: 32]
     #[arg(long, value_name = "N", help_heading = "Outputs")]
     pub max_depth: Option<OsString>,
 
-    /// Outputs and log excerpts up to this size are also stored in the database, so that another machine can
-    /// read them; at most 64M [default: 1M]
+    /// Also store outputs and log excerpts up to this size in the database, so that another machine can read them; at
+    /// most 64M [default: 1M]
     #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
     pub inline_max: Option<OsString>,
 
-    /// Also export the outputs to this directory, after they are recorded; overwrites nothing
-    /// [default: no export]
+    /// Also export the outputs to this directory after they are recorded; does not overwrite [default: no export]
     #[arg(long, value_name = "DIR", help_heading = "Outputs")]
     pub to: Option<OsString>,
 
@@ -198,11 +197,11 @@ pub struct OutputArgs {
     pub force: bool,
 }
 
-/// Where results are recorded: for every command that reads or writes them.
+/// Where results are recorded: the options of every command that reads or writes the record.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct StoreArgs {
-    /// The database: sqlite:PATH, postgres://USER@HOST/NAME, or none. A password does not belong here but in the file
-    /// that PGPASSFILE names; FUMEHOOD_DB_FILE may name a file that holds the URL [default: SQLite in FUMEHOOD_HOME]
+    /// The database: sqlite:PATH, postgres://USER@HOST/NAME, or none. Put a password in the file that PGPASSFILE names,
+    /// not here; FUMEHOOD_DB_FILE may name a file that contains the URL [default: SQLite in FUMEHOOD_HOME]
     #[arg(long, value_name = "URL", help_heading = "Record")]
     pub db: Option<OsString>,
 
@@ -211,7 +210,7 @@ pub struct StoreArgs {
     pub artifacts: Option<OsString>,
 }
 
-/// Open a shell on a terminal in the same sandbox that `run` would use, to find out why.
+/// Open a shell on a terminal in the same sandbox that `run` would use, to look at what a program sees there.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct ShellArgs {
     #[command(flatten)]
@@ -239,13 +238,13 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "DIR", help_heading = "What it sees")]
     pub docs: Option<OsString>,
 
-    /// Show another host path read-only, at the same path or at INSIDE (absolute). Programs and libraries
-    /// in it can be executed. A PATH that exists with its colons is taken whole. Repeatable
+    /// Show another host path read-only, at the same path or at INSIDE (absolute). Programs and libraries in it can be
+    /// executed. If PATH exists with its colons, it is not split. Repeatable
     #[arg(long, value_name = "PATH[:INSIDE]", help_heading = "What it sees")]
     pub read: Vec<OsString>,
 
-    /// Copy a file or directory into the workspace, under its own name or NAME (relative). A PATH that
-    /// exists with its colons is taken whole. Repeatable
+    /// Copy a file or directory into the workspace, under its own name or NAME (relative). If PATH exists with its
+    /// colons, it is not split. Repeatable
     #[arg(long, value_name = "PATH[:NAME]", help_heading = "What it sees")]
     pub input: Vec<OsString>,
 
@@ -254,8 +253,8 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "PREFIX", help_heading = "What it sees")]
     pub runtime: Option<OsString>,
 
-    /// Set a variable for the program (K=V), or hand on the caller's (K). It wins over the one that
-    /// Fumehood would set, HOME, TMPDIR and PATH included. Repeatable
+    /// Set a variable for the program (K=V), or pass on the caller's (K). It replaces the value that Fumehood would
+    /// set, also of HOME, TMPDIR and PATH. Repeatable
     #[arg(long, value_name = "K=V|K", help_heading = "What it sees")]
     pub env: Vec<OsString>,
 
@@ -271,8 +270,8 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "TIME", help_heading = "Limits")]
     pub cpu_time: Option<OsString>,
 
-    /// Stop after this long with neither log bytes nor CPU use beyond 1 %, or off; waiting for a slow
-    /// reader of its output is not idle [default: off]
+    /// Stop after this long with neither log output nor CPU use above 1 %, or off; waiting for a slow reader of its
+    /// output does not count as idle [default: off]
     #[arg(long, value_name = "TIME", help_heading = "Limits")]
     pub idle_timeout: Option<OsString>,
 
@@ -280,8 +279,8 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "TIME", help_heading = "Limits")]
     pub grace: Option<OsString>,
 
-    /// Memory and swap of all processes, tmpfs included, such as 512M or 2G (binary) [default: the lesser
-    /// of 4G and half of what this cgroup or job may use]
+    /// Memory and swap of all processes, tmpfs included, such as 512M or 2G (binary) [default: the lesser of 4G and
+    /// half of what this cgroup or job may use]
     #[arg(long, value_name = "SIZE", help_heading = "Limits")]
     pub memory: Option<OsString>,
 
@@ -293,20 +292,20 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub pids: Option<OsString>,
 
-    /// Open files for each process; all together have a tenth of fs.file-max [default: 4096]
+    /// Open files of each process; all together may have a tenth of fs.file-max [default: 4096]
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub open_files: Option<OsString>,
 
-    /// Bytes that the workspace and the private /tmp may hold [default: 10G]
+    /// Total size of the files in the workspace and the private /tmp [default: 10G]
     #[arg(long, value_name = "SIZE", help_heading = "Limits")]
     pub disk: Option<OsString>,
 
-    /// Files that they may hold [default: 100000]
+    /// Number of files there [default: 100000]
     #[arg(long, value_name = "N", help_heading = "Limits")]
     pub files: Option<OsString>,
 
-    /// Bytes stored of stdout and of stderr each; beyond it the middle is dropped and counted, the
-    /// program goes on. A file or pipe still gets everything [default: 10M]
+    /// Stored size of stdout and of stderr each; beyond it the middle is dropped and counted, and the program goes on.
+    /// A file or pipe still gets everything [default: 10M]
     #[arg(long, value_name = "SIZE", help_heading = "Limits")]
     pub log_limit: Option<OsString>,
 
@@ -315,7 +314,7 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "LIMIT", help_heading = "Limits")]
     pub allow_degraded: Vec<OsString>,
 
-    /// Where the workspace lives: disk or memory (it then counts as memory) [default: disk]
+    /// Where the workspace is: disk or memory (it then counts as memory) [default: disk]
     #[arg(long, value_name = "KIND", help_heading = "Workspace")]
     pub workspace: Option<OsString>,
 
@@ -327,11 +326,11 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "WHEN", help_heading = "Workspace")]
     pub keep: Option<OsString>,
 
-    /// How long a kept workspace is kept [default: 24h]
+    /// How long to keep a kept workspace [default: 24h]
     #[arg(long, value_name = "TIME", help_heading = "Workspace")]
     pub keep_for: Option<OsString>,
 
-    /// The least confinement with which the run may start: full or landlock. It can raise the operator's
+    /// The lowest level of confinement with which the run may start: full or landlock. It can raise the operator's
     /// floor, never lower it [default: the operator's floor; without a policy, landlock]
     #[arg(long, value_name = "LEVEL", help_heading = "Confinement")]
     pub isolation: Option<OsString>,
@@ -341,7 +340,7 @@ pub struct AnalysisArgs {
     pub level: Option<OsString>,
 
     /// Which /dev/shm the program has at level landlock: private (none; no POSIX semaphores, so no Python
-    /// multiprocessing) or host (the host's own, with what others keep there) [default: private]
+    /// multiprocessing) or host (the host's own, with the files of others) [default: private]
     #[arg(long, value_name = "WHICH", help_heading = "Confinement")]
     pub shared_memory: Option<OsString>,
 
@@ -365,8 +364,8 @@ impl RunArgs {
         command(&self.words, argv)
     }
 
-    /// Every setting given, with its values as typed.
-    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    /// Returns every setting that was given, with its values as typed.
+    pub fn given(&self) -> GivenSettings {
         let mut given = self.task.given();
         given.extend(one(Key::In, &self.in_workspace));
         given
@@ -378,7 +377,7 @@ impl SubmitArgs {
         command(&self.words, argv)
     }
 
-    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    pub fn given(&self) -> GivenSettings {
         let mut given = self.task.given();
         let own = [
             one(Key::Priority, &self.priority),
@@ -392,9 +391,14 @@ impl SubmitArgs {
     }
 }
 
-/// Tells `run SCRIPT` from `run -- CMD`. clap swallows the `--`, but the words are the very end of
-/// the command line (nothing after the first is read as an option), so what stands before them
-/// there decides. An option's value cannot be mistaken for it: clap takes `--` for none.
+/// Returns the whole command line, the program's own name first.
+pub fn command_line() -> Vec<OsString> {
+    std::env::args_os().collect()
+}
+
+/// Distinguishes `run SCRIPT` from `run -- CMD`. clap removes the `--`. But the words are the end of the command line,
+/// because nothing after the first is parsed as an option, so the argument before them decides. An option's value is
+/// never mistaken for it: clap does not accept `--` as a value.
 fn command(words: &[OsString], argv: &[OsString]) -> Result<Command, ArgsError> {
     let head = argv.strip_suffix(words).ok_or(ArgsError::NotTheTail)?;
     let (first, args) = words.split_first().ok_or(ArgsError::EmptyCommand)?;
@@ -410,7 +414,7 @@ fn command(words: &[OsString], argv: &[OsString]) -> Result<Command, ArgsError> 
 }
 
 impl TaskArgs {
-    fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    fn given(&self) -> GivenSettings {
         let mut given = self.analysis.given();
         given.extend(self.outputs.given());
         given.extend(self.store.given());
@@ -429,7 +433,7 @@ impl TaskArgs {
 }
 
 impl OutputArgs {
-    fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    fn given(&self) -> GivenSettings {
         [
             many(Key::Output, &self.output),
             many(Key::Expect, &self.expect),
@@ -448,7 +452,7 @@ impl OutputArgs {
 }
 
 impl StoreArgs {
-    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    pub fn given(&self) -> GivenSettings {
         [one(Key::Db, &self.db), one(Key::Artifacts, &self.artifacts)]
             .into_iter()
             .flatten()
@@ -457,13 +461,13 @@ impl StoreArgs {
 }
 
 impl ShellArgs {
-    pub fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    pub fn given(&self) -> GivenSettings {
         self.analysis.given()
     }
 }
 
 impl AnalysisArgs {
-    fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    fn given(&self) -> GivenSettings {
         [
             one(Key::Id, &self.id),
             one(Key::Project, &self.project),
@@ -501,18 +505,18 @@ impl AnalysisArgs {
     }
 }
 
-pub(super) fn one(key: Key, value: &Option<OsString>) -> Option<(Key, Vec<OsString>)> {
+pub fn one(key: Key, value: &Option<OsString>) -> Option<(Key, Vec<OsString>)> {
     value.as_ref().map(|value| (key, vec![value.clone()]))
 }
 
-pub(super) fn many(key: Key, values: &[OsString]) -> Option<(Key, Vec<OsString>)> {
+pub fn many(key: Key, values: &[OsString]) -> Option<(Key, Vec<OsString>)> {
     match values.is_empty() {
         true => None,
         false => Some((key, values.to_vec())),
     }
 }
 
-pub(super) fn switch(key: Key, on: bool) -> Option<(Key, Vec<OsString>)> {
+pub fn switch(key: Key, on: bool) -> Option<(Key, Vec<OsString>)> {
     on.then(|| (key, vec![OsString::from("true")]))
 }
 
@@ -520,7 +524,7 @@ pub(super) fn switch(key: Key, on: bool) -> Option<(Key, Vec<OsString>)> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::config::settings::{Kind, SETTINGS};
+    use crate::config::settings::{SETTINGS, SettingKind};
     use clap::{CommandFactory, Parser};
     use std::collections::BTreeSet;
     use std::os::unix::ffi::OsStringExt;
@@ -660,7 +664,7 @@ mod tests {
             let mut typed = argv(&[verb]);
             for setting in SETTINGS.iter().filter(|s| has(&s.flag()[2..])) {
                 typed.push(setting.flag().into());
-                if setting.kind != Kind::Switch {
+                if setting.kind != SettingKind::Switch {
                     typed.push("x".into());
                 }
             }

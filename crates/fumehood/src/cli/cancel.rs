@@ -1,4 +1,4 @@
-//! `fumehood cancel`: what is queued never runs; what runs ends, and what it left is kept.
+//! `fumehood cancel`: a queued analysis never runs; a running one is ended, and its outputs are kept.
 
 use std::ffi::OsString;
 
@@ -11,21 +11,22 @@ use serde::Serialize;
 use store::{CancelOutcome, State};
 
 use super::args::StoreArgs;
-use super::print::{self, clean};
-use super::standing::{self, Hurry, Next, Standing, Told};
-use super::{exit, ids, ledger, show, wait};
+use super::print::{self, escape};
+use super::run_dirs::{self, CancelMode, CancelSignal, NextAction, RunDirInfo};
+use super::{exit, ids, messages, record_access, wait};
 
-/// Cancel analyses: one that is queued never runs; one that runs is ended, and what it left is kept, marked incomplete.
+/// Cancel analyses: a queued analysis never runs; a running one is ended, and its outputs are kept, marked incomplete.
 ///
-/// One that runs hears of it within two seconds wherever it runs, if a worker runs it; at once if it runs in this
-/// FUMEHOOD_HOME, also by `fumehood run`. Its processes get SIGTERM, the grace, and SIGKILL. It may be cancelled again
-/// without harm.
+/// The runner of a worker learns of it within two seconds, on any machine. An analysis that runs in this
+/// FUMEHOOD_HOME, also by `fumehood run`, is signalled at once. Its processes get SIGTERM, the grace period, and SIGKILL. Cancelling twice
+/// does no harm.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CancelArgs {
-    #[arg(value_name = "ID", required = true, help = ids::HELP_WHOLE)]
+    #[arg(value_name = "ID", required = true, help = ids::HELP_ANALYSIS)]
     pub ids: Vec<OsString>,
 
-    /// Without the grace: SIGKILL at once, as a second Ctrl-C does. Only for what runs in this FUMEHOOD_HOME
+    /// Skip the grace period: SIGKILL at once, as a second Ctrl-C does. Only for analyses that run in this
+    /// FUMEHOOD_HOME
     #[arg(long)]
     pub now: bool,
 
@@ -44,69 +45,76 @@ pub struct CancelArgs {
 #[derive(Serialize)]
 struct Document<'a> {
     schema: &'static str,
-    analyses: &'a [Done],
+    analyses: &'a [CancelResult],
 }
 
-/// What came of it for one analysis.
+/// The result for one analysis.
 #[derive(Clone, Debug, Serialize)]
-struct Done {
+struct CancelResult {
     id: String,
     attempt: u32,
-    came_of_it: CameOfIt,
-    /// As far as it is known.
+    #[serde(rename = "came_of_it")]
+    effect: CancelEffect,
+    /// The status, if it is known.
     status: Option<&'static str>,
-    /// Where it runs.
+    /// The machine on which it runs.
     host: Option<String>,
-    /// Whether its runner is in this home, and knows.
-    told: bool,
+    /// Whether its runner is in this home and has been signalled.
+    #[serde(rename = "told")]
+    signalled: bool,
     #[serde(skip)]
-    why_not_told: Option<String>,
-    /// Whether the database knows of it.
+    why_not_signalled: Option<String>,
+    /// Whether the database has the analysis.
     #[serde(skip)]
     recorded: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-enum CameOfIt {
+enum CancelEffect {
     /// It was queued, and has ended.
     Cancelled,
-    /// Its runner ends it.
+    /// Its runner is ending it.
     Asked,
-    /// It had ended before, or did so before it could be cancelled.
+    /// It ended before it could be cancelled.
     Ended,
 }
 
 pub fn cancel(args: &CancelArgs) -> anyhow::Result<u8> {
-    let hurry = match args.now {
-        true => Hurry::Now,
-        false => Hurry::No,
+    let mode = match args.now {
+        true => CancelMode::Immediate,
+        false => CancelMode::Graceful,
     };
-    let (home, mut ledger) = ledger::open_if_any(&args.store)?;
+    let (home, mut recorder) = record_access::open_optional(&args.store)?;
     let mut wanted = Vec::new();
     for given in &args.ids {
-        let id = which(&home, ledger.as_mut(), given)?;
+        let id = find_target(&home, recorder.as_mut(), given)?;
         if !wanted.contains(&id) {
             wanted.push(id);
         }
     }
     let mut all = Vec::new();
     for id in &wanted {
-        let done = match (&mut ledger, id) {
-            (Some(ledger), Which::Recorded(id)) => recorded(&home, ledger, id, hurry)?,
-            (_, Which::Recorded(id) | Which::Unrecorded(id)) => unrecorded(&home, id, hurry)?,
+        let result = match (&mut recorder, id) {
+            (Some(recorder), CancelTarget::Recorded(id)) => {
+                cancel_recorded(&home, recorder, id, mode)?
+            }
+            (_, CancelTarget::Recorded(id) | CancelTarget::Unrecorded(id)) => {
+                cancel_unrecorded(&home, id, mode)?
+            }
         };
-        all.push(done);
+        all.push(result);
     }
     if !args.json {
-        all.iter().for_each(|done| show::line(&done.words()));
+        all.iter()
+            .for_each(|result| messages::line(&result.message()));
     }
-    if let (true, Some(ledger)) = (args.wait, &mut ledger) {
-        let tell = |done: &Done| match args.json {
+    if let (true, Some(recorder)) = (args.wait, &mut recorder) {
+        let report = |result: &CancelResult| match args.json {
             true => {}
-            false => show::line(&done.words()),
+            false => messages::line(&result.message()),
         };
-        await_ends(&home, ledger, &mut all, &tell)?;
+        wait_for_ends(&home, recorder, &mut all, &report)?;
     }
     if args.json {
         print::json(&Document {
@@ -114,145 +122,156 @@ pub fn cancel(args: &CancelArgs) -> anyhow::Result<u8> {
             analyses: &all,
         })?;
     }
-    let late = all.iter().any(|done| done.came_of_it == CameOfIt::Ended);
+    let late = all
+        .iter()
+        .any(|result| result.effect == CancelEffect::Ended);
     Ok(if late { exit::COULD_NOT_RUN } else { 0 })
 }
 
 #[derive(PartialEq, Eq)]
-enum Which {
+enum CancelTarget {
     Recorded(String),
-    /// It runs here with `--db none`, or has no row yet.
+    /// It runs in this home with `--db none`, or has no row yet.
     Unrecorded(String),
 }
 
-fn which(
+fn find_target(
     home: &Home,
-    ledger: Option<&mut Recorder>,
+    recorder: Option<&mut Recorder>,
     given: &std::ffi::OsStr,
-) -> anyhow::Result<Which> {
+) -> anyhow::Result<CancelTarget> {
     let exact = given.to_str().and_then(|text| AnalysisId::new(text).ok());
     let runs = |id: &AnalysisId| {
-        let mut here = standing::of_id(home, id).into_iter();
-        here.any(|standing| standing.next() == Next::Runs && !is_begun(&standing))
+        let mut here = run_dirs::list_analysis(home, id).into_iter();
+        here.any(|run_dir| run_dir.next_action() == NextAction::AwaitRunner && !is_begun(&run_dir))
     };
     let unrecorded = exact.filter(runs);
-    match (ledger, unrecorded) {
-        (_, Some(id)) => Ok(Which::Unrecorded(id.as_str().to_owned())),
-        (Some(ledger), None) => Ok(Which::Recorded(ids::analysis(ledger, given)?)),
+    match (recorder, unrecorded) {
+        (_, Some(id)) => Ok(CancelTarget::Unrecorded(id.as_str().to_owned())),
+        (Some(recorder), None) => Ok(CancelTarget::Recorded(ids::resolve_analysis(
+            recorder, given,
+        )?)),
         (None, None) => {
             anyhow::bail!("{given:?} does not run here, and there is no record with --db none")
         }
     }
 }
 
-fn is_begun(standing: &Standing) -> bool {
-    let task = standing.record.commit_plan.as_ref();
+fn is_begun(run_dir: &RunDirInfo) -> bool {
+    let task = run_dir.record.commit_plan.as_ref();
     task.is_some_and(|task| task.begun)
 }
 
-fn unrecorded(home: &Home, id: &str, hurry: Hurry) -> anyhow::Result<Done> {
+fn cancel_unrecorded(home: &Home, id: &str, mode: CancelMode) -> anyhow::Result<CancelResult> {
     let id = AnalysisId::new(id)?;
-    let mut here = standing::of_id(home, &id).into_iter();
-    let standing = here.find(|standing| standing.next() == Next::Runs);
-    let standing = standing.with_context(|| format!("{id} has just ended"))?;
-    let (told, why_not_told) = told(&standing, hurry);
+    let mut here = run_dirs::list_analysis(home, &id).into_iter();
+    let run_dir = here.find(|run_dir| run_dir.next_action() == NextAction::AwaitRunner);
+    let run_dir = run_dir.with_context(|| format!("{id} has just ended"))?;
+    let (signalled, why_not_signalled) = signal_runner(&run_dir, mode);
     anyhow::ensure!(
-        told,
+        signalled,
         "{id} has no record, and its runner {}",
-        why_not_told.unwrap_or_default()
+        why_not_signalled.unwrap_or_default()
     );
-    Ok(Done {
+    Ok(CancelResult {
         id: id.as_str().to_owned(),
-        attempt: standing.record.attempt,
-        came_of_it: CameOfIt::Asked,
+        attempt: run_dir.record.attempt,
+        effect: CancelEffect::Asked,
         status: None,
         host: Some(home::machine_id()),
-        told,
-        why_not_told: None,
+        signalled,
+        why_not_signalled: None,
         recorded: false,
     })
 }
 
-fn recorded(home: &Home, ledger: &mut Recorder, id: &str, hurry: Hurry) -> anyhow::Result<Done> {
+fn cancel_recorded(
+    home: &Home,
+    recorder: &mut Recorder,
+    id: &str,
+    mode: CancelMode,
+) -> anyhow::Result<CancelResult> {
     let by = provenance::submitter_name();
-    let cancelled = ledger.with(|store| store.cancel(id, &by));
-    let mut done = Done {
+    let cancelled = recorder.with(|store| store.cancel(id, &by));
+    let mut result = CancelResult {
         id: id.to_owned(),
         attempt: 0,
-        came_of_it: CameOfIt::Ended,
+        effect: CancelEffect::Ended,
         status: None,
         host: None,
-        told: false,
-        why_not_told: None,
+        signalled: false,
+        why_not_signalled: None,
         recorded: true,
     };
-    match cancelled.map_err(ids::plainly)? {
+    match cancelled.map_err(ids::without_database_context)? {
         CancelOutcome::Now { attempt } => {
-            done.attempt = attempt;
-            done.came_of_it = CameOfIt::Cancelled;
-            done.status = Some(State::Cancelled.as_str());
+            result.attempt = attempt;
+            result.effect = CancelEffect::Cancelled;
+            result.status = Some(State::Cancelled.as_str());
         }
         CancelOutcome::AlreadyEnded { attempt, state } => {
-            done.attempt = attempt;
-            done.status = Some(state.as_str());
+            result.attempt = attempt;
+            result.status = Some(state.as_str());
         }
         CancelOutcome::Requested { attempt, host } => {
-            done.attempt = attempt;
-            done.came_of_it = CameOfIt::Asked;
-            if let Some(standing) = here(home, ledger, id, attempt)? {
-                (done.told, done.why_not_told) = told(&standing, hurry);
+            result.attempt = attempt;
+            result.effect = CancelEffect::Asked;
+            if let Some(run_dir) = find_in_home(home, recorder, id, attempt)? {
+                (result.signalled, result.why_not_signalled) = signal_runner(&run_dir, mode);
             }
-            done.host = Some(host);
+            result.host = Some(host);
         }
     }
-    Ok(done)
+    Ok(result)
 }
 
-/// Where that very attempt runs, if it is in this home. The same id may be in another database, too.
-fn here(
+/// Finds the run directory of exactly this attempt in this home. The same id may also be in another database.
+fn find_in_home(
     home: &Home,
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     id: &str,
     attempt: u32,
-) -> anyhow::Result<Option<Standing>> {
-    let database_id = ledger.store()?.id().to_owned();
-    let is_it = |standing: &Standing| {
-        let task = standing.record.commit_plan.as_ref();
-        standing.record.attempt == attempt && task.is_some_and(|t| t.database_id == database_id)
+) -> anyhow::Result<Option<RunDirInfo>> {
+    let database_id = recorder.store()?.id().to_owned();
+    let is_it = |run_dir: &RunDirInfo| {
+        let task = run_dir.record.commit_plan.as_ref();
+        run_dir.record.attempt == attempt && task.is_some_and(|t| t.database_id == database_id)
     };
     let id = AnalysisId::new(id).context("read an id from the database")?;
-    Ok(standing::of_id(home, &id).into_iter().find(is_it))
+    Ok(run_dirs::list_analysis(home, &id).into_iter().find(is_it))
 }
 
-fn told(standing: &Standing, hurry: Hurry) -> (bool, Option<String>) {
-    match standing.cancel(hurry) {
-        Ok(Told::Now | Told::Before) => (true, None),
-        Ok(Told::HasEnded) => (true, None),
-        Ok(Told::Unreachable) if standing.alive => {
-            let pid = standing.record.runner_pid;
+fn signal_runner(run_dir: &RunDirInfo, mode: CancelMode) -> (bool, Option<String>) {
+    match run_dir.cancel(mode) {
+        Ok(CancelSignal::Sent | CancelSignal::AlreadySent) => (true, None),
+        Ok(CancelSignal::HasEnded) => (true, None),
+        Ok(CancelSignal::Unreachable) if run_dir.alive => {
+            let pid = run_dir.record.runner_pid;
             let why = format!("(process {pid}) cannot be shown to be the one it was");
             (false, Some(why))
         }
-        Ok(Told::Unreachable) => (false, Some("is gone; `fumehood gc` finishes it".to_owned())),
-        Err(e) => (false, Some(format!("could not be told: {e}"))),
+        Ok(CancelSignal::Unreachable) => {
+            (false, Some("is gone; `fumehood gc` finishes it".to_owned()))
+        }
+        Err(e) => (false, Some(format!("could not be signalled: {e}"))),
     }
 }
 
-impl Done {
-    fn words(&self) -> String {
-        let id = clean(&self.id);
+impl CancelResult {
+    fn message(&self) -> String {
+        let id = escape(&self.id);
         let status = self.status.unwrap_or("ended").replace('_', " ");
-        match self.came_of_it {
-            CameOfIt::Cancelled if self.host.is_some() => format!("{id} is cancelled"),
-            CameOfIt::Cancelled => format!("{id} is cancelled; it never ran"),
-            CameOfIt::Ended => {
+        match self.effect {
+            CancelEffect::Cancelled if self.host.is_some() => format!("{id} is cancelled"),
+            CancelEffect::Cancelled => format!("{id} is cancelled; it never ran"),
+            CancelEffect::Ended => {
                 format!("{id} had ended before ({status}); there was nothing to cancel")
             }
-            CameOfIt::Asked if self.told => format!("{id} is being cancelled"),
-            CameOfIt::Asked => match (&self.why_not_told, &self.host) {
+            CancelEffect::Asked if self.signalled => format!("{id} is being cancelled"),
+            CancelEffect::Asked => match (&self.why_not_signalled, &self.host) {
                 (Some(why), _) => format!("{id} is marked to be cancelled; its runner {why}"),
                 (None, Some(host)) if *host != home::machine_id() => {
-                    let host = clean(host);
+                    let host = escape(host);
                     format!(
                         "{id} is marked to be cancelled; its runner on {host} will hear of it if a worker started it"
                     )
@@ -265,24 +284,25 @@ impl Done {
     }
 }
 
-fn await_ends(
+fn wait_for_ends(
     home: &Home,
-    ledger: &mut Recorder,
-    all: &mut [Done],
-    tell: &dyn Fn(&Done),
+    recorder: &mut Recorder,
+    all: &mut [CancelResult],
+    report: &dyn Fn(&CancelResult),
 ) -> anyhow::Result<()> {
-    let asked = |done: &&mut Done| done.came_of_it == CameOfIt::Asked && done.recorded;
-    let mut waiting: Vec<&mut Done> = all.iter_mut().filter(asked).collect();
-    let ids: Vec<String> = waiting.iter().map(|done| done.id.clone()).collect();
-    let ended = wait::until_ended(home, ledger, &ids, None, &mut |_| Ok(()))?;
-    for (done, last) in waiting.iter_mut().zip(ended) {
-        done.attempt = last.listed.attempt;
-        done.status = Some(last.listed.state.as_str());
-        done.came_of_it = match last.listed.state {
-            State::Cancelled => CameOfIt::Cancelled,
-            _ => CameOfIt::Ended,
+    let asked =
+        |result: &&mut CancelResult| result.effect == CancelEffect::Asked && result.recorded;
+    let mut waiting: Vec<&mut CancelResult> = all.iter_mut().filter(asked).collect();
+    let ids: Vec<String> = waiting.iter().map(|result| result.id.clone()).collect();
+    let ended = wait::until_ended(home, recorder, &ids, None, &mut |_| Ok(()))?;
+    for (result, last) in waiting.iter_mut().zip(ended) {
+        result.attempt = last.summary.attempt;
+        result.status = Some(last.summary.state.as_str());
+        result.effect = match last.summary.state {
+            State::Cancelled => CancelEffect::Cancelled,
+            _ => CancelEffect::Ended,
         };
-        tell(done);
+        report(result);
     }
     Ok(())
 }

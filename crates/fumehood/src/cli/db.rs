@@ -1,4 +1,4 @@
-//! `fumehood db`: the database itself.
+//! `fumehood db`: migrates, measures and exports the database.
 
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
@@ -13,11 +13,11 @@ use store::types::units::format_size;
 use store::{MigrationResult, Store, StoreStatus};
 
 use super::args::StoreArgs;
-use super::print::{self, Align, Out, Table, clean, counted};
-use super::standing::{self, Next};
-use super::{ledger, show, when};
+use super::print::{self, Align, StdoutWriter, Table, escape, format_count};
+use super::run_dirs::{self, NextAction};
+use super::{messages, record_access, time_format};
 
-/// Look after the database: its schema, its growth, an export.
+/// Manage the database: its schema, its size, an export.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DbArgs {
     #[command(subcommand)]
@@ -31,10 +31,10 @@ pub enum DbCommand {
     Export(ExportArgs),
 }
 
-/// Make the schema, or bring it up to date.
+/// Create the schema, or bring it up to date.
 ///
-/// SQLite is migrated by itself; on PostgreSQL this is done once by the owner of the schema `fumehood`, who need not be
-/// the role that runs use. Within a major version only things are added, so older runners go on.
+/// SQLite is migrated automatically. On PostgreSQL the owner of the schema `fumehood` does this once; the owner need
+/// not be the role that runs use. Within a major version migrations only add things, so older runners continue to work.
 #[derive(Clone, Debug, clap::Args)]
 pub struct MigrateArgs {
     /// Print one JSON document (fumehood.db-migrate/1)
@@ -56,13 +56,14 @@ pub struct StatusArgs {
     pub store: StoreArgs,
 }
 
-/// Write all of the database as JSON lines, as it is at one moment.
+/// Write the whole database as JSON lines, as it is at one moment.
 ///
-/// Each line is a row: {"table": …, "row": {…}}; bytes are {"hex": …}. The artifact store's files are not in it. It holds
-/// the keys of attempts and everything that was recorded: keep it as private as the database.
+/// Each line is a row: {"table": …, "row": {…}}; bytes are {"hex": …}. The files of the artifact store are not
+/// included. The export contains the keys of attempts and everything that was recorded: keep it as private as the
+/// database.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExportArgs {
-    /// Write to this file, readable by you alone, instead of stdout; overwrites nothing
+    /// Write to this file, readable by you alone, instead of stdout; does not overwrite
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
 
@@ -91,20 +92,20 @@ struct MigrateDocument {
 }
 
 fn migrate(args: &MigrateArgs) -> anyhow::Result<u8> {
-    let (_, ledger) = ledger::open(&args.store)?;
-    let migrated = Store::migrate(&ledger.location).map_err(|e| ledger.database_error(e))?;
+    let (_, recorder) = record_access::open(&args.store)?;
+    let migrated = Store::migrate(&recorder.location).map_err(|e| recorder.database_error(e))?;
     let MigrationResult { from, to } = migrated;
     if args.json {
         print::json(&MigrateDocument {
             schema: "fumehood.db-migrate/1",
-            database: ledger.location.to_string(),
+            database: recorder.location.to_string(),
             from: from.map(|from| from.to_string()),
             to: to.to_string(),
         })?;
         return Ok(0);
     }
-    let database = &ledger.location;
-    show::line(&match from {
+    let database = &recorder.location;
+    messages::line(&match from {
         None => format!("made schema {to} in {database}"),
         Some(from) if from == to => format!("{database} has schema {to}; nothing to do"),
         Some(from) => format!("migrated {database} from schema {from} to {to}"),
@@ -127,15 +128,15 @@ struct StatusDocument {
     last_7_days_attempts: u64,
     last_7_days_output_bytes: u64,
     post_process_due: u64,
-    artifacts: Place,
-    home: Place,
+    artifacts: DirectoryUsage,
+    home: DirectoryUsage,
     /// Attempts in this home that await their commit.
     awaiting_commit: u64,
 }
 
-/// A directory, what Fumehood has in it, and what is free on its disk.
+/// A directory, what Fumehood stores in it, and the free space on its file system.
 #[derive(Serialize)]
-struct Place {
+struct DirectoryUsage {
     path: String,
     objects: Option<u64>,
     bytes: Option<u64>,
@@ -143,18 +144,26 @@ struct Place {
 }
 
 fn status(args: &StatusArgs) -> anyhow::Result<u8> {
-    let (home, mut ledger) = ledger::open(&args.store)?;
-    let status = ledger.with(|store| store.status())?;
-    let artifacts = artifacts_place(&ledger)?;
-    let waits = |s: &standing::Standing| matches!(s.next(), Next::Finish | Next::PostProcess);
-    let waiting = standing::all(&home).iter().filter(|s| waits(s)).count() as u64;
+    let (home, mut recorder) = record_access::open(&args.store)?;
+    let status = recorder.with(|store| store.status())?;
+    let artifacts = artifacts_usage(&recorder)?;
+    let waits = |s: &run_dirs::RunDirInfo| {
+        matches!(
+            s.next_action(),
+            NextAction::Finish | NextAction::PostProcess
+        )
+    };
+    let waiting = run_dirs::list_all(&home)
+        .iter()
+        .filter(|s| waits(s))
+        .count() as u64;
     match args.json {
         true => print::json(&status_document(
-            &status, &ledger, &home, artifacts, waiting,
+            &status, &recorder, &home, artifacts, waiting,
         ))?,
         false => {
-            let now_ms = ledger.with(|store| store.now_ms())?;
-            print_status(&status, &ledger, &artifacts, waiting, now_ms)?;
+            let now_ms = recorder.with(|store| store.now_ms())?;
+            print_status(&status, &recorder, &artifacts, waiting, now_ms)?;
         }
     }
     Ok(0)
@@ -165,14 +174,14 @@ fn free_bytes(path: &Path) -> Option<u64> {
     Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
-/// Of the artifact store, which looking at does not make.
-fn artifacts_place(ledger: &Recorder) -> anyhow::Result<Place> {
-    let path = &ledger.artifacts_at;
+/// Measures the artifact store. Does not create one.
+fn artifacts_usage(recorder: &Recorder) -> anyhow::Result<DirectoryUsage> {
+    let path = &recorder.artifacts_at;
     let used = match path.join("store.json").exists() {
-        true => Some(ledger.artifacts()?.usage()?),
+        true => Some(recorder.artifacts()?.usage()?),
         false => None,
     };
-    Ok(Place {
+    Ok(DirectoryUsage {
         path: path.display().to_string(),
         objects: used.map(|used| used.objects),
         bytes: used.map(|used| used.bytes),
@@ -182,14 +191,14 @@ fn artifacts_place(ledger: &Recorder) -> anyhow::Result<Place> {
 
 fn status_document(
     status: &StoreStatus,
-    ledger: &Recorder,
+    recorder: &Recorder,
     home: &Home,
-    artifacts: Place,
+    artifacts: DirectoryUsage,
     awaiting_commit: u64,
 ) -> StatusDocument {
     StatusDocument {
         schema: "fumehood.db-status/1",
-        database: ledger.location.to_string(),
+        database: recorder.location.to_string(),
         database_id: status.id.clone(),
         database_schema: status.schema.to_string(),
         database_bytes: status.bytes,
@@ -202,7 +211,7 @@ fn status_document(
         last_7_days_output_bytes: status.last_7_days_output_bytes,
         post_process_due: status.post_process_due,
         artifacts,
-        home: Place {
+        home: DirectoryUsage {
             path: home.path().display().to_string(),
             objects: None,
             bytes: None,
@@ -214,14 +223,14 @@ fn status_document(
 
 fn print_status(
     status: &StoreStatus,
-    ledger: &Recorder,
-    artifacts: &Place,
+    recorder: &Recorder,
+    artifacts: &DirectoryUsage,
     waiting: u64,
     now_ms: i64,
 ) -> anyhow::Result<()> {
     let mut table = Table::new(&[Align::Left, Align::Left]);
     let mut fact = |name: &str, text: String| table.row([name.to_owned(), text]);
-    fact("database", clean(&ledger.location.to_string()));
+    fact("database", escape(&recorder.location.to_string()));
     fact("schema", status.schema.to_string());
     fact("size", format_size(status.bytes));
     let rows: Vec<String> = status
@@ -233,13 +242,13 @@ fn print_status(
     let states: Vec<String> = status
         .states
         .iter()
-        .map(|(state, n)| format!("{n} {}", clean(state).replace('_', " ")))
+        .map(|(state, n)| format!("{n} {}", escape(state).replace('_', " ")))
         .collect();
     if !states.is_empty() {
         fact("attempts", states.join(", "));
     }
     if let (Some(oldest), Some(newest)) = (status.oldest_ms, status.newest_ms) {
-        let [oldest, newest] = [oldest, newest].map(|ms| when::age(now_ms, ms));
+        let [oldest, newest] = [oldest, newest].map(|ms| time_format::format_age(now_ms, ms));
         fact("from", format!("{oldest} ago to {newest} ago"));
     }
     fact("outputs", format_size(status.output_bytes));
@@ -247,7 +256,7 @@ fn print_status(
         "last 7 days",
         format!(
             "{}, {} of outputs",
-            counted(status.last_7_days_attempts, "attempt", "attempts"),
+            format_count(status.last_7_days_attempts, "attempt", "attempts"),
             format_size(status.last_7_days_output_bytes)
         ),
     );
@@ -255,32 +264,32 @@ fn print_status(
         (Some(objects), Some(bytes)) => {
             format!(
                 "{}, {} on disk",
-                counted(objects, "object", "objects"),
+                format_count(objects, "object", "objects"),
                 format_size(bytes)
             )
         }
         _ => "not there yet".to_owned(),
     };
-    fact("artifacts", format!("{}: {used}", clean(&artifacts.path)));
+    fact("artifacts", format!("{}: {used}", escape(&artifacts.path)));
     if let Some(free) = artifacts.free_bytes {
         fact("free there", format_size(free));
     }
-    let mut out = Out::new();
+    let mut out = StdoutWriter::new();
     table.print(&mut out, "")?;
     out.finish()?;
     if waiting > 0 {
-        let what = counted(
+        let what = format_count(
             waiting,
             "attempt awaits its commit",
             "attempts await their commit",
         );
-        show::line(&format!(
+        messages::line(&format!(
             "{what}; `fumehood gc` finishes what it can, `fumehood list` names them"
         ));
     }
     if status.post_process_due > 0 {
-        let what = counted(status.post_process_due, "attempt awaits", "attempts await");
-        show::line(&format!(
+        let what = format_count(status.post_process_due, "attempt awaits", "attempts await");
+        messages::line(&format!(
             "{what} the post_process command; `fumehood post-process ID` repeats it"
         ));
     }
@@ -288,24 +297,24 @@ fn print_status(
 }
 
 fn export(args: &ExportArgs) -> anyhow::Result<u8> {
-    let (_, mut ledger) = ledger::open(&args.store)?;
+    let (_, mut recorder) = record_access::open(&args.store)?;
     match &args.output {
         None => {
             anyhow::ensure!(
                 !io::stdout().is_terminal(),
                 "an export is long, and holds keys; redirect it, or name a file with -o"
             );
-            let mut out = Out::new();
-            ledger.with(|store| store.export(&mut out))?;
+            let mut out = StdoutWriter::new();
+            recorder.with(|store| store.export(&mut out))?;
             out.finish()?;
         }
-        Some(path) => export_to(&mut ledger, path, args.force)?,
+        Some(path) => export_to(&mut recorder, path, args.force)?,
     }
     Ok(0)
 }
 
-/// Under a name of its own until it is whole.
-fn export_to(ledger: &mut Recorder, path: &Path, force: bool) -> anyhow::Result<()> {
+/// Writes to a temporary name and renames the file when it is complete.
+fn export_to(recorder: &mut Recorder, path: &Path, force: bool) -> anyhow::Result<()> {
     let there = std::fs::symlink_metadata(path);
     match &there {
         Ok(meta) if !meta.is_file() => {
@@ -317,7 +326,7 @@ fn export_to(ledger: &mut Recorder, path: &Path, force: bool) -> anyhow::Result<
     let mut draft = path.as_os_str().to_owned();
     draft.push(format!(".{}.part", std::process::id()));
     let draft = PathBuf::from(draft);
-    let write = |ledger: &mut Recorder| -> anyhow::Result<()> {
+    let write = |recorder: &mut Recorder| -> anyhow::Result<()> {
         let file = std::fs::OpenOptions::new()
             .write(true)
             .create_new(true)
@@ -325,7 +334,7 @@ fn export_to(ledger: &mut Recorder, path: &Path, force: bool) -> anyhow::Result<
             .open(&draft)
             .with_context(|| format!("write {draft:?}"))?;
         let mut file = io::BufWriter::new(file);
-        ledger.with(|store| store.export(&mut file))?;
+        recorder.with(|store| store.export(&mut file))?;
         file.flush().context("write the export")?;
         file.get_ref().sync_all().context("write the export")?;
         let flags = match force {
@@ -336,10 +345,10 @@ fn export_to(ledger: &mut Recorder, path: &Path, force: bool) -> anyhow::Result<
         rustix::fs::renameat_with(here, &draft, here, path, flags)
             .with_context(|| format!("write {path:?}"))
     };
-    let written = write(ledger);
+    let written = write(recorder);
     if written.is_err() {
-        // The first error is the one to tell.
-        let _gone = std::fs::remove_file(&draft);
+        // Report the first error; ignore a failure to remove the temporary file.
+        let _ = std::fs::remove_file(&draft);
     }
     written
 }

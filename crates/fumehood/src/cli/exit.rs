@@ -1,15 +1,15 @@
-//! Exit codes: fixed, documented, and only `succeeded` is 0.
+//! Exit codes. They are fixed and documented, and only `succeeded` exits with 0.
 
 use engine::attempt::record::{CommitState, Reason, Record, Status};
 use store::{AttemptSummary, PostProcessState, State};
 
 /// The program never started, or Fumehood failed.
 pub const COULD_NOT_RUN: u8 = 125;
-/// `wait` waited for as long as it was told to, and not all have ended. Not 124, which is an analysis's own.
+/// The --timeout of `wait` passed before all analyses had ended. Not 124, which means that an analysis timed out.
 pub const NOT_ENDED: u8 = 119;
-/// The program succeeded, but an output that `--expect` names is not there.
+/// The program succeeded, but an output that `--expect` names is missing.
 pub const MISSING_OUTPUT: u8 = 120;
-/// It ran; its record is not finished: the database does not have it, or the post_process command failed.
+/// The program ran, but its record is incomplete: the commit is pending, or the post_process command failed.
 pub const NOT_COMMITTED: u8 = 121;
 pub const TIMED_OUT: u8 = 124;
 pub const CANCELLED: u8 = 123;
@@ -26,11 +26,11 @@ pub const HELP: &str = "Exit codes:
   124  timed out (wall, CPU or idle time)      125  Fumehood could not run it
   126  not executable                          127  not found
   128+n  killed by signal n                    137  out of memory, or killed
-121 also tells of a post_process command that failed after a success. `wait` exits as `run` would have, of several
-with the first code that is not 0, and with 119 if its own --timeout is over before they have ended.
-The `reason` in --json always tells more.";
+121 also means that the post_process command failed after a success. `wait` exits as `run` would
+have: for several analyses with the first code that is not 0, and with 119 if its own --timeout
+passes before they have ended. The `reason` in --json always says more.";
 
-pub fn code(record: &Record) -> u8 {
+pub fn code_of_record(record: &Record) -> u8 {
     let ran = record.isolation.level.is_some();
     let committed = !matches!(
         record.commit.state,
@@ -53,24 +53,24 @@ pub fn code(record: &Record) -> u8 {
             Reason::NotExecutable => NOT_EXECUTABLE,
             _ => COULD_NOT_RUN,
         },
-        Status::Failed => failed(record.exit_code, record.signal),
+        Status::Failed => failure_code(record.exit_code, record.signal),
     }
 }
 
-/// What `run` would have exited with, from an attempt that has ended and was recorded.
-pub fn of_stored(listed: &AttemptSummary) -> u8 {
+/// Returns the code with which `run` would have exited, from the recorded attempt.
+pub fn code_of_stored(summary: &AttemptSummary) -> u8 {
     let unprocessed = matches!(
-        listed.post_process,
+        summary.post_process,
         PostProcessState::Pending | PostProcessState::Failed
     );
-    let reason = listed.reason.as_deref().unwrap_or_default();
+    let reason = summary.reason.as_deref().unwrap_or_default();
     let is = |expected: Reason| reason == expected.as_str();
-    match listed.state {
+    match summary.state {
         State::Queued | State::Running | State::Collecting => NOT_ENDED,
         State::Succeeded if unprocessed => NOT_COMMITTED,
         State::Succeeded => 0,
         State::Failed if is(Reason::MissingOutput) => MISSING_OUTPUT,
-        State::Failed => failed(listed.exit_code, listed.signal),
+        State::Failed => failure_code(summary.exit_code, summary.signal),
         State::TimedOut => TIMED_OUT,
         State::OutOfMemory => OUT_OF_MEMORY,
         State::LimitExceeded => LIMIT_EXCEEDED,
@@ -81,10 +81,10 @@ pub fn of_stored(listed: &AttemptSummary) -> u8 {
     }
 }
 
-fn failed(exit_code: Option<i32>, signal: Option<i32>) -> u8 {
+fn failure_code(exit_code: Option<i32>, signal: Option<i32>) -> u8 {
     let by_signal = signal.and_then(|n| SIGNAL_BASE.checked_add(n));
     let code = exit_code.or(by_signal);
     let code = code.and_then(|code| u8::try_from(code).ok());
-    // Failed is never 0, whatever was told.
+    // A failed program never exits with 0, whatever the record says.
     code.filter(|code| *code != 0).unwrap_or(1)
 }

@@ -1,4 +1,4 @@
-//! `fumehood gc`: what the dead left, kept workspaces, old analyses, and objects that nobody refers to.
+//! `fumehood gc`: what dead runners left, kept workspaces, old analyses, and unreferenced objects.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -19,26 +19,26 @@ use store::{
 };
 
 use super::args::StoreArgs;
-use super::print::{self, clean, counted};
-use super::standing::{self, Next};
-use super::sweep::{self, Others, Scope, Sweep, Sweeping};
-use super::{exit, ledger, list, remove, show};
+use super::object_gc::{self, ObjectGcOptions, ObjectGcReport, ObjectScope, OtherUsers};
+use super::print::{self, escape, format_count};
+use super::run_dirs::{self, NextAction};
+use super::{attempt_text, exit, messages, record_access, remove};
 
-/// Finish or remove what dead runners left, and what nobody needs any more.
+/// Finish or remove what dead runners left, and remove what nobody needs any more.
 ///
-/// That is: attempts and workspaces of runners that died, kept workspaces whose time is over, objects that no analysis
-/// refers to; with --older-than also old analyses.
+/// This covers attempts and workspaces of runners that died, kept workspaces whose time has passed, and objects that no
+/// analysis refers to; with --older-than also old analyses.
 ///
-/// Attempts that could not be committed are committed now, if the database is there. An attempt that the database
-/// believes to run on this machine is given up, as `error` (runner_lost), when it was begun before the machine was last
-/// started and nothing of it is in this home.
+/// Attempts that could not be committed are committed now, if the database is reachable. An attempt that the database
+/// lists as running on this machine ends as `error` (runner_lost) if it began before the last boot and nothing of it is
+/// in this home.
 #[derive(Clone, Debug, clap::Args)]
 pub struct GcArgs {
     /// Also remove kept workspaces before their time: that of ID, or all
     #[arg(long, value_name = "ID", num_args = 0..=1)]
     pub kept: Option<Option<String>>,
 
-    /// Change nothing; say what would be done
+    /// Change nothing; print what would be done
     #[arg(long, short = 'n')]
     pub dry_run: bool,
 
@@ -46,8 +46,8 @@ pub struct GcArgs {
     #[arg(long, value_name = "TIME")]
     pub older_than: Option<OsString>,
 
-    /// Of those, only these (separated by commas): succeeded, failed, timed_out, out_of_memory, limit_exceeded,
-    /// cancelled, error
+    /// With --older-than: remove only analyses with these statuses, separated by commas: succeeded, failed, timed_out,
+    /// out_of_memory, limit_exceeded, cancelled, error
     #[arg(
         long,
         value_name = "STATUS",
@@ -56,8 +56,8 @@ pub struct GcArgs {
     )]
     pub status: Vec<String>,
 
-    /// Remove objects although another database or home was used with this artifact store, too: what only that one
-    /// refers to is lost
+    /// Remove objects even if another database or home has used this artifact store: objects that only those refer to
+    /// are lost
     #[arg(long)]
     pub forget_others: bool,
 
@@ -71,35 +71,35 @@ pub struct GcArgs {
 
 /// Everything that was done, or would be.
 #[derive(Debug, Default, Serialize)]
-struct Done {
+struct GcReport {
     schema: &'static str,
     dry_run: bool,
     removed: Vec<String>,
     kept: Vec<String>,
-    finished: Vec<Finished>,
+    finished: Vec<FinishedAttempt>,
     waiting: Vec<String>,
-    given_up: Vec<Attempt>,
-    analyses: Vec<Old>,
-    swept: Sweep,
+    given_up: Vec<GivenUpAttempt>,
+    analyses: Vec<RemovedAnalysis>,
+    swept: ObjectGcReport,
     problems: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
-struct Finished {
+struct FinishedAttempt {
     id: String,
     attempt: u32,
-    /// `null` in a dry run: only finishing it tells.
+    /// `null` in a dry run: the status is known only after finishing.
     status: Option<&'static str>,
 }
 
 #[derive(Debug, Serialize)]
-struct Attempt {
+struct GivenUpAttempt {
     id: String,
     attempt: u32,
 }
 
 #[derive(Debug, Serialize)]
-struct Old {
+struct RemovedAnalysis {
     id: String,
     status: &'static str,
     attempts: u64,
@@ -107,7 +107,7 @@ struct Old {
 }
 
 pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
-    let states = list::states(&args.status)?;
+    let states = attempt_text::parse_states(&args.status)?;
     let older_ms = match &args.older_than {
         Some(text) => {
             let ms = parse_duration_ms(&text.to_string_lossy()).context("read --older-than")?;
@@ -115,44 +115,50 @@ pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
         }
         None => None,
     };
-    let (home, mut ledger) = ledger::open_if_any(&args.store)?;
+    let (home, mut recorder) = record_access::open_optional(&args.store)?;
     if args.dry_run {
-        ledger = ledger.filter(exists);
+        recorder = recorder.filter(exists);
     }
-    let mut done = Done {
+    let mut report = GcReport {
         schema: "fumehood.gc/1",
         dry_run: args.dry_run,
-        ..Done::default()
+        ..GcReport::default()
     };
     match args.dry_run {
-        true => would_reap(&home, ledger.as_ref(), args, &mut done),
-        false => reap(&home, ledger.as_mut(), args, &mut done),
+        true => list_reapable(&home, recorder.as_ref(), args, &mut report),
+        false => reap(&home, recorder.as_mut(), args, &mut report),
     }
-    if let Some(ledger) = &mut ledger {
+    if let Some(recorder) = &mut recorder {
         let mut in_database = || -> anyhow::Result<()> {
-            give_up_lost(&home, ledger, args.dry_run, &mut done)?;
+            give_up_lost(&home, recorder, args.dry_run, &mut report)?;
             if !args.dry_run {
-                clear_slots(&home, ledger)?;
-                take_pending_steps(&home, ledger, &mut done)?;
+                clear_slots(&home, recorder)?;
+                run_pending_post_process(&home, recorder, &mut report)?;
             }
             if let Some(older_ms) = older_ms {
-                remove_old(&home, ledger, (older_ms, &states), args.dry_run, &mut done)?;
+                remove_old(
+                    &home,
+                    recorder,
+                    (older_ms, &states),
+                    args.dry_run,
+                    &mut report,
+                )?;
             }
-            done.swept = sweep_all(&home, ledger, args);
+            report.swept = remove_unreferenced_objects(&home, recorder, args);
             Ok(())
         };
         if let Err(e) = in_database() {
-            done.problems.push(format!("{e:#}"));
+            report.problems.push(format!("{e:#}"));
         }
     }
-    let failed = !done.problems.is_empty();
+    let failed = !report.problems.is_empty();
     match args.json {
-        true => print::json(&done)?,
-        false => tell(&done),
+        true => print::json(&report)?,
+        false => print_report(&report),
     }
-    let nothing_kept = matches!(&args.kept, Some(Some(_))) && done.removed.is_empty() && !failed;
+    let nothing_kept = matches!(&args.kept, Some(Some(_))) && report.removed.is_empty() && !failed;
     if let (true, Some(Some(id))) = (nothing_kept, &args.kept) {
-        show::line(&format!("nothing is kept for {id}"));
+        messages::line(&format!("nothing is kept for {id}"));
     }
     Ok(match failed || nothing_kept {
         true => exit::COULD_NOT_RUN,
@@ -160,10 +166,10 @@ pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
     })
 }
 
-/// What dead workers left in their slots of attempts that have ended since.
-fn clear_slots(home: &Home, ledger: &mut Recorder) -> anyhow::Result<()> {
-    let database_id = ledger.store()?.id().to_owned();
-    let unfinished = ledger.with(|store| store.unfinished(None))?;
+/// Removes what dead workers left in their slots for attempts that have ended since.
+fn clear_slots(home: &Home, recorder: &mut Recorder) -> anyhow::Result<()> {
+    let database_id = recorder.store()?.id().to_owned();
+    let unfinished = recorder.with(|store| store.unfinished(None))?;
     let running: HashSet<&str> = unfinished.iter().map(|u| u.key.as_str()).collect();
     slot::clear_finished_orders(home, |order| {
         order.database_id == database_id && !running.contains(order.key.as_str())
@@ -171,46 +177,50 @@ fn clear_slots(home: &Home, ledger: &mut Recorder) -> anyhow::Result<()> {
     .context("clear what dead workers left in their slots")
 }
 
-/// How many steps of the platform's own one pass catches up with.
-const STEPS_MAX: u32 = 1000;
+/// The number of post_process commands that one call runs.
+const POST_PROCESS_MAX: u32 = 1000;
 
-/// The platform's own step for attempts whose runner could not note that it ran, or did not get that far. One that
-/// failed is repeated only when somebody asks for it.
-fn take_pending_steps(home: &Home, ledger: &mut Recorder, done: &mut Done) -> anyhow::Result<()> {
-    if ledger.post_process.is_none() {
+/// Runs the post_process command for attempts whose runner did not get that far or could not record that the command
+/// ran. A command that failed is repeated only on request.
+fn run_pending_post_process(
+    home: &Home,
+    recorder: &mut Recorder,
+    report: &mut GcReport,
+) -> anyhow::Result<()> {
+    if recorder.post_process.is_none() {
         return Ok(());
     }
     let machine = home::machine_id();
-    let due = ledger.with(|store| store.post_process_due(Some(&machine), STEPS_MAX))?;
+    let due = recorder.with(|store| store.post_process_due(Some(&machine), POST_PROCESS_MAX))?;
     for due in due
         .iter()
         .filter(|due| due.state == PostProcessState::Pending)
     {
         let id = AnalysisId::new(&due.id).context("read an id from the database")?;
-        // Its runner may be at it right now.
-        if standing::any_of(home, &id) {
+        // The runner may be running the command right now.
+        if run_dirs::has_any(home, &id) {
             continue;
         }
         if let Ok(PostProcessResult::CommandRun { report: step, .. }) =
-            staged_commands::post_process(home, ledger, &id)
+            staged_commands::post_process(home, recorder, &id)
             && let Some(message) = step.message
         {
-            let told = format!("the post_process command failed for {id}: {message}");
-            done.waiting.push(told);
+            let text = format!("the post_process command failed for {id}: {message}");
+            report.waiting.push(text);
         }
     }
     Ok(())
 }
 
-/// A dry run does not even make an empty database.
-fn exists(ledger: &Recorder) -> bool {
-    match &ledger.location {
+/// Whether the database exists. A dry run does not create an empty one.
+fn exists(recorder: &Recorder) -> bool {
+    match &recorder.location {
         Location::Sqlite(path) => path.exists(),
         _ => true,
     }
 }
 
-fn reap(home: &Home, ledger: Option<&mut Recorder>, args: &GcArgs, done: &mut Done) {
+fn reap(home: &Home, recorder: Option<&mut Recorder>, args: &GcArgs, report: &mut GcReport) {
     let ReapReport {
         removed,
         kept,
@@ -218,33 +228,33 @@ fn reap(home: &Home, ledger: Option<&mut Recorder>, args: &GcArgs, done: &mut Do
         waiting,
         problems,
     } = match &args.kept {
-        None => reaper::reap(home, ledger),
-        Some(id) => reaper::reap_kept(home, ledger, id.as_deref()),
+        None => reaper::reap(home, recorder),
+        Some(id) => reaper::reap_kept(home, recorder, id.as_deref()),
     };
-    done.removed = removed.iter().map(|p| p.display().to_string()).collect();
-    done.kept = kept.iter().map(|(p, _)| p.display().to_string()).collect();
-    done.finished = finished
+    report.removed = removed.iter().map(|p| p.display().to_string()).collect();
+    report.kept = kept.iter().map(|(p, _)| p.display().to_string()).collect();
+    report.finished = finished
         .iter()
-        .map(|record| Finished {
+        .map(|record| FinishedAttempt {
             id: record.id.as_str().to_owned(),
             attempt: record.attempt,
             status: Some(record.status.as_str()),
         })
         .collect();
-    done.waiting = waiting;
-    done.problems = problems;
+    report.waiting = waiting;
+    report.problems = problems;
 }
 
-/// What [`reap`] would look at, without a lock or a write.
-fn would_reap(home: &Home, ledger: Option<&Recorder>, args: &GcArgs, done: &mut Done) {
+/// Lists what [`reap`] would do, without taking a lock or writing.
+fn list_reapable(home: &Home, recorder: Option<&Recorder>, args: &GcArgs, report: &mut GcReport) {
     let named = |id: &str| match &args.kept {
         None => false,
         Some(None) => true,
         Some(Some(kept)) => kept == id,
     };
     let now = home::unix_seconds();
-    for standing in standing::all(home) {
-        let record = &standing.record;
+    for run_dir in run_dirs::list_all(home) {
+        let record = &run_dir.record;
         let workspace = record.workspace.display().to_string();
         let over = match record.state {
             RunState::Kept { until } => until <= now || named(record.id.as_str()),
@@ -252,53 +262,55 @@ fn would_reap(home: &Home, ledger: Option<&Recorder>, args: &GcArgs, done: &mut 
             RunState::Open { until } => until <= now,
             _ => false,
         };
-        match standing.next() {
-            Next::Runs | Next::Elsewhere => {}
-            Next::Finish if ledger.is_none() => done.waiting.push(standing.advice()),
-            Next::Finish => done.finished.push(Finished {
+        match run_dir.next_action() {
+            NextAction::AwaitRunner | NextAction::LeaveToOther => {}
+            NextAction::Finish if recorder.is_none() => report.waiting.push(run_dir.advice()),
+            NextAction::Finish => report.finished.push(FinishedAttempt {
                 id: record.id.as_str().to_owned(),
                 attempt: record.attempt,
                 status: None,
             }),
-            Next::PostProcess => done.waiting.push(standing.advice()),
-            Next::Clean => done.removed.push(workspace),
-            Next::Run | Next::Remove if over => done.removed.push(workspace),
-            Next::Run => {}
-            Next::Remove => done.kept.push(workspace),
+            NextAction::PostProcess => report.waiting.push(run_dir.advice()),
+            NextAction::CleanUp => report.removed.push(workspace),
+            NextAction::RunIn | NextAction::RemoveWorkspace if over => {
+                report.removed.push(workspace)
+            }
+            NextAction::RunIn => {}
+            NextAction::RemoveWorkspace => report.kept.push(workspace),
         }
     }
 }
 
-/// Ends what this machine cannot be running any more.
+/// Ends attempts that cannot be running on this machine any more.
 ///
-/// An attempt may run in another home of the same machine, of which we know nothing. What proves that it does not run is
-/// that the machine was started anew since it began: no process lives through that. Machines that were cloned may
-/// share an id, so another boot id alone is no proof: the attempt must also be older than this boot. And if it has a
-/// directory here, finishing it is the reaper's, who did not do so just now for some reason. Should its end be waiting
-/// in another home after all, it is still committed from there, beside this one, as superseded.
+/// An attempt may run in another home of this machine, which we cannot see. The proof that it does not run is that the
+/// machine has booted since the attempt began: no process survives that. Cloned machines may share a machine id, so a
+/// different boot id alone proves nothing; the attempt must also be older than this boot. If the attempt has a
+/// directory in this home, leave it to the reaper, which had a reason not to finish it just now. If the attempt's
+/// outcome waits in another home after all, that home still commits it, as superseded.
 fn give_up_lost(
     home: &Home,
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     dry_run: bool,
-    done: &mut Done,
+    report: &mut GcReport,
 ) -> anyhow::Result<()> {
     let (machine, boot_id) = (home::machine_id(), home::boot_id());
     let boot_ms = home::boot_seconds().and_then(|seconds| seconds.checked_mul(1_000));
     let Some(boot_ms) = boot_ms.filter(|_| !boot_id.is_empty() && !machine.is_empty()) else {
         return Ok(());
     };
-    let here: HashSet<String> = standing::all(home)
+    let here: HashSet<String> = run_dirs::list_all(home)
         .into_iter()
-        .filter_map(|standing| standing.record.commit_plan.map(|task| task.key))
+        .filter_map(|run_dir| run_dir.record.commit_plan.map(|task| task.key))
         .collect();
-    let unfinished = ledger.with(|store| store.unfinished(Some(&machine)))?;
+    let unfinished = recorder.with(|store| store.unfinished(Some(&machine)))?;
     let lost = |attempt: &&UnfinishedAttempt| {
         attempt.boot_id != boot_id && attempt.created_ms < boot_ms && !here.contains(&attempt.key)
     };
     let by = run_dir::new_attempt_key();
     for attempt in unfinished.iter().filter(lost) {
         let given_up = dry_run
-            || ledger.with(|store| {
+            || recorder.with(|store| {
                 store.give_up(&LostAttempt {
                     id: &attempt.id,
                     attempt: attempt.attempt,
@@ -306,12 +318,12 @@ fn give_up_lost(
                     by: &by,
                     reason: Reason::RunnerLost.as_str(),
                     message: "the machine was started anew while it ran, and nothing of it is left",
-                    // Of what came from the queue the lease has the last word: machines that were cloned share an id.
+                    // For an attempt from the queue the lease decides, because cloned machines may share a machine id.
                     proof: LossProof::LeaseExpired,
                 })
             })?;
         if given_up {
-            done.given_up.push(Attempt {
+            report.given_up.push(GivenUpAttempt {
                 id: attempt.id.clone(),
                 attempt: attempt.attempt,
             });
@@ -322,24 +334,24 @@ fn give_up_lost(
 
 fn remove_old(
     home: &Home,
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     (older_ms, states): (i64, &[State]),
     dry_run: bool,
-    done: &mut Done,
+    report: &mut GcReport,
 ) -> anyhow::Result<()> {
     const AT_ONCE: u32 = 10_000;
-    let now_ms = ledger.with(|store| store.now_ms())?;
+    let now_ms = recorder.with(|store| store.now_ms())?;
     let before_ms = now_ms.saturating_sub(older_ms);
     let mut skipped = HashSet::new();
     loop {
-        let old = ledger.with(|store| store.removable(before_ms, states, AT_ONCE))?;
+        let old = recorder.with(|store| store.removable(before_ms, states, AT_ONCE))?;
         let mut progress = false;
         for old in old {
             if skipped.contains(&old.id) {
                 continue;
             }
-            if remove::refuse_standing(home, &old.id).is_err() {
-                done.waiting.push(format!(
+            if remove::refuse_if_in_home(home, &old.id).is_err() {
+                report.waiting.push(format!(
                     "{} has a workspace or run directory here, and stays",
                     old.id
                 ));
@@ -347,10 +359,10 @@ fn remove_old(
                 continue;
             }
             if !dry_run {
-                ledger.with(|store| store.remove(&old.id, UnfinishedPolicy::Refuse))?;
+                recorder.with(|store| store.remove(&old.id, UnfinishedPolicy::Refuse))?;
                 progress = true;
             }
-            done.analyses.push(Old {
+            report.analyses.push(RemovedAnalysis {
                 id: old.id,
                 status: old.state.as_str(),
                 attempts: old.attempts,
@@ -363,56 +375,60 @@ fn remove_old(
     }
 }
 
-fn sweep_all(home: &Home, ledger: &mut Recorder, args: &GcArgs) -> Sweep {
-    let sweeping = Sweeping {
+fn remove_unreferenced_objects(
+    home: &Home,
+    recorder: &mut Recorder,
+    args: &GcArgs,
+) -> ObjectGcReport {
+    let options = ObjectGcOptions {
         dry_run: args.dry_run,
         others: match args.forget_others {
-            true => Others::Forgotten,
-            false => Others::Respected,
+            true => OtherUsers::Forget,
+            false => OtherUsers::Respect,
         },
     };
-    sweep::sweep(home, ledger, &Scope::All(sweeping))
+    object_gc::remove_unreferenced(home, recorder, &ObjectScope::All(options))
 }
 
-fn tell(done: &Done) {
-    let would = |past: &str, future: &str| match done.dry_run {
+fn print_report(report: &GcReport) {
+    let would = |past: &str, future: &str| match report.dry_run {
         true => format!("would {future}"),
         false => past.to_owned(),
     };
-    for path in &done.removed {
-        show::line(&format!("{} {path}", would("removed", "remove")));
+    for path in &report.removed {
+        messages::line(&format!("{} {path}", would("removed", "remove")));
     }
-    for path in &done.kept {
-        show::line(&format!("still kept: {path}"));
+    for path in &report.kept {
+        messages::line(&format!("still kept: {path}"));
     }
-    for record in &done.finished {
+    for record in &report.finished {
         let status = record.status.map(|s| format!(": {}", s.replace('_', " ")));
         let (id, status) = (&record.id, status.unwrap_or_default());
-        show::line(&format!("{} {id}{status}", would("finished", "finish")));
+        messages::line(&format!("{} {id}{status}", would("finished", "finish")));
     }
-    for attempt in &done.given_up {
-        let id = clean(&attempt.id);
+    for attempt in &report.given_up {
+        let id = escape(&attempt.id);
         let what = would("gave up", "give up");
-        show::line(&format!("{what} {id}: its runner is lost"));
+        messages::line(&format!("{what} {id}: its runner is lost"));
     }
-    for old in &done.analyses {
-        let attempts = counted(old.attempts, "attempt", "attempts");
-        show::line(&format!(
+    for old in &report.analyses {
+        let attempts = format_count(old.attempts, "attempt", "attempts");
+        messages::line(&format!(
             "{} {}, {}: {attempts}, {} of outputs",
             would("removed", "remove"),
-            clean(&old.id),
+            escape(&old.id),
             old.status.replace('_', " "),
             format_size(old.output_bytes)
         ));
     }
-    if done.dry_run && !done.analyses.is_empty() {
-        show::line("and the objects that only they refer to, which are not counted here");
+    if report.dry_run && !report.analyses.is_empty() {
+        messages::line("and the objects that only they refer to, which are not counted here");
     }
-    for waiting in &done.waiting {
-        show::line(waiting);
+    for waiting in &report.waiting {
+        messages::line(waiting);
     }
-    done.swept.tell();
-    for problem in &done.problems {
-        show::line(&format!("could not clean up: {problem}"));
+    report.swept.print();
+    for problem in &report.problems {
+        messages::line(&format!("could not clean up: {problem}"));
     }
 }

@@ -1,4 +1,4 @@
-//! Which analysis is meant: its id, the beginning of one, or `@last`; and which attempt of it, as `ID@2`.
+//! Resolves an id, the beginning of one, or `@last`; and an attempt, as in `ID@2`.
 
 use std::ffi::OsStr;
 
@@ -9,12 +9,12 @@ use engine::home::Home;
 use engine::request::AnalysisId;
 use store::{AttemptRow, StoreError};
 
-use super::standing;
+use super::run_dirs;
 
-pub const HELP_WHOLE: &str = "The id, the beginning of one, or @last";
+pub const HELP_ANALYSIS: &str = "The id, the beginning of one, or @last";
 pub const HELP: &str = "The id, the beginning of one, or @last; @2 after it means attempt 2";
 
-/// Takes `ID@2` apart. `@last` has its at sign in front, so it is no number of an attempt.
+/// Splits `ID@2`. `@last` begins with the at sign, so it does not name an attempt.
 pub fn split(given: &OsStr) -> anyhow::Result<(String, Option<u32>)> {
     let text = given
         .to_str()
@@ -31,19 +31,19 @@ pub fn split(given: &OsStr) -> anyhow::Result<(String, Option<u32>)> {
     }
 }
 
-/// The analysis in the database that is meant.
-pub fn analysis(ledger: &mut Recorder, given: &OsStr) -> anyhow::Result<String> {
+/// Returns the id of the analysis in the database.
+pub fn resolve_analysis(recorder: &mut Recorder, given: &OsStr) -> anyhow::Result<String> {
     let (text, attempt) = split(given)?;
     anyhow::ensure!(
         attempt.is_none(),
         "{given:?} names an attempt, and this is about the whole analysis; leave out what follows the @"
     );
-    resolve(ledger, &text)
+    resolve(recorder, &text)
 }
 
-/// The attempt in the database that is meant; without a number the one that counts.
-pub fn attempt(
-    ledger: &mut Recorder,
+/// Returns the attempt in the database. Without a number, this is the newest attempt that was not superseded.
+pub fn resolve_attempt(
+    recorder: &mut Recorder,
     given: &OsStr,
     number: Option<u32>,
 ) -> anyhow::Result<AttemptRow> {
@@ -52,18 +52,19 @@ pub fn attempt(
         named.is_none() || number.is_none() || named == number,
         "{given:?} and --attempt name different attempts"
     );
-    let id = resolve(ledger, &text)?;
-    let found = ledger.with(|store| store.show(&id, number.or(named)));
-    found.map_err(plainly)
+    let id = resolve(recorder, &text)?;
+    let found = recorder.with(|store| store.show(&id, number.or(named)));
+    found.map_err(without_database_context)
 }
 
-fn resolve(ledger: &mut Recorder, text: &str) -> anyhow::Result<String> {
-    let found = ledger.with(|store| store.resolve(text));
-    found.map_err(plainly)
+fn resolve(recorder: &mut Recorder, text: &str) -> anyhow::Result<String> {
+    let found = recorder.with(|store| store.resolve(text));
+    found.map_err(without_database_context)
 }
 
-/// A wrong id, or one that is not meant for this, is no trouble of the database's, and needs no mention of it.
-pub fn plainly(error: CommitError) -> anyhow::Error {
+/// Drops the mention of the database from an error that is the caller's: a wrong id, or one that does not fit the
+/// command.
+pub fn without_database_context(error: CommitError) -> anyhow::Error {
     match error {
         CommitError::Database {
             source:
@@ -80,21 +81,21 @@ pub fn plainly(error: CommitError) -> anyhow::Error {
     }
 }
 
-/// An analysis that has a directory in this home, by its exact name, whether or not a database knows of it; else as the
-/// database knows it.
-pub fn local(
+/// Returns an analysis that has a directory in this home, by its exact id, whether or not a database has it; else as
+/// the database resolves it.
+pub fn resolve_local(
     home: &Home,
-    ledger: Option<&mut Recorder>,
+    recorder: Option<&mut Recorder>,
     given: &OsStr,
 ) -> anyhow::Result<AnalysisId> {
     let exact = given.to_str().map(AnalysisId::new);
     if let Some(Ok(id)) = &exact
-        && standing::any_of(home, id)
+        && run_dirs::has_any(home, id)
     {
         return Ok(id.clone());
     }
-    match (ledger, exact) {
-        (Some(ledger), _) => Ok(AnalysisId::new(&analysis(ledger, given)?)?),
+    match (recorder, exact) {
+        (Some(recorder), _) => Ok(AnalysisId::new(&resolve_analysis(recorder, given)?)?),
         (None, Some(exact)) => Ok(exact?),
         (None, None) => anyhow::bail!("{given:?} is no id: ids are of [A-Za-z0-9._-]"),
     }

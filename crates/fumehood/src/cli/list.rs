@@ -1,4 +1,4 @@
-//! `fumehood list`: what was run, newest first.
+//! `fumehood list`: analyses, newest first.
 
 use std::ffi::OsString;
 
@@ -8,30 +8,30 @@ use serde::Serialize;
 use store::{AttemptFilter, AttemptSelection, AttemptSummary, PostProcessState, State};
 
 use super::args::StoreArgs;
-use super::document::Entry;
-use super::print::{self, Align, Table, clean};
-use super::standing::{self, Next, Standing};
-use super::{ledger, show, when};
+use super::attempt_json::AttemptEntry;
+use super::print::{self, Align, Table, escape};
+use super::run_dirs::{self, NextAction, RunDirInfo};
+use super::{attempt_text, messages, record_access, time_format};
 
 /// List analyses, newest first.
 ///
-/// Of each analysis the attempt that counts is shown: the newest that was not superseded. An ID@2 is attempt 2.
+/// For each analysis the list shows the newest attempt that was not superseded. ID@2 means attempt 2.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ListArgs {
-    /// Only these, separated by commas: queued, running, collecting, succeeded, failed, timed_out, out_of_memory,
-    /// limit_exceeded, cancelled, error
+    /// Only these statuses, separated by commas: queued, running, collecting, succeeded, failed, timed_out,
+    /// out_of_memory, limit_exceeded, cancelled, error
     #[arg(long, value_name = "STATUS", value_delimiter = ',')]
     pub status: Vec<String>,
 
-    /// Only those begun since then: how long ago (2d, 1h30m), or a date in UTC (2026-01-31, 2026-01-31T12:00)
+    /// Only analyses that began since then: how long ago (2d, 1h30m), or a date in UTC (2026-01-31, 2026-01-31T12:00)
     #[arg(long, value_name = "TIME")]
     pub since: Option<OsString>,
 
-    /// At most so many
+    /// Show at most this many
     #[arg(long, short = 'n', value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub limit: u32,
 
-    /// Every attempt, earlier and superseded ones too
+    /// Show every attempt, also earlier and superseded ones
     #[arg(long, short)]
     pub all: bool,
 
@@ -46,15 +46,15 @@ pub struct ListArgs {
 #[derive(Serialize)]
 struct Document<'a> {
     schema: &'static str,
-    /// Whether there are more than these.
+    /// Whether there are more analyses than these.
     more: bool,
-    analyses: Vec<Entry<'a>>,
-    /// What stands in this home: running, or awaiting something.
-    here: Vec<Here<'a>>,
+    analyses: Vec<AttemptEntry<'a>>,
+    /// Run directories of this home: running, or waiting for something.
+    here: Vec<RunDirEntry<'a>>,
 }
 
 #[derive(Serialize)]
-struct Here<'a> {
+struct RunDirEntry<'a> {
     id: &'a str,
     attempt: u32,
     state: &'static str,
@@ -62,13 +62,13 @@ struct Here<'a> {
 }
 
 pub fn list(args: &ListArgs) -> anyhow::Result<u8> {
-    let states = states(&args.status)?;
-    let (home, mut ledger) = ledger::open(&args.store)?;
-    let now_ms = ledger.with(|store| store.now_ms())?;
+    let states = attempt_text::parse_states(&args.status)?;
+    let (home, mut recorder) = record_access::open(&args.store)?;
+    let now_ms = recorder.with(|store| store.now_ms())?;
     let since_ms = match &args.since {
-        Some(text) => {
-            Some(when::parse_since(&text.to_string_lossy(), now_ms).context("read --since")?)
-        }
+        Some(text) => Some(
+            time_format::parse_since(&text.to_string_lossy(), now_ms).context("read --since")?,
+        ),
         None => None,
     };
     let filter = AttemptFilter {
@@ -79,51 +79,38 @@ pub fn list(args: &ListArgs) -> anyhow::Result<u8> {
         } else {
             AttemptSelection::Latest
         },
-        // One more, to know whether there are more.
+        // Fetch one more, to know whether there are more.
         limit: args.limit + 1,
     };
-    let mut found = ledger.with(|store| store.list(&filter))?;
+    let mut found = recorder.with(|store| store.list(&filter))?;
     let more = found.len() > args.limit as usize;
     found.truncate(args.limit as usize);
-    let here = standing::all(&home);
+    let here = run_dirs::list_all(&home);
     match args.json {
         true => print::json(&Document {
             schema: "fumehood.list/1",
             more,
-            analyses: found.iter().map(Entry::from).collect(),
-            here: here.iter().map(as_json).collect(),
+            analyses: found.iter().map(AttemptEntry::from).collect(),
+            here: here.iter().map(run_dir_entry).collect(),
         })?,
         false => print_table(&found, &here, now_ms, more)?,
     }
     Ok(0)
 }
 
-/// Words of states, with `-` or `_`.
-pub fn states(words: &[String]) -> anyhow::Result<Vec<State>> {
-    let state = |word: &String| {
-        State::parse(&word.trim().replace('-', "_")).with_context(|| {
-            format!(
-                "--status {word:?} is none; the states are {}",
-                State::ALL.map(State::as_str).join(", ")
-            )
-        })
-    };
-    words.iter().map(state).collect()
-}
-
-fn as_json(standing: &Standing) -> Here<'_> {
-    let record = &standing.record;
-    Here {
+fn run_dir_entry(run_dir: &RunDirInfo) -> RunDirEntry<'_> {
+    let record = &run_dir.record;
+    RunDirEntry {
         id: record.id.as_str(),
         attempt: record.attempt,
-        state: match standing.next() {
-            Next::Runs => "running",
-            Next::Finish => "awaits_commit",
-            Next::Run => "workspace_open",
-            Next::PostProcess => "awaits_post_process",
-            Next::Remove => "workspace_kept",
-            Next::Clean => "left_behind",
-            Next::Elsewhere => "elsewhere",
+        state: match run_dir.next_action() {
+            NextAction::AwaitRunner => "running",
+            NextAction::Finish => "awaits_commit",
+            NextAction::RunIn => "workspace_open",
+            NextAction::PostProcess => "awaits_post_process",
+            NextAction::RemoveWorkspace => "workspace_kept",
+            NextAction::CleanUp => "left_behind",
+            NextAction::LeaveToOther => "elsewhere",
         },
         workspace: store::types::escaping::escape_text(
             record.workspace.as_os_str().as_encoded_bytes(),
@@ -133,11 +120,11 @@ fn as_json(standing: &Standing) -> Here<'_> {
 
 fn print_table(
     found: &[AttemptSummary],
-    here: &[Standing],
+    here: &[RunDirInfo],
     now_ms: i64,
     more: bool,
 ) -> anyhow::Result<()> {
-    let mut out = print::Out::new();
+    let mut out = print::StdoutWriter::new();
     if !found.is_empty() {
         let mut table = Table::new(&[
             Align::Left,
@@ -148,168 +135,89 @@ fn print_table(
             Align::Left,
         ]);
         table.row(["ID", "STATUS", "AGE", "TIME", "OUTPUTS", "NOTE"].map(String::from));
-        for listed in found {
+        for summary in found {
             table.row([
-                name(listed),
-                ended(listed),
-                when::age(now_ms, listed.created_ms),
-                listed.wall_ms.map_or(String::new(), when::brief),
-                outputs(listed),
-                note(listed, here),
+                attempt_text::display_name(summary),
+                attempt_text::status_text(summary),
+                time_format::format_age(now_ms, summary.created_ms),
+                summary
+                    .wall_ms
+                    .map_or(String::new(), time_format::format_duration_brief),
+                outputs(summary),
+                note(summary, here),
             ]);
         }
         table.print(&mut out, "")?;
     }
     out.finish()?;
     if found.is_empty() {
-        show::line("nothing is recorded, or nothing that matches");
+        messages::line("nothing is recorded, or nothing that matches");
     }
     if more {
-        show::line("there are more; --limit N shows them, --since and --status narrow the list");
+        messages::line(
+            "there are more; --limit N shows them, --since and --status narrow the list",
+        );
     }
-    tell_of(found, here);
+    print_advice(found, here);
     Ok(())
 }
 
-/// What stands in this home and is not in the table, or awaits somebody.
-fn tell_of(found: &[AttemptSummary], here: &[Standing]) {
-    const TOLD_MAX: usize = 8;
-    let told: Vec<&Standing> = here
+/// Prints advice about run directories of this home that are not in the table or wait for somebody.
+fn print_advice(found: &[AttemptSummary], here: &[RunDirInfo]) {
+    const ADVICE_MAX: usize = 8;
+    let shown: Vec<&RunDirInfo> = here
         .iter()
-        .filter(|standing| match standing.next() {
-            Next::Runs => !found.iter().any(|l| l.id == standing.record.id.as_str()),
-            Next::Elsewhere => false,
+        .filter(|run_dir| match run_dir.next_action() {
+            NextAction::AwaitRunner => !found.iter().any(|l| l.id == run_dir.record.id.as_str()),
+            NextAction::LeaveToOther => false,
             _ => true,
         })
         .collect();
-    for standing in told.iter().take(TOLD_MAX) {
-        show::line(&standing.advice());
+    for run_dir in shown.iter().take(ADVICE_MAX) {
+        messages::line(&run_dir.advice());
     }
-    if told.len() > TOLD_MAX {
-        show::line(&format!("… and {} more", told.len() - TOLD_MAX));
-    }
-}
-
-/// As `show` and the others take it.
-pub fn name(listed: &AttemptSummary) -> String {
-    match listed.attempt {
-        1 => clean(&listed.id),
-        n => format!("{}@{n}", clean(&listed.id)),
+    if shown.len() > ADVICE_MAX {
+        messages::line(&format!("… and {} more", shown.len() - ADVICE_MAX));
     }
 }
 
-/// The status, and why if that says more.
-pub fn ended(listed: &AttemptSummary) -> String {
-    let status = clean(&listed.state_word).replace('_', " ");
-    let reason = listed.reason.as_deref().unwrap_or_default();
-    let why = match (listed.state, reason, listed.exit_code, listed.signal) {
-        (State::Failed, "exit", Some(code), _) => format!("exit {code}"),
-        (State::Failed, "signal", _, Some(signal)) => format!("signal {signal}"),
-        (State::Succeeded, "exit", ..) | (_, "", ..) => return status,
-        (state, reason, ..) if state.as_str() == reason => return status,
-        (_, reason, ..) => clean(reason).replace('_', " "),
-    };
-    format!("{status} ({why})")
-}
-
-fn outputs(listed: &AttemptSummary) -> String {
-    match (listed.outputs_count, listed.output_bytes) {
+fn outputs(summary: &AttemptSummary) -> String {
+    match (summary.outputs_count, summary.output_bytes) {
         (Some(count), bytes) => print::outputs_and_size(count, bytes.unwrap_or(0)),
         (None, _) => String::new(),
     }
 }
 
-/// What somebody should know who only looks at the list.
-fn note(listed: &AttemptSummary, here: &[Standing]) -> String {
+/// Returns remarks for a reader who sees only the list.
+fn note(summary: &AttemptSummary, here: &[RunDirInfo]) -> String {
     let mut notes = Vec::new();
-    if listed.superseded {
+    if summary.superseded {
         notes.push("superseded".to_owned());
     }
-    if listed.complete == Some(false) && listed.state == State::Succeeded {
+    if summary.complete == Some(false) && summary.state == State::Succeeded {
         notes.push("incomplete".to_owned());
     }
-    match listed.post_process {
+    match summary.post_process {
         PostProcessState::Failed => notes.push("post_process failed".to_owned()),
         PostProcessState::Pending => notes.push("post_process pending".to_owned()),
         PostProcessState::Unknown => {
-            let word = listed.post_process_word.as_deref().unwrap_or_default();
-            notes.push(format!("post_process {}", clean(word)));
+            let word = summary.post_process_word.as_deref().unwrap_or_default();
+            notes.push(format!("post_process {}", escape(word)));
         }
         PostProcessState::NotAsked | PostProcessState::Done => {}
     }
-    if matches!(listed.state, State::Running | State::Collecting) {
-        let standing = here.iter().find(|s| s.record.id.as_str() == listed.id);
-        match standing.map(Standing::next) {
-            Some(Next::Runs) => {}
-            Some(Next::Finish | Next::PostProcess) => notes.push("awaits its commit".to_owned()),
-            _ if listed.host != home::machine_id() => {
-                notes.push(format!("on {}", clean(&listed.host)));
+    if matches!(summary.state, State::Running | State::Collecting) {
+        let run_dir = here.iter().find(|s| s.record.id.as_str() == summary.id);
+        match run_dir.map(RunDirInfo::next_action) {
+            Some(NextAction::AwaitRunner) => {}
+            Some(NextAction::Finish | NextAction::PostProcess) => {
+                notes.push("awaits its commit".to_owned())
+            }
+            _ if summary.host != home::machine_id() => {
+                notes.push(format!("on {}", escape(&summary.host)));
             }
             _ => notes.push("its runner is not in this home".to_owned()),
         }
     }
     notes.join(", ")
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    fn listed(state: State, reason: &str) -> AttemptSummary {
-        AttemptSummary {
-            id: "a".into(),
-            attempt: 1,
-            state,
-            state_word: state.as_str().into(),
-            reason: Some(reason.into()),
-            message: None,
-            superseded: false,
-            host: home::machine_id(),
-            created_ms: 0,
-            started_ms: None,
-            ended_ms: None,
-            committed_ms: None,
-            wall_ms: None,
-            exit_code: None,
-            signal: None,
-            isolation_level: None,
-            complete: Some(true),
-            outputs_count: Some(0),
-            output_bytes: Some(0),
-            post_process: PostProcessState::NotAsked,
-            post_process_word: None,
-        }
-    }
-
-    #[test]
-    fn a_status_says_why_in_a_word_or_two() {
-        assert_eq!(ended(&listed(State::Succeeded, "exit")), "succeeded");
-        assert_eq!(ended(&listed(State::Cancelled, "cancelled")), "cancelled");
-        assert_eq!(
-            ended(&listed(State::TimedOut, "wall_time")),
-            "timed out (wall time)"
-        );
-        let mut failed = listed(State::Failed, "exit");
-        failed.exit_code = Some(3);
-        assert_eq!(ended(&failed), "failed (exit 3)");
-        let forged = listed(State::Error, "\u{1b}[31mx");
-        assert_eq!(ended(&forged), "error (\\x1b[31mx)");
-    }
-
-    #[test]
-    fn states_are_words() {
-        let parse =
-            |words: &[&str]| states(&words.iter().map(|w| w.to_string()).collect::<Vec<_>>());
-        assert_eq!(
-            parse(&["failed", "timed-out"]).unwrap(),
-            [State::Failed, State::TimedOut]
-        );
-        assert!(
-            parse(&["fine"])
-                .unwrap_err()
-                .to_string()
-                .contains("out_of_memory")
-        );
-    }
 }

@@ -1,4 +1,4 @@
-//! `fumehood logs`: what an attempt printed; while it runs, as it prints it.
+//! `fumehood logs`: prints what an attempt printed; while it runs, as it prints it.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -20,16 +20,16 @@ use serde::Serialize;
 use store::{STREAMS, State, StoredLog};
 
 use super::args::StoreArgs;
-use super::print::{self, Out, clean};
-use super::standing::{self, Next, Process, Standing};
-use super::wait::Watch;
-use super::{ids, ledger, show};
+use super::print::{self, StdoutWriter, escape};
+use super::run_dirs::{self, NextAction, RunDirInfo, RunnerProcess};
+use super::wait::RecordWatch;
+use super::{ids, messages, record_access};
 
 /// Print what an attempt printed.
 ///
-/// The whole of what was kept is printed where its artifact store is on this machine, else the beginning and the end from
-/// the database, with a line that says what is missing between them. On a terminal colours,
-/// erasing in the line, carriage return and backspace pass; every other control sequence is spelled out.
+/// Prints everything that was kept if the artifact store is on this machine; else the beginning and the end from the
+/// database, with a line that says what is missing between them. On a terminal colours, erasing in the line, carriage
+/// return and backspace pass; every other control sequence is escaped.
 #[derive(Clone, Debug, clap::Args)]
 pub struct LogsArgs {
     #[arg(value_name = "ID[@ATTEMPT]", help = ids::HELP)]
@@ -39,19 +39,19 @@ pub struct LogsArgs {
     #[arg(long)]
     pub stdout: bool,
 
-    /// Its standard error. With --stdout, too, both are printed, each to our own stream of that name
+    /// Its standard error. With --stdout as well, each is printed to our own stream of that name
     #[arg(long)]
     pub stderr: bool,
 
-    /// While it runs in this FUMEHOOD_HOME, go on until the attempt has ended; while it is queued, wait for it to start
+    /// If it runs in this FUMEHOOD_HOME, go on until the attempt has ended; if it is queued, wait for it to start
     #[arg(long, short)]
     pub follow: bool,
 
-    /// Leave control sequences as they are on a terminal, too: only for programs that you trust
+    /// Do not escape control sequences on a terminal: only for programs that you trust
     #[arg(long)]
     pub raw: bool,
 
-    /// Print one JSON document (fumehood.logs/1) with what the database has of both, or of the one named
+    /// Print one JSON document (fumehood.logs/1) with what the database has of both streams, or of the one named
     #[arg(long, conflicts_with_all = ["follow", "raw"])]
     pub json: bool,
 
@@ -64,39 +64,43 @@ struct Document<'a> {
     schema: &'static str,
     id: &'a str,
     attempt: u32,
-    logs: Vec<Entry>,
+    logs: Vec<LogEntry>,
 }
 
 #[derive(Serialize)]
-struct Entry {
+struct LogEntry {
     stream: String,
     /// Bytes that are not UTF-8 are `\xNN`, a backslash is `\\`. A gap is marked `\[fumehood: …]`.
     text: String,
     bytes: u64,
-    /// Kept nowhere.
+    /// Bytes that were not kept anywhere.
     dropped_bytes: u64,
-    /// All that was kept, where that is more than this.
+    /// The object with everything that was kept, if that is more than this text.
     blake3: Option<String>,
 }
 
 pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
-    let (home, mut ledger) = ledger::open(&args.store)?;
+    let (home, mut recorder) = record_access::open(&args.store)?;
     let streams = streams(args);
-    // What has no row (yet) may still be in this home.
-    let mut here = running_here(&home, &mut ledger, args)?;
+    // An attempt without a row (yet) may still be in this home.
+    let mut here = running_here(&home, &mut recorder, args)?;
     if args.follow && here.is_none() {
-        here = until_it_runs(&home, &mut ledger, args)?;
+        here = wait_until_it_runs(&home, &mut recorder, args)?;
     }
-    if let (true, Some(standing)) = (args.follow, here) {
-        follow(&home, &mut ledger, standing, &streams, args.raw)?;
+    if let (true, Some(run_dir)) = (args.follow, here) {
+        follow(&home, &mut recorder, run_dir, &streams, args.raw)?;
         return Ok(0);
     }
-    let listed = ids::attempt(&mut ledger, &args.id, None)?.summary;
-    let key = (listed.id.as_str(), listed.attempt);
+    let summary = ids::resolve_attempt(&mut recorder, &args.id, None)?.summary;
+    let key = (summary.id.as_str(), summary.attempt);
     if args.json {
         let mut entries = Vec::new();
         for stream in &streams {
-            entries.extend(ledger.with(|s| s.log(key.0, key.1, stream))?.map(entry));
+            entries.extend(
+                recorder
+                    .with(|s| s.log(key.0, key.1, stream))?
+                    .map(json_entry),
+            );
         }
         print::json(&Document {
             schema: "fumehood.logs/1",
@@ -106,23 +110,23 @@ pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
         })?;
         return Ok(0);
     }
-    let mut here = standing::all(&home).into_iter();
-    let standing = here.find(|s| s.record.id.as_str() == key.0);
+    let mut here = run_dirs::list_all(&home).into_iter();
+    let run_dir = here.find(|s| s.record.id.as_str() == key.0);
     for stream in streams {
-        let mut sink = Sink::new(stream, streams_differ(args), args.raw);
-        match (ledger.with(|s| s.log(key.0, key.1, stream))?, &standing) {
-            (Some(log), _) => print_stored(&mut ledger, &log, 0, &mut sink)?,
-            (None, Some(standing)) => print_files(&standing.path, stream, 0, &mut sink)?,
-            (None, None) if listed.state.is_final() => {}
-            (None, None) if listed.state == State::Queued => anyhow::bail!(
+        let mut sink = LogSink::new(stream, separate_streams(args), args.raw);
+        match (recorder.with(|s| s.log(key.0, key.1, stream))?, &run_dir) {
+            (Some(log), _) => print_stored(&mut recorder, &log, 0, &mut sink)?,
+            (None, Some(run_dir)) => print_files(&run_dir.path, stream, 0, &mut sink)?,
+            (None, None) if summary.state.is_final() => {}
+            (None, None) if summary.state == State::Queued => anyhow::bail!(
                 "{} is queued, and has printed nothing yet; -f waits for it to start",
-                clean(&listed.id)
+                escape(&summary.id)
             ),
             (None, None) => anyhow::bail!(
                 "{} is {} on {}; its logs are there until it has ended",
-                clean(&listed.id),
-                listed.state,
-                clean(&listed.host)
+                escape(&summary.id),
+                summary.state,
+                escape(&summary.host)
             ),
         }
         sink.finish()?;
@@ -130,9 +134,9 @@ pub fn logs(args: &LogsArgs) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-/// Between two looks for an attempt that is about to start, and for one that waits.
-const MOMENT: Duration = Duration::from_millis(50);
-const QUEUED_MOMENT: Duration = Duration::from_millis(450);
+/// How often to look for an attempt that is about to start, and how much longer to wait for one in the queue.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+const LOOK_AGAIN_QUEUED: Duration = Duration::from_millis(450);
 
 fn streams(args: &LogsArgs) -> Vec<&'static str> {
     match (args.stdout, args.stderr) {
@@ -143,14 +147,14 @@ fn streams(args: &LogsArgs) -> Vec<&'static str> {
     }
 }
 
-/// Whether each goes to our own stream of its name; a single one goes to stdout, where it can be piped.
-fn streams_differ(args: &LogsArgs) -> bool {
+/// Whether each stream goes to our own stream of that name. A single one goes to stdout, so that it can be piped.
+fn separate_streams(args: &LogsArgs) -> bool {
     args.stdout && args.stderr
 }
 
-fn entry(log: StoredLog) -> Entry {
+fn json_entry(log: StoredLog) -> LogEntry {
     let captured = captured(&log);
-    Entry {
+    LogEntry {
         text: captured.text(&log.stream),
         bytes: log.total_bytes,
         dropped_bytes: log.dropped_bytes,
@@ -159,7 +163,7 @@ fn entry(log: StoredLog) -> Entry {
     }
 }
 
-/// The excerpts, with everything that is not in them as the gap.
+/// Returns the excerpts, and counts everything that is not in them as the gap.
 fn captured(log: &StoredLog) -> CapturedLog {
     let shown = (log.head.len() + log.tail.len()) as u64;
     let dropped_bytes = log.total_bytes.saturating_sub(shown);
@@ -172,25 +176,25 @@ fn captured(log: &StoredLog) -> CapturedLog {
     }
 }
 
-/// Where a log goes: as it is, or made safe for a terminal.
-struct Sink {
+/// Where a log goes: unchanged, or escaped for a terminal.
+struct LogSink {
     to: Box<dyn Write>,
     filter: Option<TerminalFilter>,
-    /// What the filter lets pass.
+    /// What the filter has let pass.
     shown: Vec<u8>,
 }
 
-impl Sink {
-    fn new(stream: &str, differ: bool, raw: bool) -> Sink {
-        let to_stderr = differ && stream == "stderr";
+impl LogSink {
+    fn new(stream: &str, separate: bool, raw: bool) -> LogSink {
+        let to_stderr = separate && stream == "stderr";
         let terminal = match to_stderr {
             true => io::stderr().is_terminal(),
             false => io::stdout().is_terminal(),
         };
-        Sink {
+        LogSink {
             to: match to_stderr {
                 true => Box::new(io::stderr()),
-                false => Box::new(Out::new()),
+                false => Box::new(StdoutWriter::new()),
             },
             filter: (terminal && !raw).then(TerminalFilter::default),
             shown: Vec::new(),
@@ -207,8 +211,8 @@ impl Sink {
         }
     }
 
-    /// A line of our own, which no colour of the program's changes.
-    fn say(&mut self, line: &str) -> anyhow::Result<()> {
+    /// Writes a line of our own, unaffected by colours of the program.
+    fn write_message(&mut self, line: &str) -> anyhow::Result<()> {
         if let Some(filter) = &mut self.filter {
             filter.interrupt(&mut self.shown);
         }
@@ -227,22 +231,22 @@ impl Sink {
     }
 
     fn finish(mut self) -> anyhow::Result<()> {
-        self.say("")?;
+        self.write_message("")?;
         self.flush()
     }
 }
 
 const PRINT: &str = "print the log";
 
-/// A committed log from some byte on: whole if its object is here.
+/// Prints a committed log from byte `seen` on: the whole log if its object is on this machine.
 fn print_stored(
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     log: &StoredLog,
     seen: u64,
-    sink: &mut Sink,
+    sink: &mut LogSink,
 ) -> anyhow::Result<()> {
     let object = log.object.and_then(|hash| {
-        let artifacts = ledger.artifacts().ok()?;
+        let artifacts = recorder.artifacts().ok()?;
         let here = Some(artifacts.id()) == log.artifact_store.as_deref();
         here.then(|| artifacts.open_object(&hash).ok()).flatten()
     });
@@ -252,7 +256,12 @@ fn print_stored(
     }
 }
 
-fn print_object(log: &StoredLog, mut file: File, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
+fn print_object(
+    log: &StoredLog,
+    mut file: File,
+    seen: u64,
+    sink: &mut LogSink,
+) -> anyhow::Result<()> {
     let head_bytes = log.object_head_bytes.unwrap_or(u64::MAX);
     let from = seen.min(head_bytes);
     file.seek(SeekFrom::Start(from)).context("read the log")?;
@@ -262,28 +271,33 @@ fn print_object(log: &StoredLog, mut file: File, seen: u64, sink: &mut Sink) -> 
         truncated: log.dropped_bytes > 0,
         ..CapturedLog::default()
     };
-    note(&gap, &log.stream, sink)?;
+    write_gap_note(&gap, &log.stream, sink)?;
     copy(&mut file, sink)
 }
 
-fn print_parts(log: &CapturedLog, stream: &str, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
+fn print_parts(
+    log: &CapturedLog,
+    stream: &str,
+    seen: u64,
+    sink: &mut LogSink,
+) -> anyhow::Result<()> {
     let seen = usize::try_from(seen)
         .unwrap_or(usize::MAX)
         .min(log.head.len());
     sink.write(&log.head[seen..])?;
-    note(log, stream, sink)?;
+    write_gap_note(log, stream, sink)?;
     sink.write(&log.tail)
 }
 
-/// A line of our own where something is missing.
-fn note(log: &CapturedLog, stream: &str, sink: &mut Sink) -> anyhow::Result<()> {
+/// Writes a line that says what is missing.
+fn write_gap_note(log: &CapturedLog, stream: &str, sink: &mut LogSink) -> anyhow::Result<()> {
     match log.note(stream) {
-        Some(note) => sink.say(&format!("\n{note}\n")),
+        Some(note) => sink.write_message(&format!("\n{note}\n")),
         None => Ok(()),
     }
 }
 
-fn copy(from: &mut dyn Read, sink: &mut Sink) -> anyhow::Result<()> {
+fn copy(from: &mut dyn Read, sink: &mut LogSink) -> anyhow::Result<()> {
     let mut buffer = vec![0; 64 << 10];
     loop {
         match from.read(&mut buffer).context("read the log")? {
@@ -293,14 +307,14 @@ fn copy(from: &mut dyn Read, sink: &mut Sink) -> anyhow::Result<()> {
     }
 }
 
-/// What is in a run directory: all of it, or what has arrived.
-fn print_files(dir: &Path, stream: &str, seen: u64, sink: &mut Sink) -> anyhow::Result<()> {
+/// Prints the log files of a run directory: the whole log, or what has arrived so far.
+fn print_files(dir: &Path, stream: &str, seen: u64, sink: &mut LogSink) -> anyhow::Result<()> {
     if let Some(mut file) = open(dir, stream) {
         file.seek(SeekFrom::Start(seen)).context("read the log")?;
         copy(&mut file, sink)?;
     }
     if let Some(mut tail) = open(dir, &format!("{stream}.tail")) {
-        sink.say(&format!(
+        sink.write_message(&format!(
             "\n[fumehood: what followed of {stream} was too long; its end:]\n"
         ))?;
         copy(&mut tail, sink)?;
@@ -314,67 +328,68 @@ fn open(dir: &Path, name: &str) -> Option<File> {
     Some(file.into())
 }
 
-/// The attempt of this home that is meant, if it is one that runs.
+/// Returns the attempt of this home that the arguments name, if it is running.
 fn running_here(
     home: &Home,
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     args: &LogsArgs,
-) -> anyhow::Result<Option<Standing>> {
+) -> anyhow::Result<Option<RunDirInfo>> {
     let (given, number) = ids::split(&args.id)?;
-    let runs = |standing: &Standing| matches!(standing.next(), Next::Runs);
-    let named = |standing: &Standing, id: &str| {
-        standing.record.id.as_str() == id && number.is_none_or(|n| n == standing.record.attempt)
+    let runs = |run_dir: &RunDirInfo| matches!(run_dir.next_action(), NextAction::AwaitRunner);
+    let named = |run_dir: &RunDirInfo, id: &str| {
+        run_dir.record.id.as_str() == id && number.is_none_or(|n| n == run_dir.record.attempt)
     };
-    let mut here: Vec<Standing> = standing::all(home).into_iter().filter(runs).collect();
+    let mut here: Vec<RunDirInfo> = run_dirs::list_all(home).into_iter().filter(runs).collect();
     if here.is_empty() {
         return Ok(None);
     }
     let id = match here.iter().any(|s| named(s, &given)) {
         true => given,
-        false => match ledger.with(|store| store.resolve(&given)) {
+        false => match recorder.with(|store| store.resolve(&given)) {
             Ok(id) => id,
             Err(_) => return Ok(None),
         },
     };
-    here.retain(|standing| named(standing, &id));
+    here.retain(|run_dir| named(run_dir, &id));
     Ok(here.pop())
 }
 
-/// Waits for an attempt that is queued, or was just taken, to run in this home. `None`: there is nothing to wait for, or it
-/// has ended, or runs elsewhere; then the caller tells what there is.
-fn until_it_runs(
+/// Waits until an attempt that is queued, or was just claimed, runs in this home. Returns `None` if there is nothing to
+/// wait for, it has ended, or it runs elsewhere; the caller then prints what there is.
+fn wait_until_it_runs(
     home: &Home,
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     args: &LogsArgs,
-) -> anyhow::Result<Option<Standing>> {
-    let mut now = ids::attempt(ledger, &args.id, None)?;
+) -> anyhow::Result<Option<RunDirInfo>> {
+    let mut now = ids::resolve_attempt(recorder, &args.id, None)?;
     let (id, attempt) = (now.summary.id.clone(), now.summary.attempt);
     if now.summary.state == State::Queued {
-        let id = clean(&id);
-        show::line(&format!("{id} is queued; waiting for it to start"));
+        let id = escape(&id);
+        messages::line(&format!("{id} is queued; waiting for it to start"));
     }
     let id = AnalysisId::new(&id).context("read an id from the database")?;
-    let mut watch = Watch::over(ledger);
+    let mut watch = RecordWatch::new(recorder);
     loop {
-        // A runner makes its directory before it notes its workspace, so it is looked for after that.
-        let runs = |standing: &Standing| {
-            standing.record.attempt == attempt && standing.next() == Next::Runs
+        // A runner makes its directory before it records its workspace, so look for the directory after reading the
+        // row.
+        let runs = |run_dir: &RunDirInfo| {
+            run_dir.record.attempt == attempt && run_dir.next_action() == NextAction::AwaitRunner
         };
-        let mut here = standing::of_id(home, &id).into_iter();
-        if let Some(standing) = here.find(runs) {
-            return Ok(Some(standing));
+        let mut here = run_dirs::list_analysis(home, &id).into_iter();
+        if let Some(run_dir) = here.find(runs) {
+            return Ok(Some(run_dir));
         }
         let taken = now.summary.host == engine::home::machine_id() && now.workspace.is_none();
-        // Nothing rings when it is taken, nor when its directory is made.
+        // No notification is sent when an attempt is claimed or its directory is made, so poll.
         let most = match now.summary.state {
-            State::Queued => QUEUED_MOMENT,
+            State::Queued => LOOK_AGAIN_QUEUED,
             State::Running if taken => Duration::ZERO,
             _ => return Ok(None),
         };
-        watch.pause(MOMENT, most, None)?;
+        watch.pause(LOOK_AGAIN, most, None)?;
         let asked = watch.ask(
-            ledger,
-            |ledger| ledger.with(|store| store.show(id.as_str(), Some(attempt))),
+            recorder,
+            |recorder| recorder.with(|store| store.show(id.as_str(), Some(attempt))),
             None,
         )?;
         match asked {
@@ -384,57 +399,57 @@ fn until_it_runs(
     }
 }
 
-/// Prints what arrives until the runner has ended or let go of the directory, then the rest from wherever it is now.
+/// Prints what arrives until the runner has ended or released the directory, then the rest from wherever it is.
 fn follow(
     home: &Home,
-    ledger: &mut Recorder,
-    standing: Standing,
+    recorder: &mut Recorder,
+    run_dir: RunDirInfo,
     streams: &[&'static str],
     raw: bool,
 ) -> anyhow::Result<()> {
-    let differ = streams.len() > 1;
-    let mut followed: Vec<Followed> = streams
+    let separate = streams.len() > 1;
+    let mut followed: Vec<FollowedStream> = streams
         .iter()
-        .map(|stream| Followed {
+        .map(|stream| FollowedStream {
             stream,
             file: None,
             seen: 0,
-            sink: Sink::new(stream, differ, raw),
+            sink: LogSink::new(stream, separate, raw),
         })
         .collect();
-    // A connection is not held while a program runs for hours.
-    ledger.disconnect();
-    let runner = Runner::of(&standing);
+    // Do not hold a connection while a program runs for hours.
+    recorder.disconnect();
+    let runner = RunnerWatch::new(&run_dir);
     loop {
-        let gone = !runner.is_at_it(&standing.path);
+        let gone = !runner.is_writing(&run_dir.path);
         for one in &mut followed {
-            one.take_up(&standing.path)?;
+            one.copy_new(&run_dir.path)?;
         }
         if gone {
             break;
         }
         runner.wait()?;
     }
-    finish(home, ledger, &standing, followed)
+    print_rest(home, recorder, &run_dir, followed)
 }
 
-struct Followed {
+struct FollowedStream {
     stream: &'static str,
-    /// Held open, so that what was written is read even if the directory goes.
+    /// Held open, so that the log can be read even if the directory is removed.
     file: Option<File>,
     seen: u64,
-    sink: Sink,
+    sink: LogSink,
 }
 
-impl Followed {
-    fn take_up(&mut self, dir: &Path) -> anyhow::Result<()> {
+impl FollowedStream {
+    fn copy_new(&mut self, dir: &Path) -> anyhow::Result<()> {
         if self.file.is_none() {
             self.file = open(dir, self.stream);
         }
         let Some(file) = &mut self.file else {
             return Ok(());
         };
-        // Written anew at the end, from the beginning; so what was seen is still where it was.
+        // At the end the file is rewritten from the beginning, so the bytes up to `seen` stay at their offsets.
         file.seek(SeekFrom::Start(self.seen))
             .context("read the log")?;
         let mut buffer = vec![0; 64 << 10];
@@ -451,32 +466,33 @@ impl Followed {
     }
 }
 
-/// The process whose program prints.
-struct Runner {
-    process: Option<Process>,
+/// The runner of the attempt that is followed.
+struct RunnerWatch {
+    process: Option<RunnerProcess>,
 }
 
-impl Runner {
-    fn of(standing: &Standing) -> Runner {
-        Runner {
-            process: Process::of(&standing.record),
+impl RunnerWatch {
+    fn new(run_dir: &RunDirInfo) -> RunnerWatch {
+        RunnerWatch {
+            process: RunnerProcess::open(&run_dir.record),
         }
     }
 
-    /// Whether it lives and the directory is still where it was: it is removed, or moved, at the very end.
-    fn is_at_it(&self, dir: &Path) -> bool {
+    /// Whether the runner is alive and the directory is in place. The runner removes or moves the directory at the very
+    /// end.
+    fn is_writing(&self, dir: &Path) -> bool {
         let alive = self.process.as_ref().is_some_and(|p| !p.has_ended());
-        alive && standing::read(dir).is_some_and(|record| !is_over(&record.state))
+        alive && run_dirs::read_record(dir).is_some_and(|record| !runner_is_done(&record.state))
     }
 
-    /// Until it has ended, or nobody reads us any more, or a moment has passed and we look again.
+    /// Waits until the runner has ended, nobody reads our stdout any more, or a tenth of a second has passed.
     fn wait(&self) -> anyhow::Result<()> {
         let moment = Timespec {
             tv_sec: 0,
             tv_nsec: 100_000_000,
         };
         let stdout = io::stdout();
-        // Asked for nothing, poll still tells of a pipe whose other end is closed.
+        // Even without requested events, poll reports a pipe whose other end is closed.
         let mut fds = vec![PollFd::from_borrowed_fd(stdout.as_fd(), PollFlags::empty())];
         fds.extend(self.process.as_ref().map(|p| PollFd::new(p, PollFlags::IN)));
         match poll(&mut fds, Some(&moment)) {
@@ -490,8 +506,8 @@ impl Runner {
     }
 }
 
-/// The workspace is left standing, and the runner is done with it.
-fn is_over(state: &engine::run_dir::RunState) -> bool {
+/// Whether the runner is done and has left the workspace in place.
+fn runner_is_done(state: &engine::run_dir::RunState) -> bool {
     use engine::run_dir::RunState::{Kept, Live, Open, Quarantined, Ran, Recorded};
     match state {
         Kept { .. } | Quarantined | Ran | Recorded => true,
@@ -499,24 +515,24 @@ fn is_over(state: &engine::run_dir::RunState) -> bool {
     }
 }
 
-/// What was held back until the end, from the database, or from where it awaits that.
-fn finish(
+/// Prints the tail that was held back, from the database, or from the directory that awaits its commit.
+fn print_rest(
     home: &Home,
-    ledger: &mut Recorder,
-    standing: &Standing,
-    followed: Vec<Followed>,
+    recorder: &mut Recorder,
+    run_dir: &RunDirInfo,
+    followed: Vec<FollowedStream>,
 ) -> anyhow::Result<()> {
-    let record = &standing.record;
+    let record = &run_dir.record;
     let key = record.commit_plan.as_ref().map(|task| task.key.clone());
     let attempt = match key {
-        // Its number may be another than it was told at first.
-        Some(key) => ledger
+        // The attempt's number may have changed since the start, so look it up by its key.
+        Some(key) => recorder
             .with(|store| store.attempt_with_key(&key))
             .unwrap_or(None),
         None => None,
     };
     let left = || -> Option<PathBuf> {
-        let mut here = standing::of_id(home, &record.id).into_iter();
+        let mut here = run_dirs::list_analysis(home, &record.id).into_iter();
         let found = here.find(|s| s.record.attempt == record.attempt)?;
         found
             .path
@@ -527,18 +543,18 @@ fn finish(
     let mut ended = true;
     for mut one in followed {
         let stored = match attempt {
-            Some(attempt) => ledger.with(|s| s.log(record.id.as_str(), attempt, one.stream))?,
+            Some(attempt) => recorder.with(|s| s.log(record.id.as_str(), attempt, one.stream))?,
             None => None,
         };
         match (stored, left()) {
-            (Some(log), _) => print_stored(ledger, &log, one.seen, &mut one.sink)?,
+            (Some(log), _) => print_stored(recorder, &log, one.seen, &mut one.sink)?,
             (None, Some(dir)) => print_files(&dir, one.stream, one.seen, &mut one.sink)?,
             (None, None) => ended = false,
         }
         one.sink.finish()?;
     }
     if !ended {
-        show::line(&match &record.commit_plan {
+        messages::line(&match &record.commit_plan {
             Some(_) => format!(
                 "the runner of {} is gone; `fumehood gc` finishes it",
                 record.id

@@ -1,4 +1,4 @@
-//! `fumehood outputs`: what an attempt left, as a list, as bytes, or in a directory.
+//! `fumehood outputs`: lists outputs, prints one, or exports them to a directory.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, IsTerminal, Read, Write};
@@ -16,17 +16,17 @@ use store::types::manifest::{ContentHash, OutputPath};
 use store::types::units::format_size;
 
 use super::args::StoreArgs;
-use super::detail;
-use super::document::OutputEntry;
-use super::print::{self, Align, Out, Table, counted};
-use super::{ids, ledger, show};
+use super::attempt_json::StoredOutputEntry;
+use super::attempt_text;
+use super::print::{self, Align, StdoutWriter, Table, format_count};
+use super::{ids, messages, record_access};
 
-/// List an attempt's outputs, write one of them out, or export them to a directory.
+/// List an attempt's outputs, write one of them to a file or stdout, or export them to a directory.
 ///
-/// A PATH is meant as typed, in the escaped form that lists and --json show, or as a glob ('plots/*.png'; a directory's
-/// name means everything below it). With -o exactly one output must be meant.
+/// A PATH matches as typed, in the escaped form that lists and --json show, or as a glob ('plots/*.png'; a directory's
+/// name matches everything below it). With -o exactly one output must match.
 ///
-/// --to prints a line `SHA256  PATH` for each file it wrote, which `sha256sum -c` understands in that directory.
+/// --to prints a line `SHA256  PATH` for each file that it wrote, which `sha256sum -c` checks in that directory.
 #[derive(Clone, Debug, clap::Args)]
 pub struct OutputsArgs {
     #[arg(value_name = "ID[@ATTEMPT]", help = ids::HELP)]
@@ -36,8 +36,8 @@ pub struct OutputsArgs {
     #[arg(value_name = "PATH|GLOB")]
     pub paths: Vec<OsString>,
 
-    /// Write the one output that PATH means to this file, or to stdout (-). What may upset a terminal is not
-    /// written to one without --force
+    /// Write the one output that PATH matches to this file, or to stdout (-). Bytes that a terminal may act on are not
+    /// written to a terminal without --force
     #[arg(
         long,
         short,
@@ -47,11 +47,11 @@ pub struct OutputsArgs {
     )]
     pub output: Option<OsString>,
 
-    /// Export to this directory, which is made if it is not there; overwrites nothing
+    /// Export to this directory, which is created if it does not exist; does not overwrite
     #[arg(long, value_name = "DIR")]
     pub to: Option<PathBuf>,
 
-    /// Overwrite files; with `-o -`, write to a terminal whatever it is
+    /// Overwrite files; with `-o -`, write any bytes to a terminal
     #[arg(long, short)]
     pub force: bool,
 
@@ -68,7 +68,7 @@ struct Document<'a> {
     schema: &'static str,
     id: &'a str,
     attempt: u32,
-    outputs: Vec<OutputEntry<'a>>,
+    outputs: Vec<StoredOutputEntry<'a>>,
 }
 
 #[derive(Serialize)]
@@ -91,12 +91,12 @@ pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
         !args.force || args.to.is_some() || args.output.is_some(),
         "--force lets -o and --to overwrite; give one of them with it"
     );
-    let (_, mut ledger) = ledger::open(&args.store)?;
-    let listed = ids::attempt(&mut ledger, &args.id, None)?.summary;
-    let key = (listed.id.as_str(), listed.attempt);
-    let mut stored = ledger.with(|store| store.outputs(key.0, key.1))?;
+    let (_, mut recorder) = record_access::open(&args.store)?;
+    let summary = ids::resolve_attempt(&mut recorder, &args.id, None)?.summary;
+    let key = (summary.id.as_str(), summary.attempt);
+    let mut stored = recorder.with(|store| store.outputs(key.0, key.1))?;
     if !args.paths.is_empty() {
-        stored = meant(stored, &args.paths, &listed.id)?;
+        stored = select(stored, &args.paths, &summary.id)?;
     }
     let overwrite = match args.force {
         true => Overwrite::Files,
@@ -106,17 +106,19 @@ pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
         (Some(file), _) => {
             let one = only_one(&stored)?;
             match file == "-" {
-                true => write_out(&mut ledger, key, one, args.force)?,
-                false => write_file(&mut ledger, key, one, Path::new(file), overwrite)?,
+                true => write_to_stdout(&mut recorder, key, one, args.force)?,
+                false => write_file(&mut recorder, key, one, Path::new(file), overwrite)?,
             }
         }
         (None, Some(to)) => {
             let named: Vec<OutputPath> = stored.into_iter().map(|output| output.path).collect();
-            // One that has not ended has no outputs either.
-            let bytes_max = listed.output_bytes.unwrap_or(u64::MAX);
+            // An attempt that has not ended has no outputs either.
+            let bytes_max = summary.output_bytes.unwrap_or(u64::MAX);
             let exported = match named.is_empty() {
                 true => Vec::new(),
-                false => ledger::export(&mut ledger, key, &named, to, overwrite, bytes_max)?,
+                false => {
+                    record_access::export(&mut recorder, key, &named, to, overwrite, bytes_max)?
+                }
             };
             print_exported(key, &exported, to, args.json)?;
         }
@@ -124,15 +126,15 @@ pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
             schema: "fumehood.outputs/1",
             id: key.0,
             attempt: key.1,
-            outputs: stored.iter().map(OutputEntry::from).collect(),
+            outputs: stored.iter().map(StoredOutputEntry::from).collect(),
         })?,
-        (None, None) => print_list(&stored, listed.state.is_final())?,
+        (None, None) => print_list(&stored, summary.state.is_final())?,
     }
     Ok(0)
 }
 
-/// The outputs that the words mean, in their order; a word that means none is an error.
-fn meant(
+/// Returns the outputs that the words match, in the order of the record. A word that matches none is an error.
+fn select(
     stored: Vec<StoredOutput>,
     words: &[OsString],
     id: &str,
@@ -145,7 +147,7 @@ fn meant(
                 (*wanted, found) = (true, true);
             }
         }
-        // A name with a star in it is found before it is taken for a pattern.
+        // Look for a file with exactly this name before taking the word for a pattern.
         if let (false, Some(glob)) = (found, word.to_str()) {
             let globs = Globs::new(&[glob.to_owned()])?;
             for (output, wanted) in stored.iter().zip(&mut wanted) {
@@ -166,7 +168,7 @@ fn meant(
         .collect())
 }
 
-/// By its bytes, or by one of the texts that stand for them: that of `--json`, or that of a list.
+/// Whether a word names an output: by its bytes, or by the text that `--json` or a list shows for it.
 fn is_named(path: &OutputPath, word: &OsStr) -> bool {
     let typed = word
         .as_bytes()
@@ -191,36 +193,36 @@ fn only_one(stored: &[StoredOutput]) -> anyhow::Result<&StoredOutput> {
 fn print_list(stored: &[StoredOutput], ended: bool) -> anyhow::Result<()> {
     let mut table = Table::new(&[Align::Right, Align::Left, Align::Left]);
     for output in stored {
-        table.row(detail::output_cells(output));
+        table.row(attempt_text::output_cells(output));
     }
-    let mut out = Out::new();
+    let mut out = StdoutWriter::new();
     table.print(&mut out, "")?;
     out.finish()?;
     match (stored.len() as u64, ended) {
-        (0, false) => show::line("it has not ended; outputs are collected at its end"),
-        (0, true) => show::line("it left no outputs"),
+        (0, false) => messages::line("it has not ended; outputs are collected at its end"),
+        (0, true) => messages::line("it left no outputs"),
         (n, _) => {
             let bytes = stored.iter().map(|o| o.bytes).fold(0, u64::saturating_add);
-            let what = counted(n, "output", "outputs");
-            show::line(&format!("{what}, {}", format_size(bytes)));
+            let what = format_count(n, "output", "outputs");
+            messages::line(&format!("{what}, {}", format_size(bytes)));
         }
     }
     Ok(())
 }
 
-/// To stdout, unchanged. A terminal is not a place for bytes that it may act on.
-fn write_out(
-    ledger: &mut Recorder,
+/// Writes an output to stdout unchanged. Refuses to write bytes to a terminal that may act on them.
+fn write_to_stdout(
+    recorder: &mut Recorder,
     key: (&str, u32),
     output: &StoredOutput,
     force: bool,
 ) -> anyhow::Result<()> {
     const SHOWN_BYTES_MAX: u64 = 1 << 20;
     let name = print::path(&output.path);
-    let artifacts = ledger.artifacts().ok();
-    let content = ledger::content(ledger, artifacts.as_ref(), key, output)
+    let artifacts = recorder.artifacts().ok();
+    let content = record_access::open_output(recorder, artifacts.as_ref(), key, output)
         .with_context(|| format!("read the output {name}"))?;
-    // Before the first byte is written: nobody could take back what a pipe has taken.
+    // Check the content before writing the first byte: bytes in a pipe cannot be taken back.
     let sound = match (&content, &artifacts) {
         (ExportContent::Bytes(bytes), _) => ContentHash::of(bytes) == output.blake3,
         (ExportContent::File(_), Some(a)) => a.verify(&output.blake3, output.bytes)?.has_content(),
@@ -228,7 +230,7 @@ fn write_out(
     };
     anyhow::ensure!(
         sound,
-        "{name} is damaged in the artifact store, and was not written; `fumehood verify {}` tells more",
+        "{name} is damaged in the artifact store, and was not written; `fumehood verify {}` says more",
         key.0
     );
     let mut source: Box<dyn Read> = match content {
@@ -254,7 +256,7 @@ fn write_out(
         );
         source = Box::new(io::Cursor::new(bytes));
     }
-    let mut out = Out::new();
+    let mut out = StdoutWriter::new();
     io::copy(&mut source.take(output.bytes), &mut out)
         .with_context(|| format!("write the output {name}"))?;
     out.finish()
@@ -266,9 +268,10 @@ pub fn is_harmless(bytes: &[u8]) -> bool {
     lines.all(|part| escape_terminal(part).as_bytes() == part)
 }
 
-/// As an export of one output under another name: checked on the way, there under its name only when it is whole.
+/// Writes an output like an export under another name: the content is checked while it is copied, and the file gets its
+/// name only when it is complete.
 fn write_file(
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     key: (&str, u32),
     output: &StoredOutput,
     file: &Path,
@@ -277,7 +280,7 @@ fn write_file(
     let name = file.file_name();
     let name = name.with_context(|| format!("-o {file:?} names no file"))?;
     let there = std::fs::symlink_metadata(file);
-    // Replacing /dev/null, or whatever a link leads to, is never meant.
+    // A caller never means to replace /dev/null or the target of a link.
     anyhow::ensure!(
         !there.is_ok_and(|meta| !meta.is_file()),
         "{file:?} is no plain file, so it is not replaced; write to another, or redirect `-o -`"
@@ -287,8 +290,9 @@ fn write_file(
         _ => Path::new("."),
     };
     anyhow::ensure!(to.is_dir(), "{to:?} is no directory; make it first");
-    let artifacts = ledger.artifacts().ok();
-    let mut source = |_: &ContentHash| ledger::content(ledger, artifacts.as_ref(), key, output);
+    let artifacts = recorder.artifacts().ok();
+    let mut source =
+        |_: &ContentHash| record_access::open_output(recorder, artifacts.as_ref(), key, output);
     let renamed = OutputPath::new(name.as_bytes().to_vec())?;
     let list = [(renamed, output.bytes, output.blake3)];
     artifacts::export(&mut source, &list, to, overwrite, output.bytes)?;
@@ -314,7 +318,7 @@ fn print_exported(
             outputs: exported.iter().map(entry).collect(),
         });
     }
-    let mut out = Out::new();
+    let mut out = StdoutWriter::new();
     let terminal = io::stdout().is_terminal();
     for one in exported {
         match terminal {
@@ -323,16 +327,16 @@ fn print_exported(
         }
     }
     out.finish()?;
-    show::line(&format!(
+    messages::line(&format!(
         "{} exported to {}",
-        counted(exported.len() as u64, "output", "outputs"),
+        format_count(exported.len() as u64, "output", "outputs"),
         to.display()
     ));
     Ok(())
 }
 
-/// A line of `sha256sum`. A name with a backslash, a line feed or a carriage return in it has them escaped, and the line
-/// begins with a backslash to say so.
+/// Formats a line like `sha256sum`. If the name contains a backslash, a line feed or a carriage return, these are
+/// escaped and the line begins with a backslash.
 fn checksum_line(sha256: &str, path: &[u8]) -> Vec<u8> {
     let mut line = Vec::with_capacity(sha256.len() + path.len() + 4);
     if path.iter().any(|b| matches!(b, b'\\' | b'\n' | b'\r')) {
@@ -379,7 +383,7 @@ mod tests {
         );
     }
 
-    /// The real program reads them back, whatever the name.
+    /// The real `sha256sum` reads the lines back, whatever the name.
     #[test]
     fn sha256sum_takes_them() {
         let dir = tempfile::tempdir().unwrap();
@@ -414,7 +418,7 @@ mod tests {
             ];
             let stored = stored.iter().map(|p| output(p)).collect();
             let word = OsStr::from_bytes(word).to_owned();
-            let found = super::meant(stored, &[word], "x").ok()?;
+            let found = super::select(stored, &[word], "x").ok()?;
             Some(found.into_iter().map(|o| o.path.text()).collect::<Vec<_>>())
         };
         assert_eq!(meant(b"a\\b").unwrap(), ["a\\\\b"]);

@@ -1,4 +1,4 @@
-//! What commands print on stdout: documents, tables, bytes. What a person reads went through [`clean`] first.
+//! What commands print on stdout: documents, tables, bytes. Text for a terminal goes through [`escape`] first.
 
 use std::io::{self, Write};
 
@@ -8,15 +8,15 @@ use store::types::escaping::escape_terminal;
 use store::types::manifest::OutputPath;
 use store::types::units::format_size;
 
-/// Whoever read our stdout has seen enough. Ends the command without a word, as SIGPIPE would.
+/// The reader of our stdout closed it. The command ends without a message, as with SIGPIPE.
 #[derive(Debug, thiserror::Error)]
-#[error("nobody reads what is printed")]
+#[error("the reader of stdout closed it")]
 pub struct ReaderGone;
 
-/// What a shell sees of a program that SIGPIPE ended.
+/// The exit code that a shell reports for a program that SIGPIPE killed.
 pub const READER_GONE: u8 = 128 + 13;
 
-/// Whether a command failed only because nobody listens any more.
+/// Whether a command failed only because nobody reads its stdout any more.
 pub fn is_reader_gone(error: &anyhow::Error) -> bool {
     let gone = |e: &io::Error| e.get_ref().is_some_and(|inner| inner.is::<ReaderGone>());
     error
@@ -24,13 +24,13 @@ pub fn is_reader_gone(error: &anyhow::Error) -> bool {
         .any(|e| e.downcast_ref::<io::Error>().is_some_and(gone))
 }
 
-/// Our standard output, buffered. To be finished: what a drop would lose in silence is an error.
-pub struct Out(io::BufWriter<io::StdoutLock<'static>>);
+/// Buffered standard output. Call `finish` at the end: a drop loses write errors.
+pub struct StdoutWriter(io::BufWriter<io::StdoutLock<'static>>);
 
-impl Out {
-    pub fn new() -> Out {
+impl StdoutWriter {
+    pub fn new() -> StdoutWriter {
         const BUFFER_BYTES: usize = 64 << 10;
-        Out(io::BufWriter::with_capacity(
+        StdoutWriter(io::BufWriter::with_capacity(
             BUFFER_BYTES,
             io::stdout().lock(),
         ))
@@ -47,38 +47,38 @@ impl Out {
 
 const PRINT: &str = "print on stdout";
 
-fn heard(e: io::Error) -> io::Error {
+fn mark_closed_reader(e: io::Error) -> io::Error {
     match e.kind() {
         io::ErrorKind::BrokenPipe => io::Error::new(io::ErrorKind::BrokenPipe, ReaderGone),
         _ => e,
     }
 }
 
-impl Write for Out {
+impl Write for StdoutWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes).map_err(heard)
+        self.0.write(bytes).map_err(mark_closed_reader)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.0.flush().map_err(heard)
+        self.0.flush().map_err(mark_closed_reader)
     }
 }
 
-/// One JSON document on one line.
+/// Prints one JSON document on one line.
 pub fn json<T: Serialize>(document: &T) -> anyhow::Result<()> {
     let text = serde_json::to_string(document).context("write the answer as JSON")?;
-    let mut out = Out::new();
+    let mut out = StdoutWriter::new();
     out.line(&plain_json(&text))?;
     out.finish()
 }
 
-/// The same JSON with every character spelled out that a terminal might act on or hide. Outside of strings JSON has
-/// none of them, so the value stays the same.
+/// Escapes every character in JSON that a terminal may act on or hide. Outside of strings JSON has no such characters,
+/// so the value stays the same.
 pub fn plain_json(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     for c in text.chars() {
         let harmless = c.is_ascii() && !c.is_ascii_control() || c == '\n';
-        if harmless || (!c.is_ascii() && clean(c.encode_utf8(&mut [0; 4])).starts_with(c)) {
+        if harmless || (!c.is_ascii() && escape(c.encode_utf8(&mut [0; 4])).starts_with(c)) {
             plain.push(c);
             continue;
         }
@@ -89,18 +89,19 @@ pub fn plain_json(text: &str) -> String {
     plain
 }
 
-/// Text that may come from a program, a file or another user, for one line of a terminal.
-pub fn clean(text: &str) -> String {
+/// Escapes text that may come from a program, a file or another user, for one line of a terminal.
+pub fn escape(text: &str) -> String {
     escape_terminal(text.as_bytes())
 }
 
-/// An output's path for people: two that differ never look the same, and `outputs` takes what is shown here.
+/// Returns an output's path for people. Two different paths never look the same, and `fumehood outputs` accepts this
+/// form.
 pub fn path(path: &OutputPath) -> String {
-    clean(&path.text())
+    escape(&path.text())
 }
 
-/// `1 output`, `3 outputs`.
-pub fn counted(count: u64, one: &str, many: &str) -> String {
+/// Formats `1 output`, `3 outputs`.
+pub fn format_count(count: u64, one: &str, many: &str) -> String {
     match count {
         1 => format!("1 {one}"),
         n => format!("{n} {many}"),
@@ -120,7 +121,7 @@ pub enum Align {
     Right,
 }
 
-/// Columns as wide as their widest cell; the last one ends where its text ends.
+/// A table. Each column is as wide as its widest cell; the last one is not padded.
 pub struct Table {
     columns: Vec<Align>,
     rows: Vec<Vec<String>>,
@@ -148,7 +149,7 @@ impl Table {
         let line = |row: &Vec<String>| {
             let mut line = String::new();
             for ((cell, align), width) in row.iter().zip(&self.columns).zip(&widths) {
-                // A column in which nobody has anything takes no room.
+                // A column without any text takes no room.
                 if *width == 0 {
                     continue;
                 }
@@ -165,7 +166,7 @@ impl Table {
         self.rows.iter().map(line).collect()
     }
 
-    pub fn print(&self, out: &mut Out, indent: &str) -> anyhow::Result<()> {
+    pub fn print(&self, out: &mut StdoutWriter, indent: &str) -> anyhow::Result<()> {
         let mut lines = self.lines().into_iter();
         lines.try_for_each(|line| out.line(&format!("{indent}{line}")))
     }
@@ -206,7 +207,7 @@ mod tests {
 
     #[test]
     fn only_a_reader_that_left_is_passed_over() {
-        let gone = heard(io::Error::from(io::ErrorKind::BrokenPipe));
+        let gone = mark_closed_reader(io::Error::from(io::ErrorKind::BrokenPipe));
         let gone = anyhow::Error::from(gone).context("print");
         assert!(is_reader_gone(&gone));
         let other = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe));

@@ -1,11 +1,11 @@
-//! One line on a terminal that tells how far collection has come, when it takes more than a moment.
+//! One line on the terminal that shows the progress of a collection that takes long.
 
 use std::time::{Duration, Instant};
 
 use engine::collect::CollectProgress;
 use store::types::units::format_size;
 
-/// Before this, nobody has begun to wonder.
+/// Show nothing for collections that are faster than this.
 const MOMENT: Duration = Duration::from_millis(700);
 const REDRAWN: Duration = Duration::from_millis(100);
 
@@ -16,7 +16,7 @@ pub struct ProgressLine {
 }
 
 impl ProgressLine {
-    /// What draws it anew, if it is time to.
+    /// Returns the text that redraws the line, if it is time to.
     pub fn show(&mut self, progress: CollectProgress) -> Option<String> {
         let now = Instant::now();
         let began = *self.began.get_or_insert(now);
@@ -39,7 +39,7 @@ impl ProgressLine {
         Some(format!("\r\x1b[Kfumehood: collecting: {text}"))
     }
 
-    /// What leaves the line as if nothing had been there, if something is.
+    /// Returns the text that clears the line, if it was drawn.
     pub fn clear(&mut self) -> Option<&'static str> {
         self.began = None;
         self.drawn.take().map(|_| "\r\x1b[K")

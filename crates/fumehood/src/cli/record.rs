@@ -1,4 +1,4 @@
-//! `fumehood record`: results that were made without a sandbox.
+//! `fumehood record`: records results that were made without a sandbox.
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -12,14 +12,14 @@ use engine::request::AnalysisId;
 
 use super::args::{self, StoreArgs};
 use super::progress::ProgressLine;
-use super::{exit, ledger, print, show, standing};
-use crate::config::settings::Key;
+use super::{exit, messages, print, record_access, run_dirs};
+use crate::config::settings::{GivenSettings, Key};
 use crate::config::{self, Sources};
 
 /// Record results that were made without Fumehood, marked as such (isolation: none).
 ///
-/// They are read by the same rules as what a confined program leaves: no links, no devices, nothing of another owner than
-/// the directory's. The files themselves stay where they are.
+/// The same rules apply as to files that a confined program leaves: no links, no devices, and every file must belong to
+/// the owner of the directory. The files themselves stay where they are.
 #[derive(Clone, Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).multiple(true).args(["result", "dir"]))]
 pub struct RecordArgs {
@@ -27,19 +27,19 @@ pub struct RecordArgs {
     #[arg(value_name = "ID")]
     pub id: OsString,
 
-    /// A file that becomes the output result.json, stored as JSON where it is such
+    /// A file that becomes the output result.json, also stored as JSON if it is valid
     #[arg(long, value_name = "FILE")]
     pub result: Option<PathBuf>,
 
-    /// Everything in this directory becomes outputs
+    /// Record every file in this directory as an output
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
 
-    /// How it ended
+    /// How the analysis ended
     #[arg(long, value_name = "STATUS", default_value = "succeeded", value_parser = ["succeeded", "failed"])]
     pub status: String,
 
-    /// Record an id that is recorded already again, as a new attempt; earlier ones stay in its history
+    /// Record an id again that is recorded already, as a new attempt; earlier attempts stay in its history
     #[arg(long)]
     pub replace: bool,
 
@@ -47,23 +47,23 @@ pub struct RecordArgs {
     #[arg(long, value_name = "GLOB", help_heading = "Outputs")]
     pub output: Vec<OsString>,
 
-    /// A file that must be among the outputs; else it is recorded as failed. Repeatable
+    /// A file that must be among the outputs; otherwise the analysis is recorded as failed. Repeatable
     #[arg(long, value_name = "GLOB", help_heading = "Outputs")]
     pub expect: Vec<OsString>,
 
-    /// Bytes that all outputs may have; what fits is kept, the rest is refused and counted [default: 10G]
+    /// Total size of the outputs; files beyond it are refused and counted [default: 10G]
     #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
     pub max_output: Option<OsString>,
 
-    /// Bytes that one output may have [default: as --max-output]
+    /// Size of one output [default: as --max-output]
     #[arg(long, value_name = "SIZE", help_heading = "Outputs")]
     pub max_output_file: Option<OsString>,
 
-    /// How many outputs are kept, at most 1000000 [default: 10000]
+    /// Number of outputs, at most 1000000 [default: 10000]
     #[arg(long, value_name = "N", help_heading = "Outputs")]
     pub max_outputs: Option<OsString>,
 
-    /// How deep in the directory an output may lie, from 1 to 256 [default: 32]
+    /// How deep in the directory an output may be, from 1 to 256 [default: 32]
     #[arg(long, value_name = "N", help_heading = "Outputs")]
     pub max_depth: Option<OsString>,
 
@@ -80,7 +80,7 @@ pub struct RecordArgs {
 }
 
 impl RecordArgs {
-    fn given(&self) -> Vec<(Key, Vec<OsString>)> {
+    fn given(&self) -> GivenSettings {
         let own = [
             args::many(Key::Output, &self.output),
             args::many(Key::Expect, &self.expect),
@@ -99,9 +99,9 @@ impl RecordArgs {
 pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
     let id = AnalysisId::new(&args.id.to_string_lossy()).context("record results")?;
     let sources = Sources::from_process()?;
-    let (settings, collection, again) = config::handed_in_settings(args.given(), &sources)?;
-    let home = ledger::home()?;
-    let mut ledger: Recorder = ledger::of(&settings, &home)?
+    let (settings, collection, again) = config::record_command_settings(args.given(), &sources)?;
+    let home = record_access::home()?;
+    let mut recorder: Recorder = record_access::open_recorder(&settings, &home)?
         .context("--db none keeps no record; name a database, or leave it out")?;
     let handed = ExternalResult {
         id: &id,
@@ -115,34 +115,34 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
         collection,
     };
     let mut line = std::io::stderr().is_terminal().then(ProgressLine::default);
-    let done = staged_commands::record(&home, &mut ledger, &handed, &mut |progress| {
+    let done = staged_commands::record(&home, &mut recorder, &handed, &mut |progress| {
         if let Some(text) = line.as_mut().and_then(|line| line.show(progress)) {
-            // Nobody may be listening; that is no reason to fail.
-            let _unheard = std::io::stderr().write_all(text.as_bytes());
+            // Nobody may be reading stderr. That is not a reason to fail.
+            let _ = std::io::stderr().write_all(text.as_bytes());
         }
     });
     if let Some(text) = line.as_mut().and_then(ProgressLine::clear) {
-        let _unheard = std::io::stderr().write_all(text.as_bytes());
+        let _ = std::io::stderr().write_all(text.as_bytes());
     }
     let record = match done {
         Ok(record) => record,
-        Err(e) if standing::any_of(&home, &id) => {
-            // Begun, and everything is in the artifact store.
-            show::error(&e.into());
-            show::line(&format!("finish it with `fumehood post-process {id}`"));
+        Err(e) if run_dirs::has_any(&home, &id) => {
+            // The attempt has begun and all outputs are in the artifact store.
+            messages::error(&e.into());
+            messages::line(&format!("finish it with `fumehood post-process {id}`"));
             return Ok(exit::NOT_COMMITTED);
         }
         Err(e) => return Err(e.into()),
     };
     match args.json {
         true => print::json(&record)?,
-        false => show::summary(&record),
+        false => messages::summary(&record),
     }
     let unprocessed = record.post_process.as_ref().is_some_and(|p| !p.done);
     Ok(match (record.status, record.reason) {
-        // That it failed elsewhere was handed in, and is recorded: all is well here.
+        // The caller recorded that the analysis failed elsewhere. Recording it succeeded.
         (Status::Failed, Reason::Recorded) if unprocessed => exit::NOT_COMMITTED,
         (Status::Failed, Reason::Recorded) => 0,
-        _ => exit::code(&record),
+        _ => exit::code_of_record(&record),
     })
 }

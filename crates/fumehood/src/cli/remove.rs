@@ -1,4 +1,4 @@
-//! `fumehood rm`: an analysis, with everything that only it has.
+//! `fumehood rm`: removes an analysis with everything that belongs to it alone.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -12,25 +12,25 @@ use store::types::manifest::ContentHash;
 use store::{RemovalCounts, STREAMS, State, UnfinishedPolicy};
 
 use super::args::StoreArgs;
-use super::print::{self, clean, counted};
-use super::sweep::{self, Scope, Sweep};
-use super::{ids, ledger, show, standing};
+use super::object_gc::{self, ObjectGcReport, ObjectScope};
+use super::print::{self, escape, format_count};
+use super::{ids, messages, record_access, run_dirs};
 
 /// Remove analyses from the record, with all their attempts, logs and outputs.
 ///
-/// Nothing is asked, and nothing can be brought back. An analysis that is queued or running, or that left something in this home
-/// (a kept workspace, an attempt that awaits its commit), is refused, and then none of those named is removed.
+/// There is no confirmation, and nothing can be restored. If any named analysis is queued or running, or has something
+/// left in this home (a kept workspace, an attempt that awaits its commit), nothing is removed.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RmArgs {
     #[arg(
         value_name = "ID",
         required = true,
-        help = ids::HELP_WHOLE
+        help = ids::HELP_ANALYSIS
     )]
     pub ids: Vec<OsString>,
 
-    /// Remove what the database believes to be running, too: for a machine that is gone. A runner that lives after all
-    /// records its attempt anew, as superseded
+    /// Also remove attempts that the database lists as running, for a machine that is gone. If the runner lives after
+    /// all, it records its attempt again, as superseded
     #[arg(long, short)]
     pub force: bool,
 
@@ -46,7 +46,7 @@ pub struct RmArgs {
 struct Document {
     schema: &'static str,
     removed: Vec<RemovedEntry>,
-    swept: Sweep,
+    swept: ObjectGcReport,
 }
 
 #[derive(Serialize)]
@@ -57,11 +57,11 @@ struct RemovedEntry {
 }
 
 pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
-    let (home, mut ledger) = ledger::open(&args.store)?;
+    let (home, mut recorder) = record_access::open(&args.store)?;
     let mut wanted = Vec::new();
     for given in &args.ids {
-        let id = ids::analysis(&mut ledger, given)?;
-        refuse_standing(&home, &id)?;
+        let id = ids::resolve_analysis(&mut recorder, given)?;
+        refuse_if_in_home(&home, &id)?;
         if !wanted.contains(&id) {
             wanted.push(id);
         }
@@ -72,23 +72,23 @@ pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
     };
     if !args.force {
         for id in &wanted {
-            refuse_running(&mut ledger, id)?;
+            refuse_if_unfinished(&mut recorder, id)?;
         }
     }
     let mut objects = HashSet::new();
     let mut removed = Vec::new();
     for id in wanted {
-        objects_of(&mut ledger, &id, &mut objects)?;
+        objects_of(&mut recorder, &id, &mut objects)?;
         let RemovalCounts { attempts, outputs } =
-            ledger.with(|store| store.remove(&id, running))?;
+            recorder.with(|store| store.remove(&id, running))?;
         removed.push(RemovedEntry {
             id,
             attempts,
             outputs,
         });
     }
-    // The record is gone already, so what goes wrong here is no failure: `gc` comes by again.
-    let swept = sweep::sweep(&home, &mut ledger, &Scope::Only(objects));
+    // The record is already gone, so a problem here is not a failure: the next `gc` removes the objects.
+    let swept = object_gc::remove_unreferenced(&home, &mut recorder, &ObjectScope::Only(objects));
     if args.json {
         print::json(&Document {
             schema: "fumehood.rm/1",
@@ -98,24 +98,24 @@ pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
         return Ok(0);
     }
     for entry in &removed {
-        let attempts = counted(entry.attempts, "attempt", "attempts");
-        let outputs = counted(entry.outputs, "output", "outputs");
-        show::line(&format!(
+        let attempts = format_count(entry.attempts, "attempt", "attempts");
+        let outputs = format_count(entry.outputs, "output", "outputs");
+        messages::line(&format!(
             "removed {}: {attempts}, {outputs}",
-            clean(&entry.id)
+            escape(&entry.id)
         ));
     }
-    swept.tell();
+    swept.print();
     Ok(0)
 }
 
-/// What stands in this home still refers to the row, or will.
-pub fn refuse_standing(home: &Home, id: &str) -> anyhow::Result<()> {
+/// Refuses an analysis with a run directory in this home, which refers to the row or will.
+pub fn refuse_if_in_home(home: &Home, id: &str) -> anyhow::Result<()> {
     let id = AnalysisId::new(id)?;
-    if let Some(standing) = standing::of_id(home, &id).first() {
-        anyhow::bail!("{}; then remove it", standing.advice());
+    if let Some(run_dir) = run_dirs::list_analysis(home, &id).first() {
+        anyhow::bail!("{}; then remove it", run_dir.advice());
     }
-    // Only the lock tells what has no record yet.
+    // A directory without a record yet is only known by its lock.
     let found = RunDir::find(home, &id)?;
     anyhow::ensure!(
         found.is_none(),
@@ -124,9 +124,9 @@ pub fn refuse_standing(home: &Home, id: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Before anything is removed. The removal itself checks again, in its transaction.
-fn refuse_running(ledger: &mut Recorder, id: &str) -> anyhow::Result<()> {
-    let attempts = ledger.with(|store| store.attempts(id))?;
+/// Refuses an unfinished analysis before anything is removed. The removal checks again in its transaction.
+fn refuse_if_unfinished(recorder: &mut Recorder, id: &str) -> anyhow::Result<()> {
+    let attempts = recorder.with(|store| store.attempts(id))?;
     if let Some(queued) = attempts.iter().find(|a| a.state == State::Queued) {
         anyhow::bail!(
             "{id} is queued (attempt {}); cancel it first, with `fumehood cancel {id}`",
@@ -138,23 +138,23 @@ fn refuse_running(ledger: &mut Recorder, id: &str) -> anyhow::Result<()> {
             "{id} has an attempt ({}) that is {} on {}; wait for it, `fumehood cancel {id}`, run `fumehood gc` there if its runner died, or use --force",
             running.attempt,
             running.state,
-            clean(&running.host)
+            escape(&running.host)
         );
     }
     Ok(())
 }
 
-/// The objects that nobody may refer to any more when this analysis is gone.
+/// Collects the objects that may be unreferenced once this analysis is removed.
 fn objects_of(
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     id: &str,
     objects: &mut HashSet<ContentHash>,
 ) -> anyhow::Result<()> {
-    for listed in ledger.with(|store| store.attempts(id))? {
-        let outputs = ledger.with(|store| store.outputs(id, listed.attempt))?;
+    for summary in recorder.with(|store| store.attempts(id))? {
+        let outputs = recorder.with(|store| store.outputs(id, summary.attempt))?;
         objects.extend(outputs.iter().map(|output| output.blake3));
         for stream in STREAMS {
-            let log = ledger.with(|store| store.log(id, listed.attempt, stream))?;
+            let log = recorder.with(|store| store.log(id, summary.attempt, stream))?;
             objects.extend(log.and_then(|log| log.object));
         }
     }

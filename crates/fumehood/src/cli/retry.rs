@@ -1,4 +1,4 @@
-//! `fumehood retry`: another attempt of what was submitted and has ended.
+//! `fumehood retry`: queues another attempt of an analysis that was submitted and has ended.
 
 use std::ffi::OsString;
 
@@ -8,17 +8,18 @@ use serde::Serialize;
 use store::StoreError;
 
 use super::args::StoreArgs;
-use super::print::{self, clean};
-use super::{exit, ids, ledger, show};
+use super::print::{self, escape};
+use super::{exit, ids, messages, record_access};
 use crate::config::{self, Sources};
 
 /// Queue another attempt of analyses that have ended, as they were submitted.
 ///
-/// Earlier attempts stay in the history. It may be retried by itself again as often as it was submitted with. The values of
-/// secret variables (--secret-env, or names that look it) are erased when an analysis has ended; give them again with --env.
+/// Earlier attempts stay in the history. The number of automatic retries starts again from what was submitted. The
+/// values of secret variables (--secret-env, or names that look secret) are erased when an analysis ends; give them
+/// again with --env.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RetryArgs {
-    #[arg(value_name = "ID", required = true, help = ids::HELP_WHOLE)]
+    #[arg(value_name = "ID", required = true, help = ids::HELP_ANALYSIS)]
     pub ids: Vec<OsString>,
 
     /// The value of a variable that was erased when the analysis ended; without =V it is your own. Repeatable
@@ -36,30 +37,30 @@ pub struct RetryArgs {
 #[derive(Serialize)]
 struct Document {
     schema: &'static str,
-    queued: Vec<Queued>,
-    refused: Vec<Refused>,
+    queued: Vec<QueuedEntry>,
+    refused: Vec<RefusedEntry>,
 }
 
 #[derive(Serialize)]
-struct Queued {
+struct QueuedEntry {
     id: String,
     attempt: u32,
 }
 
 #[derive(Serialize)]
-struct Refused {
+struct RefusedEntry {
     id: String,
-    /// `secrets_erased`, where values must be given again.
+    /// `secrets_erased` if the caller must give values again.
     #[serde(skip_serializing_if = "Option::is_none")]
     code: Option<&'static str>,
     message: String,
 }
 
 pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
-    let (_, mut ledger) = ledger::open(&args.store)?;
+    let (_, mut recorder) = record_access::open(&args.store)?;
     let mut wanted = Vec::new();
     for given in &args.ids {
-        let id = ids::analysis(&mut ledger, given)?;
+        let id = ids::resolve_analysis(&mut recorder, given)?;
         if !wanted.contains(&id) {
             wanted.push(id);
         }
@@ -67,7 +68,7 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
     let by = provenance::submitter_name();
     let secrets = match args.env.is_empty() {
         true => Vec::new(),
-        false => config::given_env(args.env.clone(), &Sources::from_process()?)?,
+        false => config::env_from_options(args.env.clone(), &Sources::from_process()?)?,
     };
     let mut done = Document {
         schema: "fumehood.retry/1",
@@ -75,9 +76,9 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
         refused: Vec::new(),
     };
     for id in wanted {
-        match again(&mut ledger, &id, &by, &secrets) {
-            Ok(attempt) => done.queued.push(Queued { id, attempt }),
-            Err(e) => done.refused.push(Refused {
+        match retry_one(&mut recorder, &id, &by, &secrets) {
+            Ok(attempt) => done.queued.push(QueuedEntry { id, attempt }),
+            Err(e) => done.refused.push(RefusedEntry {
                 code: e.downcast_ref::<StoreError>().and_then(StoreError::code),
                 message: format!("{e:#}"),
                 id,
@@ -88,11 +89,11 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
         print::json(&done)?;
     }
     for queued in done.queued.iter().filter(|_| !args.json) {
-        let Queued { id, attempt } = queued;
-        show::line(&format!("{} is queued as attempt {attempt}", clean(id)));
+        let QueuedEntry { id, attempt } = queued;
+        messages::line(&format!("{} is queued as attempt {attempt}", escape(id)));
     }
     for refused in &done.refused {
-        show::line(&format!("error: {}", refused.message));
+        messages::line(&format!("error: {}", refused.message));
     }
     Ok(match done.refused.is_empty() {
         true => 0,
@@ -100,13 +101,13 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
     })
 }
 
-fn again(
-    ledger: &mut Recorder,
+fn retry_one(
+    recorder: &mut Recorder,
     id: &str,
     by: &str,
     secrets: &[(String, String)],
 ) -> anyhow::Result<u32> {
-    ledger
+    recorder
         .with(|store| store.retry(id, by, secrets))
-        .map_err(ids::plainly)
+        .map_err(ids::without_database_context)
 }

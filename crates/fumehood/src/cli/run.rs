@@ -23,15 +23,15 @@ use sandbox::supervise::{Control, RunError, Stream};
 use store::artifacts::Overwrite;
 use store::types::timings;
 
-use super::args::{RunArgs, ShellArgs};
-use super::outlet::{self, Outlet, View};
+use super::args::{self, RunArgs, ShellArgs};
 use super::print;
 use super::progress::ProgressLine;
-use super::{exit, ledger, show};
+use super::stream_forwarder::{self, OutputMode, StreamForwarder};
+use super::{exit, messages, record_access};
 use crate::config::{self, Presentation, Resolved, Sources};
 
-/// After the deadline, or after a stop, a reader who takes nothing is waited for this long.
-const DRAINED_FOR: Duration = Duration::from_secs(1);
+/// How long to wait, after the deadline or a stop, for a reader who takes no output.
+const DRAIN_WAIT: Duration = Duration::from_secs(1);
 
 const SIGHUP: i32 = 1;
 const SIGINT: i32 = 2;
@@ -40,17 +40,18 @@ const SIGWINCH: i32 = 28;
 
 pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
-    let resolved = config::request(args, &sources)?;
-    let view = match args.raw {
-        true => View::Raw,
-        false => View::Safe,
+    let command = args.command(&args::command_line())?;
+    let resolved = config::run_request(command, args.given(), &sources)?;
+    let mode = match args.raw {
+        true => OutputMode::Raw,
+        false => OutputMode::Filtered,
     };
-    perform(&resolved, Terminal::None, None, view, args.timings)
+    run_attempt(&resolved, Terminal::None, None, mode, args.timings)
 }
 
 pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
-    let mut resolved = config::shell_request(args, &sources)?;
+    let mut resolved = config::shell_request(args.given(), &sources)?;
     let terminal = rustix::stdio::stdin();
     let size = rustix::termios::tcgetwinsize(terminal)
         .context("`fumehood shell` needs a terminal; use `fumehood run -- sh -c …` without one")?;
@@ -62,46 +63,32 @@ pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
         rows: size.ws_row,
         columns: size.ws_col,
     };
-    perform(&resolved, terminal, Some(raw), View::Session, false)
+    run_attempt(&resolved, terminal, Some(raw), OutputMode::Session, false)
 }
 
-fn perform(
+fn run_attempt(
     resolved: &Resolved,
     terminal: Terminal,
     raw: Option<RawTerminal>,
-    view: View,
-    tell_timings: bool,
+    mode: OutputMode,
+    print_timings: bool,
 ) -> anyhow::Result<u8> {
     let Presentation { json, quiet } = resolved.presentation;
-    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let around = RunContext {
-        home: Home::find(&env)?.open()?,
-        caller: CallerEnvironment::from_process(),
-        launcher: PathBuf::from("/proc/self/exe"),
-        terminal,
-        required_layers: resolved.required_layers.clone(),
-        workspace_source: match resolved.record.in_workspace {
-            Some(_) => WorkspaceSource::Prepared,
-            None => WorkspaceSource::Fresh,
-        },
-        free_reserve_bytes: resolved.record.free_reserve_bytes,
-        store_quota_bytes: resolved.record.store_quota_bytes,
-        claimed: None,
-    };
-    let mut ledger = match &raw {
-        // Somebody looking around is no analysis.
+    let context = run_context(resolved, terminal)?;
+    let mut recorder = match &raw {
+        // A shell session is not recorded.
         Some(_) => None,
-        None => ledger::of(&resolved.record, &around.home)?,
+        None => record_access::open_recorder(&resolved.record, &context.home)?,
     };
-    if let (Some(to), None) = (&resolved.record.to, &ledger) {
+    if let (Some(to), None) = (&resolved.record.to, &recorder) {
         anyhow::bail!("--to {to:?} exports what was committed, and nothing is, with --db none");
     }
     let deadline = Instant::now() + Duration::from_millis(resolved.request.limits.wall_ms.value);
-    let mut console = Console::new(json, quiet, view)?;
-    let result = pipeline::run(&resolved.request, &around, ledger.as_mut(), &mut console);
+    let mut console = Console::new(json, quiet, mode)?;
+    let result = pipeline::run(&resolved.request, &context, recorder.as_mut(), &mut console);
     console.clear_progress();
     console.interrupt();
-    // What follows is ours to say, on a terminal that starts a new line when told to.
+    // The messages below are ours: leave raw mode first, so that a new line starts at the left margin.
     drop(raw);
     let (mut record, logs) = match result {
         Ok(CompletedRun {
@@ -115,22 +102,22 @@ fn perform(
                 |record| *record,
             );
             if !json {
-                show::line(&format!(
+                messages::line(&format!(
                     "error: {}",
                     record.message.as_deref().unwrap_or_default()
                 ));
-                remedy(&error).into_iter().for_each(show::line);
-                return Ok(exit::code(&record));
+                remedy(&error).into_iter().for_each(messages::line);
+                return Ok(exit::code_of_record(&record));
             }
             record.notices.extend(remedy(&error).map(String::from));
             (record, None)
         }
     };
-    let exported = match (&resolved.record.to, &mut ledger) {
-        (Some(to), Some(ledger)) if logs.is_some() => export(ledger, &record, to, resolved),
+    let exported = match (&resolved.record.to, &mut recorder) {
+        (Some(to), Some(recorder)) if logs.is_some() => export(recorder, &record, to, resolved),
         _ => Ok(()),
     };
-    let code = match (exit::code(&record), exported) {
+    let code = match (exit::code_of_record(&record), exported) {
         (0, Err(())) => exit::COULD_NOT_RUN,
         (code, _) => code,
     };
@@ -141,18 +128,7 @@ fn perform(
             record.stdout.text = stdout.text("stdout");
             record.stderr.text = stderr.text("stderr");
         }
-        let mut out = std::io::stdout().lock();
-        let text = serde_json::to_string(&record).context("write the result as JSON")?;
-        let text = print::plain_json(&text);
-        let told = writeln!(out, "{text}").and_then(|()| out.flush());
-        // The run is what it was; but who could not be told of a success must not take it for one.
-        return Ok(match (told, code) {
-            (Err(e), code) => {
-                show::line(&format!("error: print the result: {e}"));
-                code.max(if code == 0 { exit::COULD_NOT_RUN } else { 0 })
-            }
-            (Ok(()), code) => code,
-        });
+        return print_json(&record, code);
     }
     if let Some((stdout, stderr)) = &logs {
         let ended_by_itself = matches!(record.status, Status::Succeeded | Status::Failed);
@@ -160,8 +136,8 @@ fn perform(
             true => deadline.max(Instant::now()),
             false => Instant::now(),
         };
-        if !console.finish(stdout, stderr, until + DRAINED_FOR) {
-            // Nobody reads what we would say, and waiting for that would have no end.
+        if !console.finish(stdout, stderr, until + DRAIN_WAIT) {
+            // Nobody reads stderr, and waiting for a reader would have no end.
             return Ok(code);
         }
     }
@@ -170,20 +146,55 @@ fn perform(
             .notices
             .iter()
             .skip(console.notices)
-            .for_each(|n| show::line(n));
-        show::summary(&record);
+            .for_each(|n| messages::line(n));
+        messages::summary(&record);
     } else {
-        show::trouble(&record);
+        messages::unfinished_work(&record);
     }
-    if tell_timings {
-        show::timings(&timings);
+    if print_timings {
+        messages::timings(&timings);
     }
     Ok(code)
 }
 
-/// `--to`: after the commit, so whatever goes wrong here loses nothing.
+fn run_context(resolved: &Resolved, terminal: Terminal) -> anyhow::Result<RunContext> {
+    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let context = RunContext {
+        home: Home::find(&env)?.open()?,
+        caller: CallerEnvironment::from_process(),
+        launcher: PathBuf::from("/proc/self/exe"),
+        terminal,
+        required_layers: resolved.required_layers.clone(),
+        workspace_source: match resolved.record.in_workspace {
+            Some(_) => WorkspaceSource::Prepared,
+            None => WorkspaceSource::Fresh,
+        },
+        free_reserve_bytes: resolved.record.free_reserve_bytes,
+        store_quota_bytes: resolved.record.store_quota_bytes,
+        claimed: None,
+    };
+    Ok(context)
+}
+
+/// Prints the result as one document. Returns the exit code, which is not 0 if the result cannot be printed.
+fn print_json(record: &Record, code: u8) -> anyhow::Result<u8> {
+    let mut out = std::io::stdout().lock();
+    let text = serde_json::to_string(record).context("write the result as JSON")?;
+    let text = print::plain_json(&text);
+    let printed = writeln!(out, "{text}").and_then(|()| out.flush());
+    Ok(match (printed, code) {
+        (Err(e), code) => {
+            messages::line(&format!("error: print the result: {e}"));
+            // The run stays what it is. But if its success cannot be printed, do not exit with 0.
+            code.max(if code == 0 { exit::COULD_NOT_RUN } else { 0 })
+        }
+        (Ok(()), code) => code,
+    })
+}
+
+/// Exports outputs for `--to`. The commit has happened, so a failure here loses nothing.
 fn export(
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     record: &Record,
     to: &Path,
     resolved: &Resolved,
@@ -199,11 +210,11 @@ fn export(
         false => Overwrite::Never,
     };
     let (id, attempt) = (record.id.as_str(), record.attempt);
-    // It was collected just now, under its bound.
-    match ledger::export(ledger, (id, attempt), &[], to, overwrite, u64::MAX) {
+    // The outputs were collected just now, within their bound.
+    match record_access::export(recorder, (id, attempt), &[], to, overwrite, u64::MAX) {
         Ok(_) => Ok(()),
         Err(e) => {
-            show::line(&format!(
+            messages::line(&format!(
                 "error: {e:#}\nthe outputs are committed; export them with `fumehood outputs {id} --to DIR`"
             ));
             Err(())
@@ -211,12 +222,12 @@ fn export(
     }
 }
 
-const DOCTOR: &str = "this host does not give what that takes; `fumehood doctor` says what is missing, and what to type to get it";
+const DOCTOR_HINT: &str = "this host does not give what that takes; `fumehood doctor` says what is missing, and what to type to get it";
 
-/// What to do about a host that does not let us.
+/// Returns advice about a host that does not allow something.
 fn remedy(error: &AttemptError) -> Option<&'static str> {
     if let AttemptError::NoLevel { .. } = error {
-        return Some(DOCTOR);
+        return Some(DOCTOR_HINT);
     }
     let AttemptError::Start(RunError::Step { step, source, .. }) = error else {
         return None;
@@ -243,7 +254,7 @@ fn remedy(error: &AttemptError) -> Option<&'static str> {
             | "restrict with seccomp",
             _,
         )
-        | ("restrict with Landlock", None) => Some(DOCTOR),
+        | ("restrict with Landlock", None) => Some(DOCTOR_HINT),
         ("attach to the cgroup", _) => Some(
             "the run's cgroup vanished or refuses processes; is something else cleaning up cgroups?",
         ),
@@ -251,30 +262,31 @@ fn remedy(error: &AttemptError) -> Option<&'static str> {
     }
 }
 
-/// Where the program's output goes while it runs, and where orders to stop come from.
+/// Forwards the program's output while it runs, and receives signals that ask to stop.
 struct Console {
     json: bool,
     quiet: bool,
-    outlets: [Outlet; 2],
+    forwarders: [StreamForwarder; 2],
     signals: OwnedFd,
-    stops: u32,
+    stop_signals: u32,
     notices: usize,
     progress: Option<ProgressLine>,
 }
 
 impl Console {
-    fn new(json: bool, quiet: bool, view: View) -> anyhow::Result<Console> {
-        // Taken off a descriptor between two events rather than in a handler at any moment.
+    fn new(json: bool, quiet: bool, mode: OutputMode) -> anyhow::Result<Console> {
+        // Read signals from a descriptor between two events, instead of handling them at any moment.
         let wanted = [SIGHUP, SIGINT, SIGTERM, SIGWINCH];
         sandbox::block_signals(Some(&wanted)).context("block signals")?;
         let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
-        let outlets = [Stream::Stdout, Stream::Stderr].map(|stream| Outlet::new(stream, view));
+        let forwarders =
+            [Stream::Stdout, Stream::Stderr].map(|stream| StreamForwarder::new(stream, mode));
         Ok(Console {
             json,
             quiet,
-            outlets,
+            forwarders,
             signals,
-            stops: 0,
+            stop_signals: 0,
             notices: 0,
             progress: (!quiet && std::io::stderr().is_terminal()).then(ProgressLine::default),
         })
@@ -282,54 +294,56 @@ impl Console {
 
     fn clear_progress(&mut self) {
         if let Some(text) = self.progress.as_mut().and_then(ProgressLine::clear) {
-            self.say(text);
+            self.print_message(text);
         }
     }
 
     fn interrupt(&mut self) {
-        self.outlets.iter_mut().for_each(Outlet::interrupt);
+        self.forwarders
+            .iter_mut()
+            .for_each(StreamForwarder::interrupt);
         self.flush();
     }
 
-    /// On stderr, behind what the program printed, and without waiting for whoever reads it.
-    fn say(&mut self, text: &str) {
+    /// Prints on stderr, after what the program printed, without waiting for the reader.
+    fn print_message(&mut self, text: &str) {
         self.interrupt();
-        self.outlets[Stream::Stderr as usize].say(text);
+        self.forwarders[Stream::Stderr as usize].write_message(text);
         self.flush();
     }
 
-    /// Writes what is taken without waiting.
+    /// Writes as much as the readers take without waiting.
     fn flush(&mut self) {
-        let [stdout, stderr] = &mut self.outlets;
-        stdout.flush_beside(stderr);
-        stderr.flush_beside(stdout);
+        let [stdout, stderr] = &mut self.forwarders;
+        stdout.flush_unless_split(stderr);
+        stderr.flush_unless_split(stdout);
     }
 
-    /// Passes on the rest, once everything else is done. Who takes nothing is waited for until then, or until a signal
-    /// comes. Whether there is still somebody to talk to on stderr.
+    /// Forwards the rest of the output after everything else is done. Waits for a reader who takes nothing until
+    /// `until`, or until a signal arrives. Returns whether stderr still takes messages.
     fn finish(&mut self, stdout: &CapturedLog, stderr: &CapturedLog, until: Instant) -> bool {
-        self.outlets[Stream::Stdout as usize].show_end(stdout);
-        self.outlets[Stream::Stderr as usize].show_end(stderr);
+        self.forwarders[Stream::Stdout as usize].forward_tail(stdout);
+        self.forwarders[Stream::Stderr as usize].forward_tail(stderr);
         self.flush();
         while self.wait_for_readers(until) {
             self.flush();
         }
-        let [stdout, stderr] = &mut self.outlets;
+        let [stdout, stderr] = &mut self.forwarders;
         let dropped = [stdout.give_up(), stderr.give_up()];
-        // Both may be one terminal, which is as full for us as it was for the program.
-        if dropped[1] > 0 || dropped[0] > 0 && !outlet::stderr_is_ready() {
+        // Both streams may be one terminal, which is as full for us as for the program.
+        if dropped[1] > 0 || dropped[0] > 0 && !stream_forwarder::stderr_is_ready() {
             return false;
         }
         if dropped[0] > 0 {
-            show::line(&format!(
+            messages::line(&format!(
                 "nobody read stdout in time: the last {} bytes of it were not passed on",
                 dropped[0]
             ));
         }
-        for outlet in &self.outlets {
-            if let Some(errno) = outlet.failure() {
-                let (name, error) = (outlet.name(), std::io::Error::from(errno));
-                show::line(&format!(
+        for forwarder in &self.forwarders {
+            if let Some(errno) = forwarder.failure() {
+                let (name, error) = (forwarder.name(), std::io::Error::from(errno));
+                messages::line(&format!(
                     "{name} could not be passed on to its end: {error}"
                 ));
             }
@@ -337,11 +351,14 @@ impl Console {
         true
     }
 
-    /// False when nothing is left to be written, or it is not to be waited for any longer.
+    /// Returns false if nothing is left to write, or if waiting should end.
     fn wait_for_readers(&mut self, until: Instant) -> bool {
         let left = until.saturating_duration_since(Instant::now());
         let mut fds = vec![PollFd::new(&self.signals, PollFlags::IN)];
-        let blocked = self.outlets.iter().filter_map(Outlet::blocked_on);
+        let blocked = self
+            .forwarders
+            .iter()
+            .filter_map(StreamForwarder::blocked_on);
         fds.extend(blocked.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::OUT)));
         if fds.len() == 1 || left.is_zero() {
             return false;
@@ -350,19 +367,19 @@ impl Console {
             tv_sec: left.as_secs() as i64,
             tv_nsec: i64::from(left.subsec_nanos()),
         };
-        let heard = poll(&mut fds, Some(&timeout)).is_ok() && !fds[0].revents().is_empty();
+        let signalled = poll(&mut fds, Some(&timeout)).is_ok() && !fds[0].revents().is_empty();
         drop(fds);
-        !heard
+        !signalled
             || self
                 .next_control()
-                .is_none_or(|wish| matches!(wish, Control::Resize { .. }))
+                .is_none_or(|control| matches!(control, Control::Resize { .. }))
     }
 }
 
 impl RunObserver for Console {
     fn output(&mut self, stream: Stream, live: OutputChunk<'_>) {
         if !self.json {
-            self.outlets[stream as usize].show(live);
+            self.forwarders[stream as usize].forward_output(live);
             self.flush();
         }
     }
@@ -370,21 +387,21 @@ impl RunObserver for Console {
     fn notice(&mut self, text: &str) {
         self.notices += 1;
         if !self.quiet && !self.json {
-            self.say(&show::lines(text));
+            self.print_message(&messages::format_lines(text));
         }
     }
 
     fn progress(&mut self, progress: CollectProgress) {
         let text = self.progress.as_mut().and_then(|line| line.show(progress));
-        // A terminal that takes nothing would get a line for every tenth of a second at once.
-        let waits = self.outlets.iter().any(|o| o.blocked_on().is_some());
+        // A terminal that takes nothing now would later show a line for every tenth of a second at once.
+        let waits = self.forwarders.iter().any(|o| o.blocked_on().is_some());
         if let Some(text) = text.filter(|_| !waits) {
-            self.say(&text);
+            self.print_message(&text);
         }
     }
 
     fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>> {
-        self.outlets[stream as usize].blocked_on()
+        self.forwarders[stream as usize].blocked_on()
     }
 
     fn unblocked(&mut self, _stream: Stream) {
@@ -405,9 +422,9 @@ impl RunObserver for Console {
                 })
             }
             _ => {
-                self.stops += 1;
-                // The second one is impatient.
-                Some(if self.stops == 1 {
+                self.stop_signals += 1;
+                // A second signal asks to kill at once.
+                Some(if self.stop_signals == 1 {
                     Control::Cancel
                 } else {
                     Control::Kill
@@ -417,7 +434,7 @@ impl RunObserver for Console {
     }
 }
 
-/// The caller's terminal passing every key through; itself again when dropped.
+/// The caller's terminal in raw mode. Dropping it restores the settings.
 struct RawTerminal {
     before: Termios,
 }
@@ -437,7 +454,8 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        let _terminal_gone = rustix::termios::tcsetattr(
+        // Fails only if the terminal is gone.
+        let _ = rustix::termios::tcsetattr(
             rustix::stdio::stdin(),
             OptionalActions::Drain,
             &self.before,

@@ -1,7 +1,7 @@
 //! `fumehood __runner`: one attempt that a worker has claimed, from its request in the queue to its record.
 //!
-//! Started by the worker with its order as standard input (analysis, `worker/slot.rs`). It outlives the worker if need
-//! be; what it could not do is left where the next worker finds it.
+//! The worker starts it with its order as standard input (`engine::worker::slot`). The runner may outlive the worker.
+//! What it cannot finish stays where the next worker finds it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -14,8 +14,8 @@ use engine::attempt::recorder::Recorder;
 use engine::collect::CollectProgress;
 use engine::home::Home;
 use engine::pipeline::{
-    self, AttemptError, CancelCause, ClaimedAttempt, RunContext, RunObserver, StartFailure,
-    WorkspaceSource,
+    self, AttemptError, CancelCause, ClaimedAttempt, CompletedRun, RunContext, RunObserver,
+    StartFailure, WorkspaceSource,
 };
 use engine::plan::PlanError;
 use engine::plan::limits::error_chain;
@@ -35,8 +35,8 @@ use store::types::submission::Submission;
 use store::{LossProof, LostAttempt};
 
 use super::args::StoreArgs;
-use super::standing::{self, Standing};
-use super::{exit, ledger, show};
+use super::run_dirs::{self, RunDirInfo};
+use super::{exit, messages, record_access};
 use crate::config::{self, Resolved, Sources};
 
 const SIGHUP: i32 = 1;
@@ -51,13 +51,14 @@ pub struct RunnerArgs {
 }
 
 pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
-    // First: from the moment that our number is known somebody may tell us to end.
-    let hearing = Hearing::new()?;
+    // Block signals first: as soon as our pid is known, somebody may signal us to stop.
+    let signals = RunnerSignals::new()?;
     let (order, held) = slot::receive_order().context("read the order from standard input")?;
-    // Before anything else is started: a scope beside the worker's, which may be stopped.
-    let _where_we_are = engine::attempt::systemd_scope::ensure_own_scope();
-    let (home, mut ledger) = ledger::open(&args.store)?;
-    ledger.wait_long_for_locks();
+    // Move to a scope of our own before anything else starts: the worker's scope may be stopped. Without systemd there
+    // is nothing to move to, so ignore a failure.
+    let _ = engine::attempt::systemd_scope::ensure_own_scope();
+    let (home, mut recorder) = record_access::open(&args.store)?;
+    recorder.wait_long_for_locks();
     let since = lease_renewal::now();
     let lease = AttemptLease {
         id: order.id.to_string(),
@@ -66,60 +67,105 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
         lease_ms: order.lease_ms,
         worker: order.worker.clone(),
     };
-    let heart = LeaseKeeper::start(
-        ledger.new_connection(),
-        lease,
-        since,
-        hearing.signals.as_fd(),
-    )
-    .context("hold the lease")?;
-    let mut ears = Ears {
-        hearing,
-        heart,
+    let lease_keeper =
+        LeaseKeeper::start(recorder.new_connection(), lease, since, signals.fd.as_fd())
+            .context("hold the lease")?;
+    let mut observer = RunnerObserver {
+        signals,
+        lease_keeper,
         signalled: false,
     };
-    let finished = attempt(args, &order, &home, &mut ledger, &mut ears);
-    drop(ears);
+    let finished = run_attempt(args, &order, &home, &mut recorder, &mut observer);
+    drop(observer);
     if let Err(e) = &finished {
-        show::error(e);
+        messages::error(e);
     }
     if std::fs::remove_dir_all(order.inputs_dir()).is_ok() || !order.inputs_dir().exists() {
-        // The worker need not look whether anything is left to be done.
-        if matches!(finished, Ok(Finished::Entirely | Finished::WithoutStart)) {
+        // Clear the order, so that the worker need not look for leftovers.
+        if matches!(
+            finished,
+            Ok(RunnerResult::Complete | RunnerResult::NotStarted)
+        ) {
             slot::clear_order(&held).context("clear the order")?;
         }
     }
     Ok(match finished {
-        Ok(Finished::Entirely | Finished::Later) => 0,
-        // Nothing ran: the worker takes note, since it may be the machine's fault.
-        Ok(Finished::WithoutStart) | Err(_) => exit::COULD_NOT_RUN,
+        Ok(RunnerResult::Complete | RunnerResult::Unfinished) => 0,
+        // Nothing ran. The worker counts such exits, because the machine may be at fault.
+        Ok(RunnerResult::NotStarted) | Err(_) => exit::COULD_NOT_RUN,
     })
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Finished {
-    /// Committed, or ended in the database some other way.
-    Entirely,
-    /// The same, and this machine could not start it.
-    WithoutStart,
-    /// Something stands in this home that is to be finished later.
-    Later,
+enum RunnerResult {
+    /// Committed, or ended in the database in another way.
+    Complete,
+    /// Ended in the database, because this machine could not start it.
+    NotStarted,
+    /// Something in this home has to be finished later.
+    Unfinished,
 }
 
-fn attempt(
+fn run_attempt(
     args: &RunnerArgs,
     order: &RunnerOrder,
     home: &Home,
-    ledger: &mut Recorder,
-    ears: &mut Ears,
-) -> anyhow::Result<Finished> {
-    let resolved = match prepare(args, order, ledger) {
+    recorder: &mut Recorder,
+    observer: &mut RunnerObserver,
+) -> anyhow::Result<RunnerResult> {
+    let resolved = match prepare(args, order, recorder) {
         Ok(resolved) => resolved,
-        Err(Unprepared::Refused(e)) => return give_up(order, ledger, Reason::Refused, &e),
-        Err(Unprepared::Failed(e)) => return give_up(order, ledger, Reason::NotStarted, &e),
+        Err(PrepareError::Refused(e)) => {
+            return record_failure(order, recorder, Reason::Refused, &e);
+        }
+        Err(PrepareError::Failed(e)) => {
+            return record_failure(order, recorder, Reason::NotStarted, &e);
+        }
     };
-    clear_the_way(home, ledger, order, ears);
-    let around = RunContext {
+    remove_earlier_attempts(home, recorder, order, observer);
+    let context = run_context(&resolved, order, home);
+    match run_with_retries(&resolved, &context, recorder, observer) {
+        Ok(_) => {}
+        Err(StartFailure {
+            error,
+            record: Some(_),
+        }) => {
+            if !error.is_refusal() && !run_dir::attempt_exists(home, &order.id, order.attempt) {
+                return Ok(RunnerResult::NotStarted);
+            }
+        }
+        // The database lists the attempt as running, and this home has nothing of it.
+        Err(StartFailure {
+            error,
+            record: None,
+        }) => {
+            if let (true, AttemptError::Plan(PlanError::Runtime(_))) =
+                (is_from_others(&resolved), &error)
+            {
+                return record_failure(
+                    order,
+                    recorder,
+                    Reason::NotFound,
+                    &anyhow::anyhow!(COMMAND_NOT_AVAILABLE),
+                );
+            }
+            let reason = match error.is_refusal() {
+                true => Reason::Refused,
+                false => error.status_and_reason().1,
+            };
+            return record_failure(order, recorder, reason, &anyhow::Error::new(error));
+        }
+    }
+    Ok(
+        match run_dir::attempt_exists(home, &order.id, order.attempt) {
+            true => RunnerResult::Unfinished,
+            false => RunnerResult::Complete,
+        },
+    )
+}
+
+fn run_context(resolved: &Resolved, order: &RunnerOrder, home: &Home) -> RunContext {
+    RunContext {
         home: home.clone(),
         caller: CallerEnvironment::from_process(),
         launcher: PathBuf::from("/proc/self/exe"),
@@ -134,80 +180,51 @@ fn attempt(
             database_id: order.database_id.clone(),
             lease_ms: order.lease_ms,
         }),
-    };
+    }
+}
+
+/// Runs the attempt. Tries again if nothing has begun, the attempt is still claimed and the database is only away for a
+/// moment, so that a restarted database does not cost a retry.
+fn run_with_retries(
+    resolved: &Resolved,
+    context: &RunContext,
+    recorder: &mut Recorder,
+    observer: &mut RunnerObserver,
+) -> Result<CompletedRun, StartFailure> {
     let asked = lease_renewal::now();
-    let ran = loop {
-        let ran = pipeline::run(&resolved.request, &around, Some(ledger), ears);
-        let waits = |error: &AttemptError| match error {
-            AttemptError::Commit(e) => e.is_transient(),
-            _ => false,
-        };
+    let may_pass = |error: &AttemptError| match error {
+        AttemptError::Commit(e) => e.is_transient(),
+        _ => false,
+    };
+    loop {
+        let ran = pipeline::run(&resolved.request, context, Some(recorder), observer);
         match &ran {
-            // Nothing was begun, and the attempt is still ours: a database that is restarted costs nobody a try.
             Err(StartFailure {
                 error,
                 record: None,
-            }) if waits(error)
-                && !ears.is_told()
-                && lease_renewal::now() - asked < WAY_CLEAR_WITHIN =>
+            }) if may_pass(error)
+                && !observer.is_stop_requested()
+                && lease_renewal::now() - asked < RETRY_WITHIN =>
             {
                 std::thread::sleep(LOOK_AGAIN * 10);
             }
-            _ => break ran,
-        }
-    };
-    match ran {
-        Ok(_) => {}
-        Err(StartFailure {
-            error,
-            record: Some(_),
-        }) => {
-            if !error.is_refusal() && !run_dir::attempt_exists(home, &order.id, order.attempt) {
-                return Ok(Finished::WithoutStart);
-            }
-        }
-        // The database has it as running, and nothing of it is here.
-        Err(StartFailure {
-            error,
-            record: None,
-        }) => {
-            if let (true, AttemptError::Plan(PlanError::Runtime(_))) =
-                (is_strangers(&resolved), &error)
-            {
-                return give_up(
-                    order,
-                    ledger,
-                    Reason::NotFound,
-                    &anyhow::anyhow!(NOT_FOR_STRANGERS),
-                );
-            }
-            let reason = match error.is_refusal() {
-                true => Reason::Refused,
-                false => error.status_and_reason().1,
-            };
-            return give_up(order, ledger, reason, &anyhow::Error::new(error));
+            _ => return ran,
         }
     }
-    Ok(
-        match run_dir::attempt_exists(home, &order.id, order.attempt) {
-            true => Finished::Later,
-            false => Finished::Entirely,
-        },
-    )
 }
 
-/// Whether a program is there, or could be executed, by whom and why not: a stranger would learn from that what is where not
-/// everybody may look, and the worker's PATH.
-const NOT_FOR_STRANGERS: &str = "the command, or an interpreter that it needs, is not on the worker's machine for everybody to execute";
+/// The message for submissions of other users. The real error would reveal which files exist where not everybody may
+/// look, who may execute them, and the worker's PATH.
+const COMMAND_NOT_AVAILABLE: &str = "the command, or an interpreter that it needs, is not on the worker's machine for everybody to execute";
 
-fn is_strangers(resolved: &Resolved) -> bool {
+fn is_from_others(resolved: &Resolved) -> bool {
     let asked_by = &resolved.request.asked_by;
     matches!(asked_by, RequestOrigin::Queue { writers, .. } if *writers == QueueWriters::OtherUsers)
 }
 
-/// Why there is nothing to be run.
-enum Unprepared {
-    /// It will be the same wherever and whenever it is tried.
+/// Why there is nothing to run.
+enum PrepareError {
+    /// The submission is invalid on every machine and at any time.
     Refused(anyhow::Error),
     Failed(anyhow::Error),
 }
@@ -215,26 +232,28 @@ enum Unprepared {
 fn prepare(
     args: &RunnerArgs,
     order: &RunnerOrder,
-    ledger: &mut Recorder,
-) -> Result<Resolved, Unprepared> {
+    recorder: &mut Recorder,
+) -> Result<Resolved, PrepareError> {
     let submission = Submission::read(&order.request, order.id.as_str())
         .context("read the submission")
-        .map_err(Unprepared::Refused)?;
+        .map_err(PrepareError::Refused)?;
     let staged = order.inputs_dir();
-    lay_out(&submission, &staged, ledger)?;
-    let sources = Sources::from_process().map_err(|e| Unprepared::Failed(e.into()))?;
-    let resolved = config::queued(&submission, &staged, &args.store, &sources);
-    let mut resolved = resolved.map_err(|e| Unprepared::Refused(e.into()))?;
-    // What it asks for is what the worker counted for it, whatever else the queue said of it.
+    stage_inputs(&submission, &staged, recorder)?;
+    let sources = Sources::from_process().map_err(|e| PrepareError::Failed(e.into()))?;
+    let resolved =
+        config::request_from_submission(&submission, &staged, args.store.given(), &sources);
+    let mut resolved = resolved.map_err(|e| PrepareError::Refused(e.into()))?;
+    // The worker reserved memory and CPUs from the queue's columns. Refuse a request that asks for more than was
+    // reserved.
     let more = |asked: Option<RequestedLimit<u64>>, counted: u64| {
         asked.is_some_and(|asked| asked.explicit && asked.value > counted)
     };
     let asked = &resolved.request.limits;
     if more(asked.memory_bytes, order.memory_bytes) || more(asked.cpu_milli, order.cpu_milli) {
         let why = "it asks for more memory or CPUs than it was queued with";
-        return Err(Unprepared::Refused(anyhow::anyhow!(why)));
+        return Err(PrepareError::Refused(anyhow::anyhow!(why)));
     }
-    // What it did not ask for is what the worker counted for it, or all that the worker has.
+    // A limit that the request leaves open is what the worker reserved for it, or all that the worker has.
     let limits = &mut resolved.request.limits;
     let counted = |value| RequestedLimit {
         value,
@@ -250,18 +269,19 @@ fn prepare(
     Ok(resolved)
 }
 
-fn lay_out(
+fn stage_inputs(
     submission: &Submission,
     staged: &Path,
-    ledger: &mut Recorder,
-) -> Result<(), Unprepared> {
-    let failed = |e: anyhow::Error| Unprepared::Failed(e.context("lay out the inputs"));
-    let _left_by_a_dead_one = std::fs::remove_dir_all(staged);
+    recorder: &mut Recorder,
+) -> Result<(), PrepareError> {
+    let failed = |e: anyhow::Error| PrepareError::Failed(e.context("lay out the inputs"));
+    // A runner that died may have left the directory.
+    let _ = std::fs::remove_dir_all(staged);
     let dir = make_directory(staged).map_err(|e| failed(e.into()))?;
-    let deadline = Instant::now() + WAY_CLEAR_WITHIN;
-    let laid_out = bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
+    let deadline = Instant::now() + RETRY_WITHIN;
+    let staged_inputs = bundle::lay_out(submission, dir.as_fd(), &mut |hash| {
         loop {
-            match ledger.with(|store| store.submitted_file(hash)) {
+            match recorder.with(|store| store.submitted_file(hash)) {
                 Err(e) if e.is_transient() && Instant::now() < deadline => {
                     std::thread::sleep(LOOK_AGAIN * 10);
                 }
@@ -269,11 +289,11 @@ fn lay_out(
             }
         }
     });
-    laid_out.map_err(|e| match e {
-        // The database's, or the disk's.
+    staged_inputs.map_err(|e| match e {
+        // A failure of the database or the disk, which may pass.
         BundleError::Fetch { .. } => failed(e.into()),
         BundleError::LayOut { source, .. } if source != Errno::NAMETOOLONG => failed(e.into()),
-        e => Unprepared::Refused(anyhow::Error::new(e).context("lay out the inputs")),
+        e => PrepareError::Refused(anyhow::Error::new(e).context("lay out the inputs")),
     })
 }
 
@@ -283,50 +303,56 @@ fn make_directory(path: &Path) -> std::io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, flags, Mode::empty())?)
 }
 
-/// How long the attempt before this one may take to be cleaned up.
-const WAY_CLEAR_WITHIN: Duration = Duration::from_secs(30);
+/// How long to retry: until an earlier attempt is cleaned up, or the database is back.
+const RETRY_WITHIN: Duration = Duration::from_secs(30);
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// An earlier attempt of the same analysis has the same workspace: what is left of it goes first, also one that was kept for
-/// somebody to look at. What is another's, by the same id, is not touched, and stops this attempt.
-fn clear_the_way(home: &Home, ledger: &mut Recorder, order: &RunnerOrder, ears: &mut Ears) {
-    if !standing::any_of(home, &order.id) {
+/// Removes what earlier attempts of the same analysis left, also a workspace that was kept, because all attempts of an
+/// analysis use one workspace path. Does not touch a directory of another database with the same id; that directory
+/// stops this attempt.
+fn remove_earlier_attempts(
+    home: &Home,
+    recorder: &mut Recorder,
+    order: &RunnerOrder,
+    observer: &mut RunnerObserver,
+) {
+    if !run_dirs::has_any(home, &order.id) {
         return;
     }
-    let Ok(database) = ledger.store().map(|store| store.id().to_owned()) else {
+    let Ok(database) = recorder.store().map(|store| store.id().to_owned()) else {
         return;
     };
-    let is_ours = |standing: &Standing| {
-        let task = standing.record.commit_plan.as_ref();
+    let is_ours = |run_dir: &RunDirInfo| {
+        let task = run_dir.record.commit_plan.as_ref();
         task.is_some_and(|task| task.database_id == database)
-            && standing.record.attempt < order.attempt
+            && run_dir.record.attempt < order.attempt
     };
-    let deadline = Instant::now() + WAY_CLEAR_WITHIN;
+    let deadline = Instant::now() + RETRY_WITHIN;
     loop {
-        let standing = standing::of_id(home, &order.id);
-        if standing.is_empty() || !standing.iter().all(is_ours) || Instant::now() >= deadline {
+        let run_dir = run_dirs::list_analysis(home, &order.id);
+        if run_dir.is_empty() || !run_dir.iter().all(is_ours) || Instant::now() >= deadline {
             return;
         }
-        reaper::reap_one(home, ledger, &order.id);
-        reaper::reap_kept(home, Some(ledger), Some(order.id.as_str()));
-        if !standing::any_of(home, &order.id) || ears.is_told() {
+        reaper::reap_one(home, recorder, &order.id);
+        reaper::reap_kept(home, Some(recorder), Some(order.id.as_str()));
+        if !run_dirs::has_any(home, &order.id) || observer.is_stop_requested() {
             return;
         }
-        // Its runner, or a reaper, is at it: there is nothing to wait on but time.
+        // Its runner or a reaper is at work, and neither sends an event. Poll.
         std::thread::sleep(LOOK_AGAIN);
     }
 }
 
-/// A submitter may have written most of it.
+/// The bound of a recorded message. A submitter may have written most of its text.
 const MESSAGE_CHARS_MAX: usize = 4_000;
 
 /// Ends the attempt in the database: nothing of it ran.
-fn give_up(
+fn record_failure(
     order: &RunnerOrder,
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     reason: Reason,
     error: &anyhow::Error,
-) -> anyhow::Result<Finished> {
+) -> anyhow::Result<RunnerResult> {
     let message: String = format!("{error:#}")
         .chars()
         .take(MESSAGE_CHARS_MAX)
@@ -335,18 +361,18 @@ fn give_up(
         id: order.id.as_str(),
         attempt: order.attempt,
         key: &order.key,
-        // Its own end.
+        // The attempt's own runner ends it.
         by: &order.key,
         reason: reason.as_str(),
         message: &message,
         proof: LossProof::RunnerGone,
     };
-    // A database that is away for a moment is asked again; then the worker does it, with fewer words.
-    let deadline = Instant::now() + WAY_CLEAR_WITHIN;
+    // Retry while the database is away for a moment. After that the worker ends the attempt, with a shorter message.
+    let deadline = Instant::now() + RETRY_WITHIN;
     loop {
-        match ledger.with(|store| store.give_up(&lost)) {
-            Ok(_) if reason == Reason::NotStarted => return Ok(Finished::WithoutStart),
-            Ok(_) => return Ok(Finished::Entirely),
+        match recorder.with(|store| store.give_up(&lost)) {
+            Ok(_) if reason == Reason::NotStarted => return Ok(RunnerResult::NotStarted),
+            Ok(_) => return Ok(RunnerResult::Complete),
             Err(e) if Instant::now() >= deadline => {
                 anyhow::bail!("{message}; and {}", error_chain(&e))
             }
@@ -355,32 +381,35 @@ fn give_up(
     }
 }
 
-struct Hearing {
-    signals: OwnedFd,
+struct RunnerSignals {
+    fd: OwnedFd,
 }
 
-impl Hearing {
-    fn new() -> anyhow::Result<Hearing> {
+impl RunnerSignals {
+    fn new() -> anyhow::Result<RunnerSignals> {
         let wanted = [SIGHUP, SIGINT, SIGTERM];
         sandbox::block_signals(Some(&wanted)).context("block signals")?;
         let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
-        Ok(Hearing { signals })
+        Ok(RunnerSignals { fd: signals })
     }
 }
 
-/// Nobody watches: what it prints is in the run directory. Orders to stop come from the worker, from `fumehood cancel`, and
-/// from the database.
-struct Ears {
-    hearing: Hearing,
-    heart: LeaseKeeper,
-    /// Somebody told this process to end, as whoever cancels does, and whoever shuts a machine down.
+/// Observes a run that nobody watches: its output is in the run directory. Requests to stop come from the worker, from
+/// `fumehood cancel` and from the database.
+struct RunnerObserver {
+    signals: RunnerSignals,
+    lease_keeper: LeaseKeeper,
+    /// Whether a signal asked this process to stop, from `fumehood cancel` or a shutdown of the machine.
     signalled: bool,
 }
 
-impl Ears {
-    /// Whether somebody wants the end before there is anything to be ended. What was heard is heard again.
-    fn is_told(&self) -> bool {
-        let mut fds = [PollFd::from_borrowed_fd(self.heart.as_fd(), PollFlags::IN)];
+impl RunnerObserver {
+    /// Whether somebody asks to stop before the program has started. The request stays queued and is read again later.
+    fn is_stop_requested(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(
+            self.lease_keeper.as_fd(),
+            PollFlags::IN,
+        )];
         let at_once = Timespec {
             tv_sec: 0,
             tv_nsec: 0,
@@ -389,7 +418,7 @@ impl Ears {
     }
 }
 
-impl RunObserver for Ears {
+impl RunObserver for RunnerObserver {
     fn output(&mut self, _: Stream, _: OutputChunk<'_>) {}
 
     fn notice(&mut self, _: &str) {}
@@ -403,17 +432,18 @@ impl RunObserver for Ears {
     fn unblocked(&mut self, _: Stream) {}
 
     fn control_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.heart.as_fd())
+        Some(self.lease_keeper.as_fd())
     }
 
     fn next_control(&mut self) -> Option<Control> {
-        match self.heart.end_cause() {
+        match self.lease_keeper.end_cause() {
             Some(EndCause::LeaseLost) => return Some(Control::Kill),
             Some(EndCause::Cancelled) => return Some(Control::Cancel),
             None => {}
         }
-        // The worker, the database and whoever cancels may all tell of the same wish. Only one who is impatient says so.
-        match sandbox::read_signal(self.hearing.signals.as_fd())? {
+        // The worker, the database and `fumehood cancel` may all pass on the same request. Only SIGINT asks to kill at
+        // once.
+        match sandbox::read_signal(self.signals.fd.as_fd())? {
             SIGINT => Some(Control::Kill),
             _ => {
                 self.signalled = true;
@@ -423,9 +453,9 @@ impl RunObserver for Ears {
     }
 
     fn cancel_cause(&mut self) -> CancelCause {
-        match (self.heart.is_lost(), self.signalled) {
+        match (self.lease_keeper.is_lost(), self.signalled) {
             (true, _) => CancelCause::LeaseLost,
-            (false, true) if !self.heart.is_cancelled() => CancelCause::RunnerStopped,
+            (false, true) if !self.lease_keeper.is_cancelled() => CancelCause::RunnerStopped,
             (false, _) => CancelCause::Requested,
         }
     }

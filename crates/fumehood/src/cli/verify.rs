@@ -1,4 +1,4 @@
-//! `fumehood verify`: whether everything that is recorded is there, and is what it was.
+//! `fumehood verify`: checks that everything recorded exists and is unchanged.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -15,13 +15,14 @@ use store::types::manifest::ContentHash;
 use store::types::units::format_size;
 
 use super::args::StoreArgs;
-use super::print::{self, Out, clean, counted};
-use super::{exit, ids, ledger, show};
+use super::print::{self, StdoutWriter, escape, format_count};
+use super::{exit, ids, messages, record_access};
 
-/// Check that everything recorded is there, whole and unchanged.
+/// Check that everything recorded exists and is unchanged.
 ///
-/// Every object that the record refers to in the artifact store of this machine is read, and SQLite checks its file. Those in the artifact stores of other machines are counted, not checked. The exit code is 0 only
-/// if nothing is wrong.
+/// Reads every object that the record refers to in the artifact store of this machine, and lets SQLite check its file.
+/// Objects in the artifact stores of other machines are counted, not checked. The exit code is 0 only if nothing is
+/// wrong.
 #[derive(Clone, Debug, clap::Args)]
 pub struct VerifyArgs {
     #[arg(
@@ -39,22 +40,22 @@ pub struct VerifyArgs {
 }
 
 #[derive(Serialize)]
-struct Report {
+struct VerifyReport {
     schema: &'static str,
     sound: bool,
     checked: u64,
     bytes: u64,
-    /// Objects of the artifact stores of other machines.
+    /// Objects in the artifact stores of other machines.
     elsewhere: u64,
-    /// Some of those are on this machine, in another directory than the one that was looked at.
+    /// Whether some of those are on this machine, in another directory than the one checked.
     beside: bool,
-    damaged: Vec<Damaged>,
+    damaged: Vec<DamagedObject>,
     /// `null`: the database was not checked.
     database_faults: Option<Vec<String>>,
 }
 
 #[derive(Serialize)]
-struct Damaged {
+struct DamagedObject {
     blake3: String,
     bytes: u64,
     what: String,
@@ -62,25 +63,25 @@ struct Damaged {
     used_by: Vec<String>,
 }
 
-/// How many of those who refer to an object are named.
+/// The number of attempts that are named for an object.
 const USERS_MAX: u32 = 5;
 
 pub fn verify(args: &VerifyArgs) -> anyhow::Result<u8> {
-    let (_, mut ledger) = ledger::open(&args.store)?;
+    let (_, mut recorder) = record_access::open(&args.store)?;
     let id = args
         .id
         .as_ref()
-        .map(|given| ids::analysis(&mut ledger, given));
+        .map(|given| ids::resolve_analysis(&mut recorder, given));
     let id = id.transpose()?;
     anyhow::ensure!(
-        ledger.artifacts_at.join("store.json").exists(),
+        recorder.artifacts_at.join("store.json").exists(),
         "there is no artifact store in {}; is its disk mounted? Name another with --artifacts",
-        ledger.artifacts_at.display()
+        recorder.artifacts_at.display()
     );
-    let artifacts = ledger.artifacts()?;
-    let mut check = Check {
+    let artifacts = recorder.artifacts()?;
+    let mut check = ObjectCheck {
         artifacts: &artifacts,
-        report: Report {
+        report: VerifyReport {
             schema: "fumehood.verify/1",
             sound: true,
             checked: 0,
@@ -94,17 +95,18 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<u8> {
         progress: (!args.json && io::stderr().is_terminal()).then(Instant::now),
     };
     match &id {
-        Some(id) => check.one(&mut ledger, id)?,
-        None => check.all(&mut ledger)?,
+        Some(id) => check.one(&mut recorder, id)?,
+        None => check.all(&mut recorder)?,
     }
-    check.name_users(&mut ledger)?;
+    check.name_users(&mut recorder)?;
     let mut report = check.report;
     let faults = report.database_faults.iter().flatten().count();
-    // A store of this machine that is not where we look may be another, or gone: not to be taken for sound.
+    // A store of this machine that is not in the checked directory may be elsewhere or gone. Do not report that as
+    // sound.
     report.sound = report.damaged.is_empty() && faults == 0 && !report.beside;
     match args.json {
         true => print::json(&report)?,
-        false => tell(&report)?,
+        false => print_report(&report)?,
     }
     Ok(match report.sound {
         true => 0,
@@ -112,25 +114,25 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<u8> {
     })
 }
 
-struct Check<'a> {
+struct ObjectCheck<'a> {
     artifacts: &'a Artifacts,
-    report: Report,
+    report: VerifyReport,
     bad: Vec<(ContentHash, u64, String)>,
-    /// When the line on the terminal was last drawn.
+    /// When the progress line was last drawn.
     progress: Option<Instant>,
 }
 
-impl Check<'_> {
-    fn all(&mut self, ledger: &mut Recorder) -> anyhow::Result<()> {
-        let faults = ledger.with(|store| store.integrity_faults())?;
+impl ObjectCheck<'_> {
+    fn all(&mut self, recorder: &mut Recorder) -> anyhow::Result<()> {
+        let faults = recorder.with(|store| store.integrity_faults())?;
         self.report.database_faults = faults;
         let here = self.artifacts.id().to_owned();
-        let stores = ledger.with(|store| store.artifact_stores())?;
+        let stores = recorder.with(|store| store.artifact_stores())?;
         for store in stores.iter().filter(|store| store.artifact_store != here) {
             self.report.elsewhere += store.objects;
             self.report.beside |= store.host == home::machine_id();
         }
-        ledger.with(|store| {
+        recorder.with(|store| {
             store.for_each_object(&here, &mut |hash, bytes| {
                 self.object(hash, bytes).map_err(io::Error::other)
             })
@@ -138,13 +140,13 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn one(&mut self, ledger: &mut Recorder, id: &str) -> anyhow::Result<()> {
+    fn one(&mut self, recorder: &mut Recorder, id: &str) -> anyhow::Result<()> {
         let mut objects = BTreeMap::new();
         let mut elsewhere = BTreeMap::new();
         let here = self.artifacts.id();
         let machine = home::machine_id();
-        for listed in ledger.with(|store| store.attempts(id))? {
-            for output in ledger.with(|store| store.outputs(id, listed.attempt))? {
+        for summary in recorder.with(|store| store.attempts(id))? {
+            for output in recorder.with(|store| store.outputs(id, summary.attempt))? {
                 self.report.beside |= output.artifact_store != here && output.host == machine;
                 match output.artifact_store == here {
                     true => objects.insert(output.blake3, output.bytes),
@@ -152,7 +154,7 @@ impl Check<'_> {
                 };
             }
             for stream in STREAMS {
-                let log = ledger.with(|store| store.log(id, listed.attempt, stream))?;
+                let log = recorder.with(|store| store.log(id, summary.attempt, stream))?;
                 let Some(log) = log else { continue };
                 if let (Some(hash), Some(bytes)) = (log.object, log.object_bytes) {
                     match log.artifact_store.as_deref() == Some(here) {
@@ -172,7 +174,7 @@ impl Check<'_> {
     fn object(&mut self, hash: &ContentHash, bytes: u64) -> anyhow::Result<()> {
         self.draw();
         let what = match self.artifacts.verify(hash, bytes) {
-            Ok(verdict) => described(&verdict, bytes),
+            Ok(verdict) => describe(&verdict, bytes),
             Err(e) => Some(format!("{:#}", anyhow::Error::from(e))),
         };
         self.report.checked += 1;
@@ -183,16 +185,17 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// What nobody refers to by now was removed while we looked, and is not missing.
-    fn name_users(&mut self, ledger: &mut Recorder) -> anyhow::Result<()> {
+    /// Names the attempts that refer to damaged objects. An object that nobody refers to by now was removed during the
+    /// check and is not missing.
+    fn name_users(&mut self, recorder: &mut Recorder) -> anyhow::Result<()> {
         self.clear();
         let here = self.artifacts.id().to_owned();
         for (hash, bytes, what) in std::mem::take(&mut self.bad) {
-            let users = ledger.with(|store| store.attempts_using(&here, &hash, USERS_MAX))?;
+            let users = recorder.with(|store| store.attempts_using(&here, &hash, USERS_MAX))?;
             if users.is_empty() {
                 continue;
             }
-            self.report.damaged.push(Damaged {
+            self.report.damaged.push(DamagedObject {
                 blake3: hash.to_string(),
                 bytes,
                 what,
@@ -210,8 +213,8 @@ impl Check<'_> {
         {
             self.progress = Some(Instant::now());
             let (n, bytes) = (self.report.checked, format_size(self.report.bytes));
-            // Nobody may be listening; that is no reason to fail.
-            let _unheard = write!(
+            // Nobody may be reading stderr. That is not a reason to fail.
+            let _ = write!(
                 io::stderr(),
                 "\r\x1b[Kfumehood: checked {n} objects, {bytes}"
             );
@@ -220,13 +223,13 @@ impl Check<'_> {
 
     fn clear(&self) {
         if self.progress.is_some() {
-            let _unheard = write!(io::stderr(), "\r\x1b[K");
+            let _ = write!(io::stderr(), "\r\x1b[K");
         }
     }
 }
 
-/// What is wrong, in a few words.
-fn described(verdict: &ObjectCondition, bytes: u64) -> Option<String> {
+/// Describes what is wrong in a few words.
+fn describe(verdict: &ObjectCondition, bytes: u64) -> Option<String> {
     Some(match verdict {
         ObjectCondition::Sound => return None,
         ObjectCondition::Missing => "missing".to_owned(),
@@ -240,22 +243,22 @@ fn described(verdict: &ObjectCondition, bytes: u64) -> Option<String> {
     })
 }
 
-fn tell(report: &Report) -> anyhow::Result<()> {
-    let mut out = Out::new();
+fn print_report(report: &VerifyReport) -> anyhow::Result<()> {
+    let mut out = StdoutWriter::new();
     for damaged in &report.damaged {
-        let users: Vec<String> = damaged.used_by.iter().map(|id| clean(id)).collect();
+        let users: Vec<String> = damaged.used_by.iter().map(|id| escape(id)).collect();
         out.line(&format!(
             "{}  {}  used by {}",
             damaged.blake3,
-            clean(&damaged.what),
+            escape(&damaged.what),
             users.join(", ")
         ))?;
     }
     for fault in report.database_faults.iter().flatten() {
-        out.line(&format!("database: {}", clean(fault)))?;
+        out.line(&format!("database: {}", escape(fault)))?;
     }
-    out.finish().context("tell what was found")?;
-    let checked = counted(report.checked, "object", "objects");
+    out.finish().context("print what was found")?;
+    let checked = format_count(report.checked, "object", "objects");
     let verdict = match report.sound {
         true => "all sound".to_owned(),
         false if report.damaged.is_empty() && report.beside => {
@@ -266,19 +269,19 @@ fn tell(report: &Report) -> anyhow::Result<()> {
             report.damaged.len()
         ),
     };
-    show::line(&format!(
+    messages::line(&format!(
         "{checked} ({}) checked: {verdict}",
         format_size(report.bytes)
     ));
     if report.elsewhere > 0 {
-        let what = counted(report.elsewhere, "object", "objects");
+        let what = format_count(report.elsewhere, "object", "objects");
         let advice = match report.beside {
             true => {
                 "some were on this machine: if their store is gone they are lost, else name its directory with --artifacts"
             }
             false => "run verify on their machines",
         };
-        show::line(&format!(
+        messages::line(&format!(
             "{what} in other artifact stores not checked; {advice}"
         ));
     }

@@ -1,4 +1,4 @@
-//! `fumehood wait`: until analyses have ended, whoever runs them.
+//! `fumehood wait`: waits until analyses have ended, whoever runs them.
 
 use std::ffi::OsString;
 use std::time::{Duration, Instant};
@@ -14,26 +14,26 @@ use store::types::units::parse_duration_ms;
 use store::{AttemptSummary, ChangeListener, PostProcessState, StoreError};
 
 use super::args::StoreArgs;
-use super::document::Entry;
-use super::print::{self, Out, clean};
-use super::standing::{self, Next};
-use super::{exit, ids, ledger, list, show};
+use super::attempt_json::AttemptEntry;
+use super::print::{self, StdoutWriter, escape};
+use super::run_dirs::{self, NextAction};
+use super::{attempt_text, exit, ids, messages, record_access};
 
-/// Wait until analyses have ended, and tell how.
+/// Wait until analyses have ended, and report how.
 ///
-/// One that is tried again has not ended. Of one analysis the exit code is what `fumehood run` would have exited with; of
-/// several it is 0 if all succeeded, else that of the first, in the order given, that did not. If --timeout is over first
-/// it is 119.
+/// An analysis that is going to be tried again has not ended. For one analysis the exit code is the one of `fumehood
+/// run`. For several it is 0 if all succeeded, otherwise that of the first, in the order given, that did not. If
+/// --timeout passes first, it is 119.
 #[derive(Clone, Debug, clap::Args)]
 pub struct WaitArgs {
-    #[arg(value_name = "ID", required = true, help = ids::HELP_WHOLE)]
+    #[arg(value_name = "ID", required = true, help = ids::HELP_ANALYSIS)]
     pub ids: Vec<OsString>,
 
-    /// Wait at most so long, such as 30s or 2h; then exit with 119. The analyses go on [default: for ever]
+    /// Wait at most this long, such as 30s or 2h; then exit with 119. The analyses go on [default: for ever]
     #[arg(long, value_name = "TIME")]
     pub timeout: Option<OsString>,
 
-    /// Do not print a line for each as it ends
+    /// Do not print a line for each analysis as it ends
     #[arg(long, short, conflicts_with = "json")]
     pub quiet: bool,
 
@@ -48,28 +48,28 @@ pub struct WaitArgs {
 #[derive(Serialize)]
 struct Document<'a> {
     schema: &'static str,
-    /// Whether --timeout was over before all had ended.
+    /// Whether --timeout passed before all had ended.
     timed_out: bool,
     /// In the order given.
-    analyses: Vec<Awaited<'a>>,
+    analyses: Vec<AwaitedEntry<'a>>,
 }
 
 #[derive(Serialize)]
-struct Awaited<'a> {
+struct AwaitedEntry<'a> {
     ended: bool,
     exit: Option<u8>,
     #[serde(flatten)]
-    entry: Entry<'a>,
+    entry: AttemptEntry<'a>,
 }
 
-/// We look this often even if nothing tells of news.
-const LOOK_AT_MOST: Duration = Duration::from_secs(2);
-/// A crowd of news is one piece of news, and many analyses are not looked at all the time.
-const LOOK_AT_LEAST: Duration = Duration::from_millis(50);
-/// A database that is started anew, or moved, comes back within this; else somebody should know.
-const AWAY_MAX: Duration = Duration::from_secs(300);
-/// How long the platform's own step after a commit is waited for, where our configuration has none.
-const STEP_MS: u64 = 600_000;
+/// How often to look even if no change is announced.
+const POLL_INTERVAL_MAX: Duration = Duration::from_secs(2);
+/// Changes that follow each other closely are read once, and many analyses are not polled all the time.
+const POLL_INTERVAL_MIN: Duration = Duration::from_millis(50);
+/// A database that restarts or moves comes back within this time. Longer outages are reported.
+const DATABASE_AWAY_MAX: Duration = Duration::from_secs(300);
+/// How long to wait for the post_process command after a commit, if our configuration has no such command.
+const POST_PROCESS_WAIT_MS: u64 = 600_000;
 
 pub fn wait(args: &WaitArgs) -> anyhow::Result<u8> {
     let deadline = match &args.timeout {
@@ -79,91 +79,100 @@ pub fn wait(args: &WaitArgs) -> anyhow::Result<u8> {
         }
         None => None,
     };
-    let (home, mut ledger) = ledger::open(&args.store)?;
+    let (home, mut recorder) = record_access::open(&args.store)?;
     let mut wanted = Vec::new();
     for given in &args.ids {
-        let id = ids::analysis(&mut ledger, given)?;
+        let id = ids::resolve_analysis(&mut recorder, given)?;
         if !wanted.contains(&id) {
             wanted.push(id);
         }
     }
-    let mut tell = |listed: &AttemptSummary| match args.quiet || args.json {
+    let mut on_ended = |summary: &AttemptSummary| match args.quiet || args.json {
         true => Ok(()),
-        false => tell(listed),
+        false => print_ended(summary),
     };
-    let all = until_ended(&home, &mut ledger, &wanted, deadline, &mut tell)?;
-    let waiting: Vec<&str> = all.iter().filter(|one| !one.ended).map(Last::id).collect();
+    let all = until_ended(&home, &mut recorder, &wanted, deadline, &mut on_ended)?;
+    let waiting: Vec<&str> = all
+        .iter()
+        .filter(|one| !one.ended)
+        .map(AwaitedAnalysis::id)
+        .collect();
     if args.json {
         print::json(&Document {
             schema: "fumehood.wait/1",
             timed_out: !waiting.is_empty(),
-            analyses: all.iter().map(Awaited::from).collect(),
+            analyses: all.iter().map(AwaitedEntry::from).collect(),
         })?;
     }
     if !waiting.is_empty() {
-        show::line(&format!(
+        messages::line(&format!(
             "the time is over, and {} not ended: {}",
             if waiting.len() == 1 {
                 "one has"
             } else {
                 "some have"
             },
-            shortened(&waiting)
+            list_some(&waiting)
         ));
         return Ok(exit::NOT_ENDED);
     }
-    let codes = all.iter().map(|one| exit::of_stored(&one.listed));
+    let codes = all.iter().map(|one| exit::code_of_stored(&one.summary));
     Ok(codes.into_iter().find(|code| *code != 0).unwrap_or(0))
 }
 
-fn tell(listed: &AttemptSummary) -> anyhow::Result<()> {
-    let mut out = Out::new();
-    out.line(&format!("{} {}", list::name(listed), list::ended(listed)))?;
+fn print_ended(summary: &AttemptSummary) -> anyhow::Result<()> {
+    let mut out = StdoutWriter::new();
+    out.line(&format!(
+        "{} {}",
+        attempt_text::display_name(summary),
+        attempt_text::status_text(summary)
+    ))?;
     out.finish()
 }
 
-fn shortened(ids: &[&str]) -> String {
-    const TOLD_MAX: usize = 8;
-    let told: Vec<String> = ids.iter().take(TOLD_MAX).map(|id| clean(id)).collect();
-    match ids.len() > TOLD_MAX {
-        true => format!("{}, … and {} more", told.join(", "), ids.len() - TOLD_MAX),
-        false => told.join(", "),
+fn list_some(ids: &[&str]) -> String {
+    const NAMED_MAX: usize = 8;
+    let named: Vec<String> = ids.iter().take(NAMED_MAX).map(|id| escape(id)).collect();
+    match ids.len() > NAMED_MAX {
+        true => format!("{}, … and {} more", named.join(", "), ids.len() - NAMED_MAX),
+        false => named.join(", "),
     }
 }
 
-/// An analysis as it was when we last looked.
-pub struct Last {
+/// The last known status of an analysis.
+pub struct AwaitedAnalysis {
     pub ended: bool,
-    /// The attempt that counts.
-    pub listed: AttemptSummary,
+    /// The newest attempt that was not superseded.
+    pub summary: AttemptSummary,
 }
 
-impl Last {
+impl AwaitedAnalysis {
     fn id(&self) -> &str {
-        &self.listed.id
+        &self.summary.id
     }
 }
 
-impl<'a> From<&'a Last> for Awaited<'a> {
-    fn from(last: &'a Last) -> Awaited<'a> {
-        Awaited {
+impl<'a> From<&'a AwaitedAnalysis> for AwaitedEntry<'a> {
+    fn from(last: &'a AwaitedAnalysis) -> AwaitedEntry<'a> {
+        AwaitedEntry {
             ended: last.ended,
-            exit: last.ended.then(|| exit::of_stored(&last.listed)),
-            entry: Entry::from(&last.listed),
+            exit: last.ended.then(|| exit::code_of_stored(&last.summary)),
+            entry: AttemptEntry::from(&last.summary),
         }
     }
 }
 
-/// Waits for all of them, and tells of each as it ends. In the order given; if the time is over, some have not ended.
+/// Waits until all have ended, and reports each as it ends. Returns them in the order given; if the deadline passed,
+/// some have not ended.
 pub fn until_ended(
     home: &Home,
-    ledger: &mut Recorder,
+    recorder: &mut Recorder,
     ids: &[String],
     deadline: Option<Instant>,
-    tell: &mut dyn FnMut(&AttemptSummary) -> anyhow::Result<()>,
-) -> anyhow::Result<Vec<Last>> {
-    let mut watch = Watch::over(ledger);
-    let mut found: Vec<Option<Last>> = ids.iter().map(|_| None).collect();
+    on_ended: &mut dyn FnMut(&AttemptSummary) -> anyhow::Result<()>,
+) -> anyhow::Result<Vec<AwaitedAnalysis>> {
+    let mut watch = RecordWatch::new(recorder);
+    let mut found: Vec<Option<AwaitedAnalysis>> = ids.iter().map(|_| None).collect();
     let mut lost = LostRunners::default();
     loop {
         let began = Instant::now();
@@ -171,104 +180,105 @@ pub fn until_ended(
             if last.as_ref().is_some_and(|last| last.ended) {
                 continue;
             }
-            let now = watch.ask(ledger, |ledger| look(ledger, id), deadline)?;
+            let now = watch.ask(recorder, |recorder| read_status(recorder, id), deadline)?;
             let Some(now) = now else { break };
             match now.ended {
-                true => tell(&now.listed)?,
-                false => lost.tell_of(home, &now.listed),
+                true => on_ended(&now.summary)?,
+                false => lost.report(home, &now.summary),
             }
             *last = Some(now);
         }
-        let waits = |last: &Option<Last>| last.as_ref().is_none_or(|last| !last.ended);
+        let waits = |last: &Option<AwaitedAnalysis>| last.as_ref().is_none_or(|last| !last.ended);
         let over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
         if over || !found.iter().any(waits) {
             let all = found.into_iter().collect::<Option<Vec<_>>>();
             return all.context("the time was over before the database answered");
         }
-        let rest = LOOK_AT_LEAST.max(began.elapsed().saturating_mul(4));
-        watch.pause(rest.min(LOOK_AT_MOST), LOOK_AT_MOST, deadline)?;
+        let rest = POLL_INTERVAL_MIN.max(began.elapsed().saturating_mul(4));
+        watch.pause(rest.min(POLL_INTERVAL_MAX), POLL_INTERVAL_MAX, deadline)?;
     }
 }
 
-/// How an analysis stands. One that nobody has any more will never end.
-fn look(ledger: &mut Recorder, id: &str) -> Result<Last, CommitError> {
-    let (mut attempts, now_ms) = ledger.with(|store| Ok((store.attempts(id)?, store.now_ms()?)))?;
-    // Superseded ones came too late, and have numbers of their own.
+/// Reads the status of an analysis. An analysis that the database no longer has is an error, because it never ends.
+fn read_status(recorder: &mut Recorder, id: &str) -> Result<AwaitedAnalysis, CommitError> {
+    let (mut attempts, now_ms) =
+        recorder.with(|store| Ok((store.attempts(id)?, store.now_ms()?)))?;
+    // Superseded attempts came too late and have numbers of their own, so skip them.
     let counts = attempts.iter().rposition(|attempt| !attempt.superseded);
     let counts = counts.or(attempts.len().checked_sub(1));
     let Some(at) = counts else {
         let given = id.to_owned();
-        return Err(ledger.database_error(StoreError::NotFound { given }));
+        return Err(recorder.database_error(StoreError::NotFound { given }));
     };
-    let listed = attempts.swap_remove(at);
-    let step_ms = ledger.post_process.as_ref().map(|step| step.timeout_ms);
-    let step_ms = i64::try_from(step_ms.unwrap_or(STEP_MS)).unwrap_or(i64::MAX);
-    let since_ms = now_ms.saturating_sub(listed.committed_ms.unwrap_or(now_ms));
-    let step_runs = listed.post_process == PostProcessState::Pending && since_ms < step_ms;
-    Ok(Last {
-        // A newer Fumehood may have ended it in a state of its own.
-        ended: (listed.state.is_final() || listed.committed_ms.is_some()) && !step_runs,
-        listed,
+    let summary = attempts.swap_remove(at);
+    let step_ms = recorder.post_process.as_ref().map(|step| step.timeout_ms);
+    let step_ms = i64::try_from(step_ms.unwrap_or(POST_PROCESS_WAIT_MS)).unwrap_or(i64::MAX);
+    let since_ms = now_ms.saturating_sub(summary.committed_ms.unwrap_or(now_ms));
+    let step_runs = summary.post_process == PostProcessState::Pending && since_ms < step_ms;
+    Ok(AwaitedAnalysis {
+        // A newer version of Fumehood may have ended it in a state that this version does not know.
+        ended: (summary.state.is_final() || summary.committed_ms.is_some()) && !step_runs,
+        summary,
     })
 }
 
-/// Looking again when there may be news, and from time to time.
-pub struct Watch {
-    bell: Option<ChangeListener>,
+/// Waits for changes of the record, and polls from time to time.
+pub struct RecordWatch {
+    listener: Option<ChangeListener>,
     away_since: Option<Instant>,
 }
 
-impl Watch {
-    /// Without a bell it is only slower.
-    pub fn over(ledger: &Recorder) -> Watch {
-        Watch {
-            bell: ChangeListener::subscribe(&ledger.location).ok(),
+impl RecordWatch {
+    /// Without notifications it only reacts later.
+    pub fn new(recorder: &Recorder) -> RecordWatch {
+        RecordWatch {
+            listener: ChangeListener::subscribe(&recorder.location).ok(),
             away_since: None,
         }
     }
 
-    /// Asks the database, again and again while it is away. `None`: the time is over.
+    /// Asks the database, and asks again while it is away. Returns `None` if the deadline passes.
     pub fn ask<T>(
         &mut self,
-        ledger: &mut Recorder,
+        recorder: &mut Recorder,
         mut question: impl FnMut(&mut Recorder) -> Result<T, CommitError>,
         deadline: Option<Instant>,
     ) -> anyhow::Result<Option<T>> {
         loop {
-            let error = match question(ledger) {
+            let error = match question(recorder) {
                 Ok(answer) => {
                     if self.away_since.take().is_some() {
-                        show::line("the database is back");
-                        self.bell = ChangeListener::subscribe(&ledger.location).ok();
+                        messages::line("the database is back");
+                        self.listener = ChangeListener::subscribe(&recorder.location).ok();
                     }
                     return Ok(Some(answer));
                 }
                 Err(error) => error,
             };
-            ledger.disconnect();
+            recorder.disconnect();
             let since = match (is_away(&error), self.away_since) {
-                (false, _) => return Err(ids::plainly(error)),
+                (false, _) => return Err(ids::without_database_context(error)),
                 (true, Some(since)) => since,
                 (true, None) => {
-                    let told = anyhow::Error::from(error);
-                    show::line(&format!("{told:#}; waiting for it"));
+                    let error = anyhow::Error::from(error);
+                    messages::line(&format!("{error:#}; waiting for it"));
                     *self.away_since.insert(Instant::now())
                 }
             };
             anyhow::ensure!(
-                since.elapsed() < AWAY_MAX,
+                since.elapsed() < DATABASE_AWAY_MAX,
                 "the database has been away for {} s; what runs goes on",
-                AWAY_MAX.as_secs()
+                DATABASE_AWAY_MAX.as_secs()
             );
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Ok(None);
             }
-            self.bell = None;
-            self.pause(LOOK_AT_LEAST, LOOK_AT_MOST, deadline)?;
+            self.listener = None;
+            self.pause(POLL_INTERVAL_MIN, POLL_INTERVAL_MAX, deadline)?;
         }
     }
 
-    /// At least for `rest`; then until there may be news, for `most`, or until the deadline.
+    /// Waits at least for `rest`; then until a change is announced, for `most`, or until the deadline.
     pub fn pause(
         &mut self,
         rest: Duration,
@@ -279,10 +289,10 @@ impl Watch {
             Some(deadline) => most.min(deadline.saturating_duration_since(Instant::now())),
             None => most,
         };
-        // What rings meanwhile is heard afterwards.
+        // A change that is announced meanwhile is still pending afterwards.
         std::thread::sleep(left(rest));
         let most = left(most);
-        let Some(bell) = &mut self.bell else {
+        let Some(listener) = &mut self.listener else {
             std::thread::sleep(most);
             return Ok(());
         };
@@ -290,10 +300,10 @@ impl Watch {
             tv_sec: i64::try_from(most.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: most.subsec_nanos().into(),
         };
-        let mut fds = [PollFd::new(bell, PollFlags::IN)];
+        let mut fds = [PollFd::new(listener, PollFlags::IN)];
         match poll(&mut fds, Some(&timeout)) {
             Ok(0) | Err(rustix::io::Errno::INTR) => {}
-            Ok(_) => bell.consume(),
+            Ok(_) => listener.consume(),
             Err(e) => return Err(e).context("wait for news"),
         }
         Ok(())
@@ -304,27 +314,27 @@ fn is_away(error: &CommitError) -> bool {
     matches!(error, CommitError::Database { source, .. } if source.is_database_fault())
 }
 
-/// Attempts whose runner died here, and that nobody finishes while we wait.
+/// Attempts whose runner died in this home, and that nobody finishes while we wait.
 #[derive(Default)]
 struct LostRunners {
-    told: Vec<String>,
+    reported: Vec<String>,
 }
 
 impl LostRunners {
-    fn tell_of(&mut self, home: &Home, listed: &AttemptSummary) {
-        if listed.host != engine::home::machine_id() || self.told.contains(&listed.id) {
+    fn report(&mut self, home: &Home, summary: &AttemptSummary) {
+        if summary.host != engine::home::machine_id() || self.reported.contains(&summary.id) {
             return;
         }
-        let Ok(id) = AnalysisId::new(&listed.id) else {
+        let Ok(id) = AnalysisId::new(&summary.id) else {
             return;
         };
-        let mut here = standing::of_id(home, &id).into_iter();
-        let finish = |standing: &standing::Standing| {
-            standing.record.attempt == listed.attempt && standing.next() == Next::Finish
+        let mut here = run_dirs::list_analysis(home, &id).into_iter();
+        let finish = |run_dir: &run_dirs::RunDirInfo| {
+            run_dir.record.attempt == summary.attempt && run_dir.next_action() == NextAction::Finish
         };
-        if let Some(standing) = here.find(finish) {
-            show::line(&standing.advice());
-            self.told.push(listed.id.clone());
+        if let Some(run_dir) = here.find(finish) {
+            messages::line(&run_dir.advice());
+            self.reported.push(summary.id.clone());
         }
     }
 }
@@ -337,7 +347,7 @@ mod tests {
     fn a_long_list_is_cut() {
         let ids: Vec<String> = (0..20).map(|n| format!("a{n}")).collect();
         let ids: Vec<&str> = ids.iter().map(String::as_str).collect();
-        assert_eq!(shortened(&ids[..2]), "a0, a1");
-        assert!(shortened(&ids).ends_with("a7, … and 12 more"));
+        assert_eq!(list_some(&ids[..2]), "a0, a1");
+        assert!(list_some(&ids).ends_with("a7, … and 12 more"));
     }
 }

@@ -1,4 +1,4 @@
-//! `fumehood worker`.
+//! `fumehood worker`: takes analyses from the queue and starts a runner for each.
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,46 +16,46 @@ use store::types::units::{format_cpus, format_size, parse_cpus, parse_duration_m
 use store::{Capacity, FaultKind};
 
 use super::args::StoreArgs;
-use super::notify::Notifier;
-use super::print::counted;
-use super::{ledger, show};
+use super::print::format_count;
+use super::sd_notify::Notifier;
+use super::{messages, record_access};
 use crate::config::{self, RecordSettings, Sources};
 
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
 const SIGCHLD: i32 = 17;
 
-const MEMORY_MAX_BYTES: u64 = 4 << 30;
-const MEMORY_LEAST_BYTES: u64 = 16 << 20;
+const SLOT_MEMORY_MAX_BYTES: u64 = 4 << 30;
+const SLOT_MEMORY_MIN_BYTES: u64 = 16 << 20;
 const SLOTS_MAX: u32 = 4096;
 
 /// Take analyses from the queue and run each in a process of its own, its runner.
 ///
-/// What runs never exceeds what the worker was given: slots, and the sums of the memory and the CPUs that the analyses ask
-/// for. A worker that is killed or restarted leaves its runners running, and takes them up again when it comes back.
-/// SIGTERM drains it: it takes no more work, waits for its runners, and ends. SIGINT, or a second SIGTERM, ends it at once;
-/// the runners finish and commit by themselves.
+/// Running analyses never exceed what the worker was given: its slots, and the sums of the memory and the CPUs that
+/// they ask for. If a worker is killed or restarted, its runners go on, and the worker takes them over when it comes
+/// back. SIGTERM drains it: it takes no more work, waits for its runners, and ends. SIGINT, or a second SIGTERM, ends
+/// it at once; the runners finish and commit by themselves.
 #[derive(Clone, Debug, clap::Args)]
 pub struct WorkerArgs {
     /// How many analyses run at once, at most 4096 [default: the CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(SLOTS_MAX)))]
     pub slots: Option<u32>,
 
-    /// Memory for all of them together. One that asks for none counts as, and gets, its slot's share, at most 4G
-    /// [default: four fifths of what this host or cgroup may use]
+    /// Memory for all of them together. An analysis that asks for none gets, and counts as, its slot's share, at most
+    /// 4G [default: four fifths of what this host or cgroup may use]
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<OsString>,
 
-    /// CPUs for all of them together. One that asks for none may use them all, and counts as none
-    /// [default: those this process may run on]
+    /// CPUs for all of them together. An analysis that asks for none may use them all, and counts as none [default:
+    /// those this process may run on]
     #[arg(long, value_name = "N")]
     pub cpus: Option<OsString>,
 
-    /// The worker's name, by which a restarted one finds its runners; two with one name cannot run in one home
+    /// The worker's name, by which a restarted worker finds its runners; two workers of one name cannot run in one home
     #[arg(long, value_name = "NAME", default_value = "default")]
     pub name: String,
 
-    /// Take no more work: have the worker of this name drain, wait for what it runs, and finish what is left
+    /// Take no more work: make the worker of this name drain, wait for what it runs, and finish what is left
     #[arg(long)]
     pub drain: bool,
 
@@ -63,16 +63,16 @@ pub struct WorkerArgs {
     #[arg(long, conflicts_with = "drain")]
     pub until_idle: bool,
 
-    /// How long a runner's hold on its attempt lasts without being renewed, from 5s to 1h; a runner that cannot reach a
+    /// How long a runner's lease on its attempt lasts without renewal, from 5s to 1h; a runner that cannot reach a
     /// PostgreSQL database ends its analysis before that
     #[arg(long, value_name = "TIME", default_value = "60s")]
     pub lease: OsString,
 
-    /// How long an analysis that is larger than every worker waits for a larger one before it ends as an error
+    /// How long an analysis that is larger than every worker waits for a larger worker before it ends as an error
     #[arg(long, value_name = "TIME", default_value = "10m")]
     pub park_after: OsString,
 
-    /// Say nothing but what goes wrong
+    /// Print only problems
     #[arg(long, short)]
     pub quiet: bool,
 
@@ -81,14 +81,14 @@ pub struct WorkerArgs {
 }
 
 pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
-    let settings = config::record_settings(&args.store, &Sources::from_process()?)?;
+    let settings = config::record_settings(args.store.given(), &Sources::from_process()?)?;
     let options = options(args, &settings)?;
     raise_file_limit();
     let signals = Signals::listen()?;
     let notifier = Notifier::from_env()?;
-    let (home, mut ledger) = ledger::open(&args.store)?;
-    // A wrong database is told before anything is taken up; one that is away for now is waited for.
-    match ledger.store() {
+    let (home, mut recorder) = record_access::open(&args.store)?;
+    // Report a wrong database before doing anything else. Wait for a database that is away.
+    match recorder.store() {
         Err(CommitError::Database { source, .. })
             if source.fault_kind() == FaultKind::Unreachable => {}
         opened => drop(opened?),
@@ -98,35 +98,35 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
     }
     let given = format!(
         "{}, {} memory, {} CPUs",
-        counted(options.slots.into(), "slot", "slots"),
+        format_count(options.slots.into(), "slot", "slots"),
         format_size(options.total.memory_bytes),
         format_cpus(options.total.cpu_milli)
     );
-    let mut worker = Worker::open(home, ledger, options)?;
-    let mut duty = Duty {
+    let mut worker = Worker::open(home, recorder, options)?;
+    let mut session = WorkerSession {
         args,
         draining: false,
         leaving: false,
     };
     if args.drain {
         worker.drain();
-        duty.draining = true;
+        session.draining = true;
     }
     match worker.live_runners() {
-        0 => duty.say(&format!("worker {} is ready: {given}", args.name)),
-        n => duty.say(&format!(
+        0 => session.print(&format!("worker {} is ready: {given}", args.name)),
+        n => session.print(&format!(
             "worker {} is ready: {given}; {} from before",
             args.name,
-            counted(n as u64, "analysis runs on", "analyses run on")
+            format_count(n as u64, "analysis runs on", "analyses run on")
         )),
     }
     notifier.ready(&status(&worker, false))?;
     loop {
-        let wait = worker.run_once(&mut |news| duty.tell(&news))?;
+        let wait = worker.run_once(&mut |news| session.print_event(&news))?;
         notifier.watchdog();
-        notifier.status(&status(&worker, duty.draining));
+        notifier.status(&status(&worker, session.draining));
         let idle = args.until_idle && worker.is_idle();
-        if duty.leaving || idle || duty.draining && worker.is_drained() {
+        if session.leaving || idle || session.draining && worker.is_drained() {
             break;
         }
         let beat = notifier.watchdog_interval().unwrap_or(Duration::MAX);
@@ -134,28 +134,29 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
         fds.push(signals.fd.as_fd());
         sleep_until_woken(&fds, wait.min(beat));
         while let Some(signal) = signals.next() {
-            duty.hear(signal, &mut worker);
+            session.handle_signal(signal, &mut worker);
         }
     }
-    notifier.stopping(&status(&worker, duty.draining));
+    notifier.stopping(&status(&worker, session.draining));
     if worker.live_runners() > 0 {
-        duty.say(&format!(
+        session.print(&format!(
             "left {} running; they commit by themselves",
-            counted(worker.live_runners() as u64, "analysis", "analyses")
+            format_count(worker.live_runners() as u64, "analysis", "analyses")
         ));
     }
     worker.deregister();
     Ok(0)
 }
 
-/// Every free slot is a locked file. What cannot be raised is told when a slot cannot be opened.
+/// Raises the limit of open files: every free slot holds a locked file. If the limit cannot be raised, opening a slot
+/// reports that.
 fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
         maximum: limit.maximum,
     };
-    let _as_it_was = setrlimit(Resource::Nofile, raised);
+    let _ = setrlimit(Resource::Nofile, raised);
 }
 
 fn status(worker: &Worker, draining: bool) -> String {
@@ -196,7 +197,7 @@ fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Worke
     );
     let share = total.memory_bytes / u64::from(slots);
     anyhow::ensure!(
-        share >= MEMORY_LEAST_BYTES,
+        share >= SLOT_MEMORY_MIN_BYTES,
         "--memory is {}, which leaves each of {slots} slots less than 16M; raise it, or give fewer --slots",
         format_size(total.memory_bytes)
     );
@@ -213,7 +214,7 @@ fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Worke
         name: args.name.clone(),
         slots,
         total,
-        memory_default_bytes: share.min(MEMORY_MAX_BYTES),
+        memory_default_bytes: share.min(SLOT_MEMORY_MAX_BYTES),
         lease_ms,
         park_after_ms: time(&args.park_after, "read --park-after")?,
         free_reserve_bytes: settings.free_reserve_bytes,
@@ -223,7 +224,7 @@ fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Worke
     })
 }
 
-/// Runners work elsewhere, and must find the same files.
+/// Makes paths absolute: runners have another working directory and must find the same files.
 fn absolute(flag: &str, value: &OsString) -> anyhow::Result<OsString> {
     let here = || std::env::current_dir().context("find the current directory");
     let text = value.to_string_lossy();
@@ -238,19 +239,19 @@ fn absolute(flag: &str, value: &OsString) -> anyhow::Result<OsString> {
     })
 }
 
-/// The running worker of this name is told, and its place taken once it is gone.
+/// Signals the running worker of this name to drain, and waits until it is gone.
 fn ask_to_drain(home: &Home, name: &str) -> anyhow::Result<()> {
     while let Some(pid) = worker::lock_holder(home, name) {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let process =
             pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
-        // The descriptor was had before: if the name is still held, the number was its holder's.
+        // The pidfd was opened before this check. If the name is still held, the pid was the holder's.
         let Some(process) = process.filter(|_| worker::lock_holder(home, name).is_some()) else {
             continue;
         };
         rustix::process::pidfd_send_signal(&process, Signal::TERM)
             .context("ask the running worker to drain")?;
-        show::line(&format!(
+        messages::line(&format!(
             "the worker {name} is told to drain; waiting for it"
         ));
         let mut fds = [PollFd::from_borrowed_fd(process.as_fd(), PollFlags::IN)];
@@ -259,44 +260,44 @@ fn ask_to_drain(home: &Home, name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-struct Duty<'a> {
+struct WorkerSession<'a> {
     args: &'a WorkerArgs,
     draining: bool,
     leaving: bool,
 }
 
-impl Duty<'_> {
-    fn say(&self, text: &str) {
+impl WorkerSession<'_> {
+    fn print(&self, text: &str) {
         if !self.args.quiet {
-            show::line(text);
+            messages::line(text);
         }
     }
 
-    fn hear(&mut self, signal: i32, worker: &mut Worker) {
+    fn handle_signal(&mut self, signal: i32, worker: &mut Worker) {
         match signal {
             SIGTERM if !self.draining => {
                 self.draining = true;
                 worker.drain();
                 let n = worker.busy_slots();
-                self.say(&format!(
+                self.print(&format!(
                     "draining: no more work is taken, and {} waited for; once more to leave at once",
-                    counted(n as u64, "analysis is", "analyses are")
+                    format_count(n as u64, "analysis is", "analyses are")
                 ));
             }
             SIGTERM | SIGINT => self.leaving = true,
-            // A runner has ended, which the next turn sees.
+            // A runner has ended; the next turn of the loop sees that.
             _ => {}
         }
     }
 
-    fn tell(&self, news: &WorkerEvent) {
+    fn print_event(&self, news: &WorkerEvent) {
         let name = |id: &str, attempt: u32| match attempt {
             1 => id.to_owned(),
             n => format!("{id}@{n}"),
         };
         match news {
             WorkerEvent::Claimed { id, attempt } => {
-                self.say(&format!("took {}", name(id, *attempt)))
+                self.print(&format!("took {}", name(id, *attempt)))
             }
             WorkerEvent::RunnerEnded { .. } => {}
             WorkerEvent::Recovered {
@@ -308,22 +309,22 @@ impl Duty<'_> {
                     Status::Error => "lost its runner",
                     _ => "was left by its runner, and is committed",
                 };
-                self.say(&format!("{} {how}", name(id, *attempt)));
+                self.print(&format!("{} {how}", name(id, *attempt)));
             }
             WorkerEvent::GivenUp { id, attempt } => {
-                self.say(&format!(
+                self.print(&format!(
                     "gave up {}: its runner is lost",
                     name(id, *attempt)
                 ));
             }
             WorkerEvent::Parked { id } => {
-                self.say(&format!("parked {id}: no worker is large enough for it"));
+                self.print(&format!("parked {id}: no worker is large enough for it"));
             }
-            WorkerEvent::DatabaseUnavailable(why) => show::line(&format!(
+            WorkerEvent::DatabaseUnavailable(why) => messages::line(&format!(
                 "the database cannot be used for now; what runs goes on: {why}"
             )),
-            WorkerEvent::DatabaseAvailable => self.say("the database is back"),
-            WorkerEvent::Problem(what) => show::line(what),
+            WorkerEvent::DatabaseAvailable => self.print("the database is back"),
+            WorkerEvent::Problem(what) => messages::line(what),
         }
     }
 }
@@ -354,5 +355,6 @@ fn sleep_until_woken(fds: &[BorrowedFd<'_>], at_most: Duration) {
         tv_sec: i64::try_from(at_most.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: at_most.subsec_nanos().into(),
     };
-    let _interrupted_is_woken = poll(&mut fds, Some(&timeout));
+    // An interrupted wait counts as woken.
+    let _ = poll(&mut fds, Some(&timeout));
 }

@@ -1,4 +1,4 @@
-//! The life of an analysis step by step: `workspace create`, `run --in`, `post-process`, `workspace remove`.
+//! An analysis in steps: `workspace create`, `run --in`, `post-process`, `workspace remove`.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -14,12 +14,12 @@ use serde::Serialize;
 use store::types::escaping::escape_text;
 
 use super::args::{self, StoreArgs};
-use super::print::{self, Out};
-use super::{exit, ids, ledger, list, show};
+use super::print::{self, StdoutWriter};
+use super::{attempt_text, exit, ids, messages, record_access};
 use crate::config::settings::Key;
 use crate::config::{self, Sources};
 
-/// Make or remove the workspace of an analysis, step by step.
+/// Make or remove the workspace of an analysis that runs in steps.
 ///
 /// `workspace create ID` makes the directory and prints its path; put into it what you like. `run --in ID …` runs there
 /// and leaves everything in place. `post-process ID` collects and commits. `workspace remove ID` removes the directory.
@@ -42,11 +42,11 @@ pub struct CreateArgs {
     #[arg(value_name = "ID")]
     pub id: OsString,
 
-    /// The directory in which it is made [default: /tmp]
+    /// The directory in which to make it [default: /tmp]
     #[arg(long, value_name = "DIR")]
     pub workspace_root: Option<OsString>,
 
-    /// How long it is kept if nothing runs in it [default: 24h]
+    /// How long to keep it if nothing runs in it [default: 24h]
     #[arg(long, value_name = "TIME")]
     pub keep_for: Option<OsString>,
 
@@ -61,10 +61,10 @@ pub struct CreateArgs {
 /// Remove a workspace that `workspace create` made or a run kept.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RemoveArgs {
-    #[arg(value_name = "ID", help = ids::HELP_WHOLE)]
+    #[arg(value_name = "ID", help = ids::HELP_ANALYSIS)]
     pub id: OsString,
 
-    /// Also if what ran in it is not committed: how it ended is then recorded, without outputs
+    /// Remove it even if what ran in it is not committed: its end is then recorded, without outputs
     #[arg(long)]
     pub discard: bool,
 
@@ -76,13 +76,13 @@ pub struct RemoveArgs {
     pub store: StoreArgs,
 }
 
-/// Collect and commit what ran by `run --in`, or finish what could not be committed.
+/// Collect and commit what `run --in` left, or finish what could not be committed.
 ///
-/// Where all that is done, the configured post_process command is repeated if it failed. This command may be repeated at
-/// any time: what is done already stays as it is. The exit code is that of the run.
+/// If all that is done, the configured post_process command is repeated if it failed. This command may be repeated at
+/// any time: finished work stays as it is. The exit code is that of the run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct PostProcessArgs {
-    #[arg(value_name = "ID", help = ids::HELP_WHOLE)]
+    #[arg(value_name = "ID", help = ids::HELP_ANALYSIS)]
     pub id: OsString,
 
     /// Print one JSON document: the result (fumehood.result/1), or how the command went (fumehood.post-processed/1)
@@ -115,13 +115,14 @@ fn create(args: &CreateArgs) -> anyhow::Result<u8> {
     given.extend(args::one(Key::KeepFor, &args.keep_for));
     let (settings, root, keep_for_ms) =
         config::workspace_settings(given, &Sources::from_process()?)?;
-    let home = ledger::home()?;
-    let mut ledger = ledger::of(&settings, &home)?;
-    let path = staged_commands::create_workspace(&home, ledger.as_mut(), &id, &root, keep_for_ms)?;
+    let home = record_access::home()?;
+    let mut recorder = record_access::open_recorder(&settings, &home)?;
+    let path =
+        staged_commands::create_workspace(&home, recorder.as_mut(), &id, &root, keep_for_ms)?;
     match args.json {
         true => print_json(&id, &path, "created")?,
         false => {
-            let mut out = Out::new();
+            let mut out = StdoutWriter::new();
             out.line(&path.display().to_string())?;
             out.finish()?;
         }
@@ -130,16 +131,16 @@ fn create(args: &CreateArgs) -> anyhow::Result<u8> {
 }
 
 fn remove(args: &RemoveArgs) -> anyhow::Result<u8> {
-    let (home, mut ledger) = ledger::open_if_any(&args.store)?;
-    let id = ids::local(&home, ledger.as_mut(), &args.id)?;
+    let (home, mut recorder) = record_access::open_optional(&args.store)?;
+    let id = ids::resolve_local(&home, recorder.as_mut(), &args.id)?;
     let discard = match args.discard {
         true => DiscardPolicy::Discard,
         false => DiscardPolicy::Refuse,
     };
-    let path = staged_commands::remove_workspace(&home, ledger.as_mut(), &id, discard)?;
+    let path = staged_commands::remove_workspace(&home, recorder.as_mut(), &id, discard)?;
     match args.json {
         true => print_json(&id, &path, "removed")?,
-        false => show::line(&format!("removed {}", path.display())),
+        false => messages::line(&format!("removed {}", path.display())),
     }
     Ok(0)
 }
@@ -154,7 +155,7 @@ fn print_json(id: &AnalysisId, path: &Path, state: &'static str) -> anyhow::Resu
 }
 
 #[derive(Serialize)]
-struct Stepped<'a> {
+struct PostProcessDocument<'a> {
     schema: &'static str,
     id: &'a str,
     attempt: u32,
@@ -164,61 +165,61 @@ struct Stepped<'a> {
 }
 
 pub fn post_process(args: &PostProcessArgs) -> anyhow::Result<u8> {
-    let (home, mut ledger) = ledger::open(&args.store)?;
-    let id = ids::local(&home, Some(&mut ledger), &args.id)?;
-    let (attempt, step) = match staged_commands::post_process(&home, &mut ledger, &id) {
+    let (home, mut recorder) = record_access::open(&args.store)?;
+    let id = ids::resolve_local(&home, Some(&mut recorder), &args.id)?;
+    let (attempt, step) = match staged_commands::post_process(&home, &mut recorder, &id) {
         Ok(PostProcessResult::Committed(record)) => {
             match args.json {
                 true => print::json(&record)?,
-                false => show::summary(&record),
+                false => messages::summary(&record),
             }
-            return Ok(exit::code(&record));
+            return Ok(exit::code_of_record(&record));
         }
         Ok(PostProcessResult::CommandRun {
             attempt,
             report: step,
         }) => (Some(attempt), Some(step)),
-        // Whoever repeats the command is answered the same.
+        // Repeating the command gives the same answer.
         Err(StagedCommandError::NothingDue { .. }) => (None, None),
         Err(e) => return Err(e.into()),
     };
-    tell_step(&mut ledger, &id, attempt, step, args.json)
+    report_post_process(&mut recorder, &id, attempt, step, args.json)
 }
 
-/// For what was committed before.
-fn tell_step(
-    ledger: &mut Recorder,
+/// Reports on an attempt that was committed before.
+fn report_post_process(
+    recorder: &mut Recorder,
     id: &AnalysisId,
     attempt: Option<u32>,
     step: Option<PostProcessReport>,
     json: bool,
 ) -> anyhow::Result<u8> {
-    let listed = ledger
+    let summary = recorder
         .with(|store| store.show(id.as_str(), attempt))?
         .summary;
-    let code = match listed.state.is_final() {
-        true => exit::of_stored(&listed),
+    let code = match summary.state.is_final() {
+        true => exit::code_of_stored(&summary),
         false => exit::NOT_COMMITTED,
     };
     if json {
-        print::json(&Stepped {
+        print::json(&PostProcessDocument {
             schema: "fumehood.post-processed/1",
             id: id.as_str(),
-            attempt: listed.attempt,
-            status: &listed.state_word,
+            attempt: summary.attempt,
+            status: &summary.state_word,
             post_process: step,
         })?;
         return Ok(code);
     }
-    let ended = list::ended(&listed);
+    let ended = attempt_text::status_text(&summary);
     match step {
-        None => show::line(&format!(
+        None => messages::line(&format!(
             "{id} is committed ({ended}), and no post_process command awaits it"
         )),
         Some(PostProcessReport { done: true, .. }) => {
-            show::line(&format!("{id} ({ended}): post-processed"));
+            messages::line(&format!("{id} ({ended}): post-processed"));
         }
-        Some(PostProcessReport { message, .. }) => show::line(&format!(
+        Some(PostProcessReport { message, .. }) => messages::line(&format!(
             "post_process failed: {}\nnothing is lost; repeat it with `fumehood post-process {id}`",
             message.unwrap_or_default()
         )),

@@ -1,4 +1,4 @@
-//! The operator's policy: what nobody else can loosen. Whatever is wrong with the file stops every run.
+//! The operator's policy, which nobody else can loosen. An error in the file stops every run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -10,13 +10,14 @@ use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::StrDeserializer;
 
-use super::layer::{self, Origin, Place, SettingError, Value, excerpt};
-use super::lists::is_name_pattern;
-use super::post_process::{self, PostProcess, PostProcessError};
-use super::record::{holds_password, is_relative_sqlite};
-use super::settings::{Key, SETTINGS, Setting, nearest};
+use super::database_url::{holds_password, is_relative_sqlite};
+use super::entries::{self, SettingError, SettingOrigin, SettingPlace, SettingValue};
+use super::env_names::is_name_pattern;
+use super::post_process::{self, PostProcessError, PostProcessSettings};
+use super::settings::{self, Key, SETTINGS, Setting};
+use super::suggestion::{did_you_mean, excerpt, nearest};
 
-/// Where the operator's policy stands. No variable and no option changes it.
+/// The path of the operator's policy. No variable and no option changes it.
 pub const POLICY_PATH: &str = "/etc/fumehood/policy.toml";
 
 const ENTRIES_MAX: usize = 10_000;
@@ -27,23 +28,23 @@ pub struct Policy {
     pub floor: IsolationLevel,
     /// Layers without which a run may not start, whatever its level.
     pub layers: BTreeSet<Layer>,
-    /// Whether a run at level `landlock` may have the host's /dev/shm.
+    /// Whether a run at level `landlock` may use the host's /dev/shm.
     pub host_shared_memory: bool,
-    /// `None`: the policy does not bound what may be read.
+    /// `None`: the policy does not restrict what may be read.
     pub readable_roots: Option<Vec<PathBuf>>,
-    /// The one database in which results are recorded; `None`: the caller's choice.
+    /// The only database in which results may be recorded; `None`: the caller chooses.
     pub db: Option<String>,
-    /// Whether a run without a record is refused.
+    /// Whether to refuse a run that is not recorded.
     pub record_required: bool,
-    pub post_process: Option<PostProcess>,
-    /// Names, or beginnings and a star, of variables whose values are not recorded.
+    pub post_process: Option<PostProcessSettings>,
+    /// Names of variables whose values are not recorded; a star at the end matches every continuation.
     pub secret_env: Vec<String>,
     ceilings: BTreeMap<Key, u64>,
     env_pass: Option<Vec<NamePattern>>,
     degraded: BTreeSet<LimitName>,
 }
 
-/// A variable's name, or its beginning where the operator wrote a star at the end.
+/// A variable's name, or the beginning of one where the operator wrote a star at the end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum NamePattern {
     Exactly(String),
@@ -51,14 +52,14 @@ enum NamePattern {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum PolicyError {
+pub enum PolicyFileError {
     #[error("read the policy {path:?} as TOML")]
     Toml {
         path: PathBuf,
         #[source]
         source: Box<toml::de::Error>,
     },
-    #[error("policy {path:?}: unknown key `{key}`{}", layer::meant(nearest))]
+    #[error("policy {path:?}: unknown key `{key}`{}", did_you_mean(nearest))]
     UnknownKey {
         path: PathBuf,
         key: String,
@@ -129,8 +130,8 @@ const SECTIONS: [&str; 7] = [
 ];
 
 impl Policy {
-    pub fn parse(text: &str, path: &Path) -> Result<Policy, PolicyError> {
-        let table: toml::Table = text.parse().map_err(|error| PolicyError::Toml {
+    pub fn parse(text: &str, path: &Path) -> Result<Policy, PolicyFileError> {
+        let table: toml::Table = text.parse().map_err(|error| PolicyFileError::Toml {
             path: path.to_owned(),
             source: Box::new(error),
         })?;
@@ -171,7 +172,7 @@ impl Policy {
         self.ceilings.get(&key).copied()
     }
 
-    /// Whether the caller's variable of that name may be handed on.
+    /// Whether the caller's variable of that name may be passed on.
     pub fn passes_env(&self, name: &OsStr) -> bool {
         let Some(patterns) = &self.env_pass else {
             return true;
@@ -190,7 +191,7 @@ impl Policy {
     }
 }
 
-/// Reads the parts of the file at `path`, naming it in each error.
+/// Reads the parts of the file at `path` and names the file in each error.
 struct Reader<'a> {
     path: &'a Path,
 }
@@ -201,10 +202,10 @@ impl Reader<'_> {
         section: &str,
         table: &toml::Table,
         known: &[&str],
-    ) -> Result<(), PolicyError> {
+    ) -> Result<(), PolicyFileError> {
         match table.keys().find(|key| !known.contains(&key.as_str())) {
             None => Ok(()),
-            Some(key) => Err(PolicyError::UnknownKey {
+            Some(key) => Err(PolicyFileError::UnknownKey {
                 path: self.path.to_owned(),
                 key: format!("{section}{}", excerpt(key)),
                 nearest: nearest(key, known.iter().copied()).map(|near| format!("{section}{near}")),
@@ -212,8 +213,8 @@ impl Reader<'_> {
         }
     }
 
-    fn wrong_type(&self, key: &str, expected: &'static str) -> PolicyError {
-        PolicyError::WrongType {
+    fn wrong_type(&self, key: &str, expected: &'static str) -> PolicyFileError {
+        PolicyFileError::WrongType {
             path: self.path.to_owned(),
             key: key.to_owned(),
             expected,
@@ -225,7 +226,7 @@ impl Reader<'_> {
         table: &toml::Table,
         name: &str,
         known: &[&str],
-    ) -> Result<toml::Table, PolicyError> {
+    ) -> Result<toml::Table, PolicyFileError> {
         match table.get(name) {
             None => Ok(toml::Table::new()),
             Some(toml::Value::Table(section)) => {
@@ -240,7 +241,7 @@ impl Reader<'_> {
         &self,
         key: &'static str,
         value: Option<&'v toml::Value>,
-    ) -> Result<Option<Vec<&'v str>>, PolicyError> {
+    ) -> Result<Option<Vec<&'v str>>, PolicyFileError> {
         let Some(value) = value else {
             return Ok(None);
         };
@@ -253,14 +254,14 @@ impl Reader<'_> {
         texts.map(Some).ok_or_else(wrong)
     }
 
-    /// An operator who wrote a policy and named no floor has not lowered it.
-    fn level(&self, value: Option<&toml::Value>) -> Result<IsolationLevel, PolicyError> {
+    /// A policy that names no floor has the floor `full`.
+    fn level(&self, value: Option<&toml::Value>) -> Result<IsolationLevel, PolicyFileError> {
         match value.map(toml::Value::as_str) {
             None => Ok(IsolationLevel::Full),
             Some(None) => Err(self.wrong_type("floor.level", "a string")),
             Some(Some("full")) => Ok(IsolationLevel::Full),
             Some(Some("landlock")) => Ok(IsolationLevel::Landlock),
-            Some(Some(other)) => Err(PolicyError::UnknownWord {
+            Some(Some(other)) => Err(PolicyFileError::UnknownWord {
                 path: self.path.to_owned(),
                 key: "floor.level",
                 given: excerpt(other),
@@ -269,12 +270,12 @@ impl Reader<'_> {
         }
     }
 
-    fn host_shared_memory(&self, value: Option<&toml::Value>) -> Result<bool, PolicyError> {
+    fn host_shared_memory(&self, value: Option<&toml::Value>) -> Result<bool, PolicyFileError> {
         match value.map(toml::Value::as_str) {
             None | Some(Some("private")) => Ok(false),
             Some(Some("host")) => Ok(true),
             Some(None) => Err(self.wrong_type("floor.shared_memory", "a string")),
-            Some(Some(other)) => Err(PolicyError::UnknownWord {
+            Some(Some(other)) => Err(PolicyFileError::UnknownWord {
                 path: self.path.to_owned(),
                 key: "floor.shared_memory",
                 given: excerpt(other),
@@ -283,13 +284,13 @@ impl Reader<'_> {
         }
     }
 
-    fn layers(&self, value: Option<&toml::Value>) -> Result<BTreeSet<Layer>, PolicyError> {
+    fn layers(&self, value: Option<&toml::Value>) -> Result<BTreeSet<Layer>, PolicyFileError> {
         let names = self.texts("floor.layers", value)?.unwrap_or_default();
         names
             .into_iter()
             .map(|name| {
                 let word: StrDeserializer<serde::de::value::Error> = name.into_deserializer();
-                Layer::deserialize(word).map_err(|source| PolicyError::Layer {
+                Layer::deserialize(word).map_err(|source| PolicyFileError::Layer {
                     path: self.path.to_owned(),
                     source,
                 })
@@ -297,7 +298,7 @@ impl Reader<'_> {
             .collect()
     }
 
-    fn roots(&self, value: Option<&toml::Value>) -> Result<Option<Vec<PathBuf>>, PolicyError> {
+    fn roots(&self, value: Option<&toml::Value>) -> Result<Option<Vec<PathBuf>>, PolicyFileError> {
         let Some(texts) = self.texts("read.roots", value)? else {
             return Ok(None);
         };
@@ -310,7 +311,7 @@ impl Reader<'_> {
                     .all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
             match plain {
                 true => Ok(path.components().collect()),
-                false => Err(PolicyError::Root {
+                false => Err(PolicyFileError::Root {
                     path: self.path.to_owned(),
                     given: excerpt(text),
                 }),
@@ -323,7 +324,7 @@ impl Reader<'_> {
             .map(Some)
     }
 
-    fn ceilings(&self, table: &toml::Table) -> Result<BTreeMap<Key, u64>, PolicyError> {
+    fn ceilings(&self, table: &toml::Table) -> Result<BTreeMap<Key, u64>, PolicyFileError> {
         let mut ceilings = BTreeMap::new();
         for (name, value) in table {
             let key = format!("ceilings.{name}");
@@ -336,16 +337,16 @@ impl Reader<'_> {
                 toml::Value::Float(number) => number.to_string(),
                 _ => return Err(self.wrong_type(&key, "a number or a string")),
             };
-            let place = Place {
+            let place = SettingPlace {
                 setting,
-                origin: Origin::UserFile(self.path.to_owned()),
+                origin: SettingOrigin::UserFile(self.path.to_owned()),
             };
-            match layer::number(&place, &text) {
-                Ok(Value::Number(number)) => ceilings.insert(setting.key, number),
-                // `off` would be no ceiling at all: whoever means that leaves the line out.
+            match entries::number(&place, &text) {
+                Ok(SettingValue::Number(number)) => ceilings.insert(setting.key, number),
+                // `off` would mean no ceiling. An operator who means that leaves the line out.
                 Ok(_) => return Err(self.wrong_type(&key, "a number or a string, not off")),
                 Err(source) => {
-                    return Err(PolicyError::Ceiling {
+                    return Err(PolicyFileError::Ceiling {
                         path: self.path.to_owned(),
                         source: Box::new(source),
                     });
@@ -358,7 +359,7 @@ impl Reader<'_> {
     fn env_pass(
         &self,
         value: Option<&toml::Value>,
-    ) -> Result<Option<Vec<NamePattern>>, PolicyError> {
+    ) -> Result<Option<Vec<NamePattern>>, PolicyFileError> {
         let pattern = |text: String| match text.strip_suffix('*') {
             Some(start) => NamePattern::Beginning(start.to_owned()),
             None => NamePattern::Exactly(text),
@@ -371,13 +372,13 @@ impl Reader<'_> {
         &self,
         key: &'static str,
         value: Option<&toml::Value>,
-    ) -> Result<Option<Vec<String>>, PolicyError> {
+    ) -> Result<Option<Vec<String>>, PolicyFileError> {
         let Some(texts) = self.texts(key, value)? else {
             return Ok(None);
         };
         let good = |text: &str| match is_name_pattern(text) {
             true => Ok(text.to_owned()),
-            false => Err(PolicyError::EnvName {
+            false => Err(PolicyFileError::EnvName {
                 path: self.path.to_owned(),
                 key,
                 given: excerpt(text),
@@ -390,7 +391,7 @@ impl Reader<'_> {
             .map(Some)
     }
 
-    fn db(&self, value: Option<&toml::Value>) -> Result<Option<String>, PolicyError> {
+    fn db(&self, value: Option<&toml::Value>) -> Result<Option<String>, PolicyFileError> {
         let path = || self.path.to_owned();
         let Some(value) = value else {
             return Ok(None);
@@ -400,22 +401,26 @@ impl Reader<'_> {
             .map(str::trim)
             .filter(|text| !text.is_empty() && !text.contains('\0'))
             .ok_or_else(|| self.wrong_type("record.db", "none, sqlite:PATH or postgres://…"))?;
-        // Every user must be able to read the policy, so it keeps no secret.
+        // Every user can read the policy, so it must not contain a password.
         if holds_password(text) {
-            return Err(PolicyError::DbPassword { path: path() });
+            return Err(PolicyFileError::DbPassword { path: path() });
         }
-        // There is no directory that all users' runs could mean.
+        // The runs of different users have no common directory to which the path could be relative.
         if is_relative_sqlite(text) {
-            return Err(PolicyError::DbRelative { path: path() });
+            return Err(PolicyFileError::DbRelative { path: path() });
         }
         Ok(Some(text.to_owned()))
     }
 
-    fn required(&self, value: Option<&toml::Value>, db: Option<&str>) -> Result<bool, PolicyError> {
+    fn required(
+        &self,
+        value: Option<&toml::Value>,
+        db: Option<&str>,
+    ) -> Result<bool, PolicyFileError> {
         match value {
             None | Some(toml::Value::Boolean(false)) => Ok(false),
             Some(toml::Value::Boolean(true)) if db == Some("none") => {
-                Err(PolicyError::DbContradicts {
+                Err(PolicyFileError::DbContradicts {
                     path: self.path.to_owned(),
                 })
             }
@@ -427,22 +432,25 @@ impl Reader<'_> {
     fn post_process(
         &self,
         value: Option<&toml::Value>,
-    ) -> Result<Option<PostProcess>, PolicyError> {
+    ) -> Result<Option<PostProcessSettings>, PolicyFileError> {
         value
-            .map(PostProcess::read)
+            .map(PostProcessSettings::read)
             .transpose()
-            .map_err(|source| PolicyError::PostProcess {
+            .map_err(|source| PolicyFileError::PostProcess {
                 path: self.path.to_owned(),
                 source,
             })
     }
 
-    fn degraded(&self, value: Option<&toml::Value>) -> Result<BTreeSet<LimitName>, PolicyError> {
+    fn degraded(
+        &self,
+        value: Option<&toml::Value>,
+    ) -> Result<BTreeSet<LimitName>, PolicyFileError> {
         let names = self.texts("degraded.allow", value)?.unwrap_or_default();
         names
             .into_iter()
             .map(|name| {
-                super::limit_name(name).ok_or_else(|| PolicyError::UnknownWord {
+                settings::limit_name(name).ok_or_else(|| PolicyFileError::UnknownWord {
                     path: self.path.to_owned(),
                     key: "degraded.allow",
                     given: excerpt(name),

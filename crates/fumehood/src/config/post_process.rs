@@ -1,14 +1,13 @@
-//! `[post_process]`: the platform's own step after a run. It is a trusted command, run unconfined and as the caller, so it
-//! is read from the user's own file or the operator's policy and from nowhere else.
+//! `[post_process]`: a command that the platform runs after each commit. The command is trusted: it runs unconfined, as
+//! the caller. So only the user's own file and the operator's policy may set it.
 
 use std::path::Path;
 
 use store::types::units::{self, UnitError};
 
-use super::layer::{excerpt, meant};
-use super::settings::nearest;
+use super::suggestion::{did_you_mean, excerpt, nearest};
 
-/// The name of the table in either file.
+/// The name of the table in both files.
 pub const SECTION: &str = "post_process";
 
 const TIMEOUT_DEFAULT_MS: u64 = 10 * 60 * 1000;
@@ -17,8 +16,8 @@ const TIMEOUT_MOST_MS: u64 = 365 * 24 * 3600 * 1000;
 const WORDS_MAX: usize = 1000;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PostProcess {
-    /// The program, an absolute path, and its arguments.
+pub struct PostProcessSettings {
+    /// The program, as an absolute path, and its arguments.
     pub command: Vec<String>,
     pub timeout_ms: u64,
 }
@@ -27,7 +26,7 @@ pub struct PostProcess {
 pub enum PostProcessError {
     #[error("`post_process` must be a table with `command` and, if wanted, `timeout`")]
     NotATable,
-    #[error("unknown key `post_process.{key}`{}", meant(nearest))]
+    #[error("unknown key `post_process.{key}`{}", did_you_mean(nearest))]
     UnknownKey {
         key: String,
         nearest: Option<String>,
@@ -50,8 +49,8 @@ pub enum PostProcessError {
     TimeoutBounds { given: String },
 }
 
-impl PostProcess {
-    pub fn read(value: &toml::Value) -> Result<PostProcess, PostProcessError> {
+impl PostProcessSettings {
+    pub fn read(value: &toml::Value) -> Result<PostProcessSettings, PostProcessError> {
         let table = value.as_table().ok_or(PostProcessError::NotATable)?;
         const KEYS: [&str; 2] = ["command", "timeout"];
         if let Some(key) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {
@@ -60,7 +59,7 @@ impl PostProcess {
                 nearest: nearest(key, KEYS).map(|near| format!("{SECTION}.{near}")),
             });
         }
-        Ok(PostProcess {
+        Ok(PostProcessSettings {
             command: command(table.get("command"))?,
             timeout_ms: timeout_ms(table.get("timeout"))?,
         })

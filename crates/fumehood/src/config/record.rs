@@ -1,50 +1,52 @@
-//! What is kept of a run and where: the collection's bounds, the database, the artifact store, the platform's own step.
+//! What is kept of a run and where: the bounds of the collection, the database, the artifact store, the post_process
+//! command.
 //!
-//! Whoever names the database reads every result, and the text that names it may hold a password. So it comes from the
-//! caller or the operator and never from a project, and no error here repeats it.
+//! Whoever names the database can read every result, and the text that names it may contain a password. So the text
+//! comes from the caller or the operator and never from a project, and no error repeats it.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use engine::request::{
-    AnalysisId, AnalysisIdError, CollectionSettings, IdReuse, KeepPolicy, WorkspaceKind,
-};
+use engine::request::{AnalysisId, CollectionSettings, IdReuse, KeepPolicy, WorkspaceKind};
 
-use super::file::{self, FileError, Privacy};
-use super::layer::{self, Entry, Origin, Place, SettingError, Value};
-use super::post_process::PostProcess;
-use super::settings::{DB_FILE_VARIABLE, Key};
-use super::{ConfigError, Merged, Project, Sources};
-use crate::cli::args::StoreArgs;
+use super::database_url::{holds_password, sqlite_path};
+use super::entries::{self, SettingEntry, SettingError, SettingOrigin, SettingValue};
+use super::error::{ConfigError, RecordError};
+use super::merged::{MergedSettings, ProjectFile};
+use super::post_process::PostProcessSettings;
+use super::settings::{DB_FILE_VARIABLE, GivenSettings, Key};
+use super::sources::Sources;
+use super::trusted_file::{self, FileError, Privacy};
 
 const FREE_RESERVE_DEFAULT_BYTES: u64 = 1 << 30;
-/// The word that stands for no database.
+/// The word for no database.
 const NO_DB: &str = "none";
 
-/// Where the record of a run goes, and what is done with it there.
+/// Where the record of a run goes, and what happens to its outputs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordSettings {
     /// `None`: the default, SQLite in FUMEHOOD_HOME.
     pub db: Option<DbChoice>,
     /// `None`: `artifacts` in FUMEHOOD_HOME.
     pub artifacts: Option<PathBuf>,
-    /// Where the outputs are also exported to after the commit.
+    /// The directory to which outputs are also exported after the commit.
     pub to: Option<PathBuf>,
-    /// Whether the export may overwrite.
+    /// Whether the export may overwrite files.
     pub force: bool,
-    /// The workspace made before, whose id is then the request's.
+    /// The prepared workspace to run in. Its id is the id of the request.
     pub in_workspace: Option<AnalysisId>,
-    pub post_process: Option<PostProcess>,
-    /// All that the artifact store may hold. `None`: no bound.
+    pub post_process: Option<PostProcessSettings>,
+    /// The size that the artifact store may reach. `None`: no bound.
     pub store_quota_bytes: Option<u64>,
-    /// What must stay free where results are kept, for a run to start.
+    /// The space that must be free where results are kept for a run to start.
     pub free_reserve_bytes: u64,
-    /// The operator refuses runs without a record.
+    /// Whether the operator refuses runs that are not recorded.
     pub required: bool,
 }
 
-/// The database as it was named; its form is the store's to judge. A relative path after `sqlite:` is made absolute.
+/// The database as the caller named it, with a relative path after `sqlite:` made absolute. The store validates the
+/// text.
 #[derive(Clone, PartialEq, Eq)]
 pub struct DbChoice {
     pub text: String,
@@ -55,13 +57,13 @@ pub struct DbChoice {
 pub enum DbOrigin {
     CommandLine,
     Environment,
-    /// The file that FUMEHOOD_DB_FILE names, or the user's own.
+    /// The file that FUMEHOOD_DB_FILE names, or the user's config.toml.
     File,
-    /// The operator's policy: nothing that the caller sets may lead elsewhere.
+    /// The operator's policy. Nothing that the caller sets may lead to another database.
     Policy,
 }
 
-/// The text may hold a password, and what is printed for debugging ends up in logs.
+/// Leaves the text out: it may contain a password, and debug output ends up in logs.
 impl fmt::Debug for DbChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DbChoice")
@@ -75,8 +77,8 @@ impl DbChoice {
         self.text == NO_DB
     }
 
-    /// What `shell` records: nothing, wherever `run` would.
-    pub(super) fn nowhere() -> DbChoice {
+    /// The choice of `shell`, which records nothing.
+    pub(super) fn none() -> DbChoice {
         DbChoice {
             text: NO_DB.to_owned(),
             origin: DbOrigin::CommandLine,
@@ -84,121 +86,49 @@ impl DbChoice {
     }
 }
 
-#[derive(Debug, thiserror::Error)]
-pub enum RecordError {
-    #[error("FUMEHOOD_DB and FUMEHOOD_DB_FILE are both set; unset one")]
-    BothVariables,
-    #[error("FUMEHOOD_DB_FILE is empty; give the path of a file, or unset it")]
-    DbFileUnnamed,
-    #[error("refuse the file that FUMEHOOD_DB_FILE names")]
-    DbFile(#[source] FileError),
-    #[error(
-        "the first line of {0:?}, which FUMEHOOD_DB_FILE names, is empty; it must be the database's URL"
-    )]
-    DbFileEmpty(PathBuf),
-    #[error(
-        "--db holds a password, which every user of this host could read there; leave it out and put it in the file \
-         that PGPASSFILE names (~/.pgpass), or put the whole URL in a file that only you can read, named by \
-         FUMEHOOD_DB_FILE"
-    )]
-    PasswordTyped,
-    #[error(
-        "{place} holds a password, and others may read that file; run `chmod 600` on it, or put the password in the \
-         file that PGPASSFILE names (~/.pgpass), or the whole URL in one named by FUMEHOOD_DB_FILE"
-    )]
-    PasswordShared { place: Place },
-    #[error(
-        "{place} names another database than the policy {policy:?}, in which the operator decides where results go; \
-         leave it out"
-    )]
-    NotThePolicys { place: String, policy: PathBuf },
-    #[error(
-        "{place} is `none`, but the policy {policy:?} requires every run to be recorded; name a database or leave \
-         it out"
-    )]
-    Required { place: String, policy: PathBuf },
-    #[error("--force says that --to may overwrite; give --to DIR with it")]
-    ForceWithoutTo,
-    #[error("read --in")]
-    In(#[source] AnalysisIdError),
-    #[error(
-        "--in runs in a workspace that is there already, made by `fumehood workspace create`; leave out {flag}: {why}"
-    )]
-    InConflicts {
-        flag: &'static str,
-        why: &'static str,
-    },
-}
-
-/// What the commands that read or mend the record need. The project's file has no say in any of it, so it is not
-/// read: a broken one must not hide the results of others.
-pub fn record_settings(args: &StoreArgs, sources: &Sources) -> Result<RecordSettings, ConfigError> {
-    let merged = Merged::gather(args.given(), sources, Project::Unheard)?;
+/// Returns the settings of commands that read or repair the record. Does not read the project's file: the file cannot
+/// set any of these, and a broken file must not make the results of other projects inaccessible.
+pub fn record_settings(
+    given: GivenSettings,
+    sources: &Sources,
+) -> Result<RecordSettings, ConfigError> {
+    let merged = MergedSettings::read(given, sources, ProjectFile::Ignored)?;
     let db = merged.db(sources)?;
     merged.record(db)
 }
 
-/// What `workspace create` needs besides: where the workspace is made, and how long it is kept.
+/// Returns the settings of `workspace create`: also where to make the workspace, and how long to keep it.
 pub fn workspace_settings(
-    given: Vec<(Key, Vec<OsString>)>,
+    given: GivenSettings,
     sources: &Sources,
 ) -> Result<(RecordSettings, PathBuf, u64), ConfigError> {
-    let merged = Merged::gather(given, sources, Project::Unheard)?;
+    let merged = MergedSettings::read(given, sources, ProjectFile::Ignored)?;
     let db = merged.db(sources)?;
     let root = merged.workspace_root();
     let keep_for_ms = merged.keep_for_ms()?;
     Ok((merged.record(db)?, root, keep_for_ms))
 }
 
-/// What `record` needs besides: what is taken of the directory, and whether the id may be there already.
-pub fn handed_in_settings(
-    given: Vec<(Key, Vec<OsString>)>,
+/// Returns the settings of `record`: also which files of the directory to take, and whether the id may exist already.
+pub fn record_command_settings(
+    given: GivenSettings,
     sources: &Sources,
 ) -> Result<(RecordSettings, CollectionSettings, IdReuse), ConfigError> {
-    let merged = Merged::gather(given, sources, Project::Unheard)?;
+    let merged = MergedSettings::read(given, sources, ProjectFile::Ignored)?;
     let db = merged.db(sources)?;
     let collection = merged.collection(merged.limits()?.disk_bytes.value)?;
     let again = merged.again();
     Ok((merged.record(db)?, collection, again))
 }
 
-/// Whether the text that names a database may hold a password: `user:password@`, or one among the parameters. Whatever
-/// might be one counts, since an error costs the caller little and a password shown to everybody does not.
-pub(super) fn holds_password(text: &str) -> bool {
-    if sqlite_path(text).is_some() {
-        return false;
-    }
-    let after_scheme = text.split_once("://").map_or(text, |(_, rest)| rest);
-    let in_user = after_scheme
-        .split_once('@')
-        .is_some_and(|(user, _)| user.contains(':'));
-    let names_it = text.to_ascii_lowercase().contains("password=");
-    // A percent sign could spell any letter of the parameter's name.
-    let hides_it = text.split_once('?').is_some_and(|(_, parameters)| {
-        let name = |pair: &str| pair.split('=').next().is_some_and(|n| n.contains('%'));
-        parameters.split('&').any(name)
-    });
-    in_user || names_it || hides_it
-}
-
-pub(super) fn is_relative_sqlite(text: &str) -> bool {
-    sqlite_path(text).is_some_and(|path| !path.starts_with('/'))
-}
-
-/// As the store reads it, which takes `sqlite://x.db` for the relative path `x.db`.
-pub(super) fn sqlite_path(text: &str) -> Option<&str> {
-    let path = text.strip_prefix("sqlite:")?;
-    Some(path.strip_prefix("//").unwrap_or(path))
-}
-
-/// A database asked for, and by whom, for messages.
-struct AskedDb {
+/// A database that the caller asked for, and the place that names it, for messages.
+struct RequestedDatabase {
     choice: DbChoice,
     place: String,
 }
 
-impl Merged {
-    /// What is taken of what the program leaves. The room that it has is the default for what may be kept.
+impl MergedSettings {
+    /// Returns which of the program's files to keep as outputs. The default for their total size is the disk limit.
     pub(super) fn collection(&self, disk_bytes: u64) -> Result<CollectionSettings, ConfigError> {
         let default = CollectionSettings::default();
         let total_bytes_max = self.limit(Key::MaxOutput, disk_bytes)?.value;
@@ -212,7 +142,7 @@ impl Merged {
             outputs_max: self.limit(Key::MaxOutputs, default.outputs_max)?.value,
             depth_max: u32::try_from(depth_max).unwrap_or(default.depth_max),
             inline_bytes_max,
-            // At least one output of the largest size that was asked for must fit.
+            // At least one output of the largest inline size must fit.
             inline_total_bytes_max: default.inline_total_bytes_max.max(inline_bytes_max),
         })
     }
@@ -248,19 +178,20 @@ impl Merged {
         })
     }
 
-    /// The workspace to run in, if it is there already. Options that speak of one still to be made are refused beside
-    /// it; the same words in a file or a variable are meant for other runs, and [`Merged::keep`] and
-    /// [`Merged::workspace_kind`] pass over them.
+    /// Returns the prepared workspace to run in, if `--in` names one. Refuses options that concern a workspace still to
+    /// be made. The same settings in a file or a variable are meant for other runs; [`MergedSettings::keep`] and
+    /// [`MergedSettings::workspace_kind`] ignore them.
     pub(super) fn in_workspace(&self) -> Result<Option<AnalysisId>, RecordError> {
-        let Some(Value::Text(text)) = self.last(Key::In).map(|entry| &entry.value) else {
+        let Some(SettingValue::Text(text)) = self.last(Key::In).map(|entry| &entry.value) else {
             return Ok(None);
         };
         let id = AnalysisId::new(&text.to_string_lossy()).map_err(RecordError::In)?;
         let typed = |key| {
             self.last(key)
-                .filter(|entry| entry.place.origin == Origin::Flag)
+                .filter(|entry| entry.place.origin == SettingOrigin::Flag)
         };
-        let memory = typed(Key::Workspace).filter(|entry| entry.value == Value::Word("memory"));
+        let memory =
+            typed(Key::Workspace).filter(|entry| entry.value == SettingValue::Word("memory"));
         for (given, flag, why) in [
             (typed(Key::Id), "--id", "the workspace's id is the run's"),
             (memory, "--workspace memory", "it is on disk"),
@@ -289,9 +220,10 @@ impl Merged {
         }
     }
 
-    /// The operator's database if the policy names one, which nobody may contradict; else the strongest place's.
+    /// Returns the database of the policy, if the policy names one and nobody contradicts it; else the one that the
+    /// strongest source names.
     pub(super) fn db(&self, sources: &Sources) -> Result<Option<DbChoice>, ConfigError> {
-        let asked = self.asked_db(sources)?;
+        let asked = self.requested_database(sources)?;
         let Some(policy) = &self.policy else {
             return Ok(asked.map(|asked| asked.choice));
         };
@@ -319,55 +251,60 @@ impl Merged {
         }
     }
 
-    fn asked_db(&self, sources: &Sources) -> Result<Option<AskedDb>, ConfigError> {
+    fn requested_database(
+        &self,
+        sources: &Sources,
+    ) -> Result<Option<RequestedDatabase>, ConfigError> {
         let entries = || {
             self.entries
                 .iter()
                 .filter(|e| e.place.setting.key == Key::Db)
         };
-        // Each by itself: a password in the wrong place is there whether or not it is overridden.
+        // Check every entry: a password in the wrong place can be read even if a stronger source overrides it.
         for entry in entries() {
             self.check_password(entry)?;
         }
-        let of = |wanted: fn(&Origin) -> bool| entries().find(|e| wanted(&e.place.origin));
-        let typed = of(|origin| *origin == Origin::Flag);
-        let variable = of(|origin| *origin == Origin::Variable);
+        let of = |wanted: fn(&SettingOrigin) -> bool| entries().find(|e| wanted(&e.place.origin));
+        let typed = of(|origin| *origin == SettingOrigin::Flag);
+        let variable = of(|origin| *origin == SettingOrigin::Variable);
         let named_file = sources.env.get(OsStr::new(DB_FILE_VARIABLE));
         if variable.is_some() && named_file.is_some() {
             return Err(RecordError::BothVariables.into());
         }
-        // A secret that is not needed is not read.
+        // Read the file that holds the secret only if nothing stronger names a database.
         match (typed.or(variable), named_file) {
-            (Some(entry), _) => asked_by(entry).map(Some),
+            (Some(entry), _) => database_of_entry(entry).map(Some),
             (None, Some(name)) => from_db_file(name, sources).map(Some),
-            (None, None) => of(|origin| matches!(origin, Origin::UserFile(_)))
-                .map(asked_by)
+            (None, None) => of(|origin| matches!(origin, SettingOrigin::UserFile(_)))
+                .map(database_of_entry)
                 .transpose(),
         }
     }
 
-    fn check_password(&self, entry: &Entry) -> Result<(), ConfigError> {
+    fn check_password(&self, entry: &SettingEntry) -> Result<(), ConfigError> {
         if !holds_password(db_text(entry)?) {
             return Ok(());
         }
         match (&entry.place.origin, self.user_privacy) {
-            (Origin::Flag | Origin::Line | Origin::Queue, _) => {
+            (SettingOrigin::Flag | SettingOrigin::Line | SettingOrigin::Queue, _) => {
                 Err(RecordError::PasswordTyped.into())
             }
             // Other users cannot read the environment of a process.
-            (Origin::Variable, _) | (Origin::UserFile(_), Privacy::Private) => Ok(()),
-            (Origin::UserFile(_) | Origin::ProjectFile(_), _) => Err(RecordError::PasswordShared {
-                place: entry.place.clone(),
+            (SettingOrigin::Variable, _) | (SettingOrigin::UserFile(_), Privacy::Private) => Ok(()),
+            (SettingOrigin::UserFile(_) | SettingOrigin::ProjectFile(_), _) => {
+                Err(RecordError::PasswordShared {
+                    place: entry.place.clone(),
+                }
+                .into())
             }
-            .into()),
         }
     }
 }
 
-/// Without the space around it, as the store reads it: ` none` must not pass for the name of a database.
-fn db_text(entry: &Entry) -> Result<&str, ConfigError> {
+/// Trims spaces, as the store does, so that ` none` does not pass for the name of a database.
+fn db_text(entry: &SettingEntry) -> Result<&str, ConfigError> {
     let text = match &entry.value {
-        Value::Text(text) => text.to_str().map(str::trim),
+        SettingValue::Text(text) => text.to_str().map(str::trim),
         _ => None,
     };
     Ok(text.ok_or_else(|| SettingError::NotText {
@@ -375,36 +312,37 @@ fn db_text(entry: &Entry) -> Result<&str, ConfigError> {
     })?)
 }
 
-fn asked_by(entry: &Entry) -> Result<AskedDb, ConfigError> {
-    let text = rooted(db_text(entry)?, &entry.base).ok_or_else(|| SettingError::NotText {
-        place: entry.place.clone(),
-    })?;
+fn database_of_entry(entry: &SettingEntry) -> Result<RequestedDatabase, ConfigError> {
+    let text =
+        with_absolute_path(db_text(entry)?, &entry.base).ok_or_else(|| SettingError::NotText {
+            place: entry.place.clone(),
+        })?;
     let origin = match entry.place.origin {
-        Origin::Flag | Origin::Line | Origin::Queue => DbOrigin::CommandLine,
-        Origin::Variable => DbOrigin::Environment,
-        Origin::UserFile(_) | Origin::ProjectFile(_) => DbOrigin::File,
+        SettingOrigin::Flag | SettingOrigin::Line | SettingOrigin::Queue => DbOrigin::CommandLine,
+        SettingOrigin::Variable => DbOrigin::Environment,
+        SettingOrigin::UserFile(_) | SettingOrigin::ProjectFile(_) => DbOrigin::File,
     };
-    Ok(AskedDb {
+    Ok(RequestedDatabase {
         choice: DbChoice { text, origin },
         place: entry.place.to_string(),
     })
 }
 
-fn from_db_file(name: &OsStr, sources: &Sources) -> Result<AskedDb, ConfigError> {
+fn from_db_file(name: &OsStr, sources: &Sources) -> Result<RequestedDatabase, ConfigError> {
     if name.is_empty() {
         return Err(RecordError::DbFileUnnamed.into());
     }
-    let path = layer::absolute(name, &sources.cwd);
-    let line = file::read_secret_line(&path, sources.uid).map_err(RecordError::DbFile)?;
+    let path = entries::absolute(name, &sources.cwd);
+    let line = trusted_file::read_secret_line(&path, sources.uid).map_err(RecordError::DbFile)?;
     if line.is_empty() || line.contains('\0') {
         return Err(RecordError::DbFileEmpty(path).into());
     }
     let base = path.parent().unwrap_or(Path::new("/"));
-    let Some(text) = rooted(&line, base) else {
+    let Some(text) = with_absolute_path(&line, base) else {
         let path = path.clone();
         return Err(RecordError::DbFile(FileError::NotText { path }).into());
     };
-    Ok(AskedDb {
+    Ok(RequestedDatabase {
         choice: DbChoice {
             text,
             origin: DbOrigin::File,
@@ -413,14 +351,14 @@ fn from_db_file(name: &OsStr, sources: &Sources) -> Result<AskedDb, ConfigError>
     })
 }
 
-/// A relative path after `sqlite:` means the directory of whoever wrote it. `None`: that directory is not text.
-/// What SQLite would keep in memory stays as it is, for the store to refuse.
-fn rooted(text: &str, base: &Path) -> Option<String> {
+/// Makes a relative path after `sqlite:` absolute: it is relative to the directory of whoever wrote it. Returns `None`
+/// if that directory is not UTF-8. Leaves an in-memory database as it is, for the store to refuse.
+fn with_absolute_path(text: &str, base: &Path) -> Option<String> {
     let is_relative = |path: &&str| !path.is_empty() && !path.starts_with('/');
     match sqlite_path(text).filter(|path| is_relative(path) && *path != ":memory:") {
         Some(path) => Some(format!(
             "sqlite:{}",
-            layer::absolute(OsStr::new(path), base).to_str()?
+            entries::absolute(OsStr::new(path), base).to_str()?
         )),
         None => Some(text.to_owned()),
     }

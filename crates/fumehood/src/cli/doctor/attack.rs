@@ -1,33 +1,23 @@
-//! `fumehood doctor --attack`: the escape battery, in real runs of the product on this host.
-//!
-//! Each act is first done unconfined, by the same program and on the same kind of target, which proves that it would
-//! work here; then in the sandbox. Whether it was done is looked up from outside wherever that is possible. What is
-//! found is held against the table of `sandbox::promises`, which is the one in SECURITY.md.
+//! `fumehood doctor --attack`: starts the attack battery of `doctor::attack` and prints its report.
 
-mod battery;
-mod lab;
-mod report;
-mod said;
-mod stage;
-
+use std::io::Write;
 use std::os::fd::AsFd;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
+use doctor::attack::{self, AttackOptions};
 use sandbox::spec::ConfinementLevel;
 
-use self::lab::Lab;
-use self::report::Report;
+use crate::cli::messages;
 
-/// Something got out, or, if that was asked for, the table is not exact.
+/// The exit code if an act escaped, or if `--strict` finds that the table promises too little.
 const FOUND: u8 = 1;
 
-/// What was asked for.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Asked {
-    /// Exactly this level; without it, what a run gets on this host.
+pub struct AttackArgs {
+    /// Attack exactly this level; `None` attacks the level that a run gets on this host.
     pub level: Option<ConfinementLevel>,
     pub json: bool,
-    /// Also fail where an act is refused that the table gives up.
+    /// Also fail where the sandbox refuses an act that the table does not promise to refuse.
     pub strict: bool,
 }
 
@@ -35,31 +25,31 @@ pub struct Asked {
 #[error("the levels are full and landlock")]
 pub struct UnknownLevel;
 
-/// A level by its name.
+/// Parses the value of `--level`.
 pub fn level(name: &str) -> Result<ConfinementLevel, UnknownLevel> {
     let levels = [ConfinementLevel::Full, ConfinementLevel::Landlock];
     let found = levels.into_iter().find(|level| level.as_str() == name);
     found.ok_or(UnknownLevel)
 }
 
-pub fn run(asked: &Asked) -> anyhow::Result<u8> {
-    // Taken between two steps, so that nothing is left behind.
+pub fn run(args: &AttackArgs) -> anyhow::Result<u8> {
+    // SIGHUP, SIGINT and SIGTERM are read between two acts, so that the battery can remove its targets first.
     let wanted = [1, 2, 15];
     sandbox::block_signals(Some(&wanted)).context("block signals")?;
     let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
-    let go_on = || match sandbox::read_signal(signals.as_fd()) {
-        None => Ok(()),
-        Some(n) => bail!("stopped by signal {n}"),
+    let report = attack::run(&AttackOptions {
+        level: args.level,
+        stop_signal: &|| sandbox::read_signal(signals.as_fd()),
+        warn: messages::line,
+    })?;
+    let text = match args.json {
+        true => serde_json::to_string(&report).context("write the report as JSON")? + "\n",
+        false => report.text(),
     };
-    let lab = Lab::make(asked.level)?;
-    let results = battery::run(&lab, &go_on)?;
-    drop(lab);
-    let report = Report::new(&results, sandbox::landlock_abi());
-    match asked.json {
-        true => report.print_json()?,
-        false => report.print()?,
-    }
-    Ok(match report.is_bad(asked.strict) {
+    std::io::stdout()
+        .write_all(text.as_bytes())
+        .context("print the report")?;
+    Ok(match report.is_bad(args.strict) {
         true => FOUND,
         false => 0,
     })

@@ -1,42 +1,44 @@
-//! A diagnosis as people read it and as programs do.
+//! Prints a diagnosis, as text and as JSON.
 
 use std::io::IsTerminal;
 
-use doctor::{Diagnosis, Facts, Finding, LevelTried, Severity, Subject, errno_name, landlock_abi};
+use doctor::host_checks::{
+    Diagnosis, Finding, HostFacts, LevelCheck, Severity, Subject, errno_name, landlock_abi,
+};
 use sandbox::probe::mechanisms::{Mechanism, MechanismResult, MechanismVerdict, Need};
 use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, Layer};
 use serde::Serialize;
 
-use super::is_spotless;
-use crate::cli::print::{self, Out, clean};
+use super::has_only_fine_findings;
+use crate::cli::print::{self, StdoutWriter, escape};
 
-/// Lines are broken for a terminal of the usual width; lines to copy never are.
+/// The width of wrapped text. Lines to copy are never wrapped.
 const WIDTH: usize = 80;
 
-pub fn people(diagnosis: &Diagnosis, subject: &Subject, verbose: bool) -> anyhow::Result<()> {
-    let mut out = Out::new();
-    for line in wrapped(&verdict(diagnosis, subject), "", "") {
+pub fn print_text(diagnosis: &Diagnosis, subject: &Subject, verbose: bool) -> anyhow::Result<()> {
+    let mut out = StdoutWriter::new();
+    for line in wrap(&verdict(diagnosis, subject), "", "") {
         out.line(&line)?;
     }
-    let told = |f: &&Finding| verbose || f.severity > Severity::Fine;
-    for finding in diagnosis.findings.iter().filter(told) {
-        describe(&mut out, finding, verbose)?;
+    let is_shown = |f: &&Finding| verbose || f.severity > Severity::Fine;
+    for finding in diagnosis.findings.iter().filter(is_shown) {
+        print_finding(&mut out, finding, verbose)?;
     }
     if verbose {
-        everything(&mut out, diagnosis)?;
-    } else if !is_spotless(diagnosis) {
+        print_details(&mut out, diagnosis)?;
+    } else if !has_only_fine_findings(diagnosis) {
         out.line("")?;
         let notes = diagnosis.findings.iter();
         let notes = notes.filter(|f| f.severity == Severity::Note && f.remedy.is_some());
         out.line(match notes.count() {
-            0 => "`fumehood doctor -v` also tells what is fine.",
-            _ => "`fumehood doctor -v` tells more: what to do about notes, and what is fine.",
+            0 => "`fumehood doctor -v` also shows what is fine.",
+            _ => "`fumehood doctor -v` shows more: what to do about notes, and what is fine.",
         })?;
     }
     out.finish()
 }
 
-/// The one line that many will read alone.
+/// Returns the first line, which many people read alone.
 fn verdict(diagnosis: &Diagnosis, subject: &Subject) -> String {
     let who = match diagnosis.facts.is_root {
         true => "root",
@@ -80,10 +82,10 @@ fn word(severity: Severity) -> &'static str {
     }
 }
 
-fn describe(out: &mut Out, finding: &Finding, verbose: bool) -> anyhow::Result<()> {
+fn print_finding(out: &mut StdoutWriter, finding: &Finding, verbose: bool) -> anyhow::Result<()> {
     let head = format!("{:<8}", word(finding.severity));
     let margin = " ".repeat(head.len());
-    // What must be acted upon stands apart.
+    // An empty line separates findings that need action.
     if finding.severity > Severity::Note {
         out.line("")?;
     }
@@ -91,7 +93,7 @@ fn describe(out: &mut Out, finding: &Finding, verbose: bool) -> anyhow::Result<(
         true => format!("\x1b[1m{head}\x1b[0m"),
         false => head,
     };
-    let lines = wrapped(&sentence(&finding.text), "", &margin);
+    let lines = wrap(&to_sentence(&finding.text), "", &margin);
     for (n, line) in lines.iter().enumerate() {
         out.line(&match n {
             0 => format!("{head}{}", line.trim_start()),
@@ -113,30 +115,30 @@ fn describe(out: &mut Out, finding: &Finding, verbose: bool) -> anyhow::Result<(
         true => '.',
         false => ':',
     };
-    for line in wrapped(&format!("{text}{caveat}{end}"), &margin, &margin) {
+    for line in wrap(&format!("{text}{caveat}{end}"), &margin, &margin) {
         out.line(&line)?;
     }
     for lines in &remedy.lines {
         for line in lines.lines() {
-            out.line(&format!("{margin}  {}", clean(line)))?;
+            out.line(&format!("{margin}  {}", escape(line)))?;
         }
     }
     Ok(())
 }
 
-/// Findings begin in lower case, as errors do; here they are sentences.
-fn sentence(text: &str) -> String {
+/// Makes a sentence of a finding. Findings begin in lower case, like errors.
+fn to_sentence(text: &str) -> String {
     let mut chars = text.chars();
     let first = chars.next().map(|c| c.to_uppercase().to_string());
     let stop = if text.ends_with(['.', ':']) { "" } else { "." };
-    // What begins with a path or a name stays as it is.
+    // A text that begins with a path or a name stays unchanged.
     match text.starts_with(|c: char| c.is_ascii_lowercase()) {
         true => format!("{}{}{stop}", first.unwrap_or_default(), chars.as_str()),
         false => format!("{text}{stop}"),
     }
 }
 
-fn everything(out: &mut Out, diagnosis: &Diagnosis) -> anyhow::Result<()> {
+fn print_details(out: &mut StdoutWriter, diagnosis: &Diagnosis) -> anyhow::Result<()> {
     for tried in &diagnosis.levels {
         out.line("")?;
         match &tried.message {
@@ -146,14 +148,14 @@ fn everything(out: &mut Out, diagnosis: &Diagnosis) -> anyhow::Result<()> {
             ))?,
             Some(why) => {
                 let text = format!("level {} does not start: {why}", tried.level.as_str());
-                for line in wrapped(&text, "", "  ") {
+                for line in wrap(&text, "", "  ") {
                     out.line(&line)?;
                 }
             }
         }
         let mut table = print::Table::new(&[print::Align::Left, print::Align::Left]);
         for held in &tried.layers {
-            table.row([name_of(held.layer).replace('_', " "), clean(&held.how)]);
+            table.row([name_of(held.layer).replace('_', " "), escape(&held.how)]);
         }
         table.print(out, "  ")?;
     }
@@ -171,7 +173,7 @@ fn everything(out: &mut Out, diagnosis: &Diagnosis) -> anyhow::Result<()> {
                 )
             }
         };
-        table.row([tried.mechanism.as_str().replace('_', " "), clean(&how)]);
+        table.row([tried.mechanism.as_str().replace('_', " "), escape(&how)]);
     }
     table.print(out, "  ")?;
     out.line("\nlimits, and who would hold them")?;
@@ -180,7 +182,7 @@ fn everything(out: &mut Out, diagnosis: &Diagnosis) -> anyhow::Result<()> {
         table.row([
             entry.limit.as_str().replace('_', " "),
             String::from(hardness(entry.how_hard)),
-            clean(&entry.enforced_by),
+            escape(&entry.enforced_by),
         ]);
     }
     table.print(out, "  ")
@@ -199,13 +201,13 @@ fn name_of(layer: Layer) -> String {
         .unwrap_or_default()
 }
 
-/// Breaks a text between words. A word longer than a line stays whole.
-fn wrapped(text: &str, first: &str, rest: &str) -> Vec<String> {
+/// Wraps a text between words. A word longer than a line stays whole.
+fn wrap(text: &str, first: &str, rest: &str) -> Vec<String> {
     let mut lines = Vec::new();
     let mut line = String::from(first);
     let mut is_empty = true;
     let room = WIDTH - if first.is_empty() { rest.len() } else { 0 };
-    for word in clean(text).split(' ') {
+    for word in escape(text).split(' ') {
         let length = line.chars().count() + 1 + word.chars().count();
         let most = if lines.is_empty() { room } else { WIDTH };
         if !is_empty && length > most {
@@ -222,9 +224,9 @@ fn wrapped(text: &str, first: &str, rest: &str) -> Vec<String> {
     lines
 }
 
-/// docs/doctor-v1.schema.json. Only ever added to.
+/// The document that docs/doctor-v1.schema.json describes. Fields are only ever added.
 #[derive(Serialize)]
-struct Document<'a> {
+struct DoctorDocument<'a> {
     schema: &'static str,
     version: &'static str,
     /// Whether a run with the present configuration would start.
@@ -232,8 +234,8 @@ struct Document<'a> {
     level: Option<ConfinementLevel>,
     floor: ConfinementLevel,
     landlock_abi: Option<i32>,
-    host: &'a Facts,
-    levels: &'a [LevelTried],
+    host: &'a HostFacts,
+    levels: &'a [LevelCheck],
     mechanisms: Vec<MechanismEntry<'a>>,
     limits: Vec<LimitEntry<'a>>,
     findings: &'a [Finding],
@@ -248,7 +250,7 @@ struct MechanismEntry<'a> {
     step: Option<&'a str>,
     errno: Option<i32>,
     errno_name: Option<&'static str>,
-    /// The finding that says why, and what to do.
+    /// The name of the finding that says why, and what to do.
     finding: Option<&'static str>,
 }
 
@@ -292,10 +294,10 @@ fn limit_entry(entry: &Enforcement) -> LimitEntry<'_> {
     }
 }
 
-pub fn document(diagnosis: &Diagnosis, subject: &Subject) -> anyhow::Result<()> {
+pub fn print_json(diagnosis: &Diagnosis, subject: &Subject) -> anyhow::Result<()> {
     let findings = &diagnosis.findings;
     let mechanisms = diagnosis.mechanisms.iter();
-    print::json(&Document {
+    print::json(&DoctorDocument {
         schema: "fumehood.doctor/1",
         version: env!("CARGO_PKG_VERSION"),
         starts: diagnosis.starts(),
@@ -319,9 +321,9 @@ mod tests {
     #[test]
     fn text_is_broken_between_words_within_the_width() {
         let text = "word ".repeat(60);
-        let lines = wrapped(text.trim(), "", "        ");
+        let lines = wrap(text.trim(), "", "        ");
         assert!(lines.len() > 3);
-        // The first line still gets its head before it.
+        // The first line is printed after its severity.
         assert!(lines[0].len() + 8 <= WIDTH);
         assert!(
             lines[1..]
@@ -329,14 +331,14 @@ mod tests {
                 .all(|l| l.len() <= WIDTH && l.starts_with("        w"))
         );
         let long = "x".repeat(100);
-        assert_eq!(wrapped(&long, "", ""), [long.as_str()]);
-        assert_eq!(wrapped("\x1b[31m", "", ""), [clean("\x1b[31m")]);
+        assert_eq!(wrap(&long, "", ""), [long.as_str()]);
+        assert_eq!(wrap("\x1b[31m", "", ""), [escape("\x1b[31m")]);
     }
 
     #[test]
     fn findings_are_shown_as_sentences() {
-        assert_eq!(sentence("this host swaps"), "This host swaps.");
-        assert_eq!(sentence("/tmp is a tmpfs"), "/tmp is a tmpfs.");
-        assert_eq!(sentence("AppArmor forbids it."), "AppArmor forbids it.");
+        assert_eq!(to_sentence("this host swaps"), "This host swaps.");
+        assert_eq!(to_sentence("/tmp is a tmpfs"), "/tmp is a tmpfs.");
+        assert_eq!(to_sentence("AppArmor forbids it."), "AppArmor forbids it.");
     }
 }

@@ -1,4 +1,4 @@
-//! `submit --from`: many submissions, one a line; all of them or none, unless the good ones are to go on.
+//! `submit --from`: many submissions, one a line. All are queued or none, unless `--continue` queues the valid ones.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -10,19 +10,25 @@ use engine::attempt::error::CommitError;
 use engine::plan::limits::error_chain;
 use store::StoreError;
 
-use super::line::Line;
-use super::{Counter, Queued, Reader, Ready, Refused, exit, show};
+use super::line::BatchLine;
+use super::{
+    PreparedSubmission, QueuedEntry, RefusedLine, StdinUse, SubmitSession, exit, messages,
+};
 
 const LINE_BYTES_MAX: usize = 4 << 20;
 const LINES_MAX: usize = 100_000;
-/// All requests of a batch, which are held until all are good.
+/// The total size of the requests of a batch, which are held in memory until all are read.
 const REQUESTS_BYTES_MAX: usize = 1 << 30;
-/// More errors than this are counted only.
+/// More errors than this are only counted.
 const ERRORS_SHOWN: usize = 20;
-/// With `--continue`: so many are queued at once, and one by one where one of them is refused.
-const GOOD_AT_ONCE: usize = 200;
+/// With `--continue`, this many are queued in one transaction; one by one if one of them is refused.
+const CHUNK_LINES: usize = 200;
 
-pub fn submit(counter: &mut Counter<'_>, from: &OsStr, go_on: bool) -> anyhow::Result<u8> {
+pub fn submit(
+    session: &mut SubmitSession<'_>,
+    from: &OsStr,
+    continue_on_error: bool,
+) -> anyhow::Result<u8> {
     let mut lines: Box<dyn BufRead> = match from == "-" {
         true => Box::new(std::io::stdin().lock()),
         false => {
@@ -30,35 +36,35 @@ pub fn submit(counter: &mut Counter<'_>, from: &OsStr, go_on: bool) -> anyhow::R
             Box::new(BufReader::new(file))
         }
     };
-    let (ready, mut refused) = read(counter, &mut *lines)?;
-    if !refused.is_empty() && !go_on {
-        tell(
+    let (ready, mut refused) = read(session, &mut *lines)?;
+    if !refused.is_empty() && !continue_on_error {
+        print_refused(
             &refused,
-            "nothing is queued; mend them, or give --continue to queue the others",
+            "nothing is queued; correct them, or give --continue to queue the others",
         );
         return Ok(exit::COULD_NOT_RUN);
     }
-    let queued = match go_on {
-        false => match counter.queue(&ready) {
+    let queued = match continue_on_error {
+        false => match session.queue(&ready) {
             Ok(queued) => queued,
-            Err(e) => return Err(with_line(e, &ready)),
+            Err(e) => return Err(name_line(e, &ready)),
         },
-        true => good_ones(counter, &ready, &mut refused)?,
+        true => queue_valid_lines(session, &ready, &mut refused)?,
     };
     refused.sort_by_key(|refused| refused.line);
-    counter.report(&queued, &refused)?;
+    session.report(&queued, &refused)?;
     if refused.is_empty() {
         return Ok(0);
     }
-    tell(&refused, "the others are queued");
+    print_refused(&refused, "the others are queued");
     Ok(exit::COULD_NOT_RUN)
 }
 
-/// Every line, whole, and those with which something is wrong.
+/// Reads every line. Returns the prepared submissions and the refused lines.
 fn read(
-    counter: &mut Counter<'_>,
+    session: &mut SubmitSession<'_>,
     lines: &mut dyn BufRead,
-) -> anyhow::Result<(Vec<Ready>, Vec<Refused>)> {
+) -> anyhow::Result<(Vec<PreparedSubmission>, Vec<RefusedLine>)> {
     let (mut all, mut refused) = (Vec::new(), Vec::new());
     let mut ids: HashMap<String, usize> = HashMap::new();
     let mut bytes = 0;
@@ -73,7 +79,7 @@ fn read(
         if text.as_ref().is_ok_and(|text| text.trim().is_empty()) {
             continue;
         }
-        match text.and_then(|text| one(counter, &text, number, &mut ids)) {
+        match text.and_then(|text| one(session, &text, number, &mut ids)) {
             Ok(ready) => {
                 bytes += ready.json.len();
                 anyhow::ensure!(
@@ -82,7 +88,7 @@ fn read(
                 );
                 all.push(ready);
             }
-            Err(e) => refused.push(Refused {
+            Err(e) => refused.push(RefusedLine {
                 line: number,
                 message: format!("{e:#}"),
             }),
@@ -91,7 +97,8 @@ fn read(
     Ok((all, refused))
 }
 
-/// The next line without its end. `None`: there is none. What is wrong with it is the line's, not the batch's.
+/// Returns the next line without its line feed, or `None` at the end. The inner error concerns this line, not the
+/// batch.
 fn next_line(lines: &mut dyn BufRead) -> std::io::Result<Option<anyhow::Result<String>>> {
     let mut bytes = Vec::new();
     let most = LINE_BYTES_MAX as u64 + 1;
@@ -114,16 +121,16 @@ fn next_line(lines: &mut dyn BufRead) -> std::io::Result<Option<anyhow::Result<S
 }
 
 fn one(
-    counter: &mut Counter<'_>,
+    session: &mut SubmitSession<'_>,
     text: &str,
     number: usize,
     ids: &mut HashMap<String, usize>,
-) -> anyhow::Result<Ready> {
-    let (command, given) = Line::parse(text)?.asked()?;
-    let asked = counter.submitter.resolve(command, given)?;
-    let id = asked.request.id.to_string();
-    let is_named = asked.is_named;
-    let mut ready = counter.prepare(asked, Reader::Refused)?;
+) -> anyhow::Result<PreparedSubmission> {
+    let (command, given) = BatchLine::parse(text)?.into_settings()?;
+    let resolved = session.config.resolve(command, given)?;
+    let id = resolved.request.id.to_string();
+    let is_named = resolved.is_named;
+    let mut ready = session.prepare(resolved, StdinUse::Refused)?;
     ready.line = Some(number);
     if is_named && let Some(before) = ids.insert(id.clone(), number) {
         anyhow::bail!("the id {id} is in line {before} already");
@@ -131,30 +138,32 @@ fn one(
     Ok(ready)
 }
 
-fn good_ones(
-    counter: &mut Counter<'_>,
-    ready: &[Ready],
-    refused: &mut Vec<Refused>,
-) -> anyhow::Result<Vec<Queued>> {
+fn queue_valid_lines(
+    session: &mut SubmitSession<'_>,
+    ready: &[PreparedSubmission],
+    refused: &mut Vec<RefusedLine>,
+) -> anyhow::Result<Vec<QueuedEntry>> {
     let mut queued = Vec::new();
-    for some in ready.chunks(GOOD_AT_ONCE) {
-        match counter.queue(some) {
+    for some in ready.chunks(CHUNK_LINES) {
+        match session.queue(some) {
             Ok(done) => {
                 queued.extend(done);
                 continue;
             }
-            Err(e) if refused_at(&e).is_none() => return Err(unfinished(e, &queued, counter)),
+            Err(e) if refused_submission(&e).is_none() => {
+                return Err(stopped_midway(e, &queued, session));
+            }
             Err(_) => {}
         }
         for one in some {
-            match counter.queue(std::slice::from_ref(one)) {
+            match session.queue(std::slice::from_ref(one)) {
                 Ok(done) => queued.extend(done),
-                Err(e) => match refused_at(&e) {
-                    Some((_, message)) => refused.push(Refused {
+                Err(e) => match refused_submission(&e) {
+                    Some((_, message)) => refused.push(RefusedLine {
                         line: one.line.unwrap_or_default(),
                         message,
                     }),
-                    None => return Err(unfinished(e, &queued, counter)),
+                    None => return Err(stopped_midway(e, &queued, session)),
                 },
             }
         }
@@ -162,14 +171,19 @@ fn good_ones(
     Ok(queued)
 }
 
-/// Whoever stops half-way says first what is queued.
-fn unfinished(error: anyhow::Error, queued: &[Queued], counter: &Counter<'_>) -> anyhow::Error {
-    let _first_error_counts = counter.report(queued, &[]);
+/// Prints what is queued before the command fails in the middle.
+fn stopped_midway(
+    error: anyhow::Error,
+    queued: &[QueuedEntry],
+    session: &SubmitSession<'_>,
+) -> anyhow::Error {
+    // Return the first error even if this fails.
+    let _ = session.report(queued, &[]);
     error.context(format!("stopped after {} were queued", queued.len()))
 }
 
-/// Which submission of several it was, and why, if the database took offence at one.
-pub(super) fn refused_at(error: &anyhow::Error) -> Option<(usize, String)> {
+/// Returns which of several submissions the database refused, and why, if that is the error.
+pub(super) fn refused_submission(error: &anyhow::Error) -> Option<(usize, String)> {
     match error.downcast_ref::<CommitError>() {
         Some(CommitError::Database {
             source: StoreError::Submission { at, source },
@@ -179,20 +193,20 @@ pub(super) fn refused_at(error: &anyhow::Error) -> Option<(usize, String)> {
     }
 }
 
-fn with_line(error: anyhow::Error, ready: &[Ready]) -> anyhow::Error {
-    let found = refused_at(&error).and_then(|(at, message)| {
+fn name_line(error: anyhow::Error, ready: &[PreparedSubmission]) -> anyhow::Error {
+    let found = refused_submission(&error).and_then(|(at, message)| {
         let line = ready.get(at)?.line?;
         Some(anyhow::anyhow!("line {line}: {message}\nnothing is queued"))
     });
     found.unwrap_or(error)
 }
 
-fn tell(refused: &[Refused], then: &str) {
-    for Refused { line, message } in refused.iter().take(ERRORS_SHOWN) {
-        show::line(&format!("error: line {line}: {message}"));
+fn print_refused(refused: &[RefusedLine], then: &str) {
+    for RefusedLine { line, message } in refused.iter().take(ERRORS_SHOWN) {
+        messages::line(&format!("error: line {line}: {message}"));
     }
     if let Some(more) = refused.len().checked_sub(ERRORS_SHOWN).filter(|n| *n > 0) {
-        show::line(&format!("and {more} more lines"));
+        messages::line(&format!("and {more} more lines"));
     }
-    show::line(then);
+    messages::line(then);
 }

@@ -1,5 +1,5 @@
-//! One line of a batch, as docs/submission-v1.schema.json describes it: the settings by their names, those that are limits
-//! in `limits`, lists in the plural.
+//! One line of a batch, as docs/submission-v1.schema.json describes it: settings by name, limits in `limits`, lists in
+//! the plural.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -8,14 +8,14 @@ use std::path::PathBuf;
 use engine::request::Command;
 use serde::Deserialize;
 
-use crate::config::layer::{excerpt, meant};
-use crate::config::settings::{Key, nearest};
+use crate::config::settings::{GivenSettings, Key};
+use crate::config::suggestion::{did_you_mean, excerpt, nearest};
 
 #[derive(Debug, thiserror::Error)]
-pub enum LineError {
+pub enum BatchLineError {
     #[error("read it as JSON")]
     Json(#[source] serde_json::Error),
-    #[error("unknown key `{key}`{}", meant(nearest))]
+    #[error("unknown key `{key}`{}", did_you_mean(nearest))]
     UnknownKey {
         key: String,
         nearest: Option<String>,
@@ -32,7 +32,7 @@ pub enum LineError {
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Line {
+pub struct BatchLine {
     id: Option<String>,
     command: Option<Vec<String>>,
     script: Option<String>,
@@ -41,7 +41,7 @@ pub struct Line {
     stdin: Option<String>,
     /// A value, or null for the submitter's own.
     env: BTreeMap<String, Option<String>>,
-    limits: Limits,
+    limits: BatchLimits,
     outputs: Vec<String>,
     expect: Vec<String>,
     project: Option<String>,
@@ -52,14 +52,14 @@ pub struct Line {
     network: Option<String>,
     workspace: Option<String>,
     keep: Option<String>,
-    keep_for: Option<Amount>,
+    keep_for: Option<NumberOrText>,
     isolation: Option<String>,
     level: Option<String>,
     shared_memory: Option<String>,
     allow_degraded: Vec<String>,
     secret_env: Vec<String>,
-    priority: Option<Amount>,
-    retries: Option<Amount>,
+    priority: Option<NumberOrText>,
+    retries: Option<NumberOrText>,
     retry_on: Vec<String>,
     key: Option<String>,
     replace: bool,
@@ -99,23 +99,23 @@ const KEYS: [&str; 29] = [
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-struct Limits {
-    timeout: Option<Amount>,
-    cpu_time: Option<Amount>,
-    idle_timeout: Option<Amount>,
-    grace: Option<Amount>,
-    memory: Option<Amount>,
-    cpus: Option<Amount>,
-    pids: Option<Amount>,
-    open_files: Option<Amount>,
-    disk: Option<Amount>,
-    files: Option<Amount>,
-    log_limit: Option<Amount>,
-    max_output: Option<Amount>,
-    max_output_file: Option<Amount>,
-    max_outputs: Option<Amount>,
-    max_depth: Option<Amount>,
-    inline_max: Option<Amount>,
+struct BatchLimits {
+    timeout: Option<NumberOrText>,
+    cpu_time: Option<NumberOrText>,
+    idle_timeout: Option<NumberOrText>,
+    grace: Option<NumberOrText>,
+    memory: Option<NumberOrText>,
+    cpus: Option<NumberOrText>,
+    pids: Option<NumberOrText>,
+    open_files: Option<NumberOrText>,
+    disk: Option<NumberOrText>,
+    files: Option<NumberOrText>,
+    log_limit: Option<NumberOrText>,
+    max_output: Option<NumberOrText>,
+    max_output_file: Option<NumberOrText>,
+    max_outputs: Option<NumberOrText>,
+    max_depth: Option<NumberOrText>,
+    inline_max: Option<NumberOrText>,
 }
 
 const LIMITS: [&str; 16] = [
@@ -137,20 +137,20 @@ const LIMITS: [&str; 16] = [
     "inline_max",
 ];
 
-/// As in a file: a number, or a text with a unit.
+/// A number, or a text with a unit, as in a configuration file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
-enum Amount {
+enum NumberOrText {
     Number(serde_json::Number),
     Text(String),
 }
 
-impl Amount {
+impl NumberOrText {
     fn word(&self) -> OsString {
         match self {
-            Amount::Text(text) => text.into(),
-            // JSON knows one kind of number: 3.0 is 3.
-            Amount::Number(number) => match number.as_f64() {
+            NumberOrText::Text(text) => text.into(),
+            // JSON has one kind of number, so accept 3.0 as 3.
+            NumberOrText::Number(number) => match number.as_f64() {
                 Some(float) if !number.is_u64() && float.fract() == 0.0 => format!("{float:.0}"),
                 _ => number.to_string(),
             }
@@ -159,24 +159,22 @@ impl Amount {
     }
 }
 
-type Given = Vec<(Key, Vec<OsString>)>;
-
-impl Line {
-    pub fn parse(text: &str) -> Result<Line, LineError> {
-        serde_json::from_str(text).map_err(|e| unknown_key(text).unwrap_or(LineError::Json(e)))
+impl BatchLine {
+    pub fn parse(text: &str) -> Result<BatchLine, BatchLineError> {
+        serde_json::from_str(text).map_err(|e| unknown_key(text).unwrap_or(BatchLineError::Json(e)))
     }
 
-    /// The command, and every setting with its values as an option would have them.
-    pub fn asked(self) -> Result<(Command, Given), LineError> {
-        let command = self.what()?;
+    /// Returns the command, and every setting with its values as an option would have them.
+    pub fn into_settings(self) -> Result<(Command, GivenSettings), BatchLineError> {
+        let command = self.command()?;
         if self.stdin.as_deref() == Some("-") {
-            return Err(LineError::Stdin);
+            return Err(BatchLineError::Stdin);
         }
         let env = self.env.iter().map(|(name, value)| match value {
             Some(value) => format!("{name}={value}"),
             None => name.clone(),
         });
-        let mut given: Given = Vec::new();
+        let mut given: GivenSettings = Vec::new();
         for (key, value) in [
             (Key::Id, &self.id),
             (Key::Stdin, &self.stdin),
@@ -238,27 +236,27 @@ impl Line {
         Ok((command, given))
     }
 
-    fn what(&self) -> Result<Command, LineError> {
+    fn command(&self) -> Result<Command, BatchLineError> {
         match (&self.command, &self.script, &self.args) {
-            (Some(_), None, Some(_)) => Err(LineError::ArgsWithoutScript),
+            (Some(_), None, Some(_)) => Err(BatchLineError::ArgsWithoutScript),
             (Some(words), None, None) => match words.first() {
                 Some(first) if !first.is_empty() => {
                     Ok(Command::Argv(words.iter().map(OsString::from).collect()))
                 }
-                _ => Err(LineError::Empty("command")),
+                _ => Err(BatchLineError::Empty("command")),
             },
-            (None, Some(script), _) if script.is_empty() => Err(LineError::Empty("script")),
+            (None, Some(script), _) if script.is_empty() => Err(BatchLineError::Empty("script")),
             (None, Some(script), args) => Ok(Command::Script {
                 script: PathBuf::from(script),
                 args: args.iter().flatten().map(OsString::from).collect(),
             }),
-            _ => Err(LineError::NotOneCommand),
+            _ => Err(BatchLineError::NotOneCommand),
         }
     }
 }
 
-/// A key that nobody knows, if that is what is wrong with a line.
-fn unknown_key(text: &str) -> Option<LineError> {
+/// Returns the unknown key, if that is what is wrong with the line.
+fn unknown_key(text: &str) -> Option<BatchLineError> {
     let whole: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text).ok()?;
     let limits = whole.get("limits").and_then(|limits| limits.as_object());
     let in_limits = limits.and_then(|limits| limits.keys().find(|k| !LIMITS.contains(&k.as_str())));
@@ -267,12 +265,12 @@ fn unknown_key(text: &str) -> Option<LineError> {
         None => (in_limits?, &LIMITS[..], "limits."),
     };
     let near = nearest(key, known.iter().copied()).map(|near| format!("{before}{near}"));
-    // What would have been right in `limits` is the commonest slip of all.
+    // The most common mistake is a limit outside of `limits`.
     let near = near.or_else(|| {
         let near = nearest(key, LIMITS.iter().copied())?;
         Some(format!("limits.{near}"))
     });
-    Some(LineError::UnknownKey {
+    Some(BatchLineError::UnknownKey {
         key: format!("{before}{}", excerpt(key)),
         nearest: near,
     })

@@ -1,4 +1,4 @@
-//! What the queue looks like on a page or a screen.
+//! Formats a snapshot of the queue for a page or a screen.
 
 use std::collections::HashMap;
 
@@ -7,32 +7,32 @@ use store::types::units::{format_cpus, format_size};
 use store::{ActiveAttempt, AttemptSummary, QueueOverview, State, WaitingAttempt, WorkerRow};
 
 use super::Snapshot;
-use super::grid::{Grid, Ink, Line, column};
-use super::usage::Used;
+use super::grid::{Grid, StyledLine, TextStyle, column};
+use super::usage::MeasuredUsage;
 use crate::cli::print::Align::{Left, Right};
-use crate::cli::print::{clean, counted};
-use crate::cli::{list, when};
+use crate::cli::print::{escape, format_count};
+use crate::cli::{attempt_text, time_format};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Size {
+pub struct ScreenSize {
     pub columns: usize,
     pub rows: usize,
 }
 
-/// A worker that was not heard of for this long is taken for gone.
+/// A worker that has not reported for this long counts as gone.
 const SEEN_MS: i64 = 60_000;
-/// Without a screen, the last ones that ended.
+/// The number of ended analyses on a page.
 const ENDED_ON_PAGE: usize = 10;
-/// A smaller screen has better things to show.
+/// A screen with fewer rows shows no advice.
 const ROWS_FOR_ADVICE: usize = 12;
 const CELL_CHARS_MAX: usize = 40;
 
-/// All lines; on a screen, as many as it has, each as wide as it is.
-pub fn page(now: &Snapshot, screen: Option<Size>, trouble: Option<&str>) -> Vec<Line> {
+/// Returns all lines; for a screen, as many as it has, cut to its width.
+pub fn page(now: &Snapshot, screen: Option<ScreenSize>, trouble: Option<&str>) -> Vec<StyledLine> {
     let overview = &now.overview;
     let width = screen.map(|size| size.columns);
     let mut lines = vec![bar(overview, width)];
-    lines.extend(trouble.map(|text| Line::inked(clean(text), Ink::Bad)));
+    lines.extend(trouble.map(|text| StyledLine::styled(escape(text), TextStyle::Bad)));
     let names = host_names(overview);
     let sections = [
         workers(overview),
@@ -43,16 +43,16 @@ pub fn page(now: &Snapshot, screen: Option<Size>, trouble: Option<&str>) -> Vec<
     let sections: Vec<Section> = sections.into_iter().filter(|s| s.grid.len() > 0).collect();
     let has_room = screen.is_none_or(|size| size.rows >= ROWS_FOR_ADVICE);
     if overview.workers.is_empty() && has_room {
-        lines.push(Line::default());
+        lines.push(StyledLine::default());
         let text = "no worker is running; `fumehood worker` starts one";
-        lines.push(Line::inked(text, Ink::Warning));
+        lines.push(StyledLine::styled(text, TextStyle::Warning));
     }
     let shares = match screen {
-        // Each has a blank line and a head.
+        // Each section has a blank line and a header.
         Some(size) => {
             let heads = lines.len() + 2 * sections.len();
             let wanted: Vec<usize> = sections.iter().map(Section::wanted).collect();
-            share(&wanted, size.rows.saturating_sub(heads))
+            divide_rows(&wanted, size.rows.saturating_sub(heads))
         }
         None => sections
             .iter()
@@ -61,7 +61,7 @@ pub fn page(now: &Snapshot, screen: Option<Size>, trouble: Option<&str>) -> Vec<
     };
     for (section, rows) in sections.iter().zip(shares) {
         if rows > 0 {
-            lines.push(Line::default());
+            lines.push(StyledLine::default());
             lines.extend(section.lines(width, rows));
         }
     }
@@ -75,7 +75,7 @@ pub fn page(now: &Snapshot, screen: Option<Size>, trouble: Option<&str>) -> Vec<
     lines
 }
 
-fn bar(overview: &QueueOverview, width: Option<usize>) -> Line {
+fn bar(overview: &QueueOverview, width: Option<usize>) -> StyledLine {
     let live = overview
         .workers
         .iter()
@@ -86,45 +86,48 @@ fn bar(overview: &QueueOverview, width: Option<usize>) -> Line {
             0 => format!("{} queued", overview.queued),
             n => format!("{} queued ({n} delayed)", overview.queued),
         },
-        counted(live.count() as u64, "worker", "workers"),
+        format_count(live.count() as u64, "worker", "workers"),
     ];
     let Some(width) = width else {
-        facts.push(format!("{} UTC", when::date(overview.now_ms)));
-        return Line::plain(facts.join(", "));
+        facts.push(format!("{} UTC", time_format::format_date(overview.now_ms)));
+        return StyledLine::plain(facts.join(", "));
     };
     let left = format!(" fumehood  {}", facts.join(", "));
-    let right = format!("{} UTC  q quits ", when::date(overview.now_ms));
+    let right = format!(
+        "{} UTC  q quits ",
+        time_format::format_date(overview.now_ms)
+    );
     let room = width.saturating_sub(left.chars().count());
     let text = match room > right.chars().count() {
         true => format!("{left}{right:>room$}"),
         false => format!("{left:<width$}"),
     };
-    Line::inked(text, Ink::Bar)
+    StyledLine::styled(text, TextStyle::Bar)
 }
 
-/// A table, of which there may be more than was fetched.
+/// A table, of which there may be more rows than were fetched.
 struct Section {
     grid: Grid,
-    /// Rows that there are in all.
+    /// The number of rows in the database.
     of: u64,
-    /// How many are printed where there is no screen to fill.
+    /// The number of rows on a page without a screen.
     on_page: usize,
-    /// Whether what is left out is worth a word.
+    /// Whether to say how many rows are left out.
     counted: bool,
 }
 
 impl Section {
-    /// Its rows, and one more for what was not even fetched.
+    /// Returns the number of fetched rows, and one more if there are rows that were not fetched.
     fn wanted(&self) -> usize {
         let unfetched = self.counted && self.of > self.grid.len() as u64;
         self.grid.len() + usize::from(unfetched)
     }
 
-    /// The head and so many rows; the last one counts those that are left out.
-    fn lines(&self, width: Option<usize>, rows: usize) -> Vec<Line> {
+    /// Returns the header and the given number of rows; the last one counts the rows that are left out.
+    fn lines(&self, width: Option<usize>, rows: usize) -> Vec<StyledLine> {
         let mut lines = self.grid.lines(width);
         let whole = rows >= self.wanted() && self.of <= self.grid.len() as u64;
-        // The line on top has the numbers, so a single row is better spent on the first of them.
+        // The top line shows the total, so a single row is better used for the first entry.
         if whole || !self.counted || rows < 2 {
             lines.truncate(1 + rows);
             return lines;
@@ -132,13 +135,17 @@ impl Section {
         let shown = rows.saturating_sub(1).min(self.grid.len());
         lines.truncate(1 + shown);
         let more = self.of.saturating_sub(shown as u64);
-        lines.push(Line::inked(format!("… and {more} more"), Ink::Faint));
+        lines.push(StyledLine::styled(
+            format!("… and {more} more"),
+            TextStyle::Faint,
+        ));
         lines
     }
 }
 
-/// Divides lines among those who want them: nobody gets more than wanted, and what one does not need others have.
-fn share(wanted: &[usize], room: usize) -> Vec<usize> {
+/// Divides the rows of the screen among the sections. No section gets more than it wants, and what one does not need
+/// goes to others.
+fn divide_rows(wanted: &[usize], room: usize) -> Vec<usize> {
     let mut shares = vec![0; wanted.len()];
     let mut left = room;
     while left > 0 && shares != wanted {
@@ -152,13 +159,13 @@ fn share(wanted: &[usize], room: usize) -> Vec<usize> {
     shares
 }
 
-fn plain(text: impl Into<String>) -> (String, Ink) {
-    (text.into(), Ink::Plain)
+fn plain(text: impl Into<String>) -> (String, TextStyle) {
+    (text.into(), TextStyle::Plain)
 }
 
-/// Names that people chose may be long; a table must stay one.
+/// Cuts long names, so that a table stays readable.
 fn short(text: &str) -> String {
-    let text = clean(text);
+    let text = escape(text);
     match text.char_indices().nth(CELL_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
@@ -169,7 +176,7 @@ fn is_live(worker: &WorkerRow, now_ms: i64) -> bool {
     now_ms.saturating_sub(worker.seen_ms) < SEEN_MS
 }
 
-/// Machines are told apart by an id that nobody knows by heart.
+/// Returns the names of machines by id. The record identifies machines by id.
 fn host_names(overview: &QueueOverview) -> HashMap<String, String> {
     let known = overview.workers.iter();
     let mut names: HashMap<String, String> = known
@@ -188,7 +195,7 @@ fn host_name(names: &HashMap<String, String>, host: &str) -> String {
     names.get(host).cloned().unwrap_or_else(|| short(&id()))
 }
 
-/// An attempt names its worker with its host behind an at sign.
+/// Whether an attempt runs under this worker. An attempt names its worker, with the host after an at sign.
 fn is_of(busy: &ActiveAttempt, worker: &WorkerRow) -> bool {
     let name = busy.worker.as_deref().unwrap_or_default();
     let plain = name.split_once('@').map_or(name, |(plain, _)| plain);
@@ -207,7 +214,8 @@ fn workers(overview: &QueueOverview) -> Section {
     ]);
     for worker in &overview.workers {
         let its: Vec<&ActiveAttempt> = overview.busy.iter().filter(|b| is_of(b, worker)).collect();
-        // What it last told of itself is older than what it has; but of very many not all were fetched.
+        // The count from the attempts is newer than what the worker last reported. But of very many attempts not all
+        // were fetched.
         let all_fetched = overview.busy.len() as u64 == overview.running;
         let running = match all_fetched {
             true => its.len() as u64,
@@ -215,21 +223,21 @@ fn workers(overview: &QueueOverview) -> Section {
         };
         let memory: u64 = its.iter().filter_map(|busy| busy.memory_bytes).sum();
         let cpu: u64 = its.iter().filter_map(|busy| busy.cpu_milli).sum();
-        // What asks for none counts as the worker's own default, which only the worker knows.
+        // An attempt that asks for no memory counts as the worker's default, which only the worker knows.
         let and_more = match its.iter().all(|busy| busy.memory_bytes.is_some()) {
             true => "",
             false => "+",
         };
-        let (note, ink) = match (is_live(worker, overview.now_ms), worker.draining) {
+        let (note, style) = match (is_live(worker, overview.now_ms), worker.draining) {
             (false, _) => (
                 format!(
                     "not seen for {}",
-                    when::age(overview.now_ms, worker.seen_ms)
+                    time_format::format_age(overview.now_ms, worker.seen_ms)
                 ),
-                Ink::Bad,
+                TextStyle::Bad,
             ),
-            (true, true) => ("draining".to_owned(), Ink::Warning),
-            (true, false) => (String::new(), Ink::Plain),
+            (true, true) => ("draining".to_owned(), TextStyle::Warning),
+            (true, false) => (String::new(), TextStyle::Plain),
         };
         grid.row([
             plain(short(&worker.name)),
@@ -245,8 +253,8 @@ fn workers(overview: &QueueOverview) -> Section {
                 format_cpus(cpu),
                 format_cpus(worker.total.cpu_milli)
             )),
-            plain(when::age(overview.now_ms, worker.started_ms)),
-            (note, ink),
+            plain(time_format::format_age(overview.now_ms, worker.started_ms)),
+            (note, style),
         ]);
     }
     Section {
@@ -270,9 +278,9 @@ fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
         column("WORKER", Left, 5),
     ]);
     for busy in &overview.busy {
-        let used = now.meters.of(busy);
+        let used = now.meter.of(busy);
         let state = match (busy.cancel_asked, busy.state) {
-            (true, _) => ("cancelling".to_owned(), Ink::Warning),
+            (true, _) => ("cancelling".to_owned(), TextStyle::Warning),
             (false, State::Running) => plain(""),
             (false, state) => plain(state.as_str()),
         };
@@ -287,7 +295,7 @@ fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
         grid.row([
             plain(name(&busy.id, busy.attempt)),
             state,
-            plain(when::age(
+            plain(time_format::format_age(
                 overview.now_ms,
                 busy.started_ms.unwrap_or(busy.created_ms),
             )),
@@ -306,8 +314,8 @@ fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
     }
 }
 
-/// Since we looked before; at the first look, on average since it began.
-fn cpus_used(used: Used, busy: &ActiveAttempt, now_ms: i64) -> String {
+/// Formats the CPU use since the last look; at the first look, the average since it began.
+fn cpus_used(used: MeasuredUsage, busy: &ActiveAttempt, now_ms: i64) -> String {
     let average = || {
         let ran_ms = now_ms.checked_sub(busy.started_ms?)?;
         let ran_ms = u64::try_from(ran_ms).ok().filter(|ms| *ms > 0)?;
@@ -315,13 +323,13 @@ fn cpus_used(used: Used, busy: &ActiveAttempt, now_ms: i64) -> String {
     };
     let milli = used.cpu_milli.or_else(average);
     milli.map_or(String::new(), |milli| {
-        // Two digits are all that such a reading is worth.
+        // Show two digits: the reading is not more precise.
         let hundredths = milli.div_ceil(10);
         format!("{}.{:02}", hundredths / 100, hundredths % 100)
     })
 }
 
-/// `4 GiB, 2 CPUs`; nothing where the worker's defaults hold.
+/// Formats `4 GiB, 2 CPUs`; empty if the worker's defaults hold.
 fn asked(memory_bytes: Option<u64>, cpu_milli: Option<u64>) -> String {
     let memory = memory_bytes.map(format_size);
     let cpus = cpu_milli.map(|milli| match milli {
@@ -337,8 +345,8 @@ fn asked(memory_bytes: Option<u64>, cpu_milli: Option<u64>) -> String {
 
 fn name(id: &str, attempt: u32) -> String {
     match attempt {
-        1 => clean(id),
-        n => format!("{}@{n}", clean(id)),
+        1 => escape(id),
+        n => format!("{}@{n}", escape(id)),
     }
 }
 
@@ -354,11 +362,11 @@ fn queued(overview: &QueueOverview) -> Section {
     for waiting in &overview.next {
         grid.row([
             plain(name(&waiting.id, waiting.attempt)),
-            plain(when::age(overview.now_ms, waiting.queued_ms)),
+            plain(time_format::format_age(overview.now_ms, waiting.queued_ms)),
             plain(waiting.priority.to_string()),
             plain(asked(waiting.memory_bytes, waiting.cpu_milli)),
             plain(short(&waiting.submitter)),
-            (delay(waiting, overview.now_ms), Ink::Faint),
+            (delay(waiting, overview.now_ms), TextStyle::Faint),
         ]);
     }
     Section {
@@ -372,7 +380,10 @@ fn queued(overview: &QueueOverview) -> Section {
 fn delay(waiting: &WaitingAttempt, now_ms: i64) -> String {
     let left = waiting.not_before_ms.map(|ms| ms.saturating_sub(now_ms));
     match left.and_then(|left| u64::try_from(left).ok()) {
-        Some(left) if left > 0 => format!("tried again in {}", when::brief(left)),
+        Some(left) if left > 0 => format!(
+            "tried again in {}",
+            time_format::format_duration_brief(left)
+        ),
         _ => String::new(),
     }
 }
@@ -384,20 +395,24 @@ fn ended(now_ms: i64, ended: &[AttemptSummary]) -> Section {
         column("AGO", Right, 1),
         column("TIME", Right, 2),
     ]);
-    for listed in ended {
-        let ink = match listed.state {
-            State::Succeeded => Ink::Good,
-            State::Cancelled => Ink::Warning,
-            _ => Ink::Bad,
+    for summary in ended {
+        let style = match summary.state {
+            State::Succeeded => TextStyle::Good,
+            State::Cancelled => TextStyle::Warning,
+            _ => TextStyle::Bad,
         };
         grid.row([
-            plain(list::name(listed)),
-            (list::ended(listed), ink),
-            plain(when::age(
+            plain(attempt_text::display_name(summary)),
+            (attempt_text::status_text(summary), style),
+            plain(time_format::format_age(
                 now_ms,
-                listed.committed_ms.unwrap_or(listed.created_ms),
+                summary.committed_ms.unwrap_or(summary.created_ms),
             )),
-            plain(listed.wall_ms.map_or(String::new(), when::brief)),
+            plain(
+                summary
+                    .wall_ms
+                    .map_or(String::new(), time_format::format_duration_brief),
+            ),
         ]);
     }
     Section {
@@ -414,10 +429,10 @@ mod tests {
 
     #[test]
     fn lines_are_divided_and_none_is_wasted() {
-        assert_eq!(share(&[1, 10, 3], 9), [1, 5, 3]);
-        assert_eq!(share(&[1, 2], 100), [1, 2]);
-        assert_eq!(share(&[4, 4], 1), [1, 0]);
-        assert_eq!(share(&[], 5), [0; 0]);
+        assert_eq!(divide_rows(&[1, 10, 3], 9), [1, 5, 3]);
+        assert_eq!(divide_rows(&[1, 2], 100), [1, 2]);
+        assert_eq!(divide_rows(&[4, 4], 1), [1, 0]);
+        assert_eq!(divide_rows(&[], 5), [0; 0]);
     }
 
     #[test]
@@ -434,7 +449,7 @@ mod tests {
         };
         let texts = |rows| -> Vec<String> {
             let lines = section.lines(None, rows);
-            lines.iter().map(Line::text).collect()
+            lines.iter().map(StyledLine::text).collect()
         };
         assert_eq!(texts(1), ["ID", "a"]);
         assert_eq!(texts(2), ["ID", "a", "… and 8 more"]);

@@ -1,14 +1,14 @@
-//! Lines of styled text that fit a width, and tables that leave columns out until they do.
+//! Lines of styled text that fit a width, and tables that drop columns until they fit.
 
 use crate::cli::print::Align;
 
-/// How a piece of text looks on a terminal; elsewhere it is only text.
+/// The style of a piece of text on a terminal. Elsewhere only the text is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ink {
+pub enum TextStyle {
     Plain,
-    /// A table's head.
+    /// The header of a table.
     Head,
-    /// The line on top.
+    /// The top line.
     Bar,
     Good,
     Bad,
@@ -17,15 +17,15 @@ pub enum Ink {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Line(pub Vec<(String, Ink)>);
+pub struct StyledLine(pub Vec<(String, TextStyle)>);
 
-impl Line {
-    pub fn plain(text: impl Into<String>) -> Line {
-        Line(vec![(text.into(), Ink::Plain)])
+impl StyledLine {
+    pub fn plain(text: impl Into<String>) -> StyledLine {
+        StyledLine(vec![(text.into(), TextStyle::Plain)])
     }
 
-    pub fn inked(text: impl Into<String>, ink: Ink) -> Line {
-        Line(vec![(text.into(), ink)])
+    pub fn styled(text: impl Into<String>, style: TextStyle) -> StyledLine {
+        StyledLine(vec![(text.into(), style)])
     }
 
     pub fn text(&self) -> String {
@@ -37,8 +37,8 @@ impl Line {
         self.0.iter().map(|(text, _)| text.chars().count()).sum()
     }
 
-    /// At most so many characters; the last one says that there were more.
-    pub fn cut(mut self, width: usize) -> Line {
+    /// Cuts the line to a width. An ellipsis replaces the last character.
+    pub fn cut(mut self, width: usize) -> StyledLine {
         if self.width() <= width {
             return self;
         }
@@ -48,7 +48,7 @@ impl Line {
             left -= text.chars().count();
         }
         if width > 0 {
-            self.0.push(("…".into(), Ink::Plain));
+            self.0.push(("…".into(), TextStyle::Plain));
         }
         self
     }
@@ -57,21 +57,21 @@ impl Line {
 pub struct Column {
     pub title: &'static str,
     pub align: Align,
-    /// Those with the highest number are left out first; those with 0 never.
-    pub spare: u8,
+    /// Columns with the highest number are dropped first; columns with 0 never.
+    pub drop_order: u8,
 }
 
-pub const fn column(title: &'static str, align: Align, spare: u8) -> Column {
+pub const fn column(title: &'static str, align: Align, drop_order: u8) -> Column {
     Column {
         title,
         align,
-        spare,
+        drop_order,
     }
 }
 
 pub struct Grid {
     columns: Vec<Column>,
-    rows: Vec<Vec<(String, Ink)>>,
+    rows: Vec<Vec<(String, TextStyle)>>,
 }
 
 const GAP: &str = "  ";
@@ -84,7 +84,7 @@ impl Grid {
         }
     }
 
-    pub fn row<const N: usize>(&mut self, cells: [(String, Ink); N]) {
+    pub fn row<const N: usize>(&mut self, cells: [(String, TextStyle); N]) {
         debug_assert_eq!(cells.len(), self.columns.len());
         self.rows.push(cells.into());
     }
@@ -93,22 +93,22 @@ impl Grid {
         self.rows.len()
     }
 
-    /// The head, then the rows.
-    pub fn lines(&self, width: Option<usize>) -> Vec<Line> {
+    /// Returns the header, then the rows.
+    pub fn lines(&self, width: Option<usize>) -> Vec<StyledLine> {
         let shown = self.shown(width.unwrap_or(usize::MAX));
-        let head: Vec<(String, Ink)> = self
+        let head: Vec<(String, TextStyle)> = self
             .columns
             .iter()
-            .map(|column| (column.title.to_owned(), Ink::Head))
+            .map(|column| (column.title.to_owned(), TextStyle::Head))
             .collect();
         let all = std::iter::once(&head).chain(&self.rows);
-        let line = |row: &Vec<(String, Ink)>| {
-            let mut line = Line::default();
+        let line = |row: &Vec<(String, TextStyle)>| {
+            let mut line = StyledLine::default();
             for (n, (at, cell_width)) in shown.iter().enumerate() {
                 if n > 0 {
-                    line.0.push((GAP.to_owned(), Ink::Plain));
+                    line.0.push((GAP.to_owned(), TextStyle::Plain));
                 }
-                let (Some((text, ink)), Some(column)) = (row.get(*at), self.columns.get(*at))
+                let (Some((text, style)), Some(column)) = (row.get(*at), self.columns.get(*at))
                 else {
                     continue;
                 };
@@ -116,7 +116,7 @@ impl Grid {
                     Align::Left => format!("{text:<cell_width$}"),
                     Align::Right => format!("{text:>cell_width$}"),
                 };
-                line.0.push((text, *ink));
+                line.0.push((text, *style));
             }
             match width {
                 Some(width) => line.cut(width),
@@ -126,9 +126,9 @@ impl Grid {
         all.map(line).collect()
     }
 
-    /// Which columns there is room for, and how wide they are. One in which nobody has anything takes no room.
+    /// Returns the columns that fit, and their widths. A column without any text takes no room.
     fn shown(&self, width: usize) -> Vec<(usize, usize)> {
-        let cell = |row: &Vec<(String, Ink)>, at: usize| {
+        let cell = |row: &Vec<(String, TextStyle)>, at: usize| {
             row.get(at).map_or(0, |(text, _)| text.chars().count())
         };
         let widest = |at: usize| self.rows.iter().map(|row| cell(row, at)).max().unwrap_or(0);
@@ -142,15 +142,19 @@ impl Grid {
             .enumerate()
             .filter_map(with_title)
             .collect();
-        let spare = |at: usize| self.columns.get(at).map_or(0, |column| column.spare);
+        let drop_order = |at: usize| self.columns.get(at).map_or(0, |column| column.drop_order);
         loop {
             let gaps = GAP.len() * shown.len().saturating_sub(1);
             let total: usize = shown.iter().map(|(_, width)| width).sum::<usize>() + gaps;
-            let most = shown.iter().map(|(at, _)| spare(*at)).max().unwrap_or(0);
+            let most = shown
+                .iter()
+                .map(|(at, _)| drop_order(*at))
+                .max()
+                .unwrap_or(0);
             if total <= width || most == 0 {
                 return shown;
             }
-            let last = shown.iter().rposition(|(at, _)| spare(*at) == most);
+            let last = shown.iter().rposition(|(at, _)| drop_order(*at) == most);
             last.map(|at| shown.remove(at));
         }
     }
@@ -167,7 +171,7 @@ mod tests {
             column("NONE", Align::Left, 0),
             column("BY", Align::Left, 2),
         ]);
-        let cells = |cells: [&str; 4]| cells.map(|cell| (cell.to_owned(), Ink::Plain));
+        let cells = |cells: [&str; 4]| cells.map(|cell| (cell.to_owned(), TextStyle::Plain));
         grid.row(cells(["gwas-7", "3s", "", "ada"]));
         grid.row(cells(["x", "12m", "", "bob"]));
         grid
@@ -175,7 +179,7 @@ mod tests {
 
     fn texts(width: Option<usize>) -> Vec<String> {
         let lines = grid().lines(width);
-        lines.iter().map(Line::text).collect()
+        lines.iter().map(StyledLine::text).collect()
     }
 
     #[test]
@@ -192,7 +196,7 @@ mod tests {
         assert_eq!(
             texts(Some(4)),
             ["ID  …", "gwa…", "x   …"].map(|l| {
-                // Padding counts: what was cut off is told even where it was blank.
+                // Padding counts: a cut is marked even where only spaces were cut off.
                 let cut: String = l.chars().take(3).collect();
                 format!("{cut}…")
             })

@@ -1,4 +1,4 @@
-//! What analyses of this home use right now, as their cgroups count it.
+//! The memory and CPU use of analyses of this home, from their cgroups.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -9,35 +9,35 @@ use engine::home::Home;
 use rustix::fs::{Mode, OFlags};
 use store::ActiveAttempt;
 
-use crate::cli::standing::{self, Next};
+use crate::cli::run_dirs::{self, NextAction};
 
-/// `None`: it does not run in this home, or no cgroup counts it.
+/// `None`: the analysis does not run in this home, or no cgroup counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Used {
+pub struct MeasuredUsage {
     pub memory_bytes: Option<u64>,
-    /// Since it began.
+    /// CPU time since it began.
     pub cpu_us: Option<u64>,
-    /// In thousandths of a CPU, since we looked before.
+    /// Thousandths of a CPU, since the last reading.
     pub cpu_milli: Option<u64>,
 }
 
-/// Readings of one moment, and when they were taken, so that the next ones can be compared to them.
+/// The readings of one moment, and when they were taken, to compute the difference to the next ones.
 #[derive(Clone, Debug, Default)]
-pub struct Meters {
+pub struct UsageMeter {
     taken: Option<Instant>,
-    used: HashMap<(String, u32), Used>,
+    used: HashMap<(String, u32), MeasuredUsage>,
 }
 
-impl Meters {
+impl UsageMeter {
     pub fn read(&mut self, home: &Home) {
         let now = Instant::now();
         let before = std::mem::take(&mut self.used);
         let passed_us = self.taken.map(|taken| (now - taken).as_micros());
-        for standing in standing::all(home) {
-            if standing.next() != Next::Runs {
+        for run_dir in run_dirs::list_all(home) {
+            if run_dir.next_action() != NextAction::AwaitRunner {
                 continue;
             }
-            let record = &standing.record;
+            let record = &run_dir.record;
             let key = (record.id.as_str().to_owned(), record.attempt);
             let mut used = read(&record.cgroups);
             let earlier_us = before.get(&key).and_then(|used| used.cpu_us);
@@ -53,17 +53,18 @@ impl Meters {
         self.taken = Some(now);
     }
 
-    pub fn of(&self, busy: &ActiveAttempt) -> Used {
-        // The same id may run elsewhere, too, under another number or in another database; only what is here was read.
+    pub fn of(&self, busy: &ActiveAttempt) -> MeasuredUsage {
+        // The same id may also run elsewhere, with another attempt number or in another database. Only cgroups of this
+        // machine were read.
         let here = busy.host == engine::home::machine_id();
         let used = self.used.get(&(busy.id.clone(), busy.attempt));
         used.filter(|_| here).copied().unwrap_or_default()
     }
 }
 
-/// Some of the paths are names that a group might have had; only those that are there count.
-fn read(cgroups: &[PathBuf]) -> Used {
-    let mut used = Used::default();
+/// Reads the cgroups. Some of the paths were only planned, so skip those that do not exist.
+fn read(cgroups: &[PathBuf]) -> MeasuredUsage {
+    let mut used = MeasuredUsage::default();
     for dir in cgroups {
         let memory = number(dir, "memory.current").or_else(|| number(dir, "memory.usage_in_bytes"));
         used.memory_bytes = used.memory_bytes.or(memory);
@@ -110,12 +111,12 @@ mod tests {
         let used = read(&here);
         assert_eq!((used.memory_bytes, used.cpu_us), (Some(4096), Some(1500)));
         std::fs::remove_file(dir.path().join("memory.current")).unwrap();
-        // Version 1 has a file of this name as well, with nothing of use in it.
+        // cgroup version 1 has a file of this name as well, without the fields we need.
         at("cpu.stat", "nr_periods 3\nthrottled_time 0\n");
         at("memory.usage_in_bytes", "8192\n");
         at("cpuacct.usage", "2000000\n");
         let used = read(&here);
         assert_eq!((used.memory_bytes, used.cpu_us), (Some(8192), Some(2000)));
-        assert_eq!(read(&[]), Used::default());
+        assert_eq!(read(&[]), MeasuredUsage::default());
     }
 }

@@ -1,14 +1,14 @@
-//! Submissions: what the client stores a worker reads as the same request, and what no client would write it refuses.
+//! Submissions: a worker reads what the client stored as the same request, and refuses what no client writes.
 
 use super::*;
-use crate::cli::args::{StoreArgs, SubmitArgs};
+use crate::cli::args::SubmitArgs;
 use engine::request::{QueueWriters, RequestOrigin};
 use store::types::submission::{
     InputItem, Submission, SubmittedCommand, SubmittedSetting as Stored, VERSION,
 };
 
-impl Bench {
-    fn submit(&self, options: &[&str]) -> Result<ToSubmit, ConfigError> {
+impl TestConfig {
+    fn submit(&self, options: &[&str]) -> Result<ResolvedSubmission, ConfigError> {
         #[derive(clap::Parser)]
         struct Program {
             #[command(flatten)]
@@ -21,17 +21,13 @@ impl Bench {
             .map(Into::into)
             .collect();
         let program = <Program as clap::Parser>::try_parse_from(&argv).unwrap();
-        let sources = Sources {
-            argv: argv.clone(),
-            ..self.sources.clone()
-        };
-        let command = program.submit.command(&argv)?;
-        Submitter::new(program.submit.given(), &sources)?.resolve(command, Vec::new())
+        let command = program.submit.command(&argv).unwrap();
+        SubmissionConfig::new(program.submit.given(), &self.sources)?.resolve(command, Vec::new())
     }
 
     fn take(&self, submission: &Submission) -> Result<Resolved, ConfigError> {
         let staged = self.path("staged");
-        queued(submission, &staged, &StoreArgs::default(), &self.sources)
+        request_from_submission(submission, &staged, GivenSettings::new(), &self.sources)
     }
 
     fn take_with(&self, name: &str, value: Stored) -> Result<Resolved, ConfigError> {
@@ -76,7 +72,7 @@ fn texts(values: &[&str]) -> Stored {
 
 #[test]
 fn a_worker_reads_what_the_client_stored() {
-    let bench = Bench::new().var("TOKEN", "t");
+    let config = TestConfig::new().var("TOKEN", "t");
     let options = [
         "--id",
         "x",
@@ -135,20 +131,20 @@ fn a_worker_reads_what_the_client_stored() {
         "--key",
         "k",
     ];
-    let asked = bench.submit(&options).unwrap();
-    assert_eq!(asked.queueing.priority, 7);
-    assert_eq!(asked.queueing.retries, 0);
+    let asked = config.submit(&options).unwrap();
+    assert_eq!(asked.queue_options.priority, 7);
+    assert_eq!(asked.queue_options.retries, 0);
     let ends = [store::State::Failed, store::State::TimedOut];
-    assert_eq!(asked.queueing.retry_on, ends);
-    assert_eq!(asked.queueing.key.as_deref(), Some("k"));
-    assert_eq!(asked.queueing.queue_max, 200_000);
+    assert_eq!(asked.queue_options.retry_on, ends);
+    assert_eq!(asked.queue_options.key.as_deref(), Some("k"));
+    assert_eq!(asked.queue_options.queue_max, 200_000);
     let mut submission = submission([]);
     submission.settings = asked.settings.clone();
     submission.id = asked.request.id.clone();
     let json = submission.write().unwrap();
     let again = Submission::read(&json, "x").unwrap();
     assert_eq!(again, submission);
-    let taken = bench.take(&again).unwrap().request;
+    let taken = config.take(&again).unwrap().request;
     let here = asked.request;
     assert_eq!(taken.limits, here.limits);
     assert_eq!(taken.collection, here.collection);
@@ -179,7 +175,7 @@ fn a_worker_reads_what_the_client_stored() {
 
 #[test]
 fn what_is_only_for_run_is_not_submitted() {
-    let bench = Bench::new();
+    let config = TestConfig::new();
     for options in [
         &["--to", "x"][..],
         &["--to", "x", "--force"],
@@ -188,15 +184,15 @@ fn what_is_only_for_run_is_not_submitted() {
         &["--store-quota", "1G"],
         &["--free-reserve", "1G"],
     ] {
-        let message = chain(&bench.submit(options).unwrap_err());
+        let message = chain(&config.submit(options).unwrap_err());
         assert!(message.contains("cannot be submitted"), "{message}");
     }
-    // In a file it is meant for other runs.
-    let bench = bench.user("workspace_root = \"/srv\"\nfree_reserve = \"1G\"\nquiet = true\n");
-    let asked = bench.submit(&["--memory", "32M"]).unwrap();
+    // In a file the setting is meant for other runs.
+    let config = config.user("workspace_root = \"/srv\"\nfree_reserve = \"1G\"\nquiet = true\n");
+    let asked = config.submit(&["--memory", "32M"]).unwrap();
     assert_eq!(asked.settings.keys().collect::<Vec<_>>(), ["memory"]);
     let odd = OsString::from_vec(vec![b'A', b'=', 0xff]);
-    let submitter = Submitter::new(vec![(Key::Env, vec![odd])], &bench.sources).unwrap();
+    let submitter = SubmissionConfig::new(vec![(Key::Env, vec![odd])], &config.sources).unwrap();
     let command = Command::Argv(vec!["true".into()]);
     let message = chain(&submitter.resolve(command, Vec::new()).unwrap_err());
     assert!(message.contains("not UTF-8"), "{message}");
@@ -204,12 +200,12 @@ fn what_is_only_for_run_is_not_submitted() {
 
 #[test]
 fn a_line_wins_over_options_and_lists_add_up() {
-    let bench = Bench::new();
+    let config = TestConfig::new();
     let given = vec![
         (Key::Memory, vec!["32M".into()]),
         (Key::Env, vec!["A=1".into()]),
     ];
-    let submitter = Submitter::new(given, &bench.sources).unwrap();
+    let submitter = SubmissionConfig::new(given, &config.sources).unwrap();
     let line = vec![
         (Key::Memory, vec!["64M".into()]),
         (Key::Env, vec!["B=2".into()]),
@@ -230,7 +226,7 @@ fn a_line_wins_over_options_and_lists_add_up() {
 
 #[test]
 fn what_a_submission_may_not_say_is_refused() {
-    let bench = Bench::new();
+    let config = TestConfig::new();
     for name in [
         "workspace_root",
         "db",
@@ -250,86 +246,86 @@ fn what_a_submission_may_not_say_is_refused() {
         "key",
         "queue_max",
     ] {
-        bench.refuses(name, text("/srv"), &[name, "may not be set there"]);
+        config.refuses(name, text("/srv"), &[name, "may not be set there"]);
     }
-    bench.refuses(
+    config.refuses(
         "memroy",
         Stored::Number(1),
         &["memroy", "did you mean `memory`?"],
     );
-    bench.refuses("post_process", text("/bin/sh"), &["unknown setting"]);
-    bench.refuses("", text(""), &["unknown setting"]);
-    bench.refuses(&"x".repeat(1 << 20), text(""), &["unknown setting"]);
+    config.refuses("post_process", text("/bin/sh"), &["unknown setting"]);
+    config.refuses("", text(""), &["unknown setting"]);
+    config.refuses(&"x".repeat(1 << 20), text(""), &["unknown setting"]);
 }
 
 #[test]
 fn values_that_no_client_writes_are_refused() {
-    let bench = Bench::new();
-    bench.refuses(
+    let config = TestConfig::new();
+    config.refuses(
         "memory",
         Stored::Number(0),
         &["`memory` of the submission", "16 MiB"],
     );
-    bench.refuses("memory", Stored::Number(u64::MAX), &["must be from"]);
-    bench.refuses("memory", text("64M"), &["must be a number"]);
-    bench.refuses("memory", Stored::Off, &["memory"]);
-    bench.refuses("grace", Stored::Number(u64::MAX), &["must be from"]);
-    bench.refuses("max_depth", Stored::Number(1 << 40), &["must be from"]);
-    bench.refuses("isolation", text("none"), &["one of"]);
-    bench.refuses("network", text("host"), &["one of"]);
-    bench.refuses("keep", Stored::Switch(true), &["must be a text"]);
-    bench.refuses("data", text("data"), &["absolute"]);
-    bench.refuses("data", text("/a\0b"), &["NUL"]);
-    bench.refuses("data", text(""), &["empty"]);
-    bench.refuses("project", text("x/../y"), &["absolute"]);
-    bench.refuses("read", texts(&["etc/passwd"]), &["absolute"]);
-    bench.refuses("read", texts(&["/srv:/proc/x"]), &["outside /proc"]);
-    bench.refuses("read", texts(&["/srv:/a/../b"]), &["without `..`"]);
-    bench.refuses("read", text("/srv"), &["must be a list"]);
-    bench.refuses(
+    config.refuses("memory", Stored::Number(u64::MAX), &["must be from"]);
+    config.refuses("memory", text("64M"), &["must be a number"]);
+    config.refuses("memory", Stored::Off, &["memory"]);
+    config.refuses("grace", Stored::Number(u64::MAX), &["must be from"]);
+    config.refuses("max_depth", Stored::Number(1 << 40), &["must be from"]);
+    config.refuses("isolation", text("none"), &["one of"]);
+    config.refuses("network", text("host"), &["one of"]);
+    config.refuses("keep", Stored::Switch(true), &["must be a text"]);
+    config.refuses("data", text("data"), &["absolute"]);
+    config.refuses("data", text("/a\0b"), &["NUL"]);
+    config.refuses("data", text(""), &["empty"]);
+    config.refuses("project", text("x/../y"), &["absolute"]);
+    config.refuses("read", texts(&["etc/passwd"]), &["absolute"]);
+    config.refuses("read", texts(&["/srv:/proc/x"]), &["outside /proc"]);
+    config.refuses("read", texts(&["/srv:/a/../b"]), &["without `..`"]);
+    config.refuses("read", text("/srv"), &["must be a list"]);
+    config.refuses(
         "read",
         Stored::List(vec!["/srv".into(); 1001]),
         &["more than 1000"],
     );
-    bench.refuses(
+    config.refuses(
         "allow_degraded",
         texts(&["everything"]),
         &["there is no limit"],
     );
-    bench.refuses("output", texts(&["/etc/*"]), &["globs"]);
-    bench.refuses("env", texts(&["FUMEHOOD_DB=x"]), &["reserved"]);
-    bench.refuses("env", texts(&["1A=x"]), &["not a variable's name"]);
-    bench.refuses("env", texts(&["A=\0"]), &["NUL"]);
+    config.refuses("output", texts(&["/etc/*"]), &["globs"]);
+    config.refuses("env", texts(&["FUMEHOOD_DB=x"]), &["reserved"]);
+    config.refuses("env", texts(&["1A=x"]), &["not a variable's name"]);
+    config.refuses("env", texts(&["A=\0"]), &["NUL"]);
 }
 
-/// A name alone would hand on the worker's own variable, its database's password among them.
+/// A name alone would pass on the worker's own variable, such as the password of its database.
 #[test]
 fn no_variable_of_the_workers_is_lent() {
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .var("PGPASSWORD", "secret")
         .var("FUMEHOOD_TIMEOUT", "5s");
-    bench.refuses("env", texts(&["PGPASSWORD"]), &["variables of the worker"]);
-    bench.refuses(
+    config.refuses("env", texts(&["PGPASSWORD"]), &["variables of the worker"]);
+    config.refuses(
         "env",
         texts(&["A=1", "PGPASSWORD"]),
         &["variables of the worker"],
     );
-    let request = bench.take(&submission([])).unwrap().request;
+    let request = config.take(&submission([])).unwrap().request;
     assert!(request.env.is_empty());
-    // Nor its files' nor its variables' say in what a submission may set.
+    // The worker's files and variables do not set what a submission may set, either.
     assert_eq!(request.limits, RequestedLimits::default());
-    let bench = Bench::new().user("memory = \"1G\"\nread = [\"/root\"]\nenv = [\"A=1\"]\n");
-    let request = bench.take(&submission([])).unwrap().request;
+    let config = TestConfig::new().user("memory = \"1G\"\nread = [\"/root\"]\nenv = [\"A=1\"]\n");
+    let request = config.take(&submission([])).unwrap().request;
     assert_eq!(request.limits.memory_bytes, None);
     assert!(request.reads.is_empty() && request.env.is_empty());
 }
 
 #[test]
 fn what_is_the_workers_own_holds() {
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .user("workspace_root = \"/srv/w\"\nfree_reserve = \"2G\"\nsecret_env = [\"A\"]\nisolation = \"full\"\n")
         .var("FUMEHOOD_DB", "sqlite:/srv/x.db");
-    let taken = bench
+    let taken = config
         .take(&submission([("isolation", text("landlock"))]))
         .unwrap();
     assert_eq!(taken.request.workspace_root, Path::new("/srv/w"));
@@ -337,68 +333,69 @@ fn what_is_the_workers_own_holds() {
     assert_eq!(taken.record.db.unwrap().text, "sqlite:/srv/x.db");
     assert_eq!(taken.request.secret_env, ["A"]);
     assert_eq!(taken.request.floor, IsolationLevel::Full);
-    // A project's file, which the submitter could have written, is not heard.
-    let bench = Bench::new().project("pids = 99\n");
-    let project = bench.path("project").to_str().unwrap().to_owned();
-    let request = bench
+    // The worker does not read a project's file, which the submitter could have written.
+    let config = TestConfig::new().project("pids = 99\n");
+    let project = config.path("project").to_str().unwrap().to_owned();
+    let request = config
         .take(&submission([("project", text(&project))]))
         .unwrap()
         .request;
     assert_eq!(request.limits.pids.value, 1024);
-    assert_eq!(request.project, bench.path("project"));
+    assert_eq!(request.project, config.path("project"));
 }
 
 #[test]
 fn the_workers_policy_bounds_a_submission() {
-    let bench = Bench::new().policy(
+    let config = TestConfig::new().policy(
         "[floor]\nlevel = \"full\"\n[ceilings]\nmemory = \"1G\"\ntimeout = \"1h\"\nidle_timeout = \"1h\"\npriority = 5\n\
          [read]\nroots = [\"/srv/data\"]\n[degraded]\nallow = [\"pids\"]\n[env]\npass = [\"LANG\"]\n",
     );
-    bench.refuses("isolation", text("landlock"), &["below the floor"]);
-    bench.refuses(
+    config.refuses("isolation", text("landlock"), &["below the floor"]);
+    config.refuses(
         "memory",
         Stored::Number(2 << 30),
         &["above the ceiling of 1 GiB"],
     );
-    bench.refuses("idle_timeout", Stored::Off, &["above the ceiling"]);
-    bench.refuses("allow_degraded", texts(&["memory"]), &["degraded.allow"]);
-    bench.refuses("shared_memory", text("host"), &["/dev/shm"]);
-    let request = bench
+    config.refuses("idle_timeout", Stored::Off, &["above the ceiling"]);
+    config.refuses("allow_degraded", texts(&["memory"]), &["degraded.allow"]);
+    config.refuses("shared_memory", text("host"), &["/dev/shm"]);
+    let request = config
         .take(&submission([("allow_degraded", texts(&["pids"]))]))
         .unwrap()
         .request;
     assert_eq!(request.limits.memory_bytes.unwrap().value, 1 << 30);
     assert_eq!(request.readable_roots, Some(vec!["/srv/data".into()]));
     assert_eq!(request.floor, IsolationLevel::Full);
-    let message = chain(&bench.submit(&["--priority", "6"]).unwrap_err());
+    let message = chain(&config.submit(&["--priority", "6"]).unwrap_err());
     assert!(message.contains("above the ceiling of 5"), "{message}");
 }
 
 #[test]
 fn only_a_private_file_is_our_own_queue() {
-    let bench = Bench::new();
-    let writers = |bench: &Bench| match bench.take(&submission([])).unwrap().request.asked_by {
+    let config = TestConfig::new();
+    let writers = |config: &TestConfig| match config.take(&submission([])).unwrap().request.asked_by
+    {
         RequestOrigin::Queue { writers, .. } => writers,
         RequestOrigin::Caller => panic!("not queued"),
     };
-    let mut plain = Bench::new();
+    let mut plain = TestConfig::new();
     plain.sources.uid = rustix::process::geteuid().as_raw().max(1);
     plain.sources.user_config = None;
     assert_eq!(writers(&plain), QueueWriters::OnlyThisUser);
     let plain = plain.var("FUMEHOOD_DB", "postgres://me@db.example/x");
     assert_eq!(writers(&plain), QueueWriters::OtherUsers);
-    let file = bench.write("project/x.db", "");
+    let file = config.write("project/x.db", "");
     let url = format!("sqlite:{}", file.display());
     let uid = plain.sources.uid;
     if rustix::process::geteuid().is_root() {
         assert_eq!(
-            writers(&bench),
+            writers(&config),
             QueueWriters::OtherUsers,
             "root's own file, and root"
         );
         std::os::unix::fs::chown(&file, Some(uid), None).unwrap();
     }
-    let plain = Bench { ..plain }.var("FUMEHOOD_DB", &url);
+    let plain = TestConfig { ..plain }.var("FUMEHOOD_DB", &url);
     assert_eq!(writers(&plain), QueueWriters::OnlyThisUser);
     chmod(&file, 0o664);
     assert_eq!(
@@ -419,14 +416,14 @@ fn only_a_private_file_is_our_own_queue() {
 
 #[test]
 fn a_stranger_gets_the_hosts_shared_memory_only_by_policy() {
-    let bench = Bench::new().var("FUMEHOOD_DB", "postgres://me@db.example/x");
-    bench.refuses(
+    let config = TestConfig::new().var("FUMEHOOD_DB", "postgres://me@db.example/x");
+    config.refuses(
         "shared_memory",
         text("host"),
         &["/dev/shm", "operator's policy"],
     );
-    let bench = bench.policy("[floor]\nlevel = \"landlock\"\nshared_memory = \"host\"\n");
-    let request = bench
+    let config = config.policy("[floor]\nlevel = \"landlock\"\nshared_memory = \"host\"\n");
+    let request = config
         .take_with("shared_memory", text("host"))
         .unwrap()
         .request;
@@ -435,7 +432,7 @@ fn a_stranger_gets_the_hosts_shared_memory_only_by_policy() {
 
 #[test]
 fn inputs_come_from_where_they_were_laid_out() {
-    let bench = Bench::new();
+    let config = TestConfig::new();
     let hash = store::types::manifest::ContentHash::of(b"x");
     let file = |name: &str| InputItem::File {
         name: name.into(),
@@ -454,8 +451,8 @@ fn inputs_come_from_where_they_were_laid_out() {
         args: vec!["1".into()],
     };
     submission.stdin = Some(hash);
-    let request = bench.take(&submission).unwrap().request;
-    let staged = bench.path("staged");
+    let request = config.take(&submission).unwrap().request;
+    let staged = config.path("staged");
     assert_eq!(
         request.command,
         Command::Script {
@@ -471,5 +468,5 @@ fn inputs_come_from_where_they_were_laid_out() {
     assert_eq!(request.stdin, Stdin::File(staged.join("stdin")));
     assert_eq!(request.project, staged.join("inputs"));
     submission.inputs = vec![file("../a.py")];
-    assert!(bench.take(&submission).is_err());
+    assert!(config.take(&submission).is_err());
 }

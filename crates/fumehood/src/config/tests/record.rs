@@ -1,19 +1,20 @@
-//! Where results go, who may say so, and what of a run is kept.
+//! Where results go, who may decide that, and what of a run is kept.
 
 use super::*;
 use engine::request::{CollectionSettings, IdReuse};
 
 use crate::cli::args::StoreArgs;
-use crate::config::record::{DbOrigin, holds_password};
+use crate::config::database_url::holds_password;
+use crate::config::record::DbOrigin;
 
-impl Bench {
+impl TestConfig {
     fn record(&self, options: &[&str]) -> RecordSettings {
         self.run(options)
             .unwrap_or_else(|error| panic!("{}", chain(&error)))
             .record
     }
 
-    /// The database and where it was named.
+    /// The database, and where it was named.
     fn db(&self, options: &[&str]) -> Option<(String, DbOrigin)> {
         let db = self.record(options).db;
         db.map(|choice| (choice.text, choice.origin))
@@ -26,7 +27,7 @@ impl Bench {
         path
     }
 
-    fn db_file(self, text: &str) -> Bench {
+    fn db_file(self, text: &str) -> TestConfig {
         let path = self.private("user/db", text);
         self.var("FUMEHOOD_DB_FILE", path.to_str().unwrap())
     }
@@ -41,8 +42,8 @@ const PLAIN: &str = "postgres://me@db.example:5432/results?sslmode=require";
 
 #[test]
 fn defaults_of_the_record_are_those_documented() {
-    let bench = Bench::new();
-    let resolved = bench.run(&[]).unwrap();
+    let config = TestConfig::new();
+    let resolved = config.run(&[]).unwrap();
     assert_eq!(
         resolved.record,
         RecordSettings {
@@ -64,109 +65,112 @@ fn defaults_of_the_record_are_those_documented() {
 
 #[test]
 fn each_place_of_the_database_beats_the_weaker_ones() {
-    let bench = Bench::new().user("db = \"sqlite:results.db\"");
-    let beside = format!("sqlite:{}", bench.path("user/results.db").display());
-    assert_eq!(bench.db(&[]), some(&beside, DbOrigin::File));
-    let bench = bench.db_file(" postgres://a/b \nignored\n");
-    assert_eq!(bench.db(&[]), some("postgres://a/b", DbOrigin::File));
+    let config = TestConfig::new().user("db = \"sqlite:results.db\"");
+    let beside = format!("sqlite:{}", config.path("user/results.db").display());
+    assert_eq!(config.db(&[]), some(&beside, DbOrigin::File));
+    let config = config.db_file(" postgres://a/b \nignored\n");
+    assert_eq!(config.db(&[]), some("postgres://a/b", DbOrigin::File));
     assert_eq!(
-        bench.db(&["--db", "none"]),
+        config.db(&["--db", "none"]),
         some("none", DbOrigin::CommandLine)
     );
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .user("db = \"none\"")
         .var("FUMEHOOD_DB", "sqlite:/srv/x.db");
     assert_eq!(
-        bench.db(&[]),
+        config.db(&[]),
         some("sqlite:/srv/x.db", DbOrigin::Environment)
     );
-    let here = format!("sqlite:{}", bench.path("project/x.db").display());
+    let here = format!("sqlite:{}", config.path("project/x.db").display());
     assert_eq!(
-        bench.db(&["--db", "sqlite:x.db"]),
+        config.db(&["--db", "sqlite:x.db"]),
         some(&here, DbOrigin::CommandLine)
     );
     for relative in ["sqlite://x.db", " sqlite:./x.db\n"] {
         assert_eq!(
-            bench.db(&["--db", relative]),
+            config.db(&["--db", relative]),
             some(&here, DbOrigin::CommandLine)
         );
     }
     for kept in ["sqlite:", "sqlite::memory:", "sqlite:///srv/x.db", PLAIN] {
-        assert_eq!(bench.db(&["--db", kept]), some(kept, DbOrigin::CommandLine));
+        assert_eq!(
+            config.db(&["--db", kept]),
+            some(kept, DbOrigin::CommandLine)
+        );
     }
 }
 
 #[test]
 fn two_variables_that_name_a_database_are_refused() {
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .db_file("postgres://a/b")
         .var("FUMEHOOD_DB", "postgres://a/b");
-    bench.fails(&[], &["FUMEHOOD_DB and FUMEHOOD_DB_FILE"]);
-    bench.fails(&["--db", "none"], &["FUMEHOOD_DB and FUMEHOOD_DB_FILE"]);
+    config.fails(&[], &["FUMEHOOD_DB and FUMEHOOD_DB_FILE"]);
+    config.fails(&["--db", "none"], &["FUMEHOOD_DB and FUMEHOOD_DB_FILE"]);
 }
 
 #[test]
 fn a_database_file_keeps_its_secret() {
     for mode in [0o640, 0o604, 0o644, 0o620, 0o602, 0o610] {
-        let bench = Bench::new().db_file(PASSWORD);
-        assert_eq!(bench.db(&[]), some(PASSWORD, DbOrigin::File));
-        chmod(&bench.path("user/db"), mode);
-        bench.fails(&[], &["FUMEHOOD_DB_FILE", "others", "chmod"]);
+        let config = TestConfig::new().db_file(PASSWORD);
+        assert_eq!(config.db(&[]), some(PASSWORD, DbOrigin::File));
+        chmod(&config.path("user/db"), mode);
+        config.fails(&[], &["FUMEHOOD_DB_FILE", "others", "chmod"]);
     }
     for empty in ["", "\n", "  \npostgres://a/b"] {
-        Bench::new()
+        TestConfig::new()
             .db_file(empty)
             .fails(&[], &["FUMEHOOD_DB_FILE", "first line"]);
     }
-    let bench = Bench::new().var("FUMEHOOD_DB_FILE", "nowhere");
-    bench.fails(&[], &["FUMEHOOD_DB_FILE", "nowhere", "No such file"]);
-    // What is not needed is not read.
-    assert!(bench.record(&["--db", "none"]).db.is_some());
-    Bench::new()
+    let config = TestConfig::new().var("FUMEHOOD_DB_FILE", "nowhere");
+    config.fails(&[], &["FUMEHOOD_DB_FILE", "nowhere", "No such file"]);
+    // The file is not needed, so it is not read.
+    assert!(config.record(&["--db", "none"]).db.is_some());
+    TestConfig::new()
         .var("FUMEHOOD_DB_FILE", "")
         .fails(&[], &["FUMEHOOD_DB_FILE is empty"]);
-    Bench::new()
+    TestConfig::new()
         .var("FUMEHOOD_DB", "")
         .fails(&[], &["FUMEHOOD_DB is empty"]);
-    let mut bench = Bench::new().db_file(PASSWORD);
+    let mut config = TestConfig::new().db_file(PASSWORD);
     let stranger = 65_000;
-    match bench.sources.uid {
+    match config.sources.uid {
         0 => {
             let owner = Some(rustix::process::Uid::from_raw(stranger));
-            rustix::fs::chown(bench.path("user/db"), owner, None).unwrap();
+            rustix::fs::chown(config.path("user/db"), owner, None).unwrap();
         }
-        _ => bench.sources.uid = stranger,
+        _ => config.sources.uid = stranger,
     }
-    bench.fails(&[], &["belongs to uid"]);
+    config.fails(&[], &["belongs to uid"]);
 }
 
 #[test]
 fn a_password_stands_only_where_nobody_else_reads() {
     let remedies = ["password", "PGPASSFILE", "FUMEHOOD_DB_FILE"];
-    let bench = Bench::new();
-    bench.fails(&["--db", PASSWORD], &remedies);
-    let message = chain(&bench.run(&["--db", PASSWORD]).unwrap_err());
+    let config = TestConfig::new();
+    config.fails(&["--db", PASSWORD], &remedies);
+    let message = chain(&config.run(&["--db", PASSWORD]).unwrap_err());
     assert!(!message.contains("secret"), "{message}");
-    let bench = bench.var("FUMEHOOD_DB", PASSWORD);
-    assert_eq!(bench.db(&[]), some(PASSWORD, DbOrigin::Environment));
-    let shown = format!("{:?}", bench.record(&[]));
+    let config = config.var("FUMEHOOD_DB", PASSWORD);
+    assert_eq!(config.db(&[]), some(PASSWORD, DbOrigin::Environment));
+    let shown = format!("{:?}", config.record(&[]));
     assert!(!shown.contains("secret"), "{shown}");
 
-    let bench = Bench::new().user(&format!("db = {PASSWORD:?}"));
+    let config = TestConfig::new().user(&format!("db = {PASSWORD:?}"));
     for mode in [0o644, 0o640, 0o604] {
-        chmod(&bench.path("user/config.toml"), mode);
-        bench.fails(&[], &remedies);
-        bench.fails(&[], &["chmod 600", "config.toml"]);
-        // It can be read there whether or not it is used.
-        bench.fails(&["--db", "none"], &remedies);
+        chmod(&config.path("user/config.toml"), mode);
+        config.fails(&[], &remedies);
+        config.fails(&[], &["chmod 600", "config.toml"]);
+        // Others can read the password whether or not it is used.
+        config.fails(&["--db", "none"], &remedies);
     }
-    chmod(&bench.path("user/config.toml"), 0o600);
-    assert_eq!(bench.db(&[]), some(PASSWORD, DbOrigin::File));
+    chmod(&config.path("user/config.toml"), 0o600);
+    assert_eq!(config.db(&[]), some(PASSWORD, DbOrigin::File));
     assert_eq!(
-        Bench::new().user(&format!("db = {PLAIN:?}")).db(&[]),
+        TestConfig::new().user(&format!("db = {PLAIN:?}")).db(&[]),
         some(PLAIN, DbOrigin::File)
     );
-    Bench::new()
+    TestConfig::new()
         .policy(&format!("[record]\ndb = {PASSWORD:?}"))
         .fails(&[], &["policy", "password", "PGPASSFILE"]);
 }
@@ -209,53 +213,55 @@ fn what_may_be_a_password_counts_as_one() {
 #[test]
 fn the_policys_database_cannot_be_contradicted() {
     let policy = format!("[record]\ndb = {PLAIN:?}");
-    let bench = Bench::new().policy(&policy);
-    assert_eq!(bench.db(&[]), some(PLAIN, DbOrigin::Policy));
-    assert_eq!(bench.db(&["--db", PLAIN]), some(PLAIN, DbOrigin::Policy));
+    let config = TestConfig::new().policy(&policy);
+    assert_eq!(config.db(&[]), some(PLAIN, DbOrigin::Policy));
+    assert_eq!(config.db(&["--db", PLAIN]), some(PLAIN, DbOrigin::Policy));
     for other in ["none", "sqlite:x.db", "postgres://elsewhere/x"] {
-        bench.fails(&["--db", other], &["--db", "policy.toml", "operator"]);
+        config.fails(&["--db", other], &["--db", "policy.toml", "operator"]);
     }
-    let bench = Bench::new().policy(&policy).var("FUMEHOOD_DB", "none");
-    bench.fails(&[], &["FUMEHOOD_DB", "policy.toml"]);
-    assert_eq!(bench.db(&["--db", PLAIN]), some(PLAIN, DbOrigin::Policy));
-    let bench = Bench::new().policy(&policy).user("db = \"none\"");
-    bench.fails(&[], &["`db` in", "config.toml", "policy.toml"]);
-    let bench = Bench::new().policy(&policy).db_file("postgres://u:p@h/d");
-    bench.fails(&[], &["FUMEHOOD_DB_FILE", "policy.toml"]);
-    let message = chain(&bench.run(&[]).unwrap_err());
+    let config = TestConfig::new().policy(&policy).var("FUMEHOOD_DB", "none");
+    config.fails(&[], &["FUMEHOOD_DB", "policy.toml"]);
+    assert_eq!(config.db(&["--db", PLAIN]), some(PLAIN, DbOrigin::Policy));
+    let config = TestConfig::new().policy(&policy).user("db = \"none\"");
+    config.fails(&[], &["`db` in", "config.toml", "policy.toml"]);
+    let config = TestConfig::new()
+        .policy(&policy)
+        .db_file("postgres://u:p@h/d");
+    config.fails(&[], &["FUMEHOOD_DB_FILE", "policy.toml"]);
+    let message = chain(&config.run(&[]).unwrap_err());
     assert!(!message.contains("u:p"), "{message}");
 }
 
 #[test]
 fn a_required_record_cannot_be_left_out() {
-    let bench = Bench::new().policy("[record]\nrequired = true");
-    let record = bench.record(&[]);
+    let config = TestConfig::new().policy("[record]\nrequired = true");
+    let record = config.record(&[]);
     assert!(record.required && record.db.is_none());
-    assert!(bench.db(&["--db", "sqlite:x.db"]).is_some());
+    assert!(config.db(&["--db", "sqlite:x.db"]).is_some());
     for none in ["none", " none", "none\n", "\u{a0}none"] {
-        bench.fails(&["--db", none], &["--db", "requires", "policy.toml"]);
+        config.fails(&["--db", none], &["--db", "requires", "policy.toml"]);
     }
-    let bench = bench.var("FUMEHOOD_DB", "none");
-    bench.fails(&[], &["FUMEHOOD_DB", "requires"]);
-    assert!(bench.db(&["--db", "sqlite:x.db"]).is_some());
-    Bench::new()
+    let config = config.var("FUMEHOOD_DB", "none");
+    config.fails(&[], &["FUMEHOOD_DB", "requires"]);
+    assert!(config.db(&["--db", "sqlite:x.db"]).is_some());
+    TestConfig::new()
         .policy("[record]\nrequired = true")
         .user("db = \"none\"")
         .fails(&[], &["config.toml", "requires"]);
-    let free = Bench::new().policy("[record]\nrequired = false");
+    let free = TestConfig::new().policy("[record]\nrequired = false");
     assert!(free.db(&["--db", "none"]).is_some() && !free.record(&[]).required);
 }
 
 #[test]
 fn the_collection_follows_the_limits_and_the_ceilings() {
-    let collection = Bench::new().ok(&["--disk", "2G"]).collection;
+    let collection = TestConfig::new().ok(&["--disk", "2G"]).collection;
     assert_eq!(collection.total_bytes_max, 2 << 30);
     assert_eq!(collection.file_bytes_max, 2 << 30);
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .user("max_outputs = 5\nmax_depth = 4\ninline_max = 0")
         .project("max_output = \"1G\"\nmax_depth = 256\nmax_outputs = 1000000")
         .var("FUMEHOOD_MAX_OUTPUTS", "7");
-    let collection = bench.ok(&["--max-output-file", "0"]).collection;
+    let collection = config.ok(&["--max-output-file", "0"]).collection;
     assert_eq!(
         collection,
         CollectionSettings {
@@ -267,7 +273,7 @@ fn the_collection_follows_the_limits_and_the_ceilings() {
             ..CollectionSettings::default()
         }
     );
-    let large = Bench::new().ok(&["--inline-max", "64M"]).collection;
+    let large = TestConfig::new().ok(&["--inline-max", "64M"]).collection;
     assert_eq!(large.inline_total_bytes_max, 64 << 20);
     for (flag, value, word) in [
         ("--max-outputs", "1000001", "to 1000000"),
@@ -276,13 +282,13 @@ fn the_collection_follows_the_limits_and_the_ceilings() {
         ("--inline-max", "65M", "to 64 MiB"),
         ("--max-output", "off", "not a size"),
     ] {
-        Bench::new().fails(&[flag, value], &[flag, word]);
+        TestConfig::new().fails(&[flag, value], &[flag, word]);
     }
-    let bench = Bench::new().policy(
+    let config = TestConfig::new().policy(
         "[ceilings]\nmax_output = \"1G\"\nmax_output_file = \"1M\"\nmax_outputs = 9\nmax_depth = 3\n\
          inline_max = \"1K\"\nstore_quota = \"5G\"",
     );
-    let resolved = bench.run(&[]).unwrap();
+    let resolved = config.run(&[]).unwrap();
     assert_eq!(
         resolved.request.collection,
         CollectionSettings {
@@ -304,16 +310,16 @@ fn the_collection_follows_the_limits_and_the_ceilings() {
         ("--store-quota", "6G"),
         ("--store-quota", "off"),
     ] {
-        bench.fails(&[flag, value], &[flag, "ceiling"]);
+        config.fails(&[flag, value], &[flag, "ceiling"]);
     }
 }
 
 #[test]
 fn globs_add_up_and_stay_inside() {
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .user("expect = [\"log.txt\"]")
         .project("output = [\"*.csv\", \"{a,b}/**\"]\nexpect = [\"result.json\"]");
-    let collection = bench
+    let collection = config
         .ok(&["--output", "*.png", "--output", "*.csv"])
         .collection;
     assert_eq!(collection.outputs, ["*.csv", "{a,b}/**", "*.png"]);
@@ -327,88 +333,88 @@ fn globs_add_up_and_stay_inside() {
         "{a",
         &"x".repeat(1 << 14),
     ] {
-        bench.fails(&["--output", bad], &["`output`", "pattern"]);
-        bench.fails(&["--expect", bad], &["`expect`", "pattern"]);
+        config.fails(&["--output", bad], &["`output`", "pattern"]);
+        config.fails(&["--expect", bad], &["`expect`", "pattern"]);
     }
-    assert!(bench.run(&["--output", "..a/b.."]).is_ok());
-    bench.fails(&["--output", ""], &["--output is empty"]);
+    assert!(config.run(&["--output", "..a/b.."]).is_ok());
+    config.fails(&["--output", ""], &["--output is empty"]);
     let many: Vec<String> = (0..900).map(|n| format!("{n:?}")).collect();
-    Bench::new()
+    TestConfig::new()
         .project(&format!("output = {many:?}"))
         .fails(&[], &["`output`", "900 patterns"]);
 }
 
 #[test]
 fn the_store_has_its_place_and_its_room() {
-    let bench = Bench::new().user(
+    let config = TestConfig::new().user(
         "artifacts = \"objects\"\nstore_quota = \"1T\"\nfree_reserve = \"2G\"\nsecret_env = [\"TOKEN\"]",
     );
-    let record = bench.record(&[]);
-    assert_eq!(record.artifacts, Some(bench.path("user/objects")));
+    let record = config.record(&[]);
+    assert_eq!(record.artifacts, Some(config.path("user/objects")));
     assert_eq!(record.store_quota_bytes, Some(1 << 40));
     assert_eq!(record.free_reserve_bytes, 2 << 30);
-    let bench = bench
+    let config = config
         .var("FUMEHOOD_ARTIFACTS", "/srv/objects")
         .var("FUMEHOOD_STORE_QUOTA", "2T")
         .var("FUMEHOOD_FREE_RESERVE", "0");
-    let record = bench.record(&[]);
+    let record = config.record(&[]);
     assert_eq!(record.artifacts, Some("/srv/objects".into()));
     assert_eq!(record.store_quota_bytes, Some(2 << 40));
     assert_eq!(record.free_reserve_bytes, 0);
-    let record = bench.record(&["--artifacts", "x", "--store-quota", "off"]);
-    assert_eq!(record.artifacts, Some(bench.path("project/x")));
+    let record = config.record(&["--artifacts", "x", "--store-quota", "off"]);
+    assert_eq!(record.artifacts, Some(config.path("project/x")));
     assert_eq!(record.store_quota_bytes, None);
 }
 
 #[test]
 fn secret_names_add_up() {
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .policy("[env]\nsecret = [\"PGPASSWORD\", \"AWS_*\"]")
         .user("secret_env = [\"TOKEN\", \"AWS_*\"]")
         .var("FUMEHOOD_SECRET_ENV", "API_KEY, *");
     assert_eq!(
-        bench.ok(&["--secret-env", "X"]).secret_env,
+        config.ok(&["--secret-env", "X"]).secret_env,
         ["*", "API_KEY", "AWS_*", "PGPASSWORD", "TOKEN", "X"]
     );
     for bad in ["A*B", "1A", "A=1", "**"] {
-        bench.fails(&["--secret-env", bad], &["--secret-env", "star"]);
+        config.fails(&["--secret-env", bad], &["--secret-env", "star"]);
     }
 }
 
 #[test]
 fn export_and_repetition_belong_to_one_run() {
-    let bench = Bench::new();
-    assert_eq!(bench.ok(&["--replace"]).id_reuse, IdReuse::Replace);
-    assert_eq!(bench.ok(&["--id", "mine"]).id_reuse, IdReuse::Refuse);
-    let record = bench.record(&["--to", "results", "--force"]);
-    assert_eq!(record.to, Some(bench.path("project/results")));
+    let config = TestConfig::new();
+    assert_eq!(config.ok(&["--replace"]).id_reuse, IdReuse::Replace);
+    assert_eq!(config.ok(&["--id", "mine"]).id_reuse, IdReuse::Refuse);
+    let record = config.record(&["--to", "results", "--force"]);
+    assert_eq!(record.to, Some(config.path("project/results")));
     assert!(record.force);
-    assert!(!bench.record(&["--to", "results"]).force);
-    bench.fails(&["--force"], &["--force", "--to"]);
+    assert!(!config.record(&["--to", "results"]).force);
+    config.fails(&["--force"], &["--force", "--to"]);
 }
 
 #[test]
 fn a_workspace_that_is_there_names_the_run() {
-    let bench = Bench::new();
-    let resolved = bench.run(&["--in", "gwas-7"]).unwrap();
+    let config = TestConfig::new();
+    let resolved = config.run(&["--in", "gwas-7"]).unwrap();
     assert_eq!(resolved.request.id.as_str(), "gwas-7");
     assert_eq!(resolved.record.in_workspace, Some(resolved.request.id));
-    bench.fails(&["--in", "../x"], &["--in", "[A-Za-z0-9]"]);
-    bench.fails(&["--in", "a", "--id", "a"], &["--in", "--id"]);
-    bench.fails(&["--in", "a", "--keep", "never"], &["--in", "--keep"]);
-    bench.fails(
+    config.fails(&["--in", "../x"], &["--in", "[A-Za-z0-9]"]);
+    config.fails(&["--in", "a", "--id", "a"], &["--in", "--id"]);
+    config.fails(&["--in", "a", "--keep", "never"], &["--in", "--keep"]);
+    config.fails(
         &["--in", "a", "--workspace", "memory"],
         &["--in", "--workspace memory"],
     );
-    assert!(bench.run(&["--in", "a", "--workspace", "disk"]).is_ok());
-    // What a file or a variable says of workspaces is meant for those that a run makes.
-    let bench = Bench::new()
+    assert!(config.run(&["--in", "a", "--workspace", "disk"]).is_ok());
+    // What a file or a variable says about workspaces is meant for workspaces that a run makes.
+    let config = TestConfig::new()
         .project("workspace = \"memory\"")
         .var("FUMEHOOD_KEEP", "always");
-    let request = bench.ok(&["--in", "a"]);
+    let request = config.ok(&["--in", "a"]);
     assert_eq!(request.workspace_kind, WorkspaceKind::Disk);
     assert_eq!(request.keep, KeepPolicy::Never);
-    let request = bench.ok(&[]);
+    let request = config.ok(&[]);
     assert_eq!(request.workspace_kind, WorkspaceKind::Memory);
     assert_eq!(request.keep, KeepPolicy::Always);
 }
@@ -416,21 +422,21 @@ fn a_workspace_that_is_there_names_the_run() {
 #[test]
 fn the_platforms_step_is_the_users_or_the_operators() {
     let step = |program: &str, timeout_ms| {
-        Some(PostProcess {
+        Some(PostProcessSettings {
             command: vec![program.to_owned(), "--quiet".to_owned()],
             timeout_ms,
         })
     };
     let users = "[post_process]\ncommand = [\"/opt/mine\", \"--quiet\"]";
-    let bench = Bench::new().user(users);
-    assert_eq!(bench.record(&[]).post_process, step("/opt/mine", 600_000));
-    let bench =
-        bench.policy("[post_process]\ncommand = [\"/opt/theirs\", \"--quiet\"]\ntimeout = \"1m\"");
-    assert_eq!(bench.record(&[]).post_process, step("/opt/theirs", 60_000));
-    Bench::new()
+    let config = TestConfig::new().user(users);
+    assert_eq!(config.record(&[]).post_process, step("/opt/mine", 600_000));
+    let config =
+        config.policy("[post_process]\ncommand = [\"/opt/theirs\", \"--quiet\"]\ntimeout = \"1m\"");
+    assert_eq!(config.record(&[]).post_process, step("/opt/theirs", 60_000));
+    TestConfig::new()
         .project(users)
         .fails(&[], &["fumehood.toml", "post_process", "unconfined"]);
-    Bench::new()
+    TestConfig::new()
         .var("FUMEHOOD_POST_PROCESS", "/opt/x")
         .fails(&[], &["unknown variable"]);
     for (text, word) in [
@@ -458,53 +464,55 @@ fn the_platforms_step_is_the_users_or_the_operators() {
         ),
         ("[post_proces]\ncommand = [\"/x\"]", "`post_process`"),
     ] {
-        Bench::new().user(text).fails(&[], &["config.toml", word]);
+        TestConfig::new()
+            .user(text)
+            .fails(&[], &["config.toml", word]);
     }
 }
 
 #[test]
 fn other_commands_do_not_hear_the_project() {
-    let bench = Bench::new()
+    let config = TestConfig::new()
         .project("this is not TOML")
         .user("db = \"sqlite:/srv/x.db\"\n[post_process]\ncommand = [\"/opt/mine\"]")
         .var("FUMEHOOD_PROJECT", "nowhere");
-    bench.fails(&[], &["nowhere"]);
-    let record = record_settings(&StoreArgs::default(), &bench.sources).unwrap();
+    config.fails(&[], &["nowhere"]);
+    let record = record_settings(GivenSettings::new(), &config.sources).unwrap();
     assert_eq!(record.db.unwrap().text, "sqlite:/srv/x.db");
     assert!(record.post_process.is_some());
     let args = StoreArgs {
         db: Some("none".into()),
         artifacts: Some("objects".into()),
     };
-    let record = record_settings(&args, &bench.sources).unwrap();
+    let record = record_settings(args.given(), &config.sources).unwrap();
     assert!(record.db.unwrap().records_nothing());
-    assert_eq!(record.artifacts, Some(bench.path("project/objects")));
-    // The policy and the rules for passwords hold for them too.
+    assert_eq!(record.artifacts, Some(config.path("project/objects")));
+    // The policy and the rules for passwords hold for these commands too.
     let args = StoreArgs {
         db: Some(PASSWORD.into()),
         artifacts: None,
     };
-    assert!(record_settings(&args, &bench.sources).is_err());
-    let bench = bench.policy("[record]\ndb = \"sqlite:/srv/y.db\"");
-    let error = record_settings(&StoreArgs::default(), &bench.sources).unwrap_err();
+    assert!(record_settings(args.given(), &config.sources).is_err());
+    let config = config.policy("[record]\ndb = \"sqlite:/srv/y.db\"");
+    let error = record_settings(GivenSettings::new(), &config.sources).unwrap_err();
     assert!(chain(&error).contains("policy.toml"));
 }
 
 #[test]
 fn the_shell_records_nothing() {
-    // Not even where the database is: what is not needed is not read.
-    let bench = Bench::new().var("FUMEHOOD_DB_FILE", "nowhere");
-    let resolved = shell_request(&ShellArgs::default(), &bench.sources).unwrap();
+    // The database is not needed, so the file that names it is not read.
+    let config = TestConfig::new().var("FUMEHOOD_DB_FILE", "nowhere");
+    let resolved = shell_request(GivenSettings::new(), &config.sources).unwrap();
     assert!(resolved.record.db.unwrap().records_nothing());
-    assert!(bench.run(&[]).is_err());
+    assert!(config.run(&[]).is_err());
 }
 
-/// A release knows no faults, so their variable is there as unknown as any other.
+/// A release build injects no faults, so it refuses the variable like any unknown name.
 #[test]
 fn the_tests_variable_is_known_to_builds_that_listen() {
-    let bench = Bench::new().var(store::types::crash_points::VARIABLE, "committed=kill");
+    let config = TestConfig::new().var(store::types::crash_points::VARIABLE, "committed=kill");
     match cfg!(debug_assertions) {
-        true => drop(bench.ok(&[])),
-        false => bench.fails(&[], &["unknown variable FUMEHOOD_FAULT"]),
+        true => drop(config.ok(&[])),
+        false => config.fails(&[], &["unknown variable FUMEHOOD_FAULT"]),
     }
 }

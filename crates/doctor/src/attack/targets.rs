@@ -1,0 +1,551 @@
+//! One set of targets, and the evidence that an attack hit one. The control has one set and the sandbox has another.
+//! The two differ only in their names.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::{TcpListener, UdpSocket};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+use sandbox::attack::victims::{Queue, Segment};
+use sandbox::attack::{PARENT_TARGET, SECRET_PREFIX};
+
+use super::attack_output::AttackOutput;
+use super::error::AttackError;
+use super::testbed::{TargetProcess, Testbed, make_dir, open_terminal, random_word, set_mode};
+
+/// The acts that change a file, each with a file of its own in the project, and the part of the project that holds it.
+/// Any change to the file is evidence.
+const CHANGE_ACTS: &[(&str, &str)] = &[
+    ("write_data", "data"),
+    ("truncate_data", "data"),
+    ("chmod_data", "data"),
+    ("utime_data", "data"),
+    ("xattr_data", "data"),
+    ("link_data", "data"),
+    ("write_docs", "docs"),
+    ("write_site", "site"),
+];
+/// A device that the sandbox shows, and whose timestamps nothing on a host changes.
+const DEVICE: &str = "/dev/full";
+/// How long an act keeps holding a resource so that the sandbox's watch can see it, in milliseconds. The run ends as
+/// soon as the watch sees it. Nothing watches the control.
+const HOLD_MS: &str = "10000";
+/// Acts that read a secret, each with a secret of its own.
+const SECRET_ACTS: [&str; 8] = [
+    "read_project",
+    "list_project",
+    "read_secret_file",
+    "read_host_tmp",
+    "inherited_descriptor",
+    "secret_environment",
+    "proc_of_others",
+    "symlink_farm",
+];
+/// Acts on processes, each with a target process of its own.
+const PROCESS_ACTS: [&str; 6] = [
+    "signal_others",
+    "signal_guardian",
+    "signal_by_descriptor",
+    "ptrace_others",
+    "proc_of_others",
+    "limits_of_others",
+];
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum TargetSide {
+    Control,
+    Confined,
+}
+
+pub struct TargetSet {
+    side: TargetSide,
+    /// The text that an attacker leaves wherever it gets to.
+    pub mark: String,
+    /// The texts that attackers are to find, each in one target only.
+    secrets: BTreeMap<&'static str, String>,
+    pub project: PathBuf,
+    /// Where the control's attacker works.
+    pub workspace: PathBuf,
+    outside: PathBuf,
+    other_workspace: PathBuf,
+    size: u64,
+    before: BTreeMap<&'static str, Vec<FileState>>,
+    services: Services,
+    processes: BTreeMap<&'static str, TargetProcess>,
+    limits_before: String,
+    segment: Option<Segment>,
+    queue: Option<Queue>,
+    /// Locked until the set is dropped.
+    _lock: File,
+    /// The control attacks a pseudo-terminal that is closed with the set, so that the host's own devices stay
+    /// unchanged.
+    terminal: Option<(OwnedFd, OwnedFd)>,
+    host_files: Vec<PathBuf>,
+}
+
+struct Services {
+    tcp: TcpListener,
+    fast_open: TcpListener,
+    paths: Vec<UnixListener>,
+    abstract_name: UnixListener,
+    datagrams: Vec<UnixDatagram>,
+    udp: UdpSocket,
+    dns: UdpSocket,
+}
+
+/// Everything about a file that an attack can change.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum FileState {
+    Absent,
+    There {
+        names: Vec<std::ffi::OsString>,
+        content: Vec<u8>,
+        mode: u32,
+        modified: (i64, i64),
+        links: u64,
+        attribute: Option<Vec<u8>>,
+    },
+}
+
+impl FileState {
+    fn read(path: &Path) -> FileState {
+        let Ok(meta) = std::fs::symlink_metadata(path) else {
+            return FileState::Absent;
+        };
+        let mut names: Vec<_> = std::fs::read_dir(path)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|e| e.file_name())
+            .collect();
+        names.sort();
+        let mut value = vec![0u8; 256];
+        let attribute = rustix::fs::lgetxattr(path, "user.fumehood", &mut value[..]);
+        FileState::There {
+            names,
+            content: match meta.is_file() {
+                true => std::fs::read(path).unwrap_or_default(),
+                false => Vec::new(),
+            },
+            mode: meta.mode(),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            links: meta.nlink(),
+            attribute: attribute.ok().map(|n| value[..n].to_vec()),
+        }
+    }
+}
+
+impl TargetSet {
+    pub fn create(
+        testbed: &Testbed,
+        side: TargetSide,
+        other_workspace: &Path,
+    ) -> Result<TargetSet, AttackError> {
+        let mark = testbed.mark()?;
+        let root = testbed.path(match side {
+            TargetSide::Control => "control",
+            TargetSide::Confined => "confined",
+        });
+        let (project, outside) = (root.join("project"), root.join("outside"));
+        let mut secrets = BTreeMap::new();
+        for act in SECRET_ACTS {
+            secrets.insert(act, format!("{SECRET_PREFIX}{}", random_word()?));
+        }
+        build_project(&project, &secrets)?;
+        make_dir(&outside, 0o755)?;
+        write_world_writable(&outside.join("secret"), &secrets["read_secret_file"])?;
+        make_dir(&outside.join("farm"), 0o755)?;
+        write_world_writable(&outside.join("farm/secret"), &secrets["symlink_farm"])?;
+        write_world_writable(&outside.join("handed"), &secrets["inherited_descriptor"])?;
+        let size = 4096 + u64::from_str_radix(&random_word()?[..4], 16).unwrap_or(0);
+        write_world_writable(&project.join("site/measured"), &"x".repeat(size as usize))?;
+        let host_tmp = Path::new("/tmp").join(format!("fumehood-attack-read-{mark}"));
+        write_world_writable(&host_tmp, &secrets["read_host_tmp"])?;
+        let workspace = root.join("workspace");
+        make_dir(&workspace, 0o755)?;
+        for name in ["data", "docs"] {
+            symlink(project.join(name), workspace.join(name))
+                .map_err(AttackError::system("link the data"))?;
+        }
+        let lock = File::open(project.join("data/locked"))
+            .map_err(AttackError::system("open what is locked"))?;
+        rustix::fs::flock(&lock, FlockOperation::LockExclusive)
+            .map_err(AttackError::system("lock it"))?;
+        let mut processes = BTreeMap::new();
+        for act in PROCESS_ACTS {
+            processes.insert(
+                act,
+                TargetProcess::start(testbed, &secrets["proc_of_others"])?,
+            );
+        }
+        let mut targets = TargetSet {
+            limits_before: processes["limits_of_others"].limits(),
+            services: Services::start(&project, &outside, &mark)?,
+            segment: Segment::make().ok(),
+            queue: Queue::make(&format!("fumehood-attack-{mark}")).ok(),
+            before: BTreeMap::new(),
+            other_workspace: other_workspace.join(format!("left-by-{mark}")),
+            host_files: vec![host_tmp],
+            _lock: lock,
+            terminal: match side {
+                TargetSide::Control => Some(open_terminal()?),
+                TargetSide::Confined => None,
+            },
+            side,
+            mark,
+            secrets,
+            project,
+            workspace,
+            outside,
+            size,
+            processes,
+        };
+        targets.host_files.extend([
+            targets.host_file("write_host_tmp"),
+            targets.host_file("write_host_shm"),
+        ]);
+        let acts = CHANGE_ACTS
+            .iter()
+            .map(|(act, _)| *act)
+            .chain(["write_api_py", "utime_device"]);
+        targets.before = acts.map(|act| (act, targets.states(act))).collect();
+        Ok(targets)
+    }
+
+    pub fn secret(&self, act: &str) -> &str {
+        self.secrets.get(act).map_or("", String::as_str)
+    }
+
+    /// Returns a descriptor that the next process to be started inherits.
+    pub fn inherited_descriptor(&self) -> Result<OwnedFd, AttackError> {
+        let file = File::open(self.outside.join("handed"))
+            .map_err(AttackError::system("open what is handed on"))?;
+        // `dup` does not set close-on-exec, unlike every other way in which we open files.
+        rustix::io::dup(&file).map_err(AttackError::system("copy a descriptor"))
+    }
+
+    pub fn farm_secret(&self) -> PathBuf {
+        self.outside.join("farm/secret")
+    }
+
+    fn host_file(&self, act: &str) -> PathBuf {
+        match act {
+            "write_host_shm" => Path::new("/dev/shm"),
+            "write_system" => Path::new("/usr"),
+            _ => Path::new("/tmp"),
+        }
+        .join(format!("fumehood-attack-{}", self.mark))
+    }
+
+    fn device(&self) -> PathBuf {
+        let terminal = self.terminal.as_ref();
+        let name = terminal.and_then(|(outer, _)| rustix::pty::ptsname(outer, Vec::new()).ok());
+        let name = name.and_then(|name| name.into_string().ok());
+        name.map_or_else(|| DEVICE.into(), PathBuf::from)
+    }
+
+    /// Reads the files that this act would change.
+    fn states(&self, act: &str) -> Vec<FileState> {
+        let paths = match CHANGE_ACTS.iter().find(|(name, _)| *name == act) {
+            Some((name, area)) => {
+                let dir = self.project.join(area).join(name);
+                vec![dir.join("file"), dir]
+            }
+            None if act == "utime_device" => vec![self.device()],
+            None => ["api.py", "api.py.new", "api.py.dir"]
+                .map(|name| self.project.join(name))
+                .to_vec(),
+        };
+        paths.iter().map(|path| FileState::read(path)).collect()
+    }
+
+    /// Returns the target of an act in the form that the attacker parses.
+    pub fn target(&self, act: &str) -> String {
+        let join = |parts: &[&Path]| {
+            let parts: Vec<String> = parts.iter().map(|p| p.display().to_string()).collect();
+            parts.join("|")
+        };
+        if let Some((name, area)) = CHANGE_ACTS.iter().find(|(name, _)| *name == act) {
+            let below = Path::new(area).join(name).join("file");
+            return match *area {
+                "site" => join(&[
+                    &self.project.join(&below),
+                    &Path::new("data/..").join(&below),
+                ]),
+                _ => join(&[&below, &self.project.join(&below)]),
+            };
+        }
+        let port = |socket: &TcpListener| socket.local_addr().map_or(0, |a| a.port()).to_string();
+        let udp_port = |socket: &UdpSocket| socket.local_addr().map_or(0, |a| a.port()).to_string();
+        let project =
+            |name: &str| join(&[&self.project.join(name), &Path::new("data/..").join(name)]);
+        match act {
+            "read_project" => project(".env"),
+            "list_project" => join(&[&self.project, Path::new("data/..")]),
+            "stat_project" => project("site/measured"),
+            "lock_data" => join(&[Path::new("data/locked"), &self.project.join("data/locked")]),
+            "read_secret_file" => join(&[&self.outside.join("secret")]),
+            "read_host_tmp" => join(&[&self.host_files[0]]),
+            "write_api_py" => project("api.py"),
+            "write_system" | "write_host_tmp" | "write_host_shm" => join(&[&self.host_file(act)]),
+            "write_other_workspace" => join(&[&self.other_workspace]),
+            "utime_device" => join(&[&self.device()]),
+            "postgres_tcp" | "netlink" => port(&self.services.tcp),
+            "tcp_fast_open" => port(&self.services.fast_open),
+            "postgres_socket" => join(&[
+                &self.outside.join(".s.PGSQL.5432"),
+                Path::new("data/.s.PGSQL.5432"),
+                &self.project.join("data/.s.PGSQL.5432"),
+            ]),
+            "postgres_abstract" => format!("fumehood-attack-{}", self.mark),
+            "unix_datagram" => format!(
+                "{}|fumehood-attack-datagram-{}",
+                self.project.join("data/datagram").display(),
+                self.mark
+            ),
+            "udp" => udp_port(&self.services.udp),
+            "dns" => udp_port(&self.services.dns),
+            "signal_guardian" if self.side == TargetSide::Confined => PARENT_TARGET.into(),
+            "init_memory" if self.side == TargetSide::Confined => format!("{PARENT_TARGET}|1"),
+            "init_memory" => self.processes["proc_of_others"].pid().to_string(),
+            "system_v_ipc" => self.segment.as_ref().map_or(-1, Segment::id).to_string(),
+            "message_queue" => format!("fumehood-attack-{}", self.mark),
+            "oom_loop" | "disk_held_by_calls" | "unlinked_files" => match self.side {
+                TargetSide::Control => "0".into(),
+                TargetSide::Confined => HOLD_MS.into(),
+            },
+            "symlink_farm" => join(&[&self.farm_secret(), &self.outside.join("farm")]),
+            _ => match self.processes.get(act) {
+                Some(process) => process.pid().to_string(),
+                None => String::new(),
+            },
+        }
+    }
+
+    /// Returns the evidence that the act succeeded, if there is any: from the host where possible, else from what the
+    /// attacker printed.
+    pub fn evidence(&mut self, act: &str, attack_output: &AttackOutput) -> Option<String> {
+        let reported = || attack_output.success(act).map(str::to_owned);
+        if let Some(before) = self.before.get(act) {
+            return (self.states(act) != *before)
+                .then(|| "the host's file is not as it was".into());
+        }
+        match act {
+            "stat_project" => revealed(attack_output, act, &format!("size {}", self.size)),
+            "write_system" if self.side == TargetSide::Control => reported(),
+            "write_system" | "write_other_workspace" | "write_host_tmp" | "write_host_shm" => {
+                let path = match act {
+                    "write_other_workspace" => &self.other_workspace,
+                    _ => &self.host_file(act),
+                };
+                let there = std::fs::symlink_metadata(path).is_ok();
+                there.then(|| format!("{} is on the host", path.display()))
+            }
+            "postgres_tcp" | "postgres_socket" | "postgres_abstract" | "unix_datagram"
+            | "tcp_fast_open" | "udp" | "dns" => {
+                let received = self.services.received(act, &self.mark);
+                received.then(|| "the service received it".into())
+            }
+            "signal_others" | "signal_guardian" | "signal_by_descriptor" | "ptrace_others" => {
+                let died = self.processes.get_mut(act).is_some_and(TargetProcess::died);
+                let outside = died.then(|| "the process that it was aimed at died".to_owned());
+                // Reading another process's memory leaves no trace, so believe the attacker.
+                outside.or_else(|| reported().filter(|_| act == "ptrace_others"))
+            }
+            "limits_of_others" => {
+                let changed = self.processes[act].limits() != self.limits_before;
+                let outside = changed.then(|| "its limits are not as they were".to_owned());
+                outside.or_else(reported)
+            }
+            "system_v_ipc" => {
+                let reached = self.segment.as_ref().map(Segment::was_reached);
+                matches!(reached, Some(Ok(true))).then(|| "it was attached to".into())
+            }
+            "message_queue" => {
+                let message = self.queue.as_ref().and_then(Queue::take);
+                let ours = message.is_some_and(|m| m == self.mark.as_bytes());
+                ours.then(|| "the queue holds the message".into())
+            }
+            _ => match self.secrets.get(act) {
+                Some(secret) => revealed(attack_output, act, secret),
+                None => reported(),
+            },
+        }
+    }
+
+    /// Returns why this host cannot try the act at all.
+    pub fn why_impossible(&self, act: &str) -> Option<&'static str> {
+        match act {
+            "system_v_ipc" if self.segment.is_none() => Some("this kernel has no System V IPC"),
+            "message_queue" if self.queue.is_none() => Some("this kernel has no message queues"),
+            _ => None,
+        }
+    }
+}
+
+impl Drop for TargetSet {
+    fn drop(&mut self) {
+        for path in &self.host_files {
+            // The attack may not have made the file.
+            let _ = std::fs::remove_file(path);
+        }
+        if self.side == TargetSide::Confined {
+            let _ = std::fs::remove_file(self.host_file("write_system"));
+        }
+    }
+}
+
+fn revealed(attack_output: &AttackOutput, act: &str, secret: &str) -> Option<String> {
+    let out = attack_output.text.contains(secret);
+    out.then(|| {
+        format!(
+            "a secret of the host was read: {}",
+            attack_output.success(act).unwrap_or("")
+        )
+    })
+}
+
+fn build_project(project: &Path, secrets: &BTreeMap<&str, String>) -> Result<(), AttackError> {
+    for name in ["", "data", "docs", "site"] {
+        make_dir(&project.join(name), 0o755)?;
+    }
+    for (act, area) in CHANGE_ACTS {
+        make_dir(&project.join(area).join(act), 0o777)?;
+        write_world_writable(&project.join(area).join(act).join("file"), "as it was\n")?;
+    }
+    write_world_writable(&project.join("data/locked"), "")?;
+    write_world_writable(&project.join("api.py"), "# as it was\n")?;
+    write_world_writable(&project.join(".env"), &secrets["read_project"])?;
+    write_world_writable(&project.join(&secrets["list_project"]), "")
+}
+
+/// Anybody may read and write the file: only the sandbox protects it.
+fn write_world_writable(path: &Path, text: &str) -> Result<(), AttackError> {
+    let mut file = File::create_new(path).map_err(AttackError::path("make", path))?;
+    file.write_all(text.as_bytes())
+        .map_err(AttackError::path("write", path))?;
+    set_mode(path, 0o666)
+}
+
+impl Services {
+    fn start(project: &Path, outside: &Path, mark: &str) -> Result<Services, AttackError> {
+        let tcp = || -> Result<TcpListener, AttackError> {
+            let socket = TcpListener::bind("127.0.0.1:0")
+                .map_err(AttackError::system("listen on loopback"))?;
+            socket
+                .set_nonblocking(true)
+                .map_err(AttackError::system("listen on loopback"))?;
+            Ok(socket)
+        };
+        let udp = || -> Result<UdpSocket, AttackError> {
+            let socket =
+                UdpSocket::bind("127.0.0.1:0").map_err(AttackError::system("bind on loopback"))?;
+            socket
+                .set_nonblocking(true)
+                .map_err(AttackError::system("bind on loopback"))?;
+            Ok(socket)
+        };
+        let mut paths = Vec::new();
+        for dir in [outside, &project.join("data")] {
+            let path = dir.join(".s.PGSQL.5432");
+            let socket =
+                UnixListener::bind(&path).map_err(AttackError::path("listen at", &path))?;
+            set_mode(&path, 0o777)?;
+            socket
+                .set_nonblocking(true)
+                .map_err(AttackError::system("listen at a path"))?;
+            paths.push(socket);
+        }
+        let name = SocketAddr::from_abstract_name(format!("fumehood-attack-{mark}"))
+            .map_err(AttackError::system("make an abstract name"))?;
+        let abstract_name =
+            UnixListener::bind_addr(&name).map_err(AttackError::system("listen at a name"))?;
+        abstract_name
+            .set_nonblocking(true)
+            .map_err(AttackError::system("listen at a name"))?;
+        let path = project.join("data/datagram");
+        let by_path = UnixDatagram::bind(&path).map_err(AttackError::path("bind at", &path))?;
+        set_mode(&path, 0o777)?;
+        let name = SocketAddr::from_abstract_name(format!("fumehood-attack-datagram-{mark}"))
+            .map_err(AttackError::system("make an abstract name"))?;
+        let by_name =
+            UnixDatagram::bind_addr(&name).map_err(AttackError::system("bind at a name"))?;
+        for socket in [&by_path, &by_name] {
+            socket
+                .set_nonblocking(true)
+                .map_err(AttackError::system("bind a datagram socket"))?;
+        }
+        Ok(Services {
+            tcp: tcp()?,
+            fast_open: tcp()?,
+            paths,
+            abstract_name,
+            datagrams: vec![by_path, by_name],
+            udp: udp()?,
+            dns: udp()?,
+        })
+    }
+
+    /// Whatever arrived is still queued in the sockets, because nothing has read from them.
+    fn received(&self, act: &str, mark: &str) -> bool {
+        match act {
+            "postgres_tcp" => received_tcp(&self.tcp, mark),
+            "tcp_fast_open" => received_tcp(&self.fast_open, mark),
+            "postgres_socket" => self.paths.iter().any(|s| received_unix(s, mark)),
+            "postgres_abstract" => received_unix(&self.abstract_name, mark),
+            "unix_datagram" => self
+                .datagrams
+                .iter()
+                .any(|s| received_datagram(|b| s.recv(b), mark)),
+            "udp" => received_datagram(|b| self.udp.recv(b), mark),
+            _ => received_datagram(|b| self.dns.recv(b), mark),
+        }
+    }
+}
+
+fn received_tcp(socket: &TcpListener, mark: &str) -> bool {
+    let mut received = false;
+    while let Ok((connection, _)) = socket.accept() {
+        // A blocking connection would only delay us until the attacker's end closes.
+        let _ = connection.set_nonblocking(true);
+        received |= receives_mark(connection, mark);
+    }
+    received
+}
+
+fn received_unix(socket: &UnixListener, mark: &str) -> bool {
+    let mut received = false;
+    while let Ok((connection, _)) = socket.accept() {
+        // A blocking connection would only delay us until the attacker's end closes.
+        let _ = connection.set_nonblocking(true);
+        received |= receives_mark(connection, mark);
+    }
+    received
+}
+
+fn received_datagram(receive: impl Fn(&mut [u8]) -> std::io::Result<usize>, mark: &str) -> bool {
+    let mut received = false;
+    let mut datagram = [0u8; 1024];
+    while let Ok(n) = receive(&mut datagram) {
+        received |= contains_mark(&datagram[..n], mark);
+    }
+    received
+}
+
+fn receives_mark(mut connection: impl Read, mark: &str) -> bool {
+    let mut text = Vec::new();
+    // The read ends at the end of the connection, or with an error where nothing more has arrived. What was read counts
+    // in both cases.
+    let _ = connection.by_ref().take(1024).read_to_end(&mut text);
+    contains_mark(&text, mark)
+}
+
+fn contains_mark(text: &[u8], mark: &str) -> bool {
+    text.windows(mark.len()).any(|w| w == mark.as_bytes())
+}

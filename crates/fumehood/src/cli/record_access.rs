@@ -1,0 +1,156 @@
+//! Opens the database and the artifact store that a command works with.
+
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use engine::attempt::recorder::PostProcessCommand;
+use engine::attempt::recorder::Recorder;
+use engine::home::Home;
+use store::artifacts::{self, Artifacts, ExportContent, ExportedFile, Overwrite};
+use store::types::manifest::{ContentHash, OutputPath};
+use store::{Location, LocationOrigin, StoredOutput};
+
+use super::args::StoreArgs;
+use crate::config::record::DbOrigin;
+use crate::config::{self, RecordSettings, Sources};
+
+/// Opens the record for commands that need one.
+pub fn open(args: &StoreArgs) -> anyhow::Result<(Home, Recorder)> {
+    let (home, recorder) = open_optional(args)?;
+    let recorder = recorder.context(
+        "there is no record with --db none; name a database with --db, FUMEHOOD_DB or FUMEHOOD_DB_FILE",
+    )?;
+    Ok((home, recorder))
+}
+
+/// Opens the record for commands that can also work without one.
+pub fn open_optional(args: &StoreArgs) -> anyhow::Result<(Home, Option<Recorder>)> {
+    let settings = config::record_settings(args.given(), &Sources::from_process()?)?;
+    let home = home()?;
+    let recorder = open_recorder(&settings, &home)?;
+    Ok((home, recorder))
+}
+
+pub fn home() -> anyhow::Result<Home> {
+    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    Ok(Home::find(&env)?.open()?)
+}
+
+/// Variables with which a caller may always identify itself to a database server.
+const CALLER_VARIABLES: [&str; 6] = [
+    "PGUSER",
+    "PGPASSWORD",
+    "PGPASSFILE",
+    "PGSSLCERT",
+    "PGSSLKEY",
+    "HOME",
+];
+
+/// Returns the location of the record.
+pub fn location(settings: &RecordSettings, home: &Home) -> anyhow::Result<Location> {
+    let location = match &settings.db {
+        None => Location::Sqlite(home.database()),
+        Some(choice) => {
+            let origin = match choice.origin {
+                DbOrigin::CommandLine => LocationOrigin::CommandLine,
+                DbOrigin::Environment => LocationOrigin::Environment,
+                DbOrigin::File | DbOrigin::Policy => LocationOrigin::File,
+            };
+            // Nothing that the caller sets may lead the operator's address elsewhere or weaken it.
+            let is_ours = choice.origin != DbOrigin::Policy;
+            let env = |name: &str| match is_ours || CALLER_VARIABLES.contains(&name) {
+                true => std::env::var_os(name),
+                false => None,
+            };
+            Location::parse(&choice.text, origin, &env).context("use the database")?
+        }
+    };
+    anyhow::ensure!(
+        location != Location::None || !settings.required,
+        "the operator's policy requires a record; leave out --db none"
+    );
+    Ok(location)
+}
+
+/// Returns `None` if nothing is recorded (`--db none`).
+pub fn open_recorder(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Recorder>> {
+    let location = location(settings, home)?;
+    if location == Location::None {
+        return Ok(None);
+    }
+    let artifacts_at = settings.artifacts.clone();
+    let step = settings
+        .post_process
+        .as_ref()
+        .map(|step| PostProcessCommand {
+            command: step.command.clone(),
+            timeout_ms: step.timeout_ms,
+        });
+    Ok(Some(Recorder::new(
+        location,
+        artifacts_at.unwrap_or_else(|| home.artifacts()),
+        step,
+    )))
+}
+
+/// Exports outputs of an attempt to a directory: those named, or all. Reads from the artifact store of this machine,
+/// else from the database. Copies at most `bytes_max`, the size that the record gives.
+pub fn export(
+    recorder: &mut Recorder,
+    (id, attempt): (&str, u32),
+    named: &[OutputPath],
+    to: &Path,
+    overwrite: Overwrite,
+    bytes_max: u64,
+) -> anyhow::Result<Vec<ExportedFile>> {
+    let stored = recorder.with(|store| store.outputs(id, attempt))?;
+    let named: HashSet<&OutputPath> = named.iter().collect();
+    let wanted = |output: &&StoredOutput| named.is_empty() || named.contains(&output.path);
+    let wanted: Vec<&StoredOutput> = stored.iter().filter(wanted).collect();
+    let list: Vec<_> = wanted
+        .iter()
+        .map(|output| (output.path.clone(), output.bytes, output.blake3))
+        .collect();
+    let by_hash: HashMap<ContentHash, &StoredOutput> = wanted
+        .iter()
+        .map(|output| (output.blake3, *output))
+        .collect();
+    let artifacts = recorder.artifacts().ok();
+    let mut source = |hash: &ContentHash| {
+        let output = by_hash.get(hash);
+        let output = output.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        open_output(recorder, artifacts.as_ref(), (id, attempt), output)
+    };
+    Ok(artifacts::export(
+        &mut source,
+        &list,
+        to,
+        overwrite,
+        bytes_max,
+    )?)
+}
+
+/// Returns an output's bytes from the artifact store of this machine or from the database.
+pub fn open_output(
+    recorder: &mut Recorder,
+    artifacts: Option<&Artifacts>,
+    (id, attempt): (&str, u32),
+    output: &StoredOutput,
+) -> io::Result<ExportContent> {
+    let here = artifacts.filter(|a| a.id() == output.artifact_store);
+    let object = here.map(|artifacts| artifacts.open_object(&output.blake3));
+    if let Some(Ok(file)) = object {
+        return Ok(ExportContent::File(file));
+    }
+    let bytes = recorder.with(|store| store.output_content(id, attempt, &output.path));
+    match (bytes.map_err(io::Error::other)?, object) {
+        (Some(bytes), _) => Ok(ExportContent::Bytes(bytes)),
+        (None, Some(Err(e))) => Err(io::Error::other(e)),
+        (None, _) => Err(io::Error::other(format!(
+            "it is in the artifact store {} of the host {}, and too large to be in the database; fetch it there",
+            output.artifact_store, output.host
+        ))),
+    }
+}
