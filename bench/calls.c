@@ -1,8 +1,9 @@
-/* Times system calls, for bench/calls: nanoseconds for one call, the median of batches of 50, one line for each kind.
+/* Times system calls, for bench/calls. Prints one line for each kind of call: the nanoseconds for one call, as the median of
+ * batches of 50.
  *
  *     calls COUNT
  *
- * Only the calls named are timed. What was sent is received between the batches. */
+ * Only the named calls are timed. The program receives the sent data between the batches. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <pthread.h>
@@ -16,15 +17,15 @@
 
 enum { BATCH = 50, LENGTH = 16 };
 
-static void must(int holds, const char *what)
+static void require(int condition, const char *what)
 {
-    if (!holds) {
+    if (!condition) {
         perror(what);
         exit(1);
     }
 }
 
-static long long now(void)
+static long long now_ns(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -33,23 +34,23 @@ static long long now(void)
 
 static void unix_pair(int type, int pair[2])
 {
-    must(socketpair(AF_UNIX, type, 0, pair) == 0, "socketpair");
+    require(socketpair(AF_UNIX, type, 0, pair) == 0, "socketpair");
 }
 
-/* A connected pair on the loopback: pair[0] sends, pair[1] receives. */
-static void internet_pair(int type, int pair[2])
+/* Connects a pair over the loopback interface: pair[0] sends, pair[1] receives. */
+static void inet_pair(int type, int pair[2])
 {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t length = sizeof address;
     int server = socket(AF_INET, type, 0);
-    must(server >= 0 && bind(server, (struct sockaddr *)&address, length) == 0, "bind");
-    must(getsockname(server, (struct sockaddr *)&address, &length) == 0, "getsockname");
+    require(server >= 0 && bind(server, (struct sockaddr *)&address, length) == 0, "bind");
+    require(getsockname(server, (struct sockaddr *)&address, &length) == 0, "getsockname");
     if (type == SOCK_STREAM)
-        must(listen(server, 1) == 0, "listen");
+        require(listen(server, 1) == 0, "listen");
     pair[0] = socket(AF_INET, type, 0);
-    must(connect(pair[0], (struct sockaddr *)&address, length) == 0, "connect");
+    require(connect(pair[0], (struct sockaddr *)&address, length) == 0, "connect");
     pair[1] = type == SOCK_STREAM ? accept(server, NULL, NULL) : server;
-    must(pair[1] >= 0, "accept");
+    require(pair[1] >= 0, "accept");
 }
 
 static int sockets[2];
@@ -65,7 +66,7 @@ static long call_sendmsg(void)
     return sendmsg(sockets[0], &message, 0);
 }
 
-/* With a descriptor, as multiprocessing passes them. */
+/* Sends a descriptor along, as Python's multiprocessing does. */
 static long call_sendmsg_descriptor(void)
 {
     union {
@@ -100,7 +101,7 @@ static void receive(void)
 {
     char buffer[LENGTH];
     for (int i = 0; i < BATCH; i++)
-        must(recv(sockets[1], buffer, LENGTH, MSG_WAITALL) == LENGTH, "recv");
+        require(recv(sockets[1], buffer, LENGTH, MSG_WAITALL) == LENGTH, "recv");
 }
 
 static int compare(const void *a, const void *b)
@@ -109,23 +110,23 @@ static int compare(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static void timed(const char *name, long (*call)(void), void (*between)(void), int count)
+static void time_call(const char *name, long (*call)(void), void (*between)(void), int count)
 {
     int batches = count / BATCH;
-    long long *took = calloc(batches, sizeof *took);
-    must(took != NULL, "calloc");
-    /* The first is not counted: it may start the broker. */
+    long long *durations = calloc(batches, sizeof *durations);
+    require(durations != NULL, "calloc");
+    /* Batch -1 is not counted: it may start the broker. */
     for (int batch = -1; batch < batches; batch++) {
-        long long began = now();
+        long long start = now_ns();
         for (int i = 0; i < BATCH; i++)
-            must(call() == LENGTH, name);
+            require(call() == LENGTH, name);
         if (batch >= 0)
-            took[batch] = now() - began;
+            durations[batch] = now_ns() - start;
         between();
     }
-    qsort(took, batches, sizeof *took, compare);
-    printf("%s\t%.1f\n", name, (double)took[batches / 2] / BATCH);
-    free(took);
+    qsort(durations, batches, sizeof *durations, compare);
+    printf("%s\t%.1f\n", name, (double)durations[batches / 2] / BATCH);
+    free(durations);
 }
 
 static void *sleeper(void *unused)
@@ -138,25 +139,25 @@ int main(int argc, char **argv)
 {
     int count = argc > 1 ? atoi(argv[1]) : 100000;
     pthread_t thread;
-    must(count >= BATCH, "a count");
-    timed("mmap", call_mmap, unmap, count);
+    require(count >= BATCH, "a count");
+    time_call("mmap", call_mmap, unmap, count);
     unix_pair(SOCK_STREAM, sockets);
-    timed("write, unix stream", call_write, receive, count);
-    timed("send, unix stream", call_send, receive, count);
-    timed("sendmsg, unix stream", call_sendmsg, receive, count);
-    timed("sendmsg with a descriptor", call_sendmsg_descriptor, receive, count);
-    internet_pair(SOCK_STREAM, sockets);
-    timed("send, TCP", call_send, receive, count);
-    timed("sendmsg, TCP", call_sendmsg, receive, count);
-    internet_pair(SOCK_DGRAM, sockets);
-    timed("send, UDP", call_send, receive, count);
-    timed("sendmsg, UDP", call_sendmsg, receive, count);
-    must(pthread_create(&thread, NULL, sleeper, NULL) == 0, "pthread_create");
-    timed("sendmsg, UDP, two threads", call_sendmsg, receive, count);
-    internet_pair(SOCK_STREAM, sockets);
-    timed("sendmsg, TCP, two threads", call_sendmsg, receive, count);
+    time_call("write, unix stream", call_write, receive, count);
+    time_call("send, unix stream", call_send, receive, count);
+    time_call("sendmsg, unix stream", call_sendmsg, receive, count);
+    time_call("sendmsg with a descriptor", call_sendmsg_descriptor, receive, count);
+    inet_pair(SOCK_STREAM, sockets);
+    time_call("send, TCP", call_send, receive, count);
+    time_call("sendmsg, TCP", call_sendmsg, receive, count);
+    inet_pair(SOCK_DGRAM, sockets);
+    time_call("send, UDP", call_send, receive, count);
+    time_call("sendmsg, UDP", call_sendmsg, receive, count);
+    require(pthread_create(&thread, NULL, sleeper, NULL) == 0, "pthread_create");
+    time_call("sendmsg, UDP, two threads", call_sendmsg, receive, count);
+    inet_pair(SOCK_STREAM, sockets);
+    time_call("sendmsg, TCP, two threads", call_sendmsg, receive, count);
     unix_pair(SOCK_STREAM, sockets);
-    timed("sendmsg, unix stream, two threads", call_sendmsg, receive, count);
-    timed("sendmsg with a descriptor, two threads", call_sendmsg_descriptor, receive, count);
+    time_call("sendmsg, unix stream, two threads", call_sendmsg, receive, count);
+    time_call("sendmsg with a descriptor, two threads", call_sendmsg_descriptor, receive, count);
     return 0;
 }

@@ -1,4 +1,4 @@
-"""What the measurements stand on: packages, the build, a directory of their own, a private PostgreSQL."""
+"""Prepares the host: packages, the build, temporary directories, a private PostgreSQL server."""
 
 import glob
 import json
@@ -18,45 +18,45 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PACKAGES = ["bubblewrap", "firejail", "crun", "runc", "b3sum", "nsjail", "isolate", "postgresql", "util-linux"]
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"bench: {text}", flush=True)
 
 
-def install() -> None:
-    """Installs what is missing, where this is Debian and we are root. What is installed stays installed."""
-    def there(package: str) -> bool:
+def install_packages() -> None:
+    """Installs missing packages if the host is Debian and the user is root. The packages stay installed."""
+    def is_installed(package: str) -> bool:
         query = ["dpkg-query", "-W", "-f", "${db:Status-Status}", package]
         return subprocess.run(query, capture_output=True, text=True).stdout == "installed"
 
     if not shutil.which("dpkg-query") or not shutil.which("apt-get"):
-        return say("this is not Debian: only peers that are installed are measured")
-    missing = [p for p in PACKAGES if not there(p)]
+        return log("this is not Debian: only peers that are already installed are measured")
+    missing = [p for p in PACKAGES if not is_installed(p)]
     if not missing or os.geteuid() != 0:
         if missing:
-            say(f"not root, so not installed: {' '.join(missing)}")
+            log(f"not root, so not installed: {' '.join(missing)}")
         return
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     if not glob.glob("/var/lib/apt/lists/*Packages*"):
         subprocess.run(["apt-get", "-qq", "update"], env=env, check=False)
-    # Installing PostgreSQL would start a server for everybody; the harness starts its own.
+    # Installing PostgreSQL would start a system-wide server; the harness starts its own.
     conf = pathlib.Path("/etc/postgresql-common/createcluster.conf")
     if "postgresql" in missing and not conf.exists():
         conf.parent.mkdir(exist_ok=True)
         conf.write_text("create_main_cluster = false\n")
     for package in missing:
-        install = ["apt-get", "-qq", "install", "-y", "--no-install-recommends", package]
-        if subprocess.run(install, env=env, capture_output=True).returncode != 0:
-            say(f"{package}: cannot be had from this machine's package archive")
+        command = ["apt-get", "-qq", "install", "-y", "--no-install-recommends", package]
+        if subprocess.run(command, env=env, capture_output=True).returncode != 0:
+            log(f"{package}: cannot be installed from this machine's package archive")
 
 
 def build() -> str:
-    say("cargo build --release --locked")
+    log("cargo build --release --locked")
     subprocess.run(["cargo", "build", "--release", "--locked", "-q", "-p", "fumehood"], cwd=ROOT, check=True)
     target = os.environ.get("CARGO_TARGET_DIR", ROOT / "target")
     return str(pathlib.Path(target) / "release" / "fumehood")
 
 
-def facts(binary: str) -> dict:
+def machine_facts(binary: str) -> dict:
     def first_line(path: str) -> str:
         try:
             return pathlib.Path(path).read_text().splitlines()[0].strip()
@@ -82,8 +82,11 @@ def facts(binary: str) -> dict:
     }
 
 
-def cgroups() -> int:
-    """The groups that the kernel holds, those included that are dying: removed, but still remembered by some page."""
+def count_cgroups() -> int:
+    """Counts the groups that the kernel holds.
+
+    The count includes dying groups: they are removed, but some page is still charged to them.
+    """
     count = 0
     for line in open("/proc/cgroups").read().splitlines()[1:]:
         name, hierarchy, groups, _ = line.split()
@@ -97,12 +100,12 @@ def cgroups() -> int:
 
 
 class Bench:
-    """One invocation: its directory, its environment, its servers. `close` removes all of it."""
+    """One invocation of the benchmark: its directories, its environment, its servers. `close` removes all of them."""
 
     def __init__(self, binary: str, quick: bool) -> None:
         self.binary, self.quick = binary, quick
-        self.closers: list = []
-        # In the order in which they were made, each once.
+        self.cleanups: list = []
+        # A dict used as an ordered set: each home once, in order of creation.
         self.homes: dict[str, None] = {}
         self.left_out: list[str] = []
         self.failed: list[str] = []
@@ -115,28 +118,29 @@ class Bench:
             "LANG": "C.UTF-8",
             "BENCH_STDERR": self.path("stderr"),
         }
-        # The current directory is the project, and an empty one: what a run may read is the same everywhere.
+        # Fumehood takes the current directory as the project. An empty project makes the readable files the same on every machine.
         os.makedirs(self.path("project"))
         os.chdir(self.path("project"))
         self.postgres: str | None = None
-        # The program itself: Debian's own is a script around it.
-        self.psql: str | None = None
+        # The path of the real program: Debian's /usr/bin/psql is a wrapper script.
+        self.psql_path: str | None = None
 
     def path(self, *names: str) -> str:
         return os.path.join(self.dir, *names)
 
-    def fumehood(self, home: str) -> dict[str, str]:
-        """The environment of a Fumehood whose home is `home`, made if it is not there."""
+    def fumehood_env(self, home: str) -> dict[str, str]:
+        """Returns the environment for a Fumehood whose home is `home`, and creates that home if it is missing."""
         where = self.path(home)
         os.makedirs(where, mode=0o700, exist_ok=True)
         self.homes[where] = None
         return self.env | {"FUMEHOOD_HOME": where}
 
-    def disk(self) -> str:
-        """A directory on a new ext4 of its own, for what makes and removes very many files.
+    def disk_dir(self) -> str:
+        """Returns a directory on a new private ext4, for benchmarks that create and remove very many files.
 
-        What a file costs depends on what the file system went through before; ext4 without a journal, to name one,
-        passes over every inode that was freed in the last minutes. Where no image can be mounted, it is /var/tmp's.
+        The cost of a file depends on the history of the file system. For example, ext4 without a journal skips every
+        inode that was freed in the last minutes. If no image can be mounted, the directory is on the file system of
+        /var/tmp.
         """
         where = self.path("disk")
         if os.path.exists(where):
@@ -151,11 +155,14 @@ class Bench:
             if done.returncode != 0:
                 self.leave_out("a file system of its own for the file benchmarks", f"{step[0]}: {done.stderr.strip()}")
                 return where
-        self.closers.append(lambda: subprocess.run(["umount", "-l", where], check=False))
+        self.cleanups.append(lambda: subprocess.run(["umount", "-l", where], check=False))
         return where
 
     def start_postgres(self) -> None:
-        """Durable, as delivered: fsync stays on. Trust is enough, for the socket lies in a directory of our own."""
+        """Starts a private server with default durability: fsync stays on.
+
+        Authentication method `trust` is enough, because the socket is in a private directory.
+        """
         found = sorted(glob.glob("/usr/lib/postgresql/*/bin/postgres"), key=lambda p: int(p.split("/")[4]))
         if not found:
             return self.leave_out("PostgreSQL", "it is not installed")
@@ -171,56 +178,56 @@ class Bench:
         def call(*argv: str) -> None:
             done = subprocess.run(prefix + list(argv), cwd=where, capture_output=True, text=True)
             if done.returncode != 0:
-                raise launch.Failed(f"{argv[0]}: {done.stderr.strip()}")
+                raise launch.MeasurementError(f"{argv[0]}: {done.stderr.strip()}")
 
         data = os.path.join(where, "data")
         call(f"{programs}/initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C")
-        self.closers.append(lambda: call(f"{programs}/pg_ctl", "-D", data, "-m", "immediate", "-s", "stop"))
+        self.cleanups.append(lambda: call(f"{programs}/pg_ctl", "-D", data, "-m", "immediate", "-s", "stop"))
         options = f"-k {where} -c listen_addresses=''"
-        # pg_ctl would hand our pipes on to the server, and wait for them: hence a log file and no capture by it.
+        # The server inherits the harness's pipes from pg_ctl and would keep them open, so send its output to a log file.
         call(f"{programs}/pg_ctl", "-D", data, "-w", "-s", "-l", os.path.join(where, "log"), "-o", options, "start")
-        self.postgres, self.psql = where, f"{programs}/psql"
+        self.postgres, self.psql_path = where, f"{programs}/psql"
 
-    def database(self, name: str) -> str:
-        """A new PostgreSQL database's URL, its schema in place."""
-        psql(self.postgres, "postgres", f'CREATE DATABASE "{name}"')
+    def create_database(self, name: str) -> str:
+        """Creates a PostgreSQL database with Fumehood's schema and returns its URL."""
+        run_psql(self.postgres, "postgres", f'CREATE DATABASE "{name}"')
         url = f"postgres:///{name}?host={self.postgres}&user=postgres"
-        launch.run([self.binary, "db", "migrate", "--db", url], self.fumehood("home-migrate"))
+        launch.run([self.binary, "db", "migrate", "--db", url], self.fumehood_env("home-migrate"))
         return url
 
     def leave_out(self, what: str, why: str) -> None:
         self.left_out.append(f"{what}: {why}")
-        say(f"left out: {what}: {why}")
+        log(f"left out: {what}: {why}")
 
     def close(self) -> None:
-        launch.end_all()
+        launch.terminate_all()
         for home in self.homes:
             gc = [self.binary, "gc"]
             subprocess.run(gc, env=self.env | {"FUMEHOOD_HOME": home}, capture_output=True, timeout=120)
-        for closer in reversed(self.closers):
+        for cleanup in reversed(self.cleanups):
             try:
-                closer()
-            except (launch.Failed, OSError) as error:
-                say(f"clearing up: {error}")
+                cleanup()
+            except (launch.MeasurementError, OSError) as error:
+                log(f"clean-up failed: {error}")
         os.chdir("/")
         shutil.rmtree(self.dir, ignore_errors=True)
         shutil.rmtree(self.memory_dir, ignore_errors=True)
 
 
-def psql(host: str, database: str, sql: str) -> list[list[str]]:
+def run_psql(host: str, database: str, sql: str) -> list[list[str]]:
     argv = ["psql", "-h", host, "-U", "postgres", "-d", database, "-XAtq", "-F", "\x1f", "-v", "ON_ERROR_STOP=1", "-c", sql]
-    # Fumehood's own schema, where there is one.
+    # Search Fumehood's own schema, if the database has one.
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"PGOPTIONS": "-c search_path=fumehood"})
     if done.returncode != 0:
-        raise launch.Failed(f"psql: {done.stderr.strip()}")
+        raise launch.MeasurementError(f"psql: {done.stderr.strip()}")
     return [line.split("\x1f") for line in done.stdout.splitlines()]
 
 
 def query(url: str, sql: str) -> list:
-    """Reads Fumehood's public views, from either database."""
+    """Reads Fumehood's public views from SQLite or PostgreSQL."""
     if url.startswith("postgres:"):
         name, host = url.split("///")[1].split("?host=")
-        return psql(host.split("&")[0], name, sql)
+        return run_psql(host.split("&")[0], name, sql)
     connection = sqlite3.connect(f"file:{url.removeprefix('sqlite:')}?mode=ro", uri=True, timeout=30)
     try:
         return [list(row) for row in connection.execute(sql)]

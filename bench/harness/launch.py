@@ -1,7 +1,8 @@
 """Starts programs and times them.
 
-Everything is started by posix_spawn, which in glibc shares the parent's memory until the exec: what the harness itself
-holds does not add to anybody's figure. Every exit status is checked; a run that failed is never a fast run.
+The harness starts every program with posix_spawn. In glibc, posix_spawn shares the parent's memory until the exec, so the
+memory of the harness does not add to any figure. The harness checks every exit status, so that a failed run never counts
+as a fast run.
 """
 
 import atexit
@@ -12,15 +13,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# What was started and not yet reaped, so that Ctrl-C can end it.
-live: dict[int, list[str]] = {}
+# Processes that were started and not yet reaped, by pid, so that Ctrl-C can end them.
+live_processes: dict[int, list[str]] = {}
 
 
-class Group:
-    """A cpuacct group of version 1 with the harness, and so all that it starts, in it.
+class CpuAccountingGroup:
+    """A cpuacct group (cgroup version 1) that contains the harness and every program it starts.
 
-    wait4 counts only children that were waited for. bubblewrap ends without waiting for the pid 1 of its sandbox, so
-    wait4 misses more than half of what it uses.
+    wait4 counts only children that their parent waited for. bubblewrap exits without waiting for the pid 1 of its sandbox,
+    so wait4 misses more than half of the CPU time that bubblewrap uses.
     """
 
     def __init__(self, path: Path):
@@ -38,10 +39,10 @@ class Group:
         try:
             self.path.rmdir()
         except OSError:
-            pass  # Something that was killed is still dying; an empty group costs nothing.
+            pass  # A killed process is still exiting. The group it leaves behind is empty and costs nothing.
 
     def cpu_ms(self) -> float:
-        """All CPU time so far but the harness's own, once what was started has gone."""
+        """Waits until the started programs are gone, and returns all CPU time so far except the harness's own."""
         until = time.monotonic() + 1
         while time.monotonic() < until and len((self.path / "cgroup.procs").read_text().split()) > 1:
             time.sleep(0.0005)
@@ -49,32 +50,32 @@ class Group:
         return usage - time.process_time() * 1000
 
 
-def own_group() -> Group | None:
-    """None: no version 1 hierarchy with cpuacct, or no right to make a group there."""
+def create_accounting_group() -> CpuAccountingGroup | None:
+    """Returns None if there is no version 1 hierarchy with cpuacct, or no permission to create a group in it."""
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, own = line.split(":", 2)
             if "cpuacct" in controllers.split(","):
                 mount = Path("/sys/fs/cgroup") / controllers
-                return Group(mount / own.lstrip("/") / f"fumehood-bench-{os.getpid()}")
+                return CpuAccountingGroup(mount / own.lstrip("/") / f"fumehood-bench-{os.getpid()}")
     except OSError:
         pass
     return None
 
 
-# Made when something is first timed alone; False where there can be none.
-group: Group | bool | None = None
+# Created at the first call of `run`; False if the host does not allow one.
+accounting_group: CpuAccountingGroup | bool | None = None
 
 
-class Failed(Exception):
-    """Something that was measured did not do its work."""
+class MeasurementError(Exception):
+    """A measured program failed or did not do its work."""
 
 
 @dataclass
-class Timed:
+class Timing:
     ms: float
     cpu_ms: float
-    # What it, and all that it waited for, gave the file systems to write.
+    # Bytes that the process, and the children it waited for, submitted to file systems.
     written_bytes: int
 
 
@@ -86,33 +87,33 @@ def spawn(argv: list[str], env: dict[str, str], stdout: str = "/dev/null", stder
         (os.POSIX_SPAWN_OPEN, 2, stderr or env["BENCH_STDERR"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
     ]
     pid = os.posix_spawnp(argv[0], argv, env, file_actions=streams)
-    live[pid] = argv
+    live_processes[pid] = argv
     return pid
 
 
 def reap(pid: int) -> tuple[int, resource.struct_rusage]:
-    """The exit code (negative: the signal), and what the process and all that it waited for used."""
+    """Returns the exit code (or minus the signal), and the usage of the process and the children it waited for."""
     _, status, usage = os.wait4(pid, 0)
-    live.pop(pid, None)
+    live_processes.pop(pid, None)
     return os.waitstatus_to_exitcode(status), usage
 
 
-def run(argv: list[str], env: dict[str, str], stdout: str = "/dev/null", may_fail: bool = False) -> Timed:
-    global group
-    if group is None:
-        group = own_group() or False
-    before = group.cpu_ms() if group else 0
+def run(argv: list[str], env: dict[str, str], stdout: str = "/dev/null", may_fail: bool = False) -> Timing:
+    global accounting_group
+    if accounting_group is None:
+        accounting_group = create_accounting_group() or False
+    before = accounting_group.cpu_ms() if accounting_group else 0
     begin = time.perf_counter_ns()
     code, usage = reap(spawn(argv, env, stdout))
     ms = (time.perf_counter_ns() - begin) / 1e6
-    cpu_ms = group.cpu_ms() - before if group else (usage.ru_utime + usage.ru_stime) * 1000
+    cpu_ms = accounting_group.cpu_ms() - before if accounting_group else (usage.ru_utime + usage.ru_stime) * 1000
     if code != 0 and not may_fail:
-        raise Failed(f"{' '.join(argv)[:200]}: exit code {code}: {said(env)}")
-    return Timed(ms, cpu_ms, usage.ru_oublock * 512)
+        raise MeasurementError(f"{' '.join(argv)[:200]}: exit code {code}: {last_stderr_lines(env)}")
+    return Timing(ms, cpu_ms, usage.ru_oublock * 512)
 
 
-def said(env: dict[str, str]) -> str:
-    """The last lines that what was started wrote to its standard error, said once."""
+def last_stderr_lines(env: dict[str, str]) -> str:
+    """Returns the last lines that the started programs wrote to standard error, and empties that file."""
     try:
         with open(env["BENCH_STDERR"], "r+b") as file:
             file.seek(max(0, os.path.getsize(file.name) - 2000))
@@ -123,13 +124,13 @@ def said(env: dict[str, str]) -> str:
         return ""
 
 
-def sequence(commands: list[list[str]], env: dict[str, str]) -> Timed:
+def run_sequence(commands: list[list[str]], env: dict[str, str]) -> Timing:
     timed = [run(argv, env) for argv in commands]
-    return Timed(sum(t.ms for t in timed), sum(t.cpu_ms for t in timed), sum(t.written_bytes for t in timed))
+    return Timing(sum(t.ms for t in timed), sum(t.cpu_ms for t in timed), sum(t.written_bytes for t in timed))
 
 
-def per_second(commands, env: dict[str, str], parallel: int, seconds: float) -> float:
-    """Keeps `parallel` runs going for `seconds`, waits for the last ones, and says how many ended in a second."""
+def measure_rate(commands, env: dict[str, str], parallel: int, seconds: float) -> float:
+    """Keeps `parallel` runs going for `seconds`, waits for the last ones, and returns the runs per second."""
     begin = time.perf_counter()
     running: dict[int, list[list[str]]] = {}
     ended = 0
@@ -142,11 +143,11 @@ def per_second(commands, env: dict[str, str], parallel: int, seconds: float) -> 
         start()
     while running:
         pid, status, _ = os.wait4(-1, 0)
-        live.pop(pid, None)
+        live_processes.pop(pid, None)
         if pid not in running:
             continue
         if status != 0:
-            raise Failed(f"{parallel} in parallel: wait status {status}: {said(env)}")
+            raise MeasurementError(f"{parallel} in parallel: wait status {status}: {last_stderr_lines(env)}")
         rest = running.pop(pid)
         if rest:
             running[spawn(rest[0], env)] = rest[1:]
@@ -157,27 +158,27 @@ def per_second(commands, env: dict[str, str], parallel: int, seconds: float) -> 
     return ended / (time.perf_counter() - begin)
 
 
-def end_all() -> None:
-    """Ends what still runs: politely, so that each tool clears up after itself, then not."""
+def terminate_all() -> None:
+    """Ends the programs that still run: first with SIGTERM, so that each tool can clean up, then with SIGKILL."""
     for sign, patience_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
-        for pid in list(live):
+        for pid in list(live_processes):
             try:
                 os.kill(pid, sign)
             except ProcessLookupError:
-                live.pop(pid, None)
+                live_processes.pop(pid, None)
         until = time.monotonic() + patience_s
-        while live and time.monotonic() < until:
-            for pid in list(live):
+        while live_processes and time.monotonic() < until:
+            for pid in list(live_processes):
                 try:
                     if os.waitpid(pid, os.WNOHANG)[0]:
-                        live.pop(pid, None)
+                        live_processes.pop(pid, None)
                 except ChildProcessError:
-                    live.pop(pid, None)
+                    live_processes.pop(pid, None)
             time.sleep(0.02)
 
 
 def quantile(values: list[float], q: float) -> float:
-    """By linear interpolation between the two nearest values."""
+    """Returns the quantile, by linear interpolation between the two nearest values."""
     ordered = sorted(values)
     at = q * (len(ordered) - 1)
     low = int(at)

@@ -1,4 +1,4 @@
-"""The plot: what a run costs, as a multiple of bubblewrap, with the spread between rounds."""
+"""Draws the plot: the cost of a run as a multiple of bubblewrap's, with the spread between rounds."""
 
 from html import escape
 
@@ -52,6 +52,6 @@ def draw(launch: dict, caption: str) -> str:
             lines, at = panel(f"One run of {title}, as a multiple of bubblewrap's", launch[key]["rows"], at)
             body += lines
     body.append(f'<text class="small" x="8" y="{at + 8}">{escape(caption)}</text>')
-    label = "What one run costs under each tool, as a multiple of bubblewrap"
+    label = "The cost of one run under each tool, as a multiple of bubblewrap's"
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {at + 20}" width="{WIDTH}" height="{at + 20}" '
             f'role="img" aria-label="{label}">\n<style>{STYLE}</style>\n<rect class="page" width="100%" height="100%"/>\n' + "\n".join(body) + "\n</svg>\n")

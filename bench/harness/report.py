@@ -1,4 +1,4 @@
-"""The tables, for a terminal and for docs/performance.md, and the JSON file."""
+"""Formats the tables, for a terminal and for docs/performance.md, and writes the JSON file."""
 
 import json
 import pathlib
@@ -9,8 +9,8 @@ from .tools import BUBBLEWRAP, Tool
 BEGIN, END = "<!-- bench: begin, written by bench/run -->", "<!-- bench: end -->"
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, and never an exponent."""
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Formats a number with three significant digits and without an exponent."""
     if value is None:
         return "-"
     if abs(value) >= 100:
@@ -18,8 +18,8 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{1 if abs(value) >= 10 else digits - 1}f}"
 
 
-def with_spread(ratio: dict | None) -> str:
-    return "-" if ratio is None else f"{number(ratio['p50'])} ({number(ratio['p10'])}-{number(ratio['p90'])})"
+def format_spread(ratio: dict | None) -> str:
+    return "-" if ratio is None else f"{format_number(ratio['p50'])} ({format_number(ratio['p10'])}-{format_number(ratio['p90'])})"
 
 
 def main_table(parts: dict, tools: list[Tool]) -> list[list[str]]:
@@ -31,18 +31,18 @@ def main_table(parts: dict, tools: list[Tool]) -> list[list[str]]:
         cells = [tool.name]
         for program in ("true", "python"):
             it = launch.get(program, {}).get("rows", {}).get(tool.name, {})
-            cells += [with_spread(it.get("ratio")), number(it.get("p50_ms")), number(it.get("p95_ms"))]
+            cells += [format_spread(it.get("ratio")), format_number(it.get("p50_ms")), format_number(it.get("p95_ms"))]
             if program == "true":
-                cells.append(number(it.get("cpu_ms")))
+                cells.append(format_number(it.get("cpu_ms")))
         for many in ("2", "8"):
             it = parallel.get(many, {}).get(tool.name, {})
-            cells += [with_spread(it.get("ratio")), number(it.get("per_second"))]
-        rows.append([*cells, number(memory.get(tool.name))])
+            cells += [format_spread(it.get("ratio")), format_number(it.get("per_second"))]
+        rows.append([*cells, format_number(memory.get(tool.name))])
     for kind, it in parts.get("queue", {}).items():
         each = 1000 / it["ms"]
         peer = parallel.get("8", {}).get(BUBBLEWRAP, {}).get("per_second")
-        ratio = number(each / peer) if peer else "-"
-        rows.append([f"fumehood, {kind}, queue, 8 slots", *["-"] * 9, ratio, number(each), "-"])
+        ratio = format_number(each / peer) if peer else "-"
+        rows.append([f"fumehood, {kind}, queue, 8 slots", *["-"] * 9, ratio, format_number(each), "-"])
     return rows
 
 
@@ -52,13 +52,13 @@ def scale_table(parts: dict) -> list[list[str]]:
     def add(what: str, it: dict | None, peer: str, ours: str = "ms", theirs: str = "peer_ms") -> None:
         if it:
             ratio = it["ratio"] if isinstance(it["ratio"], dict) else {"p50": it["ratio"], "p10": it["ratio"], "p90": it["ratio"]}
-            rows.append([what, with_spread(ratio), f"{number(it[ours])} ms", peer, f"{number(it[theirs])} ms"])
+            rows.append([what, format_spread(ratio), f"{format_number(it[ours])} ms", peer, f"{format_number(it[theirs])} ms"])
 
     if age := parts.get("age"):
         ours, peer = "p50_ms", "bubblewrap_p50_ms"
         add(f"the first {age['block']} runs", age["first"], "bubblewrap, in turn", ours, peer)
         add(f"the last {age['block']} of {age['runs']:,} runs", age["last"], "bubblewrap, in turn", ours, peer)
-        rows.append(["the last over the first", number(age["growth"]), "", "", ""])
+        rows.append(["the last over the first", format_number(age["growth"]), "", "", ""])
         rows.append(["cgroups the kernel holds, dying ones included", "", f"{age['cgroups_after']} after", "before",
                      str(age["cgroups_before"])])
     if it := parts.get("collect"):
@@ -77,12 +77,12 @@ def scale_table(parts: dict) -> list[list[str]]:
     for kind, it in parts.get("claims", {}).items():
         for length, at in it["lengths"].items():
             if "ms" in at:
-                rows.append([f"an analysis taken from {int(length):,} queued, {kind}", "", f"{number(at['ms'])} ms",
-                             "submitting it", f"{number(at['submit_ms_each'])} ms"])
+                rows.append([f"an analysis taken from {int(length):,} queued, {kind}", "", f"{format_number(at['ms'])} ms",
+                             "submitting it", f"{format_number(at['submit_ms_each'])} ms"])
             else:
                 rows.append([f"from submitted to claimed by an idle worker, {kind}", "",
-                             f"{number(at['submitted_to_claimed_ms'])} ms", "", ""])
-        rows.append([f"the longest queue over the shorter, {kind}", number(it["growth"]), "", "", ""])
+                             f"{format_number(at['submitted_to_claimed_ms'])} ms", "", ""])
+        rows.append([f"the longest queue over the shorter, {kind}", format_number(it["growth"]), "", "", ""])
     return rows
 
 
@@ -95,24 +95,24 @@ def bars_table(parts: dict, verdicts: list[Verdict | None]) -> list[list[str]]:
             rows.append([bar.name, bar.formula, "", "", "not measured", ""])
         else:
             unit = "" if bar.unit == "x" else f" {bar.unit}"
-            rows.append([bar.name, bar.formula, number(verdict.limit) + unit, number(verdict.figure) + unit, verdict.word,
-                         ", ".join(number(figure) for figure in verdict.others)])
+            rows.append([bar.name, bar.formula, format_number(verdict.limit) + unit, format_number(verdict.figure) + unit, verdict.label,
+                         ", ".join(format_number(figure) for figure in verdict.all_figures)])
     return rows
 
 
-def aligned(rows: list[list[str]]) -> str:
+def format_aligned(rows: list[list[str]]) -> str:
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(width) if n == 0 else cell.rjust(width)
                                for n, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows)
 
 
-def markdown(rows: list[list[str]]) -> str:
+def format_markdown(rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines)
 
 
-def section(machine: dict, tables: list[tuple[str, list[list[str]]]], tools: list[Tool], left_out: list[str]) -> str:
+def format_section(machine: dict, tables: list[tuple[str, list[list[str]]]], tools: list[Tool], left_out: list[str]) -> str:
     versions = ", ".join(dict.fromkeys(tool.version for tool in tools if tool.version))
     text = [
         BEGIN,
@@ -122,14 +122,14 @@ def section(machine: dict, tables: list[tuple[str, list[list[str]]]], tools: lis
         f"at {machine['commit']}. Peers: {versions}.",
     ]
     for title, rows in tables:
-        text += [f"### {title}", markdown(rows)]
+        text += [f"### {title}", format_markdown(rows)]
     if left_out:
         text += ["Left out: " + "; ".join(left_out) + "."]
     return "\n\n".join([*text, END]) + "\n"
 
 
-def put_section(path: pathlib.Path, text: str) -> None:
-    """Replaces what stands between the markers; the words around them are written by hand."""
+def replace_section(path: pathlib.Path, text: str) -> None:
+    """Replaces the text between the markers. The text around them is written by hand."""
     page = path.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     if not rest:
@@ -139,7 +139,7 @@ def put_section(path: pathlib.Path, text: str) -> None:
 
 def write_json(path: pathlib.Path, machine: dict, parts: dict, verdicts: list[Verdict | None], extra: dict) -> None:
     bars = [{"bar": bar.name, "must_be": bar.formula, "part": bar.part, "unit": bar.unit,
-             "limit": v and v.limit, "figure": v and v.figure, "verdict": v.word if v else "not measured",
-             "all": v.others if v else []} for bar, v in zip(BARS, verdicts)]
+             "limit": v and v.limit, "figure": v and v.figure, "verdict": v.label if v else "not measured",
+             "all": v.all_figures if v else []} for bar, v in zip(BARS, verdicts)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, **extra, "bars": bars, "parts": parts}, indent=1) + "\n", encoding="utf-8")

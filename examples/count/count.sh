@@ -1,5 +1,5 @@
 #!/bin/sh
-# Counts samples by the copies of one variant in data/genotypes.csv: count.sh rs1023
+# Counts the samples in data/genotypes.csv that have 0, 1 and 2 copies of one variant. Usage: count.sh rs1023
 set -eu
 awk -F, -v variant="$1" '
     NR == 1 {

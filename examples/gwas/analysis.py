@@ -1,4 +1,4 @@
-"""Which variant goes with the trait? A linear regression per variant, with Bonferroni's correction.
+"""Finds the variants that are associated with the trait: one linear regression per variant, with Bonferroni correction.
 
 Reads data/genotypes.csv, writes associations.csv and result.json. Needs only Python's standard library.
 """
@@ -9,7 +9,7 @@ import math
 
 
 def regress(x, y):
-    """Slope of y on x, its standard error, and the two-sided p-value (normal approximation)."""
+    """Returns the slope of y on x, its standard error, and the two-sided p-value (normal approximation)."""
     n = len(x)
     mean_x, mean_y = sum(x) / n, sum(y) / n
     sxx = sum((a - mean_x) ** 2 for a in x)

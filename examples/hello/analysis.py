@@ -1,4 +1,4 @@
-"""A first analysis: what can it see, and what can it write?"""
+"""A first analysis, which shows what an analysis can read and where it can write."""
 import json
 import os
 import platform

@@ -1,4 +1,4 @@
-//! The parser of `#!` lines, from the runtime's own file.
+//! Checks the parser of `#!` lines, which is compiled here from the engine's source file.
 
 use std::os::unix::ffi::OsStrExt;
 
@@ -8,8 +8,8 @@ mod shebang;
 
 use shebang::Shebang;
 
-/// Everything that a script's head asks for can go into an argument list, and is no more than was there. Says whether
-/// it named an interpreter.
+/// Checks that the parsed words fit into an argument list and are together no longer than `head`. Returns whether
+/// `head` names an interpreter.
 pub fn check(head: &[u8]) -> bool {
     let words = match shebang::parse(head) {
         None | Some(Shebang::Unsupported { .. }) => return false,

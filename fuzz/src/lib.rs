@@ -1,8 +1,10 @@
-//! One function for each thing that parses bytes somebody else wrote. Each panics when a property is broken; that it
-//! comes back at all, in bounded time and memory, is the first of them. Each says whether it understood the input, so
-//! that a fuzzer which only ever feeds it nonsense can be told from one that does not.
+//! Fuzz targets: one function for each parser of untrusted bytes.
 //!
-//! Modules that their crate keeps to itself are compiled again here, from the same files.
+//! Each function panics if a property of the parser does not hold. The first property is that the parser returns at
+//! all, in bounded time and memory. Each function returns whether the parser accepted the input, which shows whether a
+//! fuzzer produces any valid inputs.
+//!
+//! Modules that are private to their crate are compiled again here, from the same source files.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -17,7 +19,7 @@ use engine::request::AnalysisId;
 use engine::run_dir::RunRecord;
 use sandbox::LaunchPlan;
 use store::types::{escaping, units};
-// What channel.rs calls `crate::outcome` and `crate::spec`.
+// channel.rs refers to these modules as `crate::outcome` and `crate::spec`.
 pub use sandbox::{outcome, spec};
 
 #[allow(dead_code)]
@@ -30,7 +32,7 @@ mod interpreter;
 #[path = "../../crates/engine/src/plan/imports.rs"]
 mod python_imports;
 
-/// The target's name and the function, for whoever goes through all of them.
+/// The name and the function of a fuzz target.
 pub type Target = (&'static str, fn(&[u8]) -> bool);
 
 pub const TARGETS: &[Target] = &[
@@ -47,43 +49,45 @@ pub const TARGETS: &[Target] = &[
     ("run_record", run_record),
 ];
 
-/// Sizes, durations, CPUs and counts from options, files and variables.
+/// Parses sizes, durations, CPUs and counts, which come from options, files and variables.
 pub fn units(data: &[u8]) -> bool {
     let text = String::from_utf8_lossy(data);
-    let again = |shown: String, value: u64, parse: fn(&str) -> Result<u64, units::UnitError>| {
-        // What is shown may be rounded, but never beyond what was meant, and it can be typed in again.
-        let typed = shown.replace(' ', "");
-        let back = parse(&typed).unwrap_or_else(|e| panic!("{value} is shown as {shown:?}: {e}"));
-        assert!(
-            back <= value,
-            "{value} is shown as {shown:?}, which is {back}"
-        );
-    };
-    let mut understood = false;
+    let check_round_trip =
+        |shown: String, value: u64, parse: fn(&str) -> Result<u64, units::UnitError>| {
+            // The displayed value may be rounded down but not up, and the parser accepts it.
+            let typed = shown.replace(' ', "");
+            let reparsed =
+                parse(&typed).unwrap_or_else(|e| panic!("{value} is shown as {shown:?}: {e}"));
+            assert!(
+                reparsed <= value,
+                "{value} is shown as {shown:?}, which is {reparsed}"
+            );
+        };
+    let mut accepted = false;
     if let Ok(bytes) = units::parse_size(&text) {
-        understood = true;
-        again(units::format_size(bytes), bytes, units::parse_size);
+        accepted = true;
+        check_round_trip(units::format_size(bytes), bytes, units::parse_size);
     }
     if let Ok(ms) = units::parse_duration_ms(&text) {
-        understood = true;
-        again(units::format_duration(ms), ms, units::parse_duration_ms);
+        accepted = true;
+        check_round_trip(units::format_duration(ms), ms, units::parse_duration_ms);
     }
     if let Ok(milli) = units::parse_cpus(&text) {
-        understood = true;
-        again(units::format_cpus(milli), milli, units::parse_cpus);
+        accepted = true;
+        check_round_trip(units::format_cpus(milli), milli, units::parse_cpus);
     }
     if let Ok(count) = units::parse_count(&text) {
         assert_eq!(units::parse_count(&count.to_string()).ok(), Some(count));
-        understood = true;
+        accepted = true;
     }
-    understood
+    accepted
 }
 
-/// An id names a directory: one plain component, or it is no id.
+/// Parses an analysis id. An id names a directory, so a valid id is a single path component.
 pub fn ids(data: &[u8]) -> bool {
     let text = String::from_utf8_lossy(data);
     let id = AnalysisId::new(&text);
-    let understood = id.is_ok();
+    let accepted = id.is_ok();
     match id {
         Err(e) => assert!(e.to_string().len() < 2048),
         Ok(id) => {
@@ -96,10 +100,10 @@ pub fn ids(data: &[u8]) -> bool {
     }
     let json = serde_json::from_slice::<AnalysisId>(data);
     assert!(json.is_err() || json.is_ok_and(|id| AnalysisId::new(id.as_str()).is_ok()));
-    understood
+    accepted
 }
 
-/// Output of any bytes, in any pieces, within a limit; and what makes it safe to show.
+/// Captures output of any bytes, in any pieces, within a limit, and escapes it for display.
 pub fn logs(data: &[u8]) -> bool {
     let Some((&seed, bytes)) = data.split_first() else {
         return false;
@@ -123,17 +127,17 @@ pub fn logs(data: &[u8]) -> bool {
     let escaped = escaping::escape_text(bytes);
     assert_eq!(escaping::unescape_text(&escaped).as_deref(), Some(bytes));
     let shown = escaping::escape_terminal(bytes);
-    let harmless = |c: char| !c.is_control() || c == '\n' || c == '\t';
-    assert!(shown.chars().all(harmless), "{shown:?}");
+    let is_harmless = |c: char| !c.is_control() || c == '\n' || c == '\t';
+    assert!(shown.chars().all(is_harmless), "{shown:?}");
     if let Ok(text) = std::str::from_utf8(bytes) {
-        // Whatever it says, it does not fall over.
-        let _any = escaping::unescape_text(text);
+        // The result does not matter; the call must not panic.
+        let _ = escaping::unescape_text(text);
     }
     captured.truncated
 }
 
-/// What a person's terminal is sent. How the stream is cut into pieces does not matter, and the terminal acts on nothing
-/// but colours, erasing in the line, and movement within the line.
+/// Filters output for a terminal. The result does not depend on how the stream is cut into pieces. The filtered output
+/// makes the terminal change colours, erase within the line and move within the line, and nothing else.
 pub fn terminal(data: &[u8]) -> bool {
     let Some((&seed, bytes)) = data.split_first() else {
         return false;
@@ -151,29 +155,29 @@ pub fn terminal(data: &[u8]) -> bool {
         let plain = !c.is_control() || matches!(c, '\n' | '\r' | '\t' | '\u{8}');
         assert!(plain || c == '\u{1b}', "{text:?}");
         if c == '\u{1b}' {
-            let parameter = |c: char| c.is_ascii_digit() || c == ';' || c == ':';
+            let is_parameter = |c: char| c.is_ascii_digit() || c == ';' || c == ':';
             let sequence = text[at..].strip_prefix("\u{1b}[").unwrap_or_default();
-            let end = sequence.trim_start_matches(parameter).chars().next();
+            let end = sequence.trim_start_matches(is_parameter).chars().next();
             assert!(matches!(end, Some('m' | 'K')), "{text:?}");
         }
     }
     text.as_bytes() == bytes
 }
 
-/// The modules that a Python file names. Anybody may have written the file.
+/// Finds the modules that an untrusted Python file imports.
 pub fn imports(data: &[u8]) -> bool {
-    let mut understood = false;
+    let mut accepted = false;
     let Ok(()) = python_imports::imports(data, |import| {
-        // Each part becomes the name of a file.
+        // Each part becomes a file name.
         let is_name = |part: &String| !part.is_empty() && !part.contains(['/', '.', '\0']);
         assert!(import.parts.iter().all(is_name), "{import:?}");
-        understood = true;
+        accepted = true;
         Ok::<(), std::convert::Infallible>(())
     });
-    understood
+    accepted
 }
 
-/// What a program printed last, which it can choose to mislead a person with.
+/// Derives hints from a program's last output, which the program can choose so as to mislead the user.
 pub fn hints(data: &[u8]) -> bool {
     let lookups = std::cell::Cell::new(0);
     let on_host = |path: &Path| {
@@ -206,23 +210,23 @@ pub fn hints(data: &[u8]) -> bool {
     for hint in &found {
         assert!(hint.text.starts_with("guess: "), "{:?}", hint.text);
         assert!(!hint.text.chars().any(char::is_control), "{:?}", hint.text);
-        // Never a line to paste that would show a home or the project.
-        for kept_out in ["--read /home/ada", "--read /srv/project"] {
-            assert!(!hint.text.contains(kept_out), "{:?}", hint.text);
+        // A hint never suggests an option that would make a home or the project visible.
+        for forbidden in ["--read /home/ada", "--read /srv/project"] {
+            assert!(!hint.text.contains(forbidden), "{:?}", hint.text);
         }
     }
     !found.is_empty()
 }
 
-/// The first lines of a script.
+/// Parses the first lines of a script.
 pub fn shebang(data: &[u8]) -> bool {
     interpreter::check(&[b"#!", data].concat());
     interpreter::check(&[b"#!/usr/bin/env -S ", data].concat());
     interpreter::check(data)
 }
 
-/// A project that was written to be shown more than it should be: its script, its venv's pyvenv.cfg and
-/// its .python-version, separated by NUL bytes.
+/// Resolves the runtime of a hostile project, which tries to make more of the host visible than it should. The input
+/// holds the script, the venv's pyvenv.cfg and .python-version, separated by NUL bytes.
 pub fn runtime(data: &[u8]) -> bool {
     thread_local! {
         static HOST: tempfile::TempDir = tempfile::tempdir().expect("a directory for the runtime target");
@@ -244,15 +248,15 @@ fn resolve_in(host: &Path, data: &[u8]) -> bool {
     let mut parts = data.splitn(3, |b| *b == 0);
     let mut next = || parts.next().unwrap_or_default();
     let script = project.join("analysis.py");
-    // A path in the text may name this host's home by the word HOME.
-    let placed = |text: &[u8]| -> Vec<u8> {
+    // In the input, the word HOME stands for the path of the home directory.
+    let expand_home = |text: &[u8]| -> Vec<u8> {
         let text = String::from_utf8_lossy(text);
         text.replace("HOME", home.to_str().unwrap_or("/"))
             .into_bytes()
     };
-    write(script.clone(), &placed(next()));
-    write(project.join(".venv/pyvenv.cfg"), &placed(next()));
-    write(project.join(".python-version"), &placed(next()));
+    write(script.clone(), &expand_home(next()));
+    write(project.join(".venv/pyvenv.cfg"), &expand_home(next()));
+    write(project.join(".python-version"), &expand_home(next()));
     let caller = CallerEnvironment {
         path: std::env::join_paths([venv.as_path(), Path::new("/usr/bin")]).expect("plain paths"),
         cwd: project.clone(),
@@ -263,9 +267,9 @@ fn resolve_in(host: &Path, data: &[u8]) -> bool {
         runtime::for_script(&script, &caller, None, &project),
         runtime::for_command(OsStr::from_bytes(b"python"), &caller, None, &project),
     ];
-    let mut understood = false;
+    let mut accepted = false;
     for found in resolved.into_iter().flatten() {
-        understood = true;
+        accepted = true;
         for shown in &found.prefixes {
             assert!(!home.starts_with(shown), "{shown:?} contains the home");
             assert!(
@@ -274,10 +278,10 @@ fn resolve_in(host: &Path, data: &[u8]) -> bool {
             );
         }
     }
-    understood
+    accepted
 }
 
-/// One packet on the control socket.
+/// Receives one packet on the control socket.
 pub fn channel(data: &[u8]) -> bool {
     use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType};
     let (ours, theirs) = rustix::net::socketpair(
@@ -287,29 +291,30 @@ pub fn channel(data: &[u8]) -> bool {
         None,
     )
     .expect("a socket pair");
-    // Longer than a socket takes at once is no packet.
+    // The socket rejects data that is too long for one packet.
     if rustix::net::send(&theirs, data, SendFlags::DONTWAIT).is_err() {
         return false;
     }
-    let heard = channel::receive::<channel::SandboxReport>(ours.as_fd(), channel::Wait::No);
-    let understood = matches!(&heard, Ok(Some(_)));
-    if let Ok(Some((report, _))) = heard {
-        let text = serde_json::to_vec(&report).expect("a report is JSON");
-        let again: channel::SandboxReport = serde_json::from_slice(&text).expect("its own JSON");
-        assert_eq!(again, report);
+    let received = channel::receive::<channel::SandboxReport>(ours.as_fd(), channel::Wait::No);
+    let accepted = matches!(&received, Ok(Some(_)));
+    if let Ok(Some((report, _))) = received {
+        let encoded = serde_json::to_vec(&report).expect("a report is JSON");
+        let decoded: channel::SandboxReport =
+            serde_json::from_slice(&encoded).expect("its own JSON");
+        assert_eq!(decoded, report);
     }
-    let _any = serde_json::from_slice::<channel::InitOrder>(data);
-    understood
+    let _ = serde_json::from_slice::<channel::InitOrder>(data);
+    accepted
 }
 
-/// The plan that the launcher reads before it has given anything up.
+/// Parses the plan that the launcher reads while it still has all its privileges.
 pub fn plan(data: &[u8]) -> bool {
     let Ok(plan) = serde_json::from_slice::<LaunchPlan>(data) else {
         return false;
     };
-    let text = serde_json::to_vec(&plan).expect("a plan is JSON");
-    let again: LaunchPlan = serde_json::from_slice(&text).expect("its own JSON");
-    assert_eq!(again, plan);
+    let encoded = serde_json::to_vec(&plan).expect("a plan is JSON");
+    let decoded: LaunchPlan = serde_json::from_slice(&encoded).expect("its own JSON");
+    assert_eq!(decoded, plan);
     if plan.spec.check().is_ok() {
         assert_ne!(plan.spec.identity.uid(), 0);
         assert!(!plan.spec.argv.is_empty() && plan.spec.program.as_path().is_absolute());
@@ -317,7 +322,7 @@ pub fn plan(data: &[u8]) -> bool {
     true
 }
 
-/// What the reaper finds of a dead runner, in a directory that only its owner writes.
+/// Parses the record that a dead runner left for the reaper. Only the owner can write the record's directory.
 pub fn run_record(data: &[u8]) -> bool {
     let record = serde_json::from_slice::<RunRecord>(data);
     record.is_ok_and(|record| {

@@ -1,13 +1,13 @@
-//! The fuzz targets without a fuzzer: seeds and their mutations, a bounded number, the same ones every time. For
-//! machines with a stable compiler only; libFuzzer finds more (see CONTRIBUTING).
+//! Runs the fuzz targets without a fuzzer, on seeds and a bounded number of mutations. The inputs are the same in every
+//! run. It is for machines that have only a stable compiler; libFuzzer finds more (see CONTRIBUTING).
 
 use fumehood_fuzz::TARGETS;
 
-/// Inputs for each target unless the first argument says otherwise.
+/// The number of mutated inputs for each target. The first argument overrides it.
 const ROUNDS: u64 = 20_000;
 const INPUT_BYTES_MAX: usize = 4096;
 
-/// Something of each format, so that mutations get past the first byte.
+/// At least one valid input of each format, so that mutations get past the parsers' first checks.
 const SEEDS: &[&[u8]] = &[
     b"",
     b"10GiB",
@@ -30,10 +30,10 @@ const SEEDS: &[&[u8]] = &[
     br#"{"version":1,"id":"x","host":"h","boot_id":"b","runner_pid":1,"workspace":"/tmp/x","draft":"/tmp/y","workspace_is":[1,2],"uid":null,"cgroups":["/sys/fs/cgroup/x"],"state":"live"}"#,
 ];
 
-/// Numbers as good as random, from one seed.
-struct Noise(u64);
+/// A xorshift generator of pseudo-random numbers.
+struct Random(u64);
 
-impl Noise {
+impl Random {
     fn next(&mut self, below: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -77,22 +77,22 @@ fn main() {
         .and_then(|n| n.parse().ok())
         .unwrap_or(ROUNDS);
     for (name, target) in TARGETS {
-        let mut noise = Noise(0x9e37_79b9_7f4a_7c15);
-        // Touching the file system takes a thousand times as long.
+        let mut random = Random(0x9e37_79b9_7f4a_7c15);
+        // This target writes files, which takes a thousand times as long.
         let rounds = if *name == "runtime" {
             rounds / 20
         } else {
             rounds
         };
-        let mut understood = SEEDS.iter().filter(|seed| target(seed)).count() as u64;
+        let mut accepted = SEEDS.iter().filter(|seed| target(seed)).count() as u64;
         for _ in 0..rounds {
-            let mut input = SEEDS[noise.next(SEEDS.len())].to_vec();
-            for _ in 0..1 + noise.next(8) {
-                noise.mutate(&mut input);
+            let mut input = SEEDS[random.next(SEEDS.len())].to_vec();
+            for _ in 0..1 + random.next(8) {
+                random.mutate(&mut input);
             }
             let outcome = std::panic::catch_unwind(|| target(&input));
             match outcome {
-                Ok(valid) => understood += u64::from(valid),
+                Ok(valid) => accepted += u64::from(valid),
                 Err(_) => {
                     eprintln!("{name} fails on \"{}\"", input.escape_ascii());
                     std::process::exit(1);
@@ -100,12 +100,12 @@ fn main() {
             }
         }
         println!(
-            "{name}: {} inputs, {understood} of them understood",
+            "{name}: {} inputs, {accepted} of them accepted",
             rounds + SEEDS.len() as u64
         );
         assert!(
-            understood > 0,
-            "no seed of {name} is of its format any more"
+            accepted > 0,
+            "{name} accepts none of its inputs: update its seeds"
         );
     }
 }

@@ -3,32 +3,8 @@
 use std::os::unix::fs::MetadataExt;
 
 use serde_json::{Value, json};
-
-use crate::lab::Lab;
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "every_name_of_a_file_counts_against_max_output",
-        For::Everyone,
-        hard_links,
-    ),
-    (
-        "equal_outputs_are_exported_as_files_of_their_own",
-        For::Everyone,
-        exported,
-    ),
-    (
-        "many_empty_files_displace_no_result",
-        For::Everyone,
-        displaced,
-    ),
-    (
-        "bytes_are_given_out_in_the_same_order",
-        For::Everyone,
-        bytes_in_order,
-    ),
-];
+use testkit::home::TestHome;
+use testkit::trial;
 
 fn names(document: &Value) -> Vec<String> {
     let outputs = document["outputs"].as_array().unwrap();
@@ -36,41 +12,48 @@ fn names(document: &Value) -> Vec<String> {
     outputs.iter().map(path).collect()
 }
 
-fn hard_links() {
-    let lab = Lab::new();
+trial!(Everyone, every_name_of_a_file_counts_against_max_output);
+fn every_name_of_a_file_counts_against_max_output() {
+    let test_home = TestHome::new();
     let script =
         "head -c 4194304 /dev/zero | tr '\\0' x > f; for n in $(seq 10 59); do ln f f$n; done";
     let bounds = ["--id", "n", "--max-output", "10M"];
-    let document = lab.sh_json(&bounds, script);
+    let document = test_home.sh_json(&bounds, script);
     assert_eq!(document["status"], "succeeded", "{document}");
     assert_eq!(
         names(&document),
         ["f", "f10"],
         "two names of four MiB each fit"
     );
-    let to = lab.path("to");
-    lab.ask(["outputs", "n", "--to", to.to_str().unwrap()])
+    let to = test_home.path("to");
+    test_home
+        .ask(["outputs", "n", "--to", to.to_str().unwrap()])
         .good();
     let files = std::fs::read_dir(&to).unwrap().flatten();
     let bytes: u64 = files.map(|file| file.metadata().unwrap().len()).sum();
     assert_eq!(bytes, 2 * 4_194_304);
-    let row = lab.sql("SELECT outputs_count, output_bytes FROM analyses_v1 WHERE id = 'n'");
+    let row = test_home.sql("SELECT outputs_count, output_bytes FROM analyses_v1 WHERE id = 'n'");
     assert_eq!(row, [[json!(2), json!(2 * 4_194_304)]]);
     // Each is held against the bound for one file, too.
     let bounds = ["--max-output-file", "1M"];
-    assert_eq!(names(&lab.sh_json(&bounds, script)), Vec::<String>::new());
+    assert_eq!(
+        names(&test_home.sh_json(&bounds, script)),
+        Vec::<String>::new()
+    );
     // The control: within the bound every name is taken.
-    let document = lab.sh_json(&["--id", "all"], script);
+    let document = test_home.sh_json(&["--id", "all"], script);
     assert_eq!(names(&document).len(), 51, "{document}");
 }
 
-fn exported() {
-    let lab = Lab::new();
+trial!(Everyone, equal_outputs_are_exported_as_files_of_their_own);
+fn equal_outputs_are_exported_as_files_of_their_own() {
+    let test_home = TestHome::new();
     let script =
         "echo same > a; ln a b; echo same > c; mkdir d; ln a d/e; : > empty; ln empty empty2";
-    lab.sh(&["--id", "n"], script).good();
-    let to = lab.path("to");
-    lab.ask(["outputs", "n", "--to", to.to_str().unwrap()])
+    test_home.sh(&["--id", "n"], script).good();
+    let to = test_home.path("to");
+    test_home
+        .ask(["outputs", "n", "--to", to.to_str().unwrap()])
         .good();
     let mut inodes = std::collections::BTreeSet::new();
     for name in ["a", "b", "c", "d/e", "empty", "empty2"] {
@@ -80,8 +63,9 @@ fn exported() {
     assert_eq!(std::fs::read(to.join("d/e")).unwrap(), b"same\n");
 }
 
-fn displaced() {
-    let lab = Lab::new();
+trial!(Everyone, many_empty_files_displace_no_result);
+fn many_empty_files_displace_no_result() {
+    let test_home = TestHome::new();
     let script = "
 import os
 for d in range(30):
@@ -103,7 +87,7 @@ open('p/q/r/named.bin', 'w').write('z' * 8000)";
         "p/q/r/named.bin",
         "--json",
     ];
-    let document = lab.python(&options, script).document();
+    let document = test_home.python(&options, script).document();
     let kept = names(&document);
     for name in [
         "p/q/r/named.bin",
@@ -116,12 +100,13 @@ open('p/q/r/named.bin', 'w').write('z' * 8000)";
     assert_eq!(kept.len(), 5, "{kept:?}");
     assert_eq!(document["status"], "succeeded", "{document}");
     // Without a bound that bites, everything is there.
-    let document = lab.python(&["--json"], script).document();
+    let document = test_home.python(&["--json"], script).document();
     assert_eq!(names(&document).len(), 3004);
 }
 
-fn bytes_in_order() {
-    let lab = Lab::new();
+trial!(Everyone, bytes_are_given_out_in_the_same_order);
+fn bytes_are_given_out_in_the_same_order() {
+    let test_home = TestHome::new();
     let script = "
 import os
 os.makedirs('a/b')
@@ -130,9 +115,23 @@ for n in range(40):
 open('a/table.csv', 'w').write('t' * 4000)
 open('z.csv', 'w').write('g' * 5000)
 open('result.json', 'w').write('{}' + ' ' * 6000)";
-    let document = lab
+    let document = test_home
         .python(&["--max-output", "16000", "--json"], script)
         .document();
     let kept = names(&document);
     assert_eq!(kept, ["a/b/0", "a/table.csv", "result.json", "z.csv"]);
+}
+
+trial!(Everyone, a_projects_patterns_are_bounded);
+fn a_projects_patterns_are_bounded() {
+    let test_home = TestHome::new();
+    let wild = "*a".repeat(240);
+    let patterns: Vec<String> = (0..64)
+        .map(|n| format!("{:?}", format!("{wild}{n}")))
+        .collect();
+    test_home.write(
+        "project/fumehood.toml",
+        format!("output = [{}]\n", patterns.join(", ")),
+    );
+    test_home.sh(&[], "true").refused(125, "wildcards");
 }

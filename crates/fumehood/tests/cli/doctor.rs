@@ -4,53 +4,14 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use serde_json::Value;
+use testkit::account;
+use testkit::command::{FinishedCommand, RunningCommand, finish};
+use testkit::home::TestHome;
+use testkit::process::names_in;
+use testkit::program;
+use testkit::trial;
 
-use crate::lab::{Ended, Lab, finish, names_in};
-use crate::{Entry, For, plain_user};
-
-pub const TRIALS: &[Entry] = &[
-    ("it_says_what_a_run_then_records", For::Everyone, as_a_run),
-    (
-        "it_leaves_nothing_behind",
-        For::Everyone,
-        leaves_nothing_behind,
-    ),
-    ("documents_are_as_their_schema_says", For::Everyone, schema),
-    (
-        "the_first_line_is_the_verdict",
-        For::Everyone,
-        first_line_is_the_verdict,
-    ),
-    (
-        "a_configuration_that_is_refused_stops_runs",
-        For::Everyone,
-        refused_configuration,
-    ),
-    (
-        "inside_docker_the_flags_that_give_full_are_named",
-        For::Root,
-        inside_docker,
-    ),
-    (
-        "where_user_namespaces_are_off_the_switch_is_named",
-        For::Root,
-        user_namespaces_off,
-    ),
-    (
-        "root_without_a_capability_is_told_which",
-        For::Root,
-        lacking_capability,
-    ),
-    (
-        "a_bad_place_for_workspaces_is_told",
-        For::Root,
-        bad_workspace_root,
-    ),
-    ("the_policy_decides_whether_runs_start", For::Root, policy),
-    ("uids_of_others_are_told", For::Root, uids_of_others),
-];
-
-fn document(ended: &Ended) -> Value {
+fn document(ended: &FinishedCommand) -> Value {
     let code = ended.code();
     let document = ended.document();
     assert_eq!(code, if document["starts"] == true { 0 } else { 125 });
@@ -82,10 +43,11 @@ fn verdict<'a>(document: &'a Value, mechanism: &str) -> &'a str {
     tried["verdict"].as_str().unwrap()
 }
 
-fn as_a_run() {
-    let lab = Lab::new();
-    let said = document(&lab.ask(["doctor", "--json"]));
-    let ran = lab.sh_json(&[], "true");
+trial!(Everyone, it_says_what_a_run_then_records);
+fn it_says_what_a_run_then_records() {
+    let test_home = TestHome::new();
+    let said = document(&test_home.ask(["doctor", "--json"]));
+    let ran = test_home.sh_json(&[], "true");
     assert_eq!(said["starts"], true, "{said}");
     assert_eq!(said["level"], ran["isolation"]["level"]);
     for (limit, entry) in ran["limits"].as_object().unwrap() {
@@ -108,17 +70,18 @@ fn as_a_run() {
     );
 }
 
-fn leaves_nothing_behind() {
-    let lab = Lab::new();
+trial!(Everyone, it_leaves_nothing_behind);
+fn it_leaves_nothing_behind() {
+    let test_home = TestHome::new();
     let live = {
-        let mut command = lab.fumehood();
+        let mut command = test_home.fumehood();
         command.args(["doctor", "--json"]);
-        crate::lab::Live::start(command)
+        RunningCommand::start(command)
     };
     let group = format!("fumehood-doctor-{}", live.pid());
-    assert_eq!(live.end().code(), 0);
-    assert!(!lab.home.exists(), "a doctor makes no home");
-    assert!(lab.workspaces().is_empty());
+    assert_eq!(live.finish().code(), 0);
+    assert!(!test_home.home.exists(), "a doctor makes no home");
+    assert!(test_home.workspaces().is_empty());
     let mut pending = vec![PathBuf::from("/sys/fs/cgroup")];
     while let Some(dir) = pending.pop() {
         for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -130,17 +93,18 @@ fn leaves_nothing_behind() {
     }
 }
 
-fn schema() {
-    let lab = Lab::new();
-    let fine = document(&lab.ask(["doctor", "--json"]));
-    let stopped = document(&lab.ask(["doctor", "--json", "--workspace-root", "/nowhere"]));
+trial!(Everyone, documents_are_as_their_schema_says);
+fn documents_are_as_their_schema_says() {
+    let test_home = TestHome::new();
+    let fine = document(&test_home.ask(["doctor", "--json"]));
+    let stopped = document(&test_home.ask(["doctor", "--json", "--workspace-root", "/nowhere"]));
     assert_eq!(stopped["starts"], false);
     found(&stopped, "workspace_root", "stops");
-    let documents = lab.write(
+    let documents = test_home.write(
         "documents.json",
         serde_json::to_vec(&[fine, stopped]).unwrap(),
     );
-    let schema = lab.write(
+    let schema = test_home.write(
         "schema.json",
         include_str!("../../../../docs/doctor-v1.schema.json"),
     );
@@ -161,14 +125,15 @@ fn schema() {
     assert!(checked.status.success(), "{said}");
 }
 
-fn first_line_is_the_verdict() {
-    let lab = Lab::new();
-    let said = lab.ask(["doctor"]).good();
+trial!(Everyone, the_first_line_is_the_verdict);
+fn the_first_line_is_the_verdict() {
+    let test_home = TestHome::new();
+    let said = test_home.ask(["doctor"]).good();
     let first = said.lines().next().unwrap();
     assert!(first.starts_with("Runs start at level `full`"), "{said}");
     assert!(!said.contains("\x1b"), "no colours off a terminal");
     assert!(!said.contains("\nfine"), "{said}");
-    let all = lab.ask(["doctor", "-v"]).good();
+    let all = test_home.ask(["doctor", "-v"]).good();
     assert_eq!(all.lines().next(), Some(first));
     for part in [
         "\nfine ",
@@ -183,51 +148,56 @@ fn first_line_is_the_verdict() {
         .lines()
         .filter(|l| !l.starts_with("          ") && l.chars().count() > 80);
     assert_eq!(long.collect::<Vec<_>>(), Vec::<&str>::new());
-    let ended = lab.ask(["doctor", "--workspace-root", "/nowhere"]);
+    let ended = test_home.ask(["doctor", "--workspace-root", "/nowhere"]);
     assert_eq!(ended.code(), 125);
     assert!(ended.out().starts_with("Runs do not start"));
 }
 
-fn refused_configuration() {
-    let lab = Lab::new();
-    lab.write("project/fumehood.toml", "isolation = \"landlock\"\n");
-    let said = document(&lab.ask(["doctor", "--json"]));
+trial!(Everyone, a_configuration_that_is_refused_stops_runs);
+fn a_configuration_that_is_refused_stops_runs() {
+    let test_home = TestHome::new();
+    test_home.write("project/fumehood.toml", "isolation = \"landlock\"\n");
+    let said = document(&test_home.ask(["doctor", "--json"]));
     assert_eq!(said["starts"], false);
     let refused = found(&said, "configuration", "stops");
     assert!(refused["text"].as_str().unwrap().contains("isolation"));
     // The rest was looked at all the same.
     assert_eq!(said["level"], "full");
-    std::fs::remove_file(lab.project.join("fumehood.toml")).unwrap();
-    assert_eq!(document(&lab.ask(["doctor", "--json"]))["starts"], true);
+    std::fs::remove_file(test_home.project.join("fumehood.toml")).unwrap();
+    assert_eq!(
+        document(&test_home.ask(["doctor", "--json"]))["starts"],
+        true
+    );
 }
 
-pub fn docker_like(lab: &Lab, options: &[&str], args: &[&str]) -> Ended {
+pub fn docker_like(test_home: &TestHome, options: &[&str], args: &[&str]) -> FinishedCommand {
     let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let script = here.join("../../tests/vm/docker_like.py");
-    let mut command = lab.with_surroundings(Command::new("/usr/bin/python3"));
+    let mut command = test_home.with_environment(Command::new("/usr/bin/python3"));
     command.arg("-I").arg(script).args(options).arg("--");
     if options.contains(&"--user") {
-        let home = format!("/home/{}", plain_user::ACCOUNT);
+        let home = format!("/home/{}", account::ACCOUNT);
         command
             .args(["env", "-u", "FUMEHOOD_HOME"])
             .arg(format!("HOME={home}"))
             .arg("FUMEHOOD_WORKSPACE_ROOT=/var/tmp")
-            .arg(plain_user::reachable().join("fumehood"));
+            .arg(program::executable_copies().join("fumehood"));
     } else {
-        command.arg(plain_user::binary());
+        command.arg(program::binary());
     }
     command.args(args).current_dir("/");
     finish(command)
 }
 
+trial!(Root, inside_docker_the_flags_that_give_full_are_named);
 /// The real calls are refused by a real filter; what is named is tried by leaving that part out.
-fn inside_docker() {
-    let lab = Lab::new();
-    plain_user::account();
-    for user in [&[][..], &["--user", plain_user::ACCOUNT]] {
+fn inside_docker_the_flags_that_give_full_are_named() {
+    let test_home = TestHome::new();
+    account::uid_and_gid();
+    for user in [&[][..], &["--user", account::ACCOUNT]] {
         let with = |more: &[&'static str], args: &[&str]| {
             let options: Vec<&str> = user.iter().chain(more).copied().collect();
-            docker_like(&lab, &options, args)
+            docker_like(&test_home, &options, args)
         };
         let said = document(&with(&[], &["doctor", "--json"]));
         assert_eq!(said["level"], "landlock", "{said}");
@@ -259,11 +229,11 @@ fn inside_docker() {
     // A new /proc alone, refused for its masks.
     let given = [
         "--user",
-        plain_user::ACCOUNT,
+        account::ACCOUNT,
         "--no-seccomp",
         "--no-capabilities",
     ];
-    let said = document(&docker_like(&lab, &given, &["doctor", "--json"]));
+    let said = document(&docker_like(&test_home, &given, &["doctor", "--json"]));
     assert_eq!(verdict(&said, "user_namespace"), "works", "{said}");
     assert_eq!(verdict(&said, "new_proc"), "fails");
     assert_eq!(said["level"], "landlock");
@@ -293,18 +263,19 @@ os.write(go[1], b'x')
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 "#;
 
-fn user_namespaces_off() {
-    let lab = Lab::new();
-    let (uid, gid) = plain_user::account();
+trial!(Root, where_user_namespaces_are_off_the_switch_is_named);
+fn where_user_namespaces_are_off_the_switch_is_named() {
+    let test_home = TestHome::new();
+    let (uid, gid) = account::uid_and_gid();
     let with = |most: &str| {
-        let mut command = lab.with_surroundings(Command::new("/usr/bin/python3"));
+        let mut command = test_home.with_environment(Command::new("/usr/bin/python3"));
         command
             .args(["-I", "-c", NO_MORE_NAMESPACES])
             .arg(format!("{uid}:{gid}"))
             .arg(most)
-            .arg(plain_user::reachable().join("fumehood"))
+            .arg(program::executable_copies().join("fumehood"))
             .args(["doctor", "--json"])
-            .env("HOME", format!("/home/{}", plain_user::ACCOUNT))
+            .env("HOME", format!("/home/{}", account::ACCOUNT))
             .env("FUMEHOOD_WORKSPACE_ROOT", "/var/tmp")
             .env_remove("FUMEHOOD_HOME")
             .current_dir("/");
@@ -323,13 +294,14 @@ fn user_namespaces_off() {
     assert_eq!(with("-")["level"], "full");
 }
 
-fn lacking_capability() {
-    let lab = Lab::new();
+trial!(Root, root_without_a_capability_is_told_which);
+fn root_without_a_capability_is_told_which() {
+    let test_home = TestHome::new();
     let without = |set: &str| {
-        let mut command = lab.with_surroundings(Command::new("setpriv"));
+        let mut command = test_home.with_environment(Command::new("setpriv"));
         command
             .arg(format!("--bounding-set={set}"))
-            .arg(plain_user::binary())
+            .arg(program::binary())
             .args(["doctor", "--json"]);
         document(&finish(command))
     };
@@ -343,8 +315,8 @@ fn lacking_capability() {
 }
 
 /// `fumehood doctor ARGS` in a mount namespace that a script has prepared.
-fn where_(lab: &Lab, prepare: &str, args: &[&str]) -> Ended {
-    let mut command = lab.with_surroundings(Command::new("unshare"));
+fn where_(test_home: &TestHome, prepare: &str, args: &[&str]) -> FinishedCommand {
+    let mut command = test_home.with_environment(Command::new("unshare"));
     let script = format!("set -e\n{prepare}\nexec \"$@\"");
     command
         .args([
@@ -356,41 +328,43 @@ fn where_(lab: &Lab, prepare: &str, args: &[&str]) -> Ended {
             &script,
             "sh",
         ])
-        .arg(plain_user::binary())
+        .arg(program::binary())
         .arg("doctor")
         .args(args);
     finish(command)
 }
 
-fn bad_workspace_root() {
-    let lab = Lab::new();
-    let root = lab.root.display();
+trial!(Root, a_bad_place_for_workspaces_is_told);
+fn a_bad_place_for_workspaces_is_told() {
+    let test_home = TestHome::new();
+    let root = test_home.workspace_root.display();
     let prepare = format!("mount -t tmpfs -o size=8m,noexec none {root}");
-    let said = document(&where_(&lab, &prepare, &["--json"]));
+    let said = document(&where_(&test_home, &prepare, &["--json"]));
     assert_eq!(said["starts"], true, "warnings stop nothing");
     for name in ["workspace_tmpfs", "workspace_noexec", "workspace_room"] {
         found(&said, name, "warning");
     }
     found(&said, "apart", "note");
-    let usual = document(&where_(&lab, "true", &["--json"]));
+    let usual = document(&where_(&test_home, "true", &["--json"]));
     for name in ["workspace_tmpfs", "workspace_noexec", "apart"] {
         assert!(finding(&usual, name).is_none(), "{name}");
     }
-    assert!(names_in(&lab.root).is_empty());
+    assert!(names_in(&test_home.workspace_root).is_empty());
 }
 
 /// /etc is a copy that may be changed.
-fn etc(lab: &Lab, change: &str) -> String {
-    let copy = lab.path("etc");
+fn etc(test_home: &TestHome, change: &str) -> String {
+    let copy = test_home.path("etc");
     let copy = copy.display();
     format!(
         "mkdir -p {copy}\nmount -t tmpfs -o mode=755 none {copy}\ncp -a /etc/. {copy}\nmount --bind {copy} /etc\n{change}"
     )
 }
 
-fn policy() {
-    let lab = Lab::new();
-    let shipped = lab.write(
+trial!(Root, the_policy_decides_whether_runs_start);
+fn the_policy_decides_whether_runs_start() {
+    let test_home = TestHome::new();
+    let shipped = test_home.write(
         "policy.toml",
         include_str!("../../../../packaging/policy.toml"),
     );
@@ -398,44 +372,45 @@ fn policy() {
         "mkdir -m 755 /etc/fumehood\ninstall -m 644 {} /etc/fumehood/policy.toml",
         shipped.display()
     );
-    let said = document(&where_(&lab, &etc(&lab, &install), &["--json"]));
+    let said = document(&where_(&test_home, &etc(&test_home, &install), &["--json"]));
     assert_eq!(
         (&said["starts"], &said["floor"]),
         (&true.into(), &"full".into())
     );
     found(&said, "policy", "fine");
-    let missing = document(&where_(&lab, "true", &["--json"]));
+    let missing = document(&where_(&test_home, "true", &["--json"]));
     assert_eq!(missing["floor"], "landlock");
     assert!(lines(found(&missing, "policy", "note")).contains("level = \"full\""));
     // Under the floor that is shipped, a host that gives less stops.
     let drop = format!(
         "{}\nset -- setpriv --bounding-set=-sys_admin \"$@\"",
-        etc(&lab, &install)
+        etc(&test_home, &install)
     );
     // Mounts are made while the capability is there.
-    let said = document(&where_(&lab, &drop, &["--json"]));
+    let said = document(&where_(&test_home, &drop, &["--json"]));
     assert_eq!(said["starts"], false);
     found(&said, "capabilities", "stops");
     let broken = install + "\necho nonsense > /etc/fumehood/policy.toml";
-    let said = document(&where_(&lab, &etc(&lab, &broken), &["--json"]));
+    let said = document(&where_(&test_home, &etc(&test_home, &broken), &["--json"]));
     found(&said, "configuration", "stops");
 }
 
-fn uids_of_others() {
-    let lab = Lab::new();
+trial!(Root, uids_of_others_are_told);
+fn uids_of_others_are_told() {
+    let test_home = TestHome::new();
     let add = "echo 'mallory:x:1900000077:1900000077::/:/bin/sh' >> /etc/passwd\n\
         echo 'podman:1900000000:65536' >> /etc/subuid";
-    let said = document(&where_(&lab, &etc(&lab, add), &["--json"]));
+    let said = document(&where_(&test_home, &etc(&test_home, add), &["--json"]));
     // Every uid of the range belongs to somebody else: none can be leased.
     assert_eq!(said["starts"], false);
     found(&said, "uids", "stops");
     let add = "echo 'mallory:x:1900000077:1900000077::/:/bin/sh' >> /etc/passwd";
-    let said = document(&where_(&lab, &etc(&lab, add), &["--json"]));
+    let said = document(&where_(&test_home, &etc(&test_home, add), &["--json"]));
     assert_eq!(said["starts"], true);
     let told = found(&said, "uids", "warning");
     assert!(told["text"].as_str().unwrap().contains("mallory"));
     found(
-        &document(&where_(&lab, "true", &["--json"])),
+        &document(&where_(&test_home, "true", &["--json"])),
         "uids",
         "fine",
     );

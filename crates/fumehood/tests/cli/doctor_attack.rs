@@ -7,36 +7,16 @@ use std::path::Path;
 use sandbox::promises::{ACTS, PromiseStatus, promise_status};
 use sandbox::spec::ConfinementLevel;
 use serde_json::Value;
-
-use crate::lab::{Ended, Lab, finish, is_root, names_in};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("the_table_at_full", For::Everyone, the_table_at_full),
-    (
-        "the_table_at_landlock",
-        For::Everyone,
-        the_table_at_landlock,
-    ),
-    (
-        "a_missing_layer_is_noticed",
-        For::Everyone,
-        a_missing_layer_is_noticed,
-    ),
-    (
-        "a_missing_layer_is_noticed_at_landlock",
-        For::Everyone,
-        a_missing_layer_is_noticed_at_landlock,
-    ),
-    ("for_people", For::Everyone, for_people),
-    ("a_level_that_is_none", For::Everyone, a_level_that_is_none),
-];
+use testkit::command::{FinishedCommand, finish};
+use testkit::home::TestHome;
+use testkit::process::names_in;
+use testkit::{is_root, trial};
 
 /// Controls that an ordinary user may not be let do, on some hosts by a setting; as root all of them work.
 const MAY_BE_UNPROVEN: &[&str] = &["bpf", "perf", "user_namespace", "terminal_injection"];
 
-fn attack(lab: &Lab, options: &[&str], without: &str) -> Ended {
-    let mut command = lab.fumehood();
+fn attack(test_home: &TestHome, options: &[&str], without: &str) -> FinishedCommand {
+    let mut command = test_home.fumehood();
     command.args(["doctor", "--attack"]).args(options);
     if !without.is_empty() {
         command.env("FUMEHOOD_FAULT", format!("without={without}"));
@@ -51,8 +31,12 @@ fn names_with<'a>(document: &'a Value, verdict: &str) -> BTreeSet<&'a str> {
 }
 
 fn table(level: ConfinementLevel) {
-    let lab = Lab::new();
-    let ended = attack(&lab, &["--level", level.as_str(), "--json", "--strict"], "");
+    let test_home = TestHome::new();
+    let ended = attack(
+        &test_home,
+        &["--level", level.as_str(), "--json", "--strict"],
+        "",
+    );
     ended.good();
     let document = ended.document();
     assert_eq!(document["schema"], "fumehood.attack/1");
@@ -76,12 +60,12 @@ fn table(level: ConfinementLevel) {
     let counts = &document["counts"];
     let counted = counts["held"].as_u64().unwrap() + counts["known_gaps"].as_u64().unwrap();
     assert_eq!(counted, proven as u64, "{counts}");
-    lab.assert_nothing_left();
-    assert_nothing_of_the_battery(&lab, Path::new(document["place"].as_str().unwrap()));
+    test_home.assert_nothing_left();
+    assert_nothing_of_the_battery(&test_home, Path::new(document["place"].as_str().unwrap()));
 }
 
 /// Neither its directory nor a file of its targets; nor has it touched the caller's own home of Fumehood.
-fn assert_nothing_of_the_battery(lab: &Lab, place: &Path) {
+fn assert_nothing_of_the_battery(test_home: &TestHome, place: &Path) {
     let name = place.file_name().unwrap().to_str().unwrap();
     let word = name.strip_prefix("fumehood-attack-").unwrap();
     for dir in ["/var/tmp", "/tmp", "/dev/shm"] {
@@ -89,22 +73,25 @@ fn assert_nothing_of_the_battery(lab: &Lab, place: &Path) {
         let mut left = names.filter(|name| name.to_string_lossy().contains(word));
         assert_eq!(left.next(), None, "in {dir}");
     }
-    assert!(!lab.home.exists(), "it has a home of its own");
+    assert!(!test_home.home.exists(), "it has a home of its own");
 }
 
+trial!(Everyone, the_table_at_full);
 fn the_table_at_full() {
     table(ConfinementLevel::Full);
 }
 
+trial!(Everyone, the_table_at_landlock);
 fn the_table_at_landlock() {
     table(ConfinementLevel::Landlock);
 }
 
+trial!(Everyone, a_missing_layer_is_noticed);
 /// Without the layers exactly what rests on them gets out, and the exit code says so.
 fn a_missing_layer_is_noticed() {
-    let lab = Lab::new();
+    let test_home = TestHome::new();
     let without = "net_namespace,ipc_namespace";
-    let ended = attack(&lab, &["--level", "full", "--json"], without);
+    let ended = attack(&test_home, &["--level", "full", "--json"], without);
     let document = ended.document();
     let expected = BTreeSet::from([
         "postgres_tcp",
@@ -125,9 +112,10 @@ fn a_missing_layer_is_noticed() {
     assert_eq!(ended.code(), 1, "{}", ended.err());
 }
 
+trial!(Everyone, a_missing_layer_is_noticed_at_landlock);
 fn a_missing_layer_is_noticed_at_landlock() {
-    let lab = Lab::new();
-    let ended = attack(&lab, &["--level", "landlock", "--json"], "landlock");
+    let test_home = TestHome::new();
+    let ended = attack(&test_home, &["--level", "landlock", "--json"], "landlock");
     assert_eq!(ended.code(), 1, "{}", ended.err());
     let document = ended.document();
     let got_out = names_with(&document, "escaped");
@@ -141,9 +129,10 @@ fn a_missing_layer_is_noticed_at_landlock() {
     }
 }
 
+trial!(Everyone, for_people);
 fn for_people() {
-    let lab = Lab::new();
-    let ended = attack(&lab, &["--level", "full"], "ipc_namespace");
+    let test_home = TestHome::new();
+    let ended = attack(&test_home, &["--level", "full"], "ipc_namespace");
     assert_eq!(ended.code(), 1, "{}", ended.err());
     let out = ended.out();
     for act in ACTS {
@@ -156,8 +145,9 @@ fn for_people() {
     assert!(whole, "{last}");
 }
 
+trial!(Everyone, a_level_that_is_none);
 fn a_level_that_is_none() {
-    let lab = Lab::new();
-    let ended = attack(&lab, &["--level", "none"], "");
+    let test_home = TestHome::new();
+    let ended = attack(&test_home, &["--level", "none"], "");
     assert_eq!(ended.code(), 125, "{}", ended.err());
 }

@@ -5,64 +5,28 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::json;
 use store::types::crash_points;
-
-use crate::lab::{Ended, Lab, eventually, finish};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "a_run_without_outputs_syncs_the_database_alone",
-        For::Everyone,
-        database_alone,
-    ),
-    (
-        "what_is_not_committed_is_durable_before_it_is_said",
-        For::Everyone,
-        durable_before_said,
-    ),
-    (
-        "what_moves_is_on_a_durable_list_first",
-        For::Everyone,
-        list_first,
-    ),
-    (
-        "the_log_that_a_run_leaves_is_read_by_the_next",
-        For::Everyone,
-        log_is_read,
-    ),
-    (
-        "an_attempt_whose_row_a_power_cut_took_is_committed_anew",
-        For::Everyone,
-        row_taken,
-    ),
-    (
-        "an_outcome_that_a_power_cut_tore_is_none",
-        For::Everyone,
-        outcome_torn,
-    ),
-    (
-        "who_loses_the_databases_locks_undoes_no_other_run",
-        For::Everyone,
-        locks_removed,
-    ),
-    (
-        "nothing_is_committed_into_a_database_that_was_put_away",
-        For::Everyone,
-        put_away,
-    ),
-];
+use testkit::command::{FinishedCommand, finish};
+use testkit::home::TestHome;
+use testkit::program;
+use testkit::trial;
+use testkit::wait::eventually;
 
 /// `fumehood run` below strace, and the syncs and removals of the runner and its threads, in order: `call path`.
-fn traced(lab: &Lab, fault: Option<&str>, options: &[&str], script: &str) -> (Ended, Vec<String>) {
-    let log = lab.path("strace");
-    let mut command = lab.with_surroundings(Command::new("/usr/bin/strace"));
+fn traced(
+    test_home: &TestHome,
+    fault: Option<&str>,
+    options: &[&str],
+    script: &str,
+) -> (FinishedCommand, Vec<String>) {
+    let log = test_home.path("strace");
+    let mut command = test_home.with_environment(Command::new("/usr/bin/strace"));
     command.args(["-f", "-qq", "-y", "-e", "signal=none", "-o"]);
     command.arg(&log);
     command.args([
         "-e",
         "trace=fsync,fdatasync,syncfs,sync_file_range,unlinkat,linkat",
     ]);
-    command.arg(crate::plain_user::binary()).arg("run");
+    command.arg(program::binary()).arg("run");
     command.args(options).args(["--", "sh", "-c", script]);
     if let Some(fault) = fault {
         command.env(crash_points::VARIABLE, fault);
@@ -85,15 +49,16 @@ fn position(calls: &[String], call: &str, name: &str) -> usize {
     found.unwrap_or_else(|| panic!("no {call} of {name} in {calls:#?}"))
 }
 
-fn database_alone() {
-    let lab = Lab::new();
+trial!(Everyone, a_run_without_outputs_syncs_the_database_alone);
+fn a_run_without_outputs_syncs_the_database_alone() {
+    let test_home = TestHome::new();
     // Makes the database, and its log.
-    lab.sh(&[], "true").good();
-    let (ended, calls) = traced(&lab, None, &[], "true");
+    test_home.sh(&[], "true").good();
+    let (ended, calls) = traced(&test_home, None, &[], "true");
     ended.good();
     // The log, and by SQLite's caution the directory that it is in. Where the machine is so slow that the database was let
     // go meanwhile, the file as well.
-    let home = format!("<{}>", lab.home.display());
+    let home = format!("<{}>", test_home.home.display());
     let syncs = syncs(&calls);
     let of_database = |call: &&&String| call.contains("fumehood.db") || call.contains(&home);
     assert_eq!(
@@ -106,16 +71,22 @@ fn database_alone() {
         "{syncs:#?}"
     );
     // The control: a run that leaves something syncs more.
-    let (ended, calls) = traced(&lab, None, &[], "echo x > x");
+    let (ended, calls) = traced(&test_home, None, &[], "echo x > x");
     ended.good();
     assert!(calls.iter().any(|call| call.contains("outcome.json")));
 }
 
-fn durable_before_said() {
-    let lab = Lab::new();
-    lab.sh(&[], "true").good();
+trial!(Everyone, what_is_not_committed_is_durable_before_it_is_said);
+fn what_is_not_committed_is_durable_before_it_is_said() {
+    let test_home = TestHome::new();
+    test_home.sh(&[], "true").good();
     let options = ["--id", "late"];
-    let (ended, calls) = traced(&lab, Some("transaction_open=eio"), &options, "echo said");
+    let (ended, calls) = traced(
+        &test_home,
+        Some("transaction_open=eio"),
+        &options,
+        "echo said",
+    );
     ended.refused(121, "NOT COMMITTED");
     let workspace = position(&calls, "unlinkat", "scidex-analysis-late");
     for paper in ["run.json", "outcome.json", "manifest.json", "stdout"] {
@@ -124,15 +95,16 @@ fn durable_before_said() {
     }
     let runs = position(&calls, "fsync", "/runs>");
     assert!(runs < workspace, "{calls:#?}");
-    lab.gc(&[]).good();
+    test_home.gc(&[]).good();
     let row = "SELECT state FROM analyses_v1 WHERE id = 'late'";
-    assert_eq!(lab.sql_one(row), "succeeded");
+    assert_eq!(test_home.sql_one(row), "succeeded");
 }
 
-fn list_first() {
-    let lab = Lab::new();
-    lab.sh(&[], "true").good();
-    let (ended, calls) = traced(&lab, None, &[], "echo x > x");
+trial!(Everyone, what_moves_is_on_a_durable_list_first);
+fn what_moves_is_on_a_durable_list_first() {
+    let test_home = TestHome::new();
+    test_home.sh(&[], "true").good();
+    let (ended, calls) = traced(&test_home, None, &[], "echo x > x");
     ended.good();
     let committed = calls.iter().rposition(|call| call.contains("db-wal"));
     let papers = ["run.json", "outcome.json", "manifest.json"];
@@ -147,21 +119,22 @@ fn list_first() {
     }
 }
 
-fn log_is_read() {
-    let lab = Lab::new();
-    lab.sh(&["--id", "one"], "true").good();
-    lab.sh(&["--id", "two"], "echo x > x").good();
-    let log = lab.home.join("fumehood.db-wal");
+trial!(Everyone, the_log_that_a_run_leaves_is_read_by_the_next);
+fn the_log_that_a_run_leaves_is_read_by_the_next() {
+    let test_home = TestHome::new();
+    test_home.sh(&["--id", "one"], "true").good();
+    test_home.sh(&["--id", "two"], "echo x > x").good();
+    let log = test_home.home.join("fumehood.db-wal");
     assert!(std::fs::metadata(&log).unwrap().len() > 0);
     // A copy with the log has everything, and one without it is of an earlier time, and whole.
     let copied = |name: &str, endings: &[&str]| {
         for ending in endings {
-            let from = lab.home.join(format!("fumehood.db{ending}"));
-            std::fs::copy(from, lab.path(&format!("{name}{ending}"))).unwrap();
+            let from = test_home.home.join(format!("fumehood.db{ending}"));
+            std::fs::copy(from, test_home.path(&format!("{name}{ending}"))).unwrap();
         }
         let text = "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute(sys.argv[2]).fetchone())";
         let mut python = Command::new("/usr/bin/python3");
-        python.args(["-I", "-c", text]).arg(lab.path(name));
+        python.args(["-I", "-c", text]).arg(test_home.path(name));
         python.arg("SELECT (SELECT COUNT(*) FROM sqlite_schema WHERE name = 'attempts'), integrity_check FROM pragma_integrity_check");
         let whole = finish(python).good();
         assert!(whole.trim().ends_with("ok"), "{whole}");
@@ -170,9 +143,9 @@ fn log_is_read() {
     assert!(copied("with", &["", "-wal"]));
     let _of_an_earlier_time = copied("without", &[""]);
     // Another program, and Fumehood itself, see all of it.
-    assert_eq!(lab.sql_one("SELECT COUNT(*) FROM analyses_v1"), 2);
-    lab.sh(&["--id", "three"], "true").good();
-    let listed = lab.ask(["list"]).good();
+    assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM analyses_v1"), 2);
+    test_home.sh(&["--id", "three"], "true").good();
+    let listed = test_home.ask(["list"]).good();
     for id in ["one", "two", "three"] {
         assert!(listed.contains(id), "{listed}");
     }
@@ -180,126 +153,154 @@ fn log_is_read() {
 
 /// As a power cut would have: what is in the database, changed behind Fumehood's back.
 #[track_caller]
-fn change(lab: &Lab, statements: &str) {
+fn change(test_home: &TestHome, statements: &str) {
     let text = "import sqlite3, sys; sqlite3.connect(sys.argv[1]).executescript(sys.argv[2])";
     let mut python = Command::new("/usr/bin/python3");
     python.args(["-I", "-c", text]);
-    python.arg(lab.home.join("fumehood.db")).arg(statements);
+    python
+        .arg(test_home.home.join("fumehood.db"))
+        .arg(statements);
     finish(python).good();
 }
 
-fn with_fault(lab: &Lab, fault: &str, options: &[&str], script: &str) {
+fn with_fault(test_home: &TestHome, fault: &str, options: &[&str], script: &str) {
     let sh = ["--", "sh", "-c", script];
-    let mut command = lab.run_command(options.iter().chain(&sh));
+    let mut command = test_home.run_command(options.iter().chain(&sh));
     command.env(crash_points::VARIABLE, fault);
     finish(command);
 }
 
-fn row_taken() {
-    let lab = Lab::new();
-    lab.sh(&["--id", "before"], "true").good();
+trial!(
+    Everyone,
+    an_attempt_whose_row_a_power_cut_took_is_committed_anew
+);
+fn an_attempt_whose_row_a_power_cut_took_is_committed_anew() {
+    let test_home = TestHome::new();
+    test_home.sh(&["--id", "before"], "true").good();
     for (id, fault) in [("b", "begun=kill"), ("e", "ended=kill")] {
-        with_fault(&lab, fault, &["--id", id], "echo x > x");
+        with_fault(&test_home, fault, &["--id", id], "echo x > x");
         // The run directory came through, and what was begun did not.
         let take = format!(
             "DELETE FROM attempts WHERE id = '{id}'; DELETE FROM analyses WHERE id = '{id}'"
         );
-        change(&lab, &take);
+        change(&test_home, &take);
         let rows = format!("SELECT COUNT(*) FROM attempts WHERE id = '{id}'");
-        assert_eq!(lab.sql_one(&rows), 0, "the control");
-        lab.gc(&[]).good();
+        assert_eq!(test_home.sql_one(&rows), 0, "the control");
+        test_home.gc(&[]).good();
         let row = format!("SELECT state, reason FROM analyses_v1 WHERE id = '{id}'");
-        assert_eq!(lab.sql(&row), [[json!("error"), json!("runner_lost")]]);
-        lab.assert_nothing_left();
+        assert_eq!(
+            test_home.sql(&row),
+            [[json!("error"), json!("runner_lost")]]
+        );
+        test_home.assert_nothing_left();
         // The id is as free as ever.
-        lab.sh(&["--id", id, "--replace"], "true").good();
+        test_home.sh(&["--id", id, "--replace"], "true").good();
     }
-    with_fault(&lab, "claimed=kill", &["--id", "c"], "true");
-    lab.gc(&[]).good();
+    with_fault(&test_home, "claimed=kill", &["--id", "c"], "true");
+    test_home.gc(&[]).good();
     let rows = "SELECT COUNT(*) FROM attempts WHERE id = 'c'";
-    assert_eq!(lab.sql_one(rows), 0, "nothing ran, and nothing was begun");
+    assert_eq!(
+        test_home.sql_one(rows),
+        0,
+        "nothing ran, and nothing was begun"
+    );
 }
 
-fn outcome_torn() {
-    let lab = Lab::new();
+trial!(Everyone, an_outcome_that_a_power_cut_tore_is_none);
+fn an_outcome_that_a_power_cut_tore_is_none() {
+    let test_home = TestHome::new();
     for (id, content) in [
         ("empty", ""),
         ("zeros", "\0\0\0\0"),
         ("half", "{\"version\":1,"),
     ] {
-        with_fault(&lab, "outcome_written=kill", &["--id", id], "echo x > x");
-        let paper = lab.home.join("runs").join(id).join("1/outcome.json");
+        with_fault(
+            &test_home,
+            "outcome_written=kill",
+            &["--id", id],
+            "echo x > x",
+        );
+        let paper = test_home.home.join("runs").join(id).join("1/outcome.json");
         std::fs::metadata(&paper).unwrap();
         std::fs::write(&paper, content).unwrap();
-        lab.gc(&[]).good();
+        test_home.gc(&[]).good();
         let row = format!("SELECT reason, outputs_count FROM analyses_v1 WHERE id = '{id}'");
-        assert_eq!(lab.sql(&row), [[json!("runner_lost"), json!(1)]]);
+        assert_eq!(test_home.sql(&row), [[json!("runner_lost"), json!(1)]]);
         // After the commit, and before the directory is gone: the record stays as it was.
         let later = format!("{id}-later");
         with_fault(
-            &lab,
+            &test_home,
             "workspace_removed=kill",
             &["--id", &later],
             "echo x > x",
         );
-        let paper = lab.home.join("runs").join(&later).join("1/outcome.json");
+        let paper = test_home
+            .home
+            .join("runs")
+            .join(&later)
+            .join("1/outcome.json");
         std::fs::write(&paper, content).unwrap();
-        lab.gc(&[]).good();
+        test_home.gc(&[]).good();
         let row = format!("SELECT state, outputs_count FROM analyses_v1 WHERE id = '{later}'");
-        assert_eq!(lab.sql(&row), [[json!("succeeded"), json!(1)]]);
-        lab.assert_nothing_left();
+        assert_eq!(test_home.sql(&row), [[json!("succeeded"), json!(1)]]);
+        test_home.assert_nothing_left();
     }
 }
 
+trial!(Everyone, who_loses_the_databases_locks_undoes_no_other_run);
 /// An attacker found that a connection held over the run of a program went on with locks that nobody else saw.
-fn locks_removed() {
-    let lab = Lab::new();
-    lab.sh(&["--id", "first"], "true").good();
+fn who_loses_the_databases_locks_undoes_no_other_run() {
+    let test_home = TestHome::new();
+    test_home.sh(&["--id", "first"], "true").good();
     // Within the second for which it is held, and past it.
     for (n, sleeps) in ["0.7", "1.6"].iter().enumerate() {
         for (m, gone) in [&["-shm"][..], &["-shm", "-wal"]].iter().enumerate() {
             let ids = ["holds", "beside"].map(|name| format!("{name}-{n}{m}"));
             let script = format!("echo up; sleep {sleeps}");
-            let mut live = lab.start(["--id", &ids[0], "--", "sh", "-c", &script]);
+            let mut live = test_home.start(["--id", &ids[0], "--", "sh", "-c", &script]);
             live.wait_for("up");
             for ending in *gone {
-                let name = lab.home.join(format!("fumehood.db{ending}"));
+                let name = test_home.home.join(format!("fumehood.db{ending}"));
                 std::fs::remove_file(name).unwrap();
             }
-            lab.sh(&["--id", &ids[1]], "true").good();
-            live.end().refused(121, "moved or removed");
-            lab.gc(&[]).good();
+            test_home.sh(&["--id", &ids[1]], "true").good();
+            live.finish().refused(121, "moved or removed");
+            test_home.gc(&[]).good();
             for id in &ids {
                 let row = format!("SELECT state FROM analyses_v1 WHERE id = '{id}'");
-                assert_eq!(lab.sql(&row), [[json!("succeeded")]], "{id}");
+                assert_eq!(test_home.sql(&row), [[json!("succeeded")]], "{id}");
             }
         }
     }
 }
 
+trial!(
+    Everyone,
+    nothing_is_committed_into_a_database_that_was_put_away
+);
 /// Another looked when the program ended, and moved the database while its outputs were collected.
-fn put_away() {
-    let lab = Lab::new();
-    lab.sh(&["--id", "first"], "true").good();
+fn nothing_is_committed_into_a_database_that_was_put_away() {
+    let test_home = TestHome::new();
+    test_home.sh(&["--id", "first"], "true").good();
     let script = "for n in $(seq 1500); do echo $n > $n; done";
-    let live = lab.start(["--id", "moved", "--", "sh", "-c", script]);
-    let outcome = lab.home.join("runs/moved/1/outcome.json");
+    let live = test_home.start(["--id", "moved", "--", "sh", "-c", script]);
+    let outcome = test_home.home.join("runs/moved/1/outcome.json");
     eventually("it has ended", || outcome.exists());
     live.signal(Signal::STOP);
-    let away = lab.path("away");
+    let away = test_home.path("away");
     std::fs::create_dir(&away).unwrap();
     for ending in ["", "-wal", "-shm"] {
         let name = format!("fumehood.db{ending}");
-        let _not_there = std::fs::rename(lab.home.join(&name), away.join(&name));
+        let _not_there = std::fs::rename(test_home.home.join(&name), away.join(&name));
     }
     live.signal(Signal::CONT);
-    live.end().refused(121, "NOT COMMITTED");
+    live.finish().refused(121, "NOT COMMITTED");
     for ending in ["", "-wal", "-shm"] {
         let name = format!("fumehood.db{ending}");
-        let _not_there = std::fs::remove_file(lab.home.join(&name));
-        let _not_there = std::fs::rename(away.join(&name), lab.home.join(&name));
+        let _not_there = std::fs::remove_file(test_home.home.join(&name));
+        let _not_there = std::fs::rename(away.join(&name), test_home.home.join(&name));
     }
-    lab.gc(&[]).good();
+    test_home.gc(&[]).good();
     let row = "SELECT state, outputs_count FROM analyses_v1 WHERE id = 'moved'";
-    assert_eq!(lab.sql(row), [[json!("succeeded"), json!(1500)]]);
+    assert_eq!(test_home.sql(row), [[json!("succeeded"), json!(1500)]]);
 }

@@ -1,102 +1,19 @@
-//! What may be typed, each option at least once, and what a run sees because of it.
+//! The command line: each option at least once, and its effect on a run.
 
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::lab::{Ended, Lab, Live, finish, set_mode};
-use crate::{Entry, For};
+use testkit::command::{FinishedCommand, RunningCommand, finish};
+use testkit::home::{TestHome, set_mode};
+use testkit::program;
+use testkit::{is_root, trial};
 
-pub const TRIALS: &[Entry] = &[
-    ("help_names_every_option", For::Everyone, help),
-    (
-        "a_word_that_is_nearly_a_command_brings_only_commands_to_mind",
-        For::Everyone,
-        nearly,
-    ),
-    (
-        "the_default_of_pids_leaves_half_to_the_user",
-        For::Everyone,
-        pids_default,
-    ),
-    (
-        "a_row_of_unknown_words_is_shown_and_hides_no_other",
-        For::Everyone,
-        unknown_words,
-    ),
-    ("scripts_run_by_their_ending", For::Everyone, by_ending),
-    (
-        "scripts_run_by_their_first_line",
-        For::Everyone,
-        by_first_line,
-    ),
-    (
-        "arguments_after_the_script_are_its_own",
-        For::Everyone,
-        own_arguments,
-    ),
-    ("commands_run_as_given", For::Everyone, as_given),
-    (
-        "a_file_not_inside_is_mended_by_the_line",
-        For::Everyone,
-        mended,
-    ),
-    (
-        "a_file_with_a_dot_is_mended_by_the_line",
-        For::Everyone,
-        mended_here,
-    ),
-    (
-        "a_file_above_is_mended_by_the_line",
-        For::Everyone,
-        mended_above,
-    ),
-    ("input_copies_files_and_directories", For::Everyone, inputs),
-    (
-        "inputs_bring_nothing_else_along",
-        For::Everyone,
-        input_links,
-    ),
-    ("read_shows_a_path_here_or_there", For::Everyone, reads),
-    ("what_read_names_is_executed", For::Everyone, reads_execute),
-    (
-        "read_refuses_what_must_stay_hidden",
-        For::Everyone,
-        reads_refused,
-    ),
-    ("siblings_come_if_asked_for", For::Everyone, siblings),
-    ("env_sets_and_hands_on", For::Everyone, env),
-    (
-        "nothing_else_of_the_environment_is_there",
-        For::Everyone,
-        env_is_closed,
-    ),
-    ("stdin_is_empty_a_file_or_ours", For::Everyone, stdin),
-    ("data_and_docs_are_shown_twice", For::Everyone, data),
-    ("data_may_be_a_symlink", For::Everyone, data_symlink),
-    ("data_may_lie_under_tmp", For::Everyone, data_under_tmp),
-    (
-        "data_may_lie_under_var_tmp",
-        For::Everyone,
-        data_under_var_tmp,
-    ),
-    ("data_may_lie_elsewhere", For::Everyone, data_elsewhere),
-    ("data_of_roots_own_is_read", For::Everyone, closed_data),
-    (
-        "the_rest_of_the_project_is_absent",
-        For::Everyone,
-        project_absent,
-    ),
-    ("limits_reach_the_program", For::Everyone, limits),
-    ("unfirm_limits_stop_the_run", For::Everyone, unfirm),
-    ("variables_and_files_set_options", For::Everyone, places),
-    ("the_project_is_where_we_say", For::Everyone, project),
-];
-
-fn help() {
-    let lab = Lab::new();
-    let text = lab.run(["--help"]).good();
+trial!(Everyone, help_names_every_option);
+fn help_names_every_option() {
+    let test_home = TestHome::new();
+    let text = test_home.run(["--help"]).good();
     for option in [
         "--id",
         "--project",
@@ -166,7 +83,7 @@ fn help() {
         );
     }
     let top = finish({
-        let mut command = lab.fumehood();
+        let mut command = test_home.fumehood();
         command.arg("--help");
         command
     });
@@ -177,10 +94,14 @@ fn help() {
     }
 }
 
-fn nearly() {
-    let lab = Lab::new();
+trial!(
+    Everyone,
+    a_word_that_is_nearly_a_command_brings_only_commands_to_mind
+);
+fn a_word_that_is_nearly_a_command_brings_only_commands_to_mind() {
+    let test_home = TestHome::new();
     for (typed, meant) in [("ru", "run"), ("runer", "run"), ("submt", "submit")] {
-        let mut command = lab.fumehood();
+        let mut command = test_home.fumehood();
         command.arg(typed);
         let ended = finish(command);
         assert_eq!(ended.code(), 125);
@@ -193,60 +114,67 @@ fn nearly() {
     }
 }
 
-fn by_ending() {
-    let lab = Lab::new();
-    lab.write("project/a.py", "import sys, os\nprint('py', sys.argv[1:], os.path.abspath(sys.argv[0]) == os.getcwd() + '/a.py')\n");
-    lab.write(
+trial!(Everyone, scripts_run_by_their_ending);
+fn scripts_run_by_their_ending() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.py", "import sys, os\nprint('py', sys.argv[1:], os.path.abspath(sys.argv[0]) == os.getcwd() + '/a.py')\n");
+    test_home.write(
         "project/a.sh",
         "echo sh \"$@\" [[ ${BASH_VERSION:+bash} ]]\n",
     );
-    lab.write(
+    test_home.write(
         "project/a.R",
         "cat('R', commandArgs(trailingOnly = TRUE), '\\n')\n",
     );
-    lab.write("project/a.txt", "text");
+    test_home.write("project/a.txt", "text");
     assert_eq!(
-        lab.run(["a.py", "1", "two"]).good(),
+        test_home.run(["a.py", "1", "two"]).good(),
         "py ['1', 'two'] True\n"
     );
     assert_eq!(
-        lab.run(["a.sh", "1", "two"]).good(),
+        test_home.run(["a.sh", "1", "two"]).good(),
         "sh 1 two [[ bash ]]\n"
     );
-    assert_eq!(lab.run(["a.R", "1", "two"]).good(), "R 1 two \n");
-    lab.run(["a.txt"]).refused(125, "none of .py .R .sh .jl");
-    lab.run(["missing.py"]).refused(125, "missing.py");
-    lab.run(["."]).refused(125, "");
+    assert_eq!(test_home.run(["a.R", "1", "two"]).good(), "R 1 two \n");
+    test_home
+        .run(["a.txt"])
+        .refused(125, "none of .py .R .sh .jl");
+    test_home.run(["missing.py"]).refused(125, "missing.py");
+    test_home.run(["."]).refused(125, "");
 }
 
-fn by_first_line() {
-    let lab = Lab::new();
-    // The line goes before the ending, and the file need not be executable.
-    lab.write(
+trial!(Everyone, scripts_run_by_their_first_line);
+fn scripts_run_by_their_first_line() {
+    let test_home = TestHome::new();
+    // A script's `#!` line takes precedence over the suffix of its name, and the file need not be executable.
+    test_home.write(
         "project/a.sh",
         "#!/usr/bin/env python3\nimport sys; print('py', sys.argv[1:])\n",
     );
-    lab.write("project/tool", "#!/bin/sh -e\nfalse\necho not reached\n");
-    lab.write(
+    test_home.write("project/tool", "#!/bin/sh -e\nfalse\necho not reached\n");
+    test_home.write(
         "project/sub/deep.py",
         "#!/usr/bin/python3 -u\nimport sys; print(sys.argv[0])\n",
     );
-    lab.write("project/odd.py", "#!/nowhere/python3\n");
-    assert_eq!(lab.run(["a.sh", "x"]).good(), "py ['x']\n");
-    let failed = lab.run(["tool"]);
+    test_home.write("project/odd.py", "#!/nowhere/python3\n");
+    assert_eq!(test_home.run(["a.sh", "x"]).good(), "py ['x']\n");
+    let failed = test_home.run(["tool"]);
     assert_eq!((failed.code(), failed.out()), (1, String::new()));
-    assert_eq!(lab.run(["sub/deep.py"]).good(), "deep.py\n");
+    assert_eq!(test_home.run(["sub/deep.py"]).good(), "deep.py\n");
     assert_eq!(
-        lab.run([lab.path("project/sub/deep.py")]).good(),
+        test_home
+            .run([test_home.path("project/sub/deep.py")])
+            .good(),
         "deep.py\n"
     );
-    lab.run(["odd.py"]).refused(127, "/nowhere/python3");
+    test_home.run(["odd.py"]).refused(127, "/nowhere/python3");
 }
 
-fn own_arguments() {
-    let lab = Lab::new();
-    lab.write("project/a.py", "import sys; print(sys.argv[1:])\n");
-    let out = lab
+trial!(Everyone, arguments_after_the_script_are_its_own);
+fn arguments_after_the_script_are_its_own() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.py", "import sys; print(sys.argv[1:])\n");
+    let out = test_home
         .run([
             "-q",
             "a.py",
@@ -261,46 +189,48 @@ fn own_arguments() {
     assert_eq!(out, "['--json', '--id', '../x', '--', '-h', '--timeout']\n");
 }
 
-fn as_given() {
-    let lab = Lab::new();
-    let out = lab
+trial!(Everyone, commands_run_as_given);
+fn commands_run_as_given() {
+    let test_home = TestHome::new();
+    let out = test_home
         .run(["--", "printf", "%s|", "a b", "", "$HOME", "*", "--json"])
         .good();
     assert_eq!(out, "a b||$HOME|*|--json|");
     use std::os::unix::ffi::OsStrExt;
     let odd = std::ffi::OsStr::from_bytes(b"\xff\xfe");
-    let ended = lab.run(["--".as_ref(), "printf".as_ref(), "%s".as_ref(), odd]);
+    let ended = test_home.run(["--".as_ref(), "printf".as_ref(), "%s".as_ref(), odd]);
     ended.good();
     assert_eq!(ended.stdout, b"\xff\xfe");
 }
 
-/// Reads the line that mends, as a user would, and types it before the command through a shell.
+/// Takes the options that the error message suggests, and runs the command with them through a shell.
 #[track_caller]
-fn mend(lab: &Lab, options: &[&str], command: &[&str]) -> Ended {
-    let first = lab.run(options.iter().chain(&["--"]).chain(command));
+fn mend(test_home: &TestHome, options: &[&str], command: &[&str]) -> FinishedCommand {
+    let first = test_home.run(options.iter().chain(&["--"]).chain(command));
     first.refused(125, "exists here but will not inside");
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
     let err = first.err();
     let mut line = err
         .lines()
         .map(|l| l.trim_start_matches("fumehood: ").trim());
     let line = line.rfind(|l| l.starts_with("--input ") || l.starts_with("--read "));
     let line = line.unwrap_or_else(|| panic!("no line in {err}"));
-    let mut again = lab.with_surroundings(Command::new("bash"));
+    let mut again = test_home.with_environment(Command::new("bash"));
     again
         .arg("-c")
         .arg(format!("exec \"$0\" run {line} -- \"$@\""))
-        .arg(crate::plain_user::binary())
+        .arg(program::binary())
         .args(command);
     finish(again)
 }
 
-fn mended() {
-    let lab = Lab::new();
-    lab.write("project/notes.txt", "notes\n");
-    lab.write("project/sub/deep.txt", "deep\n");
-    lab.write("project/it's a file.txt", "spaces\n");
-    let far = lab.write("far/away.txt", "far\n");
+trial!(Everyone, a_file_not_inside_is_mended_by_the_line);
+fn a_file_not_inside_is_mended_by_the_line() {
+    let test_home = TestHome::new();
+    test_home.write("project/notes.txt", "notes\n");
+    test_home.write("project/sub/deep.txt", "deep\n");
+    test_home.write("project/it's a file.txt", "spaces\n");
+    let far = test_home.write("far/away.txt", "far\n");
     let far = far.to_str().unwrap();
     for (arg, text) in [
         ("notes.txt", "notes\n"),
@@ -308,42 +238,48 @@ fn mended() {
         ("it's a file.txt", "spaces\n"),
         (far, "far\n"),
     ] {
-        assert_eq!(mend(&lab, &[], &["cat", arg]).good(), text, "{arg}");
+        assert_eq!(mend(&test_home, &[], &["cat", arg]).good(), text, "{arg}");
     }
-    assert_eq!(mend(&lab, &[], &["ls", "sub/"]).good(), "deep.txt\n");
-    // What is shown anyway needs no mending.
-    lab.write("project/data/d.txt", "data\n");
+    assert_eq!(mend(&test_home, &[], &["ls", "sub/"]).good(), "deep.txt\n");
+    // A file that is shown anyway gets no suggestion.
+    test_home.write("project/data/d.txt", "data\n");
     for arg in ["data/d.txt", "/etc/hosts", "/usr/bin/env"] {
-        lab.run(["--", "cat", arg]).good();
+        test_home.run(["--", "cat", arg]).good();
     }
 }
 
-fn mended_here() {
-    let lab = Lab::new();
-    lab.write("project/notes.txt", "notes\n");
-    assert_eq!(mend(&lab, &[], &["cat", "./notes.txt"]).good(), "notes\n");
-    lab.write("project/sub/deep.txt", "deep\n");
+trial!(Everyone, a_file_with_a_dot_is_mended_by_the_line);
+fn a_file_with_a_dot_is_mended_by_the_line() {
+    let test_home = TestHome::new();
+    test_home.write("project/notes.txt", "notes\n");
     assert_eq!(
-        mend(&lab, &[], &["cat", "./sub/./deep.txt"]).good(),
+        mend(&test_home, &[], &["cat", "./notes.txt"]).good(),
+        "notes\n"
+    );
+    test_home.write("project/sub/deep.txt", "deep\n");
+    assert_eq!(
+        mend(&test_home, &[], &["cat", "./sub/./deep.txt"]).good(),
         "deep\n"
     );
 }
 
-fn mended_above() {
-    let lab = Lab::new();
-    lab.write("up.txt", "up\n");
-    assert_eq!(mend(&lab, &[], &["cat", "../up.txt"]).good(), "up\n");
+trial!(Everyone, a_file_above_is_mended_by_the_line);
+fn a_file_above_is_mended_by_the_line() {
+    let test_home = TestHome::new();
+    test_home.write("up.txt", "up\n");
+    assert_eq!(mend(&test_home, &[], &["cat", "../up.txt"]).good(), "up\n");
 }
 
-fn inputs() {
-    let lab = Lab::new();
-    lab.write("project/one.csv", "1\n");
-    set_mode(&lab.path("project/one.csv"), 0o640);
-    lab.write_program("project/tools/run.sh", "#!/bin/sh\necho ran\n");
-    lab.write("project/tools/deep/x.txt", "x\n");
-    lab.write("with:colon", "colon\n");
-    let colon = lab.path("with:colon").display().to_string();
-    let far = lab.write("far.csv", "far\n").display().to_string();
+trial!(Everyone, input_copies_files_and_directories);
+fn input_copies_files_and_directories() {
+    let test_home = TestHome::new();
+    test_home.write("project/one.csv", "1\n");
+    set_mode(&test_home.path("project/one.csv"), 0o640);
+    test_home.write_program("project/tools/run.sh", "#!/bin/sh\necho ran\n");
+    test_home.write("project/tools/deep/x.txt", "x\n");
+    test_home.write("with:colon", "colon\n");
+    let colon = test_home.path("with:colon").display().to_string();
+    let far = test_home.write("far.csv", "far\n").display().to_string();
     let renamed = format!("{far}:sub/renamed.csv");
     let options = [
         "--input",
@@ -359,11 +295,14 @@ fn inputs() {
     ];
     let script = "find . -path './.*' -prune -o -type f -print | sort; ./tools/run.sh; cat copy.csv sub/renamed.csv; \
         echo more >> one.csv && cat one.csv";
-    let out = lab.sh(&options, script).good();
+    let out = test_home.sh(&options, script).good();
     let files = "./copy.csv\n./one.csv\n./sub/renamed.csv\n./tools/deep/x.txt\n./tools/run.sh\n./with:colon\n";
     assert_eq!(out, format!("{files}ran\n1\nfar\n1\nmore\n"));
-    // It was a copy.
-    assert_eq!(std::fs::read(lab.path("project/one.csv")).unwrap(), b"1\n");
+    // The program changed a copy.
+    assert_eq!(
+        std::fs::read(test_home.path("project/one.csv")).unwrap(),
+        b"1\n"
+    );
     for bad in [
         "one.csv:../out",
         "one.csv:/abs",
@@ -371,37 +310,41 @@ fn inputs() {
         ":x",
         "one.csv:.",
     ] {
-        let ended = lab.sh(&["--input", bad], "true");
+        let ended = test_home.sh(&["--input", bad], "true");
         assert_eq!(ended.code(), 125, "{bad}: {}", ended.err());
     }
-    // Two things of one name, or in the place of the data, are not mixed up silently.
-    lab.write("project/data/d", "d");
+    // Two inputs with one name, or one with the name of the data directory, are refused.
+    test_home.write("project/data/d", "d");
     for pair in [
         ["one.csv:same", "tools:same"],
         ["one.csv:data", "one.csv:x"],
         ["one.csv", "tools:one.csv"],
     ] {
-        let ended = lab.sh(&["--input", pair[0], "--input", pair[1]], "true");
+        let ended = test_home.sh(&["--input", pair[0], "--input", pair[1]], "true");
         assert_eq!(ended.code(), 125, "{pair:?}: {}", ended.err());
     }
-    let own = lab.write_program("project/mine", "#!/bin/sh\necho mine $1\n");
+    let own = test_home.write_program("project/mine", "#!/bin/sh\necho mine $1\n");
     assert_eq!(
-        lab.run(["--input", "mine", "--", "./mine", "7"]).good(),
+        test_home
+            .run(["--input", "mine", "--", "./mine", "7"])
+            .good(),
         "mine 7\n"
     );
-    lab.run(["--".as_ref(), own.as_os_str()])
+    test_home
+        .run(["--".as_ref(), own.as_os_str()])
         .refused(125, "--input");
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn input_links() {
-    let lab = Lab::new();
-    let secret = lab.write("secret", "secret\n");
-    lab.write("project/tree/file", "file\n");
-    symlink(&secret, lab.path("project/tree/out")).unwrap();
-    symlink("file", lab.path("project/tree/near")).unwrap();
-    symlink("../../secret", lab.path("project/tree/climb")).unwrap();
-    let out = lab.sh(
+trial!(Everyone, inputs_bring_nothing_else_along);
+fn inputs_bring_nothing_else_along() {
+    let test_home = TestHome::new();
+    let secret = test_home.write("secret", "secret\n");
+    test_home.write("project/tree/file", "file\n");
+    symlink(&secret, test_home.path("project/tree/out")).unwrap();
+    symlink("file", test_home.path("project/tree/near")).unwrap();
+    symlink("../../secret", test_home.path("project/tree/climb")).unwrap();
+    let out = test_home.sh(
         &["--input", "tree"],
         "cat tree/file; cat tree/near; cat tree/out tree/climb",
     );
@@ -411,24 +354,27 @@ fn input_links() {
         "{}",
         out.err()
     );
-    // A link named by the user is meant, as with cp.
-    symlink(&secret, lab.path("project/named")).unwrap();
+    // A link that the user names is followed, as cp does.
+    symlink(&secret, test_home.path("project/named")).unwrap();
     assert_eq!(
-        lab.sh(&["--input", "named"], "cat named").good(),
+        test_home.sh(&["--input", "named"], "cat named").good(),
         "secret\n"
     );
 }
 
-fn reads() {
-    let lab = Lab::new();
-    let file = lab.write("ref/genome.fa", "ACGT\n");
-    let dir = lab.path("ref").display().to_string();
+trial!(Everyone, read_shows_a_path_here_or_there);
+fn read_shows_a_path_here_or_there() {
+    let test_home = TestHome::new();
+    let file = test_home.write("ref/genome.fa", "ACGT\n");
+    let dir = test_home.path("ref").display().to_string();
     let cat = format!("cat {}", file.display());
-    let control = lab.sh(&[], &cat);
+    let control = test_home.sh(&[], &cat);
     assert_eq!(control.code(), 1, "it is not visible without --read");
-    assert_eq!(lab.sh(&["--read", &dir], &cat).good(), "ACGT\n");
+    assert_eq!(test_home.sh(&["--read", &dir], &cat).good(), "ACGT\n");
     assert_eq!(
-        lab.sh(&["--read", file.to_str().unwrap()], &cat).good(),
+        test_home
+            .sh(&["--read", file.to_str().unwrap()], &cat)
+            .good(),
         "ACGT\n"
     );
     for (inside, path) in [
@@ -437,28 +383,31 @@ fn reads() {
     ] {
         let both = format!("{dir}:{inside}");
         let script = format!("cat {path}; ! touch {inside}/x 2>&-; ! {cat} 2>&-");
-        assert_eq!(lab.sh(&["--read", &both], &script).good(), "ACGT\n");
+        assert_eq!(test_home.sh(&["--read", &both], &script).good(), "ACGT\n");
     }
-    // By a relative path, and by a link: the place as written works as well as the real one.
-    assert_eq!(lab.sh(&["--read", "../ref"], &cat).good(), "ACGT\n");
-    let link = lab.path("link");
+    // A relative path and a link: the path as written and the real path both work inside.
+    assert_eq!(test_home.sh(&["--read", "../ref"], &cat).good(), "ACGT\n");
+    let link = test_home.path("link");
     symlink(&dir, &link).unwrap();
     let by_link = format!("cat {}/genome.fa; {cat}", link.display());
     assert_eq!(
-        lab.sh(&["--read", link.to_str().unwrap()], &by_link).good(),
+        test_home
+            .sh(&["--read", link.to_str().unwrap()], &by_link)
+            .good(),
         "ACGT\nACGT\n"
     );
-    assert!(!lab.path("ref/x").exists());
+    assert!(!test_home.path("ref/x").exists());
 }
 
-/// A tool or an environment may lie in a tree that is shown with --read; data and docs stay without.
-fn reads_execute() {
-    let lab = Lab::new();
+trial!(Everyone, what_read_names_is_executed);
+/// Programs in a tree that --read shows can be executed. Those in data and docs cannot.
+fn what_read_names_is_executed() {
+    let test_home = TestHome::new();
     let libc = fs::read_to_string("/proc/self/maps").unwrap();
     let libc = libc.lines().find(|line| line.contains("/libc.so")).unwrap();
     let libm = Path::new(&libc[libc.find('/').unwrap()..]).with_file_name("libm.so.6");
     for top in ["opt", "project/data"] {
-        let tool = lab.write(&format!("{top}/bin/tool"), "");
+        let tool = test_home.write(&format!("{top}/bin/tool"), "");
         fs::copy("/bin/echo", &tool).unwrap();
         fs::copy(&libm, tool.with_file_name("libown.so")).unwrap();
         set_mode(&tool, 0o755);
@@ -471,49 +420,58 @@ fn reads_execute() {
             dir.display()
         )
     };
-    let (opt, data) = (lab.path("opt"), lab.path("project/data"));
+    let (opt, data) = (test_home.path("opt"), test_home.path("project/data"));
     for level in ["full", "landlock"] {
         let shown = ["--level", level, "--read", opt.to_str().unwrap()];
-        assert_eq!(lab.python(&shown, &script(&opt)).good(), "ran\nTrue\n");
+        assert_eq!(
+            test_home.python(&shown, &script(&opt)).good(),
+            "ran\nTrue\n"
+        );
         let tool = opt.join("bin/tool").display().to_string();
         let by_name = shown.iter().copied().chain(["--", "env", &tool, "named"]);
-        assert_eq!(lab.run(by_name).good(), "named\n");
-        let refused = lab.python(&["--level", level], &script(&data));
+        assert_eq!(test_home.run(by_name).good(), "named\n");
+        let refused = test_home.python(&["--level", level], &script(&data));
         assert!(
             refused.err().contains("Permission denied"),
             "{}",
             refused.err()
         );
-        // Where the caller names the directory as well, both hold: it is data, and it is executed.
+        // If the caller names the data directory with --read as well, its programs can be executed.
         let both = ["--level", level, "--read", data.to_str().unwrap()];
-        assert_eq!(lab.python(&both, &script(&data)).good(), "ran\nTrue\n");
+        assert_eq!(
+            test_home.python(&both, &script(&data)).good(),
+            "ran\nTrue\n"
+        );
     }
     let mounts = "for line in open('/proc/self/mountinfo'):\n    if line.split()[4].endswith('/opt'): print(line.split()[5])";
-    let flags = lab
+    let flags = test_home
         .python(&["--read", opt.to_str().unwrap()], mounts)
         .good();
     for flag in ["ro", "nosuid", "nodev"] {
         assert!(flags.trim().split(',').any(|f| f == flag), "{flags}");
     }
     assert!(!flags.contains("noexec"), "{flags}");
-    // Landlock does not know of mapping.
+    // Landlock does not restrict mapping a file as executable.
     let load = "import ctypes; ctypes.CDLL('data/bin/libown.so')";
-    let document = lab.python(&["--level", "full", "--json"], load).document();
+    let document = test_home
+        .python(&["--level", "full", "--json"], load)
+        .document();
     let hints = document["hints"].as_array().unwrap();
     assert!(
         hints.iter().any(|hint| hint["kind"] == "not_executable"),
         "{document}"
     );
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn reads_refused() {
-    let lab = Lab::new();
-    lab.sh(&[], "true").good();
-    let home = lab.home.display().to_string();
-    let root = lab.root.display().to_string();
-    let above = lab.project.parent().unwrap().display().to_string();
-    let dir = lab
+trial!(Everyone, read_refuses_what_must_stay_hidden);
+fn read_refuses_what_must_stay_hidden() {
+    let test_home = TestHome::new();
+    test_home.sh(&[], "true").good();
+    let home = test_home.home.display().to_string();
+    let root = test_home.workspace_root.display().to_string();
+    let above = test_home.project.parent().unwrap().display().to_string();
+    let dir = test_home
         .write("ref/x", "x")
         .parent()
         .unwrap()
@@ -534,25 +492,26 @@ fn reads_refused() {
         bad.push(format!("{dir}:{inside}"));
     }
     for read in bad {
-        let ended = lab.sh(&["--read", &read], "true");
+        let ended = test_home.sh(&["--read", &read], "true");
         assert_eq!(ended.code(), 125, "{read}: {}", ended.err());
     }
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn siblings() {
-    let lab = Lab::new();
+trial!(Everyone, siblings_come_if_asked_for);
+fn siblings_come_if_asked_for() {
+    let test_home = TestHome::new();
     let main = "import utils\nfrom lib import model\nprint(utils.X, model.Y)\n";
-    lab.write("project/pkg/main.py", main);
-    let utils = lab.write("project/pkg/utils.py", "X = 1\n");
-    lab.write("project/pkg/lib/__init__.py", "");
-    lab.write("project/pkg/lib/model.py", "import deeper\nY = deeper.Z\n");
-    lab.write("project/pkg/deeper.py", "Z = 2\n");
-    lab.write("project/pkg/unused.py", "");
-    lab.write("project/main.py", "import api");
-    lab.write("project/api.py", "");
-    // Off unless asked for; the hint says what to do, and its line works.
-    let document = lab.run(["--json", "pkg/main.py"]).document();
+    test_home.write("project/pkg/main.py", main);
+    let utils = test_home.write("project/pkg/utils.py", "X = 1\n");
+    test_home.write("project/pkg/lib/__init__.py", "");
+    test_home.write("project/pkg/lib/model.py", "import deeper\nY = deeper.Z\n");
+    test_home.write("project/pkg/deeper.py", "Z = 2\n");
+    test_home.write("project/pkg/unused.py", "");
+    test_home.write("project/main.py", "import api");
+    test_home.write("project/api.py", "");
+    // Siblings are not copied by default. The hint suggests the option, and the suggested line works.
+    let document = test_home.run(["--json", "pkg/main.py"]).document();
     let hint = document["hints"].to_string();
     assert!(
         hint.contains(&format!("--input {}", utils.display())),
@@ -563,17 +522,17 @@ fn siblings() {
         "{hint}"
     );
     let input = utils.to_str().unwrap();
-    let next = lab.run(["--input", input, "pkg/main.py"]);
+    let next = test_home.run(["--input", input, "pkg/main.py"]);
     assert!(next.err().contains("'lib'"), "{}", next.err());
     for level in ["full", "landlock"] {
-        let ended = lab.run(["--level", level, "--siblings", "pkg/main.py"]);
+        let ended = test_home.run(["--level", level, "--siblings", "pkg/main.py"]);
         assert_eq!(ended.good(), "1 2\n");
         for name in ["utils.py", "lib/__init__.py", "lib/model.py", "deeper.py"] {
             assert!(ended.err().contains(name), "{}", ended.err());
         }
         assert!(!ended.err().contains("unused.py"), "{}", ended.err());
     }
-    // What is named as well comes once.
+    // A file that is also named explicitly is copied once.
     let both = [
         "--siblings",
         "--input",
@@ -584,21 +543,26 @@ fn siblings() {
         "pkg/deeper.py",
         "pkg/main.py",
     ];
-    assert_eq!(lab.run(both).good(), "1 2\n");
-    // They are inputs, so what is left as it was is no output.
-    let document = lab.run(["--json", "--siblings", "pkg/main.py"]).document();
+    assert_eq!(test_home.run(both).good(), "1 2\n");
+    // Siblings are inputs, so an unchanged one is no output.
+    let document = test_home
+        .run(["--json", "--siblings", "pkg/main.py"])
+        .document();
     assert_eq!(document["outputs"], serde_json::json!([]), "{document}");
-    lab.run(["--siblings", "main.py"])
+    test_home
+        .run(["--siblings", "main.py"])
         .refused(125, "below the project's root");
-    lab.run(["--siblings", "--", "true"])
+    test_home
+        .run(["--siblings", "--", "true"])
         .refused(125, "--siblings");
-    lab.write("project/fumehood.toml", "siblings = true\n");
-    lab.run(["pkg/main.py"]).refused(125, "--siblings");
-    lab.assert_nothing_left();
+    test_home.write("project/fumehood.toml", "siblings = true\n");
+    test_home.run(["pkg/main.py"]).refused(125, "--siblings");
+    test_home.assert_nothing_left();
 }
 
-fn env() {
-    let lab = Lab::new();
+trial!(Everyone, env_sets_and_hands_on);
+fn env_sets_and_hands_on() {
+    let test_home = TestHome::new();
     let script = "echo $SEED,$PASSED,$EMPTY-,$HOME,$TZ,$MPLBACKEND-";
     let options = [
         "--env",
@@ -610,21 +574,23 @@ fn env() {
         "--env",
         "TZ=Asia/Tokyo",
     ];
-    let mut command = lab.run_command(options.iter().chain(&["--", "sh", "-c", script]));
+    let mut command = test_home.run_command(options.iter().chain(&["--", "sh", "-c", script]));
     command.env("PASSED", "on").env("SEED", "not this");
     assert_eq!(finish(command).good(), "7=8,on,-,/tmp/home,Asia/Tokyo,-\n");
-    lab.sh(&["--env", "NOT_SET_HERE"], "true")
+    test_home
+        .sh(&["--env", "NOT_SET_HERE"], "true")
         .refused(125, "NOT_SET_HERE");
     for bad in ["1A=x", "=x", "A-B=x", "FUMEHOOD_ID=x", "FUMEHOOD_X=y"] {
-        let ended = lab.sh(&["--env", bad], "true");
+        let ended = test_home.sh(&["--env", bad], "true");
         assert_eq!(ended.code(), 125, "{bad}: {}", ended.err());
     }
 }
 
-fn env_is_closed() {
-    let lab = Lab::new();
+trial!(Everyone, nothing_else_of_the_environment_is_there);
+fn nothing_else_of_the_environment_is_there() {
+    let test_home = TestHome::new();
     let script = "cat /proc/*/environ | tr '\\0' '\\n'; env; cat /proc/*/cmdline";
-    let mut command = lab.run_command(["--id", "closed", "--", "sh", "-c", script]);
+    let mut command = test_home.run_command(["--id", "closed", "--", "sh", "-c", script]);
     command
         .env("PGPASSWORD", "hush")
         .env("DATABASE_URL", "postgres://hush");
@@ -645,93 +611,99 @@ fn env_is_closed() {
     }
 }
 
-fn stdin() {
-    let lab = Lab::new();
-    lab.write("project/in.txt", "from a file\n");
-    assert_eq!(lab.sh(&[], "cat; echo end").good(), "end\n");
+trial!(Everyone, stdin_is_empty_a_file_or_ours);
+fn stdin_is_empty_a_file_or_ours() {
+    let test_home = TestHome::new();
+    test_home.write("project/in.txt", "from a file\n");
+    assert_eq!(test_home.sh(&[], "cat; echo end").good(), "end\n");
     let script = "cat; readlink /proc/self/fd/0 | cut -d: -f1";
     assert_eq!(
-        lab.sh(&["--stdin", "in.txt"], script).good(),
+        test_home.sh(&["--stdin", "in.txt"], script).good(),
         "from a file\npipe\n"
     );
     let mut command =
-        lab.run_command(["--stdin", "-", "--", "sh", "-c", "read a; echo got $a; cat"]);
+        test_home.run_command(["--stdin", "-", "--", "sh", "-c", "read a; echo got $a; cat"]);
     command.stdin(Stdio::piped());
-    let mut live = Live::start(command);
-    live.say("one\n");
+    let mut live = RunningCommand::start(command);
+    live.write("one\n");
     live.wait_for("got one");
-    live.say("two\n");
+    live.write("two\n");
     drop(live.child.stdin.take());
-    assert_eq!(live.end().good(), "got one\ntwo\n");
-    // Without --stdin ours is left alone, even if it is full.
-    let mut command = lab.run_command(["--", "cat"]);
+    assert_eq!(live.finish().good(), "got one\ntwo\n");
+    // Without --stdin nobody reads our standard input, even if it has data.
+    let mut command = test_home.run_command(["--", "cat"]);
     command.stdin(Stdio::piped());
-    let mut live = Live::start(command);
-    live.say("not for the program\n");
-    assert_eq!(live.end().good(), "");
-    // A program that does not read, and a file larger than any pipe.
-    let big = lab.write("project/big", vec![b'x'; 4 << 20]);
+    let mut live = RunningCommand::start(command);
+    live.write("not for the program\n");
+    assert_eq!(live.finish().good(), "");
+    // A program that reads nothing, and an input larger than any pipe.
+    let big = test_home.write("project/big", vec![b'x'; 4 << 20]);
     let big = big.to_str().unwrap();
-    lab.sh(&["--stdin", big], "true").good();
+    test_home.sh(&["--stdin", big], "true").good();
     assert_eq!(
-        lab.sh(&["--stdin", big], "wc -c").good().trim(),
+        test_home.sh(&["--stdin", big], "wc -c").good().trim(),
         (4 << 20).to_string()
     );
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn data() {
-    let lab = Lab::new();
-    let file = lab.write("project/data/sub/d.csv", "d\n");
-    lab.write("project/docs/readme.md", "docs\n");
-    let host = lab.project.display();
+trial!(Everyone, data_and_docs_are_shown_twice);
+fn data_and_docs_are_shown_twice() {
+    let test_home = TestHome::new();
+    let file = test_home.write("project/data/sub/d.csv", "d\n");
+    test_home.write("project/docs/readme.md", "docs\n");
+    let host = test_home.project.display();
     let script = format!(
         "cat data/sub/d.csv {host}/data/sub/d.csv docs/readme.md {host}/docs/readme.md
         for d in data {host}/data docs; do touch $d/x || chmod 777 $d || mv $d/* $d/y || rm -rf $d/* || echo kept; done 2>&-
         ls {host}"
     );
-    let out = lab.sh(&[], &script).good();
+    let out = test_home.sh(&[], &script).good();
     assert_eq!(out, "d\nd\ndocs\ndocs\nkept\nkept\nkept\ndata\ndocs\n");
     assert_eq!(std::fs::read(&file).unwrap(), b"d\n");
-    // The control: the same acts work where they are allowed.
+    // Control: the same acts work where they are allowed.
     let control =
         "mkdir d; echo > d/f; touch d/x && chmod 777 d && mv d/f d/y && rm -rf d/* && echo done";
-    assert_eq!(lab.sh(&[], control).good(), "done\n");
-    // A project with neither is fine, and so is one where they are plain files.
-    let bare = Lab::new();
+    assert_eq!(test_home.sh(&[], control).good(), "done\n");
+    // A project may have neither directory, and may have plain files with these names.
+    let bare = TestHome::new();
     assert_eq!(bare.sh(&[], "ls").good(), "");
     bare.write("project/data", "a file");
     assert_eq!(bare.sh(&[], "ls").good(), "");
 }
 
-fn data_symlink() {
-    let lab = Lab::new();
-    lab.write("project/store/d.csv", "stored\n");
-    symlink("store", lab.path("project/data")).unwrap();
+trial!(Everyone, data_may_be_a_symlink);
+fn data_may_be_a_symlink() {
+    let test_home = TestHome::new();
+    test_home.write("project/store/d.csv", "stored\n");
+    symlink("store", test_home.path("project/data")).unwrap();
     let script = format!(
         "cat data/d.csv {}/data/d.csv {}/d.csv",
-        lab.project.display(),
-        lab.path("project/store").display()
+        test_home.project.display(),
+        test_home.path("project/store").display()
     );
-    assert_eq!(lab.sh(&[], &script).good(), "stored\nstored\nstored\n");
-    // A link inside that points out leads nowhere, unless --read shows its target.
-    let out = lab.write("outside/o.csv", "outside\n");
-    symlink(&out, lab.path("project/store/link.csv")).unwrap();
-    assert_eq!(lab.sh(&[], "cat data/link.csv").code(), 1);
+    assert_eq!(
+        test_home.sh(&[], &script).good(),
+        "stored\nstored\nstored\n"
+    );
+    // A link in data that points out of it is broken inside, unless --read shows its target.
+    let out = test_home.write("outside/o.csv", "outside\n");
+    symlink(&out, test_home.path("project/store/link.csv")).unwrap();
+    assert_eq!(test_home.sh(&[], "cat data/link.csv").code(), 1);
     let read = out.to_str().unwrap();
     assert_eq!(
-        lab.sh(&["--read", read], "cat data/link.csv").good(),
+        test_home.sh(&["--read", read], "cat data/link.csv").good(),
         "outside\n"
     );
-    // A dangling one is no data directory.
-    std::fs::remove_file(lab.path("project/data")).unwrap();
-    symlink("../nowhere", lab.path("project/data")).unwrap();
-    assert_eq!(lab.sh(&[], "ls").good(), "");
+    // A dangling link is no data directory.
+    std::fs::remove_file(test_home.path("project/data")).unwrap();
+    symlink("../nowhere", test_home.path("project/data")).unwrap();
+    assert_eq!(test_home.sh(&[], "ls").good(), "");
 }
 
-/// Data that lies below `top`, by its host path and by its name.
+/// Reads data below `top` by its host path and by its name in the workspace.
 fn data_below(top: &str) {
-    let lab = Lab::new();
+    let test_home = TestHome::new();
     let place = tempfile::Builder::new()
         .prefix("fumehood-data-")
         .tempdir_in(top)
@@ -741,10 +713,10 @@ fn data_below(top: &str) {
     let script = format!(
         "cat data/d.csv {path}/d.csv; ! touch {path}/x 2>&-; ls {top} | grep -c fumehood-data-; echo > /tmp/own"
     );
-    for root in [lab.root.to_str().unwrap(), "/tmp"] {
+    for root in [test_home.workspace_root.to_str().unwrap(), "/tmp"] {
         let options = ["--data", path, "--workspace-root", root];
         assert_eq!(
-            lab.sh(&options, &script).good(),
+            test_home.sh(&options, &script).good(),
             "below\nbelow\n1\n",
             "{root}"
         );
@@ -752,43 +724,55 @@ fn data_below(top: &str) {
     assert!(!Path::new("/tmp/own").exists());
 }
 
-fn data_under_tmp() {
+trial!(Everyone, data_may_lie_under_tmp);
+fn data_may_lie_under_tmp() {
     data_below("/tmp");
 }
 
-fn data_under_var_tmp() {
+trial!(Everyone, data_may_lie_under_var_tmp);
+fn data_may_lie_under_var_tmp() {
     data_below("/var/tmp");
 }
 
-fn data_elsewhere() {
-    let lab = Lab::new();
-    lab.write("project/data/d", "usual\n");
-    lab.write("other/d", "other\n");
-    lab.write("manual/d", "manual\n");
+trial!(Everyone, data_may_lie_elsewhere);
+fn data_may_lie_elsewhere() {
+    let test_home = TestHome::new();
+    test_home.write("project/data/d", "usual\n");
+    test_home.write("other/d", "other\n");
+    test_home.write("manual/d", "manual\n");
     let options = ["--data", "../other", "--docs", "../manual"];
     let script = format!(
         "cat data/d docs/d; ls {} 2>&- || echo absent",
-        lab.project.display()
+        test_home.project.display()
     );
-    assert_eq!(lab.sh(&options, &script).good(), "other\nmanual\nabsent\n");
-    let file = lab.write("file", "").display().to_string();
-    lab.sh(&["--data", &file], "true")
+    assert_eq!(
+        test_home.sh(&options, &script).good(),
+        "other\nmanual\nabsent\n"
+    );
+    let file = test_home.write("file", "").display().to_string();
+    test_home
+        .sh(&["--data", &file], "true")
         .refused(125, "is not a directory");
 }
 
-fn closed_data() {
-    let lab = Lab::new();
-    let file = lab.write("project/data/d", "closed\n");
+trial!(Everyone, data_of_roots_own_is_read);
+fn data_of_roots_own_is_read() {
+    let test_home = TestHome::new();
+    let file = test_home.write("project/data/d", "closed\n");
     set_mode(&file, 0o600);
-    set_mode(&lab.path("project/data"), 0o700);
-    set_mode(&lab.project, 0o700);
+    set_mode(&test_home.path("project/data"), 0o700);
+    set_mode(&test_home.project, 0o700);
     let script = "cat data/d; ! echo x > data/d; ! chmod 666 data/d";
-    assert_eq!(lab.sh(&[], &format!("({script}) 2>&-")).good(), "closed\n");
+    assert_eq!(
+        test_home.sh(&[], &format!("({script}) 2>&-")).good(),
+        "closed\n"
+    );
     assert_eq!(std::fs::read(&file).unwrap(), b"closed\n");
 }
 
-fn project_absent() {
-    let lab = Lab::new();
+trial!(Everyone, the_rest_of_the_project_is_absent);
+fn the_rest_of_the_project_is_absent() {
+    let test_home = TestHome::new();
     for name in [
         "project/.env",
         "project/.git/config",
@@ -796,86 +780,96 @@ fn project_absent() {
         "project/site/x",
         "project/data/d",
     ] {
-        lab.write(name, "x");
+        test_home.write(name, "x");
     }
     let script = format!(
         "ls -a {0}; ls -d {0}/.env {0}/.git {0}/api.py {0}/site 2>&- || true; ls -d data/../api.py 2>&- || true",
-        lab.project.display()
+        test_home.project.display()
     );
-    assert_eq!(lab.sh(&[], &script).good(), ".\n..\ndata\n");
+    assert_eq!(test_home.sh(&[], &script).good(), ".\n..\ndata\n");
 }
 
-fn limits() {
-    let lab = Lab::new();
-    assert_eq!(lab.sh(&["--open-files", "64"], "ulimit -n").good(), "64\n");
-    let two = lab
+trial!(Everyone, limits_reach_the_program);
+fn limits_reach_the_program() {
+    let test_home = TestHome::new();
+    assert_eq!(
+        test_home.sh(&["--open-files", "64"], "ulimit -n").good(),
+        "64\n"
+    );
+    let two = test_home
         .sh(&["--cpus", "1"], "nproc; echo $OMP_NUM_THREADS")
         .good();
     let threads: Vec<&str> = two.lines().collect();
     assert_eq!(threads[1], "1");
     let fork = "import os, time\nn = 0\ntry:\n  while n < 200:\n    if os.fork() == 0: time.sleep(60)\n    n += 1\nexcept OSError: pass\nprint(n < 20 and n > 4)";
     assert_eq!(
-        lab.python(&["--pids", "20", "--grace", "0"], fork).good(),
+        test_home
+            .python(&["--pids", "20", "--grace", "0"], fork)
+            .good(),
         "True\n"
     );
-    // The private /tmp counts as disk, and memory workspaces are full rather than watched.
+    // The private /tmp counts as disk. A workspace in memory is full at its size instead of being watched.
     let fill = "head -c 64M /dev/zero > /tmp/f || echo full; rm -f /tmp/f";
-    let memory = lab.sh(&["--workspace", "memory", "--disk", "4M"], fill);
+    let memory = test_home.sh(&["--workspace", "memory", "--disk", "4M"], fill);
     assert!(
         memory.out().contains("full"),
         "{} {}",
         memory.out(),
         memory.err()
     );
-    lab.sh(&["--isolation", "full", "--network", "none"], "true")
+    test_home
+        .sh(&["--isolation", "full", "--network", "none"], "true")
         .good();
-    let document = lab.sh_json(&["--isolation", "landlock"], "true");
+    let document = test_home.sh_json(&["--isolation", "landlock"], "true");
     assert_eq!(
         document["isolation"]["level"], "full",
         "a floor is no ceiling"
     );
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-/// A limit asked for that cannot be held firmly stops the run, unless that was accepted by name.
-fn unfirm() {
-    let lab = Lab::new();
-    let document = lab.sh_json(&["--memory", "256M", "--allow-degraded", "memory"], "true");
+trial!(Everyone, unfirm_limits_stop_the_run);
+/// A requested limit that this host cannot enforce firmly stops the run, unless --allow-degraded names it.
+fn unfirm_limits_stop_the_run() {
+    let test_home = TestHome::new();
+    let document = test_home.sh_json(&["--memory", "256M", "--allow-degraded", "memory"], "true");
     let hardness = document["limits"]["memory"]["how_hard"]
         .as_str()
         .unwrap()
         .to_owned();
-    let plain = lab.sh(&["--memory", "256M"], "true");
+    let plain = test_home.sh(&["--memory", "256M"], "true");
     match hardness.as_str() {
         "hard" => drop(plain.good()),
         _ => plain.refused(125, "--allow-degraded memory"),
     }
-    // As a default it steps down, and the summary says so.
-    assert!(lab.sh(&[], "true").err().contains("memory by"));
+    // A default limit is enforced as well as possible, and the summary says how.
+    assert!(test_home.sh(&[], "true").err().contains("memory by"));
 }
 
-fn places() {
-    let lab = Lab::new();
+trial!(Everyone, variables_and_files_set_options);
+fn variables_and_files_set_options() {
+    let test_home = TestHome::new();
     let asked =
         |document: &serde_json::Value| document["limits"]["wall_time"]["asked"].as_u64().unwrap();
-    assert_eq!(asked(&lab.sh_json(&[], "true")), 3_600_000);
-    let config = lab.write("person/.config/fumehood/config.toml", "timeout = 50\n");
-    assert_eq!(asked(&lab.sh_json(&[], "true")), 50_000);
-    let file = lab.write(
+    assert_eq!(asked(&test_home.sh_json(&[], "true")), 3_600_000);
+    let config = test_home.write("person/.config/fumehood/config.toml", "timeout = 50\n");
+    assert_eq!(asked(&test_home.sh_json(&[], "true")), 50_000);
+    let file = test_home.write(
         "project/fumehood.toml",
         "timeout = \"40s\"\nenv = [\"SEED=7\"]\n",
     );
-    assert_eq!(asked(&lab.sh_json(&[], "true")), 40_000);
-    assert_eq!(lab.sh(&[], "echo $SEED").good(), "7\n");
+    assert_eq!(asked(&test_home.sh_json(&[], "true")), 40_000);
+    assert_eq!(test_home.sh(&[], "echo $SEED").good(), "7\n");
     let with_variable = |args: &[&str]| {
-        let mut command = lab.run_command(["--json"].iter().chain(args).chain(&["--", "true"]));
+        let mut command =
+            test_home.run_command(["--json"].iter().chain(args).chain(&["--", "true"]));
         command.env("FUMEHOOD_TIMEOUT", "30");
         asked(&finish(command).document())
     };
     assert_eq!(with_variable(&[]), 30_000);
     assert_eq!(with_variable(&["--timeout", "20s"]), 20_000);
 
-    let mut unknown = lab.run_command(["--", "true"]);
+    let mut unknown = test_home.run_command(["--", "true"]);
     unknown.env("FUMEHOOD_TIMEOT", "1");
     finish(unknown).refused(125, "FUMEHOOD_TIMEOUT");
     for (text, near) in [
@@ -884,48 +878,51 @@ fn places() {
         ("log_limits = 5", "log_limit"),
     ] {
         std::fs::write(&file, text).unwrap();
-        lab.sh(&[], "true")
+        test_home
+            .sh(&[], "true")
             .refused(125, &format!("did you mean `{near}`"));
     }
     std::fs::write(&file, "").unwrap();
     std::fs::write(&config, "nonsense = 1").unwrap();
-    lab.sh(&[], "true").refused(125, "nonsense");
-    lab.assert_nothing_left();
+    test_home.sh(&[], "true").refused(125, "nonsense");
+    test_home.assert_nothing_left();
 }
 
-fn project() {
-    let lab = Lab::new();
-    lab.write("project/data/d", "here\n");
-    lab.write("elsewhere/keep", "");
-    let project = lab.project.to_str().unwrap();
-    let mut command = lab.run_command(["--project", project, "--", "cat", "data/d"]);
-    command.current_dir(lab.path("elsewhere"));
+trial!(Everyone, the_project_is_where_we_say);
+fn the_project_is_where_we_say() {
+    let test_home = TestHome::new();
+    test_home.write("project/data/d", "here\n");
+    test_home.write("elsewhere/keep", "");
+    let project = test_home.project.to_str().unwrap();
+    let mut command = test_home.run_command(["--project", project, "--", "cat", "data/d"]);
+    command.current_dir(test_home.path("elsewhere"));
     assert_eq!(finish(command).good(), "here\n");
-    let mut command = lab.run_command(["--", "ls"]);
-    command.current_dir(lab.path("elsewhere"));
+    let mut command = test_home.run_command(["--", "ls"]);
+    command.current_dir(test_home.path("elsewhere"));
     assert_eq!(finish(command).good(), "");
 }
 
-fn pids_default() {
-    let lab = Lab::new();
+trial!(Everyone, the_default_of_pids_leaves_half_to_the_user);
+fn the_default_of_pids_leaves_half_to_the_user() {
+    let test_home = TestHome::new();
     let pids = |limit: &str, option: &str| {
-        let fumehood = crate::plain_user::binary();
+        let fumehood = program::binary();
         let script = format!(
             "ulimit -u {limit}; exec {} run --json --db none {option} -- true",
             fumehood.display()
         );
-        let mut command = lab.with_surroundings(Command::new("bash"));
+        let mut command = test_home.with_environment(Command::new("bash"));
         command.args(["-c", &script]);
         let document = finish(command).document();
         document["limits"]["pids"]["asked"].as_u64().unwrap()
     };
-    // The others are the processes of trials that run beside this one.
+    // Other trials run at the same time and have processes too.
     let default = pids("1500", "");
-    match crate::lab::is_root() {
+    match is_root() {
         true => assert_eq!(default, 1024, "root shares no count with anybody"),
         false => assert!((8..=750).contains(&default), "{default}"),
     }
-    // The controls: what is asked for stays, and a large limit is not looked into.
+    // Controls: a requested limit is kept, and a large system limit changes nothing.
     assert_eq!(pids("1500", "--pids 900"), 900);
     assert_eq!(
         pids(
@@ -936,10 +933,11 @@ fn pids_default() {
     );
 }
 
-fn unknown_words() {
-    let lab = Lab::new();
+trial!(Everyone, a_row_of_unknown_words_is_shown_and_hides_no_other);
+fn a_row_of_unknown_words_is_shown_and_hides_no_other() {
+    let test_home = TestHome::new();
     for id in ["a", "b"] {
-        lab.sh(&["--id", id], "true").good();
+        test_home.sh(&["--id", id], "true").good();
     }
     let script = "import sqlite3, sys
 db = sqlite3.connect(sys.argv[1])
@@ -947,21 +945,21 @@ db.execute(\"UPDATE attempts SET post_process = 'by\\x1bgone', reason = 'unheard
 db.commit()";
     let written = Command::new("/usr/bin/python3")
         .args(["-c", script])
-        .arg(lab.home.join("fumehood.db"))
+        .arg(test_home.home.join("fumehood.db"))
         .status();
     assert!(written.unwrap().success());
-    let listed = lab.ask(["list"]).good();
+    let listed = test_home.ask(["list"]).good();
     assert!(
         listed.contains("post_process by") && listed.contains('b'),
         "{listed}"
     );
     assert!(!listed.contains('\x1b'));
-    let listed = lab.ask_json(["list", "--json"]);
+    let listed = test_home.ask_json(["list", "--json"]);
     let all = listed["analyses"].as_array().unwrap();
     assert_eq!(all.len(), 2, "{listed}");
     let a = all.iter().find(|one| one["id"] == "a").unwrap();
     assert_eq!(a["post_process"], "by\u{1b}gone");
-    lab.ask(["top", "--once"]).good();
-    lab.ask(["show", "a"]).good();
-    lab.ask(["outputs", "b"]).good();
+    test_home.ask(["top", "--once"]).good();
+    test_home.ask(["show", "a"]).good();
+    test_home.ask(["outputs", "b"]).good();
 }

@@ -4,77 +4,32 @@ use std::io::Read;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
+use testkit::command::{RunningCommand, finish};
+use testkit::home::TestHome;
+use testkit::program;
+use testkit::trial;
+use testkit::wait::eventually;
 
-use crate::lab::{Lab, finish};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("timings_are_told_when_asked_for", For::Everyone, timings),
-    ("passes_through_live", For::Everyone, live),
-    (
-        "one_document_whatever_is_printed",
-        For::Everyone,
-        one_document,
-    ),
-    ("bytes_are_escaped_without_loss", For::Everyone, escaped),
-    (
-        "our_own_lines_cannot_steer_a_terminal",
-        For::Everyone,
-        own_lines,
-    ),
-    ("quiet_says_nothing", For::Everyone, quiet),
-    ("the_summary_says_how_it_went", For::Everyone, summary),
-    (
-        "the_middle_of_a_long_log_is_not_kept",
-        For::Everyone,
-        long_log,
-    ),
-    ("a_printed_note_is_not_the_gap", For::Everyone, printed_note),
-    ("a_flood_costs_bounded_memory", For::Everyone, flood),
-    (
-        "an_endless_line_costs_bounded_memory",
-        For::Everyone,
-        endless_line,
-    ),
-    ("a_reader_may_leave_early", For::Everyone, reader_leaves),
-    (
-        "a_slow_reader_stops_no_deadline",
-        For::Everyone,
-        slow_reader,
-    ),
-    ("a_hidden_path_gives_the_line", For::Everyone, hidden_path),
-    (
-        "a_hidden_path_in_tmp_gives_the_line",
-        For::Everyone,
-        hidden_in_tmp,
-    ),
-    (
-        "a_file_of_the_project_gives_the_line",
-        For::Everyone,
-        hidden_file,
-    ),
-    ("network_and_modules_give_hints", For::Everyone, other_hints),
-    ("hints_offer_no_secrets", For::Everyone, no_secrets),
-];
-
-fn live() {
-    let lab = Lab::new();
+trial!(Everyone, passes_through_live);
+fn passes_through_live() {
+    let test_home = TestHome::new();
     let script = "echo out; echo err >&2; read go; echo more; printf unfinished";
-    let mut command = lab.run_command(["--stdin", "-", "--", "sh", "-c", script]);
+    let mut command = test_home.run_command(["--stdin", "-", "--", "sh", "-c", script]);
     command.stdin(Stdio::piped());
-    let mut live = crate::lab::Live::start(command);
+    let mut live = RunningCommand::start(command);
     // It arrives while the program still waits for us.
     live.wait_for("out");
-    live.say("go\n");
-    let ended = live.end();
+    live.write("go\n");
+    let ended = live.finish();
     assert_eq!(ended.good(), "out\nmore\nunfinished");
     assert!(ended.err().starts_with("err\n"), "{}", ended.err());
 }
 
-fn one_document() {
-    let lab = Lab::new();
+trial!(Everyone, one_document_whatever_is_printed);
+fn one_document_whatever_is_printed() {
+    let test_home = TestHome::new();
     let script = "echo '{\"status\":\"succeeded\"}'; echo '[1,2]' >&2; printf '\\n\\n{'; exit 3";
-    let document = lab.sh_json(&[], script);
+    let document = test_home.sh_json(&[], script);
     assert_eq!(document["status"], "failed");
     assert_eq!(
         document["stdout"]["text"],
@@ -82,14 +37,15 @@ fn one_document() {
     );
     assert_eq!(document["stderr"]["text"], "[1,2]\n");
     // Notices of ours go into it, not beside it.
-    let ended = lab.sh(&["--json"], "true");
+    let ended = test_home.sh(&["--json"], "true");
     assert_eq!(ended.err(), "");
 }
 
-fn escaped() {
-    let lab = Lab::new();
+trial!(Everyone, bytes_are_escaped_without_loss);
+fn bytes_are_escaped_without_loss() {
+    let test_home = TestHome::new();
     let all: String = (0..=255).map(|b| format!("\\{b:03o}")).collect();
-    let document = lab.sh_json(&[], &format!("printf '{all}'"));
+    let document = test_home.sh_json(&[], &format!("printf '{all}'"));
     let text = document["stdout"]["text"].as_str().unwrap();
     assert_eq!(document["stdout"]["bytes"], 256);
     // ASCII stays, but for NUL and the backslash; every byte that is no UTF-8 is spelled out.
@@ -106,12 +62,13 @@ fn escaped() {
     let rest: String = (128..=255).map(|b| format!("\\x{b:02x}")).collect();
     assert_eq!(text, format!("\\x00{ascii}{rest}"));
     // On the terminal it is the program's own bytes that pass.
-    let ended = lab.sh(&["-q"], &format!("printf '{all}'"));
+    let ended = test_home.sh(&["-q"], &format!("printf '{all}'"));
     assert_eq!(ended.stdout, (0..=255).collect::<Vec<u8>>());
 }
 
-fn own_lines() {
-    let lab = Lab::new();
+trial!(Everyone, our_own_lines_cannot_steer_a_terminal);
+fn our_own_lines_cannot_steer_a_terminal() {
+    let test_home = TestHome::new();
     for args in [
         vec!["--", "\u{1b}[31mno-such"],
         vec!["\u{1b}]0;title\u{7}.py"],
@@ -124,7 +81,7 @@ fn own_lines() {
         vec!["--runtime", "/\u{1b}[2J", "--", "true"],
         vec!["--\u{1b}[2J", "--", "true"],
     ] {
-        let ended = lab.run(&args);
+        let ended = test_home.run(&args);
         assert!(
             [125, 127].contains(&ended.code()),
             "{args:?}: {}",
@@ -133,12 +90,12 @@ fn own_lines() {
         assert!(!ended.stderr.contains(&0x1b), "{args:?}: {:?}", ended.err());
     }
     // A hint quotes what the program printed.
-    let evil = lab.write("project/e\u{1b}[2Jvil.csv", "");
+    let evil = test_home.write("project/e\u{1b}[2Jvil.csv", "");
     let script = format!(
         "echo \"cat: {}: No such file or directory\" >&2; exit 1",
         evil.display()
     );
-    let ended = lab.sh(&[], &script);
+    let ended = test_home.sh(&[], &script);
     let own: Vec<&str> = ended
         .err()
         .leak()
@@ -148,21 +105,23 @@ fn own_lines() {
     assert!(own.iter().all(|l| !l.contains('\u{1b}')), "{own:?}");
 }
 
-fn quiet() {
-    let lab = Lab::new();
-    let ended = lab.sh(&["--quiet"], "echo out; exit 3");
+trial!(Everyone, quiet_says_nothing);
+fn quiet_says_nothing() {
+    let test_home = TestHome::new();
+    let ended = test_home.sh(&["--quiet"], "echo out; exit 3");
     assert_eq!(
         (ended.code(), ended.out(), ended.err()),
         (3, "out\n".into(), String::new())
     );
     // What went wrong on our side is never kept silent.
-    let ended = lab.run(["-q", "--", "no-such-command"]);
+    let ended = test_home.run(["-q", "--", "no-such-command"]);
     ended.refused(127, "no-such-command");
 }
 
-fn summary() {
-    let lab = Lab::new();
-    let ended = lab.sh(&["--id", "sum"], "exit 3");
+trial!(Everyone, the_summary_says_how_it_went);
+fn the_summary_says_how_it_went() {
+    let test_home = TestHome::new();
+    let ended = test_home.sh(&["--id", "sum"], "exit 3");
     let err = ended.err();
     for word in [
         "sum failed with exit code 3",
@@ -176,7 +135,8 @@ fn summary() {
     }
     assert!(err.lines().all(|l| l.starts_with("fumehood: ")), "{err}");
     assert!(
-        lab.sh(&["--timeout", "200ms", "--grace", "0"], "sleep 60")
+        test_home
+            .sh(&["--timeout", "200ms", "--grace", "0"], "sleep 60")
             .err()
             .contains("timed out (wall time)")
     );
@@ -185,10 +145,11 @@ fn summary() {
 const LONG: &str =
     "i=0; while [ $i -lt 5000 ]; do i=$((i+1)); echo line $i; done; echo end >&2; exit 6";
 
-fn long_log() {
-    let lab = Lab::new();
+trial!(Everyone, the_middle_of_a_long_log_is_not_kept);
+fn the_middle_of_a_long_log_is_not_kept() {
+    let test_home = TestHome::new();
     let whole: String = (1..=5000).map(|i| format!("line {i}\n")).collect();
-    let ended = lab.sh(&["--log-limit", "4K"], LONG);
+    let ended = test_home.sh(&["--log-limit", "4K"], LONG);
     assert_eq!(ended.code(), 6, "{}", ended.err());
     assert_eq!(
         ended.out(),
@@ -196,7 +157,7 @@ fn long_log() {
         "what is kept has a limit; a pipe gets everything"
     );
 
-    let document = lab.sh_json(&["--log-limit", "4K"], LONG);
+    let document = test_home.sh_json(&["--log-limit", "4K"], LONG);
     let log = &document["stdout"];
     assert_eq!(
         (&log["bytes"], &log["truncated"]),
@@ -206,7 +167,7 @@ fn long_log() {
     assert_eq!(document["stderr"]["truncated"], false);
     assert_eq!(document["exit_code"], 6);
     // Just as much as fits is whole.
-    let fits = lab
+    let fits = test_home
         .sh(
             &["--log-limit", "4K"],
             "head -c 4096 /dev/zero | tr '\\0' x",
@@ -215,12 +176,13 @@ fn long_log() {
     assert_eq!(fits, "x".repeat(4096));
 }
 
+trial!(Everyone, a_printed_note_is_not_the_gap);
 /// The place of the gap is marked in a way that no printed byte can imitate.
-fn printed_note() {
-    let lab = Lab::new();
+fn a_printed_note_is_not_the_gap() {
+    let test_home = TestHome::new();
     let fake = "[fumehood: 5 bytes of stdout not shown]";
     let script = format!("echo '{fake}'; head -c 20000 /dev/zero | tr '\\0' x; echo '{fake}'");
-    let document = lab.sh_json(&["--log-limit", "4K"], &script);
+    let document = test_home.sh_json(&["--log-limit", "4K"], &script);
     let text = document["stdout"]["text"].as_str().unwrap();
     let real: Vec<_> = text.match_indices("\\[fumehood: ").collect();
     // A backslash of the program's own would be doubled.
@@ -229,17 +191,17 @@ fn printed_note() {
 }
 
 /// Runs `fumehood` below a process that tells the peak of its memory, in KiB, after the exit code.
-fn peak_of(lab: &Lab, args: &[&str]) -> (i32, u64, usize) {
+fn peak_of(test_home: &TestHome, args: &[&str]) -> (i32, u64, usize) {
     let wrap = "import subprocess, sys, resource\n\
         p = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n\
         n = 0\n\
         while True:\n  b = p.stdout.read(65536)\n  if not b: break\n  n += len(b)\n\
         code = p.wait()\n\
         print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, n)";
-    let mut command = lab.with_surroundings(Command::new("/usr/bin/python3"));
+    let mut command = test_home.with_environment(Command::new("/usr/bin/python3"));
     command
         .args(["-c", wrap])
-        .arg(crate::plain_user::binary())
+        .arg(program::binary())
         .arg("run")
         .args(args);
     let out = finish(command).good();
@@ -254,16 +216,17 @@ fn peak_of(lab: &Lab, args: &[&str]) -> (i32, u64, usize) {
 
 #[track_caller]
 fn assert_bounded(script: &str, code: i32, printed: usize) {
-    let lab = Lab::new();
+    let test_home = TestHome::new();
     let args = ["--log-limit", "1M", "--", "sh", "-c", script];
-    let (got, peak_kib, shown) = peak_of(&lab, &args);
+    let (got, peak_kib, shown) = peak_of(&test_home, &args);
     assert_eq!(got, code);
     assert!(peak_kib < 64 << 10, "{peak_kib} KiB");
     assert_eq!(shown, printed);
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn flood() {
+trial!(Everyone, a_flood_costs_bounded_memory);
+fn a_flood_costs_bounded_memory() {
     assert_bounded(
         "yes 'a line of output' | head -c 300M; exit 7",
         7,
@@ -271,7 +234,8 @@ fn flood() {
     );
 }
 
-fn endless_line() {
+trial!(Everyone, an_endless_line_costs_bounded_memory);
+fn an_endless_line_costs_bounded_memory() {
     assert_bounded(
         "head -c 100M /dev/zero | tr '\\0' x; head -c 30M /dev/zero >&2; exit 8",
         8,
@@ -279,12 +243,13 @@ fn endless_line() {
     );
 }
 
-fn reader_leaves() {
-    let lab = Lab::new();
+trial!(Everyone, a_reader_may_leave_early);
+fn a_reader_may_leave_early() {
+    let test_home = TestHome::new();
     let script = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); echo line $i; done; echo done > finished; \
         [ -e finished ] && exit 7";
     for also_stderr in [false, true] {
-        let mut command = lab.run_command(["--", "sh", "-c", script]);
+        let mut command = test_home.run_command(["--", "sh", "-c", script]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut first = [0; 7];
@@ -301,21 +266,22 @@ fn reader_leaves() {
             err.read_to_string(&mut text).unwrap();
             assert!(text.contains("exit code 7"), "{text}");
         }
-        lab.assert_nothing_left();
+        test_home.assert_nothing_left();
     }
     // From the very start there is no reader at all.
-    let mut command = lab.run_command(["--", "sh", "-c", "echo x; echo y >&2; exit 4"]);
+    let mut command = test_home.run_command(["--", "sh", "-c", "echo x; echo y >&2; exit 4"]);
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     command.stdout(writer.try_clone().unwrap()).stderr(writer);
     assert_eq!(command.status().unwrap().code(), Some(4));
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn slow_reader() {
-    let lab = Lab::new();
+trial!(Everyone, a_slow_reader_stops_no_deadline);
+fn a_slow_reader_stops_no_deadline() {
+    let test_home = TestHome::new();
     let script = "while :; do echo a line that nobody reads; done";
-    let mut command = lab.run_command([
+    let mut command = test_home.run_command([
         "--timeout",
         "500ms",
         "--grace",
@@ -335,8 +301,12 @@ fn slow_reader() {
         .unwrap();
     drop(command);
     // Nothing is read until the program is dead and its workspace gone.
-    crate::lab::eventually("the workspace is made", || lab.workspace("slow").exists());
-    crate::lab::eventually("the workspace is gone", || !lab.workspace("slow").exists());
+    eventually("the workspace is made", || {
+        test_home.workspace("slow").exists()
+    });
+    eventually("the workspace is gone", || {
+        !test_home.workspace("slow").exists()
+    });
     let mut text = String::new();
     reader.read_to_string(&mut text).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(124));
@@ -355,65 +325,78 @@ fn hint<'a>(document: &'a Value, kind: &str) -> &'a str {
     text
 }
 
-fn hidden_path() {
-    let lab = Lab::new();
-    let file = lab.write("reference/table.csv", "table\n");
+trial!(Everyone, a_hidden_path_gives_the_line);
+fn a_hidden_path_gives_the_line() {
+    let test_home = TestHome::new();
+    let file = test_home.write("reference/table.csv", "table\n");
     let path = file.to_str().unwrap();
     let script = format!("cat {path}");
-    let document = lab.sh_json(&[], &script);
+    let document = test_home.sh_json(&[], &script);
     assert_eq!(
         (document["status"].as_str(), document["reason"].as_str()),
         (Some("failed"), Some("exit"))
     );
     let text = hint(&document, "hidden_path");
     assert!(text.ends_with(&format!("--read {path}")), "{text}");
-    let terminal = lab.sh(&[], &script);
+    let terminal = test_home.sh(&[], &script);
     assert!(
         terminal.err().contains(&format!("fumehood: guess: {path}")),
         "{}",
         terminal.err()
     );
-    assert_eq!(lab.sh(&["--read", path], &script).good(), "table\n");
+    assert_eq!(test_home.sh(&["--read", path], &script).good(), "table\n");
     // Success needs no guesses.
-    let fine = lab.sh_json(&[], &format!("{script}; exit 0"));
+    let fine = test_home.sh_json(&[], &format!("{script}; exit 0"));
     assert_eq!(fine["hints"], Value::Array(Vec::new()));
 }
 
+trial!(Everyone, a_hidden_path_in_tmp_gives_the_line);
 /// The host's /tmp is not the one inside.
-fn hidden_in_tmp() {
-    let lab = Lab::new();
+fn a_hidden_path_in_tmp_gives_the_line() {
+    let test_home = TestHome::new();
     let there = tempfile::Builder::new()
         .prefix("fumehood-hint-")
         .tempfile_in("/tmp")
         .unwrap();
     let path = there.path().to_str().unwrap();
-    let document = lab.sh_json(&[], &format!("cat {path}"));
+    let document = test_home.sh_json(&[], &format!("cat {path}"));
     assert!(hint(&document, "hidden_path").ends_with(&format!("--read {path}")));
 }
 
-fn hidden_file() {
-    let lab = Lab::new();
-    lab.write("project/params/fit.yml", "params\n");
+trial!(Everyone, a_file_of_the_project_gives_the_line);
+fn a_file_of_the_project_gives_the_line() {
+    let test_home = TestHome::new();
+    test_home.write("project/params/fit.yml", "params\n");
     let open = "print(open('params/fit.yml').read(), end='')";
-    let ended = lab.python(&["--json"], open);
+    let ended = test_home.python(&["--json"], open);
     let document = ended.document();
     let text = hint(&document, "hidden_path");
     let (_, option) = text.split_once("--input ").unwrap();
-    assert_eq!(lab.python(&["--input", option], open).good(), "params\n");
+    assert_eq!(
+        test_home.python(&["--input", option], open).good(),
+        "params\n"
+    );
 }
 
-fn other_hints() {
-    let lab = Lab::new();
+trial!(Everyone, network_and_modules_give_hints);
+fn network_and_modules_give_hints() {
+    let test_home = TestHome::new();
     let fetch = "import urllib.request; urllib.request.urlopen('http://example.org/')";
-    assert!(hint(&lab.python(&["--json"], fetch).document(), "network").contains("network is off"));
+    assert!(
+        hint(&test_home.python(&["--json"], fetch).document(), "network")
+            .contains("network is off")
+    );
     let import = "import no_such_module_anywhere";
-    let document = lab.python(&["--json"], import).document();
+    let document = test_home.python(&["--json"], import).document();
     assert!(hint(&document, "module").contains("no_such_module_anywhere"));
-    lab.write("project/data/d", "d");
+    test_home.write("project/data/d", "d");
     let write = "open('data/x', 'w')";
-    hint(&lab.python(&["--json"], write).document(), "read_only");
+    hint(
+        &test_home.python(&["--json"], write).document(),
+        "read_only",
+    );
     let full = "open('/dev/shm/x', 'wb').write(bytes(1 << 30))";
-    let document = lab
+    let document = test_home
         .python(
             &["--json", "--memory", "128M", "--allow-degraded", "memory"],
             full,
@@ -426,10 +409,11 @@ fn other_hints() {
     );
 }
 
-fn no_secrets() {
-    let lab = Lab::new();
-    let person = lab.write("person/.ssh/id_rsa", "key");
-    let secret = lab.write("project/.env", "PASSWORD=x");
+trial!(Everyone, hints_offer_no_secrets);
+fn hints_offer_no_secrets() {
+    let test_home = TestHome::new();
+    let person = test_home.write("person/.ssh/id_rsa", "key");
+    let secret = test_home.write("project/.env", "PASSWORD=x");
     for path in [
         "/etc/shadow",
         person.to_str().unwrap(),
@@ -437,7 +421,7 @@ fn no_secrets() {
         "/root",
     ] {
         let script = format!("echo 'cat: {path}: No such file or directory' >&2; exit 1");
-        let document = lab.sh_json(&[], &script);
+        let document = test_home.sh_json(&[], &script);
         let text = document["hints"].to_string();
         assert!(
             !text.contains("--read") && !text.contains("--input"),
@@ -446,24 +430,25 @@ fn no_secrets() {
     }
 }
 
-fn timings() {
-    let lab = Lab::new();
-    let ended = lab.sh(&["--timings", "--quiet"], "true");
+trial!(Everyone, timings_are_told_when_asked_for);
+fn timings_are_told_when_asked_for() {
+    let test_home = TestHome::new();
+    let ended = test_home.sh(&["--timings", "--quiet"], "true");
     ended.good();
     let told = ended.err();
     for part in ["planned", "sandbox", "  mount /proc", "committed", "total"] {
         assert!(told.contains(&format!("fumehood: {part} ")), "{told}");
     }
     // Only on request, and never on the program's own stream.
-    let quiet = lab.sh(&["--quiet"], "true");
+    let quiet = test_home.sh(&["--quiet"], "true");
     assert_eq!((quiet.out(), quiet.err()), (String::new(), String::new()));
-    let document = lab.sh_json(&[], "true");
+    let document = test_home.sh_json(&[], "true");
     let steps = document["timings"]["steps"].as_array().unwrap().clone();
     let sum: u64 = steps.iter().map(|step| step["us"].as_u64().unwrap()).sum();
     assert_eq!(document["timings"]["total_us"], sum, "{document}");
     assert!(steps.iter().any(|step| step["name"] == "committed"));
     // What is kept is how it ended, not how long we took.
     let id = document["id"].as_str().unwrap();
-    let shown = lab.ask_json(["show", id, "--json"]);
+    let shown = test_home.ask_json(["show", id, "--json"]);
     assert!(shown.get("timings").is_none(), "{shown}");
 }

@@ -6,55 +6,21 @@
 use std::os::unix::fs::symlink;
 use std::process::Command;
 
-use crate::lab::{Ended, Lab, finish, set_mode};
-use crate::plain_user;
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("ceilings_bound_every_limit", For::Root, ceilings),
-    ("the_floor_cannot_be_lowered", For::Root, floor),
-    ("only_listed_roots_are_read", For::Root, read_roots),
-    (
-        "only_listed_roots_are_piped_in",
-        For::Root,
-        read_roots_stdin,
-    ),
-    ("only_listed_variables_pass", For::Root, env_pass),
-    ("only_listed_limits_degrade", For::Root, degraded),
-    (
-        "a_required_layer_stops_who_lacks_it",
-        For::Root,
-        required_layer,
-    ),
-    ("a_broken_policy_stops_every_run", For::Root, broken),
-    (
-        "a_policy_others_can_write_is_refused",
-        For::Root,
-        writable_policy,
-    ),
-    ("a_projects_file_cannot_widen", For::Everyone, project_file),
-    (
-        "a_projects_file_cannot_widen_by_a_link",
-        For::Everyone,
-        project_link,
-    ),
-    (
-        "a_file_others_can_write_is_refused",
-        For::Everyone,
-        writable_files,
-    ),
-    ("a_file_of_anothers_is_refused", For::Root, foreign_file),
-];
+use testkit::account;
+use testkit::command::{FinishedCommand, finish};
+use testkit::home::{TestHome, set_mode};
+use testkit::program;
+use testkit::trial;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum As {
+pub enum Account {
     Root,
     /// The test account, under the same policy.
     Plain,
 }
 
 /// Runs `fumehood run ARGS` where `/etc/fumehood/policy.toml` is made by `prepare`, a shell script in that directory.
-pub fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
+pub fn under(test_home: &TestHome, prepare: &str, who: Account, args: &[&str]) -> FinishedCommand {
     let script = r#"
         set -e
         mount -t tmpfs -o mode=755 none "$1"
@@ -65,11 +31,11 @@ pub fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
         shift 2
         exec "$@"
     "#;
-    let etc = lab.path("etc");
+    let etc = test_home.path("etc");
     if !etc.exists() {
         std::fs::create_dir(&etc).unwrap();
     }
-    let mut command = lab.with_surroundings(Command::new("unshare"));
+    let mut command = test_home.with_environment(Command::new("unshare"));
     command.args([
         "--mount",
         "--propagation",
@@ -81,11 +47,11 @@ pub fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
     ]);
     command.arg(&etc).arg(prepare);
     match who {
-        As::Root => command.arg(plain_user::binary()),
-        As::Plain => {
-            let (uid, gid) = plain_user::account();
+        Account::Root => command.arg(program::binary()),
+        Account::Plain => {
+            let (uid, gid) = account::uid_and_gid();
             let ids = [format!("--reuid={uid}"), format!("--regid={gid}")];
-            let home = format!("/home/{}", plain_user::ACCOUNT);
+            let home = format!("/home/{}", account::ACCOUNT);
             command
                 .env("HOME", &home)
                 .env("FUMEHOOD_WORKSPACE_ROOT", "/tmp")
@@ -95,7 +61,7 @@ pub fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
                 .arg("setpriv")
                 .args(ids)
                 .arg("--clear-groups");
-            command.arg(plain_user::reachable().join("fumehood"))
+            command.arg(program::executable_copies().join("fumehood"))
         }
     };
     command.arg("run").args(args);
@@ -103,17 +69,18 @@ pub fn under(lab: &Lab, prepare: &str, who: As, args: &[&str]) -> Ended {
 }
 
 /// As [`under`] with the policy's text, for root.
-pub fn with(lab: &Lab, policy: &str, args: &[&str]) -> Ended {
+pub fn with(test_home: &TestHome, policy: &str, args: &[&str]) -> FinishedCommand {
     under(
-        lab,
+        test_home,
         &format!("cat > policy.toml <<'END'\n{policy}\nEND"),
-        As::Root,
+        Account::Root,
         args,
     )
 }
 
-fn ceilings() {
-    let lab = Lab::new();
+trial!(Root, ceilings_bound_every_limit);
+fn ceilings_bound_every_limit() {
+    let test_home = TestHome::new();
     let policy = "[ceilings]\ntimeout = \"10s\"\nmemory = \"256M\"\npids = 50\ncpu_time = 5\ndisk = \"1G\"\ngrace = 1";
     for (option, over, fine) in [
         ("--timeout", "11s", "10s"),
@@ -124,10 +91,10 @@ fn ceilings() {
         ("--disk", "2G", "1G"),
         ("--grace", "2s", "1s"),
     ] {
-        with(&lab, policy, &[option, over, "--", "true"]).refused(125, "above the ceiling");
-        with(&lab, policy, &[option, fine, "--", "true"]).good();
+        with(&test_home, policy, &[option, over, "--", "true"]).refused(125, "above the ceiling");
+        with(&test_home, policy, &[option, fine, "--", "true"]).good();
     }
-    let document = with(&lab, policy, &["--json", "--", "true"]).document();
+    let document = with(&test_home, policy, &["--json", "--", "true"]).document();
     assert_eq!(document["limits"]["wall_time"]["asked"], 10_000);
     assert_eq!(document["limits"]["memory"]["asked"], 256 << 20);
     assert_eq!(
@@ -136,59 +103,82 @@ fn ceilings() {
     );
     // For the plain account as well, and by a variable or a file as by an option.
     let prepare = format!("cat > policy.toml <<'END'\n{policy}\nEND");
-    under(&lab, &prepare, As::Plain, &["--pids", "51", "--", "true"])
-        .refused(125, "above the ceiling");
-    under(&lab, &prepare, As::Plain, &["--pids", "50", "--", "true"]).good();
-    lab.write("project/fumehood.toml", "timeout = 11\n");
-    with(&lab, policy, &["--", "true"]).refused(125, "above the ceiling");
+    under(
+        &test_home,
+        &prepare,
+        Account::Plain,
+        &["--pids", "51", "--", "true"],
+    )
+    .refused(125, "above the ceiling");
+    under(
+        &test_home,
+        &prepare,
+        Account::Plain,
+        &["--pids", "50", "--", "true"],
+    )
+    .good();
+    test_home.write("project/fumehood.toml", "timeout = 11\n");
+    with(&test_home, policy, &["--", "true"]).refused(125, "above the ceiling");
 }
 
-fn floor() {
-    let lab = Lab::new();
+trial!(Root, the_floor_cannot_be_lowered);
+fn the_floor_cannot_be_lowered() {
+    let test_home = TestHome::new();
     for policy in ["", "[floor]\nlevel = \"full\""] {
-        with(&lab, policy, &["--isolation", "landlock", "--", "true"])
-            .refused(125, "below the floor");
-        with(&lab, policy, &["--isolation", "full", "--", "true"]).good();
+        with(
+            &test_home,
+            policy,
+            &["--isolation", "landlock", "--", "true"],
+        )
+        .refused(125, "below the floor");
+        with(&test_home, policy, &["--isolation", "full", "--", "true"]).good();
     }
     let low = "[floor]\nlevel = \"landlock\"";
-    with(&lab, low, &["--isolation", "landlock", "--", "true"]).good();
+    with(&test_home, low, &["--isolation", "landlock", "--", "true"]).good();
 }
 
-fn read_roots() {
-    let lab = Lab::new();
-    lab.write("allowed/a", "a\n");
-    lab.write("denied/d", "d\n");
-    symlink(lab.path("denied"), lab.path("allowed/link")).unwrap();
-    let (allowed, denied) = (lab.path("allowed"), lab.path("denied"));
+trial!(Root, only_listed_roots_are_read);
+fn only_listed_roots_are_read() {
+    let test_home = TestHome::new();
+    test_home.write("allowed/a", "a\n");
+    test_home.write("denied/d", "d\n");
+    symlink(test_home.path("denied"), test_home.path("allowed/link")).unwrap();
+    let (allowed, denied) = (test_home.path("allowed"), test_home.path("denied"));
     let policy = format!("[read]\nroots = [{allowed:?}]");
     let (allowed, denied) = (allowed.to_str().unwrap(), denied.to_str().unwrap());
     let file = format!("{allowed}/a");
     assert_eq!(
-        with(&lab, &policy, &["--read", allowed, "--", "cat", &file]).good(),
+        with(
+            &test_home,
+            &policy,
+            &["--read", allowed, "--", "cat", &file]
+        )
+        .good(),
         "a\n"
     );
     let link = format!("{allowed}/link");
     let climb = format!("{allowed}/../denied");
     for path in [denied, &link, &climb] {
         for option in ["--read", "--data", "--docs", "--input"] {
-            let ended = with(&lab, &policy, &[option, path, "--", "true"]);
+            let ended = with(&test_home, &policy, &[option, path, "--", "true"]);
             assert_eq!(ended.code(), 125, "{option} {path}: {}", ended.err());
         }
     }
     // The project's own data is not listed either.
-    lab.write("project/data/d", "d");
-    with(&lab, &policy, &["--", "true"]).refused(125, "policy");
+    test_home.write("project/data/d", "d");
+    with(&test_home, &policy, &["--", "true"]).refused(125, "policy");
 }
 
+trial!(Root, only_listed_roots_are_piped_in);
 /// Standard input is a way of reading, too.
-fn read_roots_stdin() {
-    let lab = Lab::new();
-    let allowed = lab.write("allowed/a", "a\n");
-    let denied = lab.write("denied/d", "d\n");
-    let policy = format!("[read]\nroots = [{:?}]", lab.path("allowed"));
+fn only_listed_roots_are_piped_in() {
+    let test_home = TestHome::new();
+    let allowed = test_home.write("allowed/a", "a\n");
+    let denied = test_home.write("denied/d", "d\n");
+    let policy = format!("[read]\nroots = [{:?}]", test_home.path("allowed"));
     assert_eq!(
         with(
-            &lab,
+            &test_home,
             &policy,
             &["--stdin", allowed.to_str().unwrap(), "--", "cat"]
         )
@@ -196,20 +186,21 @@ fn read_roots_stdin() {
         "a\n"
     );
     with(
-        &lab,
+        &test_home,
         &policy,
         &["--stdin", denied.to_str().unwrap(), "--", "cat"],
     )
     .refused(125, "policy");
 }
 
-fn env_pass() {
-    let lab = Lab::new();
+trial!(Root, only_listed_variables_pass);
+fn only_listed_variables_pass() {
+    let test_home = TestHome::new();
     let policy = "[env]\npass = [\"LC_*\", \"FUMEHOOD_TEST_ONE\", \"HOME\"]";
-    with(&lab, policy, &["--env", "HOME", "--", "true"]).good();
-    with(&lab, policy, &["--env", "PATH", "--", "true"]).refused(125, "env.pass");
+    with(&test_home, policy, &["--env", "HOME", "--", "true"]).good();
+    with(&test_home, policy, &["--env", "PATH", "--", "true"]).refused(125, "env.pass");
     let out = with(
-        &lab,
+        &test_home,
         policy,
         &["--env", "PATH2=x", "--", "sh", "-c", "echo $PATH2"],
     );
@@ -220,24 +211,42 @@ fn env_pass() {
     );
 }
 
-fn degraded() {
-    let lab = Lab::new();
-    with(&lab, "", &["--allow-degraded", "memory", "--", "true"]).refused(125, "degraded.allow");
+trial!(Root, only_listed_limits_degrade);
+fn only_listed_limits_degrade() {
+    let test_home = TestHome::new();
+    with(
+        &test_home,
+        "",
+        &["--allow-degraded", "memory", "--", "true"],
+    )
+    .refused(125, "degraded.allow");
     let policy = "[degraded]\nallow = [\"memory\"]";
-    with(&lab, policy, &["--allow-degraded", "memory", "--", "true"]).good();
-    with(&lab, policy, &["--allow-degraded", "cpus", "--", "true"]).refused(125, "degraded.allow");
+    with(
+        &test_home,
+        policy,
+        &["--allow-degraded", "memory", "--", "true"],
+    )
+    .good();
+    with(
+        &test_home,
+        policy,
+        &["--allow-degraded", "cpus", "--", "true"],
+    )
+    .refused(125, "degraded.allow");
 }
 
-fn required_layer() {
-    let lab = Lab::new();
+trial!(Root, a_required_layer_stops_who_lacks_it);
+fn a_required_layer_stops_who_lacks_it() {
+    let test_home = TestHome::new();
     let prepare = "printf '[floor]\\nlayers = [\"leased_uid\"]\\n' > policy.toml";
-    under(&lab, prepare, As::Root, &["--", "true"]).good();
-    under(&lab, prepare, As::Plain, &["--", "true"]).refused(125, "leased_uid");
-    under(&lab, "true", As::Plain, &["--", "true"]).good();
+    under(&test_home, prepare, Account::Root, &["--", "true"]).good();
+    under(&test_home, prepare, Account::Plain, &["--", "true"]).refused(125, "leased_uid");
+    under(&test_home, "true", Account::Plain, &["--", "true"]).good();
 }
 
-fn broken() {
-    let lab = Lab::new();
+trial!(Root, a_broken_policy_stops_every_run);
+fn a_broken_policy_stops_every_run() {
+    let test_home = TestHome::new();
     for (policy, said) in [
         ("nonsense", "policy"),
         ("[floors]\n", "did you mean `floor`"),
@@ -248,22 +257,23 @@ fn broken() {
         ("[read]\nroots = [\"relative\"]", "read.roots"),
         ("[env]\npass = \"*\"", "env.pass"),
     ] {
-        with(&lab, policy, &["--", "true"]).refused(125, said);
-        with(&lab, policy, &["--json", "--", "true"]).refused(125, said);
+        with(&test_home, policy, &["--", "true"]).refused(125, said);
+        with(&test_home, policy, &["--json", "--", "true"]).refused(125, said);
     }
     for prepare in [
         "mkdir policy.toml",
         "mkfifo policy.toml",
         "ln -s nowhere policy.toml",
     ] {
-        let ended = under(&lab, prepare, As::Root, &["--", "true"]);
+        let ended = under(&test_home, prepare, Account::Root, &["--", "true"]);
         assert_eq!(ended.code(), 125, "{prepare}: {}", ended.err());
     }
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn writable_policy() {
-    let lab = Lab::new();
+trial!(Root, a_policy_others_can_write_is_refused);
+fn a_policy_others_can_write_is_refused() {
+    let test_home = TestHome::new();
     for prepare in [
         "touch policy.toml; chmod 666 policy.toml",
         "touch policy.toml; chmod 664 policy.toml",
@@ -271,24 +281,31 @@ fn writable_policy() {
         "touch policy.toml; chmod 777 .",
         "touch policy.toml; chown 12345 .",
     ] {
-        let ended = under(&lab, prepare, As::Root, &["--", "true"]);
+        let ended = under(&test_home, prepare, Account::Root, &["--", "true"]);
         assert_eq!(ended.code(), 125, "{prepare}: {}", ended.err());
     }
-    under(&lab, "touch policy.toml", As::Root, &["--", "true"]).good();
+    under(
+        &test_home,
+        "touch policy.toml",
+        Account::Root,
+        &["--", "true"],
+    )
+    .good();
     // Who may not even read it is not let run without it.
     under(
-        &lab,
+        &test_home,
         "touch policy.toml; chmod 600 policy.toml",
-        As::Plain,
+        Account::Plain,
         &["--", "true"],
     )
     .refused(125, "policy");
 }
 
-fn project_file() {
-    let lab = Lab::new();
-    lab.write("outside/d", "outside");
-    lab.write("project/data/d", "d");
+trial!(Everyone, a_projects_file_cannot_widen);
+fn a_projects_file_cannot_widen() {
+    let test_home = TestHome::new();
+    test_home.write("outside/d", "outside");
+    test_home.write("project/data/d", "d");
     for text in [
         "isolation = \"landlock\"",
         "isolation = \"full\"",
@@ -309,68 +326,71 @@ fn project_file() {
         "id = \"x\"",
         "project = \"..\"",
     ] {
-        lab.write("project/fumehood.toml", text);
-        let ended = lab.sh(&[], "true");
+        test_home.write("project/fumehood.toml", text);
+        let ended = test_home.sh(&[], "true");
         assert_eq!(ended.code(), 125, "{text}: {}", ended.err());
     }
-    std::fs::create_dir(lab.path("project/inputs")).unwrap();
-    lab.write(
+    std::fs::create_dir(test_home.path("project/inputs")).unwrap();
+    test_home.write(
         "project/fumehood.toml",
         "data = \"inputs\"\nmemory = \"1G\"\nallow_it = 1\n",
     );
-    lab.sh(&[], "true").refused(125, "allow_it");
-    lab.write("project/fumehood.toml", "data = \"inputs\"\npids = 99\n");
-    assert_eq!(lab.sh(&[], "ls data | wc -l").good().trim(), "0");
+    test_home.sh(&[], "true").refused(125, "allow_it");
+    test_home.write("project/fumehood.toml", "data = \"inputs\"\npids = 99\n");
+    assert_eq!(test_home.sh(&[], "ls data | wc -l").good().trim(), "0");
 }
 
+trial!(Everyone, a_projects_file_cannot_widen_by_a_link);
 /// A link inside the project that leads out of it is not below the project.
-fn project_link() {
-    let lab = Lab::new();
-    lab.write("outside/d", "outside");
-    symlink(lab.path("outside"), lab.path("project/sly")).unwrap();
-    lab.write("project/fumehood.toml", "data = \"sly\"\n");
-    let ended = lab.sh(&[], "cat data/d");
+fn a_projects_file_cannot_widen_by_a_link() {
+    let test_home = TestHome::new();
+    test_home.write("outside/d", "outside");
+    symlink(test_home.path("outside"), test_home.path("project/sly")).unwrap();
+    test_home.write("project/fumehood.toml", "data = \"sly\"\n");
+    let ended = test_home.sh(&[], "cat data/d");
     assert_eq!(ended.code(), 125, "{}", ended.out());
 }
 
-fn writable_files() {
-    let lab = Lab::new();
+trial!(Everyone, a_file_others_can_write_is_refused);
+fn a_file_others_can_write_is_refused() {
+    let test_home = TestHome::new();
     for name in [
         "project/fumehood.toml",
         "person/.config/fumehood/config.toml",
     ] {
-        let file = lab.write(name, "timeout = 60\n");
+        let file = test_home.write(name, "timeout = 60\n");
         for mode in [0o666, 0o664, 0o646] {
             set_mode(&file, mode);
-            lab.sh(&[], "true").refused(125, "written by others");
+            test_home.sh(&[], "true").refused(125, "written by others");
         }
         set_mode(&file, 0o644);
-        lab.sh(&[], "true").good();
+        test_home.sh(&[], "true").good();
         let parent = file.parent().unwrap();
         set_mode(parent, 0o777);
-        lab.sh(&[], "true").refused(125, "written by others");
+        test_home.sh(&[], "true").refused(125, "written by others");
         set_mode(parent, 0o755);
         std::fs::remove_file(&file).unwrap();
     }
     // Through a link the target is held to the same.
-    let target = lab.write("elsewhere/config.toml", "timeout = 60\n");
+    let target = test_home.write("elsewhere/config.toml", "timeout = 60\n");
     set_mode(&target, 0o666);
-    symlink(&target, lab.path("project/fumehood.toml")).unwrap();
-    lab.sh(&[], "true").refused(125, "written by others");
+    symlink(&target, test_home.path("project/fumehood.toml")).unwrap();
+    test_home.sh(&[], "true").refused(125, "written by others");
     // A FIFO in its place does not hold us for ever.
-    std::fs::remove_file(lab.path("project/fumehood.toml")).unwrap();
+    std::fs::remove_file(test_home.path("project/fumehood.toml")).unwrap();
     let made = Command::new("mkfifo")
-        .arg(lab.path("project/fumehood.toml"))
+        .arg(test_home.path("project/fumehood.toml"))
         .status()
         .unwrap();
     assert!(made.success());
-    lab.sh(&[], "true").refused(125, "not a regular file");
+    test_home.sh(&[], "true").refused(125, "not a regular file");
 }
 
-fn foreign_file() {
-    let lab = Lab::new();
-    let (uid, gid) = plain_user::account();
-    let file = lab.write("project/fumehood.toml", "timeout = 60\n");
+trial!(Root, a_file_of_anothers_is_refused);
+fn a_file_of_anothers_is_refused() {
+    let test_home = TestHome::new();
+    let (uid, gid) = account::uid_and_gid();
+    let file = test_home.write("project/fumehood.toml", "timeout = 60\n");
     std::os::unix::fs::chown(&file, Some(uid), Some(gid)).unwrap();
-    lab.sh(&[], "true").refused(125, "belongs to uid");
+    test_home.sh(&[], "true").refused(125, "belongs to uid");
 }

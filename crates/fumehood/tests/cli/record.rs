@@ -1,4 +1,4 @@
-//! P14, P15 and P18 through the binary: what an analysis leaves, however it ended, is in the record as it was left.
+//! P14, P15 and P18 through the binary: the record has what an analysis left, unchanged, however the analysis ended.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -7,83 +7,26 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use store::types::manifest::ContentHash;
+use testkit::command::{FinishedCommand, finish};
+use testkit::home::{TestHome, set_mode};
+use testkit::process::{names_in, processes_with};
+use testkit::program;
+use testkit::wait::eventually;
+use testkit::{fresh_id, trial};
 
-use crate::lab::{Ended, Lab, eventually, finish, set_mode};
 use crate::policy;
-use crate::{Entry, For};
 
-pub const TRIALS: &[Entry] = &[
-    ("what_was_left_is_committed", For::Everyone, committed),
-    ("inputs_and_caches_are_no_outputs", For::Everyone, put_there),
-    ("a_result_is_a_value_for_sql", For::Everyone, result_value),
-    ("equal_content_is_kept_once", For::Everyone, kept_once),
-    ("every_end_is_recorded", For::Everyone, every_end),
-    ("logs_are_kept_as_printed", For::Everyone, logs),
-    (
-        "provenance_tells_what_it_was_made_from",
-        For::Everyone,
-        provenance,
-    ),
-    ("a_git_project_is_known_by_its_commit", For::Everyone, git),
-    ("secrets_are_withheld", For::Everyone, secrets),
-    ("bounds_keep_what_fits", For::Everyone, bounds),
-    ("a_missing_output_fails_with_120", For::Everyone, expected),
-    ("small_outputs_are_in_the_database", For::Everyone, inline),
-    ("an_export_overwrites_nothing", For::Everyone, export),
-    ("an_id_is_run_again_only_on_request", For::Everyone, again),
-    (
-        "without_a_database_nothing_is_recorded",
-        For::Everyone,
-        no_record,
-    ),
-    (
-        "the_operator_names_the_database",
-        For::Root,
-        operators_record,
-    ),
-    (
-        "the_platforms_step_runs_after_the_commit",
-        For::Everyone,
-        step,
-    ),
-    (
-        "a_failed_step_is_told_and_repeated",
-        For::Everyone,
-        failed_step,
-    ),
-    ("a_step_that_hangs_is_ended", For::Everyone, hanging_step),
-    (
-        "a_project_cannot_have_a_step_run",
-        For::Everyone,
-        projects_step,
-    ),
-    ("without_room_nothing_starts", For::Everyone, room),
-    ("a_workspace_in_memory_is_recorded", For::Everyone, memory),
-    ("a_kept_workspace_is_the_users_own", For::Everyone, kept),
-    (
-        "what_could_not_start_is_recorded",
-        For::Everyone,
-        not_started,
-    ),
-    (
-        "a_database_out_of_order_loses_nothing",
-        For::Everyone,
-        out_of_order,
-    ),
-    ("the_readme_commands_work", For::Everyone, readme),
-];
-
-/// The document of a run that committed.
+/// The JSON document of a run that committed.
 #[track_caller]
-fn committed_document(ended: &Ended) -> Value {
+fn committed_document(ended: &FinishedCommand) -> Value {
     let document = ended.document();
     assert_eq!(document["commit"]["state"], "committed", "{document}");
     document
 }
 
-/// Outputs of the only attempt, by path: bytes, media type, hash.
-fn outputs(lab: &Lab) -> BTreeMap<String, (u64, String, String)> {
-    let rows = lab.sql("SELECT path_text, bytes, media_type, blake3 FROM outputs_v1");
+/// The outputs of the only attempt, by path: bytes, media type, hash.
+fn outputs(test_home: &TestHome) -> BTreeMap<String, (u64, String, String)> {
+    let rows = test_home.sql("SELECT path_text, bytes, media_type, blake3 FROM outputs_v1");
     let text = |v: &Value| v.as_str().unwrap().to_owned();
     let entry = |row: Vec<Value>| {
         let value = (row[1].as_u64().unwrap(), text(&row[2]), text(&row[3]));
@@ -92,7 +35,7 @@ fn outputs(lab: &Lab) -> BTreeMap<String, (u64, String, String)> {
     rows.into_iter().map(entry).collect()
 }
 
-/// Bytes that look random, the same here and in the program.
+/// Pseudo-random bytes, the same here and in the program.
 fn noise(len: usize) -> Vec<u8> {
     (0..len)
         .map(|i| ((i * 7919 + i / 251) % 256) as u8)
@@ -101,8 +44,9 @@ fn noise(len: usize) -> Vec<u8> {
 
 const NOISE: &str = "def noise(n): return bytes((i * 7919 + i // 251) % 256 for i in range(n))\n";
 
-fn committed() {
-    let lab = Lab::new();
+trial!(Everyone, what_was_left_is_committed);
+fn what_was_left_is_committed() {
+    let test_home = TestHome::new();
     let script = format!(
         "{NOISE}
 import os
@@ -131,11 +75,11 @@ os.utime('table.csv', (1000000000, 1000000000))"
         ),
         ("table.csv", b"a,b\n1,2\n".to_vec(), "text/csv"),
     ];
-    let ended = lab.python(&["--json", "--id", "whole"], &script);
+    let ended = test_home.python(&["--json", "--id", "whole"], &script);
     ended.good();
     let document = committed_document(&ended);
     assert_eq!(document["collection"]["complete"], true, "{document}");
-    let stored = outputs(&lab);
+    let stored = outputs(&test_home);
     assert_eq!(stored.len(), expected.len(), "{stored:?}");
     for (path, content, media) in &expected {
         let hash = ContentHash::of(content).to_string();
@@ -144,7 +88,7 @@ os.utime('table.csv', (1000000000, 1000000000))"
         if *path != "empty" {
             assert_eq!(media_type, media, "{path}");
         }
-        let object = lab.object(&hash);
+        let object = test_home.object(&hash);
         assert_eq!(&std::fs::read(&object).unwrap(), content, "{path}");
         let meta = object.metadata().unwrap();
         assert_eq!(meta.permissions().mode() & 0o7777, 0o444, "{path}");
@@ -153,21 +97,22 @@ os.utime('table.csv', (1000000000, 1000000000))"
         let listed = listed.iter().find(|o| o["path"] == *path).unwrap();
         assert_eq!(listed["blake3"], hash.as_str());
     }
-    let time = lab.sql_one("SELECT modified_at FROM outputs_v1 WHERE path_text = 'table.csv'");
+    let time =
+        test_home.sql_one("SELECT modified_at FROM outputs_v1 WHERE path_text = 'table.csv'");
     assert_eq!(time, "2001-09-09T01:46:40.000Z");
     let sum: u64 = expected
         .iter()
         .map(|(_, content, _)| content.len() as u64)
         .sum();
-    let row = lab
+    let row = test_home
         .sql("SELECT state, complete, outputs_count, output_bytes, refused_count FROM analyses_v1");
     assert_eq!(
         row,
         [[json!("succeeded"), json!(1), json!(5), json!(sum), json!(0)]]
     );
-    lab.assert_nothing_left();
-    // What people see names them, too.
-    let said = lab.sh(&[], "echo 1 > one; echo 2 > two").err();
+    test_home.assert_nothing_left();
+    // The summary for people names the outputs too.
+    let said = test_home.sh(&[], "echo 1 > one; echo 2 > two").err();
     assert!(said.contains("2 outputs (4 B) committed"), "{said}");
     assert!(
         said.contains("  one\n") && said.contains("  two\n"),
@@ -175,33 +120,34 @@ os.utime('table.csv', (1000000000, 1000000000))"
     );
 }
 
-fn put_there() {
-    let lab = Lab::new();
-    lab.write("project/a.txt", "as it was");
-    lab.write("project/b.txt", "as it was, too");
-    lab.write("project/dir/c.txt", "in a directory");
-    lab.write(
+trial!(Everyone, inputs_and_caches_are_no_outputs);
+fn inputs_and_caches_are_no_outputs() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.txt", "as it was");
+    test_home.write("project/b.txt", "as it was, too");
+    test_home.write("project/dir/c.txt", "in a directory");
+    test_home.write(
         "project/main.py",
         "open('b.txt', 'a').write('!'); open('made', 'w')",
     );
     let options = [
         "--json", "--input", "a.txt", "--input", "b.txt", "--input", "dir",
     ];
-    let ended = lab.run(options.iter().chain(&["main.py"]));
+    let ended = test_home.run(options.iter().chain(&["main.py"]));
     ended.good();
     let document = committed_document(&ended);
-    let paths: Vec<String> = outputs(&lab).into_keys().collect();
+    let paths: Vec<String> = outputs(&test_home).into_keys().collect();
     assert_eq!(paths, ["b.txt", "made"]);
     assert_eq!(document["collection"]["inputs_unchanged"], 3, "{document}");
     assert_eq!(document["collection"]["complete"], true);
-    // Replaced by the same bytes it is still what was put there; touched or not is no matter.
+    // An input that is replaced by the same bytes is still an input, whatever its modification time.
     let same =
         "cat a.txt > t; rm a.txt; mv t a.txt; mkdir -p __pycache__; echo > __pycache__/x.pyc";
-    let document = lab.sh_json(&["--input", "a.txt"], same);
+    let document = test_home.sh_json(&["--input", "a.txt"], same);
     assert_eq!(document["outputs"], json!([]), "{document}");
     assert_eq!(document["collection"]["cached"], 1, "{document}");
-    // The private /tmp and home are none either.
-    let document = lab.sh_json(&[], "echo > /tmp/x; echo > ~/y; echo > $TMPDIR/z; echo > w");
+    // Files in the private /tmp and home are no outputs either.
+    let document = test_home.sh_json(&[], "echo > /tmp/x; echo > ~/y; echo > $TMPDIR/z; echo > w");
     let paths: Vec<&Value> = document["outputs"]
         .as_array()
         .unwrap()
@@ -211,17 +157,19 @@ fn put_there() {
     assert_eq!(paths, [&json!("w")]);
 }
 
-fn result_value() {
-    let lab = Lab::new();
+trial!(Everyone, a_result_is_a_value_for_sql);
+fn a_result_is_a_value_for_sql() {
+    let test_home = TestHome::new();
     let result = r#"{"p_value": 0.03125, "n": 12345678901, "name": "\u00e4 \ud83e\uddea", "list": [1, null, true]}"#;
-    lab.write("project/r.json", result);
+    test_home.write("project/r.json", result);
     for (id, content) in [("good", result), ("array", "[1, 2, 3]"), ("number", "17")] {
-        lab.write("project/r.json", content);
-        lab.sh(&["--id", id, "--stdin", "r.json"], "cat > result.json")
+        test_home.write("project/r.json", content);
+        test_home
+            .sh(&["--id", id, "--stdin", "r.json"], "cat > result.json")
             .good();
     }
     let ask = |column: &str| {
-        lab.sql_one(&format!(
+        test_home.sql_one(&format!(
             "SELECT {column} FROM analyses_v1 WHERE id = 'good'"
         ))
     };
@@ -229,55 +177,58 @@ fn result_value() {
     assert_eq!(ask("result ->> 'n'"), 12_345_678_901u64);
     assert_eq!(ask("result ->> 'name'"), "ä 🧪");
     assert_eq!(ask("result ->> '$.list[2]'"), 1);
-    // The query of the documentation.
+    // The query that the documentation shows.
     let query =
         "SELECT id FROM analyses_v1 WHERE state = 'succeeded' AND result ->> 'p_value' < 0.05";
-    assert_eq!(lab.sql(query), [[json!("good")]]);
+    assert_eq!(test_home.sql(query), [[json!("good")]]);
     assert_eq!(
-        lab.sql_one("SELECT result FROM analyses_v1 WHERE id = 'number'"),
+        test_home.sql_one("SELECT result FROM analyses_v1 WHERE id = 'number'"),
         "17"
     );
     assert_eq!(
-        lab.sql_one("SELECT result ->> 1 FROM analyses_v1 WHERE id = 'array'"),
+        test_home.sql_one("SELECT result ->> 1 FROM analyses_v1 WHERE id = 'array'"),
         2
     );
-    // Only at the top, and only by that name.
-    lab.sh(
-        &["--id", "below"],
-        "mkdir d; echo 1 > d/result.json; echo 1 > Result.json",
-    )
-    .good();
-    let row = lab.sql("SELECT result, result_note FROM analyses_v1 WHERE id = 'below'");
+    // Only a file named result.json at the top of the workspace is a result.
+    test_home
+        .sh(
+            &["--id", "below"],
+            "mkdir d; echo 1 > d/result.json; echo 1 > Result.json",
+        )
+        .good();
+    let row = test_home.sql("SELECT result, result_note FROM analyses_v1 WHERE id = 'below'");
     assert_eq!(row, [[Value::Null, Value::Null]]);
 }
 
-fn kept_once() {
-    let lab = Lab::new();
-    lab.sh(
-        &["--id", "one"],
-        "echo same > a; echo same > b; ln a c; echo other > d",
-    )
-    .good();
-    lab.sh(&["--id", "two"], "echo same > e").good();
+trial!(Everyone, equal_content_is_kept_once);
+fn equal_content_is_kept_once() {
+    let test_home = TestHome::new();
+    test_home
+        .sh(
+            &["--id", "one"],
+            "echo same > a; echo same > b; ln a c; echo other > d",
+        )
+        .good();
+    test_home.sh(&["--id", "two"], "echo same > e").good();
     let hash = ContentHash::of(b"same\n").to_string();
     let query =
         format!("SELECT id, path_text FROM outputs_v1 WHERE blake3 = '{hash}' ORDER BY id, path");
-    let rows = lab.sql(&query);
+    let rows = test_home.sql(&query);
     let expected = [["one", "a"], ["one", "b"], ["one", "c"], ["two", "e"]];
     assert_eq!(rows, expected.map(|row| row.map(Value::from).to_vec()));
-    assert_eq!(lab.sql_one("SELECT COUNT(*) FROM outputs_v1"), 5);
-    let objects = lab.ask_json(["db", "status", "--json"]);
+    assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM outputs_v1"), 5);
+    let objects = test_home.ask_json(["db", "status", "--json"]);
     assert_eq!(objects["artifacts"]["objects"], 2, "{objects}");
-    assert_eq!(lab.object(&hash).metadata().unwrap().nlink(), 1);
-    // Every name counts, also that of a hard-linked file.
+    assert_eq!(test_home.object(&hash).metadata().unwrap().nlink(), 1);
+    // Each name of a hard-linked file is an output.
     assert_eq!(
-        lab.sql_one("SELECT output_bytes FROM analyses_v1 WHERE id = 'one'"),
+        test_home.sql_one("SELECT output_bytes FROM analyses_v1 WHERE id = 'one'"),
         21
     );
 }
 
-/// An id, options, what ends the program; then exit code, state and reason.
-type End = (
+/// An id, options and a script that ends in some way; then the exit code, state and reason to expect.
+type ExpectedEnd = (
     &'static str,
     &'static [&'static str],
     &'static str,
@@ -286,10 +237,11 @@ type End = (
     &'static str,
 );
 
-fn every_end() {
-    let lab = Lab::new();
+trial!(Everyone, every_end_is_recorded);
+fn every_end_is_recorded() {
+    let test_home = TestHome::new();
     let leave = "echo partial > left; echo said; echo oops >&2; ";
-    let ends: [End; 5] = [
+    let ends: [ExpectedEnd; 5] = [
         ("exit", &[], "exit 7", 7, "failed", "exit"),
         (
             "signal",
@@ -319,10 +271,10 @@ fn every_end() {
     ];
     for (id, options, act, code, state, reason) in ends {
         let options: Vec<&str> = ["--id", id].iter().chain(options).copied().collect();
-        let ended = lab.sh(&options, &format!("{leave}{act}"));
+        let ended = test_home.sh(&options, &format!("{leave}{act}"));
         assert_eq!(ended.code(), code, "{id}: {}", ended.err());
         let columns = "state, reason, complete, exit_code, signal, isolation_level";
-        let row = lab.sql(&format!(
+        let row = test_home.sql(&format!(
             "SELECT {columns} FROM analyses_v1 WHERE id = '{id}'"
         ));
         let complete = u8::from(code == 0);
@@ -335,22 +287,22 @@ fn every_end() {
         let left = format!(
             "SELECT CAST(content AS TEXT) FROM outputs_v1 WHERE id = '{id}' AND path_text = 'left'"
         );
-        assert_eq!(lab.sql_one(&left), "partial\n", "{id}");
+        assert_eq!(test_home.sql_one(&left), "partial\n", "{id}");
         let log = format!(
             "SELECT CAST(head AS TEXT) FROM logs_v1 WHERE id = '{id}' ORDER BY stream DESC"
         );
         assert_eq!(
-            lab.sql(&log),
+            test_home.sql(&log),
             [[json!("said\n")], [json!("oops\n")]],
             "{id}"
         );
     }
-    cancelled_is_recorded(&lab);
-    lab.assert_nothing_left();
+    cancelled_is_recorded(&test_home);
+    test_home.assert_nothing_left();
 }
 
-fn cancelled_is_recorded(lab: &Lab) {
-    let mut live = lab.start([
+fn cancelled_is_recorded(test_home: &TestHome) {
+    let mut live = test_home.start([
         "--id",
         "stop",
         "--",
@@ -360,33 +312,40 @@ fn cancelled_is_recorded(lab: &Lab) {
     ]);
     live.wait_for("up");
     live.signal(rustix::process::Signal::INT);
-    assert_eq!(live.end().code(), 123);
-    let row = lab.sql("SELECT state, complete, outputs_count FROM analyses_v1 WHERE id = 'stop'");
+    assert_eq!(live.finish().code(), 123);
+    let row =
+        test_home.sql("SELECT state, complete, outputs_count FROM analyses_v1 WHERE id = 'stop'");
     assert_eq!(row, [[json!("cancelled"), json!(0), json!(1)]]);
 }
 
-fn logs() {
-    let lab = Lab::new();
+trial!(Everyone, logs_are_kept_as_printed);
+fn logs_are_kept_as_printed() {
+    let test_home = TestHome::new();
     let long: String = (0..40_000).map(|i| format!("line {i}\n")).collect();
     let script =
         "import sys\nfor i in range(40000): print('line', i)\nprint('end', file=sys.stderr)";
-    // Fits into the database.
-    lab.python(&["--id", "fits"], script).good();
-    // Longer than what the database takes of one: excerpts there, the whole in the artifact store.
-    lab.python(&["--id", "long", "--inline-max", "10K"], script)
+    // A log that fits into the database.
+    test_home.python(&["--id", "fits"], script).good();
+    // A longer log: the database has its head and tail, the artifact store has the whole.
+    test_home
+        .python(&["--id", "long", "--inline-max", "10K"], script)
         .good();
-    // Longer than what is kept at all.
-    let ended = lab.python(&["--id", "cut", "--log-limit", "64K", "--json"], script);
+    // A log that is longer than the limit of what is kept.
+    let ended = test_home.python(&["--id", "cut", "--log-limit", "64K", "--json"], script);
     let document = committed_document(&ended);
     for id in ["fits", "long"] {
-        assert_eq!(lab.ask(["logs", id]).good(), long, "{id}");
-        assert_eq!(lab.ask(["logs", id, "--stderr"]).good(), "end\n", "{id}");
+        assert_eq!(test_home.ask(["logs", id]).good(), long, "{id}");
+        assert_eq!(
+            test_home.ask(["logs", id, "--stderr"]).good(),
+            "end\n",
+            "{id}"
+        );
     }
     let columns = "total_bytes, dropped_bytes, truncated, LENGTH(head), LENGTH(tail), blake3";
     let row = |id: &str| {
         let query =
             format!("SELECT {columns} FROM logs_v1 WHERE stream = 'stdout' AND id = '{id}'");
-        lab.sql(&query).remove(0)
+        test_home.sql(&query).remove(0)
     };
     let total = long.len() as u64;
     let fits = row("fits");
@@ -402,7 +361,7 @@ fn logs() {
     let dropped = document["stdout"]["dropped_bytes"].as_u64().unwrap();
     assert!(dropped > total / 2, "{dropped} of {total}");
     assert_eq!(cut[..3], [json!(total), json!(dropped), json!(1)]);
-    let shown = lab.ask(["logs", "cut"]).good();
+    let shown = test_home.ask(["logs", "cut"]).good();
     let (head, tail) = (&long[..1000], &long[long.len() - 1000..]);
     assert!(
         shown.starts_with(head) && shown.ends_with(tail),
@@ -416,18 +375,19 @@ fn logs() {
     assert!(shown.len() < 80 << 10);
 }
 
-fn provenance() {
-    let lab = Lab::new();
-    lab.write("project/data/table.csv", "1,2\n");
-    lab.write("project/docs/about.md", "x");
-    lab.write("project/more.txt", "more\n");
+trial!(Everyone, provenance_tells_what_it_was_made_from);
+fn provenance_tells_what_it_was_made_from() {
+    let test_home = TestHome::new();
+    test_home.write("project/data/table.csv", "1,2\n");
+    test_home.write("project/docs/about.md", "x");
+    test_home.write("project/more.txt", "more\n");
     let script = "#!/usr/bin/env python3\nprint('x')\n";
-    lab.write("project/fit.py", script);
+    test_home.write("project/fit.py", script);
     let args = [
         "--id", "p", "--input", "more.txt", "--env", "SEED=7", "fit.py", "--alpha", "0.5 x",
     ];
-    lab.run(args).good();
-    let text = lab.sql_one("SELECT provenance FROM analyses_v1");
+    test_home.run(args).good();
+    let text = test_home.sql_one("SELECT provenance FROM analyses_v1");
     let from: Value = serde_json::from_str(text.as_str().unwrap()).unwrap();
     let argv: Vec<&str> = from["argv"]
         .as_array()
@@ -494,14 +454,16 @@ fn provenance() {
         .collect();
     assert!(packages.contains(&"numpy"), "{packages:?}");
     let limits: Value = serde_json::from_str(
-        lab.sql_one("SELECT limits FROM analyses_v1")
+        test_home
+            .sql_one("SELECT limits FROM analyses_v1")
             .as_str()
             .unwrap(),
     )
     .unwrap();
     assert!(limits["wall_time"]["enforced_by"].is_string(), "{limits}");
     let layers: Value = serde_json::from_str(
-        lab.sql_one("SELECT isolation FROM analyses_v1")
+        test_home
+            .sql_one("SELECT isolation FROM analyses_v1")
             .as_str()
             .unwrap(),
     )
@@ -512,11 +474,12 @@ fn provenance() {
     );
 }
 
-fn git() {
-    let lab = Lab::new();
-    lab.write("project/a.py", "print(1)\n");
+trial!(Everyone, a_git_project_is_known_by_its_commit);
+fn a_git_project_is_known_by_its_commit() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.py", "print(1)\n");
     let git = |args: &[&str]| {
-        let mut command = lab.with_surroundings(Command::new("git"));
+        let mut command = test_home.with_environment(Command::new("git"));
         command.env("PATH", "/usr/local/bin:/usr/bin:/bin").args([
             "-c",
             "user.name=t",
@@ -531,8 +494,8 @@ fn git() {
     git(&["commit", "-q", "-m", "one"]);
     let head = git(&["rev-parse", "HEAD"]);
     let of = |id: &str| -> Value {
-        lab.run(["--id", id, "a.py"]).good();
-        let text = lab.sql_one(&format!(
+        test_home.run(["--id", id, "a.py"]).good();
+        let text = test_home.sql_one(&format!(
             "SELECT provenance FROM analyses_v1 WHERE id = '{id}'"
         ));
         let from: Value = serde_json::from_str(text.as_str().unwrap()).unwrap();
@@ -545,7 +508,7 @@ fn git() {
         (&json!(false), &json!("main")),
         "{clean}"
     );
-    lab.write("project/a.py", "print(2)\n");
+    test_home.write("project/a.py", "print(2)\n");
     let dirty = of("dirty");
     assert_eq!(
         (&dirty["commit"], &dirty["dirty"]),
@@ -554,7 +517,7 @@ fn git() {
     );
 }
 
-/// Files below a directory that hold these bytes.
+/// The files below a directory that contain these bytes.
 pub fn files_with(dir: &Path, marker: &[u8]) -> Vec<String> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -573,8 +536,9 @@ pub fn files_with(dir: &Path, marker: &[u8]) -> Vec<String> {
     found
 }
 
-fn secrets() {
-    let lab = Lab::new();
+trial!(Everyone, secrets_are_withheld);
+fn secrets_are_withheld() {
+    let test_home = TestHome::new();
     let options = [
         "--id",
         "s",
@@ -591,12 +555,12 @@ fn secrets() {
         "--env",
         "SEED=marker-four",
     ];
-    // They reach the program all the same.
-    let out = lab
+    // The program gets the secrets.
+    let out = test_home
         .sh(&options, "echo ${#LAB_KEY} ${#API_TOKEN} ${#URL} ${#SEED}")
         .good();
     assert_eq!(out, "10 10 29 11\n");
-    let text = lab.sql_one("SELECT provenance FROM analyses_v1");
+    let text = test_home.sql_one("SELECT provenance FROM analyses_v1");
     let from: Value = serde_json::from_str(text.as_str().unwrap()).unwrap();
     let of = |name: &str| {
         let all = from["env"].as_array().unwrap();
@@ -616,19 +580,20 @@ fn secrets() {
     );
     assert_eq!(of("SEED")["value"], "marker-four", "the control");
     assert!(
-        !files_with(&lab.home, b"marker-four").is_empty(),
+        !files_with(&test_home.home, b"marker-four").is_empty(),
         "the control"
     );
     for marker in ["marker-one", "marker-two", "marker-three"] {
-        let found = files_with(&lab.home, marker.as_bytes());
+        let found = files_with(&test_home.home, marker.as_bytes());
         assert_eq!(found, [""; 0], "{marker}");
     }
 }
 
-fn bounds() {
-    let lab = Lab::new();
+trial!(Everyone, bounds_keep_what_fits);
+fn bounds_keep_what_fits() {
+    let test_home = TestHome::new();
     let script = "mkdir -p a/b/c; echo 1 > one; echo 22 > two; head -c 3000 /dev/zero > three; echo 4 > a/b/c/four; echo 5 > a/five";
-    let all = lab.sh_json(&[], script);
+    let all = test_home.sh_json(&[], script);
     assert_eq!(all["outputs"].as_array().unwrap().len(), 5);
     assert_eq!(all["collection"]["complete"], true, "the control");
     let cases: [(&[&str], &str, u64, &[&str]); 4] = [
@@ -648,7 +613,7 @@ fn bounds() {
         (&["--max-output", "8"], "total_too_large", 1, &[]),
     ];
     for (options, remark, count, paths) in cases {
-        let document = lab.sh_json(options, script);
+        let document = test_home.sh_json(options, script);
         let collection = &document["collection"];
         assert_eq!(document["status"], "succeeded", "{options:?}");
         assert_eq!(collection["complete"], false, "{options:?}");
@@ -675,13 +640,13 @@ fn bounds() {
             .sum();
         assert!(remark != "total_too_large" || sum <= 8, "{sum}");
         let id = document["id"].as_str().unwrap();
-        let row = lab.sql(&format!(
+        let row = test_home.sql(&format!(
             "SELECT complete, refused_count FROM analyses_v1 WHERE id = '{id}'"
         ));
         assert_eq!(row, [[json!(0), json!(refused)]]);
     }
-    // What nobody asked for is no loss.
-    let narrowed = lab.sh_json(&["--output", "a/**", "--output", "one"], script);
+    // Files that no pattern matches are not reported as lost.
+    let narrowed = test_home.sh_json(&["--output", "a/**", "--output", "one"], script);
     let kept: Vec<&str> = narrowed["outputs"]
         .as_array()
         .unwrap()
@@ -692,23 +657,25 @@ fn bounds() {
     assert_eq!(narrowed["collection"]["complete"], true);
     assert_eq!(narrowed["collection"]["not_asked"], 2);
     for wrong in ["/etc/*", "../x", "[", ""] {
-        let ended = lab.sh(&["--output", wrong], "true");
+        let ended = test_home.sh(&["--output", wrong], "true");
         assert_eq!(ended.code(), 125, "{wrong:?}: {}", ended.err());
     }
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn expected() {
-    let lab = Lab::new();
+trial!(Everyone, a_missing_output_fails_with_120);
+fn a_missing_output_fails_with_120() {
+    let test_home = TestHome::new();
     let script = "echo '{}' > result.json; mkdir f; echo x > f/a.png";
-    lab.sh(&["--expect", "result.json", "--expect", "f/*.png"], script)
+    test_home
+        .sh(&["--expect", "result.json", "--expect", "f/*.png"], script)
         .good();
-    let ended = lab.sh(
+    let ended = test_home.sh(
         &["--id", "m", "--expect", "result.json", "--expect", "*.csv"],
         script,
     );
     ended.refused(120, "no output matches *.csv");
-    let row = lab.sql(
+    let row = test_home.sql(
         "SELECT state, reason, complete, outputs_count, exit_code FROM analyses_v1 WHERE id = 'm'",
     );
     assert_eq!(
@@ -721,67 +688,71 @@ fn expected() {
             json!(0)
         ]]
     );
-    let document = lab.sh_json(&["--expect", "*.csv"], script);
+    let document = test_home.sh_json(&["--expect", "*.csv"], script);
     assert_eq!(document["collection"]["missing"], json!(["*.csv"]));
-    // A symlink is no output, so it satisfies nobody.
+    // A symlink is no output, so it satisfies no pattern of --expect.
     assert_eq!(
-        lab.sh(&["--expect", "x.csv"], "ln -s /etc/passwd x.csv")
+        test_home
+            .sh(&["--expect", "x.csv"], "ln -s /etc/passwd x.csv")
             .code(),
         120
     );
-    // A program that failed by itself keeps its own code.
-    assert_eq!(lab.sh(&["--expect", "*.csv"], "exit 3").code(), 3);
-    lab.assert_nothing_left();
+    // A program that failed keeps its own exit code.
+    assert_eq!(test_home.sh(&["--expect", "*.csv"], "exit 3").code(), 3);
+    test_home.assert_nothing_left();
 }
 
-fn inline() {
-    let lab = Lab::new();
+trial!(Everyone, small_outputs_are_in_the_database);
+fn small_outputs_are_in_the_database() {
+    let test_home = TestHome::new();
     let script = "for i in 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 18; do (echo $i; head -c 1048573 /dev/zero) > f$i; done; head -c 1048577 /dev/zero > over; echo s > small";
-    lab.sh(&["--id", "d"], script).good();
+    test_home.sh(&["--id", "d"], script).good();
     let row = "SELECT COUNT(*), SUM(content IS NOT NULL), SUM(LENGTH(content)) FROM outputs_v1 WHERE id = 'd'";
-    let row = lab.sql(row).remove(0);
+    let row = test_home.sql(row).remove(0);
     assert_eq!(row[0], 20);
     let (count, bytes) = (row[1].as_u64().unwrap(), row[2].as_u64().unwrap());
     assert!(
         (3..=5).contains(&count) && bytes <= 4 << 20,
         "{count}, {bytes}"
     );
-    let small = lab.sql_one("SELECT content FROM outputs_v1 WHERE path_text = 'small'");
+    let small = test_home.sql_one("SELECT content FROM outputs_v1 WHERE path_text = 'small'");
     assert_ne!(small, Value::Null, "the smallest first");
-    let over = lab.sql_one("SELECT content FROM outputs_v1 WHERE path_text = 'over'");
+    let over = test_home.sql_one("SELECT content FROM outputs_v1 WHERE path_text = 'over'");
     assert_eq!(over, Value::Null);
     for (id, limit, kept) in [("none", "0", 0), ("tiny", "2", 1), ("all", "64M", 2)] {
-        lab.sh(
-            &["--id", id, "--inline-max", limit],
-            "echo s > small; echo large > large",
-        )
-        .good();
+        test_home
+            .sh(
+                &["--id", id, "--inline-max", limit],
+                "echo s > small; echo large > large",
+            )
+            .good();
         let query = format!("SELECT COUNT(content) FROM outputs_v1 WHERE id = '{id}'");
-        assert_eq!(lab.sql_one(&query), kept, "{id}");
+        assert_eq!(test_home.sql_one(&query), kept, "{id}");
         assert_eq!(
-            lab.ask(["outputs", id, "large", "-o", "-"]).good(),
+            test_home.ask(["outputs", id, "large", "-o", "-"]).good(),
             "large\n"
         );
     }
-    let ended = lab.sh(&["--inline-max", "65M"], "true");
+    let ended = test_home.sh(&["--inline-max", "65M"], "true");
     assert_eq!(ended.code(), 125, "{}", ended.err());
 }
 
-fn export() {
-    let lab = Lab::new();
-    let to = lab.path("results");
+trial!(Everyone, an_export_overwrites_nothing);
+fn an_export_overwrites_nothing() {
+    let test_home = TestHome::new();
+    let to = test_home.path("results");
     let to = to.to_str().unwrap();
     let read = |name: &str| std::fs::read_to_string(Path::new(to).join(name)).unwrap();
     let script =
         |text: &str| format!("mkdir -p d; echo {text} > d/a; echo {text} > b; ln -s /etc/passwd l");
-    lab.sh(&["--to", to], &script("first")).good();
+    test_home.sh(&["--to", to], &script("first")).good();
     assert_eq!(
         (read("d/a"), read("b")),
         ("first\n".into(), "first\n".into())
     );
     assert!(!Path::new(to).join("l").exists());
-    // A second export into the same place touches nothing, but the run is committed.
-    let ended = lab.sh(&["--id", "second", "--to", to], &script("second"));
+    // A second export to the same directory changes nothing there; the run is committed.
+    let ended = test_home.sh(&["--id", "second", "--to", to], &script("second"));
     assert_ne!(ended.code(), 0, "{}", ended.err());
     assert!(ended.err().contains("--force"), "{}", ended.err());
     assert_eq!(
@@ -789,136 +760,156 @@ fn export() {
         ("first\n".into(), "first\n".into())
     );
     assert_eq!(
-        lab.sql_one("SELECT outputs_count FROM analyses_v1 WHERE id = 'second'"),
+        test_home.sql_one("SELECT outputs_count FROM analyses_v1 WHERE id = 'second'"),
         2
     );
-    lab.sh(&["--to", to, "--force"], &script("third")).good();
+    test_home
+        .sh(&["--to", to, "--force"], &script("third"))
+        .good();
     assert_eq!(
         (read("d/a"), read("b")),
         ("third\n".into(), "third\n".into())
     );
-    // A link that somebody put in the way is not followed.
-    let victim = lab.write("victim", "precious");
+    // The export does not follow a link that somebody planted.
+    let victim = test_home.write("victim", "precious");
     std::fs::remove_file(Path::new(to).join("b")).unwrap();
     std::os::unix::fs::symlink(&victim, Path::new(to).join("b")).unwrap();
-    lab.sh(&["--to", to], &script("fourth"));
-    lab.sh(&["--to", to, "--force"], &script("fifth"));
+    test_home.sh(&["--to", to], &script("fourth"));
+    test_home.sh(&["--to", to, "--force"], &script("fifth"));
     assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
-    lab.sh(&["--force"], "true").refused(125, "--to");
-    // What is exported is the user's to change; the record is not.
-    let document = lab.sh_json(&["--to", lab.path("own").to_str().unwrap()], "echo own > f");
-    std::fs::write(lab.path("own/f"), "changed").unwrap();
+    test_home.sh(&["--force"], "true").refused(125, "--to");
+    // Changing an exported file does not change the record.
+    let document = test_home.sh_json(
+        &["--to", test_home.path("own").to_str().unwrap()],
+        "echo own > f",
+    );
+    std::fs::write(test_home.path("own/f"), "changed").unwrap();
     let hash = document["outputs"][0]["blake3"].as_str().unwrap();
-    assert_eq!(std::fs::read(lab.object(hash)).unwrap(), b"own\n");
+    assert_eq!(std::fs::read(test_home.object(hash)).unwrap(), b"own\n");
 }
 
-fn again() {
-    let lab = Lab::new();
-    lab.sh(&["--id", "x"], "echo 1 > f").good();
-    let refused = lab.sh(&["--id", "x"], "echo never > f; echo ran");
+trial!(Everyone, an_id_is_run_again_only_on_request);
+fn an_id_is_run_again_only_on_request() {
+    let test_home = TestHome::new();
+    test_home.sh(&["--id", "x"], "echo 1 > f").good();
+    let refused = test_home.sh(&["--id", "x"], "echo never > f; echo ran");
     refused.refused(125, "--replace");
     assert_eq!(refused.out(), "", "it did not run");
-    let said = lab.sh(&["--id", "x", "--replace"], "echo 2 > f").err();
+    let said = test_home
+        .sh(&["--id", "x", "--replace"], "echo 2 > f")
+        .err();
     assert!(said.contains("attempt 2"), "{said}");
-    let rows = lab.sql("SELECT attempt, CAST(content AS TEXT) FROM outputs_v1 ORDER BY attempt");
+    let rows =
+        test_home.sql("SELECT attempt, CAST(content AS TEXT) FROM outputs_v1 ORDER BY attempt");
     assert_eq!(rows, [[json!(1), json!("1\n")], [json!(2), json!("2\n")]]);
     assert_eq!(
-        lab.sql("SELECT id, attempt FROM analyses_v1"),
+        test_home.sql("SELECT id, attempt FROM analyses_v1"),
         [[json!("x"), json!(2)]]
     );
-    // A first attempt may be asked for in the same words.
-    lab.sh(&["--id", "new", "--replace"], "true").good();
-    // While one runs, a second is refused whatever it asks for.
-    let mut live = lab.start(["--id", "busy", "--", "sh", "-c", "echo up; sleep 600"]);
+    // --replace is allowed for a first attempt.
+    test_home.sh(&["--id", "new", "--replace"], "true").good();
+    // While an attempt runs, a second one is refused, with or without --replace.
+    let mut live = test_home.start(["--id", "busy", "--", "sh", "-c", "echo up; sleep 600"]);
     live.wait_for("up");
-    assert_eq!(lab.sh(&["--id", "busy", "--replace"], "true").code(), 125);
+    assert_eq!(
+        test_home.sh(&["--id", "busy", "--replace"], "true").code(),
+        125
+    );
     live.signal(rustix::process::Signal::TERM);
-    assert_eq!(live.end().code(), 123);
-    lab.sh(&["--id", "busy", "--replace"], "true").good();
+    assert_eq!(live.finish().code(), 123);
+    test_home.sh(&["--id", "busy", "--replace"], "true").good();
 }
 
-fn no_record() {
-    let lab = Lab::new();
-    let document = lab.sh_json(&["--db", "none", "--id", "x"], "echo f > f");
+trial!(Everyone, without_a_database_nothing_is_recorded);
+fn without_a_database_nothing_is_recorded() {
+    let test_home = TestHome::new();
+    let document = test_home.sh_json(&["--db", "none", "--id", "x"], "echo f > f");
     assert_eq!(document["commit"]["state"], "unrecorded", "{document}");
-    assert!(!lab.home.join("fumehood.db").exists());
-    lab.sh(&["--db", "none", "--id", "x"], "true").good();
-    lab.ask(["list", "--db", "none"]).refused(125, "no record");
-    lab.assert_nothing_left();
-    lab.sh(&["--id", "x"], "true").good();
-    assert!(lab.home.join("fumehood.db").exists(), "the control");
-    // By a variable and by the user's own file, but not by the project's.
-    let mut command = lab.run_command(["--json", "--", "true"]);
+    assert!(!test_home.home.join("fumehood.db").exists());
+    test_home.sh(&["--db", "none", "--id", "x"], "true").good();
+    test_home
+        .ask(["list", "--db", "none"])
+        .refused(125, "no record");
+    test_home.assert_nothing_left();
+    test_home.sh(&["--id", "x"], "true").good();
+    assert!(test_home.home.join("fumehood.db").exists(), "the control");
+    // The variable and the user's own file can name the database. The project's file cannot.
+    let mut command = test_home.run_command(["--json", "--", "true"]);
     command.env("FUMEHOOD_DB", "none");
     assert_eq!(finish(command).document()["commit"]["state"], "unrecorded");
-    lab.write("project/fumehood.toml", "db = \"none\"\n");
-    lab.sh(&[], "true").refused(125, "db");
-    std::fs::remove_file(lab.path("project/fumehood.toml")).unwrap();
-    lab.write("person/.config/fumehood/config.toml", "db = \"none\"\n");
-    assert_eq!(lab.sh_json(&[], "true")["commit"]["state"], "unrecorded");
-    // Somewhere else.
-    let elsewhere = format!("sqlite:{}", lab.path("person/other.db").display());
-    let document = lab.sh_json(&["--db", &elsewhere, "--id", "there"], "echo f > f");
+    test_home.write("project/fumehood.toml", "db = \"none\"\n");
+    test_home.sh(&[], "true").refused(125, "db");
+    std::fs::remove_file(test_home.path("project/fumehood.toml")).unwrap();
+    test_home.write("person/.config/fumehood/config.toml", "db = \"none\"\n");
+    assert_eq!(
+        test_home.sh_json(&[], "true")["commit"]["state"],
+        "unrecorded"
+    );
+    // Another database.
+    let elsewhere = format!("sqlite:{}", test_home.path("person/other.db").display());
+    let document = test_home.sh_json(&["--db", &elsewhere, "--id", "there"], "echo f > f");
     assert_eq!(document["commit"]["state"], "committed");
-    let list = lab.ask_json(["list", "--json", "--db", &elsewhere]);
+    let list = test_home.ask_json(["list", "--json", "--db", &elsewhere]);
     assert_eq!(list["analyses"][0]["id"], "there", "{list}");
 }
 
-fn operators_record() {
-    let lab = Lab::new();
+trial!(Root, the_operator_names_the_database);
+fn the_operator_names_the_database() {
+    let test_home = TestHome::new();
     let required = "[record]\nrequired = true";
-    policy::with(&lab, required, &["--db", "none", "--", "true"]).refused(125, "requires");
-    policy::with(&lab, required, &["--", "true"]).good();
-    let db = lab.path("person/operators.db");
+    policy::with(&test_home, required, &["--db", "none", "--", "true"]).refused(125, "requires");
+    policy::with(&test_home, required, &["--", "true"]).good();
+    let db = test_home.path("person/operators.db");
     let locked = format!("[record]\ndb = \"sqlite:{}\"", db.display());
-    let elsewhere = format!("sqlite:{}", lab.path("person/mine.db").display());
-    policy::with(&lab, &locked, &["--db", &elsewhere, "--", "true"]).refused(125, "operator");
-    policy::with(&lab, &locked, &["--id", "op", "--", "true"]).good();
-    assert!(db.exists() && !lab.path("person/mine.db").exists());
+    let elsewhere = format!("sqlite:{}", test_home.path("person/mine.db").display());
+    policy::with(&test_home, &locked, &["--db", &elsewhere, "--", "true"]).refused(125, "operator");
+    policy::with(&test_home, &locked, &["--id", "op", "--", "true"]).good();
+    assert!(db.exists() && !test_home.path("person/mine.db").exists());
     let secret = "[env]\nsecret = [\"HIDDEN_*\"]";
     policy::with(
-        &lab,
+        &test_home,
         secret,
         &["--id", "h", "--env", "HIDDEN_X=marker-hidden", "--", "true"],
     )
     .good();
-    assert_eq!(files_with(&lab.home, b"marker-hidden"), [""; 0]);
-    // The operator's step, whatever the user's.
+    assert_eq!(files_with(&test_home.home, b"marker-hidden"), [""; 0]);
+    // The operator's post-process command runs instead of the user's.
     let [mine, theirs] = ["mine", "theirs"].map(|name| {
         let body = format!(
             "#!/bin/sh\necho ran > {}\n",
-            lab.path(&format!("{name}.ran")).display()
+            test_home.path(&format!("{name}.ran")).display()
         );
-        lab.write_program(name, body)
+        test_home.write_program(name, body)
     });
-    configure_step(&lab, &mine, "");
+    configure_step(&test_home, &mine, "");
     let step = format!("[post_process]\ncommand = [{theirs:?}]");
-    policy::with(&lab, &step, &["--", "true"]).good();
-    assert!(lab.path("theirs.ran").exists() && !lab.path("mine.ran").exists());
-    policy::with(&lab, "", &["--", "true"]).good();
-    assert!(lab.path("mine.ran").exists(), "the control");
+    policy::with(&test_home, &step, &["--", "true"]).good();
+    assert!(test_home.path("theirs.ran").exists() && !test_home.path("mine.ran").exists());
+    policy::with(&test_home, "", &["--", "true"]).good();
+    assert!(test_home.path("mine.ran").exists(), "the control");
 }
 
-/// The user's own file names a step.
-fn configure_step(lab: &Lab, program: &Path, more: &str) {
+/// Writes the user's configuration with a post-process command.
+fn configure_step(test_home: &TestHome, program: &Path, more: &str) {
     let text =
         format!("[post_process]\ncommand = [{program:?}, \"an argument\", \"$(touch x)\"]\n{more}");
-    lab.write("person/.config/fumehood/config.toml", text);
+    test_home.write("person/.config/fumehood/config.toml", text);
 }
 
-fn step() {
-    let lab = Lab::new();
-    let (told, seen) = (lab.path("told.json"), lab.path("seen"));
-    let db = lab.home.join("fumehood.db");
+trial!(Everyone, the_platforms_step_runs_after_the_commit);
+fn the_platforms_step_runs_after_the_commit() {
+    let test_home = TestHome::new();
+    let (told, seen) = (test_home.path("told.json"), test_home.path("seen"));
+    let db = test_home.home.join("fumehood.db");
     let body = format!(
         "#!/bin/sh\ncat > {}\n(printf '%s|' \"$@\"; echo; pwd; cat result.json d/*; find . | sort) > {}
         python3 -c \"import sqlite3; print(sqlite3.connect('file:{}?mode=ro', uri=True).execute('SELECT state FROM analyses_v1').fetchall())\" >> {}
         for f in result.json d/new; do (echo spoilt >> $f) 2>/dev/null; done; exit 0\n",
         told.display(), seen.display(), db.display(), seen.display()
     );
-    let program = lab.write_program("step", body);
-    configure_step(&lab, &program, "");
-    let ended = lab.sh(
+    let program = test_home.write_program("step", body);
+    configure_step(&test_home, &program, "");
+    let ended = test_home.sh(
         &["--id", "s"],
         "mkdir d; echo '{\"a\": 1}' > result.json; echo deep > d/f; ln -s / l",
     );
@@ -951,30 +942,34 @@ fn step() {
         ["{\"a\": 1}", "deep", ".", "./d", "./d/f", "./result.json"]
     );
     assert_eq!(lines[8], "[('succeeded',)]", "it is committed by then");
-    assert_eq!(lab.sql_one("SELECT post_process FROM analyses_v1"), "done");
-    // Whatever it tried, the record is what it was.
-    lab.ask(["verify"]).good();
-    assert!(!Path::new(told["outputs_dir"].as_str().unwrap()).exists());
-    lab.assert_nothing_left();
-    // Failed runs are processed, too.
-    assert_eq!(lab.sh(&["--id", "f"], "exit 4").code(), 4);
     assert_eq!(
-        lab.sql_one("SELECT post_process FROM analyses_v1 WHERE id = 'f'"),
+        test_home.sql_one("SELECT post_process FROM analyses_v1"),
+        "done"
+    );
+    // The command tried to change the record and did not.
+    test_home.ask(["verify"]).good();
+    assert!(!Path::new(told["outputs_dir"].as_str().unwrap()).exists());
+    test_home.assert_nothing_left();
+    // Failed runs are post-processed too.
+    assert_eq!(test_home.sh(&["--id", "f"], "exit 4").code(), 4);
+    assert_eq!(
+        test_home.sql_one("SELECT post_process FROM analyses_v1 WHERE id = 'f'"),
         "done"
     );
 }
 
-fn failed_step() {
-    let lab = Lab::new();
-    let keys = lab.path("keys");
+trial!(Everyone, a_failed_step_is_told_and_repeated);
+fn a_failed_step_is_told_and_repeated() {
+    let test_home = TestHome::new();
+    let keys = test_home.path("keys");
     let body = |end: &str| {
         format!(
             "#!/usr/bin/python3\nimport json, sys\nopen({keys:?}, 'a').write(json.load(sys.stdin)['key'] + '\\n')\n{end}\n"
         )
     };
-    let program = lab.write_program("step", body("sys.exit('no \\x1b[31mred\\x1b[0m luck')"));
-    configure_step(&lab, &program, "");
-    let ended = lab.sh(&["--id", "s"], "echo kept > f");
+    let program = test_home.write_program("step", body("sys.exit('no \\x1b[31mred\\x1b[0m luck')"));
+    configure_step(&test_home, &program, "");
+    let ended = test_home.sh(&["--id", "s"], "echo kept > f");
     ended.refused(121, "post_process failed");
     assert!(
         ended.err().contains("luck") && !ended.stderr.contains(&0x1b),
@@ -988,123 +983,143 @@ fn failed_step() {
     );
     let row = "SELECT state, post_process, post_process_tries, outputs_count FROM analyses_v1 WHERE id = 's'";
     assert_eq!(
-        lab.sql(row),
+        test_home.sql(row),
         [[json!("succeeded"), json!("failed"), json!(1), json!(1)]]
     );
-    assert!(!lab.ask(["show", "s"]).stdout.contains(&0x1b));
-    // It fails again, then not.
-    let ended = lab.ask(["post-process", "s"]);
+    assert!(!test_home.ask(["show", "s"]).stdout.contains(&0x1b));
+    // The command fails again, then succeeds.
+    let ended = test_home.ask(["post-process", "s"]);
     assert_eq!(ended.code(), 121, "{}", ended.err());
-    lab.write_program("step", body(""));
-    lab.ask(["post-process", "s"]).good();
+    test_home.write_program("step", body(""));
+    test_home.ask(["post-process", "s"]).good();
     assert_eq!(
-        lab.sql(row),
+        test_home.sql(row),
         [[json!("succeeded"), json!("done"), json!(3), json!(1)]]
     );
     assert_eq!(std::fs::read_to_string(&keys).unwrap(), "s/1\ns/1\ns/1\n");
-    // Whoever asks once more is answered the same, and nothing is done.
-    lab.ask(["post-process", "s"]).good();
+    // Asking once more gives the same answer and runs nothing.
+    test_home.ask(["post-process", "s"]).good();
     assert_eq!(
-        lab.sql(row),
+        test_home.sql(row),
         [[json!("succeeded"), json!("done"), json!(3), json!(1)]]
     );
-    // A program that failed itself keeps its code; a step that cannot be started is one that failed.
-    std::fs::remove_file(lab.path("step")).unwrap();
-    assert_eq!(lab.sh(&["--id", "own"], "exit 9").code(), 9);
+    // A program that failed keeps its exit code. A post-process command that cannot be started has failed.
+    std::fs::remove_file(test_home.path("step")).unwrap();
+    assert_eq!(test_home.sh(&["--id", "own"], "exit 9").code(), 9);
     assert_eq!(
-        lab.sql_one("SELECT post_process FROM analyses_v1 WHERE id = 'own'"),
+        test_home.sql_one("SELECT post_process FROM analyses_v1 WHERE id = 'own'"),
         "failed"
     );
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn hanging_step() {
-    let lab = Lab::new();
-    let marker = crate::lab::fresh_id("step");
+trial!(Everyone, a_step_that_hangs_is_ended);
+fn a_step_that_hangs_is_ended() {
+    let test_home = TestHome::new();
+    let marker = fresh_id("step");
     let body = format!(
         "#!/bin/sh\n(exec sh -c 'while :; do sleep 1; done' {marker}) &\nexec sh -c 'while :; do sleep 1; done' {marker}\n"
     );
-    let program = lab.write_program("step", body);
-    configure_step(&lab, &program, "timeout = \"1s\"\n");
-    let ended = lab.sh(&["--id", "s"], "true");
+    let program = test_home.write_program("step", body);
+    configure_step(&test_home, &program, "timeout = \"1s\"\n");
+    let ended = test_home.sh(&["--id", "s"], "true");
     ended.refused(121, "did not end within 1 s");
     eventually("what it started is dead", || {
-        crate::lab::processes_with(&marker).is_empty()
+        processes_with(&marker).is_empty()
     });
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn projects_step() {
-    let lab = Lab::new();
-    let ran = lab.path("ran");
-    let program = lab.write_program("step", format!("#!/bin/sh\ntouch {}\n", ran.display()));
+trial!(Everyone, a_project_cannot_have_a_step_run);
+fn a_project_cannot_have_a_step_run() {
+    let test_home = TestHome::new();
+    let ran = test_home.path("ran");
+    let program = test_home.write_program("step", format!("#!/bin/sh\ntouch {}\n", ran.display()));
     let table = format!("[post_process]\ncommand = [{program:?}]\n");
-    lab.write("project/fumehood.toml", &table);
-    lab.sh(&[], "true").refused(125, "post_process");
+    test_home.write("project/fumehood.toml", &table);
+    test_home.sh(&[], "true").refused(125, "post_process");
     assert!(!ran.exists());
-    std::fs::remove_file(lab.path("project/fumehood.toml")).unwrap();
+    std::fs::remove_file(test_home.path("project/fumehood.toml")).unwrap();
     for name in ["FUMEHOOD_POST_PROCESS", "FUMEHOOD_POST_PROCESS_COMMAND"] {
-        let mut command = lab.run_command(["--", "true"]);
+        let mut command = test_home.run_command(["--", "true"]);
         command.env(name, &program);
         assert_eq!(finish(command).code(), 125, "{name}");
     }
     assert!(!ran.exists());
-    lab.write("person/.config/fumehood/config.toml", &table);
-    lab.sh(&[], "true").good();
+    test_home.write("person/.config/fumehood/config.toml", &table);
+    test_home.sh(&[], "true").good();
     assert!(ran.exists(), "the control");
     std::fs::remove_file(&ran).unwrap();
-    set_mode(&lab.path("person/.config/fumehood/config.toml"), 0o666);
-    assert_eq!(lab.sh(&[], "true").code(), 125, "others could write it");
+    set_mode(
+        &test_home.path("person/.config/fumehood/config.toml"),
+        0o666,
+    );
+    assert_eq!(
+        test_home.sh(&[], "true").code(),
+        125,
+        "others could write it"
+    );
     assert!(!ran.exists());
 }
 
-fn room() {
-    let lab = Lab::new();
-    lab.sh(&["--free-reserve", "0"], "head -c 2M /dev/urandom > f")
+trial!(Everyone, without_room_nothing_starts);
+fn without_room_nothing_starts() {
+    let test_home = TestHome::new();
+    test_home
+        .sh(&["--free-reserve", "0"], "head -c 2M /dev/urandom > f")
         .good();
-    let ended = lab.sh(&["--free-reserve", "1000T"], "echo ran");
+    let ended = test_home.sh(&["--free-reserve", "1000T"], "echo ran");
     ended.refused(125, "free_reserve");
     assert_eq!(ended.out(), "");
-    let ended = lab.sh(&["--store-quota", "1M"], "echo ran");
+    let ended = test_home.sh(&["--store-quota", "1M"], "echo ran");
     ended.refused(125, "store_quota");
     assert_eq!(ended.out(), "");
-    lab.sh(&["--store-quota", "1G"], "true").good();
+    test_home.sh(&["--store-quota", "1G"], "true").good();
     assert_eq!(
-        lab.sql_one("SELECT COUNT(*) FROM attempts_v1"),
+        test_home.sql_one("SELECT COUNT(*) FROM attempts_v1"),
         2,
         "what never began is not recorded"
     );
-    // Without a record there is nothing to keep room for.
-    lab.sh(&["--free-reserve", "1000T", "--db", "none"], "true")
+    // Without a record the reserve of free space does not apply.
+    test_home
+        .sh(&["--free-reserve", "1000T", "--db", "none"], "true")
         .good();
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn memory() {
-    let lab = Lab::new();
+trial!(Everyone, a_workspace_in_memory_is_recorded);
+fn a_workspace_in_memory_is_recorded() {
+    let test_home = TestHome::new();
     let script = "mkdir d; echo deep > d/f; head -c 3M /dev/zero > big; echo '{\"a\": 2}' > result.json; ln -s x l";
-    let document = lab.sh_json(&["--workspace", "memory", "--id", "m"], script);
+    let document = test_home.sh_json(&["--workspace", "memory", "--id", "m"], script);
     assert_eq!(document["commit"]["state"], "committed", "{document}");
     assert_eq!(document["collection"]["complete"], true);
-    let paths: Vec<String> = outputs(&lab).into_keys().collect();
+    let paths: Vec<String> = outputs(&test_home).into_keys().collect();
     assert_eq!(paths, ["big", "d/f", "result.json"]);
-    let stored = outputs(&lab);
+    let stored = outputs(&test_home);
     assert_eq!(
         stored["big"].2,
         ContentHash::of(&vec![0; 3 << 20]).to_string()
     );
-    assert_eq!(lab.sql_one("SELECT result ->> 'a' FROM analyses_v1"), 2);
-    assert_eq!(lab.ask(["outputs", "m", "d/f", "-o", "-"]).good(), "deep\n");
-    lab.ask(["verify"]).good();
-    lab.assert_nothing_left();
+    assert_eq!(
+        test_home.sql_one("SELECT result ->> 'a' FROM analyses_v1"),
+        2
+    );
+    assert_eq!(
+        test_home.ask(["outputs", "m", "d/f", "-o", "-"]).good(),
+        "deep\n"
+    );
+    test_home.ask(["verify"]).good();
+    test_home.assert_nothing_left();
 }
 
-fn kept() {
-    let lab = Lab::new();
+trial!(Everyone, a_kept_workspace_is_the_users_own);
+fn a_kept_workspace_is_the_users_own() {
+    let test_home = TestHome::new();
     let script = "echo one > f; mkdir d; echo two > d/g; chmod 444 f";
-    let ended = lab.sh(&["--id", "k", "--keep", "always", "--json"], script);
+    let ended = test_home.sh(&["--id", "k", "--keep", "always", "--json"], script);
     let document = committed_document(&ended);
-    let workspace = lab.workspace("k");
+    let workspace = test_home.workspace("k");
     let hash = document["outputs"].as_array().unwrap()[1]["blake3"]
         .as_str()
         .unwrap()
@@ -1112,64 +1127,72 @@ fn kept() {
     assert_eq!(hash, ContentHash::of(b"one\n").to_string());
     assert_eq!(std::fs::read(workspace.join("f")).unwrap(), b"one\n");
     assert_eq!(std::fs::read(workspace.join("d/g")).unwrap(), b"two\n");
-    // The user goes on with it, and the record stays.
+    // The user changes the kept workspace; the record stays the same.
     std::fs::write(workspace.join("d/g"), "changed").unwrap();
     set_mode(&workspace.join("f"), 0o644);
     std::fs::write(workspace.join("f"), "changed").unwrap();
-    assert_eq!(std::fs::read(lab.object(&hash)).unwrap(), b"one\n");
-    lab.ask(["verify"]).good();
-    lab.gc(&["--kept", "k"]).good();
+    assert_eq!(std::fs::read(test_home.object(&hash)).unwrap(), b"one\n");
+    test_home.ask(["verify"]).good();
+    test_home.gc(&["--kept", "k"]).good();
     assert!(!workspace.exists());
-    assert_eq!(lab.ask(["outputs", "k", "d/g", "-o", "-"]).good(), "two\n");
-    // Kept only where it failed.
-    lab.sh(&["--id", "fine", "--keep", "on-failure"], "echo x > f")
-        .good();
-    assert!(!lab.workspace("fine").exists());
     assert_eq!(
-        lab.sh(
-            &["--id", "bad", "--keep", "on-failure"],
-            "echo x > f; exit 2"
-        )
-        .code(),
+        test_home.ask(["outputs", "k", "d/g", "-o", "-"]).good(),
+        "two\n"
+    );
+    // --keep on-failure keeps only a failed run's workspace.
+    test_home
+        .sh(&["--id", "fine", "--keep", "on-failure"], "echo x > f")
+        .good();
+    assert!(!test_home.workspace("fine").exists());
+    assert_eq!(
+        test_home
+            .sh(
+                &["--id", "bad", "--keep", "on-failure"],
+                "echo x > f; exit 2"
+            )
+            .code(),
         2
     );
     assert_eq!(
-        std::fs::read(lab.workspace("bad").join("f")).unwrap(),
+        std::fs::read(test_home.workspace("bad").join("f")).unwrap(),
         b"x\n"
     );
     assert_eq!(
-        lab.sql_one("SELECT outputs_count FROM analyses_v1 WHERE id = 'bad'"),
+        test_home.sql_one("SELECT outputs_count FROM analyses_v1 WHERE id = 'bad'"),
         1
     );
 }
 
-fn not_started() {
-    let lab = Lab::new();
+trial!(Everyone, what_could_not_start_is_recorded);
+fn what_could_not_start_is_recorded() {
+    let test_home = TestHome::new();
     assert_eq!(
-        lab.run(["--id", "a", "--input", "absent", "--", "true"])
+        test_home
+            .run(["--id", "a", "--input", "absent", "--", "true"])
             .code(),
         125
     );
-    lab.write("project/huge", vec![0; 3 << 20]);
-    let ended = lab.run(["--id", "b", "--disk", "1M", "--input", "huge", "--", "true"]);
+    test_home.write("project/huge", vec![0; 3 << 20]);
+    let ended = test_home.run(["--id", "b", "--disk", "1M", "--input", "huge", "--", "true"]);
     assert_eq!(ended.code(), 125, "{}", ended.err());
-    for row in lab.sql("SELECT id, state, reason, complete, outputs_count FROM attempts_v1") {
+    for row in test_home.sql("SELECT id, state, reason, complete, outputs_count FROM attempts_v1") {
         assert_eq!(
             row[1..],
             [json!("error"), json!("not_started"), json!(0), json!(0)],
             "{row:?}"
         );
     }
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-/// The database vanishes or breaks while the program runs.
-fn out_of_order() {
-    let lab = Lab::new();
-    lab.sh(&["--id", "before"], "true").good();
-    // Whoever closes the database puts what is in its log into the file.
-    lab.gc(&[]).good();
-    let db = lab.home.join("fumehood.db");
+trial!(Everyone, a_database_out_of_order_loses_nothing);
+/// The database disappears or is damaged while the program runs.
+fn a_database_out_of_order_loses_nothing() {
+    let test_home = TestHome::new();
+    test_home.sh(&["--id", "before"], "true").good();
+    // Closing the database moves the content of its write-ahead log into the file.
+    test_home.gc(&[]).good();
+    let db = test_home.home.join("fumehood.db");
     for (id, spoil, mend) in [
         (
             "damaged",
@@ -1182,19 +1205,20 @@ fn out_of_order() {
             "rm artifacts; mv away artifacts",
         ),
     ] {
-        let gate = lab.path("project/gate");
+        let gate = test_home.path("project/gate");
         let _gone = std::fs::remove_file(&gate);
         let made = Command::new("mkfifo").arg(&gate).status().unwrap();
         assert!(made.success());
         let gate_text = gate.to_str().unwrap().to_owned();
         let script = "echo precious > f; echo up; read x";
-        let mut live = lab.start(["--id", id, "--stdin", &gate_text, "--", "sh", "-c", script]);
+        let mut live =
+            test_home.start(["--id", id, "--stdin", &gate_text, "--", "sh", "-c", script]);
         let mut hold = std::fs::OpenOptions::new().write(true).open(&gate).unwrap();
         live.wait_for("up");
         let sh = |act: &str| {
             let done = Command::new("sh")
                 .args(["-ec", act])
-                .current_dir(&lab.home)
+                .current_dir(&test_home.home)
                 .status()
                 .unwrap();
             assert!(done.success(), "{act}");
@@ -1202,7 +1226,7 @@ fn out_of_order() {
         sh(spoil);
         std::io::Write::write_all(&mut hold, b"go\n").unwrap();
         drop(hold);
-        let ended = live.end();
+        let ended = live.finish();
         ended.refused(121, "NOT COMMITTED");
         assert!(
             ended.err().contains(&format!("fumehood post-process {id}")),
@@ -1211,32 +1235,33 @@ fn out_of_order() {
         );
         sh(mend);
         assert!(db.exists());
-        lab.ask(["post-process", id]).good();
+        test_home.ask(["post-process", id]).good();
         assert_eq!(
-            lab.ask(["outputs", id, "f", "-o", "-"]).good(),
+            test_home.ask(["outputs", id, "f", "-o", "-"]).good(),
             "precious\n"
         );
         assert_eq!(
-            lab.sql_one(&format!(
+            test_home.sql_one(&format!(
                 "SELECT COUNT(*) FROM attempts_v1 WHERE id = '{id}'"
             )),
             1
         );
-        lab.assert_nothing_left();
-        assert_eq!(crate::lab::names_in(&lab.home.join("pending")), [""; 0]);
+        test_home.assert_nothing_left();
+        assert_eq!(names_in(&test_home.home.join("pending")), [""; 0]);
     }
     assert_eq!(
-        lab.sql_one("SELECT state FROM analyses_v1 WHERE id = 'before'"),
+        test_home.sql_one("SELECT state FROM analyses_v1 WHERE id = 'before'"),
         "succeeded"
     );
 }
 
-/// Every line of the README's second block, as it is written, in a copy of the example.
-fn readme() {
-    let lab = Lab::new();
+trial!(Everyone, the_readme_commands_work);
+/// Runs every line of the README's second code block, as written, in a copy of the example.
+fn the_readme_commands_work() {
+    let test_home = TestHome::new();
     let (readme, files) = readme_and_examples();
     for (name, content) in &files {
-        lab.write(&format!("project/examples/{name}"), content);
+        test_home.write(&format!("project/examples/{name}"), content);
     }
     let block = readme
         .split("```sh\n")
@@ -1245,22 +1270,22 @@ fn readme() {
         .split("```")
         .next()
         .unwrap();
-    let bin = lab.path("bin");
+    let bin = test_home.path("bin");
     std::fs::create_dir(&bin).unwrap();
-    std::os::unix::fs::symlink(crate::plain_user::binary(), bin.join("fumehood")).unwrap();
+    std::os::unix::fs::symlink(program::binary(), bin.join("fumehood")).unwrap();
     let mut ran = 0;
     for line in block.lines().map(str::trim) {
         if line.is_empty() || line.starts_with('#') || line == "fumehood shell" {
             continue;
         }
-        let root = lab.root.display().to_string();
+        let root = test_home.workspace_root.display().to_string();
         let line = line.replace("/tmp/scidex", &format!("{root}/scidex"));
-        let mut command = lab.with_surroundings(Command::new("sh"));
+        let mut command = test_home.with_environment(Command::new("sh"));
         command
             .env("PATH", format!("{}:/usr/bin:/bin", bin.display()))
-            // A plain user's memory limit is firm only in a delegated cgroup, which the README says and a trial lacks.
+            // A plain user's memory limit needs a delegated cgroup, as the README says, and a trial has none.
             .env("FUMEHOOD_ALLOW_DEGRADED", "memory")
-            .current_dir(lab.path("project/examples/gwas"))
+            .current_dir(test_home.path("project/examples/gwas"))
             .args(["-c", &line]);
         let ended = finish(command);
         assert_eq!(ended.code(), 0, "{line}\n{}\n{}", ended.out(), ended.err());
@@ -1271,13 +1296,14 @@ fn readme() {
     }
     assert!(ran >= 13, "{ran}");
     assert!(
-        lab.path("project/examples/gwas/results/result.json")
+        test_home
+            .path("project/examples/gwas/results/result.json")
             .exists()
     );
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-/// Built in, since the plain account may not be able to read the checkout.
+/// Compiled into the test, because the test account may not be able to read the checkout.
 fn readme_and_examples() -> (&'static str, Vec<(&'static str, &'static [u8])>) {
     let readme = include_str!("../../../../README.md");
     let files: Vec<(&str, &[u8])> = vec![

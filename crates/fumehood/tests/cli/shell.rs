@@ -9,24 +9,12 @@ use std::time::{Duration, Instant};
 
 use rustix::pty::OpenptFlags;
 use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
-
-use crate::lab::{AT_MOST, Lab, eventually};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("runs_commands_and_passes_the_code", For::Everyone, commands),
-    ("ctrl_c_stops_the_command_only", For::Everyone, ctrl_c),
-    ("the_window_size_arrives", For::Everyone, window_size),
-    ("sees_what_run_would_see", For::Everyone, same_view),
-    (
-        "cannot_type_into_the_callers_terminal",
-        For::Everyone,
-        tiocsti,
-    ),
-    ("needs_a_terminal", For::Everyone, needs_terminal),
-    ("gives_the_terminal_back", For::Everyone, gives_back),
-    ("a_hangup_ends_it", For::Everyone, hangup),
-];
+use testkit::command::finish;
+use testkit::home::TestHome;
+use testkit::process::processes_with;
+use testkit::program;
+use testkit::wait::{WAIT_MAX, eventually};
+use testkit::{fresh_id, trial};
 
 /// A terminal with a program on it, seen from the side of the person who types.
 struct Terminal {
@@ -49,7 +37,7 @@ fn size(rows: u16, columns: u16) -> Winsize {
 
 impl Terminal {
     /// Starts `program` as the leader of a session whose controlling terminal this is.
-    fn start(lab: &Lab, program: &[&std::ffi::OsStr]) -> Terminal {
+    fn start(test_home: &TestHome, program: &[&std::ffi::OsStr]) -> Terminal {
         let master =
             rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)
                 .unwrap();
@@ -60,7 +48,7 @@ impl Terminal {
             rustix::fs::OFlags::RDWR | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
         let slave = rustix::fs::open(name, flags, rustix::fs::Mode::empty()).unwrap();
         tcsetwinsize(&master, size(33, 77)).unwrap();
-        let mut command = lab.with_surroundings(Command::new("setsid"));
+        let mut command = test_home.with_environment(Command::new("setsid"));
         command.arg("--ctty").args(program).env("TERM", "xterm");
         let end = || Stdio::from(slave.try_clone().unwrap());
         let child = command
@@ -88,11 +76,11 @@ impl Terminal {
         }
     }
 
-    fn shell(lab: &Lab, options: &[&str]) -> Terminal {
-        let binary = crate::plain_user::binary();
+    fn shell(test_home: &TestHome, options: &[&str]) -> Terminal {
+        let binary = program::binary();
         let mut words = vec![binary.as_os_str(), "shell".as_ref()];
         words.extend(options.iter().map(|o| std::ffi::OsStr::new(*o)));
-        Terminal::start(lab, &words)
+        Terminal::start(test_home, &words)
     }
 
     fn type_in(&mut self, text: &str) {
@@ -102,7 +90,7 @@ impl Terminal {
     /// Waits until `text` is on the screen after what was waited for before.
     #[track_caller]
     fn wait_for(&mut self, text: &str) {
-        let give_up = Instant::now() + AT_MOST;
+        let give_up = Instant::now() + WAIT_MAX;
         while !self.seen.contains(text) {
             // Looked at before the screen is, so that the last words of the dead are still read.
             let ended = self.child.try_wait().unwrap();
@@ -132,24 +120,26 @@ impl Drop for Terminal {
     }
 }
 
-fn commands() {
-    let lab = Lab::new();
-    let mut terminal = Terminal::shell(&lab, &["--id", "sh"]);
+trial!(Everyone, runs_commands_and_passes_the_code);
+fn runs_commands_and_passes_the_code() {
+    let test_home = TestHome::new();
+    let mut terminal = Terminal::shell(&test_home, &["--id", "sh"]);
     // What is typed is echoed, so the answer must differ from the question.
     terminal.type_in("echo answer $((6*7)); pwd\n");
     terminal.wait_for("answer 42");
-    terminal.wait_for(lab.workspace("sh").to_str().unwrap());
+    terminal.wait_for(test_home.workspace("sh").to_str().unwrap());
     terminal.type_in("tty; test -t 0 && test -t 1 && test -t 2 && echo all$((1+1))\n");
     terminal.wait_for("/dev/pts/");
     terminal.wait_for("all2");
     terminal.type_in("exit 7\n");
     assert_eq!(terminal.exit_code(), Some(7));
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn ctrl_c() {
-    let lab = Lab::new();
-    let mut terminal = Terminal::shell(&lab, &[]);
+trial!(Everyone, ctrl_c_stops_the_command_only);
+fn ctrl_c_stops_the_command_only() {
+    let test_home = TestHome::new();
+    let mut terminal = Terminal::shell(&test_home, &[]);
     // Said by the command itself, which by then has the terminal: a key struck earlier would be the shell's.
     terminal.type_in("sh -c 'echo up$((1+1)); exec sleep 600'\n");
     terminal.wait_for("up2");
@@ -158,12 +148,13 @@ fn ctrl_c() {
     terminal.wait_for("still 42");
     terminal.type_in("exit\n");
     terminal.exit_code();
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn window_size() {
-    let lab = Lab::new();
-    let mut terminal = Terminal::shell(&lab, &[]);
+trial!(Everyone, the_window_size_arrives);
+fn the_window_size_arrives() {
+    let test_home = TestHome::new();
+    let mut terminal = Terminal::shell(&test_home, &[]);
     terminal.type_in("stty size; echo done$((1+1))\n");
     terminal.wait_for("33 77");
     terminal.wait_for("done2");
@@ -177,15 +168,16 @@ fn window_size() {
     assert_eq!(terminal.exit_code(), Some(0));
 }
 
-fn same_view() {
-    let lab = Lab::new();
-    lab.write("project/data/d.txt", "shown\n");
-    lab.write("project/in.txt", "copied\n");
-    lab.write("project/api.py", "hidden\n");
-    let mut terminal = Terminal::shell(&lab, &["--input", "in.txt", "--env", "SEED=7"]);
+trial!(Everyone, sees_what_run_would_see);
+fn sees_what_run_would_see() {
+    let test_home = TestHome::new();
+    test_home.write("project/data/d.txt", "shown\n");
+    test_home.write("project/in.txt", "copied\n");
+    test_home.write("project/api.py", "hidden\n");
+    let mut terminal = Terminal::shell(&test_home, &["--input", "in.txt", "--env", "SEED=7"]);
     let look = format!(
         "cat data/d.txt in.txt; echo seed-$SEED; cat {}/api.py\n",
-        lab.project.display()
+        test_home.project.display()
     );
     terminal.type_in(&look);
     terminal.wait_for("shown");
@@ -194,7 +186,7 @@ fn same_view() {
     terminal.wait_for("No such file");
     terminal.type_in("exit 0\n");
     assert_eq!(terminal.exit_code(), Some(0));
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
 /// Types `echo forged` with TIOCSTI and tells what became of it. 0x5412 is TIOCSTI.
@@ -205,10 +197,11 @@ const FORGE: &str = "import fcntl, os, sys\n\
     \x20 except OSError as e: return 'refused'\n\
     print('first', forge(0x5412)); print('second', forge(0x100005412 - (1 << 32)))\n";
 
-fn tiocsti() {
-    let lab = Lab::new();
-    let script = lab.write("project/forge.py", FORGE);
-    let mut terminal = Terminal::shell(&lab, &["--input", "forge.py"]);
+trial!(Everyone, cannot_type_into_the_callers_terminal);
+fn cannot_type_into_the_callers_terminal() {
+    let test_home = TestHome::new();
+    let script = test_home.write("project/forge.py", FORGE);
+    let mut terminal = Terminal::shell(&test_home, &["--input", "forge.py"]);
     terminal.type_in("/usr/bin/python3 forge.py\n");
     terminal.wait_for("first refused");
     terminal.wait_for("second refused");
@@ -220,22 +213,27 @@ fn tiocsti() {
     // The control: on a terminal of one's own, unconfined, the kernel takes it, if this host still allows it at all.
     let legacy = std::fs::read_to_string("/proc/sys/dev/tty/legacy_tiocsti").unwrap_or_default();
     if legacy.trim() == "1" {
-        let mut control = Terminal::start(&lab, &["/usr/bin/python3".as_ref(), script.as_os_str()]);
+        let mut control = Terminal::start(
+            &test_home,
+            &["/usr/bin/python3".as_ref(), script.as_os_str()],
+        );
         control.wait_for("first typed");
     }
 }
 
-fn needs_terminal() {
-    let lab = Lab::new();
-    let mut command = lab.fumehood();
+trial!(Everyone, needs_a_terminal);
+fn needs_a_terminal() {
+    let test_home = TestHome::new();
+    let mut command = test_home.fumehood();
     command.arg("shell");
-    crate::lab::finish(command).refused(125, "needs a terminal");
-    lab.assert_nothing_left();
+    finish(command).refused(125, "needs a terminal");
+    test_home.assert_nothing_left();
 }
 
-fn gives_back() {
-    let lab = Lab::new();
-    let mut terminal = Terminal::shell(&lab, &[]);
+trial!(Everyone, gives_the_terminal_back);
+fn gives_the_terminal_back() {
+    let test_home = TestHome::new();
+    let mut terminal = Terminal::shell(&test_home, &[]);
     terminal.type_in("echo up$((1+1))\n");
     terminal.wait_for("up2");
     let during = tcgetattr(&terminal.slave).unwrap();
@@ -252,7 +250,7 @@ fn gives_back() {
             .contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
     );
     // After a start that fails as well.
-    let mut terminal = Terminal::shell(&lab, &["--input", "missing"]);
+    let mut terminal = Terminal::shell(&test_home, &["--input", "missing"]);
     assert_eq!(terminal.exit_code(), Some(125));
     terminal.wait_for("missing");
     assert!(
@@ -263,20 +261,19 @@ fn gives_back() {
     );
 }
 
-fn hangup() {
-    let lab = Lab::new();
-    let marker = crate::lab::fresh_id("hangup");
-    let mut terminal = Terminal::shell(&lab, &["--grace", "1s"]);
+trial!(Everyone, a_hangup_ends_it);
+fn a_hangup_ends_it() {
+    let test_home = TestHome::new();
+    let marker = fresh_id("hangup");
+    let mut terminal = Terminal::shell(&test_home, &["--grace", "1s"]);
     terminal.type_in(&format!(
         "echo up$((1+1)); sh -c 'while :; do sleep 1; done' {marker}\n"
     ));
     terminal.wait_for("up2");
-    eventually("the command runs", || {
-        !crate::lab::processes_with(&marker).is_empty()
-    });
+    eventually("the command runs", || !processes_with(&marker).is_empty());
     let runner = rustix::process::Pid::from_child(&terminal.child);
     rustix::process::kill_process(runner, rustix::process::Signal::HUP).unwrap();
     assert_eq!(terminal.exit_code(), Some(123));
-    assert_eq!(crate::lab::processes_with(&marker), [0u32; 0]);
-    lab.assert_nothing_left();
+    assert_eq!(processes_with(&marker), [0u32; 0]);
+    test_home.assert_nothing_left();
 }

@@ -3,31 +3,11 @@
 
 use std::path::PathBuf;
 
-use crate::lab::{Lab, eventually, fresh_id};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "a_timeout_is_committed_however_long_the_death_takes",
-        For::Everyone,
-        committed,
-    ),
-    (
-        "a_timeout_from_the_queue_is_not_tried_again",
-        For::Everyone,
-        not_tried_again,
-    ),
-    (
-        "what_cannot_die_is_quarantined_and_committed_later",
-        For::Root,
-        quarantined,
-    ),
-    (
-        "a_program_ignores_no_signal_that_its_caller_ignored",
-        For::Everyone,
-        ignored_signals,
-    ),
-];
+use testkit::command::finish;
+use testkit::home::TestHome;
+use testkit::process::all_pids;
+use testkit::wait::eventually;
+use testkit::{fresh_id, trial};
 
 /// See `p11_slow_death.rs` of the sandbox's trials: what takes five seconds to fork takes the kernel seconds to end,
 /// also on two CPUs.
@@ -53,37 +33,42 @@ while True:
 
 const LIMITS: &[&str] = &["--timeout", "12s", "--grace", "100ms"];
 
-fn ends(lab: &Lab, id: &str) -> String {
+fn ends(test_home: &TestHome, id: &str) -> String {
     let sql = format!("SELECT state, reason FROM attempts WHERE id = '{id}' ORDER BY attempt");
-    let rows = lab.sql(&sql);
+    let rows = test_home.sql(&sql);
     let words = |row: &Vec<serde_json::Value>| format!("{}|{}", row[0], row[1]).replace('"', "");
     rows.iter().map(words).collect::<Vec<_>>().join(" ")
 }
 
-fn committed() {
+trial!(
+    Everyone,
+    a_timeout_is_committed_however_long_the_death_takes
+);
+fn a_timeout_is_committed_however_long_the_death_takes() {
     for level in ["full", "landlock"] {
-        let lab = Lab::new();
+        let test_home = TestHome::new();
         let id = fresh_id("slow");
         let options = [&["--json", "--id", &id, "--level", level], LIMITS].concat();
-        let said = lab.python(&options, SLOW_TO_DIE).document();
+        let said = test_home.python(&options, SLOW_TO_DIE).document();
         assert_eq!(said["status"], "timed_out", "{level}: {said}");
         assert_eq!(said["reason"], "wall_time", "{level}: {said}");
         assert_eq!(said["commit"]["state"], "committed", "{level}: {said}");
         assert_eq!(said["outputs"][0]["path"], "left.txt", "{level}: {said}");
-        assert_eq!(ends(&lab, &id), "timed_out|wall_time");
-        lab.assert_nothing_left();
+        assert_eq!(ends(&test_home, &id), "timed_out|wall_time");
+        test_home.assert_nothing_left();
     }
 }
 
-fn not_tried_again() {
-    let lab = Lab::new();
+trial!(Everyone, a_timeout_from_the_queue_is_not_tried_again);
+fn a_timeout_from_the_queue_is_not_tried_again() {
+    let test_home = TestHome::new();
     let id = fresh_id("slow");
     let submit = [&["submit", "--id", &id], LIMITS].concat();
     let program = ["--", "/usr/bin/python3", "-c", SLOW_TO_DIE];
-    lab.ask(submit.iter().chain(&program)).good();
+    test_home.ask(submit.iter().chain(&program)).good();
     let worker = ["worker", "--slots", "1", "--memory", "1G", "--until-idle"];
-    lab.ask(worker).good();
-    assert_eq!(ends(&lab, &id), "timed_out|wall_time");
+    test_home.ask(worker).good();
+    assert_eq!(ends(&test_home, &id), "timed_out|wall_time");
 }
 
 /// A group of the version 1 freezer: a process that is frozen in it does not die of SIGKILL.
@@ -112,13 +97,14 @@ impl Drop for Freezer {
     }
 }
 
-fn quarantined() {
+trial!(Root, what_cannot_die_is_quarantined_and_committed_later);
+fn what_cannot_die_is_quarantined_and_committed_later() {
     let id = fresh_id("frozen");
     let Some(freezer) = Freezer::new(&id) else {
         eprintln!("UNAVAILABLE: no version 1 freezer, without which nothing here is unkillable");
         return;
     };
-    let lab = Lab::new();
+    let test_home = TestHome::new();
     let script = "echo kept > left.txt; exec sleep 60";
     let options = [
         "--json",
@@ -133,46 +119,51 @@ fn quarantined() {
         "-c",
         script,
     ];
-    let run = lab.start(options);
+    let run = test_home.start(options);
     eventually("the program runs", || {
-        let found = program_of(&lab, &id);
+        let found = program_of(&test_home, &id);
         found
             .iter()
             .for_each(|pid| freezer.put("tasks", &pid.to_string()));
         !found.is_empty()
     });
     freezer.put("freezer.state", "FROZEN");
-    let said = run.end().document();
+    let said = run.finish().document();
     assert_eq!(said["status"], "timed_out", "{said}");
     assert_eq!(said["reason"], "wall_time", "{said}");
     assert_eq!(said["commit"]["state"], "in_workspace", "{said}");
     assert!(said["notices"].to_string().contains("unkillable"), "{said}");
     // While it is frozen, nothing is collected.
-    let _problem = lab.gc(&[]);
-    assert!(lab.workspace(&id).join("left.txt").exists());
-    assert_ne!(ends(&lab, &id), "timed_out|wall_time");
+    let _problem = test_home.gc(&[]);
+    assert!(test_home.workspace(&id).join("left.txt").exists());
+    assert_ne!(ends(&test_home, &id), "timed_out|wall_time");
     freezer.put("freezer.state", "THAWED");
     eventually("it is committed", || {
-        lab.gc(&[]);
-        ends(&lab, &id) == "timed_out|wall_time"
+        test_home.gc(&[]);
+        ends(&test_home, &id) == "timed_out|wall_time"
     });
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
 /// Processes of the run: those whose working directory is its workspace.
-fn program_of(lab: &Lab, id: &str) -> Vec<u32> {
-    let workspace = lab.workspace(id);
+fn program_of(test_home: &TestHome, id: &str) -> Vec<u32> {
+    let workspace = test_home.workspace(id);
     let is_in = |pid: &u32| {
         let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         let cwd = std::fs::read_link(format!("/proc/{pid}/cwd"));
         name.trim() == "sleep" && cwd.is_ok_and(|cwd| cwd == workspace)
     };
-    crate::lab::all_pids().filter(is_in).collect()
+    all_pids().filter(is_in).collect()
 }
 
-fn ignored_signals() {
-    let lab = Lab::new();
-    let inside = lab.run_command(["--db", "none", "--", "grep", "SigIgn", "/proc/self/status"]);
+trial!(
+    Everyone,
+    a_program_ignores_no_signal_that_its_caller_ignored
+);
+fn a_program_ignores_no_signal_that_its_caller_ignored() {
+    let test_home = TestHome::new();
+    let inside =
+        test_home.run_command(["--db", "none", "--", "grep", "SigIgn", "/proc/self/status"]);
     let mut ignoring = std::process::Command::new("bash");
     let words = std::iter::once(inside.get_program()).chain(inside.get_args());
     ignoring
@@ -182,7 +173,7 @@ fn ignored_signals() {
             "-",
         ])
         .args(words);
-    let ended = crate::lab::finish(lab.with_surroundings(ignoring));
+    let ended = finish(test_home.with_environment(ignoring));
     assert!(
         !ended.err().contains("SigIgn:\t0000000000000000"),
         "the control: {}",

@@ -9,137 +9,124 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use store::types::submission::{InputItem, Submission, SubmittedCommand, SubmittedSetting};
 use store::{Location, Store};
+use testkit::command::{FinishedCommand, RunningCommand, finish};
+use testkit::home::{TestHome, set_mode};
+use testkit::{is_root, trial};
 
-use crate::lab::{Ended, Lab, Live, finish, is_root, set_mode};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("prints_the_id", For::Everyone, prints_the_id),
-    ("a_key_submits_once", For::Everyone, key),
-    ("inputs_are_those_of_the_submission", For::Everyone, inputs),
-    ("siblings_travel_with_it", For::Everyone, siblings),
-    ("standard_input_is_read_to_its_end", For::Everyone, stdin),
-    ("what_cannot_wait_is_refused", For::Everyone, refusals),
-    ("a_batch_is_all_or_nothing", For::Everyone, batch),
-    ("a_batch_goes_on_if_told_to", For::Everyone, go_on),
-    ("a_batch_has_bounds", For::Everyone, bounds),
-    ("the_schema_and_the_parser_agree", For::Everyone, schema),
-    ("runs_as_it_was_submitted", For::Everyone, runs),
-    (
-        "a_root_worker_shows_only_what_everybody_may_read",
-        For::Root,
-        strangers,
-    ),
-    (
-        "a_submission_written_by_hand_is_refused",
-        For::Everyone,
-        by_hand,
-    ),
-];
-
-fn store(lab: &Lab) -> Store {
-    Store::open(&Location::Sqlite(lab.home.join("fumehood.db"))).unwrap()
+fn store(test_home: &TestHome) -> Store {
+    Store::open(&Location::Sqlite(test_home.home.join("fumehood.db"))).unwrap()
 }
 
-fn stored(lab: &Lab, id: &str) -> Submission {
-    let json = store(lab).submission_request(id).unwrap().unwrap();
+fn stored(test_home: &TestHome, id: &str) -> Submission {
+    let json = store(test_home).submission_request(id).unwrap().unwrap();
     Submission::read(&json, id).unwrap()
 }
 
-fn submit(lab: &Lab, args: &[&str]) -> Ended {
-    lab.ask(["submit"].iter().chain(args))
+fn submit(test_home: &TestHome, args: &[&str]) -> FinishedCommand {
+    test_home.ask(["submit"].iter().chain(args))
 }
 
-fn from(lab: &Lab, args: &[&str], lines: &[Value]) -> Ended {
+fn from(test_home: &TestHome, args: &[&str], lines: &[Value]) -> FinishedCommand {
     let text: String = lines.iter().map(|line| format!("{line}\n")).collect();
-    lab.write("batch.jsonl", text);
-    let path = lab.path("batch.jsonl");
-    submit(lab, &[args, &["--from", path.to_str().unwrap()]].concat())
+    test_home.write("batch.jsonl", text);
+    let path = test_home.path("batch.jsonl");
+    submit(
+        test_home,
+        &[args, &["--from", path.to_str().unwrap()]].concat(),
+    )
 }
 
-fn queued(lab: &Lab) -> u64 {
-    store(lab).overview(1).unwrap().queued
+fn queued(test_home: &TestHome) -> u64 {
+    store(test_home).overview(1).unwrap().queued
 }
 
+trial!(Everyone, prints_the_id);
 fn prints_the_id() {
-    let lab = Lab::new();
-    let said = submit(&lab, &["--", "true"]).good();
+    let test_home = TestHome::new();
+    let said = submit(&test_home, &["--", "true"]).good();
     let id = said.trim_end();
     assert_eq!(said, format!("{id}\n"));
     assert_eq!(
-        stored(&lab, id).command,
+        stored(&test_home, id).command,
         SubmittedCommand::Argv(vec!["true".into()])
     );
     let named = submit(
-        &lab,
+        &test_home,
         &["--id", "x", "--memory", "64M", "--", "sh", "-c", "exit 3"],
     )
     .good();
     assert_eq!(named, "x\n");
-    let settings = stored(&lab, "x").settings;
+    let settings = stored(&test_home, "x").settings;
     assert_eq!(settings["memory"], SubmittedSetting::Number(64 << 20));
-    let twice = submit(&lab, &["--id", "x", "--", "true"]);
+    let twice = submit(&test_home, &["--id", "x", "--", "true"]);
     twice.refused(125, "x");
     assert_eq!(twice.out(), "");
-    let document = submit(&lab, &["--json", "--priority", "3", "--", "true"]).document();
+    let document = submit(&test_home, &["--json", "--priority", "3", "--", "true"]).document();
     assert_eq!(document["schema"], "fumehood.submit/1");
     assert_eq!(document["submitted"][0]["already"], false);
     assert_eq!(document["submitted"][0]["attempt"], 1);
-    let overview = store(&lab).overview(10).unwrap();
+    let overview = store(&test_home).overview(10).unwrap();
     assert_eq!(overview.queued, 3);
     assert_eq!(overview.next[0].priority, 3);
     assert_eq!(overview.next[2].memory_bytes, Some(64 << 20));
 }
 
-fn key() {
-    let lab = Lab::new();
-    let first = submit(&lab, &["--key", "k", "--", "echo", "1"]).good();
+trial!(Everyone, a_key_submits_once);
+fn a_key_submits_once() {
+    let test_home = TestHome::new();
+    let first = submit(&test_home, &["--key", "k", "--", "echo", "1"]).good();
     assert_eq!(
-        submit(&lab, &["--key", "k", "--", "echo", "1"]).good(),
+        submit(&test_home, &["--key", "k", "--", "echo", "1"]).good(),
         first
     );
-    submit(&lab, &["--key", "k", "--", "echo", "2"]).refused(125, "key");
-    let document = submit(&lab, &["--json", "--key", "k", "--", "echo", "1"]).document();
+    submit(&test_home, &["--key", "k", "--", "echo", "2"]).refused(125, "key");
+    let document = submit(&test_home, &["--json", "--key", "k", "--", "echo", "1"]).document();
     assert_eq!(document["submitted"][0]["already"], true);
-    assert_eq!(queued(&lab), 1);
+    assert_eq!(queued(&test_home), 1);
 }
 
+trial!(Everyone, siblings_travel_with_it);
 /// The modules travel with a submission as any other input does.
-fn siblings() {
-    let lab = Lab::new();
-    lab.write("project/pkg/main.py", "import lib.a\n");
-    lab.write("project/pkg/lib/__init__.py", "");
-    lab.write("project/pkg/lib/a.py", "print('from lib')\n");
-    lab.write("project/pkg/lib/b.py", "");
-    let said = submit(&lab, &["--id", "x", "--siblings", "pkg/main.py"]);
+fn siblings_travel_with_it() {
+    let test_home = TestHome::new();
+    test_home.write("project/pkg/main.py", "import lib.a\n");
+    test_home.write("project/pkg/lib/__init__.py", "");
+    test_home.write("project/pkg/lib/a.py", "print('from lib')\n");
+    test_home.write("project/pkg/lib/b.py", "");
+    let said = submit(&test_home, &["--id", "x", "--siblings", "pkg/main.py"]);
     assert_eq!(said.good(), "x\n");
     assert!(said.err().contains("lib/a.py"), "{}", said.err());
-    let names = stored(&lab, "x").inputs;
+    let names = stored(&test_home, "x").inputs;
     let mut names: Vec<String> = names
         .iter()
         .map(|item| item.name().display().to_string())
         .collect();
     names.sort();
     assert_eq!(names, ["lib", "lib/__init__.py", "lib/a.py", "main.py"]);
-    submit(&lab, &["--siblings", "--", "true"]).refused(125, "--siblings");
-    assert_eq!(queued(&lab), 1);
-    let worker = Worker::start(&lab);
-    let ended = &ends(&lab, &["x"])[0];
+    submit(&test_home, &["--siblings", "--", "true"]).refused(125, "--siblings");
+    assert_eq!(queued(&test_home), 1);
+    let worker = RunningWorker::start(&test_home);
+    let ended = &ends(&test_home, &["x"])[0];
     drop(worker);
     assert_eq!(ended["status"], "succeeded", "{ended}");
-    assert_eq!(lab.ask(["logs", "x"]).out(), "from lib\n");
+    assert_eq!(test_home.ask(["logs", "x"]).out(), "from lib\n");
 }
 
-fn inputs() {
-    let lab = Lab::new();
-    lab.write("project/a.py", "print(1)\n");
-    lab.write("project/dir/x", "one");
-    lab.write_program("project/dir/tool", "#!/bin/sh\n");
-    submit(&lab, &["--id", "x", "--input", "dir:d/e", "a.py", "arg"]).good();
+trial!(Everyone, inputs_are_those_of_the_submission);
+fn inputs_are_those_of_the_submission() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.py", "print(1)\n");
+    test_home.write("project/dir/x", "one");
+    test_home.write_program("project/dir/tool", "#!/bin/sh\n");
+    submit(
+        &test_home,
+        &["--id", "x", "--input", "dir:d/e", "a.py", "arg"],
+    )
+    .good();
     // What is changed or removed now does not matter any more.
-    lab.write("project/dir/x", "two");
-    std::fs::remove_file(lab.path("project/a.py")).unwrap();
-    let submission = stored(&lab, "x");
+    test_home.write("project/dir/x", "two");
+    std::fs::remove_file(test_home.path("project/a.py")).unwrap();
+    let submission = stored(&test_home, "x");
     let SubmittedCommand::Script { name, from, args } = &submission.command else {
         panic!("{submission:?}");
     };
@@ -147,13 +134,16 @@ fn inputs() {
         (name.to_str(), args.as_slice()),
         (Some("a.py"), &["arg".to_owned()][..])
     );
-    assert_eq!(from, &lab.project.join("a.py"));
+    assert_eq!(from, &test_home.project.join("a.py"));
     let content = |wanted: &str| {
         let hash = submission.inputs.iter().find_map(|item| match item {
             InputItem::File { name, blake3, .. } if name == Path::new(wanted) => Some(*blake3),
             _ => None,
         });
-        store(&lab).submitted_file(&hash.unwrap()).unwrap().unwrap()
+        store(&test_home)
+            .submitted_file(&hash.unwrap())
+            .unwrap()
+            .unwrap()
     };
     assert_eq!(content("a.py"), b"print(1)\n");
     assert_eq!(content("d/e/x"), b"one");
@@ -161,32 +151,34 @@ fn inputs() {
     assert!(submission.inputs.iter().any(tool));
 }
 
-fn stdin() {
-    let lab = Lab::new();
-    let mut command = lab.fumehood();
+trial!(Everyone, standard_input_is_read_to_its_end);
+fn standard_input_is_read_to_its_end() {
+    let test_home = TestHome::new();
+    let mut command = test_home.fumehood();
     command.args(["submit", "--id", "x", "--stdin", "-", "--", "cat"]);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     child.stdin.take().unwrap().write_all(b"typed").unwrap();
     assert!(child.wait().unwrap().success());
-    let hash = stored(&lab, "x").stdin.unwrap();
+    let hash = stored(&test_home, "x").stdin.unwrap();
     assert_eq!(
-        store(&lab).submitted_file(&hash).unwrap().unwrap(),
+        store(&test_home).submitted_file(&hash).unwrap().unwrap(),
         b"typed"
     );
-    lab.write("project/in", "from a file");
-    submit(&lab, &["--id", "y", "--stdin", "in", "--", "cat"]).good();
-    let hash = stored(&lab, "y").stdin.unwrap();
+    test_home.write("project/in", "from a file");
+    submit(&test_home, &["--id", "y", "--stdin", "in", "--", "cat"]).good();
+    let hash = stored(&test_home, "y").stdin.unwrap();
     assert_eq!(
-        store(&lab).submitted_file(&hash).unwrap().unwrap(),
+        store(&test_home).submitted_file(&hash).unwrap().unwrap(),
         b"from a file"
     );
 }
 
-fn refusals() {
-    let lab = Lab::new();
-    lab.write("project/a.py", "");
-    lab.write("project/a:b/x", "");
+trial!(Everyone, what_cannot_wait_is_refused);
+fn what_cannot_wait_is_refused() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.py", "");
+    test_home.write("project/a:b/x", "");
     for (args, said) in [
         (
             &["--to", "out", "--", "true"][..],
@@ -214,38 +206,43 @@ fn refusals() {
         (&["--from", "x", "--", "true"], "--from"),
         (&[], "required"),
     ] {
-        submit(&lab, &["--id", "first", "--key", "first", "--", "true"]).good();
-        let ended = submit(&lab, args);
+        submit(
+            &test_home,
+            &["--id", "first", "--key", "first", "--", "true"],
+        )
+        .good();
+        let ended = submit(&test_home, args);
         ended.refused(125, said);
         assert_eq!(ended.out(), "", "{args:?}");
     }
-    let large = std::fs::File::create(lab.path("project/large")).unwrap();
+    let large = std::fs::File::create(test_home.path("project/large")).unwrap();
     large.set_len((64 << 20) + 1).unwrap();
-    submit(&lab, &["--input", "large", "--", "true"]).refused(125, "--read");
-    let mut command = lab.fumehood();
+    submit(&test_home, &["--input", "large", "--", "true"]).refused(125, "--read");
+    let mut command = test_home.fumehood();
     let odd = std::os::unix::ffi::OsStringExt::from_vec(vec![0xff]);
     let odd: std::ffi::OsString = odd;
     command.args(["submit", "--", "echo"]).arg(odd);
     finish(command).refused(125, "UTF-8");
-    assert_eq!(queued(&lab), 1);
+    assert_eq!(queued(&test_home), 1);
 }
 
-fn batch() {
-    let lab = Lab::new();
-    lab.write("project/a.py", "");
+trial!(Everyone, a_batch_is_all_or_nothing);
+fn a_batch_is_all_or_nothing() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.py", "");
     let good = [
         json!({"id": "one", "command": ["echo", "1"], "limits": {"memory": "64M", "timeout": 5}}),
         json!({"script": "a.py", "args": ["x"], "env": {"A": "b"}, "priority": 2, "retries": 0}),
         json!({"id": "three", "command": ["true"], "limits": {"memory": "32M"}, "env": {"B": "c"}}),
     ];
-    let said = from(&lab, &["--memory", "16M", "--env", "A=a"], &good).good();
+    let said = from(&test_home, &["--memory", "16M", "--env", "A=a"], &good).good();
     let ids: Vec<&str> = said.lines().collect();
     assert_eq!((ids.len(), ids[0], ids[2]), (3, "one", "three"));
     assert_eq!(
-        stored(&lab, "one").settings["memory"],
+        stored(&test_home, "one").settings["memory"],
         SubmittedSetting::Number(64 << 20)
     );
-    let second = stored(&lab, ids[1]).settings;
+    let second = stored(&test_home, ids[1]).settings;
     assert_eq!(
         second["memory"],
         SubmittedSetting::Number(16 << 20),
@@ -257,7 +254,7 @@ fn batch() {
         "the line wins"
     );
     let both = SubmittedSetting::List(vec!["A=a".into(), "B=c".into()]);
-    assert_eq!(stored(&lab, "three").settings["env"], both);
+    assert_eq!(stored(&test_home, "three").settings["env"], both);
 
     let mixed = [
         json!({"id": "four", "command": ["true"]}),
@@ -268,7 +265,7 @@ fn batch() {
         json!({"id": "eight", "command": ["true"], "inputs": ["nothing"]}),
         json!([]),
     ];
-    let ended = from(&lab, &[], &mixed);
+    let ended = from(&test_home, &[], &mixed);
     ended.refused(125, "nothing is queued");
     assert_eq!(ended.out(), "");
     for said in [
@@ -290,32 +287,33 @@ fn batch() {
         json!({"id": "nine", "command": ["true"]}),
         json!({"id": "one", "command": ["true"]}),
     ];
-    let ended = from(&lab, &[], &known);
+    let ended = from(&test_home, &[], &known);
     ended.refused(125, "line 2: ");
-    assert_eq!(queued(&lab), 3);
+    assert_eq!(queued(&test_home), 3);
 }
 
-fn go_on() {
-    let lab = Lab::new();
-    submit(&lab, &["--id", "taken", "--", "true"]).good();
+trial!(Everyone, a_batch_goes_on_if_told_to);
+fn a_batch_goes_on_if_told_to() {
+    let test_home = TestHome::new();
+    submit(&test_home, &["--id", "taken", "--", "true"]).good();
     let lines = [
         json!({"id": "a", "command": ["true"]}),
         json!({"id": "b", "comand": ["true"]}),
         json!({"id": "taken", "command": ["true"]}),
         json!({"id": "c", "command": ["true"]}),
     ];
-    let ended = from(&lab, &["--continue"], &lines);
+    let ended = from(&test_home, &["--continue"], &lines);
     assert_eq!((ended.code(), ended.out().as_str()), (125, "a\nc\n"));
     assert!(ended.err().contains("line 2: ") && ended.err().contains("line 3: "));
-    assert_eq!(queued(&lab), 3);
+    assert_eq!(queued(&test_home), 3);
     let lines = [json!({"id": "d", "command": ["true"]}), json!({"x": 1})];
-    let ended = from(&lab, &["--continue", "--json"], &lines);
+    let ended = from(&test_home, &["--continue", "--json"], &lines);
     assert_eq!(ended.code(), 125);
     let document: Value = serde_json::from_str(&ended.out()).unwrap();
     assert_eq!(document["submitted"][0]["line"], 1);
     assert_eq!(document["refused"][0]["line"], 2);
     // From standard input, empty lines passed over.
-    let mut command = lab.fumehood();
+    let mut command = test_home.fumehood();
     command.args(["submit", "--from", "-"]);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
@@ -326,42 +324,44 @@ fn go_on() {
     assert_eq!(output.stdout, b"e\nf\n");
 }
 
-fn bounds() {
-    let lab = Lab::new();
+trial!(Everyone, a_batch_has_bounds);
+fn a_batch_has_bounds() {
+    let test_home = TestHome::new();
     let long = "x".repeat(4 << 20);
     let lines = [
         json!({"command": ["echo", long]}),
         json!({"id": "after", "command": ["true"]}),
     ];
-    let ended = from(&lab, &["--continue"], &lines);
+    let ended = from(&test_home, &["--continue"], &lines);
     assert_eq!((ended.code(), ended.out().as_str()), (125, "after\n"));
     assert!(
         ended.err().contains("line 1: it is longer than"),
         "{}",
         ended.err()
     );
-    lab.write("batch.jsonl", "\n".repeat(100_001));
-    let path = lab.path("batch.jsonl");
-    submit(&lab, &["--from", path.to_str().unwrap()]).refused(125, "more than 100000 lines");
+    test_home.write("batch.jsonl", "\n".repeat(100_001));
+    let path = test_home.path("batch.jsonl");
+    submit(&test_home, &["--from", path.to_str().unwrap()]).refused(125, "more than 100000 lines");
     let bad: Vec<Value> = (0..30).map(|n| json!({"n": n})).collect();
-    let ended = from(&lab, &[], &bad);
+    let ended = from(&test_home, &[], &bad);
     assert_eq!(ended.err().matches("error: line").count(), 20);
     assert!(ended.err().contains("and 10 more"), "{}", ended.err());
     // One file for many lines is held, and stored, once.
-    let file = std::fs::File::create(lab.path("project/shared")).unwrap();
+    let file = std::fs::File::create(test_home.path("project/shared")).unwrap();
     file.set_len(32 << 20).unwrap();
     let many: Vec<Value> = (0..100)
         .map(|n| json!({"id": format!("m{n}"), "command": ["true"], "inputs": ["shared"]}))
         .collect();
-    assert_eq!(from(&lab, &[], &many).good().lines().count(), 100);
-    assert_eq!(lab.sql_one("SELECT COUNT(*) FROM blobs"), 1);
+    assert_eq!(from(&test_home, &[], &many).good().lines().count(), 100);
+    assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM blobs"), 1);
 }
 
+trial!(Everyone, the_schema_and_the_parser_agree);
 /// Good and bad lines, each judged by the published schema and by `submit`.
-fn schema() {
-    let lab = Lab::new();
-    lab.write("project/a.py", "");
-    lab.write("project/in", "");
+fn the_schema_and_the_parser_agree() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.py", "");
+    test_home.write("project/in", "");
     let run = |more: Value| {
         let mut line = json!({"command": ["true"]});
         let fields = more.as_object().unwrap().clone();
@@ -448,15 +448,15 @@ fn schema() {
         run(json!({"replace": "yes"})),
     ];
     for line in &good {
-        let ended = from(&lab, &["--json"], std::slice::from_ref(line));
+        let ended = from(&test_home, &["--json"], std::slice::from_ref(line));
         assert_eq!(ended.code(), 0, "{line}: {}", ended.err());
     }
     for line in &bad {
-        let ended = from(&lab, &[], std::slice::from_ref(line));
+        let ended = from(&test_home, &[], std::slice::from_ref(line));
         assert_eq!(ended.code(), 125, "{line}");
     }
-    let lines = lab.write("lines.json", json!([&good[..], &bad[..]]).to_string());
-    let schema = lab.write(
+    let lines = test_home.write("lines.json", json!([&good[..], &bad[..]]).to_string());
+    let schema = test_home.write(
         "schema.json",
         include_str!("../../../../docs/submission-v1.schema.json"),
     );
@@ -474,63 +474,65 @@ fn schema() {
 }
 
 /// A worker that runs until it is dropped.
-pub struct Worker(Option<Live>);
+pub struct RunningWorker(Option<RunningCommand>);
 
-impl Worker {
-    fn start(lab: &Lab) -> Worker {
-        let mut command = lab.fumehood();
+impl RunningWorker {
+    fn start(test_home: &TestHome) -> RunningWorker {
+        let mut command = test_home.fumehood();
         command.arg("worker");
-        Worker(Some(Live::start(command)))
+        RunningWorker(Some(RunningCommand::start(command)))
     }
 
     /// One whose operator accepts the weaker level for strangers.
-    pub fn at_any_level(lab: &Lab) -> Worker {
-        let mut command = lab.fumehood();
+    pub fn at_any_level(test_home: &TestHome) -> RunningWorker {
+        let mut command = test_home.fumehood();
         command.arg("worker").env("FUMEHOOD_ISOLATION", "landlock");
-        Worker(Some(Live::start(command)))
+        RunningWorker(Some(RunningCommand::start(command)))
     }
 }
 
-impl Drop for Worker {
+impl Drop for RunningWorker {
     fn drop(&mut self) {
         if let Some(live) = self.0.take() {
             live.signal(Signal::TERM);
-            live.end();
+            live.finish();
         }
     }
 }
 
 /// The end of each, by id, as `list --json` tells it.
-fn ends(lab: &Lab, ids: &[&str]) -> Vec<Value> {
-    lab.ask(["wait", "--timeout", "120s"].iter().chain(ids));
-    let listed = lab.ask_json(["list", "--json"]);
+fn ends(test_home: &TestHome, ids: &[&str]) -> Vec<Value> {
+    test_home.ask(["wait", "--timeout", "120s"].iter().chain(ids));
+    let listed = test_home.ask_json(["list", "--json"]);
     let all = listed["analyses"].as_array().unwrap();
     let of = |id: &&str| all.iter().find(|a| a["id"] == **id).unwrap().clone();
     ids.iter().map(of).collect()
 }
 
-fn runs() {
-    let lab = Lab::new();
-    lab.write("project/a.sh", "cat x; cat; echo $A $1 > out.txt\n");
-    lab.write("project/x", "input\n");
-    lab.write("project/in", "piped\n");
+trial!(Everyone, runs_as_it_was_submitted);
+fn runs_as_it_was_submitted() {
+    let test_home = TestHome::new();
+    test_home.write("project/a.sh", "cat x; cat; echo $A $1 > out.txt\n");
+    test_home.write("project/x", "input\n");
+    test_home.write("project/in", "piped\n");
     submit(
-        &lab,
+        &test_home,
         &[
             "--id", "s", "--input", "x", "--stdin", "in", "--env", "A=b", "a.sh", "arg",
         ],
     )
     .good();
     for name in ["a.sh", "x", "in"] {
-        std::fs::remove_file(lab.project.join(name)).unwrap();
+        std::fs::remove_file(test_home.project.join(name)).unwrap();
     }
-    let worker = Worker::start(&lab);
-    let ended = &ends(&lab, &["s"])[0];
+    let worker = RunningWorker::start(&test_home);
+    let ended = &ends(&test_home, &["s"])[0];
     drop(worker);
     assert_eq!(ended["status"], "succeeded", "{ended}");
-    assert_eq!(lab.ask(["logs", "s"]).out(), "input\npiped\n");
-    let to = lab.path("to");
-    lab.ask(["outputs", "s", "--to", to.to_str().unwrap()])
+    assert_eq!(test_home.ask(["logs", "s"]).out(), "input\npiped\n");
+    let to = test_home.path("to");
+    test_home
+        .ask(["outputs", "s", "--to", to.to_str().unwrap()])
         .good();
     assert_eq!(
         std::fs::read_to_string(to.join("out.txt")).unwrap(),
@@ -538,27 +540,28 @@ fn runs() {
     );
 }
 
-fn strangers() {
-    let lab = Lab::new();
-    set_mode(lab.path("project").parent().unwrap(), 0o755);
-    let closed = lab.path("closed");
-    lab.write("closed/x", "secret");
+trial!(Root, a_root_worker_shows_only_what_everybody_may_read);
+fn a_root_worker_shows_only_what_everybody_may_read() {
+    let test_home = TestHome::new();
+    set_mode(test_home.path("project").parent().unwrap(), 0o755);
+    let closed = test_home.path("closed");
+    test_home.write("closed/x", "secret");
     set_mode(&closed, 0o750);
-    let open = lab.path("open");
-    lab.write("open/public", "public");
-    set_mode(&lab.write("open/private", "secret"), 0o600);
+    let open = test_home.path("open");
+    test_home.write("open/public", "public");
+    set_mode(&test_home.write("open/private", "secret"), 0o600);
     set_mode(&open, 0o755);
-    let postgres = lab.path("postgres");
-    lab.write("postgres/main/base", "secret");
+    let postgres = test_home.path("postgres");
+    test_home.write("postgres/main/base", "secret");
     set_mode(&postgres, 0o755);
-    set_mode(&lab.path("postgres/main"), 0o700);
+    set_mode(&test_home.path("postgres/main"), 0o700);
     let text = |path: &Path| path.to_str().unwrap().to_owned();
     let mut asked: Vec<String> = ["/root", "/etc/shadow", "/root/.bashrc"]
         .map(String::from)
         .into();
-    asked.extend([text(&closed), text(&lab.path("postgres/main"))]);
+    asked.extend([text(&closed), text(&test_home.path("postgres/main"))]);
     for (n, target) in asked.clone().iter().enumerate() {
-        let link = lab.path(&format!("link{n}"));
+        let link = test_home.path(&format!("link{n}"));
         std::os::unix::fs::symlink(target, &link).unwrap();
         asked.push(text(&link));
     }
@@ -566,7 +569,7 @@ fn strangers() {
     for (n, path) in asked.iter().enumerate() {
         for (how, option) in [("r", "--read"), ("d", "--data")] {
             let id = format!("{how}{n}");
-            submit(&lab, &["--id", &id, option, path, "--", "true"]).good();
+            submit(&test_home, &["--id", &id, option, path, "--", "true"]).good();
             ids.push(id);
         }
     }
@@ -577,7 +580,7 @@ fn strangers() {
     for level in ["full", "landlock"] {
         let options = ["--level", level, "--read", &open_text, "--data", &open_text];
         let options = [&["--id", level][..], &options, &["--", "sh", "-c", &look]].concat();
-        submit(&lab, &options).good();
+        submit(&test_home, &options).good();
     }
     let through = format!("exec 2>&1; cat {}/main/base; ls {0}", text(&postgres));
     let options = [
@@ -590,10 +593,10 @@ fn strangers() {
         "-c",
         &through,
     ];
-    submit(&lab, &options).good();
-    let worker = Worker::at_any_level(&lab);
+    submit(&test_home, &options).good();
+    let worker = RunningWorker::at_any_level(&test_home);
     let names: Vec<&str> = ids.iter().map(String::as_str).collect();
-    for ended in ends(&lab, &names) {
+    for ended in ends(&test_home, &names) {
         assert_eq!(
             (&ended["status"], &ended["reason"]),
             (&json!("error"), &json!("refused")),
@@ -601,12 +604,12 @@ fn strangers() {
         );
     }
     // The controls: what is open is shown, and what is closed in it is not.
-    for ended in ends(&lab, &["full", "landlock", "through"]) {
+    for ended in ends(&test_home, &["full", "landlock", "through"]) {
         assert_eq!(ended["status"], "succeeded", "{ended}");
     }
     drop(worker);
     for level in ["full", "landlock"] {
-        let logs = lab.ask(["logs", level]);
+        let logs = test_home.ask(["logs", level]);
         let all = format!("{}{}", logs.out(), logs.err());
         assert!(
             all.contains("public") && !all.contains("secret"),
@@ -614,22 +617,23 @@ fn strangers() {
         );
         assert!(all.contains("Permission denied"), "{level}: {all}");
     }
-    let logs = lab.ask(["logs", "through"]);
+    let logs = test_home.ask(["logs", "through"]);
     assert!(logs.out().contains("main") && !logs.out().contains("secret"));
     // The control of the control: root's own run, asked by root itself, is shown it.
-    let own = lab.sh(&["--read", &open_text], &format!("cat {open_text}/private"));
+    let own = test_home.sh(&["--read", &open_text], &format!("cat {open_text}/private"));
     assert_eq!(own.good(), "secret");
-    let mine = lab.sh(
+    let mine = test_home.sh(
         &["--read", &text(&closed)],
         &format!("cat {}/x", text(&closed)),
     );
     assert!(is_root() && mine.good() == "secret");
 }
 
+trial!(Everyone, a_submission_written_by_hand_is_refused);
 /// Straight into the database, as somebody would who has a login there and no client.
-fn by_hand() {
-    let lab = Lab::new();
-    let outside = lab.path("outside");
+fn a_submission_written_by_hand_is_refused() {
+    let test_home = TestHome::new();
+    let outside = test_home.path("outside");
     let request = |id: &str, settings: Value, inputs: Value| {
         json!({
             "version": 1, "id": id, "command": {"argv": ["true"]}, "settings": settings,
@@ -656,7 +660,7 @@ fn by_hand() {
         json!({"version": 2}),
         json!("nonsense"),
     ];
-    let mut store = store(lab_with_home(&lab));
+    let mut store = store(lab_with_home(&test_home));
     let blobs = [(hash, std::sync::Arc::new(b"evil".to_vec()))];
     let mut ids = Vec::new();
     for (n, request) in requests.iter().enumerate() {
@@ -678,9 +682,9 @@ fn by_hand() {
         store.submit(&[submit], 1000).unwrap();
         ids.push(id);
     }
-    let worker = Worker::at_any_level(&lab);
+    let worker = RunningWorker::at_any_level(&test_home);
     let names: Vec<&str> = ids.iter().map(String::as_str).collect();
-    for ended in ends(&lab, &names) {
+    for ended in ends(&test_home, &names) {
         assert_eq!(
             (&ended["status"], &ended["reason"]),
             (&json!("error"), &json!("refused")),
@@ -696,7 +700,7 @@ fn by_hand() {
 }
 
 /// The home is made by the first command that needs it.
-fn lab_with_home(lab: &Lab) -> &Lab {
-    lab.ask(["list"]);
-    lab
+fn lab_with_home(test_home: &TestHome) -> &TestHome {
+    test_home.ask(["list"]);
+    test_home
 }

@@ -5,61 +5,36 @@ use std::path::Path;
 use std::process::Stdio;
 
 use serde_json::Value;
+use testkit::account;
+use testkit::command::{RunningCommand, finish};
+use testkit::home::{TestHome, set_mode};
+use testkit::process::names_in;
+use testkit::wait::eventually;
+use testkit::{fresh_id, is_root, trial};
 
-use crate::lab::{Lab, eventually, fresh_id, is_root, names_in, set_mode};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("stands_in_tmp_by_its_id", For::Everyone, stands_in_tmp),
-    ("is_the_same_path_in_and_out", For::Everyone, same_path),
-    ("refuses_what_exists", For::Everyone, refuses_what_exists),
-    ("refuses_anothers_directory", For::Root, refuses_anothers),
-    ("an_id_runs_once_at_a_time", For::Everyone, once_at_a_time),
-    ("an_id_names_nothing_else", For::Everyone, id_grammar),
-    ("an_open_root_is_refused", For::Everyone, open_root),
-    ("a_root_of_anothers_is_refused", For::Root, foreign_root),
-    ("a_root_may_be_a_symlink", For::Everyone, symlinked_root),
-    (
-        "is_gone_after_every_end",
-        For::Everyone,
-        gone_after_every_end,
-    ),
-    (
-        "is_gone_after_a_failing_start",
-        For::Everyone,
-        failing_start,
-    ),
-    ("is_kept_on_failure_only", For::Everyone, kept_on_failure),
-    ("is_kept_until_its_time", For::Everyone, kept_until),
-    ("gc_removes_one_kept_or_all", For::Everyone, gc_kept),
-    ("in_memory_is_gone_too", For::Everyone, in_memory),
-    ("locked_trees_are_removed", For::Everyone, locked_tree),
-    ("deep_trees_are_removed", For::Everyone, deep_tree),
-    ("odd_names_are_removed", For::Everyone, odd_names),
-    ("many_files_are_removed", For::Everyone, many_files),
-    ("links_are_not_followed", For::Everyone, links),
-];
-
-fn stands_in_tmp() {
-    let lab = Lab::new();
+trial!(Everyone, stands_in_tmp_by_its_id);
+fn stands_in_tmp_by_its_id() {
+    let test_home = TestHome::new();
     let id = fresh_id("e2e-tmp");
     let path = format!("/tmp/scidex-analysis-{id}");
-    let mut command = lab.run_command(["--id", &id, "--", "sh", "-c", "pwd; stat -c %a ."]);
+    let mut command = test_home.run_command(["--id", &id, "--", "sh", "-c", "pwd; stat -c %a ."]);
     command.env_remove("FUMEHOOD_WORKSPACE_ROOT");
-    let ended = crate::lab::finish(command);
+    let ended = finish(command);
     assert_eq!(ended.good(), format!("{path}\n700\n"));
     assert!(!Path::new(&path).exists());
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn same_path() {
-    let lab = Lab::new();
+trial!(Everyone, is_the_same_path_in_and_out);
+fn is_the_same_path_in_and_out() {
+    let test_home = TestHome::new();
     let id = fresh_id("same");
-    let outside = lab.workspace(&id);
+    let outside = test_home.workspace(&id);
     let script = "pwd; echo mine > note; ls -d $PWD; echo ready; read go; cat reply";
-    let mut command = lab.run_command(["--id", &id, "--stdin", "-", "--", "sh", "-c", script]);
+    let mut command =
+        test_home.run_command(["--id", &id, "--stdin", "-", "--", "sh", "-c", script]);
     command.stdin(Stdio::piped());
-    let mut live = crate::lab::Live::start(command);
+    let mut live = RunningCommand::start(command);
     live.wait_for("ready");
     let meta = outside.symlink_metadata().unwrap();
     assert!(meta.is_dir());
@@ -71,11 +46,11 @@ fn same_path() {
     std::fs::write(outside.join("reply"), "theirs\n").unwrap();
     set_mode(&outside.join("reply"), 0o644);
     drop(live.child.stdin.take());
-    let ended = live.end();
+    let ended = live.finish();
     let shown = outside.display();
     assert_eq!(ended.good(), format!("{shown}\n{shown}\nready\ntheirs\n"));
     assert!(!outside.exists());
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
 /// What stands at a path, without following it: kind and mode, inode, owner, and for a file its content.
@@ -92,79 +67,90 @@ fn fingerprint(path: &Path) -> (u32, u64, u32, i64, Option<Vec<u8>>) {
 }
 
 #[track_caller]
-fn assert_refused_and_untouched(lab: &Lab, id: &str) {
-    let path = lab.workspace(id);
+fn assert_refused_and_untouched(test_home: &TestHome, id: &str) {
+    let path = test_home.workspace(id);
     let before = fingerprint(&path);
-    let ended = lab.sh(&["--id", id], "touch was-here");
+    let ended = test_home.sh(&["--id", id], "touch was-here");
     ended.refused(125, "exists already and is not touched");
     assert_eq!(fingerprint(&path), before);
-    let document = lab.sh_json(&["--id", id], "touch was-here");
+    let document = test_home.sh_json(&["--id", id], "touch was-here");
     assert_eq!(document["status"], "error");
     assert_eq!(fingerprint(&path), before);
     // Only what was there already is there.
-    assert_eq!(lab.workspaces().len(), 1, "{:?}", lab.workspaces());
-    assert_eq!(names_in(&lab.home.join("runs")).len(), 0);
-    let control = lab.sh(&["--id", "control"], "touch was-here");
+    assert_eq!(
+        test_home.workspaces().len(),
+        1,
+        "{:?}",
+        test_home.workspaces()
+    );
+    assert_eq!(names_in(&test_home.home.join("runs")).len(), 0);
+    let control = test_home.sh(&["--id", "control"], "touch was-here");
     control.good();
 }
 
 /// Puts something at a path.
-type Maker = fn(&Lab, &Path);
+type Maker = fn(&TestHome, &Path);
 
+trial!(Everyone, refuses_what_exists);
 fn refuses_what_exists() {
     let makers: [(&str, Maker); 5] = [
         ("dir", |_, at| std::fs::create_dir(at).unwrap()),
         ("file", |_, at| std::fs::write(at, "precious").unwrap()),
-        ("link", |lab, at| symlink(&lab.project, at).unwrap()),
-        ("dangling", |lab, at| {
-            symlink(lab.path("nowhere"), at).unwrap()
+        ("link", |test_home, at| {
+            symlink(&test_home.project, at).unwrap()
+        }),
+        ("dangling", |test_home, at| {
+            symlink(test_home.path("nowhere"), at).unwrap()
         }),
         ("loop", |_, at| symlink(at, at).unwrap()),
     ];
     for (id, make) in makers {
-        let lab = Lab::new();
-        make(&lab, &lab.workspace(id));
-        assert_refused_and_untouched(&lab, id);
-        assert!(!lab.path("nowhere").exists());
-        assert!(names_in(&lab.project).is_empty(), "{id}");
+        let test_home = TestHome::new();
+        make(&test_home, &test_home.workspace(id));
+        assert_refused_and_untouched(&test_home, id);
+        assert!(!test_home.path("nowhere").exists());
+        assert!(names_in(&test_home.project).is_empty(), "{id}");
     }
 }
 
-fn refuses_anothers() {
-    let lab = Lab::new();
-    set_mode(&lab.root, 0o1777);
-    let (uid, gid) = crate::plain_user::account();
-    let path = lab.workspace("squat");
+trial!(Root, refuses_anothers_directory);
+fn refuses_anothers_directory() {
+    let test_home = TestHome::new();
+    set_mode(&test_home.workspace_root, 0o1777);
+    let (uid, gid) = account::uid_and_gid();
+    let path = test_home.workspace("squat");
     std::fs::create_dir(&path).unwrap();
     std::os::unix::fs::chown(&path, Some(uid), Some(gid)).unwrap();
-    assert_refused_and_untouched(&lab, "squat");
+    assert_refused_and_untouched(&test_home, "squat");
 }
 
-fn once_at_a_time() {
-    let lab = Lab::new();
+trial!(Everyone, an_id_runs_once_at_a_time);
+fn an_id_runs_once_at_a_time() {
+    let test_home = TestHome::new();
     let script = "echo first > mine; echo ready; read go; cat mine; ls";
     let args = ["--id", "twin", "--stdin", "-", "--", "sh", "-c", script];
-    let mut command = lab.run_command(args);
+    let mut command = test_home.run_command(args);
     command.stdin(Stdio::piped());
-    let mut first = crate::lab::Live::start(command);
+    let mut first = RunningCommand::start(command);
     first.wait_for("ready");
     for _ in 0..3 {
-        let second = lab.sh(&["--id", "twin"], "echo second > mine");
+        let second = test_home.sh(&["--id", "twin"], "echo second > mine");
         second.refused(125, "running already");
     }
     // Another home does not know of it, but the directory is there.
-    let mut elsewhere = lab.run_command(["--id", "twin", "--", "true"]);
-    elsewhere.env("FUMEHOOD_HOME", lab.path("other-home"));
-    crate::lab::finish(elsewhere).refused(125, "exists already");
-    lab.gc(&[]).good();
+    let mut elsewhere = test_home.run_command(["--id", "twin", "--", "true"]);
+    elsewhere.env("FUMEHOOD_HOME", test_home.path("other-home"));
+    finish(elsewhere).refused(125, "exists already");
+    test_home.gc(&[]).good();
     drop(first.child.stdin.take());
-    assert_eq!(first.end().good(), "ready\nfirst\nmine\n");
-    lab.assert_nothing_left();
-    lab.sh(&["--id", "twin", "--replace"], "true").good();
+    assert_eq!(first.finish().good(), "ready\nfirst\nmine\n");
+    test_home.assert_nothing_left();
+    test_home.sh(&["--id", "twin", "--replace"], "true").good();
 }
 
-fn id_grammar() {
-    let lab = Lab::new();
+trial!(Everyone, an_id_names_nothing_else);
+fn an_id_names_nothing_else() {
+    let test_home = TestHome::new();
     let long = "x".repeat(65);
     let bad = [
         "../x",
@@ -187,73 +173,79 @@ fn id_grammar() {
         "x\u{0}",
     ];
     for id in bad.iter().filter(|id| !id.contains('\0')) {
-        let ended = lab.run([&format!("--id={id}"), "--", "true"]);
+        let ended = test_home.run([&format!("--id={id}"), "--", "true"]);
         assert_eq!(ended.code(), 125, "{id:?}: {}", ended.err());
         assert_eq!(ended.err().lines().count(), 1, "{id:?}: {}", ended.err());
     }
     use std::os::unix::ffi::OsStrExt;
     let bytes = std::ffi::OsStr::from_bytes(b"--id=a\xffb");
-    let ended = lab.run([bytes, "--".as_ref(), "true".as_ref()]);
+    let ended = test_home.run([bytes, "--".as_ref(), "true".as_ref()]);
     assert_eq!(ended.code(), 125);
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
     assert_eq!(
-        names_in(lab.root.parent().unwrap()).len(),
-        4 - usize::from(!lab.home.exists())
+        names_in(test_home.workspace_root.parent().unwrap()).len(),
+        4 - usize::from(!test_home.home.exists())
     );
     let longest = "x".repeat(64);
     for id in [&longest, "A", "0", "a.b_c-D", "a..", "9-"] {
-        let out = lab.sh(&["--id", id], "basename $PWD").good();
+        let out = test_home.sh(&["--id", id], "basename $PWD").good();
         assert_eq!(out, format!("scidex-analysis-{id}\n"));
     }
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn open_root() {
-    let lab = Lab::new();
+trial!(Everyone, an_open_root_is_refused);
+fn an_open_root_is_refused() {
+    let test_home = TestHome::new();
     for mode in [0o777, 0o775, 0o757, 0o2775] {
-        set_mode(&lab.root, mode);
-        let ended = lab.sh(&[], "true");
+        set_mode(&test_home.workspace_root, mode);
+        let ended = test_home.sh(&[], "true");
         ended.refused(125, "is not sticky");
-        lab.assert_nothing_left();
+        test_home.assert_nothing_left();
     }
     for mode in [0o1777, 0o755, 0o700, 0o1775] {
-        set_mode(&lab.root, mode);
-        lab.sh(&[], "true").good();
-        lab.assert_nothing_left();
+        set_mode(&test_home.workspace_root, mode);
+        test_home.sh(&[], "true").good();
+        test_home.assert_nothing_left();
     }
-    let missing = lab.path("missing").display().to_string();
-    lab.sh(&["--workspace-root", &missing], "true")
+    let missing = test_home.path("missing").display().to_string();
+    test_home
+        .sh(&["--workspace-root", &missing], "true")
         .refused(125, "workspace root");
-    let file = lab.write("file", "").display().to_string();
-    lab.sh(&["--workspace-root", &file], "true")
+    let file = test_home.write("file", "").display().to_string();
+    test_home
+        .sh(&["--workspace-root", &file], "true")
         .refused(125, "file");
 }
 
-fn foreign_root() {
-    let lab = Lab::new();
-    let (uid, gid) = crate::plain_user::account();
-    std::os::unix::fs::chown(&lab.root, Some(uid), Some(gid)).unwrap();
-    let ended = lab.sh(&[], "true");
+trial!(Root, a_root_of_anothers_is_refused);
+fn a_root_of_anothers_is_refused() {
+    let test_home = TestHome::new();
+    let (uid, gid) = account::uid_and_gid();
+    std::os::unix::fs::chown(&test_home.workspace_root, Some(uid), Some(gid)).unwrap();
+    let ended = test_home.sh(&[], "true");
     assert_eq!(ended.code(), 125, "{}", ended.err());
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn symlinked_root() {
-    let lab = Lab::new();
-    let link = lab.path("link");
-    symlink(&lab.root, &link).unwrap();
+trial!(Everyone, a_root_may_be_a_symlink);
+fn a_root_may_be_a_symlink() {
+    let test_home = TestHome::new();
+    let link = test_home.path("link");
+    symlink(&test_home.workspace_root, &link).unwrap();
     let root = link.display().to_string();
     let options = ["--workspace-root", root.as_str(), "--id", "linked"];
-    let out = lab.sh(&options, "pwd -P; pwd").good();
-    let real = lab.workspace("linked").display().to_string();
+    let out = test_home.sh(&options, "pwd -P; pwd").good();
+    let real = test_home.workspace("linked").display().to_string();
     assert_eq!(out, format!("{real}\n{real}\n"));
     let again: Vec<&str> = options.into_iter().chain(["--replace"]).collect();
-    let document = lab.sh_json(&again, "true");
+    let document = test_home.sh_json(&again, "true");
     assert_eq!(document["workspace"], real);
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn gone_after_every_end() {
+trial!(Everyone, is_gone_after_every_end);
+fn is_gone_after_every_end() {
     let hog = "exec /usr/bin/python3 -c 'x = bytearray(400 << 20); print(len(x))'";
     let ends: [(&[&str], &str, i32); 6] = [
         (&[], "echo x > f", 0),
@@ -268,19 +260,20 @@ fn gone_after_every_end() {
         (&[], "echo x > f; kill -SEGV $$", 139),
     ];
     for (options, script, code) in ends {
-        let lab = Lab::new();
-        let ended = lab.sh(options, script);
+        let test_home = TestHome::new();
+        let ended = test_home.sh(options, script);
         assert_eq!(ended.code(), code, "{script}: {}", ended.err());
-        lab.assert_nothing_left();
+        test_home.assert_nothing_left();
     }
 }
 
-fn failing_start() {
-    let lab = Lab::new();
-    lab.write("project/not-executable", "text");
-    lab.write("project/broken", "#!/nowhere/interpreter\n");
-    set_mode(&lab.path("project/broken"), 0o755);
-    let big = lab.write("project/big", vec![0; 2 << 20]);
+trial!(Everyone, is_gone_after_a_failing_start);
+fn is_gone_after_a_failing_start() {
+    let test_home = TestHome::new();
+    test_home.write("project/not-executable", "text");
+    test_home.write("project/broken", "#!/nowhere/interpreter\n");
+    set_mode(&test_home.path("project/broken"), 0o755);
+    let big = test_home.write("project/big", vec![0; 2 << 20]);
     let big = big.to_str().unwrap();
     let starts: [(&[&str], i32); 7] = [
         (&["--", "no-such-command-here"], 127),
@@ -295,14 +288,14 @@ fn failing_start() {
         (&["--disk", "1M", "--input", big, "--", "true"], 125),
     ];
     for (args, code) in starts {
-        let ended = lab.run(args);
+        let ended = test_home.run(args);
         assert_eq!(ended.code(), code, "{args:?}: {}", ended.err());
-        lab.assert_nothing_left();
+        test_home.assert_nothing_left();
         let json: Vec<&str> = ["--json"].iter().chain(args).copied().collect();
-        let ended = lab.run(json);
+        let ended = test_home.run(json);
         assert_eq!(ended.code(), code, "{args:?}");
         assert_eq!(ended.document()["status"], "error", "{args:?}");
-        lab.assert_nothing_left();
+        test_home.assert_nothing_left();
     }
 }
 
@@ -312,16 +305,17 @@ fn kept_path(document: &Value) -> &Path {
     Path::new(document["workspace"].as_str().unwrap())
 }
 
-fn kept_on_failure() {
-    let lab = Lab::new();
-    let good = lab.sh_json(&["--keep", "on-failure"], "echo x > f");
+trial!(Everyone, is_kept_on_failure_only);
+fn is_kept_on_failure_only() {
+    let test_home = TestHome::new();
+    let good = test_home.sh_json(&["--keep", "on-failure"], "echo x > f");
     assert!(good["kept_until"].is_null());
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 
     let make = "mkdir -p sub; echo result > sub/f; chmod 0 sub; exit 4";
-    let bad = lab.sh_json(&["--keep", "on-failure", "--id", "bad"], make);
+    let bad = test_home.sh_json(&["--keep", "on-failure", "--id", "bad"], make);
     let path = kept_path(&bad);
-    assert_eq!(path, lab.workspace("bad"));
+    assert_eq!(path, test_home.workspace("bad"));
     let own = rustix::process::geteuid().as_raw();
     let now = analysis_now();
     let until = bad["kept_until"].as_u64().unwrap();
@@ -337,15 +331,16 @@ fn kept_on_failure() {
     assert_eq!(names_in(path), ["sub"]);
 
     // While it is kept the id is taken, and neither a run nor gc takes it away.
-    lab.sh(&["--id", "bad"], "true")
+    test_home
+        .sh(&["--id", "bad"], "true")
         .refused(125, "gc --kept bad");
-    lab.sh(&[], "true").good();
-    let gc = lab.gc(&[]);
+    test_home.sh(&[], "true").good();
+    let gc = test_home.gc(&[]);
     assert!(gc.err().contains("still kept"), "{}", gc.err());
     assert!(path.join("sub/f").exists());
-    lab.gc(&["--kept", "bad"]).good();
-    lab.assert_nothing_left();
-    lab.sh(&["--id", "bad", "--replace"], "true").good();
+    test_home.gc(&["--kept", "bad"]).good();
+    test_home.assert_nothing_left();
+    test_home.sh(&["--id", "bad", "--replace"], "true").good();
 }
 
 fn analysis_now() -> u64 {
@@ -353,73 +348,79 @@ fn analysis_now() -> u64 {
     now.unwrap().as_secs()
 }
 
-fn kept_until() {
-    let lab = Lab::new();
+trial!(Everyone, is_kept_until_its_time);
+fn is_kept_until_its_time() {
+    let test_home = TestHome::new();
     let options = ["--keep", "always", "--keep-for", "1s", "--id", "brief"];
-    let summary = lab.sh(&options, "echo x > f");
+    let summary = test_home.sh(&options, "echo x > f");
     summary.good();
     assert!(summary.err().contains("kept for"), "{}", summary.err());
-    let path = lab.workspace("brief");
+    let path = test_home.workspace("brief");
     assert!(path.join("f").exists());
-    let record = std::fs::read(lab.home.join("runs/brief/1/run.json")).unwrap();
+    let record = std::fs::read(test_home.home.join("runs/brief/1/run.json")).unwrap();
     let record: Value = serde_json::from_slice(&record).unwrap();
     let until = record["state"]["kept"]["until"].as_u64().unwrap();
     eventually("its time is over", || analysis_now() >= until);
-    lab.sh(&[], "true").good();
-    lab.assert_nothing_left();
+    test_home.sh(&[], "true").good();
+    test_home.assert_nothing_left();
 }
 
-fn gc_kept() {
-    let lab = Lab::new();
+trial!(Everyone, gc_removes_one_kept_or_all);
+fn gc_removes_one_kept_or_all() {
+    let test_home = TestHome::new();
     for id in ["one", "two", "three"] {
-        lab.sh(&["--keep", "always", "--id", id], "echo x > f")
+        test_home
+            .sh(&["--keep", "always", "--id", id], "echo x > f")
             .good();
     }
-    lab.gc(&["--kept", "two"]).good();
-    let mut left = lab.workspaces();
+    test_home.gc(&["--kept", "two"]).good();
+    let mut left = test_home.workspaces();
     left.sort();
     assert_eq!(left, ["scidex-analysis-one", "scidex-analysis-three"]);
-    lab.gc(&["--kept", "no-such-id"])
+    test_home
+        .gc(&["--kept", "no-such-id"])
         .refused(125, "nothing is kept");
-    assert_eq!(lab.workspaces().len(), 2);
+    assert_eq!(test_home.workspaces().len(), 2);
     // A directory of somebody else's that took the place of a kept one is not ours to remove.
-    std::fs::rename(lab.workspace("one"), lab.path("moved")).unwrap();
-    std::fs::create_dir(lab.workspace("one")).unwrap();
-    std::fs::write(lab.workspace("one").join("precious"), "x").unwrap();
-    lab.gc(&["--kept"]).good();
-    assert_eq!(lab.workspaces(), ["scidex-analysis-one"]);
-    assert!(lab.workspace("one").join("precious").exists());
-    assert!(names_in(&lab.home.join("runs")).is_empty());
+    std::fs::rename(test_home.workspace("one"), test_home.path("moved")).unwrap();
+    std::fs::create_dir(test_home.workspace("one")).unwrap();
+    std::fs::write(test_home.workspace("one").join("precious"), "x").unwrap();
+    test_home.gc(&["--kept"]).good();
+    assert_eq!(test_home.workspaces(), ["scidex-analysis-one"]);
+    assert!(test_home.workspace("one").join("precious").exists());
+    assert!(names_in(&test_home.home.join("runs")).is_empty());
 }
 
-fn in_memory() {
-    let lab = Lab::new();
-    lab.write("project/in.txt", "given\n");
+trial!(Everyone, in_memory_is_gone_too);
+fn in_memory_is_gone_too() {
+    let test_home = TestHome::new();
+    test_home.write("project/in.txt", "given\n");
     let script = "cat in.txt; stat -f -c %T .; echo x > out; ls";
     let options = ["--workspace", "memory", "--input", "in.txt"];
     assert_eq!(
-        lab.sh(&options, script).good(),
+        test_home.sh(&options, script).good(),
         "given\ntmpfs\nin.txt\nout\n"
     );
-    lab.assert_nothing_left();
-    let document = lab.sh_json(&["--workspace", "memory", "--keep", "always"], "true");
+    test_home.assert_nothing_left();
+    let document = test_home.sh_json(&["--workspace", "memory", "--keep", "always"], "true");
     assert!(document["kept_until"].is_null());
     assert!(document["notices"].to_string().contains("cannot be kept"));
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
 /// Runs a hostile builder and sees that nothing of what it built stays, whatever its end.
 #[track_caller]
-fn builds_and_goes(lab: &Lab, script: &str) {
-    let out = lab.python(&["--timeout", "50s"], script).good();
+fn builds_and_goes(test_home: &TestHome, script: &str) {
+    let out = test_home.python(&["--timeout", "50s"], script).good();
     assert_eq!(out, "built\n");
-    lab.assert_nothing_left();
+    test_home.assert_nothing_left();
 }
 
-fn locked_tree() {
-    let lab = Lab::new();
+trial!(Everyone, locked_trees_are_removed);
+fn locked_trees_are_removed() {
+    let test_home = TestHome::new();
     builds_and_goes(
-        &lab,
+        &test_home,
         r#"
 import os
 os.makedirs("a/b/c")
@@ -436,10 +437,11 @@ print("built")
     );
 }
 
-fn deep_tree() {
-    let lab = Lab::new();
+trial!(Everyone, deep_trees_are_removed);
+fn deep_trees_are_removed() {
+    let test_home = TestHome::new();
     builds_and_goes(
-        &lab,
+        &test_home,
         r#"
 import os
 for level in range(3000):
@@ -451,10 +453,11 @@ print("built")
     );
 }
 
-fn odd_names() {
-    let lab = Lab::new();
+trial!(Everyone, odd_names_are_removed);
+fn odd_names_are_removed() {
+    let test_home = TestHome::new();
     builds_and_goes(
-        &lab,
+        &test_home,
         r#"
 import os
 for byte in range(1, 256):
@@ -472,10 +475,11 @@ print("built")
     );
 }
 
-fn many_files() {
-    let lab = Lab::new();
+trial!(Everyone, many_files_are_removed);
+fn many_files_are_removed() {
+    let test_home = TestHome::new();
     builds_and_goes(
-        &lab,
+        &test_home,
         r#"
 import os
 for d in range(10):
@@ -489,11 +493,12 @@ print("built")
     );
 }
 
-fn links() {
-    let lab = Lab::new();
-    let victim = lab.write("victim/deep/precious", "precious");
-    lab.write("project/data/d", "data");
-    let top = lab.path("victim");
+trial!(Everyone, links_are_not_followed);
+fn links_are_not_followed() {
+    let test_home = TestHome::new();
+    let victim = test_home.write("victim/deep/precious", "precious");
+    test_home.write("project/data/d", "data");
+    let top = test_home.path("victim");
     let script = format!(
         r#"
 import os
@@ -508,7 +513,10 @@ os.symlink(os.getcwd() + "/data", "to-data")
 print("built")
 "#
     );
-    builds_and_goes(&lab, &script);
+    builds_and_goes(&test_home, &script);
     assert_eq!(std::fs::read(&victim).unwrap(), b"precious");
-    assert_eq!(std::fs::read(lab.path("project/data/d")).unwrap(), b"data");
+    assert_eq!(
+        std::fs::read(test_home.path("project/data/d")).unwrap(),
+        b"data"
+    );
 }

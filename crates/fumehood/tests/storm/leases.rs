@@ -3,72 +3,56 @@
 
 use rustix::process::Signal;
 use store::State;
+use testkit::trial;
 
+use crate::cluster::TestCluster;
+use crate::database_rows::{number, text, truth};
+use crate::execution_monitor::{ExecutionEvent, most_at_once};
 use crate::outages::own_server;
-use crate::rows::{number, text, truth};
-use crate::witness::{What, most_at_once};
 use crate::workers::{LOST, SUCCEEDED, assert_states, waits_and_writes};
-use crate::yard::Yard;
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "a_server_away_for_longer_than_the_lease",
-        For::Everyone,
-        server_away,
-    ),
-    (
-        "a_server_away_for_a_moment",
-        For::Everyone,
-        server_restarted,
-    ),
-    (
-        "a_stopped_runner_is_given_up_and_comes_late",
-        For::Everyone,
-        stopped_runner,
-    ),
-];
 
 /// Long enough for a runner to renew it on a machine where a hundred others run: what must not be lost here was lost with 5 s.
 const SLOTS: [&str; 6] = ["--slots", "2", "--memory", "512M", "--lease", "20s"];
 
+trial!(Everyone, a_stopped_runner_is_given_up_and_comes_late);
 /// All machines but one are asleep, as far as this runner goes.
-fn stopped_runner() {
-    let yard = &Yard::postgres("stopped");
-    let [here, there] = &yard.places[..] else {
+fn a_stopped_runner_is_given_up_and_comes_late() {
+    let cluster = &TestCluster::postgres("stopped");
+    let [here, there] = &cluster.machines[..] else {
         unreachable!()
     };
-    let first = yard.worker(here, "w", &SLOTS);
+    let first = cluster.worker(here, "w", &SLOTS);
     let script = format!("echo half > half.txt\n{}", waits_and_writes());
-    let id = yard.submit("late", &[], &script);
-    yard.wait_until_runs(&id);
-    let runner = yard.runner_of(&id).unwrap();
+    let id = cluster.submit("late", &[], &script);
+    cluster.wait_until_runs(&id);
+    let runner = cluster.runner_of(&id).unwrap();
     first.kill();
     assert!(runner.signal(Signal::STOP));
-    let second = yard.worker(there, "w", &SLOTS);
+    let second = cluster.worker(there, "w", &SLOTS);
     // The other machine gives it up, and runs it again. This one's program runs on as long as its runner is stopped.
-    yard.until("it is tried again", || {
-        yard.attempts(&id).len() == 2 && yard.witness.starts(&id) == 2
+    cluster.until("it is tried again", || {
+        cluster.attempts(&id).len() == 2 && cluster.monitor.starts(&id) == 2
     });
-    assert_eq!(yard.states(&id)[0], (LOST.0, LOST.1.to_owned()));
+    assert_eq!(cluster.states(&id)[0], (LOST.0, LOST.1.to_owned()));
     assert!(second.said().contains("gave up "), "{}", second.said());
     // The witness would have seen it, had any of the other trials had two at once.
-    assert_eq!(most_at_once(&yard.witness.seen(), |_| 1), 2);
+    assert_eq!(most_at_once(&cluster.monitor.seen(), |_| 1), 2);
     assert!(runner.signal(Signal::CONT));
-    yard.until("the late one ends", || {
-        let seen = yard.witness.seen();
-        seen.iter().any(|s| s.id == id && s.what == What::Ended)
+    cluster.until("the late one ends", || {
+        let seen = cluster.monitor.seen();
+        seen.iter()
+            .any(|s| s.id == id && s.what == ExecutionEvent::Ended)
     });
     // What it had is stored beside, and changes nothing.
-    yard.until("it is stored", || yard.attempts(&id).len() == 3);
-    let second_state = yard.attempts(&id)[1].state;
-    assert_eq!(second_state, State::Running, "{}", yard.everything());
-    yard.witness.let_go(&id);
-    yard.wait_for_ends(std::slice::from_ref(&id));
-    let first = yard.worker(here, "w", &SLOTS);
-    first.drain(yard);
-    second.drain(yard);
-    let rows = yard.bench.rows();
+    cluster.until("it is stored", || cluster.attempts(&id).len() == 3);
+    let second_state = cluster.attempts(&id)[1].state;
+    assert_eq!(second_state, State::Running, "{}", cluster.everything());
+    cluster.monitor.let_go(&id);
+    cluster.wait_for_ends(std::slice::from_ref(&id));
+    let first = cluster.worker(here, "w", &SLOTS);
+    first.drain(cluster);
+    second.drain(cluster);
+    let rows = cluster.deployment.rows();
     let of = |attempt: i64| {
         let rows = rows.of("attempts", &id);
         rows.into_iter()
@@ -100,34 +84,35 @@ fn stopped_runner() {
         "the late one's output"
     );
     assert_eq!(kept.iter().filter(|n| **n == Some(2)).count(), 2);
-    let shown = yard.ask(there, &["show", &id]).good();
+    let shown = cluster.ask(there, &["show", &id]).good();
     assert!(shown.contains("succeeded"), "{shown}");
     assert!(rows.all("queue").is_empty() && rows.all("workers").is_empty());
-    yard.check_nothing_left();
+    cluster.check_nothing_left();
 }
 
-fn server_away() {
+trial!(Everyone, a_server_away_for_longer_than_the_lease);
+fn a_server_away_for_longer_than_the_lease() {
     let server = own_server();
-    let yard = &Yard::on(server, "away");
-    let worker = yard.worker(&yard.places[0], "w", &SLOTS);
-    let id = yard.submit(
+    let cluster = &TestCluster::on(server, "away");
+    let worker = cluster.worker(&cluster.machines[0], "w", &SLOTS);
+    let id = cluster.submit(
         "long",
         &[],
         &format!("echo half > half.txt\n{}", waits_and_writes()),
     );
-    yard.wait_until_runs(&id);
+    cluster.wait_until_runs(&id);
     server.kill();
     // Nobody can tell it anything: it ends because it cannot know that it is still its own.
-    yard.until("it ends while the server is away", || {
-        !yard.witness.running().contains(&id)
+    cluster.until("it ends while the server is away", || {
+        !cluster.monitor.running().contains(&id)
     });
-    yard.witness.let_go(&id);
+    cluster.monitor.let_go(&id);
     server.start_again();
-    yard.wait_for_ends(std::slice::from_ref(&id));
-    worker.drain(yard);
-    assert_states(yard, &id, &[(State::Error, "lease_lost"), SUCCEEDED]);
-    let lost = &yard.attempts(&id)[0];
-    let rows = yard.bench.rows();
+    cluster.wait_for_ends(std::slice::from_ref(&id));
+    worker.drain(cluster);
+    assert_states(cluster, &id, &[(State::Error, "lease_lost"), SUCCEEDED]);
+    let lost = &cluster.attempts(&id)[0];
+    let rows = cluster.deployment.rows();
     let first = rows
         .of("attempts", &id)
         .into_iter()
@@ -143,40 +128,50 @@ fn server_away() {
         (Some(1), Some(false)),
         "{lost:?}"
     );
-    yard.check(&[id]);
+    cluster.check(&[id]);
 }
 
-fn server_restarted() {
+trial!(Everyone, a_server_away_for_a_moment);
+fn a_server_away_for_a_moment() {
     let server = own_server();
-    let yard = &Yard::on(server, "moment");
-    let worker = yard.worker(&yard.places[0], "w", &["--slots", "2", "--memory", "512M"]);
-    let id = yard.submit("long", &[], &waits_and_writes());
-    yard.wait_until_runs(&id);
+    let cluster = &TestCluster::on(server, "moment");
+    let worker = cluster.worker(
+        &cluster.machines[0],
+        "w",
+        &["--slots", "2", "--memory", "512M"],
+    );
+    let id = cluster.submit("long", &[], &waits_and_writes());
+    cluster.wait_until_runs(&id);
     for _ in 0..3 {
         server.kill();
         server.start_again();
-        yard.until("the database answers", || yard.queued() == 0);
+        cluster.until("the database answers", || cluster.queued() == 0);
     }
-    let next = yard.submit("next", &[], "echo \"$0\" > a.txt\n");
-    yard.until("work is taken again", || yard.has_ended(&next));
+    let next = cluster.submit("next", &[], "echo \"$0\" > a.txt\n");
+    cluster.until("work is taken again", || cluster.has_ended(&next));
     assert!(
-        yard.witness.running().contains(&id),
+        cluster.monitor.running().contains(&id),
         "{}",
-        yard.everything()
+        cluster.everything()
     );
     // The server goes away just as it ends.
-    yard.witness.let_go(&id);
-    yard.until("it ends", || !yard.witness.running().contains(&id));
+    cluster.monitor.let_go(&id);
+    cluster.until("it ends", || !cluster.monitor.running().contains(&id));
     server.kill();
     server.start_again();
     let all = [id, next];
-    yard.wait_for_ends(&all);
-    worker.drain(yard);
+    cluster.wait_for_ends(&all);
+    worker.drain(cluster);
     for id in &all {
-        assert_states(yard, id, &[SUCCEEDED]);
-        assert_eq!(yard.witness.starts(id), 1);
+        assert_states(cluster, id, &[SUCCEEDED]);
+        assert_eq!(cluster.monitor.starts(id), 1);
     }
-    yard.check(&all);
-    let seen = yard.witness.seen();
-    assert_eq!(seen.iter().filter(|s| s.what == What::Made).count(), 2);
+    cluster.check(&all);
+    let seen = cluster.monitor.seen();
+    assert_eq!(
+        seen.iter()
+            .filter(|s| s.what == ExecutionEvent::Made)
+            .count(),
+        2
+    );
 }

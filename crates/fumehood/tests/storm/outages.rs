@@ -5,70 +5,51 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use rustix::process::Signal;
+use testkit::command::{FinishedCommand, RunningCommand, finish};
+use testkit::home::set_mode;
+use testkit::postgres::PrivatePostgres;
+use testkit::process::names_in;
+use testkit::wait::eventually;
+use testkit::{is_root, trial};
 
-use crate::bench::{Bench, Database, Recovery, let_go};
-use crate::lab::{Ended, Live, eventually, finish, is_root, names_in, set_mode};
-use crate::model::Fate;
-use crate::random::Dice;
-use crate::server::Server;
-use crate::{Entry, For, say};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "postgres_is_killed_while_runs_commit",
-        For::Everyone,
-        postgres_killed,
-    ),
-    (
-        "postgres_is_away_or_forbids_it",
-        For::Everyone,
-        postgres_forbids,
-    ),
-    (
-        "sqlite_is_locked_by_another_process",
-        For::Everyone,
-        sqlite_locked,
-    ),
-    ("sqlite_cannot_be_written", For::Everyone, sqlite_read_only),
-    (
-        "the_artifact_store_is_gone_or_closed",
-        For::Everyone,
-        artifacts_gone,
-    ),
-    ("the_home_is_full", For::Root, home_full),
-];
+use crate::deployment::{Database, Recovery, TestDeployment, let_go};
+use crate::expected_state::ExpectedState;
+use crate::random_kills::RandomNumbers;
+use crate::report;
 
 /// It ran, it is not committed, and what to do is said.
 #[track_caller]
-fn assert_not_committed(ended: &Ended, id: &str) {
+fn assert_not_committed(ended: &FinishedCommand, id: &str) {
     ended.refused(121, "NOT COMMITTED: ");
     ended.refused(121, &format!("fumehood post-process {id}"));
 }
 
 /// A server of this trial's own. It goes when this process does.
-pub fn own_server() -> &'static Server {
+pub fn own_server() -> &'static PrivatePostgres {
     Box::leak(Box::new(
-        Server::start().expect("PostgreSQL must be installed"),
+        PrivatePostgres::start().expect("PostgreSQL must be installed"),
     ))
 }
 
-fn postgres_killed() {
+trial!(Everyone, postgres_is_killed_while_runs_commit);
+fn postgres_is_killed_while_runs_commit() {
     const ROUNDS: usize = 8;
     const RUNS: usize = 3;
     let server = own_server();
-    let bench = Bench::on(server, "killed");
-    let mut dice = Dice::new(77);
+    let deployment = TestDeployment::on(server, "killed");
+    let mut random = RandomNumbers::new(77);
     let mut fates = Vec::new();
     let mut codes = Vec::new();
     let began = std::time::Instant::now();
-    finish(bench.program(&bench.place, &bench.id("pace"))).good();
-    fates.push((bench.id("pace"), Fate::Whole));
+    finish(deployment.program(&deployment.machine, &deployment.id("pace"))).good();
+    fates.push((deployment.id("pace"), ExpectedState::Whole));
     let pace = began.elapsed();
     for round in 0..ROUNDS {
         let ids: Vec<String> = (0..RUNS)
-            .map(|run| bench.id(&format!("{round}-{run}")))
+            .map(|run| deployment.id(&format!("{round}-{run}")))
             .collect();
-        let mut lives: Vec<Live> = ids.iter().map(|id| bench.start_waiting(id)).collect();
+        let mut lives: Vec<RunningCommand> =
+            ids.iter().map(|id| deployment.start_waiting(id)).collect();
         // The first time it is away before any can commit; later it is struck while they do.
         if round == 0 {
             server.kill();
@@ -76,7 +57,7 @@ fn postgres_killed() {
         lives.iter_mut().for_each(let_go);
         if round > 0 {
             // Not to wait for anything: to strike at different moments.
-            std::thread::sleep(dice.moment(pace));
+            std::thread::sleep(random.moment(pace));
             match round % 2 {
                 0 => server.kill(),
                 _ => stop_at_once(server),
@@ -84,7 +65,7 @@ fn postgres_killed() {
         }
         let mut unmarked = Vec::new();
         for (live, id) in lives.into_iter().zip(ids) {
-            let ended = live.end();
+            let ended = live.finish();
             match ended.code() {
                 // Committed, and then the server was gone before it heard of the platform's own step.
                 121 if ended.err().contains("post_process failed: ") => {
@@ -94,41 +75,42 @@ fn postgres_killed() {
                 code => assert_eq!((code, round > 0), (0, true), "{}", ended.err()),
             }
             codes.push(ended.code());
-            fates.push((id, Fate::Whole));
+            fates.push((id, ExpectedState::Whole));
         }
         server.start_again();
-        bench.recover(Recovery::Gc, "");
+        deployment.recover(Recovery::Gc, "");
         for id in unmarked {
-            bench.recover(Recovery::PostProcess, &id);
+            deployment.recover(Recovery::PostProcess, &id);
         }
-        bench.check(&fates);
+        deployment.check(&fates);
     }
-    bench.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&fates, Recovery::Gc);
     let waited = codes.iter().filter(|code| **code == 121).count();
-    say(&format!(
+    report(&format!(
         "{}: {waited} of {} runs could not commit",
-        bench.stem,
+        deployment.stem,
         codes.len()
     ));
 }
 
 /// `pg_ctl stop -m immediate`: every process of the server is told to quit at once.
-pub fn stop_at_once(server: &Server) {
+pub fn stop_at_once(server: &PrivatePostgres) {
     let text = std::fs::read_to_string(server.dir().join("data/postmaster.pid")).unwrap();
     let pid = text.lines().next().unwrap().parse().unwrap();
     let pid = rustix::process::Pid::from_raw(pid).unwrap();
     rustix::process::kill_process(pid, Signal::QUIT).unwrap();
 }
 
-fn postgres_forbids() {
+trial!(Everyone, postgres_is_away_or_forbids_it);
+fn postgres_is_away_or_forbids_it() {
     let server = own_server();
-    let mut bench = Bench::on(server, "forbidden");
-    let Database::Postgres { name, .. } = bench.database.clone() else {
+    let mut deployment = TestDeployment::on(server, "forbidden");
+    let Database::Postgres { name, .. } = deployment.database.clone() else {
         unreachable!()
     };
     server.psql("postgres", "CREATE ROLE fumehood_runner LOGIN");
     server.psql(&name, store::GRANTS);
-    bench.database = Database::Postgres {
+    deployment.database = Database::Postgres {
         server,
         name: name.clone(),
         user: "fumehood_runner",
@@ -155,9 +137,9 @@ fn postgres_forbids() {
         ),
     ];
     for (number, (forbid, allow)) in ways.iter().enumerate() {
-        let id = bench.id(&number.to_string());
-        let mut live = bench.start_waiting(&id);
-        until_let_go(&bench, &live);
+        let id = deployment.id(&number.to_string());
+        let mut live = deployment.start_waiting(&id);
+        until_let_go(&deployment, &live);
         // A database is not renamed from within, nor made writable by one who may only read.
         let at = |sql: &str| {
             if sql.starts_with("ALTER DATABASE") {
@@ -168,27 +150,27 @@ fn postgres_forbids() {
         };
         server.psql(at(forbid), forbid);
         let_go(&mut live);
-        assert_not_committed(&live.end(), &id);
+        assert_not_committed(&live.finish(), &id);
         assert!(
-            !bench.place.workspace(&id).exists(),
+            !deployment.machine.workspace(&id).exists(),
             "what is safe elsewhere needs no workspace"
         );
         // Nor does anything start that could not be recorded.
-        let refused = bench.id("refused");
-        let ended = finish(bench.program(&bench.place, &refused));
+        let refused = deployment.id("refused");
+        let ended = finish(deployment.program(&deployment.machine, &refused));
         assert_eq!(ended.code(), 125, "{}", ended.err());
         server.psql(at(allow), allow);
-        bench.recover([Recovery::PostProcess, Recovery::Gc][number % 2], &id);
-        fates.push((id, Fate::Whole));
-        bench.check(&fates);
+        deployment.recover([Recovery::PostProcess, Recovery::Gc][number % 2], &id);
+        fates.push((id, ExpectedState::Whole));
+        deployment.check(&fates);
     }
-    bench.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&fates, Recovery::Gc);
 }
 
 /// Until the runner has let go of the database, which it holds for a moment in case the program ends soon. What is
 /// committed in that moment is committed, whatever becomes of the right to open it anew.
-fn until_let_go(bench: &Bench, live: &Live) {
-    eventually("the database is let go", || match &bench.database {
+fn until_let_go(deployment: &TestDeployment, live: &RunningCommand) {
+    eventually("the database is let go", || match &deployment.database {
         Database::Sqlite(path) => {
             let held = std::fs::read_dir(format!("/proc/{}/fd", live.pid())).unwrap();
             let mut names = held.flatten().filter_map(|fd| fd.path().read_link().ok());
@@ -202,10 +184,10 @@ fn until_let_go(bench: &Bench, live: &Live) {
 }
 
 /// Another program in the middle of a transaction.
-struct Holder(Child);
+struct OpenTransaction(Child);
 
-impl Holder {
-    fn of(file: &Path) -> Holder {
+impl OpenTransaction {
+    fn of(file: &Path) -> OpenTransaction {
         const HOLD: &str = "import sqlite3, sys\n\
              db = sqlite3.connect(sys.argv[1], isolation_level=None)\n\
              db.execute('BEGIN EXCLUSIVE')\n\
@@ -222,36 +204,37 @@ impl Holder {
         let mut out = std::io::BufReader::new(child.stdout.as_mut().unwrap());
         std::io::BufRead::read_line(&mut out, &mut line).unwrap();
         assert_eq!(line, "held\n");
-        Holder(child)
+        OpenTransaction(child)
     }
 }
 
-impl Drop for Holder {
+impl Drop for OpenTransaction {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
         let _reaped = self.0.wait();
     }
 }
 
-fn sqlite_locked() {
-    let bench = Bench::sqlite("locked");
-    let id = bench.id("run");
-    let mut live = bench.start_waiting(&id);
-    let holder = Holder::of(&bench.lab.home.join("fumehood.db"));
+trial!(Everyone, sqlite_is_locked_by_another_process);
+fn sqlite_is_locked_by_another_process() {
+    let deployment = TestDeployment::sqlite("locked");
+    let id = deployment.id("run");
+    let mut live = deployment.start_waiting(&id);
+    let holder = OpenTransaction::of(&deployment.test_home.home.join("fumehood.db"));
     let_go(&mut live);
-    assert_not_committed(&live.end(), &id);
+    assert_not_committed(&live.finish(), &id);
     drop(holder);
-    bench.recover(Recovery::PostProcess, &id);
-    bench.check_for_good(&[(id, Fate::Whole)], Recovery::Gc);
+    deployment.recover(Recovery::PostProcess, &id);
+    deployment.check_for_good(&[(id, ExpectedState::Whole)], Recovery::Gc);
 }
 
 /// A directory that cannot be written to, not even by root, until it is dropped.
-struct Closed {
+struct ReadOnlyDirectory {
     dir: PathBuf,
 }
 
-impl Closed {
-    fn new(dir: &Path) -> Closed {
+impl ReadOnlyDirectory {
+    fn new(dir: &Path) -> ReadOnlyDirectory {
         match is_root() {
             // Modes do not bind root; a read-only mount does.
             true => {
@@ -268,13 +251,13 @@ impl Closed {
                 set_mode(dir, 0o500);
             }
         }
-        Closed {
+        ReadOnlyDirectory {
             dir: dir.to_path_buf(),
         }
     }
 }
 
-impl Drop for Closed {
+impl Drop for ReadOnlyDirectory {
     fn drop(&mut self) {
         match is_root() {
             true => unmount(&self.dir),
@@ -308,96 +291,101 @@ fn unmount(dir: &Path) {
     assert!(gone.unwrap().success(), "umount {dir:?}");
 }
 
-fn sqlite_read_only() {
-    let mut bench = Bench::sqlite("closed");
-    let dir = bench.lab.path("records");
+trial!(Everyone, sqlite_cannot_be_written);
+fn sqlite_cannot_be_written() {
+    let mut deployment = TestDeployment::sqlite("closed");
+    let dir = deployment.test_home.path("records");
     std::fs::create_dir(&dir).unwrap();
     set_mode(&dir, 0o700);
-    bench.database = Database::Sqlite(dir.join("fumehood.db"));
+    deployment.database = Database::Sqlite(dir.join("fumehood.db"));
     let mut fates = Vec::new();
     for (number, how) in [Recovery::Gc, Recovery::PostProcess]
         .into_iter()
         .enumerate()
     {
-        let id = bench.id(&number.to_string());
-        let mut live = bench.start_waiting(&id);
-        until_let_go(&bench, &live);
-        let closed = Closed::new(&dir);
+        let id = deployment.id(&number.to_string());
+        let mut live = deployment.start_waiting(&id);
+        until_let_go(&deployment, &live);
+        let closed = ReadOnlyDirectory::new(&dir);
         let_go(&mut live);
-        assert_not_committed(&live.end(), &id);
+        assert_not_committed(&live.finish(), &id);
         assert!(
-            !bench.place.workspace(&id).exists(),
+            !deployment.machine.workspace(&id).exists(),
             "what is safe elsewhere needs no workspace"
         );
         drop(closed);
-        bench.recover(how, &id);
-        fates.push((id, Fate::Whole));
-        bench.check(&fates);
+        deployment.recover(how, &id);
+        fates.push((id, ExpectedState::Whole));
+        deployment.check(&fates);
     }
-    bench.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&fates, Recovery::Gc);
 }
 
-fn artifacts_gone() {
-    let bench = Bench::sqlite("store");
-    let (store, elsewhere) = (bench.artifacts(), bench.lab.path("elsewhere"));
+trial!(Everyone, the_artifact_store_is_gone_or_closed);
+fn the_artifact_store_is_gone_or_closed() {
+    let deployment = TestDeployment::sqlite("store");
+    let (store, elsewhere) = (
+        deployment.artifacts(),
+        deployment.test_home.path("elsewhere"),
+    );
     // Removed whole: a new one is made, and what is committed from now on is in that.
-    let id = bench.id("removed");
-    let mut live = bench.start_waiting(&id);
+    let id = deployment.id("removed");
+    let mut live = deployment.start_waiting(&id);
     std::fs::rename(&store, &elsewhere).unwrap();
     let_go(&mut live);
-    let ended = live.end();
+    let ended = live.finish();
     if ended.code() != 0 {
         assert_not_committed(&ended, &id);
-        bench.recover(Recovery::Gc, &id);
+        deployment.recover(Recovery::Gc, &id);
     }
-    let mut fates = vec![(id, Fate::Whole)];
-    bench.check(&fates);
+    let mut fates = vec![(id, ExpectedState::Whole)];
+    deployment.check(&fates);
 
     // Something else stands in its place.
-    let id = bench.id("replaced");
-    let mut live = bench.start_waiting(&id);
+    let id = deployment.id("replaced");
+    let mut live = deployment.start_waiting(&id);
     std::fs::remove_dir_all(&elsewhere).unwrap();
     std::fs::rename(&store, &elsewhere).unwrap();
     std::fs::write(&store, "no directory").unwrap();
     let_go(&mut live);
-    assert_not_committed(&live.end(), &id);
+    assert_not_committed(&live.finish(), &id);
     assert!(
-        !bench.place.workspace(&id).exists(),
+        !deployment.machine.workspace(&id).exists(),
         "what is safe elsewhere needs no workspace"
     );
     std::fs::remove_file(&store).unwrap();
     std::fs::rename(&elsewhere, &store).unwrap();
-    bench.recover(Recovery::PostProcess, &id);
-    fates.push((id, Fate::Whole));
-    bench.check(&fates);
+    deployment.recover(Recovery::PostProcess, &id);
+    fates.push((id, ExpectedState::Whole));
+    deployment.check(&fates);
 
     // It can be read, and not written to.
-    let id = bench.id("closed");
-    let mut live = bench.start_waiting(&id);
+    let id = deployment.id("closed");
+    let mut live = deployment.start_waiting(&id);
     let closed = [
-        Closed::new(&store.join("objects")),
-        Closed::new(&store.join("staging")),
+        ReadOnlyDirectory::new(&store.join("objects")),
+        ReadOnlyDirectory::new(&store.join("staging")),
     ];
     let_go(&mut live);
-    assert_not_committed(&live.end(), &id);
+    assert_not_committed(&live.finish(), &id);
     drop(closed);
-    bench.recover(Recovery::Gc, &id);
-    fates.push((id, Fate::Whole));
-    bench.check_for_good(&fates, Recovery::Gc);
+    deployment.recover(Recovery::Gc, &id);
+    fates.push((id, ExpectedState::Whole));
+    deployment.check_for_good(&fates, Recovery::Gc);
 }
 
 /// A small file system of its own, with as much room as is wanted.
-struct Small(PathBuf);
+struct SmallFileSystem(PathBuf);
 
-impl Small {
-    fn new(dir: &Path) -> Small {
+impl SmallFileSystem {
+    fn new(dir: &Path) -> SmallFileSystem {
         std::fs::create_dir(dir).unwrap();
         mount(
             &["-t", "tmpfs", "-o", "size=2m,mode=0700"],
             Path::new("tmpfs"),
             dir,
         );
-        Small(dir.to_path_buf())
+        SmallFileSystem(dir.to_path_buf())
     }
 
     fn grow(&self) {
@@ -419,33 +407,34 @@ impl Small {
     }
 }
 
-impl Drop for Small {
+impl Drop for SmallFileSystem {
     fn drop(&mut self) {
         unmount(&self.0);
     }
 }
 
-fn home_full() {
-    let bench = Bench::sqlite("full");
-    let small = Small::new(&bench.lab.home);
+trial!(Root, the_home_is_full);
+fn the_home_is_full() {
+    let deployment = TestDeployment::sqlite("full");
+    let small = SmallFileSystem::new(&deployment.test_home.home);
     let mut fates = Vec::new();
     for (number, how) in [Recovery::Gc, Recovery::PostProcess, Recovery::NextRun]
         .into_iter()
         .enumerate()
     {
-        let id = bench.id(&number.to_string());
-        let mut live = bench.start_waiting(&id);
+        let id = deployment.id(&number.to_string());
+        let mut live = deployment.start_waiting(&id);
         let filler = small.fill();
         let_go(&mut live);
-        assert_not_committed(&live.end(), &id);
+        assert_not_committed(&live.finish(), &id);
         std::fs::remove_file(filler).unwrap();
         // Room for what any run wants to have free, in the end.
         small.grow();
-        let mut command = bench.recovery(&bench.place, how, &id);
+        let mut command = deployment.recovery(&deployment.machine, how, &id);
         command.env("FUMEHOOD_FREE_RESERVE", "0");
         finish(command).good();
-        fates.push((id, Fate::WholeButLogs));
-        bench.check(&fates);
+        fates.push((id, ExpectedState::WholeButLogs));
+        deployment.check(&fates);
     }
-    bench.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&fates, Recovery::Gc);
 }

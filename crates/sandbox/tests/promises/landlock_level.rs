@@ -1,5 +1,5 @@
-//! Level `landlock`: what is particular to it. The program sees the host's own tree, and a guardian stands where pid 1
-//! would. What the table of `sandbox::promises` says of this level is what the trials find.
+//! What is particular to level `landlock`. The program sees the host's own file tree, and a guardian process does what pid 1
+//! does at level `full`. The trials confirm what the table in `sandbox::promises` says about this level.
 
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
@@ -14,101 +14,17 @@ use rustix::process::{Pid, Signal, kill_process};
 use sandbox::outcome::Stop;
 use sandbox::promises::{self, ACTS, PromiseStatus};
 use sandbox::spec::{ConfinementLevel, Layer, SharedMemory, Terminal};
+use testkit::harness::{TrialLevel, is_tried_at};
+use testkit::{inner_arguments, is_root, trial};
 
-use crate::hood::{
-    Hood, attempts, chain, host_dir, is_root, landlock_abi, shown_dir, unconfined, verdict,
+use crate::confined_run::{
+    ConfinedRun, attempts, chain, host_dir, landlock_abi, shown_dir, unconfined, verdict,
 };
-use crate::p07_others::{Held as Running, Witness, host_pids};
+use crate::p07_others::{HeldRun, HostProcess, host_pids};
 use crate::p10_limits::HIDE;
 use crate::p11_deadline::{kill_marked, left_of, new_marker, wait_for_none};
-use crate::{Entry, For};
 
-pub const TRIALS: &[Entry] = &[
-    (
-        "every_act_has_its_trial",
-        For::Everyone,
-        every_act_has_its_trial,
-    ),
-    ("what_is_not_held", For::Everyone, what_is_not_held),
-    (
-        "the_rest_of_the_project",
-        For::Everyone,
-        the_rest_of_the_project,
-    ),
-    (
-        "owner_only_data_is_said_to_be",
-        For::Root,
-        owner_only_data_is_said_to_be,
-    ),
-    ("what_can_be_listed", For::Everyone, what_can_be_listed),
-    ("what_proc_tells", For::Everyone, what_proc_tells),
-    (
-        "keys_and_names_of_all",
-        For::Everyone,
-        keys_and_names_of_all,
-    ),
-    (
-        "watches_on_directories",
-        For::Everyone,
-        watches_on_directories,
-    ),
-    (
-        "signals_by_input_and_output",
-        For::Everyone,
-        signals_by_input_and_output,
-    ),
-    (
-        "signals_at_the_end_of_a_child",
-        For::Everyone,
-        signals_at_the_end_of_a_child,
-    ),
-    (
-        "pairs_of_sockets_work",
-        For::Everyone,
-        pairs_of_sockets_work,
-    ),
-    (
-        "no_typing_into_its_terminal",
-        For::Everyone,
-        no_typing_into_its_terminal,
-    ),
-    (
-        "shared_memory_of_the_host",
-        For::Everyone,
-        shared_memory_of_the_host,
-    ),
-    (
-        "a_killed_guardian_is_told_of",
-        For::Everyone,
-        a_killed_guardian_is_told_of,
-    ),
-    (HIDING, For::Root, what_proc_hides_dies_too),
-    ("required_layers", For::Everyone, required_layers),
-    (
-        "a_failed_launch_reads_nothing",
-        For::Everyone,
-        a_failed_launch_reads_nothing,
-    ),
-    (
-        "a_probe_leaves_nothing_behind",
-        For::Everyone,
-        a_probe_leaves_nothing_behind,
-    ),
-    (
-        "a_probe_kills_nobodys_processes_but_its_own",
-        For::Root,
-        a_probe_kills_nobodys_processes_but_its_own,
-    ),
-    (
-        "each_layer_owns_its_acts",
-        For::Everyone,
-        each_layer_owns_its_acts,
-    ),
-];
-
-const HIDING: &str = "what_proc_hides_dies_too";
-
-/// Where each act of the table is tried at this level.
+/// For each act of the table, the trials that try it at this level.
 #[rustfmt::skip]
 const TRIED: &[(&str, &[&str])] = &[
     ("p02_inputs::content_and_metadata_stay", &[
@@ -149,9 +65,10 @@ const TRIED: &[(&str, &[&str])] = &[
     ("p11_slow_death::large_page_tables_do_not_hide_a_timeout", &["slow_death"]),
     ("p12_runner_death::a_killed_runner_takes_the_analysis_with_it", &["daemon_outlives_runner"]),
 ];
-/// Tried where they are kept: by whoever reads the streams, and by whoever collects.
+/// Acts that other tests try: those of the code that reads the streams, and of the code that collects outputs.
 const TRIED_ELSEWHERE: &[&str] = &["log_bomb", "symlink_farm", "hard_links"];
 
+trial!(Everyone, every_act_has_its_trial, only_at_landlock);
 fn every_act_has_its_trial() {
     for act in ACTS {
         let times = TRIED.iter().filter(|(_, acts)| acts.contains(&act.name));
@@ -159,7 +76,10 @@ fn every_act_has_its_trial() {
         assert_eq!(times.count() + usize::from(elsewhere), 1, "{}", act.name);
     }
     for (trial, acts) in TRIED {
-        assert!(crate::is_tried_at_landlock(trial), "{trial} is not tried");
+        assert!(
+            is_tried_at(trial, TrialLevel::Landlock),
+            "{trial} is not tried"
+        );
         for name in *acts {
             assert!(ACTS.iter().any(|act| act.name == *name), "{name}");
         }
@@ -171,7 +91,8 @@ fn table(name: &str) -> PromiseStatus {
     promises::promise_status(act, ConfinementLevel::Landlock, landlock_abi())
 }
 
-/// The two acts that the table says are not held, and are not.
+trial!(Everyone, what_is_not_held, only_at_landlock);
+/// The two acts that the table lists as not held do succeed.
 fn what_is_not_held() {
     let dir = shown_dir();
     let data = dir.path().join("data");
@@ -187,17 +108,17 @@ fn what_is_not_held() {
             "lock_data",
             "import fcntl; fcntl.flock(os.open(DIR + '/data/file', os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)",
         ),
-        // Content stays closed.
+        // The content of files stays closed.
         ("read_project", "open(DIR + '/secret').read()"),
     ];
     let script = attempts(&format!("DIR = {:?}", dir.path()), acts);
-    let ran = Hood::python(&script).view(&data, "data").run();
+    let ran = ConfinedRun::python(&script).view(&data, "data").run();
     for (name, _) in acts {
         let done = verdict(&ran.stdout, name) == "done";
         assert_eq!(done, !table(name).is_kept(), "{name}\n{}", ran.all());
         assert_eq!(verdict(&unconfined(&script), name), "done");
     }
-    // As many as were tried here are not held, and no more.
+    // The table lists exactly the acts tried here as not held.
     let open: Vec<_> = ACTS
         .iter()
         .filter(|act| !table(act.name).is_kept())
@@ -205,6 +126,7 @@ fn what_is_not_held() {
     assert_eq!(open.len(), 2);
 }
 
+trial!(Everyone, the_rest_of_the_project, only_at_landlock);
 fn the_rest_of_the_project() {
     let dir = shown_dir();
     let project = dir.path().join("project");
@@ -244,7 +166,7 @@ fn the_rest_of_the_project() {
         ("execute", "os.execv(P + '/api.py', ['x'])"),
     ];
     let script = attempts(&format!("P = {project:?}"), acts);
-    let ran = Hood::python(&script)
+    let ran = ConfinedRun::python(&script)
         .view(&project.join("data"), "data")
         .view(&project.join("docs"), "docs")
         .run();
@@ -252,20 +174,22 @@ fn the_rest_of_the_project() {
         let inside = verdict(&ran.stdout, act);
         assert!(inside.starts_with("refused"), "{act}: {inside}");
     }
-    let shown =
-        Hood::python("print(open('data/x').read(), os.listdir('docs'), os.readlink('data'))")
-            .view(&project.join("data"), "data")
-            .view(&project.join("docs"), "docs")
-            .run();
+    let shown = ConfinedRun::python(
+        "print(open('data/x').read(), os.listdir('docs'), os.readlink('data'))",
+    )
+    .view(&project.join("data"), "data")
+    .view(&project.join("docs"), "docs")
+    .run();
     let line = format!("text ['y'] {}", project.join("data").display());
-    assert!(shown.said(&line), "{}", shown.all());
+    assert!(shown.printed(&line), "{}", shown.all());
     let control = unconfined(&format!("os.chdir({:?})\n{script}", dir.path()));
     for (act, _) in &acts[..acts.len() - 1] {
         assert_eq!(verdict(&control, act), "done", "control of {act}");
     }
 }
 
-/// Root's files that nobody else may read cannot be shown under a leased uid: the run is refused, and says which.
+trial!(Root, owner_only_data_is_said_to_be, only_at_landlock);
+/// Files that only root may read cannot be shown to a leased uid: the run is refused, and the message names them.
 fn owner_only_data_is_said_to_be() {
     let dir = shown_dir();
     let data = dir.path().join("data");
@@ -273,7 +197,9 @@ fn owner_only_data_is_said_to_be() {
     fs::write(data.join("closed"), "measured").unwrap();
     let run = |mode| {
         fs::set_permissions(data.join("closed"), Permissions::from_mode(mode)).unwrap();
-        Hood::sh("cat data/closed").view(&data, "data").try_run()
+        ConfinedRun::sh("cat data/closed")
+            .view(&data, "data")
+            .try_run()
     };
     let text = chain(&run(0o600).map(|ran| ran.all()).unwrap_err());
     assert!(
@@ -283,6 +209,7 @@ fn owner_only_data_is_said_to_be() {
     assert_eq!(run(0o644).unwrap().stdout, "measured");
 }
 
+trial!(Everyone, what_can_be_listed, only_at_landlock);
 fn what_can_be_listed() {
     let look = "
 def can(act):
@@ -295,17 +222,17 @@ print('used', *[f for f in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/nss
 print('terminal', can(lambda: os.openpty()))
 print('changed', *[f for f in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/nsswitch.conf') if can(lambda: os.open(f, os.O_RDWR)) or can(lambda: os.link(f, 'linked'))])
 ";
-    let ran = Hood::python(look).run();
+    let ran = ConfinedRun::python(look).run();
     assert!(
-        ran.said("listed")
-            && ran.said("opened")
-            && ran.said("changed")
-            && ran.said("terminal False"),
+        ran.printed("listed")
+            && ran.printed("opened")
+            && ran.printed("changed")
+            && ran.printed("terminal False"),
         "{}",
         ran.all()
     );
     let used = "used /etc/passwd /etc/group /etc/hosts /etc/nsswitch.conf /etc/ld.so.cache /usr/bin/env /dev/null /dev/zero /dev/urandom /proc/cpuinfo /proc/meminfo";
-    assert!(ran.said(used), "{}", ran.all());
+    assert!(ran.printed(used), "{}", ran.all());
     let control = unconfined(look);
     assert!(
         control.contains("listed / /etc /dev") && control.contains("opened /etc/fstab"),
@@ -314,7 +241,8 @@ print('changed', *[f for f in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/
     assert!(control.contains("terminal True"), "{control}");
 }
 
-/// Of the host's processes and of its network, mounts and groups it tells nothing; of the program itself what it needs.
+trial!(Everyone, what_proc_tells, only_at_landlock);
+/// /proc shows nothing of the host's processes, network, mounts and cgroups, and shows the program what it needs of itself.
 fn what_proc_tells() {
     let name = |pid: u32| format!("/proc/{pid}");
     let runner = name(std::process::id());
@@ -331,10 +259,10 @@ pid = os.fork()
 if pid == 0: print('child', opens('/proc/self/status'), opens('/proc/%d/status' % os.getppid()), flush=True); os._exit(0)
 os.wait()
 ");
-    let ran = Hood::python(&script).run();
-    assert!(ran.said("opened"), "{}", ran.all());
+    let ran = ConfinedRun::python(&script).run();
+    assert!(ran.printed("opened"), "{}", ran.all());
     assert!(
-        ran.said("own self/maps self/stat self/statm self/cmdline self/fd self/environ"),
+        ran.printed("own self/maps self/stat self/statm self/cmdline self/fd self/environ"),
         "{}",
         ran.all()
     );
@@ -350,7 +278,8 @@ os.wait()
     }
 }
 
-/// Keys and names of which all of the host has one space.
+trial!(Everyone, keys_and_names_of_all, only_at_landlock);
+/// Keys and names in a space that the whole host shares.
 fn keys_and_names_of_all() {
     let key = 0x4700_0000 + std::process::id() % 0xff_ffff;
     let name = format!("fumehood-level-{}", std::process::id());
@@ -376,19 +305,20 @@ fn keys_and_names_of_all() {
         "{setup}\nfor made in (libc.shmget(KEY, 4096, 0o1666), libc.semget(KEY, 1, 0o1666), libc.msgget(KEY, 0o1666), libc.syscall(240, NAME, 0o102, 0o666, None)):\n    assert made >= 0"
     );
     unconfined(&make);
-    let ran = Hood::python(&attempts(&setup, acts)).run();
+    let ran = ConfinedRun::python(&attempts(&setup, acts)).run();
     let control = unconfined(&attempts(&setup, acts));
     unconfined(&format!(
         "{setup}\nlibc.shmctl(libc.shmget(KEY, 0, 0), 0, None); libc.semctl(libc.semget(KEY, 0, 0), 0, 0); libc.msgctl(libc.msgget(KEY, 0), 0, None); libc.syscall(241, NAME)"
     ));
     for (act, _) in acts {
-        // As on a kernel that was built without.
+        // The same errno as on a kernel without this feature.
         assert_eq!(verdict(&ran.stdout, act), "refused ENOSYS", "{}", ran.all());
         assert_eq!(verdict(&control, act), "done", "control of {act}");
     }
 }
 
-/// A watch on a directory that can be named tells which names appear in it.
+trial!(Everyone, watches_on_directories, only_at_landlock);
+/// An inotify watch on a directory reports the names that appear in it.
 fn watches_on_directories() {
     let dir = host_dir();
     let acts: &[(&str, &str)] = &[
@@ -406,7 +336,7 @@ fn watches_on_directories() {
         ),
     ];
     let script = attempts(&format!("DIR = {:?}.encode()", dir.path()), acts);
-    let (ran, control) = (Hood::python(&script).run(), unconfined(&script));
+    let (ran, control) = (ConfinedRun::python(&script).run(), unconfined(&script));
     for (act, _) in acts {
         let inside = verdict(&ran.stdout, act);
         assert!(inside.starts_with("refused"), "{act}: {inside}");
@@ -414,7 +344,7 @@ fn watches_on_directories() {
     }
 }
 
-/// A process of the host's that ends when it is sent SIGIO or SIGUSR1, in a group of its own.
+/// A process of the host, in its own process group, that SIGIO or SIGUSR1 ends.
 fn sensitive() -> Child {
     Command::new("/bin/sleep")
         .arg("600")
@@ -424,7 +354,8 @@ fn sensitive() -> Child {
         .unwrap()
 }
 
-/// Input and output can raise a signal in whichever process is named for it; so can a descriptor of a process.
+trial!(Everyone, signals_by_input_and_output, only_at_landlock);
+/// F_SETOWN makes input and output send a signal to any process; a pidfd can send one too.
 fn signals_by_input_and_output() {
     let script = |pid: u32| {
         let ways: &[(&str, &str)] = &[
@@ -461,7 +392,7 @@ fn signals_by_input_and_output() {
         )
     };
     let mut witness = sensitive();
-    let ran = Hood::python(&script(witness.id())).run();
+    let ran = ConfinedRun::python(&script(witness.id())).run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
     assert!(
         witness.try_wait().unwrap().is_none(),
@@ -482,8 +413,8 @@ fn signals_by_input_and_output() {
     }
 }
 
-/// The signal that a child's end sends goes to its parent. An orphan's parent is the guardian: it must be no other
-/// than SIGCHLD by then.
+trial!(Everyone, signals_at_the_end_of_a_child, only_at_landlock);
+/// A child's exit signal goes to its parent. The parent of an orphan is the guardian, and the signal must be SIGCHLD by then.
 fn signals_at_the_end_of_a_child() {
     let source = r#"
 #define _GNU_SOURCE
@@ -521,19 +452,20 @@ int main(void) {
     printf("sibling %s, killed by %d\n", sibling < 0 ? "refused" : "made", WTERMSIG(status));
     return 7;
 }"#;
-    let mut hood = Hood::new(&["/bin/true"]);
-    let program = hood.workspace().join("ends");
-    crate::hood::compile(source, &program);
-    hood.command(&[&program]);
-    let ran = hood.run();
+    let mut confined = ConfinedRun::new(&["/bin/true"]);
+    let program = confined.workspace().join("ends");
+    crate::confined_run::compile(source, &program);
+    confined.command(&[&program]);
+    let ran = confined.run();
     assert_eq!((ran.code(), ran.stop()), (Some(7), None), "{}", ran.all());
     assert!(
-        ran.outcome.all_dead && ran.said("sibling refused, killed by 9"),
+        ran.outcome.all_dead && ran.printed("sibling refused, killed by 9"),
         "{}",
         ran.all()
     );
 }
 
+trial!(Everyone, pairs_of_sockets_work, only_at_landlock);
 fn pairs_of_sockets_work() {
     let script = "
 import asyncio, concurrent.futures
@@ -556,15 +488,16 @@ asyncio.run(main())
 with concurrent.futures.ThreadPoolExecutor(4) as pool: assert list(pool.map(abs, [-1, -2])) == [1, 2]
 print('PAIRED')
 ";
-    let ran = Hood::python(script).run();
+    let ran = ConfinedRun::python(script).run();
     assert!(
-        ran.said("PAIRED") && !ran.stdout.contains("DID"),
+        ran.printed("PAIRED") && !ran.stdout.contains("DID"),
         "{}",
         ran.all()
     );
 }
 
-/// The terminal that the program is given is one of the host's. It is its own all the same, and it types into none.
+trial!(Everyone, no_typing_into_its_terminal, only_at_landlock);
+/// The terminal that the program gets is one of the host's. The program can use it, and can type into no terminal.
 fn no_typing_into_its_terminal() {
     let script = "
 import glob
@@ -580,12 +513,12 @@ for n in range(64):
     except OSError: pass
 print('over')
 ";
-    let mut hood = Hood::python(script);
-    hood.spec.terminal = Terminal::Own {
+    let mut confined = ConfinedRun::python(script);
+    confined.spec.terminal = Terminal::Own {
         rows: 24,
         columns: 80,
     };
-    // A terminal of the host's, for the control.
+    // A terminal of the host, for the control.
     let held =
         rustix::pty::openpt(rustix::pty::OpenptFlags::RDWR | rustix::pty::OpenptFlags::NOCTTY)
             .unwrap();
@@ -597,7 +530,7 @@ print('over')
         .write(true)
         .open(other.to_str().unwrap())
         .unwrap();
-    let ran = hood.run();
+    let ran = confined.run();
     for name in ["sti", "linux", "cons"] {
         assert_eq!(
             ran.stdout.matches(&format!("{name} EPERM")).count(),
@@ -608,45 +541,47 @@ print('over')
     }
     assert_eq!(ran.stdout.matches("size did").count(), 3, "{}", ran.all());
     assert!(
-        ran.said("tty True") && ran.said("over") && !ran.stdout.contains("OPENED"),
+        ran.printed("tty True") && ran.printed("over") && !ran.stdout.contains("OPENED"),
         "{}",
         ran.all()
     );
 }
 
+trial!(Everyone, shared_memory_of_the_host, only_at_landlock);
 fn shared_memory_of_the_host() {
     let name = format!("fumehood-shm-{}", std::process::id());
     let script = format!(
         "import glob\ntry: open('/dev/shm/{name}', 'w').write('x'); print('made')\nexcept OSError: print('refused')\n\
          try: from multiprocessing import Lock; Lock(); print('lock')\nexcept OSError: print('no lock')"
     );
-    let closed = Hood::python(&script).run();
+    let closed = ConfinedRun::python(&script).run();
     assert!(
-        closed.said("refused") && closed.said("no lock"),
+        closed.printed("refused") && closed.printed("no lock"),
         "{}",
         closed.all()
     );
     let path = std::path::Path::new("/dev/shm").join(&name);
     assert!(!path.exists());
-    let mut hood = Hood::python(&script);
-    hood.spec.shared_memory = SharedMemory::Host;
-    let open = hood.run();
-    // As it says: the host's.
+    let mut confined = ConfinedRun::python(&script);
+    confined.spec.shared_memory = SharedMemory::Host;
+    let open = confined.run();
+    // With this option the program uses the host's shared memory.
     let there = path.exists();
     let _gone = fs::remove_file(&path);
     assert!(
-        open.said("made") && open.said("lock") && there,
+        open.printed("made") && open.printed("lock") && there,
         "{}",
         open.all()
     );
 }
 
-/// Nobody inside can kill it. Whoever can from outside, the run's owner or root, makes the proof impossible that all is
-/// dead, where neither a group nor a uid of its own tells what is the run's; the outcome says so.
+trial!(Everyone, a_killed_guardian_is_told_of, only_at_landlock);
+/// No process inside can kill the guardian. The run's owner and root can. Then nobody can prove that all processes are dead,
+/// unless a cgroup or a leased uid identifies them, and the outcome reports that.
 fn a_killed_guardian_is_told_of() {
     let mark = new_marker();
-    let held = Running::start(
-        Hood::python(""),
+    let held = HeldRun::start(
+        ConfinedRun::python(""),
         &format!(
             "# {mark}\nif os.fork() == 0: os.setsid(); import time; time.sleep(600)\nhold()\n"
         ),
@@ -666,8 +601,8 @@ fn a_killed_guardian_is_told_of() {
     let ran = held.finish();
     assert_eq!(ran.outcome.exit, None, "{}", ran.all());
     assert_eq!(ran.outcome.all_dead, is_root(), "{}", ran.all());
-    // As root it was made true. As a plain user the sweeper strikes when the guardian is gone, where Landlock knows of
-    // signals; nobody is there to prove it, or waits for it.
+    // As root the leased uid identifies the processes, and they are dead. As a plain user the kill helper kills them when the
+    // guardian is gone, if Landlock can restrict signals; nobody proves it or waits for it.
     match is_root() {
         true => assert_eq!(left_of(&mark), [0i32; 0], "{}", ran.all()),
         false if sandbox::landlock_abi() >= 6 => wait_for_none(&mark),
@@ -676,8 +611,9 @@ fn a_killed_guardian_is_told_of() {
     kill_marked(&mark);
 }
 
-/// On many shared hosts /proc is mounted with hidepid: it then hides whatever its reader may not trace, and a process
-/// can make itself such. Runs itself again where it is so.
+trial!(Root, what_proc_hides_dies_too, only_at_landlock);
+/// Many shared hosts mount /proc with hidepid, which hides processes that the reader may not trace, and a process can make
+/// itself untraceable. The trial runs itself again under such a mount.
 fn what_proc_hides_dies_too() {
     const INNER: &str = "FUMEHOOD_TEST_HIDEPID";
     if std::env::var_os(INNER).is_none() {
@@ -693,7 +629,7 @@ fn what_proc_hides_dies_too() {
                 "sh",
             ])
             .arg(std::env::current_exe().unwrap())
-            .args(["__plain_trial", &format!("landlock_level::{HIDING}")])
+            .args(inner_arguments!(what_proc_hides_dies_too))
             .env(INNER, "1")
             .output()
             .unwrap();
@@ -718,18 +654,18 @@ os.wait()
 while True: signal.pause()
 "
     );
-    // The control: those that do not hide.
+    // Control: processes that do not hide.
     for hidden in ["False", "True"] {
         for with_group in [true, false] {
-            let mut hood = Hood::python(&script.replace("HIDDEN", hidden))
+            let mut confined = ConfinedRun::python(&script.replace("HIDDEN", hidden))
                 .limits(|l| (l.wall_ms, l.grace_ms) = (1500, 100));
-            hood.with_group = with_group;
-            let ran = hood.run();
+            confined.with_group = with_group;
+            let ran = confined.run();
             let left = left_of(&marker);
             kill_marked(&marker);
             assert_eq!(left, [0i32; 0], "{hidden} {with_group} {}", ran.all());
             assert!(
-                ran.said("up") && ran.outcome.all_dead,
+                ran.printed("up") && ran.outcome.all_dead,
                 "hidden: {hidden}, group: {with_group}\n{}",
                 ran.all()
             );
@@ -743,11 +679,12 @@ while True: signal.pause()
     }
 }
 
+trial!(Everyone, required_layers, only_at_landlock);
 fn required_layers() {
     let run = |layers: &[Layer]| {
-        let mut hood = Hood::sh("echo x > ran; echo STARTED");
-        hood.spec.required = BTreeSet::from_iter(layers.iter().copied());
-        hood.try_run()
+        let mut confined = ConfinedRun::sh("echo x > ran; echo STARTED");
+        confined.spec.required = BTreeSet::from_iter(layers.iter().copied());
+        confined.try_run()
     };
     for absent in [
         Layer::UserNamespace,
@@ -770,22 +707,23 @@ fn required_layers() {
         Layer::Guardian,
         Layer::NoNewPrivs,
     ];
-    assert!(run(&there).unwrap().said("STARTED"));
-    // A group is there for root alone, here.
+    assert!(run(&there).unwrap().printed("STARTED"));
+    // Only root has a cgroup here.
     assert_eq!(run(&[Layer::Cgroup]).is_ok(), is_root());
 }
 
-/// A level that cannot be had is followed by another: the input is then still whole.
+trial!(Everyone, a_failed_launch_reads_nothing, only_at_landlock);
+/// If one level fails, the next is tried. The failed launch must not have read any of the input.
 fn a_failed_launch_reads_nothing() {
     let start = |required: &[Layer]| {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         rustix::io::write(&write, b"given").unwrap();
         drop(write);
         let kept = rustix::io::fcntl_dupfd_cloexec(&read, 3).unwrap();
-        let mut hood = Hood::sh("cat");
-        hood.spec.required = BTreeSet::from_iter(required.iter().copied());
-        hood.stdin = Some(read);
-        let ran = hood.try_run();
+        let mut confined = ConfinedRun::sh("cat");
+        confined.spec.required = BTreeSet::from_iter(required.iter().copied());
+        confined.stdin = Some(read);
+        let ran = confined.try_run();
         let mut left = String::new();
         fs::File::from(kept).read_to_string(&mut left).unwrap();
         (ran, left)
@@ -797,6 +735,7 @@ fn a_failed_launch_reads_nothing() {
     assert_eq!((ran.unwrap().stdout.as_str(), left.as_str()), ("given", ""));
 }
 
+trial!(Everyone, a_probe_leaves_nothing_behind, only_at_landlock);
 fn a_probe_leaves_nothing_behind() {
     let children = || {
         let own = std::process::id();
@@ -823,7 +762,12 @@ fn a_probe_leaves_nothing_behind() {
     }
 }
 
-/// As root a probe takes the uid `nobody`, which services of the host have too.
+trial!(
+    Root,
+    a_probe_kills_nobodys_processes_but_its_own,
+    only_at_landlock
+);
+/// As root a probe uses the uid `nobody`, and services of the host may have the same uid.
 fn a_probe_kills_nobodys_processes_but_its_own() {
     const NOBODY: u32 = 65_534;
     let mut service = Command::new("sleep")
@@ -841,7 +785,7 @@ fn a_probe_kills_nobodys_processes_but_its_own() {
     service.wait().unwrap();
 }
 
-/// Two runs that differ in one layer: with it the act is refused, without it the act succeeds.
+/// Acts that one layer alone refuses: with the layer the act is refused, without it the act succeeds.
 #[rustfmt::skip]
 const OWNED: &[(Layer, &str, &str)] = &[
     (Layer::Landlock, "read a file of the host", "open(DIR + '/file').read()"),
@@ -857,7 +801,7 @@ const OWNED: &[(Layer, &str, &str)] = &[
     (Layer::Seccomp, "a user namespace", "sc(272, 0x10000000)"),
     (Layer::Seccomp, "a set-user-id file", "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
 ];
-/// The same where the host's object is of the program's own uid, which a plain user's is.
+/// The same for objects of the host that have the program's own uid, as a plain user's objects do.
 #[rustfmt::skip]
 const OWNED_BY_UID: &[(Layer, &str, &str)] = &[
     (Layer::Landlock, "a signal to a process of the same user", "os.kill(WITNESS, 0)"),
@@ -866,12 +810,13 @@ const OWNED_BY_UID: &[(Layer, &str, &str)] = &[
     (Layer::Seccomp, "the priority of a process of the same user", "os.setpriority(os.PRIO_PROCESS, WITNESS, 1)"),
 ];
 
+trial!(Everyone, each_layer_owns_its_acts, only_at_landlock);
 fn each_layer_owns_its_acts() {
     let dir = host_dir();
     fs::write(dir.path().join("file"), "theirs").unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
-    let witness = Witness::start();
+    let witness = HostProcess::start();
     let setup = format!(
         "DIR, TCP, WITNESS = {:?}, {}, {}",
         dir.path(),
@@ -884,7 +829,7 @@ fn each_layer_owns_its_acts() {
     }
     let acts: Vec<(&str, &str)> = owned.iter().map(|(_, name, code)| (*name, *code)).collect();
     let run = |without: &[Layer]| {
-        Hood::python(&attempts(&setup, &acts))
+        ConfinedRun::python(&attempts(&setup, &acts))
             .without(without)
             .run()
     };

@@ -19,41 +19,10 @@ use sandbox::spec::Layer::{
     PidNamespace, Seccomp, UserNamespace, UtsNamespace,
 };
 use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, ViewContent};
+use testkit::{is_root, trial};
 
-use crate::hood::{Hood, Ran, at_landlock, attempts, is_root, shown_dir, verdict};
-use crate::p07_others::Witness;
-use crate::{Entry, For, OnlyAtFull};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "each_layer_owns_its_acts",
-        For::Everyone,
-        each_layer_owns_its_acts,
-    ),
-    (
-        "with_any_one_layer_off",
-        For::Everyone,
-        with_any_one_layer_off,
-    ),
-    (
-        "a_layer_that_cannot_be_had_stops_the_run",
-        For::Everyone,
-        a_layer_that_cannot_be_had_stops_the_run,
-    ),
-    (
-        "what_is_on_is_what_is_said",
-        For::Everyone,
-        what_is_on_is_what_is_said,
-    ),
-];
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("each_layer_owns_its_acts",
-        "most are namespaces'; what Landlock, seccomp and the guardian own is landlock_level::each_layer_owns_its_acts"),
-    ("with_any_one_layer_off",
-        "there most promises rest on one layer: what is open without it is landlock_level::each_layer_owns_its_acts"),
-];
+use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, attempts, shown_dir, verdict};
+use crate::p07_others::HostProcess;
 
 /// Every layer that can be left off.
 const SWITCHES: [Layer; 10] = [
@@ -182,7 +151,7 @@ struct Host {
     data: Shown,
     runtime: Shown,
     outside: tempfile::TempDir,
-    witness: Witness,
+    witness: HostProcess,
     name: String,
     memory: SharedMemory,
 }
@@ -230,7 +199,7 @@ struct SharedMemory(u32);
 impl SharedMemory {
     fn make(nth: u32) -> SharedMemory {
         let key = 0x4c00_0000 + std::process::id() * 4 + nth;
-        crate::hood::unconfined(&format!(
+        crate::confined_run::unconfined(&format!(
             "if libc.shmget({key}, 4096, 0o1666) == -1: sys.exit(1)"
         ));
         SharedMemory(key)
@@ -258,7 +227,7 @@ impl Host {
             data: Shown::make(),
             runtime: Shown::make(),
             outside: shown_dir(),
-            witness: Witness::start(),
+            witness: HostProcess::start(),
             name,
             memory: SharedMemory::make(nth),
         }
@@ -284,13 +253,13 @@ impl Host {
     }
 
     /// A run without some layers, with a view of data and one of a runtime.
-    fn run(&self, without: &[Layer], acts: &[(&str, &str)]) -> Ran {
-        let mut hood = Hood::python(&attempts(&self.setup(), acts)).without(without);
+    fn run(&self, without: &[Layer], acts: &[(&str, &str)]) -> ConfinedResult {
+        let mut confined = ConfinedRun::python(&attempts(&self.setup(), acts)).without(without);
         for (shown, exec, owner) in [
             (&self.data, Exec::Refused, Owner::Mapped),
             (&self.runtime, Exec::Allowed, Owner::AsIs),
         ] {
-            hood.spec.views.push(ReadOnlyView {
+            confined.spec.views.push(ReadOnlyView {
                 source: HostPath::new(shown.path()),
                 target: InsidePath::new(shown.path()),
                 exec,
@@ -298,10 +267,15 @@ impl Host {
                 content: ViewContent::Runtime,
             });
         }
-        hood.run()
+        confined.run()
     }
 }
 
+trial!(
+    Everyone,
+    each_layer_owns_its_acts,
+    only_at_full = "most are namespaces'; what Landlock, seccomp and the guardian own is landlock_level::each_layer_owns_its_acts"
+);
 fn each_layer_owns_its_acts() {
     let host = Host::new();
     let mut wrong = Vec::new();
@@ -343,6 +317,11 @@ fn applies(whom: Caller) -> bool {
     }
 }
 
+trial!(
+    Everyone,
+    with_any_one_layer_off,
+    only_at_full = "there most promises rest on one layer: what is open without it is landlock_level::each_layer_owns_its_acts"
+);
 fn with_any_one_layer_off() {
     let mut host = Host::new();
     let all_on = host.run(&[], BATTERY);
@@ -383,17 +362,18 @@ fn with_any_one_layer_off() {
     );
 }
 
+trial!(Everyone, a_layer_that_cannot_be_had_stops_the_run);
 /// What was asked for and cannot be had stops the run. Without no_new_privs the kernel demands CAP_SYS_ADMIN for
 /// seccomp (and for Landlock, but its library sets the bit itself); a plain user's /proc demands a pid namespace.
 fn a_layer_that_cannot_be_had_stops_the_run() {
-    assert_eq!(Hood::sh("true").run().code(), Some(0), "the control");
+    assert_eq!(ConfinedRun::sh("true").run().code(), Some(0), "the control");
     let stops = |without: &[Layer], step: &str| {
-        let stopped = Hood::sh("echo STARTED").without(without).try_run();
+        let stopped = ConfinedRun::sh("echo STARTED").without(without).try_run();
         let error = stopped.map(|ran| ran.all()).expect_err(step);
         assert!(
-            crate::hood::chain(&error).contains(step),
+            crate::confined_run::chain(&error).contains(step),
             "{}",
-            crate::hood::chain(&error)
+            crate::confined_run::chain(&error)
         );
     };
     stops(&[NoNewPrivs, Landlock], "seccomp");
@@ -402,6 +382,7 @@ fn a_layer_that_cannot_be_had_stops_the_run() {
     }
 }
 
+trial!(Everyone, what_is_on_is_what_is_said);
 /// The record lists exactly the layers that are on.
 fn what_is_on_is_what_is_said() {
     let expected = |without: Option<Layer>| {
@@ -412,7 +393,7 @@ fn what_is_on_is_what_is_said() {
         let mut list: Vec<Layer> = SWITCHES
             .into_iter()
             .chain(always)
-            .filter(|l| crate::hood::level().has(*l) && Some(*l) != without)
+            .filter(|l| crate::confined_run::level().has(*l) && Some(*l) != without)
             .collect();
         list.sort();
         list
@@ -425,9 +406,9 @@ fn what_is_on_is_what_is_said() {
         Some(NetNamespace),
         Some(CgroupNamespace),
     ] {
-        let hood = Hood::sh("true").without(without.as_slice());
-        assert!(Path::new(hood.workspace()).exists());
-        let ran = hood.run();
+        let confined = ConfinedRun::sh("true").without(without.as_slice());
+        assert!(Path::new(confined.workspace()).exists());
+        let ran = confined.run();
         let mut said: Vec<Layer> = ran.layers.iter().map(|(layer, _)| *layer).collect();
         said.sort();
         assert_eq!(said, expected(without), "{}", ran.all());

@@ -14,70 +14,11 @@ use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::hood::{Hood, Ran, at_landlock, host_dir, is_root, unconfined, unconfined_under};
-use crate::{Entry, For, OnlyAtFull, plain_user};
+use testkit::{inner_arguments, is_root, trial};
 
-pub const TRIALS: &[Entry] = &[
-    (
-        "content_and_metadata_stay",
-        For::Everyone,
-        content_and_metadata_stay,
-    ),
-    ("mounts_stay", For::Everyone, mounts_stay),
-    (
-        "reading_leaves_no_trace",
-        For::Everyone,
-        reading_leaves_no_trace,
-    ),
-    ("data_below_tmp", For::Everyone, data_below_tmp),
-    ("data_below_var_tmp", For::Everyone, data_below_var_tmp),
-    (
-        "a_fifo_cannot_be_written",
-        For::Everyone,
-        a_fifo_cannot_be_written,
-    ),
-    (
-        "a_stream_socket_cannot_be_connected",
-        For::Everyone,
-        a_stream_socket_cannot_be_connected,
-    ),
-    (
-        "a_datagram_socket_cannot_be_sent_to",
-        For::Everyone,
-        a_datagram_socket_cannot_be_sent_to,
-    ),
-    (
-        "a_link_out_leads_nowhere",
-        For::Everyone,
-        a_link_out_leads_nowhere,
-    ),
-    (
-        "nothing_in_data_executes",
-        For::Everyone,
-        nothing_in_data_executes,
-    ),
-    (
-        "the_rest_of_the_project_is_absent",
-        For::Everyone,
-        the_rest_of_the_project_is_absent,
-    ),
-    (
-        "owner_only_data_is_read_not_written",
-        For::Root,
-        owner_only_data_is_read_not_written,
-    ),
-    (SUBMOUNT, For::Root, a_mount_in_data_is_read_only_too),
-];
-const SUBMOUNT: &str = "a_mount_in_data_is_read_only_too";
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("reading_leaves_no_trace", "only a mount of one's own can be without times of access"),
-    ("owner_only_data_is_read_not_written",
-        "only a mount can show another owner; that the run is refused is landlock_level::owner_only_data_is_said_to_be"),
-    ("the_rest_of_the_project_is_absent",
-        "names can be asked for; that nothing of it can be read or listed is landlock_level::the_rest_of_the_project"),
-];
+use crate::confined_run::{
+    ConfinedResult, ConfinedRun, at_landlock, host_dir, unconfined, unconfined_under,
+};
 
 /// Acts on the file `F`, named `N`, in the directory `D`, with `W` a writable directory. Each is Python that
 /// raises when it is refused; each has a file of its own.
@@ -245,14 +186,14 @@ fn fill_data(data: &Path) {
 
 /// Everything the host knows about one path, access time apart.
 #[derive(Debug, PartialEq, Eq)]
-struct Known {
+struct FileFacts {
     numbers: [u64; 6],
     times: [i64; 4],
     attributes: Vec<u8>,
     content: Vec<u8>,
 }
 
-fn snapshot(root: &Path) -> BTreeMap<PathBuf, Known> {
+fn snapshot(root: &Path) -> BTreeMap<PathBuf, FileFacts> {
     let mut seen = BTreeMap::new();
     let mut pending = vec![root.to_path_buf()];
     while let Some(path) = pending.pop() {
@@ -278,7 +219,7 @@ fn snapshot(root: &Path) -> BTreeMap<PathBuf, Known> {
         let mut attributes = vec![0; 4096];
         let length = rustix::fs::llistxattr(&path, &mut attributes[..]).unwrap();
         attributes.truncate(length);
-        let known = Known {
+        let known = FileFacts {
             numbers: [
                 meta.ino(),
                 meta.mode().into(),
@@ -302,10 +243,10 @@ fn snapshot(root: &Path) -> BTreeMap<PathBuf, Known> {
 }
 
 /// Runs a script with `data` in view twice: it is told the host path, then the place in the workspace.
-fn at_both_paths(data: &Path, script: impl Fn(&Path, &Path) -> String) -> [Ran; 2] {
-    let at_host = Hood::python_in(|work| script(data, &work.join("scratch")));
-    let at_work = Hood::python_in(|work| script(&work.join("data"), &work.join("scratch")));
-    [at_host, at_work].map(|hood| hood.view(data, "data").run())
+fn at_both_paths(data: &Path, script: impl Fn(&Path, &Path) -> String) -> [ConfinedResult; 2] {
+    let at_host = ConfinedRun::python_in(|work| script(data, &work.join("scratch")));
+    let at_work = ConfinedRun::python_in(|work| script(&work.join("data"), &work.join("scratch")));
+    [at_host, at_work].map(|confined| confined.view(data, "data").run())
 }
 
 /// Tries all acts on a view of `data` at both paths; each is refused and the host's tree stays as it was.
@@ -322,10 +263,12 @@ fn all_refused(acts: &[(&str, &str)], data: &Path) {
     assert_eq!(before, snapshot(data), "the host's tree changed");
 }
 
+trial!(Everyone, content_and_metadata_stay);
 fn content_and_metadata_stay() {
     closed_below(project_dir());
 }
 
+trial!(Everyone, mounts_stay);
 fn mounts_stay() {
     let dir = project_dir();
     let data = dir.path().join("data");
@@ -339,6 +282,11 @@ fn mounts_stay() {
     all_refused(MOUNT_ACTS, &data);
 }
 
+trial!(
+    Everyone,
+    reading_leaves_no_trace,
+    only_at_full = "only a mount of one's own can be without times of access"
+);
 /// Even the access time stays: what was read is nobody else's business, and metadata is metadata.
 fn reading_leaves_no_trace() {
     let dir = project_dir();
@@ -354,7 +302,7 @@ fn reading_leaves_no_trace() {
     }
     let read = |data: &Path, _: &Path| format!("print(open({:?}).read())", data.join("inside"));
     for ran in at_both_paths(&data, read) {
-        assert!(ran.said("measured"), "{}", ran.all());
+        assert!(ran.printed("measured"), "{}", ran.all());
     }
     assert_eq!(atime(&data.join("inside")), 1_000_000_000);
     unconfined(&format!("open({:?}).read()", data.join("control")));
@@ -368,11 +316,13 @@ fn reading_leaves_no_trace() {
     }
 }
 
+trial!(Everyone, data_below_tmp);
 /// Below the host's /tmp the view stands in the program's own, writable /tmp: the view itself is as closed as elsewhere.
 fn data_below_tmp() {
     closed_below(below_tmp());
 }
 
+trial!(Everyone, data_below_var_tmp);
 /// Inside, /var/tmp is a link to the private /tmp; a host path that leads through it must be there all the same.
 fn data_below_var_tmp() {
     closed_below(host_dir());
@@ -389,6 +339,7 @@ fn closed_below(dir: tempfile::TempDir) {
     all_refused(ACTS, &data);
 }
 
+trial!(Everyone, a_fifo_cannot_be_written);
 /// A read-only mount does not refuse this by itself: the bytes go to whoever reads, not to the file system.
 fn a_fifo_cannot_be_written() {
     for dir in [project_dir(), below_tmp()] {
@@ -452,6 +403,7 @@ fn a_fifo_cannot_be_written() {
     }
 }
 
+trial!(Everyone, a_stream_socket_cannot_be_connected);
 fn a_stream_socket_cannot_be_connected() {
     for dir in [project_dir(), below_tmp()] {
         let data = dir.path().join("data");
@@ -500,6 +452,7 @@ fn a_stream_socket_cannot_be_connected() {
     }
 }
 
+trial!(Everyone, a_datagram_socket_cannot_be_sent_to);
 fn a_datagram_socket_cannot_be_sent_to() {
     let dir = project_dir();
     let data = dir.path().join("data");
@@ -536,6 +489,7 @@ fn a_datagram_socket_cannot_be_sent_to() {
     receiver.recv(&mut [0]).unwrap();
 }
 
+trial!(Everyone, a_link_out_leads_nowhere);
 fn a_link_out_leads_nowhere() {
     let dir = project_dir();
     let data = dir.path().join("project/data");
@@ -558,12 +512,12 @@ fn a_link_out_leads_nowhere() {
         // What is absent is not found; what Landlock keeps closed is refused.
         let refused = if at_landlock() { "EACCES" } else { "ENOENT" };
         for name in ["absolute", "relative", "directory/project/secret"] {
-            assert!(ran.said(&format!("{name} {refused}")), "{}", ran.all());
+            assert!(ran.printed(&format!("{name} {refused}")), "{}", ran.all());
         }
-        assert!(ran.said("inward kept"), "{}", ran.all());
+        assert!(ran.printed("inward kept"), "{}", ran.all());
         // The way up ends at the sandbox's own root, where another file has that name.
         let far = if at_landlock() { "EACCES" } else { "fumehood" };
-        assert!(ran.said(&format!("far {far}")), "{}", ran.all());
+        assert!(ran.printed(&format!("far {far}")), "{}", ran.all());
     }
     let control = unconfined(&script(&data, dir.path()));
     for line in [
@@ -576,6 +530,7 @@ fn a_link_out_leads_nowhere() {
     }
 }
 
+trial!(Everyone, nothing_in_data_executes);
 fn nothing_in_data_executes() {
     let dir = project_dir();
     let (data, copy) = (dir.path().join("data"), dir.path().join("copy"));
@@ -610,10 +565,15 @@ fn nothing_in_data_executes() {
     let control = unconfined(&attack(acts, &copy, &dir.path().join("scratch")));
     assert_eq!(came_out("did", &control), all_of(acts), "{control}");
     // And a program in the workspace executes: it is the view that refuses, not the sandbox.
-    let ran = Hood::sh("cp /bin/true ./own && ./own && echo ran").run();
-    assert!(ran.said("ran"), "{}", ran.all());
+    let ran = ConfinedRun::sh("cp /bin/true ./own && ./own && echo ran").run();
+    assert!(ran.printed("ran"), "{}", ran.all());
 }
 
+trial!(
+    Everyone,
+    the_rest_of_the_project_is_absent,
+    only_at_full = "names can be asked for; that nothing of it can be read or listed is landlock_level::the_rest_of_the_project"
+);
 fn the_rest_of_the_project_is_absent() {
     let dir = project_dir();
     let project = dir.path().join("project");
@@ -637,12 +597,16 @@ fn the_rest_of_the_project_is_absent() {
          print('above', *os.listdir({:?}))",
         dir.path()
     );
-    let ran = Hood::python(&list)
+    let ran = ConfinedRun::python(&list)
         .view(&project.join("data"), "data")
         .view(&project.join("docs"), "docs")
         .run();
-    assert!(ran.said("found data data/x docs docs/y"), "{}", ran.all());
-    assert!(ran.said("above project"), "{}", ran.all());
+    assert!(
+        ran.printed("found data data/x docs docs/y"),
+        "{}",
+        ran.all()
+    );
+    assert!(ran.printed("above project"), "{}", ran.all());
     fs::write(dir.path().join("beside"), "").unwrap();
     let control = unconfined(&list);
     assert!(
@@ -651,6 +615,11 @@ fn the_rest_of_the_project_is_absent() {
     );
 }
 
+trial!(
+    Root,
+    owner_only_data_is_read_not_written,
+    only_at_full = "only a mount can show another owner; that the run is refused is landlock_level::owner_only_data_is_said_to_be"
+);
 /// The idmap shows root's files as the program's own; yet they are root's, and stay as they are.
 fn owner_only_data_is_read_not_written() {
     let dir = project_dir();
@@ -663,11 +632,11 @@ fn owner_only_data_is_read_not_written() {
     for ran in at_both_paths(&data, |data, _| {
         format!("print(open({:?}).read())", data.join("secret"))
     }) {
-        assert!(ran.said("measured"), "{}", ran.all());
+        assert!(ran.printed("measured"), "{}", ran.all());
     }
     all_refused(ACTS, &data);
     // Another unprivileged user of this host could not even have read it.
-    let (uid, gid) = plain_user::account();
+    let (uid, gid) = testkit::account::uid_and_gid();
     let mut stranger = Command::new("/bin/cat");
     std::os::unix::process::CommandExt::uid(&mut stranger, uid);
     std::os::unix::process::CommandExt::gid(&mut stranger, gid);
@@ -681,6 +650,7 @@ fn owner_only_data_is_read_not_written() {
     );
 }
 
+trial!(Root, a_mount_in_data_is_read_only_too);
 /// Runs itself again in a mount namespace of its own, so that the mount it makes is nobody else's. The directory
 /// is the outer one's: it can be removed once that namespace, and what is mounted there, is gone.
 fn a_mount_in_data_is_read_only_too() {
@@ -691,7 +661,7 @@ fn a_mount_in_data_is_read_only_too() {
         let again = Command::new("unshare")
             .args(["--mount", "--propagation", "private"])
             .arg(std::env::current_exe().unwrap())
-            .args(["__plain_trial", &format!("p02_inputs::{SUBMOUNT}")])
+            .args(inner_arguments!(a_mount_in_data_is_read_only_too))
             .env(INNER, dir.path().join("data"))
             .output()
             .unwrap();

@@ -7,83 +7,9 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use sandbox::spec::Layer;
+use testkit::{inner_arguments, is_root, trial};
 
-use crate::hood::{Hood, Ran, at_landlock, is_root, unconfined};
-use crate::{Entry, For, OnlyAtFull};
-
-pub const TRIALS: &[Entry] = &[
-    ("the_runtime_is_there", For::Everyone, the_runtime_is_there),
-    (
-        "the_root_holds_only_what_is_listed",
-        For::Everyone,
-        the_root_holds_only_what_is_listed,
-    ),
-    (
-        "files_of_the_host_are_absent",
-        For::Everyone,
-        files_of_the_host_are_absent,
-    ),
-    (
-        "credentials_are_absent",
-        For::Everyone,
-        credentials_are_absent,
-    ),
-    ("etc_is_made_up", For::Everyone, etc_is_made_up),
-    (
-        "dev_holds_only_what_is_listed",
-        For::Everyone,
-        dev_holds_only_what_is_listed,
-    ),
-    (
-        "proc_shows_only_its_own",
-        For::Everyone,
-        proc_shows_only_its_own,
-    ),
-    (
-        "proc_cannot_be_written",
-        For::Everyone,
-        proc_cannot_be_written,
-    ),
-    (
-        "kernel_memory_is_closed",
-        For::Everyone,
-        kernel_memory_is_closed,
-    ),
-    ("keys_are_not_named", For::Everyone, keys_are_not_named),
-    ("no_cgroup_tree", For::Everyone, no_cgroup_tree),
-    (
-        "the_host_name_is_not_the_hosts",
-        For::Everyone,
-        the_host_name_is_not_the_hosts,
-    ),
-    (
-        "no_writable_mount_of_the_host",
-        For::Everyone,
-        no_writable_mount_of_the_host,
-    ),
-    (
-        "devices_stay_as_they_are",
-        For::Everyone,
-        devices_stay_as_they_are,
-    ),
-    (
-        ENVIRONMENT,
-        For::Everyone,
-        the_environment_is_built_from_nothing,
-    ),
-];
-const ENVIRONMENT: &str = "the_environment_is_built_from_nothing";
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("the_root_holds_only_what_is_listed", "it is the host's root; that it cannot be listed is landlock_level::what_can_be_listed"),
-    ("etc_is_made_up", "it is the host's /etc, of which few files are open: landlock_level::what_can_be_listed"),
-    ("dev_holds_only_what_is_listed", "it is the host's /dev, of which few devices are open: landlock_level::what_can_be_listed"),
-    ("proc_shows_only_its_own", "it is the host's /proc, which is closed: landlock_level::what_proc_tells"),
-    ("no_cgroup_tree", "there is no cgroup namespace, and the mounts are the host's: /proc/self tells their names"),
-    ("the_host_name_is_not_the_hosts", "without a namespace for it the name is the host's"),
-    ("no_writable_mount_of_the_host", "the mounts are the host's; Landlock decides what can be written there (P4)"),
-];
+use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, unconfined};
 
 /// The value after `key ` on a line of its own.
 fn told<'a>(printed: &'a str, key: &str) -> &'a str {
@@ -99,21 +25,28 @@ fn words<'a>(printed: &'a str, key: &str) -> Vec<&'a str> {
     words
 }
 
-fn well(ran: &Ran) -> &str {
+fn well(ran: &ConfinedResult) -> &str {
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
     &ran.stdout
 }
 
+trial!(Everyone, the_runtime_is_there);
 fn the_runtime_is_there() {
-    let ran = Hood::sh("test -x /usr/bin/env && test -r /etc/ld.so.cache && ls /usr/lib /bin/ /lib/ >/dev/null && echo there").run();
-    assert!(ran.said("there"), "{}", ran.all());
+    let ran = ConfinedRun::sh("test -x /usr/bin/env && test -r /etc/ld.so.cache && ls /usr/lib /bin/ /lib/ >/dev/null && echo there").run();
+    assert!(ran.printed("there"), "{}", ran.all());
 }
 
+trial!(
+    Everyone,
+    the_root_holds_only_what_is_listed,
+    only_at_full =
+        "it is the host's root; that it cannot be listed is landlock_level::what_can_be_listed"
+);
 fn the_root_holds_only_what_is_listed() {
     let list = "print('root', *os.listdir('/'))\n\
                 for name in ('home', 'root', 'run', 'var', 'tmp', 'empty', 'sys', 'boot', 'opt', 'srv', 'mnt'):\n    \
                     print(name, *(sorted(os.listdir('/' + name)) if os.path.isdir('/' + name) else ('absent',)))";
-    let ran = Hood::python(list).run();
+    let ran = ConfinedRun::python(list).run();
     let printed = well(&ran);
     let system = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"];
     let ours = [
@@ -153,6 +86,7 @@ fn the_root_holds_only_what_is_listed() {
     assert!(words(&control, "var").len() > 3, "{control}");
 }
 
+trial!(Everyone, files_of_the_host_are_absent);
 /// A file that everyone may read, in each place of the host where this user can put one.
 fn files_of_the_host_are_absent() {
     let places = [
@@ -189,8 +123,8 @@ fn files_of_the_host_are_absent() {
                  except OSError as e: pass\n\
          print('found', found)"
     );
-    let ran = Hood::python(&look).run();
-    assert!(ran.said("found 0"), "{}", ran.all());
+    let ran = ConfinedRun::python(&look).run();
+    assert!(ran.printed("found 0"), "{}", ran.all());
     let control = unconfined(&look);
     assert!(
         told(&control, "found").parse::<usize>().unwrap() >= paths.len(),
@@ -198,6 +132,7 @@ fn files_of_the_host_are_absent() {
     );
 }
 
+trial!(Everyone, credentials_are_absent);
 /// Home directories are shown to be empty elsewhere; these are the places outside them.
 fn credentials_are_absent() {
     // Without a root of its own the names are there to ask for, and nothing behind them can be opened.
@@ -217,9 +152,9 @@ for path in ('/etc/shadow', '/etc/gshadow', '/etc/shadow-', '/etc/ssh', '/etc/su
 print('looked')
 ";
     let look = look.replace("SEEN", seen);
-    let ran = Hood::python(&look).run();
+    let ran = ConfinedRun::python(&look).run();
     assert!(
-        ran.said("looked") && !ran.stdout.contains("there"),
+        ran.printed("looked") && !ran.stdout.contains("there"),
         "{}",
         ran.all()
     );
@@ -236,6 +171,12 @@ print('looked')
     }
 }
 
+trial!(
+    Everyone,
+    etc_is_made_up,
+    only_at_full =
+        "it is the host's /etc, of which few files are open: landlock_level::what_can_be_listed"
+);
 fn etc_is_made_up() {
     let look = "import pwd, grp\n\
                 for name in ('passwd', 'group', 'hosts', 'hostname', 'resolv.conf', 'nsswitch.conf'):\n    \
@@ -244,7 +185,7 @@ fn etc_is_made_up() {
                 print('user', pwd.getpwuid(os.getuid()).pw_name, pwd.getpwuid(os.getuid()).pw_dir, os.path.expanduser('~'))\n\
                 print('group_name', grp.getgrgid(os.getgid()).gr_name)\n\
                 print('users', *(p.pw_name for p in pwd.getpwall()))";
-    let ran = Hood::python(look).run();
+    let ran = ConfinedRun::python(look).run();
     let printed = well(&ran);
     assert_eq!(words(printed, "users"), ["analysis", "nobody", "root"]);
     assert_eq!(
@@ -271,6 +212,12 @@ fn etc_is_made_up() {
     );
 }
 
+trial!(
+    Everyone,
+    dev_holds_only_what_is_listed,
+    only_at_full =
+        "it is the host's /dev, of which few devices are open: landlock_level::what_can_be_listed"
+);
 fn dev_holds_only_what_is_listed() {
     let list = "print('dev', *os.listdir('/dev'))\nprint('pts', *os.listdir('/dev/pts'))\nprint('shm', len(os.listdir('/dev/shm')))\n\
                 for name in sorted(os.listdir('/dev')):\n    \
@@ -278,7 +225,7 @@ fn dev_holds_only_what_is_listed() {
                 print('bytes', len(open('/dev/zero', 'rb').read(3) + open('/dev/urandom', 'rb').read(3) + open('/dev/null', 'rb').read(3)))\n\
                 try: open('/dev/full', 'wb', 0).write(b'x')\n\
                 except OSError as e: print('full', errno.errorcode[e.errno])";
-    let ran = Hood::python(list).run();
+    let ran = ConfinedRun::python(list).run();
     let printed = well(&ran);
     let listed = [
         "fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout",
@@ -287,7 +234,7 @@ fn dev_holds_only_what_is_listed() {
     assert_eq!(words(printed, "dev"), listed);
     // Not a device of the host's: the multiplexer of the sandbox's own terminals.
     assert!(
-        ran.said("link ptmx pts/ptmx") && ran.said("pts ptmx") && ran.said("shm 0"),
+        ran.printed("link ptmx pts/ptmx") && ran.printed("pts ptmx") && ran.printed("shm 0"),
         "{}",
         ran.all()
     );
@@ -297,10 +244,10 @@ fn dev_holds_only_what_is_listed() {
         "stdout /proc/self/fd/1",
         "stderr /proc/self/fd/2",
     ] {
-        assert!(ran.said(&format!("link {link}")), "{}", ran.all());
+        assert!(ran.printed(&format!("link {link}")), "{}", ran.all());
     }
     assert!(
-        ran.said("bytes 6") && ran.said("full ENOSPC"),
+        ran.printed("bytes 6") && ran.printed("full ENOSPC"),
         "{}",
         ran.all()
     );
@@ -312,10 +259,15 @@ fn dev_holds_only_what_is_listed() {
     assert!(more > 6, "the control: this host has {more} devices");
 }
 
+trial!(
+    Everyone,
+    proc_shows_only_its_own,
+    only_at_full = "it is the host's /proc, which is closed: landlock_level::what_proc_tells"
+);
 fn proc_shows_only_its_own() {
     let list = "print('pids', *(n for n in os.listdir('/proc') if n.isdigit()))\nprint('me', os.getpid())\n\
                 print('parent', os.getppid())\nprint('net', open('/proc/net/dev').read().count(':'))";
-    let ran = Hood::python(list).run();
+    let ran = ConfinedRun::python(list).run();
     let printed = well(&ran);
     assert_eq!(words(printed, "pids").len(), 2, "{printed}");
     assert_eq!(
@@ -362,6 +314,7 @@ fn names_below(tops: &[&str]) -> Vec<PathBuf> {
     found
 }
 
+trial!(Everyone, proc_cannot_be_written);
 fn proc_cannot_be_written() {
     // Where it cannot be listed, what the host's holds is tried by name.
     let names = match at_landlock() {
@@ -373,11 +326,11 @@ fn proc_cannot_be_written() {
              try: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)); print('writable', path)\n    \
              except OSError: pass\n"
     );
-    let mut hood = Hood::new(&["/usr/bin/python3", "-I", "look.py"]);
+    let mut confined = ConfinedRun::new(&["/usr/bin/python3", "-I", "look.py"]);
     let script = format!("import os\n{OPEN_ALL}{by_name}open_all('/proc')");
-    fs::write(hood.workspace().join("look.py"), script).unwrap();
-    hood.spec.limits.wall_ms = 60_000;
-    let ran = hood.run();
+    fs::write(confined.workspace().join("look.py"), script).unwrap();
+    confined.spec.limits.wall_ms = 60_000;
+    let ran = confined.run();
     assert!(!well(&ran).contains("writable"), "{}", ran.all());
     let tried: usize = told(&ran.stdout, "tried").parse().unwrap();
     assert!(tried + names.len() > 500, "{}", ran.all());
@@ -394,7 +347,7 @@ fn proc_cannot_be_written() {
     let write = "for name in ('oom_score_adj', 'comm', 'coredump_filter', 'timerslack_ns', 'clear_refs'):\n    \
                      try: os.write(os.open('/proc/self/' + name, os.O_WRONLY), b'1'); print('wrote', name)\n    \
                      except OSError as e: print('refused', name)";
-    let ran = Hood::python(write).run();
+    let ran = ConfinedRun::python(write).run();
     assert!(
         !well(&ran).contains("wrote") && ran.stdout.lines().count() == 5,
         "{}",
@@ -403,6 +356,7 @@ fn proc_cannot_be_written() {
     assert_eq!(unconfined(write).matches("wrote").count(), 5);
 }
 
+trial!(Everyone, kernel_memory_is_closed);
 fn kernel_memory_is_closed() {
     let look = "
 def opened(*paths):
@@ -415,7 +369,7 @@ except OSError: symbols = []
 print('addresses', sum(line[:16].strip('0') != '' for line in symbols if line))
 ";
     let closed = "opened('/proc/kcore', '/proc/kmsg', '/dev/mem', '/dev/kmsg', '/dev/vda', '/proc/1/mem', '/proc/1/environ')";
-    let ran = Hood::python(&format!("{look}{closed}")).run();
+    let ran = ConfinedRun::python(&format!("{look}{closed}")).run();
     assert_eq!(well(&ran).matches("closed").count(), 7, "{}", ran.all());
     assert_eq!(ran.stdout.matches("opened").count(), 3, "{}", ran.all());
     assert_eq!(told(&ran.stdout, "addresses"), "0");
@@ -424,6 +378,7 @@ print('addresses', sum(line[:16].strip('0') != '' for line in symbols if line))
     }
 }
 
+trial!(Everyone, keys_are_not_named);
 /// The kernel shows keys by uid and not by namespace. Somebody of the same uid holds one on the host meanwhile.
 fn keys_are_not_named() {
     use std::io::{BufRead, BufReader};
@@ -449,7 +404,7 @@ sys.stdin.read()",
     let mut printed = BufReader::new(holder.stdout.take().unwrap());
     printed.read_line(&mut line).unwrap();
     assert_eq!(line, "True\n");
-    let (ran, control) = (Hood::python(look).run(), unconfined(look));
+    let (ran, control) = (ConfinedRun::python(look).run(), unconfined(look));
     drop(holder.stdin.take());
     assert!(holder.wait().unwrap().success());
     for name in ["keys", "key-users"] {
@@ -458,11 +413,17 @@ sys.stdin.read()",
     }
 }
 
+trial!(
+    Everyone,
+    no_cgroup_tree,
+    only_at_full =
+        "there is no cgroup namespace, and the mounts are the host's: /proc/self tells their names"
+);
 fn no_cgroup_tree() {
     let look = "print('paths', *{line.strip().split(':', 2)[2] for line in open('/proc/self/cgroup')})\n\
                 kinds = {line.split(' - ')[1].split()[0] for line in open('/proc/self/mountinfo')}\n\
                 print('kinds', *kinds)";
-    let ran = Hood::python(look).run();
+    let ran = ConfinedRun::python(look).run();
     assert_eq!(words(well(&ran), "paths"), ["/"], "{}", ran.all());
     let kinds = words(&ran.stdout, "kinds");
     for kind in [
@@ -485,38 +446,50 @@ fn no_cgroup_tree() {
     );
     if is_root() {
         // With a group of its own and no namespace for it, the path is the host's.
-        let ran = Hood::python(look).without(&[Layer::CgroupNamespace]).run();
+        let ran = ConfinedRun::python(look)
+            .without(&[Layer::CgroupNamespace])
+            .run();
         assert_ne!(words(well(&ran), "paths"), ["/"], "{}", ran.all());
     }
 }
 
+trial!(
+    Everyone,
+    the_host_name_is_not_the_hosts,
+    only_at_full = "without a namespace for it the name is the host's"
+);
 fn the_host_name_is_not_the_hosts() {
     let look = "print('names', socket.gethostname(), os.uname().nodename, open('/proc/sys/kernel/hostname').read().strip())";
-    let mut hood = Hood::python(look);
-    hood.spec.host_name = String::from("not-this-host");
-    let ran = hood.run();
+    let mut confined = ConfinedRun::python(look);
+    confined.spec.host_name = String::from("not-this-host");
+    let ran = confined.run();
     assert_eq!(words(well(&ran), "names"), ["not-this-host"; 3]);
     assert!(!unconfined(look).contains("not-this-host"));
-    let ran = Hood::python(&format!(
+    let ran = ConfinedRun::python(&format!(
         "name = b'mine'\nprint('set', libc.sethostname(name, 4))\n{look}"
     ))
     .run();
     assert!(
-        ran.said("set -1") && !ran.stdout.contains("mine"),
+        ran.printed("set -1") && !ran.stdout.contains("mine"),
         "{}",
         ran.all()
     );
 }
 
+trial!(
+    Everyone,
+    no_writable_mount_of_the_host,
+    only_at_full = "the mounts are the host's; Landlock decides what can be written there (P4)"
+);
 fn no_writable_mount_of_the_host() {
     let look = "for line in open('/proc/self/mountinfo'):\n    \
                     own, rest = line.split(' - ')\n    \
                     point, options = own.split()[4:6]\n    \
                     if 'ro' not in options.split(',') and 'ro' not in rest.split()[2].split(','): print('writable', point)";
     let data = tempfile::tempdir_in("/tmp").unwrap();
-    let hood = Hood::python(look).view(data.path(), "data");
-    let workspace = hood.workspace().to_str().unwrap().to_owned();
-    let ran = hood.run();
+    let confined = ConfinedRun::python(look).view(data.path(), "data");
+    let workspace = confined.workspace().to_str().unwrap().to_owned();
+    let ran = confined.run();
     let devices = ["null", "zero", "full", "random", "urandom", "pts", "shm"]
         .map(|name| format!("/dev/{name}"));
     let found: Vec<&str> = well(&ran)
@@ -535,6 +508,7 @@ fn no_writable_mount_of_the_host() {
     assert!(unconfined(look).lines().any(|l| l == "writable /"));
 }
 
+trial!(Everyone, devices_stay_as_they_are);
 /// What can be written there is the host's devices' content, which is nothing: not their mode, not their owner.
 fn devices_stay_as_they_are() {
     let mode = |name: &str| {
@@ -543,7 +517,7 @@ fn devices_stay_as_they_are() {
             .unwrap()
     };
     let before = ["null", "zero", "full", "random", "urandom"].map(mode);
-    let ran = Hood::python(
+    let ran = ConfinedRun::python(
         "for name in ('null', 'zero', 'full', 'random', 'urandom'):\n    \
              for act in (lambda p: os.chmod(p, 0), lambda p: os.chown(p, 1000, 1000), os.unlink, lambda p: os.rename(p, '/tmp/x')):\n        \
                  try: act('/dev/' + name); print('did', name)\n        \
@@ -557,12 +531,13 @@ fn devices_stay_as_they_are() {
     );
 }
 
+trial!(Everyone, the_environment_is_built_from_nothing);
 /// Runs itself again with a secret in its environment: it is to be found in no process visible inside.
 fn the_environment_is_built_from_nothing() {
     const SECRET: (&str, &str) = ("PGPASSWORD", "fumehood-test-secret");
     if std::env::var_os(SECRET.0).is_none() {
         let again = Command::new(std::env::current_exe().unwrap())
-            .args(["__plain_trial", &format!("p03_runtime::{ENVIRONMENT}")])
+            .args(inner_arguments!(the_environment_is_built_from_nothing))
             .env(SECRET.0, SECRET.1)
             .output()
             .unwrap();
@@ -584,7 +559,7 @@ fn the_environment_is_built_from_nothing() {
                         except OSError: pass\n\
                 print('found', found)";
     let look = format!("RUNNER = {}\n{look}", std::process::id());
-    let ran = Hood::python(&look).run();
+    let ran = ConfinedRun::python(&look).run();
     let given = ["HOME", "LANG", "PATH", "TMPDIR"];
     assert_eq!(words(well(&ran), "names"), given);
     assert_eq!(told(&ran.stdout, "found"), "0");

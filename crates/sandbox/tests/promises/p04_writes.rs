@@ -7,53 +7,9 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use testkit::{is_root, trial};
 
-use crate::hood::{Hood, at_landlock, home, is_root, unconfined};
-use crate::{Entry, For, OnlyAtFull};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "files_are_made_in_its_own_directories_only",
-        For::Everyone,
-        files_are_made_in_its_own_directories_only,
-    ),
-    (
-        "files_of_the_system_cannot_be_opened_for_writing",
-        For::Everyone,
-        files_of_the_system_cannot_be_opened,
-    ),
-    (
-        "what_it_writes_arrives",
-        For::Everyone,
-        what_it_writes_arrives,
-    ),
-    (
-        "the_hidden_directory_is_empty_and_closed",
-        For::Everyone,
-        the_hidden_directory_is_empty_and_closed,
-    ),
-    (
-        "shared_memory_and_tmp_are_private",
-        For::Everyone,
-        shared_memory_and_tmp_are_private,
-    ),
-    (
-        "times_of_devices_stay",
-        For::Everyone,
-        times_of_devices_stay,
-    ),
-    (
-        "another_analysis_is_absent",
-        For::Everyone,
-        another_analysis_is_absent,
-    ),
-];
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("the_hidden_directory_is_empty_and_closed",
-        "nothing can be mounted over it: it is the program's own, and holds its temporary files and nothing of ours"),
-];
+use crate::confined_run::{ConfinedRun, at_landlock, home, unconfined};
 
 /// Every directory there is: tries to make a file in each, by its name and by its descriptor.
 const MAKE_EVERYWHERE: &str = "
@@ -85,6 +41,7 @@ fn places(printed: &str) -> Vec<&str> {
     places
 }
 
+trial!(Everyone, files_are_made_in_its_own_directories_only);
 fn files_are_made_in_its_own_directories_only() {
     let open = tempfile::Builder::new()
         .prefix("fumehood-host-")
@@ -104,11 +61,11 @@ fn files_are_made_in_its_own_directories_only() {
         ),
     };
     let script = format!("{MAKE_EVERYWHERE}os.makedirs('deep/deeper')\n{walk}");
-    let hood = Hood::python(&script).view(open.path(), "data");
-    let workspace = hood.workspace().to_str().unwrap().to_owned();
-    let tmp = home(hood.workspace()).parent().unwrap().to_path_buf();
-    fs::create_dir(hood.workspace().join("given")).unwrap();
-    let ran = hood.run();
+    let confined = ConfinedRun::python(&script).view(open.path(), "data");
+    let workspace = confined.workspace().to_str().unwrap().to_owned();
+    let tmp = home(confined.workspace()).parent().unwrap().to_path_buf();
+    fs::create_dir(confined.workspace().join("given")).unwrap();
+    let ran = confined.run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
     // The whole list, so that a walk which missed its own places would be seen as well.
     let inner = ["", "/deep", "/deep/deeper", "/given"].map(|inner| format!("{workspace}{inner}"));
@@ -131,7 +88,8 @@ fn files_are_made_in_its_own_directories_only() {
     assert_eq!(places(&control).len(), 2, "{control}");
 }
 
-fn files_of_the_system_cannot_be_opened() {
+trial!(Everyone, files_of_the_system_cannot_be_opened_for_writing);
+fn files_of_the_system_cannot_be_opened_for_writing() {
     let script = "
 count = 0
 for root in ('/etc', '/usr/bin', '/usr/lib/python3', '/bin', '/lib64'):
@@ -147,17 +105,18 @@ print('enough' if count > 500 else count)
 ";
     // Modes and times cost a guardian's work each, where there is one.
     let limit = if at_landlock() { 600 } else { 100_000 };
-    let ran = Hood::python(&format!("LIMIT = {limit}\n{script}")).run();
+    let ran = ConfinedRun::python(&format!("LIMIT = {limit}\n{script}")).run();
     assert!(
-        ran.said("enough") && !ran.stdout.contains("did"),
+        ran.printed("enough") && !ran.stdout.contains("did"),
         "{}",
         ran.all()
     );
     // The same acts on a file of its own.
     let own = "open('own', 'w').close(); os.chmod('own', 0o600); os.utime('own'); os.rename('own', 'new'); os.unlink('new'); print('did')";
-    assert!(Hood::python(own).run().said("did"));
+    assert!(ConfinedRun::python(own).run().printed("did"));
 }
 
+trial!(Everyone, what_it_writes_arrives);
 /// The workspace is the same directory inside and outside; /tmp and /dev/shm are not the host's.
 fn what_it_writes_arrives() {
     let mark = format!("fumehood-mark-{}", std::process::id());
@@ -173,10 +132,10 @@ fn what_it_writes_arrives() {
     let script = format!(
         "echo result > result.txt; mkdir -p a/b; echo deep > a/b/c; {elsewhere} && echo written; echo y > ready; read line"
     );
-    let mut hood = Hood::sh(&script);
-    let workspace = hood.workspace().to_path_buf();
-    let (ready, release) = wait_at_fifo(&mut hood);
-    let running = std::thread::spawn(move || hood.run());
+    let mut confined = ConfinedRun::sh(&script);
+    let workspace = confined.workspace().to_path_buf();
+    let (ready, release) = wait_at_fifo(&mut confined);
+    let running = std::thread::spawn(move || confined.run());
     until_ready(ready);
     assert_eq!(
         fs::read_to_string(workspace.join("result.txt")).unwrap(),
@@ -191,12 +150,12 @@ fn what_it_writes_arrives() {
     }
     drop(release);
     let ran = running.join().unwrap();
-    assert!(ran.said("written"), "{}", ran.all());
+    assert!(ran.printed("written"), "{}", ran.all());
 }
 
 /// Gives the hood a FIFO named `ready` to report on and a standard input that ends when the second is dropped.
-fn wait_at_fifo(hood: &mut Hood) -> (fs::File, OwnedFd) {
-    let fifo = hood.workspace().join("ready");
+fn wait_at_fifo(confined: &mut ConfinedRun) -> (fs::File, OwnedFd) {
+    let fifo = confined.workspace().join("ready");
     rustix::fs::mknodat(
         rustix::fs::CWD,
         &fifo,
@@ -212,7 +171,7 @@ fn wait_at_fifo(hood: &mut Hood) -> (fs::File, OwnedFd) {
         .open(&fifo)
         .unwrap();
     let (input, release) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-    hood.stdin = Some(input);
+    confined.stdin = Some(input);
     (ready, release)
 }
 
@@ -233,6 +192,11 @@ fn until_ready(mut ready: fs::File) {
     );
 }
 
+trial!(
+    Everyone,
+    the_hidden_directory_is_empty_and_closed,
+    only_at_full = "nothing can be mounted over it: it is the program's own, and holds its temporary files and nothing of ours"
+);
 fn the_hidden_directory_is_empty_and_closed() {
     let script = "
 def attempt(name, act):
@@ -250,9 +214,9 @@ def all_on(hidden):
 print('holds', *os.listdir('.fumehood'))
 all_on('.fumehood')
 ";
-    let ran = Hood::python(script).run();
+    let ran = ConfinedRun::python(script).run();
     assert!(
-        ran.said("holds") && ran.stdout.matches("refused").count() == 8,
+        ran.printed("holds") && ran.stdout.matches("refused").count() == 8,
         "{}",
         ran.all()
     );
@@ -265,10 +229,11 @@ for name in ('make', 'mkdir', 'chmod', 'attribute', 'rename'):
 os.mkdir('other'); os.rename('other', '.own'); os.rmdir('.own')
 print('did all')
 ";
-    let ran = Hood::python(control).run();
-    assert!(ran.said("did all"), "{}", ran.all());
+    let ran = ConfinedRun::python(control).run();
+    assert!(ran.printed("did all"), "{}", ran.all());
 }
 
+trial!(Everyone, shared_memory_and_tmp_are_private);
 /// Names that exist on the host in its /tmp and /dev/shm can be made anew inside, and are other files.
 fn shared_memory_and_tmp_are_private() {
     for place in ["/tmp", "/dev/shm"] {
@@ -286,8 +251,12 @@ fn shared_memory_and_tmp_are_private() {
             closed_to_it(host.path());
             continue;
         }
-        let ran = Hood::python(&script).run();
-        assert!(ran.said("absent") && ran.said("mine"), "{}", ran.all());
+        let ran = ConfinedRun::python(&script).run();
+        assert!(
+            ran.printed("absent") && ran.printed("mine"),
+            "{}",
+            ran.all()
+        );
         assert_eq!(fs::read_to_string(host.path()).unwrap(), "the host's");
     }
     if is_root() {
@@ -299,13 +268,16 @@ fn shared_memory_and_tmp_are_private() {
             )
         };
         let made = unconfined(&open(0o102));
-        let (ran, control) = (Hood::python(&open(0o2)).run(), unconfined(&open(0o2)));
+        let (ran, control) = (
+            ConfinedRun::python(&open(0o2)).run(),
+            unconfined(&open(0o2)),
+        );
         unconfined(&format!("libc.syscall(241, b'{name}')"));
         assert!(
             made.contains("opened") && control.contains("opened"),
             "{made}{control}"
         );
-        assert!(ran.said("absent"), "{}", ran.all());
+        assert!(ran.printed("absent"), "{}", ran.all());
     }
 }
 
@@ -317,12 +289,13 @@ fn closed_to_it(file: &Path) {
              try: act(); print('did')\n    \
              except OSError: print('refused')"
     );
-    let ran = Hood::python(&acts).run();
+    let ran = ConfinedRun::python(&acts).run();
     assert_eq!(ran.stdout, "refused\n".repeat(5), "{}", ran.all());
     assert_eq!(fs::read_to_string(file).unwrap(), "the host's");
     assert_eq!(unconfined(&acts), "did\n".repeat(5));
 }
 
+trial!(Everyone, another_analysis_is_absent);
 /// Two at once. The first says on a FIFO that it is there, and waits for the end of its standard input.
 fn another_analysis_is_absent() {
     let first = "open('secret', 'w').write('secret')\n\
@@ -332,10 +305,10 @@ fn another_analysis_is_absent() {
                  out = os.open('ready', os.O_WRONLY); os.write(out, b'r')\n\
                  sys.stdin.read()\n\
                  print('seen', *sorted(os.listdir('.')))";
-    let mut hood = Hood::python(first);
-    let theirs = hood.workspace().to_path_buf();
-    let (ready, release) = wait_at_fifo(&mut hood);
-    let running = std::thread::spawn(move || hood.run());
+    let mut confined = ConfinedRun::python(first);
+    let theirs = confined.workspace().to_path_buf();
+    let (ready, release) = wait_at_fifo(&mut confined);
+    let running = std::thread::spawn(move || confined.run());
     until_ready(ready);
 
     // Names can be asked for where the tree is the host's; nothing behind them can be opened.
@@ -355,8 +328,12 @@ fn another_analysis_is_absent() {
         theirs.display(),
         theirs.file_name().unwrap().to_str().unwrap(),
     );
-    let ran = Hood::python(&look).run();
-    assert!(ran.said("listed 1") && ran.said("refused"), "{}", ran.all());
+    let ran = ConfinedRun::python(&look).run();
+    assert!(
+        ran.printed("listed 1") && ran.printed("refused"),
+        "{}",
+        ran.all()
+    );
     assert_eq!(ran.stdout.matches("absent").count(), 4, "{}", ran.all());
     let control = unconfined(&look);
     assert!(
@@ -366,12 +343,13 @@ fn another_analysis_is_absent() {
     drop(release);
     let ran = running.join().unwrap();
     assert!(
-        ran.said("seen .fumehood planted ready secret"),
+        ran.printed("seen .fumehood planted ready secret"),
         "{}",
         ran.all()
     );
 }
 
+trial!(Everyone, times_of_devices_stay);
 /// Who may write to a file may set its times to now, and everybody may write to these. They still serve.
 fn times_of_devices_stay() {
     let script = "
@@ -390,7 +368,7 @@ try: os.write(os.open('/dev/full', os.O_RDWR), b'x')
 except OSError as e: print(errno.errorcode[e.errno])
 ";
     let devices = ["null", "zero", "full", "random", "urandom"];
-    let ran = Hood::python(script).run();
+    let ran = ConfinedRun::python(script).run();
     let mut expected = String::from("own: done\nown held: done\n");
     for device in devices {
         expected += &format!("/dev/{device}: refused\n/dev/{device} held: refused\n");

@@ -1,81 +1,23 @@
 //! P6: the analysis cannot reach PostgreSQL or any other service of the host, by any kind of address, an
-//! inherited descriptor, or a credential lying about; its own processes reach each other.
+//! inherited descriptor, or a credential that it finds. The processes of one analysis reach each other.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use sandbox::supervise::Control;
+use testkit::postgres::PrivatePostgres;
+use testkit::{inner_arguments, is_root, trial};
 
-use crate::hood::{Hood, at_landlock, attempts, compile, is_root, shown_dir, unconfined, verdict};
-use crate::{Entry, For, OnlyAtFull};
-
-pub const TRIALS: &[Entry] = &[
-    ("postgresql", For::Everyone, postgresql),
-    ("any_service", For::Everyone, any_service),
-    ("kinds_of_sockets", For::Everyone, kinds_of_sockets),
-    (
-        "an_address_that_changes_under_way",
-        For::Everyone,
-        an_address_that_changes_under_way,
-    ),
-    (
-        "the_broker_tells_nothing_of_the_host",
-        For::Everyone,
-        the_broker_tells_nothing_of_the_host,
-    ),
-    ("its_own_sockets_work", For::Everyone, its_own_sockets_work),
-    (
-        "its_own_datagrams_work",
-        For::Everyone,
-        its_own_datagrams_work,
-    ),
-    (
-        "a_datagram_whose_address_changes_under_way",
-        For::Root,
-        a_datagram_whose_address_changes_under_way,
-    ),
-    (
-        "a_socket_that_changes_under_way",
-        For::Everyone,
-        a_socket_that_changes_under_way,
-    ),
-    (
-        "the_brokers_work_is_the_runs",
-        For::Everyone,
-        the_brokers_work_is_the_runs,
-    ),
-    (
-        "the_broker_is_not_waited_for",
-        For::Everyone,
-        the_broker_is_not_waited_for,
-    ),
-    (
-        "descriptors_lead_nowhere",
-        For::Everyone,
-        descriptors_lead_nowhere,
-    ),
-    (SECRETS, For::Everyone, secrets_stay_outside),
-];
-const SECRETS: &str = "secrets_stay_outside";
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("an_address_that_changes_under_way", "connect is refused there, whatever the address; its race is landlock_calls::a_path_that_changes_under_way"),
-    ("the_broker_tells_nothing_of_the_host", "connect is refused there; and names of the host can be asked for by stat"),
-    ("its_own_datagrams_work", "there are no unix datagram sockets"),
-    ("a_datagram_whose_address_changes_under_way", "there are no unix datagram sockets"),
-    ("a_socket_that_changes_under_way", "there are no unix datagram sockets"),
-    ("the_brokers_work_is_the_runs", "there is no such broker"),
-    ("the_broker_is_not_waited_for", "there is no such broker"),
-    ("its_own_sockets_work", "there are none but pairs: landlock_level::pairs_of_sockets_work"),
-];
+use crate::confined_run::{
+    ConfinedRun, at_landlock, attempts, compile, shown_dir, unconfined, verdict,
+};
 
 fn unique(what: &str) -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -86,107 +28,30 @@ fn unique(what: &str) -> String {
     )
 }
 
-/// A private cluster, listening on loopback, on a path in `dir` and on an abstract name. Gone with this value, and
-/// with the thread that started it.
-struct Postgres {
-    server: Child,
+/// A PostgreSQL server of the host that listens on TCP, on a path and on an abstract name.
+struct HostPostgres {
+    _server: PrivatePostgres,
     port: u16,
 }
 
-impl Postgres {
-    fn start(dir: &Path, abstract_name: &str) -> Postgres {
-        let versions = std::fs::read_dir("/usr/lib/postgresql").unwrap().flatten();
-        let bin = versions
-            .map(|v| v.path().join("bin"))
-            .find(|b| b.join("postgres").exists())
-            .unwrap();
-        if is_root() {
-            // The server refuses to run as root.
-            assert!(
-                Command::new("chown")
-                    .arg("postgres:")
-                    .arg(dir)
-                    .status()
-                    .unwrap()
-                    .success()
-            );
-        }
-        let command = |program: &str| {
-            let mut command = Command::new("setpriv");
-            command.args(["--pdeathsig", "KILL"]).current_dir(dir);
-            if is_root() {
-                command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups"]);
-            }
-            command
-                .arg(bin.join(program))
-                .arg("-D")
-                .arg(dir.join("cluster"));
-            command
-        };
-        let made = command("initdb")
-            .args([
-                "-U",
-                "postgres",
-                "-A",
-                "trust",
-                "--no-sync",
-                "-E",
-                "UTF8",
-                "--locale=C",
-            ])
-            .output()
-            .unwrap();
-        assert!(
-            made.status.success(),
-            "initdb: {}",
-            String::from_utf8_lossy(&made.stderr)
+impl HostPostgres {
+    fn start(dir: &Path, abstract_name: &str) -> HostPostgres {
+        let probe = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = probe.local_addr().unwrap().port();
+        drop(probe);
+        let listen = format!(
+            "-p {port} -c listen_addresses=127.0.0.1 -k {},@{abstract_name}",
+            dir.display()
         );
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let mut server = command("postgres")
-            .args([
-                "-p",
-                &port.to_string(),
-                "-c",
-                "listen_addresses=127.0.0.1",
-                "-c",
-                "fsync=off",
-            ])
-            .arg("-c")
-            .arg(format!(
-                "unix_socket_directories={},@{abstract_name}",
-                dir.display()
-            ))
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut log = BufReader::new(server.stderr.take().unwrap());
-        let mut said = String::new();
-        while !said.contains("ready to accept connections") {
-            assert!(
-                log.read_line(&mut said).unwrap() > 0,
-                "postgres ended: {said}"
-            );
+        let server = PrivatePostgres::start_in(dir.to_path_buf(), &listen);
+        HostPostgres {
+            _server: server.expect("PostgreSQL must be installed"),
+            port,
         }
-        // The rest of its log is read so that it can go on writing.
-        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
-        Postgres { server, port }
     }
 }
 
-impl Drop for Postgres {
-    fn drop(&mut self) {
-        // An immediate shutdown: the children end as well, and the cluster is thrown away.
-        let pid = rustix::process::Pid::from_child(&self.server);
-        let _gone = rustix::process::kill_process(pid, rustix::process::Signal::QUIT);
-        let _reaped = self.server.wait();
-    }
-}
-
-/// A startup packet, and the server's "R": asked for, or granted, authentication.
+/// Each act sends a startup packet and expects the server's answer "R", which asks for authentication or grants it.
 const POSTGRES_ACTS: &[(&str, &str)] = &[
     ("tcp", "speak(socket.AF_INET, ('127.0.0.1', PORT))"),
     ("path", "speak(socket.AF_UNIX, DIR + '/.s.PGSQL.%d' % PORT)"),
@@ -200,10 +65,11 @@ const POSTGRES_ACTS: &[(&str, &str)] = &[
     ),
 ];
 
+trial!(Everyone, postgresql);
 fn postgresql() {
     let dir = shown_dir();
     let name = unique("pg");
-    let postgres = Postgres::start(dir.path(), &name);
+    let postgres = HostPostgres::start(dir.path(), &name);
     let setup = |here: &Path| {
         format!(
             "PORT, DIR, HERE, NAME = {}, {:?}, {here:?}, {name:?}\n\
@@ -217,14 +83,14 @@ fn postgresql() {
         )
     };
     let control = unconfined(&attempts(&setup(dir.path()), POSTGRES_ACTS));
-    let mut hood = Hood::python("");
-    // Without mounts, what only its owner may read cannot be shown to a leased uid; its socket is there all the same.
+    let mut confined = ConfinedRun::python("");
+    // Level `landlock` has no mounts, so it cannot show root's private directory to a leased uid. The socket exists anyway.
     if !(at_landlock() && is_root()) {
-        hood = hood.view(dir.path(), "data");
+        confined = confined.view(dir.path(), "data");
     }
-    let here = hood.workspace().join("data");
-    hood.script(&attempts(&setup(&here), POSTGRES_ACTS));
-    let ran = hood.run();
+    let here = confined.workspace().join("data");
+    confined.script(&attempts(&setup(&here), POSTGRES_ACTS));
+    let ran = confined.run();
     for (act, _) in POSTGRES_ACTS {
         assert_eq!(verdict(&control, act), "done", "control");
         let inside = verdict(&ran.stdout, act);
@@ -234,13 +100,13 @@ fn postgresql() {
             ran.all()
         );
     }
-    // Refused because it is out of bounds, not because it was not found.
+    // EACCES: the sandbox refuses the path. ENOENT would mean that the socket is not there.
     for act in ["path", "path_in_the_workspace"] {
         assert_eq!(verdict(&ran.stdout, act), "refused EACCES", "{}", ran.all());
     }
 }
 
-/// One of each kind of service, silent: what came in waits in the kernel until it is counted.
+/// One service of each kind. None reads: connections and datagrams wait in the kernel until the trial counts them.
 struct Services {
     tcp: TcpListener,
     udp: UdpSocket,
@@ -260,7 +126,7 @@ impl Services {
             named: UnixListener::bind_addr(&address).unwrap(),
         };
         for file in ["socket", "log"] {
-            // The hard case: nothing but the sandbox refuses.
+            // The hard case: the file's mode permits everybody, so only the sandbox refuses.
             std::fs::set_permissions(dir.join(file), std::fs::Permissions::from_mode(0o777))
                 .unwrap();
         }
@@ -272,7 +138,7 @@ impl Services {
         services
     }
 
-    /// How often each was reached since the last count: TCP, UDP, path, datagram, abstract.
+    /// How often each service was reached since the last count: TCP, UDP, path, datagram, abstract.
     fn count(&self) -> [usize; 5] {
         fn all<T>(mut take: impl FnMut() -> std::io::Result<T>) -> usize {
             std::iter::from_fn(|| take().ok()).count()
@@ -288,19 +154,19 @@ impl Services {
     }
 }
 
-/// `D` is the directory of the sockets, `W` one that can be written.
+/// `D` is the directory of the sockets, `W` a directory that the program can write to.
 const SERVICE_ACTS: &[(&str, &str)] = &[
     ("tcp", "socket.create_connection(('127.0.0.1', TCP))"),
     (
         "tcp_without_blocking",
         "s = socket.socket(); s.setblocking(False); wait(s, s.connect_ex(('127.0.0.1', TCP)))",
     ),
-    // Data in the first packet: a connection without connect().
+    // TCP fast open sends data in the first packet: a connection without connect().
     (
         "tcp_fast_open",
         "socket.socket().sendto(b'x', 0x20000000, ('127.0.0.1', TCP))",
     ),
-    // Where nobody listens, the first datagram is lost and the second learns of it.
+    // Where nobody listens, the first datagram is lost and the second send reports ECONNREFUSED.
     (
         "udp",
         "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('127.0.0.1', UDP)); s.send(b'x'); s.send(b'x')",
@@ -397,7 +263,7 @@ const SERVICE_ACTS: &[(&str, &str)] = &[
     ("abstract", "stream('\\0' + NAME)"),
 ];
 
-/// sendmmsg of two messages, with an address each.
+/// sendmmsg of two messages, each with its own address.
 const SEVERAL: &str = "\
 def several(s, path):
     import ctypes, struct
@@ -412,6 +278,7 @@ def several(s, path):
     assert lengths == [1, 1], lengths
 ";
 
+trial!(Everyone, any_service);
 fn any_service() {
     let dir = shown_dir();
     let name = unique("abstract");
@@ -438,15 +305,15 @@ fn any_service() {
         "the control reached every service"
     );
     for shown_at in ["its own path", "the workspace"] {
-        let mut hood = Hood::python("").view(dir.path(), "data");
-        let own = hood.workspace().to_path_buf();
+        let mut confined = ConfinedRun::python("").view(dir.path(), "data");
+        let own = confined.workspace().to_path_buf();
         let d = if shown_at == "the workspace" {
             own.join("data")
         } else {
             dir.path().to_path_buf()
         };
-        hood.script(&attempts(&setup(&d, &own), SERVICE_ACTS));
-        let ran = hood.run();
+        confined.script(&attempts(&setup(&d, &own), SERVICE_ACTS));
+        let ran = confined.run();
         for (act, _) in SERVICE_ACTS {
             let inside = verdict(&ran.stdout, act);
             assert!(
@@ -464,7 +331,7 @@ fn any_service() {
     }
 }
 
-/// Kinds of sockets that lead out of a network namespace, or into kernel code that nobody needs.
+/// Kinds of sockets that lead out of a network namespace, or into kernel code that no analysis needs.
 const OTHER_KINDS: &[(&str, &str)] = &[
     ("netlink_generic", "socket.socket(16, socket.SOCK_RAW, 16)"),
     ("netlink_uevent", "socket.socket(16, socket.SOCK_RAW, 15)"),
@@ -478,7 +345,7 @@ const OTHER_KINDS: &[(&str, &str)] = &[
         "sc(41, 16 | 1 << 40, 3, 16 | 1 << 40)",
     ),
 ];
-/// Refused inside whatever the host has of them: most hosts load a module on the first request, some have none.
+/// Kinds that not every host has: most hosts load a module on the first request. Inside, all of them are refused.
 const SELDOM_KINDS: &[(&str, &str)] = &[
     ("vsock", "socket.socket(40, socket.SOCK_STREAM)"),
     ("packet", "socket.socket(17, socket.SOCK_RAW, 0x300)"),
@@ -497,7 +364,7 @@ const SELDOM_KINDS: &[(&str, &str)] = &[
     ("key", "socket.socket(15, socket.SOCK_RAW, 2)"),
     ("tipc", "socket.socket(30, socket.SOCK_STREAM)"),
     ("xdp", "socket.socket(44, socket.SOCK_RAW)"),
-    // Addresses of machines: there is no route to any, and no name leads to one.
+    // Addresses of other machines: there is no route to them, and no name resolves to one.
     (
         "another_machine",
         "s = socket.socket(type=socket.SOCK_DGRAM); s.connect(('192.0.2.1', 53))",
@@ -509,7 +376,7 @@ const SELDOM_KINDS: &[(&str, &str)] = &[
     ("a_name", "socket.getaddrinfo('postgres.example', 5432)"),
     ("io_uring", "sc(425, 4, ctypes.create_string_buffer(256))"),
 ];
-/// What libc and ordinary programs use.
+/// The kinds of sockets that libc and ordinary programs use.
 const ORDINARY_KINDS: &[(&str, &str)] = &[
     ("tcp", "socket.socket()"),
     ("tcp_6", "socket.socket(10)"),
@@ -536,10 +403,11 @@ const ORDINARY_KINDS: &[(&str, &str)] = &[
     ("loopback_by_name", "socket.getaddrinfo('localhost', 80)"),
 ];
 
+trial!(Everyone, kinds_of_sockets);
 fn kinds_of_sockets() {
     let control = unconfined(&attempts("", OTHER_KINDS));
     let all: Vec<_> = [OTHER_KINDS, SELDOM_KINDS, ORDINARY_KINDS].concat();
-    let ran = Hood::python(&attempts("", &all)).run();
+    let ran = ConfinedRun::python(&attempts("", &all)).run();
     for (act, _) in OTHER_KINDS {
         assert_eq!(verdict(&control, act), "done", "control of {act}");
     }
@@ -552,7 +420,7 @@ fn kinds_of_sockets() {
         );
     }
     for (act, _) in ORDINARY_KINDS {
-        // Without a network of its own there are pairs and nothing else, and the names that /etc/hosts has.
+        // Level `landlock` has no network namespace: only socket pairs work, and the names in /etc/hosts.
         let works = !at_landlock() || ["pair", "loopback_by_name"].contains(act);
         let inside = verdict(&ran.stdout, act);
         assert_eq!(inside == "done", works, "{act}\n{}", ran.all());
@@ -560,7 +428,7 @@ fn kinds_of_sockets() {
     }
 }
 
-/// One thread connects, one swaps the address between the program's own socket and the host's.
+/// One thread connects; another swaps the address between the program's own socket and the host's.
 const RACE: &str = r#"
 #include <pthread.h>
 #include <stdio.h>
@@ -603,6 +471,11 @@ int main(int argc, char **argv) {
 }
 "#;
 
+trial!(
+    Everyone,
+    an_address_that_changes_under_way,
+    only_at_full = "connect is refused there, whatever the address; its race is landlock_file_metadata::a_path_that_changes_under_way"
+);
 fn an_address_that_changes_under_way() {
     let dir = shown_dir();
     let socket = dir.path().join("socket");
@@ -610,13 +483,13 @@ fn an_address_that_changes_under_way() {
     std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o777)).unwrap();
     let counted = std::sync::Arc::new(AtomicU32::new(0));
     let count = std::sync::Arc::clone(&counted);
-    // Ends with the process; it only ever counts, then hangs up.
+    // This thread runs until the process ends. It counts each connection, then closes it.
     std::thread::spawn(move || {
         for _connection in listener.incoming() {
             count.fetch_add(1, Ordering::SeqCst);
         }
     });
-    // Connections are accepted in their order: once ours was hung up on, all before it have been counted.
+    // Connections are accepted in order. When this one is closed, all earlier ones have been counted.
     let count_so_far = || {
         let mut last = UnixStream::connect(&socket).unwrap();
         assert_eq!(last.read(&mut [0u8]).unwrap(), 0);
@@ -637,16 +510,16 @@ fn an_address_that_changes_under_way() {
         "the swap never met a connect: the race is not one"
     );
 
-    let mut hood = Hood::new(&["/bin/true"]).view(dir.path(), "data");
-    let own = hood.workspace().to_path_buf();
+    let mut confined = ConfinedRun::new(&["/bin/true"]).view(dir.path(), "data");
+    let own = confined.workspace().to_path_buf();
     std::fs::copy(program.path().join("race"), own.join("race")).unwrap();
-    hood.command(&[
+    confined.command(&[
         &own.join("race"),
         &own.join("own"),
         &socket,
         Path::new("3000"),
     ]);
-    let ran = hood.run();
+    let ran = confined.run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
     let numbers: Vec<u32> = ran
         .stdout
@@ -666,8 +539,13 @@ fn an_address_that_changes_under_way() {
     );
 }
 
-/// The broker resolves paths on the program's behalf. Its own /proc/self is not the program's, and what it answers
-/// must not depend on what exists on the host.
+trial!(
+    Everyone,
+    the_broker_tells_nothing_of_the_host,
+    only_at_full = "connect is refused there; and names of the host can be asked for by stat"
+);
+/// The broker resolves paths on the program's behalf. The broker's own /proc/self is not the program's, and its answers
+/// must not depend on which files the host has.
 fn the_broker_tells_nothing_of_the_host() {
     let dir = shown_dir();
     std::fs::write(dir.path().join("exists"), "").unwrap();
@@ -684,8 +562,8 @@ for way in ways:
     if ask(way + DIR + '/exists') != ask(way + DIR + '/missing'): print('TOLD by', way)
 print('OVER')
 "#;
-    let ran = Hood::python(&format!("DIR = {:?}\n{script}", dir.path())).run();
-    assert!(ran.said("OVER"), "{}", ran.all());
+    let ran = ConfinedRun::python(&format!("DIR = {:?}\n{script}", dir.path())).run();
+    assert!(ran.printed("OVER"), "{}", ran.all());
     assert!(
         !ran.stdout.contains("TOLD"),
         "the host's files show through the broker\n{}",
@@ -693,6 +571,11 @@ print('OVER')
     );
 }
 
+trial!(
+    Everyone,
+    its_own_sockets_work,
+    only_at_full = "there are none but pairs: landlock_level::pairs_of_sockets_work"
+);
 fn its_own_sockets_work() {
     let script = r#"
 import array, asyncio, multiprocessing.connection, threading
@@ -742,10 +625,15 @@ assert socket.socket().connect_ex(('127.0.0.1', 1)) == errno.ECONNREFUSED
 print('MET', flush=True)
 os._exit(0)
 "#;
-    let ran = Hood::python(script).run();
-    assert!(ran.said("MET"), "{}", ran.all());
+    let ran = ConfinedRun::python(script).run();
+    assert!(ran.printed("MET"), "{}", ran.all());
 }
 
+trial!(
+    Everyone,
+    its_own_datagrams_work,
+    only_at_full = "there are no unix datagram sockets"
+);
 fn its_own_datagrams_work() {
     let script = r#"
 import array, threading
@@ -839,11 +727,11 @@ for n in range(3, 64):
 print('MET', flush=True)
 os._exit(0)
 "#;
-    let ran = Hood::python(&format!("{SEVERAL}{script}")).run();
-    assert!(ran.said("MET"), "{}", ran.all());
+    let ran = ConfinedRun::python(&format!("{SEVERAL}{script}")).run();
+    assert!(ran.printed("MET"), "{}", ran.all());
 }
 
-/// Threads swap the address, and the socket, while others send. Its target is the hard case: /usr is a plain bind.
+/// Some threads swap the address and the socket while others send. The target is the hard case: /usr is a plain bind mount.
 const DATAGRAM_RACE: &str = r#"
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -906,6 +794,11 @@ int main(int argc, char **argv) {
 }
 "#;
 
+trial!(
+    Root,
+    a_datagram_whose_address_changes_under_way,
+    only_at_full = "there are no unix datagram sockets"
+);
 fn a_datagram_whose_address_changes_under_way() {
     let dir = tempfile::Builder::new()
         .prefix("fumehood-test-")
@@ -919,7 +812,7 @@ fn a_datagram_whose_address_changes_under_way() {
     let count = || std::iter::from_fn(|| host.recv(&mut [0u8; 64]).ok()).count();
     let program = shown_dir();
     compile(DATAGRAM_RACE, &program.path().join("race"));
-    // Unconfined, a round takes a few milliseconds, in which the thread that swaps the address may not have its turn.
+    // Unconfined, a round takes a few milliseconds, and the thread that swaps the address may not run in that time.
     let reached = (0..100).any(|_| {
         let control = Command::new(program.path().join("race"))
             .arg(program.path().join("own"))
@@ -932,16 +825,16 @@ fn a_datagram_whose_address_changes_under_way() {
         count() > 0
     });
     assert!(reached, "the control never reached the host's socket");
-    let mut hood = Hood::new(&["/bin/true"]);
-    let own = hood.workspace().to_path_buf();
+    let mut confined = ConfinedRun::new(&["/bin/true"]);
+    let own = confined.workspace().to_path_buf();
     std::fs::copy(program.path().join("race"), own.join("race")).unwrap();
-    hood.command(&[
+    confined.command(&[
         &own.join("race"),
         &own.join("own"),
         &path,
         Path::new("6000"),
     ]);
-    let ran = hood.run();
+    let ran = confined.run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
     let numbers: Vec<u32> = ran
         .stdout
@@ -956,8 +849,8 @@ fn a_datagram_whose_address_changes_under_way() {
     assert_eq!(count(), 0, "datagrams came through: {}", ran.stdout);
 }
 
-/// Sends on a stream socket while another thread puts a datagram socket in its place and exits. The address is one that the
-/// broker refuses and the kernel would take.
+/// One thread sends on a stream socket while another puts a datagram socket in its place and exits. The broker refuses the
+/// address; the kernel would accept it.
 const SOCKET_RACE: &str = r#"
 #define _GNU_SOURCE
 #include <sched.h>
@@ -1014,6 +907,11 @@ int main(int argc, char **argv) {
 }
 "#;
 
+trial!(
+    Everyone,
+    a_socket_that_changes_under_way,
+    only_at_full = "there are no unix datagram sockets"
+);
 fn a_socket_that_changes_under_way() {
     let program = shown_dir();
     compile(SOCKET_RACE, &program.path().join("race"));
@@ -1025,17 +923,22 @@ fn a_socket_that_changes_under_way() {
     let said = String::from_utf8_lossy(&control.stdout);
     assert!(control.status.success(), "{control:?}");
     assert!(said.contains("SENT 10 of 10"), "{said}");
-    let mut hood = Hood::new(&["/bin/true"]);
-    let own = hood.workspace().to_path_buf();
+    let mut confined = ConfinedRun::new(&["/bin/true"]);
+    let own = confined.workspace().to_path_buf();
     std::fs::copy(program.path().join("race"), own.join("race")).unwrap();
     let (race, socket) = (own.join("race"), own.join("own"));
-    hood.command(&[&race, &socket, Path::new("6000")]);
-    let ran = hood.limits(|l| l.wall_ms = 120_000).run();
-    assert!(ran.said("SENT 0 of 6000"), "{}", ran.all());
+    confined.command(&[&race, &socket, Path::new("6000")]);
+    let ran = confined.limits(|l| l.wall_ms = 120_000).run();
+    assert!(ran.printed("SENT 0 of 6000"), "{}", ran.all());
 }
 
-/// A tenth of a CPU, of which nearly all goes into connects that the broker makes. What is recorded is at least what the
-/// broker's process says itself, and stays within the limit where a group holds it.
+trial!(
+    Everyone,
+    the_brokers_work_is_the_runs,
+    only_at_full = "there is no such broker"
+);
+/// The run may use a tenth of a CPU, and nearly all of it goes into connects that the broker makes. The recorded CPU time is at
+/// least what the broker's process reports, and stays within the limit where a cgroup enforces it.
 fn the_brokers_work_is_the_runs() {
     let script = r#"
 import time
@@ -1054,7 +957,7 @@ own = os.times()
 print('MS', *(round(s * 1000) for s in (sum(ticks) / os.sysconf('SC_CLK_TCK'), own.user + own.system, init / os.sysconf('SC_CLK_TCK'))))
 print('CPUS', *(len(os.sched_getaffinity(int(p))) for p in others), len(os.sched_getaffinity(0)))
 "#;
-    let ran = Hood::python(script)
+    let ran = ConfinedRun::python(script)
         .limits(|limits| limits.cpu_milli = 100)
         .run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
@@ -1068,7 +971,7 @@ print('CPUS', *(len(os.sched_getaffinity(int(p))) for p in others), len(os.sched
     };
     assert!(broker > 0, "the broker did something: {}", ran.all());
     let used = ran.outcome.usage.cpu_ms;
-    // Both are rounded down to ticks of a hundredth of a second.
+    // The kernel rounds both down to ticks of a hundredth of a second.
     assert!(used + 50 >= broker + own, "{used} recorded: {}", ran.all());
     let wall = ran.outcome.usage.wall_ms;
     assert!(init * 5 < wall, "init works for nobody: {}", ran.all());
@@ -1078,8 +981,12 @@ print('CPUS', *(len(os.sched_getaffinity(int(p))) for p in others), len(os.sched
     }
 }
 
-/// A program that ends when it is told to is not kept in its grace by a process of ours; and who is killed by the program
-/// is replaced.
+trial!(
+    Everyone,
+    the_broker_is_not_waited_for,
+    only_at_full = "there is no such broker"
+);
+/// The broker does not delay the end of a program that obeys SIGTERM. A broker that the program kills is replaced.
 fn the_broker_is_not_waited_for() {
     let script = r#"
 import signal, time
@@ -1102,23 +1009,24 @@ while time.monotonic() < deadline:
 print('MET', flush=True)
 while True: signal.pause()
 "#;
-    let mut hood = Hood::python(script).limits(|limits| limits.grace_ms = 30_000);
-    hood.wish_at = Some((b"MET", Control::Cancel));
-    let ran = hood.run();
+    let mut confined = ConfinedRun::python(script).limits(|limits| limits.grace_ms = 30_000);
+    confined.control_at_marker = Some((b"MET", Control::Cancel));
+    let ran = confined.run();
     assert!(
-        ran.said("MET") && !ran.stdout.contains("SEEN"),
+        ran.printed("MET") && !ran.stdout.contains("SEEN"),
         "{}",
         ran.all()
     );
     assert!(ran.outcome.usage.wall_ms < 25_000, "{}", ran.all());
 }
 
-/// Nothing is inherited but three streams, and none of them is a socket or a file of the host's.
+trial!(Everyone, descriptors_lead_nowhere);
+/// The program inherits three streams and nothing else, and none of them is a socket or a file of the host.
 fn descriptors_lead_nowhere() {
     let script = "for n in os.listdir('/proc/self/fd'):\n\
                   \x20   try: print(n, os.readlink('/proc/self/fd/' + n))\n\
                   \x20   except FileNotFoundError: pass\n";
-    // A control: a descriptor that is not close-on-exec is inherited by an unconfined program.
+    // Control: an unconfined program inherits a descriptor that is not close-on-exec.
     let held =
         UnixListener::bind_addr(&SocketAddr::from_abstract_name(unique("held")).unwrap()).unwrap();
     let kept = rustix::io::dup(held.as_fd()).unwrap();
@@ -1126,7 +1034,7 @@ fn descriptors_lead_nowhere() {
         unconfined(script).contains("socket:"),
         "the control inherits the socket"
     );
-    let ran = Hood::python(script).run();
+    let ran = ConfinedRun::python(script).run();
     drop(kept);
     for line in ran.stdout.lines() {
         let (number, to) = line.split_once(' ').unwrap();
@@ -1139,16 +1047,17 @@ fn descriptors_lead_nowhere() {
     assert_eq!(ran.stdout.lines().count(), 3, "{}", ran.all());
 }
 
-/// Written backwards, so that the script which looks for them is not itself what is found.
+/// Written backwards, so that the script that searches for the secrets does not find itself.
 const SECRETS_REVERSED: [&str; 2] = ["3f9a1c7e-terces-gp", "77b0d2aa-lru-esabatad"];
 const ALLOWED_REVERSED: &str = "51c44e09-dewolla";
 
+trial!(Everyone, secrets_stay_outside);
 fn secrets_stay_outside() {
     let right_way = |s: &str| s.chars().rev().collect::<String>();
     if std::env::var_os("PGPASSWORD").is_none() {
-        // Once more in a process that has them in its environment, as an orchestrator would.
+        // Run the trial again in a process that has the secrets in its environment, as an orchestrator has.
         let status = Command::new("/proc/self/exe")
-            .args(["__plain_trial", &format!("p06_services::{SECRETS}")])
+            .args(inner_arguments!(secrets_stay_outside))
             .env("PGPASSWORD", right_way(SECRETS_REVERSED[0]))
             .env("DATABASE_URL", right_way(SECRETS_REVERSED[1]))
             .status()
@@ -1188,14 +1097,14 @@ print('CONTROL', sorted(found & {'environ', 'mem'}))
 child.kill()
 "#
     );
-    let ran = Hood::python(&script)
+    let ran = ConfinedRun::python(&script)
         .env("ALLOWED", right_way(ALLOWED_REVERSED))
         .run();
-    // What was passed on purpose is found, in both places where a child can be looked into: the search works.
+    // Control: the search finds the value that was passed on purpose, in both places where a child can be inspected.
     let found = match at_landlock() {
         false => "CONTROL ['environ', 'mem']",
         true => "CONTROL ['environ']",
     };
-    assert!(ran.said(found), "{}", ran.all());
+    assert!(ran.printed(found), "{}", ran.all());
     assert!(!ran.stdout.contains("FOUND"), "{}", ran.all());
 }

@@ -9,60 +9,23 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use sandbox::outcome::Stop;
+use testkit::{is_root, trial};
 
-use crate::hood::{Hood, Ran, at_landlock, attempts, is_root, unconfined, verdict};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("two_at_once", For::Everyone, two_at_once),
-    (
-        "processes_of_the_host",
-        For::Everyone,
-        processes_of_the_host,
-    ),
-    (
-        "pid_1_is_out_of_reach",
-        For::Everyone,
-        pid_1_is_out_of_reach,
-    ),
-    (
-        "pid_1_cannot_be_slowed",
-        For::Everyone,
-        pid_1_cannot_be_slowed,
-    ),
-    (
-        "pid_1_keeps_its_deadline",
-        For::Everyone,
-        pid_1_keeps_its_deadline,
-    ),
-    (
-        "host_wide_counters_are_not_used_up",
-        For::Everyone,
-        host_wide_counters_are_not_used_up,
-    ),
-    (
-        "what_others_open_and_start",
-        For::Everyone,
-        what_others_open_and_start,
-    ),
-    (
-        "pid_1_keeps_no_stream",
-        For::Everyone,
-        pid_1_keeps_no_stream,
-    ),
-];
+use crate::confined_run::{
+    ConfinedResult, ConfinedRun, at_landlock, attempts, unconfined, verdict,
+};
 
 /// A run that goes on until it is let go, in a thread of its own.
-pub struct Held {
-    done: mpsc::Receiver<Ran>,
+pub struct HeldRun {
+    done: mpsc::Receiver<ConfinedResult>,
     let_go: Option<OwnedFd>,
     pub workspace: PathBuf,
 }
 
-impl Held {
+impl HeldRun {
     /// The script calls `hold()` when it is ready; from then on it waits.
-    pub fn start(mut hood: Hood, script: &str) -> Held {
-        let workspace = hood.workspace().to_path_buf();
+    pub fn start(mut confined: ConfinedRun, script: &str) -> HeldRun {
+        let workspace = confined.workspace().to_path_buf();
         let ready = workspace.join("ready");
         assert!(
             Command::new("mkfifo")
@@ -71,16 +34,16 @@ impl Held {
                 .unwrap()
                 .success()
         );
-        hood.script(&format!(
+        confined.script(&format!(
             "def hold():\n    fd = os.open('ready', os.O_WRONLY); os.close(fd); os.read(0, 1)\n{script}"
         ));
         let (inner, outer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
-        hood.stdin = Some(inner);
+        confined.stdin = Some(inner);
         let (tell_done, done) = mpsc::channel();
         let (tell_ready, is_ready) = mpsc::channel();
         let early = tell_ready.clone();
         std::thread::spawn(move || {
-            let ran = hood.run();
+            let ran = confined.run();
             // Before it was ready: then its words are the reason.
             let _nobody_waits = early.send(Err(ran.all()));
             let _nobody_waits = tell_done.send(ran);
@@ -93,14 +56,14 @@ impl Held {
             .recv_timeout(Duration::from_secs(60))
             .expect("the run gets ready");
         first.unwrap_or_else(|words| panic!("the run ended before it was ready: {words}"));
-        Held {
+        HeldRun {
             done,
             let_go: Some(outer),
             workspace,
         }
     }
 
-    pub fn finish(mut self) -> Ran {
+    pub fn finish(mut self) -> ConfinedResult {
         drop(self.let_go.take());
         self.done
             .recv_timeout(Duration::from_secs(60))
@@ -193,6 +156,7 @@ const NOT_MADE_AT_LANDLOCK: &[&str] = &[
 /// Without a pid namespace the numbers of others can be asked after.
 const SEEN_AT_LANDLOCK: &[&str] = &["see", "hold_it"];
 
+trial!(Everyone, two_at_once);
 fn two_at_once() {
     let name = format!("first-{}-{}", std::process::id(), u8::from(is_root()));
     let reversed: String = name.chars().rev().collect();
@@ -204,7 +168,7 @@ fn two_at_once() {
              def command(pid):\n    try: return open('/proc/%s/cmdline' % pid).read()\n    except OSError: return ''\n"
         )
     };
-    let first = Hood::python("");
+    let first = ConfinedRun::python("");
     let own = first.workspace().to_path_buf();
     let all: Vec<_> = REACH_ANOTHER
         .iter()
@@ -224,15 +188,15 @@ fn two_at_once() {
         true => String::from("open('mine', 'w').write('mine')\n"),
     };
     // The mark stands in the command line in full, for the host and the control to find.
-    let held = Held::start(first, &format!("# {name}\n{control}\nhold()\n"));
+    let held = HeldRun::start(first, &format!("# {name}\n{control}\nhold()\n"));
     let pids = host_pids(&name);
     let pid = *pids.first().expect("the host sees the first analysis");
     let reach = attempts(&setup(&pid.to_string(), &held.workspace), &all);
-    let second = Hood::python(&reach).run();
+    let second = ConfinedRun::python(&reach).run();
     let on_host = at_landlock().then(|| unconfined(&reach));
     // Both run under ids of their own, none of them root's.
     let first_uids = host_uids(pid);
-    let second_kill = Hood::python(&format!("os.kill({pid}, 9)")).run();
+    let second_kill = ConfinedRun::python(&format!("os.kill({pid}, 9)")).run();
     let ran = held.finish();
     assert_eq!(
         ran.code(),
@@ -270,7 +234,7 @@ fn two_at_once() {
 
 fn two_leases(first: &[u32]) {
     let mark = format!("second-{}", std::process::id());
-    let held = Held::start(Hood::python(""), &format!("# {mark}\nhold()\n"));
+    let held = HeldRun::start(ConfinedRun::python(""), &format!("# {mark}\nhold()\n"));
     let second = host_uids(host_pids(&mark)[0]);
     held.finish();
     assert!(
@@ -280,11 +244,11 @@ fn two_leases(first: &[u32]) {
 }
 
 /// A process of the host's that does nothing but wait, under the identity that runs the test.
-pub struct Witness(pub Child);
+pub struct HostProcess(pub Child);
 
-impl Witness {
+impl HostProcess {
     /// In a process group of its own, and past its exec: before that its memory is nobody's yet.
-    pub fn start() -> Witness {
+    pub fn start() -> HostProcess {
         let mut command = Command::new("/bin/sleep");
         let child = command
             .arg("600")
@@ -298,7 +262,7 @@ impl Witness {
         {
             std::thread::yield_now();
         }
-        Witness(child)
+        HostProcess(child)
     }
     pub fn pid(&self) -> u32 {
         self.0.id()
@@ -308,7 +272,7 @@ impl Witness {
     }
 }
 
-impl Drop for Witness {
+impl Drop for HostProcess {
     fn drop(&mut self) {
         let _gone = self.0.kill();
         let _reaped = self.0.wait();
@@ -358,8 +322,9 @@ const READV: &str = "def readv(pid):\n\
                      \x20   here = struct.pack('QQ', ctypes.addressof(into), 8); there = struct.pack('QQ', start, 8)\n\
                      \x20   sc(310, pid, ctypes.c_char_p(here), 1, ctypes.c_char_p(there), 1, 0)\n";
 
+trial!(Everyone, processes_of_the_host);
 fn processes_of_the_host() {
-    let mut witness = Witness::start();
+    let mut witness = HostProcess::start();
     let runner = std::process::id();
     let script = |pid: u32| attempts(&format!("PID = {pid}\n{READV}"), REACH_THE_HOST);
     let control = unconfined(&script(witness.pid()));
@@ -367,7 +332,7 @@ fn processes_of_the_host() {
         assert_eq!(verdict(&control, act), "done", "control of {act}");
     }
     for target in [witness.pid(), runner] {
-        let ran = Hood::python(&script(target)).run();
+        let ran = ConfinedRun::python(&script(target)).run();
         for (act, _) in REACH_THE_HOST {
             let inside = verdict(&ran.stdout, act);
             assert!(
@@ -387,10 +352,10 @@ fn processes_of_the_host() {
          print('child', child.wait())\n",
         witness.pid()
     );
-    let ran = Hood::python(&kill).run();
+    let ran = ConfinedRun::python(&kill).run();
     // The control: its own child died of it.
     assert!(
-        ran.said("sent to -1") && ran.said("child -9"),
+        ran.printed("sent to -1") && ran.printed("child -9"),
         "{}",
         ran.all()
     );
@@ -398,7 +363,7 @@ fn processes_of_the_host() {
     let by_landlock = at_landlock() && sandbox::landlock_abi() >= 6;
     let refused = if by_landlock { "EPERM" } else { "ESRCH" };
     assert!(
-        ran.said(&format!("{} {refused}", witness.pid())),
+        ran.printed(&format!("{} {refused}", witness.pid())),
         "{}",
         ran.all()
     );
@@ -439,12 +404,17 @@ const CHILD: &str = "import atexit, subprocess\nnull = subprocess.DEVNULL\n\
                      PID = child.pid; atexit.register(child.kill)\n\
                      while 'sleep' not in open('/proc/%d/cmdline' % PID).read(): os.sched_yield()\n";
 
+trial!(Everyone, pid_1_is_out_of_reach);
 fn pid_1_is_out_of_reach() {
     let all = [REACH_PID_1, REFUSED_ABOUT_ANY].concat();
     let control = unconfined(&attempts(&format!("{READV}{CHILD}"), REFUSED_ABOUT_ANY));
     // Where the run's other processes are closed to it too, the control is on the host.
     let own_child = match at_landlock() {
-        false => Hood::python(&attempts(CHILD, REACH_PID_1)).run().stdout,
+        false => {
+            ConfinedRun::python(&attempts(CHILD, REACH_PID_1))
+                .run()
+                .stdout
+        }
         true => unconfined(&attempts(CHILD, REACH_PID_1)),
     };
     let signals = "for s in (9, 15, 19, 2, 1, 17, 20, 34, 64):\n\
@@ -456,7 +426,7 @@ fn pid_1_is_out_of_reach() {
     let without: [&[sandbox::spec::Layer]; 2] = [&[], &[sandbox::spec::Layer::Landlock]];
     for without in &without[..if at_landlock() { 1 } else { 2 }] {
         let script = attempts(&format!("{INIT}{READV}"), &all) + signals;
-        let ran = Hood::python(&script).without(without).run();
+        let ran = ConfinedRun::python(&script).without(without).run();
         for (act, _) in &all {
             let inside = verdict(&ran.stdout, act);
             assert!(
@@ -506,14 +476,15 @@ const SLOW: &[(&str, &str)] = &[
     ),
 ];
 
+trial!(Everyone, pid_1_cannot_be_slowed);
 fn pid_1_cannot_be_slowed() {
     let control = unconfined(&attempts(CHILD, SLOW));
     let tell = "print('nice', os.getpriority(os.PRIO_PROCESS, PID), os.sched_getscheduler(PID), sc(252, 1, PID) >> 13)\n";
     // Everyone of this uid at once: pid 1 is among them unless it is left out.
     let everyone = "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n\
                     try: sc(251, 3, os.getuid(), 3 << 13)\nexcept OSError: pass\n";
-    let untouched = Hood::python(&(attempts(INIT, &[]) + tell)).run();
-    let ran = Hood::python(&(attempts(INIT, SLOW) + everyone + tell)).run();
+    let untouched = ConfinedRun::python(&(attempts(INIT, &[]) + tell)).run();
+    let ran = ConfinedRun::python(&(attempts(INIT, SLOW) + everyone + tell)).run();
     for (act, _) in SLOW {
         assert_eq!(verdict(&control, act), "done", "control of {act}");
         let inside = verdict(&ran.stdout, act);
@@ -531,6 +502,7 @@ fn pid_1_cannot_be_slowed() {
     );
 }
 
+trial!(Everyone, pid_1_keeps_its_deadline);
 /// Whatever it did to pid 1, with every CPU taken by its own threads, the deadline holds and is told as one.
 fn pid_1_keeps_its_deadline() {
     let flood = "for _ in range(48):\n\
@@ -545,7 +517,7 @@ fn pid_1_keeps_its_deadline() {
         + "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n"
         + flood;
     let start = std::time::Instant::now();
-    let ran = Hood::python(&script)
+    let ran = ConfinedRun::python(&script)
         .limits(|l| (l.wall_ms, l.grace_ms) = (2000, 200))
         .run();
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
@@ -562,6 +534,7 @@ fn pid_1_keeps_its_deadline() {
     );
 }
 
+trial!(Everyone, host_wide_counters_are_not_used_up);
 /// Numbers of which the whole host has one supply. What one analysis can take of it must leave most to the others.
 fn host_wide_counters_are_not_used_up() {
     let script = "import struct\n\
@@ -572,16 +545,17 @@ fn host_wide_counters_are_not_used_up() {
     let script = &format!("WHOLE = {}\n{script}", whole.trim());
     // A quarter only, and for a moment: others use this host too.
     assert!(unconfined(script).contains("MUCH"), "the control takes it");
-    let ran = Hood::python(script).run();
+    let ran = ConfinedRun::python(script).run();
     assert!(ran.stdout.contains("little"), "fs.aio-nr: {}", ran.all());
 }
 
+trial!(Everyone, pid_1_keeps_no_stream);
 /// Init says that it keeps no stream of the program's: when the last process that writes has closed its end, the
 /// other side learns of it.
 fn pid_1_keeps_no_stream() {
     let mark = format!("streams-{}", std::process::id());
-    let held = Held::start(
-        Hood::python(""),
+    let held = HeldRun::start(
+        ConfinedRun::python(""),
         &format!("# {mark}\nprint(os.readlink('/proc/self/fd/1'), flush=True)\nhold()\n"),
     );
     let program = host_pids(&mark)[0];
@@ -614,6 +588,7 @@ fn pid_1_keeps_no_stream() {
     }
 }
 
+trial!(Everyone, what_others_open_and_start);
 /// A watch on a directory of the system tells who starts what; merged pages tell who holds what.
 fn what_others_open_and_start() {
     let script = r#"
@@ -638,7 +613,7 @@ attempt('merge', lambda: memory.madvise(mmap.MADV_MERGEABLE))
             "the control: {outside}"
         );
     }
-    let ran = Hood::python(script).run();
+    let ran = ConfinedRun::python(script).run();
     let expected =
         "watch: ENOSYS\nadd: ENOSYS\nnotify: EINVAL\nordinary advice: done\nmerge: EINVAL\n";
     assert_eq!(ran.stdout, expected, "{}", ran.all());

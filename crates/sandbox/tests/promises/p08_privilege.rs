@@ -7,33 +7,12 @@ use std::path::Path;
 use std::process::Command;
 
 use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, Spec, ViewContent};
+use testkit::{is_root, trial};
 
-use crate::hood::{
-    Hood, at_landlock, attempts, compile, is_root, shown_dir, unconfined, unconfined_under, verdict,
+use crate::confined_run::{
+    ConfinedRun, at_landlock, attempts, compile, shown_dir, unconfined, unconfined_under, verdict,
 };
-use crate::p07_others::{Held, host_pids, host_uids};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("never_host_root", For::Everyone, never_host_root),
-    ("no_capability", For::Everyone, no_capability),
-    ("set_id_programs", For::Root, set_id_programs),
-    (
-        "set_id_programs_of_the_system",
-        For::Everyone,
-        set_id_programs_of_the_system,
-    ),
-    ("namespaces", For::Everyone, namespaces),
-    ("mounts", For::Everyone, mounts),
-    ("kernel_machinery", For::Everyone, kernel_machinery),
-    (
-        "files_that_carry_privilege",
-        For::Everyone,
-        files_that_carry_privilege,
-    ),
-    ("ids", For::Everyone, ids),
-    ("foreign_calls", For::Everyone, foreign_calls),
-];
+use crate::p07_others::{HeldRun, host_pids, host_uids};
 
 /// Every act is refused inside with one of the errnos named, and its process lived to say so.
 fn refused(printed: &str, acts: &[(&str, &str)], errnos: &[&str]) {
@@ -57,6 +36,7 @@ fn done(printed: &str, acts: &[(&str, &str)]) {
     }
 }
 
+trial!(Everyone, never_host_root);
 /// Seen from the host, which cannot be lied to: every process of the run, pid 1 included.
 fn never_host_root() {
     let mark = format!("uids-{}-{}", std::process::id(), u8::from(is_root()));
@@ -65,7 +45,7 @@ fn never_host_root() {
          child = subprocess.Popen(['/bin/sh', '-c', 'echo up; read x; : {mark}'], stdin=pipe, stdout=pipe)\n\
          child.stdout.readline()\nhold()\nchild.kill()\n"
     );
-    let held = Held::start(Hood::python(""), &script);
+    let held = HeldRun::start(ConfinedRun::python(""), &script);
     let mut pids = host_pids(&mark);
     assert!(pids.len() >= 2, "{pids:?}");
     let status = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -138,6 +118,7 @@ fn inside_ids(spec: &Spec) -> (u32, u32) {
     }
 }
 
+trial!(Everyone, no_capability);
 fn no_capability() {
     let script = "for line in open('/proc/self/status'):\n\
                   \x20   if line.startswith(('Cap', 'NoNewPrivs', 'Seccomp:', 'Groups')): print(' '.join(line.split()))\n\
@@ -147,18 +128,18 @@ fn no_capability() {
         !control.contains("CapBnd: 0000000000000000"),
         "the control has a bounding set: {control}"
     );
-    let hood = Hood::python(script);
-    let spec = hood.spec.clone();
-    let ran = hood.run();
+    let confined = ConfinedRun::python(script);
+    let spec = confined.spec.clone();
+    let ran = confined.run();
     for set in capability_sets() {
         assert!(
-            ran.said(&format!("{set}: 0000000000000000")),
+            ran.printed(&format!("{set}: 0000000000000000")),
             "{}",
             ran.all()
         );
     }
     for line in ["NoNewPrivs: 1", "Seccomp: 2"] {
-        assert!(ran.said(line), "{}", ran.all());
+        assert!(ran.printed(line), "{}", ran.all());
     }
     // In a user namespace it has one number for all; without one, the host's.
     let (uid, gid) = inside_ids(&spec);
@@ -180,6 +161,7 @@ int main(void) {
 }
 "#;
 
+trial!(Root, set_id_programs);
 fn set_id_programs() {
     let dir = shown_dir();
     for (name, mode) in [("setuid", 0o4755), ("setgid", 0o2755), ("filecap", 0o755)] {
@@ -215,19 +197,19 @@ fn set_id_programs() {
         control("filecap")
     );
     for owner in [Owner::AsIs, Owner::Mapped] {
-        let mut hood = Hood::sh(&format!(
+        let mut confined = ConfinedRun::sh(&format!(
             "cd {}; ./setuid; ./setgid; ./filecap",
             dir.path().display()
         ));
-        hood.spec.views.push(ReadOnlyView {
+        confined.spec.views.push(ReadOnlyView {
             source: HostPath::new(dir.path()),
             target: InsidePath::new(dir.path()),
             exec: Exec::Allowed,
             owner,
             content: ViewContent::Runtime,
         });
-        let (uid, gid) = inside_ids(&hood.spec);
-        let ran = hood.run();
+        let (uid, gid) = inside_ids(&confined.spec);
+        let ran = confined.run();
         // Where no mount is nosuid, the kernel does not execute what it cannot give its capability.
         let executed = if at_landlock() { 2 } else { 3 };
         let who = format!("euid {uid} egid {gid}");
@@ -252,6 +234,7 @@ fn set_id_programs() {
     }
 }
 
+trial!(Everyone, set_id_programs_of_the_system);
 /// The set-user-id programs in /usr are there and run; they run as nobody in particular.
 fn set_id_programs_of_the_system() {
     // mount(8) tells by its own check whether it has root's privilege: "must be superuser" or "only root can".
@@ -265,14 +248,14 @@ fn set_id_programs_of_the_system() {
                   print('su', s.returncode != 0 and text.strip() != '0')\n\
                   print('writable', any(os.access(p, os.W_OK) for p in found))\n\
                   print('nosuid', bool(os.statvfs('/usr').f_flag & 2), bool(os.statvfs('.').f_flag & 2), bool(os.statvfs('/tmp').f_flag & 2), bool(os.statvfs('/dev/shm').f_flag & 2))\n";
-    let ran = Hood::python(script).run();
-    assert!(!ran.said("found 0"), "there are some: {}", ran.all());
+    let ran = ConfinedRun::python(script).run();
+    assert!(!ran.printed("found 0"), "there are some: {}", ran.all());
     for line in ["mount True", "su True", "writable False"] {
-        assert!(ran.said(line), "{line}\n{}", ran.all());
+        assert!(ran.printed(line), "{line}\n{}", ran.all());
     }
     // Where the mounts are the host's, no_new_privs alone makes the bits ineffective.
     assert!(
-        at_landlock() || ran.said("nosuid True True True True"),
+        at_landlock() || ran.printed("nosuid True True True True"),
         "{}",
         ran.all()
     );
@@ -329,20 +312,25 @@ const ENTER: &[(&str, &str)] = &[
     ),
 ];
 
+trial!(Everyone, namespaces);
 fn namespaces() {
     done(&unconfined(&attempts(BORN, NAMESPACES)), NAMESPACES);
     done(
         &unconfined_under(&["unshare", "-Urmu"], &attempts("", ENTER)),
         ENTER,
     );
-    let ran = Hood::python(&attempts(BORN, &[NAMESPACES, ENTER].concat())).run();
+    let ran = ConfinedRun::python(&attempts(BORN, &[NAMESPACES, ENTER].concat())).run();
     refused(&ran.stdout, NAMESPACES, &["EPERM", "ENOSYS"]);
     refused(&ran.stdout, ENTER, &["EPERM"]);
     // The other control: ordinary processes and threads are made by the same call.
     let ordinary = "import threading\nt = threading.Thread(target=lambda: print('THREAD')); t.start(); t.join()\n\
                     if os.fork() == 0: print('CHILD', flush=True); os._exit(0)\nos.wait()\n";
-    let ran = Hood::python(ordinary).run();
-    assert!(ran.said("THREAD") && ran.said("CHILD"), "{}", ran.all());
+    let ran = ConfinedRun::python(ordinary).run();
+    assert!(
+        ran.printed("THREAD") && ran.printed("CHILD"),
+        "{}",
+        ran.all()
+    );
 }
 
 const MOUNTS: &[(&str, &str)] = &[
@@ -399,6 +387,7 @@ const MOUNT_CALLS: &[(&str, &str)] = &[
     ),
 ];
 
+trial!(Everyone, mounts);
 fn mounts() {
     let dir = shown_dir();
     let control = unconfined_under(
@@ -406,7 +395,7 @@ fn mounts() {
         &attempts(&format!("T = {:?}.encode()", dir.path()), MOUNTS),
     );
     done(&control, MOUNTS);
-    let ran = Hood::python(&attempts(
+    let ran = ConfinedRun::python(&attempts(
         "T = os.getcwd().encode()",
         &[MOUNTS, MOUNT_CALLS].concat(),
     ))
@@ -480,6 +469,7 @@ const ROOTS_MACHINERY: &[(&str, &str)] = &[
     ("modify_ldt", "sc(154, 0, 0, 0)"),
 ];
 
+trial!(Everyone, kernel_machinery);
 fn kernel_machinery() {
     let control = unconfined(&attempts("", MACHINERY));
     if cfg!(target_arch = "x86_64") {
@@ -490,7 +480,7 @@ fn kernel_machinery() {
             .collect();
         done(&control, &as_control);
     }
-    let ran = Hood::python(&attempts("", &[MACHINERY, ROOTS_MACHINERY].concat())).run();
+    let ran = ConfinedRun::python(&attempts("", &[MACHINERY, ROOTS_MACHINERY].concat())).run();
     refused(&ran.stdout, MACHINERY, &["EPERM", "ENOSYS"]);
     refused(&ran.stdout, ROOTS_MACHINERY, &["EPERM"]);
 }
@@ -550,6 +540,7 @@ const HARMLESS_FILES: &[(&str, &str)] = &[
     ("sticky", "os.mkdir(F + b'12'); os.chmod(F + b'12', 0o1777)"),
 ];
 
+trial!(Everyone, files_that_carry_privilege);
 fn files_that_carry_privilege() {
     let dir = shown_dir();
     let control = attempts(
@@ -574,7 +565,7 @@ fn files_that_carry_privilege() {
     let all = [SET_ID_FILES, DEVICES, HARMLESS_FILES].concat();
     let places = ["os.getcwd()", "os.environ['TMPDIR']", "'/dev/shm'"];
     for place in &places[..if at_landlock() { 2 } else { 3 }] {
-        let ran = Hood::python(&attempts(
+        let ran = ConfinedRun::python(&attempts(
             &format!("F = {place}.encode() + b'/f'\nopen(F, 'w').close()"),
             &all,
         ))
@@ -614,6 +605,7 @@ const IDS: &[(&str, &str)] = &[
     ),
 ];
 
+trial!(Everyone, ids);
 fn ids() {
     if is_root() {
         // Not the map, which is written once, nor the host's own settings, nor what root in a container may lack.
@@ -634,7 +626,7 @@ fn ids() {
             .collect();
         done(&unconfined(&attempts("", &harmless)), &harmless);
     }
-    let ran = Hood::python(&attempts("", IDS)).run();
+    let ran = ConfinedRun::python(&attempts("", IDS)).run();
     for (act, _) in IDS {
         // Python reports a limit above the hard one as a ValueError.
         let inside = verdict(&ran.stdout, act);
@@ -673,6 +665,7 @@ int main(void) {
 }
 "#;
 
+trial!(Everyone, foreign_calls);
 #[cfg(target_arch = "x86_64")]
 fn foreign_calls() {
     let dir = shown_dir();
@@ -686,18 +679,18 @@ fn foreign_calls() {
         has_i386 || !Path::new("/proc/sys/abi/vsyscall32").exists(),
         "{control}"
     );
-    let mut hood = Hood::new(&["/bin/true"]);
-    let at = hood.workspace().join("tongues");
+    let mut confined = ConfinedRun::new(&["/bin/true"]);
+    let at = confined.workspace().join("tongues");
     std::fs::copy(dir.path().join("tongues"), &at).unwrap();
-    hood.command(&[&at]);
-    let ran = hood.run();
+    confined.command(&[&at]);
+    let ran = confined.run();
     for line in ["native understood", "i386 refused", "x32 refused", "LIVES"] {
-        assert!(ran.said(line), "{line}\n{}", ran.all());
+        assert!(ran.printed(line), "{line}\n{}", ran.all());
     }
     let enosys = -i64::from(rustix::io::Errno::NOSYS.raw_os_error());
     for line in ["i386 errno", "x32 errno", "i386 unshare", "x32 unshare"] {
         assert!(
-            ran.said(&format!("{line} {enosys}")),
+            ran.printed(&format!("{line} {enosys}")),
             "{line}\n{}",
             ran.all()
         );

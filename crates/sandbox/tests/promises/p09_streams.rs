@@ -7,65 +7,9 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Command, Stdio};
 
 use sandbox::spec::Layer;
+use testkit::{inner_arguments, is_root, trial};
 
-use crate::hood::{Hood, host_dir, is_root, unconfined};
-use crate::{Entry, For, OnlyAtFull};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "three_descriptors_and_no_more",
-        For::Everyone,
-        three_descriptors_and_no_more,
-    ),
-    (
-        "an_inherited_descriptor_does_not_arrive",
-        For::Everyone,
-        an_inherited_descriptor_does_not_arrive,
-    ),
-    (
-        "streams_can_be_reopened",
-        For::Everyone,
-        streams_can_be_reopened,
-    ),
-    (
-        "an_empty_input_can_be_reopened",
-        For::Everyone,
-        an_empty_input_can_be_reopened,
-    ),
-    (
-        "no_host_file_behind_a_stream",
-        For::Everyone,
-        no_host_file_behind_a_stream,
-    ),
-    ("input_arrives_whole", For::Everyone, input_arrives_whole),
-    (
-        "input_left_unread_holds_nothing_up",
-        For::Everyone,
-        input_left_unread_holds_nothing_up,
-    ),
-    (
-        "no_typing_into_terminals",
-        For::Everyone,
-        no_typing_into_terminals,
-    ),
-    (
-        "terminals_of_its_own_work",
-        For::Everyone,
-        terminals_of_its_own_work,
-    ),
-    (
-        UNDER_A_TERMINAL,
-        For::Everyone,
-        the_runners_terminal_is_out_of_reach,
-    ),
-];
-const UNDER_A_TERMINAL: &str = "the_runners_terminal_is_out_of_reach";
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("no_typing_into_terminals", "the terminals that could be made are the host's; the one that is given is landlock_level::no_typing_into_its_terminal"),
-    ("terminals_of_its_own_work", "the terminals that could be made are the host's, so none can: landlock_level::what_can_be_listed"),
-];
+use crate::confined_run::{ConfinedRun, host_dir, unconfined};
 
 /// Prints `number target` for every descriptor that is open.
 const LIST: &str = "
@@ -75,21 +19,23 @@ for fd in range(4096):
     print(fd, os.readlink(f'/proc/self/fd/{fd}').split(':')[0])
 ";
 
+trial!(Everyone, three_descriptors_and_no_more);
 fn three_descriptors_and_no_more() {
-    let ran = Hood::python(LIST).run();
+    let ran = ConfinedRun::python(LIST).run();
     assert_eq!(ran.stdout, "0 /dev/null\n1 pipe\n2 pipe\n", "{}", ran.all());
-    let mut hood = Hood::python(LIST);
-    hood.stdin = Some(fs::File::open("/dev/null").unwrap().into());
-    let ran = hood.run();
+    let mut confined = ConfinedRun::python(LIST);
+    confined.stdin = Some(fs::File::open("/dev/null").unwrap().into());
+    let ran = confined.run();
     assert_eq!(ran.stdout, "0 pipe\n1 pipe\n2 pipe\n", "{}", ran.all());
     // /dev/null can be read and nothing else; the kernel knows it by its number, not by its name.
-    let ran = Hood::python(
+    let ran = ConfinedRun::python(
         "st = os.fstat(0)\nprint(os.major(st.st_rdev), os.minor(st.st_rdev), len(os.read(0, 10)))",
     )
     .run();
-    assert!(ran.said("1 3 0"), "{}", ran.all());
+    assert!(ran.printed("1 3 0"), "{}", ran.all());
 }
 
+trial!(Everyone, an_inherited_descriptor_does_not_arrive);
 fn an_inherited_descriptor_does_not_arrive() {
     let dir = host_dir();
     let path = dir.path().join("secret");
@@ -115,7 +61,7 @@ fn an_inherited_descriptor_does_not_arrive() {
         "{LIST}\nif os.path.exists('/proc/self/fd/{0}'): print('read', os.pread({0}, 10, 0))",
         numbers[0]
     );
-    let ran = Hood::python(&script).run();
+    let ran = ConfinedRun::python(&script).run();
     assert_eq!(ran.stdout, "0 /dev/null\n1 pipe\n2 pipe\n", "{}", ran.all());
     // Nor by way of any process that is visible: init inherited what the runner had.
     let steal = "
@@ -134,16 +80,17 @@ for pid in (n for n in pids if n != os.getpid()):
 print('stolen', count)
 ";
     let steal = format!("RUNNER = {}\n{steal}", std::process::id());
-    let ran = Hood::python(&steal).run();
-    assert!(ran.said("stolen 0"), "{}", ran.all());
+    let ran = ConfinedRun::python(&steal).run();
+    assert!(ran.printed("stolen 0"), "{}", ran.all());
     let control = unconfined(&script);
     assert!(control.contains("read b'secret'"), "{control}");
     let own = "pid = os.fork()\nif pid == 0: import time; time.sleep(30)\nprint('fd', libc.syscall(438, os.pidfd_open(pid), 1, 0) >= 0)\nos.kill(pid, 9)";
     assert!(unconfined(own).contains("fd True"));
 }
 
+trial!(Everyone, streams_can_be_reopened);
 fn streams_can_be_reopened() {
-    let ran = Hood::sh(
+    let ran = ConfinedRun::sh(
         "echo one > /dev/stdout; echo two > /dev/stderr; echo three >> /dev/fd/1; echo four > /proc/self/fd/2; echo five | tee /dev/stderr",
     )
     .run();
@@ -151,25 +98,26 @@ fn streams_can_be_reopened() {
         (ran.code(), ran.stdout.as_str(), ran.stderr.as_str()),
         (Some(0), "one\nthree\nfive\n", "two\nfour\nfive\n")
     );
-    let mut hood = Hood::python(
+    let mut confined = ConfinedRun::python(
         "print(open('/dev/stdin').read(), file=open('/dev/stdout', 'w'))\nopen('/dev/stderr', 'w').write('seen')",
     );
-    hood.stdin = Some(pipe_with(b"given"));
-    let ran = hood.run();
+    confined.stdin = Some(pipe_with(b"given"));
+    let ran = confined.run();
     assert_eq!(
         (ran.stdout.as_str(), ran.stderr.as_str()),
         ("given\n", "seen")
     );
 }
 
+trial!(Everyone, an_empty_input_can_be_reopened);
 /// With no input given there is an empty one, under its usual name too: many programs take `/dev/stdin` for a file.
 fn an_empty_input_can_be_reopened() {
     for script in [
         "cat < /dev/stdin && echo end",
         "cat /dev/stdin /dev/fd/0 /proc/self/fd/0 && echo end",
     ] {
-        let ran = Hood::sh(script).run();
-        assert!(ran.said("end"), "{}", ran.all());
+        let ran = ConfinedRun::sh(script).run();
+        assert!(ran.printed("end"), "{}", ran.all());
     }
 }
 
@@ -180,6 +128,7 @@ fn pipe_with(bytes: &[u8]) -> std::os::fd::OwnedFd {
     read
 }
 
+trial!(Everyone, no_host_file_behind_a_stream);
 /// Standard input comes from a file that could be written through its descriptor: the program gets a pipe instead.
 fn no_host_file_behind_a_stream() {
     let dir = host_dir();
@@ -199,11 +148,11 @@ print(os.readlink('/proc/self/fd/0').split(':')[0])
             .open(&path)
             .unwrap()
     };
-    let mut hood = Hood::python(script);
-    hood.stdin = Some(both().into());
-    let ran = hood.run();
+    let mut confined = ConfinedRun::python(script);
+    confined.stdin = Some(both().into());
+    let ran = confined.run();
     assert!(
-        ran.said("pipe") && ran.stdout.matches("refused").count() == 5,
+        ran.printed("pipe") && ran.stdout.matches("refused").count() == 5,
         "{}",
         ran.all()
     );
@@ -223,6 +172,7 @@ print(os.readlink('/proc/self/fd/0').split(':')[0])
     assert_ne!(fs::read_to_string(&path).unwrap(), "input");
 }
 
+trial!(Everyone, input_arrives_whole);
 fn input_arrives_whole() {
     let dir = host_dir();
     let path = dir.path().join("input");
@@ -244,7 +194,7 @@ fn input_arrives_whole() {
         .unwrap();
     let expected = String::from_utf8(control.stdout).unwrap();
     assert!(expected.starts_with("3000001 "), "{expected}");
-    let mut from_file = Hood::python(script);
+    let mut from_file = ConfinedRun::python(script);
     from_file.stdin = Some(fs::File::open(&path).unwrap().into());
     assert_eq!(from_file.run().stdout, expected);
     let mut cat = Command::new("/bin/cat")
@@ -252,16 +202,17 @@ fn input_arrives_whole() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut from_pipe = Hood::python(script);
+    let mut from_pipe = ConfinedRun::python(script);
     from_pipe.stdin = Some(cat.stdout.take().unwrap().into());
     assert_eq!(from_pipe.run().stdout, expected);
     cat.wait().unwrap();
     // And it ends: an empty input is an end of file at once.
-    let mut empty = Hood::python("print(len(sys.stdin.buffer.read()))");
+    let mut empty = ConfinedRun::python("print(len(sys.stdin.buffer.read()))");
     empty.stdin = Some(pipe_with(b""));
-    assert!(empty.run().said("0"));
+    assert!(empty.run().printed("0"));
 }
 
+trial!(Everyone, input_left_unread_holds_nothing_up);
 /// A program that does not read, and one that closes its input while more is coming, end as they please.
 fn input_left_unread_holds_nothing_up() {
     for script in [
@@ -279,11 +230,11 @@ fn input_left_unread_holds_nothing_up() {
                 }
             }
         });
-        let mut hood = Hood::sh(script);
-        hood.stdin = Some(read);
-        let ran = hood.run();
+        let mut confined = ConfinedRun::sh(script);
+        confined.stdin = Some(read);
+        let ran = confined.run();
         assert!(
-            ran.said("done") && ran.code() == Some(0) && ran.stop().is_none(),
+            ran.printed("done") && ran.code() == Some(0) && ran.stop().is_none(),
             "{}",
             ran.all()
         );
@@ -315,9 +266,14 @@ os.waitpid(pid, 0)
 print(text.decode())
 ";
 
+trial!(
+    Everyone,
+    no_typing_into_terminals,
+    only_at_full = "the terminals that could be made are the host's; the one that is given is landlock_level::no_typing_into_its_terminal"
+);
 fn no_typing_into_terminals() {
     // TIOCCONS, which takes the console's output, is left out of the control: there it would take the host's.
-    let ran = Hood::python(&format!("more = (('cons', 0x541d),)\n{TYPE_INTO}")).run();
+    let ran = ConfinedRun::python(&format!("more = (('cons', 0x541d),)\n{TYPE_INTO}")).run();
     let every = |name: &str, answer: &str, printed: &str| {
         [0u64, 1, 0xffff_ffff]
             .iter()
@@ -336,12 +292,19 @@ fn no_typing_into_terminals() {
         "{control}"
     );
     assert!(!every("linux", "EPERM", &control), "{control}");
-    let ran = Hood::python(&script).without(&[Layer::Seccomp]).run();
+    let ran = ConfinedRun::python(&script)
+        .without(&[Layer::Seccomp])
+        .run();
     assert!(!every("sti", "EPERM", &ran.stdout), "{}", ran.all());
 }
 
+trial!(
+    Everyone,
+    terminals_of_its_own_work,
+    only_at_full = "the terminals that could be made are the host's, so none can: landlock_level::what_can_be_listed"
+);
 fn terminals_of_its_own_work() {
-    let ran = Hood::python(
+    let ran = ConfinedRun::python(
         "import pty\nout = []\n\
          def read(fd):\n    data = os.read(fd, 1024); out.append(data); return data\n\
          status = pty.spawn(['/bin/sh', '-c', 'test -t 0 && test -t 1 && tty && stty size'], read)\n\
@@ -349,21 +312,22 @@ fn terminals_of_its_own_work() {
     )
     .run();
     assert!(
-        ran.said("status 0") && ran.stdout.contains("/dev/pts/0"),
+        ran.printed("status 0") && ran.stdout.contains("/dev/pts/0"),
         "{}",
         ran.all()
     );
 }
 
+trial!(Everyone, the_runners_terminal_is_out_of_reach);
 /// Runs itself again with a controlling terminal, which a program inside must not find.
 fn the_runners_terminal_is_out_of_reach() {
     const INNER: &str = "FUMEHOOD_TEST_TERMINAL";
     if std::env::var_os(INNER).is_none() {
         let own = std::env::current_exe().unwrap();
-        let name = format!("p09_streams::{UNDER_A_TERMINAL}");
+        let [inner, name] = inner_arguments!(the_runners_terminal_is_out_of_reach);
         let spawn = format!(
             "import pty\nos.environ[{INNER:?}] = '1'\n\
-             sys.exit(os.waitstatus_to_exitcode(pty.spawn([{own:?}, '__plain_trial', {name:?}])))"
+             sys.exit(os.waitstatus_to_exitcode(pty.spawn([{own:?}, {inner:?}, {name:?}])))"
         );
         unconfined(&spawn);
         return;
@@ -393,9 +357,9 @@ for fd in (0, 1, 2):
         .write(true)
         .open("/dev/tty")
         .unwrap();
-    let ran = Hood::python(look).run();
+    let ran = ConfinedRun::python(look).run();
     assert!(
-        ran.said("tty number 0") && ran.said("leader True"),
+        ran.printed("tty number 0") && ran.printed("leader True"),
         "{}",
         ran.all()
     );

@@ -7,24 +7,11 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 use sandbox::outcome::Stop;
+use testkit::trial;
 
-use crate::hood::{Hood, Ran, alone};
+use crate::confined_run::{ConfinedResult, ConfinedRun, alone};
 use crate::p10_limits::{stopped, unstopped};
 use crate::p11_deadline::{new_marker, wait_for_marked};
-use crate::{Entry, For, OnlyAtFull};
-
-#[rustfmt::skip]
-pub const TRIALS: &[Entry] = &[
-    ("open_files_of_all_processes", For::Everyone, open_files_of_all_processes),
-    ("open_files_that_only_mappings_hold", For::Everyone, open_files_that_only_mappings_hold),
-    ("open_files_of_others_stop_nobody", For::Everyone, open_files_of_others_stop_nobody),
-    ("memory_for_tcp", For::Everyone, memory_for_tcp),
-];
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("memory_for_tcp", "there are no TCP sockets"),
-];
 
 /// The run's share: more than others are likely to open on this host during a trial.
 const SHARE: u64 = 10_000;
@@ -41,19 +28,20 @@ def hold(count):
         os.close(fd)
 ";
 
-fn run(act: &str, of_run: Option<u64>) -> Ran {
+fn run(act: &str, of_run: Option<u64>) -> ConfinedResult {
     let act = format!("import signal, time\n{act}\ntime.sleep(2)\nprint('all open')");
-    let hood = Hood::python(&act).limits(|l| {
+    let confined = ConfinedRun::python(&act).limits(|l| {
         (l.open_files, l.open_files_of_run) = (4096, of_run);
     });
-    hood.run()
+    confined.run()
 }
 
-fn goes_on(ran: &Ran) {
+fn goes_on(ran: &ConfinedResult) {
     unstopped(ran);
-    assert!(ran.said("all open"), "{}", ran.all());
+    assert!(ran.printed("all open"), "{}", ran.all());
 }
 
+trial!(Everyone, open_files_of_all_processes);
 /// Each process has fewer than its own limit, and fewer than all may have.
 fn open_files_of_all_processes() {
     let _the_hosts_count_is_ours = alone();
@@ -77,6 +65,7 @@ for _ in range(8): os.read(reader, 1)
     goes_on(&run(&with("False"), Some(SHARE)));
 }
 
+trial!(Everyone, open_files_that_only_mappings_hold);
 /// Also of a process that cannot be looked into.
 fn open_files_that_only_mappings_hold() {
     let _the_hosts_count_is_ours = alone();
@@ -88,6 +77,7 @@ fn open_files_that_only_mappings_hold() {
     goes_on(&run(&hidden, Some(10 * SHARE)));
 }
 
+trial!(Everyone, open_files_of_others_stop_nobody);
 /// A neighbour opens more than the run's share while the run has few.
 fn open_files_of_others_stop_nobody() {
     let _the_hosts_count_is_ours = alone();
@@ -95,13 +85,13 @@ fn open_files_of_others_stop_nobody() {
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     let act =
         format!("# {marker}\nimport time\nsys.stdin.read()\ntime.sleep(1)\nprint('all open')");
-    let mut hood = Hood::python(&act).limits(|l| l.open_files_of_run = Some(SHARE));
-    hood.stdin = Some(read);
+    let mut confined = ConfinedRun::python(&act).limits(|l| l.open_files_of_run = Some(SHARE));
+    confined.stdin = Some(read);
     let neighbour = format!(
         "import ctypes, os, sys\nlibc = ctypes.CDLL(None)\n{MAPPINGS}\nhold(16000)\nprint('open', flush=True)\nsys.stdin.read()"
     );
     std::thread::scope(|scope| {
-        let ran = scope.spawn(|| hood.run());
+        let ran = scope.spawn(|| confined.run());
         wait_for_marked(&marker, 1);
         let mut other = Command::new("/usr/bin/python3")
             .args(["-I", "-c", &neighbour])
@@ -121,6 +111,11 @@ fn open_files_of_others_stop_nobody() {
     });
 }
 
+trial!(
+    Everyone,
+    memory_for_tcp,
+    only_at_full = "there are no TCP sockets"
+);
 /// As many sockets as have room in the run's share, with full buffers.
 fn memory_for_tcp() {
     let act = "
@@ -134,17 +129,25 @@ except OSError as e: print(errno.errorcode[e.errno])
 print('sockets', len(held))
 with open('/proc/sys/net/ipv4/tcp_rmem') as file: print('buffer', file.read().split()[2])
 ";
-    let run = |tcp_bytes| Hood::python(act).limits(|l| l.tcp_bytes = tcp_bytes).run();
+    let run = |tcp_bytes| {
+        ConfinedRun::python(act)
+            .limits(|l| l.tcp_bytes = tcp_bytes)
+            .run()
+    };
     const SOCKETS: u64 = 128;
     const BUFFER_BYTES: u64 = 128 << 10;
     let ran = run(SOCKETS * 2 * BUFFER_BYTES);
     unstopped(&ran);
-    assert!(ran.said("ENOBUFS"), "{}", ran.all());
-    assert!(ran.said(&format!("buffer {BUFFER_BYTES}")), "{}", ran.all());
+    assert!(ran.printed("ENOBUFS"), "{}", ran.all());
+    assert!(
+        ran.printed(&format!("buffer {BUFFER_BYTES}")),
+        "{}",
+        ran.all()
+    );
     let count = ran.stdout.lines().find_map(|l| l.strip_prefix("sockets "));
     let count: u64 = count.unwrap().parse().unwrap();
     // The listener is one; a call that is served meanwhile may see one fewer.
     assert!((SOCKETS - 4..=SOCKETS).contains(&count), "{count}");
     let control = run(u64::MAX);
-    assert!(control.said("sockets 400"), "{}", control.all());
+    assert!(control.printed("sockets 400"), "{}", control.all());
 }

@@ -2,48 +2,9 @@
 //! is its share of what the host has one table of.
 
 use sandbox::outcome::Stop;
+use testkit::trial;
 
-use crate::hood::{Hood, unconfined};
-use crate::{Entry, For, OnlyAtFull};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "netlink_sockets_are_few_and_small",
-        For::Everyone,
-        netlink_sockets_are_few_and_small,
-    ),
-    (
-        "interfaces_can_be_listed",
-        For::Everyone,
-        interfaces_can_be_listed,
-    ),
-    (
-        "connections_nobody_accepts",
-        For::Everyone,
-        connections_nobody_accepts,
-    ),
-    ("huge_pages", For::Everyone, huge_pages),
-    ("memory_policies", For::Everyone, memory_policies),
-    (
-        "queues_outside_the_limit",
-        For::Everyone,
-        queues_outside_the_limit,
-    ),
-    ("filters_of_its_own", For::Everyone, filters_of_its_own),
-    (
-        "kernel_memory_stays_within_the_limit",
-        For::Root,
-        kernel_memory_stays_within_the_limit,
-    ),
-];
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("netlink_sockets_are_few_and_small", "there are none: landlock_level::sockets"),
-    ("interfaces_can_be_listed", "netlink is refused, as the table of the level says"),
-    ("connections_nobody_accepts", "there are no internet sockets"),
-    ("queues_outside_the_limit", "there are no internet sockets"),
-];
+use crate::confined_run::{ConfinedRun, unconfined};
 
 /// Prints what became of each attempt, as `name: done` or `name: ERRNO`.
 const TRY: &str = "
@@ -55,12 +16,17 @@ def call(result):
     return result
 ";
 
-fn tried(script: &str) -> crate::hood::Ran {
-    let ran = Hood::python(&format!("{TRY}{script}")).run();
+fn tried(script: &str) -> crate::confined_run::ConfinedResult {
+    let ran = ConfinedRun::python(&format!("{TRY}{script}")).run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
     ran
 }
 
+trial!(
+    Everyone,
+    netlink_sockets_are_few_and_small,
+    only_at_full = "there are none: landlock_level::sockets"
+);
 /// Unread answers wait in buffers that no cgroup is charged for. Counted over all processes, and over descriptors that
 /// are in flight; what is closed can be had again.
 fn netlink_sockets_are_few_and_small() {
@@ -101,6 +67,11 @@ print(f'{count} {elsewhere} {in_flight} {again} {size} {large}')
     unconfined("held = [socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) for _ in range(100)]");
 }
 
+trial!(
+    Everyone,
+    interfaces_can_be_listed,
+    only_at_full = "netlink is refused, as the table of the level says"
+);
 fn interfaces_can_be_listed() {
     let ran = tried(
         r#"
@@ -119,6 +90,11 @@ print('close on exec', not os.get_inheritable(s.fileno()), 'blocking', os.get_bl
     assert_eq!(ran.stdout, expected, "{}", ran.all());
 }
 
+trial!(
+    Everyone,
+    connections_nobody_accepts,
+    only_at_full = "there are no internet sockets"
+);
 /// A connection is charged when it is accepted. Under 64 MiB a run has a thousand sockets, wherever they are.
 fn connections_nobody_accepts() {
     const SOCKETS: u64 = 1024;
@@ -136,10 +112,10 @@ try:
 except OSError as e: print(errno.errorcode[e.errno])
 print('connections', made)
 ";
-    let ran = Hood::python(script)
+    let ran = ConfinedRun::python(script)
         .limits(|l| l.memory_bytes = 64 << 20)
         .run();
-    assert!(ran.said("ENOBUFS"), "{}", ran.all());
+    assert!(ran.printed("ENOBUFS"), "{}", ran.all());
     let made = ran
         .stdout
         .lines()
@@ -150,6 +126,7 @@ print('connections', made)
     assert!(expected.contains(&made), "{}", ran.all());
 }
 
+trial!(Everyone, huge_pages);
 /// From the host's reserved pool. NORESERVE: without it a host that reserves none answers the same.
 fn huge_pages() {
     let script = r#"
@@ -171,10 +148,11 @@ attempt('ordinary memfd', lambda: os.memfd_create('x'))
         "memfd: EINVAL",
         "ordinary memfd: done",
     ] {
-        assert!(ran.said(line), "{line}: {}", ran.all());
+        assert!(ran.printed(line), "{line}: {}", ran.all());
     }
 }
 
+trial!(Everyone, memory_policies);
 /// The kernel keeps one for each range of a memory file, charged to nobody. A thread's own policy remains.
 fn memory_policies() {
     let ran = tried(
@@ -188,10 +166,15 @@ attempt('mbind', lambda: call(libc.syscall(237, ctypes.c_void_p(at), 4096, 2, ct
 attempt('set_mempolicy', lambda: call(libc.syscall(238, 3, ctypes.byref(mask), 64)))
 "#,
     );
-    assert!(ran.said("mbind: EPERM"), "{}", ran.all());
-    assert!(ran.said("set_mempolicy: done"), "{}", ran.all());
+    assert!(ran.printed("mbind: EPERM"), "{}", ran.all());
+    assert!(ran.printed("set_mempolicy: done"), "{}", ran.all());
 }
 
+trial!(
+    Everyone,
+    queues_outside_the_limit,
+    only_at_full = "there are no internet sockets"
+);
 /// What a socket may keep besides its two buffers, which are charged: half a datagram, keys, memberships, notices.
 fn queues_outside_the_limit() {
     let script = r#"
@@ -251,10 +234,11 @@ print('errors kept:', errors.getsockopt(socket.IPPROTO_IP, 11))
         "reuse: done",
         "errors kept: 0",
     ] {
-        assert!(ran.said(line), "{line}: {}", ran.all());
+        assert!(ran.printed(line), "{line}: {}", ran.all());
     }
 }
 
+trial!(Everyone, filters_of_its_own);
 /// Each is compiled, and the whole host has one bound for that.
 fn filters_of_its_own() {
     let script = r#"
@@ -267,10 +251,11 @@ attempt('seccomp', lambda: call(libc.syscall(317, 1, 0, ctypes.byref(allow))))
     assert_eq!(outside, "prctl: done\nseccomp: done\n", "the control");
     let ran = tried(script);
     for line in ["prctl: EINVAL", "seccomp: EINVAL"] {
-        assert!(ran.said(line), "{line}: {}", ran.all());
+        assert!(ran.printed(line), "{line}: {}", ran.all());
     }
 }
 
+trial!(Root, kernel_memory_stays_within_the_limit);
 /// By hand, what is held while eight processes each make as many as they can, under a limit of 64 MiB. Either it is charged,
 /// and the kernel ends the run, or the kernel's own memory has hardly grown. The bound leaves room for the host's other work.
 fn kernel_memory_stays_within_the_limit() {
@@ -352,12 +337,12 @@ print('grown by', kernels_own() - before)
 for child in children: os.kill(child, signal.SIGKILL)
 "#
         );
-        let mut hood = Hood::python(&script).limits(|l| {
+        let mut confined = ConfinedRun::python(&script).limits(|l| {
             l.memory_bytes = 64 << 20;
             l.open_files = 1024;
         });
-        hood.spec.limits.wall_ms = 40_000;
-        let ran = hood.run();
+        confined.spec.limits.wall_ms = 40_000;
+        let ran = confined.run();
         let charged = ran.outcome.usage.oom_kills > 0 || ran.stop() == Some(Stop::Memory);
         let grown = ran
             .stdout

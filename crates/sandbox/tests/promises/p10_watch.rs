@@ -7,47 +7,13 @@ use std::path::Path;
 
 use sandbox::outcome::Stop;
 use sandbox::spec::WorkspaceKind;
+use testkit::trial;
 
-use crate::hood::{Hood, Ran, alone, attempts, compile, unconfined, verdict};
+use crate::confined_run::{
+    ConfinedResult, ConfinedRun, alone, attempts, compile, unconfined, verdict,
+};
 use crate::p10_limits::{DISK, MIB, WRITES, files_limited, stopped, unstopped};
 use crate::p11_deadline::Fifo;
-use crate::{Entry, For, OnlyAtFull};
-
-#[rustfmt::skip]
-pub const TRIALS: &[Entry] = &[
-    ("disk_held_by_blocked_calls", For::Everyone, disk_held_by_blocked_calls),
-    ("who_rewrites_beside_a_neighbour_goes_on", For::Everyone, who_rewrites_beside_a_neighbour_goes_on),
-    ("disk_while_the_watch_waits_for_a_memory_map", For::Everyone, disk_while_the_watch_waits_for_a_memory_map),
-    ("disk_while_the_watch_waits_for_execve", For::Everyone, disk_while_the_watch_waits_for_execve),
-    ("files_unlinked_but_open", For::Everyone, files_unlinked_but_open),
-    ("names_that_sockets_keep", For::Everyone, names_that_sockets_keep),
-    ("a_memory_workspace_counts_as_memory", For::Everyone, a_memory_workspace_counts_as_memory),
-    ("a_memory_workspace_holds_no_more_than_memory", For::Everyone, a_memory_workspace_holds_no_more_than_memory),
-    ("memory_held_by_blocked_calls", For::Everyone, memory_held_by_blocked_calls),
-    ("memory_files_in_flight", For::Everyone, memory_files_in_flight),
-    ("memory_files_mapped_in_part", For::Everyone, memory_files_mapped_in_part),
-    ("memory_files_that_are_running_programs", For::Everyone, memory_files_that_are_running_programs),
-    ("memory_held_by_pipes", For::Everyone, memory_held_by_pipes),
-    (
-        "descriptors_of_a_threads_own_are_refused",
-        For::Everyone,
-        descriptors_of_a_threads_own_are_refused,
-    ),
-    (
-        "a_working_directory_of_a_threads_own_is_refused",
-        For::Everyone,
-        a_working_directory_of_a_threads_own_is_refused,
-    ),
-    ("files_held_by_landlock_rules_are_refused", For::Everyone, files_held_by_landlock_rules_are_refused),
-    ("vmsplice_is_refused", For::Everyone, vmsplice_is_refused),
-];
-
-#[rustfmt::skip]
-pub const ONLY_AT_FULL: &[OnlyAtFull] = &[
-    ("names_that_sockets_keep", "no socket has a name"),
-    ("a_memory_workspace_counts_as_memory", "there is no workspace in memory"),
-    ("a_memory_workspace_holds_no_more_than_memory", "there is no workspace in memory"),
-];
 
 /// What a watch may let through, as in `p10_limits.rs`.
 const OVERSHOOT: u64 = 1024 * MIB;
@@ -132,21 +98,21 @@ static void held_by_call(int fd) {
 }
 "#;
 
-fn run_c(act: &str, total_mib: u64, change: impl FnOnce(&mut Hood)) -> Ran {
-    let mut hood = Hood::new(&["/bin/true"]);
-    let program = hood.workspace().join("attack");
+fn run_c(act: &str, total_mib: u64, change: impl FnOnce(&mut ConfinedRun)) -> ConfinedResult {
+    let mut confined = ConfinedRun::new(&["/bin/true"]);
+    let program = confined.workspace().join("attack");
     compile(&format!("{C_WRITES}{act}"), &program);
-    hood.command(&[&program, Path::new(&total_mib.to_string())]);
-    change(&mut hood);
-    hood.run()
+    confined.command(&[&program, Path::new(&total_mib.to_string())]);
+    change(&mut confined);
+    confined.run()
 }
 
-fn disk_limited(act: &str, total_mib: u64, change: impl Fn(&mut Hood)) {
+fn disk_limited(act: &str, total_mib: u64, change: impl Fn(&mut ConfinedRun)) {
     let _alone = alone();
     let run = |total: u64, disk_bytes: u64| {
-        run_c(act, total, |hood| {
-            change(hood);
-            hood.spec.limits.disk_bytes = disk_bytes;
+        run_c(act, total, |confined| {
+            change(confined);
+            confined.spec.limits.disk_bytes = disk_bytes;
         })
     };
     let ran = run(total_mib, DISK);
@@ -158,6 +124,7 @@ fn disk_limited(act: &str, total_mib: u64, change: impl Fn(&mut Hood)) {
     assert!(control.stdout.contains("wrote all"), "{}", control.all());
 }
 
+trial!(Everyone, disk_held_by_blocked_calls);
 fn disk_held_by_blocked_calls() {
     let act = format!(
         "{HELD_BY_CALL}
@@ -169,6 +136,7 @@ static void attack(char **argv) {{
     disk_limited(&act, 2048, |_| {});
 }
 
+trial!(Everyone, who_rewrites_beside_a_neighbour_goes_on);
 /// Growth that is not the run's is charged to nobody, whatever the run has written itself.
 fn who_rewrites_beside_a_neighbour_goes_on() {
     let _alone = alone();
@@ -191,9 +159,9 @@ time.sleep(1.2)
 print('\\ndone')
 "
     );
-    let hood = Hood::python(&act).limits(|l| l.disk_bytes = DISK);
-    let go = Fifo::make(hood.workspace(), "go");
-    let beside = hood.workspace().parent().unwrap();
+    let confined = ConfinedRun::python(&act).limits(|l| l.disk_bytes = DISK);
+    let go = Fifo::make(confined.workspace(), "go");
+    let beside = confined.workspace().parent().unwrap();
     let mut others = tempfile::tempfile_in(beside).unwrap();
     let ran = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -202,12 +170,17 @@ print('\\ndone')
             }
             go.ring();
         });
-        hood.run()
+        confined.run()
     });
     unstopped(&ran);
-    assert!(ran.said("done") && ran.code() == Some(0), "{}", ran.all());
+    assert!(
+        ran.printed("done") && ran.code() == Some(0),
+        "{}",
+        ran.all()
+    );
 }
 
+trial!(Everyone, disk_while_the_watch_waits_for_a_memory_map);
 /// Every thread waits for its turn at the process's memory map, and so does who asks the process how large it is: anew
 /// for each of its many mappings.
 fn disk_while_the_watch_waits_for_a_memory_map() {
@@ -240,12 +213,13 @@ static void attack(char **argv) {
     sleep(1);
     write_files(atoi(argv[1]), 0);
 }";
-    disk_limited(act, 3072, |hood| {
-        hood.with_group = false;
-        hood.spec.limits.memory_bytes = 2048 * MIB;
+    disk_limited(act, 3072, |confined| {
+        confined.with_group = false;
+        confined.spec.limits.memory_bytes = 2048 * MIB;
     });
 }
 
+trial!(Everyone, disk_while_the_watch_waits_for_execve);
 /// While a process gives up many mappings to become another program, its counters cannot be read.
 fn disk_while_the_watch_waits_for_execve() {
     let act = "
@@ -260,11 +234,12 @@ static void attack(char **argv) {
     sleep(2);
     write_files(atoi(argv[1]), 0);
 }";
-    disk_limited(act, 3072, |hood| {
-        hood.spec.limits.memory_bytes = 4096 * MIB;
+    disk_limited(act, 3072, |confined| {
+        confined.spec.limits.memory_bytes = 4096 * MIB;
     });
 }
 
+trial!(Everyone, files_unlinked_but_open);
 fn files_unlinked_but_open() {
     files_limited(
         "
@@ -277,6 +252,11 @@ for n in range(COUNT):
     );
 }
 
+trial!(
+    Everyone,
+    names_that_sockets_keep,
+    only_at_full = "no socket has a name"
+);
 /// The socket keeps the inode of a name that is gone: 17,000 of them under a limit of 3000.
 fn names_that_sockets_keep() {
     files_limited(
@@ -298,14 +278,19 @@ for _ in range(COUNT // 100):
     );
 }
 
-fn in_memory(act: &str, memory_bytes: u64) -> Ran {
-    let mut hood = Hood::python(&format!("{WRITES}\n{act}"))
+fn in_memory(act: &str, memory_bytes: u64) -> ConfinedResult {
+    let mut confined = ConfinedRun::python(&format!("{WRITES}\n{act}"))
         .limits(|l| (l.disk_bytes, l.memory_bytes) = (1024 * MIB, memory_bytes));
-    hood.spec.workspace_kind = WorkspaceKind::Memory;
-    hood.with_group = false;
-    hood.run()
+    confined.spec.workspace_kind = WorkspaceKind::Memory;
+    confined.with_group = false;
+    confined.run()
 }
 
+trial!(
+    Everyone,
+    a_memory_workspace_counts_as_memory,
+    only_at_full = "there is no workspace in memory"
+);
 fn a_memory_workspace_counts_as_memory() {
     let act = "
 put(new('x'), 80)
@@ -317,9 +302,14 @@ time.sleep(1.5)
     stopped(&in_memory(act, 112 * MIB), Stop::Memory);
     let control = in_memory(act, 512 * MIB);
     unstopped(&control);
-    assert!(control.said("taken"), "{}", control.all());
+    assert!(control.printed("taken"), "{}", control.all());
 }
 
+trial!(
+    Everyone,
+    a_memory_workspace_holds_no_more_than_memory,
+    only_at_full = "there is no workspace in memory"
+);
 fn a_memory_workspace_holds_no_more_than_memory() {
     let act = "
 try:
@@ -336,7 +326,7 @@ except OSError as e:
 }
 
 /// Runs it with memory that only the watch holds.
-fn memory_limited(run: impl Fn(u64) -> Ran, memory_bytes: u64) {
+fn memory_limited(run: impl Fn(u64) -> ConfinedResult, memory_bytes: u64) {
     stopped(&run(memory_bytes), Stop::Memory);
     let control = run(4096 * MIB);
     unstopped(&control);
@@ -346,15 +336,16 @@ fn memory_limited(run: impl Fn(u64) -> Ran, memory_bytes: u64) {
 /// The same for an act in C that takes 768 MiB.
 fn c_memory_limited(act: &str) {
     let run = |memory_bytes| {
-        run_c(act, 768, |hood| {
-            hood.with_group = false;
-            hood.spec.limits.memory_bytes = memory_bytes;
+        run_c(act, 768, |confined| {
+            confined.with_group = false;
+            confined.spec.limits.memory_bytes = memory_bytes;
         })
     };
     let _alone = alone();
     memory_limited(run, 96 * MIB);
 }
 
+trial!(Everyone, memory_held_by_blocked_calls);
 fn memory_held_by_blocked_calls() {
     let act = format!(
         "{HELD_BY_CALL}
@@ -373,6 +364,7 @@ static void attack(char **argv) {{
     c_memory_limited(&act);
 }
 
+trial!(Everyone, memory_files_in_flight);
 fn memory_files_in_flight() {
     let act = format!(
         "{WRITES}
@@ -387,9 +379,9 @@ time.sleep(1.5)
 "
     );
     let run = |memory_bytes| {
-        let mut hood = Hood::python(&act).limits(|l| l.memory_bytes = memory_bytes);
-        hood.with_group = false;
-        hood.run()
+        let mut confined = ConfinedRun::python(&act).limits(|l| l.memory_bytes = memory_bytes);
+        confined.with_group = false;
+        confined.run()
     };
     let _alone = alone();
     memory_limited(run, 96 * MIB);
@@ -414,6 +406,7 @@ static void attack(char **argv) {{
     c_memory_limited(&act);
 }
 
+trial!(Everyone, memory_files_mapped_in_part);
 /// A page that is mapped keeps the whole file: 800 MB under 128 MB.
 fn memory_files_mapped_in_part() {
     memory_files_limited(
@@ -426,6 +419,7 @@ static void hold(int fd) {
     );
 }
 
+trial!(Everyone, memory_files_that_are_running_programs);
 /// So does a process whose program it is, whatever follows what is mapped of it.
 fn memory_files_that_are_running_programs() {
     memory_files_limited(
@@ -472,13 +466,14 @@ static void pin(int folios) {
 }
 "#;
 
+trial!(Everyone, memory_held_by_pipes);
 fn memory_held_by_pipes() {
     let _alone = alone();
     let act = format!("{PIN}static void attack(char **argv) {{ pin(atoi(argv[1]) / 2); }}");
     let run = |memory_bytes| {
-        run_c(&act, 768, |hood| {
-            hood.with_group = false;
-            hood.spec.limits.memory_bytes = memory_bytes;
+        run_c(&act, 768, |confined| {
+            confined.with_group = false;
+            confined.spec.limits.memory_bytes = memory_bytes;
         })
     };
     if !keeps_large_folios() {
@@ -523,6 +518,7 @@ static void attack(char **argv) {
     (0..5).any(|_| grown() > 64)
 }
 
+trial!(Everyone, descriptors_of_a_threads_own_are_refused);
 /// A thread with descriptors of its own holds files that its process's list does not show: 300 MB under 64 MB.
 fn descriptors_of_a_threads_own_are_refused() {
     let act = "
@@ -536,11 +532,12 @@ thread = threading.Thread(target=unshare); thread.start(); thread.join()
 if isinstance(said[0], OSError): raise said[0]
 ";
     let script = attempts("", &[("close_range", act)]);
-    let ran = Hood::python(&script).run();
+    let ran = ConfinedRun::python(&script).run();
     assert_eq!(verdict(&ran.stdout, "close_range"), "refused EINVAL");
     assert_eq!(verdict(&unconfined(&script), "close_range"), "done");
 }
 
+trial!(Everyone, a_working_directory_of_a_threads_own_is_refused);
 /// A removed directory that held many names stays as large as it was: 54 MB in those of twenty threads under 8 MB.
 fn a_working_directory_of_a_threads_own_is_refused() {
     const SOURCE: &str = r#"
@@ -559,15 +556,16 @@ int main(void) {
     _exit(0);
 }
 "#;
-    let mut hood = Hood::new(&["/bin/true"]);
-    let program = hood.workspace().join("attack");
+    let mut confined = ConfinedRun::new(&["/bin/true"]);
+    let program = confined.workspace().join("attack");
     compile(SOURCE, &program);
     let control = std::process::Command::new(&program).output().unwrap();
-    hood.command(&[&program]);
-    assert_eq!(hood.run().stdout.trim(), "refused");
+    confined.command(&[&program]);
+    assert_eq!(confined.run().stdout.trim(), "refused");
     assert_eq!(control.stdout, b"done\n");
 }
 
+trial!(Everyone, files_held_by_landlock_rules_are_refused);
 /// A rule keeps the file it names after its last name and descriptor: 1 GB under 64 MB.
 fn files_held_by_landlock_rules_are_refused() {
     let act = "
@@ -577,11 +575,12 @@ held = os.open('.', os.O_RDONLY | os.O_CLOEXEC)
 sc(445, ruleset, 1, struct.pack('=Qi', 1 << 2, held), 0)
 ";
     let script = attempts("", &[("rule", act)]);
-    let ran = Hood::python(&script).run();
+    let ran = ConfinedRun::python(&script).run();
     assert_eq!(verdict(&ran.stdout, "rule"), "refused ENOSYS");
     assert_eq!(verdict(&unconfined(&script), "rule"), "done");
 }
 
+trial!(Everyone, vmsplice_is_refused);
 fn vmsplice_is_refused() {
     let act = "
 import mmap
@@ -593,7 +592,7 @@ piece = Piece(ctypes.addressof(kept), 4096)
 sc({'x86_64': 278, 'aarch64': 75}[os.uname().machine], writer, ctypes.byref(piece), 1, 0)
 ";
     let script = attempts("", &[("vmsplice", act)]);
-    let ran = Hood::python(&script).run();
+    let ran = ConfinedRun::python(&script).run();
     assert_eq!(verdict(&ran.stdout, "vmsplice"), "refused ENOSYS");
     assert_eq!(verdict(&unconfined(&script), "vmsplice"), "done");
 }

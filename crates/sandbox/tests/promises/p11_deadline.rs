@@ -7,81 +7,10 @@ use std::time::{Duration, Instant};
 
 use sandbox::outcome::{Exit, Stop};
 use sandbox::supervise::Control;
+use testkit::wait::poll_until;
+use testkit::{is_root, trial};
 
-use crate::hood::{Hood, Ran, at_landlock, compile, is_root};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    ("a_daemon_dies", For::Everyone, a_daemon_dies),
-    (
-        "who_ignores_sigterm_dies",
-        For::Everyone,
-        who_ignores_sigterm_dies,
-    ),
-    (
-        "the_stopped_handle_sigterm_and_die",
-        For::Everyone,
-        the_stopped_handle_sigterm_and_die,
-    ),
-    (
-        "who_stays_stopped_dies",
-        For::Everyone,
-        who_stays_stopped_dies,
-    ),
-    (
-        "who_hops_from_pid_to_pid_dies",
-        For::Everyone,
-        who_hops_from_pid_to_pid_dies,
-    ),
-    ("a_fork_bomb_dies", For::Everyone, a_fork_bomb_dies),
-    (
-        "who_waits_in_vfork_dies",
-        For::Everyone,
-        who_waits_in_vfork_dies,
-    ),
-    ("all_threads_die", For::Everyone, all_threads_die),
-    (
-        "who_gives_init_much_to_look_at_dies",
-        For::Everyone,
-        who_gives_init_much_to_look_at_dies,
-    ),
-    (
-        "the_grace_is_for_a_last_file",
-        For::Everyone,
-        the_grace_is_for_a_last_file,
-    ),
-    (
-        "the_grace_is_for_children_too",
-        For::Everyone,
-        the_grace_is_for_children_too,
-    ),
-    (
-        "without_grace_nothing_more_is_done",
-        For::Everyone,
-        without_grace_nothing_more_is_done,
-    ),
-    (
-        "a_held_pipe_holds_up_nobody",
-        For::Everyone,
-        a_held_pipe_holds_up_nobody,
-    ),
-    (
-        "what_is_left_behind_dies",
-        For::Everyone,
-        what_is_left_behind_dies,
-    ),
-    (
-        "cancel_gives_the_grace",
-        For::Everyone,
-        cancel_gives_the_grace,
-    ),
-    ("kill_gives_none", For::Everyone, kill_gives_none),
-    (
-        "who_steals_from_its_pipe_is_cancelled",
-        For::Everyone,
-        who_steals_from_its_pipe_is_cancelled,
-    ),
-];
+use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, compile};
 
 /// Nothing takes so long; a wait that does has failed.
 pub const AT_MOST: Duration = Duration::from_secs(30);
@@ -137,15 +66,13 @@ pub fn wait_for_none(marker: &str) {
 }
 
 fn look_until(marker: &str, enough: impl Fn(usize) -> bool) -> Vec<i32> {
-    let give_up = Instant::now() + AT_MOST;
-    loop {
-        let found = marked(marker);
-        if enough(found.len()) {
-            return found;
-        }
-        assert!(Instant::now() < give_up, "there are {found:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let mut found = Vec::new();
+    let held = poll_until(AT_MOST, Duration::from_millis(5), || {
+        found = marked(marker);
+        enough(found.len())
+    });
+    assert!(held, "there are {found:?}");
+    found
 }
 
 /// Ends what a control left on the host. Only processes with our own marker.
@@ -185,18 +112,18 @@ fn script(marker: &str, act: &str) -> String {
 }
 
 /// Runs the act to its deadline and shows, from the host's side, that nothing is left of it.
-fn at_the_deadline(act: &str, wall_ms: u64, grace_ms: u64) -> Ran {
+fn at_the_deadline(act: &str, wall_ms: u64, grace_ms: u64) -> ConfinedResult {
     let marker = new_marker();
-    let hood = Hood::python(&script(&marker, act)).limits(|l| {
+    let confined = ConfinedRun::python(&script(&marker, act)).limits(|l| {
         (l.wall_ms, l.grace_ms, l.pids) = (wall_ms, grace_ms, 64);
     });
-    let uid = hood.spec.identity.uid();
-    let ran = hood.run();
+    let uid = confined.spec.identity.uid();
+    let ran = confined.run();
     assert_eq!(left_of(&marker), [0i32; 0], "{}", ran.all());
     if is_root() {
         assert_eq!(of_uid(uid), [0i32; 0], "{}", ran.all());
     }
-    assert!(ran.said("up"), "{}", ran.all());
+    assert!(ran.printed("up"), "{}", ran.all());
     assert!(ran.outcome.all_dead);
     if at_landlock() && !is_root() && ran.stop() == Some(Stop::Pids) {
         // There the kernel counts all of the user's processes, so that a bomb may first pass the watch's count.
@@ -228,6 +155,7 @@ fn survives_on_the_host(act: &str) {
     assert!(left, "the control leaves nothing behind");
 }
 
+trial!(Everyone, a_daemon_dies);
 fn a_daemon_dies() {
     let act = "
 if os.fork() == 0:
@@ -246,6 +174,7 @@ rest()
     at_the_deadline(act, 2000, 200);
 }
 
+trial!(Everyone, who_ignores_sigterm_dies);
 fn who_ignores_sigterm_dies() {
     let act = "
 for n in signal.valid_signals():
@@ -264,6 +193,7 @@ time.sleep(600)
     assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
 }
 
+trial!(Everyone, the_stopped_handle_sigterm_and_die);
 fn the_stopped_handle_sigterm_and_die() {
     let act = "
 child = os.fork()
@@ -282,11 +212,12 @@ os._exit(4)
 ";
     survives_on_the_host(act);
     let ran = at_the_deadline(act, 2000, 20_000);
-    assert!(ran.said("handled"), "{}", ran.all());
+    assert!(ran.printed("handled"), "{}", ran.all());
     // The program had its grace and used it: the end is its own.
     assert_eq!(ran.code(), Some(4), "{}", ran.all());
 }
 
+trial!(Everyone, who_stays_stopped_dies);
 /// It stops itself again as often as it is continued.
 fn who_stays_stopped_dies() {
     let act = "
@@ -310,6 +241,7 @@ rest()
     assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
 }
 
+trial!(Everyone, who_hops_from_pid_to_pid_dies);
 fn who_hops_from_pid_to_pid_dies() {
     let act = "
 first = os.getpid()
@@ -335,6 +267,7 @@ rest()
     at_the_deadline(&act.replace("PACE", "pass"), 2000, 200);
 }
 
+trial!(Everyone, a_fork_bomb_dies);
 /// Only ever in the sandbox: its control is the number of processes that it did get.
 fn a_fork_bomb_dies() {
     let act = "
@@ -361,6 +294,7 @@ while True:
     );
 }
 
+trial!(Everyone, who_waits_in_vfork_dies);
 fn who_waits_in_vfork_dies() {
     let source = r#"
 #include <signal.h>
@@ -371,13 +305,14 @@ int main(void) {
     for (;;) pause();
 }"#;
     let marker = new_marker();
-    let hood = Hood::new(&["/bin/true", &marker]).limits(|l| (l.wall_ms, l.grace_ms) = (1500, 200));
-    let program = hood.workspace().join("vforks");
+    let confined =
+        ConfinedRun::new(&["/bin/true", &marker]).limits(|l| (l.wall_ms, l.grace_ms) = (1500, 200));
+    let program = confined.workspace().join("vforks");
     compile(source, &program);
-    let mut hood = hood;
-    hood.spec.program = sandbox::spec::InsidePath::new(&program);
-    let ran = hood.run();
-    assert!(ran.said("up"), "{}", ran.all());
+    let mut confined = confined;
+    confined.spec.program = sandbox::spec::InsidePath::new(&program);
+    let ran = confined.run();
+    assert!(ran.printed("up"), "{}", ran.all());
     assert_eq!(left_of(&marker), [0i32; 0]);
     // The parent waits where only SIGKILL reaches it.
     assert_eq!(
@@ -386,6 +321,7 @@ int main(void) {
     );
 }
 
+trial!(Everyone, all_threads_die);
 fn all_threads_die() {
     let act = "
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -407,6 +343,7 @@ ctypes.CDLL(None).pthread_exit(None)
     );
 }
 
+trial!(Everyone, who_gives_init_much_to_look_at_dies);
 /// Init looks at descriptors for files without a name. However many there are, it keeps the time.
 fn who_gives_init_much_to_look_at_dies() {
     let act = "
@@ -428,8 +365,8 @@ rest()
         let limits = |l: &mut sandbox::spec::Limits| {
             (l.wall_ms, l.grace_ms, l.open_files) = (4000, 200, 4096)
         };
-        let ran = Hood::python(&act).limits(limits).run();
-        assert!(ran.said("up"), "{}", ran.all());
+        let ran = ConfinedRun::python(&act).limits(limits).run();
+        assert!(ran.printed("up"), "{}", ran.all());
         assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
         assert!(ran.outcome.all_dead, "{}", ran.all());
         assert_eq!(left_of(&marker), [0i32; 0]);
@@ -451,17 +388,18 @@ up()
 rest()
 ";
 
-fn last_file(grace_ms: u64) -> (Ran, Option<String>) {
+fn last_file(grace_ms: u64) -> (ConfinedResult, Option<String>) {
     let marker = new_marker();
-    let hood = Hood::python(&script(&marker, LAST_FILE))
+    let confined = ConfinedRun::python(&script(&marker, LAST_FILE))
         .limits(|l| (l.wall_ms, l.grace_ms) = (1500, grace_ms));
-    let (ran, file) = hood.run_then(|dir| std::fs::read_to_string(dir.join("last.txt")).ok());
-    assert!(ran.said("up"), "{}", ran.all());
+    let (ran, file) = confined.run_then(|dir| std::fs::read_to_string(dir.join("last.txt")).ok());
+    assert!(ran.printed("up"), "{}", ran.all());
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
     assert_eq!(left_of(&marker), [0i32; 0]);
     (ran, file)
 }
 
+trial!(Everyone, the_grace_is_for_a_last_file);
 fn the_grace_is_for_a_last_file() {
     let (ran, file) = last_file(20_000);
     assert_eq!(
@@ -472,17 +410,18 @@ fn the_grace_is_for_a_last_file() {
     );
 }
 
+trial!(Everyone, the_grace_is_for_children_too);
 /// A shell dies of SIGTERM at once; what it had started has its grace all the same.
 fn the_grace_is_for_children_too() {
     let marker = new_marker();
     let child = script(&marker, LAST_FILE);
-    let hood = Hood::sh(&format!(
+    let confined = ConfinedRun::sh(&format!(
         "/usr/bin/python3 -I -c \"{child}\"; echo the shell goes on"
     ));
-    let hood = hood.limits(|l| (l.wall_ms, l.grace_ms) = (1500, 20_000));
-    let (ran, file) = hood.run_then(|dir| std::fs::read_to_string(dir.join("last.txt")).ok());
+    let confined = confined.limits(|l| (l.wall_ms, l.grace_ms) = (1500, 20_000));
+    let (ran, file) = confined.run_then(|dir| std::fs::read_to_string(dir.join("last.txt")).ok());
     assert!(
-        ran.said("up") && !ran.said("the shell goes on"),
+        ran.printed("up") && !ran.printed("the shell goes on"),
         "{}",
         ran.all()
     );
@@ -496,6 +435,7 @@ fn the_grace_is_for_children_too() {
     assert_eq!(left_of(&marker), [0i32; 0]);
 }
 
+trial!(Everyone, without_grace_nothing_more_is_done);
 fn without_grace_nothing_more_is_done() {
     for grace_ms in [0, 1] {
         let (ran, file) = last_file(grace_ms);
@@ -509,9 +449,10 @@ fn without_grace_nothing_more_is_done() {
     }
 }
 
+trial!(Everyone, a_held_pipe_holds_up_nobody);
 fn a_held_pipe_holds_up_nobody() {
     let marker = new_marker();
-    let hood = Hood::python(&script(&marker, "up()\nrest()"))
+    let confined = ConfinedRun::python(&script(&marker, "up()\nrest()"))
         .limits(|l| (l.wall_ms, l.grace_ms) = (3000, 200));
     let held = std::thread::scope(|scope| {
         let holder = scope.spawn(|| {
@@ -531,9 +472,9 @@ fn a_held_pipe_holds_up_nobody() {
             }
         });
         let begun = Instant::now();
-        let ran = hood.run();
+        let ran = confined.run();
         assert!(begun.elapsed() < AT_MOST);
-        assert!(ran.said("up"), "{}", ran.all());
+        assert!(ran.printed("up"), "{}", ran.all());
         assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
         holder.join().unwrap()
     });
@@ -543,6 +484,7 @@ fn a_held_pipe_holds_up_nobody() {
     assert_eq!(left_of(&marker), [0i32; 0]);
 }
 
+trial!(Everyone, what_is_left_behind_dies);
 fn what_is_left_behind_dies() {
     let act = "
 read, write = os.pipe()
@@ -556,10 +498,10 @@ os.read(read, 1)
 up()
 ";
     let marker = new_marker();
-    let ran = Hood::python(&script(&marker, act)).run();
+    let ran = ConfinedRun::python(&script(&marker, act)).run();
     assert_eq!((ran.code(), ran.stop()), (Some(0), None), "{}", ran.all());
     assert!(
-        ran.said("up") && ran.said("from the background"),
+        ran.printed("up") && ran.printed("from the background"),
         "{}",
         ran.all()
     );
@@ -589,20 +531,21 @@ up()
 rest()
 ";
 
-fn wished(wish: Option<Control>) -> Ran {
+fn wished(wish: Option<Control>) -> ConfinedResult {
     let marker = new_marker();
-    let mut hood = Hood::python(&script(&marker, HANDLES)).limits(|l| {
+    let mut confined = ConfinedRun::python(&script(&marker, HANDLES)).limits(|l| {
         l.grace_ms = 20_000;
         // Without a wish the deadline ends it; with one, long before.
         l.wall_ms = if wish.is_some() { 60_000 } else { 1500 };
     });
-    hood.wish_at = wish.map(|wish| (&b"up"[..], wish));
-    let ran = hood.run();
-    assert!(ran.said("up"), "{}", ran.all());
+    confined.control_at_marker = wish.map(|wish| (&b"up"[..], wish));
+    let ran = confined.run();
+    assert!(ran.printed("up"), "{}", ran.all());
     assert_eq!(left_of(&marker), [0i32; 0]);
     ran
 }
 
+trial!(Everyone, cancel_gives_the_grace);
 fn cancel_gives_the_grace() {
     let ran = wished(Some(Control::Cancel));
     assert_eq!(
@@ -611,7 +554,7 @@ fn cancel_gives_the_grace() {
         "{}",
         ran.all()
     );
-    assert!(ran.said("handled"), "{}", ran.all());
+    assert!(ran.printed("handled"), "{}", ran.all());
     let control = wished(None);
     assert_eq!(
         (control.stop(), control.code()),
@@ -621,6 +564,7 @@ fn cancel_gives_the_grace() {
     );
 }
 
+trial!(Everyone, kill_gives_none);
 fn kill_gives_none() {
     let ran = wished(Some(Control::Kill));
     assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
@@ -630,7 +574,7 @@ fn kill_gives_none() {
         "{}",
         ran.all()
     );
-    assert!(!ran.said("handled"), "{}", ran.all());
+    assert!(!ran.printed("handled"), "{}", ran.all());
 }
 
 /// A FIFO in a workspace, by which a program tells the host that it has come so far, or waits for the host.
@@ -701,23 +645,25 @@ int main(void) {
     for (;;) pause();
 }"#;
 
+trial!(Everyone, who_steals_from_its_pipe_is_cancelled);
 fn who_steals_from_its_pipe_is_cancelled() {
     let marker = new_marker();
     // Only a runner that does not hear the wish leaves it to this limit.
-    let mut hood = Hood::new(&["/bin/true"]).limits(|l| (l.wall_ms, l.grace_ms) = (15_000, 200));
-    let program = hood.workspace().join("steals");
+    let mut confined =
+        ConfinedRun::new(&["/bin/true"]).limits(|l| (l.wall_ms, l.grace_ms) = (15_000, 200));
+    let program = confined.workspace().join("steals");
     compile(STEALS, &program);
-    hood.command(&[&program, Path::new(&marker)]);
-    let stolen = Fifo::make(hood.workspace(), "stolen");
-    let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-    hood.wish_by = Some((bell.try_clone().unwrap(), Control::Cancel));
+    confined.command(&[&program, Path::new(&marker)]);
+    let stolen = Fifo::make(confined.workspace(), "stolen");
+    let eventfd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    confined.control_by_eventfd = Some((eventfd.try_clone().unwrap(), Control::Cancel));
     std::thread::scope(|scope| {
         let wisher = scope.spawn(|| {
             let told = stolen.wait();
-            rustix::io::write(&bell, &1u64.to_ne_bytes()).unwrap();
+            rustix::io::write(&eventfd, &1u64.to_ne_bytes()).unwrap();
             told
         });
-        let ran = hood.run();
+        let ran = confined.run();
         let told = wisher.join().unwrap();
         assert_eq!(ran.stop(), Some(Stop::Cancelled), "{told} {}", ran.all());
         assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));

@@ -3,28 +3,10 @@
 use sandbox::outcome::Stop;
 use sandbox::spec::Bytes;
 use sandbox::supervise::Control;
+use testkit::trial;
 
-use crate::hood::{Hood, Ran};
+use crate::confined_run::{ConfinedResult, ConfinedRun};
 use crate::p11_deadline::{left_of, new_marker};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "large_page_tables_do_not_hide_a_timeout",
-        For::Everyone,
-        large_page_tables_do_not_hide_a_timeout,
-    ),
-    (
-        "large_page_tables_do_not_hide_a_cancel",
-        For::Everyone,
-        large_page_tables_do_not_hide_a_cancel,
-    ),
-    (
-        "an_end_with_slow_children_is_the_program_s_own",
-        For::Everyone,
-        an_end_with_slow_children_is_the_program_s_own,
-    ),
-];
 
 /// Forks for four seconds, each time with a copy of 262,144 page table entries that all show the kernel's one page of
 /// zeros. What takes four seconds to copy takes about as long to take down on the one CPU that all are pinned to.
@@ -48,16 +30,20 @@ for _ in range(200):
 print('up', flush=True)
 ";
 
-fn slow_to_die(then: &str, wall_ms: u64, wish_at: Option<(&'static [u8], Control)>) -> Ran {
+fn slow_to_die(
+    then: &str,
+    wall_ms: u64,
+    control_at_marker: Option<(&'static [u8], Control)>,
+) -> ConfinedResult {
     let marker = new_marker();
-    let mut hood = Hood::python(&format!("{SLOW_TO_DIE}{then}")).limits(|l| {
+    let mut confined = ConfinedRun::python(&format!("{SLOW_TO_DIE}{then}")).limits(|l| {
         (l.wall_ms, l.grace_ms, l.cpu_milli) = (wall_ms, 100, 1000);
         (l.memory_bytes, l.pids) = (1 << 30, 400);
     });
-    hood.spec.argv.push(Bytes::from(&marker));
-    hood.wish_at = wish_at;
-    let ran = hood.run();
-    assert!(ran.said("up"), "{}", ran.all());
+    confined.spec.argv.push(Bytes::from(&marker));
+    confined.control_at_marker = control_at_marker;
+    let ran = confined.run();
+    assert!(ran.printed("up"), "{}", ran.all());
     assert!(ran.outcome.all_dead, "{}", ran.all());
     assert_eq!(left_of(&marker), [0i32; 0]);
     ran
@@ -68,16 +54,19 @@ while True:
     signal.pause()
 ";
 
+trial!(Everyone, large_page_tables_do_not_hide_a_timeout);
 fn large_page_tables_do_not_hide_a_timeout() {
     let ran = slow_to_die(REST, 12_000, None);
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
 }
 
+trial!(Everyone, large_page_tables_do_not_hide_a_cancel);
 fn large_page_tables_do_not_hide_a_cancel() {
     let ran = slow_to_die(REST, 60_000, Some((b"up", Control::Kill)));
     assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
 }
 
+trial!(Everyone, an_end_with_slow_children_is_the_program_s_own);
 /// The first process ends by itself; how long its children take to die is no matter.
 fn an_end_with_slow_children_is_the_program_s_own() {
     let ran = slow_to_die("sys.exit(3)", 60_000, None);

@@ -11,48 +11,10 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 
 use sandbox::outcome::Stop;
 use sandbox::supervise::Control;
+use testkit::trial;
 
-use crate::hood::{Hood, Ran};
+use crate::confined_run::{ConfinedResult, ConfinedRun};
 use crate::p11_deadline::{AT_MOST, kill_marked, marked, new_marker, wait_for_marked};
-use crate::{Entry, For};
-
-pub const TRIALS: &[Entry] = &[
-    (
-        "a_killed_runner_takes_the_analysis_with_it",
-        For::Everyone,
-        a_killed_runner_takes_the_analysis_with_it,
-    ),
-    (
-        "so_does_one_with_threads",
-        For::Everyone,
-        so_does_one_with_threads,
-    ),
-    (
-        "so_does_one_killed_while_it_starts",
-        For::Everyone,
-        so_does_one_killed_while_it_starts,
-    ),
-    (
-        "nothing_runs_before_the_word_to_go",
-        For::Everyone,
-        nothing_runs_before_the_word_to_go,
-    ),
-    (
-        "what_is_cancelled_while_it_waits_never_runs",
-        For::Everyone,
-        what_is_cancelled_while_it_waits_never_runs,
-    ),
-    (
-        "a_stopped_runner_suspends_no_deadline",
-        For::Everyone,
-        a_stopped_runner_suspends_no_deadline,
-    ),
-    (
-        "a_stopped_runner_suspends_no_disk_limit",
-        For::Everyone,
-        a_stopped_runner_suspends_no_disk_limit,
-    ),
-];
 
 const MARKER: &str = "FUMEHOOD_TEST_MARKER";
 
@@ -65,25 +27,27 @@ pub fn inner_role() -> Option<String> {
 /// The runner: says where its workspace is, runs, and says how the run ended.
 pub fn play(role: &str) {
     let marker = std::env::var(MARKER).unwrap();
-    let mut hood = Hood::python(&analysis(&marker, role));
-    hood.with_group = false;
-    println!("{}", hood.workspace().display());
+    let mut confined = ConfinedRun::python(&analysis(&marker, role));
+    confined.with_group = false;
+    println!("{}", confined.workspace().display());
     let ran = match role {
-        "deadline" => hood.limits(|l| (l.wall_ms, l.grace_ms) = (3000, 200)).run(),
-        "disk" => hood.limits(|l| l.disk_bytes = 16 << 20).run(),
-        "threads" => run_among_threads(hood),
-        _ => hood.run(),
+        "deadline" => confined
+            .limits(|l| (l.wall_ms, l.grace_ms) = (3000, 200))
+            .run(),
+        "disk" => confined.limits(|l| l.disk_bytes = 16 << 20).run(),
+        "threads" => run_among_threads(confined),
+        _ => confined.run(),
     };
     println!(
         "{:?} {:?} dead={} said={}",
         ran.stop(),
         ran.outcome.exit,
         ran.outcome.all_dead,
-        ran.said("up")
+        ran.printed("up")
     );
 }
 
-fn run_among_threads(hood: Hood) -> Ran {
+fn run_among_threads(confined: ConfinedRun) -> ConfinedResult {
     for _ in 0..4 {
         std::thread::spawn(|| {
             loop {
@@ -91,7 +55,7 @@ fn run_among_threads(hood: Hood) -> Ran {
             }
         });
     }
-    std::thread::spawn(move || hood.run()).join().unwrap()
+    std::thread::spawn(move || confined.run()).join().unwrap()
 }
 
 /// A program and a daemon of its own, neither of which goes for a SIGTERM or SIGHUP.
@@ -216,6 +180,7 @@ fn all_gone(marker: &str) {
     }
 }
 
+trial!(Everyone, a_killed_runner_takes_the_analysis_with_it);
 fn a_killed_runner_takes_the_analysis_with_it() {
     control();
     killed("plain");
@@ -246,10 +211,12 @@ fn control() {
     assert_eq!(left, 2, "the control's processes died with their parent");
 }
 
+trial!(Everyone, so_does_one_with_threads);
 fn so_does_one_with_threads() {
     killed("threads");
 }
 
+trial!(Everyone, so_does_one_killed_while_it_starts);
 /// At whatever step the runner is killed, nothing of the sandbox stays.
 fn so_does_one_killed_while_it_starts() {
     for delay_ms in 0..20u64 {
@@ -271,39 +238,41 @@ fn so_does_one_killed_while_it_starts() {
     }
 }
 
+trial!(Everyone, nothing_runs_before_the_word_to_go);
 /// The runner builds first and has the run recorded then: what it may not record does not run.
 fn nothing_runs_before_the_word_to_go() {
-    let hood = || Hood::sh(": > ran; echo up");
+    let confined = || ConfinedRun::sh(": > ran; echo up");
     let has_run = |at: &std::path::Path| at.join("ran").exists();
-    let (ran, has) = hood().run_then(has_run);
-    assert!(ran.said("up") && has, "the control: {}", ran.all());
+    let (ran, has) = confined().run_then(has_run);
+    assert!(ran.printed("up") && has, "the control: {}", ran.all());
     let early = |at: &std::path::Path| {
         // Not to wait for anything: it has time enough to run, if it could.
         std::thread::sleep(std::time::Duration::from_millis(300));
         has_run(at)
     };
-    assert_eq!(hood().call_off(early), [false, false]);
+    assert_eq!(confined().call_off(early), [false, false]);
     // At once, while the sandbox is being built.
-    assert_eq!(hood().call_off(has_run), [false, false]);
+    assert_eq!(confined().call_off(has_run), [false, false]);
     // The wait is not the program's time.
-    let brief = hood().limits(|l| (l.wall_ms, l.idle_ms, l.grace_ms) = (2000, Some(2000), 0));
+    let brief = confined().limits(|l| (l.wall_ms, l.idle_ms, l.grace_ms) = (2000, Some(2000), 0));
     let ran = brief.run_after(|| std::thread::sleep(std::time::Duration::from_millis(3000)));
     assert_eq!((ran.stop(), ran.code()), (None, Some(0)), "{}", ran.all());
 }
 
+trial!(Everyone, what_is_cancelled_while_it_waits_never_runs);
 /// Also if the wish comes at the very moment at which it might have been let run.
 fn what_is_cancelled_while_it_waits_never_runs() {
     for _ in 0..20 {
-        let mut hood = Hood::sh(": > ran; echo up");
-        let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        hood.wish_by = Some((bell.try_clone().unwrap(), Control::Cancel));
-        hood.meanwhile = Some(Box::new(move || {
+        let mut confined = ConfinedRun::sh(": > ran; echo up");
+        let eventfd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        confined.control_by_eventfd = Some((eventfd.try_clone().unwrap(), Control::Cancel));
+        confined.before_supervising = Some(Box::new(move || {
             // Not to wait for anything: to strike at different moments.
             std::thread::sleep(std::time::Duration::from_millis(50));
-            rustix::io::write(&bell, &1u64.to_ne_bytes()).unwrap();
+            rustix::io::write(&eventfd, &1u64.to_ne_bytes()).unwrap();
         }));
-        let (ran, has) = hood.run_then(|at| at.join("ran").exists());
-        assert!(!has && !ran.said("up"), "{}", ran.all());
+        let (ran, has) = confined.run_then(|at| at.join("ran").exists());
+        assert!(!has && !ran.printed("up"), "{}", ran.all());
         assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
         // What is let run says first what is in force.
         assert!(ran.layers.is_empty(), "{:?}", ran.layers);
@@ -343,11 +312,13 @@ fn stopped(role: &str) -> String {
     end
 }
 
+trial!(Everyone, a_stopped_runner_suspends_no_deadline);
 fn a_stopped_runner_suspends_no_deadline() {
     let end = stopped("deadline");
     assert_eq!(end, "Some(WallTime) Some(Signal(9)) dead=true said=true\n");
 }
 
+trial!(Everyone, a_stopped_runner_suspends_no_disk_limit);
 fn a_stopped_runner_suspends_no_disk_limit() {
     let end = stopped("disk");
     assert_eq!(end, "Some(Disk) Some(Signal(9)) dead=true said=true\n");

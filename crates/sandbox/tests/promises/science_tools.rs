@@ -3,51 +3,18 @@
 
 use std::fs;
 
-use crate::hood::{Hood, Ran};
-use crate::science::{roomy, went_well};
-use crate::{Entry, For};
+use testkit::trial;
 
-pub const TRIALS: &[Entry] = &[
-    (
-        "moves_between_directories",
-        For::Everyone,
-        moves_between_directories,
-    ),
-    (
-        "pip_installs_into_the_workspace",
-        For::Everyone,
-        pip_installs_into_the_workspace,
-    ),
-    (
-        "git_clones_and_commits",
-        For::Everyone,
-        git_clones_and_commits,
-    ),
-    ("zip_and_tar", For::Everyone, zip_and_tar),
-    (
-        "stores_of_arrays_and_rows",
-        For::Everyone,
-        stores_of_arrays_and_rows,
-    ),
-    (
-        "a_figure_without_a_backend",
-        For::Everyone,
-        a_figure_without_a_backend,
-    ),
-    ("r_installs_a_package", For::Everyone, r_installs_a_package),
-    (
-        "pipelines_of_commands",
-        For::Everyone,
-        pipelines_of_commands,
-    ),
-];
+use crate::confined_run::{ConfinedResult, ConfinedRun};
+use crate::science::{roomy, went_well};
 
 /// Runs bash with `script`, which stops at its first failing command.
-fn bash(script: &str) -> Ran {
+fn bash(script: &str) -> ConfinedResult {
     let script = format!("set -euo pipefail\n{script}");
-    roomy(Hood::new(&["/bin/bash", "-c", &script])).run()
+    roomy(ConfinedRun::new(&["/bin/bash", "-c", &script])).run()
 }
 
+trial!(Everyone, moves_between_directories);
 /// A rename or link between two directories, each of which may be below TMPDIR. As every part of the workspace has
 /// the same rights, none of these widens anything.
 fn moves_between_directories() {
@@ -70,9 +37,10 @@ for n in range(50):
     open(f'array.zarr/.tmp/{n}', 'w').write(str(n)); os.makedirs(f'array.zarr/c/{n}'); os.replace(f'array.zarr/.tmp/{n}', f'array.zarr/c/{n}/0')
 print('moved')
 ";
-    went_well(&Hood::python(script).run(), "moved");
+    went_well(&ConfinedRun::python(script).run(), "moved");
 }
 
+trial!(Everyone, pip_installs_into_the_workspace);
 fn pip_installs_into_the_workspace() {
     let script = r#"
 cat > wheel.py <<'END'
@@ -101,6 +69,7 @@ echo installed
     went_well(&bash(script), "installed");
 }
 
+trial!(Everyone, git_clones_and_commits);
 fn git_clones_and_commits() {
     // What the host's own file says may hold a token, so it stays closed, and git is told to do without.
     let script = r#"
@@ -128,6 +97,7 @@ echo cloned
     went_well(&bash(script), "cloned");
 }
 
+trial!(Everyone, zip_and_tar);
 fn zip_and_tar() {
     let script = r#"
 mkdir -p in/a in/b; seq 1000 > in/a/f; ln in/a/f in/b/linked; ln -s ../a/f in/b/pointing
@@ -149,6 +119,7 @@ echo packed
     went_well(&bash(script), "packed");
 }
 
+trial!(Everyone, stores_of_arrays_and_rows);
 fn stores_of_arrays_and_rows() {
     let script = "
 import sqlite3, numpy as np, pandas as pd, pickle, gzip, json, dbm.dumb, shelve, logging, logging.handlers
@@ -170,9 +141,10 @@ for n in range(50): handler.emit(logging.LogRecord('n', 20, 'p', 1, 'line %d', (
 assert os.path.exists('logs/l.3')
 print('stored')
 ";
-    went_well(&roomy(Hood::python(script)).run(), "stored");
+    went_well(&roomy(ConfinedRun::python(script)).run(), "stored");
 }
 
+trial!(Everyone, a_figure_without_a_backend);
 /// Nobody names a backend: matplotlib finds by itself that there is no display. Its font cache is written to the home.
 fn a_figure_without_a_backend() {
     let script = "
@@ -183,11 +155,12 @@ assert open('plot.png', 'rb').read(4) == bytes([137]) + b'PNG'
 cache = os.path.join(matplotlib.get_cachedir()); assert any(n.startswith('fontlist') for n in os.listdir(cache)), os.listdir(cache)
 print('plotted')
 ";
-    let ran = roomy(Hood::python(script)).run();
+    let ran = roomy(ConfinedRun::python(script)).run();
     went_well(&ran, "plotted");
     assert!(!ran.stderr.contains("Warning"), "{}", ran.all());
 }
 
+trial!(Everyone, r_installs_a_package);
 fn r_installs_a_package() {
     let script = r#"
 library(splines); library(grid); library(stats4); library(parallel)
@@ -203,11 +176,12 @@ stopifnot(file.rename('a/b/cars.rds', 'a/cars.rds'), identical(readRDS('a/cars.r
 zip <- tempfile(); tar(zip, 'measure'); stopifnot('measure/DESCRIPTION' %in% untar(zip, list = TRUE))
 cat('loaded\n')
 "#;
-    let hood = roomy(Hood::new(&["/usr/bin/Rscript", "load.R"]));
-    fs::write(hood.workspace().join("load.R"), script).unwrap();
-    went_well(&hood.run(), "loaded");
+    let confined = roomy(ConfinedRun::new(&["/usr/bin/Rscript", "load.R"]));
+    fs::write(confined.workspace().join("load.R"), script).unwrap();
+    went_well(&confined.run(), "loaded");
 }
 
+trial!(Everyone, pipelines_of_commands);
 fn pipelines_of_commands() {
     let script = r#"
 seq 1000 | awk '{ s += $1 } END { print s }' > sum

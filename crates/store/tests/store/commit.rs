@@ -9,29 +9,12 @@ use store::{
     UnfinishedPolicy,
 };
 
-use crate::lab::{Lab, Sample, key, output, usage};
+use crate::test_database::{TestAttempt, TestDatabase, key, output, usage};
 
-on_both! {
-    everything_comes_back
-    a_repeat_changes_nothing
-    an_id_is_taken_once
-    begin_can_be_repeated
-    a_running_attempt_is_not_replaced
-    eight_committers_make_one_record
-    eight_replacers_make_one_attempt
-    one_who_was_given_up_is_stored_beside
-    one_who_was_removed_is_stored_again
-    a_wrong_key_commits_nothing
-    a_failing_content_undoes_everything
-    a_failure_before_the_commit_undoes_everything
-    results_without_a_sandbox_are_one_transaction
-    ten_thousand_outputs
-    a_state_that_is_not_final_is_refused
-}
-
-fn everything_comes_back(lab: &Lab) {
-    let mut store = lab.store();
-    let mut sample = Sample::new("gwas-7", &key(1));
+on_both!(everything_comes_back);
+fn everything_comes_back(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut sample = TestAttempt::new("gwas-7", &key(1));
     sample.message = Some("ü ✓".to_owned());
     sample.logs[0].dropped_bytes = 5;
     sample.logs[0].total_bytes = 11;
@@ -123,9 +106,10 @@ fn everything_comes_back(lab: &Lab) {
     assert_eq!((counts[0].remark.as_str(), counts[0].count), ("symlink", 1));
 }
 
-fn a_repeat_changes_nothing(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(a_repeat_changes_nothing);
+fn a_repeat_changes_nothing(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     sample.commit(&mut store).unwrap();
     let before = (
@@ -136,7 +120,7 @@ fn a_repeat_changes_nothing(lab: &Lab) {
     other.state = State::Failed;
     other.message = Some("something else".to_owned());
     other.outputs.push(output(b"new", b"new"));
-    for mut again in [lab.store(), store] {
+    for mut again in [test_database.store(), store] {
         let mut asked = 0;
         let committed = other.commit_with(
             &mut again,
@@ -159,12 +143,13 @@ fn a_repeat_changes_nothing(lab: &Lab) {
     }
 }
 
-fn an_id_is_taken_once(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(an_id_is_taken_once);
+fn an_id_is_taken_once(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     sample.commit(&mut store).unwrap();
-    let mut second = Sample::new("a", &key(2));
+    let mut second = TestAttempt::new("a", &key(2));
     let error = second.begin(&mut store).unwrap_err();
     let StoreError::Exists {
         attempt: 1,
@@ -197,9 +182,10 @@ fn an_id_is_taken_once(lab: &Lab) {
     );
 }
 
-fn begin_can_be_repeated(lab: &Lab) {
-    let mut store = lab.store();
-    let mut sample = Sample::new("a", &key(1));
+on_both!(begin_can_be_repeated);
+fn begin_can_be_repeated(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut sample = TestAttempt::new("a", &key(1));
     assert_eq!(sample.begin(&mut store).unwrap(), 1);
     assert_eq!(sample.begin(&mut store).unwrap(), 1);
     assert_eq!(store.attempts("a").unwrap().len(), 1);
@@ -216,10 +202,11 @@ fn begin_can_be_repeated(lab: &Lab) {
     assert_eq!(store.next_attempt_number("b").unwrap(), 1);
 }
 
-fn a_running_attempt_is_not_replaced(lab: &Lab) {
-    let mut store = lab.store();
-    Sample::new("a", &key(1)).begin(&mut store).unwrap();
-    let mut second = Sample::new("a", &key(2));
+on_both!(a_running_attempt_is_not_replaced);
+fn a_running_attempt_is_not_replaced(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    TestAttempt::new("a", &key(1)).begin(&mut store).unwrap();
+    let mut second = TestAttempt::new("a", &key(2));
     for replace in [false, true] {
         second.replace = replace;
         let error = second.begin(&mut store).unwrap_err();
@@ -230,16 +217,17 @@ fn a_running_attempt_is_not_replaced(lab: &Lab) {
     }
 }
 
-fn eight_committers_make_one_record(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(eight_committers_make_one_record);
+fn eight_committers_make_one_record(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     let barrier = Barrier::new(8);
     let committed: Vec<CommitOutcome> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..8)
             .map(|_| {
                 scope.spawn(|| {
-                    let mut store = lab.store();
+                    let mut store = test_database.store();
                     barrier.wait();
                     sample.commit(&mut store).unwrap()
                 })
@@ -267,9 +255,10 @@ fn eight_committers_make_one_record(lab: &Lab) {
     assert_eq!(store.outputs("a", 1).unwrap().len(), 2);
 }
 
-fn eight_replacers_make_one_attempt(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(0));
+on_both!(eight_replacers_make_one_attempt);
+fn eight_replacers_make_one_attempt(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(0));
     sample.begin(&mut store).unwrap();
     sample.commit(&mut store).unwrap();
     let barrier = Barrier::new(8);
@@ -278,8 +267,8 @@ fn eight_replacers_make_one_attempt(lab: &Lab) {
         let threads: Vec<_> = (1..=8)
             .map(|number| {
                 scope.spawn(move || {
-                    let mut store = lab.store();
-                    let mut sample = Sample::new("a", &key(number));
+                    let mut store = test_database.store();
+                    let mut sample = TestAttempt::new("a", &key(number));
                     sample.replace = true;
                     barrier.wait();
                     sample.begin(&mut store)
@@ -317,9 +306,10 @@ fn lose(store: &mut Store, id: &str, attempt_key: &str) -> bool {
     store.give_up(&lost).unwrap()
 }
 
-fn one_who_was_given_up_is_stored_beside(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(one_who_was_given_up_is_stored_beside);
+fn one_who_was_given_up_is_stored_beside(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     assert!(
         !lose(&mut store, "a", &key(5)),
@@ -353,16 +343,17 @@ fn one_who_was_given_up_is_stored_beside(lab: &Lab) {
         (counts.summary.attempt, counts.summary.reason.as_deref()),
         (1, Some("runner_lost"))
     );
-    assert_eq!(lab.sql("SELECT attempt FROM analyses_v1"), ["1"]);
+    assert_eq!(test_database.sql("SELECT attempt FROM analyses_v1"), ["1"]);
     // And a newer attempt goes on after it.
-    let mut third = Sample::new("a", &key(3));
+    let mut third = TestAttempt::new("a", &key(3));
     third.replace = true;
     assert_eq!(third.begin(&mut store).unwrap(), 3);
 }
 
-fn one_who_was_removed_is_stored_again(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(one_who_was_removed_is_stored_again);
+fn one_who_was_removed_is_stored_again(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     let refused = store.remove("a", UnfinishedPolicy::Refuse).unwrap_err();
     assert!(matches!(refused, StoreError::Running { .. }), "{refused}");
@@ -386,10 +377,10 @@ fn one_who_was_removed_is_stored_again(lab: &Lab) {
     );
     assert_eq!(store.outputs("a", 1).unwrap().len(), 2);
     // Also when somebody has taken the id since.
-    let second = Sample::new("b", &key(2));
+    let second = TestAttempt::new("b", &key(2));
     second.begin(&mut store).unwrap();
     store.remove("b", UnfinishedPolicy::Remove).unwrap();
-    let usurper = Sample::new("b", &key(3));
+    let usurper = TestAttempt::new("b", &key(3));
     usurper.begin(&mut store).unwrap();
     assert_eq!(
         second.commit(&mut store).unwrap(),
@@ -399,11 +390,12 @@ fn one_who_was_removed_is_stored_again(lab: &Lab) {
     assert_eq!(store.show("b", None).unwrap().summary.attempt, 1);
 }
 
-fn a_wrong_key_commits_nothing(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(a_wrong_key_commits_nothing);
+fn a_wrong_key_commits_nothing(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
-    Sample::new("b", &key(2)).begin(&mut store).unwrap();
+    TestAttempt::new("b", &key(2)).begin(&mut store).unwrap();
     let mut thief = sample.clone();
     thief.key = key(2);
     assert!(matches!(
@@ -418,24 +410,25 @@ fn a_wrong_key_commits_nothing(lab: &Lab) {
     ));
     assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
     assert_eq!(store.show("b", None).unwrap().summary.state, State::Running);
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM outputs"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM outputs"), ["0"]);
     assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
 }
 
-fn still_running(lab: &Lab, store: &mut Store) {
+fn still_running(test_database: &TestDatabase, store: &mut Store) {
     assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
     for table in ["outputs", "logs", "remarks", "remark_counts"] {
         assert_eq!(
-            lab.sql(&format!("SELECT COUNT(*) FROM {table}")),
+            test_database.sql(&format!("SELECT COUNT(*) FROM {table}")),
             ["0"],
             "{table}"
         );
     }
 }
 
-fn a_failing_content_undoes_everything(lab: &Lab) {
-    let mut store = lab.store();
-    let mut sample = Sample::new("a", &key(1));
+on_both!(a_failing_content_undoes_everything);
+fn a_failing_content_undoes_everything(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut sample = TestAttempt::new("a", &key(1));
     sample.outputs = (0..300)
         .map(|n| output(format!("{n:04}").as_bytes(), b""))
         .collect();
@@ -452,21 +445,22 @@ fn a_failing_content_undoes_everything(lab: &Lab) {
         "{error}"
     );
     assert!(!error.is_database_fault());
-    still_running(lab, &mut store);
+    still_running(test_database, &mut store);
     assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
     assert_eq!(store.outputs("a", 1).unwrap().len(), 300);
 }
 
-fn a_failure_before_the_commit_undoes_everything(lab: &Lab) {
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(a_failure_before_the_commit_undoes_everything);
+fn a_failure_before_the_commit_undoes_everything(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     let mut fail = || Err(io::Error::other("a fault"));
     let error = sample
         .commit_with(&mut store, &mut |_| Ok(None), &mut fail)
         .unwrap_err();
     assert!(matches!(error, StoreError::BeforeCommit(_)), "{error}");
-    still_running(lab, &mut store);
+    still_running(test_database, &mut store);
     // A late one is undone as well, its number included.
     lose(&mut store, "a", &key(1));
     sample
@@ -479,9 +473,10 @@ fn a_failure_before_the_commit_undoes_everything(lab: &Lab) {
     );
 }
 
-fn results_without_a_sandbox_are_one_transaction(lab: &Lab) {
-    let mut store = lab.store();
-    let mut sample = Sample::new("a", &key(1));
+on_both!(results_without_a_sandbox_are_one_transaction);
+fn results_without_a_sandbox_are_one_transaction(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut sample = TestAttempt::new("a", &key(1));
     sample.post_process = PostProcessState::Pending;
     assert_eq!(sample.record(&mut store).unwrap(), (1, CommitOutcome::Now));
     assert_eq!(
@@ -489,7 +484,7 @@ fn results_without_a_sandbox_are_one_transaction(lab: &Lab) {
         (1, CommitOutcome::Already)
     );
     assert_eq!(store.outputs("a", 1).unwrap().len(), 2);
-    let mut second = Sample::new("a", &key(2));
+    let mut second = TestAttempt::new("a", &key(2));
     assert!(matches!(
         second.record(&mut store).unwrap_err(),
         StoreError::Exists { .. }
@@ -498,9 +493,10 @@ fn results_without_a_sandbox_are_one_transaction(lab: &Lab) {
     assert_eq!(second.record(&mut store).unwrap(), (2, CommitOutcome::Now));
 }
 
-fn ten_thousand_outputs(lab: &Lab) {
-    let mut store = lab.store();
-    let mut sample = Sample::new("a", &key(1));
+on_both!(ten_thousand_outputs);
+fn ten_thousand_outputs(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut sample = TestAttempt::new("a", &key(1));
     sample.outputs = (0..10_000)
         .map(|n| output(format!("d/{n:05}").as_bytes(), b""))
         .collect();
@@ -524,9 +520,10 @@ fn ten_thousand_outputs(lab: &Lab) {
     );
 }
 
-fn a_state_that_is_not_final_is_refused(lab: &Lab) {
-    let mut store = lab.store();
-    let mut sample = Sample::new("a", &key(1));
+on_both!(a_state_that_is_not_final_is_refused);
+fn a_state_that_is_not_final_is_refused(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     sample.state = State::Collecting;
     assert!(matches!(

@@ -5,36 +5,18 @@ use store::{
     Capacity, CommitOutcome, FaultKind, State, StoreError, SubmitOutcome, UnfinishedPolicy,
 };
 
-use crate::desk::{
-    Ask, GIB, LEASE_MS, PLENTY, claim, claim_from, claim_one, commit, fresh_keys, give_up, held,
-    ids, sample, state, story, submit, worker,
+use crate::queue_samples::{
+    GIB, LEASE_MS, PLENTY, TestSubmission, claim, claim_from, claim_one, commit, fresh_keys,
+    give_up, held, ids, now_ms, sample, state, story, submit, worker,
 };
-use crate::lab::{Lab, Sample, key};
+use crate::test_database::{TestAttempt, TestDatabase, key};
 
-on_both! {
-    from_submission_to_record
-    a_key_is_used_once
-    all_or_nothing
-    the_queue_has_a_bound
-    what_fits_nobody_is_refused
-    submitters_take_turns
-    higher_priorities_first
-    never_beyond_what_is_free
-    a_large_one_is_not_passed_over_for_ever
-    too_large_ones_do_not_hide_the_others
-    a_claim_can_be_repeated
-    a_submission_is_replaced
-    nothing_is_left_of_what_is_removed
-    workers_and_overview
-    what_fits_nobody_is_parked
-    an_old_writer_removes_what_was_submitted
-}
-
-fn from_submission_to_record(lab: &Lab) {
-    let mut store = lab.store();
-    let ask = Ask {
+on_both!(from_submission_to_record);
+fn from_submission_to_record(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let ask = TestSubmission {
         request: "{\"\u{1F9EA}\": \"a'b\\\\u0000\"}".to_owned(),
-        ..Ask::new("a")
+        ..TestSubmission::new("a")
     };
     let made = submit(&mut store, std::slice::from_ref(&ask)).unwrap();
     assert_eq!(made, [SubmitOutcome::Now { attempt: 1 }]);
@@ -47,10 +29,12 @@ fn from_submission_to_record(lab: &Lab) {
     );
     assert_eq!(store.submission_request("b").unwrap(), None);
     // Neither another submission nor a run comes between.
-    let error = submit(&mut store, &[Ask::new("a")]).unwrap_err();
+    let error = submit(&mut store, &[TestSubmission::new("a")]).unwrap_err();
     let text = chain(&error);
     assert!(text.contains("fumehood cancel a"), "{text}");
-    let error = Sample::new("a", &key(1)).begin(&mut store).unwrap_err();
+    let error = TestAttempt::new("a", &key(1))
+        .begin(&mut store)
+        .unwrap_err();
     assert!(matches!(error, StoreError::Running { .. }), "{error}");
 
     let claimed = claim_one(&mut store);
@@ -82,11 +66,11 @@ fn from_submission_to_record(lab: &Lab) {
         ]
     );
     assert_eq!(
-        lab.sql("SELECT worker, retries_left, host FROM analyses_v1"),
+        test_database.sql("SELECT worker, retries_left, host FROM analyses_v1"),
         ["w1|0|lab-1"]
     );
     // One that was not queued has a story too, though a short one.
-    Sample::new("b", &key(2)).record(&mut store).unwrap();
+    TestAttempt::new("b", &key(2)).record(&mut store).unwrap();
     assert_eq!(story(&mut store, "b"), ["1 committed(succeeded)"]);
 }
 
@@ -100,25 +84,29 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-fn a_key_is_used_once(lab: &Lab) {
-    let mut store = lab.store();
-    let keyed = |id: &str, print: &str| Ask {
+on_both!(a_key_is_used_once);
+fn a_key_is_used_once(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let keyed = |id: &str, print: &str| TestSubmission {
         key: Some("nightly".to_owned()),
         fingerprint: print.to_owned(),
-        ..Ask::new(id)
+        ..TestSubmission::new(id)
     };
     let made = submit(&mut store, &[keyed("a", "x"), keyed("b", "x")]).unwrap();
     let already = SubmitOutcome::Already { id: "a".to_owned() };
     assert_eq!(made, [SubmitOutcome::Now { attempt: 1 }, already.clone()]);
     assert_eq!(submit(&mut store, &[keyed("c", "x")]).unwrap(), [already]);
-    let error = submit(&mut store, &[Ask::new("d"), keyed("e", "y")]).unwrap_err();
+    let error = submit(&mut store, &[TestSubmission::new("d"), keyed("e", "y")]).unwrap_err();
     let text = chain(&error);
     assert!(
         matches!(&error, StoreError::Submission { at: 1, source } if matches!(**source, StoreError::KeyUsed { .. })),
         "{text}"
     );
     assert!(text.contains("analysis a"), "{text}");
-    assert_eq!(lab.sql("SELECT id FROM analyses ORDER BY id"), ["a"]);
+    assert_eq!(
+        test_database.sql("SELECT id FROM analyses ORDER BY id"),
+        ["a"]
+    );
     // The key goes with the analysis.
     store.remove("a", UnfinishedPolicy::Remove).unwrap();
     assert_eq!(
@@ -127,12 +115,19 @@ fn a_key_is_used_once(lab: &Lab) {
     );
 }
 
-fn all_or_nothing(lab: &Lab) {
-    let mut store = lab.store();
-    Sample::new("there", &key(1)).record(&mut store).unwrap();
+on_both!(all_or_nothing);
+fn all_or_nothing(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    TestAttempt::new("there", &key(1))
+        .record(&mut store)
+        .unwrap();
     let bad = [
-        vec![Ask::new("z"), Ask::new("there"), Ask::new("a")],
-        vec![Ask::new("z"), Ask::new("z")],
+        vec![
+            TestSubmission::new("z"),
+            TestSubmission::new("there"),
+            TestSubmission::new("a"),
+        ],
+        vec![TestSubmission::new("z"), TestSubmission::new("z")],
     ];
     for batch in bad {
         let error = submit(&mut store, &batch).unwrap_err();
@@ -143,22 +138,28 @@ fn all_or_nothing(lab: &Lab) {
         assert_eq!(error.fault_kind(), FaultKind::Other);
         assert!(error.to_string().contains("number 2"), "{error}");
     }
-    assert_eq!(lab.sql("SELECT id FROM analyses"), ["there"]);
+    assert_eq!(test_database.sql("SELECT id FROM analyses"), ["there"]);
     for table in ["queue", "submissions"] {
-        assert_eq!(lab.sql(&format!("SELECT COUNT(*) FROM {table}")), ["0"]);
+        assert_eq!(
+            test_database.sql(&format!("SELECT COUNT(*) FROM {table}")),
+            ["0"]
+        );
     }
     // The control: the same without the bad ones, more than fit one statement.
-    let good: Vec<Ask> = (0..130).map(|n| Ask::new(&format!("n{n:03}"))).collect();
+    let good: Vec<TestSubmission> = (0..130)
+        .map(|n| TestSubmission::new(&format!("n{n:03}")))
+        .collect();
     let made = submit(&mut store, &good).unwrap();
     assert!(made.iter().all(|m| *m == SubmitOutcome::Now { attempt: 1 }));
     let names: Vec<&str> = good.iter().map(|ask| ask.id.as_str()).collect();
     assert_eq!(ids(&claim(&mut store, 200)), names);
 }
 
-fn the_queue_has_a_bound(lab: &Lab) {
-    let mut store = lab.store();
-    let three = ["a", "b", "c"].map(Ask::new);
-    let all: Vec<_> = three.iter().map(Ask::submit).collect();
+on_both!(the_queue_has_a_bound);
+fn the_queue_has_a_bound(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let three = ["a", "b", "c"].map(TestSubmission::new);
+    let all: Vec<_> = three.iter().map(TestSubmission::submit).collect();
     let error = store.submit(&all, 2).unwrap_err();
     assert!(
         matches!(
@@ -171,25 +172,26 @@ fn the_queue_has_a_bound(lab: &Lab) {
         ),
         "{error}"
     );
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM analyses"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM analyses"), ["0"]);
     store.submit(&all[..2], 2).unwrap();
     store.submit(&all[2..], 2).unwrap_err();
     claim_one(&mut store);
     store.submit(&all[2..], 2).unwrap();
 }
 
-fn what_fits_nobody_is_refused(lab: &Lab) {
-    let mut store = lab.store();
-    let large = |id: &str| Ask {
+on_both!(what_fits_nobody_is_refused);
+fn what_fits_nobody_is_refused(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let large = |id: &str| TestSubmission {
         memory_bytes: Some(8 * GIB),
         cpu_milli: Some(4_000),
-        ..Ask::new(id)
+        ..TestSubmission::new(id)
     };
     // Nobody is there, so nobody knows.
     submit(&mut store, &[large("early")]).unwrap();
     store.record_worker(&worker("w1", 16 * GIB, 1_000)).unwrap();
     store.record_worker(&worker("w2", GIB, 64_000)).unwrap();
-    let error = submit(&mut store, &[Ask::new("small"), large("late")]).unwrap_err();
+    let error = submit(&mut store, &[TestSubmission::new("small"), large("late")]).unwrap_err();
     let text = chain(&error);
     assert!(
         matches!(&error, StoreError::Submission { at: 1, source } if matches!(**source, StoreError::DoesNotFit { .. })),
@@ -204,21 +206,22 @@ fn what_fits_nobody_is_refused(lab: &Lab) {
     store.record_worker(&worker("w1", 16 * GIB, 4_000)).unwrap();
     submit(&mut store, &[large("late")]).unwrap();
     // Whoever was not heard of for a minute is not there.
-    lab.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
-    let huge = Ask {
+    test_database.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
+    let huge = TestSubmission {
         memory_bytes: Some(u64::MAX),
-        ..Ask::new("huge")
+        ..TestSubmission::new("huge")
     };
     submit(&mut store, &[huge]).unwrap();
 }
 
-fn submitters_take_turns(lab: &Lab) {
-    let mut store = lab.store();
-    let many: Vec<Ask> = (0..1_000)
-        .map(|n| Ask::by(&format!("a{n:04}"), "alice"))
+on_both!(submitters_take_turns);
+fn submitters_take_turns(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let many: Vec<TestSubmission> = (0..1_000)
+        .map(|n| TestSubmission::by(&format!("a{n:04}"), "alice"))
         .collect();
     submit(&mut store, &many).unwrap();
-    submit(&mut store, &[Ask::by("b0", "bob")]).unwrap();
+    submit(&mut store, &[TestSubmission::by("b0", "bob")]).unwrap();
     let next = store.overview(3).unwrap().next;
     let next: Vec<&str> = next.iter().map(|w| w.id.as_str()).collect();
     assert_eq!(next, ["a0000", "b0", "a0001"]);
@@ -228,9 +231,9 @@ fn submitters_take_turns(lab: &Lab) {
     );
     // Whoever comes later starts where the others are, and those with several are one by one.
     let rest = [
-        Ask::by("b1", "bob"),
-        Ask::by("b2", "bob"),
-        Ask::by("c0", "carol"),
+        TestSubmission::by("b1", "bob"),
+        TestSubmission::by("b2", "bob"),
+        TestSubmission::by("c0", "carol"),
     ];
     submit(&mut store, &rest).unwrap();
     assert_eq!(
@@ -239,11 +242,12 @@ fn submitters_take_turns(lab: &Lab) {
     );
 }
 
-fn higher_priorities_first(lab: &Lab) {
-    let mut store = lab.store();
-    let with = |id: &str, priority| Ask {
+on_both!(higher_priorities_first);
+fn higher_priorities_first(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let with = |id: &str, priority| TestSubmission {
         priority,
-        ..Ask::new(id)
+        ..TestSubmission::new(id)
     };
     let all = [
         with("low", 0),
@@ -255,11 +259,11 @@ fn higher_priorities_first(lab: &Lab) {
     assert_eq!(ids(&claim(&mut store, 9)), ["high", "mid1", "mid2", "low"]);
 }
 
-fn sized(id: &str, gib: u64, cpu_milli: u64) -> Ask {
-    Ask {
+fn sized(id: &str, gib: u64, cpu_milli: u64) -> TestSubmission {
+    TestSubmission {
         memory_bytes: Some(gib * GIB),
         cpu_milli: Some(cpu_milli),
-        ..Ask::new(id)
+        ..TestSubmission::new(id)
     }
 }
 
@@ -270,17 +274,18 @@ fn room(gib: u64, cpu_milli: u64) -> Capacity {
     }
 }
 
-fn never_beyond_what_is_free(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(never_beyond_what_is_free);
+fn never_beyond_what_is_free(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     let all = [
         sized("a", 2, 1_000),
         sized("too-large", 9, 1_000),
         sized("b", 3, 1_000),
         sized("c", 2, 1_000),
-        Ask {
+        TestSubmission {
             memory_bytes: None,
             cpu_milli: None,
-            ..Ask::new("d")
+            ..TestSubmission::new("d")
         },
         sized("e", 1, 9_000),
     ];
@@ -307,8 +312,9 @@ fn never_beyond_what_is_free(lab: &Lab) {
     assert_eq!(ids(&claim(&mut store, 1)), ["too-large"]);
 }
 
-fn a_large_one_is_not_passed_over_for_ever(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(a_large_one_is_not_passed_over_for_ever);
+fn a_large_one_is_not_passed_over_for_ever(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     let small = |n: u32| sized(&format!("s{n}"), 1, 1_000);
     submit(
         &mut store,
@@ -323,12 +329,12 @@ fn a_large_one_is_not_passed_over_for_ever(lab: &Lab) {
         ids(&claimed).join(" ")
     };
     assert_eq!(take(2), "s1");
-    lab.sql("UPDATE queue SET ready_ms = ready_ms - 61000 WHERE id = 'large'");
+    test_database.sql("UPDATE queue SET ready_ms = ready_ms - 61000 WHERE id = 'large'");
     assert_eq!(take(2), "");
     assert_eq!(take(4), "large");
     assert_eq!(take(4), "s2");
     // It is of no concern to a worker that it never fits.
-    lab.sql(
+    test_database.sql(
         "UPDATE queue SET ready_ms = ready_ms - 61000, memory_bytes = 106300440576 WHERE id = 's3'",
     );
     submit(&mut store, &[small(4)]).unwrap();
@@ -339,9 +345,10 @@ fn a_large_one_is_not_passed_over_for_ever(lab: &Lab) {
     assert_eq!(ids(&claimed), ["s4"]);
 }
 
-fn too_large_ones_do_not_hide_the_others(lab: &Lab) {
-    let mut store = lab.store();
-    let mut all: Vec<Ask> = (0..1_200)
+on_both!(too_large_ones_do_not_hide_the_others);
+fn too_large_ones_do_not_hide_the_others(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut all: Vec<TestSubmission> = (0..1_200)
         .map(|n| sized(&format!("l{n}"), 9, 1_000))
         .collect();
     all.push(sized("small", 1, 1_000));
@@ -353,9 +360,10 @@ fn too_large_ones_do_not_hide_the_others(lab: &Lab) {
     assert_eq!(ids(&claimed), ["small"]);
 }
 
-fn a_claim_can_be_repeated(lab: &Lab) {
-    let mut store = lab.store();
-    submit(&mut store, &["a", "b", "c"].map(Ask::new)).unwrap();
+on_both!(a_claim_can_be_repeated);
+fn a_claim_can_be_repeated(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    submit(&mut store, &["a", "b", "c"].map(TestSubmission::new)).unwrap();
     let keys = fresh_keys(20);
     let first = store
         .claim(&claim_from(&keys[..2], PLENTY, PLENTY))
@@ -384,19 +392,24 @@ fn a_claim_can_be_repeated(lab: &Lab) {
     assert!(!ids(&later).contains(&"a"));
 }
 
-fn a_submission_is_replaced(lab: &Lab) {
-    let mut store = lab.store();
-    let first = Ask::new("a").with_file(b"old").with_file(b"both");
-    let neighbour = Ask::new("b").with_file(b"both");
+on_both!(a_submission_is_replaced);
+fn a_submission_is_replaced(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let first = TestSubmission::new("a")
+        .with_file(b"old")
+        .with_file(b"both");
+    let neighbour = TestSubmission::new("b").with_file(b"both");
     submit(&mut store, &[first, neighbour]).unwrap();
     commit(
         &mut store,
-        &claim_one(&mut lab.store()),
+        &claim_one(&mut test_database.store()),
         State::Failed,
         "exit",
     )
     .unwrap();
-    let mut second = Ask::retried("a", 7).with_file(b"new").with_file(b"both");
+    let mut second = TestSubmission::retried("a", 7)
+        .with_file(b"new")
+        .with_file(b"both");
     second.request = "{\"second\": true}".to_owned();
     let error = submit(&mut store, std::slice::from_ref(&second)).unwrap_err();
     assert!(chain(&error).contains("--replace"), "{error}");
@@ -410,22 +423,32 @@ fn a_submission_is_replaced(lab: &Lab) {
     assert_eq!(blob(b"old"), None);
     assert_eq!(blob(b"new").as_deref(), Some(&b"new"[..]));
     assert_eq!(blob(b"both").as_deref(), Some(&b"both"[..]));
-    lab.sql(
+    test_database.sql(
         "UPDATE blobs SET content = 'x' WHERE bytes = 4"
-            .replace("'x'", if lab.is_postgres() { "'x'" } else { "x'78'" })
+            .replace(
+                "'x'",
+                if test_database.is_postgres() {
+                    "'x'"
+                } else {
+                    "x'78'"
+                },
+            )
             .as_str(),
     );
     let error = store.submitted_file(&ContentHash::of(b"both")).unwrap_err();
     assert_eq!(error.fault_kind(), FaultKind::Damaged, "{error}");
 }
 
-fn nothing_is_left_of_what_is_removed(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(nothing_is_left_of_what_is_removed);
+fn nothing_is_left_of_what_is_removed(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     let large = vec![7; 3 << 20];
-    let a = Ask::new("a").with_file(b"shared").with_file(&large);
-    let b = Ask::new("b").with_file(b"shared");
+    let a = TestSubmission::new("a")
+        .with_file(b"shared")
+        .with_file(&large);
+    let b = TestSubmission::new("b").with_file(b"shared");
     submit(&mut store, &[a, b]).unwrap();
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM blobs"), ["2"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM blobs"), ["2"]);
     assert_eq!(
         store.submitted_file(&ContentHash::of(&large)).unwrap(),
         Some(large)
@@ -448,7 +471,7 @@ fn nothing_is_left_of_what_is_removed(lab: &Lab) {
             .attempts,
         1
     );
-    assert_eq!(lab.sql("SELECT bytes FROM blobs"), ["6"]);
+    assert_eq!(test_database.sql("SELECT bytes FROM blobs"), ["6"]);
     assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
     store.remove("b", UnfinishedPolicy::Remove).unwrap();
     for table in [
@@ -461,15 +484,16 @@ fn nothing_is_left_of_what_is_removed(lab: &Lab) {
         "events",
     ] {
         assert_eq!(
-            lab.sql(&format!("SELECT COUNT(*) FROM {table}")),
+            test_database.sql(&format!("SELECT COUNT(*) FROM {table}")),
             ["0"],
             "{table}"
         );
     }
 }
 
-fn workers_and_overview(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(workers_and_overview);
+fn workers_and_overview(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     let mut one = worker("w1", 16 * GIB, 8_000);
     store.record_worker(&one).unwrap();
     (one.running, one.draining) = (3, true);
@@ -477,7 +501,11 @@ fn workers_and_overview(lab: &Lab) {
     store.record_worker(&worker("w2", GIB, 1_000)).unwrap();
     submit(
         &mut store,
-        &[Ask::by("a", "bob"), Ask::retried("b", 2), Ask::new("c")],
+        &[
+            TestSubmission::by("a", "bob"),
+            TestSubmission::retried("b", 2),
+            TestSubmission::new("c"),
+        ],
     )
     .unwrap();
     let claimed = claim(&mut store, 2);
@@ -510,11 +538,12 @@ fn workers_and_overview(lab: &Lab) {
     assert_eq!(store.overview(1).unwrap().next.len(), 1);
     store.remove_worker(&one).unwrap();
     assert_eq!(store.overview(0).unwrap().workers.len(), 1);
-    assert!(lab.sql("SELECT seen_at FROM workers_v1")[0].starts_with("20"));
+    assert!(test_database.sql("SELECT seen_at FROM workers_v1")[0].starts_with("20"));
 }
 
-fn what_fits_nobody_is_parked(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(what_fits_nobody_is_parked);
+fn what_fits_nobody_is_parked(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     let all = [
         sized("m", 9, 1_000),
         sized("c", 1, 9_000),
@@ -523,11 +552,11 @@ fn what_fits_nobody_is_parked(lab: &Lab) {
     submit(&mut store, &all).unwrap();
     let small = worker("w1", 8 * GIB, 8_000);
     assert!(store.park_unfit(&small, GIB, 3_600_000).unwrap().is_empty());
-    lab.sql("UPDATE queue SET ready_ms = ready_ms - 3600001");
+    test_database.sql("UPDATE queue SET ready_ms = ready_ms - 3600001");
     // Another one that is there has room for one of them.
     store.record_worker(&worker("w2", 64 * GIB, 4_000)).unwrap();
     assert_eq!(store.park_unfit(&small, GIB, 3_600_000).unwrap(), ["c"]);
-    lab.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
+    test_database.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
     assert_eq!(store.park_unfit(&small, GIB, 3_600_000).unwrap(), ["m"]);
     assert!(store.park_unfit(&small, GIB, 3_600_000).unwrap().is_empty());
     let shown = store.show("m", None).unwrap().summary;
@@ -545,14 +574,22 @@ fn what_fits_nobody_is_parked(lab: &Lab) {
     assert_eq!(ids(&claim(&mut store, 9)), ["m"]);
 }
 
+on_both!(an_old_writer_removes_what_was_submitted);
 /// What Fumehood with schema 1.2 sent to commit and to remove. Never to be changed.
-fn an_old_writer_removes_what_was_submitted(lab: &Lab) {
-    let mut store = lab.store();
-    submit(&mut store, &[Ask::new("a").with_file(b"x"), Ask::new("b")]).unwrap();
+fn an_old_writer_removes_what_was_submitted(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    submit(
+        &mut store,
+        &[
+            TestSubmission::new("a").with_file(b"x"),
+            TestSubmission::new("b"),
+        ],
+    )
+    .unwrap();
     let claimed = claim_one(&mut store);
     drop(store);
-    crate::schema::old_commit_of_1_2(lab, "a", &claimed.key);
-    let mut store = lab.store();
+    crate::schema::old_commit_of_1_2(test_database, "a", &claimed.key);
+    let mut store = test_database.store();
     assert_eq!(state(&mut store, "a", 1), State::Failed);
     assert!(store.expired_leases(9).unwrap().is_empty());
     for table in [
@@ -563,11 +600,54 @@ fn an_old_writer_removes_what_was_submitted(lab: &Lab) {
         "attempts",
         "analyses",
     ] {
-        lab.sql(&format!("DELETE FROM {table} WHERE id = 'a'"));
+        test_database.sql(&format!("DELETE FROM {table} WHERE id = 'a'"));
     }
     for table in ["submissions", "submission_blobs", "events"] {
-        let left = lab.sql(&format!("SELECT COUNT(*) FROM {table} WHERE id = 'a'"));
+        let left = test_database.sql(&format!("SELECT COUNT(*) FROM {table} WHERE id = 'a'"));
         assert_eq!(left, ["0"], "{table}");
     }
     assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
+}
+
+on_both!(a_large_one_holds_others_back_half_of_the_time);
+/// First attacker, Q: beside something small that runs for a year, one that needed all the memory kept every other from
+/// being taken, for that year.
+fn a_large_one_holds_others_back_half_of_the_time(test_database: &TestDatabase) {
+    let room = |gib: u64| Capacity {
+        memory_bytes: gib * GIB,
+        cpu_milli: 8_000,
+    };
+    let mut store = test_database.store();
+    let large = TestSubmission {
+        memory_bytes: Some(4 * GIB),
+        ..TestSubmission::new("large")
+    };
+    submit(&mut store, &[large]).unwrap();
+    // It has been ready for so many seconds: whether what is behind it is taken.
+    let seconds = [
+        (10, true),
+        (70, false),
+        (340, false),
+        (380, true),
+        (640, true),
+        (680, false),
+        (31_536_000 + 370, true),
+    ];
+    for (n, (ready_for, taken)) in seconds.into_iter().enumerate() {
+        let id = format!("small{n}");
+        submit(&mut store, &[TestSubmission::new(&id)]).unwrap();
+        let since = now_ms() - ready_for * 1_000;
+        test_database.sql(&format!(
+            "UPDATE queue SET ready_ms = {since} WHERE id = 'large'"
+        ));
+        let keys = fresh_keys(1);
+        let claimed = store.claim(&claim_from(&keys, room(3), room(4))).unwrap();
+        assert_eq!(claimed.len(), usize::from(taken), "after {ready_for} s");
+        assert!(claimed.iter().all(|one| one.id != "large"));
+        test_database.sql("DELETE FROM queue WHERE id <> 'large'");
+    }
+    // The control: it was there all the time, and is taken once there is room.
+    let keys = fresh_keys(1);
+    let claimed = store.claim(&claim_from(&keys, room(4), room(4))).unwrap();
+    assert_eq!(ids(&claimed), ["large"]);
 }

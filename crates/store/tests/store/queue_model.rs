@@ -9,14 +9,10 @@ use store::{
     RenewOutcome, State, Store, StoreError, SubmitOutcome, UnfinishedPolicy,
 };
 
-use crate::desk::{
-    Ask, GIB, LEASE_MS, claim_from, commit, fresh_keys, give_up, held, sample, submit,
+use crate::queue_samples::{
+    GIB, LEASE_MS, TestSubmission, claim_from, commit, fresh_keys, give_up, held, sample, submit,
 };
-use crate::lab::Lab;
-
-on_both! {
-    the_queue_is_as_its_model
-}
+use crate::test_database::TestDatabase;
 
 /// Few enough that steps meet, and enough that turns differ.
 const IDS: u8 = 10;
@@ -303,7 +299,7 @@ impl Model {
 }
 
 struct Trial<'a> {
-    lab: &'a Lab,
+    test_database: &'a TestDatabase,
     store: &'a mut Store,
     model: Model,
 }
@@ -371,7 +367,7 @@ impl Trial<'_> {
             Step::Cancel(id) => self.cancel(&name(*id)),
             Step::Retry(id) => self.retry(&name(*id)),
             Step::TimePasses => {
-                self.lab
+                self.test_database
                     .sql("UPDATE queue SET not_before_ms = 1 WHERE not_before_ms IS NOT NULL");
                 let delayed = self.model.queue.iter_mut().filter(|e| e.delayed);
                 delayed.for_each(|entry| entry.due = true);
@@ -399,7 +395,7 @@ impl Trial<'_> {
         else {
             unreachable!()
         };
-        let ask = Ask {
+        let ask = TestSubmission {
             submitter: format!("s{submitter}"),
             priority: *priority,
             retries: *retries,
@@ -410,7 +406,7 @@ impl Trial<'_> {
             },
             memory_bytes: Some(gib * GIB),
             replace: *replace,
-            ..Ask::new(&name(*id)).with_file(&[*gib as u8])
+            ..TestSubmission::new(&name(*id)).with_file(&[*gib as u8])
         };
         let said = submit(self.store, std::slice::from_ref(&ask));
         let id = ask.id.as_str();
@@ -586,7 +582,7 @@ impl Trial<'_> {
 }
 
 /// What holds of the tables, whatever was done.
-fn check_tables(lab: &Lab) {
+fn check_tables(test_database: &TestDatabase) {
     let nothing = [
         "SELECT a.id FROM attempts a LEFT JOIN queue q ON q.id = a.id AND q.attempt = a.attempt
          WHERE (a.state = 'queued') <> (q.id IS NOT NULL)",
@@ -596,11 +592,12 @@ fn check_tables(lab: &Lab) {
         "SELECT id FROM attempts WHERE (committed_ms IS NULL) <> (state IN ('queued', 'running', 'collecting'))",
     ];
     for question in nothing {
-        assert_eq!(lab.sql(question), [""; 0], "{question}");
+        assert_eq!(test_database.sql(question), [""; 0], "{question}");
     }
 }
 
-fn the_queue_is_as_its_model(lab: &Lab) {
+on_both!(the_queue_is_as_its_model);
+fn the_queue_is_as_its_model(test_database: &TestDatabase) {
     let seed = std::env::var("FUMEHOOD_QUEUE_SEED")
         .ok()
         .and_then(|s| s.parse().ok());
@@ -614,13 +611,13 @@ fn the_queue_is_as_its_model(lab: &Lab) {
         ..Config::default()
     };
     let tried = TestRunner::new(config).run(&prop::collection::vec(step(), 40..90), |steps| {
-        let mut store = lab.store();
+        let mut store = test_database.store();
         for id in (0..IDS).map(name) {
             // What the last case left; nothing is fine too.
             let _ = store.remove(&id, UnfinishedPolicy::Remove);
         }
         let mut trial = Trial {
-            lab,
+            test_database,
             store: &mut store,
             model: Model::default(),
         };
@@ -628,7 +625,7 @@ fn the_queue_is_as_its_model(lab: &Lab) {
             trial.try_step(step);
             trial.compare();
         }
-        check_tables(lab);
+        check_tables(test_database);
         Ok(())
     });
     if let Err(e) = tried {

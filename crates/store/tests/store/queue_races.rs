@@ -7,29 +7,18 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use store::{CancelOutcome, ChangeListener, Location, State, Store, StoreError, UnfinishedPolicy};
+use testkit::postgres::PrivatePostgres;
+use testkit::trial;
 
-use crate::desk::{
-    Ask, PLENTY, QUEUE_MAX, claim, claim_from, claim_one, commit, fresh_keys, give_up, state,
-    submit,
+use crate::queue_samples::{
+    PLENTY, QUEUE_MAX, TestSubmission, claim, claim_from, claim_one, commit, fresh_keys, give_up,
+    state, submit,
 };
-use crate::lab::Lab;
-use crate::server::Server;
-
-on_both! {
-    eight_claim_and_none_twice
-    cancelled_or_claimed_but_not_both
-    batches_that_overlap_do_not_wait_for_each_other
-    the_bound_holds_for_all_together
-    one_key_from_many_at_once
-    files_that_come_and_go
-    a_claim_is_not_slower_in_a_long_queue
-    the_other_questions_use_their_indexes
-    the_bell_rings
-}
+use crate::test_database::{TestDatabase, location};
 
 /// Each thread with a store of its own, all at once.
 fn together<T: Send>(
-    lab: &Lab,
+    test_database: &TestDatabase,
     count: usize,
     work: impl Fn(usize, &mut Store) -> T + Sync,
 ) -> Vec<T> {
@@ -39,7 +28,7 @@ fn together<T: Send>(
         let threads: Vec<_> = (0..count)
             .map(|n| {
                 scope.spawn(move || {
-                    let mut store = lab.store();
+                    let mut store = test_database.store();
                     barrier.wait();
                     work(n, &mut store)
                 })
@@ -49,12 +38,13 @@ fn together<T: Send>(
     })
 }
 
-fn eight_claim_and_none_twice(lab: &Lab) {
-    let all: Vec<Ask> = (0..400)
-        .map(|n| Ask::by(&format!("a{n:03}"), ["alice", "bob", "carol"][n % 3]))
+on_both!(eight_claim_and_none_twice);
+fn eight_claim_and_none_twice(test_database: &TestDatabase) {
+    let all: Vec<TestSubmission> = (0..400)
+        .map(|n| TestSubmission::by(&format!("a{n:03}"), ["alice", "bob", "carol"][n % 3]))
         .collect();
-    submit(&mut lab.store(), &all).unwrap();
-    let taken = together(lab, 8, |n, store| {
+    submit(&mut test_database.store(), &all).unwrap();
+    let taken = together(test_database, 8, |n, store| {
         let mut taken = Vec::new();
         // An empty answer can mean that the others hold what is left, and may still let go of it.
         while !store.overview(1).unwrap().next.is_empty() {
@@ -68,20 +58,23 @@ fn eight_claim_and_none_twice(lab: &Lab) {
     let keys: HashSet<_> = all.iter().map(|c| &c.key).collect();
     assert_eq!(keys.len(), 400);
     assert_eq!(
-        lab.sql("SELECT COUNT(*) FROM events WHERE event = 'claimed'"),
+        test_database.sql("SELECT COUNT(*) FROM events WHERE event = 'claimed'"),
         ["400"]
     );
     assert_eq!(
-        lab.sql("SELECT COUNT(*) FROM attempts WHERE state = 'running'"),
+        test_database.sql("SELECT COUNT(*) FROM attempts WHERE state = 'running'"),
         ["400"]
     );
 }
 
-fn cancelled_or_claimed_but_not_both(lab: &Lab) {
-    let all: Vec<Ask> = (0..200).map(|n| Ask::new(&format!("a{n:03}"))).collect();
-    submit(&mut lab.store(), &all).unwrap();
+on_both!(cancelled_or_claimed_but_not_both);
+fn cancelled_or_claimed_but_not_both(test_database: &TestDatabase) {
+    let all: Vec<TestSubmission> = (0..200)
+        .map(|n| TestSubmission::new(&format!("a{n:03}")))
+        .collect();
+    submit(&mut test_database.store(), &all).unwrap();
     let done = AtomicBool::new(false);
-    let answers = together(lab, 6, |n, store| {
+    let answers = together(test_database, 6, |n, store| {
         let (mut claimed, mut ended) = (Vec::new(), Vec::new());
         if n < 3 {
             while !done.load(Ordering::Relaxed) {
@@ -103,7 +96,7 @@ fn cancelled_or_claimed_but_not_both(lab: &Lab) {
     let claimed: HashSet<_> = answers.iter().flat_map(|(c, _)| c.clone()).collect();
     let ended: HashSet<_> = answers.iter().flat_map(|(_, e)| e.clone()).collect();
     assert!(claimed.is_disjoint(&ended));
-    let mut store = lab.store();
+    let mut store = test_database.store();
     for ask in &all {
         let wanted = match (claimed.contains(&ask.id), ended.contains(&ask.id)) {
             (true, _) => State::Running,
@@ -112,16 +105,20 @@ fn cancelled_or_claimed_but_not_both(lab: &Lab) {
         };
         assert_eq!(state(&mut store, &ask.id, 1), wanted);
     }
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["0"]);
 }
 
-fn batches_that_overlap_do_not_wait_for_each_other(lab: &Lab) {
+on_both!(batches_that_overlap_do_not_wait_for_each_other);
+fn batches_that_overlap_do_not_wait_for_each_other(test_database: &TestDatabase) {
     // The same names from both ends: one wins, the others are told so, and none hangs in another's lock.
     for round in 0..5 {
-        let names: Vec<Ask> = (0..40)
-            .map(|n| Ask::new(&format!("r{round}-{n}")).with_file(format!("{}", n % 7).as_bytes()))
+        let names: Vec<TestSubmission> = (0..40)
+            .map(|n| {
+                TestSubmission::new(&format!("r{round}-{n}"))
+                    .with_file(format!("{}", n % 7).as_bytes())
+            })
             .collect();
-        let answers = together(lab, 4, |n, store| {
+        let answers = together(test_database, 4, |n, store| {
             let mut batch = names.clone();
             if n % 2 == 1 {
                 batch.reverse();
@@ -139,11 +136,12 @@ fn batches_that_overlap_do_not_wait_for_each_other(lab: &Lab) {
     }
 }
 
-fn the_bound_holds_for_all_together(lab: &Lab) {
-    let refused = together(lab, 8, |n, store| {
+on_both!(the_bound_holds_for_all_together);
+fn the_bound_holds_for_all_together(test_database: &TestDatabase) {
+    let refused = together(test_database, 8, |n, store| {
         let mut refused = 0;
         for m in 0..5 {
-            let ask = Ask::new(&format!("a{n}-{m}"));
+            let ask = TestSubmission::new(&format!("a{n}-{m}"));
             match store.submit(&[ask.submit()], 10) {
                 Ok(_) => (),
                 Err(StoreError::QueueFull { queued, .. }) => {
@@ -155,15 +153,16 @@ fn the_bound_holds_for_all_together(lab: &Lab) {
         }
         refused
     });
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["10"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["10"]);
     assert_eq!(refused.iter().sum::<u32>(), 30);
 }
 
-fn one_key_from_many_at_once(lab: &Lab) {
-    let answers = together(lab, 8, |n, store| {
-        let ask = Ask {
+on_both!(one_key_from_many_at_once);
+fn one_key_from_many_at_once(test_database: &TestDatabase) {
+    let answers = together(test_database, 8, |n, store| {
+        let ask = TestSubmission {
             key: Some("the-key".to_owned()),
-            ..Ask::new(&format!("a{n}"))
+            ..TestSubmission::new(&format!("a{n}"))
         };
         submit(store, &[ask]).unwrap().remove(0)
     });
@@ -171,22 +170,23 @@ fn one_key_from_many_at_once(lab: &Lab) {
         .iter()
         .filter(|a| matches!(a, store::SubmitOutcome::Now { .. }));
     assert_eq!(made.count(), 1, "{answers:?}");
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM analyses"), ["1"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM analyses"), ["1"]);
 }
 
-fn files_that_come_and_go(lab: &Lab) {
+on_both!(files_that_come_and_go);
+fn files_that_come_and_go(test_database: &TestDatabase) {
     // All have the same two files: whoever removes the last of them removes the files, while others bring them again.
-    together(lab, 6, |n, store| {
+    together(test_database, 6, |n, store| {
         for m in 0..15 {
             let id = format!("a{n}-{m}");
-            let ask = Ask::new(&id).with_file(b"one").with_file(b"two");
+            let ask = TestSubmission::new(&id).with_file(b"one").with_file(b"two");
             submit(store, &[ask]).unwrap();
             store.remove(&id, UnfinishedPolicy::Remove).unwrap();
         }
     });
     for table in ["blobs", "submission_blobs", "queue", "events"] {
         assert_eq!(
-            lab.sql(&format!("SELECT COUNT(*) FROM {table}")),
+            test_database.sql(&format!("SELECT COUNT(*) FROM {table}")),
             ["0"],
             "{table}"
         );
@@ -194,8 +194,8 @@ fn files_that_come_and_go(lab: &Lab) {
 }
 
 /// Rows as submissions would have made them, by one statement.
-fn fill(lab: &Lab, count: u32) {
-    let numbers = match lab.is_postgres() {
+fn fill(test_database: &TestDatabase, count: u32) {
+    let numbers = match test_database.is_postgres() {
         true => format!("SELECT n FROM generate_series(1, {count}) AS g (n)"),
         false => format!(
             "WITH RECURSIVE g (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM g WHERE n < {count}) SELECT n FROM g"
@@ -203,33 +203,33 @@ fn fill(lab: &Lab, count: u32) {
     };
     let from = format!("FROM ({numbers}) AS numbers");
     let name = "'q' || CAST(1000000 + n AS TEXT)";
-    lab.sql(&format!(
+    test_database.sql(&format!(
         "INSERT INTO analyses (id, created_ms, attempt_last) SELECT {name}, n, 1 {from}"
     ));
-    lab.sql(&format!(
+    test_database.sql(&format!(
         "INSERT INTO attempts (id, attempt, key, state, host, boot_id, submitter, created_ms, retries_left)
          SELECT {name}, 1, {name}, 'queued', '', '', 's' || CAST(n % 10 AS TEXT), n, 0 {from}"
     ));
-    lab.sql(&format!(
+    test_database.sql(&format!(
         "INSERT INTO submissions (id, fingerprint, request, submitter, priority, retries, retry_on, created_ms)
          SELECT {name}, '', '{{}}', 's' || CAST(n % 10 AS TEXT), 5, 0, '', n {from}"
     ));
-    lab.sql(&format!(
+    test_database.sql(&format!(
         "INSERT INTO queue (id, attempt, submitter, priority, turn, queued_ms, ready_ms)
          SELECT {name}, 1, 's' || CAST(n % 10 AS TEXT), n % 3, n / 10, n, n {from}"
     ));
-    if lab.is_postgres() {
-        lab.sql("ANALYZE");
+    if test_database.is_postgres() {
+        test_database.sql("ANALYZE");
     }
 }
 
 /// What a database says it does for a statement.
-fn plan(lab: &Lab, sql: &str) -> String {
-    let explain = match lab.is_postgres() {
+fn plan(test_database: &TestDatabase, sql: &str) -> String {
+    let explain = match test_database.is_postgres() {
         true => "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF, BUFFERS OFF)",
         false => "EXPLAIN QUERY PLAN",
     };
-    lab.sql(&format!("{explain} {sql}")).join("\n")
+    test_database.sql(&format!("{explain} {sql}")).join("\n")
 }
 
 /// The two looks of `queue.rs`, with values in them.
@@ -255,17 +255,18 @@ fn rows_read(plan: &str) -> u64 {
     counts.map(count).max().unwrap_or(0)
 }
 
-fn a_claim_is_not_slower_in_a_long_queue(lab: &Lab) {
+on_both!(a_claim_is_not_slower_in_a_long_queue);
+fn a_claim_is_not_slower_in_a_long_queue(test_database: &TestDatabase) {
     for count in [1, 1_000, 100_000] {
-        let mut store = lab.store();
+        let mut store = test_database.store();
         drop(store.overview(1));
         for table in ["events", "queue", "submissions", "attempts", "analyses"] {
-            lab.sql(&format!("DELETE FROM {table}"));
+            test_database.sql(&format!("DELETE FROM {table}"));
         }
-        fill(lab, count);
+        fill(test_database, count);
         for (look, rows_max) in LOOKS.into_iter().zip([50, 1_000]) {
-            let plan = plan(lab, look);
-            match lab.is_postgres() {
+            let plan = plan(test_database, look);
+            match test_database.is_postgres() {
                 // A short table may be read as a whole; no plan reads more than the look is for.
                 true => {
                     assert!(rows_read(&plan) <= rows_max, "{plan}");
@@ -284,8 +285,8 @@ fn a_claim_is_not_slower_in_a_long_queue(lab: &Lab) {
         // A place in the queue is found by index too.
         let place = "SELECT (SELECT MAX(turn) FROM queue WHERE submitter = 's1' AND priority = 1 AND not_before_ms IS NULL),
             (SELECT MIN(turn) FROM queue WHERE priority = 1 AND not_before_ms IS NULL)";
-        let plan = self::plan(lab, place);
-        if !lab.is_postgres() || count > 1_000 {
+        let plan = self::plan(test_database, place);
+        if !test_database.is_postgres() || count > 1_000 {
             assert!(
                 plan.contains("queue_turns") && plan.contains("queue_ready"),
                 "{plan}"
@@ -295,12 +296,13 @@ fn a_claim_is_not_slower_in_a_long_queue(lab: &Lab) {
     }
 }
 
-fn the_other_questions_use_their_indexes(lab: &Lab) {
-    drop(lab.store());
-    fill(lab, 20_000);
-    lab.sql("UPDATE attempts SET state = 'succeeded', lease_ms = 5, cancel_ms = 5");
-    if lab.is_postgres() {
-        lab.sql("ANALYZE");
+on_both!(the_other_questions_use_their_indexes);
+fn the_other_questions_use_their_indexes(test_database: &TestDatabase) {
+    drop(test_database.store());
+    fill(test_database, 20_000);
+    test_database.sql("UPDATE attempts SET state = 'succeeded', lease_ms = 5, cancel_ms = 5");
+    if test_database.is_postgres() {
+        test_database.sql("ANALYZE");
     }
     let questions = [
         (
@@ -327,9 +329,9 @@ fn the_other_questions_use_their_indexes(lab: &Lab) {
         ),
     ];
     for (question, index) in questions {
-        let plan = plan(lab, question);
+        let plan = plan(test_database, question);
         // An empty table is read whole by PostgreSQL.
-        if index != "events_id" || !lab.is_postgres() {
+        if index != "events_id" || !test_database.is_postgres() {
             assert!(plan.contains(index), "{plan}");
         }
     }
@@ -354,16 +356,21 @@ fn settle(bell: &mut ChangeListener) {
     }
 }
 
-fn the_bell_rings(lab: &Lab) {
-    let mut store = lab.store();
-    let mut bell = ChangeListener::subscribe(&lab.location).unwrap();
-    if lab.is_postgres() {
+on_both!(the_bell_rings);
+fn the_bell_rings(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let mut bell = ChangeListener::subscribe(&test_database.location).unwrap();
+    if test_database.is_postgres() {
         assert!(rang(&bell, SOON), "when it begins to listen");
     }
     settle(&mut bell);
     submit(
         &mut store,
-        &[Ask::retried("a", 1), Ask::new("b"), Ask::new("c")],
+        &[
+            TestSubmission::retried("a", 1),
+            TestSubmission::new("b"),
+            TestSubmission::new("c"),
+        ],
     )
     .unwrap();
     assert!(rang(&bell, SOON), "submit");
@@ -378,7 +385,7 @@ fn the_bell_rings(lab: &Lab) {
             .unwrap()
             .is_empty()
     );
-    std::fs::write(lab.dir.path().join("something-else"), "x").unwrap();
+    std::fs::write(test_database.dir.path().join("something-else"), "x").unwrap();
     assert!(!rang(&bell, QUIET), "looking");
     let a = claim_one(&mut store);
     let b = claim_one(&mut store);
@@ -388,38 +395,47 @@ fn the_bell_rings(lab: &Lab) {
         assert!(rang(&bell, SOON), "{what}");
         settle(&mut bell);
     };
-    each("give up", &mut || assert!(give_up(&mut lab.store(), &a)));
+    each("give up", &mut || {
+        assert!(give_up(&mut test_database.store(), &a))
+    });
     each("cancel what runs", &mut || {
-        drop(lab.store().cancel("b", "bob").unwrap())
+        drop(test_database.store().cancel("b", "bob").unwrap())
     });
     each("commit", &mut || {
-        commit(&mut lab.store(), &b, State::Cancelled, "cancelled").unwrap();
+        commit(
+            &mut test_database.store(),
+            &b,
+            State::Cancelled,
+            "cancelled",
+        )
+        .unwrap();
     });
     each("cancel what waits", &mut || {
-        drop(lab.store().cancel("c", "bob").unwrap())
+        drop(test_database.store().cancel("c", "bob").unwrap())
     });
     each("retry", &mut || {
-        lab.store().retry("c", "bob", &[]).unwrap();
+        test_database.store().retry("c", "bob", &[]).unwrap();
     });
-    if let Location::Sqlite(path) = &lab.location {
+    if let Location::Sqlite(path) = &test_database.location {
         // The last one to close the database removes its log; the next one makes another.
         drop(store);
         settle(&mut bell);
         assert!(!path.with_file_name("record.db-wal").exists());
-        lab.store()
-            .submit(&[Ask::new("d").submit()], QUEUE_MAX)
+        test_database
+            .store()
+            .submit(&[TestSubmission::new("d").submit()], QUEUE_MAX)
             .unwrap();
         assert!(rang(&bell, SOON), "a new log");
     }
 }
 
-#[test]
+trial!(Caller, the_bell_survives_the_server);
 fn the_bell_survives_the_server() {
-    let Some(server) = Server::start() else {
+    let Some(server) = PrivatePostgres::start() else {
         return;
     };
-    let database = server.database();
-    let location = server.location(&database, "postgres");
+    let database = server.create_database();
+    let location = location(&server, &database, "postgres");
     Store::migrate(&location).unwrap();
     let mut bell = ChangeListener::subscribe(&location).unwrap();
     assert!(rang(&bell, SOON));
@@ -429,7 +445,11 @@ fn the_bell_survives_the_server() {
     // What was said meanwhile is lost, so it rings when it hears again.
     assert!(rang(&bell, SOON), "after the server came back");
     settle(&mut bell);
-    submit(&mut Store::open(&location).unwrap(), &[Ask::new("a")]).unwrap();
+    submit(
+        &mut Store::open(&location).unwrap(),
+        &[TestSubmission::new("a")],
+    )
+    .unwrap();
     assert!(rang(&bell, SOON), "and as ever");
     // A bell on a server that is not there yet is hung too, and taken down at once.
     server.kill();

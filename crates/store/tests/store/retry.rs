@@ -2,27 +2,20 @@
 
 use store::{CommitOutcome, State};
 
-use crate::desk::{Ask, claim, claim_one, commit, give_up, ids, sample, state, story, submit};
-use crate::lab::Lab;
-
-on_both! {
-    a_lost_runner_is_followed_by_another
-    the_next_attempt_is_made_with_the_end_of_the_last
-    the_pause_grows_and_has_a_bound
-    whoever_waits_becomes_ready
-    retries_run_out
-    only_what_was_asked_for_is_tried_again
-    a_late_attempt_does_not_count
-}
+use crate::queue_samples::{
+    TestSubmission, claim, claim_one, commit, give_up, ids, sample, state, story, submit,
+};
+use crate::test_database::TestDatabase;
 
 /// As if the time had come.
-fn let_time_pass(lab: &Lab) {
-    lab.sql("UPDATE queue SET not_before_ms = 1 WHERE not_before_ms IS NOT NULL");
+fn let_time_pass(test_database: &TestDatabase) {
+    test_database.sql("UPDATE queue SET not_before_ms = 1 WHERE not_before_ms IS NOT NULL");
 }
 
-fn a_lost_runner_is_followed_by_another(lab: &Lab) {
-    let mut store = lab.store();
-    submit(&mut store, &[Ask::retried("a", 1)]).unwrap();
+on_both!(a_lost_runner_is_followed_by_another);
+fn a_lost_runner_is_followed_by_another(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    submit(&mut store, &[TestSubmission::retried("a", 1)]).unwrap();
     let first = claim_one(&mut store);
     assert!(give_up(&mut store, &first));
     assert!(!give_up(&mut store, &first), "twice");
@@ -31,7 +24,7 @@ fn a_lost_runner_is_followed_by_another(lab: &Lab) {
     assert!(claim(&mut store, 1).is_empty(), "not at once");
     let wait = store.promote_delayed().unwrap().unwrap();
     assert!((1_000..=2_500).contains(&wait), "{wait}");
-    let_time_pass(lab);
+    let_time_pass(test_database);
     let second = claim_one(&mut store);
     assert_eq!(
         (second.attempt, second.request_json),
@@ -39,7 +32,7 @@ fn a_lost_runner_is_followed_by_another(lab: &Lab) {
     );
     assert_ne!(second.key, first.key);
     assert_eq!(
-        lab.sql("SELECT retries_left FROM attempts ORDER BY attempt"),
+        test_database.sql("SELECT retries_left FROM attempts ORDER BY attempt"),
         ["1", "0"]
     );
     assert_eq!(
@@ -54,11 +47,12 @@ fn a_lost_runner_is_followed_by_another(lab: &Lab) {
     );
 }
 
-fn the_next_attempt_is_made_with_the_end_of_the_last(lab: &Lab) {
-    let mut store = lab.store();
-    let ask = Ask {
+on_both!(the_next_attempt_is_made_with_the_end_of_the_last);
+fn the_next_attempt_is_made_with_the_end_of_the_last(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let ask = TestSubmission {
         retry_on: vec![State::Failed],
-        ..Ask::retried("a", 1)
+        ..TestSubmission::retried("a", 1)
     };
     submit(&mut store, &[ask]).unwrap();
     let claimed = claim_one(&mut store);
@@ -69,28 +63,29 @@ fn the_next_attempt_is_made_with_the_end_of_the_last(lab: &Lab) {
         Err(std::io::Error::other("no"))
     });
     undone.unwrap_err();
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM attempts"), ["1"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM attempts"), ["1"]);
     assert_eq!(ended.commit(&mut store).unwrap(), CommitOutcome::Now);
-    assert_eq!(lab.sql("SELECT attempt FROM queue"), ["2"]);
+    assert_eq!(test_database.sql("SELECT attempt FROM queue"), ["2"]);
     assert_eq!(ended.commit(&mut store).unwrap(), CommitOutcome::Already);
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM attempts"), ["2"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM attempts"), ["2"]);
     assert_eq!(
         story(&mut store, "a")[2..],
         ["1 committed(failed)", "2 retried(exit)"]
     );
 }
 
-fn the_pause_grows_and_has_a_bound(lab: &Lab) {
-    let mut store = lab.store();
-    submit(&mut store, &[Ask::retried("a", 12)]).unwrap();
+on_both!(the_pause_grows_and_has_a_bound);
+fn the_pause_grows_and_has_a_bound(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    submit(&mut store, &[TestSubmission::retried("a", 12)]).unwrap();
     let mut pauses = Vec::new();
     for _ in 0..12 {
         let claimed = claim_one(&mut store);
         give_up(&mut store, &claimed);
-        let queued = lab.sql("SELECT not_before_ms - queued_ms FROM queue");
+        let queued = test_database.sql("SELECT not_before_ms - queued_ms FROM queue");
         pauses.push(queued[0].parse::<u64>().unwrap());
-        let_time_pass(lab);
+        let_time_pass(test_database);
     }
     for (n, pause) in pauses.iter().enumerate() {
         let least = (2_000_u64 << n).min(300_000);
@@ -105,35 +100,46 @@ fn the_pause_grows_and_has_a_bound(lab: &Lab) {
     );
 }
 
-fn whoever_waits_becomes_ready(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(whoever_waits_becomes_ready);
+fn whoever_waits_becomes_ready(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     assert_eq!(store.promote_delayed().unwrap(), None);
-    submit(&mut store, &[Ask::retried("a", 3), Ask::retried("b", 3)]).unwrap();
+    submit(
+        &mut store,
+        &[
+            TestSubmission::retried("a", 3),
+            TestSubmission::retried("b", 3),
+        ],
+    )
+    .unwrap();
     for claimed in claim(&mut store, 2) {
         give_up(&mut store, &claimed);
     }
-    let many: Vec<Ask> = (0..5).map(|n| Ask::by(&format!("x{n}"), "bob")).collect();
+    let many: Vec<TestSubmission> = (0..5)
+        .map(|n| TestSubmission::by(&format!("x{n}"), "bob"))
+        .collect();
     submit(&mut store, &many).unwrap();
-    lab.sql("UPDATE queue SET not_before_ms = 1 WHERE id = 'b'");
+    test_database.sql("UPDATE queue SET not_before_ms = 1 WHERE id = 'b'");
     assert!(store.promote_delayed().unwrap().unwrap() > 0);
     assert_eq!(
-        lab.sql("SELECT id FROM queue WHERE not_before_ms IS NOT NULL"),
+        test_database.sql("SELECT id FROM queue WHERE not_before_ms IS NOT NULL"),
         ["a"]
     );
-    let_time_pass(lab);
+    let_time_pass(test_database);
     assert_eq!(store.promote_delayed().unwrap(), None);
     // While it waited the others moved on, but it lost no turn by it: the turns are given out when it is ready.
     let order = ids(&claim(&mut store, 9)).join(" ");
     assert_eq!(order, "b x0 a x1 x2 x3 x4");
 }
 
-fn retries_run_out(lab: &Lab) {
-    let mut store = lab.store();
-    submit(&mut store, &[Ask::retried("a", 2)]).unwrap();
+on_both!(retries_run_out);
+fn retries_run_out(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    submit(&mut store, &[TestSubmission::retried("a", 2)]).unwrap();
     for _ in 0..3 {
         let claimed = claim_one(&mut store);
         give_up(&mut store, &claimed);
-        let_time_pass(lab);
+        let_time_pass(test_database);
     }
     assert!(claim(&mut store, 1).is_empty());
     let story_of = story(&mut store, "a");
@@ -146,17 +152,18 @@ fn retries_run_out(lab: &Lab) {
     assert_eq!(store.retry("a", "bob", &[]).unwrap(), 4);
     let claimed = claim_one(&mut store);
     give_up(&mut store, &claimed);
-    assert_eq!(lab.sql("SELECT attempt FROM queue"), ["5"]);
+    assert_eq!(test_database.sql("SELECT attempt FROM queue"), ["5"]);
     assert!(
-        lab.sql("SELECT not_before_ms - queued_ms FROM queue")[0]
+        test_database.sql("SELECT not_before_ms - queued_ms FROM queue")[0]
             .parse::<u64>()
             .unwrap()
             <= 2_500
     );
 }
 
-fn only_what_was_asked_for_is_tried_again(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(only_what_was_asked_for_is_tried_again);
+fn only_what_was_asked_for_is_tried_again(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     let retry_on = vec![State::TimedOut, State::OutOfMemory];
     let ends = [
         (State::Succeeded, "exit", false),
@@ -174,14 +181,14 @@ fn only_what_was_asked_for_is_tried_again(lab: &Lab) {
     ];
     for (n, (state, reason, again)) in ends.into_iter().enumerate() {
         let id = format!("a{n}");
-        let ask = Ask {
+        let ask = TestSubmission {
             retry_on: retry_on.clone(),
-            ..Ask::retried(&id, 1)
+            ..TestSubmission::retried(&id, 1)
         };
         submit(&mut store, &[ask]).unwrap();
         let claimed = claim_one(&mut store);
         commit(&mut store, &claimed, state, reason).unwrap();
-        let queued = lab.sql(&format!("SELECT attempt FROM queue WHERE id = '{id}'"));
+        let queued = test_database.sql(&format!("SELECT attempt FROM queue WHERE id = '{id}'"));
         assert_eq!(queued.len(), usize::from(again), "{state} {reason}");
         let last = story(&mut store, &id).pop().unwrap();
         let wanted = match (state, again) {
@@ -193,9 +200,10 @@ fn only_what_was_asked_for_is_tried_again(lab: &Lab) {
     }
 }
 
-fn a_late_attempt_does_not_count(lab: &Lab) {
-    let mut store = lab.store();
-    submit(&mut store, &[Ask::retried("a", 1)]).unwrap();
+on_both!(a_late_attempt_does_not_count);
+fn a_late_attempt_does_not_count(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    submit(&mut store, &[TestSubmission::retried("a", 1)]).unwrap();
     let late = claim_one(&mut store);
     assert!(give_up(&mut store, &late));
     // While the next one waits, and again when it runs.
@@ -203,7 +211,7 @@ fn a_late_attempt_does_not_count(lab: &Lab) {
     assert_eq!(committed, CommitOutcome::Superseded { attempt: 3 });
     assert_eq!(state(&mut store, "a", 2), State::Queued);
     assert_eq!(store.outputs("a", 3).unwrap().len(), 2, "kept");
-    let_time_pass(lab);
+    let_time_pass(test_database);
     let second = claim_one(&mut store);
     assert_eq!(second.attempt, 2);
     let committed = commit(&mut store, &late, State::Succeeded, "exit").unwrap();
@@ -213,8 +221,8 @@ fn a_late_attempt_does_not_count(lab: &Lab) {
         CommitOutcome::Now
     );
     assert_eq!(
-        lab.sql("SELECT attempt, state FROM analyses_v1"),
+        test_database.sql("SELECT attempt, state FROM analyses_v1"),
         ["2|failed"]
     );
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["0"]);
 }

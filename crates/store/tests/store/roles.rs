@@ -8,27 +8,30 @@ use store::{
     AttemptFilter, AttemptSelection, CommitOutcome, FaultKind, GRANTS, GRANTS_TO_READ,
     GRANTS_TO_REMOVE, LostAttempt, PostProcessState, Store, StoreError, UnfinishedPolicy,
 };
+use testkit::trial;
 
-use crate::desk::{Ask, GIB, LEASE_MS, claim_one, give_up, held, sample, submit, worker};
-use crate::lab::{Lab, Sample, key};
+use crate::queue_samples::{
+    GIB, LEASE_MS, TestSubmission, claim_one, give_up, held, sample, submit, worker,
+};
+use crate::test_database::{TestAttempt, TestDatabase, key, location};
 
-#[test]
+trial!(Caller, a_runner_needs_the_grants_and_no_more);
 fn a_runner_needs_the_grants_and_no_more() {
-    let Some(lab) = Lab::postgres() else {
+    let Some(test_database) = TestDatabase::postgres() else {
         return;
     };
-    let (server, database) = lab.server.as_ref().unwrap();
-    let runner = server.location(database, "fumehood_runner");
+    let (server, database) = test_database.server.as_ref().unwrap();
+    let runner = location(server, database, "fumehood_runner");
     let without = Store::open(&runner).unwrap_err();
     assert_eq!(without.fault_kind(), FaultKind::Permission, "{without}");
     server.psql(database, GRANTS);
 
     let mut store = Store::open(&runner).unwrap();
-    let sample = Sample::new("a", &key(1));
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
     assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Already);
-    let lost = Sample::new("b", &key(2));
+    let lost = TestAttempt::new("b", &key(2));
     lost.begin(&mut store).unwrap();
     let given_up = LostAttempt {
         id: "b",
@@ -44,7 +47,7 @@ fn a_runner_needs_the_grants_and_no_more() {
         lost.commit(&mut store).unwrap(),
         CommitOutcome::Superseded { attempt: 2 }
     );
-    Sample::new("c", &key(3)).record(&mut store).unwrap();
+    TestAttempt::new("c", &key(3)).record(&mut store).unwrap();
     store
         .mark_post_process("a", 1, PostProcessState::Done, None)
         .unwrap();
@@ -101,22 +104,26 @@ fn a_runner_needs_the_grants_and_no_more() {
     );
 }
 
-#[test]
+trial!(Caller, a_reader_sees_the_views_and_no_keys);
 fn a_reader_sees_the_views_and_no_keys() {
-    let Some(lab) = Lab::postgres() else {
+    let Some(test_database) = TestDatabase::postgres() else {
         return;
     };
-    let (server, database) = lab.server.as_ref().unwrap();
+    let (server, database) = test_database.server.as_ref().unwrap();
     server.psql(database, GRANTS_TO_READ);
-    Sample::new("a", "the-secret-key")
-        .record(&mut lab.store())
+    TestAttempt::new("a", "the-secret-key")
+        .record(&mut test_database.store())
         .unwrap();
-    let secret = Ask {
+    let secret = TestSubmission {
         request: "the-secret-key".to_owned(),
         key: Some("the-secret-key".to_owned()),
-        ..Ask::new("queued-one")
+        ..TestSubmission::new("queued-one")
     };
-    submit(&mut lab.store(), &[secret.with_file(b"the-secret-key")]).unwrap();
+    submit(
+        &mut test_database.store(),
+        &[secret.with_file(b"the-secret-key")],
+    )
+    .unwrap();
     let ask = |sql: &str| server.psql_as(database, "fumehood_reader", sql);
     let mut seen = String::new();
     for view in [
@@ -154,17 +161,21 @@ fn a_reader_sees_the_views_and_no_keys() {
     }
 }
 
-#[test]
+trial!(Caller, a_runner_has_the_whole_queue);
 fn a_runner_has_the_whole_queue() {
-    let Some(lab) = Lab::postgres() else {
+    let Some(test_database) = TestDatabase::postgres() else {
         return;
     };
-    let (server, database) = lab.server.as_ref().unwrap();
+    let (server, database) = test_database.server.as_ref().unwrap();
     server.psql(database, GRANTS);
-    let mut store = Store::open(&server.location(database, "fumehood_runner")).unwrap();
+    let mut store = Store::open(&location(server, database, "fumehood_runner")).unwrap();
     store.record_worker(&worker("w1", 64 * GIB, 8_000)).unwrap();
-    let ask = Ask::retried("a", 1).with_file(b"x");
-    submit(&mut store, &[ask, Ask::new("b"), Ask::new("c")]).unwrap();
+    let ask = TestSubmission::retried("a", 1).with_file(b"x");
+    submit(
+        &mut store,
+        &[ask, TestSubmission::new("b"), TestSubmission::new("c")],
+    )
+    .unwrap();
     let a = claim_one(&mut store);
     let taken = sample(&a);
     assert!(
@@ -187,9 +198,9 @@ fn a_runner_has_the_whole_queue() {
         .unwrap()
         .unwrap();
     store.cancel("a", "bob").unwrap();
-    let again = Ask {
+    let again = TestSubmission {
         replace: true,
-        ..Ask::new("a").with_file(b"y")
+        ..TestSubmission::new("a").with_file(b"y")
     };
     submit(&mut store, &[again]).unwrap();
     server.psql(
@@ -210,17 +221,17 @@ fn a_runner_has_the_whole_queue() {
     for id in ["a", "b", "c"] {
         store.remove(id, UnfinishedPolicy::Remove).unwrap();
     }
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM events"), ["0"]);
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM blobs"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM events"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM blobs"), ["0"]);
 }
 
+trial!(Caller, a_commit_is_heard_by_those_who_listen);
 /// What a psql that listens hears: only after a statement of its own does it tell.
-#[test]
 fn a_commit_is_heard_by_those_who_listen() {
-    let Some(lab) = Lab::postgres() else {
+    let Some(test_database) = TestDatabase::postgres() else {
         return;
     };
-    let (server, database) = lab.server.as_ref().unwrap();
+    let (server, database) = test_database.server.as_ref().unwrap();
     let mut listener = Command::new(server.bin().join("psql"))
         .args([
             "-X", "-q", "-A", "-t", "-U", "postgres", "-d", database, "-h",
@@ -234,8 +245,8 @@ fn a_commit_is_heard_by_those_who_listen() {
     let mut heard = BufReader::new(listener.stdout.take().unwrap()).lines();
     writeln!(say, "LISTEN fumehood_commit;\n\\echo listening").unwrap();
     assert_eq!(heard.next().unwrap().unwrap(), "listening");
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     let undone = sample.commit_with(&mut store, &mut |_| Ok(None), &mut || {
         Err(std::io::Error::other("no"))

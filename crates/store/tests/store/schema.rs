@@ -7,27 +7,19 @@ use store::types::manifest::ContentHash;
 use store::{
     CommitOutcome, FaultKind, Location, MigrationResult, SchemaVersion, State, Store, StoreError,
 };
+use testkit::trial;
 
-use crate::lab::{Lab, Sample, key};
-
-on_both! {
-    an_old_writer_still_commits
-    a_newer_minor_version_is_used
-    a_newer_major_version_is_refused
-    something_else_is_refused
-    eight_at_once_make_one_schema
-    earlier_records_survive_a_migration
-}
+use crate::test_database::{TestAttempt, TestDatabase, key, location};
 
 const V1: SchemaVersion = SchemaVersion { major: 1, minor: 1 };
 
-#[test]
+trial!(Caller, a_new_file_is_made_private_and_durable);
 fn a_new_file_is_made_private_and_durable() {
-    let lab = Lab::sqlite();
-    let Location::Sqlite(path) = &lab.location else {
+    let test_database = TestDatabase::sqlite();
+    let Location::Sqlite(path) = &test_database.location else {
         unreachable!()
     };
-    let below = lab.dir.path().join("a/b/record ?#%41.db");
+    let below = test_database.dir.path().join("a/b/record ?#%41.db");
     for path in [path, &below] {
         let store = Store::open(&Location::Sqlite(path.clone())).unwrap();
         assert_eq!(store.id().len(), 32);
@@ -42,30 +34,30 @@ fn a_new_file_is_made_private_and_durable() {
         );
     }
     for made in ["a", "a/b"] {
-        let mode = std::fs::metadata(lab.dir.path().join(made))
+        let mode = std::fs::metadata(test_database.dir.path().join(made))
             .unwrap()
             .permissions()
             .mode();
         assert_eq!(mode & 0o777, 0o700);
     }
-    assert_eq!(lab.sql("PRAGMA journal_mode"), ["wal"]);
+    assert_eq!(test_database.sql("PRAGMA journal_mode"), ["wal"]);
 }
 
-#[test]
+trial!(Caller, postgresql_is_migrated_on_request_only);
 fn postgresql_is_migrated_on_request_only() {
-    let Some(lab) = Lab::postgres_empty() else {
+    let Some(test_database) = TestDatabase::postgres_empty() else {
         return;
     };
-    let error = Store::open(&lab.location).unwrap_err();
+    let error = Store::open(&test_database.location).unwrap_err();
     assert!(
         matches!(error, StoreError::NeedsMigration { found: None, .. }),
         "{error}"
     );
     assert!(error.to_string().contains("fumehood db migrate"), "{error}");
     assert_eq!(error.fault_kind(), FaultKind::Schema);
-    let done = Store::migrate_to(&lab.location, V1).unwrap();
+    let done = Store::migrate_to(&test_database.location, V1).unwrap();
     assert_eq!(done, MigrationResult { from: None, to: V1 });
-    let error = Store::open(&lab.location).unwrap_err();
+    let error = Store::open(&test_database.location).unwrap_err();
     assert!(
         matches!(
             error,
@@ -76,7 +68,7 @@ fn postgresql_is_migrated_on_request_only() {
         ),
         "{error}"
     );
-    let done = Store::migrate(&lab.location).unwrap();
+    let done = Store::migrate(&test_database.location).unwrap();
     assert_eq!(
         done,
         MigrationResult {
@@ -84,8 +76,8 @@ fn postgresql_is_migrated_on_request_only() {
             to: SchemaVersion::CURRENT
         }
     );
-    let id = lab.store().id().to_owned();
-    let done = Store::migrate(&lab.location).unwrap();
+    let id = test_database.store().id().to_owned();
+    let done = Store::migrate(&test_database.location).unwrap();
     assert_eq!(
         done,
         MigrationResult {
@@ -93,35 +85,35 @@ fn postgresql_is_migrated_on_request_only() {
             to: SchemaVersion::CURRENT
         }
     );
-    assert_eq!(lab.store().id(), id);
+    assert_eq!(test_database.store().id(), id);
 }
 
-#[test]
+trial!(Caller, a_schema_of_somebody_else_is_not_migrated);
 fn a_schema_of_somebody_else_is_not_migrated() {
-    let Some(lab) = Lab::postgres_empty() else {
+    let Some(test_database) = TestDatabase::postgres_empty() else {
         return;
     };
-    let (server, database) = lab.server.as_ref().unwrap();
+    let (server, database) = test_database.server.as_ref().unwrap();
     server.psql(
         database,
         "CREATE SCHEMA fumehood AUTHORIZATION fumehood_stranger",
     );
     server.psql(database, &format!("GRANT ALL ON SCHEMA fumehood TO fumehood_owner; GRANT CREATE ON DATABASE {database} TO fumehood_owner"));
-    let error = Store::migrate(&server.location(database, "fumehood_owner")).unwrap_err();
+    let error = Store::migrate(&location(server, database, "fumehood_owner")).unwrap_err();
     assert!(
         matches!(&error, StoreError::SchemaOwner { owner, .. } if owner == "fumehood_stranger"),
         "{error}"
     );
     // The control: once it is its own, it may, without any right to create schemas.
     server.psql(database, &format!("ALTER SCHEMA fumehood OWNER TO fumehood_owner; REVOKE CREATE ON DATABASE {database} FROM fumehood_owner"));
-    Store::migrate(&server.location(database, "fumehood_owner")).unwrap();
+    Store::migrate(&location(server, database, "fumehood_owner")).unwrap();
 }
 
-#[test]
+trial!(Caller, both_databases_have_the_same_columns);
 fn both_databases_have_the_same_columns() {
-    let sqlite = Lab::sqlite();
+    let sqlite = TestDatabase::sqlite();
     drop(sqlite.store());
-    let Some(postgres) = Lab::postgres() else {
+    let Some(postgres) = TestDatabase::postgres() else {
         return;
     };
     let of_sqlite = sqlite.sql(
@@ -134,7 +126,7 @@ fn both_databases_have_the_same_columns() {
     );
     assert!(of_sqlite.len() > 100, "{of_sqlite:?}");
     assert_eq!(of_sqlite, of_postgres);
-    let indexes = |lab: &Lab, sql| lab.sql(sql);
+    let indexes = |test_database: &TestDatabase, sql| test_database.sql(sql);
     assert_eq!(
         indexes(&sqlite, "SELECT name FROM sqlite_schema WHERE type = 'index' AND sql IS NOT NULL ORDER BY name"),
         indexes(
@@ -145,12 +137,12 @@ fn both_databases_have_the_same_columns() {
     );
 }
 
-#[test]
+trial!(Caller, nobody_can_stand_before_our_tables);
 fn nobody_can_stand_before_our_tables() {
-    let Some(lab) = Lab::postgres() else {
+    let Some(test_database) = TestDatabase::postgres() else {
         return;
     };
-    let (server, database) = lab.server.as_ref().unwrap();
+    let (server, database) = test_database.server.as_ref().unwrap();
     server.psql(
         database,
         "CREATE TABLE public.attempts (x int); CREATE TABLE public.analyses (x int); CREATE TABLE public.outputs (x int);
@@ -158,25 +150,26 @@ fn nobody_can_stand_before_our_tables() {
          CREATE FUNCTION public.clock_timestamp() RETURNS int LANGUAGE sql AS 'SELECT 1';
          ALTER ROLE postgres SET search_path = public, fumehood",
     );
-    let sample = Sample::new("a", &key(1));
-    let mut store = lab.store();
+    let sample = TestAttempt::new("a", &key(1));
+    let mut store = test_database.store();
     sample.begin(&mut store).unwrap();
     assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
     server.psql(database, "ALTER ROLE postgres RESET search_path");
 }
 
-fn set_version(lab: &Lab, major: u32, minor: u32) {
-    drop(lab.store());
-    lab.sql(&format!(
+fn set_version(test_database: &TestDatabase, major: u32, minor: u32) {
+    drop(test_database.store());
+    test_database.sql(&format!(
         "UPDATE meta SET schema_major = {major}, schema_minor = {minor}"
     ));
 }
 
-fn a_newer_minor_version_is_used(lab: &Lab) {
-    set_version(lab, 1, 99);
-    lab.sql("ALTER TABLE attempts ADD COLUMN of_the_future TEXT");
-    let mut store = lab.store();
-    let sample = Sample::new("a", &key(1));
+on_both!(a_newer_minor_version_is_used);
+fn a_newer_minor_version_is_used(test_database: &TestDatabase) {
+    set_version(test_database, 1, 99);
+    test_database.sql("ALTER TABLE attempts ADD COLUMN of_the_future TEXT");
+    let mut store = test_database.store();
+    let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
     sample.commit(&mut store).unwrap();
     assert_eq!(
@@ -191,7 +184,7 @@ fn a_newer_minor_version_is_used(lab: &Lab) {
             minor: 99
         }
     );
-    let done = Store::migrate(&lab.location).unwrap();
+    let done = Store::migrate(&test_database.location).unwrap();
     assert_eq!(
         done.to,
         SchemaVersion {
@@ -201,24 +194,26 @@ fn a_newer_minor_version_is_used(lab: &Lab) {
     );
 }
 
-fn a_newer_major_version_is_refused(lab: &Lab) {
-    set_version(lab, 2, 0);
+on_both!(a_newer_major_version_is_refused);
+fn a_newer_major_version_is_refused(test_database: &TestDatabase) {
+    set_version(test_database, 2, 0);
     for error in [
-        Store::open(&lab.location).unwrap_err(),
-        Store::migrate(&lab.location).unwrap_err(),
+        Store::open(&test_database.location).unwrap_err(),
+        Store::migrate(&test_database.location).unwrap_err(),
     ] {
         assert!(matches!(error, StoreError::NewerSchema { .. }), "{error}");
         assert_eq!(error.fault_kind(), FaultKind::Schema);
     }
 }
 
-fn something_else_is_refused(lab: &Lab) {
-    drop(lab.store());
-    lab.sql("DROP VIEW analyses_v1");
-    lab.sql("DROP TABLE meta");
+on_both!(something_else_is_refused);
+fn something_else_is_refused(test_database: &TestDatabase) {
+    drop(test_database.store());
+    test_database.sql("DROP VIEW analyses_v1");
+    test_database.sql("DROP TABLE meta");
     for error in [
-        Store::open(&lab.location).unwrap_err(),
-        Store::migrate(&lab.location).unwrap_err(),
+        Store::open(&test_database.location).unwrap_err(),
+        Store::migrate(&test_database.location).unwrap_err(),
     ] {
         assert!(
             matches!(error, StoreError::ForeignDatabase { .. }),
@@ -227,9 +222,10 @@ fn something_else_is_refused(lab: &Lab) {
     }
 }
 
-fn eight_at_once_make_one_schema(_: &Lab) {
+on_both!(eight_at_once_make_one_schema);
+fn eight_at_once_make_one_schema(_: &TestDatabase) {
     // Not the lab that was given: one without a schema.
-    for lab in [Some(Lab::sqlite()), Lab::postgres_empty()]
+    for test_database in [Some(TestDatabase::sqlite()), TestDatabase::postgres_empty()]
         .into_iter()
         .flatten()
     {
@@ -239,24 +235,25 @@ fn eight_at_once_make_one_schema(_: &Lab) {
                 .map(|_| {
                     scope.spawn(|| {
                         barrier.wait();
-                        if lab.is_postgres() {
-                            Store::migrate(&lab.location).unwrap();
+                        if test_database.is_postgres() {
+                            Store::migrate(&test_database.location).unwrap();
                         }
-                        lab.store().id().to_owned()
+                        test_database.store().id().to_owned()
                     })
                 })
                 .collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
         assert!(ids.iter().all(|id| *id == ids[0]), "{ids:?}");
-        assert_eq!(lab.sql("SELECT COUNT(*) FROM meta"), ["1"]);
+        assert_eq!(test_database.sql("SELECT COUNT(*) FROM meta"), ["1"]);
     }
 }
 
-fn earlier_records_survive_a_migration(lab: &Lab) {
-    let empty = match lab.is_postgres() {
-        true => Lab::postgres_empty().unwrap(),
-        false => Lab::sqlite(),
+on_both!(earlier_records_survive_a_migration);
+fn earlier_records_survive_a_migration(test_database: &TestDatabase) {
+    let empty = match test_database.is_postgres() {
+        true => TestDatabase::postgres_empty().unwrap(),
+        false => TestDatabase::sqlite(),
     };
     Store::migrate_to(&empty.location, V1).unwrap();
     old_writer(&empty, "before");
@@ -266,10 +263,11 @@ fn earlier_records_survive_a_migration(lab: &Lab) {
     read_what_the_old_writer_wrote(&empty, "before");
 }
 
-fn an_old_writer_still_commits(lab: &Lab) {
-    drop(lab.store());
-    old_writer(lab, "after");
-    read_what_the_old_writer_wrote(lab, "after");
+on_both!(an_old_writer_still_commits);
+fn an_old_writer_still_commits(test_database: &TestDatabase) {
+    drop(test_database.store());
+    old_writer(test_database, "after");
+    read_what_the_old_writer_wrote(test_database, "after");
 }
 
 /// A value of a frozen statement.
@@ -296,10 +294,13 @@ impl Lit<'_> {
 }
 
 /// Runs a statement as it was frozen. Values are put in from the last to the first, so that `$1` is not found in `$10`.
-fn frozen(lab: &Lab, statement: &str, values: &[Lit]) {
-    let literals: Vec<String> = values.iter().map(|v| v.sql(lab.is_postgres())).collect();
-    if lab.is_postgres() {
-        lab.sql(&format!(
+fn frozen(test_database: &TestDatabase, statement: &str, values: &[Lit]) {
+    let literals: Vec<String> = values
+        .iter()
+        .map(|v| v.sql(test_database.is_postgres()))
+        .collect();
+    if test_database.is_postgres() {
+        test_database.sql(&format!(
             "PREPARE frozen AS {statement}; EXECUTE frozen({})",
             literals.join(", ")
         ));
@@ -309,19 +310,23 @@ fn frozen(lab: &Lab, statement: &str, values: &[Lit]) {
     for (at, literal) in literals.iter().enumerate().rev() {
         sql = sql.replace(&format!("${}", at + 1), literal);
     }
-    lab.sql(&sql);
+    test_database.sql(&sql);
 }
 
 /// What Fumehood 0.1 with schema 1.1 sent, statement by statement. Never to be changed.
-fn old_writer(lab: &Lab, id: &str) {
+fn old_writer(test_database: &TestDatabase, id: &str) {
     use Lit::{Bool, Bytes, Int, Null, Text};
     let hash = ContentHash::of(b"x").to_string();
     frozen(
-        lab,
+        test_database,
         include_str!("old_writer/begin_analysis.sql"),
         &[Text(id), Int(1_000)],
     );
-    frozen(lab, include_str!("old_writer/number.sql"), &[Text(id)]);
+    frozen(
+        test_database,
+        include_str!("old_writer/number.sql"),
+        &[Text(id)],
+    );
     let begin = [
         Text(id),
         Int(1),
@@ -334,7 +339,11 @@ fn old_writer(lab: &Lab, id: &str) {
         Text("{}"),
         Int(1_000),
     ];
-    frozen(lab, include_str!("old_writer/begin_attempt.sql"), &begin);
+    frozen(
+        test_database,
+        include_str!("old_writer/begin_attempt.sql"),
+        &begin,
+    );
     let commit = [
         Text(id),
         Int(1),
@@ -366,7 +375,11 @@ fn old_writer(lab: &Lab, id: &str) {
         Text("{\"a\": 1}"),
         Null,
     ];
-    frozen(lab, include_str!("old_writer/commit.sql"), &commit);
+    frozen(
+        test_database,
+        include_str!("old_writer/commit.sql"),
+        &commit,
+    );
     let output = [
         Text(id),
         Int(1),
@@ -380,7 +393,11 @@ fn old_writer(lab: &Lab, id: &str) {
         Text("old-host"),
         Bytes(b"x"),
     ];
-    frozen(lab, include_str!("old_writer/output.sql"), &output);
+    frozen(
+        test_database,
+        include_str!("old_writer/output.sql"),
+        &output,
+    );
     let log = [
         Text(id),
         Int(1),
@@ -395,21 +412,21 @@ fn old_writer(lab: &Lab, id: &str) {
         Null,
         Null,
     ];
-    frozen(lab, include_str!("old_writer/log.sql"), &log);
+    frozen(test_database, include_str!("old_writer/log.sql"), &log);
     frozen(
-        lab,
+        test_database,
         include_str!("old_writer/remark.sql"),
         &[Text(id), Int(1), Int(0), Text("f"), Text("fifo")],
     );
     frozen(
-        lab,
+        test_database,
         include_str!("old_writer/remark_count.sql"),
         &[Text(id), Int(1), Text("fifo"), Int(2)],
     );
 }
 
 /// What Fumehood with schema 1.2 sent to commit an attempt that somebody claimed for it. Never to be changed.
-pub fn old_commit_of_1_2(lab: &Lab, id: &str, key: &str) {
+pub fn old_commit_of_1_2(test_database: &TestDatabase, id: &str, key: &str) {
     use Lit::{Bool, Int, Null, Text};
     let commit = [
         Text(id),
@@ -444,11 +461,15 @@ pub fn old_commit_of_1_2(lab: &Lab, id: &str, key: &str) {
         Null,
         Null,
     ];
-    frozen(lab, include_str!("old_writer/commit_1_2.sql"), &commit);
+    frozen(
+        test_database,
+        include_str!("old_writer/commit_1_2.sql"),
+        &commit,
+    );
 }
 
-fn read_what_the_old_writer_wrote(lab: &Lab, id: &str) {
-    let mut store = lab.store();
+fn read_what_the_old_writer_wrote(test_database: &TestDatabase, id: &str) {
+    let mut store = test_database.store();
     let shown = store.show(id, None).unwrap();
     assert_eq!(
         (shown.summary.state, shown.summary.exit_code),
@@ -475,14 +496,14 @@ fn read_what_the_old_writer_wrote(lab: &Lab, id: &str) {
     assert_eq!(store.log(id, 1, "stdout").unwrap().unwrap().head, b"hi");
     assert_eq!(store.remarks(id, 1).unwrap().1[0].count, 2);
     assert_eq!(
-        lab.sql("SELECT state, post_process_tries FROM analyses_v1"),
+        test_database.sql("SELECT state, post_process_tries FROM analyses_v1"),
         ["failed|0"]
     );
     // The new writer goes on where the old one stopped, and knows its key.
-    let mut sample = Sample::new(id, &key(2));
+    let mut sample = TestAttempt::new(id, &key(2));
     sample.replace = true;
     assert_eq!(sample.begin(&mut store).unwrap(), 2);
-    let mut repeat = Sample::new(id, "k1");
+    let mut repeat = TestAttempt::new(id, "k1");
     repeat.attempt = 1;
     assert_eq!(repeat.commit(&mut store).unwrap(), CommitOutcome::Already);
 }

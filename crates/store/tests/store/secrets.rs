@@ -2,38 +2,31 @@
 
 use store::{CancelOutcome, State, StoreError};
 
-use crate::desk::{Ask, GIB, claim_one, commit, give_up, submit, worker};
-use crate::lab::Lab;
-
-on_both! {
-    secrets_are_erased_with_the_last_end
-    secrets_stay_while_another_attempt_is_to_come
-    secrets_of_what_never_ran_are_erased
-    a_retry_wants_the_values_again
-    erased_secrets_are_nowhere_in_the_file
-}
+use crate::queue_samples::{GIB, TestSubmission, claim_one, commit, give_up, submit, worker};
+use crate::test_database::TestDatabase;
 
 const SECRET: &str = "hunter2-hunter2-hunter2";
 
-fn ask(id: &str) -> Ask {
+fn ask(id: &str) -> TestSubmission {
     let request = format!(
         r#"{{"version":1,"id":"{id}","command":{{"argv":["true"]}},"settings":{{"env":{{"list":["SEED=7","PLAIN={SECRET}","API_TOKEN={SECRET}"]}},"secret_env":{{"list":["PLA*"]}}}},"inputs":[],"stdin":null}}"#
     );
-    Ask {
+    TestSubmission {
         request,
-        ..Ask::new(id)
+        ..TestSubmission::new(id)
     }
 }
 
-fn request(lab: &Lab, id: &str) -> String {
-    lab.sql(&format!(
-        "SELECT request FROM submissions WHERE id = '{id}'"
-    ))
-    .join("\n")
+fn request(test_database: &TestDatabase, id: &str) -> String {
+    test_database
+        .sql(&format!(
+            "SELECT request FROM submissions WHERE id = '{id}'"
+        ))
+        .join("\n")
 }
 
-fn is_erased(lab: &Lab, id: &str) {
-    let request = request(lab, id);
+fn is_erased(test_database: &TestDatabase, id: &str) {
+    let request = request(test_database, id);
     assert!(!request.contains(SECRET), "{request}");
     assert!(
         request.contains(r#"["SEED=7","PLAIN","API_TOKEN"]"#),
@@ -41,15 +34,19 @@ fn is_erased(lab: &Lab, id: &str) {
     );
 }
 
-fn secrets_are_erased_with_the_last_end(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(secrets_are_erased_with_the_last_end);
+fn secrets_are_erased_with_the_last_end(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     submit(&mut store, &[ask("a")]).unwrap();
     let claimed = claim_one(&mut store);
     assert!(claimed.request_json.contains(SECRET), "the control");
-    assert!(request(lab, "a").contains(SECRET), "it may be lost yet");
+    assert!(
+        request(test_database, "a").contains(SECRET),
+        "it may be lost yet"
+    );
     commit(&mut store, &claimed, State::Succeeded, "exited").unwrap();
-    is_erased(lab, "a");
-    let print = lab.sql("SELECT fingerprint FROM submissions WHERE id = 'a'");
+    is_erased(test_database, "a");
+    let print = test_database.sql("SELECT fingerprint FROM submissions WHERE id = 'a'");
     assert_eq!(print, [""], "it was made of the secret");
     // One that somebody cancelled while it ran, one that failed, and one whose runner was lost.
     for (id, state) in [("c", State::Cancelled), ("f", State::Failed)] {
@@ -58,57 +55,60 @@ fn secrets_are_erased_with_the_last_end(lab: &Lab) {
         if state == State::Cancelled {
             let asked = store.cancel(id, "bob").unwrap();
             assert!(matches!(asked, CancelOutcome::Requested { .. }));
-            assert!(request(lab, id).contains(SECRET));
+            assert!(request(test_database, id).contains(SECRET));
         }
         commit(&mut store, &claimed, state, "exited").unwrap();
-        is_erased(lab, id);
+        is_erased(test_database, id);
     }
     submit(&mut store, &[ask("l")]).unwrap();
     let claimed = claim_one(&mut store);
     assert!(give_up(&mut store, &claimed));
-    is_erased(lab, "l");
+    is_erased(test_database, "l");
 }
 
-fn secrets_stay_while_another_attempt_is_to_come(lab: &Lab) {
-    let mut store = lab.store();
-    let retried = Ask {
+on_both!(secrets_stay_while_another_attempt_is_to_come);
+fn secrets_stay_while_another_attempt_is_to_come(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    let retried = TestSubmission {
         retries: 1,
         ..ask("a")
     };
     submit(&mut store, &[retried]).unwrap();
     let first = claim_one(&mut store);
     assert!(give_up(&mut store, &first));
-    assert!(request(lab, "a").contains(SECRET));
-    lab.sql("UPDATE queue SET not_before_ms = 1 WHERE not_before_ms IS NOT NULL");
+    assert!(request(test_database, "a").contains(SECRET));
+    test_database.sql("UPDATE queue SET not_before_ms = 1 WHERE not_before_ms IS NOT NULL");
     let second = claim_one(&mut store);
     assert!(second.request_json.contains(SECRET));
     commit(&mut store, &second, State::Failed, "exited").unwrap();
-    is_erased(lab, "a");
+    is_erased(test_database, "a");
     // What comes late changes nothing.
     let _late = commit(&mut store, &first, State::Succeeded, "exited");
-    is_erased(lab, "a");
+    is_erased(test_database, "a");
 }
 
-fn secrets_of_what_never_ran_are_erased(lab: &Lab) {
-    let mut store = lab.store();
+on_both!(secrets_of_what_never_ran_are_erased);
+fn secrets_of_what_never_ran_are_erased(test_database: &TestDatabase) {
+    let mut store = test_database.store();
     submit(&mut store, &[ask("q")]).unwrap();
     let cancelled = store.cancel("q", "bob").unwrap();
     assert!(matches!(cancelled, CancelOutcome::Now { .. }));
-    is_erased(lab, "q");
-    let large = Ask {
+    is_erased(test_database, "q");
+    let large = TestSubmission {
         memory_bytes: Some(900 * GIB),
         ..ask("p")
     };
     submit(&mut store, &[large]).unwrap();
-    lab.sql("UPDATE queue SET ready_ms = 1");
+    test_database.sql("UPDATE queue SET ready_ms = 1");
     let small = worker("w1", GIB, 1_000);
     assert_eq!(store.park_unfit(&small, GIB, 1).unwrap(), ["p"]);
-    is_erased(lab, "p");
+    is_erased(test_database, "p");
 }
 
-fn a_retry_wants_the_values_again(lab: &Lab) {
-    let mut store = lab.store();
-    submit(&mut store, &[ask("a"), Ask::new("b")]).unwrap();
+on_both!(a_retry_wants_the_values_again);
+fn a_retry_wants_the_values_again(test_database: &TestDatabase) {
+    let mut store = test_database.store();
+    submit(&mut store, &[ask("a"), TestSubmission::new("b")]).unwrap();
     for _ in 0..2 {
         let claimed = claim_one(&mut store);
         commit(&mut store, &claimed, State::Failed, "exited").unwrap();
@@ -131,7 +131,7 @@ fn a_retry_wants_the_values_again(lab: &Lab) {
         &[value("PLAIN"), value("API_TOKEN"), value("SEED")],
     );
     assert!(matches!(&error, StoreError::NotErased { name, .. } if name == "SEED"));
-    assert_eq!(lab.sql("SELECT COUNT(*) FROM queue"), ["0"]);
+    assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["0"]);
     // The controls: with all of them, and of one that had none.
     let all = [value("PLAIN"), value("API_TOKEN")];
     assert_eq!(store.retry("a", "bob", &all).unwrap(), 2);
@@ -143,24 +143,25 @@ fn a_retry_wants_the_values_again(lab: &Lab) {
         claimed.request_json
     );
     commit(&mut store, &claimed, State::Succeeded, "exited").unwrap();
-    is_erased(lab, "a");
+    is_erased(test_database, "a");
     assert_eq!(store.retry("b", "bob", &[]).unwrap(), 2);
 }
 
+on_both!(erased_secrets_are_nowhere_in_the_file);
 /// SQLite's file itself; of a server's files nothing is promised.
-fn erased_secrets_are_nowhere_in_the_file(lab: &Lab) {
-    if lab.is_postgres() {
+fn erased_secrets_are_nowhere_in_the_file(test_database: &TestDatabase) {
+    if test_database.is_postgres() {
         return;
     }
-    let mut store = lab.store();
+    let mut store = test_database.store();
     let mut long = ask("a");
     // Long enough for pages of its own, which are freed.
     let padding = "x".repeat(30_000);
     long.request = long.request.replace("SEED=7", &format!("SEED={padding}"));
     submit(&mut store, &[long, ask("b")]).unwrap();
-    let file = lab.sql("SELECT file FROM pragma_database_list WHERE name = 'main'");
+    let file = test_database.sql("SELECT file FROM pragma_database_list WHERE name = 'main'");
     let in_file = || {
-        lab.sql("PRAGMA wal_checkpoint(TRUNCATE)");
+        test_database.sql("PRAGMA wal_checkpoint(TRUNCATE)");
         let bytes = std::fs::read(&file[0]).unwrap();
         let found = bytes
             .windows(SECRET.len())

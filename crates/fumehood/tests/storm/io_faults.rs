@@ -1,0 +1,144 @@
+//! At each crash point the disk is full, the disk is broken, or descriptors are used up. The exit code and the message report it,
+//! nothing is lost, and a recovery can finish the attempt.
+
+use store::types::crash_points::{self, CrashPoint};
+use testkit::command::finish;
+use testkit::trial;
+
+use crate::database_rows::text;
+use crate::deployment::{Recovery, TestDeployment};
+use crate::expected_state::ExpectedState;
+use crate::kill_at_crash_points::{is_before, kill_points};
+
+/// What must follow from a failure at a crash point.
+struct Verdict {
+    code: i32,
+    fate: ExpectedState,
+    /// Texts on the standard error.
+    said: &'static [&'static str],
+}
+
+fn verdict(step: CrashPoint) -> Verdict {
+    let (code, fate, said): (i32, ExpectedState, &[&str]) = match step {
+        // After the claim there is a workspace, so the database records the failure.
+        CrashPoint::Claimed => (125, ExpectedState::Unknown, &["error: ", "claimed"]),
+        step if is_before(step, CrashPoint::Ended) => (125, ExpectedState::NotRun, &["error: "]),
+        step if is_before(step, CrashPoint::Committed) => (
+            121,
+            ExpectedState::Whole,
+            &["NOT COMMITTED: ", "fumehood post-process "],
+        ),
+        // The post-process command ran, but that was not recorded: the command runs again.
+        CrashPoint::PostProcessed => (
+            121,
+            ExpectedState::Whole,
+            &["post_process failed: ", "fumehood post-process "],
+        ),
+        // The attempt is committed, and its post-process command is recorded. The next start does what is left.
+        _ => (0, ExpectedState::Whole, &[]),
+    };
+    Verdict { code, fate, said }
+}
+
+trial!(Everyone, a_full_disk_at_every_step);
+fn a_full_disk_at_every_step() {
+    at_every_step(
+        &TestDeployment::sqlite("enospc"),
+        &["enospc"],
+        &[Recovery::Gc],
+    );
+}
+
+trial!(Everyone, a_broken_disk_at_every_step);
+fn a_broken_disk_at_every_step() {
+    at_every_step(
+        &TestDeployment::sqlite("eio"),
+        &["eio"],
+        &[Recovery::PostProcess],
+    );
+}
+
+trial!(Everyone, no_descriptor_at_every_step);
+fn no_descriptor_at_every_step() {
+    at_every_step(
+        &TestDeployment::sqlite("emfile"),
+        &["emfile"],
+        &[Recovery::NextRun],
+    );
+}
+
+/// At each crash point injects one of these faults, then recovers in one of these ways, each in turn.
+fn at_every_step(deployment: &TestDeployment, faults: &[&str], ways: &[Recovery]) {
+    let mut fates = Vec::new();
+    for (turn, (step, word)) in kill_points().into_iter().enumerate() {
+        let id = deployment.id(&word.replace(':', "-"));
+        let mut command = deployment.program(&deployment.machine, &id);
+        let fault = faults[turn % faults.len()];
+        command.env(crash_points::VARIABLE, format!("{word}={fault}"));
+        let ended = finish(command);
+        let must = verdict(step);
+        if step == CrashPoint::Marked {
+            // Everything is done, even if a failure was reported; another trial checks the report.
+            fates.push((id, must.fate));
+            deployment.check(&fates);
+            continue;
+        }
+        assert_eq!(ended.code(), must.code, "{word}={fault}: {}", ended.err());
+        for said in must.said {
+            assert!(
+                ended.err().contains(said),
+                "{word}={fault}: no {said:?} in: {}",
+                ended.err()
+            );
+        }
+        fates.push((id.clone(), must.fate));
+        match (must.code, step) {
+            // Only `post-process` repeats a command of which it is unknown whether it ran.
+            (121, CrashPoint::PostProcessed) => {
+                drop(deployment.recover(Recovery::PostProcess, &id))
+            }
+            (121, _) => drop(deployment.recover(ways[turn % ways.len()], &id)),
+            // Nothing is left to do.
+            _ => {}
+        }
+        deployment.check(&fates);
+    }
+    deployment.check_for_good(&fates, Recovery::Gc);
+}
+
+trial!(Everyone, what_could_not_start_awaits_no_step_for_ever);
+/// An analysis that could not start is post-processed, or is not to be; it never waits for a command that nobody runs.
+fn what_could_not_start_awaits_no_step_for_ever() {
+    let deployment = TestDeployment::sqlite("unstarted");
+    let id = deployment.id("begun");
+    let mut command = deployment.program(&deployment.machine, &id);
+    command.env(crash_points::VARIABLE, "begun=eio");
+    assert_eq!(finish(command).code(), 125);
+    deployment.recover(Recovery::Gc, &id);
+    deployment.check(&[(id.clone(), ExpectedState::NotRun)]);
+    let rows = deployment.rows();
+    let step = text(rows.of("attempts", &id)[0], "post_process").map(String::from);
+    assert!(matches!(step.as_deref(), None | Some("done")), "{step:?}");
+}
+
+trial!(Everyone, what_is_marked_done_is_not_called_failed);
+/// A command that is recorded as done is not reported as failed.
+fn what_is_marked_done_is_not_called_failed() {
+    let deployment = TestDeployment::sqlite("marked");
+    let id = deployment.id("marked");
+    let mut command = deployment.program(&deployment.machine, &id);
+    command.env(crash_points::VARIABLE, "marked=eio");
+    let ended = finish(command);
+    deployment.check(&[(id, ExpectedState::Whole)]);
+    assert_eq!(ended.code(), 0, "{}", ended.err());
+}
+
+trial!(Everyone, each_of_them_on_postgres);
+fn each_of_them_on_postgres() {
+    let words = ["enospc", "eio", "emfile"];
+    at_every_step(
+        &TestDeployment::postgres("faults"),
+        &words,
+        &[Recovery::PostProcess, Recovery::Gc],
+    );
+}

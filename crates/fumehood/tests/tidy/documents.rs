@@ -1,0 +1,212 @@
+//! What the documents must mention, and results that match their schema.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::sources::{has_word, read, root};
+
+#[test]
+fn every_exit_code_is_documented() {
+    let documents = [read("README.md"), read("crates/fumehood/src/cli/exit.rs")];
+    let help = documents[1]
+        .split("HELP: &str = \"")
+        .nth(1)
+        .unwrap()
+        .split("\";")
+        .next()
+        .unwrap();
+    let mut codes = 0;
+    for line in documents[1].lines() {
+        let Some(rest) = line.strip_prefix("pub const ") else {
+            continue;
+        };
+        let Some((name, value)) = rest.split_once(": u8 = ") else {
+            continue;
+        };
+        let value = value.trim_end_matches(';');
+        codes += 1;
+        assert!(
+            has_word(help, value),
+            "--help does not mention {name}, {value}"
+        );
+        let row = format!("| {value} |");
+        assert!(
+            documents[0].contains(&row),
+            "README has no row `{row}` for {name}"
+        );
+    }
+    assert!(codes >= 7, "only {codes} exit codes were found");
+}
+
+/// What each layer owns, and what rests on one alone, is told to people as it is told to the tests.
+#[test]
+fn the_layers_are_documented_as_they_are_tested() {
+    let tested = read("crates/sandbox/tests/promises/layers.rs");
+    let document = read("SECURITY.md");
+    for (list, mark) in [
+        ("pub const OWNED", ""),
+        ("pub const RESTS_ON_ONE_LAYER", "`"),
+    ] {
+        let (_, rest) = tested.split_once(list).unwrap();
+        let (rows, _) = rest.split_once("\n];").unwrap();
+        // `    (Layer, ..., "act", ...`
+        let rows: Vec<(&str, &str)> = rows
+            .lines()
+            .filter_map(|line| {
+                let (layer, rest) = line.strip_prefix("    (")?.split_once(',')?;
+                Some((layer, rest.split('"').nth(1)?))
+            })
+            .collect();
+        assert!(rows.len() >= 5, "{list}: {rows:?}");
+        for (layer, act) in rows {
+            let layer = format!("| `{}`", snake_case(layer));
+            let act = format!("{mark}{act}{mark}");
+            let row = |line: &str| line.starts_with(&layer) && line.contains(&act);
+            assert!(
+                document.lines().any(row),
+                "SECURITY.md has no row of {layer} that names {act:?}"
+            );
+        }
+    }
+}
+
+/// What holds at level `landlock` is told to people as `doctor --attack` and the tests assert it, and nothing beside.
+#[test]
+fn the_table_of_level_landlock_is_the_one_that_is_asserted() {
+    let document = read("SECURITY.md");
+    let (_, rest) = document
+        .split_once("| promise | act | level `landlock` |\n|---|---|---|\n")
+        .expect("SECURITY.md has the table");
+    let told: Vec<&str> = rest
+        .lines()
+        .take_while(|line| line.starts_with('|'))
+        .collect();
+    let asserted: Vec<String> = sandbox::promises::ACTS
+        .iter()
+        .map(|act| {
+            format!(
+                "| {} | `{}` | {} |",
+                act.promise,
+                act.name,
+                act.at_landlock()
+            )
+        })
+        .collect();
+    assert_eq!(told, asserted);
+}
+
+/// The table of crashes names every step at which the tests can stop a runner, in their order, and none beside.
+#[test]
+fn every_step_of_an_attempt_is_in_the_table_of_crashes() {
+    let text = read("ARCHITECTURE.md");
+    let rows = text
+        .lines()
+        .skip_while(|line| !line.starts_with("| step | what a crash there leaves"))
+        .skip(2)
+        .take_while(|line| line.starts_with('|'));
+    let documented: Vec<&str> = rows.filter_map(|row| row.split('`').nth(1)).collect();
+    let steps: Vec<&str> = store::types::crash_points::CrashPoint::ALL
+        .iter()
+        .map(|step| step.name())
+        .collect();
+    assert_eq!(documented, steps);
+}
+
+fn snake_case(name: &str) -> String {
+    let mut out = String::new();
+    for c in name.chars() {
+        if c.is_uppercase() && !out.is_empty() {
+            out.push('_');
+        }
+        out.extend(c.to_lowercase());
+    }
+    out
+}
+
+/// Real documents against docs/result-v1.schema.json, and a spoiled one to see that the schema can say no.
+#[test]
+fn results_are_as_their_schema_says() {
+    let home = tempfile::tempdir().unwrap();
+    let project = tempfile::tempdir().unwrap();
+    let runs: BTreeMap<&str, (i32, Vec<&str>)> = BTreeMap::from([
+        (
+            "succeeded",
+            (0, vec!["--", "sh", "-c", "printf 'a\\377b'; echo oh >&2"]),
+        ),
+        (
+            "failed",
+            (3, vec!["--", "sh", "-c", "cat /srv/nothing-there; exit 3"]),
+        ),
+        (
+            "timed_out",
+            (
+                124,
+                vec![
+                    "--timeout",
+                    "300ms",
+                    "--grace",
+                    "0s",
+                    "--",
+                    "sh",
+                    "-c",
+                    "while :; do :; done",
+                ],
+            ),
+        ),
+        (
+            "limit_exceeded",
+            (
+                122,
+                vec![
+                    "--disk",
+                    "1M",
+                    "--",
+                    "dd",
+                    "if=/dev/zero",
+                    "of=big",
+                    "bs=4M",
+                    "count=1",
+                ],
+            ),
+        ),
+        ("error", (127, vec!["--", "no-such-command-here"])),
+    ]);
+    let mut documents = Vec::new();
+    for (status, (code, args)) in runs {
+        let output = Command::new(env!("CARGO_BIN_EXE_fumehood"))
+            .args(["run", "--json"])
+            .args(args)
+            .env("FUMEHOOD_HOME", home.path())
+            .current_dir(project.path())
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{text}");
+        let document: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(document["status"], status, "{text}");
+        documents.push(document);
+    }
+    let file = project.path().join("documents.json");
+    fs::write(&file, serde_json::to_vec(&documents).unwrap()).unwrap();
+    let checker = "import json, sys, jsonschema\n\
+        schema, documents = (json.load(open(a)) for a in sys.argv[1:])\n\
+        jsonschema.Draft202012Validator.check_schema(schema)\n\
+        v = jsonschema.Draft202012Validator(schema)\n\
+        for d in documents: v.validate(d)\n\
+        for spoil in (dict(status='fine'), dict(reason='disk'), dict(extra=1), dict(exit_code='0')):\n\
+        \x20   assert not v.is_valid({**documents[-1], **spoil}), spoil\n";
+    let output = Command::new("/usr/bin/python3")
+        .args(["-I", "-c", checker])
+        .arg(root().join("docs/result-v1.schema.json"))
+        .arg(&file)
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}

@@ -1,0 +1,262 @@
+//! Where code is, how long files are, and which words are not used.
+
+use std::fs;
+
+use crate::sources::*;
+
+/// Before its tests. Near 500 is the aim (style, section 2); beyond this a file is two files.
+const LINES_MAX: usize = 700;
+
+/// Waiting by looking again and again, with a bound, where no event can be waited for: processes that are not ours
+/// to reap, and files of cgroup version 1. A function by its name; everything else waits on events.
+const POLLING: &[(&str, &str)] = &[
+    ("crates/testkit/src/wait.rs", "poll_until"),
+    (
+        "crates/sandbox/src/cgroup/tests.rs",
+        "forks_beyond_the_process_limit_are_refused",
+    ),
+    // Lets time pass in which nothing must happen.
+    (
+        "crates/sandbox/tests/promises/p12_runner_death.rs",
+        "nothing_runs_before_the_word_to_go",
+    ),
+];
+
+/// Crash tests kill at many moments. A sleep for that waits for nothing, and says so on the line above it.
+const STRIKES: &str = "// Not to wait for anything: to strike at different moments.";
+
+#[test]
+fn unsafe_stands_in_one_file() {
+    let found = lines_of_code(|name, line| {
+        name != "crates/sandbox/src/sys.rs"
+            && !name.starts_with("crates/sandbox/src/sys/")
+            && !name.starts_with("fuzz/")
+            && has_word(line, "unsafe")
+    });
+    none(
+        found,
+        "unsafe belongs in crates/sandbox/src/sys.rs and below it",
+    );
+    for name in [
+        "crates/store/src/lib.rs",
+        "crates/engine/src/lib.rs",
+        "crates/doctor/src/lib.rs",
+        "crates/testkit/src/lib.rs",
+        "crates/fumehood/src/main.rs",
+    ] {
+        assert!(read(name).contains("#![forbid(unsafe_code)]"), "{name}");
+    }
+    assert!(read("crates/sandbox/src/lib.rs").contains("#![deny(unsafe_code)]"));
+    let allowed = lines_of_code(|_, line| line.contains("allow(unsafe_code)"));
+    assert_eq!(allowed.len(), 1, "{allowed:?}");
+}
+
+/// sandbox and store know nothing of each other; engine uses both; doctor uses all three; the binary uses everything;
+/// testkit uses none of them, and is a dev-dependency alone.
+/// The second list is what each crate must not depend on.
+#[test]
+fn crates_depend_one_way() {
+    let absent = [
+        (
+            "sandbox",
+            &[
+                "store", "engine", "doctor", "fumehood", "tokio", "clap", "sqlx", "rusqlite",
+                "hyper", "axum", "anyhow", "toml",
+            ][..],
+        ),
+        (
+            "store",
+            &[
+                "sandbox", "engine", "doctor", "fumehood", "clap", "anyhow", "axum", "toml", "libc",
+            ],
+        ),
+        (
+            "engine",
+            &[
+                "doctor", "fumehood", "clap", "anyhow", "axum", "toml", "libc", "tokio", "sqlx",
+                "rusqlite",
+            ],
+        ),
+        (
+            "doctor",
+            &[
+                "fumehood", "clap", "anyhow", "axum", "toml", "libc", "tokio", "sqlx", "rusqlite",
+            ],
+        ),
+        ("fumehood", &["libc", "tokio", "sqlx", "rusqlite"]),
+        (
+            "testkit",
+            &["sandbox", "store", "engine", "doctor", "fumehood"],
+        ),
+    ];
+    for (of, unwanted) in absent {
+        let manifest: toml::Table = read(&format!("crates/{of}/Cargo.toml")).parse().unwrap();
+        let needs = manifest["dependencies"].as_table().unwrap();
+        assert!(
+            !needs.contains_key("testkit"),
+            "testkit is for tests: make it a dev-dependency of {of}"
+        );
+        for word in unwanted {
+            assert!(!needs.contains_key(*word), "{of} must not depend on {word}");
+            let found = lines_of_code(|name, line| {
+                name.starts_with(&format!("crates/{of}/src/"))
+                    && (line.contains(&format!("{word}::")) && has_word(line, word))
+                    && !line.contains(&format!("crate::{word}"))
+                    && !line.contains(&format!("super::{word}"))
+            });
+            none(found, &format!("{of} must not use {word}"));
+        }
+    }
+}
+
+#[test]
+fn files_stay_short_enough_to_be_read() {
+    let long = sources()
+        .into_iter()
+        .filter(|(name, _)| !is_test(name))
+        .filter_map(|(name, text)| {
+            let lines: Vec<&str> = text.lines().collect();
+            let inline = |w: &[&str]| w[0] == "#[cfg(test)]" && w.contains(&"mod tests {");
+            let before_tests = lines.windows(3).position(inline).unwrap_or(lines.len());
+            (before_tests > LINES_MAX).then(|| format!("{name}: {before_tests} lines"))
+        });
+    none(
+        long.collect(),
+        "split what is longer than a reader's patience",
+    );
+}
+
+#[test]
+fn nothing_is_left_for_later() {
+    let unfinished = |line: &str| {
+        ["todo!", "unimplemented!", "dbg!"]
+            .iter()
+            .any(|m| line.contains(m))
+            || line.contains("#[ignore")
+    };
+    none(
+        lines_of_code(|_, line| unfinished(line)),
+        "finish it, or take it out",
+    );
+    let mut marked = Vec::new();
+    let marks = ["TODO", "FIXME", "XXX", "HACK"];
+    for (name, path) in files() {
+        let Ok(text) = fs::read_to_string(path) else {
+            continue;
+        };
+        // This file has to name what it looks for.
+        if name == "crates/fumehood/tests/tidy/layout.rs" || name == "CONTRIBUTING.md" {
+            continue;
+        }
+        for (n, line) in text.lines().enumerate() {
+            if marks.iter().any(|m| has_word(line, m)) {
+                marked.push(format!("{name}:{}: {}", n + 1, line.trim()));
+            }
+        }
+    }
+    none(marked, "write it down in the document that owns it");
+}
+
+/// The function around a line: the nearest `fn` above that is not deeper.
+fn function_around<'a>(lines: &[&'a str], at: usize) -> &'a str {
+    let indent = |l: &str| l.len() - l.trim_start().len();
+    let above = lines[..at].iter().rev();
+    let heads = above.filter(|l| has_word(l, "fn") && indent(l) < indent(lines[at]));
+    let head = heads.map(|l| l.split("fn ").nth(1)).next().flatten();
+    head.and_then(|l| l.split(['(', '<']).next()).unwrap_or("")
+}
+
+#[test]
+fn tests_wait_on_events() {
+    let mut found = Vec::new();
+    for (name, text) in sources() {
+        let code = code(&text);
+        let lines: Vec<&str> = code.lines().collect();
+        let written: Vec<&str> = text.lines().map(str::trim).collect();
+        let tests_from = match is_test(&name) {
+            true => 0,
+            false => lines
+                .iter()
+                .position(|l| *l == "#[cfg(test)]")
+                .unwrap_or(lines.len()),
+        };
+        for at in tests_from..lines.len() {
+            if !has_word(lines[at], "sleep") || !lines[at].contains("sleep(") {
+                continue;
+            }
+            let function = function_around(&lines, at);
+            let strikes = at > 0 && written[at - 1] == STRIKES;
+            if !strikes && !POLLING.contains(&(name.as_str(), function)) {
+                found.push(format!("{name}:{}: in {function:?}", at + 1));
+            }
+        }
+    }
+    none(
+        found,
+        "a sleep is no synchronisation; wait on an event, with a bound",
+    );
+}
+
+#[test]
+fn sql_stays_in_the_store() {
+    let statements = [
+        "SELECT ",
+        "INSERT INTO ",
+        "UPDATE ",
+        "DELETE FROM ",
+        "CREATE TABLE ",
+    ];
+    let mut found = Vec::new();
+    for (name, text) in sources() {
+        // Tests ask the databases what is really in them.
+        let allowed = name.starts_with("crates/store/src/") || is_test(&name);
+        for (n, line) in text.lines().enumerate() {
+            let in_literal =
+                |s: &&&str| line.contains(&format!("\"{s}")) || line.trim_start().starts_with(**s);
+            if !allowed && statements.iter().any(|s| in_literal(&s)) {
+                found.push(format!("{name}:{}: {}", n + 1, line.trim()));
+            }
+        }
+    }
+    none(found, "SQL belongs in crates/store/src/");
+}
+
+#[test]
+fn modules_are_nouns_of_the_domain() {
+    let empty_words = [
+        "util", "utils", "common", "helper", "helpers", "manager", "misc", "imp", "shared",
+    ];
+    let named = lines_of_code(|_, line| {
+        let module = line.trim().trim_start_matches("pub ").strip_prefix("mod ");
+        let name = module.and_then(|m| m.split([';', ' ']).next());
+        name.is_some_and(|n| empty_words.contains(&n))
+    });
+    none(named, "name the module after what it is about");
+}
+
+/// Where this was written is nobody's business and true nowhere else.
+#[test]
+fn no_path_of_one_machine() {
+    // Put together here, so that this file does not hold them.
+    let work = ["/", "work", "/"].concat();
+    let homes = [
+        ["/", "root", "/.cargo"].concat(),
+        ["/", "root", "/.pyenv"].concat(),
+    ];
+    let mut found = Vec::new();
+    for (name, path) in files() {
+        let Ok(text) = fs::read_to_string(path) else {
+            continue;
+        };
+        for (n, line) in text.lines().enumerate() {
+            let whole = line.match_indices(&work).any(|(at, _)| {
+                let before = line[..at].chars().next_back();
+                !before.is_some_and(|c| c.is_alphanumeric() || "._-}".contains(c))
+            });
+            if whole || homes.iter().any(|h| line.contains(h)) {
+                found.push(format!("{name}:{}: {}", n + 1, line.trim()));
+            }
+        }
+    }
+    none(found, "a path of the machine it was written on");
+}

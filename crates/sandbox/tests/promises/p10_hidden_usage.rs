@@ -1,0 +1,501 @@
+//! P10 again: what a program hides from the watch, or heaps up where the watch looks, is bounded all the same.
+//!
+//! Each of these was once a way past a limit.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use sandbox::outcome::Stop;
+use testkit::trial;
+
+use crate::confined_run::{ConfinedRun, alone, unconfined};
+use crate::p10_limits::{DISK, MIB, WRITES, disk_limited, files_limited, stopped, unstopped};
+use crate::p11_deadline::{Fifo, new_marker, wait_for_marked};
+
+/// The names in such a directory can be read, and what they name cannot be looked at.
+const BEHIND_MODE_400: &str = "
+os.makedirs('shut/in')
+inside = os.open('shut/in', os.O_RDONLY | os.O_DIRECTORY)
+os.chmod('shut', 0o400)
+";
+
+trial!(Everyone, disk_behind_mode_400);
+fn disk_behind_mode_400() {
+    disk_limited(
+        &format!(
+            "{BEHIND_MODE_400}
+for name in files(TOTAL):
+    fd = new(name, dir_fd=inside)
+    put(fd, PART)
+    os.close(fd)
+"
+        ),
+        256,
+    );
+}
+
+trial!(
+    Everyone,
+    disk_that_is_taken_and_given_back_between_two_seconds
+);
+/// By children whom nobody waits for, so that no counter tells of it, and at a time when the files were just measured: all of it
+/// is gone before they are measured again because a second is over.
+fn disk_that_is_taken_and_given_back_between_two_seconds() {
+    let _alone = alone();
+    let run = |count: u64| {
+        // The kernel holds each of them to the limit.
+        let script = format!(
+            "{WRITES}
+def fill(name):
+    fd = new(name)
+    put(fd, {each})
+time.sleep(1.1)
+for n in range({count}): unwaited(lambda: fill(str(n)))
+time.sleep(0.5)
+for n in range({count}): os.unlink(str(n))
+",
+            each = DISK / MIB / 2
+        );
+        ConfinedRun::python(&script)
+            .limits(|l| l.disk_bytes = DISK)
+            .run()
+    };
+    stopped(&run(4), Stop::Disk);
+    unstopped(&run(1));
+}
+
+trial!(
+    Everyone,
+    names_that_are_made_and_removed_between_two_seconds
+);
+/// Links cost no byte and no inode.
+fn names_that_are_made_and_removed_between_two_seconds() {
+    let _alone = alone();
+    let run = |count: u64| {
+        let script = format!(
+            "{WRITES}
+open('x', 'w').close()
+time.sleep(1.1)
+for n in range({count}): os.link('x', str(n))
+time.sleep(0.7)
+for n in range({count}): os.unlink(str(n))
+"
+        );
+        ConfinedRun::python(&script).limits(|l| l.files = 500).run()
+    };
+    stopped(&run(3000), Stop::Files);
+    unstopped(&run(300));
+}
+
+trial!(Everyone, who_deletes_what_it_writes_may_hide_a_directory);
+/// It answers for what is there, not for what was.
+fn who_deletes_what_it_writes_may_hide_a_directory() {
+    let _alone = alone();
+    let script = format!(
+        "{WRITES}
+os.mkdir('closed')
+os.chmod('closed', 0)
+for _ in range(3 * {DISK} // {MIB} // PART):
+    fd = new('t')
+    put(fd, PART)
+    os.close(fd)
+    os.unlink('t')
+"
+    );
+    let confined = ConfinedRun::python(&script).limits(|l| l.disk_bytes = DISK);
+    let (ran, _) = confined.run_then(|dir| {
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        fs::set_permissions(dir.join("closed"), open).unwrap();
+    });
+    unstopped(&ran);
+}
+
+trial!(Everyone, what_others_wrote_before_it_ran_is_not_its_own);
+/// Where something cannot be measured, what the whole file system has grown by is taken for the program's; from the word to go on.
+fn what_others_wrote_before_it_ran_is_not_its_own() {
+    const LARGE: u64 = 3 << 30;
+    let _alone = alone();
+    let confined = || {
+        ConfinedRun::sh("mkdir d; chmod 000 d; sleep 0.6; chmod 700 d; echo up")
+            .limits(|l| l.disk_bytes = LARGE / 3)
+    };
+    let ran = confined().run();
+    assert!(
+        ran.printed("up") && ran.stop().is_none(),
+        "the control: {}",
+        ran.all()
+    );
+    let confined = confined();
+    let beside = confined.workspace().parent().unwrap();
+    let others = tempfile::tempfile_in(beside).unwrap();
+    let theirs = others.try_clone().unwrap();
+    let ran = confined.run_after(move || {
+        let flags = rustix::fs::FallocateFlags::empty();
+        rustix::fs::fallocate(&theirs, flags, 0, LARGE).unwrap();
+    });
+    assert_eq!(others.metadata().unwrap().len(), LARGE);
+    assert!(ran.printed("up") && ran.stop().is_none(), "{}", ran.all());
+}
+
+trial!(Everyone, what_was_there_for_a_while_is_told);
+fn what_was_there_for_a_while_is_told() {
+    let script = format!(
+        "{WRITES}
+fd = new('t')
+put(fd, PART)
+os.close(fd)
+time.sleep(0.7)
+os.unlink('t')
+"
+    );
+    let ran = ConfinedRun::python(&script).run();
+    unstopped(&ran);
+    assert!(ran.outcome.usage.disk_bytes >= 16 * MIB, "{}", ran.all());
+}
+
+trial!(Everyone, files_behind_mode_400);
+fn files_behind_mode_400() {
+    files_limited(&format!(
+        "{BEHIND_MODE_400}
+for n in range(COUNT):
+    os.close(new(str(n), dir_fd=inside))
+"
+    ));
+}
+
+/// Puts a copy in memory in the place of everything that it maps of its own file, which then is neither among its
+/// descriptors nor among its maps, and says so. Only that it runs keeps the file. Where its maps are closed to it, it
+/// takes what the loader knows of them.
+const HOLDER: &str = r#"
+#define _GNU_SOURCE
+#include <link.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+static int loaded(struct dl_phdr_info *info, size_t size, void *to) {
+    unsigned long (*parts)[2] = to;
+    int count = 0;
+    for (int i = 0; i < info->dlpi_phnum && count < 16; i++)
+        if (info->dlpi_phdr[i].p_type == PT_LOAD) {
+            unsigned long from = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+            unsigned long to = (from + info->dlpi_phdr[i].p_filesz + 4095) & ~4095ul;
+            parts[count][0] = from & ~4095ul;
+            parts[count++][1] = to - (from & ~4095ul);
+        }
+    return count;
+}
+static int mapped(unsigned long (*parts)[2]) {
+    static int asked;
+    char line[5000];
+    int count = 0;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    if (!maps) return asked++ ? 0 : dl_iterate_phdr(loaded, parts);
+    while (fgets(line, sizeof line, maps))
+        if (strstr(line, "/held-") && count < 16) {
+            unsigned long from, to;
+            sscanf(line, "%lx-%lx", &from, &to);
+            parts[count][0] = from;
+            parts[count++][1] = to - from;
+        }
+    fclose(maps);
+    return count;
+}
+int main(void) {
+    unsigned long parts[16][2];
+    int before = mapped(parts);
+    for (int i = 0; i < before; i++) {
+        void *at = (void *)parts[i][0];
+        unsigned long size = parts[i][1];
+        char *copy = mmap(0, size, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        memcpy(copy, at, size);
+        mremap(copy, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, at);
+    }
+    write(1, before > 0 && mapped(parts) == 0 ? "h" : "v", 1);
+    for (int fd = 0; fd < 3; fd++) close(fd);
+    for (;;) pause();
+}"#;
+
+trial!(Everyone, disk_of_unlinked_programs_that_run);
+fn disk_of_unlinked_programs_that_run() {
+    let act = "
+holder = open('holder', 'rb').read()
+for n in range(TOTAL // PART):
+    name = f'held-{n}'
+    fd = new(name)
+    os.write(fd, holder)
+    put(fd, PART)
+    os.fchmod(fd, 0o700)
+    os.close(fd)
+    said, says = os.pipe()
+    if os.fork() == 0:
+        os.dup2(says, 1)
+        os.execv(name, [name])
+    os.close(says)
+    assert os.read(said, 1) == b'h'
+    os.close(said)
+    os.unlink(name)
+print('held all', flush=True)
+time.sleep(3 if TOTAL > 128 else 0)
+";
+    let run = |total_mib: u64, disk_bytes: u64| {
+        let script = format!("{WRITES}\nTOTAL = {total_mib}\n{act}");
+        let confined = ConfinedRun::python(&script).limits(|l| l.disk_bytes = disk_bytes);
+        compile_static(HOLDER, &confined.workspace().join("holder"));
+        confined.run()
+    };
+    stopped(&run(256, DISK), Stop::Disk);
+    let control = run(96, 1024 * MIB);
+    unstopped(&control);
+    assert!(control.stdout.contains("held all"), "{}", control.all());
+}
+
+/// Without a loader, whose own maps would stay.
+fn compile_static(source: &str, program: &Path) {
+    let mut gcc = Command::new("gcc")
+        .args(["-O1", "-w", "-static", "-x", "c", "-", "-o"])
+        .arg(program)
+        .stdin(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut to_gcc = gcc.stdin.take().unwrap();
+    to_gcc.write_all(source.as_bytes()).unwrap();
+    drop(to_gcc);
+    assert!(gcc.wait().unwrap().success());
+}
+
+/// The most that init may ever have held: without a cgroup, what it takes is within no limit of the run's.
+const INIT_AT_MOST: u64 = 128 * MIB;
+
+trial!(Everyone, long_maps_do_not_fill_init);
+/// Init reads which files a process maps. Here that is some hundred MiB of text: every line break in a name is
+/// four characters there.
+fn long_maps_do_not_fill_init() {
+    let marker = new_marker();
+    let confined = ConfinedRun::python(&format!(
+        "# {marker}
+import time
+ready, go = os.open('ready', os.O_RDWR), os.open('go', os.O_RDWR)
+for _ in range(14):
+    os.mkdir('\\n' * 250)
+    os.chdir('\\n' * 250)
+fd = os.open('f', os.O_RDWR | os.O_CREAT, 0o600)
+os.ftruncate(fd, 4096)
+libc.mmap.restype = ctypes.c_void_p
+for _ in range(24_000):
+    # The same part of the file each time, so that no two become one.
+    assert libc.mmap(None, ctypes.c_size_t(4096), 1, 1, fd, ctypes.c_long(0)) != ctypes.c_void_p(-1).value
+# Many looks of the watch.
+time.sleep(1.5)
+os.write(ready, b'r')
+os.read(go, 1)
+"
+    ));
+    let (ready, go) = (
+        Fifo::make(confined.workspace(), "ready"),
+        Fifo::make(confined.workspace(), "go"),
+    );
+    std::thread::scope(|scope| {
+        let looker = scope.spawn(|| {
+            ready.wait();
+            let program = wait_for_marked(&marker, 1)[0];
+            let init = status_of(program, "PPid:");
+            let peak = status_of(init as i32, "VmHWM:") * 1024;
+            let maps = length_of(&format!("/proc/{program}/maps"));
+            go.ring();
+            (peak, maps)
+        });
+        let ran = confined.run();
+        let (peak, maps) = looker.join().unwrap();
+        unstopped(&ran);
+        assert!(peak > 0 && peak < INIT_AT_MOST, "{peak} bytes in init");
+        // The control: whoever had read all of it would have held more.
+        assert!(maps > INIT_AT_MOST, "{maps} bytes of maps");
+    });
+}
+
+fn status_of(pid: i32, name: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix(name)).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+fn length_of(path: &str) -> u64 {
+    let (mut file, mut chunk, mut length) = (File::open(path).unwrap(), vec![0; 1 << 20], 0);
+    loop {
+        match file.read(&mut chunk).unwrap() {
+            0 => return length,
+            read => length += read as u64,
+        }
+    }
+}
+
+/// What one TCP connection takes in both directions when nobody reads, inside and on the host. The kernel counts it for
+/// the whole host, and no process of the run need show it. `wanted` is the size of buffer that is asked for.
+fn held_by_a_connection(wanted: u64) -> (u64, u64) {
+    let fill = format!(
+        "
+server, client = socket.socket(), socket.socket()
+if {wanted}:
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {wanted})
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, {wanted})
+server.bind(('127.0.0.1', 0))
+server.listen(1)
+client.connect(server.getsockname())
+ends, total = (client, server.accept()[0]), 0
+for end in ends:
+    end.setblocking(False)
+    try:
+        while True:
+            total += end.send(b'x' * 65536)
+    except BlockingIOError:
+        pass
+print(total)
+"
+    );
+    let ran = ConfinedRun::python(&fill).run();
+    unstopped(&ran);
+    let number = |printed: &str| printed.trim().parse().unwrap();
+    (number(&ran.stdout), number(&unconfined(&fill)))
+}
+
+const CONNECTION_AT_MOST: u64 = 2 * MIB;
+
+trial!(
+    Everyone,
+    a_connection_holds_little,
+    only_at_full = "there is no network to connect by"
+);
+/// The sizes that the kernel chooses by itself, which on a host can grow to many MiB.
+fn a_connection_holds_little() {
+    let (inside, host) = held_by_a_connection(0);
+    assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
+    assert!(host > inside, "{host} on the host, {inside} inside");
+}
+
+trial!(
+    Everyone,
+    a_connection_that_asks_for_more_holds_little,
+    only_at_full = "there is no network to connect by"
+);
+/// Asking for more is another way: such a size is bounded by net.core's settings, not by TCP's.
+fn a_connection_that_asks_for_more_holds_little() {
+    let (inside, host) = held_by_a_connection(4 * MIB);
+    assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
+    assert!(host >= inside, "{host} on the host, {inside} inside");
+}
+
+/// Runs it with memory that only the watch holds.
+fn memory_watched(act: &str, memory_bytes: u64) -> crate::confined_run::ConfinedResult {
+    let mut confined = ConfinedRun::python(act).limits(|l| {
+        (l.memory_bytes, l.open_files, l.pids) = (memory_bytes, 4096, 256);
+    });
+    confined.with_group = false;
+    confined.run()
+}
+
+trial!(Everyone, memory_that_was_let_go_of);
+/// Shared pages stay in memory when nobody maps them any more, and are in no process's account.
+fn memory_that_was_let_go_of() {
+    let act = "
+import mmap, time
+kept = mmap.mmap(-1, 192 << 20)
+for at in range(0, len(kept), 4096): kept[at] = 1
+kept.madvise(mmap.MADV_DONTNEED)
+print('taken', flush=True)
+time.sleep(1.5)
+assert kept[0] == 1
+";
+    stopped(&memory_watched(act, 96 * MIB), Stop::Memory);
+    let control = memory_watched(act, 1024 * MIB);
+    unstopped(&control);
+    assert!(
+        control.printed("taken") && control.code() == Some(0),
+        "{}",
+        control.all()
+    );
+}
+
+trial!(Everyone, memory_behind_many_descriptors);
+/// More descriptors than can be looked at, and memory files among the last.
+fn memory_behind_many_descriptors() {
+    let act = "
+import time
+def fill():
+    try:
+        while True: os.dup(0)
+    except OSError: pass
+for _ in range(8):
+    if os.fork() == 0:
+        fill()
+        time.sleep(20)
+        os._exit(0)
+time.sleep(1)
+fd = os.memfd_create('x')
+for _ in range(192): os.write(fd, b'x' * (1 << 20))
+print('taken', flush=True)
+time.sleep(1.5)
+";
+    stopped(&memory_watched(act, 96 * MIB), Stop::Memory);
+    let control = memory_watched(act, 1024 * MIB);
+    unstopped(&control);
+    assert!(control.printed("taken"), "{}", control.all());
+}
+
+trial!(Everyone, one_memory_is_counted_once);
+/// Between vfork and exec two processes are one in memory, which is what starting any program looks like.
+fn one_memory_is_counted_once() {
+    let act = "
+import subprocess
+kept = bytearray(96 << 20)
+for at in range(0, len(kept), 4096): kept[at] = 1
+for _ in range(400): subprocess.run(['/bin/true'], check=True, close_fds=False)
+print('done')
+";
+    let ran = memory_watched(act, 160 * MIB);
+    unstopped(&ran);
+    assert!(ran.printed("done"), "{}", ran.all());
+    // The control: two memories are two.
+    let two = "
+import time
+kept = bytearray(96 << 20)
+child = os.fork()
+for at in range(0, len(kept), 4096): kept[at] = 1
+time.sleep(1.5)
+";
+    stopped(&memory_watched(two, 160 * MIB), Stop::Memory);
+}
+
+trial!(Everyone, a_long_line_of_processes_dies);
+/// Each the child of the one before: whoever walks up from each would walk for ever.
+fn a_long_line_of_processes_dies() {
+    let source = r#"
+#include <signal.h>
+#include <stdio.h>
+#include <unistd.h>
+int main(void) {
+    signal(SIGTERM, SIG_IGN);
+    for (int i = 0; i < 300; i++) {
+        pid_t child = fork();
+        if (child < 0) return 1;
+        if (child > 0) for (;;) pause();
+    }
+    puts("up");
+    fflush(stdout);
+    for (;;) pause();
+}"#;
+    let marker = new_marker();
+    let limits = |l: &mut sandbox::spec::Limits| (l.wall_ms, l.grace_ms, l.pids) = (4000, 200, 512);
+    let mut confined = ConfinedRun::new(&["/bin/true"]).limits(limits);
+    confined.with_group = false;
+    let line = confined.workspace().join("line");
+    crate::confined_run::compile(source, &line);
+    confined.command(&[&line, Path::new(&marker)]);
+    let ran = confined.run();
+    assert!(ran.printed("up"), "{}", ran.all());
+    assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
+    assert!(ran.outcome.all_dead, "{}", ran.all());
+    assert_eq!(crate::p11_deadline::left_of(&marker), [0i32; 0]);
+}
