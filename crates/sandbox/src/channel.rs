@@ -69,7 +69,12 @@ pub enum InitOrder {
     /// The runner has copied the inputs into the workspace in memory.
     Filled,
     /// The caller has recorded the run, so the program may be executed.
-    Go,
+    Go {
+        /// How many files the whole host has open, if the run's share of them is watched. The runner reads this number,
+        /// because in the sandbox's new /proc the kernel would first have to create the directory entries on the way to
+        /// it.
+        open_on_host: Option<u64>,
+    },
     /// The program printed something, so it is not idle.
     Active,
     /// Send SIGTERM to every process, and SIGKILL when the grace has passed.
@@ -174,7 +179,8 @@ mod tests {
     #[test]
     fn messages_of_a_closed_peer_are_readable_after_a_connection_reset() {
         let (ours, theirs) = pair().unwrap();
-        send(ours.as_fd(), &InitOrder::Go, &[]).unwrap();
+        let go = InitOrder::Go { open_on_host: None };
+        send(ours.as_fd(), &go, &[]).unwrap();
         send(theirs.as_fd(), &SandboxReport::Workspace, &[]).unwrap();
         drop(theirs);
         let next = || receive::<SandboxReport>(ours.as_fd(), Wait::No).unwrap();

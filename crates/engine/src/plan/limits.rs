@@ -54,7 +54,6 @@ pub fn resolve(asked: &RequestedLimits) -> Limits {
         open_files: asked.open_files.value,
         open_files_of_run: open_files_of_run(
             number_in("/proc/sys/fs/file-max"),
-            number_in("/proc/sys/vm/max_map_count"),
             asked.pids.value,
             asked.open_files.value,
         ),
@@ -127,9 +126,12 @@ fn threads_of_user(uid: u32) -> u64 {
 
 /// The bound on open files of all processes of a run together: a tenth of the host's, if the other limits would allow
 /// more. A process holds an open file with each descriptor and each mapping.
-fn open_files_of_run(of_host: u64, mappings_max: u64, pids: u64, open_files: u64) -> Option<u64> {
+fn open_files_of_run(of_host: u64, pids: u64, open_files: u64) -> Option<u64> {
+    // The largest value that vm.max_map_count can be set to. Reading the real value would save the watch only on a host
+    // whose `file-max` is large and still below the kernel's largest number, which systemd sets.
+    const MAPPINGS_MAX: u64 = i32::MAX as u64;
     let share = of_host / 10;
-    let most = pids.saturating_mul(open_files.saturating_add(mappings_max));
+    let most = pids.saturating_mul(open_files.saturating_add(MAPPINGS_MAX));
     (most > share).then_some(share)
 }
 
@@ -482,12 +484,12 @@ mod tests {
     /// On a host with a small file-max, and on one without a bound.
     #[test]
     fn open_files_of_a_run_are_a_tenth_of_the_hosts() {
-        let of_run = |of_host| open_files_of_run(of_host, 65_530, 1024, 4096);
+        let of_run = |of_host| open_files_of_run(of_host, 1024, 4096);
         assert_eq!(of_run(2_465_780), Some(246_578));
         assert_eq!(of_run(i64::MAX as u64), None);
         assert_eq!(of_run(u64::MAX), None);
         // Mapped files count too.
-        assert_eq!(open_files_of_run(1_000_000, 65_530, 8, 16), Some(100_000));
+        assert_eq!(open_files_of_run(1_000_000, 8, 16), Some(100_000));
         let limits = resolve(&RequestedLimits::default());
         assert_eq!(limits.open_files, 4096);
         assert!(limits.tcp_bytes > 1 << 20);

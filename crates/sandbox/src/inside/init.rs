@@ -140,7 +140,7 @@ impl Init {
         let mut processes_left = true;
         // Nobody records a probe, so init does not wait for the runner's order to start.
         if self.spec.purpose == LaunchPurpose::Probe {
-            self.start_program();
+            self.start_program(None);
         }
         // After an order to stop, processes that outlive the program have the grace too.
         while self.main_exit.is_none() || self.stop.is_some() && processes_left && !self.killed {
@@ -256,7 +256,7 @@ impl Init {
     fn handle_order(&mut self, report: &Reporter) {
         match report.receive_order(Wait::No) {
             Ok(Some(InitOrder::Filled)) => {}
-            Ok(Some(InitOrder::Go)) => self.start_program(),
+            Ok(Some(InitOrder::Go { open_on_host })) => self.start_program(open_on_host),
             Ok(Some(InitOrder::Active)) => self.active_at = Instant::now(),
             Ok(Some(InitOrder::Stop(why))) => self.begin_stop(why),
             Ok(Some(InitOrder::Kill)) => {
@@ -270,10 +270,11 @@ impl Init {
     }
 
     /// Sends the child its filter. The child has waited for it, installs it and executes the program.
-    fn start_program(&mut self) {
+    fn start_program(&mut self, open_on_host: Option<u64>) {
         let now = Instant::now();
         (self.start, self.active_at, self.idle_sample.1) = (Some(now), now, now);
-        self.watch.iter_mut().for_each(WatchThread::begin);
+        let watch = self.watch.iter_mut();
+        watch.for_each(|watch| watch.begin(open_on_host));
         let child = self.child_socket.as_ref();
         // An error means that the child has died, and init sees that when it reaps.
         let _ = child.map(|child| seccomp::send(child.as_fd(), &self.filter));

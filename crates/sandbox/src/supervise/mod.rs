@@ -23,6 +23,7 @@ use rustix::process::{Pid, WaitId, WaitIdOptions};
 
 use crate::channel::{self, InitOrder, SandboxReport, Wait};
 use crate::inside::dying::BACKSTOP;
+use crate::inside::watch::open_on_host;
 use crate::launch::standby;
 use crate::outcome::{Exit, Outcome, ResourceUsage, Stop};
 use crate::plan::{self, LaunchPlan};
@@ -266,7 +267,11 @@ impl Running<'_> {
             self.handle_control(handler);
         }
         match self.asked_to_stop {
-            None => self.order(InitOrder::Go),
+            None => {
+                let share = self.spec.limits.open_files_of_run;
+                let open_on_host = share.and_then(|_| open_on_host());
+                self.order(InitOrder::Go { open_on_host });
+            }
             Some(_) => self.order(InitOrder::Kill),
         }
     }

@@ -46,6 +46,7 @@ use crate::sys;
 use disk::Disk;
 use fallback::FallbackWatch;
 use file_table::FileTable;
+pub use file_table::open_on_host;
 use progress::WatchProgress;
 
 /// The time between two looks.
@@ -192,16 +193,16 @@ impl WatchThread {
         self.lock().peak
     }
 
-    /// Starts the looks, because the program is about to run. What is in use on the file system and open on the host by
-    /// now does not count against the run.
+    /// Starts the looks, because the program is about to run. What is in use on the file system by now does not count
+    /// against the run, nor do the files that the host had open when the runner sent its order. Without that number,
+    /// the whole count of the host counts against the run.
     ///
     /// There are no looks before this: the child that becomes the program is still unreadable, and a run with an
     /// unreadable process answers for all growth.
-    pub fn begin(&mut self) {
+    pub fn begin(&mut self, open_on_host: Option<u64>) {
         let in_use = disk::in_use(self.workspace.as_fd());
         self.progress.set_measured((0, 0), in_use);
         self.progress.mark_disk();
-        let open_on_host = file_table::open_on_host();
         let fallback = self.fallback.iter_mut();
         fallback.for_each(|fallback| fallback.begin(open_on_host));
         self.started = true;
