@@ -5,8 +5,9 @@
 //! x86_64) gets ENOSYS. x32 shares x86_64's architecture and sets bit 30 of the number. Such numbers are above every
 //! number of the table, so they get ENOSYS with the other unlisted ones.
 //!
-//! Then a balanced binary search over ranges of numbers finds the call's rule in about eight comparisons. For a call
-//! that is always allowed the filter loads no argument. The kernel proves this when the filter is installed
+//! Then a balanced binary search over ranges of numbers finds the call's rule in about eight comparisons. A rule's code
+//! neither loads nor compares an argument twice: installing a filter takes the kernel about two thousand instructions
+//! for each instruction of the filter, in every run. For a call that is always allowed the filter loads no argument. The kernel proves this when the filter is installed
 //! (seccomp_cache_prepare, since 5.11), and from then on does not run the filter for that call at all.
 
 mod assembler;
@@ -88,7 +89,7 @@ fn rules(options: &FilterOptions) -> Vec<(u32, CallRule)> {
         .into_iter()
         .map(|(nr, rule)| (call_number(nr), rule))
         .collect();
-    rules.sort_by_key(|(nr, _)| *nr);
+    rules.sort_unstable_by_key(|(nr, _)| *nr);
     rules
 }
 

@@ -25,6 +25,23 @@ pub(super) enum Test {
     AnyBit { arg: u8, bits: u32 },
 }
 
+impl Test {
+    /// Returns the argument that the test reads.
+    pub(super) fn arg(&self) -> u8 {
+        match self {
+            Test::OneOf { arg, .. } | Test::AnyBit { arg, .. } => *arg,
+        }
+    }
+
+    /// Whether the test holds for an argument whose low half is `value`.
+    pub(super) fn holds_for(&self, value: u32) -> bool {
+        match self {
+            Test::OneOf { mask, values, .. } => values.contains(&(value & mask)),
+            Test::AnyBit { bits, .. } => value & bits != 0,
+        }
+    }
+}
+
 /// An action that applies when every test holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Clause {

@@ -11,6 +11,7 @@
 
 use libc::c_long;
 
+use super::assembler::CAPACITY;
 use super::rule::{Action, CallRule, Clause, DENY, Test};
 use super::rule::{always, has_any, is, masked, rule, when};
 use super::{Affinity, Connect, Fallocate, FilterOptions, OuterConfinement};
@@ -262,7 +263,7 @@ pub(super) fn rules(options: &FilterOptions) -> Vec<(c_long, CallRule)> {
         (ABSENT, UNLISTED),
         (IGNORED, Action::Errno(0)),
     ];
-    let mut rules: Vec<(c_long, CallRule)> = Vec::new();
+    let mut rules: Vec<(c_long, CallRule)> = Vec::with_capacity(CAPACITY);
     for (groups, action) in plain {
         let calls = groups.iter().copied().flatten();
         rules.extend(calls.map(|&nr| (nr, always(action))));
