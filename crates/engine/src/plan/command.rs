@@ -6,7 +6,7 @@ use std::path::{Component, Path, PathBuf};
 use store::types::input_name;
 
 use super::error::PlanError;
-use super::links::check_links_are_own;
+use super::links::resolve_own_links;
 use crate::plan::runtime::{self, CallerEnvironment, Runtime, RuntimeError};
 use crate::request::{Command, Input, Request};
 
@@ -29,7 +29,7 @@ pub(super) fn resolve_command(
             argv.push(name.clone().into_os_string());
             argv.extend(args.iter().cloned());
             let script = caller.cwd.join(script);
-            check_links_are_own(&script)?;
+            let script = resolve_own_links(&script)?;
             Ok((runtime, vec![(script, name)], argv))
         }
         Command::Argv(words) => {

@@ -1,6 +1,10 @@
 //! Symlinks that decide what is shown or copied: who owns them, and where they may lead.
 
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{FileType, Mode, OFlags};
 
 use super::error::PlanError;
 
@@ -71,77 +75,104 @@ pub(super) fn is_stable_path(path: &Path) -> bool {
             .all(|part| is_link(part).is_none_or(|uid| uid == 0))
 }
 
-/// Whether a stable path leads to `real`. The path is examined more than once, and somebody who can write to a
-/// directory on the way may create a symlink for only one of these looks. Therefore `real` must be the path itself,
-/// apart from root's symlinks.
+/// Whether a path leads to `real`, does not end in a symlink, and leads through no symlinks but root's. `real` was
+/// resolved at another moment, and somebody who can write to a directory on the way may have put a symlink there for
+/// that moment.
 pub(super) fn is_stable_path_to(path: &Path, real: &Path) -> bool {
-    let is_link = |part: &&Path| part.is_symlink();
-    // Ignore the last component: [`is_stable_path`] refuses a symlink there.
-    let (mut at, rest) = match path.ancestors().skip(1).find(is_link) {
-        Some(link) => match (std::fs::canonicalize(link), path.strip_prefix(link)) {
-            (Ok(at), Ok(rest)) => (at, rest),
-            _ => return false,
-        },
-        None => (PathBuf::from("/"), path),
-    };
-    // The rest holds no symlink, so `..` removes the component before it.
-    for part in rest.components() {
-        match part {
-            Component::Normal(name) => at.push(name),
-            Component::ParentDir => drop(at.pop()),
-            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
+    let last = path.file_name();
+    let above = path.parent().filter(|_| last.is_some());
+    match resolve_links(above.unwrap_or(path), &|owner| owner == 0) {
+        Ok(ResolvedLinks::To(dir)) => {
+            dir.join(last.unwrap_or_default()) == real && !real.is_symlink()
         }
+        Ok(ResolvedLinks::ForeignLink) | Err(_) => false,
     }
-    is_stable_path(path) && at == real
 }
 
 /// Whether every symlink on the way belongs to the caller or to root. Other users who can write to the project must
 /// not choose what is read with the caller's rights.
 pub(super) fn links_are_own(path: &Path) -> Result<bool, PlanError> {
-    match check_links_are_own(path) {
+    match resolve_own_links(path) {
         Err(PlanError::Refused { .. }) => Ok(false),
-        other => other.map(|()| true),
+        other => other.map(|_| true),
     }
 }
 
-/// Fails if a symlink on the way to `path` belongs to somebody else than the caller or root. A script is copied with
-/// the caller's rights; another user who can write beside it must not choose the file by a symlink.
-pub(super) fn check_links_are_own(path: &Path) -> Result<(), PlanError> {
-    let unreachable = |source| PlanError::Unreachable {
-        path: path.to_path_buf(),
-        source,
-    };
-    let mut at = path.to_path_buf();
-    for _ in 0..=LINKS_MAX {
-        let mut above: Vec<&Path> = at.ancestors().collect();
-        above.reverse();
-        let mut link = None;
-        for part in above {
-            let meta = std::fs::symlink_metadata(part).map_err(unreachable)?;
-            let owner = std::os::unix::fs::MetadataExt::uid(&meta);
-            if meta.is_symlink() {
-                if ![0, rustix::process::geteuid().as_raw()].contains(&owner) {
-                    return Err(PlanError::Refused {
-                        path: path.to_path_buf(),
-                        why: "it leads through a link that another user made; name the file itself",
-                    });
-                }
-                link = Some(part.to_path_buf());
-                break;
-            }
-        }
-        let Some(link) = link else {
-            return Ok(());
-        };
-        let to = std::fs::read_link(&link).map_err(unreachable)?;
-        let below = at.strip_prefix(&link).unwrap_or(Path::new(""));
-        let mut next = link.parent().unwrap_or(Path::new("/")).join(to);
-        if !below.as_os_str().is_empty() {
-            next.push(below);
-        }
-        at = next;
+/// Resolves the path of a script. Fails if a symlink on the way belongs to somebody else than the caller or root. A
+/// script is copied with the caller's rights; another user who can write beside it must not choose the file by a
+/// symlink. The result led through no symlink when it was resolved. Open the result later, never `path` again.
+pub(super) fn resolve_own_links(path: &Path) -> Result<PathBuf, PlanError> {
+    match resolve_links(path, &is_own_or_root) {
+        Ok(ResolvedLinks::To(real)) => Ok(real),
+        Ok(ResolvedLinks::ForeignLink) => Err(PlanError::Refused {
+            path: path.to_path_buf(),
+            why: "it leads through a link that another user made; name the file itself",
+        }),
+        Err(source) => Err(PlanError::Unreachable {
+            path: path.to_path_buf(),
+            source: source.into(),
+        }),
     }
-    Ok(())
+}
+
+fn is_own_or_root(owner: u32) -> bool {
+    owner == 0 || owner == rustix::process::geteuid().as_raw()
+}
+
+enum ResolvedLinks {
+    /// The path without symlinks and `..`.
+    To(PathBuf),
+    /// A symlink on the way belongs to a user whose symlinks are not followed.
+    ForeignLink,
+}
+
+/// Resolves an absolute path, and follows only symlinks whose owner `may_follow` accepts. Opens each symlink once, and
+/// reads its owner and its target from the open descriptor, because the name may be given to another symlink between two
+/// lookups.
+fn resolve_links(
+    path: &Path,
+    may_follow: &dyn Fn(u32) -> bool,
+) -> rustix::io::Result<ResolvedLinks> {
+    let mut at = PathBuf::from("/");
+    let mut pending = components_reversed(path);
+    let mut links = 0;
+    while let Some(component) = pending.pop() {
+        if component == ".." {
+            // `at` holds no symlink, so its parent directory is its parent path.
+            at.pop();
+            continue;
+        }
+        at.push(component);
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::open(&at, flags, Mode::empty())?;
+        let stat = rustix::fs::fstat(&file)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::Symlink {
+            continue;
+        }
+        links += 1;
+        if links > LINKS_MAX {
+            return Err(rustix::io::Errno::LOOP);
+        }
+        if !may_follow(stat.st_uid) {
+            return Ok(ResolvedLinks::ForeignLink);
+        }
+        let target = rustix::fs::readlinkat(&file, "", Vec::new())?.into_bytes();
+        let target = PathBuf::from(OsString::from_vec(target));
+        match target.is_absolute() {
+            true => at = PathBuf::from("/"),
+            false => drop(at.pop()),
+        }
+        pending.extend(components_reversed(&target));
+    }
+    Ok(ResolvedLinks::To(at))
+}
+
+/// Returns the names and `..` components of a path, the last one first.
+fn components_reversed(path: &Path) -> Vec<OsString> {
+    let is_step =
+        |part: &Component<'_>| matches!(part, Component::Normal(_) | Component::ParentDir);
+    let parts = path.components().filter(is_step).rev();
+    parts.map(|part| part.as_os_str().to_owned()).collect()
 }
 
 #[cfg(test)]

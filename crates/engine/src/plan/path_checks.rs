@@ -275,6 +275,26 @@ impl PathChecks<'_> {
         Ok(real)
     }
 
+    /// Checks and resolves the sources of all inputs. A script is the first input, and its path is resolved already, so a
+    /// symlink in that path is new.
+    pub(super) fn resolve_copied_sources(
+        &self,
+        inputs: &mut [(PathBuf, PathBuf)],
+    ) -> Result<(), PlanError> {
+        let is_script = matches!(self.request.command, Command::Script { .. });
+        for (index, (source, _)) in inputs.iter_mut().enumerate() {
+            let real = self.resolve_copied_source(source)?;
+            if is_script && index == 0 && real != *source {
+                return Err(PlanError::Refused {
+                    path: source.clone(),
+                    why: "it changed while it was looked at",
+                });
+            }
+            *source = real;
+        }
+        Ok(())
+    }
+
     /// With `--siblings`, adds the modules that the script imports to `inputs`, of which the script is the first.
     /// Returns a message that lists them.
     pub(super) fn add_siblings(

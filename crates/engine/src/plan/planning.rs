@@ -78,9 +78,7 @@ pub fn plan(
         ));
     }
     // Resolve each source once: the path that is checked here is the path that is opened later.
-    for (source, _) in &mut inputs {
-        *source = checks.resolve_copied_source(source)?;
-    }
+    checks.resolve_copied_sources(&mut inputs)?;
     let brought = checks.add_siblings(&project, &mut inputs)?;
     let stdin = match &request.stdin {
         Stdin::File(path) => Some(checks.resolve_copied_source(path)?),

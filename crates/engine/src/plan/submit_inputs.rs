@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::command::own_program;
 use super::error::PlanError;
-use super::links::check_links_are_own;
+use super::links::resolve_own_links;
 use super::path_checks::{InputDirectory, PathChecks, PrivatePaths};
 use super::paths::canonical;
 use super::visible_paths::VisiblePaths;
@@ -49,7 +49,7 @@ pub fn resolve_submit_inputs(
         Command::Script { script, args } => {
             let name = input_name::name_for(script, None)?;
             let script = caller.cwd.join(script);
-            check_links_are_own(&script)?;
+            let script = resolve_own_links(&script)?;
             inputs.push((script, name.clone()));
             Command::Script {
                 script: name,
@@ -63,9 +63,7 @@ pub fn resolve_submit_inputs(
         let name = input_name::name_for(&input.host, input.name.as_deref())?;
         inputs.push((input.host.clone(), name));
     }
-    for (source, _) in &mut inputs {
-        *source = checks.resolve_copied_source(source)?;
-    }
+    checks.resolve_copied_sources(&mut inputs)?;
     let notice = match request.siblings {
         SiblingModules::Exclude => None,
         SiblingModules::Include => checks.add_siblings(&checks.resolve_project()?, &mut inputs)?,

@@ -353,3 +353,84 @@ fn a_plain_users_private_files_in_an_open_directory_are_found() {
     assert_eq!(plan.is_ok(), rustix::process::geteuid().is_root());
     drop(bench.dir);
 }
+
+/// Exchanges two names while `act` runs again and again for two seconds. Whoever can write to the directory of the names
+/// can do this. Returns whether `act` returned true every time.
+fn holds_while_exchanged(one: &Path, other: &Path, act: impl Fn() -> bool) -> bool {
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let ordering = std::sync::atomic::Ordering::Relaxed;
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (cwd, exchange) = (rustix::fs::CWD, rustix::fs::RenameFlags::EXCHANGE);
+            while !done.load(ordering) {
+                rustix::fs::renameat_with(cwd, one, cwd, other, exchange).unwrap();
+            }
+        });
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(2);
+        let mut holds = true;
+        while holds && std::time::Instant::now() < until {
+            holds = act();
+        }
+        done.store(true, ordering);
+        holds
+    })
+}
+
+/// Makes a symlink that belongs to another user, and returns whether that worked. Only root can make one; for anybody
+/// else the symlink stays the caller's own.
+fn make_foreign_link(to: &Path, at: &Path) -> bool {
+    const OTHER: Option<u32> = Some(65_534);
+    symlink(to, at).unwrap();
+    let made = std::os::unix::fs::lchown(at, OTHER, OTHER);
+    assert_eq!(made.is_ok(), rustix::process::geteuid().is_root());
+    made.is_ok()
+}
+
+#[test]
+fn a_script_that_is_exchanged_for_a_link_is_not_read_elsewhere() {
+    let bench = Bench::new();
+    let shared = bench.directory("shared", 0o777);
+    let secret = bench.file("secret.py", 0o600);
+    let script = bench.file("shared/x.py", 0o644);
+    if !make_foreign_link(&secret, &shared.join("link")) {
+        return;
+    }
+    let mut request = bench.request(QueueWriters::OtherUsers);
+    (request.inputs, request.stdin) = (Vec::new(), Stdin::Null);
+    request.project = shared.clone();
+    request.asked_by = RequestOrigin::Caller;
+    request.command = Command::Script {
+        script: script.clone(),
+        args: Vec::new(),
+    };
+    assert_eq!(bench.plan(&request).unwrap().inputs[0].0, script);
+    let holds = holds_while_exchanged(&script, &shared.join("link"), || {
+        let plan = bench.plan(&request);
+        plan.is_err() || plan.unwrap().inputs[0].0 == script
+    });
+    assert!(holds);
+}
+
+#[test]
+fn a_queued_path_leads_through_roots_links_only() {
+    let bench = Bench::new();
+    let shared = bench.directory("shared", 0o777);
+    for dir in ["meant", "other"] {
+        bench.directory(dir, 0o755);
+        bench.directory(&format!("{dir}/data"), 0o755);
+    }
+    symlink(bench.path("meant"), shared.join("link")).unwrap();
+    if !make_foreign_link(&bench.path("other"), &shared.join("foreign")) {
+        return;
+    }
+    let mut request = bench.request(QueueWriters::OtherUsers);
+    request.data = named(shared.join("link/data"));
+    let (meant, other) = (bench.path("meant/data"), bench.path("other/data"));
+    let plan = bench.plan(&request).unwrap();
+    assert!(!bench.owners(&plan, &meant).is_empty());
+    let holds = holds_while_exchanged(&shared.join("link"), &shared.join("foreign"), || {
+        let plan = bench.plan(&request);
+        plan.is_err() || bench.owners(&plan.unwrap(), &other).is_empty()
+    });
+    assert!(holds);
+}
