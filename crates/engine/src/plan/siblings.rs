@@ -2,7 +2,8 @@
 //!
 //! Nothing is executed. Modules come from the script's directory and from packages in it. They must be regular files
 //! and are opened without following symlinks. The directory must lie below the project's root: the root holds the
-//! platform's own modules and settings, which a name in an untrusted script must not bring in.
+//! platform's own modules and settings, which a name in an untrusted script must not bring in. A directory that holds
+//! `.git` or `fumehood.toml` is such a root too.
 
 use std::collections::{HashSet, VecDeque};
 use std::fs::File;
@@ -26,6 +27,8 @@ const LOOKUPS_MAX: usize = 10_000;
 /// The most names that one source may import, counting repetitions.
 const NAMES_MAX: usize = 100_000;
 const TOO_MANY_NAMES: &str = "their imports name too many modules";
+/// Names that mark the root of a project or repository, whatever the caller's current directory is.
+const ROOT_MARKERS: [&str; 2] = [".git", "fumehood.toml"];
 /// The most names that the notice lists.
 const LISTED_MAX: usize = 20;
 
@@ -65,6 +68,18 @@ pub(super) fn find_siblings(
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = rustix::fs::openat2(rustix::fs::CWD, top, flags, Mode::empty(), resolve)
         .map_err(unreachable)?;
+    // Any error but ENOENT leaves open whether the marker is there, and counts as a marker.
+    let is_absent = |name: &&str| {
+        let found = rustix::fs::statat(&dir, *name, AtFlags::SYMLINK_NOFOLLOW);
+        found.is_err_and(|e| e == Errno::NOENT)
+    };
+    if !ROOT_MARKERS.iter().all(is_absent) {
+        return Err(refuse(
+            "it lies in the root of a project or repository of its own, as .git or fumehood.toml there says, and modules are \
+             taken only from a directory below such a root; move the script and its modules into one, or name each module \
+             with --input",
+        ));
+    }
     let mut search = ImportSearch {
         dir,
         script,
@@ -366,6 +381,18 @@ mod tests {
             error.contains("below the project's root") && error.contains("--input"),
             "{error}"
         );
+        // The root of a clone below the caller's project.
+        for marker in ["clone/.git/config", "clone/.git", "clone/fumehood.toml"] {
+            let above = Project::new(&[
+                (marker, ""),
+                ("clone/main.py", "import api"),
+                ("clone/api.py", ""),
+                ("clone/pkg/main.py", ""),
+            ]);
+            let error = above.find("clone/main.py", &[]).unwrap_err().to_string();
+            assert!(error.contains("root of a project"), "{marker}: {error}");
+            assert!(above.find("clone/pkg/main.py", &[]).is_ok());
+        }
         let other = Project::new(&[("a/main.py", "")]);
         let outside = find_siblings(&other.path("a/main.py"), &project.path(""), &[]);
         assert!(outside.is_err());
