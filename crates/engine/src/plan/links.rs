@@ -1,4 +1,4 @@
-//! Symlinks that decide what is shown or copied: who owns them, and where they may lead.
+//! Symlinks that decide what is shown, copied or written to: who owns them, and where they may lead.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -113,6 +113,22 @@ pub(super) fn resolve_own_links(path: &Path) -> Result<PathBuf, PlanError> {
             source: source.into(),
         }),
     }
+}
+
+/// Resolves the path of a directory that the caller writes to, and that may not exist yet. Returns `None` if a symlink on
+/// the way belongs to somebody else than the caller or root: that user would choose the directory that is written to
+/// with the caller's rights.
+pub fn resolve_writable_directory(path: &Path) -> std::io::Result<Option<PathBuf>> {
+    let path = std::path::absolute(path)?;
+    let exists = |part: &&Path| std::fs::symlink_metadata(part).is_ok();
+    let existing = path.ancestors().find(exists).unwrap_or(Path::new("/"));
+    Ok(match resolve_links(existing, &is_own_or_root)? {
+        ResolvedLinks::To(real) => {
+            let below = path.strip_prefix(existing).unwrap_or(Path::new(""));
+            Some(real.join(below))
+        }
+        ResolvedLinks::ForeignLink => None,
+    })
 }
 
 fn is_own_or_root(owner: u32) -> bool {

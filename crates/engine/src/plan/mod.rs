@@ -35,6 +35,7 @@ mod visible_paths;
 mod world_readable;
 
 pub use error::PlanError;
+pub use links::resolve_writable_directory;
 pub use path_checks::PrivatePaths;
 pub use planning::{Plan, may_reveal_path, plan};
 pub use spec::{StartParameters, build_spec, workspace_links};

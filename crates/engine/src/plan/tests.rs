@@ -434,3 +434,34 @@ fn a_queued_path_leads_through_roots_links_only() {
     });
     assert!(holds);
 }
+
+#[test]
+fn outputs_are_written_through_no_link_of_another_user() {
+    let bench = Bench::new();
+    let shared = bench.directory("shared", 0o777);
+    let meant = bench.directory("meant", 0o755);
+    symlink(&meant, shared.join("own")).unwrap();
+    for (to, real) in [
+        ("shared/new/deep", "shared/new/deep"),
+        ("shared/own", "meant"),
+        ("shared/own/new", "meant/new"),
+        ("shared/own/../meant/.", "meant"),
+    ] {
+        let resolved = resolve_writable_directory(&bench.path(to)).unwrap();
+        assert_eq!(resolved, Some(bench.path(real)), "{to}");
+    }
+    if make_foreign_link(&meant, &shared.join("foreign")) {
+        for to in ["shared/foreign", "shared/foreign/new"] {
+            let resolved = resolve_writable_directory(&bench.path(to)).unwrap();
+            assert_eq!(resolved, None, "{to}");
+        }
+    }
+    // The export refuses a symlink that appears after the path was resolved.
+    let mut nothing =
+        |_: &store::types::manifest::ContentHash| Err(std::io::ErrorKind::NotFound.into());
+    let to = shared.join("own");
+    let never = store::artifacts::Overwrite::Never;
+    let exported = store::artifacts::export(&mut nothing, &[], &to, never, 0);
+    assert!(exported.is_err());
+    assert!(store::artifacts::export(&mut nothing, &[], &meant, never, 0).is_ok());
+}

@@ -295,7 +295,8 @@ fn write_file(
         |_: &ContentHash| record_access::open_output(recorder, artifacts.as_ref(), key, output);
     let renamed = OutputPath::new(name.as_bytes().to_vec())?;
     let list = [(renamed, output.bytes, output.blake3)];
-    artifacts::export(&mut source, &list, to, overwrite, output.bytes)?;
+    let to = record_access::resolve_export_directory(to)?;
+    artifacts::export(&mut source, &list, &to, overwrite, output.bytes)?;
     Ok(())
 }
 

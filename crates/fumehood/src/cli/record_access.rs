@@ -126,10 +126,20 @@ pub fn export(
     Ok(artifacts::export(
         &mut source,
         &list,
-        to,
+        &resolve_export_directory(to)?,
         overwrite,
         bytes_max,
     )?)
+}
+
+/// Resolves the directory to export to. A program chooses the names of its outputs, so nobody but the caller may choose
+/// the directory.
+pub fn resolve_export_directory(to: &Path) -> anyhow::Result<PathBuf> {
+    let resolved = engine::plan::resolve_writable_directory(to);
+    let resolved = resolved.with_context(|| format!("open the directory {to:?} to export to"))?;
+    resolved.with_context(|| {
+        format!("export to {to:?}: it leads through a link that another user made; name the directory itself")
+    })
 }
 
 /// Returns an output's bytes from the artifact store of this machine or from the database.

@@ -88,7 +88,8 @@ pub enum ExportError {
     },
 }
 
-/// Writes outputs below `to`, which is created if necessary. Copies at most `bytes_max` bytes.
+/// Writes outputs below `to`, which is created if necessary. Fails if `to` leads through a symlink. Copies at most
+/// `bytes_max` bytes.
 pub fn export(
     source: &mut dyn FnMut(&ContentHash) -> io::Result<ExportContent>,
     outputs: &[(OutputPath, u64, ContentHash)],
@@ -103,7 +104,9 @@ pub fn export(
     // The directory gets the default mode, 0777 less the umask, like any directory that the user creates.
     std::fs::create_dir_all(to).map_err(failed)?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let dir = rustix::fs::open(to, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
+    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    let dir = rustix::fs::openat2(rustix::fs::CWD, to, flags, Mode::empty(), resolve)
+        .map_err(|e| failed(e.into()))?;
     find_conflicts(dir.as_fd(), outputs, to, overwrite)?;
     // Sort equal contents next to each other, so that only one file has to stay open for cloning.
     let mut first: HashMap<&ContentHash, usize> = HashMap::new();
