@@ -15,138 +15,6 @@ use syn::{Attribute, ImplItem, Item, Meta, UseTree};
 
 use crate::sources::{crates, read_if_there};
 
-/// Cycles that are known and allowed, with the crate and the depth: the modules of a cycle must all be in one list.
-const KNOWN_CYCLES: &[(&str, Depth, &[&str])] = &[
-    ("doctor", Depth::Folders, &["limit", "storage"]),
-    ("doctor", Depth::Files, &["limit", "storage"]),
-    (
-        "engine",
-        Depth::Folders,
-        &["attempt", "recovery", "run_dir"],
-    ),
-    (
-        "engine",
-        Depth::Files,
-        &[
-            "attempt/finalize",
-            "attempt/isolation",
-            "attempt/pipeline",
-            "attempt/post_process",
-            "attempt/record_builder",
-            "attempt/recorder",
-            "recovery/reaper",
-            "run_dir",
-        ],
-    ),
-    (
-        "engine",
-        Depth::Files,
-        &["plan/runtime/prefix", "plan/runtime/python"],
-    ),
-    ("fumehood", Depth::Folders, &["cli", "config"]),
-    (
-        "fumehood",
-        Depth::Files,
-        &["cli/detail", "cli/document", "cli/list"],
-    ),
-    (
-        "fumehood",
-        Depth::Files,
-        &["config/layer", "config/post_process"],
-    ),
-    (
-        "sandbox",
-        Depth::Folders,
-        &[
-            "broker",
-            "cgroup",
-            "deputy",
-            "dying",
-            "feed",
-            "init",
-            "landlock",
-            "launch",
-            "leaving",
-            "mounts",
-            "namespaces",
-            "oom",
-            "probe",
-            "processes",
-            "rlimits",
-            "seccomp",
-            "socket_share",
-            "standby",
-            "streams",
-            "supervise",
-            "sweeper",
-            "sys",
-            "views",
-            "watch",
-        ],
-    ),
-    (
-        "sandbox",
-        Depth::Files,
-        &[
-            "cgroup/host",
-            "cgroup/standing",
-            "cgroup/v2",
-            "feed",
-            "init",
-            "launch",
-            "leaving",
-            "mounts",
-            "namespaces",
-            "oom",
-            "probe",
-            "standby",
-            "streams",
-            "supervise",
-            "views",
-            "watch",
-        ],
-    ),
-    ("sandbox", Depth::Files, &["processes", "sys/memory"]),
-    (
-        "sandbox",
-        Depth::Files,
-        &["seccomp/ground", "seccomp/table"],
-    ),
-    ("sandbox", Depth::Files, &["watch/disk", "watch/progress"]),
-    ("store", Depth::Folders, &["attempts", "database", "queue"]),
-    (
-        "store",
-        Depth::Files,
-        &["artifacts/files", "artifacts/hashing"],
-    ),
-    (
-        "store",
-        Depth::Files,
-        &[
-            "attempts/commit",
-            "attempts/events",
-            "queue/claim",
-            "queue/retry",
-        ],
-    ),
-    (
-        "store",
-        Depth::Files,
-        &[
-            "database/connection",
-            "database/error",
-            "database/open",
-            "database/schema",
-            "database/sqlite",
-        ],
-    ),
-    (
-        "store",
-        Depth::Files,
-        &["database/libpq", "database/location"],
-    ),
-];
-
 /// How much of a module's path is a node of the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
@@ -649,18 +517,12 @@ fn modules_form_no_cycle() {
     for (name, modules) in workspace() {
         for depth in [Depth::Folders, Depth::Files] {
             for cycle in modules.cycles(depth) {
-                let is_known = KNOWN_CYCLES.iter().any(|(of, at, known)| {
-                    let all_known = cycle.modules.iter().all(|m| known.contains(&m.as_str()));
-                    of == name && *at == depth && all_known
-                });
-                if !is_known {
-                    let members: Vec<&str> = cycle.modules.iter().map(String::as_str).collect();
-                    found.push(format!(
-                        "crates/{name}, {depth:?}: {}\n{}",
-                        members.join(", "),
-                        cycle.edges.join("\n")
-                    ));
-                }
+                let members: Vec<&str> = cycle.modules.iter().map(String::as_str).collect();
+                found.push(format!(
+                    "crates/{name}, {depth:?}: {}\n{}",
+                    members.join(", "),
+                    cycle.edges.join("\n")
+                ));
             }
         }
     }

@@ -12,7 +12,7 @@ const LINES_MAX: usize = 700;
 const POLLING: &[(&str, &str)] = &[
     ("crates/testkit/src/wait.rs", "poll_until"),
     (
-        "crates/sandbox/src/cgroup/tests.rs",
+        "crates/sandbox/src/resources/cgroup/tests.rs",
         "forks_beyond_the_process_limit_are_refused",
     ),
     // Lets time pass in which nothing must happen.
