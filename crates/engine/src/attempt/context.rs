@@ -1,4 +1,4 @@
-//! What a run needs besides its request: [`RunContext`] from the caller, and [`LaunchRequest`] for the launch itself.
+//! What a run needs besides its request: [`RunContext`] from the caller, and `LaunchRequest` for the launch itself.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
