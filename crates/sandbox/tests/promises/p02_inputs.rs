@@ -1,8 +1,8 @@
 //! P2: the analysis may read `data/` and `docs/`, at their host path and in its working directory, and can change
-//! neither their content nor their metadata by any way; nothing else of the project exists.
+//! neither their content nor their metadata. Inside, nothing else of the project exists.
 //!
-//! Every act below is tried inside, at both paths, and done unconfined on a copy as its control. What the
-//! host's tree looks like afterwards, change times included, is the witness that no refusal was a lie.
+//! Every act below is tried inside, at both paths, and unconfined on a copy as its control. Afterwards the trial compares the
+//! host's tree, change times included, so that a false report of a refusal is noticed.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -21,7 +21,7 @@ use crate::confined_run::{
 };
 
 /// Acts on the file `F`, named `N`, in the directory `D`, with `W` a writable directory. Each is Python that
-/// raises when it is refused; each has a file of its own.
+/// raises when it is refused. Each act has a file of its own.
 #[rustfmt::skip]
 const ACTS: &[(&str, &str)] = &[
     ("open_for_writing", "os.open(F, os.O_WRONLY)"),
@@ -74,7 +74,7 @@ const ACTS: &[(&str, &str)] = &[
     ("through_childs_fd", "fd = os.open(F, os.O_RDONLY)\nwith_child(lambda pid: os.open(f'/proc/{pid}/fd/{fd}', os.O_RDWR))"),
 ];
 
-/// Acts on mounts: the control does them as the master of a user and a mount namespace of its own.
+/// Acts on mounts. The control does them as root of a new user namespace and mount namespace.
 #[rustfmt::skip]
 const MOUNT_ACTS: &[(&str, &str)] = &[
     ("bind_over", "check(libc.mount(W.encode(), D.encode(), None, BIND, None))"),
@@ -126,7 +126,7 @@ def attempt(name, act):
     os._exit(0)
 ";
 
-/// The attack in Python: every act on `data`, with `scratch` to be made as a writable directory.
+/// A Python script that tries every act on `data`, and makes `scratch` as a writable directory.
 fn attack(acts: &[(&str, &str)], data: &Path, scratch: &Path) -> String {
     let mut script = format!("D, W = {data:?}, {scratch:?}\nos.makedirs(W)\n{TOOLS}");
     for (name, body) in acts {
@@ -148,7 +148,7 @@ fn all_of<'a>(acts: &'a [(&'a str, &'a str)]) -> Vec<&'a str> {
     acts.iter().map(|(name, _)| *name).collect()
 }
 
-/// A directory where projects are usually kept: outside /tmp and its like, open to whoever runs the trial.
+/// A directory such as projects are in: outside /tmp and /var/tmp, and writable for the user who runs the trial.
 fn project_dir() -> tempfile::TempDir {
     let home = if is_root() {
         "/srv".into()
@@ -172,7 +172,7 @@ fn below_tmp() -> tempfile::TempDir {
     dir
 }
 
-/// Files for every act, all with an attribute to lose.
+/// Makes a file for every act, each with an extended attribute that the act could remove.
 fn fill_data(data: &Path) {
     fs::create_dir_all(data.join("hollow")).unwrap();
     for (name, _) in ACTS {
@@ -184,7 +184,7 @@ fn fill_data(data: &Path) {
     fs::set_permissions(data, Permissions::from_mode(0o755)).unwrap();
 }
 
-/// Everything the host knows about one path, access time apart.
+/// The metadata of a path on the host, without the access time.
 #[derive(Debug, PartialEq, Eq)]
 struct FileFacts {
     numbers: [u64; 6],
@@ -242,7 +242,7 @@ fn snapshot(root: &Path) -> BTreeMap<PathBuf, FileFacts> {
     seen
 }
 
-/// Runs a script with `data` in view twice: it is told the host path, then the place in the workspace.
+/// Runs a script twice with a view of `data`: once with the host path, once with the path in the workspace.
 fn at_both_paths(data: &Path, script: impl Fn(&Path, &Path) -> String) -> [ConfinedResult; 2] {
     let at_host = ConfinedRun::python_in(|work| script(data, &work.join("scratch")));
     let at_work = ConfinedRun::python_in(|work| script(&work.join("data"), &work.join("scratch")));
@@ -287,7 +287,7 @@ trial!(
     reading_leaves_no_trace,
     only_at_full = "only a mount of one's own can be without times of access"
 );
-/// Even the access time stays: what was read is nobody else's business, and metadata is metadata.
+/// Reading does not change the access time either.
 fn reading_leaves_no_trace() {
     let dir = project_dir();
     let data = dir.path().join("data");
@@ -317,13 +317,14 @@ fn reading_leaves_no_trace() {
 }
 
 trial!(Everyone, data_below_tmp);
-/// Below the host's /tmp the view stands in the program's own, writable /tmp: the view itself is as closed as elsewhere.
+/// A view of data below the host's /tmp is mounted in the program's own, writable /tmp. The view itself is read-only all the
+/// same.
 fn data_below_tmp() {
     closed_below(below_tmp());
 }
 
 trial!(Everyone, data_below_var_tmp);
-/// Inside, /var/tmp is a link to the private /tmp; a host path that leads through it must be there all the same.
+/// Inside, /var/tmp is a link to the private /tmp. A view whose host path is below /var/tmp must exist inside.
 fn data_below_var_tmp() {
     closed_below(host_dir());
 }
@@ -340,7 +341,7 @@ fn closed_below(dir: tempfile::TempDir) {
 }
 
 trial!(Everyone, a_fifo_cannot_be_written);
-/// A read-only mount does not refuse this by itself: the bytes go to whoever reads, not to the file system.
+/// A read-only mount alone does not refuse a write to a FIFO, because the bytes go to the reader and not to the file system.
 fn a_fifo_cannot_be_written() {
     for dir in [project_dir(), below_tmp()] {
         let data = dir.path().join("data");
@@ -509,13 +510,13 @@ fn a_link_out_leads_nowhere() {
         )
     };
     for ran in at_both_paths(&data, script) {
-        // What is absent is not found; what Landlock keeps closed is refused.
+        // Level `full`: the file does not exist inside. Level `landlock`: the file exists and is closed.
         let refused = if at_landlock() { "EACCES" } else { "ENOENT" };
         for name in ["absolute", "relative", "directory/project/secret"] {
             assert!(ran.printed(&format!("{name} {refused}")), "{}", ran.all());
         }
         assert!(ran.printed("inward kept"), "{}", ran.all());
-        // The way up ends at the sandbox's own root, where another file has that name.
+        // `..` ends at the sandbox's own root, where another file has that name.
         let far = if at_landlock() { "EACCES" } else { "fumehood" };
         assert!(ran.printed(&format!("far {far}")), "{}", ran.all());
     }
@@ -552,7 +553,7 @@ fn nothing_in_data_executes() {
         fs::create_dir(place).unwrap();
         fs::copy("/bin/true", place.join("true")).unwrap();
     }
-    // Landlock refuses to execute a file. What it lets a program read, it lets it map as it likes.
+    // Landlock refuses execve. A program may map a file that it may read as executable.
     let refused = if at_landlock() { &acts[..2] } else { acts };
     for ran in at_both_paths(&data, |data, scratch| attack(acts, data, scratch)) {
         assert_eq!(
@@ -564,7 +565,7 @@ fn nothing_in_data_executes() {
     }
     let control = unconfined(&attack(acts, &copy, &dir.path().join("scratch")));
     assert_eq!(came_out("did", &control), all_of(acts), "{control}");
-    // And a program in the workspace executes: it is the view that refuses, not the sandbox.
+    // Control: a program in the workspace executes, so it is the view that refuses.
     let ran = ConfinedRun::sh("cp /bin/true ./own && ./own && echo ran").run();
     assert!(ran.printed("ran"), "{}", ran.all());
 }
@@ -620,7 +621,7 @@ trial!(
     owner_only_data_is_read_not_written,
     only_at_full = "only a mount can show another owner; that the run is refused is landlock_level::owner_only_data_is_said_to_be"
 );
-/// The idmap shows root's files as the program's own; yet they are root's, and stay as they are.
+/// The idmapped mount shows root's files as the program's own. They stay unchanged.
 fn owner_only_data_is_read_not_written() {
     let dir = project_dir();
     let data = dir.path().join("data");
@@ -635,7 +636,7 @@ fn owner_only_data_is_read_not_written() {
         assert!(ran.printed("measured"), "{}", ran.all());
     }
     all_refused(ACTS, &data);
-    // Another unprivileged user of this host could not even have read it.
+    // Control: another unprivileged user of this host cannot read the file.
     let (uid, gid) = testkit::account::uid_and_gid();
     let mut stranger = Command::new("/bin/cat");
     std::os::unix::process::CommandExt::uid(&mut stranger, uid);
@@ -651,8 +652,8 @@ fn owner_only_data_is_read_not_written() {
 }
 
 trial!(Root, a_mount_in_data_is_read_only_too);
-/// Runs itself again in a mount namespace of its own, so that the mount it makes is nobody else's. The directory
-/// is the outer one's: it can be removed once that namespace, and what is mounted there, is gone.
+/// The trial runs itself again in a new mount namespace, so that no other process sees its mount. The outer process owns the
+/// directory, and removes it when that namespace and its mount are gone.
 fn a_mount_in_data_is_read_only_too() {
     const INNER: &str = "FUMEHOOD_TEST_SUBMOUNT";
     assert!(is_root());
@@ -681,7 +682,7 @@ fn a_mount_in_data_is_read_only_too() {
         fill_data(&place);
     }
     for place in [data.join("mounted"), deeper] {
-        // The control: this very mount is writable on the host.
+        // Control: the same mount is writable on the host.
         fs::write(place.join("control"), "").unwrap();
         let inner = place.strip_prefix(&data).unwrap().to_path_buf();
         let before = snapshot(&place);

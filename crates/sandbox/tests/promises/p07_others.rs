@@ -15,7 +15,7 @@ use crate::confined_run::{
     ConfinedResult, ConfinedRun, at_landlock, attempts, unconfined, verdict,
 };
 
-/// A run that goes on until it is let go, in a thread of its own.
+/// A run in a thread of its own that continues until the trial ends it.
 pub struct HeldRun {
     done: mpsc::Receiver<ConfinedResult>,
     let_go: Option<OwnedFd>,
@@ -23,7 +23,7 @@ pub struct HeldRun {
 }
 
 impl HeldRun {
-    /// The script calls `hold()` when it is ready; from then on it waits.
+    /// Starts a run whose script calls `hold()` when it is ready, and waits in it.
     pub fn start(mut confined: ConfinedRun, script: &str) -> HeldRun {
         let workspace = confined.workspace().to_path_buf();
         let ready = workspace.join("ready");
@@ -44,7 +44,7 @@ impl HeldRun {
         let early = tell_ready.clone();
         std::thread::spawn(move || {
             let ran = confined.run();
-            // Before it was ready: then its words are the reason.
+            // If the run ended before it was ready, its output is the error.
             let _nobody_waits = early.send(Err(ran.all()));
             let _nobody_waits = tell_done.send(ran);
         });
@@ -91,7 +91,7 @@ pub fn host_uids(pid: i32) -> Vec<u32> {
         .collect()
 }
 
-/// `PID` is a process of the first analysis, `DIR` its workspace; `NAME` and `KEY` are what it called its things.
+/// `PID` is a process of the first analysis, `DIR` its workspace; `NAME` and `KEY` name its IPC objects.
 const REACH_ANOTHER: &[(&str, &str)] = &[
     ("see", "os.stat('/proc/%d' % PID)"),
     (
@@ -141,7 +141,7 @@ named = socket.socket(socket.AF_UNIX); named.bind('\0' + NAME); named.listen()
 tcp = socket.socket(); tcp.bind(('127.0.0.1', PORT)); tcp.listen()
 "#;
 
-/// At level `landlock` there is no such thing of the first's: it could not make it, and landlock_level tries the host's.
+/// At level `landlock` the first analysis cannot make these objects; landlock_level tries those of the host.
 const NOT_MADE_AT_LANDLOCK: &[&str] = &[
     "see_its_command",
     "shared_memory",
@@ -153,7 +153,7 @@ const NOT_MADE_AT_LANDLOCK: &[&str] = &[
     "its_tmp",
     "its_home",
 ];
-/// Without a pid namespace the numbers of others can be asked after.
+/// Without a pid namespace a program can ask whether a pid of another run exists.
 const SEEN_AT_LANDLOCK: &[&str] = &["see", "hold_it"];
 
 trial!(Everyone, two_at_once);
@@ -175,26 +175,26 @@ fn two_at_once() {
         .copied()
         .filter(|(n, _)| !at_landlock() || !NOT_MADE_AT_LANDLOCK.contains(n))
         .collect();
-    // The control: what the first makes can be reached, from a process of its own. Its hidden directory, though, is
-    // not even its own to see.
+    // Control: a process of the first analysis reaches what the first analysis made. The hidden directory is the exception: the
+    // program itself cannot see it.
     let acts: Vec<_> = all
         .iter()
         .copied()
         .filter(|(n, _)| *n != "its_hidden_directory")
         .collect();
-    // At level `landlock` it can reach no process but itself: there the host is the control.
+    // At level `landlock` a process reaches no process but itself, so the control runs on the host.
     let control = match at_landlock() {
         false => attempts(&(setup("os.getpid()", &own) + FIRST_ANALYSIS), &acts),
         true => String::from("open('mine', 'w').write('mine')\n"),
     };
-    // The mark stands in the command line in full, for the host and the control to find.
+    // The command line contains the whole mark, by which the host and the control find the process.
     let held = HeldRun::start(first, &format!("# {name}\n{control}\nhold()\n"));
     let pids = host_pids(&name);
     let pid = *pids.first().expect("the host sees the first analysis");
     let reach = attempts(&setup(&pid.to_string(), &held.workspace), &all);
     let second = ConfinedRun::python(&reach).run();
     let on_host = at_landlock().then(|| unconfined(&reach));
-    // Both run under ids of their own, none of them root's.
+    // Each run has a uid of its own, and none is root's.
     let first_uids = host_uids(pid);
     let second_kill = ConfinedRun::python(&format!("os.kill({pid}, 9)")).run();
     let ran = held.finish();
@@ -207,7 +207,7 @@ fn two_at_once() {
     assert_eq!(second_kill.code(), Some(1), "{}", second_kill.all());
     let control = on_host.as_ref().unwrap_or(&ran.stdout);
     for (act, _) in &acts {
-        // Root of a container may not ask for the limits of another uid.
+        // Root in a container may not read the limits of another uid's process.
         let may_not = at_landlock() && is_root() && *act == "limits";
         assert!(
             verdict(control, act) == "done" || may_not,
@@ -243,11 +243,11 @@ fn two_leases(first: &[u32]) {
     );
 }
 
-/// A process of the host's that does nothing but wait, under the identity that runs the test.
+/// A process of the host that waits, with the identity of the trial.
 pub struct HostProcess(pub Child);
 
 impl HostProcess {
-    /// In a process group of its own, and past its exec: before that its memory is nobody's yet.
+    /// Starts the process in a group of its own, and waits until it has called execve.
     pub fn start() -> HostProcess {
         let mut command = Command::new("/bin/sleep");
         let child = command
@@ -342,7 +342,7 @@ fn processes_of_the_host() {
             );
         }
     }
-    // Everyone it can signal, its own excepted, is nobody: in a pid namespace it cannot mean the host.
+    // kill(-1) reaches only the program's own processes: in a pid namespace it does not mean the host's.
     let kill = format!(
         "import signal, subprocess\n\
          child = subprocess.Popen(['/bin/sleep', '60'])\n\
@@ -353,13 +353,13 @@ fn processes_of_the_host() {
         witness.pid()
     );
     let ran = ConfinedRun::python(&kill).run();
-    // The control: its own child died of it.
+    // Control: kill(-1) killed the program's own child.
     assert!(
         ran.printed("sent to -1") && ran.printed("child -9"),
         "{}",
         ran.all()
     );
-    // Where Landlock does not know of signals the guardian answers, and tells nothing of strangers.
+    // If Landlock cannot restrict signals, the guardian answers, and does not tell whether other processes exist.
     let by_landlock = at_landlock() && sandbox::landlock_abi() >= 6;
     let refused = if by_landlock { "EPERM" } else { "ESRCH" };
     assert!(
@@ -370,7 +370,7 @@ fn processes_of_the_host() {
     assert!(witness.lives());
 }
 
-/// Pid 1 or, at level `landlock`, the guardian: the parent of the program.
+/// The parent of the program: pid 1 or, at level `landlock`, the guardian.
 const INIT: &str = "PID = os.getppid()\n";
 
 const REACH_PID_1: &[(&str, &str)] = &[
@@ -386,7 +386,7 @@ const REACH_PID_1: &[(&str, &str)] = &[
     ("namespaces", "os.readlink('/proc/%d/ns/user' % PID)"),
     ("map_files", "os.listdir('/proc/%d/map_files' % PID)"),
 ];
-/// Refused about any process, by seccomp and a read-only /proc; on the host about a child of one's own they succeed.
+/// Acts that seccomp and a read-only /proc refuse for every process. On the host they succeed for one's own child.
 const REFUSED_ABOUT_ANY: &[(&str, &str)] = &[
     ("mem_for_writing", "open('/proc/%d/mem' % PID, 'r+b', 0)"),
     ("read_memory", "readv(PID)"),
@@ -398,7 +398,7 @@ const REFUSED_ABOUT_ANY: &[(&str, &str)] = &[
     ("take_a_descriptor", "sc(438, os.pidfd_open(PID), 0, 0)"),
     ("compare", "sc(312, os.getpid(), PID, 0, 0, 0)"),
 ];
-/// A child to try the same on: it holds descriptor 0 and waits.
+/// A child for the control. It holds descriptor 0 and waits.
 const CHILD: &str = "import atexit, subprocess\nnull = subprocess.DEVNULL\n\
                      child = subprocess.Popen(['/bin/sleep', '60'], stdin=null, stdout=null, stderr=null, start_new_session=True)\n\
                      PID = child.pid; atexit.register(child.kill)\n\
@@ -408,7 +408,7 @@ trial!(Everyone, pid_1_is_out_of_reach);
 fn pid_1_is_out_of_reach() {
     let all = [REACH_PID_1, REFUSED_ABOUT_ANY].concat();
     let control = unconfined(&attempts(&format!("{READV}{CHILD}"), REFUSED_ABOUT_ANY));
-    // Where the run's other processes are closed to it too, the control is on the host.
+    // At level `landlock` the run's other processes are closed to the program too, so the control runs on the host.
     let own_child = match at_landlock() {
         false => {
             ConfinedRun::python(&attempts(CHILD, REACH_PID_1))
@@ -422,7 +422,7 @@ fn pid_1_is_out_of_reach() {
                    \x20       try: send()\n\
                    \x20       except OSError: pass\n\
                    sys.stdout.flush(); os._exit(7)\n";
-    // Landlock keeps signals from it, and the kernel from a pid namespace's init: with either, the run ends rightly.
+    // Landlock protects init from signals, and so does the kernel in a pid namespace. Either alone is enough.
     let without: [&[sandbox::spec::Layer]; 2] = [&[], &[sandbox::spec::Layer::Landlock]];
     for without in &without[..if at_landlock() { 1 } else { 2 }] {
         let script = attempts(&format!("{INIT}{READV}"), &all) + signals;
@@ -449,7 +449,7 @@ fn pid_1_is_out_of_reach() {
     }
 }
 
-/// Pid 1 has the program's uid, which is all that the scheduler's calls ask for.
+/// Pid 1 has the program's uid, and the kernel permits the scheduler's calls on any process of the same uid.
 const SLOW: &[(&str, &str)] = &[
     ("priority", "os.setpriority(os.PRIO_PROCESS, PID, 19)"),
     (
@@ -480,7 +480,7 @@ trial!(Everyone, pid_1_cannot_be_slowed);
 fn pid_1_cannot_be_slowed() {
     let control = unconfined(&attempts(CHILD, SLOW));
     let tell = "print('nice', os.getpriority(os.PRIO_PROCESS, PID), os.sched_getscheduler(PID), sc(252, 1, PID) >> 13)\n";
-    // Everyone of this uid at once: pid 1 is among them unless it is left out.
+    // The call changes all processes of this uid; pid 1 must not be among them.
     let everyone = "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n\
                     try: sc(251, 3, os.getuid(), 3 << 13)\nexcept OSError: pass\n";
     let untouched = ConfinedRun::python(&(attempts(INIT, &[]) + tell)).run();
@@ -503,7 +503,7 @@ fn pid_1_cannot_be_slowed() {
 }
 
 trial!(Everyone, pid_1_keeps_its_deadline);
-/// Whatever it did to pid 1, with every CPU taken by its own threads, the deadline holds and is told as one.
+/// The program attacks pid 1 and occupies every CPU with its threads. The deadline holds, and the outcome names it.
 fn pid_1_keeps_its_deadline() {
     let flood = "for _ in range(48):\n\
                  \x20   if os.fork() == 0:\n\
@@ -526,7 +526,7 @@ fn pid_1_keeps_its_deadline() {
         "{}",
         ran.all()
     );
-    // A bound on waiting, far above what is promised: a starved init would need the runner's backstop.
+    // The bound is far above the promise. If init got no CPU time, the runner's backstop would end the run later.
     assert!(
         start.elapsed() < Duration::from_secs(20),
         "{:?}",
@@ -535,7 +535,7 @@ fn pid_1_keeps_its_deadline() {
 }
 
 trial!(Everyone, host_wide_counters_are_not_used_up);
-/// Numbers of which the whole host has one supply. What one analysis can take of it must leave most to the others.
+/// Numbers that the whole host shares. One analysis must leave most of them to others.
 fn host_wide_counters_are_not_used_up() {
     let script = "import struct\n\
                   context = ctypes.c_ulong(0)\n\
@@ -543,15 +543,15 @@ fn host_wide_counters_are_not_used_up() {
                   print('MUCH' if taken else 'little')\n";
     let whole = std::fs::read_to_string("/proc/sys/fs/aio-max-nr").unwrap();
     let script = &format!("WHOLE = {}\n{script}", whole.trim());
-    // A quarter only, and for a moment: others use this host too.
+    // The control takes a quarter of them for a moment, because others use this host too.
     assert!(unconfined(script).contains("MUCH"), "the control takes it");
     let ran = ConfinedRun::python(script).run();
     assert!(ran.stdout.contains("little"), "fs.aio-nr: {}", ran.all());
 }
 
 trial!(Everyone, pid_1_keeps_no_stream);
-/// Init says that it keeps no stream of the program's: when the last process that writes has closed its end, the
-/// other side learns of it.
+/// Init keeps no stream of the program open: when the last process that writes has closed its end, the reader gets an end of
+/// file.
 fn pid_1_keeps_no_stream() {
     let mark = format!("streams-{}", std::process::id());
     let held = HeldRun::start(
@@ -583,13 +583,14 @@ fn pid_1_keeps_no_stream() {
             !held_by_init.contains(&pipe.to_owned()),
             "{pipe} among {held_by_init:?}"
         ),
-        // Not dumpable: only root can look.
+        // Init is not dumpable, so only root can read this.
         Err(e) => assert!(!is_root(), "{e}"),
     }
 }
 
 trial!(Everyone, what_others_open_and_start);
-/// A watch on a directory of the system tells who starts what; merged pages tell who holds what.
+/// An inotify watch on a system directory would show which programs others start; merged pages would show what others have in
+/// memory.
 fn what_others_open_and_start() {
     let script = r#"
 import fcntl, mmap

@@ -1,6 +1,6 @@
 //! P8: the analysis gains no privilege: never host uid 0, no effect of set-id programs or file capabilities, no
-//! capability, no namespace, no kernel machinery, no tracing of anything, no foreign system call ABI. What is refused
-//! is answered with an errno; the program lives on.
+//! capability, no namespace, no kernel machinery, no tracing of anything, no foreign system call ABI. A
+//! refused call returns an errno, and the program lives on.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::confined_run::{
 };
 use crate::p07_others::{HeldRun, host_pids, host_uids};
 
-/// Every act is refused inside with one of the errnos named, and its process lived to say so.
+/// Asserts that every act was refused inside with one of these errnos, and that its process survived to print so.
 fn refused(printed: &str, acts: &[(&str, &str)], errnos: &[&str]) {
     for (act, _) in acts {
         let inside = verdict(printed, act);
@@ -27,7 +27,7 @@ fn refused(printed: &str, acts: &[(&str, &str)], errnos: &[&str]) {
 
 fn done(printed: &str, acts: &[(&str, &str)]) {
     for (act, _) in acts {
-        // A call that this kernel does not have at all cannot be shown to work; it must still be refused inside.
+        // If this kernel does not have a call, the control cannot succeed. The call must be refused inside all the same.
         let came = verdict(printed, act);
         assert!(
             came == "done" || came == "refused ENOSYS",
@@ -37,7 +37,7 @@ fn done(printed: &str, acts: &[(&str, &str)]) {
 }
 
 trial!(Everyone, never_host_root);
-/// Seen from the host, which cannot be lied to: every process of the run, pid 1 included.
+/// Checks every process of the run, pid 1 included, from the host's side.
 fn never_host_root() {
     let mark = format!("uids-{}-{}", std::process::id(), u8::from(is_root()));
     let script = format!(
@@ -78,7 +78,7 @@ fn never_host_root() {
             !is_root(),
             "leased under root, the caller's own otherwise"
         );
-        // Pid 1 executes nothing, and the bounding set limits execve alone.
+        // The bounding set limits execve alone, and pid 1 calls no execve.
         let sets = capability_sets().iter();
         for set in sets.filter(|set| pid != init || **set != "CapBnd") {
             assert_eq!(
@@ -88,7 +88,7 @@ fn never_host_root() {
             );
         }
         assert_eq!(field(&text, "NoNewPrivs"), "1", "{pid}\n{text}");
-        // Pid 1 is our own code and makes the calls that the filter refuses to the program.
+        // Pid 1 is Fumehood's code, and makes calls that the filter refuses to the program.
         assert_eq!(field(&text, "Seccomp") == "2", pid != init, "{pid}\n{text}");
         assert_eq!(
             field(&text, "Groups"),
@@ -101,8 +101,8 @@ fn never_host_root() {
     }
 }
 
-/// Those that are empty. Only who has CAP_SETPCAP can empty the bounding set, and a plain user has it in a user namespace
-/// alone; with no_new_privs nothing is gained from it.
+/// The capability sets that are empty. Emptying the bounding set needs CAP_SETPCAP, which a plain user has only in a user
+/// namespace. With no_new_privs the bounding set gives nothing.
 fn capability_sets() -> &'static [&'static str] {
     match at_landlock() && !is_root() {
         true => &["CapInh", "CapPrm", "CapEff", "CapAmb"],
@@ -141,7 +141,7 @@ fn no_capability() {
     for line in ["NoNewPrivs: 1", "Seccomp: 2"] {
         assert!(ran.printed(line), "{}", ran.all());
     }
-    // In a user namespace it has one number for all; without one, the host's.
+    // In a user namespace the program always has the same ids; without one it has the host's.
     let (uid, gid) = inside_ids(&spec);
     let line = format!("uids ({uid}, {uid}, {uid}) ({gid}, {gid}, {gid})");
     assert!(ran.stdout.contains(&line), "{}", ran.all());
@@ -210,7 +210,7 @@ fn set_id_programs() {
         });
         let (uid, gid) = inside_ids(&confined.spec);
         let ran = confined.run();
-        // Where no mount is nosuid, the kernel does not execute what it cannot give its capability.
+        // Without nosuid mounts, the kernel refuses to execute a file whose capability it cannot grant.
         let executed = if at_landlock() { 2 } else { 3 };
         let who = format!("euid {uid} egid {gid}");
         assert_eq!(
@@ -219,7 +219,7 @@ fn set_id_programs() {
             "{owner:?} {}",
             ran.all()
         );
-        // The status of a child is closed to it at level `landlock`.
+        // At level `landlock` the program cannot read /proc/<pid>/status of a child.
         let told = if at_landlock() { 0 } else { executed };
         for set in ["CapEff", "CapPrm"] {
             assert_eq!(
@@ -235,9 +235,9 @@ fn set_id_programs() {
 }
 
 trial!(Everyone, set_id_programs_of_the_system);
-/// The set-user-id programs in /usr are there and run; they run as nobody in particular.
+/// The set-user-id programs in /usr exist and run, without the privilege of their owner.
 fn set_id_programs_of_the_system() {
-    // mount(8) tells by its own check whether it has root's privilege: "must be superuser" or "only root can".
+    // mount(8) reports whether it has root's privilege: "must be superuser" or "only root can".
     let script = "import glob, stat, subprocess\n\
                   found = [p for p in glob.glob('/usr/bin/*') + glob.glob('/usr/sbin/*') if os.path.isfile(p) and os.stat(p).st_mode & stat.S_ISUID]\n\
                   print('found', len(found))\n\
@@ -253,20 +253,20 @@ fn set_id_programs_of_the_system() {
     for line in ["mount True", "su True", "writable False"] {
         assert!(ran.printed(line), "{line}\n{}", ran.all());
     }
-    // Where the mounts are the host's, no_new_privs alone makes the bits ineffective.
+    // With the host's mounts, no_new_privs alone makes the set-id bits ineffective.
     assert!(
         at_landlock() || ran.printed("nosuid True True True True"),
         "{}",
         ran.all()
     );
     if is_root() {
-        // The control: as root, su makes root without asking.
+        // Control: as root, su gives root without a password.
         let control = Command::new("su").args(["-c", "id -u"]).output().unwrap();
         assert_eq!(String::from_utf8_lossy(&control.stdout).trim(), "0");
     }
 }
 
-/// With a user namespace in each: that is how the unprivileged get the others.
+/// Each act asks for a user namespace too, because an unprivileged process gets the other namespaces only with it.
 const NAMESPACES: &[(&str, &str)] = &[
     ("unshare_user", "sc(272, 0x10000000)"),
     ("unshare_mount", "sc(272, 0x10020000)"),
@@ -322,7 +322,7 @@ fn namespaces() {
     let ran = ConfinedRun::python(&attempts(BORN, &[NAMESPACES, ENTER].concat())).run();
     refused(&ran.stdout, NAMESPACES, &["EPERM", "ENOSYS"]);
     refused(&ran.stdout, ENTER, &["EPERM"]);
-    // The other control: ordinary processes and threads are made by the same call.
+    // Second control: the same call makes ordinary processes and threads.
     let ordinary = "import threading\nt = threading.Thread(target=lambda: print('THREAD')); t.start(); t.join()\n\
                     if os.fork() == 0: print('CHILD', flush=True); os._exit(0)\nos.wait()\n";
     let ran = ConfinedRun::python(ordinary).run();
@@ -363,7 +363,7 @@ const MOUNTS: &[(&str, &str)] = &[
         "sc(165, ctypes.c_char_p(b'none'), ctypes.c_char_p(T), ctypes.c_char_p(b'tmpfs'), 0, 0); os.chdir(T); sc(155, ctypes.c_char_p(b'.'), ctypes.c_char_p(b'.'))",
     ),
 ];
-/// The same calls without what prepares them: each is refused by itself.
+/// The same calls without preparation: each is refused by itself.
 const MOUNT_CALLS: &[(&str, &str)] = &[
     ("bare_umount2", "sc(166, ctypes.c_char_p(T), 2)"),
     (
@@ -428,7 +428,7 @@ const MACHINERY: &[(&str, &str)] = &[
         "sc(458, ctypes.create_string_buffer(struct.pack('IIQQQ', 32, 0, 0xffffffffffffffff, 0, 0), 32), ctypes.create_string_buffer(800), 100, 0)",
     ),
 ];
-/// Root's alone on the host, and some of them would change it: no control is run for these.
+/// On the host only root may make these calls, and some would change the host. So they have no control.
 const ROOTS_MACHINERY: &[(&str, &str)] = &[
     ("bpf", "sc(321, 5, ctypes.create_string_buffer(128), 128)"),
     (
@@ -608,7 +608,8 @@ const IDS: &[(&str, &str)] = &[
 trial!(Everyone, ids);
 fn ids() {
     if is_root() {
-        // Not the map, which is written once, nor the host's own settings, nor what root in a container may lack.
+        // The control leaves out the uid map, which can be written once, settings of the host, and what root in a container may
+        // lack.
         let harmless: Vec<_> = IDS
             .iter()
             .copied()
@@ -638,7 +639,7 @@ fn ids() {
     }
 }
 
-/// The same question, "who am I", asked in three tongues.
+/// The same call, getuid, through three system call ABIs: x86-64, i386 and x32.
 #[cfg(target_arch = "x86_64")]
 const TONGUES: &str = r#"
 #include <stdio.h>
@@ -673,7 +674,7 @@ fn foreign_calls() {
     let output = Command::new(dir.path().join("tongues")).output().unwrap();
     let control = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(control.contains("native understood"), "{control}");
-    // Whether a kernel has i386 and x32 is for those who built and started it; with either, the control shows it.
+    // Not every kernel has i386 and x32. The control shows which.
     let has_i386 = control.contains("i386 understood");
     assert!(
         has_i386 || !Path::new("/proc/sys/abi/vsyscall32").exists(),
@@ -697,6 +698,6 @@ fn foreign_calls() {
     }
 }
 
-/// There is only one tongue on this architecture's 64-bit kernels without compat; the filter's own tests cover it.
+/// Kernels of this architecture without compat have one system call ABI; the filter's unit tests cover it.
 #[cfg(not(target_arch = "x86_64"))]
 fn foreign_calls() {}

@@ -1,6 +1,6 @@
-//! P10 again: what a program hides from the watch, or heaps up where the watch looks, is bounded all the same.
+//! P10: a program that hides its usage from the watch, or gives the watch much to read, stays within its limits.
 //!
-//! Each of these was once a way past a limit.
+//! Each of these trials was once a way past a limit.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -14,7 +14,7 @@ use crate::confined_run::{ConfinedRun, alone, unconfined};
 use crate::p10_limits::{DISK, MIB, WRITES, disk_limited, files_limited, stopped, unstopped};
 use crate::p11_deadline::{Fifo, new_marker, wait_for_marked};
 
-/// The names in such a directory can be read, and what they name cannot be looked at.
+/// In a directory with mode 400 the names can be read, and the files cannot be inspected.
 const BEHIND_MODE_400: &str = "
 os.makedirs('shut/in')
 inside = os.open('shut/in', os.O_RDONLY | os.O_DIRECTORY)
@@ -40,12 +40,12 @@ trial!(
     Everyone,
     disk_that_is_taken_and_given_back_between_two_seconds
 );
-/// By children whom nobody waits for, so that no counter tells of it, and at a time when the files were just measured: all of it
-/// is gone before they are measured again because a second is over.
+/// Children that nobody waits for take the disk, so that no counter shows it, right after a measurement. They give it back before
+/// the next measurement, a second later.
 fn disk_that_is_taken_and_given_back_between_two_seconds() {
     let _alone = alone();
     let run = |count: u64| {
-        // The kernel holds each of them to the limit.
+        // RLIMIT_FSIZE holds each file to the limit.
         let script = format!(
             "{WRITES}
 def fill(name):
@@ -70,7 +70,7 @@ trial!(
     Everyone,
     names_that_are_made_and_removed_between_two_seconds
 );
-/// Links cost no byte and no inode.
+/// Hard links take no byte and no inode.
 fn names_that_are_made_and_removed_between_two_seconds() {
     let _alone = alone();
     let run = |count: u64| {
@@ -90,7 +90,7 @@ for n in range({count}): os.unlink(str(n))
 }
 
 trial!(Everyone, who_deletes_what_it_writes_may_hide_a_directory);
-/// It answers for what is there, not for what was.
+/// The program is charged for the files that are there, not for those that were.
 fn who_deletes_what_it_writes_may_hide_a_directory() {
     let _alone = alone();
     let script = format!(
@@ -113,7 +113,8 @@ for _ in range(3 * {DISK} // {MIB} // PART):
 }
 
 trial!(Everyone, what_others_wrote_before_it_ran_is_not_its_own);
-/// Where something cannot be measured, what the whole file system has grown by is taken for the program's; from the word to go on.
+/// If something cannot be measured, the watch charges the program with the growth of the whole file system since the program
+/// started.
 fn what_others_wrote_before_it_ran_is_not_its_own() {
     const LARGE: u64 = 3 << 30;
     let _alone = alone();
@@ -165,9 +166,9 @@ for n in range(COUNT):
     ));
 }
 
-/// Puts a copy in memory in the place of everything that it maps of its own file, which then is neither among its
-/// descriptors nor among its maps, and says so. Only that it runs keeps the file. Where its maps are closed to it, it
-/// takes what the loader knows of them.
+/// Replaces every mapping of its own executable by a copy in memory, and prints so. The file is then neither among its
+/// descriptors nor among its maps; only the running process keeps it. If the program cannot read its maps, it uses what the
+/// loader knows of them.
 const HOLDER: &str = r#"
 #define _GNU_SOURCE
 #include <link.h>
@@ -252,7 +253,7 @@ time.sleep(3 if TOTAL > 128 else 0)
     assert!(control.stdout.contains("held all"), "{}", control.all());
 }
 
-/// Without a loader, whose own maps would stay.
+/// Links statically, because the maps of a loader would stay.
 fn compile_static(source: &str, program: &Path) {
     let mut gcc = Command::new("gcc")
         .args(["-O1", "-w", "-static", "-x", "c", "-", "-o"])
@@ -266,12 +267,12 @@ fn compile_static(source: &str, program: &Path) {
     assert!(gcc.wait().unwrap().success());
 }
 
-/// The most that init may ever have held: without a cgroup, what it takes is within no limit of the run's.
+/// The most memory that init may use: without a cgroup no limit of the run covers it.
 const INIT_AT_MOST: u64 = 128 * MIB;
 
 trial!(Everyone, long_maps_do_not_fill_init);
-/// Init reads which files a process maps. Here that is some hundred MiB of text: every line break in a name is
-/// four characters there.
+/// Init reads the maps of a process. Here these are some hundred MiB of text, because /proc writes each line break in a name as
+/// four characters.
 fn long_maps_do_not_fill_init() {
     let marker = new_marker();
     let confined = ConfinedRun::python(&format!(
@@ -311,7 +312,7 @@ os.read(go, 1)
         let (peak, maps) = looker.join().unwrap();
         unstopped(&ran);
         assert!(peak > 0 && peak < INIT_AT_MOST, "{peak} bytes in init");
-        // The control: whoever had read all of it would have held more.
+        // Control: the maps are longer than what init may use.
         assert!(maps > INIT_AT_MOST, "{maps} bytes of maps");
     });
 }
@@ -332,8 +333,8 @@ fn length_of(path: &str) -> u64 {
     }
 }
 
-/// What one TCP connection takes in both directions when nobody reads, inside and on the host. The kernel counts it for
-/// the whole host, and no process of the run need show it. `wanted` is the size of buffer that is asked for.
+/// How many bytes one TCP connection holds in both directions when nobody reads, inside and on the host. The kernel counts them
+/// for the whole host and for no process. `wanted` is the requested size of the buffers.
 fn held_by_a_connection(wanted: u64) -> (u64, u64) {
     let fill = format!(
         "
@@ -368,7 +369,7 @@ trial!(
     a_connection_holds_little,
     only_at_full = "there is no network to connect by"
 );
-/// The sizes that the kernel chooses by itself, which on a host can grow to many MiB.
+/// Buffers of the size that the kernel chooses, which on a host can grow to many MiB.
 fn a_connection_holds_little() {
     let (inside, host) = held_by_a_connection(0);
     assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
@@ -380,14 +381,14 @@ trial!(
     a_connection_that_asks_for_more_holds_little,
     only_at_full = "there is no network to connect by"
 );
-/// Asking for more is another way: such a size is bounded by net.core's settings, not by TCP's.
+/// Buffers of a requested size, which the settings of net.core bound instead of those of TCP.
 fn a_connection_that_asks_for_more_holds_little() {
     let (inside, host) = held_by_a_connection(4 * MIB);
     assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
     assert!(host >= inside, "{host} on the host, {inside} inside");
 }
 
-/// Runs it with memory that only the watch holds.
+/// Runs an act under a memory limit that only the watch enforces.
 fn memory_watched(act: &str, memory_bytes: u64) -> crate::confined_run::ConfinedResult {
     let mut confined = ConfinedRun::python(act).limits(|l| {
         (l.memory_bytes, l.open_files, l.pids) = (memory_bytes, 4096, 256);
@@ -397,7 +398,7 @@ fn memory_watched(act: &str, memory_bytes: u64) -> crate::confined_run::Confined
 }
 
 trial!(Everyone, memory_that_was_let_go_of);
-/// Shared pages stay in memory when nobody maps them any more, and are in no process's account.
+/// Shared pages that nobody maps any more stay in memory, and no process is charged for them.
 fn memory_that_was_let_go_of() {
     let act = "
 import mmap, time
@@ -419,7 +420,7 @@ assert kept[0] == 1
 }
 
 trial!(Everyone, memory_behind_many_descriptors);
-/// More descriptors than can be looked at, and memory files among the last.
+/// More descriptors than the watch reads, with memory files among the last.
 fn memory_behind_many_descriptors() {
     let act = "
 import time
@@ -445,7 +446,7 @@ time.sleep(1.5)
 }
 
 trial!(Everyone, one_memory_is_counted_once);
-/// Between vfork and exec two processes are one in memory, which is what starting any program looks like.
+/// Between vfork and exec two processes share one memory, as at every start of a program.
 fn one_memory_is_counted_once() {
     let act = "
 import subprocess
@@ -457,7 +458,7 @@ print('done')
     let ran = memory_watched(act, 160 * MIB);
     unstopped(&ran);
     assert!(ran.printed("done"), "{}", ran.all());
-    // The control: two memories are two.
+    // Control: two memories are counted as two.
     let two = "
 import time
 kept = bytearray(96 << 20)
@@ -469,7 +470,7 @@ time.sleep(1.5)
 }
 
 trial!(Everyone, a_long_line_of_processes_dies);
-/// Each the child of the one before: whoever walks up from each would walk for ever.
+/// Each process is the child of the one before, so walking up from each one would take very long.
 fn a_long_line_of_processes_dies() {
     let source = r#"
 #include <signal.h>

@@ -1,6 +1,7 @@
-//! P10 once more: what a program keeps from the watch, or keeps the watch waiting with, is bounded all the same.
+//! P10: a program that holds files or memory where the watch does not see them, or makes the watch wait, stays within its
+//! limits.
 //!
-//! Each of these was once a way past a limit.
+//! Each of these trials was once a way past a limit.
 
 use std::io::Write;
 use std::path::Path;
@@ -15,11 +16,11 @@ use crate::confined_run::{
 use crate::p10_limits::{DISK, MIB, WRITES, files_limited, stopped, unstopped};
 use crate::p11_deadline::Fifo;
 
-/// What a watch may let through, as in `p10_limits.rs`.
+/// How much the watch may let through, as in `p10_limits.rs`.
 const OVERSHOOT: u64 = 1024 * MIB;
 
-/// `main` calls `attack()` first. `write_files(mib, held)` writes so many MiB in files of 16 MiB and prints a dot for
-/// each MiB; each file is unlinked and handed to `held`.
+/// `main` calls `attack()` first. `write_files(mib, held)` writes `mib` MiB in files of 16 MiB, prints a dot for each MiB, unlinks
+/// each file and passes it to `held`.
 const C_WRITES: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -76,7 +77,7 @@ int main(int argc, char **argv) {
 }
 "#;
 
-/// Holds a file by a call that waits, while another thread closes the descriptor.
+/// A blocked call holds a file while another thread closes the descriptor.
 const HELD_BY_CALL: &str = r#"
 static int pipe_end;
 static volatile int taken;
@@ -137,7 +138,7 @@ static void attack(char **argv) {{
 }
 
 trial!(Everyone, who_rewrites_beside_a_neighbour_goes_on);
-/// Growth that is not the run's is charged to nobody, whatever the run has written itself.
+/// Growth of the file system that is not the run's is not charged to the run, however much the run has written itself.
 fn who_rewrites_beside_a_neighbour_goes_on() {
     let _alone = alone();
     let act = format!(
@@ -181,8 +182,8 @@ print('\\ndone')
 }
 
 trial!(Everyone, disk_while_the_watch_waits_for_a_memory_map);
-/// Every thread waits for its turn at the process's memory map, and so does who asks the process how large it is: anew
-/// for each of its many mappings.
+/// All threads contend for the lock of the process's memory map. The watch needs the same lock to read the maps, again for each
+/// of many mappings.
 fn disk_while_the_watch_waits_for_a_memory_map() {
     let act = "
 #define MUCH (4ul << 30)
@@ -220,7 +221,7 @@ static void attack(char **argv) {
 }
 
 trial!(Everyone, disk_while_the_watch_waits_for_execve);
-/// While a process gives up many mappings to become another program, its counters cannot be read.
+/// While a process with many mappings is in execve, nobody can read its counters.
 fn disk_while_the_watch_waits_for_execve() {
     let act = "
 static void attack(char **argv) {
@@ -257,7 +258,7 @@ trial!(
     names_that_sockets_keep,
     only_at_full = "no socket has a name"
 );
-/// The socket keeps the inode of a name that is gone: 17,000 of them under a limit of 3000.
+/// A socket keeps the inode of its removed name: 17,000 inodes under a limit of 3000.
 fn names_that_sockets_keep() {
     files_limited(
         "
@@ -325,7 +326,7 @@ except OSError as e:
     assert_eq!(control.stdout.matches('.').count(), 256);
 }
 
-/// Runs it with memory that only the watch holds.
+/// Runs an act under a memory limit that only the watch enforces.
 fn memory_limited(run: impl Fn(u64) -> ConfinedResult, memory_bytes: u64) {
     stopped(&run(memory_bytes), Stop::Memory);
     let control = run(4096 * MIB);
@@ -333,7 +334,7 @@ fn memory_limited(run: impl Fn(u64) -> ConfinedResult, memory_bytes: u64) {
     assert!(control.stdout.contains("wrote all"), "{}", control.all());
 }
 
-/// The same for an act in C that takes 768 MiB.
+/// As [`memory_limited`], for an act in C that takes 768 MiB.
 fn c_memory_limited(act: &str) {
     let run = |memory_bytes| {
         run_c(act, 768, |confined| {
@@ -387,7 +388,7 @@ time.sleep(1.5)
     memory_limited(run, 96 * MIB);
 }
 
-/// Runs it with 768 MiB in memory files of 16 MiB each, of which `held` keeps what it can before they are closed.
+/// Runs an act that makes 768 MiB of memory files of 16 MiB each; `held` keeps them in some way before they are closed.
 fn memory_files_limited(held: &str) {
     let act = format!(
         "{held}
@@ -407,7 +408,7 @@ static void attack(char **argv) {{
 }
 
 trial!(Everyone, memory_files_mapped_in_part);
-/// A page that is mapped keeps the whole file: 800 MB under 128 MB.
+/// One mapped page keeps the whole file: 800 MB under a limit of 128 MB.
 fn memory_files_mapped_in_part() {
     memory_files_limited(
         "
@@ -420,7 +421,7 @@ static void hold(int fd) {
 }
 
 trial!(Everyone, memory_files_that_are_running_programs);
-/// So does a process whose program it is, whatever follows what is mapped of it.
+/// A process keeps the whole file of its executable, even the part that it does not map.
 fn memory_files_that_are_running_programs() {
     memory_files_limited(
         r#"
@@ -447,7 +448,7 @@ static void hold(int fd) {
     );
 }
 
-/// One byte of a large folio in each slot of each pipe; the file itself is truncated again.
+/// Each slot of each pipe holds one byte of a large folio; the file itself is truncated again.
 const PIN: &str = r#"
 static void pin(int folios) {
     size_t size = 2 << 20;
@@ -483,7 +484,7 @@ fn memory_held_by_pipes() {
     memory_limited(run, 256 * MIB);
 }
 
-/// Whether the file system of the workspaces keeps files in large folios: a byte in a pipe then holds much.
+/// Whether the file system of the workspaces uses large folios, so that one byte in a pipe keeps much memory.
 fn keeps_large_folios() -> bool {
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     let program = dir.path().join("pins");
@@ -514,12 +515,12 @@ static void attack(char **argv) {
         let printed = String::from_utf8_lossy(&output.stdout);
         printed.trim().parse().unwrap()
     };
-    // Others take and give back such memory meanwhile.
+    // Other processes take and free such memory at the same time.
     (0..5).any(|_| grown() > 64)
 }
 
 trial!(Everyone, descriptors_of_a_threads_own_are_refused);
-/// A thread with descriptors of its own holds files that its process's list does not show: 300 MB under 64 MB.
+/// A thread with its own descriptor table holds files that /proc/<pid>/fd does not list: 300 MB under a limit of 64 MB.
 fn descriptors_of_a_threads_own_are_refused() {
     let act = "
 import threading
@@ -538,7 +539,7 @@ if isinstance(said[0], OSError): raise said[0]
 }
 
 trial!(Everyone, a_working_directory_of_a_threads_own_is_refused);
-/// A removed directory that held many names stays as large as it was: 54 MB in those of twenty threads under 8 MB.
+/// A removed directory that had many names keeps its size: 54 MB in the directories of twenty threads under a limit of 8 MB.
 fn a_working_directory_of_a_threads_own_is_refused() {
     const SOURCE: &str = r#"
 #define _GNU_SOURCE
@@ -566,7 +567,7 @@ int main(void) {
 }
 
 trial!(Everyone, files_held_by_landlock_rules_are_refused);
-/// A rule keeps the file it names after its last name and descriptor: 1 GB under 64 MB.
+/// A Landlock rule keeps its file after the last name and descriptor are gone: 1 GB under a limit of 64 MB.
 fn files_held_by_landlock_rules_are_refused() {
     let act = "
 handled = struct.pack('Q', 1 << 2)

@@ -12,7 +12,7 @@ use testkit::{is_root, trial};
 
 use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, compile};
 
-/// Nothing takes so long; a wait that does has failed.
+/// The bound of every wait.
 pub const AT_MOST: Duration = Duration::from_secs(30);
 
 /// A word that no other process on this host has among its arguments.
@@ -30,7 +30,7 @@ pub fn new_marker() -> String {
     )
 }
 
-/// The processes on this host that have the marker among their arguments. The dead have no arguments.
+/// The processes on this host that have the marker among their arguments. A zombie has no arguments.
 pub fn marked(marker: &str) -> Vec<i32> {
     let has = |pid: &i32| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -39,7 +39,7 @@ pub fn marked(marker: &str) -> Vec<i32> {
     pids().into_iter().filter(has).collect()
 }
 
-/// The same, looking often enough that one which hops from pid to pid while we look is seen too.
+/// As [`marked`], repeated so often that a process which changes its pid all the time is seen too.
 pub fn left_of(marker: &str) -> Vec<i32> {
     let seen: std::collections::BTreeSet<i32> = (0..10).flat_map(|_| marked(marker)).collect();
     seen.into_iter().collect()
@@ -55,12 +55,12 @@ fn pids() -> Vec<i32> {
         .collect()
 }
 
-/// Waits until so many processes have the marker.
+/// Waits until at least `count` processes have the marker.
 pub fn wait_for_marked(marker: &str, count: usize) -> Vec<i32> {
     look_until(marker, |found| found >= count)
 }
 
-/// Waits until none has it.
+/// Waits until no process has the marker.
 pub fn wait_for_none(marker: &str) {
     look_until(marker, |found| found == 0);
 }
@@ -75,7 +75,7 @@ fn look_until(marker: &str, enough: impl Fn(usize) -> bool) -> Vec<i32> {
     found
 }
 
-/// Ends what a control left on the host. Only processes with our own marker.
+/// Kills the processes that a control left on the host: those with this marker alone.
 pub fn kill_marked(marker: &str) {
     let give_up = Instant::now() + AT_MOST;
     loop {
@@ -111,7 +111,7 @@ fn script(marker: &str, act: &str) -> String {
     format!("# {marker}\n{PRELUDE}\n{act}")
 }
 
-/// Runs the act to its deadline and shows, from the host's side, that nothing is left of it.
+/// Runs the act to its deadline and asserts, from the host's side, that no process is left.
 fn at_the_deadline(act: &str, wall_ms: u64, grace_ms: u64) -> ConfinedResult {
     let marker = new_marker();
     let confined = ConfinedRun::python(&script(&marker, act)).limits(|l| {
@@ -126,14 +126,14 @@ fn at_the_deadline(act: &str, wall_ms: u64, grace_ms: u64) -> ConfinedResult {
     assert!(ran.printed("up"), "{}", ran.all());
     assert!(ran.outcome.all_dead);
     if at_landlock() && !is_root() && ran.stop() == Some(Stop::Pids) {
-        // There the kernel counts all of the user's processes, so that a bomb may first pass the watch's count.
+        // Here the kernel counts all of the user's processes, so the watch may stop a fork bomb first.
         return ran;
     }
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
     ran
 }
 
-/// The control: unconfined, the death of the program leaves some of its processes alive.
+/// Control: unconfined, some processes of the program survive its death.
 fn survives_on_the_host(act: &str) {
     let marker = new_marker();
     let mut program = Command::new("/usr/bin/python3")
@@ -149,7 +149,7 @@ fn survives_on_the_host(act: &str) {
     assert_eq!(line, "up\n");
     program.kill().unwrap();
     program.wait().unwrap();
-    // One that hops from pid to pid may slip through a single look.
+    // A single scan may miss a process that changes its pid all the time.
     let left = (0..200).any(|_| !left_of(&marker).is_empty());
     kill_marked(&marker);
     assert!(left, "the control leaves nothing behind");
@@ -213,12 +213,12 @@ os._exit(4)
     survives_on_the_host(act);
     let ran = at_the_deadline(act, 2000, 20_000);
     assert!(ran.printed("handled"), "{}", ran.all());
-    // The program had its grace and used it: the end is its own.
+    // The program used its grace period and exited by itself.
     assert_eq!(ran.code(), Some(4), "{}", ran.all());
 }
 
 trial!(Everyone, who_stays_stopped_dies);
-/// It stops itself again as often as it is continued.
+/// The program stops itself again whenever it is continued.
 fn who_stays_stopped_dies() {
     let act = "
 def stop(*_):
@@ -262,13 +262,13 @@ if os.fork() == 0:
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 rest()
 ";
-    // The control hops slowly enough to be seen by somebody who reads /proc; the attack as fast as it can.
+    // The control changes its pid so slowly that a scan of /proc sees it; the attack does it as fast as it can.
     survives_on_the_host(&act.replace("PACE", "time.sleep(0.01)"));
     at_the_deadline(&act.replace("PACE", "pass"), 2000, 200);
 }
 
 trial!(Everyone, a_fork_bomb_dies);
-/// Only ever in the sandbox: its control is the number of processes that it did get.
+/// A fork bomb runs only in the sandbox. Its control is the number of processes that it got.
 fn a_fork_bomb_dies() {
     let act = "
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -282,7 +282,7 @@ while True:
             up()
 ";
     let ran = at_the_deadline(act, 2500, 200);
-    // There the kernel leaves the user a share besides.
+    // At level `landlock` the limit has room for other processes of the user.
     let most = if at_landlock() { 192 } else { 64 };
     assert!(
         ran.outcome
@@ -314,7 +314,7 @@ int main(void) {
     let ran = confined.run();
     assert!(ran.printed("up"), "{}", ran.all());
     assert_eq!(left_of(&marker), [0i32; 0]);
-    // The parent waits where only SIGKILL reaches it.
+    // In vfork the parent can be ended by SIGKILL alone.
     assert_eq!(
         (ran.stop(), ran.outcome.exit),
         (Some(Stop::WallTime), Some(Exit::Signal(libc::SIGKILL)))
@@ -344,7 +344,7 @@ ctypes.CDLL(None).pthread_exit(None)
 }
 
 trial!(Everyone, who_gives_init_much_to_look_at_dies);
-/// Init looks at descriptors for files without a name. However many there are, it keeps the time.
+/// Init scans descriptors for files without names. However many there are, the deadline holds.
 fn who_gives_init_much_to_look_at_dies() {
     let act = "
 try:
@@ -370,8 +370,8 @@ rest()
         assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
         assert!(ran.outcome.all_dead, "{}", ran.all());
         assert_eq!(left_of(&marker), [0i32; 0]);
-        // A bound on lateness, with much room. Who ended it is left open: a million descriptors take the kernel so
-        // long to close that the runner's backstop may come first.
+        // A generous bound. It does not matter who ended the run: the kernel takes so long to close a million descriptors that the
+        // runner's backstop may come first.
         assert!(ran.outcome.usage.wall_ms < 10_000, "{}", ran.all());
         assert_ne!(ran.outcome.exit, Some(Exit::Code(0)), "{}", ran.all());
     }
@@ -411,7 +411,7 @@ fn the_grace_is_for_a_last_file() {
 }
 
 trial!(Everyone, the_grace_is_for_children_too);
-/// A shell dies of SIGTERM at once; what it had started has its grace all the same.
+/// A shell dies of SIGTERM at once. Its children still have the grace period.
 fn the_grace_is_for_children_too() {
     let marker = new_marker();
     let child = script(&marker, LAST_FILE);
@@ -458,7 +458,7 @@ fn a_held_pipe_holds_up_nobody() {
         let holder = scope.spawn(|| {
             let pid = wait_for_marked(&marker, 1)[0];
             let give_up = Instant::now() + AT_MOST;
-            // Until its exec has put the pipe there, the descriptor is something else.
+            // Before the execve the descriptor is not yet the pipe.
             loop {
                 let file = std::fs::File::options()
                     .write(true)
@@ -478,7 +478,7 @@ fn a_held_pipe_holds_up_nobody() {
         assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
         holder.join().unwrap()
     });
-    // It was this run's pipe, it was held all the while, and the run is over: nobody reads it any more.
+    // EPIPE shows that this was the run's pipe, and that nobody reads it after the end of the run.
     let refused = std::io::Write::write(&mut &held, b"x").unwrap_err();
     assert_eq!(refused.kind(), std::io::ErrorKind::BrokenPipe);
     assert_eq!(left_of(&marker), [0i32; 0]);
@@ -506,7 +506,7 @@ up()
         ran.all()
     );
     assert_eq!(left_of(&marker), [0i32; 0]);
-    // Unconfined it outlives the program, which is not even killed: its first line is of the background's.
+    // Unconfined the background process outlives the program.
     let marker = new_marker();
     let status = Command::new("/usr/bin/python3")
         .args(["-I", "-c", &script(&marker, act)])
@@ -535,7 +535,7 @@ fn wished(wish: Option<Control>) -> ConfinedResult {
     let marker = new_marker();
     let mut confined = ConfinedRun::python(&script(&marker, HANDLES)).limits(|l| {
         l.grace_ms = 20_000;
-        // Without a wish the deadline ends it; with one, long before.
+        // Without a control the deadline ends the run; with one the run ends long before.
         l.wall_ms = if wish.is_some() { 60_000 } else { 1500 };
     });
     confined.control_at_marker = wish.map(|wish| (&b"up"[..], wish));
@@ -577,11 +577,11 @@ fn kill_gives_none() {
     assert!(!ran.printed("handled"), "{}", ran.all());
 }
 
-/// A FIFO in a workspace, by which a program tells the host that it has come so far, or waits for the host.
+/// A FIFO in a workspace, by which a program reports progress to the host or waits for the host.
 pub struct Fifo(std::fs::File);
 
 impl Fifo {
-    /// Open for both, so that neither side waits for the other to open it.
+    /// Opened for reading and writing, so that no open waits for the other side.
     pub fn make(dir: &Path, name: &str) -> Fifo {
         let path = dir.join(name);
         let kind = rustix::fs::FileType::Fifo;
@@ -591,7 +591,7 @@ impl Fifo {
         Fifo(both.read(true).write(true).open(path).unwrap())
     }
 
-    /// Until somebody has written to it. What that was: a few bytes.
+    /// Waits until the program has written to the FIFO, and returns the text.
     pub fn wait(&self) -> String {
         let mut fds = [rustix::event::PollFd::new(
             &self.0,
@@ -612,8 +612,8 @@ impl Fifo {
     }
 }
 
-/// Takes back what it has just printed, from under the runner that was woken to read it. It tells when the runner has
-/// stopped reading the other stream too, or when it has tried for long enough.
+/// Reads back from its own pipe what it has just printed, before the runner, which was woken for it, can read. Reports when the
+/// runner no longer reads the other stream either, or when it has tried for long enough.
 const STEALS: &str = r#"
 #include <fcntl.h>
 #include <signal.h>
@@ -648,7 +648,7 @@ int main(void) {
 trial!(Everyone, who_steals_from_its_pipe_is_cancelled);
 fn who_steals_from_its_pipe_is_cancelled() {
     let marker = new_marker();
-    // Only a runner that does not hear the wish leaves it to this limit.
+    // If the runner missed the control, this limit would end the run.
     let mut confined =
         ConfinedRun::new(&["/bin/true"]).limits(|l| (l.wall_ms, l.grace_ms) = (15_000, 200));
     let program = confined.workspace().join("steals");
@@ -667,7 +667,7 @@ fn who_steals_from_its_pipe_is_cancelled() {
         let told = wisher.join().unwrap();
         assert_eq!(ran.stop(), Some(Stop::Cancelled), "{told} {}", ran.all());
         assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
-        // The control: it did win, time and again.
+        // Control: the program did win the race many times.
         assert!(told.ends_with(" stolen") && told != "0 stolen", "{told}");
     });
     assert_eq!(left_of(&marker), [0i32; 0]);

@@ -1,4 +1,4 @@
-//! P12: if the runner dies, by kill -9, its analysis dies with it; a runner that is merely stopped suspends no limit.
+//! P12: if the runner is killed with SIGKILL, its analysis dies with it. A runner that is only stopped suspends no limit.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
@@ -18,13 +18,13 @@ use crate::p11_deadline::{AT_MOST, kill_marked, marked, new_marker, wait_for_mar
 
 const MARKER: &str = "FUMEHOOD_TEST_MARKER";
 
-/// What this process was started to be, when a trial needs a runner that it can kill.
+/// The role of this process, if a trial started it as a runner to kill.
 pub fn inner_role() -> Option<String> {
     let mut args = std::env::args().skip(1);
     (args.next()? == "__role").then(|| args.next().unwrap())
 }
 
-/// The runner: says where its workspace is, runs, and says how the run ended.
+/// Acts as the runner: prints its workspace, runs the analysis, and prints the outcome.
 pub fn play(role: &str) {
     let marker = std::env::var(MARKER).unwrap();
     let mut confined = ConfinedRun::python(&analysis(&marker, role));
@@ -58,10 +58,10 @@ fn run_among_threads(confined: ConfinedRun) -> ConfinedResult {
     std::thread::spawn(move || confined.run()).join().unwrap()
 }
 
-/// A program and a daemon of its own, neither of which goes for a SIGTERM or SIGHUP.
+/// A program and its daemon, both of which ignore SIGTERM and SIGHUP.
 fn analysis(marker: &str, role: &str) -> String {
     let then = match role {
-        // Not before the runner is stopped, which the trial says with a file.
+        // The program starts to write when a file shows that the runner is stopped.
         "disk" => {
             "
 while not os.path.exists('go'):
@@ -96,7 +96,7 @@ os.write(1, b'up\\n')
     )
 }
 
-/// A runner in a process of its own, ended with the trial whatever comes.
+/// A runner in a process of its own, killed at the end of the trial.
 struct Runner {
     process: Child,
     out: BufReader<ChildStdout>,
@@ -129,7 +129,7 @@ impl Runner {
         kill_process(Pid::from_child(&self.process), signal).unwrap();
     }
 
-    /// As the kernel shows it: `T` is stopped.
+    /// The state of the process in /proc: `T` is stopped.
     fn state(&self) -> char {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id())).unwrap();
         stat.rsplit_once(") ").unwrap().1.chars().next().unwrap()
@@ -140,7 +140,7 @@ impl Drop for Runner {
     fn drop(&mut self) {
         let _dead = self.process.kill();
         let _reaped = self.process.wait();
-        // A runner that was killed could not do it.
+        // A killed runner could not remove its workspace.
         let _gone = std::fs::remove_dir_all(&self.workspace);
     }
 }
@@ -150,7 +150,7 @@ fn hold(pids: &[i32]) -> Vec<OwnedFd> {
     pids.iter().filter_map(|pid| open(pid).ok()).collect()
 }
 
-/// Waits for the event of each one's death.
+/// Waits on the pidfds until all processes are dead.
 fn wait_for_death(processes: &[OwnedFd]) {
     let give_up = Instant::now() + AT_MOST;
     for process in processes {
@@ -163,7 +163,7 @@ fn wait_for_death(processes: &[OwnedFd]) {
 
 fn killed(role: &str) {
     let mut runner = Runner::start(role);
-    // The program and its daemon.
+    // The two processes are the program and its daemon.
     let processes = hold(&wait_for_marked(&runner.marker, 2));
     assert!(!processes.is_empty());
     runner.signal(Signal::KILL);
@@ -172,7 +172,7 @@ fn killed(role: &str) {
     all_gone(&runner.marker);
 }
 
-/// One that was being forked when they were counted dies with them, a moment later.
+/// A process that was being forked during the count dies a moment later.
 fn all_gone(marker: &str) {
     let give_up = Instant::now() + AT_MOST;
     while !marked(marker).is_empty() {
@@ -186,7 +186,7 @@ fn a_killed_runner_takes_the_analysis_with_it() {
     killed("plain");
 }
 
-/// Without a sandbox between them the same program outlives whoever started it.
+/// Control: without a sandbox the same program outlives its parent.
 fn control() {
     let marker = new_marker();
     let start = format!(
@@ -197,11 +197,11 @@ fn control() {
         .args(["-c", &start])
         .spawn()
         .unwrap();
-    // The shell itself has the marker too.
+    // The shell has the marker too.
     wait_for_marked(&marker, 3);
     shell.kill().unwrap();
     shell.wait().unwrap();
-    // The one between the program and its daemon may have been counted, and the daemon not yet be there.
+    // The count may have included the short-lived process between the program and its daemon, before the daemon existed.
     let give_up = Instant::now() + AT_MOST;
     let mut left = marked(&marker).len();
     while left != 2 && Instant::now() < give_up {
@@ -217,7 +217,7 @@ fn so_does_one_with_threads() {
 }
 
 trial!(Everyone, so_does_one_killed_while_it_starts);
-/// At whatever step the runner is killed, nothing of the sandbox stays.
+/// Whenever the runner is killed, no process of the sandbox stays.
 fn so_does_one_killed_while_it_starts() {
     for delay_ms in 0..20u64 {
         let mut runner = Runner::start("plain");
@@ -239,28 +239,28 @@ fn so_does_one_killed_while_it_starts() {
 }
 
 trial!(Everyone, nothing_runs_before_the_word_to_go);
-/// The runner builds first and has the run recorded then: what it may not record does not run.
+/// The runner sets the sandbox up, then records the run, then lets it start. A run that cannot be recorded does not start.
 fn nothing_runs_before_the_word_to_go() {
     let confined = || ConfinedRun::sh(": > ran; echo up");
     let has_run = |at: &std::path::Path| at.join("ran").exists();
     let (ran, has) = confined().run_then(has_run);
     assert!(ran.printed("up") && has, "the control: {}", ran.all());
     let early = |at: &std::path::Path| {
-        // Not to wait for anything: it has time enough to run, if it could.
+        // This sleep waits for nothing: it gives the program time to run, if it could.
         std::thread::sleep(std::time::Duration::from_millis(300));
         has_run(at)
     };
     assert_eq!(confined().call_off(early), [false, false]);
-    // At once, while the sandbox is being built.
+    // Cancel at once, while the sandbox is being set up.
     assert_eq!(confined().call_off(has_run), [false, false]);
-    // The wait is not the program's time.
+    // The time before the start does not count against the program's limits.
     let brief = confined().limits(|l| (l.wall_ms, l.idle_ms, l.grace_ms) = (2000, Some(2000), 0));
     let ran = brief.run_after(|| std::thread::sleep(std::time::Duration::from_millis(3000)));
     assert_eq!((ran.stop(), ran.code()), (None, Some(0)), "{}", ran.all());
 }
 
 trial!(Everyone, what_is_cancelled_while_it_waits_never_runs);
-/// Also if the wish comes at the very moment at which it might have been let run.
+/// The same if the cancel comes at the moment at which the run might have started.
 fn what_is_cancelled_while_it_waits_never_runs() {
     for _ in 0..20 {
         let mut confined = ConfinedRun::sh(": > ran; echo up");
@@ -274,12 +274,12 @@ fn what_is_cancelled_while_it_waits_never_runs() {
         let (ran, has) = confined.run_then(|at| at.join("ran").exists());
         assert!(!has && !ran.printed("up"), "{}", ran.all());
         assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
-        // What is let run says first what is in force.
+        // A run that starts reports its layers first.
         assert!(ran.layers.is_empty(), "{:?}", ran.layers);
     }
 }
 
-/// Everything that descends from a process, as far as /proc shows it.
+/// The descendants of a process in /proc.
 fn children_of(pid: u32) -> Vec<i32> {
     let list =
         std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
@@ -291,7 +291,7 @@ fn children_of(pid: u32) -> Vec<i32> {
     children.iter().copied().chain(below).collect()
 }
 
-/// Stops the runner once the program is up, and waits for the death of the run while it is stopped.
+/// Stops the runner when the program is up, and waits until the run is dead while the runner is stopped.
 fn stopped(role: &str) -> String {
     let mut runner = Runner::start(role);
     let processes = hold(&wait_for_marked(&runner.marker, 2));
