@@ -50,7 +50,7 @@ pub enum HomeError {
 }
 
 impl HomeError {
-    /// Whether the file is not a document of ours: a power cut tore it, or somebody overwrote it.
+    /// Whether the file is not a document of Fumehood: a power cut tore it, or somebody overwrote it.
     pub fn is_torn(&self) -> bool {
         let torn = [io::ErrorKind::UnexpectedEof, io::ErrorKind::InvalidData];
         matches!(self, HomeError::Read { source, .. } if torn.contains(&source.kind()))

@@ -14,10 +14,10 @@
 //!   `attempt::finalize` moves them into the artifact store and commits one transaction. The workspace is removed after
 //!   that.
 //!
-//! [`run_dir`] keeps, in files that only we can write, everything that finishing the attempt needs. Each file is
-//! written before the thing it describes is made. The runner holds a lock on the run directory for as long as it lives.
-//! So whoever gets that lock knows that the runner is dead, and [`recovery`] finishes or removes what it left.
-//! `fumehood run` does that before each run, `fumehood gc` and the worker do it now and then.
+//! [`run_dir`] keeps, in files that only the user who runs Fumehood can write, everything that finishing the attempt
+//! needs. Each file is written before the thing it describes is made. The runner holds a lock on the run directory for
+//! as long as it lives. So whoever gets that lock knows that the runner is dead, and [`recovery`] finishes or removes
+//! what it left. `fumehood run` does that before each run, `fumehood gc` and the worker do it now and then.
 //!
 //! [`worker`] claims queued analyses and starts one runner process for each. A runner renews its own lease and commits
 //! its own result, so the worker may die or be upgraded while runners go on.

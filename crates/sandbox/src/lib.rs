@@ -2,27 +2,27 @@
 //!
 //! # Theory of operation
 //!
-//! Up to five processes take part. Each holds no more privilege than its next step needs.
+//! At level `full` up to five processes take part. Each holds no more privilege than its next step needs.
 //!
 //! - The *runner* calls [`supervise::spawn`]. It keeps the caller's identity, makes the pipes and the plan, and hands
 //!   them to the launcher. Normally the launcher is a process that the runner forked as its very first act, before it
-//!   read any input ([`standby`]). Otherwise the launcher is our own binary, executed again with an empty environment
+//!   read any input ([`standby`]). Otherwise the launcher is the same binary, executed again with an empty environment
 //!   and one socket.
-//! - The *launcher* ([`launch`]) enters the new namespaces and receives the plan and its descriptors over the socket.
-//!   A standby launcher is pid 1 from its birth. An executed launcher starts pid 1 as a child of the runner, and
-//!   exits.
-//! - *Pid 1* completes the new root, gives up its privilege, makes itself unreachable, forks the child, and stays as the sandbox's
-//!   init (`inside::init`): it reaps, keeps every deadline, and watches the limits in a second thread. When pid 1 exits, the kernel
-//!   kills everything else in the pid namespace.
+//! - The *launcher* ([`launch`]) enters the new namespaces and receives the plan and its descriptors over the socket. A
+//!   standby launcher is pid 1 from the start. An executed launcher starts pid 1 as a child of the runner, and exits.
+//! - *Pid 1* completes the new root, gives up its privilege, makes itself undumpable, so that the program cannot trace
+//!   it or read its memory, forks the child, and stays as the sandbox's init (`inside::init`): it reaps, keeps every
+//!   deadline, and watches the limits in a second thread. When pid 1 exits, the kernel kills everything else in the pid
+//!   namespace.
 //! - The *child* confines itself, one layer after the other, and executes the program.
 //! - The *broker* (`inside::broker`) makes calls that name a socket's address on the program's behalf. Pid 1 starts it
 //!   at the first such call.
 //!
-//! The socket is the only channel between inside and outside (`channel`). It is close-on-exec, so the program never
-//! holds it. Inward it carries the orders to start and to stop. Outward it carries the layers in force, the step that
-//! failed, and how the run ended. Each process writes a step into a memory file before it tries the step, so a sudden
-//! death still names its step. How a run ended comes from init's `wait` and from the cgroup's counters, never from
-//! anything the program says.
+//! Orders and reports travel over one socket (`channel`). The socket is close-on-exec, so the program never holds it.
+//! Inward it carries the orders to start and to stop. Outward it carries the layers in force, the step that failed, and
+//! how the run ended. Each process writes a step into a memory file before it tries the step, so a sudden death still
+//! names its step. How a run ended comes from init's `wait` and from the cgroup's counters, never from anything the
+//! program says.
 //!
 //! If the runner dies, init receives SIGKILL (PDEATHSIG) and an end-of-file on the socket, whichever comes first. If
 //! init dies, the kernel kills the pid namespace. The processes need no other clean-up.
@@ -31,8 +31,9 @@
 //! the place of pid 1 and runs the same code with another `ProcessSet`. The guardian is a subreaper, so the run's
 //! processes are its descendants. When the runner dies, the guardian first kills all its descendants, and then exits.
 //! It also performs, on the program's behalf, those calls on the workspace that Landlock cannot judge
-//! (`inside::syscall_proxy`). The [`probe`] finds a host's level by building a miniature of each. A table says what
-//! holds at each level ([`promises`]), and [`attack`] tests that table.
+//! (`inside::syscall_proxy`). Where the program runs as the caller's own user, a *kill helper* (`inside::kill_helper`)
+//! may take part too. The [`probe`] finds a host's level by building a miniature of each. A table says what holds at
+//! each level ([`promises`]), and [`attack`] tests that table.
 //!
 //! # Map
 //!

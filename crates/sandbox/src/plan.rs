@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use crate::resources::cgroup::CpuUnit;
 use crate::spec::{Hardness, Spec};
 
-/// The launcher's instructions: the spec, which optional descriptors come with it, and which limits init must watch itself.
+/// The launcher's instructions: the spec, which optional descriptors come with it, and which limits init must watch
+/// itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchPlan {
     pub spec: Spec,

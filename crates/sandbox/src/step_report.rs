@@ -99,7 +99,8 @@ impl Reporter {
         self.socket.as_fd()
     }
 
-    /// Logs the step that is about to be tried. This does not wake the runner, which reads the log only when it needs it.
+    /// Logs the step that is about to be tried. This does not wake the runner, which reads the log only when it needs
+    /// it.
     pub fn begin_step(&mut self, step: &str) {
         step.clone_into(&mut self.step);
         let entry = format!("{} {step}\n", monotonic_us());
@@ -126,7 +127,8 @@ impl Reporter {
         self.layers.push((layer, how.to_owned()));
     }
 
-    /// Reports that all layers are in force. If the runner is gone the message is lost, and init notices the closed socket.
+    /// Reports that all layers are in force. If the runner is gone the message is lost, and init notices the closed
+    /// socket.
     pub fn send_started(&self) {
         let layers = self.layers.clone();
         self.send(&SandboxReport::Started { layers }, &[]);

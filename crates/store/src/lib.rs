@@ -42,7 +42,7 @@
 //! use store::{Location, Store};
 //!
 //! fn count_attempts() -> Result<usize, store::StoreError> {
-//!     let mut store = Store::open(&Location::Sqlite("/home/me/.fumehood/record.db".into()))?;
+//!     let mut store = Store::open(&Location::Sqlite("/home/me/.local/share/fumehood/fumehood.db".into()))?;
 //!     Ok(store.attempts("my-analysis")?.len())
 //! }
 //! ```

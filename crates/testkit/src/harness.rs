@@ -1,7 +1,7 @@
 //! Trials: registered beside their functions, run by libtest-mimic once per identity and level.
 //!
-//! The name of a trial on the command line is `IDENTITY::FILE::FUNCTION`. IDENTITY is `root` or `plain`, with `-landlock`
-//! appended at level `landlock`.
+//! The name of a trial on the command line is `IDENTITY::FILE::FUNCTION`. IDENTITY is `root` or `plain`, with
+//! `-landlock` appended at level `landlock`.
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -15,8 +15,8 @@ use crate::{account, is_root, program};
 /// The environment variable that tells a test program which level its trials use.
 const LEVEL_VARIABLE: &str = "FUMEHOOD_TEST_LEVEL";
 
-/// With this environment variable a program runs each trial for one identity at one level: for the plain user if the trial
-/// is for everyone, otherwise for root, and at level `full` if the trial exists there.
+/// With this environment variable a program runs each trial for one identity at one level: for the plain user if the
+/// trial is for everyone, otherwise for root, and at level `full` if the trial exists there.
 const QUICK_VARIABLE: &str = "FUMEHOOD_TEST_QUICK";
 
 /// The identities that run a trial.

@@ -1,9 +1,9 @@
 //! What the test programs of the workspace share. Tests alone depend on this crate.
 //!
 //! A test program with `harness = false` registers its trials with [`trial!`], one line beside each function, and calls
-//! [`Harness::run`] in `main`. The harness runs each trial as root and as a plain user, and, where the program asks for it,
-//! at both isolation levels. A trial that needs another user or another level than the test program has runs in the same
-//! program, started again.
+//! [`Harness::run`] in `main`. The harness runs each trial as root and as a plain user, and, where the program asks for
+//! it, at both isolation levels. A trial that needs another user or another level than the test program has runs in the
+//! same program, started again.
 //!
 //! | module | what it has |
 //! |---|---|

@@ -73,8 +73,8 @@ impl PrivatePostgres {
         PrivatePostgres::start_in(dir, &listen)
     }
 
-    /// Starts a server whose cluster is in `dir`, with options of `postgres` that say where it listens. The first socket
-    /// directory must be `dir`.
+    /// Starts a server whose cluster is in `dir`, with options of `postgres` that say where it listens. The first
+    /// socket directory must be `dir`.
     pub fn start_in(dir: PathBuf, listen: &str) -> Option<PrivatePostgres> {
         let Some(bin) = newest_bin() else {
             eprintln!("SKIPPED: PostgreSQL's programs are not in /usr/lib/postgresql");
@@ -184,8 +184,8 @@ impl PrivatePostgres {
         }
     }
 
-    /// Starts the server after [`PrivatePostgres::kill`]. A new server refuses to start until the children of the old one
-    /// are gone, so this tries several times.
+    /// Starts the server after [`PrivatePostgres::kill`]. A new server refuses to start until the children of the old
+    /// one are gone, so this tries several times.
     pub fn start_again(&self) {
         for _ in 0..200 {
             let started = Command::new("sh")

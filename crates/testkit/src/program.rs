@@ -106,8 +106,8 @@ fn copy_programs(programs: &[PathBuf], dir: &Path) {
         .tempdir_in(dir.parent().unwrap())
         .unwrap();
     for program in programs {
-        // Another process copies: a descriptor of ours that is open for writing could be inherited by a child that
-        // another thread forks just then, and nobody can execute the copy while the child has it.
+        // Another process copies: a descriptor of this process that is open for writing could be inherited by a child
+        // that another thread forks just then, and nobody can execute the copy while the child has it.
         let copied = Command::new("cp")
             .arg(program)
             .arg(draft.path().join(file_name(program)))

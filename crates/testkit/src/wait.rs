@@ -1,5 +1,5 @@
-//! Waiting for what sends no event: processes that are not our children, and files that others write. Every wait has a
-//! bound, so that a broken promise fails a test instead of hanging it.
+//! Waiting for what sends no event: processes that are not children of this one, and files that others write. Every
+//! wait has a bound, so that a broken promise fails a test instead of hanging it.
 
 use std::time::{Duration, Instant};
 

@@ -226,7 +226,7 @@ impl TargetSet {
     pub fn inherited_descriptor(&self) -> Result<OwnedFd, AttackError> {
         let file = File::open(self.outside.join("handed"))
             .map_err(AttackError::system("open what is handed on"))?;
-        // `dup` does not set close-on-exec, unlike every other way in which we open files.
+        // `dup` does not set close-on-exec, unlike every other way in which this process opens files.
         rustix::io::dup(&file).map_err(AttackError::system("copy a descriptor"))
     }
 
@@ -512,7 +512,7 @@ impl Services {
 fn received_tcp(socket: &TcpListener, mark: &str) -> bool {
     let mut received = false;
     while let Ok((connection, _)) = socket.accept() {
-        // A blocking connection would only delay us until the attacker's end closes.
+        // A blocking connection would only delay this process until the attacker's end closes.
         let _ = connection.set_nonblocking(true);
         received |= receives_mark(connection, mark);
     }
@@ -522,7 +522,7 @@ fn received_tcp(socket: &TcpListener, mark: &str) -> bool {
 fn received_unix(socket: &UnixListener, mark: &str) -> bool {
     let mut received = false;
     while let Ok((connection, _)) = socket.accept() {
-        // A blocking connection would only delay us until the attacker's end closes.
+        // A blocking connection would only delay this process until the attacker's end closes.
         let _ = connection.set_nonblocking(true);
         received |= receives_mark(connection, mark);
     }

@@ -29,7 +29,7 @@ pub struct Testbed {
     dir: PathBuf,
     /// Part of every name that the battery makes on the host.
     word: String,
-    /// The attacker: a copy of our own binary.
+    /// The attacker: a copy of this binary.
     pub binary: PathBuf,
     /// The binary at its installed path. A host may permit things by path, for instance with an AppArmor profile.
     installed: PathBuf,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 /// The capabilities that root's runs need, with their numbers in linux/capability.h. Without any one of these, runs
-/// fail in our tests.
+/// fail in the tests.
 pub const CAPABILITIES: [(u32, &str); 7] = [
     // To give the workspace to the leased uid, and to keep access to it.
     (0, "CHOWN"),

@@ -90,8 +90,8 @@ fn describe_group(group: &Group) -> String {
     )
 }
 
-/// Reports that runs get no cgroup. Fumehood then watches memory instead of limiting it, and looks for processes that
-/// left their session instead of counting them in the kernel.
+/// Reports that runs get no cgroup. Fumehood then watches memory instead of limiting it, and finds processes through
+/// /proc instead of through a cgroup.
 fn missing_group_finding(why: &str, facts: &HostFacts, subject: &Subject) -> Finding {
     let text = format!("no cgroup for runs, so memory is watched and not enforced: {why}");
     let unified = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();

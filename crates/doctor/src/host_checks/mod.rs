@@ -36,7 +36,7 @@ pub use host_facts::HostFacts;
 /// The run that is examined: what `fumehood run` would do with the present configuration.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// The binary that the launcher executes: our own.
+    /// The binary that is executed as the launcher: this one.
     pub launcher: PathBuf,
     /// `$FUMEHOOD_HOME`. The directory need not exist yet.
     pub home: PathBuf,

@@ -22,7 +22,7 @@ impl TrialDirectory {
             let e = std::io::Error::from(e);
             format!("no workspace can be made in {}: {e}", root.display())
         };
-        // `mkdir` fails if the name exists, so the directory is ours.
+        // `mkdir` fails if the name exists, so this process made the directory.
         rustix::fs::mkdir(&path, Mode::RWXU).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         match rustix::fs::open(&path, flags, Mode::empty()) {

@@ -1,4 +1,5 @@
-//! The first transition: claims the run directory and the uid on this host, and begins the row in the database.
+//! The first transition: claims the run directory and the uid on this host. Also has `ensure_row`, which begins the row
+//! in the database later.
 
 use sandbox::cgroup;
 use sandbox::spec::WorkspaceKind;
@@ -57,7 +58,8 @@ impl Attempt {
         if recorder.is_some() {
             dir.reserve_outcome_space();
         }
-        // This may move the process into another cgroup, so it comes before `discover`. `create_cgroup` reports a failure.
+        // This may move the process into another cgroup, so it comes before `discover`. `create_cgroup` reports a
+        // failure.
         let _ = crate::attempt::systemd_scope::ensure_delegated();
         let mut attempt = Attempt {
             dir: Some(dir),

@@ -15,7 +15,7 @@ use crate::request::Request;
 pub struct RunContext {
     pub home: Home,
     pub caller: CallerEnvironment,
-    /// Our own binary. It is executed again as the launcher.
+    /// The `fumehood` binary. It is executed again as the launcher.
     pub launcher: PathBuf,
     pub terminal: Terminal,
     pub required_layers: BTreeSet<Layer>,

@@ -135,7 +135,7 @@ impl Attempt {
         mut ran: ProgramRun,
         observer: &mut dyn RunObserver,
     ) -> CompletedRun {
-        let memory = ran.memory.take();
+        let memory_workspace = ran.memory_workspace.take();
         let (stdout, stderr) = (ran.stdout, ran.stderr);
         let mut record = match recorder.as_deref_mut() {
             None => record,
@@ -159,7 +159,7 @@ impl Attempt {
                     }
                     (true, WorkspaceSource::Fresh) => {
                         self.report_program_end(context, recorder, &record);
-                        let memory = memory.as_ref().map(OwnedFd::as_fd);
+                        let memory = memory_workspace.as_ref().map(OwnedFd::as_fd);
                         self.commit(
                             request, context, recorder, record, memory, written, observer,
                         )
@@ -189,7 +189,7 @@ impl Attempt {
             key: &commit_plan.key,
         };
         let reason = record.reason.as_str();
-        // See above: the commit makes up for a failure.
+        // If this fails, the commit reports the end later.
         let _ = recorder.with(|store| store.mark_collecting(&held, claimed.lease_ms, reason));
     }
 
@@ -279,7 +279,8 @@ impl Attempt {
             return CommitState::Pending;
         }
         if commit_plan.memory {
-            // Outputs that do not fit are lost with the memory, because no workspace on disk holds them. The record says so.
+            // Outputs that do not fit are lost with the memory, because no workspace on disk holds them. The record
+            // says so.
             let _ = output_transfer::store_outputs_aside(&EndedAttempt {
                 dir,
                 run: &self.record,

@@ -156,7 +156,7 @@ pub enum CommitError {
 }
 
 impl CommitError {
-    /// Whether another process held a lock in the database for longer than we wait.
+    /// Whether another process held a lock in the database for longer than this process waits.
     pub fn is_busy(&self) -> bool {
         matches!(self, CommitError::Database { source, .. } if source.fault_kind() == store::FaultKind::Busy)
     }

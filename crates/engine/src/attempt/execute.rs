@@ -78,14 +78,14 @@ impl Attempt {
         }
         // A run that was killed may have left files there.
         let _ = self.clear_shared_memory(&spec);
-        let means = SpawnResources {
+        let resources = SpawnResources {
             launcher: &context.launcher,
             workspace: self.workspace.as_ref().map(Workspace::dir),
             stdin: open_stdin(request, plan, context.terminal)?,
             group,
         };
         // A failed spawn does not prove that init is dead.
-        let running = supervise::spawn(&spec, means).map_err(|error| {
+        let running = supervise::spawn(&spec, resources).map_err(|error| {
             self.init_may_live = true;
             AttemptError::Start(error)
         })?;
@@ -145,7 +145,7 @@ impl Attempt {
             started_ms,
             ended_ms,
             pids_denied: finished.pids_denied,
-            memory: finished.workspace,
+            memory_workspace: finished.workspace,
             undead_init: finished.unkilled_init,
         })
     }

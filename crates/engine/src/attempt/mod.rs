@@ -5,7 +5,7 @@
 //! - `context`: what a run needs besides its request; `observer`: how the caller follows the run; `error`: what can
 //!   fail.
 //! - `state`: `Attempt`, which owns everything that has been created so far.
-//! - `begin`: claims the run directory and the uid, and begins the database row.
+//! - `begin`: claims the run directory and the uid; also has `ensure_row`, which begins the database row later.
 //! - `prepare`: creates the workspace, the quota and the cgroup; `input_copy` copies the inputs and records what they
 //!   were.
 //! - `isolation`: chooses the level of confinement; `execute`: runs the program, with `log_capture` and

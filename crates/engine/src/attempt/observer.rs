@@ -14,7 +14,8 @@ pub trait RunObserver {
     fn notice(&mut self, text: &str);
     /// How far collection has come. Called often.
     fn progress(&mut self, progress: CollectProgress);
-    /// This and the next three methods answer the methods of the same meaning that `sandbox::supervise` calls.
+    /// `blocked_on`, `unblocked`, `control_fd` and `next_control` have the same meaning as in
+    /// [`sandbox::supervise::SupervisorHandler`].
     fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
     fn unblocked(&mut self, stream: Stream);
     fn control_fd(&self) -> Option<BorrowedFd<'_>>;

@@ -76,7 +76,7 @@ struct PostProcessDocument<'a> {
 }
 
 /// Runs the command if one is configured and this attempt awaits it, and stores how it went. `scratch` is a directory
-/// of ours; afterwards it has no outputs in it.
+/// of Fumehood; afterwards it has no outputs in it.
 pub fn run_if_due(
     recorder: &mut Recorder,
     (id, attempt): (&str, u32),
@@ -124,12 +124,12 @@ fn run_and_mark(
         Err(_) => PostProcessState::Failed,
     };
     recorder.with(|store| store.mark_post_process(id, attempt, state, message.as_deref()))?;
-    // Only to be killed here: the result is stored.
+    // Tests may kill the process here. An injected error is ignored, because the result is already stored.
     let _ = pass_crash_point(CrashPoint::Marked);
     Ok(Some(result))
 }
 
-/// Runs the command once. The outputs are laid out in `scratch`, a directory of ours.
+/// Runs the command once. The outputs are laid out in `scratch`, a directory of Fumehood.
 fn run_once(
     command: &PostProcessCommand,
     stored: &AttemptRow,
@@ -290,7 +290,7 @@ fn call(
         source,
     })?;
     let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
-    // Two threads, so that neither a command that reads nothing nor one that prints much can block us.
+    // Two threads, so that neither a command that reads nothing nor one that prints much can block this process.
     std::thread::scope(|scope| {
         let writer = scope.spawn(move || match stdin {
             // A command may end without reading its input.

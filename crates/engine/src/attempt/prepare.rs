@@ -72,9 +72,9 @@ impl Attempt {
         let gone = || HomeError::NoWorkspace {
             id: self.record.id.clone(),
         };
-        let is = self.record.workspace_identity.ok_or_else(gone)?;
+        let identity = self.record.workspace_identity.ok_or_else(gone)?;
         let path = self.record.workspace.clone();
-        let workspace = Workspace::reopen(path, is, LockWait::NoWait)?.ok_or_else(gone)?;
+        let workspace = Workspace::reopen(path, identity, LockWait::NoWait)?.ok_or_else(gone)?;
         workspace.prepare(self.owner())?;
         self.workspace = Some(workspace);
         Ok(())
@@ -121,7 +121,8 @@ impl Attempt {
         Ok(())
     }
 
-    /// Who enforces each limit at that level. Fails if a limit that was asked for would not be enforced.
+    /// Who enforces each limit at that level. Fails if a limit that the request sets explicitly would not be enforced
+    /// as firmly as it must be, and `allow_degraded` does not name the limit; see `limits::enforcement`.
     pub fn enforcement(
         &self,
         request: &Request,
@@ -134,7 +135,7 @@ impl Attempt {
             true => AncestorLimits::default(),
             false => cgroup::ancestor_limits(),
         };
-        let ground = EnforcementContext {
+        let enforcement_context = EnforcementContext {
             level,
             has_own_uid: self.lease.is_some(),
             storage,
@@ -144,7 +145,7 @@ impl Attempt {
             limits,
             group,
             &outer,
-            ground,
+            enforcement_context,
             &request.allow_degraded,
         )?)
     }

@@ -1,7 +1,7 @@
 //! The result of an attempt: the document that `--json` prints and that is committed.
 //!
 //! The schema is `docs/result-v1.schema.json`. Status and reason come from the outcome of the sandbox: facts from the
-//! kernel and our own timers. Nothing that the program prints can change them.
+//! kernel and Fumehood's own timers. Nothing that the program prints can change them.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

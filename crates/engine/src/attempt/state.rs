@@ -63,7 +63,7 @@ pub(crate) struct ProgramRun {
     pub ended_ms: u64,
     pub pids_denied: u64,
     /// The workspace, if it was in memory.
-    pub memory: Option<OwnedFd>,
+    pub memory_workspace: Option<OwnedFd>,
     /// The pid of the sandbox's init, if not every process could be shown dead. Init ends after all others.
     pub undead_init: Option<u32>,
 }

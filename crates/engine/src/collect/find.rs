@@ -113,7 +113,7 @@ struct CandidateFinder<'a> {
     path: Vec<u8>,
     levels: Vec<OpenDirectory>,
     entries: u64,
-    /// The directory that was opened last had no permissions for us.
+    /// The directory that was opened last had no permissions for this process.
     overridden: bool,
     /// Why the collection as a whole fails.
     fatal_error: Option<CollectError>,

@@ -97,7 +97,7 @@ pub struct CollectionRules<'a> {
 /// What to do about a mode that forbids reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModePolicy {
-    /// Change it: the workspace is ours and will be removed.
+    /// Change it: the workspace was made for this run and will be removed.
     Override,
     /// Leave it: the directory belongs to somebody else.
     Respect,
@@ -171,7 +171,7 @@ pub fn list_staged_inputs(
         staged_inputs: &[],
         modes: ModePolicy::Override,
     };
-    // The program is started next, by a fork, so this process must have no other threads.
+    // This thread hashes the inputs alone. The collection of outputs uses several threads.
     let collected = run_collection(
         dir,
         &rules,

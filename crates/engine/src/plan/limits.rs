@@ -25,7 +25,7 @@ pub enum LimitError {
 pub fn resolve(asked: &RequestedLimits) -> Limits {
     let memory_default = || MEMORY_DEFAULT_MAX.min(cgroup::memory_available_bytes() / 2);
     let cpus_default = cpus_usable() * 1000;
-    // A value that is not explicit is the operator's ceiling on our default.
+    // A value that is not explicit is the operator's ceiling on the default.
     let or_default = |asked: Option<RequestedLimit<u64>>, default: &dyn Fn() -> u64| match asked {
         Some(RequestedLimit {
             value,
@@ -103,8 +103,8 @@ fn half_of_remaining(limit: u64, used: u64) -> u64 {
     (limit.saturating_sub(used) / 2).max(8)
 }
 
-/// The user's threads, as the kernel counts them for RLIMIT_NPROC: by real uid. Processes that are hidden from us are
-/// not counted.
+/// The user's threads, as the kernel counts them for RLIMIT_NPROC: by real uid. Processes that are hidden from this
+/// process are not counted.
 fn threads_of_user(uid: u32) -> u64 {
     let Ok(processes) = std::fs::read_dir("/proc") else {
         return 0;
@@ -435,7 +435,7 @@ fn memory_enforcement(
     }
 }
 
-/// A limit of the batch job or container around us that enforces the requested value firmly.
+/// A limit of the batch job or container around this process that enforces the requested value firmly.
 fn firm_outer_limit(outer: &Option<AncestorLimit>, asked: u64) -> Option<&AncestorLimit> {
     let firm = |limit: &&AncestorLimit| limit.how_hard == Hardness::Hard && limit.value <= asked;
     outer.as_ref().filter(firm)

@@ -115,8 +115,8 @@ pub(super) fn resolve_own_links(path: &Path) -> Result<PathBuf, PlanError> {
     }
 }
 
-/// Resolves the path of a directory that the caller writes to, and that may not exist yet. Returns `None` if a symlink on
-/// the way belongs to somebody else than the caller or root: that user would choose the directory that is written to
+/// Resolves the path of a directory that the caller writes to, and that may not exist yet. Returns `None` if a symlink
+/// on the way belongs to somebody else than the caller or root: that user would choose the directory that is written to
 /// with the caller's rights.
 pub fn resolve_writable_directory(path: &Path) -> std::io::Result<Option<PathBuf>> {
     let path = std::path::absolute(path)?;
@@ -143,8 +143,8 @@ enum ResolvedLinks {
 }
 
 /// Resolves an absolute path, and follows only symlinks whose owner `may_follow` accepts. Opens each symlink once, and
-/// reads its owner and its target from the open descriptor, because the name may be given to another symlink between two
-/// lookups.
+/// reads its owner and its target from the open descriptor, because the name may be given to another symlink between
+/// two lookups.
 fn resolve_links(
     path: &Path,
     may_follow: &dyn Fn(u32) -> bool,

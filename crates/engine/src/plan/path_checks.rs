@@ -275,8 +275,8 @@ impl PathChecks<'_> {
         Ok(real)
     }
 
-    /// Checks and resolves the sources of all inputs. A script is the first input, and its path is resolved already, so a
-    /// symlink in that path is new.
+    /// Checks and resolves the sources of all inputs. A script is the first input, and its path is resolved already, so
+    /// a symlink in that path is new.
     pub(super) fn resolve_copied_sources(
         &self,
         inputs: &mut [(PathBuf, PathBuf)],
@@ -386,8 +386,8 @@ impl PathChecks<'_> {
         if !self.is_from_other_users() {
             return canonical_of(path);
         }
-        // Below a directory that the operator lists, resolve with our own rights. A link or `..` that leads out of it
-        // does not qualify.
+        // Below a directory that the operator lists, resolve with the rights of this process. A link or `..` that leads
+        // out of it does not qualify.
         let mut roots = self.request.readable_roots.iter().flatten();
         let is_plain = !path.components().any(|part| part == Component::ParentDir);
         let listed = is_plain && roots.any(|root| path.starts_with(root));
@@ -414,8 +414,8 @@ impl PathChecks<'_> {
                 why: "it changed while it was looked at",
             });
         }
-        // Without root the program runs as our own user and reads what we can read. Under root it runs with a uid
-        // that owns nothing.
+        // Without root the program runs as this process's user and reads what this process can read. Under root it runs
+        // with a uid that owns nothing.
         match real.is_dir() && !rustix::process::geteuid().is_root() {
             true => world_readable::check_nothing_private(real),
             false => Ok(()),

@@ -24,7 +24,7 @@ pub(super) fn plain(path: &Path) -> Option<PathBuf> {
     fine.then(|| path.components().collect())
 }
 
-/// Resolves the INSIDE of `--read PATH:INSIDE`. Refuses targets that would hide the system or our own mounts.
+/// Resolves the INSIDE of `--read PATH:INSIDE`. Refuses targets that would hide the system or Fumehood's own mounts.
 pub(super) fn inside_target(inside: &Path, workspace: &Path) -> Result<PathBuf, PlanError> {
     let bad = |why| PlanError::BadTarget {
         inside: inside.to_path_buf(),

@@ -354,8 +354,8 @@ fn a_plain_users_private_files_in_an_open_directory_are_found() {
     drop(bench.dir);
 }
 
-/// Exchanges two names while `act` runs again and again for two seconds. Whoever can write to the directory of the names
-/// can do this. Returns whether `act` returned true every time.
+/// Exchanges two names while `act` runs again and again for two seconds. Whoever can write to the directory of the
+/// names can do this. Returns whether `act` returned true every time.
 fn holds_while_exchanged(one: &Path, other: &Path, act: impl Fn() -> bool) -> bool {
     let done = std::sync::atomic::AtomicBool::new(false);
     let ordering = std::sync::atomic::Ordering::Relaxed;

@@ -73,8 +73,9 @@ pub(super) fn resolve(path: &Path) -> Result<PathBuf, PlanError> {
     }
 }
 
-/// Fails if anything below `directory` is readable for us but not for everybody. This matters where the program runs
-/// as our own user: a directory that is open to everybody may hold our private files.
+/// Fails if anything below `directory` is readable for this process but not for everybody. This matters where the
+/// program runs as the user who runs Fumehood: a directory that is open to everybody may hold private files of that
+/// user.
 pub(super) fn check_nothing_private(directory: &Path) -> Result<(), PlanError> {
     let failed = |source: Errno| PlanError::Unreachable {
         path: directory.to_path_buf(),

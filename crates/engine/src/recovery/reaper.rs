@@ -129,7 +129,7 @@ fn reap_dir(
         Err(e) => return reaped.problems.push(error_chain(&e)),
     };
     // If the home is on a shared disk, the attempt belongs to another machine, whose processes cannot be seen from
-    // here. On a local disk it is this machine under another name, because we have the lock.
+    // here. On a local disk it is this machine under another name, because this process has the lock.
     if record.host != home::machine_id() && refuse_network_fs(dir.path()).is_err() {
         let message = format!("{} belongs to the machine {}", record.id, record.host);
         return reaped.waiting.push(message);
@@ -461,7 +461,7 @@ fn release_quota(record: &RunRecord) -> Result<(), String> {
     let (Some(Ok(root)), Some(_lock)) = (root, crate::workspace::uid_pool::lock_uid(uid)) else {
         return Ok(());
     };
-    // A project that does not go with the uid was not set by us.
+    // A project that does not go with the uid was not set by Fumehood.
     if !limits::quota_project_ids(uid).any(|p| p == project) {
         return Ok(());
     }
@@ -555,7 +555,7 @@ mod tests {
         assert!(!cut_off(b"{").is_record_lost() && !cut_off(b"{}").is_record_lost());
         assert_eq!(reap(&home, None).problems.len(), 1);
 
-        // A directory of that name that is not a workspace of ours stays.
+        // A directory of that name that is not a workspace of Fumehood stays.
         std::fs::create_dir(&workspace).unwrap();
         close(&workspace);
         let mut reaped = ReapReport::default();

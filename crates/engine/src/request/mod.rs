@@ -64,7 +64,7 @@ pub enum SiblingModules {
     Include,
 }
 
-/// The value of a limit, and whether somebody asked for it or it is our default. If a limit that was asked for cannot
+/// The value of a limit, and whether somebody asked for it or it is the default. If a limit that was asked for cannot
 /// be enforced firmly, the run stops. A default may be enforced by a weaker watch; the record then says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestedLimit<T> {

@@ -42,7 +42,8 @@ impl RunDir {
         };
         match dir.read_record() {
             Ok(Some(record)) => Err(conflict_error(record)),
-            // Remove files of an earlier attempt whose removal was interrupted: they must not be taken for ours.
+            // Remove files of an earlier attempt whose removal was interrupted: they must not be taken for files of
+            // this attempt.
             Ok(None) => dir.clear().map(|()| Some(dir)),
             Err(e) => Err(e),
         }

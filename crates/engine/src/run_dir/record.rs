@@ -22,7 +22,7 @@ pub struct RunRecord {
     pub workspace: PathBuf,
     /// A name that nobody else knows. The workspace is created under it and then renamed.
     pub draft: PathBuf,
-    /// The identity of the workspace after its creation: proof that the directory is ours.
+    /// The identity of the workspace after its creation: proof that the directory belongs to this run.
     #[serde(rename = "workspace_is")]
     pub workspace_identity: Option<DirectoryIdentity>,
     pub uid: Option<u32>,
@@ -88,7 +88,7 @@ pub struct CommitPlan {
     pub begun: bool,
     /// The workspace is in memory and disappears with the runner.
     pub memory: bool,
-    /// The workspace's files belong to us now. The leased uid may be in use by another run.
+    /// The workspace's files belong to the user who runs Fumehood now. The leased uid may be in use by another run.
     #[serde(rename = "taken_over")]
     pub workspace_reowned: bool,
 }
@@ -142,7 +142,7 @@ impl RunRecord {
 /// A key that no other attempt has.
 pub fn new_attempt_key() -> String {
     let mut noise = [0u8; 16];
-    // Without randomness, use the time and our pid. The database refuses a key that it has already.
+    // Without randomness, use the time and the pid. The database refuses a key that it has already.
     let filled = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty());
     if filled != Ok(noise.len()) {
         let time = home::unix_ms().to_ne_bytes();

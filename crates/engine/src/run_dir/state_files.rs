@@ -35,7 +35,7 @@ impl StateFile {
         }
     }
 
-    /// Room for a million outputs with long names. A larger file was not written by us.
+    /// Room for a million outputs with long names. A larger file was not written by Fumehood.
     const BYTES_MAX: u64 = 1 << 30;
 }
 

@@ -29,7 +29,8 @@ const EXPIRED_GRACE: Duration = Duration::from_secs(30);
 /// For this long an attempt that has ended is left to its own machine, which has the outputs.
 const COLLECTING_GRACE_MS: u64 = 15 * 60 * 1000;
 const EXPIRED_BATCH_MAX: u32 = 1_000;
-/// Parking looks at the whole queue, so it is rare.
+/// How often the worker ends (*parks*) requests that no worker is large enough for. This reads the whole queue, so it
+/// is rare.
 const PARK_EVERY: Duration = Duration::from_secs(60);
 
 pub(super) enum MaintenanceJob {

@@ -18,7 +18,7 @@ pub struct WorkerOptions {
     /// Nothing is claimed while the artifact store has less free space than this, or holds more than its quota.
     pub free_reserve_bytes: u64,
     pub store_quota_bytes: Option<u64>,
-    /// Our own binary and its arguments, which start a runner.
+    /// The `fumehood` binary and its arguments, which start a runner.
     pub program: PathBuf,
     pub args: Vec<OsString>,
 }

@@ -1,4 +1,4 @@
-//! A worker's slots. Each is a directory that contains an order: the attempt that its runner makes.
+//! A worker's slots. Each is a directory that contains an order: what its runner is to run.
 //!
 //! The worker opens and locks the order, and the runner gets it as its standard input. So the lock lasts from the start
 //! of the runner to its end, whatever happens to the worker. A process that gets the lock knows that the runner is
@@ -214,7 +214,7 @@ pub fn clear_finished_orders(
             let Some(mut slot) = Slot::lock(&path)? else {
                 continue;
             };
-            // Another order may have been written before we got the lock.
+            // Another order may have been written before this process got the lock.
             if slot.order()?.is_some_and(|order| is_over(&order)) {
                 match std::fs::remove_dir_all(slot.inputs_dir()) {
                     Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),

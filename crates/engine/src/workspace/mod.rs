@@ -90,8 +90,8 @@ pub fn path_for(root: &Path, id: &AnalysisId) -> PathBuf {
     root.join(format!("scidex-analysis-{id}"))
 }
 
-/// A random name for a workspace that is being prepared. Only this run knows the name, so a directory of that name is
-/// ours even if this process dies.
+/// A random name for a workspace that is being prepared. Only this run knows the name, so a directory of that name
+/// belongs to this run even if this process dies.
 pub fn draft_path_for(root: &Path, id: &AnalysisId) -> PathBuf {
     let mut noise = [0u8; 16];
     // Without randomness the name is guessable, but mkdir still fails if the name exists.
@@ -302,7 +302,8 @@ impl Workspace {
         })
     }
 
-    /// Keeps the workspace: everything in it becomes ours, since another analysis may lease the uid later.
+    /// Keeps the workspace: everything in it becomes the property of the user who runs Fumehood, since another analysis
+    /// may lease the uid later.
     pub fn keep(self) -> Result<PathBuf, WorkspaceError> {
         self.reclaim_ownership()?;
         Ok(self.path)
@@ -467,8 +468,8 @@ fn try_remove(path: &Path, identity: DirectoryIdentity) -> Result<(), WorkspaceE
     }
 }
 
-/// Opens a workspace root. Nobody else must be able to replace a name in it: the root belongs to us or to root, and
-/// is either writable by its owner only or sticky.
+/// Opens a workspace root. Nobody else must be able to replace a name in it: the root belongs to the user who runs
+/// Fumehood or to root, and is either writable by its owner only or sticky.
 fn open_root(root: &Path) -> Result<OwnedFd, WorkspaceError> {
     let failed = |e: rustix::io::Errno| WorkspaceError::Root {
         root: root.to_path_buf(),

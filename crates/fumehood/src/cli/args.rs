@@ -8,7 +8,7 @@ use engine::request::Command;
 
 use crate::config::settings::{GivenSettings, Key};
 
-/// Run one analysis in full confinement and report how it ended.
+/// Run one analysis in the sandbox and report how it ended.
 ///
 /// A SCRIPT is copied into the workspace and run by the interpreter that its `#!` line names, or else by its extension
 /// (.py, .R, .sh, .jl). After `--` follows a command, run as given. Everything after SCRIPT or CMD belongs to the

@@ -17,9 +17,9 @@ use super::{exit, ids, messages, record_access, wait};
 
 /// Cancel analyses: a queued analysis never runs; a running one is ended, and its outputs are kept, marked incomplete.
 ///
-/// The runner of a worker learns of it within two seconds, on any machine. An analysis that runs in this
-/// FUMEHOOD_HOME, also by `fumehood run`, is signalled at once. Its processes get SIGTERM, the grace period, and SIGKILL. Cancelling twice
-/// does no harm.
+/// The runner of a worker learns of it within two seconds, on any machine. An analysis that runs in this FUMEHOOD_HOME,
+/// also by `fumehood run`, is signalled at once. Its processes get SIGTERM, the grace period, and SIGKILL. Cancelling
+/// twice does no harm.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CancelArgs {
     #[arg(value_name = "ID", required = true, help = ids::HELP_ANALYSIS)]

@@ -283,9 +283,9 @@ fn list_reapable(home: &Home, recorder: Option<&Recorder>, args: &GcArgs, report
 
 /// Ends attempts that cannot be running on this machine any more.
 ///
-/// An attempt may run in another home of this machine, which we cannot see. The proof that it does not run is that the
-/// machine has booted since the attempt began: no process survives that. Cloned machines may share a machine id, so a
-/// different boot id alone proves nothing; the attempt must also be older than this boot. If the attempt has a
+/// An attempt may run in another home of this machine, which this process cannot see. The proof that it does not run is
+/// that the machine has booted since the attempt began: no process survives that. Cloned machines may share a machine
+/// id, so a different boot id alone proves nothing; the attempt must also be older than this boot. If the attempt has a
 /// directory in this home, leave it to the reaper, which had a reason not to finish it just now. If the attempt's
 /// outcome waits in another home after all, that home still commits it, as superseded.
 fn give_up_lost(

@@ -211,7 +211,7 @@ impl LogSink {
         }
     }
 
-    /// Writes a line of our own, unaffected by colours of the program.
+    /// Writes a line of Fumehood, unaffected by colours of the program.
     fn write_message(&mut self, line: &str) -> anyhow::Result<()> {
         if let Some(filter) = &mut self.filter {
             filter.interrupt(&mut self.shown);
@@ -485,7 +485,8 @@ impl RunnerWatch {
         alive && run_dirs::read_record(dir).is_some_and(|record| !runner_is_done(&record.state))
     }
 
-    /// Waits until the runner has ended, nobody reads our stdout any more, or a tenth of a second has passed.
+    /// Waits until the runner has ended, nobody reads this process's stdout any more, or a tenth of a second has
+    /// passed.
     fn wait(&self) -> anyhow::Result<()> {
         let moment = Timespec {
             tv_sec: 0,

@@ -11,13 +11,13 @@ use store::types::escaping::escape_terminal;
 use store::types::timings::{TimedPart, Timings};
 use store::types::units::{format_duration, format_size};
 
-/// Prints a text on stderr, each line with our name before it.
+/// Prints a text on stderr, each line with the name `fumehood` before it.
 pub fn line(text: &str) {
     // Nobody may be reading stderr. That is not a reason to fail.
     let _ = std::io::stderr().write_all(format_lines(text).as_bytes());
 }
 
-/// Formats a text for stderr, each line with our name before it.
+/// Formats a text for stderr, each line with the name `fumehood` before it.
 pub fn format_lines(text: &str) -> String {
     // `fumehood shell` puts the terminal in raw mode, where a new line needs a carriage return.
     let raw = rustix::termios::tcgetattr(rustix::stdio::stderr())

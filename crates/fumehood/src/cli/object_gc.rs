@@ -26,7 +26,7 @@ use super::print::format_count;
 
 /// How long to wait for commits in progress.
 const COMMIT_WAIT: Duration = Duration::from_secs(20);
-/// Enough for a million outputs with long names. A larger file is not a manifest of ours.
+/// Enough for a million outputs with long names. A larger file is not a manifest of Fumehood.
 const MANIFEST_BYTES_MAX: u64 = 1 << 30;
 
 pub enum ObjectScope {
@@ -41,7 +41,7 @@ pub struct ObjectGcOptions {
     pub others: OtherUsers,
 }
 
-/// What to do about users of the store that we cannot ask.
+/// What to do about users of the store that this process cannot ask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OtherUsers {
     Respect,
@@ -171,7 +171,7 @@ fn check_users(
             artifacts.path().display()
         );
     }
-    // The store has objects and lists no user, so we do not know whose objects these are.
+    // The store has objects and lists no user, so it is unknown whose objects these are.
     anyhow::ensure!(
         !users.is_empty() || artifacts.usage()?.objects == 0,
         "nobody is noted in {} as having used it; if no other database needs them, `fumehood gc --forget-others`",

@@ -8,7 +8,7 @@ use store::types::escaping::escape_terminal;
 use store::types::manifest::OutputPath;
 use store::types::units::format_size;
 
-/// The reader of our stdout closed it. The command ends without a message, as with SIGPIPE.
+/// The reader of this process's stdout closed it. The command ends without a message, as with SIGPIPE.
 #[derive(Debug, thiserror::Error)]
 #[error("the reader of stdout closed it")]
 pub struct ReaderGone;

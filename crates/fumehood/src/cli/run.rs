@@ -88,7 +88,7 @@ fn run_attempt(
     let result = pipeline::run(&resolved.request, &context, recorder.as_mut(), &mut console);
     console.clear_progress();
     console.interrupt();
-    // The messages below are ours: leave raw mode first, so that a new line starts at the left margin.
+    // The messages below come from Fumehood: leave raw mode first, so that a new line starts at the left margin.
     drop(raw);
     let (mut record, logs) = match result {
         Ok(CompletedRun {
@@ -185,7 +185,7 @@ fn print_json(record: &Record, code: u8) -> anyhow::Result<u8> {
     Ok(match (printed, code) {
         (Err(e), code) => {
             messages::line(&format!("error: print the result: {e}"));
-            // The run stays what it is. But if its success cannot be printed, do not exit with 0.
+            // The record does not change. But if the success cannot be printed, do not exit with 0.
             code.max(if code == 0 { exit::COULD_NOT_RUN } else { 0 })
         }
         (Ok(()), code) => code,
@@ -330,7 +330,7 @@ impl Console {
         }
         let [stdout, stderr] = &mut self.forwarders;
         let dropped = [stdout.give_up(), stderr.give_up()];
-        // Both streams may be one terminal, which is as full for us as for the program.
+        // Both streams may be one terminal, which is as full for Fumehood as for the program.
         if dropped[1] > 0 || dropped[0] > 0 && !stream_forwarder::stderr_is_ready() {
             return false;
         }

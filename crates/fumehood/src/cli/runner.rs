@@ -51,11 +51,11 @@ pub struct RunnerArgs {
 }
 
 pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
-    // Block signals first: as soon as our pid is known, somebody may signal us to stop.
+    // Block signals first: as soon as the pid of this process is known, somebody may signal it to stop.
     let signals = RunnerSignals::new()?;
     let (order, held) = slot::receive_order().context("read the order from standard input")?;
-    // Move to a scope of our own before anything else starts: the worker's scope may be stopped. Without systemd there
-    // is nothing to move to, so ignore a failure.
+    // Move to a scope of the runner's own before anything else starts: the worker's scope may be stopped. Without
+    // systemd there is nothing to move to, so ignore a failure.
     let _ = engine::attempt::systemd_scope::ensure_own_scope();
     let (home, mut recorder) = record_access::open(&args.store)?;
     recorder.wait_long_for_locks();

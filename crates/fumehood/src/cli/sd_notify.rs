@@ -69,7 +69,8 @@ impl Notifier {
             return Ok(Notifier::default());
         };
         let number = |name| env(name).and_then(|value| value.to_str()?.parse::<u64>().ok());
-        // A variable for another pid was inherited by mistake and does not concern us (sd_watchdog_enabled(3)).
+        // A variable for another pid was inherited by mistake and does not concern this process
+        // (sd_watchdog_enabled(3)).
         let is_ours = env(WATCHDOG_PID).is_none() || number(WATCHDOG_PID) == Some(u64::from(pid));
         let period = number(WATCHDOG_USEC).filter(|usec| is_ours && *usec > 0);
         let address = address(&name)?;
@@ -134,7 +135,7 @@ impl Notifier {
         self.send(&format!("STOPPING=1\n{}", status_line(status)));
     }
 
-    /// Returns whether the message was sent. A lost message is made up for by the next one, or by our exit.
+    /// Returns whether the message was sent. A lost message is made up for by the next one, or by this process's exit.
     fn send(&self, message: &str) -> bool {
         let sent = self.manager.as_ref().map(|manager| manager.send(message));
         sent.is_some_and(|sent| sent.is_ok())

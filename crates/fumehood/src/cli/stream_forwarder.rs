@@ -1,6 +1,6 @@
-//! Forwards the program's output to one of our own standard streams: unchanged to a file or a pipe; escaped and with
-//! its middle left out to a terminal. Memory is bounded: while a reader takes nothing, nothing more is read from the
-//! program.
+//! Forwards the program's output to one of this process's standard streams: unchanged to a file or a pipe; escaped and
+//! with its middle left out to a terminal. Memory is bounded: while a reader takes nothing, nothing more is read from
+//! the program.
 //!
 //! Both streams may be one terminal. It may accept a part of a colour sequence or of a character and then be full.
 //! Output of the other stream must not follow that part: the program chooses both, and together they could form a
@@ -59,7 +59,8 @@ struct ForwardTarget {
     filter: Option<TerminalFilter>,
 }
 
-/// How to write without waiting. Other programs share our standard streams, so they must not become non-blocking.
+/// How to write without waiting. Other programs share this process's standard streams, so they must not become
+/// non-blocking.
 enum WriteMethod {
     /// A file or a device that never blocks for long.
     Direct,
@@ -110,7 +111,7 @@ impl StreamForwarder {
         self.interrupt();
     }
 
-    /// Queues a message of our own.
+    /// Queues a message of Fumehood.
     pub fn write_message(&mut self, text: &str) {
         self.interrupt();
         self.pending.extend_from_slice(text.as_bytes());

@@ -68,7 +68,7 @@ const POLL_INTERVAL_MAX: Duration = Duration::from_secs(2);
 const POLL_INTERVAL_MIN: Duration = Duration::from_millis(50);
 /// A database that restarts or moves comes back within this time. Longer outages are reported.
 const DATABASE_AWAY_MAX: Duration = Duration::from_secs(300);
-/// How long to wait for the post_process command after a commit, if our configuration has no such command.
+/// How long to wait for the post_process command after a commit, if the configuration here has no such command.
 const POST_PROCESS_WAIT_MS: u64 = 600_000;
 
 pub fn wait(args: &WaitArgs) -> anyhow::Result<u8> {
@@ -314,7 +314,7 @@ fn is_away(error: &CommitError) -> bool {
     matches!(error, CommitError::Database { source, .. } if source.is_database_fault())
 }
 
-/// Attempts whose runner died in this home, and that nobody finishes while we wait.
+/// Attempts whose runner died in this home, and that nobody finishes while this process waits.
 #[derive(Default)]
 struct LostRunners {
     reported: Vec<String>,

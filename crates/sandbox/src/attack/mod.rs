@@ -30,7 +30,7 @@ use rustix::process::{Pid, Signal, WaitOptions};
 
 use crate::sys::{self, ForkSide};
 
-/// The first argument that makes our binary the attacker, or one of its victims.
+/// The first argument that makes this binary the attacker, or one of its victims.
 pub const ARGUMENT: &str = "__attack";
 /// The second argument: run the attacks that follow as `NAME=TARGET`, after the mark that identifies their traces.
 pub const RUN_ATTACKS: &str = "strike";

@@ -5,7 +5,8 @@
 //!
 //! - `capabilities`: drops every capability in every set.
 //! - `landlock`: which files the program may reach, and the scopes of signals and abstract sockets.
-//! - `seccomp`: the reviewed table of system calls, and its compilation to classic BPF. Init compiles the filter; the child installs it.
+//! - `seccomp`: the reviewed table of system calls, and its compilation to classic BPF. Init compiles the filter; the
+//!   child installs it.
 
 pub mod capabilities;
 pub mod landlock;

@@ -51,8 +51,8 @@ impl CallingThread {
             .map_err(|_| errno(libc::EBADF))
     }
 
-    /// Whether the process has only this thread, which waits for our answer. Then nothing can change the process's
-    /// descriptors meanwhile: seccomp refuses to share them with another process.
+    /// Whether the process has only this thread, which waits for the answer to its call. Then nothing can change the
+    /// process's descriptors meanwhile: seccomp refuses to share them with another process.
     pub fn is_alone(&self) -> bool {
         // The link count of /proc/PID/task is two, as for every directory, plus one for each thread.
         let tasks = rustix::fs::stat(format!("/proc/{}/task", self.process));

@@ -8,19 +8,20 @@ use std::time::{Duration, Instant};
 use super::processes::{self, ProcessSet};
 use crate::sys::procfs;
 
-/// Without progress, the runner kills init this long after the grace.
+/// How much later than init the runner acts: this long after init should have ended the run, the runner ends it. Init
+/// also gives up on dying processes that make no progress for this long.
 pub const BACKSTOP: Duration = Duration::from_millis(700);
 /// With progress, init waits at most this long for the dying processes.
 pub const DYING_TIME_MAX: Duration = Duration::from_secs(30);
 /// How often progress is checked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Processes that were sent SIGKILL.
 pub struct DyingProcesses {
     process_set: ProcessSet,
     since: Instant,
-    /// `None` before the first look.
-    looked_at: Option<Instant>,
+    /// `None` before the first check.
+    checked_at: Option<Instant>,
     progress_at: Instant,
     count: usize,
 }
@@ -37,21 +38,21 @@ impl DyingProcesses {
         DyingProcesses {
             process_set,
             since: now,
-            looked_at: None,
+            checked_at: None,
             progress_at: now,
             count: usize::MAX,
         }
     }
 
-    /// Checks for progress, or returns `None` if the last check was less than [`LOOK_INTERVAL`] ago.
+    /// Checks for progress, or returns `None` if the last check was less than [`CHECK_INTERVAL`] ago.
     ///
     /// The first check counts as progress. After that, progress means that there are fewer processes than before, or
     /// that one of them is runnable: none of the program's code runs any more, so a runnable process is one that the
     /// kernel is taking down. The number alone is not enough, because after a long time all processes may end at the
     /// same moment. A process that cannot die waits for something, so it is not runnable.
-    pub fn look(&mut self) -> Option<DyingProgress> {
-        let before = self.looked_at.unwrap_or(self.since);
-        if before.elapsed() < LOOK_INTERVAL {
+    pub fn check(&mut self) -> Option<DyingProgress> {
+        let before = self.checked_at.unwrap_or(self.since);
+        if before.elapsed() < CHECK_INTERVAL {
             return None;
         }
         let own = std::process::id();
@@ -60,7 +61,7 @@ impl DyingProcesses {
         let progress = left.len() < self.count || left.iter().any(|pid| is_runnable(*pid));
         self.count = left.len();
         let now = Instant::now();
-        self.looked_at = Some(now);
+        self.checked_at = Some(now);
         if !progress {
             return Some(DyingProgress::None);
         }

@@ -38,7 +38,7 @@ use crate::sys::{self, Instruction};
 /// After this many rounds of SIGKILL, init also forbids the remaining processes to fork: they fork faster than init
 /// kills them.
 const KILL_ROUNDS_BEFORE_FORK_BAN: u32 = 3;
-/// How long init sends no SIGKILL of its own after it has triggered the kill helper.
+/// How long init sends no SIGKILL of its own after it has closed its end of the socket to the kill helper.
 const HELPER_KILL_TIME: Duration = Duration::from_millis(400);
 /// How soon init checks again whether a busy broker can take another call.
 const BROKER_RETRY: Duration = Duration::from_millis(1);
@@ -49,9 +49,9 @@ const IDLE_SAMPLE_TIME: Duration = Duration::from_secs(1);
 
 /// The child's message to init once it has installed its seccomp filter.
 ///
-/// At level `landlock` these descriptors come along: the listener, the trigger of the kill helper if there is one, and
-/// the program's own files in /proc. At level `full` the filter already hands sendmsg over, so no descriptor can come
-/// along, and init copies the listener by its number.
+/// At level `landlock` these descriptors come along: the listener, the guardian's end of the kill helper's socket if
+/// there is one, and the program's own files in /proc. At level `full` the filter already hands sendmsg over, so no
+/// descriptor can come along, and init copies the listener by its number.
 #[derive(Serialize, Deserialize)]
 pub struct FilterReport {
     pub kill_helper: Option<u32>,
@@ -195,7 +195,7 @@ impl Init {
         let Some(oom) = self.oom.as_mut().filter(|_| !ended_by_itself) else {
             return;
         };
-        if oom.look(self.main_pid as u32) {
+        if oom.check(self.main_pid as u32) {
             self.stop_for_limit(Stop::Memory);
         }
     }
@@ -209,8 +209,8 @@ impl Init {
 
     /// Waits for an event or the next tick, and handles the runner's orders and the child's calls.
     fn wait(&mut self, report: &Reporter) {
-        let next_look = Instant::now() + TICK;
-        let until = self.kill_at.map_or(next_look, |at| at.min(next_look));
+        let next_tick = Instant::now() + TICK;
+        let until = self.kill_at.map_or(next_tick, |at| at.min(next_tick));
         let full = self.broker.as_ref().is_some_and(Broker::is_full);
         let mut timeout = until.saturating_duration_since(Instant::now());
         if full {
@@ -326,7 +326,8 @@ impl Init {
             };
             // The child waits for init to close the socket before it goes on.
             drop(socket);
-            // Fail closed: if there is no broker, the listener is dropped here, and every call that is handed over fails.
+            // Fail closed: if there is no broker, the listener is dropped here, and every call that is handed over
+            // fails.
             let group_access = self.group_access.take();
             self.broker = listener.and_then(|listener| {
                 Broker::new(listener, &self.spec, group_access, self.main_pid).ok()
@@ -397,7 +398,7 @@ impl Init {
     /// Sends SIGKILL to every process. Init repeats this at every tick until the last process is gone.
     fn kill_all(&mut self) {
         self.kill_rounds = self.kill_rounds.saturating_add(1);
-        // Dropping the trigger makes the kill helper fire.
+        // Dropping the guardian's end of the socket makes the kill helper kill the run's processes.
         if self.kill_helper.take().is_some() {
             self.helper_fired_at = Some(Instant::now());
         }
@@ -458,7 +459,7 @@ impl Init {
 
     /// After SIGKILL: reports to the runner that processes are dying, as long as there is progress.
     fn report_dying(&mut self, report: &mut Reporter) {
-        let progress = self.dying.as_mut().and_then(DyingProcesses::look);
+        let progress = self.dying.as_mut().and_then(DyingProcesses::check);
         if progress == Some(DyingProgress::Made) {
             self.report_progress(self.wall_ms(), report);
         }
@@ -495,7 +496,8 @@ impl Init {
         }
     }
 
-    /// The program has ended: kills what is left of the run, measures the workspace a last time, reports the end and exits.
+    /// The program has ended: kills what is left of the run, measures the workspace a last time, reports the end and
+    /// exits.
     fn finish(mut self, report: &mut Reporter) -> ! {
         let wall_ms = self.wall_ms();
         self.kill_all();

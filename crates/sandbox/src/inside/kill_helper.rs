@@ -17,7 +17,8 @@ use crate::spec::{ConfinementLevel, LaunchPurpose, Layer, ProgramIdentity, Spec}
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, ForkSide, Parentage};
 
-/// The guardian's end of the socket, and the kill helper's pid. Dropping this makes the kill helper fire.
+/// The guardian's end of the socket, and the kill helper's pid. Dropping this makes the kill helper kill the run's
+/// processes.
 pub struct KillHelper {
     pub pid: u32,
     pub trigger: OwnedFd,
@@ -54,8 +55,8 @@ pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
 fn wait_and_kill(trigger: BorrowedFd<'_>) -> ! {
     // The guardian's watch reads /proc of every process of the run, which needs a dumpable process.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable);
-    // Keep only the trigger. An inherited copy of the guardian's end would keep the socket open, and the kill helper
-    // would never fire.
+    // Keep only this end of the socket. An inherited copy of the guardian's end would keep the socket open, and the
+    // kill helper would wait for ever.
     if sys::place_descriptor(trigger, 0).is_ok() && sys::close_from(1).is_ok() {
         // Returns when the guardian closes its end, or is dead.
         let _ = rustix::io::read(rustix::stdio::stdin(), &mut [0u8]);

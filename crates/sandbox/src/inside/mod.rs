@@ -2,7 +2,8 @@
 //!
 //! At level `landlock` the guardian runs the same code in the place of pid 1.
 //!
-//! - `init`: the loop of pid 1. It reaps, keeps every deadline, obeys the runner's orders and reports how the run ended.
+//! - `init`: the loop of pid 1. It reaps, keeps every deadline, obeys the runner's orders and reports how the run
+//!   ended.
 //! - `watch`: a thread of init that measures disk, memory, CPU time and processes ten times a second.
 //! - `processes`: what /proc says about the run's processes. Init and the watch thread use it.
 //! - `oom`: init's check of the cgroup's counter of out-of-memory kills.
@@ -11,7 +12,8 @@
 //!   run's cgroup makes socket calls (`broker/process.rs`); `socket_share` bounds how many sockets the run may have.
 //! - `syscall_proxy`: level `landlock` only. Threads of the guardian change modes, times and lengths of files for the
 //!   program, and send signals for it.
-//! - `caller`: the thread that made a call that was handed over. The broker reads its memory and copies its descriptors.
+//! - `caller`: the thread that made a call that was handed over. The broker reads its memory and copies its
+//!   descriptors.
 //! - `kill_helper`: level `landlock` for a plain user only. A process that kills all of the run's processes in one
 //!   system call.
 

@@ -37,7 +37,7 @@ impl OomWatch {
     }
 
     /// Reads the counter, at most once a tick. Returns whether there were too many kills.
-    pub fn look(&mut self, main_pid: u32) -> bool {
+    pub fn check(&mut self, main_pid: u32) -> bool {
         if self.looked_at.elapsed() < TICK {
             return false;
         }

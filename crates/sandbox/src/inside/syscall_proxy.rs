@@ -115,7 +115,8 @@ fn proc_fd_path(object: &OwnedFd) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", object.as_raw_fd()))
 }
 
-/// Reads which file a call means and how to change it. Everything behind a pointer, except the path, is copied here, once.
+/// Reads which file a call means and how to change it. Everything behind a pointer, except the path, is copied here,
+/// once.
 fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
     let arg = |n: usize| call.args[n];
     let number = |n: usize| call.args[n] as u32 as i32;

@@ -14,7 +14,7 @@ use crate::spec::{ConfinementLevel, LaunchPurpose, WorkspaceKind};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys::{self, ForkSide, Parentage, procfs};
 
-/// The first argument that makes our binary the launcher.
+/// The first argument that makes this binary the launcher.
 pub const ARGUMENT: &str = "__launch";
 
 /// Returns whether this process was started as the launcher. Call it before any thread exists.
@@ -157,7 +157,7 @@ fn receive_plan(report: &mut Reporter) -> Result<(LaunchPlan, PlanDescriptors), 
     Ok((plan, descriptors))
 }
 
-/// Gives a newly forked pid 1 the state that a standby launcher has from its birth.
+/// Gives a newly forked pid 1 the state that a standby launcher has from the start.
 fn leave_caller_session(report: &mut Reporter) -> Result<(), LaunchStepError> {
     report.begin_step("leave the caller's session");
     // Fork cleared the parent death signal. If the runner died meanwhile, init's loop sees the control socket closed.

@@ -1,9 +1,9 @@
 //! A standby launcher: a process that the runner forks as its very first act, as pid 1 of a new pid namespace, and
 //! that waits for a plan.
 //!
-//! At that moment the runner has one thread and has read no file and no variable. Its memory holds only our own code
-//! and the strings it was started with, which the launcher wipes. No process inside therefore holds anything of the
-//! caller's, just as if our binary had been executed again with an empty environment, but without the cost of an
+//! At that moment the runner has one thread and has read no file and no variable. Its memory holds only Fumehood's own
+//! code and the strings it was started with, which the launcher wipes. No process inside therefore holds anything of
+//! the caller's, just as if the binary had been executed again with an empty environment, but without the cost of an
 //! execve. While the runner reads its configuration, the launcher makes what every plan needs: the namespaces, and a
 //! new root with the system runtime.
 
@@ -27,7 +27,7 @@ use crate::sys::{self, ForkSide};
 /// Forks the standby launcher if the first argument on the command line is one of `words`. Call this before anything
 /// else. On failure no launcher stands by, and the runner executes one later.
 pub fn fork_launcher(words: &[&str]) {
-    // The dynamic loader copies its settings to memory that we cannot wipe.
+    // The dynamic loader copies its settings to memory that the launcher cannot wipe.
     if !is_first_argument(words) || sys::has_loader_settings() {
         return;
     }

@@ -241,9 +241,11 @@ impl LimitName {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Hardness {
-    /// The kernel refuses or kills at the limit.
+    /// The kernel refuses or kills at the limit, or Fumehood itself enforces the limit: wall time by a deadline, logs
+    /// by what the runner keeps.
     Hard,
-    /// Init measures ten times a second and kills the run past the limit. The run can overshoot between two measurements.
+    /// Init measures ten times a second and kills the run past the limit. The run can overshoot between two
+    /// measurements.
     Watched,
 }
 

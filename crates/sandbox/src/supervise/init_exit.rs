@@ -69,7 +69,8 @@ impl Running<'_> {
         self.kill_init_at = self.kill_init_at.max(now + BACKSTOP).min(last);
     }
 
-    /// Kills init once the backstop deadline has passed. Returns false if init is still there [`EXIT_WAIT`] after the kill.
+    /// Kills init once the backstop deadline has passed. Returns false if init is still there [`EXIT_WAIT`] after the
+    /// kill.
     pub(crate) fn enforce_backstop(&mut self) -> bool {
         if Instant::now() < self.kill_init_at {
             return true;

@@ -18,8 +18,8 @@ pub(super) fn open_init(child: Pid) -> Result<(Pid, OwnedFd), RunError> {
     Ok((child, pidfd.map_err(|e| start("find init")(e.into()))?))
 }
 
-/// Executes our own binary again, as the launcher. Its environment is empty, so that no process inside holds any of the
-/// caller's variables. It has its own process group, so that Ctrl-C at the terminal reaches only the runner.
+/// Executes the runner's own binary again, as the launcher. Its environment is empty, so that no process inside holds
+/// any of the caller's variables. It has its own process group, so that Ctrl-C at the terminal reaches only the runner.
 pub(super) fn start_launcher(program: &Path) -> Result<(OwnedFd, Child), RunError> {
     let (ours, theirs) = channel::pair().map_err(|e| start("make the control socket")(e.into()))?;
     let launcher = Command::new(program)

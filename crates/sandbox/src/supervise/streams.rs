@@ -19,7 +19,8 @@ use super::stdio::{CHUNK_BYTES, StdinPump};
 
 /// How many reads are made from a stream after the last process has died. A pipe cannot hold more.
 const DRAIN_READS_MAX: usize = 64;
-/// How many short reads in one [`WINDOW`] are made without a pause. After them the stream is paced until the window ends.
+/// How many short reads in one [`WINDOW`] are made without a pause. After them the stream is paced until the window
+/// ends.
 const UNPACED_READS_MAX: u32 = 16;
 const WINDOW: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(1);

@@ -48,7 +48,7 @@ pub fn note_ignored_signals() {
     IGNORED_SIGNALS.store(mask.unwrap_or(u64::MAX), Ordering::Relaxed);
 }
 
-/// Sets SIGCHLD to its default. Our parent may have ignored it, and then waiting for a child would fail.
+/// Sets SIGCHLD to its default. The parent may have ignored it, and then waiting for a child would fail.
 pub fn reset_sigchld() {
     // SAFETY: SIG_DFL is a valid disposition for SIGCHLD and installs no handler.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };

@@ -13,7 +13,8 @@ pub(crate) fn lock_analysis(db: &mut Connection, id: &str) -> Result<(), StoreEr
         .map(drop)
 }
 
-/// How often an analysis may be removed by others between its creation and its numbering before we report an error.
+/// How often an analysis may be removed by others between its creation and its numbering before this process reports an
+/// error.
 const REMOVALS_MAX: usize = 5;
 
 /// Allocates the next attempt number. The analysis is locked afterwards.

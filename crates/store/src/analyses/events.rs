@@ -6,7 +6,7 @@ use crate::database::error::StoreError;
 use crate::database::rows::{self, RowInserter};
 use crate::database::value::{Row, SqlValue};
 
-/// A reason is a word or a sentence of ours. The bound keeps it short, whatever it may be one day.
+/// A reason is a word or a sentence of Fumehood. The bound keeps it short, whatever it may be one day.
 const REASON_CHARS_MAX: usize = 500;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

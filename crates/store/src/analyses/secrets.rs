@@ -46,7 +46,7 @@ pub(crate) fn restore_secrets(
     let Some(mut row) = db.query_one(what, sql, &[SqlValue::text(id)])? else {
         return Ok(());
     };
-    // If the request cannot be parsed, the worker reports that better than we could.
+    // If the request cannot be parsed, the worker reports that better than this process could.
     let Ok(mut submission) = Submission::read(&row.text(what)?, id) else {
         return Ok(());
     };

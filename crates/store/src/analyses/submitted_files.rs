@@ -7,7 +7,7 @@ use crate::database::value::SqlValue;
 use crate::types::manifest::ContentHash;
 use crate::types::submission::INPUT_BYTES_MAX;
 
-/// How often others may remove a file between our check and our insert before we report an error.
+/// How often others may remove a file between the check and the insert before this process reports an error.
 const REMOVALS_MAX: usize = 5;
 
 impl Store {

@@ -401,7 +401,7 @@ impl<'a> Target<'a> {
             Overwrite::Files => rustix::fs::renameat(&self.dir, draft, &self.dir, self.name)?,
             Overwrite::Never => self.publish_new(draft)?,
         }
-        // Another user with write access may have replaced our file.
+        // Another user with write access may have replaced the exported file.
         let named = rustix::fs::statat(&self.dir, self.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let ours = rustix::fs::fstat(file)?;
         match (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino) {
@@ -417,7 +417,7 @@ impl<'a> Target<'a> {
             done => return done,
         }
         // NFS and some other file systems cannot rename without replacing in one step. Claim the name with an empty
-        // file, which is then ours to replace.
+        // file, which this process may then replace.
         let claim = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         rustix::fs::openat(&self.dir, self.name, claim, FILE_MODE)?;
         rustix::fs::renameat(&self.dir, draft, &self.dir, self.name)

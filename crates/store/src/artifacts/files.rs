@@ -21,7 +21,7 @@ pub fn open_dir(parent: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedF
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
 }
 
-/// Opens a regular file of the store. NONBLOCK, so that a FIFO or device in its place cannot block us.
+/// Opens a regular file of the store. NONBLOCK, so that a FIFO or device in its place cannot block this process.
 pub fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
@@ -57,8 +57,7 @@ pub fn link_by_proc(
 }
 
 /// A new file that is not an object yet. It has no name if the file system supports that, so a crash leaves nothing
-/// behind. Otherwise it has a name in `staging`, which is removed on drop or, after a crash, by the garbage
-/// collector.
+/// behind. Otherwise it has a name in `staging`, which is removed on drop or, after a crash, by the next sweep.
 pub struct Draft<'a> {
     staging: BorrowedFd<'a>,
     file: OwnedFd,
@@ -100,7 +99,7 @@ impl AsFd for Draft<'_> {
 impl Drop for Draft<'_> {
     fn drop(&mut self) {
         if let Some(name) = &self.name {
-            // If this fails, the garbage collector removes the file later.
+            // If this fails, a sweep removes the file later.
             let _ = rustix::fs::unlinkat(self.staging, name, AtFlags::empty());
         }
     }

@@ -35,7 +35,7 @@ const THREADS_MAX: usize = 8;
 /// How many threads to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HashThreads {
-    /// For a process that is about to fork and must have no other threads.
+    /// Only the caller's thread. Used for inputs, before the program starts.
     One,
     /// As many as there are processors, up to a bound.
     PerProcessor,

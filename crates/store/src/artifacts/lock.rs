@@ -1,4 +1,5 @@
-//! The lock of a store: many processes may add objects at the same time, or one may collect garbage.
+//! The lock of a store: many processes may add objects at the same time, or one may sweep: remove the objects that
+//! nobody refers to.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -11,11 +12,11 @@ use super::page_cache::ObjectDirectory;
 use super::{ArtifactError, Artifacts};
 
 const LOCK: &str = "lock";
-/// How long a process that adds objects waits for the garbage collector.
+/// How long a process that adds objects waits for a sweep.
 const SHARED_LOCK_WAIT: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// While this value exists, no object is collected. The kernel releases the lock when the process ends, however it
+/// While this value exists, no sweep removes an object. The kernel releases the lock when the process ends, however it
 /// ends.
 ///
 /// The holder keeps the lock until nobody has to read the new objects again, so dropping it also drops their pages
@@ -51,7 +52,7 @@ impl Artifacts {
         })
     }
 
-    /// Locks the store for the garbage collector. After `wait` the error names the processes that hold the lock.
+    /// Locks the store for a sweep. After `wait` the error names the processes that hold the lock.
     pub fn lock_exclusive(&self, wait: Duration) -> Result<ExclusiveLock, ArtifactError> {
         Ok(ExclusiveLock {
             _lock: self.lock(FlockOperation::NonBlockingLockExclusive, wait)?,

@@ -1,16 +1,17 @@
 //! The artifact store: outputs and logs as objects, named by the hash of their content.
 //!
-//! An object is a file at `objects/ab/cdef…`, named by the blake3 hash of its content. It belongs to us and has no
-//! write permission and no extended attributes. An object gets its name only when it is complete, by a link from a
-//! descriptor. A name that a program chose is used only once, to open the file. A crash at any moment leaves no
-//! incomplete object, and no output that is neither in the workspace nor in the store.
+//! An object is a file at `objects/ab/cdef…`, named by the blake3 hash of its content. It belongs to the user who runs
+//! Fumehood and has no write permission and no extended attributes. An object gets its name only when it is complete,
+//! by a link from a descriptor. A name that a program chose is used only once, to open the file. A crash at any moment
+//! leaves no incomplete object, and no output that is neither in the workspace nor in the store.
 //!
 //! The mode of an object says whether it is durable. 0400: the object is in place, but a power cut may still damage
 //! it, so whoever finds it and did not place it reads it before relying on it. 0444: the object and its directory
 //! were synced.
 //!
-//! The file `lock` separates the garbage collector from processes that add objects. Those hold a shared lock from the
-//! first object until the transaction that refers to it is committed; the collector holds an exclusive lock.
+//! The file `lock` keeps a sweep apart from processes that add objects. Such a process holds a shared lock from the
+//! first object until the transaction that refers to it is committed. A sweep removes objects that nobody refers to,
+//! under an exclusive lock.
 //!
 //! In reading order:
 //!
@@ -151,7 +152,7 @@ pub struct Artifacts {
     staging: OwnedFd,
     /// Which of the 256 fan-out directories are known to exist. None is ever removed.
     fans: [AtomicBool; 256],
-    /// Objects that we placed, or found and read, and that are not synced since.
+    /// Objects that this process placed, or found and read, and that are not synced since.
     unsynced: Mutex<HashSet<ContentHash>>,
 }
 
@@ -162,7 +163,7 @@ enum ExistingObject {
     Durable,
     /// Complete, but a power cut may still damage it.
     Whole,
-    /// Damaged, or not a regular file of ours.
+    /// Damaged, or not a regular file of the user who runs Fumehood.
     Bad,
 }
 
@@ -324,7 +325,7 @@ impl Artifacts {
         for fan in fans {
             rustix::fs::fsync(files::open_dir(self.objects.as_fd(), &fan)?)?;
         }
-        // The fan-out directory may be new, created by us or by a process that has not synced it yet.
+        // The fan-out directory may be new, created by this process or by a process that has not synced it yet.
         rustix::fs::fsync(&self.objects)?;
         let mark = |file: &File| rustix::fs::fchmod(file, DURABLE);
         synced.iter().try_for_each(mark)
@@ -339,7 +340,7 @@ impl Artifacts {
         hashes.iter().try_for_each(mark)
     }
 
-    /// Opens an object for reading. The descriptor stays readable even if the garbage collector removes the object.
+    /// Opens an object for reading. The descriptor stays readable even if a sweep removes the object.
     pub fn open_object(&self, hash: &ContentHash) -> Result<File, ArtifactError> {
         let opened = files::open_object(self.objects.as_fd(), &object_name(hash));
         opened.map_err(|e| ArtifactError::Object {
@@ -362,7 +363,7 @@ impl Artifacts {
     }
 
     /// Whether an intact object exists. Reads it if it is not durable. If the process that placed it has not made it
-    /// durable yet, our next [`Artifacts::make_durable`] does.
+    /// durable yet, this process's next [`Artifacts::make_durable`] does.
     pub fn has_object(&self, hash: &ContentHash, bytes: u64) -> Result<bool, ArtifactError> {
         let found = self
             .find_existing(hash, bytes)
@@ -402,21 +403,21 @@ impl Artifacts {
             .and_then(|file| hashing::is_content(file.as_fd(), hash, bytes).map_err(errno_of));
         match same {
             Ok(true) => Ok(ExistingObject::Whole),
-            // An object that its owner cannot read has a wrong mode, so we did not place it.
+            // An object that its owner cannot read has a wrong mode, so Fumehood did not place it.
             Ok(false) | Err(Errno::ACCESS) => Ok(ExistingObject::Bad),
             Err(e) => Err(e),
         }
     }
 
-    /// Gives a complete file its object name. The file is ours and read-only.
+    /// Gives a complete file its object name. The file belongs to the user who runs Fumehood and is read-only.
     fn place(
         &self,
         file: BorrowedFd<'_>,
         hash: &ContentHash,
         bytes: u64,
     ) -> Result<Placement, PlaceFault> {
-        // Other processes may place the same object at the same time, but the garbage collector is locked out, so a
-        // few turns are enough.
+        // Other processes may place the same object at the same time, but the lock keeps a sweep out, so a few turns
+        // are enough.
         const TURNS: u32 = 8;
         let name = object_name(hash);
         self.make_fan_out_dir(hash)?;
@@ -517,7 +518,7 @@ fn open_or_make(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> 
     }
 }
 
-/// Whether the directory belongs to us and nobody else may write to it.
+/// Whether the directory belongs to the user who runs Fumehood and nobody else may write to it.
 fn is_private(dir: BorrowedFd<'_>) -> rustix::io::Result<bool> {
     let stat = rustix::fs::fstat(dir)?;
     Ok(stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o022 == 0)

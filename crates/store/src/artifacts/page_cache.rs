@@ -1,4 +1,4 @@
-//! The directory of objects, and which objects still have pages in the page cache because of us.
+//! The directory of objects, and which objects still have pages in the page cache because of this process.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -23,7 +23,7 @@ pub enum ObjectCondition {
     WrongContent {
         found: ContentHash,
     },
-    /// Others may write to it, or we may not read it.
+    /// Others may write to it, or this process may not read it.
     WrongMode {
         found: u32,
     },
@@ -131,8 +131,8 @@ impl Artifacts {
                 Err(_) => failed += 1,
             }
         })?;
-        // We hold the exclusive lock, so the processes that created these files are dead. None of the files is the
-        // only name of an output.
+        // This process holds the exclusive lock, so the processes that created these files are dead. None of the files
+        // is the only name of an output.
         each_entry(self.staging.as_fd(), &mut |name| match remove(
             self.staging.as_fd(),
             name,

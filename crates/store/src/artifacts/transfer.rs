@@ -4,15 +4,16 @@
 //! name is looked up twice. The file is opened once, compared with the manifest, and everything else is done through
 //! its descriptor.
 //!
-//! A move is a link. The file becomes ours, loses its extended attributes and its write permission, and gets its
-//! object name. Its name in the workspace stays until the workspace is removed. So a crash at any moment leaves every
-//! output complete in the workspace, and a repeat finds either the object or the file. A link also needs no
-//! permission in the workspace's directories, and trusts no name there.
+//! A move is a link. The file becomes the property of the user who runs Fumehood, loses its extended attributes and its
+//! write permission, and gets its object name. Its name in the workspace stays until the workspace is removed. So a
+//! crash at any moment leaves every output complete in the workspace, and a repeat finds either the object or the file.
+//! A link also needs no permission in the workspace's directories, and trusts no name there.
 //!
 //! Invariant: after a move the workspace is removed, not kept. Until then its remaining names, including hard links
 //! that the program made, lead to objects. Nobody writes through them: every process that could hold a writable
-//! descriptor or a mapping is dead, the file is ours and read-only, so a later user of the leased uid cannot open it
-//! for writing, and removal only removes names. People may work in a kept workspace, so its files are copied.
+//! descriptor or a mapping is dead, the file belongs to the user who runs Fumehood and is read-only, so a later user of
+//! the leased uid cannot open it for writing, and removal only removes names. People may work in a kept workspace, so
+//! its files are copied.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,7 +38,7 @@ pub enum TransferMode {
 /// Whether to rely on the hash in the manifest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContentCheck {
-    /// The hash was computed since the last boot, after every process was dead. Only a fault of ours could have
+    /// The hash was computed since the last boot, after every process was dead. Only a fault of Fumehood could have
     /// changed the file since, which inode, owner, length and time would show. Reading every file again would double
     /// the cost of every run.
     TrustManifest,
@@ -173,7 +174,7 @@ impl Artifacts {
             // The file already has as many names as the file system allows. The program may have made them.
             Err(PlaceFault::Errno(Errno::MLINK)) => Ok(None),
             // The file has an attribute that cannot be removed, or the file system has no hard links. A copy has only
-            // what we give it.
+            // what Fumehood gives it.
             Err(PlaceFault::Errno(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP)) => Ok(None),
             Err(PlaceFault::Damaged) => Err(ArtifactError::Damaged { hash: *hash }),
             Err(PlaceFault::Errno(e)) => Err(ArtifactError::Place {
@@ -223,8 +224,8 @@ fn pin(workspace: BorrowedFd<'_>, path: &OutputPath) -> rustix::io::Result<Owned
         rustix::fs::openat2(dir, path, flags, Mode::empty(), resolve)
     };
     let held = match open(workspace, path.as_bytes()) {
-        // We own the directories, but the mode of one of them denies us access. Open them one by one and change modes
-        // on the way.
+        // This process owns the directories, but the mode of one of them denies it access. Open them one by one and
+        // change modes on the way.
         Err(Errno::ACCESS) => {
             let mut held: Option<OwnedFd> = None;
             for part in path.components() {
@@ -246,8 +247,8 @@ fn pin(workspace: BorrowedFd<'_>, path: &OutputPath) -> rustix::io::Result<Owned
     })
 }
 
-/// Calls `act`, which needs access to `at`. If the mode of `at` denies access to us, its owner, changes the mode for
-/// the duration of the call.
+/// Calls `act`, which needs access to `at`. If the mode of `at` denies access to this process, which owns it, changes
+/// the mode for the duration of the call.
 fn with_owner_access<T>(
     at: BorrowedFd<'_>,
     act: impl Fn() -> rustix::io::Result<T>,
@@ -271,8 +272,8 @@ fn compare_with_manifest(
     output: &Output,
     check: ContentCheck,
 ) -> Result<(), &'static str> {
-    // An interrupted move may have made the file ours already. The program could not fake that: the manifest lists
-    // only files that the program's uid owned, and the inode is the listed one.
+    // An interrupted move may have given the file to the user who runs Fumehood already. The program could not fake
+    // that: the manifest lists only files that the program's uid owned, and the inode is the listed one.
     let owners = [owner_uid, rustix::process::geteuid().as_raw()];
     // If the content is hashed again, inode and time need not match.
     let read_again = check == ContentCheck::Rehash;

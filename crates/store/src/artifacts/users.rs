@@ -1,8 +1,7 @@
 //! The users of a store: `users/` has one small file for each pair of database and home that ever added objects.
 //!
 //! An object that one database does not refer to may be referred to by another database, or by the manifest of a
-//! pending attempt in another home. Whoever adds objects is noted here first, so that the garbage collector knows
-//! whom to ask.
+//! pending attempt in another home. Whoever adds objects is noted here first, so that a sweep knows whom to ask.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;

@@ -162,7 +162,7 @@ fn find_late_target(db: &mut Connection, commit: &Commit) -> Result<CommitTarget
             }));
         }
         // Somebody else ended the attempt.
-        Some(_) => late_key(key),
+        Some(_) => superseded_key(key),
     };
     if let Some(found) = find_key(db, &late_key)? {
         let attempt = found.attempt;
@@ -193,7 +193,7 @@ fn has_current_attempt(db: &mut Connection, id: &str) -> Result<bool, StoreError
 }
 
 /// The key for the row of a late result. It is the same for every repeat, so a late result is stored only once.
-fn late_key(key: &str) -> String {
+fn superseded_key(key: &str) -> String {
     let hash = blake3::derive_key(
         "fumehood 2026-11 key of a superseded attempt",
         key.as_bytes(),

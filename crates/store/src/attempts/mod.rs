@@ -5,7 +5,7 @@
 //! - `begin`, `commit`, `commit_rows`: the two transactions that everything else relies on
 //! - `give_up`: ending the attempt of a runner that is gone
 //! - `read`, `objects`, `export`: what users and other commands read
-//! - `remove`: removing analyses, and what the garbage collector must keep
+//! - `remove`: removing analyses, and which objects a sweep must keep
 
 pub(crate) mod begin;
 pub(crate) mod commit;

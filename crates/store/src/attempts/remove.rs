@@ -41,7 +41,7 @@ pub struct RemovableAnalysis {
 const PAGE: u32 = 1_000;
 
 impl Store {
-    /// Removes an analysis with all its attempts. The garbage collector later removes their objects.
+    /// Removes an analysis with all its attempts. A sweep of the artifact store later removes their objects.
     pub fn remove(
         &mut self,
         id: &str,
@@ -55,8 +55,8 @@ impl Store {
                 let given = id.to_owned();
                 return Err(StoreError::NotFound { given });
             }
-            // `Remove` deletes the rows of `queue` first. A claim locks these rows, so it has ended before we
-            // continue: see `queue/claim.rs`.
+            // `Remove` deletes the rows of `queue` first. A claim locks these rows, so it has ended before this
+            // transaction continues: see `queue/claim.rs`.
             match unfinished {
                 UnfinishedPolicy::Refuse => refuse_unfinished(db, id)?,
                 UnfinishedPolicy::Remove => {
@@ -123,8 +123,8 @@ impl Store {
     }
 
     /// Calls `each` for every object of an artifact store that the database refers to, in order, each once. May miss
-    /// objects that are committed meanwhile, so a garbage collector must either lock the artifact store or keep
-    /// objects that are newer than its start.
+    /// objects that are committed meanwhile, so a sweep must either lock the artifact store or keep objects that are
+    /// newer than the start of the sweep.
     pub fn for_each_referenced_object(
         &mut self,
         artifact_store: &str,

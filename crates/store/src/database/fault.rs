@@ -13,7 +13,7 @@ pub enum FaultKind {
     /// repeat it.
     Unreachable,
     ReadOnly,
-    /// Another connection holds a lock for longer than we wait.
+    /// Another connection holds a lock for longer than this process waits.
     Busy,
     Full,
     Permission,

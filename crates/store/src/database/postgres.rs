@@ -30,7 +30,7 @@ pub(crate) const LOCK_WAIT_MS: u64 = 30_000;
 /// Longer than the server's own timeouts in [`SESSION`], so it applies only when the server does not answer at all.
 const SERVER_ANSWER_LIMIT_MS: u64 = 150_000;
 
-/// - `search_path`: no temporary or public object can shadow our tables or functions.
+/// - `search_path`: no temporary or public object can shadow the store's tables or functions.
 /// - timeouts: a run must never hang on the server. The last one frees the locks of a runner that was stopped
 ///   (SIGSTOP).
 /// - `synchronous_commit`: a commit must survive a power cut. A stricter setting is left alone.
@@ -97,7 +97,8 @@ pub(crate) fn open(
 }
 
 pub(crate) fn connect_options(server: &PostgresAddress) -> PgConnectOptions {
-    // Set everything that the driver would otherwise look up by itself: it knows neither service files nor our rules.
+    // Set everything that the driver would otherwise look up by itself: it knows neither service files nor Fumehood's
+    // rules.
     let mut options = PgConnectOptions::new_without_pgpass()
         .host(&server.host)
         .port(server.port)

@@ -94,7 +94,7 @@ pub(crate) fn run(
 }
 
 /// Replaces `$2` by `?2`. SQLite treats `$2` as a name, which it searches for among all parameters, and `?2` as the
-/// second parameter. Our statements have a dollar before a digit for no other reason.
+/// second parameter. The store's statements have a dollar before a digit for no other reason.
 fn with_numbered_parameters(sql: &str) -> Cow<'_, str> {
     if !sql.contains('$') {
         return Cow::Borrowed(sql);

@@ -12,8 +12,8 @@ use crate::queue::queue_row::{QueueExit, end_queued};
 use crate::queue::queue_types::CancelOutcome;
 use crate::types::attempt::State;
 
-/// How often a claim may take the attempt while we try to cancel it. In fact only once: afterwards the attempt is
-/// running.
+/// How often a claim may take the attempt while this process tries to cancel it. In fact only once: afterwards the
+/// attempt is running.
 const CLAIMS_MAX: usize = 3;
 
 impl Store {

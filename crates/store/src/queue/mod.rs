@@ -1,4 +1,4 @@
-//! The queue: requests wait, workers claim them, runners hold them by a lease, failed ones are retried.
+//! The queue: requests wait, workers claim them, runners hold a lease on them, failed ones are retried.
 //!
 //! In reading order:
 //!

@@ -24,7 +24,8 @@ pub struct NewSubmission<'a> {
     pub priority: u32,
     /// How often a failed attempt is retried.
     pub retries: u32,
-    /// Final states of the program after which it is retried. Lost runners and our own errors are always retried.
+    /// Final states of the program after which it is retried. Lost runners and Fumehood's own errors are always
+    /// retried.
     pub retry_on: &'a [State],
     /// What admission counts. `None`: the worker's default applies.
     pub memory_bytes: Option<u64>,

@@ -229,7 +229,7 @@ pub struct LostAttempt<'a> {
 /// How somebody knows that the runner of an attempt is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LossProof {
-    /// A free lock, another boot id, or the runner itself proves it.
+    /// The run directory's lock is free, the machine was rebooted, or the runner itself says so.
     RunnerGone,
     /// Only the lease has expired. If the runner renews the lease meanwhile, nothing is done.
     LeaseExpired,

@@ -1,5 +1,5 @@
-//! The manifest: the list of outputs that an attempt left. Collection writes it before the first file moves and makes
-//! it durable, so the store and recovery read the manifest and never walk a half-moved tree.
+//! The manifest: the list of outputs that an attempt left. Finalizing writes the manifest and makes it durable before
+//! the first file moves, so the store and recovery read the manifest and never walk a half-moved tree.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -242,7 +242,7 @@ pub struct RemarkedPath {
 pub struct CollectedOutputs {
     /// Sorted by path.
     pub outputs: Vec<Output>,
-    /// Sum of the lengths. Each hard-linked file counts once.
+    /// Sum of the lengths of all outputs. Each name of a hard-linked file counts.
     pub bytes: u64,
     /// The first [`REMARKS_MAX`] remarks, in the order of the walk.
     pub remarks: Vec<RemarkedPath>,

@@ -5,8 +5,8 @@
 //! of a result, and a kill loses nothing that is written. If that transaction fails, the caller makes the run directory
 //! durable before it says that the attempt awaits its commit.
 //!
-//! Every step first checks whether it was committed before. So the runner, the reaper and `post-process` all use this code,
-//! and a repetition after a crash at any point ends in the same rows and files.
+//! Every step first checks whether an earlier process has already done it. So the runner, the reaper and `post-process`
+//! all use this code, and a repetition after a crash at any point ends in the same rows and files.
 //!
 //! In reading order: `ended_attempt` (the input), `outcome_file` (how the program ended, in the run directory),
 //! `manifest_builder` (what to take, and the final record), `output_transfer` (files into the store), `logs`,
@@ -55,7 +55,8 @@ pub fn finalize_attempt(
     let inline = ended.commit_plan.collection.inline_bytes_max;
     let has_objects = !manifest.collected.outputs.is_empty()
         || kept_logs.iter().any(|text| text.bytes() > inline);
-    // Otherwise a repetition builds the same manifest from the workspace.
+    // If nothing is stored and the workspace is on disk, the manifest need not be written: a repetition builds the same
+    // one from the workspace.
     if !is_written && (has_objects || ended.commit_plan.memory) {
         ended
             .dir
@@ -66,9 +67,9 @@ pub fn finalize_attempt(
         ended.dir.make_durable()?;
     }
     pass_crash_point(CrashPoint::ManifestWritten)?;
-    // The hold keeps a sweep from removing objects that no row names yet, so it lasts until the transaction is done. It
+    // The lock keeps a sweep from removing objects that no row names yet, so it lasts until the transaction is done. It
     // is dropped last: dropping it also drops the stored objects from the page cache, and the commit need not wait.
-    let mut hold = None;
+    let mut store_lock = None;
     let committed = match has_objects {
         true => store_and_commit(
             ended,
@@ -76,7 +77,7 @@ pub fn finalize_attempt(
             &record,
             &mut manifest,
             kept_logs,
-            &mut hold,
+            &mut store_lock,
         ),
         false => {
             let logs = logs::log_rows(ended, &record, kept_logs, None)?;
@@ -91,9 +92,9 @@ pub fn finalize_attempt(
             .write_file(StateFile::Manifest, &manifest, Durability::Unsynced)?;
     }
     let record = committed?;
-    // Only to be killed here: a failure after the commit cannot undo it.
+    // Tests may kill the process here. An injected error is ignored, because the commit cannot be undone.
     let _ = pass_crash_point(CrashPoint::Committed);
-    drop(hold);
+    drop(store_lock);
     Ok(record)
 }
 
@@ -124,14 +125,14 @@ fn store_and_commit(
     record: &Record,
     manifest: &mut Manifest,
     kept_logs: Vec<logs::KeptLog>,
-    hold: &mut Option<SharedLock>,
+    store_lock: &mut Option<SharedLock>,
 ) -> Result<Record, CommitError> {
     let transfer = (ended.transfer)(&final_record(record, manifest));
     let artifacts = recorder.artifacts()?;
-    let hold = hold.insert(artifacts.lock_shared()?);
-    artifacts.note_user(hold, &store_user(ended))?;
-    store_outputs(ended, manifest, (&artifacts, hold), transfer)?;
-    let logs = logs::log_rows(ended, record, kept_logs, Some((&artifacts, hold)))?;
+    let store_lock = store_lock.insert(artifacts.lock_shared()?);
+    artifacts.note_user(store_lock, &store_user(ended))?;
+    store_outputs(ended, manifest, (&artifacts, store_lock), transfer)?;
+    let logs = logs::log_rows(ended, record, kept_logs, Some((&artifacts, store_lock)))?;
     artifacts.make_durable()?;
     pass_crash_point(CrashPoint::ObjectsDurable)?;
     commit_final_record(ended, recorder, record, manifest, Some(&artifacts), &logs)

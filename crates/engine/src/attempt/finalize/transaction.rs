@@ -17,8 +17,9 @@ use store::artifacts::Artifacts;
 use store::types::crash_points::{self, CrashPoint};
 use store::types::manifest::{Manifest, Output};
 
-/// If not all outputs fit into the database, the smallest are stored there: they are the most, and people look at them
-/// first. Returns the size of the largest of those, and how many of that size fit.
+/// If not all outputs fit into the database, the smallest are stored there: there are usually more small outputs than
+/// large ones, and people look at the small ones first. Returns the size of the largest of those, and how many of that
+/// size fit.
 fn largest_inline(outputs: &[Output], rules: &CollectionSettings) -> (u64, usize) {
     let mut sizes: Vec<u64> = outputs.iter().map(|output| output.bytes).collect();
     sizes.sort_unstable();
@@ -30,8 +31,8 @@ fn largest_inline(outputs: &[Output], rules: &CollectionSettings) -> (u64, usize
     };
     let small: Vec<u64> = sizes.into_iter().take_while(fits).collect();
     let largest = small.last().copied().unwrap_or(0);
-    let as_large = small.iter().filter(|bytes| **bytes == largest).count();
-    (largest, as_large)
+    let remaining_of_largest = small.iter().filter(|bytes| **bytes == largest).count();
+    (largest, remaining_of_largest)
 }
 
 pub(super) fn commit(
@@ -43,15 +44,15 @@ pub(super) fn commit(
     logs: &[store::LogRow],
 ) -> Result<(), CommitError> {
     let rules = &ended.commit_plan.collection;
-    let (largest, mut as_large) = largest_inline(&manifest.collected.outputs, rules);
+    let (largest, mut remaining_of_largest) = largest_inline(&manifest.collected.outputs, rules);
     let mut content = |output: &Output| -> io::Result<Option<Vec<u8>>> {
         let Some(artifacts) = artifacts else {
             return Ok(None);
         };
-        if output.bytes > largest || output.bytes == largest && as_large == 0 {
+        if output.bytes > largest || output.bytes == largest && remaining_of_largest == 0 {
             return Ok(None);
         }
-        as_large -= usize::from(output.bytes == largest);
+        remaining_of_largest -= usize::from(output.bytes == largest);
         let mut bytes = Vec::new();
         let object = artifacts.open_object(&output.blake3);
         object
@@ -136,10 +137,10 @@ pub(super) fn commit(
     Ok(())
 }
 
-/// More than the database takes of packages and inputs. A larger file was not written by us.
+/// More than the database takes of packages and inputs. A larger file was not written by Fumehood.
 const PROVENANCE_BYTES_MAX: u64 = 64 << 20;
 
-/// Serializing our own types cannot fail.
+/// Serializing these types cannot fail.
 fn json_of(record: &Record) -> [String; 4] {
     fn json<T: Serialize>(value: &T) -> String {
         serde_json::to_string(value).unwrap_or_else(|_| String::from("null"))

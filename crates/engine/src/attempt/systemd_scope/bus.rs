@@ -71,7 +71,7 @@ impl BusConnection {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket =
                 rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-            // Do not block: a server that accepts no connections must not delay us.
+            // Do not block: a server that accepts no connections must not delay this process.
             rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
             rustix::io::ioctl_fionbio(&socket, false)?;
             Ok(UnixStream::from(socket))
@@ -104,7 +104,7 @@ impl BusConnection {
         Ok(connection)
     }
 
-    /// EXTERNAL: the kernel tells the other end our uid, and we state the same uid as text.
+    /// EXTERNAL: the kernel tells the other end this process's uid, and this process states the same uid as text.
     fn authenticate(&mut self) -> Result<(), BusError> {
         let uid = rustix::process::geteuid().as_raw();
         let hex: String = uid
@@ -339,7 +339,7 @@ impl MessageBuilder {
     }
 }
 
-/// What we need to know of a message.
+/// What the caller needs to know of a message.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Message {
     answers: Option<u32>,

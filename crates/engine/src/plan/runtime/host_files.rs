@@ -23,7 +23,7 @@ pub(super) fn is_executable(path: &Path) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkPolicy {
     Follow,
-    /// For files that untrusted code may have created: a symlink would make us read a file of somebody else's
+    /// For files that untrusted code may have created: a symlink would make this process read a file of somebody else's
     /// choosing, and quote it in a message.
     Refuse,
 }

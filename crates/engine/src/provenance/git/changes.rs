@@ -20,7 +20,7 @@ const REPOSITORY_DEPTH_MAX: usize = 4;
 const TREE_DEPTH_MAX: usize = 128;
 /// Larger files are not compared.
 const FILE_BYTES_MAX: usize = 4 << 20;
-/// Check the clock once per this many files.
+/// The clock is checked once per this many files.
 const STRIDE: usize = 128;
 
 const TYPE: u32 = 0o170_000;

@@ -6,15 +6,19 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// This and the next two bounds keep the runner below 50 MiB for the worst index. The runner must stay small.
+/// The largest index that is read. With `ENTRIES_MAX` and `PATHS_BYTES_MAX` this keeps the runner below 50 MiB for the
+/// worst index. The runner must stay small.
 pub(super) const BYTES_MAX: usize = 16 << 20;
+/// The greatest number of entries.
 const ENTRIES_MAX: usize = 100_000;
-/// Paths in an index of version 4 share prefixes, so a small file can contain very long paths.
+/// The greatest total length of the paths. Paths in an index of version 4 share prefixes, so a small file can contain
+/// very long paths.
 const PATHS_BYTES_MAX: usize = 12 << 20;
-/// Bounds on the cached trees: their number, depth and path length. The cache is only a shortcut, so the bounds lose
-/// nothing.
+/// The greatest number of cached trees. The cache is only a shortcut, so the bounds on it lose nothing.
 const TREES_MAX: usize = 50_000;
+/// The greatest depth of cached trees.
 const TREE_DEPTH_MAX: usize = 32;
+/// The longest path of a cached tree.
 const TREE_PATH_BYTES_MAX: usize = 1024;
 
 /// Seconds and nanoseconds as git stores them: the low 32 bits of each.

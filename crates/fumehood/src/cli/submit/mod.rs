@@ -61,7 +61,7 @@ fn one(session: &mut SubmitSession<'_>, command: Command) -> anyhow::Result<u8> 
     Ok(0)
 }
 
-/// Whether a submission may read our own standard input.
+/// Whether a submission may read the standard input of this process.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StdinUse {
     Allowed,

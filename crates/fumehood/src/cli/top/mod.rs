@@ -118,7 +118,7 @@ fn gather(home: &Home, recorder: &mut Recorder, mut meter: UsageMeter) -> anyhow
 
 /// Shows the queue until the user quits.
 fn watch(args: &TopArgs, interval: Duration) -> anyhow::Result<u8> {
-    // Block signals before any thread exists, so that no thread receives them instead of us.
+    // Block signals before any thread exists, so that no thread receives them instead of this one.
     let mut screen = Screen::open()?;
     let (home, mut recorder) = record_access::open(&args.store)?;
     let mut listener = ChangeListener::subscribe(&recorder.location).ok();

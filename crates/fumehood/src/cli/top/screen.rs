@@ -18,7 +18,7 @@ const SIGINT: u8 = 2;
 const SIGTERM: u8 = 15;
 const SIGWINCH: u8 = 28;
 
-/// Alternate screen, no cursor, no wrapping: a character may be wider than we think.
+/// Alternate screen, no cursor, no wrapping: a character may be wider than computed.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l\x1b[?7l";
 const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
 /// Synchronized update (DEC mode 2026): the terminal shows the whole frame at once. Terminals without it ignore this.

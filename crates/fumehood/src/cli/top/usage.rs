@@ -111,7 +111,7 @@ mod tests {
         let used = read(&here);
         assert_eq!((used.memory_bytes, used.cpu_us), (Some(4096), Some(1500)));
         std::fs::remove_file(dir.path().join("memory.current")).unwrap();
-        // cgroup version 1 has a file of this name as well, without the fields we need.
+        // cgroup version 1 has a file of this name as well, without the fields that are read here.
         at("cpu.stat", "nr_periods 3\nthrottled_time 0\n");
         at("memory.usage_in_bytes", "8192\n");
         at("cpuacct.usage", "2000000\n");

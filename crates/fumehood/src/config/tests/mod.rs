@@ -816,7 +816,7 @@ fn the_documented_policy_is_valid() {
     );
 }
 
-/// Numbers within every count's bounds, near the ceilings drawn.
+/// Random values within the bounds of every setting of kind count, near the random ceilings.
 fn number() -> impl Strategy<Value = u64> {
     16u64..2000
 }

@@ -1,9 +1,9 @@
 //! Compiles rules to classic BPF.
 //!
 //! Two things keep the filter short. Every path through a rule tracks what its earlier tests have established
-//! ([`PathState`]), so the code loads no argument that is loaded already, and contains no test whose result follows from
-//! an earlier one. And the search for the call number treats up to four single numbers within a range as exceptions
-//! ([`SearchRange`]), because an exception takes one comparison and a range of its own takes two.
+//! ([`PathState`]), so the code loads no argument that is loaded already, and contains no test whose result follows
+//! from an earlier one. And the search for the call number treats up to four single numbers within a range as
+//! exceptions ([`SearchRange`]), because an exception takes one comparison and a range of its own takes two.
 
 use super::rule::{Action, CallRule, Test};
 use crate::sys::Instruction;
@@ -80,8 +80,8 @@ fn spans(rules: &[(u32, CallRule)], unlisted: Action, code: &mut Assembler) -> V
     kept
 }
 
-/// Adjacent spans that the search treats as one range. Every span whose target is not `target` is an exception: it holds
-/// a single number. A range has at most [`EXCEPTIONS_MAX`] exceptions.
+/// Adjacent spans that the search treats as one range. Every span whose target is not `target` is an exception: it
+/// holds a single number. A range has at most [`EXCEPTIONS_MAX`] exceptions.
 struct SearchRange<'a> {
     target: Target,
     spans: &'a [(u32, Target)],

@@ -32,8 +32,8 @@ pub(super) fn rules() -> [(c_long, CallRule); 5] {
             libc::SYS_madvise,
             refuse_if(is(2, &[libc::MADV_MERGEABLE as u32]), libc::EINVAL),
         ),
-        // As MSG_MORE, for a splice into a socket. A caller takes EINVAL to mean that the descriptors cannot be
-        // spliced, and writes instead.
+        // Like MSG_MORE (see `send_clauses`), this flag of a splice into a socket leaves a datagram unfinished. A
+        // caller takes EINVAL to mean that the descriptors cannot be spliced, and writes instead.
         (
             libc::SYS_splice,
             refuse_if(has_any(5, libc::SPLICE_F_MORE), libc::EINVAL),
@@ -89,7 +89,8 @@ pub(super) fn socket_option_clauses() -> Vec<Clause> {
             libc::TCP_MD5SIG, 32, 38,               // TCP_MD5SIG_EXT, TCP_AO_ADD_KEY
             libc::TCP_FASTOPEN_CONNECT,
         ], UNKNOWN),
-        // As MSG_MORE; and packets passed to IPsec.
+        // UDP_CORK leaves a datagram unfinished, as MSG_MORE does (see `send_clauses`). UDP_ENCAP passes packets to
+        // IPsec.
         options(libc::IPPROTO_UDP, &[libc::UDP_CORK, libc::UDP_ENCAP], UNKNOWN),
         // `sendfile` may leave a datagram unfinished too. Its pages are charged, but not the header of each of its
         // fragments. The loopback's MTU is so large that there is one fragment, unless a smaller MTU is set.

@@ -7,8 +7,9 @@
 //!
 //! Then a balanced binary search over ranges of numbers finds the call's rule in about eight comparisons. A rule's code
 //! neither loads nor compares an argument twice: installing a filter takes the kernel about two thousand instructions
-//! for each instruction of the filter, in every run. For a call that is always allowed the filter loads no argument. The kernel proves this when the filter is installed
-//! (seccomp_cache_prepare, since 5.11), and from then on does not run the filter for that call at all.
+//! for each instruction of the filter, in every run. For a call that is always allowed the filter loads no argument.
+//! The kernel proves this when the filter is installed (seccomp_cache_prepare, since 5.11), and from then on does not
+//! run the filter for that call at all.
 
 mod assembler;
 mod ioctl;

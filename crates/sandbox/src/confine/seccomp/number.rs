@@ -1,5 +1,5 @@
-//! Numbers of calls that libc 0.2 does not name on every target we build for. Since Linux 5.1 a new call has the same
-//! number on every architecture (include/uapi/asm-generic/unistd.h). Older numbers are given per target.
+//! Numbers of calls that libc 0.2 does not name on every target that Fumehood is built for. Since Linux 5.1 a new call
+//! has the same number on every architecture (include/uapi/asm-generic/unistd.h). Older numbers are given per target.
 
 use libc::c_long;
 

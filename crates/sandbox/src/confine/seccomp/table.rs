@@ -21,7 +21,7 @@ pub(super) const UNLISTED: Action = Action::Errno(libc::ENOSYS);
 /// The program may install no filter of its own, by seccomp(2) or PR_SET_SECCOMP. The kernel compiles each filter to
 /// machine code, for which the whole host has one bound (net.core.bpf_jit_limit). A process may install eight filters
 /// of full length, half a megabyte, and the next process that needs a filter, a browser or another analysis, would be
-/// refused. Also, no listener of the program can answer instead of ours. EINVAL is the answer of a kernel without
+/// refused. Also, no listener of the program can answer instead of Fumehood's. EINVAL is the answer of a kernel without
 /// filters: man and Firefox continue.
 const NO_FILTERS: Action = Action::Errno(libc::EINVAL);
 
@@ -97,8 +97,8 @@ const ALLOWED: &[&[c_long]] = &[
     ],
     // The kernel itself resumes an interrupted sleep through this call.
     &[libc::SYS_restart_syscall],
-    // The program's ids. It has no capability, so it can only set the ids it already has; `id_rules` below has the other
-    // calls.
+    // The program's ids. It has no capability, so it can only set the ids it already has; `id_rules` below has the
+    // other calls.
     &[
         libc::SYS_getuid, libc::SYS_geteuid, libc::SYS_getgid, libc::SYS_getegid, libc::SYS_getresuid,
         libc::SYS_getresgid, libc::SYS_getgroups, libc::SYS_setfsuid, libc::SYS_setfsgid, libc::SYS_setgroups,
@@ -443,7 +443,7 @@ fn setsockopt(options: &FilterOptions) -> CallRule {
         // These options load programs into the kernel. Packet sniffers use them, and there is nothing to sniff.
         socket_level(&bpf, DENY),
         socket_level(&[libc::SO_SNDBUF, libc::SO_RCVBUF], buffers),
-        // As above without any bound, for administrators.
+        // These two options set any size and need CAP_NET_ADMIN.
         socket_level(&[libc::SO_SNDBUFFORCE, libc::SO_RCVBUFFORCE], DENY),
         // TLS and other layers inside the kernel, with a record of escalation. Libraries work without them.
         when(

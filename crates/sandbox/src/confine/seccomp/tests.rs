@@ -935,8 +935,8 @@ fn any_rule() -> impl Strategy<Value = CallRule> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// The compiler is right for every table, not only for the reviewed one. The numbers leave gaps of every small size,
-    /// and the longest tables need jumps over more than 255 instructions.
+    /// The compiler is right for every table, not only for the reviewed one. The numbers leave gaps of every small
+    /// size, and the longest tables need jumps over more than 255 instructions.
     #[test]
     fn random_tables_are_compiled_to_what_they_say(
         table in prop::collection::vec((0_u32..4, any_rule()), 0..120),

@@ -31,7 +31,7 @@ pub struct Message {
     pub control: ControlData,
 }
 
-/// Control data in which the numbers of the caller's descriptors are replaced by those of our copies.
+/// Control data in which the numbers of the caller's descriptors are replaced by those of the broker's copies.
 #[derive(Default)]
 pub struct ControlData {
     pub bytes: Vec<u8>,
@@ -168,8 +168,8 @@ impl ControlData {
 
     /// Adds one control message.
     ///
-    /// Invariant: the list is built anew, with our own lengths. The kernel must find only our copies of descriptors in
-    /// it, never a number that the caller chose: such a number would be a descriptor of this process.
+    /// Invariant: the list is built anew, with the broker's own lengths. The kernel must find only the broker's copies
+    /// of descriptors in it, never a number that the caller chose: such a number would be a descriptor of this process.
     fn add(&mut self, caller: &CallingThread, kind: (i32, i32), data: &[u8]) -> io::Result<()> {
         match kind {
             // Drop the credentials: the kernel fills in those of the sender, which is this process.

@@ -234,7 +234,8 @@ impl ThreadPool {
         }
         let pool = Arc::clone(self);
         let small = std::thread::Builder::new().stack_size(THREAD_STACK_BYTES);
-        // At the run's own limit on processes, no thread can be started. Then this call is served, and the next one waits.
+        // At the run's own limit on processes, no thread can be started. Then this call is served, and the next one
+        // waits.
         self.waiting.fetch_add(1, Ordering::AcqRel);
         if small.spawn(move || pool.serve_until_spare(false)).is_err() {
             self.waiting.fetch_sub(1, Ordering::AcqRel);

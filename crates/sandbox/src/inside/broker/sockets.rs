@@ -34,14 +34,15 @@ const ROOM_WAIT_MS: u32 = 20;
 /// receiver has room.
 const ROOM_RETRY: Duration = Duration::from_millis(2);
 /// The flags of a send that are passed on. The filter refuses some of the others. MSG_ZEROCOPY is not passed on,
-/// because our copy of the data is freed before the kernel is done with it.
+/// because the broker's copy of the data is freed before the kernel is done with it.
 const SEND_FLAGS: i32 =
     libc::MSG_OOB | libc::MSG_DONTROUTE | libc::MSG_DONTWAIT | libc::MSG_EOR | libc::MSG_CONFIRM;
 
 /// Makes socket calls, with what it needs to judge them.
 #[derive(Clone)]
 pub struct Sockets {
-    /// The mount ids of the workspace, the private /tmp and /dev/shm. A socket in one of these mounts belongs to the run.
+    /// The mount ids of the workspace, the private /tmp and /dev/shm. A socket in one of these mounts belongs to the
+    /// run.
     own_mounts: Vec<u64>,
     /// How many TCP sockets the run may have.
     tcp_sockets_max: u64,
@@ -128,7 +129,7 @@ impl Sockets {
         let Notification { call, args, .. } = pending.call;
         let caller = CallingThread::of(pending.call)?;
         // Check this before the socket is copied, so that a second thread which replaces the socket and exits is
-        // noticed. A caller that is alone waits for our answer and cannot start a second thread.
+        // noticed. A caller that is alone waits for the broker's answer and cannot start a second thread.
         let alone = caller.is_alone();
         let socket = Socket::new(caller.descriptor(args[0])?)?;
         if !socket.takes_paths && alone {
@@ -156,9 +157,11 @@ impl Sockets {
         Ok(NotificationAnswer::Value(sent as i64))
     }
 
-    /// The address to use for a call. A path is looked up here, once, and must lead to a socket that belongs to the run.
+    /// The address to use for a call. A path is looked up here, once, and must lead to a socket that belongs to the
+    /// run.
     fn target(&self, caller: &CallingThread, address: Vec<u8>) -> io::Result<Target> {
-        // Only the family in the address matters here: the kernel refuses an address of another family than the socket's.
+        // Only the family in the address matters here: the kernel refuses an address of another family than the
+        // socket's.
         let of_unix = address.starts_with(&(libc::AF_UNIX as u16).to_ne_bytes());
         if of_unix && address.len() > UNIX_ADDRESS_BYTES_MAX {
             return Err(errno(libc::EINVAL));

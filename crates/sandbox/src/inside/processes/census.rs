@@ -17,17 +17,18 @@ use crate::sys::procfs::{SMALL_FILE_BYTES, read};
 const TABLE_BYTES_MAX: usize = 8 << 20;
 /// How often the socket tables are read.
 const SOCKETS_INTERVAL: Duration = Duration::from_secs(1);
-/// For how many looks in a row a process may be unreadable. A process is unreadable for a moment while it executes
+/// For how many passes in a row a process may be unreadable. A process is unreadable for a moment while it executes
 /// another program; one that stays unreadable may hold any amount of memory.
-const HIDDEN_LOOKS_MAX: u32 = 20;
+const HIDDEN_PASSES_MAX: u32 = 20;
 /// How often the data in pipes and sockets is measured.
 const QUEUES_INTERVAL: Duration = Duration::from_millis(300);
-/// For how many looks in a row descriptors may be in flight while memory is short. For a moment they are ordinary.
-const IN_FLIGHT_LOOKS_MAX: u32 = 5;
+/// For how many passes in a row descriptors may be in flight while memory is short. For a moment they are ordinary.
+const IN_FLIGHT_PASSES_MAX: u32 = 5;
 /// How many processes are remembered by their CPU time before these times are summed up.
 const PROCESS_TIMES_MAX: usize = 50_000;
 
-/// What to read of each process. Reading less matters: there may be a thousand processes, and a look ten times a second.
+/// What to read of each process. Reading less matters: there may be a thousand processes, and there are ten passes a
+/// second.
 #[derive(Clone, Copy)]
 pub struct CensusRequest {
     pub cpu: bool,
@@ -64,10 +65,10 @@ pub struct ProcessCensus {
     pub tasks: u64,
     pub cpu_ms: u64,
     pub memory_bytes: u64,
-    /// For how many looks in a row the descriptors of some process could not be read.
-    hidden_looks: u32,
-    /// For how many looks in a row descriptors were in flight over a socket while memory was short.
-    in_flight_looks: u32,
+    /// For how many passes in a row the descriptors of some process could not be read.
+    hidden_passes: u32,
+    /// For how many passes in a row descriptors were in flight over a socket while memory was short.
+    in_flight_passes: u32,
     at_start: Option<HostMemory>,
     /// How much memory the data in pipes and sockets can keep, and when that was measured.
     queues: Option<(u64, Instant)>,
@@ -89,8 +90,8 @@ impl ProcessCensus {
             tasks: 0,
             cpu_ms: 0,
             memory_bytes: 0,
-            hidden_looks: 0,
-            in_flight_looks: 0,
+            hidden_passes: 0,
+            in_flight_passes: 0,
             at_start: None,
             queues: None,
             unexplained: None,
@@ -103,7 +104,7 @@ impl ProcessCensus {
     /// Whether a process stays unreadable. A memory file that is open but not mapped shows only among descriptors, so a
     /// process whose descriptors cannot be read may hold any amount of memory.
     pub fn hides_memory(&self) -> bool {
-        self.hidden_looks > HIDDEN_LOOKS_MAX
+        self.hidden_passes > HIDDEN_PASSES_MAX
     }
 
     /// Takes a census. Asks before each process whether to continue; if not, keeps the previous memory and CPU time.
@@ -168,9 +169,9 @@ impl ProcessCensus {
             if unaccounted > limit / 8 && self.memory_bytes + unaccounted > limit {
                 self.memory_bytes += self.memory_in_queues(unaccounted);
             }
-            self.hidden_looks = match scanned {
+            self.hidden_passes = match scanned {
                 ScanResult::All | ScanResult::Many => 0,
-                ScanResult::Hidden => self.hidden_looks.saturating_add(1),
+                ScanResult::Hidden => self.hidden_passes.saturating_add(1),
             };
         }
         if request.cpu {
@@ -190,11 +191,11 @@ impl ProcessCensus {
             found = kind == rustix::fs::FileType::Socket && has_descriptors_in_flight(pid, fd);
             !found
         });
-        self.in_flight_looks = match found {
-            true => self.in_flight_looks.saturating_add(1),
+        self.in_flight_passes = match found {
+            true => self.in_flight_passes.saturating_add(1),
             false => 0,
         };
-        match self.in_flight_looks > IN_FLIGHT_LOOKS_MAX {
+        match self.in_flight_passes > IN_FLIGHT_PASSES_MAX {
             true => u64::MAX,
             false => 0,
         }
@@ -254,14 +255,14 @@ impl ProcessCensus {
         {
             let pages = queues::queued_pages_at_most(self.process_set);
             // For a moment, descriptors in flight are ordinary.
-            let in_flight = self.in_flight_looks > IN_FLIGHT_LOOKS_MAX;
+            let in_flight = self.in_flight_passes > IN_FLIGHT_PASSES_MAX;
             let bytes = pages.unwrap_or(if in_flight { u64::MAX } else { 0 });
             self.queues = Some((bytes, Instant::now()));
         }
         self.queues.map_or(0, |(bytes, _)| bytes.min(unaccounted))
     }
 
-    /// The bytes in socket buffers. Not read at every look, because the kernel walks large tables for this.
+    /// The bytes in socket buffers. Not read at every pass, because the kernel walks large tables for this.
     fn socket_bytes(&mut self) -> u64 {
         // Without a network namespace the tables are the host's. The run has no such sockets there, since seccomp
         // refuses them.
@@ -343,8 +344,8 @@ fn drop_shared_copies(memory: &mut Vec<(u32, u64, u64)>) {
         |(pid, private, mapped), (kept, kept_private, kept_mapped)| {
             let equal = private == kept_private && mapped == kept_mapped && *private > 0;
             if equal && !sys::share_memory(*pid, *kept).unwrap_or(false) {
-                // They may have shared their memory when it was read, and one of them has executed another program since.
-                // Read again.
+                // They may have shared their memory when it was read, and one of them has executed another program
+                // since. Read again.
                 (*private, *mapped) = read_memory(*pid).unwrap_or_default();
                 (*kept_private, *kept_mapped) = read_memory(*kept).unwrap_or_default();
                 return false;
@@ -357,7 +358,7 @@ fn drop_shared_copies(memory: &mut Vec<(u32, u64, u64)>) {
 /// How much shared memory the run's processes have mapped.
 ///
 /// Pages of a shared mapping that a process has dropped (MADV_DONTNEED) stay in memory and are in no resident set. So
-/// the run answers for all that it has mapped, but for no more than the growth of the host's shared memory; the caller
+/// all that the run has mapped is charged to it, but no more than the growth of the host's shared memory; the caller
 /// applies this bound. Returns `u64::MAX` for a mapped memory file that is not among `shown`, the inodes found by
 /// descriptor: only a part may be mapped, and the file may have any size.
 fn mapped_shared_memory(process_set: ProcessSet, shown: &HashSet<u64>) -> u64 {
@@ -376,7 +377,7 @@ fn mapped_shared_memory(process_set: ProcessSet, shown: &HashSet<u64>) -> u64 {
             }
         }
         if left == 0 {
-            // There are more mappings than can be read, so the run answers for all growth.
+            // There are more mappings than can be read, so all growth is charged to the run.
             return u64::MAX;
         }
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::{MAPS_BYTES_MAX, ProcessSet, field, is_alive, pids, proc_dirs, read_first};
 use crate::sys::procfs::{SMALL_FILE_BYTES, read};
 
-/// How many descriptors one look of the watch examines. More cannot be examined in the time between two looks.
+/// How many descriptors one pass of the watch examines. More cannot be examined in the time between two passes.
 const DESCRIPTORS_MAX: usize = 20_000;
 
 /// How far a scan of all descriptors went.
@@ -100,7 +100,7 @@ pub fn descriptors_at_most(process_set: ProcessSet) -> u64 {
 }
 
 /// Counts the mappings of files in all processes of the run. Each may hold an open file that has no descriptor. Returns
-/// `u64::MAX` if there are more than can be read between two looks, or if a process is unreadable. Stops early when
+/// `u64::MAX` if there are more than can be read between two passes, or if a process is unreadable. Stops early when
 /// `should_continue` returns false.
 pub fn count_file_mappings(
     process_set: ProcessSet,
@@ -139,7 +139,7 @@ pub fn has_descriptors_in_flight(pid: u32, fd: &OsStr) -> bool {
 }
 
 /// Whether a process maps a deleted file of the run that is not among `shown`, the inodes found by descriptor. The size
-/// of such a file cannot be read. Also returns true if there are more mappings than can be read between two looks, or
+/// of such a file cannot be read. Also returns true if there are more mappings than can be read between two passes, or
 /// if `should_continue` returns false.
 pub fn maps_deleted_file(
     process_set: ProcessSet,

@@ -21,7 +21,7 @@ pub use files::{ScanResult, count_file_mappings, descriptors_at_most, has_descri
 pub use files::{for_each_open_file, maps_deleted_file};
 pub use pause::{PauseVerdict, UnexplainedGrowth, pause};
 
-/// How many bytes of /proc/PID/maps one look of the watch reads. More cannot be read in the time between two looks.
+/// How many bytes of /proc/PID/maps one pass of the watch reads. More cannot be read in the time between two passes.
 const MAPS_BYTES_MAX: usize = 16 << 20;
 
 /// Which processes belong to the run.
@@ -175,7 +175,8 @@ pub fn open_descendant(pid: u32) -> Option<OwnedFd> {
     None
 }
 
-/// Opens a pidfd for every descendant of this process, as [`open_descendant`] does for one, in time linear in their number.
+/// Opens a pidfd for every descendant of this process, as [`open_descendant`] does for one, in time linear in their
+/// number.
 pub fn open_descendants() -> Vec<(u32, OwnedFd)> {
     let each = |pid: u32| Some((pid, open_pidfd(pid)?));
     let mut opened: Vec<(u32, OwnedFd)> = descendants().into_iter().filter_map(each).collect();
@@ -289,7 +290,7 @@ mod tests {
         assert_eq!(found, [true, false]);
     }
 
-    /// Without this count the watch would have to measure the whole tree at every look.
+    /// Without this count the watch would have to measure the whole tree at every pass.
     #[test]
     fn bytes_written_by_a_reaped_child_are_counted() {
         const TMPFS_MAGIC: u64 = 0x0102_1994;

@@ -123,7 +123,8 @@ fn thread_counts(pid: u32) -> ThreadCounts {
 /// What a whole file system, or the host's shared memory, holds beyond what was measured of the run. It belongs to
 /// other processes of the host, or system calls of the run hold it. A pause shows which.
 pub struct UnexplainedGrowth {
-    /// What the rest of the host holds, as far as known. Signed, because the run's inputs may have been there at the start.
+    /// What the rest of the host holds, as far as known. Signed, because the run's inputs may have been there at the
+    /// start.
     others: i64,
     /// Growth up to this amount is ignored.
     slack: u64,

@@ -3,8 +3,8 @@
 //! `sendfile` and `splice` put the page of a file into a pipe or a socket, not a copy. The page stays in memory when
 //! its file is truncated, and so does the whole large folio that it belongs to: one byte in a pipe can keep 2 MiB. Such
 //! a page is charged to no process, and the kernel has no counter for it. It shows only as a difference: memory of the
-//! host that is neither free nor in any category of /proc/meminfo. Drivers and ZFS have such memory too. So the run
-//! answers for the growth of this difference only as far as the data in its own pipes and sockets can explain it.
+//! host that is neither free nor in any category of /proc/meminfo. Drivers and ZFS have such memory too. So the growth
+//! of this difference is charged to the run only as far as the data in its own pipes and sockets can explain it.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;

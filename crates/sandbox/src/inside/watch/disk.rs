@@ -19,7 +19,8 @@ const MEASURE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// Measuring takes at most one part in this many of the watch's time, or half of its time when a limit may have been
 /// passed.
 const MEASURE_SHARE: u32 = 5;
-/// A tree that takes no more than one part in this many of the time is measured at every look: two milliseconds of a tick.
+/// A tree that takes no more than one part in this many of the time is measured at every pass: two milliseconds of a
+/// tick.
 const QUICK_TREE_SHARE: u32 = 50;
 /// What Fumehood's own directories in the workspace take. This does not count against the program.
 pub const OWN_DIRECTORIES_BYTES: u64 = 64 << 10;
@@ -50,7 +51,8 @@ pub struct Disk {
     progress: Arc<WatchProgress>,
     /// Bytes and inodes in use on the whole file system when the program started.
     at_start: (u64, u64),
-    /// Bytes and inodes in use at the last measurement. A difference is a cheap sign that bytes were written or files made.
+    /// Bytes and inodes in use at the last measurement. A difference is a cheap sign that bytes were written or files
+    /// made.
     when_measured: (u64, u64),
     written: WrittenBytes,
     /// How many bytes had been written when the last whole measurement began.
@@ -146,7 +148,8 @@ impl Disk {
         if self.is_tmpfs { self.last.0 } else { 0 }
     }
 
-    /// Restores mode 0700 of the workspace. The program owns the directory and could open it to other users of the host.
+    /// Restores mode 0700 of the workspace. The program owns the directory and could open it to other users of the
+    /// host.
     pub fn restrict_top_directory(&self) {
         let open = rustix::fs::fstat(&self.workspace).is_ok_and(|s| s.st_mode & 0o7777 != 0o700);
         if open {
@@ -163,13 +166,13 @@ impl Disk {
 
     /// Reads how much was written and, if that may be too much, measures. Returns which limit was passed, if any.
     pub fn check(&mut self) -> Option<Stop> {
-        let passed = self.look();
+        let passed = self.measure_if_needed();
         self.checked_at = Instant::now();
         self.progress.mark_disk();
         passed
     }
 
-    fn look(&mut self) -> Option<Stop> {
+    fn measure_if_needed(&mut self) -> Option<Stop> {
         let (bytes, inodes) = self.in_use();
         if self.workspace_kind == WorkspaceKind::Memory {
             // The tmpfs itself refuses to exceed its size, so only record the peak.
@@ -204,9 +207,9 @@ impl Disk {
     }
 
     /// Measures when no process is left that could hold an unlinked file.
-    pub fn look_at_end(&mut self) -> Option<Stop> {
+    pub fn measure_at_end(&mut self) -> Option<Stop> {
         if self.workspace_kind == WorkspaceKind::Memory {
-            return self.look();
+            return self.measure_if_needed();
         }
         // The kernel does not say how much of what dead processes wrote was deleted again. Judge by the growth of the
         // file system instead.
@@ -247,7 +250,7 @@ impl Disk {
     /// file system shows them.
     fn look_for_hidden(&mut self, measured: &mut Measured) -> Option<Stop> {
         if measured.unmeasured {
-            // The run answers for all growth already.
+            // All growth is already charged to the run.
             return None;
         }
         let now = self.in_use();
@@ -280,8 +283,8 @@ impl Disk {
         self.judge(measured)
     }
 
-    /// Compares a measurement with the limits. If something could not be measured, the run answers for what it wrote
-    /// and for all growth of the file system.
+    /// Compares a measurement with the limits. If something could not be measured, all that the run wrote and all
+    /// growth of the file system are charged to the run.
     fn judge(&mut self, measured: &Measured) -> Option<Stop> {
         let (mut bytes, mut files) = (measured.bytes, measured.files);
         if measured.unmeasured {
@@ -422,7 +425,8 @@ impl Measured {
         new
     }
 
-    /// Whether to stop measuring: enough files were found to know that the limit is passed, or the program writes too fast.
+    /// Whether to stop measuring: enough files were found to know that the limit is passed, or the program writes too
+    /// fast.
     fn is_enough(&mut self, files_max: u64, write_rate: &mut WriteRate<'_>) -> bool {
         let acceptable = write_rate.is_acceptable_after_file();
         self.unmeasured |= !acceptable;

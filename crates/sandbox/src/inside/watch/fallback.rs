@@ -20,7 +20,7 @@ const DISK_GAP_MAX: Duration = Duration::from_millis(200);
 const PROCESS_GAP_MAX: Duration = Duration::from_secs(2);
 /// How long the watch thread may go without judging the disk before init judges the processes too. Many processes with
 /// much memory take long together.
-const LOOK_TIME_MAX: Duration = Duration::from_secs(10);
+const PASS_TIME_MAX: Duration = Duration::from_secs(10);
 
 /// The checks that init makes itself. None of them waits for a process, so they count what the exact measurement would
 /// rule out.
@@ -62,13 +62,13 @@ impl FallbackWatch {
 
     /// Checks the number of open files. If the watch thread has made no progress in time, also checks the other limits.
     /// Returns which limit was passed, if any.
-    pub fn look(&mut self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+    pub fn check(&mut self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         let table = self.file_table.as_mut();
         let passed = table.and_then(FileTable::look_at_descriptors);
-        passed.or_else(|| self.look_if_late(progress, workspace))
+        passed.or_else(|| self.check_if_late(progress, workspace))
     }
 
-    fn look_if_late(
+    fn check_if_late(
         &mut self,
         progress: &WatchProgress,
         workspace: BorrowedFd<'_>,
@@ -81,7 +81,7 @@ impl FallbackWatch {
         let is_blocked = progress.since(&progress.process_ms) >= PROCESS_GAP_MAX;
         let passed = self.judge_disk(progress, workspace);
         passed.or_else(|| {
-            (is_blocked || disk_gap >= LOOK_TIME_MAX)
+            (is_blocked || disk_gap >= PASS_TIME_MAX)
                 .then(|| self.judge_processes())
                 .flatten()
         })
@@ -111,7 +111,8 @@ impl FallbackWatch {
                 return Some(Stop::Memory);
             }
         }
-        // The watch thread may be blocked on the list of mapped files, so judge by the growth of the host's count alone.
+        // The watch thread may be blocked on the list of mapped files, so judge by the growth of the host's count
+        // alone.
         let table = self.file_table.as_mut();
         if table.is_some_and(FileTable::has_grown) {
             return Some(Stop::OpenFiles);

@@ -1,7 +1,7 @@
 //! The run's share of the host's table of open files (`fs.file-max`).
 //!
 //! The kernel counts open files for the whole host only. So there are two upper bounds on the run's open files, and the
-//! run answers for the smaller one:
+//! smaller one is charged to the run:
 //!
 //! - by how much the host's count has grown since the program started;
 //! - how many files the run can hold: one for each slot in its processes' descriptor tables, and one for each mapping

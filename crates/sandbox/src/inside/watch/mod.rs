@@ -2,7 +2,8 @@
 //! says which limit was passed.
 //!
 //! The watch is a thread of init, because no process inside can signal init. It is separate from init's loop, so that a
-//! long measurement does not delay the deadlines. One pass of the watch is called a *look*.
+//! long measurement does not delay the deadlines. One turn of the watch thread is called a *pass*. A pass takes a
+//! *measurement* of the files and a *census* of the processes.
 //!
 //! The program must not be able to write faster than the disk watch measures. The disk watch uses three readings:
 //!
@@ -11,14 +12,14 @@
 //! - *measured*: the size of every file below the workspace, and of every file that was unlinked and is still open.
 //!
 //! Measuring is the slowest. It is done once *written* or *in use* has grown enough to matter, and at least once a
-//! second. While the named files can be walked quickly, they are measured at every look, because an empty file costs no
+//! second. While the named files can be walked quickly, they are measured at every pass, because an empty file costs no
 //! bytes but counts as a file.
 //!
 //! Some things cannot be measured in bounded time: a directory or process that init may not read, an excessive depth or
-//! number of descriptors, a deleted file that is only mapped, a descriptor in flight over a socket. The run then
-//! answers for all bytes it has written and for all growth of the file system. The time of a look is bounded by what is
-//! written during it. A long look, also at memory, is interrupted at every tick to check the disk, and a run that
-//! writes as much as its limit while its files are being measured has passed the limit.
+//! number of descriptors, a deleted file that is only mapped, a descriptor in flight over a socket. All bytes that the
+//! run has written and all growth of the file system are then charged to the run. A pass is cut short when the program
+//! writes as much as its limit during it. A long pass, also over memory, is interrupted at every tick to check the
+//! disk, and a run that writes as much as its limit while its files are being measured has passed the limit.
 //!
 //! Two cases need other means. A file that only a system call in progress holds is in no list; `processes/pause.rs`
 //! makes such calls release it. Reading a file of /proc may block on the process that it describes; `fallback.rs` lets
@@ -49,7 +50,7 @@ use file_table::FileTable;
 pub use file_table::open_on_host;
 use progress::WatchProgress;
 
-/// The time between two looks.
+/// The time between two passes.
 pub const TICK: Duration = Duration::from_millis(100);
 
 /// Everything the watch thread needs to measure the run and judge its limits.
@@ -180,7 +181,7 @@ impl WatchThread {
         };
         passed.or_else(|| {
             let fallback = self.fallback.as_mut().filter(|_| self.started && !over)?;
-            fallback.look(&self.progress, self.workspace.as_fd())
+            fallback.check(&self.progress, self.workspace.as_fd())
         })
     }
 
@@ -193,12 +194,12 @@ impl WatchThread {
         self.lock().peak
     }
 
-    /// Starts the looks, because the program is about to run. What is in use on the file system by now does not count
+    /// Starts the passes, because the program is about to run. What is in use on the file system by now does not count
     /// against the run, nor do the files that the host had open when the runner sent its order. Without that number,
     /// the whole count of the host counts against the run.
     ///
-    /// There are no looks before this: the child that becomes the program is still unreadable, and a run with an
-    /// unreadable process answers for all growth.
+    /// There are no passes before this: the child that becomes the program is still unreadable, and all growth is
+    /// charged to a run with an unreadable process.
     pub fn begin(&mut self, open_on_host: Option<u64>) {
         let in_use = disk::in_use(self.workspace.as_fd());
         self.progress.set_measured((0, 0), in_use);
@@ -212,7 +213,7 @@ impl WatchThread {
         });
     }
 
-    /// Orders a last look, and waits for it at most this long. Calls `at_each_tick` meanwhile.
+    /// Orders a last pass, and waits for it at most this long. Calls `at_each_tick` meanwhile.
     pub fn finish(&self, at_most: Duration, at_each_tick: &mut dyn FnMut()) -> PeakUsage {
         let _ = self.commands.send(WatchCommand::End);
         let until = Instant::now() + at_most;
@@ -272,8 +273,8 @@ fn watch_loop(
                 started = true;
                 continue;
             }
-            Ok(WatchCommand::End) => (watch.look_at_end(), true),
-            Err(RecvTimeoutError::Timeout) => (watch.look(), false),
+            Ok(WatchCommand::End) => (watch.run_last_pass(), true),
+            Err(RecvTimeoutError::Timeout) => (watch.run_pass(), false),
             Err(RecvTimeoutError::Disconnected) => return,
         };
         let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -317,8 +318,8 @@ impl LimitWatch {
         })
     }
 
-    /// Takes one look. Returns which limit was passed, if any.
-    pub fn look(&mut self) -> Option<Stop> {
+    /// Makes one pass. Returns which limit was passed, if any.
+    pub fn run_pass(&mut self) -> Option<Stop> {
         self.disk.restrict_top_directory();
         let mut passed = self.disk.check().or_else(|| self.look_at_mappings());
         if passed.is_none() {
@@ -357,7 +358,7 @@ impl LimitWatch {
         self.peak.cpu_ms = self.cpu_ms();
         if self.watched.memory {
             let bytes = self.census.memory_bytes;
-            // A run that ends before the first look has no known peak, rather than a peak of zero.
+            // A run that ends before the first pass has no known peak, rather than a peak of zero.
             let measured = (bytes > 0).then_some(bytes);
             self.peak.memory_bytes = self.peak.memory_bytes.max(measured);
             if bytes > self.limits.memory_bytes || self.census.hides_memory() {
@@ -381,10 +382,10 @@ impl LimitWatch {
         counted.map_or(self.census.cpu_ms, |us| us / 1000)
     }
 
-    /// Takes the last look, when no process is left: at the size of the workspace, and at the CPU time of the whole run.
-    pub fn look_at_end(&mut self) -> Option<Stop> {
+    /// Makes the last pass, when no process is left: measures the workspace, and the CPU time of the whole run.
+    pub fn run_last_pass(&mut self) -> Option<Stop> {
         self.disk.restrict_top_directory();
-        let passed = self.disk.look_at_end();
+        let passed = self.disk.measure_at_end();
         (self.peak.disk_bytes, self.peak.files) = self.disk.peak;
         if self.cpu_counter.is_none() {
             let request = CensusRequest {

@@ -109,7 +109,8 @@ impl RootBuilder<'_> {
         }
     }
 
-    /// As [`Self::place`], at a target that [`Self::make_mount_point`] made. That path is ours and holds no symlink.
+    /// As [`Self::place`], at a target that [`Self::make_mount_point`] made. Fumehood made that path, and it holds no
+    /// symlink.
     pub(super) fn attach_known(&self, detached: &DetachedMount) -> Result<(), LaunchStepError> {
         attach(
             detached.mount.as_fd(),
@@ -242,7 +243,7 @@ impl RootBuilder<'_> {
         for name in MASKED_PROC {
             let path = Path::new("proc").join(name);
             if rustix::fs::statat(self.root, &path, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
-                // Cover the file with an empty file of ours.
+                // Cover the file with an empty file of Fumehood.
                 let empty = clone_tree(self.root, OsStr::new("etc/resolv.conf"));
                 let empty = empty.during(|| "open an empty file".into())?;
                 self.place(empty.as_fd(), &Path::new("/").join(&path), false)?;

@@ -184,9 +184,9 @@ fn shield(builder: &RootBuilder<'_>, view: &OpenedView) -> Result<Shield, Launch
 }
 
 fn overlay(builder: &RootBuilder<'_>, view: &OpenedView) -> io::Result<OwnedFd> {
-    // The layers' paths are relative to the new root, where both have names of ours. A read-only overlay needs two
-    // layers. `userxattr`, because a plain user's overlay may use no other attributes, and so that no attribute in
-    // the data redirects a lookup.
+    // The layers' paths are relative to the new root, where both have names that Fumehood chose. A read-only overlay
+    // needs two layers. `userxattr`, because a plain user's overlay may use no other attributes, and so that no
+    // attribute in the data redirects a lookup.
     rustix::process::fchdir(builder.root)?;
     let options = [("lowerdir", "stage:empty"), ("userxattr", "")];
     // An overlay reads with the credentials of the process that mounted it. For an idmapped view these must be the

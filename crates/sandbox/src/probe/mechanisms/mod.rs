@@ -1,10 +1,10 @@
 //! Tries every mechanism of the confinement for real, one by one.
 //!
-//! An attempt to build a whole level names the first step that failed, and says nothing about the steps behind it.
-//! Each mechanism is therefore also tried by itself, in a process of its own: our own binary, executed again and
-//! single-threaded from birth, forks once for each mechanism and waits. Everything an attempt changes (namespaces,
-//! mounts, filters, its uid) ends with its process. A child that is killed, as some filters do, is distinguished from
-//! a call that is refused.
+//! An attempt to build a whole level names the first step that failed, and says nothing about the steps behind it. Each
+//! mechanism is therefore also tried by itself, in a process of its own: this binary, executed again and
+//! single-threaded from the start, forks once for each mechanism and waits. Everything an attempt changes (namespaces,
+//! mounts, filters, its uid) ends with its process. A child that is killed, as some filters do, is distinguished from a
+//! call that is refused.
 
 mod building;
 mod calls;
@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, ForkSide};
 
-/// The first argument that makes our binary try the mechanisms.
+/// The first argument that makes this binary try the mechanisms.
 pub const ARGUMENT: &str = "__probe";
 
 /// All attempts together take some tens of milliseconds. One that takes this long will never end.
@@ -71,7 +71,7 @@ pub enum Need {
     Landlock,
     /// Neither level starts without it.
     Both,
-    /// A weaker mechanism takes its place.
+    /// Neither level needs it: a weaker mechanism takes its place.
     Neither,
 }
 
@@ -216,7 +216,7 @@ pub enum ProbeError {
     InvalidAnswer(#[source] serde_json::Error),
 }
 
-/// Tries every mechanism, in processes of our own binary.
+/// Tries every mechanism, in processes that execute this binary again.
 pub fn try_all(launcher: &Path, inputs: &ProbeInputs) -> Result<Vec<MechanismResult>, ProbeError> {
     let uid = inputs
         .leased_uid

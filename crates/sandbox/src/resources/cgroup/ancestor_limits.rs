@@ -178,7 +178,7 @@ fn cpu_set(site: &Site) -> Option<AncestorLimit> {
     };
     let all = fs::read_to_string("/sys/devices/system/cpu/online").ok()?;
     let all = cpus_in(&all)?;
-    // If the controller is off for our group, the set of the nearest group above that has it applies.
+    // If the controller is off for this process's group, the set of the nearest group above that has it applies.
     let (node, file, count) = ancestors(site).find_map(|node| {
         let read = |file: &&'static str| Some((*file, cpus_in(&node.read(file).ok()?)?));
         let (file, count) = files.iter().find_map(read)?;

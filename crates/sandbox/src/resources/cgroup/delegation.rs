@@ -23,7 +23,7 @@ pub enum Delegation {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupLocation {
     pub group: PathBuf,
-    /// The limits of each group, from our own group up.
+    /// The limits of each group, from this process's own group up.
     levels: Vec<(PathBuf, LevelLimits)>,
 }
 
@@ -34,8 +34,8 @@ struct LevelLimits {
 }
 
 impl GroupLocation {
-    /// Returns the nearest group below `kept`, including our own, that limits memory or CPUs, and the file that sets
-    /// the limit. A process that moves elsewhere below `kept` escapes this limit.
+    /// Returns the nearest group below `kept`, including this process's own, that limits memory or CPUs, and the file
+    /// that sets the limit. A process that moves elsewhere below `kept` escapes this limit.
     pub fn limit_lost_by_move(&self, kept: &Path) -> Option<(PathBuf, &'static str)> {
         self.levels_below(kept)
             .find_map(|(group, limits)| Some((group.clone(), limits.file?)))

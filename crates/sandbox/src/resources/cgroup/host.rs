@@ -75,7 +75,7 @@ pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Hierarchies {
     let mut host = Hierarchies::default();
     for site in sites_from(mountinfo, membership) {
         match site.version {
-            // A hierarchy with only cpuset has nothing that we limit or count.
+            // A hierarchy with only cpuset has nothing that Fumehood limits or counts.
             Version::V1 if site.controllers == [Controller::Cpuset] => {}
             Version::V1 => host.v1.push(site),
             Version::V2 => host.v2 = Some(site),
@@ -84,7 +84,7 @@ pub(super) fn host_from(mountinfo: &[u8], membership: &[u8]) -> Hierarchies {
     host
 }
 
-/// Returns every hierarchy whose mount shows our own group.
+/// Returns every hierarchy whose mount shows this process's own group.
 pub(super) fn sites_from(mountinfo: &[u8], membership: &[u8]) -> Vec<Site> {
     let mounts: Vec<CgroupMount> = lines(mountinfo).filter_map(parse_mount).collect();
     let site = |(version, controllers, path): (Version, Vec<Controller>, PathBuf)| {
@@ -127,7 +127,7 @@ pub(super) fn parse_mount(line: &[u8]) -> Option<CgroupMount> {
         b"cgroup2" => (Version::V2, Vec::new()),
         _ => return None,
     };
-    // A version 1 hierarchy with none of our controllers (name=systemd) is of no use.
+    // A version 1 hierarchy with none of the controllers that Fumehood uses (name=systemd) is of no use.
     (version == Version::V2 || !controllers.is_empty()).then_some(())?;
     Some(CgroupMount {
         version,
@@ -152,7 +152,8 @@ pub(super) fn parse_membership(line: &[u8]) -> Option<(Version, Vec<Controller>,
     }
 }
 
-/// Returns our controllers in a comma-separated list, in a fixed order so that two lists can be compared.
+/// Returns those controllers of a comma-separated list that Fumehood uses, in a fixed order so that two lists can be
+/// compared.
 pub(super) fn controllers_in(list: &[u8]) -> Vec<Controller> {
     let all = ["memory", "pids", "cpu", "cpuacct", "cpuset"];
     all.into_iter()
@@ -197,8 +198,8 @@ pub(super) fn unescape(field: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Returns an absolute path of plain names. A group outside our cgroup namespace appears as `/../x`, which must never
-/// be joined to a mount point.
+/// Returns an absolute path of plain names. A group outside this process's cgroup namespace appears as `/../x`, which
+/// must never be joined to a mount point.
 pub(super) fn plain_absolute(bytes: Vec<u8>) -> Option<PathBuf> {
     let path = PathBuf::from(std::ffi::OsString::from_vec(bytes));
     let plain = path

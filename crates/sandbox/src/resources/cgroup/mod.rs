@@ -5,9 +5,10 @@
 //! kernel checks the credentials of the process that opened the file, so the launcher can attach after it has dropped
 //! its own.
 //!
-//! Each controller uses version 2 where its tree offers the controller to us (`v2.rs`), and version 1 otherwise
-//! (`v1.rs`). What works is found by trying it and reading the value back. Only groups made here are ever written to,
-//! with one exception: in a version 2 subtree delegated to us the controllers must be switched on.
+//! Each controller uses version 2 where its tree offers the controller to this process (`v2.rs`), and version 1
+//! otherwise (`v1.rs`). What works is found by trying it and reading the value back. Only groups made here are ever
+//! written to, with one exception: in a version 2 subtree delegated to the user who runs Fumehood the controllers must
+//! be switched on.
 //!
 //! Invariant: a path or pid is trusted only while it is held. Directories are held by descriptor, processes by pidfd.
 
@@ -103,8 +104,8 @@ pub enum CgroupError {
 }
 
 impl CgroupError {
-    /// Returns whether the error only means that we may not use this hierarchy, so that another may be tried. Any
-    /// other error, above all a group that already exists, stops the run.
+    /// Returns whether the error only means that this process may not use this hierarchy, so that another may be tried.
+    /// Any other error, above all a group that already exists, stops the run.
     fn means_not_ours(&self) -> bool {
         match self {
             CgroupError::Open { source, .. }
@@ -546,7 +547,8 @@ pub fn planned_paths(host: &Hierarchies, id: &str) -> Vec<PathBuf> {
     parents.map(|parent| parent.join(name_for(id))).collect()
 }
 
-/// Opens a group that a record names, or says why it is not ours. Returns `None` if the group is already gone.
+/// Opens a group that a record names, or says why it is not the group of a run of Fumehood. Returns `None` if the group
+/// is already gone.
 fn left_behind(
     path: &Path,
     mountinfo: &[u8],
@@ -602,7 +604,7 @@ pub fn memory_available_bytes() -> u64 {
     v1.chain(v2).fold(total, u64::min)
 }
 
-/// Returns every group from our own up to the mount point.
+/// Returns every group from this process's own up to the mount point.
 fn ancestors(site: &Site) -> impl Iterator<Item = Node> + '_ {
     site.own
         .ancestors()

@@ -58,8 +58,8 @@ impl Node {
         }
     }
 
-    /// Makes a group below this one. An existing group is an error: it may hold processes and limits that are not
-    /// ours.
+    /// Makes a group below this one. An existing group is an error: it may hold processes and limits of another
+    /// program.
     pub(super) fn make_child(&self, name: &str) -> Result<Node, CgroupError> {
         let mode = Mode::from_raw_mode(0o755);
         rustix::fs::mkdirat(&self.fd, name, mode).map_err(|e| CgroupError::Make {
@@ -204,7 +204,7 @@ impl Node {
 }
 
 /// Returns the pids that can be signalled. A last line without its newline was cut off inside a number and would name
-/// another process. Zero stands for a process of another pid namespace. Our own pid is left out.
+/// another process. Zero stands for a process of another pid namespace. The pid of this process is left out.
 pub(super) fn pids_in(text: &str) -> BTreeSet<i32> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     let complete_lines = text
@@ -228,7 +228,7 @@ pub(super) fn wait_on(fd: BorrowedFd<'_>, events: PollFlags, at_most: Duration) 
     let _ = rustix::event::poll(&mut [PollFd::new(&fd, events)], Some(&timeout));
 }
 
-/// A group that we made: its directory, and its parent's directory, from which it is removed.
+/// A group that Fumehood made: its directory, and its parent's directory, from which it is removed.
 #[derive(Debug)]
 pub(super) struct CreatedGroup {
     pub(super) node: Node,

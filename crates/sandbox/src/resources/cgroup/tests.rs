@@ -471,7 +471,8 @@ fn a_plain_account_has_the_same_limits_in_a_delegated_directory() {
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
     fs::set_permissions(directory.path(), open).unwrap();
     let copy = directory.path().join("tests");
-    // Another process makes the copy, for the reason given at the promise tests' own copy.
+    // Another process makes the copy. If this process wrote the file, a child that another thread forks just then could
+    // inherit the descriptor that is open for writing, and nobody can execute the copy while the child has it.
     let copied = Command::new("cp")
         .arg(std::env::current_exe().unwrap())
         .arg(&copy)

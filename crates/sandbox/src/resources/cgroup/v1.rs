@@ -93,8 +93,8 @@ pub(super) fn limit_cpu(part: &CreatedGroup, cpu_milli: u64) -> Result<EnforcedL
             true => format!("cgroup v1 {QUOTA}"),
             false => format!("cgroup v1 {QUOTA} (raised to the kernel's least, 0.01 CPU)"),
         })),
-        // The kernel refuses a quota above that of a group above ours. Ours then has no quota of its own, and the one
-        // above applies, which is tighter than the request.
+        // The kernel refuses a quota above that of a group above the run's. The run's group then has no quota of its
+        // own, and the one above applies, which is tighter than the request.
         Err(e) => match is_tighter_above(part, quota_us) {
             true => Ok(hard(format!("cgroup v1 {QUOTA} of a group above"))),
             false => Err(e),

@@ -119,8 +119,8 @@ pub(super) fn prepare_parent(site: &Site) -> Result<(Node, Vec<Controller>), Cgr
     Err(CgroupError::OthersInside(own.path))
 }
 
-/// Returns the group above ours, if it is the delegated one. This process is then in a leaf already: its own, its
-/// daemon's, or one that the service manager made (DelegateSubgroup=).
+/// Returns the group above this process's own, if it is the delegated one. This process is then in a leaf already: its
+/// own, its daemon's, or one that the service manager made (DelegateSubgroup=).
 fn shared_parent(site: &Site) -> Result<Option<(Node, Vec<Controller>)>, CgroupError> {
     let Some(parent) = delegated_above(site)? else {
         return Ok(None);
@@ -193,7 +193,7 @@ fn name_of(path: &Path) -> Option<&str> {
     path.file_name().and_then(|name| name.to_str())
 }
 
-/// Whether the directory is ours and its control files are writable, as delegation demands.
+/// Whether the directory belongs to this process's user and its control files are writable, as delegation demands.
 fn is_writable(node: &Node) -> bool {
     let owned = rustix::fs::fstat(&node.fd)
         .is_ok_and(|stat| stat.st_uid == rustix::process::geteuid().as_raw());
@@ -212,9 +212,9 @@ fn is_marked_delegated(node: &Node) -> bool {
     })
 }
 
-/// Switches on those of our controllers that the group has, and returns which are on. Switches none on while
-/// processes are in the group itself. The kernel would accept cpu and pids even then, but would make the group the
-/// root of a threaded subtree, in which no process of ours could enter a new group.
+/// Switches on those controllers that Fumehood uses and the group has, and returns which are on. Switches none on while
+/// processes are in the group itself. The kernel would accept cpu and pids even then, but would make the group the root
+/// of a threaded subtree, in which no process of Fumehood could enter a new group.
 fn switch_controllers_on(node: &Node) -> Result<Vec<Controller>, CgroupError> {
     const FILE: &str = "cgroup.subtree_control";
     // Only the root of the whole tree has no type. Only the root may have both processes and controllers switched on.
