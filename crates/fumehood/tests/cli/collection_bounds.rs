@@ -1,4 +1,4 @@
-//! What is taken under a bound, and what an export of it costs.
+//! Which outputs are collected under a bound, and the cost of an export.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -34,13 +34,13 @@ fn every_name_of_a_file_counts_against_max_output() {
     assert_eq!(bytes, 2 * 4_194_304);
     let row = test_home.sql("SELECT outputs_count, output_bytes FROM analyses_v1 WHERE id = 'n'");
     assert_eq!(row, [[json!(2), json!(2 * 4_194_304)]]);
-    // Each is held against the bound for one file, too.
+    // Each name also counts against the bound for one file.
     let bounds = ["--max-output-file", "1M"];
     assert_eq!(
         names(&test_home.sh_json(&bounds, script)),
         Vec::<String>::new()
     );
-    // The control: within the bound every name is taken.
+    // Control: within the bound every name is collected.
     let document = test_home.sh_json(&["--id", "all"], script);
     assert_eq!(names(&document).len(), 51, "{document}");
 }
@@ -99,7 +99,7 @@ open('p/q/r/named.bin', 'w').write('z' * 8000)";
     }
     assert_eq!(kept.len(), 5, "{kept:?}");
     assert_eq!(document["status"], "succeeded", "{document}");
-    // Without a bound that bites, everything is there.
+    // Without an effective bound, every file is collected.
     let document = test_home.python(&["--json"], script).document();
     assert_eq!(names(&document).len(), 3004);
 }

@@ -1,4 +1,4 @@
-//! P7 through the binary: analyses at once do not meet.
+//! P7 through the binary: analyses that run at the same time cannot reach each other.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
@@ -27,7 +27,7 @@ fn two_at_once_do_not_meet() {
     );
     first.wait_for("ready");
     let there = test_home.workspace(&one);
-    // In a file, for its own arguments would name the other analysis.
+    // The attack is in a file, because as an argument it would itself contain the id of the other analysis.
     let attack = format!(
         "cat {0}/secret; ls {0}; echo x > {0}/secret; rm -rf {0}; cat /proc/*/cmdline | tr '\\0' ' '; ls {1}\necho tried",
         there.display(),
@@ -46,7 +46,7 @@ fn two_at_once_do_not_meet() {
     assert_eq!(first.finish().good(), "ready\nmine\n");
     let out = second.finish().good();
     assert!(!out.contains("mine") && !out.contains(&one), "{out}");
-    // The only workspace it can see by name is its own.
+    // An analysis sees only its own workspace by name.
     assert!(out.contains(&format!("scidex-analysis-{two}\n")), "{out}");
     test_home.assert_nothing_left();
 }
@@ -90,7 +90,7 @@ fn twenty_at_once_all_succeed() {
     test_home.assert_nothing_left();
 }
 
-/// Whether it is the program itself, not the runner whose arguments name the same id.
+/// Whether a process is the program itself and not the runner, whose arguments contain the same id.
 fn is_shell(pid: u32) -> bool {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     name.trim() == "sh"

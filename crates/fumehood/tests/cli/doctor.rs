@@ -1,4 +1,4 @@
-//! `fumehood doctor` says what a run then finds, on this host as it is and where something was taken away from it.
+//! `fumehood doctor` reports what a run then finds, on this host and where a mechanism was removed from it.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -56,7 +56,7 @@ fn it_says_what_a_run_then_records() {
         assert_eq!(told["enforced_by"], entry["enforced_by"], "{limit}");
         assert_eq!(told["how_hard"], entry["how_hard"], "{limit}");
     }
-    // What the level needs, works by itself too.
+    // Every mechanism that a level needs also works in its own trial.
     for tried in said["mechanisms"].as_array().unwrap() {
         if tried["needed_for"] != "neither" {
             assert_ne!(tried["verdict"], "fails", "{tried}");
@@ -143,7 +143,7 @@ fn the_first_line_is_the_verdict() {
     ] {
         assert!(all.contains(part), "no {part:?} in {all}");
     }
-    // Lines to copy are never broken; every other one fits.
+    // Lines to copy are never wrapped. Every other line fits the width.
     let long = said
         .lines()
         .filter(|l| !l.starts_with("          ") && l.chars().count() > 80);
@@ -161,7 +161,7 @@ fn a_configuration_that_is_refused_stops_runs() {
     assert_eq!(said["starts"], false);
     let refused = found(&said, "configuration", "stops");
     assert!(refused["text"].as_str().unwrap().contains("isolation"));
-    // The rest was looked at all the same.
+    // The other checks ran all the same.
     assert_eq!(said["level"], "full");
     std::fs::remove_file(test_home.project.join("fumehood.toml")).unwrap();
     assert_eq!(
@@ -190,7 +190,7 @@ pub fn docker_like(test_home: &TestHome, options: &[&str], args: &[&str]) -> Fin
 }
 
 trial!(Root, inside_docker_the_flags_that_give_full_are_named);
-/// The real calls are refused by a real filter; what is named is tried by leaving that part out.
+/// A real seccomp filter refuses the calls. To try a named remedy, the trial leaves out that part of the confinement.
 fn inside_docker_the_flags_that_give_full_are_named() {
     let test_home = TestHome::new();
     account::uid_and_gid();
@@ -204,7 +204,7 @@ fn inside_docker_the_flags_that_give_full_are_named() {
         assert_eq!(said["host"]["is_filtered"], true);
         assert_eq!(verdict(&said, "mount_namespace"), "fails");
         assert_eq!(verdict(&said, "landlock"), "works");
-        // This machine need not look like Docker's; then it is a process that somebody shut in.
+        // If this machine does not look like a Docker container, doctor reports a confined process (`shut_in`).
         let name = match said["host"]["container"].is_null() {
             true => "shut_in",
             false => "container",
@@ -217,16 +217,16 @@ fn inside_docker_the_flags_that_give_full_are_named() {
             assert!(flags.contains("systempaths=unconfined"), "{flags}");
             assert_eq!(flags.contains("--cap-add SYS_ADMIN"), user.is_empty());
         }
-        // With a higher floor the same host does not do.
+        // With a higher floor no run starts on the same host.
         let stopped = document(&with(&[], &["doctor", "--json", "--isolation", "full"]));
         assert_eq!(stopped["starts"], false);
         found(&stopped, name, "stops");
-        // With what was named given, it does.
+        // With the named remedies the level is full.
         let given = ["--no-seccomp", "--no-masks", "--no-capabilities"];
         let said = document(&with(&given, &["doctor", "--json"]));
         assert_eq!(said["level"], "full", "{said}");
     }
-    // A new /proc alone, refused for its masks.
+    // Only the mount of a new /proc is refused, because /proc is masked.
     let given = [
         "--user",
         account::ACCOUNT,
@@ -239,7 +239,7 @@ fn inside_docker_the_flags_that_give_full_are_named() {
     assert_eq!(said["level"], "landlock");
 }
 
-/// Becomes the test account in a user namespace that has every uid, and in which there can be no other.
+/// Becomes the test account in a user namespace that maps every uid and allows no further user namespace.
 const NO_MORE_NAMESPACES: &str = r#"
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -290,7 +290,7 @@ fn where_user_namespaces_are_off_the_switch_is_named() {
     let tried = list.iter().find(|m| m["mechanism"] == "user_namespace");
     assert_eq!(tried.unwrap()["errno_name"], "ENOSPC");
     assert_eq!(tried.unwrap()["finding"], "namespace_count");
-    // The same place without the switch.
+    // Control: the same environment without the switch.
     assert_eq!(with("-")["level"], "full");
 }
 
@@ -315,7 +315,11 @@ fn root_without_a_capability_is_told_which() {
 }
 
 /// `fumehood doctor ARGS` in a mount namespace that a script has prepared.
-fn where_(test_home: &TestHome, prepare: &str, args: &[&str]) -> FinishedCommand {
+fn doctor_in_prepared_namespace(
+    test_home: &TestHome,
+    prepare: &str,
+    args: &[&str],
+) -> FinishedCommand {
     let mut command = test_home.with_environment(Command::new("unshare"));
     let script = format!("set -e\n{prepare}\nexec \"$@\"");
     command
@@ -339,20 +343,28 @@ fn a_bad_place_for_workspaces_is_told() {
     let test_home = TestHome::new();
     let root = test_home.workspace_root.display();
     let prepare = format!("mount -t tmpfs -o size=8m,noexec none {root}");
-    let said = document(&where_(&test_home, &prepare, &["--json"]));
+    let said = document(&doctor_in_prepared_namespace(
+        &test_home,
+        &prepare,
+        &["--json"],
+    ));
     assert_eq!(said["starts"], true, "warnings stop nothing");
     for name in ["workspace_tmpfs", "workspace_noexec", "workspace_room"] {
         found(&said, name, "warning");
     }
     found(&said, "apart", "note");
-    let usual = document(&where_(&test_home, "true", &["--json"]));
+    let usual = document(&doctor_in_prepared_namespace(
+        &test_home,
+        "true",
+        &["--json"],
+    ));
     for name in ["workspace_tmpfs", "workspace_noexec", "apart"] {
         assert!(finding(&usual, name).is_none(), "{name}");
     }
     assert!(names_in(&test_home.workspace_root).is_empty());
 }
 
-/// /etc is a copy that may be changed.
+/// A script that replaces /etc by a copy and applies `change` to it.
 fn etc(test_home: &TestHome, change: &str) -> String {
     let copy = test_home.path("etc");
     let copy = copy.display();
@@ -372,26 +384,42 @@ fn the_policy_decides_whether_runs_start() {
         "mkdir -m 755 /etc/fumehood\ninstall -m 644 {} /etc/fumehood/policy.toml",
         shipped.display()
     );
-    let said = document(&where_(&test_home, &etc(&test_home, &install), &["--json"]));
+    let said = document(&doctor_in_prepared_namespace(
+        &test_home,
+        &etc(&test_home, &install),
+        &["--json"],
+    ));
     assert_eq!(
         (&said["starts"], &said["floor"]),
         (&true.into(), &"full".into())
     );
     found(&said, "policy", "fine");
-    let missing = document(&where_(&test_home, "true", &["--json"]));
+    let missing = document(&doctor_in_prepared_namespace(
+        &test_home,
+        "true",
+        &["--json"],
+    ));
     assert_eq!(missing["floor"], "landlock");
     assert!(lines(found(&missing, "policy", "note")).contains("level = \"full\""));
-    // Under the floor that is shipped, a host that gives less stops.
+    // With the default floor, runs do not start on a host that offers less.
     let drop = format!(
         "{}\nset -- setpriv --bounding-set=-sys_admin \"$@\"",
         etc(&test_home, &install)
     );
-    // Mounts are made while the capability is there.
-    let said = document(&where_(&test_home, &drop, &["--json"]));
+    // The script mounts before it drops the capability.
+    let said = document(&doctor_in_prepared_namespace(
+        &test_home,
+        &drop,
+        &["--json"],
+    ));
     assert_eq!(said["starts"], false);
     found(&said, "capabilities", "stops");
     let broken = install + "\necho nonsense > /etc/fumehood/policy.toml";
-    let said = document(&where_(&test_home, &etc(&test_home, &broken), &["--json"]));
+    let said = document(&doctor_in_prepared_namespace(
+        &test_home,
+        &etc(&test_home, &broken),
+        &["--json"],
+    ));
     found(&said, "configuration", "stops");
 }
 
@@ -400,17 +428,29 @@ fn uids_of_others_are_told() {
     let test_home = TestHome::new();
     let add = "echo 'mallory:x:1900000077:1900000077::/:/bin/sh' >> /etc/passwd\n\
         echo 'podman:1900000000:65536' >> /etc/subuid";
-    let said = document(&where_(&test_home, &etc(&test_home, add), &["--json"]));
-    // Every uid of the range belongs to somebody else: none can be leased.
+    let said = document(&doctor_in_prepared_namespace(
+        &test_home,
+        &etc(&test_home, add),
+        &["--json"],
+    ));
+    // Every uid of the range belongs to an account, so none can be leased.
     assert_eq!(said["starts"], false);
     found(&said, "uids", "stops");
     let add = "echo 'mallory:x:1900000077:1900000077::/:/bin/sh' >> /etc/passwd";
-    let said = document(&where_(&test_home, &etc(&test_home, add), &["--json"]));
+    let said = document(&doctor_in_prepared_namespace(
+        &test_home,
+        &etc(&test_home, add),
+        &["--json"],
+    ));
     assert_eq!(said["starts"], true);
     let told = found(&said, "uids", "warning");
     assert!(told["text"].as_str().unwrap().contains("mallory"));
     found(
-        &document(&where_(&test_home, "true", &["--json"])),
+        &document(&doctor_in_prepared_namespace(
+            &test_home,
+            "true",
+            &["--json"],
+        )),
         "uids",
         "fine",
     );

@@ -1,4 +1,4 @@
-//! What a run makes durable, when, and what it leaves for the next: the fewest syncs that lose nothing.
+//! What a run makes durable and when, and what it leaves to the next run: the fewest syncs that lose nothing.
 
 use std::process::Command;
 
@@ -11,7 +11,7 @@ use testkit::program;
 use testkit::trial;
 use testkit::wait::eventually;
 
-/// `fumehood run` below strace, and the syncs and removals of the runner and its threads, in order: `call path`.
+/// Runs `fumehood run` under strace. Returns the syncs and removals of the runner and its threads in order, as `call path`.
 fn traced(
     test_home: &TestHome,
     fault: Option<&str>,
@@ -40,7 +40,7 @@ fn syncs(calls: &[String]) -> Vec<&String> {
     calls.iter().filter(|call| call.contains("sync")).collect()
 }
 
-/// Where the first call of this kind on something of this name is.
+/// The position of the first call of this kind on a file of this name.
 #[track_caller]
 fn position(calls: &[String], call: &str, name: &str) -> usize {
     let found = calls
@@ -52,12 +52,12 @@ fn position(calls: &[String], call: &str, name: &str) -> usize {
 trial!(Everyone, a_run_without_outputs_syncs_the_database_alone);
 fn a_run_without_outputs_syncs_the_database_alone() {
     let test_home = TestHome::new();
-    // Makes the database, and its log.
+    // The first run creates the database and its log.
     test_home.sh(&[], "true").good();
     let (ended, calls) = traced(&test_home, None, &[], "true");
     ended.good();
-    // The log, and by SQLite's caution the directory that it is in. Where the machine is so slow that the database was let
-    // go meanwhile, the file as well.
+    // SQLite syncs the log and, as a precaution, the log's directory. On a slow machine the runner has closed the database in
+    // the meantime, and SQLite syncs the database file as well.
     let home = format!("<{}>", test_home.home.display());
     let syncs = syncs(&calls);
     let of_database = |call: &&&String| call.contains("fumehood.db") || call.contains(&home);
@@ -70,7 +70,7 @@ fn a_run_without_outputs_syncs_the_database_alone() {
         syncs.iter().any(|call| call.contains("fumehood.db-wal")),
         "{syncs:#?}"
     );
-    // The control: a run that leaves something syncs more.
+    // Control: a run with an output syncs more.
     let (ended, calls) = traced(&test_home, None, &[], "echo x > x");
     ended.good();
     assert!(calls.iter().any(|call| call.contains("outcome.json")));
@@ -114,7 +114,7 @@ fn what_moves_is_on_a_durable_list_first() {
     for paper in papers {
         let synced = position(&calls, "fdatasync", paper);
         assert!(Some(synced) < committed, "{paper}: {calls:#?}");
-        // Where the file system allows no link it is a copy, which is not among the calls that are looked at.
+        // If the file system allows no link, the file is copied, and the trace does not include copies.
         assert!(moved.is_none_or(|moved| synced < moved), "{calls:#?}");
     }
 }
@@ -126,7 +126,7 @@ fn the_log_that_a_run_leaves_is_read_by_the_next() {
     test_home.sh(&["--id", "two"], "echo x > x").good();
     let log = test_home.home.join("fumehood.db-wal");
     assert!(std::fs::metadata(&log).unwrap().len() > 0);
-    // A copy with the log has everything, and one without it is of an earlier time, and whole.
+    // A copy of the database with its log is complete. A copy without the log is older, and consistent.
     let copied = |name: &str, endings: &[&str]| {
         for ending in endings {
             let from = test_home.home.join(format!("fumehood.db{ending}"));
@@ -142,7 +142,7 @@ fn the_log_that_a_run_leaves_is_read_by_the_next() {
     };
     assert!(copied("with", &["", "-wal"]));
     let _of_an_earlier_time = copied("without", &[""]);
-    // Another program, and Fumehood itself, see all of it.
+    // Another program and Fumehood itself see all rows.
     assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM analyses_v1"), 2);
     test_home.sh(&["--id", "three"], "true").good();
     let listed = test_home.ask(["list"]).good();
@@ -151,7 +151,7 @@ fn the_log_that_a_run_leaves_is_read_by_the_next() {
     }
 }
 
-/// As a power cut would have: what is in the database, changed behind Fumehood's back.
+/// Changes the database to the state after a power cut.
 #[track_caller]
 fn change(test_home: &TestHome, statements: &str) {
     let text = "import sqlite3, sys; sqlite3.connect(sys.argv[1]).executescript(sys.argv[2])";
@@ -179,7 +179,7 @@ fn an_attempt_whose_row_a_power_cut_took_is_committed_anew() {
     test_home.sh(&["--id", "before"], "true").good();
     for (id, fault) in [("b", "begun=kill"), ("e", "ended=kill")] {
         with_fault(&test_home, fault, &["--id", id], "echo x > x");
-        // The run directory came through, and what was begun did not.
+        // The run directory survived; the database row did not.
         let take = format!(
             "DELETE FROM attempts WHERE id = '{id}'; DELETE FROM analyses WHERE id = '{id}'"
         );
@@ -193,7 +193,7 @@ fn an_attempt_whose_row_a_power_cut_took_is_committed_anew() {
             [[json!("error"), json!("runner_lost")]]
         );
         test_home.assert_nothing_left();
-        // The id is as free as ever.
+        // The id can still be used.
         test_home.sh(&["--id", id, "--replace"], "true").good();
     }
     with_fault(&test_home, "claimed=kill", &["--id", "c"], "true");
@@ -226,7 +226,7 @@ fn an_outcome_that_a_power_cut_tore_is_none() {
         test_home.gc(&[]).good();
         let row = format!("SELECT reason, outputs_count FROM analyses_v1 WHERE id = '{id}'");
         assert_eq!(test_home.sql(&row), [[json!("runner_lost"), json!(1)]]);
-        // After the commit, and before the directory is gone: the record stays as it was.
+        // A kill after the commit and before the removal of the directory leaves the record unchanged.
         let later = format!("{id}-later");
         with_fault(
             &test_home,
@@ -248,11 +248,11 @@ fn an_outcome_that_a_power_cut_tore_is_none() {
 }
 
 trial!(Everyone, who_loses_the_databases_locks_undoes_no_other_run);
-/// An attacker found that a connection held over the run of a program went on with locks that nobody else saw.
+/// Regression: a connection that was kept while a program ran continued with locks that no other process saw.
 fn who_loses_the_databases_locks_undoes_no_other_run() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "first"], "true").good();
-    // Within the second for which it is held, and past it.
+    // Within the second for which the connection is kept, and after it.
     for (n, sleeps) in ["0.7", "1.6"].iter().enumerate() {
         for (m, gone) in [&["-shm"][..], &["-shm", "-wal"]].iter().enumerate() {
             let ids = ["holds", "beside"].map(|name| format!("{name}-{n}{m}"));
@@ -278,7 +278,7 @@ trial!(
     Everyone,
     nothing_is_committed_into_a_database_that_was_put_away
 );
-/// Another looked when the program ended, and moved the database while its outputs were collected.
+/// Regression: the check ran only when the program ended, so the database could be moved while outputs were collected.
 fn nothing_is_committed_into_a_database_that_was_put_away() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "first"], "true").good();

@@ -13,7 +13,7 @@ use testkit::process::{names_in, status_number};
 use testkit::wait::eventually;
 use testkit::{is_root, program, trial};
 
-/// Nothing that a terminal would act on.
+/// Asserts that the bytes contain no control sequence.
 #[track_caller]
 pub fn assert_plain(what: &str, bytes: &[u8]) {
     let text = std::str::from_utf8(bytes).unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -22,8 +22,8 @@ pub fn assert_plain(what: &str, bytes: &[u8]) {
     assert!(found.is_empty(), "{what}: {found:?} in {text:?}");
 }
 
-/// Everything that tells people of an analysis.
-fn tell_all(test_home: &TestHome, id: &str, run: &FinishedCommand) {
+/// Asserts that every command that shows an analysis prints no control sequence.
+fn assert_all_commands_print_plain(test_home: &TestHome, id: &str, run: &FinishedCommand) {
     assert_plain("run", &run.stderr);
     let asked: [&[&str]; 9] = [
         &["list"],
@@ -257,7 +257,7 @@ os.symlink('x', b'link\\x1b[5m\\n')
                 .as_bytes(),
         );
     }
-    tell_all(&test_home, "names", &run);
+    assert_all_commands_print_plain(&test_home, "names", &run);
     // Each is found by its bytes, and by the text that the lists show.
     let listed = test_home.ask_json(["outputs", "names", "--json"]);
     let listed = listed["outputs"].as_array().unwrap();
@@ -438,7 +438,7 @@ fn a_sparse_file_is_stored_sparsely() {
 const PEAK_KIB_MAX: u64 = 64 << 10;
 
 /// Makes empty files, a thousand in a directory, in two processes.
-fn crowd(count: u32) -> String {
+fn make_many_files(count: u32) -> String {
     format!(
         "import os
 half = os.fork()
@@ -453,15 +453,16 @@ if half:
     )
 }
 
-/// A run that leaves so many files: its document, and the most memory that the runner had, as the kernel tells while it
-/// lives. Before it lets go of its memory it prints the document, which takes longer than one look.
-fn crowded(count: u32, more: &[&str]) -> (TestHome, Value, u64) {
+/// Runs a program that leaves `count` files. Returns the document, and the runner's peak memory, which the kernel reports
+/// while the runner lives. The runner prints the document before it frees its memory, and printing takes longer than one
+/// check.
+fn run_with_many_files(count: u32, more: &[&str]) -> (TestHome, Value, u64) {
     let test_home = TestHome::new();
-    let script = crowd(count);
+    let script = make_many_files(count);
     let options = ["--json", "--id", "crowd", "--files", "3000000"];
     let program = ["--", "/usr/bin/python3", "-c", &script];
     let argv = options.iter().chain(more).chain(&program);
-    // Into a file: nobody reads the pipe while the peak is watched.
+    // The output goes into a file, because the trial reads no pipe while it watches the peak.
     let mut command = test_home.with_environment(Command::new("sh"));
     command
         .args(["-c", "exec \"$0\" run \"$@\" > document"])
@@ -482,7 +483,7 @@ fn crowded(count: u32, more: &[&str]) -> (TestHome, Value, u64) {
 trial!(Everyone, many_files_cost_bounded_memory);
 fn many_files_cost_bounded_memory() {
     // On disk all that the bound allows are taken.
-    let (test_home, document, peak) = crowded(2_000, &["--max-outputs", "900"]);
+    let (test_home, document, peak) = run_with_many_files(2_000, &["--max-outputs", "900"]);
     assert_eq!(document["status"], "succeeded", "{}", document["message"]);
     let kept = document["outputs"].as_array().unwrap().len() as u64;
     assert_eq!(kept, 900);
@@ -496,7 +497,7 @@ fn many_files_cost_bounded_memory() {
     test_home.assert_nothing_left();
     // In memory, where making them costs little.
     let (test_home, document, peak) =
-        crowded(100_000, &["--workspace", "memory", "--max-outputs", "3"]);
+        run_with_many_files(100_000, &["--workspace", "memory", "--max-outputs", "3"]);
     assert_eq!(document["status"], "succeeded", "{}", document["message"]);
     assert_eq!(counts(&document)["too_many"], 99_998, "{document}");
     assert!(peak > 0 && peak < PEAK_KIB_MAX, "{peak} KiB");
@@ -506,7 +507,7 @@ fn many_files_cost_bounded_memory() {
 trial!(Root, two_million_files_cost_bounded_memory);
 fn two_million_files_cost_bounded_memory() {
     let (test_home, document, peak) =
-        crowded(2_000_000, &["--workspace", "memory", "--memory", "6G"]);
+        run_with_many_files(2_000_000, &["--workspace", "memory", "--memory", "6G"]);
     assert_eq!(document["status"], "succeeded", "{}", document["message"]);
     let kept = document["outputs"].as_array().unwrap().len() as u64;
     assert_eq!(kept, 10_000);
@@ -585,7 +586,7 @@ fn a_result_that_databases_refuse_is_a_file() {
         );
         test_home.ask(["show", id]).good();
     }
-    // What is no file of that name is none.
+    // A link or a directory with that name is no result file.
     test_home
         .sh(&["--id", "link"], "ln -s /etc/passwd result.json")
         .good();
@@ -701,7 +702,7 @@ open('result.json', 'w').write(json.dumps({'\\x1b[31mkey': 'v\\x1b]0;x\\x07\\u20
 open('evil.txt', 'w').write('\\x1b[2J')";
     let run = test_home.python(&["--id", "r", "--env", "X=\u{1b}[31m"], script);
     run.good();
-    tell_all(&test_home, "r", &run);
+    assert_all_commands_print_plain(&test_home, "r", &run);
     let shown = on_terminal(&test_home, &["show", "r"]);
     assert_plain("show", &shown);
     // A file is not dumped to a terminal if it would upset it.

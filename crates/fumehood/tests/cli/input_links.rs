@@ -53,14 +53,14 @@ fn a_link_called_data_shows_nothing_outside_the_project() {
         let line = format!("    --{name} {}\n", other.display());
         is_refused(&test_home, name, Path::new("../other"), &line);
         is_refused(&test_home, name, &other, &line);
-        // Through a link that is itself below the project.
+        // Through another link that is in the project.
         relink(&test_home, "hop", &other);
         is_refused(&test_home, name, Path::new("hop"), &line);
         relink(&test_home, "hop", Path::new(".."));
         is_refused(&test_home, name, Path::new("hop/other"), &line);
         is_refused(&test_home, name, Path::new("/"), &format!("--{name} /"));
         is_refused(&test_home, name, Path::new(".."), &format!("--{name} "));
-        // The control: the line that the error prints, and the same in a variable and in the user's own file.
+        // Control: the option that the error prints works, and so do the variable and the user's own file.
         relink(&test_home, name, &other);
         let flag = format!("--{name}");
         let named = other.to_str().unwrap();
@@ -91,7 +91,7 @@ fn a_link_called_data_shows_nothing_private_of_the_project() {
         is_refused(&test_home, "data", to, "--data ");
     }
     is_refused(&test_home, "docs", &real("."), "--docs ");
-    // The controls: a visible directory of the project by a link, and a directory of its own whatever it holds.
+    // Controls: a link to a visible directory of the project, and a real directory with any content.
     for to in [Path::new("storage/2024").to_owned(), real("storage/2024")] {
         relink(&test_home, "data", &to);
         assert_eq!(test_home.sh(&[], SHOW).good(), "measured\n");
@@ -143,7 +143,7 @@ fn a_link_called_data_is_followed_when_it_is_submitted() {
     submit("b", &[]).good();
     let link = test_home.project.join("data");
     submit("c", &["--data", link.to_str().unwrap()]).good();
-    // What the link leads to afterwards is nobody's wish.
+    // A later change of the link has no effect, because nobody has named its new target.
     relink(&test_home, "data", &test_home.path("other"));
     std::fs::remove_file(&link).unwrap();
     test_home.write("project/data/table", "later\n");
@@ -191,7 +191,7 @@ fn a_script_behind_anothers_link_is_not_copied() {
     let secret = test_home.write("secret", "the secret is out\n");
     let link = test_home.project.join("a.sh");
     symlink(&secret, &link).unwrap();
-    // The control: a link of the caller's own.
+    // Control: a link that belongs to the caller.
     let ended = test_home.run([link.to_str().unwrap()]);
     assert!(ended.err().contains("line 1: the"), "{}", ended.err());
     std::os::unix::fs::lchown(&link, Some(54321), Some(54321)).unwrap();

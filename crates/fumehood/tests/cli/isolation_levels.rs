@@ -1,5 +1,5 @@
-//! P18 through the binary: a run has the level that its result says, never one below the floor, and steps down only
-//! where this host, and not the request, leaves no other choice.
+//! P18 through the binary: a run has the level that its result reports, never one below the floor, and a lower level only if
+//! this host, and not the request, makes level full impossible.
 
 use std::collections::BTreeSet;
 
@@ -43,7 +43,7 @@ fn a_result_says_its_level() {
         has.iter().all(|layer| !layer.ends_with("_namespace")),
         "{has:?}"
     );
-    // The link that stands for data/ is no output, and nothing that was refused.
+    // The link that stands for data/ is neither an output nor a refused file.
     let outputs = said["outputs"].as_array().unwrap();
     assert_eq!(outputs.len(), 1, "{said}");
     assert_eq!(outputs[0]["path"], "copy");
@@ -69,7 +69,7 @@ fn what_landlock_cannot_have() {
     let moved = format!("{}:/opt/other", elsewhere.parent().unwrap().display());
     let moved = ["--level", "landlock", "--read", moved.as_str()];
     test_home.sh(&moved, "true").refused(125, "level landlock");
-    // By a name at the top of the workspace, which is a link.
+    // Through a name at the top of the workspace, which is a link.
     let id = fresh_id("named");
     let other = test_home.workspace(&id).join("other");
     let from = elsewhere.parent().unwrap();
@@ -141,7 +141,7 @@ fn required_layers_hold_at_both_levels() {
 }
 
 trial!(Root, it_steps_down_where_the_host_gives_no_more);
-/// A real filter refuses what Docker's refuses.
+/// A real seccomp filter refuses the calls that Docker's filter refuses.
 fn it_steps_down_where_the_host_gives_no_more() {
     let test_home = TestHome::new();
     let inside = |args: &[&str]| -> FinishedCommand {
@@ -169,7 +169,7 @@ fn it_steps_down_where_the_host_gives_no_more() {
     );
     inside(&["--isolation", "full", "--", "true"]).refused(125, "fumehood doctor");
     inside(&["--level", "full", "--", "true"]).refused(125, "fumehood doctor");
-    // What is piped in is not eaten by the attempt that came to nothing.
+    // The failed attempt at level full has not consumed standard input.
     let long = "x".repeat(300_000);
     let input = test_home.write("long", &long);
     let input = input.to_str().unwrap();
@@ -178,7 +178,8 @@ fn it_steps_down_where_the_host_gives_no_more() {
 }
 
 trial!(Everyone, a_request_talks_nobody_down);
-/// A launch that fails for what was asked fails: the host gives level full, and that is found out.
+/// A launch that fails because of the request is an error. Fumehood finds that the host offers level full, and does not lower
+/// the level.
 fn a_request_talks_nobody_down() {
     let test_home = TestHome::new();
     std::fs::write(test_home.project.join("tool"), "no program").unwrap();
@@ -191,14 +192,14 @@ fn a_request_talks_nobody_down() {
 }
 
 trial!(Everyone, killed_at_level_landlock_nothing_stays);
-/// The guardian outlives the runner until all is dead, and holds the workspace so long.
+/// The guardian outlives the runner until every process is dead, and keeps the workspace until then.
 fn killed_at_level_landlock_nothing_stays() {
     let test_home = TestHome::new();
     let mark = fresh_id("outlive");
     let script = format!("(setsid sh -c 'echo up; sleep 600' {mark} &); sleep 600");
     let mut live = test_home.start(["--level", "landlock", "--", "sh", "-c", &script, &mark]);
     live.wait_for("up");
-    // The runner has the word too, among its arguments.
+    // The runner counts too, because its arguments contain the mark.
     assert!(processes_with(&mark).len() >= 3);
     live.signal(Signal::KILL);
     live.finish();

@@ -1,5 +1,5 @@
-//! P6 for the processes that stand around the program: the launcher is forked from the runner, so what the runner was
-//! started with is looked for in the memory of every process of the run.
+//! P6 for the launcher and init. The launcher is forked from the runner, so the trials search the memory of every process of
+//! the run for the runner's arguments and environment.
 
 use std::io::{Read, Seek, SeekFrom};
 
@@ -22,7 +22,7 @@ fn nor_at_level_landlock() {
 
 fn beginnings(level: &[&str]) {
     let test_home = TestHome::new();
-    // An allocator reuses what is short at once, and what is longer later: so of all lengths.
+    // An allocator reuses short blocks soon and longer blocks later, so use arguments of many lengths.
     let marker = fresh_id("X").replace('-', "_");
     let arguments: Vec<String> = [20, 60, 104, 136, 300, 2000]
         .map(|length| format!("{marker}_{}", "a".repeat(length)))
@@ -41,7 +41,7 @@ fn beginnings(level: &[&str]) {
 }
 
 trial!(Root, nor_what_the_loader_was_set);
-/// The loader keeps copies of what it is set.
+/// The dynamic loader keeps copies of the variables that configure it.
 fn nor_what_the_loader_was_set() {
     let test_home = TestHome::new();
     let secret = fresh_id("loader");
@@ -78,7 +78,7 @@ fn examine(command: std::process::Command, secrets: [&String; 2]) {
 }
 
 trial!(Everyone, the_callers_umask_is_not_the_programs);
-/// Files that only their owner may read are of no use to a program that has another uid.
+/// With the caller's umask, files could be readable by their owner only, and the program has another uid.
 fn the_callers_umask_is_not_the_programs() {
     let test_home = TestHome::new();
     let mut command = test_home.with_environment(std::process::Command::new("/bin/sh"));
@@ -88,8 +88,8 @@ fn the_callers_umask_is_not_the_programs() {
     assert_eq!(shown, "755\n755\n644\n755\n");
 }
 
-/// Whether any memory that the process may read holds these bytes; nothing of one that has ended: a launcher that was
-/// not needed may just be doing so.
+/// Whether any readable memory of the process contains these bytes. Returns `None` if the process has ended: an unneeded
+/// launcher may be ending.
 fn has_in_memory(pid: u32, what: &str) -> Option<bool> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     let mut memory = match std::fs::File::open(format!("/proc/{pid}/mem")) {
@@ -116,7 +116,7 @@ fn has_in_memory(pid: u32, what: &str) -> Option<bool> {
 }
 
 trial!(Everyone, a_launcher_that_is_not_needed_is_gone);
-/// A command that turns out to run nothing leaves no process, and a level that needs another launcher gets one.
+/// A command that runs no program leaves no launcher, and a level that needs another launcher starts one.
 fn a_launcher_that_is_not_needed_is_gone() {
     let test_home = TestHome::new();
     test_home
@@ -141,8 +141,8 @@ trial!(
     Everyone,
     inits_threads_are_out_of_reach_whatever_their_numbers
 );
-/// Init has the program's uid. That its threads are not changed by the program is seccomp's work, which must know their
-/// numbers: a user namespace for the owner of a view is made by a process that takes the number that the watch has otherwise.
+/// Init has the program's uid, so seccomp protects init's threads from the program by their thread ids. The ids vary: the
+/// process that makes a user namespace for the owner of a view takes the id that the watch thread has otherwise.
 fn inits_threads_are_out_of_reach_whatever_their_numbers() {
     const TRY: &str = "
 import os, resource
@@ -197,7 +197,8 @@ fn not_executable(at: &std::path::Path) {
 }
 
 trial!(Everyone, init_is_seen_dead_before_its_uid_is_given_back);
-/// Regression: of a run whose program could not be executed, init had told that nobody was left, and nobody waited for it.
+/// Regression: if the program could not be executed, init reported that no process was left, and the runner did not wait for
+/// init itself.
 fn init_is_seen_dead_before_its_uid_is_given_back() {
     let test_home = TestHome::new();
     not_executable(&test_home.project.join("bad"));
@@ -220,7 +221,7 @@ fn init_is_seen_dead_before_its_uid_is_given_back() {
 }
 
 trial!(Everyone, a_failure_is_told_whatever_it_is_about);
-/// Regression: what is told of a failure must fit into a message, whatever the bytes of a path become in it.
+/// Regression: the text of a failure must fit into a message, however long a path becomes when its bytes are escaped.
 fn a_failure_is_told_whatever_it_is_about() {
     let test_home = TestHome::new();
     let name = "\u{1}".repeat(250);

@@ -1,5 +1,5 @@
-//! Somebody else on the host, or in the project, who has read the source: what they plant does not widen what a run is
-//! shown, does not hold the runner up, and does not lose a result.
+//! Files that another user of the host or of the project plants to attack a run. They do not widen what a run can read, do
+//! not block the runner, and do not lose a result.
 
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, lchown, symlink};
@@ -29,7 +29,7 @@ trial!(Everyone, a_kept_workspace_is_closed_whatever_was_done_to_it);
 fn a_kept_workspace_is_closed_whatever_was_done_to_it() {
     let test_home = TestHome::new();
     for (id, mode) in [("open", "777"), ("sticky", "1777"), ("closed", "0")] {
-        // Not looked at inside: init closes it again at a time of its own.
+        // The program does not check the mode: init resets it at some later time.
         test_home
             .run(["--keep", "always", "--id", id, "--", "chmod", mode, "."])
             .good();
@@ -42,7 +42,7 @@ fn a_kept_workspace_is_closed_whatever_was_done_to_it() {
 }
 
 trial!(Root, a_planted_file_does_not_lose_the_result);
-/// What belongs to neither the run nor the caller cannot be taken over; the rest of the result is none the worse.
+/// A file that belongs to neither the run nor the caller is not collected. The rest of the result is complete.
 fn a_planted_file_does_not_lose_the_result() {
     let test_home = TestHome::new();
     let id = fresh_id("planted");
@@ -68,7 +68,7 @@ fn a_planted_file_does_not_lose_the_result() {
     assert_eq!(std::fs::read(workspace.join("mine")).unwrap(), b"result\n");
     assert_eq!(workspace.metadata().unwrap().uid(), 0);
     assert_eq!(workspace.metadata().unwrap().mode() & 0o7777, 0o700);
-    // Nor did it change hands: it may be a hard link to somebody's file elsewhere.
+    // Its owner is unchanged: it may be a hard link to another user's file.
     assert_eq!(workspace.join("file").metadata().unwrap().uid(), 54321);
     assert!(state_on_record(&test_home, &id)["kept"]["until"].is_u64());
     test_home.gc(&["--kept", &id]).good();
@@ -86,7 +86,7 @@ trial!(Everyone, a_fifo_without_a_writer_is_no_trap);
 fn a_fifo_without_a_writer_is_no_trap() {
     let test_home = TestHome::new();
     let path = fifo(&test_home, "fifo");
-    // The runner reaches the program's start, and stays in charge of its end.
+    // The runner starts the program, and can still end it.
     let mut live = test_home.start([
         "--stdin",
         text(&path),
@@ -108,14 +108,14 @@ fn a_fifo_without_a_writer_is_no_trap() {
 }
 
 trial!(Everyone, a_fifo_is_read_when_its_writer_comes);
-/// Who comes late and goes is heard to the end.
+/// A writer that opens the FIFO late is read to its end.
 fn a_fifo_is_read_when_its_writer_comes() {
     let test_home = TestHome::new();
     let path = fifo(&test_home, "fifo");
     let script = "echo up; cat; echo end";
     let mut live = test_home.start(["--stdin", text(&path), "--", "sh", "-c", script]);
     live.wait_for("up");
-    // The runner has the other end open by now, so this does not wait.
+    // The runner has the other end open by now, so this open does not block.
     let mut writer = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     writer.write_all(b"late\n").unwrap();
     drop(writer);
@@ -127,7 +127,7 @@ trial!(Everyone, a_fifo_is_waited_for_and_can_be_cancelled);
 fn a_fifo_is_waited_for_and_can_be_cancelled() {
     let test_home = TestHome::new();
     let path = fifo(&test_home, "fifo");
-    // Both ends, so that opening it does not wait and the program's end is not ended.
+    // Open both ends, so that the open does not block and the program's input does not end.
     let open = || {
         let mut options = std::fs::OpenOptions::new();
         options.read(true).write(true).open(&path).unwrap()
@@ -137,13 +137,13 @@ fn a_fifo_is_waited_for_and_can_be_cancelled() {
     let mut writer = open();
     let mut live = test_home.start(args);
     live.wait_for("up");
-    // Nothing is there yet: the program waits for it, as on a terminal, and is not told of an error.
+    // While the FIFO is empty, the program's read blocks, as on a terminal, and does not fail.
     writer.write_all(b"hello\n").unwrap();
     live.wait_for("got hello");
     live.signal(Signal::TERM);
     let ended = live.finish();
     assert_eq!(ended.code(), 123, "{}", ended.err());
-    // While nothing was written at all.
+    // The same while nothing is ever written.
     let mut live = test_home.start(args);
     live.wait_for("up");
     live.signal(Signal::TERM);
@@ -207,7 +207,7 @@ fn a_data_link_to_what_is_private_is_refused() {
         ended.refused(125, "    --data ");
         test_home.assert_nothing_left();
     }
-    // By its name it is meant, whether through the link or not.
+    // A directory that the caller names is shown, whether the name is the link or its target.
     let data = link_data(&test_home, ssh);
     for given in [ssh, data.as_path()] {
         let ended = test_home.sh(&["--data", text(given)], "cat data/id");
@@ -222,7 +222,7 @@ fn a_data_link_to_what_is_private_is_refused() {
 }
 
 trial!(Everyone, a_data_link_is_judged_by_where_homes_really_are);
-/// Where `$HOME` itself goes through a link, as /home does on many hosts, what is hidden in it is no less private.
+/// If the path `$HOME` contains a link, as /home is on many hosts, the hidden directories in it are just as private.
 fn a_data_link_is_judged_by_where_homes_really_are() {
     let test_home = TestHome::new();
     test_home.write("person/.ssh/id", "secret\n");
@@ -270,7 +270,7 @@ fn read_does_not_cover_the_makings_of_the_view() {
     assert_eq!(ended.good(), "shown\n", "the control");
 }
 
-/// Refused in every way in which a run is given something to read.
+/// Asserts that a file is refused by every option that gives a run something to read.
 #[track_caller]
 fn assert_kept_out(test_home: &TestHome, dir: &Path, file: &Path) {
     for (option, path) in [
@@ -298,7 +298,7 @@ fn another_analysis_is_not_shown_or_copied() {
     ] {
         let file = test_home.write(&format!("{dir}/f"), "theirs\n");
         assert_kept_out(&test_home, &test_home.path(dir), &file);
-        // A link is not another name for it.
+        // A link to the directory is refused too.
         let link = test_home.path("link");
         symlink(test_home.path(dir), &link).unwrap();
         assert_kept_out(&test_home, &link, &link.join("f"));

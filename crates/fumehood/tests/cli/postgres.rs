@@ -1,5 +1,5 @@
-//! The same record in PostgreSQL: a real server of the trial's own, the documented grants, several machines, and a password
-//! that nobody sees.
+//! The record in PostgreSQL: a real server for the trials, the documented grants, several machines, and a password that appears
+//! in no output.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -30,7 +30,7 @@ fn shared_server() -> &'static PrivatePostgres {
     })
 }
 
-/// A lab whose commands all use a database of their own on the server.
+/// A test home whose commands use a separate database on the server.
 pub struct PostgresHome {
     pub test_home: TestHome,
     server: &'static PrivatePostgres,
@@ -39,7 +39,7 @@ pub struct PostgresHome {
 }
 
 impl PostgresHome {
-    /// With its schema, as the superuser.
+    /// A home whose database has its schema. Commands connect as the superuser.
     pub fn new() -> PostgresHome {
         let postgres_home = PostgresHome::bare("postgres");
         postgres_home.ask(&["db", "migrate"]).good();
@@ -117,7 +117,7 @@ fn a_run_is_recorded_there() {
         "symlink|1"
     );
     assert_eq!(postgres_home.sql("SELECT provenance ->> 'version', isolation ->> 'seccomp' IS NOT NULL FROM fumehood.analyses_v1"), "1|t");
-    // Read again by every command.
+    // Every command reads the setting again.
     assert_eq!(
         postgres_home
             .ask(&["outputs", "@last", "result.json", "-o", "-"])
@@ -164,7 +164,7 @@ fn a_run_is_recorded_there() {
     }
     assert!(!postgres_home.test_home.home.join("fumehood.db").exists());
     postgres_home.test_home.assert_nothing_left();
-    // Step by step, and results from elsewhere.
+    // The commands for single steps, and `record`.
     postgres_home.ask(&["workspace", "create", "w"]).good();
     postgres_home
         .ask(&["run", "--in", "w", "--", "sh", "-c", "echo w > f"])
@@ -254,7 +254,7 @@ os.write(1, b'\x00\xff\x1b out')
 trial!(Everyone, a_schema_is_made_by_its_owner_alone);
 fn a_schema_is_made_by_its_owner_alone() {
     let postgres_home = PostgresHome::bare("postgres");
-    // Never by itself.
+    // A run never creates the schema by itself.
     let ended = postgres_home.sh(&[], "echo ran");
     ended.refused(125, "db migrate");
     assert_eq!(ended.out(), "");
@@ -263,7 +263,7 @@ fn a_schema_is_made_by_its_owner_alone() {
         postgres_home.sql("SELECT COUNT(*) FROM pg_namespace WHERE nspname = 'fumehood'"),
         "0"
     );
-    // By a role that may not create it: said, and nothing done.
+    // A role that may not create the schema gets an error, and nothing is changed.
     let stranger = postgres_home
         .server
         .address(&postgres_home.database, "fumehood_runner");
@@ -281,7 +281,7 @@ fn a_schema_is_made_by_its_owner_alone() {
     postgres_home.sh(&[], "true").good();
 }
 
-/// The SQL blocks of the documentation that begin so.
+/// The SQL blocks of the documentation that contain the grants.
 fn documented_grants() -> Vec<&'static str> {
     let text = include_str!("../../../../docs/database.md");
     let blocks: Vec<&str> = text
@@ -331,7 +331,7 @@ fn the_documented_grants_are_enough() {
     as_runner(&["run", "--in", "w", "--", "true"]).good();
     as_runner(&["post-process", "w"]).good();
     as_runner(&["workspace", "remove", "w"]).good();
-    // Removing needs more, and says so.
+    // `rm` needs more rights, and its error says so.
     let refused = as_runner(&["rm", "g"]);
     refused.refused(125, "grants");
     assert_eq!(as_runner(&["gc", "--older-than", "1ms"]).code(), 125);
@@ -358,7 +358,7 @@ fn the_documented_grants_are_enough() {
 }
 
 trial!(Everyone, another_machine_reads_what_is_small);
-/// A second home is a second machine as far as files go.
+/// A second home stands for a second machine: the two share no files.
 fn another_machine_reads_what_is_small() {
     let postgres_home = PostgresHome::new();
     let script = "echo small > small; head -c 3M /dev/urandom > large; for i in 1 2 3 4; do echo line $i; done";
@@ -401,7 +401,7 @@ fn another_machine_reads_what_is_small() {
         "--force",
     ])
     .good();
-    // The id is one for all machines.
+    // An id is unique over all machines.
     assert_eq!(ask(&["run", "--id", "m", "--", "true"]).code(), 125);
     ask(&[
         "run",
@@ -420,7 +420,7 @@ fn another_machine_reads_what_is_small() {
             .good(),
         "there\n"
     );
-    // Neither sweeps what is the other's.
+    // The `gc` of one machine removes nothing of the other.
     ask(&["gc"]).good();
     postgres_home.ask(&["gc"]).good();
     assert_eq!(
@@ -451,7 +451,7 @@ fn a_password_is_never_shown() {
             assert!(!text.contains("marker-pass"), "{what}: {text}");
         }
     };
-    // It works, and stands nowhere afterwards.
+    // The password works, and no file or output contains it afterwards.
     let run = [
         "run",
         "--id",
@@ -511,7 +511,7 @@ fn a_password_is_never_shown() {
         ended.refused(125, "password");
         hidden("--db", &ended);
     }
-    // In a file that is private, or the password file.
+    // The password may be in a private file or in PostgreSQL's password file.
     let file = postgres_home
         .test_home
         .write("person/url", format!("{with}\n"));
@@ -556,7 +556,7 @@ fn a_password_is_never_shown() {
 }
 
 trial!(Everyone, an_end_while_it_is_away_is_committed_later);
-/// The server's socket goes away while the program runs, and comes back.
+/// The server's socket is removed while the program runs, and restored later.
 fn an_end_while_it_is_away_is_committed_later() {
     let postgres_home = PostgresHome::new();
     let front = postgres_home.test_home.path("front");
@@ -592,7 +592,7 @@ fn an_end_while_it_is_away_is_committed_later() {
     let mut live = RunningCommand::start(command);
     let mut hold = std::fs::OpenOptions::new().write(true).open(&gate).unwrap();
     live.wait_for("up");
-    // The connection is held for a moment, in case the program ends soon.
+    // The runner keeps its connection for a moment, in case the program ends soon.
     eventually("the connection is let go", || {
         let others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
         postgres_home.sql(others) == "0"
@@ -612,7 +612,7 @@ fn an_end_while_it_is_away_is_committed_later() {
         names_in(&postgres_home.test_home.home.join("pending")),
         ["a"]
     );
-    // While it is away a repeat says so, and loses nothing.
+    // While the server is unreachable, `post-process` reports it and loses nothing.
     assert_eq!(
         postgres_home.with_url(&url, &["post-process", "a"]).code(),
         125
@@ -644,9 +644,10 @@ fn an_end_while_it_is_away_is_committed_later() {
     );
 }
 
-/// Between a client and the server. Of the first connections the one is cut in which an attempt is begun: the server hears of it, and its
-/// answer is lost. So many are cut.
-fn forgetful(listener: &UnixListener, server: &Path, mut cut: u32) {
+/// A proxy between a client and the server. When the client sends the statement that begins an attempt, the proxy closes the
+/// client's connection and still forwards the statement, so that the answer is lost. It does so for the first `cut` of these
+/// statements.
+fn proxy_that_drops_answers(listener: &UnixListener, server: &Path, mut cut: u32) {
     while let Ok((client, _)) = listener.accept() {
         let Ok(behind) = UnixStream::connect(server) else {
             return;
@@ -654,15 +655,16 @@ fn forgetful(listener: &UnixListener, server: &Path, mut cut: u32) {
         let (mut answers, mut to_client) =
             (behind.try_clone().unwrap(), client.try_clone().unwrap());
         let passing = std::thread::spawn(move || {
-            let _until_cut = std::io::copy(&mut answers, &mut to_client);
-            let _told = to_client.shutdown(Shutdown::Both);
+            // The copy fails when the connection is cut.
+            let _ = std::io::copy(&mut answers, &mut to_client);
+            let _ = to_client.shutdown(Shutdown::Both);
         });
         let (mut client, mut behind) = (client, behind);
         let (mut buffer, mut beginning) = (vec![0; 1 << 16], false);
         while let Ok(count @ 1..) = client.read(&mut buffer) {
             let said = &buffer[..count];
             beginning |= said.windows(20).any(|w| w == b"INSERT INTO analyses");
-            // Bind, and execute.
+            // `B` is the protocol's Bind message; Execute follows it.
             if cut > 0 && beginning && said[0] == b'B' {
                 cut -= 1;
                 client.shutdown(Shutdown::Both).unwrap();
@@ -671,7 +673,7 @@ fn forgetful(listener: &UnixListener, server: &Path, mut cut: u32) {
                 break;
             }
         }
-        let _heard_all = behind.shutdown(Shutdown::Write);
+        let _ = behind.shutdown(Shutdown::Write);
         passing.join().unwrap();
     }
 }
@@ -686,8 +688,8 @@ fn a_beginning_whose_answer_is_lost_is_asked_for_again() {
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(dir.path().join(".s.PGSQL.5432")).unwrap();
         let server = postgres_home.server.socket();
-        // It ends with the trials.
-        let _proxy = std::thread::spawn(move || forgetful(&listener, &server, cut));
+        // The thread ends with the process.
+        let _proxy = std::thread::spawn(move || proxy_that_drops_answers(&listener, &server, cut));
         let url = format!(
             "postgres:///{}?host={}&user=postgres",
             postgres_home.database,

@@ -1,4 +1,4 @@
-//! The commands around the queue: what they tell, what they exit with, and whom they end.
+//! The commands of the queue: their output, their exit codes, and which processes they signal.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use testkit::{fresh_id, is_root, trial};
 
 use crate::postgres::PostgresHome;
 
-/// A lab and its database, as the commands see it and as the library does.
+/// A test home and its database, for commands and for direct calls of the store.
 struct HomeWithStore {
     test_home: TestHome,
     url: Option<String>,
@@ -90,7 +90,7 @@ impl HomeWithStore {
         );
     }
 
-    /// Takes the next one, as a worker on some machine would.
+    /// Claims the next attempt, as a worker on the machine `host` would.
     fn claim(&mut self, host: &str) -> GrantedClaim {
         let all = Capacity {
             memory_bytes: 64 << 30,
@@ -182,7 +182,7 @@ fn shown_and_cancelled(mut home: HomeWithStore) {
     home.ask(&["gc"]).good();
     assert_eq!(home.status("first"), "queued", "gc leaves it where it is");
 
-    // The beginning of an id is enough, and one that is named twice is meant once.
+    // A prefix of an id is enough. An analysis that is named twice is cancelled once.
     let cancelled = home.json(&["cancel", "fir", "first", "--json"]);
     assert_eq!(cancelled["schema"], "fumehood.cancel/1");
     assert_eq!(cancelled["analyses"].as_array().unwrap().len(), 1);
@@ -240,17 +240,17 @@ fn what_a_worker_has_is_shown_and_marked_to_be_cancelled() {
         .refused(125, "is running on another-machine");
 }
 
-/// Says `ready` on stdout, and on SIGTERM writes an output and ends; but only then.
-const PATIENT: &str =
+/// Prints `ready`, and runs until SIGTERM. Then it writes an output and exits.
+const ENDS_ON_SIGTERM: &str =
     "trap 'echo bye > out; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
-/// Takes no notice of SIGTERM.
-const STUBBORN: &str = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.05; done";
+/// Does not end on SIGTERM.
+const IGNORES_SIGTERM: &str = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.05; done";
 
 trial!(Everyone, a_foreground_run_is_cancelled_with_its_grace);
 fn a_foreground_run_is_cancelled_with_its_grace() {
     let test_home = TestHome::new();
     let id = fresh_id("patient");
-    let mut run = test_home.start(["--id", &id, "--", "sh", "-c", PATIENT]);
+    let mut run = test_home.start(["--id", &id, "--", "sh", "-c", ENDS_ON_SIGTERM]);
     run.wait_for("ready");
     let told = test_home.ask(["cancel", &id, "--wait"]);
     told.good();
@@ -269,11 +269,20 @@ fn a_foreground_run_is_cancelled_with_its_grace() {
     assert!(events.contains(&"cancelled"), "{events:?}");
 
     let id = fresh_id("stubborn");
-    let mut run = test_home.start(["--id", &id, "--grace", "1h", "--", "sh", "-c", STUBBORN]);
+    let mut run = test_home.start([
+        "--id",
+        &id,
+        "--grace",
+        "1h",
+        "--",
+        "sh",
+        "-c",
+        IGNORES_SIGTERM,
+    ]);
     run.wait_for("ready");
     test_home.ask(["cancel", &id]).good();
     run.wait_for("heard");
-    // A second wish is no impatience, a third neither: it would be dead.
+    // A repeated `cancel` does not skip the grace period.
     test_home.ask(["cancel", &id]).good();
     test_home.ask(["cancel", &id]).good();
     let list = test_home.ask_json(["list", "--json", "--status", "running"]);
@@ -287,7 +296,16 @@ trial!(Everyone, a_run_without_a_record_is_cancelled);
 fn a_run_without_a_record_is_cancelled() {
     let test_home = TestHome::new();
     let id = fresh_id("unrecorded");
-    let mut run = test_home.start(["--db", "none", "--id", &id, "--", "sh", "-c", PATIENT]);
+    let mut run = test_home.start([
+        "--db",
+        "none",
+        "--id",
+        &id,
+        "--",
+        "sh",
+        "-c",
+        ENDS_ON_SIGTERM,
+    ]);
     run.wait_for("ready");
     test_home.ask(["cancel", &id]).good();
     assert_eq!(run.finish().code(), 123);
@@ -322,20 +340,20 @@ impl Drop for UnrelatedProcess {
 }
 
 trial!(Everyone, only_the_runner_itself_is_signalled);
-/// A runner's record outlives it, and its pid becomes another's; whoever cancels must not end that one. Neither while
-/// nobody holds the directory nor while somebody else, who cleans it up, does.
+/// A runner's record outlives the runner, and the kernel may give its pid to another process. `cancel` must not signal that
+/// process, neither while the run directory is unlocked nor while a process that cleans it up has locked it.
 fn only_the_runner_itself_is_signalled() {
     let test_home = TestHome::new();
     let id = fresh_id("forged");
-    let mut run = test_home.start(["--id", &id, "--", "sh", "-c", PATIENT]);
+    let mut run = test_home.start(["--id", &id, "--", "sh", "-c", ENDS_ON_SIGTERM]);
     run.wait_for("ready");
     let of = |id: &str| test_home.home.join("runs").join(id).join("1");
     let text = std::fs::read_to_string(of(&id).join("run.json")).unwrap();
-    let mut bystander = UnrelatedProcess::new();
+    let mut unrelated = UnrelatedProcess::new();
     let mut record: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(record["runner_pid"], run.pid());
 
-    // The same in another analysis's name: a row that runs here, and a record that names the bystander.
+    // Another analysis: its row says that it runs on this machine, and its run record has the pid of the unrelated process.
     let other = fresh_id("other");
     let location = Location::Sqlite(test_home.home.join("fumehood.db"));
     let mut store = Store::open(&location).unwrap();
@@ -351,7 +369,7 @@ fn only_the_runner_itself_is_signalled() {
     });
     assert_eq!(begun.unwrap(), 1);
     record["id"] = other.as_str().into();
-    record["runner_pid"] = bystander.0.id().into();
+    record["runner_pid"] = unrelated.0.id().into();
     let dir: PathBuf = of(&other);
     let mut make = std::fs::DirBuilder::new();
     make.recursive(true).mode(0o700).create(&dir).unwrap();
@@ -364,17 +382,17 @@ fn only_the_runner_itself_is_signalled() {
         "{}",
         told.err()
     );
-    // Locked, as if a reaper were at it.
+    // Lock the directory, as a process that cleans it up does.
     let held = std::fs::File::open(&dir).unwrap();
     held.lock().unwrap();
     let told = test_home.ask(["cancel", &other, "--now"]);
     told.good();
     let words = "cannot be shown to be the one it was";
     assert!(told.err().contains(words), "{}", told.err());
-    assert!(bystander.0.try_wait().unwrap().is_none(), "it was ended");
+    assert!(unrelated.0.try_wait().unwrap().is_none(), "it was ended");
     assert!(!dir.join("cancel").exists());
 
-    // The control: the real one hears of it.
+    // Control: the real runner gets the signal.
     test_home.ask(["cancel", &id]).good();
     assert_eq!(run.finish().code(), 123);
     std::fs::remove_dir_all(dir.parent().unwrap()).unwrap();
@@ -428,7 +446,7 @@ fn wait_exits_as_run_would_have() {
     assert_eq!(document["analyses"][1]["status"], "succeeded");
 }
 
-/// Ends with 5 as soon as a file is in its workspace that the trial puts there.
+/// Starts a program that exits with 5 as soon as the trial has put a file into its workspace.
 fn gated(test_home: &TestHome, id: &str) -> (RunningCommand, PathBuf) {
     let script = "echo ready; until [ -e gate ]; do sleep 0.05; done; exit 5";
     let mut run = test_home.start(["--id", id, "--", "sh", "-c", script]);
@@ -455,7 +473,7 @@ fn wait_hears_of_the_end_and_of_a_removal() {
     assert_eq!(wait.finish().code(), 5);
     assert_eq!(run.finish().code(), 5);
 
-    // One that somebody removes will never end.
+    // `wait` must not wait for an analysis that is removed, because it never ends.
     let mut home = HomeWithStore::sqlite();
     home.submit("gone", "ada", 0, 0);
     home.submit("stays", "ada", 0, 0);
@@ -503,7 +521,7 @@ fn one_that_is_tried_again_has_not_ended() {
     assert_eq!(home.ask(&["wait", "again"]).code(), 123);
 }
 
-/// A worker of the trial's own, drained at its end.
+/// A worker that the trial drains at its end.
 struct RunningWorker(Child);
 
 impl RunningWorker {
@@ -533,7 +551,7 @@ trial!(
 fn what_a_worker_runs_is_followed_waited_for_and_cancelled() {
     let home = HomeWithStore::sqlite();
     let submit = |id: &str, script: &str| {
-        // A plain user's memory is watched at best.
+        // Without a cgroup, Fumehood only watches a plain user's memory.
         let options = ["submit", "--memory", "64M", "--allow-degraded", "memory"];
         let more = ["--grace", "1h", "--id", id, "--", "sh", "-c", script];
         let args: Vec<&str> = options.into_iter().chain(more).collect();
@@ -543,7 +561,7 @@ fn what_a_worker_runs_is_followed_waited_for_and_cancelled() {
         "talks",
         "echo one; until [ -e gate ]; do sleep 0.05; done; echo two; exit 5",
     );
-    // Both begin before there is a worker.
+    // Both commands start before a worker does.
     let mut follow = RunningCommand::start(home.command(&["logs", "-f", "talks"]));
     let wait = RunningCommand::start(home.command(&["wait", "talks"]));
     let working = RunningWorker::over(&home);
@@ -563,8 +581,9 @@ fn what_a_worker_runs_is_followed_waited_for_and_cancelled() {
         (5, "talks failed (exit 5)\n".into())
     );
 
-    // Worker, runner and command all tell of the same wish, and it still has its grace.
-    submit("patient", PATIENT);
+    // The worker, the runner and the command all pass on the same cancellation. It counts once, so the program keeps its grace
+    // period.
+    submit("patient", ENDS_ON_SIGTERM);
     let mut follow = RunningCommand::start(home.command(&["logs", "-f", "patient"]));
     follow.wait_for("ready");
     home.ask(&["cancel", "patient", "--wait"]).good();
@@ -609,7 +628,7 @@ fn retry_says_what_to_do_instead() {
     refused.refused(125, "cancel it first");
     assert!(!refused.err().contains("database"), "{}", refused.err());
     home.ask(&["cancel", "sent"]).good();
-    // One that cannot be is told of, and the others are queued.
+    // `retry` reports the analysis that cannot be retried, and queues the others.
     let both = home.ask(&["retry", "typed", "sent", "--json"]);
     assert_eq!(both.code(), 125);
     let document = both.document();
@@ -666,8 +685,8 @@ fn top_prints_once_where_nobody_looks() {
         .refused(125, "--interval must be at least");
 }
 
-/// Runs `fumehood top` on a terminal of its own, does something to it once the first frame is there, and tells how it
-/// ended, whether the terminal is as it was, and what was drawn.
+/// Runs `fumehood top` on a pseudo-terminal, acts on it after the first frame, and reports how it ended, whether the terminal
+/// settings are restored, and what it drew.
 const ON_A_TERMINAL: &str = r#"
 import json, os, pty, select, signal, sys, termios, fcntl, struct
 how = sys.argv[1]

@@ -9,7 +9,7 @@ use testkit::{fresh_id, trial};
 
 const LEAVES: &str = "echo small > a; head -c 3000000 /dev/zero > big";
 
-/// `fumehood ARGS`, stopped or failing at a step.
+/// Runs `fumehood ARGS` with a fault at a crash point.
 fn with_fault(test_home: &TestHome, fault: &str, args: &[&str]) -> FinishedCommand {
     let mut command = test_home.fumehood();
     command.args(args).env("FUMEHOOD_FAULT", fault);
@@ -37,7 +37,7 @@ fn what_awaits_its_commit_is_finished_into_its_own_artifact_store() {
     let at = ["--id", "p", "--artifacts", other.to_str().unwrap()];
     let ended = run_with_fault(&test_home, "transaction_open=eio", &at, LEAVES);
     assert_eq!(ended.code(), 121, "{}", ended.err());
-    // Somebody finishes it who has another store.
+    // A command with another artifact store finishes the attempt.
     test_home.gc(&[]).good();
     let row = "SELECT outputs_count, complete FROM analyses_v1";
     assert_eq!(test_home.sql(row), [[json!(2), json!(1)]]);
@@ -95,7 +95,7 @@ fn a_workspace_that_is_gone_is_not_called_complete() {
     test_home
         .run(["--in", "w", "--", "sh", "-c", LEAVES])
         .good();
-    // As when /tmp is emptied at boot.
+    // The workspace is gone, as when /tmp is emptied at boot.
     std::fs::remove_dir_all(test_home.workspace("w")).unwrap();
     test_home.ask(["post-process", "w"]).good();
     let row = "SELECT complete, outputs_count FROM analyses_v1";
@@ -110,7 +110,7 @@ trial!(
 fn an_older_copy_of_the_database_gets_the_attempt_anew() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "before"], "true").good();
-    // Whoever closes the database puts what is in its log into the file.
+    // The process that closes the database last copies the log into the database file.
     test_home.gc(&[]).good();
     let database = test_home.home.join("fumehood.db");
     let copy = test_home.path("copy.db");
@@ -173,7 +173,7 @@ trial!(Everyone, a_database_that_was_exchanged_is_not_committed_to);
 fn a_database_that_was_exchanged_is_not_committed_to() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "before"], "true").good();
-    // Whoever closes the database puts what is in its log into the file.
+    // The process that closes the database last copies the log into the database file.
     test_home.gc(&[]).good();
     let script = "echo ready; read go; echo x > f";
     let mut command =

@@ -1,5 +1,5 @@
-//! P5 and P12 through the binary: a runner killed at any moment takes its analysis along, and the next run leaves
-//! nothing of either.
+//! P5 and P12 through the binary: if a runner is killed at any moment, its analysis dies too, and the next run removes what
+//! both left.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -30,7 +30,7 @@ impl RandomNumbers {
     }
 }
 
-/// Nothing anywhere: neither files, cgroups nor processes that bear the id.
+/// Asserts that no file, cgroup or process with this id exists.
 #[track_caller]
 fn assert_no_trace(test_home: &TestHome, id: &str) {
     test_home.assert_nothing_left();
@@ -79,7 +79,7 @@ fn killed_while_it_cleans_up_nothing_stays() {
         live.wait_for("last");
         // Not to wait for anything: to strike at different moments.
         std::thread::sleep(Duration::from_micros(random.below(15_000)));
-        // It may have ended already: then there is nothing to kill, and nothing left either.
+        // The runner may have ended already. Then nothing is left either.
         live.signal(Signal::KILL);
         live.child.wait().unwrap();
         test_home.sh(&["--id", &id, "--replace"], "true").good();
@@ -87,8 +87,8 @@ fn killed_while_it_cleans_up_nothing_stays() {
     }
 }
 
-/// After a runner was killed while it kept its workspace: the next run finishes what it had begun, and what is kept is
-/// whole and can be removed.
+/// Asserts, after a runner was killed while it kept its workspace, that the next run finishes the keeping, and that the kept
+/// workspace is complete and can be removed.
 #[track_caller]
 fn assert_keep_finished(test_home: &TestHome, id: &str) {
     test_home.sh(&["--id", "next", "--replace"], "true").good();
@@ -126,21 +126,21 @@ fn killed_while_it_keeps_no_cgroup_stays() {
     if !Path::new("/usr/bin/strace").exists() {
         return;
     }
-    // Just before a call that keeping makes: groups are removed, the record is replaced, the tree changes hands.
-    let strikes = strikes_of_keeping(&test_home, &args(&format!("{stem}-dry")));
-    let (mut killed, all) = (0, strikes.len());
-    for (call, nth) in strikes {
+    // Kill just before each system call of the keeping: it removes cgroups, replaces the record and changes the tree's owner.
+    let kill_points = kill_points_of_keeping(&test_home, &args(&format!("{stem}-dry")));
+    let (mut killed, all) = (0, kill_points.len());
+    for (call, nth) in kill_points {
         let id = format!("{stem}-{call}-{nth}");
         let inject = format!("inject={call}:signal=SIGKILL:when={nth}");
         let ended = finish(traced(&test_home, &["-e", &inject], &args(&id)));
         killed += usize::from(ended.status.signal() == Some(Signal::KILL.as_raw()));
         assert_keep_finished(&test_home, &id);
     }
-    // How often a busy group must be tried may differ, and with it a call's number.
+    // The removal of a busy cgroup is repeated a varying number of times, so the number of a call can differ.
     assert!(killed * 2 > all, "only {killed} of {all} were killed");
 }
 
-/// `fumehood run ARGS` below strace, which looks at the runner alone and dies as it does.
+/// `fumehood run ARGS` under strace, which traces only the runner and ends as the runner does.
 fn traced(test_home: &TestHome, options: &[&str], args: &[String]) -> Command {
     let mut command = test_home.with_environment(Command::new("/usr/bin/strace"));
     command.args(["-qq", "-e", "signal=none"]).args(options);
@@ -150,7 +150,7 @@ fn traced(test_home: &TestHome, options: &[&str], args: &[String]) -> Command {
 }
 
 /// The calls by which a run keeps its workspace, each by its number among those of its kind.
-fn strikes_of_keeping(test_home: &TestHome, args: &[String]) -> Vec<(String, usize)> {
+fn kill_points_of_keeping(test_home: &TestHome, args: &[String]) -> Vec<(String, usize)> {
     const CALLS: [&str; 5] = ["unlinkat", "renameat", "fchmod", "fchown", "fchownat"];
     let log = test_home.path("strace");
     let trace = format!("trace={}", CALLS.join(","));
@@ -159,7 +159,7 @@ fn strikes_of_keeping(test_home: &TestHome, args: &[String]) -> Vec<(String, usi
     test_home.gc(&["--kept"]).good();
     let log = std::fs::read_to_string(log).unwrap();
     let calls: Vec<&str> = log.lines().filter_map(|l| l.split('(').next()).collect();
-    // The groups are the first thing that a run removes, and where there are none the record is replaced first.
+    // A run removes its cgroups first. Without cgroups it replaces the record first.
     let first = calls.iter().position(|call| *call == "unlinkat").unwrap();
     let saved = calls.iter().rposition(|call| *call == "renameat").unwrap();
     let numbered = calls.iter().enumerate().map(|(at, call)| {
@@ -173,7 +173,7 @@ trial!(Everyone, killed_in_the_middle_its_processes_die);
 fn killed_in_the_middle_its_processes_die() {
     let test_home = TestHome::new();
     let id = fresh_id("middle");
-    // A daemon, a stopped process and an orphan: none holds on.
+    // A daemon, a stopped process and an orphan: none of them survives.
     let script =
         "setsid sleep 600 $0 & sh -c 'kill -STOP $$' $0 & (sleep 600 $0 &) ; echo up; sleep 600";
     let script = script.replace("sleep 600 $0", "sh -c 'while :; do sleep 1; done' $0");
@@ -208,7 +208,7 @@ fn gc_finishes_what_a_dead_runner_left() {
         &id,
     ]);
     live.wait_for("up");
-    // A living one is left alone.
+    // `gc` leaves a live run alone.
     test_home.gc(&[]).good();
     test_home.gc(&["--kept"]).good();
     assert!(test_home.workspace(&id).exists());

@@ -19,7 +19,7 @@ use testkit::{fresh_id, trial};
 /// A terminal with a program on it, seen from the side of the person who types.
 struct Terminal {
     master: File,
-    /// Held open so that the terminal's settings can be looked at.
+    /// Kept open to read the terminal's settings.
     slave: OwnedFd,
     child: Child,
     screen: Receiver<Vec<u8>>,
@@ -92,7 +92,7 @@ impl Terminal {
     fn wait_for(&mut self, text: &str) {
         let give_up = Instant::now() + WAIT_MAX;
         while !self.seen.contains(text) {
-            // Looked at before the screen is, so that the last words of the dead are still read.
+            // Check for the exit first, so that output printed just before it is still read.
             let ended = self.child.try_wait().unwrap();
             match self.screen.recv_timeout(Duration::from_millis(100)) {
                 Ok(bytes) => self.seen.push_str(&String::from_utf8_lossy(&bytes)),
@@ -124,7 +124,7 @@ trial!(Everyone, runs_commands_and_passes_the_code);
 fn runs_commands_and_passes_the_code() {
     let test_home = TestHome::new();
     let mut terminal = Terminal::shell(&test_home, &["--id", "sh"]);
-    // What is typed is echoed, so the answer must differ from the question.
+    // The terminal echoes the input, so the expected output must differ from the input.
     terminal.type_in("echo answer $((6*7)); pwd\n");
     terminal.wait_for("answer 42");
     terminal.wait_for(test_home.workspace("sh").to_str().unwrap());
@@ -140,7 +140,7 @@ trial!(Everyone, ctrl_c_stops_the_command_only);
 fn ctrl_c_stops_the_command_only() {
     let test_home = TestHome::new();
     let mut terminal = Terminal::shell(&test_home, &[]);
-    // Said by the command itself, which by then has the terminal: a key struck earlier would be the shell's.
+    // The command itself prints this, so it is in the foreground by then. An earlier key would go to the shell.
     terminal.type_in("sh -c 'echo up$((1+1)); exec sleep 600'\n");
     terminal.wait_for("up2");
     terminal.type_in("\x03");
@@ -205,12 +205,12 @@ fn cannot_type_into_the_callers_terminal() {
     terminal.type_in("/usr/bin/python3 forge.py\n");
     terminal.wait_for("first refused");
     terminal.wait_for("second refused");
-    // The caller's terminal is not even there: neither by its name nor as a controlling one.
+    // The caller's terminal is not visible, neither by its name nor as the controlling terminal.
     terminal.type_in("ls /dev/pts | tr '\\n' ' '; echo end$((1+1))\n");
     terminal.wait_for("end2");
     terminal.type_in("exit 0\n");
     assert_eq!(terminal.exit_code(), Some(0));
-    // The control: on a terminal of one's own, unconfined, the kernel takes it, if this host still allows it at all.
+    // Control: unconfined, on its own terminal, the kernel accepts TIOCSTI if the host allows it at all.
     let legacy = std::fs::read_to_string("/proc/sys/dev/tty/legacy_tiocsti").unwrap_or_default();
     if legacy.trim() == "1" {
         let mut control = Terminal::start(
@@ -249,7 +249,7 @@ fn gives_the_terminal_back() {
             .local_modes
             .contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
     );
-    // After a start that fails as well.
+    // The same after a start that fails.
     let mut terminal = Terminal::shell(&test_home, &["--input", "missing"]);
     assert_eq!(terminal.exit_code(), Some(125));
     terminal.wait_for("missing");

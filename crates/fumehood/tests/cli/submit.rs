@@ -1,5 +1,5 @@
-//! `fumehood submit`: a request waits as it was submitted, with its files; and a worker shows a submission nothing that its
-//! submitter could not read.
+//! `fumehood submit`: the queue keeps a request and its files as they were submitted, and a worker gives an analysis no file
+//! that its submitter cannot read.
 
 use std::io::Write;
 use std::path::Path;
@@ -86,7 +86,7 @@ fn a_key_submits_once() {
 }
 
 trial!(Everyone, siblings_travel_with_it);
-/// The modules travel with a submission as any other input does.
+/// A submission contains the modules beside the script, as it contains any other input.
 fn siblings_travel_with_it() {
     let test_home = TestHome::new();
     test_home.write("project/pkg/main.py", "import lib.a\n");
@@ -123,7 +123,7 @@ fn inputs_are_those_of_the_submission() {
         &["--id", "x", "--input", "dir:d/e", "a.py", "arg"],
     )
     .good();
-    // What is changed or removed now does not matter any more.
+    // Changes after the submission have no effect.
     test_home.write("project/dir/x", "two");
     std::fs::remove_file(test_home.path("project/a.py")).unwrap();
     let submission = stored(&test_home, "x");
@@ -282,7 +282,7 @@ fn a_batch_is_all_or_nothing() {
             ended.err()
         );
     }
-    // What only the database can refuse stops all of them, too.
+    // A line that only the database refuses also stops the whole batch.
     let known = [
         json!({"id": "nine", "command": ["true"]}),
         json!({"id": "one", "command": ["true"]}),
@@ -312,7 +312,7 @@ fn a_batch_goes_on_if_told_to() {
     let document: Value = serde_json::from_str(&ended.out()).unwrap();
     assert_eq!(document["submitted"][0]["line"], 1);
     assert_eq!(document["refused"][0]["line"], 2);
-    // From standard input, empty lines passed over.
+    // `submit` reads from standard input and skips empty lines.
     let mut command = test_home.fumehood();
     command.args(["submit", "--from", "-"]);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -346,7 +346,7 @@ fn a_batch_has_bounds() {
     let ended = from(&test_home, &[], &bad);
     assert_eq!(ended.err().matches("error: line").count(), 20);
     assert!(ended.err().contains("and 10 more"), "{}", ended.err());
-    // One file for many lines is held, and stored, once.
+    // A file that many lines name is held in memory and stored once.
     let file = std::fs::File::create(test_home.path("project/shared")).unwrap();
     file.set_len(32 << 20).unwrap();
     let many: Vec<Value> = (0..100)
@@ -357,7 +357,7 @@ fn a_batch_has_bounds() {
 }
 
 trial!(Everyone, the_schema_and_the_parser_agree);
-/// Good and bad lines, each judged by the published schema and by `submit`.
+/// The published schema and `submit` accept and refuse the same lines.
 fn the_schema_and_the_parser_agree() {
     let test_home = TestHome::new();
     test_home.write("project/a.py", "");
@@ -483,7 +483,7 @@ impl RunningWorker {
         RunningWorker(Some(RunningCommand::start(command)))
     }
 
-    /// One whose operator accepts the weaker level for strangers.
+    /// A worker whose operator accepts level landlock for other submitters.
     pub fn at_any_level(test_home: &TestHome) -> RunningWorker {
         let mut command = test_home.fumehood();
         command.arg("worker").env("FUMEHOOD_ISOLATION", "landlock");
@@ -500,7 +500,7 @@ impl Drop for RunningWorker {
     }
 }
 
-/// The end of each, by id, as `list --json` tells it.
+/// How each analysis ended, according to `list --json`.
 fn ends(test_home: &TestHome, ids: &[&str]) -> Vec<Value> {
     test_home.ask(["wait", "--timeout", "120s"].iter().chain(ids));
     let listed = test_home.ask_json(["list", "--json"]);
@@ -603,7 +603,7 @@ fn a_root_worker_shows_only_what_everybody_may_read() {
             "{ended}"
         );
     }
-    // The controls: what is open is shown, and what is closed in it is not.
+    // Controls: a readable directory is shown, and an unreadable file in it is not.
     for ended in ends(&test_home, &["full", "landlock", "through"]) {
         assert_eq!(ended["status"], "succeeded", "{ended}");
     }
@@ -619,7 +619,7 @@ fn a_root_worker_shows_only_what_everybody_may_read() {
     }
     let logs = test_home.ask(["logs", "through"]);
     assert!(logs.out().contains("main") && !logs.out().contains("secret"));
-    // The control of the control: root's own run, asked by root itself, is shown it.
+    // Control: a run that root starts itself can read the file.
     let own = test_home.sh(&["--read", &open_text], &format!("cat {open_text}/private"));
     assert_eq!(own.good(), "secret");
     let mine = test_home.sh(
@@ -630,7 +630,7 @@ fn a_root_worker_shows_only_what_everybody_may_read() {
 }
 
 trial!(Everyone, a_submission_written_by_hand_is_refused);
-/// Straight into the database, as somebody would who has a login there and no client.
+/// Writes into the database directly, as a person with a database login could.
 fn a_submission_written_by_hand_is_refused() {
     let test_home = TestHome::new();
     let outside = test_home.path("outside");
@@ -660,7 +660,7 @@ fn a_submission_written_by_hand_is_refused() {
         json!({"version": 2}),
         json!("nonsense"),
     ];
-    let mut store = store(lab_with_home(&test_home));
+    let mut store = store(with_created_home(&test_home));
     let blobs = [(hash, std::sync::Arc::new(b"evil".to_vec()))];
     let mut ids = Vec::new();
     for (n, request) in requests.iter().enumerate() {
@@ -699,8 +699,8 @@ fn a_submission_written_by_hand_is_refused() {
     assert!(!outside.exists());
 }
 
-/// The home is made by the first command that needs it.
-fn lab_with_home(test_home: &TestHome) -> &TestHome {
+/// The first command that needs the home creates it.
+fn with_created_home(test_home: &TestHome) -> &TestHome {
     test_home.ask(["list"]);
     test_home
 }

@@ -1,4 +1,5 @@
-//! What is taken: never more at once than a worker was given, in the right order, and what can never fit ends with the reason.
+//! Admission: a worker never runs more at once than its capacity, takes requests in the right order, and parks a request
+//! that can never fit, with the reason.
 
 use std::collections::BTreeMap;
 
@@ -11,8 +12,8 @@ use crate::execution_monitor::{ExecutionEvent, ObservedEvent, most_at_once};
 use crate::report;
 use crate::workers::{SUCCEEDED, assert_states, waits_and_writes};
 
-/// A plain user has no cgroup of its own; what admission counts is the same.
-const WEAKLY: [&str; 4] = ["--allow-degraded", "memory", "--allow-degraded", "cpus"];
+/// A plain user has no cgroup of its own. Admission counts the same values anyway.
+const ALLOW_DEGRADED: [&str; 4] = ["--allow-degraded", "memory", "--allow-degraded", "cpus"];
 
 trial!(Everyone, sums_are_never_exceeded_on_sqlite);
 fn sums_are_never_exceeded_on_sqlite() {
@@ -31,7 +32,7 @@ fn sums(cluster: &TestCluster) {
     for n in 0..20 {
         let (memory, cpus) = (MEMORY[n % MEMORY.len()], CPUS[n % CPUS.len()]);
         let options = ["--memory", &format!("{memory}M"), "--cpus", cpus];
-        let options: Vec<&str> = options.iter().chain(&WEAKLY).copied().collect();
+        let options: Vec<&str> = options.iter().chain(&ALLOW_DEGRADED).copied().collect();
         let id = cluster.submit(&n.to_string(), &options, "sleep 0.2\n");
         let milli = (cpus.parse::<f64>().unwrap() * 1000.0) as u64;
         asked.insert(id, (memory, milli));
@@ -45,7 +46,7 @@ fn sums(cluster: &TestCluster) {
     let all: Vec<String> = asked.keys().cloned().collect();
     cluster.wait_for_ends(&all);
     workers.into_iter().for_each(|worker| worker.drain(cluster));
-    // By machine: an id is where its workspace is.
+    // For each machine: an analysis ran on the machine that has its workspace.
     let seen = cluster.monitor.seen();
     for machine in 0..cluster.machines.len() {
         let is_here = |id: &str| {
@@ -82,10 +83,15 @@ fn what_never_fits_ends_with_the_reason() {
 }
 
 fn never_fits(cluster: &TestCluster) {
-    let large: Vec<&str> = ["--memory", "2G"].iter().chain(&WEAKLY).copied().collect();
-    // Nobody knows yet that it never will.
+    let large: Vec<&str> = ["--memory", "2G"]
+        .iter()
+        .chain(&ALLOW_DEGRADED)
+        .copied()
+        .collect();
+    // No worker has reported its size yet, so the request waits.
     let parked = cluster.submit("parked", &large, "true\n");
-    // A worker looks for such when it comes, and then rarely: by then it must have waited long enough.
+    // A worker looks for requests to park when it starts, and then rarely. The request must have waited long enough by the
+    // time the worker starts.
     cluster.until("it has waited", || {
         let now = cluster.overview().unwrap();
         now.next
@@ -96,7 +102,7 @@ fn never_fits(cluster: &TestCluster) {
     let worker = cluster.worker(&cluster.machines[0], "w", &given);
     let fits = cluster.submit("fits", &[], "true\n");
     cluster.until("what fits passes it", || cluster.has_ended(&fits));
-    // Now it is known.
+    // The worker has reported its size, so the next such request is refused.
     let words = cluster.words(&cluster.id("refused"), "true\n");
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let all: Vec<&str> = ["submit"]
@@ -114,7 +120,7 @@ fn never_fits(cluster: &TestCluster) {
     );
     cluster.until("it is parked", || cluster.has_ended(&parked));
     assert_states(cluster, &parked, &[(State::Error, "does_not_fit")]);
-    assert_eq!(cluster.story(&parked, 1).last().unwrap(), "parked");
+    assert_eq!(cluster.event_names(&parked, 1).last().unwrap(), "parked");
     assert_eq!(cluster.monitor.starts(&parked), 0);
     worker.drain(cluster);
     cluster.check(&[parked, fits]);
@@ -147,7 +153,7 @@ fn priorities(cluster: &TestCluster) {
     cluster.check(&all);
 }
 
-/// In the order in which their workspaces were made.
+/// The ids of the analyses, in the order in which their workspaces were made.
 fn order(cluster: &TestCluster) -> Vec<String> {
     let seen = cluster.monitor.seen().into_iter();
     seen.filter(|s| s.what == ExecutionEvent::Made)
@@ -160,7 +166,7 @@ fn submitters_take_turns_on_postgres() {
     turns(&TestCluster::postgres("turns"));
 }
 
-/// One account's dozen does not keep another's one from its turn.
+/// Twelve analyses of one account do not delay the one of another account.
 fn turns(cluster: &TestCluster) {
     let gate = cluster.submit("gate", &[], &waits_and_writes());
     let worker = cluster.worker(
@@ -172,7 +178,7 @@ fn turns(cluster: &TestCluster) {
     let mut all: Vec<String> = (0..12)
         .map(|n| cluster.submit(&format!("many-{n}"), &[], "true\n"))
         .collect();
-    // Root's, on behalf of another account, which may not read what is the trial's own.
+    // Root submits on behalf of another account, which may not read the trial's files.
     let one = cluster.id("one");
     let mut command = cluster
         .deployment

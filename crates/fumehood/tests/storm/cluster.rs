@@ -167,7 +167,7 @@ impl TestCluster {
     }
 
     /// The names of the events of one attempt.
-    pub fn story(&self, id: &str, attempt: u32) -> Vec<String> {
+    pub fn event_names(&self, id: &str, attempt: u32) -> Vec<String> {
         let events = self.events(id).into_iter();
         events
             .filter(|e| e.attempt == attempt)
@@ -223,10 +223,10 @@ impl TestCluster {
         for name in names_in(self.deployment.test_home.path("").as_path()) {
             let name = name.to_string_lossy().into_owned();
             if name.starts_with("worker-") {
-                let said = std::fs::read_to_string(self.deployment.test_home.path(&name))
+                let log = std::fs::read_to_string(self.deployment.test_home.path(&name))
                     .unwrap_or_default();
-                let from = said.len().saturating_sub(4000);
-                told += &format!("--- {name}\n{}\n", said.get(from..).unwrap_or(&said));
+                let from = log.len().saturating_sub(4000);
+                told += &format!("--- {name}\n{}\n", log.get(from..).unwrap_or(&log));
             }
         }
         let rows = self.deployment.rows();
@@ -505,7 +505,7 @@ pub fn runners(machine: &Machine) -> Vec<Runner> {
 pub struct RunningWorker {
     child: Child,
     log: PathBuf,
-    said_before: usize,
+    printed_before: usize,
     ended: bool,
 }
 
@@ -537,7 +537,7 @@ impl RunningWorker {
             .stdout(Stdio::from(file()))
             .stderr(Stdio::from(file()));
         RunningWorker {
-            said_before: std::fs::metadata(&log).map_or(0, |meta| meta.len() as usize),
+            printed_before: std::fs::metadata(&log).map_or(0, |meta| meta.len() as usize),
             child: command.spawn().unwrap(),
             log,
             ended: false,
@@ -559,19 +559,20 @@ impl RunningWorker {
     }
 
     /// The output of all workers with this name.
-    pub fn said(&self) -> String {
+    pub fn output(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap()
     }
 
     pub fn is_ready(&self) -> bool {
-        self.has_said(" is ready: ")
+        self.has_printed(" is ready: ")
     }
 
     /// Whether this worker or a later one with the same name has printed a text.
-    pub fn has_said(&self, what: &str) -> bool {
-        let said = self.said();
-        said.get(self.said_before..)
-            .is_some_and(|said| said.contains(what))
+    pub fn has_printed(&self, what: &str) -> bool {
+        let output = self.output();
+        output
+            .get(self.printed_before..)
+            .is_some_and(|output| output.contains(what))
     }
 
     pub fn kill(mut self) {

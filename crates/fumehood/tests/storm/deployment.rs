@@ -234,18 +234,18 @@ impl TestDeployment {
 
     /// Asserts that each analysis is in its expected state, and that nothing else is left of any.
     #[track_caller]
-    pub fn check(&self, fates: &[(String, ExpectedState)]) {
+    pub fn check(&self, expected_states: &[(String, ExpectedState)]) {
         let (rows, steps, artifacts) = (self.rows(), self.steps(), self.artifacts());
         let kept = StoredState {
             rows: &rows,
             artifacts: &artifacts,
             steps: &steps,
         };
-        for (id, fate) in fates {
-            kept.check(id, fate);
+        for (id, expected) in expected_states {
+            kept.check(id, expected);
             assert_eq!(processes_with(id), [0u32; 0], "processes of {id}");
         }
-        let ours: BTreeSet<&str> = fates.iter().map(|(id, _)| id.as_str()).collect();
+        let ours: BTreeSet<&str> = expected_states.iter().map(|(id, _)| id.as_str()).collect();
         for row in rows.all("attempts") {
             let id = crate::database_rows::text(row, "id").unwrap();
             assert!(ours.contains(id), "{id} came from nowhere");
@@ -268,8 +268,8 @@ impl TestDeployment {
 
     /// As [`TestDeployment::check`], and asserts that another recovery changes no row and no file.
     #[track_caller]
-    pub fn check_for_good(&self, fates: &[(String, ExpectedState)], how: Recovery) {
-        self.check(fates);
+    pub fn check_for_good(&self, expected_states: &[(String, ExpectedState)], how: Recovery) {
+        self.check(expected_states);
         let before = (self.rows(), self.files());
         self.recover(how, "");
         let after = (self.rows(), self.files());

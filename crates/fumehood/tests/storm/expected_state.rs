@@ -96,11 +96,11 @@ pub struct StoredState<'a> {
 impl StoredState<'_> {
     /// Asserts that an analysis is in its expected state, with everything that belongs to it.
     #[track_caller]
-    pub fn check(&self, id: &str, fate: &ExpectedState) {
+    pub fn check(&self, id: &str, expected: &ExpectedState) {
         let analyses = self.rows.of("analyses", id);
         let attempts = self.rows.of("attempts", id);
         let may_be_unknown = matches!(
-            fate,
+            expected,
             ExpectedState::Unknown | ExpectedState::PerhapsUnknown | ExpectedState::OneOfThem
         );
         if attempts.is_empty() && may_be_unknown {
@@ -110,17 +110,21 @@ impl StoredState<'_> {
             }
             return;
         }
-        assert_eq!((analyses.len(), attempts.len()), (1, 1), "{id}: {fate:?}");
+        assert_eq!(
+            (analyses.len(), attempts.len()),
+            (1, 1),
+            "{id}: {expected:?}"
+        );
         let attempt = attempts[0];
         self.check_end(id, attempt);
-        if *fate != ExpectedState::NotRun {
+        if *expected != ExpectedState::NotRun {
             self.check_step(id, attempt);
         }
         let state = (
             text(attempt, "state").unwrap(),
             text(attempt, "reason").unwrap(),
         );
-        match (state, fate) {
+        match (state, expected) {
             (("succeeded", "exit"), ExpectedState::Whole | ExpectedState::OneOfThem) => {
                 self.check_whole(id, attempt)
             }
@@ -137,7 +141,7 @@ impl StoredState<'_> {
             (("error", "not_started"), ExpectedState::NotRun) => {
                 assert_eq!(self.outputs(id), Files::new(), "{id}");
             }
-            _ => panic!("{id} is {state:?} and should be {fate:?}: {attempt:?}"),
+            _ => panic!("{id} is {state:?} and should be {expected:?}: {attempt:?}"),
         }
     }
 

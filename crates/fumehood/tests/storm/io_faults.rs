@@ -11,15 +11,15 @@ use crate::expected_state::ExpectedState;
 use crate::kill_at_crash_points::{is_before, kill_points};
 
 /// What must follow from a failure at a crash point.
-struct Verdict {
+struct ExpectedFailure {
     code: i32,
-    fate: ExpectedState,
+    state: ExpectedState,
     /// Texts on the standard error.
-    said: &'static [&'static str],
+    messages: &'static [&'static str],
 }
 
-fn verdict(step: CrashPoint) -> Verdict {
-    let (code, fate, said): (i32, ExpectedState, &[&str]) = match step {
+fn verdict(step: CrashPoint) -> ExpectedFailure {
+    let (code, state, messages): (i32, ExpectedState, &[&str]) = match step {
         // After the claim there is a workspace, so the database records the failure.
         CrashPoint::Claimed => (125, ExpectedState::Unknown, &["error: ", "claimed"]),
         step if is_before(step, CrashPoint::Ended) => (125, ExpectedState::NotRun, &["error: "]),
@@ -37,7 +37,11 @@ fn verdict(step: CrashPoint) -> Verdict {
         // The attempt is committed, and its post-process command is recorded. The next start does what is left.
         _ => (0, ExpectedState::Whole, &[]),
     };
-    Verdict { code, fate, said }
+    ExpectedFailure {
+        code,
+        state,
+        messages,
+    }
 }
 
 trial!(Everyone, a_full_disk_at_every_step);
@@ -69,7 +73,7 @@ fn no_descriptor_at_every_step() {
 
 /// At each crash point injects one of these faults, then recovers in one of these ways, each in turn.
 fn at_every_step(deployment: &TestDeployment, faults: &[&str], ways: &[Recovery]) {
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     for (turn, (step, word)) in kill_points().into_iter().enumerate() {
         let id = deployment.id(&word.replace(':', "-"));
         let mut command = deployment.program(&deployment.machine, &id);
@@ -79,19 +83,19 @@ fn at_every_step(deployment: &TestDeployment, faults: &[&str], ways: &[Recovery]
         let must = verdict(step);
         if step == CrashPoint::Marked {
             // Everything is done, even if a failure was reported; another trial checks the report.
-            fates.push((id, must.fate));
-            deployment.check(&fates);
+            expected_states.push((id, must.state));
+            deployment.check(&expected_states);
             continue;
         }
         assert_eq!(ended.code(), must.code, "{word}={fault}: {}", ended.err());
-        for said in must.said {
+        for message in must.messages {
             assert!(
-                ended.err().contains(said),
-                "{word}={fault}: no {said:?} in: {}",
+                ended.err().contains(message),
+                "{word}={fault}: no {message:?} in: {}",
                 ended.err()
             );
         }
-        fates.push((id.clone(), must.fate));
+        expected_states.push((id.clone(), must.state));
         match (must.code, step) {
             // Only `post-process` repeats a command of which it is unknown whether it ran.
             (121, CrashPoint::PostProcessed) => {
@@ -101,13 +105,14 @@ fn at_every_step(deployment: &TestDeployment, faults: &[&str], ways: &[Recovery]
             // Nothing is left to do.
             _ => {}
         }
-        deployment.check(&fates);
+        deployment.check(&expected_states);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
 }
 
 trial!(Everyone, what_could_not_start_awaits_no_step_for_ever);
-/// An analysis that could not start is post-processed, or is not to be; it never waits for a command that nobody runs.
+/// An analysis that could not start never waits for a post-process command that nobody runs: the command runs, or the
+/// record says that none is due.
 fn what_could_not_start_awaits_no_step_for_ever() {
     let deployment = TestDeployment::sqlite("unstarted");
     let id = deployment.id("begun");

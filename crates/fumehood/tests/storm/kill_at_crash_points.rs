@@ -38,7 +38,7 @@ pub fn is_before(step: CrashPoint, other: CrashPoint) -> bool {
     position(step) < position(other)
 }
 
-fn fate(deployment: &TestDeployment, step: CrashPoint, id: &str) -> ExpectedState {
+fn state_after_kill(deployment: &TestDeployment, step: CrashPoint, id: &str) -> ExpectedState {
     match step {
         step if is_before(step, CrashPoint::Begun) => ExpectedState::Unknown,
         step if is_before(step, CrashPoint::OutcomeWritten) => ExpectedState::Lost(
@@ -77,13 +77,13 @@ fn killed_at_every_step_post_process_finishes_it() {
 }
 
 fn at_every_step(deployment: &TestDeployment, how: Recovery) {
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     for (step, word) in kill_points() {
         let id = deployment.id(&word.replace(':', "-"));
         run_until_killed(deployment.program(&deployment.machine, &id), &word);
         eventually("its program is dead", || processes_with(&id).is_empty());
-        let fate = fate(deployment, step, &id);
-        match &fate {
+        let expected = state_after_kill(deployment, step, &id);
+        match &expected {
             ExpectedState::Lost(left) if !is_before(step, CrashPoint::Ended) => {
                 assert_eq!(*left, expected_state::outputs(&id), "{word}");
             }
@@ -92,26 +92,26 @@ fn at_every_step(deployment: &TestDeployment, how: Recovery) {
         }
         let ended = finish(deployment.recovery(&deployment.machine, how, &id));
         // `post-process` exits with the code of the run; `gc` and the next run exit with their own.
-        let code = match (how, &fate) {
+        let code = match (how, &expected) {
             (Recovery::PostProcess, ExpectedState::Lost(_) | ExpectedState::Unknown) => 125,
             _ => 0,
         };
         assert_eq!(ended.code(), code, "{word}: {}", ended.err());
-        fates.push((id, fate));
-        deployment.check(&fates);
+        expected_states.push((id, expected));
+        deployment.check(&expected_states);
     }
     let again = match how {
         Recovery::PostProcess => Recovery::Gc,
         how => how,
     };
-    deployment.check_for_good(&fates, again);
+    deployment.check_for_good(&expected_states, again);
 }
 
 trial!(Everyone, a_step_that_is_not_reached_kills_nobody);
 /// Control: a crash point that an attempt does not reach kills nothing.
 fn a_step_that_is_not_reached_kills_nobody() {
     let deployment = TestDeployment::sqlite("control");
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     for (at, word) in [format!("object_moved:{}", OBJECTS + 1), "nowhere".into()]
         .iter()
         .enumerate()
@@ -120,9 +120,9 @@ fn a_step_that_is_not_reached_kills_nobody() {
         let mut command = deployment.program(&deployment.machine, &id);
         command.env(crash_points::VARIABLE, format!("{word}=kill"));
         finish(command).good();
-        fates.push((id, ExpectedState::Whole));
+        expected_states.push((id, ExpectedState::Whole));
     }
-    deployment.check(&fates);
+    deployment.check(&expected_states);
 }
 
 /// The crash points that a recovery reaches after a kill at `first`. Each move of an object is killed once, because an object
@@ -151,7 +151,7 @@ trial!(Everyone, a_killed_recovery_is_recovered_from);
 /// Recovery reaches the same crash points, and is killed at each of them too.
 fn a_killed_recovery_is_recovered_from() {
     let deployment = TestDeployment::sqlite("again");
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     let firsts = [
         (CrashPoint::Begun, 0),
         (CrashPoint::Ended, OBJECTS),
@@ -162,7 +162,7 @@ fn a_killed_recovery_is_recovered_from() {
         let id = deployment.id(first.name());
         run_until_killed(deployment.program(&deployment.machine, &id), first.name());
         eventually("its program is dead", || processes_with(&id).is_empty());
-        fates.push((id.clone(), fate(&deployment, first, &id)));
+        expected_states.push((id.clone(), state_after_kill(&deployment, first, &id)));
         for step in steps_after(first, objects) {
             run_until_killed(
                 deployment.recovery(&deployment.machine, Recovery::Gc, &id),
@@ -170,22 +170,22 @@ fn a_killed_recovery_is_recovered_from() {
             );
         }
         deployment.recover(Recovery::Gc, &id);
-        deployment.check(&fates);
+        deployment.check(&expected_states);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
 }
 
 trial!(Everyone, what_was_never_there_is_not_called_lost);
 /// An attempt that is killed before the program could write anything has lost nothing, and its record reports no loss.
 fn what_was_never_there_is_not_called_lost() {
     let deployment = TestDeployment::sqlite("early");
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     let id = deployment.id("begun");
     run_until_killed(
         deployment.program(&deployment.machine, &id),
         CrashPoint::Begun.name(),
     );
-    fates.push((id, ExpectedState::Lost(Files::new())));
+    expected_states.push((id, ExpectedState::Lost(Files::new())));
     // If the inputs are large, the attempt is begun in the database before they are copied.
     let large = deployment.machine.root.join("large");
     std::fs::write(&large, vec![7; (1 << 20) + 1]).unwrap();
@@ -195,11 +195,11 @@ fn what_was_never_there_is_not_called_lost() {
     command.arg(&large).args(["--", "true"]);
     run_until_killed(command, CrashPoint::Filled.name());
     std::fs::remove_file(&large).unwrap();
-    fates.push((id, ExpectedState::Lost(Files::new())));
+    expected_states.push((id, ExpectedState::Lost(Files::new())));
     deployment.recover(Recovery::Gc, "");
-    deployment.check(&fates);
+    deployment.check(&expected_states);
     let rows = deployment.rows();
-    for (id, _) in &fates {
+    for (id, _) in &expected_states {
         let remarks = rows.of("remarks", id);
         assert!(remarks.is_empty(), "{id}: {remarks:?}");
     }
@@ -210,7 +210,7 @@ trial!(Everyone, an_id_of_our_own_is_known_from_begun_on);
 /// database.
 fn an_id_of_our_own_is_known_from_begun_on() {
     let deployment = TestDeployment::sqlite("made-up");
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     let early = [
         CrashPoint::Claimed,
         CrashPoint::WorkspaceMade,
@@ -229,10 +229,10 @@ fn an_id_of_our_own_is_known_from_begun_on() {
         };
         if step == CrashPoint::Begun {
             let lost = ExpectedState::Lost(Files::new());
-            fates.push((id.to_str().unwrap().to_owned(), lost));
+            expected_states.push((id.to_str().unwrap().to_owned(), lost));
         }
         deployment.recover(Recovery::Gc, "");
-        deployment.check(&fates);
+        deployment.check(&expected_states);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
 }

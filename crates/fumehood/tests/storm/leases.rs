@@ -1,5 +1,5 @@
-//! Leases on PostgreSQL: who may not know that an attempt is still its own ends it, and who does not hear of its runner any
-//! more gives it up, so that it runs in one place at most.
+//! Leases on PostgreSQL. A runner that cannot renew its lease ends its analysis, and a worker gives up an attempt whose lease
+//! has expired, so that an analysis runs in at most one place.
 
 use rustix::process::Signal;
 use store::State;
@@ -11,11 +11,11 @@ use crate::execution_monitor::{ExecutionEvent, most_at_once};
 use crate::outages::own_server;
 use crate::workers::{LOST, SUCCEEDED, assert_states, waits_and_writes};
 
-/// Long enough for a runner to renew it on a machine where a hundred others run: what must not be lost here was lost with 5 s.
+/// A runner can renew a lease of 20 s even on a machine where a hundred others run. With 5 s, leases expired that must not.
 const SLOTS: [&str; 6] = ["--slots", "2", "--memory", "512M", "--lease", "20s"];
 
 trial!(Everyone, a_stopped_runner_is_given_up_and_comes_late);
-/// All machines but one are asleep, as far as this runner goes.
+/// Stopping the runner with SIGSTOP stands for a machine that was suspended.
 fn a_stopped_runner_is_given_up_and_comes_late() {
     let cluster = &TestCluster::postgres("stopped");
     let [here, there] = &cluster.machines[..] else {
@@ -29,13 +29,14 @@ fn a_stopped_runner_is_given_up_and_comes_late() {
     first.kill();
     assert!(runner.signal(Signal::STOP));
     let second = cluster.worker(there, "w", &SLOTS);
-    // The other machine gives it up, and runs it again. This one's program runs on as long as its runner is stopped.
+    // The other machine gives the attempt up and runs the analysis again. The first program continues while its runner is
+    // stopped.
     cluster.until("it is tried again", || {
         cluster.attempts(&id).len() == 2 && cluster.monitor.starts(&id) == 2
     });
     assert_eq!(cluster.states(&id)[0], (LOST.0, LOST.1.to_owned()));
-    assert!(second.said().contains("gave up "), "{}", second.said());
-    // The witness would have seen it, had any of the other trials had two at once.
+    assert!(second.output().contains("gave up "), "{}", second.output());
+    // Control: the monitor does see two programs at once, so it would have reported them in the other trials too.
     assert_eq!(most_at_once(&cluster.monitor.seen(), |_| 1), 2);
     assert!(runner.signal(Signal::CONT));
     cluster.until("the late one ends", || {
@@ -43,7 +44,7 @@ fn a_stopped_runner_is_given_up_and_comes_late() {
         seen.iter()
             .any(|s| s.id == id && s.what == ExecutionEvent::Ended)
     });
-    // What it had is stored beside, and changes nothing.
+    // The late result is stored as another attempt, and does not change the current one.
     cluster.until("it is stored", || cluster.attempts(&id).len() == 3);
     let second_state = cluster.attempts(&id)[1].state;
     assert_eq!(second_state, State::Running, "{}", cluster.everything());
@@ -102,7 +103,7 @@ fn a_server_away_for_longer_than_the_lease() {
     );
     cluster.wait_until_runs(&id);
     server.kill();
-    // Nobody can tell it anything: it ends because it cannot know that it is still its own.
+    // The runner cannot reach the server. It ends the analysis because it cannot renew the lease.
     cluster.until("it ends while the server is away", || {
         !cluster.monitor.running().contains(&id)
     });
@@ -118,7 +119,7 @@ fn a_server_away_for_longer_than_the_lease() {
         .into_iter()
         .find(|row| number(row, "attempt") == Some(1))
         .unwrap();
-    // By two clocks that are one here: the runner's, and the server's.
+    // Compares the runner's clock with the server's. Here both are the clock of this machine.
     assert!(
         number(first, "ended_ms").unwrap() < number(first, "lease_ms").unwrap(),
         "{first:?}"
@@ -154,7 +155,7 @@ fn a_server_away_for_a_moment() {
         "{}",
         cluster.everything()
     );
-    // The server goes away just as it ends.
+    // The server becomes unreachable just as the program ends.
     cluster.monitor.let_go(&id);
     cluster.until("it ends", || !cluster.monitor.running().contains(&id));
     server.kill();

@@ -10,7 +10,7 @@ use crate::deployment::TestDeployment;
 use crate::report;
 
 const GOOD: u64 = 60;
-/// Each adds up multiples of its own number, so that no two have the same result.
+/// How many multiples of its own number each program adds up. No two programs have the same result.
 const TERMS: u64 = 100_000;
 
 trial!(Everyone, sixty_beside_four_bombs);
@@ -45,12 +45,12 @@ fn run_beside_four_bombs(deployment: &TestDeployment) {
     for (name, command, limits) in bombs {
         lines.push(json!({
             "id": deployment.id(name), "command": command, "limits": limits, "retries": 0,
-            // A plain user's memory limit is a watch here, unless a cgroup is delegated.
+            // Without a delegated cgroup, Fumehood enforces a plain user's memory limit by watching it.
             "allow_degraded": ["memory"],
         }));
     }
     for number in 0..GOOD {
-        // They are there together: each waits a while in the middle of its work.
+        // Each program sleeps in the middle of its work, so that all of them run at the same time.
         let program = format!(
             "import json, time\ns = sum(k * {number} for k in range({TERMS}))\ntime.sleep(4)\n\
              json.dump({{'sum': s}}, open('result.json', 'w'))"

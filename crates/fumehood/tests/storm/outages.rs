@@ -1,5 +1,5 @@
-//! What a run needs to keep its results goes away while it runs: the exit code and the message tell it, nothing is
-//! lost, and when it is back everything is finished.
+//! The database or the disk becomes unavailable while a program runs. The exit code and the message report it, nothing is
+//! lost, and a recovery finishes everything once the database or the disk is back.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -17,14 +17,14 @@ use crate::expected_state::ExpectedState;
 use crate::random_kills::RandomNumbers;
 use crate::report;
 
-/// It ran, it is not committed, and what to do is said.
+/// Asserts that the program ran, that its attempt is not committed, and that the message names the remedy.
 #[track_caller]
 fn assert_not_committed(ended: &FinishedCommand, id: &str) {
     ended.refused(121, "NOT COMMITTED: ");
     ended.refused(121, &format!("fumehood post-process {id}"));
 }
 
-/// A server of this trial's own. It goes when this process does.
+/// A server for one trial. It ends with this process.
 pub fn own_server() -> &'static PrivatePostgres {
     Box::leak(Box::new(
         PrivatePostgres::start().expect("PostgreSQL must be installed"),
@@ -38,26 +38,26 @@ fn postgres_is_killed_while_runs_commit() {
     let server = own_server();
     let deployment = TestDeployment::on(server, "killed");
     let mut random = RandomNumbers::new(77);
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     let mut codes = Vec::new();
     let began = std::time::Instant::now();
     finish(deployment.program(&deployment.machine, &deployment.id("pace"))).good();
-    fates.push((deployment.id("pace"), ExpectedState::Whole));
-    let pace = began.elapsed();
+    expected_states.push((deployment.id("pace"), ExpectedState::Whole));
+    let run_duration = began.elapsed();
     for round in 0..ROUNDS {
         let ids: Vec<String> = (0..RUNS)
             .map(|run| deployment.id(&format!("{round}-{run}")))
             .collect();
         let mut lives: Vec<RunningCommand> =
             ids.iter().map(|id| deployment.start_waiting(id)).collect();
-        // The first time it is away before any can commit; later it is struck while they do.
+        // In the first round the server is killed before any attempt can commit, and later while attempts commit.
         if round == 0 {
             server.kill();
         }
         lives.iter_mut().for_each(let_go);
         if round > 0 {
             // Not to wait for anything: to strike at different moments.
-            std::thread::sleep(random.moment(pace));
+            std::thread::sleep(random.moment(run_duration));
             match round % 2 {
                 0 => server.kill(),
                 _ => stop_at_once(server),
@@ -67,7 +67,7 @@ fn postgres_is_killed_while_runs_commit() {
         for (live, id) in lives.into_iter().zip(ids) {
             let ended = live.finish();
             match ended.code() {
-                // Committed, and then the server was gone before it heard of the platform's own step.
+                // The attempt was committed, and the server went down before the post-process command was recorded.
                 121 if ended.err().contains("post_process failed: ") => {
                     unmarked.push(id.clone());
                 }
@@ -75,16 +75,16 @@ fn postgres_is_killed_while_runs_commit() {
                 code => assert_eq!((code, round > 0), (0, true), "{}", ended.err()),
             }
             codes.push(ended.code());
-            fates.push((id, ExpectedState::Whole));
+            expected_states.push((id, ExpectedState::Whole));
         }
         server.start_again();
         deployment.recover(Recovery::Gc, "");
         for id in unmarked {
             deployment.recover(Recovery::PostProcess, &id);
         }
-        deployment.check(&fates);
+        deployment.check(&expected_states);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
     let waited = codes.iter().filter(|code| **code == 121).count();
     report(&format!(
         "{}: {waited} of {} runs could not commit",
@@ -93,7 +93,7 @@ fn postgres_is_killed_while_runs_commit() {
     ));
 }
 
-/// `pg_ctl stop -m immediate`: every process of the server is told to quit at once.
+/// Stops the server like `pg_ctl stop -m immediate`: every process of the server quits at once.
 pub fn stop_at_once(server: &PrivatePostgres) {
     let text = std::fs::read_to_string(server.dir().join("data/postmaster.pid")).unwrap();
     let pid = text.lines().next().unwrap().parse().unwrap();
@@ -115,8 +115,8 @@ fn postgres_is_away_or_forbids_it() {
         name: name.clone(),
         user: "fumehood_runner",
     };
-    let mut fates = Vec::new();
-    // Each takes away the right to write, and gives it back.
+    let mut expected_states = Vec::new();
+    // Each pair of statements revokes the right to write, and restores it.
     let tables = "ALL TABLES IN SCHEMA fumehood";
     let ways = [
         (
@@ -139,8 +139,8 @@ fn postgres_is_away_or_forbids_it() {
     for (number, (forbid, allow)) in ways.iter().enumerate() {
         let id = deployment.id(&number.to_string());
         let mut live = deployment.start_waiting(&id);
-        until_let_go(&deployment, &live);
-        // A database is not renamed from within, nor made writable by one who may only read.
+        wait_until_disconnected(&deployment, &live);
+        // A session cannot rename its own database, and a read-only session cannot make its database writable.
         let at = |sql: &str| {
             if sql.starts_with("ALTER DATABASE") {
                 "postgres"
@@ -155,21 +155,21 @@ fn postgres_is_away_or_forbids_it() {
             !deployment.machine.workspace(&id).exists(),
             "what is safe elsewhere needs no workspace"
         );
-        // Nor does anything start that could not be recorded.
+        // A run that cannot be recorded does not start.
         let refused = deployment.id("refused");
         let ended = finish(deployment.program(&deployment.machine, &refused));
         assert_eq!(ended.code(), 125, "{}", ended.err());
         server.psql(at(allow), allow);
         deployment.recover([Recovery::PostProcess, Recovery::Gc][number % 2], &id);
-        fates.push((id, ExpectedState::Whole));
-        deployment.check(&fates);
+        expected_states.push((id, ExpectedState::Whole));
+        deployment.check(&expected_states);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
 }
 
-/// Until the runner has let go of the database, which it holds for a moment in case the program ends soon. What is
-/// committed in that moment is committed, whatever becomes of the right to open it anew.
-fn until_let_go(deployment: &TestDeployment, live: &RunningCommand) {
+/// Waits until the runner has closed its database connection, which it keeps for a moment in case the program ends soon. Over
+/// that connection the runner could commit even if it may no longer open a new one.
+fn wait_until_disconnected(deployment: &TestDeployment, live: &RunningCommand) {
     eventually("the database is let go", || match &deployment.database {
         Database::Sqlite(path) => {
             let held = std::fs::read_dir(format!("/proc/{}/fd", live.pid())).unwrap();
@@ -183,7 +183,7 @@ fn until_let_go(deployment: &TestDeployment, live: &RunningCommand) {
     });
 }
 
-/// Another program in the middle of a transaction.
+/// Another program with an open transaction.
 struct OpenTransaction(Child);
 
 impl OpenTransaction {
@@ -236,7 +236,7 @@ struct ReadOnlyDirectory {
 impl ReadOnlyDirectory {
     fn new(dir: &Path) -> ReadOnlyDirectory {
         match is_root() {
-            // Modes do not bind root; a read-only mount does.
+            // Root ignores file modes, but not a read-only mount.
             true => {
                 mount(&["--bind"], dir, dir);
                 mount(&["-o", "remount,bind,ro"], dir, dir);
@@ -298,14 +298,14 @@ fn sqlite_cannot_be_written() {
     std::fs::create_dir(&dir).unwrap();
     set_mode(&dir, 0o700);
     deployment.database = Database::Sqlite(dir.join("fumehood.db"));
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     for (number, how) in [Recovery::Gc, Recovery::PostProcess]
         .into_iter()
         .enumerate()
     {
         let id = deployment.id(&number.to_string());
         let mut live = deployment.start_waiting(&id);
-        until_let_go(&deployment, &live);
+        wait_until_disconnected(&deployment, &live);
         let closed = ReadOnlyDirectory::new(&dir);
         let_go(&mut live);
         assert_not_committed(&live.finish(), &id);
@@ -315,10 +315,10 @@ fn sqlite_cannot_be_written() {
         );
         drop(closed);
         deployment.recover(how, &id);
-        fates.push((id, ExpectedState::Whole));
-        deployment.check(&fates);
+        expected_states.push((id, ExpectedState::Whole));
+        deployment.check(&expected_states);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
 }
 
 trial!(Everyone, the_artifact_store_is_gone_or_closed);
@@ -328,7 +328,7 @@ fn the_artifact_store_is_gone_or_closed() {
         deployment.artifacts(),
         deployment.test_home.path("elsewhere"),
     );
-    // Removed whole: a new one is made, and what is committed from now on is in that.
+    // The whole artifact store is removed. Fumehood makes a new one, and later commits use it.
     let id = deployment.id("removed");
     let mut live = deployment.start_waiting(&id);
     std::fs::rename(&store, &elsewhere).unwrap();
@@ -338,10 +338,10 @@ fn the_artifact_store_is_gone_or_closed() {
         assert_not_committed(&ended, &id);
         deployment.recover(Recovery::Gc, &id);
     }
-    let mut fates = vec![(id, ExpectedState::Whole)];
-    deployment.check(&fates);
+    let mut expected_states = vec![(id, ExpectedState::Whole)];
+    deployment.check(&expected_states);
 
-    // Something else stands in its place.
+    // A file of another kind is in its place.
     let id = deployment.id("replaced");
     let mut live = deployment.start_waiting(&id);
     std::fs::remove_dir_all(&elsewhere).unwrap();
@@ -356,10 +356,10 @@ fn the_artifact_store_is_gone_or_closed() {
     std::fs::remove_file(&store).unwrap();
     std::fs::rename(&elsewhere, &store).unwrap();
     deployment.recover(Recovery::PostProcess, &id);
-    fates.push((id, ExpectedState::Whole));
-    deployment.check(&fates);
+    expected_states.push((id, ExpectedState::Whole));
+    deployment.check(&expected_states);
 
-    // It can be read, and not written to.
+    // It is readable, but not writable.
     let id = deployment.id("closed");
     let mut live = deployment.start_waiting(&id);
     let closed = [
@@ -370,11 +370,11 @@ fn the_artifact_store_is_gone_or_closed() {
     assert_not_committed(&live.finish(), &id);
     drop(closed);
     deployment.recover(Recovery::Gc, &id);
-    fates.push((id, ExpectedState::Whole));
-    deployment.check_for_good(&fates, Recovery::Gc);
+    expected_states.push((id, ExpectedState::Whole));
+    deployment.check_for_good(&expected_states, Recovery::Gc);
 }
 
-/// A small file system of its own, with as much room as is wanted.
+/// A separate small file system that can grow.
 struct SmallFileSystem(PathBuf);
 
 impl SmallFileSystem {
@@ -392,7 +392,7 @@ impl SmallFileSystem {
         mount(&["-o", "remount,size=64m"], Path::new("tmpfs"), &self.0);
     }
 
-    /// Until not one byte is left.
+    /// Fills the file system until no byte is free.
     fn fill(&self) -> PathBuf {
         let path = self.0.join("filler");
         let mut file = std::fs::File::create(&path).unwrap();
@@ -417,7 +417,7 @@ trial!(Root, the_home_is_full);
 fn the_home_is_full() {
     let deployment = TestDeployment::sqlite("full");
     let small = SmallFileSystem::new(&deployment.test_home.home);
-    let mut fates = Vec::new();
+    let mut expected_states = Vec::new();
     for (number, how) in [Recovery::Gc, Recovery::PostProcess, Recovery::NextRun]
         .into_iter()
         .enumerate()
@@ -428,13 +428,13 @@ fn the_home_is_full() {
         let_go(&mut live);
         assert_not_committed(&live.finish(), &id);
         std::fs::remove_file(filler).unwrap();
-        // Room for what any run wants to have free, in the end.
+        // Finally make room for the free-space reserve of any run.
         small.grow();
         let mut command = deployment.recovery(&deployment.machine, how, &id);
         command.env("FUMEHOOD_FREE_RESERVE", "0");
         finish(command).good();
-        fates.push((id, ExpectedState::WholeButLogs));
-        deployment.check(&fates);
+        expected_states.push((id, ExpectedState::WholeButLogs));
+        deployment.check(&expected_states);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
 }

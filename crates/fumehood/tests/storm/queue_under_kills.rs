@@ -1,6 +1,6 @@
-//! The queue in a storm: workers and runners are killed at random instants, the server is restarted, one worker's clock
-//! is an hour wrong, somebody cancels and somebody cleans up. In the end every analysis that was accepted is in exactly
-//! one final state, none ran twice at once, and nothing is left.
+//! The queue under random disturbances: the trial kills workers and runners at random instants, restarts the server, cancels
+//! analyses and runs `gc`, and one worker's clock is an hour wrong. In the end every accepted analysis is in exactly one
+//! final state, none ran twice at once, and nothing is left over.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ use crate::outages::{own_server, stop_at_once};
 use crate::random_kills::RandomNumbers;
 use crate::{report, settings};
 
-/// What a program does, and with what it is submitted.
+/// What the program of an analysis does, and which settings its submission has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Writes,
@@ -52,7 +52,7 @@ impl Kind {
             }
             Kind::Reads => "printf 'alpha %s\\n' \"$0\" > a.txt; cat told.txt > heard.txt",
             Kind::Fails | Kind::FailsAgain => "printf 'alpha %s\\n' \"$0\" > a.txt; exit 3",
-            // One stays behind that no parent waits for.
+            // The `sleep` outlives the shell, and no process of the program waits for it.
             Kind::Forks => {
                 "setsid sleep 1000 & for n in 1 2 3; do (sleep 0.2; echo $n > $n.txt) & done; sleep 0.4
                  printf 'alpha %s\\n' \"$0\" > a.txt"
@@ -73,7 +73,7 @@ impl Kind {
     }
 }
 
-/// Often enough for most, and some of them lose their runner each time.
+/// Enough that most analyses complete, and few enough that some lose their runner in every attempt.
 const RETRIES: usize = 3;
 
 /// One analysis of the storm.
@@ -92,7 +92,7 @@ struct DisturbanceCounts {
     cleanings: usize,
 }
 
-/// The machines, and who strikes them.
+/// The cluster, its workers, and the disturbances made so far.
 struct QueueStorm<'a> {
     cluster: &'a TestCluster,
     server: Option<&'static PrivatePostgres>,
@@ -101,7 +101,7 @@ struct QueueStorm<'a> {
     clock: Vec<(&'static str, String)>,
     disturbances: DisturbanceCounts,
     cancelled: BTreeSet<String>,
-    /// Processes whose clock was wrong: the library that makes it so forgets files of theirs when they are killed.
+    /// Processes that ran with libfaketime. When such a process is killed, libfaketime leaves files of the process behind.
     wrong: Vec<u32>,
 }
 
@@ -132,13 +132,13 @@ fn storm(cluster: &TestCluster, salt: u64) {
     };
     let hour = ["+3600", "-3600"][storm.random.below(2) as usize];
     storm.clock = vec![
-        ("LD_PRELOAD", wrong_clock().to_str().unwrap().to_owned()),
+        ("LD_PRELOAD", libfaketime().to_str().unwrap().to_owned()),
         ("FAKETIME", hour.to_owned()),
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
     ];
     let tasks = storm.tasks(settings().queued);
-    storm.rage(&tasks);
-    storm.calm_down();
+    storm.disturb_until_done(&tasks);
+    storm.drain_workers();
     let ids: Vec<String> = tasks.iter().map(|task| task.id.clone()).collect();
     storm.report(&tasks);
     cluster.check(&ids);
@@ -146,7 +146,7 @@ fn storm(cluster: &TestCluster, salt: u64) {
     for task in &tasks {
         storm.check(task, &rows, &seen);
     }
-    // A storm that never struck shows nothing; with few analyses chance may have it so.
+    // Without disturbances the trial would prove nothing. With few analyses this can happen by chance.
     let DisturbanceCounts {
         workers,
         runners,
@@ -157,8 +157,8 @@ fn storm(cluster: &TestCluster, salt: u64) {
     assert!(went_on || tasks.len() < 30, "{:?}", storm.disturbances);
 }
 
-/// The library that lies about the time, of the Debian package faketime.
-fn wrong_clock() -> PathBuf {
+/// The path of libfaketime, which is in the Debian package faketime.
+fn libfaketime() -> PathBuf {
     let found = names_in("/usr/lib".as_ref()).into_iter().map(|name| {
         PathBuf::from("/usr/lib")
             .join(name)
@@ -184,7 +184,7 @@ impl QueueStorm<'_> {
                 "priority": self.random.below(3),
                 "key": id,
                 "limits": { "memory": "96M", "inline_max": "4K" },
-                // A plain user has no cgroup of its own; what admission counts is the same.
+                // A plain user has no cgroup of its own. Admission counts the same values anyway.
                 "allow_degraded": ["memory"],
             });
             match kind {
@@ -201,7 +201,7 @@ impl QueueStorm<'_> {
         (0..how_many).map(task).collect()
     }
 
-    /// Two on one machine, or one on each of two; the clock of one of them is wrong.
+    /// Starts a worker. Two workers run on one machine, or one on each of two; the clock of one of them is wrong.
     fn start(&mut self, at: usize, name: &'static str) {
         let machine = &self.cluster.machines[at];
         let clock: Vec<(&str, &str)> = self.clock.iter().map(|(k, v)| (*k, v.as_str())).collect();
@@ -214,7 +214,7 @@ impl QueueStorm<'_> {
         self.workers.push((at, name, worker));
     }
 
-    fn rage(&mut self, tasks: &[Task]) {
+    fn disturb_until_done(&mut self, tasks: &[Task]) {
         let last = self.cluster.machines.len() - 1;
         let (first, rest) = tasks.split_at(tasks.len() / 2);
         self.submit(first);
@@ -242,7 +242,7 @@ impl QueueStorm<'_> {
         Some(all.queued + all.running)
     }
 
-    /// False: there were blows enough.
+    /// Returns false if it did nothing because enough disturbances of the chosen kind were made.
     fn disturb(&mut self, tasks: &[Task]) -> bool {
         let how_many = tasks.len();
         match self.random.below(12) {
@@ -293,7 +293,7 @@ impl QueueStorm<'_> {
         let asked = self
             .cluster
             .ask(&self.cluster.machines[at], &["cancel", &task.id]);
-        // It may not be submitted yet, may have ended, and the server may be starting.
+        // `cancel` fails if the task is not submitted yet or has ended, or if the server is starting.
         if asked.code() == 0 {
             self.cancelled.insert(task.id.clone());
             self.disturbances.cancels += 1;
@@ -306,7 +306,7 @@ impl QueueStorm<'_> {
         self.disturbances.cleanings += 1;
     }
 
-    /// Until it is known to be accepted: by their keys none is queued twice.
+    /// Submits until the tasks are known to be accepted. Their idempotency keys prevent that one is queued twice.
     fn submit(&self, tasks: &[Task]) {
         let lines: Vec<&str> = tasks.iter().map(|task| task.line.as_str()).collect();
         let batch = self
@@ -319,7 +319,7 @@ impl QueueStorm<'_> {
         let ids: Vec<&str> = tasks.iter().map(|task| task.id.as_str()).collect();
         let submitted = self.cluster.ask(machine, &args);
         assert_eq!(submitted.good().lines().collect::<Vec<_>>(), ids);
-        // An answer may be lost: whoever asks again is told the same.
+        // If an answer was lost, a repeated submission gets the same answer.
         if self.submits_again(tasks) {
             assert_eq!(
                 self.cluster
@@ -336,8 +336,8 @@ impl QueueStorm<'_> {
         tasks.first().is_some_and(|task| task.line.len() % 2 == 0)
     }
 
-    /// Whoever is still there drains; nothing is left to be taken up by others.
-    fn calm_down(&mut self) {
+    /// Drains the live workers. No request is left in the queue for others.
+    fn drain_workers(&mut self) {
         self.check_clock();
         for (_, _, worker) in std::mem::take(&mut self.workers) {
             worker.drain(self.cluster);
@@ -352,7 +352,7 @@ impl QueueStorm<'_> {
         }
     }
 
-    /// The wrong clock was wrong, and by that much.
+    /// Asserts that the worker with libfaketime reported a time that is an hour wrong.
     fn check_clock(&self) {
         let mut said = None;
         self.cluster.until("the wrong worker is seen", || {
@@ -399,7 +399,7 @@ impl QueueStorm<'_> {
         ));
     }
 
-    /// The end that it must have, by what it is and what was done to it.
+    /// Asserts that a task ended as its kind and its disturbances require.
     fn check(&self, task: &Task, rows: &Rows, seen: &[ObservedEvent]) {
         let id = &task.id;
         let mut attempts = rows.of("attempts", id);
@@ -420,13 +420,13 @@ impl QueueStorm<'_> {
         let cancelled = self.cancelled.contains(id);
         match last {
             State::Cancelled => assert!(cancelled, "{id}: {attempts:?}"),
-            // Nobody stops before the last.
+            // Every retry was used, unless the task was cancelled.
             last if is_retried(last) => {
                 assert!(cancelled || before.len() == retries, "{id}: {attempts:?}");
             }
             last => assert_eq!(*last, task.kind.end(), "{id}: {attempts:?}"),
         }
-        // Whatever ended by itself had one program, and has its output.
+        // An attempt that ended by itself had one program, and its output is recorded.
         let ended = attempts.iter().filter(|row| state(row) == task.kind.end());
         assert!(
             ended.clone().count() <= count(seen, id, ExecutionEvent::Began),
@@ -455,7 +455,7 @@ impl QueueStorm<'_> {
     }
 }
 
-/// `pg_ctl stop -m fast`: every session is ended, and what is committed written.
+/// Stops the server like `pg_ctl stop -m fast`: it ends every session and writes the committed data.
 fn stop_fast(server: &PrivatePostgres) {
     let pid_file = server.dir().join("data/postmaster.pid");
     let text = std::fs::read_to_string(&pid_file).unwrap();

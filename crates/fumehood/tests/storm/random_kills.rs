@@ -1,5 +1,5 @@
-//! Runners are killed at random instants, and so are those who recover from it. In the end every analysis that was
-//! accepted is in exactly one final state, and nothing is lost, doubled or left.
+//! The trials kill runners, and the commands that recover from such a kill, at random instants. In the end every accepted
+//! analysis is in exactly one final state, and nothing is lost, doubled or left over.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -16,10 +16,10 @@ use crate::deployment::{Database, Machine, Recovery, TestDeployment, is_unlocked
 use crate::expected_state::{self, ExpectedState};
 use crate::{report, settings};
 
-/// Runners at the same time.
+/// How many runners run at the same time.
 const LANES: usize = 3;
-/// Of how many kills one is in a home that several runners share, where each also recovers the others.
-const CROWDED_EVERY: usize = 5;
+/// One of so many kills happens in a home that all lanes share, where each runner also recovers the attempts of the others.
+const SHARED_HOME_EVERY: usize = 5;
 
 /// Numbers that look random and are the same for the same seed.
 pub struct RandomNumbers(u64);
@@ -44,11 +44,11 @@ impl RandomNumbers {
     }
 }
 
-/// What things take on this machine, just now.
+/// Durations that were measured on this machine at the start of the trial, and adapted since.
 #[derive(Clone, Copy)]
 struct MeasuredDurations {
     run: Duration,
-    /// From the program's last word to the runner's end.
+    /// From the program's last output to the runner's end.
     ending: Duration,
     gc: Duration,
 }
@@ -56,7 +56,7 @@ struct MeasuredDurations {
 impl MeasuredDurations {
     fn measure(
         deployment: &TestDeployment,
-        fates: &mut Vec<(String, ExpectedState)>,
+        expected_states: &mut Vec<(String, ExpectedState)>,
     ) -> MeasuredDurations {
         let (mut run, mut ending) = (Duration::MAX, Duration::MAX);
         for turn in 0..3 {
@@ -68,7 +68,7 @@ impl MeasuredDurations {
             live.finish().good();
             run = run.min(began.elapsed());
             ending = ending.min(last.elapsed());
-            fates.push((id, ExpectedState::Whole));
+            expected_states.push((id, ExpectedState::Whole));
         }
         let began = Instant::now();
         deployment.recover(Recovery::Gc, "");
@@ -80,15 +80,15 @@ impl MeasuredDurations {
     }
 }
 
-/// A busy machine is slower than it was measured, and quicker when others are done: one in four comes too late.
-fn pace_by(pace: &mut Duration, in_time: bool) {
-    *pace = match in_time {
-        true => *pace * 21 / 20,
-        false => *pace * 17 / 20,
+/// Adapts a measured duration to the machine's current load, so that about one kill in four comes too late.
+fn adapt(duration: &mut Duration, in_time: bool) {
+    *duration = match in_time {
+        true => *duration * 21 / 20,
+        false => *duration * 17 / 20,
     };
 }
 
-/// How far an analysis had come when its runner died, told by what it left.
+/// How far an analysis had come when its runner was killed, judged by the files that the runner left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum KillMoment {
     BeforeTheClaim,
@@ -99,15 +99,15 @@ enum KillMoment {
     Moving,
     Committed,
     Finished,
-    /// In a crowded home another may have recovered it before anybody could look.
+    /// Unknown: in the shared home another runner may have recovered the attempt before the trial could look.
     Unseen,
 }
 
 #[derive(Default)]
 struct KillResults {
-    landed: BTreeMap<KillMoment, usize>,
+    moments: BTreeMap<KillMoment, usize>,
     recoveries_killed: usize,
-    fates: Vec<(String, ExpectedState)>,
+    expected_states: Vec<(String, ExpectedState)>,
 }
 
 trial!(Everyone, runners_killed_on_sqlite);
@@ -122,63 +122,63 @@ fn runners_killed_on_postgres() {
 
 fn storm(deployment: &TestDeployment, salt: u64) {
     let kills = settings().kills;
-    let mut fates = Vec::new();
-    let pace = MeasuredDurations::measure(deployment, &mut fates);
-    let crowded = deployment.another_machine(0);
+    let mut expected_states = Vec::new();
+    let durations = MeasuredDurations::measure(deployment, &mut expected_states);
+    let shared_home = deployment.another_machine(0);
     let machines: Vec<Machine> = (1..=LANES)
         .map(|lane| deployment.another_machine(lane))
         .collect();
     let lane = |lane: usize| {
         let mut kill_lane = KillLane {
             deployment,
-            pace,
+            durations,
             own: &machines[lane],
-            crowded: &crowded,
+            shared_home: &shared_home,
             store: Store::open(&deployment.location()).unwrap(),
             random: RandomNumbers::new(salt << 8 | lane as u64),
-            tally: KillResults::default(),
+            results: KillResults::default(),
         };
         for turn in (lane..kills).step_by(LANES) {
-            kill_lane.throw(turn);
+            kill_lane.kill_one_runner(turn);
         }
-        kill_lane.tally
+        kill_lane.results
     };
-    let tallies: Vec<KillResults> = std::thread::scope(|scope| {
+    let all_results: Vec<KillResults> = std::thread::scope(|scope| {
         let lane = &lane;
         let lanes: Vec<_> = (0..LANES)
             .map(|number| scope.spawn(move || lane(number)))
             .collect();
         lanes.into_iter().map(|lane| lane.join().unwrap()).collect()
     });
-    let mut landed = BTreeMap::new();
+    let mut moments = BTreeMap::new();
     let mut recoveries_killed = 0;
-    for tally in tallies {
-        tally
-            .landed
+    for results in all_results {
+        results
+            .moments
             .into_iter()
-            .for_each(|(at, n)| *landed.entry(at).or_default() += n);
-        recoveries_killed += tally.recoveries_killed;
-        fates.extend(tally.fates);
+            .for_each(|(at, n)| *moments.entry(at).or_default() += n);
+        recoveries_killed += results.recoveries_killed;
+        expected_states.extend(results.expected_states);
     }
     report(&format!(
-        "{}: {kills} kills landed {landed:?}; {recoveries_killed} recoveries killed",
+        "{}: {kills} kills landed {moments:?}; {recoveries_killed} recoveries killed",
         deployment.stem
     ));
-    for machine in machines.iter().chain([&crowded]) {
+    for machine in machines.iter().chain([&shared_home]) {
         finish(deployment.recovery(machine, Recovery::Gc, "")).good();
         deployment.check_disk(machine);
     }
-    deployment.check_for_good(&fates, Recovery::Gc);
-    assert_spread(&landed, kills);
+    deployment.check_for_good(&expected_states, Recovery::Gc);
+    assert_spread(&moments, kills);
 }
 
-/// A storm that never struck where it matters shows nothing.
-fn assert_spread(landed: &BTreeMap<KillMoment, usize>, kills: usize) {
-    let of = |at: &[KillMoment]| -> usize { at.iter().filter_map(|at| landed.get(at)).sum() };
+/// Fails if no kill hit one of the moments that matter, because the trial would then prove nothing.
+fn assert_spread(moments: &BTreeMap<KillMoment, usize>, kills: usize) {
+    let of = |at: &[KillMoment]| -> usize { at.iter().filter_map(|at| moments.get(at)).sum() };
     let early = of(&[KillMoment::BeforeTheClaim, KillMoment::Claimed]);
     let running = of(&[KillMoment::Begun, KillMoment::Running]);
     let between = of(&[KillMoment::Ended, KillMoment::Moving]);
-    // With few kills chance may have it so.
+    // With few kills this can happen by chance.
     let enough = kills < 100 || early.min(running).min(between) > 0;
     assert!(
         enough,
@@ -188,28 +188,34 @@ fn assert_spread(landed: &BTreeMap<KillMoment, usize>, kills: usize) {
 
 struct KillLane<'a> {
     deployment: &'a TestDeployment,
-    pace: MeasuredDurations,
+    durations: MeasuredDurations,
     own: &'a Machine,
-    crowded: &'a Machine,
+    shared_home: &'a Machine,
     store: Store,
     random: RandomNumbers,
-    tally: KillResults,
+    results: KillResults,
 }
 
 impl KillLane<'_> {
-    /// One runner is killed; then, as the dice will, somebody recovers at once, is killed at that, or the next runner
-    /// finds what is left.
-    fn throw(&mut self, turn: usize) {
+    /// Kills one runner. Then, chosen at random, a recovery runs at once, a recovery runs and is killed too, or the next runner
+    /// recovers the attempt.
+    fn kill_one_runner(&mut self, turn: usize) {
         let id = self.deployment.id(&turn.to_string());
-        let is_crowded = (turn / LANES).is_multiple_of(CROWDED_EVERY);
-        let machine = if is_crowded { self.crowded } else { self.own };
+        let in_shared_home = (turn / LANES).is_multiple_of(SHARED_HOME_EVERY);
+        let machine = if in_shared_home {
+            self.shared_home
+        } else {
+            self.own
+        };
         self.kill_one(machine, &id);
-        let (landed, fate) = match is_crowded {
+        let (moment, expected_state) = match in_shared_home {
             true => (KillMoment::Unseen, ExpectedState::OneOfThem),
             false => self.look(machine, &id),
         };
-        *self.tally.landed.entry(landed).or_default() += 1;
-        self.tally.fates.push((id.clone(), fate));
+        *self.results.moments.entry(moment).or_default() += 1;
+        self.results
+            .expected_states
+            .push((id.clone(), expected_state));
         match self.random.below(3) {
             0 => {}
             1 => drop(finish(self.deployment.recovery(machine, Recovery::Gc, &id))),
@@ -224,9 +230,9 @@ impl KillLane<'_> {
         let pause = match at_the_end {
             true => {
                 live.wait_for("last");
-                self.random.moment(self.pace.ending * 3 / 2)
+                self.random.moment(self.durations.ending * 3 / 2)
             }
-            false => self.random.moment(self.pace.run * 3 / 2),
+            false => self.random.moment(self.durations.run * 3 / 2),
         };
         // Not to wait for anything: to strike at different moments.
         std::thread::sleep(pause);
@@ -234,11 +240,11 @@ impl KillLane<'_> {
         let status = live.child.wait().unwrap();
         let killed = status.signal() == Some(Signal::KILL.as_raw());
         assert!(killed || status.code() == Some(0), "{id}: {status}");
-        let pace = match at_the_end {
-            true => &mut self.pace.ending,
-            false => &mut self.pace.run,
+        let duration = match at_the_end {
+            true => &mut self.durations.ending,
+            false => &mut self.durations.run,
         };
-        pace_by(pace, killed);
+        adapt(duration, killed);
         eventually("it and its program are dead", || {
             processes_with(id).is_empty() && is_unlocked(&machine.run_dir(id))
         });
@@ -247,29 +253,32 @@ impl KillLane<'_> {
     fn kill_recovery(&mut self, machine: &Machine, id: &str) {
         let mut live = RunningCommand::start(self.deployment.recovery(machine, Recovery::Gc, id));
         // Not to wait for anything: to strike at different moments.
-        std::thread::sleep(self.random.moment(self.pace.gc + self.pace.ending));
+        std::thread::sleep(
+            self.random
+                .moment(self.durations.gc + self.durations.ending),
+        );
         live.signal(Signal::KILL);
         let status = live.child.wait().unwrap();
-        self.tally.recoveries_killed += usize::from(status.signal().is_some());
+        self.results.recoveries_killed += usize::from(status.signal().is_some());
     }
 
-    /// Nobody else works in this home, so what is there is what the runner left.
+    /// Judges by the files in the home. No other runner uses this home, so the killed runner left them.
     fn look(&mut self, machine: &Machine, id: &str) -> (KillMoment, ExpectedState) {
         let dir = machine.run_dir(id);
         let has = |name: &str| dir.join(name).exists();
         let known = self.store.attempts(id).unwrap();
         let workspace = machine.workspace(id);
         let Some(attempt) = known.first() else {
-            let landed = match has("run.json") {
+            let moment = match has("run.json") {
                 true => KillMoment::Claimed,
                 false => KillMoment::BeforeTheClaim,
             };
-            // The server goes on with what a dead client had asked for.
+            // The server completes a statement whose client has died.
             return match self.deployment.database {
-                Database::Postgres { .. } if landed == KillMoment::Claimed => {
-                    (landed, ExpectedState::PerhapsUnknown)
+                Database::Postgres { .. } if moment == KillMoment::Claimed => {
+                    (moment, ExpectedState::PerhapsUnknown)
                 }
-                _ => (landed, ExpectedState::Unknown),
+                _ => (moment, ExpectedState::Unknown),
             };
         };
         match (attempt.state.is_final(), has("outcome.json")) {
@@ -279,12 +288,12 @@ impl KillLane<'_> {
             (false, true) => (KillMoment::Ended, ExpectedState::Whole),
             (false, false) => {
                 let left = expected_state::left_in(&workspace, id);
-                let landed = if workspace.exists() {
+                let moment = if workspace.exists() {
                     KillMoment::Running
                 } else {
                     KillMoment::Begun
                 };
-                (landed, ExpectedState::Lost(left))
+                (moment, ExpectedState::Lost(left))
             }
         }
     }

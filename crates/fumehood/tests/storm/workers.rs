@@ -1,5 +1,5 @@
-//! P12, P16 and P18 with a queue: workers, runners and the database die one at a time, where it is known what must come
-//! of it. The storm over all of them is in `queue_under_kills.rs`.
+//! P12, P16 and P18 with a queue: workers, runners and the database are killed one at a time, and each trial knows the exact
+//! result. `queue_under_kills.rs` kills them at random.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -13,7 +13,7 @@ use crate::cluster::{TestCluster, WAIT};
 use crate::execution_monitor::most_at_once;
 use crate::report;
 
-/// Waits, and leaves one output.
+/// A script that waits until the trial lets it go on, and then writes one output.
 pub fn waits_and_writes() -> String {
     format!("{WAIT}echo \"$0\" > a.txt\n")
 }
@@ -53,7 +53,7 @@ fn killed_worker(cluster: &TestCluster) {
     first.iter().for_each(|id| cluster.wait_until_runs(id));
     worker.kill();
     let more: Vec<String> = ["d", "e", "f"].map(submit).into();
-    // One commits while there is no worker at all.
+    // The first analysis commits while no worker runs.
     cluster.monitor.let_go(&first[0]);
     cluster.until("it ends without a worker", || cluster.has_ended(&first[0]));
     assert_states(cluster, &first[0], &[SUCCEEDED]);
@@ -64,9 +64,9 @@ fn killed_worker(cluster: &TestCluster) {
         cluster.monitor.running().len() == 3
     });
     assert!(
-        worker.said().contains("2 analyses run on from before"),
+        worker.output().contains("2 analyses run on from before"),
         "{}",
-        worker.said()
+        worker.output()
     );
     for id in first[1..].iter().chain(&more) {
         cluster.wait_until_runs(id);
@@ -117,7 +117,7 @@ fn killed_runner(cluster: &TestCluster) {
     }
     cluster.until("it is parked", || cluster.has_ended(&never));
     assert_states(cluster, &never, &[LOST]);
-    assert_eq!(cluster.story(&never, 1).last().unwrap(), "parked");
+    assert_eq!(cluster.event_names(&never, 1).last().unwrap(), "parked");
     cluster.until("it is tried again", || cluster.monitor.starts(&once) == 2);
     cluster.monitor.let_go(&once);
     for turn in 2..=3 {
@@ -142,8 +142,8 @@ fn killed_runner(cluster: &TestCluster) {
         (second.event.as_str(), second.reason.as_deref()),
         ("retried", Some("runner_lost"))
     );
-    assert_eq!(cluster.story(always, 3).last().unwrap(), "parked");
-    // What it had written is kept, and not taken for all of it.
+    assert_eq!(cluster.event_names(always, 3).last().unwrap(), "parked");
+    // The lost attempt's outputs are kept, and recorded as incomplete.
     let lost = &cluster.attempts(once)[0];
     assert_eq!(
         (lost.outputs_count, lost.complete),
@@ -173,7 +173,7 @@ fn cancelled(cluster: &TestCluster) {
     cluster.wait_until_runs(&running);
     cluster.wait_until_runs(&orphan);
     let queued = cluster.submit("queued", &[], &script);
-    // In a home that has none of them, also on one machine: only the database can tell the runner.
+    // `cancel` runs in a home without these runs, even on one machine, so the runner learns of it only from the database.
     let elsewhere = cluster.deployment.another_machine(7);
     for id in [&running, &orphan] {
         cluster.until("it has written", || {
@@ -192,7 +192,7 @@ fn cancelled(cluster: &TestCluster) {
     cluster.ask(&elsewhere, &["cancel", &running]).good();
     cluster.until("it ends", || !cluster.monitor.running().contains(&running));
     let by_worker = began.elapsed();
-    // Nobody but its runner is there to look.
+    // Without a worker, only the runner itself can see the cancellation.
     worker.kill();
     let began = Instant::now();
     cluster.ask(&elsewhere, &["cancel", &orphan]).good();
@@ -220,16 +220,16 @@ fn cancelled(cluster: &TestCluster) {
             "ended",
             "committed",
         ];
-        assert_eq!(cluster.story(id, 1), must, "{id}");
+        assert_eq!(cluster.event_names(id, 1), must, "{id}");
     }
     assert_eq!(cluster.monitor.starts(&all[2]), 0);
-    // What has ended stays as it is.
+    // An ended analysis cannot be cancelled.
     assert_eq!(cluster.ask(here, &["cancel", &all[0]]).code(), 125);
     cluster.worker(there, "w", &slots).drain(cluster);
     cluster.check(&all);
 }
 
-/// Submits two that wait to be let go, and has them run.
+/// Submits two analyses that wait to be let go, and waits until both run.
 fn two_running(cluster: &TestCluster) -> [String; 2] {
     let both = ["a", "b"].map(|name| cluster.submit(name, &[], &waits_and_writes()));
     both.iter().for_each(|id| cluster.wait_until_runs(id));
@@ -249,25 +249,25 @@ fn a_worker_drains_on_postgres() {
 fn drained(cluster: &TestCluster) {
     let machine = &cluster.machines[0];
     let slots = ["--slots", "2", "--memory", "512M"];
-    // SIGTERM: nothing more is taken, and what runs is waited for.
+    // On SIGTERM the worker takes nothing more and waits for its running analyses.
     let mut worker = cluster.worker(machine, "w", &slots);
     let [a, b] = two_running(cluster);
     let later = cluster.submit("later", &[], "echo \"$0\" > a.txt\n");
     worker.signal(Signal::TERM);
-    cluster.until("it drains", || worker.said().contains("draining: "));
+    cluster.until("it drains", || worker.output().contains("draining: "));
     cluster.monitor.let_go(&a);
     cluster.until("one ends", || cluster.has_ended(&a));
     assert!(!worker.has_ended(), "one still runs");
     assert_eq!(cluster.queued(), 1, "a slot is free, and nothing is taken");
-    // Once more: it leaves at once, and its runner goes on.
+    // On a second SIGTERM the worker exits at once, and its runner continues.
     worker.signal(Signal::TERM);
-    let said = worker.said();
-    assert_eq!(worker.end(cluster), 0, "{said}");
+    let output = worker.output();
+    assert_eq!(worker.end(cluster), 0, "{output}");
     assert!(cluster.monitor.running().contains(&b));
     cluster.monitor.let_go(&b);
     cluster.until("it ends without a worker", || cluster.has_ended(&b));
     assert_eq!(cluster.queued(), 1);
-    // SIGINT leaves at once.
+    // On SIGINT the worker exits at once.
     let worker = cluster.worker(machine, "w", &slots);
     cluster.until("it is taken", || cluster.has_ended(&later));
     let c = cluster.submit("c", &[], &waits_and_writes());
@@ -275,15 +275,15 @@ fn drained(cluster: &TestCluster) {
     worker.signal(Signal::INT);
     assert_eq!(worker.end(cluster), 0);
     assert!(cluster.monitor.running().contains(&c));
-    // `worker --drain` has the running worker drain, and waits for it.
+    // `worker --drain` makes the running worker drain, and waits for its end.
     let worker = cluster.worker(machine, "w", &slots);
     cluster.until("it listens", || worker.is_ready());
     let drainer = cluster.worker(machine, "w", &["--drain"]);
     cluster.until("it waits", || {
-        drainer.has_said("the worker w is told to drain; waiting for it")
+        drainer.has_printed("the worker w is told to drain; waiting for it")
     });
-    // Until it has heard that, it may still take something.
-    cluster.until("it drains", || worker.has_said("draining: "));
+    // Before the worker has seen the request to drain, it may still claim an attempt.
+    cluster.until("it drains", || worker.has_printed("draining: "));
     let last = cluster.submit("last", &[], &waits_and_writes());
     assert!(cluster.monitor.running().contains(&c));
     cluster.monitor.let_go(&c);
@@ -314,7 +314,7 @@ fn names(cluster: &TestCluster) {
     second.args(slots);
     finish(second).refused(125, "a worker named one is running already");
     let other = cluster.worker(machine, "two", &slots);
-    // Each has one slot, so two that run have a worker each.
+    // Each worker has one slot, so two running analyses have different workers.
     let [a, b] = two_running(cluster);
     let workers: Vec<Option<String>> = [&a, &b]
         .map(|id| {
@@ -333,7 +333,7 @@ fn names(cluster: &TestCluster) {
     cluster.monitor.let_go(&b);
     let all: Vec<String> = [a, b].into_iter().chain(more).collect();
     cluster.wait_for_ends(&all);
-    // What a dead worker's runner has, its neighbour in the same home leaves alone.
+    // Another worker in the same home does not take over an attempt whose worker is dead and whose runner lives.
     let alone = cluster.submit("alone", &[], &waits_and_writes());
     cluster.wait_until_runs(&alone);
     first.kill();
@@ -379,8 +379,8 @@ fn cleaned(cluster: &TestCluster) {
         let mut times = 0;
         while !stop.load(Ordering::Relaxed) {
             for machine in &cluster.machines {
-                let said = cluster.ask(machine, &["gc"]);
-                said.good();
+                let cleaned = cluster.ask(machine, &["gc"]);
+                cleaned.good();
                 times += 1;
             }
         }
@@ -393,7 +393,7 @@ fn cleaned(cluster: &TestCluster) {
         let mut all: Vec<String> = (0..15)
             .map(|n| cluster.submit(&n.to_string(), &[], "echo \"$0\" > a.txt\n"))
             .collect();
-        // A runner that is killed is finished once, whoever is first at it.
+        // The attempt of a killed runner is finished exactly once, by whichever process is first.
         let lost = cluster.submit("lost", &["--retries", "0"], &waits_and_writes());
         cluster.wait_until_runs(&lost);
         cluster.kill_runner(&lost);

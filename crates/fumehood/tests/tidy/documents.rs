@@ -41,7 +41,7 @@ fn every_exit_code_is_documented() {
     assert!(codes >= 7, "only {codes} exit codes were found");
 }
 
-/// What each layer owns, and what rests on one alone, is told to people as it is told to the tests.
+/// SECURITY.md lists the acts of each layer, and the promises that rest on one layer, exactly as the tests do.
 #[test]
 fn the_layers_are_documented_as_they_are_tested() {
     let tested = read("crates/sandbox/tests/promises/layers.rs");
@@ -73,7 +73,7 @@ fn the_layers_are_documented_as_they_are_tested() {
     }
 }
 
-/// What holds at level `landlock` is told to people as `doctor --attack` and the tests assert it, and nothing beside.
+/// The documented table of level `landlock` has exactly the rows that `doctor --attack` and the tests assert.
 #[test]
 fn the_table_of_level_landlock_is_the_one_that_is_asserted() {
     let document = read("SECURITY.md");
@@ -98,7 +98,7 @@ fn the_table_of_level_landlock_is_the_one_that_is_asserted() {
     assert_eq!(told, asserted);
 }
 
-/// The table of crashes names every step at which the tests can stop a runner, in their order, and none beside.
+/// The table of crashes has exactly the crash points of the tests, in their order.
 #[test]
 fn every_step_of_an_attempt_is_in_the_table_of_crashes() {
     let text = read("ARCHITECTURE.md");
@@ -126,7 +126,7 @@ fn snake_case(name: &str) -> String {
     out
 }
 
-/// Real documents against docs/result-v1.schema.json, and a spoiled one to see that the schema can say no.
+/// Real documents match docs/result-v1.schema.json. As a control, the schema refuses an invalid document.
 #[test]
 fn results_are_as_their_schema_says() {
     let home = tempfile::tempdir().unwrap();

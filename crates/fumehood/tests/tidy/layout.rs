@@ -1,29 +1,29 @@
-//! Where code is, how long files are, and which words are not used.
+//! Where code may be, how long files may be, and which words are forbidden.
 
 use std::fs;
 
 use crate::sources::*;
 
-/// Before its tests. Near 500 is the aim (style, section 2); beyond this a file is two files.
+/// The most lines that a file may have before its tests. About 500 is the aim; split a longer file than this.
 const LINES_MAX: usize = 700;
 
-/// Waiting by looking again and again, with a bound, where no event can be waited for: processes that are not ours
-/// to reap, and files of cgroup version 1. A function by its name; everything else waits on events.
+/// The functions that may poll, with a bound, because there is no event to wait for: processes that are not children, and
+/// files of cgroup version 1. All other code waits for events.
 const POLLING: &[(&str, &str)] = &[
     ("crates/testkit/src/wait.rs", "poll_until"),
     (
         "crates/sandbox/src/resources/cgroup/tests.rs",
         "forks_beyond_the_process_limit_are_refused",
     ),
-    // Lets time pass in which nothing must happen.
+    // Waits for a while to check that nothing happens.
     (
         "crates/sandbox/tests/promises/p12_runner_death.rs",
         "nothing_runs_before_the_word_to_go",
     ),
 ];
 
-/// Crash tests kill at many moments. A sleep for that waits for nothing, and says so on the line above it.
-const STRIKES: &str = "// Not to wait for anything: to strike at different moments.";
+/// The comment above a sleep that waits for no event: crash tests sleep so that each kill hits a different moment.
+const RANDOM_DELAY_COMMENT: &str = "// Not to wait for anything: to strike at different moments.";
 
 #[test]
 fn unsafe_stands_in_one_file() {
@@ -33,10 +33,7 @@ fn unsafe_stands_in_one_file() {
             && !name.starts_with("fuzz/")
             && has_word(line, "unsafe")
     });
-    none(
-        found,
-        "unsafe belongs in crates/sandbox/src/sys.rs and below it",
-    );
+    none(found, "unsafe belongs in crates/sandbox/src/sys/");
     for name in [
         "crates/store/src/lib.rs",
         "crates/engine/src/lib.rs",
@@ -185,7 +182,7 @@ fn tests_wait_on_events() {
                 continue;
             }
             let function = function_around(&lines, at);
-            let strikes = at > 0 && written[at - 1] == STRIKES;
+            let strikes = at > 0 && written[at - 1] == RANDOM_DELAY_COMMENT;
             if !strikes && !POLLING.contains(&(name.as_str(), function)) {
                 found.push(format!("{name}:{}: in {function:?}", at + 1));
             }
@@ -234,10 +231,10 @@ fn modules_are_nouns_of_the_domain() {
     none(named, "name the module after what it is about");
 }
 
-/// Where this was written is nobody's business and true nowhere else.
+/// No file may contain a path of the author's machine.
 #[test]
 fn no_path_of_one_machine() {
-    // Put together here, so that this file does not hold them.
+    // Concatenated, so that this file does not contain the paths itself.
     let work = ["/", "work", "/"].concat();
     let homes = [
         ["/", "root", "/.cargo"].concat(),

@@ -340,8 +340,8 @@ impl ConfinedRun {
             control_at_marker: self.control_at_marker.take(),
             ..Listener::new()
         };
-        if let Some((eventfd, wish)) = self.control_by_eventfd.take() {
-            (listener.eventfd, listener.control_at_marker) = (eventfd, Some((UNPRINTED, wish)));
+        if let Some((eventfd, control)) = self.control_by_eventfd.take() {
+            (listener.eventfd, listener.control_at_marker) = (eventfd, Some((UNPRINTED, control)));
         }
         let launcher = Launcher::new(self.landlock_abi_max);
         let means = SpawnResources {
@@ -473,7 +473,7 @@ impl SupervisorHandler for Listener {
     }
     fn next_control(&mut self) -> Option<Control> {
         rustix::io::read(&self.eventfd, &mut [0u8; 8]).unwrap();
-        self.control_at_marker.take().map(|(_, wish)| wish)
+        self.control_at_marker.take().map(|(_, control)| control)
     }
 }
 

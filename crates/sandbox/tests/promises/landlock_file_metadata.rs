@@ -47,7 +47,7 @@ const ON_ITS_OWN: &[&str] = &[
     "utimensat(HERE, b'f', (0, OMIT, 0, OMIT))", "utimensat(HERE, b'f', (0, OMIT, 21, 0))", "utimensat(HERE, b'l', (15, 0, 16, 0), NOFOLLOW)",
     "utimensat(HERE, b'l', (17, 0, 18, 0))", "utimensat(HERE, b'f', (1, 1000000000, 1, 0))", "utimensat(HERE, b'f', (-5, 0, -6, 0))",
     "utimensat(F, b'', (19, 0, 20, 0), EMPTY)",
-    // What is not there, and what cannot be gone through.
+    // Paths that do not exist or may not be searched.
     "chmod(b'missing', 0o600)", "fchmodat(HERE, b'missing', 0o600)", "utime(b'missing', None)", "utimensat(HERE, b'd/missing', None)",
     "chmod(b'', 0o600)", "utimensat(HERE, b'', None)", "chmod(b'f/x', 0o600)", "chmod(b'dangling', 0o600)",
     "utimensat(HERE, b'dangling', (1, 0, 2, 0), NOFOLLOW)", "fchmod(999, 0o600)", "fchmodat(999, b'f', 0o600)", "fchmodat(F, b'in', 0o600)",

@@ -1,7 +1,7 @@
 //! Level `landlock` as on older kernels: before ABI 6 signals go through the guardian, before ABI 3 truncation does,
-//! before ABI 2 nothing moves between directories. What is held there is held here, and ordinary use works.
+//! before ABI 2 nothing moves between directories. The same promises hold, and ordinary use works.
 //!
-//! The launcher is told to do with an older interface than the kernel has; all else is as it would be.
+//! The launcher uses at most a given Landlock ABI, older than the kernel's. Everything else is as on this kernel.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;

@@ -1,10 +1,10 @@
 //! The layers: each owns acts that it alone refuses, and with any one layer off no promise breaks, save those
-//! that [`RESTS_ON_ONE_LAYER`] names. SECURITY.md tells the same from the same lists.
+//! that [`RESTS_ON_ONE_LAYER`] names. SECURITY.md documents the same lists.
 //!
 //! An act's own layer is shown by two runs that differ in nothing else: the layers which overlap it are off in
 //! both; with the layer the act is refused, without it the act succeeds. The mount namespace and the leased uid
-//! are no switches: without the first there is no new root to run in, without the second an analysis would
-//! run as root. What they hold is tried under P2 to P4 and P8.
+//! cannot be switched off: without the first there is no new root to run in, without the second an analysis would
+//! run as root. The tests of P2 to P4 and P8 cover them.
 
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;

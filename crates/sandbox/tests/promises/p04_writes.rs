@@ -153,7 +153,7 @@ fn what_it_writes_arrives() {
     assert!(ran.printed("written"), "{}", ran.all());
 }
 
-/// Gives the hood a FIFO named `ready` to report on and a standard input that ends when the second is dropped.
+/// Gives the run a FIFO named `ready` to report on, and a standard input that ends when the returned descriptor is dropped.
 fn wait_at_fifo(confined: &mut ConfinedRun) -> (fs::File, OwnedFd) {
     let fifo = confined.workspace().join("ready");
     rustix::fs::mknodat(

@@ -468,7 +468,7 @@ print('timed')
 }
 
 trial!(Everyone, ten_thousand_orphans);
-/// Daemons' children fall to pid 1. With room for 64 processes, ten thousand can only come and go if it buries them.
+/// Pid 1 becomes the parent of orphans. With a limit of 64 processes, ten thousand can only come and go if pid 1 reaps them.
 fn ten_thousand_orphans() {
     let source = r#"
 #include <errno.h>

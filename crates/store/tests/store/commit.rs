@@ -1,4 +1,4 @@
-//! One transaction, exactly once, whatever else happens.
+//! The commit of an attempt: one transaction, exactly once, whatever fails.
 
 use std::io;
 use std::sync::Barrier;
@@ -189,7 +189,7 @@ fn begin_can_be_repeated(test_database: &TestDatabase) {
     assert_eq!(sample.begin(&mut store).unwrap(), 1);
     assert_eq!(sample.begin(&mut store).unwrap(), 1);
     assert_eq!(store.attempts("a").unwrap().len(), 1);
-    // The same key for another analysis is a mistake that must not pass.
+    // Using the key of one analysis for another is an error.
     sample.id = "b".to_owned();
     assert!(matches!(
         sample.begin(&mut store).unwrap_err(),
@@ -344,7 +344,7 @@ fn one_who_was_given_up_is_stored_beside(test_database: &TestDatabase) {
         (1, Some("runner_lost"))
     );
     assert_eq!(test_database.sql("SELECT attempt FROM analyses_v1"), ["1"]);
-    // And a newer attempt goes on after it.
+    // A new attempt gets the number after the late commit's.
     let mut third = TestAttempt::new("a", &key(3));
     third.replace = true;
     assert_eq!(third.begin(&mut store).unwrap(), 3);
@@ -364,7 +364,8 @@ fn one_who_was_removed_is_stored_again(test_database: &TestDatabase) {
             .attempts,
         1
     );
-    // Nobody else stands for the analysis, so this one does, as after the restore of an older copy of the database.
+    // The analysis has no other attempt, so this one becomes current. The same happens after an older copy of the database
+    // was restored.
     assert_eq!(
         sample.commit(&mut store).unwrap(),
         CommitOutcome::Recreated { attempt: 1 }
@@ -376,7 +377,7 @@ fn one_who_was_removed_is_stored_again(test_database: &TestDatabase) {
         (1, false, State::Succeeded)
     );
     assert_eq!(store.outputs("a", 1).unwrap().len(), 2);
-    // Also when somebody has taken the id since.
+    // The same if another run has taken the id since.
     let second = TestAttempt::new("b", &key(2));
     second.begin(&mut store).unwrap();
     store.remove("b", UnfinishedPolicy::Remove).unwrap();
@@ -461,7 +462,7 @@ fn a_failure_before_the_commit_undoes_everything(test_database: &TestDatabase) {
         .unwrap_err();
     assert!(matches!(error, StoreError::BeforeCommit(_)), "{error}");
     still_running(test_database, &mut store);
-    // A late one is undone as well, its number included.
+    // A rolled-back late commit also frees its attempt number.
     lose(&mut store, "a", &key(1));
     sample
         .commit_with(&mut store, &mut |_| Ok(None), &mut fail)

@@ -1,4 +1,4 @@
-//! A database that is away, read-only, locked, full, damaged, or not to be trusted.
+//! A database that is unreachable, read-only, locked, full, damaged, or untrusted.
 
 use std::error::Error;
 use std::fs;
@@ -14,10 +14,10 @@ use testkit::trial;
 
 use crate::test_database::{TestAttempt, TestDatabase, key, location};
 
-/// Appears in no output.
+/// A secret that must not appear in any output.
 const MARKER: &str = "hunter2-the-marker";
 
-/// The error and all its sources, as people and as programmers see it.
+/// The `Debug` and `Display` texts of the error and all its sources.
 fn all_of(error: &StoreError) -> String {
     let mut text = format!("{error:?} {error:#?}");
     let mut next: Option<&dyn Error> = Some(error);
@@ -121,7 +121,7 @@ fn a_locked_row_is_busy_and_then_not() {
     assert_eq!(sample.commit(&mut store).unwrap(), CommitOutcome::Now);
 }
 
-/// A file system of its own, as only root can make one.
+/// A separate file system for one test. Only root can mount it.
 struct Mounted(tempfile::TempDir);
 
 impl Mounted {
@@ -221,7 +221,7 @@ fn a_read_only_server_is_said_to_be() {
         "{}",
         all_of(&error)
     );
-    // The control: a session from before may write.
+    // Control: a session from before the change may write.
     sample.begin(&mut store).unwrap();
 }
 
@@ -327,9 +327,9 @@ fn a_server_that_is_killed_loses_nothing() {
     kept.begin(&mut store).unwrap();
     let sample = TestAttempt::new("a", &key(2));
     sample.begin(&mut store).unwrap();
-    // What is begun outlives a power cut with the next commit, whosever that is.
+    // A begun row becomes durable with the next commit of any connection.
     kept.commit(&mut store).unwrap();
-    // While rows are written, then when all of them are.
+    // Kill the server first while rows are written, then after all of them are.
     let mut asked = 0;
     let mut content = |_: &_| {
         asked += 1;
@@ -355,7 +355,7 @@ fn a_server_that_is_killed_loses_nothing() {
         all_of(&error)
     );
     server.start_again();
-    // The same store finds its server again.
+    // The same store reconnects to its server.
     assert_eq!(store.show("a", None).unwrap().summary.state, State::Running);
     let mut kill = || {
         server.kill();
@@ -377,8 +377,9 @@ fn a_server_that_is_killed_loses_nothing() {
     assert_eq!(kept.commit(&mut store).unwrap(), CommitOutcome::Already);
 }
 
-/// Between us and the server: passes everything on until the client says COMMIT, and then the server's answers no more.
-fn forgetful(listener: &UnixListener, server: &Path) {
+/// A proxy between the store and the server. It forwards everything until the client sends COMMIT; it forwards the COMMIT too,
+/// and drops the server's answer.
+fn proxy_that_drops_the_commit_answer(listener: &UnixListener, server: &Path) {
     let (client, _) = listener.accept().unwrap();
     let behind = UnixStream::connect(server).unwrap();
     let (mut from_server, mut to_client) =
@@ -388,16 +389,16 @@ fn forgetful(listener: &UnixListener, server: &Path) {
     let mut buffer = vec![0; 1 << 16];
     loop {
         let count = client.read(&mut buffer).unwrap();
-        let said = &buffer[..count];
-        if said.windows(7).any(|w| w == b"COMMIT\0") {
-            // Nothing comes back any more, but the server gets it, and the end of it.
+        let received = &buffer[..count];
+        if received.windows(7).any(|w| w == b"COMMIT\0") {
+            // Close the client's side first, then forward the COMMIT and the end of the stream to the server.
             client.shutdown(std::net::Shutdown::Both).unwrap();
-            behind.write_all(said).unwrap();
+            behind.write_all(received).unwrap();
             behind.shutdown(std::net::Shutdown::Write).unwrap();
             let _ = answers.join().unwrap();
             return;
         }
-        behind.write_all(said).unwrap();
+        behind.write_all(received).unwrap();
     }
 }
 
@@ -417,7 +418,7 @@ fn a_commit_whose_answer_is_lost_is_found_by_a_repeat() {
     );
     let through = Location::parse(&address, LocationOrigin::File, &|_| None).unwrap();
     std::thread::scope(|scope| {
-        let proxy = scope.spawn(|| forgetful(&listener, &server.socket()));
+        let proxy = scope.spawn(|| proxy_that_drops_the_commit_answer(&listener, &server.socket()));
         let mut store = Store::open(&through).unwrap();
         let error = sample.commit(&mut store).unwrap_err();
         assert_eq!(

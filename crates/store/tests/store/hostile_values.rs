@@ -1,11 +1,11 @@
-//! Everything that a program can choose is data: names, messages, logs, JSON, times.
+//! Names, messages, logs, JSON and times that a program chooses are stored as data and never interpreted.
 
 use store::CommitOutcome;
 use store::types::manifest::{Remark, RemarkedPath};
 
 use crate::test_database::{TestAttempt, TestDatabase, key, log, output};
 
-/// Each would end a literal, a statement or an identifier somewhere.
+/// Each of these would end a literal, a statement or an identifier if it were not escaped.
 const WORDS: [&str; 8] = [
     "'; DROP TABLE attempts; --",
     "\"; DELETE FROM outputs; --",
@@ -122,7 +122,7 @@ fn nul_and_odd_characters_are_kept_or_escaped(test_database: &TestDatabase) {
 }
 
 on_both!(the_longest_path_that_is_collected_fits_the_key);
-/// Found by attack: bytes that cannot be compressed, since an index compresses what it can.
+/// Regression: an index compresses values, so the path consists of bytes that do not compress.
 fn the_longest_path_that_is_collected_fits_the_key(test_database: &TestDatabase) {
     let mut store = test_database.store();
     let id = "i".repeat(64);
@@ -133,7 +133,7 @@ fn the_longest_path_that_is_collected_fits_the_key(test_database: &TestDatabase)
         noise ^= noise << 13;
         noise ^= noise >> 7;
         noise ^= noise << 17;
-        // Neither NUL nor a slash.
+        // The high bit is set, so the byte is neither NUL nor a slash.
         path.push((noise >> 32) as u8 | 0x80);
     }
     sample.outputs = vec![output(&path, b"x")];
@@ -188,7 +188,7 @@ fn huge_values_are_kept(test_database: &TestDatabase) {
     let mut content = |_: &_| Ok(Some(vec![9; 1 << 20]));
     sample.outputs.sort_by(|a, b| a.path.cmp(&b.path));
     sample.begin(&mut store).unwrap();
-    // The sum of lengths is the caller's; here it would not even fit.
+    // The caller adds up the lengths, and with `u64::MAX` the sum would overflow.
     let mut small = sample.clone();
     small
         .outputs

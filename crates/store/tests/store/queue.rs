@@ -6,8 +6,8 @@ use store::{
 };
 
 use crate::queue_samples::{
-    GIB, LEASE_MS, PLENTY, TestSubmission, claim, claim_from, claim_one, commit, fresh_keys,
-    give_up, held, ids, now_ms, sample, state, story, submit, worker,
+    GIB, LEASE_MS, PLENTY, TestSubmission, claim, claim_from, claim_one, commit, events_of,
+    fresh_keys, give_up, held, ids, now_ms, sample, state, submit, worker,
 };
 use crate::test_database::{TestAttempt, TestDatabase, key};
 
@@ -28,7 +28,7 @@ fn from_submission_to_record(test_database: &TestDatabase) {
         Some(ask.request.clone())
     );
     assert_eq!(store.submission_request("b").unwrap(), None);
-    // Neither another submission nor a run comes between.
+    // While the analysis is queued, another submission and a direct run with its id are refused.
     let error = submit(&mut store, &[TestSubmission::new("a")]).unwrap_err();
     let text = chain(&error);
     assert!(text.contains("fumehood cancel a"), "{text}");
@@ -56,7 +56,7 @@ fn from_submission_to_record(test_database: &TestDatabase) {
     assert_eq!(taken.commit(&mut store).unwrap(), CommitOutcome::Now);
     assert_eq!(taken.commit(&mut store).unwrap(), CommitOutcome::Already);
     assert_eq!(
-        story(&mut store, "a"),
+        events_of(&mut store, "a"),
         [
             "1 submitted",
             "1 claimed",
@@ -69,9 +69,9 @@ fn from_submission_to_record(test_database: &TestDatabase) {
         test_database.sql("SELECT worker, retries_left, host FROM analyses_v1"),
         ["w1|0|lab-1"]
     );
-    // One that was not queued has a story too, though a short one.
+    // A direct run has events too.
     TestAttempt::new("b", &key(2)).record(&mut store).unwrap();
-    assert_eq!(story(&mut store, "b"), ["1 committed(succeeded)"]);
+    assert_eq!(events_of(&mut store, "b"), ["1 committed(succeeded)"]);
 }
 
 fn chain(error: &dyn std::error::Error) -> String {
@@ -107,7 +107,7 @@ fn a_key_is_used_once(test_database: &TestDatabase) {
         test_database.sql("SELECT id FROM analyses ORDER BY id"),
         ["a"]
     );
-    // The key goes with the analysis.
+    // Removing the analysis also frees its idempotency key.
     store.remove("a", UnfinishedPolicy::Remove).unwrap();
     assert_eq!(
         submit(&mut store, &[keyed("e", "y")]).unwrap(),
@@ -187,7 +187,7 @@ fn what_fits_nobody_is_refused(test_database: &TestDatabase) {
         cpu_milli: Some(4_000),
         ..TestSubmission::new(id)
     };
-    // Nobody is there, so nobody knows.
+    // Without a worker the size of a request is not checked.
     submit(&mut store, &[large("early")]).unwrap();
     store.record_worker(&worker("w1", 16 * GIB, 1_000)).unwrap();
     store.record_worker(&worker("w2", GIB, 64_000)).unwrap();
@@ -205,7 +205,7 @@ fn what_fits_nobody_is_refused(test_database: &TestDatabase) {
     }
     store.record_worker(&worker("w1", 16 * GIB, 4_000)).unwrap();
     submit(&mut store, &[large("late")]).unwrap();
-    // Whoever was not heard of for a minute is not there.
+    // A worker that has not reported for a minute does not count.
     test_database.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
     let huge = TestSubmission {
         memory_bytes: Some(u64::MAX),
@@ -229,7 +229,7 @@ fn submitters_take_turns(test_database: &TestDatabase) {
         ids(&claim(&mut store, 4)),
         ["a0000", "b0", "a0001", "a0002"]
     );
-    // Whoever comes later starts where the others are, and those with several are one by one.
+    // A later submitter starts at the current turn. Attempts of one submitter get consecutive turns.
     let rest = [
         TestSubmission::by("b1", "bob"),
         TestSubmission::by("b2", "bob"),
@@ -294,7 +294,8 @@ fn never_beyond_what_is_free(test_database: &TestDatabase) {
     let claimed = store
         .claim(&claim_from(&keys, room(5, 3_000), room(8, 4_000)))
         .unwrap();
-    // b takes the last memory; what asks for no memory counts as the worker says, and for no CPU if it asks for none.
+    // b takes the last memory. A request without a memory size counts with the worker's default, and one without CPUs counts as
+    // none.
     assert_eq!(ids(&claimed), ["a", "b"]);
     let keys = fresh_keys(9);
     let claimed = store
@@ -302,7 +303,7 @@ fn never_beyond_what_is_free(test_database: &TestDatabase) {
         .unwrap();
     assert_eq!(ids(&claimed), ["c", "d"]);
     assert_eq!(claimed[1].counted, room(1, 0));
-    // The number of keys is a bound too, and none at all is fine.
+    // A claim takes at most as many attempts as it has keys. A claim without keys is valid and takes nothing.
     assert!(
         store
             .claim(&claim_from(&[], PLENTY, PLENTY))
@@ -333,7 +334,7 @@ fn a_large_one_is_not_passed_over_for_ever(test_database: &TestDatabase) {
     assert_eq!(take(2), "");
     assert_eq!(take(4), "large");
     assert_eq!(take(4), "s2");
-    // It is of no concern to a worker that it never fits.
+    // A worker ignores a request that is larger than the worker, and takes the requests behind it.
     test_database.sql(
         "UPDATE queue SET ready_ms = ready_ms - 61000, memory_bytes = 106300440576 WHERE id = 's3'",
     );
@@ -369,7 +370,8 @@ fn a_claim_can_be_repeated(test_database: &TestDatabase) {
         .claim(&claim_from(&keys[..2], PLENTY, PLENTY))
         .unwrap();
     assert_eq!(ids(&first), ["a", "b"]);
-    // The answer was lost, the keys are the same: what they took is not taken again, and counts.
+    // A claim whose answer was lost is repeated with the same keys. It returns the same attempts, and they count against
+    // the capacity.
     let again = store
         .claim(&claim_from(&keys, room(3, 9_000), PLENTY))
         .unwrap();
@@ -382,8 +384,8 @@ fn a_claim_can_be_repeated(test_database: &TestDatabase) {
             .filter(|c| c.id != "c")
             .all(|c| first.contains(c))
     );
-    assert_eq!(story(&mut store, "a"), ["1 submitted", "1 claimed"]);
-    // Once its runner has it, it is the runner's.
+    assert_eq!(events_of(&mut store, "a"), ["1 submitted", "1 claimed"]);
+    // A started attempt is not returned again.
     let taken = sample(&first[0]);
     store
         .start_claimed(&taken.beginning(), 1, LEASE_MS)
@@ -553,7 +555,7 @@ fn what_fits_nobody_is_parked(test_database: &TestDatabase) {
     let small = worker("w1", 8 * GIB, 8_000);
     assert!(store.park_unfit(&small, GIB, 3_600_000).unwrap().is_empty());
     test_database.sql("UPDATE queue SET ready_ms = ready_ms - 3600001");
-    // Another one that is there has room for one of them.
+    // Another live worker has the memory for "m", so only "c" is parked.
     store.record_worker(&worker("w2", 64 * GIB, 4_000)).unwrap();
     assert_eq!(store.park_unfit(&small, GIB, 3_600_000).unwrap(), ["c"]);
     test_database.sql("UPDATE workers SET seen_ms = seen_ms - 61000");
@@ -565,17 +567,17 @@ fn what_fits_nobody_is_parked(test_database: &TestDatabase) {
         (State::Error, Some("does_not_fit"))
     );
     assert_eq!(
-        story(&mut store, "m"),
+        events_of(&mut store, "m"),
         ["1 submitted", "1 parked(does_not_fit)"]
     );
     assert_eq!(ids(&claim(&mut store, 9)), ["ok"]);
-    // Whoever has a larger worker now may try again.
+    // A parked analysis can be retried, for example after a larger worker was added.
     assert_eq!(store.retry("m", "bob", &[]).unwrap(), 2);
     assert_eq!(ids(&claim(&mut store, 9)), ["m"]);
 }
 
 on_both!(an_old_writer_removes_what_was_submitted);
-/// What Fumehood with schema 1.2 sent to commit and to remove. Never to be changed.
+/// The statements by which Fumehood with schema 1.2 commits and removes. Do not change them.
 fn an_old_writer_removes_what_was_submitted(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(
@@ -610,8 +612,8 @@ fn an_old_writer_removes_what_was_submitted(test_database: &TestDatabase) {
 }
 
 on_both!(a_large_one_holds_others_back_half_of_the_time);
-/// First attacker, Q: beside something small that runs for a year, one that needed all the memory kept every other from
-/// being taken, for that year.
+/// Regression: a request for all the memory waited for a small analysis that ran for a year. No worker took any other
+/// request during that year.
 fn a_large_one_holds_others_back_half_of_the_time(test_database: &TestDatabase) {
     let room = |gib: u64| Capacity {
         memory_bytes: gib * GIB,
@@ -623,7 +625,7 @@ fn a_large_one_holds_others_back_half_of_the_time(test_database: &TestDatabase) 
         ..TestSubmission::new("large")
     };
     submit(&mut store, &[large]).unwrap();
-    // It has been ready for so many seconds: whether what is behind it is taken.
+    // For how many seconds the large request has been ready, and whether a worker then takes the request behind it.
     let seconds = [
         (10, true),
         (70, false),
@@ -646,7 +648,7 @@ fn a_large_one_holds_others_back_half_of_the_time(test_database: &TestDatabase) 
         assert!(claimed.iter().all(|one| one.id != "large"));
         test_database.sql("DELETE FROM queue WHERE id <> 'large'");
     }
-    // The control: it was there all the time, and is taken once there is room.
+    // Control: the large request is still queued, and a worker with enough memory takes it.
     let keys = fresh_keys(1);
     let claimed = store.claim(&claim_from(&keys, room(4), room(4))).unwrap();
     assert_eq!(ids(&claimed), ["large"]);

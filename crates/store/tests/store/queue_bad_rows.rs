@@ -1,4 +1,4 @@
-//! Rows that Fumehood would not write, cannot read, or that are too long: each costs its own attempt alone.
+//! Rows that Fumehood would not write, cannot read, or that are too long. Such a row affects its own attempt only.
 
 use store::types::manifest::ContentHash;
 use store::types::submission::{INPUT_BYTES_MAX, REQUEST_BYTES_MAX};
@@ -11,8 +11,8 @@ use crate::queue_samples::{
 use crate::test_database::TestDatabase;
 
 on_both!(an_attempt_ends_though_there_is_no_next_number);
-/// First attacker, L and L': the transaction that ends an attempt failed every time, because the next one had no number;
-/// its slot was taken for ever.
+/// Regression: the transaction that ends an attempt always failed if the next attempt could not get a number, so the
+/// attempt kept its slot for ever.
 fn an_attempt_ends_though_there_is_no_next_number(test_database: &TestDatabase) {
     let mut store = test_database.store();
     for (n, last) in [i64::MAX, i64::from(u32::MAX), i64::MIN, -1]
@@ -38,7 +38,7 @@ fn an_attempt_ends_though_there_is_no_next_number(test_database: &TestDatabase) 
             "{last}"
         );
     }
-    // The control: where there is a number, there is a next attempt.
+    // Control: if a number is free, the next attempt is queued.
     submit(&mut store, &[TestSubmission::retried("a", 1)]).unwrap();
     let claimed = claim_one(&mut store);
     assert!(give_up(&mut store, &claimed));
@@ -46,8 +46,8 @@ fn an_attempt_ends_though_there_is_no_next_number(test_database: &TestDatabase) 
 }
 
 on_both!(a_row_that_fumehood_would_not_write_cannot_be_written);
-/// First attacker, B, B2, B3 and L: one such row stopped every worker, every submission, or both, for ever: it could not be
-/// read, and nothing behind it was; or a sum of it and the time ended the process.
+/// Regression: one such row stopped every worker, every submission, or both, for ever. Either the row could not be read,
+/// and no row behind it was read; or adding its value to the time overflowed and ended the process.
 fn a_row_that_fumehood_would_not_write_cannot_be_written(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(
@@ -79,15 +79,15 @@ fn a_row_that_fumehood_would_not_write_cannot_be_written(test_database: &TestDat
         let refused = refused.expect_err(&row).to_lowercase();
         assert!(refused.contains("check constraint"), "{row}: {refused}");
     }
-    // The control: what Fumehood would write can be written by others, too.
+    // Control: another program can write values that Fumehood would write.
     test_database.sql("UPDATE queue SET memory_bytes = 1, priority = 9, turn = 7 WHERE id = 'b'");
     assert_eq!(ids(&claim(&mut store, 2)), ["b", "a"]);
     submit(&mut store, &[TestSubmission::new("c")]).unwrap();
 }
 
 on_both!(an_attempt_that_cannot_be_read_hides_no_other);
-/// First attacker, B4: one row of `attempts` whose number nobody can read, on the worker's own host, and it passed on no
-/// wishes, took nothing more, and gave up nothing.
+/// Regression: one row of `attempts` with an unreadable number, on the worker's own host, stopped the worker: it passed on
+/// no cancellations, claimed nothing, and gave up no attempt.
 fn an_attempt_that_cannot_be_read_hides_no_other(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(
@@ -102,8 +102,11 @@ fn an_attempt_that_cannot_be_read_hides_no_other(test_database: &TestDatabase) {
     );
     store.cancel("b", "bob").unwrap();
     test_database.sql("UPDATE attempts SET lease_ms = 1000 WHERE id = 'b'");
-    let wish = ("b".to_owned(), 1, claimed[1].key.clone());
-    assert_eq!(store.requested_cancels("lab-1").unwrap(), [wish]);
+    let requested_cancel = ("b".to_owned(), 1, claimed[1].key.clone());
+    assert_eq!(
+        store.requested_cancels("lab-1").unwrap(),
+        [requested_cancel]
+    );
     let expired = store.expired_leases(9).unwrap();
     let found: Vec<_> = expired.iter().map(|one| one.id.as_str()).collect();
     assert_eq!(found, ["b"]);
@@ -117,8 +120,7 @@ fn long_text(test_database: &TestDatabase, bytes: usize) -> String {
 }
 
 on_both!(a_request_that_is_too_long_is_not_fetched);
-/// First attacker, G: the worker itself took requests of any length into its memory, three times over, before anybody
-/// looked at how long they were.
+/// Regression: the worker read requests of any length into its memory, three times over, before it checked their length.
 fn a_request_that_is_too_long_is_not_fetched(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(
@@ -135,7 +137,7 @@ fn a_request_that_is_too_long_is_not_fetched(test_database: &TestDatabase) {
         "UPDATE submissions SET request = {most} WHERE id = 'long'"
     ));
     let keys = fresh_keys(2);
-    // Twice: a claim whose answer was lost is told again what it took.
+    // Twice, because a claim whose answer was lost is repeated and returns the same attempts.
     for _ in 0..2 {
         let mut claimed = store.claim(&claim_from(&keys, PLENTY, PLENTY)).unwrap();
         claimed.sort_by(|a, b| a.id.cmp(&b.id));
@@ -145,11 +147,11 @@ fn a_request_that_is_too_long_is_not_fetched(test_database: &TestDatabase) {
 }
 
 on_both!(a_file_that_is_too_long_is_not_fetched);
-/// First attacker, G2: a runner fetched a file of any length before it looked at its length.
+/// Regression: a runner fetched a file of any length before it checked the length.
 fn a_file_that_is_too_long_is_not_fetched(test_database: &TestDatabase) {
     let mut store = test_database.store();
     let bytes = usize::try_from(INPUT_BYTES_MAX).unwrap() + 1;
-    // With its true hash, by which it would be found good.
+    // The hash is correct, so that only the length can be the reason for a refusal.
     let hash = ContentHash::of(&vec![b'x'; bytes]);
     let text = long_text(test_database, bytes);
     let content = match test_database.is_postgres() {
@@ -160,7 +162,7 @@ fn a_file_that_is_too_long_is_not_fetched(test_database: &TestDatabase) {
         "INSERT INTO blobs (blake3, bytes, content) VALUES ('{hash}', 1, {content})"
     ));
     assert!(store.submitted_file(&hash).unwrap().is_none());
-    // The control: one that is not too long is fetched.
+    // Control: a file that is short enough is fetched.
     submit(&mut store, &[TestSubmission::new("a").with_file(b"short")]).unwrap();
     let short = store.submitted_file(&ContentHash::of(b"short")).unwrap();
     assert_eq!(short.as_deref(), Some(&b"short"[..]));

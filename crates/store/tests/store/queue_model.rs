@@ -1,4 +1,4 @@
-//! The queue as a state machine: random steps, tried on the record and on a simple model of it, must say the same.
+//! The queue as a state machine: random steps on the record and on a simple model of it must have the same results.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::queue_samples::{
 };
 use crate::test_database::TestDatabase;
 
-/// Few enough that steps meet, and enough that turns differ.
+/// Few enough that steps often concern the same analysis, and enough that their turns differ.
 const IDS: u8 = 10;
 const TOTAL: Capacity = Capacity {
     memory_bytes: 4 * GIB,
@@ -36,7 +36,7 @@ enum Step {
         count: usize,
         free_gib: u64,
     },
-    /// What a runner does, by the number of its claim: also those of long ago.
+    /// Steps of a runner, by the number of its claim. The claim may be an old one that no longer holds its attempt.
     TakeUp(usize),
     Renew(usize),
     Collecting(usize),
@@ -51,7 +51,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let id = 0..IDS;
-    // Mostly the last ones, which are still held.
+    // Mostly recent claims, which still hold their attempts.
     let claim = prop_oneof![3 => 0..3_usize, 1 => 0..40_usize];
     let ends = prop::sample::select(vec![
         State::Succeeded,
@@ -94,7 +94,7 @@ struct Try {
     key: String,
     state: State,
     superseded: bool,
-    /// Ended by its own key.
+    /// The runner ended the attempt with the attempt's own key.
     by_itself: bool,
     retries_left: Option<u32>,
     cancelled: bool,
@@ -124,7 +124,7 @@ struct Model {
     tries: BTreeMap<String, BTreeMap<u32, Try>>,
     asked: BTreeMap<String, Asked>,
     queue: Vec<Entry>,
-    /// Key of a late attempt to the number that its late commit got.
+    /// By the key of a late attempt: the analysis, and the number that the late commit got.
     late: BTreeMap<String, (String, u32)>,
     claims: Vec<GrantedClaim>,
 }
@@ -149,7 +149,7 @@ impl Model {
         found
     }
 
-    /// The newest that counts.
+    /// The newest attempt that is not superseded.
     fn newest(&self, id: &str) -> Option<(u32, State)> {
         let counting = self.of(id).rev().find(|(_, t)| !t.superseded);
         counting
@@ -218,7 +218,7 @@ impl Model {
         }
     }
 
-    /// By priority and turn; those of one turn by the time that the record has for them.
+    /// The ready entries by priority and turn, and within one turn by the time in the record.
     fn order(&self, times: &BTreeMap<(String, u32), i64>) -> Vec<Entry> {
         let mut ready: Vec<Entry> = self.queue.iter().filter(|e| !e.delayed).cloned().collect();
         ready.sort_by_key(|e| {
@@ -243,7 +243,7 @@ impl Model {
         }
     }
 
-    /// The attempt of a claim, if it is still the claim's.
+    /// The attempt of a claim, if the claim still holds it.
     fn held(&mut self, claimed: &GrantedClaim) -> Option<&mut Try> {
         let found = self.tries.get_mut(&claimed.id)?.get_mut(&claimed.attempt)?;
         (found.key == claimed.key && !found.state.is_final()).then_some(found)
@@ -432,7 +432,7 @@ impl Trial<'_> {
     }
 
     fn claim(&mut self, count: usize, free_gib: u64) {
-        // The record's own times tell apart what has the same turn.
+        // The record's times order the entries of one turn.
         let seen = self.store.overview(1_000).unwrap().next.into_iter();
         let times = seen.map(|w| ((w.id, w.attempt), w.queued_ms)).collect();
         if !self.model.queue.is_empty() {
@@ -539,7 +539,7 @@ impl Trial<'_> {
         }
     }
 
-    /// The record and the model have the same attempts in the same states, and the same order.
+    /// Asserts that the record and the model have the same attempts in the same states, and the same order.
     fn compare(&mut self) {
         let seen = self.store.overview(1_000).unwrap();
         let times = seen
@@ -581,7 +581,7 @@ impl Trial<'_> {
     }
 }
 
-/// What holds of the tables, whatever was done.
+/// Asserts the invariants of the tables, which hold after any steps.
 fn check_tables(test_database: &TestDatabase) {
     let nothing = [
         "SELECT a.id FROM attempts a LEFT JOIN queue q ON q.id = a.id AND q.attempt = a.attempt
@@ -613,7 +613,7 @@ fn the_queue_is_as_its_model(test_database: &TestDatabase) {
     let tried = TestRunner::new(config).run(&prop::collection::vec(step(), 40..90), |steps| {
         let mut store = test_database.store();
         for id in (0..IDS).map(name) {
-            // What the last case left; nothing is fine too.
+            // Remove the rows of the last case. There may be none.
             let _ = store.remove(&id, UnfinishedPolicy::Remove);
         }
         let mut trial = Trial {

@@ -1,4 +1,4 @@
-//! The queue with many at it at once, how much a claim looks at, and the bell.
+//! Concurrent access to the queue, query plans, and the change listener.
 
 use std::collections::HashSet;
 use std::sync::Barrier;
@@ -16,7 +16,7 @@ use crate::queue_samples::{
 };
 use crate::test_database::{TestDatabase, location};
 
-/// Each thread with a store of its own, all at once.
+/// Runs `work` in `count` threads at the same time. Each thread has a store of its own.
 fn together<T: Send>(
     test_database: &TestDatabase,
     count: usize,
@@ -46,7 +46,7 @@ fn eight_claim_and_none_twice(test_database: &TestDatabase) {
     submit(&mut test_database.store(), &all).unwrap();
     let taken = together(test_database, 8, |n, store| {
         let mut taken = Vec::new();
-        // An empty answer can mean that the others hold what is left, and may still let go of it.
+        // A claim can be empty because other threads have locked the remaining rows, and they may still release them.
         while !store.overview(1).unwrap().next.is_empty() {
             taken.extend(claim(store, 1 + n % 4));
         }
@@ -223,7 +223,7 @@ fn fill(test_database: &TestDatabase, count: u32) {
     }
 }
 
-/// What a database says it does for a statement.
+/// The query plan of a statement, as the database explains it.
 fn plan(test_database: &TestDatabase, sql: &str) -> String {
     let explain = match test_database.is_postgres() {
         true => "EXPLAIN (ANALYZE, COSTS OFF, TIMING OFF, SUMMARY OFF, BUFFERS OFF)",
@@ -232,8 +232,8 @@ fn plan(test_database: &TestDatabase, sql: &str) -> String {
     test_database.sql(&format!("{explain} {sql}")).join("\n")
 }
 
-/// The two looks of `queue.rs`, with values in them.
-const LOOKS: [&str; 2] = [
+/// The two candidate queries of `queue/claim.rs`, with values.
+const CANDIDATE_QUERIES: [&str; 2] = [
     "SELECT id, attempt, submitter, ready_ms, COALESCE(memory_bytes, 1), COALESCE(cpu_milli, 0) FROM queue
      WHERE not_before_ms IS NULL
      ORDER BY priority DESC, turn, queued_ms, id LIMIT 50",
@@ -242,7 +242,7 @@ const LOOKS: [&str; 2] = [
      ORDER BY priority DESC, turn, queued_ms, id LIMIT 1000",
 ];
 
-/// The most rows that any step of a plan had to do with.
+/// The largest number of rows in any step of a plan.
 fn rows_read(plan: &str) -> u64 {
     let counts = plan.split("rows=").skip(1);
     let count = |text: &str| {
@@ -264,10 +264,10 @@ fn a_claim_is_not_slower_in_a_long_queue(test_database: &TestDatabase) {
             test_database.sql(&format!("DELETE FROM {table}"));
         }
         fill(test_database, count);
-        for (look, rows_max) in LOOKS.into_iter().zip([50, 1_000]) {
-            let plan = plan(test_database, look);
+        for (query, rows_max) in CANDIDATE_QUERIES.into_iter().zip([50, 1_000]) {
+            let plan = plan(test_database, query);
             match test_database.is_postgres() {
-                // A short table may be read as a whole; no plan reads more than the look is for.
+                // PostgreSQL may scan a short table. No plan reads more rows than the query's LIMIT.
                 true => {
                     assert!(rows_read(&plan) <= rows_max, "{plan}");
                     let by_index = plan.contains("Index Scan using queue_ready");
@@ -330,40 +330,43 @@ fn the_other_questions_use_their_indexes(test_database: &TestDatabase) {
     ];
     for (question, index) in questions {
         let plan = plan(test_database, question);
-        // An empty table is read whole by PostgreSQL.
+        // PostgreSQL scans an empty table instead of its index.
         if index != "events_id" || !test_database.is_postgres() {
             assert!(plan.contains(index), "{plan}");
         }
     }
 }
 
-fn rang(bell: &ChangeListener, within: Duration) -> bool {
-    let mut fds = [PollFd::new(bell, PollFlags::IN)];
+fn is_signalled(listener: &ChangeListener, within: Duration) -> bool {
+    let mut fds = [PollFd::new(listener, PollFlags::IN)];
     let timeout = within.try_into().unwrap();
     rustix::event::poll(&mut fds, Some(&timeout)).unwrap() == 1
 }
 
 const SOON: Duration = Duration::from_secs(20);
-/// Long enough that a ring under way would have come.
+/// A signal that is under way arrives within this time.
 const QUIET: Duration = Duration::from_millis(300);
 
-/// Until it does not ring any more by itself.
-fn settle(bell: &mut ChangeListener) {
+/// Consumes signals until none has come for `QUIET`.
+fn wait_until_quiet(listener: &mut ChangeListener) {
     let until = Instant::now() + SOON;
-    while rang(bell, QUIET) {
-        bell.consume();
-        assert!(Instant::now() < until, "it never stops");
+    while is_signalled(listener, QUIET) {
+        listener.consume();
+        assert!(Instant::now() < until, "the listener is still signalled");
     }
 }
 
 on_both!(the_bell_rings);
 fn the_bell_rings(test_database: &TestDatabase) {
     let mut store = test_database.store();
-    let mut bell = ChangeListener::subscribe(&test_database.location).unwrap();
+    let mut listener = ChangeListener::subscribe(&test_database.location).unwrap();
     if test_database.is_postgres() {
-        assert!(rang(&bell, SOON), "when it begins to listen");
+        assert!(
+            is_signalled(&listener, SOON),
+            "no signal when the subscription begins"
+        );
     }
-    settle(&mut bell);
+    wait_until_quiet(&mut listener);
     submit(
         &mut store,
         &[
@@ -373,9 +376,9 @@ fn the_bell_rings(test_database: &TestDatabase) {
         ],
     )
     .unwrap();
-    assert!(rang(&bell, SOON), "submit");
-    settle(&mut bell);
-    // Looking makes no noise, or two that look would wake each other for ever.
+    assert!(is_signalled(&listener, SOON), "no signal for a submission");
+    wait_until_quiet(&mut listener);
+    // A read must not signal, or two listeners would wake each other for ever.
     store.overview(9).unwrap();
     store.expired_leases(9).unwrap();
     store.promote_delayed().unwrap();
@@ -386,14 +389,14 @@ fn the_bell_rings(test_database: &TestDatabase) {
             .is_empty()
     );
     std::fs::write(test_database.dir.path().join("something-else"), "x").unwrap();
-    assert!(!rang(&bell, QUIET), "looking");
+    assert!(!is_signalled(&listener, QUIET), "a read has signalled");
     let a = claim_one(&mut store);
     let b = claim_one(&mut store);
-    settle(&mut bell);
+    wait_until_quiet(&mut listener);
     let mut each = |what: &str, act: &mut dyn FnMut()| {
         act();
-        assert!(rang(&bell, SOON), "{what}");
-        settle(&mut bell);
+        assert!(is_signalled(&listener, SOON), "no signal: {what}");
+        wait_until_quiet(&mut listener);
     };
     each("give up", &mut || {
         assert!(give_up(&mut test_database.store(), &a))
@@ -417,15 +420,18 @@ fn the_bell_rings(test_database: &TestDatabase) {
         test_database.store().retry("c", "bob", &[]).unwrap();
     });
     if let Location::Sqlite(path) = &test_database.location {
-        // The last one to close the database removes its log; the next one makes another.
+        // SQLite removes the write-ahead log with the last connection, and creates a new one with the next.
         drop(store);
-        settle(&mut bell);
+        wait_until_quiet(&mut listener);
         assert!(!path.with_file_name("record.db-wal").exists());
         test_database
             .store()
             .submit(&[TestSubmission::new("d").submit()], QUEUE_MAX)
             .unwrap();
-        assert!(rang(&bell, SOON), "a new log");
+        assert!(
+            is_signalled(&listener, SOON),
+            "no signal after SQLite made a new log"
+        );
     }
 }
 
@@ -437,24 +443,30 @@ fn the_bell_survives_the_server() {
     let database = server.create_database();
     let location = location(&server, &database, "postgres");
     Store::migrate(&location).unwrap();
-    let mut bell = ChangeListener::subscribe(&location).unwrap();
-    assert!(rang(&bell, SOON));
-    settle(&mut bell);
+    let mut listener = ChangeListener::subscribe(&location).unwrap();
+    assert!(is_signalled(&listener, SOON));
+    wait_until_quiet(&mut listener);
     server.kill();
     server.start_again();
-    // What was said meanwhile is lost, so it rings when it hears again.
-    assert!(rang(&bell, SOON), "after the server came back");
-    settle(&mut bell);
+    // Notifications during the outage are lost, so the listener signals when it has reconnected.
+    assert!(
+        is_signalled(&listener, SOON),
+        "no signal after the server came back"
+    );
+    wait_until_quiet(&mut listener);
     submit(
         &mut Store::open(&location).unwrap(),
         &[TestSubmission::new("a")],
     )
     .unwrap();
-    assert!(rang(&bell, SOON), "and as ever");
-    // A bell on a server that is not there yet is hung too, and taken down at once.
+    assert!(
+        is_signalled(&listener, SOON),
+        "no signal for a change after the reconnection"
+    );
+    // A listener can be created and dropped while the server is down.
     server.kill();
     let started = Instant::now();
     drop(ChangeListener::subscribe(&location).unwrap());
-    drop(bell);
+    drop(listener);
     assert!(started.elapsed() < SOON);
 }

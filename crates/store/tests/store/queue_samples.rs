@@ -193,7 +193,7 @@ pub fn worker(name: &str, memory_bytes: u64, cpu_milli: u64) -> WorkerRow {
 }
 
 /// The events of an analysis, oldest first, each as `ATTEMPT event` or `ATTEMPT event(reason)`.
-pub fn story(store: &mut Store, id: &str) -> Vec<String> {
+pub fn events_of(store: &mut Store, id: &str) -> Vec<String> {
     let events = store.events(id).unwrap().into_iter();
     let line = |e: store::AnalysisEvent| match e.reason {
         Some(reason) => format!("{} {}({reason})", e.attempt, e.event),

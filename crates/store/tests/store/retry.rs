@@ -1,14 +1,14 @@
-//! What comes after an attempt: another one or none, in the transaction that ended it.
+//! Retries: the transaction that ends an attempt also decides whether another attempt is queued.
 
 use store::{CommitOutcome, State};
 
 use crate::queue_samples::{
-    TestSubmission, claim, claim_one, commit, give_up, ids, sample, state, story, submit,
+    TestSubmission, claim, claim_one, commit, events_of, give_up, ids, sample, state, submit,
 };
 use crate::test_database::TestDatabase;
 
-/// As if the time had come.
-fn let_time_pass(test_database: &TestDatabase) {
+/// Makes every delayed attempt due.
+fn make_delayed_attempts_due(test_database: &TestDatabase) {
     test_database.sql("UPDATE queue SET not_before_ms = 1 WHERE not_before_ms IS NOT NULL");
 }
 
@@ -24,7 +24,7 @@ fn a_lost_runner_is_followed_by_another(test_database: &TestDatabase) {
     assert!(claim(&mut store, 1).is_empty(), "not at once");
     let wait = store.promote_delayed().unwrap().unwrap();
     assert!((1_000..=2_500).contains(&wait), "{wait}");
-    let_time_pass(test_database);
+    make_delayed_attempts_due(test_database);
     let second = claim_one(&mut store);
     assert_eq!(
         (second.attempt, second.request_json),
@@ -36,7 +36,7 @@ fn a_lost_runner_is_followed_by_another(test_database: &TestDatabase) {
         ["1", "0"]
     );
     assert_eq!(
-        story(&mut store, "a"),
+        events_of(&mut store, "a"),
         [
             "1 submitted",
             "1 claimed",
@@ -58,7 +58,7 @@ fn the_next_attempt_is_made_with_the_end_of_the_last(test_database: &TestDatabas
     let claimed = claim_one(&mut store);
     let mut ended = sample(&claimed);
     (ended.state, ended.reason) = (State::Failed, "exit".to_owned());
-    // A commit that does not come about leaves no attempt behind it.
+    // A commit that is rolled back queues no retry.
     let undone = ended.commit_with(&mut store, &mut |_| Ok(None), &mut || {
         Err(std::io::Error::other("no"))
     });
@@ -70,7 +70,7 @@ fn the_next_attempt_is_made_with_the_end_of_the_last(test_database: &TestDatabas
     assert_eq!(ended.commit(&mut store).unwrap(), CommitOutcome::Already);
     assert_eq!(test_database.sql("SELECT COUNT(*) FROM attempts"), ["2"]);
     assert_eq!(
-        story(&mut store, "a")[2..],
+        events_of(&mut store, "a")[2..],
         ["1 committed(failed)", "2 retried(exit)"]
     );
 }
@@ -85,7 +85,7 @@ fn the_pause_grows_and_has_a_bound(test_database: &TestDatabase) {
         give_up(&mut store, &claimed);
         let queued = test_database.sql("SELECT not_before_ms - queued_ms FROM queue");
         pauses.push(queued[0].parse::<u64>().unwrap());
-        let_time_pass(test_database);
+        make_delayed_attempts_due(test_database);
     }
     for (n, pause) in pauses.iter().enumerate() {
         let least = (2_000_u64 << n).min(300_000);
@@ -125,9 +125,9 @@ fn whoever_waits_becomes_ready(test_database: &TestDatabase) {
         test_database.sql("SELECT id FROM queue WHERE not_before_ms IS NOT NULL"),
         ["a"]
     );
-    let_time_pass(test_database);
+    make_delayed_attempts_due(test_database);
     assert_eq!(store.promote_delayed().unwrap(), None);
-    // While it waited the others moved on, but it lost no turn by it: the turns are given out when it is ready.
+    // A delayed attempt gets its turn when it becomes ready, so it falls behind by no turn while it waits.
     let order = ids(&claim(&mut store, 9)).join(" ");
     assert_eq!(order, "b x0 a x1 x2 x3 x4");
 }
@@ -139,16 +139,16 @@ fn retries_run_out(test_database: &TestDatabase) {
     for _ in 0..3 {
         let claimed = claim_one(&mut store);
         give_up(&mut store, &claimed);
-        let_time_pass(test_database);
+        make_delayed_attempts_due(test_database);
     }
     assert!(claim(&mut store, 1).is_empty());
-    let story_of = story(&mut store, "a");
+    let events = events_of(&mut store, "a");
     assert_eq!(
-        story_of[story_of.len() - 2..],
+        events[events.len() - 2..],
         ["3 ended(runner_lost)", "3 parked(runner_lost)"]
     );
     assert_eq!(state(&mut store, "a", 3), State::Error);
-    // Whoever retries it by hand gives it as many tries as it had.
+    // A retry by hand starts with the original number of retries.
     assert_eq!(store.retry("a", "bob", &[]).unwrap(), 4);
     let claimed = claim_one(&mut store);
     give_up(&mut store, &claimed);
@@ -190,7 +190,7 @@ fn only_what_was_asked_for_is_tried_again(test_database: &TestDatabase) {
         commit(&mut store, &claimed, state, reason).unwrap();
         let queued = test_database.sql(&format!("SELECT attempt FROM queue WHERE id = '{id}'"));
         assert_eq!(queued.len(), usize::from(again), "{state} {reason}");
-        let last = story(&mut store, &id).pop().unwrap();
+        let last = events_of(&mut store, &id).pop().unwrap();
         let wanted = match (state, again) {
             (_, true) => format!("2 retried({reason})"),
             (State::Error, false) => format!("1 parked({reason})"),
@@ -206,12 +206,12 @@ fn a_late_attempt_does_not_count(test_database: &TestDatabase) {
     submit(&mut store, &[TestSubmission::retried("a", 1)]).unwrap();
     let late = claim_one(&mut store);
     assert!(give_up(&mut store, &late));
-    // While the next one waits, and again when it runs.
+    // A late commit is superseded while the next attempt waits, and again while it runs.
     let committed = commit(&mut store, &late, State::Succeeded, "exit").unwrap();
     assert_eq!(committed, CommitOutcome::Superseded { attempt: 3 });
     assert_eq!(state(&mut store, "a", 2), State::Queued);
     assert_eq!(store.outputs("a", 3).unwrap().len(), 2, "kept");
-    let_time_pass(test_database);
+    make_delayed_attempts_due(test_database);
     let second = claim_one(&mut store);
     assert_eq!(second.attempt, 2);
     let committed = commit(&mut store, &late, State::Succeeded, "exit").unwrap();

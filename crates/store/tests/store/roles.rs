@@ -1,4 +1,4 @@
-//! On PostgreSQL: what each role may do, with exactly the grants that are documented.
+//! What each PostgreSQL role may do with exactly the documented grants.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -226,7 +226,7 @@ fn a_runner_has_the_whole_queue() {
 }
 
 trial!(Caller, a_commit_is_heard_by_those_who_listen);
-/// What a psql that listens hears: only after a statement of its own does it tell.
+/// psql prints notifications only after its next statement.
 fn a_commit_is_heard_by_those_who_listen() {
     let Some(test_database) = TestDatabase::postgres() else {
         return;

@@ -1,10 +1,10 @@
-//! What a runner does with an attempt that it holds, and what people wish of it: cancel, retry.
+//! How a runner starts, renews and loses an attempt, and requests to cancel or retry one.
 
 use store::{CancelOutcome, LossProof, LostAttempt, RenewOutcome, State, Store, StoreError};
 
 use crate::queue_samples::{
-    LEASE_MS, TestSubmission, claim, claim_one, commit, give_up, held, ids, sample, state, story,
-    submit,
+    LEASE_MS, TestSubmission, claim, claim_one, commit, events_of, give_up, held, ids, sample,
+    state, submit,
 };
 use crate::test_database::{TestAttempt, TestDatabase, key};
 
@@ -28,7 +28,7 @@ fn a_runner_takes_up_its_attempt_once(test_database: &TestDatabase) {
     second.workspace = Some("/tmp/of-another-runner");
     assert!(!store.start_claimed(&second, 1, LEASE_MS).unwrap());
     assert_eq!(
-        story(&mut store, "a"),
+        events_of(&mut store, "a"),
         ["1 submitted", "1 claimed", "1 started"]
     );
     assert!(give_up(&mut store, &claimed));
@@ -84,7 +84,7 @@ fn a_lease_is_renewed_until_it_is_lost(test_database: &TestDatabase) {
             .unwrap()
     );
     assert_eq!(
-        story(&mut store, "a"),
+        events_of(&mut store, "a"),
         [
             "1 submitted",
             "1 claimed",
@@ -100,7 +100,7 @@ fn leases_that_are_over(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(&mut store, &["a", "b", "c", "d"].map(TestSubmission::new)).unwrap();
     let claimed = claim(&mut store, 3);
-    // Of a run, which has no lease.
+    // A direct run has no lease.
     TestAttempt::new("run", &key(1)).begin(&mut store).unwrap();
     assert!(store.expired_leases(9).unwrap().is_empty());
     store
@@ -139,14 +139,14 @@ fn cancel_while_queued(test_database: &TestDatabase) {
         state: State::Cancelled,
     };
     assert_eq!(store.cancel("a", "bob").unwrap(), ended);
-    assert_eq!(story(&mut store, "a"), ["1 submitted", "1 cancelled"]);
+    assert_eq!(events_of(&mut store, "a"), ["1 submitted", "1 cancelled"]);
     let shown = store.show("a", None).unwrap().summary;
     assert_eq!(shown.reason.as_deref(), Some("cancelled"));
     assert!(shown.message.unwrap().contains("bob") && shown.committed_ms.is_some());
     assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
     let error = store.cancel("nothing", "bob").unwrap_err();
     assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
-    // One that waits for its time after a failure is queued too.
+    // An attempt that is delayed after a failure is queued too.
     let b = store.unfinished(None).unwrap().remove(0);
     let lost = store::LostAttempt {
         id: "b",
@@ -212,7 +212,7 @@ fn cancel_while_running(test_database: &TestDatabase) {
         ["bob"]
     );
     assert_eq!(
-        story(&mut store, "a"),
+        events_of(&mut store, "a"),
         [
             "1 submitted",
             "1 claimed",
@@ -221,7 +221,7 @@ fn cancel_while_running(test_database: &TestDatabase) {
             "1 committed(cancelled)"
         ]
     );
-    // Whoever is to be cancelled is not tried again, whatever else becomes of it.
+    // A cancelled attempt is not retried, however it ends.
     store.cancel("b", "bob").unwrap();
     assert!(give_up(&mut store, &claimed[1]));
     assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["0"]);
@@ -268,7 +268,7 @@ fn retry_on_wish(test_database: &TestDatabase) {
     assert!(error.to_string().contains("fumehood run"), "{error}");
     let error = store.retry("nothing", "bob", &[]).unwrap_err();
     assert!(matches!(error, StoreError::NotFound { .. }), "{error}");
-    // A run in place of a submitted one is not tried again by the old request.
+    // A direct run that replaces a submitted analysis is not retried by the old request.
     commit(&mut store, &second, State::Succeeded, "exit").unwrap();
     let mut run = TestAttempt::new("a", &key(2));
     (run.replace, run.attempt) = (true, 3);
@@ -276,12 +276,15 @@ fn retry_on_wish(test_database: &TestDatabase) {
     assert_eq!(run.begin(&mut store).unwrap(), 3);
     run.commit(&mut store).unwrap();
     assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["0"]);
-    assert_eq!(story(&mut store, "a").pop().unwrap(), "3 committed(error)");
+    assert_eq!(
+        events_of(&mut store, "a").pop().unwrap(),
+        "3 committed(error)"
+    );
 }
 
 on_both!(a_renewed_lease_is_not_given_up);
-/// Second attacker, F8 and F9: whoever had looked at a lease ended the attempt, also when the lease had been renewed
-/// since, or had never been over.
+/// Regression: a process that had read a lease could end the attempt even if the lease had since been renewed, or had never
+/// expired.
 fn a_renewed_lease_is_not_given_up(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(&mut store, &[TestSubmission::retried("a", 1)]).unwrap();
@@ -308,8 +311,8 @@ fn a_renewed_lease_is_not_given_up(test_database: &TestDatabase) {
     store.renew_lease(&held(&claimed), LEASE_MS).unwrap();
     assert!(!by_lease(&mut store), "and was renewed then");
     assert_eq!(state(&mut store, "a", 1), State::Running);
-    assert_eq!(story(&mut store, "a"), ["1 submitted", "1 claimed"]);
-    // The control: one that is over is reason enough.
+    assert_eq!(events_of(&mut store, "a"), ["1 submitted", "1 claimed"]);
+    // Control: an expired lease is a sufficient proof.
     test_database.sql("UPDATE attempts SET lease_ms = 1000");
     assert!(by_lease(&mut store));
     assert_eq!(state(&mut store, "a", 1), State::Error);
@@ -317,7 +320,7 @@ fn a_renewed_lease_is_not_given_up(test_database: &TestDatabase) {
 }
 
 on_both!(what_was_cancelled_and_given_up_is_cancelled);
-/// Second attacker, F13: one that was cancelled before it had begun became an `error`, with the name of who had cancelled it.
+/// Regression: an attempt that was cancelled before it had begun got the state `error`, with the name of the canceller.
 fn what_was_cancelled_and_given_up_is_cancelled(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(
@@ -338,7 +341,7 @@ fn what_was_cancelled_and_given_up_is_cancelled(test_database: &TestDatabase) {
         test_database.sql("SELECT cancel_by FROM analyses_v1 WHERE id = 'a'"),
         ["bob"]
     );
-    // The control: nobody wished for that one's end, so it is tried again.
+    // Control: nobody cancelled "b", so it is retried.
     assert_eq!(state(&mut store, "b", 1), State::Error);
     assert_eq!(test_database.sql("SELECT id, attempt FROM queue"), ["b|2"]);
 }

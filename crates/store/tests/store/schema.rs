@@ -1,4 +1,4 @@
-//! Versions: what a database is before it is used, and that an older writer still commits.
+//! Schema versions: migration before use, and commits by older versions of Fumehood.
 
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Barrier;
@@ -104,7 +104,7 @@ fn a_schema_of_somebody_else_is_not_migrated() {
         matches!(&error, StoreError::SchemaOwner { owner, .. } if owner == "fumehood_stranger"),
         "{error}"
     );
-    // The control: once it is its own, it may, without any right to create schemas.
+    // Control: a role that owns the schema may migrate without the right to create schemas.
     server.psql(database, &format!("ALTER SCHEMA fumehood OWNER TO fumehood_owner; REVOKE CREATE ON DATABASE {database} FROM fumehood_owner"));
     Store::migrate(&location(server, database, "fumehood_owner")).unwrap();
 }
@@ -224,7 +224,7 @@ fn something_else_is_refused(test_database: &TestDatabase) {
 
 on_both!(eight_at_once_make_one_schema);
 fn eight_at_once_make_one_schema(_: &TestDatabase) {
-    // Not the lab that was given: one without a schema.
+    // Not the database of the argument, which has a schema.
     for test_database in [Some(TestDatabase::sqlite()), TestDatabase::postgres_empty()]
         .into_iter()
         .flatten()
@@ -270,7 +270,7 @@ fn an_old_writer_still_commits(test_database: &TestDatabase) {
     read_what_the_old_writer_wrote(test_database, "after");
 }
 
-/// A value of a frozen statement.
+/// A value for a statement of an older version.
 enum Lit<'a> {
     Int(i64),
     Text(&'a str),
@@ -293,7 +293,8 @@ impl Lit<'_> {
     }
 }
 
-/// Runs a statement as it was frozen. Values are put in from the last to the first, so that `$1` is not found in `$10`.
+/// Runs a statement of an older version. Replaces the placeholders from the last to the first, so that `$1` does not match in
+/// `$10`.
 fn frozen(test_database: &TestDatabase, statement: &str, values: &[Lit]) {
     let literals: Vec<String> = values
         .iter()
@@ -313,7 +314,7 @@ fn frozen(test_database: &TestDatabase, statement: &str, values: &[Lit]) {
     test_database.sql(&sql);
 }
 
-/// What Fumehood 0.1 with schema 1.1 sent, statement by statement. Never to be changed.
+/// The statements of Fumehood 0.1 with schema 1.1. Do not change them.
 fn old_writer(test_database: &TestDatabase, id: &str) {
     use Lit::{Bool, Bytes, Int, Null, Text};
     let hash = ContentHash::of(b"x").to_string();
@@ -425,7 +426,7 @@ fn old_writer(test_database: &TestDatabase, id: &str) {
     );
 }
 
-/// What Fumehood with schema 1.2 sent to commit an attempt that somebody claimed for it. Never to be changed.
+/// The statements by which Fumehood with schema 1.2 commits a claimed attempt. Do not change them.
 pub fn old_commit_of_1_2(test_database: &TestDatabase, id: &str, key: &str) {
     use Lit::{Bool, Int, Null, Text};
     let commit = [
@@ -499,7 +500,7 @@ fn read_what_the_old_writer_wrote(test_database: &TestDatabase, id: &str) {
         test_database.sql("SELECT state, post_process_tries FROM analyses_v1"),
         ["failed|0"]
     );
-    // The new writer goes on where the old one stopped, and knows its key.
+    // The new version continues with the next attempt number, and recognizes the key of the old version.
     let mut sample = TestAttempt::new(id, &key(2));
     sample.replace = true;
     assert_eq!(sample.begin(&mut store).unwrap(), 2);
