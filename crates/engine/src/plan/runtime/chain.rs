@@ -78,16 +78,23 @@ impl<'a> InterpreterChain<'a> {
             .chain(active.filter_map(|prefix| prefix.canonicalize().ok()))
             .chain(named.map(Path::to_path_buf))
             .collect();
+        // Resolving a path takes a system call for each of its parts, so resolve no path twice.
+        let home = caller.home().filter(|home| !caller.homes.contains(home));
         let homes = caller
             .homes
             .iter()
-            .chain(caller.home().as_ref())
+            .chain(home.as_ref())
             .flat_map(|home| [home.clone(), real(home)])
             .collect();
+        let project = real(project);
+        let cwd = match caller.cwd == project {
+            true => project.clone(),
+            false => real(&caller.cwd),
+        };
         InterpreterChain {
             search: CommandSearch { caller, named },
-            project: real(project),
-            cwd: real(&caller.cwd),
+            project,
+            cwd,
             homes,
             chosen,
             path_dirs,

@@ -31,7 +31,8 @@ pub(super) const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K
 pub(super) const IF_ANY_BIT: u16 = (libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K) as u16;
 pub(super) const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-/// The initial capacity of the lists of rules and instructions. No list has to grow while a filter is built.
+/// Larger than every call number of the table and every filter: the initial capacity of the lists of rules and
+/// instructions, so that no list grows while a filter is built.
 pub(super) const CAPACITY: usize = 512;
 
 /// Compiles these rules, which are sorted by number. A call without a rule, and every call of a foreign ABI, gets
@@ -52,8 +53,15 @@ pub(super) fn assemble(rules: &[(u32, CallRule)], unlisted: Action) -> Vec<Instr
 /// and the last has no end.
 fn spans(rules: &[(u32, CallRule)], unlisted: Action, code: &mut Assembler) -> Vec<(u32, Target)> {
     let mut compiled: Vec<(&CallRule, Target)> = Vec::new();
-    let mut spans = Vec::with_capacity(2 * CAPACITY);
-    spans.push((0, Target::Return(unlisted)));
+    let mut spans: Vec<(u32, Target)> = Vec::with_capacity(CAPACITY / 2);
+    // Where two ranges start at the same number, the first is empty: the listed call replaces the gap before it.
+    let mut start_span = |nr: u32, target: Target| {
+        spans.pop_if(|last| last.0 == nr);
+        if spans.last().is_none_or(|last| last.1 != target) {
+            spans.push((nr, target));
+        }
+    };
+    start_span(0, Target::Return(unlisted));
     for (nr, rule) in rules {
         // Calls with equal rules share their instructions. A rule without clauses is a return and has none.
         let mut with_code = compiled.iter().filter(|_| !rule.clauses.is_empty());
@@ -66,18 +74,10 @@ fn spans(rules: &[(u32, CallRule)], unlisted: Action, code: &mut Assembler) -> V
                 target
             }
         };
-        spans.push((*nr, target));
-        spans.push((nr + 1, Target::Return(unlisted)));
+        start_span(*nr, target);
+        start_span(nr + 1, Target::Return(unlisted));
     }
-    // Where two ranges start at the same number, the first is empty: the listed call replaces the gap before it.
-    let mut kept: Vec<(u32, Target)> = Vec::with_capacity(CAPACITY);
-    for span in spans {
-        kept.pop_if(|last| last.0 == span.0);
-        if kept.last().is_none_or(|last| last.1 != span.1) {
-            kept.push(span);
-        }
-    }
-    kept
+    spans
 }
 
 /// Adjacent spans that the search treats as one range. Every span whose target is not `target` is an exception: it
@@ -178,8 +178,8 @@ enum Target {
 #[derive(Default)]
 struct Assembler {
     code: Vec<Instruction>,
-    /// The index of the latest return instruction for each action.
-    returns: Vec<(Action, usize)>,
+    /// The index of the latest return instruction for each value that is returned.
+    returns: Vec<(u32, usize)>,
     /// The parts of the current rule that are already compiled: for a position and the state there, where the code is.
     compiled_paths: Vec<(TestPosition, PathState, Target)>,
 }
@@ -343,16 +343,13 @@ impl Assembler {
             Target::At(index) => return index,
             Target::Return(action) => action,
         };
-        let emitted = self
-            .returns
-            .iter()
-            .rev()
-            .find(|(other, _)| *other == action);
-        match emitted {
+        let value = return_value(action);
+        let mut emitted = self.returns.iter().rev();
+        match emitted.find(|(other, _)| *other == value) {
             Some((_, index)) if self.code.len() - index < Self::REACH => *index,
             _ => {
-                let index = self.push(RETURN, 0, 0, return_value(action));
-                self.returns.push((action, index));
+                let index = self.push(RETURN, 0, 0, value);
+                self.returns.push((value, index));
                 index
             }
         }

@@ -86,12 +86,17 @@ fn rules(options: &FilterOptions) -> Vec<(u32, CallRule)> {
         rules.retain(|(nr, _)| replaced.iter().all(|(other, _)| other != nr));
         rules.extend(replaced);
     }
-    let mut rules: Vec<_> = rules
-        .into_iter()
-        .map(|(nr, rule)| (call_number(nr), rule))
-        .collect();
-    rules.sort_unstable_by_key(|(nr, _)| *nr);
-    rules
+    // Putting each rule at the index of its number takes fewer instructions than sorting, and every run does this.
+    let mut by_number: Vec<Option<CallRule>> = Vec::new();
+    by_number.resize_with(assembler::CAPACITY, || None);
+    for (nr, rule) in rules {
+        let listed = by_number[call_number(nr) as usize].replace(rule);
+        assert!(listed.is_none(), "call {nr} is listed twice");
+    }
+    let numbered = (0..).zip(by_number);
+    numbered
+        .filter_map(|(nr, rule)| Some((nr, rule?)))
+        .collect()
 }
 
 /// Converts a call number, which libc types as long, to the kernel's 32 bits.
