@@ -7,9 +7,9 @@
 //!   follows no symlink and enters no mount. Only regular files that belong to the run are opened, with `openat2`
 //!   under the same rules and without blocking. Each file is pinned and checked before it is opened, checked to be
 //!   the same file after it was opened, and checked to be unchanged after it was hashed.
-//! - An entry that is not collected gets a remark with the reason, and the collection goes on. Only problems of our
-//!   own (no descriptors, no memory, a top directory that cannot be read) are errors: as remarks they would blame the
-//!   program permanently.
+//! - An entry that is not collected gets a remark with the reason, and the collection goes on. Only problems of
+//!   Fumehood's own (no descriptors, no memory, a top directory that cannot be read) are errors: as remarks they would
+//!   blame the program permanently.
 //!
 //! The result does not depend on the order in which a file system lists names, so a repeated collection finds the
 //! same:

@@ -77,7 +77,7 @@ impl TestDirectory {
         state(self.dir.path())
     }
 
-    /// Compares our result with git's own, and returns ours.
+    /// Compares Fumehood's result with git's own, and returns Fumehood's.
     fn agrees(&self, dirty: bool) -> GitState {
         agrees(self, self.dir.path(), dirty)
     }

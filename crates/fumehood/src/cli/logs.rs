@@ -147,7 +147,8 @@ fn streams(args: &LogsArgs) -> Vec<&'static str> {
     }
 }
 
-/// Whether each stream goes to our own stream of that name. A single one goes to stdout, so that it can be piped.
+/// Whether each stream goes to this process's stream of that name. A single one goes to stdout, so that it can be
+/// piped.
 fn separate_streams(args: &LogsArgs) -> bool {
     args.stdout && args.stderr
 }

@@ -114,7 +114,7 @@ impl Scene {
         self.store.object_path(&output.blake3)
     }
 
-    /// Asserts that the object is in place, ours and complete.
+    /// Asserts that the object is in place, complete, and owned by this process's user.
     fn assert_kept(&self, output: &Output) {
         let verdict = self.store.verify(&output.blake3, output.bytes).unwrap();
         assert_eq!(verdict, ObjectCondition::Sound, "{:?}", output.path);

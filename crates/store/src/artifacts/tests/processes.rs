@@ -227,7 +227,7 @@ impl Image {
 
 impl Drop for Image {
     fn drop(&mut self) {
-        // Unmount lazily: another test that has just forked holds our descriptors until it calls execve.
+        // Unmount lazily: another test that has just forked holds this process's descriptors until it calls execve.
         run(Command::new("umount").arg("-l").arg(&self.at));
     }
 }
