@@ -337,7 +337,7 @@ fn a_childs_oom_is_only_counted() {
 }
 
 trial!(Root, the_third_oom_ends_the_run);
-/// For cgroup version 1. With version 2 the first OOM kill ends the run.
+/// With cgroup version 1 the third OOM kill ends the run, and with version 2 the first.
 fn the_third_oom_ends_the_run() {
     let test_home = TestHome::new();
     let script = "for i in $(seq 100); do /usr/bin/python3 -c 'x = bytearray(600 << 20)'; done; echo the end";

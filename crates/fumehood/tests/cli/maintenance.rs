@@ -157,7 +157,7 @@ fn a_dry_run_changes_nothing() {
     assert_eq!(before, after);
     assert_eq!(would["finished"][0]["id"], "dead", "{would}");
     assert!(would["swept"]["objects"].as_u64().unwrap() >= 1, "{would}");
-    // The real run removes exactly what the dry run listed.
+    // Without --dry-run, `gc` does what the dry run reported.
     let does = test_home.ask_json(["gc", "--older-than", "0s", "--kept", "--json"]);
     assert_eq!(does["finished"][0]["id"], "dead", "{does}");
     assert_eq!(

@@ -439,7 +439,7 @@ fn timings_are_told_when_asked_for() {
     for part in ["planned", "sandbox", "  mount /proc", "committed", "total"] {
         assert!(told.contains(&format!("fumehood: {part} ")), "{told}");
     }
-    // The summary is not printed with --quiet, and never on stdout.
+    // Timings are printed only with --timings, and never on stdout.
     let quiet = test_home.sh(&["--quiet"], "true");
     assert_eq!((quiet.out(), quiet.err()), (String::new(), String::new()));
     let document = test_home.sh_json(&[], "true");

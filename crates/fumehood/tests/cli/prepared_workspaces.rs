@@ -280,7 +280,7 @@ fn results_made_elsewhere_are_recorded() {
     assert!(result.exists());
     std::fs::write(test_home.path("project/out/deep/x"), "changed").unwrap();
     test_home.ask(["verify"]).good();
-    // Recording an id again needs --replace, and `record` does not accept the id of a run.
+    // Recording an id again needs --replace.
     test_home
         .ask(["record", "r", "--result", "answer.json"])
         .refused(125, "--replace");

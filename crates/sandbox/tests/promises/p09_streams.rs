@@ -284,7 +284,7 @@ fn no_typing_into_terminals() {
     }
     // The terminal itself is one: it tells its size.
     assert!(every("size", "did", &ran.stdout), "{}", ran.all());
-    // Unconfined, the same bits reach the terminal: root types, and whoever the kernel's own switch refuses gets EIO.
+    // Unconfined, the same bits reach the terminal: as root TIOCSTI works, and a user whom legacy_tiocsti refuses gets EIO.
     let script = format!("more = ()\n{TYPE_INTO}");
     let control = unconfined(&script);
     assert!(

@@ -199,8 +199,8 @@ print('own', len(os.listdir('/proc/self/fd')) > 2 and open('/proc/self/environ',
 }
 
 trial!(Everyone, init_cannot_be_limited);
-/// Limits and priorities are set by thread, and init has more threads than its first: without time or descriptors any
-/// of them would end, or look no more, and with it whoever tells how the program ended.
+/// Limits and priorities are set by thread, and init has several threads. Without CPU time or descriptors any of them would
+/// end or stop watching, and then no thread could report how the program ended.
 fn init_cannot_be_limited() {
     let ran = ConfinedRun::python(
         "

@@ -15,7 +15,7 @@ fn told_the_level(script: &str) -> String {
     format!("LANDLOCK = {level}\n{script}")
 }
 
-/// Asserts that the run exited with code 0, printed no error, and printed `word`.
+/// Asserts that the program printed `word` and exited with code 0, was not stopped, and left no process alive.
 pub fn went_well(ran: &ConfinedResult, word: &str) {
     assert!(
         ran.code() == Some(0) && ran.printed(word) && ran.stop().is_none() && ran.outcome.all_dead,
