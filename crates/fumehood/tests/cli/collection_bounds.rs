@@ -34,7 +34,7 @@ fn every_name_of_a_file_counts_against_max_output() {
     assert_eq!(bytes, 2 * 4_194_304);
     let row = test_home.sql("SELECT outputs_count, output_bytes FROM analyses_v1 WHERE id = 'n'");
     assert_eq!(row, [[json!(2), json!(2 * 4_194_304)]]);
-    // Each name also counts against the bound for one file.
+    // Each file is also checked against the bound for one file.
     let bounds = ["--max-output-file", "1M"];
     assert_eq!(
         names(&test_home.sh_json(&bounds, script)),

@@ -1,5 +1,5 @@
-//! `fumehood doctor --attack`: that it holds, act by act, what the table of `sandbox::promises` says; and that it sees an
-//! escape when a layer is missing.
+//! `fumehood doctor --attack`: it confirms each act in the table of `sandbox::promises`, and it detects an escape when a layer
+//! is missing.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -12,7 +12,7 @@ use testkit::home::TestHome;
 use testkit::process::names_in;
 use testkit::{is_root, trial};
 
-/// Controls that an ordinary user may not be let do, on some hosts by a setting; as root all of them work.
+/// Controls that some hosts do not permit to a plain user. As root all of them work.
 const MAY_BE_UNPROVEN: &[&str] = &["bpf", "perf", "user_namespace", "terminal_injection"];
 
 fn attack(test_home: &TestHome, options: &[&str], without: &str) -> FinishedCommand {
@@ -64,7 +64,7 @@ fn table(level: ConfinementLevel) {
     assert_nothing_of_the_battery(&test_home, Path::new(document["place"].as_str().unwrap()));
 }
 
-/// Neither its directory nor a file of its targets; nor has it touched the caller's own home of Fumehood.
+/// Asserts that the attack left neither its directory nor a target file, and did not change the caller's home of Fumehood.
 fn assert_nothing_of_the_battery(test_home: &TestHome, place: &Path) {
     let name = place.file_name().unwrap().to_str().unwrap();
     let word = name.strip_prefix("fumehood-attack-").unwrap();
@@ -87,7 +87,7 @@ fn the_table_at_landlock() {
 }
 
 trial!(Everyone, a_missing_layer_is_noticed);
-/// Without the layers exactly what rests on them gets out, and the exit code says so.
+/// Without some layers exactly the acts that rest on them succeed, and the exit code reports it.
 fn a_missing_layer_is_noticed() {
     let test_home = TestHome::new();
     let without = "net_namespace,ipc_namespace";

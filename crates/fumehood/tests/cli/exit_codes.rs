@@ -1,4 +1,5 @@
-//! P17 through the binary: every end has its own exit code, status and reason, and one JSON document tells it whole.
+//! P17 through the binary: each way to end has its own exit code, status and reason, and one JSON document reports all of
+//! them.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -42,7 +43,7 @@ const FIELDS: [&str; 28] = [
     "notices",
 ];
 
-/// The document has every field the schema names, of its kind, whatever the end.
+/// Asserts that the document has every field of the schema, with the right type.
 #[track_caller]
 fn assert_whole(document: &Value) {
     let has: BTreeSet<&str> = document
@@ -130,7 +131,7 @@ fn assert_whole(document: &Value) {
     }
 }
 
-/// One end, both ways: exit code and summary, then the document. Gives the document.
+/// Runs a program twice and asserts how it ended: by exit code and summary, then by the document. Returns the document.
 #[track_caller]
 fn assert_end(
     test_home: &TestHome,
@@ -163,7 +164,7 @@ fn assert_end(
 trial!(Everyone, own_exit_codes_pass);
 fn own_exit_codes_pass() {
     let test_home = TestHome::new();
-    // Some of these are also Fumehood's own; the status tells them apart.
+    // Fumehood itself uses some of these codes too; the status distinguishes them.
     for code in [0, 1, 2, 77, 122, 123, 124, 125, 126, 127, 137, 255] {
         let script = format!("exit {code}");
         let status = if code == 0 { "succeeded" } else { "failed" };
@@ -212,7 +213,7 @@ fn times_end_with_124() {
     );
     assert_end(
         &test_home,
-        // Without a cgroup it is only watched, and must be asked for as such.
+        // Without a cgroup the limit is only watched, so the run needs --allow-degraded.
         &[
             "--cpu-time",
             "300ms",
@@ -234,13 +235,13 @@ fn times_end_with_124() {
         "timed_out",
         "idle_time",
     );
-    // Neither a busy nor a talking program is idle.
+    // A program that uses the CPU or prints is not idle.
     let busy = "for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done";
     assert_eq!(
         test_home.sh(&["--idle-timeout", "1s"], busy).good(),
         "1\n2\n3\n4\n5\n6\n"
     );
-    // A program that ends by itself when asked to has still timed out.
+    // A program that exits on SIGTERM has still timed out.
     let polite = "trap 'exit 0' TERM; echo up; while :; do sleep 0.05; done";
     assert_end(
         &test_home,
@@ -307,7 +308,7 @@ fn memory_ends_with_137() {
         "--grace",
         "0",
     ];
-    // With a cgroup the kernel kills it; without one our watch does.
+    // With a cgroup the kernel kills the program; without one Fumehood's watch does.
     let reason = if is_root() {
         "oom_killed"
     } else {
@@ -336,7 +337,7 @@ fn a_childs_oom_is_only_counted() {
 }
 
 trial!(Root, the_third_oom_ends_the_run);
-/// Version 2 ends the run at the first.
+/// With cgroup version 1 the third OOM kill ends the run, and with version 2 the first.
 fn the_third_oom_ends_the_run() {
     let test_home = TestHome::new();
     let script = "for i in $(seq 100); do /usr/bin/python3 -c 'x = bytearray(600 << 20)'; done; echo the end";
@@ -357,7 +358,7 @@ fn the_third_oom_ends_the_run() {
 }
 
 trial!(Root, a_kill_long_after_an_oom_is_a_signal);
-/// Version 2 ends the program with its child.
+/// For cgroup version 1. Version 2 kills the program together with its child.
 fn a_kill_long_after_an_oom_is_a_signal() {
     if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
         return;
@@ -473,8 +474,8 @@ fn wrong_usage_is_125() {
     test_home.assert_nothing_left();
 }
 
-/// A program that says when it is up, and `bye` when asked to end.
-const POLITE: &str = "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.05; done";
+/// A program that prints `up` at its start, and `bye` on SIGTERM.
+const ENDS_ON_SIGTERM: &str = "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.05; done";
 
 trial!(Everyone, sigint_cancels);
 fn sigint_cancels() {
@@ -493,7 +494,7 @@ fn sighup_cancels() {
 
 fn cancels(signal: Signal) {
     let test_home = TestHome::new();
-    let mut live = test_home.start(["--", "sh", "-c", POLITE]);
+    let mut live = test_home.start(["--", "sh", "-c", ENDS_ON_SIGTERM]);
     live.wait_for("up");
     live.signal(signal);
     let ended = live.finish();
@@ -510,9 +511,9 @@ fn cancels(signal: Signal) {
     test_home.assert_nothing_left();
 }
 
-/// With `--json` nothing shows that the program is up but the file it makes.
+/// With `--json` the program's output is not shown live, so a file shows that the program runs.
 fn cancelled_document(test_home: &TestHome, signal: Signal) -> Value {
-    let script = POLITE.replace("echo up", "echo up; touch there");
+    let script = ENDS_ON_SIGTERM.replace("echo up", "echo up; touch there");
     let live = test_home.start(["--json", "--id", "j", "--", "sh", "-c", &script]);
     let there = test_home.workspace("j").join("there");
     eventually("the program is up", || there.exists());
@@ -538,7 +539,7 @@ fn a_second_sigint_skips_the_grace() {
     let ended = live.finish();
     assert_eq!(ended.code(), 123, "{}", ended.err());
     test_home.assert_nothing_left();
-    // Without a second one the grace ends it, too.
+    // Without a second signal, the end of the grace period kills the program.
     let mut live = test_home.start(["--grace", "200ms", "--", "sh", "-c", stubborn]);
     live.wait_for("up");
     live.signal(Signal::INT);
@@ -550,7 +551,7 @@ trial!(Everyone, grace_reaches_every_process);
 fn grace_reaches_every_process() {
     let test_home = TestHome::new();
     let marker = fresh_id("grace");
-    // A daemon in a session of its own hears SIGTERM as well, and one that ignores it is killed.
+    // A daemon in its own session gets SIGTERM too, and a daemon that ignores SIGTERM is killed.
     let script = "setsid sh -c 'trap \"echo daemon; exit\" TERM; echo one; while :; do sleep 0.05; done' $0 &
         setsid sh -c 'trap \"\" TERM; echo two; while :; do sleep 0.05; done' $0 &
         trap 'wait %1; exit 0' TERM; wait";
@@ -570,7 +571,7 @@ fn grace_reaches_every_process() {
 
 trial!(Everyone, a_cancel_before_the_start_leaves_nothing);
 fn a_cancel_before_the_start_leaves_nothing() {
-    // As early as can be: before the runner has set up anything, and at later moments of the start.
+    // Signal the runner before it has set up anything, and at later moments of the start.
     for turn in 0..8u64 {
         let test_home = TestHome::new();
         let live = test_home.start(["--grace", "0", "--", "sleep", "600"]);
@@ -578,7 +579,7 @@ fn a_cancel_before_the_start_leaves_nothing() {
         std::thread::sleep(std::time::Duration::from_millis(turn * 6));
         live.signal(Signal::TERM);
         let ended = live.finish();
-        // Before its signals are listened to the runner dies by it, as any program would.
+        // Before the runner handles signals, SIGTERM kills it.
         let died_early = std::os::unix::process::ExitStatusExt::signal(&ended.status) == Some(15);
         assert!(
             died_early || ended.code() == 123,
@@ -613,7 +614,7 @@ fn printed_text_decides_nothing() {
     );
 }
 
-/// Everything that descends from a process, nearest first.
+/// All descendants of a process, nearest first.
 pub fn below(pid: u32) -> Vec<u32> {
     let list =
         std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();

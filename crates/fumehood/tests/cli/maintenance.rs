@@ -1,4 +1,4 @@
-//! What has gathered is looked after: `rm`, `gc`, `verify` and `db`, and none of them takes more than it says.
+//! `rm`, `gc`, `verify` and `db`. None of them removes more than it reports.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -48,7 +48,7 @@ fn rm_takes_what_only_it_has() {
         test_home.sql("SELECT id FROM attempts_v1"),
         [[json!("two")]]
     );
-    // A kept workspace is in the way.
+    // A kept workspace blocks the removal.
     test_home
         .sh(&["--id", "k", "--keep", "always"], "echo x > f")
         .good();
@@ -90,14 +90,14 @@ fn state_of(dir: &Path) -> BTreeMap<String, (u64, u32, i64)> {
         if meta.is_dir() {
             found.extend(state_of(&path));
         } else if !name.contains("/fumehood.db") && !name.ends_with("lock") {
-            // Whoever closes the database puts what is in its log into the file: its rows are asked for.
+            // Closing the database changes its file, because SQLite copies the log into it. The trials compare rows instead.
             found.insert(name, (meta.len(), meta.mode(), meta.mtime_nsec()));
         }
     }
     found
 }
 
-/// A run whose runner was killed while the program was there.
+/// Starts a run and kills its runner while the program runs.
 fn killed(test_home: &TestHome, id: &str) {
     let mut live = test_home.start([
         "--id",
@@ -126,7 +126,7 @@ fn a_dry_run_changes_nothing() {
         .sh(&["--id", "kept", "--keep", "always"], "echo y > f")
         .good();
     killed(&test_home, "dead");
-    // An object that nobody refers to.
+    // An object that no row names.
     let stray = test_home.write("stray", "nobody's");
     let hash = store::types::manifest::ContentHash::of(b"nobody's").to_string();
     let object = test_home.object(&hash);
@@ -157,7 +157,7 @@ fn a_dry_run_changes_nothing() {
     assert_eq!(before, after);
     assert_eq!(would["finished"][0]["id"], "dead", "{would}");
     assert!(would["swept"]["objects"].as_u64().unwrap() >= 1, "{would}");
-    // Then it does what it said.
+    // Without --dry-run, `gc` does what the dry run reported.
     let does = test_home.ask_json(["gc", "--older-than", "0s", "--kept", "--json"]);
     assert_eq!(does["finished"][0]["id"], "dead", "{does}");
     assert_eq!(
@@ -178,7 +178,7 @@ fn gc_removes_what_is_old() {
         1
     );
     killed(&test_home, "dead");
-    // The dead one is finished, its outputs kept; nothing is old yet.
+    // `gc` finishes the run of the dead runner and keeps its outputs. Nothing is old yet.
     let document = test_home.ask_json(["gc", "--older-than", "90d", "--json"]);
     assert_eq!(document["analyses"], json!([]));
     let row = test_home
@@ -191,7 +191,7 @@ fn gc_removes_what_is_old() {
         test_home.ask(["outputs", "dead", "f", "-o", "-"]).good(),
         "partial\n"
     );
-    // Two milliseconds of the database's clock are over by the time the command has begun.
+    // Two milliseconds have passed on the database's clock by the time the command starts.
     test_home
         .ask(["gc", "--older-than", "1ms", "--status", "failed"])
         .good();
@@ -212,7 +212,7 @@ fn gc_removes_what_is_old() {
 }
 
 trial!(Everyone, gc_spares_what_others_refer_to);
-/// Two databases, one artifact store: neither sweeps what the other refers to.
+/// Two databases share an artifact store: `gc` for one does not remove objects that the other names.
 fn gc_spares_what_others_refer_to() {
     let test_home = TestHome::new();
     let other = format!("sqlite:{}", test_home.path("person/other.db").display());
@@ -285,7 +285,7 @@ fn verify_finds_every_damage() {
     assert_eq!(damaged.len(), 4, "{report}");
     let gone = damaged.iter().find(|d| d["what"] == "missing").unwrap();
     assert_eq!(gone["used_by"], json!(["v@1", "w@1"]));
-    // Of one analysis alone.
+    // `verify` of one analysis only.
     assert_eq!(
         test_home.ask(["verify", "w", "--json"]).document()["damaged"]
             .as_array()
@@ -300,7 +300,7 @@ fn verify_finds_every_damage() {
         "{}",
         said.err()
     );
-    // An artifact store that is not there is not taken for an empty one.
+    // A missing artifact store is not treated as an empty one.
     std::fs::rename(
         test_home.home.join("artifacts"),
         test_home.home.join("away"),
@@ -366,7 +366,7 @@ fn the_database_tells_of_itself() {
             & 0o7777,
         0o600
     );
-    // Two commands and a run at once do not get in each other's way.
+    // Two commands and a run can work at the same time.
     let lives: Vec<_> = (0..6)
         .map(|i| {
             let mut command = test_home.fumehood();
@@ -386,7 +386,7 @@ fn the_database_tells_of_itself() {
 trial!(Everyone, an_unsafe_database_is_refused);
 fn an_unsafe_database_is_refused() {
     let test_home = TestHome::new();
-    // Somebody else's file is neither taken for ours nor changed.
+    // A database of another program is neither used nor changed.
     let alien = test_home.write(
         "person/alien.db",
         "not a database at all, but long enough to be looked at. ".repeat(40),
@@ -421,7 +421,7 @@ fn an_unsafe_database_is_refused() {
         "{}",
         ended.err()
     );
-    // One that others could write is no record.
+    // A database that other users can write is refused.
     let open = test_home.path("open");
     std::fs::create_dir(&open).unwrap();
     set_mode(&open, 0o777);
@@ -442,7 +442,7 @@ fn an_unsafe_database_is_refused() {
             "true",
         )
         .good();
-    // A link in its place is not followed to somebody else's.
+    // A link in its place is not followed to another user's database.
     std::os::unix::fs::symlink(&alien, open.join("l.db")).unwrap();
     assert_eq!(
         test_home

@@ -1,4 +1,4 @@
-//! What comes back while a program runs and after it: live, bounded, escaped, and with guesses that are only that.
+//! The output of a run, during and after it: live, bounded and escaped, with hints that are marked as guesses.
 
 use std::io::Read;
 use std::process::{Command, Stdio};
@@ -17,7 +17,7 @@ fn passes_through_live() {
     let mut command = test_home.run_command(["--stdin", "-", "--", "sh", "-c", script]);
     command.stdin(Stdio::piped());
     let mut live = RunningCommand::start(command);
-    // It arrives while the program still waits for us.
+    // The output arrives while the program still waits for input.
     live.wait_for("out");
     live.write("go\n");
     let ended = live.finish();
@@ -36,7 +36,7 @@ fn one_document_whatever_is_printed() {
         "{\"status\":\"succeeded\"}\n\n\n{"
     );
     assert_eq!(document["stderr"]["text"], "[1,2]\n");
-    // Notices of ours go into it, not beside it.
+    // Fumehood's notices are in the document and not on stderr.
     let ended = test_home.sh(&["--json"], "true");
     assert_eq!(ended.err(), "");
 }
@@ -48,7 +48,7 @@ fn bytes_are_escaped_without_loss() {
     let document = test_home.sh_json(&[], &format!("printf '{all}'"));
     let text = document["stdout"]["text"].as_str().unwrap();
     assert_eq!(document["stdout"]["bytes"], 256);
-    // ASCII stays, but for NUL and the backslash; every byte that is no UTF-8 is spelled out.
+    // ASCII is unchanged except NUL and the backslash. Every byte that is not UTF-8 is escaped.
     let ascii: String = (1..128u8)
         .map(char::from)
         .map(|c| {
@@ -61,7 +61,7 @@ fn bytes_are_escaped_without_loss() {
         .collect();
     let rest: String = (128..=255).map(|b| format!("\\x{b:02x}")).collect();
     assert_eq!(text, format!("\\x00{ascii}{rest}"));
-    // On the terminal it is the program's own bytes that pass.
+    // The live output has the program's own bytes.
     let ended = test_home.sh(&["-q"], &format!("printf '{all}'"));
     assert_eq!(ended.stdout, (0..=255).collect::<Vec<u8>>());
 }
@@ -89,7 +89,7 @@ fn our_own_lines_cannot_steer_a_terminal() {
         );
         assert!(!ended.stderr.contains(&0x1b), "{args:?}: {:?}", ended.err());
     }
-    // A hint quotes what the program printed.
+    // A hint quotes the program's output, so it must be escaped.
     let evil = test_home.write("project/e\u{1b}[2Jvil.csv", "");
     let script = format!(
         "echo \"cat: {}: No such file or directory\" >&2; exit 1",
@@ -113,7 +113,7 @@ fn quiet_says_nothing() {
         (ended.code(), ended.out(), ended.err()),
         (3, "out\n".into(), String::new())
     );
-    // What went wrong on our side is never kept silent.
+    // Fumehood's own errors are printed even with -q.
     let ended = test_home.run(["-q", "--", "no-such-command"]);
     ended.refused(127, "no-such-command");
 }
@@ -166,7 +166,7 @@ fn the_middle_of_a_long_log_is_not_kept() {
     assert!(log["text"].as_str().unwrap().len() < 4096 + 100);
     assert_eq!(document["stderr"]["truncated"], false);
     assert_eq!(document["exit_code"], 6);
-    // Just as much as fits is whole.
+    // Output that just fits is not cut.
     let fits = test_home
         .sh(
             &["--log-limit", "4K"],
@@ -185,12 +185,12 @@ fn a_printed_note_is_not_the_gap() {
     let document = test_home.sh_json(&["--log-limit", "4K"], &script);
     let text = document["stdout"]["text"].as_str().unwrap();
     let real: Vec<_> = text.match_indices("\\[fumehood: ").collect();
-    // A backslash of the program's own would be doubled.
+    // A backslash that the program prints is doubled.
     assert_eq!(real.len(), 1);
     assert_eq!(text.matches("[fumehood: ").count(), 3);
 }
 
-/// Runs `fumehood` below a process that tells the peak of its memory, in KiB, after the exit code.
+/// Runs `fumehood` under a process that reports the exit code and the peak of its memory, in KiB.
 fn peak_of(test_home: &TestHome, args: &[&str]) -> (i32, u64, usize) {
     let wrap = "import subprocess, sys, resource\n\
         p = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n\
@@ -268,7 +268,7 @@ fn a_reader_may_leave_early() {
         }
         test_home.assert_nothing_left();
     }
-    // From the very start there is no reader at all.
+    // The pipe has no reader from the start.
     let mut command = test_home.run_command(["--", "sh", "-c", "echo x; echo y >&2; exit 4"]);
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -345,13 +345,13 @@ fn a_hidden_path_gives_the_line() {
         terminal.err()
     );
     assert_eq!(test_home.sh(&["--read", path], &script).good(), "table\n");
-    // Success needs no guesses.
+    // A successful run has no hints.
     let fine = test_home.sh_json(&[], &format!("{script}; exit 0"));
     assert_eq!(fine["hints"], Value::Array(Vec::new()));
 }
 
 trial!(Everyone, a_hidden_path_in_tmp_gives_the_line);
-/// The host's /tmp is not the one inside.
+/// The /tmp inside the sandbox is not the host's.
 fn a_hidden_path_in_tmp_gives_the_line() {
     let test_home = TestHome::new();
     let there = tempfile::Builder::new()
@@ -439,7 +439,7 @@ fn timings_are_told_when_asked_for() {
     for part in ["planned", "sandbox", "  mount /proc", "committed", "total"] {
         assert!(told.contains(&format!("fumehood: {part} ")), "{told}");
     }
-    // Only on request, and never on the program's own stream.
+    // Timings are printed only with --timings, and never on stdout.
     let quiet = test_home.sh(&["--quiet"], "true");
     assert_eq!((quiet.out(), quiet.err()), (String::new(), String::new()));
     let document = test_home.sh_json(&[], "true");
@@ -447,7 +447,7 @@ fn timings_are_told_when_asked_for() {
     let sum: u64 = steps.iter().map(|step| step["us"].as_u64().unwrap()).sum();
     assert_eq!(document["timings"]["total_us"], sum, "{document}");
     assert!(steps.iter().any(|step| step["name"] == "committed"));
-    // What is kept is how it ended, not how long we took.
+    // The record has how the run ended, and not Fumehood's own timings.
     let id = document["id"].as_str().unwrap();
     let shown = test_home.ask_json(["show", id, "--json"]);
     assert!(shown.get("timings").is_none(), "{shown}");

@@ -29,7 +29,7 @@ trial!(Everyone, a_kept_workspace_is_closed_whatever_was_done_to_it);
 fn a_kept_workspace_is_closed_whatever_was_done_to_it() {
     let test_home = TestHome::new();
     for (id, mode) in [("open", "777"), ("sticky", "1777"), ("closed", "0")] {
-        // The program does not check the mode: init resets it at some later time.
+        // The trial does not check the mode during the run, because init resets it at a time that the trial does not know.
         test_home
             .run(["--keep", "always", "--id", id, "--", "chmod", mode, "."])
             .good();

@@ -101,7 +101,7 @@ fn ceilings_bound_every_limit() {
         document["limits"]["cpu_time"]["asked"], 5_000,
         "never off under a ceiling"
     );
-    // For the plain account as well, and by a variable or a file as by an option.
+    // The same for the plain account, and for a variable or a file instead of an option.
     let prepare = format!("cat > policy.toml <<'END'\n{policy}\nEND");
     under(
         &test_home,
@@ -170,7 +170,7 @@ fn only_listed_roots_are_read() {
 }
 
 trial!(Root, only_listed_roots_are_piped_in);
-/// Standard input is a way of reading, too.
+/// The policy's list also applies to files for standard input.
 fn only_listed_roots_are_piped_in() {
     let test_home = TestHome::new();
     let allowed = test_home.write("allowed/a", "a\n");
@@ -291,7 +291,7 @@ fn a_policy_others_can_write_is_refused() {
         &["--", "true"],
     )
     .good();
-    // Who may not even read it is not let run without it.
+    // A user who may not read the policy cannot run without it.
     under(
         &test_home,
         "touch policy.toml; chmod 600 policy.toml",
@@ -371,12 +371,12 @@ fn a_file_others_can_write_is_refused() {
         set_mode(parent, 0o755);
         std::fs::remove_file(&file).unwrap();
     }
-    // Through a link the target is held to the same.
+    // The target of a link must meet the same conditions.
     let target = test_home.write("elsewhere/config.toml", "timeout = 60\n");
     set_mode(&target, 0o666);
     symlink(&target, test_home.path("project/fumehood.toml")).unwrap();
     test_home.sh(&[], "true").refused(125, "written by others");
-    // A FIFO in its place does not hold us for ever.
+    // A FIFO in its place does not block Fumehood.
     std::fs::remove_file(test_home.path("project/fumehood.toml")).unwrap();
     let made = Command::new("mkfifo")
         .arg(test_home.path("project/fumehood.toml"))

@@ -1,5 +1,5 @@
-//! The same life step by step: `workspace create`, `run --in`, `post-process`, `workspace remove`; and `record`, for what
-//! was made without a sandbox.
+//! The steps of a run as single commands: `workspace create`, `run --in`, `post-process`, `workspace remove`; and `record`, for
+//! results that were made without a sandbox.
 
 use std::os::unix::process::ExitStatusExt;
 
@@ -45,7 +45,7 @@ fn a_life_step_by_step() {
         std::fs::read(workspace.join("edit.txt")).unwrap(),
         b"after\n"
     );
-    // The exit code is the run's.
+    // `post-process` exits with the code of the run.
     let done = test_home.ask(["post-process", "w"]);
     assert_eq!(done.code(), 4, "{}", done.err());
     let rows = test_home.sql("SELECT path_text FROM outputs_v1 ORDER BY path");
@@ -57,7 +57,7 @@ fn a_life_step_by_step() {
     let row =
         test_home.sql("SELECT state, exit_code, isolation_level, result ->> 'n' FROM analyses_v1");
     assert_eq!(row, [[json!("failed"), json!(4), json!("full"), json!(3)]]);
-    // Repeating it changes nothing, and the files are the user's.
+    // A repeated `post-process` changes nothing, and the files belong to the user.
     assert_eq!(test_home.ask(["post-process", "w"]).code(), 4);
     assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM attempts_v1"), 1);
     std::fs::write(workspace.join("edit.txt"), "mine\n").unwrap();
@@ -127,7 +127,7 @@ fn steps_out_of_order_are_refused() {
             "{odd:?}"
         );
     }
-    // What somebody else made is neither taken up nor removed.
+    // A directory that Fumehood did not make is neither used nor removed.
     std::fs::create_dir(test_home.workspace("mine")).unwrap();
     std::fs::write(test_home.workspace("mine").join("f"), "mine").unwrap();
     assert_eq!(test_home.ask(["workspace", "create", "mine"]).code(), 125);
@@ -135,7 +135,7 @@ fn steps_out_of_order_are_refused() {
     assert_eq!(test_home.ask(["workspace", "remove", "mine"]).code(), 125);
     assert!(test_home.workspace("mine").join("f").exists());
     std::fs::remove_dir_all(test_home.workspace("mine")).unwrap();
-    // A workspace that was swapped for another directory is not run in.
+    // If the workspace was replaced by another directory, no run starts in it.
     std::fs::rename(
         test_home.workspace("a"),
         test_home.workspace_root.join("moved"),
@@ -173,7 +173,7 @@ fn what_is_not_committed_is_not_removed() {
     let row = test_home.sql("SELECT state, outputs_count FROM analyses_v1 WHERE id = 'w'");
     assert_eq!(row, [[json!("succeeded"), json!(0)]]);
     test_home.assert_nothing_left();
-    // One in which nothing ran needs no such word.
+    // A workspace in which nothing ran can be removed without --discard.
     test_home.ask(["workspace", "create", "v"]).good();
     std::fs::write(test_home.workspace("v").join("f"), "x").unwrap();
     test_home.ask(["workspace", "remove", "v"]).good();
@@ -188,7 +188,7 @@ fn a_workspace_is_run_in_once() {
         .run(["--in", "w", "--", "sh", "-c", "echo 1 > one"])
         .good();
     let second = ["--in", "w", "--replace", "--", "sh", "-c", "rm one"];
-    // Neither before the commit nor after it: what the first left would be mixed with the second's.
+    // A second run is refused before and after the commit, because its outputs would mix with those of the first.
     test_home.run(second).refused(125, "post-process");
     assert!(test_home.workspace("w").join("one").exists());
     test_home.ask(["post-process", "w"]).good();
@@ -220,7 +220,7 @@ trial!(Everyone, hostile_outputs_are_refused_here_too);
 fn hostile_outputs_are_refused_here_too() {
     let test_home = TestHome::new();
     test_home.ask(["workspace", "create", "w"]).good();
-    // The user may put links there; they are no more followed than the program's.
+    // Links that the user put there are not followed either.
     std::os::unix::fs::symlink("/etc/passwd", test_home.workspace("w").join("passwd")).unwrap();
     let script = "ln -s / root; mkfifo pipe; echo x > good; mkdir c; echo y > c/f; chmod 0 c c/f good; printf z > \"$(printf 'a\\033b')\"";
     test_home
@@ -276,11 +276,11 @@ fn results_made_elsewhere_are_recorded() {
     );
     let shown = test_home.ask(["show", "r"]).good();
     assert!(shown.contains("without a sandbox"), "{shown}");
-    // The files stay where they are, and are the user's.
+    // The files stay in place and belong to the user.
     assert!(result.exists());
     std::fs::write(test_home.path("project/out/deep/x"), "changed").unwrap();
     test_home.ask(["verify"]).good();
-    // An id is recorded again only on request, and a run cannot pass for one.
+    // Recording an id again needs --replace.
     test_home
         .ask(["record", "r", "--result", "answer.json"])
         .refused(125, "--replace");
@@ -324,7 +324,7 @@ fn results_made_elsewhere_are_recorded() {
         125,
         "two results"
     );
-    // What failed so left nothing that would stand in the way.
+    // The failed commands left nothing that blocks a later `record`.
     test_home.ask(["record", "x", "--dir", "out"]).good();
     test_home.assert_nothing_left();
 }
@@ -365,7 +365,7 @@ fn what_is_handed_in_is_read_as_hostile() {
         ),
         (&json!(1), &json!(1), &json!(1))
     );
-    // It is only read: what was closed is closed still.
+    // `record` only reads: file modes are unchanged.
     let mode =
         std::os::unix::fs::MetadataExt::mode(&out.join("closed").metadata().unwrap()) & 0o7777;
     assert_eq!(mode, 0, "the mode of a file that was only to be read");
@@ -393,8 +393,8 @@ fn without_a_record_the_steps_still_work() {
     test_home.assert_nothing_left();
 }
 
-/// Killed there by itself.
-fn killed_in(test_home: &TestHome, fault: &str, options: &[&str]) {
+/// Runs `run --in w`, which kills itself at a crash point.
+fn run_until_killed(test_home: &TestHome, fault: &str, options: &[&str]) {
     let program = ["--", "true"];
     let mut command = test_home.run_command(["--in", "w"].iter().chain(options).chain(&program));
     command.env(crash_points::VARIABLE, fault);
@@ -413,10 +413,10 @@ fn a_runner_that_dies_leaves_the_workspace_to_its_user() {
         ask(&["workspace", "create", "w"]);
         let mine = test_home.workspace("w").join("mine");
         std::fs::write(&mine, "precious").unwrap();
-        killed_in(&test_home, "filled=kill", options);
+        run_until_killed(&test_home, "filled=kill", options);
         ask(&["gc"]);
         assert_eq!(std::fs::read(&mine).unwrap(), b"precious");
-        // It can be run in.
+        // A run in the workspace still works.
         test_home
             .run(["--in", "w"].iter().chain(options).chain(&["--", "true"]))
             .good();
@@ -431,7 +431,7 @@ trial!(
 fn a_row_that_its_runner_did_not_live_to_note_comes_to_an_end() {
     let test_home = TestHome::new();
     test_home.ask(["workspace", "create", "w"]).good();
-    killed_in(&test_home, "begun=kill", &[]);
+    run_until_killed(&test_home, "begun=kill", &[]);
     let paper = test_home.home.join("runs/w/1/run.json");
     let noted = std::fs::read_to_string(&paper).unwrap();
     assert!(noted.contains("\"begun\":true"), "{noted}");

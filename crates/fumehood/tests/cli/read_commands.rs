@@ -1,4 +1,4 @@
-//! What is recorded can be read again: found by its id, the beginning of one or `@last`, listed, shown, written out.
+//! The commands that read the record: they find an analysis by its id, a prefix of it or `@last`, and list, show and export it.
 
 use std::process::{Command, Stdio};
 
@@ -184,7 +184,7 @@ fn outputs_are_written_as_they_were() {
         "{}",
         text.err()
     );
-    // All of them, some of them, one of them.
+    // Export all outputs, some of them, and one.
     let to = test_home.path("all");
     let exported = test_home.ask_json(["outputs", "o", "--to", to.to_str().unwrap(), "--json"]);
     let large = exported["outputs"]
@@ -266,7 +266,7 @@ fn logs_are_printed_and_followed() {
         "out\nno newline",
         "ended: nothing to follow"
     );
-    // While it runs: what there is, then what comes.
+    // During the run `logs -f` prints the existing output, then the new output.
     let gate = test_home.path("project/gate");
     assert!(
         Command::new("mkfifo")
@@ -355,7 +355,7 @@ fn an_empty_record_is_no_error() {
     }
     test_home.ask(["gc"]).good();
     test_home.ask(["db", "status"]).good();
-    // A project's broken file hides nobody's results.
+    // A broken configuration file of the project does not block commands that read.
     test_home.sh(&["--id", "x"], "true").good();
     test_home.write("project/fumehood.toml", "this is not toml [");
     test_home.ask(["show", "x"]).good();

@@ -1,5 +1,5 @@
-//! P3 through the binary: the runtime that the caller has is the one that runs, wherever it lies, and nothing is
-//! shown that only claims to be one.
+//! P3 through the binary: a run uses the caller's runtime, wherever it is installed, and a directory that only claims to be a
+//! runtime is not shown.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn python(prefix: &Path, version: &str) -> PathBuf {
     prefix.join("bin").join(format!("python{version}"))
 }
 
-/// `3.11`, as the system's Python calls itself.
+/// The version of the system's Python, such as `3.11`.
 fn version() -> String {
     let script = "import sys; print('%d.%d' % sys.version_info[:2], end='')";
     let output = Command::new("/usr/bin/python3")
@@ -25,7 +25,7 @@ fn version() -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A whole Python of its own at `prefix`: the system's interpreter and what of its library a start needs.
+/// Makes a separate Python installation at `prefix`: the system's interpreter and the part of its library that a start needs.
 fn make_python(prefix: &Path) -> String {
     let version = version();
     let from = PathBuf::from(format!("/usr/lib/python{version}"));
@@ -113,7 +113,7 @@ fn activated(
     finish(command)
 }
 
-/// It ran from this prefix, said so in one line, and could not change it.
+/// Asserts that the program ran from this prefix, that one line reports it, and that the program could not write to it.
 #[track_caller]
 fn assert_from(ended: &FinishedCommand, prefix: &Path) {
     assert_eq!(ended.good().trim_end(), prefix.to_str().unwrap());
@@ -145,7 +145,7 @@ fn a_venv_runs_with_its_packages() {
     test_home.write("project/a.py", script);
     let out = activated(&test_home, &bin, &variables, &["a.py"]).good();
     assert_eq!(out, format!("42 {0} {0}/bin/python3\n", prefix.display()));
-    // A shell script gets the active one as well.
+    // A shell script gets the active environment as well.
     let out = activated(
         &test_home,
         &bin,
@@ -158,7 +158,7 @@ fn a_venv_runs_with_its_packages() {
         ],
     );
     assert_eq!(out.good(), "42\n");
-    // By its path, without being active.
+    // An interpreter that is named by its path need not be active.
     let direct = python(&prefix, "3");
     assert_from(
         &test_home.run(["--", direct.to_str().unwrap(), "-c", WHERE]),
@@ -169,7 +169,7 @@ fn a_venv_runs_with_its_packages() {
         activated(&test_home, &bin, &variables, &["--", "sh", "-c", &write]).good(),
         "read-only\n"
     );
-    // The control: without it the package is not there.
+    // Control: without the environment the package is missing.
     assert_eq!(test_home.python(&[], "import ours").code(), 1);
 }
 
@@ -212,7 +212,7 @@ fn a_uv_venv_runs_with_its_base() {
         ended.good(),
         format!("{} {} 42\n", prefix.display(), base.display())
     );
-    // Nothing else of the home comes along with the base.
+    // No other file of the home is shown with the base installation.
     test_home.write("person/.local/share/secret", "SECRET");
     let look = format!(
         "import os; print(os.listdir({:?}))",
@@ -228,7 +228,7 @@ fn a_uv_venv_runs_with_its_base() {
 }
 
 trial!(Everyone, a_real_uv_venv_runs);
-/// With the tool itself where a variable names it; it is not part of a plain host.
+/// Runs only where a variable names the uv tool, which a plain host does not have.
 fn a_real_uv_venv_runs() {
     let Some(uv) = std::env::var_os("FUMEHOOD_TEST_UV") else {
         return;
@@ -342,7 +342,7 @@ fn r_has_the_users_library() {
         finish(command).good().trim(),
         library.join("ours").to_str().unwrap()
     );
-    // A home is no library.
+    // A home directory is not accepted as a library.
     let mut command = test_home.run_command(["a.R"]);
     command.env("R_LIBS_USER", &test_home.user_home);
     finish(command).refused(125, "home directory");
@@ -365,7 +365,7 @@ fn console_scripts_find_their_python() {
         &["--", "analyse", "x"],
     );
     assert_eq!(ended.good(), "42 ['x']\n");
-    // Through a link in a directory of programs, as pipx makes them.
+    // A link in a program directory, as pipx makes it.
     std::fs::create_dir_all(test_home.path("person/.local/bin")).unwrap();
     symlink(
         prefix.join("bin/analyse"),
@@ -379,7 +379,7 @@ fn console_scripts_find_their_python() {
         &["--", "analyse", "y"],
     );
     assert_eq!(ended.good(), "42 ['y']\n");
-    // With env in its first line it is the one on PATH.
+    // With `env` in its first line, a script gets the interpreter on PATH.
     test_home.write_program(
         "envs/paper/bin/other",
         "#!/usr/bin/env python3\nimport ours; print(ours.answer)\n",
@@ -432,7 +432,7 @@ fn runtime_names_one() {
         &test_home.run(["--runtime", "../envs/paper", "a.py"]),
         &prefix,
     );
-    // A prefix with nothing but programs is enough when it is named.
+    // A prefix that has only programs is accepted if the caller names it.
     test_home.write_program("tools/bin/hello", "#!/bin/sh\necho hello\n");
     test_home.write("tools/lib/x", "");
     let tools = test_home.path("tools");
@@ -478,7 +478,7 @@ fn homes_and_projects_are_refused() {
         let ended = test_home.run(["--runtime", prefix.to_str().unwrap(), "--", "tool"]);
         assert_eq!(ended.code(), 125, "{prefix:?}: {}", ended.err());
     }
-    // Neither is a home shown because its bin is on PATH.
+    // A home is not shown because its bin directory is on PATH.
     let ended = activated(
         &test_home,
         &test_home.path("person/bin"),
@@ -524,7 +524,7 @@ fn a_venv_pointing_at_a_home_is_refused() {
         assert_eq!(ended.code(), 125, "{} {}", ended.out(), ended.err());
         assert!(!ended.out().contains("SECRET"));
     }
-    // A bin that leads into the keys.
+    // A bin directory that is a link into the directory of keys.
     let prefix = test_home.path("project/env2");
     std::fs::create_dir_all(&prefix).unwrap();
     set_mode(&test_home.path("person/.ssh/id_rsa"), 0o755);
@@ -541,7 +541,7 @@ fn another_python_is_never_taken_silently() {
     let test_home = TestHome::new();
     let prefix = test_home.path("envs/paper");
     make_venv(&prefix);
-    // Active by its variable and absent from PATH, as in a service's unit: it leads.
+    // Active by its variable and absent from PATH, as in a service's unit: the environment is used.
     let variables = [("VIRTUAL_ENV", prefix.as_path())];
     let system = Path::new("/usr/bin");
     let ended = activated(
@@ -551,7 +551,7 @@ fn another_python_is_never_taken_silently() {
         &["--", "python3", "-c", WHERE],
     );
     assert_from(&ended, &prefix);
-    // Active, but behind the system's on PATH: that is what the caller's shell would take, and it is said.
+    // Active, but after the system's Python on PATH: the system's Python is used, as in the caller's shell, with a notice.
     let mut command = test_home.run_command(["--", "python3", "-c", WHERE]);
     command
         .env("VIRTUAL_ENV", &prefix)
@@ -563,7 +563,7 @@ fn another_python_is_never_taken_silently() {
         "{}",
         ended.err()
     );
-    // A broken venv is passed over as the caller's shell would, but aloud.
+    // A broken venv is skipped, as in the caller's shell, but with a notice.
     std::fs::remove_file(python(&prefix, "3")).unwrap();
     symlink("/nowhere/python3", python(&prefix, "3")).unwrap();
     let bin = prefix.join("bin");

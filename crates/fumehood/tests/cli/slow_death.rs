@@ -9,8 +9,8 @@ use testkit::process::all_pids;
 use testkit::wait::eventually;
 use testkit::{fresh_id, trial};
 
-/// See `p11_slow_death.rs` of the sandbox's trials: what takes five seconds to fork takes the kernel seconds to end,
-/// also on two CPUs.
+/// As in `p11_slow_death.rs` of the sandbox's trials: the kernel needs seconds to kill processes that took five seconds to
+/// fork, even on two CPUs.
 const SLOW_TO_DIE: &str = "
 import mmap, os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -90,7 +90,7 @@ impl Drop for Freezer {
     fn drop(&mut self) {
         let _as_it_is = std::fs::write(self.0.join("freezer.state"), "THAWED");
         let removed = || std::fs::remove_dir(&self.0).is_ok();
-        // To panic in a panic would hide the first.
+        // A second panic would hide the first.
         if !removed() && !std::thread::panicking() {
             eventually("the freezer's group is empty", removed);
         }

@@ -1,5 +1,5 @@
-//! What a program prints and who sees it: whole where our own streams are redirected, safe and bounded on a terminal, and never
-//! in the way of a deadline.
+//! How a program's output is passed on: completely if Fumehood's streams are redirected, escaped and bounded on a terminal, and
+//! never so that it delays a deadline.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -28,7 +28,8 @@ fn on_terminal(test_home: &TestHome, line: &str) -> FinishedCommand {
     finish(command)
 }
 
-/// What may pass, and what may not: the title, a query that the terminal answers, a clipboard, moves, C1 controls in both forms, bidi.
+/// Sequences that may pass. `EVIL` may not: it sets the title, queries the terminal, sets the clipboard, moves the cursor, and
+/// has C1 controls in both forms and bidirectional overrides.
 const GOOD: &str = "\x1b[1;31mred\x1b[0m \x1b[38:2::1:2:3mrgb\x1b[m\r 10%\x1b[K\x08\tdone";
 const EVIL: &[&[u8]] = &[
     b"\x1b]0;title\x07",
@@ -51,7 +52,7 @@ const EVIL: &[&[u8]] = &[
     b"\x07\x0e\x7f\xff",
 ];
 
-/// A script that prints both, a byte at a time, to a descriptor.
+/// Writes a script that prints `GOOD` and `EVIL`, one byte at a time, to a descriptor.
 fn print_script(test_home: &TestHome) -> Vec<u8> {
     let mut all = format!("<{GOOD}>\n").into_bytes();
     all.extend(EVIL.concat());
@@ -66,10 +67,10 @@ fn print_script(test_home: &TestHome) -> Vec<u8> {
     all
 }
 
-/// Whether the good ones are there as they were, and nothing of the evil ones but text.
+/// Asserts that `GOOD` is unchanged, and that only plain text of `EVIL` is shown.
 #[track_caller]
 fn assert_safe(shown: &[u8]) {
-    // What the terminal itself makes of a line feed.
+    // The terminal turns a line feed into CR LF.
     let text = String::from_utf8(shown.to_vec())
         .unwrap()
         .replace("\r\n", "\n");
@@ -106,10 +107,10 @@ fn a_terminal_gets_colours_and_no_other_sequence() {
         );
         assert_eq!(shown.code(), 0);
         assert_safe(&shown.stdout);
-        // The same from the record.
+        // The same output from the record.
         let stream = ["--stdout", "--stderr"][fd - 1];
         assert_safe(&on_terminal(&test_home, &format!("fumehood logs t{fd} {stream}")).stdout);
-        // The control: on request everything passes.
+        // Control: with --raw everything passes.
         let raw = on_terminal(&test_home, &format!("fumehood run --raw -q print.py {fd}"));
         for evil in EVIL {
             assert!(
@@ -185,7 +186,7 @@ fn redirected_output_is_whole() {
         "{} bytes",
         ended.stderr.len()
     );
-    // What is kept has its bound still, and says what is missing.
+    // The kept log is still bounded, and reports how much is missing.
     let log = test_home.ask(["logs", "w"]).good();
     assert!(
         log.len() < 66 << 10 && log.contains("bytes of stdout not shown]"),
@@ -197,7 +198,7 @@ fn redirected_output_is_whole() {
     assert_eq!(kept["bytes"], lines("out").len());
     let dropped = kept["dropped_bytes"].as_u64().unwrap() as usize;
     assert_eq!(dropped, lines("out").len() - (64 << 10));
-    // Into a file as well.
+    // The same with a file.
     test_home.write(
         "project/long.py",
         format!("for n in range({LINES}): print('out', n)"),
@@ -228,8 +229,8 @@ fn a_terminal_loses_the_middle_and_is_told() {
     assert!(text.len() < 5000, "{}", text.len());
 }
 
-/// A run whose stdout is a pipe that nobody reads yet, and whose stderr is another.
-fn unread(
+/// Starts a run with a pipe for stdout and another for stderr, which nobody reads yet.
+fn start_with_unread_pipes(
     test_home: &TestHome,
     args: &[&str],
 ) -> (Child, std::io::PipeReader, std::io::PipeReader) {
@@ -254,9 +255,10 @@ fn wait_unread(child: &mut Child) -> Option<i32> {
 trial!(Everyone, what_is_left_at_the_end_waits_for_its_reader);
 fn what_is_left_at_the_end_waits_for_its_reader() {
     let test_home = TestHome::new();
-    // More than the pipe to us holds, and less than both pipes and what is on the way.
+    // More than the pipe to the trial holds, and less than both pipes and the runner's buffer together.
     let script = "head -c 100000 /dev/zero | tr '\\0' x; exit 5";
-    let (mut child, out, err) = unread(&test_home, &["--id", "rest", "--", "sh", "-c", script]);
+    let (mut child, out, err) =
+        start_with_unread_pipes(&test_home, &["--id", "rest", "--", "sh", "-c", script]);
     eventually("it is recorded", || {
         test_home.ask(["show", "rest"]).out().contains("(exit 5)")
     });
@@ -282,13 +284,13 @@ fn who_reads_nothing_delays_no_deadline() {
         "-c",
         ENDLESS,
     ];
-    let (mut child, out, err) = unread(&test_home, &args);
+    let (mut child, out, err) = start_with_unread_pipes(&test_home, &args);
     assert_eq!(wait_unread(&mut child), Some(124));
     let said = text_of(err);
     assert!(said.contains("nobody read stdout in time"), "{said}");
     assert!(said.contains("timed out"), "{said}");
     drop(out);
-    // Nor if it is stderr, on which nothing can be said then.
+    // The same with stderr. Then no message can be printed either.
     let script = format!("exec >&2; {ENDLESS}");
     let args = [
         "--timeout",
@@ -300,14 +302,14 @@ fn who_reads_nothing_delays_no_deadline() {
         "-c",
         &script,
     ];
-    let (mut child, out, err) = unread(&test_home, &args);
+    let (mut child, out, err) = start_with_unread_pipes(&test_home, &args);
     assert_eq!(wait_unread(&mut child), Some(124));
     drop((out, err));
     test_home.assert_nothing_left();
 }
 
 trial!(Everyone, a_terminal_that_is_not_read_delays_no_end);
-/// Both streams are one terminal: when it takes nothing of the program's, it takes nothing of ours either.
+/// Both streams are one terminal. When it accepts no output of the program, it accepts no message of Fumehood either.
 fn a_terminal_that_is_not_read_delays_no_end() {
     let test_home = TestHome::new();
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
@@ -325,7 +327,7 @@ fn a_terminal_that_is_not_read_delays_no_end() {
     test_home.assert_nothing_left();
 }
 
-/// Whether a pipe takes nothing more. Not told by its bytes: pages of it may be half empty.
+/// Whether a pipe is full. The number of bytes does not show it, because pages of the pipe may be half empty.
 fn is_full(pipe: &std::io::PipeReader) -> bool {
     let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
     let write_end = std::fs::File::options().write(true).open(path).unwrap();
@@ -336,7 +338,7 @@ fn is_full(pipe: &std::io::PipeReader) -> bool {
 trial!(Everyone, who_reads_nothing_delays_no_cancel);
 fn who_reads_nothing_delays_no_cancel() {
     let test_home = TestHome::new();
-    let (mut child, out, err) = unread(&test_home, &["--", "sh", "-c", ENDLESS]);
+    let (mut child, out, err) = start_with_unread_pipes(&test_home, &["--", "sh", "-c", ENDLESS]);
     eventually("the pipe is full", || is_full(&out));
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(wait_unread(&mut child), Some(123));
@@ -349,9 +351,9 @@ fn a_slow_reader_is_no_idleness() {
     let test_home = TestHome::new();
     let script = "head -c 1000000 /dev/zero | tr '\\0' x";
     let args = ["--idle-timeout", "1s", "--", "sh", "-c", script];
-    let (mut child, out, _err) = unread(&test_home, &args);
+    let (mut child, out, _err) = start_with_unread_pipes(&test_home, &args);
     eventually("the pipe is full", || is_full(&out));
-    // The control, which is also the clock: one that does nothing for longer is stopped.
+    // Control: an idle program is stopped. It also makes the trial wait longer than the first run's idle timeout.
     let idle = test_home.sh(&["--idle-timeout", "2s", "--grace", "0"], "sleep 600");
     assert_eq!(idle.code(), 124, "{}", idle.err());
     assert_eq!(text_of(out).len(), 1_000_000);
@@ -364,7 +366,7 @@ trial!(
 );
 fn one_reader_who_stops_does_not_stop_the_other_stream() {
     let test_home = TestHome::new();
-    // In the background it prints more than anybody reads; the other stream goes on.
+    // A background process fills one stream, which nobody reads. The other stream continues.
     let script = format!("({ENDLESS}) & while :; do echo tick >&2; sleep 0.1; done");
     let args = [
         "--grace",
@@ -376,7 +378,7 @@ fn one_reader_who_stops_does_not_stop_the_other_stream() {
         "-c",
         &script,
     ];
-    let (mut child, out, mut err) = unread(&test_home, &args);
+    let (mut child, out, mut err) = start_with_unread_pipes(&test_home, &args);
     eventually("the pipe is full", || is_full(&out));
     let mut seen = Vec::new();
     while seen.len() < 30 * "tick\n".len() {

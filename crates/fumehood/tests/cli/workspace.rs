@@ -1,4 +1,5 @@
-//! P1 and P5: a private directory of a known name, made exclusively, and gone afterwards unless asked for.
+//! P1 and P5: the workspace is a private directory with a known name. It is created exclusively, and removed afterwards unless
+//! the caller keeps it.
 
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
@@ -41,7 +42,7 @@ fn is_the_same_path_in_and_out() {
     assert_eq!(meta.mode() & 0o7777, 0o700);
     assert_eq!(std::fs::read(outside.join("note")).unwrap(), b"mine\n");
     let own = rustix::process::geteuid().as_raw();
-    // As root it is the leased uid's; nobody else's in either case.
+    // For root the owner is the leased uid, otherwise the caller.
     assert_eq!(meta.uid() == own, !is_root());
     std::fs::write(outside.join("reply"), "theirs\n").unwrap();
     set_mode(&outside.join("reply"), 0o644);
@@ -53,7 +54,7 @@ fn is_the_same_path_in_and_out() {
     test_home.assert_nothing_left();
 }
 
-/// What stands at a path, without following it: kind and mode, inode, owner, and for a file its content.
+/// The metadata of a path, without following links: kind and mode, inode, owner, and for a file its content.
 fn fingerprint(path: &Path) -> (u32, u64, u32, i64, Option<Vec<u8>>) {
     let meta = path.symlink_metadata().unwrap();
     let content = meta.is_file().then(|| std::fs::read(path).unwrap());
@@ -76,7 +77,7 @@ fn assert_refused_and_untouched(test_home: &TestHome, id: &str) {
     let document = test_home.sh_json(&["--id", id], "touch was-here");
     assert_eq!(document["status"], "error");
     assert_eq!(fingerprint(&path), before);
-    // Only what was there already is there.
+    // Nothing was added.
     assert_eq!(
         test_home.workspaces().len(),
         1,
@@ -137,7 +138,7 @@ fn an_id_runs_once_at_a_time() {
         let second = test_home.sh(&["--id", "twin"], "echo second > mine");
         second.refused(125, "running already");
     }
-    // Another home does not know of it, but the directory is there.
+    // Another home has no record of the run, but the directory exists.
     let mut elsewhere = test_home.run_command(["--id", "twin", "--", "true"]);
     elsewhere.env("FUMEHOOD_HOME", test_home.path("other-home"));
     finish(elsewhere).refused(125, "exists already");
@@ -327,10 +328,10 @@ fn is_kept_on_failure_only() {
     set_mode(&path.join("sub"), 0o700);
     assert_eq!(path.join("sub/f").metadata().unwrap().uid(), own);
     assert_eq!(std::fs::read(path.join("sub/f")).unwrap(), b"result\n");
-    // The private /tmp and home are nobody's results.
+    // The private /tmp and home are not among the outputs.
     assert_eq!(names_in(path), ["sub"]);
 
-    // While it is kept the id is taken, and neither a run nor gc takes it away.
+    // While the workspace is kept, its id is in use, and neither a run nor `gc` removes it.
     test_home
         .sh(&["--id", "bad"], "true")
         .refused(125, "gc --kept bad");
@@ -381,7 +382,7 @@ fn gc_removes_one_kept_or_all() {
         .gc(&["--kept", "no-such-id"])
         .refused(125, "nothing is kept");
     assert_eq!(test_home.workspaces().len(), 2);
-    // A directory of somebody else's that took the place of a kept one is not ours to remove.
+    // A foreign directory in the place of a kept workspace is not removed.
     std::fs::rename(test_home.workspace("one"), test_home.path("moved")).unwrap();
     std::fs::create_dir(test_home.workspace("one")).unwrap();
     std::fs::write(test_home.workspace("one").join("precious"), "x").unwrap();
@@ -408,7 +409,7 @@ fn in_memory_is_gone_too() {
     test_home.assert_nothing_left();
 }
 
-/// Runs a hostile builder and sees that nothing of what it built stays, whatever its end.
+/// Runs a program that builds a hostile tree, and asserts that nothing of the tree is left, however the program ends.
 #[track_caller]
 fn builds_and_goes(test_home: &TestHome, script: &str) {
     let out = test_home.python(&["--timeout", "50s"], script).good();

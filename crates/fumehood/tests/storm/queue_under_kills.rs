@@ -347,7 +347,8 @@ impl QueueStorm<'_> {
                 format!("sem.faketime_sem_{pid}"),
                 format!("faketime_shm_{pid}"),
             ] {
-                let _not_forgotten = std::fs::remove_file(PathBuf::from("/dev/shm").join(name));
+                // Missing if the process was not killed.
+                let _ = std::fs::remove_file(PathBuf::from("/dev/shm").join(name));
             }
         }
     }

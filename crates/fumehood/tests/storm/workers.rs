@@ -289,7 +289,11 @@ fn drained(cluster: &TestCluster) {
     cluster.monitor.let_go(&c);
     assert_eq!(worker.end(cluster), 0);
     assert_eq!(drainer.end(cluster), 0);
-    assert_eq!(cluster.queued(), 1, "whoever drains takes nothing");
+    assert_eq!(
+        cluster.queued(),
+        1,
+        "a draining worker has taken an attempt"
+    );
     cluster.ask(machine, &["cancel", &last]).good();
     for id in [&a, &b, &later, &c] {
         assert_states(cluster, id, &[SUCCEEDED]);

@@ -117,10 +117,7 @@ fn files_stay_short_enough_to_be_read() {
             let before_tests = lines.windows(3).position(inline).unwrap_or(lines.len());
             (before_tests > LINES_MAX).then(|| format!("{name}: {before_tests} lines"))
         });
-    none(
-        long.collect(),
-        "split what is longer than a reader's patience",
-    );
+    none(long.collect(), "split these files");
 }
 
 #[test]
@@ -182,8 +179,8 @@ fn tests_wait_on_events() {
                 continue;
             }
             let function = function_around(&lines, at);
-            let strikes = at > 0 && written[at - 1] == RANDOM_DELAY_COMMENT;
-            if !strikes && !POLLING.contains(&(name.as_str(), function)) {
+            let is_random_delay = at > 0 && written[at - 1] == RANDOM_DELAY_COMMENT;
+            if !is_random_delay && !POLLING.contains(&(name.as_str(), function)) {
                 found.push(format!("{name}:{}: in {function:?}", at + 1));
             }
         }

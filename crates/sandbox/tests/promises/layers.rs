@@ -58,7 +58,7 @@ pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
     (Seccomp, "clone3, whose flags cannot be seen", &[], "born(sc(435, ctypes.create_string_buffer(struct.pack('8Q', 0, 0, 0, 0, 17, 0, 0, 0), 64), 64))"),
     (Seccomp, "a personality without protections", &[], "sc(135, 0x400000)"),
     (Seccomp, "file handles", &[], "sc(303, -100, ctypes.c_char_p(b'/tmp'), ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 256), ctypes.byref(ctypes.c_int()), 0)"),
-    // Files that carry the owner's identity to whoever runs them.
+    // Set-id files, which give the owner's identity to any user who runs them.
     (Seccomp, "a set-user-id file", &[], "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
     // It could name any path-name socket; views are seen through overlays, which have none of the host's.
     (Seccomp, "space taken faster than a watch can see", &[], "sc(285, os.open('big', os.O_CREAT | os.O_RDWR), 0, 0, 1 << 20)"),

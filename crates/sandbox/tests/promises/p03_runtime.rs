@@ -162,7 +162,7 @@ print('looked')
         let control = unconfined(&look);
         assert!(control.contains("there /etc/fstab\n") && control.contains("there /var/lib\n"));
     }
-    // The control only asks whether the names exist here: nothing of them is opened.
+    // The control only checks that the names exist on this host, and opens none of them.
     for path in ["/etc/shadow", "/etc/security", "/var/lib", "/var/log"] {
         assert!(
             fs::symlink_metadata(path).is_ok(),
@@ -204,7 +204,7 @@ fn etc_is_made_up() {
     for line in told(printed, "nsswitch.conf").split_terminator(';') {
         assert!(line.ends_with(": files"), "{line:?}");
     }
-    // The control: this host has users of its own, which are not among them.
+    // Control: this host has users that are not listed inside.
     let here = fs::read_to_string("/etc/passwd").unwrap();
     assert!(
         here.lines().count() > 10 && here.contains("\ndaemon:"),
@@ -316,7 +316,7 @@ fn names_below(tops: &[&str]) -> Vec<PathBuf> {
 
 trial!(Everyone, proc_cannot_be_written);
 fn proc_cannot_be_written() {
-    // Where it cannot be listed, what the host's holds is tried by name.
+    // If /proc cannot be listed inside, try the names of the host's /proc.
     let names = match at_landlock() {
         false => Vec::new(),
         true => names_below(&["/proc/self", "/proc/sys", "/proc/1"]),
@@ -379,7 +379,7 @@ print('addresses', sum(line[:16].strip('0') != '' for line in symbols if line))
 }
 
 trial!(Everyone, keys_are_not_named);
-/// The kernel shows keys by uid and not by namespace. Somebody of the same uid holds one on the host meanwhile.
+/// The kernel shows keys by uid and not by namespace. A host process of the same uid holds a key during the run.
 fn keys_are_not_named() {
     use std::io::{BufRead, BufReader};
     const NAME: &str = "fumehood-test-key";
@@ -532,7 +532,7 @@ fn devices_stay_as_they_are() {
 }
 
 trial!(Everyone, the_environment_is_built_from_nothing);
-/// Runs itself again with a secret in its environment: it is to be found in no process visible inside.
+/// The trial runs itself again with a secret in its environment. No process that is visible inside has the secret.
 fn the_environment_is_built_from_nothing() {
     const SECRET: (&str, &str) = ("PGPASSWORD", "fumehood-test-secret");
     if std::env::var_os(SECRET.0).is_none() {

@@ -11,7 +11,7 @@ use testkit::{is_root, trial};
 
 use crate::confined_run::{ConfinedRun, at_landlock, home, unconfined};
 
-/// Every directory there is: tries to make a file in each, by its name and by its descriptor.
+/// Tries to make a file in every directory, by name and by descriptor.
 const MAKE_EVERYWHERE: &str = "
 def listed(root):
     try: os.listdir(root); return True
@@ -296,7 +296,7 @@ fn closed_to_it(file: &Path) {
 }
 
 trial!(Everyone, another_analysis_is_absent);
-/// Two at once. The first says on a FIFO that it is there, and waits for the end of its standard input.
+/// Two runs at once. The first reports on a FIFO that it runs, and waits for the end of its standard input.
 fn another_analysis_is_absent() {
     let first = "open('secret', 'w').write('secret')\n\
                  os.chmod('secret', 0o666)\n\
@@ -350,7 +350,8 @@ fn another_analysis_is_absent() {
 }
 
 trial!(Everyone, times_of_devices_stay);
-/// Who may write to a file may set its times to now, and everybody may write to these. They still serve.
+/// A process that may write to a file may set its times to now, and every process may write to these files. They still work
+/// afterwards.
 fn times_of_devices_stay() {
     let script = "
 def attempt(name, act):

@@ -63,7 +63,7 @@ fn an_inherited_descriptor_does_not_arrive() {
     );
     let ran = ConfinedRun::python(&script).run();
     assert_eq!(ran.stdout, "0 /dev/null\n1 pipe\n2 pipe\n", "{}", ran.all());
-    // Nor by way of any process that is visible: init inherited what the runner had.
+    // The descriptor is not reachable through a visible process either: init inherited the runner's descriptors.
     let steal = "
 count = 0
 try: pids = [int(n) for n in os.listdir('/proc') if n.isdigit()]
@@ -121,7 +121,7 @@ fn an_empty_input_can_be_reopened() {
     }
 }
 
-/// A pipe that already holds all it will ever hold.
+/// A pipe that contains all its data and has no writer.
 fn pipe_with(bytes: &[u8]) -> std::os::fd::OwnedFd {
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     fs::File::from(write).write_all(bytes).unwrap();
@@ -206,14 +206,14 @@ fn input_arrives_whole() {
     from_pipe.stdin = Some(cat.stdout.take().unwrap().into());
     assert_eq!(from_pipe.run().stdout, expected);
     cat.wait().unwrap();
-    // And it ends: an empty input is an end of file at once.
+    // An empty input is at its end at once.
     let mut empty = ConfinedRun::python("print(len(sys.stdin.buffer.read()))");
     empty.stdin = Some(pipe_with(b""));
     assert!(empty.run().printed("0"));
 }
 
 trial!(Everyone, input_left_unread_holds_nothing_up);
-/// A program that does not read, and one that closes its input while more is coming, end as they please.
+/// A program that does not read, or closes its input early, ends normally.
 fn input_left_unread_holds_nothing_up() {
     for script in [
         "echo done",
@@ -284,7 +284,7 @@ fn no_typing_into_terminals() {
     }
     // The terminal itself is one: it tells its size.
     assert!(every("size", "did", &ran.stdout), "{}", ran.all());
-    // Unconfined, the same bits reach the terminal: root types, and whoever the kernel's own switch refuses gets EIO.
+    // Unconfined, the same bits reach the terminal: as root TIOCSTI works, and a user whom legacy_tiocsti refuses gets EIO.
     let script = format!("more = ()\n{TYPE_INTO}");
     let control = unconfined(&script);
     assert!(

@@ -87,8 +87,8 @@ os.kill(os.getpid(), {signal})
     );
 }
 
-/// After whatever it tried, the program ends with this code, and with another in the control: so the code that
-/// arrives is its own.
+/// The program exits with this code after its attempts, and with another code in the control. So the reported code is the
+/// program's own.
 fn still_tells(act: &str) -> ConfinedResult {
     let run =
         |code| ConfinedRun::python(&format!("{act}\nsys.stdout.flush()\nos._exit({code})")).run();
@@ -199,8 +199,8 @@ print('own', len(os.listdir('/proc/self/fd')) > 2 and open('/proc/self/environ',
 }
 
 trial!(Everyone, init_cannot_be_limited);
-/// Limits and priorities are set by thread, and init has more threads than its first: without time or descriptors any
-/// of them would end, or look no more, and with it whoever tells how the program ended.
+/// Limits and priorities are set by thread, and init has several threads. Without CPU time or descriptors any of them would
+/// end or stop watching, and then no thread could report how the program ended.
 fn init_cannot_be_limited() {
     let ran = ConfinedRun::python(
         "
@@ -271,7 +271,7 @@ os._exit(7)
 }
 
 trial!(Root, an_end_before_the_deadline_is_no_timeout);
-/// What it leaves takes longer to measure than until the deadline.
+/// Measuring the files that the program leaves takes longer than the time to the deadline.
 fn an_end_before_the_deadline_is_no_timeout() {
     const SOURCE: &str = r#"
 #include <stdio.h>
@@ -419,7 +419,7 @@ fn causes_of_death_are_told_apart() {
 }
 
 trial!(Root, a_childs_oom_is_not_the_programs);
-/// A kill for want of memory, and a death by SIGKILL long after it.
+/// An OOM kill, and a death by SIGKILL long after it.
 fn a_childs_oom_is_not_the_programs() {
     let run = |act: &str| {
         let script = format!(

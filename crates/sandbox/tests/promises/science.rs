@@ -15,7 +15,7 @@ fn told_the_level(script: &str) -> String {
     format!("LANDLOCK = {level}\n{script}")
 }
 
-/// The run ended by itself, with nothing to complain of, after saying `word`.
+/// Asserts that the program printed `word` and exited with code 0, was not stopped, and left no process alive.
 pub fn went_well(ran: &ConfinedResult, word: &str) {
     assert!(
         ran.code() == Some(0) && ran.printed(word) && ran.stop().is_none() && ran.outcome.all_dead,
@@ -95,7 +95,7 @@ if __name__ == '__main__':
         with mp.get_context(way).Pool(2) as pool: assert pool.map(abs, [-1, -2]) == [1, 2]
     print('pooled')
 ";
-    // As a file: spawn starts it again by its name.
+    // The script is a file, because `spawn` starts it again by its name.
     let mut confined = roomy(ConfinedRun::new(&["/usr/bin/python3", "parallel.py"]));
     // Its locks live in /dev/shm, which at level `landlock` must be asked for.
     confined.spec.shared_memory = SharedMemory::Host;
@@ -506,7 +506,7 @@ int main(void) {
         .status()
         .unwrap();
     assert!(built.success());
-    // Without a user namespace, and without a group, the dead count against the limit until they are buried.
+    // Without a user namespace and without a cgroup, zombies count against the limit until they are reaped.
     let pids = if at_landlock() { 512 } else { 64 };
     let confined = ConfinedRun::new(&["./orphans"]).limits(|l| l.pids = pids);
     fs::copy(

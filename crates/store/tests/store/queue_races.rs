@@ -175,7 +175,8 @@ fn one_key_from_many_at_once(test_database: &TestDatabase) {
 
 on_both!(files_that_come_and_go);
 fn files_that_come_and_go(test_database: &TestDatabase) {
-    // All have the same two files: whoever removes the last of them removes the files, while others bring them again.
+    // All submissions have the same two files. Removing the last submission removes the files, while other threads submit
+    // them again.
     together(test_database, 6, |n, store| {
         for m in 0..15 {
             let id = format!("a{n}-{m}");
