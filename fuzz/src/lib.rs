@@ -19,8 +19,8 @@ use engine::request::AnalysisId;
 use engine::run_dir::RunRecord;
 use sandbox::LaunchPlan;
 use store::types::{escaping, units};
-// channel.rs refers to these modules as `crate::outcome` and `crate::spec`.
-pub use sandbox::{outcome, spec};
+// channel.rs refers to these modules as `crate::outcome`, `crate::spec` and `crate::launch_step`.
+pub use sandbox::{outcome, spec, supervise as launch_step};
 
 #[allow(dead_code)]
 #[path = "../../crates/sandbox/src/channel.rs"]
@@ -303,7 +303,7 @@ pub fn channel(data: &[u8]) -> bool {
             serde_json::from_slice(&encoded).expect("its own JSON");
         assert_eq!(decoded, report);
     }
-    let _ = serde_json::from_slice::<channel::InitOrder>(data);
+    let _ = serde_json::from_slice::<channel::InitCommand>(data);
     accepted
 }
 

@@ -1,25 +1,27 @@
-//! One analysis from request to record, in order, on one screen: [`run`]. Read this file first.
+//! One analysis from request to record: [`run`] plans it, finishes what dead runners left, and makes the attempt. The
+//! states of an attempt are in [`attempt`](crate::attempt).
 //!
 //! The types that a caller needs are re-exported here.
 
-use crate::attempt::context::LaunchRequest;
+use crate::attempt;
+use crate::attempt::context::PlannedRun;
 pub use crate::attempt::context::{ClaimedAttempt, RunContext, WorkspaceSource};
-pub use crate::attempt::end::{CompletedRun, StartFailure};
 pub use crate::attempt::error::AttemptError;
+pub use crate::attempt::fail::StartFailure;
 use crate::attempt::isolation;
 pub use crate::attempt::observer::{CancelCause, RunObserver};
-use crate::attempt::record_builder;
 use crate::attempt::recorder::Recorder;
-use crate::attempt::state::Attempt;
-use crate::plan::limits::{self, WorkspaceStorage};
-use crate::plan::{self, PrivatePaths};
+pub use crate::attempt::release::CompletedRun;
+use crate::plan::{self, PrivatePaths, limits};
 use crate::recovery::reaper;
 use crate::request::Request;
 use store::types::timings;
 
-/// Makes one attempt: plans it, runs the program, commits the result, and removes everything that was made on the way.
+/// Makes one attempt: plans it, runs the program and commits the result. Then removes what it created.
 ///
-/// Every way out removes what was created, after the outputs are safe. Without a recorder nothing is recorded.
+/// The workspace stays if the user keeps it or prepared it, or if the outputs are safe nowhere else. The run directory
+/// stays as long as the workspace does, if the commit is pending, or if a process could not be killed. Without a
+/// recorder nothing is recorded.
 pub fn run(
     request: &Request,
     context: &RunContext,
@@ -58,38 +60,13 @@ pub fn run(
     }
 
     timings::mark("reaped");
-    let mut attempt = Attempt::begin(request, context, &plan, recorder.as_deref_mut())?;
-    let ran = attempt
-        .create_workspace(request, context, &plan, &limits, recorder.as_deref_mut())
-        .and_then(|storage| {
-            if storage == WorkspaceStorage::DiskOnTmpfs {
-                observer.notice("the workspace root is a tmpfs: disk used there is memory");
-            }
-            attempt.create_cgroup(request, &limits)?;
-            timings::mark("cgroup_made");
-            let launch = LaunchRequest {
-                request,
-                context,
-                plan: &plan,
-                limits: &limits,
-                storage,
-            };
-            isolation::run_at_strongest_level(
-                &mut attempt,
-                &launch,
-                recorder.as_deref_mut(),
-                observer,
-            )
-        });
-    let (enforcement, ran) = match ran {
-        Ok(ran) => ran,
-        Err(error) => return Err(attempt.fail(request, context, &plan, recorder, error)),
+    let run = PlannedRun {
+        request,
+        context,
+        plan: &plan,
+        limits: &limits,
     };
-    let number = attempt.number();
-    let mut record =
-        record_builder::program_record(request, number, &plan, &limits, &enforcement, &ran);
-    record_builder::apply_cancel_cause(&mut record, observer);
-    let completed = attempt.end(request, context, recorder, record, ran, observer);
+    let completed = attempt::make_attempt(&run, recorder, observer)?;
     timings::mark("cleaned_up");
     Ok(completed)
 }

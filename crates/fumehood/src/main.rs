@@ -1,8 +1,8 @@
 //! The `fumehood` binary: the command line in, text or JSON out. The work is done by the crates `engine`, `store`,
 //! `sandbox` and `doctor`.
 //!
-//! The same binary also serves as the launcher, the probe and the attacker (`__launch`, `__probe`, `__attack`). `main`
-//! handles these first, before any thread exists. Every other command goes to [`cli::main`]:
+//! The same binary also serves as the launcher, the mechanism trial and the attacker (`__launch`, `__probe`,
+//! `__attack`). `main` handles these first, before any thread exists. Every other command goes to [`cli::main`]:
 //! - `config` merges options, variables, files and the operator's policy into one request.
 //! - `cli` parses the command line, calls the library and prints the result.
 
@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     if sandbox::launch::is_launcher() {
         sandbox::launch::main();
     }
-    if sandbox::probe::mechanisms::is_probe() {
+    if sandbox::probe::mechanisms::is_mechanism_trial() {
         sandbox::probe::mechanisms::main();
     }
     if sandbox::attack::is_attacker() {

@@ -1,4 +1,4 @@
-//! The control socket between the runner and the sandbox's init.
+//! The socket between the runner and the sandbox's init.
 //!
 //! Each packet carries one JSON message. Descriptors travel beside the message as `SCM_RIGHTS`.
 //!
@@ -16,6 +16,7 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::launch_step::LaunchStep;
 use crate::outcome::{Exit, ResourceUsage, Stop};
 use crate::spec::Layer;
 
@@ -31,7 +32,7 @@ pub const DESCRIPTORS_MAX: usize = 24;
 pub enum SandboxReport {
     /// A launch step failed before the program was executed.
     Failed {
-        step: String,
+        step: LaunchStep,
         errno: Option<i32>,
         detail: String,
     },
@@ -40,32 +41,34 @@ pub enum SandboxReport {
     /// The host pid of the sandbox's init, which is a child of the runner.
     Init { pid: i32 },
     /// Carries the descriptor of a workspace in memory. The runner fills the workspace and answers with
-    /// [`InitOrder::Filled`].
+    /// [`InitCommand::Filled`].
     Workspace,
     /// Carries the master side of the program's pseudo-terminal.
     Terminal,
     /// Every process was sent SIGKILL, and some are not dead yet. Init sends this report soon after the kill, and again
     /// while it sees progress. The report already says how the run ended; only the last deaths are outstanding.
-    Dying {
-        exit: Option<Exit>,
-        stop: Option<Stop>,
-        usage: ResourceUsage,
-    },
+    Dying(RunEnd),
     /// The program has ended, and init has killed what was left.
     Ended {
-        exit: Option<Exit>,
-        stop: Option<Stop>,
-        usage: ResourceUsage,
+        end: RunEnd,
         /// Whether init is the only process left in the pid namespace. Pid 1 inherits every orphan, so a pid 1 without
         /// children is alone.
         alone: bool,
     },
 }
 
+/// How a run ended, as far as init knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunEnd {
+    pub exit: Option<Exit>,
+    pub stop: Option<Stop>,
+    pub usage: ResourceUsage,
+}
+
 /// A message from the runner to the sandbox's init.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum InitOrder {
+pub enum InitCommand {
     /// The runner has copied the inputs into the workspace in memory.
     Filled,
     /// The caller has recorded the run, so the program may be executed.
@@ -79,7 +82,7 @@ pub enum InitOrder {
     Active,
     /// Send SIGTERM to every process, and SIGKILL when the grace has passed.
     Stop(Stop),
-    /// Send SIGKILL to every process now, regardless of earlier orders.
+    /// Send SIGKILL to every process now, regardless of earlier commands.
     Kill,
 }
 
@@ -179,7 +182,7 @@ mod tests {
     #[test]
     fn messages_of_a_closed_peer_are_readable_after_a_connection_reset() {
         let (ours, theirs) = pair().unwrap();
-        let go = InitOrder::Go { open_on_host: None };
+        let go = InitCommand::Go { open_on_host: None };
         send(ours.as_fd(), &go, &[]).unwrap();
         send(theirs.as_fd(), &SandboxReport::Workspace, &[]).unwrap();
         drop(theirs);

@@ -3,6 +3,7 @@
 
 /// The program's uid inside. It never varies, so that the program learns nothing about the host's users.
 pub const INSIDE_UID: u32 = 1000;
+/// The program's gid inside.
 pub const INSIDE_GID: u32 = 1000;
 /// The directory in the workspace that holds the program's private /tmp. Inside, the program reaches it as /tmp;
 /// under this name it sees an empty directory.

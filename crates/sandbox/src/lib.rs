@@ -5,8 +5,8 @@
 //! At level `full` up to five processes take part. Each holds no more privilege than its next step needs.
 //!
 //! - The *runner* calls [`supervise::spawn`]. It keeps the caller's identity, makes the pipes and the plan, and hands
-//!   them to the launcher. Normally the launcher is a process that the runner forked as its very first act, before it
-//!   read any input ([`standby`]). Otherwise the launcher is the same binary, executed again with an empty environment
+//!   them to the launcher. Normally the launcher is a process that the runner forked before it read its
+//!   configuration ([`standby`]). Otherwise the launcher is the same binary, executed again with an empty environment
 //!   and one socket.
 //! - The *launcher* ([`launch`]) enters the new namespaces and receives the plan and its descriptors over the socket. A
 //!   standby launcher is pid 1 from the start. An executed launcher starts pid 1 as a child of the runner, and exits.
@@ -18,11 +18,11 @@
 //! - The *broker* (`inside::broker`) makes calls that name a socket's address on the program's behalf. Pid 1 starts it
 //!   at the first such call.
 //!
-//! Orders and reports travel over one socket (`channel`). The socket is close-on-exec, so the program never holds it.
-//! Inward it carries the orders to start and to stop. Outward it carries the layers in force, the step that failed, and
-//! how the run ended. Each process writes a step into a memory file before it tries the step, so a sudden death still
-//! names its step. How a run ended comes from init's `wait` and from the cgroup's counters, never from anything the
-//! program says.
+//! Commands and reports travel over one socket (`channel`). The socket is close-on-exec, so the program never holds it.
+//! Inward it carries the commands to start and to stop. Outward it carries the layers in force, the step that failed,
+//! and how the run ended. Each process writes a step into a memory file before it tries the step, so a sudden death
+//! still names its step. How a run ended comes from init's `wait` and from the cgroup's counters, never from anything
+//! the program says.
 //!
 //! If the runner dies, init receives SIGKILL (PDEATHSIG) and an end-of-file on the socket, whichever comes first. If
 //! init dies, the kernel kills the pid namespace. The processes need no other clean-up.
@@ -42,8 +42,9 @@
 //! | module | what it is | who runs it |
 //! |---|---|---|
 //! | `sys` | every raw system call, and /proc; the only `unsafe` | all |
+//! | [`events`] | waiting for descriptors, wake events, timers, signals | all |
 //! | [`spec`], [`outcome`] | the request for a run, and how the run ended | plain data |
-//! | `channel`, `step_report`, `layout`, `standby_slot` | messages on the socket; steps and layers; fixed paths and ids; the standby launcher's socket and pid | all |
+//! | `channel`, `launch_step`, `step_report`, `layout`, `standby_slot` | messages on the socket; the launch steps; reports of steps and layers; fixed paths and ids; the standby launcher's socket and pid | all |
 //! | `confine` | capabilities, Landlock, seccomp | the child |
 //! | `resources` | [`cgroup`], [`quota`], rlimits, CPUs | the runner and the child |
 //! | `plan` | what the runner hands to the launcher | the runner, the launcher |
@@ -62,9 +63,9 @@
 //! use std::path::Path;
 //!
 //! use sandbox::spec::Spec;
-//! use sandbox::supervise::{self, Control, RunError, SpawnResources, Stream, SupervisorHandler};
+//! use sandbox::supervise::{self, RunError, SpawnResources, Stream, SupervisorHandler};
 //!
-//! /// Prints the program's output and never stops the program.
+//! /// Prints the program's output, and never stops the program.
 //! struct PrintOutput;
 //!
 //! impl SupervisorHandler for PrintOutput {
@@ -73,16 +74,6 @@
 //!     }
 //!     fn output(&mut self, _stream: Stream, bytes: &[u8]) {
 //!         print!("{}", String::from_utf8_lossy(bytes));
-//!     }
-//!     fn blocked_on(&self, _stream: Stream) -> Option<BorrowedFd<'_>> {
-//!         None
-//!     }
-//!     fn unblocked(&mut self, _stream: Stream) {}
-//!     fn control_fd(&self) -> Option<BorrowedFd<'_>> {
-//!         None
-//!     }
-//!     fn next_control(&mut self) -> Option<Control> {
-//!         None
 //!     }
 //! }
 //!
@@ -104,17 +95,22 @@
 //! ```
 
 #![deny(unsafe_code)]
+#![warn(missing_docs)]
 
+// The names of the acts and of the mechanisms say what they are.
+#[allow(missing_docs)]
 pub mod attack;
 mod channel;
 mod confine;
+pub mod events;
 mod inside;
 pub mod launch;
+mod launch_step;
 mod layout;
 pub mod outcome;
 mod plan;
+#[allow(missing_docs)]
 pub mod probe;
-pub mod promises;
 mod resources;
 pub mod spec;
 mod standby_slot;
@@ -122,6 +118,7 @@ mod step_report;
 pub mod supervise;
 mod sys;
 
+pub use attack::promises;
 pub use launch::standby;
 pub use layout::{HIDDEN_DIR, INSIDE_GID, INSIDE_HOME, INSIDE_UID, SYSTEM_DIRS};
 pub use plan::LaunchPlan;

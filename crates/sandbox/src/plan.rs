@@ -13,6 +13,7 @@ use crate::spec::{Hardness, Spec};
 /// itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LaunchPlan {
+    /// What to run.
     pub spec: Spec,
     /// Whether a descriptor for standard input comes along.
     pub stdin: bool,

@@ -8,14 +8,15 @@ use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use crate::channel::{self, InitOrder, MESSAGE_BYTES_MAX, SandboxReport, Wait};
+use crate::channel::{self, InitCommand, MESSAGE_BYTES_MAX, SandboxReport, Wait};
+use crate::launch_step::LaunchStep;
 use crate::spec::Layer;
 use crate::sys::monotonic_us;
 
 /// Reports steps, layers and failures from inside the sandbox to the runner.
 pub struct Reporter {
     socket: OwnedFd,
-    step: String,
+    step: LaunchStep,
     /// The step log. It arrives with the plan.
     step_log: Option<OwnedFd>,
     /// Log lines of the steps before the step log arrived.
@@ -24,15 +25,16 @@ pub struct Reporter {
     layers: Vec<(Layer, String)>,
 }
 
-/// Reads the step log: each step, and the [`monotonic_us`] time at which it began.
-pub fn read_step_log(step_log: BorrowedFd<'_>) -> Vec<(String, u64)> {
+/// Reads the step log, of which each line holds a time and the number of a step: each step, and the [`monotonic_us`] time at which it began.
+pub fn read_step_log(step_log: BorrowedFd<'_>) -> Vec<(LaunchStep, u64)> {
     const STEP_LOG_BYTES_MAX: usize = 64 << 10;
     let mut bytes = vec![0u8; STEP_LOG_BYTES_MAX];
     let len = rustix::io::pread(step_log, &mut bytes, 0).unwrap_or(0);
     let text = String::from_utf8_lossy(&bytes[..len]);
     let entry = |line: &str| {
         let (at, step) = line.split_once(' ')?;
-        Some((step.to_owned(), at.parse().ok()?))
+        let step = LaunchStep::ALL.get(step.parse::<usize>().ok()?)?;
+        Some((*step, at.parse().ok()?))
     };
     text.lines().filter_map(entry).collect()
 }
@@ -54,25 +56,25 @@ impl LaunchStepError {
 }
 
 /// Turns an error into a [`LaunchStepError`] that says what was being done.
-pub trait StepContext<T> {
-    fn during(self, what: impl FnOnce() -> String) -> Result<T, LaunchStepError>;
+pub trait StepContext<T>: Sized {
+    fn step_context(self, what: impl FnOnce() -> String) -> Result<T, LaunchStepError>;
+
+    /// As [`step_context`](Self::step_context), with a constant text.
+    fn doing(self, what: &str) -> Result<T, LaunchStepError> {
+        self.step_context(|| what.to_owned())
+    }
 }
 
 impl<T, E: Into<io::Error>> StepContext<T> for Result<T, E> {
-    fn during(self, what: impl FnOnce() -> String) -> Result<T, LaunchStepError> {
+    fn step_context(self, what: impl FnOnce() -> String) -> Result<T, LaunchStepError> {
         self.map_err(|e| {
             let error: io::Error = e.into();
-            let what = what();
-            match error.raw_os_error() {
-                Some(errno) => LaunchStepError {
-                    errno: Some(errno),
-                    detail: what,
-                },
-                None => LaunchStepError {
-                    errno: None,
-                    detail: format!("{what}: {error}"),
-                },
-            }
+            let errno = error.raw_os_error();
+            let detail = match errno {
+                Some(_) => what(),
+                None => format!("{}: {error}", what()),
+            };
+            LaunchStepError { errno, detail }
         })
     }
 }
@@ -81,7 +83,7 @@ impl Reporter {
     pub fn new(socket: OwnedFd) -> Self {
         Reporter {
             socket,
-            step: String::from("start"),
+            step: LaunchStep::StartLauncher,
             step_log: None,
             unsent_log: String::new(),
             layers: Vec::new(),
@@ -101,9 +103,9 @@ impl Reporter {
 
     /// Logs the step that is about to be tried. This does not wake the runner, which reads the log only when it needs
     /// it.
-    pub fn begin_step(&mut self, step: &str) {
-        step.clone_into(&mut self.step);
-        let entry = format!("{} {step}\n", monotonic_us());
+    pub fn begin_step(&mut self, step: LaunchStep) {
+        self.step = step;
+        let entry = format!("{} {}\n", monotonic_us(), step as u8);
         match &self.step_log {
             Some(step_log) => {
                 // The log is only a diagnostic, so a failed write does not stop the launch.
@@ -115,12 +117,12 @@ impl Reporter {
 
     /// Names the step for error reports without logging it. For a process that works in parallel to the one whose steps
     /// are logged.
-    pub fn set_step_unlogged(&mut self, step: &str) {
-        step.clone_into(&mut self.step);
+    pub fn set_step_unlogged(&mut self, step: LaunchStep) {
+        self.step = step;
     }
 
-    pub fn current_step(&self) -> &str {
-        &self.step
+    pub fn current_step(&self) -> LaunchStep {
+        self.step
     }
 
     pub fn add_layer(&mut self, layer: Layer, how: &str) {
@@ -157,7 +159,7 @@ impl Reporter {
         detail.truncate(detail.floor_char_boundary(MESSAGE_BYTES_MAX / 8));
         self.send(
             &SandboxReport::Failed {
-                step: self.step.clone(),
+                step: self.step,
                 errno: error.errno,
                 detail,
             },
@@ -165,7 +167,7 @@ impl Reporter {
         );
     }
 
-    pub fn receive_order(&self, wait: Wait) -> io::Result<Option<InitOrder>> {
-        Ok(channel::receive(self.socket(), wait)?.map(|(order, _)| order))
+    pub fn receive_command(&self, wait: Wait) -> io::Result<Option<InitCommand>> {
+        Ok(channel::receive(self.socket(), wait)?.map(|(command, _)| command))
     }
 }

@@ -38,13 +38,24 @@
 //!
 //! # Example
 //!
-//! ```no_run
-//! use store::{Location, Store};
+//! ```
+//! use store::{Location, NewAttempt, State, Store};
 //!
-//! fn count_attempts() -> Result<usize, store::StoreError> {
-//!     let mut store = Store::open(&Location::Sqlite("/home/me/.local/share/fumehood/fumehood.db".into()))?;
-//!     Ok(store.attempts("my-analysis")?.len())
-//! }
+//! let directory = tempfile::tempdir()?;
+//! let mut store = Store::open(&Location::Sqlite(directory.path().join("fumehood.db")))?;
+//! let attempt = store.begin(&NewAttempt {
+//!     id: "my-analysis",
+//!     key: "0123456789abcdef0123456789abcdef",
+//!     replace: false,
+//!     host: "this-machine",
+//!     boot_id: "this-boot",
+//!     submitter: None,
+//!     workspace: None,
+//!     provenance: None,
+//! })?;
+//! let found = store.show("my-analysis", Some(attempt))?;
+//! assert_eq!((found.summary.attempt, found.summary.state), (1, State::Running));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
 #![forbid(unsafe_code)]

@@ -6,11 +6,23 @@ pub struct AttackOutput {
     pub text: String,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ActAnswer {
-    Succeeded,
-    Refused,
-    Unable,
+/// What became of an act, unconfined or in the sandbox.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ActResult {
+    /// The act succeeded; the text is the evidence.
+    Done(String),
+    /// The act was refused; the text says how.
+    Refused(String),
+    /// The act could not be tried.
+    Unable(String),
+}
+
+impl ActResult {
+    /// Returns the text without the kind.
+    fn detail(self) -> String {
+        let (ActResult::Done(text) | ActResult::Refused(text) | ActResult::Unable(text)) = self;
+        text
+    }
 }
 
 impl AttackOutput {
@@ -18,34 +30,36 @@ impl AttackOutput {
         AttackOutput { text: text.into() }
     }
 
-    pub fn answer(&self, act: &str) -> Option<(ActAnswer, &str)> {
+    /// Returns what the attacker says about an act.
+    pub fn answer(&self, act: &str) -> Option<ActResult> {
         self.text.lines().find_map(|line| {
             let mut parts = line.splitn(3, ' ');
-            let word = match parts.next()? {
-                "got" => ActAnswer::Succeeded,
-                "refused" => ActAnswer::Refused,
-                "unable" => ActAnswer::Unable,
+            let kind = match parts.next()? {
+                "got" => ActResult::Done,
+                "refused" => ActResult::Refused,
+                "unable" => ActResult::Unable,
                 _ => return None,
             };
-            (parts.next()? == act).then(|| (word, parts.next().unwrap_or_default()))
+            (parts.next()? == act).then(|| kind(parts.next().unwrap_or_default().to_owned()))
         })
     }
 
-    pub fn success(&self, act: &str) -> Option<&str> {
-        self.answer(act)
-            .filter(|(word, _)| *word == ActAnswer::Succeeded)
-            .map(|(_, detail)| detail)
+    /// Returns what the attacker says that it achieved, if it does.
+    pub fn success(&self, act: &str) -> Option<String> {
+        let done = |answer: &ActResult| matches!(answer, ActResult::Done(_));
+        self.answer(act).filter(done).map(ActResult::detail)
     }
 
     /// Returns a short explanation for the report.
     pub fn brief(&self, act: &str) -> String {
-        match self.answer(act) {
-            Some((_, detail)) => detail.to_owned(),
-            None => match self.answer("all") {
-                Some((_, detail)) => detail.to_owned(),
-                None => "it did not live to tell".into(),
-            },
-        }
+        let answer = self.answer(act).or_else(|| self.answer("all"));
+        answer.map_or("it did not live to tell".into(), ActResult::detail)
+    }
+
+    /// Judges an act from the attacker's answer alone, where nothing else shows what happened.
+    pub fn outcome(&self, act: &str) -> ActResult {
+        self.answer(act)
+            .unwrap_or_else(|| ActResult::Unable(self.brief(act)))
     }
 }
 
@@ -60,15 +74,15 @@ mod tests {
         );
         assert_eq!(
             attack_output.answer("udp"),
-            Some((ActAnswer::Succeeded, "sent"))
+            Some(ActResult::Done("sent".into()))
         );
         assert_eq!(
             attack_output.answer("udp_other"),
-            Some((ActAnswer::Refused, "EPERM"))
+            Some(ActResult::Refused("EPERM".into()))
         );
         assert_eq!(
             attack_output.answer("x"),
-            Some((ActAnswer::Unable, "no kernel for it"))
+            Some(ActResult::Unable("no kernel for it".into()))
         );
         assert_eq!(attack_output.answer("ud"), None);
         assert_eq!(attack_output.brief("ud"), "it did not live to tell");

@@ -1,19 +1,15 @@
 //! Why the battery could not run to its end. What an act achieves is an outcome, never one of these errors.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+/// Why the battery stopped. The messages describe the variants.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages describe the variants")]
 pub enum AttackError {
     #[error("{operation}")]
     System {
-        operation: &'static str,
-        source: io::Error,
-    },
-    #[error("{operation} {path:?}")]
-    Path {
-        operation: &'static str,
-        path: PathBuf,
+        operation: String,
         source: io::Error,
     },
     #[error("find a place for the battery: {}", .failures.join("; "))]
@@ -41,24 +37,21 @@ pub enum AttackError {
     Stopped { signal: i32 },
 }
 
-impl AttackError {
-    /// Makes the closure for `map_err` on a system call.
-    pub fn system<E: Into<io::Error>>(operation: &'static str) -> impl FnOnce(E) -> AttackError {
-        move |error| AttackError::System {
-            operation,
+/// Turns an error of the system into an [`AttackError`] that says what was being done.
+pub trait OperationContext<T> {
+    fn operation(self, operation: &str) -> Result<T, AttackError>;
+    fn operation_on(self, operation: &str, path: &Path) -> Result<T, AttackError>;
+}
+
+impl<T, E: Into<io::Error>> OperationContext<T> for Result<T, E> {
+    fn operation(self, operation: &str) -> Result<T, AttackError> {
+        self.map_err(|error| AttackError::System {
+            operation: operation.into(),
             source: error.into(),
-        }
+        })
     }
 
-    /// Makes the closure for `map_err` on an operation on a path.
-    pub fn path<E: Into<io::Error>>(
-        operation: &'static str,
-        path: &Path,
-    ) -> impl FnOnce(E) -> AttackError {
-        move |error| AttackError::Path {
-            operation,
-            path: path.to_path_buf(),
-            source: error.into(),
-        }
+    fn operation_on(self, operation: &str, path: &Path) -> Result<T, AttackError> {
+        self.operation(&format!("{operation} {path:?}"))
     }
 }

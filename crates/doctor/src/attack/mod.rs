@@ -25,6 +25,7 @@ pub use self::error::AttackError;
 pub use self::report::AttackReport;
 use self::testbed::Testbed;
 
+/// What to attack, and how to reach the caller meanwhile.
 pub struct AttackOptions<'a> {
     /// Attack exactly this level; `None` attacks the level that a run gets on this host.
     pub level: Option<ConfinementLevel>,
@@ -37,7 +38,7 @@ pub struct AttackOptions<'a> {
 
 /// Runs the whole battery and removes what it made.
 pub fn run(options: &AttackOptions<'_>) -> Result<AttackReport, AttackError> {
-    let testbed = Testbed::make(options.level, options.warn)?;
+    let testbed = Testbed::make(options)?;
     let results = battery::run(&testbed, options.stop_signal)?;
     drop(testbed);
     Ok(AttackReport::new(&results, sandbox::landlock_abi()))

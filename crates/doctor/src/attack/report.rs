@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use sandbox::promises::{ACTS, PromiseStatus, promise_status};
-use sandbox::spec::ConfinementLevel;
 use serde::Serialize;
 use store::types::escaping::escape_terminal;
 
-use super::battery::{ActOutcome, BatteryResults, TriedAct};
+use super::attack_output::ActResult;
+use super::battery::{BatteryResults, TriedAct};
 
 const SCHEMA: &str = "fumehood.attack/1";
 /// The text report cuts details off here; JSON has them whole.
@@ -49,6 +49,7 @@ struct Counts {
     escaped: usize,
 }
 
+/// The document `fumehood.attack/1`.
 #[derive(Debug, Serialize)]
 pub struct AttackReport {
     schema: &'static str,
@@ -64,21 +65,18 @@ pub struct AttackReport {
 }
 
 impl AttackReport {
+    /// Compares the results with what is promised at their level and this Landlock ABI.
     pub fn new(results: &BatteryResults, landlock_abi: i32) -> AttackReport {
         let mut acts = Vec::new();
         let mut counts = Counts::default();
         for act in ACTS {
-            let missing = || ActOutcome::Unable("it was not tried".into());
-            let tried = results
-                .acts
-                .get(act.name)
-                .cloned()
-                .unwrap_or_else(|| TriedAct {
-                    control: missing(),
-                    inside: missing(),
-                });
+            let missing = TriedAct {
+                control: ActResult::Unable("it was not tried".into()),
+                inside: ActResult::Unable("it was not tried".into()),
+            };
+            let tried = results.acts.get(act.name).unwrap_or(&missing);
             let promised = promise_status(act, results.level, landlock_abi);
-            let verdict = compare_with_promise(promised, &tried);
+            let verdict = compare_with_promise(promised, tried);
             *match verdict {
                 ActVerdict::Held => &mut counts.held,
                 ActVerdict::KnownGap => &mut counts.known_gaps,
@@ -102,10 +100,7 @@ impl AttackReport {
         AttackReport {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION"),
-            level: match results.level {
-                ConfinementLevel::Full => "full",
-                ConfinementLevel::Landlock => "landlock",
-            },
+            level: results.level.as_str(),
             landlock_abi,
             root: rustix::process::geteuid().is_root(),
             testbed_dir: results.testbed_dir.clone(),
@@ -114,6 +109,7 @@ impl AttackReport {
         }
     }
 
+    /// Whether an act escaped, or, if `strict`, the table promises too little.
     pub fn is_bad(&self, strict: bool) -> bool {
         self.counts.escaped > 0 || strict && self.counts.better > 0
     }
@@ -143,13 +139,8 @@ impl AttackReport {
                 ActVerdict::Escaped => ("ESCAPED", &found.inside),
             };
             let whose = match found.verdict {
-                ActVerdict::Unproven => "the control: ",
+                ActVerdict::Unproven if !detail.starts_with(COULD_NOT) => "the control: ",
                 _ => "",
-            };
-            let whose = if detail.starts_with(COULD_NOT) {
-                ""
-            } else {
-                whose
             };
             let detail = escape_terminal(shorten(detail).as_bytes());
             text.push_str(&format!("  {word:<9} {:<24} {whose}{detail}\n", found.name));
@@ -174,31 +165,28 @@ impl AttackReport {
 /// An act that succeeded in the sandbox counts whether or not its control worked. A refusal proves something only if
 /// the control succeeded.
 fn compare_with_promise(promised: PromiseStatus, tried: &TriedAct) -> ActVerdict {
-    let works_here = matches!(tried.control, ActOutcome::Done(_));
+    let works_here = matches!(tried.control, ActResult::Done(_));
     match (&tried.inside, promised.is_kept()) {
-        (ActOutcome::Done(_), true) => ActVerdict::Escaped,
-        (ActOutcome::Done(_), false) => ActVerdict::KnownGap,
-        (ActOutcome::Refused(_), true) if works_here => ActVerdict::Held,
-        (ActOutcome::Refused(_), false) if works_here => ActVerdict::Better,
-        (ActOutcome::Refused(_) | ActOutcome::Unable(_), _) => ActVerdict::Unproven,
+        (ActResult::Done(_), true) => ActVerdict::Escaped,
+        (ActResult::Done(_), false) => ActVerdict::KnownGap,
+        (ActResult::Refused(_), true) if works_here => ActVerdict::Held,
+        (ActResult::Refused(_), false) if works_here => ActVerdict::Better,
+        (ActResult::Refused(_) | ActResult::Unable(_), _) => ActVerdict::Unproven,
     }
 }
 
 const COULD_NOT: &str = "could not be tried";
 
 /// Leaves the path of the testbed out: the directory is gone.
-fn describe_outcome(outcome: &ActOutcome, testbed_dir: &Path) -> String {
+fn describe_outcome(outcome: &ActResult, testbed_dir: &Path) -> String {
     let text = match outcome {
-        ActOutcome::Done(what) => format!("done: {what}"),
-        ActOutcome::Refused(why) => format!("refused: {why}"),
-        ActOutcome::Unable(why) => format!("{COULD_NOT}: {why}"),
+        ActResult::Done(what) => format!("done: {what}"),
+        ActResult::Refused(why) => format!("refused: {why}"),
+        ActResult::Unable(why) => format!("{COULD_NOT}: {why}"),
     };
     let testbed_dir = testbed_dir.display().to_string();
-    ["confined/", "control/", ""]
-        .iter()
-        .fold(text, |text, part| {
-            text.replace(&format!("{testbed_dir}{part}"), "")
-        })
+    let parts = ["confined/", "control/", ""].map(|part| format!("{testbed_dir}{part}"));
+    parts.iter().fold(text, |text, part| text.replace(part, ""))
 }
 
 fn shorten(text: &str) -> String {
@@ -229,25 +217,26 @@ fn title(promise: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sandbox::spec::ConfinementLevel;
 
-    fn tried(control: ActOutcome, inside: ActOutcome) -> TriedAct {
+    fn tried(control: ActResult, inside: ActResult) -> TriedAct {
         TriedAct { control, inside }
     }
 
-    fn done() -> ActOutcome {
-        ActOutcome::Done("x".into())
+    fn done() -> ActResult {
+        ActResult::Done("x".into())
     }
 
-    fn refused() -> ActOutcome {
-        ActOutcome::Refused("EPERM".into())
+    fn refused() -> ActResult {
+        ActResult::Refused("EPERM".into())
     }
 
-    fn unable() -> ActOutcome {
-        ActOutcome::Unable("no kernel for it".into())
+    fn unable() -> ActResult {
+        ActResult::Unable("no kernel for it".into())
     }
 
     #[test]
-    fn what_got_out_got_out_whatever_the_control_says() {
+    fn an_act_that_succeeded_inside_counts_whatever_the_control_did() {
         for control in [done(), refused(), unable()] {
             let both = tried(control, done());
             assert_eq!(

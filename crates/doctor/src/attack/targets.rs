@@ -12,12 +12,13 @@ use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
+use rustix::net::{RecvFlags, SocketFlags, SocketType};
 use sandbox::attack::victims::{Queue, Segment};
 use sandbox::attack::{PARENT_TARGET, SECRET_PREFIX};
 
 use super::attack_output::AttackOutput;
-use super::error::AttackError;
-use super::testbed::{TargetProcess, Testbed, make_dir, open_terminal, random_word, set_mode};
+use super::error::{AttackError, OperationContext};
+use super::testbed::{BatteryProcess, Testbed, make_dir, open_terminal, random_word, set_mode};
 
 /// The acts that change a file, each with a file of its own in the project, and the part of the project that holds it.
 /// Any change to the file is evidence.
@@ -31,6 +32,8 @@ const CHANGE_ACTS: &[(&str, &str)] = &[
     ("write_docs", "docs"),
     ("write_site", "site"),
 ];
+/// The name of PostgreSQL's socket in its directory.
+const SOCKET_NAME: &str = ".s.PGSQL.5432";
 /// A device that the sandbox shows, and whose timestamps nothing on a host changes.
 const DEVICE: &str = "/dev/full";
 /// How long an act keeps holding a resource so that the sandbox's watch can see it, in milliseconds. The run ends as
@@ -75,9 +78,10 @@ pub struct TargetSet {
     outside: PathBuf,
     other_workspace: PathBuf,
     size: u64,
-    before: BTreeMap<&'static str, Vec<FileState>>,
-    services: Services,
-    processes: BTreeMap<&'static str, TargetProcess>,
+    before: BTreeMap<&'static str, Vec<Option<FileState>>>,
+    /// Sockets that stand in for services, by the act that is to reach them.
+    services: BTreeMap<&'static str, Vec<OwnedFd>>,
+    processes: BTreeMap<&'static str, BatteryProcess>,
     limits_before: String,
     segment: Option<Segment>,
     queue: Option<Queue>,
@@ -89,45 +93,27 @@ pub struct TargetSet {
     host_files: Vec<PathBuf>,
 }
 
-struct Services {
-    tcp: TcpListener,
-    fast_open: TcpListener,
-    paths: Vec<UnixListener>,
-    abstract_name: UnixListener,
-    datagrams: Vec<UnixDatagram>,
-    udp: UdpSocket,
-    dns: UdpSocket,
-}
-
 /// Everything about a file that an attack can change.
-#[derive(Clone, PartialEq, Eq, Debug)]
-enum FileState {
-    Absent,
-    There {
-        names: Vec<std::ffi::OsString>,
-        content: Vec<u8>,
-        mode: u32,
-        modified: (i64, i64),
-        links: u64,
-        attribute: Option<Vec<u8>>,
-    },
+#[derive(PartialEq, Eq)]
+struct FileState {
+    names: Vec<std::ffi::OsString>,
+    content: Vec<u8>,
+    mode: u32,
+    modified: (i64, i64),
+    links: u64,
+    attribute: Option<Vec<u8>>,
 }
 
 impl FileState {
-    fn read(path: &Path) -> FileState {
-        let Ok(meta) = std::fs::symlink_metadata(path) else {
-            return FileState::Absent;
-        };
-        let mut names: Vec<_> = std::fs::read_dir(path)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .map(|e| e.file_name())
-            .collect();
+    /// Returns `None` if there is no such file.
+    fn read(path: &Path) -> Option<FileState> {
+        let meta = std::fs::symlink_metadata(path).ok()?;
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries.map(|e| e.file_name()).collect();
         names.sort();
         let mut value = vec![0u8; 256];
         let attribute = rustix::fs::lgetxattr(path, "user.fumehood", &mut value[..]);
-        FileState::There {
+        Some(FileState {
             names,
             content: match meta.is_file() {
                 true => std::fs::read(path).unwrap_or_default(),
@@ -137,7 +123,7 @@ impl FileState {
             modified: (meta.mtime(), meta.mtime_nsec()),
             links: meta.nlink(),
             attribute: attribute.ok().map(|n| value[..n].to_vec()),
-        }
+        })
     }
 }
 
@@ -170,23 +156,18 @@ impl TargetSet {
         let workspace = root.join("workspace");
         make_dir(&workspace, 0o755)?;
         for name in ["data", "docs"] {
-            symlink(project.join(name), workspace.join(name))
-                .map_err(AttackError::system("link the data"))?;
+            symlink(project.join(name), workspace.join(name)).operation("link the data")?;
         }
-        let lock = File::open(project.join("data/locked"))
-            .map_err(AttackError::system("open what is locked"))?;
-        rustix::fs::flock(&lock, FlockOperation::LockExclusive)
-            .map_err(AttackError::system("lock it"))?;
+        let lock = File::open(project.join("data/locked")).operation("open what is locked")?;
+        rustix::fs::flock(&lock, FlockOperation::LockExclusive).operation("lock it")?;
         let mut processes = BTreeMap::new();
         for act in PROCESS_ACTS {
-            processes.insert(
-                act,
-                TargetProcess::start(testbed, &secrets["proc_of_others"])?,
-            );
+            let process = BatteryProcess::start_target(testbed, &secrets["proc_of_others"])?;
+            processes.insert(act, process);
         }
         let mut targets = TargetSet {
             limits_before: processes["limits_of_others"].limits(),
-            services: Services::start(&project, &outside, &mark)?,
+            services: start_services(&project, &outside, &mark)?,
             segment: Segment::make().ok(),
             queue: Queue::make(&format!("fumehood-attack-{mark}")).ok(),
             before: BTreeMap::new(),
@@ -206,14 +187,10 @@ impl TargetSet {
             size,
             processes,
         };
-        targets.host_files.extend([
-            targets.host_file("write_host_tmp"),
-            targets.host_file("write_host_shm"),
-        ]);
-        let acts = CHANGE_ACTS
-            .iter()
-            .map(|(act, _)| *act)
-            .chain(["write_api_py", "utime_device"]);
+        let written = ["write_host_tmp", "write_host_shm"].map(|act| targets.host_file(act));
+        targets.host_files.extend(written);
+        let acts = CHANGE_ACTS.iter().map(|(act, _)| *act);
+        let acts = acts.chain(["write_api_py", "utime_device"]);
         targets.before = acts.map(|act| (act, targets.states(act))).collect();
         Ok(targets)
     }
@@ -224,14 +201,9 @@ impl TargetSet {
 
     /// Returns a descriptor that the next process to be started inherits.
     pub fn inherited_descriptor(&self) -> Result<OwnedFd, AttackError> {
-        let file = File::open(self.outside.join("handed"))
-            .map_err(AttackError::system("open what is handed on"))?;
+        let file = File::open(self.outside.join("handed")).operation("open what is handed on")?;
         // `dup` does not set close-on-exec, unlike every other way in which this process opens files.
-        rustix::io::dup(&file).map_err(AttackError::system("copy a descriptor"))
-    }
-
-    pub fn farm_secret(&self) -> PathBuf {
-        self.outside.join("farm/secret")
+        rustix::io::dup(&file).operation("copy a descriptor")
     }
 
     fn host_file(&self, act: &str) -> PathBuf {
@@ -251,7 +223,7 @@ impl TargetSet {
     }
 
     /// Reads the files that this act would change.
-    fn states(&self, act: &str) -> Vec<FileState> {
+    fn states(&self, act: &str) -> Vec<Option<FileState>> {
         let paths = match CHANGE_ACTS.iter().find(|(name, _)| *name == act) {
             Some((name, area)) => {
                 let dir = self.project.join(area).join(name);
@@ -267,74 +239,73 @@ impl TargetSet {
 
     /// Returns the target of an act in the form that the attacker parses.
     pub fn target(&self, act: &str) -> String {
-        let join = |parts: &[&Path]| {
-            let parts: Vec<String> = parts.iter().map(|p| p.display().to_string()).collect();
-            parts.join("|")
-        };
+        let (project, outside) = (self.project.display(), self.outside.display());
+        let in_project = |name: &str| format!("{project}/{name}|data/../{name}");
         if let Some((name, area)) = CHANGE_ACTS.iter().find(|(name, _)| *name == act) {
-            let below = Path::new(area).join(name).join("file");
+            let below = format!("{area}/{name}/file");
             return match *area {
-                "site" => join(&[
-                    &self.project.join(&below),
-                    &Path::new("data/..").join(&below),
-                ]),
-                _ => join(&[&below, &self.project.join(&below)]),
+                "site" => in_project(&below),
+                _ => format!("{below}|{project}/{below}"),
             };
         }
-        let port = |socket: &TcpListener| socket.local_addr().map_or(0, |a| a.port()).to_string();
-        let udp_port = |socket: &UdpSocket| socket.local_addr().map_or(0, |a| a.port()).to_string();
-        let project =
-            |name: &str| join(&[&self.project.join(name), &Path::new("data/..").join(name)]);
+        let port = |act: &str| {
+            let address = rustix::net::getsockname(&self.services[act][0]).ok();
+            let address = address.and_then(|a| std::net::SocketAddr::try_from(a).ok());
+            address.map_or(0, |a| a.port()).to_string()
+        };
         match act {
-            "read_project" => project(".env"),
-            "list_project" => join(&[&self.project, Path::new("data/..")]),
-            "stat_project" => project("site/measured"),
-            "lock_data" => join(&[Path::new("data/locked"), &self.project.join("data/locked")]),
-            "read_secret_file" => join(&[&self.outside.join("secret")]),
-            "read_host_tmp" => join(&[&self.host_files[0]]),
-            "write_api_py" => project("api.py"),
-            "write_system" | "write_host_tmp" | "write_host_shm" => join(&[&self.host_file(act)]),
-            "write_other_workspace" => join(&[&self.other_workspace]),
-            "utime_device" => join(&[&self.device()]),
-            "postgres_tcp" | "netlink" => port(&self.services.tcp),
-            "tcp_fast_open" => port(&self.services.fast_open),
-            "postgres_socket" => join(&[
-                &self.outside.join(".s.PGSQL.5432"),
-                Path::new("data/.s.PGSQL.5432"),
-                &self.project.join("data/.s.PGSQL.5432"),
-            ]),
-            "postgres_abstract" => format!("fumehood-attack-{}", self.mark),
-            "unix_datagram" => format!(
-                "{}|fumehood-attack-datagram-{}",
-                self.project.join("data/datagram").display(),
-                self.mark
-            ),
-            "udp" => udp_port(&self.services.udp),
-            "dns" => udp_port(&self.services.dns),
+            "read_project" => in_project(".env"),
+            "list_project" => format!("{project}|data/.."),
+            "stat_project" => in_project("site/measured"),
+            "lock_data" => format!("data/locked|{project}/data/locked"),
+            "read_secret_file" => format!("{outside}/secret"),
+            "read_host_tmp" => self.host_files[0].display().to_string(),
+            "write_api_py" => in_project("api.py"),
+            "write_system" | "write_host_tmp" | "write_host_shm" => {
+                self.host_file(act).display().to_string()
+            }
+            "write_other_workspace" => self.other_workspace.display().to_string(),
+            "utime_device" => self.device().display().to_string(),
+            "netlink" => port("postgres_tcp"),
+            "postgres_tcp" | "tcp_fast_open" | "udp" | "dns" => port(act),
+            "postgres_socket" => {
+                let name = SOCKET_NAME;
+                format!("{outside}/{name}|data/{name}|{project}/data/{name}")
+            }
+            "postgres_abstract" | "message_queue" => format!("fumehood-attack-{}", self.mark),
+            "unix_datagram" => {
+                format!(
+                    "{project}/data/datagram|fumehood-attack-datagram-{}",
+                    self.mark
+                )
+            }
             "signal_guardian" if self.side == TargetSide::Confined => PARENT_TARGET.into(),
             "init_memory" if self.side == TargetSide::Confined => format!("{PARENT_TARGET}|1"),
             "init_memory" => self.processes["proc_of_others"].pid().to_string(),
             "system_v_ipc" => self.segment.as_ref().map_or(-1, Segment::id).to_string(),
-            "message_queue" => format!("fumehood-attack-{}", self.mark),
             "oom_loop" | "disk_held_by_calls" | "unlinked_files" => match self.side {
                 TargetSide::Control => "0".into(),
                 TargetSide::Confined => HOLD_MS.into(),
             },
-            "symlink_farm" => join(&[&self.farm_secret(), &self.outside.join("farm")]),
-            _ => match self.processes.get(act) {
-                Some(process) => process.pid().to_string(),
-                None => String::new(),
-            },
+            "symlink_farm" => format!("{outside}/farm/secret|{outside}/farm"),
+            _ => {
+                let process = self.processes.get(act);
+                process.map_or(String::new(), |p| p.pid().to_string())
+            }
         }
     }
 
     /// Returns the evidence that the act succeeded, if there is any: from the host where possible, else from what the
     /// attacker printed.
     pub fn evidence(&mut self, act: &str, attack_output: &AttackOutput) -> Option<String> {
-        let reported = || attack_output.success(act).map(str::to_owned);
+        let reported = || attack_output.success(act);
         if let Some(before) = self.before.get(act) {
             return (self.states(act) != *before)
                 .then(|| "the host's file is not as it was".into());
+        }
+        if let Some(services) = self.services.get(act) {
+            let received = services.iter().any(|socket| received(socket, &self.mark));
+            return received.then(|| "the service received it".into());
         }
         match act {
             "stat_project" => revealed(attack_output, act, &format!("size {}", self.size)),
@@ -347,13 +318,11 @@ impl TargetSet {
                 let there = std::fs::symlink_metadata(path).is_ok();
                 there.then(|| format!("{} is on the host", path.display()))
             }
-            "postgres_tcp" | "postgres_socket" | "postgres_abstract" | "unix_datagram"
-            | "tcp_fast_open" | "udp" | "dns" => {
-                let received = self.services.received(act, &self.mark);
-                received.then(|| "the service received it".into())
-            }
             "signal_others" | "signal_guardian" | "signal_by_descriptor" | "ptrace_others" => {
-                let died = self.processes.get_mut(act).is_some_and(TargetProcess::died);
+                let died = self
+                    .processes
+                    .get_mut(act)
+                    .is_some_and(BatteryProcess::died);
                 let outside = died.then(|| "the process that it was aimed at died".to_owned());
                 // Reading another process's memory leaves no trace, so believe the attacker.
                 outside.or_else(|| reported().filter(|_| act == "ptrace_others"))
@@ -402,13 +371,9 @@ impl Drop for TargetSet {
 }
 
 fn revealed(attack_output: &AttackOutput, act: &str, secret: &str) -> Option<String> {
+    let success = attack_output.success(act).unwrap_or_default();
     let out = attack_output.text.contains(secret);
-    out.then(|| {
-        format!(
-            "a secret of the host was read: {}",
-            attack_output.success(act).unwrap_or("")
-        )
-    })
+    out.then(|| format!("a secret of the host was read: {success}"))
 }
 
 fn build_project(project: &Path, secrets: &BTreeMap<&str, String>) -> Result<(), AttackError> {
@@ -427,125 +392,88 @@ fn build_project(project: &Path, secrets: &BTreeMap<&str, String>) -> Result<(),
 
 /// Anybody may read and write the file: only the sandbox protects it.
 fn write_world_writable(path: &Path, text: &str) -> Result<(), AttackError> {
-    let mut file = File::create_new(path).map_err(AttackError::path("make", path))?;
+    let mut file = File::create_new(path).operation_on("make", path)?;
     file.write_all(text.as_bytes())
-        .map_err(AttackError::path("write", path))?;
+        .operation_on("write", path)?;
     set_mode(path, 0o666)
 }
 
-impl Services {
-    fn start(project: &Path, outside: &Path, mark: &str) -> Result<Services, AttackError> {
-        let tcp = || -> Result<TcpListener, AttackError> {
-            let socket = TcpListener::bind("127.0.0.1:0")
-                .map_err(AttackError::system("listen on loopback"))?;
-            socket
-                .set_nonblocking(true)
-                .map_err(AttackError::system("listen on loopback"))?;
-            Ok(socket)
-        };
-        let udp = || -> Result<UdpSocket, AttackError> {
-            let socket =
-                UdpSocket::bind("127.0.0.1:0").map_err(AttackError::system("bind on loopback"))?;
-            socket
-                .set_nonblocking(true)
-                .map_err(AttackError::system("bind on loopback"))?;
-            Ok(socket)
-        };
-        let mut paths = Vec::new();
-        for dir in [outside, &project.join("data")] {
-            let path = dir.join(".s.PGSQL.5432");
-            let socket =
-                UnixListener::bind(&path).map_err(AttackError::path("listen at", &path))?;
-            set_mode(&path, 0o777)?;
-            socket
-                .set_nonblocking(true)
-                .map_err(AttackError::system("listen at a path"))?;
-            paths.push(socket);
-        }
-        let name = SocketAddr::from_abstract_name(format!("fumehood-attack-{mark}"))
-            .map_err(AttackError::system("make an abstract name"))?;
-        let abstract_name =
-            UnixListener::bind_addr(&name).map_err(AttackError::system("listen at a name"))?;
-        abstract_name
-            .set_nonblocking(true)
-            .map_err(AttackError::system("listen at a name"))?;
-        let path = project.join("data/datagram");
-        let by_path = UnixDatagram::bind(&path).map_err(AttackError::path("bind at", &path))?;
+fn start_services(
+    project: &Path,
+    outside: &Path,
+    mark: &str,
+) -> Result<BTreeMap<&'static str, Vec<OwnedFd>>, AttackError> {
+    let tcp = || start_service("listen on loopback", TcpListener::bind("127.0.0.1:0"));
+    let udp = || start_service("bind on loopback", UdpSocket::bind("127.0.0.1:0"));
+    let listen = |dir: &Path| {
+        let path = dir.join(SOCKET_NAME);
+        let socket = UnixListener::bind(&path).operation_on("listen at", &path)?;
         set_mode(&path, 0o777)?;
-        let name = SocketAddr::from_abstract_name(format!("fumehood-attack-datagram-{mark}"))
-            .map_err(AttackError::system("make an abstract name"))?;
-        let by_name =
-            UnixDatagram::bind_addr(&name).map_err(AttackError::system("bind at a name"))?;
-        for socket in [&by_path, &by_name] {
-            socket
-                .set_nonblocking(true)
-                .map_err(AttackError::system("bind a datagram socket"))?;
-        }
-        Ok(Services {
-            tcp: tcp()?,
-            fast_open: tcp()?,
-            paths,
-            abstract_name,
-            datagrams: vec![by_path, by_name],
-            udp: udp()?,
-            dns: udp()?,
-        })
-    }
-
-    /// Whatever arrived is still queued in the sockets, because nothing has read from them.
-    fn received(&self, act: &str, mark: &str) -> bool {
-        match act {
-            "postgres_tcp" => received_tcp(&self.tcp, mark),
-            "tcp_fast_open" => received_tcp(&self.fast_open, mark),
-            "postgres_socket" => self.paths.iter().any(|s| received_unix(s, mark)),
-            "postgres_abstract" => received_unix(&self.abstract_name, mark),
-            "unix_datagram" => self
-                .datagrams
-                .iter()
-                .any(|s| received_datagram(|b| s.recv(b), mark)),
-            "udp" => received_datagram(|b| self.udp.recv(b), mark),
-            _ => received_datagram(|b| self.dns.recv(b), mark),
-        }
-    }
+        start_service("listen at a path", Ok(socket))
+    };
+    let abstract_name = |name: &str| {
+        SocketAddr::from_abstract_name(format!("{name}-{mark}")).operation("make an abstract name")
+    };
+    let name = UnixListener::bind_addr(&abstract_name("fumehood-attack")?);
+    let path = project.join("data/datagram");
+    let datagram = UnixDatagram::bind(&path).operation_on("bind at", &path)?;
+    set_mode(&path, 0o777)?;
+    let datagram_name = UnixDatagram::bind_addr(&abstract_name("fumehood-attack-datagram")?);
+    let datagrams = vec![
+        start_service("bind a datagram socket", Ok(datagram))?,
+        start_service("bind at a name", datagram_name)?,
+    ];
+    Ok(BTreeMap::from([
+        ("postgres_tcp", vec![tcp()?]),
+        ("tcp_fast_open", vec![tcp()?]),
+        (
+            "postgres_socket",
+            vec![listen(outside)?, listen(&project.join("data"))?],
+        ),
+        (
+            "postgres_abstract",
+            vec![start_service("listen at a name", name)?],
+        ),
+        ("unix_datagram", datagrams),
+        ("udp", vec![udp()?]),
+        ("dns", vec![udp()?]),
+    ]))
 }
 
-fn received_tcp(socket: &TcpListener, mark: &str) -> bool {
-    let mut received = false;
-    while let Ok((connection, _)) = socket.accept() {
-        // A blocking connection would only delay this process until the attacker's end closes.
-        let _ = connection.set_nonblocking(true);
-        received |= receives_mark(connection, mark);
-    }
-    received
+/// Makes a socket non-blocking, so that looking for what arrived does not wait.
+fn start_service(
+    operation: &'static str,
+    bound: std::io::Result<impl Into<OwnedFd>>,
+) -> Result<OwnedFd, AttackError> {
+    let socket = bound.operation(operation)?.into();
+    rustix::io::ioctl_fionbio(&socket, true).operation(operation)?;
+    Ok(socket)
 }
 
-fn received_unix(socket: &UnixListener, mark: &str) -> bool {
-    let mut received = false;
-    while let Ok((connection, _)) = socket.accept() {
-        // A blocking connection would only delay this process until the attacker's end closes.
-        let _ = connection.set_nonblocking(true);
-        received |= receives_mark(connection, mark);
-    }
-    received
+/// Whatever arrived is still queued in the socket, because nothing has read from it.
+fn received(socket: &OwnedFd, mark: &str) -> bool {
+    std::iter::from_fn(|| next_arrival(socket)).any(|text| contains(&text, mark))
 }
 
-fn received_datagram(receive: impl Fn(&mut [u8]) -> std::io::Result<usize>, mark: &str) -> bool {
-    let mut received = false;
-    let mut datagram = [0u8; 1024];
-    while let Ok(n) = receive(&mut datagram) {
-        received |= contains_mark(&datagram[..n], mark);
+/// Returns the next datagram, or what the next connection has sent.
+fn next_arrival(socket: &OwnedFd) -> Option<Vec<u8>> {
+    if rustix::net::sockopt::socket_type(socket) != Ok(SocketType::STREAM) {
+        let mut datagram = vec![0u8; 1024];
+        let (n, _) = rustix::net::recv(socket, &mut datagram[..], RecvFlags::empty()).ok()?;
+        datagram.truncate(n);
+        return Some(datagram);
     }
-    received
-}
-
-fn receives_mark(mut connection: impl Read, mark: &str) -> bool {
+    // A blocking connection would only delay this process until the attacker's end closes.
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let connection = rustix::net::accept_with(socket, flags).ok()?;
     let mut text = Vec::new();
     // The read ends at the end of the connection, or with an error where nothing more has arrived. What was read counts
     // in both cases.
-    let _ = connection.by_ref().take(1024).read_to_end(&mut text);
-    contains_mark(&text, mark)
+    let _ = File::from(connection).take(1024).read_to_end(&mut text);
+    Some(text)
 }
 
-fn contains_mark(text: &[u8], mark: &str) -> bool {
+/// Returns whether the bytes contain a text.
+pub fn contains(text: &[u8], mark: &str) -> bool {
     text.windows(mark.len()).any(|w| w == mark.as_bytes())
 }

@@ -1,5 +1,5 @@
-//! The testbed: a directory with everything that is attacked, the installed binary, and a copy of it that plays the
-//! attacker. Dropping the testbed removes the directory.
+//! The testbed: a directory with everything that is attacked, the installed binary, and a copy of it that makes the
+//! attacks. Dropping the testbed removes the directory.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
@@ -8,6 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use engine::plan::limits::error_chain;
@@ -17,7 +18,9 @@ use sandbox::spec::ConfinementLevel;
 use serde_json::Value;
 use store::types::crash_points::VARIABLE;
 
-use super::error::AttackError;
+use super::AttackOptions;
+use super::attack_output::ActResult;
+use super::error::{AttackError, OperationContext};
 
 /// The longest time that one process of the battery may take. Normally none comes near it; the bound ends the battery
 /// on a host where something hangs.
@@ -33,7 +36,7 @@ pub struct Testbed {
     pub binary: PathBuf,
     /// The binary at its installed path. A host may permit things by path, for instance with an AppArmor profile.
     installed: PathBuf,
-    pub level: Option<ConfinementLevel>,
+    level: Option<ConfinementLevel>,
     warn: fn(&str),
 }
 
@@ -57,23 +60,27 @@ impl ConfinedRun {
 
     /// Returns why the run did not start, if it did not.
     pub fn why_not_started(&self) -> Option<&str> {
-        let started = !self.record["isolation"]["level"].is_null();
-        let why = || {
-            self.record["message"]
-                .as_str()
-                .unwrap_or("for no reason given")
-        };
-        (!started).then(why)
+        let why = self.record["message"].as_str();
+        let level = &self.record["isolation"]["level"];
+        let why = why.unwrap_or("for no reason given");
+        level.is_null().then_some(why)
+    }
+
+    /// Judges a run that started. A run that did not start tried nothing.
+    pub fn judge(&self, started: impl FnOnce() -> ActResult) -> ActResult {
+        match self.why_not_started() {
+            Some(why) => ActResult::Unable(why.to_owned()),
+            None => started(),
+        }
     }
 }
 
 impl Testbed {
-    pub fn make(level: Option<ConfinementLevel>, warn: fn(&str)) -> Result<Testbed, AttackError> {
-        let installed =
-            std::env::current_exe().map_err(AttackError::system("find our own binary"))?;
+    pub fn make(options: &AttackOptions<'_>) -> Result<Testbed, AttackError> {
+        let installed = std::env::current_exe().operation("find our own binary")?;
         let mut failures = Vec::new();
         for parent in PARENT_DIRS {
-            match Testbed::make_in(Path::new(parent), &installed, level, warn) {
+            match Testbed::make_in(Path::new(parent), &installed, options) {
                 Ok(testbed) => return Ok(testbed),
                 Err(e) => failures.push(format!("{parent}: {}", error_chain(&e))),
             }
@@ -84,25 +91,23 @@ impl Testbed {
     fn make_in(
         parent: &Path,
         installed: &Path,
-        level: Option<ConfinementLevel>,
-        warn: fn(&str),
+        options: &AttackOptions<'_>,
     ) -> Result<Testbed, AttackError> {
         let word = random_word()?;
         let dir = parent.join(format!("fumehood-attack-{word}"));
-        std::fs::create_dir(&dir).map_err(AttackError::path("make", &dir))?;
+        std::fs::create_dir(&dir).operation_on("make", &dir)?;
         let testbed = Testbed {
             binary: dir.join("runtime/bin/fumehood"),
             dir,
             word,
             installed: installed.to_owned(),
-            level,
-            warn,
+            level: options.level,
+            warn: options.warn,
         };
         for name in ["", "runtime", "runtime/bin", "work", "person"] {
             make_dir(&testbed.dir.join(name), 0o755)?;
         }
-        std::fs::copy("/proc/self/exe", &testbed.binary)
-            .map_err(AttackError::system("copy our own binary"))?;
+        std::fs::copy("/proc/self/exe", &testbed.binary).operation("copy our own binary")?;
         set_mode(&testbed.binary, 0o755)?;
         // Also shows whether the directory allows execution.
         let tried = testbed.finish(testbed.attacker(&[attack::RUN_ATTACKS, "nothing"]));
@@ -220,16 +225,8 @@ pub struct BatteryProcess {
 
 impl BatteryProcess {
     pub fn start(mut command: Command) -> Result<BatteryProcess, AttackError> {
-        command.stdout(Stdio::piped());
-        let mut child = command
-            .stderr(Stdio::piped())
-            .spawn()
-            .map_err(AttackError::path("start", Path::new(command.get_program())))?;
-        let stdout = child.stdout.take().ok_or(AttackError::NoPipe)?;
-        Ok(BatteryProcess {
-            child,
-            stdout: BufReader::new(stdout),
-        })
+        command.stderr(Stdio::piped());
+        BatteryProcess::spawn(command)
     }
 
     /// Starts a process with a terminal as its standard input and error.
@@ -237,15 +234,16 @@ impl BatteryProcess {
         mut command: Command,
         terminal: OwnedFd,
     ) -> Result<BatteryProcess, AttackError> {
-        let error = terminal
-            .try_clone()
-            .map_err(AttackError::system("copy a descriptor"))?;
+        let error = terminal.try_clone().operation("copy a descriptor")?;
+        command.stdin(terminal).stderr(error);
+        BatteryProcess::spawn(command)
+    }
+
+    fn spawn(mut command: Command) -> Result<BatteryProcess, AttackError> {
+        command.stdout(Stdio::piped());
         let mut child = command
-            .stdin(terminal)
-            .stderr(error)
-            .stdout(Stdio::piped())
             .spawn()
-            .map_err(AttackError::path("start", Path::new(command.get_program())))?;
+            .operation_on("start", Path::new(command.get_program()))?;
         let stdout = child.stdout.take().ok_or(AttackError::NoPipe)?;
         Ok(BatteryProcess {
             child,
@@ -253,95 +251,8 @@ impl BatteryProcess {
         })
     }
 
-    pub fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    pub fn is_alive(&mut self) -> bool {
-        matches!(self.child.try_wait(), Ok(None))
-    }
-
-    /// Waits for a line. Returns false if the process ends without printing it.
-    pub fn wait_for(&mut self, word: &str) -> bool {
-        let _watchdog = Watchdog::over(&self.child);
-        let mut line = String::new();
-        while matches!(self.stdout.read_line(&mut line), Ok(n) if n > 0) {
-            if line.trim() == word {
-                return true;
-            }
-            line.clear();
-        }
-        false
-    }
-
-    pub fn kill(&mut self) {
-        // Both fail only if the process has been reaped already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-
-    /// Closes the pipe to the process's standard input, if there is one, and waits for the process.
-    pub fn finish(mut self) -> Result<ProcessOutput, AttackError> {
-        let _watchdog = Watchdog::over(&self.child);
-        drop(self.child.stdin.take());
-        // Read stderr on a thread of its own, so that neither pipe fills while the other is read.
-        let errors = self.child.stderr.take().map(|mut pipe| {
-            std::thread::spawn(move || {
-                let mut text = Vec::new();
-                let _ = pipe.read_to_end(&mut text);
-                text
-            })
-        });
-        let mut stdout = Vec::new();
-        self.stdout
-            .read_to_end(&mut stdout)
-            .map_err(AttackError::system("read what it prints"))?;
-        let stderr = errors.and_then(|e| e.join().ok()).unwrap_or_default();
-        self.child
-            .wait()
-            .map_err(AttackError::system("wait for its end"))?;
-        Ok(ProcessOutput {
-            stdout: String::from_utf8_lossy(&stdout).into_owned(),
-            stderr: String::from_utf8_lossy(&stderr).into_owned(),
-        })
-    }
-}
-
-impl Drop for BatteryProcess {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
-
-/// Kills a process that takes too long. Dropping it cancels that.
-struct Watchdog(Option<std::sync::mpsc::Sender<()>>);
-
-impl Watchdog {
-    fn over(child: &Child) -> Watchdog {
-        let (cancel, cancelled) = std::sync::mpsc::channel();
-        let process = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty());
-        std::thread::spawn(move || {
-            let timed_out = cancelled.recv_timeout(PROCESS_TIME_MAX)
-                == Err(std::sync::mpsc::RecvTimeoutError::Timeout);
-            if let (true, Ok(process)) = (timed_out, process) {
-                let _ = rustix::process::pidfd_send_signal(process, Signal::KILL);
-            }
-        });
-        Watchdog(Some(cancel))
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        drop(self.0.take());
-    }
-}
-
-/// A process of the host's that waits to be attacked, in a process group of its own.
-pub struct TargetProcess(BatteryProcess);
-
-impl TargetProcess {
-    pub fn start(testbed: &Testbed, secret: &str) -> Result<TargetProcess, AttackError> {
+    /// Starts a process of the host's that waits to be attacked, in a process group of its own.
+    pub fn start_target(testbed: &Testbed, secret: &str) -> Result<BatteryProcess, AttackError> {
         // The secret is on the command line too, which everybody who sees the process can read.
         let mut command = testbed.attacker(&[attack::victims::WITNESS, secret]);
         command
@@ -350,19 +261,19 @@ impl TargetProcess {
             .process_group(0);
         let mut process = BatteryProcess::start(command)?;
         match process.wait_for(attack::victims::READY) {
-            true => Ok(TargetProcess(process)),
+            true => Ok(process),
             false => Err(AttackError::TargetProcessNotReady),
         }
     }
 
     pub fn pid(&self) -> u32 {
-        self.0.pid()
+        self.child.id()
     }
 
-    /// Waits up to 100 ms, because a signal takes a moment to arrive.
+    /// Waits up to 100 ms for the process to end, because a signal takes a moment to arrive.
     pub fn died(&mut self) -> bool {
         for _ in 0..20 {
-            if !self.0.is_alive() {
+            if !matches!(self.child.try_wait(), Ok(None)) {
                 return true;
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -382,32 +293,87 @@ impl TargetProcess {
         let nice: Vec<&str> = fields.skip(15).take(2).collect();
         format!("{}{}", read("limits"), nice.join(" "))
     }
+
+    /// Waits for a line. Returns false if the process ends without printing it.
+    pub fn wait_for(&mut self, word: &str) -> bool {
+        let _watchdog = kill_if_late(&self.child);
+        let mut line = String::new();
+        while matches!(self.stdout.read_line(&mut line), Ok(n) if n > 0) {
+            if line.trim() == word {
+                return true;
+            }
+            line.clear();
+        }
+        false
+    }
+
+    pub fn kill(&mut self) {
+        // Both fail only if the process has been reaped already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Closes the pipe to the process's standard input, if there is one, and waits for the process.
+    pub fn finish(mut self) -> Result<ProcessOutput, AttackError> {
+        let _watchdog = kill_if_late(&self.child);
+        drop(self.child.stdin.take());
+        // Read stderr on a thread of its own, so that neither pipe fills while the other is read.
+        let errors = self.child.stderr.take().map(|mut pipe| {
+            std::thread::spawn(move || {
+                let mut text = Vec::new();
+                let _ = pipe.read_to_end(&mut text);
+                text
+            })
+        });
+        let mut stdout = Vec::new();
+        self.stdout
+            .read_to_end(&mut stdout)
+            .operation("read what it prints")?;
+        let stderr = errors.and_then(|e| e.join().ok()).unwrap_or_default();
+        self.child.wait().operation("wait for its end")?;
+        Ok(ProcessOutput {
+            stdout: String::from_utf8_lossy(&stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&stderr).into_owned(),
+        })
+    }
+}
+
+impl Drop for BatteryProcess {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Kills a process that takes too long. Dropping what is returned cancels that.
+fn kill_if_late(child: &Child) -> Sender<()> {
+    let (cancel, cancelled) = std::sync::mpsc::channel();
+    let process = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty());
+    std::thread::spawn(move || {
+        let timed_out = cancelled.recv_timeout(PROCESS_TIME_MAX) == Err(RecvTimeoutError::Timeout);
+        if let (true, Ok(process)) = (timed_out, process) {
+            let _ = rustix::process::pidfd_send_signal(process, Signal::KILL);
+        }
+    });
+    cancel
 }
 
 /// Returns the processes of this host that have the mark in their command line. No other process has it.
 pub fn processes_with(mark: &str) -> Vec<(Pid, Vec<String>)> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let number = entry.file_name().to_str().and_then(|n| n.parse().ok());
-        let Some(pid) = number.and_then(Pid::from_raw) else {
-            continue;
-        };
-        let words = words_of(pid);
-        if words.iter().any(|w| w.contains(mark)) {
-            found.push((pid, words));
-        }
-    }
-    found
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let processes = numbers.filter_map(Pid::from_raw);
+    processes
+        .map(|pid| (pid, words_of(pid)))
+        .filter(|(_, words)| words.iter().any(|w| w.contains(mark)))
+        .collect()
 }
 
 /// Returns the command line of a process.
 fn words_of(pid: Pid) -> Vec<String> {
     let path = format!("/proc/{}/cmdline", pid.as_raw_pid());
     let line = std::fs::read(path).unwrap_or_default();
-    let words = line.split(|b| *b == 0);
-    words
-        .map(|w| String::from_utf8_lossy(w).into_owned())
-        .collect()
+    let line = String::from_utf8_lossy(&line);
+    line.split('\0').map(str::to_owned).collect()
 }
 
 /// Waits until no process with the mark is left, at most for `patience`. Kills those that are, and returns their
@@ -434,26 +400,25 @@ pub fn kill_survivors(mark: &str, patience: Duration) -> usize {
 pub fn open_terminal() -> Result<(OwnedFd, OwnedFd), AttackError> {
     use rustix::pty::OpenptFlags;
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
-    let outer = rustix::pty::openpt(flags).map_err(AttackError::system("open a terminal"))?;
-    rustix::pty::unlockpt(&outer).map_err(AttackError::system("unlock the terminal"))?;
-    let inner = rustix::pty::ioctl_tiocgptpeer(&outer, flags)
-        .map_err(AttackError::system("open the terminal"))?;
+    let outer = rustix::pty::openpt(flags).operation("open a terminal")?;
+    rustix::pty::unlockpt(&outer).operation("unlock the terminal")?;
+    let inner = rustix::pty::ioctl_tiocgptpeer(&outer, flags).operation("open the terminal")?;
     Ok((outer, inner))
 }
 
 pub fn random_word() -> Result<String, AttackError> {
     let mut bytes = [0u8; 8];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
-        .map_err(AttackError::system("ask for random bytes"))?;
+        .operation("ask for random bytes")?;
     Ok(bytes.iter().map(|b| format!("{b:02x}")).collect())
 }
 
 pub fn make_dir(path: &Path, mode: u32) -> Result<(), AttackError> {
-    std::fs::create_dir_all(path).map_err(AttackError::path("make", path))?;
+    std::fs::create_dir_all(path).operation_on("make", path)?;
     set_mode(path, mode)
 }
 
 pub fn set_mode(path: &Path, mode: u32) -> Result<(), AttackError> {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
-        .map_err(AttackError::path("set the mode of", path))
+        .operation_on("set the mode of", path)
 }

@@ -5,8 +5,8 @@ use std::path::Path;
 use rustix::io::Errno;
 use sandbox::probe::mechanisms::{Mechanism, MechanismResult, Need};
 
-use super::host_facts::{HostFacts, Sysctls};
-use super::{Finding, Remedy, Severity, container, errno_name};
+use super::host_facts::HostFacts;
+use super::{Finding, Remedy, Severity, container, errno_name, join_paths};
 
 /// The AppArmor profile that lets Fumehood, and no other program, make user namespaces where AppArmor forbids them.
 const APPARMOR_PROFILE: &str = include_str!("../../../../packaging/apparmor/fumehood");
@@ -33,48 +33,33 @@ pub fn find_causes(
     let mut failed: Vec<&MechanismResult> = tried.iter().filter(|t| t.failed().is_some()).collect();
     let mut findings = Vec::new();
     // Landlock is switched on at boot. Neither a container nor a sysctl controls it, so it gets a finding of its own.
-    if let Some(at) = failed
-        .iter()
-        .position(|t| t.mechanism == Mechanism::Landlock)
-    {
+    let is_landlock = |t: &&MechanismResult| t.mechanism == Mechanism::Landlock;
+    if let Some(at) = failed.iter().position(is_landlock) {
         let tried = failed.remove(at);
         findings.push(with_mechanisms(landlock(tried, facts, severity), &[tried]));
     }
-    let (needed, rest): (Vec<&MechanismResult>, Vec<&MechanismResult>) = failed
-        .iter()
-        .copied()
-        .partition(|t| t.mechanism.need() != Need::Neither);
-    let cause = match needed.is_empty() {
-        true => None,
-        false => container::find_restrictions(facts, severity)
-            .or_else(|| user_namespaces(&needed, facts, severity))
-            .or_else(|| namespace_count(&needed, facts, severity))
-            .or_else(|| uids_not_mapped(&needed, facts, severity))
-            .or_else(|| missing_capabilities(facts, severity)),
-    };
-    // A mechanism that needs namespaces cannot be tried where namespaces fail. Do not report it separately.
-    let (unreached, rest): (Vec<&MechanismResult>, Vec<&MechanismResult>) = rest
-        .into_iter()
-        .partition(|t| !needed.is_empty() && needs_namespaces(t.mechanism));
-    match cause {
-        Some(finding) => findings.push(with_mechanisms(finding, &[needed, unreached].concat())),
-        None => findings.extend(
-            needed
-                .iter()
-                .map(|t| with_mechanisms(unexplained_failure(t, facts, severity), &[t])),
-        ),
+    let is_needed = |t: &&MechanismResult| t.mechanism.need() != Need::Neither;
+    let (needed, optional): (Vec<_>, Vec<_>) = failed.into_iter().partition(is_needed);
+    if needed.is_empty() {
+        let missing = |t| with_mechanisms(optional_mechanism_missing(t, facts), &[t]);
+        findings.extend(optional.into_iter().map(missing));
+        return findings;
     }
-    for tried in rest {
-        findings.push(with_mechanisms(
-            optional_mechanism_missing(tried, facts),
-            &[tried],
-        ));
+    let cause = container::find_restrictions(facts, severity).or_else(|| {
+        let cause = user_namespaces(&needed, facts)
+            .or_else(|| namespace_count(&needed, facts))
+            .or_else(|| uids_not_mapped(&needed, facts))
+            .or_else(|| missing_capabilities(facts))?;
+        Some(Finding { severity, ..cause })
+    });
+    let unexplained = |t: &&_| with_mechanisms(unexplained_failure(t, facts, severity), &[t]);
+    match cause {
+        // The optional mechanisms all need namespaces. They cannot be tried where namespaces fail, so they have the
+        // same cause, or are not reported.
+        Some(cause) => findings.push(with_mechanisms(cause, &[needed, optional].concat())),
+        None => findings.extend(needed.iter().map(unexplained)),
     }
     findings
-}
-
-fn needs_namespaces(mechanism: Mechanism) -> bool {
-    matches!(mechanism, Mechanism::Overlay | Mechanism::IdmappedMounts)
 }
 
 /// Reports a mechanism that runs can do without, and the consequence.
@@ -86,9 +71,9 @@ fn optional_mechanism_missing(tried: &MechanismResult, facts: &HostFacts) -> Fin
         Mechanism::IdmappedMounts => "data must be readable by everyone, or the run is refused",
         _ => "runs go without",
     };
-    let finding = unexplained_failure(tried, facts, Severity::Note);
-    let text = format!("{}: {instead}", finding.text);
-    Finding { text, ..finding }
+    let mut finding = unexplained_failure(tried, facts, Severity::Note);
+    finding.text += &format!(": {instead}");
+    finding
 }
 
 fn with_mechanisms(finding: Finding, failed: &[&MechanismResult]) -> Finding {
@@ -103,51 +88,39 @@ fn has_errno(tried: &MechanismResult, any: &[Errno]) -> bool {
     errno.is_some_and(|n| any.iter().any(|e| e.raw_os_error() == n))
 }
 
-/// Names the host setting that forbids unprivileged user namespaces, if there is one and the attempt failed with its
-/// errno.
-fn user_namespaces(
-    failed: &[&MechanismResult],
-    facts: &HostFacts,
-    severity: Severity,
-) -> Option<Finding> {
-    let first = failed.first()?;
-    if facts.is_root {
+/// A cause of failures. [`find_causes`] sets how much it matters.
+fn cause(name: &'static str, text: impl Into<String>) -> Finding {
+    Finding::note(name, text)
+}
+
+/// Names the host setting that forbids unprivileged user namespaces, if there is one and the mechanism trial failed
+/// with its errno.
+fn user_namespaces(failed: &[&MechanismResult], facts: &HostFacts) -> Option<Finding> {
+    if facts.is_root || !has_errno(failed.first()?, &[Errno::PERM, Errno::ACCESS]) {
         return None;
     }
-    let refused = has_errno(first, &[Errno::PERM, Errno::ACCESS]);
-    let Sysctls {
-        apparmor_restrict_unprivileged_userns: apparmor,
-        unprivileged_userns_clone: clone,
-        ..
-    } = facts.sysctls;
-    if refused && clone == Some(0) {
+    let apparmor = facts.sysctls.get("apparmor_restrict_unprivileged_userns");
+    if facts.sysctls.get("unprivileged_userns_clone") == Some(0) {
         let text = "this host forbids plain users to make user namespaces (kernel.unprivileged_userns_clone = 0)";
-        let remedy = Remedy::new(
-            "Allow them, as Debian does by default:",
-            &[
-                "echo kernel.unprivileged_userns_clone=1 | sudo tee /etc/sysctl.d/90-fumehood.conf",
-                "sudo sysctl --system",
-            ],
-        );
-        return Some(Finding::new("userns_sysctl", severity, text).with(remedy));
-    }
-    if refused && apparmor.is_some_and(|value| value != 0) {
+        let lines = [
+            "echo kernel.unprivileged_userns_clone=1 | sudo tee /etc/sysctl.d/90-fumehood.conf",
+            "sudo sysctl --system",
+        ];
+        Some(cause("userns_sysctl", text).remedy("Allow them, as Debian does by default:", &lines))
+    } else if apparmor.is_some_and(|value| value != 0) {
         let text = "AppArmor forbids user namespaces to programs without a profile that allows them \
             (kernel.apparmor_restrict_unprivileged_userns = 1)";
         let exe = std::env::current_exe().ok();
-        let remedy = apparmor_remedy(exe.as_deref());
-        return Some(Finding::new("apparmor_userns", severity, text).with(remedy));
-    }
-    if refused && facts.in_chroot {
+        Some(cause("apparmor_userns", text).with(apparmor_remedy(exe.as_deref())))
+    } else if facts.in_chroot {
         let text = "the kernel gives no user namespace to a process in a chroot, and this one is in one: nothing is \
             mounted on its /";
-        let remedy = Remedy::new(
-            "Enter the tree with pivot_root or switch_root instead of chroot, or run as root.",
-            &[],
-        );
-        return Some(Finding::new("chroot", severity, text).with(remedy));
+        let remedy =
+            "Enter the tree with pivot_root or switch_root instead of chroot, or run as root.";
+        Some(cause("chroot", text).remedy(remedy, &[]))
+    } else {
+        None
     }
-    None
 }
 
 /// Returns the profile for the path of this binary, with the commands that install it.
@@ -161,141 +134,99 @@ fn apparmor_remedy(exe: Option<&Path>) -> Remedy {
         None => APPARMOR_PROFILE.to_owned(),
         Some(path) => APPARMOR_PROFILE.replace(PROFILE_PATHS, &format!("\"{path}\"")),
     };
-    let mut lines = vec![String::from(
-        "sudo install -m 644 /dev/stdin /etc/apparmor.d/fumehood <<'END' &&",
-    )];
-    let rules = profile
-        .lines()
-        .filter(|l| !l.starts_with('#') && !l.is_empty());
-    lines.extend(rules.map(str::to_owned));
-    lines.push(String::from("END"));
-    lines.push(String::from(
-        "sudo apparmor_parser -r /etc/apparmor.d/fumehood",
-    ));
-    lines.push(String::from("# or, for every program on this host:"));
-    lines.push(String::from(
-        "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
-    ));
-    Remedy {
-        text: match elsewhere {
-            None => {
-                String::from("Install the profile that lets Fumehood, and nothing else, have them:")
-            }
-            Some(_) => String::from(
-                "Install a profile for this binary; whoever may replace the file gets what it allows:",
-            ),
-        },
-        lines,
-        untried: false,
-    }
+    let rules = profile.lines();
+    let rules: Vec<&str> = rules
+        .filter(|l| !l.starts_with('#') && !l.is_empty())
+        .collect();
+    let lines = [
+        &["sudo install -m 644 /dev/stdin /etc/apparmor.d/fumehood <<'END' &&"],
+        &rules[..],
+        &[
+            "END",
+            "sudo apparmor_parser -r /etc/apparmor.d/fumehood",
+            "# or, for every program on this host:",
+            "sudo sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+        ],
+    ];
+    let text = match elsewhere {
+        None => "Install the profile that lets Fumehood, and nothing else, have them:",
+        Some(_) => {
+            "Install a profile for this binary; whoever may replace the file gets what it allows:"
+        }
+    };
+    Remedy::new(text, &lines.concat())
 }
 
 /// Names the namespace limit (`user.max_*_namespaces`) that is reached: the kernel answers ENOSPC for every kind of
 /// namespace.
-fn namespace_count(
-    failed: &[&MechanismResult],
-    facts: &HostFacts,
-    severity: Severity,
-) -> Option<Finding> {
-    let full: Vec<&&MechanismResult> = failed
-        .iter()
-        .filter(|t| has_errno(t, &[Errno::NOSPC, Errno::USERS]))
-        .collect();
-    let of = |mechanism: Mechanism| {
-        let s = &facts.sysctls;
-        Some(match mechanism {
-            Mechanism::UserNamespace | Mechanism::InnerUserNamespace => {
-                ("max_user_namespaces", s.max_user_namespaces)
-            }
-            Mechanism::MountNamespace => ("max_mnt_namespaces", s.max_mnt_namespaces),
-            Mechanism::PidNamespace => ("max_pid_namespaces", s.max_pid_namespaces),
-            Mechanism::NetNamespace => ("max_net_namespaces", s.max_net_namespaces),
-            Mechanism::IpcNamespace => ("max_ipc_namespaces", s.max_ipc_namespaces),
-            Mechanism::UtsNamespace => ("max_uts_namespaces", s.max_uts_namespaces),
-            Mechanism::CgroupNamespace => ("max_cgroup_namespaces", s.max_cgroup_namespaces),
-            _ => return None,
-        })
+fn namespace_count(failed: &[&MechanismResult], facts: &HostFacts) -> Option<Finding> {
+    let full = |t: &&&MechanismResult| has_errno(t, &[Errno::NOSPC, Errno::USERS]);
+    let kind = match failed.iter().find(full)?.mechanism {
+        Mechanism::UserNamespace | Mechanism::InnerUserNamespace => "user",
+        Mechanism::MountNamespace => "mnt",
+        other => other.as_str().strip_suffix("_namespace")?,
     };
-    let (name, value) = full.first().and_then(|t| of(t.mechanism))?;
-    let kind = name.trim_start_matches("max_");
-    let kind = kind.trim_end_matches("_namespaces");
-    let (text, line) = match value {
-        Some(0) => (
-            format!("this host allows no {kind} namespaces (user.{name} = 0)"),
-            format!("echo user.{name}=10000 | sudo tee /etc/sysctl.d/90-fumehood.conf"),
+    let name = format!("max_{kind}_namespaces");
+    let value = facts.sysctls.get(&name)?;
+    let text = match value {
+        0 => format!("this host allows no {kind} namespaces (user.{name} = 0)"),
+        n => format!(
+            "no more such namespaces are to be had: user.{name} is {n}, and a namespace around this one may allow fewer"
         ),
-        Some(n) => (
-            format!(
-                "no more such namespaces are to be had: user.{name} is {n}, and a namespace around this one may \
-                 allow fewer"
-            ),
-            format!("sudo sysctl -w user.{name}={}", n.saturating_mul(2)),
-        ),
-        None => return None,
     };
-    let mut remedy = Remedy::new("Allow them:", &[&line]);
-    if value == Some(0) {
-        remedy.lines.push(String::from("sudo sysctl --system"));
-    }
-    let finding = Finding::new("namespace_count", severity, text);
-    Some(match facts.in_user_namespace {
+    let finding = cause("namespace_count", text);
+    Some(match value {
         // The limit belongs to the surrounding user namespace. Only its creator can raise it.
-        true => finding.with(Remedy::new(
+        _ if facts.in_user_namespace => finding.remedy(
             format!("Whoever made the user namespace that this process is in must allow more (user.{name})."),
             &[],
-        )),
-        false => finding.with(remedy),
+        ),
+        0 => {
+            let line = format!("echo user.{name}=10000 | sudo tee /etc/sysctl.d/90-fumehood.conf");
+            finding.remedy("Allow them:", &[&line, "sudo sysctl --system"])
+        }
+        n => {
+            let line = format!("sudo sysctl -w user.{name}={}", n.saturating_mul(2));
+            finding.remedy("Allow them:", &[&line])
+        }
     })
 }
 
 /// Root in a user namespace has only the uids that are mapped into that namespace.
-fn uids_not_mapped(
-    failed: &[&MechanismResult],
-    facts: &HostFacts,
-    severity: Severity,
-) -> Option<Finding> {
-    let lease = failed
-        .iter()
-        .find(|t| t.mechanism == Mechanism::LeasedUid)?;
+fn uids_not_mapped(failed: &[&MechanismResult], facts: &HostFacts) -> Option<Finding> {
+    let mut failed = failed.iter();
+    let lease = failed.find(|t| t.mechanism == Mechanism::LeasedUid)?;
     if !facts.in_user_namespace || !has_errno(lease, &[Errno::INVAL, Errno::PERM]) {
         return None;
     }
     let text = "this root is a user namespace's, and the uids that root's analyses run under are not in it \
         (/proc/self/uid_map)";
-    let remedy = Remedy::new(
-        "Run Fumehood as a plain user in it, who needs no other uids; or outside of it.",
-        &[],
-    );
-    Some(Finding::new("uids_of_namespace", severity, text).with(remedy))
+    let remedy = "Run Fumehood as a plain user in it, who needs no other uids; or outside of it.";
+    Some(cause("uids_of_namespace", text).remedy(remedy, &[]))
 }
 
-fn missing_capabilities(facts: &HostFacts, severity: Severity) -> Option<Finding> {
+fn missing_capabilities(facts: &HostFacts) -> Option<Finding> {
     if facts.lacks_capabilities.is_empty() {
         return None;
     }
     let lacks = facts.lacks_capabilities.join(", ");
     let text = format!("this root lacks capabilities that building a sandbox takes: {lacks}");
-    let remedy = Remedy::new(
-        "Give them back (CapabilityBoundingSet= of a systemd service, --cap-add of a container), or run as a plain \
-         user, who needs none.",
-        &[],
-    );
-    Some(Finding::new("capabilities", severity, text).with(remedy))
+    let remedy = "Give them back (CapabilityBoundingSet= of a systemd service, --cap-add of a container), or run as a \
+        plain user, who needs none.";
+    Some(cause("capabilities", text).remedy(remedy, &[]))
 }
 
 fn landlock(tried: &MechanismResult, facts: &HostFacts, without_full: Severity) -> Finding {
     // At level `full` Landlock is the second layer. Where level `full` is missing, Landlock is the only one.
     let severity = without_full.max(Severity::Warning);
     if has_errno(tried, &[Errno::OPNOTSUPP]) {
-        let modules = facts.security_modules.as_deref().unwrap_or("");
-        let list = modules
-            .split(',')
-            .filter(|m| !m.is_empty() && *m != "landlock");
+        let modules = facts.security_modules.as_deref().unwrap_or("").split(',');
         // The kernel always has `capability`, and the `lsm=` parameter does not list it.
-        let list: Vec<&str> = list.filter(|m| *m != "capability").collect();
-        let (line, text) = match list.is_empty() {
+        let listed = |m: &&str| !["", "landlock", "capability"].contains(m);
+        let modules: Vec<&str> = modules.filter(listed).collect();
+        let (line, text) = match modules.is_empty() {
             false => (
-                format!("lsm=landlock,{}", list.join(",")),
+                format!("lsm=landlock,{}", modules.join(",")),
                 "Add this word to the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then \
                  update-grub) and start the machine again:",
             ),
@@ -306,69 +237,52 @@ fn landlock(tried: &MechanismResult, facts: &HostFacts, without_full: Severity) 
                  reads it in /sys/kernel/security/lsm); keep those, with landlock first:",
             ),
         };
-        return Finding::new(
-            "landlock",
-            severity,
-            "Landlock is part of this kernel and not switched on",
-        )
-        .with(Remedy::new(text, &[&line]));
+        let off = "Landlock is part of this kernel and not switched on";
+        return Finding::new("landlock", severity, off).remedy(text, &[&line]);
     }
     if facts.is_filtered {
         let text = "Landlock's calls are refused by the seccomp filter that this process was started under";
-        return match container::find_restrictions(facts, severity).and_then(|f| f.remedy) {
-            Some(remedy) => Finding::new("landlock", severity, text).with(remedy),
-            None => Finding::new("landlock", severity, text),
-        };
+        let remedy = container::find_restrictions(facts, severity).and_then(|f| f.remedy);
+        return Finding::new("landlock", severity, text).with(remedy);
     }
     unexplained_failure(tried, facts, severity)
+}
+
+/// Formats an errno by its name, if it has one.
+pub fn describe_errno(errno: i32) -> String {
+    errno_name(errno).map_or_else(|| format!("errno {errno}"), str::to_owned)
 }
 
 /// Reports a failure that no file of the host explains: the step that failed and the kernel's errno.
 fn unexplained_failure(tried: &MechanismResult, facts: &HostFacts, severity: Severity) -> Finding {
     let (step, errno) = tried.failed().unwrap_or_default();
-    let answer = match errno {
-        Some(n) => errno_name(n).map_or_else(|| format!(": errno {n}"), |name| format!(": {name}")),
-        None => String::new(),
-    };
+    let answer = errno.map_or(String::new(), |n| format!(": {}", describe_errno(n)));
     let name = tried.mechanism.as_str();
-    let finding = Finding::new(
-        name,
-        severity,
-        format!("{} cannot be had ({step}{answer})", name.replace('_', " ")),
-    );
+    let text = format!("{} cannot be had ({step}{answer})", name.replace('_', " "));
+    let finding = Finding::new(name, severity, text);
     let since = KERNEL_SINCE.iter().find(|(m, _)| *m == tried.mechanism);
     match (tried.mechanism, since) {
-        (_, Some((_, since))) if has_errno(tried, &[Errno::NOSYS]) && !facts.is_filtered => finding
-            .with(Remedy::new(
-                format!(
-                    "Linux has it from {since} on; this is {}. Start a newer kernel, or one built with it.",
-                    facts.kernel
-                ),
-                &[],
-            )),
-        (Mechanism::NewProc, _) if !facts.masked_proc.is_empty() => finding.with(Remedy::new(
+        (_, Some((_, since))) if has_errno(tried, &[Errno::NOSYS]) && !facts.is_filtered => {
+            let text = format!(
+                "Linux has it from {since} on; this is {}. Start a newer kernel, or one built with it.",
+                facts.kernel
+            );
+            finding.remedy(text, &[])
+        }
+        (Mechanism::NewProc, _) if !facts.masked_proc.is_empty() => finding.remedy(
             "The kernel refuses a new /proc where parts of the present one are covered. Uncover them:",
-            &[&format!(
-                "sudo umount {}",
-                facts
-                    .masked_proc
-                    .iter()
-                    .map(|p| p.display().to_string())
-                    .collect::<Vec<_>>()
-                    .join(" ")
-            )],
-        )),
-        (Mechanism::MemoryOfChild, _) if facts.sysctls.yama_ptrace_scope.is_some_and(|n| n > 1) => {
-            finding.with(Remedy::new(
+            &[&format!("sudo umount {}", join_paths(&facts.masked_proc, " "))],
+        ),
+        (Mechanism::MemoryOfChild, _) if facts.sysctls.get("yama_ptrace_scope") > Some(1) => finding
+            .remedy(
                 "Yama forbids it (kernel.yama.ptrace_scope); 1 is enough to keep strangers out:",
                 &["sudo sysctl -w kernel.yama.ptrace_scope=1"],
-            ))
-        }
-        (Mechanism::IdmappedMounts, _) => finding.with(Remedy::new(
+            ),
+        (Mechanism::IdmappedMounts, _) => finding.remedy(
             "Data on this file system must then be readable by everyone (chmod -R o+rX), or be copied to a file \
              system that can (ext4, XFS, Btrfs).",
             &[],
-        )),
+        ),
         _ => finding,
     }
 }
@@ -377,7 +291,7 @@ fn unexplained_failure(tried: &MechanismResult, facts: &HostFacts, severity: Sev
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::host_checks::host_facts::Container;
+    use crate::host_checks::host_facts::{Container, Sysctls};
     use sandbox::probe::mechanisms::MechanismVerdict;
     use std::path::PathBuf;
 
@@ -406,7 +320,7 @@ mod tests {
     #[test]
     fn apparmor_is_blamed_only_for_a_refusal() {
         let mut facts = plain();
-        facts.sysctls.apparmor_restrict_unprivileged_userns = Some(1);
+        facts.sysctls = Sysctls::with("apparmor_restrict_unprivileged_userns", 1);
         for errno in [Errno::PERM, Errno::ACCESS] {
             let found = find_causes(
                 &[fails(Mechanism::UserNamespace, errno)],
@@ -426,7 +340,7 @@ mod tests {
             Severity::Warning,
         );
         assert_eq!(found[0].name, "user_namespace");
-        facts.sysctls.apparmor_restrict_unprivileged_userns = Some(0);
+        facts.sysctls = Sysctls::with("apparmor_restrict_unprivileged_userns", 0);
         let found = find_causes(
             &[fails(Mechanism::UserNamespace, Errno::PERM)],
             &facts,
@@ -451,11 +365,11 @@ mod tests {
     fn a_count_of_zero_is_told_from_one_that_is_used_up() {
         let mut facts = plain();
         let tried = [fails(Mechanism::UserNamespace, Errno::NOSPC)];
-        facts.sysctls.max_user_namespaces = Some(0);
+        facts.sysctls = Sysctls::with("max_user_namespaces", 0);
         let found = find_causes(&tried, &facts, Severity::Stops);
         assert!(found[0].text.contains("max_user_namespaces = 0"));
         assert!(lines(&found[0]).contains("user.max_user_namespaces=10000"));
-        facts.sysctls.max_user_namespaces = Some(96_343);
+        facts.sysctls = Sysctls::with("max_user_namespaces", 96_343);
         let found = find_causes(&tried, &facts, Severity::Stops);
         assert!(found[0].text.contains("is 96343"));
     }

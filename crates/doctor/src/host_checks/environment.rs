@@ -1,18 +1,16 @@
 //! What else makes runs fail or differ: uids, swap, locale, fonts, the caller's own limits, interpreters.
 
 use std::collections::BTreeSet;
-use std::io::Read;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Resource;
+use sandbox::probe::mechanisms::read_in_time;
 use sandbox::spec::{Enforcement, LimitName};
 
 use super::host_facts::read_text;
-use super::{Finding, LeaseResult, Remedy, Severity, Subject};
+use super::{Finding, LeaseResult, Subject, join_paths};
 use engine::plan::limits::{self, error_chain};
 use engine::workspace::uid_pool::{self, UidLease};
 
@@ -26,7 +24,7 @@ pub fn examine(subject: &Subject, limits: &[Enforcement], lease: LeaseResult<'_>
         Some(Ok(lease)) => findings.extend(check_uids(lease)),
         Some(Err(e)) => {
             let text = format!("no uid for analyses is to be had: {}", error_chain(e));
-            findings.push(Finding::new("uids", Severity::Stops, text));
+            findings.push(Finding::stops("uids", text));
         }
         None => {}
     }
@@ -42,9 +40,9 @@ pub fn examine(subject: &Subject, limits: &[Enforcement], lease: LeaseResult<'_>
 fn check_uids(lease: &UidLease) -> Vec<Finding> {
     let range = uid_pool::RANGE;
     let mut taken = Vec::new();
-    for (file, field) in [("/etc/passwd", 2), ("/etc/group", 2)] {
+    for file in ["/etc/passwd", "/etc/group"] {
         for line in read_text(file).lines() {
-            let number = line.split(':').nth(field).and_then(|n| n.parse().ok());
+            let number = line.split(':').nth(2).and_then(|n| n.parse().ok());
             if number.is_some_and(|n: u32| range.contains(&n)) {
                 taken.push(format!("{file}: {line}"));
             }
@@ -52,10 +50,8 @@ fn check_uids(lease: &UidLease) -> Vec<Finding> {
     }
     for file in ["/etc/subuid", "/etc/subgid"] {
         for line in read_text(file).lines() {
-            let mut numbers = line
-                .split(':')
-                .skip(1)
-                .filter_map(|n| n.parse::<u64>().ok());
+            let fields = line.split(':').skip(1);
+            let mut numbers = fields.filter_map(|n| n.parse::<u64>().ok());
             if let (Some(first), Some(count)) = (numbers.next(), numbers.next())
                 && first < u64::from(range.end)
                 && first.saturating_add(count) > u64::from(range.start)
@@ -79,32 +75,24 @@ fn check_uids(lease: &UidLease) -> Vec<Finding> {
             "processes run under uids {} that no analysis has leased; those are passed over",
             list.join(", ")
         );
-        findings.push(
-            Finding::new("uids_in_use", Severity::Warning, text).with(Remedy::new(
-                "See who they are:",
-                &[&format!("ps -u {} -o pid,user,lstart,args", list.join(","))],
-            )),
-        );
+        let line = format!("ps -u {} -o pid,user,lstart,args", list.join(","));
+        findings.push(Finding::warning("uids_in_use", text).remedy("See who they are:", &[&line]));
     }
+    let (first, last) = (range.start, range.end - 1);
     if taken.is_empty() {
-        let text = format!(
-            "uids {} to {} are nobody's; {uid} was leased and given back",
-            range.start,
-            range.end - 1
-        );
+        let text = format!("uids {first} to {last} are nobody's; {uid} was leased and given back");
         findings.push(Finding::fine("uids", text));
     } else {
+        taken.truncate(3);
         let text = format!(
-            "the uids that analyses run under ({} to {}) are also somebody else's: {}",
-            range.start,
-            range.end - 1,
-            taken.iter().take(3).cloned().collect::<Vec<_>>().join("; ")
+            "the uids that analyses run under ({first} to {last}) are also somebody else's: {}",
+            taken.join("; ")
         );
-        findings.push(Finding::new("uids", Severity::Warning, text).with(Remedy::new(
+        findings.push(Finding::warning("uids", text).remedy(
             "Accounts in files are passed over. Of a directory service keep the range out (in sssd.conf: \
              ldap_idmap_range_max), or give it another one.",
             &[],
-        )));
+        ));
     }
     findings
 }
@@ -113,22 +101,12 @@ fn check_uids(lease: &UidLease) -> Vec<Finding> {
 fn foreign_processes(ours: u32) -> BTreeSet<u32> {
     let mut found = BTreeSet::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        if !name
-            .as_encoded_bytes()
-            .first()
-            .is_some_and(u8::is_ascii_digit)
-        {
-            continue;
-        }
+        // Nothing but processes has such a file there.
         let status = read_text(&entry.path().join("status").to_string_lossy());
         let uids = status.lines().find_map(|l| l.strip_prefix("Uid:"));
         let numbers = uids.unwrap_or_default().split_ascii_whitespace();
-        found.extend(
-            numbers
-                .filter_map(|n| n.parse().ok())
-                .filter(|n| uid_pool::RANGE.contains(n)),
-        );
+        let numbers = numbers.filter_map(|n| n.parse().ok());
+        found.extend(numbers.filter(|n| uid_pool::RANGE.contains(n)));
     }
     // A uid whose lock can be taken is not leased.
     found.retain(|uid| *uid != ours && uid_pool::lock_uid(*uid).is_some());
@@ -143,53 +121,46 @@ fn check_swap(limits: &[Enforcement]) -> Finding {
     match (on, counted) {
         (false, _) => Finding::fine("swap", "this machine has no swap"),
         (true, true) => Finding::fine("swap", "swap is counted with memory"),
-        (true, false) => Finding::new(
+        (true, false) => Finding::warning(
             "swap",
-            Severity::Warning,
             "this machine swaps, and nothing counts an analysis's swap: its memory limit bounds what is resident only",
         )
-        .with(Remedy::new(
+        .remedy(
             "Use cgroup version 2, switch swap accounting on (swapaccount=1 on the kernel command line), or switch \
              swap off:",
             &["sudo swapoff -a"],
-        )),
+        ),
     }
 }
 
 /// Checks whether hard limits of this process are lower than what a run sets: the lower limit holds.
 fn check_own_limits(subject: &Subject) -> Vec<Finding> {
     let limits = limits::resolve(&subject.limits);
-    let wanted = [
-        (Resource::Nofile, limits.open_files, "open files", "-n"),
-        (
-            Resource::Fsize,
-            limits.disk_bytes / 1024,
-            "KiB in a file",
-            "-f",
-        ),
-        (Resource::Nproc, limits.pids, "processes of this user", "-u"),
-    ];
+    let own = |resource| rustix::process::getrlimit(resource).maximum;
+    let file_kib = own(Resource::Fsize).map(|n| n / 1024);
     let mut findings = Vec::new();
-    for (resource, least, what, flag) in wanted {
-        let most = rustix::process::getrlimit(resource).maximum;
-        let most = match resource {
-            Resource::Fsize => most.map(|n| n / 1024),
-            _ => most,
-        };
+    for (most, least, what, flag) in [
+        (own(Resource::Nofile), limits.open_files, "open files", "-n"),
+        (file_kib, limits.disk_bytes / 1024, "KiB in a file", "-f"),
+        (
+            own(Resource::Nproc),
+            limits.pids,
+            "processes of this user",
+            "-u",
+        ),
+    ] {
         if let Some(most) = most.filter(|most| *most < least) {
             let text =
                 format!("this shell allows at most {most} {what}, fewer than the {least} of a run");
-            findings.push(Finding::new("own_limits", Severity::Warning, text).with(Remedy::new(
+            findings.push(Finding::warning("own_limits", text).remedy(
                 "Raise the hard limit (/etc/security/limits.conf, LimitNOFILE= and its like of a service), then look:",
                 &[&format!("ulimit -H {flag}")],
-            )));
+            ));
         }
     }
     if findings.is_empty() {
-        findings.push(Finding::fine(
-            "own_limits",
-            "this process's own limits leave room for a run's",
-        ));
+        let text = "this process's own limits leave room for a run's";
+        findings.push(Finding::fine("own_limits", text));
     }
     findings
 }
@@ -199,15 +170,14 @@ fn check_locale() -> Option<Finding> {
     let charmap = run_program("locale", &["charmap"])?;
     Some(match charmap.trim() {
         "UTF-8" => Finding::fine("locale", "the locale C.UTF-8 is there"),
-        other => Finding::new(
+        other => Finding::warning(
             "locale",
-            Severity::Warning,
             format!("this host has no locale C.UTF-8: programs that ask the C library get {other}"),
         )
-        .with(Remedy::new(
+        .remedy(
             "Install it (Debian, Ubuntu: libc-bin has it; Fedora, RHEL):",
             &["sudo dnf install glibc-langpack-en || sudo apt-get install --reinstall libc-bin"],
-        )),
+        ),
     })
 }
 
@@ -215,15 +185,14 @@ fn check_fonts() -> Finding {
     let roots = ["/usr/share/fonts", "/usr/local/share/fonts"];
     match roots.iter().find(|root| has_font(Path::new(root), 5)) {
         Some(root) => Finding::fine("fonts", format!("there are fonts in {root}")),
-        None => Finding::new(
+        None => Finding::note(
             "fonts",
-            Severity::Note,
             "there are no fonts in /usr/share/fonts: R, gnuplot and others plot without text (matplotlib has its own)",
         )
-        .with(Remedy::new(
+        .remedy(
             "Install some:",
             &["sudo apt-get install fonts-dejavu-core    # dnf: dejavu-sans-fonts"],
-        )),
+        ),
     }
 }
 
@@ -241,26 +210,19 @@ fn has_font(dir: &Path, depth: usize) -> bool {
 /// Lists the interpreters that a script would find on PATH. For information only.
 fn list_interpreters() -> Finding {
     let path = std::env::var_os("PATH").unwrap_or_default();
+    let may_execute = |file: &Path| rustix::fs::access(file, rustix::fs::Access::EXEC_OK).is_ok();
     let on_path = |name: &str| {
-        let mut dirs = std::env::split_paths(&path);
-        dirs.find_map(|dir| {
-            let file = dir.join(name);
-            (dir.is_absolute() && rustix::fs::access(&file, rustix::fs::Access::EXEC_OK).is_ok())
-                .then_some(file)
-        })
+        let dirs = std::env::split_paths(&path).filter(|dir| dir.is_absolute());
+        dirs.map(|dir| dir.join(name))
+            .find(|file| may_execute(file))
     };
-    let found: Vec<PathBuf> = ["python3", "Rscript", "julia", "bash"]
-        .into_iter()
-        .filter_map(on_path)
-        .collect();
-    let list: Vec<String> = found.iter().map(|p| p.display().to_string()).collect();
-    Finding::fine(
-        "interpreters",
-        match list.is_empty() {
-            true => String::from("no interpreter is on PATH"),
-            false => format!("on PATH: {}", list.join(", ")),
-        },
-    )
+    let names = ["python3", "Rscript", "julia", "bash"];
+    let found: Vec<PathBuf> = names.into_iter().filter_map(on_path).collect();
+    let text = match found.is_empty() {
+        true => String::from("no interpreter is on PATH"),
+        false => format!("on PATH: {}", join_paths(&found, ", ")),
+    };
+    Finding::fine("interpreters", text)
 }
 
 /// Runs a small system program and returns what it prints if it succeeds, within a bound of time and size. The program
@@ -276,33 +238,13 @@ fn run_program(program: &str, args: &[&str]) -> Option<String> {
         .stderr(Stdio::null())
         .spawn()
         .ok()?;
-    let answer = child.stdout.take().and_then(read_in_time);
+    let stdout = child.stdout.take();
+    let answer = stdout.and_then(|o| read_in_time(o, ANSWER_WAIT, ANSWER_BYTES_MAX).ok());
     if answer.is_none() {
         // It may have ended by itself.
         let _ = child.kill();
     }
     let status = child.wait().ok()?;
-    answer.filter(|_| status.success())
-}
-
-fn read_in_time(mut from: std::process::ChildStdout) -> Option<String> {
-    let give_up = Instant::now() + ANSWER_WAIT;
-    let mut answer = Vec::new();
-    let mut buffer = [0; 4096];
-    while answer.len() < ANSWER_BYTES_MAX {
-        let left = give_up.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).ok()?;
-        let mut fds = [PollFd::from_borrowed_fd(from.as_fd(), PollFlags::IN)];
-        match rustix::event::poll(&mut fds, Some(&left)) {
-            Ok(0) => return None,
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(_) => return None,
-            Ok(_) => {}
-        }
-        match from.read(&mut buffer).ok()? {
-            0 => break,
-            n => answer.extend(&buffer[..n]),
-        }
-    }
+    let answer = answer.filter(|_| status.success())?;
     Some(String::from_utf8_lossy(&answer).into_owned())
 }

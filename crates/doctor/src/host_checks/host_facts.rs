@@ -34,13 +34,18 @@ pub enum Container {
     Other,
 }
 
+/// What files of this host say.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HostFacts {
     /// The release that `uname` reports.
     pub kernel: String,
+    /// The machine that `uname` reports.
     pub machine: String,
+    /// The effective uid.
     pub uid: u32,
+    /// Whether the effective uid is 0.
     pub is_root: bool,
+    /// The container runtime that this process runs under, if any.
     pub container: Option<Container>,
     /// The file or variable that names the container runtime.
     pub container_because: Option<String>,
@@ -48,6 +53,7 @@ pub struct HostFacts {
     pub is_filtered: bool,
     /// The AppArmor profile of this process; `None` where there is no AppArmor.
     pub apparmor_profile: Option<String>,
+    /// Whether SELinux enforces its policy (/sys/fs/selinux/enforce).
     pub selinux_enforcing: bool,
     /// Mount points below /proc, which cover parts of it.
     pub masked_proc: Vec<PathBuf>,
@@ -61,25 +67,36 @@ pub struct HostFacts {
     pub lacks_capabilities: Vec<&'static str>,
     /// The security modules that this kernel started with, if a readable file says so.
     pub security_modules: Option<String>,
+    /// Settings that forbid namespaces.
     pub sysctls: Sysctls,
 }
 
-/// Settings that forbid namespaces. `None`: this kernel does not have the setting.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Sysctls {
-    pub apparmor_restrict_unprivileged_userns: Option<u64>,
-    pub unprivileged_userns_clone: Option<u64>,
-    pub max_user_namespaces: Option<u64>,
-    pub max_mnt_namespaces: Option<u64>,
-    pub max_pid_namespaces: Option<u64>,
-    pub max_net_namespaces: Option<u64>,
-    pub max_ipc_namespaces: Option<u64>,
-    pub max_uts_namespaces: Option<u64>,
-    pub max_cgroup_namespaces: Option<u64>,
-    pub yama_ptrace_scope: Option<u64>,
+/// Settings that forbid namespaces: the file below /proc/sys, and the name in documents.
+const SYSCTLS: [(&str, &str); 10] = [
+    ("kernel", "apparmor_restrict_unprivileged_userns"),
+    ("kernel", "unprivileged_userns_clone"),
+    ("user", "max_user_namespaces"),
+    ("user", "max_mnt_namespaces"),
+    ("user", "max_pid_namespaces"),
+    ("user", "max_net_namespaces"),
+    ("user", "max_ipc_namespaces"),
+    ("user", "max_uts_namespaces"),
+    ("user", "max_cgroup_namespaces"),
+    ("kernel", "yama_ptrace_scope"),
+];
+
+/// The values of [`SYSCTLS`], by name. `None`: this kernel does not have the setting.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sysctls(Vec<(&'static str, Option<u64>)>);
+
+impl Serialize for Sysctls {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().copied())
+    }
 }
 
 impl HostFacts {
+    /// Reads every fact.
     pub fn read() -> HostFacts {
         let name = rustix::system::uname();
         let status = read_text("/proc/self/status");
@@ -118,21 +135,23 @@ impl HostFacts {
 
 impl Sysctls {
     fn read() -> Sysctls {
-        let of = |path: &str| read_text(&format!("/proc/sys/{path}")).trim().parse().ok();
-        Sysctls {
-            apparmor_restrict_unprivileged_userns: of(
-                "kernel/apparmor_restrict_unprivileged_userns",
-            ),
-            unprivileged_userns_clone: of("kernel/unprivileged_userns_clone"),
-            max_user_namespaces: of("user/max_user_namespaces"),
-            max_mnt_namespaces: of("user/max_mnt_namespaces"),
-            max_pid_namespaces: of("user/max_pid_namespaces"),
-            max_net_namespaces: of("user/max_net_namespaces"),
-            max_ipc_namespaces: of("user/max_ipc_namespaces"),
-            max_uts_namespaces: of("user/max_uts_namespaces"),
-            max_cgroup_namespaces: of("user/max_cgroup_namespaces"),
-            yama_ptrace_scope: of("kernel/yama/ptrace_scope"),
-        }
+        let value = |dir: &str, name: &str| {
+            // Yama has a directory of its own.
+            let file = name.replace("yama_", "yama/");
+            let text = read_text(&format!("/proc/sys/{dir}/{file}"));
+            text.trim().parse().ok()
+        };
+        Sysctls(SYSCTLS.map(|(dir, name)| (name, value(dir, name))).to_vec())
+    }
+
+    /// Returns the value of a setting, if this kernel has it.
+    pub fn get(&self, name: &str) -> Option<u64> {
+        self.0.iter().find(|(n, _)| *n == name)?.1
+    }
+
+    #[cfg(test)]
+    pub fn with(name: &'static str, value: u64) -> Sysctls {
+        Sysctls(vec![(name, Some(value))])
     }
 }
 
@@ -177,18 +196,12 @@ fn apparmor_profile() -> Option<String> {
 fn security_modules() -> Option<String> {
     let list = read_text("/sys/kernel/security/lsm");
     let list = list.trim();
-    let on_command_line = || {
-        let line = read_text("/proc/cmdline");
-        let given = line.split_ascii_whitespace().rev();
-        given
-            .filter_map(|word| word.strip_prefix("lsm="))
-            .map(str::to_owned)
-            .next()
-    };
-    match list.is_empty() {
-        false => Some(list.to_owned()),
-        true => on_command_line(),
+    if !list.is_empty() {
+        return Some(list.to_owned());
     }
+    let line = read_text("/proc/cmdline");
+    let mut words = line.split_ascii_whitespace().rev();
+    words.find_map(|word| word.strip_prefix("lsm=").map(str::to_owned))
 }
 
 /// The kernel gives the initial pid namespace this inode number (PROC_PID_INIT_INO), and no other.
@@ -208,23 +221,22 @@ fn container() -> Option<(Container, String)> {
             "KUBERNETES_SERVICE_HOST or /var/run/secrets/kubernetes.io",
         );
     }
-    if exists("/run/.containerenv") {
-        return said(Container::Podman, "/run/.containerenv");
+    let markers = [
+        ("/run/.containerenv", Container::Podman),
+        ("/.dockerenv", Container::Docker),
+    ];
+    if let Some((marker, kind)) = markers.into_iter().find(|(marker, _)| exists(marker)) {
+        return said(kind, marker);
     }
-    if exists("/.dockerenv") {
-        return said(Container::Docker, "/.dockerenv");
-    }
-    let groups = read_text("/proc/1/cgroup");
-    if let Some(kind) = container_of_groups(&groups) {
+    if let Some(kind) = container_of_groups(&read_text("/proc/1/cgroup")) {
         return said(kind, "/proc/1/cgroup");
     }
-    let manager = read_text("/run/systemd/container");
-    match manager.trim() {
+    match read_text("/run/systemd/container").trim() {
         "" => None,
-        name => Some((
+        name => said(
             container_of_name(name),
-            format!("/run/systemd/container says {name}"),
-        )),
+            &format!("/run/systemd/container says {name}"),
+        ),
     }
 }
 
@@ -248,19 +260,13 @@ fn container_of_groups(groups: &str) -> Option<Container> {
     ];
     // Look at the path of the group, not at the controllers before it. The host's own docker.service is not a
     // container.
-    let paths: Vec<&str> = groups
-        .lines()
-        .filter_map(|l| l.splitn(3, ':').nth(2))
-        .collect();
+    let paths = groups.lines().filter_map(|l| l.splitn(3, ':').nth(2));
     let inside = |word: &str| {
-        paths
-            .iter()
-            .any(|p| p.contains(word) && !p.ends_with(".service"))
+        let mut paths = paths.clone();
+        paths.any(|p| p.contains(word) && !p.ends_with(".service"))
     };
-    words
-        .into_iter()
-        .find(|(word, _)| inside(word))
-        .map(|(_, kind)| kind)
+    let found = words.into_iter().find(|(word, _)| inside(word));
+    found.map(|(_, kind)| kind)
 }
 
 /// One line of /proc/self/mountinfo.
@@ -326,14 +332,14 @@ impl MountTable {
 /// Decodes the octal escapes of mountinfo: the kernel writes a space, a tab, a new line and a backslash as a backslash
 /// and three digits.
 fn unescape(field: &str) -> String {
-    [
+    let escapes = [
         ("\\040", " "),
         ("\\011", "\t"),
         ("\\012", "\n"),
         ("\\134", "\\"),
-    ]
-    .iter()
-    .fold(field.to_owned(), |text, (from, to)| text.replace(from, to))
+    ];
+    let decode = |text: String, (from, to)| text.replace(from, to);
+    escapes.into_iter().fold(field.to_owned(), decode)
 }
 
 #[cfg(test)]
@@ -387,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_root_lacks_is_named() {
+    fn missing_capabilities_of_root_are_named() {
         assert_eq!(lacking(u64::MAX), Vec::<&str>::new());
         // The capabilities that Docker leaves to root by default.
         let docker = 0xa804_25fb;

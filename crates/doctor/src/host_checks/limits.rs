@@ -2,14 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
-use sandbox::cgroup::{self, CgroupError, Group};
+use sandbox::cgroup::{self, CgroupError, Group, OwnProcess};
 use sandbox::quota::{self, QuotaError};
-use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, LimitName, Limits, WorkspaceKind};
+use sandbox::spec::{
+    ConfinementLevel, Enforcement, Hardness, Layer, LimitName, Limits, WorkspaceKind,
+};
 
 use super::host_facts::{Container, HostFacts};
 use super::storage::{self, Filesystem};
-use super::trial_directory::TrialDirectory;
-use super::{Finding, LeaseResult, Remedy, Severity, Subject};
+use super::temporary_workspace::TemporaryWorkspace;
+use super::{Finding, LeaseResult, Remedy, Severity, Subject, join_paths};
 use engine::plan::limits::{self, EnforcementContext, WorkspaceStorage, error_chain};
 
 pub fn examine(
@@ -24,7 +26,7 @@ pub fn examine(
     // Join a systemd scope first, as a run does. The scope ends with this process. If there is no systemd, the
     // examination goes on without a scope and finds what a run would find.
     let _ = engine::attempt::systemd_scope::ensure_delegated();
-    let host = cgroup::discover();
+    let host = cgroup::discover(OwnProcess::MayMove);
     let outer = cgroup::ancestor_limits();
     let group = Group::create(&host, "doctor", &limits::group_limits(&limits));
     let ground = EnforcementContext {
@@ -39,19 +41,13 @@ pub fn examine(
     let list = match enforced(&subject.allow_degraded) {
         Ok(list) => list,
         Err(refused) => {
-            findings.push(Finding::new(
-                "limits",
-                Severity::Stops,
-                error_chain(&refused),
-            ));
+            findings.push(Finding::stops("limits", error_chain(&refused)));
             enforced(&LimitName::ALL.into_iter().collect()).unwrap_or_default()
         }
     };
-    let soft = |limit: LimitName| {
-        let entry = list.iter().find(|e| e.limit == limit);
-        entry.is_some_and(|e| e.how_hard == Hardness::Watched)
-    };
-    findings.push(match (&usable_group, soft(LimitName::Memory)) {
+    let mut memory = list.iter().filter(|e| e.limit == LimitName::Memory);
+    let memory_is_soft = memory.any(|e| e.how_hard == Hardness::Watched);
+    findings.push(match (&usable_group, memory_is_soft) {
         (Ok(group), false) => Finding::fine("cgroup", describe_group(group)),
         (Ok(group), true) => {
             let why = group.why_not(LimitName::Memory).map(|e| error_chain(e));
@@ -64,7 +60,7 @@ pub fn examine(
         && let Err(e) = group.remove()
     {
         let text = format!("the group made to try it stays behind: {}", error_chain(&e));
-        findings.push(Finding::new("cgroup_left", Severity::Warning, text));
+        findings.push(Finding::warning("cgroup_left", text));
     }
     list
 }
@@ -80,14 +76,10 @@ fn cgroup_failure(error: &CgroupError) -> String {
 }
 
 fn describe_group(group: &Group) -> String {
-    let by = [LimitName::Memory, LimitName::Pids, LimitName::Cpus]
-        .into_iter()
-        .filter_map(|limit| group.enforces(limit))
-        .map(|e| e.by.as_str());
-    format!(
-        "a group made, limited and removed: {}",
-        by.collect::<Vec<_>>().join(", ")
-    )
+    let limits = [LimitName::Memory, LimitName::Pids, LimitName::Cpus].into_iter();
+    let by = limits.filter_map(|limit| group.enforces(limit));
+    let by: Vec<&str> = by.map(|e| e.by.as_str()).collect();
+    format!("a group made, limited and removed: {}", by.join(", "))
 }
 
 /// Reports that runs get no cgroup. Fumehood then watches memory instead of limiting it, and finds processes through
@@ -95,36 +87,30 @@ fn describe_group(group: &Group) -> String {
 fn missing_group_finding(why: &str, facts: &HostFacts, subject: &Subject) -> Finding {
     let text = format!("no cgroup for runs, so memory is watched and not enforced: {why}");
     let unified = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
-    let required = subject
-        .required_layers
-        .contains(&sandbox::spec::Layer::Cgroup);
-    let severity = match required {
+    let severity = match subject.required_layers.contains(&Layer::Cgroup) {
         true => Severity::Stops,
         false => Severity::Warning,
     };
     let remedy = match (facts.container, unified) {
-        (Some(Container::Docker), true) => Remedy::new(
+        (Some(Container::Docker), true) => Remedy::untried(
             "Give the container a cgroup tree that it may write (Docker 28 or later); or let the container's own \
              limits (--memory, --pids-limit) hold:",
             &["docker run --cgroupns private --security-opt writable-cgroups=true …"],
-        )
-        .untried(),
-        (Some(_), _) => Remedy::new(
+        ),
+        (Some(_), _) => Remedy::untried(
             "Let the container's own limits hold (memory and pids of the pod or container), or mount its cgroup \
              tree so that Fumehood may write it.",
             &[],
-        )
-        .untried(),
+        ),
         (None, true) if facts.has_systemd => systemd(facts),
-        (None, true) => Remedy::new(
+        (None, true) => Remedy::untried(
             "Give this user a subtree and start the shell in it:",
             &[
                 "G=/sys/fs/cgroup/fumehood-$(id -u); sudo mkdir -p $G/fumehood_runner-shell",
                 "echo '+cpu +memory +pids' | sudo tee /sys/fs/cgroup/cgroup.subtree_control",
                 "sudo chown -R $(id -u) $G; echo $$ | sudo tee $G/fumehood_runner-shell/cgroup.procs",
             ],
-        )
-        .untried(),
+        ),
         (None, false) => version_1(facts),
     };
     Finding::new("cgroup", severity, text).with(remedy)
@@ -150,26 +136,25 @@ fn systemd(facts: &HostFacts) -> Remedy {
 
 /// The remedy for cgroup version 1: in each hierarchy a directory that belongs to the user, with the shell in it.
 fn version_1(facts: &HostFacts) -> Remedy {
-    let host = cgroup::discover();
-    let parents: Vec<PathBuf> = cgroup::planned_paths(&host, "doctor")
+    let host = cgroup::discover(OwnProcess::Stays);
+    let planned = cgroup::planned_paths(&host, "doctor");
+    let parents = planned
         .iter()
-        .filter_map(|p| p.parent().map(Path::to_path_buf))
-        .collect();
+        .filter_map(|p| p.parent().map(Path::to_path_buf));
+    let parents: Vec<PathBuf> = parents.collect();
     if parents.is_empty() || facts.is_root {
         return Remedy::new(
             "Mount the memory, pids and cpu controllers below /sys/fs/cgroup, or start Fumehood where they are.",
             &[],
         );
     }
-    let list = parents.iter().map(|p| p.display().to_string());
-    let list = list.collect::<Vec<_>>().join(" ");
+    let uid = facts.uid;
     Remedy::new(
         "Give this user a group in each hierarchy and put the shell into it:",
         &[
-            &format!("for g in {list}; do"),
+            &format!("for g in {}; do", join_paths(&parents, " ")),
             &format!(
-                "  g=$g/user-{uid}; sudo mkdir -p $g; sudo chown {uid} $g $g/tasks $g/cgroup.procs",
-                uid = facts.uid
+                "  g=$g/user-{uid}; sudo mkdir -p $g; sudo chown {uid} $g $g/tasks $g/cgroup.procs"
             ),
             "  echo $$ | sudo tee $g/tasks >/dev/null; done",
         ],
@@ -207,18 +192,15 @@ fn check_storage(
                 "disk limits are watched, not enforced: no project quota in {} ({why})",
                 root.display()
             );
-            let note = Finding::new("quota", Severity::Note, text);
-            findings.push(match place.and_then(|p| storage::quota_remedy(&p)) {
-                Some(remedy) => note.with(remedy),
-                None => note,
-            });
+            let remedy = place.and_then(|p| storage::quota_remedy(&p));
+            findings.push(Finding::note("quota", text).with(remedy));
             storage
         }
     }
 }
 
 fn try_quota(root: &Path, uid: u32, limits: &Limits) -> Result<(), String> {
-    let trial = TrialDirectory::new(root)?;
+    let trial = TemporaryWorkspace::new(root)?;
     let dir = trial.as_fd();
     let project =
         quota::unused_project(dir, limits::quota_project_ids(uid)).map_err(quota_failure)?;

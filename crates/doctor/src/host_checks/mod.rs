@@ -1,7 +1,7 @@
 //! What this host lets a run do, found by trying it: the examination behind `fumehood doctor`.
 //!
 //! No finding follows from a version number or the name of a distribution. A level works if a sandbox of that level was
-//! built in miniature. A mechanism works if it was tried and did. A cause is named only if an attempt failed *and* a
+//! built in miniature. A mechanism works if it was tried and did. A cause is named only if a trial failed *and* a
 //! file of this host says why. Everything that the examination makes (a cgroup, a directory, a uid lease) is removed
 //! when it ends.
 //!
@@ -9,7 +9,7 @@
 //! - `host_facts`: what files of the host say.
 //! - `cause`, `container`: why a mechanism failed, and the remedy.
 //! - `limits`: what would enforce each limit.
-//! - `storage`, `trial_directory`: the file systems of workspaces, database and artifacts.
+//! - `storage`, `temporary_workspace`: the file systems of workspaces, database and artifacts.
 //! - `environment`: uids, swap, locale, fonts, interpreters.
 
 mod cause;
@@ -18,42 +18,51 @@ mod environment;
 mod host_facts;
 mod limits;
 mod storage;
-mod trial_directory;
+mod temporary_workspace;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use sandbox::probe;
-use sandbox::probe::mechanisms::{self, Mechanism, MechanismResult, MechanismVerdict, ProbeInputs};
+use sandbox::probe::mechanisms::{self, Mechanism, MechanismResult, MechanismVerdict, TrialInputs};
 use sandbox::spec::{ConfinementLevel, Enforcement, Layer, LimitName, WorkspaceKind};
 use serde::Serialize;
 
+pub use cause::describe_errno;
 use engine::plan::limits::error_chain;
 use engine::request::RequestedLimits;
 use engine::workspace::uid_pool::{UidLease, UidLeaseError};
 pub use host_facts::HostFacts;
 
+/// The binary that is executed as the launcher and to try the mechanisms: this one.
+const LAUNCHER: &str = "/proc/self/exe";
+
 /// The run that is examined: what `fumehood run` would do with the present configuration.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// The binary that is executed as the launcher: this one.
-    pub launcher: PathBuf,
     /// `$FUMEHOOD_HOME`. The directory need not exist yet.
     pub home: PathBuf,
     /// The artifact store; `None` if nothing is recorded.
     pub artifacts: Option<PathBuf>,
     /// The database file; `None` if the database is not a file.
     pub database: Option<PathBuf>,
+    /// Where workspaces are made.
     pub workspace_root: PathBuf,
+    /// Whether a workspace is on disk or in memory.
     pub workspace_kind: WorkspaceKind,
     /// The project, whose data a run would show.
     pub project: PathBuf,
+    /// The weakest level at which a run may start.
     pub floor: ConfinementLevel,
     /// Exactly this level, if the configuration asks for one.
     pub level: Option<ConfinementLevel>,
+    /// The layers that the operator's policy requires.
     pub required_layers: BTreeSet<Layer>,
+    /// The limits that the configuration asks for.
     pub limits: RequestedLimits,
+    /// The limits that may be watched where they cannot be enforced.
     pub allow_degraded: BTreeSet<LimitName>,
+    /// What must stay free where results are kept.
     pub free_reserve_bytes: u64,
 }
 
@@ -83,7 +92,8 @@ pub struct Remedy {
 }
 
 impl Remedy {
-    fn new(text: impl Into<String>, lines: &[&str]) -> Remedy {
+    /// A remedy that was tried.
+    pub fn new(text: impl Into<String>, lines: &[&str]) -> Remedy {
         Remedy {
             text: text.into(),
             lines: lines.iter().map(|l| (*l).to_owned()).collect(),
@@ -91,10 +101,10 @@ impl Remedy {
         }
     }
 
-    fn untried(self) -> Remedy {
+    fn untried(text: impl Into<String>, lines: &[&str]) -> Remedy {
         Remedy {
             untried: true,
-            ..self
+            ..Remedy::new(text, lines)
         }
     }
 }
@@ -102,15 +112,20 @@ impl Remedy {
 /// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
+    /// The name of the finding in documents.
     pub name: &'static str,
+    /// How much it matters.
     pub severity: Severity,
+    /// What was found, without a final full stop.
     pub text: String,
+    /// What to do, if something is to be done.
     pub remedy: Option<Remedy>,
     /// The mechanisms that fail for this reason.
     pub mechanisms: Vec<Mechanism>,
 }
 
 impl Finding {
+    /// A finding without a remedy.
     pub fn new(name: &'static str, severity: Severity, text: impl Into<String>) -> Finding {
         Finding {
             name,
@@ -121,43 +136,73 @@ impl Finding {
         }
     }
 
+    /// All is well.
     pub fn fine(name: &'static str, text: impl Into<String>) -> Finding {
         Finding::new(name, Severity::Fine, text)
     }
 
-    pub fn with(self, remedy: Remedy) -> Finding {
-        Finding {
-            remedy: Some(remedy),
-            ..self
-        }
+    /// Good to know; nothing has to be done.
+    pub fn note(name: &'static str, text: impl Into<String>) -> Finding {
+        Finding::new(name, Severity::Note, text)
+    }
+
+    fn warning(name: &'static str, text: impl Into<String>) -> Finding {
+        Finding::new(name, Severity::Warning, text)
+    }
+
+    /// A run would not start.
+    pub fn stops(name: &'static str, text: impl Into<String>) -> Finding {
+        Finding::new(name, Severity::Stops, text)
+    }
+
+    /// Adds a remedy.
+    pub fn with(self, remedy: impl Into<Option<Remedy>>) -> Finding {
+        let remedy = remedy.into();
+        Finding { remedy, ..self }
+    }
+
+    /// Adds a remedy: what it does, in a sentence, and lines to copy.
+    pub fn remedy(self, text: impl Into<String>, lines: &[&str]) -> Finding {
+        self.with(Remedy::new(text, lines))
     }
 }
 
 /// The result of building a sandbox of one level in miniature.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LevelCheck {
+    /// The level that was tried.
     pub level: ConfinementLevel,
+    /// Whether the sandbox was built.
     pub works: bool,
+    /// The layers in force.
     pub layers: Vec<EnforcedLayer>,
     /// Why the level does not work.
     pub message: Option<String>,
+    /// The errno of the failure, if a system call failed.
     pub errno: Option<i32>,
 }
 
+/// One layer in force.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct EnforcedLayer {
+    /// The layer.
     pub layer: Layer,
+    /// How it is enforced, in words.
     pub how: String,
 }
 
 /// The result of the whole examination.
 #[derive(Clone, Debug, Serialize)]
 pub struct Diagnosis {
+    /// What files of the host say.
     pub facts: HostFacts,
     /// The level that a run would get: the level asked for, or the strongest that this host gives to this user.
     pub level: Option<ConfinementLevel>,
+    /// The levels, strongest first.
     pub levels: Vec<LevelCheck>,
+    /// The mechanisms, each tried by itself.
     pub mechanisms: Vec<MechanismResult>,
+    /// What would enforce each limit.
     pub limits: Vec<Enforcement>,
     /// Worst first.
     pub findings: Vec<Finding>,
@@ -188,7 +233,7 @@ pub fn examine(subject: &Subject) -> Diagnosis {
     let mechanisms = try_mechanisms(subject, lease.as_ref(), &mut findings);
     let levels: Vec<LevelCheck> = [ConfinementLevel::Full, ConfinementLevel::Landlock]
         .into_iter()
-        .map(|level| try_level(&subject.launcher, level))
+        .map(try_level)
         .collect();
     let level = chosen_level(subject, &levels).map(|l| l.level);
     findings.extend(check_confinement(subject, &facts, &mechanisms, &levels));
@@ -217,50 +262,37 @@ fn try_mechanisms(
     lease: LeaseResult<'_>,
     findings: &mut Vec<Finding>,
 ) -> Vec<MechanismResult> {
-    let trial = ProbeInputs {
+    let trial = TrialInputs {
         leased_uid: lease.and_then(|l| l.as_ref().ok()).map(|l| l.uid),
         shown: subject.project.clone(),
     };
-    mechanisms::try_all(&subject.launcher, &trial).unwrap_or_else(|e| {
+    mechanisms::try_all(Path::new(LAUNCHER), &trial).unwrap_or_else(|e| {
         let text = format!("the mechanisms could not be tried: {}", error_chain(&e));
-        findings.push(Finding::new("probe", Severity::Stops, text));
+        findings.push(Finding::stops("probe", text));
         Vec::new()
     })
 }
 
-fn try_level(launcher: &Path, level: ConfinementLevel) -> LevelCheck {
-    match probe::try_level(launcher, level) {
-        Ok(layers) => LevelCheck {
-            level,
-            works: true,
-            layers: layers
-                .into_iter()
-                .map(|(layer, how)| EnforcedLayer { layer, how })
-                .collect(),
-            message: None,
-            errno: None,
-        },
-        Err(error) => LevelCheck {
-            level,
-            works: false,
-            layers: Vec::new(),
-            errno: errno_of(&error),
-            message: Some(error_chain(&error)),
-        },
+fn try_level(level: ConfinementLevel) -> LevelCheck {
+    let tried = probe::try_level(Path::new(LAUNCHER), level);
+    let error = tried.as_ref().err();
+    LevelCheck {
+        level,
+        works: tried.is_ok(),
+        message: error.map(|error| error_chain(error)),
+        errno: error.and_then(|error| errno_of(error)),
+        layers: tried
+            .into_iter()
+            .flatten()
+            .map(|(layer, how)| EnforcedLayer { layer, how })
+            .collect(),
     }
 }
 
 /// Returns the errno of the first I/O error in the chain of sources.
 fn errno_of(error: &(dyn std::error::Error + 'static)) -> Option<i32> {
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(error) = next {
-        let io = error.downcast_ref::<std::io::Error>();
-        if let Some(errno) = io.and_then(std::io::Error::raw_os_error) {
-            return Some(errno);
-        }
-        next = error.source();
-    }
-    None
+    let mut chain = std::iter::successors(Some(error), |error| error.source());
+    chain.find_map(|error| error.downcast_ref::<std::io::Error>()?.raw_os_error())
 }
 
 fn chosen_level<'a>(subject: &Subject, levels: &'a [LevelCheck]) -> Option<&'a LevelCheck> {
@@ -298,24 +330,31 @@ fn check_confinement(
         }
     }
     if let Some(level) = level {
-        let held = |layer: &&Layer| !level.layers.iter().any(|l| l.layer == **layer);
-        let missing: Vec<String> = subject
-            .required_layers
-            .iter()
-            // The checks of the limits report whether a cgroup can be made.
-            .filter(|layer| **layer != Layer::Cgroup)
-            .filter(held)
-            .filter_map(|layer| Some(serde_json::to_value(layer).ok()?.as_str()?.to_owned()))
-            .collect();
+        let mut missing = subject.required_layers.clone();
+        // The checks of the limits report whether a cgroup can be made.
+        missing.retain(|l| *l != Layer::Cgroup && level.layers.iter().all(|e| e.layer != *l));
         if !missing.is_empty() {
+            let missing: Vec<String> = missing.into_iter().map(layer_name).collect();
             let text = format!(
                 "the operator's policy requires what this host does not give to this user: {}",
                 missing.join(", ")
             );
-            findings.push(Finding::new("required_layers", Severity::Stops, text));
+            findings.push(Finding::stops("required_layers", text));
         }
     }
     findings
+}
+
+fn join_paths(paths: &[PathBuf], separator: &str) -> String {
+    let paths: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
+    paths.join(separator)
+}
+
+/// Returns the name of a layer in documents.
+pub fn layer_name(layer: Layer) -> String {
+    let name = serde_json::to_value(layer).ok();
+    name.and_then(|v| v.as_str().map(str::to_owned))
+        .unwrap_or_default()
 }
 
 /// Returns the symbolic name of an errno.

@@ -7,8 +7,8 @@ use rustix::fs::{AtFlags, CWD, StatVfsMountFlags, StatxFlags};
 use sandbox::spec::WorkspaceKind;
 
 use super::host_facts::{MountEntry, MountTable, read_text};
-use super::trial_directory;
-use super::{Finding, Remedy, Severity, Subject};
+use super::temporary_workspace;
+use super::{Finding, Remedy, Subject};
 use engine::plan::limits;
 use store::artifacts::{ArtifactError, refuse_network_fs};
 use store::types::units::format_size;
@@ -85,40 +85,28 @@ pub fn examine(subject: &Subject) -> Vec<Finding> {
 
 /// Checks FUMEHOOD_HOME as a run does when it opens it, but does not create it.
 fn check_home(path: &Path) -> Finding {
-    let stops = |text: String| Finding::new("home", Severity::Stops, text);
     let shown = path.display();
-    match std::fs::metadata(path) {
+    let text = match std::fs::metadata(path) {
         Ok(meta) => {
             let ours = meta.uid() == rustix::process::geteuid().as_raw();
-            match ours && meta.mode() & 0o022 == 0 && meta.is_dir() {
-                true => Finding::fine("home", format!("Fumehood keeps its files in {shown}")),
-                false => stops(format!(
-                    "{shown} belongs to another user, can be written by others or is no directory"
-                ))
-                .with(Remedy::new(
-                    "Use a directory of your own:",
-                    &["export FUMEHOOD_HOME=$HOME/.local/share/fumehood"],
-                )),
+            if ours && meta.mode() & 0o022 == 0 && meta.is_dir() {
+                return Finding::fine("home", format!("Fumehood keeps its files in {shown}"));
             }
+            format!("{shown} belongs to another user, can be written by others or is no directory")
         }
         Err(_) => {
+            let write = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
             let above = path.ancestors().find(|p| p.exists());
-            let may = above.is_some_and(|p| {
-                let write = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
-                rustix::fs::access(p, write).is_ok()
-            });
-            match may {
-                true => Finding::fine("home", format!("{shown} will be made by the first run")),
-                false => stops(format!(
-                    "{shown} is not there and cannot be made by this user"
-                ))
-                .with(Remedy::new(
-                    "Use a directory of your own:",
-                    &["export FUMEHOOD_HOME=$HOME/.local/share/fumehood"],
-                )),
+            if above.is_some_and(|p| rustix::fs::access(p, write).is_ok()) {
+                return Finding::fine("home", format!("{shown} will be made by the first run"));
             }
+            format!("{shown} is not there and cannot be made by this user")
         }
-    }
+    };
+    Finding::stops("home", text).remedy(
+        "Use a directory of your own:",
+        &["export FUMEHOOD_HOME=$HOME/.local/share/fumehood"],
+    )
 }
 
 /// Reports a network file system. Locks and fsync may have no effect there, so a run refuses it.
@@ -127,32 +115,29 @@ fn check_network_filesystem(what: &str, path: &Path) -> Option<Finding> {
         return None;
     };
     let text = format!("{what} would be at {} on {kind}", path.display());
-    Some(
-        Finding::new("network_file_system", Severity::Stops, text).with(Remedy::new(
-            "Keep it on a disk of this machine, or use PostgreSQL for what several machines share:",
-            &["export FUMEHOOD_HOME=/var/tmp/fumehood-$(id -u)"],
-        )),
-    )
+    Some(Finding::stops("network_file_system", text).remedy(
+        "Keep it on a disk of this machine, or use PostgreSQL for what several machines share:",
+        &["export FUMEHOOD_HOME=/var/tmp/fumehood-$(id -u)"],
+    ))
 }
 
 fn check_reserve(kept: &Filesystem, least: u64) -> Finding {
     let free = format_size(kept.free_bytes);
     let shown = kept.path.display();
-    match kept.free_bytes < least {
-        true => Finding::new(
-            "free_space",
-            Severity::Stops,
-            format!(
-                "{free} are free where results are kept ({shown}), less than the reserve of {}",
-                format_size(least)
-            ),
-        )
-        .with(Remedy::new(
-            "Make room, for instance of old analyses:",
-            &["fumehood gc --older-than 90d"],
-        )),
-        false => Finding::fine("free_space", format!("{free} are free in {shown}")),
+    if kept.free_bytes >= least {
+        return Finding::fine("free_space", format!("{free} are free in {shown}"));
     }
+    let reserve = format_size(least);
+    Finding::stops(
+        "free_space",
+        format!(
+            "{free} are free where results are kept ({shown}), less than the reserve of {reserve}"
+        ),
+    )
+    .remedy(
+        "Make room, for instance of old analyses:",
+        &["fumehood gc --older-than 90d"],
+    )
 }
 
 fn check_workspaces(subject: &Subject, kept: Option<&Filesystem>) -> Vec<Finding> {
@@ -164,9 +149,9 @@ fn check_workspaces(subject: &Subject, kept: Option<&Filesystem>) -> Vec<Finding
             &["workspace_root = \"/var/tmp\""],
         )
     };
-    if let Err(why) = trial_directory::try_workspace(root) {
-        let finding = Finding::new("workspace_root", Severity::Stops, why);
-        return vec![finding.with(elsewhere("Choose a directory that this user may write"))];
+    if let Err(why) = temporary_workspace::try_workspace(root) {
+        let remedy = elsewhere("Choose a directory that this user may write");
+        return vec![Finding::stops("workspace_root", why).with(remedy)];
     }
     let Some(place) = Filesystem::at(root) else {
         return Vec::new();
@@ -178,20 +163,16 @@ fn check_workspaces(subject: &Subject, kept: Option<&Filesystem>) -> Vec<Finding
     if let Err(ArtifactError::NetworkFs { kind, .. }) = refuse_network_fs(root) {
         let text =
             format!("workspaces are made in {shown} on {kind}: slow, and its locks may not hold");
-        findings.push(
-            Finding::new("workspace_network", Severity::Warning, text)
-                .with(elsewhere("Choose a disk of this machine")),
-        );
+        let remedy = elsewhere("Choose a disk of this machine");
+        findings.push(Finding::warning("workspace_network", text).with(remedy));
     }
     if place.is_tmpfs() {
         let text = format!(
             "{shown} is a tmpfs: what analyses write there is memory, and what a crash of the machine leaves there \
              is lost"
         );
-        findings.push(
-            Finding::new("workspace_tmpfs", Severity::Warning, text)
-                .with(elsewhere("Choose a directory on a disk")),
-        );
+        let remedy = elsewhere("Choose a directory on a disk");
+        findings.push(Finding::warning("workspace_tmpfs", text).with(remedy));
     }
     if place.noexec {
         let text = format!(
@@ -207,7 +188,7 @@ fn check_workspaces(subject: &Subject, kept: Option<&Filesystem>) -> Vec<Finding
             ),
             None => elsewhere("Choose another directory"),
         };
-        findings.push(Finding::new("workspace_noexec", Severity::Warning, text).with(remedy));
+        findings.push(Finding::warning("workspace_noexec", text).with(remedy));
     }
     findings.push(check_room(subject, &place).unwrap_or_else(|| {
         let free = format_size(place.free_bytes);
@@ -235,61 +216,58 @@ fn check_room(subject: &Subject, place: &Filesystem) -> Option<Finding> {
         ),
         _ => return None,
     };
-    Some(
-        Finding::new("workspace_room", Severity::Warning, text).with(Remedy::new(
-            "Make room, choose another directory (--workspace-root), or give analyses less:",
-            &["disk = \"1G\"    # in ~/.config/fumehood/config.toml"],
-        )),
-    )
+    Some(Finding::warning("workspace_room", text).remedy(
+        "Make room, choose another directory (--workspace-root), or give analyses less:",
+        &["disk = \"1G\"    # in ~/.config/fumehood/config.toml"],
+    ))
 }
 
-/// Reports that outputs have to be copied: a rename does not cross mounts, not even two mounts of one file system.
+/// Reports that outputs have to be copied: a hard link does not cross mounts, not even two mounts of one file system.
 fn check_same_mount(root: &Path, place: &Filesystem, kept: &Filesystem) -> Option<Finding> {
     if place.mount_id.is_none() || place.mount_id == kept.mount_id {
         return None;
     }
     let text = format!(
         "workspaces ({}) and the artifact store ({}) are on different file systems: every output is copied instead of \
-         renamed",
+         linked",
         root.display(),
         kept.path.display()
     );
-    let beside = kept.path.join("work");
-    Some(
-        Finding::new("apart", Severity::Note, text).with(Remedy::new(
-            "If outputs are large, make workspaces beside the store (in ~/.config/fumehood/config.toml):",
-            &[
-                &format!("mkdir -m 700 {}", beside.display()),
-                &format!("workspace_root = {:?}", beside.display().to_string()),
-            ],
-        )),
-    )
+    let beside = kept.path.join("work").display().to_string();
+    Some(Finding::note("apart", text).remedy(
+        "If outputs are large, make workspaces beside the store (in ~/.config/fumehood/config.toml):",
+        &[
+            &format!("mkdir -m 700 {beside}"),
+            &format!("workspace_root = {beside:?}"),
+        ],
+    ))
 }
 
 /// Returns how to make or mount the file system so that project quota works.
 pub fn quota_remedy(place: &Filesystem) -> Option<Remedy> {
     let mount = place.mount.as_ref()?;
     let (point, source) = (mount.point.display(), &mount.source);
-    match mount.kind.as_str() {
-        "ext4" => Some(Remedy::new(
+    let remount = format!("mount -o prjquota {source} {point}");
+    Some(match mount.kind.as_str() {
+        "ext4" => Remedy::new(
             "The watch is enough for most. For a hard limit give the file system project quota, while it is \
              unmounted (for / from a rescue system), and mount it with prjquota:",
             &[
                 &format!("tune2fs -O project,quota -Q prjquota {source}"),
-                &format!("mount -o prjquota {source} {point}"),
+                &remount,
             ],
-        )),
-        "xfs" => Some(Remedy::new(
+        ),
+        "xfs" => Remedy::new(
             "The watch is enough for most. For a hard limit mount it with project quota (for /, rootflags=prjquota \
              on the kernel command line); a remount does not do:",
-            &[&format!("mount -o prjquota {source} {point}")],
-        )),
-        _ => Some(Remedy::new(
+            &[&remount],
+        ),
+        _ => Remedy::new(
             "The watch is enough for most. For a hard limit put workspaces on ext4 or XFS mounted with prjquota, or \
              in memory (--workspace memory).",
             &[],
-        )),
-    }
+        ),
+    })
 }
 
 /// Reports that systemd-tmpfiles empties the directory at boot or removes old files from it. Applies only where systemd
@@ -309,15 +287,12 @@ fn check_tmpfiles(root: &Path) -> Option<Finding> {
             "systemd-tmpfiles removes what is older than {age} from {shown}, of kept workspaces too"
         ),
     };
-    let line = format!("x {}/scidex-analysis-*", root.display());
-    Some(
-        Finding::new("workspace_swept", Severity::Note, text).with(Remedy::new(
-            "Leave workspaces to Fumehood:",
-            &[&format!(
-                "echo '{line}' | sudo tee /etc/tmpfiles.d/fumehood.conf"
-            )],
-        )),
-    )
+    Some(Finding::note("workspace_swept", text).remedy(
+        "Leave workspaces to Fumehood:",
+        &[&format!(
+            "echo 'x {shown}/scidex-analysis-*' | sudo tee /etc/tmpfiles.d/fumehood.conf"
+        )],
+    ))
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,13 +1,13 @@
-//! What a run needs besides its request: [`RunContext`] from the caller, and `LaunchRequest` for the launch itself.
+//! What a run needs besides its request: [`RunContext`] from the caller, and `PlannedRun` for the transitions.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use sandbox::cgroup::OwnProcess;
 use sandbox::spec::{Layer, Limits, Terminal};
 
 use crate::home::Home;
 use crate::plan::Plan;
-use crate::plan::limits::WorkspaceStorage;
 use crate::plan::runtime::CallerEnvironment;
 use crate::request::Request;
 
@@ -18,6 +18,8 @@ pub struct RunContext {
     /// The `fumehood` binary. It is executed again as the launcher.
     pub launcher: PathBuf,
     pub terminal: Terminal,
+    /// Whether this process may be moved into another cgroup, so that the run's limits can be enforced there.
+    pub own_process: OwnProcess,
     pub required_layers: BTreeSet<Layer>,
     pub workspace_source: WorkspaceSource,
     /// How much space must stay free where outputs are stored, and how much the artifact store may hold in total.
@@ -46,11 +48,10 @@ pub enum WorkspaceSource {
     Prepared,
 }
 
-/// Everything that is needed to launch the program at some level.
-pub(crate) struct LaunchRequest<'a> {
+/// A request with everything that was decided before the attempt began. Every transition reads it.
+pub(crate) struct PlannedRun<'a> {
     pub request: &'a Request,
     pub context: &'a RunContext,
     pub plan: &'a Plan,
     pub limits: &'a Limits,
-    pub storage: WorkspaceStorage,
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 
 use sandbox::quota::QuotaError;
-use sandbox::supervise::RunError;
+use sandbox::supervise::{LaunchStep, RunError};
 
 use crate::attempt::record::{Reason, Status};
 use crate::collect::{CollectError, GlobError};
@@ -45,7 +45,7 @@ pub enum AttemptError {
         asked: sandbox::spec::ConfinementLevel,
         floor: crate::request::IsolationLevel,
     },
-    #[error("level full cannot be had here ({full}), and level landlock neither")]
+    #[error("this host supports neither level full ({full}) nor level landlock")]
     NoLevel {
         full: String,
         #[source]
@@ -103,11 +103,11 @@ impl AttemptError {
                 126 => (Status::Error, Reason::NotExecutable),
                 _ => (Status::Error, Reason::NotStarted),
             },
-            AttemptError::Start(RunError::Step {
-                step,
+            AttemptError::Start(RunError::Launch {
+                step: LaunchStep::ExecuteProgram,
                 source: Some(e),
                 ..
-            }) if step == "execute the program" => match e.kind() {
+            }) => match e.kind() {
                 io::ErrorKind::NotFound => (Status::Error, Reason::NotFound),
                 _ => (Status::Error, Reason::NotExecutable),
             },
@@ -125,7 +125,7 @@ pub enum CommitError {
     Collect(#[from] CollectError),
     #[error(transparent)]
     Glob(#[from] GlobError),
-    #[error("keep its outputs")]
+    #[error("store the outputs of the attempt")]
     Artifacts(#[from] ArtifactError),
     #[error("use the database {database}")]
     Database {
@@ -190,13 +190,13 @@ impl CommitError {
 
 /// A failure that a test injects at a named crash point.
 #[derive(Debug, thiserror::Error)]
-#[error("after the step `{}`", step.name())]
+#[error("after the crash point `{}`", point.name())]
 pub struct CrashPointError {
-    step: CrashPoint,
+    point: CrashPoint,
     source: io::Error,
 }
 
 /// Passes a named crash point. It fails, or kills this process, only if a test asks for that.
-pub(crate) fn pass_crash_point(step: CrashPoint) -> Result<(), CrashPointError> {
-    crash_points::reach(step).map_err(|source| CrashPointError { step, source })
+pub(crate) fn pass_crash_point(point: CrashPoint) -> Result<(), CrashPointError> {
+    crash_points::reach(point).map_err(|source| CrashPointError { point, source })
 }

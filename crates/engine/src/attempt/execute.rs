@@ -1,71 +1,114 @@
-//! The third transition: starts the program in the sandbox, supervises it to its end, and captures its output within
-//! the bounds of the logs.
+//! From [`Ready`] to [`Ended`]: starts the program in the sandbox, supervises it to its end, and captures its output
+//! within the bounds of the logs.
 
 use std::io::{self, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use sandbox::cgroup::Group;
-use sandbox::spec::{ConfinementLevel, Limits, SharedMemory, Spec, Terminal};
-use sandbox::supervise::{self, Control, SpawnResources, Stream, SupervisorHandler};
+use sandbox::spec::{ConfinementLevel, Enforcement, SharedMemory, Spec, Terminal};
+use sandbox::supervise::{self, Control, LaunchStep, SpawnResources, Stream, SupervisorHandler};
 
-use crate::attempt::context::LaunchRequest;
+use crate::attempt::context::PlannedRun;
 use crate::attempt::error::AttemptError;
-use crate::attempt::idle_connection::IdleConnection;
+use crate::attempt::idle_timer::IdleTimer;
 use crate::attempt::input_copy::copy_inputs;
+use crate::attempt::isolation;
 use crate::attempt::log_capture::LogCapture;
 use crate::attempt::observer::RunObserver;
-use crate::attempt::recorder::Recorder;
-use crate::attempt::state::{Attempt, ProgramRun};
+use crate::attempt::record_builder;
+use crate::attempt::states::{Claimed, Ended, FailedStart, Filled, OwnedRun, ProgramRun, Ready};
 use crate::home::unix_ms;
 use crate::plan::limits::error_chain;
 use crate::plan::{self, Plan, StartParameters};
 use crate::request::{Request, Stdin};
-use crate::run_dir::RunDir;
-use crate::workspace::Workspace;
 use crate::workspace::tree::{self, TreeError};
 use store::types::timings;
 
-impl Attempt {
+impl<'r> Ready<'r> {
+    /// Runs the program at the strongest allowed level that this host supports.
+    ///
+    /// Durable step: [`CrashPoint::Begun`](store::types::crash_points::CrashPoint::Begun), unless the row was begun
+    /// before. The logs are written as they arrive.
     pub fn execute(
-        &mut self,
-        launch: &LaunchRequest<'_>,
-        level: ConfinementLevel,
-        recorder: Option<&mut Recorder>,
+        mut self,
+        run: &PlannedRun<'_>,
         observer: &mut dyn RunObserver,
-    ) -> Result<ProgramRun, AttemptError> {
-        // Take the group out of `self`: `execute_in_group` needs it while it changes the rest of `self`.
-        let group = std::mem::replace(&mut self.group, Err(String::new()));
-        let ran = self.execute_in_group(group.as_ref().ok(), launch, level, recorder, observer);
-        self.group = group;
-        ran
+    ) -> Result<Ended<'r>, Box<FailedStart<'r>>> {
+        match self.run_at_strongest_level(run, observer) {
+            Ok((enforcement, ran)) => {
+                let number = self.filled.claimed.run.record.attempt;
+                let mut record = record_builder::program_record(run, number, &enforcement, &ran);
+                record_builder::apply_cancel_cause(&mut record, observer);
+                Ok(Ended {
+                    ready: self,
+                    ran,
+                    record,
+                })
+            }
+            Err(error) => Err(FailedStart::new(error, self.into_holdings())),
+        }
     }
 
-    fn execute_in_group(
+    fn run_at_strongest_level(
         &mut self,
-        group: Option<&Group>,
-        launch: &LaunchRequest<'_>,
-        level: ConfinementLevel,
-        recorder: Option<&mut Recorder>,
+        run: &PlannedRun<'_>,
         observer: &mut dyn RunObserver,
-    ) -> Result<ProgramRun, AttemptError> {
-        let LaunchRequest {
-            request,
-            context,
-            plan,
-            limits,
-            storage,
-        } = *launch;
+    ) -> Result<(Vec<Enforcement>, ProgramRun), AttemptError> {
+        let levels = isolation::allowed_levels(run.request)?;
+        let mut stepped_down: Option<String> = None;
+        for level in &levels {
+            let last = levels.last() == Some(level);
+            match self.run_at(*level, run, observer) {
+                Ok((enforcement, mut ran)) => {
+                    ran.notices = isolation::confinement_notices(&ran, stepped_down.as_deref());
+                    // The notice about a lower level was given before the program ran.
+                    if stepped_down.is_none() {
+                        ran.notices.iter().for_each(|text| observer.notice(text));
+                    }
+                    return Ok((enforcement, ran));
+                }
+                Err(error) if !last && isolation::host_lacks_full(&error, run.context) => {
+                    let why = error_chain(&error);
+                    observer.notice(&isolation::step_down_notice(&why));
+                    stepped_down = Some(why);
+                }
+                Err(error) => {
+                    return Err(match stepped_down {
+                        None => error,
+                        Some(full) => AttemptError::NoLevel {
+                            full,
+                            landlock: Box::new(error),
+                        },
+                    });
+                }
+            }
+        }
+        Err(AttemptError::Cancelled)
+    }
+
+    fn run_at(
+        &mut self,
+        level: ConfinementLevel,
+        run: &PlannedRun<'_>,
+        observer: &mut dyn RunObserver,
+    ) -> Result<(Vec<Enforcement>, ProgramRun), AttemptError> {
+        let enforcement = self.enforcement(run, level)?;
+        let Ready {
+            filled,
+            group,
+            init_may_live,
+        } = self;
+        let (plan, request, limits) = (run.plan, run.request, run.limits);
         let spec = plan::build_spec(
             plan,
             request,
             limits,
             StartParameters {
-                identity: self.identity(),
-                kind: storage.kind(),
-                terminal: context.terminal,
+                identity: filled.claimed.run.identity(),
+                kind: filled.storage.kind(),
+                terminal: run.context.terminal,
                 level,
-                required: &context.required_layers,
+                required: &run.context.required_layers,
             },
         )?;
         let links = match level {
@@ -73,69 +116,45 @@ impl Attempt {
             // Without a mount namespace, links in the workspace stand in for the mounts.
             ConfinementLevel::Landlock => plan::workspace_links(plan, request)?,
         };
-        if let Some(workspace) = &self.workspace {
-            workspace.link(&links, self.owner())?;
-        }
+        filled.workspace.link(&links, filled.claimed.run.owner())?;
         // A run that was killed may have left files there.
-        let _ = self.clear_shared_memory(&spec);
+        let _ = filled.claimed.run.clear_shared_memory(&spec);
         let resources = SpawnResources {
-            launcher: &context.launcher,
-            workspace: self.workspace.as_ref().map(Workspace::dir),
-            stdin: open_stdin(request, plan, context.terminal)?,
-            group,
+            launcher: &run.context.launcher,
+            workspace: Some(filled.workspace.dir()),
+            stdin: open_stdin(request, plan, run.context.terminal)?,
+            group: group.as_ref().ok(),
         };
         // A failed spawn does not prove that init is dead.
         let running = supervise::spawn(&spec, resources).map_err(|error| {
-            self.init_may_live = true;
+            *init_may_live = true;
             AttemptError::Start(error)
         })?;
         timings::mark("plan_sent");
-        let provenance = match self.unrecorded_inputs.take() {
-            Some(staged_inputs) => self.record_provenance(request, plan, &staged_inputs),
-            None => Ok(()),
-        };
-        let begun =
-            provenance.and_then(|()| self.ensure_row(recorder, request, context.claimed.as_ref()));
-        if let Err(error) = begun {
-            self.init_may_live |= !running.cancel_before_start();
+        if let Err(error) = filled.claimed.begin_row(run) {
+            *init_may_live |= !running.cancel_before_start();
             return Err(error);
         }
-        let log_bytes = usize::try_from(limits.log_bytes).unwrap_or(usize::MAX);
-        let idle_connection =
-            IdleConnection::new(self.detached_store.take(), observer.control_fd());
-        let mut bridge = ObserverBridge {
-            observer,
-            captures: [LogCapture::new(log_bytes), LogCapture::new(log_bytes)],
-            files: self.log_files(),
-            attempt: self,
-            idle_connection,
-            request,
-            plan,
-            limits,
-            fill_error: None,
-        };
+        let mut bridge = ObserverBridge::new(observer, filled, run);
         let started_ms = unix_ms();
         let finished = running.supervise(&mut bridge);
         let ended_ms = unix_ms();
-        if let (Some(workspace), Ok(finished)) = (&self.workspace, &finished)
-            && finished.outcome.all_dead
-        {
-            workspace.unlink(&links);
+        let (captures, fill_error) = (bridge.captures, bridge.fill_error);
+        if finished.as_ref().is_ok_and(|f| f.outcome.all_dead) {
+            filled.workspace.unlink(&links);
             // A failure is no loss: the next run with this uid clears it too.
-            let _ = self.clear_shared_memory(&spec);
+            let _ = filled.claimed.run.clear_shared_memory(&spec);
         }
-        let (captures, fill_error) = (bridge.captures, bridge.fill_error.take());
-        self.detached_store = bridge.idle_connection.into_store();
         if let Some(e) = fill_error {
             return Err(e);
         }
         let [stdout, stderr] = captures.map(LogCapture::finish);
-        self.init_may_live |= finished.is_err();
-        let mut finished = finished.map_err(AttemptError::Start)?;
-        self.init_exit = finished.init_exit.take();
+        *init_may_live |= finished.is_err();
+        let finished = finished.map_err(AttemptError::Start)?;
         timings::mark("program_and_teardown");
-        timings::note_sandbox_steps(std::mem::take(&mut finished.step_log));
-        Ok(ProgramRun {
+        let named = |(step, at): &(LaunchStep, u64)| (step.name().to_owned(), *at);
+        timings::note_sandbox_steps(finished.step_log.iter().map(named).collect());
+        let ran = ProgramRun {
             outcome: finished.outcome,
             level,
             notices: Vec::new(),
@@ -146,10 +165,26 @@ impl Attempt {
             ended_ms,
             pids_denied: finished.pids_denied,
             memory_workspace: finished.workspace,
-            undead_init: finished.unkilled_init,
-        })
+            init_exit: finished.init_exit,
+            undead_init: finished.live_init_pid,
+        };
+        Ok((enforcement, ran))
     }
+}
 
+impl Claimed<'_> {
+    /// Writes the provenance of the inputs and begins the row, unless that is done. The sandbox is built meanwhile.
+    fn begin_row(&mut self, run: &PlannedRun<'_>) -> Result<(), AttemptError> {
+        if let Some(staged_inputs) = self.run.unrecorded_inputs.take()
+            && self.row.is_recorded()
+        {
+            self.run.record_provenance(run, &staged_inputs)?;
+        }
+        self.row.begin(&mut self.run, run)
+    }
+}
+
+impl OwnedRun {
     /// Removes the files of the leased uid from the host's /dev/shm. Only this run and earlier ones had that uid, and
     /// the next run must not find them. A plain user's own files cannot be distinguished from the program's, so they
     /// stay.
@@ -160,22 +195,6 @@ impl Attempt {
             Some(lease) if opened => tree::remove_owned(Path::new("/dev/shm"), lease.uid),
             _ => Ok(()),
         }
-    }
-
-    /// The files to which the logs are written as they arrive, for `logs -f` and for recovery.
-    fn log_files(&self) -> [LogFile; 2] {
-        match (&self.dir, &self.record.commit_plan) {
-            (Some(_), Some(_)) => [LogFile::Unmade, LogFile::Unmade],
-            _ => [LogFile::None, LogFile::None],
-        }
-    }
-
-    fn new_log(&self, stream: Stream) -> LogFile {
-        let made = self
-            .dir
-            .as_ref()
-            .and_then(|dir| dir.new_log(store::STREAMS[stream as usize]).ok());
-        made.map_or(LogFile::None, LogFile::Open)
     }
 }
 
@@ -226,32 +245,63 @@ fn open_input_file(path: &Path) -> io::Result<OwnedFd> {
 }
 
 /// Passes events from the sandbox to the observer, and keeps the logs within their bounds.
-struct ObserverBridge<'a> {
+struct ObserverBridge<'a, 'r> {
     observer: &'a mut dyn RunObserver,
     captures: [LogCapture; 2],
+    /// The files to which the logs are written as they arrive, for `logs -f` and for recovery.
     files: [LogFile; 2],
-    attempt: &'a Attempt,
-    idle_connection: IdleConnection,
-    request: &'a Request,
-    plan: &'a Plan,
-    limits: &'a Limits,
+    filled: &'a mut Filled<'r>,
+    /// `None`: it has expired, or none could be made.
+    idle_timer: Option<IdleTimer>,
+    run: &'a PlannedRun<'a>,
     fill_error: Option<AttemptError>,
 }
 
-impl ObserverBridge<'_> {
+impl<'a, 'r> ObserverBridge<'a, 'r> {
+    fn new(
+        observer: &'a mut dyn RunObserver,
+        filled: &'a mut Filled<'r>,
+        run: &'a PlannedRun<'a>,
+    ) -> ObserverBridge<'a, 'r> {
+        let log_bytes = usize::try_from(run.limits.log_bytes).unwrap_or(usize::MAX);
+        let idle_timer = IdleTimer::start(observer.control_fd()).ok();
+        if let (None, Some(recorder)) = (&idle_timer, filled.claimed.row.recorder()) {
+            // Without a timer nothing would close the connection later, so close it now.
+            recorder.close_idle();
+        }
+        let files = match filled.claimed.row.is_recorded() {
+            true => [LogFile::Unmade, LogFile::Unmade],
+            false => [LogFile::None, LogFile::None],
+        };
+        ObserverBridge {
+            observer,
+            captures: [LogCapture::new(log_bytes), LogCapture::new(log_bytes)],
+            files,
+            filled,
+            idle_timer,
+            run,
+            fill_error: None,
+        }
+    }
+
     fn fill_memory_workspace(&self, memory: BorrowedFd<'_>) -> Result<(), AttemptError> {
-        copy_inputs(memory, &self.plan.inputs, self.attempt.owner(), self.limits)?;
-        let staged_inputs = self.attempt.record_staged_inputs(memory, self.plan)?;
-        self.attempt
-            .record_provenance(self.request, self.plan, &staged_inputs)
+        let Claimed {
+            run: owned, row, ..
+        } = &self.filled.claimed;
+        let plan = self.run.plan;
+        copy_inputs(memory, &plan.inputs, owned.owner(), self.run.limits)?;
+        if row.is_recorded() {
+            let staged_inputs = owned.record_staged_inputs(memory, plan)?;
+            owned.record_provenance(self.run, &staged_inputs)?;
+        }
+        Ok(())
     }
 }
 
-impl SupervisorHandler for ObserverBridge<'_> {
+impl SupervisorHandler for ObserverBridge<'_, '_> {
     fn fill(&mut self, memory: BorrowedFd<'_>) -> io::Result<()> {
-        if let Some(workspace) = &self.attempt.workspace {
-            workspace.create_private_dirs(memory, self.attempt.owner())?;
-        }
+        let owner = self.filled.claimed.run.owner();
+        self.filled.workspace.create_private_dirs(memory, owner)?;
         self.fill_memory_workspace(memory).map_err(|e| {
             let text = error_chain(&e);
             self.fill_error = Some(e);
@@ -265,7 +315,9 @@ impl SupervisorHandler for ObserverBridge<'_> {
         if let LogFile::Unmade = file
             && !live.head.is_empty()
         {
-            *file = self.attempt.new_log(stream);
+            let name = store::STREAMS[stream as usize];
+            let made = self.filled.claimed.run.dir.new_log(name);
+            *file = made.map_or(LogFile::None, LogFile::Open);
         }
         if let LogFile::Open(open) = file
             && open.write_all(live.head).is_err()
@@ -284,19 +336,26 @@ impl SupervisorHandler for ObserverBridge<'_> {
     }
 
     fn control_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.idle_connection
-            .wait_fd()
-            .or_else(|| self.observer.control_fd())
+        match &self.idle_timer {
+            Some(timer) => Some(timer.wait_fd()),
+            None => self.observer.control_fd(),
+        }
     }
 
     fn next_control(&mut self) -> Option<Control> {
-        // If another event is pending too, the next call handles it.
-        match self.idle_connection.release_if_due() {
-            true => {
-                self.attempt.dir.iter().for_each(RunDir::start_writeback);
-                None
-            }
-            false => self.observer.next_control(),
+        if self.idle_timer.take_if(|timer| timer.is_due()).is_none() {
+            return self.observer.next_control();
         }
+        let Claimed {
+            run: owned, row, ..
+        } = &mut self.filled.claimed;
+        if let Some(recorder) = row.recorder() {
+            recorder.close_idle();
+        }
+        // The program may run for hours, and this process only passes on its output.
+        sandbox::drop_code_pages();
+        owned.dir.start_writeback();
+        // If another event is pending too, the next call handles it.
+        None
     }
 }

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use sandbox::spec::Limits;
 
+use crate::attempt::context::PlannedRun;
 use crate::attempt::error::AttemptError;
-use crate::attempt::state::Attempt;
+use crate::attempt::states::OwnedRun;
 use crate::collect::{self, StagedInput};
 use crate::plan::Plan;
 use crate::provenance::{self, InspectionRights, Provenance};
@@ -30,7 +31,7 @@ pub(super) fn copy_inputs(
     Ok(())
 }
 
-impl Attempt {
+impl OwnedRun {
     /// Writes down the files in the workspace with their hashes. The record says what a result was made from, and a
     /// file that the program leaves unchanged is not an output.
     pub(super) fn record_staged_inputs(
@@ -38,19 +39,14 @@ impl Attempt {
         workspace: BorrowedFd<'_>,
         plan: &Plan,
     ) -> Result<Vec<StagedInput>, AttemptError> {
-        let Some(dir) = self.dir.as_ref().filter(|_| self.is_recorded()) else {
-            return Ok(Vec::new());
-        };
         if plan.inputs.is_empty() && self.prepared_state.is_none() {
             return Ok(Vec::new());
         }
         let staged_inputs = collect::list_staged_inputs(workspace, self.owner_uid())?;
         if !staged_inputs.is_empty() {
-            dir.write_file(
-                StateFile::StagedInputs,
-                &staged_inputs,
-                Durability::Unsynced,
-            )?;
+            let file = StateFile::StagedInputs;
+            self.dir
+                .write_file(file, &staged_inputs, Durability::Unsynced)?;
         }
         Ok(staged_inputs)
     }
@@ -59,15 +55,14 @@ impl Attempt {
     /// libraries.
     pub(super) fn record_provenance(
         &self,
-        request: &Request,
-        plan: &Plan,
+        run: &PlannedRun<'_>,
         staged_inputs: &[StagedInput],
     ) -> Result<(), AttemptError> {
-        if let Some(dir) = self.dir.as_ref().filter(|_| self.is_recorded()) {
-            let provenance = gather_provenance(request, plan, staged_inputs);
-            dir.write_file(StateFile::Provenance, &provenance, Durability::Unsynced)?;
-        }
-        Ok(())
+        let provenance = gather_provenance(run.request, run.plan, staged_inputs);
+        let file = StateFile::Provenance;
+        Ok(self
+            .dir
+            .write_file(file, &provenance, Durability::Unsynced)?)
     }
 }
 
@@ -118,7 +113,7 @@ fn gather_provenance(request: &Request, plan: &Plan, staged_inputs: &[StagedInpu
         } => InspectionRights::WorkerOnly,
         _ => InspectionRights::SharedWithCaller,
     };
-    // A stranger's variables may name any directory, so do not look for libraries there.
+    // The variables of another user may name any directory, so do not look for libraries there.
     let asked: &[_] = match rights {
         InspectionRights::SharedWithCaller => &request.env,
         InspectionRights::WorkerOnly => &[],

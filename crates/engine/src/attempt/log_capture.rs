@@ -135,7 +135,7 @@ impl LogCapture {
 impl CapturedLog {
     /// The line that stands for the dropped bytes, if there are any.
     pub fn note(&self, stream: &str) -> Option<String> {
-        let bytes = grouped(self.dropped_bytes);
+        let bytes = group_digits(self.dropped_bytes);
         self.truncated
             .then(|| format!("[fumehood: {bytes} bytes of {stream} not shown]"))
     }
@@ -181,7 +181,7 @@ fn missing_continuations(bytes: &[u8]) -> usize {
 }
 
 /// 1234567 as `1,234,567`.
-fn grouped(number: u64) -> String {
+fn group_digits(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
@@ -276,8 +276,8 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_grouped() {
-        let all: Vec<_> = [0, 999, 1000, 1_234_567].map(grouped).to_vec();
+    fn numbers_are_grouped_by_thousands() {
+        let all: Vec<_> = [0, 999, 1000, 1_234_567].map(group_digits).to_vec();
         assert_eq!(all, ["0", "999", "1,000", "1,234,567"]);
     }
 

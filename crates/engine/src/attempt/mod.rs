@@ -1,41 +1,83 @@
-//! One attempt: the states and transitions of a single run, from the claimed id to the committed record.
+//! One attempt, from the claimed id to the committed record: a state machine whose states are types.
 //!
-//! [`crate::pipeline::run`] calls the transitions in order. In reading order:
+//! Each state owns what may be released from it. A transition consumes a state and returns the next one, or a
+//! `FailedStart`, which owns what must be released then. The crash points are the durable steps of the transition, in
+//! their order; ARCHITECTURE.md says what a crash at each of them leaves.
 //!
-//! - `context`: what a run needs besides its request; `observer`: how the caller follows the run; `error`: what can
-//!   fail.
-//! - `state`: `Attempt`, which owns everything that has been created so far.
-//! - `begin`: claims the run directory and the uid; also has `ensure_row`, which begins the database row later.
-//! - `prepare`: creates the workspace, the quota and the cgroup; `input_copy` copies the inputs and records what they
-//!   were.
-//! - `isolation`: chooses the level of confinement; `execute`: runs the program, with `log_capture` and
-//!   `idle_connection`; `systemd_scope`: asks systemd for a delegated cgroup.
-//! - `record`: the result document; `record_builder`: builds it from what was measured; `hints`: guesses why the
-//!   program failed.
-//! - `end`: every way out of an attempt; `finalize`: collection and commit, which recovery uses too; `post_process`:
-//!   the command that the operator configured to run after a commit.
-//! - `recorder`: the database connection and the artifact store that all of these use.
-//! - `terminal_filter`: makes program output safe for a terminal.
+//! | transition | file | from | to | durable steps |
+//! |---|---|---|---|---|
+//! | `Claimed::claim` | `claim` | – | `Claimed`: run directory, uid | `claimed` |
+//! | `Claimed::fill` | `fill` | `Claimed` | `Filled`: and workspace, quota | `workspace_made`, `filled` |
+//! | `Filled::create_cgroup` | `limit` | `Filled` | `Ready`: and cgroup | – |
+//! | `Ready::execute` | `execute` | `Ready` | `Ended`: and the outcome, in memory | `begun` |
+//! | `Ended::commit` | `commit` | `Ended` | `Finalized`: and the committed record | `ended`, `logs_kept`, `outcome_written` |
+//! | `finalize_attempt` | `finalize` | `EndedAttempt` | the committed record | `collected`, `manifest_written`, `object_moved`, `objects_durable`, `transaction_open`, `committed` |
+//! | `Finalized::release` | `release` | `Finalized` | `CompletedRun` | `workspace_removed`, `post_processed`, `marked`, `finished` |
+//! | `FailedStart::record` | `fail` | `FailedStart` | `StartFailure` | those of the others that are due, without outputs |
 //!
-//! This folder uses `run_dir` and never `recovery`: recovery enters the sequence at `finalize`.
+//! The row in the database is begun (`row`) by whichever transition finds `RowState::NotBegun` when it needs the row:
+//! `execute`; `fill`, if there are many inputs; or `fail`.
+//!
+//! `run` and the queue's runner enter at `claim`. The reaper, `post-process` and `record` enter at `finalize_attempt`,
+//! with an `EndedAttempt` from the files of a run directory. After the commit, `post_process` is the same for all.
+//!
+//! The other files, in reading order: `states` (the types), `context` (what every transition reads), `observer` (how
+//! the caller follows the run), `error`, `recorder` (the database connection and the artifact store), `input_copy`
+//! (copies inputs, records what they were), `isolation` (which level of confinement), `idle_timer`, `log_capture`,
+//! `record` (the result document), `record_builder`, `hints` (guesses why the program failed), `post_process` (the
+//! operator's own command after a commit), `systemd_scope` (a delegated cgroup), `terminal_filter`. This folder uses `run_dir` and never `recovery`.
 
-pub(crate) mod begin;
+mod claim;
+mod commit;
 pub mod context;
-pub mod end;
 pub mod error;
 mod execute;
+pub mod fail;
+mod fill;
 pub mod finalize;
 pub mod hints;
-mod idle_connection;
+mod idle_timer;
 mod input_copy;
 pub mod isolation;
+mod limit;
 pub mod log_capture;
 pub mod observer;
 pub mod post_process;
-mod prepare;
 pub mod record;
 pub mod record_builder;
 pub mod recorder;
-pub(crate) mod state;
+pub mod release;
+pub(crate) mod row;
+pub(crate) mod states;
 pub mod systemd_scope;
 pub mod terminal_filter;
+
+pub(crate) use claim::check_free_space;
+use context::PlannedRun;
+use fail::StartFailure;
+use observer::RunObserver;
+use recorder::Recorder;
+use release::CompletedRun;
+use states::Claimed;
+use store::types::timings;
+
+/// Makes one attempt: all transitions in their order. Without a recorder nothing is recorded.
+pub(crate) fn make_attempt(
+    run: &PlannedRun<'_>,
+    recorder: Option<&mut Recorder>,
+    observer: &mut dyn RunObserver,
+) -> Result<CompletedRun, StartFailure> {
+    let claimed = Claimed::claim(run, recorder)?;
+    let ended = claimed.fill(run).and_then(|filled| {
+        if filled.is_on_tmpfs() {
+            observer.notice("the workspace root is a tmpfs: disk used there is memory");
+        }
+        let ready = filled.create_cgroup(run);
+        timings::mark("cgroup_made");
+        ready.execute(run, observer)
+    });
+    match ended {
+        Ok(ended) => Ok(ended.commit(run, observer).release(run)),
+        Err(failed) => Err(failed.record(run)),
+    }
+}

@@ -6,15 +6,15 @@
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use sandbox::events::{self, PollFlags};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
@@ -349,15 +349,7 @@ fn wait(child: &mut Child, at_most: Duration) -> io::Result<Option<std::process:
         if left.is_zero() {
             return Ok(None);
         }
-        let timeout = Timespec {
-            tv_sec: left.as_secs().min(3600) as i64,
-            tv_nsec: i64::from(left.subsec_nanos()),
-        };
-        let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(e.into()),
-        }
+        events::wait_for_any([((), pidfd.as_fd(), PollFlags::IN)], left)?;
     }
 }
 

@@ -200,7 +200,7 @@ pub struct Isolation {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitEntry {
-    /// In milliseconds, bytes, thousandths of a CPU, or a count.
+    /// The value in force, requested or default: in milliseconds, bytes, thousandths of a CPU, or a count.
     pub asked: u64,
     pub enforced_by: String,
     pub how_hard: Hardness,

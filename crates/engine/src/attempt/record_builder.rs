@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use sandbox::outcome::{Exit, ResourceUsage, Stop};
 use sandbox::spec::{Enforcement, Limits};
 
+use crate::attempt::context::PlannedRun;
 use crate::attempt::error::AttemptError;
 use crate::attempt::hints::{self, HintFacts, HostPath, HostPathKind, SpaceUsage};
 use crate::attempt::log_capture::CapturedLog;
@@ -12,7 +13,7 @@ use crate::attempt::observer::{CancelCause, RunObserver};
 use crate::attempt::record::{
     self, CommitState, CommitSummary, Isolation, LogSummary, Reason, Record, Status, Times,
 };
-use crate::attempt::state::ProgramRun;
+use crate::attempt::states::ProgramRun;
 use crate::home::unix_ms;
 use crate::plan::limits::error_chain;
 use crate::plan::{self, Plan};
@@ -22,17 +23,16 @@ use store::types::analysis_id::AnalysisId;
 
 /// The record of a program that ran.
 pub(crate) fn program_record(
-    request: &Request,
+    run: &PlannedRun<'_>,
     attempt: u32,
-    plan: &Plan,
-    limits: &Limits,
     enforcement: &[Enforcement],
     ran: &ProgramRun,
 ) -> Record {
+    let (request, plan) = (run.request, run.plan);
     let (status, reason) = record::status_of(&ran.outcome);
     let guesses = match status {
         Status::Failed | Status::OutOfMemory | Status::LimitExceeded => {
-            guess_hints(request, plan, limits, ran)
+            guess_hints(request, plan, run.limits, ran)
         }
         _ => Vec::new(),
     };

@@ -7,6 +7,7 @@ use crate::attempt::error::CommitError;
 use crate::request::CollectionSettings;
 use crate::run_dir::{self, CommitPlan};
 use store::artifacts::Artifacts;
+use store::types::analysis_id::AnalysisId;
 use store::{Location, Store, StoreError};
 
 /// The database and the artifact store of an attempt. Each is opened when it is needed. The connection is not kept
@@ -22,8 +23,10 @@ pub struct Recorder {
     opening: Option<JoinHandle<Result<Store, StoreError>>>,
     /// The process ends soon after it drops this.
     process_ends_soon: bool,
-    /// The connection was taken out while a program ran.
-    was_detached: bool,
+    /// The connection is kept for a program that may end at any moment.
+    is_idle: bool,
+    /// The connection was kept while a program ran.
+    was_idle: bool,
     /// Files of the database were moved or removed while this process used it.
     file_replaced: bool,
 }
@@ -66,7 +69,8 @@ impl Recorder {
             store: None,
             opening: None,
             process_ends_soon: false,
-            was_detached: false,
+            is_idle: false,
+            was_idle: false,
             file_replaced: false,
         }
     }
@@ -96,7 +100,7 @@ impl Recorder {
             // Leave the old file and the file that took its name as they are. If only the log or the locks are gone, a
             // second connection in this process does not help: SQLite would keep using the old ones.
             store.leak_until_exit();
-            self.file_replaced = self.was_detached;
+            self.file_replaced = self.was_idle;
         }
         if self.file_replaced {
             let database = self.location.to_string();
@@ -189,16 +193,26 @@ impl Recorder {
         self.store = None;
     }
 
-    /// Says that this process makes one attempt and ends, so it need not wait for the database to be checkpointed.
-    pub(crate) fn set_process_ends_soon(&mut self) {
+    /// Puts the connection aside while a program runs. Most programs end soon, and opening a connection costs more than
+    /// all statements of an attempt, so it stays open until [`close_idle`](Self::close_idle). This process makes one
+    /// attempt and ends, so it need not wait for the database to be checkpointed at its end.
+    pub(crate) fn put_aside(&mut self) {
         self.process_ends_soon = true;
+        self.is_idle = true;
+        self.store.iter_mut().for_each(Store::note_files);
     }
 
-    /// Takes the connection out while a program runs.
-    pub(crate) fn detach(&mut self) -> Option<Store> {
-        let mut store = self.store.take();
-        store.iter_mut().for_each(Store::note_files);
-        store
+    /// Closes the connection that was put aside: a program may run for hours, a server has a bounded number of
+    /// connections, nobody can move or repair a database file that is held open, and a runner that only waits should
+    /// use little memory.
+    pub(crate) fn close_idle(&mut self) {
+        // Closing checkpoints the write-ahead log by its file name. Skip that if another database has the name by now.
+        drop(self.store.take_if(|store| store.files_in_place()));
+    }
+
+    /// The program has ended, and the connection is in use again, unless it was closed meanwhile.
+    pub(crate) fn resume(&mut self) {
+        self.was_idle |= std::mem::take(&mut self.is_idle) && self.store.is_some();
     }
 
     /// Whether the connection, if there is one, still belongs to the file at the location.
@@ -206,15 +220,14 @@ impl Recorder {
         self.store.as_ref().is_none_or(Store::files_in_place)
     }
 
-    pub(crate) fn was_detached(&self) -> bool {
-        self.was_detached
+    /// Whether the connection was kept while a program ran, so that the server may have closed it.
+    pub(crate) fn was_idle(&self) -> bool {
+        self.was_idle
     }
 
-    /// Puts back a connection that [`detach`](Self::detach) returned, unless it was closed meanwhile.
-    pub(crate) fn reattach(&mut self, store: Option<Store>) {
-        if store.is_some() {
-            (self.store, self.was_detached) = (store, true);
-        }
+    /// The number that the next attempt of this id gets, unless another process begins one first.
+    pub(crate) fn next_attempt_number(&mut self, id: &AnalysisId) -> Result<u32, CommitError> {
+        self.with(|store| store.next_attempt_number(id.as_str()))
     }
 
     pub fn database_error(&self, source: StoreError) -> CommitError {

@@ -8,7 +8,7 @@ use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes
 use rustix::io::Errno;
 
 use super::content::{EntryRefusal, FileContent, Inode};
-use super::shortlist::{Candidate, Rank, RemarkList, Shortlist, shown};
+use super::shortlist::{Candidate, Rank, RemarkList, Shortlist, displayed_path};
 use super::{
     COMPONENT_BYTES_MAX, CollectError, CollectProgress, CollectionRules, ModePolicy,
     PATH_BYTES_MAX, StagedInput,
@@ -207,7 +207,7 @@ impl TreeVisitor for CandidateFinder<'_> {
         }
         match stat_entry(dir, name)? {
             None => Ok(VisitAction::Done),
-            Some(stat) => Ok(self.judge_entry(name.to_bytes(), &stat)),
+            Some(stat) => Ok(self.classify_entry(name.to_bytes(), &stat)),
         }
     }
 
@@ -238,7 +238,7 @@ impl TreeVisitor for CandidateFinder<'_> {
                 self.reset_path();
             }
             (_, EntryRefusal::OutOfResources(source)) => {
-                let path = shown(&self.path);
+                let path = displayed_path(&self.path);
                 self.fatal_error
                     .get_or_insert(CollectError::OutOfResources { path, source });
             }
@@ -274,7 +274,7 @@ impl CandidateFinder<'_> {
         true
     }
 
-    fn judge_entry(&mut self, name: &[u8], stat: &Statx) -> VisitAction {
+    fn classify_entry(&mut self, name: &[u8], stat: &Statx) -> VisitAction {
         let kind = FileType::from_raw_mode(stat.stx_mode.into());
         let is_dir = kind == FileType::Directory;
         let parent_in_cache = self.levels.last().is_some_and(|level| level.in_cache);
@@ -290,17 +290,17 @@ impl CandidateFinder<'_> {
         }
         let is_view = is_dir && self.is_view(name);
         self.push_name(name);
-        let judged = match (self.judge_path(name, is_view, stat), kind) {
+        let classified = match (self.classify_path(name, is_view, stat), kind) {
             (Some(remark), _) => Err(remark),
             (None, FileType::Directory) => Ok(VisitAction::Enter),
-            (None, FileType::RegularFile) => self.judge_file(stat),
+            (None, FileType::RegularFile) => self.classify_file(stat),
             (None, FileType::Symlink) => Err(Remark::Symlink),
             (None, FileType::Fifo) => Err(Remark::Fifo),
             (None, FileType::Socket) => Err(Remark::Socket),
             (None, FileType::CharacterDevice | FileType::BlockDevice) => Err(Remark::Device),
             (None, FileType::Unknown) => Err(Remark::Unreadable),
         };
-        let next = judged.unwrap_or_else(|remark| {
+        let next = classified.unwrap_or_else(|remark| {
             if !(is_view && remark == Remark::MountPoint) {
                 self.found.remarks.add(&self.path, remark);
             }
@@ -310,7 +310,7 @@ impl CandidateFinder<'_> {
         next
     }
 
-    fn judge_path(&self, name: &[u8], is_view: bool, stat: &Statx) -> Option<Remark> {
+    fn classify_path(&self, name: &[u8], is_view: bool, stat: &Statx) -> Option<Remark> {
         let is_dir = FileType::from_raw_mode(stat.stx_mode.into()) == FileType::Directory;
         let mounted = stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
         if self.path.len() > PATH_BYTES_MAX || name.len() > COMPONENT_BYTES_MAX {
@@ -324,7 +324,7 @@ impl CandidateFinder<'_> {
         }
     }
 
-    fn judge_file(&mut self, stat: &Statx) -> Result<VisitAction, Remark> {
+    fn classify_file(&mut self, stat: &Statx) -> Result<VisitAction, Remark> {
         let found = &mut self.found;
         let wanted = self.rules.wanted;
         if wanted.is_some_and(|globs| !globs.matches_bytes(&self.path)) {
@@ -553,7 +553,7 @@ impl TreeVisitor for NameCounter<'_> {
 
     fn report_fault(&mut self, name: &CStr, fault: &EntryFault) {
         if let EntryRefusal::OutOfResources(source) = EntryRefusal::from(fault) {
-            let path = shown(name.to_bytes());
+            let path = displayed_path(name.to_bytes());
             self.out_of_resources.get_or_insert((path, source));
         }
     }

@@ -174,7 +174,7 @@ mod tests {
     type Paths = &'static [&'static [u8]];
 
     #[test]
-    fn what_each_pattern_takes() {
+    fn each_glob_matches_its_paths_and_no_others() {
         let cases: &[(&str, Paths, Paths)] = &[
             (
                 "*.csv",
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_match_is_refused_by_name() {
+    fn a_glob_that_cannot_match_is_named_in_the_error() {
         for glob in [
             "", "/", "/abs", "../x", "a/../b", "a//b", ".", "./", "a\0", "a\\/", "a\\",
         ] {

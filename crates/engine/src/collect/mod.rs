@@ -54,7 +54,7 @@ use serde::{Deserialize, Serialize};
 
 use content::{EntryRefusal, FileContent, HashingReader, Inode, PinnedFile};
 use find::{CachePolicy, FoundFiles, LinkedFile};
-use shortlist::{Candidate, RemarkList, shown};
+use shortlist::{Candidate, RemarkList, displayed_path};
 use store::artifacts::hashing::HashThreads;
 pub use store::types::manifest::{COMPONENT_BYTES_MAX, PATH_BYTES_MAX};
 use store::types::manifest::{CollectedOutputs, ContentHash, Output, OutputPath, Remark};
@@ -299,13 +299,13 @@ impl OutputCollector<'_> {
         reader.begin_file(candidate.bytes);
         let path = c_path(&candidate.path);
         let owner_uid = self.rules.owner_uid;
-        let taken =
+        let read_result =
             PinnedFile::new(self.dir, &path, candidate.inode, owner_uid).and_then(|pinned| {
                 let content = self.content(&candidate, &path, &pinned, reader)?;
                 Ok((pinned, content))
             });
-        let (pinned, content) = match taken {
-            Ok(taken) => taken,
+        let (pinned, content) = match read_result {
+            Ok(pair) => pair,
             Err(EntryRefusal::OutOfResources(source)) => {
                 return Err(out_of_resources(&candidate.path, source));
             }
@@ -380,7 +380,7 @@ fn c_path(path: &[u8]) -> CString {
 
 fn out_of_resources(path: &[u8], source: Errno) -> CollectError {
     CollectError::OutOfResources {
-        path: shown(path),
+        path: displayed_path(path),
         source,
     }
 }

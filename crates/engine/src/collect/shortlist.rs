@@ -175,7 +175,7 @@ impl RemarkList {
         *self.counts.entry(remark).or_default() += 1;
         if self.listed.len() < REMARKS_MAX {
             self.listed.push(RemarkedPath {
-                path: shown(path),
+                path: displayed_path(path),
                 remark,
             });
         }
@@ -183,7 +183,7 @@ impl RemarkList {
 }
 
 /// The end of a path, escaped. The cut is between bytes and never within an escape sequence.
-pub(super) fn shown(path: &[u8]) -> String {
+pub(super) fn displayed_path(path: &[u8]) -> String {
     let mut from = path.len().saturating_sub(SHOWN_BYTES_MAX);
     loop {
         let text = escape_text(&path[from..]);
@@ -252,7 +252,7 @@ mod tests {
 
         #[test]
         fn shown_paths_are_bounded_and_whole(path in prop::collection::vec(any::<u8>(), 0..9000)) {
-            let text = shown(&path);
+            let text = displayed_path(&path);
             prop_assert!(text.len() <= SHOWN_BYTES_MAX);
             let bytes = unescape_text(&text).unwrap();
             prop_assert!(path.is_empty() || path.ends_with(&bytes));

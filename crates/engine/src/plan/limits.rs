@@ -220,7 +220,7 @@ impl EnforcementContext {
                 ("RLIMIT_NPROC of the run's own uid", Hardness::Hard)
             }
             (ConfinementLevel::Landlock, false) => (
-                "the guardian's watch over the tree, RLIMIT_NPROC over the user's processes",
+                "the guardian's watch over the run's processes, RLIMIT_NPROC over the user's processes",
                 Hardness::Watched,
             ),
         }
@@ -233,8 +233,9 @@ pub fn group_suffices(group: &Group) -> bool {
     firm(LimitName::Memory) && firm(LimitName::Cpus)
 }
 
-/// Lists what enforces each limit, and how firmly. Fails if a requested limit would not be enforced firmly and
-/// `allow_degraded` does not name it.
+/// Lists what enforces each limit, and how hard. Fails if CPU time, memory, CPUs or processes are set explicitly, would
+/// not be enforced firmly, and `allow_degraded` does not name the limit. Firmly means: memory and processes are hard, a
+/// cgroup counts the CPU time, and CPUs are limited by a cgroup or are a whole number.
 pub fn enforcement(
     asked: &RequestedLimits,
     limits: &Limits,
@@ -288,7 +289,8 @@ impl EnforcementList<'_> {
         self.group.as_ref().ok()?.enforces(limit).cloned()
     }
 
-    /// Fails if the limit was explicitly requested and must be enforced firmly. Called where it would not be.
+    /// The caller has found that this host cannot enforce the limit firmly. Fails if the request sets the limit
+    /// explicitly and `allow_degraded` does not name it.
     fn require_firm(&self, limit: LimitName, explicit: bool) -> Result<(), LimitError> {
         match explicit && !self.allow_degraded.contains(&limit) {
             false => Ok(()),
@@ -303,7 +305,7 @@ impl EnforcementList<'_> {
         self.add(
             LimitName::WallTime,
             self.limits.wall_ms,
-            "init's timer, the runner's behind it",
+            "init's loop; a later deadline of the runner if init is late",
             Hardness::Hard,
         );
         if let Some(cpu_ms) = self.limits.cpu_ms {
@@ -316,7 +318,7 @@ impl EnforcementList<'_> {
             self.add(
                 LimitName::CpuTime,
                 cpu_ms,
-                "init's watch over the tree, RLIMIT_CPU per process",
+                "init's watch over the run's processes, RLIMIT_CPU per process",
                 Hardness::Watched,
             );
         }
@@ -324,7 +326,7 @@ impl EnforcementList<'_> {
             self.add(
                 LimitName::IdleTime,
                 idle_ms,
-                "init's watch over output and CPU time",
+                "init's loop: no output, and at most 1 % of a CPU",
                 Hardness::Watched,
             );
         }
@@ -401,13 +403,13 @@ impl EnforcementList<'_> {
                 Hardness::Hard,
             ),
             WorkspaceStorage::DiskOnTmpfs => (
-                "init's watch over the tree (on a tmpfs: counts as memory too), RLIMIT_FSIZE per file",
-                "init's watch over the tree",
+                "init's watch over the workspace's files (on a tmpfs: counts as memory too), RLIMIT_FSIZE per file",
+                "init's watch over the workspace's files",
                 Hardness::Watched,
             ),
             WorkspaceStorage::Disk => (
-                "init's watch over the tree, RLIMIT_FSIZE per file",
-                "init's watch over the tree",
+                "init's watch over the workspace's files, RLIMIT_FSIZE per file",
+                "init's watch over the workspace's files",
                 Hardness::Watched,
             ),
         };
@@ -429,7 +431,7 @@ fn memory_enforcement(
         (_, Some(outer_limit)) => (outer_limit.by.clone(), outer_limit.how_hard),
         (Some(own), None) => (own.by.clone(), own.how_hard),
         (None, None) => (
-            String::from("init's watch over the tree's proportional memory"),
+            String::from("init's watch over the proportional memory of the run's processes"),
             Hardness::Watched,
         ),
     }

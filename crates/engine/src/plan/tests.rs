@@ -24,13 +24,13 @@ fn named(path: PathBuf) -> Option<NamedDirectory> {
 }
 
 /// A directory that everybody may enter, with a staged submission in it.
-struct Bench {
+struct SubmissionDirectory {
     dir: TempDir,
     at: PathBuf,
 }
 
-impl Bench {
-    fn new() -> Bench {
+impl SubmissionDirectory {
+    fn new() -> SubmissionDirectory {
         let dir = tempfile::tempdir().unwrap();
         chmod(dir.path(), 0o755);
         let at = dir.path().canonicalize().unwrap();
@@ -40,7 +40,7 @@ impl Bench {
         chmod(&at.join("home"), 0o700);
         fs::write(at.join("home/staged/inputs/in.txt"), "in").unwrap();
         fs::write(at.join("home/staged/stdin"), "in").unwrap();
-        Bench { dir, at }
+        SubmissionDirectory { dir, at }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -142,58 +142,77 @@ fn chmod(path: &Path, mode: u32) {
 }
 
 #[test]
-fn a_stranger_is_shown_what_everybody_may_read() {
-    let bench = Bench::new();
-    let open = bench.directory("open", 0o755);
-    bench.file("open/a", 0o644);
-    let plan = bench.plan(&bench.reading(&open)).unwrap();
+fn a_submission_of_another_user_sees_world_readable_paths() {
+    let submission_directory = SubmissionDirectory::new();
+    let open = submission_directory.directory("open", 0o755);
+    submission_directory.file("open/a", 0o644);
+    let plan = submission_directory
+        .plan(&submission_directory.reading(&open))
+        .unwrap();
     // Never with mapped ownership: a private file that appears later stays private.
-    assert_eq!(bench.owners(&plan, &open), [Owner::AsIs]);
-    let single = bench.file("single", 0o644);
-    let plan = bench.plan(&bench.reading(&single)).unwrap();
-    assert_eq!(bench.owners(&plan, &single), [Owner::AsIs]);
+    assert_eq!(submission_directory.owners(&plan, &open), [Owner::AsIs]);
+    let single = submission_directory.file("single", 0o644);
+    let plan = submission_directory
+        .plan(&submission_directory.reading(&single))
+        .unwrap();
+    assert_eq!(submission_directory.owners(&plan, &single), [Owner::AsIs]);
     // Through symlinks that everybody can follow.
-    symlink("open", bench.path("link")).unwrap();
-    symlink(bench.path("link"), bench.path("link2")).unwrap();
-    let plan = bench.plan(&bench.reading(&bench.path("link2"))).unwrap();
-    assert_eq!(bench.owners(&plan, &open), [Owner::AsIs]);
-    let plan = bench.plan(&bench.reading(&bench.path("link2/../open/.")));
+    symlink("open", submission_directory.path("link")).unwrap();
+    symlink(
+        submission_directory.path("link"),
+        submission_directory.path("link2"),
+    )
+    .unwrap();
+    let plan = submission_directory
+        .plan(&submission_directory.reading(&submission_directory.path("link2")))
+        .unwrap();
+    assert_eq!(submission_directory.owners(&plan, &open), [Owner::AsIs]);
+    let plan = submission_directory
+        .plan(&submission_directory.reading(&submission_directory.path("link2/../open/.")));
     assert!(plan.is_ok());
     // The submitted files are copied.
     let plan = plan.unwrap();
     assert_eq!(
         plan.inputs,
-        [(bench.path("home/staged/inputs/in.txt"), "in.txt".into())]
+        [(
+            submission_directory.path("home/staged/inputs/in.txt"),
+            "in.txt".into()
+        )]
     );
-    assert_eq!(plan.stdin, Some(bench.path("home/staged/stdin")));
+    assert_eq!(
+        plan.stdin,
+        Some(submission_directory.path("home/staged/stdin"))
+    );
 }
 
 #[test]
-fn a_stranger_is_refused_what_not_everybody_may_read() {
-    let bench = Bench::new();
+fn a_submission_of_another_user_cannot_read_private_paths() {
+    let submission_directory = SubmissionDirectory::new();
     let closed = [
-        bench.directory("d750", 0o750),
-        bench.directory("d711", 0o711),
-        bench.directory("d744", 0o744),
-        bench.file("f640", 0o640),
-        bench.directory("d750/open", 0o755),
-        bench.directory("d711b", 0o711),
+        submission_directory.directory("d750", 0o750),
+        submission_directory.directory("d711", 0o711),
+        submission_directory.directory("d744", 0o744),
+        submission_directory.file("f640", 0o640),
+        submission_directory.directory("d750/open", 0o755),
+        submission_directory.directory("d711b", 0o711),
     ];
     for path in &closed {
-        bench.refused(path);
-        let link = bench.path("link");
+        submission_directory.refused(path);
+        let link = submission_directory.path("link");
         symlink(path, &link).unwrap();
-        bench.refused(&link);
-        let twice = bench.path("twice");
+        submission_directory.refused(&link);
+        let twice = submission_directory.path("twice");
         symlink("link", &twice).unwrap();
-        bench.refused(&twice);
-        bench.refused(&bench.path("work/..").join("twice"));
+        submission_directory.refused(&twice);
+        submission_directory.refused(&submission_directory.path("work/..").join("twice"));
         fs::remove_file(link).unwrap();
         fs::remove_file(twice).unwrap();
     }
     // Everybody can pass through a 0711 directory to what is readable in it.
-    let within = bench.directory("d711b/open", 0o755);
-    bench.plan(&bench.reading(&within)).unwrap();
+    let within = submission_directory.directory("d711b/open", 0o755);
+    submission_directory
+        .plan(&submission_directory.reading(&within))
+        .unwrap();
     for path in [
         "/root",
         "/root/.bashrc",
@@ -204,16 +223,16 @@ fn a_stranger_is_refused_what_not_everybody_may_read() {
         "/proc/1",
     ] {
         if Path::new(path).exists() || path.starts_with("/root") {
-            bench.refused(Path::new(path));
+            submission_directory.refused(Path::new(path));
         }
     }
-    symlink("/etc/shadow", bench.path("shadow")).unwrap();
-    bench.refused(&bench.path("shadow"));
-    symlink("/root", bench.path("root")).unwrap();
-    bench.refused(&bench.path("root"));
-    bench.refused(&bench.path("root/.ssh"));
+    symlink("/etc/shadow", submission_directory.path("shadow")).unwrap();
+    submission_directory.refused(&submission_directory.path("shadow"));
+    symlink("/root", submission_directory.path("root")).unwrap();
+    submission_directory.refused(&submission_directory.path("root"));
+    submission_directory.refused(&submission_directory.path("root/.ssh"));
     for (slot, name) in [(0, "data"), (1, "docs"), (2, "project"), (3, "runtime")] {
-        let mut request = bench.request(QueueWriters::OtherUsers);
+        let mut request = submission_directory.request(QueueWriters::OtherUsers);
         let path = closed[0].clone();
         match slot {
             0 => request.data = named(path),
@@ -221,7 +240,7 @@ fn a_stranger_is_refused_what_not_everybody_may_read() {
             2 => request.project = path,
             _ => request.runtime = Some(path),
         }
-        let plan = bench.plan(&request);
+        let plan = submission_directory.plan(&request);
         assert!(
             matches!(plan, Err(PlanError::NotWorldReadable { .. })),
             "{name}: {plan:?}"
@@ -231,16 +250,19 @@ fn a_stranger_is_refused_what_not_everybody_may_read() {
 
 /// Behind a directory that is not world-readable, the answers for existing and missing files are the same.
 #[test]
-fn a_stranger_does_not_learn_what_there_is() {
-    let bench = Bench::new();
-    bench.directory("closed", 0o700);
-    bench.file("closed/there", 0o644);
+fn a_submission_of_another_user_does_not_learn_which_files_exist() {
+    let submission_directory = SubmissionDirectory::new();
+    submission_directory.directory("closed", 0o700);
+    submission_directory.file("closed/there", 0o644);
     let said = |path: &str| {
-        let path = bench.path(path);
-        let mut request = bench.request(QueueWriters::OtherUsers);
+        let path = submission_directory.path(path);
+        let mut request = submission_directory.request(QueueWriters::OtherUsers);
         request.command = Command::Argv(vec![path.clone().into()]);
-        let by_command = bench.plan(&request).unwrap_err().to_string();
-        let by_read = bench.plan(&bench.reading(&path)).unwrap_err().to_string();
+        let by_command = submission_directory.plan(&request).unwrap_err().to_string();
+        let by_read = submission_directory
+            .plan(&submission_directory.reading(&path))
+            .unwrap_err()
+            .to_string();
         let plain = |text: String| text.replace(path.to_str().unwrap(), "PATH");
         (plain(by_command), plain(by_read))
     };
@@ -251,31 +273,34 @@ fn a_stranger_does_not_learn_what_there_is() {
             .contains("operator of the worker can list it")
     );
     // Nor through an argument, for which a direct run would get a suggestion.
-    let mut request = bench.request(QueueWriters::OtherUsers);
-    let there = bench.path("closed/there");
+    let mut request = submission_directory.request(QueueWriters::OtherUsers);
+    let there = submission_directory.path("closed/there");
     request.command = Command::Argv(vec!["/bin/cat".into(), there.into()]);
-    bench.plan(&request).unwrap();
+    submission_directory.plan(&request).unwrap();
     request.command = Command::Argv(vec!["./tool".into()]);
-    assert!(bench.plan(&request).is_err());
+    assert!(submission_directory.plan(&request).is_err());
 }
 
 #[test]
-fn what_the_operator_lists_is_shown_as_to_its_owner() {
-    let bench = Bench::new();
-    let closed = bench.directory("closed", 0o700);
-    let inner = bench.directory("closed/inner", 0o700);
-    symlink("/usr/share", bench.path("closed/out")).unwrap();
-    let mut request = bench.reading(&inner);
+fn a_listed_private_directory_is_shown_with_mapped_ownership() {
+    let submission_directory = SubmissionDirectory::new();
+    let closed = submission_directory.directory("closed", 0o700);
+    let inner = submission_directory.directory("closed/inner", 0o700);
+    symlink("/usr/share", submission_directory.path("closed/out")).unwrap();
+    let mut request = submission_directory.reading(&inner);
     request.readable_roots = Some(vec![closed.clone()]);
-    let plan = bench.plan(&request).unwrap();
-    assert_eq!(bench.owners(&plan, &inner), [Owner::Mapped]);
+    let plan = submission_directory.plan(&request).unwrap();
+    assert_eq!(submission_directory.owners(&plan, &inner), [Owner::Mapped]);
     // A symlink in a listed directory does not extend the list. /usr/share is world-readable, and shown as such.
-    request.reads[0].host = bench.path("closed/out");
-    let plan = bench.plan(&request).unwrap();
-    assert_eq!(bench.owners(&plan, Path::new("/usr/share")), [Owner::AsIs]);
-    let open = bench.directory("open", 0o755);
+    request.reads[0].host = submission_directory.path("closed/out");
+    let plan = submission_directory.plan(&request).unwrap();
+    assert_eq!(
+        submission_directory.owners(&plan, Path::new("/usr/share")),
+        [Owner::AsIs]
+    );
+    let open = submission_directory.directory("open", 0o755);
     request.reads[0].host = open;
-    let refused = bench.plan(&request);
+    let refused = submission_directory.plan(&request);
     assert!(
         matches!(refused, Err(PlanError::NotInReadableRoots { .. })),
         "{refused:?}"
@@ -284,74 +309,74 @@ fn what_the_operator_lists_is_shown_as_to_its_owner() {
 
 #[test]
 fn our_own_queue_is_shown_what_we_may_read() {
-    let bench = Bench::new();
-    let closed = bench.directory("closed", 0o700);
-    let mut request = bench.reading(&closed);
-    let staged = bench.path("home/staged");
+    let submission_directory = SubmissionDirectory::new();
+    let closed = submission_directory.directory("closed", 0o700);
+    let mut request = submission_directory.reading(&closed);
+    let staged = submission_directory.path("home/staged");
     request.asked_by = RequestOrigin::Queue {
         staged,
         writers: QueueWriters::OnlyThisUser,
         submitted_script: None,
     };
-    let plan = bench.plan(&request).unwrap();
-    assert_eq!(bench.owners(&plan, &closed), [Owner::Mapped]);
+    let plan = submission_directory.plan(&request).unwrap();
+    assert_eq!(submission_directory.owners(&plan, &closed), [Owner::Mapped]);
 }
 
 #[test]
 fn nothing_but_what_was_staged_is_copied() {
-    let bench = Bench::new();
-    let open = bench.file("open", 0o644);
+    let submission_directory = SubmissionDirectory::new();
+    let open = submission_directory.file("open", 0o644);
     for writers in [QueueWriters::OtherUsers, QueueWriters::OnlyThisUser] {
-        let mut request = bench.request(writers);
+        let mut request = submission_directory.request(writers);
         request.inputs[0].host = open.clone();
         assert!(matches!(
-            bench.plan(&request),
+            submission_directory.plan(&request),
             Err(PlanError::Refused { .. })
         ));
-        let mut request = bench.request(writers);
+        let mut request = submission_directory.request(writers);
         request.stdin = Stdin::File(open.clone());
         assert!(matches!(
-            bench.plan(&request),
+            submission_directory.plan(&request),
             Err(PlanError::Refused { .. })
         ));
-        let mut request = bench.request(writers);
-        let link = bench.path("home/staged/inputs/link");
+        let mut request = submission_directory.request(writers);
+        let link = submission_directory.path("home/staged/inputs/link");
         // The second round finds the symlink of the first.
         let _ = symlink(&open, &link);
         request.inputs[0].host = link;
         assert!(matches!(
-            bench.plan(&request),
+            submission_directory.plan(&request),
             Err(PlanError::Refused { .. })
         ));
         // Fumehood's own files are still not shown to anybody.
-        let mut request = bench.request(writers);
-        request.data = named(bench.path("home/staged/inputs"));
-        assert!(bench.plan(&request).is_err());
+        let mut request = submission_directory.request(writers);
+        request.data = named(submission_directory.path("home/staged/inputs"));
+        assert!(submission_directory.plan(&request).is_err());
     }
 }
 
 /// A plain user's worker runs programs as that user, so private files in an open directory would be readable.
 #[test]
 fn a_plain_users_private_files_in_an_open_directory_are_found() {
-    let bench = Bench::new();
-    let open = bench.directory("open", 0o755);
-    bench.directory("open/sub", 0o755);
-    bench.file("open/sub/a", 0o644);
-    symlink("/etc/shadow", bench.path("open/link")).unwrap();
+    let submission_directory = SubmissionDirectory::new();
+    let open = submission_directory.directory("open", 0o755);
+    submission_directory.directory("open/sub", 0o755);
+    submission_directory.file("open/sub/a", 0o644);
+    symlink("/etc/shadow", submission_directory.path("open/link")).unwrap();
     world_readable::check_nothing_private(&open).unwrap();
-    bench.file("open/sub/b", 0o600);
+    submission_directory.file("open/sub/b", 0o600);
     let found = world_readable::check_nothing_private(&open);
     assert!(
         matches!(&found, Err(PlanError::NotWorldReadable { closed, .. }) if closed.ends_with("sub/b")),
         "{found:?}"
     );
-    fs::remove_file(bench.path("open/sub/b")).unwrap();
-    bench.directory("open/sub/c", 0o700);
+    fs::remove_file(submission_directory.path("open/sub/b")).unwrap();
+    submission_directory.directory("open/sub/c", 0o700);
     assert!(world_readable::check_nothing_private(&open).is_err());
     // The control, through the plan: for root the mount keeps the files private, for others the check refuses.
-    let plan = bench.plan(&bench.reading(&open));
+    let plan = submission_directory.plan(&submission_directory.reading(&open));
     assert_eq!(plan.is_ok(), rustix::process::geteuid().is_root());
-    drop(bench.dir);
+    drop(submission_directory.dir);
 }
 
 /// Exchanges two names while `act` runs again and again for two seconds. Whoever can write to the directory of the
@@ -388,14 +413,14 @@ fn make_foreign_link(to: &Path, at: &Path) -> bool {
 
 #[test]
 fn a_script_that_is_exchanged_for_a_link_is_not_read_elsewhere() {
-    let bench = Bench::new();
-    let shared = bench.directory("shared", 0o777);
-    let secret = bench.file("secret.py", 0o600);
-    let script = bench.file("shared/x.py", 0o644);
+    let submission_directory = SubmissionDirectory::new();
+    let shared = submission_directory.directory("shared", 0o777);
+    let secret = submission_directory.file("secret.py", 0o600);
+    let script = submission_directory.file("shared/x.py", 0o644);
     if !make_foreign_link(&secret, &shared.join("link")) {
         return;
     }
-    let mut request = bench.request(QueueWriters::OtherUsers);
+    let mut request = submission_directory.request(QueueWriters::OtherUsers);
     (request.inputs, request.stdin) = (Vec::new(), Stdin::Null);
     request.project = shared.clone();
     request.asked_by = RequestOrigin::Caller;
@@ -403,9 +428,12 @@ fn a_script_that_is_exchanged_for_a_link_is_not_read_elsewhere() {
         script: script.clone(),
         args: Vec::new(),
     };
-    assert_eq!(bench.plan(&request).unwrap().inputs[0].0, script);
+    assert_eq!(
+        submission_directory.plan(&request).unwrap().inputs[0].0,
+        script
+    );
     let holds = holds_while_exchanged(&script, &shared.join("link"), || {
-        let plan = bench.plan(&request);
+        let plan = submission_directory.plan(&request);
         plan.is_err() || plan.unwrap().inputs[0].0 == script
     });
     assert!(holds);
@@ -413,33 +441,39 @@ fn a_script_that_is_exchanged_for_a_link_is_not_read_elsewhere() {
 
 #[test]
 fn a_queued_path_leads_through_roots_links_only() {
-    let bench = Bench::new();
-    let shared = bench.directory("shared", 0o777);
+    let submission_directory = SubmissionDirectory::new();
+    let shared = submission_directory.directory("shared", 0o777);
     for dir in ["meant", "other"] {
-        bench.directory(dir, 0o755);
-        bench.directory(&format!("{dir}/data"), 0o755);
+        submission_directory.directory(dir, 0o755);
+        submission_directory.directory(&format!("{dir}/data"), 0o755);
     }
-    symlink(bench.path("meant"), shared.join("link")).unwrap();
-    if !make_foreign_link(&bench.path("other"), &shared.join("foreign")) {
+    symlink(submission_directory.path("meant"), shared.join("link")).unwrap();
+    if !make_foreign_link(&submission_directory.path("other"), &shared.join("foreign")) {
         return;
     }
-    let mut request = bench.request(QueueWriters::OtherUsers);
+    let mut request = submission_directory.request(QueueWriters::OtherUsers);
     request.data = named(shared.join("link/data"));
-    let (meant, other) = (bench.path("meant/data"), bench.path("other/data"));
-    let plan = bench.plan(&request).unwrap();
-    assert!(!bench.owners(&plan, &meant).is_empty());
+    let (meant, other) = (
+        submission_directory.path("meant/data"),
+        submission_directory.path("other/data"),
+    );
+    let plan = submission_directory.plan(&request).unwrap();
+    assert!(!submission_directory.owners(&plan, &meant).is_empty());
     let holds = holds_while_exchanged(&shared.join("link"), &shared.join("foreign"), || {
-        let plan = bench.plan(&request);
-        plan.is_err() || bench.owners(&plan.unwrap(), &other).is_empty()
+        let plan = submission_directory.plan(&request);
+        plan.is_err()
+            || submission_directory
+                .owners(&plan.unwrap(), &other)
+                .is_empty()
     });
     assert!(holds);
 }
 
 #[test]
 fn outputs_are_written_through_no_link_of_another_user() {
-    let bench = Bench::new();
-    let shared = bench.directory("shared", 0o777);
-    let meant = bench.directory("meant", 0o755);
+    let submission_directory = SubmissionDirectory::new();
+    let shared = submission_directory.directory("shared", 0o777);
+    let meant = submission_directory.directory("meant", 0o755);
     symlink(&meant, shared.join("own")).unwrap();
     for (to, real) in [
         ("shared/new/deep", "shared/new/deep"),
@@ -447,12 +481,12 @@ fn outputs_are_written_through_no_link_of_another_user() {
         ("shared/own/new", "meant/new"),
         ("shared/own/../meant/.", "meant"),
     ] {
-        let resolved = resolve_writable_directory(&bench.path(to)).unwrap();
-        assert_eq!(resolved, Some(bench.path(real)), "{to}");
+        let resolved = resolve_writable_directory(&submission_directory.path(to)).unwrap();
+        assert_eq!(resolved, Some(submission_directory.path(real)), "{to}");
     }
     if make_foreign_link(&meant, &shared.join("foreign")) {
         for to in ["shared/foreign", "shared/foreign/new"] {
-            let resolved = resolve_writable_directory(&bench.path(to)).unwrap();
+            let resolved = resolve_writable_directory(&submission_directory.path(to)).unwrap();
             assert_eq!(resolved, None, "{to}");
         }
     }

@@ -306,7 +306,7 @@ fn every_version_of_the_index_is_read() {
 }
 
 #[test]
-fn what_is_not_understood_is_not_called_clean() {
+fn a_repository_that_cannot_be_read_is_not_reported_as_clean() {
     let place = TestDirectory::repository();
     place.git(&["update-index", "--split-index"]);
     let (git, notes) = place.inspect();

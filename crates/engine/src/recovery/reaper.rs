@@ -8,24 +8,25 @@ use sandbox::{cgroup, quota};
 
 use crate::attempt::error::CommitError;
 use crate::attempt::finalize;
-use crate::attempt::finalize::ended_attempt::{EndedAttempt, Leftovers};
+use crate::attempt::finalize::ended_attempt::{EndedAttempt, Finisher, Leftovers};
 use crate::attempt::finalize::outcome_file;
 use crate::attempt::post_process;
 use crate::attempt::record::{PostProcessReport, Record};
 use crate::attempt::record_builder;
 use crate::attempt::recorder::Recorder;
-use crate::collect::ModePolicy;
 use crate::home::{self, Home};
 use crate::plan::limits::{self, error_chain};
 use crate::run_dir::{CommitPlan, RunDir, RunRecord, RunState};
 use crate::workspace::{self, LockWait, Workspace, WorkspaceError};
-use store::artifacts::{ContentCheck, TransferMode, refuse_network_fs};
+use store::artifacts::refuse_network_fs;
 use store::types::analysis_id::AnalysisId;
 
 /// What one pass did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReapReport {
+    /// The workspaces and other paths that were removed.
     pub removed: Vec<PathBuf>,
+    /// Workspaces that stay, each with the Unix time at which the reaper removes it.
     pub kept: Vec<(PathBuf, u64)>,
     /// Attempts that are committed now. Their runner had died, or the database had been unavailable.
     pub finished: Vec<Record>,
@@ -322,23 +323,31 @@ fn finish_attempt(
     // Kill the processes first: nothing is read or removed under a live one.
     kill_processes(run)?;
     let mut run = run.clone();
-    if outcome_file::read(dir)
-        .map_err(|e| error_chain(&e))?
-        .is_none()
-    {
-        let number = recorder.with(|store| store.attempt_with_key(&commit_plan.key));
-        match (number.map_err(to_text)?, commit_plan.begun) {
-            (None, false) => return Ok(FinishResult::NeverBegun),
-            // The database is an older copy of itself. The commit inserts the attempt again.
-            (None, true) => {}
-            (Some(number), _) => run.attempt = number,
+    let outcome = match outcome_file::read(dir).map_err(|e| error_chain(&e))? {
+        Some(outcome) => outcome,
+        None => {
+            let number = recorder.with(|store| store.attempt_with_key(&commit_plan.key));
+            match (number.map_err(to_text)?, commit_plan.begun) {
+                (None, false) => return Ok(FinishResult::NeverBegun),
+                // The database is an older copy of itself. The commit inserts the attempt again.
+                (None, true) => {}
+                (Some(number), _) => run.attempt = number,
+            }
+            let lost = record_builder::runner_lost_record(&run);
+            outcome_file::write_unsynced(dir, &lost).map_err(to_text)?;
+            lost
         }
-        let lost = record_builder::runner_lost_record(&run);
-        outcome_file::write_unsynced(dir, &lost).map_err(to_text)?;
-    }
+    };
     let workspace = reopen_workspace(&run).map_err(|e| error_chain(&e))?;
-    let mut record = finalize_leftovers(dir, &run, commit_plan, workspace.as_ref(), recorder)
-        .map_err(to_text)?;
+    let mut record = finalize_leftovers(
+        dir,
+        &run,
+        commit_plan,
+        &outcome,
+        workspace.as_ref(),
+        recorder,
+    )
+    .map_err(to_text)?;
     // Removes the directory itself, its draft and its quota.
     drop(workspace);
     remove_leftovers(&run)?;
@@ -372,6 +381,7 @@ pub(crate) fn finalize_leftovers(
     dir: &RunDir,
     run: &RunRecord,
     commit_plan: &CommitPlan,
+    outcome: &Record,
     workspace: Option<&Workspace>,
     recorder: &mut Recorder,
 ) -> Result<Record, CommitError> {
@@ -390,19 +400,8 @@ pub(crate) fn finalize_leftovers(
         _ if run.workspace_identity.is_none() => Leftovers::Nothing,
         _ => Leftovers::Gone,
     };
-    let transfer = |_: &Record| match run.state {
-        RunState::Ran => TransferMode::Copy,
-        _ => TransferMode::Move,
-    };
-    let ended = EndedAttempt {
-        dir,
-        run,
-        commit_plan,
-        leftovers,
-        transfer: &transfer,
-        trust: ContentCheck::Rehash,
-        modes: ModePolicy::Override,
-    };
+    let finisher = Finisher::Recovery;
+    let ended = EndedAttempt::new(dir, run, commit_plan, outcome, leftovers, finisher);
     recorder.with_artifact_store_of(commit_plan, |recorder| {
         finalize::finalize_attempt(&ended, recorder, &mut |_| {})
     })

@@ -5,10 +5,9 @@ use std::io::{self, Read};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-use crate::attempt::begin::begin_row;
 use crate::attempt::error::CommitError;
 use crate::attempt::finalize;
-use crate::attempt::finalize::ended_attempt::{EndedAttempt, Leftovers};
+use crate::attempt::finalize::ended_attempt::{EndedAttempt, Finisher, Leftovers};
 use crate::attempt::finalize::manifest_builder::{all_outputs_lost, build_manifest};
 use crate::attempt::finalize::outcome_file;
 use crate::attempt::finalize::output_transfer;
@@ -16,14 +15,15 @@ use crate::attempt::post_process;
 use crate::attempt::record::{PostProcessReport, Record, Status};
 use crate::attempt::record_builder;
 use crate::attempt::recorder::Recorder;
-use crate::collect::{self, CollectError, ModePolicy};
+use crate::attempt::row::begin_row;
+use crate::collect::{self, CollectError};
 use crate::home::{self, Home, HomeError};
 use crate::recovery::reaper;
 use crate::request::{CollectionSettings, IdReuse, IsolationLevel};
 use crate::run_dir::{CommitPlan, Durability, RunDir, RunRecord, RunState, StateFile};
 use crate::workspace::{Receipt, Workspace, WorkspaceError};
 use store::State;
-use store::artifacts::{Artifacts, ContentCheck, TransferMode};
+use store::artifacts::Artifacts;
 use store::types::analysis_id::AnalysisId;
 use store::types::manifest::{self, Manifest, Output, OutputPath, OutputPathError};
 use store::types::result_value;
@@ -81,7 +81,7 @@ pub fn create_workspace(
     keep_for_ms: u64,
 ) -> Result<PathBuf, StagedCommandError> {
     let number = match recorder {
-        Some(recorder) => next_number(recorder, id)?,
+        Some(recorder) => recorder.next_attempt_number(id)?,
         None => 1,
     };
     let root = std::fs::canonicalize(root).map_err(|source| WorkspaceError::Root {
@@ -114,10 +114,6 @@ pub fn create_workspace(
             Err(e)
         }
     }
-}
-
-fn next_number(recorder: &mut Recorder, id: &AnalysisId) -> Result<u32, StagedCommandError> {
-    Ok(recorder.with(|store| store.next_attempt_number(id.as_str()))?)
 }
 
 /// Whether `workspace remove` may discard results that are not committed.
@@ -166,16 +162,21 @@ fn commit_without_outputs(
     if known.is_none() && !commit_plan.begun {
         return Ok(());
     }
-    if outcome_file::read(dir)?.is_none() {
-        outcome_file::write_durably(dir, &record_builder::runner_lost_record(run))?;
-    }
+    let outcome = match outcome_file::read(dir)? {
+        Some(outcome) => outcome,
+        None => {
+            let lost = record_builder::runner_lost_record(run);
+            outcome_file::write_durably(dir, &lost)?;
+            lost
+        }
+    };
     let nothing = Manifest {
         version: manifest::VERSION,
         collected: all_outputs_lost(),
         ..Manifest::default()
     };
     dir.write_file(StateFile::Manifest, &nothing, Durability::Synced)?;
-    reaper::finalize_leftovers(dir, run, commit_plan, None, recorder)?;
+    reaper::finalize_leftovers(dir, run, commit_plan, &outcome, None, recorder)?;
     Ok(())
 }
 
@@ -214,8 +215,15 @@ pub fn post_process(
         return finish_dead(home, recorder, id);
     }
     let workspace = reaper::reopen_workspace(&run)?;
-    let mut record =
-        reaper::finalize_leftovers(&dir, &run, &commit_plan, workspace.as_ref(), recorder)?;
+    let outcome = outcome_file::read(&dir)?.ok_or(CommitError::NoOutcome)?;
+    let mut record = reaper::finalize_leftovers(
+        &dir,
+        &run,
+        &commit_plan,
+        &outcome,
+        workspace.as_ref(),
+        recorder,
+    )?;
     run.state = RunState::Recorded;
     dir.write_record(&run)?;
     record.post_process = reaper::run_post_process(recorder, &commit_plan, &record, &dir);
@@ -315,7 +323,7 @@ pub fn record(
     external: &ExternalResult<'_>,
     progress: &mut dyn FnMut(collect::CollectProgress),
 ) -> Result<Record, StagedCommandError> {
-    let number = next_number(recorder, external.id)?;
+    let number = recorder.next_attempt_number(external.id)?;
     let dir = RunDir::claim(home, external.id, number)?;
     let mut row = RowState::Absent;
     let done = record_in(&dir, recorder, external, number, &mut row, progress);
@@ -363,16 +371,8 @@ fn record_in(
         },
         None => Leftovers::Nothing,
     };
-    let before = run.clone();
-    let ended = EndedAttempt {
-        dir,
-        run: &before,
-        commit_plan: &commit_plan,
-        leftovers,
-        transfer: &|_| TransferMode::Copy,
-        trust: ContentCheck::TrustManifest,
-        modes: ModePolicy::Respect,
-    };
+    let finisher = Finisher::Import;
+    let ended = EndedAttempt::new(dir, &run, &commit_plan, &record, leftovers, finisher);
     let mut manifest = build_manifest(&ended, progress)?;
     if let Some(path) = external.result {
         add_result(dir, &mut manifest, path, external.dir)?;
@@ -384,7 +384,7 @@ fn record_in(
     *row = RowState::Begun;
     record.attempt = run.attempt;
     outcome_file::write_durably(dir, &record)?;
-    let ended = EndedAttempt { run: &run, ..ended };
+    let ended = EndedAttempt::new(dir, &run, &commit_plan, &record, leftovers, finisher);
     let mut record = finalize::finalize_attempt(&ended, recorder, progress)?;
     let key = (external.id.as_str(), record.attempt);
     record.post_process = post_process::run_if_due(recorder, key, dir.path());

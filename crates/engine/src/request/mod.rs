@@ -64,8 +64,9 @@ pub enum SiblingModules {
     Include,
 }
 
-/// The value of a limit, and whether somebody asked for it or it is the default. If a limit that was asked for cannot
-/// be enforced firmly, the run stops. A default may be enforced by a weaker watch; the record then says so.
+/// The value of a limit, and whether the request sets it explicitly or it is the default. If CPU time, memory, CPUs or
+/// processes are set explicitly and cannot be enforced firmly, the run does not start. Every other limit, and every
+/// default, may be enforced by a weaker watch; the record then says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestedLimit<T> {
     pub value: T,

@@ -1,4 +1,5 @@
-//! The record of a run, `run.json`: what recovery must know of an attempt.
+//! `run.json`: what recovery must know of an attempt. The result of an attempt is another type,
+//! [`crate::attempt::record::Record`].
 
 use std::path::{Path, PathBuf};
 

@@ -19,6 +19,7 @@ const WRITE_BUFFER_BYTES: usize = 64 << 10;
 /// The JSON files besides `run.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateFile {
+    /// The inputs that were copied into the workspace. The file is called `puts.json` for historical reasons.
     StagedInputs,
     Provenance,
     Outcome,

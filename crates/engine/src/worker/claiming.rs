@@ -13,7 +13,7 @@ use super::options::WorkerOptions;
 use super::slot::{ORDER_VERSION, RunnerOrder};
 use super::slot_table::{BusySlot, SlotState};
 use super::{Worker, name};
-use crate::attempt::begin::check_free_space;
+use crate::attempt::check_free_space;
 use crate::attempt::error::{AttemptError, CommitError};
 use crate::attempt::record::Reason;
 use crate::plan::limits::error_chain;

@@ -12,11 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, epoll, eventfd};
-use rustix::time::{
-    ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, clock_gettime,
-    timerfd_create, timerfd_settime,
-};
+use sandbox::events::{self, BootTimer, WakeEvent, boot_time};
 
 use crate::attempt::recorder::Recorder;
 use crate::home;
@@ -38,7 +34,7 @@ pub struct AttemptLease {
 }
 
 impl AttemptLease {
-    fn held(&self) -> LeasedAttempt<'_> {
+    fn leased_attempt(&self) -> LeasedAttempt<'_> {
         LeasedAttempt {
             id: &self.id,
             attempt: self.attempt,
@@ -81,9 +77,9 @@ pub struct LeaseKeeper {
     signals: Arc<RenewalSignals>,
     thread: Option<JoinHandle<()>>,
     /// Expires when the analysis must end. `None` with SQLite, where the lock on the run directory counts.
-    timer: Option<Arc<OwnedFd>>,
-    wake_event: Arc<OwnedFd>,
-    /// An epoll descriptor: readable if one of the two above is, or the runner's own control descriptor.
+    timer: Option<BootTimer>,
+    wake_event: WakeEvent,
+    /// Readable if one of the two above is, or the runner's own control descriptor.
     wait_set: OwnedFd,
 }
 
@@ -95,37 +91,25 @@ pub enum EndCause {
 }
 
 impl LeaseKeeper {
-    /// Starts the thread for a lease that was renewed at `since` (see [`now`]). `control_fd` is polled as well.
+    /// Starts the thread for a lease that was renewed at `since` (see [`boot_time`]). `control_fd` is polled as well.
     pub fn start(
         recorder: Recorder,
         lease: AttemptLease,
         since: Duration,
         control_fd: BorrowedFd<'_>,
     ) -> io::Result<LeaseKeeper> {
-        let wake_event = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let wake_event = WakeEvent::new()?;
         // A SQLite database belongs to one machine, where a lock shows whether a runner lives.
         let timer = match recorder.location {
-            Location::Postgres(_) => Some(Arc::new(timerfd_create(
-                TimerfdClockId::Boottime,
-                TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK,
-            )?)),
+            Location::Postgres(_) => {
+                let timer = BootTimer::new()?;
+                timer.expire_at(since + lease.kill_after())?;
+                Some(timer)
+            }
             _ => None,
         };
-        let wait_set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let watch = |fd: BorrowedFd<'_>| {
-            epoll::add(
-                &wait_set,
-                fd,
-                epoll::EventData::new_u64(0),
-                epoll::EventFlags::IN,
-            )
-        };
-        watch(wake_event.as_fd().as_fd())?;
-        watch(control_fd)?;
-        if let Some(timer) = &timer {
-            set_timer(timer, since + lease.kill_after())?;
-            watch(timer.as_fd().as_fd())?;
-        }
+        let fds = [wake_event.as_fd(), control_fd].into_iter();
+        let wait_set = events::any_of(fds.chain(timer.as_ref().map(AsFd::as_fd)))?;
         let signals = Arc::new(RenewalSignals::default());
         let renewal = RenewalThread {
             recorder: recorder.new_connection(),
@@ -151,21 +135,12 @@ impl LeaseKeeper {
     }
 
     pub fn end_cause(&self) -> Option<EndCause> {
-        let expired = self.timer.as_ref().is_some_and(|timer| {
-            let mut count = [0u8; 8];
+        if self.timer.as_ref().is_some_and(BootTimer::take_expired) {
             // Nobody moves the timer after this, so the lease stays lost.
-            match rustix::io::read(timer.as_ref(), &mut count) {
-                Ok(_) => {
-                    self.signals.lost.store(true, Ordering::SeqCst);
-                    true
-                }
-                Err(_) => false,
-            }
-        });
-        let mut count = [0u8; 8];
-        // Fails if the thread had nothing to tell.
-        let _ = rustix::io::read(self.wake_event.as_ref(), &mut count);
-        if expired || self.signals.lost.load(Ordering::SeqCst) {
+            self.signals.lost.store(true, Ordering::SeqCst);
+        }
+        self.wake_event.clear();
+        if self.signals.lost.load(Ordering::SeqCst) {
             return Some(EndCause::LeaseLost);
         }
         let cancel = self.signals.cancel.swap(false, Ordering::SeqCst);
@@ -177,7 +152,7 @@ impl LeaseKeeper {
         if self.signals.was_cancelled.load(Ordering::SeqCst) {
             return true;
         }
-        let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
+        let (held, lease_ms) = (self.lease.leased_attempt(), self.lease.lease_ms);
         let answer = self
             .recorder
             .with(|store| store.renew_lease(&held, lease_ms));
@@ -209,33 +184,11 @@ impl Drop for LeaseKeeper {
     }
 }
 
-/// Time since boot, including suspension.
-pub fn now() -> Duration {
-    let now = clock_gettime(ClockId::Boottime);
-    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-    Duration::new(seconds, u32::try_from(now.tv_nsec).unwrap_or(0))
-}
-
-fn set_timer(timer: &OwnedFd, until: Duration) -> io::Result<()> {
-    let at = Itimerspec {
-        it_interval: Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        },
-        it_value: Timespec {
-            tv_sec: i64::try_from(until.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: until.subsec_nanos().into(),
-        },
-    };
-    timerfd_settime(timer, TimerfdTimerFlags::ABSTIME, &at)?;
-    Ok(())
-}
-
 struct RenewalThread {
     recorder: Recorder,
     lease: AttemptLease,
-    timer: Option<Arc<OwnedFd>>,
-    wake_event: Arc<OwnedFd>,
+    timer: Option<BootTimer>,
+    wake_event: WakeEvent,
     signals: Arc<RenewalSignals>,
     renewed: Duration,
     /// The cancellation was reported to the runner.
@@ -246,10 +199,10 @@ impl RenewalThread {
     fn run(mut self) {
         let mut tried = self.renewed;
         while !self.wait_or_stop() {
-            let due =
-                now().saturating_sub(tried) >= self.lease.renew_every(&self.recorder.location);
+            let due = boot_time().saturating_sub(tried)
+                >= self.lease.renew_every(&self.recorder.location);
             if due {
-                tried = now();
+                tried = boot_time();
                 self.renew(tried);
             } else if !is_worker_alive(&self.lease.worker) {
                 // Without a worker nobody else forwards a cancellation.
@@ -262,7 +215,7 @@ impl RenewalThread {
     }
 
     fn renew(&mut self, asked: Duration) {
-        let (held, lease_ms) = (self.lease.held(), self.lease.lease_ms);
+        let (held, lease_ms) = (self.lease.leased_attempt(), self.lease.lease_ms);
         let answer = self
             .recorder
             .with(|store| store.renew_lease(&held, lease_ms));
@@ -275,7 +228,7 @@ impl RenewalThread {
             }
             Ok(RenewOutcome::Lost) => {
                 self.signals.lost.store(true, Ordering::SeqCst);
-                self.wake();
+                self.wake_event.signal();
             }
             // The database is unavailable for now. The timer runs.
             Err(_) => {}
@@ -299,7 +252,7 @@ impl RenewalThread {
         if !std::mem::replace(&mut self.cancel_reported, true) {
             self.signals.cancel.store(true, Ordering::SeqCst);
             self.signals.was_cancelled.store(true, Ordering::SeqCst);
-            self.wake();
+            self.wake_event.signal();
         }
     }
 
@@ -308,13 +261,8 @@ impl RenewalThread {
         self.renewed = asked;
         if let Some(timer) = &self.timer {
             // If the kernel refuses, the timer expires at the earlier time.
-            let _ = set_timer(timer, asked + self.lease.kill_after());
+            let _ = timer.expire_at(asked + self.lease.kill_after());
         }
-    }
-
-    fn wake(&self) {
-        // Fails if the counter is at its maximum, which wakes the runner just as well.
-        let _ = rustix::io::write(self.wake_event.as_ref(), &1u64.to_ne_bytes());
     }
 
     /// Waits for a moment. True if the runner is done and the thread must end.

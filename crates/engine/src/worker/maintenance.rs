@@ -2,13 +2,13 @@
 //! up attempts whose runners on other machines are lost.
 
 use std::collections::{HashMap, HashSet};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
+use sandbox::events::WakeEvent;
 
 use super::error::WorkerError;
 use super::event::WorkerEvent;
@@ -39,7 +39,8 @@ pub(super) enum MaintenanceJob {
     Sweep(SweepRequest),
 }
 
-/// What a sweep must know of the worker.
+/// What a sweep must know of the worker. This sweep finishes attempts of dead runners; the sweep of the artifact store
+/// (`store::artifacts`) removes objects.
 pub(super) struct SweepRequest {
     /// The keys of attempts whose runner is alive or whose slot is being closed.
     pub busy_keys: HashSet<String>,
@@ -76,14 +77,13 @@ pub(super) struct Maintenance {
     closings: Sender<MaintenanceJob>,
     sweeps: Sender<MaintenanceJob>,
     reports: Receiver<MaintenanceReport>,
-    wake_event: Arc<OwnedFd>,
+    wake_event: WakeEvent,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Maintenance {
     pub fn start(home: Home, recorder: Recorder) -> Result<Maintenance, WorkerError> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let wake_event = Arc::new(eventfd(0, flags).map_err(|e| WorkerError::Start(e.into()))?);
+        let wake_event = WakeEvent::new().map_err(WorkerError::Start)?;
         let (closings, to_close) = channel();
         let (sweeps, to_sweep) = channel();
         let (report_sender, reports) = channel();
@@ -130,9 +130,7 @@ impl Maintenance {
 
     /// The reports that arrived. Fails if a thread has ended: a thread ends only by a panic while the worker lives.
     pub fn take_reports(&self) -> Result<Vec<MaintenanceReport>, WorkerError> {
-        let mut count = [0u8; 8];
-        // Fails if no report has arrived.
-        let _ = rustix::io::read(self.wake_event.as_ref(), &mut count);
+        self.wake_event.clear();
         match self.threads.iter().any(JoinHandle::is_finished) {
             true => Err(WorkerError::ThreadEnded),
             false => Ok(self.reports.try_iter().collect()),
@@ -142,7 +140,7 @@ impl Maintenance {
 
 impl AsFd for Maintenance {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.wake_event.as_ref().as_fd()
+        self.wake_event.as_fd()
     }
 }
 
@@ -150,7 +148,7 @@ struct MaintenanceThread {
     home: Home,
     recorder: Recorder,
     reports: Sender<MaintenanceReport>,
-    wake_event: Arc<OwnedFd>,
+    wake_event: WakeEvent,
     /// Since when this worker has seen which leases expired, by key. Contains only leases that still are.
     expired: HashMap<String, Instant>,
     next_park: Instant,
@@ -182,8 +180,7 @@ impl MaintenanceThread {
     /// `None`: the worker is gone.
     fn send(&self, report: MaintenanceReport) -> Option<()> {
         self.reports.send(report).ok()?;
-        // Fails if the counter is at its maximum, which wakes the worker just as well.
-        let _ = rustix::io::write(self.wake_event.as_ref(), &1u64.to_ne_bytes());
+        self.wake_event.signal();
         Some(())
     }
 

@@ -27,8 +27,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
 use crate::attempt::error::CommitError;
 use crate::attempt::recorder::Recorder;
 use crate::home::{self, Home, create_private_dir};
@@ -79,9 +77,9 @@ pub struct Worker {
     /// At the last claim nothing was left to claim, and no change was announced since.
     queue_seen_empty: bool,
     nothing_queued: bool,
-    /// Counts the attempts that began and ended here; and the count at the start of the last sweep that left nothing
-    /// unfinished.
+    /// How many times an attempt began or ended here.
     change_count: u64,
+    /// The change count at the start of the last sweep that left nothing unfinished.
     swept_at_change: Option<u64>,
     /// The keys of a claim whose answer did not arrive. A claim with the same keys returns the same attempts again.
     claim_keys: Vec<String>,
@@ -170,16 +168,17 @@ impl Worker {
         self.slots.iter().filter(busy).count()
     }
 
-    /// Whether nothing runs here, and everything that ran here is finished.
-    pub fn is_drained(&self) -> bool {
+    /// Whether every slot is free, the database is available, and the last sweep after the last change left nothing
+    /// unfinished.
+    pub fn has_no_work_left(&self) -> bool {
         self.busy_slots() == 0
             && !self.database_unavailable
             && self.swept_at_change == Some(self.change_count)
     }
 
-    /// Whether the worker is drained, and since then nothing is queued, not even for later.
+    /// Like [`Worker::has_no_work_left`], and the queue was empty when last seen, delayed retries included.
     pub fn is_idle(&self) -> bool {
-        self.is_drained() && self.nothing_queued
+        self.has_no_work_left() && self.nothing_queued
     }
 
     pub fn slots(&self) -> u32 {
@@ -288,7 +287,7 @@ impl Worker {
             }
         }
         if let Some(change_listener) = &mut self.change_listener
-            && is_ready(change_listener.as_fd())
+            && sandbox::events::is_readable(&*change_listener)
         {
             change_listener.consume();
             self.queue_seen_empty = false;
@@ -317,7 +316,7 @@ impl Worker {
                         let code = match child.try_wait() {
                             Ok(None) => continue,
                             Ok(Some(status)) => status.code(),
-                            // Something else reaped the child; the lock on the slot shows whether it has ended.
+                            // Something else in this process waited for the child; the lock on the slot shows whether it has ended.
                             Err(_) => None,
                         };
                         self.failed_starts = match code {
@@ -456,13 +455,4 @@ impl Worker {
         // If this fails, the missing heartbeat shows that the worker is gone.
         let _ = self.recorder.with(|store| store.remove_worker(&row));
     }
-}
-
-fn is_ready(fd: BorrowedFd<'_>) -> bool {
-    let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
-    let at_once = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
 }

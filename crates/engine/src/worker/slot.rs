@@ -53,14 +53,14 @@ pub struct RunnerOrder {
 }
 
 impl RunnerOrder {
-    pub fn counted(&self) -> Capacity {
+    pub fn reserved_capacity(&self) -> Capacity {
         Capacity {
             memory_bytes: self.memory_bytes,
             cpu_milli: self.cpu_milli,
         }
     }
 
-    pub fn held(&self) -> LeasedAttempt<'_> {
+    pub fn leased_attempt(&self) -> LeasedAttempt<'_> {
         LeasedAttempt {
             id: self.id.as_str(),
             attempt: self.attempt,

@@ -63,7 +63,7 @@ fn adopted_runner(path: &Path) -> BusySlot {
         Some(order) => BusySlot {
             id: order.id.to_string(),
             attempt: order.attempt,
-            counted: order.counted(),
+            counted: order.reserved_capacity(),
             key: order.key,
             child: None,
             cancel_sent: false,

@@ -342,12 +342,13 @@ impl Workspace {
     }
 }
 
-/// Why a workspace may be removed without losing anything.
+/// The reason for the removal of a workspace: why nothing is lost that should be recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Receipt {
     /// Outputs and record are durable, in the database or in `pending/`.
     OutputsDurable,
-    /// No program ever ran in the workspace.
+    /// No program ran in the workspace; or one ran, and the caller returns an error instead of a result, so that no
+    /// output is recorded.
     NothingRan,
     /// The user wants no record.
     Unrecorded,

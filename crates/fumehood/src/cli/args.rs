@@ -309,8 +309,8 @@ pub struct AnalysisArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Limits")]
     pub log_limit: Option<OsString>,
 
-    /// Run even if this limit cannot be enforced as asked: wall_time, cpu_time, idle_time, memory, cpus,
-    /// pids, open_files, disk, files or logs. Repeatable
+    /// Run even if this host cannot enforce this limit firmly: cpu_time, memory, cpus or pids. The names of the other
+    /// limits (wall_time, idle_time, open_files, disk, files, logs) have no effect. Repeatable
     #[arg(long, value_name = "LIMIT", help_heading = "Limits")]
     pub allow_degraded: Vec<OsString>,
 
@@ -365,8 +365,8 @@ impl RunArgs {
     }
 
     /// Returns every setting that was given, with its values as typed.
-    pub fn given(&self) -> GivenSettings {
-        let mut given = self.task.given();
+    pub fn given_settings(&self) -> GivenSettings {
+        let mut given = self.task.given_settings();
         given.extend(one(Key::In, &self.in_workspace));
         given
     }
@@ -377,8 +377,8 @@ impl SubmitArgs {
         command(&self.words, argv)
     }
 
-    pub fn given(&self) -> GivenSettings {
-        let mut given = self.task.given();
+    pub fn given_settings(&self) -> GivenSettings {
+        let mut given = self.task.given_settings();
         let own = [
             one(Key::Priority, &self.priority),
             one(Key::Retries, &self.retries),
@@ -414,10 +414,10 @@ fn command(words: &[OsString], argv: &[OsString]) -> Result<Command, ArgsError> 
 }
 
 impl TaskArgs {
-    fn given(&self) -> GivenSettings {
-        let mut given = self.analysis.given();
-        given.extend(self.outputs.given());
-        given.extend(self.store.given());
+    fn given_settings(&self) -> GivenSettings {
+        let mut given = self.analysis.given_settings();
+        given.extend(self.outputs.given_settings());
+        given.extend(self.store.given_settings());
         let own = [
             one(Key::Stdin, &self.stdin),
             switch(Key::Siblings, self.siblings),
@@ -433,7 +433,7 @@ impl TaskArgs {
 }
 
 impl OutputArgs {
-    fn given(&self) -> GivenSettings {
+    fn given_settings(&self) -> GivenSettings {
         [
             many(Key::Output, &self.output),
             many(Key::Expect, &self.expect),
@@ -452,7 +452,7 @@ impl OutputArgs {
 }
 
 impl StoreArgs {
-    pub fn given(&self) -> GivenSettings {
+    pub fn given_settings(&self) -> GivenSettings {
         [one(Key::Db, &self.db), one(Key::Artifacts, &self.artifacts)]
             .into_iter()
             .flatten()
@@ -461,13 +461,13 @@ impl StoreArgs {
 }
 
 impl ShellArgs {
-    pub fn given(&self) -> GivenSettings {
-        self.analysis.given()
+    pub fn given_settings(&self) -> GivenSettings {
+        self.analysis.given_settings()
     }
 }
 
 impl AnalysisArgs {
-    fn given(&self) -> GivenSettings {
+    fn given_settings(&self) -> GivenSettings {
         [
             one(Key::Id, &self.id),
             one(Key::Project, &self.project),
@@ -601,7 +601,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_neither_is_refused() {
+    fn an_invalid_command_line_is_refused() {
         for typed in [
             &["run"][..],
             &["run", "--"],
@@ -670,8 +670,8 @@ mod tests {
             }
             typed.push("a.py".into());
             let given = match Program::try_parse_from(&typed).unwrap().verb {
-                Verb::Run(args) => args.given(),
-                Verb::Submit(args) => args.given(),
+                Verb::Run(args) => args.given_settings(),
+                Verb::Submit(args) => args.given_settings(),
                 Verb::Shell(_) => panic!("shell"),
             };
             handed_on.extend(given.into_iter().map(|(key, _)| key));

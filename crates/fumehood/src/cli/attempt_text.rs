@@ -1,17 +1,32 @@
 //! Attempts in a few words, as several commands print them.
 
 use anyhow::Context;
-use store::types::units::format_size;
+use store::types::units::{format_cpus, format_size};
 use store::{AttemptSummary, State, StoredOutput};
 
 use super::print::{self, escape};
+use super::time_format;
 
 /// Returns the name in the form that `show` and other commands accept: `ID`, or `ID@2` for a later attempt.
 pub fn display_name(summary: &AttemptSummary) -> String {
-    match summary.attempt {
-        1 => escape(&summary.id),
-        n => format!("{}@{n}", escape(&summary.id)),
+    attempt_name(&summary.id, summary.attempt)
+}
+
+pub fn attempt_name(id: &str, attempt: u32) -> String {
+    match attempt {
+        1 => escape(id),
+        n => format!("{}@{n}", escape(id)),
     }
+}
+
+/// Describes the resources that an attempt asks for: `4 GiB, 2 CPUs`.
+pub fn resources_text(memory: Option<String>, cpu_milli: Option<u64>) -> String {
+    let cpus = cpu_milli.map(|milli| match milli {
+        1_000 => "1 CPU".to_owned(),
+        milli => format!("{} CPUs", format_cpus(milli)),
+    });
+    let asked: Vec<String> = memory.into_iter().chain(cpus).collect();
+    asked.join(", ")
 }
 
 /// Returns the status, with the reason where that adds something.
@@ -26,6 +41,13 @@ pub fn status_text(summary: &AttemptSummary) -> String {
         (_, reason, ..) => escape(reason).replace('_', " "),
     };
     format!("{status} ({why})")
+}
+
+/// Returns the time that the program took, empty if it has not ended.
+pub fn wall_time(summary: &AttemptSummary) -> String {
+    summary
+        .wall_ms
+        .map_or(String::new(), time_format::format_duration_brief)
 }
 
 /// Returns size, media type and path of an output for a table.

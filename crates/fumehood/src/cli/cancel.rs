@@ -56,7 +56,7 @@ struct CancelResult {
     #[serde(rename = "came_of_it")]
     effect: CancelEffect,
     /// The status, if it is known.
-    status: Option<&'static str>,
+    status: Option<State>,
     /// The machine on which it runs.
     host: Option<String>,
     /// Whether its runner is in this home and has been signalled.
@@ -193,36 +193,36 @@ fn cancel_recorded(
 ) -> anyhow::Result<CancelResult> {
     let by = provenance::submitter_name();
     let cancelled = recorder.with(|store| store.cancel(id, &by));
-    let mut result = CancelResult {
-        id: id.to_owned(),
-        attempt: 0,
-        effect: CancelEffect::Ended,
-        status: None,
-        host: None,
-        signalled: false,
-        why_not_signalled: None,
-        recorded: true,
-    };
-    match cancelled.map_err(ids::without_database_context)? {
-        CancelOutcome::Now { attempt } => {
-            result.attempt = attempt;
-            result.effect = CancelEffect::Cancelled;
-            result.status = Some(State::Cancelled.as_str());
-        }
+    let (attempt, effect, status, host) = match cancelled.map_err(ids::without_database_context)? {
+        CancelOutcome::Now { attempt } => (
+            attempt,
+            CancelEffect::Cancelled,
+            Some(State::Cancelled),
+            None,
+        ),
         CancelOutcome::AlreadyEnded { attempt, state } => {
-            result.attempt = attempt;
-            result.status = Some(state.as_str());
+            (attempt, CancelEffect::Ended, Some(state), None)
         }
         CancelOutcome::Requested { attempt, host } => {
-            result.attempt = attempt;
-            result.effect = CancelEffect::Asked;
-            if let Some(run_dir) = find_in_home(home, recorder, id, attempt)? {
-                (result.signalled, result.why_not_signalled) = signal_runner(&run_dir, mode);
-            }
-            result.host = Some(host);
+            (attempt, CancelEffect::Asked, None, Some(host))
         }
-    }
-    Ok(result)
+    };
+    let run_dir = match effect {
+        CancelEffect::Asked => find_in_home(home, recorder, id, attempt)?,
+        CancelEffect::Cancelled | CancelEffect::Ended => None,
+    };
+    let signal = run_dir.map(|run_dir| signal_runner(&run_dir, mode));
+    let (signalled, why_not_signalled) = signal.unwrap_or_default();
+    Ok(CancelResult {
+        id: id.to_owned(),
+        attempt,
+        effect,
+        status,
+        host,
+        signalled,
+        why_not_signalled,
+        recorded: true,
+    })
 }
 
 /// Finds the run directory of exactly this attempt in this home. The same id may also be in another database.
@@ -260,7 +260,7 @@ fn signal_runner(run_dir: &RunDirInfo, mode: CancelMode) -> (bool, Option<String
 impl CancelResult {
     fn message(&self) -> String {
         let id = escape(&self.id);
-        let status = self.status.unwrap_or("ended").replace('_', " ");
+        let status = self.status.map_or("ended", State::as_str).replace('_', " ");
         match self.effect {
             CancelEffect::Cancelled if self.host.is_some() => format!("{id} is cancelled"),
             CancelEffect::Cancelled => format!("{id} is cancelled; it never ran"),
@@ -297,7 +297,7 @@ fn wait_for_ends(
     let ended = wait::until_ended(home, recorder, &ids, None, &mut |_| Ok(()))?;
     for (result, last) in waiting.iter_mut().zip(ended) {
         result.attempt = last.summary.attempt;
-        result.status = Some(last.summary.state.as_str());
+        result.status = Some(last.summary.state);
         result.effect = match last.summary.state {
             State::Cancelled => CancelEffect::Cancelled,
             _ => CancelEffect::Ended,

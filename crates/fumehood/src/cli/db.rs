@@ -274,9 +274,7 @@ fn print_status(
     if let Some(free) = artifacts.free_bytes {
         fact("free there", format_size(free));
     }
-    let mut out = StdoutWriter::new();
-    table.print(&mut out, "")?;
-    out.finish()?;
+    print::lines(table.lines())?;
     if waiting > 0 {
         let what = format_count(
             waiting,

@@ -1,6 +1,6 @@
 //! Exit codes. They are fixed and documented, and only `succeeded` exits with 0.
 
-use engine::attempt::record::{CommitState, Reason, Record, Status};
+use engine::attempt::record::{CommitState, Reason, Record};
 use store::{AttemptSummary, PostProcessState, State};
 
 /// The program never started, or Fumehood failed.
@@ -9,8 +9,8 @@ pub const COULD_NOT_RUN: u8 = 125;
 pub const NOT_ENDED: u8 = 119;
 /// The program succeeded, but an output that `--expect` names is missing.
 pub const MISSING_OUTPUT: u8 = 120;
-/// The program ran, but its record is incomplete: the commit is pending, or the post_process command failed.
-pub const NOT_COMMITTED: u8 = 121;
+/// The program ran. Its commit is pending, or its post_process command failed.
+pub const NOT_FINISHED: u8 = 121;
 pub const TIMED_OUT: u8 = 124;
 pub const CANCELLED: u8 = 123;
 pub const LIMIT_EXCEEDED: u8 = 122;
@@ -22,7 +22,8 @@ const SIGNAL_BASE: i32 = 128;
 pub const HELP: &str = "Exit codes:
   the program's own   it ran to its end
   120  succeeded, but an --expect is missing   121  ran, but not committed (see the message)
-  122  a limit was exceeded (disk, files)      123  cancelled (Ctrl-C, SIGTERM, SIGHUP)
+  122  a limit was exceeded (disk, files,      123  cancelled (Ctrl-C, SIGTERM, SIGHUP)
+       processes, open files)
   124  timed out (wall, CPU or idle time)      125  Fumehood could not run it
   126  not executable                          127  not found
   128+n  killed by signal n                    137  out of memory, or killed
@@ -37,24 +38,17 @@ pub fn code_of_record(record: &Record) -> u8 {
         CommitState::Pending | CommitState::InWorkspace
     );
     if ran && !committed {
-        return NOT_COMMITTED;
+        return NOT_FINISHED;
     }
     let unprocessed = record.post_process.as_ref().is_some_and(|p| !p.done);
-    match record.status {
-        Status::Succeeded if unprocessed => NOT_COMMITTED,
-        Status::Succeeded => 0,
-        Status::Failed if record.reason == Reason::MissingOutput => MISSING_OUTPUT,
-        Status::TimedOut => TIMED_OUT,
-        Status::OutOfMemory => OUT_OF_MEMORY,
-        Status::LimitExceeded => LIMIT_EXCEEDED,
-        Status::Cancelled => CANCELLED,
-        Status::Error => match record.reason {
-            Reason::NotFound => NOT_FOUND,
-            Reason::NotExecutable => NOT_EXECUTABLE,
-            _ => COULD_NOT_RUN,
-        },
-        Status::Failed => failure_code(record.exit_code, record.signal),
-    }
+    let state = State::parse(record.status.as_str()).unwrap_or(State::Unknown);
+    let reason = record.reason.as_str();
+    final_code(
+        state,
+        reason,
+        (record.exit_code, record.signal),
+        unprocessed,
+    )
 }
 
 /// Returns the code with which `run` would have exited, from the recorded attempt.
@@ -64,13 +58,29 @@ pub fn code_of_stored(summary: &AttemptSummary) -> u8 {
         PostProcessState::Pending | PostProcessState::Failed
     );
     let reason = summary.reason.as_deref().unwrap_or_default();
+    let wait_status = (summary.exit_code, summary.signal);
+    final_code(summary.state, reason, wait_status, unprocessed)
+}
+
+fn final_code(
+    state: State,
+    reason: &str,
+    (exit_code, signal): (Option<i32>, Option<i32>),
+    unprocessed: bool,
+) -> u8 {
     let is = |expected: Reason| reason == expected.as_str();
-    match summary.state {
+    match state {
         State::Queued | State::Running | State::Collecting => NOT_ENDED,
-        State::Succeeded if unprocessed => NOT_COMMITTED,
+        State::Succeeded if unprocessed => NOT_FINISHED,
         State::Succeeded => 0,
         State::Failed if is(Reason::MissingOutput) => MISSING_OUTPUT,
-        State::Failed => failure_code(summary.exit_code, summary.signal),
+        State::Failed => {
+            let by_signal = signal.and_then(|n| SIGNAL_BASE.checked_add(n));
+            let code = exit_code.or(by_signal);
+            let code = code.and_then(|code| u8::try_from(code).ok());
+            // A failed program never exits with 0, whatever the record says.
+            code.filter(|code| *code != 0).unwrap_or(1)
+        }
         State::TimedOut => TIMED_OUT,
         State::OutOfMemory => OUT_OF_MEMORY,
         State::LimitExceeded => LIMIT_EXCEEDED,
@@ -79,12 +89,4 @@ pub fn code_of_stored(summary: &AttemptSummary) -> u8 {
         State::Error if is(Reason::NotExecutable) => NOT_EXECUTABLE,
         State::Error | State::Unknown => COULD_NOT_RUN,
     }
-}
-
-fn failure_code(exit_code: Option<i32>, signal: Option<i32>) -> u8 {
-    let by_signal = signal.and_then(|n| SIGNAL_BASE.checked_add(n));
-    let code = exit_code.or(by_signal);
-    let code = code.and_then(|code| u8::try_from(code).ok());
-    // A failed program never exits with 0, whatever the record says.
-    code.filter(|code| *code != 0).unwrap_or(1)
 }

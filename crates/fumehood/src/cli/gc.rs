@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::ffi::OsString;
 
 use anyhow::Context;
-use engine::attempt::record::Reason;
+use engine::attempt::record::{Reason, Status};
 use engine::attempt::recorder::Recorder;
 use engine::home::{self, Home};
 use engine::recovery::reaper::{self, ReapReport};
@@ -15,7 +15,8 @@ use engine::worker::slot;
 use serde::Serialize;
 use store::types::units::{format_size, parse_duration_ms};
 use store::{
-    Location, LossProof, LostAttempt, PostProcessState, State, UnfinishedAttempt, UnfinishedPolicy,
+    Location, LossProof, LostAttempt, PostProcessState, RemovableAnalysis, State,
+    UnfinishedAttempt, UnfinishedPolicy,
 };
 
 use super::args::StoreArgs;
@@ -79,17 +80,17 @@ struct GcReport {
     finished: Vec<FinishedAttempt>,
     waiting: Vec<String>,
     given_up: Vec<GivenUpAttempt>,
-    analyses: Vec<RemovedAnalysis>,
+    analyses: Vec<RemovableAnalysis>,
     swept: ObjectGcReport,
     problems: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
 struct FinishedAttempt {
-    id: String,
+    id: AnalysisId,
     attempt: u32,
     /// `null` in a dry run: the status is known only after finishing.
-    status: Option<&'static str>,
+    status: Option<Status>,
 }
 
 #[derive(Debug, Serialize)]
@@ -98,23 +99,12 @@ struct GivenUpAttempt {
     attempt: u32,
 }
 
-#[derive(Debug, Serialize)]
-struct RemovedAnalysis {
-    id: String,
-    status: &'static str,
-    attempts: u64,
-    output_bytes: u64,
-}
-
 pub fn gc(args: &GcArgs) -> anyhow::Result<u8> {
     let states = attempt_text::parse_states(&args.status)?;
-    let older_ms = match &args.older_than {
-        Some(text) => {
-            let ms = parse_duration_ms(&text.to_string_lossy()).context("read --older-than")?;
-            Some(i64::try_from(ms).unwrap_or(i64::MAX))
-        }
-        None => None,
-    };
+    let older_than = args.older_than.as_ref();
+    let older_ms = older_than.map(|text| parse_duration_ms(&text.to_string_lossy()));
+    let older_ms = older_ms.transpose().context("read --older-than")?;
+    let older_ms = older_ms.map(|ms| i64::try_from(ms).unwrap_or(i64::MAX));
     let (home, mut recorder) = record_access::open_optional(&args.store)?;
     if args.dry_run {
         recorder = recorder.filter(exists);
@@ -233,14 +223,12 @@ fn reap(home: &Home, recorder: Option<&mut Recorder>, args: &GcArgs, report: &mu
     };
     report.removed = removed.iter().map(|p| p.display().to_string()).collect();
     report.kept = kept.iter().map(|(p, _)| p.display().to_string()).collect();
-    report.finished = finished
-        .iter()
-        .map(|record| FinishedAttempt {
-            id: record.id.as_str().to_owned(),
-            attempt: record.attempt,
-            status: Some(record.status.as_str()),
-        })
-        .collect();
+    let finished = finished.into_iter().map(|record| FinishedAttempt {
+        id: record.id,
+        attempt: record.attempt,
+        status: Some(record.status),
+    });
+    report.finished = finished.collect();
     report.waiting = waiting;
     report.problems = problems;
 }
@@ -266,7 +254,7 @@ fn list_reapable(home: &Home, recorder: Option<&Recorder>, args: &GcArgs, report
             NextAction::AwaitRunner | NextAction::LeaveToOther => {}
             NextAction::Finish if recorder.is_none() => report.waiting.push(run_dir.advice()),
             NextAction::Finish => report.finished.push(FinishedAttempt {
-                id: record.id.as_str().to_owned(),
+                id: record.id.clone(),
                 attempt: record.attempt,
                 status: None,
             }),
@@ -362,12 +350,7 @@ fn remove_old(
                 recorder.with(|store| store.remove(&old.id, UnfinishedPolicy::Refuse))?;
                 progress = true;
             }
-            report.analyses.push(RemovedAnalysis {
-                id: old.id,
-                status: old.state.as_str(),
-                attempts: old.attempts,
-                output_bytes: old.output_bytes,
-            });
+            report.analyses.push(old);
         }
         if !progress {
             return Ok(());
@@ -402,7 +385,9 @@ fn print_report(report: &GcReport) {
         messages::line(&format!("still kept: {path}"));
     }
     for record in &report.finished {
-        let status = record.status.map(|s| format!(": {}", s.replace('_', " ")));
+        let status = record
+            .status
+            .map(|s| format!(": {}", s.as_str().replace('_', " ")));
         let (id, status) = (&record.id, status.unwrap_or_default());
         messages::line(&format!("{} {id}{status}", would("finished", "finish")));
     }
@@ -417,7 +402,7 @@ fn print_report(report: &GcReport) {
             "{} {}, {}: {attempts}, {} of outputs",
             would("removed", "remove"),
             escape(&old.id),
-            old.status.replace('_', " "),
+            old.state.as_str().replace('_', " "),
             format_size(old.output_bytes)
         ));
     }

@@ -1,6 +1,6 @@
 //! Resolves an id, the beginning of one, or `@last`; and an attempt, as in `ID@2`.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 
 use anyhow::Context;
 use engine::attempt::error::CommitError;
@@ -39,6 +39,21 @@ pub fn resolve_analysis(recorder: &mut Recorder, given: &OsStr) -> anyhow::Resul
         "{given:?} names an attempt, and this is about the whole analysis; leave out what follows the @"
     );
     resolve(recorder, &text)
+}
+
+/// Returns the ids of several analyses in the database, each once.
+pub fn resolve_analyses(
+    recorder: &mut Recorder,
+    given: &[OsString],
+) -> anyhow::Result<Vec<String>> {
+    let mut wanted = Vec::new();
+    for given in given {
+        let id = resolve_analysis(recorder, given)?;
+        if !wanted.contains(&id) {
+            wanted.push(id);
+        }
+    }
+    Ok(wanted)
 }
 
 /// Returns the attempt in the database. Without a number, this is the newest attempt that was not superseded.

@@ -8,7 +8,6 @@ use serde::Serialize;
 use store::{AttemptFilter, AttemptSelection, AttemptSummary, PostProcessState, State};
 
 use super::args::StoreArgs;
-use super::attempt_json::AttemptEntry;
 use super::print::{self, Align, Table, escape};
 use super::run_dirs::{self, NextAction, RunDirInfo};
 use super::{attempt_text, messages, record_access, time_format};
@@ -48,7 +47,7 @@ struct Document<'a> {
     schema: &'static str,
     /// Whether there are more analyses than these.
     more: bool,
-    analyses: Vec<AttemptEntry<'a>>,
+    analyses: &'a [AttemptSummary],
     /// Run directories of this home: running, or waiting for something.
     here: Vec<RunDirEntry<'a>>,
 }
@@ -65,15 +64,11 @@ pub fn list(args: &ListArgs) -> anyhow::Result<u8> {
     let states = attempt_text::parse_states(&args.status)?;
     let (home, mut recorder) = record_access::open(&args.store)?;
     let now_ms = recorder.with(|store| store.now_ms())?;
-    let since_ms = match &args.since {
-        Some(text) => Some(
-            time_format::parse_since(&text.to_string_lossy(), now_ms).context("read --since")?,
-        ),
-        None => None,
-    };
+    let since = args.since.as_ref();
+    let since_ms = since.map(|text| time_format::parse_since(&text.to_string_lossy(), now_ms));
     let filter = AttemptFilter {
         states: &states,
-        since_ms,
+        since_ms: since_ms.transpose().context("read --since")?,
         which: if args.all {
             AttemptSelection::All
         } else {
@@ -90,7 +85,7 @@ pub fn list(args: &ListArgs) -> anyhow::Result<u8> {
         true => print::json(&Document {
             schema: "fumehood.list/1",
             more,
-            analyses: found.iter().map(AttemptEntry::from).collect(),
+            analyses: &found,
             here: here.iter().map(run_dir_entry).collect(),
         })?,
         false => print_table(&found, &here, now_ms, more)?,
@@ -124,34 +119,23 @@ fn print_table(
     now_ms: i64,
     more: bool,
 ) -> anyhow::Result<()> {
-    let mut out = print::StdoutWriter::new();
-    if !found.is_empty() {
-        let mut table = Table::new(&[
-            Align::Left,
-            Align::Left,
-            Align::Right,
-            Align::Right,
-            Align::Left,
-            Align::Left,
-        ]);
+    if found.is_empty() {
+        messages::line("nothing is recorded, or nothing that matches");
+    } else {
+        use Align::{Left, Right};
+        let mut table = Table::new(&[Left, Left, Right, Right, Left, Left]);
         table.row(["ID", "STATUS", "AGE", "TIME", "OUTPUTS", "NOTE"].map(String::from));
         for summary in found {
             table.row([
                 attempt_text::display_name(summary),
                 attempt_text::status_text(summary),
                 time_format::format_age(now_ms, summary.created_ms),
-                summary
-                    .wall_ms
-                    .map_or(String::new(), time_format::format_duration_brief),
+                attempt_text::wall_time(summary),
                 outputs(summary),
                 note(summary, here),
             ]);
         }
-        table.print(&mut out, "")?;
-    }
-    out.finish()?;
-    if found.is_empty() {
-        messages::line("nothing is recorded, or nothing that matches");
+        print::lines(table.lines())?;
     }
     if more {
         messages::line(

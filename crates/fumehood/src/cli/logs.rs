@@ -14,8 +14,7 @@ use engine::attempt::terminal_filter::TerminalFilter;
 use engine::home::Home;
 use engine::request::AnalysisId;
 use engine::run_dir::StateFile;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Mode, OFlags};
+use sandbox::events::{self, PollFlags};
 use serde::Serialize;
 use store::{STREAMS, State, StoredLog};
 
@@ -273,7 +272,8 @@ fn print_object(
         ..CapturedLog::default()
     };
     write_gap_note(&gap, &log.stream, sink)?;
-    copy(&mut file, sink)
+    copy(&mut file, sink)?;
+    Ok(())
 }
 
 fn print_parts(
@@ -298,12 +298,17 @@ fn write_gap_note(log: &CapturedLog, stream: &str, sink: &mut LogSink) -> anyhow
     }
 }
 
-fn copy(from: &mut dyn Read, sink: &mut LogSink) -> anyhow::Result<()> {
+/// Returns how many bytes were copied.
+fn copy(from: &mut dyn Read, sink: &mut LogSink) -> anyhow::Result<u64> {
     let mut buffer = vec![0; 64 << 10];
+    let mut copied = 0;
     loop {
         match from.read(&mut buffer).context("read the log")? {
-            0 => return Ok(()),
-            n => sink.write(&buffer[..n])?,
+            0 => return Ok(copied),
+            n => {
+                sink.write(&buffer[..n])?;
+                copied += n as u64;
+            }
         }
     }
 }
@@ -324,9 +329,7 @@ fn print_files(dir: &Path, stream: &str, seen: u64, sink: &mut LogSink) -> anyho
 }
 
 fn open(dir: &Path, name: &str) -> Option<File> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = rustix::fs::open(dir.join(name), flags, Mode::empty()).ok()?;
-    Some(file.into())
+    run_dirs::open_file(&dir.join(name)).ok()
 }
 
 /// Returns the attempt of this home that the arguments name, if it is running.
@@ -453,16 +456,7 @@ impl FollowedStream {
         // At the end the file is rewritten from the beginning, so the bytes up to `seen` stay at their offsets.
         file.seek(SeekFrom::Start(self.seen))
             .context("read the log")?;
-        let mut buffer = vec![0; 64 << 10];
-        loop {
-            match file.read(&mut buffer).context("read the log")? {
-                0 => break,
-                n => {
-                    self.sink.write(&buffer[..n])?;
-                    self.seen += n as u64;
-                }
-            }
-        }
+        self.seen += copy(file, &mut self.sink)?;
         self.sink.flush()
     }
 }
@@ -489,19 +483,16 @@ impl RunnerWatch {
     /// Waits until the runner has ended, nobody reads this process's stdout any more, or a tenth of a second has
     /// passed.
     fn wait(&self) -> anyhow::Result<()> {
-        let moment = Timespec {
-            tv_sec: 0,
-            tv_nsec: 100_000_000,
-        };
         let stdout = io::stdout();
         // Even without requested events, poll reports a pipe whose other end is closed.
-        let mut fds = vec![PollFd::from_borrowed_fd(stdout.as_fd(), PollFlags::empty())];
-        fds.extend(self.process.as_ref().map(|p| PollFd::new(p, PollFlags::IN)));
-        match poll(&mut fds, Some(&moment)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(e).context("wait for the log"),
-        }
-        match fds[0].revents().contains(PollFlags::ERR) {
+        let mut wanted = vec![(true, stdout.as_fd(), PollFlags::empty())];
+        let process = self.process.as_ref();
+        wanted.extend(process.map(|p| (false, p.as_fd(), PollFlags::IN)));
+        let moment = Duration::from_millis(100);
+        let ready = events::wait_for_any(wanted, moment).context("wait for the log")?;
+        let is_gone =
+            |&(is_stdout, flags): &(bool, PollFlags)| is_stdout && flags.contains(PollFlags::ERR);
+        match ready.iter().any(is_gone) {
             true => Err(io::Error::new(io::ErrorKind::BrokenPipe, print::ReaderGone).into()),
             false => Ok(()),
         }

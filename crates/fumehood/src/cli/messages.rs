@@ -195,7 +195,7 @@ fn outcome_line(record: &Record) -> String {
     )
 }
 
-/// Says which limits the kernel enforces, and which Fumehood only watches.
+/// Says which limits are hard, and which Fumehood only watches.
 fn isolation_line(record: &Record) -> String {
     let words = |hardness: Hardness| -> String {
         let of = |(name, entry): (&LimitName, &LimitEntry)| {

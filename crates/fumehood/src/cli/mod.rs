@@ -9,10 +9,9 @@
 //! - `list`, `show`, `logs`, `outputs`, `verify`, `db`: read the record. `record`, `workspace`, `remove`, `gc`,
 //!   `object_gc`: change it.
 //! - `doctor`: prints what the crate `doctor` finds.
-//! - `record_access`, `run_dirs`, `ids`, `attempt_json`, `attempt_text`, `time_format`: shared by the commands.
+//! - `record_access`, `run_dirs`, `ids`, `attempt_text`, `time_format`: shared by the commands.
 
 pub mod args;
-mod attempt_json;
 mod attempt_text;
 mod cancel;
 mod db;
@@ -150,7 +149,7 @@ pub fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
     };
-    let ended = match cli.command {
+    let command_result = match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Submit(args) => submit::submit(&args),
         Command::Shell(args) => run::shell(&args),
@@ -173,7 +172,7 @@ pub fn main() -> ExitCode {
         Command::Db(args) => db::db(&args),
         Command::Doctor(args) => doctor::doctor(&args),
     };
-    match ended {
+    match command_result {
         Ok(code) => code.into(),
         Err(error) if print::is_reader_gone(&error) => print::READER_GONE.into(),
         Err(error) => {

@@ -14,15 +14,14 @@ use anyhow::Context;
 use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use engine::run_dir::StateFile;
-use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use serde::Serialize;
 use store::artifacts::{Artifacts, ExclusiveLock, StoreUser, SweepTotals};
 use store::types::manifest::{ContentHash, Manifest};
 use store::types::units::format_size;
 
-use super::messages;
 use super::print::format_count;
+use super::{messages, run_dirs};
 
 /// How long to wait for commits in progress.
 const COMMIT_WAIT: Duration = Duration::from_secs(20);
@@ -53,11 +52,8 @@ pub enum OtherUsers {
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ObjectGcReport {
     pub dry_run: bool,
-    pub objects: u64,
-    pub bytes: u64,
-    pub stale: u64,
-    pub failed: u64,
-    pub foreign: u64,
+    #[serde(flatten)]
+    pub totals: SweepTotals,
     /// Why no object was removed.
     pub not_swept: Option<String>,
 }
@@ -68,17 +64,18 @@ impl ObjectGcReport {
             messages::line(&format!("objects in the artifact store were left: {why}"));
             return;
         }
+        let totals = &self.totals;
         let verb = if self.dry_run { "would free" } else { "freed" };
-        if self.objects + self.stale > 0 {
-            let what = format_count(self.objects + self.stale, "object", "objects");
-            messages::line(&format!("{verb} {what} ({})", format_size(self.bytes)));
+        if totals.objects + totals.stale > 0 {
+            let what = format_count(totals.objects + totals.stale, "object", "objects");
+            messages::line(&format!("{verb} {what} ({})", format_size(totals.bytes)));
         }
-        if self.failed > 0 {
-            let what = format_count(self.failed, "object", "objects");
+        if totals.failed > 0 {
+            let what = format_count(totals.failed, "object", "objects");
             messages::line(&format!("could not remove {what} from the artifact store"));
         }
-        if self.foreign > 0 {
-            let what = format_count(self.foreign, "file", "files");
+        if totals.foreign > 0 {
+            let what = format_count(totals.foreign, "file", "files");
             messages::line(&format!(
                 "left {what} in the artifact store that are none of Fumehood's"
             ));
@@ -96,21 +93,14 @@ pub fn remove_unreferenced(
         scope,
         ObjectScope::All(ObjectGcOptions { dry_run: true, .. })
     );
-    match try_remove(home, recorder, scope) {
-        Ok(swept) => ObjectGcReport {
-            dry_run,
-            objects: swept.objects,
-            bytes: swept.bytes,
-            stale: swept.stale,
-            failed: swept.failed,
-            foreign: swept.foreign,
-            not_swept: None,
-        },
-        Err(e) => ObjectGcReport {
-            dry_run,
-            not_swept: Some(format!("{e:#}")),
-            ..ObjectGcReport::default()
-        },
+    let (totals, not_swept) = match try_remove(home, recorder, scope) {
+        Ok(totals) => (totals, None),
+        Err(e) => (SweepTotals::default(), Some(format!("{e:#}"))),
+    };
+    ObjectGcReport {
+        dry_run,
+        totals,
+        not_swept,
     }
 }
 
@@ -239,14 +229,11 @@ fn entries(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
 /// Returns `None` if there is no manifest. A directory that is gone was committed, or moved to the directory that is
 /// searched next.
 fn read_manifest(dir: &Path) -> anyhow::Result<Option<Manifest>> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let path = dir.join(StateFile::Manifest.name());
-    let file = match rustix::fs::open(path, flags, Mode::empty()) {
+    let file = match run_dirs::open_file(&dir.join(StateFile::Manifest.name())) {
         Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
         file => file?,
     };
     let mut text = Vec::new();
-    let file = std::fs::File::from(file);
     file.take(MANIFEST_BYTES_MAX).read_to_end(&mut text)?;
     Ok(Some(serde_json::from_slice(&text)?))
 }

@@ -16,7 +16,6 @@ use store::types::manifest::{ContentHash, OutputPath};
 use store::types::units::format_size;
 
 use super::args::StoreArgs;
-use super::attempt_json::StoredOutputEntry;
 use super::attempt_text;
 use super::print::{self, Align, StdoutWriter, Table, format_count};
 use super::{ids, messages, record_access};
@@ -63,27 +62,13 @@ pub struct OutputsArgs {
     pub store: StoreArgs,
 }
 
+/// The outputs of an attempt: those that are recorded, or those that were exported.
 #[derive(Serialize)]
-struct Document<'a> {
+struct Document<'a, T> {
     schema: &'static str,
     id: &'a str,
     attempt: u32,
-    outputs: Vec<StoredOutputEntry<'a>>,
-}
-
-#[derive(Serialize)]
-struct ExportDocument<'a> {
-    schema: &'static str,
-    id: &'a str,
-    attempt: u32,
-    outputs: Vec<ExportEntry>,
-}
-
-#[derive(Serialize)]
-struct ExportEntry {
-    path: String,
-    bytes: u64,
-    sha256: String,
+    outputs: &'a [T],
 }
 
 pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
@@ -126,7 +111,7 @@ pub fn outputs(args: &OutputsArgs) -> anyhow::Result<u8> {
             schema: "fumehood.outputs/1",
             id: key.0,
             attempt: key.1,
-            outputs: stored.iter().map(StoredOutputEntry::from).collect(),
+            outputs: &stored,
         })?,
         (None, None) => print_list(&stored, summary.state.is_final())?,
     }
@@ -140,21 +125,21 @@ fn select(
     id: &str,
 ) -> anyhow::Result<Vec<StoredOutput>> {
     let mut wanted = vec![false; stored.len()];
-    for word in words {
+    let mut mark = |is_meant: &dyn Fn(&OutputPath) -> bool| {
         let mut found = false;
         for (output, wanted) in stored.iter().zip(&mut wanted) {
-            if is_named(&output.path, word) {
+            if is_meant(&output.path) {
                 (*wanted, found) = (true, true);
             }
         }
+        found
+    };
+    for word in words {
+        let mut found = mark(&|path| is_named(path, word));
         // Look for a file with exactly this name before taking the word for a pattern.
         if let (false, Some(glob)) = (found, word.to_str()) {
             let globs = Globs::new(&[glob.to_owned()])?;
-            for (output, wanted) in stored.iter().zip(&mut wanted) {
-                if globs.matches(&output.path) {
-                    (*wanted, found) = (true, true);
-                }
-            }
+            found = mark(&|path| globs.matches(path));
         }
         anyhow::ensure!(
             found,
@@ -195,9 +180,7 @@ fn print_list(stored: &[StoredOutput], ended: bool) -> anyhow::Result<()> {
     for output in stored {
         table.row(attempt_text::output_cells(output));
     }
-    let mut out = StdoutWriter::new();
-    table.print(&mut out, "")?;
-    out.finish()?;
+    print::lines(table.lines())?;
     match (stored.len() as u64, ended) {
         (0, false) => messages::line("it has not ended; outputs are collected at its end"),
         (0, true) => messages::line("it left no outputs"),
@@ -307,16 +290,11 @@ fn print_exported(
     json: bool,
 ) -> anyhow::Result<()> {
     if json {
-        let entry = |exported: &ExportedFile| ExportEntry {
-            path: exported.path.text(),
-            bytes: exported.bytes,
-            sha256: exported.sha256.clone(),
-        };
-        return print::json(&ExportDocument {
+        return print::json(&Document {
             schema: "fumehood.export/1",
             id: key.0,
             attempt: key.1,
-            outputs: exported.iter().map(entry).collect(),
+            outputs: exported,
         });
     }
     let mut out = StdoutWriter::new();

@@ -80,7 +80,7 @@ pub struct RecordArgs {
 }
 
 impl RecordArgs {
-    fn given(&self) -> GivenSettings {
+    fn given_settings(&self) -> GivenSettings {
         let own = [
             args::many(Key::Output, &self.output),
             args::many(Key::Expect, &self.expect),
@@ -92,14 +92,15 @@ impl RecordArgs {
             args::switch(Key::Replace, self.replace),
         ];
         let own = own.into_iter().flatten();
-        self.store.given().into_iter().chain(own).collect()
+        self.store.given_settings().into_iter().chain(own).collect()
     }
 }
 
 pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
     let id = AnalysisId::new(&args.id.to_string_lossy()).context("record results")?;
     let sources = Sources::from_process()?;
-    let (settings, collection, again) = config::record_command_settings(args.given(), &sources)?;
+    let (settings, collection, again) =
+        config::record_command_settings(args.given_settings(), &sources)?;
     let home = record_access::home()?;
     let mut recorder: Recorder = record_access::open_recorder(&settings, &home)?
         .context("--db none keeps no record; name a database, or leave it out")?;
@@ -130,7 +131,7 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
             // The attempt has begun and all outputs are in the artifact store.
             messages::error(&e.into());
             messages::line(&format!("finish it with `fumehood post-process {id}`"));
-            return Ok(exit::NOT_COMMITTED);
+            return Ok(exit::NOT_FINISHED);
         }
         Err(e) => return Err(e.into()),
     };
@@ -141,7 +142,7 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
     let unprocessed = record.post_process.as_ref().is_some_and(|p| !p.done);
     Ok(match (record.status, record.reason) {
         // The caller recorded that the analysis failed elsewhere. Recording it succeeded.
-        (Status::Failed, Reason::Recorded) if unprocessed => exit::NOT_COMMITTED,
+        (Status::Failed, Reason::Recorded) if unprocessed => exit::NOT_FINISHED,
         (Status::Failed, Reason::Recorded) => 0,
         _ => exit::code_of_record(&record),
     })

@@ -27,7 +27,7 @@ pub fn open(args: &StoreArgs) -> anyhow::Result<(Home, Recorder)> {
 
 /// Opens the record for commands that can also work without one.
 pub fn open_optional(args: &StoreArgs) -> anyhow::Result<(Home, Option<Recorder>)> {
-    let settings = config::record_settings(args.given(), &Sources::from_process()?)?;
+    let settings = config::record_settings(args.given_settings(), &Sources::from_process()?)?;
     let home = home()?;
     let recorder = open_recorder(&settings, &home)?;
     Ok((home, recorder))

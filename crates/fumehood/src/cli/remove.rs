@@ -52,8 +52,8 @@ struct Document {
 #[derive(Serialize)]
 struct RemovedEntry {
     id: String,
-    attempts: u64,
-    outputs: u64,
+    #[serde(flatten)]
+    counts: RemovalCounts,
 }
 
 pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
@@ -79,13 +79,8 @@ pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
     let mut removed = Vec::new();
     for id in wanted {
         objects_of(&mut recorder, &id, &mut objects)?;
-        let RemovalCounts { attempts, outputs } =
-            recorder.with(|store| store.remove(&id, running))?;
-        removed.push(RemovedEntry {
-            id,
-            attempts,
-            outputs,
-        });
+        let counts = recorder.with(|store| store.remove(&id, running))?;
+        removed.push(RemovedEntry { id, counts });
     }
     // The record is already gone, so a problem here is not a failure: the next `gc` removes the objects.
     let swept = object_gc::remove_unreferenced(&home, &mut recorder, &ObjectScope::Only(objects));
@@ -98,8 +93,8 @@ pub fn rm(args: &RmArgs) -> anyhow::Result<u8> {
         return Ok(0);
     }
     for entry in &removed {
-        let attempts = format_count(entry.attempts, "attempt", "attempts");
-        let outputs = format_count(entry.outputs, "output", "outputs");
+        let attempts = format_count(entry.counts.attempts, "attempt", "attempts");
+        let outputs = format_count(entry.counts.outputs, "output", "outputs");
         messages::line(&format!(
             "removed {}: {attempts}, {outputs}",
             escape(&entry.id)

@@ -2,7 +2,6 @@
 
 use std::ffi::OsString;
 
-use engine::attempt::recorder::Recorder;
 use engine::provenance;
 use serde::Serialize;
 use store::StoreError;
@@ -58,13 +57,7 @@ struct RefusedEntry {
 
 pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
     let (_, mut recorder) = record_access::open(&args.store)?;
-    let mut wanted = Vec::new();
-    for given in &args.ids {
-        let id = ids::resolve_analysis(&mut recorder, given)?;
-        if !wanted.contains(&id) {
-            wanted.push(id);
-        }
-    }
+    let wanted = ids::resolve_analyses(&mut recorder, &args.ids)?;
     let by = provenance::submitter_name();
     let secrets = match args.env.is_empty() {
         true => Vec::new(),
@@ -76,7 +69,8 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
         refused: Vec::new(),
     };
     for id in wanted {
-        match retry_one(&mut recorder, &id, &by, &secrets) {
+        let retried = recorder.with(|store| store.retry(&id, &by, &secrets));
+        match retried.map_err(ids::without_database_context) {
             Ok(attempt) => done.queued.push(QueuedEntry { id, attempt }),
             Err(e) => done.refused.push(RefusedEntry {
                 code: e.downcast_ref::<StoreError>().and_then(StoreError::code),
@@ -99,15 +93,4 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
         true => 0,
         false => exit::COULD_NOT_RUN,
     })
-}
-
-fn retry_one(
-    recorder: &mut Recorder,
-    id: &str,
-    by: &str,
-    secrets: &[(String, String)],
-) -> anyhow::Result<u32> {
-    recorder
-        .with(|store| store.retry(id, by, secrets))
-        .map_err(ids::without_database_context)
 }

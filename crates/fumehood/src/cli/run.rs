@@ -1,7 +1,7 @@
 //! `fumehood run` and `fumehood shell`.
 
 use std::io::{IsTerminal, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,11 @@ use engine::pipeline::{
     self, AttemptError, CompletedRun, RunContext, RunObserver, StartFailure, WorkspaceSource,
 };
 use engine::plan::runtime::CallerEnvironment;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios};
+use sandbox::cgroup::OwnProcess;
+use sandbox::events::{self, PollFlags, SignalQueue};
 use sandbox::spec::Terminal;
-use sandbox::supervise::{Control, RunError, Stream};
+use sandbox::supervise::{Control, LaunchStep, RunError, Stream};
 use store::artifacts::Overwrite;
 use store::types::timings;
 
@@ -41,7 +42,7 @@ const SIGWINCH: i32 = 28;
 pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
     let command = args.command(&args::command_line())?;
-    let resolved = config::run_request(command, args.given(), &sources)?;
+    let resolved = config::run_request(command, args.given_settings(), &sources)?;
     let mode = match args.raw {
         true => OutputMode::Raw,
         false => OutputMode::Filtered,
@@ -51,7 +52,7 @@ pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
 
 pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
-    let mut resolved = config::shell_request(args.given(), &sources)?;
+    let mut resolved = config::shell_request(args.given_settings(), &sources)?;
     let terminal = rustix::stdio::stdin();
     let size = rustix::termios::tcgetwinsize(terminal)
         .context("`fumehood shell` needs a terminal; use `fumehood run -- sh -c …` without one")?;
@@ -121,7 +122,7 @@ fn run_attempt(
         (0, Err(())) => exit::COULD_NOT_RUN,
         (code, _) => code,
     };
-    let timings = timings::measured();
+    let timings = timings::read();
     if json {
         record.timings = Some(timings);
         if let Some((stdout, stderr)) = &logs {
@@ -164,6 +165,7 @@ fn run_context(resolved: &Resolved, terminal: Terminal) -> anyhow::Result<RunCon
         caller: CallerEnvironment::from_process(),
         launcher: PathBuf::from("/proc/self/exe"),
         terminal,
+        own_process: OwnProcess::MayMove,
         required_layers: resolved.required_layers.clone(),
         workspace_source: match resolved.record.in_workspace {
             Some(_) => WorkspaceSource::Prepared,
@@ -222,40 +224,39 @@ fn export(
     }
 }
 
-const DOCTOR_HINT: &str = "this host does not give what that takes; `fumehood doctor` says what is missing, and what to type to get it";
+const DOCTOR_HINT: &str = "this host does not allow that; `fumehood doctor` shows what is missing and the commands that provide it";
 
 /// Returns advice about a host that does not allow something.
 fn remedy(error: &AttemptError) -> Option<&'static str> {
     if let AttemptError::NoLevel { .. } = error {
         return Some(DOCTOR_HINT);
     }
-    let AttemptError::Start(RunError::Step { step, source, .. }) = error else {
+    let AttemptError::Start(RunError::Launch { step, source, .. }) = error else {
         return None;
     };
     let errno = source.as_ref().and_then(std::io::Error::raw_os_error);
-    match (step.as_str(), errno) {
-        ("become the leased uid", Some(_)) => Some(
+    match (step, errno) {
+        (LaunchStep::BecomeLeasedUid, Some(_)) => Some(
             "root without the capabilities CAP_SETUID and CAP_SETGID cannot give the program a uid of its own; run \
              Fumehood as a plain user instead",
         ),
         (
-            "map the owners of the views"
-            | "create namespaces"
-            | "map the user"
-            | "keep mounts to ourselves"
-            | "make mounts private"
-            | "make the new root"
-            | "mount /dev"
-            | "mount /proc"
-            | "change the root"
-            | "create the cgroup namespace"
-            | "enter the inner user namespace"
-            | "set up the network and the host name"
-            | "restrict with seccomp",
+            LaunchStep::MapViewOwners
+            | LaunchStep::CreateNamespaces
+            | LaunchStep::MapUser
+            | LaunchStep::KeepMounts
+            | LaunchStep::MakeMountsPrivate
+            | LaunchStep::MakeRoot
+            | LaunchStep::MountProc
+            | LaunchStep::ChangeRoot
+            | LaunchStep::CreateCgroupNamespace
+            | LaunchStep::EnterInnerUserNamespace
+            | LaunchStep::SetUpNetwork
+            | LaunchStep::RestrictWithSeccomp,
             _,
         )
-        | ("restrict with Landlock", None) => Some(DOCTOR_HINT),
-        ("attach to the cgroup", _) => Some(
+        | (LaunchStep::RestrictWithLandlock, None) => Some(DOCTOR_HINT),
+        (LaunchStep::AttachToCgroup, _) => Some(
             "the run's cgroup vanished or refuses processes; is something else cleaning up cgroups?",
         ),
         _ => None,
@@ -267,7 +268,7 @@ struct Console {
     json: bool,
     quiet: bool,
     forwarders: [StreamForwarder; 2],
-    signals: OwnedFd,
+    signals: SignalQueue,
     stop_signals: u32,
     notices: usize,
     progress: Option<ProgressLine>,
@@ -277,8 +278,7 @@ impl Console {
     fn new(json: bool, quiet: bool, mode: OutputMode) -> anyhow::Result<Console> {
         // Read signals from a descriptor between two events, instead of handling them at any moment.
         let wanted = [SIGHUP, SIGINT, SIGTERM, SIGWINCH];
-        sandbox::block_signals(Some(&wanted)).context("block signals")?;
-        let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
+        let signals = SignalQueue::block(&wanted).context("listen for signals")?;
         let forwarders =
             [Stream::Stdout, Stream::Stderr].map(|stream| StreamForwarder::new(stream, mode));
         Ok(Console {
@@ -354,21 +354,18 @@ impl Console {
     /// Returns false if nothing is left to write, or if waiting should end.
     fn wait_for_readers(&mut self, until: Instant) -> bool {
         let left = until.saturating_duration_since(Instant::now());
-        let mut fds = vec![PollFd::new(&self.signals, PollFlags::IN)];
         let blocked = self
             .forwarders
             .iter()
             .filter_map(StreamForwarder::blocked_on);
-        fds.extend(blocked.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::OUT)));
-        if fds.len() == 1 || left.is_zero() {
+        // Each with whether it is the queue of signals.
+        let mut wanted = vec![(true, self.signals.as_fd(), PollFlags::IN)];
+        wanted.extend(blocked.map(|fd| (false, fd, PollFlags::OUT)));
+        if wanted.len() == 1 || left.is_zero() {
             return false;
         }
-        let timeout = Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: i64::from(left.subsec_nanos()),
-        };
-        let signalled = poll(&mut fds, Some(&timeout)).is_ok() && !fds[0].revents().is_empty();
-        drop(fds);
+        let ready = events::wait_for_any(wanted, left).unwrap_or_default();
+        let signalled = ready.iter().any(|(is_signal, _)| *is_signal);
         !signalled
             || self
                 .next_control()
@@ -413,7 +410,7 @@ impl RunObserver for Console {
     }
 
     fn next_control(&mut self) -> Option<Control> {
-        match sandbox::read_signal(self.signals.as_fd())? {
+        match self.signals.take()? {
             SIGWINCH => {
                 let size = rustix::termios::tcgetwinsize(rustix::stdio::stdin()).ok()?;
                 Some(Control::Resize {

@@ -1,5 +1,6 @@
 //! The run directories of this home. This module reads them without changing or locking them.
 
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -8,7 +9,6 @@ use std::path::{Path, PathBuf};
 use engine::home::{self, Home};
 use engine::request::AnalysisId;
 use engine::run_dir::{RunDir, RunRecord, RunState, StateFile};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
@@ -134,7 +134,7 @@ impl RunDirInfo {
         if self.path.join(StateFile::Outcome.name()).exists() {
             return Ok(CancelSignal::HasEnded);
         }
-        let first = match std::fs::File::create_new(self.path.join(CANCEL_MARK)) {
+        let first = match File::create_new(self.path.join(CANCEL_MARK)) {
             Ok(_) => true,
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => false,
             Err(e) => return Err(e),
@@ -208,12 +208,16 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 }
 
 pub fn read_record(dir: &Path) -> Option<RunRecord> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = rustix::fs::open(dir.join(RECORD_FILE), flags, Mode::empty()).ok()?;
     let mut text = Vec::new();
-    let file = std::fs::File::from(file);
+    let file = open_file(&dir.join(RECORD_FILE)).ok()?;
     file.take(RECORD_BYTES_MAX).read_to_end(&mut text).ok()?;
     serde_json::from_slice(&text).ok()
+}
+
+/// Opens a file to read it. Follows no link, and does not wait for the writer of a FIFO.
+pub fn open_file(path: &Path) -> rustix::io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty()).map(File::from)
 }
 
 fn is_alive(record: &RunRecord) -> bool {
@@ -232,12 +236,7 @@ impl RunnerProcess {
     }
 
     pub fn has_ended(&self) -> bool {
-        let at_once = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
-        matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+        sandbox::events::is_readable(&self.0)
     }
 
     fn signal(&self, signal: Signal) -> io::Result<()> {

@@ -24,11 +24,12 @@ use engine::recovery::reaper;
 use engine::request::bundle::{self, BundleError};
 use engine::request::{QueueWriters, RequestOrigin, RequestedLimit};
 use engine::run_dir;
-use engine::worker::lease_renewal::{self, AttemptLease, EndCause, LeaseKeeper};
+use engine::worker::lease_renewal::{AttemptLease, EndCause, LeaseKeeper};
 use engine::worker::slot::{self, RunnerOrder};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
+use sandbox::cgroup::OwnProcess;
+use sandbox::events::{self, SignalQueue, boot_time};
 use sandbox::spec::Terminal;
 use sandbox::supervise::{Control, Stream};
 use store::types::submission::Submission;
@@ -52,14 +53,14 @@ pub struct RunnerArgs {
 
 pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
     // Block signals first: as soon as the pid of this process is known, somebody may signal it to stop.
-    let signals = RunnerSignals::new()?;
+    let signals = SignalQueue::block(&[SIGHUP, SIGINT, SIGTERM]).context("listen for signals")?;
     let (order, held) = slot::receive_order().context("read the order from standard input")?;
     // Move to a scope of the runner's own before anything else starts: the worker's scope may be stopped. Without
     // systemd there is nothing to move to, so ignore a failure.
     let _ = engine::attempt::systemd_scope::ensure_own_scope();
     let (home, mut recorder) = record_access::open(&args.store)?;
     recorder.wait_long_for_locks();
-    let since = lease_renewal::now();
+    let since = boot_time();
     let lease = AttemptLease {
         id: order.id.to_string(),
         attempt: order.attempt,
@@ -67,9 +68,8 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
         lease_ms: order.lease_ms,
         worker: order.worker.clone(),
     };
-    let lease_keeper =
-        LeaseKeeper::start(recorder.new_connection(), lease, since, signals.fd.as_fd())
-            .context("hold the lease")?;
+    let lease_keeper = LeaseKeeper::start(recorder.new_connection(), lease, since, signals.as_fd())
+        .context("hold the lease")?;
     let mut observer = RunnerObserver {
         signals,
         lease_keeper,
@@ -170,6 +170,7 @@ fn run_context(resolved: &Resolved, order: &RunnerOrder, home: &Home) -> RunCont
         caller: CallerEnvironment::from_process(),
         launcher: PathBuf::from("/proc/self/exe"),
         terminal: Terminal::None,
+        own_process: OwnProcess::MayMove,
         required_layers: resolved.required_layers.clone(),
         workspace_source: WorkspaceSource::Fresh,
         free_reserve_bytes: resolved.record.free_reserve_bytes,
@@ -191,7 +192,7 @@ fn run_with_retries(
     recorder: &mut Recorder,
     observer: &mut RunnerObserver,
 ) -> Result<CompletedRun, StartFailure> {
-    let asked = lease_renewal::now();
+    let asked = boot_time();
     let may_pass = |error: &AttemptError| match error {
         AttemptError::Commit(e) => e.is_transient(),
         _ => false,
@@ -204,7 +205,7 @@ fn run_with_retries(
                 record: None,
             }) if may_pass(error)
                 && !observer.is_stop_requested()
-                && lease_renewal::now() - asked < RETRY_WITHIN =>
+                && boot_time() - asked < RETRY_WITHIN =>
             {
                 std::thread::sleep(LOOK_AGAIN * 10);
             }
@@ -240,8 +241,12 @@ fn prepare(
     let staged = order.inputs_dir();
     stage_inputs(&submission, &staged, recorder)?;
     let sources = Sources::from_process().map_err(|e| PrepareError::Failed(e.into()))?;
-    let resolved =
-        config::request_from_submission(&submission, &staged, args.store.given(), &sources);
+    let resolved = config::request_from_submission(
+        &submission,
+        &staged,
+        args.store.given_settings(),
+        &sources,
+    );
     let mut resolved = resolved.map_err(|e| PrepareError::Refused(e.into()))?;
     // The worker reserved memory and CPUs from the queue's columns. Refuse a request that asks for more than was
     // reserved.
@@ -381,23 +386,10 @@ fn record_failure(
     }
 }
 
-struct RunnerSignals {
-    fd: OwnedFd,
-}
-
-impl RunnerSignals {
-    fn new() -> anyhow::Result<RunnerSignals> {
-        let wanted = [SIGHUP, SIGINT, SIGTERM];
-        sandbox::block_signals(Some(&wanted)).context("block signals")?;
-        let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
-        Ok(RunnerSignals { fd: signals })
-    }
-}
-
 /// Observes a run that nobody watches: its output is in the run directory. Requests to stop come from the worker, from
 /// `fumehood cancel` and from the database.
 struct RunnerObserver {
-    signals: RunnerSignals,
+    signals: SignalQueue,
     lease_keeper: LeaseKeeper,
     /// Whether a signal asked this process to stop, from `fumehood cancel` or a shutdown of the machine.
     signalled: bool,
@@ -406,15 +398,7 @@ struct RunnerObserver {
 impl RunnerObserver {
     /// Whether somebody asks to stop before the program has started. The request stays queued and is read again later.
     fn is_stop_requested(&self) -> bool {
-        let mut fds = [PollFd::from_borrowed_fd(
-            self.lease_keeper.as_fd(),
-            PollFlags::IN,
-        )];
-        let at_once = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+        events::is_readable(&self.lease_keeper)
     }
 }
 
@@ -443,7 +427,7 @@ impl RunObserver for RunnerObserver {
         }
         // The worker, the database and `fumehood cancel` may all pass on the same request. Only SIGINT asks to kill at
         // once.
-        match sandbox::read_signal(self.signals.fd.as_fd())? {
+        match self.signals.take()? {
             SIGINT => Some(Control::Kill),
             _ => {
                 self.signalled = true;

@@ -11,10 +11,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use engine::attempt::log_capture::{CapturedLog, OutputChunk};
 use engine::attempt::terminal_filter::TerminalFilter;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{SendFlags, SocketType};
+use sandbox::events::{self, PollFlags};
 use sandbox::supervise::Stream;
 
 /// The size of a write that a ready pipe always accepts whole (PIPE_BUF).
@@ -316,8 +316,7 @@ pub fn stderr_is_ready() -> bool {
 }
 
 fn is_ready(fd: BorrowedFd<'_>) -> bool {
-    let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::OUT)];
-    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    events::wait_for(fd, PollFlags::OUT, std::time::Duration::ZERO)
 }
 
 fn descriptor(stream: Stream) -> BorrowedFd<'static> {

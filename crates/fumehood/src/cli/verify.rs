@@ -39,7 +39,7 @@ pub struct VerifyArgs {
     pub store: StoreArgs,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct VerifyReport {
     schema: &'static str,
     sound: bool,
@@ -83,13 +83,7 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<u8> {
         artifacts: &artifacts,
         report: VerifyReport {
             schema: "fumehood.verify/1",
-            sound: true,
-            checked: 0,
-            bytes: 0,
-            elsewhere: 0,
-            beside: false,
-            damaged: Vec::new(),
-            database_faults: None,
+            ..VerifyReport::default()
         },
         bad: Vec::new(),
         progress: (!args.json && io::stderr().is_terminal()).then(Instant::now),

@@ -1,6 +1,7 @@
 //! `fumehood wait`: waits until analyses have ended, whoever runs them.
 
 use std::ffi::OsString;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -8,14 +9,13 @@ use engine::attempt::error::CommitError;
 use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use engine::request::AnalysisId;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use sandbox::events::{self, PollFlags};
 use serde::Serialize;
 use store::types::units::parse_duration_ms;
 use store::{AttemptSummary, ChangeListener, PostProcessState, StoreError};
 
 use super::args::StoreArgs;
-use super::attempt_json::AttemptEntry;
-use super::print::{self, StdoutWriter, escape};
+use super::print::{self, escape};
 use super::run_dirs::{self, NextAction};
 use super::{attempt_text, exit, ids, messages, record_access};
 
@@ -51,15 +51,7 @@ struct Document<'a> {
     /// Whether --timeout passed before all had ended.
     timed_out: bool,
     /// In the order given.
-    analyses: Vec<AwaitedEntry<'a>>,
-}
-
-#[derive(Serialize)]
-struct AwaitedEntry<'a> {
-    ended: bool,
-    exit: Option<u8>,
-    #[serde(flatten)]
-    entry: AttemptEntry<'a>,
+    analyses: &'a [AwaitedAnalysis],
 }
 
 /// How often to look even if no change is announced.
@@ -72,36 +64,31 @@ const DATABASE_AWAY_MAX: Duration = Duration::from_secs(300);
 const POST_PROCESS_WAIT_MS: u64 = 600_000;
 
 pub fn wait(args: &WaitArgs) -> anyhow::Result<u8> {
-    let deadline = match &args.timeout {
-        Some(text) => {
-            let ms = parse_duration_ms(&text.to_string_lossy()).context("read --timeout")?;
-            Instant::now().checked_add(Duration::from_millis(ms))
-        }
-        None => None,
-    };
+    let timeout = args.timeout.as_ref();
+    let timeout_ms = timeout.map(|text| parse_duration_ms(&text.to_string_lossy()));
+    let timeout_ms = timeout_ms.transpose().context("read --timeout")?;
+    let deadline = timeout_ms.and_then(|ms| Instant::now().checked_add(Duration::from_millis(ms)));
     let (home, mut recorder) = record_access::open(&args.store)?;
-    let mut wanted = Vec::new();
-    for given in &args.ids {
-        let id = ids::resolve_analysis(&mut recorder, given)?;
-        if !wanted.contains(&id) {
-            wanted.push(id);
-        }
-    }
+    let wanted = ids::resolve_analyses(&mut recorder, &args.ids)?;
     let mut on_ended = |summary: &AttemptSummary| match args.quiet || args.json {
         true => Ok(()),
-        false => print_ended(summary),
+        false => print::lines([format!(
+            "{} {}",
+            attempt_text::display_name(summary),
+            attempt_text::status_text(summary)
+        )]),
     };
     let all = until_ended(&home, &mut recorder, &wanted, deadline, &mut on_ended)?;
     let waiting: Vec<&str> = all
         .iter()
         .filter(|one| !one.ended)
-        .map(AwaitedAnalysis::id)
+        .map(|one| one.summary.id.as_str())
         .collect();
     if args.json {
         print::json(&Document {
             schema: "fumehood.wait/1",
             timed_out: !waiting.is_empty(),
-            analyses: all.iter().map(AwaitedEntry::from).collect(),
+            analyses: &all,
         })?;
     }
     if !waiting.is_empty() {
@@ -116,18 +103,8 @@ pub fn wait(args: &WaitArgs) -> anyhow::Result<u8> {
         ));
         return Ok(exit::NOT_ENDED);
     }
-    let codes = all.iter().map(|one| exit::code_of_stored(&one.summary));
-    Ok(codes.into_iter().find(|code| *code != 0).unwrap_or(0))
-}
-
-fn print_ended(summary: &AttemptSummary) -> anyhow::Result<()> {
-    let mut out = StdoutWriter::new();
-    out.line(&format!(
-        "{} {}",
-        attempt_text::display_name(summary),
-        attempt_text::status_text(summary)
-    ))?;
-    out.finish()
+    let mut codes = all.iter().filter_map(|one| one.exit);
+    Ok(codes.find(|code| *code != 0).unwrap_or(0))
 }
 
 fn list_some(ids: &[&str]) -> String {
@@ -140,26 +117,14 @@ fn list_some(ids: &[&str]) -> String {
 }
 
 /// The last known status of an analysis.
+#[derive(Serialize)]
 pub struct AwaitedAnalysis {
-    pub ended: bool,
+    ended: bool,
+    /// The exit code of `run`, if it has ended.
+    exit: Option<u8>,
     /// The newest attempt that was not superseded.
+    #[serde(flatten)]
     pub summary: AttemptSummary,
-}
-
-impl AwaitedAnalysis {
-    fn id(&self) -> &str {
-        &self.summary.id
-    }
-}
-
-impl<'a> From<&'a AwaitedAnalysis> for AwaitedEntry<'a> {
-    fn from(last: &'a AwaitedAnalysis) -> AwaitedEntry<'a> {
-        AwaitedEntry {
-            ended: last.ended,
-            exit: last.ended.then(|| exit::code_of_stored(&last.summary)),
-            entry: AttemptEntry::from(&last.summary),
-        }
-    }
 }
 
 /// Waits until all have ended, and reports each as it ends. Returns them in the order given; if the deadline passed,
@@ -215,9 +180,11 @@ fn read_status(recorder: &mut Recorder, id: &str) -> Result<AwaitedAnalysis, Com
     let step_ms = i64::try_from(step_ms.unwrap_or(POST_PROCESS_WAIT_MS)).unwrap_or(i64::MAX);
     let since_ms = now_ms.saturating_sub(summary.committed_ms.unwrap_or(now_ms));
     let step_runs = summary.post_process == PostProcessState::Pending && since_ms < step_ms;
+    // A newer version of Fumehood may have ended it in a state that this version does not know.
+    let ended = (summary.state.is_final() || summary.committed_ms.is_some()) && !step_runs;
     Ok(AwaitedAnalysis {
-        // A newer version of Fumehood may have ended it in a state that this version does not know.
-        ended: (summary.state.is_final() || summary.committed_ms.is_some()) && !step_runs,
+        ended,
+        exit: ended.then(|| exit::code_of_stored(&summary)),
         summary,
     })
 }
@@ -296,15 +263,10 @@ impl RecordWatch {
             std::thread::sleep(most);
             return Ok(());
         };
-        let timeout = Timespec {
-            tv_sec: i64::try_from(most.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: most.subsec_nanos().into(),
-        };
-        let mut fds = [PollFd::new(listener, PollFlags::IN)];
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(0) | Err(rustix::io::Errno::INTR) => {}
-            Ok(_) => listener.consume(),
-            Err(e) => return Err(e).context("wait for news"),
+        let wanted = [((), listener.as_fd(), PollFlags::IN)];
+        let ready = events::wait_for_any(wanted, most).context("wait for news")?;
+        if !ready.is_empty() {
+            listener.consume();
         }
         Ok(())
     }

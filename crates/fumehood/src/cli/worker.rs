@@ -1,7 +1,7 @@
 //! `fumehood worker`: takes analyses from the queue and starts a runner for each.
 
 use std::ffi::OsString;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,15 +10,15 @@ use engine::attempt::error::CommitError;
 use engine::attempt::record::Status;
 use engine::home::Home;
 use engine::worker::{self, Worker, WorkerEvent, WorkerOptions};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getrlimit, setrlimit};
+use sandbox::events::{self, PollFlags, SignalQueue};
 use store::types::units::{format_cpus, format_size, parse_cpus, parse_duration_ms, parse_size};
 use store::{Capacity, FaultKind};
 
 use super::args::StoreArgs;
 use super::print::format_count;
 use super::sd_notify::Notifier;
-use super::{messages, record_access};
+use super::{attempt_text, messages, record_access};
 use crate::config::{self, RecordSettings, Sources};
 
 const SIGINT: i32 = 2;
@@ -81,10 +81,10 @@ pub struct WorkerArgs {
 }
 
 pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
-    let settings = config::record_settings(args.store.given(), &Sources::from_process()?)?;
+    let settings = config::record_settings(args.store.given_settings(), &Sources::from_process()?)?;
     let options = options(args, &settings)?;
     raise_file_limit();
-    let signals = Signals::listen()?;
+    let signals = SignalQueue::block(&[SIGINT, SIGTERM, SIGCHLD]).context("listen for signals")?;
     let notifier = Notifier::from_env()?;
     let (home, mut recorder) = record_access::open(&args.store)?;
     // Report a wrong database before doing anything else. Wait for a database that is away.
@@ -126,14 +126,16 @@ pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
         notifier.watchdog();
         notifier.status(&status(&worker, session.draining));
         let idle = args.until_idle && worker.is_idle();
-        if session.leaving || idle || session.draining && worker.is_drained() {
+        if session.leaving || idle || session.draining && worker.has_no_work_left() {
             break;
         }
         let beat = notifier.watchdog_interval().unwrap_or(Duration::MAX);
         let mut fds = worker.wake_fds();
-        fds.push(signals.fd.as_fd());
-        sleep_until_woken(&fds, wait.min(beat));
-        while let Some(signal) = signals.next() {
+        fds.push(signals.as_fd());
+        let wake = fds.into_iter().map(|fd| ((), fd, PollFlags::IN));
+        // A failed wait counts as woken.
+        let _ = events::wait_for_any(wake, wait.min(beat));
+        while let Some(signal) = signals.take() {
             session.handle_signal(signal, &mut worker);
         }
     }
@@ -254,8 +256,7 @@ fn ask_to_drain(home: &Home, name: &str) -> anyhow::Result<()> {
         messages::line(&format!(
             "the worker {name} is told to drain; waiting for it"
         ));
-        let mut fds = [PollFd::from_borrowed_fd(process.as_fd(), PollFlags::IN)];
-        while poll(&mut fds, None).is_err() {}
+        while !events::wait_for(&process, PollFlags::IN, Duration::MAX) {}
     }
     Ok(())
 }
@@ -291,10 +292,7 @@ impl WorkerSession<'_> {
     }
 
     fn print_event(&self, news: &WorkerEvent) {
-        let name = |id: &str, attempt: u32| match attempt {
-            1 => id.to_owned(),
-            n => format!("{id}@{n}"),
-        };
+        let name = attempt_text::attempt_name;
         match news {
             WorkerEvent::Claimed { id, attempt } => {
                 self.print(&format!("took {}", name(id, *attempt)))
@@ -327,34 +325,4 @@ impl WorkerSession<'_> {
             WorkerEvent::Problem(what) => messages::line(what),
         }
     }
-}
-
-struct Signals {
-    fd: OwnedFd,
-}
-
-impl Signals {
-    fn listen() -> anyhow::Result<Signals> {
-        let wanted = [SIGINT, SIGTERM, SIGCHLD];
-        sandbox::block_signals(Some(&wanted)).context("block signals")?;
-        let fd = sandbox::signal_fd(&wanted).context("listen for signals")?;
-        Ok(Signals { fd })
-    }
-
-    fn next(&self) -> Option<i32> {
-        sandbox::read_signal(self.fd.as_fd())
-    }
-}
-
-fn sleep_until_woken(fds: &[BorrowedFd<'_>], at_most: Duration) {
-    let mut fds: Vec<PollFd<'_>> = fds
-        .iter()
-        .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
-        .collect();
-    let timeout = Timespec {
-        tv_sec: i64::try_from(at_most.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: at_most.subsec_nanos().into(),
-    };
-    // An interrupted wait counts as woken.
-    let _ = poll(&mut fds, Some(&timeout));
 }

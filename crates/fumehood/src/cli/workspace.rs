@@ -14,8 +14,7 @@ use serde::Serialize;
 use store::types::escaping::escape_text;
 
 use super::args::{self, StoreArgs};
-use super::print::{self, StdoutWriter};
-use super::{attempt_text, exit, ids, messages, record_access};
+use super::{attempt_text, exit, ids, messages, print, record_access};
 use crate::config::settings::Key;
 use crate::config::{self, Sources};
 
@@ -110,7 +109,7 @@ pub fn workspace(args: &WorkspaceArgs) -> anyhow::Result<u8> {
 
 fn create(args: &CreateArgs) -> anyhow::Result<u8> {
     let id = AnalysisId::new(&args.id.to_string_lossy()).context("make a workspace")?;
-    let mut given = args.store.given();
+    let mut given = args.store.given_settings();
     given.extend(args::one(Key::WorkspaceRoot, &args.workspace_root));
     given.extend(args::one(Key::KeepFor, &args.keep_for));
     let (settings, root, keep_for_ms) =
@@ -121,11 +120,7 @@ fn create(args: &CreateArgs) -> anyhow::Result<u8> {
         staged_commands::create_workspace(&home, recorder.as_mut(), &id, &root, keep_for_ms)?;
     match args.json {
         true => print_json(&id, &path, "created")?,
-        false => {
-            let mut out = StdoutWriter::new();
-            out.line(&path.display().to_string())?;
-            out.finish()?;
-        }
+        false => print::lines([path.display().to_string()])?,
     }
     Ok(0)
 }
@@ -199,7 +194,7 @@ fn report_post_process(
         .summary;
     let code = match summary.state.is_final() {
         true => exit::code_of_stored(&summary),
-        false => exit::NOT_COMMITTED,
+        false => exit::NOT_FINISHED,
     };
     if json {
         print::json(&PostProcessDocument {

@@ -197,7 +197,7 @@ fn writers(db: Option<&DbChoice>, uid: u32) -> QueueWriters {
     }
 }
 
-/// Whether nobody else can write the file or its neighbours, or replace them.
+/// Whether nobody else can write the file or the files beside it, or replace them.
 fn is_ours_alone(path: &str, uid: u32) -> bool {
     const OTHERS_WRITE: u32 = 0o022;
     const STICKY: u32 = 0o1000;

@@ -43,8 +43,11 @@ fn verdict<'a>(document: &'a Value, mechanism: &str) -> &'a str {
     tried["verdict"].as_str().unwrap()
 }
 
-trial!(Everyone, it_says_what_a_run_then_records);
-fn it_says_what_a_run_then_records() {
+trial!(
+    Everyone,
+    doctor_predicts_the_level_and_limits_that_a_run_records
+);
+fn doctor_predicts_the_level_and_limits_that_a_run_records() {
     let test_home = TestHome::new();
     let said = document(&test_home.ask(["doctor", "--json"]));
     let ran = test_home.sh_json(&[], "true");
@@ -70,8 +73,8 @@ fn it_says_what_a_run_then_records() {
     );
 }
 
-trial!(Everyone, it_leaves_nothing_behind);
-fn it_leaves_nothing_behind() {
+trial!(Everyone, doctor_leaves_no_file_and_no_cgroup_behind);
+fn doctor_leaves_no_file_and_no_cgroup_behind() {
     let test_home = TestHome::new();
     let live = {
         let mut command = test_home.fumehood();

@@ -76,8 +76,11 @@ fn a_run_without_outputs_syncs_the_database_alone() {
     assert!(calls.iter().any(|call| call.contains("outcome.json")));
 }
 
-trial!(Everyone, what_is_not_committed_is_durable_before_it_is_said);
-fn what_is_not_committed_is_durable_before_it_is_said() {
+trial!(
+    Everyone,
+    an_uncommitted_attempt_is_durable_before_its_workspace_is_removed
+);
+fn an_uncommitted_attempt_is_durable_before_its_workspace_is_removed() {
     let test_home = TestHome::new();
     test_home.sh(&[], "true").good();
     let options = ["--id", "late"];
@@ -100,8 +103,11 @@ fn what_is_not_committed_is_durable_before_it_is_said() {
     assert_eq!(test_home.sql_one(row), "succeeded");
 }
 
-trial!(Everyone, what_moves_is_on_a_durable_list_first);
-fn what_moves_is_on_a_durable_list_first() {
+trial!(
+    Everyone,
+    the_manifest_is_durable_before_a_file_is_linked_or_a_row_committed
+);
+fn the_manifest_is_durable_before_a_file_is_linked_or_a_row_committed() {
     let test_home = TestHome::new();
     test_home.sh(&[], "true").good();
     let (ended, calls) = traced(&test_home, None, &[], "echo x > x");
@@ -247,9 +253,12 @@ fn an_outcome_that_a_power_cut_tore_is_none() {
     }
 }
 
-trial!(Everyone, who_loses_the_databases_locks_undoes_no_other_run);
+trial!(
+    Everyone,
+    a_runner_whose_database_locks_are_lost_undoes_no_other_run
+);
 /// Regression: a connection that was kept while a program ran continued with locks that no other process saw.
-fn who_loses_the_databases_locks_undoes_no_other_run() {
+fn a_runner_whose_database_locks_are_lost_undoes_no_other_run() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "first"], "true").good();
     // Within the second for which the connection is kept, and after it.

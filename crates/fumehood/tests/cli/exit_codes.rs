@@ -376,8 +376,8 @@ fn a_kill_long_after_an_oom_is_a_signal() {
     assert_eq!(document["oom_kills"], 1, "{document}");
 }
 
-trial!(Everyone, what_cannot_start_is_ours);
-fn what_cannot_start_is_ours() {
+trial!(Everyone, a_program_that_cannot_start_ends_with_status_error);
+fn a_program_that_cannot_start_ends_with_status_error() {
     let test_home = TestHome::new();
     test_home.write("project/plain", "text");
     let bad = test_home.write("project/bad-format", [0x7f, b'E', b'L', b'F', 0, 1, 2, 3]);
@@ -575,7 +575,7 @@ fn a_cancel_before_the_start_leaves_nothing() {
     for turn in 0..8u64 {
         let test_home = TestHome::new();
         let live = test_home.start(["--grace", "0", "--", "sleep", "600"]);
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(std::time::Duration::from_millis(turn * 6));
         live.signal(Signal::TERM);
         let ended = live.finish();

@@ -68,8 +68,11 @@ fn remarks(document: &Value) -> Vec<(&str, &str)> {
     found
 }
 
-trial!(Everyone, what_is_no_file_is_not_taken);
-fn what_is_no_file_is_not_taken() {
+trial!(
+    Everyone,
+    outputs_that_are_not_regular_files_are_not_collected
+);
+fn outputs_that_are_not_regular_files_are_not_collected() {
     let test_home = TestHome::new();
     let script = "
 import os, socket
@@ -612,9 +615,12 @@ fn a_result_that_databases_refuse_is_a_file() {
     );
 }
 
-trial!(Everyone, what_outlives_the_program_changes_nothing);
+trial!(
+    Everyone,
+    a_daemon_cannot_change_outputs_after_the_program_ends
+);
 /// A daemon that swaps files for links as fast as it can is dead before anything is read.
-fn what_outlives_the_program_changes_nothing() {
+fn a_daemon_cannot_change_outputs_after_the_program_ends() {
     let test_home = TestHome::new();
     let script = "
 import os, sys

@@ -60,8 +60,11 @@ fn a_result_says_its_level() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, what_landlock_cannot_have);
-fn what_landlock_cannot_have() {
+trial!(
+    Everyone,
+    level_landlock_refuses_a_memory_workspace_and_moved_reads
+);
+fn level_landlock_refuses_a_memory_workspace_and_moved_reads() {
     let test_home = TestHome::new();
     let memory = ["--level", "landlock", "--workspace", "memory"];
     test_home.sh(&memory, "true").refused(125, "memory");
@@ -140,9 +143,12 @@ fn required_layers_hold_at_both_levels() {
     test_home.assert_nothing_left();
 }
 
-trial!(Root, it_steps_down_where_the_host_gives_no_more);
+trial!(
+    Root,
+    a_run_gets_level_landlock_where_the_host_refuses_level_full
+);
 /// A real seccomp filter refuses the calls that Docker's filter refuses.
-fn it_steps_down_where_the_host_gives_no_more() {
+fn a_run_gets_level_landlock_where_the_host_refuses_level_full() {
     let test_home = TestHome::new();
     let inside = |args: &[&str]| -> FinishedCommand {
         let all: Vec<&str> = ["run", "--db", "none"]

@@ -94,11 +94,8 @@ fn help_names_every_option() {
     }
 }
 
-trial!(
-    Everyone,
-    a_word_that_is_nearly_a_command_brings_only_commands_to_mind
-);
-fn a_word_that_is_nearly_a_command_brings_only_commands_to_mind() {
+trial!(Everyone, a_mistyped_command_suggests_only_visible_commands);
+fn a_mistyped_command_suggests_only_visible_commands() {
     let test_home = TestHome::new();
     for (typed, meant) in [("ru", "run"), ("runer", "run"), ("submt", "submit")] {
         let mut command = test_home.fumehood();
@@ -224,8 +221,8 @@ fn mend(test_home: &TestHome, options: &[&str], command: &[&str]) -> FinishedCom
     finish(again)
 }
 
-trial!(Everyone, a_file_not_inside_is_mended_by_the_line);
-fn a_file_not_inside_is_mended_by_the_line() {
+trial!(Everyone, the_suggested_option_makes_a_missing_file_visible);
+fn the_suggested_option_makes_a_missing_file_visible() {
     let test_home = TestHome::new();
     test_home.write("project/notes.txt", "notes\n");
     test_home.write("project/sub/deep.txt", "deep\n");
@@ -248,8 +245,8 @@ fn a_file_not_inside_is_mended_by_the_line() {
     }
 }
 
-trial!(Everyone, a_file_with_a_dot_is_mended_by_the_line);
-fn a_file_with_a_dot_is_mended_by_the_line() {
+trial!(Everyone, the_suggested_option_accepts_dot_components);
+fn the_suggested_option_accepts_dot_components() {
     let test_home = TestHome::new();
     test_home.write("project/notes.txt", "notes\n");
     assert_eq!(
@@ -263,8 +260,11 @@ fn a_file_with_a_dot_is_mended_by_the_line() {
     );
 }
 
-trial!(Everyone, a_file_above_is_mended_by_the_line);
-fn a_file_above_is_mended_by_the_line() {
+trial!(
+    Everyone,
+    the_suggested_option_shows_a_file_in_a_parent_directory
+);
+fn the_suggested_option_shows_a_file_in_a_parent_directory() {
     let test_home = TestHome::new();
     test_home.write("up.txt", "up\n");
     assert_eq!(mend(&test_home, &[], &["cat", "../up.txt"]).good(), "up\n");
@@ -336,8 +336,11 @@ fn input_copies_files_and_directories() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, inputs_bring_nothing_else_along);
-fn inputs_bring_nothing_else_along() {
+trial!(
+    Everyone,
+    copying_an_input_directory_follows_no_symlink_out_of_it
+);
+fn copying_an_input_directory_follows_no_symlink_out_of_it() {
     let test_home = TestHome::new();
     let secret = test_home.write("secret", "secret\n");
     test_home.write("project/tree/file", "file\n");
@@ -362,8 +365,8 @@ fn inputs_bring_nothing_else_along() {
     );
 }
 
-trial!(Everyone, read_shows_a_path_here_or_there);
-fn read_shows_a_path_here_or_there() {
+trial!(Everyone, read_shows_a_path_at_its_own_or_another_path);
+fn read_shows_a_path_at_its_own_or_another_path() {
     let test_home = TestHome::new();
     let file = test_home.write("ref/genome.fa", "ACGT\n");
     let dir = test_home.path("ref").display().to_string();
@@ -399,9 +402,9 @@ fn read_shows_a_path_here_or_there() {
     assert!(!test_home.path("ref/x").exists());
 }
 
-trial!(Everyone, what_read_names_is_executed);
+trial!(Everyone, programs_in_a_tree_shown_by_read_can_be_executed);
 /// Programs in a tree that --read shows can be executed. Those in data and docs cannot.
-fn what_read_names_is_executed() {
+fn programs_in_a_tree_shown_by_read_can_be_executed() {
     let test_home = TestHome::new();
     let libc = fs::read_to_string("/proc/self/maps").unwrap();
     let libc = libc.lines().find(|line| line.contains("/libc.so")).unwrap();

@@ -25,8 +25,11 @@ fn passes_through_live() {
     assert!(ended.err().starts_with("err\n"), "{}", ended.err());
 }
 
-trial!(Everyone, one_document_whatever_is_printed);
-fn one_document_whatever_is_printed() {
+trial!(
+    Everyone,
+    json_output_is_one_document_whatever_the_program_prints
+);
+fn json_output_is_one_document_whatever_the_program_prints() {
     let test_home = TestHome::new();
     let script = "echo '{\"status\":\"succeeded\"}'; echo '[1,2]' >&2; printf '\\n\\n{'; exit 3";
     let document = test_home.sh_json(&[], script);
@@ -176,9 +179,12 @@ fn the_middle_of_a_long_log_is_not_kept() {
     assert_eq!(fits, "x".repeat(4096));
 }
 
-trial!(Everyone, a_printed_note_is_not_the_gap);
+trial!(
+    Everyone,
+    a_program_cannot_forge_the_note_about_dropped_output
+);
 /// The place of the gap is marked in a way that no printed byte can imitate.
-fn a_printed_note_is_not_the_gap() {
+fn a_program_cannot_forge_the_note_about_dropped_output() {
     let test_home = TestHome::new();
     let fake = "[fumehood: 5 bytes of stdout not shown]";
     let script = format!("echo '{fake}'; head -c 20000 /dev/zero | tr '\\0' x; echo '{fake}'");
@@ -350,9 +356,9 @@ fn a_hidden_path_gives_the_line() {
     assert_eq!(fine["hints"], Value::Array(Vec::new()));
 }
 
-trial!(Everyone, a_hidden_path_in_tmp_gives_the_line);
+trial!(Everyone, a_hint_suggests_the_option_for_a_path_in_tmp);
 /// The /tmp inside the sandbox is not the host's.
-fn a_hidden_path_in_tmp_gives_the_line() {
+fn a_hint_suggests_the_option_for_a_path_in_tmp() {
     let test_home = TestHome::new();
     let there = tempfile::Builder::new()
         .prefix("fumehood-hint-")
@@ -363,8 +369,8 @@ fn a_hidden_path_in_tmp_gives_the_line() {
     assert!(hint(&document, "hidden_path").ends_with(&format!("--read {path}")));
 }
 
-trial!(Everyone, a_file_of_the_project_gives_the_line);
-fn a_file_of_the_project_gives_the_line() {
+trial!(Everyone, a_hint_suggests_the_option_for_a_project_file);
+fn a_hint_suggests_the_option_for_a_project_file() {
     let test_home = TestHome::new();
     test_home.write("project/params/fit.yml", "params\n");
     let open = "print(open('params/fit.yml').read(), end='')";

@@ -82,8 +82,11 @@ fn fifo(test_home: &TestHome, name: &str) -> PathBuf {
     path
 }
 
-trial!(Everyone, a_fifo_without_a_writer_is_no_trap);
-fn a_fifo_without_a_writer_is_no_trap() {
+trial!(
+    Everyone,
+    a_run_whose_stdin_is_a_fifo_without_a_writer_can_be_stopped
+);
+fn a_run_whose_stdin_is_a_fifo_without_a_writer_can_be_stopped() {
     let test_home = TestHome::new();
     let path = fifo(&test_home, "fifo");
     // The runner starts the program, and can still end it.
@@ -254,8 +257,11 @@ fn a_data_link_that_another_made_is_refused() {
     assert_eq!(ended.good(), "stored\n");
 }
 
-trial!(Everyone, read_does_not_cover_the_makings_of_the_view);
-fn read_does_not_cover_the_makings_of_the_view() {
+trial!(
+    Everyone,
+    read_refuses_the_directories_in_which_the_root_is_built
+);
+fn read_refuses_the_directories_in_which_the_root_is_built() {
     let test_home = TestHome::new();
     let file = test_home.write("ref/x", "shown\n");
     let dir = text(file.parent().unwrap());

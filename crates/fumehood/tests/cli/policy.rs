@@ -235,8 +235,8 @@ fn only_listed_limits_degrade() {
     .refused(125, "degraded.allow");
 }
 
-trial!(Root, a_required_layer_stops_who_lacks_it);
-fn a_required_layer_stops_who_lacks_it() {
+trial!(Root, a_run_without_a_required_layer_does_not_start);
+fn a_run_without_a_required_layer_does_not_start() {
     let test_home = TestHome::new();
     let prepare = "printf '[floor]\\nlayers = [\"leased_uid\"]\\n' > policy.toml";
     under(&test_home, prepare, Account::Root, &["--", "true"]).good();

@@ -678,11 +678,8 @@ fn proxy_that_drops_answers(listener: &UnixListener, server: &Path, mut cut: u32
     }
 }
 
-trial!(
-    Everyone,
-    a_beginning_whose_answer_is_lost_is_asked_for_again
-);
-fn a_beginning_whose_answer_is_lost_is_asked_for_again() {
+trial!(Everyone, begin_is_repeated_when_the_servers_answer_is_lost);
+fn begin_is_repeated_when_the_servers_answer_is_lost() {
     for (cut, state) in [(1, "succeeded|exit"), (2, "error|runner_lost")] {
         let postgres_home = PostgresHome::new();
         let dir = tempfile::tempdir().unwrap();

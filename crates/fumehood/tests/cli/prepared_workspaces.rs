@@ -149,8 +149,11 @@ fn steps_out_of_order_are_refused() {
     assert!(test_home.workspace("a").join("f").exists());
 }
 
-trial!(Everyone, what_is_not_committed_is_not_removed);
-fn what_is_not_committed_is_not_removed() {
+trial!(
+    Everyone,
+    an_uncommitted_workspace_is_not_removed_without_discard
+);
+fn an_uncommitted_workspace_is_not_removed_without_discard() {
     let test_home = TestHome::new();
     test_home.ask(["workspace", "create", "w"]).good();
     test_home
@@ -329,8 +332,8 @@ fn results_made_elsewhere_are_recorded() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, what_is_handed_in_is_read_as_hostile);
-fn what_is_handed_in_is_read_as_hostile() {
+trial!(Everyone, record_collects_a_directory_as_untrusted);
+fn record_collects_a_directory_as_untrusted() {
     let test_home = TestHome::new();
     let secret = test_home.write("secret", "not handed in");
     test_home.write("project/out/good", "good");
@@ -426,9 +429,9 @@ fn a_runner_that_dies_leaves_the_workspace_to_its_user() {
 
 trial!(
     Everyone,
-    a_row_that_its_runner_did_not_live_to_note_comes_to_an_end
+    a_row_that_run_json_does_not_mention_is_ended_as_runner_lost
 );
-fn a_row_that_its_runner_did_not_live_to_note_comes_to_an_end() {
+fn a_row_that_run_json_does_not_mention_is_ended_as_runner_lost() {
     let test_home = TestHome::new();
     test_home.ask(["workspace", "create", "w"]).good();
     run_until_killed(&test_home, "begun=kill", &[]);

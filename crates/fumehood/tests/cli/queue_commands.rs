@@ -135,16 +135,16 @@ fn fresh_key() -> String {
     engine::run_dir::new_attempt_key()
 }
 
-trial!(Everyone, what_is_queued_is_shown_and_can_be_cancelled);
-fn what_is_queued_is_shown_and_can_be_cancelled() {
+trial!(Everyone, a_queued_analysis_is_shown_and_can_be_cancelled);
+fn a_queued_analysis_is_shown_and_can_be_cancelled() {
     shown_and_cancelled(HomeWithStore::sqlite());
 }
 
 trial!(
     Everyone,
-    what_is_queued_is_shown_and_can_be_cancelled_on_postgresql
+    a_queued_analysis_is_shown_and_can_be_cancelled_on_postgresql
 );
-fn what_is_queued_is_shown_and_can_be_cancelled_on_postgresql() {
+fn a_queued_analysis_is_shown_and_can_be_cancelled_on_postgresql() {
     shown_and_cancelled(HomeWithStore::postgresql());
 }
 
@@ -217,9 +217,9 @@ fn shown_and_cancelled(mut home: HomeWithStore) {
 
 trial!(
     Everyone,
-    what_a_worker_has_is_shown_and_marked_to_be_cancelled
+    a_claimed_attempt_is_shown_and_can_be_marked_to_be_cancelled
 );
-fn what_a_worker_has_is_shown_and_marked_to_be_cancelled() {
+fn a_claimed_attempt_is_shown_and_can_be_marked_to_be_cancelled() {
     let mut home = HomeWithStore::sqlite();
     home.submit("far", "ada", 0, 0);
     let claimed = home.claim("another-machine");
@@ -499,8 +499,8 @@ fn wait_hears_of_the_end_on_postgresql() {
     assert_eq!(ended.document()["analyses"][0]["reason"], "runner_lost");
 }
 
-trial!(Everyone, one_that_is_tried_again_has_not_ended);
-fn one_that_is_tried_again_has_not_ended() {
+trial!(Everyone, an_analysis_whose_retry_is_queued_has_not_ended);
+fn an_analysis_whose_retry_is_queued_has_not_ended() {
     let mut home = HomeWithStore::sqlite();
     home.submit("again", "ada", 0, 1);
     let claimed = home.claim("another-machine");
@@ -546,9 +546,9 @@ impl Drop for RunningWorker {
 
 trial!(
     Everyone,
-    what_a_worker_runs_is_followed_waited_for_and_cancelled
+    a_workers_attempt_can_be_followed_waited_for_and_cancelled
 );
-fn what_a_worker_runs_is_followed_waited_for_and_cancelled() {
+fn a_workers_attempt_can_be_followed_waited_for_and_cancelled() {
     let home = HomeWithStore::sqlite();
     let submit = |id: &str, script: &str| {
         // Without a cgroup, Fumehood only watches a plain user's memory.

@@ -13,10 +13,13 @@ use testkit::{program, trial};
 
 use crate::queue_home::QueueHome;
 
-trial!(Everyone, there_is_one_answer_about_private_interpreters);
+trial!(
+    Everyone,
+    errors_do_not_reveal_which_private_interpreters_exist
+);
 /// The defect: a submitter got four different answers about files that only the worker's user can see: missing, present,
 /// executable, a Python environment. The answer about a missing program quoted the worker's PATH.
-fn there_is_one_answer_about_private_interpreters() {
+fn errors_do_not_reveal_which_private_interpreters_exist() {
     let queue = QueueHome::new();
     let test_home = &queue.test_home;
     test_home.write("private/plain", "text");
@@ -85,10 +88,13 @@ fn there_is_one_answer_about_private_interpreters() {
     assert!(own.err().contains("/usr/sbin"), "{}", own.err());
 }
 
-trial!(Root, what_leads_out_of_a_listed_root_tells_nothing);
+trial!(
+    Root,
+    errors_about_paths_out_of_a_listed_root_reveal_no_private_file
+);
 /// The defect: for a path with `..` or a link below a root that the operator lists, the answers "no such file" and "not listed"
 /// told which private files exist and where a private link leads.
-fn what_leads_out_of_a_listed_root_tells_nothing() {
+fn errors_about_paths_out_of_a_listed_root_reveal_no_private_file() {
     let queue = QueueHome::new();
     let test_home = &queue.test_home;
     set_mode(test_home.path("project").parent().unwrap(), 0o755);
@@ -165,10 +171,13 @@ fn under_policy(queue: &QueueHome, policy: &str, args: &[&str]) -> Command {
     command
 }
 
-trial!(Everyone, strangers_get_what_was_counted_and_no_more);
+trial!(
+    Everyone,
+    a_submission_of_another_user_beyond_its_bounds_is_refused
+);
 /// The defects, for a submission of another user whose row was changed by hand: it reserved no memory and ran with 8 GiB on a worker of 2 GiB; it chose
 /// the weaker level; it made the runner use gigabytes; its kept workspace stayed for a year.
-fn strangers_get_what_was_counted_and_no_more() {
+fn a_submission_of_another_user_beyond_its_bounds_is_refused() {
     let queue = QueueHome::new();
     let degraded = ["--allow-degraded", "memory", "--allow-degraded", "cpus"];
     queue.submit(
@@ -261,10 +270,13 @@ fn a_private_library_is_not_in_the_record() {
     assert_eq!(queue.sql(tells), "own", "and the control");
 }
 
-trial!(Everyone, what_another_database_kept_is_not_removed);
+trial!(
+    Everyone,
+    a_workspace_that_another_database_kept_is_not_removed
+);
 /// The defect: `submit --id ID` to a worker's database removed the workspace of the operator's own run with that id, which another
 /// database had recorded.
-fn what_another_database_kept_is_not_removed() {
+fn a_workspace_that_another_database_kept_is_not_removed() {
     let queue = QueueHome::new();
     let test_home = &queue.test_home;
     let other = format!("sqlite:{}", test_home.path("other.db").display());

@@ -361,8 +361,8 @@ fn an_empty_record_is_no_error() {
     test_home.ask(["show", "x"]).good();
 }
 
-trial!(Everyone, what_runs_is_shown_and_left_alone);
-fn what_runs_is_shown_and_left_alone() {
+trial!(Everyone, a_running_analysis_is_shown_and_cannot_be_removed);
+fn a_running_analysis_is_shown_and_cannot_be_removed() {
     let test_home = TestHome::new();
     let mut live = test_home.start(["--id", "busy", "--", "sh", "-c", "echo up; sleep 600"]);
     live.wait_for("up");
@@ -388,8 +388,11 @@ fn what_runs_is_shown_and_left_alone() {
     assert_eq!(test_home.ask_json(["list", "--json"])["here"], json!([]));
 }
 
-trial!(Everyone, damage_is_never_passed_off_as_content);
-fn damage_is_never_passed_off_as_content() {
+trial!(
+    Everyone,
+    outputs_refuses_to_print_or_export_a_damaged_object
+);
+fn outputs_refuses_to_print_or_export_a_damaged_object() {
     let test_home = TestHome::new();
     let document = test_home.sh_json(&["--id", "d", "--inline-max", "0"], "echo content > f");
     let object = test_home.object(document["outputs"][0]["blake3"].as_str().unwrap());

@@ -44,8 +44,8 @@ fn noise(len: usize) -> Vec<u8> {
 
 const NOISE: &str = "def noise(n): return bytes((i * 7919 + i // 251) % 256 for i in range(n))\n";
 
-trial!(Everyone, what_was_left_is_committed);
-fn what_was_left_is_committed() {
+trial!(Everyone, the_outputs_of_a_program_are_committed);
+fn the_outputs_of_a_program_are_committed() {
     let test_home = TestHome::new();
     let script = format!(
         "{NOISE}
@@ -1030,8 +1030,11 @@ fn a_step_that_hangs_is_ended() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_project_cannot_have_a_step_run);
-fn a_project_cannot_have_a_step_run() {
+trial!(
+    Everyone,
+    a_projects_file_cannot_set_the_post_process_command
+);
+fn a_projects_file_cannot_set_the_post_process_command() {
     let test_home = TestHome::new();
     let ran = test_home.path("ran");
     let program = test_home.write_program("step", format!("#!/bin/sh\ntouch {}\n", ran.display()));
@@ -1163,8 +1166,8 @@ fn a_kept_workspace_is_the_users_own() {
     );
 }
 
-trial!(Everyone, what_could_not_start_is_recorded);
-fn what_could_not_start_is_recorded() {
+trial!(Everyone, an_attempt_that_could_not_start_is_recorded);
+fn an_attempt_that_could_not_start_is_recorded() {
     let test_home = TestHome::new();
     assert_eq!(
         test_home
@@ -1185,9 +1188,12 @@ fn what_could_not_start_is_recorded() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_database_out_of_order_loses_nothing);
-/// The database disappears or is damaged while the program runs.
-fn a_database_out_of_order_loses_nothing() {
+trial!(
+    Everyone,
+    a_damaged_database_or_artifact_store_loses_no_outputs
+);
+/// The database is damaged, or the artifact store is replaced by a file, while the program runs.
+fn a_damaged_database_or_artifact_store_loses_no_outputs() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "before"], "true").good();
     // Closing the database moves the content of its write-ahead log into the file.

@@ -29,9 +29,9 @@ fn run_with_fault(
 
 trial!(
     Everyone,
-    what_awaits_its_commit_is_finished_into_its_own_artifact_store
+    a_pending_attempt_is_finished_into_its_own_artifact_store
 );
-fn what_awaits_its_commit_is_finished_into_its_own_artifact_store() {
+fn a_pending_attempt_is_finished_into_its_own_artifact_store() {
     let test_home = TestHome::new();
     let other = test_home.path("other-store");
     let at = ["--id", "p", "--artifacts", other.to_str().unwrap()];
@@ -139,8 +139,8 @@ fn in_recovery_the_content_decides_not_the_time() {
     assert_eq!(test_home.sql(row), [[json!(2), json!(1)]]);
 }
 
-trial!(Everyone, what_is_lost_is_not_counted_nor_expected_in_vain);
-fn what_is_lost_is_not_counted_nor_expected_in_vain() {
+trial!(Everyone, a_lost_output_is_not_counted_and_fails_expect);
+fn a_lost_output_is_not_counted_and_fails_expect() {
     let test_home = TestHome::new();
     let options = ["--id", "l", "--expect", "big"];
     run_with_fault(&test_home, "manifest_written=kill", &options, LEAVES);
@@ -151,8 +151,8 @@ fn what_is_lost_is_not_counted_nor_expected_in_vain() {
     assert_eq!(test_home.sql(row), [expected]);
 }
 
-trial!(Everyone, what_is_discarded_leaves_nothing);
-fn what_is_discarded_leaves_nothing() {
+trial!(Everyone, discarding_an_uncommitted_attempt_leaves_nothing);
+fn discarding_an_uncommitted_attempt_leaves_nothing() {
     let test_home = TestHome::new();
     let id = fresh_id("d");
     run_with_fault(&test_home, "outcome_written=kill", &["--id", &id], LEAVES);

@@ -48,7 +48,7 @@ fn killed_at_any_moment_nothing_stays() {
     for turn in 0..30 {
         let id = format!("{stem}-{turn}");
         let mut live = test_home.start(["--id", &id, "--", "sh", "-c", BUSY, &id]);
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(Duration::from_micros(random.below(60_000)));
         live.signal(Signal::KILL);
         live.child.wait().unwrap();
@@ -77,7 +77,7 @@ fn killed_while_it_cleans_up_nothing_stays() {
         let script = "for i in 1 2 3 4 5 6 7 8; do mkdir -p $i/a/b; : > $i/a/b/c; done; echo last";
         let mut live = test_home.start(["--id", &id, "--", "sh", "-c", script, &id]);
         live.wait_for("last");
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(Duration::from_micros(random.below(15_000)));
         // The runner may have ended already. Then nothing is left either.
         live.signal(Signal::KILL);
@@ -117,7 +117,7 @@ fn killed_while_it_keeps_no_cgroup_stays() {
         let id = format!("{stem}-{turn}");
         let mut live = test_home.start(args(&id));
         live.wait_for("last");
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(Duration::from_micros(random.below(15_000)));
         live.signal(Signal::KILL);
         live.child.wait().unwrap();

@@ -97,8 +97,11 @@ impl Drop for Freezer {
     }
 }
 
-trial!(Root, what_cannot_die_is_quarantined_and_committed_later);
-fn what_cannot_die_is_quarantined_and_committed_later() {
+trial!(
+    Root,
+    an_attempt_with_an_unkillable_process_is_committed_later
+);
+fn an_attempt_with_an_unkillable_process_is_committed_later() {
     let id = fresh_id("frozen");
     let Some(freezer) = Freezer::new(&id) else {
         eprintln!("UNAVAILABLE: no version 1 freezer, without which nothing here is unkillable");

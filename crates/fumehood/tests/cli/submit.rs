@@ -174,8 +174,8 @@ fn standard_input_is_read_to_its_end() {
     );
 }
 
-trial!(Everyone, what_cannot_wait_is_refused);
-fn what_cannot_wait_is_refused() {
+trial!(Everyone, submit_refuses_options_that_cannot_be_queued);
+fn submit_refuses_options_that_cannot_be_queued() {
     let test_home = TestHome::new();
     test_home.write("project/a.py", "");
     test_home.write("project/a:b/x", "");

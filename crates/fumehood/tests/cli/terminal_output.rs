@@ -252,8 +252,11 @@ fn wait_unread(child: &mut Child) -> Option<i32> {
     child.wait().unwrap().code()
 }
 
-trial!(Everyone, what_is_left_at_the_end_waits_for_its_reader);
-fn what_is_left_at_the_end_waits_for_its_reader() {
+trial!(
+    Everyone,
+    the_runner_waits_until_the_remaining_output_is_read
+);
+fn the_runner_waits_until_the_remaining_output_is_read() {
     let test_home = TestHome::new();
     // More than the pipe to the trial holds, and less than both pipes and the runner's buffer together.
     let script = "head -c 100000 /dev/zero | tr '\\0' x; exit 5";
@@ -262,8 +265,11 @@ fn what_is_left_at_the_end_waits_for_its_reader() {
     eventually("it is recorded", || {
         test_home.ask(["show", "rest"]).out().contains("(exit 5)")
     });
+    // The runner commits the record before it removes the workspace.
+    eventually("the workspace is removed", || {
+        !test_home.workspace("rest").exists()
+    });
     assert_eq!(child.try_wait().unwrap(), None, "the reader is waited for");
-    assert!(!test_home.workspace("rest").exists());
     assert_eq!(text_of(out), "x".repeat(100_000));
     assert_eq!(child.wait().unwrap().code(), Some(5));
     assert!(text_of(err).contains("exit code 5"));
@@ -271,8 +277,8 @@ fn what_is_left_at_the_end_waits_for_its_reader() {
 
 const ENDLESS: &str = "while :; do echo a line that nobody reads; done";
 
-trial!(Everyone, who_reads_nothing_delays_no_deadline);
-fn who_reads_nothing_delays_no_deadline() {
+trial!(Everyone, unread_output_does_not_delay_the_deadline);
+fn unread_output_does_not_delay_the_deadline() {
     let test_home = TestHome::new();
     let args = [
         "--timeout",
@@ -335,8 +341,8 @@ fn is_full(pipe: &std::io::PipeReader) -> bool {
     poll(&mut fds, Some(&Timespec::default())).unwrap() == 0
 }
 
-trial!(Everyone, who_reads_nothing_delays_no_cancel);
-fn who_reads_nothing_delays_no_cancel() {
+trial!(Everyone, unread_output_does_not_delay_a_cancel);
+fn unread_output_does_not_delay_a_cancel() {
     let test_home = TestHome::new();
     let (mut child, out, err) = start_with_unread_pipes(&test_home, &["--", "sh", "-c", ENDLESS]);
     eventually("the pipe is full", || is_full(&out));
@@ -360,11 +366,8 @@ fn a_slow_reader_is_no_idleness() {
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
-trial!(
-    Everyone,
-    one_reader_who_stops_does_not_stop_the_other_stream
-);
-fn one_reader_who_stops_does_not_stop_the_other_stream() {
+trial!(Everyone, an_unread_stream_does_not_stop_the_other_stream);
+fn an_unread_stream_does_not_stop_the_other_stream() {
     let test_home = TestHome::new();
     // A background process fills one stream, which nobody reads. The other stream continues.
     let script = format!("({ENDLESS}) & while :; do echo tick >&2; sleep 0.1; done");

@@ -1,6 +1,6 @@
 //! A worker goes on, and counts its slots right, whatever requests, runners and the database do.
 //!
-//! Each trial keeps a defect closed that an attacker of the queue found, and says what the defect was.
+//! Each trial is a regression test for a defect that an attacker of the queue could use. Its comment describes the defect.
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -49,10 +49,13 @@ fn programs_that_do_not_exist_pause_nobody() {
     assert_eq!(queue.ends("good"), "succeeded|exit");
 }
 
-trial!(Everyone, what_has_no_id_is_ended_and_others_are_served);
+trial!(
+    Everyone,
+    a_request_without_a_valid_id_ends_and_delays_no_other_request
+);
 /// The defect: requests without a valid id stayed `running` for ever, and the first three paused the worker for half a minute. A
 /// newline in an id began a new line in the worker's log.
-fn what_has_no_id_is_ended_and_others_are_served() {
+fn a_request_without_a_valid_id_ends_and_delays_no_other_request() {
     let queue = QueueHome::new();
     let bad = [
         "../../evil",
@@ -219,9 +222,12 @@ fn a_runner_that_is_told_to_end_was_not_cancelled() {
     assert_eq!(queue.ends("cancelled"), "cancelled|cancelled");
 }
 
-trial!(Everyone, children_are_heard_of_though_nobody_wanted_to);
+trial!(
+    Everyone,
+    a_parent_that_ignores_sigchld_does_not_break_the_worker
+);
 /// The defect: a worker whose parent ignores SIGCHLD never saw the end of its children, and enforced no time limit.
-fn children_are_heard_of_though_nobody_wanted_to() {
+fn a_parent_that_ignores_sigchld_does_not_break_the_worker() {
     let queue = QueueHome::new();
     queue.submit("queued", &[], &["--", "true"]);
     let deaf = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])";
@@ -237,9 +243,9 @@ fn children_are_heard_of_though_nobody_wanted_to() {
     assert_eq!(queue.ends("queued"), "succeeded|exit");
 }
 
-trial!(Everyone, it_is_not_idle_while_a_retry_is_queued);
+trial!(Everyone, a_worker_is_not_idle_while_a_retry_is_queued);
 /// The defect: on SQLite, `worker --until-idle` sometimes exited while a retry of an analysis, whose runner had died, was queued.
-fn it_is_not_idle_while_a_retry_is_queued() {
+fn a_worker_is_not_idle_while_a_retry_is_queued() {
     let queue = QueueHome {
         test_home: TestHome::new(),
         url: String::new(),
@@ -310,10 +316,13 @@ impl DatabaseProxy {
     }
 }
 
-trial!(Everyone, it_is_not_idle_while_the_database_is_away);
+trial!(
+    Everyone,
+    a_worker_is_not_idle_while_the_database_is_unreachable
+);
 /// The defect: the worker exited as soon as its last runner ended. That runner could not reach the database, so its attempt stayed
 /// `running` for ever.
-fn it_is_not_idle_while_the_database_is_away() {
+fn a_worker_is_not_idle_while_the_database_is_unreachable() {
     let front = DatabaseProxy::new();
     let queue = &front.queue;
     queue.submit_gated("late", &[]);
@@ -340,7 +349,8 @@ fn a_database_that_is_restarted_costs_no_attempt() {
     queue.test_home.write("project/input", "input");
     let options = ["--retries", "0", "--input", "input"];
     queue.submit("early", &options, &["--", "cat", "input"]);
-    // A lock makes the runner wait when it fetches an input: it has claimed the attempt and has not begun it.
+    // A lock makes the runner wait when it fetches an input: the worker has claimed the attempt, and the
+    // runner has not taken it up.
     let mut holder = Command::new("psql");
     holder.args(["-X", "-q", "-d", &front.direct.url, "-c"]);
     holder.arg("BEGIN; LOCK TABLE fumehood.blobs IN ACCESS EXCLUSIVE MODE; SELECT pg_sleep(600)");

@@ -268,8 +268,8 @@ fn is_gone_after_every_end() {
     }
 }
 
-trial!(Everyone, is_gone_after_a_failing_start);
-fn is_gone_after_a_failing_start() {
+trial!(Everyone, the_workspace_is_removed_after_a_failed_start);
+fn the_workspace_is_removed_after_a_failed_start() {
     let test_home = TestHome::new();
     test_home.write("project/not-executable", "text");
     test_home.write("project/broken", "#!/nowhere/interpreter\n");

@@ -77,8 +77,8 @@ fn sums(cluster: &TestCluster) {
     cluster.check(&all);
 }
 
-trial!(Everyone, what_never_fits_ends_with_the_reason);
-fn what_never_fits_ends_with_the_reason() {
+trial!(Everyone, a_request_that_never_fits_ends_with_the_reason);
+fn a_request_that_never_fits_ends_with_the_reason() {
     never_fits(&TestCluster::sqlite("fits"));
 }
 

@@ -110,10 +110,13 @@ fn at_every_step(deployment: &TestDeployment, faults: &[&str], ways: &[Recovery]
     deployment.check_for_good(&expected_states, Recovery::Gc);
 }
 
-trial!(Everyone, what_could_not_start_awaits_no_step_for_ever);
+trial!(
+    Everyone,
+    an_attempt_that_could_not_start_does_not_wait_for_post_processing
+);
 /// An analysis that could not start never waits for a post-process command that nobody runs: the command runs, or the
 /// record says that none is due.
-fn what_could_not_start_awaits_no_step_for_ever() {
+fn an_attempt_that_could_not_start_does_not_wait_for_post_processing() {
     let deployment = TestDeployment::sqlite("unstarted");
     let id = deployment.id("begun");
     let mut command = deployment.program(&deployment.machine, &id);
@@ -126,9 +129,12 @@ fn what_could_not_start_awaits_no_step_for_ever() {
     assert!(matches!(step.as_deref(), None | Some("done")), "{step:?}");
 }
 
-trial!(Everyone, what_is_marked_done_is_not_called_failed);
+trial!(
+    Everyone,
+    a_command_recorded_as_done_is_not_reported_as_failed
+);
 /// A command that is recorded as done is not reported as failed.
-fn what_is_marked_done_is_not_called_failed() {
+fn a_command_recorded_as_done_is_not_reported_as_failed() {
     let deployment = TestDeployment::sqlite("marked");
     let id = deployment.id("marked");
     let mut command = deployment.program(&deployment.machine, &id);

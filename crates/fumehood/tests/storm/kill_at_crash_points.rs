@@ -107,9 +107,9 @@ fn at_every_step(deployment: &TestDeployment, how: Recovery) {
     deployment.check_for_good(&expected_states, again);
 }
 
-trial!(Everyone, a_step_that_is_not_reached_kills_nobody);
+trial!(Everyone, a_crash_point_that_is_not_reached_kills_no_process);
 /// Control: a crash point that an attempt does not reach kills nothing.
-fn a_step_that_is_not_reached_kills_nobody() {
+fn a_crash_point_that_is_not_reached_kills_no_process() {
     let deployment = TestDeployment::sqlite("control");
     let mut expected_states = Vec::new();
     for (at, word) in [format!("object_moved:{}", OBJECTS + 1), "nowhere".into()]
@@ -175,9 +175,9 @@ fn a_killed_recovery_is_recovered_from() {
     deployment.check_for_good(&expected_states, Recovery::Gc);
 }
 
-trial!(Everyone, what_was_never_there_is_not_called_lost);
+trial!(Everyone, an_attempt_killed_before_it_wrote_reports_no_loss);
 /// An attempt that is killed before the program could write anything has lost nothing, and its record reports no loss.
-fn what_was_never_there_is_not_called_lost() {
+fn an_attempt_killed_before_it_wrote_reports_no_loss() {
     let deployment = TestDeployment::sqlite("early");
     let mut expected_states = Vec::new();
     let id = deployment.id("begun");
@@ -205,10 +205,13 @@ fn what_was_never_there_is_not_called_lost() {
     }
 }
 
-trial!(Everyone, an_id_of_our_own_is_known_from_begun_on);
+trial!(
+    Everyone,
+    an_attempt_with_a_generated_id_is_recorded_from_begun_on
+);
 /// A generated id is new, so the runner skips the database lookup: until the attempt is begun, the run directory names no
 /// database.
-fn an_id_of_our_own_is_known_from_begun_on() {
+fn an_attempt_with_a_generated_id_is_recorded_from_begun_on() {
     let deployment = TestDeployment::sqlite("made-up");
     let mut expected_states = Vec::new();
     let early = [

@@ -56,7 +56,7 @@ fn postgres_is_killed_while_runs_commit() {
         }
         lives.iter_mut().for_each(let_go);
         if round > 0 {
-            // Not to wait for anything: to strike at different moments.
+            // This sleep waits for no event. It varies the moment of the interruption.
             std::thread::sleep(random.moment(run_duration));
             match round % 2 {
                 0 => server.kill(),
@@ -101,8 +101,11 @@ pub fn stop_at_once(server: &PrivatePostgres) {
     rustix::process::kill_process(pid, Signal::QUIT).unwrap();
 }
 
-trial!(Everyone, postgres_is_away_or_forbids_it);
-fn postgres_is_away_or_forbids_it() {
+trial!(
+    Everyone,
+    runs_stay_pending_while_postgres_refuses_logins_or_writes
+);
+fn runs_stay_pending_while_postgres_refuses_logins_or_writes() {
     let server = own_server();
     let mut deployment = TestDeployment::on(server, "forbidden");
     let Database::Postgres { name, .. } = deployment.database.clone() else {

@@ -224,7 +224,7 @@ impl QueueStorm<'_> {
         let give_up = Instant::now() + WAIT_MAX + Duration::from_secs(2) * tasks.len() as u32;
         loop {
             assert!(Instant::now() < give_up, "{}", self.cluster.everything());
-            // Not to wait for anything: to strike at different moments.
+            // This sleep waits for no event. It varies the moment of the interruption.
             std::thread::sleep(self.random.moment(Duration::from_millis(200)));
             let more = rest.next();
             if let Some(more) = more {
@@ -281,7 +281,7 @@ impl QueueStorm<'_> {
             1 => stop_at_once(server),
             _ => stop_fast(server),
         }
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(self.random.moment(Duration::from_secs(3)));
         server.start_again();
         self.disturbances.restarts += 1;

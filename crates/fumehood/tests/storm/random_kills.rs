@@ -225,7 +225,7 @@ impl KillLane<'_> {
 
     fn kill_one(&mut self, machine: &Machine, id: &str) {
         let mut live = RunningCommand::start(self.deployment.program(machine, id));
-        // Not to wait for anything: to strike at different moments. Every second one at the end, where most is to lose.
+        // Every second kill hits the end of the run, where most can be lost.
         let at_the_end = self.random.below(2) == 0;
         let pause = match at_the_end {
             true => {
@@ -234,7 +234,7 @@ impl KillLane<'_> {
             }
             false => self.random.moment(self.durations.run * 3 / 2),
         };
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(pause);
         live.signal(Signal::KILL);
         let status = live.child.wait().unwrap();
@@ -252,7 +252,7 @@ impl KillLane<'_> {
 
     fn kill_recovery(&mut self, machine: &Machine, id: &str) {
         let mut live = RunningCommand::start(self.deployment.recovery(machine, Recovery::Gc, id));
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(
             self.random
                 .moment(self.durations.gc + self.durations.ending),

@@ -302,8 +302,11 @@ fn drained(cluster: &TestCluster) {
     cluster.check(&[a, b, later, c, last]);
 }
 
-trial!(Everyone, names_are_taken_once_and_share_the_queue);
-fn names_are_taken_once_and_share_the_queue() {
+trial!(
+    Everyone,
+    two_workers_cannot_have_one_name_and_two_names_share_the_queue
+);
+fn two_workers_cannot_have_one_name_and_two_names_share_the_queue() {
     names(&TestCluster::sqlite("nm"));
 }
 

@@ -5,6 +5,7 @@ use std::fs;
 use std::process::Command;
 
 use serde_json::Value;
+use store::types::crash_points::CrashPoint;
 
 use crate::sources::{has_word, read, root};
 
@@ -98,21 +99,49 @@ fn the_table_of_level_landlock_is_the_one_that_is_asserted() {
     assert_eq!(told, asserted);
 }
 
-/// The table of crashes has exactly the crash points of the tests, in their order.
+/// The cells of a table, each without its backquotes. `start` is the beginning of the table's first line.
+fn table_rows<'a>(text: &'a str, start: &str) -> Vec<Vec<&'a str>> {
+    let lines = text.lines().skip_while(|line| !line.starts_with(start));
+    let lines = lines.map(|line| line.trim_start_matches("//! "));
+    let rows = lines.skip(2).take_while(|line| line.starts_with('|'));
+    rows.map(|row| {
+        row.split(" | ")
+            .map(|cell| cell.trim_matches([' ', '|', '`']))
+            .collect()
+    })
+    .collect()
+}
+
+/// The table of crashes has exactly the crash points of the tests, in their order. Each is a durable step of the
+/// transition that the table names: the front page of `attempt` lists it there, and the transition's file mentions it.
 #[test]
-fn every_step_of_an_attempt_is_in_the_table_of_crashes() {
+fn every_crash_point_is_in_the_table_of_crashes() {
     let text = read("ARCHITECTURE.md");
-    let rows = text
-        .lines()
-        .skip_while(|line| !line.starts_with("| step | what a crash there leaves"))
-        .skip(2)
-        .take_while(|line| line.starts_with('|'));
-    let documented: Vec<&str> = rows.filter_map(|row| row.split('`').nth(1)).collect();
-    let steps: Vec<&str> = store::types::crash_points::CrashPoint::ALL
+    let documented: Vec<(&str, &str)> = table_rows(&text, "| step | transition | what a crash")
         .iter()
-        .map(|step| step.name())
+        .map(|row| (row[0], row[1]))
         .collect();
-    assert_eq!(documented, steps);
+    let front = read("crates/engine/src/attempt/mod.rs");
+    let rows = table_rows(&front, "//! | transition | file |");
+    let mut listed = Vec::new();
+    for row in &rows {
+        let steps = row[4].split(", ").map(|step| step.trim_matches('`'));
+        let is_step = |name: &&str| CrashPoint::ALL.iter().any(|point| point.name() == *name);
+        listed.extend(steps.filter(is_step).map(|step| (step, row[1])));
+    }
+    assert_eq!(documented, listed);
+    let points: Vec<&str> = CrashPoint::ALL.iter().map(|point| point.name()).collect();
+    let steps: Vec<&str> = documented.iter().map(|(step, _)| *step).collect();
+    assert_eq!(steps, points);
+    for ((_, transition), point) in documented.iter().zip(CrashPoint::ALL) {
+        let folder = "crates/engine/src/attempt";
+        let source = match *transition {
+            "finalize" => read(&format!("{folder}/finalize/mod.rs")),
+            file => read(&format!("{folder}/{file}.rs")),
+        };
+        let mention = format!("CrashPoint::{point:?}`");
+        assert!(source.contains(&mention), "{transition}: {mention}");
+    }
 }
 
 fn snake_case(name: &str) -> String {

@@ -604,7 +604,7 @@ mod checks {
     }
 
     #[test]
-    fn parents_and_tests_do_not_count() {
+    fn uses_of_a_parent_module_and_uses_in_tests_form_no_cycle() {
         let files = [
             ("lib.rs", "mod a; mod b;"),
             (

@@ -18,15 +18,17 @@ const POLLING: &[(&str, &str)] = &[
     // Waits for a while to check that nothing happens.
     (
         "crates/sandbox/tests/promises/p12_runner_death.rs",
-        "nothing_runs_before_the_word_to_go",
+        "the_program_does_not_run_before_the_start_order",
     ),
 ];
 
-/// The comment above a sleep that waits for no event: crash tests sleep so that each kill hits a different moment.
-const RANDOM_DELAY_COMMENT: &str = "// Not to wait for anything: to strike at different moments.";
+/// The comment above a sleep that waits for no event: crash tests sleep so that each kill, cancel or restart hits a
+/// different moment.
+const RANDOM_DELAY_COMMENT: &str =
+    "// This sleep waits for no event. It varies the moment of the interruption.";
 
 #[test]
-fn unsafe_stands_in_one_file() {
+fn unsafe_is_only_in_sandbox_sys_and_fuzz() {
     let found = lines_of_code(|name, line| {
         !name.starts_with("crates/sandbox/src/sys/")
             && !name.starts_with("fuzz/")

@@ -140,7 +140,7 @@ pub fn none(found: Vec<String>, rule: &str) {
 }
 
 #[test]
-fn the_checks_see_code_and_not_words() {
+fn comments_and_strings_are_removed_before_the_checks() {
     let text = "let a = \"unsafe\"; // unsafe\nlet c = '\"'; unsafe {}\nr#\"todo!() \"x\" \"#;/* mark */ 'a: loop {}";
     let seen = code(text);
     assert_eq!(seen.lines().count(), 3);

@@ -4,24 +4,21 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-use crate::sys::{Arg, Call, ForkSide, attempt};
+use crate::sys::Arg::{Bytes, Number, Text};
+use crate::sys::{Call, ForkSide, attempt};
 
 /// Makes the kernel send SIGALRM to this process after `seconds`.
 pub fn alarm(seconds: u64) -> io::Result<()> {
     // struct itimerval: first the interval, then the time until the first signal.
     let mut timer = [0u8; 32];
     timer[16..24].copy_from_slice(&seconds.to_ne_bytes());
-    attempt(
-        Call::SET_TIMER,
-        &mut [Arg::Number(0), Arg::Bytes(&mut timer)],
-    )
-    .map(drop)
+    attempt(Call::SET_TIMER, &mut [Number(0), Bytes(&mut timer)]).map(drop)
 }
 
 /// Reads the start of the file behind a descriptor number, if the number is open.
 pub fn read_inherited(number: RawFd, into: &mut [u8]) -> io::Result<usize> {
-    let (fd, most) = (Arg::Number(number.into()), Arg::Number(into.len() as i64));
-    let args = &mut [fd, Arg::Bytes(into), most, Arg::Number(0)];
+    let [fd, most, offset] = [number.into(), into.len() as i64, 0].map(Number);
+    let args = &mut [fd, Bytes(into), most, offset];
     attempt(Call::PREAD, args).map(|n| n as usize)
 }
 
@@ -34,8 +31,7 @@ pub fn signal_owner(of: BorrowedFd<'_>, pid: i32, signal: i32) -> io::Result<()>
         (libc::F_SETFL, libc::O_ASYNC),
     ] {
         let numbers = [of.as_raw_fd(), command, value];
-        let mut args = numbers.map(|n| Arg::Number(n.into()));
-        attempt(Call::FCNTL, &mut args)?;
+        attempt(Call::FCNTL, &mut numbers.map(|n| Number(n.into())))?;
     }
     Ok(())
 }
@@ -43,19 +39,14 @@ pub fn signal_owner(of: BorrowedFd<'_>, pid: i32, signal: i32) -> io::Result<()>
 /// Copies from one descriptor to another. Takes numbers, because another thread may close either descriptor
 /// meanwhile.
 pub fn send_file(to: RawFd, from: RawFd, bytes: usize) -> io::Result<usize> {
-    let (to, from) = (Arg::Number(to.into()), Arg::Number(from.into()));
-    let args = &mut [to, from, Arg::Number(0), Arg::Number(bytes as i64)];
-    attempt(Call::SENDFILE, args).map(|n| n as usize)
+    let numbers = [to.into(), from.into(), 0, bytes as i64];
+    attempt(Call::SENDFILE, &mut numbers.map(Number)).map(|n| n as usize)
 }
 
 /// Injects a byte into a terminal's input as if it had been typed (TIOCSTI).
 pub fn inject_byte(terminal: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     let (fd, command) = (terminal.as_raw_fd().into(), libc::TIOCSTI as i64);
-    let args = &mut [
-        Arg::Number(fd),
-        Arg::Number(command),
-        Arg::Bytes(&mut [byte]),
-    ];
+    let args = &mut [Number(fd), Number(command), Bytes(&mut [byte])];
     attempt(Call::IOCTL, args).map(drop)
 }
 
@@ -65,27 +56,27 @@ pub struct OpenQueue(i64);
 impl OpenQueue {
     /// Opens a queue. A new queue is open to all users.
     pub fn open(name: &CStr, flags: libc::c_int) -> io::Result<OpenQueue> {
-        let flags = Arg::Number((flags | libc::O_CLOEXEC | libc::O_NONBLOCK).into());
-        let args = &mut [Arg::Text(name), flags, Arg::Number(0o666), Arg::Number(0)];
+        let flags = Number((flags | libc::O_CLOEXEC | libc::O_NONBLOCK).into());
+        let args = &mut [Text(name), flags, Number(0o666), Number(0)];
         attempt(Call::MQ_OPEN, args).map(OpenQueue)
     }
 
     pub fn send(&self, message: &[u8]) -> io::Result<()> {
-        let (mut message, length) = (message.to_vec(), Arg::Number(message.len() as i64));
-        let args = &mut [Arg::Number(self.0), Arg::Bytes(&mut message), length];
+        let (mut message, length) = (message.to_vec(), Number(message.len() as i64));
+        let args = &mut [Number(self.0), Bytes(&mut message), length];
         attempt(Call::MQ_SEND, args).map(drop)
     }
 
     pub fn receive(&self, into: &mut [u8]) -> io::Result<usize> {
-        let length = Arg::Number(into.len() as i64);
-        let args = &mut [Arg::Number(self.0), Arg::Bytes(into), length];
+        let length = Number(into.len() as i64);
+        let args = &mut [Number(self.0), Bytes(into), length];
         attempt(Call::MQ_RECEIVE, args).map(|n| n as usize)
     }
 }
 
 /// Forks with clone into new namespaces.
 pub fn clone_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
-    let flags = Arg::Number((namespaces | libc::SIGCHLD).into());
+    let flags = Number((namespaces | libc::SIGCHLD).into());
     attempt(Call::CLONE, &mut [flags]).map(fork_side)
 }
 
@@ -95,7 +86,7 @@ pub fn clone3_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
     let mut args = [0u8; 64];
     args[..4].copy_from_slice(&namespaces.to_ne_bytes());
     args[32..36].copy_from_slice(&libc::SIGCHLD.to_ne_bytes());
-    let args = &mut [Arg::Bytes(&mut args), Arg::Number(64)];
+    let args = &mut [Bytes(&mut args), Number(64)];
     attempt(Call::CLONE3, args).map(fork_side)
 }
 

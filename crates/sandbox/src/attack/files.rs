@@ -1,8 +1,10 @@
 //! Attacks on files: change, read, list, measure and lock files that are not the program's own.
 
+use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::Path;
 
@@ -10,9 +12,7 @@ use rustix::fs::{
     AtFlags, CWD, FlockOperation, Mode, OFlags, Timespec, Timestamps, UTIME_NOW, XattrFlags,
 };
 
-use super::{
-    AttackAim, AttackFailure, AttackResult, LINKED_NAME_PREFIX, any_of, c_path, with_suffix,
-};
+use super::{AttackAim, AttackResult, Attempts, LINKED_NAME_PREFIX, c_string, refused, unable};
 use crate::sys::{self, Arg, Call};
 
 /// Attempts the attack on every target. Each target is another path to the same file.
@@ -20,67 +20,41 @@ fn try_each_path(
     aim: &AttackAim<'_>,
     mut attempt: impl FnMut(&Path) -> AttackResult,
 ) -> AttackResult {
-    let mut successes = Vec::new();
-    let mut refusals = Vec::new();
+    let mut attempts = Attempts::default();
     for path in aim.paths() {
-        match attempt(path) {
-            Ok(what) => successes.push(format!("{}: {what}", path.display())),
-            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                refusals.push(format!("{} {why}", path.display()));
-            }
-        }
+        attempts = attempts.add_result(path.display(), attempt(path));
     }
-    match successes.is_empty() {
-        false => Ok(successes.join("; ")),
-        true => Err(AttackFailure::Refused(refusals.join(", "))),
-    }
+    attempts.result()
 }
 
 /// Changes the content of a file, or the entries of its directory.
 pub fn change(aim: &AttackAim<'_>) -> AttackResult {
+    let write = |options: &OpenOptions, path: &Path| -> io::Result<()> {
+        options.open(path)?.write_all(aim.mark.as_bytes())
+    };
     try_each_path(aim, |path| {
-        let mut overwrite = || {
-            let mut file = OpenOptions::new().write(true).open(path)?;
-            file.write_all(aim.mark.as_bytes())?;
-            Ok("written".into())
+        let beside = |suffix: &str| OsString::from_iter([path.as_os_str(), suffix.as_ref()]);
+        let rename = || {
+            std::fs::rename(path, beside(".moved"))?;
+            std::fs::rename(beside(".moved"), path)
         };
-        let mut append = || {
-            let mut file = OpenOptions::new().append(true).open(path)?;
-            file.write_all(aim.mark.as_bytes())?;
-            Ok("written".into())
-        };
-        let mut create = || {
-            std::fs::write(with_suffix(path, ".new"), aim.mark)?;
-            Ok("made".into())
-        };
-        let mut directory = || {
-            std::fs::create_dir(with_suffix(path, ".dir"))?;
-            Ok("made".into())
-        };
-        let mut rename = || {
-            std::fs::rename(path, with_suffix(path, ".moved"))?;
-            std::fs::rename(with_suffix(path, ".moved"), path)?;
-            Ok("done".into())
-        };
-        let mut remove = || {
-            std::fs::remove_file(path)?;
-            Ok("done".into())
-        };
-        any_of(&mut [
-            ("overwrite", &mut overwrite),
-            ("append", &mut append),
-            ("create", &mut create),
-            ("mkdir", &mut directory),
-            ("rename", &mut rename),
-            ("unlink", &mut remove),
-        ])
+        let overwrite = write(File::options().write(true), path);
+        let append = write(File::options().append(true), path);
+        Attempts::default()
+            .add("overwrite", "written", overwrite)
+            .add("append", "written", append)
+            .add("create", "made", std::fs::write(beside(".new"), aim.mark))
+            .add("mkdir", "made", std::fs::create_dir(beside(".dir")))
+            .add("rename", "done", rename())
+            .add("unlink", "done", std::fs::remove_file(path))
+            .result()
     })
 }
 
 /// Makes a new file at each target.
 pub fn create(aim: &AttackAim<'_>) -> AttackResult {
     try_each_path(aim, |path| {
-        let mut file = OpenOptions::new().write(true).create_new(true).open(path)?;
+        let mut file = File::options().write(true).create_new(true).open(path)?;
         file.write_all(aim.mark.as_bytes())?;
         Ok("made".into())
     })
@@ -88,54 +62,36 @@ pub fn create(aim: &AttackAim<'_>) -> AttackResult {
 
 pub fn truncate(aim: &AttackAim<'_>) -> AttackResult {
     try_each_path(aim, |path| {
-        let name = c_path(path)?;
-        let mut by_name = || {
-            sys::attempt(Call::TRUNCATE, &mut [Arg::Text(&name), Arg::Number(0)])?;
-            Ok("done".into())
-        };
-        let mut by_opening = || {
-            let flags = OFlags::RDONLY | OFlags::TRUNC | OFlags::CLOEXEC;
-            rustix::fs::open(path, flags, Mode::empty())?;
-            Ok("done".into())
-        };
-        any_of(&mut [
-            ("truncate", &mut by_name),
-            ("open with O_TRUNC", &mut by_opening),
-        ])
+        let name = c_string(path.as_os_str().as_bytes())?;
+        let by_name = sys::attempt(Call::TRUNCATE, &mut [Arg::Text(&name), Arg::Number(0)]);
+        let flags = OFlags::RDONLY | OFlags::TRUNC | OFlags::CLOEXEC;
+        let by_opening = rustix::fs::open(path, flags, Mode::empty());
+        Attempts::default()
+            .add("truncate", "done", by_name)
+            .add("open with O_TRUNC", "done", by_opening)
+            .result()
     })
 }
 
 pub fn change_mode(aim: &AttackAim<'_>) -> AttackResult {
     let mode = || std::fs::Permissions::from_mode(0o640);
     try_each_path(aim, |path| {
-        let name = c_path(path)?;
-        let mut by_name = || {
-            std::fs::set_permissions(path, mode())?;
-            Ok("done".into())
-        };
-        let mut by_descriptor = || {
-            File::open(path)?.set_permissions(mode())?;
-            Ok("done".into())
-        };
-        let mut by_link = || {
-            let file = File::open(path)?;
-            let link = format!("/proc/self/fd/{}", file.as_raw_fd());
-            std::fs::set_permissions(link, mode())?;
-            Ok("done".into())
-        };
-        let mut by_newer_call = || {
-            let here = Arg::Number(i64::from(libc::AT_FDCWD));
-            let args = &mut [here, Arg::Text(&name), Arg::Number(0o640), Arg::Number(0)];
-            sys::attempt(Call::FCHMODAT2, args)?;
-            Ok("done".into())
-        };
-        any_of(&mut [
-            ("chmod", &mut by_name),
-            ("fchmod", &mut by_descriptor),
-            ("chmod of /proc/self/fd", &mut by_link),
-            ("fchmodat2", &mut by_newer_call),
-        ])
+        let name = c_string(path.as_os_str().as_bytes())?;
+        let by_descriptor = || File::open(path)?.set_permissions(mode());
+        let by_link = || std::fs::set_permissions(descriptor_path(&File::open(path)?), mode());
+        let here = Arg::Number(i64::from(libc::AT_FDCWD));
+        let args = &mut [here, Arg::Text(&name), Arg::Number(0o640), Arg::Number(0)];
+        Attempts::default()
+            .add("chmod", "done", std::fs::set_permissions(path, mode()))
+            .add("fchmod", "done", by_descriptor())
+            .add("chmod of /proc/self/fd", "done", by_link())
+            .add("fchmodat2", "done", sys::attempt(Call::FCHMODAT2, args))
+            .result()
     })
+}
+
+fn descriptor_path(file: &File) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 
 pub fn change_times(aim: &AttackAim<'_>) -> AttackResult {
@@ -161,36 +117,31 @@ fn set_times(aim: &AttackAim<'_>, time: Timespec) -> AttackResult {
         last_modification: time,
     };
     try_each_path(aim, |path| {
-        let mut by_name = || {
-            rustix::fs::utimensat(CWD, path, &times, AtFlags::empty())?;
-            Ok("done".into())
-        };
-        let mut by_descriptor = || {
-            rustix::fs::futimens(File::open(path)?, &times)?;
-            Ok("done".into())
-        };
-        any_of(&mut [
-            ("utimensat", &mut by_name),
-            ("futimens", &mut by_descriptor),
-        ])
+        let by_descriptor = || Ok::<_, io::Error>(rustix::fs::futimens(File::open(path)?, &times)?);
+        let by_name = rustix::fs::utimensat(CWD, path, &times, AtFlags::empty());
+        Attempts::default()
+            .add("utimensat", "done", by_name)
+            .add("futimens", "done", by_descriptor())
+            .result()
     })
 }
 
 pub fn change_attributes(aim: &AttackAim<'_>) -> AttackResult {
-    let (name, value) = ("user.fumehood", aim.mark.as_bytes());
+    let (name, value, flags) = ("user.fumehood", aim.mark.as_bytes(), XattrFlags::empty());
     try_each_path(aim, |path| {
-        let mut by_name = || {
-            rustix::fs::setxattr(path, name, value, XattrFlags::empty())?;
-            Ok("set".into())
+        let by_descriptor = || -> io::Result<()> {
+            Ok(rustix::fs::fsetxattr(
+                File::open(path)?,
+                name,
+                value,
+                flags,
+            )?)
         };
-        let mut by_descriptor = || {
-            rustix::fs::fsetxattr(File::open(path)?, name, value, XattrFlags::empty())?;
-            Ok("set".into())
-        };
-        any_of(&mut [
-            ("setxattr", &mut by_name),
-            ("fsetxattr", &mut by_descriptor),
-        ])
+        let by_name = rustix::fs::setxattr(path, name, value, flags);
+        Attempts::default()
+            .add("setxattr", "set", by_name)
+            .add("fsetxattr", "set", by_descriptor())
+            .result()
     })
 }
 
@@ -198,26 +149,24 @@ pub fn change_attributes(aim: &AttackAim<'_>) -> AttackResult {
 pub fn link(aim: &AttackAim<'_>) -> AttackResult {
     let own = format!("linked-{}", aim.mark);
     try_each_path(aim, |path| {
-        let mut by_name = || {
-            std::fs::hard_link(path, &own)?;
-            Ok("made".into())
-        };
-        let mut by_descriptor = || {
+        let by_descriptor = || -> io::Result<()> {
             let file = File::open(path)?;
-            let descriptor = format!("/proc/self/fd/{}", file.as_raw_fd());
             let own = format!("{own}-by-descriptor");
-            rustix::fs::linkat(CWD, descriptor, CWD, own, AtFlags::SYMLINK_FOLLOW)?;
-            Ok("made".into())
+            let flags = AtFlags::SYMLINK_FOLLOW;
+            Ok(rustix::fs::linkat(
+                CWD,
+                descriptor_path(&file),
+                CWD,
+                own,
+                flags,
+            )?)
         };
-        let mut by_rename = || {
-            std::fs::rename(path, format!("{own}-moved"))?;
-            Ok("moved".into())
-        };
-        any_of(&mut [
-            ("link", &mut by_name),
-            ("link of a descriptor", &mut by_descriptor),
-            ("rename", &mut by_rename),
-        ])
+        let by_rename = || std::fs::rename(path, format!("{own}-moved"));
+        Attempts::default()
+            .add("link", "made", std::fs::hard_link(path, &own))
+            .add("link of a descriptor", "made", by_descriptor())
+            .add("rename", "moved", by_rename())
+            .result()
     })
 }
 
@@ -250,9 +199,7 @@ pub fn lock(aim: &AttackAim<'_>) -> AttackResult {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => Ok("met the lock that the host holds".into()),
             Err(e) => Err(e.into()),
-            Ok(()) => Err(AttackFailure::Refused(
-                "is locked apart from the host".into(),
-            )),
+            Ok(()) => refused("is locked apart from the host"),
         }
     })
 }
@@ -262,29 +209,30 @@ pub fn lock(aim: &AttackAim<'_>) -> AttackResult {
 pub fn farm(aim: &AttackAim<'_>) -> AttackResult {
     let paths = aim.paths();
     let [secret, directory] = paths[..] else {
-        return Err(AttackFailure::Unable(
-            "a secret file and its directory are needed".into(),
-        ));
+        return unable("a secret file and its directory are needed");
     };
-    let above = Path::new("..").join("..").join("..").join("..").join("..");
     let relative = secret.strip_prefix("/").unwrap_or(secret);
     std::fs::create_dir("farm")?;
-    symlink(secret, "secret.txt")?;
-    symlink("secret.txt", "farm/chained.txt")?;
-    symlink("../secret.txt", "farm/up.txt")?;
-    symlink(
-        above.join("..").join("..").join(relative),
-        "farm/roundabout.txt",
-    )?;
-    symlink(directory, "farm/directory")?;
-    symlink("/", "farm/root")?;
-    symlink(
-        Path::new("/proc/self/root").join(relative),
-        "farm/by-proc.txt",
-    )?;
-    symlink("/proc/self/environ", "farm/environ")?;
-    symlink("loop", "farm/loop")?;
-    symlink(secret, "result.json")?;
+    for (leads_to, name) in [
+        (secret, "secret.txt"),
+        (Path::new("secret.txt"), "farm/chained.txt"),
+        (Path::new("../secret.txt"), "farm/up.txt"),
+        (
+            &Path::new(&"../".repeat(7)).join(relative),
+            "farm/roundabout.txt",
+        ),
+        (directory, "farm/directory"),
+        (Path::new("/"), "farm/root"),
+        (
+            &Path::new("/proc/self/root").join(relative),
+            "farm/by-proc.txt",
+        ),
+        (Path::new("/proc/self/environ"), "farm/environ"),
+        (Path::new("loop"), "farm/loop"),
+        (secret, "result.json"),
+    ] {
+        symlink(leads_to, name)?;
+    }
     let owner = Mode::from_raw_mode(0o600);
     // A reader of a FIFO or socket would wait forever. Where they cannot be made, this part of the attack is void.
     let _ = rustix::fs::mknodat(CWD, "farm/fifo", rustix::fs::FileType::Fifo, owner, 0);
@@ -292,8 +240,8 @@ pub fn farm(aim: &AttackAim<'_>) -> AttackResult {
     // The kernel refuses a hard link across file systems.
     let _ = std::fs::hard_link(secret, "farm/hard.txt");
     // The collector's control: an ordinary file, which must be collected.
-    let mut ordinary = OpenOptions::new();
-    let ordinary = ordinary.write(true).create_new(true).mode(0o600);
+    let mut options = File::options();
+    let ordinary = options.write(true).create_new(true).mode(0o600);
     ordinary
         .open("ordinary.txt")?
         .write_all(aim.mark.as_bytes())?;

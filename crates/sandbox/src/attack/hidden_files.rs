@@ -9,7 +9,7 @@ use std::sync::mpsc::RecvTimeoutError;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::{AttackAim, AttackFailure, AttackResult, calls};
+use super::{AttackAim, AttackResult, calls, refused, unable};
 
 /// Fewer than the descriptors that any process may have.
 const UNLINKED_FILES: usize = 200;
@@ -58,7 +58,7 @@ pub fn held_by_calls(aim: &AttackAim<'_>) -> AttackResult {
         // the file.
         let mut waiting = [PollFd::new(&peer, PollFlags::IN)];
         if rustix::event::poll(&mut waiting, Some(&START_TIMEOUT))? == 0 {
-            return Err(AttackFailure::Unable("sendfile did not begin".into()));
+            return unable("sendfile did not begin");
         }
         drop(file);
         sockets.push((sender, peer));
@@ -69,8 +69,8 @@ pub fn held_by_calls(aim: &AttackAim<'_>) -> AttackResult {
             (HELD_FILES * HELD_FILE_BYTES) >> 20,
             sockets.len()
         )),
-        Ok(_) | Err(RecvTimeoutError::Disconnected) => Err(AttackFailure::Refused(
-            "the calls were interrupted and let go".into(),
-        )),
+        Ok(_) | Err(RecvTimeoutError::Disconnected) => {
+            refused("the calls were interrupted and let go")
+        }
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, WaitOptions};
 use rustix::thread::CpuSet;
 
-use super::{AttackAim, AttackFailure, AttackResult, print_unbuffered};
+use super::{AttackAim, AttackFailure, AttackResult, errno_name, print_unbuffered, refused};
 use crate::sys::{self, ForkSide};
 
 /// How long an attack must hold a resource to count as successful: a watch that checks ten times a second has checked
@@ -44,46 +44,34 @@ fn start_child(act: impl FnOnce()) -> Result<Option<Pid>, AttackFailure> {
     }
 }
 
-/// Returns how many of the children have been ended by others.
-fn count_ended(children: &[Pid]) -> usize {
-    let has_ended = |child: &&Pid| {
-        matches!(
-            rustix::process::waitpid(Some(**child), WaitOptions::NOHANG),
-            Ok(Some(_))
-        )
-    };
-    children.iter().filter(has_ended).count()
-}
-
-fn kill_children(children: &[Pid]) {
+/// Kills the children, and returns how many of them others had ended before.
+fn end_children(children: &[Pid]) -> usize {
+    let wait = |child: &Pid, options| rustix::process::waitpid(Some(*child), options);
+    let has_ended = |child: &&Pid| matches!(wait(child, WaitOptions::NOHANG), Ok(Some(_)));
+    let ended = children.iter().filter(has_ended).count();
     for child in children {
         let _ = rustix::process::kill_process(*child, Signal::KILL);
-        let _ = rustix::process::waitpid(Some(*child), WaitOptions::empty());
+        let _ = wait(child, WaitOptions::empty());
     }
+    ended
 }
 
 pub fn fork(_aim: &AttackAim<'_>) -> AttackResult {
     let mut children = Vec::new();
-    let mut refused = None;
-    while children.len() < PROCESSES && refused.is_none() {
+    let mut failure = None;
+    while children.len() < PROCESSES && failure.is_none() {
         match start_child(|| std::thread::sleep(DAEMON_LIFETIME)) {
             Ok(child) => children.extend(child),
-            Err(stopped) => refused = Some(stopped),
+            Err(stopped) => failure = Some(stopped),
         }
     }
-    if refused.is_none() {
+    if failure.is_none() {
         std::thread::sleep(HOLD_TIME);
     }
-    let ended = count_ended(&children);
-    let count = children.len();
-    kill_children(&children);
-    match refused {
-        Some(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => Err(
-            AttackFailure::Refused(format!("{why} after {count} processes")),
-        ),
-        None if ended > 0 => Err(AttackFailure::Refused(format!(
-            "{ended} of {count} were ended"
-        ))),
+    let (ended, count) = (end_children(&children), children.len());
+    match failure {
+        Some(failure) => refused(format!("{} after {count} processes", failure.reason())),
+        None if ended > 0 => refused(format!("{ended} of {count} were ended")),
         None => Ok(format!("{count} processes at once")),
     }
 }
@@ -110,16 +98,15 @@ pub fn memory(_aim: &AttackAim<'_>) -> AttackResult {
         filled += 1;
     }
     std::thread::sleep(HOLD_TIME);
-    let ended = count_ended(&children);
-    kill_children(&children);
+    let ended = end_children(&children);
     match filled == MEMORY_SHARES && ended == 0 {
         true => Ok(format!(
             "{} MiB held in {MEMORY_SHARES} processes",
             (MEMORY_SHARES * MEMORY_SHARE_BYTES) >> 20
         )),
-        false => Err(AttackFailure::Refused(format!(
+        false => refused(format!(
             "{filled} of {MEMORY_SHARES} shares were filled, {ended} were ended"
-        ))),
+        )),
     }
 }
 
@@ -151,8 +138,7 @@ pub fn disk(_aim: &AttackAim<'_>) -> AttackResult {
     let chunk = vec![b'x'; 1 << 20];
     for n in 0..DISK_BYTES / chunk.len() {
         if let Err(e) = file.write_all(&chunk) {
-            let why = super::errno_name(&e);
-            return Err(AttackFailure::Refused(format!("{why} after {n} MiB")));
+            return refused(format!("{} after {n} MiB", errno_name(&e)));
         }
     }
     std::thread::sleep(HOLD_TIME);
@@ -164,8 +150,7 @@ pub fn files(_aim: &AttackAim<'_>) -> AttackResult {
     std::fs::create_dir("many")?;
     for n in 0..FILES {
         if let Err(e) = std::fs::File::create_new(format!("many/{n}")) {
-            let why = super::errno_name(&e);
-            return Err(AttackFailure::Refused(format!("{why} after {n} files")));
+            return refused(format!("{} after {n} files", errno_name(&e)));
         }
     }
     std::thread::sleep(HOLD_TIME);

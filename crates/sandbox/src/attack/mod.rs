@@ -1,4 +1,4 @@
-//! The attacks: every act of `promises.rs`, really tried with system calls.
+//! The attacks: every act of [`promises`], really tried with system calls.
 //!
 //! `doctor --attack` starts this binary inside a sandbox, with a hidden first argument, and starts it unconfined in
 //! the same way for the control. An attack prints its result in one line. The caller relies on this line only where
@@ -15,19 +15,21 @@ mod kernel;
 mod limits;
 mod privilege;
 mod processes;
+pub mod promises;
 mod services;
 mod terminal;
 pub mod victims;
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, WaitOptions};
 
+use self::promises::{ACTS, Act};
 use crate::sys::{self, ForkSide};
 
 /// The first argument that makes this binary the attacker, or one of its victims.
@@ -56,12 +58,6 @@ const DETAIL_CHARS_MAX: usize = 4000;
 /// An attack is ended after this time, which is much more than it needs on any host.
 const ATTACK_SECONDS_MAX: u64 = 30;
 
-pub struct Attack {
-    /// The name of an act in `promises::ACTS`.
-    pub name: &'static str,
-    run: fn(&AttackAim<'_>) -> AttackResult,
-}
-
 /// The result of an attack: what it achieved, or why it failed.
 type AttackResult = Result<String, AttackFailure>;
 
@@ -84,77 +80,21 @@ impl From<rustix::io::Errno> for AttackFailure {
     }
 }
 
-/// Every attack, in the order of the acts.
-#[rustfmt::skip]
-pub const ATTACKS: &[Attack] = &[
-    Attack { name: "write_data", run: files::change },
-    Attack { name: "write_docs", run: files::change },
-    Attack { name: "truncate_data", run: files::truncate },
-    Attack { name: "chmod_data", run: files::change_mode },
-    Attack { name: "utime_data", run: files::change_times },
-    Attack { name: "xattr_data", run: files::change_attributes },
-    Attack { name: "link_data", run: files::link },
-    Attack { name: "read_project", run: files::read },
-    Attack { name: "list_project", run: files::list },
-    Attack { name: "stat_project", run: files::size },
-    Attack { name: "lock_data", run: files::lock },
-    Attack { name: "read_secret_file", run: files::read },
-    Attack { name: "read_host_tmp", run: files::read },
-    Attack { name: "write_site", run: files::change },
-    Attack { name: "write_api_py", run: files::change },
-    Attack { name: "write_system", run: files::create },
-    Attack { name: "write_other_workspace", run: files::create },
-    Attack { name: "write_host_tmp", run: files::create },
-    Attack { name: "write_host_shm", run: files::create },
-    Attack { name: "utime_device", run: files::set_times_to_now },
-    Attack { name: "postgres_tcp", run: services::tcp },
-    Attack { name: "postgres_socket", run: services::path_socket },
-    Attack { name: "postgres_abstract", run: services::abstract_socket },
-    Attack { name: "unix_datagram", run: services::datagram },
-    Attack { name: "tcp_fast_open", run: services::fast_open },
-    Attack { name: "udp", run: services::udp },
-    Attack { name: "dns", run: services::dns },
-    Attack { name: "vsock", run: services::vsock },
-    Attack { name: "packet", run: services::packet },
-    Attack { name: "netlink", run: services::netlink },
-    Attack { name: "inherited_descriptor", run: services::inherited },
-    Attack { name: "secret_environment", run: services::environment },
-    Attack { name: "signal_others", run: processes::signal },
-    Attack { name: "signal_guardian", run: processes::signal_holder },
-    Attack { name: "signal_by_descriptor", run: processes::signal_by_descriptor },
-    Attack { name: "ptrace_others", run: processes::trace },
-    Attack { name: "proc_of_others", run: processes::look_at },
-    Attack { name: "init_memory", run: processes::memory },
-    Attack { name: "limits_of_others", run: processes::limit },
-    Attack { name: "system_v_ipc", run: processes::segment },
-    Attack { name: "message_queue", run: processes::queue },
-    Attack { name: "watch_system", run: kernel::watch_system },
-    Attack { name: "set_user_id", run: privilege::set_user_id },
-    Attack { name: "set_user_id_file", run: privilege::set_user_id_file },
-    Attack { name: "user_namespace", run: privilege::user_namespace },
-    Attack { name: "mount", run: privilege::mount },
-    Attack { name: "io_uring", run: privilege::io_uring },
-    Attack { name: "bpf", run: privilege::bpf },
-    Attack { name: "perf", run: privilege::perf },
-    Attack { name: "keyring", run: privilege::keyring },
-    Attack { name: "userfaultfd", run: privilege::userfaultfd },
-    Attack { name: "foreign_abi", run: privilege::foreign_abi },
-    Attack { name: "terminal_injection", run: terminal::inject },
-    Attack { name: "fork_bomb", run: limits::fork },
-    Attack { name: "memory_bomb", run: limits::memory },
-    Attack { name: "oom_loop", run: limits::oom_loop },
-    Attack { name: "uncharged_memory", run: kernel::uncharged_memory },
-    Attack { name: "disk_bomb", run: limits::disk },
-    Attack { name: "disk_held_by_calls", run: hidden_files::held_by_calls },
-    Attack { name: "file_bomb", run: limits::files },
-    Attack { name: "unlinked_files", run: hidden_files::unlinked },
-    Attack { name: "log_bomb", run: limits::log },
-    Attack { name: "daemon_outlives_timeout", run: limits::daemon },
-    Attack { name: "slow_death", run: limits::slow_death },
-    Attack { name: "daemon_outlives_runner", run: limits::daemon },
-    Attack { name: "symlink_farm", run: files::farm },
-    Attack { name: "hard_links", run: files::hard_links },
-];
+impl AttackFailure {
+    /// Returns why the attack failed.
+    fn reason(self) -> String {
+        let (AttackFailure::Refused(why) | AttackFailure::Unable(why)) = self;
+        why
+    }
+}
+
+fn refused<T>(why: impl Into<String>) -> Result<T, AttackFailure> {
+    Err(AttackFailure::Refused(why.into()))
+}
+
+fn unable<T>(why: impl Into<String>) -> Result<T, AttackFailure> {
+    Err(AttackFailure::Unable(why.into()))
+}
 
 /// The target of an attack.
 struct AttackAim<'a> {
@@ -224,8 +164,8 @@ fn run_attacks(words: &[OsString]) -> io::Result<()> {
         let middle = bytes.iter().position(|b| *b == b'=').unwrap_or(bytes.len());
         let name = String::from_utf8_lossy(&bytes[..middle]).into_owned();
         let target = OsStr::from_bytes(bytes.get(middle + 1..).unwrap_or_default());
-        match ATTACKS.iter().find(|a| a.name == name) {
-            Some(attack) => run_in_child(attack, &AttackAim { target, mark })?,
+        match ACTS.iter().find(|act| act.name == name) {
+            Some(act) => run_in_child(act, &AttackAim { target, mark })?,
             None => print_unbuffered(&format!("unable {name} there is no such attack\n")),
         }
     }
@@ -233,13 +173,13 @@ fn run_attacks(words: &[OsString]) -> io::Result<()> {
 }
 
 /// Runs an attack in a child process: some refusals kill the process that tries, and must not stop the other attacks.
-fn run_in_child(attack: &Attack, aim: &AttackAim<'_>) -> io::Result<()> {
-    let name = attack.name;
+fn run_in_child(act: &Act, aim: &AttackAim<'_>) -> io::Result<()> {
+    let name = act.name;
     let child = match sys::fork_threaded()? {
         ForkSide::Child => {
             // Without the alarm the attack merely has no time bound of its own.
             let _ = calls::alarm(ATTACK_SECONDS_MAX);
-            print_unbuffered(&result_line(name, (attack.run)(aim)));
+            print_unbuffered(&result_line(name, (act.attack)(aim)));
             sys::exit_now(0)
         }
         ForkSide::Parent { child } => Pid::from_raw(child),
@@ -264,15 +204,8 @@ fn result_line(name: &str, result: AttackResult) -> String {
         Err(AttackFailure::Unable(detail)) => ("unable", detail),
     };
     // Keep the result on one line, whatever an attack found in a file or a process.
-    let printable = |c: char| match c.is_control() {
-        true => ' ',
-        false => c,
-    };
-    let detail: String = detail
-        .chars()
-        .map(printable)
-        .take(DETAIL_CHARS_MAX)
-        .collect();
+    let detail = detail.replace(char::is_control, " ");
+    let detail: String = detail.chars().take(DETAIL_CHARS_MAX).collect();
     format!("{word} {name} {detail}\n")
 }
 
@@ -289,36 +222,43 @@ fn print_unbuffered(text: &str) {
     }
 }
 
-/// One of several ways to perform the same act.
-type Attempt<'a> = (&'a str, &'a mut dyn FnMut() -> AttackResult);
+/// The results of several ways to perform the same act. The act succeeds if at least one way succeeds.
+#[derive(Default)]
+struct Attempts {
+    successes: Vec<String>,
+    refusals: Vec<String>,
+}
 
-/// Tries every way. Succeeds if at least one way succeeds, and reports all that do.
-fn any_of(ways: &mut [Attempt<'_>]) -> AttackResult {
-    let mut successes = Vec::new();
-    let mut refusals = Vec::new();
-    for (way, attempt) in ways {
-        match attempt() {
-            Ok(what) => successes.push(format!("{way}: {what}")),
-            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                refusals.push(format!("{way} {why}"))
-            }
+impl Attempts {
+    /// Adds the result of one way, which achieves `success` if it succeeds.
+    fn add<T, E: Into<AttackFailure>>(
+        self,
+        way: &str,
+        success: &str,
+        result: Result<T, E>,
+    ) -> Attempts {
+        self.add_result(way, result.map(|_| success.into()).map_err(E::into))
+    }
+
+    fn add_result(mut self, way: impl std::fmt::Display, result: AttackResult) -> Attempts {
+        match result {
+            Ok(what) => self.successes.push(format!("{way}: {what}")),
+            Err(failure) => self.refusals.push(format!("{way} {}", failure.reason())),
+        }
+        self
+    }
+
+    /// Reports all ways that succeeded, or all refusals.
+    fn result(self) -> AttackResult {
+        match self.successes.is_empty() {
+            false => Ok(self.successes.join("; ")),
+            true => refused(self.refusals.join(", ")),
         }
     }
-    match successes.is_empty() {
-        false => Ok(successes.join("; ")),
-        true => Err(AttackFailure::Refused(refusals.join(", "))),
-    }
 }
 
-fn c_path(path: &Path) -> Result<std::ffi::CString, AttackFailure> {
-    let text = std::ffi::CString::new(path.as_os_str().as_bytes());
-    text.map_err(|_| AttackFailure::Unable("a target contains a NUL byte".into()))
-}
-
-fn with_suffix(path: &Path, ending: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(ending);
-    name.into()
+fn c_string(bytes: &[u8]) -> Result<CString, AttackFailure> {
+    CString::new(bytes).or_else(|_| unable("a target contains a NUL byte"))
 }
 
 /// Returns the errno's usual name, for the errnos that matter here.
@@ -357,13 +297,12 @@ fn errno_name(error: &io::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::promises::ACTS;
 
     #[test]
-    fn every_act_has_its_attack_and_no_attack_is_without_an_act() {
-        let acts: Vec<&str> = ACTS.iter().map(|a| a.name).collect();
-        let attacks: Vec<&str> = ATTACKS.iter().map(|a| a.name).collect();
-        assert_eq!(acts, attacks);
+    fn the_name_of_every_act_survives_the_way_to_the_attacker_and_back() {
+        for act in ACTS {
+            assert!(!act.name.contains(['=', ' ']), "{}", act.name);
+        }
     }
 
     #[test]
@@ -375,12 +314,10 @@ mod tests {
     }
 
     #[test]
-    fn one_successful_way_is_enough() {
-        let mut no = || Err(AttackFailure::Refused("EPERM".into()));
-        let mut yes = || Ok("in".to_owned());
-        assert!(matches!(any_of(&mut [("a", &mut no), ("b", &mut yes)]), Ok(t) if t == "b: in"));
-        let mut no = || Err(AttackFailure::Refused("EPERM".into()));
-        let result = any_of(&mut [("a", &mut no)]);
-        assert!(matches!(result, Err(AttackFailure::Refused(t)) if t == "a EPERM"));
+    fn an_act_succeeds_if_one_way_succeeds() {
+        let no = || Attempts::default().add_result("a", refused("EPERM"));
+        let both = no().add_result("b", Ok("in".to_owned())).result();
+        assert!(matches!(both, Ok(t) if t == "b: in"));
+        assert!(matches!(no().result(), Err(AttackFailure::Refused(t)) if t == "a EPERM"));
     }
 }

@@ -1,18 +1,20 @@
 //! Attacks that would gain privilege, or that use kernel subsystems through which others have gained it.
 
-use std::fs::OpenOptions;
+use std::fs::File;
+use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use rustix::fs::{CWD, Mode};
+use rustix::fs::{CWD, FileType, Mode};
 use rustix::mount::{FsOpenFlags, MountFlags, OpenTreeFlags, UnmountFlags};
 
 use super::calls;
-use super::{AttackAim, AttackFailure, AttackResult, any_of};
-use crate::sys::{self, Arg, Call, ForkSide};
+use super::{AttackAim, AttackResult, Attempts, c_string, refused, unable};
+use crate::sys::Arg::{Bytes, Number, Text};
+use crate::sys::{self, Call, ForkSide};
 
 /// How long the set-user-id program runs so that the host can examine it.
 const OBSERVATION_TIME: Duration = Duration::from_millis(600);
@@ -23,9 +25,7 @@ pub fn set_user_id(aim: &AttackAim<'_>) -> AttackResult {
     let program = Path::new(aim.target);
     let metadata = std::fs::metadata(program)?;
     if metadata.mode() & 0o4000 == 0 {
-        return Err(AttackFailure::Unable(
-            "it is not a set-user-id program".into(),
-        ));
+        return unable("it is not a set-user-id program");
     }
     let (_read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     rustix::io::ioctl_fionbio(&write, true)?;
@@ -41,130 +41,86 @@ pub fn set_user_id(aim: &AttackAim<'_>) -> AttackResult {
     std::thread::sleep(OBSERVATION_TIME);
     let ended = child.try_wait()?;
     let _ = child.kill();
-    let ended = match ended {
-        Some(status) => status,
-        None => return Ok("ran until it was stopped".into()),
+    let Some(ended) = ended else {
+        return Ok("ran until it was stopped".into());
     };
-    Err(AttackFailure::Refused(match ended.signal() {
+    refused(match ended.signal() {
         Some(n) => format!("ended at once by signal {n}"),
         None => format!("ended at once with {}", ended.code().unwrap_or(-1)),
-    }))
+    })
 }
 
 /// Makes a file that would give the attacker's identity to whoever executes it.
 pub fn set_user_id_file(aim: &AttackAim<'_>) -> AttackResult {
     const MODE: u32 = 0o4755;
-    let name = |how: &str| format!("{how}-{}", aim.mark);
+    let mode = || std::fs::Permissions::from_mode(MODE);
     rustix::process::umask(Mode::empty());
-    let check_set_id_bit = |path: &str| match std::fs::metadata(path)?.mode() & 0o6000 {
-        0 => Err(AttackFailure::Refused("has no such bit".into())),
-        _ => Ok("it carries the bit".to_owned()),
+    let try_way = |way: &str, make: &dyn Fn(&str) -> io::Result<()>| {
+        let path = format!("{way}-{}", aim.mark);
+        make(&path)?;
+        match std::fs::metadata(path)?.mode() & 0o6000 {
+            0 => refused("has no such bit"),
+            _ => Ok("it carries the bit".to_owned()),
+        }
     };
-    let mut by_chmod = || {
-        let path = name("chmod");
-        std::fs::write(&path, "")?;
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(MODE))?;
-        check_set_id_bit(&path)
+    let chmod = |path: &str| {
+        std::fs::write(path, "")?;
+        std::fs::set_permissions(path, mode())
     };
-    let mut by_fchmod = || {
-        let path = name("fchmod");
-        let file = std::fs::File::create_new(&path)?;
-        file.set_permissions(std::fs::Permissions::from_mode(MODE))?;
-        check_set_id_bit(&path)
+    let fchmod = |path: &str| File::create_new(path)?.set_permissions(mode());
+    let open = |path: &str| {
+        let mut options = File::options();
+        let options = options.write(true).create_new(true).mode(MODE);
+        options.open(path).map(drop)
     };
-    let mut by_open = || {
-        let path = name("open");
-        let mut options = OpenOptions::new();
-        options
-            .write(true)
-            .create_new(true)
-            .mode(MODE)
-            .open(&path)?;
-        check_set_id_bit(&path)
+    let mknod = |path: &str| {
+        let (kind, mode) = (FileType::RegularFile, Mode::from_raw_mode(MODE));
+        Ok(rustix::fs::mknodat(CWD, path, kind, mode, 0)?)
     };
-    let mut by_mknod = || {
-        let path = name("mknod");
-        let kind = rustix::fs::FileType::RegularFile;
-        rustix::fs::mknodat(CWD, &path, kind, Mode::from_raw_mode(MODE), 0)?;
-        check_set_id_bit(&path)
-    };
-    any_of(&mut [
-        ("chmod", &mut by_chmod),
-        ("fchmod", &mut by_fchmod),
-        ("open", &mut by_open),
-        ("mknod", &mut by_mknod),
-    ])
+    Attempts::default()
+        .add_result("chmod", try_way("chmod", &chmod))
+        .add_result("fchmod", try_way("fchmod", &fchmod))
+        .add_result("open", try_way("open", &open))
+        .add_result("mknod", try_way("mknod", &mknod))
+        .result()
 }
 
 pub fn user_namespace(_aim: &AttackAim<'_>) -> AttackResult {
-    let mut by_unshare = || {
-        sys::unshare(libc::CLONE_NEWUSER)?;
-        Ok("entered".into())
+    let made = |forked: io::Result<ForkSide>| match forked {
+        Ok(ForkSide::Child) => sys::exit_now(0),
+        parent => parent,
     };
-    let result_of = |forked: ForkSide| match forked {
-        ForkSide::Child => sys::exit_now(0),
-        ForkSide::Parent { .. } => "made".to_owned(),
-    };
-    let mut by_clone = || Ok(result_of(calls::clone_into(libc::CLONE_NEWUSER)?));
-    let mut by_clone3 = || Ok(result_of(calls::clone3_into(libc::CLONE_NEWUSER)?));
-    any_of(&mut [
-        ("clone", &mut by_clone),
-        ("clone3", &mut by_clone3),
-        ("unshare", &mut by_unshare),
-    ])
+    let namespace = libc::CLONE_NEWUSER;
+    Attempts::default()
+        .add("clone", "made", made(calls::clone_into(namespace)))
+        .add("clone3", "made", made(calls::clone3_into(namespace)))
+        .add("unshare", "entered", sys::unshare(namespace))
+        .result()
 }
 
 pub fn mount(aim: &AttackAim<'_>) -> AttackResult {
-    let mount_point = format!("mount-{}", aim.mark);
-    std::fs::create_dir(&mount_point)?;
-    let mut tmpfs = || {
-        rustix::mount::mount(
-            "none",
-            mount_point.as_str(),
-            "tmpfs",
-            MountFlags::empty(),
-            None,
-        )?;
-        Ok("mounted".into())
-    };
-    let mut bind = || {
-        rustix::mount::mount_bind("/", mount_point.as_str())?;
-        Ok("mounted".into())
-    };
-    let mut remount = || {
-        rustix::mount::mount_remount("/", MountFlags::BIND, "")?;
-        Ok("changed".into())
-    };
-    let mut tree = || {
-        rustix::mount::open_tree(CWD, "/", OpenTreeFlags::OPEN_TREE_CLONE)?;
-        Ok("copied".into())
-    };
-    let mut context = || {
-        rustix::mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
-        Ok("opened".into())
-    };
-    let mut unmount = || {
-        rustix::mount::unmount(mount_point.as_str(), UnmountFlags::DETACH)?;
-        Ok("done".into())
-    };
-    let mut root = || {
-        rustix::process::chroot(mount_point.as_str())?;
-        Ok("changed".into())
-    };
-    any_of(&mut [
-        ("tmpfs", &mut tmpfs),
-        ("bind", &mut bind),
-        ("remount", &mut remount),
-        ("open_tree", &mut tree),
-        ("fsopen", &mut context),
-        ("umount", &mut unmount),
-        ("chroot", &mut root),
-    ])
+    use rustix::mount;
+    let point = format!("mount-{}", aim.mark);
+    std::fs::create_dir(&point)?;
+    let tmpfs = || mount::mount("none", &point, "tmpfs", MountFlags::empty(), None);
+    let remount = || mount::mount_remount("/", MountFlags::BIND, "");
+    let tree = || mount::open_tree(CWD, "/", OpenTreeFlags::OPEN_TREE_CLONE);
+    let context = || mount::fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC);
+    let unmount = || mount::unmount(&point, UnmountFlags::DETACH);
+    Attempts::default()
+        .add("tmpfs", "mounted", tmpfs())
+        .add("bind", "mounted", mount::mount_bind("/", &point))
+        .add("remount", "changed", remount())
+        .add("open_tree", "copied", tree())
+        .add("fsopen", "opened", context())
+        .add("umount", "done", unmount())
+        .add("chroot", "changed", rustix::process::chroot(&point))
+        .result()
 }
 
 pub fn io_uring(_aim: &AttackAim<'_>) -> AttackResult {
     let mut parameters = [0u8; 256];
-    let args = &mut [Arg::Number(4), Arg::Bytes(&mut parameters)];
+    let args = &mut [Number(4), Bytes(&mut parameters)];
     sys::attempt(Call::IO_URING_SETUP, args)?;
     Ok("a ring".into())
 }
@@ -176,12 +132,7 @@ pub fn bpf(_aim: &AttackAim<'_>) -> AttackResult {
     for (n, field) in [2u32, 4, 4, 1].into_iter().enumerate() {
         map[n * 4..n * 4 + 4].copy_from_slice(&field.to_ne_bytes());
     }
-    let size = map.len() as i64;
-    let args = &mut [
-        Arg::Number(BPF_MAP_CREATE),
-        Arg::Bytes(&mut map),
-        Arg::Number(size),
-    ];
+    let args = &mut [Number(BPF_MAP_CREATE), Bytes(&mut map), Number(128)];
     sys::attempt(Call::BPF, args)?;
     Ok("a map".into())
 }
@@ -194,61 +145,35 @@ pub fn perf(_aim: &AttackAim<'_>) -> AttackResult {
     event[8..16].copy_from_slice(&1u64.to_ne_bytes());
     const EXCLUDE_KERNEL_AND_HYPERVISOR: u64 = 1 << 5 | 1 << 6;
     event[40..48].copy_from_slice(&EXCLUDE_KERNEL_AND_HYPERVISOR.to_ne_bytes());
-    let args = &mut [
-        Arg::Bytes(&mut event),
-        Arg::Number(0),
-        Arg::Number(-1),
-        Arg::Number(-1),
-        Arg::Number(0),
-    ];
+    let [pid, cpu, group, flags] = [0, -1, -1, 0].map(Number);
+    let args = &mut [Bytes(&mut event), pid, cpu, group, flags];
     sys::attempt(Call::PERF_EVENT_OPEN, args)?;
     Ok("a counter".into())
 }
 
 pub fn keyring(aim: &AttackAim<'_>) -> AttackResult {
-    // Adds a key to a keyring. -2 is the process keyring.
-    let add = |ring: i64| {
-        let name = std::ffi::CString::new(aim.mark)
-            .map_err(|_| AttackFailure::Unable("a mark with a NUL byte".into()))?;
-        let mut content = *b"kept";
-        let args = &mut [
-            Arg::Text(c"user"),
-            Arg::Text(&name),
-            Arg::Bytes(&mut content),
-            Arg::Number(4),
-            Arg::Number(ring),
-        ];
-        sys::attempt(Call::ADD_KEY, args)?;
-        Ok("a key".to_owned())
-    };
-    let mut describe = || {
-        const KEYCTL_GET_KEYRING_ID: i64 = 0;
-        const USER_KEYRING: i64 = -4;
-        let args = &mut [
-            Arg::Number(KEYCTL_GET_KEYRING_ID),
-            Arg::Number(USER_KEYRING),
-            Arg::Number(0),
-        ];
-        sys::attempt(Call::KEYCTL, args)?;
-        Ok("the user's is known".into())
-    };
-    any_of(&mut [
-        ("of the process", &mut || add(-2)),
-        ("keyctl", &mut describe),
-    ])
+    const PROCESS_KEYRING: i64 = -2;
+    const KEYCTL_GET_KEYRING_ID: i64 = 0;
+    const USER_KEYRING: i64 = -4;
+    let name = c_string(aim.mark.as_bytes())?;
+    let mut content = *b"kept";
+    let (kind, [size, ring]) = (Text(c"user"), [4, PROCESS_KEYRING].map(Number));
+    let add = &mut [kind, Text(&name), Bytes(&mut content), size, ring];
+    let describe = [KEYCTL_GET_KEYRING_ID, USER_KEYRING, 0];
+    let describe = || sys::attempt(Call::KEYCTL, &mut describe.map(Number));
+    Attempts::default()
+        .add("of the process", "a key", sys::attempt(Call::ADD_KEY, add))
+        .add("keyctl", "the user's is known", describe())
+        .result()
 }
 
 pub fn userfaultfd(_aim: &AttackAim<'_>) -> AttackResult {
     const USER_MODE_ONLY: i64 = 1;
-    let mut user_mode = || {
-        sys::attempt(Call::USERFAULTFD, &mut [Arg::Number(USER_MODE_ONLY)])?;
-        Ok("a descriptor".into())
-    };
-    let mut device = || {
-        OpenOptions::new().read(true).open("/dev/userfaultfd")?;
-        Ok("opened".into())
-    };
-    any_of(&mut [("the call", &mut user_mode), ("the device", &mut device)])
+    let by_call = || sys::attempt(Call::USERFAULTFD, &mut [Number(USER_MODE_ONLY)]);
+    Attempts::default()
+        .add("the call", "a descriptor", by_call())
+        .add("the device", "opened", File::open("/dev/userfaultfd"))
+        .result()
 }
 
 /// Calls the kernel through another ABI, in which the numbers mean other calls to a filter.
@@ -256,19 +181,19 @@ pub fn userfaultfd(_aim: &AttackAim<'_>) -> AttackResult {
 pub fn foreign_abi(_aim: &AttackAim<'_>) -> AttackResult {
     let own = rustix::process::getpid().as_raw_pid();
     let check_answer = |answer: i32| match answer == own {
-        true => Ok("answered".to_owned()),
-        false => Err(std::io::Error::from_raw_os_error(-answer).into()),
+        true => Ok(()),
+        false => Err(io::Error::from_raw_os_error(-answer)),
     };
-    let mut x32 = || check_answer(sys::attempt(Call::X32_GETPID, &mut [])? as i32);
-    // Last: where this ABI is refused or unknown, the kernel may kill the process.
-    let mut i386 = || check_answer(sys::getpid_i386());
-    any_of(&mut [("x32", &mut x32), ("i386", &mut i386)])
+    let x32 = || check_answer(sys::attempt(Call::X32_GETPID, &mut [])? as i32);
+    Attempts::default()
+        .add("x32", "answered", x32())
+        // Last: where this ABI is refused or unknown, the kernel may kill the process.
+        .add("i386", "answered", check_answer(sys::getpid_i386()))
+        .result()
 }
 
 #[cfg(not(target_arch = "x86_64"))]
 pub fn foreign_abi(_aim: &AttackAim<'_>) -> AttackResult {
     // A process can enter the 32-bit ARM ABI only by executing a 32-bit program.
-    Err(AttackFailure::Unable(
-        "this machine has no second table of calls".into(),
-    ))
+    unable("this machine has no second table of calls")
 }

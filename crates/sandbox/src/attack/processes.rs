@@ -1,13 +1,17 @@
 //! Attacks on processes that are not the program's own: signal, trace, read, slow down or communicate with them.
 
-use std::ffi::CString;
-use std::os::fd::AsFd;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, WaitOptions};
 
 use super::calls::{self, OpenQueue};
-use super::{ATTACKER_PARENT, AttackAim, AttackFailure, AttackResult, PARENT_TARGET, any_of};
+use super::{
+    ATTACKER_PARENT, AttackAim, AttackFailure, AttackResult, Attempts, PARENT_TARGET, c_string,
+    refused, unable,
+};
 use crate::sys::{self, Arg, Call};
 
 /// A signal whose default action ends a witness.
@@ -18,68 +22,49 @@ fn parse_target(text: &[u8]) -> Result<Pid, AttackFailure> {
         true => ATTACKER_PARENT.get().copied(),
         false => std::str::from_utf8(text).ok().and_then(|t| t.parse().ok()),
     };
-    let none = || AttackFailure::Unable("no process to aim at".into());
-    let pid = number.and_then(Pid::from_raw).ok_or_else(none)?;
+    let Some(pid) = number.and_then(Pid::from_raw) else {
+        return unable("no process to aim at");
+    };
     // In a pid namespace of its own the witness's pid may belong to any process, including the attacker.
     let own = [Some(rustix::process::getpid()), rustix::process::getppid()];
     match own.contains(&Some(pid)) {
-        true => Err(AttackFailure::Refused("that number is its own here".into())),
+        true => refused("that number is its own here"),
         false => Ok(pid),
     }
 }
 
-fn number_arg(of: i32) -> Arg<'static> {
-    Arg::Number(i64::from(of))
+fn number_args<const N: usize>(numbers: [i32; N]) -> [Arg<'static>; N] {
+    numbers.map(|n| Arg::Number(i64::from(n)))
 }
 
 fn send(pid: Pid, signal: Signal) -> AttackResult {
-    let raw = pid.as_raw_pid();
-    let mut kill = || {
-        rustix::process::kill_process(pid, signal)?;
-        Ok("sent".into())
-    };
-    let mut group = || match pid {
+    let (raw, number) = (pid.as_raw_pid(), signal.as_raw());
+    let group = || match pid {
         // kill(-1) signals every process, not a process group.
-        Pid::INIT => Err(AttackFailure::Refused("is everybody".into())),
-        _ => {
-            rustix::process::kill_process_group(pid, signal)?;
-            Ok("sent".into())
-        }
+        Pid::INIT => refused("is everybody"),
+        _ => Ok(rustix::process::kill_process_group(pid, signal)?),
     };
-    let mut thread = || {
-        let args = &mut [
-            number_arg(raw),
-            number_arg(raw),
-            number_arg(signal.as_raw()),
-        ];
-        sys::attempt(Call::TGKILL, args)?;
-        Ok("sent".into())
-    };
-    let mut queue = || {
+    let queue = || {
         // siginfo_t: the signal, errno, and SI_QUEUE as its code. The rest is zero.
         let mut info = [0u8; 128];
-        info[..4].copy_from_slice(&signal.as_raw().to_ne_bytes());
+        info[..4].copy_from_slice(&number.to_ne_bytes());
         info[8..12].copy_from_slice(&(-1i32).to_ne_bytes());
-        let args = &mut [
-            number_arg(raw),
-            number_arg(signal.as_raw()),
-            Arg::Bytes(&mut info),
-        ];
-        sys::attempt(Call::RT_SIGQUEUEINFO, args)?;
-        Ok("sent".into())
+        let [pid, signal] = number_args([raw, number]);
+        let args = &mut [pid, signal, Arg::Bytes(&mut info)];
+        sys::attempt(Call::RT_SIGQUEUEINFO, args)
     };
-    let mut by_pidfd = || {
+    let by_pidfd = || {
         let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-        rustix::process::pidfd_send_signal(process, signal)?;
-        Ok("sent".into())
+        rustix::process::pidfd_send_signal(process, signal)
     };
-    any_of(&mut [
-        ("kill", &mut kill),
-        ("killpg", &mut group),
-        ("tgkill", &mut thread),
-        ("sigqueue", &mut queue),
-        ("pidfd", &mut by_pidfd),
-    ])
+    let tgkill = || sys::attempt(Call::TGKILL, &mut number_args([raw, raw, number]));
+    Attempts::default()
+        .add("kill", "sent", rustix::process::kill_process(pid, signal))
+        .add("killpg", "sent", group())
+        .add("tgkill", "sent", tgkill())
+        .add("sigqueue", "sent", queue())
+        .add("pidfd", "sent", by_pidfd())
+        .result()
 }
 
 pub fn signal(aim: &AttackAim<'_>) -> AttackResult {
@@ -89,24 +74,23 @@ pub fn signal(aim: &AttackAim<'_>) -> AttackResult {
 /// Signals init or the guardian. How the run ends shows whether a signal had an effect.
 pub fn signal_holder(aim: &AttackAim<'_>) -> AttackResult {
     let pid = parse_target(aim.target.as_bytes())?;
-    let signals = [
-        Signal::USR1,
+    let mut sent = Vec::new();
+    let mut last = String::new();
+    for signal in [
+        SIGNAL,
         Signal::TERM,
         Signal::HUP,
         Signal::STOP,
         Signal::KILL,
-    ];
-    let mut sent = Vec::new();
-    let mut last = String::new();
-    for signal in signals {
+    ] {
         match send(pid, signal) {
             Ok(how) => sent.push(format!("signal {} {how}", signal.as_raw())),
-            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => last = why,
+            Err(failure) => last = failure.reason(),
         }
     }
     match sent.is_empty() {
         false => Ok(sent.join("; ")),
-        true => Err(AttackFailure::Refused(last)),
+        true => refused(last),
     }
 }
 
@@ -114,46 +98,36 @@ pub fn signal_holder(aim: &AttackAim<'_>) -> AttackResult {
 pub fn signal_by_descriptor(aim: &AttackAim<'_>) -> AttackResult {
     let pid = parse_target(aim.target.as_bytes())?;
     let (read, write) = rustix::pipe::pipe()?;
-    let signal_through_pipe = |owner: i32| -> AttackResult {
+    let signal_through_pipe = |owner: i32| {
         calls::signal_owner(read.as_fd(), owner, SIGNAL.as_raw())?;
-        rustix::io::write(&write, b"x")?;
-        Ok("sent".into())
+        Ok::<_, io::Error>(rustix::io::write(&write, b"x")?)
     };
     let raw = pid.as_raw_pid();
-    any_of(&mut [
-        ("to the process", &mut || signal_through_pipe(raw)),
-        ("to the group", &mut || signal_through_pipe(-raw)),
-    ])
+    Attempts::default()
+        .add("to the process", "sent", signal_through_pipe(raw))
+        .add("to the group", "sent", signal_through_pipe(-raw))
+        .result()
 }
 
 pub fn trace(aim: &AttackAim<'_>) -> AttackResult {
-    const PTRACE_ATTACH: i64 = 16;
-    const PTRACE_DETACH: i64 = 17;
+    const PTRACE_ATTACH: i32 = 16;
+    const PTRACE_DETACH: i32 = 17;
     let pid = parse_target(aim.target.as_bytes())?;
-    let raw = pid.as_raw_pid();
-    let ptrace = |request: i64, data: i64| {
-        let args = &mut [
-            Arg::Number(request),
-            number_arg(raw),
-            Arg::Number(0),
-            Arg::Number(data),
-        ];
+    let ptrace = |request: i32, data: i32| {
+        let args = &mut number_args([request, pid.as_raw_pid(), 0, data]);
         sys::attempt(Call::PTRACE, args)
     };
-    let mut read = || reach_memory(pid);
-    let mut take = || take_descriptor(pid);
-    let mut attach = || {
+    let attach = || {
         ptrace(PTRACE_ATTACH, 0)?;
         rustix::process::waitpid(Some(pid), WaitOptions::UNTRACED)?;
         // Detach with a signal that nobody sent, so that the attacker determines how the witness continues.
-        ptrace(PTRACE_DETACH, i64::from(SIGNAL.as_raw()))?;
-        Ok("attached".into())
+        ptrace(PTRACE_DETACH, SIGNAL.as_raw())
     };
-    any_of(&mut [
-        ("read its memory", &mut read),
-        ("take a descriptor", &mut take),
-        ("attach", &mut attach),
-    ])
+    Attempts::default()
+        .add_result("read its memory", reach_memory(pid))
+        .add("take a descriptor", "taken", take_descriptor(pid))
+        .add("attach", "attached", attach())
+        .result()
 }
 
 /// Tries to read address 1, which is never mapped. EFAULT instead of a refusal means that access was granted.
@@ -166,10 +140,9 @@ fn reach_memory(pid: Pid) -> AttackResult {
     }
 }
 
-fn take_descriptor(pid: Pid) -> AttackResult {
+fn take_descriptor(pid: Pid) -> rustix::io::Result<OwnedFd> {
     let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-    rustix::process::pidfd_getfd(process, 0, PidfdGetfdFlags::empty())?;
-    Ok("taken".into())
+    rustix::process::pidfd_getfd(process, 0, PidfdGetfdFlags::empty())
 }
 
 /// Reads what /proc shows of another process, and prints what it finds of the witness.
@@ -179,21 +152,16 @@ pub fn look_at(aim: &AttackAim<'_>) -> AttackResult {
         let content = std::fs::read(format!("/proc/{pid}/{name}"))?;
         Ok(String::from_utf8_lossy(&content).into_owned())
     };
-    any_of(&mut [
-        ("its command line", &mut || read("cmdline")),
-        ("its environment", &mut || read("environ")),
-        ("its memory map", &mut || {
-            read("maps").map(|_| "read".into())
-        }),
-        ("its descriptors", &mut || count_descriptors(pid)),
-    ])
-}
-
-fn count_descriptors(pid: i32) -> AttackResult {
-    let count = std::fs::read_dir(format!("/proc/{pid}/fd"))?
-        .flatten()
-        .count();
-    Ok(format!("{count} seen"))
+    let count_descriptors = || -> AttackResult {
+        let entries = std::fs::read_dir(format!("/proc/{pid}/fd"))?;
+        Ok(format!("{} seen", entries.flatten().count()))
+    };
+    Attempts::default()
+        .add_result("its command line", read("cmdline"))
+        .add_result("its environment", read("environ"))
+        .add("its memory map", "read", read("maps"))
+        .add_result("its descriptors", count_descriptors())
+        .result()
 }
 
 /// Reads memory, environment, descriptors and root of a process that holds more than the program may have.
@@ -203,95 +171,69 @@ pub fn memory(aim: &AttackAim<'_>) -> AttackResult {
     for part in aim.parts() {
         let pid = match parse_target(part.as_bytes()) {
             Ok(pid) => pid,
-            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                refusals.push(why);
+            Err(failure) => {
+                refusals.push(failure.reason());
                 continue;
             }
         };
-        let raw = pid.as_raw_pid();
-        let open = |name: &str| -> AttackResult {
-            std::fs::File::open(format!("/proc/{raw}/{name}"))?;
-            Ok("opened".into())
-        };
-        let list = |name: &str| -> AttackResult {
-            std::fs::read_dir(format!("/proc/{raw}/{name}"))?;
-            Ok("listed".into())
-        };
-        let reached = any_of(&mut [
-            ("mem", &mut || open("mem")),
-            ("environ", &mut || open("environ")),
-            ("exe", &mut || open("exe")),
-            ("fd", &mut || list("fd")),
-            ("root", &mut || list("root/")),
-            ("process_vm_readv", &mut || reach_memory(pid)),
-            ("pidfd_getfd", &mut || take_descriptor(pid)),
-        ]);
+        let path = |name: &str| format!("/proc/{}/{name}", pid.as_raw_pid());
+        let reached = Attempts::default()
+            .add("mem", "opened", File::open(path("mem")))
+            .add("environ", "opened", File::open(path("environ")))
+            .add("exe", "opened", File::open(path("exe")))
+            .add("fd", "listed", std::fs::read_dir(path("fd")))
+            .add("root", "listed", std::fs::read_dir(path("root/")))
+            .add_result("process_vm_readv", reach_memory(pid))
+            .add("pidfd_getfd", "taken", take_descriptor(pid))
+            .result();
         match reached {
-            Ok(what) => successes.push(format!("{raw}: {what}")),
-            Err(AttackFailure::Refused(why) | AttackFailure::Unable(why)) => {
-                refusals.push(format!("{raw}: {why}"))
-            }
+            Ok(what) => successes.push(format!("{}: {what}", pid.as_raw_pid())),
+            Err(failure) => refusals.push(format!("{}: {}", pid.as_raw_pid(), failure.reason())),
         }
     }
     match successes.is_empty() {
         false => Ok(successes.join("; ")),
-        true => Err(AttackFailure::Refused(refusals.join("; "))),
+        true => refused(refusals.join("; ")),
     }
 }
 
 /// Limits or slows another process, which can halt it without a signal.
 pub fn limit(aim: &AttackAim<'_>) -> AttackResult {
+    const IOPRIO_WHO_PROCESS: i32 = 1;
+    const IDLE: i32 = 3 << 13;
     let pid = parse_target(aim.target.as_bytes())?;
-    let raw = pid.as_raw_pid();
-    let mut files = || {
-        let most = Some(64);
-        let limit = Rlimit {
-            current: most,
-            maximum: most,
-        };
-        rustix::process::prlimit(Some(pid), Resource::Nofile, limit)?;
-        Ok("set".into())
+    let files = Rlimit {
+        current: Some(64),
+        maximum: Some(64),
     };
-    let mut priority = || {
-        rustix::process::setpriority_process(Some(pid), 19)?;
-        Ok("set".into())
-    };
-    let mut affinity = || {
+    let files = || rustix::process::prlimit(Some(pid), Resource::Nofile, files);
+    let priority = || rustix::process::setpriority_process(Some(pid), 19);
+    let affinity = || {
         let set = rustix::thread::sched_getaffinity(None)?;
-        rustix::thread::sched_setaffinity(Some(pid), &set)?;
-        Ok("set".into())
+        rustix::thread::sched_setaffinity(Some(pid), &set)
     };
-    let mut input_output = || {
-        const IOPRIO_WHO_PROCESS: i64 = 1;
-        const IDLE: i64 = 3 << 13;
-        let args = &mut [
-            Arg::Number(IOPRIO_WHO_PROCESS),
-            number_arg(raw),
-            Arg::Number(IDLE),
-        ];
-        sys::attempt(Call::IOPRIO_SET, args)?;
-        Ok("set".into())
+    let input_output = || {
+        let args = &mut number_args([IOPRIO_WHO_PROCESS, pid.as_raw_pid(), IDLE]);
+        sys::attempt(Call::IOPRIO_SET, args)
     };
-    any_of(&mut [
-        ("prlimit", &mut files),
-        ("setpriority", &mut priority),
-        ("sched_setaffinity", &mut affinity),
-        ("ioprio_set", &mut input_output),
-    ])
+    Attempts::default()
+        .add("prlimit", "set", files())
+        .add("setpriority", "set", priority())
+        .add("sched_setaffinity", "set", affinity())
+        .add("ioprio_set", "set", input_output())
+        .result()
 }
 
 /// System V identifiers are numbers for the whole host, and every process may try them.
 pub fn segment(aim: &AttackAim<'_>) -> AttackResult {
     let id: i64 = aim.number()?;
-    let args = &mut [Arg::Number(id), Arg::Number(0), Arg::Number(0)];
-    sys::attempt(Call::SHMAT, args)?;
+    sys::attempt(Call::SHMAT, &mut [id, 0, 0].map(Arg::Number))?;
     Ok("attached".into())
 }
 
 /// POSIX message queues have names like files but no path, so Landlock does not cover them.
 pub fn queue(aim: &AttackAim<'_>) -> AttackResult {
-    let no_name = |_| AttackFailure::Unable("a name with a NUL byte".into());
-    let name = CString::new(aim.target.as_bytes()).map_err(no_name)?;
+    let name = c_string(aim.target.as_bytes())?;
     OpenQueue::open(&name, libc::O_WRONLY)?.send(aim.mark.as_bytes())?;
     Ok("sent".into())
 }

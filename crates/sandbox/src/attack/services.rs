@@ -14,7 +14,7 @@ use rustix::net::{
 };
 
 use super::calls;
-use super::{AttackAim, AttackFailure, AttackResult, SECRET_PREFIX, SECRET_VARIABLE, any_of};
+use super::{AttackAim, AttackResult, Attempts, SECRET_PREFIX, SECRET_VARIABLE, refused, unable};
 
 /// Sends the first bytes of a PostgreSQL client, then the mark.
 fn send_greeting(mut stream: impl Write, mark: &str) -> io::Result<()> {
@@ -29,19 +29,12 @@ pub fn tcp(aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn path_socket(aim: &AttackAim<'_>) -> AttackResult {
-    let mut ways: Vec<(String, Box<dyn FnMut() -> AttackResult>)> = Vec::new();
+    let mut attempts = Attempts::default();
     for path in aim.paths() {
-        let connect = move || {
-            send_greeting(UnixStream::connect(path)?, aim.mark)?;
-            Ok("connected".into())
-        };
-        ways.push((path.display().to_string(), Box::new(connect)));
+        let sent = UnixStream::connect(path).and_then(|stream| send_greeting(stream, aim.mark));
+        attempts = attempts.add(&path.display().to_string(), "connected", sent);
     }
-    let mut list: Vec<super::Attempt<'_>> = Vec::new();
-    for (name, way) in &mut ways {
-        list.push((name, way));
-    }
-    any_of(&mut list)
+    attempts.result()
 }
 
 pub fn abstract_socket(aim: &AttackAim<'_>) -> AttackResult {
@@ -54,43 +47,43 @@ pub fn abstract_socket(aim: &AttackAim<'_>) -> AttackResult {
 pub fn datagram(aim: &AttackAim<'_>) -> AttackResult {
     let parts = aim.parts();
     let [path, name] = parts[..] else {
-        return Err(AttackFailure::Unable(
-            "a path and an abstract name are needed".into(),
-        ));
+        return unable("a path and an abstract name are needed");
     };
     let mark = aim.mark.as_bytes();
-    let mut to_path = || {
-        UnixDatagram::unbound()?.send_to(mark, path)?;
-        Ok("sent".into())
-    };
-    let mut to_name = || {
+    let to_path = || UnixDatagram::unbound()?.send_to(mark, path);
+    let to_name = || {
         let address = SocketAddr::from_abstract_name(name.as_bytes())?;
-        UnixDatagram::unbound()?.send_to_addr(mark, &address)?;
-        Ok("sent".into())
+        UnixDatagram::unbound()?.send_to_addr(mark, &address)
     };
-    let pair = |kind: SocketType| -> io::Result<OwnedFd> {
-        let (one, _other) =
-            rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
-        Ok(one)
+    let pair = || {
+        let (kind, flags) = (SocketType::DGRAM, SocketFlags::CLOEXEC);
+        rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None).map(|(one, _other)| one)
     };
-    let mut from_pair = || {
+    let from_pair = || {
         let address = SocketAddrUnix::new(path)?;
-        rustix::net::sendto(pair(SocketType::DGRAM)?, mark, SendFlags::empty(), &address)?;
-        Ok("sent".into())
+        rustix::net::sendto(pair()?, mark, SendFlags::empty(), &address)
     };
-    let mut from_pair_to_name = || {
+    let from_pair_to_name = || {
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
-        let one = pair(SocketType::DGRAM)?;
+        let one = pair()?;
         rustix::net::connect(&one, &address)?;
-        rustix::net::send(&one, mark, SendFlags::empty())?;
-        Ok("sent".into())
+        rustix::net::send(&one, mark, SendFlags::empty())
     };
-    any_of(&mut [
-        ("to a path", &mut to_path),
-        ("to a name", &mut to_name),
-        ("from a pair", &mut from_pair),
-        ("from a pair to a name", &mut from_pair_to_name),
-    ])
+    Attempts::default()
+        .add("to a path", "sent", to_path())
+        .add("to a name", "sent", to_name())
+        .add("from a pair", "sent", from_pair())
+        .add("from a pair to a name", "sent", from_pair_to_name())
+        .result()
+}
+
+/// Opens a socket that is closed when a program is executed.
+fn open_socket(
+    family: AddressFamily,
+    kind: SocketType,
+    protocol: Option<Protocol>,
+) -> rustix::io::Result<OwnedFd> {
+    rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, protocol)
 }
 
 /// Sends data with the first packet (TCP fast open): a send that also connects.
@@ -98,12 +91,7 @@ pub fn fast_open(aim: &AttackAim<'_>) -> AttackResult {
     const MSG_FASTOPEN: SendFlags = SendFlags::from_bits_retain(libc::MSG_FASTOPEN as u32);
     let port: u16 = aim.number()?;
     let to = std::net::SocketAddr::from(([127, 0, 0, 1], port));
-    let socket = rustix::net::socket_with(
-        AddressFamily::INET,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
+    let socket = open_socket(AddressFamily::INET, SocketType::STREAM, None)?;
     rustix::net::sendto(&socket, aim.mark.as_bytes(), MSG_FASTOPEN, &to)?;
     // An early close could lose the data together with the connection.
     rustix::net::shutdown(&socket, rustix::net::Shutdown::Write)?;
@@ -112,18 +100,17 @@ pub fn fast_open(aim: &AttackAim<'_>) -> AttackResult {
 
 pub fn udp(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
-    let mut send_to = || {
-        UdpSocket::bind("127.0.0.1:0")?.send_to(aim.mark.as_bytes(), ("127.0.0.1", port))?;
-        Ok("sent".into())
+    let to = std::net::SocketAddr::from(([127, 0, 0, 1], port));
+    let mark = aim.mark.as_bytes();
+    let bound = || UdpSocket::bind("127.0.0.1:0")?.send_to(mark, to);
+    let unbound = || {
+        let socket = open_socket(AddressFamily::INET, SocketType::DGRAM, None)?;
+        rustix::net::sendto(&socket, mark, SendFlags::empty(), &to)
     };
-    let mut unbound = || {
-        let to = std::net::SocketAddr::from(([127, 0, 0, 1], port));
-        let (kind, flags) = (SocketType::DGRAM, SocketFlags::CLOEXEC);
-        let socket = rustix::net::socket_with(AddressFamily::INET, kind, flags, None)?;
-        rustix::net::sendto(&socket, aim.mark.as_bytes(), SendFlags::empty(), &to)?;
-        Ok("sent".into())
-    };
-    any_of(&mut [("bound", &mut send_to), ("unbound", &mut unbound)])
+    Attempts::default()
+        .add("bound", "sent", bound())
+        .add("unbound", "sent", unbound())
+        .result()
 }
 
 /// Sends a well-formed query with the mark in the name. Data can leave in this way where only name lookups are
@@ -132,9 +119,7 @@ pub fn dns(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
     let mut question = vec![0x46, 0x48, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     for label in [aim.mark, "invalid"] {
-        let length =
-            u8::try_from(label.len()).map_err(|_| AttackFailure::Unable("a long mark".into()))?;
-        question.push(length);
+        question.push(u8::try_from(label.len()).or_else(|_| unable("a long mark"))?);
         question.extend(label.bytes());
     }
     question.extend([0, 0, 1, 0, 1]);
@@ -145,37 +130,26 @@ pub fn dns(aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn vsock(_aim: &AttackAim<'_>) -> AttackResult {
-    let kind = |kind| {
-        let flags = SocketFlags::CLOEXEC;
-        rustix::net::socket_with(AddressFamily::VSOCK, kind, flags, None)?;
-        Ok("a socket to the machine's host".to_owned())
-    };
-    any_of(&mut [
-        ("stream", &mut || kind(SocketType::STREAM)),
-        ("datagram", &mut || kind(SocketType::DGRAM)),
-    ])
+    let success = "a socket to the machine's host";
+    let open = |kind| open_socket(AddressFamily::VSOCK, kind, None);
+    Attempts::default()
+        .add("stream", success, open(SocketType::STREAM))
+        .add("datagram", success, open(SocketType::DGRAM))
+        .result()
 }
 
 pub fn packet(_aim: &AttackAim<'_>) -> AttackResult {
-    let every_protocol = Protocol::from_raw(
-        std::num::NonZeroU32::new(0x0300)
-            .ok_or_else(|| AttackFailure::Unable("no number".into()))?,
-    );
-    let open = |family, kind, protocol| {
-        rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, protocol)?;
-        Ok("a socket that hears every packet".to_owned())
-    };
-    let (packet, inet) = (AddressFamily::PACKET, AddressFamily::INET);
+    let success = "a socket that hears every packet";
+    // ETH_P_ALL, in the network's byte order.
+    let every_protocol = std::num::NonZeroU32::new(0x0300).map(Protocol::from_raw);
+    let packet = |kind| open_socket(AddressFamily::PACKET, kind, every_protocol);
     let icmp = Some(rustix::net::ipproto::ICMP);
-    any_of(&mut [
-        ("raw", &mut || {
-            open(packet, SocketType::RAW, Some(every_protocol))
-        }),
-        ("datagram", &mut || {
-            open(packet, SocketType::DGRAM, Some(every_protocol))
-        }),
-        ("raw IP", &mut || open(inet, SocketType::RAW, icmp)),
-    ])
+    let raw_ip = || open_socket(AddressFamily::INET, SocketType::RAW, icmp);
+    Attempts::default()
+        .add("raw", success, packet(SocketType::RAW))
+        .add("datagram", success, packet(SocketType::DGRAM))
+        .add("raw IP", success, raw_ip())
+        .result()
 }
 
 const NETLINK_ROUTE: u32 = 0;
@@ -183,17 +157,11 @@ const NETLINK_SOCK_DIAG: u32 = 4;
 const NETLINK_UEVENT: u32 = 15;
 const NETLINK_GENERIC: u32 = 16;
 
-fn netlink_socket(protocol: u32) -> Result<OwnedFd, AttackFailure> {
+fn netlink_socket(protocol: u32) -> rustix::io::Result<OwnedFd> {
+    use rustix::net::sockopt::{Timeout, set_socket_timeout};
     let protocol = std::num::NonZeroU32::new(protocol).map(Protocol::from_raw);
-    let flags = SocketFlags::CLOEXEC;
-    let socket =
-        rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, protocol)?;
-    let receive_timeout = Some(Duration::from_secs(2));
-    let _ = rustix::net::sockopt::set_socket_timeout(
-        &socket,
-        rustix::net::sockopt::Timeout::Recv,
-        receive_timeout,
-    );
+    let socket = open_socket(AddressFamily::NETLINK, SocketType::RAW, protocol)?;
+    let _ = set_socket_timeout(&socket, Timeout::Recv, Some(Duration::from_secs(2)));
     Ok(socket)
 }
 
@@ -203,7 +171,7 @@ fn dump(
     kind: u16,
     body: &[u8],
     mut look: impl FnMut(&[u8]),
-) -> Result<(), AttackFailure> {
+) -> rustix::io::Result<()> {
     const REQUEST_AND_DUMP: u16 = 0x301;
     const ANSWERS_MAX: usize = 4096;
     const LAST_KINDS: [u16; 2] = [2, 3];
@@ -233,7 +201,7 @@ fn dump(
 /// Lists the host's sockets and interfaces through the kernel, and opens netlink families that lead into the kernel.
 pub fn netlink(aim: &AttackAim<'_>) -> AttackResult {
     let port: u16 = aim.number()?;
-    let mut sockets = || {
+    let sockets = || {
         // struct inet_diag_req_v2: IPv4, TCP, listening sockets, any address.
         let mut body = vec![2, 6, 0, 0];
         body.extend((1u32 << 10).to_ne_bytes());
@@ -244,27 +212,26 @@ pub fn netlink(aim: &AttackAim<'_>) -> AttackResult {
         dump(socket.as_fd(), 20, &body, look)?;
         match found {
             true => Ok("a socket of the host is listed".into()),
-            false => Err(AttackFailure::Refused("lists none of the host's".into())),
+            false => refused("lists none of the host's"),
         }
     };
-    let mut interfaces = || {
+    let interfaces = || {
         let socket = netlink_socket(NETLINK_ROUTE)?;
         let mut others = 0;
         // struct ifinfomsg: the field at offset 4 is the interface's index; loopback is always 1.
         let look = |m: &[u8]| others += usize::from(m.get(4..8) != Some(&1i32.to_ne_bytes()));
         dump(socket.as_fd(), 18, &[0; 16], look)?;
         match others {
-            0 => Err(AttackFailure::Refused("lists only loopback".into())),
+            0 => refused("lists only loopback"),
             _ => Ok(format!("{others} interfaces of the host are listed")),
         }
     };
-    let open = |protocol| netlink_socket(protocol).map(|_| "opened".to_owned());
-    any_of(&mut [
-        ("sockets", &mut sockets),
-        ("interfaces", &mut interfaces),
-        ("events", &mut || open(NETLINK_UEVENT)),
-        ("generic", &mut || open(NETLINK_GENERIC)),
-    ])
+    Attempts::default()
+        .add_result("sockets", sockets())
+        .add_result("interfaces", interfaces())
+        .add("events", "opened", netlink_socket(NETLINK_UEVENT))
+        .add("generic", "opened", netlink_socket(NETLINK_GENERIC))
+        .result()
 }
 
 /// Returns the text if it is a planted secret, and nothing else: unconfined, an attack may also find real secrets.
@@ -279,40 +246,31 @@ pub fn inherited(_aim: &AttackAim<'_>) -> AttackResult {
     let mut found = Vec::new();
     for number in 0..=DESCRIPTOR_MAX {
         let mut content = [0u8; 256];
-        if let Ok(n) = calls::read_inherited(number, &mut content)
-            && n > 0
-        {
-            found
-                .extend(planted_secret(&content[..n]).map(|text| format!("{number} holds {text}")));
-        }
+        let length = calls::read_inherited(number, &mut content).unwrap_or(0);
+        let secret = planted_secret(&content[..length]);
+        found.extend(secret.map(|text| format!("{number} holds {text}")));
     }
     match found.is_empty() {
         false => Ok(found.join("; ")),
-        true => Err(AttackFailure::Refused(
-            "no descriptor leads to a file".into(),
-        )),
+        true => refused("no descriptor leads to a file"),
     }
 }
 
 /// Searches the attacker's own environment, and that of every process it can inspect.
 pub fn environment(_aim: &AttackAim<'_>) -> AttackResult {
-    let mut found = Vec::new();
     let own = std::env::var_os(SECRET_VARIABLE).unwrap_or_default();
-    found.extend(planted_secret(own.as_bytes()).map(|value| format!("own: {value}")));
+    let own = planted_secret(own.as_bytes()).map(|value| format!("own: {value}"));
+    let mut found = Vec::from_iter(own);
     let prefix = format!("{SECRET_VARIABLE}=");
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let environ = std::fs::read(entry.path().join("environ")).unwrap_or_default();
-        for variable in environ.split(|b| *b == 0) {
-            if let Some(value) = variable.strip_prefix(prefix.as_bytes()) {
-                let place = entry.path();
-                found.extend(
-                    planted_secret(value).map(|value| format!("{}: {value}", place.display())),
-                );
-            }
-        }
+        let variables = environ.split(|b| *b == 0);
+        let values = variables.filter_map(|v| v.strip_prefix(prefix.as_bytes()));
+        let secrets = values.filter_map(planted_secret);
+        found.extend(secrets.map(|value| format!("{}: {value}", entry.path().display())));
     }
     match found.is_empty() {
         false => Ok(found.join("; ")),
-        true => Err(AttackFailure::Refused("found in no environment".into())),
+        true => refused("found in no environment"),
     }
 }

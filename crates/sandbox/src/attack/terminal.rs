@@ -1,36 +1,36 @@
 //! The attack on the caller's terminal: it types text that the caller's shell would read.
 
-use std::os::fd::AsFd;
-
-use rustix::fs::{Mode, OFlags};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
 
 use super::calls;
-use super::{AttackAim, AttackResult, any_of};
+use super::{AttackAim, AttackResult, Attempts};
 
 pub fn inject(aim: &AttackAim<'_>) -> AttackResult {
     let text = format!("{}\n", aim.mark);
-    let inject_text = |terminal: std::os::fd::BorrowedFd<'_>| -> AttackResult {
-        for byte in text.bytes() {
-            calls::inject_byte(terminal, byte)?;
-        }
-        Ok("typed".into())
+    let inject_text = |terminal: BorrowedFd<'_>| -> io::Result<()> {
+        text.bytes()
+            .try_for_each(|byte| calls::inject_byte(terminal, byte))
     };
-    let mut controlling = || {
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
-        let terminal = rustix::fs::open("/dev/tty", flags, Mode::empty())?;
+    let controlling = || {
+        let mut options = File::options();
+        let flags = libc::O_NOCTTY;
+        let terminal = options
+            .read(true)
+            .write(true)
+            .custom_flags(flags)
+            .open("/dev/tty")?;
         inject_text(terminal.as_fd())
     };
-    any_of(&mut [
-        ("/dev/tty", &mut controlling),
-        (
-            "standard input",
-            &mut || inject_text(rustix::stdio::stdin()),
-        ),
-        ("standard output", &mut || {
-            inject_text(rustix::stdio::stdout())
-        }),
-        ("standard error", &mut || {
-            inject_text(rustix::stdio::stderr())
-        }),
-    ])
+    let mut attempts = Attempts::default().add("/dev/tty", "typed", controlling());
+    for (name, stream) in [
+        ("standard input", rustix::stdio::stdin()),
+        ("standard output", rustix::stdio::stdout()),
+        ("standard error", rustix::stdio::stderr()),
+    ] {
+        attempts = attempts.add(name, "typed", inject_text(stream));
+    }
+    attempts.result()
 }

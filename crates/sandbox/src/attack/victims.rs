@@ -9,7 +9,8 @@ use rustix::process::{PTracer, Signal};
 
 use super::calls::OpenQueue;
 use super::print_unbuffered;
-use crate::sys::{self, Arg, Call};
+use crate::sys::Arg::{Bytes, Number, Text};
+use crate::sys::{self, Call};
 
 /// A process that waits, and that any signal ends.
 pub const WITNESS: &str = "witness";
@@ -76,17 +77,12 @@ pub struct Segment {
 
 impl Segment {
     pub fn make() -> io::Result<Segment> {
-        let (private, size, mode) = (Arg::Number(0), Arg::Number(4096), Arg::Number(0o666));
-        let id = sys::attempt(Call::SHMGET, &mut [private, size, mode])?;
-        let attach = &mut [Arg::Number(id), Arg::Number(0), Arg::Number(0)];
-        let attached = sys::attempt(Call::SHMAT, attach);
+        const PRIVATE: i64 = 0;
+        let id = sys::attempt(Call::SHMGET, &mut [PRIVATE, 4096, 0o666].map(Number))?;
+        let attached = sys::attempt(Call::SHMAT, &mut [id, 0, 0].map(Number));
         // The kernel removes the segment when nobody is attached any more. Its id stays valid until then.
-        let remove = &mut [
-            Arg::Number(id),
-            Arg::Number(i64::from(libc::IPC_RMID)),
-            Arg::Number(0),
-        ];
-        sys::attempt(Call::SHMCTL, remove)?;
+        let remove = [id, libc::IPC_RMID.into(), 0];
+        sys::attempt(Call::SHMCTL, &mut remove.map(Number))?;
         attached?;
         let mut segment = Segment { id, own: 0 };
         segment.own = segment.last_process()?;
@@ -106,12 +102,8 @@ impl Segment {
     fn last_process(&self) -> io::Result<i32> {
         const AT: usize = std::mem::offset_of!(libc::shmid_ds, shm_lpid);
         let mut state = [0u8; size_of::<libc::shmid_ds>()];
-        let ask = &mut [
-            Arg::Number(self.id),
-            Arg::Number(i64::from(libc::IPC_STAT)),
-            Arg::Bytes(&mut state),
-        ];
-        sys::attempt(Call::SHMCTL, ask)?;
+        let [id, command] = [self.id, libc::IPC_STAT.into()].map(Number);
+        sys::attempt(Call::SHMCTL, &mut [id, command, Bytes(&mut state)])?;
         let mut pid = [0u8; 4];
         pid.copy_from_slice(&state[AT..AT + 4]);
         Ok(i32::from_ne_bytes(pid))
@@ -143,6 +135,6 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        let _ = sys::attempt(Call::MQ_UNLINK, &mut [Arg::Text(&self.name)]);
+        let _ = sys::attempt(Call::MQ_UNLINK, &mut [Text(&self.name)]);
     }
 }

@@ -29,14 +29,13 @@ impl Bounding {
 /// Drops every capability for good, in every set, and describes the result.
 pub fn drop_capabilities(bounding: Bounding) -> Result<&'static str, LaunchStepError> {
     let how = drop_bounding_set(bounding)?;
-    rustix::thread::clear_ambient_capability_set()
-        .during(|| "clear ambient capabilities".into())?;
+    rustix::thread::clear_ambient_capability_set().doing("clear ambient capabilities")?;
     let none = CapabilitySets {
         effective: CapabilitySet::empty(),
         permitted: CapabilitySet::empty(),
         inheritable: CapabilitySet::empty(),
     };
-    rustix::thread::set_capabilities(None, none).during(|| "drop capabilities".into())?;
+    rustix::thread::set_capabilities(None, none).doing("drop capabilities")?;
     Ok(how)
 }
 
@@ -52,7 +51,7 @@ fn drop_bounding_set(bounding: Bounding) -> Result<&'static str, LaunchStepError
             Err(rustix::io::Errno::PERM) if bounding == Bounding::DroppedIfAllowed => {
                 return Ok("none; the bounding set is the caller's");
             }
-            Err(e) => return Err(e).during(|| "drop the bounding set".into()),
+            Err(e) => return Err(e).doing("drop the bounding set"),
         }
     }
     Ok("none, in any set")

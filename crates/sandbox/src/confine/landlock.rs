@@ -116,18 +116,17 @@ pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, Lau
     }
     let mut rules = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(all_rights())
-        .map_err(failed)?;
+        .handle_access(all_rights())?;
     let scopes = Scope::from_all(ABI::from(abi));
     if !scopes.is_empty() {
-        rules = rules.scope(scopes).map_err(failed)?;
+        rules = rules.scope(scopes)?;
     }
-    let rules = rules.create().map_err(failed)?;
+    let rules = rules.create()?;
     let rules = match spec.level {
         ConfinementLevel::Full => add_own_root_rules(rules, spec)?,
         ConfinementLevel::Landlock => add_host_rules(rules, spec, own_proc)?,
     };
-    let status = rules.restrict_self().map_err(failed)?;
+    let status = rules.restrict_self()?;
     match status.ruleset {
         RulesetStatus::NotEnforced => Err(LaunchStepError::new(
             "landlock: the rules were not enforced",
@@ -146,21 +145,19 @@ pub fn restrict(spec: &Spec, own_proc: &[OwnedFd]) -> Result<Option<String>, Lau
 pub fn scope_signals() -> Result<(), LaunchStepError> {
     let rules = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
-        .handle_access(AccessFs::Refer)
-        .map_err(failed)?
-        .scope(Scope::Signal)
-        .map_err(failed)?
-        .create()
-        .map_err(failed)?;
+        .handle_access(AccessFs::Refer)?
+        .scope(Scope::Signal)?
+        .create()?;
     let root = PathFd::new("/").map_err(|e| LaunchStepError::new(format!("landlock: {e}")))?;
-    let rules = rules
-        .add_rule(PathBeneath::new(root, AccessFs::Refer))
-        .map_err(failed)?;
-    rules.restrict_self().map(drop).map_err(failed)
+    let rules = rules.add_rule(PathBeneath::new(root, AccessFs::Refer))?;
+    rules.restrict_self()?;
+    Ok(())
 }
 
-fn failed(error: RulesetError) -> LaunchStepError {
-    LaunchStepError::new(format!("landlock: {error}"))
+impl From<RulesetError> for LaunchStepError {
+    fn from(error: RulesetError) -> LaunchStepError {
+        LaunchStepError::new(format!("landlock: {error}"))
+    }
 }
 
 fn allow(
@@ -168,9 +165,7 @@ fn allow(
     what: impl AsFd,
     rights: Rights,
 ) -> Result<RulesetCreated, LaunchStepError> {
-    rules
-        .add_rule(PathBeneath::new(what, rights & all_rights()))
-        .map_err(failed)
+    Ok(rules.add_rule(PathBeneath::new(what, rights & all_rights()))?)
 }
 
 /// Allows a path if it exists. A path that this host does not have needs no rule.
@@ -282,5 +277,5 @@ fn open_without_symlinks(path: &Path) -> Result<OwnedFd, LaunchStepError> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve)
-        .during(|| format!("open {}", path.display()))
+        .step_context(|| format!("open {}", path.display()))
 }

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
 use crate::sys::procfs::thread_group;
@@ -83,6 +84,16 @@ impl CallingThread {
 
 pub fn errno(number: i32) -> io::Error {
     io::Error::from_raw_os_error(number)
+}
+
+/// Opens the working directory of a thread or process, for a lookup.
+pub fn open_working_directory(pid: u32) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::DIRECTORY;
+    Ok(rustix::fs::open(
+        format!("/proc/{pid}/cwd"),
+        flags,
+        Mode::empty(),
+    )?)
 }
 
 /// Converts an error of a path lookup for the program. ELOOP becomes ENOENT: it would reveal which descriptors this

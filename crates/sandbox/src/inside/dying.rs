@@ -6,10 +6,10 @@
 use std::time::{Duration, Instant};
 
 use super::processes::{self, ProcessSet};
-use crate::sys::procfs;
+use crate::sys::procfs::{self, ProcessStat};
 
-/// How much later than init the runner acts: this long after init should have ended the run, the runner ends it. Init
-/// also gives up on dying processes that make no progress for this long.
+/// The runner ends the run this long after init's own deadline. Init also gives up on dying processes that make no
+/// progress for this long.
 pub const BACKSTOP: Duration = Duration::from_millis(700);
 /// With progress, init waits at most this long for the dying processes.
 pub const DYING_TIME_MAX: Duration = Duration::from_secs(30);
@@ -55,9 +55,7 @@ impl DyingProcesses {
         if before.elapsed() < CHECK_INTERVAL {
             return None;
         }
-        let own = std::process::id();
-        let mut left = processes::pids(self.process_set);
-        left.retain(|pid| *pid != own);
+        let left: Vec<u32> = processes::other_pids(self.process_set).collect();
         let progress = left.len() < self.count || left.iter().any(|pid| is_runnable(*pid));
         self.count = left.len();
         let now = Instant::now();
@@ -69,21 +67,20 @@ impl DyingProcesses {
         Some(DyingProgress::Made)
     }
 
-    /// Whether the remaining processes are not worth waiting for any longer.
-    pub fn is_hopeless(&self) -> bool {
+    /// Whether the remaining processes made no progress for [`BACKSTOP`], or took longer than [`DYING_TIME_MAX`].
+    pub fn is_wait_over(&self) -> bool {
         self.progress_at.elapsed() >= BACKSTOP || self.since.elapsed() >= DYING_TIME_MAX
     }
 }
 
 /// Whether a thread of the process is running or ready to run.
 fn is_runnable(pid: u32) -> bool {
-    let state = |stat: String| Some(stat.rsplit_once(')')?.1.trim_start().starts_with('R'));
-    let stat = |path: String| procfs::read(path, 4096).and_then(state);
-    match stat(format!("/proc/{pid}/stat")) {
-        Some(true) => true,
+    let state = |dir: String| ProcessStat::read(dir)?.state();
+    match state(format!("/proc/{pid}")) {
+        Some('R') => true,
         // The first thread may be dead or waiting while other threads are being taken down.
-        Some(false) => procfs::threads(pid)
-            .any(|thread| stat(format!("/proc/{pid}/task/{thread}/stat")) == Some(true)),
+        Some(_) => procfs::threads(pid)
+            .any(|thread| state(format!("/proc/{pid}/task/{thread}")) == Some('R')),
         None => false,
     }
 }

@@ -1,12 +1,12 @@
 //! Init: pid 1 of the sandbox, or the guardian at level `landlock`.
 //!
-//! Init reaps processes, keeps every deadline, enforces the watched limits, has the calls served that seccomp hands
-//! over, and dies last. Init does not depend on the runner: while the runner is stopped, every limit still holds, and
-//! when the runner is gone, init ends the run. Init reports how the program ended over a socket that the program never
-//! holds. The program cannot reach init, because init is not dumpable, is in a user namespace above the program's, and
-//! blocks all signals.
+//! Init reaps processes, keeps every deadline, enforces the watched limits, lets the broker serve the calls that
+//! seccomp hands over, and dies last. Init does not depend on the runner: while the runner is stopped, every limit
+//! still holds, and when the runner is gone, init ends the run. Init reports how the program ended over a socket that
+//! the program never holds. The program cannot reach init, because init is not dumpable, is in a user namespace above
+//! the program's, and blocks all signals.
 //!
-//! When pid 1 exits, the kernel kills whatever is left in the pid namespace. The guardian may not exit before it has no
+//! When pid 1 exits, the kernel kills whatever is left in the pid namespace. The guardian exits only when it has no
 //! child left. The guardian is the subreaper of its descendants, so without children it has no descendants either: this
 //! proves that all processes are dead.
 
@@ -14,7 +14,6 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, WaitOptions};
 
 use serde::{Deserialize, Serialize};
@@ -25,8 +24,9 @@ use super::kill_helper::KillHelper;
 use super::oom::OomWatch;
 use super::processes::{self, ProcessSet};
 use super::watch::{PeakUsage, TICK, WatchThread};
-use crate::channel::{self, InitOrder, SandboxReport, Wait};
+use crate::channel::{self, InitCommand, RunEnd, SandboxReport, Wait};
 use crate::confine::seccomp;
+use crate::events::{self, PollFlags, SignalQueue};
 use crate::outcome::{Exit, ResourceUsage, Stop};
 use crate::plan::LaunchPlan;
 use crate::resources::cgroup::GroupAccess;
@@ -93,9 +93,21 @@ pub struct Init {
     /// The program's own files in /proc. A Landlock rule for such a file holds only while the kernel keeps the file's
     /// inode, so init keeps these open.
     _own_proc_files: Vec<OwnedFd>,
-    children: OwnedFd,
+    children: SignalQueue,
     spec: Spec,
     process_set: ProcessSet,
+}
+
+/// What init waits for.
+enum Source {
+    /// A command of the runner.
+    Runner,
+    /// The death of a child.
+    Deaths,
+    /// The listener or, before there is one, the socket to the child.
+    Child,
+    /// The watch thread.
+    Watch,
 }
 
 impl Init {
@@ -130,7 +142,7 @@ impl Init {
             helper_fired_at: None,
             dying: None,
             _own_proc_files: Vec::new(),
-            children: sys::signal_fd(&[libc::SIGCHLD])?,
+            children: SignalQueue::of_blocked(&[libc::SIGCHLD])?,
             spec: spec.clone(),
             process_set: ProcessSet::of(spec),
         })
@@ -138,28 +150,29 @@ impl Init {
 
     pub fn run(mut self, report: &mut Reporter) -> ! {
         let mut processes_left = true;
-        // Nobody records a probe, so init does not wait for the runner's order to start.
+        // Nobody records a probe, so init does not wait for the runner's command to start.
         if self.spec.purpose == LaunchPurpose::Probe {
             self.start_program(None);
         }
-        // After an order to stop, processes that outlive the program have the grace too.
+        // After a command to stop, processes that outlive the program have the grace too.
         while self.main_exit.is_none() || self.stop.is_some() && processes_left && !self.killed {
             self.wait(report);
             processes_left = self.reap() && self.has_program_processes();
-            if self.watch.as_ref().is_some_and(WatchThread::is_lost) {
+            let watch = self.watch.as_ref();
+            if watch.is_some_and(WatchThread::has_ended_unexpectedly) {
                 // Without the watch its limits do not hold. Exit without a report, so that the outcome is an error of
                 // Fumehood's.
                 self.kill_all_and_exit();
             }
-            if let Some(limit) = self.watch.as_mut().and_then(WatchThread::take_passed_limit) {
+            if let Some(limit) = self.take_exceeded_limit() {
                 self.stop_for_limit(limit);
             }
             self.check_oom_kills();
             let now = Instant::now();
-            self.check_idle();
-            let wall = Duration::from_millis(self.limits.wall_ms);
-            if self.stop.is_none() && self.start.is_some_and(|start| start.elapsed() >= wall) {
-                self.begin_stop(Stop::WallTime);
+            // Init may wake after the deadline though the program ended before it. Such an end is no timeout.
+            if self.main_exit.is_none() {
+                self.check_idle();
+                self.check_wall_time();
             }
             if self.kill_at.is_some_and(|at| now >= at) {
                 self.kill_all();
@@ -167,6 +180,13 @@ impl Init {
             self.report_dying(report);
         }
         self.finish(report)
+    }
+
+    fn check_wall_time(&mut self) {
+        let wall = Duration::from_millis(self.limits.wall_ms);
+        if self.stop.is_none() && self.start.is_some_and(|start| start.elapsed() >= wall) {
+            self.begin_stop(Stop::WallTime);
+        }
     }
 
     /// Stops the run if the program was idle for the whole idle limit: it printed nothing and used less than a
@@ -201,13 +221,15 @@ impl Init {
     }
 
     fn peak_usage(&self) -> PeakUsage {
-        self.watch
-            .as_ref()
-            .map(WatchThread::peak)
-            .unwrap_or_default()
+        let watch = self.watch.as_ref();
+        watch.map(WatchThread::peak).unwrap_or_default()
     }
 
-    /// Waits for an event or the next tick, and handles the runner's orders and the child's calls.
+    fn take_exceeded_limit(&mut self) -> Option<Stop> {
+        self.watch.as_mut()?.take_exceeded_limit()
+    }
+
+    /// Waits for an event or the next tick, and handles the runner's commands and the child's calls.
     fn wait(&mut self, report: &Reporter) {
         let next_tick = Instant::now() + TICK;
         let until = self.kill_at.map_or(next_tick, |at| at.min(next_tick));
@@ -216,50 +238,39 @@ impl Init {
         if full {
             timeout = timeout.min(BROKER_RETRY);
         }
-        let timeout = Timespec {
-            tv_sec: 0,
-            tv_nsec: timeout.subsec_nanos().into(),
-        };
-        let socket = report.socket();
-        let mut fds = vec![
-            PollFd::new(&socket, PollFlags::IN),
-            PollFd::new(&self.children, PollFlags::IN),
-        ];
         let listener = self.broker.as_ref().and_then(Broker::listener_to_poll);
-        let child_fd = listener.or(self.child_socket.as_ref().map(AsFd::as_fd));
-        let child_fd_index = child_fd.as_ref().map(|fd| {
-            fds.push(PollFd::new(fd, PollFlags::IN));
-            fds.len() - 1
-        });
-        let event_fd = self.watch.as_ref().map(WatchThread::event_fd);
-        fds.extend(
-            event_fd
-                .as_ref()
-                .map(|event_fd| PollFd::new(event_fd, PollFlags::IN)),
-        );
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => return,
+        let wanted = [
+            (Source::Runner, Some(report.socket())),
+            (Source::Deaths, Some(self.children.as_fd())),
+            (
+                Source::Child,
+                listener.or(self.child_socket.as_ref().map(AsFd::as_fd)),
+            ),
+            (Source::Watch, self.watch.as_ref().map(AsFd::as_fd)),
+        ];
+        let wanted = wanted.into_iter();
+        let wanted = wanted.filter_map(|(source, fd)| Some((source, fd?, PollFlags::IN)));
+        let Ok(ready) = events::wait_for_any(wanted, timeout) else {
             // Init cannot keep deadlines if it cannot wait.
-            Err(_) => self.kill_all_and_exit(),
-        }
-        let ready: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
-        drop(fds);
-        if !ready[0].is_empty() {
-            self.handle_order(report);
-        }
-        if let Some(ready) = child_fd_index.map(|at| ready[at]).filter(|r| !r.is_empty()) {
-            self.serve_child(ready);
+            self.kill_all_and_exit()
+        };
+        for (source, flags) in ready {
+            match source {
+                Source::Runner => self.handle_command(report),
+                Source::Child => self.serve_child(flags),
+                // The loop reaps and asks the watch at every turn.
+                Source::Deaths | Source::Watch => {}
+            }
         }
     }
 
-    fn handle_order(&mut self, report: &Reporter) {
-        match report.receive_order(Wait::No) {
-            Ok(Some(InitOrder::Filled)) => {}
-            Ok(Some(InitOrder::Go { open_on_host })) => self.start_program(open_on_host),
-            Ok(Some(InitOrder::Active)) => self.active_at = Instant::now(),
-            Ok(Some(InitOrder::Stop(why))) => self.begin_stop(why),
-            Ok(Some(InitOrder::Kill)) => {
+    fn handle_command(&mut self, report: &Reporter) {
+        match report.receive_command(Wait::No) {
+            Ok(Some(InitCommand::Filled)) => {}
+            Ok(Some(InitCommand::Go { open_on_host })) => self.start_program(open_on_host),
+            Ok(Some(InitCommand::Active)) => self.active_at = Instant::now(),
+            Ok(Some(InitCommand::Stop(why))) => self.begin_stop(why),
+            Ok(Some(InitCommand::Kill)) => {
                 self.stop.get_or_insert(Stop::Cancelled);
                 self.kill_at = Some(Instant::now());
             }
@@ -293,12 +304,7 @@ impl Init {
 
     /// Waits until a child has died, for at most 10 ms: some processes become children of init only later.
     fn wait_for_deaths(&self) {
-        let timeout = Timespec {
-            tv_sec: 0,
-            tv_nsec: 10_000_000,
-        };
-        let mut fds = [PollFd::new(&self.children, PollFlags::IN)];
-        let _ = poll(&mut fds, Some(&timeout));
+        events::wait_for(&self.children, PollFlags::IN, Duration::from_millis(10));
     }
 
     /// Handles an event on the listener or, before there is one, on the socket to the child.
@@ -350,8 +356,8 @@ impl Init {
         Ok(copy)
     }
 
-    /// Stops the run because it has passed a limit. Where the run could use up more of the host during the grace, kills
-    /// at once; CPU time gets the grace.
+    /// Stops the run because it has exceeded a limit. For disk, files, memory, processes and open files, sends SIGKILL
+    /// at once, because the run could use more during the grace period. For CPU time, grants the grace period.
     fn stop_for_limit(&mut self, why: Stop) {
         match why {
             Stop::Disk | Stop::Files | Stop::Memory | Stop::Pids | Stop::OpenFiles => {
@@ -418,7 +424,7 @@ impl Init {
 
     /// Reaps every dead child: the program, its orphans, and helpers. Returns whether init still has children.
     fn reap(&mut self) -> bool {
-        while sys::read_signal(self.children.as_fd()).is_some() {}
+        while self.children.take().is_some() {}
         loop {
             match rustix::process::wait(WaitOptions::NOHANG) {
                 Ok(Some((pid, status))) => {
@@ -468,14 +474,8 @@ impl Init {
     /// Reports what is known about the end so far. The runner then extends its deadline, and uses this report if no
     /// further one follows.
     fn report_progress(&self, wall_ms: u64, report: &mut Reporter) {
-        report.send(
-            &SandboxReport::Dying {
-                exit: self.main_exit,
-                stop: self.stop,
-                usage: self.usage(wall_ms, self.peak_usage()),
-            },
-            &[],
-        );
+        let end = self.run_end(wall_ms, self.peak_usage());
+        report.send(&SandboxReport::Dying(end), &[]);
     }
 
     fn wall_ms(&self) -> u64 {
@@ -483,16 +483,20 @@ impl Init {
         wall.as_millis() as u64
     }
 
-    fn usage(&self, wall_ms: u64, peak: PeakUsage) -> ResourceUsage {
-        ResourceUsage {
-            wall_ms,
-            cpu_ms: peak.cpu_ms,
-            memory_peak_bytes: peak.memory_bytes,
-            pids_peak: (peak.pids > 0).then_some(peak.pids),
-            disk_bytes: peak.disk_bytes,
-            files: peak.files,
-            oom_kills: 0,
-            oom_killed_main: self.oom_killed_main,
+    fn run_end(&self, wall_ms: u64, peak: PeakUsage) -> RunEnd {
+        RunEnd {
+            exit: self.main_exit,
+            stop: self.stop,
+            usage: ResourceUsage {
+                wall_ms,
+                cpu_ms: peak.cpu_ms,
+                memory_peak_bytes: peak.memory_bytes,
+                pids_peak: (peak.pids > 0).then_some(peak.pids),
+                disk_bytes: peak.disk_bytes,
+                files: peak.files,
+                oom_kills: 0,
+                oom_killed_main: self.oom_killed_main,
+            },
         }
     }
 
@@ -507,7 +511,8 @@ impl Init {
         let mut processes_left = self.reap();
         while processes_left {
             self.report_dying(report);
-            if in_namespace && self.dying.as_ref().is_some_and(DyingProcesses::is_hopeless) {
+            let dying = self.dying.as_ref();
+            if in_namespace && dying.is_some_and(DyingProcesses::is_wait_over) {
                 break;
             }
             self.kill_all();
@@ -529,22 +534,14 @@ impl Init {
         };
         // The run may have passed a disk limit after the last regular measurement; that counts too.
         let by_itself = self.stop.is_none() && matches!(self.main_exit, Some(Exit::Code(_)));
-        if let (true, Some(limit @ (Stop::Disk | Stop::Files))) = (
-            by_itself,
-            self.watch.as_mut().and_then(WatchThread::take_passed_limit),
-        ) {
+        if let (true, Some(limit @ (Stop::Disk | Stop::Files))) =
+            (by_itself, self.take_exceeded_limit())
+        {
             self.stop = Some(limit);
         }
-        let usage = self.usage(wall_ms, peak);
-        report.send(
-            &SandboxReport::Ended {
-                exit: self.main_exit,
-                stop: self.stop,
-                usage,
-                alone: in_namespace && !processes_left,
-            },
-            &[],
-        );
+        let end = self.run_end(wall_ms, peak);
+        let alone = in_namespace && !processes_left;
+        report.send(&SandboxReport::Ended { end, alone }, &[]);
         sys::exit_now(0)
     }
 }

@@ -12,6 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::process::DumpableBehavior;
 
+use crate::channel;
 use crate::confine::landlock;
 use crate::spec::{ConfinementLevel, LaunchPurpose, Layer, ProgramIdentity, Spec};
 use crate::step_report::{LaunchStepError, StepContext};
@@ -36,14 +37,8 @@ pub fn start(spec: &Spec) -> Result<Option<KillHelper>, LaunchStepError> {
         return Ok(None);
     }
     landlock::scope_signals()?;
-    let (trigger, theirs) = rustix::net::socketpair(
-        rustix::net::AddressFamily::UNIX,
-        rustix::net::SocketType::SEQPACKET,
-        rustix::net::SocketFlags::CLOEXEC,
-        None,
-    )
-    .during(|| "make a socket pair".into())?;
-    match sys::fork(Parentage::Sibling).during(|| "clone the kill helper".into())? {
+    let (trigger, theirs) = channel::pair().doing("make a socket pair")?;
+    match sys::fork(Parentage::Sibling).doing("clone the kill helper")? {
         ForkSide::Parent { child } => Ok(Some(KillHelper {
             pid: child as u32,
             trigger,

@@ -2,9 +2,10 @@
 //!
 //! At level `landlock` the guardian runs the same code in the place of pid 1.
 //!
-//! - `init`: the loop of pid 1. It reaps, keeps every deadline, obeys the runner's orders and reports how the run
+//! - `init`: the loop of pid 1. It reaps, keeps every deadline, obeys the runner's commands and reports how the run
 //!   ended.
-//! - `watch`: a thread of init that measures disk, memory, CPU time and processes ten times a second.
+//! - `watch`: a thread of init that makes a pass ten times a second: it measures memory, CPU time, processes, open
+//!   files, and the disk as often as time allows.
 //! - `processes`: what /proc says about the run's processes. Init and the watch thread use it.
 //! - `oom`: init's check of the cgroup's counter of out-of-memory kills.
 //! - `dying`: after SIGKILL, whether the run's processes make progress towards their death.

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Timespec, Timestamps, UTIME_NOW};
 
-use super::caller::not_found;
+use super::caller::{errno, not_found, open_working_directory};
 use super::processes;
 use crate::confine::seccomp::number;
 use crate::spec::Spec;
@@ -68,10 +68,6 @@ enum FileChange {
     Length(u64),
 }
 
-fn errno(number: i32) -> io::Error {
-    io::Error::from_raw_os_error(number)
-}
-
 impl SyscallProxy {
     pub fn new(spec: &Spec) -> SyscallProxy {
         SyscallProxy {
@@ -120,13 +116,7 @@ fn proc_fd_path(object: &OwnedFd) -> PathBuf {
 fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
     let arg = |n: usize| call.args[n];
     let number = |n: usize| call.args[n] as u32 as i32;
-    let path = |from: i32, n: usize, links: SymlinkMode| CallTarget::Path {
-        from,
-        at: call.args[n],
-        links,
-        empty: EmptyPath::Missing,
-    };
-    let path_with_flags = |from: i32, n: usize, flags: i32| CallTarget::Path {
+    let path = |from: i32, n: usize, flags: i32| CallTarget::Path {
         from,
         at: call.args[n],
         links: match flags & libc::AT_SYMLINK_NOFOLLOW {
@@ -144,34 +134,31 @@ fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
     };
     Ok(match call.call {
         libc::SYS_fchmod => (CallTarget::Descriptor(number(0)), mode(1)),
-        libc::SYS_fchmodat => (path(number(0), 1, SymlinkMode::Follow), mode(2)),
-        number::FCHMODAT2 => (path_with_flags(number(0), 1, number(3)), mode(2)),
+        libc::SYS_fchmodat => (path(number(0), 1, 0), mode(2)),
+        number::FCHMODAT2 => (path(number(0), 1, number(3)), mode(2)),
         // Without a path the call means the descriptor's own file.
         libc::SYS_utimensat if arg(1) == 0 => (
             CallTarget::Descriptor(number(0)),
             times(2, TimeFormat::Nanoseconds)?,
         ),
         libc::SYS_utimensat => {
-            let target = path_with_flags(number(0), 1, number(3));
+            let target = path(number(0), 1, number(3));
             (target, times(2, TimeFormat::Nanoseconds)?)
         }
         libc::SYS_truncate => {
             let length = u64::try_from(arg(1) as i64).map_err(|_| errno(libc::EINVAL))?;
-            (
-                path(libc::AT_FDCWD, 0, SymlinkMode::Follow),
-                FileChange::Length(length),
-            )
+            (path(libc::AT_FDCWD, 0, 0), FileChange::Length(length))
         }
         #[cfg(target_arch = "x86_64")]
-        libc::SYS_chmod => (path(libc::AT_FDCWD, 0, SymlinkMode::Follow), mode(1)),
+        libc::SYS_chmod => (path(libc::AT_FDCWD, 0, 0), mode(1)),
         #[cfg(target_arch = "x86_64")]
         libc::SYS_utime => {
-            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Follow);
+            let target = path(libc::AT_FDCWD, 0, 0);
             (target, times(1, TimeFormat::Seconds)?)
         }
         #[cfg(target_arch = "x86_64")]
         libc::SYS_utimes => {
-            let target = path(libc::AT_FDCWD, 0, SymlinkMode::Follow);
+            let target = path(libc::AT_FDCWD, 0, 0);
             (target, times(1, TimeFormat::Microseconds)?)
         }
         #[cfg(target_arch = "x86_64")]
@@ -181,7 +168,7 @@ fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
         ),
         #[cfg(target_arch = "x86_64")]
         libc::SYS_futimesat => {
-            let target = path(number(0), 1, SymlinkMode::Follow);
+            let target = path(number(0), 1, 0);
             (target, times(2, TimeFormat::Microseconds)?)
         }
         _ => return Err(errno(libc::ENOSYS)),
@@ -190,62 +177,52 @@ fn read_call(call: &Notification) -> io::Result<(CallTarget, FileChange)> {
 
 /// The format of the two times in a call.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 enum TimeFormat {
     Nanoseconds,
-    #[cfg(target_arch = "x86_64")]
     Microseconds,
-    #[cfg(target_arch = "x86_64")]
     Seconds,
 }
 
 fn read_times(call: &Notification, arg: usize, format: TimeFormat) -> io::Result<Timestamps> {
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: UTIME_NOW,
-    };
     let address = call.args[arg];
+    let time = |tv_sec: i64, nanoseconds: i64| Timespec {
+        tv_sec,
+        tv_nsec: nanoseconds as _,
+    };
     if address == 0 {
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: UTIME_NOW,
+        };
         return Ok(Timestamps {
             last_access: now,
             last_modification: now,
         });
     }
-    let mut words = [0i64; 4];
-    let count = match format {
-        TimeFormat::Nanoseconds => 4,
-        #[cfg(target_arch = "x86_64")]
-        TimeFormat::Microseconds => 4,
-        #[cfg(target_arch = "x86_64")]
-        TimeFormat::Seconds => 2,
+    let length = match format {
+        TimeFormat::Nanoseconds | TimeFormat::Microseconds => 32,
+        TimeFormat::Seconds => 16,
     };
     let mut bytes = [0u8; 32];
-    read_exactly(call.pid, address, &mut bytes[..count * 8])?;
-    for (word, raw) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-        *word = i64::from_ne_bytes(raw.try_into().unwrap_or_default());
-    }
-    let time = |seconds: i64, nanoseconds: i64| Timespec {
-        tv_sec: seconds,
-        tv_nsec: nanoseconds as _,
+    read_exactly(call.pid, address, &mut bytes[..length])?;
+    let words = bytes.as_chunks::<8>().0;
+    let word = |n: usize| i64::from_ne_bytes(words[n]);
+    let from_us = |us: i64| match (0..1_000_000).contains(&us) {
+        true => Ok(us * 1000),
+        false => Err(errno(libc::EINVAL)),
     };
-    let (accessed, modified) = match format {
-        TimeFormat::Nanoseconds => (time(words[0], words[1]), time(words[2], words[3])),
-        #[cfg(target_arch = "x86_64")]
-        TimeFormat::Microseconds => {
-            let whole = |us: i64| match (0..1_000_000).contains(&us) {
-                true => Ok(us * 1000),
-                false => Err(errno(libc::EINVAL)),
-            };
-            (
-                time(words[0], whole(words[1])?),
-                time(words[2], whole(words[3])?),
-            )
-        }
-        #[cfg(target_arch = "x86_64")]
-        TimeFormat::Seconds => (time(words[0], 0), time(words[1], 0)),
+    let (last_access, last_modification) = match format {
+        TimeFormat::Nanoseconds => (time(word(0), word(1)), time(word(2), word(3))),
+        TimeFormat::Microseconds => (
+            time(word(0), from_us(word(1))?),
+            time(word(2), from_us(word(3))?),
+        ),
+        TimeFormat::Seconds => (time(word(0), 0), time(word(1), 0)),
     };
     Ok(Timestamps {
-        last_access: accessed,
-        last_modification: modified,
+        last_access,
+        last_modification,
     })
 }
 
@@ -318,11 +295,7 @@ fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
     let walk = OFlags::PATH | OFlags::CLOEXEC;
     let base = match from {
         _ if path.is_absolute() => None,
-        libc::AT_FDCWD => Some(rustix::fs::open(
-            format!("/proc/{pid}/cwd"),
-            walk | OFlags::DIRECTORY,
-            Mode::empty(),
-        )?),
+        libc::AT_FDCWD => Some(open_working_directory(pid)?),
         n => Some(open_descriptor(n)?),
     };
     let base = base.as_ref().map_or(rustix::fs::CWD, |fd| fd.as_fd());

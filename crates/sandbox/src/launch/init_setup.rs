@@ -8,7 +8,7 @@ use super::mounts::{self, views};
 use super::namespaces::{self, EarlySandbox, Network};
 use super::program::{ChildLinks, become_program};
 use super::stdio;
-use crate::channel::{self, InitOrder, SandboxReport, Wait};
+use crate::channel::{self, InitCommand, SandboxReport, Wait};
 use crate::confine::capabilities::{self, Bounding};
 use crate::confine::landlock;
 use crate::confine::seccomp::{self, Affinity, Connect, Fallocate, OuterConfinement};
@@ -16,6 +16,7 @@ use crate::inside::init::Init;
 use crate::inside::oom::OomWatch;
 use crate::inside::processes::ProcessSet;
 use crate::inside::watch::{LimitWatch, WatchThread, WatchedLimits};
+use crate::launch_step::LaunchStep;
 use crate::plan::{LaunchPlan, PlanDescriptors};
 use crate::resources::cgroup::{self, GroupAccess, GroupEntry};
 use crate::resources::{cpus, rlimits};
@@ -32,15 +33,15 @@ pub(super) fn set_up_init(
     report: &mut Reporter,
 ) -> Result<(), LaunchStepError> {
     let spec = &plan.spec;
-    report.begin_step("set up init");
+    report.begin_step(LaunchStep::SetUpInit);
     sys::set_process_name(c"fumehood-init");
     // The kernel delivers a signal from inside to pid 1 only if pid 1 has a handler for it. Pid 1 has none, and
     // blocks all.
-    sys::block_signals(None).during(|| "block signals".into())?;
+    sys::block_signals(None).doing("block signals")?;
     if ProcessSet::of(spec) == ProcessSet::Descendants {
         // Only tests run pid 1 without a pid namespace.
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
-            .during(|| "become the parent of orphans".into())?;
+            .doing("become the parent of orphans")?;
     }
 
     // Build the new root while this process still has the builder's privilege (root, or the owner of the outer user
@@ -48,10 +49,10 @@ pub(super) fn set_up_init(
     let mut fill_workspace = |workspace: BorrowedFd<'_>, report: &Reporter| {
         report.send(&SandboxReport::Workspace, &[workspace]);
         match report
-            .receive_order(Wait::Block)
-            .during(|| "wait for the runner".into())?
+            .receive_command(Wait::Block)
+            .doing("wait for the runner")?
         {
-            Some(InitOrder::Filled) => Ok(()),
+            Some(InitCommand::Filled) => Ok(()),
             _ => Err(LaunchStepError::new("cancelled before the start")),
         }
     };
@@ -64,13 +65,12 @@ pub(super) fn set_up_init(
     let root = mounts::build(spec, prepared, workspace, &owner_maps, report, fill)?;
     drop(owner_maps);
 
-    report.begin_step("set up the network and the host name");
+    report.begin_step(LaunchStep::SetUpNetwork);
     if spec.has(Layer::NetNamespace) && network == Network::NotSetUp {
         namespaces::set_up_network(Some(root.proc_writable.as_fd()))?;
     }
     if spec.has(Layer::UtsNamespace) {
-        rustix::system::sethostname(spec.host_name.as_bytes())
-            .during(|| "set the host name".into())?;
+        rustix::system::sethostname(spec.host_name.as_bytes()).doing("set the host name")?;
     }
 
     // Nothing below needs the host's root. A change of credentials clears the parent death signal, so set it again.
@@ -93,21 +93,21 @@ pub(super) fn set_up_guardian(
     report: &mut Reporter,
 ) -> Result<(), LaunchStepError> {
     let spec = &plan.spec;
-    report.begin_step("set up the guardian");
+    report.begin_step(LaunchStep::SetUpGuardian);
     sys::set_process_name(c"fumehood-guard");
-    rustix::process::setsid().during(|| "setsid".into())?;
-    sys::block_signals(None).during(|| "block signals".into())?;
+    rustix::process::setsid().doing("setsid")?;
+    sys::block_signals(None).doing("block signals")?;
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
-        .during(|| "become the parent of orphans".into())?;
+        .doing("become the parent of orphans")?;
     namespaces::become_leased(spec, report)?;
     capabilities::drop_capabilities(Bounding::of(spec))?;
     let workspace = descriptors.workspace.take();
     if let Some(workspace) = &workspace {
-        report.begin_step("look at the workspace");
+        report.begin_step(LaunchStep::LookAtWorkspace);
         check_workspace_unchanged(workspace.as_fd(), spec)?;
     }
     if spec.is_leased() {
-        report.begin_step("look at the read-only views");
+        report.begin_step(LaunchStep::LookAtViews);
         views::check_readable(spec)?;
     }
     report.add_layer(
@@ -125,8 +125,8 @@ pub(super) fn set_up_guardian(
 fn check_workspace_unchanged(held: BorrowedFd<'_>, spec: &Spec) -> Result<(), LaunchStepError> {
     let path = spec.workspace.as_path();
     let what = || format!("look at {}", path.display());
-    let found = rustix::fs::lstat(path).during(what)?;
-    let held = rustix::fs::fstat(held).during(what)?;
+    let found = rustix::fs::lstat(path).step_context(what)?;
+    let held = rustix::fs::fstat(held).step_context(what)?;
     match (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino) {
         true => Ok(()),
         false => Err(LaunchStepError::new(format!(
@@ -155,18 +155,18 @@ fn start_child(
     let terminal = stdio::open_terminal(spec, report)?;
     // Not dumpable: nobody inside owns /proc/1/mem, environ, fd or exe, and no process can attach to this one.
     rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
-        .during(|| "become undumpable".into())?;
+        .doing("become undumpable")?;
 
     let InsideDescriptors {
         workspace,
         proc_writable,
     } = inside;
 
-    report.begin_step("start the child");
-    let (ours, theirs) = channel::pair().during(|| "make a socket pair".into())?;
+    report.begin_step(LaunchStep::StartChild);
+    let (ours, theirs) = channel::pair().doing("make a socket pair")?;
     let group_directory = descriptors.group_directory.take();
     let forked = cgroup::fork_into(group_directory.as_ref().map(AsFd::as_fd));
-    let (forked, entry) = forked.during(|| "fork".into())?;
+    let (forked, entry) = forked.doing("fork")?;
     match forked {
         ForkSide::Child => {
             drop(ours);
@@ -198,7 +198,7 @@ fn start_child(
             drop(proc_writable);
             // The child meanwhile puts its layers in force, up to the seccomp filter. Init sends the filter when the
             // program may start.
-            report.set_step_unlogged("start the watch");
+            report.set_step_unlogged(LaunchStep::StartWatch);
             let watch = match workspace {
                 Some(workspace) if spec.purpose == LaunchPurpose::Run => Some(start_watch(
                     plan,
@@ -218,9 +218,9 @@ fn start_child(
             if spec.has(Layer::Capabilities) {
                 capabilities::drop_capabilities(Bounding::Kept)?;
             }
-            rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs for init".into())?;
+            rustix::thread::set_no_new_privs(true).doing("set no_new_privs for init")?;
             Init::new(plan, child, (watch, oom), ours, filter, group_access)
-                .during(|| "set up init's watch".into())?
+                .doing("set up init's watch")?
                 .run(report)
         }
     }
@@ -246,8 +246,8 @@ fn start_watch(
         watched,
         ProcessSet::of(spec),
     );
-    let watch = watch.during(|| "look at the workspace".into())?;
-    WatchThread::start(watch, Bounding::Kept).during(|| "start a thread".into())
+    let watch = watch.doing("look at the workspace")?;
+    WatchThread::start(watch, Bounding::Kept).doing("start a thread")
 }
 
 fn build_filter(plan: &LaunchPlan, watch_tid: Option<u32>) -> Vec<Instruction> {
@@ -279,5 +279,5 @@ fn build_filter(plan: &LaunchPlan, watch_tid: Option<u32>) -> Vec<Instruction> {
 
 pub(super) fn die_with_parent() -> Result<(), LaunchStepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
-        .during(|| "ask to die with the runner".into())
+        .doing("ask to die with the runner")
 }

@@ -9,6 +9,7 @@ use super::init_setup::{die_with_parent, set_up_guardian, set_up_init};
 use super::namespaces::{self, EarlyResult};
 use crate::channel::{self, SandboxReport, Wait};
 use crate::confine::landlock;
+use crate::launch_step::LaunchStep;
 use crate::plan::{LaunchPlan, PlanDescriptors};
 use crate::spec::{ConfinementLevel, LaunchPurpose, WorkspaceKind};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
@@ -57,7 +58,7 @@ fn take_socket() -> io::Result<OwnedFd> {
 }
 
 fn launch(report: &mut Reporter, entered: EarlyResult) -> Result<(), LaunchStepError> {
-    report.begin_step("start the launcher");
+    report.begin_step(LaunchStep::StartLauncher);
     // The run must die with the runner. Every change of credentials clears this setting, so it is set again later.
     die_with_parent()?;
     rustix::process::umask(Mode::from_raw_mode(0o022));
@@ -66,20 +67,20 @@ fn launch(report: &mut Reporter, entered: EarlyResult) -> Result<(), LaunchStepE
     reset_oom_score_adj()?;
     match plan.spec.level {
         ConfinementLevel::Full => {
-            report.begin_step("map the owners of the views");
+            report.begin_step(LaunchStep::MapViewOwners);
             // Before the namespaces: only the host's root may write the maps of these user namespaces.
             let owner_maps = namespaces::owner_maps(&plan.spec)?;
             if let Some(early) = namespaces::enter(&plan.spec, entered, report)? {
                 return set_up_init(plan, descriptors, Some(early), owner_maps, report);
             }
-            report.begin_step("start pid 1");
+            report.begin_step(LaunchStep::StartInit);
             fork_init(report, |report| {
                 leave_caller_session(report)?;
                 set_up_init(plan, descriptors, None, owner_maps, report)
             })
         }
         ConfinementLevel::Landlock => {
-            report.begin_step("start the guardian");
+            report.begin_step(LaunchStep::StartGuardian);
             fork_init(report, |report| set_up_guardian(plan, descriptors, report))
         }
     }
@@ -90,7 +91,7 @@ fn fork_init(
     report: &mut Reporter,
     run_child: impl FnOnce(&mut Reporter) -> Result<(), LaunchStepError>,
 ) -> Result<(), LaunchStepError> {
-    match sys::fork(Parentage::Sibling).during(|| "clone".into())? {
+    match sys::fork(Parentage::Sibling).doing("clone")? {
         ForkSide::Parent { child } => {
             report.send(&SandboxReport::Init { pid: child }, &[]);
             Ok(())
@@ -111,23 +112,24 @@ fn reset_oom_score_adj() -> Result<(), LaunchStepError> {
     let is_protected = std::fs::read_to_string("/proc/self/oom_score_adj")
         .is_ok_and(|score| score.trim_start().starts_with('-'));
     match is_protected {
-        true => procfs::write(None, "self/oom_score_adj", "0")
-            .during(|| "reset the OOM score adjustment".into()),
+        true => {
+            procfs::write(None, "self/oom_score_adj", "0").doing("reset the OOM score adjustment")
+        }
         false => Ok(()),
     }
 }
 
 fn receive_plan(report: &mut Reporter) -> Result<(LaunchPlan, PlanDescriptors), LaunchStepError> {
-    report.begin_step("receive the plan");
+    report.begin_step(LaunchStep::ReceivePlan);
     let (count, mut fds): (usize, Vec<OwnedFd>) = channel::receive(report.socket(), Wait::Block)
-        .during(|| "receive".into())?
+        .doing("receive")?
         .ok_or_else(|| LaunchStepError::new("the runner is gone"))?;
     if fds.len() != count || count < 4 {
         return Err(LaunchStepError::new("descriptors were lost on the way"));
     }
     let mut plan = Vec::new();
     io::Read::read_to_end(&mut std::fs::File::from(fds.remove(0)), &mut plan)
-        .during(|| "read the plan".into())?;
+        .doing("read the plan")?;
     report.open_log(fds.remove(0));
     let plan: LaunchPlan = serde_json::from_slice(&plan)
         .map_err(|e| LaunchStepError::new(format!("read the plan: {e}")))?;
@@ -159,11 +161,9 @@ fn receive_plan(report: &mut Reporter) -> Result<(LaunchPlan, PlanDescriptors), 
 
 /// Gives a newly forked pid 1 the state that a standby launcher has from the start.
 fn leave_caller_session(report: &mut Reporter) -> Result<(), LaunchStepError> {
-    report.begin_step("leave the caller's session");
+    report.begin_step(LaunchStep::LeaveSession);
     // Fork cleared the parent death signal. If the runner died meanwhile, init's loop sees the control socket closed.
     die_with_parent()?;
     // A new session, so that a terminal's Ctrl-C reaches only the runner.
-    rustix::process::setsid()
-        .during(|| "setsid".into())
-        .map(drop)
+    rustix::process::setsid().doing("setsid").map(drop)
 }

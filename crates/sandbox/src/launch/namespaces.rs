@@ -12,6 +12,8 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::{DumpableBehavior, Gid, Uid};
 
 use super::mounts::{self, OwnerMaps, PreparedRoot};
+use crate::channel;
+use crate::launch_step::LaunchStep;
 use crate::layout::{INSIDE_GID, INSIDE_UID};
 use crate::spec::{ConfinementLevel, Layer, Owner, ProgramIdentity, Spec};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
@@ -23,7 +25,7 @@ pub enum EarlyResult {
     /// The launcher is already pid 1, in the namespaces of [`EARLY_NAMESPACES`].
     Entered(EarlySandbox),
     /// The named step failed.
-    Failed(String, LaunchStepError),
+    Failed(LaunchStep, LaunchStepError),
 }
 
 pub struct EarlySandbox {
@@ -66,7 +68,7 @@ pub fn early_parentage() -> Parentage {
 pub fn enter_early(uid: Uid, gid: Gid, report: &mut Reporter) -> EarlyResult {
     match enter_early_namespaces(uid, gid, report) {
         Ok(early) => EarlyResult::Entered(early),
-        Err(error) => EarlyResult::Failed(report.current_step().to_owned(), error),
+        Err(error) => EarlyResult::Failed(report.current_step(), error),
     }
 }
 
@@ -78,11 +80,11 @@ fn enter_early_namespaces(
     if !uid.is_root() {
         map_user(uid.as_raw(), gid.as_raw(), report)?;
     }
-    report.begin_step("create namespaces");
+    report.begin_step(LaunchStep::CreateNamespaces);
     let all = EARLY_NAMESPACES
         .iter()
         .fold(libc::CLONE_NEWNS, |flags, (_, flag)| flags | flag);
-    sys::unshare(all & !libc::CLONE_NEWPID).during(|| "unshare".into())?;
+    sys::unshare(all & !libc::CLONE_NEWPID).doing("unshare")?;
     let network = match set_up_network(None) {
         Ok(()) => Network::SetUp,
         // The host's /proc may be read-only, and the sandbox's own is not mounted yet. Pid 1 tries again later.
@@ -94,10 +96,10 @@ fn enter_early_namespaces(
 
 /// Brings loopback up, and bounds the buffers of one connection: the kernel counts TCP buffers for the whole host.
 pub fn set_up_network(proc: Option<BorrowedFd<'_>>) -> Result<(), LaunchStepError> {
-    sys::loopback_up().during(|| "bring loopback up".into())?;
+    sys::loopback_up().doing("bring loopback up")?;
     for name in ["tcp_rmem", "tcp_wmem"] {
         let path = format!("sys/net/ipv4/{name}");
-        procfs::write(proc, &path, "4096 65536 131072").during(|| format!("bound {name}"))?;
+        procfs::write(proc, &path, "4096 65536 131072").step_context(|| format!("bound {name}"))?;
     }
     Ok(())
 }
@@ -109,7 +111,7 @@ pub fn enter(
     entered: EarlyResult,
     report: &mut Reporter,
 ) -> Result<Option<EarlySandbox>, LaunchStepError> {
-    report.begin_step("create namespaces");
+    report.begin_step(LaunchStep::CreateNamespaces);
     let early = match entered {
         EarlyResult::Nothing => {
             enter_now(spec, report)?;
@@ -117,7 +119,7 @@ pub fn enter(
         }
         EarlyResult::Entered(early) => Some(early),
         EarlyResult::Failed(step, error) => {
-            report.begin_step(&step);
+            report.begin_step(step);
             return Err(error);
         }
     };
@@ -140,19 +142,17 @@ fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> 
         .filter(|(layer, _)| spec.has(*layer));
     let flags = asked_for.fold(libc::CLONE_NEWNS, |flags, (_, flag)| flags | flag);
     match spec.identity {
-        ProgramIdentity::Leased { .. } => sys::unshare(flags).during(|| "unshare".into()),
+        ProgramIdentity::Leased { .. } => sys::unshare(flags).doing("unshare"),
         ProgramIdentity::Caller { uid, gid } => {
-            sys::unshare(flags | libc::CLONE_NEWUSER)
-                .during(|| "unshare, with a user namespace".into())?;
+            sys::unshare(flags | libc::CLONE_NEWUSER).doing("unshare, with a user namespace")?;
             map_user(uid, gid, report)
         }
     }
 }
 
 fn map_user(uid: u32, gid: u32, report: &mut Reporter) -> Result<(), LaunchStepError> {
-    report.begin_step("map the user");
-    write_maps(None, (INSIDE_UID, uid), (INSIDE_GID, gid))
-        .during(|| "write /proc/self/uid_map".into())
+    report.begin_step(LaunchStep::MapUser);
+    write_maps(None, (INSIDE_UID, uid), (INSIDE_GID, gid)).doing("write /proc/self/uid_map")
 }
 
 /// Writes this process's own maps: one user, one group, and no setgroups.
@@ -176,11 +176,11 @@ pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, LaunchStepError> {
     for view in spec.views.iter().filter(|v| v.owner == Owner::Mapped) {
         let path = view.source.as_path();
         let owner = rustix::fs::stat(path)
-            .during(|| format!("look at {}", path.display()))?
+            .step_context(|| format!("look at {}", path.display()))?
             .st_uid;
         if maps.iter().all(|(uid, _)| *uid != owner) {
             let map = owner_map(owner, spec.identity)
-                .during(|| format!("make a user namespace for uid {owner}"))?;
+                .step_context(|| format!("make a user namespace for uid {owner}"))?;
             maps.push((owner, map));
         }
     }
@@ -191,12 +191,7 @@ pub fn owner_maps(spec: &Spec) -> Result<OwnerMaps, LaunchStepError> {
 const UNUSED_GID: u32 = 0xffff_fffe;
 
 pub fn owner_map(owner: u32, identity: ProgramIdentity) -> io::Result<OwnedFd> {
-    let (ours, theirs) = rustix::net::socketpair(
-        rustix::net::AddressFamily::UNIX,
-        rustix::net::SocketType::STREAM,
-        rustix::net::SocketFlags::CLOEXEC,
-        None,
-    )?;
+    let (ours, theirs) = channel::pair()?;
     match sys::fork(Parentage::Own)? {
         ForkSide::Child => {
             drop(ours);
@@ -255,16 +250,16 @@ pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchSte
     let ProgramIdentity::Leased { uid, gid } = spec.identity else {
         return Ok(());
     };
-    report.begin_step("become the leased uid");
-    rustix::thread::set_keep_capabilities(true).during(|| "keep capabilities".into())?;
-    rustix::thread::set_thread_groups(&[]).during(|| "drop groups".into())?;
+    report.begin_step(LaunchStep::BecomeLeasedUid);
+    rustix::thread::set_keep_capabilities(true).doing("keep capabilities")?;
+    rustix::thread::set_thread_groups(&[]).doing("drop groups")?;
     let gid = Gid::from_raw(gid);
-    rustix::thread::set_thread_res_gid(gid, gid, gid).during(|| "set the gid".into())?;
+    rustix::thread::set_thread_res_gid(gid, gid, gid).doing("set the gid")?;
     let uid = Uid::from_raw(uid);
-    rustix::thread::set_thread_res_uid(uid, uid, uid).during(|| "set the uid".into())?;
-    let mut sets = rustix::thread::capabilities(None).during(|| "read capabilities".into())?;
+    rustix::thread::set_thread_res_uid(uid, uid, uid).doing("set the uid")?;
+    let mut sets = rustix::thread::capabilities(None).doing("read capabilities")?;
     sets.effective = sets.permitted;
-    rustix::thread::set_capabilities(None, sets).during(|| "raise capabilities".into())?;
+    rustix::thread::set_capabilities(None, sets).doing("raise capabilities")?;
     report.add_layer(
         Layer::LeasedUid,
         &format!("host uid {}", spec.identity.uid()),
@@ -290,19 +285,17 @@ pub fn enter_inner_user(
     if !spec.has(Layer::UserNamespace) {
         return Ok(());
     }
-    report.begin_step("enter the inner user namespace");
+    report.begin_step(LaunchStep::EnterInnerUserNamespace);
     // This child is a copy of init, which is not dumpable, so root would own the files of /proc/self.
-    rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
-        .during(|| "become dumpable".into())?;
-    sys::unshare(libc::CLONE_NEWUSER).during(|| "unshare".into())?;
+    rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).doing("become dumpable")?;
+    sys::unshare(libc::CLONE_NEWUSER).doing("unshare")?;
     let (uid, gid) = match spec.identity {
         ProgramIdentity::Leased { uid, gid } => (uid, gid),
         ProgramIdentity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
     };
-    write_maps(Some(proc), (INSIDE_UID, uid), (INSIDE_GID, gid))
-        .during(|| "write the maps".into())?;
+    write_maps(Some(proc), (INSIDE_UID, uid), (INSIDE_GID, gid)).doing("write the maps")?;
     procfs::write(Some(proc), "sys/user/max_user_namespaces", "0")
-        .during(|| "forbid further user namespaces".into())?;
+        .doing("forbid further user namespaces")?;
     report.add_layer(Layer::UserNamespace, "owns nothing, may hold no other");
     Ok(())
 }

@@ -15,6 +15,7 @@ use crate::confine::capabilities::{self, Bounding};
 use crate::confine::{landlock, seccomp};
 use crate::inside::init::FilterReport;
 use crate::inside::kill_helper::{self, KillHelper};
+use crate::launch_step::LaunchStep;
 use crate::plan::{LaunchPlan, PlanDescriptors};
 use crate::resources::{cpus, rlimits};
 use crate::spec::{Bytes, ConfinementLevel, LaunchPurpose, Layer, Spec};
@@ -39,19 +40,20 @@ pub(super) fn become_program(
     report: &mut Reporter,
 ) -> Result<Never, LaunchStepError> {
     let spec = &plan.spec;
-    // Enter the cgroup first, so that it counts all steps below and all that the program starts. The process attaches
-    // itself: moving a process from outside waits for an RCU grace period of the whole machine.
-    report.begin_step("attach to the cgroup");
+    // Enter the cgroup first, so that it counts all steps below and all that the program starts. Where clone3 has
+    // started this process in its version 2 group, the list of attach files lacks that group. Everywhere else the
+    // process writes 0 to the group's file, which waits for an RCU grace period of the whole machine.
+    report.begin_step(LaunchStep::AttachToCgroup);
     for file in &descriptors.attach {
-        rustix::io::write(file, b"0").during(|| "write 0 to the group's file".into())?;
+        rustix::io::write(file, b"0").doing("write 0 to the group's file")?;
     }
     if plan.attach_files > 0 {
         report.add_layer(Layer::Cgroup, "a group of the run's own");
     }
     // The root of a cgroup namespace is the group in which the process is when it creates the namespace.
-    report.begin_step("create the cgroup namespace");
+    report.begin_step(LaunchStep::CreateCgroupNamespace);
     if spec.has(Layer::CgroupNamespace) {
-        sys::unshare(libc::CLONE_NEWCGROUP).during(|| "unshare".into())?;
+        sys::unshare(libc::CLONE_NEWCGROUP).doing("unshare")?;
         report.add_layer(Layer::CgroupNamespace, "sees its own group as the root");
     }
     // The inner user namespace comes after the last step that needs the privilege of the outer one.
@@ -59,40 +61,39 @@ pub(super) fn become_program(
         namespaces::enter_inner_user(spec, proc_writable, report)?;
     }
 
-    report.begin_step("set up the streams");
-    rustix::process::setsid().during(|| "setsid".into())?;
+    report.begin_step(LaunchStep::SetUpStreams);
+    rustix::process::setsid().doing("setsid")?;
     stdio::place(descriptors, terminal.as_ref().map(AsFd::as_fd))
-        .during(|| "place descriptors 0, 1, 2".into())?;
+        .doing("place descriptors 0, 1, 2")?;
 
     if spec.level == ConfinementLevel::Full || spec.purpose == LaunchPurpose::Run {
-        report.begin_step("enter the workspace");
-        rustix::process::chdir(spec.workspace.as_path())
-            .during(|| "chdir to the workspace".into())?;
+        report.begin_step(LaunchStep::EnterWorkspace);
+        rustix::process::chdir(spec.workspace.as_path()).doing("chdir to the workspace")?;
     }
     rustix::process::umask(Mode::from_raw_mode(0o077));
-    report.begin_step("leave the session keyring");
+    report.begin_step(LaunchStep::LeaveKeyring);
     leave_keyring(spec)?;
 
-    report.begin_step("set resource limits");
+    report.begin_step(LaunchStep::SetResourceLimits);
     rlimits::apply(spec)?;
 
-    report.begin_step("drop capabilities");
+    report.begin_step(LaunchStep::DropCapabilities);
     if spec.has(Layer::Capabilities) {
         let how = capabilities::drop_capabilities(Bounding::of(spec))?;
         report.add_layer(Layer::Capabilities, how);
     }
     // Landlock and seccomp demand no_new_privs of an unprivileged process.
-    report.begin_step("forbid new privileges");
+    report.begin_step(LaunchStep::ForbidNewPrivileges);
     if spec.has(Layer::NoNewPrivs) {
-        rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
+        rustix::thread::set_no_new_privs(true).doing("set no_new_privs")?;
         report.add_layer(
             Layer::NoNewPrivs,
             "set-id bits and file capabilities have no effect",
         );
     }
-    report.begin_step("start the kill helper");
+    report.begin_step(LaunchStep::StartKillHelper);
     *links.kill_helper = kill_helper::start(spec)?;
-    report.begin_step("restrict with Landlock");
+    report.begin_step(LaunchStep::RestrictWithLandlock);
     let own_proc = match spec.level {
         ConfinementLevel::Full => Vec::new(),
         ConfinementLevel::Landlock => landlock::own_proc(),
@@ -115,35 +116,35 @@ pub(super) fn become_program(
         .iter()
         .map(env_entry)
         .collect::<Result<Vec<_>, _>>()?;
-    sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
-    report.begin_step("wait for the seccomp filter");
-    let filter =
-        seccomp::receive(links.to_init.as_fd()).during(|| "receive the filter from init".into())?;
+    sys::close_on_exec_from(3).doing("mark descriptors close-on-exec")?;
+    report.begin_step(LaunchStep::WaitForFilter);
+    let filter = seccomp::receive(links.to_init.as_fd()).doing("receive the filter from init")?;
     // Pin only now: until it sends the filter, init may still move this process to another CPU.
-    cpus::pin(plan.pin_to_cpus).during(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
-    report.begin_step("restrict with seccomp");
+    cpus::pin(plan.pin_to_cpus).step_context(|| format!("pin to {} CPUs", plan.pin_to_cpus))?;
+    report.begin_step(LaunchStep::RestrictWithSeccomp);
     if spec.has(Layer::Seccomp) {
-        install_filter(spec, &filter, &links, &own_proc).during(|| "install the filter".into())?;
+        install_filter(spec, &filter, &links, &own_proc).doing("install the filter")?;
         report.add_layer(
             Layer::Seccomp,
             match spec.level {
                 ConfinementLevel::Full => "allow-list; connect() and datagrams through the broker",
                 ConfinementLevel::Landlock => {
-                    "allow-list; modes and times of files through the guardian"
+                    "allow-list; through the guardian modes and times, before ABI 3 lengths, before ABI 6 signals"
                 }
             },
         );
     }
     drop(links.to_init);
-    report.begin_step("check what is required");
+    report.begin_step(LaunchStep::CheckRequired);
     report.require_layers(&spec.required)?;
-    sys::reset_signals().during(|| "reset signals".into())?;
-    report.begin_step("execute the program");
+    sys::reset_signals().doing("reset signals")?;
+    report.begin_step(LaunchStep::ExecuteProgram);
     report.send_started();
     if spec.purpose == LaunchPurpose::Probe {
         sys::exit_now(0);
     }
-    Err(sys::execve(&program, &argv, &env)).during(|| spec.program.as_path().display().to_string())
+    Err(sys::execve(&program, &argv, &env))
+        .step_context(|| spec.program.as_path().display().to_string())
 }
 
 /// Joins a new session keyring, so that the program does not keep the caller's. Container runtimes refuse the keyring
@@ -158,7 +159,7 @@ fn leave_keyring(spec: &Spec) -> Result<(), LaunchStepError> {
         {
             Ok(())
         }
-        other => other.during(|| "join a new one".into()),
+        other => other.doing("join a new one"),
     }
 }
 
@@ -177,8 +178,8 @@ fn install_filter(
         .ok_or_else(|| io::Error::other("no listener"))?;
     let to_init = links.to_init.as_fd();
     if spec.level == ConfinementLevel::Full {
-        // Send the descriptor's number, not the descriptor: the new filter already traps sendmsg, and nobody serves
-        // trapped calls until init has the listener.
+        // Send the descriptor's number, not the descriptor: the new filter already hands sendmsg over, and nobody
+        // serves such calls until init has the listener.
         let report = FilterReport {
             kill_helper: None,
             listener: Some(listener.as_raw_fd()),

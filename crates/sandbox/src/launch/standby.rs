@@ -1,11 +1,12 @@
-//! A standby launcher: a process that the runner forks as its very first act, as pid 1 of a new pid namespace, and
-//! that waits for a plan.
+//! A standby launcher: a process that the runner forks before it reads its configuration, as pid 1 of a new pid
+//! namespace, and that waits for a launch plan.
 //!
-//! At that moment the runner has one thread and has read no file and no variable. Its memory holds only Fumehood's own
-//! code and the strings it was started with, which the launcher wipes. No process inside therefore holds anything of
-//! the caller's, just as if the binary had been executed again with an empty environment, but without the cost of an
-//! execve. While the runner reads its configuration, the launcher makes what every plan needs: the namespaces, and a
-//! new root with the system runtime.
+//! At that moment the runner has one thread. It has read only its first argument, and whether the environment has
+//! settings for the dynamic loader. Its memory holds only Fumehood's own code and the strings it was started with,
+//! which the launcher wipes. No process inside therefore holds anything of the caller's, just as if the binary had been
+//! executed again with an empty environment, but without the cost of an execve. While the runner reads its
+//! configuration, the launcher makes what every launch plan needs: the namespaces, and a new root with the system
+//! runtime.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Mode, OFlags};
 
 use crate::channel::SandboxReport;
+use crate::launch_step::LaunchStep;
 use crate::plan::PlanDescriptors;
 use crate::spec::{Spec, Terminal};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
@@ -19,23 +20,15 @@ pub(super) fn open_terminal(
     let Terminal::Own { rows, columns } = spec.terminal else {
         return Ok(None);
     };
-    report.begin_step("open a terminal");
+    report.begin_step(LaunchStep::OpenTerminal);
     let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let outer =
-        rustix::fs::open("/dev/ptmx", flags, Mode::empty()).during(|| "open /dev/ptmx".into())?;
-    rustix::pty::unlockpt(&outer).during(|| "unlock the terminal".into())?;
-    let size = rustix::termios::Winsize {
-        ws_row: rows,
-        ws_col: columns,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    rustix::termios::tcsetwinsize(&outer, size).during(|| "set the terminal's size".into())?;
+    let outer = rustix::fs::open("/dev/ptmx", flags, Mode::empty()).doing("open /dev/ptmx")?;
+    rustix::pty::unlockpt(&outer).doing("unlock the terminal")?;
+    sys::set_terminal_size(&outer, rows, columns).doing("set the terminal's size")?;
     let open_flags = rustix::pty::OpenptFlags::RDWR
         | rustix::pty::OpenptFlags::NOCTTY
         | rustix::pty::OpenptFlags::CLOEXEC;
-    let inner =
-        rustix::pty::ioctl_tiocgptpeer(&outer, open_flags).during(|| "open the terminal".into())?;
+    let inner = rustix::pty::ioctl_tiocgptpeer(&outer, open_flags).doing("open the terminal")?;
     report.send(&SandboxReport::Terminal, &[outer.as_fd()]);
     Ok(Some(inner))
 }

@@ -24,24 +24,46 @@ const PROBE_BYTES: u64 = 256 * 1024;
 /// A new workspace holds only a few empty directories. A workspace with more directories than this is not new.
 const DIRECTORIES_MAX: usize = 16;
 
+/// Why a workspace is not under quota.
 #[derive(Debug, thiserror::Error)]
 pub enum QuotaError {
     /// Nothing was changed, or every change was undone.
     #[error("limit a project on this file system: cannot {step}")]
     Unsupported {
+        /// What could not be done.
         step: &'static str,
+        /// Why.
         #[source]
         source: io::Error,
     },
+    /// The administrator has put the workspace's place under another project.
     #[error("count the workspace towards project {project}: it belongs to project {other}")]
-    OtherProject { project: u32, other: u32 },
+    OtherProject {
+        /// The project that was asked for.
+        project: u32,
+        /// The project that the workspace belongs to.
+        other: u32,
+    },
+    /// Another owner uses the project.
     #[error("limit project {project}: something counts towards it already")]
-    InUse { project: u32 },
+    InUse {
+        /// The project that was asked for.
+        project: u32,
+    },
+    /// The workspace holds a file, or too many directories.
     #[error("count the workspace towards project {project}: it is not a new one, bare of files")]
-    NotBare { project: u32 },
+    NotBare {
+        /// The project that was asked for.
+        project: u32,
+    },
     /// The workspace may still be under limits that nobody asked for, so it must not be used.
     #[error("take the workspace out of project {project} again")]
-    Undo { project: u32, source: io::Error },
+    Undo {
+        /// The project.
+        project: u32,
+        /// Why that failed.
+        source: io::Error,
+    },
 }
 
 fn unsupported<E: Into<io::Error>>(step: &'static str) -> impl FnOnce(E) -> QuotaError {
@@ -163,6 +185,7 @@ fn hard_limits(dir: BorrowedFd<'_>, bytes: u64, inodes: u64) -> Result<QuotaBloc
 }
 
 impl ProjectQuota {
+    /// The project towards which the workspace counts.
     pub fn project(&self) -> u32 {
         self.project
     }

@@ -36,7 +36,7 @@ pub fn apply(spec: &Spec) -> Result<(), LaunchStepError> {
         table.push((Resource::Cpu, cpu_ms.div_ceil(1000) + 1, "RLIMIT_CPU"));
     }
     for (resource, value, name) in table {
-        lower(resource, value).during(|| format!("set {name} to {value}"))?;
+        lower(resource, value).step_context(|| format!("set {name} to {value}"))?;
     }
     Ok(())
 }

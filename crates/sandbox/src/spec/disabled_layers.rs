@@ -25,6 +25,7 @@ pub struct DisabledLayers {
 
 #[cfg(feature = "disable-layers")]
 impl DisabledLayers {
+    /// No layers.
     pub fn none() -> DisabledLayers {
         DisabledLayers {
             layers: BTreeSet::new(),
@@ -40,6 +41,7 @@ impl DisabledLayers {
         DisabledLayers { layers }
     }
 
+    /// Adds layers to leave off.
     pub fn extend(&mut self, layers: impl IntoIterator<Item = Layer>) {
         self.layers.extend(layers);
     }
@@ -51,6 +53,7 @@ impl DisabledLayers {
 
 #[cfg(not(feature = "disable-layers"))]
 impl DisabledLayers {
+    /// No layers.
     pub fn none() -> DisabledLayers {
         DisabledLayers {}
     }

@@ -17,7 +17,10 @@ pub use disabled_layers::DisabledLayers;
 /// Bytes that are usually text: a path, an argument, an environment value. UTF-8 becomes a string in JSON, anything
 /// else a list of bytes, so that every name round-trips.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub struct Bytes(pub Vec<u8>);
+pub struct Bytes(
+    /// The bytes.
+    pub Vec<u8>,
+);
 
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
@@ -57,9 +60,11 @@ impl<T: AsRef<OsStr> + ?Sized> From<&T> for Bytes {
 }
 
 impl Bytes {
+    /// The bytes as the name of a file, an argument or a value.
     pub fn as_os_str(&self) -> &OsStr {
         OsStr::from_bytes(&self.0)
     }
+    /// A copy of the bytes, as [`Bytes::as_os_str`].
     pub fn to_os_string(&self) -> OsString {
         OsString::from_vec(self.0.clone())
     }
@@ -73,12 +78,15 @@ macro_rules! path_type {
         pub struct $name(Bytes);
 
         impl $name {
+            /// Takes over a path as it is.
             pub fn new(path: impl AsRef<Path>) -> Self {
                 $name(Bytes::from(path.as_ref()))
             }
+            /// The path.
             pub fn as_path(&self) -> &Path {
                 Path::new(self.0.as_os_str())
             }
+            /// A copy of the path.
             pub fn to_path_buf(&self) -> PathBuf {
                 self.as_path().to_path_buf()
             }
@@ -98,13 +106,17 @@ path_type!(
 /// One read-only view of a host path inside the sandbox.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadOnlyView {
+    /// What is shown.
     pub source: HostPath,
+    /// Where it is shown.
     pub target: InsidePath,
+    /// Whether its files may be executed.
     pub exec: Exec,
     /// Whether an idmapped mount maps the source's owner to the program's uid, so that the program can read files that
     /// only their owner may read. Only root can make such a mount. For a plain user the program has the caller's own
     /// file permissions already.
     pub owner: Owner,
+    /// What it holds.
     pub content: ViewContent,
 }
 
@@ -123,7 +135,9 @@ pub enum ViewContent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Exec {
+    /// They may be executed.
     Allowed,
+    /// They may not.
     Refused,
 }
 
@@ -131,7 +145,9 @@ pub enum Exec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Owner {
+    /// The owner that they have on the host.
     AsIs,
+    /// The program.
     Mapped,
 }
 
@@ -150,17 +166,29 @@ pub enum WorkspaceKind {
 #[serde(rename_all = "snake_case")]
 pub enum ProgramIdentity {
     /// The caller is root. The program gets an unprivileged uid and gid that no other process on this host has.
-    Leased { uid: u32, gid: u32 },
+    Leased {
+        /// The leased uid.
+        uid: u32,
+        /// The gid of the same number.
+        gid: u32,
+    },
     /// The caller is a plain user. The program keeps the caller's uid, in a user namespace at level `full`.
-    Caller { uid: u32, gid: u32 },
+    Caller {
+        /// The caller's uid.
+        uid: u32,
+        /// The caller's gid.
+        gid: u32,
+    },
 }
 
 impl ProgramIdentity {
+    /// The uid on the host.
     pub fn uid(self) -> u32 {
         match self {
             ProgramIdentity::Leased { uid, .. } | ProgramIdentity::Caller { uid, .. } => uid,
         }
     }
+    /// The gid on the host.
     pub fn gid(self) -> u32 {
         match self {
             ProgramIdentity::Leased { gid, .. } | ProgramIdentity::Caller { gid, .. } => gid,
@@ -171,13 +199,19 @@ impl ProgramIdentity {
 /// Every limit of a run. A limit is an `Option` only where the user may switch it off.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
+    /// The time from the start of the program to its stop.
     pub wall_ms: u64,
+    /// CPU time.
     pub cpu_ms: Option<u64>,
+    /// For how long the program may print nothing and use hardly any CPU.
     pub idle_ms: Option<u64>,
+    /// The time between SIGTERM and SIGKILL when Fumehood stops the run.
     pub grace_ms: u64,
+    /// Memory, with swap.
     pub memory_bytes: u64,
     /// Thousandths of a CPU.
     pub cpu_milli: u64,
+    /// Processes, of which each thread is one.
     pub pids: u64,
     /// The limit of each process (RLIMIT_NOFILE).
     pub open_files: u64,
@@ -186,8 +220,11 @@ pub struct Limits {
     pub open_files_of_run: Option<u64>,
     /// Bytes in the buffers of all TCP sockets together: the run's share of the host's memory for TCP.
     pub tcp_bytes: u64,
+    /// Bytes of all files in the workspace and /tmp.
     pub disk_bytes: u64,
+    /// Files and directories in the workspace and /tmp.
     pub files: u64,
+    /// How many bytes the caller keeps of each output stream.
     pub log_bytes: u64,
 }
 
@@ -195,19 +232,30 @@ pub struct Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LimitName {
+    /// [`Limits::wall_ms`].
     WallTime,
+    /// [`Limits::cpu_ms`].
     CpuTime,
+    /// [`Limits::idle_ms`].
     IdleTime,
+    /// [`Limits::memory_bytes`].
     Memory,
+    /// [`Limits::cpu_milli`].
     Cpus,
+    /// [`Limits::pids`].
     Pids,
+    /// [`Limits::open_files`].
     OpenFiles,
+    /// [`Limits::disk_bytes`].
     Disk,
+    /// [`Limits::files`].
     Files,
+    /// [`Limits::log_bytes`].
     Logs,
 }
 
 impl LimitName {
+    /// Every limit, in the order in which they are listed.
     pub const ALL: [LimitName; 10] = [
         LimitName::WallTime,
         LimitName::CpuTime,
@@ -221,6 +269,7 @@ impl LimitName {
         LimitName::Logs,
     ];
 
+    /// The word.
     pub fn as_str(self) -> &'static str {
         match self {
             LimitName::WallTime => "wall_time",
@@ -244,19 +293,22 @@ pub enum Hardness {
     /// The kernel refuses or kills at the limit, or Fumehood itself enforces the limit: wall time by a deadline, logs
     /// by what the runner keeps.
     Hard,
-    /// Init measures ten times a second and kills the run past the limit. The run can overshoot between two
-    /// measurements.
+    /// Init measures the use, up to ten times a second, and stops the run past the limit. The run can overshoot between
+    /// two measurements.
     Watched,
 }
 
-/// One limit as requested and as enforced, for the record.
+/// One limit with the value in force and the mechanism that enforces it, for the record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Enforcement {
+    /// Which limit.
     pub limit: LimitName,
-    /// In the limit's unit: milliseconds, bytes, thousandths of a CPU, or a count.
+    /// The value in force: the requested one or the default. In the limit's unit: milliseconds, bytes, thousandths of a
+    /// CPU, or a count.
     pub asked: u64,
     /// The mechanism in words, such as `cgroup v1 memory.limit_in_bytes` or `RLIMIT_NOFILE`.
     pub enforced_by: String,
+    /// How firmly it holds.
     pub how_hard: Hardness,
 }
 
@@ -264,17 +316,29 @@ pub struct Enforcement {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Layer {
+    /// A user namespace that owns nothing.
     UserNamespace,
+    /// A mount namespace with a new root.
     MountNamespace,
+    /// A pid namespace with an init of its own.
     PidNamespace,
+    /// A network namespace with a loopback only.
     NetNamespace,
+    /// An IPC namespace.
     IpcNamespace,
+    /// A host name of its own.
     UtsNamespace,
+    /// A cgroup namespace whose root is the run's group.
     CgroupNamespace,
+    /// A uid that no other process of the host has.
     LeasedUid,
+    /// No program gains privilege when it is executed.
     NoNewPrivs,
+    /// No capability in any set.
     Capabilities,
+    /// A Landlock domain.
     Landlock,
+    /// The seccomp filter.
     Seccomp,
     /// Level `landlock` only: a process that the program cannot reach, and whose children all of the program's orphans
     /// become.
@@ -284,6 +348,7 @@ pub enum Layer {
 }
 
 impl Layer {
+    /// The layer's word in the record.
     pub fn as_str(self) -> &'static str {
         match self {
             Layer::UserNamespace => "user_namespace",
@@ -304,7 +369,7 @@ impl Layer {
     }
 }
 
-/// How much confinement the host supports. Later variants are stronger.
+/// The level of confinement of a run. Later variants are stronger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ConfinementLevel {
@@ -336,6 +401,7 @@ impl ConfinementLevel {
         }
     }
 
+    /// The level's word.
     pub fn as_str(self) -> &'static str {
         match self {
             ConfinementLevel::Landlock => "landlock",
@@ -358,6 +424,7 @@ pub enum SharedMemory {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LaunchPurpose {
+    /// Execute the program.
     Run,
     /// Build the sandbox and execute nothing, to find out whether this host supports the level.
     Probe,
@@ -370,7 +437,12 @@ pub enum Terminal {
     /// No terminal: standard output and error are pipes, standard input is a pipe or /dev/null.
     None,
     /// A pseudo-terminal made inside the sandbox. The runner gets its master side.
-    Own { rows: u16, columns: u16 },
+    Own {
+        /// The number of rows at the start.
+        rows: u16,
+        /// The number of columns at the start.
+        columns: u16,
+    },
 }
 
 /// The description of one confined run.
@@ -378,17 +450,29 @@ pub enum Terminal {
 pub struct Spec {
     /// The file to execute.
     pub program: InsidePath,
+    /// Its arguments, the name first.
     pub argv: Vec<Bytes>,
+    /// Its whole environment.
     pub env: Vec<(Bytes, Bytes)>,
+    /// The workspace. It has this path on the host and inside.
     pub workspace: HostPath,
+    /// Where the files of the workspace are.
     pub workspace_kind: WorkspaceKind,
+    /// What the program sees of the host beside the system runtime.
     pub views: Vec<ReadOnlyView>,
+    /// As whom it runs.
     pub identity: ProgramIdentity,
+    /// What it may use.
     pub limits: Limits,
+    /// The host name that it sees.
     pub host_name: String,
+    /// Whether it has a terminal.
     pub terminal: Terminal,
+    /// The level of confinement.
     pub level: ConfinementLevel,
+    /// Which /dev/shm it has.
     pub shared_memory: SharedMemory,
+    /// Whether anything is executed.
     pub purpose: LaunchPurpose,
     /// The operator's floor: the launcher does not start the program unless all of these layers are in force.
     pub required: BTreeSet<Layer>,
@@ -399,22 +483,37 @@ pub struct Spec {
 /// Why a [`Spec`] is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum SpecError {
+    /// There are no arguments, not even a name.
     #[error("the command is empty")]
     EmptyCommand,
+    /// A string that the kernel could not take whole.
     #[error("{what} contains a NUL byte")]
-    NulByte { what: &'static str },
+    NulByte {
+        /// Where it is.
+        what: &'static str,
+    },
+    /// A path that depends on a working directory or leads upwards.
     #[error("{0:?} is not an absolute path without `..`")]
     NotAbsolute(PathBuf),
+    /// A view at a path that building the new root needs.
     #[error("{0:?} inside the sandbox is reserved for Fumehood")]
     ReservedTarget(PathBuf),
+    /// The program would be root on the host.
     #[error("host uid 0 may not run an analysis")]
     RootIdentity,
+    /// A workspace in memory at level `landlock`.
     #[error("a workspace in memory needs a mount, which level landlock cannot make")]
     MemoryWithoutMounts,
+    /// A view under another name at level `landlock`.
     #[error(
         "level landlock cannot show {shown:?} as {target:?}: it has no mounts, so a path is visible only where it is, or by a link in the workspace"
     )]
-    NoOtherName { shown: PathBuf, target: PathBuf },
+    NoOtherName {
+        /// The path on the host.
+        shown: PathBuf,
+        /// The path inside.
+        target: PathBuf,
+    },
 }
 
 impl Spec {
@@ -476,6 +575,7 @@ impl Spec {
         }
     }
 
+    /// Whether the program has a leased uid.
     pub fn is_leased(&self) -> bool {
         matches!(self.identity, ProgramIdentity::Leased { .. })
     }

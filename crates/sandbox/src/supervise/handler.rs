@@ -12,7 +12,9 @@ use crate::spec::ProgramIdentity;
 /// An output stream of the program. A terminal's output counts as `Stdout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
+    /// Standard output.
     Stdout,
+    /// Standard error.
     Stderr,
 }
 
@@ -24,23 +26,35 @@ pub enum Control {
     /// Send SIGKILL to the program at once.
     Kill,
     /// The terminal has a new size.
-    Resize { rows: u16, columns: u16 },
+    Resize {
+        /// The new number of rows.
+        rows: u16,
+        /// The new number of columns.
+        columns: u16,
+    },
 }
 
 /// Callbacks for [`Running::supervise`](super::Running::supervise): they take the run's output and may control the run.
 pub trait SupervisorHandler {
-    /// Fills a workspace in memory with the run's inputs. The program does not run yet.
+    /// Fills a workspace in memory with the run's inputs. The program does not run yet. Called for no other workspace.
     fn fill(&mut self, workspace: BorrowedFd<'_>) -> io::Result<()>;
     /// Takes bytes that the program wrote.
     fn output(&mut self, stream: Stream, bytes: &[u8]);
     /// A descriptor that must become writable before the handler can take more of the stream. Until then the runner
     /// does not read the stream, and the program blocks once the pipe is full.
-    fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
+    fn blocked_on(&self, _stream: Stream) -> Option<BorrowedFd<'_>> {
+        None
+    }
     /// Called when the descriptor of [`blocked_on`](Self::blocked_on) has become writable.
-    fn unblocked(&mut self, stream: Stream);
+    fn unblocked(&mut self, _stream: Stream) {}
     /// A descriptor that is readable when [`next_control`](Self::next_control) has a request.
-    fn control_fd(&self) -> Option<BorrowedFd<'_>>;
-    fn next_control(&mut self) -> Option<Control>;
+    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    /// Takes the next request.
+    fn next_control(&mut self) -> Option<Control> {
+        None
+    }
 }
 
 /// A handler that discards all output and requests nothing. Into a workspace in memory it puts the directories that
@@ -60,14 +74,4 @@ impl SupervisorHandler for SilentHandler {
         Ok(())
     }
     fn output(&mut self, _stream: Stream, _bytes: &[u8]) {}
-    fn blocked_on(&self, _stream: Stream) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    fn unblocked(&mut self, _stream: Stream) {}
-    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-    fn next_control(&mut self) -> Option<Control> {
-        None
-    }
 }

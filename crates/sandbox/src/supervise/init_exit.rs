@@ -5,16 +5,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Signal, WaitId, WaitIdOptions};
 
-use super::{Running, timespec};
-use crate::channel::InitOrder;
+use super::Running;
+use crate::channel::InitCommand;
+use crate::events::{self, PollFlags};
 use crate::inside::dying::{BACKSTOP, DYING_TIME_MAX};
 use crate::spec::ConfinementLevel;
 use crate::sys::procfs;
 
-/// How long the runner waits for the run's processes to be gone once it has killed init.
+/// How long the runner waits for the run's processes to be gone once the backstop deadline has passed.
 const EXIT_WAIT: Duration = Duration::from_millis(280);
 
 /// Init after its last report, when it is alone and about to exit. Dropping this value waits for the exit.
@@ -38,8 +38,7 @@ impl InitExit {
             return true;
         };
         for (timeout, signal_after) in [(BACKSTOP, Some(Signal::KILL)), (EXIT_WAIT, None)] {
-            let mut fds = [PollFd::new(&init, PollFlags::IN)];
-            if matches!(poll(&mut fds, Some(&timespec(timeout))), Ok(1..)) {
+            if events::wait_for(&init, PollFlags::IN, timeout) {
                 let init = WaitId::PidFd(init.as_fd());
                 let _ = rustix::process::waitid(init, WaitIdOptions::EXITED);
                 return true;
@@ -59,27 +58,27 @@ impl Drop for InitExit {
 impl Running<'_> {
     /// Moves the backstop deadline to at most `within` from now.
     pub(crate) fn shorten_deadline(&mut self, within: Duration) {
-        self.kill_init_at = self.kill_init_at.min(Instant::now() + within);
+        self.backstop_at = self.backstop_at.min(Instant::now() + within);
     }
 
     /// Init has reported that killed processes are still dying, with progress: gives init more time, up to a bound.
     pub(crate) fn extend_deadline_for_dying(&mut self) {
         let now = Instant::now();
         let last = *self.dying_since.get_or_insert(now) + DYING_TIME_MAX;
-        self.kill_init_at = self.kill_init_at.max(now + BACKSTOP).min(last);
+        self.backstop_at = self.backstop_at.max(now + BACKSTOP).min(last);
     }
 
-    /// Kills init once the backstop deadline has passed. Returns false if init is still there [`EXIT_WAIT`] after the
-    /// kill.
+    /// Ends the run once the backstop deadline has passed: kills init at level `full`; at level `landlock` commands the
+    /// guardian to kill, and kills from outside. Returns false if init is still there [`EXIT_WAIT`] after that.
     pub(crate) fn enforce_backstop(&mut self) -> bool {
-        if Instant::now() < self.kill_init_at {
+        if Instant::now() < self.backstop_at {
             return true;
         }
-        if self.killed_init {
+        if self.backstop_passed {
             return false;
         }
-        self.killed_init = true;
-        self.kill_init_at = Instant::now() + EXIT_WAIT;
+        self.backstop_passed = true;
+        self.backstop_at = Instant::now() + EXIT_WAIT;
         let _ = self.launcher.as_mut().map(Child::kill);
         match self.spec.level {
             ConfinementLevel::Full => {
@@ -89,7 +88,7 @@ impl Running<'_> {
             }
             // The guardian kills its descendants one by one and must outlive them, so do not kill the guardian itself.
             ConfinementLevel::Landlock => {
-                self.order(InitOrder::Kill);
+                self.send_command(InitCommand::Kill);
                 self.kill_from_outside();
             }
         }
@@ -119,8 +118,8 @@ impl Running<'_> {
         // reports the end only once it has no child left, so its report is the proof.
         if self.spec.level == ConfinementLevel::Full
             || !init_dead
-            || self.ended.is_some()
-            || !self.started()
+            || self.end_report.is_some()
+            || !self.has_started()
         {
             return init_dead;
         }

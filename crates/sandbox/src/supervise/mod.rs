@@ -1,8 +1,10 @@
 //! The runner's side of a run: start the launcher, pass the streams, wait for the end, and keep the backstop deadline.
 //!
-//! Init keeps the run's deadlines (`inside/init.rs`). The runner keeps only a backstop behind them. If init has not
-//! ended the run in time, the runner kills init, and the kernel kills the whole pid namespace with it. If the runner
-//! cannot prove that all processes are dead, the outcome says so.
+//! Init keeps the run's deadlines (`inside/init.rs`). The runner keeps only a later deadline, the backstop. If init has
+//! not ended the run in time, the runner ends it. At level `full` the runner kills init, and the kernel kills the whole
+//! pid namespace with it. At level `landlock` the runner commands the guardian to kill, and kills the run's cgroup and
+//! the processes of its leased uid, as far as the run has them. If the runner cannot prove that all processes are dead,
+//! the outcome says so.
 
 mod error;
 mod handler;
@@ -17,19 +19,21 @@ use std::path::Path;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 
-use crate::channel::{self, InitOrder, SandboxReport, Wait};
+use crate::channel::{self, InitCommand, RunEnd, SandboxReport, Wait};
+use crate::events::{self, PollFlags};
 use crate::inside::dying::BACKSTOP;
 use crate::inside::watch::open_on_host;
 use crate::launch::standby;
-use crate::outcome::{Exit, Outcome, ResourceUsage, Stop};
+pub use crate::launch_step::LaunchStep;
+use crate::outcome::{Outcome, ResourceUsage, Stop};
 use crate::plan::{self, LaunchPlan};
 use crate::resources::cgroup::Group;
 use crate::spec::{Hardness, LaunchPurpose, Layer, LimitName, Spec, Terminal, WorkspaceKind};
 use crate::step_report;
+use crate::sys;
 pub use error::RunError;
 use error::start;
 pub(crate) use handler::SilentHandler;
@@ -54,16 +58,19 @@ pub struct SpawnResources<'a, 'm> {
     pub workspace: Option<BorrowedFd<'m>>,
     /// The runner reads this descriptor and pipes its bytes to the program. With `None` the program gets /dev/null.
     pub stdin: Option<OwnedFd>,
+    /// The run's cgroup, if it has one.
     pub group: Option<&'a Group>,
 }
 
 /// The result of a run: how it ended, and which layers were really in force.
 #[derive(Debug)]
 pub struct FinishedRun {
+    /// How the run ended.
     pub outcome: Outcome,
+    /// The layers that were in force, each with the mechanism that held it.
     pub layers: Vec<(Layer, String)>,
     /// The steps that built the sandbox, each with the [`monotonic_us`](crate::monotonic_us) time at which it began.
-    pub step_log: Vec<(String, u64)>,
+    pub step_log: Vec<(LaunchStep, u64)>,
     /// The workspace in memory, still readable through this descriptor.
     pub workspace: Option<OwnedFd>,
     /// How many forks the cgroup's limit on processes refused.
@@ -72,14 +79,7 @@ pub struct FinishedRun {
     pub init_exit: Option<InitExit>,
     /// The pid of init, if not every process could be proved dead. Init exits after all others, so the caller can wait
     /// for it.
-    pub unkilled_init: Option<u32>,
-}
-
-pub(crate) fn timespec(time: Duration) -> Timespec {
-    Timespec {
-        tv_sec: time.as_secs() as i64,
-        tv_nsec: (time.subsec_nanos() | 1).into(),
-    }
+    pub live_init_pid: Option<u32>,
 }
 
 /// A run whose sandbox is being built, or whose program runs.
@@ -95,27 +95,28 @@ pub struct Running<'a> {
     streams: Streams,
     /// When the runner last told init that the program is active.
     active_at: Instant,
-    failed: Option<RunError>,
-    /// `Some` once the program has been started.
+    failure: Option<RunError>,
+    /// `Some` once the child has reported that it executes the program.
     layers: Option<Vec<(Layer, String)>>,
     /// What init reported when everything had ended.
-    pub(crate) ended: Option<(Option<Exit>, Option<Stop>, ResourceUsage)>,
+    pub(crate) end_report: Option<RunEnd>,
     /// What init last reported while killed processes were still dying.
-    dying: Option<(Option<Exit>, Option<Stop>, ResourceUsage)>,
+    dying_report: Option<RunEnd>,
     /// When init first reported dying processes.
     pub(crate) dying_since: Option<Instant>,
     /// Whether init has reported that it is the only process left inside.
-    alone: bool,
+    init_is_alone: bool,
     workspace: Option<OwnedFd>,
-    asked_to_stop: Option<Stop>,
-    started: Instant,
-    /// The backstop deadline: when to kill init.
-    pub(crate) kill_init_at: Instant,
-    pub(crate) killed_init: bool,
+    stop_requested: Option<Stop>,
+    started_at: Instant,
+    /// The backstop deadline. Once it has passed, the end of the wait for init's exit.
+    pub(crate) backstop_at: Instant,
+    /// Whether the backstop deadline has passed, and the runner has therefore acted to end the run.
+    pub(crate) backstop_passed: bool,
 }
 
-/// Starts the launcher and hands it the plan and all descriptors. The launcher then builds the sandbox on its own; the
-/// program does not start before [`Running::supervise`].
+/// Starts the launcher and hands it the launch plan and all descriptors. The launcher then builds the sandbox on its
+/// own; the program does not start before [`Running::supervise`].
 pub fn spawn<'a>(
     spec: &'a Spec,
     resources: SpawnResources<'a, '_>,
@@ -160,18 +161,12 @@ pub fn spawn<'a>(
         group_directory: group_directory.is_some(),
         cpu_counter: cpu.as_ref().map(|(_, unit)| *unit),
         oom_counter: oom.is_some(),
-        memory: if enforced(LimitName::Memory) {
-            Hardness::Hard
-        } else {
-            Hardness::Watched
-        },
+        memory: hardness(enforced(LimitName::Memory)),
         // RLIMIT_NPROC counts a user's processes. It is exact where the uid has no processes outside the run: a leased
         // uid, or a user namespace of its own.
-        pids: match spec.has(Layer::UserNamespace) || spec.is_leased() || enforced(LimitName::Pids)
-        {
-            true => Hardness::Hard,
-            false => Hardness::Watched,
-        },
+        pids: hardness(
+            spec.has(Layer::UserNamespace) || spec.is_leased() || enforced(LimitName::Pids),
+        ),
         pin_to_cpus: spec.limits.cpu_milli.div_ceil(1000) as usize,
         pinned_for_good: !enforced(LimitName::Cpus),
     };
@@ -205,18 +200,25 @@ pub fn spawn<'a>(
             false => Streams::new([Some(out_read), Some(err_read)], stdin_pump),
         },
         active_at: Instant::now(),
-        failed: None,
+        failure: None,
         layers: None,
-        ended: None,
-        dying: None,
+        end_report: None,
+        dying_report: None,
         dying_since: None,
-        alone: false,
+        init_is_alone: false,
         workspace: None,
-        asked_to_stop: None,
-        started: Instant::now(),
-        kill_init_at: Instant::now() + BUILD_TIME_MAX + deadline(spec),
-        killed_init: false,
+        stop_requested: None,
+        started_at: Instant::now(),
+        backstop_at: Instant::now() + BUILD_TIME_MAX + deadline(spec),
+        backstop_passed: false,
     })
+}
+
+fn hardness(is_enforced: bool) -> Hardness {
+    match is_enforced {
+        true => Hardness::Hard,
+        false => Hardness::Watched,
+    }
 }
 
 /// How long after the program's start init must have ended the run.
@@ -247,43 +249,38 @@ impl Running<'_> {
         handler: &mut dyn SupervisorHandler,
     ) -> Result<FinishedRun, RunError> {
         // The time between `spawn` and this call counts against no limit.
-        self.started = Instant::now();
-        self.kill_init_at = Instant::now() + BUILD_TIME_MAX + deadline(self.spec);
+        self.started_at = Instant::now();
+        self.backstop_at = Instant::now() + BUILD_TIME_MAX + deadline(self.spec);
         if self.spec.workspace_kind == WorkspaceKind::Disk {
-            self.send_start_order(handler);
+            self.send_start_command(handler);
         }
         self.run_until_end(handler)
     }
 
     /// Tells init to start the program. If the handler has already requested a stop, kills the sandbox instead: no
     /// program runs yet that would need the grace.
-    fn send_start_order(&mut self, handler: &mut dyn SupervisorHandler) {
-        let control_fd = handler.control_fd();
-        let mut fds: Vec<_> = control_fd
-            .iter()
-            .map(|fd| PollFd::new(fd, PollFlags::IN))
-            .collect();
-        if poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0) {
+    fn send_start_command(&mut self, handler: &mut dyn SupervisorHandler) {
+        if handler.control_fd().is_some_and(events::is_readable) {
             self.handle_control(handler);
         }
-        match self.asked_to_stop {
+        match self.stop_requested {
             None => {
                 let share = self.spec.limits.open_files_of_run;
                 let open_on_host = share.and_then(|_| open_on_host());
-                self.order(InitOrder::Go { open_on_host });
+                self.send_command(InitCommand::Go { open_on_host });
             }
-            Some(_) => self.order(InitOrder::Kill),
+            Some(_) => self.send_command(InitCommand::Kill),
         }
     }
 
     /// Ends a run whose program was never started. Returns whether every process is proved dead.
     pub fn cancel_before_start(mut self) -> bool {
-        self.asked_to_stop = Some(Stop::Cancelled);
-        self.order(InitOrder::Kill);
+        self.stop_requested = Some(Stop::Cancelled);
+        self.send_command(InitCommand::Kill);
         self.shorten_deadline(BACKSTOP);
         let identity = self.spec.identity;
-        let ended = self.run_until_end(&mut SilentHandler(identity));
-        ended.is_ok_and(|ended| ended.outcome.all_dead)
+        let result = self.run_until_end(&mut SilentHandler(identity));
+        result.is_ok_and(|finished| finished.outcome.all_dead)
     }
 
     fn run_until_end(
@@ -329,7 +326,6 @@ impl Running<'_> {
         socket_open: bool,
         init_dead: bool,
     ) -> Vec<Source> {
-        let control_fd = handler.control_fd();
         let mut list: Vec<(Source, BorrowedFd<'_>, PollFlags)> = Vec::with_capacity(8);
         if socket_open {
             list.push((Source::Socket, self.socket.as_fd(), PollFlags::IN));
@@ -337,28 +333,18 @@ impl Running<'_> {
         if let (Some(init), false) = (&self.init, init_dead) {
             list.push((Source::Init, init.as_fd(), PollFlags::IN));
         }
-        let streams = self.streams.wanted(handler, self.started());
+        let streams = self.streams.wanted(handler, self.has_started());
         list.extend(streams.map(|(event, fd, flags)| (Source::Stream(event), fd, flags)));
+        let control_fd = handler.control_fd();
         list.extend(control_fd.map(|fd| (Source::Control, fd, PollFlags::IN)));
-        let timeout = timespec(self.poll_timeout(handler));
-        let mut fds: Vec<PollFd<'_>> = list
-            .iter()
-            .map(|(_, fd, flags)| PollFd::from_borrowed_fd(*fd, *flags))
-            .collect();
-        if poll(&mut fds, Some(&timeout)).is_err() {
-            return Vec::new();
-        }
-        let ready = list
-            .iter()
-            .zip(&fds)
-            .filter(|(_, fd)| !fd.revents().is_empty());
-        ready.map(|((source, ..), _)| *source).collect()
+        let ready = events::wait_for_any(list, self.poll_timeout(handler)).unwrap_or_default();
+        ready.into_iter().map(|(source, _)| source).collect()
     }
 
     fn poll_timeout(&self, handler: &dyn SupervisorHandler) -> Duration {
         let now = Instant::now();
         let from_now = |at: Instant| at.saturating_duration_since(now);
-        let mut time = from_now(self.kill_init_at).min(Duration::from_secs(60));
+        let mut time = from_now(self.backstop_at).min(Duration::from_secs(60));
         if let Some(at) = self.streams.resume_at() {
             time = time.min(from_now(at));
         }
@@ -372,22 +358,22 @@ impl Running<'_> {
     fn report_activity(&mut self, at_most_every: Duration) {
         if self.spec.limits.idle_ms.is_some() && self.active_at.elapsed() > at_most_every {
             self.active_at = Instant::now();
-            self.order(InitOrder::Active);
+            self.send_command(InitCommand::Active);
         }
     }
 
     /// Whether the program ran, every other process is dead, and init is about to exit. After a failure the runner
     /// waits for the death of init instead.
     fn has_ended_cleanly(&self) -> bool {
-        self.alone && self.failed.is_none() && self.started()
+        self.init_is_alone && self.failure.is_none() && self.has_started()
     }
 
     /// Handles one report. If the report cannot be received or parsed, kills the sandbox and stops reading from it.
     /// Returns whether the socket is still open.
     fn handle_report_or_kill(&mut self, handler: &mut dyn SupervisorHandler) -> bool {
         self.handle_report(handler).unwrap_or_else(|error| {
-            self.failed.get_or_insert(error);
-            self.order(InitOrder::Kill);
+            self.failure.get_or_insert(error);
+            self.send_command(InitCommand::Kill);
             self.shorten_deadline(BACKSTOP);
             false
         })
@@ -411,7 +397,7 @@ impl Running<'_> {
                 detail,
             } => {
                 let source = errno.map(io::Error::from_raw_os_error);
-                self.failed.get_or_insert(RunError::Step {
+                self.failure.get_or_insert(RunError::Launch {
                     step,
                     detail,
                     source,
@@ -428,16 +414,13 @@ impl Running<'_> {
                 terminal.as_ref().map(set_nonblocking).transpose()?;
                 self.streams.terminal = terminal;
             }
-            SandboxReport::Dying { exit, stop, usage } => {
-                self.dying = Some((exit, stop, usage));
+            SandboxReport::Dying(end) => {
+                self.dying_report = Some(end);
                 self.extend_deadline_for_dying();
             }
-            SandboxReport::Ended {
-                exit,
-                stop,
-                usage,
-                alone,
-            } => (self.ended, self.alone) = (Some((exit, stop, usage)), alone),
+            SandboxReport::Ended { end, alone } => {
+                (self.end_report, self.init_is_alone) = (Some(end), alone)
+            }
         }
         Ok(true)
     }
@@ -445,7 +428,7 @@ impl Running<'_> {
     fn note_started(&mut self, layers: Vec<(Layer, String)>) {
         // The launcher ended when it had started init. Reap it now, so that it is no zombie for the whole run.
         let _ = self.launcher.as_mut().map(Child::try_wait);
-        self.kill_init_at = Instant::now() + deadline(self.spec);
+        self.backstop_at = Instant::now() + deadline(self.spec);
         self.layers = Some(layers);
     }
 
@@ -463,47 +446,41 @@ impl Running<'_> {
         if let Some(workspace) = &self.workspace
             && let Err(source) = handler.fill(workspace.as_fd())
         {
-            self.failed = Some(RunError::Fill { source });
-            self.order(InitOrder::Kill);
+            self.failure = Some(RunError::Fill { source });
+            self.send_command(InitCommand::Kill);
             return Ok(());
         }
-        self.order(InitOrder::Filled);
-        self.send_start_order(handler);
+        self.send_command(InitCommand::Filled);
+        self.send_start_command(handler);
         Ok(())
     }
 
-    pub(crate) fn order(&self, order: InitOrder) {
-        // A send fails only if init is gone, and then the order has no purpose.
-        let _ = channel::send(self.socket.as_fd(), &order, &[]);
+    pub(crate) fn send_command(&self, command: InitCommand) {
+        // A send fails only if init is gone, and then the command has no purpose.
+        let _ = channel::send(self.socket.as_fd(), &command, &[]);
     }
 
     fn handle_control(&mut self, handler: &mut dyn SupervisorHandler) {
         match handler.next_control() {
             None => {}
             Some(Control::Cancel) => {
-                self.asked_to_stop.get_or_insert(Stop::Cancelled);
-                self.order(InitOrder::Stop(Stop::Cancelled));
+                self.stop_requested.get_or_insert(Stop::Cancelled);
+                self.send_command(InitCommand::Stop(Stop::Cancelled));
                 self.shorten_deadline(Duration::from_millis(self.spec.limits.grace_ms) + BACKSTOP);
             }
             Some(Control::Kill) => {
-                self.asked_to_stop.get_or_insert(Stop::Cancelled);
-                self.order(InitOrder::Kill);
+                self.stop_requested.get_or_insert(Stop::Cancelled);
+                self.send_command(InitCommand::Kill);
                 self.shorten_deadline(BACKSTOP);
             }
             Some(Control::Resize { rows, columns }) => {
-                let size = rustix::termios::Winsize {
-                    ws_row: rows,
-                    ws_col: columns,
-                    ws_xpixel: 0,
-                    ws_ypixel: 0,
-                };
                 let terminal = self.streams.terminal.as_ref();
-                let _ = terminal.map(|t| rustix::termios::tcsetwinsize(t, size));
+                let _ = terminal.map(|terminal| sys::set_terminal_size(terminal, rows, columns));
             }
         }
     }
 
-    pub(crate) fn started(&self) -> bool {
+    pub(crate) fn has_started(&self) -> bool {
         self.layers.is_some()
     }
 
@@ -511,48 +488,47 @@ impl Running<'_> {
         if let (Some(init), true) = (&self.init, init_dead) {
             let _ = rustix::process::waitid(WaitId::PidFd(init.as_fd()), WaitIdOptions::EXITED);
         }
-        if let Some(failed) = self.failed {
-            return Err(failed);
+        if let Some(failure) = self.failure {
+            return Err(failure);
         }
         // A stop on request before the program started is not an error. Anything else is: the launcher or init died.
-        if !self.started() && self.asked_to_stop.is_none() {
+        if !self.has_started() && self.stop_requested.is_none() {
             let last = step_report::read_step_log(self.step_log.as_fd()).pop();
-            let step = last.map_or_else(|| String::from("start the launcher"), |(step, _)| step);
+            let step = last.map_or(LaunchStep::StartLauncher, |(step, _)| step);
             return Err(RunError::Died { step });
         }
         let ended_cleanly = self.has_ended_cleanly();
         let all_dead = ended_cleanly || self.all_dead(init_dead);
-        // Init's report decides how the run ended. Without a report, init was asked to stop, or the runner killed it
-        // past the deadline, or somebody else killed it.
-        let overdue = self.killed_init.then_some(Stop::WallTime);
-        let wall_ms = self.started.elapsed().as_millis() as u64;
-        let reported = self.ended.take().or(self.dying.take());
-        let (exit, stop, mut usage) = reported.unwrap_or((
-            None,
-            self.asked_to_stop.or(overdue),
-            ResourceUsage {
-                wall_ms,
+        // Init's report decides how the run ended. Without a report, init was asked to stop, or the runner ended the
+        // run past the backstop deadline, or somebody else killed init.
+        let overdue = self.backstop_passed.then_some(Stop::WallTime);
+        let reported = self.end_report.take().or(self.dying_report.take());
+        let mut end = reported.unwrap_or_else(|| RunEnd {
+            stop: self.stop_requested.or(overdue),
+            usage: ResourceUsage {
+                wall_ms: self.started_at.elapsed().as_millis() as u64,
                 ..ResourceUsage::default()
             },
-        ));
+            exit: None,
+        });
+        let usage = &mut end.usage;
         let counters = self.group.map(|g| g.counters()).unwrap_or_default();
         usage.oom_kills = counters.oom_kills.unwrap_or(usage.oom_kills);
         usage.memory_peak_bytes = counters.memory_peak_bytes.or(usage.memory_peak_bytes);
         usage.pids_peak = counters.pids_peak.or(usage.pids_peak);
         usage.cpu_ms = counters.cpu_usage_us.map_or(usage.cpu_ms, |us| us / 1000);
-        let outcome = Outcome {
-            exit,
-            stop,
-            usage,
-            all_dead,
-        };
         Ok(FinishedRun {
-            outcome,
+            outcome: Outcome {
+                exit: end.exit,
+                stop: end.stop,
+                usage: end.usage,
+                all_dead,
+            },
             layers: self.layers.unwrap_or_default(),
             step_log: step_report::read_step_log(self.step_log.as_fd()),
             workspace: self.workspace,
             pids_denied: counters.pids_denied.unwrap_or(0),
-            unkilled_init: match self.init_pid {
+            live_init_pid: match self.init_pid {
                 Some(pid) if !all_dead => u32::try_from(pid.as_raw_nonzero().get()).ok(),
                 _ => None,
             },

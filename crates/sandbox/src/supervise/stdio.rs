@@ -2,6 +2,8 @@
 
 use std::os::fd::OwnedFd;
 
+use rustix::fs::{Gid, Uid};
+
 use super::error::{RunError, start};
 use crate::spec::{ProgramIdentity, Spec, Terminal};
 
@@ -39,10 +41,9 @@ impl StdinPump {
             return;
         };
         // Write to a terminal in small pieces, because its buffer is small.
-        let length = if self.sink.is_some() {
-            self.pending.len()
-        } else {
-            self.pending.len().min(1024)
+        let length = match self.sink {
+            Some(_) => self.pending.len(),
+            None => self.pending.len().min(1024),
         };
         match rustix::io::write(sink, &self.pending[..length]) {
             Ok(len) => drop(self.pending.drain(..len)),
@@ -59,10 +60,7 @@ pub(crate) fn pipe(identity: ProgramIdentity) -> Result<(OwnedFd, OwnedFd), RunE
     let make = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         if let ProgramIdentity::Leased { uid, gid } = identity {
-            let (uid, gid) = (
-                rustix::fs::Uid::from_raw(uid),
-                rustix::fs::Gid::from_raw(gid),
-            );
+            let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
             rustix::fs::fchown(&write, Some(uid), Some(gid))?;
         }
         Ok((read, write))
@@ -80,19 +78,16 @@ pub(crate) fn stdin_pair(
     source: Option<OwnedFd>,
 ) -> Result<(Option<OwnedFd>, StdinPump), RunError> {
     let terminal = matches!(spec.terminal, Terminal::Own { .. });
-    if source.is_none() || terminal {
-        let stdin_pump = StdinPump {
+    let has_pipe = source.is_some() && !terminal;
+    let (read, sink) = has_pipe.then(|| pipe(spec.identity)).transpose()?.unzip();
+    sink.as_ref().map(set_nonblocking).transpose()?;
+    let pending = Vec::new();
+    Ok((
+        read,
+        StdinPump {
             source,
-            ..StdinPump::default()
-        };
-        return Ok((None, stdin_pump));
-    }
-    let (read, write) = pipe(spec.identity)?;
-    set_nonblocking(&write)?;
-    let stdin_pump = StdinPump {
-        source,
-        sink: Some(write),
-        pending: Vec::new(),
-    };
-    Ok((Some(read), stdin_pump))
+            sink,
+            pending,
+        },
+    ))
 }

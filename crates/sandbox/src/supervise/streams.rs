@@ -12,10 +12,9 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::PollFlags;
-
 use super::handler::{Stream, SupervisorHandler};
 use super::stdio::{CHUNK_BYTES, StdinPump};
+use crate::events::PollFlags;
 
 /// How many reads are made from a stream after the last process has died. A pipe cannot hold more.
 const DRAIN_READS_MAX: usize = 64;
@@ -161,45 +160,18 @@ impl Streams {
         }
     }
 
-    /// Allocates the read buffer. `vec![0; n]` gets zeroed pages that cost nothing until they are read into; `resize`
-    /// would write to all of them.
-    fn make_chunk(&mut self) {
-        if self.chunk.is_empty() {
-            self.chunk = vec![0; CHUNK_BYTES];
-        }
-    }
-
     fn pass_output(&mut self, stream: Stream, handler: &mut dyn SupervisorHandler) -> bool {
-        self.make_chunk();
-        let out = &mut self.out[stream as usize];
-        let Some(fd) = out else { return false };
-        match rustix::io::read(fd, &mut self.chunk) {
-            Ok(len) if len > 0 => {
-                handler.output(stream, &self.chunk[..len]);
-                self.paces[stream as usize].after_read(len);
-                return true;
-            }
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            _ => *out = None,
-        }
-        false
+        let Some(bytes) = read_chunk(&mut self.out[stream as usize], &mut self.chunk) else {
+            return false;
+        };
+        handler.output(stream, bytes);
+        self.paces[stream as usize].after_read(bytes.len());
+        true
     }
 
     fn pass_terminal(&mut self, handler: &mut dyn SupervisorHandler) -> bool {
-        self.make_chunk();
-        let Some(fd) = &self.terminal else {
-            return false;
-        };
-        match rustix::io::read(fd, &mut self.chunk) {
-            Ok(len) if len > 0 => {
-                handler.output(Stream::Stdout, &self.chunk[..len]);
-                return true;
-            }
-            Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
-            // EIO: the last process has closed the terminal.
-            _ => self.terminal = None,
-        }
-        false
+        let bytes = read_chunk(&mut self.terminal, &mut self.chunk);
+        bytes.map(|bytes| handler.output(Stream::Stdout, bytes)) == Some(())
     }
 
     /// Passes what is still in the pipes, without waiting for a process that may still hold a write end.
@@ -216,4 +188,20 @@ impl Streams {
             self.out[stream as usize] = None;
         }
     }
+}
+
+/// Reads once, into the buffer. Closes the descriptor at its end; a terminal ends with EIO when the last process has
+/// closed it.
+fn read_chunk<'c>(from: &mut Option<OwnedFd>, chunk: &'c mut Vec<u8>) -> Option<&'c [u8]> {
+    if chunk.is_empty() {
+        // `vec![0; n]` gets zeroed pages that cost nothing until they are read into; `resize` would write to all of
+        // them.
+        *chunk = vec![0; CHUNK_BYTES];
+    }
+    match rustix::io::read(from.as_ref()?, &mut chunk[..]) {
+        Ok(len) if len > 0 => return Some(&chunk[..len]),
+        Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => {}
+        _ => *from = None,
+    }
+    None
 }

@@ -1,12 +1,13 @@
 //! The loopback interface, the controlling terminal, the session keyring and the clock.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use super::check;
+use super::{check, ioctl};
 
 /// Brings the loopback interface of this network namespace up.
 pub fn loopback_up() -> io::Result<()> {
+    const SIOCSIFFLAGS: u64 = 0x8914;
     let socket = rustix::net::socket_with(
         rustix::net::AddressFamily::INET,
         rustix::net::SocketType::DGRAM,
@@ -19,14 +20,7 @@ pub fn loopback_up() -> io::Result<()> {
     request[16..18].copy_from_slice(&flags.to_ne_bytes());
     // SAFETY: SIOCSIFFLAGS reads a struct ifreq, which has 40 bytes on 64-bit Linux (16 of name, then the flags), as
     // `request` has.
-    let result = unsafe {
-        libc::ioctl(
-            socket.as_raw_fd(),
-            libc::SIOCSIFFLAGS as _,
-            request.as_ptr(),
-        )
-    };
-    check(result as libc::c_long).map(drop)
+    unsafe { ioctl(socket, SIOCSIFFLAGS, &mut request) }
 }
 
 /// Makes an open terminal the controlling terminal of this session.
@@ -34,6 +28,17 @@ pub fn make_controlling_terminal(terminal: BorrowedFd<'_>) -> io::Result<()> {
     // SAFETY: TIOCSCTTY takes an int by value, so no pointer is passed.
     check(unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) } as libc::c_long)
         .map(drop)
+}
+
+/// Sets the size of a terminal, by either of its ends.
+pub fn set_terminal_size(terminal: impl AsFd, rows: u16, columns: u16) -> rustix::io::Result<()> {
+    let size = rustix::termios::Winsize {
+        ws_row: rows,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    rustix::termios::tcsetwinsize(terminal, size)
 }
 
 /// Replaces the caller's session keyring by a new, empty one.

@@ -20,7 +20,9 @@ mod sockets;
 pub use attack_calls::getpid_i386;
 pub use attack_calls::{Arg, Call, attempt, fill_page_tables};
 pub use descriptors::{close_all_but, close_from, close_on_exec_from, place_descriptor};
-pub use host::{loopback_up, make_controlling_terminal, monotonic_us, new_session_keyring};
+pub use host::{
+    loopback_up, make_controlling_terminal, monotonic_us, new_session_keyring, set_terminal_size,
+};
 pub use memory::{
     bytes_written_by_reaped, drop_code_pages, has_loader_settings, share_memory, shared_counters,
     use_one_malloc_arena, wipe_start_strings,
@@ -51,13 +53,23 @@ pub use sockets::{
 };
 
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 fn check(result: libc::c_long) -> io::Result<libc::c_long> {
     match result {
         -1 => Err(io::Error::last_os_error()),
         value => Ok(value),
     }
+}
+
+/// Calls ioctl with a pointer to a value.
+///
+/// # Safety
+/// The command must read and write no more than the kernel's structure for it, whose layout `T` must have.
+unsafe fn ioctl<T>(fd: impl AsFd, command: u64, value: &mut T) -> io::Result<()> {
+    let fd = fd.as_fd().as_raw_fd();
+    // SAFETY: `value` is exclusively borrowed for the call, and the caller promises that `T` fits the command.
+    check(unsafe { libc::ioctl(fd, command as _, std::ptr::from_mut(value)) }.into()).map(drop)
 }
 
 /// Takes ownership of a descriptor that the kernel has just returned.

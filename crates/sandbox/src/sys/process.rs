@@ -12,6 +12,17 @@ pub enum ForkSide {
     Child,
 }
 
+impl ForkSide {
+    fn of(pid: libc::c_long) -> ForkSide {
+        match pid {
+            0 => ForkSide::Child,
+            child => ForkSide::Parent {
+                child: child as i32,
+            },
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Namespace {
     Current,
@@ -30,48 +41,66 @@ pub enum Parentage {
     },
 }
 
+impl Parentage {
+    fn flags(self) -> u64 {
+        let flags = match self {
+            Parentage::Own => 0,
+            Parentage::Sibling => libc::CLONE_PARENT,
+            Parentage::First {
+                user: Namespace::Current,
+            } => libc::CLONE_NEWPID,
+            Parentage::First {
+                user: Namespace::New,
+            } => libc::CLONE_NEWPID | libc::CLONE_NEWUSER,
+        };
+        flags as u64
+    }
+}
+
 /// Forks a single-threaded process.
 ///
 /// # Errors
 /// Refuses when a second thread exists: another thread might hold a lock, which would stay locked in the child.
 pub fn fork(parentage: Parentage) -> io::Result<ForkSide> {
-    assert_single_threaded()?;
-    let mut args = [0u64; 11];
-    let flags = match parentage {
-        Parentage::Own => 0,
-        Parentage::Sibling => libc::CLONE_PARENT as u64,
-        Parentage::First { user } => {
-            let user = match user {
-                Namespace::Current => 0,
-                Namespace::New => libc::CLONE_NEWUSER,
-            };
-            (libc::CLONE_NEWPID | user) as u64
+    match clone3(parentage, None) {
+        // Container runtimes answer ENOSYS, because a seccomp filter cannot inspect clone3's flags.
+        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => {
+            let flags = parentage.flags() | libc::SIGCHLD as u64;
+            // SAFETY: as in `clone3`, which has checked that there is one thread. All other arguments are zero, so their
+            // order, which differs between architectures, does not matter.
+            check(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })
+                .map(ForkSide::of)
         }
-    };
-    args[0] = flags;
+        other => other,
+    }
+}
+
+/// As [`fork`], with the child started in another cgroup (version 2), given by its directory.
+pub fn fork_into_group(group: BorrowedFd<'_>, parentage: Parentage) -> io::Result<ForkSide> {
+    clone3(parentage, Some(group))
+}
+
+fn clone3(parentage: Parentage, group: Option<BorrowedFd<'_>>) -> io::Result<ForkSide> {
+    assert_single_threaded()?;
+    const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+    // struct clone_args: the flags are the first field, the exit signal is the fifth, the cgroup is the last. Kernels
+    // before 5.7 know only the 64 bytes before the last three fields.
+    let mut args = [0u64; 11];
+    args[0] = parentage.flags();
     // With CLONE_PARENT the child inherits the exit signal, and the kernel refuses one in the arguments.
     args[4] = match parentage {
         Parentage::Own | Parentage::First { .. } => libc::SIGCHLD as u64,
         Parentage::Sibling => 0,
     };
-    // SAFETY: clone3 with no stack and no CLONE_VM behaves like fork. `args` outlives the call, and its size is
-    // passed. The check above found one thread, so no other thread can hold a lock.
-    let pid = match check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 64usize) }) {
-        // Container runtimes answer ENOSYS, because a seccomp filter cannot inspect clone3's flags.
-        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => {
-            let flags = flags | libc::SIGCHLD as u64;
-            // SAFETY: as above. All other arguments are zero, so their order, which differs between architectures,
-            // does not matter.
-            check(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })?
-        }
-        other => other?,
-    };
-    Ok(match pid {
-        0 => ForkSide::Child,
-        child => ForkSide::Parent {
-            child: child as i32,
-        },
-    })
+    let mut size = 64usize;
+    if let Some(group) = group {
+        args[0] |= CLONE_INTO_CGROUP;
+        args[10] = group.as_raw_fd() as u64;
+        size = 88;
+    }
+    // SAFETY: clone3 with no stack and no CLONE_VM behaves like fork. `args` outlives the call, and the size of its used
+    // part is passed. The check above found one thread, so no other thread can hold a lock.
+    check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), size) }).map(ForkSide::of)
 }
 
 /// Forks a process that may have threads through the C library, which handles its own locks. The child may allocate,
@@ -79,13 +108,7 @@ pub fn fork(parentage: Parentage) -> io::Result<ForkSide> {
 pub fn fork_threaded() -> io::Result<ForkSide> {
     // SAFETY: the child runs only code of ours that takes no lock that another thread could hold at the time of the
     // fork, except the allocator's, which the C library's fork leaves unlocked in the child.
-    let pid = check(unsafe { libc::fork() } as libc::c_long)?;
-    Ok(match pid {
-        0 => ForkSide::Child,
-        child => ForkSide::Parent {
-            child: child as i32,
-        },
-    })
+    check(unsafe { libc::fork() } as libc::c_long).map(ForkSide::of)
 }
 
 fn assert_single_threaded() -> io::Result<()> {
@@ -113,26 +136,6 @@ pub fn unshare(flags: libc::c_int) -> io::Result<()> {
     // SAFETY: the callers are single-threaded and never pass CLONE_FILES or CLONE_VM, so no table that std assumes to
     // be shared is split.
     check(unsafe { libc::unshare(flags) } as libc::c_long).map(drop)
-}
-
-/// As [`fork`], with the child started in another cgroup (version 2), given by its directory.
-pub fn fork_into_group(group: BorrowedFd<'_>, parentage: Parentage) -> io::Result<ForkSide> {
-    assert_single_threaded()?;
-    const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-    // struct clone_args: the flags are the first field, the cgroup is the last.
-    let mut args = [0u64; 11];
-    // With CLONE_PARENT the child inherits the exit signal.
-    (args[0], args[4]) = match parentage {
-        Parentage::Own | Parentage::First { .. } => (CLONE_INTO_CGROUP, libc::SIGCHLD as u64),
-        Parentage::Sibling => (CLONE_INTO_CGROUP | libc::CLONE_PARENT as u64, 0),
-    };
-    args[10] = group.as_raw_fd() as u64;
-    // SAFETY: as for `fork`; the added field names a live descriptor.
-    let pid = check(unsafe { libc::syscall(libc::SYS_clone3, args.as_ptr(), 88usize) })? as i32;
-    Ok(match pid {
-        0 => ForkSide::Child,
-        child => ForkSide::Parent { child },
-    })
 }
 
 /// Replaces this process's image. Returns only on failure.

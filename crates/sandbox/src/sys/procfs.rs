@@ -3,6 +3,7 @@
 use std::io::{self, Read};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::str::FromStr;
 
 use rustix::fs::{Mode, OFlags};
 
@@ -18,6 +19,32 @@ pub fn read(path: impl AsRef<Path>, bytes_max: usize) -> Option<String> {
     file.take(bytes_max as u64).read_to_end(&mut bytes).ok()?;
     // The bound may cut through a character.
     Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The fields of /proc/PID/stat, or of /proc/PID/task/TID/stat, after the name.
+pub struct ProcessStat(String);
+
+impl ProcessStat {
+    /// Reads the fields from the `stat` in this directory.
+    pub fn read(dir: impl AsRef<Path>) -> Option<ProcessStat> {
+        let text = read(dir.as_ref().join("stat"), SMALL_FILE_BYTES)?;
+        // The name in parentheses may contain anything, so search for the last parenthesis.
+        Some(ProcessStat(text.rsplit_once(')')?.1.to_owned()))
+    }
+
+    pub fn of(pid: u32) -> Option<ProcessStat> {
+        ProcessStat::read(format!("/proc/{pid}"))
+    }
+
+    /// The n-th field, where the state is field 0.
+    pub fn number<T: FromStr>(&self, n: usize) -> Option<T> {
+        self.0.split_ascii_whitespace().nth(n)?.parse().ok()
+    }
+
+    /// Running, sleeping, stopped and so on, by the kernel's letter.
+    pub fn state(&self) -> Option<char> {
+        self.0.trim_start().chars().next()
+    }
 }
 
 /// Returns the pids of a user's processes, by real uid.

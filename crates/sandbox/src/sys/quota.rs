@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use super::check;
+use super::{check, ioctl};
 
 /// The kernel's `struct fsxattr`, which FS_IOC_FSGETXATTR reads and FS_IOC_FSSETXATTR writes.
 #[repr(C)]
@@ -24,29 +24,15 @@ pub const PROJECT_INHERIT: u32 = 0x200;
 pub fn file_attributes(file: BorrowedFd<'_>) -> io::Result<FileAttributes> {
     const FS_IOC_FSGETXATTR: u64 = 0x801c_581f;
     let mut attributes = FileAttributes::default();
-    // SAFETY: the ioctl writes a 28-byte struct, whose layout `FileAttributes` has, to an exclusively borrowed local.
-    let result = unsafe {
-        libc::ioctl(
-            file.as_raw_fd(),
-            FS_IOC_FSGETXATTR as _,
-            std::ptr::from_mut(&mut attributes),
-        )
-    };
-    check(result as libc::c_long).map(|_| attributes)
+    // SAFETY: the command writes a 28-byte struct, whose layout `FileAttributes` has.
+    unsafe { ioctl(file, FS_IOC_FSGETXATTR, &mut attributes) }.map(|()| attributes)
 }
 
 /// Writes a file's project and flags. The other fields should be as they were read.
 pub fn set_file_attributes(file: BorrowedFd<'_>, attributes: &FileAttributes) -> io::Result<()> {
     const FS_IOC_FSSETXATTR: u64 = 0x401c_5820;
-    // SAFETY: the ioctl reads a 28-byte struct, whose layout `FileAttributes` has, from a borrowed value.
-    let result = unsafe {
-        libc::ioctl(
-            file.as_raw_fd(),
-            FS_IOC_FSSETXATTR as _,
-            std::ptr::from_ref(attributes),
-        )
-    };
-    check(result as libc::c_long).map(drop)
+    // SAFETY: the command reads a 28-byte struct, whose layout `FileAttributes` has.
+    unsafe { ioctl(file, FS_IOC_FSSETXATTR, &mut { *attributes }) }
 }
 
 /// The kernel's `if_dqblk`: limits and usage of one project. Space limits are in KiB, and 0 means no limit. Usage is

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 
-use super::{check, take_ownership};
+use super::{check, ioctl, take_ownership};
 
 /// One classic BPF instruction, laid out as the kernel's `struct sock_filter`.
 #[repr(C)]
@@ -98,15 +98,8 @@ pub fn notification_receive(listener: BorrowedFd<'_>) -> io::Result<Notification
     // SAFETY: all-zero bytes are a valid `seccomp_notif`, and the kernel demands zeroes as input.
     let mut raw: libc::seccomp_notif = unsafe { std::mem::zeroed() };
     const SECCOMP_IOCTL_NOTIF_RECV: u64 = 0xc050_2100;
-    // SAFETY: the ioctl writes an 80-byte `seccomp_notif` to an exclusively borrowed local of that type.
-    let result = unsafe {
-        libc::ioctl(
-            listener.as_raw_fd(),
-            SECCOMP_IOCTL_NOTIF_RECV as _,
-            &mut raw,
-        )
-    };
-    check(result as libc::c_long)?;
+    // SAFETY: the command writes an 80-byte `seccomp_notif`.
+    unsafe { ioctl(listener, SECCOMP_IOCTL_NOTIF_RECV, &mut raw) }?;
     Ok(Notification {
         id: raw.id,
         pid: raw.pid,
@@ -116,12 +109,10 @@ pub fn notification_receive(listener: BorrowedFd<'_>) -> io::Result<Notification
 }
 
 /// Fails unless the process that made the call still waits for the answer, so that its pid cannot have been reused.
-pub fn notification_valid(listener: BorrowedFd<'_>, id: u64) -> io::Result<()> {
+pub fn notification_valid(listener: BorrowedFd<'_>, mut id: u64) -> io::Result<()> {
     const SECCOMP_IOCTL_NOTIF_ID_VALID: u64 = 0x4008_2102;
-    // SAFETY: the ioctl reads a 64-bit id from the borrowed local.
-    let result =
-        unsafe { libc::ioctl(listener.as_raw_fd(), SECCOMP_IOCTL_NOTIF_ID_VALID as _, &id) };
-    check(result as libc::c_long).map(drop)
+    // SAFETY: the command reads a 64-bit id.
+    unsafe { ioctl(listener, SECCOMP_IOCTL_NOTIF_ID_VALID, &mut id) }
 }
 
 /// Answers a notification: success with 0, or an errno.
@@ -157,15 +148,8 @@ pub fn notification_answer_with(
         NotificationAnswer::Continue => raw.flags = SECCOMP_USER_NOTIF_FLAG_CONTINUE,
     }
     const SECCOMP_IOCTL_NOTIF_SEND: u64 = 0xc018_2101;
-    // SAFETY: the ioctl reads a 24-byte `seccomp_notif_resp` from a borrowed local of that type.
-    let result = unsafe {
-        libc::ioctl(
-            listener.as_raw_fd(),
-            SECCOMP_IOCTL_NOTIF_SEND as _,
-            &mut raw,
-        )
-    };
-    check(result as libc::c_long).map(drop)
+    // SAFETY: the command reads a 24-byte `seccomp_notif_resp`.
+    unsafe { ioctl(listener, SECCOMP_IOCTL_NOTIF_SEND, &mut raw) }
 }
 
 /// Answers a notification with a copy of a descriptor, which is close-on-exec or not. The call returns the number of
@@ -180,7 +164,7 @@ pub fn answer_with_descriptor(
     // descriptor behind.
     const SECCOMP_ADDFD_FLAG_SEND: u32 = 2;
     const SECCOMP_IOCTL_NOTIF_ADDFD: u64 = 0x4018_2103;
-    let raw = libc::seccomp_notif_addfd {
+    let mut raw = libc::seccomp_notif_addfd {
         id,
         flags: SECCOMP_ADDFD_FLAG_SEND,
         srcfd: fd.as_raw_fd() as u32,
@@ -191,7 +175,6 @@ pub fn answer_with_descriptor(
             0
         },
     };
-    // SAFETY: the ioctl reads a 24-byte `seccomp_notif_addfd` from a borrowed local of that type.
-    let result = unsafe { libc::ioctl(listener.as_raw_fd(), SECCOMP_IOCTL_NOTIF_ADDFD as _, &raw) };
-    check(result as libc::c_long).map(drop)
+    // SAFETY: the command reads a 24-byte `seccomp_notif_addfd`.
+    unsafe { ioctl(listener, SECCOMP_IOCTL_NOTIF_ADDFD, &mut raw) }
 }

@@ -386,7 +386,7 @@ impl Launcher {
 fn make_group(limits: &Limits) -> Option<Group> {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    let host = cgroup::discover();
+    let host = cgroup::discover(cgroup::OwnProcess::MayMove);
     let name = format!("test{}", NEXT.fetch_add(1, Ordering::Relaxed));
     let limits = GroupLimits {
         memory_bytes: Some(limits.memory_bytes),

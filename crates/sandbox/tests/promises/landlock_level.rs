@@ -30,7 +30,7 @@ const TRIED: &[(&str, &[&str])] = &[
     ("p02_inputs::content_and_metadata_stay", &[
         "write_data", "write_docs", "truncate_data", "chmod_data", "utime_data", "xattr_data", "link_data"]),
     ("landlock_level::the_rest_of_the_project", &["read_project", "list_project"]),
-    ("landlock_level::what_is_not_held", &["stat_project", "lock_data"]),
+    ("landlock_level::acts_listed_as_not_held_succeed", &["stat_project", "lock_data"]),
     ("p03_runtime::files_of_the_host_are_absent", &["read_secret_file", "read_host_tmp"]),
     ("p04_writes::files_are_made_in_its_own_directories_only", &["write_site", "write_api_py", "write_system"]),
     ("p04_writes::another_analysis_is_absent", &["write_other_workspace"]),
@@ -45,7 +45,7 @@ const TRIED: &[(&str, &[&str])] = &[
     ("p07_others::pid_1_is_out_of_reach", &["signal_guardian", "init_memory"]),
     ("landlock_level::signals_by_input_and_output", &["signal_by_descriptor"]),
     ("landlock_level::keys_and_names_of_all", &["system_v_ipc", "message_queue"]),
-    ("p07_others::what_others_open_and_start", &["watch_system"]),
+    ("p07_others::a_program_cannot_observe_files_and_memory_of_other_processes", &["watch_system"]),
     ("p08_privilege::ids", &["set_user_id"]),
     ("p08_privilege::files_that_carry_privilege", &["set_user_id_file"]),
     ("p08_privilege::namespaces", &["user_namespace"]),
@@ -91,9 +91,9 @@ fn table(name: &str) -> PromiseStatus {
     promises::promise_status(act, ConfinementLevel::Landlock, landlock_abi())
 }
 
-trial!(Everyone, what_is_not_held, only_at_landlock);
+trial!(Everyone, acts_listed_as_not_held_succeed, only_at_landlock);
 /// The two acts that the table lists as not held do succeed.
-fn what_is_not_held() {
+fn acts_listed_as_not_held_succeed() {
     let dir = shown_dir();
     let data = dir.path().join("data");
     fs::create_dir(&data).unwrap();
@@ -209,8 +209,12 @@ fn owner_only_data_is_said_to_be() {
     assert_eq!(run(0o644).unwrap().stdout, "measured");
 }
 
-trial!(Everyone, what_can_be_listed, only_at_landlock);
-fn what_can_be_listed() {
+trial!(
+    Everyone,
+    private_directories_and_files_cannot_be_listed_or_opened,
+    only_at_landlock
+);
+fn private_directories_and_files_cannot_be_listed_or_opened() {
     let look = "
 def can(act):
     try: act(); return True
@@ -241,9 +245,13 @@ print('changed', *[f for f in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/
     assert!(control.contains("terminal True"), "{control}");
 }
 
-trial!(Everyone, what_proc_tells, only_at_landlock);
+trial!(
+    Everyone,
+    proc_shows_the_program_itself_and_nothing_of_the_host,
+    only_at_landlock
+);
 /// /proc shows nothing of the host's processes, network, mounts and cgroups, and shows the program what it needs of itself.
-fn what_proc_tells() {
+fn proc_shows_the_program_itself_and_nothing_of_the_host() {
     let name = |pid: u32| format!("/proc/{pid}");
     let runner = name(std::process::id());
     let script = format!("RUNNER = {runner:?}\n{}", "
@@ -611,10 +619,14 @@ fn a_killed_guardian_is_told_of() {
     kill_marked(&mark);
 }
 
-trial!(Root, what_proc_hides_dies_too, only_at_landlock);
+trial!(
+    Root,
+    processes_that_hidepid_hides_are_killed,
+    only_at_landlock
+);
 /// Many shared hosts mount /proc with hidepid, which hides processes that the reader may not trace, and a process can make
 /// itself untraceable. The trial runs itself again under such a mount.
-fn what_proc_hides_dies_too() {
+fn processes_that_hidepid_hides_are_killed() {
     const INNER: &str = "FUMEHOOD_TEST_HIDEPID";
     if std::env::var_os(INNER).is_none() {
         let hide = "mount -t proc -o hidepid=2 proc /proc && exec \"$@\"";
@@ -629,7 +641,7 @@ fn what_proc_hides_dies_too() {
                 "sh",
             ])
             .arg(std::env::current_exe().unwrap())
-            .args(inner_arguments!(what_proc_hides_dies_too))
+            .args(inner_arguments!(processes_that_hidepid_hides_are_killed))
             .env(INNER, "1")
             .output()
             .unwrap();

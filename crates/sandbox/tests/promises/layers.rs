@@ -62,7 +62,7 @@ pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
     (Seccomp, "a set-user-id file", &[], "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
     // It could name any path-name socket; views are seen through overlays, which have none of the host's.
     (Seccomp, "space taken faster than a watch can see", &[], "sc(285, os.open('big', os.O_CREAT | os.O_RDWR), 0, 0, 1 << 20)"),
-    // Same uid, same pid namespace or not: a domain's signals stay in it.
+    // A Landlock domain confines signals even if sender and receiver share the uid or the pid namespace.
     (Landlock, "a signal to pid 1", &[], "os.kill(1, 0)"),
     (UserNamespace, "a user namespace of its own", &[Seccomp], "sc(272, 0x10000000)"),
     (NetNamespace, "loopback TCP of the host", &[], "socket.create_connection(('127.0.0.1', TCP))"),
@@ -382,9 +382,9 @@ fn a_layer_that_cannot_be_had_stops_the_run() {
     }
 }
 
-trial!(Everyone, what_is_on_is_what_is_said);
+trial!(Everyone, the_record_lists_exactly_the_active_layers);
 /// The record lists exactly the layers that are on.
-fn what_is_on_is_what_is_said() {
+fn the_record_lists_exactly_the_active_layers() {
     let expected = |without: Option<Layer>| {
         let of_root = [Layer::LeasedUid, Layer::Cgroup];
         let always = [Layer::MountNamespace, Layer::Guardian]

@@ -39,8 +39,7 @@ fn the_runtime_is_there() {
 trial!(
     Everyone,
     the_root_holds_only_what_is_listed,
-    only_at_full =
-        "it is the host's root; that it cannot be listed is landlock_level::what_can_be_listed"
+    only_at_full = "it is the host's root; that it cannot be listed is landlock_level::private_directories_and_files_cannot_be_listed_or_opened"
 );
 fn the_root_holds_only_what_is_listed() {
     let list = "print('root', *os.listdir('/'))\n\
@@ -174,8 +173,7 @@ print('looked')
 trial!(
     Everyone,
     etc_is_made_up,
-    only_at_full =
-        "it is the host's /etc, of which few files are open: landlock_level::what_can_be_listed"
+    only_at_full = "it is the host's /etc, of which few files are open: landlock_level::private_directories_and_files_cannot_be_listed_or_opened"
 );
 fn etc_is_made_up() {
     let look = "import pwd, grp\n\
@@ -215,8 +213,7 @@ fn etc_is_made_up() {
 trial!(
     Everyone,
     dev_holds_only_what_is_listed,
-    only_at_full =
-        "it is the host's /dev, of which few devices are open: landlock_level::what_can_be_listed"
+    only_at_full = "it is the host's /dev, of which few devices are open: landlock_level::private_directories_and_files_cannot_be_listed_or_opened"
 );
 fn dev_holds_only_what_is_listed() {
     let list = "print('dev', *os.listdir('/dev'))\nprint('pts', *os.listdir('/dev/pts'))\nprint('shm', len(os.listdir('/dev/shm')))\n\
@@ -262,7 +259,7 @@ fn dev_holds_only_what_is_listed() {
 trial!(
     Everyone,
     proc_shows_only_its_own,
-    only_at_full = "it is the host's /proc, which is closed: landlock_level::what_proc_tells"
+    only_at_full = "it is the host's /proc, which is closed: landlock_level::proc_shows_the_program_itself_and_nothing_of_the_host"
 );
 fn proc_shows_only_its_own() {
     let list = "print('pids', *(n for n in os.listdir('/proc') if n.isdigit()))\nprint('me', os.getpid())\n\

@@ -51,7 +51,8 @@ fn files_are_made_in_its_own_directories_only() {
         fs::create_dir_all(&dir).unwrap();
         fs::set_permissions(&dir, Permissions::from_mode(0o777)).unwrap();
     }
-    // Where the root is the host's it cannot be listed: then each of its directories, and where anyone may write.
+    // At level `landlock` the program cannot list `/`. There the test tries the directories of the host's root, and those that
+    // everybody may write.
     let walk = match at_landlock() {
         false => String::from("os.makedirs('/dev/shm/deep')\nmake_everywhere('/')"),
         true => format!(
@@ -116,9 +117,12 @@ print('enough' if count > 500 else count)
     assert!(ConfinedRun::python(own).run().printed("did"));
 }
 
-trial!(Everyone, what_it_writes_arrives);
+trial!(
+    Everyone,
+    files_in_the_workspace_are_visible_outside_and_temporary_files_are_not
+);
 /// The workspace is the same directory inside and outside; /tmp and /dev/shm are not the host's.
-fn what_it_writes_arrives() {
+fn files_in_the_workspace_are_visible_outside_and_temporary_files_are_not() {
     let mark = format!("fumehood-mark-{}", std::process::id());
     // Without a /tmp of its own the program has the place that TMPDIR names, and no shared memory.
     let elsewhere = match at_landlock() {

@@ -588,10 +588,13 @@ fn pid_1_keeps_no_stream() {
     }
 }
 
-trial!(Everyone, what_others_open_and_start);
+trial!(
+    Everyone,
+    a_program_cannot_observe_files_and_memory_of_other_processes
+);
 /// An inotify watch on a system directory would show which programs others start; merged pages would show what others have in
 /// memory.
-fn what_others_open_and_start() {
+fn a_program_cannot_observe_files_and_memory_of_other_processes() {
     let script = r#"
 import fcntl, mmap
 def attempt(name, act):

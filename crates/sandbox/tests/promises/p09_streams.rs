@@ -212,9 +212,9 @@ fn input_arrives_whole() {
     assert!(empty.run().printed("0"));
 }
 
-trial!(Everyone, input_left_unread_holds_nothing_up);
+trial!(Everyone, unread_standard_input_does_not_delay_the_end);
 /// A program that does not read, or closes its input early, ends normally.
-fn input_left_unread_holds_nothing_up() {
+fn unread_standard_input_does_not_delay_the_end() {
     for script in [
         "echo done",
         "head -c 5 >/dev/null; exec <&-; echo done",
@@ -301,7 +301,7 @@ fn no_typing_into_terminals() {
 trial!(
     Everyone,
     terminals_of_its_own_work,
-    only_at_full = "the terminals that could be made are the host's, so none can: landlock_level::what_can_be_listed"
+    only_at_full = "the terminals that could be made are the host's, so none can: landlock_level::private_directories_and_files_cannot_be_listed_or_opened"
 );
 fn terminals_of_its_own_work() {
     let ran = ConfinedRun::python(

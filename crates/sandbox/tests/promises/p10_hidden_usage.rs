@@ -89,9 +89,12 @@ for n in range({count}): os.unlink(str(n))
     unstopped(&run(300));
 }
 
-trial!(Everyone, who_deletes_what_it_writes_may_hide_a_directory);
+trial!(
+    Everyone,
+    deleted_files_are_not_charged_beside_an_unreadable_directory
+);
 /// The program is charged for the files that are there, not for those that were.
-fn who_deletes_what_it_writes_may_hide_a_directory() {
+fn deleted_files_are_not_charged_beside_an_unreadable_directory() {
     let _alone = alone();
     let script = format!(
         "{WRITES}
@@ -112,10 +115,13 @@ for _ in range(3 * {DISK} // {MIB} // PART):
     unstopped(&ran);
 }
 
-trial!(Everyone, what_others_wrote_before_it_ran_is_not_its_own);
+trial!(
+    Everyone,
+    bytes_that_other_processes_wrote_before_the_start_are_not_charged
+);
 /// If something cannot be measured, the watch charges the program with the growth of the whole file system since the program
 /// started.
-fn what_others_wrote_before_it_ran_is_not_its_own() {
+fn bytes_that_other_processes_wrote_before_the_start_are_not_charged() {
     const LARGE: u64 = 3 << 30;
     let _alone = alone();
     let confined = || {
@@ -140,8 +146,8 @@ fn what_others_wrote_before_it_ran_is_not_its_own() {
     assert!(ran.printed("up") && ran.stop().is_none(), "{}", ran.all());
 }
 
-trial!(Everyone, what_was_there_for_a_while_is_told);
-fn what_was_there_for_a_while_is_told() {
+trial!(Everyone, the_peak_disk_use_includes_a_file_that_was_deleted);
+fn the_peak_disk_use_includes_a_file_that_was_deleted() {
     let script = format!(
         "{WRITES}
 fd = new('t')
@@ -378,11 +384,11 @@ fn a_connection_holds_little() {
 
 trial!(
     Everyone,
-    a_connection_that_asks_for_more_holds_little,
+    a_tcp_connection_with_large_requested_buffers_holds_bounded_memory,
     only_at_full = "there is no network to connect by"
 );
 /// Buffers of a requested size, which the settings of net.core bound instead of those of TCP.
-fn a_connection_that_asks_for_more_holds_little() {
+fn a_tcp_connection_with_large_requested_buffers_holds_bounded_memory() {
     let (inside, host) = held_by_a_connection(4 * MIB);
     assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
     assert!(host >= inside, "{host} on the host, {inside} inside");
@@ -445,9 +451,9 @@ time.sleep(1.5)
     assert!(control.printed("taken"), "{}", control.all());
 }
 
-trial!(Everyone, one_memory_is_counted_once);
+trial!(Everyone, memory_that_two_processes_share_is_counted_once);
 /// Between vfork and exec two processes share one memory, as at every start of a program.
-fn one_memory_is_counted_once() {
+fn memory_that_two_processes_share_is_counted_once() {
     let act = "
 import subprocess
 kept = bytearray(96 << 20)
@@ -469,9 +475,9 @@ time.sleep(1.5)
     stopped(&memory_watched(two, 160 * MIB), Stop::Memory);
 }
 
-trial!(Everyone, a_long_line_of_processes_dies);
+trial!(Everyone, a_chain_of_300_nested_processes_is_killed);
 /// Each process is the child of the one before, so walking up from each one would take very long.
-fn a_long_line_of_processes_dies() {
+fn a_chain_of_300_nested_processes_is_killed() {
     let source = r#"
 #include <signal.h>
 #include <stdio.h>

@@ -78,7 +78,7 @@ fn open_files_that_only_mappings_hold() {
 }
 
 trial!(Everyone, open_files_of_others_stop_nobody);
-/// A neighbour opens more than the run's share while the run has few.
+/// Another process opens more than the run's share while the run has few.
 fn open_files_of_others_stop_nobody() {
     let _the_hosts_count_is_ours = alone();
     let marker = new_marker();

@@ -118,8 +118,8 @@ fn idle_time() {
     unstopped(&ConfinedRun::sh("exec sleep 2").run());
 }
 
-trial!(Everyone, who_prints_is_not_idle);
-fn who_prints_is_not_idle() {
+trial!(Everyone, a_program_that_prints_is_not_idle);
+fn a_program_that_prints_is_not_idle() {
     unstopped(&idle(
         "
 for _ in range(35):
@@ -129,13 +129,16 @@ for _ in range(35):
     ));
 }
 
-trial!(Everyone, who_computes_is_not_idle);
-fn who_computes_is_not_idle() {
+trial!(Everyone, a_program_that_computes_is_not_idle);
+fn a_program_that_computes_is_not_idle() {
     unstopped(&idle("burn(3.5)"));
 }
 
-trial!(Everyone, whose_unwaited_children_compute_is_not_idle);
-fn whose_unwaited_children_compute_is_not_idle() {
+trial!(
+    Everyone,
+    a_program_is_not_idle_while_children_that_it_does_not_wait_for_compute
+);
+fn a_program_is_not_idle_while_children_that_it_does_not_wait_for_compute() {
     unstopped(&idle(
         "
 end = time.monotonic() + 4
@@ -407,8 +410,11 @@ trial!(Everyone, watched_memory_in_memfds);
 fn watched_memory_in_memfds() {
     without_cgroup(MEMFD);
 }
-trial!(Everyone, watched_memory_of_the_leaderless);
-fn watched_memory_of_the_leaderless() {
+trial!(
+    Everyone,
+    the_watch_counts_memory_of_a_process_whose_first_thread_has_ended
+);
+fn the_watch_counts_memory_of_a_process_whose_first_thread_has_ended() {
     without_cgroup(LEADERLESS);
 }
 trial!(Everyone, watched_memory_of_the_undumpable);

@@ -137,9 +137,12 @@ static void attack(char **argv) {{
     disk_limited(&act, 2048, |_| {});
 }
 
-trial!(Everyone, who_rewrites_beside_a_neighbour_goes_on);
+trial!(
+    Everyone,
+    growth_by_other_processes_does_not_stop_a_run_that_rewrites_files
+);
 /// Growth of the file system that is not the run's is not charged to the run, however much the run has written itself.
-fn who_rewrites_beside_a_neighbour_goes_on() {
+fn growth_by_other_processes_does_not_stop_a_run_that_rewrites_files() {
     let _alone = alone();
     let act = format!(
         "{WRITES}

@@ -174,8 +174,8 @@ rest()
     at_the_deadline(act, 2000, 200);
 }
 
-trial!(Everyone, who_ignores_sigterm_dies);
-fn who_ignores_sigterm_dies() {
+trial!(Everyone, a_program_that_ignores_sigterm_is_killed);
+fn a_program_that_ignores_sigterm_is_killed() {
     let act = "
 for n in signal.valid_signals():
     try:
@@ -193,8 +193,11 @@ time.sleep(600)
     assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
 }
 
-trial!(Everyone, the_stopped_handle_sigterm_and_die);
-fn the_stopped_handle_sigterm_and_die() {
+trial!(
+    Everyone,
+    stopped_processes_are_continued_and_receive_sigterm
+);
+fn stopped_processes_are_continued_and_receive_sigterm() {
     let act = "
 child = os.fork()
 if child == 0:
@@ -217,9 +220,9 @@ os._exit(4)
     assert_eq!(ran.code(), Some(4), "{}", ran.all());
 }
 
-trial!(Everyone, who_stays_stopped_dies);
+trial!(Everyone, a_program_that_stops_itself_again_is_killed);
 /// The program stops itself again whenever it is continued.
-fn who_stays_stopped_dies() {
+fn a_program_that_stops_itself_again_is_killed() {
     let act = "
 def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -241,8 +244,11 @@ rest()
     assert_eq!(ran.outcome.exit, Some(Exit::Signal(libc::SIGKILL)));
 }
 
-trial!(Everyone, who_hops_from_pid_to_pid_dies);
-fn who_hops_from_pid_to_pid_dies() {
+trial!(
+    Everyone,
+    a_program_that_forks_and_exits_repeatedly_is_killed
+);
+fn a_program_that_forks_and_exits_repeatedly_is_killed() {
     let act = "
 first = os.getpid()
 if os.fork() == 0:
@@ -294,8 +300,8 @@ while True:
     );
 }
 
-trial!(Everyone, who_waits_in_vfork_dies);
-fn who_waits_in_vfork_dies() {
+trial!(Everyone, a_program_that_waits_in_vfork_is_killed);
+fn a_program_that_waits_in_vfork_is_killed() {
     let source = r#"
 #include <signal.h>
 #include <unistd.h>
@@ -343,9 +349,12 @@ ctypes.CDLL(None).pthread_exit(None)
     );
 }
 
-trial!(Everyone, who_gives_init_much_to_look_at_dies);
+trial!(
+    Everyone,
+    a_program_with_many_descriptors_is_killed_at_the_deadline
+);
 /// Init scans descriptors for files without names. However many there are, the deadline holds.
-fn who_gives_init_much_to_look_at_dies() {
+fn a_program_with_many_descriptors_is_killed_at_the_deadline() {
     let act = "
 try:
     while True:
@@ -435,8 +444,11 @@ fn the_grace_is_for_children_too() {
     assert_eq!(left_of(&marker), [0i32; 0]);
 }
 
-trial!(Everyone, without_grace_nothing_more_is_done);
-fn without_grace_nothing_more_is_done() {
+trial!(
+    Everyone,
+    without_a_grace_period_the_program_gets_no_time_to_clean_up
+);
+fn without_a_grace_period_the_program_gets_no_time_to_clean_up() {
     for grace_ms in [0, 1] {
         let (ran, file) = last_file(grace_ms);
         assert_eq!(
@@ -484,8 +496,11 @@ fn a_held_pipe_holds_up_nobody() {
     assert_eq!(left_of(&marker), [0i32; 0]);
 }
 
-trial!(Everyone, what_is_left_behind_dies);
-fn what_is_left_behind_dies() {
+trial!(
+    Everyone,
+    a_background_process_is_killed_when_the_program_ends
+);
+fn a_background_process_is_killed_when_the_program_ends() {
     let act = "
 read, write = os.pipe()
 if os.fork() == 0:
@@ -645,10 +660,13 @@ int main(void) {
     for (;;) pause();
 }"#;
 
-trial!(Everyone, who_steals_from_its_pipe_is_cancelled);
-fn who_steals_from_its_pipe_is_cancelled() {
+trial!(
+    Everyone,
+    a_program_that_reads_its_own_output_pipe_can_be_cancelled
+);
+fn a_program_that_reads_its_own_output_pipe_can_be_cancelled() {
     let marker = new_marker();
-    // If the runner missed the control, this limit would end the run.
+    // If the runner missed the cancel, this limit would end the run.
     let mut confined =
         ConfinedRun::new(&["/bin/true"]).limits(|l| (l.wall_ms, l.grace_ms) = (15_000, 200));
     let program = confined.workspace().join("steals");

@@ -211,18 +211,18 @@ fn control() {
     assert_eq!(left, 2, "the control's processes died with their parent");
 }
 
-trial!(Everyone, so_does_one_with_threads);
-fn so_does_one_with_threads() {
+trial!(Everyone, a_killed_runner_with_threads_leaves_no_process);
+fn a_killed_runner_with_threads_leaves_no_process() {
     killed("threads");
 }
 
-trial!(Everyone, so_does_one_killed_while_it_starts);
+trial!(Everyone, a_runner_killed_during_start_leaves_no_process);
 /// Whenever the runner is killed, no process of the sandbox stays.
-fn so_does_one_killed_while_it_starts() {
+fn a_runner_killed_during_start_leaves_no_process() {
     for delay_ms in 0..20u64 {
         let mut runner = Runner::start("plain");
         let below = || children_of(runner.process.id());
-        // Not to wait for anything: to strike at different moments.
+        // This sleep waits for no event. It varies the moment of the interruption.
         std::thread::sleep(std::time::Duration::from_millis(delay_ms * 3));
         let processes = hold(&below());
         runner.signal(Signal::KILL);
@@ -238,9 +238,9 @@ fn so_does_one_killed_while_it_starts() {
     }
 }
 
-trial!(Everyone, nothing_runs_before_the_word_to_go);
+trial!(Everyone, the_program_does_not_run_before_the_start_order);
 /// The runner sets the sandbox up, then records the run, then lets it start. A run that cannot be recorded does not start.
-fn nothing_runs_before_the_word_to_go() {
+fn the_program_does_not_run_before_the_start_order() {
     let confined = || ConfinedRun::sh(": > ran; echo up");
     let has_run = |at: &std::path::Path| at.join("ran").exists();
     let (ran, has) = confined().run_then(has_run);
@@ -259,15 +259,18 @@ fn nothing_runs_before_the_word_to_go() {
     assert_eq!((ran.stop(), ran.code()), (None, Some(0)), "{}", ran.all());
 }
 
-trial!(Everyone, what_is_cancelled_while_it_waits_never_runs);
+trial!(
+    Everyone,
+    a_run_that_is_cancelled_before_its_start_never_runs
+);
 /// The same if the cancel comes at the moment at which the run might have started.
-fn what_is_cancelled_while_it_waits_never_runs() {
+fn a_run_that_is_cancelled_before_its_start_never_runs() {
     for _ in 0..20 {
         let mut confined = ConfinedRun::sh(": > ran; echo up");
         let eventfd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
         confined.control_by_eventfd = Some((eventfd.try_clone().unwrap(), Control::Cancel));
         confined.before_supervising = Some(Box::new(move || {
-            // Not to wait for anything: to strike at different moments.
+            // This sleep waits for no event. It varies the moment of the interruption.
             std::thread::sleep(std::time::Duration::from_millis(50));
             rustix::io::write(&eventfd, &1u64.to_ne_bytes()).unwrap();
         }));

@@ -77,7 +77,7 @@ os.kill(os.getpid(), {signal})
             .unwrap();
         assert_eq!(host.signal(), Some(signal));
     }
-    // Not only asked for: met with.
+    // The kernel sends a signal for a fault of the program, too.
     let crash = ConfinedRun::python("ctypes.string_at(0)").run();
     assert_eq!(
         crash.outcome.exit,
@@ -317,8 +317,11 @@ for fd in (1, 2):
     assert_eq!(ran.outcome.usage.oom_kills, 0);
 }
 
-trial!(Everyone, others_ends_are_not_the_programs);
-fn others_ends_are_not_the_programs() {
+trial!(
+    Everyone,
+    exit_codes_of_children_and_orphans_do_not_change_the_outcome
+);
+fn exit_codes_of_children_and_orphans_do_not_change_the_outcome() {
     let ran = still_tells(
         "
 import signal
@@ -588,9 +591,11 @@ fn failure(confined: ConfinedRun) -> (String, Option<i32>, String) {
         Err(error) => {
             let text = chain(&error);
             match error {
-                RunError::Step { step, source, .. } => {
-                    (step, source.and_then(|e| e.raw_os_error()), text)
-                }
+                RunError::Launch { step, source, .. } => (
+                    step.to_string(),
+                    source.and_then(|e| e.raw_os_error()),
+                    text,
+                ),
                 other => panic!("{other:?}"),
             }
         }
@@ -609,8 +614,11 @@ fn a_missing_program_is_named() {
     assert_eq!(ConfinedRun::new(&["/bin/true"]).run().code(), Some(0));
 }
 
-trial!(Everyone, a_program_that_is_none_is_named);
-fn a_program_that_is_none_is_named() {
+trial!(
+    Everyone,
+    a_file_that_cannot_be_executed_is_named_in_the_error
+);
+fn a_file_that_cannot_be_executed_is_named_in_the_error() {
     let with = |text: &str, mode: u32| {
         let mut confined = ConfinedRun::new(&["/bin/true"]);
         let program = confined.workspace().join("program");

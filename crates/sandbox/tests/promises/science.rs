@@ -1,5 +1,5 @@
-//! Ordinary science works unmodified: what a confined analysis is for. These are the controls of all the
-//! refusals in the other files; none of them needs a word of configuration.
+//! Ordinary analysis programs run unmodified and without settings. They are the controls for the refusals that the other
+//! files test.
 
 use std::fs;
 use std::process::Command;
@@ -383,8 +383,11 @@ print('stored')
     );
 }
 
-trial!(Everyone, who_am_i);
-fn who_am_i() {
+trial!(
+    Everyone,
+    the_program_sees_a_user_name_a_host_name_and_a_home
+);
+fn the_program_sees_a_user_name_a_host_name_and_a_home() {
     let script = "
 import getpass, pwd, grp, pathlib, platform, locale
 assert getpass.getuser() == 'analysis' and pwd.getpwnam('root').pw_uid == 0 and grp.getgrnam('root').gr_gid == 0

@@ -4,7 +4,7 @@ use crate::Store;
 use crate::database::connection::Connection;
 use crate::database::error::StoreError;
 use crate::database::rows::{self, RowInserter};
-use crate::database::value::{Row, SqlValue};
+use crate::database::value::{SqlValue, from_row, values};
 
 /// A reason is a word or a sentence of Fumehood. The bound keeps it short, whatever it may be one day.
 const REASON_CHARS_MAX: usize = 500;
@@ -48,7 +48,7 @@ impl EventKind {
 }
 
 /// One event of an analysis. The event is text, because a newer Fumehood may know more kinds.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct AnalysisEvent {
     pub attempt: u32,
     pub ms: i64,
@@ -63,6 +63,12 @@ pub(crate) struct EventRecord<'a> {
     pub kind: EventKind,
     pub reason: Option<&'a str>,
     pub by: Option<&'a str>,
+}
+
+impl<'a> EventRecord<'a> {
+    pub fn new(kind: EventKind, reason: Option<&'a str>, by: Option<&'a str>) -> Self {
+        EventRecord { kind, reason, by }
+    }
 }
 
 /// Writes an event, in the transaction of the change that it describes, so that neither exists without the other.
@@ -99,13 +105,13 @@ pub(crate) fn event_row<'a>(
         Some((at, _)) => &text[..at],
         None => text,
     };
-    [
-        SqlValue::text(id),
-        SqlValue::int(attempt),
-        SqlValue::int(now),
-        SqlValue::text(event.kind.as_str()),
-        SqlValue::maybe_text(event.reason.map(cut)),
-        SqlValue::maybe_text(event.by.map(cut)),
+    values![
+        id,
+        attempt,
+        now,
+        event.kind.as_str(),
+        event.reason.map(cut),
+        event.by.map(cut)
     ]
 }
 
@@ -114,16 +120,8 @@ impl Store {
     pub fn events(&mut self, id: &str) -> Result<Vec<AnalysisEvent>, StoreError> {
         let what = "read what happened";
         let sql = "SELECT attempt, ms, event, reason, by FROM events WHERE id = $1 ORDER BY seq";
-        let rows = self.db.query(what, sql, &[SqlValue::text(id)])?;
-        let event = |mut row: Row| {
-            Ok(AnalysisEvent {
-                attempt: row.attempt()?,
-                ms: row.int(what)?,
-                event: row.text(what)?,
-                reason: row.maybe_text(what)?,
-                by: row.maybe_text(what)?,
-            })
-        };
-        rows.into_iter().map(event).collect()
+        self.db.fetch_all(what, sql, &values![id])
     }
 }
+
+from_row!(AnalysisEvent: attempt, ms, event, reason, by);

@@ -3,7 +3,7 @@
 
 use crate::database::connection::{Connection, Dialect};
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 use crate::types::attempt::State;
 
 /// Notifies listeners on `fumehood_commit`. PostgreSQL delivers the notification when the transaction commits.
@@ -19,7 +19,7 @@ pub(crate) fn notify_commit(
     let payload = serde_json::json!({"id": id, "attempt": attempt, "state": state.as_str()});
     let sql = "SELECT pg_notify('fumehood_commit', $1)";
     let payload = payload.to_string();
-    db.execute("tell of the commit", sql, &[SqlValue::text(&payload)])
+    db.execute("tell of the commit", sql, &values![&payload])
         .map(drop)
 }
 

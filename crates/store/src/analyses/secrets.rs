@@ -2,7 +2,7 @@
 
 use crate::database::connection::Connection;
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 use crate::types::submission::Submission;
 
 /// Removes the values of secret variables from the submission, if no attempt can need them any more. Runs in the
@@ -12,7 +12,7 @@ pub(crate) fn erase_secrets(db: &mut Connection, id: &str) -> Result<(), StoreEr
         SELECT request FROM submissions WHERE id = $1 AND request LIKE '%\"env\"%' AND NOT EXISTS
             (SELECT 1 FROM attempts WHERE id = $1 AND state IN ('queued', 'running', 'collecting'))";
     let what = "look for the secrets of the submission";
-    let Some(mut row) = db.query_one(what, sql, &[SqlValue::text(id)])? else {
+    let Some(mut row) = db.query_one(what, sql, &values![id])? else {
         return Ok(());
     };
     // No worker can run a request that cannot be parsed, so its secrets are never used.
@@ -30,7 +30,7 @@ pub(crate) fn erase_secrets(db: &mut Connection, id: &str) -> Result<(), StoreEr
     let sql = "
         UPDATE submissions SET request = $2, fingerprint = CASE WHEN submit_key IS NULL THEN '' ELSE fingerprint END
         WHERE id = $1";
-    let values = [SqlValue::text(id), SqlValue::text(&request)];
+    let values = values![id, &request];
     db.execute("erase the secrets of the submission", sql, &values)
         .map(drop)
 }
@@ -43,7 +43,7 @@ pub(crate) fn restore_secrets(
 ) -> Result<(), StoreError> {
     let what = "look for the secrets of the submission";
     let sql = "SELECT request FROM submissions WHERE id = $1";
-    let Some(mut row) = db.query_one(what, sql, &[SqlValue::text(id)])? else {
+    let Some(mut row) = db.query_one(what, sql, &values![id])? else {
         return Ok(());
     };
     // If the request cannot be parsed, the worker reports that better than this process could.
@@ -70,7 +70,7 @@ pub(crate) fn restore_secrets(
         source,
     })?;
     let sql = "UPDATE submissions SET request = $2 WHERE id = $1";
-    let values = [SqlValue::text(id), SqlValue::text(&request)];
+    let values = values![id, &request];
     db.execute("write the secrets of the submission", sql, &values)
         .map(drop)
 }

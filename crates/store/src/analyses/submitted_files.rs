@@ -3,7 +3,7 @@
 use crate::Store;
 use crate::database::connection::Connection;
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 use crate::types::manifest::ContentHash;
 use crate::types::submission::INPUT_BYTES_MAX;
 
@@ -21,7 +21,7 @@ impl Store {
             "SELECT content FROM blobs WHERE blake3 = $1 AND OCTET_LENGTH(content) <= $2",
         );
         let name = hash.to_string();
-        let of = [SqlValue::text(&name), SqlValue::count(INPUT_BYTES_MAX)];
+        let of = values![&name, INPUT_BYTES_MAX];
         let Some(mut row) = self.db.query_one(what, sql, &of)? else {
             return Ok(None);
         };
@@ -39,8 +39,7 @@ impl Store {
 pub(crate) fn list_files_of(db: &mut Connection, id: &str) -> Result<Vec<String>, StoreError> {
     let what = "look for the submission's files";
     let sql = "SELECT blake3 FROM submission_blobs WHERE id = $1 ORDER BY blake3";
-    let rows = db.query(what, sql, &[SqlValue::text(id)])?;
-    rows.into_iter().map(|mut row| row.text(what)).collect()
+    db.fetch_all(what, sql, &values![id])
 }
 
 /// Stores a file if it is not stored yet. The file then exists until the end of the transaction.
@@ -55,15 +54,11 @@ pub(crate) fn store_file(
         "SELECT bytes FROM blobs WHERE blake3 = $1 FOR KEY SHARE",
     );
     for _ in 0..REMOVALS_MAX {
-        if db.query_one(what, hold, &[SqlValue::text(hash)])?.is_some() {
+        if db.query_one(what, hold, &values![hash])?.is_some() {
             return Ok(());
         }
         let sql = "INSERT INTO blobs (blake3, bytes, content) VALUES ($1, $2, $3) ON CONFLICT (blake3) DO NOTHING";
-        let values = [
-            SqlValue::text(hash),
-            SqlValue::count(content.len() as u64),
-            SqlValue::bytes(content),
-        ];
+        let values = values![hash, content.len() as u64, content];
         db.execute(what, sql, &values)?;
     }
     Err(StoreError::BadValue {
@@ -78,7 +73,7 @@ pub(crate) fn lock_file(db: &mut Connection, hash: &str) -> Result<(), StoreErro
         "SELECT bytes FROM blobs WHERE blake3 = $1",
         "SELECT bytes FROM blobs WHERE blake3 = $1 FOR UPDATE",
     );
-    db.query("hold a submitted file", sql, &[SqlValue::text(hash)])
+    db.query("hold a submitted file", sql, &values![hash])
         .map(drop)
 }
 
@@ -86,6 +81,6 @@ pub(crate) fn lock_file(db: &mut Connection, hash: &str) -> Result<(), StoreErro
 pub(crate) fn remove_unused_file(db: &mut Connection, hash: &str) -> Result<(), StoreError> {
     let sql = "DELETE FROM blobs WHERE blake3 = $1
                AND NOT EXISTS (SELECT 1 FROM submission_blobs s WHERE s.blake3 = $1)";
-    db.execute("remove a submitted file", sql, &[SqlValue::text(hash)])
+    db.execute("remove a submitted file", sql, &values![hash])
         .map(drop)
 }

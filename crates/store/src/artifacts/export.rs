@@ -13,10 +13,10 @@
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, ResolveFlags};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 
@@ -30,6 +30,8 @@ const CONFLICTS_MAX: usize = 20;
 /// The modes of new files and directories, before the user's umask.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o644);
 const DIR_MODE: Mode = Mode::from_raw_mode(0o755);
+/// The mode of the directory to export to, before the umask: that of any directory that the user creates.
+const TOP_MODE: Mode = Mode::from_raw_mode(0o777);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overwrite {
@@ -47,7 +49,7 @@ pub enum ExportContent {
     Bytes(Vec<u8>),
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ExportedFile {
     pub path: OutputPath,
     pub bytes: u64,
@@ -101,12 +103,7 @@ pub fn export(
         path: to.to_path_buf(),
         source,
     };
-    // The directory gets the default mode, 0777 less the umask, like any directory that the user creates.
-    std::fs::create_dir_all(to).map_err(failed)?;
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    let dir = rustix::fs::openat2(rustix::fs::CWD, to, flags, Mode::empty(), resolve)
-        .map_err(|e| failed(e.into()))?;
+    let dir = open_or_make_top(to).map_err(|e| failed(e.into()))?;
     find_conflicts(dir.as_fd(), outputs, to, overwrite)?;
     // Sort equal contents next to each other, so that only one file has to stay open for cloning.
     let mut first: HashMap<&ContentHash, usize> = HashMap::new();
@@ -148,6 +145,40 @@ pub fn export(
     let mut listed: Vec<_> = places.into_iter().zip(written).collect();
     listed.sort_by_key(|(index, _)| *index);
     Ok(listed.into_iter().map(|(_, exported)| exported).collect())
+}
+
+/// Opens the directory to export to. Makes what is missing of it, one component after another and by descriptor, so
+/// that nothing is made behind a symlink.
+fn open_or_make_top(to: &Path) -> rustix::io::Result<OwnedFd> {
+    let open = |parent: BorrowedFd<'_>, path: &Path, access: OFlags| {
+        let flags = access | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+        rustix::fs::openat2(parent, path, flags, Mode::empty(), resolve)
+    };
+    match open(CWD, to, OFlags::RDONLY) {
+        Err(Errno::NOENT) => {}
+        // A file has the name of the directory.
+        Err(Errno::NOTDIR) if to.symlink_metadata().is_ok() => return Err(Errno::EXIST),
+        opened => return opened,
+    }
+    let mut held: Option<OwnedFd> = None;
+    for part in to.components() {
+        let parent = held.as_ref().map_or(CWD, |dir| dir.as_fd());
+        let part = Path::new(part.as_os_str());
+        let opened = match open(parent, part, OFlags::PATH) {
+            Err(Errno::NOENT) => {
+                files::make_dir(parent, part, TOP_MODE)?;
+                open(parent, part, OFlags::PATH)
+            }
+            opened => opened,
+        };
+        held = Some(opened?);
+    }
+    open(
+        held.ok_or(Errno::NOENT)?.as_fd(),
+        Path::new("."),
+        OFlags::RDONLY,
+    )
 }
 
 /// The file that was written last, for further outputs with the same content.
@@ -320,10 +351,7 @@ impl<'a> Target<'a> {
             }
             dir = match open_below(dir.as_fd(), part) {
                 Err(Errno::NOENT) => {
-                    match rustix::fs::mkdirat(&dir, part, DIR_MODE) {
-                        Ok(()) | Err(Errno::EXIST) => {}
-                        Err(e) => return Err(e.into()),
-                    }
+                    files::make_dir(dir.as_fd(), part, DIR_MODE)?;
                     open_below(dir.as_fd(), part)?
                 }
                 below => below?,
@@ -363,9 +391,7 @@ impl<'a> Target<'a> {
     /// Creates another name for a file that was written before.
     fn link_to(&self, file: &OwnedFd, overwrite: Overwrite) -> io::Result<()> {
         let draft = format!(".fumehood-{}.part", random_hex()?);
-        let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let follow = AtFlags::SYMLINK_FOLLOW;
-        rustix::fs::linkat(rustix::fs::CWD, itself, &self.dir, &draft, follow)?;
+        files::link_by_proc(file.as_fd(), self.dir.as_fd(), &draft)?;
         let published = self.publish(file.as_fd(), &draft, overwrite);
         if published.is_err() {
             let _ = rustix::fs::unlinkat(&self.dir, &draft, AtFlags::empty());

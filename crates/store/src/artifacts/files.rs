@@ -21,6 +21,18 @@ pub fn open_dir(parent: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedF
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
 }
 
+/// Makes a directory, unless something has the name already.
+pub(super) fn make_dir(
+    parent: BorrowedFd<'_>,
+    name: impl rustix::path::Arg,
+    mode: Mode,
+) -> rustix::io::Result<()> {
+    match rustix::fs::mkdirat(parent, name, mode) {
+        Err(Errno::EXIST) => Ok(()),
+        done => done,
+    }
+}
+
 /// Opens a regular file of the store. NONBLOCK, so that a FIFO or device in its place cannot block this process.
 pub fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;

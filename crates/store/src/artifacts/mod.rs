@@ -135,7 +135,7 @@ pub enum ArtifactError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SyncMethod {
     /// All objects were durable already.
-    Already,
+    NothingToSync,
     /// Synced one by one.
     Each { objects: usize },
     /// Synced together with the whole file system.
@@ -288,9 +288,9 @@ impl Artifacts {
 
     /// Makes all objects durable that were added or found here since the last call.
     pub fn make_durable(&self) -> Result<SyncMethod, ArtifactError> {
-        let unsynced = std::mem::take(&mut *self.unsynced());
+        let unsynced = std::mem::take(&mut *self.lock_unsynced());
         let done = match unsynced.len() {
-            0 => Ok(SyncMethod::Already),
+            0 => Ok(SyncMethod::NothingToSync),
             objects @ ..=SYNC_EACH_MAX => self
                 .sync_each(&unsynced)
                 .map(|()| SyncMethod::Each { objects }),
@@ -304,7 +304,7 @@ impl Artifacts {
                 Ok(durable)
             }
             Err(source) => {
-                self.unsynced().extend(unsynced);
+                self.lock_unsynced().extend(unsynced);
                 Err(ArtifactError::Sync {
                     path: self.path.clone(),
                     source: source.into(),
@@ -396,7 +396,7 @@ impl Artifacts {
         if Mode::from_raw_mode(stat.st_mode) == DURABLE {
             return Ok(ExistingObject::Durable);
         }
-        if self.unsynced().contains(hash) {
+        if self.lock_unsynced().contains(hash) {
             return Ok(ExistingObject::Whole);
         }
         let same = files::open_object(self.objects.as_fd(), &name)
@@ -479,10 +479,7 @@ impl Artifacts {
         let name = fan_name(hash);
         let index = usize::from_str_radix(&name, 16).expect("a hash is written in hex digits");
         if !self.fans[index].load(Ordering::Relaxed) {
-            match rustix::fs::mkdirat(&self.objects, &name, Mode::RWXU) {
-                Ok(()) | Err(Errno::EXIST) => {}
-                Err(e) => return Err(e),
-            }
+            files::make_dir(self.objects.as_fd(), &name, Mode::RWXU)?;
             self.fans[index].store(true, Ordering::Relaxed);
         }
         Ok(())
@@ -491,7 +488,7 @@ impl Artifacts {
     /// Remembers an object that is to be made durable.
     fn note_unsynced(&self, hash: ContentHash) -> Result<(), ArtifactError> {
         let full = {
-            let mut unsynced = self.unsynced();
+            let mut unsynced = self.lock_unsynced();
             unsynced.insert(hash);
             unsynced.len() >= UNSYNCED_MAX
         };
@@ -502,19 +499,18 @@ impl Artifacts {
     }
 
     /// Each operation leaves the set consistent, so a panic elsewhere does not damage it.
-    fn unsynced(&self) -> MutexGuard<'_, HashSet<ContentHash>> {
+    fn lock_unsynced(&self) -> MutexGuard<'_, HashSet<ContentHash>> {
         self.unsynced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 fn open_or_make(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> {
     match files::open_dir(dir, name) {
-        Err(Errno::NOENT) => {}
-        opened => return opened,
-    }
-    match rustix::fs::mkdirat(dir, name, Mode::RWXU) {
-        Ok(()) | Err(Errno::EXIST) => files::open_dir(dir, name),
-        Err(e) => Err(e),
+        Err(Errno::NOENT) => {
+            files::make_dir(dir, name, Mode::RWXU)?;
+            files::open_dir(dir, name)
+        }
+        opened => opened,
     }
 }
 

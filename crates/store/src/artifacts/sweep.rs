@@ -43,7 +43,7 @@ impl ObjectCondition {
 }
 
 /// What was removed, or in a dry run would be removed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct SweepTotals {
     pub objects: u64,
     /// Space on disk.

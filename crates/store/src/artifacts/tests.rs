@@ -35,36 +35,36 @@ fn program_uid() -> u32 {
 }
 
 /// A store, and the workspace of a program that has ended.
-struct Scene {
+struct TestStore {
     _dirs: Vec<TempDir>,
     workspace: PathBuf,
     store: Artifacts,
     hold: SharedLock,
 }
 
-impl Scene {
-    fn new() -> Scene {
+impl TestStore {
+    fn new() -> TestStore {
         let dir = tempfile::tempdir().unwrap();
         let (workspace, store) = (dir.path().join("workspace"), dir.path().join("store"));
-        Scene::with(vec![dir], workspace, store)
+        TestStore::with(vec![dir], workspace, store)
     }
 
     /// The workspace on disk, the store on tmpfs.
-    fn across_file_systems() -> Scene {
+    fn across_file_systems() -> TestStore {
         let dir = tempfile::tempdir().unwrap();
         let memory = tempfile::tempdir_in("/dev/shm").unwrap();
         let (workspace, store) = (dir.path().join("workspace"), memory.path().join("store"));
         let device = |p: &Path| p.metadata().unwrap().dev();
         assert_ne!(device(dir.path()), device(memory.path()), "one file system");
-        Scene::with(vec![dir, memory], workspace, store)
+        TestStore::with(vec![dir, memory], workspace, store)
     }
 
-    fn with(dirs: Vec<TempDir>, workspace: PathBuf, store: PathBuf) -> Scene {
+    fn with(dirs: Vec<TempDir>, workspace: PathBuf, store: PathBuf) -> TestStore {
         std::fs::create_dir(&workspace).unwrap();
         give_to_program(&workspace);
         let store = Artifacts::open(&store).unwrap();
         let hold = store.lock_shared().unwrap();
-        Scene {
+        TestStore {
             _dirs: dirs,
             workspace,
             store,
@@ -169,7 +169,7 @@ fn count_objects(store: &Artifacts) -> u64 {
 
 #[test]
 fn a_moved_file_is_the_object_itself() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"deep/er/plot \xff\n.png", b"content");
     assert_eq!(
         scene.take(&output, TransferMode::Move).unwrap(),
@@ -195,7 +195,7 @@ fn a_moved_file_is_the_object_itself() {
 
 #[test]
 fn a_copy_leaves_the_workspace_as_it_is() {
-    for scene in [Scene::new(), Scene::across_file_systems()] {
+    for scene in [TestStore::new(), TestStore::across_file_systems()] {
         let output = scene.file(b"a", b"content");
         set_mode(&scene.path(&output), 0o640);
         let before = scene.path(&output).metadata().unwrap();
@@ -215,7 +215,7 @@ fn a_copy_leaves_the_workspace_as_it_is() {
 
 #[test]
 fn a_move_to_another_file_system_is_a_copy() {
-    let scene = Scene::across_file_systems();
+    let scene = TestStore::across_file_systems();
     let output = scene.file(b"a/b", b"content");
     assert_eq!(
         scene.take(&output, TransferMode::Move).unwrap(),
@@ -228,7 +228,7 @@ fn a_move_to_another_file_system_is_a_copy() {
 
 #[test]
 fn a_copy_whose_content_is_not_what_was_hashed_is_refused() {
-    let scene = Scene::across_file_systems();
+    let scene = TestStore::across_file_systems();
     let mut output = scene.file(b"a", b"content");
     output.blake3 = ContentHash::of(b"CONTENT");
     let taken = scene.take(&output, TransferMode::Move);
@@ -239,7 +239,7 @@ fn a_copy_whose_content_is_not_what_was_hashed_is_refused() {
 #[test]
 fn sparse_files_stay_sparse() {
     const LENGTH: u64 = 64 << 20;
-    for scene in [Scene::new(), Scene::across_file_systems()] {
+    for scene in [TestStore::new(), TestStore::across_file_systems()] {
         let path = scene.workspace.join("sparse");
         let file = File::create(&path).unwrap();
         files::write_all_at(file.as_fd(), b"middle", LENGTH / 2).unwrap();
@@ -253,7 +253,7 @@ fn sparse_files_stay_sparse() {
             assert_eq!(meta.len(), LENGTH);
             assert!(meta.blocks() * 512 < 1 << 20, "{}", meta.blocks());
             std::fs::remove_file(scene.object(&output)).unwrap();
-            scene.store.unsynced().clear();
+            scene.store.lock_unsynced().clear();
         }
         let to = scene.workspace.join("exported");
         scene.take(&output, TransferMode::Copy).unwrap();
@@ -283,7 +283,7 @@ fn attributes_access_lists_and_set_id_bits_are_gone() {
         entry(0x20, 4, none),
     ]
     .concat();
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     let path = scene.path(&output);
     let set = |name: &str, value: &[u8]| {
@@ -315,7 +315,7 @@ fn attributes_access_lists_and_set_id_bits_are_gone() {
 
 #[test]
 fn a_file_that_its_mode_forbids_to_read_is_taken() {
-    for scene in [Scene::new(), Scene::across_file_systems()] {
+    for scene in [TestStore::new(), TestStore::across_file_systems()] {
         for transfer in [TransferMode::Copy, TransferMode::Move] {
             let content = noise::<32>();
             let output = scene.file(b"closed/too/a", &content);
@@ -337,7 +337,7 @@ fn a_file_that_its_mode_forbids_to_read_is_taken() {
 
 #[test]
 fn hard_links_and_equal_content_are_kept_once() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let one = scene.file(b"one", b"content");
     std::fs::hard_link(scene.path(&one), scene.workspace.join("two")).unwrap();
     let two = scene.output(b"two");
@@ -366,7 +366,7 @@ fn hard_links_and_equal_content_are_kept_once() {
 
 #[test]
 fn a_file_with_more_links_than_the_file_system_allows_is_copied() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     let many = scene.workspace.join("many");
     std::fs::create_dir(&many).unwrap();
@@ -385,14 +385,14 @@ fn a_file_with_more_links_than_the_file_system_allows_is_copied() {
     scene.assert_kept(&output);
 }
 
-fn replace(scene: &Scene, with: &dyn Fn(&Path)) {
+fn replace(scene: &TestStore, with: &dyn Fn(&Path)) {
     std::fs::remove_file(scene.workspace.join("a/b")).unwrap();
     with(&scene.workspace.join("a/b"));
 }
 
 #[test]
-fn what_is_not_what_the_manifest_says_is_refused_and_left() {
-    type Change = dyn Fn(&Scene, &mut Output);
+fn a_file_that_differs_from_its_manifest_is_refused_and_not_stored() {
+    type Change = dyn Fn(&TestStore, &mut Output);
     let changes: Vec<(&str, Box<Change>)> = vec![
         ("another file", Box::new(|_, o| o.inode += 1)),
         ("another length", Box::new(|_, o| o.bytes += 1)),
@@ -436,7 +436,7 @@ fn what_is_not_what_the_manifest_says_is_refused_and_left() {
     ];
     for (what, change) in changes {
         for transfer in [TransferMode::Move, TransferMode::Copy] {
-            let scene = Scene::new();
+            let scene = TestStore::new();
             let control = scene.file(b"a/control", b"control");
             let mut output = scene.file(b"a/b", b"content");
             if what != "a link on the way" {
@@ -457,7 +457,7 @@ fn what_is_not_what_the_manifest_says_is_refused_and_left() {
 
 #[test]
 fn in_recovery_the_content_is_read_again() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     let path = scene.path(&output);
     let time = path.metadata().unwrap().modified().unwrap();
@@ -486,7 +486,7 @@ fn a_torn_object_is_replaced_and_one_that_is_not_durable_is_read_before_it_is_be
         (b"\0\0\0\0\0\0\0", 0o400),
         (b"CONTENT", 0o600),
     ] {
-        for scene in [Scene::new(), Scene::across_file_systems()] {
+        for scene in [TestStore::new(), TestStore::across_file_systems()] {
             let output = scene.file(b"a", b"content");
             let object = scene.object(&output);
             std::fs::create_dir_all(object.parent().unwrap()).unwrap();
@@ -498,7 +498,7 @@ fn a_torn_object_is_replaced_and_one_that_is_not_durable_is_read_before_it_is_be
         }
     }
     // A complete object stays, although the process that placed it never marked it as durable.
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     let object = scene.object(&output);
     std::fs::create_dir_all(object.parent().unwrap()).unwrap();
@@ -515,10 +515,10 @@ fn a_torn_object_is_replaced_and_one_that_is_not_durable_is_read_before_it_is_be
 
 #[test]
 fn a_torn_object_that_is_the_file_itself_is_no_replacement_for_itself() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     scene.take(&output, TransferMode::Move).unwrap();
-    scene.store.unsynced().clear();
+    scene.store.lock_unsynced().clear();
     let path = scene.path(&output);
     set_mode(&path, 0o600);
     let time = path.metadata().unwrap().modified().unwrap();
@@ -547,7 +547,7 @@ fn is_in_memory(object: &std::fs::File) -> bool {
 /// How many of `number` objects are still in the page cache after the lock is dropped.
 fn stay_in_memory(number: u32) -> usize {
     const TMPFS_MAGIC: u32 = 0x0102_1994;
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let outputs: Vec<Output> = (0..number)
         .map(|n| scene.file(format!("output-{n}").as_bytes(), &vec![n as u8; 10_000]))
         .collect();
@@ -570,7 +570,7 @@ fn stay_in_memory(number: u32) -> usize {
 }
 
 #[test]
-fn what_is_durable_leaves_memory_with_the_hold() {
+fn releasing_the_lock_removes_durable_objects_from_the_page_cache() {
     // Regression: pages that a program had written kept its memory cgroup in the kernel after every run.
     for number in [2, SYNC_EACH_MAX as u32 + 1] {
         // The kernel does not drop a page that it is using at that moment, which is frequent on a busy machine: a
@@ -582,8 +582,11 @@ fn what_is_durable_leaves_memory_with_the_hold() {
 
 #[test]
 fn few_are_synced_one_by_one_and_many_at_once() {
-    let scene = Scene::new();
-    assert_eq!(scene.store.make_durable().unwrap(), SyncMethod::Already);
+    let scene = TestStore::new();
+    assert_eq!(
+        scene.store.make_durable().unwrap(),
+        SyncMethod::NothingToSync
+    );
     for objects in [1, SYNC_EACH_MAX, SYNC_EACH_MAX + 1, 300] {
         let taken: Vec<Output> = (0..objects)
             .map(|n| {
@@ -602,13 +605,16 @@ fn few_are_synced_one_by_one_and_many_at_once() {
             assert_eq!(mode(&scene.object(output)), 0o444);
             scene.take(output, TransferMode::Move).unwrap();
         }
-        assert_eq!(scene.store.make_durable().unwrap(), SyncMethod::Already);
+        assert_eq!(
+            scene.store.make_durable().unwrap(),
+            SyncMethod::NothingToSync
+        );
     }
 }
 
 #[test]
-fn what_could_not_be_made_durable_is_tried_again() {
-    let scene = Scene::new();
+fn make_durable_retries_an_object_after_a_failed_sync() {
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     scene.take(&output, TransferMode::Move).unwrap();
     let aside = scene.store.path.join("aside");
@@ -622,7 +628,7 @@ fn what_could_not_be_made_durable_is_tried_again() {
 
 #[test]
 fn a_store_that_vanished_is_told_and_the_outputs_stay() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     std::fs::remove_dir_all(&scene.store.path).unwrap();
     let taken = scene.take(&output, TransferMode::Move);
@@ -636,7 +642,7 @@ fn a_store_that_vanished_is_told_and_the_outputs_stay() {
 /// The fallback for plain users of older kernels, for a file with a name and for one without.
 #[test]
 fn a_file_is_linked_by_its_descriptor_in_proc_too() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let output = scene.file(b"a", b"content");
     let dir = File::open(&scene.store.path).unwrap();
     let file = File::open(scene.path(&output)).unwrap();
@@ -653,7 +659,7 @@ fn a_file_is_linked_by_its_descriptor_in_proc_too() {
 
 #[test]
 fn logs_are_put_in_once() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     for content in [&b""[..], b"one line\n"] {
         let hash = scene.store.put(&scene.hold, content).unwrap();
         assert_eq!(scene.store.put(&scene.hold, content).unwrap(), hash);
@@ -668,7 +674,7 @@ fn logs_are_put_in_once() {
 
 #[test]
 fn objects_are_adopted_from_another_store_which_keeps_them() {
-    for scene in [Scene::new(), Scene::across_file_systems()] {
+    for scene in [TestStore::new(), TestStore::across_file_systems()] {
         let pending = Artifacts::open(&scene.workspace.join("pending")).unwrap();
         let theirs = pending.lock_shared().unwrap();
         let hash = pending.put(&theirs, b"content").unwrap();
@@ -701,7 +707,7 @@ fn objects_are_adopted_from_another_store_which_keeps_them() {
 
 #[test]
 fn damage_is_seen() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let hash = scene.store.put(&scene.hold, b"content").unwrap();
     let path = scene.store.object_path(&hash);
     let verdict = || scene.store.verify(&hash, 7).unwrap();
@@ -801,7 +807,7 @@ fn local_file_systems_pass_and_others_are_named() {
 
 #[test]
 fn the_collector_waits_for_everyone_and_removes_only_what_nobody_refers_to() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let kept = scene.file(b"kept", b"kept");
     let other = scene.file(b"other", &[7; 10_000]);
     for output in [&kept, &other] {
@@ -819,9 +825,9 @@ fn the_collector_waits_for_everyone_and_removes_only_what_nobody_refers_to() {
     };
     assert_eq!(*pids, [std::process::id()]);
     let second = scene.store.lock_shared().unwrap();
-    let Scene { store, hold, .. } = &scene;
+    let TestStore { store, hold, .. } = &scene;
     store.put(hold, b"while others hold it, too").unwrap();
-    let Scene {
+    let TestStore {
         store,
         hold,
         workspace: _workspace,

@@ -1,4 +1,4 @@
-//! Moves one output from a workspace into the store.
+//! Takes one output from a workspace into the artifact store: by a link ([`TransferMode::Move`]), or by a copy.
 //!
 //! The program that wrote the workspace is hostile, and it is dead: that was proved before the manifest was made. No
 //! name is looked up twice. The file is opened once, compared with the manifest, and everything else is done through
@@ -29,7 +29,8 @@ use crate::types::manifest::{ContentHash, Output, OutputPath};
 /// What happens to the file in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransferMode {
-    /// The file becomes the object if the file system allows it. The workspace must be removed afterwards.
+    /// The file becomes the object, by a hard link, if the file system allows it. Its name in the workspace stays until
+    /// the workspace is removed, which must happen afterwards.
     Move,
     /// The file stays as it is, separate from the object. The workspace may be kept.
     Copy,

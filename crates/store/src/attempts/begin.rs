@@ -6,7 +6,7 @@ use crate::database::connection::{
     Connection, DialectSql, TransactionKind, postgres_now, sqlite_now,
 };
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::{SqlValue, from_row, values};
 use crate::types::attempt::{NewAttempt, State};
 
 /// Begins the first attempt of a new analysis, which is by far the most common case, in one call. Returns no row and
@@ -74,7 +74,7 @@ impl Store {
         let sql = "SELECT attempt_last + 1 FROM analyses WHERE id = $1";
         let row = self
             .db
-            .query_one("look for the analysis", sql, &[SqlValue::text(id)])?;
+            .query_one("look for the analysis", sql, &values![id])?;
         row.map_or(Ok(1), |mut row| row.attempt())
     }
 
@@ -105,17 +105,7 @@ impl KeyHolder {
 pub(crate) fn find_key(db: &mut Connection, key: &str) -> Result<Option<KeyHolder>, StoreError> {
     let what = "look for the attempt's key";
     let sql = "SELECT id, attempt, state, superseded, committed_by FROM attempts WHERE key = $1";
-    let row = db.query_one(what, sql, &[SqlValue::text(key)])?;
-    let holder = row.map(|mut row| {
-        Ok(KeyHolder {
-            id: row.text(what)?,
-            attempt: row.attempt()?,
-            state: row.state()?,
-            superseded: row.bool(what)?,
-            committed_by: row.maybe_text(what)?,
-        })
-    });
-    holder.transpose()
+    db.fetch_one(what, sql, &values![key])
 }
 
 /// Begins the next attempt of an existing analysis, if that is allowed.
@@ -138,24 +128,22 @@ pub(crate) fn insert_running(
         INSERT INTO attempts (id, key, state, host, boot_id, submitter, workspace, provenance, attempt, superseded, created_ms)
         VALUES ($1, $2, 'running', $3, $4, $5, $6, $7, $8, $9, $10)";
     let begin = NewAttempt { key, ..*begin };
-    let more = [
-        SqlValue::int(attempt),
-        SqlValue::bool(superseded),
-        SqlValue::int(now),
-    ];
+    let more = values![attempt, superseded, now];
     let values: Vec<SqlValue> = begin_values(&begin).into_iter().chain(more).collect();
     db.execute("begin the attempt", sql, &values).map(drop)
 }
 
 /// The values of [`BEGIN_FIRST`].
 fn begin_values<'a>(begin: &NewAttempt<'a>) -> [SqlValue<'a>; 7] {
-    [
-        SqlValue::text(begin.id),
-        SqlValue::text(begin.key),
-        SqlValue::text(begin.host),
-        SqlValue::text(begin.boot_id),
-        SqlValue::maybe_text(begin.submitter),
-        SqlValue::maybe_text(begin.workspace),
-        SqlValue::json(begin.provenance),
+    values![
+        begin.id,
+        begin.key,
+        begin.host,
+        begin.boot_id,
+        begin.submitter,
+        begin.workspace,
+        SqlValue::json(begin.provenance)
     ]
 }
+
+from_row!(KeyHolder: id, attempt, state, superseded, committed_by);

@@ -10,7 +10,7 @@ use crate::database::connection::{
     Connection, DialectSql, TransactionKind, postgres_now, sqlite_now,
 };
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue};
+use crate::database::value::{Row, SqlValue, values};
 use crate::queue::retry::{self, AttemptEnd, RetryBudget};
 use crate::types::attempt::{Commit, CommitOutcome};
 use crate::types::result_value;
@@ -188,7 +188,7 @@ fn find_late_target(db: &mut Connection, commit: &Commit) -> Result<CommitTarget
 
 fn has_current_attempt(db: &mut Connection, id: &str) -> Result<bool, StoreError> {
     let sql = "SELECT attempt FROM attempts WHERE id = $1 AND NOT superseded LIMIT 1";
-    let row = db.query_one("look for other attempts", sql, &[SqlValue::text(id)])?;
+    let row = db.query_one("look for other attempts", sql, &values![id])?;
     Ok(row.is_some())
 }
 
@@ -236,37 +236,37 @@ fn finish_values<'v, 'a: 'v>(
 ) -> [SqlValue<'v>; 30] {
     let result = commit.result.filter(|_| refusal.is_none());
     let usage = commit.usage.as_ref();
-    [
-        SqlValue::text(commit.begin.id),
-        SqlValue::int(attempt),
-        SqlValue::text(key),
-        SqlValue::text(commit.state.as_str()),
-        SqlValue::text(commit.reason),
-        SqlValue::maybe_text(commit.message),
-        SqlValue::Int(commit.started_ms),
-        SqlValue::Int(commit.ended_ms),
-        SqlValue::maybe_count(usage.map(|u| u.wall_ms)),
-        SqlValue::maybe_count(usage.map(|u| u.cpu_ms)),
-        SqlValue::maybe_count(usage.and_then(|u| u.memory_peak_bytes)),
-        SqlValue::maybe_count(usage.and_then(|u| u.pids_peak)),
-        SqlValue::maybe_count(usage.map(|u| u.disk_bytes)),
-        SqlValue::maybe_count(usage.map(|u| u.files)),
-        SqlValue::maybe_count(usage.map(|u| u.oom_kills)),
-        SqlValue::Int(commit.exit_code.map(i64::from)),
-        SqlValue::Int(commit.signal.map(i64::from)),
-        SqlValue::maybe_text(commit.isolation_level),
+    values![
+        commit.begin.id,
+        attempt,
+        key,
+        commit.state.as_str(),
+        commit.reason,
+        commit.message,
+        commit.started_ms,
+        commit.ended_ms,
+        usage.map(|u| u.wall_ms),
+        usage.map(|u| u.cpu_ms),
+        usage.and_then(|u| u.memory_peak_bytes),
+        usage.and_then(|u| u.pids_peak),
+        usage.map(|u| u.disk_bytes),
+        usage.map(|u| u.files),
+        usage.map(|u| u.oom_kills),
+        commit.exit_code.map(i64::from),
+        commit.signal.map(i64::from),
+        commit.isolation_level,
         SqlValue::json(commit.isolation_json),
         SqlValue::json(commit.limits_json),
         SqlValue::json(commit.hints_json),
         SqlValue::json(commit.notices_json),
         SqlValue::json(commit.begin.provenance),
-        SqlValue::bool(commit.complete),
-        SqlValue::count(commit.outputs.len() as u64),
-        SqlValue::count(commit.output_bytes),
-        SqlValue::count(commit.refused_count),
+        commit.complete,
+        commit.outputs.len() as u64,
+        commit.output_bytes,
+        commit.refused_count,
         SqlValue::json(result),
-        SqlValue::maybe_text(refusal.or(commit.result_note)),
-        SqlValue::maybe_text(commit.post_process.as_str()),
+        refusal.or(commit.result_note),
+        commit.post_process.as_str()
     ]
 }
 
@@ -281,11 +281,11 @@ fn write_dependent_rows(
     write_outputs(db, commit, attempt)?;
     write_remarks(db, commit, attempt)?;
     write_logs(db, commit, attempt)?;
-    let event = EventRecord {
-        kind: EventKind::Committed,
-        reason: Some(commit.state.as_str()),
-        by: Some(commit.begin.host),
-    };
+    let event = EventRecord::new(
+        EventKind::Committed,
+        Some(commit.state.as_str()),
+        Some(commit.begin.host),
+    );
     events::record_event_at(db, commit.begin.id, attempt, finished.now_ms, &event)?;
     if outcome == CommitOutcome::Now {
         let end = AttemptEnd {

@@ -11,7 +11,7 @@ use crate::database::location::Location;
 use crate::database::migrations::SchemaVersion;
 use crate::database::open;
 use crate::database::schema::{self, DatabaseContent};
-use crate::database::value::{Cell, Row, SqlValue};
+use crate::database::value::{Cell, SqlValue, values};
 
 /// How large the database is and how it grows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,97 +71,81 @@ enum KeyType {
     Bytes,
 }
 
+/// Builds the statements of a table from its columns and its key.
+macro_rules! export_table {
+    ($table:literal, $columns:literal, $key:literal, $rows:expr, [$a:ident]) => {
+        export_table!(@ $table, $columns, $key, "$1", "$2", $rows, [$a])
+    };
+    ($table:literal, $columns:literal, $key:literal, $rows:expr, [$a:ident, $b:ident]) => {
+        export_table!(@ $table, $columns, $key, "$1, $2", "$3", $rows, [$a, $b])
+    };
+    ($table:literal, $columns:literal, $key:literal, $rows:expr, [$a:ident, $b:ident, $c:ident]) => {
+        export_table!(@ $table, $columns, $key, "$1, $2, $3", "$4", $rows, [$a, $b, $c])
+    };
+    (@ $table:literal, $columns:literal, $key:literal, $after:literal, $limit:literal, $rows:expr, [$($type:ident),+]) => {
+        ExportTable {
+            table: $table,
+            count: concat!("SELECT COUNT(*) FROM ", $table),
+            page: concat!(
+                "SELECT ", $columns, " FROM ", $table, " WHERE (", $key, ") > (", $after, ") ORDER BY ", $key,
+                " LIMIT ", $limit
+            ),
+            page_rows: $rows,
+            key: &[$(KeyType::$type),+],
+        }
+    };
+}
+
 /// The column `content` of `outputs` is left out here and read row by row.
 const TABLES: [ExportTable; 12] = [
-    ExportTable {
-        table: "analyses",
-        count: "SELECT COUNT(*) FROM analyses",
-        page: "SELECT * FROM analyses WHERE id > $1 ORDER BY id LIMIT $2",
-        page_rows: PAGE,
-        key: &[KeyType::Text],
-    },
-    ExportTable {
-        table: "attempts",
-        count: "SELECT COUNT(*) FROM attempts",
-        page: "SELECT * FROM attempts WHERE (id, attempt) > ($1, $2) ORDER BY id, attempt LIMIT $3",
-        page_rows: PAGE,
-        key: &[KeyType::Text, KeyType::Int],
-    },
-    ExportTable {
-        table: "outputs",
-        count: "SELECT COUNT(*) FROM outputs",
-        page: "SELECT id, attempt, path, path_text, bytes, media_type, blake3, modified_ms, artifact_store, host
-               FROM outputs WHERE (id, attempt, path) > ($1, $2, $3) ORDER BY id, attempt, path LIMIT $4",
-        page_rows: PAGE,
-        key: &[KeyType::Text, KeyType::Int, KeyType::Bytes],
-    },
-    ExportTable {
-        table: "logs",
-        count: "SELECT COUNT(*) FROM logs",
-        page: "SELECT id, attempt, stream, total_bytes, dropped_bytes, truncated, head, tail, blake3, artifact_store,
-               object_bytes, object_head_bytes
-               FROM logs WHERE (id, attempt, stream) > ($1, $2, $3) ORDER BY id, attempt, stream LIMIT $4",
-        page_rows: LOGS_PAGE,
-        key: &[KeyType::Text, KeyType::Int, KeyType::Text],
-    },
-    ExportTable {
-        table: "remarks",
-        count: "SELECT COUNT(*) FROM remarks",
-        page: "SELECT * FROM remarks WHERE (id, attempt, position) > ($1, $2, $3)
-               ORDER BY id, attempt, position LIMIT $4",
-        page_rows: PAGE,
-        key: &[KeyType::Text, KeyType::Int, KeyType::Int],
-    },
-    ExportTable {
-        table: "remark_counts",
-        count: "SELECT COUNT(*) FROM remark_counts",
-        page: "SELECT id, attempt, remark, count FROM remark_counts WHERE (id, attempt, remark) > ($1, $2, $3)
-               ORDER BY id, attempt, remark LIMIT $4",
-        page_rows: PAGE,
-        key: &[KeyType::Text, KeyType::Int, KeyType::Text],
-    },
-    ExportTable {
-        table: "submissions",
-        count: "SELECT COUNT(*) FROM submissions",
-        page: "SELECT * FROM submissions WHERE id > $1 ORDER BY id LIMIT $2",
-        page_rows: REQUESTS_PAGE,
-        key: &[KeyType::Text],
-    },
-    ExportTable {
-        table: "blobs",
-        count: "SELECT COUNT(*) FROM blobs",
-        page: "SELECT blake3, bytes, content FROM blobs WHERE blake3 > $1 ORDER BY blake3 LIMIT $2",
-        page_rows: 1,
-        key: &[KeyType::Text],
-    },
-    ExportTable {
-        table: "submission_blobs",
-        count: "SELECT COUNT(*) FROM submission_blobs",
-        page: "SELECT id, blake3 FROM submission_blobs WHERE (id, blake3) > ($1, $2) ORDER BY id, blake3 LIMIT $3",
-        page_rows: PAGE,
-        key: &[KeyType::Text, KeyType::Text],
-    },
-    ExportTable {
-        table: "queue",
-        count: "SELECT COUNT(*) FROM queue",
-        page: "SELECT * FROM queue WHERE (id, attempt) > ($1, $2) ORDER BY id, attempt LIMIT $3",
-        page_rows: PAGE,
-        key: &[KeyType::Text, KeyType::Int],
-    },
-    ExportTable {
-        table: "workers",
-        count: "SELECT COUNT(*) FROM workers",
-        page: "SELECT * FROM workers WHERE (host, account, name) > ($1, $2, $3) ORDER BY host, account, name LIMIT $4",
-        page_rows: PAGE,
-        key: &[KeyType::Text, KeyType::Text, KeyType::Text],
-    },
-    ExportTable {
-        table: "events",
-        count: "SELECT COUNT(*) FROM events",
-        page: "SELECT * FROM events WHERE seq > $1 ORDER BY seq LIMIT $2",
-        page_rows: PAGE,
-        key: &[KeyType::Int],
-    },
+    export_table!("analyses", "*", "id", PAGE, [Text]),
+    export_table!("attempts", "*", "id, attempt", PAGE, [Text, Int]),
+    export_table!(
+        "outputs",
+        "id, attempt, path, path_text, bytes, media_type, blake3, modified_ms, artifact_store, host",
+        "id, attempt, path",
+        PAGE,
+        [Text, Int, Bytes]
+    ),
+    export_table!(
+        "logs",
+        "id, attempt, stream, total_bytes, dropped_bytes, truncated, head, tail, blake3, artifact_store, object_bytes, object_head_bytes",
+        "id, attempt, stream",
+        LOGS_PAGE,
+        [Text, Int, Text]
+    ),
+    export_table!(
+        "remarks",
+        "*",
+        "id, attempt, position",
+        PAGE,
+        [Text, Int, Int]
+    ),
+    export_table!(
+        "remark_counts",
+        "id, attempt, remark, count",
+        "id, attempt, remark",
+        PAGE,
+        [Text, Int, Text]
+    ),
+    export_table!("submissions", "*", "id", REQUESTS_PAGE, [Text]),
+    export_table!("blobs", "blake3, bytes, content", "blake3", 1, [Text]),
+    export_table!(
+        "submission_blobs",
+        "id, blake3",
+        "id, blake3",
+        PAGE,
+        [Text, Text]
+    ),
+    export_table!("queue", "*", "id, attempt", PAGE, [Text, Int]),
+    export_table!(
+        "workers",
+        "*",
+        "host, account, name",
+        PAGE,
+        [Text, Text, Text]
+    ),
+    export_table!("events", "*", "seq", PAGE, [Int]),
 ];
 
 impl Store {
@@ -175,17 +159,17 @@ impl Store {
             };
             let mut rows = Vec::new();
             for table in &TABLES {
-                rows.push((table.table, query_single(db, table.count, &[])?.count(what)?));
+                rows.push((table.table, db.query_single(what, table.count, &[])?.count(what)?));
             }
             let sql = "SELECT state, COUNT(*) FROM attempts GROUP BY state ORDER BY state";
             let states = db.query(what, sql, &[])?.into_iter();
             let states = states.map(|mut row| Ok((row.text(what)?, row.count(what)?)));
             let states = states.collect::<Result<_, StoreError>>()?;
             let sql = "SELECT MIN(created_ms), MAX(created_ms), CAST(COALESCE(SUM(output_bytes), 0) AS BIGINT) FROM attempts";
-            let mut all = query_single(db, sql, &[])?;
+            let mut all = db.query_single(what, sql, &[])?;
             let since = db.now_ms()? - WEEK_MS;
             let sql = "SELECT COUNT(*), CAST(COALESCE(SUM(output_bytes), 0) AS BIGINT) FROM attempts WHERE created_ms >= $1";
-            let mut recent = query_single(db, sql, &[SqlValue::int(since)])?;
+            let mut recent = db.query_single(what, sql, &values![since])?;
             let sql = "SELECT COUNT(*) FROM attempts WHERE post_process IN ('pending', 'failed')";
             Ok(StoreStatus {
                 schema,
@@ -198,7 +182,7 @@ impl Store {
                 output_bytes: all.count(what)?,
                 last_7_days_attempts: recent.count(what)?,
                 last_7_days_output_bytes: recent.count(what)?,
-                post_process_due: query_single(db, sql, &[])?.count(what)?,
+                post_process_due: db.query_single(what, sql, &[])?.count(what)?,
             })
         })
     }
@@ -210,7 +194,9 @@ impl Store {
         let sql = "SELECT CAST(COALESCE(SUM(pg_total_relation_size(c.oid)), 0) AS BIGINT)
                    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
                    WHERE n.nspname = 'fumehood' AND c.relkind = 'r'";
-        query_single(&mut self.db, sql, &[])?.count("the size of the tables")
+        self.db
+            .query_single("look at the record", sql, &[])?
+            .count("the size of the tables")
     }
 
     /// Writes the whole database, as of one moment: a line `{"table": …, "row": {…}}` for each row, with tables in an
@@ -243,16 +229,6 @@ impl Store {
             }),
         }
     }
-}
-
-fn query_single(
-    db: &mut Connection,
-    sql: &'static str,
-    values: &[SqlValue],
-) -> Result<Row, StoreError> {
-    let what = "look at the record";
-    db.query_one(what, sql, values)?
-        .ok_or(StoreError::BadValue { what })
 }
 
 fn write_line(to: &mut dyn Write, value: &Json) -> Result<(), StoreError> {
@@ -300,7 +276,7 @@ fn export_table(
 fn content(db: &mut Connection, key: &[Cell]) -> Result<Json, StoreError> {
     let sql = "SELECT content FROM outputs WHERE id = $1 AND attempt = $2 AND path = $3";
     let key: Vec<SqlValue> = key.iter().map(cell_value).collect::<Result<_, _>>()?;
-    let mut cells = query_single(db, sql, &key)?.cells();
+    let mut cells = db.query_single("look at the record", sql, &key)?.cells();
     cells.next().map_or(Ok(Json::Null), |cell| cell_json(&cell))
 }
 

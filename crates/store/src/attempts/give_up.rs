@@ -6,7 +6,7 @@ use crate::analyses::events::{self, EventKind, EventRecord};
 use crate::analyses::notifications::notify_commit;
 use crate::database::connection::TransactionKind;
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 use crate::queue::retry::{self, AttemptEnd};
 use crate::types::attempt::{LossProof, LostAttempt};
 
@@ -18,16 +18,7 @@ impl Store {
         self.db.transaction(what, TransactionKind::Write, |db| {
             lock_analysis(db, lost.id)?;
             let now = db.now_ms()?;
-            let values = [
-                SqlValue::text(lost.id),
-                SqlValue::int(lost.attempt),
-                SqlValue::text(lost.key),
-                SqlValue::text(lost.by),
-                SqlValue::text(lost.reason),
-                SqlValue::text(lost.message),
-                SqlValue::int(now),
-                SqlValue::bool(lost.proof == LossProof::RunnerGone),
-            ];
+            let values = values![lost.id, lost.attempt, lost.key, lost.by, lost.reason, lost.message, now, lost.proof == LossProof::RunnerGone];
             // If cancellation was requested, the attempt ends as cancelled.
             let sql = "
                 UPDATE attempts SET state = CASE WHEN cancel_ms IS NULL THEN 'error' ELSE 'cancelled' END,
@@ -40,11 +31,7 @@ impl Store {
             if let Some(mut row) = row {
                 let state = row.state()?;
                 // Leave `by` empty: it is a secret token.
-                let event = EventRecord {
-                    kind: EventKind::Ended,
-                    reason: Some(lost.reason),
-                    by: None,
-                };
+                let event = EventRecord::new(EventKind::Ended, Some(lost.reason), None);
                 events::record_event(db, lost.id, lost.attempt, &event)?;
                 let end = AttemptEnd {
                     id: lost.id,

@@ -5,7 +5,7 @@ use std::io;
 use crate::Store;
 use crate::database::connection::Dialect;
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::{from_row, parse_hash, values};
 use crate::types::manifest::ContentHash;
 
 /// How many objects of an artifact store the database refers to.
@@ -45,17 +45,12 @@ impl Store {
             ) AS objects GROUP BY blake3 ORDER BY blake3 LIMIT $3";
         let mut after = String::new();
         loop {
-            let values = [
-                SqlValue::text(artifact_store),
-                SqlValue::text(&after),
-                SqlValue::int(PAGE),
-            ];
+            let values = values![artifact_store, &after, PAGE];
             let rows = self.db.query(what, sql, &values)?;
             let is_last = rows.len() < PAGE as usize;
             for mut row in rows {
                 after = row.text(what)?;
-                let hash = ContentHash::parse(&after)
-                    .map_err(|_| StoreError::BadValue { what: "a hash" })?;
+                let hash = parse_hash(&after)?;
                 each(&hash, row.count(what)?).map_err(StoreError::Callback)?;
             }
             if is_last {
@@ -79,11 +74,7 @@ impl Store {
                 SELECT id, attempt FROM logs WHERE artifact_store = $1 AND blake3 = $2
             ) AS users ORDER BY id, attempt LIMIT $3";
         let object = object.to_string();
-        let values = [
-            SqlValue::text(artifact_store),
-            SqlValue::text(&object),
-            SqlValue::int(limit),
-        ];
+        let values = values![artifact_store, &object, limit];
         let rows = self.db.query(what, sql, &values)?;
         rows.into_iter()
             .map(|mut row| Ok((row.text(what)?, row.attempt()?)))
@@ -101,15 +92,7 @@ impl Store {
                 FROM logs l JOIN attempts a ON a.id = l.id AND a.attempt = l.attempt
                 WHERE l.blake3 IS NOT NULL AND l.artifact_store IS NOT NULL
             ) AS objects GROUP BY artifact_store, host ORDER BY artifact_store, host";
-        let rows = self.db.query(what, sql, &[])?;
-        let stores = rows.into_iter().map(|mut row| {
-            Ok(ArtifactStoreUse {
-                artifact_store: row.text(what)?,
-                host: row.text(what)?,
-                objects: row.count(what)?,
-            })
-        });
-        stores.collect()
+        self.db.fetch_all(what, sql, &[])
     }
 
     /// Runs SQLite's integrity checks and returns what they report; empty if all is well. `None` for PostgreSQL,
@@ -131,3 +114,5 @@ impl Store {
         Ok(Some(faults))
     }
 }
+
+from_row!(ArtifactStoreUse: artifact_store, host, objects);

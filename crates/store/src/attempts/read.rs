@@ -2,7 +2,7 @@
 
 use crate::Store;
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue};
+use crate::database::value::{Row, SqlValue, from_row, values};
 use crate::types::attempt::{AttemptUsage, PostProcessState, State};
 use crate::types::manifest::{ContentHash, OutputPath};
 
@@ -26,13 +26,16 @@ pub struct AttemptFilter<'a> {
     pub limit: u32,
 }
 
-/// One line of a listing.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// One line of a listing, and an attempt in every `--json` document. docs/database.md explains names and meanings.
+/// Fields are only ever added.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct AttemptSummary {
     pub id: String,
     pub attempt: u32,
+    #[serde(skip)]
     pub state: State,
     /// The state as stored, which may be one that [`State`] does not know.
+    #[serde(rename = "status")]
     pub state_word: String,
     pub reason: Option<String>,
     pub message: Option<String>,
@@ -49,8 +52,10 @@ pub struct AttemptSummary {
     pub complete: Option<bool>,
     pub outputs_count: Option<u64>,
     pub output_bytes: Option<u64>,
+    #[serde(skip)]
     pub post_process: PostProcessState,
     /// The state of the post-process as stored.
+    #[serde(rename = "post_process")]
     pub post_process_word: Option<String>,
 }
 
@@ -76,7 +81,8 @@ pub struct AttemptRow {
     pub post_process_ms: Option<i64>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// An output, also in every `--json` document. There the path is escaped; `fumehood outputs` accepts it in this form.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct StoredOutput {
     pub path: OutputPath,
     pub bytes: u64,
@@ -104,8 +110,9 @@ pub struct StoredLog {
 
 /// A remark on a path. The remark is text, because a newer Fumehood may know more of them than
 /// [`crate::types::manifest::Remark`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct StoredRemark {
+    #[serde(rename = "path")]
     pub path_text: String,
     pub remark: String,
 }
@@ -232,9 +239,7 @@ impl Store {
             summary_columns!(),
             " FROM attempts a WHERE a.id = $1 ORDER BY a.attempt"
         );
-        let rows = self
-            .db
-            .query("read the attempts", sql, &[SqlValue::text(id)])?;
+        let rows = self.db.query("read the attempts", sql, &values![id])?;
         rows.into_iter().map(|mut row| summary(&mut row)).collect()
     }
 
@@ -242,11 +247,9 @@ impl Store {
     pub fn outputs(&mut self, id: &str, attempt: u32) -> Result<Vec<StoredOutput>, StoreError> {
         let sql = "SELECT path, bytes, media_type, blake3, modified_ms, artifact_store, host, content IS NOT NULL
                    FROM outputs WHERE id = $1 AND attempt = $2 ORDER BY path";
-        let rows = self.db.query(
-            "read the outputs",
-            sql,
-            &[SqlValue::text(id), SqlValue::int(attempt)],
-        )?;
+        let rows = self
+            .db
+            .query("read the outputs", sql, &values![id, attempt])?;
         rows.into_iter().map(output).collect()
     }
 
@@ -259,11 +262,7 @@ impl Store {
     ) -> Result<Option<Vec<u8>>, StoreError> {
         let what = "read an output's content";
         let sql = "SELECT content FROM outputs WHERE id = $1 AND attempt = $2 AND path = $3";
-        let values = [
-            SqlValue::text(id),
-            SqlValue::int(attempt),
-            SqlValue::bytes(path.as_bytes()),
-        ];
+        let values = values![id, attempt, path.as_bytes()];
         let row = self.db.query_one(what, sql, &values)?;
         row.map_or(Ok(None), |mut row| row.maybe_bytes(what))
     }
@@ -277,26 +276,8 @@ impl Store {
         let what = "read the log";
         let sql = "SELECT stream, total_bytes, dropped_bytes, head, tail, blake3, artifact_store, object_bytes,
                    object_head_bytes FROM logs WHERE id = $1 AND attempt = $2 AND stream = $3";
-        let values = [
-            SqlValue::text(id),
-            SqlValue::int(attempt),
-            SqlValue::text(stream),
-        ];
-        let row = self.db.query_one(what, sql, &values)?;
-        let log = row.map(|mut row| {
-            Ok(StoredLog {
-                stream: row.text(what)?,
-                total_bytes: row.count(what)?,
-                dropped_bytes: row.count(what)?,
-                head: row.bytes(what)?,
-                tail: row.bytes(what)?,
-                object: row.maybe_text(what)?.map(|text| hash(&text)).transpose()?,
-                artifact_store: row.maybe_text(what)?,
-                object_bytes: row.maybe_count(what)?,
-                object_head_bytes: row.maybe_count(what)?,
-            })
-        });
-        log.transpose()
+        let values = values![id, attempt, stream];
+        self.db.fetch_one(what, sql, &values)
     }
 
     /// The remarks about an attempt: the first ones in full, and the number of each kind.
@@ -306,31 +287,11 @@ impl Store {
         attempt: u32,
     ) -> Result<(Vec<StoredRemark>, Vec<RemarkCount>), StoreError> {
         let what = "read the remarks";
-        let values = [SqlValue::text(id), SqlValue::int(attempt)];
+        let values = values![id, attempt];
         let sql = "SELECT path_text, remark FROM remarks WHERE id = $1 AND attempt = $2 ORDER BY position";
-        let listed = self
-            .db
-            .query(what, sql, &values)?
-            .into_iter()
-            .map(|mut row| {
-                Ok(StoredRemark {
-                    path_text: row.text(what)?,
-                    remark: row.text(what)?,
-                })
-            });
-        let listed = listed.collect::<Result<_, StoreError>>()?;
+        let listed = self.db.fetch_all(what, sql, &values)?;
         let sql = "SELECT remark, count FROM remark_counts WHERE id = $1 AND attempt = $2 ORDER BY remark";
-        let counts = self
-            .db
-            .query(what, sql, &values)?
-            .into_iter()
-            .map(|mut row| {
-                Ok(RemarkCount {
-                    remark: row.text(what)?,
-                    count: row.count(what)?,
-                })
-            });
-        Ok((listed, counts.collect::<Result<_, StoreError>>()?))
+        Ok((listed, self.db.fetch_all(what, sql, &values)?))
     }
 
     /// Finds an id from what the user typed: the id itself, `@last`, or a prefix of exactly one id.
@@ -352,13 +313,9 @@ impl Store {
         let after = format!("{given}\u{7f}");
         let sql = "SELECT id FROM analyses WHERE id >= $1 AND id < $2 ORDER BY id LIMIT $3";
         let limit = SqlValue::count(CANDIDATES_MAX as u64);
-        let rows = self.db.query(
-            what,
-            sql,
-            &[SqlValue::text(given), SqlValue::text(&after), limit],
-        )?;
-        let found = rows.into_iter().map(|mut row| row.text(what));
-        let mut candidates = found.collect::<Result<Vec<_>, _>>()?;
+        let mut candidates: Vec<String> =
+            self.db
+                .fetch_all(what, sql, &values![given, &after, limit])?;
         match candidates.first() {
             None => Err(not_found()),
             Some(first) if first == given || candidates.len() == 1 => Ok(candidates.swap_remove(0)),
@@ -374,19 +331,7 @@ impl Store {
         let what = "look for attempts that have not ended";
         let sql = "SELECT id, attempt, key, state, host, boot_id, created_ms FROM attempts
                    WHERE state IN ('running', 'collecting') AND ($1 IS NULL OR host = $1) ORDER BY created_ms, id";
-        let rows = self.db.query(what, sql, &[SqlValue::maybe_text(host)])?;
-        let unfinished = rows.into_iter().map(|mut row| {
-            Ok(UnfinishedAttempt {
-                id: row.text(what)?,
-                attempt: row.attempt()?,
-                key: row.text(what)?,
-                state: row.state()?,
-                host: row.text(what)?,
-                boot_id: row.text(what)?,
-                created_ms: row.int(what)?,
-            })
-        });
-        unfinished.collect()
+        self.db.fetch_all(what, sql, &values![host])
     }
 
     /// Attempts of a host whose post-process is pending or failed, oldest first.
@@ -399,11 +344,7 @@ impl Store {
         let sql = "SELECT id, attempt, host, post_process, post_process_tries FROM attempts
                    WHERE post_process IN ('pending', 'failed') AND ($1 IS NULL OR host = $1)
                    ORDER BY created_ms, id, attempt LIMIT $2";
-        let rows = self.db.query(
-            what,
-            sql,
-            &[SqlValue::maybe_text(host), SqlValue::int(limit)],
-        )?;
+        let rows = self.db.query(what, sql, &values![host, limit])?;
         let due = rows.into_iter().map(|mut row| {
             Ok(DuePostProcess {
                 id: row.text(what)?,
@@ -432,14 +373,7 @@ impl Store {
         ));
         let sql = "UPDATE attempts SET post_process = $3, post_process_message = $4, post_process_ms = $5,
                    post_process_tries = post_process_tries + $6 WHERE id = $1 AND attempt = $2";
-        let values = [
-            SqlValue::text(id),
-            SqlValue::int(attempt),
-            SqlValue::maybe_text(mark.as_str()),
-            SqlValue::maybe_text(message),
-            SqlValue::int(now),
-            SqlValue::int(tries),
-        ];
+        let values = values![id, attempt, mark.as_str(), message, now, tries];
         match self.db.execute(what, sql, &values)? {
             0 => Err(StoreError::NotFound {
                 given: format!("{id} attempt {attempt}"),
@@ -460,10 +394,6 @@ pub(crate) fn ten_states(asked: &[State]) -> impl Iterator<Item = State> {
         Some(last) => states.resize(State::ALL.len(), *last),
     }
     states.into_iter()
-}
-
-fn hash(text: &str) -> Result<ContentHash, StoreError> {
-    ContentHash::parse(text).map_err(|_| StoreError::BadValue { what: "a hash" })
 }
 
 /// Treats a number that Fumehood would not write as missing, so that one bad row does not make a listing fail.
@@ -563,10 +493,19 @@ fn output(mut row: Row) -> Result<StoredOutput, StoreError> {
         path,
         bytes: row.count(what)?,
         media_type: row.text(what)?,
-        blake3: hash(&row.text(what)?)?,
+        blake3: row.read(what)?,
         modified_ms: row.int(what)?,
         artifact_store: row.text(what)?,
         host: row.text(what)?,
         inline: row.bool(what)?,
     })
 }
+
+from_row!(StoredLog: stream, total_bytes, dropped_bytes, head, tail, object, artifact_store,
+    object_bytes, object_head_bytes);
+
+from_row!(StoredRemark: path_text, remark);
+
+from_row!(RemarkCount: remark, count);
+
+from_row!(UnfinishedAttempt: id, attempt, key, state, host, boot_id, created_ms);

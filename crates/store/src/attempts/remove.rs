@@ -7,7 +7,7 @@ use crate::analyses::submitted_files;
 use crate::attempts::read::ten_states;
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::{SqlValue, from_row, parse_hash, values};
 use crate::types::attempt::State;
 use crate::types::manifest::ContentHash;
 
@@ -19,20 +19,22 @@ pub enum UnfinishedPolicy {
     Remove,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct RemovalCounts {
     pub attempts: u64,
     pub outputs: u64,
 }
 
 /// A finished analysis that is old enough to be removed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct RemovableAnalysis {
     pub id: String,
     /// The state of the current attempt.
+    #[serde(rename = "status")]
     pub state: State,
     pub attempts: u64,
     /// When the newest attempt was committed.
+    #[serde(skip)]
     pub committed_ms: i64,
     pub output_bytes: u64,
 }
@@ -51,7 +53,7 @@ impl Store {
             "remove the analysis (on PostgreSQL the role needs DELETE: see docs/database.md)";
         self.db.transaction(what, TransactionKind::Write, |db| {
             let lock = "UPDATE analyses SET attempt_last = attempt_last WHERE id = $1";
-            if db.execute(what, lock, &[SqlValue::text(id)])? == 0 {
+            if db.execute(what, lock, &values![id])? == 0 {
                 let given = id.to_owned();
                 return Err(StoreError::NotFound { given });
             }
@@ -61,14 +63,14 @@ impl Store {
                 UnfinishedPolicy::Refuse => refuse_unfinished(db, id)?,
                 UnfinishedPolicy::Remove => {
                     let sql = "DELETE FROM queue WHERE id = $1";
-                    db.execute(what, sql, &[SqlValue::text(id)])?;
+                    db.execute(what, sql, &values![id])?;
                 }
             }
             let files = submitted_files::list_files_of(db, id)?;
             for hash in &files {
                 submitted_files::lock_file(db, hash)?;
             }
-            let mut delete = |sql: &'static str| db.execute(what, sql, &[SqlValue::text(id)]);
+            let mut delete = |sql: &'static str| db.execute(what, sql, &values![id]);
             let outputs = delete("DELETE FROM outputs WHERE id = $1")?;
             delete("DELETE FROM logs WHERE id = $1")?;
             delete("DELETE FROM remarks WHERE id = $1")?;
@@ -109,17 +111,7 @@ impl Store {
         let mut values = vec![SqlValue::int(before_ms)];
         values.extend(ten_states(states).map(|state| SqlValue::text(state.as_str())));
         values.push(SqlValue::int(limit));
-        let rows = self.db.query(what, sql, &values)?;
-        let removable = rows.into_iter().map(|mut row| {
-            Ok(RemovableAnalysis {
-                id: row.text(what)?,
-                state: row.state()?,
-                attempts: row.count(what)?,
-                committed_ms: row.int(what)?,
-                output_bytes: row.count(what)?,
-            })
-        });
-        removable.collect()
+        self.db.fetch_all(what, sql, &values)
     }
 
     /// Calls `each` for every object of an artifact store that the database refers to, in order, each once. May miss
@@ -145,17 +137,12 @@ impl Store {
             ORDER BY blake3 LIMIT $3";
         let mut after = String::new();
         loop {
-            let values = [
-                SqlValue::text(artifact_store),
-                SqlValue::text(&after),
-                SqlValue::int(PAGE),
-            ];
+            let values = values![artifact_store, &after, PAGE];
             let rows = self.db.query(what, sql, &values)?;
             let is_last = rows.len() < PAGE as usize;
             for mut row in rows {
                 after = row.text(what)?;
-                let hash = ContentHash::parse(&after)
-                    .map_err(|_| StoreError::BadValue { what: "a hash" })?;
+                let hash = parse_hash(&after)?;
                 each(&hash).map_err(StoreError::Callback)?;
             }
             if is_last {
@@ -169,7 +156,7 @@ fn refuse_unfinished(db: &mut Connection, id: &str) -> Result<(), StoreError> {
     let what = "look for attempts that have not ended";
     let sql = "SELECT attempt, state, host FROM attempts WHERE id = $1
                AND state IN ('queued', 'running', 'collecting') ORDER BY attempt LIMIT 1";
-    match db.query_one(what, sql, &[SqlValue::text(id)])? {
+    match db.query_one(what, sql, &values![id])? {
         None => Ok(()),
         Some(mut row) => Err(StoreError::Running {
             id: id.to_owned(),
@@ -179,3 +166,5 @@ fn refuse_unfinished(db: &mut Connection, id: &str) -> Result<(), StoreError> {
         }),
     }
 }
+
+from_row!(RemovableAnalysis: id, state, attempts, committed_ms, output_bytes);

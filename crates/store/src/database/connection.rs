@@ -13,9 +13,9 @@ use crate::database::postgres::{
     PostgresSession, block_on_bounded, block_on_within, postgres_arguments, row_set,
 };
 use crate::database::sqlite;
-use crate::database::value::{Row, RowSet, SqlValue};
+use crate::database::value::{FromRow, Row, RowSet, SqlValue, readable};
 
-/// Closing politely is a courtesy: the server also understands a closed socket.
+/// How long to wait for an orderly close. The server also handles a socket that is simply closed.
 const CLOSE_LIMIT_MS: u64 = 1_000;
 
 /// The database's clock in Unix milliseconds, as an SQL expression.
@@ -127,6 +127,50 @@ impl Connection {
         Ok(self.query(what, sql, values)?.into_iter().next())
     }
 
+    /// The one row that the statement always returns.
+    pub fn query_single(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[SqlValue],
+    ) -> Result<Row, StoreError> {
+        let none = StoreError::BadValue { what };
+        self.query_one(what, sql, values)?.ok_or(none)
+    }
+
+    pub fn fetch_all<T: FromRow>(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[SqlValue],
+    ) -> Result<Vec<T>, StoreError> {
+        let rows = self.query(what, sql, values)?;
+        rows.into_iter().map(|mut row| row.read(what)).collect()
+    }
+
+    /// Like [`Connection::fetch_all`], without the rows that Fumehood would not write, so that one bad row does not
+    /// hide the others.
+    pub fn fetch_readable<T: FromRow>(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[SqlValue],
+    ) -> Result<Vec<T>, StoreError> {
+        Ok(readable(self.query(what, sql, values)?, |mut row| {
+            row.read(what)
+        }))
+    }
+
+    pub fn fetch_one<T: FromRow>(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        values: &[SqlValue],
+    ) -> Result<Option<T>, StoreError> {
+        let row = self.query_one(what, sql, values)?;
+        row.map(|mut row| row.read(what)).transpose()
+    }
+
     /// Returns all rows at once. The statements themselves limit how many rows there are.
     pub fn table(
         &mut self,
@@ -182,8 +226,7 @@ impl Connection {
             concat!("SELECT ", sqlite_now!()),
             concat!("SELECT ", postgres_now!()),
         );
-        let row = self.query_one(what, sql, &[])?;
-        row.ok_or(StoreError::BadValue { what })?.int(what)
+        self.query_single(what, sql, &[])?.int(what)
     }
 
     /// Runs `work` in a transaction. Either all of its changes are committed or none.

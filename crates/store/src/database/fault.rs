@@ -147,19 +147,9 @@ fn postgres_fault_kind(code: &str) -> FaultKind {
 }
 
 /// An error of one of the two drivers.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
 pub(crate) enum DriverError {
-    Sqlite(rusqlite::Error),
-    Postgres(sqlx::Error),
-}
-
-impl From<rusqlite::Error> for DriverError {
-    fn from(e: rusqlite::Error) -> Self {
-        DriverError::Sqlite(e)
-    }
-}
-
-impl From<sqlx::Error> for DriverError {
-    fn from(e: sqlx::Error) -> Self {
-        DriverError::Postgres(e)
-    }
+    Sqlite(#[from] rusqlite::Error),
+    Postgres(#[from] sqlx::Error),
 }

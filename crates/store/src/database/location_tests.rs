@@ -89,7 +89,7 @@ fn an_address_in_full() {
 }
 
 #[test]
-fn what_is_shown_leads_back_to_the_same_place() {
+fn a_displayed_location_parses_to_the_same_server() {
     for text in [
         "postgres://u:pw@host:99/db",
         "postgres://u%40x@host/d%2Fb%20c",

@@ -6,7 +6,7 @@
 use crate::database::connection::{Connection, Dialect, TransactionKind};
 use crate::database::error::StoreError;
 use crate::database::migrations::{MIGRATIONS, SchemaVersion};
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 use crate::types::random_hex::random_hex;
 
 /// The versions before and after a migration. They are equal if there was nothing to do.
@@ -38,8 +38,7 @@ pub(crate) fn inspect(db: &mut Connection) -> Result<DatabaseContent, StoreError
          FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
          WHERE n.nspname = 'fumehood' AND c.relkind = 'r'",
     );
-    let none = StoreError::BadValue { what };
-    let mut row = db.query_one(what, there, &[])?.ok_or(none)?;
+    let mut row = db.query_single(what, there, &[])?;
     match (row.int(what)?, row.int(what)?) {
         (_, 0) => return Ok(DatabaseContent::Empty),
         (0, _) => return Ok(DatabaseContent::Foreign),
@@ -60,13 +59,8 @@ fn read(db: &mut Connection) -> Result<Option<(SchemaVersion, String)>, StoreErr
     let Some(mut row) = db.query_one(what, sql, &[])? else {
         return Ok(None);
     };
-    let mut number = || -> Result<u32, StoreError> {
-        u32::try_from(row.int(what)?).map_err(|_| StoreError::BadValue { what })
-    };
-    let schema = SchemaVersion {
-        major: number()?,
-        minor: number()?,
-    };
+    let (major, minor) = (row.small(what)?, row.small(what)?);
+    let schema = SchemaVersion { major, minor };
     Ok(Some((schema, row.text(what)?)))
 }
 
@@ -166,7 +160,7 @@ fn prepare_schema(db: &mut Connection) -> Result<(), StoreError> {
 
 fn note_version(db: &mut Connection, to: SchemaVersion, is_new: bool) -> Result<(), StoreError> {
     let what = "note the schema's version";
-    let versions = [SqlValue::int(to.major), SqlValue::int(to.minor)];
+    let versions = values![to.major, to.minor];
     if !is_new {
         let sql = "UPDATE meta SET schema_major = $1, schema_minor = $2 WHERE one = 1";
         return db.execute(what, sql, &versions).map(drop);
@@ -175,10 +169,6 @@ fn note_version(db: &mut Connection, to: SchemaVersion, is_new: bool) -> Result<
     let id = random_hex().map_err(StoreError::Runtime)?;
     let sql = "INSERT INTO meta (one, schema_major, schema_minor, database_id, created_ms) VALUES (1, $1, $2, $3, $4)";
     let [major, minor] = versions;
-    db.execute(
-        what,
-        sql,
-        &[major, minor, SqlValue::text(&id), SqlValue::int(now)],
-    )
-    .map(drop)
+    db.execute(what, sql, &values![major, minor, &id, now])
+        .map(drop)
 }

@@ -4,6 +4,8 @@ use std::borrow::Cow;
 
 use crate::database::error::StoreError;
 use crate::types::attempt::State;
+use crate::types::capacity::Capacity;
+use crate::types::manifest::ContentHash;
 
 /// A value for a statement. NULL has a type as well, because PostgreSQL does not infer the type of an untyped NULL
 /// here.
@@ -59,6 +61,38 @@ impl<'a> SqlValue<'a> {
         }
     }
 }
+
+macro_rules! value_from {
+    ($($type:ty: $make:expr;)+) => {$(
+        impl<'a> From<$type> for SqlValue<'a> {
+            fn from(value: $type) -> SqlValue<'a> {
+                $make(value)
+            }
+        }
+    )+};
+}
+
+value_from! {
+    &'a str: SqlValue::text;
+    &'a String: SqlValue::text;
+    Option<&'a str>: SqlValue::maybe_text;
+    i64: SqlValue::int;
+    u32: SqlValue::int;
+    Option<i64>: SqlValue::Int;
+    u64: SqlValue::count;
+    Option<u64>: SqlValue::maybe_count;
+    bool: SqlValue::bool;
+    &'a [u8]: SqlValue::bytes;
+    &'a Vec<u8>: SqlValue::bytes;
+}
+
+/// The values of a statement, each converted by `From`.
+macro_rules! values {
+    ($($value:expr),+ $(,)?) => {
+        [$($crate::database::value::SqlValue::from($value)),+]
+    };
+}
+pub(crate) use values;
 
 /// Escapes NUL. PostgreSQL refuses NUL in text, and tools that read SQLite may stop at one. Every text passes through
 /// this function.
@@ -163,10 +197,84 @@ impl Row {
         State::parse(&self.text(what)?).ok_or(StoreError::BadValue { what })
     }
 
+    /// Reads as many columns as `T` has.
+    pub fn read<T: FromRow>(&mut self, what: &'static str) -> Result<T, StoreError> {
+        T::from_row(self, what)
+    }
+
     pub fn cells(self) -> impl Iterator<Item = Cell> {
         self.cells
     }
 }
+
+/// A value that the next columns of a row hold.
+pub(crate) trait FromRow: Sized {
+    fn from_row(row: &mut Row, what: &'static str) -> Result<Self, StoreError>;
+}
+
+macro_rules! column {
+    ($($type:ty: $read:ident;)+) => {$(
+        impl FromRow for $type {
+            fn from_row(row: &mut Row, what: &'static str) -> Result<$type, StoreError> {
+                row.$read(what)
+            }
+        }
+    )+};
+}
+
+column! {
+    i64: int;
+    Option<i64>: maybe_int;
+    u32: small;
+    u64: count;
+    Option<u64>: maybe_count;
+    String: text;
+    Option<String>: maybe_text;
+    Vec<u8>: bytes;
+    bool: bool;
+}
+
+impl FromRow for State {
+    fn from_row(row: &mut Row, _what: &'static str) -> Result<State, StoreError> {
+        row.state()
+    }
+}
+
+impl FromRow for ContentHash {
+    fn from_row(row: &mut Row, what: &'static str) -> Result<ContentHash, StoreError> {
+        parse_hash(&row.text(what)?)
+    }
+}
+
+impl FromRow for Option<ContentHash> {
+    fn from_row(row: &mut Row, what: &'static str) -> Result<Option<ContentHash>, StoreError> {
+        let text = row.maybe_text(what)?;
+        text.map(|text| parse_hash(&text)).transpose()
+    }
+}
+
+pub(crate) fn parse_hash(text: &str) -> Result<ContentHash, StoreError> {
+    ContentHash::parse(text).map_err(|_| StoreError::BadValue { what: "a hash" })
+}
+
+/// Implements [`FromRow`] for a struct whose fields are the columns of a query, in the order given.
+macro_rules! from_row {
+    ($type:ident: $($field:ident),+) => {
+        impl $crate::database::value::FromRow for $type {
+            fn from_row(
+                row: &mut $crate::database::value::Row,
+                what: &'static str,
+            ) -> Result<$type, $crate::database::error::StoreError> {
+                Ok($type { $($field: from_row!(@ $field row what)),+ })
+            }
+        }
+    };
+    (@ attempt $row:ident $what:ident) => { $row.attempt()? };
+    (@ $field:ident $row:ident $what:ident) => { $row.read($what)? };
+}
+pub(crate) use from_row;
+
+from_row!(Capacity: memory_bytes, cpu_milli);
 
 /// Rows and the names of their columns, which the export needs.
 pub(crate) struct RowSet {

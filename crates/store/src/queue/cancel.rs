@@ -7,7 +7,7 @@ use crate::analyses::notifications::{notify_commit, notify_queue};
 use crate::analyses::secrets::erase_secrets;
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 use crate::queue::queue_row::{QueueExit, end_queued};
 use crate::queue::queue_types::CancelOutcome;
 use crate::types::attempt::State;
@@ -87,18 +87,9 @@ fn note_cancel(db: &mut Connection, id: &str, attempt: u32, by: &str) -> Result<
     let now = db.now_ms()?;
     let sql = "UPDATE attempts SET cancel_ms = $3, cancel_by = $4
                WHERE id = $1 AND attempt = $2 AND cancel_ms IS NULL";
-    let values = [
-        SqlValue::text(id),
-        SqlValue::int(attempt),
-        SqlValue::int(now),
-        SqlValue::text(by),
-    ];
+    let values = values![id, attempt, now, by];
     if db.execute(what, sql, &values)? == 1 {
-        let event = EventRecord {
-            kind: EventKind::Cancelled,
-            reason: None,
-            by: Some(by),
-        };
+        let event = EventRecord::new(EventKind::Cancelled, None, Some(by));
         events::record_event(db, id, attempt, &event)?;
     }
     Ok(())

@@ -11,7 +11,7 @@ use crate::Store;
 use crate::analyses::events::{self, EventKind, EventRecord};
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue};
+use crate::database::value::{SqlValue, from_row, values};
 use crate::queue::queue_row::TurnCounter;
 use crate::queue::queue_types::{CPU_DEFAULT_MILLI, ClaimRequest, GrantedClaim};
 use crate::types::capacity::Capacity;
@@ -152,27 +152,13 @@ impl QueueScan {
         claim: &ClaimRequest,
     ) -> Result<Vec<Candidate>, StoreError> {
         let what = "look into the queue";
-        let values = [
-            SqlValue::count(claim.memory_default_bytes),
-            SqlValue::count(CPU_DEFAULT_MILLI),
-            SqlValue::count(claim.total.memory_bytes),
-            SqlValue::count(claim.total.cpu_milli),
+        let values = values![
+            claim.memory_default_bytes,
+            CPU_DEFAULT_MILLI,
+            claim.total.memory_bytes,
+            claim.total.cpu_milli
         ];
-        let candidate = |mut row: Row| {
-            Ok(Candidate {
-                id: row.text(what)?,
-                attempt: row.attempt()?,
-                submitter: row.text(what)?,
-                ready_ms: row.int(what)?,
-                counted: Capacity {
-                    memory_bytes: row.count(what)?,
-                    cpu_milli: row.count(what)?,
-                },
-                fits_worker: row.bool(what)?,
-            })
-        };
-        let rows = db.query(what, self.sql, &values)?;
-        rows.into_iter().map(candidate).collect()
+        db.fetch_all(what, self.sql, &values)
     }
 }
 
@@ -215,7 +201,7 @@ impl ClaimPass<'_> {
         key: &str,
     ) -> Result<Option<GrantedClaim>, StoreError> {
         let what = "take an analysis from the queue";
-        let place = [SqlValue::text(&row.id), SqlValue::int(row.attempt)];
+        let place = values![&row.id, row.attempt];
         let hold = db.for_dialect(
             "SELECT attempt FROM queue WHERE id = $1 AND attempt = $2 AND not_before_ms IS NULL",
             "SELECT attempt FROM queue WHERE id = $1 AND attempt = $2 AND not_before_ms IS NULL FOR UPDATE SKIP LOCKED",
@@ -228,10 +214,7 @@ impl ClaimPass<'_> {
             "SELECT CASE WHEN LENGTH(CAST(request AS BLOB)) <= $2 THEN request ELSE '' END FROM submissions WHERE id = $1",
             "SELECT CASE WHEN OCTET_LENGTH(request) <= $2 THEN request ELSE '' END FROM submissions WHERE id = $1",
         );
-        let of = [
-            SqlValue::text(&row.id),
-            SqlValue::count(REQUEST_BYTES_MAX as u64),
-        ];
+        let of = values![&row.id, REQUEST_BYTES_MAX as u64];
         let Some(mut request) = db.query_one(what, sql, &of)? else {
             return Ok(None);
         };
@@ -242,24 +225,20 @@ impl ClaimPass<'_> {
             UPDATE attempts SET state = 'running', key = $3, host = $4, boot_id = $5, worker = $6, lease_ms = $7
             WHERE id = $1 AND attempt = $2 AND state = 'queued'";
         let [id, attempt] = place;
-        let values = [
+        let values = values![
             id,
             attempt,
-            SqlValue::text(key),
-            SqlValue::text(self.claim.host),
-            SqlValue::text(self.claim.boot_id),
-            SqlValue::text(self.claim.worker),
-            SqlValue::int(self.now.saturating_add(lease)),
+            key,
+            self.claim.host,
+            self.claim.boot_id,
+            self.claim.worker,
+            self.now.saturating_add(lease)
         ];
         if db.execute(what, sql, &values)? != 1 {
             // The row of `queue` was left behind by a program that does not know the queue. It is deleted now.
             return Ok(None);
         }
-        let event = EventRecord {
-            kind: EventKind::Claimed,
-            reason: None,
-            by: Some(self.claim.worker),
-        };
+        let event = EventRecord::new(EventKind::Claimed, None, Some(self.claim.worker));
         events::record_event(db, &row.id, row.attempt, &event)?;
         Ok(Some(GrantedClaim {
             request_json: request.text(what)?,
@@ -304,17 +283,7 @@ fn already_claimed(
         values.extend(padded.take(KEYS_PER_QUERY).map(SqlValue::text));
         values.push(SqlValue::count(REQUEST_BYTES_MAX as u64));
         for mut row in db.query(what, sql, &values)? {
-            claimed.push(GrantedClaim {
-                id: row.text(what)?,
-                attempt: row.attempt()?,
-                key: row.text(what)?,
-                request_json: row.text(what)?,
-                submitter: row.text(what)?,
-                counted: Capacity {
-                    memory_bytes: row.count(what)?,
-                    cpu_milli: row.count(what)?,
-                },
-            });
+            claimed.push(row.read(what)?);
         }
     }
     Ok(claimed)
@@ -334,24 +303,19 @@ fn promote_due_rows(db: &mut Connection, now: i64) -> Result<(), StoreError> {
         "SELECT id, attempt, submitter, priority FROM queue WHERE not_before_ms <= $1 ORDER BY not_before_ms, id LIMIT $2
          FOR UPDATE SKIP LOCKED",
     );
-    let due = db.query(
-        what,
-        sql,
-        &[SqlValue::int(now), SqlValue::int(PROMOTE_ROWS)],
-    )?;
+    let due = db.query(what, sql, &values![now, PROMOTE_ROWS])?;
     let mut turns = TurnCounter::default();
     for mut row in due {
         let (id, attempt, submitter) = (row.text(what)?, row.attempt()?, row.text(what)?);
         let priority = row.small("a priority")?;
         let turn = turns.next(db, &submitter, priority)?;
         let sql = "UPDATE queue SET not_before_ms = NULL, ready_ms = $3, turn = $4 WHERE id = $1 AND attempt = $2";
-        let values = [
-            SqlValue::text(&id),
-            SqlValue::int(attempt),
-            SqlValue::int(now),
-            SqlValue::int(turn),
-        ];
+        let values = values![&id, attempt, now, turn];
         db.execute(what, sql, &values)?;
     }
     Ok(())
 }
+
+from_row!(Candidate: id, attempt, submitter, ready_ms, counted, fits_worker);
+
+from_row!(GrantedClaim: id, attempt, key, request_json, submitter, counted);

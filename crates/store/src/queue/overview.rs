@@ -3,7 +3,7 @@
 use crate::Store;
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue, readable};
+use crate::database::value::{Row, from_row, readable, values};
 use crate::queue::queue_types::{ActiveAttempt, QueueOverview, WaitingAttempt};
 use crate::queue::workers::list_workers;
 use crate::types::attempt::State;
@@ -15,9 +15,9 @@ impl Store {
         self.db.transaction(what, TransactionKind::Snapshot, |db| {
             let now_ms = db.now_ms()?;
             let sql = "SELECT COUNT(*), COUNT(not_before_ms) FROM queue";
-            let mut counts = query_single(db, what, sql)?;
+            let mut counts = db.query_single(what, sql, &[])?;
             let sql = "SELECT COUNT(*) FROM attempts WHERE state IN ('running', 'collecting')";
-            let mut running = query_single(db, what, sql)?;
+            let mut running = db.query_single(what, sql, &[])?;
             let mut next = list_waiting(db, QueuePart::Ready, limit)?;
             let left = limit.saturating_sub(u32::try_from(next.len()).unwrap_or(u32::MAX));
             next.extend(list_waiting(db, QueuePart::Delayed, left)?);
@@ -32,15 +32,6 @@ impl Store {
             })
         })
     }
-}
-
-fn query_single(
-    db: &mut Connection,
-    what: &'static str,
-    sql: &'static str,
-) -> Result<Row, StoreError> {
-    let none = StoreError::BadValue { what };
-    db.query_one(what, sql, &[])?.ok_or(none)
 }
 
 #[derive(Clone, Copy)]
@@ -65,20 +56,7 @@ fn list_waiting(
              WHERE not_before_ms IS NOT NULL ORDER BY not_before_ms, id LIMIT $1"
         }
     };
-    let row = |mut row: Row| {
-        Ok(WaitingAttempt {
-            id: row.text(what)?,
-            attempt: row.attempt()?,
-            submitter: row.text(what)?,
-            priority: row.small(what)?,
-            queued_ms: row.int(what)?,
-            not_before_ms: row.maybe_int(what)?,
-            memory_bytes: row.maybe_count(what)?,
-            cpu_milli: row.maybe_count(what)?,
-        })
-    };
-    let rows = db.query(what, sql, &[SqlValue::int(limit)])?;
-    Ok(readable(rows, row))
+    db.fetch_readable(what, sql, &values![limit])
 }
 
 /// Running and collecting attempts, oldest first. Includes those of `fumehood run`.
@@ -106,6 +84,9 @@ fn list_active(db: &mut Connection, limit: u32) -> Result<Vec<ActiveAttempt>, St
             cancel_asked: row.bool(what)?,
         })
     };
-    let rows = db.query(what, sql, &[SqlValue::int(limit)])?;
+    let rows = db.query(what, sql, &values![limit])?;
     Ok(readable(rows, row))
 }
+
+from_row!(WaitingAttempt: id, attempt, submitter, priority, queued_ms, not_before_ms, memory_bytes,
+    cpu_milli);

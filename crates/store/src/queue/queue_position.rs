@@ -2,16 +2,16 @@
 
 use crate::Store;
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 
 /// What the queue knows about an attempt. An attempt that was not submitted has none of this.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct QueuePosition {
     pub priority: u64,
     pub retries: u64,
-    /// States, separated by commas.
-    pub retry_on: String,
     pub retries_left: Option<u64>,
+    /// The states after which the attempt is tried again.
+    pub retry_on: Vec<String>,
     /// What admission counts. `None`: the worker's default applies.
     pub memory_bytes: Option<u64>,
     pub cpu_milli: Option<u64>,
@@ -23,6 +23,7 @@ pub struct QueuePosition {
     pub cancel_ms: Option<i64>,
     pub cancel_by: Option<String>,
     /// `None` if the attempt is not waiting.
+    #[serde(skip)]
     pub waiting: Option<QueueWait>,
 }
 
@@ -33,6 +34,15 @@ pub struct QueueWait {
     pub not_before_ms: Option<i64>,
     /// How many attempts are claimed before this one, if none is passed over. Counted up to [`AHEAD_MAX`].
     pub ahead: u64,
+}
+
+/// Splits a list whose items are separated by commas.
+fn words(list: &str) -> Vec<String> {
+    let words = list.split(',').map(str::trim);
+    words
+        .filter(|word| !word.is_empty())
+        .map(str::to_owned)
+        .collect()
 }
 
 /// The largest number that is counted. Counting further would only cost time.
@@ -51,14 +61,14 @@ impl Store {
             FROM attempts a JOIN submissions s ON s.id = a.id
                 LEFT JOIN queue q ON q.id = a.id AND q.attempt = a.attempt
             WHERE a.id = $1 AND a.attempt = $2";
-        let values = [SqlValue::text(id), SqlValue::int(attempt)];
+        let values = values![id, attempt];
         let Some(mut row) = self.db.query_one(what, sql, &values)? else {
             return Ok(None);
         };
         let mut position = QueuePosition {
             priority: row.count(what)?,
             retries: row.count(what)?,
-            retry_on: row.text(what)?,
+            retry_on: words(&row.text(what)?),
             retries_left: row.maybe_count(what)?,
             memory_bytes: row.maybe_count(what)?,
             cpu_milli: row.maybe_count(what)?,
@@ -91,11 +101,7 @@ impl Store {
                             OR (o.queued_ms = q.queued_ms AND o.id < q.id))))))
                 LIMIT $3
             ) AS before_it";
-        let values = [
-            SqlValue::text(id),
-            SqlValue::int(attempt),
-            SqlValue::count(AHEAD_MAX),
-        ];
+        let values = values![id, attempt, AHEAD_MAX];
         let row = self.db.query_one(what, sql, &values)?;
         row.map_or(Ok(0), |mut row| row.count(what))
     }

@@ -6,14 +6,14 @@ use crate::analyses::notifications::notify_queue;
 use crate::database::connection::Connection;
 use crate::database::error::StoreError;
 use crate::database::rows::{self, RowInserter};
-use crate::database::value::SqlValue;
+use crate::database::value::{SqlValue, values};
 use crate::types::attempt::State;
 
 /// Assigns turns within one transaction.
 ///
 /// The queue is ordered by priority, then turn. A submitter's next turn is one after its own last ready row, but not
-/// below the lowest turn of any ready row. So submitters take turns, a new submitter starts level with the others,
-/// and nobody saves up turns by waiting.
+/// below the lowest turn of any ready row. So submitters take turns. A new submitter's first
+/// attempt gets the lowest turn in use. A submitter who waits gains nothing.
 #[derive(Default)]
 pub(crate) struct TurnCounter {
     last: HashMap<(String, u32), i64>,
@@ -35,9 +35,8 @@ impl TurnCounter {
                     SELECT (SELECT MAX(turn) FROM queue
                             WHERE submitter = $1 AND priority = $2 AND not_before_ms IS NULL),
                            (SELECT MIN(turn) FROM queue WHERE priority = $2 AND not_before_ms IS NULL)";
-                let values = [SqlValue::text(submitter), SqlValue::int(priority)];
-                let none = StoreError::BadValue { what };
-                let mut row = db.query_one(what, sql, &values)?.ok_or(none)?;
+                let values = values![submitter, priority];
+                let mut row = db.query_single(what, sql, &values)?;
                 let (last, lowest) = (row.maybe_int(what)?, row.maybe_int(what)?);
                 last.map_or(0, |last| last.saturating_add(1))
                     .max(lowest.unwrap_or(0))
@@ -64,7 +63,8 @@ pub(crate) struct NewQueueRow<'a> {
 /// The further columns of a queued attempt's row in `attempts`.
 pub(crate) struct QueuedAttempt {
     pub retries_left: u32,
-    /// A random key that nobody knows, so nobody can commit an attempt that was not claimed.
+    /// A random key that Fumehood gives to no process, so no process can commit the attempt before a claim replaces
+    /// the key.
     pub key: String,
 }
 
@@ -80,17 +80,17 @@ impl<'a> NewQueueRow<'a> {
             None => turns.next(db, self.submitter, self.priority)?,
             Some(_) => 0,
         };
-        Ok([
-            SqlValue::text(self.id),
-            SqlValue::int(self.attempt),
-            SqlValue::text(self.submitter),
-            SqlValue::int(self.priority),
-            SqlValue::int(turn),
-            SqlValue::int(self.now),
-            SqlValue::int(self.not_before_ms.unwrap_or(self.now)),
-            SqlValue::Int(self.not_before_ms),
-            SqlValue::maybe_count(self.memory_bytes),
-            SqlValue::maybe_count(self.cpu_milli),
+        Ok(values![
+            self.id,
+            self.attempt,
+            self.submitter,
+            self.priority,
+            turn,
+            self.now,
+            self.not_before_ms.unwrap_or(self.now),
+            self.not_before_ms,
+            self.memory_bytes,
+            self.cpu_milli
         ])
     }
 
@@ -98,16 +98,16 @@ impl<'a> NewQueueRow<'a> {
     where
         'a: 'q,
     {
-        [
-            SqlValue::text(self.id),
-            SqlValue::int(self.attempt),
-            SqlValue::text(&queued.key),
-            SqlValue::text(State::Queued.as_str()),
-            SqlValue::text(""),
-            SqlValue::text(""),
-            SqlValue::text(self.submitter),
-            SqlValue::int(self.now),
-            SqlValue::int(queued.retries_left),
+        values![
+            self.id,
+            self.attempt,
+            &queued.key,
+            State::Queued.as_str(),
+            "",
+            "",
+            self.submitter,
+            self.now,
+            queued.retries_left
         ]
     }
 }
@@ -146,20 +146,20 @@ pub(crate) fn end_queued(
 ) -> Result<bool, StoreError> {
     let what = "take the attempt out of the queue";
     let sql = "DELETE FROM queue WHERE id = $1 AND attempt = $2";
-    if db.execute(what, sql, &[SqlValue::text(id), SqlValue::int(attempt)])? == 0 {
+    if db.execute(what, sql, &values![id, attempt])? == 0 {
         return Ok(false);
     }
     let now = db.now_ms()?;
     let sql = "
         UPDATE attempts SET state = $3, reason = $4, message = $5, committed_ms = $6, complete = FALSE
         WHERE id = $1 AND attempt = $2 AND state = 'queued'";
-    let values = [
-        SqlValue::text(id),
-        SqlValue::int(attempt),
-        SqlValue::text(end.state.as_str()),
-        SqlValue::text(end.reason),
-        SqlValue::text(end.message),
-        SqlValue::int(now),
+    let values = values![
+        id,
+        attempt,
+        end.state.as_str(),
+        end.reason,
+        end.message,
+        now
     ];
     Ok(db.execute(what, sql, &values)? == 1)
 }

@@ -119,20 +119,21 @@ pub struct ExpiredLease {
     pub expired_ms: u64,
 }
 
-/// A worker, as other machines see it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A worker, as other machines see it, and as `top --json` prints it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct WorkerRow {
     pub host: String,
+    /// The name of the machine, for people.
+    pub host_name: String,
     /// The user that the worker runs as and its home, which tell two workers of a host apart.
     pub account: String,
     pub name: String,
-    /// The name of the machine, for people.
-    pub host_name: String,
     pub pid: u32,
     pub version: String,
     pub slots: u32,
-    pub total: Capacity,
     pub running: u32,
+    #[serde(flatten)]
+    pub total: Capacity,
     pub draining: bool,
     pub started_ms: i64,
     /// When the worker last reported, by the database's clock. Ignored on write.
@@ -140,7 +141,7 @@ pub struct WorkerRow {
 }
 
 /// A queued attempt.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct WaitingAttempt {
     pub id: String,
     pub attempt: u32,
@@ -149,22 +150,27 @@ pub struct WaitingAttempt {
     pub queued_ms: i64,
     /// After a failure, the attempt waits until this time.
     pub not_before_ms: Option<i64>,
+    #[serde(rename = "asked_memory_bytes")]
     pub memory_bytes: Option<u64>,
+    #[serde(rename = "asked_cpu_milli")]
     pub cpu_milli: Option<u64>,
 }
 
 /// A running or collecting attempt.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ActiveAttempt {
     pub id: String,
     pub attempt: u32,
+    #[serde(rename = "status")]
     pub state: State,
     pub submitter: Option<String>,
     pub host: String,
     pub worker: Option<String>,
     pub created_ms: i64,
     pub started_ms: Option<i64>,
+    #[serde(rename = "asked_memory_bytes")]
     pub memory_bytes: Option<u64>,
+    #[serde(rename = "asked_cpu_milli")]
     pub cpu_milli: Option<u64>,
     pub cancel_asked: bool,
 }

@@ -6,7 +6,7 @@ use crate::analyses::events::{self, EventKind, EventRecord};
 use crate::analyses::secrets::{erase_secrets, restore_secrets};
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue};
+use crate::database::value::{Row, from_row, values};
 use crate::queue::queue_row::{NewQueueRow, QueuedAttempt, enqueue};
 use crate::types::attempt::State;
 use crate::types::random_hex::random_hex;
@@ -60,7 +60,7 @@ pub(crate) fn read_retry_budget(
 ) -> Result<RetryBudget, StoreError> {
     let what = "look whether it is tried again";
     let sql = "SELECT retries_left, cancel_ms FROM attempts WHERE id = $1 AND attempt = $2";
-    let of = [SqlValue::text(end.id), SqlValue::int(end.attempt)];
+    let of = values![end.id, end.attempt];
     let row = db.query_one(what, sql, &of)?;
     row.map_or(Ok(RetryBudget::NotQueued), |mut row| {
         RetryBudget::read(&mut row, what)
@@ -101,21 +101,13 @@ fn queue_retry_if_allowed(
         Some(retries_left) if again && has_next_number(db, end.id)? => {
             let tried = submitted.retries.saturating_sub(left);
             let pause = pause_ms(tried, end.id, end.attempt);
-            let event = EventRecord {
-                kind: EventKind::Retried,
-                reason: Some(end.reason),
-                by: None,
-            };
+            let event = EventRecord::new(EventKind::Retried, Some(end.reason), None);
             let number = queue_next_attempt(db, end.id, &submitted, retries_left, Some(pause))?;
             events::record_event(db, end.id, number, &event)
         }
         // There is no retry, and Fumehood, not the program, caused the error: note that a person has to act.
         _ if end.state == State::Error => {
-            let event = EventRecord {
-                kind: EventKind::Parked,
-                reason: Some(end.reason),
-                by: None,
-            };
+            let event = EventRecord::new(EventKind::Parked, Some(end.reason), None);
             events::record_event(db, end.id, end.attempt, &event)
         }
         _ => Ok(()),
@@ -133,7 +125,7 @@ fn bad_value_as_none(error: StoreError) -> Result<Option<SubmissionRow>, StoreEr
 fn has_next_number(db: &mut Connection, id: &str) -> Result<bool, StoreError> {
     let what = "look for the last attempt's number";
     let sql = "SELECT attempt_last BETWEEN 0 AND 4294967294 FROM analyses WHERE id = $1";
-    let row = db.query_one(what, sql, &[SqlValue::text(id)])?;
+    let row = db.query_one(what, sql, &values![id])?;
     row.map_or(Ok(false), |mut row| row.bool(what))
 }
 
@@ -158,18 +150,7 @@ fn pause_ms(tried: u32, id: &str, attempt: u32) -> i64 {
 fn read_submission(db: &mut Connection, id: &str) -> Result<Option<SubmissionRow>, StoreError> {
     let what = "look for the submission";
     let sql = "SELECT submitter, priority, retries, retry_on, memory_bytes, cpu_milli FROM submissions WHERE id = $1";
-    let read = |mut row: Row| {
-        Ok(SubmissionRow {
-            submitter: row.text(what)?,
-            priority: row.small(what)?,
-            retries: row.small(what)?,
-            retry_on: row.text(what)?,
-            memory_bytes: row.maybe_count(what)?,
-            cpu_milli: row.maybe_count(what)?,
-        })
-    };
-    let row = db.query_one(what, sql, &[SqlValue::text(id)])?;
-    row.map(read).transpose()
+    db.fetch_one(what, sql, &values![id])
 }
 
 /// Queues the next attempt, at once or after a pause. Returns its number.
@@ -227,13 +208,11 @@ impl Store {
             };
             restore_secrets(db, id, secrets)?;
             let number = queue_next_attempt(db, id, &submitted, submitted.retries, None)?;
-            let event = EventRecord {
-                kind: EventKind::Retried,
-                reason: None,
-                by: Some(by),
-            };
+            let event = EventRecord::new(EventKind::Retried, None, Some(by));
             events::record_event(db, id, number, &event)?;
             Ok(number)
         })
     }
 }
+
+from_row!(SubmissionRow: submitter, priority, retries, retry_on, memory_bytes, cpu_milli);

@@ -6,7 +6,7 @@ use crate::analyses::analysis_row::lock_analysis;
 use crate::analyses::events::{self, EventKind, EventRecord};
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue};
+use crate::database::value::{Row, SqlValue, values};
 use crate::queue::queue_types::{ExpiredLease, LeasedAttempt, RenewOutcome};
 use crate::types::attempt::NewAttempt;
 
@@ -24,11 +24,7 @@ impl Store {
         self.db.transaction(what, TransactionKind::Write, |db| {
             lock_analysis(db, begin.id)?;
             let sql = "SELECT workspace FROM attempts WHERE id = $1 AND attempt = $2 AND key = $3 AND state = 'running'";
-            let of = [
-                SqlValue::text(begin.id),
-                SqlValue::int(attempt),
-                SqlValue::text(begin.key),
-            ];
+            let of = values![begin.id, attempt, begin.key];
             let Some(mut row) = db.query_one(what, sql, &of)? else {
                 return Ok(false);
             };
@@ -44,21 +40,10 @@ impl Store {
                 UPDATE attempts SET workspace = $4, provenance = COALESCE($5, provenance), lease_ms = $6
                 WHERE id = $1 AND attempt = $2 AND key = $3 AND state = 'running'";
             let [id, number, key] = of;
-            let values = [
-                id,
-                number,
-                key,
-                SqlValue::text(workspace),
-                SqlValue::json(begin.provenance),
-                SqlValue::int(until),
-            ];
+            let values = values![id, number, key, workspace, SqlValue::json(begin.provenance), until];
             db.execute(what, sql, &values)?;
             if is_new {
-                let event = EventRecord {
-                    kind: EventKind::Started,
-                    reason: None,
-                    by: Some(begin.host),
-                };
+                let event = EventRecord::new(EventKind::Started, None, Some(begin.host));
                 events::record_event(db, begin.id, attempt, &event)?;
             }
             Ok(true)
@@ -78,12 +63,7 @@ impl Store {
             UPDATE attempts SET lease_ms = $4
             WHERE id = $1 AND attempt = $2 AND key = $3 AND state IN ('running', 'collecting')
             RETURNING cancel_ms, cancel_by";
-        let values = [
-            SqlValue::text(leased.id),
-            SqlValue::int(leased.attempt),
-            SqlValue::text(leased.key),
-            SqlValue::int(until),
-        ];
+        let values = values![leased.id, leased.attempt, leased.key, until];
         let Some(mut row) = self.db.query_one(what, sql, &values)? else {
             return Ok(RenewOutcome::Lost);
         };
@@ -107,21 +87,12 @@ impl Store {
         self.db.transaction(what, TransactionKind::Write, |db| {
             lock_analysis(db, leased.id)?;
             let until = lease_until(db, lease_ms)?;
-            let values = [
-                SqlValue::text(leased.id),
-                SqlValue::int(leased.attempt),
-                SqlValue::text(leased.key),
-                SqlValue::int(until),
-            ];
+            let values = values![leased.id, leased.attempt, leased.key, until];
             let sql = "
                 UPDATE attempts SET state = 'collecting', lease_ms = $4
                 WHERE id = $1 AND attempt = $2 AND key = $3 AND state = 'running'";
             if db.execute(what, sql, &values)? == 1 {
-                let event = EventRecord {
-                    kind: EventKind::Ended,
-                    reason: Some(reason),
-                    by: None,
-                };
+                let event = EventRecord::new(EventKind::Ended, Some(reason), None);
                 events::record_event(db, leased.id, leased.attempt, &event)?;
                 return Ok(true);
             }
@@ -142,7 +113,7 @@ impl Store {
             SELECT id, attempt, key FROM attempts
             WHERE host = $1 AND cancel_ms IS NOT NULL AND state IN ('running', 'collecting')
             ORDER BY id, attempt";
-        let rows = self.db.query(what, sql, &[SqlValue::text(host)])?;
+        let rows = self.db.query(what, sql, &values![host])?;
         let cancel = |mut row: Row| -> Result<_, StoreError> {
             Ok((row.text(what)?, row.attempt()?, row.text(what)?))
         };
@@ -160,9 +131,7 @@ impl Store {
         let sql = "
             SELECT id, attempt, key, state, host, lease_ms FROM attempts
             WHERE state IN ('running', 'collecting') AND lease_ms < $1 ORDER BY lease_ms, id LIMIT $2";
-        let rows = self
-            .db
-            .query(what, sql, &[SqlValue::int(now), SqlValue::int(limit)])?;
+        let rows = self.db.query(what, sql, &values![now, limit])?;
         let expired = |mut row: Row| -> Result<_, StoreError> {
             Ok(ExpiredLease {
                 id: row.text(what)?,

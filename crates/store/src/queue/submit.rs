@@ -13,7 +13,7 @@ use crate::analyses::submitted_files::{list_files_of, lock_file, remove_unused_f
 use crate::database::connection::{Connection, Dialect, TransactionKind};
 use crate::database::error::StoreError;
 use crate::database::rows::{self, RowInserter};
-use crate::database::value::SqlValue;
+use crate::database::value::{SqlValue, values};
 use crate::queue::queue_row::{NewQueueRow, QueuedAttempt, TurnCounter};
 use crate::queue::queue_types::{NewSubmission, SubmitOutcome};
 use crate::queue::workers::live_workers;
@@ -69,8 +69,7 @@ impl Store {
     pub fn submission_request(&mut self, id: &str) -> Result<Option<String>, StoreError> {
         let what = "read the submission";
         let sql = "SELECT request FROM submissions WHERE id = $1";
-        let row = self.db.query_one(what, sql, &[SqlValue::text(id)])?;
-        row.map(|mut row| row.text(what)).transpose()
+        self.db.fetch_one(what, sql, &values![id])
     }
 }
 
@@ -102,7 +101,7 @@ fn lock_keys(db: &mut Connection, all: &[NewSubmission]) -> Result<(), StoreErro
 
 fn advisory_lock(db: &mut Connection, number: i64) -> Result<(), StoreError> {
     let sql = "SELECT 1::bigint FROM pg_advisory_xact_lock($1)";
-    db.query("wait for other submissions", sql, &[SqlValue::int(number)])
+    db.query("wait for other submissions", sql, &values![number])
         .map(drop)
 }
 
@@ -120,7 +119,7 @@ fn known_keys(
             continue;
         };
         let sql = "SELECT id, fingerprint FROM submissions WHERE submit_key = $1";
-        let found = match db.query_one(what, sql, &[SqlValue::text(key)])? {
+        let found = match db.query_one(what, sql, &values![key])? {
             Some(mut row) => Some((row.text(what)?, row.text(what)?)),
             None => here
                 .insert(key, (submit.id, submit.fingerprint))
@@ -223,7 +222,7 @@ impl<'a> Batch<'a> {
         for (submit, _) in self.each().filter(|(_, attempt)| *attempt > 1) {
             old.extend(list_files_of(db, submit.id)?);
             let sql = "DELETE FROM submissions WHERE id = $1";
-            db.execute("replace the submission", sql, &[SqlValue::text(submit.id)])?;
+            db.execute("replace the submission", sql, &values![submit.id])?;
         }
         Ok(old)
     }
@@ -232,18 +231,18 @@ impl<'a> Batch<'a> {
         let mut rows = RowInserter::new(db, "write the submissions", &rows::SUBMISSIONS);
         for (submit, _) in self.each() {
             let retry_on: Vec<&str> = submit.retry_on.iter().map(|s| s.as_str()).collect();
-            rows.push([
-                SqlValue::text(submit.id),
-                SqlValue::maybe_text(submit.submit_key),
-                SqlValue::text(submit.fingerprint),
-                SqlValue::text(submit.request_json),
-                SqlValue::text(submit.submitter),
-                SqlValue::int(submit.priority),
-                SqlValue::int(submit.retries),
+            rows.push(values![
+                submit.id,
+                submit.submit_key,
+                submit.fingerprint,
+                submit.request_json,
+                submit.submitter,
+                submit.priority,
+                submit.retries,
                 SqlValue::Text(Some(retry_on.join(",").into())),
-                SqlValue::maybe_count(submit.memory_bytes),
-                SqlValue::maybe_count(submit.cpu_milli),
-                SqlValue::int(self.now),
+                submit.memory_bytes,
+                submit.cpu_milli,
+                self.now
             ])?;
         }
         rows.finish()
@@ -272,7 +271,7 @@ impl<'a> Batch<'a> {
             &rows::SUBMISSION_BLOBS,
         );
         for (id, hash) in &refers {
-            rows.push([SqlValue::text(id), SqlValue::text(hash)])?;
+            rows.push(values![*id, hash])?;
         }
         rows.finish()?;
         old.iter().try_for_each(|hash| remove_unused_file(db, hash))
@@ -314,11 +313,7 @@ impl<'a> Batch<'a> {
         rows.finish()?;
         let mut rows = RowInserter::new(db, what, &rows::EVENTS);
         for (submit, attempt) in self.each() {
-            let event = EventRecord {
-                kind: EventKind::Submitted,
-                reason: None,
-                by: Some(submit.submitter),
-            };
+            let event = EventRecord::new(EventKind::Submitted, None, Some(submit.submitter));
             rows.push(events::event_row(submit.id, attempt, self.now, &event))?;
         }
         rows.finish()
@@ -332,11 +327,8 @@ fn check_queue_bound(db: &mut Connection, asked: u64, queue_max: u64) -> Result<
     if db.dialect() == Dialect::Postgres {
         advisory_lock(db, QUEUE_BOUND_LOCK)?;
     }
-    let none = StoreError::BadValue { what };
-    let mut row = db
-        .query_one(what, "SELECT COUNT(*) FROM queue", &[])?
-        .ok_or(none)?;
-    let all = row.count(what)?;
+    let sql = "SELECT COUNT(*) FROM queue";
+    let all = db.query_single(what, sql, &[])?.count(what)?;
     match all <= queue_max {
         true => Ok(()),
         false => Err(StoreError::QueueFull {

@@ -7,7 +7,7 @@ use crate::analyses::notifications::notify_commit;
 use crate::analyses::secrets::erase_secrets;
 use crate::database::connection::TransactionKind;
 use crate::database::error::StoreError;
-use crate::database::value::SqlValue;
+use crate::database::value::values;
 use crate::queue::queue_row::{QueueExit, end_queued};
 use crate::queue::queue_types::{CPU_DEFAULT_MILLI, WorkerRow};
 use crate::queue::workers::live_workers;
@@ -37,21 +37,18 @@ impl Store {
             WHERE not_before_ms IS NULL AND ready_ms <= $1
                 AND (COALESCE(memory_bytes, $2) > $3 OR COALESCE(cpu_milli, $4) > $5)
             ORDER BY priority DESC, turn, queued_ms, id LIMIT $6";
-        let values = [
-            SqlValue::int(since),
-            SqlValue::count(memory_default_bytes),
-            SqlValue::count(worker.total.memory_bytes),
-            SqlValue::count(CPU_DEFAULT_MILLI),
-            SqlValue::count(worker.total.cpu_milli),
-            SqlValue::int(PARK_ROWS_MAX),
+        let values = values![
+            since,
+            memory_default_bytes,
+            worker.total.memory_bytes,
+            CPU_DEFAULT_MILLI,
+            worker.total.cpu_milli,
+            PARK_ROWS_MAX
         ];
         let mut parked = Vec::new();
         for mut row in self.db.query(what, sql, &values)? {
             let (id, attempt) = (row.text(what)?, row.attempt()?);
-            let asked = Capacity {
-                memory_bytes: row.count(what)?,
-                cpu_milli: row.count(what)?,
-            };
+            let asked: Capacity = row.read(what)?;
             // Use one transaction for each attempt. Only a submission may hold the locks of several analyses, because
             // it sorts them.
             if !live.iter().any(|total| asked.fits_in(*total))
@@ -86,11 +83,7 @@ impl Store {
             if !end_queued(db, id, attempt, &end)? {
                 return Ok(false);
             }
-            let event = EventRecord {
-                kind: EventKind::Parked,
-                reason: Some("does_not_fit"),
-                by: Some(by),
-            };
+            let event = EventRecord::new(EventKind::Parked, Some("does_not_fit"), Some(by));
             events::record_event(db, id, attempt, &event)?;
             erase_secrets(db, id)?;
             notify_commit(db, id, attempt, State::Error)?;

@@ -3,7 +3,7 @@
 use crate::Store;
 use crate::database::connection::Connection;
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue, readable};
+use crate::database::value::{from_row, values};
 use crate::queue::queue_types::WorkerRow;
 use crate::types::capacity::Capacity;
 
@@ -18,20 +18,20 @@ impl Store {
     pub fn record_worker(&mut self, worker: &WorkerRow) -> Result<(), StoreError> {
         let what = "tell of the worker";
         let now = self.db.now_ms()?;
-        let values = [
-            SqlValue::text(&worker.host),
-            SqlValue::text(&worker.account),
-            SqlValue::text(&worker.name),
-            SqlValue::text(&worker.host_name),
-            SqlValue::int(worker.pid),
-            SqlValue::text(&worker.version),
-            SqlValue::int(worker.slots),
-            SqlValue::count(worker.total.memory_bytes),
-            SqlValue::count(worker.total.cpu_milli),
-            SqlValue::int(worker.running),
-            SqlValue::bool(worker.draining),
-            SqlValue::int(worker.started_ms),
-            SqlValue::int(now),
+        let values = values![
+            &worker.host,
+            &worker.account,
+            &worker.name,
+            &worker.host_name,
+            worker.pid,
+            &worker.version,
+            worker.slots,
+            worker.total.memory_bytes,
+            worker.total.cpu_milli,
+            worker.running,
+            worker.draining,
+            worker.started_ms,
+            now
         ];
         let sql = "
             INSERT INTO workers (host, account, name, host_name, pid, version, slots, memory_bytes, cpu_milli, running,
@@ -50,11 +50,11 @@ impl Store {
         let now = self.db.now_ms()?;
         let sql =
             "DELETE FROM workers WHERE (host = $1 AND account = $2 AND name = $3) OR seen_ms < $4";
-        let values = [
-            SqlValue::text(&worker.host),
-            SqlValue::text(&worker.account),
-            SqlValue::text(&worker.name),
-            SqlValue::int(now - WORKER_FORGOTTEN_MS),
+        let values = values![
+            &worker.host,
+            &worker.account,
+            &worker.name,
+            now - WORKER_FORGOTTEN_MS
         ];
         self.db.execute(what, sql, &values).map(drop)
     }
@@ -69,14 +69,7 @@ pub(crate) fn live_workers(db: &mut Connection, now: i64) -> Result<Vec<Capacity
         now.saturating_sub(WORKER_LIVE_MS),
         now.saturating_add(WORKER_LIVE_MS),
     );
-    let rows = db.query(what, sql, &[SqlValue::int(from), SqlValue::int(to)])?;
-    let capacity = |mut row: Row| {
-        Ok(Capacity {
-            memory_bytes: row.count(what)?,
-            cpu_milli: row.count(what)?,
-        })
-    };
-    rows.into_iter().map(capacity).collect()
+    db.fetch_all(what, sql, &values![from, to])
 }
 
 pub(crate) fn list_workers(db: &mut Connection, now: i64) -> Result<Vec<WorkerRow>, StoreError> {
@@ -85,25 +78,8 @@ pub(crate) fn list_workers(db: &mut Connection, now: i64) -> Result<Vec<WorkerRo
         SELECT host, account, name, host_name, pid, version, slots, memory_bytes, cpu_milli, running, draining, started_ms,
             seen_ms
         FROM workers WHERE seen_ms >= $1 ORDER BY host, account, name";
-    let row = |mut row: Row| {
-        Ok(WorkerRow {
-            host: row.text(what)?,
-            account: row.text(what)?,
-            name: row.text(what)?,
-            host_name: row.text(what)?,
-            pid: row.small(what)?,
-            version: row.text(what)?,
-            slots: row.small(what)?,
-            total: Capacity {
-                memory_bytes: row.count(what)?,
-                cpu_milli: row.count(what)?,
-            },
-            running: row.small(what)?,
-            draining: row.bool(what)?,
-            started_ms: row.int(what)?,
-            seen_ms: row.int(what)?,
-        })
-    };
-    let rows = db.query(what, sql, &[SqlValue::int(now - WORKER_FORGOTTEN_MS)])?;
-    Ok(readable(rows, row))
+    db.fetch_readable(what, sql, &values![now - WORKER_FORGOTTEN_MS])
 }
+
+from_row!(WorkerRow: host, account, name, host_name, pid, version, slots, total, running, draining,
+    started_ms, seen_ms);

@@ -9,7 +9,8 @@ use crate::types::manifest::{ContentHash, Output, Remark, RemarkedPath};
 /// The names of the two logs.
 pub const STREAMS: [&str; 2] = ["stdout", "stderr"];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum State {
     Queued,
     Running,
@@ -78,7 +79,8 @@ impl fmt::Display for State {
 #[derive(Clone, Copy)]
 pub struct NewAttempt<'a> {
     pub id: &'a str,
-    /// The attempt's token: 128 random bits in hex, known only to the attempt's runner and its run directory.
+    /// The attempt's token: 128 random bits in hex. The database, the runner, its run directory and, for a queued
+    /// attempt, the worker's order contain it. No view shows it.
     pub key: &'a str,
     /// Whether a finished analysis with this id gets another attempt.
     pub replace: bool,
@@ -90,8 +92,9 @@ pub struct NewAttempt<'a> {
     pub provenance: Option<&'a str>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct AttemptUsage {
+    #[serde(skip)]
     pub wall_ms: u64,
     pub cpu_ms: u64,
     pub memory_peak_bytes: Option<u64>,

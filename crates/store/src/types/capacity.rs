@@ -1,7 +1,7 @@
 //! Memory and CPUs, as requests ask for them and workers offer them.
 
 /// An amount of memory and CPU that a request asks for or a worker has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Capacity {
     pub memory_bytes: u64,
     pub cpu_milli: u64,

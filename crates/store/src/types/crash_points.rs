@@ -35,7 +35,7 @@ crash_points! {
     OutcomeWritten "outcome_written" "The outcome is written in the run directory.";
     Collected "collected" "The workspace was walked and hashed; nothing is written about it yet.";
     ManifestWritten "manifest_written" "The manifest is written, and durable if it lists any file; no file has moved.";
-    ObjectMoved "object_moved" "One file has moved into the artifact store.";
+    ObjectMoved "object_moved" "One file is linked or copied into the artifact store; its name in the workspace stays.";
     ObjectsDurable "objects_durable" "Every file is durable in the artifact store.";
     TransactionOpen "transaction_open" "Everything is written in the transaction, which is not committed.";
     Committed "committed" "The transaction is committed; the workspace still exists.";

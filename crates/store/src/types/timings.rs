@@ -47,7 +47,7 @@ pub fn note_sandbox_steps(sandbox_steps: Vec<(String, u64)>) {
     *SANDBOX_STEPS.lock().unwrap_or_else(PoisonError::into_inner) = sandbox_steps;
 }
 
-pub fn measured() -> Timings {
+pub fn read() -> Timings {
     let of = |points: &Mutex<TimePoints>| {
         let points = points.lock().unwrap_or_else(PoisonError::into_inner);
         points.clone()

@@ -306,8 +306,8 @@ fn lose(store: &mut Store, id: &str, attempt_key: &str) -> bool {
     store.give_up(&lost).unwrap()
 }
 
-on_both!(one_who_was_given_up_is_stored_beside);
-fn one_who_was_given_up_is_stored_beside(test_database: &TestDatabase) {
+on_both!(the_late_commit_of_a_given_up_attempt_is_stored_as_superseded);
+fn the_late_commit_of_a_given_up_attempt_is_stored_as_superseded(test_database: &TestDatabase) {
     let mut store = test_database.store();
     let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();
@@ -350,8 +350,8 @@ fn one_who_was_given_up_is_stored_beside(test_database: &TestDatabase) {
     assert_eq!(third.begin(&mut store).unwrap(), 3);
 }
 
-on_both!(one_who_was_removed_is_stored_again);
-fn one_who_was_removed_is_stored_again(test_database: &TestDatabase) {
+on_both!(the_late_commit_of_a_removed_attempt_recreates_its_row);
+fn the_late_commit_of_a_removed_attempt_recreates_its_row(test_database: &TestDatabase) {
     let mut store = test_database.store();
     let sample = TestAttempt::new("a", &key(1));
     sample.begin(&mut store).unwrap();

@@ -225,8 +225,11 @@ fn a_read_only_server_is_said_to_be() {
     sample.begin(&mut store).unwrap();
 }
 
-trial!(Caller, a_server_that_is_away_is_away_and_tells_no_password);
-fn a_server_that_is_away_is_away_and_tells_no_password() {
+trial!(
+    Caller,
+    an_unreachable_server_is_reported_as_unreachable_without_the_password
+);
+fn an_unreachable_server_is_reported_as_unreachable_without_the_password() {
     let dir = tempfile::tempdir().unwrap();
     let silent = UnixListener::bind(dir.path().join(".s.PGSQL.5433")).unwrap();
     for port in [5432, 5433] {

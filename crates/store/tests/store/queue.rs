@@ -179,8 +179,8 @@ fn the_queue_has_a_bound(test_database: &TestDatabase) {
     store.submit(&all[2..], 2).unwrap();
 }
 
-on_both!(what_fits_nobody_is_refused);
-fn what_fits_nobody_is_refused(test_database: &TestDatabase) {
+on_both!(a_request_that_fits_no_worker_is_refused);
+fn a_request_that_fits_no_worker_is_refused(test_database: &TestDatabase) {
     let mut store = test_database.store();
     let large = |id: &str| TestSubmission {
         memory_bytes: Some(8 * GIB),
@@ -313,8 +313,8 @@ fn never_beyond_what_is_free(test_database: &TestDatabase) {
     assert_eq!(ids(&claim(&mut store, 1)), ["too-large"]);
 }
 
-on_both!(a_large_one_is_not_passed_over_for_ever);
-fn a_large_one_is_not_passed_over_for_ever(test_database: &TestDatabase) {
+on_both!(a_large_request_is_claimed_eventually);
+fn a_large_request_is_claimed_eventually(test_database: &TestDatabase) {
     let mut store = test_database.store();
     let small = |n: u32| sized(&format!("s{n}"), 1, 1_000);
     submit(
@@ -543,8 +543,8 @@ fn workers_and_overview(test_database: &TestDatabase) {
     assert!(test_database.sql("SELECT seen_at FROM workers_v1")[0].starts_with("20"));
 }
 
-on_both!(what_fits_nobody_is_parked);
-fn what_fits_nobody_is_parked(test_database: &TestDatabase) {
+on_both!(a_request_that_fits_no_worker_is_parked);
+fn a_request_that_fits_no_worker_is_parked(test_database: &TestDatabase) {
     let mut store = test_database.store();
     let all = [
         sized("m", 9, 1_000),
@@ -611,10 +611,10 @@ fn an_old_writer_removes_what_was_submitted(test_database: &TestDatabase) {
     assert_eq!(ids(&claim(&mut store, 9)), ["b"]);
 }
 
-on_both!(a_large_one_holds_others_back_half_of_the_time);
+on_both!(a_large_request_blocks_later_requests_half_of_the_time);
 /// Regression: a request for all the memory waited for a small analysis that ran for a year. No worker took any other
 /// request during that year.
-fn a_large_one_holds_others_back_half_of_the_time(test_database: &TestDatabase) {
+fn a_large_request_blocks_later_requests_half_of_the_time(test_database: &TestDatabase) {
     let room = |gib: u64| Capacity {
         memory_bytes: gib * GIB,
         cpu_milli: 8_000,

@@ -157,8 +157,8 @@ fn the_bound_holds_for_all_together(test_database: &TestDatabase) {
     assert_eq!(refused.iter().sum::<u32>(), 30);
 }
 
-on_both!(one_key_from_many_at_once);
-fn one_key_from_many_at_once(test_database: &TestDatabase) {
+on_both!(concurrent_submissions_with_one_key_create_one_analysis);
+fn concurrent_submissions_with_one_key_create_one_analysis(test_database: &TestDatabase) {
     let answers = together(test_database, 8, |n, store| {
         let ask = TestSubmission {
             key: Some("the-key".to_owned()),
@@ -297,8 +297,8 @@ fn a_claim_is_not_slower_in_a_long_queue(test_database: &TestDatabase) {
     }
 }
 
-on_both!(the_other_questions_use_their_indexes);
-fn the_other_questions_use_their_indexes(test_database: &TestDatabase) {
+on_both!(queries_about_leases_delays_and_events_use_indexes);
+fn queries_about_leases_delays_and_events_use_indexes(test_database: &TestDatabase) {
     drop(test_database.store());
     fill(test_database, 20_000);
     test_database.sql("UPDATE attempts SET state = 'succeeded', lease_ms = 5, cancel_ms = 5");

@@ -186,8 +186,8 @@ fn removal_takes_all_of_it_and_nothing_else(test_database: &TestDatabase) {
     ));
 }
 
-on_both!(what_may_be_removed);
-fn what_may_be_removed(test_database: &TestDatabase) {
+on_both!(removable_lists_only_old_ended_analyses_in_the_given_states);
+fn removable_lists_only_old_ended_analyses_in_the_given_states(test_database: &TestDatabase) {
     let mut store = test_database.store();
     for (number, (id, state, ms)) in [
         ("old", State::Succeeded, 1_000),

@@ -319,9 +319,9 @@ fn a_renewed_lease_is_not_given_up(test_database: &TestDatabase) {
     assert_eq!(state(&mut store, "a", 2), State::Queued);
 }
 
-on_both!(what_was_cancelled_and_given_up_is_cancelled);
+on_both!(an_attempt_that_was_cancelled_and_given_up_ends_as_cancelled);
 /// Regression: an attempt that was cancelled before it had begun got the state `error`, with the name of the canceller.
-fn what_was_cancelled_and_given_up_is_cancelled(test_database: &TestDatabase) {
+fn an_attempt_that_was_cancelled_and_given_up_ends_as_cancelled(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(
         &mut store,

@@ -137,8 +137,11 @@ fn both_databases_have_the_same_columns() {
     );
 }
 
-trial!(Caller, nobody_can_stand_before_our_tables);
-fn nobody_can_stand_before_our_tables() {
+trial!(
+    Caller,
+    objects_in_other_schemas_do_not_shadow_the_stores_tables
+);
+fn objects_in_other_schemas_do_not_shadow_the_stores_tables() {
     let Some(test_database) = TestDatabase::postgres() else {
         return;
     };
@@ -222,8 +225,8 @@ fn something_else_is_refused(test_database: &TestDatabase) {
     }
 }
 
-on_both!(eight_at_once_make_one_schema);
-fn eight_at_once_make_one_schema(_: &TestDatabase) {
+on_both!(eight_concurrent_connections_create_one_schema);
+fn eight_concurrent_connections_create_one_schema(_: &TestDatabase) {
     // Not the database of the argument, which has a schema.
     for test_database in [Some(TestDatabase::sqlite()), TestDatabase::postgres_empty()]
         .into_iter()

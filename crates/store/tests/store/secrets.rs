@@ -105,8 +105,8 @@ fn secrets_of_what_never_ran_are_erased(test_database: &TestDatabase) {
     is_erased(test_database, "p");
 }
 
-on_both!(a_retry_wants_the_values_again);
-fn a_retry_wants_the_values_again(test_database: &TestDatabase) {
+on_both!(a_retry_requires_the_erased_secret_values);
+fn a_retry_requires_the_erased_secret_values(test_database: &TestDatabase) {
     let mut store = test_database.store();
     submit(&mut store, &[ask("a"), TestSubmission::new("b")]).unwrap();
     for _ in 0..2 {

@@ -3,7 +3,7 @@
 mod bombs;
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
+use std::ffi::OsStr;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -17,11 +17,12 @@ use sandbox::attack::{
 };
 use sandbox::promises::ACTS;
 use sandbox::spec::ConfinementLevel;
+use serde::Deserialize;
 use serde_json::Value;
 
-use super::attack_output::{ActAnswer, AttackOutput};
+use super::attack_output::{ActResult, AttackOutput};
 use super::error::AttackError;
-use super::targets::{TargetSet, TargetSide};
+use super::targets::{TargetSet, TargetSide, contains};
 use super::testbed::{
     BatteryProcess, ConfinedRun, Testbed, kill_survivors, make_dir, open_terminal, processes_with,
     random_word,
@@ -69,20 +70,10 @@ const RUN_OPTIONS: [&str; 4] = ["--timeout", "60s", "--grace", "0s"];
 /// How long a process may live after the run that it belongs to.
 const DEATH_WAIT: Duration = Duration::from_secs(5);
 
-/// What became of an act, unconfined or in the sandbox.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ActOutcome {
-    /// The act succeeded; the text is the evidence.
-    Done(String),
-    Refused(String),
-    /// The act could not be tried.
-    Unable(String),
-}
-
-#[derive(Clone, Debug)]
+/// The outcome of the control, and of the act in the sandbox.
 pub struct TriedAct {
-    pub control: ActOutcome,
-    pub inside: ActOutcome,
+    pub control: ActResult,
+    pub inside: ActResult,
 }
 
 pub struct BatteryResults {
@@ -116,14 +107,19 @@ pub fn run(
         stop_signal,
     };
     let level = battery.shared_acts()?;
-    battery.signal_guardian()?;
-    battery.set_user_id()?;
-    battery.terminal_injection()?;
-    battery.limit_bombs()?;
-    battery.log_bomb()?;
-    battery.daemon_outlives_timeout()?;
-    battery.daemon_outlives_runner()?;
-    battery.collection()?;
+    for act in [
+        Battery::signal_guardian,
+        Battery::set_user_id,
+        Battery::terminal_injection,
+        Battery::limit_bombs,
+        Battery::log_bomb,
+        Battery::daemon_outlives_timeout,
+        Battery::daemon_outlives_runner,
+        Battery::collection,
+    ] {
+        battery.check_stop()?;
+        act(&mut battery)?;
+    }
     other.finish()?;
     Ok(BatteryResults {
         level,
@@ -158,25 +154,22 @@ impl Battery<'_> {
         }
     }
 
-    fn record(&mut self, act: &'static str, control: ActOutcome, inside: ActOutcome) {
+    fn record(&mut self, act: &'static str, control: ActResult, inside: ActResult) {
         self.acts.insert(act, TriedAct { control, inside });
     }
 
     /// Returns the arguments that make the attacker try these acts on a set of targets.
-    fn words(targets: &TargetSet, how: &str, acts: &[&str]) -> Vec<OsString> {
+    fn words(targets: &TargetSet, how: &str, acts: &[&str]) -> Vec<String> {
         let aims = acts
             .iter()
-            .map(|act| format!("{act}={}", targets.target(act)).into());
-        [how.into(), targets.mark.clone().into()]
-            .into_iter()
-            .chain(aims)
-            .collect()
+            .map(|act| format!("{act}={}", targets.target(act)));
+        let words = [how.to_owned(), targets.mark.clone()];
+        words.into_iter().chain(aims).collect()
     }
 
     fn unconfined(&self, how: &str, acts: &[&str]) -> Command {
-        let mut command = self
-            .testbed
-            .attacker(&Self::words(&self.control, how, acts));
+        let words = Self::words(&self.control, how, acts);
+        let mut command = self.testbed.attacker(&words);
         command.current_dir(&self.control.workspace);
         command
     }
@@ -189,25 +182,17 @@ impl Battery<'_> {
 
     /// Tries every act that can share a run: one process unconfined, one run in the sandbox.
     fn shared_acts(&mut self) -> Result<ConfinementLevel, AttackError> {
-        let shared: Vec<&'static str> = ACTS
-            .iter()
-            .map(|act| act.name)
-            .filter(|name| !SEPARATE_ACTS.contains(name))
-            .collect();
-        let ordinary: Vec<&str> = shared
-            .iter()
-            .copied()
-            .filter(|name| !PRIVILEGED.contains(name))
-            .chain(["signal_guardian"])
-            .collect();
+        let mut shared: Vec<&str> = ACTS.iter().map(|act| act.name).collect();
+        shared.retain(|name| !SEPARATE_ACTS.contains(name));
+        let mut ordinary = [&shared[..], &["signal_guardian"]].concat();
+        ordinary.retain(|name| !PRIVILEGED.contains(name));
         let mut command = self.unconfined(RUN_ATTACKS, &ordinary);
         command.env(SECRET_VARIABLE, self.control.secret("secret_environment"));
         let inherited = self.control.inherited_descriptor()?;
-        let mut attack_output = self.testbed.finish(command)?.stdout;
+        let control = AttackOutput::new(&self.testbed.finish(command)?.stdout);
         drop(inherited);
         let command = self.unconfined(RUN_ATTACKS_PRIVILEGED, &PRIVILEGED);
         let privileged = AttackOutput::new(&self.testbed.finish(command)?.stdout);
-        let control = AttackOutput::new(&std::mem::take(&mut attack_output));
         self.check_stop()?;
 
         let mut command = self.confined(&[], &shared);
@@ -222,33 +207,26 @@ impl Battery<'_> {
                 true => &privileged,
                 false => &control,
             };
-            let control = judge_act(&mut self.control, act, of_control);
-            let inside = judge_act(&mut self.confined, act, &inside);
+            let control = classify_act(&mut self.control, act, of_control);
+            let inside = classify_act(&mut self.confined, act, &inside);
             self.record(act, control, inside);
         }
-        let of_holder = judge_act(&mut self.control, "signal_guardian", &control);
-        self.record(
-            "signal_guardian",
-            of_holder,
-            ActOutcome::Unable("not yet".into()),
-        );
+        let act = "signal_guardian";
+        let of_holder = classify_act(&mut self.control, act, &control);
+        self.record(act, of_holder, ActResult::Unable("not yet".into()));
         Ok(level)
     }
 
     /// Tries the act in a run of its own, because it may end the run.
     fn signal_guardian(&mut self) -> Result<(), AttackError> {
-        self.check_stop()?;
         let act = "signal_guardian";
         let ran = self.testbed.finish_run(self.confined(&[], &[act]))?;
         let attack_output = AttackOutput::new(&ran.stdout);
-        let inside = match (ran.why_not_started(), ran.status()) {
-            (Some(why), _) => ActOutcome::Unable(why.to_owned()),
-            (None, "succeeded") => match attack_output.success(act) {
-                Some(_) => ActOutcome::Refused("accepted, without any effect".into()),
-                None => ActOutcome::Refused(attack_output.brief(act)),
-            },
-            (None, status) => ActOutcome::Done(format!("the run ended as {status}")),
-        };
+        let inside = ran.judge(|| match (ran.status(), attack_output.success(act)) {
+            ("succeeded", Some(_)) => ActResult::Refused("accepted, without any effect".into()),
+            ("succeeded", None) => ActResult::Refused(attack_output.brief(act)),
+            (status, _) => ActResult::Done(format!("the run ended as {status}")),
+        });
         if let Some(tried) = self.acts.get_mut(act) {
             tried.inside = inside;
         }
@@ -256,21 +234,17 @@ impl Battery<'_> {
     }
 
     fn set_user_id(&mut self) -> Result<(), AttackError> {
-        self.check_stop()?;
         let act = "set_user_id";
         let gains = |path: &&&str| {
             std::fs::metadata(path).is_ok_and(|m| m.uid() == 0 && m.mode() & 0o4001 == 0o4001)
         };
         let Some(program) = SET_USER_ID_PROGRAMS.iter().find(gains) else {
             let none =
-                || ActOutcome::Unable("this host has no set-user-id program that we know".into());
+                || ActResult::Unable("this host has no set-user-id program that we know".into());
             self.record(act, none(), none());
             return Ok(());
         };
-        let words = |targets: &TargetSet| {
-            let aim = format!("{act}={program}");
-            [RUN_ATTACKS.to_owned(), targets.mark.clone(), aim]
-        };
+        let words = |targets: &TargetSet| attack_words(&targets.mark, act, program);
         let mut command = self.testbed.attacker(&words(&self.control));
         if rustix::process::geteuid().is_root() {
             command.uid(NOBODY).gid(NOBODY);
@@ -290,32 +264,28 @@ impl Battery<'_> {
 
     /// Tries to type into the caller's terminal. The process that holds the terminal reports what was typed into it.
     fn terminal_injection(&mut self) -> Result<(), AttackError> {
-        self.check_stop()?;
         let act = "terminal_injection";
         let (control, confined) = (
             self.unconfined(RUN_ATTACKS, &[act]),
             self.confined(&[], &[act]),
         );
         let inject = |inner: Command, mark: &str| {
-            let mut words: Vec<OsString> = vec![victims::ON_TERMINAL.into()];
-            words.push(inner.get_program().to_owned());
-            words.extend(inner.get_args().map(OsString::from));
+            let mut words = vec![OsStr::new(victims::ON_TERMINAL), inner.get_program()];
+            words.extend(inner.get_args());
             let mut command = self.testbed.attacker(&words);
             if let Some(dir) = inner.get_current_dir() {
                 command.current_dir(dir);
             }
             let (_outer, terminal) = open_terminal()?;
             let output = BatteryProcess::start_on(command, terminal)?.finish()?;
-            let typed = output
-                .stdout
-                .lines()
-                .rfind(|l| l.starts_with(victims::HEARD));
-            Ok::<ActOutcome, AttackError>(match typed {
-                None => ActOutcome::Unable("the terminal was lost".into()),
+            let mut lines = output.stdout.lines();
+            let typed = lines.rfind(|l| l.starts_with(victims::HEARD));
+            Ok::<ActResult, AttackError>(match typed {
+                None => ActResult::Unable("the terminal was lost".into()),
                 Some(line) if line.contains(mark) => {
-                    ActOutcome::Done("the caller's shell would have read it".into())
+                    ActResult::Done("the caller's shell would have read it".into())
                 }
-                Some(_) => ActOutcome::Refused(output_on_terminal(&output.stdout).brief(act)),
+                Some(_) => ActResult::Refused(output_on_terminal(&output.stdout).brief(act)),
             })
         };
         let control = inject(control, &self.control.mark)?;
@@ -325,11 +295,10 @@ impl Battery<'_> {
     }
 
     fn daemon_outlives_timeout(&mut self) -> Result<(), AttackError> {
-        self.check_stop()?;
         let act = "daemon_outlives_timeout";
         let control = control_outlives_parent(self.testbed, act)?;
         let mark = self.testbed.mark()?;
-        let words = [RUN_ATTACKS.to_owned(), mark.clone(), format!("{act}=")];
+        let words = attack_words(&mark, act, "");
         let options = ["--json", "--db", "none", "--timeout", "1s", "--grace", "0s"];
         let command = self.testbed.run(&self.confined.project, &options, &words);
         let ran = self.testbed.finish_run(command)?;
@@ -339,21 +308,20 @@ impl Battery<'_> {
 
     /// Kills the runner with SIGKILL, which it cannot handle.
     fn daemon_outlives_runner(&mut self) -> Result<(), AttackError> {
-        self.check_stop()?;
         let act = "daemon_outlives_runner";
         let control = control_outlives_parent(self.testbed, act)?;
         let mark = self.testbed.mark()?;
-        let words = [RUN_ATTACKS.to_owned(), mark.clone(), format!("{act}=")];
         let options = [&["--db", "none"], &RUN_OPTIONS[..]].concat();
-        let mut process =
-            BatteryProcess::start(self.testbed.run(&self.confined.project, &options, &words))?;
+        let words = attack_words(&mark, act, "");
+        let command = self.testbed.run(&self.confined.project, &options, &words);
+        let mut process = BatteryProcess::start(command)?;
         let held = process.wait_for("holding");
         process.kill();
         let left = kill_survivors(&mark, DEATH_WAIT);
         let inside = match (held, left) {
-            (false, _) => ActOutcome::Unable("the run did not get that far".into()),
-            (true, 0) => ActOutcome::Refused("nothing is left".into()),
-            (true, n) => ActOutcome::Done(format!("{n} processes outlived the runner")),
+            (false, _) => ActResult::Unable("the run did not get that far".into()),
+            (true, 0) => ActResult::Refused("nothing is left".into()),
+            (true, n) => ActResult::Done(format!("{n} processes outlived the runner")),
         };
         self.record(act, control, inside);
         Ok(())
@@ -362,7 +330,6 @@ impl Battery<'_> {
     /// Runs with a database of the battery's own. The collected outputs must neither contain the secret nor exceed the
     /// limit.
     fn collection(&mut self) -> Result<(), AttackError> {
-        self.check_stop()?;
         let (farm, links) = ("symlink_farm", "hard_links");
         let control_of = |act: &str| {
             let dir = self.control.workspace.join(act);
@@ -378,89 +345,78 @@ impl Battery<'_> {
                     .map(|path| format!("{} leads to the secret", path.display())),
                 false => copies_beyond_count(&dir),
             };
-            let refused = || ActOutcome::Refused(attack_output.brief(act));
-            Ok::<ActOutcome, AttackError>(done.map_or_else(refused, ActOutcome::Done))
+            let refused = || ActResult::Refused(attack_output.brief(act));
+            Ok::<ActResult, AttackError>(done.map_or_else(refused, ActResult::Done))
         };
         let control = control_of(farm)?;
         let control_of_links = control_of(links)?;
         let words = Self::words(&self.confined, RUN_ATTACKS, &[farm, links]);
         let options = [&["--json"], &RUN_OPTIONS[..], &OUTPUT_LIMIT].concat();
-        let ran =
-            self.testbed
-                .finish_run(self.testbed.run(&self.confined.project, &options, &words))?;
+        let command = self.testbed.run(&self.confined.project, &options, &words);
+        let ran = self.testbed.finish_run(command)?;
         let kept = files_containing(&self.testbed.home(), self.confined.secret(farm));
-        let outputs = ran.record["outputs"]
-            .as_array()
-            .map_or(&[][..], Vec::as_slice);
+        let outputs = ran.record["outputs"].as_array();
+        let outputs = outputs.map_or(&[][..], Vec::as_slice);
         let is_link = |output: &&Value| {
-            output["path"]
-                .as_str()
-                .is_some_and(|p| p.starts_with(LINKED_NAME_PREFIX))
+            let path = output["path"].as_str();
+            path.is_some_and(|p| p.starts_with(LINKED_NAME_PREFIX))
         };
         let (linked, ordinary): (Vec<_>, Vec<_>) = outputs.iter().partition(is_link);
-        let inside = match (ran.why_not_started(), kept.first()) {
-            (Some(why), _) => ActOutcome::Unable(why.to_owned()),
-            (None, Some(path)) => ActOutcome::Done(format!("the secret is in {}", path.display())),
-            (None, None) if ordinary.is_empty() => {
-                ActOutcome::Unable("nothing was collected, not even what is ordinary".into())
+        let inside = ran.judge(|| match (kept.first(), ordinary.len()) {
+            (Some(path), _) => ActResult::Done(format!("the secret is in {}", path.display())),
+            (None, 0) => {
+                ActResult::Unable("nothing was collected, not even what is ordinary".into())
             }
-            (None, None) => ActOutcome::Refused(format!(
-                "{} ordinary output, and the secret nowhere",
-                ordinary.len()
-            )),
-        };
+            (None, n) => ActResult::Refused(format!("{n} ordinary output, and the secret nowhere")),
+        });
         let bytes: u64 = outputs.iter().filter_map(|o| o["bytes"].as_u64()).sum();
-        let size = format!(
-            "{} names, {} KiB in all, with {}",
-            linked.len(),
-            bytes >> 10,
-            OUTPUT_LIMIT.join(" ")
-        );
-        let of_links = match (ran.why_not_started(), linked.len()) {
-            (Some(why), _) => ActOutcome::Unable(why.to_owned()),
-            (None, 0) => ActOutcome::Unable("none of the names was collected".into()),
-            (None, _) if bytes > OUTPUT_BYTES_MAX => ActOutcome::Done(size),
-            (None, _) => ActOutcome::Refused(size),
-        };
+        let (names, limit) = (linked.len(), OUTPUT_LIMIT.join(" "));
+        let size = format!("{names} names, {} KiB in all, with {limit}", bytes >> 10);
+        let of_links = ran.judge(|| match names {
+            0 => ActResult::Unable("none of the names was collected".into()),
+            _ if bytes > OUTPUT_BYTES_MAX => ActResult::Done(size),
+            _ => ActResult::Refused(size),
+        });
         self.record(farm, control, inside);
         self.record(links, control_of_links, of_links);
         Ok(())
     }
 }
 
+/// Returns the arguments that make the attacker try one act on a target.
+fn attack_words(mark: &str, act: &str, target: &str) -> [String; 3] {
+    [RUN_ATTACKS.into(), mark.into(), format!("{act}={target}")]
+}
+
 /// The control: kills only the process that was started, as most programs do, and counts the processes that go on.
-fn control_outlives_parent(testbed: &Testbed, act: &str) -> Result<ActOutcome, AttackError> {
+fn control_outlives_parent(testbed: &Testbed, act: &str) -> Result<ActResult, AttackError> {
     let mark = testbed.mark()?;
-    let words = [RUN_ATTACKS.to_owned(), mark.clone(), format!("{act}=")];
-    let mut process = BatteryProcess::start(testbed.attacker(&words))?;
+    let mut process = BatteryProcess::start(testbed.attacker(&attack_words(&mark, act, "")))?;
     let held = process.wait_for("holding");
     process.kill();
     Ok(match (held, kill_survivors(&mark, Duration::ZERO)) {
-        (false, _) => ActOutcome::Unable("it did not start".into()),
-        (true, 0) => ActOutcome::Refused("nothing was left".into()),
-        (true, n) => ActOutcome::Done(format!("{n} processes went on")),
+        (false, _) => ActResult::Unable("it did not start".into()),
+        (true, 0) => ActResult::Refused("nothing was left".into()),
+        (true, n) => ActResult::Done(format!("{n} processes went on")),
     })
 }
 
 /// Checks that a run that reached its deadline left no process and is recorded as timed out.
-fn outlived_timeout(mark: &str, ran: &ConfinedRun) -> ActOutcome {
+fn outlived_timeout(mark: &str, ran: &ConfinedRun) -> ActResult {
     // Do not wait: when the call returns, every process must be dead.
     let left = kill_survivors(mark, Duration::ZERO);
     let unkillable = ran.record["notices"].to_string().contains("unkillable");
-    match (ran.why_not_started(), left, ran.status()) {
-        (Some(why), ..) => ActOutcome::Unable(why.to_owned()),
+    let reason = ran.record["reason"].as_str().unwrap_or("without a reason");
+    ran.judge(|| match (left, ran.status()) {
         // The run ended before its deadline, so the act was not tried.
-        (None, 0, "succeeded") => ActOutcome::Unable(ran.stdout.trim().to_owned()),
-        (None, 0, _) if unkillable => {
-            ActOutcome::Done("not every process could be shown dead in time".into())
+        (0, "succeeded") => ActResult::Unable(ran.stdout.trim().to_owned()),
+        (0, _) if unkillable => {
+            ActResult::Done("not every process could be shown dead in time".into())
         }
-        (None, 0, "timed_out") => ActOutcome::Refused("timed_out, and nothing is left".into()),
-        (None, 0, status) => ActOutcome::Done(format!(
-            "the run ended as {status}, {}",
-            ran.record["reason"].as_str().unwrap_or("without a reason")
-        )),
-        (None, n, _) => ActOutcome::Done(format!("{n} processes outlived the run")),
-    }
+        (0, "timed_out") => ActResult::Refused("timed_out, and nothing is left".into()),
+        (0, status) => ActResult::Done(format!("the run ended as {status}, {reason}")),
+        (n, _) => ActResult::Done(format!("{n} processes outlived the run")),
+    })
 }
 
 fn confinement_level(ran: &ConfinedRun) -> Result<ConfinementLevel, AttackError> {
@@ -469,41 +425,26 @@ fn confinement_level(ran: &ConfinedRun) -> Result<ConfinementLevel, AttackError>
             reason: why.to_owned(),
         });
     }
-    match ran.record["isolation"]["level"].as_str() {
-        Some("full") => Ok(ConfinementLevel::Full),
-        Some("landlock") => Ok(ConfinementLevel::Landlock),
-        other => Err(AttackError::UnknownLevel {
-            level: other.map(str::to_owned),
-        }),
-    }
+    let level = &ran.record["isolation"]["level"];
+    ConfinementLevel::deserialize(level).map_err(|_| AttackError::UnknownLevel {
+        level: level.as_str().map(str::to_owned),
+    })
 }
 
 /// Judges an act from the evidence on the host and the attacker's answer.
-fn judge_act(targets: &mut TargetSet, act: &str, attack_output: &AttackOutput) -> ActOutcome {
+fn classify_act(targets: &mut TargetSet, act: &str, attack_output: &AttackOutput) -> ActResult {
     if let Some(why) = targets.why_impossible(act) {
-        return ActOutcome::Unable(why.into());
+        return ActResult::Unable(why.into());
     }
     match (
         targets.evidence(act, attack_output),
-        attack_output.answer(act),
+        attack_output.outcome(act),
     ) {
-        (Some(what), _) => ActOutcome::Done(what),
-        (None, Some((ActAnswer::Unable, why))) => ActOutcome::Unable(why.to_owned()),
-        (None, Some((ActAnswer::Succeeded, what))) => {
-            ActOutcome::Refused(format!("without effect on the host: {what}"))
+        (Some(what), _) => ActResult::Done(what),
+        (None, ActResult::Done(what)) => {
+            ActResult::Refused(format!("without effect on the host: {what}"))
         }
-        (None, Some((ActAnswer::Refused, why))) => ActOutcome::Refused(why.to_owned()),
-        (None, None) => ActOutcome::Unable(attack_output.brief(act)),
-    }
-}
-
-/// Judges an act from the attacker's answer alone, where nothing else shows what happened.
-fn outcome_from_output(act: &str, attack_output: &AttackOutput) -> ActOutcome {
-    match attack_output.answer(act) {
-        Some((ActAnswer::Succeeded, what)) => ActOutcome::Done(what.to_owned()),
-        Some((ActAnswer::Refused, why)) => ActOutcome::Refused(why.to_owned()),
-        Some((ActAnswer::Unable, why)) => ActOutcome::Unable(why.to_owned()),
-        None => ActOutcome::Unable(attack_output.brief(act)),
+        (None, refused_or_unable) => refused_or_unable,
     }
 }
 
@@ -530,10 +471,7 @@ fn files_containing(dir: &Path, text: &str) -> Vec<PathBuf> {
             if entry.file_type().is_ok_and(|t| t.is_dir()) {
                 pending.push(path);
             } else if std::fs::metadata(&path).is_ok_and(|m| m.is_file() && m.len() < 1 << 26)
-                && std::fs::read(&path)
-                    .unwrap_or_default()
-                    .windows(text.len())
-                    .any(|w| w == text.as_bytes())
+                && contains(&std::fs::read(&path).unwrap_or_default(), text)
             {
                 found.push(path);
             }
@@ -578,14 +516,14 @@ impl SetUserIdWatch {
         SetUserIdWatch { stop, seen }
     }
 
-    fn finish(self, act: &str, attack_output: &AttackOutput) -> ActOutcome {
+    fn finish(self, act: &str, attack_output: &AttackOutput) -> ActResult {
         self.stop.store(true, Ordering::Relaxed);
         match self.seen.join().ok().flatten() {
-            Some((real, 0)) if real != 0 => ActOutcome::Done(format!("uid {real} ran it as root")),
-            Some((_, effective)) => ActOutcome::Refused(format!("it ran as uid {effective}")),
+            Some((real, 0)) if real != 0 => ActResult::Done(format!("uid {real} ran it as root")),
+            Some((_, effective)) => ActResult::Refused(format!("it ran as uid {effective}")),
             None => match attack_output.answer(act) {
-                Some((ActAnswer::Refused, why)) => ActOutcome::Refused(why.to_owned()),
-                _ => ActOutcome::Unable(format!("it was not seen: {}", attack_output.brief(act))),
+                Some(refused @ ActResult::Refused(_)) => refused,
+                _ => ActResult::Unable(format!("it was not seen: {}", attack_output.brief(act))),
             },
         }
     }

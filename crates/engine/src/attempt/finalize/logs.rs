@@ -3,47 +3,52 @@
 use crate::attempt::error::CommitError;
 use crate::attempt::finalize::ended_attempt::EndedAttempt;
 use crate::attempt::log_capture::CapturedLog;
-use crate::attempt::record::Record;
 use crate::home::HomeError;
-use crate::run_dir::{RunDir, tail_name};
+use crate::run_dir::tail_name;
 use store::artifacts::{Artifacts, SharedLock};
 
 /// Writes the captured logs to the run directory, unless they are there already.
-pub(super) fn write(dir: &RunDir, logs: [&CapturedLog; 2]) -> Result<(), CommitError> {
+pub(super) fn write(ended: &EndedAttempt<'_>) -> Result<(), CommitError> {
+    let logs = ended.captured_logs().into_iter().flatten();
     for (name, captured) in store::STREAMS.into_iter().zip(logs) {
-        dir.write_log(name, &captured.head)?;
+        ended.dir.write_log(name, &captured.head)?;
         if !captured.tail.is_empty() {
-            dir.write_log(&tail_name(name), &captured.tail)?;
+            ended.dir.write_log(&tail_name(name), &captured.tail)?;
         }
     }
     Ok(())
 }
 
-/// What the run directory has of one log.
-pub(super) struct KeptLog {
+/// What is kept of one log.
+pub(super) struct LogExcerpt {
     head: Vec<u8>,
     tail: Vec<u8>,
 }
 
-impl KeptLog {
+impl LogExcerpt {
     pub fn bytes(&self) -> u64 {
         (self.head.len() + self.tail.len()) as u64
     }
 }
 
-pub(super) fn read(ended: &EndedAttempt<'_>) -> Result<Vec<KeptLog>, CommitError> {
+/// The logs as this process captured them, or as the run directory has them.
+pub(super) fn excerpts(ended: &EndedAttempt<'_>) -> Result<Vec<LogExcerpt>, CommitError> {
+    if let Some(logs) = ended.captured_logs() {
+        let excerpt = |log: &CapturedLog| LogExcerpt {
+            head: log.head.clone(),
+            tail: log.tail.clone(),
+        };
+        return Ok(logs.map(excerpt).into());
+    }
     let bytes_of = |name: &str| -> Result<Vec<u8>, HomeError> {
         let bytes = ended.dir.read_bytes(name, u64::MAX)?;
         Ok(bytes.unwrap_or_default())
     };
-    let text = |stream: &str| -> Result<KeptLog, CommitError> {
-        let head = bytes_of(stream)?;
-        // A log without a head has no tail either.
-        let tail = match head.is_empty() {
-            true => Vec::new(),
-            false => bytes_of(&tail_name(stream))?,
-        };
-        Ok(KeptLog { head, tail })
+    let text = |stream: &str| -> Result<LogExcerpt, CommitError> {
+        Ok(LogExcerpt {
+            head: bytes_of(stream)?,
+            tail: bytes_of(&tail_name(stream))?,
+        })
     };
     store::STREAMS.into_iter().map(text).collect()
 }
@@ -51,15 +56,14 @@ pub(super) fn read(ended: &EndedAttempt<'_>) -> Result<Vec<KeptLog>, CommitError
 /// The rows for the logs: excerpts, and where a log is longer, the whole log as an object in the store.
 pub(super) fn log_rows(
     ended: &EndedAttempt<'_>,
-    record: &Record,
-    kept_logs: Vec<KeptLog>,
+    log_excerpts: Vec<LogExcerpt>,
     store: Option<(&Artifacts, &SharedLock)>,
 ) -> Result<Vec<store::LogRow>, CommitError> {
-    let of = [&record.stdout, &record.stderr];
+    let of = [&ended.outcome.stdout, &ended.outcome.stderr];
     let mut logs = Vec::new();
-    for ((stream, facts), text) in store::STREAMS.into_iter().zip(of).zip(kept_logs) {
+    for ((stream, facts), text) in store::STREAMS.into_iter().zip(of).zip(log_excerpts) {
         let whole = text.bytes();
-        let KeptLog { mut head, mut tail } = text;
+        let LogExcerpt { mut head, mut tail } = text;
         let head_bytes = head.len();
         // A runner that died did not record the length. Then what arrived is all there is.
         let total_bytes = facts.bytes.max(whole);

@@ -51,7 +51,7 @@ pub(crate) fn build_manifest(
                 wanted: (!rules.outputs.is_empty()).then_some(&wanted),
                 expected: (!rules.expects.is_empty()).then_some(&expects),
                 staged_inputs: &staged_inputs,
-                modes: ended.modes,
+                modes: ended.modes(),
             },
             progress,
         )?;

@@ -9,7 +9,7 @@
 //! all use this code, and a repetition after a crash at any point ends in the same rows and files.
 //!
 //! In reading order: `ended_attempt` (the input), `outcome_file` (how the program ended, in the run directory),
-//! `manifest_builder` (what to take, and the final record), `output_transfer` (files into the store), `logs`,
+//! `manifest_builder` (what to take, and the final record), `output_transfer` (files into the artifact store), `logs`,
 //! `transaction`.
 
 pub mod ended_attempt;
@@ -33,17 +33,19 @@ use store::types::crash_points::CrashPoint;
 use store::types::manifest::Manifest;
 
 /// Commits the attempt. Continues wherever an earlier process stopped.
+///
+/// Durable steps: [`CrashPoint::Collected`], [`CrashPoint::ManifestWritten`], [`CrashPoint::ObjectMoved`] for each output,
+/// [`CrashPoint::ObjectsDurable`], [`CrashPoint::TransactionOpen`], [`CrashPoint::Committed`].
 pub fn finalize_attempt(
     ended: &EndedAttempt<'_>,
     recorder: &mut Recorder,
     progress: &mut dyn FnMut(CollectProgress),
 ) -> Result<Record, CommitError> {
-    let record = read_outcome(ended)?;
     let (mut manifest, mut is_written) = match read_manifest(ended)? {
         Some(manifest) => (manifest, true),
         None => {
             // The walk may take long, so make the outcome durable before it.
-            if is_large(&record) {
+            if is_large(ended.outcome) {
                 ended.dir.make_durable()?;
             }
             let manifest = build_manifest(ended, progress)?;
@@ -51,10 +53,10 @@ pub fn finalize_attempt(
             (manifest, false)
         }
     };
-    let kept_logs = logs::read(ended)?;
+    let log_excerpts = logs::excerpts(ended)?;
     let inline = ended.commit_plan.collection.inline_bytes_max;
     let has_objects = !manifest.collected.outputs.is_empty()
-        || kept_logs.iter().any(|text| text.bytes() > inline);
+        || log_excerpts.iter().any(|text| text.bytes() > inline);
     // If nothing is stored and the workspace is on disk, the manifest need not be written: a repetition builds the same
     // one from the workspace.
     if !is_written && (has_objects || ended.commit_plan.memory) {
@@ -67,22 +69,22 @@ pub fn finalize_attempt(
         ended.dir.make_durable()?;
     }
     pass_crash_point(CrashPoint::ManifestWritten)?;
-    // The lock keeps a sweep from removing objects that no row names yet, so it lasts until the transaction is done. It
-    // is dropped last: dropping it also drops the stored objects from the page cache, and the commit need not wait.
-    let mut store_lock = None;
+    // The lock keeps a sweep from removing objects that no row names yet, so it is held until the transaction is done.
+    // It is released last: releasing the lock also removes the stored objects from the page cache, and the commit does
+    // not wait for that.
+    let mut artifacts_lock = None;
     let committed = match has_objects {
         true => store_and_commit(
             ended,
             recorder,
-            &record,
             &mut manifest,
-            kept_logs,
-            &mut store_lock,
+            log_excerpts,
+            &mut artifacts_lock,
         ),
         false => {
-            let logs = logs::log_rows(ended, &record, kept_logs, None)?;
+            let logs = logs::log_rows(ended, log_excerpts, None)?;
             pass_crash_point(CrashPoint::ObjectsDurable)?;
-            commit_final_record(ended, recorder, &record, &manifest, None, &logs)
+            commit_final_record(ended, recorder, &manifest, None, &logs)
         }
     };
     if committed.is_err() && !is_written {
@@ -94,13 +96,8 @@ pub fn finalize_attempt(
     let record = committed?;
     // Tests may kill the process here. An injected error is ignored, because the commit cannot be undone.
     let _ = pass_crash_point(CrashPoint::Committed);
-    drop(store_lock);
+    drop(artifacts_lock);
     Ok(record)
-}
-
-fn read_outcome(ended: &EndedAttempt<'_>) -> Result<Record, CommitError> {
-    let stored = outcome_file::read(ended.dir)?.ok_or(CommitError::NoOutcome)?;
-    Ok(stored.record)
 }
 
 /// A manifest that a power cut tore counts as missing: it is durable before the first file moves, so nothing has moved
@@ -122,36 +119,34 @@ fn is_large(record: &Record) -> bool {
 fn store_and_commit(
     ended: &EndedAttempt<'_>,
     recorder: &mut Recorder,
-    record: &Record,
     manifest: &mut Manifest,
-    kept_logs: Vec<logs::KeptLog>,
-    store_lock: &mut Option<SharedLock>,
+    log_excerpts: Vec<logs::LogExcerpt>,
+    artifacts_lock: &mut Option<SharedLock>,
 ) -> Result<Record, CommitError> {
-    let transfer = (ended.transfer)(&final_record(record, manifest));
+    let transfer = ended.transfer(final_record(ended.outcome, manifest).status);
     let artifacts = recorder.artifacts()?;
-    let store_lock = store_lock.insert(artifacts.lock_shared()?);
-    artifacts.note_user(store_lock, &store_user(ended))?;
-    store_outputs(ended, manifest, (&artifacts, store_lock), transfer)?;
-    let logs = logs::log_rows(ended, record, kept_logs, Some((&artifacts, store_lock)))?;
+    let artifacts_lock = artifacts_lock.insert(artifacts.lock_shared()?);
+    artifacts.note_user(artifacts_lock, &store_user(ended))?;
+    store_outputs(ended, manifest, (&artifacts, artifacts_lock), transfer)?;
+    let logs = logs::log_rows(ended, log_excerpts, Some((&artifacts, artifacts_lock)))?;
     artifacts.make_durable()?;
     pass_crash_point(CrashPoint::ObjectsDurable)?;
-    commit_final_record(ended, recorder, record, manifest, Some(&artifacts), &logs)
+    commit_final_record(ended, recorder, manifest, Some(&artifacts), &logs)
 }
 
 fn commit_final_record(
     ended: &EndedAttempt<'_>,
     recorder: &mut Recorder,
-    record: &Record,
     manifest: &Manifest,
     artifacts: Option<&Artifacts>,
     logs: &[store::LogRow],
 ) -> Result<Record, CommitError> {
-    let mut record = final_record(record, manifest);
+    let mut record = final_record(ended.outcome, manifest);
     let mut committed =
         transaction::commit(ended, recorder, &mut record, manifest, artifacts, logs);
     // The server may have closed a connection that was unused while the program ran. Repeating is safe: the key
     // identifies the attempt.
-    if committed.as_ref().is_err_and(CommitError::is_unavailable) && recorder.was_detached() {
+    if committed.as_ref().is_err_and(CommitError::is_unavailable) && recorder.was_idle() {
         committed = transaction::commit(ended, recorder, &mut record, manifest, artifacts, logs);
     }
     // If the database file was replaced meanwhile, the commit went to the old one, so repeat it. `store` then reports

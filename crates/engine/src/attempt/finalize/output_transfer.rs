@@ -1,4 +1,4 @@
-//! Moves or copies the outputs of a manifest into an artifact store.
+//! Links or copies the outputs of a manifest into an artifact store.
 
 use std::collections::HashSet;
 use std::io;
@@ -14,7 +14,7 @@ use store::artifacts::{
 };
 use store::types::manifest::{self, Manifest, Remark, RemarkedPath};
 
-/// Puts every output of the manifest into the store. An output that cannot be found anywhere is removed from the
+/// Puts every output of the manifest into the artifact store. An output that cannot be found anywhere is removed from the
 /// manifest, with a remark.
 pub(super) fn store_outputs(
     ended: &EndedAttempt<'_>,
@@ -24,7 +24,7 @@ pub(super) fn store_outputs(
 ) -> Result<(), CommitError> {
     let source = match ended.leftovers {
         Leftovers::Directory { dir, owner_uid } => {
-            Some(TransferSource::new(dir, owner_uid, transfer, ended.trust))
+            Some(TransferSource::new(dir, owner_uid, transfer, ended.trust()))
         }
         Leftovers::Nothing | Leftovers::Gone => None,
     };
@@ -48,7 +48,7 @@ pub(super) fn store_outputs(
             .map(|s| artifacts.take_output(hold, s, output))
         {
             Some(Ok(_)) => {}
-            Some(Err(e)) if !is_lost(&e, ended.trust) => return Err(e.into()),
+            Some(Err(e)) if !is_lost(&e, ended.trust()) => return Err(e.into()),
             Some(Err(_)) | None => drop(lost.insert(output.path.clone())),
         }
     }
@@ -104,7 +104,8 @@ fn remove_lost_outputs(
     Ok(())
 }
 
-/// Puts the outputs into the run directory itself, where no artifact store is needed.
+/// Puts the outputs into a small artifact store in the run directory (`objects/`), because the commit failed for another
+/// reason than the database.
 pub fn store_outputs_aside(ended: &EndedAttempt<'_>) -> Result<(), CommitError> {
     let aside = Artifacts::open(&ended.dir.objects())?;
     if !ended.commit_plan.memory {
@@ -117,7 +118,7 @@ pub fn store_outputs_aside(ended: &EndedAttempt<'_>) -> Result<(), CommitError> 
     let Leftovers::Directory { dir, owner_uid } = ended.leftovers else {
         return Err(CommitError::NoOutcome);
     };
-    let source = TransferSource::new(dir, owner_uid, TransferMode::Move, ended.trust);
+    let source = TransferSource::new(dir, owner_uid, TransferMode::Move, ended.trust());
     let outputs = manifest.collected.outputs.iter();
     let taken = outputs.map(|output| aside.take_output(&hold, &source, output));
     let lost = taken.filter(Result::is_err).count();

@@ -5,14 +5,14 @@
 //! connection.
 
 use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use rustix::time::Timespec;
+use sandbox::events::{self, PollFlags};
 
 /// No expected reply is nearly as large. A larger signal of the manager is not worth the memory.
 const MESSAGE_BYTES_MAX: usize = 1 << 20;
@@ -177,12 +177,11 @@ impl BusConnection {
 
     /// Waits until the manager sends some message, but not longer than `at_most`.
     pub fn wait(&mut self, at_most: Duration) -> Result<(), BusError> {
-        let timeout = Timespec::try_from(at_most).unwrap_or_default();
-        let mut ready = [PollFd::new(&self.stream, PollFlags::IN)];
-        match rustix::event::poll(&mut ready, Some(&timeout)) {
-            Ok(0) | Err(Errno::INTR) => Ok(()),
-            Ok(_) => self.receive().map(drop),
-            Err(e) => Err(BusError::Receive(e.into())),
+        let stream = [((), self.stream.as_fd(), PollFlags::IN)];
+        let ready = events::wait_for_any(stream, at_most).map_err(BusError::Receive)?;
+        match ready.is_empty() {
+            true => Ok(()),
+            false => self.receive().map(drop),
         }
     }
 

@@ -101,6 +101,11 @@ pub fn ensure_own_scope() -> Result<&'static ScopeMembership, &'static ScopeErro
         .as_ref()
 }
 
+/// Why this process could not be put into a scope, if that was tried.
+pub fn move_error() -> Option<&'static ScopeError> {
+    MEMBERSHIP.get()?.as_ref().err()
+}
+
 fn join(purpose: ScopePurpose) -> Result<ScopeMembership, ScopeError> {
     let place = match purpose {
         ScopePurpose::OwnScope => match cgroup::group_location() {

@@ -126,14 +126,14 @@ pub enum PrefixRefusal {
 pub(super) fn list(paths: &[PathBuf]) -> String {
     paths
         .iter()
-        .map(|path| shown(path))
+        .map(|path| escape_for_line(path))
         .collect::<Vec<_>>()
         .join(", ")
 }
 
 /// Formats a path for one line on a terminal. Whoever named the directory must not be able to send control characters
 /// to the terminal.
-pub(super) fn shown(path: &Path) -> String {
+pub(super) fn escape_for_line(path: &Path) -> String {
     match path.to_str() {
         Some(text) if !text.chars().any(char::is_control) => text.to_owned(),
         _ => format!("{path:?}"),

@@ -37,7 +37,7 @@ use std::path::{Path, PathBuf};
 pub use caller::CallerEnvironment;
 use chain::{InterpreterChain, PathOrigin};
 pub use error::{PrefixRefusal, RuntimeError};
-use error::{list, shown};
+use error::{escape_for_line, list};
 use host_files::LinkPolicy;
 use prefix::PrefixKind;
 use shebang::Shebang;
@@ -255,7 +255,10 @@ fn admit_active_for_shell(
         match chain.admit_named(prefix) {
             Ok(real) => return Some(real),
             Err(RuntimeError::Refused { why, .. }) => {
-                notices.push(format!("without {variable} {}: {why}", shown(prefix)));
+                notices.push(format!(
+                    "without {variable} {}: {why}",
+                    escape_for_line(prefix)
+                ));
             }
             Err(error) => notices.push(format!("without {variable}: {error}")),
         }
@@ -277,7 +280,13 @@ fn unused_venv_notice(
         .and_then(OsStr::to_str)
         .is_some_and(|name| name.starts_with("python"));
     let other = named.is_none() && python && !program.starts_with(&real);
-    other.then(|| format!("{}, not the active venv {}", shown(program), shown(venv)))
+    other.then(|| {
+        format!(
+            "{}, not the active venv {}",
+            escape_for_line(program),
+            escape_for_line(venv)
+        )
+    })
 }
 
 fn active_env(chain: &InterpreterChain<'_>, lead: Option<&Path>) -> Vec<(OsString, OsString)> {

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_interpreter_line_is_none() {
+    fn text_that_is_not_an_interpreter_line_gives_none() {
         for head in [
             "",
             "#",

@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_zlib_packed_is_unpacked() {
+    fn data_compressed_by_zlib_is_decompressed() {
         let mut noise = 1u32;
         let mut random = || {
             noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

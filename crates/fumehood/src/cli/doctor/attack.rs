@@ -1,25 +1,17 @@
 //! `fumehood doctor --attack`: starts the attack battery of `doctor::attack` and prints its report.
 
 use std::io::Write;
-use std::os::fd::AsFd;
 
 use anyhow::Context;
 use doctor::attack::{self, AttackOptions};
+use sandbox::events::SignalQueue;
 use sandbox::spec::ConfinementLevel;
 
+use super::DoctorArgs;
 use crate::cli::messages;
 
 /// The exit code if an act escaped, or if `--strict` finds that the table promises too little.
 const FOUND: u8 = 1;
-
-#[derive(Clone, Copy, Debug, Default)]
-pub struct AttackArgs {
-    /// Attack exactly this level; `None` attacks the level that a run gets on this host.
-    pub level: Option<ConfinementLevel>,
-    pub json: bool,
-    /// Also fail where the sandbox refuses an act that the table does not promise to refuse.
-    pub strict: bool,
-}
 
 #[derive(Debug, thiserror::Error)]
 #[error("the levels are full and landlock")]
@@ -32,14 +24,13 @@ pub fn level(name: &str) -> Result<ConfinementLevel, UnknownLevel> {
     found.ok_or(UnknownLevel)
 }
 
-pub fn run(args: &AttackArgs) -> anyhow::Result<u8> {
+pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     // SIGHUP, SIGINT and SIGTERM are read between two acts, so that the battery can remove its targets first.
     let wanted = [1, 2, 15];
-    sandbox::block_signals(Some(&wanted)).context("block signals")?;
-    let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
+    let signals = SignalQueue::block(&wanted).context("listen for signals")?;
     let report = attack::run(&AttackOptions {
         level: args.level,
-        stop_signal: &|| sandbox::read_signal(signals.as_fd()),
+        stop_signal: &|| signals.take(),
         warn: messages::line,
     })?;
     let text = match args.json {

@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use doctor::host_checks::{self, Diagnosis, Finding, Remedy, Severity, Subject};
+use doctor::host_checks::{self, Finding, Subject};
 use engine::home::Home;
 use engine::plan::limits::error_chain;
 use engine::request::{self, Command};
@@ -62,21 +62,12 @@ pub struct DoctorArgs {
 
 pub fn doctor(args: &DoctorArgs) -> anyhow::Result<u8> {
     if args.attack {
-        return attack::run(&attack::AttackArgs {
-            level: args.level,
-            json: args.json,
-            strict: args.strict,
-        });
+        return attack::run(args);
     }
     let mut found = Vec::new();
     let sources = Sources::from_process()?;
-    let resolved = match configuration(args, &sources) {
-        Ok(resolved) => Some(resolved),
-        Err(refused) => {
-            found.push(*refused);
-            None
-        }
-    };
+    let configured = configuration(args, &sources);
+    let resolved = configured.map_err(|refused| found.push(*refused)).ok();
     let floor = resolved.as_ref().map(|r| level(r.request.floor));
     let subject = subject(resolved.as_deref(), &sources, &mut found)?;
     let mut diagnosis = host_checks::examine(&subject);
@@ -114,7 +105,7 @@ fn configuration(args: &DoctorArgs, sources: &Sources) -> Result<Box<Resolved>, 
     let resolved = config::run_request(command, given, sources);
     resolved.map(Box::new).map_err(|e| {
         let text = format!("the configuration is refused: {}", error_chain(&e));
-        Box::new(Finding::new("configuration", Severity::Stops, text))
+        Box::new(Finding::stops("configuration", text))
     })
 }
 
@@ -129,39 +120,24 @@ fn subject(
         Some(resolved) => record_paths(&resolved.record, &home, found),
         None => (Some(home.artifacts()), Some(home.database())),
     };
-    let defaults = Subject {
-        launcher: PathBuf::from("/proc/self/exe"),
+    let request = resolved.map(|resolved| &resolved.request);
+    let in_memory = request.is_some_and(|r| r.workspace_kind == request::WorkspaceKind::Memory);
+    Ok(Subject {
         home: home.path().to_path_buf(),
         artifacts,
         database,
-        workspace_root: PathBuf::from("/tmp"),
-        workspace_kind: WorkspaceKind::Disk,
-        project: sources.cwd.clone(),
-        floor: ConfinementLevel::Landlock,
-        level: None,
-        required_layers: Default::default(),
-        limits: Default::default(),
-        allow_degraded: Default::default(),
-        free_reserve_bytes: 0,
-    };
-    let Some(resolved) = resolved else {
-        return Ok(defaults);
-    };
-    let request = &resolved.request;
-    Ok(Subject {
-        workspace_root: request.workspace_root.clone(),
-        workspace_kind: match request.workspace_kind {
-            request::WorkspaceKind::Memory => WorkspaceKind::Memory,
-            request::WorkspaceKind::Disk => WorkspaceKind::Disk,
+        workspace_root: request.map_or_else(|| "/tmp".into(), |r| r.workspace_root.clone()),
+        workspace_kind: match in_memory {
+            true => WorkspaceKind::Memory,
+            false => WorkspaceKind::Disk,
         },
-        project: request.project.clone(),
-        floor: level(request.floor),
-        level: request.level,
-        required_layers: resolved.required_layers.clone(),
-        limits: request.limits.clone(),
-        allow_degraded: request.allow_degraded.clone(),
-        free_reserve_bytes: resolved.record.free_reserve_bytes,
-        ..defaults
+        project: request.map_or_else(|| sources.cwd.clone(), |r| r.project.clone()),
+        floor: request.map_or(ConfinementLevel::Landlock, |r| level(r.floor)),
+        level: request.and_then(|r| r.level),
+        required_layers: resolved.map_or_else(Default::default, |r| r.required_layers.clone()),
+        limits: request.map_or_else(Default::default, |r| r.limits.clone()),
+        allow_degraded: request.map_or_else(Default::default, |r| r.allow_degraded.clone()),
+        free_reserve_bytes: resolved.map_or(0, |r| r.record.free_reserve_bytes),
     })
 }
 
@@ -179,13 +155,10 @@ fn record_paths(
                 Location::Sqlite(path) => Some(path),
                 _ => None,
             };
-            (
-                Some(artifacts.unwrap_or_else(|| home.artifacts())),
-                database,
-            )
+            (artifacts.or_else(|| Some(home.artifacts())), database)
         }
         Err(e) => {
-            found.push(Finding::new("database", Severity::Stops, format!("{e:#}")));
+            found.push(Finding::stops("database", format!("{e:#}")));
             (None, None)
         }
     }
@@ -198,71 +171,35 @@ fn policy_finding(sources: &Sources, floor: Option<ConfinementLevel>) -> Finding
         format!("; the floor is `{}`", f.as_str())
     });
     if sources.policy.exists() {
-        return Finding::fine(
-            "policy",
-            format!("the operator's policy {path} is in force{floor}"),
-        );
+        let text = format!("the operator's policy {path} is in force{floor}");
+        return Finding::fine("policy", text);
     }
-    let lines: Vec<&str> = SHIPPED_POLICY
-        .lines()
-        .filter(|l| !l.starts_with('#') && !l.is_empty())
-        .collect();
-    let remedy = Remedy {
-        text: String::from(
-            "If others rely on this host, install the one that packages ship, and read it:",
-        ),
-        lines: [
-            vec!["sudo install -D -m 644 /dev/stdin /etc/fumehood/policy.toml <<'END'"],
-            lines,
-            vec!["END"],
-        ]
-        .concat()
-        .into_iter()
-        .map(str::to_owned)
-        .collect(),
-        untried: false,
-    };
-    Finding {
-        remedy: Some(remedy),
-        ..Finding::new(
-            "policy",
-            Severity::Note,
-            format!("there is no operator's policy at {path}: users decide for themselves{floor}"),
-        )
-    }
+    let text =
+        format!("there is no operator's policy at {path}: users decide for themselves{floor}");
+    let shipped = SHIPPED_POLICY.lines();
+    let mut lines = vec!["sudo install -D -m 644 /dev/stdin /etc/fumehood/policy.toml <<'END'"];
+    lines.extend(shipped.filter(|l| !l.starts_with('#') && !l.is_empty()));
+    lines.push("END");
+    Finding::note("policy", text).remedy(
+        "If others rely on this host, install the one that packages ship, and read it:",
+        &lines,
+    )
 }
 
 /// Reports which files and variables set something.
 fn settings_finding(sources: &Sources) -> Finding {
     let project = sources.cwd.join("fumehood.toml");
-    let candidates = [
-        Some(&sources.policy),
-        sources.user_config.as_ref(),
-        Some(&project),
-    ];
-    let read = candidates.into_iter().flatten().filter(|p| p.exists());
+    let files = std::iter::once(&sources.policy).chain(&sources.user_config);
+    let read = files.chain([&project]).filter(|p| p.exists());
     let mut list: Vec<String> = read.map(|p| p.display().to_string()).collect();
     let variables = sources.env.keys().filter_map(|k| k.to_str());
-    list.extend(
-        variables
-            .filter(|k| k.starts_with("FUMEHOOD_"))
-            .map(str::to_owned),
-    );
-    Finding::fine(
-        "settings",
-        match list.is_empty() {
-            true => String::from(
-                "no configuration file and no FUMEHOOD_* variable: all settings are the defaults",
-            ),
-            false => format!("settings come from {}", list.join(", ")),
-        },
-    )
-}
-
-/// Whether there is nothing to report beside the verdict.
-fn has_only_fine_findings(diagnosis: &Diagnosis) -> bool {
-    diagnosis
-        .findings
-        .iter()
-        .all(|f| f.severity == Severity::Fine)
+    let ours = variables.filter(|k| k.starts_with("FUMEHOOD_"));
+    list.extend(ours.map(str::to_owned));
+    let text = match list.is_empty() {
+        true => {
+            "no configuration file and no FUMEHOOD_* variable: all settings are the defaults".into()
+        }
+        false => format!("settings come from {}", list.join(", ")),
+    };
+    Finding::fine("settings", text)
 }

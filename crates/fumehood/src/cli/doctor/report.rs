@@ -3,13 +3,13 @@
 use std::io::IsTerminal;
 
 use doctor::host_checks::{
-    Diagnosis, Finding, HostFacts, LevelCheck, Severity, Subject, errno_name, landlock_abi,
+    Diagnosis, Finding, HostFacts, LevelCheck, Severity, Subject, describe_errno, errno_name,
+    landlock_abi, layer_name,
 };
 use sandbox::probe::mechanisms::{Mechanism, MechanismResult, MechanismVerdict, Need};
-use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, Layer};
+use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, LimitName};
 use serde::Serialize;
 
-use super::has_only_fine_findings;
 use crate::cli::print::{self, StdoutWriter, escape};
 
 /// The width of wrapped text. Lines to copy are never wrapped.
@@ -17,16 +17,14 @@ const WIDTH: usize = 80;
 
 pub fn print_text(diagnosis: &Diagnosis, subject: &Subject, verbose: bool) -> anyhow::Result<()> {
     let mut out = StdoutWriter::new();
-    for line in wrap(&verdict(diagnosis, subject), "", "") {
-        out.line(&line)?;
-    }
+    print_lines(&mut out, wrap(&verdict(diagnosis, subject), "", ""))?;
     let is_shown = |f: &&Finding| verbose || f.severity > Severity::Fine;
     for finding in diagnosis.findings.iter().filter(is_shown) {
         print_finding(&mut out, finding, verbose)?;
     }
     if verbose {
         print_details(&mut out, diagnosis)?;
-    } else if !has_only_fine_findings(diagnosis) {
+    } else if diagnosis.findings.iter().any(|f| is_shown(&f)) {
         out.line("")?;
         let notes = diagnosis.findings.iter();
         let notes = notes.filter(|f| f.severity == Severity::Note && f.remedy.is_some());
@@ -36,6 +34,10 @@ pub fn print_text(diagnosis: &Diagnosis, subject: &Subject, verbose: bool) -> an
         })?;
     }
     out.finish()
+}
+
+fn print_lines(out: &mut StdoutWriter, lines: Vec<String>) -> anyhow::Result<()> {
+    lines.iter().try_for_each(|line| out.line(line))
 }
 
 /// Returns the first line, which many people read alone.
@@ -93,13 +95,9 @@ fn print_finding(out: &mut StdoutWriter, finding: &Finding, verbose: bool) -> an
         true => format!("\x1b[1m{head}\x1b[0m"),
         false => head,
     };
-    let lines = wrap(&to_sentence(&finding.text), "", &margin);
-    for (n, line) in lines.iter().enumerate() {
-        out.line(&match n {
-            0 => format!("{head}{}", line.trim_start()),
-            _ => line.clone(),
-        })?;
-    }
+    let mut lines = wrap(&to_sentence(&finding.text), "", &margin);
+    lines[0] = format!("{head}{}", lines[0].trim_start());
+    print_lines(out, lines)?;
     let Some(remedy) = &finding.remedy else {
         return Ok(());
     };
@@ -115,15 +113,9 @@ fn print_finding(out: &mut StdoutWriter, finding: &Finding, verbose: bool) -> an
         true => '.',
         false => ':',
     };
-    for line in wrap(&format!("{text}{caveat}{end}"), &margin, &margin) {
-        out.line(&line)?;
-    }
-    for lines in &remedy.lines {
-        for line in lines.lines() {
-            out.line(&format!("{margin}  {}", escape(line)))?;
-        }
-    }
-    Ok(())
+    print_lines(out, wrap(&format!("{text}{caveat}{end}"), &margin, &margin))?;
+    let mut lines = remedy.lines.iter().flat_map(|lines| lines.lines());
+    lines.try_for_each(|line| out.line(&format!("{margin}  {}", escape(line))))
 }
 
 /// Makes a sentence of a finding. Findings begin in lower case, like errors.
@@ -141,36 +133,29 @@ fn to_sentence(text: &str) -> String {
 fn print_details(out: &mut StdoutWriter, diagnosis: &Diagnosis) -> anyhow::Result<()> {
     for tried in &diagnosis.levels {
         out.line("")?;
-        match &tried.message {
-            None => out.line(&format!(
-                "level {}: built in miniature",
-                tried.level.as_str()
-            ))?,
-            Some(why) => {
-                let text = format!("level {} does not start: {why}", tried.level.as_str());
-                for line in wrap(&text, "", "  ") {
-                    out.line(&line)?;
-                }
-            }
-        }
-        let mut table = print::Table::new(&[print::Align::Left, print::Align::Left]);
+        let level = tried.level.as_str();
+        print_lines(
+            out,
+            match &tried.message {
+                None => vec![format!("level {level}: built in miniature")],
+                Some(why) => wrap(&format!("level {level} does not start: {why}"), "", "  "),
+            },
+        )?;
+        let mut table = print::Table::new(&[print::Align::Left; 2]);
         for held in &tried.layers {
-            table.row([name_of(held.layer).replace('_', " "), escape(&held.how)]);
+            table.row([layer_name(held.layer).replace('_', " "), escape(&held.how)]);
         }
         table.print(out, "  ")?;
     }
     out.line("\nmechanisms, each tried by itself")?;
-    let mut table = print::Table::new(&[print::Align::Left, print::Align::Left]);
+    let mut table = print::Table::new(&[print::Align::Left; 2]);
     for tried in &diagnosis.mechanisms {
         let how = match &tried.verdict {
             MechanismVerdict::Works { how } => how.clone(),
             MechanismVerdict::NotUsed => String::from("not used by this user"),
             MechanismVerdict::Fails { step, errno } => {
-                let name = errno.map(|n| errno_name(n).map_or(format!("errno {n}"), str::to_owned));
-                format!(
-                    "FAILS: {step}{}",
-                    name.map_or(String::new(), |n| format!(", {n}"))
-                )
+                let errno = errno.map_or(String::new(), |n| format!(", {}", describe_errno(n)));
+                format!("FAILS: {step}{errno}")
             }
         };
         table.row([tried.mechanism.as_str().replace('_', " "), escape(&how)]);
@@ -181,24 +166,14 @@ fn print_details(out: &mut StdoutWriter, diagnosis: &Diagnosis) -> anyhow::Resul
     for entry in &diagnosis.limits {
         table.row([
             entry.limit.as_str().replace('_', " "),
-            String::from(hardness(entry.how_hard)),
+            String::from(match entry.how_hard {
+                Hardness::Hard => "hard",
+                Hardness::Watched => "watched",
+            }),
             escape(&entry.enforced_by),
         ]);
     }
     table.print(out, "  ")
-}
-
-fn hardness(how_hard: Hardness) -> &'static str {
-    match how_hard {
-        Hardness::Hard => "hard",
-        Hardness::Watched => "watched",
-    }
-}
-
-fn name_of(layer: Layer) -> String {
-    let name = serde_json::to_value(layer).ok();
-    name.and_then(|v| v.as_str().map(str::to_owned))
-        .unwrap_or_default()
 }
 
 /// Wraps a text between words. A word longer than a line stays whole.
@@ -256,10 +231,10 @@ struct MechanismEntry<'a> {
 
 #[derive(Serialize)]
 struct LimitEntry<'a> {
-    limit: &'static str,
+    limit: LimitName,
     value: u64,
     enforced_by: &'a str,
-    how_hard: &'static str,
+    how_hard: Hardness,
 }
 
 impl<'a> MechanismEntry<'a> {
@@ -269,7 +244,8 @@ impl<'a> MechanismEntry<'a> {
             MechanismVerdict::Fails { .. } => ("fails", None),
             MechanismVerdict::NotUsed => ("not_used", None),
         };
-        let errno = tried.failed().and_then(|(_, errno)| errno);
+        let (step, errno) = tried.failed().unzip();
+        let errno = errno.flatten();
         let mut because = findings.iter();
         let because = because.find(|f| f.mechanisms.contains(&tried.mechanism));
         MechanismEntry {
@@ -277,7 +253,7 @@ impl<'a> MechanismEntry<'a> {
             verdict,
             needed_for: tried.mechanism.need(),
             how,
-            step: tried.failed().map(|(step, _)| step),
+            step,
             errno,
             errno_name: errno.and_then(errno_name),
             finding: because.map(|f| f.name),
@@ -287,10 +263,10 @@ impl<'a> MechanismEntry<'a> {
 
 fn limit_entry(entry: &Enforcement) -> LimitEntry<'_> {
     LimitEntry {
-        limit: entry.limit.as_str(),
+        limit: entry.limit,
         value: entry.asked,
         enforced_by: &entry.enforced_by,
-        how_hard: hardness(entry.how_hard),
+        how_hard: entry.how_hard,
     }
 }
 

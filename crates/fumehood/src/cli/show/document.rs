@@ -4,73 +4,48 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 use serde_json::value::RawValue;
-use store::{StoredLog, StoredRemark};
+use store::types::manifest::ContentHash;
+use store::{AnalysisEvent, AttemptSummary, AttemptUsage, StoredLog, StoredOutput, StoredRemark};
 
 use super::AttemptDetails;
-use super::events::{EventEntry, QueuePositionEntry};
-use crate::cli::attempt_json::{AttemptEntry, StoredOutputEntry};
+use super::events::QueuePositionEntry;
 
 #[derive(Serialize)]
 pub struct ShowDocument<'a> {
     schema: &'static str,
     #[serde(flatten)]
-    entry: AttemptEntry<'a>,
+    summary: &'a AttemptSummary,
     boot_id: &'a str,
-    submitter: Option<&'a str>,
-    workspace: Option<&'a str>,
-    usage: Option<UsageEntry>,
+    submitter: &'a Option<String>,
+    workspace: &'a Option<String>,
+    usage: &'a Option<AttemptUsage>,
     isolation: Option<Box<RawValue>>,
     limits: Option<Box<RawValue>>,
     hints: Option<Box<RawValue>>,
     notices: Option<Box<RawValue>>,
     provenance: Option<Box<RawValue>>,
     result: Option<Box<RawValue>>,
-    result_note: Option<&'a str>,
+    result_note: &'a Option<String>,
     refused: Option<u64>,
-    outputs: Vec<StoredOutputEntry<'a>>,
-    remarks: Vec<RemarkEntry<'a>>,
+    outputs: &'a [StoredOutput],
+    remarks: &'a [StoredRemark],
     remark_counts: BTreeMap<&'a str, u64>,
     logs: BTreeMap<&'a str, LogEntry>,
     post_process_tries: u64,
-    post_process_message: Option<&'a str>,
+    post_process_message: &'a Option<String>,
     post_process_ms: Option<i64>,
-    attempts: Vec<AttemptEntry<'a>>,
+    attempts: &'a [AttemptSummary],
     /// How it was submitted, and its position in the queue; `null` if it was never submitted.
     queue: Option<QueuePositionEntry<'a>>,
     /// The events of all attempts, first to last.
-    events: Vec<EventEntry<'a>>,
-}
-
-#[derive(Serialize)]
-struct UsageEntry {
-    cpu_ms: u64,
-    memory_peak_bytes: Option<u64>,
-    pids_peak: Option<u64>,
-    disk_bytes: u64,
-    files: u64,
-    oom_kills: u64,
-}
-
-#[derive(Serialize)]
-struct RemarkEntry<'a> {
-    path: &'a str,
-    remark: &'a str,
-}
-
-impl<'a> From<&'a StoredRemark> for RemarkEntry<'a> {
-    fn from(remark: &'a StoredRemark) -> RemarkEntry<'a> {
-        RemarkEntry {
-            path: &remark.path_text,
-            remark: &remark.remark,
-        }
-    }
+    events: &'a [AnalysisEvent],
 }
 
 #[derive(Serialize)]
 struct LogEntry {
     bytes: u64,
     dropped_bytes: u64,
-    blake3: Option<String>,
+    blake3: Option<ContentHash>,
 }
 
 /// Returns the JSON text of the database as it is. Text that is not valid JSON is left out.
@@ -83,32 +58,25 @@ pub fn from_details(all: &AttemptDetails) -> ShowDocument<'_> {
     let log = |log: &StoredLog| LogEntry {
         bytes: log.total_bytes,
         dropped_bytes: log.dropped_bytes,
-        blake3: log.object.map(|hash| hash.to_string()),
+        blake3: log.object,
     };
     ShowDocument {
         schema: "fumehood.show/1",
-        entry: AttemptEntry::from(&attempt.summary),
+        summary: &attempt.summary,
         boot_id: &attempt.boot_id,
-        submitter: attempt.submitter.as_deref(),
-        workspace: attempt.workspace.as_deref(),
-        usage: attempt.usage.as_ref().map(|usage| UsageEntry {
-            cpu_ms: usage.cpu_ms,
-            memory_peak_bytes: usage.memory_peak_bytes,
-            pids_peak: usage.pids_peak,
-            disk_bytes: usage.disk_bytes,
-            files: usage.files,
-            oom_kills: usage.oom_kills,
-        }),
+        submitter: &attempt.submitter,
+        workspace: &attempt.workspace,
+        usage: &attempt.usage,
         isolation: raw_json(&attempt.isolation_json),
         limits: raw_json(&attempt.limits_json),
         hints: raw_json(&attempt.hints_json),
         notices: raw_json(&attempt.notices_json),
         provenance: raw_json(&attempt.provenance_json),
         result: raw_json(&attempt.result_json),
-        result_note: attempt.result_note.as_deref(),
+        result_note: &attempt.result_note,
         refused: attempt.refused_count,
-        outputs: all.outputs.iter().map(StoredOutputEntry::from).collect(),
-        remarks: all.remarks.iter().map(RemarkEntry::from).collect(),
+        outputs: &all.outputs,
+        remarks: &all.remarks,
         remark_counts: all
             .remark_counts
             .iter()
@@ -120,10 +88,10 @@ pub fn from_details(all: &AttemptDetails) -> ShowDocument<'_> {
             .map(|l| (l.stream.as_str(), log(l)))
             .collect(),
         post_process_tries: attempt.post_process_tries,
-        post_process_message: attempt.post_process_message.as_deref(),
+        post_process_message: &attempt.post_process_message,
         post_process_ms: attempt.post_process_ms,
-        attempts: all.attempts.iter().map(AttemptEntry::from).collect(),
+        attempts: &all.attempts,
         queue: all.place.as_ref().map(QueuePositionEntry::from),
-        events: all.events.iter().map(EventEntry::from).collect(),
+        events: &all.events,
     }
 }

@@ -1,47 +1,17 @@
 //! The events of an analysis and its position in the queue, as `show` prints them.
 
 use serde::Serialize;
-use store::types::units::{format_cpus, format_size};
+use store::types::units::format_size;
 use store::{AHEAD_MAX, AnalysisEvent, QueuePosition};
 
 use super::print::{Align, Table, escape, format_count};
-use super::time_format;
-
-/// One event in `--json`.
-#[derive(Serialize)]
-pub struct EventEntry<'a> {
-    attempt: u32,
-    ms: i64,
-    event: &'a str,
-    reason: Option<&'a str>,
-    by: Option<&'a str>,
-}
-
-impl<'a> From<&'a AnalysisEvent> for EventEntry<'a> {
-    fn from(event: &'a AnalysisEvent) -> EventEntry<'a> {
-        EventEntry {
-            attempt: event.attempt,
-            ms: event.ms,
-            event: &event.event,
-            reason: event.reason.as_deref(),
-            by: event.by.as_deref(),
-        }
-    }
-}
+use super::{attempt_text, time_format};
 
 /// How an attempt was submitted, and its position in the queue.
 #[derive(Serialize)]
 pub struct QueuePositionEntry<'a> {
-    priority: u64,
-    retries: u64,
-    retries_left: Option<u64>,
-    retry_on: Vec<&'a str>,
-    memory_bytes: Option<u64>,
-    cpu_milli: Option<u64>,
-    worker: Option<&'a str>,
-    lease_ms: Option<i64>,
-    cancel_ms: Option<i64>,
-    cancel_by: Option<&'a str>,
+    #[serde(flatten)]
+    position: &'a QueuePosition,
     queued_ms: Option<i64>,
     not_before_ms: Option<i64>,
     ahead: Option<u64>,
@@ -51,27 +21,12 @@ impl<'a> From<&'a QueuePosition> for QueuePositionEntry<'a> {
     fn from(place: &'a QueuePosition) -> QueuePositionEntry<'a> {
         let waiting = place.waiting.as_ref();
         QueuePositionEntry {
-            priority: place.priority,
-            retries: place.retries,
-            retries_left: place.retries_left,
-            retry_on: words(&place.retry_on).collect(),
-            memory_bytes: place.memory_bytes,
-            cpu_milli: place.cpu_milli,
-            worker: place.worker.as_deref(),
-            lease_ms: place.lease_ms,
-            cancel_ms: place.cancel_ms,
-            cancel_by: place.cancel_by.as_deref(),
+            position: place,
             queued_ms: waiting.map(|waiting| waiting.queued_ms),
             not_before_ms: waiting.and_then(|waiting| waiting.not_before_ms),
             ahead: waiting.map(|waiting| waiting.ahead),
         }
     }
-}
-
-fn words(list: &str) -> impl Iterator<Item = &str> {
-    list.split(',')
-        .map(str::trim)
-        .filter(|word| !word.is_empty())
 }
 
 /// Describes the position in the queue: `for 12m, priority 5, 3 before it`.
@@ -98,11 +53,7 @@ pub fn waiting_text(place: &QueuePosition, now_ms: i64) -> Option<String> {
 /// Describes the resources that an attempt asks for: `4 GiB, 2 CPUs`.
 pub fn resources_text(memory_bytes: Option<u64>, cpu_milli: Option<u64>) -> String {
     let memory = memory_bytes.map_or("the worker's default of memory".to_owned(), format_size);
-    let cpus = cpu_milli.map(|milli| match milli {
-        1_000 => ", 1 CPU".to_owned(),
-        milli => format!(", {} CPUs", format_cpus(milli)),
-    });
-    format!("{memory}{}", cpus.unwrap_or_default())
+    attempt_text::resources_text(Some(memory), cpu_milli)
 }
 
 /// Describes how often an analysis is tried again, and after which ends.
@@ -111,12 +62,12 @@ pub fn retries_text(place: &QueuePosition) -> Option<String> {
     if place.retries == 0 && left == 0 {
         return None;
     }
-    let on: Vec<String> = words(&place.retry_on)
-        .map(|word| escape(word).replace('_', " "))
-        .collect();
-    let on = match on.is_empty() {
+    let on = match place.retry_on.is_empty() {
         true => String::new(),
-        false => format!(", also when {}", on.join(", ")),
+        false => format!(
+            ", also when {}",
+            escape(&place.retry_on.join(", ")).replace('_', " ")
+        ),
     };
     let of = format_count(place.retries, "retry", "retries");
     Some(format!("{left} left of {of}{on}"))
@@ -153,7 +104,7 @@ mod tests {
         QueuePosition {
             priority: 5,
             retries: 2,
-            retry_on: "failed,timed_out".into(),
+            retry_on: vec!["failed".into(), "timed_out".into()],
             retries_left: Some(1),
             memory_bytes: Some(4 << 30),
             cpu_milli: Some(1_500),
@@ -181,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_is_told_in_words() {
+    fn requested_resources_and_retries_are_shown_in_words() {
         assert_eq!(
             resources_text(Some(4 << 30), Some(1_500)),
             "4 GiB, 1.5 CPUs"

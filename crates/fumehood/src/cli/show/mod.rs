@@ -19,7 +19,7 @@ use store::{
 
 use super::args::StoreArgs;
 use super::attempt_text;
-use super::print::{self, Align, StdoutWriter, Table, escape, format_count};
+use super::print::{self, Align, Table, escape, format_count};
 use super::{ids, record_access, run_dirs, time_format};
 
 /// Show everything about one attempt.
@@ -97,55 +97,49 @@ fn gather(recorder: &mut Recorder, attempt: AttemptRow) -> anyhow::Result<Attemp
 }
 
 /// A page of named facts.
+#[derive(Default)]
 struct FactPage {
-    out: StdoutWriter,
+    lines: Vec<String>,
 }
 
 impl FactPage {
-    /// Prints `name   text`. Further lines of the text are indented to the same column.
-    fn fact(&mut self, name: &str, text: &str) -> anyhow::Result<()> {
-        for (at, line) in text.lines().enumerate() {
+    /// Adds `name   text`, if there is a text. Further lines of the text are indented to the same column.
+    fn fact(&mut self, name: &str, text: impl Into<Option<String>>) {
+        for (at, line) in text.into().unwrap_or_default().lines().enumerate() {
             let name = if at == 0 { name } else { "" };
-            self.out.line(&format!("{name:<12} {line}"))?;
+            self.lines.push(format!("{name:<12} {line}"));
         }
-        Ok(())
     }
 
-    fn optional_fact(&mut self, name: &str, text: Option<String>) -> anyhow::Result<()> {
-        text.map_or(Ok(()), |text| self.fact(name, &text))
-    }
-
-    fn list(&mut self, table: &Table) -> anyhow::Result<()> {
-        table.print(&mut self.out, "               ")
+    fn list(&mut self, table: &Table) {
+        let lines = table.lines().into_iter();
+        self.lines
+            .extend(lines.map(|line| format!("               {line}")));
     }
 }
 
 fn print_all(all: &AttemptDetails, home: &Home, with_events: bool) -> anyhow::Result<()> {
-    let mut page = FactPage {
-        out: StdoutWriter::new(),
-    };
-    print_status(&mut page, all, home)?;
-    print_queue_position(&mut page, all)?;
-    print_confinement(&mut page, &all.attempt)?;
-    print_provenance(&mut page, &all.attempt)?;
-    print_outputs(&mut page, all)?;
-    print_notes(&mut page, all)?;
+    let mut page = FactPage::default();
+    add_status(&mut page, all, home);
+    add_queue_position(&mut page, all);
+    add_confinement(&mut page, &all.attempt);
+    add_provenance(&mut page, &all.attempt);
+    add_outputs(&mut page, all);
+    add_notes(&mut page, all);
     if with_events {
         let from = parse_json::<Provenance>(&all.attempt.provenance_json);
         let host = &all.attempt.summary.host;
         let name = from.map_or(host.clone(), |from| from.host.name);
         let table = events::event_table(&all.events, (host, &name));
-        for (at, line) in table.lines().iter().enumerate() {
-            page.fact(if at == 0 { "events" } else { "" }, line)?;
-        }
+        page.fact("events", table.lines().join("\n"));
     }
-    page.out.finish()
+    print::lines(page.lines)
 }
 
-fn print_status(page: &mut FactPage, all: &AttemptDetails, home: &Home) -> anyhow::Result<()> {
+fn add_status(page: &mut FactPage, all: &AttemptDetails, home: &Home) {
     let attempt = &all.attempt;
     let summary = &attempt.summary;
-    page.fact("id", &attempt_text::display_name(summary))?;
+    page.fact("id", attempt_text::display_name(summary));
     let superseded = if summary.superseded {
         ", superseded"
     } else {
@@ -153,13 +147,13 @@ fn print_status(page: &mut FactPage, all: &AttemptDetails, home: &Home) -> anyho
     };
     page.fact(
         "status",
-        &format!("{}{superseded}", attempt_text::status_text(summary)),
-    )?;
-    page.optional_fact("message", summary.message.as_deref().map(escape))?;
+        format!("{}{superseded}", attempt_text::status_text(summary)),
+    );
+    page.fact("message", summary.message.as_deref().map(escape));
     let here = run_dirs::list_all(home);
     let here = here.iter().filter(|s| s.record.id.as_str() == summary.id);
     for run_dir in here {
-        page.fact("here", &escape(&run_dir.advice()))?;
+        page.fact("here", escape(&run_dir.advice()));
     }
     // An attempt that is queued, or was cancelled in the queue, has never begun.
     let begun = match (summary.started_ms, summary.host.is_empty()) {
@@ -168,21 +162,21 @@ fn print_status(page: &mut FactPage, all: &AttemptDetails, home: &Home) -> anyho
     };
     let ago = time_format::format_age(all.now_ms, summary.created_ms);
     let text = format!("{} UTC ({ago} ago)", time_format::format_date(begun.1));
-    page.fact(begun.0, &text)?;
+    page.fact(begun.0, text);
     if let (Some(ended), Some(wall)) = (summary.ended_ms, summary.wall_ms) {
         let text = format!(
             "{} UTC, after {}",
             time_format::format_date(ended),
             time_format::format_duration_brief(wall)
         );
-        page.fact("ended", &text)?;
+        page.fact("ended", text);
     }
     // Show the machine's name instead of its id.
     let from = parse_json::<Provenance>(&attempt.provenance_json);
     let host = from.map_or(escape(&summary.host), |from| escape(&from.host.name));
     let by = attempt.submitter.as_deref().map(escape);
     let by = by.into_iter().chain((!host.is_empty()).then_some(host));
-    page.fact("by", &by.collect::<Vec<_>>().join(" on "))?;
+    page.fact("by", by.collect::<Vec<_>>().join(" on "));
     if let Some(usage) = &attempt.usage {
         let mut used = vec![format!(
             "CPU {}",
@@ -207,23 +201,22 @@ fn print_status(page: &mut FactPage, all: &AttemptDetails, home: &Home) -> anyho
                 "kills for memory",
             ));
         }
-        page.fact("used", &used.join(", "))?;
+        page.fact("used", used.join(", "));
     }
-    Ok(())
 }
 
-/// Prints the position in the queue, and what the queue knows of the attempt.
-fn print_queue_position(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Result<()> {
+/// Adds the position in the queue, and what the queue knows of the attempt.
+fn add_queue_position(page: &mut FactPage, all: &AttemptDetails) {
     let Some(place) = &all.place else {
-        return Ok(());
+        return;
     };
     let summary = &all.attempt.summary;
-    page.optional_fact("waits", events::waiting_text(place, all.now_ms))?;
+    page.fact("waits", events::waiting_text(place, all.now_ms));
     if !summary.state.is_final() {
         let asks = events::resources_text(place.memory_bytes, place.cpu_milli);
-        page.fact("asks for", &asks)?;
+        page.fact("asks for", asks);
         let worker = place.worker.as_deref().map(escape);
-        page.optional_fact("worker", worker.filter(|_| summary.state != State::Queued))?;
+        page.fact("worker", worker.filter(|_| summary.state != State::Queued));
         let cancel = place.cancel_ms.map(|ms| {
             let by = place.cancel_by.as_deref().unwrap_or_default();
             format!(
@@ -232,12 +225,12 @@ fn print_queue_position(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Re
                 time_format::format_age(all.now_ms, ms)
             )
         });
-        page.optional_fact("cancel", cancel)?;
+        page.fact("cancel", cancel);
     }
-    page.optional_fact("retries", events::retries_text(place))
+    page.fact("retries", events::retries_text(place));
 }
 
-fn print_confinement(page: &mut FactPage, attempt: &AttemptRow) -> anyhow::Result<()> {
+fn add_confinement(page: &mut FactPage, attempt: &AttemptRow) {
     let level = attempt.summary.isolation_level.as_deref();
     let layers: BTreeMap<String, String> = parse_json(&attempt.isolation_json).unwrap_or_default();
     let names: Vec<String> = layers.keys().map(|name| escape(name)).collect();
@@ -247,7 +240,7 @@ fn print_confinement(page: &mut FactPage, attempt: &AttemptRow) -> anyhow::Resul
         (Some(level), true) => Some(escape(level)),
         (Some(level), false) => Some(format!("{}: {}", escape(level), names.join(", "))),
     };
-    page.optional_fact("isolation", text.map(|text| fold_words(&text)))?;
+    page.fact("isolation", text.map(|text| fold_words(&text)));
     let limits: BTreeMap<String, LimitEntry> = parse_json(&attempt.limits_json).unwrap_or_default();
     let mut table = Table::new(&[Align::Left, Align::Right, Align::Left]);
     for (name, limit) in &limits {
@@ -257,10 +250,7 @@ fn print_confinement(page: &mut FactPage, attempt: &AttemptRow) -> anyhow::Resul
             format!("{} ({})", escape(&limit.enforced_by), hardness(limit)),
         ]);
     }
-    for (at, line) in table.lines().iter().enumerate() {
-        page.fact(if at == 0 { "limits" } else { "" }, line)?;
-    }
-    Ok(())
+    page.fact("limits", table.lines().join("\n"));
 }
 
 fn hardness(limit: &LimitEntry) -> String {
@@ -281,23 +271,23 @@ fn amount(name: &str, asked: u64) -> String {
     }
 }
 
-fn print_provenance(page: &mut FactPage, attempt: &AttemptRow) -> anyhow::Result<()> {
+fn add_provenance(page: &mut FactPage, attempt: &AttemptRow) {
     let Some(from) = parse_json::<Provenance>(&attempt.provenance_json) else {
-        return Ok(());
+        return;
     };
     let argv: Vec<String> = from.argv.iter().map(|word| shell_word(word)).collect();
-    page.fact("command", &shorten(&escape(&argv.join(" "))))?;
+    page.fact("command", shorten(&escape(&argv.join(" "))));
     let script = from.script.as_ref().map(|script| {
         let hash = script
             .blake3
             .map_or(String::new(), |h| format!(", blake3 {h}"));
         format!("{}{hash}", escape(&script.path))
     });
-    page.optional_fact("script", script)?;
+    page.fact("script", script);
     let inputs = &from.inputs;
     if inputs.count > 0 {
         let what = format_count(inputs.count, "file", "files");
-        page.fact("inputs", &format!("{what}, {}", format_size(inputs.bytes)))?;
+        page.fact("inputs", format!("{what}, {}", format_size(inputs.bytes)));
     }
     let runtime = &from.runtime;
     let version = runtime
@@ -307,10 +297,10 @@ fn print_provenance(page: &mut FactPage, attempt: &AttemptRow) -> anyhow::Result
     let program = runtime.interpreter.as_deref().unwrap_or(&runtime.program);
     page.fact(
         "runtime",
-        &format!("{}{}", escape(program), version.unwrap_or_default()),
-    )?;
+        format!("{}{}", escape(program), version.unwrap_or_default()),
+    );
     let project = Some(escape(&from.project)).filter(|project| !project.is_empty());
-    page.optional_fact("project", project)?;
+    page.fact("project", project);
     let git = from.git.as_ref().map(|git| {
         let commit = git.commit.as_deref().unwrap_or("no commit");
         let branch = git.branch.as_deref().map(|b| format!(" on {}", escape(b)));
@@ -321,16 +311,16 @@ fn print_provenance(page: &mut FactPage, attempt: &AttemptRow) -> anyhow::Result
         };
         format!("{}{}{dirty}", escape(commit), branch.unwrap_or_default())
     });
-    page.optional_fact("git", git)?;
-    page.optional_fact("data", from.data.as_deref().map(escape))?;
-    page.optional_fact("docs", from.docs.as_deref().map(escape))?;
+    page.fact("git", git);
+    page.fact("data", from.data.as_deref().map(escape));
+    page.fact("docs", from.docs.as_deref().map(escape));
     let names: Vec<String> = from
         .env
         .iter()
         .map(|variable| escape(&variable.name))
         .collect();
     let names = (!names.is_empty()).then(|| fold_words(&names.join(", ")));
-    page.optional_fact("variables", names)?;
+    page.fact("variables", names);
     let host = &from.host;
     let made_by = format!(
         "Fumehood {}, Linux {}, {}",
@@ -338,10 +328,10 @@ fn print_provenance(page: &mut FactPage, attempt: &AttemptRow) -> anyhow::Result
         escape(&host.kernel),
         escape(&host.architecture)
     );
-    page.fact("made by", &made_by)
+    page.fact("made by", made_by);
 }
 
-fn print_outputs(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Result<()> {
+fn add_outputs(page: &mut FactPage, all: &AttemptDetails) {
     let summary = &all.attempt.summary;
     let whole = match summary.complete {
         Some(true) => ", complete",
@@ -351,33 +341,33 @@ fn print_outputs(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Result<()
     let (count, bytes) = (all.outputs.len() as u64, summary.output_bytes.unwrap_or(0));
     if summary.state.is_final() {
         let what = print::outputs_and_size(count, bytes);
-        page.fact("outputs", &format!("{what}{whole}"))?;
+        page.fact("outputs", format!("{what}{whole}"));
     }
     let mut table = Table::new(&[Align::Right, Align::Left, Align::Left]);
     for output in all.outputs.iter().take(LISTED_MAX) {
         table.row(attempt_text::output_cells(output));
     }
-    page.list(&table)?;
+    page.list(&table);
     if all.outputs.len() > LISTED_MAX {
         let more = all.outputs.len() - LISTED_MAX;
         let id = attempt_text::display_name(summary);
-        page.fact("", &format!("  … and {more} more: `fumehood outputs {id}`"))?;
+        page.fact("", format!("  … and {more} more: `fumehood outputs {id}`"));
     }
     let counts = all.remark_counts.iter();
     let counts: Vec<String> = counts
         .map(|c| format!("{} {}", c.count, escape(&c.remark).replace('_', " ")))
         .collect();
     if !counts.is_empty() {
-        page.fact("remarks", &fold_words(&counts.join(", ")))?;
+        page.fact("remarks", fold_words(&counts.join(", ")));
         let mut table = Table::new(&[Align::Left, Align::Left]);
         for remark in all.remarks.iter().take(LISTED_MAX) {
             let word = escape(&remark.remark).replace('_', " ");
             table.row([word, shorten(&escape(&remark.path_text))]);
         }
-        page.list(&table)?;
+        page.list(&table);
         if all.remarks.len() > LISTED_MAX {
             let more = all.remarks.len() - LISTED_MAX;
-            page.fact("", &format!("  … and {more} more with --json"))?;
+            page.fact("", format!("  … and {more} more with --json"));
         }
     }
     for log in &all.logs {
@@ -387,18 +377,18 @@ fn print_outputs(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Result<()
         };
         page.fact(
             &escape(&log.stream),
-            &format!("{}{dropped}", format_size(log.total_bytes)),
-        )?;
+            format!("{}{dropped}", format_size(log.total_bytes)),
+        );
     }
-    page.optional_fact("result", excerpt(&all.attempt.result_json))?;
+    page.fact("result", excerpt(&all.attempt.result_json));
     let note = all.attempt.result_note.as_deref();
-    page.optional_fact(
+    page.fact(
         "result",
         note.map(|n| format!("kept as a file only: {}", escape(n))),
-    )
+    );
 }
 
-fn print_notes(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Result<()> {
+fn add_notes(page: &mut FactPage, all: &AttemptDetails) {
     let attempt = &all.attempt;
     let step = match attempt.summary.post_process {
         PostProcessState::NotAsked => None,
@@ -412,18 +402,16 @@ fn print_notes(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Result<()> 
             escape(&attempt.summary.id)
         )),
     };
-    page.optional_fact("post_process", step)?;
+    page.fact("post_process", step);
     let hints: Vec<engine::attempt::hints::Hint> =
         parse_json(&attempt.hints_json).unwrap_or_default();
-    for (at, hint) in hints.iter().enumerate() {
-        page.fact(if at == 0 { "hints" } else { "" }, &escape(&hint.text))?;
-    }
+    let hints: Vec<String> = hints.iter().map(|hint| escape(&hint.text)).collect();
+    page.fact("hints", hints.join("\n"));
     let notices: Vec<String> = parse_json(&attempt.notices_json).unwrap_or_default();
-    for (at, notice) in notices.iter().enumerate() {
-        page.fact(if at == 0 { "notices" } else { "" }, &escape(notice))?;
-    }
+    let notices: Vec<String> = notices.iter().map(|notice| escape(notice)).collect();
+    page.fact("notices", notices.join("\n"));
     if all.attempts.len() > 1 {
-        page.fact("attempts", &all.attempts.len().to_string())?;
+        page.fact("attempts", all.attempts.len().to_string());
         let mut table = Table::new(&[Align::Left, Align::Left, Align::Left]);
         for summary in &all.attempts {
             let superseded = if summary.superseded { "superseded" } else { "" };
@@ -433,9 +421,8 @@ fn print_notes(page: &mut FactPage, all: &AttemptDetails) -> anyhow::Result<()> 
                 format!("{} {superseded}", attempt_text::status_text(summary)),
             ]);
         }
-        page.list(&table)?;
+        page.list(&table);
     }
-    Ok(())
 }
 
 fn parse_json<T: serde::de::DeserializeOwned>(text: &Option<String>) -> Option<T> {
@@ -467,10 +454,7 @@ fn excerpt(result: &Option<String>) -> Option<String> {
 }
 
 fn shorten(text: &str) -> String {
-    match text.char_indices().nth(LINE_CHARS_MAX) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
+    print::shorten(text, LINE_CHARS_MAX)
 }
 
 /// Folds words into lines of about 90 characters.

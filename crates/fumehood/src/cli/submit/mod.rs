@@ -20,13 +20,12 @@ use store::types::submission::{Submission, SubmittedCommand, SubmittedSetting, V
 use store::{NewSubmission, SubmitOutcome};
 
 use super::args::{self, SubmitArgs};
-use super::print::{self, StdoutWriter};
-use super::{exit, messages, record_access};
+use super::{exit, messages, print, record_access};
 use crate::config::{QueueOptions, ResolvedSubmission, Sources, SubmissionConfig};
 
 pub fn submit(args: &SubmitArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
-    let config = SubmissionConfig::new(args.given(), &sources)?;
+    let config = SubmissionConfig::new(args.given_settings(), &sources)?;
     let home = record_access::home()?;
     let recorder = record_access::open_recorder(&config.record()?, &home)?.context(
         "there is no queue with --db none; name a database with --db, FUMEHOOD_DB or FUMEHOOD_DB_FILE",
@@ -204,23 +203,18 @@ impl SubmitSession<'_> {
         let outcomes = self
             .recorder
             .with(|store| store.submit(&submits, queue_max))?;
-        let queued = all
-            .iter()
-            .zip(outcomes)
-            .map(|(ready, outcome)| match outcome {
-                SubmitOutcome::Now { attempt } => QueuedEntry {
-                    line: ready.line,
-                    id: ready.submission.id.to_string(),
-                    attempt: Some(attempt),
-                    already: false,
-                },
-                SubmitOutcome::Already { id } => QueuedEntry {
-                    line: ready.line,
-                    id,
-                    attempt: None,
-                    already: true,
-                },
-            });
+        let queued = all.iter().zip(outcomes).map(|(ready, outcome)| {
+            let (id, attempt) = match outcome {
+                SubmitOutcome::Now { attempt } => (ready.submission.id.to_string(), Some(attempt)),
+                SubmitOutcome::Already { id } => (id, None),
+            };
+            QueuedEntry {
+                line: ready.line,
+                id,
+                attempt,
+                already: attempt.is_none(),
+            }
+        });
         Ok(queued.collect())
     }
 
@@ -232,11 +226,7 @@ impl SubmitSession<'_> {
                 refused,
             });
         }
-        let mut out = StdoutWriter::new();
-        for queued in submitted {
-            out.line(&queued.id)?;
-        }
-        out.finish()
+        print::lines(submitted.iter().map(|queued| &queued.id))
     }
 }
 

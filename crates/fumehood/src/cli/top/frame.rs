@@ -7,10 +7,9 @@ use store::types::units::{format_cpus, format_size};
 use store::{ActiveAttempt, AttemptSummary, QueueOverview, State, WaitingAttempt, WorkerRow};
 
 use super::Snapshot;
-use super::grid::{Grid, StyledLine, TextStyle, column};
 use super::usage::MeasuredUsage;
 use crate::cli::print::Align::{Left, Right};
-use crate::cli::print::{escape, format_count};
+use crate::cli::print::{self, StyledLine, Table, TextStyle, column, escape, format_count};
 use crate::cli::{attempt_text, time_format};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,9 +37,9 @@ pub fn page(now: &Snapshot, screen: Option<ScreenSize>, trouble: Option<&str>) -
         workers(overview),
         running(now, &names),
         queued(overview),
-        ended(overview.now_ms, &now.ended),
+        ended_section(overview.now_ms, &now.ended),
     ];
-    let sections: Vec<Section> = sections.into_iter().filter(|s| s.grid.len() > 0).collect();
+    let sections: Vec<Section> = sections.into_iter().filter(|s| s.table.len() > 0).collect();
     let has_room = screen.is_none_or(|size| size.rows >= ROWS_FOR_ADVICE);
     if overview.workers.is_empty() && has_room {
         lines.push(StyledLine::default());
@@ -51,12 +50,12 @@ pub fn page(now: &Snapshot, screen: Option<ScreenSize>, trouble: Option<&str>) -
         // Each section has a blank line and a header.
         Some(size) => {
             let heads = lines.len() + 2 * sections.len();
-            let wanted: Vec<usize> = sections.iter().map(Section::wanted).collect();
+            let wanted: Vec<usize> = sections.iter().map(Section::rows_needed).collect();
             divide_rows(&wanted, size.rows.saturating_sub(heads))
         }
         None => sections
             .iter()
-            .map(|section| section.wanted().min(section.on_page))
+            .map(|section| section.rows_needed().min(section.on_page))
             .collect(),
     };
     for (section, rows) in sections.iter().zip(shares) {
@@ -107,7 +106,7 @@ fn bar(overview: &QueueOverview, width: Option<usize>) -> StyledLine {
 
 /// A table, of which there may be more rows than were fetched.
 struct Section {
-    grid: Grid,
+    table: Table,
     /// The number of rows in the database.
     of: u64,
     /// The number of rows on a page without a screen.
@@ -118,21 +117,21 @@ struct Section {
 
 impl Section {
     /// Returns the number of fetched rows, and one more if there are rows that were not fetched.
-    fn wanted(&self) -> usize {
-        let unfetched = self.counted && self.of > self.grid.len() as u64;
-        self.grid.len() + usize::from(unfetched)
+    fn rows_needed(&self) -> usize {
+        let unfetched = self.counted && self.of > self.table.len() as u64;
+        self.table.len() + usize::from(unfetched)
     }
 
     /// Returns the header and the given number of rows; the last one counts the rows that are left out.
     fn lines(&self, width: Option<usize>, rows: usize) -> Vec<StyledLine> {
-        let mut lines = self.grid.lines(width);
-        let whole = rows >= self.wanted() && self.of <= self.grid.len() as u64;
+        let mut lines = self.table.styled_lines(width);
+        let whole = rows >= self.rows_needed() && self.of <= self.table.len() as u64;
         // The top line shows the total, so a single row is better used for the first entry.
         if whole || !self.counted || rows < 2 {
             lines.truncate(1 + rows);
             return lines;
         }
-        let shown = rows.saturating_sub(1).min(self.grid.len());
+        let shown = rows.saturating_sub(1).min(self.table.len());
         lines.truncate(1 + shown);
         let more = self.of.saturating_sub(shown as u64);
         lines.push(StyledLine::styled(
@@ -165,11 +164,7 @@ fn plain(text: impl Into<String>) -> (String, TextStyle) {
 
 /// Cuts long names, so that a table stays readable.
 fn short(text: &str) -> String {
-    let text = escape(text);
-    match text.char_indices().nth(CELL_CHARS_MAX) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
-    }
+    print::shorten(&escape(text), CELL_CHARS_MAX)
 }
 
 fn is_live(worker: &WorkerRow, now_ms: i64) -> bool {
@@ -203,7 +198,7 @@ fn is_of(busy: &ActiveAttempt, worker: &WorkerRow) -> bool {
 }
 
 fn workers(overview: &QueueOverview) -> Section {
-    let mut grid = Grid::new(vec![
+    let mut table = Table::with_header(vec![
         column("WORKER", Left, 0),
         column("HOST", Left, 3),
         column("SLOTS", Right, 0),
@@ -239,7 +234,7 @@ fn workers(overview: &QueueOverview) -> Section {
             (true, true) => ("draining".to_owned(), TextStyle::Warning),
             (true, false) => (String::new(), TextStyle::Plain),
         };
-        grid.row([
+        table.styled_row([
             plain(short(&worker.name)),
             plain(short(&worker.host_name)),
             plain(format!("{running}/{}", worker.slots)),
@@ -258,16 +253,16 @@ fn workers(overview: &QueueOverview) -> Section {
         ]);
     }
     Section {
-        of: grid.len() as u64,
+        of: table.len() as u64,
         on_page: usize::MAX,
         counted: true,
-        grid,
+        table,
     }
 }
 
 fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
     let overview = &now.overview;
-    let mut grid = Grid::new(vec![
+    let mut table = Table::with_header(vec![
         column("RUNNING", Left, 0),
         column("", Left, 2),
         column("FOR", Right, 0),
@@ -292,8 +287,8 @@ fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
                 true => short(worker),
                 false => format!("{}@{host}", short(worker)),
             });
-        grid.row([
-            plain(name(&busy.id, busy.attempt)),
+        table.styled_row([
+            plain(attempt_text::attempt_name(&busy.id, busy.attempt)),
             state,
             plain(time_format::format_age(
                 overview.now_ms,
@@ -301,7 +296,7 @@ fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
             )),
             plain(used.memory_bytes.map_or(String::new(), format_size)),
             plain(cpus_used(used, busy, overview.now_ms)),
-            plain(asked(busy.memory_bytes, busy.cpu_milli)),
+            plain(format_capacity(busy.memory_bytes, busy.cpu_milli)),
             plain(short(busy.submitter.as_deref().unwrap_or_default())),
             plain(by_worker.unwrap_or_else(|| format!("run on {host}"))),
         ]);
@@ -310,7 +305,7 @@ fn running(now: &Snapshot, names: &HashMap<String, String>) -> Section {
         of: overview.running,
         on_page: usize::MAX,
         counted: true,
-        grid,
+        table,
     }
 }
 
@@ -330,28 +325,12 @@ fn cpus_used(used: MeasuredUsage, busy: &ActiveAttempt, now_ms: i64) -> String {
 }
 
 /// Formats `4 GiB, 2 CPUs`; empty if the worker's defaults hold.
-fn asked(memory_bytes: Option<u64>, cpu_milli: Option<u64>) -> String {
-    let memory = memory_bytes.map(format_size);
-    let cpus = cpu_milli.map(|milli| match milli {
-        1_000 => "1 CPU".to_owned(),
-        milli => format!("{} CPUs", format_cpus(milli)),
-    });
-    memory
-        .into_iter()
-        .chain(cpus)
-        .collect::<Vec<_>>()
-        .join(", ")
-}
-
-fn name(id: &str, attempt: u32) -> String {
-    match attempt {
-        1 => escape(id),
-        n => format!("{}@{n}", escape(id)),
-    }
+fn format_capacity(memory_bytes: Option<u64>, cpu_milli: Option<u64>) -> String {
+    attempt_text::resources_text(memory_bytes.map(format_size), cpu_milli)
 }
 
 fn queued(overview: &QueueOverview) -> Section {
-    let mut grid = Grid::new(vec![
+    let mut table = Table::with_header(vec![
         column("QUEUED", Left, 0),
         column("FOR", Right, 0),
         column("PRIORITY", Right, 1),
@@ -360,11 +339,11 @@ fn queued(overview: &QueueOverview) -> Section {
         column("", Left, 1),
     ]);
     for waiting in &overview.next {
-        grid.row([
-            plain(name(&waiting.id, waiting.attempt)),
+        table.styled_row([
+            plain(attempt_text::attempt_name(&waiting.id, waiting.attempt)),
             plain(time_format::format_age(overview.now_ms, waiting.queued_ms)),
             plain(waiting.priority.to_string()),
-            plain(asked(waiting.memory_bytes, waiting.cpu_milli)),
+            plain(format_capacity(waiting.memory_bytes, waiting.cpu_milli)),
             plain(short(&waiting.submitter)),
             (delay(waiting, overview.now_ms), TextStyle::Faint),
         ]);
@@ -373,7 +352,7 @@ fn queued(overview: &QueueOverview) -> Section {
         of: overview.queued,
         on_page: 50,
         counted: true,
-        grid,
+        table,
     }
 }
 
@@ -388,8 +367,8 @@ fn delay(waiting: &WaitingAttempt, now_ms: i64) -> String {
     }
 }
 
-fn ended(now_ms: i64, ended: &[AttemptSummary]) -> Section {
-    let mut grid = Grid::new(vec![
+fn ended_section(now_ms: i64, ended: &[AttemptSummary]) -> Section {
+    let mut table = Table::with_header(vec![
         column("ENDED", Left, 0),
         column("", Left, 0),
         column("AGO", Right, 1),
@@ -401,25 +380,21 @@ fn ended(now_ms: i64, ended: &[AttemptSummary]) -> Section {
             State::Cancelled => TextStyle::Warning,
             _ => TextStyle::Bad,
         };
-        grid.row([
+        table.styled_row([
             plain(attempt_text::display_name(summary)),
             (attempt_text::status_text(summary), style),
             plain(time_format::format_age(
                 now_ms,
                 summary.committed_ms.unwrap_or(summary.created_ms),
             )),
-            plain(
-                summary
-                    .wall_ms
-                    .map_or(String::new(), time_format::format_duration_brief),
-            ),
+            plain(attempt_text::wall_time(summary)),
         ]);
     }
     Section {
-        of: grid.len() as u64,
+        of: table.len() as u64,
         on_page: ENDED_ON_PAGE,
         counted: false,
-        grid,
+        table,
     }
 }
 
@@ -436,13 +411,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_out_is_counted() {
-        let mut grid = Grid::new(vec![column("ID", Left, 0)]);
+    fn rows_that_do_not_fit_are_counted() {
+        let mut table = Table::with_header(vec![column("ID", Left, 0)]);
         for id in ["a", "b", "c"] {
-            grid.row([plain(id)]);
+            table.styled_row([plain(id)]);
         }
         let section = Section {
-            grid,
+            table,
             of: 9,
             on_page: 50,
             counted: true,
@@ -454,7 +429,7 @@ mod tests {
         assert_eq!(texts(1), ["ID", "a"]);
         assert_eq!(texts(2), ["ID", "a", "… and 8 more"]);
         assert_eq!(
-            texts(section.wanted()),
+            texts(section.rows_needed()),
             ["ID", "a", "b", "c", "… and 6 more"]
         );
     }

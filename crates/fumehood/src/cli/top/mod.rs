@@ -1,7 +1,6 @@
 //! `fumehood top`: shows the queue, live on a terminal.
 
 mod frame;
-mod grid;
 mod screen;
 mod usage;
 
@@ -20,11 +19,10 @@ use store::{
 };
 
 use super::args::StoreArgs;
-use super::attempt_json::AttemptEntry;
-use super::print::{self, StdoutWriter};
+use super::print::{self, StyledLine};
 use super::record_access;
 use screen::{Screen, ScreenEvent};
-use usage::{MeasuredUsage, UsageMeter};
+use usage::UsageMeter;
 
 /// Show running and queued analyses, workers, and what ended last: live on a terminal, otherwise once.
 ///
@@ -81,11 +79,8 @@ pub fn top(args: &TopArgs) -> anyhow::Result<u8> {
         print::json(&document(&now))?;
         return Ok(0);
     }
-    let mut out = StdoutWriter::new();
-    for line in frame::page(&now, None, None) {
-        out.line(&line.text())?;
-    }
-    out.finish()?;
+    let page = frame::page(&now, None, None);
+    print::lines(page.iter().map(StyledLine::text))?;
     Ok(0)
 }
 
@@ -174,136 +169,40 @@ struct Document<'a> {
     queued: u64,
     delayed: u64,
     running: u64,
-    workers: Vec<WorkerEntry<'a>>,
+    workers: &'a [WorkerRow],
     /// The running analyses, and the next ones in the queue, up to a bound.
     busy: Vec<BusyEntry<'a>>,
-    next: Vec<WaitingEntry<'a>>,
-    ended: Vec<AttemptEntry<'a>>,
-}
-
-#[derive(Serialize)]
-struct WorkerEntry<'a> {
-    host: &'a str,
-    host_name: &'a str,
-    account: &'a str,
-    name: &'a str,
-    pid: u32,
-    version: &'a str,
-    slots: u32,
-    running: u32,
-    memory_bytes: u64,
-    cpu_milli: u64,
-    draining: bool,
-    started_ms: i64,
-    seen_ms: i64,
+    next: &'a [WaitingAttempt],
+    ended: &'a [AttemptSummary],
 }
 
 #[derive(Serialize)]
 struct BusyEntry<'a> {
-    id: &'a str,
-    attempt: u32,
-    status: &'static str,
-    submitter: Option<&'a str>,
-    host: &'a str,
-    worker: Option<&'a str>,
-    created_ms: i64,
-    started_ms: Option<i64>,
-    asked_memory_bytes: Option<u64>,
-    asked_cpu_milli: Option<u64>,
-    cancel_asked: bool,
+    #[serde(flatten)]
+    attempt: &'a ActiveAttempt,
     memory_bytes: Option<u64>,
     cpu_ms: Option<u64>,
 }
 
-#[derive(Serialize)]
-struct WaitingEntry<'a> {
-    id: &'a str,
-    attempt: u32,
-    submitter: &'a str,
-    priority: u32,
-    queued_ms: i64,
-    not_before_ms: Option<i64>,
-    asked_memory_bytes: Option<u64>,
-    asked_cpu_milli: Option<u64>,
-}
-
 fn document(now: &Snapshot) -> Document<'_> {
-    let QueueOverview {
-        now_ms,
-        queued,
-        delayed,
-        next,
-        running,
-        busy,
-        workers,
-    } = &now.overview;
-    Document {
-        schema: "fumehood.top/1",
-        now_ms: *now_ms,
-        queued: *queued,
-        delayed: *delayed,
-        running: *running,
-        workers: workers.iter().map(WorkerEntry::from).collect(),
-        busy: busy
-            .iter()
-            .map(|busy| BusyEntry::of(busy, now.meter.of(busy)))
-            .collect(),
-        next: next.iter().map(WaitingEntry::from).collect(),
-        ended: now.ended.iter().map(AttemptEntry::from).collect(),
-    }
-}
-
-impl<'a> From<&'a WorkerRow> for WorkerEntry<'a> {
-    fn from(worker: &'a WorkerRow) -> WorkerEntry<'a> {
-        WorkerEntry {
-            host: &worker.host,
-            host_name: &worker.host_name,
-            account: &worker.account,
-            name: &worker.name,
-            pid: worker.pid,
-            version: &worker.version,
-            slots: worker.slots,
-            running: worker.running,
-            memory_bytes: worker.total.memory_bytes,
-            cpu_milli: worker.total.cpu_milli,
-            draining: worker.draining,
-            started_ms: worker.started_ms,
-            seen_ms: worker.seen_ms,
-        }
-    }
-}
-
-impl<'a> BusyEntry<'a> {
-    fn of(busy: &'a ActiveAttempt, used: MeasuredUsage) -> BusyEntry<'a> {
+    let overview = &now.overview;
+    let busy = overview.busy.iter().map(|attempt| {
+        let used = now.meter.of(attempt);
         BusyEntry {
-            id: &busy.id,
-            attempt: busy.attempt,
-            status: busy.state.as_str(),
-            submitter: busy.submitter.as_deref(),
-            host: &busy.host,
-            worker: busy.worker.as_deref(),
-            created_ms: busy.created_ms,
-            started_ms: busy.started_ms,
-            asked_memory_bytes: busy.memory_bytes,
-            asked_cpu_milli: busy.cpu_milli,
-            cancel_asked: busy.cancel_asked,
+            attempt,
             memory_bytes: used.memory_bytes,
             cpu_ms: used.cpu_us.map(|us| us / 1_000),
         }
-    }
-}
-
-impl<'a> From<&'a WaitingAttempt> for WaitingEntry<'a> {
-    fn from(waiting: &'a WaitingAttempt) -> WaitingEntry<'a> {
-        WaitingEntry {
-            id: &waiting.id,
-            attempt: waiting.attempt,
-            submitter: &waiting.submitter,
-            priority: waiting.priority,
-            queued_ms: waiting.queued_ms,
-            not_before_ms: waiting.not_before_ms,
-            asked_memory_bytes: waiting.memory_bytes,
-            asked_cpu_milli: waiting.cpu_milli,
-        }
+    });
+    Document {
+        schema: "fumehood.top/1",
+        now_ms: overview.now_ms,
+        queued: overview.queued,
+        delayed: overview.delayed,
+        running: overview.running,
+        workers: &overview.workers,
+        busy: busy.collect(),
+        next: &overview.next,
+        ended: &now.ended,
     }
 }

@@ -11,7 +11,7 @@ use rustix::termios::{LocalModes, OptionalActions, SpecialCodeIndex, Termios};
 use store::ChangeListener;
 
 use super::frame::ScreenSize;
-use super::grid::{StyledLine, TextStyle};
+use crate::cli::print::{StyledLine, TextStyle};
 
 const SIGHUP: u8 = 1;
 const SIGINT: u8 = 2;

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use engine::home::Home;
-use rustix::fs::{Mode, OFlags};
 use store::ActiveAttempt;
 
 use crate::cli::run_dirs::{self, NextAction};
@@ -88,10 +87,8 @@ fn keyed(dir: &Path, name: &str, key: &str) -> Option<u64> {
 
 fn text(dir: &Path, name: &str) -> Option<String> {
     const BYTES_MAX: u64 = 16 << 10;
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = rustix::fs::open(dir.join(name), flags, Mode::empty()).ok()?;
     let mut text = String::new();
-    let file = std::fs::File::from(file);
+    let file = run_dirs::open_file(&dir.join(name)).ok()?;
     file.take(BYTES_MAX).read_to_string(&mut text).ok()?;
     Some(text)
 }

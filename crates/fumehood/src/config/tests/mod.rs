@@ -100,7 +100,7 @@ impl TestConfig {
             script: "a.py".into(),
             args: Vec::new(),
         };
-        run_request(script, program.run.given(), &self.sources)
+        run_request(script, program.run.given_settings(), &self.sources)
     }
 
     fn ok(&self, options: &[&str]) -> Request {
@@ -492,7 +492,7 @@ fn files_others_can_write_are_refused() {
 /// Only root can make a file with a foreign owner. So the test calls as another user, with a control in which the
 /// caller's own file is read.
 #[test]
-fn files_of_strangers_are_refused() {
+fn files_of_other_users_are_refused() {
     let mut config = TestConfig::new().project("pids = 9");
     let link_target = config.write("user/real.toml", "pids = 10");
     assert_eq!(config.ok(&[]).limits.pids, asked(9));
@@ -602,7 +602,7 @@ fn a_policy_that_cannot_be_read_stops_every_run() {
 }
 
 #[test]
-fn what_is_no_file_is_refused_without_waiting() {
+fn a_settings_file_that_is_not_regular_is_refused_without_waiting() {
     let config = TestConfig::new();
     let file = config.path("project/fumehood.toml");
     rustix::fs::mknodat(

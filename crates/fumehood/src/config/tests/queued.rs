@@ -22,7 +22,8 @@ impl TestConfig {
             .collect();
         let program = <Program as clap::Parser>::try_parse_from(&argv).unwrap();
         let command = program.submit.command(&argv).unwrap();
-        SubmissionConfig::new(program.submit.given(), &self.sources)?.resolve(command, Vec::new())
+        SubmissionConfig::new(program.submit.given_settings(), &self.sources)?
+            .resolve(command, Vec::new())
     }
 
     fn take(&self, submission: &Submission) -> Result<Resolved, ConfigError> {
@@ -174,7 +175,7 @@ fn a_worker_reads_what_the_client_stored() {
 }
 
 #[test]
-fn what_is_only_for_run_is_not_submitted() {
+fn settings_that_are_only_for_run_are_not_submitted() {
     let config = TestConfig::new();
     for options in [
         &["--to", "x"][..],
@@ -225,7 +226,7 @@ fn a_line_wins_over_options_and_lists_add_up() {
 }
 
 #[test]
-fn what_a_submission_may_not_say_is_refused() {
+fn a_setting_that_a_submission_may_not_have_is_refused() {
     let config = TestConfig::new();
     for name in [
         "workspace_root",
@@ -321,7 +322,7 @@ fn no_variable_of_the_workers_is_lent() {
 }
 
 #[test]
-fn what_is_the_workers_own_holds() {
+fn the_workers_own_settings_override_the_submission() {
     let config = TestConfig::new()
         .user("workspace_root = \"/srv/w\"\nfree_reserve = \"2G\"\nsecret_env = [\"A\"]\nisolation = \"full\"\n")
         .var("FUMEHOOD_DB", "sqlite:/srv/x.db");
@@ -415,7 +416,7 @@ fn only_a_private_file_is_our_own_queue() {
 }
 
 #[test]
-fn a_stranger_gets_the_hosts_shared_memory_only_by_policy() {
+fn a_submission_of_another_user_gets_the_hosts_shared_memory_only_by_policy() {
     let config = TestConfig::new().var("FUMEHOOD_DB", "postgres://me@db.example/x");
     config.refuses(
         "shared_memory",

@@ -145,7 +145,7 @@ fn a_database_file_keeps_its_secret() {
 }
 
 #[test]
-fn a_password_stands_only_where_nobody_else_reads() {
+fn a_database_password_is_accepted_only_in_private_places() {
     let remedies = ["password", "PGPASSFILE", "FUMEHOOD_DB_FILE"];
     let config = TestConfig::new();
     config.fails(&["--db", PASSWORD], &remedies);
@@ -176,7 +176,7 @@ fn a_password_stands_only_where_nobody_else_reads() {
 }
 
 #[test]
-fn what_may_be_a_password_counts_as_one() {
+fn text_that_may_contain_a_password_counts_as_a_password() {
     for text in [
         "postgres://u:p@h/d",
         "postgresql://u:p@h",
@@ -471,7 +471,7 @@ fn the_platforms_step_is_the_users_or_the_operators() {
 }
 
 #[test]
-fn other_commands_do_not_hear_the_project() {
+fn record_settings_ignore_the_projects_file() {
     let config = TestConfig::new()
         .project("this is not TOML")
         .user("db = \"sqlite:/srv/x.db\"\n[post_process]\ncommand = [\"/opt/mine\"]")
@@ -484,7 +484,7 @@ fn other_commands_do_not_hear_the_project() {
         db: Some("none".into()),
         artifacts: Some("objects".into()),
     };
-    let record = record_settings(args.given(), &config.sources).unwrap();
+    let record = record_settings(args.given_settings(), &config.sources).unwrap();
     assert!(record.db.unwrap().records_nothing());
     assert_eq!(record.artifacts, Some(config.path("project/objects")));
     // The policy and the rules for passwords hold for these commands too.
@@ -492,7 +492,7 @@ fn other_commands_do_not_hear_the_project() {
         db: Some(PASSWORD.into()),
         artifacts: None,
     };
-    assert!(record_settings(args.given(), &config.sources).is_err());
+    assert!(record_settings(args.given_settings(), &config.sources).is_err());
     let config = config.policy("[record]\ndb = \"sqlite:/srv/y.db\"");
     let error = record_settings(GivenSettings::new(), &config.sources).unwrap_err();
     assert!(chain(&error).contains("policy.toml"));
@@ -509,7 +509,7 @@ fn the_shell_records_nothing() {
 
 /// A release build injects no faults, so it refuses the variable like any unknown name.
 #[test]
-fn the_tests_variable_is_known_to_builds_that_listen() {
+fn only_debug_builds_accept_fumehood_fault() {
     let config = TestConfig::new().var(store::types::crash_points::VARIABLE, "committed=kill");
     match cfg!(debug_assertions) {
         true => drop(config.ok(&[])),

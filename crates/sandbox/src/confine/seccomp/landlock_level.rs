@@ -7,7 +7,9 @@
 
 use libc::c_long;
 
-use super::rule::{Action, CallRule, Clause, DENY, always, has_any, is, masked, rule, when};
+use super::rule::{
+    Action, CallRule, Clause, DENY, always, has_any, is, masked, only_when, rule, when,
+};
 use super::{ioctl as all_ioctls, number, table};
 use crate::confine::landlock::ABI_WITH_SIGNAL_SCOPE;
 
@@ -77,12 +79,7 @@ pub(super) fn rules(landlock_abi: i32, fixed_affinity: bool) -> Vec<(c_long, Cal
 
 /// Refuses set-id bits, as at every level. The guardian handles all other modes.
 fn mode_rules() -> Vec<(c_long, CallRule)> {
-    let mode = |arg| {
-        rule(
-            vec![when([has_any(arg, table::SET_ID)], DENY)],
-            Action::Notify,
-        )
-    };
+    let mode = |arg| only_when([has_any(arg, table::SET_ID)], DENY, Action::Notify);
     vec![
         (libc::SYS_fchmod, mode(1)),
         (libc::SYS_fchmodat, mode(2)),
@@ -97,13 +94,8 @@ fn mode_rules() -> Vec<(c_long, CallRule)> {
 /// foreign ones by number.
 fn self_only_rules(fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
     let is_self = || is(0, &[0]);
-    let self_only = || rule(vec![when([is_self()], Action::Allow)], DENY);
-    let one_process = |kind: u32| {
-        rule(
-            vec![when([is(0, &[kind]), is(1, &[0])], Action::Allow)],
-            DENY,
-        )
-    };
+    let self_only = || only_when([is_self()], Action::Allow, DENY);
+    let one_process = |kind: u32| only_when([is(0, &[kind]), is(1, &[0])], Action::Allow, DENY);
     let ordinary = table::ordinary_scheduler();
     let affinity = match fixed_affinity {
         true => always(DENY),
@@ -116,7 +108,7 @@ fn self_only_rules(fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
         (libc::SYS_sched_setaffinity, affinity),
         (
             libc::SYS_sched_setscheduler,
-            rule(vec![when([is_self(), ordinary], Action::Allow)], DENY),
+            only_when([is_self(), ordinary], Action::Allow, DENY),
         ),
         (libc::SYS_setpriority, one_process(libc::PRIO_PROCESS)),
         (libc::SYS_ioprio_set, one_process(table::IOPRIO_WHO_PROCESS)),
@@ -127,7 +119,7 @@ fn self_only_rules(fixed_affinity: bool) -> Vec<(c_long, CallRule)> {
 /// could not inspect a process that is not dumpable, whose memory would then go uncounted.
 fn prctl() -> CallRule {
     let table_prctl = table::prctl();
-    let become_undumpable = [is(0, &[libc::PR_SET_DUMPABLE as u32]), is(1, &[0])];
+    let become_undumpable = [is(0, &[libc::PR_SET_DUMPABLE]), is(1, &[0])];
     let mut clauses = vec![when(become_undumpable, DENY)];
     clauses.extend(table_prctl.clauses);
     rule(clauses, table_prctl.otherwise)
@@ -141,10 +133,10 @@ fn socket() -> CallRule {
         libc::AF_INET,
         libc::AF_INET6,
         libc::AF_NETLINK,
-    ]
-    .map(|f| f as u32);
-    rule(
-        vec![when([is(0, &known)], DENY_ACCESS)],
+    ];
+    only_when(
+        [is(0, &known)],
+        DENY_ACCESS,
         Action::Errno(libc::EAFNOSUPPORT),
     )
 }
@@ -155,8 +147,8 @@ fn truncation_rules() -> Vec<(c_long, CallRule)> {
     let open = |flags: u8| {
         let mut clauses: Vec<Clause> = table::creates_set_id(flags);
         let read_only_truncation = [
-            has_any(flags, libc::O_TRUNC as u32),
-            masked(flags, libc::O_ACCMODE as u32, &[libc::O_RDONLY as u32, 3]),
+            has_any(flags, libc::O_TRUNC),
+            masked(flags, libc::O_ACCMODE as u32, &[libc::O_RDONLY, 3]),
         ];
         clauses.push(when(read_only_truncation, DENY_ACCESS));
         rule(clauses, Action::Allow)

@@ -2,21 +2,18 @@
 
 use libc::c_long;
 
-use super::rule::{Action, CallRule, Clause, has_any, is, rule, when};
+use super::rule::{Action, CallRule, Clause, has_any, is, only_when, when};
 
 /// Calls whose flags decide where memory comes from.
 pub(super) fn rules() -> [(c_long, CallRule); 5] {
-    let refuse_if = |test, errno| {
-        let clauses = vec![when([test], Action::Errno(errno))];
-        rule(clauses, Action::Allow)
-    };
+    let refuse_if = |test, errno| only_when([test], Action::Errno(errno), Action::Allow);
     [
         // Pages from the host's reserved pool of huge pages are charged to no memory cgroup. The errnos are those of
         // an empty pool, of a kernel without one, and of a caller who may not use it. Allocators and the JVM fall
         // back to ordinary pages. Transparent huge pages are charged, and stay allowed.
         (
             libc::SYS_mmap,
-            refuse_if(has_any(3, libc::MAP_HUGETLB as u32), libc::ENOMEM),
+            refuse_if(has_any(3, libc::MAP_HUGETLB), libc::ENOMEM),
         ),
         (
             libc::SYS_memfd_create,
@@ -24,13 +21,13 @@ pub(super) fn rules() -> [(c_long, CallRule); 5] {
         ),
         (
             libc::SYS_shmget,
-            refuse_if(has_any(2, libc::SHM_HUGETLB as u32), libc::EPERM),
+            refuse_if(has_any(2, libc::SHM_HUGETLB), libc::EPERM),
         ),
         // The timing of merged pages reveals what other processes hold in memory. `table.rs` refuses
         // PR_SET_MEMORY_MERGE for the same reason. EINVAL is the answer of a kernel without page merging.
         (
             libc::SYS_madvise,
-            refuse_if(is(2, &[libc::MADV_MERGEABLE as u32]), libc::EINVAL),
+            refuse_if(is(2, &[libc::MADV_MERGEABLE]), libc::EINVAL),
         ),
         // Like MSG_MORE (see `send_clauses`), this flag of a splice into a socket leaves a datagram unfinished. A
         // caller takes EINVAL to mean that the descriptors cannot be spliced, and writes instead.
@@ -46,13 +43,11 @@ pub(super) fn rules() -> [(c_long, CallRule); 5] {
 pub(super) fn send_clauses(flags: u8) -> Vec<Clause> {
     // An unfinished datagram: 64 kB for each socket, charged to nobody. For TCP the flag is a hint that hardly any
     // program gives.
-    const MSG_MORE: u32 = libc::MSG_MORE as u32;
+    const UNFINISHED: i32 = libc::MSG_MORE;
     // Connects without passing the broker.
-    const MSG_FASTOPEN: u32 = libc::MSG_FASTOPEN as u32;
-    vec![when(
-        [has_any(flags, MSG_MORE | MSG_FASTOPEN)],
-        Action::Errno(libc::EOPNOTSUPP),
-    )]
+    const FAST_OPEN: i32 = libc::MSG_FASTOPEN;
+    let refused = [has_any(flags, UNFINISHED | FAST_OPEN)];
+    vec![when(refused, Action::Errno(libc::EOPNOTSUPP))]
 }
 
 /// Refuses socket options that store data in the same way. The errnos are those of a kernel or an interface without
@@ -63,10 +58,7 @@ pub(super) fn socket_option_clauses() -> Vec<Clause> {
     const MCAST_JOIN_GROUP: i32 = 42;
     const MCAST_JOIN_SOURCE_GROUP: i32 = 46;
     const MCAST_MSFILTER: i32 = 48;
-    let options = |level: i32, names: &[i32], action| {
-        let names: Vec<u32> = names.iter().map(|name| *name as u32).collect();
-        when([is(1, &[level as u32]), is(2, &names)], action)
-    };
+    let options = |level: i32, names: &[i32], action| when([is(1, &[level]), is(2, names)], action);
     vec![
         // The kernel queues a notice for each packet sent, with the packet, until it is read.
         options(libc::SOL_SOCKET, &[libc::SO_TIMESTAMPING, 65], UNKNOWN), // SO_TIMESTAMPING_NEW

@@ -65,20 +65,47 @@ pub(super) fn rule(clauses: Vec<Clause>, otherwise: Action) -> CallRule {
     CallRule { clauses, otherwise }
 }
 
+/// A rule with a single clause.
+pub(super) fn only_when<const N: usize>(
+    tests: [Test; N],
+    action: Action,
+    otherwise: Action,
+) -> CallRule {
+    rule(vec![when(tests, action)], otherwise)
+}
+
 pub(super) fn when<const N: usize>(tests: [Test; N], action: Action) -> Clause {
     let tests = tests.into();
     Clause { tests, action }
 }
 
-pub(super) fn is(arg: u8, values: &[u32]) -> Test {
+/// A constant that libc types as one or the other.
+pub(super) trait ArgumentValue: Copy {
+    fn low_half(self) -> u32;
+}
+
+impl ArgumentValue for u32 {
+    fn low_half(self) -> u32 {
+        self
+    }
+}
+
+impl ArgumentValue for i32 {
+    fn low_half(self) -> u32 {
+        self as u32
+    }
+}
+
+pub(super) fn is(arg: u8, values: &[impl ArgumentValue]) -> Test {
     masked(arg, u32::MAX, values)
 }
 
-pub(super) fn masked(arg: u8, mask: u32, values: &[u32]) -> Test {
-    let values = values.to_vec();
+pub(super) fn masked(arg: u8, mask: u32, values: &[impl ArgumentValue]) -> Test {
+    let values = values.iter().map(|value| value.low_half()).collect();
     Test::OneOf { arg, mask, values }
 }
 
-pub(super) fn has_any(arg: u8, bits: u32) -> Test {
+pub(super) fn has_any(arg: u8, bits: impl ArgumentValue) -> Test {
+    let bits = bits.low_half();
     Test::AnyBit { arg, bits }
 }

@@ -13,7 +13,7 @@ use libc::c_long;
 
 use super::assembler::CAPACITY;
 use super::rule::{Action, CallRule, Clause, DENY, Test};
-use super::rule::{always, has_any, is, masked, rule, when};
+use super::rule::{always, has_any, is, masked, only_when, rule, when};
 use super::{Affinity, Connect, Fallocate, FilterOptions, OuterConfinement};
 use super::{ioctl, memory, number, threads};
 
@@ -355,8 +355,8 @@ fn send_rule(flags: u8, options: &FilterOptions) -> CallRule {
 /// Which sockets can exist at all. The type shares its argument with SOCK_CLOEXEC and SOCK_NONBLOCK; the kernel uses
 /// the low four bits (SOCK_TYPE_MASK).
 fn socket(options: &FilterOptions) -> CallRule {
-    let inet = || is(0, &[libc::AF_INET as u32, libc::AF_INET6 as u32]);
-    let netlink = || is(0, &[libc::AF_NETLINK as u32]);
+    let inet = || is(0, &[libc::AF_INET, libc::AF_INET6]);
+    let netlink = || is(0, &[libc::AF_NETLINK]);
     let mut clauses = unix_sockets(options);
     clauses.extend([
         // Only TCP and UDP, also by protocol: for others (SCTP, DCCP, MPTCP) the kernel loads modules on request. Go
@@ -365,7 +365,7 @@ fn socket(options: &FilterOptions) -> CallRule {
             [
                 inet(),
                 socket_type(&[libc::SOCK_STREAM]),
-                is(2, &[0, libc::IPPROTO_TCP as u32]),
+                is(2, &[0, libc::IPPROTO_TCP]),
             ],
             Action::Allow,
         ),
@@ -373,7 +373,7 @@ fn socket(options: &FilterOptions) -> CallRule {
             [
                 inet(),
                 socket_type(&[libc::SOCK_DGRAM]),
-                is(2, &[0, libc::IPPROTO_UDP as u32]),
+                is(2, &[0, libc::IPPROTO_UDP]),
             ],
             Action::Allow,
         ),
@@ -384,7 +384,7 @@ fn socket(options: &FilterOptions) -> CallRule {
         // charged to no cgroup, so the broker makes these sockets, few of them and with small buffers. The other
         // families (netfilter, crypto, audit, uevents) have most of the kernel's network bugs.
         when(
-            [netlink(), is(2, &[libc::NETLINK_ROUTE as u32])],
+            [netlink(), is(2, &[libc::NETLINK_ROUTE])],
             match options.connect {
                 Connect::Kernel => Action::Allow,
                 Connect::Brokered => Action::Notify,
@@ -405,7 +405,7 @@ fn socketpair(options: &FilterOptions) -> CallRule {
 /// SOCK_RAW is a datagram socket too (unix_create). EPROTONOSUPPORT says that this family has no such type, so that
 /// syslog and loggers give up quietly.
 fn unix_sockets(options: &FilterOptions) -> Vec<Clause> {
-    let unix = || is(0, &[libc::AF_UNIX as u32]);
+    let unix = || is(0, &[libc::AF_UNIX]);
     match options.outer {
         OuterConfinement::Namespaces { .. } => vec![when([unix()], Action::Allow)],
         OuterConfinement::Landlock { .. } => vec![
@@ -428,10 +428,8 @@ fn setsockopt(options: &FilterOptions) -> CallRule {
         libc::SO_ATTACH_REUSEPORT_CBPF,
         libc::SO_ATTACH_REUSEPORT_EBPF,
     ];
-    let socket_level = |options: &[i32], action| {
-        let options: Vec<u32> = options.iter().map(|option| *option as u32).collect();
-        when([is(1, &[libc::SOL_SOCKET as u32]), is(2, &options)], action)
-    };
+    let socket_level =
+        |options: &[i32], action| when([is(1, &[libc::SOL_SOCKET]), is(2, options)], action);
     // Socket buffers count for the whole host, and a filter cannot see the requested size. The broker allows sizes up
     // to the default. Without a broker the call succeeds without effect, since the size is only a hint.
     let buffers = match sends_are_brokered(options) {
@@ -447,10 +445,7 @@ fn setsockopt(options: &FilterOptions) -> CallRule {
         socket_level(&[libc::SO_SNDBUFFORCE, libc::SO_RCVBUFFORCE], DENY),
         // TLS and other layers inside the kernel, with a record of escalation. Libraries work without them.
         when(
-            [
-                is(1, &[libc::IPPROTO_TCP as u32]),
-                is(2, &[libc::TCP_ULP as u32]),
-            ],
+            [is(1, &[libc::IPPROTO_TCP]), is(2, &[libc::TCP_ULP])],
             Action::Errno(libc::ENOPROTOOPT),
         ),
     ]);
@@ -506,7 +501,7 @@ fn id_rules(outer: OuterConfinement) -> Vec<(c_long, CallRule)> {
 /// has filtered the same calls since. A filter cannot know whether the path is a directory, where set-group-id would
 /// be harmless, so copying such a directory with its mode fails too.
 fn set_id_rules() -> Vec<(c_long, CallRule)> {
-    let mode = |arg| rule(vec![when([has_any(arg, SET_ID)], DENY)], Action::Allow);
+    let mode = |arg| only_when([has_any(arg, SET_ID)], DENY, Action::Allow);
     let open = |flags| rule(creates_set_id(flags), Action::Allow);
     // Zero means a regular file. The kernel refuses devices to anyone without CAP_MKNOD, except the whiteout, which
     // is a device node too.
@@ -553,7 +548,7 @@ pub(super) fn creates_set_id(flags: u8) -> Vec<Clause> {
 /// and prlimit checks only the uid. With a CPU limit on init the kernel would kill init, and the record would lose
 /// how the program ended.
 fn deny_for_init(init: &[u32]) -> CallRule {
-    rule(vec![when([is(0, init)], DENY)], Action::Allow)
+    only_when([is(0, init)], DENY, Action::Allow)
 }
 
 pub(super) const IOPRIO_WHO_PROCESS: u32 = 1;
@@ -582,7 +577,7 @@ fn scheduler(init: &[u32]) -> CallRule {
 
 pub(super) fn ordinary_scheduler() -> Test {
     const RESET_ON_FORK: u32 = 0x4000_0000;
-    let ordinary = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE].map(|p| p as u32);
+    let ordinary = [libc::SCHED_OTHER, libc::SCHED_BATCH, libc::SCHED_IDLE];
     masked(1, !RESET_ON_FORK, &ordinary)
 }
 
@@ -590,7 +585,7 @@ pub(super) fn ordinary_scheduler() -> Test {
 /// and some Lisps set. Others switch protections off, for example READ_IMPLIES_EXEC and MMAP_PAGE_ZERO.
 fn personality() -> CallRule {
     let ordinary = [0, 0xffff_ffff, libc::ADDR_NO_RANDOMIZE as u32];
-    rule(vec![when([is(0, &ordinary)], Action::Allow)], DENY)
+    only_when([is(0, &ordinary)], Action::Allow, DENY)
 }
 
 /// An allow-list as well: an option that a newer kernel adds gets EINVAL, as from a kernel that does not have it.
@@ -632,8 +627,8 @@ pub(super) fn prctl() -> CallRule {
     ];
     rule(
         vec![
-            when([is(0, &allowed.map(|o| o as u32))], Action::Allow),
-            when([is(0, &denied.map(|o| o as u32))], DENY),
+            when([is(0, &allowed)], Action::Allow),
+            when([is(0, &denied)], DENY),
         ],
         Action::Errno(libc::EINVAL),
     )
@@ -653,7 +648,7 @@ pub(super) fn fcntl() -> CallRule {
         F_SET_FILE_RW_HINT,
     ];
     // Reports by a signal what happens in any readable directory: inotify's predecessor.
-    let notify = is(1, &[libc::F_NOTIFY as u32]);
+    let notify = is(1, &[libc::F_NOTIFY]);
     rule(
         vec![
             when([is(1, &refused)], DENY),
@@ -666,17 +661,11 @@ pub(super) fn fcntl() -> CallRule {
 /// RENAME_WHITEOUT leaves a device node behind and needs no privilege. EINVAL is the answer of a file system without
 /// whiteouts.
 fn renameat2() -> CallRule {
-    rule(
-        vec![when(
-            [has_any(4, libc::RENAME_WHITEOUT)],
-            Action::Errno(libc::EINVAL),
-        )],
-        Action::Allow,
-    )
+    let whiteout = [has_any(4, libc::RENAME_WHITEOUT)];
+    only_when(whiteout, Action::Errno(libc::EINVAL), Action::Allow)
 }
 
 /// Tests the type of a socket, which is the second argument without its flags.
 fn socket_type(types: &[i32]) -> Test {
-    let types: Vec<u32> = types.iter().map(|&kind| kind as u32).collect();
-    masked(1, 0xf, &types)
+    masked(1, 0xf, types)
 }

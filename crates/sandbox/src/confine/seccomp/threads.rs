@@ -1,6 +1,6 @@
 //! Threads and processes: what a new one may share with its creator, and what it must share.
 
-use super::rule::{Action, CallRule, DENY, has_any, masked, rule, when};
+use super::rule::{Action, CallRule, DENY, has_any, masked, only_when, rule, when};
 
 pub(super) fn clone() -> CallRule {
     // CLONE_NEWTIME is not here: in clone(2) that bit belongs to the exit signal, and the kernel masks it off.
@@ -34,9 +34,6 @@ pub(super) fn clone() -> CallRule {
 /// CLOSE_RANGE_UNSHARE gives a thread a descriptor table of its own, which `clone` refuses too. EINVAL is the answer
 /// of a kernel that does not know the flag; callers then close the range without it.
 pub(super) fn close_range() -> CallRule {
-    let clauses = vec![when(
-        [has_any(2, libc::CLOSE_RANGE_UNSHARE)],
-        Action::Errno(libc::EINVAL),
-    )];
-    rule(clauses, Action::Allow)
+    let unshare = [has_any(2, libc::CLOSE_RANGE_UNSHARE)];
+    only_when(unshare, Action::Errno(libc::EINVAL), Action::Allow)
 }

@@ -17,7 +17,6 @@ mod sockets;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::syscall_proxy::{self, SyscallProxy};
 use crate::resources::cgroup::GroupAccess;
@@ -42,10 +41,8 @@ enum BrokerKind {
     /// Level `full`: socket calls. A separate process receives and serves them once it is started.
     Sockets(BrokerProcess),
     /// Level `landlock`: calls that change modes, times and lengths of files, or send signals. Threads serve them.
-    Proxy {
-        proxy: Arc<SyscallProxy>,
-        busy: Arc<AtomicUsize>,
-    },
+    /// Each thread holds a clone, so the number of clones is the number of calls in progress.
+    Proxy(Arc<SyscallProxy>),
 }
 
 impl Broker {
@@ -64,10 +61,7 @@ impl Broker {
                     main_pid,
                 ))
             }
-            ConfinementLevel::Landlock => BrokerKind::Proxy {
-                proxy: Arc::new(SyscallProxy::new(spec)),
-                busy: Arc::default(),
-            },
+            ConfinementLevel::Landlock => BrokerKind::Proxy(Arc::new(SyscallProxy::new(spec))),
         };
         Ok(Broker {
             listener: Arc::new(listener),
@@ -90,7 +84,7 @@ impl Broker {
     pub fn process(&self) -> Option<i32> {
         match &self.kind {
             BrokerKind::Sockets(process) => process.pid(),
-            BrokerKind::Proxy { .. } => None,
+            BrokerKind::Proxy(_) => None,
         }
     }
 
@@ -107,7 +101,7 @@ impl Broker {
     pub fn is_full(&self) -> bool {
         match &self.kind {
             BrokerKind::Sockets(_) => false,
-            BrokerKind::Proxy { busy, .. } => busy.load(Ordering::Relaxed) >= CALLS_MAX,
+            BrokerKind::Proxy(proxy) => Arc::strong_count(proxy) > CALLS_MAX,
         }
     }
 
@@ -116,7 +110,7 @@ impl Broker {
     pub fn can_serve(&self) -> bool {
         match &self.kind {
             BrokerKind::Sockets(process) => process.pid().is_some() || process.may_start(),
-            BrokerKind::Proxy { .. } => true,
+            BrokerKind::Proxy(_) => true,
         }
     }
 
@@ -130,11 +124,11 @@ impl Broker {
         let call = sys::notification_receive(self.listener())?;
         let served = match &self.kind {
             // Send a signal without a thread, because this never waits.
-            BrokerKind::Proxy { .. } if syscall_proxy::is_signal(&call) => {
+            BrokerKind::Proxy(_) if syscall_proxy::is_signal(&call) => {
                 let errno = errno_of(syscall_proxy::signal(&call, || self.valid(&call)));
                 return sys::notification_answer(self.listener(), call.id, errno);
             }
-            BrokerKind::Proxy { proxy, busy } => self.serve_in_thread(proxy, busy, call),
+            BrokerKind::Proxy(proxy) => self.serve_in_thread(proxy, call),
             BrokerKind::Sockets(_) => Err(io::ErrorKind::WouldBlock.into()),
         };
         // If the call cannot be served, answer it rather than leave the caller waiting.
@@ -144,16 +138,9 @@ impl Broker {
         }
     }
 
-    fn serve_in_thread(
-        &self,
-        proxy: &Arc<SyscallProxy>,
-        busy: &Arc<AtomicUsize>,
-        call: Notification,
-    ) -> io::Result<()> {
+    fn serve_in_thread(&self, proxy: &Arc<SyscallProxy>, call: Notification) -> io::Result<()> {
         let (listener, proxy) = (Arc::clone(&self.listener), Arc::clone(proxy));
-        let slot = BusySlot::take(busy);
         let serve = move || {
-            let _slot = slot;
             let valid = || sys::notification_valid(listener.as_fd(), call.id);
             let errno = errno_of(proxy.perform(&call, valid));
             // An error means that the caller has died meanwhile and waits for no answer.
@@ -167,22 +154,6 @@ impl Broker {
     /// nothing was read from another process.
     fn valid(&self, call: &Notification) -> io::Result<()> {
         sys::notification_valid(self.listener(), call.id)
-    }
-}
-
-/// Counts a serving thread for as long as this value lives.
-struct BusySlot(Arc<AtomicUsize>);
-
-impl BusySlot {
-    fn take(busy: &Arc<AtomicUsize>) -> BusySlot {
-        busy.fetch_add(1, Ordering::Relaxed);
-        BusySlot(Arc::clone(busy))
-    }
-}
-
-impl Drop for BusySlot {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

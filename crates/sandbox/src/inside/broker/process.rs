@@ -13,11 +13,12 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{DumpableBehavior, Pid, Signal};
 
 use super::sockets::{CallReply, PendingCall, Sockets};
+use crate::events::{self, PollFlags};
 use crate::resources::cgroup::GroupAccess;
 use crate::sys::{self, ForkSide, NotificationAnswer};
 
@@ -246,14 +247,12 @@ impl ThreadPool {
 
     /// Exits if the listener hangs up, which means that no process with the filter is left.
     fn exit_if_no_caller_is_left(&self) {
-        let listener = self.listener.as_fd();
-        let mut fds = [PollFd::new(&listener, PollFlags::IN)];
-        let at_once = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        let ready = rustix::event::poll(&mut fds, Some(&at_once));
-        if ready.is_ok() && fds[0].revents().contains(PollFlags::HUP) {
+        let listener = [((), self.listener.as_fd(), PollFlags::IN)];
+        let ready = events::wait_for_any(listener, Duration::ZERO).unwrap_or_default();
+        if ready
+            .iter()
+            .any(|(_, flags)| flags.contains(PollFlags::HUP))
+        {
             sys::exit_now(0);
         }
     }

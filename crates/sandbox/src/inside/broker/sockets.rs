@@ -13,13 +13,13 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, SocketType};
 
 use super::message::{ADDRESS_BYTES_MAX, HEADER_BYTES, MULTI_HEADER_BYTES, Message};
-use crate::inside::caller::{CallingThread, errno, not_found};
+use crate::events::{self, PollFlags};
+use crate::inside::caller::{CallingThread, errno, not_found, open_working_directory};
 use crate::inside::socket_share;
 use crate::spec::Spec;
 use crate::sys::{self, Notification, NotificationAnswer, RawMessage};
@@ -29,7 +29,7 @@ const UNIX_ADDRESS_BYTES_MAX: usize = 110;
 /// The longest datagram, and how much of a stream is copied at a time: the kernel's default buffer size.
 const COPIED_BYTES_MAX: usize = 212_992;
 /// How long the broker waits for room before it checks again that the caller still waits.
-const ROOM_WAIT_MS: u32 = 20;
+const ROOM_WAIT: Duration = Duration::from_millis(20);
 /// How long the broker waits before it tries again. Polling a unix datagram socket does not show whether the addressed
 /// receiver has room.
 const ROOM_RETRY: Duration = Duration::from_millis(2);
@@ -314,12 +314,7 @@ impl SendTimeout {
             SendTimeout::Until(Some(end)) if Instant::now() >= *end => return false,
             SendTimeout::Until(_) => {}
         }
-        let timeout = Timespec {
-            tv_sec: 0,
-            tv_nsec: (ROOM_WAIT_MS * 1_000_000).into(),
-        };
-        let mut fds = [PollFd::new(&socket, PollFlags::OUT)];
-        if rustix::event::poll(&mut fds, Some(&timeout)).is_ok_and(|ready| ready > 0) {
+        if events::wait_for(socket, PollFlags::OUT, ROOM_WAIT) {
             std::thread::sleep(ROOM_RETRY);
         }
         true
@@ -351,11 +346,7 @@ fn open_own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<Owne
     use std::os::unix::ffi::OsStrExt;
     let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
     let walk = OFlags::PATH | OFlags::CLOEXEC;
-    let cwd = rustix::fs::open(
-        format!("/proc/{pid}/cwd"),
-        walk | OFlags::DIRECTORY,
-        Mode::empty(),
-    )?;
+    let cwd = open_working_directory(pid)?;
     // Refuse magic links: `/proc/self/fd/N` would resolve to a descriptor of this process, and could lead to the host.
     let resolve = ResolveFlags::NO_MAGICLINKS;
     let target =

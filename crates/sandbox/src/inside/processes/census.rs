@@ -9,9 +9,9 @@ use super::{
     MAPS_BYTES_MAX, PauseVerdict, ProcessSet, ScanResult, UnexplainedGrowth,
     has_descriptors_in_flight,
 };
-use super::{field, for_each_open_file, pause, pids, queues, read_first};
+use super::{field, for_each_open_file, other_pids, pause, pids, queues, read_first};
 use crate::sys;
-use crate::sys::procfs::{SMALL_FILE_BYTES, read};
+use crate::sys::procfs::{ProcessStat, SMALL_FILE_BYTES, read};
 
 /// How much is read of a table of the run's sockets or shared memory segments.
 const TABLE_BYTES_MAX: usize = 8 << 20;
@@ -29,7 +29,7 @@ const PROCESS_TIMES_MAX: usize = 50_000;
 
 /// What to read of each process. Reading less matters: there may be a thousand processes, and there are ten passes a
 /// second.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub struct CensusRequest {
     pub cpu: bool,
     /// Whether to count threads rather than processes.
@@ -129,7 +129,7 @@ impl ProcessCensus {
             self.count += 1;
             self.tasks += if request.tasks { threads_of(pid) } else { 1 };
             if request.memory.is_some() {
-                memory.extend(read_memory(pid).map(|(private, mapped)| (pid, private, mapped)));
+                memory.extend(memory_entry(pid));
             }
         }
         if let Some(limit) = request.memory {
@@ -158,10 +158,8 @@ impl ProcessCensus {
                 if self.memory_bytes > limit {
                     // Two processes that share their memory (vfork) count as two if the memory changed between the two
                     // reads. Read again and take the smaller sum.
-                    let again = |(pid, ..): &(u32, u64, u64)| {
-                        read_memory(*pid).map(|(private, mapped)| (*pid, private, mapped))
-                    };
-                    let mut memory: Vec<_> = memory.iter().filter_map(again).collect();
+                    let again = memory.iter().filter_map(|(pid, ..)| memory_entry(*pid));
+                    let mut memory: Vec<_> = again.collect();
                     drop_shared_copies(&mut memory);
                     self.memory_bytes = self.memory_bytes.min(self.add_up(&memory, shared));
                 }
@@ -296,10 +294,8 @@ struct CpuTimes {
 }
 
 fn read_times(pid: u32) -> Option<CpuTimes> {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES)?;
-    // The process name in parentheses may contain anything, so search for the last parenthesis.
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
-    let number = |n: usize| fields.get(n).and_then(|f| f.parse::<u64>().ok());
+    let stat = ProcessStat::of(pid)?;
+    let number = |n: usize| stat.number::<u64>(n);
     let per_second = rustix::param::clock_ticks_per_second().max(1);
     let ms = |ticks: u64| ticks * 1000 / per_second;
     Some(CpuTimes {
@@ -322,12 +318,16 @@ fn read_memory(pid: u32) -> Option<(u64, u64)> {
     Some((own * 1024, field(&text, "Pss_Shmem:") * 1024))
 }
 
+/// A pid with its [`read_memory`].
+fn memory_entry(pid: u32) -> Option<(u32, u64, u64)> {
+    read_memory(pid).map(|(private, mapped)| (pid, private, mapped))
+}
+
 /// An upper bound on the memory of all processes of the run: memory that processes share counts for each of them. Reads
 /// only files of /proc that never block on a process.
 pub fn memory_at_most(process_set: ProcessSet) -> u64 {
-    let own = std::process::id();
-    let others = pids(process_set).into_iter().filter(|pid| *pid != own);
-    let statuses = others.filter_map(|pid| read_first(pid, "status", SMALL_FILE_BYTES));
+    let statuses =
+        other_pids(process_set).filter_map(|pid| read_first(pid, "status", SMALL_FILE_BYTES));
     statuses.map(|status| resident(&status)).sum()
 }
 
@@ -364,8 +364,7 @@ fn drop_shared_copies(memory: &mut Vec<(u32, u64, u64)>) {
 fn mapped_shared_memory(process_set: ProcessSet, shown: &HashSet<u64>) -> u64 {
     let mut left = MAPS_BYTES_MAX;
     let mut sizes: HashMap<u64, u64> = HashMap::new();
-    let own = std::process::id();
-    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
+    for pid in other_pids(process_set) {
         let maps = read_first(pid, "maps", left).unwrap_or_default();
         left = left.saturating_sub(maps.len());
         for line in maps.lines() {
@@ -400,9 +399,7 @@ fn shared_mapping(line: &str) -> Option<(u64, u64)> {
 }
 
 fn threads_of(pid: u32) -> u64 {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
-    let fields = stat.rsplit_once(')').map(|(_, rest)| rest);
-    let threads = fields.and_then(|rest| rest.split_ascii_whitespace().nth(17)?.parse().ok());
+    let threads = ProcessStat::of(pid).and_then(|stat| stat.number(17));
     // A zombie keeps its pid until it is reaped, so it counts as one.
     threads.unwrap_or(1u64).max(1)
 }

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{MAPS_BYTES_MAX, ProcessSet, field, is_alive, pids, proc_dirs, read_first};
+use super::{MAPS_BYTES_MAX, ProcessSet, field, is_alive, other_pids, proc_dirs, read_first};
 use crate::sys::procfs::{SMALL_FILE_BYTES, read};
 
 /// How many descriptors one pass of the watch examines. More cannot be examined in the time between two passes.
@@ -29,8 +29,7 @@ pub fn for_each_open_file(
     each: &mut dyn FnMut(u32, &OsStr, &rustix::fs::Stat) -> bool,
 ) -> ScanResult {
     let mut left = DESCRIPTORS_MAX;
-    let own = std::process::id();
-    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
+    for pid in other_pids(process_set) {
         let listing = match list_descriptors(pid) {
             Ok(Some(listing)) => listing,
             Ok(None) => continue,
@@ -87,9 +86,7 @@ fn read_with_retries<T>(pid: u32, read: impl Fn() -> Option<T>) -> Result<Option
 /// An upper bound on the descriptors of all processes of the run: the sizes of their descriptor tables. Reads only
 /// files of /proc that never block on a process. An unreadable process counts as having any number.
 pub fn descriptors_at_most(process_set: ProcessSet) -> u64 {
-    let own = std::process::id();
-    let others = pids(process_set).into_iter().filter(|pid| *pid != own);
-    let sizes = others.map(|pid| {
+    let sizes = other_pids(process_set).map(|pid| {
         // A first thread that has ended has no table, but the other threads still do.
         let statuses = proc_dirs(pid).filter_map(|dir| read(dir.join("status"), SMALL_FILE_BYTES));
         let mut sizes = statuses.map(|status| field(&status, "FDSize:"));
@@ -108,8 +105,7 @@ pub fn count_file_mappings(
 ) -> u64 {
     let mut left = MAPS_BYTES_MAX;
     let mut count = 0;
-    let own = std::process::id();
-    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
+    for pid in other_pids(process_set) {
         if !should_continue() {
             break;
         }
@@ -148,15 +144,11 @@ pub fn maps_deleted_file(
     should_continue: &mut dyn FnMut() -> bool,
 ) -> bool {
     let mut left = MAPS_BYTES_MAX;
-    let own = std::process::id();
-    pids(process_set)
-        .into_iter()
-        .filter(|pid| *pid != own)
-        .any(|pid| {
-            let maps = read_first(pid, "maps", left).unwrap_or_default();
-            left = left.saturating_sub(maps.len());
-            left == 0 || has_deleted_file(&maps, shown, workspace) || !should_continue()
-        })
+    other_pids(process_set).any(|pid| {
+        let maps = read_first(pid, "maps", left).unwrap_or_default();
+        left = left.saturating_sub(maps.len());
+        left == 0 || has_deleted_file(&maps, shown, workspace) || !should_continue()
+    })
 }
 
 fn has_deleted_file(maps: &str, shown: &HashSet<u64>, workspace: &str) -> bool {

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use crate::spec::{Layer, Spec};
 use crate::sys;
-use crate::sys::procfs::{SMALL_FILE_BYTES, numbers_in, open_pidfd, read};
+use crate::sys::procfs::{ProcessStat, SMALL_FILE_BYTES, numbers_in, open_pidfd, read};
 
 pub use census::{CensusRequest, ProcessCensus, memory_at_most};
 pub use files::{ScanResult, count_file_mappings, descriptors_at_most, has_descriptors_in_flight};
@@ -65,6 +65,12 @@ pub fn pids(process_set: ProcessSet) -> Vec<u32> {
             all
         }
     }
+}
+
+/// The pids of all processes of the run except this one.
+pub fn other_pids(process_set: ProcessSet) -> impl Iterator<Item = u32> {
+    let own = std::process::id();
+    pids(process_set).into_iter().filter(move |pid| *pid != own)
 }
 
 /// The pids of all descendants of this process. A process that is being forked may be missing, so a caller that needs
@@ -129,14 +135,10 @@ pub struct Relations {
 }
 
 pub fn relations(pid: u32) -> Option<Relations> {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES)?;
-    // The process name may contain anything, so search for the last parenthesis. The fields after it are state, parent,
-    // group.
-    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(1);
-    let mut next = || fields.next()?.parse().ok();
+    let stat = ProcessStat::of(pid)?;
     Some(Relations {
-        parent: next()?,
-        group: next()?,
+        parent: stat.number(1)?,
+        group: stat.number(2)?,
     })
 }
 
@@ -145,11 +147,8 @@ pub fn relations(pid: u32) -> Option<Relations> {
 pub fn is_dying_of_signal(pid: u32) -> bool {
     /// `PF_SIGNALED` in the kernel's sched.h.
     const PF_SIGNALED: u64 = 0x400;
-    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
     // The fields after the name are state, parent, group, session, terminal, terminal group, flags.
-    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-    let flags = fields.split_ascii_whitespace().nth(6);
-    let flags = flags.and_then(|flags| flags.parse::<u64>().ok());
+    let flags = ProcessStat::of(pid).and_then(|stat| stat.number::<u64>(6));
     flags.is_some_and(|flags| flags & PF_SIGNALED != 0)
 }
 
@@ -187,15 +186,13 @@ pub fn open_descendants() -> Vec<(u32, OwnedFd)> {
 
 /// Whether a process is alive: neither a zombie nor about to become one.
 fn is_alive(pid: u32) -> bool {
-    let stat = read(format!("/proc/{pid}/stat"), SMALL_FILE_BYTES).unwrap_or_default();
-    let Some((_, rest)) = stat.rsplit_once(')') else {
+    let Some(stat) = ProcessStat::of(pid) else {
         // /proc may hide a live process (see `open_descendant`).
         return descendants().contains(&pid);
     };
-    let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-    let threads = fields.get(17).and_then(|n| n.parse::<u32>().ok());
     // The first thread of a live process may be a zombie while other threads run.
-    let zombie = matches!(fields.first(), Some(&"Z" | &"X")) && threads.is_none_or(|n| n <= 1);
+    let alone = stat.number::<u32>(17).is_none_or(|threads| threads <= 1);
+    let zombie = matches!(stat.state(), Some('Z' | 'X')) && alone;
     // A process that has released all its memory is exiting, and its files in /proc cannot be read any more.
     let has_memory = || {
         let sizes = proc_dirs(pid).filter_map(|dir| read(dir.join("statm"), SMALL_FILE_BYTES));
@@ -235,8 +232,7 @@ pub fn written_bytes(process_set: ProcessSet) -> WrittenBytes {
         gross: sys::bytes_written_by_reaped(),
         ..WrittenBytes::default()
     };
-    let own = std::process::id();
-    for pid in pids(process_set).into_iter().filter(|pid| *pid != own) {
+    for pid in other_pids(process_set) {
         let Some(text) = read(format!("/proc/{pid}/io"), SMALL_FILE_BYTES) else {
             all.unreadable |= is_alive(pid);
             continue;

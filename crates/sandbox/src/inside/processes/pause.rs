@@ -12,9 +12,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::{ProcessSet, open_descendants, pids};
+use super::{ProcessSet, open_descendants, other_pids};
 use crate::sys;
-use crate::sys::procfs::{SMALL_FILE_BYTES, numbers_in, open_pidfd, read};
+use crate::sys::procfs::{ProcessStat, numbers_in, open_pidfd};
 
 /// How long to wait for all threads to stop. A thread that writes one large block, or waits for a disk, stops only
 /// afterwards.
@@ -24,8 +24,8 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(1);
 const PAUSE_INTERVAL: Duration = Duration::from_millis(500);
 /// The same after a pause that freed something: a program that hides files goes on writing meanwhile.
 const PAUSE_INTERVAL_AFTER_FREEING: Duration = Duration::from_millis(50);
-/// How many pauses must agree before the run is judged. Other processes of the host may free space during one pause,
-/// but hardly during each.
+/// How many pauses must agree before hidden growth is charged to the run. Other processes of the host may free space
+/// during one pause, but hardly during each.
 const PAUSES_FOR_VERDICT: u32 = 2;
 
 /// The processes that were stopped. Dropping this value continues them.
@@ -82,11 +82,8 @@ fn open_processes(process_set: ProcessSet) -> Vec<(u32, OwnedFd)> {
     match process_set {
         ProcessSet::Descendants => open_descendants(),
         ProcessSet::Namespace => {
-            let own = std::process::id();
-            let others = pids(process_set).into_iter().filter(|pid| *pid != own);
-            others
-                .filter_map(|pid| Some((pid, open_pidfd(pid)?)))
-                .collect()
+            let opened = |pid| Some((pid, open_pidfd(pid)?));
+            other_pids(process_set).filter_map(opened).collect()
         }
     }
 }
@@ -108,10 +105,7 @@ impl ThreadCounts {
 
 fn thread_counts(pid: u32) -> ThreadCounts {
     let dir = format!("/proc/{pid}/task");
-    let state = |tid: u32| -> Option<char> {
-        let stat = read(format!("{dir}/{tid}/stat"), SMALL_FILE_BYTES)?;
-        stat.rsplit_once(')')?.1.trim_start().chars().next()
-    };
+    let state = |tid: u32| ProcessStat::read(format!("{dir}/{tid}"))?.state();
     let states: Vec<char> = numbers_in(Path::new(&dir)).filter_map(state).collect();
     let is_running = |state: &&char| !matches!(state, 'T' | 't' | 'Z' | 'X');
     ThreadCounts {
@@ -171,7 +165,7 @@ impl UnexplainedGrowth {
         self.paused_at.is_none_or(|at| at.elapsed() >= interval)
     }
 
-    /// Records what was in use before a pause and during it, and judges.
+    /// Records what was in use before a pause and during it, and returns the verdict.
     pub fn note_pause(
         &mut self,
         before: u64,

@@ -17,7 +17,7 @@ use crate::spec::{Spec, WorkspaceKind};
 /// The longest time between two measurements, whatever the counters say.
 const MEASURE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// Measuring takes at most one part in this many of the watch's time, or half of its time when a limit may have been
-/// passed.
+/// exceeded.
 const MEASURE_SHARE: u32 = 5;
 /// A tree that takes no more than one part in this many of the time is measured at every pass: two milliseconds of a
 /// tick.
@@ -32,7 +32,8 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// How many directories may be open at once while measuring. Deeper ones count as unmeasured.
 const DEPTH_MAX: usize = 512;
 
-/// Measures the run's disk use and judges its limits. Pairs of numbers are bytes and files, or bytes and inodes.
+/// Measures the run's disk use and compares it with its limits. Pairs of numbers are bytes and files, or bytes and
+/// inodes.
 pub struct Disk {
     bytes_max: u64,
     files_max: u64,
@@ -45,7 +46,7 @@ pub struct Disk {
     /// Whether the workspace's files are in a tmpfs, and so in memory.
     is_tmpfs: bool,
     /// The bytes and files that were last measured.
-    last: (u64, u64),
+    last_measurement: (u64, u64),
     /// The growth, in bytes and in inodes, of the whole file system beyond what was measured.
     unexplained: Option<(UnexplainedGrowth, UnexplainedGrowth)>,
     progress: Arc<WatchProgress>,
@@ -53,15 +54,15 @@ pub struct Disk {
     at_start: (u64, u64),
     /// Bytes and inodes in use at the last measurement. A difference is a cheap sign that bytes were written or files
     /// made.
-    when_measured: (u64, u64),
+    in_use_at_measurement: (u64, u64),
     written: WrittenBytes,
     /// How many bytes had been written when the last whole measurement began.
-    written_before: u64,
+    written_at_measurement: u64,
     checked_at: Instant,
     /// The last measurement of the named files.
-    tree: MeasureTiming,
+    tree_timing: MeasureTiming,
     /// The last measurement that included unlinked files.
-    whole: MeasureTiming,
+    whole_timing: MeasureTiming,
     /// The most bytes and files measured so far.
     pub peak: (u64, u64),
 }
@@ -119,16 +120,16 @@ impl Disk {
             workspace_path: spec.workspace.as_path().to_string_lossy().into_owned(),
             workspace_kind: spec.workspace_kind,
             process_set,
-            last: (0, 0),
+            last_measurement: (0, 0),
             unexplained: None,
             progress,
             at_start: (0, 0),
-            when_measured: (0, 0),
+            in_use_at_measurement: (0, 0),
             written: WrittenBytes::default(),
-            written_before: 0,
+            written_at_measurement: 0,
             checked_at: now.at,
-            tree: now,
-            whole: now,
+            tree_timing: now,
+            whole_timing: now,
             peak: (0, 0),
         };
         let now = disk.in_use();
@@ -138,14 +139,18 @@ impl Disk {
 
     /// The program is about to run, and this is in use on the file system.
     pub fn begin(&mut self, in_use: (u64, u64)) {
-        (self.at_start, self.when_measured) = (in_use, in_use);
+        (self.at_start, self.in_use_at_measurement) = (in_use, in_use);
         self.unexplained = None;
         self.progress.set_measured((0, 0), in_use);
     }
 
     /// How much memory the workspace's files take.
     pub fn bytes_in_memory(&self) -> u64 {
-        if self.is_tmpfs { self.last.0 } else { 0 }
+        if self.is_tmpfs {
+            self.last_measurement.0
+        } else {
+            0
+        }
     }
 
     /// Restores mode 0700 of the workspace. The program owns the directory and could open it to other users of the
@@ -164,19 +169,20 @@ impl Disk {
             .flatten()
     }
 
-    /// Reads how much was written and, if that may be too much, measures. Returns which limit was passed, if any.
+    /// Reads how much was written and, if that may be too much, measures. Returns the limit that the run exceeded, if
+    /// any.
     pub fn check(&mut self) -> Option<Stop> {
-        let passed = self.measure_if_needed();
+        let exceeded = self.measure_if_needed();
         self.checked_at = Instant::now();
         self.progress.mark_disk();
-        passed
+        exceeded
     }
 
     fn measure_if_needed(&mut self) -> Option<Stop> {
         let (bytes, inodes) = self.in_use();
         if self.workspace_kind == WorkspaceKind::Memory {
             // The tmpfs itself refuses to exceed its size, so only record the peak.
-            self.last = (bytes, inodes);
+            self.last_measurement = (bytes, inodes);
             self.update_peak(bytes, inodes);
             return None;
         }
@@ -184,24 +190,24 @@ impl Disk {
         let grown = |now: u64, before: u64, limit: u64| now.saturating_sub(before) > limit / 8;
         let near = self.written.net > self.bytes_max
             || self.written.unreadable
-            || grown(bytes, self.when_measured.0, self.bytes_max)
-            || grown(inodes, self.when_measured.1, self.files_max);
-        let due = self.whole.at.elapsed() >= MEASURE_INTERVAL_MAX || near;
-        if !due && self.tree.is_affordable(QUICK_TREE_SHARE) {
+            || grown(bytes, self.in_use_at_measurement.0, self.bytes_max)
+            || grown(inodes, self.in_use_at_measurement.1, self.files_max);
+        let due = self.whole_timing.at.elapsed() >= MEASURE_INTERVAL_MAX || near;
+        if !due && self.tree_timing.is_affordable(QUICK_TREE_SHARE) {
             let tree = self.measure_tree();
-            return self.judge(&tree);
+            return self.check_measurement(&tree);
         }
         let share = if near { 1 } else { MEASURE_SHARE };
         // Named files are quick to measure, and are usually all there is. So measure at least the tree.
-        if !due || !self.tree.is_affordable(share) {
+        if !due || !self.tree_timing.is_affordable(share) {
             return None;
         }
-        let much = self.written_since(self.written_before) > self.bytes_max;
-        match much || self.whole.is_affordable(share) {
+        let much = self.written_since(self.written_at_measurement) > self.bytes_max;
+        match much || self.whole_timing.is_affordable(share) {
             true => self.measure(),
             false => {
                 let tree = self.measure_tree();
-                self.judge(&tree)
+                self.check_measurement(&tree)
             }
         }
     }
@@ -211,11 +217,11 @@ impl Disk {
         if self.workspace_kind == WorkspaceKind::Memory {
             return self.measure_if_needed();
         }
-        // The kernel does not say how much of what dead processes wrote was deleted again. Judge by the growth of the
-        // file system instead.
+        // The kernel does not say how much of what dead processes wrote was deleted again. Use the growth of the file
+        // system instead.
         self.written = WrittenBytes::default();
         let tree = self.measure_tree();
-        self.judge(&tree)
+        self.check_measurement(&tree)
     }
 
     fn written_since(&self, before: u64) -> u64 {
@@ -230,20 +236,21 @@ impl Disk {
     /// only system calls hold.
     fn measure(&mut self) -> Option<Stop> {
         let start = Instant::now();
-        self.written_before = self.written.gross;
+        self.written_at_measurement = self.written.gross;
         let mut measured = self.measure_tree();
-        let passed = self.judge(&measured).or_else(|| {
+        let exceeded = self.check_measurement(&measured).or_else(|| {
             self.measure_unlinked(&mut measured);
-            self.judge(&measured)
+            self.check_measurement(&measured)
                 .or_else(|| self.look_for_hidden(&mut measured))
         });
-        self.whole = MeasureTiming::ending_now(start);
-        self.when_measured = self.in_use();
+        self.whole_timing = MeasureTiming::ending_now(start);
+        self.in_use_at_measurement = self.in_use();
         if !measured.unmeasured {
             let complete = (measured.bytes, measured.files);
-            self.progress.set_measured(complete, self.when_measured);
+            self.progress
+                .set_measured(complete, self.in_use_at_measurement);
         }
-        passed
+        exceeded
     }
 
     /// Looks for files that only a system call in progress holds (see `processes/pause.rs`). Only the growth of the
@@ -280,12 +287,12 @@ impl Disk {
             }
             [PauseVerdict::Nothing, PauseVerdict::Nothing] => return None,
         }
-        self.judge(measured)
+        self.check_measurement(measured)
     }
 
     /// Compares a measurement with the limits. If something could not be measured, all that the run wrote and all
     /// growth of the file system are charged to the run.
-    fn judge(&mut self, measured: &Measured) -> Option<Stop> {
+    fn check_measurement(&mut self, measured: &Measured) -> Option<Stop> {
         let (mut bytes, mut files) = (measured.bytes, measured.files);
         if measured.unmeasured {
             let now = self.in_use();
@@ -293,7 +300,7 @@ impl Disk {
             bytes = bytes.max(self.written.net).max(grown);
             files = files.max(now.1.saturating_sub(self.at_start.1));
         }
-        self.last = (bytes, files);
+        self.last_measurement = (bytes, files);
         self.update_peak(bytes, files);
         if bytes > self.bytes_max.saturating_add(OWN_DIRECTORIES_BYTES) {
             return Some(Stop::Disk);
@@ -314,7 +321,7 @@ impl Disk {
             }
             Err(_) => measured.unmeasured = true,
         }
-        self.tree = MeasureTiming::ending_now(start);
+        self.tree_timing = MeasureTiming::ending_now(start);
         measured
     }
 
@@ -425,7 +432,7 @@ impl Measured {
         new
     }
 
-    /// Whether to stop measuring: enough files were found to know that the limit is passed, or the program writes too
+    /// Whether to stop measuring: enough files were found to know that the limit is exceeded, or the program writes too
     /// fast.
     fn is_enough(&mut self, files_max: u64, write_rate: &mut WriteRate<'_>) -> bool {
         let acceptable = write_rate.is_acceptable_after_file();

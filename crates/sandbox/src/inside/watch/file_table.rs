@@ -11,8 +11,9 @@
 //! The second bound does not include files that are only in flight over a unix socket (RLIMIT_NOFILE bounds these for
 //! each user), nor files that only a system call in progress holds (a few for each thread).
 //!
-//! Init counts descriptors itself, in every turn of its loop, because the files of /proc that it reads for this never
-//! block on a process. The list of mappings can block, so the watch thread counts mappings.
+//! Both are counted only if the host's count has grown by more than the run's share. Init counts descriptors itself, at
+//! most twenty times a second, because the files of /proc that it reads for this never block on a process. The list of
+//! mappings can block, so only the watch thread counts mappings, together with the descriptors.
 
 use std::time::{Duration, Instant};
 
@@ -31,9 +32,9 @@ pub struct FileTable {
     share: u64,
     process_set: ProcessSet,
     /// The smallest number of open files that the whole host has had since the program started.
-    before: u64,
-    looked_at: Instant,
-    took: Duration,
+    smallest_count: u64,
+    last_look: Instant,
+    last_look_duration: Duration,
 }
 
 impl FileTable {
@@ -42,23 +43,23 @@ impl FileTable {
         Some(FileTable {
             share: limits.open_files_of_run?,
             process_set,
-            before: 0,
-            looked_at: Instant::now(),
-            took: Duration::ZERO,
+            smallest_count: 0,
+            last_look: Instant::now(),
+            last_look_duration: Duration::ZERO,
         })
     }
 
     /// The program is about to run, and the host has this many files open.
     pub fn begin(&mut self, open: Option<u64>) {
-        self.before = open.unwrap_or(0);
+        self.smallest_count = open.unwrap_or(0);
     }
 
     /// Whether the host's count has grown by more than the run's share.
     pub fn has_grown(&mut self) -> bool {
         // If the count cannot be read, assume the worst.
         let now = open_on_host().unwrap_or(u64::MAX);
-        self.before = self.before.min(now);
-        now - self.before > self.share
+        self.smallest_count = self.smallest_count.min(now);
+        now - self.smallest_count > self.share
     }
 
     /// Compares the number of descriptors with the share. Never blocks on a process.
@@ -75,14 +76,14 @@ impl FileTable {
     }
 
     fn look(&mut self, count: &mut dyn FnMut(ProcessSet) -> u64) -> Option<Stop> {
-        let pause = (self.took * LOOK_SHARE).max(TICK / 2);
-        if self.looked_at.elapsed() < pause {
+        let pause = (self.last_look_duration * LOOK_SHARE).max(TICK / 2);
+        if self.last_look.elapsed() < pause {
             return None;
         }
         let start = Instant::now();
-        let passed = self.has_grown() && count(self.process_set) > self.share;
-        (self.looked_at, self.took) = (Instant::now(), start.elapsed());
-        passed.then_some(Stop::OpenFiles)
+        let exceeded = self.has_grown() && count(self.process_set) > self.share;
+        (self.last_look, self.last_look_duration) = (Instant::now(), start.elapsed());
+        exceeded.then_some(Stop::OpenFiles)
     }
 }
 
@@ -98,13 +99,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_run_answers_for_the_smaller_of_two_bounds() {
-        let table = |share, before| FileTable {
+    fn the_smaller_of_two_bounds_is_charged_to_the_run() {
+        let table = |share, smallest_count| FileTable {
             share,
             process_set: ProcessSet::Descendants,
-            before,
-            looked_at: Instant::now() - Duration::from_secs(1),
-            took: Duration::ZERO,
+            smallest_count,
+            last_look: Instant::now() - Duration::from_secs(1),
+            last_look_duration: Duration::ZERO,
         };
         let open = open_on_host().unwrap();
         assert!(open > 0);
@@ -115,6 +116,6 @@ mod tests {
         assert_eq!(look(table(1 << 40, 0), u64::MAX), None);
         let mut closed_since = table(1 << 40, u64::MAX);
         assert!(!closed_since.has_grown());
-        assert!(closed_since.before < u64::MAX);
+        assert!(closed_since.smallest_count < u64::MAX);
     }
 }

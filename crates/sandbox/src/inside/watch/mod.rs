@@ -1,5 +1,5 @@
-//! The watch: measures the run's disk use, files, CPU time, memory, processes and open files ten times a second, and
-//! says which limit was passed.
+//! The watch: measures the run's disk use, files, CPU time, memory, processes and open files up to ten times a
+//! second, and says which limit was exceeded.
 //!
 //! The watch is a thread of init, because no process inside can signal init. It is separate from init's loop, so that a
 //! long measurement does not delay the deadlines. One turn of the watch thread is called a *pass*. A pass takes a
@@ -19,41 +19,40 @@
 //! number of descriptors, a deleted file that is only mapped, a descriptor in flight over a socket. All bytes that the
 //! run has written and all growth of the file system are then charged to the run. A pass is cut short when the program
 //! writes as much as its limit during it. A long pass, also over memory, is interrupted at every tick to check the
-//! disk, and a run that writes as much as its limit while its files are being measured has passed the limit.
+//! disk, and a run that writes as much as its limit while its files are being measured has exceeded the limit.
 //!
 //! Two cases need other means. A file that only a system call in progress holds is in no list; `processes/pause.rs`
-//! makes such calls release it. Reading a file of /proc may block on the process that it describes; `fallback.rs` lets
-//! init check the limits meanwhile.
+//! makes such calls release it. Reading a file of /proc may block on the process that it describes; `init_watch.rs`
+//! lets init check the limits meanwhile.
 
 mod disk;
-mod fallback;
 mod file_table;
+mod init_watch;
 mod progress;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
-
 use crate::confine::capabilities::{self, Bounding};
+use crate::events::{self, PollFlags, WakeEvent};
 use crate::inside::processes::{CensusRequest, ProcessCensus, ProcessSet};
 use crate::outcome::Stop;
 use crate::resources::cgroup::CpuUnit;
 use crate::spec::{Limits, Spec};
 use crate::sys;
 use disk::Disk;
-use fallback::FallbackWatch;
 use file_table::FileTable;
 pub use file_table::open_on_host;
+use init_watch::InitWatch;
 use progress::WatchProgress;
 
 /// The time between two passes.
 pub const TICK: Duration = Duration::from_millis(100);
 
-/// Everything the watch thread needs to measure the run and judge its limits.
+/// Everything the watch thread needs to measure the run and compare it with its limits.
 pub struct LimitWatch {
     limits: Limits,
     cpu_counter: Option<(OwnedFd, CpuUnit)>,
@@ -62,7 +61,7 @@ pub struct LimitWatch {
     disk: Disk,
     file_table: Option<FileTable>,
     progress: Arc<WatchProgress>,
-    fallback: Option<FallbackWatch>,
+    init_watch: Option<InitWatch>,
     pub peak: PeakUsage,
 }
 
@@ -89,11 +88,11 @@ pub struct WatchThread {
     pub thread: u32,
     workspace: OwnedFd,
     commands: Sender<WatchCommand>,
-    shared: Arc<Mutex<Shared>>,
-    event_fd: OwnedFd,
+    link: WatchLink,
     progress: Arc<WatchProgress>,
-    /// What init checks itself while the watch thread is blocked. Used from the program's start on.
-    fallback: Option<FallbackWatch>,
+    /// What init checks itself: the number of descriptors always, the other limits while the watch thread is late. Used
+    /// from the program's start on.
+    init_watch: Option<InitWatch>,
     started: bool,
 }
 
@@ -101,41 +100,49 @@ pub struct WatchThread {
 #[derive(Clone, Copy, Default)]
 struct Shared {
     peak: PeakUsage,
-    passed: Option<Stop>,
+    exceeded_limit: Option<Stop>,
     /// Whether the thread has ended.
-    over: bool,
+    has_ended: bool,
     /// Whether the thread has ended although init did not order it to.
-    lost: bool,
+    ended_unexpectedly: bool,
+}
+
+/// What the watch thread tells init, and the event that wakes init.
+#[derive(Clone)]
+struct WatchLink {
+    shared: Arc<Mutex<Shared>>,
+    wake_event: WakeEvent,
+}
+
+impl WatchLink {
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Tells init when the thread ends, even by a panic: a run without a watch must not go on.
-struct EndNotifier<'a> {
-    shared: &'a Mutex<Shared>,
-    event_fd: &'a OwnedFd,
-}
+struct EndNotifier<'a>(&'a WatchLink);
 
 impl Drop for EndNotifier<'_> {
     fn drop(&mut self) {
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.lost = !shared.over;
-        shared.over = true;
+        let mut shared = self.0.lock();
+        shared.ended_unexpectedly = !shared.has_ended;
+        shared.has_ended = true;
         drop(shared);
-        let _ = rustix::io::write(self.event_fd, &1u64.to_ne_bytes());
+        self.0.wake_event.signal();
     }
 }
 
 impl WatchThread {
     pub fn start(mut watch: LimitWatch, bounding: Bounding) -> io::Result<WatchThread> {
         let (commands, received) = std::sync::mpsc::channel();
-        let shared = Arc::new(Mutex::new(Shared::default()));
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let event_fd = rustix::event::eventfd(0, flags)?;
-        let (thread_shared, thread_event_fd) = (
-            Arc::clone(&shared),
-            rustix::io::fcntl_dupfd_cloexec(&event_fd, 3)?,
-        );
+        let link = WatchLink {
+            shared: Arc::default(),
+            wake_event: WakeEvent::new()?,
+        };
+        let thread_link = link.clone();
         let workspace = rustix::io::fcntl_dupfd_cloexec(&watch.disk.workspace, 3)?;
-        let (progress, fallback) = (Arc::clone(&watch.progress), watch.fallback.take());
+        let (progress, init_watch) = (Arc::clone(&watch.progress), watch.init_watch.take());
         let (send_id, thread_id) = std::sync::mpsc::channel();
         sys::use_one_malloc_arena();
         std::thread::Builder::new().spawn(move || {
@@ -146,11 +153,8 @@ impl WatchThread {
             // The receiver is in this function and waits.
             let _ = send_id.send(id);
             if unprivileged {
-                let _notifier = EndNotifier {
-                    shared: &thread_shared,
-                    event_fd: &thread_event_fd,
-                };
-                watch_loop(watch, &received, &thread_shared, &thread_event_fd);
+                let _notifier = EndNotifier(&thread_link);
+                watch_loop(watch, &received, &thread_link);
             }
         })?;
         let id = thread_id.recv().ok().flatten();
@@ -159,43 +163,40 @@ impl WatchThread {
             thread,
             workspace,
             commands,
-            shared,
-            event_fd,
+            link,
             progress,
-            fallback,
+            init_watch,
             started: false,
         })
     }
 
-    /// A descriptor that is readable when a limit was passed, or when the thread has ended.
-    pub fn event_fd(&self) -> BorrowedFd<'_> {
-        self.event_fd.as_fd()
-    }
-
-    /// Which limit was passed, if any, since the last call. Runs the fallback checks too.
-    pub fn take_passed_limit(&mut self) -> Option<Stop> {
-        let _ = rustix::io::read(&self.event_fd, &mut [0u8; 8]);
-        let (passed, over) = {
-            let mut shared = self.lock();
-            (shared.passed.take(), shared.over)
+    /// Returns the limit that the run exceeded since the last call, if any. Runs init's own checks too.
+    pub fn take_exceeded_limit(&mut self) -> Option<Stop> {
+        self.link.wake_event.clear();
+        let (exceeded, has_ended) = {
+            let mut shared = self.link.lock();
+            (shared.exceeded_limit.take(), shared.has_ended)
         };
-        passed.or_else(|| {
-            let fallback = self.fallback.as_mut().filter(|_| self.started && !over)?;
-            fallback.check(&self.progress, self.workspace.as_fd())
+        exceeded.or_else(|| {
+            let init_watch = self
+                .init_watch
+                .as_mut()
+                .filter(|_| self.started && !has_ended)?;
+            init_watch.check(&self.progress, self.workspace.as_fd())
         })
     }
 
     /// Whether the thread has ended although init did not order it to.
-    pub fn is_lost(&self) -> bool {
-        self.lock().lost
+    pub fn has_ended_unexpectedly(&self) -> bool {
+        self.link.lock().ended_unexpectedly
     }
 
     pub fn peak(&self) -> PeakUsage {
-        self.lock().peak
+        self.link.lock().peak
     }
 
     /// Starts the passes, because the program is about to run. What is in use on the file system by now does not count
-    /// against the run, nor do the files that the host had open when the runner sent its order. Without that number,
+    /// against the run, nor do the files that the host had open when the runner sent its command. Without that number,
     /// the whole count of the host counts against the run.
     ///
     /// There are no passes before this: the child that becomes the program is still unreadable, and all growth is
@@ -204,8 +205,8 @@ impl WatchThread {
         let in_use = disk::in_use(self.workspace.as_fd());
         self.progress.set_measured((0, 0), in_use);
         self.progress.mark_disk();
-        let fallback = self.fallback.iter_mut();
-        fallback.for_each(|fallback| fallback.begin(open_on_host));
+        let init_watch = self.init_watch.iter_mut();
+        init_watch.for_each(|init_watch| init_watch.begin(open_on_host));
         self.started = true;
         let _ = self.commands.send(WatchCommand::Begin {
             in_use,
@@ -217,24 +218,22 @@ impl WatchThread {
     pub fn finish(&self, at_most: Duration, at_each_tick: &mut dyn FnMut()) -> PeakUsage {
         let _ = self.commands.send(WatchCommand::End);
         let until = Instant::now() + at_most;
-        while !self.lock().over && Instant::now() < until {
+        while !self.link.lock().has_ended && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now()).min(TICK);
-            let left = rustix::event::Timespec {
-                tv_sec: left.as_secs() as i64,
-                tv_nsec: left.subsec_nanos().into(),
-            };
-            let mut fds = [PollFd::new(&self.event_fd, PollFlags::IN)];
-            let woken = rustix::event::poll(&mut fds, Some(&left));
-            let _ = rustix::io::read(&self.event_fd, &mut [0u8; 8]);
-            if woken == Ok(0) {
+            let woken = events::wait_for(&self.link.wake_event, PollFlags::IN, left);
+            self.link.wake_event.clear();
+            if !woken {
                 at_each_tick();
             }
         }
         self.peak()
     }
+}
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Shared> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+/// The descriptor is readable when a limit was exceeded, or when the thread has ended.
+impl AsFd for WatchThread {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.link.wake_event.as_fd()
     }
 }
 
@@ -247,19 +246,14 @@ enum WatchCommand {
     End,
 }
 
-fn watch_loop(
-    mut watch: LimitWatch,
-    received: &Receiver<WatchCommand>,
-    shared: &Mutex<Shared>,
-    event_fd: &OwnedFd,
-) {
+fn watch_loop(mut watch: LimitWatch, received: &Receiver<WatchCommand>, link: &WatchLink) {
     let mut started = false;
     loop {
         let command = match started {
             true => received.recv_timeout(TICK),
             false => received.recv().map_err(RecvTimeoutError::from),
         };
-        let (passed, over) = match command {
+        let (exceeded, is_last) = match command {
             Ok(WatchCommand::Begin {
                 in_use,
                 open_on_host,
@@ -277,15 +271,15 @@ fn watch_loop(
             Err(RecvTimeoutError::Timeout) => (watch.run_pass(), false),
             Err(RecvTimeoutError::Disconnected) => return,
         };
-        let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = link.lock();
         shared.peak = watch.peak;
-        shared.passed = shared.passed.or(passed);
-        shared.over = over;
+        shared.exceeded_limit = shared.exceeded_limit.or(exceeded);
+        shared.has_ended = is_last;
         drop(shared);
-        if passed.is_some() || over {
-            let _ = rustix::io::write(event_fd, &1u64.to_ne_bytes());
+        if exceeded.is_some() || is_last {
+            link.wake_event.signal();
         }
-        if over {
+        if is_last {
             return;
         }
     }
@@ -302,7 +296,7 @@ impl LimitWatch {
         let progress = Arc::new(WatchProgress::new());
         Ok(LimitWatch {
             limits: spec.limits.clone(),
-            fallback: Some(FallbackWatch::new(
+            init_watch: Some(InitWatch::new(
                 spec,
                 watched,
                 process_set,
@@ -318,11 +312,11 @@ impl LimitWatch {
         })
     }
 
-    /// Makes one pass. Returns which limit was passed, if any.
+    /// Makes one pass. Returns the limit that the run exceeded, if any.
     pub fn run_pass(&mut self) -> Option<Stop> {
         self.disk.restrict_top_directory();
-        let mut passed = self.disk.check().or_else(|| self.look_at_mappings());
-        if passed.is_none() {
+        let mut exceeded = self.disk.check().or_else(|| self.check_open_files());
+        if exceeded.is_none() {
             let request = CensusRequest {
                 cpu: self.cpu_counter.is_none(),
                 tasks: self.watched.pids,
@@ -332,28 +326,29 @@ impl LimitWatch {
             let (disk, progress) = (&mut self.disk, &self.progress);
             self.census.take(request, &mut || {
                 progress.mark_process();
-                passed = passed.or_else(|| disk.check_if_due());
-                passed.is_none()
+                exceeded = exceeded.or_else(|| disk.check_if_due());
+                exceeded.is_none()
             });
         }
         (self.peak.disk_bytes, self.peak.files) = self.disk.peak;
-        passed.or_else(|| self.judge())
+        exceeded.or_else(|| self.exceeded_limit())
     }
 
-    /// Checks the run's share of the host's open files. Interrupts itself to check the disk.
-    fn look_at_mappings(&mut self) -> Option<Stop> {
+    /// Compares the run's descriptors and mappings with its share of the host's open files. Also checks the disk when a
+    /// tick has passed.
+    fn check_open_files(&mut self) -> Option<Stop> {
         let (disk, progress) = (&mut self.disk, &self.progress);
-        let mut passed = None;
+        let mut exceeded = None;
         let too_many = self.file_table.as_mut()?.look_at_mappings(&mut || {
             progress.mark_process();
-            passed = passed.or_else(|| disk.check_if_due());
-            passed.is_none()
+            exceeded = exceeded.or_else(|| disk.check_if_due());
+            exceeded.is_none()
         });
-        passed.or(too_many)
+        exceeded.or(too_many)
     }
 
-    /// Which limit the last census shows as passed, if any.
-    fn judge(&mut self) -> Option<Stop> {
+    /// Returns the limit that the run exceeded according to the last census, if any.
+    fn exceeded_limit(&mut self) -> Option<Stop> {
         self.peak.pids = self.peak.pids.max(self.census.count);
         self.peak.cpu_ms = self.cpu_ms();
         if self.watched.memory {
@@ -385,18 +380,16 @@ impl LimitWatch {
     /// Makes the last pass, when no process is left: measures the workspace, and the CPU time of the whole run.
     pub fn run_last_pass(&mut self) -> Option<Stop> {
         self.disk.restrict_top_directory();
-        let passed = self.disk.measure_at_end();
+        let exceeded = self.disk.measure_at_end();
         (self.peak.disk_bytes, self.peak.files) = self.disk.peak;
         if self.cpu_counter.is_none() {
             let request = CensusRequest {
                 cpu: true,
-                tasks: false,
-                memory: None,
-                files_in_memory: 0,
+                ..CensusRequest::default()
             };
             self.census.take(request, &mut || true);
         }
         self.peak.cpu_ms = self.cpu_ms();
-        passed
+        exceeded
     }
 }

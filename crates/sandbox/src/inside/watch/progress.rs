@@ -3,7 +3,7 @@
 //! Reading some files of /proc blocks on the process that they describe: `smaps_rollup` and `maps` on its memory-map
 //! lock, which one of its threads can hold for seconds, and `io` on the end of an `execve`. The program decides how
 //! long that takes. So the watch thread records its progress here. If it makes none in time, init, whose loop never
-//! waits for a process, attributes all growth of the file system to the run (`fallback.rs`).
+//! waits for a process, attributes all growth of the file system to the run (`init_watch.rs`).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// When the watch thread last made progress, and what it last measured.
 pub struct WatchProgress {
     origin: Instant,
-    /// When the disk limits were last judged, or a file was last measured, in milliseconds since the origin.
+    /// When the disk limits were last checked, or a file was last measured, in milliseconds since the origin.
     pub(super) disk_ms: AtomicU64,
     /// When a read from /proc last returned, in milliseconds since the origin.
     pub(super) process_ms: AtomicU64,
@@ -37,7 +37,7 @@ impl WatchProgress {
         }
     }
 
-    /// Records that the disk limits were judged, or a file measured.
+    /// Records that the disk limits were checked, or a file measured.
     pub fn mark_disk(&self) {
         self.disk_ms.store(self.now_ms(), Ordering::Relaxed);
         self.mark_process();

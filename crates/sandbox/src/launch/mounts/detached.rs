@@ -25,12 +25,12 @@ pub fn open_detached(
     target: &Path,
     attributes: u64,
 ) -> Result<DetachedMount, LaunchStepError> {
-    let mount =
-        clone_tree(CWD, source.as_os_str()).during(|| format!("open {}", source.display()))?;
+    let mount = clone_tree(CWD, source.as_os_str())
+        .step_context(|| format!("open {}", source.display()))?;
     let directory =
-        is_directory(mount.as_fd()).during(|| format!("look at {}", source.display()))?;
+        is_directory(mount.as_fd()).step_context(|| format!("look at {}", source.display()))?;
     sys::mount_restrict(mount.as_fd(), attributes)
-        .during(|| format!("make {} read-only", source.display()))?;
+        .step_context(|| format!("make {} read-only", source.display()))?;
     Ok(DetachedMount {
         mount,
         target: target.to_path_buf(),
@@ -95,7 +95,7 @@ pub(super) fn new_devpts() -> Result<DetachedMount, LaunchStepError> {
         // Not nodev: terminals are devices, and devpts can hold no other devices.
         MountAttrFlags::MOUNT_ATTR_NOEXEC,
     )
-    .during(|| "make a devpts".into())?;
+    .doing("make a devpts")?;
     Ok(DetachedMount {
         mount,
         target: PathBuf::from("/dev/pts"),

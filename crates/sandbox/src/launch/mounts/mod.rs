@@ -16,13 +16,14 @@ use std::path::Path;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::mount::{MountPropagationFlags, UnmountFlags};
 
+use crate::launch_step::LaunchStep;
 use crate::layout::HIDDEN_DIR;
 use crate::spec::{Layer, Spec, WorkspaceKind};
 use crate::step_report::{LaunchStepError, Reporter, StepContext};
 use crate::sys;
 use detached::{DetachedMount, attach, new_devpts, new_tmpfs};
 pub use detached::{clone_tree, new_filesystem};
-use root_builder::{RootBuilder, owner_here};
+use root_builder::{RootBuilder, program_tmpfs};
 use system::SystemRuntime;
 
 /// The files of /etc that hold the run's host name.
@@ -58,17 +59,17 @@ pub struct PreparedRoot {
 
 /// Makes the new root and puts the system runtime into it. The caller is in a mount namespace of its own.
 pub fn prepare(report: &mut Reporter) -> Result<PreparedRoot, LaunchStepError> {
-    report.begin_step("keep mounts to ourselves");
+    report.begin_step(LaunchStep::KeepMounts);
     // No mount made here may propagate to the host's namespace. Mounts that the host makes until the plan arrives
     // must still propagate to this one: the runner's own look at a path may trigger an automount.
     propagate(MountPropagationFlags::DOWNSTREAM)?;
 
-    report.begin_step("open the system runtime");
+    report.begin_step(LaunchStep::OpenSystemRuntime);
     let system = SystemRuntime::open()?;
 
-    report.begin_step("make the new root");
+    report.begin_step(LaunchStep::MakeRoot);
     let root = new_tmpfs(&[("size", "4m"), ("nr_inodes", "4096"), ("mode", "0755")])
-        .during(|| "make a tmpfs for the new root".into())?;
+        .doing("make a tmpfs for the new root")?;
     let builder = RootBuilder { root: root.as_fd() };
     builder.fill(&system)?;
     let mut mounts = system.mounts;
@@ -81,7 +82,7 @@ pub fn prepare(report: &mut Reporter) -> Result<PreparedRoot, LaunchStepError> {
 
 fn propagate(how: MountPropagationFlags) -> Result<(), LaunchStepError> {
     rustix::mount::mount_change("/", how | MountPropagationFlags::REC)
-        .during(|| "change how mounts propagate".into())
+        .doing("change how mounts propagate")
 }
 
 /// Completes the new root and pivots into it. Afterwards the host's tree is out of reach.
@@ -93,11 +94,11 @@ pub fn build(
     report: &mut Reporter,
     fill: &mut dyn FnMut(BorrowedFd<'_>, &Reporter) -> Result<(), LaunchStepError>,
 ) -> Result<NewRoot, LaunchStepError> {
-    report.begin_step("make mounts private");
+    report.begin_step(LaunchStep::MakeMountsPrivate);
     propagate(MountPropagationFlags::PRIVATE)?;
-    report.begin_step("open the read-only views");
+    report.begin_step(LaunchStep::OpenViews);
     let views = views::open(spec, owner_maps)?;
-    report.begin_step("open the workspace");
+    report.begin_step(LaunchStep::OpenWorkspace);
     let tmp = Path::new(HIDDEN_DIR);
     let (workspace_mounts, workspace_dir) = match spec.workspace_kind {
         WorkspaceKind::Disk => {
@@ -108,24 +109,24 @@ pub fn build(
         }
         WorkspaceKind::Memory => {
             let (mount, dir) = memory_workspace(spec)?;
-            report.begin_step("fill the workspace");
+            report.begin_step(LaunchStep::FillWorkspace);
             fill(dir.as_fd(), report)?;
             restrict_workspace(mount.as_fd())?;
             (WorkspaceMounts::InMemory(mount), dir)
         }
     };
 
-    report.begin_step("put the system runtime in place");
+    report.begin_step(LaunchStep::PlaceSystemRuntime);
     let root = prepared.root;
     // Attach the new root to any directory: this namespace's copy of the host's tree is dropped below.
     attach(root.as_fd(), CWD, Path::new("/tmp"))
         .or_else(|_| attach(root.as_fd(), CWD, Path::new("/mnt")))
-        .during(|| "attach the new root".into())?;
+        .doing("attach the new root")?;
     let builder = RootBuilder { root: root.as_fd() };
     for mount in &prepared.mounts {
         builder.attach_known(mount)?;
     }
-    report.begin_step("put the workspace in place");
+    report.begin_step(LaunchStep::PlaceWorkspace);
     for (name, text) in etc_files_with_host_name(&spec.host_name) {
         builder.make_file(&Path::new("etc").join(name), text.as_bytes())?;
     }
@@ -137,30 +138,29 @@ pub fn build(
     builder.place(tmp.as_fd(), Path::new("/tmp"), true)?;
     builder.place(whole.as_fd(), spec.workspace.as_path(), true)?;
     // The program reaches its hidden directory as /tmp only. Cover its other name with an empty, read-only directory.
-    let empty = clone_tree(root.as_fd(), OsStr::new("empty"))
-        .during(|| "open the empty directory".into())?;
+    let empty = clone_tree(root.as_fd(), OsStr::new("empty")).doing("open the empty directory")?;
     sys::mount_restrict(
         empty.as_fd(),
         sys::MOUNT_ATTR_RDONLY | sys::MOUNT_ATTR_NOEXEC,
     )
-    .during(|| "restrict the empty directory".into())?;
+    .doing("restrict the empty directory")?;
     builder.place(
         empty.as_fd(),
         &spec.workspace.as_path().join(HIDDEN_DIR),
         true,
     )?;
 
-    report.begin_step("put the read-only views in place");
+    report.begin_step(LaunchStep::PlaceViews);
     let shielded = views::place(&builder, views)?;
-    report.begin_step("mount /dev/shm");
+    report.begin_step(LaunchStep::MountSharedMemory);
     builder.mount_shared_memory(spec)?;
-    report.begin_step("mount /proc");
+    report.begin_step(LaunchStep::MountProc);
     let proc_writable = builder.mount_proc()?;
 
-    report.begin_step("make the new root read-only");
-    set_root_read_only(root.as_fd()).during(|| "make / read-only".into())?;
-    report.begin_step("change the root");
-    pivot(root.as_fd()).during(|| "pivot_root".into())?;
+    report.begin_step(LaunchStep::MakeRootReadOnly);
+    set_root_read_only(root.as_fd()).doing("make / read-only")?;
+    report.begin_step(LaunchStep::ChangeRoot);
+    pivot(root.as_fd()).doing("pivot_root")?;
     let how = format!("new root of read-only binds, pivot_root; {shielded}");
     report.add_layer(Layer::MountNamespace, &how);
     Ok(NewRoot {
@@ -178,7 +178,7 @@ enum WorkspaceMounts {
 
 fn restrict_workspace(mount: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
     sys::mount_restrict(mount, sys::MOUNT_ATTR_NOSUID | sys::MOUNT_ATTR_NODEV)
-        .during(|| "restrict the workspace's mount".into())
+        .doing("restrict the workspace's mount")
 }
 
 /// Opens a mount of the workspace, or of a directory in it, by path, and checks that it is the directory that the
@@ -189,11 +189,11 @@ fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, L
         false => spec.workspace.as_path().join(below),
     };
     let what = || format!("open {}", path.display());
-    let mount = clone_tree(CWD, path.as_os_str()).during(what)?;
+    let mount = clone_tree(CWD, path.as_os_str()).step_context(what)?;
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
     let (found, held) = (
-        rustix::fs::fstat(&mount).during(what)?,
-        rustix::fs::statat(held, below, flags).during(what)?,
+        rustix::fs::fstat(&mount).step_context(what)?,
+        rustix::fs::statat(held, below, flags).step_context(what)?,
     );
     match (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino) {
         true => {
@@ -209,28 +209,19 @@ fn on_disk(spec: &Spec, held: BorrowedFd<'_>, below: &Path) -> Result<OwnedFd, L
 
 /// Makes a workspace in memory. The size and the number of files are hard limits of the file system.
 fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
-    let (uid, gid) = owner_here(spec);
     // The tmpfs counts against the memory limit too, so it need not be larger than that limit.
     let bytes = spec.limits.disk_bytes.min(spec.limits.memory_bytes);
-    let mount = new_tmpfs(&[
-        ("size", &bytes.to_string()),
-        // The extra inodes are for the root, data/, docs/ and the hidden directories, which the program did not make.
-        (
-            "nr_inodes",
-            &spec.limits.files.saturating_add(16).to_string(),
-        ),
-        ("mode", "0700"),
-        ("uid", &uid.to_string()),
-        ("gid", &gid.to_string()),
-    ])
-    .during(|| "make a tmpfs for the workspace".into())?;
+    // The extra inodes are for the root, data/, docs/ and the hidden directories, which the program did not make.
+    let inodes = spec.limits.files.saturating_add(16);
+    let mount =
+        program_tmpfs(spec, bytes, inodes, "0700").doing("make a tmpfs for the workspace")?;
     let dir = rustix::fs::openat(
         &mount,
         ".",
         OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
         Mode::empty(),
     )
-    .during(|| "open the workspace's tmpfs".into())?;
+    .doing("open the workspace's tmpfs")?;
     Ok((mount, dir))
 }
 

@@ -91,12 +91,13 @@ impl RootBuilder<'_> {
         self.make_directory(stage)?;
         self.place(mount, Path::new("/stage"), true)?;
         let copy = |from: &Path| {
-            clone_tree(self.root, from.as_os_str()).during(|| format!("open {}", from.display()))
+            clone_tree(self.root, from.as_os_str())
+                .step_context(|| format!("open {}", from.display()))
         };
         let copies = [copy(&stage.join(tmp))?, copy(stage)?];
         self.unmount(stage)?;
         rustix::fs::unlinkat(self.root, stage, AtFlags::REMOVEDIR)
-            .during(|| "remove the staging directory".into())?;
+            .doing("remove the staging directory")?;
         Ok(copies)
     }
 
@@ -117,28 +118,28 @@ impl RootBuilder<'_> {
             self.root,
             &below_root(&detached.target),
         )
-        .during(|| format!("mount {}", detached.target.display()))
+        .step_context(|| format!("mount {}", detached.target.display()))
     }
 
     fn make_directory(&self, relative: &Path) -> Result<(), LaunchStepError> {
         match rustix::fs::mkdirat(self.root, relative, Mode::from_raw_mode(0o755)) {
             Ok(()) | Err(rustix::io::Errno::EXIST) => Ok(()),
-            Err(e) => Err(e).during(|| format!("make the directory /{}", relative.display())),
+            Err(e) => Err(e).step_context(|| format!("make the directory /{}", relative.display())),
         }
     }
 
     fn make_link(&self, to: &Path, at: &Path) -> Result<(), LaunchStepError> {
         rustix::fs::symlinkat(to, self.root, at)
-            .during(|| format!("make the link /{}", at.display()))
+            .step_context(|| format!("make the link /{}", at.display()))
     }
 
     pub(super) fn make_file(&self, at: &Path, bytes: &[u8]) -> Result<(), LaunchStepError> {
         let what = || format!("make the file /{}", at.display());
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let file =
-            rustix::fs::openat(self.root, at, flags, Mode::from_raw_mode(0o644)).during(what)?;
-        io::Write::write_all(&mut std::fs::File::from(file), bytes).during(what)
+        let file = rustix::fs::openat(self.root, at, flags, Mode::from_raw_mode(0o644))
+            .step_context(what)?;
+        io::Write::write_all(&mut std::fs::File::from(file), bytes).step_context(what)
     }
 
     /// Makes the directories leading to `target` (and `target` itself), then attaches the mount there.
@@ -151,8 +152,8 @@ impl RootBuilder<'_> {
         directory: bool,
     ) -> Result<(), LaunchStepError> {
         let what = || format!("mount {}", target.display());
-        let (at, name) = self.mount_point(target, directory).during(what)?;
-        attach(mount, at.as_fd(), Path::new(&name)).during(what)
+        let (at, name) = self.mount_point(target, directory).step_context(what)?;
+        attach(mount, at.as_fd(), Path::new(&name)).step_context(what)
     }
 
     fn mount_point(
@@ -210,24 +211,17 @@ impl RootBuilder<'_> {
     pub fn unmount(&self, at: &Path) -> Result<(), LaunchStepError> {
         let what = || format!("unmount /{}", at.display());
         // umount takes a path only, so change to the new root and pass a relative path.
-        rustix::process::fchdir(self.root).during(what)?;
-        rustix::mount::unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).during(what)
+        rustix::process::fchdir(self.root).step_context(what)?;
+        rustix::mount::unmount(at, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW).step_context(what)
     }
 
     pub(super) fn mount_shared_memory(&self, spec: &Spec) -> Result<(), LaunchStepError> {
-        let (uid, gid) = owner_here(spec);
         // /dev/shm counts against the memory limit, so it need not be larger than that limit.
-        let shm = new_tmpfs(&[
-            ("size", &spec.limits.memory_bytes.to_string()),
-            (
-                "nr_inodes",
-                &spec.limits.files.saturating_add(1).to_string(),
-            ),
-            ("mode", "1777"),
-            ("uid", &uid.to_string()),
-            ("gid", &gid.to_string()),
-        ])
-        .during(|| "make a tmpfs for /dev/shm".into())?;
+        let (bytes, inodes) = (
+            spec.limits.memory_bytes,
+            spec.limits.files.saturating_add(1),
+        );
+        let shm = program_tmpfs(spec, bytes, inodes, "1777").doing("make a tmpfs for /dev/shm")?;
         self.place(shm.as_fd(), Path::new("/dev/shm"), true)
     }
 
@@ -236,16 +230,16 @@ impl RootBuilder<'_> {
     /// whatever its mode.
     pub(super) fn mount_proc(&self) -> Result<OwnedFd, LaunchStepError> {
         let mount = new_filesystem("proc", &[], MountAttrFlags::MOUNT_ATTR_NOEXEC)
-            .during(|| "make a proc for the pid namespace".into())?;
+            .doing("make a proc for the pid namespace")?;
         self.place(mount.as_fd(), Path::new("/proc"), true)?;
-        let writable = clone_tree(self.root, OsStr::new("proc"))
-            .during(|| "copy the mount of /proc".into())?;
+        let writable =
+            clone_tree(self.root, OsStr::new("proc")).doing("copy the mount of /proc")?;
         for name in MASKED_PROC {
             let path = Path::new("proc").join(name);
             if rustix::fs::statat(self.root, &path, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
                 // Cover the file with an empty file of Fumehood.
                 let empty = clone_tree(self.root, OsStr::new("etc/resolv.conf"));
-                let empty = empty.during(|| "open an empty file".into())?;
+                let empty = empty.doing("open an empty file")?;
                 self.place(empty.as_fd(), &Path::new("/").join(&path), false)?;
             }
         }
@@ -253,7 +247,7 @@ impl RootBuilder<'_> {
             | sys::MOUNT_ATTR_NOSUID
             | sys::MOUNT_ATTR_NODEV
             | sys::MOUNT_ATTR_NOEXEC;
-        sys::mount_restrict(mount.as_fd(), attributes).during(|| "make /proc read-only".into())?;
+        sys::mount_restrict(mount.as_fd(), attributes).doing("make /proc read-only")?;
         Ok(writable)
     }
 }
@@ -273,10 +267,23 @@ pub fn below_root(path: &Path) -> PathBuf {
     }
 }
 
-/// Returns the owner for a tmpfs's root directory, as the user namespace of this mount namespace numbers it.
-pub(super) fn owner_here(spec: &Spec) -> (u32, u32) {
-    match spec.identity {
+/// Makes a tmpfs whose root directory belongs to the program, with hard limits.
+pub(super) fn program_tmpfs(
+    spec: &Spec,
+    bytes: u64,
+    inodes: u64,
+    mode: &str,
+) -> rustix::io::Result<OwnedFd> {
+    // The ids as the user namespace of this mount namespace numbers them.
+    let (uid, gid) = match spec.identity {
         ProgramIdentity::Leased { uid, gid } => (uid, gid),
         ProgramIdentity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
-    }
+    };
+    new_tmpfs(&[
+        ("size", &bytes.to_string()),
+        ("nr_inodes", &inodes.to_string()),
+        ("mode", mode),
+        ("uid", &uid.to_string()),
+        ("gid", &gid.to_string()),
+    ])
 }

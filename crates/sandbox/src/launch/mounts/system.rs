@@ -49,12 +49,12 @@ impl SystemRuntime {
         let what = || format!("read {}", path.display());
         let kind = rustix::fs::FileType::from_raw_mode(found.st_mode);
         if kind == rustix::fs::FileType::Symlink {
-            let to = std::fs::read_link(path).during(what)?;
+            let to = std::fs::read_link(path).step_context(what)?;
             self.links.push((path.to_path_buf(), to));
             return Ok(());
         }
         if is_small_and_world_readable(&found)
-            && let Some(bytes) = read_small(path).during(what)?
+            && let Some(bytes) = read_small(path).step_context(what)?
         {
             self.copies.push((path.to_path_buf(), bytes));
             return Ok(());

@@ -42,7 +42,7 @@ pub fn open(spec: &Spec, owner_maps: &OwnerMaps) -> Result<Vec<OpenedView>, Laun
     if spec.views.is_empty() {
         return Ok(Vec::new());
     }
-    let mounts = mount_points().during(|| "read the mounts of this host".into())?;
+    let mounts = mount_points().doing("read the mounts of this host")?;
     spec.views
         .iter()
         .map(|view| open_view(view, spec, owner_maps, &mounts))
@@ -81,7 +81,7 @@ fn show_owner(
     owner_maps: &OwnerMaps,
 ) -> Result<bool, LaunchStepError> {
     let stat =
-        rustix::fs::fstat(&piece.mount).during(|| format!("look at {}", source.display()))?;
+        rustix::fs::fstat(&piece.mount).step_context(|| format!("look at {}", source.display()))?;
     let map = owner_maps
         .iter()
         .find(|(uid, _)| *uid == stat.st_uid)
@@ -91,7 +91,7 @@ fn show_owner(
     };
     match find_first(piece.mount.as_fd(), source, &is_unreadable) {
         None => Ok(false),
-        Some(unreadable) => Err(refused).during(|| {
+        Some(unreadable) => Err(refused).step_context(|| {
             let unreadable = unreadable.display();
             format!("this file system cannot be shown with another owner, and {unreadable} is not readable by everyone")
         }),
@@ -114,7 +114,7 @@ pub fn place(builder: &RootBuilder<'_>, views: Vec<OpenedView>) -> Result<String
             Some((_, _, first)) => {
                 let what = || format!("show {} twice", first.display());
                 let first = below_root(first);
-                Shield::Overlay(clone_tree(builder.root, first.as_os_str()).during(what)?)
+                Shield::Overlay(clone_tree(builder.root, first.as_os_str()).step_context(what)?)
             }
             None => shield(builder, &view)?,
         };
@@ -164,7 +164,7 @@ fn shield(builder: &RootBuilder<'_>, view: &OpenedView) -> Result<Shield, Launch
         false => overlay(builder, view),
         true => Err(io::ErrorKind::Unsupported.into()),
     };
-    let bind = clone_tree(builder.root, "stage".as_ref()).during(what)?;
+    let bind = clone_tree(builder.root, "stage".as_ref()).step_context(what)?;
     builder.unmount(Path::new("stage"))?;
     if let Ok(mount) = overlay {
         return Ok(Shield::Overlay(mount));
@@ -208,7 +208,7 @@ pub fn check_readable(spec: &Spec) -> Result<(), LaunchStepError> {
         let source = view.source.as_path();
         let uid = spec.identity.uid();
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-        let top = rustix::fs::open(source, flags, Mode::empty()).during(|| {
+        let top = rustix::fs::open(source, flags, Mode::empty()).step_context(|| {
             let source = source.display();
             format!("without mounts nothing can be shown with another owner, and uid {uid} may not read {source}")
         })?;

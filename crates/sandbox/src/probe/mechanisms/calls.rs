@@ -7,16 +7,16 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 
-use super::{ActResult, die_with_parent, reap, works};
+use super::{TrialResult, die_with_parent, reap, works};
 use crate::channel::{self, Wait};
 use crate::step_report::{LaunchStepError, StepContext};
 use crate::sys::{self, ForkSide, Instruction, Listener};
 
 /// Checks Landlock's effect, not only its version: an access that was allowed before is refused afterwards.
-pub fn landlock() -> ActResult {
+pub fn landlock() -> TrialResult {
     use landlock::{ABI, Access, AccessFs, Ruleset, RulesetAttr};
-    let abi = sys::landlock_version().during(|| "ask for its version".into())?;
-    std::fs::read_dir("/").during(|| "list / without it".into())?;
+    let abi = sys::landlock_version().doing("ask for its version")?;
+    std::fs::read_dir("/").doing("list / without it")?;
     let failed = |e: landlock::RulesetError| LaunchStepError::new(e.to_string());
     let rules = Ruleset::default().handle_access(AccessFs::from_all(ABI::V1));
     let rules = rules.and_then(|r| r.create()).map_err(failed)?;
@@ -47,8 +47,8 @@ fn filter(answer: u32) -> [Instruction; 4] {
 }
 
 fn install(answer: u32, listener: Listener) -> Result<Option<OwnedFd>, LaunchStepError> {
-    rustix::thread::set_no_new_privs(true).during(|| "set no_new_privs".into())?;
-    sys::seccomp_install(&filter(answer), listener).during(|| "install a filter".into())
+    rustix::thread::set_no_new_privs(true).doing("set no_new_privs")?;
+    sys::seccomp_install(&filter(answer), listener).doing("install a filter")
 }
 
 fn is_filtered() -> bool {
@@ -56,7 +56,7 @@ fn is_filtered() -> bool {
     answer.is_err_and(|e| e.raw_os_error() == FILTER_ERRNO)
 }
 
-pub fn seccomp_filter() -> ActResult {
+pub fn seccomp_filter() -> TrialResult {
     install(
         libc::SECCOMP_RET_ERRNO | FILTER_ERRNO as u32,
         Listener::None,
@@ -74,13 +74,13 @@ fn socket_pair() -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
         rustix::net::SocketFlags::CLOEXEC,
         None,
     )
-    .during(|| "make a socket pair".into())
+    .doing("make a socket pair")
 }
 
 /// Makes the parent answer a call of its child, as init answers connect().
-pub fn seccomp_notification() -> ActResult {
+pub fn seccomp_notification() -> TrialResult {
     let (ours, theirs) = socket_pair()?;
-    let child = match sys::fork_threaded().during(|| "fork".into())? {
+    let child = match sys::fork_threaded().doing("fork")? {
         ForkSide::Child => {
             drop(ours);
             let installed = die_with_parent()
@@ -122,7 +122,7 @@ pub fn seccomp_notification() -> ActResult {
 
 fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
     let message: Option<((i32, String), Vec<OwnedFd>)> =
-        channel::receive(from, Wait::Block).during(|| "receive the listener".into())?;
+        channel::receive(from, Wait::Block).doing("receive the listener")?;
     let Some(((errno, detail), listeners)) = message else {
         return Err(LaunchStepError::new("the filtered process ended at once"));
     };
@@ -132,16 +132,15 @@ fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
             detail,
         });
     };
-    let call = sys::notification_receive(listener.as_fd())
-        .during(|| "receive a call from the filter".into())?;
-    sys::notification_answer(listener.as_fd(), call.id, FILTER_ERRNO)
-        .during(|| "answer a call".into())
+    let call =
+        sys::notification_receive(listener.as_fd()).doing("receive a call from the filter")?;
+    sys::notification_answer(listener.as_fd(), call.id, FILTER_ERRNO).doing("answer a call")
 }
 
 /// Forks a child that waits until its parent closes the returned descriptor.
 fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
     let (ours, theirs) = socket_pair()?;
-    match sys::fork_threaded().during(|| "fork".into())? {
+    match sys::fork_threaded().doing("fork")? {
         ForkSide::Child => {
             drop(ours);
             let _ = die_with_parent().map(|()| rustix::io::read(&theirs, &mut [0u8]));
@@ -152,7 +151,7 @@ fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
 }
 
 /// Init reads the address of a connect() from the program's memory.
-pub fn memory_of_child() -> ActResult {
+pub fn memory_of_child() -> TrialResult {
     let secret = *b"fumehood";
     let (child, hold) = idle_child()?;
     let mut read = [0u8; 8];
@@ -160,23 +159,23 @@ pub fn memory_of_child() -> ActResult {
     let read_result = sys::read_memory(child as u32, address, &mut read);
     drop(hold);
     reap(child);
-    read_result.during(|| "read a child's memory".into())?;
+    read_result.doing("read a child's memory")?;
     match read == secret {
         true => works("read"),
         false => Err(LaunchStepError::new("the child's memory was read wrongly")),
     }
 }
 
-pub fn pidfd() -> ActResult {
+pub fn pidfd() -> TrialResult {
     let (child, hold) = idle_child()?;
     let pid = Pid::from_raw(child).ok_or_else(|| LaunchStepError::new("no pid"))?;
     let killed = rustix::process::pidfd_open(pid, PidfdFlags::empty())
-        .during(|| "open a pidfd".into())
+        .doing("open a pidfd")
         .and_then(|fd| {
             rustix::process::pidfd_send_signal(&fd, Signal::KILL)
-                .during(|| "signal through a pidfd".into())?;
+                .doing("signal through a pidfd")?;
             let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)];
-            rustix::event::poll(&mut fds, None).during(|| "wait for a pidfd".into())
+            rustix::event::poll(&mut fds, None).doing("wait for a pidfd")
         });
     drop(hold);
     let signal = reap(child);
@@ -187,19 +186,19 @@ pub fn pidfd() -> ActResult {
     }
 }
 
-pub fn session_keyring() -> ActResult {
-    sys::new_session_keyring().during(|| "join a new session keyring".into())?;
+pub fn session_keyring() -> TrialResult {
+    sys::new_session_keyring().doing("join a new session keyring")?;
     works("left")
 }
 
-pub fn openat2() -> ActResult {
+pub fn openat2() -> TrialResult {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     rustix::fs::openat2(CWD, "/", flags, Mode::empty(), ResolveFlags::NO_SYMLINKS)
-        .during(|| "open /".into())?;
+        .doing("open /")?;
     works("opened / without links")
 }
 
-pub fn close_range() -> ActResult {
-    sys::close_on_exec_from(3).during(|| "mark descriptors close-on-exec".into())?;
+pub fn close_range() -> TrialResult {
+    sys::close_on_exec_from(3).doing("mark descriptors close-on-exec")?;
     works("marked")
 }

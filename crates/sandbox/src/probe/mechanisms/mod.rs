@@ -1,10 +1,10 @@
 //! Tries every mechanism of the confinement for real, one by one.
 //!
-//! An attempt to build a whole level names the first step that failed, and says nothing about the steps behind it. Each
-//! mechanism is therefore also tried by itself, in a process of its own: this binary, executed again and
-//! single-threaded from the start, forks once for each mechanism and waits. Everything an attempt changes (namespaces,
-//! mounts, filters, its uid) ends with its process. A child that is killed, as some filters do, is distinguished from a
-//! call that is refused.
+//! A probe, which builds a whole level in miniature, names the first step that failed, and says nothing about the steps
+//! behind it. Each mechanism is therefore also tried by itself, in a process of its own: this binary, executed again
+//! and single-threaded from the start, forks once for each mechanism and waits. Everything a trial changes (namespaces,
+//! mounts, filters, its uid) ends with its process. Some filters kill the caller instead of refusing the call. The
+//! result distinguishes the two.
 
 mod building;
 mod calls;
@@ -26,10 +26,10 @@ use crate::sys::{self, ForkSide};
 /// The first argument that makes this binary try the mechanisms.
 pub const ARGUMENT: &str = "__probe";
 
-/// All attempts together take some tens of milliseconds. One that takes this long will never end.
+/// All trials together take some tens of milliseconds. One that takes this long will never end.
 const TIME_MAX: Duration = Duration::from_secs(10);
 /// The answers are a few kilobytes.
-const ANSWER_BYTES_MAX: u64 = 1 << 20;
+const ANSWER_BYTES_MAX: usize = 1 << 20;
 
 /// One feature of the kernel that a sandbox uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -75,92 +75,47 @@ pub enum Need {
     Neither,
 }
 
-impl Mechanism {
-    pub const ALL: [Mechanism; 24] = [
-        Mechanism::UserNamespace,
-        Mechanism::InnerUserNamespace,
-        Mechanism::MountNamespace,
-        Mechanism::PidNamespace,
-        Mechanism::NetNamespace,
-        Mechanism::IpcNamespace,
-        Mechanism::UtsNamespace,
-        Mechanism::CgroupNamespace,
-        Mechanism::NewProc,
-        Mechanism::Tmpfs,
-        Mechanism::Devpts,
-        Mechanism::Overlay,
-        Mechanism::ReadOnlyMounts,
-        Mechanism::IdmappedMounts,
-        Mechanism::PivotRoot,
-        Mechanism::LeasedUid,
-        Mechanism::Landlock,
-        Mechanism::SeccompFilter,
-        Mechanism::SeccompNotification,
-        Mechanism::MemoryOfChild,
-        Mechanism::Pidfd,
-        Mechanism::SessionKeyring,
-        Mechanism::Openat2,
-        Mechanism::CloseRange,
-    ];
+/// Every mechanism in the order of the enum, with its name in documents, the levels that need it, and its trial.
+#[rustfmt::skip]
+const MECHANISMS: [(Mechanism, &str, Need, Trial); 24] = [
+    (Mechanism::UserNamespace, "user_namespace", Need::Full, building::user_namespace),
+    (Mechanism::InnerUserNamespace, "inner_user_namespace", Need::Full, building::inner_user_namespace),
+    (Mechanism::MountNamespace, "mount_namespace", Need::Full, |_| building::mount_namespace()),
+    (Mechanism::PidNamespace, "pid_namespace", Need::Full, |_| building::pid_namespace()),
+    (Mechanism::NetNamespace, "net_namespace", Need::Full, |_| building::net_namespace()),
+    (Mechanism::IpcNamespace, "ipc_namespace", Need::Full, |_| building::namespace(libc::CLONE_NEWIPC)),
+    (Mechanism::UtsNamespace, "uts_namespace", Need::Full, |_| building::uts_namespace()),
+    (Mechanism::CgroupNamespace, "cgroup_namespace", Need::Full, |_| building::namespace(libc::CLONE_NEWCGROUP)),
+    (Mechanism::NewProc, "new_proc", Need::Full, |_| building::new_proc()),
+    (Mechanism::Tmpfs, "tmpfs", Need::Full, |_| building::tmpfs()),
+    (Mechanism::Devpts, "devpts", Need::Full, |_| building::devpts()),
+    // Without this, views are plain binds.
+    (Mechanism::Overlay, "overlay", Need::Neither, |_| building::overlay()),
+    (Mechanism::ReadOnlyMounts, "read_only_mounts", Need::Full, |_| building::read_only_mounts()),
+    // Without this, data must be readable by everyone.
+    (Mechanism::IdmappedMounts, "idmapped_mounts", Need::Neither, building::idmapped_mounts),
+    (Mechanism::PivotRoot, "pivot_root", Need::Full, |_| building::pivot_root()),
+    (Mechanism::LeasedUid, "leased_uid", Need::Both, building::leased_uid),
+    (Mechanism::Landlock, "landlock", Need::Landlock, |_| calls::landlock()),
+    (Mechanism::SeccompFilter, "seccomp_filter", Need::Both, |_| calls::seccomp_filter()),
+    (Mechanism::SeccompNotification, "seccomp_notification", Need::Both, |_| calls::seccomp_notification()),
+    (Mechanism::MemoryOfChild, "memory_of_child", Need::Both, |_| calls::memory_of_child()),
+    (Mechanism::Pidfd, "pidfd", Need::Both, |_| calls::pidfd()),
+    // At level `landlock` seccomp alone keeps the caller's keys from the program.
+    (Mechanism::SessionKeyring, "session_keyring", Need::Full, |_| calls::session_keyring()),
+    (Mechanism::Openat2, "openat2", Need::Both, |_| calls::openat2()),
+    (Mechanism::CloseRange, "close_range", Need::Both, |_| calls::close_range()),
+];
 
+impl Mechanism {
     /// Returns the name of the mechanism in documents.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Mechanism::UserNamespace => "user_namespace",
-            Mechanism::InnerUserNamespace => "inner_user_namespace",
-            Mechanism::MountNamespace => "mount_namespace",
-            Mechanism::PidNamespace => "pid_namespace",
-            Mechanism::NetNamespace => "net_namespace",
-            Mechanism::IpcNamespace => "ipc_namespace",
-            Mechanism::UtsNamespace => "uts_namespace",
-            Mechanism::CgroupNamespace => "cgroup_namespace",
-            Mechanism::NewProc => "new_proc",
-            Mechanism::Tmpfs => "tmpfs",
-            Mechanism::Devpts => "devpts",
-            Mechanism::Overlay => "overlay",
-            Mechanism::ReadOnlyMounts => "read_only_mounts",
-            Mechanism::IdmappedMounts => "idmapped_mounts",
-            Mechanism::PivotRoot => "pivot_root",
-            Mechanism::LeasedUid => "leased_uid",
-            Mechanism::Landlock => "landlock",
-            Mechanism::SeccompFilter => "seccomp_filter",
-            Mechanism::SeccompNotification => "seccomp_notification",
-            Mechanism::MemoryOfChild => "memory_of_child",
-            Mechanism::Pidfd => "pidfd",
-            Mechanism::SessionKeyring => "session_keyring",
-            Mechanism::Openat2 => "openat2",
-            Mechanism::CloseRange => "close_range",
-        }
+        MECHANISMS[self as usize].1
     }
 
+    /// Returns which levels need the mechanism.
     pub fn need(self) -> Need {
-        match self {
-            Mechanism::UserNamespace
-            | Mechanism::InnerUserNamespace
-            | Mechanism::MountNamespace
-            | Mechanism::PidNamespace
-            | Mechanism::NetNamespace
-            | Mechanism::IpcNamespace
-            | Mechanism::UtsNamespace
-            | Mechanism::CgroupNamespace
-            | Mechanism::NewProc
-            | Mechanism::Tmpfs
-            | Mechanism::Devpts
-            | Mechanism::ReadOnlyMounts
-            | Mechanism::PivotRoot
-            // At level `landlock` seccomp alone keeps the caller's keys from the program.
-            | Mechanism::SessionKeyring => Need::Full,
-            Mechanism::Landlock => Need::Landlock,
-            Mechanism::LeasedUid
-            | Mechanism::SeccompFilter
-            | Mechanism::SeccompNotification
-            | Mechanism::MemoryOfChild
-            | Mechanism::Pidfd
-            | Mechanism::Openat2
-            | Mechanism::CloseRange => Need::Both,
-            // Without these, views are plain binds, and data must be readable by everyone.
-            Mechanism::Overlay | Mechanism::IdmappedMounts => Need::Neither,
-        }
+        MECHANISMS[self as usize].2
     }
 }
 
@@ -195,9 +150,9 @@ impl MechanismResult {
     }
 }
 
-/// Inputs of the attempts.
+/// Inputs of the mechanism trials.
 #[derive(Clone, Debug)]
-pub struct ProbeInputs {
+pub struct TrialInputs {
     /// For root: the uid that a run would have. The caller has leased it.
     pub leased_uid: Option<u32>,
     /// A directory that a run would show. Its file system decides whether it can be idmapped.
@@ -205,7 +160,7 @@ pub struct ProbeInputs {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum ProbeError {
+pub enum TrialError {
     #[error("start {path:?} to try the mechanisms")]
     Start { path: PathBuf, source: io::Error },
     #[error("read what was found")]
@@ -217,7 +172,7 @@ pub enum ProbeError {
 }
 
 /// Tries every mechanism, in processes that execute this binary again.
-pub fn try_all(launcher: &Path, inputs: &ProbeInputs) -> Result<Vec<MechanismResult>, ProbeError> {
+pub fn try_all(launcher: &Path, inputs: &TrialInputs) -> Result<Vec<MechanismResult>, TrialError> {
     let uid = inputs
         .leased_uid
         .map_or(String::from("-"), |uid| uid.to_string());
@@ -232,53 +187,58 @@ pub fn try_all(launcher: &Path, inputs: &ProbeInputs) -> Result<Vec<MechanismRes
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
-        .map_err(|source| ProbeError::Start {
+        .map_err(|source| TrialError::Start {
             path: launcher.to_path_buf(),
             source,
         })?;
     let answer = match child.stdout.take() {
-        Some(stdout) => read_in_time(stdout),
-        None => Err(ProbeError::Read(io::ErrorKind::BrokenPipe.into())),
+        Some(stdout) => read_in_time(stdout, TIME_MAX, ANSWER_BYTES_MAX),
+        None => Err(TrialError::Read(io::ErrorKind::BrokenPipe.into())),
     };
     if answer.is_err() {
         // The child leads this process group and is not reaped yet, so no other process has the number.
         let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
     }
-    // The answer says how the attempts went, so the exit status does not matter.
+    // The answer says how the trials went, so the exit status does not matter.
     let _ = child.wait();
     let answer = answer?;
     let lines = answer.split(|b| *b == b'\n').filter(|l| !l.is_empty());
     lines
-        .map(|line| serde_json::from_slice(line).map_err(ProbeError::InvalidAnswer))
+        .map(|line| serde_json::from_slice(line).map_err(TrialError::InvalidAnswer))
         .collect()
 }
 
-fn read_in_time(mut from: impl Read + AsFd) -> Result<Vec<u8>, ProbeError> {
-    let give_up = Instant::now() + TIME_MAX;
+/// Reads what a process prints until it closes its end, within a bound of time and size.
+pub fn read_in_time(
+    mut from: impl Read + AsFd,
+    time_max: Duration,
+    bytes_max: usize,
+) -> Result<Vec<u8>, TrialError> {
+    let give_up = Instant::now() + time_max;
     let mut answer = Vec::new();
     let mut buffer = [0; 16 << 10];
     loop {
         let time_left = give_up.saturating_duration_since(Instant::now());
-        let time_left = Timespec::try_from(time_left).map_err(|_| ProbeError::TooLong)?;
+        let time_left = Timespec::try_from(time_left).map_err(|_| TrialError::TooLong)?;
         let mut fds = [PollFd::from_borrowed_fd(from.as_fd(), PollFlags::IN)];
         match rustix::event::poll(&mut fds, Some(&time_left)) {
-            Ok(0) => return Err(ProbeError::TooLong),
+            Ok(0) => return Err(TrialError::TooLong),
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
-            Err(e) => return Err(ProbeError::Read(e.into())),
+            Err(e) => return Err(TrialError::Read(e.into())),
         }
-        match from.read(&mut buffer).map_err(ProbeError::Read)? {
+        match from.read(&mut buffer).map_err(TrialError::Read)? {
             0 => return Ok(answer),
             n => answer.extend(&buffer[..n]),
         }
-        if answer.len() as u64 > ANSWER_BYTES_MAX {
-            return Err(ProbeError::Read(io::ErrorKind::InvalidData.into()));
+        if answer.len() > bytes_max {
+            return Err(TrialError::Read(io::ErrorKind::InvalidData.into()));
         }
     }
 }
 
 /// Returns whether this process was started to try the mechanisms. Call it before any thread exists.
-pub fn is_probe() -> bool {
+pub fn is_mechanism_trial() -> bool {
     std::env::args_os().nth(1).is_some_and(|a| a == ARGUMENT)
 }
 
@@ -289,11 +249,11 @@ pub fn main() -> ! {
         .next()
         .and_then(|a| a.to_str().and_then(|t| t.parse().ok()));
     let shown = args.next().map_or_else(|| "/".into(), PathBuf::from);
-    let inputs = ProbeInputs { leased_uid, shown };
+    let inputs = TrialInputs { leased_uid, shown };
     // Try the mechanisms even if this fails.
     let _ = die_with_parent();
-    for mechanism in Mechanism::ALL {
-        let verdict = in_child(|| try_mechanism(mechanism, &inputs));
+    for (mechanism, .., trial) in MECHANISMS {
+        let verdict = in_child(|| trial(&inputs)).unwrap_or_else(fails);
         let line = serde_json::to_vec(&MechanismResult { mechanism, verdict });
         let written = line.map_err(io::Error::from).and_then(|mut line| {
             line.push(b'\n');
@@ -308,52 +268,50 @@ pub fn main() -> ! {
 
 fn die_with_parent() -> Result<(), LaunchStepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
-        .during(|| "ask to die with the parent".into())
+        .doing("ask to die with the parent")
 }
 
-type ActResult = Result<MechanismVerdict, LaunchStepError>;
+/// Tries one mechanism.
+type Trial = fn(&TrialInputs) -> TrialResult;
+type TrialResult = Result<MechanismVerdict, LaunchStepError>;
 
-/// Runs `act` in a child process and returns its verdict.
-fn in_child(act: impl FnOnce() -> ActResult) -> MechanismVerdict {
-    let failed = |step: &str, e: io::Error| MechanismVerdict::Fails {
-        step: step.to_owned(),
-        errno: e.raw_os_error(),
-    };
-    let (ours, theirs) = match rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC) {
-        Ok(pipe) => pipe,
-        Err(e) => return failed("make a pipe", e.into()),
-    };
+/// Makes the verdict of a failure.
+fn fails(failure: LaunchStepError) -> MechanismVerdict {
+    MechanismVerdict::Fails {
+        step: failure.detail,
+        errno: failure.errno,
+    }
+}
+
+/// Runs `act` in a child process and returns its result.
+fn in_child(act: impl FnOnce() -> TrialResult) -> TrialResult {
+    let pipe = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC);
+    let (ours, theirs) = pipe.doing("make a pipe")?;
     // The C library's fork falls back to the older call where clone3 is refused.
-    let child = match sys::fork_threaded() {
-        Ok(ForkSide::Child) => {
+    let child = match sys::fork_threaded().doing("fork")? {
+        ForkSide::Child => {
             drop(ours);
-            let verdict = die_with_parent().and_then(|()| act());
-            let verdict = verdict.unwrap_or_else(|e| MechanismVerdict::Fails {
-                step: e.detail,
-                errno: e.errno,
-            });
-            let line = serde_json::to_vec(&verdict).unwrap_or_default();
+            let result = die_with_parent().and_then(|()| act());
+            let line = serde_json::to_vec(&result.unwrap_or_else(fails)).unwrap_or_default();
             let written = std::fs::File::from(theirs).write_all(&line);
             sys::exit_now(i32::from(written.is_err()))
         }
-        Ok(ForkSide::Parent { child }) => child,
-        Err(e) => return failed("fork", e),
+        ForkSide::Parent { child } => child,
     };
     drop(theirs);
     let mut answer = Vec::new();
     let read = std::fs::File::from(ours)
-        .take(ANSWER_BYTES_MAX)
+        .take(ANSWER_BYTES_MAX as u64)
         .read_to_end(&mut answer);
     let ended = reap(child);
-    if let (Ok(_), Ok(verdict)) = (read, serde_json::from_slice(&answer)) {
-        return verdict;
-    }
-    MechanismVerdict::Fails {
-        step: match ended {
-            Some(signal) => format!("killed by signal {signal}"),
-            None => String::from("ended without an answer"),
-        },
-        errno: None,
+    match (read, serde_json::from_slice(&answer), ended) {
+        (Ok(_), Ok(MechanismVerdict::Fails { step, errno }), _) => Err(LaunchStepError {
+            errno,
+            detail: step,
+        }),
+        (Ok(_), Ok(verdict), _) => Ok(verdict),
+        (_, _, Some(signal)) => Err(LaunchStepError::new(format!("killed by signal {signal}"))),
+        (_, _, None) => Err(LaunchStepError::new("ended without an answer")),
     }
 }
 
@@ -366,35 +324,19 @@ fn reap(child: i32) -> Option<i32> {
         .and_then(|(_, status)| status.terminating_signal())
 }
 
-fn works(how: impl Into<String>) -> ActResult {
+fn works(how: impl Into<String>) -> TrialResult {
     Ok(MechanismVerdict::Works { how: how.into() })
 }
 
-fn try_mechanism(mechanism: Mechanism, inputs: &ProbeInputs) -> ActResult {
-    match mechanism {
-        Mechanism::UserNamespace => building::user_namespace(inputs),
-        Mechanism::InnerUserNamespace => building::inner_user_namespace(inputs),
-        Mechanism::MountNamespace => building::mount_namespace(),
-        Mechanism::PidNamespace => building::pid_namespace(),
-        Mechanism::NetNamespace => building::net_namespace(),
-        Mechanism::IpcNamespace => building::namespace(libc::CLONE_NEWIPC),
-        Mechanism::UtsNamespace => building::uts_namespace(),
-        Mechanism::CgroupNamespace => building::namespace(libc::CLONE_NEWCGROUP),
-        Mechanism::NewProc => building::new_proc(),
-        Mechanism::Tmpfs => building::tmpfs(),
-        Mechanism::Devpts => building::devpts(),
-        Mechanism::Overlay => building::overlay(),
-        Mechanism::ReadOnlyMounts => building::read_only_mounts(),
-        Mechanism::IdmappedMounts => building::idmapped_mounts(inputs),
-        Mechanism::PivotRoot => building::pivot_root(),
-        Mechanism::LeasedUid => building::leased_uid(inputs),
-        Mechanism::Landlock => calls::landlock(),
-        Mechanism::SeccompFilter => calls::seccomp_filter(),
-        Mechanism::SeccompNotification => calls::seccomp_notification(),
-        Mechanism::MemoryOfChild => calls::memory_of_child(),
-        Mechanism::Pidfd => calls::pidfd(),
-        Mechanism::SessionKeyring => calls::session_keyring(),
-        Mechanism::Openat2 => calls::openat2(),
-        Mechanism::CloseRange => calls::close_range(),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_every_mechanism_in_the_order_of_the_enum() {
+        for (n, (mechanism, name, ..)) in MECHANISMS.iter().enumerate() {
+            assert_eq!(*mechanism as usize, n);
+            assert_eq!(serde_json::to_value(mechanism).ok(), Some((*name).into()));
+        }
     }
 }

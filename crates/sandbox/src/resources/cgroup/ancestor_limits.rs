@@ -20,8 +20,10 @@ pub struct AncestorLimits {
     pub slurm_job: Option<u64>,
 }
 
+/// A limit of a group above this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AncestorLimit {
+    /// The limit, in the unit that [`AncestorLimits`] names.
     pub value: u64,
     /// The owner and the file: `Slurm job 7, cgroup v2 memory.max of /system.slice/slurmstepd.scope/job_7`.
     pub by: String,
@@ -52,10 +54,7 @@ fn tightest(limits: impl Iterator<Item = AncestorLimit>) -> Option<AncestorLimit
 }
 
 fn ancestor_limit(site: &Site, group: &Path, file: &str, value: u64) -> AncestorLimit {
-    let version = match site.version {
-        Version::V1 => "v1",
-        Version::V2 => "v2",
-    };
+    let version = site.version.name();
     let below = group.strip_prefix(&site.mount).unwrap_or(group);
     let owner = slurm_job_in(group).map_or(String::new(), |job| format!("Slurm job {job}, "));
     AncestorLimit {

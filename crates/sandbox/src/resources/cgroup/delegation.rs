@@ -1,12 +1,11 @@
 //! Finds whether this process may make groups where it is, or must be moved first, and which limits a move would
 //! lose.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::host::{Site, lines, parse_membership, sites};
+use super::host::{Site, lines, parse_membership, read_proc, sites};
 use super::node::Node;
-use super::{Controller, Version, ancestors, v2};
+use super::{Version, ancestors, v2};
 
 /// Whether this process may make version 2 groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +21,7 @@ pub enum Delegation {
 /// The group of this process, by the name that the tree's manager uses, and the limits on the way up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupLocation {
+    /// The group, as a path from the root of the tree.
     pub group: PathBuf,
     /// The limits of each group, from this process's own group up.
     levels: Vec<(PathBuf, LevelLimits)>,
@@ -77,16 +77,14 @@ pub fn group_location() -> Option<GroupLocation> {
 
 fn v2_site() -> Option<Site> {
     let host = sites();
-    let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
-    let limits_by_v1 = |site: &Site| site.controllers.iter().any(|c| limits.contains(c));
-    match host.v1.iter().any(limits_by_v1) {
+    match host.v1.iter().any(Site::has_limits) {
         true => None,
         false => v2::with_controllers(host).v2,
     }
 }
 
 fn location_in(site: &Site) -> Option<GroupLocation> {
-    let membership = fs::read("/proc/self/cgroup").unwrap_or_default();
+    let membership = read_proc("/proc/self/cgroup");
     let group = lines(&membership)
         .filter_map(parse_membership)
         .find_map(|(version, _, path)| (version == Version::V2).then_some(path))?;
@@ -130,7 +128,7 @@ fn level_limits(site: &Site, node: &Node) -> Option<(PathBuf, LevelLimits)> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::names::{is_scope_name, scope_name};
-    use super::super::{CgroupError, Hierarchies, discover, left_behind};
+    use super::super::{CgroupError, Controller, Hierarchies, OwnProcess, discover, left_behind};
     use super::*;
 
     #[test]
@@ -161,7 +159,7 @@ mod tests {
 
     #[test]
     fn with_version_1_delegation_is_fixed() {
-        let host = discover();
+        let host = discover(OwnProcess::Stays);
         match host
             .v1
             .iter()

@@ -20,19 +20,37 @@ pub(super) struct Site {
     pub(super) own: PathBuf,
 }
 
+impl Site {
+    /// Whether the hierarchy offers a controller that limits anything.
+    pub(super) fn has_limits(&self) -> bool {
+        let mut controllers = self.controllers.iter();
+        controllers.any(|controller| Controller::LIMITING.contains(controller))
+    }
+}
+
 /// The hierarchies that this process is in and could use.
 #[derive(Clone, Debug, Default)]
 pub struct Hierarchies {
     pub(super) v1: Vec<Site>,
     pub(super) v2: Option<Site>,
+    pub(super) own_process: OwnProcess,
+}
+
+/// Whether [`Group::create`](super::Group::create) may move the calling process into another cgroup.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OwnProcess {
+    /// It stays where it is.
+    #[default]
+    Stays,
+    /// If it is alone in its version 2 group, it moves into a leaf below that group: the kernel switches controllers on
+    /// only in a group without processes. The standby launcher is ended before.
+    MayMove,
 }
 
 impl Hierarchies {
     /// Returns true if no mounted hierarchy offers a controller that limits anything.
     pub fn is_none(&self) -> bool {
-        let limits = [Controller::Memory, Controller::Pids, Controller::Cpu];
-        let mut sites = self.v1.iter().chain(&self.v2);
-        !sites.any(|site| site.controllers.iter().any(|c| limits.contains(c)))
+        !self.v1.iter().chain(&self.v2).any(Site::has_limits)
     }
 }
 
@@ -42,25 +60,49 @@ pub(super) fn sites() -> Hierarchies {
     host_from(&mountinfo, &membership)
 }
 
-/// Returns the mounts that this process sees, and its groups. The mounts are cached for a short time, because the
-/// kernel has to list every mount of the host for each read. The groups are read each time, because they may change.
+/// Returns the lines of the cgroup mounts that this process sees, and its groups. The mounts are cached for a short
+/// time, because the kernel has to list every mount of the host for each read. The groups are read each time, because
+/// they may change.
 pub(super) fn mounts_and_membership() -> (Vec<u8>, Vec<u8>) {
     const CACHE_TIME: Duration = Duration::from_millis(250);
     static MOUNTS: Mutex<Option<(Instant, Vec<u8>)>> = Mutex::new(None);
     let mut cached = MOUNTS.lock().unwrap_or_else(PoisonError::into_inner);
     let fresh = cached.take().filter(|(at, _)| at.elapsed() < CACHE_TIME);
-    let (at, mounts) = fresh.unwrap_or_else(|| (Instant::now(), read_proc("/proc/self/mountinfo")));
+    let (at, mounts) = fresh.unwrap_or_else(|| {
+        let all = read_proc("/proc/self/mountinfo");
+        (Instant::now(), cgroup_lines(&all))
+    });
     *cached = Some((at, mounts.clone()));
     (mounts, read_proc("/proc/self/cgroup"))
 }
 
-/// Reads a file of /proc, usually in two calls. Such a file reports no size, so the buffer has room for a typical
-/// file.
+/// Returns the lines that may describe a cgroup mount; [`parse_mount`] decides. Most mounts of a host have another
+/// type, and the cached lines are parsed several times per run.
+pub(super) fn cgroup_lines(mountinfo: &[u8]) -> Vec<u8> {
+    const MARK: &[u8] = b" - cgroup";
+    let mut kept = Vec::new();
+    for line in lines(mountinfo) {
+        // Only a separator follows a space and precedes the type; a space within a field is escaped.
+        let mut rest = line;
+        while let Some(at) = rest.iter().position(|b| *b == MARK[1]) {
+            if at > 0 && rest[at - 1..].starts_with(MARK) {
+                kept.extend_from_slice(line);
+                kept.push(b'\n');
+                break;
+            }
+            rest = &rest[at + 1..];
+        }
+    }
+    kept
+}
+
+/// Reads a file of /proc, usually in two calls. Such a file reports no size: the buffer has room for a typical file,
+/// and the size is not asked for, as `read_to_end` of a [`File`](fs::File) does.
 pub(super) fn read_proc(path: &str) -> Vec<u8> {
     use io::Read;
     let mut bytes = Vec::with_capacity(16 << 10);
     // A file that cannot be read counts as empty.
-    let _ = fs::File::open(path).and_then(|mut file| file.read_to_end(&mut bytes));
+    let _ = fs::File::open(path).and_then(|file| file.take(u64::MAX).read_to_end(&mut bytes));
     bytes
 }
 
@@ -155,11 +197,11 @@ pub(super) fn parse_membership(line: &[u8]) -> Option<(Version, Vec<Controller>,
 /// Returns those controllers of a comma-separated list that Fumehood uses, in a fixed order so that two lists can be
 /// compared.
 pub(super) fn controllers_in(list: &[u8]) -> Vec<Controller> {
-    let all = ["memory", "pids", "cpu", "cpuacct", "cpuset"];
-    all.into_iter()
-        .filter(|name| list.split(|b| *b == b',').any(|f| f == name.as_bytes()))
-        .filter_map(Controller::from_name)
-        .collect()
+    let is_listed = |controller: &Controller| {
+        let mut names = list.split(|b| *b == b',');
+        names.any(|name| name == controller.name().as_bytes())
+    };
+    Controller::ALL.into_iter().filter(is_listed).collect()
 }
 
 /// Returns the directory of group `path` below a mount that shows the hierarchy from `root` downwards, as the mounts

@@ -24,8 +24,8 @@ mod v2;
 pub use ancestor_limits::{AncestorLimit, AncestorLimits, ancestor_limits};
 pub(crate) use clone_into::{GroupAccess, GroupEntry, fork_into};
 pub use delegation::{Delegation, GroupLocation, delegation, group_location};
-pub use host::Hierarchies;
 pub(crate) use host::mount_points_in;
+pub use host::{Hierarchies, OwnProcess};
 use host::{Site, lines, parse_mount, plain_absolute, read_proc, sites};
 pub use names::scope_name;
 use names::{check_id, is_run_group, name_for};
@@ -46,7 +46,13 @@ use crate::spec::{Hardness, LimitName};
 
 /// A killed process leaves its group within milliseconds. A longer wait means that it cannot die.
 const REMOVE_WAIT: Duration = Duration::from_secs(2);
+
+/// What failed with a cgroup. `path` is the directory of the cgroup, `file` one of its files.
 #[derive(Debug, thiserror::Error)]
+#[expect(
+    missing_docs,
+    reason = "each message says what the variant and its fields mean"
+)]
 pub enum CgroupError {
     #[error(
         "no cgroup that this process may use: run as root, or inside a delegated subtree (systemd-run --scope -p Delegate=yes, with --user for a plain user)"
@@ -93,6 +99,10 @@ pub enum CgroupError {
         "other processes sit in cgroup {0:?}, so its controllers cannot be switched on: start fumehood alone in its own scope or service"
     )]
     OthersInside(PathBuf),
+    #[error(
+        "this process sits in cgroup {0:?}, so its controllers cannot be switched on, and nobody allowed to move it"
+    )]
+    MoveNeeded(PathBuf),
     #[error("processes remain in cgroup {0:?}")]
     Busy(PathBuf),
     #[error("remove cgroup {path:?}")]
@@ -118,7 +128,8 @@ impl CgroupError {
             CgroupError::NotCgroup(_)
             | CgroupError::NoController(_)
             | CgroupError::NotDelegated(_)
-            | CgroupError::OthersInside(_) => true,
+            | CgroupError::OthersInside(_)
+            | CgroupError::MoveNeeded(_) => true,
             _ => false,
         }
     }
@@ -138,6 +149,13 @@ impl Version {
             Version::V2 => 0x6367_7270,
         }
     }
+
+    fn name(self) -> &'static str {
+        match self {
+            Version::V1 => "v1",
+            Version::V2 => "v2",
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,30 +168,44 @@ enum Controller {
 }
 
 impl Controller {
-    fn from_name(name: &str) -> Option<Controller> {
-        Some(match name {
-            "memory" => Controller::Memory,
-            "pids" => Controller::Pids,
-            "cpu" => Controller::Cpu,
-            "cpuacct" => Controller::Cpuacct,
-            "cpuset" => Controller::Cpuset,
-            _ => return None,
-        })
+    const ALL: [Controller; 5] = [
+        Controller::Memory,
+        Controller::Pids,
+        Controller::Cpu,
+        Controller::Cpuacct,
+        Controller::Cpuset,
+    ];
+    /// Those that limit something.
+    const LIMITING: [Controller; 3] = [Controller::Memory, Controller::Pids, Controller::Cpu];
+
+    fn name(self) -> &'static str {
+        match self {
+            Controller::Memory => "memory",
+            Controller::Pids => "pids",
+            Controller::Cpu => "cpu",
+            Controller::Cpuacct => "cpuacct",
+            Controller::Cpuset => "cpuset",
+        }
     }
 }
 
 /// The limits of a run's group. `None` leaves that resource unlimited, but still counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupLimits {
+    /// Memory, with swap where the kernel counts it.
     pub memory_bytes: Option<u64>,
+    /// Processes, of which each thread is one.
     pub pids: Option<u64>,
+    /// Thousandths of a CPU.
     pub cpu_milli: Option<u64>,
 }
 
 /// The mechanism that enforces a limit, for the record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EnforcedLimit {
+    /// The mechanism in words.
     pub by: String,
+    /// How firmly the limit holds.
     pub how_hard: Hardness,
 }
 
@@ -185,10 +217,13 @@ pub struct Counters {
     /// How often this group itself was at its limit with nothing left to reclaim. Kills without any of these mean
     /// that a group above, or the machine, ran out of memory.
     pub ooms_at_limit: Option<u64>,
+    /// The most memory at one time.
     pub memory_peak_bytes: Option<u64>,
+    /// The most processes at one time.
     pub pids_peak: Option<u64>,
     /// Forks refused by the process limit.
     pub pids_denied: Option<u64>,
+    /// The CPU time of all processes.
     pub cpu_usage_us: Option<u64>,
 }
 
@@ -238,7 +273,8 @@ pub struct Group {
 
 impl Group {
     /// Makes the group of run `id` with its limits. A missing controller, or a limit that the kernel refuses, is not
-    /// an error here: [`Group::enforces`] reports it, and the caller decides.
+    /// an error here: [`Group::enforces`] reports it, and the caller decides. Moves no process, unless the
+    /// caller of [`discover`] allowed to move this one.
     pub fn create(
         host: &Hierarchies,
         id: &str,
@@ -252,7 +288,10 @@ impl Group {
             enforcement: Vec::new(),
         };
         let mut refusal = None;
-        let v2 = host.v2.iter().map(|site| v2::make(site, &name));
+        let v2 = host
+            .v2
+            .iter()
+            .map(|site| v2::make(site, &name, host.own_process));
         let v1 = host.v1.iter().map(|site| v1::make(site, &name));
         for created in v2.chain(v1) {
             match created {
@@ -282,15 +321,13 @@ impl Group {
 
     fn limit(&self, controller: Controller, value: u64) -> Result<EnforcedLimit, CgroupError> {
         let part = self.part(controller);
-        match (controller, part.map(|p| (p.node.version, p))) {
-            (Controller::Memory, Some((Version::V1, part))) => v1::limit_memory(part, value),
-            (Controller::Memory, Some((Version::V2, part))) => v2::limit_memory(part, value),
-            (Controller::Cpu, Some((Version::V1, part))) => v1::limit_cpu(part, value),
-            (Controller::Cpu, Some((Version::V2, part))) => v2::limit_cpu(part, value),
-            (Controller::Pids, Some((version, part))) => limit_pids(part, version, value),
-            (Controller::Memory, None) => Err(CgroupError::NoController("memory")),
-            (Controller::Pids, None) => Err(CgroupError::NoController("pids")),
-            (_, _) => Err(CgroupError::NoController("cpu")),
+        let part = part.ok_or(CgroupError::NoController(controller.name()))?;
+        match (controller, part.node.version) {
+            (Controller::Memory, Version::V1) => v1::limit_memory(part, value),
+            (Controller::Memory, Version::V2) => v2::limit_memory(part, value),
+            (Controller::Pids, _) => limit_pids(part, value),
+            (_, Version::V1) => v1::limit_cpu(part, value),
+            (_, Version::V2) => v2::limit_cpu(part, value),
         }
     }
 
@@ -338,6 +375,7 @@ impl Group {
         found.and_then(|(_, enforcement)| enforcement.as_ref().err())
     }
 
+    /// Reads the kernel's counters.
     pub fn counters(&self) -> Counters {
         let mut counters = Counters::default();
         for part in &self.parts {
@@ -408,20 +446,10 @@ impl Drop for Group {
 
 /// Reads the groups of this process. Changes nothing, and treats what cannot be read as absent: for a host without
 /// cgroups [`Hierarchies::is_none`] is true.
-pub fn discover() -> Hierarchies {
-    v2::with_controllers(sites())
-}
-
-impl Hierarchies {
-    /// Prepares the version 2 subtree, and moves this process into a leaf of its own if needed. A daemon calls this
-    /// before it starts anything: its children then start in the leaf, and none of them prevents the controllers from
-    /// being switched on. [`Group::create`] does the same for a process that is alone. Without a version 2 tree there
-    /// is nothing to do.
-    pub fn prepare(&self) -> Result<(), CgroupError> {
-        match &self.v2 {
-            Some(site) => v2::prepare_parent(site).map(|_| ()),
-            None => Ok(()),
-        }
+pub fn discover(own_process: OwnProcess) -> Hierarchies {
+    Hierarchies {
+        own_process,
+        ..v2::with_controllers(sites())
     }
 }
 
@@ -432,18 +460,12 @@ fn remove_all(parts: &[CreatedGroup]) -> Result<(), CgroupError> {
     results.into_iter().collect()
 }
 
-fn limit_pids(
-    part: &CreatedGroup,
-    version: Version,
-    value: u64,
-) -> Result<EnforcedLimit, CgroupError> {
-    let text = value.to_string();
-    part.node
-        .write_kept("pids.max", &text, |found| found == text)?;
-    Ok(match version {
-        Version::V1 => hard("cgroup v1 pids.max"),
-        Version::V2 => hard("cgroup v2 pids.max"),
-    })
+fn limit_pids(part: &CreatedGroup, value: u64) -> Result<EnforcedLimit, CgroupError> {
+    part.node.write_exact("pids.max", &value.to_string())?;
+    Ok(hard(format!(
+        "cgroup {} pids.max",
+        part.node.version.name()
+    )))
 }
 
 fn hard(by: impl Into<String>) -> EnforcedLimit {
@@ -454,6 +476,34 @@ fn hard(by: impl Into<String>) -> EnforcedLimit {
 }
 
 const SWAP_NOT_COUNTED: &str = " (swap not counted)";
+
+/// Describes a CPU quota as the kernel keeps it.
+fn cpu_limit(by: &str, cpu_milli: u64) -> EnforcedLimit {
+    hard(
+        match cpu_quota_us(cpu_milli) > CPU_QUOTA_US_MIN || cpu_milli == 10 {
+            true => by.to_owned(),
+            false => format!("{by} (raised to the kernel's least, 0.01 CPU)"),
+        },
+    )
+}
+
+/// Describes a memory limit, from its name with swap and without, and the result of limiting swap.
+fn memory_limit(
+    with_swap: String,
+    without_swap: String,
+    swap: Result<(), CgroupError>,
+) -> Result<EnforcedLimit, CgroupError> {
+    match swap {
+        Ok(()) => Ok(hard(with_swap)),
+        // Kernels booted without swap accounting do not have the file.
+        Err(CgroupError::Write { source, .. })
+            if Errno::from_io_error(&source) == Some(Errno::NOENT) =>
+        {
+            Ok(limit_without_swap(without_swap, host_has_swap()))
+        }
+        Err(e) => Err(e),
+    }
+}
 
 /// Describes a memory limit that does not limit swap. On a host with swap only the watch over both enforces the
 /// requested limit.

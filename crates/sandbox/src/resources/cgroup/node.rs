@@ -3,16 +3,16 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{CgroupError, Controller, Version};
+use crate::events::{self, PollFlags};
 
 /// The kernel's own files are far smaller. A longer text is cut off.
 const FILE_BYTES_MAX: usize = 1 << 20;
@@ -149,6 +149,11 @@ impl Node {
         }
     }
 
+    /// As [`Self::write_kept`], for a value that the kernel keeps as it is.
+    pub(super) fn write_exact(&self, file: &'static str, value: &str) -> Result<(), CgroupError> {
+        self.write_kept(file, value, |found| found == value)
+    }
+
     pub(super) fn pids(&self) -> Result<BTreeSet<i32>, CgroupError> {
         Ok(pids_in(&self.read("cgroup.procs")?))
     }
@@ -176,7 +181,7 @@ impl Node {
                 last = self.kill_chunk(chunk).or(last);
             }
             if let Some(last) = last {
-                wait_on(last.as_fd(), PollFlags::IN, Duration::from_millis(20));
+                events::wait_for(last, PollFlags::IN, Duration::from_millis(20));
             }
         }
     }
@@ -220,12 +225,6 @@ pub(super) fn keyed(text: &str, key: &str) -> Option<u64> {
     text.lines()
         .find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))
         .and_then(|value| value.trim().parse().ok())
-}
-
-/// Waits for the event, at most `at_most`. An interruption only makes the caller check again earlier.
-pub(super) fn wait_on(fd: BorrowedFd<'_>, events: PollFlags, at_most: Duration) {
-    let timeout = Timespec::try_from(at_most).unwrap_or_default();
-    let _ = rustix::event::poll(&mut [PollFd::new(&fd, events)], Some(&timeout));
 }
 
 /// A group that Fumehood made: its directory, and its parent's directory, from which it is removed.
@@ -277,7 +276,7 @@ impl CreatedGroup {
                 let mut text = [0; 256];
                 let _ = rustix::io::read(&fd, &mut text[..]);
                 if !self.node.is_empty() {
-                    wait_on(fd.as_fd(), PollFlags::PRI, Duration::from_millis(100));
+                    events::wait_for(fd, PollFlags::PRI, Duration::from_millis(100));
                 } else {
                     std::thread::sleep(pause);
                 }

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use rustix::fs::AtFlags;
 use rustix::process::Pid;
 
-use super::host::{host_from, unescape};
+use super::host::{cgroup_lines, host_from, unescape};
 use super::names::ID_LEN_MAX;
 use super::node::pids_in;
 use super::*;
@@ -47,6 +47,22 @@ fn co_mounted_controllers_are_one_site_and_hybrid_is_seen() {
     let v2 = host.v2.as_ref().unwrap();
     assert_eq!(v2.own, Path::new("/sys/fs/cgroup/unified/init"));
     assert!(!host.is_none());
+}
+
+#[test]
+fn the_cached_lines_give_the_same_hierarchies() {
+    let others = "\
+21 20 0:20 / /home/a-b rw - ext4 /dev/mapper/x--y-z rw
+22 20 0:21 / /mnt/-\\040-\\040cgroup rw - tmpfs - rw
+";
+    let mounts = format!("{others}{V1}");
+    let kept = cgroup_lines(mounts.as_bytes());
+    assert_eq!(kept.split(|b| *b == b'\n').count(), V1.lines().count());
+    let membership = b"8:pids:/user\n4:memory:/a/b\n2:cpu,cpuacct:/x\n0::/init\n";
+    let expected = host_from(mounts.as_bytes(), membership);
+    assert_eq!(expected.v1.len(), 3);
+    let from_kept = host_from(&kept, membership);
+    assert_eq!((from_kept.v1, from_kept.v2), (expected.v1, expected.v2));
 }
 
 #[test]
@@ -201,7 +217,7 @@ static SKIPPED: AtomicU32 = AtomicU32::new(0);
 /// Returns `None` if the kernel has no cgroups at all, so that there is nothing to test. A partial setup makes the
 /// tests fail.
 pub(super) fn host() -> Option<Hierarchies> {
-    let host = discover();
+    let host = discover(OwnProcess::MayMove);
     if host.is_none() {
         let count = SKIPPED.fetch_add(1, Ordering::SeqCst) + 1;
         eprintln!("SKIPPED ({count} so far): no cgroup hierarchy with controllers is mounted");
@@ -356,7 +372,7 @@ fn plain_v2(name: &str) -> Option<Group> {
         eprintln!("UNAVAILABLE: no version 2 tree is mounted");
         return None;
     };
-    let parent = match v2::prepare_parent(&site) {
+    let parent = match v2::prepare_parent(&site, OwnProcess::MayMove) {
         Ok((parent, _)) => parent,
         Err(_) => Node::open(Version::V2, &site.own).unwrap(),
     };

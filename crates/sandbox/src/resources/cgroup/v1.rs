@@ -1,13 +1,11 @@
 //! Version 1: one hierarchy per controller, or per set of controllers mounted together. A group is a directory in
 //! each hierarchy, below this process's own group, so that limits set above still apply.
 
-use rustix::io::Errno;
-
 use super::host::Site;
 use super::node::{CreatedGroup, Node};
 use super::{
-    CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, EnforcedLimit, Version,
-    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, limit_without_swap,
+    CPU_PERIOD_US, CgroupError, Controller, Counters, EnforcedLimit, Version, ancestors, cpu_limit,
+    cpu_quota_us, hard, is_rounded,
 };
 
 pub(super) fn make(site: &Site, name: &str) -> Result<CreatedGroup, CgroupError> {
@@ -65,34 +63,20 @@ pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLi
         &buffers.to_string(),
         is_rounded(buffers),
     );
-    match part.node.write_kept(WITH_SWAP, &text, is_rounded(bytes)) {
-        Ok(()) => Ok(hard(format!("cgroup v1 {MEMORY} and {WITH_SWAP}"))),
-        // Kernels booted without swap accounting do not have the file.
-        Err(CgroupError::Write { source, .. })
-            if Errno::from_io_error(&source) == Some(Errno::NOENT) =>
-        {
-            Ok(limit_without_swap(
-                format!("cgroup v1 {MEMORY}"),
-                host_has_swap(),
-            ))
-        }
-        Err(e) => Err(e),
-    }
+    super::memory_limit(
+        format!("cgroup v1 {MEMORY} and {WITH_SWAP}"),
+        format!("cgroup v1 {MEMORY}"),
+        part.node.write_kept(WITH_SWAP, &text, is_rounded(bytes)),
+    )
 }
 
 pub(super) fn limit_cpu(part: &CreatedGroup, cpu_milli: u64) -> Result<EnforcedLimit, CgroupError> {
     const QUOTA: &str = "cpu.cfs_quota_us";
     const PERIOD: &str = "cpu.cfs_period_us";
-    let period = CPU_PERIOD_US.to_string();
     let quota_us = cpu_quota_us(cpu_milli);
-    let quota = quota_us.to_string();
-    part.node
-        .write_kept(PERIOD, &period, |found| found == period)?;
-    match part.node.write_kept(QUOTA, &quota, |found| found == quota) {
-        Ok(()) => Ok(hard(match quota_us > CPU_QUOTA_US_MIN || cpu_milli == 10 {
-            true => format!("cgroup v1 {QUOTA}"),
-            false => format!("cgroup v1 {QUOTA} (raised to the kernel's least, 0.01 CPU)"),
-        })),
+    part.node.write_exact(PERIOD, &CPU_PERIOD_US.to_string())?;
+    match part.node.write_exact(QUOTA, &quota_us.to_string()) {
+        Ok(()) => Ok(cpu_limit(&format!("cgroup v1 {QUOTA}"), cpu_milli)),
         // The kernel refuses a quota above that of a group above the run's. The run's group then has no quota of its
         // own, and the one above applies, which is tighter than the request.
         Err(e) => match is_tighter_above(part, quota_us) {
@@ -149,14 +133,14 @@ pub(super) fn memory_limit(site: &Site) -> Option<u64> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::{Group, GroupLimits, Hierarchies, discover};
+    use super::super::{Group, GroupLimits, Hierarchies, OwnProcess, discover};
     use super::*;
     use crate::spec::LimitName;
 
     /// The kernel refuses a child more than its parent has. The parent's quota is then the limit.
     #[test]
     fn a_tighter_cpu_quota_above_is_the_limit() {
-        let host = discover();
+        let host = discover(OwnProcess::Stays);
         let cpu = |site: &&Site| site.controllers.contains(&Controller::Cpu);
         let Some(site) = host.v1.iter().find(cpu) else {
             eprintln!("UNAVAILABLE: no version 1 hierarchy with the cpu controller is mounted");
@@ -167,7 +151,7 @@ mod tests {
                 own: own.to_path_buf(),
                 ..site.clone()
             }],
-            v2: None,
+            ..Hierarchies::default()
         };
         let limits = |cpu_milli| GroupLimits {
             cpu_milli: Some(cpu_milli),

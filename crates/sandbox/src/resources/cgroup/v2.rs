@@ -13,12 +13,12 @@ use std::sync::{Mutex, PoisonError};
 use rustix::fs::{Access, AtFlags};
 use rustix::io::Errno;
 
-use super::host::{Hierarchies, Site};
+use super::host::{Hierarchies, OwnProcess, Site};
 use super::names::is_scope_name;
 use super::node::{CreatedGroup, Node};
 use super::{
-    CPU_PERIOD_US, CPU_QUOTA_US_MIN, CgroupError, Controller, Counters, EnforcedLimit, Version,
-    ancestors, cpu_quota_us, hard, host_has_swap, is_rounded, limit_without_swap,
+    CPU_PERIOD_US, CgroupError, Controller, Counters, EnforcedLimit, Version, ancestors, cpu_limit,
+    cpu_quota_us, is_rounded,
 };
 use crate::standby_slot;
 
@@ -27,11 +27,6 @@ use crate::standby_slot;
 const LEAF_PREFIX: &str = "fumehood_runner-";
 const LEAF_TRIES_MAX: u32 = 3;
 const LEAVES_MAX: usize = 1024;
-const CONTROLLERS: [(Controller, &str); 3] = [
-    (Controller::Memory, "memory"),
-    (Controller::Pids, "pids"),
-    (Controller::Cpu, "cpu"),
-];
 
 /// One thread at a time moves the process and switches controllers on. The next thread finds both done.
 static PREPARE_LOCK: Mutex<()> = Mutex::new(());
@@ -63,12 +58,16 @@ fn offered_controllers(site: &Site) -> Vec<Controller> {
 fn listed_controllers(node: &Node, file: &'static str) -> Result<Vec<Controller>, CgroupError> {
     let text = node.read(file)?;
     let on = |name: &str| text.split_ascii_whitespace().any(|word| word == name);
-    let ours = CONTROLLERS.into_iter().filter(|(_, name)| on(name));
-    Ok(ours.map(|(controller, _)| controller).collect())
+    let ours = Controller::LIMITING.into_iter();
+    Ok(ours.filter(|controller| on(controller.name())).collect())
 }
 
-pub(super) fn make(site: &Site, name: &str) -> Result<CreatedGroup, CgroupError> {
-    let (parent, controllers) = prepare_parent(site)?;
+pub(super) fn make(
+    site: &Site,
+    name: &str,
+    own_process: OwnProcess,
+) -> Result<CreatedGroup, CgroupError> {
+    let (parent, controllers) = prepare_parent(site, own_process)?;
     let node = parent.make_child(name)?;
     let created = CreatedGroup {
         node,
@@ -88,7 +87,10 @@ pub(super) fn make(site: &Site, name: &str) -> Result<CreatedGroup, CgroupError>
 }
 
 /// Finds or prepares the group below which runs' groups are made, and returns the controllers that they get.
-pub(super) fn prepare_parent(site: &Site) -> Result<(Node, Vec<Controller>), CgroupError> {
+pub(super) fn prepare_parent(
+    site: &Site,
+    own_process: OwnProcess,
+) -> Result<(Node, Vec<Controller>), CgroupError> {
     let _guard = PREPARE_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(shared) = shared_parent(site)? {
         return Ok(shared);
@@ -100,6 +102,9 @@ pub(super) fn prepare_parent(site: &Site) -> Result<(Node, Vec<Controller>), Cgr
     let on = switch_controllers_on(&own)?;
     if !on.is_empty() {
         return Ok((own, on));
+    }
+    if own_process == OwnProcess::Stays {
+        return Err(CgroupError::MoveNeeded(own.path));
     }
     // A standby launcher would stay behind in the group, and the kernel switches no controller on where a process is.
     standby_slot::dismiss();
@@ -225,10 +230,8 @@ fn switch_controllers_on(node: &Node) -> Result<Vec<Controller>, CgroupError> {
     let has = listed_controllers(node, "cgroup.controllers")?;
     let on = listed_controllers(node, FILE)?;
     // One by one: a controller that this group cannot have must not prevent the others.
-    for (controller, name) in CONTROLLERS {
-        if has.contains(&controller) && !on.contains(&controller) {
-            let _ = node.write(FILE, &format!("+{name}"));
-        }
+    for controller in has.iter().filter(|controller| !on.contains(controller)) {
+        let _ = node.write(FILE, &format!("+{}", controller.name()));
     }
     listed_controllers(node, FILE)
 }
@@ -277,33 +280,17 @@ pub(super) fn limit_memory(part: &CreatedGroup, bytes: u64) -> Result<EnforcedLi
     let text = bytes.to_string();
     part.node
         .write_kept("memory.max", &text, is_rounded(bytes))?;
-    let swap = part
-        .node
-        .write_kept("memory.swap.max", "0", |found| found == "0");
-    match swap {
-        Ok(()) => Ok(hard("cgroup v2 memory.max, memory.swap.max=0")),
-        // Kernels booted without swap accounting do not have the file.
-        Err(CgroupError::Write { source, .. })
-            if Errno::from_io_error(&source) == Some(Errno::NOENT) =>
-        {
-            Ok(limit_without_swap(
-                "cgroup v2 memory.max".into(),
-                host_has_swap(),
-            ))
-        }
-        Err(e) => Err(e),
-    }
+    super::memory_limit(
+        "cgroup v2 memory.max, memory.swap.max=0".into(),
+        "cgroup v2 memory.max".into(),
+        part.node.write_exact("memory.swap.max", "0"),
+    )
 }
 
 pub(super) fn limit_cpu(part: &CreatedGroup, cpu_milli: u64) -> Result<EnforcedLimit, CgroupError> {
-    let quota_us = cpu_quota_us(cpu_milli);
-    let text = format!("{quota_us} {CPU_PERIOD_US}");
-    part.node
-        .write_kept("cpu.max", &text, |found| found == text)?;
-    Ok(hard(match quota_us > CPU_QUOTA_US_MIN || cpu_milli == 10 {
-        true => "cgroup v2 cpu.max",
-        false => "cgroup v2 cpu.max (raised to the kernel's least, 0.01 CPU)",
-    }))
+    let text = format!("{} {CPU_PERIOD_US}", cpu_quota_us(cpu_milli));
+    part.node.write_exact("cpu.max", &text)?;
+    Ok(cpu_limit("cgroup v2 cpu.max", cpu_milli))
 }
 
 pub(super) fn count(part: &CreatedGroup, counters: &mut Counters) {

@@ -20,8 +20,8 @@ pub(super) fn export_all(
 }
 
 /// A store with three outputs, and a directory to export to.
-fn to_export() -> (Scene, Vec<Output>, PathBuf) {
-    let scene = Scene::new();
+fn to_export() -> (TestStore, Vec<Output>, PathBuf) {
+    let scene = TestStore::new();
     let outputs = vec![
         scene.file(b"a", b"content of a"),
         scene.file(b"dir/b \xff", b"content of b"),
@@ -151,6 +151,36 @@ fn an_export_never_goes_through_a_link() {
     }
 }
 
+/// The directory to export to may lead through a link, and may have missing parts behind the link.
+#[test]
+fn an_export_makes_no_directory_behind_a_link() {
+    let (scene, outputs, to) = to_export();
+    let outside = scene._dirs[0].path().join("outside");
+    std::fs::create_dir(&outside).unwrap();
+    std::fs::create_dir(&to).unwrap();
+    symlink(&outside, to.join("link")).unwrap();
+    symlink(outside.join("not there"), to.join("dangling")).unwrap();
+    for below in [
+        "link/new",
+        "link/new/deep/",
+        "new/../link/deep",
+        "dangling/new",
+    ] {
+        let refused = export_all(&scene.store, &outputs, &to.join(below), Overwrite::Never);
+        let Err(ExportError::Open { path, source }) = refused else {
+            panic!("{below}: {refused:?}");
+        };
+        assert_eq!(path, to.join(below));
+        assert_eq!(Errno::from_io_error(&source), Some(Errno::LOOP), "{below}");
+        assert_eq!(list(&outside).len(), 0, "{below}");
+    }
+    // Without a link, every missing part is made.
+    for below in ["x/y/", "x/z/../../v/./w"] {
+        export_all(&scene.store, &outputs, &to.join(below), Overwrite::Never).unwrap();
+    }
+    assert!(to.join("x/y/a").is_file() && to.join("v/w/a").is_file() && to.join("x/z").is_dir());
+}
+
 /// Another thread exchanges the directory and a link all the time.
 #[test]
 fn an_export_never_goes_through_a_link_that_appears_meanwhile() {
@@ -239,7 +269,7 @@ fn a_damaged_object_is_not_exported_and_what_was_written_is_told() {
 /// One content under many names: copies within the bound, and no more. A write to one file does not change another.
 #[test]
 fn equal_outputs_are_files_of_their_own_within_the_bound() {
-    let scene = Scene::new();
+    let scene = TestStore::new();
     let one = scene.file(b"a", &[7; 100_000]);
     scene.take(&one, TransferMode::Move).unwrap();
     let names: Vec<_> = ["a", "b", "dir/c", "d"]

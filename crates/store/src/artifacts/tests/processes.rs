@@ -77,10 +77,10 @@ fn a_kill_at_any_instant_is_repaired_by_the_repeat() {
     let mut midway = 0;
     for round in 0..ROUNDS {
         let scene = match round % 4 {
-            3 => Scene::across_file_systems(),
-            _ => Scene::new(),
+            3 => TestStore::across_file_systems(),
+            _ => TestStore::new(),
         };
-        let Scene {
+        let TestStore {
             _dirs,
             workspace,
             store,
@@ -248,7 +248,7 @@ fn a_file_system_with_reflinks_shares_the_blocks_of_a_copy() {
         return;
     };
     let at = image.at();
-    let scene = Scene::with(Vec::new(), at.join("workspace"), at.join("store"));
+    let scene = TestStore::with(Vec::new(), at.join("workspace"), at.join("store"));
     let output = scene.file(b"a", &[1; 1 << 20]);
     let taken = scene.take(&output, TransferMode::Copy).unwrap();
     assert_eq!(taken, TransferMethod::Reflinked);
@@ -275,7 +275,7 @@ fn an_object_leaves_the_project_whose_quota_held_the_workspace() {
         return;
     };
     let at = image.at();
-    let scene = Scene::with(Vec::new(), at.join("workspace"), at.join("store"));
+    let scene = TestStore::with(Vec::new(), at.join("workspace"), at.join("store"));
     let mut mark = Command::new("chattr");
     assert!(run(mark.args(["-p", "4711", "+P"]).arg(&scene.workspace)));
     let project = |path: &Path| {
@@ -304,7 +304,7 @@ fn a_full_disk_is_told_and_leaves_nothing_behind() {
     let small = Image::mounted_at(dir);
     let disk = tempfile::tempdir().unwrap();
     let workspace = disk.path().join("workspace");
-    let scene = Scene::with(vec![disk], workspace, small.at().join("store"));
+    let scene = TestStore::with(vec![disk], workspace, small.at().join("store"));
     let control = scene.file(b"control", &[1; 1 << 20]);
     scene.take(&control, TransferMode::Move).unwrap();
     let output = scene.file(b"a", &[2; 8 << 20]);

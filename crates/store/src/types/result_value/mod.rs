@@ -670,7 +670,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_be_stored_is_stored_as_it_stands() {
+    fn a_valid_result_is_stored_unchanged() {
         for doc in good() {
             let shown = String::from_utf8_lossy(&doc[..doc.len().min(60)]).into_owned();
             let stored = check(&doc).unwrap_or_else(|why| panic!("{shown}: {why}"));
@@ -679,7 +679,7 @@ mod tests {
     }
 
     #[test]
-    fn what_must_not_be_is_refused_for_its_reason() {
+    fn an_invalid_result_is_refused_with_its_reason() {
         for (doc, why) in bad() {
             let shown = String::from_utf8_lossy(&doc[..doc.len().min(60)]).into_owned();
             assert_eq!(check(&doc), Err(why.clone()), "{shown}");
@@ -694,8 +694,8 @@ mod tests {
             let _ = check(&doc);
         }
 
-        /// serde_json as an independent judge: everything that `check` accepts is JSON, and everything that is not
-        /// JSON is refused.
+        /// Compares `check` with serde_json: everything that `check` accepts is JSON, and everything that is not JSON is
+        /// refused.
         #[test]
         fn never_more_than_another_parser(doc in "[\\[\\]{},:\" \\\\u0d8cAe1.+\\-]{0,24}") {
             let theirs = serde_json::from_str::<serde_json::Value>(&doc);

@@ -1,6 +1,12 @@
 //! Lines of styled text that fit a width, and tables that drop columns until they fit.
 
-use crate::cli::print::Align;
+use super::StdoutWriter;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Align {
+    Left,
+    Right,
+}
 
 /// The style of a piece of text on a terminal. Elsewhere only the text is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,22 +75,34 @@ pub const fn column(title: &'static str, align: Align, drop_order: u8) -> Column
     }
 }
 
-pub struct Grid {
+type Cell = (String, TextStyle);
+
+/// A table. Each column is as wide as its widest cell.
+pub struct Table {
     columns: Vec<Column>,
-    rows: Vec<Vec<(String, TextStyle)>>,
+    rows: Vec<Vec<Cell>>,
 }
 
 const GAP: &str = "  ";
 
-impl Grid {
-    pub fn new(columns: Vec<Column>) -> Grid {
-        Grid {
+impl Table {
+    pub fn with_header(columns: Vec<Column>) -> Table {
+        Table {
             columns,
             rows: Vec::new(),
         }
     }
 
-    pub fn row<const N: usize>(&mut self, cells: [(String, TextStyle); N]) {
+    /// Makes a table without a header, whose rows are [`Table::row`]s.
+    pub fn new(columns: &[Align]) -> Table {
+        Table::with_header(columns.iter().map(|align| column("", *align, 0)).collect())
+    }
+
+    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.styled_row(cells.map(|text| (text, TextStyle::Plain)));
+    }
+
+    pub fn styled_row<const N: usize>(&mut self, cells: [Cell; N]) {
         debug_assert_eq!(cells.len(), self.columns.len());
         self.rows.push(cells.into());
     }
@@ -93,26 +111,36 @@ impl Grid {
         self.rows.len()
     }
 
-    /// Returns the header, then the rows.
-    pub fn lines(&self, width: Option<usize>) -> Vec<StyledLine> {
-        let shown = self.shown(width.unwrap_or(usize::MAX));
-        let head: Vec<(String, TextStyle)> = self
-            .columns
-            .iter()
-            .map(|column| (column.title.to_owned(), TextStyle::Head))
+    /// Returns the lines as plain text, without trailing spaces.
+    pub fn lines(&self) -> Vec<String> {
+        let lines = self.styled_lines(None);
+        lines.iter().map(StyledLine::text).collect()
+    }
+
+    pub fn print(&self, out: &mut StdoutWriter, indent: &str) -> anyhow::Result<()> {
+        let mut lines = self.lines().into_iter();
+        lines.try_for_each(|line| out.line(&format!("{indent}{line}")))
+    }
+
+    /// Returns the header, if the columns have titles, then the rows.
+    pub fn styled_lines(&self, width: Option<usize>) -> Vec<StyledLine> {
+        let shown = self.fitting_columns(width.unwrap_or(usize::MAX));
+        let titles = self.columns.iter().map(|column| column.title);
+        let head: Vec<Cell> = titles
+            .map(|title| (title.to_owned(), TextStyle::Head))
             .collect();
-        let all = std::iter::once(&head).chain(&self.rows);
-        let line = |row: &Vec<(String, TextStyle)>| {
+        let head = head
+            .iter()
+            .any(|(title, _)| !title.is_empty())
+            .then_some(head);
+        let line = |row: &Vec<Cell>| {
             let mut line = StyledLine::default();
             for (n, (at, cell_width)) in shown.iter().enumerate() {
                 if n > 0 {
                     line.0.push((GAP.to_owned(), TextStyle::Plain));
                 }
-                let (Some((text, style)), Some(column)) = (row.get(*at), self.columns.get(*at))
-                else {
-                    continue;
-                };
-                let text = match column.align {
+                let (text, style) = &row[*at];
+                let text = match self.columns[*at].align {
                     Align::Left => format!("{text:<cell_width$}"),
                     Align::Right => format!("{text:>cell_width$}"),
                 };
@@ -123,26 +151,22 @@ impl Grid {
                 None => line,
             }
         };
-        all.map(line).collect()
+        head.iter().chain(&self.rows).map(line).collect()
     }
 
     /// Returns the columns that fit, and their widths. A column without any text takes no room.
-    fn shown(&self, width: usize) -> Vec<(usize, usize)> {
-        let cell = |row: &Vec<(String, TextStyle)>, at: usize| {
-            row.get(at).map_or(0, |(text, _)| text.chars().count())
-        };
-        let widest = |at: usize| self.rows.iter().map(|row| cell(row, at)).max().unwrap_or(0);
-        let with_title = |(at, column): (usize, &Column)| match widest(at) {
-            0 => None,
-            n => Some((at, n.max(column.title.chars().count()))),
-        };
+    fn fitting_columns(&self, width: usize) -> Vec<(usize, usize)> {
+        let widest = |at: usize| self.rows.iter().map(|row| row[at].0.chars().count()).max();
         let mut shown: Vec<(usize, usize)> = self
             .columns
             .iter()
             .enumerate()
-            .filter_map(with_title)
+            .filter_map(|(at, column)| {
+                let widest = widest(at).filter(|widest| *widest > 0)?;
+                Some((at, widest.max(column.title.chars().count())))
+            })
             .collect();
-        let drop_order = |at: usize| self.columns.get(at).map_or(0, |column| column.drop_order);
+        let drop_order = |at: usize| self.columns[at].drop_order;
         loop {
             let gaps = GAP.len() * shown.len().saturating_sub(1);
             let total: usize = shown.iter().map(|(_, width)| width).sum::<usize>() + gaps;
@@ -164,21 +188,21 @@ impl Grid {
 mod tests {
     use super::*;
 
-    fn grid() -> Grid {
-        let mut grid = Grid::new(vec![
+    fn table() -> Table {
+        let mut table = Table::with_header(vec![
             column("ID", Align::Left, 0),
             column("AGE", Align::Right, 1),
             column("NONE", Align::Left, 0),
             column("BY", Align::Left, 2),
         ]);
-        let cells = |cells: [&str; 4]| cells.map(|cell| (cell.to_owned(), TextStyle::Plain));
-        grid.row(cells(["gwas-7", "3s", "", "ada"]));
-        grid.row(cells(["x", "12m", "", "bob"]));
-        grid
+        let cells = |cells: [&str; 4]| cells.map(String::from);
+        table.row(cells(["gwas-7", "3s", "", "ada"]));
+        table.row(cells(["x", "12m", "", "bob"]));
+        table
     }
 
     fn texts(width: Option<usize>) -> Vec<String> {
-        let lines = grid().lines(width);
+        let lines = table().styled_lines(width);
         lines.iter().map(StyledLine::text).collect()
     }
 
@@ -207,8 +231,25 @@ mod tests {
     #[test]
     fn no_line_is_wider_than_the_screen() {
         for width in 0..20 {
-            let lines = grid().lines(Some(width));
+            let lines = table().styled_lines(Some(width));
             assert!(lines.iter().all(|line| line.width() <= width), "{width}");
         }
+    }
+
+    #[test]
+    fn a_table_is_aligned_and_has_no_empty_columns_or_trailing_spaces() {
+        let mut table = Table::new(&[Align::Left, Align::Right, Align::Left, Align::Left]);
+        let row = |cells: [&str; 4]| cells.map(String::from);
+        table.row(row(["ID", "SIZE", "", "NOTE"]));
+        table.row(row(["gwas-7", "1 B", "", ""]));
+        table.row(row(["ä", "12 KiB", "", "x"]));
+        assert_eq!(
+            table.lines(),
+            [
+                "ID        SIZE  NOTE",
+                "gwas-7     1 B",
+                "ä       12 KiB  x"
+            ]
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! The checks that init makes itself while the watch thread is blocked on a process.
+//! The checks that init makes itself: the number of descriptors always, the other limits while the watch thread is
+//! late, usually because it is blocked on a process.
 
 use std::os::fd::BorrowedFd;
 use std::sync::PoisonError;
@@ -12,19 +13,19 @@ use crate::inside::processes::{self, CensusRequest, ProcessCensus, ProcessSet};
 use crate::outcome::Stop;
 use crate::spec::{Limits, Spec, WorkspaceKind};
 
-/// How long the watch thread may go without judging the disk before init does. The thread judges the disk ten times a
-/// second, and half as often on a busy machine.
+/// How long the watch thread may go without a check of the disk before init makes one. The thread checks the disk ten
+/// times a second, and half as often on a busy machine.
 const DISK_GAP_MAX: Duration = Duration::from_millis(200);
-/// How long the watch thread may wait for one read from /proc before init judges the processes. Such a read takes long
+/// How long the watch thread may wait for one read from /proc before init checks the processes. Such a read takes long
 /// for a process that holds much memory.
 const PROCESS_GAP_MAX: Duration = Duration::from_secs(2);
-/// How long the watch thread may go without judging the disk before init judges the processes too. Many processes with
-/// much memory take long together.
+/// How long the watch thread may go without a check of the disk before init checks the processes too. Many processes
+/// with much memory take long together.
 const PASS_TIME_MAX: Duration = Duration::from_secs(10);
 
-/// The checks that init makes itself. None of them waits for a process, so they count what the exact measurement would
-/// rule out.
-pub struct FallbackWatch {
+/// The checks that init makes itself. None of these checks waits for a process. They may therefore count use that an
+/// exact measurement would not charge to the run.
+pub struct InitWatch {
     limits: Limits,
     watched: WatchedLimits,
     workspace_kind: WorkspaceKind,
@@ -32,24 +33,24 @@ pub struct FallbackWatch {
     /// For the CPU time, where no cgroup counts it.
     census: Option<ProcessCensus>,
     file_table: Option<FileTable>,
-    looked_at: Instant,
+    last_check: Instant,
 }
 
-impl FallbackWatch {
+impl InitWatch {
     pub fn new(
         spec: &Spec,
         watched: WatchedLimits,
         process_set: ProcessSet,
         counts_cpu: bool,
     ) -> Self {
-        FallbackWatch {
+        InitWatch {
             limits: spec.limits.clone(),
             watched,
             workspace_kind: spec.workspace_kind,
             process_set,
             census: counts_cpu.then(|| ProcessCensus::new(process_set)),
             file_table: FileTable::new(&spec.limits, process_set),
-            looked_at: Instant::now(),
+            last_check: Instant::now(),
         }
     }
 
@@ -61,11 +62,11 @@ impl FallbackWatch {
     }
 
     /// Checks the number of open files. If the watch thread has made no progress in time, also checks the other limits.
-    /// Returns which limit was passed, if any.
+    /// Returns the limit that the run exceeded, if any.
     pub fn check(&mut self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         let table = self.file_table.as_mut();
-        let passed = table.and_then(FileTable::look_at_descriptors);
-        passed.or_else(|| self.check_if_late(progress, workspace))
+        let exceeded = table.and_then(FileTable::look_at_descriptors);
+        exceeded.or_else(|| self.check_if_late(progress, workspace))
     }
 
     fn check_if_late(
@@ -74,21 +75,21 @@ impl FallbackWatch {
         workspace: BorrowedFd<'_>,
     ) -> Option<Stop> {
         let disk_gap = progress.since(&progress.disk_ms);
-        if disk_gap < DISK_GAP_MAX || self.looked_at.elapsed() < TICK {
+        if disk_gap < DISK_GAP_MAX || self.last_check.elapsed() < TICK {
             return None;
         }
-        self.looked_at = Instant::now();
+        self.last_check = Instant::now();
         let is_blocked = progress.since(&progress.process_ms) >= PROCESS_GAP_MAX;
-        let passed = self.judge_disk(progress, workspace);
-        passed.or_else(|| {
+        let exceeded = self.check_disk(progress, workspace);
+        exceeded.or_else(|| {
             (is_blocked || disk_gap >= PASS_TIME_MAX)
-                .then(|| self.judge_processes())
+                .then(|| self.check_processes())
                 .flatten()
         })
     }
 
     /// Adds all growth of the file system since the last measurement to what was measured then.
-    fn judge_disk(&self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
+    fn check_disk(&self, progress: &WatchProgress, workspace: BorrowedFd<'_>) -> Option<Stop> {
         if self.workspace_kind == WorkspaceKind::Memory {
             // The tmpfs itself refuses to exceed its size.
             return None;
@@ -104,15 +105,15 @@ impl FallbackWatch {
         (files > self.limits.files).then_some(Stop::Files)
     }
 
-    fn judge_processes(&mut self) -> Option<Stop> {
+    fn check_processes(&mut self) -> Option<Stop> {
         if self.watched.memory {
             let bytes = processes::memory_at_most(self.process_set);
             if bytes > self.limits.memory_bytes {
                 return Some(Stop::Memory);
             }
         }
-        // The watch thread may be blocked on the list of mapped files, so judge by the growth of the host's count
-        // alone.
+        // The watch thread may be blocked on the list of mapped files, so check only the growth of the
+        // host's count.
         let table = self.file_table.as_mut();
         if table.is_some_and(FileTable::has_grown) {
             return Some(Stop::OpenFiles);
@@ -121,8 +122,7 @@ impl FallbackWatch {
         let request = CensusRequest {
             cpu: true,
             tasks: self.watched.pids,
-            memory: None,
-            files_in_memory: 0,
+            ..CensusRequest::default()
         };
         census.take(request, &mut || true);
         if self.watched.pids && census.tasks > self.limits.pids {

@@ -1,5 +1,7 @@
 //! What commands print on stdout: documents, tables, bytes. Text for a terminal goes through [`escape`] first.
 
+mod table;
+
 use std::io::{self, Write};
 
 use anyhow::Context;
@@ -7,6 +9,8 @@ use serde::Serialize;
 use store::types::escaping::escape_terminal;
 use store::types::manifest::OutputPath;
 use store::types::units::format_size;
+
+pub use table::{Align, StyledLine, Table, TextStyle, column};
 
 /// The reader of this process's stdout closed it. The command ends without a message, as with SIGPIPE.
 #[derive(Debug, thiserror::Error)]
@@ -64,12 +68,19 @@ impl Write for StdoutWriter {
     }
 }
 
+/// Prints lines. The caller has escaped what comes from elsewhere.
+pub fn lines<T: AsRef<str>>(lines: impl IntoIterator<Item = T>) -> anyhow::Result<()> {
+    let mut out = StdoutWriter::new();
+    for line in lines {
+        out.line(line.as_ref())?;
+    }
+    out.finish()
+}
+
 /// Prints one JSON document on one line.
 pub fn json<T: Serialize>(document: &T) -> anyhow::Result<()> {
     let text = serde_json::to_string(document).context("write the answer as JSON")?;
-    let mut out = StdoutWriter::new();
-    out.line(&plain_json(&text))?;
-    out.finish()
+    lines([plain_json(&text)])
 }
 
 /// Escapes every character in JSON that a terminal may act on or hide. Outside of strings JSON has no such characters,
@@ -100,6 +111,14 @@ pub fn path(path: &OutputPath) -> String {
     escape(&path.text())
 }
 
+/// Cuts text to a number of characters. An ellipsis follows text that was cut.
+pub fn shorten(text: &str, chars_max: usize) -> String {
+    match text.char_indices().nth(chars_max) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
 /// Formats `1 output`, `3 outputs`.
 pub fn format_count(count: u64, one: &str, many: &str) -> String {
     match count {
@@ -115,84 +134,10 @@ pub fn outputs_and_size(count: u64, bytes: u64) -> String {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Align {
-    Left,
-    Right,
-}
-
-/// A table. Each column is as wide as its widest cell; the last one is not padded.
-pub struct Table {
-    columns: Vec<Align>,
-    rows: Vec<Vec<String>>,
-}
-
-impl Table {
-    pub fn new(columns: &[Align]) -> Table {
-        Table {
-            columns: columns.to_vec(),
-            rows: Vec::new(),
-        }
-    }
-
-    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
-        debug_assert_eq!(cells.len(), self.columns.len());
-        self.rows.push(cells.into());
-    }
-
-    pub fn lines(&self) -> Vec<String> {
-        let width = |column: usize| {
-            let cells = self.rows.iter().filter_map(|row| row.get(column));
-            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
-        };
-        let widths: Vec<usize> = (0..self.columns.len()).map(width).collect();
-        let line = |row: &Vec<String>| {
-            let mut line = String::new();
-            for ((cell, align), width) in row.iter().zip(&self.columns).zip(&widths) {
-                // A column without any text takes no room.
-                if *width == 0 {
-                    continue;
-                }
-                if !line.is_empty() {
-                    line.push_str("  ");
-                }
-                match align {
-                    Align::Left => line.push_str(&format!("{cell:<width$}")),
-                    Align::Right => line.push_str(&format!("{cell:>width$}")),
-                }
-            }
-            line.trim_end().to_owned()
-        };
-        self.rows.iter().map(line).collect()
-    }
-
-    pub fn print(&self, out: &mut StdoutWriter, indent: &str) -> anyhow::Result<()> {
-        let mut lines = self.lines().into_iter();
-        lines.try_for_each(|line| out.line(&format!("{indent}{line}")))
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_table_is_aligned_and_has_no_empty_columns_or_trailing_spaces() {
-        let mut table = Table::new(&[Align::Left, Align::Right, Align::Left, Align::Left]);
-        let row = |cells: [&str; 4]| cells.map(String::from);
-        table.row(row(["ID", "SIZE", "", "NOTE"]));
-        table.row(row(["gwas-7", "1 B", "", ""]));
-        table.row(row(["ä", "12 KiB", "", "x"]));
-        assert_eq!(
-            table.lines(),
-            [
-                "ID        SIZE  NOTE",
-                "gwas-7     1 B",
-                "ä       12 KiB  x"
-            ]
-        );
-    }
 
     #[test]
     fn json_for_a_terminal_is_the_same_value() {
