@@ -1,5 +1,5 @@
 //! One analysis from request to record: [`run`] plans it, finishes what dead runners left, and makes the attempt. The
-//! states of an attempt are in [`attempt`](crate::attempt).
+//! states of an attempt are in [`attempt`].
 //!
 //! The types that a caller needs are re-exported here.
 

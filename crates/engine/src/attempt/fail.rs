@@ -1,4 +1,4 @@
-//! From [`FailedStart`] to the end: records that Fumehood could not start the program, and releases everything.
+//! From `FailedStart` to the end: records that Fumehood could not start the program, and releases everything.
 
 use crate::attempt::context::PlannedRun;
 use crate::attempt::error::AttemptError;

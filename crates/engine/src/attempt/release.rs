@@ -1,5 +1,5 @@
-//! From [`Finalized`] to the end: removes, keeps or quarantines the workspace, and releases everything else. Also has
-//! every way in which an attempt gives up its [`Holdings`].
+//! From `Finalized` to the end: removes, keeps or quarantines the workspace, and releases everything else. Also has
+//! every way in which an attempt gives up its `Holdings`.
 
 use sandbox::spec::WorkspaceKind;
 
