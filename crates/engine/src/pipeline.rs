@@ -31,6 +31,7 @@ pub fn run(
     recorder
         .iter_mut()
         .for_each(|recorder| recorder.open_in_background());
+    tracing::debug!(id = %request.id, project = ?request.project, "plan the run");
     let limits = limits::resolve(&request.limits);
     let plan = plan::plan(
         request,

@@ -62,6 +62,15 @@ impl<'r> Ended<'r> {
             }
             recorder = Some(begun_in);
         }
+        tracing::debug!(
+            id = %record.id,
+            attempt = record.attempt,
+            status = record.status.as_str(),
+            reason = record.reason.as_str(),
+            commit = ?record.commit.state,
+            message = ?record.commit.message,
+            "the attempt ended"
+        );
         holdings.run.record.init = ran.undead_init.and_then(ProcessIdentity::of);
         Finalized {
             holdings,

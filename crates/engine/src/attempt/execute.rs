@@ -69,6 +69,7 @@ impl<'r> Ready<'r> {
                 }
                 Err(error) if !last && isolation::host_lacks_full(&error, run.context) => {
                     let why = error_chain(&error);
+                    tracing::debug!(?why, "step down");
                     observer.notice(&isolation::step_down_notice(&why));
                     stepped_down = Some(why);
                 }
@@ -92,6 +93,7 @@ impl<'r> Ready<'r> {
         run: &PlannedRun<'_>,
         observer: &mut dyn RunObserver,
     ) -> Result<(Vec<Enforcement>, ProgramRun), AttemptError> {
+        tracing::debug!(id = %run.request.id, level = level.as_str(), "start the sandbox");
         let enforcement = self.enforcement(run, level)?;
         let Ready {
             filled,
@@ -152,6 +154,15 @@ impl<'r> Ready<'r> {
         *init_may_live |= finished.is_err();
         let finished = finished.map_err(AttemptError::Start)?;
         timings::mark("program_and_teardown");
+        for (layer, detail) in &finished.layers {
+            tracing::debug!(layer = layer.as_str(), ?detail, "layer in force");
+        }
+        tracing::debug!(
+            exit = ?finished.outcome.exit,
+            stop = ?finished.outcome.stop,
+            all_dead = finished.outcome.all_dead,
+            "the program ended"
+        );
         let named = |(step, at): &(LaunchStep, u64)| (step.name().to_owned(), *at);
         timings::note_sandbox_steps(finished.step_log.iter().map(named).collect());
         let ran = ProgramRun {

@@ -42,6 +42,7 @@ impl FailedStart<'_> {
             mut holdings,
             mut row,
         } = *self;
+        tracing::debug!(error = ?error_chain(&error), "the program could not be started");
         let owned = &mut holdings.run;
         if let Some(staged_inputs) = owned.unrecorded_inputs.take()
             && row.is_recorded()

@@ -87,7 +87,10 @@ fn reap_id(
     let mut living = false;
     for attempt in std::fs::read_dir(id).into_iter().flatten().flatten() {
         match lock_if_runner_dead(&attempt.path()) {
-            Some(dir) => reap_dir(dir, due, recorder.as_deref_mut(), reaped),
+            Some(dir) => {
+                tracing::debug!(dir = ?dir.path(), "look at what a dead runner left");
+                reap_dir(dir, due, recorder.as_deref_mut(), reaped);
+            }
             None => living = true,
         }
     }

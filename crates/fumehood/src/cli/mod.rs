@@ -2,7 +2,7 @@
 //!
 //! In reading order:
 //! - `args`: the options of `run`, `submit` and `shell`. The other commands declare their options in their own files.
-//! - `exit`: the exit codes. `print`: what goes to stdout. `messages`: what goes to stderr.
+//! - `exit`: the exit codes. `print`: what goes to stdout. `messages`: what goes to stderr. `logging`: `FUMEHOOD_LOG`.
 //! - `run`, `stream_forwarder`, `progress`: `fumehood run` and `shell`.
 //! - `submit`, `worker`, `runner`, `sd_notify`: the queue. `wait`, `cancel`, `retry`, `top`: control of queued and
 //!   running analyses.
@@ -20,6 +20,7 @@ mod exit;
 mod gc;
 mod ids;
 mod list;
+mod logging;
 mod logs;
 mod messages;
 mod object_gc;
@@ -137,6 +138,10 @@ fn print_usage_error(error: &clap::Error) {
 }
 
 pub fn main() -> ExitCode {
+    if let Err(error) = logging::start() {
+        messages::error(&error.into());
+        return exit::COULD_NOT_RUN.into();
+    }
     // Wrong usage exits with Fumehood's 125, not with clap's 2, because 2 may be the program's own exit code.
     let cli = match parse() {
         Ok(cli) => cli,

@@ -15,6 +15,7 @@ mod hostile_outputs;
 mod input_links;
 mod isolation_levels;
 mod launcher_and_init;
+mod logging;
 mod maintenance;
 mod options;
 mod output;

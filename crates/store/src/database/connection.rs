@@ -67,6 +67,7 @@ pub(crate) struct Connection {
 impl Connection {
     pub fn open(location: &Location, lock_wait_ms: u64) -> Result<Connection, StoreError> {
         let (driver, file) = open::connect(location, lock_wait_ms)?;
+        tracing::debug!(database = ?location.to_string(), "connected");
         let dialect = match driver {
             DriverConnection::Sqlite(_) => Dialect::Sqlite,
             DriverConnection::Postgres(_) => Dialect::Postgres,
@@ -319,6 +320,7 @@ impl Connection {
     fn ensure_connected(&mut self) -> Result<(), StoreError> {
         if self.driver.is_none() {
             let (driver, file) = open::connect(&self.location, self.lock_wait_ms)?;
+            tracing::debug!(database = ?self.location.to_string(), "connected again");
             (self.driver, self.file) = (Some(driver), file);
         }
         Ok(())
@@ -340,8 +342,10 @@ impl Connection {
             );
             return Err(StoreError::Statement { what, source });
         };
+        tracing::trace!(what, "statement");
         exchange(driver).map_err(|e| {
             let source = Fault::from_driver(&e, self.location.secret());
+            tracing::debug!(what, error = ?source.to_string(), "the database failed");
             if source.kind == FaultKind::Unreachable && self.dialect == Dialect::Postgres {
                 self.discard_connection();
             }

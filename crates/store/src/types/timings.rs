@@ -33,8 +33,9 @@ fn monotonic_us() -> u64 {
     now.tv_sec as u64 * 1_000_000 + now.tv_nsec as u64 / 1000
 }
 
-/// Records that the part `what` has just ended. The first mark starts the clock.
+/// Records that the part `what` has just ended, and logs it. The first mark starts the clock.
 pub fn mark(what: &str) {
+    tracing::debug!(point = what, "reached");
     let point = (what.to_owned(), monotonic_us());
     MARKS
         .lock()
