@@ -2,7 +2,8 @@
 //!
 //! # Theory of operation
 //!
-//! One process, the *runner*, makes one attempt. [`pipeline::run`] shows the whole sequence on one screen:
+//! One process, the *runner*, makes one attempt. [`pipeline::run`] plans it and hands it to `attempt::make_attempt`, which
+//! shows all transitions in their order:
 //!
 //! - [`request`] says what to run, within which limits. It comes from the command line or from the queue.
 //! - [`plan`] turns the request into a plan: which paths the program sees, which runtime and environment it gets, which
@@ -15,7 +16,7 @@
 //!   that.
 //!
 //! [`run_dir`] keeps, in files that only the user who runs Fumehood can write, everything that finishing the attempt
-//! needs. Each file is written before the thing it describes is made. The runner holds a lock on the run directory for
+//! needs. `run.json` is written before each thing that it names is made. The runner holds a lock on the run directory for
 //! as long as it lives. So whoever gets that lock knows that the runner is dead, and [`recovery`] finishes or removes
 //! what it left. `fumehood run` does that before each run, `fumehood gc` and the worker do it now and then.
 //!

@@ -15,9 +15,10 @@
 //! A runner begins an attempt ([`Store::begin`]), runs the program, moves the outputs into the artifact store
 //! ([`artifacts::Artifacts`]), makes them durable, and only then commits the attempt ([`Store::commit`]). The commit
 //! is one transaction. Its first statement changes the state only if attempt number, key and old state match. The key
-//! is a random token that only the attempt's runner and its run directory know. The key makes both calls repeatable:
-//! a runner that repeats a commit whose answer was lost gets [`CommitOutcome::Already`]. If somebody else ended the
-//! attempt meanwhile, the late result is stored beside it under another number, marked as superseded, with its
+//! is a random token. The database, the attempt's runner, its run directory and the worker's order have it, and no view
+//! shows it. The key makes both calls repeatable: a runner that repeats a commit whose answer was lost gets
+//! [`CommitOutcome::Already`]. If somebody else ended the attempt meanwhile, the late result is stored beside it under
+//! another number, marked as superseded, with its
 //! outputs.
 //!
 //! Queued work takes the same path. [`Store::submit`] writes requests and their files, a worker calls

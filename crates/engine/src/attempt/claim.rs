@@ -1,5 +1,5 @@
-//! The first transition, to [`Claimed`]: locks the run directory of the id and leases the uid on this host. The
-//! database knows nothing of the attempt after that.
+//! The first transition, to [`Claimed`]: locks the run directory of the id and leases the uid on this host. It writes
+//! nothing to the database. (A queued attempt has had its row since it was submitted.)
 
 use sandbox::cgroup::{self, OwnProcess};
 

@@ -145,8 +145,8 @@ fn report_program_end(ended: &EndedAttempt<'_>, run: &PlannedRun<'_>, recorder: 
     let _ = recorder.with(|store| store.mark_collecting(&held, claimed.lease_ms, reason));
 }
 
-/// The commit failed. Stores the outputs in the run directory where that is needed, and returns whether they are safe
-/// without the workspace.
+/// The commit failed. Stores the outputs in the run directory where that is needed, and returns where the attempt
+/// waits for its commit.
 fn save_outputs_aside(ended: &EndedAttempt<'_>, error: &CommitError) -> CommitState {
     if error.is_database_error() {
         return CommitState::Pending;

@@ -14,6 +14,8 @@ use crate::plan::limits::error_chain;
 use crate::request::KeepPolicy;
 use crate::run_dir::RunState;
 use crate::workspace::Receipt;
+#[cfg(doc)]
+use store::types::crash_points::CrashPoint;
 
 /// A run that Fumehood could not start. `record` is set if the database has a row for the attempt. The attempt is then
 /// committed or awaits its commit.
@@ -33,9 +35,9 @@ impl<E: Into<AttemptError>> From<E> for StartFailure {
 }
 
 impl FailedStart<'_> {
-    /// Begins the row if nobody has tried that yet, and commits the error. Durable steps: as those of
-    /// [`Ended::commit`](super::states::Ended::commit) and of
-    /// [`Finalized::release`](super::states::Finalized::release), without outputs.
+    /// Begins the row if nobody has tried that yet, and commits the error. Durable steps, as far as they
+    /// are due: [`CrashPoint::Begun`], those from [`CrashPoint::LogsKept`] to [`CrashPoint::Committed`] without outputs,
+    /// [`CrashPoint::PostProcessed`] and [`CrashPoint::Marked`].
     pub fn record(self: Box<Self>, run: &PlannedRun<'_>) -> StartFailure {
         let FailedStart {
             error,

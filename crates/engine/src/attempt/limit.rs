@@ -10,7 +10,7 @@ use crate::attempt::systemd_scope;
 use crate::plan::limits::{self, EnforcementContext, error_chain};
 
 impl<'r> Filled<'r> {
-    /// Without a cgroup the attempt goes on, if nothing asks for one. No durable step: the claim has recorded the
+    /// A failure is kept in the state, and `Ready::enforcement` decides whether the run may start without a cgroup. No durable step: the claim has recorded the
     /// group's paths.
     pub fn create_cgroup(self, run: &PlannedRun<'_>) -> Ready<'r> {
         let limits = limits::group_limits(run.limits);

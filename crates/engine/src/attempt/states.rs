@@ -42,18 +42,19 @@ pub(crate) struct Filled<'r> {
 pub(crate) struct Ready<'r> {
     pub(super) filled: Filled<'r>,
     pub(super) group: Result<Group, String>,
-    /// A launch failed, and nobody saw its init end.
+    /// True if a launch failed and its init was not seen to end.
     pub(super) init_may_live: bool,
 }
 
-/// The program has ended, or could not be shown to be dead. `record` says how; nothing is written about it yet.
+/// The program has ended, or could not be shown to be dead. `record` says how the program ended; it is not written
+/// anywhere yet.
 pub(crate) struct Ended<'r> {
     pub(super) ready: Ready<'r>,
     pub(super) ran: ProgramRun,
     pub(super) record: Record,
 }
 
-/// The record is committed, or it is known where it and the outputs are kept until it is.
+/// The record is committed, or the run directory or the workspace keeps it for a later commit, or nothing is recorded.
 pub(crate) struct Finalized<'r> {
     pub(super) holdings: Holdings,
     /// `None`: nothing is recorded.
@@ -73,7 +74,7 @@ pub(crate) struct FailedStart<'r> {
 
 /// Whether the database has a row for the attempt. Whoever finds `NotBegun` begins it.
 pub(crate) enum RowState<'r> {
-    /// The attempt gets no row: nothing is recorded, or the database failed or refused the attempt.
+    /// This process writes no row: nothing is recorded, or beginning the row failed.
     NotRecorded,
     NotBegun {
         recorder: &'r mut Recorder,
@@ -101,7 +102,7 @@ pub(crate) struct OwnedRun {
     pub unrecorded_inputs: Option<Vec<StagedInput>>,
 }
 
-/// Everything that an attempt has created, on its way out. What was not created, or is released already, is `None`.
+/// Everything that an attempt has created and must release. What was not created, or is released already, is `None`.
 pub(crate) struct Holdings {
     pub run: OwnedRun,
     pub workspace: Option<Workspace>,

@@ -108,9 +108,9 @@ pub enum RunState {
     Open {
         until: u64,
     },
-    /// A program ran in it by `run --in`; `post-process` collects and commits.
+    /// `run --in` has ended; `post-process` collects and commits.
     Ran,
-    /// `post-process` committed it; `workspace remove` removes it.
+    /// Nothing is left to commit; `workspace remove` removes the workspace.
     Recorded,
 }
 

@@ -205,7 +205,8 @@ impl RunDir {
         write().map_err(|source| self.write_error(name, source))
     }
 
-    /// From here on, all that finishing the attempt needs survives a power cut.
+    /// From here on, what finishing the attempt needs survives a power cut, except the list of inputs and the provenance.
+    /// Without the list, inputs count as outputs; without the provenance, the record has none.
     pub fn make_durable(&self) -> Result<(), HomeError> {
         let logs = store::STREAMS.map(|stream| [stream.to_owned(), tail_name(stream)]);
         let state_files = [

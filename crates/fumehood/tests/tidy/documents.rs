@@ -117,10 +117,11 @@ fn table_rows<'a>(text: &'a str, start: &str) -> Vec<Vec<&'a str>> {
 #[test]
 fn every_crash_point_is_in_the_table_of_crashes() {
     let text = read("ARCHITECTURE.md");
-    let documented: Vec<(&str, &str)> = table_rows(&text, "| step | transition | what a crash")
-        .iter()
-        .map(|row| (row[0], row[1]))
-        .collect();
+    let documented: Vec<(&str, &str)> =
+        table_rows(&text, "| crash point | transition | what a crash")
+            .iter()
+            .map(|row| (row[0], row[1]))
+            .collect();
     let front = read("crates/engine/src/attempt/mod.rs");
     let rows = table_rows(&front, "//! | transition | file |");
     let mut listed = Vec::new();

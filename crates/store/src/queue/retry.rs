@@ -14,8 +14,14 @@ use crate::types::random_hex::random_hex;
 /// The pause before the first retry. Each pause is twice the one before.
 const RETRY_PAUSE_MS: u64 = 2_000;
 const RETRY_PAUSE_MS_MAX: u64 = 300_000;
-/// An error with one of these reasons would happen again.
-const REASONS_NOT_RETRIED: [&str; 4] = ["not_found", "not_executable", "refused", "does_not_fit"];
+/// An error with one of these reasons would happen again. What makes a run `unkillable` is the program's doing.
+const REASONS_NOT_RETRIED: [&str; 5] = [
+    "not_found",
+    "not_executable",
+    "refused",
+    "does_not_fit",
+    "unkillable",
+];
 /// An attempt that became final in this transaction.
 pub(crate) struct AttemptEnd<'a> {
     pub id: &'a str,

@@ -26,7 +26,7 @@ macro_rules! crash_points {
 }
 
 crash_points! {
-    Claimed "claimed" "The run directory is locked and its record written; the database knows nothing yet.";
+    Claimed "claimed" "The run directory is locked and its record written; this process has written nothing to the database.";
     WorkspaceMade "workspace_made" "The workspace has its name; nothing is in it.";
     Filled "filled" "The inputs are in the workspace and listed in the run directory.";
     Begun "begun" "The attempt is a row in the database, state `running`; the sandbox is being built, and nothing runs in it.";

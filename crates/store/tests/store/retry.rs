@@ -178,6 +178,7 @@ fn only_what_was_asked_for_is_tried_again(test_database: &TestDatabase) {
         (State::Error, "not_executable", false),
         (State::Error, "refused", false),
         (State::Error, "does_not_fit", false),
+        (State::Error, "unkillable", false),
     ];
     for (n, (state, reason, again)) in ends.into_iter().enumerate() {
         let id = format!("a{n}");
