@@ -17,6 +17,9 @@ use engine::attempt::terminal_filter::TerminalFilter;
 use engine::plan::runtime::{self, CallerEnvironment};
 use engine::request::AnalysisId;
 use engine::run_dir::RunRecord;
+use engine::settings::entries::{self, SettingOrigin, SettingValue};
+use engine::settings::policy::Policy;
+use engine::settings::table::{PlaceRule, SETTINGS};
 use sandbox::LaunchPlan;
 use store::types::{escaping, units};
 // channel.rs refers to these modules as `crate::outcome`, `crate::spec` and `crate::launch_step`.
@@ -47,6 +50,7 @@ pub const TARGETS: &[Target] = &[
     ("channel", channel),
     ("plan", plan),
     ("run_record", run_record),
+    ("settings", settings),
 ];
 
 /// Parses sizes, durations, CPUs and counts, which come from options, files and variables.
@@ -329,4 +333,33 @@ pub fn run_record(data: &[u8]) -> bool {
         assert!(AnalysisId::new(record.id.as_str()).is_ok());
         true
     })
+}
+
+/// Parses settings files. A machine may have written a project's file; the others keep out mistakes.
+pub fn settings(data: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(data);
+    let project = SettingOrigin::ProjectFile("/p/fumehood.toml".into());
+    let user = SettingOrigin::UserFile("/u/config.toml".into());
+    let policy = Policy::parse(&text, Path::new("/etc/policy.toml"));
+    if let Ok(policy) = &policy {
+        for setting in SETTINGS {
+            let bounds = setting.kind.bounds();
+            let ceiling = policy.ceiling(setting.key);
+            assert!(ceiling.is_none_or(|n| bounds.is_some_and(|b| (b.least..=b.most).contains(&n))));
+        }
+    }
+    let files = [project, user].map(|origin| entries::from_file(&text, &origin));
+    for entry in files.iter().flatten().flat_map(|file| &file.entries) {
+        let setting = entry.place.setting;
+        let allowed = match entry.place.origin {
+            SettingOrigin::ProjectFile(_) => setting.project_file,
+            _ => setting.user_file,
+        };
+        assert_eq!(allowed, PlaceRule::Yes, "{}", setting.name);
+        if let SettingValue::Number(n) = entry.value {
+            let bounds = setting.kind.bounds();
+            assert!(bounds.is_some_and(|b| (b.least..=b.most).contains(&n)));
+        }
+    }
+    policy.is_ok_and(|policy| policy.db.is_some()) || files.iter().flatten().any(|f| !f.entries.is_empty())
 }

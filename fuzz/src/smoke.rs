@@ -23,6 +23,8 @@ const SEEDS: &[&[u8]] = &[
     b"\x1b]0;title\x07\xff\xfe caf\xc3\xa9 \\x41 \r\n",
     b"3\x1b[1;31mred\x1b[0m\x1b[K\r 50 % \x1b[2J\x1b]52;c;aGk=\x07\xc2\x9b31m\xe2\x80\xae\n",
     b"import os, a.b as c\nfrom . import (x as y,\n z)\nfrom ..up import *\ns = 'import no'\n",
+    b"timeout = \"20s\"\nmemory = 1e9\ncpus = 1.5\ndata = \"in\"\nenv = [\"A=1\"]\noutput = [\"*.csv\"]\n",
+    b"[floor]\nlevel = \"full\"\nlayers = [\"seccomp\"]\n[ceilings]\nmemory = \"2G\"\n[read]\nroots = [\"/srv\"]\n[record]\ndb = \"sqlite:/srv/x\"\n[post_process]\ncommand = [\"/bin/true\"]\n",
     br#"{"step":"mount /proc"}"#,
     br#"{"failed":{"step":"x","errno":1,"detail":"y"}}"#,
     br#"{"ended":{"exit":{"code":0},"stop":null,"usage":{"wall_ms":1,"cpu_ms":1,"memory_peak_bytes":null,"pids_peak":1,"disk_bytes":0,"files":0,"oom_kills":0}}}"#,

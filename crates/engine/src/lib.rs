@@ -5,7 +5,8 @@
 //! One process, the *runner*, makes one attempt. [`pipeline::run`] plans it and hands it to `attempt::make_attempt`, which
 //! shows all transitions in their order:
 //!
-//! - [`request`] says what to run, within which limits. It comes from the command line or from the queue.
+//! - [`settings`] merges options, variables, files and the operator's policy into a request. [`request`] says what is in
+//!   one: what to run, within which limits. It comes from the command line or from the queue.
 //! - [`plan`] turns the request into a plan: which paths the program sees, which runtime and environment it gets, which
 //!   limits hold.
 //! - [`attempt`] claims a run directory, creates the workspace and the cgroup, begins the database row, and runs the
@@ -39,5 +40,6 @@ pub mod provenance;
 pub mod recovery;
 pub mod request;
 pub mod run_dir;
+pub mod settings;
 pub mod worker;
 pub mod workspace;

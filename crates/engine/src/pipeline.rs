@@ -14,7 +14,7 @@ use crate::attempt::recorder::Recorder;
 pub use crate::attempt::release::CompletedRun;
 use crate::plan::{self, PrivatePaths, limits};
 use crate::recovery::reaper;
-use crate::request::Request;
+use crate::settings::Request;
 use store::types::timings;
 
 /// Makes one attempt: plans it, runs the program and commits the result. Then removes what it created.

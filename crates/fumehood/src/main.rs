@@ -2,9 +2,8 @@
 //! `sandbox` and `doctor`.
 //!
 //! The same binary also serves as the launcher, the mechanism trial and the attacker (`__launch`, `__probe`,
-//! `__attack`). `main` handles these first, before any thread exists. Every other command goes to [`cli::main`]:
-//! - `config` merges options, variables, files and the operator's policy into one request.
-//! - `cli` parses the command line, calls the library and prints the result.
+//! `__attack`). `main` handles these first, before any thread exists. Every other command goes to [`cli::main`], which
+//! parses the command line, calls the library and prints the result.
 
 #![forbid(unsafe_code)]
 
@@ -13,7 +12,6 @@
     reason = "clap prints these comments in --help, where brackets stand for sets and defaults"
 )]
 mod cli;
-mod config;
 
 use std::process::ExitCode;
 

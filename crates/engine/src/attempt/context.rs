@@ -1,15 +1,14 @@
 //! What a run needs besides its request: [`RunContext`] from the caller, and `PlannedRun` for the transitions.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use sandbox::cgroup::OwnProcess;
-use sandbox::spec::{Layer, Limits, Terminal};
+use sandbox::spec::{Limits, Terminal};
 
 use crate::home::Home;
 use crate::plan::Plan;
 use crate::plan::runtime::CallerEnvironment;
-use crate::request::Request;
+use crate::settings::Request;
 
 /// What a run needs besides its request.
 pub struct RunContext {
@@ -20,7 +19,6 @@ pub struct RunContext {
     pub terminal: Terminal,
     /// Whether this process may be moved into another cgroup, so that the run's limits can be enforced there.
     pub own_process: OwnProcess,
-    pub required_layers: BTreeSet<Layer>,
     pub workspace_source: WorkspaceSource,
     /// How much space must stay free where outputs are stored, and how much the artifact store may hold in total.
     pub free_reserve_bytes: u64,

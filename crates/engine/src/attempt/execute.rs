@@ -20,7 +20,8 @@ use crate::attempt::states::{Claimed, Ended, FailedStart, Filled, OwnedRun, Prog
 use crate::home::unix_ms;
 use crate::plan::limits::error_chain;
 use crate::plan::{self, Plan, StartParameters};
-use crate::request::{Request, Stdin};
+use crate::request::Stdin;
+use crate::settings::Request;
 use crate::workspace::tree::{self, TreeError};
 use store::types::timings;
 
@@ -110,7 +111,7 @@ impl<'r> Ready<'r> {
                 kind: filled.storage.kind(),
                 terminal: run.context.terminal,
                 level,
-                required: &run.context.required_layers,
+                required: &run.request.required_layers,
             },
         )?;
         let links = match level {

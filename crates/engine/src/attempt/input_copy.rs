@@ -11,8 +11,9 @@ use crate::attempt::states::OwnedRun;
 use crate::collect::{self, StagedInput};
 use crate::plan::Plan;
 use crate::provenance::{self, InspectionRights, Provenance};
-use crate::request::{Command, QueueWriters, Request, RequestOrigin};
+use crate::request::{Command, QueueWriters, RequestOrigin};
 use crate::run_dir::{Durability, StateFile};
+use crate::settings::Request;
 use crate::workspace::copy_in::{self, CopyBudget, CopyError};
 
 pub(super) fn copy_inputs(

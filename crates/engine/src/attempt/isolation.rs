@@ -11,7 +11,7 @@ use sandbox::spec::{ConfinementLevel, Layer};
 use crate::attempt::context::RunContext;
 use crate::attempt::error::AttemptError;
 use crate::attempt::states::ProgramRun;
-use crate::request::Request;
+use crate::settings::Request;
 
 /// The levels that may be tried, the strongest first.
 pub fn allowed_levels(request: &Request) -> Result<Vec<ConfinementLevel>, AttemptError> {

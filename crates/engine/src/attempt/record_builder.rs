@@ -17,8 +17,9 @@ use crate::attempt::states::ProgramRun;
 use crate::home::unix_ms;
 use crate::plan::limits::error_chain;
 use crate::plan::{self, Plan};
-use crate::request::{Command, Request, RequestOrigin};
+use crate::request::{Command, RequestOrigin};
 use crate::run_dir::RunRecord;
+use crate::settings::Request;
 use store::types::analysis_id::AnalysisId;
 
 /// The record of a program that ran.

@@ -8,7 +8,8 @@ use store::types::input_name;
 use super::error::PlanError;
 use super::links::resolve_own_links;
 use crate::plan::runtime::{self, CallerEnvironment, Runtime, RuntimeError};
-use crate::request::{Command, Input, Request};
+use crate::request::{Command, Input};
+use crate::settings::Request;
 
 /// The runtime, the inputs (source, name) that the command needs, and the arguments including argument zero.
 pub(super) type ResolvedCommand = (Runtime, Vec<(PathBuf, PathBuf)>, Vec<OsString>);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use sandbox::spec::{ConfinementLevel, Limits};
 
 use crate::plan::runtime::Runtime;
-use crate::request::Request;
+use crate::settings::Request;
 
 /// Builds the environment from nothing. Variables that the user set come last and win.
 pub(super) fn environment(

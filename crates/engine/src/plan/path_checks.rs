@@ -11,9 +11,9 @@ use super::paths::{canonical, canonical_of, inside_target, plain};
 use super::{siblings, world_readable};
 use crate::plan::runtime::{Runtime, RuntimeError};
 use crate::request::{
-    Command, NamedBy, NamedDirectory, QueueWriters, ReadRoot, Request, RequestOrigin,
-    SiblingModules,
+    Command, NamedBy, NamedDirectory, QueueWriters, ReadRoot, RequestOrigin, SiblingModules,
 };
+use crate::settings::Request;
 use store::types::escaping::quote_for_shell;
 
 /// The two directories of a project that an analysis may read.

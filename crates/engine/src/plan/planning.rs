@@ -14,7 +14,8 @@ use super::views::sort_for_mounting;
 use super::visible_paths::VisiblePaths;
 use super::world_readable;
 use crate::plan::runtime::{CallerEnvironment, Runtime};
-use crate::request::{QueueWriters, Request, RequestOrigin, Stdin};
+use crate::request::{QueueWriters, RequestOrigin, Stdin};
+use crate::settings::Request;
 
 /// Everything about a run that is decided before anything is created.
 #[derive(Clone, Debug)]

@@ -14,7 +14,7 @@ use super::error::PlanError;
 use super::paths::canonical;
 use super::planning::Plan;
 use super::views::merge;
-use crate::request::Request;
+use crate::settings::Request;
 
 /// The parameters of a run that are known only when it starts.
 pub struct StartParameters<'a> {

@@ -10,7 +10,8 @@ use super::path_checks::{InputDirectory, PathChecks, PrivatePaths};
 use super::paths::canonical;
 use super::visible_paths::VisiblePaths;
 use crate::plan::runtime::CallerEnvironment;
-use crate::request::{Command, Request, SiblingModules, Stdin};
+use crate::request::{Command, SiblingModules, Stdin};
+use crate::settings::Request;
 use store::types::input_name;
 
 #[derive(Clone, Debug, PartialEq, Eq)]

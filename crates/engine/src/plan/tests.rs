@@ -15,8 +15,9 @@ use super::*;
 use crate::plan::runtime::CallerEnvironment;
 use crate::request::{
     AnalysisId, CollectionSettings, Command, IdReuse, Input, KeepPolicy, NamedBy, NamedDirectory,
-    QueueWriters, ReadRoot, Request, RequestOrigin, RequestedLimits, Stdin,
+    QueueWriters, ReadRoot, RequestFields, RequestOrigin, RequestedLimits, Stdin,
 };
+use crate::settings::Request;
 
 fn named(path: PathBuf) -> Option<NamedDirectory> {
     let named_by = NamedBy::Caller;
@@ -61,9 +62,9 @@ impl SubmissionDirectory {
         path
     }
 
-    fn request(&self, writers: QueueWriters) -> Request {
+    fn request(&self, writers: QueueWriters) -> RequestFields {
         let staged = self.path("home/staged");
-        Request {
+        RequestFields {
             id: AnalysisId::new("q").unwrap(),
             command: Command::Argv(vec!["/bin/true".into()]),
             project: staged.join("inputs"),
@@ -84,6 +85,7 @@ impl SubmissionDirectory {
             keep_for_ms: 1000,
             floor: crate::request::IsolationLevel::Landlock,
             level: None,
+            required_layers: BTreeSet::new(),
             shared_memory: SharedMemory::Private,
             allow_degraded: BTreeSet::new(),
             readable_roots: None,
@@ -99,7 +101,7 @@ impl SubmissionDirectory {
         }
     }
 
-    fn plan(&self, request: &Request) -> Result<Plan, PlanError> {
+    fn plan(&self, request: &RequestFields) -> Result<Plan, PlanError> {
         let caller = CallerEnvironment {
             path: "/usr/bin:/bin".into(),
             cwd: self.at.clone(),
@@ -111,10 +113,10 @@ impl SubmissionDirectory {
             home: &home,
             records: &[],
         };
-        plan(request, &caller, &private)
+        plan(&Request::for_tests(request.clone()), &caller, &private)
     }
 
-    fn reading(&self, path: &Path) -> Request {
+    fn reading(&self, path: &Path) -> RequestFields {
         let mut request = self.request(QueueWriters::OtherUsers);
         request.reads = vec![ReadRoot {
             host: path.to_path_buf(),

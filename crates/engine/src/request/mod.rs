@@ -1,5 +1,5 @@
-//! What a caller asks for. A [`Request`] is the result of merging options, variables, files and the operator's
-//! policy; whoever builds one applies every bound while doing so.
+//! What a caller asks for. [`RequestFields`] says it in full; the settings make a [`Request`](crate::settings::Request)
+//! of them, within the operator's policy, and only that can be run.
 //!
 //! - `bundle.rs`: the input files that travel with a queued submission.
 
@@ -229,10 +229,10 @@ pub enum QueueWriters {
     OtherUsers,
 }
 
-/// One requested analysis, after options, environment and configuration files were merged under the operator's
-/// policy. Building it does not touch the files that it names.
+/// One requested analysis, after options, environment and configuration files were merged. Building it does not touch
+/// the files that it names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct RequestFields {
     pub id: AnalysisId,
     pub command: Command,
     pub project: PathBuf,
@@ -254,6 +254,8 @@ pub struct Request {
     pub floor: IsolationLevel,
     /// Use exactly this level, or stop. `None`: use the strongest level that this host supports.
     pub level: Option<sandbox::spec::ConfinementLevel>,
+    /// From the operator's policy. The run stops rather than start without one of these layers, at any level.
+    pub required_layers: BTreeSet<sandbox::spec::Layer>,
     pub shared_memory: sandbox::spec::SharedMemory,
     pub allow_degraded: BTreeSet<LimitName>,
     /// From the operator's policy. If set, only paths below these directories may be read.

@@ -1,12 +1,11 @@
-//! The options of `run`, `submit` and `shell`, as typed. `config` decides what they mean, together with files,
-//! variables and the policy.
+//! The options of `run`, `submit` and `shell`, as typed. `engine::settings` decides what they mean, together with
+//! files, variables and the policy.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
 use engine::request::Command;
-
-use crate::config::settings::{GivenSettings, Key};
+use engine::settings::table::{GivenSettings, Key};
 
 /// Run one analysis in the sandbox and report how it ended.
 ///
@@ -524,8 +523,8 @@ pub fn switch(key: Key, on: bool) -> Option<(Key, Vec<OsString>)> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::config::settings::{SETTINGS, SettingKind};
     use clap::{CommandFactory, Parser};
+    use engine::settings::table::{SETTINGS, SettingKind};
     use std::collections::BTreeSet;
     use std::os::unix::ffi::OsStringExt;
 

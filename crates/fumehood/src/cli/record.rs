@@ -13,8 +13,8 @@ use engine::request::AnalysisId;
 use super::args::{self, StoreArgs};
 use super::progress::ProgressLine;
 use super::{exit, messages, print, record_access, run_dirs};
-use crate::config::settings::{GivenSettings, Key};
-use crate::config::{self, Sources};
+use engine::settings::table::{GivenSettings, Key};
+use engine::settings::{self, Sources};
 
 /// Record results that were made without Fumehood, marked as such (isolation: none).
 ///
@@ -100,7 +100,7 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
     let id = AnalysisId::new(&args.id.to_string_lossy()).context("record results")?;
     let sources = Sources::from_process()?;
     let (settings, collection, again) =
-        config::record_command_settings(args.given_settings(), &sources)?;
+        settings::record_command_settings(args.given_settings(), &sources)?;
     let home = record_access::home()?;
     let mut recorder: Recorder = record_access::open_recorder(&settings, &home)?
         .context("--db none keeps no record; name a database, or leave it out")?;

@@ -13,21 +13,26 @@ use store::types::manifest::{ContentHash, OutputPath};
 use store::{Location, LocationOrigin, StoredOutput};
 
 use super::args::StoreArgs;
-use crate::config::record::DbOrigin;
-use crate::config::{self, RecordSettings, Sources};
+use engine::settings::record::DbOrigin;
+use engine::settings::{self, RecordSettings, Sources};
 
 /// Opens the record for commands that need one.
 pub fn open(args: &StoreArgs) -> anyhow::Result<(Home, Recorder)> {
     let (home, recorder) = open_optional(args)?;
-    let recorder = recorder.context(
-        "there is no record with --db none; name a database with --db, FUMEHOOD_DB or FUMEHOOD_DB_FILE",
-    )?;
-    Ok((home, recorder))
+    Ok((home, recorder.context(NO_RECORD)?))
+}
+
+const NO_RECORD: &str =
+    "there is no record with --db none; name a database with --db, FUMEHOOD_DB or FUMEHOOD_DB_FILE";
+
+/// Opens the record that the settings name.
+pub fn open_required(settings: &RecordSettings, home: &Home) -> anyhow::Result<Recorder> {
+    open_recorder(settings, home)?.context(NO_RECORD)
 }
 
 /// Opens the record for commands that can also work without one.
 pub fn open_optional(args: &StoreArgs) -> anyhow::Result<(Home, Option<Recorder>)> {
-    let settings = config::record_settings(args.given_settings(), &Sources::from_process()?)?;
+    let settings = settings::record_settings(args.given_settings(), &Sources::from_process()?)?;
     let home = home()?;
     let recorder = open_recorder(&settings, &home)?;
     Ok((home, recorder))

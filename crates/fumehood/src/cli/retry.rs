@@ -9,7 +9,7 @@ use store::StoreError;
 use super::args::StoreArgs;
 use super::print::{self, escape};
 use super::{exit, ids, messages, record_access};
-use crate::config::{self, Sources};
+use engine::settings::{self, Sources};
 
 /// Queue another attempt of analyses that have ended, as they were submitted.
 ///
@@ -61,7 +61,7 @@ pub fn retry(args: &RetryArgs) -> anyhow::Result<u8> {
     let by = provenance::submitter_name();
     let secrets = match args.env.is_empty() {
         true => Vec::new(),
-        false => config::env_from_options(args.env.clone(), &Sources::from_process()?)?,
+        false => settings::env_from_options(args.env.clone(), &Sources::from_process()?)?,
     };
     let mut done = Document {
         schema: "fumehood.retry/1",

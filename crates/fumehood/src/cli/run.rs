@@ -29,7 +29,7 @@ use super::print;
 use super::progress::ProgressLine;
 use super::stream_forwarder::{self, OutputMode, StreamForwarder};
 use super::{exit, messages, record_access};
-use crate::config::{self, Presentation, Resolved, Sources};
+use engine::settings::{self, Presentation, Resolved, Sources};
 
 /// How long to wait, after the deadline or a stop, for a reader who takes no output.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
@@ -42,7 +42,7 @@ const SIGWINCH: i32 = 28;
 pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
     let command = args.command(&args::command_line())?;
-    let resolved = config::run_request(command, args.given_settings(), &sources)?;
+    let resolved = settings::run_request(command, args.given_settings(), &sources)?;
     let mode = match args.raw {
         true => OutputMode::Raw,
         false => OutputMode::Filtered,
@@ -52,12 +52,10 @@ pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
 
 pub fn shell(args: &ShellArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
-    let mut resolved = config::shell_request(args.given_settings(), &sources)?;
+    let resolved = settings::shell_request(args.given_settings(), &sources)?;
     let terminal = rustix::stdio::stdin();
     let size = rustix::termios::tcgetwinsize(terminal)
         .context("`fumehood shell` needs a terminal; use `fumehood run -- sh -c …` without one")?;
-    let kind = std::env::var_os("TERM").unwrap_or_else(|| "dumb".into());
-    resolved.request.env.push(("TERM".into(), kind));
     // From here on every key goes to the sandbox's own terminal, Ctrl-C included.
     let raw = RawTerminal::enter()?;
     let terminal = Terminal::Own {
@@ -166,7 +164,6 @@ fn run_context(resolved: &Resolved, terminal: Terminal) -> anyhow::Result<RunCon
         launcher: PathBuf::from("/proc/self/exe"),
         terminal,
         own_process: OwnProcess::MayMove,
-        required_layers: resolved.required_layers.clone(),
         workspace_source: match resolved.record.in_workspace {
             Some(_) => WorkspaceSource::Prepared,
             None => WorkspaceSource::Fresh,

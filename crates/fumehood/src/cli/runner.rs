@@ -22,7 +22,7 @@ use engine::plan::limits::error_chain;
 use engine::plan::runtime::CallerEnvironment;
 use engine::recovery::reaper;
 use engine::request::bundle::{self, BundleError};
-use engine::request::{QueueWriters, RequestOrigin, RequestedLimit};
+use engine::request::{QueueWriters, RequestOrigin};
 use engine::run_dir;
 use engine::worker::lease_renewal::{AttemptLease, EndCause, LeaseKeeper};
 use engine::worker::slot::{self, RunnerOrder};
@@ -38,7 +38,7 @@ use store::{LossProof, LostAttempt};
 use super::args::StoreArgs;
 use super::run_dirs::{self, RunDirInfo};
 use super::{exit, messages, record_access};
-use crate::config::{self, Resolved, Sources};
+use engine::settings::{RecordSettings, Request, ReservedCapacity, Sources, WorkerSettings};
 
 const SIGHUP: i32 = 1;
 const SIGINT: i32 = 2;
@@ -58,7 +58,9 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
     // Move to a scope of the runner's own before anything else starts: the worker's scope may be stopped. Without
     // systemd there is nothing to move to, so ignore a failure.
     let _ = engine::attempt::systemd_scope::ensure_own_scope();
-    let (home, mut recorder) = record_access::open(&args.store)?;
+    let settings = WorkerSettings::read(args.store.given_settings(), &Sources::from_process()?)?;
+    let home = record_access::home()?;
+    let mut recorder = record_access::open_required(&settings.record, &home)?;
     recorder.wait_long_for_locks();
     let since = boot_time();
     let lease = AttemptLease {
@@ -75,7 +77,7 @@ pub fn runner(args: &RunnerArgs) -> anyhow::Result<u8> {
         lease_keeper,
         signalled: false,
     };
-    let finished = run_attempt(args, &order, &home, &mut recorder, &mut observer);
+    let finished = run_attempt(&settings, &order, &home, &mut recorder, &mut observer);
     drop(observer);
     if let Err(e) = &finished {
         messages::error(e);
@@ -107,14 +109,14 @@ enum RunnerResult {
 }
 
 fn run_attempt(
-    args: &RunnerArgs,
+    settings: &WorkerSettings,
     order: &RunnerOrder,
     home: &Home,
     recorder: &mut Recorder,
     observer: &mut RunnerObserver,
 ) -> anyhow::Result<RunnerResult> {
-    let resolved = match prepare(args, order, recorder) {
-        Ok(resolved) => resolved,
+    let request = match prepare(settings, order, recorder) {
+        Ok(request) => request,
         Err(PrepareError::Refused(e)) => {
             return record_failure(order, recorder, Reason::Refused, &e);
         }
@@ -123,8 +125,8 @@ fn run_attempt(
         }
     };
     remove_earlier_attempts(home, recorder, order, observer);
-    let context = run_context(&resolved, order, home);
-    match run_with_retries(&resolved, &context, recorder, observer) {
+    let context = run_context(&settings.record, order, home);
+    match run_with_retries(&request, &context, recorder, observer) {
         Ok(_) => {}
         Err(StartFailure {
             error,
@@ -140,7 +142,7 @@ fn run_attempt(
             record: None,
         }) => {
             if let (true, AttemptError::Plan(PlanError::Runtime(_))) =
-                (is_from_others(&resolved), &error)
+                (is_from_others(&request), &error)
             {
                 return record_failure(
                     order,
@@ -164,17 +166,16 @@ fn run_attempt(
     )
 }
 
-fn run_context(resolved: &Resolved, order: &RunnerOrder, home: &Home) -> RunContext {
+fn run_context(settings: &RecordSettings, order: &RunnerOrder, home: &Home) -> RunContext {
     RunContext {
         home: home.clone(),
         caller: CallerEnvironment::from_process(),
         launcher: PathBuf::from("/proc/self/exe"),
         terminal: Terminal::None,
         own_process: OwnProcess::MayMove,
-        required_layers: resolved.required_layers.clone(),
         workspace_source: WorkspaceSource::Fresh,
-        free_reserve_bytes: resolved.record.free_reserve_bytes,
-        store_quota_bytes: resolved.record.store_quota_bytes,
+        free_reserve_bytes: settings.free_reserve_bytes,
+        store_quota_bytes: settings.store_quota_bytes,
         claimed: Some(ClaimedAttempt {
             attempt: order.attempt,
             key: order.key.clone(),
@@ -187,7 +188,7 @@ fn run_context(resolved: &Resolved, order: &RunnerOrder, home: &Home) -> RunCont
 /// Runs the attempt. Tries again if nothing has begun, the attempt is still claimed and the database is only away for a
 /// moment, so that a restarted database does not cost a retry.
 fn run_with_retries(
-    resolved: &Resolved,
+    request: &Request,
     context: &RunContext,
     recorder: &mut Recorder,
     observer: &mut RunnerObserver,
@@ -198,7 +199,7 @@ fn run_with_retries(
         _ => false,
     };
     loop {
-        let ran = pipeline::run(&resolved.request, context, Some(recorder), observer);
+        let ran = pipeline::run(request, context, Some(recorder), observer);
         match &ran {
             Err(StartFailure {
                 error,
@@ -218,8 +219,8 @@ fn run_with_retries(
 /// look, who may execute them, and the worker's PATH.
 const COMMAND_NOT_AVAILABLE: &str = "the command, or an interpreter that it needs, is not on the worker's machine for everybody to execute";
 
-fn is_from_others(resolved: &Resolved) -> bool {
-    let asked_by = &resolved.request.asked_by;
+fn is_from_others(request: &Request) -> bool {
+    let asked_by = &request.asked_by;
     matches!(asked_by, RequestOrigin::Queue { writers, .. } if *writers == QueueWriters::OtherUsers)
 }
 
@@ -231,47 +232,24 @@ enum PrepareError {
 }
 
 fn prepare(
-    args: &RunnerArgs,
+    settings: &WorkerSettings,
     order: &RunnerOrder,
     recorder: &mut Recorder,
-) -> Result<Resolved, PrepareError> {
+) -> Result<Request, PrepareError> {
     let submission = Submission::read(&order.request, order.id.as_str())
         .context("read the submission")
         .map_err(PrepareError::Refused)?;
     let staged = order.inputs_dir();
     stage_inputs(&submission, &staged, recorder)?;
-    let sources = Sources::from_process().map_err(|e| PrepareError::Failed(e.into()))?;
-    let resolved = config::request_from_submission(
-        &submission,
-        &staged,
-        args.store.given_settings(),
-        &sources,
-    );
-    let mut resolved = resolved.map_err(|e| PrepareError::Refused(e.into()))?;
-    // The worker reserved memory and CPUs from the queue's columns. Refuse a request that asks for more than was
-    // reserved.
-    let more = |asked: Option<RequestedLimit<u64>>, counted: u64| {
-        asked.is_some_and(|asked| asked.explicit && asked.value > counted)
+    let reserved = ReservedCapacity {
+        memory_bytes: order.memory_bytes,
+        cpu_milli: order.cpu_milli,
+        cpu_milli_max: order.cpu_milli_max,
     };
-    let asked = &resolved.request.limits;
-    if more(asked.memory_bytes, order.memory_bytes) || more(asked.cpu_milli, order.cpu_milli) {
-        let why = "it asks for more memory or CPUs than it was queued with";
-        return Err(PrepareError::Refused(anyhow::anyhow!(why)));
-    }
-    // A limit that the request leaves open is what the worker reserved for it, or all that the worker has.
-    let limits = &mut resolved.request.limits;
-    let counted = |value| RequestedLimit {
-        value,
-        explicit: false,
-    };
-    let least = |asked: &mut Option<RequestedLimit<u64>>, value: u64| match asked {
-        Some(asked) if asked.explicit => {}
-        Some(asked) => asked.value = asked.value.min(value),
-        None => *asked = Some(counted(value)),
-    };
-    least(&mut limits.memory_bytes, order.memory_bytes);
-    least(&mut limits.cpu_milli, order.cpu_milli_max);
-    Ok(resolved)
+    let request = settings.request(&submission, &staged);
+    request
+        .and_then(|request| request.within_reservation(reserved))
+        .map_err(|e| PrepareError::Refused(e.into()))
 }
 
 fn stage_inputs(

@@ -19,7 +19,7 @@ use super::args::StoreArgs;
 use super::print::format_count;
 use super::sd_notify::Notifier;
 use super::{attempt_text, messages, record_access};
-use crate::config::{self, RecordSettings, Sources};
+use engine::settings::{self, RecordSettings, Sources};
 
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
@@ -81,7 +81,8 @@ pub struct WorkerArgs {
 }
 
 pub fn worker(args: &WorkerArgs) -> anyhow::Result<u8> {
-    let settings = config::record_settings(args.store.given_settings(), &Sources::from_process()?)?;
+    let settings =
+        settings::record_settings(args.store.given_settings(), &Sources::from_process()?)?;
     let options = options(args, &settings)?;
     raise_file_limit();
     let signals = SignalQueue::block(&[SIGINT, SIGTERM, SIGCHLD]).context("listen for signals")?;

@@ -15,8 +15,8 @@ use store::types::escaping::escape_text;
 
 use super::args::{self, StoreArgs};
 use super::{attempt_text, exit, ids, messages, print, record_access};
-use crate::config::settings::Key;
-use crate::config::{self, Sources};
+use engine::settings::table::Key;
+use engine::settings::{self, Sources};
 
 /// Make or remove the workspace of an analysis that runs in steps.
 ///
@@ -113,7 +113,7 @@ fn create(args: &CreateArgs) -> anyhow::Result<u8> {
     given.extend(args::one(Key::WorkspaceRoot, &args.workspace_root));
     given.extend(args::one(Key::KeepFor, &args.keep_for));
     let (settings, root, keep_for_ms) =
-        config::workspace_settings(given, &Sources::from_process()?)?;
+        settings::workspace_settings(given, &Sources::from_process()?)?;
     let home = record_access::home()?;
     let mut recorder = record_access::open_recorder(&settings, &home)?;
     let path =

@@ -71,8 +71,7 @@ fn crates_depend_one_way() {
         (
             "engine",
             &[
-                "doctor", "fumehood", "clap", "anyhow", "axum", "toml", "libc", "tokio", "sqlx",
-                "rusqlite",
+                "doctor", "fumehood", "clap", "anyhow", "axum", "libc", "tokio", "sqlx", "rusqlite",
             ],
         ),
         (

@@ -16,8 +16,8 @@ use sandbox::spec::{ConfinementLevel, WorkspaceKind};
 use store::Location;
 
 use crate::cli::{args, exit, record_access};
-use crate::config::settings::Key;
-use crate::config::{self, RecordSettings, Resolved, Sources};
+use engine::settings::table::Key;
+use engine::settings::{self, RecordSettings, Resolved, Sources};
 
 /// The policy that packages install, printed as a remedy where there is none.
 const SHIPPED_POLICY: &str = include_str!("../../../../../packaging/policy.toml");
@@ -102,7 +102,7 @@ fn configuration(args: &DoctorArgs, sources: &Sources) -> Result<Box<Resolved>, 
         args::one(Key::Isolation, &args.isolation),
     ];
     let given = given.into_iter().flatten().collect();
-    let resolved = config::run_request(command, given, sources);
+    let resolved = settings::run_request(command, given, sources);
     resolved.map(Box::new).map_err(|e| {
         let text = format!("the configuration is refused: {}", error_chain(&e));
         Box::new(Finding::stops("configuration", text))
@@ -134,7 +134,8 @@ fn subject(
         project: request.map_or_else(|| sources.cwd.clone(), |r| r.project.clone()),
         floor: request.map_or(ConfinementLevel::Landlock, |r| level(r.floor)),
         level: request.and_then(|r| r.level),
-        required_layers: resolved.map_or_else(Default::default, |r| r.required_layers.clone()),
+        required_layers: resolved
+            .map_or_else(Default::default, |r| r.request.required_layers.clone()),
         limits: request.map_or_else(Default::default, |r| r.limits.clone()),
         allow_degraded: request.map_or_else(Default::default, |r| r.allow_degraded.clone()),
         free_reserve_bytes: resolved.map_or(0, |r| r.record.free_reserve_bytes),

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use engine::request::Command;
 use serde::Deserialize;
 
-use crate::config::settings::{GivenSettings, Key};
-use crate::config::suggestion::{did_you_mean, excerpt, nearest};
+use engine::settings::suggestion::{did_you_mean, excerpt, nearest};
+use engine::settings::table::{GivenSettings, Key};
 
 #[derive(Debug, thiserror::Error)]
 pub enum BatchLineError {

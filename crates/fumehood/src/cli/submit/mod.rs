@@ -21,7 +21,7 @@ use store::{NewSubmission, SubmitOutcome};
 
 use super::args::{self, SubmitArgs};
 use super::{exit, messages, print, record_access};
-use crate::config::{QueueOptions, ResolvedSubmission, Sources, SubmissionConfig};
+use engine::settings::{QueueOptions, ResolvedSubmission, Sources, SubmissionConfig};
 
 pub fn submit(args: &SubmitArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;

@@ -4,12 +4,11 @@ use super::entries::SettingOrigin;
 use super::error::ConfigError;
 use super::policy::Policy;
 use super::post_process::PostProcessSettings;
-use super::settings::{GivenSettings, Key};
+use super::table::{GivenSettings, Key, SETTINGS, SettingKind};
 use super::*;
-use crate::cli::args::RunArgs;
-use engine::request::{
+use crate::request::{
     AnalysisId, Command, Input, IsolationLevel, KeepPolicy, LimitName, NamedBy, NamedDirectory,
-    ReadRoot, Request, RequestedLimit, RequestedLimits, Stdin, WorkspaceKind,
+    ReadRoot, RequestFields, RequestedLimit, RequestedLimits, Stdin, WorkspaceKind,
 };
 use proptest::prelude::*;
 use sandbox::spec::{Layer, SharedMemory};
@@ -84,29 +83,17 @@ impl TestConfig {
     }
 
     fn run(&self, options: &[&str]) -> Result<Resolved, ConfigError> {
-        #[derive(clap::Parser)]
-        struct Program {
-            #[command(flatten)]
-            run: RunArgs,
-        }
-        let argv: Vec<OsString> = ["fumehood"]
-            .iter()
-            .chain(options)
-            .chain(&["a.py"])
-            .map(Into::into)
-            .collect();
-        let program = <Program as clap::Parser>::try_parse_from(&argv).unwrap();
         let script = Command::Script {
             script: "a.py".into(),
             args: Vec::new(),
         };
-        run_request(script, program.run.given_settings(), &self.sources)
+        run_request(script, given(options), &self.sources)
     }
 
-    fn ok(&self, options: &[&str]) -> Request {
-        self.run(options)
-            .unwrap_or_else(|error| panic!("{}", chain(&error)))
-            .request
+    fn ok(&self, options: &[&str]) -> RequestFields {
+        let resolved = self.run(options);
+        let resolved = resolved.unwrap_or_else(|error| panic!("{}", chain(&error)));
+        RequestFields::clone(&resolved.request)
     }
 
     /// Checks that the request is refused with a message that contains each of `words`.
@@ -116,6 +103,25 @@ impl TestConfig {
             assert!(message.contains(word), "{word:?} is not in {message:?}");
         }
     }
+}
+
+/// The settings that options give. The binary's tests check that its parser gives the same.
+fn given(options: &[&str]) -> GivenSettings {
+    let mut given = GivenSettings::new();
+    let mut words = options.iter();
+    while let Some(option) = words.next() {
+        let named = SETTINGS.iter().find(|setting| setting.flag() == *option);
+        let setting = named.unwrap_or_else(|| panic!("no option {option}"));
+        let word = match setting.kind {
+            SettingKind::Switch => "true",
+            _ => words.next().unwrap(),
+        };
+        match given.iter_mut().find(|(key, _)| *key == setting.key) {
+            Some((_, words)) => words.push(word.into()),
+            None => given.push((setting.key, vec![word.into()])),
+        }
+    }
+    given
 }
 
 fn chmod(path: &Path, mode: u32) {
@@ -152,10 +158,10 @@ fn defaults_are_those_documented() {
     assert_eq!(request.readable_roots, None);
     assert!(request.env.is_empty() && request.allow_degraded.is_empty());
     assert_eq!(resolved.presentation, Presentation::default());
-    let Command::Script { script, .. } = request.command else {
+    let Command::Script { script, .. } = &request.command else {
         panic!("script")
     };
-    assert_eq!(script, config.sources.cwd.join("a.py"));
+    assert_eq!(*script, config.sources.cwd.join("a.py"));
 }
 
 #[test]
@@ -382,7 +388,7 @@ fn variables_pass_by_name_or_value() {
         .user("env = [\"A=user\", \"SEED\"]")
         .project("env = [\"A=project\", \"B==x\"]");
     let config = config.var("SEED", "7");
-    let pairs = |request: Request| -> Vec<String> {
+    let pairs = |request: RequestFields| -> Vec<String> {
         request
             .env
             .iter()
@@ -717,7 +723,7 @@ fn the_floor_only_rises() {
         config.ok(&["--isolation", "full"]).floor,
         IsolationLevel::Full
     );
-    let layers = config.run(&[]).unwrap().required_layers;
+    let layers = config.ok(&[]).required_layers;
     assert_eq!(
         layers,
         BTreeSet::from([Layer::Seccomp, Layer::NetNamespace])
@@ -838,7 +844,7 @@ proptest! {
 
     #[test]
     fn no_table_panics(key in "[a-z_]{1,14}", of in 0usize..60, value in "(-?[0-9.e]{1,8}|\"[^\"\\\\]{0,9}\"|\\[(\"[a-z=/:]{0,6}\",?){0,3}\\]|true|nan|\\{a=1\\})") {
-        let name = settings::SETTINGS.get(of).map_or(key.as_str(), |setting| setting.name);
+        let name = table::SETTINGS.get(of).map_or(key.as_str(), |setting| setting.name);
         for text in [format!("{name} = {value}"), format!("[ceilings]\n{name} = {value}"), format!("[floor]\n{key} = {value}"),
             format!("[record]\ndb = {value}"), format!("[post_process]\ncommand = {value}"), format!("[post_process]\ntimeout = {value}")] {
             let _ = Policy::parse(&text, Path::new("/p"));
@@ -917,8 +923,8 @@ proptest! {
             prop_assert!(got[at].is_some_and(|limit| limit.value <= n * scale), "{}", NAMES[at].0);
         }
         if floor != Some("landlock") { prop_assert_eq!(request.floor, IsolationLevel::Full); }
-        prop_assert_eq!(resolved.required_layers.contains(&Layer::Seccomp), floor.is_some());
-        prop_assert_eq!(request.readable_roots, Some(vec![PathBuf::from("/srv")]));
+        prop_assert_eq!(request.required_layers.contains(&Layer::Seccomp), floor.is_some());
+        prop_assert_eq!(&request.readable_roots, &Some(vec![PathBuf::from("/srv")]));
         prop_assert!(request.allow_degraded.iter().all(|limit| *limit == LimitName::Disk));
         prop_assert!(request.env.iter().all(|(name, _)| name == "SEED"));
     }

@@ -3,14 +3,14 @@
 use std::ffi::OsStr;
 use std::path::PathBuf;
 
-use engine::request::{RequestedLimit, RequestedLimits};
+use crate::request::{RequestedLimit, RequestedLimits};
 
 use super::entries::{self, FileSettings, SettingEntry, SettingOrigin, SettingValue};
 use super::error::ConfigError;
 use super::policy::Policy;
 use super::post_process::PostProcessSettings;
-use super::settings::{GivenSettings, Key};
 use super::sources::Sources;
+use super::table::{GivenSettings, Key};
 use super::trusted_file::{self, FileTrust, Privacy};
 
 /// The upper bound of the default for memory. The rest of the default depends on the host.

@@ -1,11 +1,10 @@
 //! Where results go, who may decide that, and what of a run is kept.
 
 use super::*;
-use engine::request::{CollectionSettings, IdReuse};
+use crate::request::{CollectionSettings, IdReuse};
 
-use crate::cli::args::StoreArgs;
-use crate::config::database_url::holds_password;
-use crate::config::record::DbOrigin;
+use crate::settings::database_url::holds_password;
+use crate::settings::record::DbOrigin;
 
 impl TestConfig {
     fn record(&self, options: &[&str]) -> RecordSettings {
@@ -398,7 +397,10 @@ fn a_workspace_that_is_there_names_the_run() {
     let config = TestConfig::new();
     let resolved = config.run(&["--in", "gwas-7"]).unwrap();
     assert_eq!(resolved.request.id.as_str(), "gwas-7");
-    assert_eq!(resolved.record.in_workspace, Some(resolved.request.id));
+    assert_eq!(
+        resolved.record.in_workspace,
+        Some(resolved.request.id.clone())
+    );
     config.fails(&["--in", "../x"], &["--in", "[A-Za-z0-9]"]);
     config.fails(&["--in", "a", "--id", "a"], &["--in", "--id"]);
     config.fails(&["--in", "a", "--keep", "never"], &["--in", "--keep"]);
@@ -480,19 +482,12 @@ fn record_settings_ignore_the_projects_file() {
     let record = record_settings(GivenSettings::new(), &config.sources).unwrap();
     assert_eq!(record.db.unwrap().text, "sqlite:/srv/x.db");
     assert!(record.post_process.is_some());
-    let args = StoreArgs {
-        db: Some("none".into()),
-        artifacts: Some("objects".into()),
-    };
-    let record = record_settings(args.given_settings(), &config.sources).unwrap();
+    let options = given(&["--db", "none", "--artifacts", "objects"]);
+    let record = record_settings(options, &config.sources).unwrap();
     assert!(record.db.unwrap().records_nothing());
     assert_eq!(record.artifacts, Some(config.path("project/objects")));
     // The policy and the rules for passwords hold for these commands too.
-    let args = StoreArgs {
-        db: Some(PASSWORD.into()),
-        artifacts: None,
-    };
-    assert!(record_settings(args.given_settings(), &config.sources).is_err());
+    assert!(record_settings(given(&["--db", PASSWORD]), &config.sources).is_err());
     let config = config.policy("[record]\ndb = \"sqlite:/srv/y.db\"");
     let error = record_settings(GivenSettings::new(), &config.sources).unwrap_err();
     assert!(chain(&error).contains("policy.toml"));

@@ -6,7 +6,7 @@
 
 use std::ffi::OsString;
 
-use engine::request::LimitName;
+use crate::request::LimitName;
 use store::State;
 use store::types::units::{self, UnitError};
 

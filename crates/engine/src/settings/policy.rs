@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
-use engine::request::{IsolationLevel, LimitName};
+use crate::request::{IsolationLevel, LimitName};
 use sandbox::spec::Layer;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
@@ -14,8 +14,8 @@ use super::database_url::{holds_password, is_relative_sqlite};
 use super::entries::{self, SettingError, SettingOrigin, SettingPlace, SettingValue};
 use super::env_names::is_name_pattern;
 use super::post_process::{self, PostProcessError, PostProcessSettings};
-use super::settings::{self, Key, SETTINGS, Setting};
 use super::suggestion::{did_you_mean, excerpt, nearest};
+use super::table::{self, Key, SETTINGS, Setting};
 
 /// The path of the operator's policy. No variable and no option changes it.
 pub const POLICY_PATH: &str = "/etc/fumehood/policy.toml";
@@ -450,7 +450,7 @@ impl Reader<'_> {
         names
             .into_iter()
             .map(|name| {
-                settings::limit_name(name).ok_or_else(|| PolicyFileError::UnknownWord {
+                table::limit_name(name).ok_or_else(|| PolicyFileError::UnknownWord {
                     path: self.path.to_owned(),
                     key: "degraded.allow",
                     given: excerpt(name),

@@ -1,34 +1,24 @@
 //! Submissions: a worker reads what the client stored as the same request, and refuses what no client writes.
 
 use super::*;
-use crate::cli::args::SubmitArgs;
-use engine::request::{QueueWriters, RequestOrigin};
+use crate::request::{QueueWriters, RequestOrigin};
 use store::types::submission::{
     InputItem, Submission, SubmittedCommand, SubmittedSetting as Stored, VERSION,
 };
 
 impl TestConfig {
     fn submit(&self, options: &[&str]) -> Result<ResolvedSubmission, ConfigError> {
-        #[derive(clap::Parser)]
-        struct Program {
-            #[command(flatten)]
-            submit: SubmitArgs,
-        }
-        let argv: Vec<OsString> = ["fumehood"]
-            .iter()
-            .chain(options)
-            .chain(&["--", "true"])
-            .map(Into::into)
-            .collect();
-        let program = <Program as clap::Parser>::try_parse_from(&argv).unwrap();
-        let command = program.submit.command(&argv).unwrap();
-        SubmissionConfig::new(program.submit.given_settings(), &self.sources)?
-            .resolve(command, Vec::new())
+        let command = Command::Argv(vec!["true".into()]);
+        SubmissionConfig::new(given(options), &self.sources)?.resolve(command, Vec::new())
     }
 
     fn take(&self, submission: &Submission) -> Result<Resolved, ConfigError> {
-        let staged = self.path("staged");
-        request_from_submission(submission, &staged, GivenSettings::new(), &self.sources)
+        let worker = WorkerSettings::read(GivenSettings::new(), &self.sources)?;
+        Ok(Resolved {
+            request: worker.request(submission, &self.path("staged"))?,
+            presentation: Presentation::default(),
+            record: worker.record,
+        })
     }
 
     fn take_with(&self, name: &str, value: Stored) -> Result<Resolved, ConfigError> {
@@ -470,4 +460,106 @@ fn inputs_come_from_where_they_were_laid_out() {
     assert_eq!(request.project, staged.join("inputs"));
     submission.inputs = vec![file("../a.py")];
     assert!(config.take(&submission).is_err());
+}
+
+/// Set in the child process of the test below.
+const CHILD_VARIABLE: &str = "FUMEHOOD_TEST_PRINT_REQUEST";
+
+/// The test starts itself in a process whose variables, home and working directory all ask for something, and compares
+/// the requests that the two processes make.
+#[test]
+fn nothing_of_the_process_gets_into_the_request_of_a_submission() {
+    let sources = Sources {
+        env: BTreeMap::new(),
+        cwd: "/".into(),
+        uid: rustix::process::geteuid().as_raw(),
+        user_config: None,
+        policy: "/nonexistent/policy.toml".into(),
+        policy_owner_uid: 0,
+    };
+    let worker = WorkerSettings::read(GivenSettings::new(), &sources).unwrap();
+    let submission = submission([
+        ("read", texts(&["/srv/a:/mnt/b", "/srv/c"])),
+        ("env", texts(&["A=1"])),
+        ("memory", Stored::Number(1 << 30)),
+    ]);
+    let request = worker.request(&submission, Path::new("/staged")).unwrap();
+    let shown = format!("request: {request:?}\n");
+    if std::env::var_os(CHILD_VARIABLE).is_some() {
+        print!("{shown}");
+        return;
+    }
+    let config = TestConfig::new().project("timeout = 1\npids = 9\nenv = [\"B=2\"]\ndata = \"x\"");
+    fs::create_dir_all(config.path("user/fumehood")).unwrap();
+    config.write("user/fumehood/config.toml", "timeout = 1\nread = [\"/\"]\n");
+    let name =
+        "settings::tests::queued::nothing_of_the_process_gets_into_the_request_of_a_submission";
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture", name])
+        .env(CHILD_VARIABLE, "1")
+        .env("XDG_CONFIG_HOME", config.path("user"))
+        .env("HOME", config.path("user"))
+        .env("FUMEHOOD_HOME", config.path("user"))
+        .envs([
+            ("A", "2"),
+            ("PGPASSWORD", "secret"),
+            ("FUMEHOOD_TIMEOUT", "1s"),
+            ("FUMEHOOD_PROJECT", "/root"),
+            ("FUMEHOOD_DATA", "/root"),
+            ("FUMEHOOD_ISOLATION", "landlock"),
+            ("FUMEHOOD_SHARED_MEMORY", "host"),
+            ("FUMEHOOD_ALLOW_DEGRADED", "memory"),
+            ("FUMEHOOD_WORKSPACE_ROOT", "/root"),
+            ("FUMEHOOD_DB", "postgres://me@db.example/x"),
+            ("FUMEHOOD_NO_SUCH_SETTING", "1"),
+        ])
+        .current_dir(config.path("project"))
+        .output()
+        .unwrap();
+    let printed = String::from_utf8(child.stdout).unwrap();
+    assert!(
+        child.status.success() && printed.contains(&shown),
+        "{printed}"
+    );
+}
+
+#[test]
+fn a_reservation_bounds_what_a_submission_gets() {
+    let config = TestConfig::new();
+    let reserved = ReservedCapacity {
+        memory_bytes: 1 << 30,
+        cpu_milli: 500,
+        cpu_milli_max: 4000,
+    };
+    let within = |settings: &[(&str, Stored)]| {
+        let mut submission = submission([]);
+        let named = |(name, value): &(&str, Stored)| ((*name).to_owned(), value.clone());
+        submission.settings = settings.iter().map(named).collect();
+        let request = config.take(&submission).unwrap().request;
+        request.within_reservation(reserved)
+    };
+    let open = |value| {
+        Some(RequestedLimit {
+            value,
+            explicit: false,
+        })
+    };
+    let limits = within(&[]).unwrap().limits.clone();
+    assert_eq!(
+        (limits.memory_bytes, limits.cpu_milli),
+        (open(1 << 30), open(4000))
+    );
+    let asks = [
+        ("memory", Stored::Number(1 << 29)),
+        ("cpus", Stored::Number(500)),
+    ];
+    let limits = within(&asks).unwrap().limits.clone();
+    assert_eq!(limits.memory_bytes, Some(super::asked(1 << 29)));
+    assert_eq!(limits.cpu_milli, Some(super::asked(500)));
+    for more in [
+        ("memory", Stored::Number((1 << 30) + 1)),
+        ("cpus", Stored::Number(501)),
+    ] {
+        assert!(matches!(within(&[more]), Err(ConfigError::OverReservation)));
+    }
 }

@@ -1,26 +1,31 @@
-//! The request that a worker makes from a submission: the same that `run` would make, under the worker's own policy.
+//! The settings of a worker, and the request that it makes from a submission: the same that `run` would make, under the
+//! worker's own policy.
 //!
 //! Whoever can write to the database can write a submission by hand, against every rule that the client keeps. So the
 //! table of settings checks each value again, and a submission gets nothing of the worker's environment: no project
 //! file, none of the worker's variables by name, no path of the worker's to copy from.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use engine::request::bundle;
-use engine::request::{Command, Input, IsolationLevel, QueueWriters, RequestOrigin, Stdin};
+use crate::request::bundle;
+use crate::request::{
+    Command, IdReuse, Input, IsolationLevel, QueueWriters, RequestFields, RequestOrigin,
+    RequestedLimit, Stdin,
+};
 use store::types::submission::{Submission, SubmittedCommand, SubmittedSetting as QueuedSetting};
 
 use super::database_url::sqlite_path;
 use super::entries::{self, SettingEntry, SettingError, SettingOrigin, SettingPlace, SettingValue};
 use super::error::ConfigError;
 use super::merged::{MergedSettings, ProjectFile};
-use super::record::DbChoice;
-use super::request::Resolved;
-use super::settings::{GivenSettings, Key, PlaceRule, SETTINGS, Setting, SettingKind};
+use super::record::{DbChoice, RecordSettings};
+use super::request::Request;
 use super::sources::Sources;
 use super::suggestion::{excerpt, nearest};
+use super::table::{GivenSettings, Key, PlaceRule, SETTINGS, Setting, SettingKind};
 
 /// The settings that the worker's own files and variables decide. A floor and names of secret variables only add to
 /// what was submitted.
@@ -43,58 +48,111 @@ const OTHER_USERS_MAX: [(Key, u64); 4] = [
     (Key::KeepFor, 24 * 3600 * 1000),
 ];
 
-/// Makes the request of a submission whose files are staged in `staged`. `given` holds the options about the record
-/// from the worker's command line.
-pub fn request_from_submission(
-    submission: &Submission,
-    staged: &Path,
-    given: GivenSettings,
-    sources: &Sources,
-) -> Result<Resolved, ConfigError> {
-    submission.check().map_err(ConfigError::Submission)?;
-    let mut merged = MergedSettings::read(given, sources, ProjectFile::Ignored)?;
-    merged
-        .entries
-        .retain(|entry| WORKER_SETTINGS.contains(&entry.place.setting.key));
-    let has_floor = merged.policy.is_some() || merged.last(Key::Isolation).is_some();
-    for (name, value) in &submission.settings {
-        merged.entries.push(entry(name, value)?);
+/// What a worker decides about every submission that it runs, from its own options, variables and files and the policy.
+/// It is resolved once, before any submission is read.
+pub struct WorkerSettings {
+    pub record: RecordSettings,
+    /// The policy, and the entries of [`WORKER_SETTINGS`].
+    merged: MergedSettings,
+    writers: QueueWriters,
+}
+
+/// What a worker has reserved for an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReservedCapacity {
+    pub memory_bytes: u64,
+    pub cpu_milli: u64,
+    /// The CPUs for a request that asks for no number of them: all that the worker has.
+    pub cpu_milli_max: u64,
+}
+
+impl WorkerSettings {
+    /// `given` holds the options about the record from the worker's command line.
+    pub fn read(given: GivenSettings, sources: &Sources) -> Result<WorkerSettings, ConfigError> {
+        let mut merged = MergedSettings::read(given, sources, ProjectFile::Ignored)?;
+        let db = merged.db(sources)?;
+        let writers = writers(db.as_ref(), sources.uid);
+        let record = merged.record(db)?;
+        merged
+            .entries
+            .retain(|entry| WORKER_SETTINGS.contains(&entry.place.setting.key));
+        Ok(WorkerSettings {
+            record,
+            merged,
+            writers,
+        })
     }
-    let inputs = staged.join(bundle::INPUTS);
-    // A submission without a project has only what came with it. The inputs directory contains no data/ or docs/ to
-    // show.
-    merged.project = merged.path(Key::Project).unwrap_or_else(|| inputs.clone());
-    let writers = writers(merged.db(sources)?.as_ref(), sources.uid);
-    merged.check_other_users(writers)?;
-    let command = match &submission.command {
-        SubmittedCommand::Script { name, args, .. } => Command::Script {
-            script: inputs.join(name),
-            args: args.iter().map(OsString::from).collect(),
-        },
-        SubmittedCommand::Argv(words) => Command::Argv(words.iter().map(OsString::from).collect()),
-    };
-    let mut resolved = merged.resolve(command, sources)?;
-    let request = &mut resolved.request;
-    // Level `landlock` tells a program more about the machine. A caller who types a request accepts that. For
-    // submissions of other users the operator must accept it, by a policy or by the worker's own `isolation`.
-    if writers == QueueWriters::OtherUsers && !has_floor {
-        request.floor = IsolationLevel::Full;
+
+    /// Makes the request of a submission whose files are staged in `staged`. Reads nothing of this process and no file.
+    pub fn request(&self, submission: &Submission, staged: &Path) -> Result<Request, ConfigError> {
+        submission.check().map_err(ConfigError::Submission)?;
+        let mut merged = self.merged.clone();
+        for (name, value) in &submission.settings {
+            merged.entries.push(entry(name, value)?);
+        }
+        let inputs = staged.join(bundle::INPUTS);
+        // A submission without a project has only what came with it. The inputs directory contains no data/ or docs/
+        // to show.
+        merged.project = merged.path(Key::Project).unwrap_or_else(|| inputs.clone());
+        merged.check_other_users(self.writers)?;
+        let (command, submitted_script) = match &submission.command {
+            SubmittedCommand::Script { name, args, from } => {
+                let script = inputs.join(name);
+                let args = args.iter().map(OsString::from).collect();
+                (Command::Script { script, args }, Some(from.clone()))
+            }
+            SubmittedCommand::Argv(words) => {
+                let words = words.iter().map(OsString::from).collect();
+                (Command::Argv(words), None)
+            }
+        };
+        // No variable is passed on by name, so none is needed here.
+        let env = BTreeMap::new();
+        let mut fields = merged.request_fields(command, Some(&submission.id), &env)?;
+        // Level `landlock` tells a program more about the machine. A caller who types a request accepts that. For
+        // submissions of other users the operator must accept it, by a policy or by the worker's own `isolation`.
+        let has_floor = self.merged.policy.is_some() || self.merged.last(Key::Isolation).is_some();
+        if self.writers == QueueWriters::OtherUsers && !has_floor {
+            fields.floor = IsolationLevel::Full;
+        }
+        // The attempt has its row, so no earlier analysis is looked up.
+        fields.id_reuse = IdReuse::Generated;
+        fields.inputs = top_level_inputs(submission, &inputs);
+        fields.stdin = match submission.stdin {
+            Some(_) => Stdin::File(staged.join(bundle::STDIN)),
+            None => Stdin::Null,
+        };
+        fields.asked_by = RequestOrigin::Queue {
+            staged: staged.to_owned(),
+            writers: self.writers,
+            submitted_script,
+        };
+        Ok(Request::within_policy(fields))
     }
-    request.id = submission.id.clone();
-    request.inputs = top_level_inputs(submission, &inputs);
-    request.stdin = match submission.stdin {
-        Some(_) => Stdin::File(staged.join(bundle::STDIN)),
-        None => Stdin::Null,
-    };
-    request.asked_by = RequestOrigin::Queue {
-        staged: staged.to_owned(),
-        writers,
-        submitted_script: match &submission.command {
-            SubmittedCommand::Script { from, .. } => Some(from.clone()),
-            SubmittedCommand::Argv(_) => None,
-        },
-    };
-    Ok(resolved)
+}
+
+impl Request {
+    /// Bounds memory and CPUs by what the worker has reserved. The worker read that from columns of the queue, so a
+    /// request that asks for more is refused. A limit that the request leaves open becomes what is reserved for it.
+    pub fn within_reservation(&self, reserved: ReservedCapacity) -> Result<Request, ConfigError> {
+        let bound =
+            |limit: Option<RequestedLimit<u64>>, asked_max: u64, default_max: u64| match limit
+                .filter(|limit| limit.explicit)
+            {
+                Some(asked) if asked.value > asked_max => Err(ConfigError::OverReservation),
+                Some(asked) => Ok(Some(asked)),
+                None => Ok(Some(RequestedLimit {
+                    value: limit.map_or(default_max, |limit| limit.value.min(default_max)),
+                    explicit: false,
+                })),
+            };
+        let (memory, cpus) = (reserved.memory_bytes, reserved.cpu_milli);
+        let mut fields = RequestFields::clone(self);
+        let limits = &mut fields.limits;
+        limits.memory_bytes = bound(limits.memory_bytes, memory, memory)?;
+        limits.cpu_milli = bound(limits.cpu_milli, cpus, reserved.cpu_milli_max)?;
+        Ok(Request::within_policy(fields))
+    }
 }
 
 /// Returns the top-level inputs without the script, which is copied separately.

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use super::error::ConfigError;
 use super::policy::POLICY_PATH;
 
-/// Everything besides the options that decides about a request. The rest of this module does not look at the process.
+/// Everything besides the options that decides about a request. The rest of this folder does not look at the process.
 #[derive(Clone, Debug)]
 pub struct Sources {
     pub env: BTreeMap<OsString, OsString>,

@@ -56,7 +56,7 @@ pub fn excerpt(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::settings::SETTINGS;
+    use crate::settings::table::SETTINGS;
 
     #[test]
     fn slips_find_the_right_word() {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use engine::request::{Command, LimitName, ReadRoot, Request};
+use crate::request::{Command, LimitName, ReadRoot};
 use store::State;
 use store::types::submission::SubmittedSetting as QueuedSetting;
 
@@ -13,10 +13,10 @@ use super::entries::{self, SettingEntry, SettingError, SettingOrigin, SettingPla
 use super::error::ConfigError;
 use super::merged::{MergedSettings, ProjectFile};
 use super::record::RecordSettings;
-use super::request::Presentation;
-use super::settings::{GivenSettings, KEY_CHARS_MAX, Key, PlaceRule, RETRY_ON, SETTINGS};
+use super::request::{Presentation, Request};
 use super::sources::Sources;
 use super::suggestion::excerpt;
+use super::table::{GivenSettings, KEY_CHARS_MAX, Key, PlaceRule, RETRY_ON, SETTINGS};
 
 const PRIORITY_DEFAULT: u64 = 0;
 const RETRIES_DEFAULT: u64 = 2;

@@ -10,11 +10,11 @@ use std::path::{Component, Path, PathBuf};
 use store::types::units::UnitError;
 
 use super::post_process::{self, PostProcessError, PostProcessSettings};
-use super::settings::{
+use super::suggestion::{did_you_mean, excerpt, nearest};
+use super::table::{
     GivenSettings, Key, OffWord, PlaceRule, RESERVED_VARIABLES, SETTINGS, Setting, SettingKind,
     TEST_PREFIX, VARIABLE_PREFIX,
 };
-use super::suggestion::{did_you_mean, excerpt, nearest};
 
 /// A longer list comes from a mistake or an attacker.
 const LIST_ENTRIES_MAX: usize = 1000;
@@ -393,7 +393,7 @@ impl SettingEntry {
 
 pub fn number(place: &SettingPlace, text: &str) -> Result<SettingValue, SettingError> {
     let kind = place.setting.kind;
-    let bounds = kind.bounds().unwrap_or(super::settings::NumberBounds {
+    let bounds = kind.bounds().unwrap_or(super::table::NumberBounds {
         least: 0,
         most: u64::MAX,
         off: OffWord::Refused,

@@ -4,15 +4,15 @@ use std::ffi::OsString;
 use std::io;
 use std::path::PathBuf;
 
-use engine::collect::GlobError;
-use engine::request::{AnalysisIdError, LimitName};
+use crate::collect::GlobError;
+use crate::request::{AnalysisIdError, LimitName};
 use store::State;
 use store::types::submission::SubmissionError;
 
 use super::entries::{SettingError, SettingPlace};
 use super::policy::PolicyFileError;
-use super::settings::{self, ENV_BYTES_MAX};
 use super::suggestion::did_you_mean;
+use super::table::{self, ENV_BYTES_MAX};
 use super::trusted_file::FileError;
 
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +53,8 @@ pub enum ConfigError {
          grants it (`floor.shared_memory = \"host\"`)"
     )]
     QueuedSharedMemory { place: SettingPlace },
+    #[error("it asks for more memory or CPUs than it was queued with")]
+    OverReservation,
     #[error("{place} cannot be submitted: {why}")]
     NotSubmitted {
         place: SettingPlace,
@@ -66,12 +68,12 @@ pub enum ConfigError {
     SubmittedText { what: &'static str, given: OsString },
     #[error(
         "{place}: {given:?} is no end after which an analysis can be tried again; these are {}",
-        settings::RETRY_ON.map(State::as_str).join(", ")
+        table::RETRY_ON.map(State::as_str).join(", ")
     )]
     RetryOn { place: SettingPlace, given: String },
     #[error(
         "{place} must have from 1 to {} characters, and no control characters",
-        settings::KEY_CHARS_MAX
+        table::KEY_CHARS_MAX
     )]
     BadKey { place: SettingPlace },
     #[error("read --id")]
@@ -123,7 +125,7 @@ pub enum ConfigError {
     },
     #[error(
         "{place}: there is no limit {given:?}; the limits are {}",
-        settings::limit_names()
+        table::limit_names()
     )]
     NoSuchLimit { place: SettingPlace, given: String },
     #[error(

@@ -8,15 +8,15 @@ use std::ffi::OsStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use engine::request::{AnalysisId, CollectionSettings, IdReuse, KeepPolicy, WorkspaceKind};
+use crate::request::{AnalysisId, CollectionSettings, IdReuse, KeepPolicy, WorkspaceKind};
 
 use super::database_url::{holds_password, sqlite_path};
 use super::entries::{self, SettingEntry, SettingError, SettingOrigin, SettingValue};
 use super::error::{ConfigError, RecordError};
 use super::merged::{MergedSettings, ProjectFile};
 use super::post_process::PostProcessSettings;
-use super::settings::{DB_FILE_VARIABLE, GivenSettings, Key};
 use super::sources::Sources;
+use super::table::{DB_FILE_VARIABLE, GivenSettings, Key};
 use super::trusted_file::{self, FileError, Privacy};
 
 const FREE_RESERVE_DEFAULT_BYTES: u64 = 1 << 30;

@@ -1,30 +1,55 @@
-//! The request of `fumehood run` and `fumehood shell`. It is built from checked values only, so nothing weaker than the
-//! policy reaches it.
+//! The request, and those of `fumehood run` and `fumehood shell`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::ops::Deref;
 
-use engine::request::{
-    AnalysisId, Command, IdReuse, IsolationLevel, LimitName, NamedBy, NamedDirectory, Request,
-    RequestOrigin, SiblingModules, Stdin,
+use crate::request::{
+    AnalysisId, Command, IdReuse, IsolationLevel, LimitName, NamedBy, NamedDirectory,
+    RequestFields, RequestOrigin, SiblingModules, Stdin,
 };
-use sandbox::spec::{Layer, SharedMemory};
+use sandbox::spec::SharedMemory;
 
 use super::entries::{self, SettingEntry, SettingOrigin, SettingValue};
 use super::error::ConfigError;
 use super::merged::{MergedSettings, ProjectFile};
 use super::record::{DbChoice, RecordSettings};
-use super::settings::{self, GivenSettings, Key};
 use super::sources::Sources;
 use super::suggestion::excerpt;
+use super::table::{self, GivenSettings, Key};
+
+/// A requested analysis within the operator's policy. Its fields can be read and not changed.
+///
+/// A limit that nobody asked for is an upper bound: where the default depends on the host (memory, cpus), the lower of
+/// the two holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request(RequestFields);
+
+impl Deref for Request {
+    type Target = RequestFields;
+
+    fn deref(&self) -> &RequestFields {
+        &self.0
+    }
+}
+
+impl Request {
+    /// The caller has applied the policy to each field.
+    pub(super) fn within_policy(fields: RequestFields) -> Request {
+        Request(fields)
+    }
+
+    /// A request that no settings were resolved for.
+    #[cfg(test)]
+    pub(crate) fn for_tests(fields: RequestFields) -> Request {
+        Request(fields)
+    }
+}
 
 /// A request, and what the policy and the caller ask for besides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolved {
-    /// A limit that nobody asked for is an upper bound: where the default depends on the host (memory, cpus), the lower
-    /// of the two holds.
     pub request: Request,
-    /// Layers that the operator requires at any level.
-    pub required_layers: BTreeSet<Layer>,
     pub presentation: Presentation,
     pub record: RecordSettings,
 }
@@ -51,9 +76,14 @@ pub fn run_request(
     MergedSettings::read(given, sources, ProjectFile::Read)?.resolve(command, sources)
 }
 
-/// Returns the request of `fumehood shell`.
+/// Returns the request of `fumehood shell`. The shell gets the kind of the caller's terminal.
 pub fn shell_request(given: GivenSettings, sources: &Sources) -> Result<Resolved, ConfigError> {
-    MergedSettings::read(given, sources, ProjectFile::Read)?.resolve(Command::Shell, sources)
+    let merged = MergedSettings::read(given, sources, ProjectFile::Read)?;
+    let mut resolved = merged.resolve(Command::Shell, sources)?;
+    let kind = sources.env.get(OsStr::new("TERM"));
+    let kind = kind.cloned().unwrap_or_else(|| "dumb".into());
+    resolved.request.0.env.push(("TERM".into(), kind));
+    Ok(resolved)
 }
 
 impl MergedSettings {
@@ -67,12 +97,30 @@ impl MergedSettings {
             _ => self.db(sources)?,
         };
         let record = self.record(db)?;
-        let limits = self.limits()?;
-        let request = Request {
-            id: match &record.in_workspace {
-                Some(id) => id.clone(),
-                None => self.id()?,
+        let known_id = record.in_workspace.as_ref();
+        let fields = self.request_fields(command, known_id, &sources.env)?;
+        Ok(Resolved {
+            request: Request::within_policy(fields),
+            presentation: Presentation {
+                json: self.switch(Key::Json),
+                quiet: self.switch(Key::Quiet),
             },
+            record,
+        })
+    }
+
+    /// Applies the policy to each field. `known_id` is the id, unless the settings name or generate it; `env` has the
+    /// caller's variables, for those that are passed on by name.
+    pub(super) fn request_fields(
+        &self,
+        command: Command,
+        known_id: Option<&AnalysisId>,
+        env: &BTreeMap<OsString, OsString>,
+    ) -> Result<RequestFields, ConfigError> {
+        let limits = self.limits()?;
+        let policy = self.policy.as_ref();
+        Ok(RequestFields {
+            id: known_id.map_or_else(|| self.id(), |id| Ok(id.clone()))?,
             command,
             project: self.project.clone(),
             data: self.named_directory(Key::Data),
@@ -84,7 +132,7 @@ impl MergedSettings {
                 false => SiblingModules::Exclude,
             },
             runtime: self.path(Key::Runtime),
-            env: self.env(&sources.env)?,
+            env: self.env(env)?,
             stdin: self.stdin(),
             workspace_kind: self.workspace_kind(),
             workspace_root: self.workspace_root(),
@@ -92,38 +140,21 @@ impl MergedSettings {
             keep_for_ms: self.keep_for_ms()?,
             floor: self.floor()?,
             level: self.level(),
+            required_layers: policy.map_or_else(BTreeSet::new, |policy| policy.layers.clone()),
             shared_memory: self.shared_memory()?,
             allow_degraded: self.allow_degraded()?,
-            readable_roots: self
-                .policy
-                .as_ref()
-                .and_then(|policy| policy.readable_roots.clone()),
+            readable_roots: policy.and_then(|policy| policy.readable_roots.clone()),
             collection: self.collection(limits.disk_bytes.value)?,
             limits,
             id_reuse: match self.again() {
                 // A generated id is new, so skip the lookup of an earlier analysis.
-                IdReuse::Refuse
-                    if record.in_workspace.is_none() && self.last(Key::Id).is_none() =>
-                {
+                IdReuse::Refuse if known_id.is_none() && self.last(Key::Id).is_none() => {
                     IdReuse::Generated
                 }
                 again => again,
             },
             secret_env: self.secret_env()?,
             asked_by: RequestOrigin::Caller,
-        };
-        Ok(Resolved {
-            request,
-            required_layers: self
-                .policy
-                .as_ref()
-                .map(|policy| policy.layers.clone())
-                .unwrap_or_default(),
-            presentation: Presentation {
-                json: self.switch(Key::Json),
-                quiet: self.switch(Key::Quiet),
-            },
-            record,
         })
     }
 
@@ -214,7 +245,7 @@ impl MergedSettings {
         let mut allowed = BTreeSet::new();
         for (entry, item) in self.items(Key::AllowDegraded) {
             let name = item.to_string_lossy();
-            let limit = settings::limit_name(&name).ok_or_else(|| ConfigError::NoSuchLimit {
+            let limit = table::limit_name(&name).ok_or_else(|| ConfigError::NoSuchLimit {
                 place: entry.place.clone(),
                 given: excerpt(&name),
             })?;

@@ -5,14 +5,14 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
-use engine::collect::Globs;
-use engine::request::{Input, ReadRoot};
+use crate::collect::Globs;
+use crate::request::{Input, ReadRoot};
 
 use super::entries::{SettingEntry, SettingError, SettingOrigin, SettingValue, absolute};
 use super::env_names::{is_env_name, is_name_pattern};
 use super::error::ConfigError;
 use super::merged::MergedSettings;
-use super::settings::{ENV_BYTES_MAX, Key, VARIABLE_PREFIX};
+use super::table::{ENV_BYTES_MAX, Key, VARIABLE_PREFIX};
 
 impl MergedSettings {
     /// Iterates over the items of a list from every source, each with its entry.
