@@ -1,11 +1,16 @@
 //! Times and durations as people write and read them. Dates are in UTC.
 
+use jiff::SignedDuration;
+use jiff::civil::DateTime;
 use store::types::units::{format_duration, parse_duration_ms};
 
 const SECOND_MS: i64 = 1_000;
 const MINUTE_MS: i64 = 60 * SECOND_MS;
 const HOUR_MS: i64 = 60 * MINUTE_MS;
 const DAY_MS: i64 = 24 * HOUR_MS;
+
+/// Unix time 0, in UTC.
+const EPOCH: DateTime = DateTime::constant(1970, 1, 1, 0, 0, 0, 0);
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -31,47 +36,21 @@ pub fn parse_since(text: &str, now_ms: i64) -> Result<i64, TimeParseError> {
 
 fn parse_date(text: &str) -> Option<i64> {
     let text = text.strip_suffix('Z').unwrap_or(text);
-    let (date, time) = match text.split_once(['T', ' ']) {
-        Some((date, time)) => (date, Some(time)),
-        None => (text, None),
+    let text = text.replacen(' ', "T", 1);
+    let parse = |form| {
+        let time = DateTime::strptime(form, &text).ok()?;
+        // The parser also takes `2026-1-1` and a leap second. Take only what is formatted like that again.
+        (time.strftime(form).to_string() == text).then_some(time)
     };
-    let numbers = |text: &str, by: char, digits: &[usize]| -> Option<Vec<i64>> {
-        let parts: Vec<&str> = text.split(by).collect();
-        let fits = |(part, digits): (&&str, &usize)| {
-            part.len() == *digits && part.bytes().all(|b| b.is_ascii_digit())
-        };
-        let all = parts.len() <= digits.len() && parts.iter().zip(digits).all(fits);
-        all.then(|| parts.iter().filter_map(|p| p.parse().ok()).collect())
-    };
-    let date = numbers(date, '-', &[4, 2, 2])?;
-    let &[year, month, day] = date.as_slice() else {
-        return None;
-    };
-    let days = days_from_civil(year, month, day);
-    // A date that does not exist converts back to a different one.
-    if civil_from_days(days) != (year, month, day) {
-        return None;
-    }
-    let time = time.map_or(Some(vec![0, 0, 0]), |time| numbers(time, ':', &[2, 2, 2]))?;
-    let (hours, minutes, seconds) = match time.as_slice() {
-        [h, m] => (*h, *m, 0),
-        [h, m, s] => (*h, *m, *s),
-        _ => return None,
-    };
-    let in_day = hours < 24 && minutes < 60 && seconds < 60;
-    in_day.then_some(days * DAY_MS + hours * HOUR_MS + minutes * MINUTE_MS + seconds * SECOND_MS)
+    let forms = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"];
+    let time = forms.into_iter().find_map(parse)?;
+    i64::try_from(time.duration_since(EPOCH).as_millis()).ok()
 }
 
 /// Formats `2026-01-31 12:00:05`, in UTC.
 pub fn format_date(ms: i64) -> String {
-    let (days, rest) = (ms.div_euclid(DAY_MS), ms.rem_euclid(DAY_MS));
-    let (year, month, day) = civil_from_days(days);
-    let [hours, minutes, seconds] = [
-        rest / HOUR_MS,
-        rest % HOUR_MS / MINUTE_MS,
-        rest % MINUTE_MS / SECOND_MS,
-    ];
-    format!("{year:04}-{month:02}-{day:02} {hours:02}:{minutes:02}:{seconds:02}")
+    let time = EPOCH.saturating_add(SignedDuration::from_millis(ms));
+    time.strftime("%Y-%m-%d %H:%M:%S").to_string()
 }
 
 /// Formats `5s`, `12m`, `3h`, `8d`: the largest unit, truncated. A time in the future (clocks differ) is `0s`.
@@ -95,36 +74,6 @@ pub fn format_duration_brief(ms: u64) -> String {
         _ => 3_600_000,
     };
     format_duration(ms - ms % step)
-}
-
-/// Returns the days since 1970-01-01 of a date of the proleptic Gregorian calendar. Years begin in March, so that the
-/// leap day is the last day of a year; 400 years have 146,097 days.
-fn days_from_civil(year: i64, month: i64, day: i64) -> i64 {
-    let year = if month <= 2 { year - 1 } else { year };
-    let era = year.div_euclid(400);
-    let year_of_era = year.rem_euclid(400);
-    let month_from_march = (month + 9).rem_euclid(12);
-    let day_of_year = (153 * month_from_march + 2) / 5 + day - 1;
-    let day_of_era = year_of_era * 365 + year_of_era / 4 - year_of_era / 100 + day_of_year;
-    era * 146_097 + day_of_era - 719_468
-}
-
-fn civil_from_days(days: i64) -> (i64, i64, i64) {
-    let days = days.saturating_add(719_468);
-    let era = days.div_euclid(146_097);
-    let day_of_era = days.rem_euclid(146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 {
-        month_from_march + 3
-    } else {
-        month_from_march - 9
-    };
-    let year = year_of_era + era * 400 + i64::from(month <= 2);
-    (year, month, day)
 }
 
 #[cfg(test)]

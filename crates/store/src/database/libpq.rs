@@ -4,10 +4,11 @@
 //!
 //! <https://www.postgresql.org/docs/current/libpq-connect.html>, libpq-pgservice.html, libpq-pgpass.html
 
-use std::fmt::Write as _;
 use std::io::{self, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+
+use percent_encoding::percent_decode_str;
 
 use crate::database::libpq_settings::{Environment, Secret, Settings, SslMode, VARIABLES};
 use crate::database::location_error::LocationError;
@@ -59,47 +60,19 @@ pub(crate) fn parse_url(text: &str) -> Result<Settings, LocationError> {
 }
 
 fn percent_decode(text: &str) -> Result<String, LocationError> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((first, after)) = rest.split_first() {
-        rest = after;
-        if *first != b'%' {
-            bytes.push(*first);
-            continue;
-        }
-        let digit = |b: u8| {
-            char::from(b)
-                .to_digit(16)
-                .and_then(|d| u8::try_from(d).ok())
-        };
-        match rest {
-            [high, low, after @ ..] => match (digit(*high), digit(*low)) {
-                (Some(high), Some(low)) => {
-                    bytes.push(high << 4 | low);
-                    rest = after;
-                }
-                _ => return Err(LocationError::Encoding),
-            },
-            _ => return Err(LocationError::Encoding),
-        }
+    let is_code = |after: &[u8]| {
+        let code = after.get(..2);
+        code.is_some_and(|digits| digits.iter().all(u8::is_ascii_hexdigit))
+    };
+    // The decoder would leave a percent sign without a code as it is.
+    let mut after_signs = text.as_bytes().split(|byte| *byte == b'%').skip(1);
+    if !after_signs.all(is_code) {
+        return Err(LocationError::Encoding);
     }
-    match String::from_utf8(bytes) {
-        Ok(text) if !text.contains('\0') => Ok(text),
+    match percent_decode_str(text).decode_utf8() {
+        Ok(text) if !text.contains('\0') => Ok(text.into_owned()),
         _ => Err(LocationError::Encoding),
     }
-}
-
-/// Percent-encodes every byte that is not a letter, a digit, `.`, `_`, `-` or in `also`.
-pub(crate) fn percent_encode(text: &str, also: &[u8]) -> String {
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        match byte.is_ascii_alphanumeric() || b"._-".contains(&byte) || also.contains(&byte) {
-            true => encoded.push(char::from(byte)),
-            // Writing to a String cannot fail.
-            false => drop(write!(encoded, "%{byte:02X}")),
-        }
-    }
-    encoded
 }
 
 /// Adds settings from the service, if one is named, then from the environment.

@@ -6,6 +6,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+
 use crate::database::libpq;
 use crate::database::libpq_settings::{Environment, Secret, Settings, SslMode};
 use crate::database::location_error::LocationError;
@@ -143,25 +145,29 @@ fn server(settings: Settings, env: Environment) -> Result<PostgresAddress, Locat
     })
 }
 
+/// What is percent-encoded when an address is shown.
+const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'.').remove(b'_').remove(b'-');
+
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Location::None => f.write_str("none"),
             Location::Sqlite(path) => write!(f, "sqlite:{}", path.display()),
             Location::Postgres(server) => {
-                let [user, database] =
-                    [&server.user, &server.database].map(|t| libpq::percent_encode(t, b""));
+                let encode =
+                    |text, set: &'static AsciiSet| utf8_percent_encode(text, set).to_string();
+                let [user, database] = [&server.user, &server.database].map(|t| encode(t, ENCODED));
                 let (host, port) = (&server.host, server.port);
                 if host.starts_with('/') {
-                    let host = libpq::percent_encode(host, b"/");
+                    let host = encode(host, const { &ENCODED.remove(b'/') });
                     return write!(
                         f,
                         "postgres:///{database}?host={host}&port={port}&user={user}"
                     );
                 }
                 let host = match host.contains(':') {
-                    true => format!("[{}]", libpq::percent_encode(host, b":")),
-                    false => libpq::percent_encode(host, b""),
+                    true => format!("[{}]", encode(host, const { &ENCODED.remove(b':') })),
+                    false => encode(host, ENCODED),
                 };
                 write!(f, "postgres://{user}@{host}:{port}/{database}")
             }

@@ -1,6 +1,13 @@
 //! Lines of styled text that fit a width, and tables that drop columns until they fit.
 
+use unicode_width::UnicodeWidthChar;
+
 use super::StdoutWriter;
+
+/// Returns how many columns of a terminal the text takes: Chinese characters take two each, combining marks none.
+pub fn columns(text: &str) -> usize {
+    text.chars().filter_map(UnicodeWidthChar::width).sum()
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Align {
@@ -40,18 +47,23 @@ impl StyledLine {
     }
 
     pub fn width(&self) -> usize {
-        self.0.iter().map(|(text, _)| text.chars().count()).sum()
+        self.0.iter().map(|(text, _)| columns(text)).sum()
     }
 
-    /// Cuts the line to a width. An ellipsis replaces the last character.
+    /// Cuts the line to a width. An ellipsis follows the part that is left.
     pub fn cut(mut self, width: usize) -> StyledLine {
         if self.width() <= width {
             return self;
         }
         let mut left = width.saturating_sub(1);
         for (text, _) in &mut self.0 {
-            *text = text.chars().take(left).collect();
-            left -= text.chars().count();
+            let mut fits = |c: &char| {
+                let rest = left.checked_sub(columns(c.encode_utf8(&mut [0; 4])));
+                // The first character that does not fit, which may be a wide one, ends the line.
+                left = rest.unwrap_or(0);
+                rest.is_some()
+            };
+            *text = text.chars().take_while(|c| fits(c)).collect();
         }
         if width > 0 {
             self.0.push(("…".into(), TextStyle::Plain));
@@ -140,9 +152,10 @@ impl Table {
                     line.0.push((GAP.to_owned(), TextStyle::Plain));
                 }
                 let (text, style) = &row[*at];
+                let padding = " ".repeat(cell_width - columns(text));
                 let text = match self.columns[*at].align {
-                    Align::Left => format!("{text:<cell_width$}"),
-                    Align::Right => format!("{text:>cell_width$}"),
+                    Align::Left => format!("{text}{padding}"),
+                    Align::Right => format!("{padding}{text}"),
                 };
                 line.0.push((text, *style));
             }
@@ -156,14 +169,14 @@ impl Table {
 
     /// Returns the columns that fit, and their widths. A column without any text takes no room.
     fn fitting_columns(&self, width: usize) -> Vec<(usize, usize)> {
-        let widest = |at: usize| self.rows.iter().map(|row| row[at].0.chars().count()).max();
+        let widest = |at: usize| self.rows.iter().map(|row| columns(&row[at].0)).max();
         let mut shown: Vec<(usize, usize)> = self
             .columns
             .iter()
             .enumerate()
             .filter_map(|(at, column)| {
                 let widest = widest(at).filter(|widest| *widest > 0)?;
-                Some((at, widest.max(column.title.chars().count())))
+                Some((at, widest.max(columns(column.title))))
             })
             .collect();
         let drop_order = |at: usize| self.columns[at].drop_order;
@@ -226,6 +239,22 @@ mod tests {
             })
         );
         assert_eq!(texts(Some(0)), ["", "", ""]);
+    }
+
+    #[test]
+    fn wide_characters_and_combining_marks_do_not_move_columns() {
+        let mut table = Table::new(&[Align::Left, Align::Right, Align::Left]);
+        for name in ["王小明", "e\u{301}\u{301}\u{301}va", "ada"] {
+            table.row(["x", name, "|"].map(String::from));
+        }
+        let starts = |line: &String| line.split('|').next().map(columns);
+        let lines = table.lines();
+        assert_eq!(lines.iter().map(starts).collect::<Vec<_>>(), [Some(11); 3]);
+        let cut = |width| StyledLine::plain("王小明").cut(width).text();
+        assert_eq!(
+            [0, 1, 2, 3, 4, 5, 6].map(cut),
+            ["", "…", "…", "王…", "王…", "王小…", "王小明"]
+        );
     }
 
     #[test]

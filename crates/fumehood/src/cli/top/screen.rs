@@ -2,12 +2,12 @@
 //! everything.
 
 use std::io::{self, IsTerminal, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::time::Instant;
 
 use anyhow::Context;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{LocalModes, OptionalActions, SpecialCodeIndex, Termios};
+use sandbox::events::{self, PollFlags, SignalQueue};
 use store::ChangeListener;
 
 use super::frame::ScreenSize;
@@ -36,8 +36,16 @@ pub enum ScreenEvent {
     Changed,
 }
 
+/// What a wait waits for. If several are ready, the first counts.
+#[derive(Clone, Copy)]
+enum EventSource {
+    Signals,
+    Keys,
+    Changes,
+}
+
 pub struct Screen {
-    signals: OwnedFd,
+    signals: SignalQueue,
     colours: bool,
     entered: bool,
     /// The settings to restore. `None` if stdin is not a terminal; then keys are not read.
@@ -48,10 +56,8 @@ impl Screen {
     /// Blocks signals and opens a descriptor for them. The terminal stays unchanged until [`Screen::enter`].
     pub fn open() -> anyhow::Result<Screen> {
         let wanted = [SIGHUP, SIGINT, SIGTERM, SIGWINCH].map(i32::from);
-        sandbox::block_signals(Some(&wanted)).context("block signals")?;
-        let signals = sandbox::signal_fd(&wanted).context("listen for signals")?;
         Ok(Screen {
-            signals,
+            signals: SignalQueue::block(&wanted).context("listen for signals")?,
             colours: std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
             entered: false,
             keys: None,
@@ -132,29 +138,20 @@ impl Screen {
         listener: Option<&ChangeListener>,
         until: Instant,
     ) -> anyhow::Result<ScreenEvent> {
+        let signals = (EventSource::Signals, self.signals.as_fd());
+        let keys = (EventSource::Keys, rustix::stdio::stdin());
+        let changes = listener.map(|listener| (EventSource::Changes, listener.as_fd()));
+        let sources = [Some(signals), self.keys.is_some().then_some(keys), changes];
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            let timeout = Timespec {
-                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-                tv_nsec: left.subsec_nanos().into(),
-            };
-            let stdin = io::stdin();
-            let mut fds = vec![PollFd::new(&self.signals, PollFlags::IN)];
-            let keys = self.keys.is_some();
-            fds.extend(keys.then(|| PollFd::from_borrowed_fd(stdin.as_fd(), PollFlags::IN)));
-            fds.extend(listener.map(|listener| PollFd::new(listener, PollFlags::IN)));
-            match poll(&mut fds, Some(&timeout)) {
-                Ok(0) => return Ok(ScreenEvent::Timeout),
-                Err(rustix::io::Errno::INTR) => continue,
-                Ok(_) => {}
-                Err(e) => return Err(e).context("wait for keys"),
-            }
-            let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-            let is_ready = |at: usize| ready.get(at).copied().unwrap_or(false);
-            let event = match () {
-                () if is_ready(0) => self.signal(),
-                () if keys && is_ready(1) => read_key(),
-                () => Some(ScreenEvent::Changed),
+            let wanted = sources.into_iter().flatten();
+            let wanted = wanted.map(|(source, fd)| (source, fd, PollFlags::IN));
+            let ready = events::wait_for_any(wanted, left).context("wait for keys")?;
+            let event = match ready.first() {
+                Some((EventSource::Signals, _)) => self.signal(),
+                Some((EventSource::Keys, _)) => read_key(),
+                Some((EventSource::Changes, _)) => Some(ScreenEvent::Changed),
+                None => (Instant::now() >= until).then_some(ScreenEvent::Timeout),
             };
             if let Some(event) = event {
                 return Ok(event);
@@ -163,8 +160,7 @@ impl Screen {
     }
 
     fn signal(&self) -> Option<ScreenEvent> {
-        let signal = sandbox::read_signal(self.signals.as_fd())?;
-        match u8::try_from(signal).ok()? {
+        match u8::try_from(self.signals.take()?).ok()? {
             SIGWINCH => Some(ScreenEvent::Redraw),
             // Like Ctrl-C as a key.
             SIGINT => Some(ScreenEvent::Quit),
