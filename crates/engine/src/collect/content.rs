@@ -35,19 +35,15 @@ impl From<Remark> for EntryRefusal {
 
 impl From<&EntryFault> for EntryRefusal {
     fn from(fault: &EntryFault) -> EntryRefusal {
+        if let Some(errno) = fault.errno() {
+            return EntryRefusal::from(errno);
+        }
         EntryRefusal::Entry(match fault {
             EntryFault::MountPoint => Remark::MountPoint,
             EntryFault::Foreign(_) => Remark::NotOwned,
             EntryFault::TooDeep => Remark::TooDeep,
             EntryFault::Moved => Remark::Changed,
-            EntryFault::Immutable => Remark::Unreadable,
-            EntryFault::Open(e)
-            | EntryFault::Stat(e)
-            | EntryFault::Read(e)
-            | EntryFault::Unlink(e)
-            | EntryFault::RemoveDir(e)
-            | EntryFault::ChangeMode(e)
-            | EntryFault::ChangeOwner(e) => return EntryRefusal::from(*e),
+            _ => Remark::Unreadable,
         })
     }
 }

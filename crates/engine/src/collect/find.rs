@@ -2,9 +2,10 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::CStr;
+use std::ops::ControlFlow;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes};
 use rustix::io::Errno;
 
 use super::content::{EntryRefusal, FileContent, Inode};
@@ -15,7 +16,7 @@ use super::{
 };
 use crate::workspace::tree::EntryFault;
 use crate::workspace::tree::walk::{DepthOverflow, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction};
-use crate::workspace::tree::walk::{chmod_pinned, open_beneath, open_unlocked};
+use crate::workspace::tree::walk::{chmod_pinned, open_beneath, open_unlocked, stat_entry};
 use store::types::manifest::{CollectedOutputs, ContentHash, Remark};
 
 /// Directories whose content a program can produce again. Files below them are counted, not collected.
@@ -190,9 +191,6 @@ impl TreeVisitor for CandidateFinder<'_> {
         name: &CStr,
         _: FileType,
     ) -> Result<VisitAction, EntryFault> {
-        if self.fatal_error.is_some() {
-            return Ok(VisitAction::Stop);
-        }
         self.entries += 1;
         if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
             (self.progress)(CollectProgress::Walked {
@@ -217,32 +215,34 @@ impl TreeVisitor for CandidateFinder<'_> {
         Ok(())
     }
 
-    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) {
+    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) -> ControlFlow<()> {
         let itself = name == c".";
-        let refusal = EntryRefusal::from(fault);
-        match (self.levels.as_slice(), refusal) {
-            ([], EntryRefusal::Entry(_)) => self.fatal_error = Some(top_error(fault)),
-            ([_], EntryRefusal::Entry(_)) if itself => self.fatal_error = Some(top_error(fault)),
-            (levels, EntryRefusal::Entry(remark)) => {
-                // The walk cannot go back up, so everything that was still to be walked is lost, also outside the
-                // cache.
-                let lost = itself && !matches!(fault, EntryFault::Read(_));
-                let in_cache = levels.last().is_some_and(|level| level.in_cache);
-                if !lost && (in_cache || self.is_cache_name(name.to_bytes())) {
-                    return;
-                }
-                if !itself {
-                    self.push_name(name.to_bytes());
-                }
-                self.found.remarks.add(&self.path, remark);
-                self.reset_path();
-            }
-            (_, EntryRefusal::OutOfResources(source)) => {
+        let remark = match EntryRefusal::from(fault) {
+            EntryRefusal::OutOfResources(source) => {
                 let path = displayed_path(&self.path);
-                self.fatal_error
-                    .get_or_insert(CollectError::OutOfResources { path, source });
+                self.fatal_error = Some(CollectError::OutOfResources { path, source });
+                return ControlFlow::Break(());
             }
+            EntryRefusal::Entry(_)
+                if self.levels.is_empty() || itself && self.levels.len() == 1 =>
+            {
+                let source = fault.errno().unwrap_or(Errno::XDEV);
+                self.fatal_error = Some(CollectError::Top { source });
+                return ControlFlow::Break(());
+            }
+            EntryRefusal::Entry(remark) => remark,
+        };
+        // The walk cannot go back up, so everything that was still to be walked is lost, also outside the cache.
+        let lost = itself && !matches!(fault, EntryFault::Read(_));
+        let in_cache = self.levels.last().is_some_and(|level| level.in_cache);
+        if lost || !in_cache && !self.is_cache_name(name.to_bytes()) {
+            if !itself {
+                self.push_name(name.to_bytes());
+            }
+            self.found.remarks.add(&self.path, remark);
+            self.reset_path();
         }
+        ControlFlow::Continue(())
     }
 }
 
@@ -402,31 +402,9 @@ impl CandidateFinder<'_> {
     }
 }
 
-fn top_error(fault: &EntryFault) -> CollectError {
-    let source = match fault {
-        EntryFault::Open(e)
-        | EntryFault::Stat(e)
-        | EntryFault::Read(e)
-        | EntryFault::ChangeMode(e) => *e,
-        // A directory that is held open has no other faults.
-        _ => Errno::XDEV,
-    };
-    CollectError::Top { source }
-}
-
 fn inode(stat: &Statx) -> Inode {
     let device = rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor);
     (device, stat.stx_ino)
-}
-
-/// `None` if the entry is gone.
-fn stat_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<Option<Statx>, EntryFault> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-    match rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS) {
-        Ok(stat) => Ok(Some(stat)),
-        Err(Errno::NOENT) => Ok(None),
-        Err(e) => Err(EntryFault::Stat(e)),
-    }
 }
 
 /// Gives the owner search permission on a directory. Returns whether that was necessary. This asks the kernel, since
@@ -516,9 +494,6 @@ impl TreeVisitor for NameCounter<'_> {
         name: &CStr,
         kind: FileType,
     ) -> Result<VisitAction, EntryFault> {
-        if self.out_of_resources.is_some() {
-            return Ok(VisitAction::Stop);
-        }
         self.entries += 1;
         if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
             (self.progress)(CollectProgress::Walked {
@@ -551,10 +526,14 @@ impl TreeVisitor for NameCounter<'_> {
         Ok(())
     }
 
-    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) {
-        if let EntryRefusal::OutOfResources(source) = EntryRefusal::from(fault) {
-            let path = displayed_path(name.to_bytes());
-            self.out_of_resources.get_or_insert((path, source));
+    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) -> ControlFlow<()> {
+        match EntryRefusal::from(fault) {
+            EntryRefusal::Entry(_) => ControlFlow::Continue(()),
+            EntryRefusal::OutOfResources(source) => {
+                let path = displayed_path(name.to_bytes());
+                self.out_of_resources = Some((path, source));
+                ControlFlow::Break(())
+            }
         }
     }
 }

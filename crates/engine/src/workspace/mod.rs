@@ -1,8 +1,8 @@
 //! The private directory of one analysis. It is created exclusively, and held and removed by descriptor.
 //!
-//! - `copy_in.rs`: copies input files into a workspace.
-//! - `tree/`: walks directory trees that a hostile program wrote: to remove them, to change their owner, to measure
-//!   them.
+//! - `copy_in/`: reads inputs, and copies them into a workspace.
+//! - `tree/`: the one walker of hostile directory trees. It serves to read inputs, to collect, to measure, to change
+//!   owners and to remove.
 //! - `uid_pool.rs`: leases an unprivileged uid to each analysis that root runs.
 
 pub mod copy_in;
