@@ -114,15 +114,6 @@ impl PinnedFile {
         stamp(&self.stat)
     }
 
-    /// Unix time in milliseconds.
-    pub(super) fn modified_ms(&self) -> i64 {
-        let millis = i64::try_from(self.stat.st_mtime_nsec / 1_000_000).unwrap_or(0);
-        self.stat
-            .st_mtime
-            .saturating_mul(1000)
-            .saturating_add(millis)
-    }
-
     /// Opens the path again, checks that it leads to the pinned file, and hashes the file.
     pub(super) fn read(
         &self,

@@ -9,14 +9,14 @@ use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes
 use rustix::io::Errno;
 
 use super::content::{EntryRefusal, FileContent, Inode};
-use super::shortlist::{Candidate, Rank, RemarkList, Shortlist, displayed_path};
+use super::shortlist::{Candidate, Rank, RemarkList, Shortlist};
 use super::{
     COMPONENT_BYTES_MAX, CollectError, CollectProgress, CollectionRules, ModePolicy,
-    PATH_BYTES_MAX, StagedInput,
+    PATH_BYTES_MAX, StagedInput, out_of_resources,
 };
 use crate::workspace::tree::EntryFault;
 use crate::workspace::tree::walk::{DepthOverflow, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction};
-use crate::workspace::tree::walk::{chmod_pinned, open_beneath, open_unlocked, stat_entry};
+use crate::workspace::tree::walk::{open_beneath, open_unlocked, stat_entry};
 use store::types::manifest::{CollectedOutputs, ContentHash, Remark};
 
 /// Directories whose content a program can produce again. Files below them are counted, not collected.
@@ -83,7 +83,7 @@ pub(super) fn find_candidates(
         top_device: 0,
         path: Vec::new(),
         levels: Vec::new(),
-        entries: 0,
+        entries: EntryCounter { seen: 0, progress },
         overridden: false,
         fatal_error: None,
         found: FoundFiles {
@@ -93,15 +93,28 @@ pub(super) fn find_candidates(
             overridden: HashSet::new(),
             counts: CollectedOutputs::default(),
         },
-        progress,
     };
     TreeWalk::new().run(top, &mut finder, DepthOverflow::Fail);
-    (finder.progress)(CollectProgress::Walked {
-        entries: finder.entries,
-    });
-    match finder.fatal_error {
-        None => Ok(finder.found),
-        Some(error) => Err(error),
+    finder.entries.report();
+    finder.fatal_error.map_or(Ok(finder.found), Err)
+}
+
+/// Counts the entries of a walk, and reports them from time to time.
+struct EntryCounter<'a> {
+    seen: u64,
+    progress: &'a mut dyn FnMut(CollectProgress),
+}
+
+impl EntryCounter<'_> {
+    fn count(&mut self) {
+        self.seen += 1;
+        if self.seen.is_multiple_of(ENTRIES_PER_PROGRESS) {
+            self.report();
+        }
+    }
+
+    fn report(&mut self) {
+        (self.progress)(CollectProgress::Walked { entries: self.seen });
     }
 }
 
@@ -113,13 +126,12 @@ struct CandidateFinder<'a> {
     /// The path of the current directory, followed by the name of the current entry.
     path: Vec<u8>,
     levels: Vec<OpenDirectory>,
-    entries: u64,
+    entries: EntryCounter<'a>,
     /// The directory that was opened last had no permissions for this process.
     overridden: bool,
     /// Why the collection as a whole fails.
     fatal_error: Option<CollectError>,
     found: FoundFiles,
-    progress: &'a mut dyn FnMut(CollectProgress),
 }
 
 /// A directory on the way from the top. The top is the first.
@@ -136,14 +148,8 @@ impl TreeVisitor for CandidateFinder<'_> {
         self.overridden = self.rules.modes == ModePolicy::Override
             && matches!(opened, Err(EntryFault::Open(Errno::ACCESS)));
         match self.overridden {
-            false => opened,
-            // Without search permission `.` cannot be looked up in the top, but the descriptor is open.
-            true if self.levels.is_empty() => {
-                let stat = rustix::fs::fstat(dir).map_err(EntryFault::Stat)?;
-                chmod_pinned(dir, stat.st_mode & 0o1777 | 0o700)?;
-                open_beneath(dir, name, OPEN_DIR)
-            }
             true => open_unlocked(dir, name),
+            false => opened,
         }
     }
 
@@ -191,12 +197,7 @@ impl TreeVisitor for CandidateFinder<'_> {
         name: &CStr,
         _: FileType,
     ) -> Result<VisitAction, EntryFault> {
-        self.entries += 1;
-        if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
-            (self.progress)(CollectProgress::Walked {
-                entries: self.entries,
-            });
-        }
+        self.entries.count();
         if self.levels.len() == 1 && name.to_bytes() == sandbox::HIDDEN_DIR.as_bytes() {
             return Ok(VisitAction::Done);
         }
@@ -219,8 +220,7 @@ impl TreeVisitor for CandidateFinder<'_> {
         let itself = name == c".";
         let remark = match EntryRefusal::from(fault) {
             EntryRefusal::OutOfResources(source) => {
-                let path = displayed_path(&self.path);
-                self.fatal_error = Some(CollectError::OutOfResources { path, source });
+                self.fatal_error = Some(out_of_resources(&self.path, source));
                 return ControlFlow::Break(());
             }
             EntryRefusal::Entry(_)
@@ -449,24 +449,19 @@ pub(super) fn count_names(
         modes,
         files,
         depth: 0,
-        entries: 0,
+        entries: EntryCounter { seen: 0, progress },
         out_of_resources: None,
-        progress,
     };
     TreeWalk::new().run(top, &mut counter, DepthOverflow::Fail);
-    match counter.out_of_resources {
-        None => Ok(()),
-        Some((path, source)) => Err(CollectError::OutOfResources { path, source }),
-    }
+    counter.out_of_resources.map_or(Ok(()), Err)
 }
 
 struct NameCounter<'a> {
     modes: ModePolicy,
     files: &'a mut HashMap<Inode, LinkedFile>,
     depth: usize,
-    entries: u64,
-    out_of_resources: Option<(String, Errno)>,
-    progress: &'a mut dyn FnMut(CollectProgress),
+    entries: EntryCounter<'a>,
+    out_of_resources: Option<CollectError>,
 }
 
 impl TreeVisitor for NameCounter<'_> {
@@ -494,12 +489,7 @@ impl TreeVisitor for NameCounter<'_> {
         name: &CStr,
         kind: FileType,
     ) -> Result<VisitAction, EntryFault> {
-        self.entries += 1;
-        if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
-            (self.progress)(CollectProgress::Walked {
-                entries: self.entries,
-            });
-        }
+        self.entries.count();
         let enter = match self.depth < COUNTED_DEPTH_MAX {
             true => VisitAction::Enter,
             false => VisitAction::Done,
@@ -530,8 +520,7 @@ impl TreeVisitor for NameCounter<'_> {
         match EntryRefusal::from(fault) {
             EntryRefusal::Entry(_) => ControlFlow::Continue(()),
             EntryRefusal::OutOfResources(source) => {
-                let path = displayed_path(name.to_bytes());
-                self.out_of_resources = Some((path, source));
+                self.out_of_resources = Some(out_of_resources(name.to_bytes(), source));
                 ControlFlow::Break(())
             }
         }

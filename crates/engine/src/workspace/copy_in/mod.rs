@@ -9,12 +9,13 @@ use std::ffi::{CStr, OsStr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, Gid, Mode, OFlags, ResolveFlags, Stat, Statx, Uid};
+use rustix::fs::{Mode, OFlags, ResolveFlags, Stat, Statx};
 use rustix::io::Errno;
 use store::artifacts::files;
 use store::types::input_name::{self, InputNameError, check_name};
 
 use self::source::{SourcePath, SourceVisitor};
+use super::set_owner;
 
 /// The greatest depth of a copied directory. Copying holds one descriptor per level in the workspace, so this stays
 /// well below the usual limit of 1024.
@@ -103,7 +104,7 @@ pub fn copy_in(
         source,
     })?;
     let mut copy = InputCopy {
-        owner: owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid))),
+        owner,
         budget,
         copied: CopyTotals::default(),
         workspace,
@@ -163,7 +164,7 @@ impl SourcePath {
 }
 
 struct InputCopy<'a> {
-    owner: Option<(Uid, Gid)>,
+    owner: Option<(u32, u32)>,
     budget: &'a mut CopyBudget,
     copied: CopyTotals,
     workspace: BorrowedFd<'a>,
@@ -213,11 +214,7 @@ impl SourceVisitor for InputCopy<'_> {
         self.charge_file(at)?;
         let (parent, name) = (self.parent(), at.name());
         rustix::fs::symlinkat(&target, parent, name).map_err(at.create())?;
-        if let Some((uid, gid)) = self.owner {
-            let flags = AtFlags::SYMLINK_NOFOLLOW;
-            rustix::fs::chownat(parent, name, Some(uid), Some(gid), flags).map_err(at.write())?;
-        }
-        Ok(())
+        set_owner(parent, Path::new(name), self.owner).map_err(at.write())
     }
 
     fn leave_directory(&mut self) {
@@ -263,9 +260,7 @@ impl InputCopy<'_> {
         mode: Mode,
         at: &SourcePath,
     ) -> Result<(), CopyError> {
-        if let Some((uid, gid)) = self.owner {
-            rustix::fs::fchown(file, Some(uid), Some(gid)).map_err(at.write())?;
-        }
+        set_owner(file, Path::new(""), self.owner).map_err(at.write())?;
         rustix::fs::fchmod(file, mode).map_err(at.write())
     }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ffi::{CStr, CString, OsString};
 use std::ops::ControlFlow;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
@@ -11,6 +11,7 @@ use rustix::fs::{
     AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, Statx, StatxFlags,
 };
 use rustix::io::Errno;
+use store::artifacts::files::proc_path;
 
 use super::{EntryFault, TreeError};
 
@@ -501,20 +502,21 @@ pub(crate) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd,
         Err(EntryFault::Open(Errno::ACCESS)) => {}
         done => return done,
     }
-    let pin = open_beneath(
-        dir,
-        name,
-        OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW,
-    )?;
-    let stat = rustix::fs::fstat(&pin).map_err(EntryFault::Stat)?;
-    chmod_pinned(pin.as_fd(), stat.st_mode & 0o1777 | 0o700)?;
-    open_beneath(pin.as_fd(), c".", OPEN_DIR)
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW;
+    let pin = match name == c"." {
+        // Without search permission `.` cannot be looked up in a directory, but that directory is open.
+        true => None,
+        false => Some(open_beneath(dir, name, flags)?),
+    };
+    let pin = pin.as_ref().map_or(dir, |pin| pin.as_fd());
+    let stat = rustix::fs::fstat(pin).map_err(EntryFault::Stat)?;
+    chmod_pinned(pin, stat.st_mode & 0o1777 | 0o700)?;
+    open_beneath(pin, c".", OPEN_DIR)
 }
 
 /// Changes the mode of exactly the file that an O_PATH descriptor holds. fchmod refuses such a descriptor, and
 /// fchmodat2 is newer than the oldest supported kernels. /proc/self/fd names the open file itself and not its path,
 /// so nothing is looked up again.
 pub(crate) fn chmod_pinned(pin: BorrowedFd<'_>, mode: u32) -> Result<(), EntryFault> {
-    let path = format!("/proc/self/fd/{}", pin.as_raw_fd());
-    rustix::fs::chmod(path, Mode::from_raw_mode(mode)).map_err(EntryFault::ChangeMode)
+    rustix::fs::chmod(proc_path(pin), Mode::from_raw_mode(mode)).map_err(EntryFault::ChangeMode)
 }
